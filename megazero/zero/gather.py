@@ -25,7 +25,7 @@ later, when autograd asks for its weights: `saved_weights.py`.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial, wraps
 from itertools import compress, islice
@@ -315,6 +315,8 @@ class UnitGatherer:
                 own = dict.fromkeys(self._owner[id(one)] for one in read if id(one) in self._owner)
                 self._hooks.append(reader.register_forward_pre_hook(self._before_reader(list(own))))
         self._bytes_of = [sum(bucket.weights.nbytes for bucket in buckets) for buckets in self._buckets]
+        first_chunk = [index for index, chunk in enumerate(self._chunk_of) if chunk == self._chunk_of[0]]
+        self._first = frozenset(self._fitting({}, first_chunk)[0])
         for index in range(len(units)):
             self.reshard(index)
 
@@ -387,22 +389,34 @@ class UnitGatherer:
             return  # every unit has a buffer of its own and is there
         running = [*(one.unit for one in self._running), index]  # where they share a buffer, `index` has it
         needed = {storage_of(bucket.weights): bucket for one in running for bucket in self._buckets[one]}
-        ahead = 0  # bytes
-        for following in islice(self._history.upcoming(), len(self._buckets)):
-            buckets = self._buckets[following]
-            if ahead and ahead + self._bytes_of[following] > self._prefetch_bytes:
-                break
-            ahead += self._bytes_of[following]
-            fits = [needed.setdefault(storage_of(bucket.weights), bucket) is bucket for bucket in buckets]
-            for bucket in compress(buckets, fits):
-                self._gatherer.unshard(bucket)
-            if not all(fits):
-                break
-        else:
-            return
-        for bucket in buckets:
+        ahead, waiting = self._fitting(needed, islice(self._history.upcoming(), len(self._buckets)))
+        for bucket in ahead:
+            self._gatherer.unshard(bucket)
+        for bucket in waiting:
             if not self._gatherer.is_unsharded(bucket):
                 self._gatherer.read_ahead(bucket)
+
+    def _fitting(self, needed: dict[int, Bucket], following: Iterable[int]) -> tuple[list[Bucket], list[Bucket]]:
+        """The buckets to gather ahead for the units that follow, and those of the first unit that has to wait.
+
+        `needed`: by address the buckets whose buffers no other may have; those to gather are added.
+        """
+        fitting, nbytes = list[Bucket](), 0
+        for index in following:
+            buckets = self._buckets[index]
+            if nbytes and nbytes + self._bytes_of[index] > self._prefetch_bytes:
+                return fitting, buckets
+            nbytes += self._bytes_of[index]
+            fits = [needed.setdefault(storage_of(bucket.weights), bucket) is bucket for bucket in buckets]
+            fitting += compress(buckets, fits)
+            if not all(fits):
+                return fitting, buckets
+        return fitting, []
+
+    def unshard_stepped(self, bucket: Bucket) -> None:
+        """Start gathering a bucket that has been stepped, if it is one of the first that a forward uses."""
+        if bucket in self._first:
+            self._gatherer.unshard(bucket)
 
     def reshard(self, index: int) -> None:
         """Hide a unit's weights from its modules; another unit may take their buffers."""

@@ -303,6 +303,12 @@ class ShardedParameters:
         self.note_change(buckets)
         self.gathers.gather(buckets if gathers else ())
 
+    def start_gather(self, bucket: Bucket, step: Callable[[], object] | None = None) -> None:
+        """Start to gather a bucket that was stepped, for the next forward; `step`: see `WeightGathers.start`."""
+        self.gathers.start(bucket, step)
+        if self.gatherer is not None:
+            self.gatherer.unshard_stepped(bucket)
+
     def note_change(self, buckets: Sequence[Bucket]) -> None:
         """The weights of these buckets have changed, or will before the next forward of their units begins: what has been
         gathered is forgotten."""

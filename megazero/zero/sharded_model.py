@@ -193,7 +193,7 @@ class ShardedModel:
             parameters.note_change(trained)
             with parameters.gathers.changing():
                 if parameters.hides_gathers:
-                    self.optimizer.step(clip / self.scale, parameters.gathers.start)
+                    self.optimizer.step(clip / self.scale, parameters.start_gather)
                 else:
                     self.optimizer.step(clip / self.scale)
                     parameters.gathers.gather(trained)
@@ -258,6 +258,9 @@ class ShardedModel:
         """Wait for the weights under way, as far as their ranks are there, and free what the state holds outside memory."""
         with suppress(LostPeerError, HalfSteppedError):  # whoever noticed has raised it
             self.parameters.gathers.wait()
+        if self.parameters.hides_gathers and self.parameters.gatherer is not None:
+            with suppress(LostPeerError):
+                self.parameters.gatherer.forget()  # waits for what the last update has begun to gather
         self.parameters.offload.close()
 
 

@@ -23,6 +23,7 @@ from megazero.config import ResolvedRun
 from megazero.parallel_state import ParallelState, RankGrid, Traffic
 from megazero.zero.bucket import Bucket
 from megazero.zero.gather import BucketGatherer, UnitGatherer
+from megazero.zero.parameters import ShardedParameters
 
 UNTIED = LLAMA | {"tie_embeddings": False, "vocab_size": 64}
 DEEP, THREE_LAYERS = UNTIED | {"num_layers": 5}, UNTIED | {"num_layers": 3}
@@ -257,6 +258,44 @@ def test_units_are_gathered_ahead_by_bytes_into_as_many_buffers_as_these_hold() 
             wanted += [unit] if held.get(unit % count) != unit else []
             held[unit % count] = unit
         assert gathered == wanted
+
+
+def _updates(rank: int, runs: Sequence[ResolvedRun]) -> list[list[tuple[str, int]]]:
+    """Of the second step and what follows it: units as they run, are gathered and, bucket by bucket, stepped."""
+    state, found, start = state_on(rank, runs[0], shares_memory=False), [], ShardedParameters.start_gather
+    for run in runs:
+        engine = engine_on(rank, run, state=state)
+        engine.train_step(micro_batches(run, state, 0), LR)
+        with _noted() as events:
+
+            def stepped(self: ShardedParameters, bucket: Bucket, *step: Any, events: list[Any] = events) -> None:
+                events.append(("steps", bucket.layout.unit))
+                start(self, bucket, *step)
+
+            ShardedParameters.start_gather = stepped  # type: ignore[method-assign]
+            engine.train_step(micro_batches(run, state, 1), LR)
+            ShardedParameters.start_gather = start  # type: ignore[method-assign]
+            engine.evaluate(micro_batches(run, state, 2))
+        engine.train_step(micro_batches(run, state, 3), LR)
+        assert (gatherer := engine.sharded_model.parameters.gatherer) is not None
+        assert gatherer._gatherer._gathering
+        engine.sharded_model.close()
+        assert not gatherer._gatherer._gathering
+        found.append([event for event in events if event[0] != "ahead of"])
+    return found
+
+
+def test_an_update_gathers_the_units_that_a_forward_uses_first_as_soon_as_each_is_stepped() -> None:
+    """One, and those that the bytes ahead hold; the next forward gathers the others alone, so that nothing more is sent."""
+    first = {0: 1, BLOCK: 1, 3 * BLOCK: 3, 100 * BLOCK: 7}  # the embedding; and two blocks; all
+    runs = [run_of(2, model=DEEP, zero={"stage": 3, "prefetch_bytes": 4 * ahead}) for ahead in first]
+    for count, events in zip([*first.values()] * 2, chain(*run_world(2, _updates, runs)), strict=True):
+        step, update = events.index(("steps", 0)), list[tuple[str, int]]()
+        for unit in range(7):
+            update += [("steps", unit), ("gathers", unit)][: 2 if unit < count else 1]
+        assert events[step : step + len(update)] == update
+        gathered = [unit for kind, unit in events[step + len(update) :] if kind == "gathers"]
+        assert gathered == list(range(count, 7))
 
 
 def _within(coming: Sequence[int], before: list[int], units: Sequence[int], ahead: int, count: int) -> Iterator[int]:
