@@ -315,8 +315,7 @@ class UnitGatherer:
                 own = dict.fromkeys(self._owner[id(one)] for one in read if id(one) in self._owner)
                 self._hooks.append(reader.register_forward_pre_hook(self._before_reader(list(own))))
         self._bytes_of = [sum(bucket.weights.nbytes for bucket in buckets) for buckets in self._buckets]
-        first_chunk = [index for index, chunk in enumerate(self._chunk_of) if chunk == self._chunk_of[0]]
-        self._first = frozenset(self._fitting({}, first_chunk)[0])
+        self._first = frozenset(self._first_of_a_forward())
         for index in range(len(units)):
             self.reshard(index)
 
@@ -412,6 +411,13 @@ class UnitGatherer:
             if not all(fits):
                 return fitting, buckets
         return fitting, []
+
+    def _first_of_a_forward(self) -> list[Bucket]:
+        """As many of the buckets that a forward uses first as it has under way at once: staging buffers hold no more."""
+        chunk = [index for index, owner in enumerate(self._chunk_of) if owner == self._chunk_of[0]]
+        own = self._buckets[chunk[0]] if chunk else []
+        ahead, _ = self._fitting({storage_of(bucket.weights): bucket for bucket in own}, chunk[1:])
+        return [*own, *ahead][: max(len(own), len(ahead))]
 
     def unshard_stepped(self, bucket: Bucket) -> None:
         """Start gathering a bucket that has been stepped, if it is one of the first that a forward uses."""

@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from itertools import chain
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -286,8 +287,8 @@ def _updates(rank: int, runs: Sequence[ResolvedRun]) -> list[list[tuple[str, int
 
 
 def test_an_update_gathers_the_units_that_a_forward_uses_first_as_soon_as_each_is_stepped() -> None:
-    """One, and those that the bytes ahead hold; the next forward gathers the others alone, so that nothing more is sent."""
-    first = {0: 1, BLOCK: 1, 3 * BLOCK: 3, 100 * BLOCK: 7}  # the embedding; and two blocks; all
+    """As many as a forward has under way at its first unit; it gathers the others alone, so that nothing more is sent."""
+    first = {0: 1, BLOCK: 1, 3 * BLOCK: 3, 100 * BLOCK: 6}  # the embedding; and two blocks; all but the head
     runs = [run_of(2, model=DEEP, zero={"stage": 3, "prefetch_bytes": 4 * ahead}) for ahead in first]
     for count, events in zip([*first.values()] * 2, chain(*run_world(2, _updates, runs)), strict=True):
         step, update = events.index(("steps", 0)), list[tuple[str, int]]()
@@ -296,6 +297,26 @@ def test_an_update_gathers_the_units_that_a_forward_uses_first_as_soon_as_each_i
         assert events[step : step + len(update)] == update
         gathered = [unit for kind, unit in events[step + len(update) :] if kind == "gathers"]
         assert gathered == list(range(count, 7))
+
+
+def _buffer_bytes(rank: int, runs: Sequence[ResolvedRun], shares_memory: bool) -> list[int]:
+    found, state = [], state_on(rank, runs[0], shares_memory=shares_memory)
+    for run in runs:
+        engine = engine_on(rank, run, state=state)
+        for step in range(2):
+            engine.train_step(micro_batches(run, state, step), LR)
+        found.append(engine.memory_bytes()["gather_buffers"])
+        engine.sharded_model.close()
+    return found
+
+
+def test_what_an_update_gathers_takes_no_more_buffers_than_a_forward(tmp_path: Path) -> None:
+    """Ranks that share their host's memory gather nothing in an update; quantized and offloaded weights pass through staging."""
+    zeros: list[dict[str, Any]] = [{"quantized_weights": True}]
+    zeros.append({"offload": {"parameters": "nvme", "nvme_path": str(tmp_path)}})
+    sizes = (0, 12 * BLOCK, 400 * BLOCK)
+    runs = [run_of(2, model=DEEP, zero={"stage": 3, "prefetch_bytes": n} | zero) for zero in zeros for n in sizes]
+    assert run_world(2, _buffer_bytes, runs, False) == run_world(2, _buffer_bytes, runs, True)
 
 
 def _within(coming: Sequence[int], before: list[int], units: Sequence[int], ahead: int, count: int) -> Iterator[int]:
