@@ -1064,6 +1064,7 @@ REPLACEMENTS: tuple[Callable[[nn.Module], Any], ...] = (
     lambda module: setattr(module.first, "weight", nn.Parameter(module.first.weight.detach().clone())),
     lambda module: module.load_state_dict(seeded(Net, 7).state_dict(), assign=True),
     _other_vector,
+    lambda module: setattr(module, "first", seeded(Net, 7).first),
 )
 
 
@@ -1079,6 +1080,29 @@ def _replaced(rank: int, folder: Path) -> None:
             text = r"parameter (first|rest\.1)\.(weight|bias) has got other data, or is another Parameter"
             refuses(RuntimeError, text, lambda engine=engine: train(engine, [0]))
             refuses(CheckpointError, text, lambda engine=engine: engine.save_checkpoint(folder))
+
+
+def _added(rank: int) -> None:
+    for stage in STAGES:
+        engine = bring(Net, settings(stage))
+        engine.module.later = nn.Linear(2, 2).requires_grad_(False)
+        if stage < 3:  # there it moves the parameter out of its unit
+            parametrize.register_parametrization(engine.module.first, "weight", nn.Tanh())
+        train(engine, [0])
+        engine.module.later.requires_grad_(True)
+        text = "parameter later.weight was added since megazero.initialize: nothing trains it"
+        refuses(RuntimeError, text, lambda engine=engine: train(engine, [1]))
+        engine = bring(_deep, settings(stage))
+        engine.module[1].weight = engine.module[0].weight
+        refuses(RuntimeError, "parameter 1.weight .* is another", lambda engine=engine: train(engine, [0]))
+
+
+def _deep() -> nn.Module:
+    return nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, OUT))
+
+
+def test_a_parameter_that_nothing_trains_or_was_tied_later_is_told_by_name() -> None:
+    run_world(2, _added)
 
 
 def test_weights_that_are_no_longer_what_is_trained_are_told_by_name(tmp_path: Path) -> None:

@@ -129,7 +129,8 @@ def initialize(
     _check_ties(described, state)
     chunks = list(model.chunks) if isinstance(model, PipelineModule) else [model]
     _move_buffers(model, settings, state)
-    sharded = ShardedModel(units_of(chunks), described, state, settings.zero, settings.precision, recipe, ties=ties)
+    units, zero, precision = units_of(chunks), settings.zero, settings.precision
+    sharded = ShardedModel(units, described, state, zero, precision, recipe, ties=ties, modules=chunks)
     seed = _SEED if settings.seed is None else settings.seed
     sharded.parameters.load_from_module(state.dp, state.tp, ties, deferred_values(described, seed))
     engine: TrainingEngine = (

@@ -13,7 +13,7 @@ from math import isfinite, sqrt
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from megazero.comm.arena import Arena
 from megazero.comm.collectives import LostPeerError, agree, gather_objects
@@ -47,6 +47,7 @@ class ShardedModel:
             each gather between hosts or GPUs.  False where a proved schedule gives the order.
         hides_gathers: see `ShardedParameters`.  False for a script, which may read its parameters at any time.
         arena: see `ShardingPolicy`.
+        modules: see `ShardedParameters`.
 
     Attributes:
         names: qualified name by identity of the parameters that modules compute with.
@@ -70,6 +71,7 @@ class ShardedModel:
         checks_order: bool = True,
         hides_gathers: bool = False,
         arena: Arena | None = None,
+        modules: Sequence[nn.Module] = (),
     ) -> None:
         self.state, self.ties = state, ties
         held = gather_objects((state.at.pp, logical_rows(described, ties)), state.pp)
@@ -113,6 +115,7 @@ class ShardedModel:
             hides_gathers=hides_gathers,
             # in a narrower format an all-reduce sends less than a gather of fp32 sums
             hides_gradients=reduce_dtype == self.policy.accumulate_dtype,
+            modules=modules,
         )
         buckets = self.parameters.buckets
         self.names = {id(parameter): name for name, parameter in self.parameters.by_name.items()}

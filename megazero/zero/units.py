@@ -20,6 +20,7 @@ from typing import Any, TypeVar
 from torch import nn
 
 from megazero.layers.spec import ParamSpec, whole_spec
+from megazero.zero.param_proxy import real
 
 Hook = TypeVar("Hook", bound=Callable[..., Any])
 
@@ -100,6 +101,15 @@ def _find(module: nn.Module, chunk: int, is_element: bool) -> Iterator[Unit]:
         yield Unit(module, direct, chunk, spans_others=True)
     for child in module.children():
         yield from _find(child, chunk, isinstance(module, _CONTAINERS))
+
+
+def held_in(chunks: Sequence[nn.Module]) -> Iterator[tuple[int, str, nn.Parameter]]:
+    """Every attribute of a chunk's modules that holds a parameter: (chunk, its qualified name, the parameter itself)."""
+    for chunk, model in enumerate(chunks):
+        for prefix, part in model.named_modules():
+            for key, parameter in part._parameters.items():
+                if parameter is not None:
+                    yield chunk, f"{prefix}.{key}" if prefix else key, real(parameter)
 
 
 def describe(model: nn.Module) -> Iterator[Described]:
