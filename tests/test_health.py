@@ -524,14 +524,18 @@ def test_a_rollback_removes_nothing_before_another_step_is_loaded(damaged: bool,
 
 
 class _Misspelt(Callback):
-    def __init__(self, value: Any) -> None:
-        self.value = value
+    def __init__(self, value: Any, after: Any = None, before: Any = None) -> None:
+        self.value, self.after, self.before = value, after, before
+
+    def before_step(self, position: Position) -> Any:
+        return self.before
 
     def after_stp(self, record: StepRecord) -> None:
         raise AssertionError("no hook")
 
-    def after_step(self, record: StepRecord) -> None:
+    def after_step(self, record: StepRecord) -> Any:
         record.metrics["mine"] = self.value
+        return self.after
 
 
 def _train_with(rank: int, run: ResolvedRun, made: Any) -> str | list[str]:
@@ -551,8 +555,23 @@ def test_a_value_that_is_no_metric_a_class_that_is_no_callback_and_a_misspelt_ho
     (told,) = run_world(1, _train_with, run, object())
     assert "callback 'mine' (training.callbacks) failed" in told
     assert "must derive from" in told
-    (told,) = run_world(1, _train_with, run, _Misspelt({"a": 1.5}))
-    assert "note: callback 'mine' has after_stp, which a run never calls; did you mean after_step?" in told
+    for value in ({"a": 1.5}, None):  # None: this step has none
+        (told,) = run_world(1, _train_with, run, _Misspelt(value))
+        assert "note: callback 'mine' has after_stp, which a run never calls; did you mean after_step?" in told
+
+
+@pytest.mark.parametrize("decision", ["STOP", True, StepDecision, StepDecision.SKIP, StepDecision.STOP])
+def test_a_decision_that_is_none_is_told(decision: Any, tmp_path: Path) -> None:
+    run = _run(1, tmp_path, steps=1, callbacks=["mine"])
+    if decision is not StepDecision.SKIP:
+        (told,) = run_world(1, _train_with, run, _Misspelt(1.0, before=decision))
+        assert "callback 'mine' (training.callbacks) failed" in told
+        assert "before_step returned" in told
+        assert "must return None or StepDecision.SKIP" in told
+    if decision is not StepDecision.STOP:
+        (told,) = run_world(1, _train_with, run, _Misspelt(1.0, after=decision))
+        assert "after_step returned" in told
+        assert "must return None or StepDecision.STOP or StepDecision.ROLL_BACK" in told
 
 
 def test_every_hook_of_a_registered_callback_is_called() -> None:

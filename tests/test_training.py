@@ -251,11 +251,23 @@ def test_tensorboard_has_losses_by_tokens_and_forgets_those_after_a_resume(tmp_p
     first.close()
     again = TensorBoard(tmp_path, records[1].position, "", print)
     again.after_step(replace(records[2], val_loss=2.0))
-    again.close()
-    events = EventAccumulator(str(tmp_path / "by_tokens"))
-    events.Reload()
-    assert set(events.Tags()["scalars"]) == {"loss_by_tokens", "val_loss_by_tokens"}
-    assert [event.step for event in events.Scalars("loss_by_tokens")] == [80, 160, 240]
+
+    def tokens() -> list[int]:
+        again.close()
+        events = EventAccumulator(str(tmp_path / "by_tokens"))
+        events.Reload()
+        assert set(events.Tags()["scalars"]) == {"loss_by_tokens", "val_loss_by_tokens"}
+        return [event.step for event in events.Scalars("loss_by_tokens")]
+
+    assert tokens() == [80, 160, 240]
+    for step, count in ((4, 320), (5, 400)):
+        again.after_step(replace(_record(step), position=Position(step, 8 * step, count)))
+    # steps 4 and 5 are undone, their tokens stay consumed
+    again.on_rollback(Position(3, 40, 400))
+    again.after_step(replace(_record(4), val_loss=2.0, position=Position(4, 48, 480)))
+    again.on_rollback(Position(3, 48, 480))
+    again.after_step(replace(_record(4), val_loss=2.0, position=Position(4, 56, 560)))
+    assert tokens() == [80, 160, 240, 560]
 
 
 def test_a_skipped_step_is_reported_and_leaves_no_number_that_json_does_not_know() -> None:

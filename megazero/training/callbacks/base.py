@@ -39,7 +39,7 @@ class Callback:
         """Called before each step with the position of the run so far.  SKIP leaves the step out."""
 
     def after_step(self, record: StepRecord) -> StepDecision | None:
-        """Called after each step; STOP and ROLL_BACK are obeyed, and None means CONTINUE.
+        """Called after each step; STOP and ROLL_BACK are obeyed, None means to go on, and anything else is an error.
 
         After ROLL_BACK the callbacks that follow do not see the step.
         """

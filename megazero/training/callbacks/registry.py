@@ -92,13 +92,13 @@ class RegisteredCallback(Callback):
         self._hook(self._own.on_start)
 
     def before_step(self, position: Position) -> StepDecision | None:
-        return self._hook(lambda: self._own.before_step(position))
+        return self._hook(lambda: _decided(self._own.before_step(position), "before_step", StepDecision.SKIP))
 
     def after_step(self, record: StepRecord) -> StepDecision | None:
         def call() -> StepDecision | None:
-            decision = self._own.after_step(record)
-            for key, value in record.metrics.items():
-                values = value.values() if isinstance(value, Mapping) else [value]
+            decision = _decided(self._own.after_step(record), "after_step", StepDecision.STOP, StepDecision.ROLL_BACK)
+            for key, value in record.metrics.items():  # None: this step has none
+                values = value.values() if isinstance(value, Mapping) else [] if value is None else [value]
                 if not all(isinstance(one, float | int | str) for one in values):
                     raise TypeError(
                         f"record.metrics[{key!r}] must be a number, a text or a table of numbers, got {value!r}"
@@ -121,6 +121,13 @@ def _checked(made: Callback) -> Callback:
     if not isinstance(made, Callback):
         raise TypeError(f"it made {made!r}; its class must derive from megazero.training.callbacks.base.Callback")
     return made
+
+
+def _decided(decision: StepDecision | None, hook: str, *allowed: StepDecision) -> StepDecision | None:
+    if decision is not None and not any(decision is one for one in allowed):
+        choices = " or ".join(["None", *map(str, allowed)])
+        raise TypeError(f"{hook} returned {decision!r}; it must return {choices}")
+    return decision
 
 
 def callbacks_of(

@@ -5,6 +5,7 @@ A second event folder, `by_tokens`, has tokens in place of steps: what is purged
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
@@ -29,11 +30,13 @@ class TensorBoard(RecordFile):
         super().__init__(folder, start.step, say)
         self._writer_class = SummaryWriter
         self._config = "\n".join(f"    {line}" for line in config.splitlines())
-        self._tokens = start.tokens  # at the last step that counts
+        self._start, self._tokens = start, array("q")  # after each step since the start
 
     def _open(self, after_step: int) -> None:
         self._writer = self._writer_class(str(self._path), purge_step=after_step + 1)
-        self._by_tokens = self._writer_class(str(self._path / "by_tokens"), purge_step=self._tokens + 1)
+        self._by_tokens = self._writer_class(
+            str(self._path / "by_tokens"), purge_step=self._tokens_after(after_step) + 1
+        )
         self._writer.add_text("config", self._config, after_step)
 
     def _write(self, record: StepRecord) -> None:
@@ -46,11 +49,16 @@ class TensorBoard(RecordFile):
         for name, loss in (("loss", record.loss), ("val_loss", record.val_loss)):
             if loss is not None:
                 self._by_tokens.add_scalar(f"{name}_by_tokens", loss, record.position.tokens)
-        self._tokens = record.position.tokens
+        missing = record.step - self._start.step - len(self._tokens)
+        self._tokens.extend([record.position.tokens] * missing)
+
+    def _tokens_after(self, step: int) -> int:
+        index = step - self._start.step - 1
+        return self._tokens[index] if index >= 0 else self._start.tokens
 
     def on_rollback(self, position: Position) -> None:
         super().on_rollback(position)
-        self._tokens = position.tokens
+        del self._tokens[max(0, self._written - self._start.step) :]
 
     def _shut(self) -> None:
         self._writer.close()
