@@ -455,11 +455,13 @@ class _RollsBack(Callback):
     """Rejects step 4 once, after it was evaluated."""
 
     def __init__(self, context: RunContext) -> None:
-        self.has_rejected = False
+        self.has_rejected, self._checkpoints = False, Path(context.run.config.training.run_dir) / "checkpoints"
 
     def after_step(self, record: StepRecord) -> StepDecision | None:
         rejects = record.step == 4 and record.val_loss is not None and not self.has_rejected
         self.has_rejected |= rejects
+        if self.has_rejected and record.step == 3:
+            assert (self._checkpoints / "latest").read_text() == "step-00000002\n"
         return StepDecision.ROLL_BACK if rejects else None
 
 

@@ -282,8 +282,13 @@ def test_a_copy_of_a_step_under_a_name_of_the_users_own_takes_nobodys_place(tmp_
     for step in (2, 3, 4):
         _write(tmp_path, step)
     shutil.copytree(tmp_path / "step-00000002", tmp_path / "step-2")
+    shutil.copytree(tmp_path / "step-00000002", tmp_path / "step-9")
+    shutil.copytree(tmp_path / "step-00000002", tmp_path / "step-000000010")
+    assert (newest := find_newest(tmp_path)) is not None
+    assert newest.name == "step-00000004"
     _prune(tmp_path, Retention(keep_last=1, keep_every_steps=2))
-    assert sorted(path.name for path in tmp_path.glob("step-*")) == ["step-00000002", "step-00000004", "step-2"]
+    copies = ["step-2", "step-9", "step-000000010"]
+    assert {path.name for path in tmp_path.glob("step-*")} == {"step-00000002", "step-00000004", *copies}
 
 
 def _prune_together(rank: int, root: Path) -> tuple[list[str], int]:

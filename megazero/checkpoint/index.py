@@ -36,7 +36,7 @@ FORMAT_VERSION = 1
 MANIFEST, TRAINER_STATE, LATEST, HF_CONFIG = "manifest.json", "trainer_state.json", "latest", "config.json"
 UNFINISHED, DAMAGED_MANIFEST, EVALUATION = "unfinished.json", "damaged-manifest.json", "evaluation.json"
 _LISTS = (MANIFEST, DAMAGED_MANIFEST, UNFINISHED)  # each names files that are ours
-_STEP_NAME = re.compile(r"step-\d+")
+_STEP_NAME = re.compile(r"step-(\d{8}|[1-9]\d{8,})")
 _TENSOR_FILE = re.compile(r"(.+)-\d{5}-of-\d{5}\.safetensors")
 
 
@@ -329,7 +329,7 @@ def step_folder(root: Location, step: int) -> Folder:
 
 
 def is_step_name(name: str) -> bool:
-    """Whether a directory's name is that of a step, like step-00000010."""
+    """Whether a directory's name is that of a step, like step-00000010; another, like step-10, is a user's."""
     return _STEP_NAME.fullmatch(name) is not None
 
 
@@ -342,6 +342,14 @@ def step_folders(root: Location) -> list[Folder]:
 def find_newest(root: Location) -> Folder | None:
     """The newest complete step directory.  The manifests decide, not `latest`: a run may stop between the two."""
     return next((folder for folder in reversed(step_folders(root)) if is_complete(folder)), None)
+
+
+def renew_latest(root: Folder) -> None:
+    """Let `latest`, if there is one, name the newest complete step, after another was given up."""
+    with suppress(OSError):  # the manifests decide
+        if root.has(LATEST):
+            newest = find_newest(root)
+            root.remove(LATEST) if newest is None else root.write(LATEST, (newest.name + "\n").encode())
 
 
 def step_of(folder: Folder) -> int:

@@ -38,7 +38,6 @@ from megazero.checkpoint.index import (
     own_files,
     read_trainer_state,
     remove_own_files,
-    step_folder,
     step_folders,
     step_of,
     val_loss_of,
@@ -152,8 +151,7 @@ class Pruner:
 
     def _plan(self) -> tuple[list[str], list[str], list[str]]:
         """Names of those to keep, of those to remove, and of unfinished ones with files to remove; in order of steps."""
-        every = [folder for folder in step_folders(self._root) if not folder.is_link]
-        folders = [one for one in every if one.name == step_folder(self._root, step_of(one)).name]  # step-2 is a user's
+        folders = [folder for folder in step_folders(self._root) if not folder.is_link]
         complete = {step_of(folder): folder for folder in folders if is_complete(folder)}
         ranked = complete if self._policy.keep_best else {}
         states = {step: _state(folder) for step, folder in ranked.items()}

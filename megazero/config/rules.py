@@ -308,7 +308,7 @@ def _ulysses_splits_heads(config: RunConfig, _: int) -> Iterator[Problem]:
 
 def _every_stage_has_a_layer(config: RunConfig, _: int) -> Iterator[Problem]:
     layers, pp, chunks = config.model.num_layers, config.parallel.pp, _chunks(config)
-    if layers < pp * chunks:
+    if layers < pp * chunks and isinstance(config.parallel.layout, str):  # a list says which stages have none
         stages = f"parallel.pp={pp}" if chunks == 1 else f"parallel.pp*chunks={pp}*{chunks}={pp * chunks}"
         hint = f"the nearest num_layers is {pp * chunks}"
         hint += f", the nearest pp is {layers // chunks}" if layers >= chunks else ""
@@ -573,7 +573,7 @@ _SHAPE_RULES = (
     Rule(("model.seq_len", "parallel.sequence_parallel", "parallel.tp", "parallel.cp"), _ranks_split_sequence),
     Rule(_CONTEXT, _context_degrees_agree),
     Rule((*_CONTEXT, "parallel.tp", "model.num_heads", "model.num_kv_heads"), _ulysses_splits_heads),
-    Rule(("model.num_layers", "parallel.pp", *_CHUNKS), _every_stage_has_a_layer),
+    Rule(("parallel.layout", "model.num_layers", "parallel.pp", *_CHUNKS), _every_stage_has_a_layer),
     Rule(("parallel.layout", "model.num_layers", "parallel.pp", *_CHUNKS), _layout_is_of_this_model),
 )
 _SIZES = tuple(

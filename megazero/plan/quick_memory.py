@@ -88,7 +88,7 @@ def _state(run: ResolvedRun, cluster: Cluster, formula: StateFormula, chunks: li
     whole, state = formula.bytes_with(own, away)
     weights = formula.weight_bytes * own // formula.shards if zero.offload.parameters in ("cpu", "nvme") else 0
     state -= weights
-    largest = max(map(max, chunks))
+    largest = max((unit for units in chunks for unit in units), default=0)  # a chunk may have none
     kinds = {"state": round(state)}
     if zero.stage == 3 and formula.shards > 1:
         itemsize = DTYPES[run.config.precision.dtype].itemsize

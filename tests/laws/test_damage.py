@@ -229,11 +229,13 @@ def test_a_run_stops_at_damage_unless_told_otherwise(saved: Path, tmp_path: Path
     with pytest.raises(CheckpointError, match=r"exp_avg-00002-of-00002\.safetensors has .* bytes"):
         _resume(0, run)
     assert find_newest(root) == folder_at(root / "step-00000002")
+    assert (root / "latest").read_text() == "step-00000002\n"
     _lose(root / "step-00000001" / "config.json", random.Random())
     run = run_of(1, model=LLAMA, checkpoint={"directory": str(root), "on_damage": "fallback"})
     for _ in range(2):  # a run never begins anew unasked, nor when the same command is repeated
         with pytest.raises(CheckpointError, match="no older checkpoint is left"):
             _resume(0, run)
+    assert (root / "latest").read_text() == "step-00000001\n"
 
 
 def _apart(rank: int, root: Path) -> str:

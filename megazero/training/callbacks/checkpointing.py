@@ -17,6 +17,7 @@ from megazero.checkpoint.index import (
     is_complete,
     note_val_loss,
     read_trainer_state,
+    renew_latest,
     step_folder,
     step_folders,
     step_of,
@@ -166,6 +167,7 @@ class Checkpointing(Callback):
         def forget() -> None:
             if was_saved and self._state.rank == 0 and is_complete(rejected):
                 discard(rejected)
+                renew_latest(self._root)
 
         agree(forget, self._state.world, CheckpointError)  # saved before its evaluation, and now another one is loaded
         return position
@@ -212,6 +214,7 @@ class Checkpointing(Callback):
             found = folder_at(wish)
         if found is not None:
             mark_damaged(damaged)
+            renew_latest(self._root)
         return found
 
     # Saving
