@@ -365,6 +365,8 @@ def test_a_run_directory_must_be_one(tmp_path: Path, monkeypatch: pytest.MonkeyP
     [
         ['parallel.layout=[["embed"],[4,"head"]]'],
         ['parallel.layout=[["embed",2],[0],[1],[1,"head"]]', "parallel.schedule=zbv"],
+        ['parallel.layout=[["embed"],[0],[4],["head"]]', "parallel.schedule=zbv"],
+        ['parallel.layout=[["embed"],[0],[1],["head"]]', "parallel.schedule=zbv", "model.num_layers=1"],
         ["FILE", 'parallel.layout=[["embed",1],[1],[1],[1,"head"]]'],
         ["FILE", "activations.recompute=full", "activations.layers=1"],
     ],
@@ -374,10 +376,13 @@ def test_a_stage_without_a_layer_and_a_schedule_file_with_chunks_are_described_a
 ) -> None:
     (table := tmp_path / "two.csv").write_text(_TWO_CHUNKS)
     words = [word.replace("FILE", f"parallel.schedule_file={table}") for word in words]
-    words += ["parallel.pp=2", "model.num_layers=4", "training.accumulation=2", "training.global_batch_size=auto"]
+    words = ["model.num_layers=4", *words]
+    words += ["parallel.pp=2", "training.accumulation=2", "training.global_batch_size=auto"]
     described = _lines(*words, "launch.nproc_per_node=2")
     assert len([line for line in described["memory"] if "keeps for its backward passes" in line]) == 2
-    assert plan_of(load_config(QUICKSTART, [*SMALL, *words], 2), cluster_of("h100", 2, 2), Assumptions()).fits
+    for offload in ("none", "auto"):  # by a short formula, whether it is needed
+        run = load_config(QUICKSTART, [*SMALL, *words, f"zero.offload.optimizer={offload}"], 2)
+        assert plan_of(run, cluster_of("h100", 2, 2), Assumptions()).fits
 
 
 def test_the_layout_is_for_the_chunks_of_the_schedule_file_and_leaves_no_rank_without_a_part(tmp_path: Path) -> None:
