@@ -261,6 +261,27 @@ def test_a_key_that_is_left_out_means_what_transformers_takes_for_it(name: str, 
         assert model_section(left) == model_section(filled), key
 
 
+@pytest.mark.parametrize("name", [name for name in CASES if name != "mistral no window"])  # of which it makes no mask
+@pytest.mark.parametrize("kind", ["full_attention", "sliding_attention"])
+def test_layer_types_mean_what_transformers_computes_with_them(name: str, kind: str, folder: Path) -> None:
+    """Or are refused.  The last token's weights say to how many positions transformers lets it attend."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    given, hub = _config(folder / name / "hub"), folder / f"{name} {kind}"
+    given |= {"layer_types": [kind] * given["num_hidden_layers"]}
+    if kind == "sliding_attention" and given["model_type"] != "mistral":
+        with pytest.raises(ValueError, match="layer_types has 'sliding_attention'"):
+            model_section(given)
+        return
+    hub.mkdir(exist_ok=True)
+    (hub / "config.json").write_text(json.dumps(given))
+    wanted = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(hub), attn_implementation="eager").model
+    tokens = torch.zeros(1, 16, dtype=torch.long)
+    attention = wanted.eval()(tokens, output_attentions=True, use_cache=False).attentions[0]
+    model = model_section(given)
+    assert int((attention[0, 0, -1] != 0).sum()) == min(model.sliding_window or 16, 16)
+
+
 def published(**keys: Any) -> dict[str, Any]:
     """A `config.json` of the hub, as transformers 4 wrote it; what most of them say is here once."""
     common = {"hidden_act": "silu", "attention_dropout": 0.0, "use_cache": True, "torch_dtype": "bfloat16"}
@@ -310,7 +331,9 @@ def test_a_published_configuration_is_the_model_of_its_run_file(name: str) -> No
 
 # What a configuration says that we do not compute: (case, changed keys, the reason).
 REFUSED = [
-    ("mistral", {"layer_types": ["sliding_attention"] * 2}, "layer_types has 'sliding_attention'"),
+    ("mistral", {"layer_types": ["full_attention", "sliding_attention"]}, "'full_attention' and 'sliding_attention'"),
+    ("mistral", {"layer_types": ["sliding_attention", "chunked"]}, "layer_types has 'chunked'"),
+    ("mistral no window", {"layer_types": ["sliding_attention"] * 2}, "needs a sliding_window, and that is null"),
     ("mistral", {"num_key_value_heads": None}, "num_key_value_heads is missing"),
     ("llama3", {"attention_bias": True}, "attention_bias=True is not supported in a llama"),
     ("qwen2", {"use_sliding_window": True}, "use_sliding_window=True is not supported in a qwen2"),
