@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import threading
 import time
 from collections.abc import Sequence
@@ -32,6 +33,7 @@ from megazero.config import ResolvedRun, RunConfig, resolve
 from megazero.config.schema import LoggingConfig, TrainingConfig
 from megazero.engine import Engine, NonFiniteError, Position, StepStatistics
 from megazero.models.gpt import MicroBatch
+from megazero.tools.check import describe
 from megazero.training.callbacks import checkpointing
 from megazero.training.callbacks.base import Callback, RunContext
 from megazero.training.callbacks.health import LossSpikes, NonFinitePolicy, count_skipped
@@ -239,6 +241,7 @@ def _run(
     save: int = 0,
     logging: Any = None,
     checkpoint: Any = None,
+    lr_schedule: Any = None,
     **training: Any,
 ) -> ResolvedRun:
     config = {
@@ -251,7 +254,7 @@ def _run(
             "seq_len": 16,
         },
         "precision": {"dtype": "fp32"},
-        "lr_schedule": {"name": "constant"},
+        "lr_schedule": lr_schedule or {"name": "constant"},
         "training": {"run_dir": str(run_dir), "steps": steps, "global_batch_size": BATCH} | training,
         "checkpoint": {"save_every_steps": save} | (checkpoint or {}),
         "logging": {"tensorboard": False, "straggler_every_steps": 0} | (logging or {}),
@@ -326,6 +329,27 @@ def test_a_range_of_steps_is_announced_once(tmp_path: Path) -> None:
     ]
     assert [step for step, loss in _losses_of(tmp_path).items() if loss is None] == [2, 3, 4, 6]
     assert [line["step"] for line in _lines(tmp_path) if "val_loss" in line] == [3, 6]
+
+
+@pytest.mark.parametrize("schedule", ["wsd", "linear", "constant"])
+def test_the_learning_rates_of_a_run_that_skips_steps_are_those_that_it_and_check_tell(
+    schedule: str, tmp_path: Path
+) -> None:
+    skipped = [[4, 6], [5, 8], 14]
+    run = _run(1, tmp_path, steps=14, skip_steps=skipped, lr_schedule={"name": schedule, "warmup_steps": 2})
+    first, *more = [text for subject, text in describe(run, 1) if subject == "rate"]
+    (stopped,) = run_world(1, _train, run, (), 7)
+    (resumed,) = run_world(1, _train, run)
+    rates = {line["step"]: line["lr"] for line in _lines(tmp_path) if "lr" in line}
+    told = re.findall(r"(\S+) at step (\d+)", first)
+    assert [int(step) for _, step in told] == [1, 2, 10, 13]  # of updates 1, 2, 5 and 8
+    assert [rate for rate, _ in told] == [f"{rates[int(step)]:.3g}" for _, step in told]
+    for shown in (stopped["shown"], resumed["shown"]):
+        assert [line for line in shown if "schedule unfinished" in line] == more
+    peak, end = run.config.optimizer.lr, 0.1 * run.config.optimizer.lr
+    reached = f"the last is update 8 of 14, and the learning rate ends at {rates[13]:.3g}, not {end:.3g}"
+    assert [line.partition(": ")[2] for line in more] == ([] if schedule == "constant" else [reached])
+    assert schedule != "wsd" or rates[13] == peak
 
 
 def test_a_step_that_is_not_finite_is_as_if_it_had_been_skipped(tmp_path: Path, without_step_5: Path) -> None:

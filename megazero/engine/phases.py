@@ -145,3 +145,30 @@ def learning_rate(schedule: LrScheduleConfig, peak: float, steps: int, phase: Ph
         updates: of the weights, done so far in the whole run.
     """
     return peak * learning_rate_factor(schedule, updates - phase.schedule_update, steps - phase.schedule_step)
+
+
+def trained_steps(first: int, last: int, skipped: Sequence[tuple[int, int]]) -> list[range]:
+    """The steps from `first` to `last` that the (first, last) ranges of `training.skip_steps` leave."""
+    left = []
+    for begin, end in sorted(skipped):
+        left.append(range(first, min(begin, last + 1)))
+        first = max(first, end + 1)
+    return [one for one in (*left, range(first, last + 1)) if one]
+
+
+def unfinished_schedule(config: RunConfig, phase: Phase, step: int, updates: int) -> list[str]:
+    """A line where `training.skip_steps` keeps the learning rate from the end of its schedule, `updates` done at `step`."""
+    steps, skipped = config.training.steps, config.training.skip_steps
+    updates += sum(map(len, trained_steps(step + 1, steps, skipped)))
+    due = phase.schedule_update + steps - phase.schedule_step
+    last, end = (
+        f"{learning_rate(config.lr_schedule, config.optimizer.lr, steps, phase, max(count - 1, 0)):.3g}"
+        for count in (updates, due)
+    )
+    if not skipped or step >= steps or last == end:
+        return []
+    done, of = updates - phase.schedule_update, due - phase.schedule_update
+    return [
+        "training.skip_steps leaves the learning rate's schedule unfinished, which counts updates: the last is update "
+        f"{done:,} of {of:,}, and the learning rate ends at {last}, not {end}"
+    ]

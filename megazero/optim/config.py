@@ -61,13 +61,13 @@ class OptimizerConfig(Section):
 
 
 class LrScheduleConfig(Section):
-    """Learning rate over the steps."""
+    """Learning rate over as many updates as `training.steps`; a step without an update does not move it on."""
 
     name: Annotated[str, NameIn(LR_SCHEDULES)] = "cosine"
     """Shape after the warm-up; wsd (warm-up, stable, decay) stays at the peak and decays at the end."""
     warmup_steps: Annotated[CountOrZero, AtMost("training.steps", "the learning rate does not reach its peak")] = 0
     """Steps of linear rise to the peak."""
     min_lr_ratio: Annotated[Share, _of_lr_schedules("min_lr_ratio")] = 0.1
-    """Learning rate of the last step, as a share of the peak."""
+    """Learning rate of the last update, as a share of the peak; steps without an update keep it from there."""
     decay_fraction: Annotated[Share, _of_lr_schedules("decay_fraction")] = 0.2
-    """Last share of the steps, in which the rate decays."""
+    """Last share of the updates, in which the rate decays."""

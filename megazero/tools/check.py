@@ -23,6 +23,7 @@ from megazero.config.rules import BATCH, WORLD, Rule
 from megazero.data import Corpus, load_tokenizer
 from megazero.data.corpus import PYTHON_STDLIB, repeats
 from megazero.data.indexed import pair_paths
+from megazero.engine.phases import Phase, trained_steps, unfinished_schedule
 from megazero.layers.recompute import WHOLE
 from megazero.models.activation_config import ActivationsConfig, layer_policies
 from megazero.models.activations import save_by_policy
@@ -169,7 +170,7 @@ def describe(run: ResolvedRun, ranks_per_node: int, cluster: Cluster | None = No
     yield "batch", f"{run.global_batch_size:,} samples = {product}; {tokens:,} tokens a step"
     yield "length", f"{training.steps:,} steps, {training.steps * tokens:.4g} tokens"
     yield "schedule", _pipeline(schedule)
-    yield "rate", _rate(config)
+    yield from (("rate", line) for line in _rate(config))
     yield from (("memory", line) for line in _memory(run, elements))
     yield from (("memory", line) for line in _activations(run, schedule))
     if cluster is not None:
@@ -236,12 +237,28 @@ def _recompute_problems(config: RunConfig, blocks: Sequence[torch.nn.Module]) ->
             return
 
 
-def _rate(config: RunConfig) -> str:
+def _rate(config: RunConfig) -> Iterator[str]:
+    """Learning rates at some updates, and the steps that do them; where skipped steps leave the schedule unfinished."""
     shape, steps, peak = config.lr_schedule, config.training.steps, config.optimizer.lr
-    marks = sorted({0, min(max(shape.warmup_steps - 1, 0), steps - 1), steps // 2, steps - 1})
-    rates = ", ".join(f"{peak * learning_rate_factor(shape, step, steps):.3g} at step {step + 1:,}" for step in marks)
+    trained = trained_steps(1, steps, config.training.skip_steps)
+    updates = sum(map(len, trained))
+    marks = sorted({0, min(max(shape.warmup_steps - 1, 0), updates - 1), updates // 2, updates - 1}) if updates else []
+    rates = [
+        f"{peak * learning_rate_factor(shape, update, steps):.3g} at step {_step_of(update, trained):,}"
+        for update in marks
+    ]
     later = "; a phase that begins later counts its own steps" if config.checkpoint.accept_changes else ""
-    return f"{config.optimizer.name}, {shape.name}: {rates}{later}"
+    yield f"{config.optimizer.name}, {shape.name}: {', '.join(rates) or 'no step has an update'}{later}"
+    yield from unfinished_schedule(config, Phase(), 0, 0)
+
+
+def _step_of(update: int, trained: Sequence[range]) -> int:
+    """The step that does an update, of which the first is 0."""
+    for steps in trained:
+        if update < len(steps):
+            return steps[update]
+        update -= len(steps)
+    raise ValueError(f"there is no update {update} more")
 
 
 def _activations(run: ResolvedRun, schedule: Schedule) -> Iterator[str]:

@@ -6,10 +6,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from math import isfinite, sqrt
 
-from megazero.config import ResolvedRun
 from megazero.config.schema import TrainingConfig
 from megazero.engine import NonFiniteError, Position
-from megazero.training.callbacks.base import Callback
+from megazero.engine.phases import unfinished_schedule
+from megazero.training.callbacks.base import Callback, RunContext
 from megazero.training.record import SampleRange, StepDecision, StepRecord
 
 _WARM_UP_STEPS = 20  # losses to see before the first judgement
@@ -19,9 +19,17 @@ _MEMORY_STEPS = 50  # a loss this many steps back has weight 1/e
 class SkipSteps(Callback):
     """Leaves out the steps of `training.skip_steps`, and announces each range once: their samples are consumed."""
 
-    def __init__(self, run: ResolvedRun, say: Callable[[str], None]) -> None:
-        self._training, self._batch, self._say = run.config.training, run.global_batch_size, say
+    def __init__(self, context: RunContext) -> None:
+        run = context.run
+        self._context, self._training, self._say = context, run.config.training, context.say
+        self._batch = run.global_batch_size
         self._announced = 0  # the last step that was announced
+
+    def on_start(self) -> None:
+        """Say where the learning rate will end, if skipped steps keep it from the end of its schedule."""
+        start, updates = self._context.start, self._context.engine.sharded_model.optimizer.steps_taken
+        for line in unfinished_schedule(self._context.run.config, start.phase, start.step, updates):
+            self._say(line)
 
     def before_step(self, position: Position) -> StepDecision | None:
         step = position.step + 1

@@ -147,7 +147,7 @@ def callbacks_of(
         if logging.tensorboard:
             writers.append(TensorBoard(run_dir / "tensorboard", context.start, to_toml(run), say))
     return [
-        SkipSteps(run, say),
+        SkipSteps(context),
         *([PipelineTrace(run_dir, say)] if is_first else []),
         NonFinitePolicy(training, say),
         Stragglers(logging, engine.state, watchdog.open_store(), say),
