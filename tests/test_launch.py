@@ -18,6 +18,7 @@ from quickstart import ONE_STAGE, QUICKSTART, TINY
 from worlds import LLAMA, engine_on, run_of
 
 from megazero.checkpoint.index import find_newest, read_trainer_state
+from megazero.cli.train import _failure
 from megazero.config import RunConfig, resolve
 from megazero.config.document import to_toml
 from megazero.engine import Position
@@ -58,6 +59,25 @@ def test_a_device_that_is_not_there_is_refused_like_a_wrong_key(ranks: int, tmp_
     assert f"launch.device=cuda needs a CUDA device for each of {ranks} ranks" in done.stderr
     assert "the run ended early" not in done.stderr
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("resume", "start"),
+    [
+        *((wish, "begins at step 0 again") for wish in ("auto", "never")),
+        ("old/step-00000004", "goes on from checkpoint.resume=old/step-00000004 again"),
+        (
+            "memory://me:secret@host/step-00000004",
+            "goes on from checkpoint.resume=memory://me:***@host/step-00000004 again",
+        ),
+    ],
+)
+def test_a_run_that_ends_before_its_first_save_says_where_it_starts_again(
+    resume: str, start: str, tmp_path: Path
+) -> None:
+    config = {"training": {"run_dir": str(tmp_path)}, "checkpoint": {"resume": resume}}
+    told = _failure(resolve(RunConfig.model_validate(config), 1), has_cause=True)
+    assert told.endswith(f"no checkpoint had been written yet; once the cause is mended, the run {start}")
 
 
 def _meet_with(rank: int, folder: Path, overrides: dict[int, dict[str, Any]]) -> list[str]:

@@ -104,10 +104,15 @@ def _launcher() -> str:
 def _failure(run: ResolvedRun, has_cause: bool) -> str:
     """Where the run stands, and what to do: a lost rank may be there again, another cause is to be mended first."""
     from megazero.checkpoint.index import find_newest
+    from megazero.settings import hide_passwords
     from megazero.training.resuming import checkpoints_of
 
     begins = "once the cause is mended, the run" if has_cause else "the same command"
-    nothing = f"no checkpoint had been written yet; {begins} begins at step 0 again"
+    wish = run.config.checkpoint.resume
+    start = (
+        "begins at step 0" if wish in ("auto", "never") else f"goes on from checkpoint.resume={hide_passwords(wish)}"
+    )
+    nothing = f"no checkpoint had been written yet; {begins} {start} again"
     try:
         newest, state = find_newest(checkpoints_of(run.config)), nothing
     except Exception as error:  # of a storage that may be why the run ended
