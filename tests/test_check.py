@@ -320,6 +320,11 @@ def test_the_checkpoint_that_a_run_goes_on_from_is_compared_as_the_run_would(tmp
     assert (status, 'checkpoint.accept_changes = ["seq_len"] begins a new phase' in told) == (2, True), told
     status, told = check("model.seq_len=16", "training.steps=4", "checkpoint.accept_changes=['seq_len']")
     assert (status, "resume    phase 2 of the run begins" in told) == (0, True), told
+    assert check("training.steps=4", "optimizer.name=adam")[0] == 0, "it keeps the same state"
+    for other, kept in (("lion", "exp_avg"), ("sgd", "nothing"), ("sgd", "momentum_buffer")):
+        options = ["optimizer.momentum=0.9"] if kept == "momentum_buffer" else []
+        status, told = check("training.steps=4", f"optimizer.name={other}", *options)
+        assert (status, f"it holds exp_avg, exp_avg_sq, this one keeps {kept}. Go on" in told) == (2, True), told
     status, told = check("data.sources=['python-stdlib']")
     assert (status, "was trained on other data" in told) == (2, True), told
     status, told = check("data.sources=['not here']", "training.steps=4")

@@ -43,6 +43,7 @@ from megazero.config import ResolvedRun, load_config
 from megazero.data.identity import fingerprint_of
 from megazero.data.tokenizer import FileTokenizer
 from megazero.models.registry import FAMILIES
+from megazero.training.resuming import foresee
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -130,6 +131,9 @@ def test_a_run_goes_on_from_what_was_exported_and_imported(model: str, tmp_path:
         assert_equal(stored(again), weights)
         assert find_damage(again) == []
         assert resumed(0, run, again) == pytest.approx(wanted, rel=1e-6)
+    places = {"training": {"run_dir": str(tmp_path / "run")}, "checkpoint": {"resume": str(again)}}
+    other = run_of(1, model=MODELS[model], optimizer={"name": "lion"}, **places)  # there is no state of another one
+    assert foresee(other.config, None)[0].startswith(f"goes on from {again}, step 0,")
     halves = run_of(2, model=MODELS[model], parallel={"tp": 2, "sequence_parallel": True}, zero={"stage": 3})
     assert run_world(2, resumed, halves, again)[0] == pytest.approx(wanted, rel=1e-5)
 

@@ -139,8 +139,11 @@ def _share_of(files: Mapping[str, FileRecord], world: Axis) -> dict[str, FileRec
     return mine
 
 
-def _open_kinds(folder: Folder, step: int, moments: Sequence[str] | None) -> dict[str, StoredTensors]:
-    """Weights, masters if there are any, and moments, which must be all that are stored; None to leave them out."""
+def check_kinds(folder: Folder, moments: Sequence[str] | None) -> list[str]:
+    """The kinds that a checkpoint holds: weights, and all of the optimizer's `moments`; None where these are left out.
+
+    Raises: CheckpointError: another optimizer has written it, or it has no weights.
+    """
     kinds = kinds_of(read_manifest(folder))
     stored = [kind for kind in kinds if kind not in (MODEL, MASTER)]
     if moments is not None and set(stored) != set(moments):
@@ -151,6 +154,11 @@ def _open_kinds(folder: Folder, step: int, moments: Sequence[str] | None) -> dic
         )
     if MODEL not in kinds:
         raise CheckpointError(f"{folder} has no {MODEL}; it holds {', '.join(kinds) or 'nothing'}")
+    return kinds
+
+
+def _open_kinds(folder: Folder, step: int, moments: Sequence[str] | None) -> dict[str, StoredTensors]:
+    kinds = check_kinds(folder, moments)
     return {kind: StoredTensors(folder, kind, step) for kind in (MODEL, MASTER, *(moments or ())) if kind in kinds}
 
 

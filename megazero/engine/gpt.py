@@ -123,7 +123,7 @@ class Engine:
             state,
             config.zero,
             config.precision,
-            _optimizer_of(config.optimizer),
+            optimizer_of(config.optimizer),
             ties=ties,
             wgrad_queues=queue_of,
             checks_order=False,
@@ -397,7 +397,7 @@ def _forward(stage: GPTStage, batches: Sequence[MicroBatch], microbatch: int, x:
     return (stage(None if x is None else x[0], batches[microbatch]),)
 
 
-def _optimizer_of(config: OptimizerConfig) -> OptimizerRecipe:
+def optimizer_of(config: OptimizerConfig) -> OptimizerRecipe:
     """The configured optimizer, with a group that decays and one that does not."""
     groups = [{"weight_decay": config.weight_decay}, {"weight_decay": 0.0}]
     return recipe_by_name(config.name, OPTIMIZERS[config.name].settings(config), groups)
