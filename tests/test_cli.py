@@ -12,11 +12,13 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 from harness import run_command as megazero
 from harness import run_program, start_program
 from quickstart import QUICKSTART, TINY
+from typer.main import get_command
 from typer.testing import CliRunner, Result
 
 from megazero.checkpoint.folder import folder_at
@@ -208,6 +210,20 @@ def test_no_file_takes_the_number_of_a_closed_standard_stream(tmp_path: Path, cl
     words = [sys.executable, "-c", code, str(tmp_path / "file")]
     subprocess.run(["bash", "-c", f"{shlex.join(words)} {closed}"], check=True, capture_output=True)
     assert int((tmp_path / "file").read_text()) > 2
+
+
+def test_every_word_of_a_commands_help_is_shown() -> None:
+    """What prints it takes words in square brackets for its own markup, and leaves them out."""
+
+    def look(command: Any, words: list[str]) -> None:
+        shown = CliRunner().invoke(app, [*words, "--help"], env={"COLUMNS": "400", "TERM": "dumb"}).stdout
+        helps = [command.help, *(getattr(one, "help", None) for one in command.params)]
+        missing = {word for text in helps if text for word in text.split()} - {*shown.split()}
+        assert not missing, f"{' '.join(words)} --help leaves out {missing}"
+        for name, one in getattr(command, "commands", {}).items():
+            look(one, [*words, name])
+
+    look(get_command(app), [])
 
 
 def test_a_missing_config_and_a_directory_that_is_no_checkpoint_are_told(tmp_path: Path) -> None:

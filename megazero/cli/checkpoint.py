@@ -212,7 +212,7 @@ def import_(
     form: Annotated[
         str | None, typer.Option("--from", help="Its form: hf, dcp, deepspeed, megatron; as the files tell.")
     ] = None,
-    run_file: Annotated[str | None, typer.Option(help="Run file with its [model]; hf needs none.")] = None,
+    run_file: Annotated[str | None, typer.Option(help="Run file that has its model section; hf needs none.")] = None,
     dtype: DtypeOption = None,
     seq_len: Annotated[
         int | None, typer.Option(help="Tokens in a sample, hf; the model's own number by default.")
