@@ -252,6 +252,7 @@ YARN = {"rope_type": "yarn", "factor": 2.0, "rope_theta": 1e4}
 REFUSED = [
     ("llama", {"model_type": "bloom"}, "model_type='bloom' is not supported; llama"),
     ("llama", {"rope_parameters": YARN | {"mscale": 2.0}}, "rope_parameters: mscale=2.0 is not supported"),
+    ("llama", {"rope_parameters": YARN | {"factor": None, "mscale": 1.0}}, "rope_parameters has no factor"),
     ("llama", {"rope_parameters": YARN | {"truncate": False}}, "rope_parameters: truncate=False is not supported"),
     ("llama", {"rope_parameters": YARN | {"factor": 0.5}}, "model.rope_scaling.factor.* greater than or equal to 1"),
     ("llama", {"layer_types": ["full_attention", "chunked"]}, "layer_types has 'chunked', which is not supported"),

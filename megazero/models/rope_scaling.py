@@ -117,9 +117,30 @@ def rope_problems(config: Mapping[str, Any]) -> list[str]:
         problems.append(f"partial_rotary_factor={rope['partial_rotary_factor']!r} is not supported; it must be 1.0")
     known_keys = {_THEIRS.get(name, name) for name in RopeScaling.model_fields}
     known_keys |= {"type", "rope_theta", "partial_rotary_factor"}
-    idle = {"truncate": True}  # what we compute without a key
-    unknown = [name for name in rope if name not in known_keys and rope[name] not in (None, idle.get(name))]
-    return problems + [f"{key}: {name}={rope[name]!r} is not supported; leave it out" for name in unknown]
+    if kind in READS and rope.get("factor") is None:
+        return [*problems, f"{key} has no factor"]
+    for name in (name for name in rope if name not in known_keys):
+        if mend := _mend_of(name, rope, is_yarn=kind == "yarn"):
+            problems.append(f"{key}: {name}={rope[name]!r} is not supported; {mend}")
+    return problems
+
+
+def _mend_of(name: str, rope: Mapping[str, Any], *, is_yarn: bool) -> str | None:
+    """What gives the same numbers without a key that we do not read; None where it may stay.
+
+    Source: `_compute_yarn_parameters` of transformers' `modeling_rope_utils`.
+    """
+    if name == "truncate" and (is_yarn or rope[name]):  # null is false there
+        return None if rope[name] else "it must be true: here the stretched pairs begin and end at whole numbers"
+    if rope[name] is None:
+        return None
+    scales = [rope.get(scale) or 0.0 for scale in ("mscale", "mscale_all_dim")]
+    if is_yarn and name in ("mscale", "mscale_all_dim") and all(scales) and rope.get("attention_factor") is None:
+        own, all_dim = (0.1 * scale * log(rope["factor"]) + 1.0 for scale in scales)
+        return (
+            f"write attention_factor={own / all_dim!r} in place of mscale and mscale_all_dim, which computes the same"
+        )
+    return "leave it out: it changes nothing in this rope_type"
 
 
 def read_rope(config: Mapping[str, Any], theta: float = 10000.0) -> dict[str, Any]:
