@@ -124,7 +124,10 @@ class Problem:
     def __str__(self) -> str:
         text = self.key
         if self.value is not None:
-            shown = toml_value(hide_passwords(self.value))
+            try:
+                shown = toml_value(hide_passwords(self.value))
+            except RecursionError:
+                shown = "(nested too deep to be shown)"
             text += f" = {shown if len(shown) <= 80 else shown[:80] + '…'}"
         return f"{text}: {self.rule}" + (f"; {self.hint}" if self.hint else "")
 

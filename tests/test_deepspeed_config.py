@@ -362,6 +362,10 @@ def test_what_is_offloaded_and_where():
     assert (offload.nvme_path, offload.pin_memory) == ("/disk", False)
     legacy = load(zero_optimization={"stage": 2, "cpu_offload": True}).zero.offload
     assert (legacy.optimizer, legacy.parameters, legacy.pin_memory) == ("cpu", "none", True)
+    for one in ({"cpu_offload": True}, {"cpu_offload_param": True}, both):
+        keys = load(zero_optimization={"stage": 3} | one).keys.zero_optimization
+        for name, block in (("offload_optimizer", keys.offloaded_optimizer), ("offload_param", keys.offloaded_param)):
+            assert ("none" if block is None else block.device) == keys.device(name), "as engine.zero_offload_...() says"
     for off in ({"device": "none"}, None, False):
         assert load(zero_optimization={"stage": 0, "offload_optimizer": off}).zero.offload.optimizer == "none"
 
@@ -533,6 +537,9 @@ def test_a_file_is_json_with_each_key_once(tmp_path):
         ('{"train_batch_size": 8,\n "fp16": }', "ds.json:2: is not JSON: "),
         ('{"fp16": {}, "fp16": {}}', "fp16 is written twice"),
         ("[]", "must be a JSON object"),
+        ("[" * 200000 + "]" * 200000, "ds.json: cannot be read as JSON: it is nested too deep"),
+        (f'{{"fp16": {"[" * 800 + "]" * 800}}}', "nested too deep"),  # to be shown, where it can be read
+        (f'{{"train_batch_size": {"1" * 5000}}}', "ds.json: cannot be read as JSON: Exceeds the limit"),
     ]:
         path.write_text(text)
         with pytest.raises(ConfigError, match=re.escape(told)):

@@ -155,12 +155,16 @@ class ZeroBlock(Section):
     @property
     def offloaded_optimizer(self) -> OffloadParamBlock | None:
         """What `offload_optimizer` says, None where nothing is offloaded, as DeepSpeed's engine answers."""
-        return self.offload_optimizer if self.device("offload_optimizer") != "none" else None
+        return self._offloaded("offload_optimizer")
 
     @property
     def offloaded_param(self) -> OffloadParamBlock | None:
         """What `offload_param` says, None where nothing is offloaded."""
-        return self.offload_param if self.device("offload_param") != "none" else None
+        return self._offloaded("offload_param")
+
+    def _offloaded(self, name: str) -> OffloadParamBlock | None:
+        device = self.device(name)  # a deprecated key leaves that of the block unset
+        return None if device == "none" else self.offload(name).model_copy(update={"device": device})
 
     def nvme_paths(self) -> list[str]:
         """Give the different directories that the two blocks name for their files."""
