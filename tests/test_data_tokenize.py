@@ -471,12 +471,22 @@ def test_a_file_of_the_user_stays_also_beside_what_an_interrupted_command_has_ke
 
 
 @pytest.mark.parametrize("is_linked", [False, True])
-def test_of_the_folder_of_shards_only_shards_are_removed_and_nothing_through_a_link(tmp_path, is_linked):
+def test_of_the_folder_of_shards_only_shards_are_removed_and_through_a_link_only_this_commands(tmp_path, is_linked):
     (tmp_path / "a.txt").write_text("text")
-    folder = tmp_path / ("elsewhere" if is_linked else "out.tokenizing")
+    (tmp_path / "b.txt").write_text("of another command")
+    folder, other = tmp_path / ("elsewhere" if is_linked else "out.tokenizing"), "other" if is_linked else "out"
     folder.mkdir()
     if is_linked:
-        (tmp_path / "out.tokenizing").symlink_to(folder)
+        for name in ("out", "other"):
+            (tmp_path / f"{name}.tokenizing").symlink_to(folder)
+
+    def interrupt(*_) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        tokenize_files([tmp_path / "b.txt"], tmp_path / other, "byte", on_progress=interrupt)
+    (folder / f"{'ef' * 16}.bin.01234567.partial").write_text("of another command")
+    kept = {path.name for path in folder.iterdir()} if is_linked else set()
     mine = {f"{'ab' * 16}{end}" for end in (".pdf", ".tar.gz", ".json", ".bin")}
     for name in mine:
         (folder / name).write_text("my own")
@@ -484,8 +494,9 @@ def test_of_the_folder_of_shards_only_shards_are_removed_and_nothing_through_a_l
     tokenize_files([tmp_path / "a.txt"], tmp_path / "out", "byte")
     assert texts_of(tmp_path / "out") == ["text"]
     left = {path.name for path in folder.iterdir()} - {f"{'cd' * 16}.bin"}
-    assert left > mine if is_linked else left == mine
+    assert left == mine | kept
     assert all((folder / name).read_text() == "my own" for name in mine)
+    assert (tmp_path / "out.tokenizing").is_symlink() == is_linked
     (tmp_path / "out.idx").unlink()  # what is left does not make the pair an interrupted one
     with pytest.raises(FileExistsError):
         tokenize_files([tmp_path / "a.txt"], tmp_path / "out", "byte")

@@ -376,12 +376,12 @@ def _read_tokenized(path: Path) -> _Tokenized:
 
 
 def _remove(folder: Path, keys: Set[str]) -> None:
-    """Remove what shards have left in a folder, and the folder if nothing else is in it; nothing through a link.
+    """Remove what shards have left in a folder, and the folder if nothing else is in it.
 
-    The shards are those of `keys`, and stale ones, whose inputs have changed since: these have a whole `.json`.
+    The shards are those of `keys`, and stale ones, whose inputs have changed since: these have a whole `.json`.  Where the
+    folder is a link, others may use it: there those of `keys` alone are removed, and the link stays.
     """
-    if folder.is_symlink():
-        return
+    is_shared = folder.is_symlink()
 
     def is_stale(key: str) -> bool:
         with suppress(OSError, ValueError, KeyError, TypeError):
@@ -389,7 +389,11 @@ def _remove(folder: Path, keys: Set[str]) -> None:
         return False
 
     found = {path: named for path in folder.iterdir() if (named := _SHARD_FILE.fullmatch(path.name))}
-    own = [path for path, named in found.items() if named[1] in keys or named[2] or is_stale(named[1])]
+    own = [
+        path
+        for path, named in found.items()
+        if named[1] in keys or (not is_shared and (named[2] or is_stale(named[1])))
+    ]
     with suppress(OSError):
         for path in own:
             path.unlink()
