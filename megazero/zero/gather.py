@@ -127,9 +127,13 @@ class BucketGatherer:
 
     @_beneath_modes
     def read_ahead(self, bucket: Bucket) -> None:
-        """Start copying an offloaded shard to the device."""
+        """Start copying an offloaded shard to the device, unless the next gather takes the second copy."""
+        if not (_is_on_device(bucket) or self.second_copy.is_fresh(bucket)):
+            self._start_read(bucket)
+
+    def _start_read(self, bucket: Bucket) -> None:
         shard = bucket.weight_shard
-        if bucket not in self._reading and not (_is_on_device(bucket) or self.second_copy.is_fresh(bucket)):
+        if bucket not in self._reading:
             staging = self._staging.acquire(self._largest_shard, shard.dtype)
             self._reading[bucket] = (shard.start_read(staging[: shard.numel], 0), staging)
 
@@ -220,7 +224,7 @@ class BucketGatherer:
         tensor = bucket.weight_shard.tensor
         if tensor is not None and _is_on_device(bucket):
             return tensor, None
-        self.read_ahead(bucket)
+        self._start_read(bucket)
         copy, staging = self._reading.pop(bucket)
         copy.wait()
         return staging[: bucket.weight_shard.numel], staging

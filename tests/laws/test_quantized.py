@@ -150,12 +150,15 @@ def _weights(sharded: Sharded) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("shares_memory", [True, False], ids=["shared memory", "gloo"])
-def test_every_rank_computes_with_the_same_quantized_weights_and_masters_stay_exact(shares_memory: bool) -> None:
-    """Its own part included; a copy for a script has the exact weights."""
+def test_every_rank_computes_with_the_same_quantized_weights_and_masters_stay_exact(
+    shares_memory: bool, tmp_path: Path
+) -> None:
+    """Its own part included; a copy for a script has the exact weights, also where a second copy holds others."""
+    disk = {"optimizer": "nvme", "parameters": "nvme", "nvme_path": str(tmp_path)}
 
     def law(rank: int) -> dict[str, Tensor]:
         x, found = numbers(3, 16), dict[str, Tensor]()
-        for dtype, second in ((torch.float32, 0), (torch.bfloat16, 2)):
+        for dtype, second, offload in ((torch.float32, 0, {}), (torch.bfloat16, 2, {}), (torch.bfloat16, 2, disk)):
             plain, name = seeded(_Mixed).to(dtype), {torch.float32: "fp32", torch.bfloat16: "bf16"}[dtype]
             sharded = Sharded(
                 seeded(_Mixed).to(dtype),
@@ -165,8 +168,10 @@ def test_every_rank_computes_with_the_same_quantized_weights_and_masters_stay_ex
                 precision=PrecisionConfig(dtype=name),
                 quantized_weights=True,
                 secondary_shard_size=second,
+                offload=offload,
                 shares_memory=shares_memory,
             )
+            name += " on disk" if offload else ""
             given = {name: p.detach().clone() for name, p in plain.named_parameters() if p.requires_grad}
             found |= {f"{name} {bucket}": one for bucket, one in _weights(sharded).items()}
             for bucket in sharded.parameters.buckets:
@@ -178,6 +183,7 @@ def test_every_rank_computes_with_the_same_quantized_weights_and_masters_stay_ex
             assert_same(sharded.whole("master"), given, rtol=0.0, atol=0.0)
             sharded.step([x.to(dtype)])
             assert torch.isfinite(sharded.module(x.to(dtype)))
+            sharded.zero.close()
         return found
 
     first, *others = run_world(4, law)
