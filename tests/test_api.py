@@ -46,6 +46,7 @@ from megazero.parallel_state import ParallelState, RankGrid
 from megazero.pipe import LayerSpec, PipelineModule, TiedLayerSpec
 from megazero.zero.buffer_pool import BufferPool
 from megazero.zero.loss_scaler import LossScaleError
+from megazero.zero.weight_gathers import HalfSteppedError
 
 WIDTH, HIDDEN, OUT, BATCH = 6, 10, 3, 8
 STAGES = (0, 1, 2, 3)
@@ -1218,6 +1219,27 @@ def test_what_does_not_fit_is_an_error_and_changes_nothing(tmp_path: Path) -> No
     refuses(CheckpointError, "groups", lambda: grouped.load_checkpoint(tmp_path))
     assert_equal(grouped, before, **EXACT)
     assert grouped.global_steps == 0
+
+
+def test_what_a_load_leaves_that_breaks_off_is_neither_trained_nor_saved(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*_: Any) -> int:
+        raise OSError("no answer")
+
+    for stage in STAGES:
+        engine, folder = bring(Net, settings(stage)), tmp_path / str(stage)
+        train(engine, [0])
+        engine.save_checkpoint(folder)
+        saved = weights(engine)
+        train(engine, [1])
+        with monkeypatch.context() as broken:
+            broken.setattr("megazero.checkpoint.load._read_range", fails)
+            refuses(CheckpointError, "no answer", partial(engine.load_checkpoint, folder))
+        refuses(HalfSteppedError, "load a checkpoint", partial(train, engine, [1]))
+        refuses(HalfSteppedError, "load a checkpoint", partial(engine.save_checkpoint, tmp_path / "never"))
+        engine.load_checkpoint(folder)
+        assert_equal(engine, saved, **EXACT)
 
 
 def test_a_schedule_of_another_kind_is_refused_before_anything_changes_and_a_missing_one_is_told(

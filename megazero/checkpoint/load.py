@@ -41,7 +41,7 @@ from megazero.zero.state import MASTER, MODEL, ShardedState
 Shapes: TypeAlias = dict[str, tuple[int, ...]]
 
 
-def load_checkpoint(
+def open_checkpoint(
     location: Location,
     state: ShardedState,
     at: ParallelState,
@@ -49,10 +49,10 @@ def load_checkpoint(
     check: Callable[[TrainerState], None] = lambda _: None,
     with_optimizer: bool = True,
     by_hash: bool = True,
-) -> TrainerState:
-    """Fill this rank's masters and moments from a checkpoint of any shape.  Called on every rank.
+) -> OpenCheckpoint:
+    """Verify a checkpoint of any shape that is to fill this rank's masters and moments.  Called on every rank.
 
-    The caller gathers the weights from the masters afterwards, unless `fills_weights` says that they were read, too.
+    Overwrites nothing; `OpenCheckpoint.read` does.
 
     Args:
         location: a complete step directory.
@@ -61,9 +61,8 @@ def load_checkpoint(
         by_hash: check the hash of every file, not only its size.
 
     Raises:
-        DamagedError: on every rank, before anything is overwritten: a file is missing, or has another size or hash.
-        CheckpointError: on every rank: the tensors are not those of this model, before anything is overwritten; or the
-            storage fails while they are read.
+        DamagedError: on every rank: a file is missing, or has another size or hash.
+        CheckpointError: on every rank: the tensors are not those of this model, or the storage fails.
     """
     folder = folder_at(location)
     if damage := find_damage_together(folder, at.world, by_hash=by_hash):
@@ -83,31 +82,56 @@ def load_checkpoint(
     all_shapes = {kind: {name: shape for one in stages for name, shape in one[kind].items()} for kind in shapes}
     agree(lambda: _compare(stored, shapes, all_shapes), at.world, CheckpointError)
 
-    reader = _Reader(stored, state, at, _shares_memory(folder, at), fills_weights(folder, at))
-    for kind in (MASTER, *moments):
-        reader.read(kind)
-    agree(reader.check, at.world, CheckpointError)
-    elements = gather_objects(reader.elements, at.world)
-    for kind in (MASTER, *moments):
-        read = sum(one[kind] for one in elements)
-        needed = sum(numel(shape) for shape in all_shapes[MODEL if kind == MASTER else kind].values())
-        if read != needed:
-            raise CheckpointError(f"{folder}: {read} elements of {kind} were read, the model has {needed}")
-    if has_moments:
-        state.optimizer.resume(trainer.optimizer_steps, trainer.optimizer_scalars)
-    else:
-        state.optimizer.reset()
-    return trainer
+    needed = {
+        kind: sum(numel(shape) for shape in all_shapes[MODEL if kind == MASTER else kind].values())
+        for kind in (MASTER, *moments)
+    }
+    return OpenCheckpoint(folder, trainer, stored, needed, has_moments, state, at)
 
 
-def _shares_memory(folder: Folder, at: ParallelState) -> bool:
-    """Whether all ranks run on one machine and read a local file from its pages: faster than exchanging what they read."""
-    return isinstance(folder, LocalFolder) and at.neighbours >= at.world.size
+@dataclass(frozen=True)
+class OpenCheckpoint:
+    """A checkpoint that was verified.
 
+    `needed`: elements of the model, by kind of state to read.  `has_moments`: the optimizer goes on from its state.
+    """
 
-def fills_weights(location: Location, at: ParallelState) -> bool:
-    """Whether loading also reads weights whose masters another rank holds.  Over NCCL a gather is faster."""
-    return _shares_memory(folder_at(location), at) and at.device.type == "cpu"
+    folder: Folder
+    trainer: TrainerState
+    stored: Mapping[str, StoredTensors]
+    needed: Mapping[str, int]
+    has_moments: bool
+    state: ShardedState
+    at: ParallelState
+
+    @property
+    def shares_memory(self) -> bool:
+        """Whether all ranks are on one machine and read a local file from its pages: faster than exchanging their parts."""
+        return isinstance(self.folder, LocalFolder) and self.at.neighbours >= self.at.world.size
+
+    @property
+    def fills_weights(self) -> bool:
+        """Whether `read` also reads weights whose masters another rank holds.  Over NCCL a gather is faster."""
+        return self.shares_memory and self.at.device.type == "cpu"
+
+    def read(self) -> None:
+        """Overwrite this rank's masters and moments.  Called on every rank, through `ShardedModel.load`.
+
+        Raises: CheckpointError: on every rank, the storage fails, and what is read so far has been overwritten.
+        """
+        reader = _Reader(self.stored, self.state, self.at, self.shares_memory, self.fills_weights)
+        for kind in self.needed:
+            reader.read(kind)
+        agree(reader.check, self.at.world, CheckpointError)
+        elements = gather_objects(reader.elements, self.at.world)
+        for kind, needed in self.needed.items():
+            read = sum(one[kind] for one in elements)
+            if read != needed:
+                raise CheckpointError(f"{self.folder}: {read} elements of {kind} were read, the model has {needed}")
+        if self.has_moments:
+            self.state.optimizer.resume(self.trainer.optimizer_steps, self.trainer.optimizer_scalars)
+        else:
+            self.state.optimizer.reset()
 
 
 def find_damage_together(folder: Folder, world: Axis, *, by_hash: bool = True) -> list[str]:

@@ -30,7 +30,7 @@ from megazero.checkpoint.index import (
     read_manifest,
     read_trainer_state,
 )
-from megazero.checkpoint.load import fills_weights, load_checkpoint
+from megazero.checkpoint.load import open_checkpoint
 from megazero.checkpoint.save import save_checkpoint
 from megazero.checkpoint.saver import Saver
 from megazero.comm.collectives import agree, gather_objects
@@ -210,7 +210,8 @@ class CheckpointedEngine(nn.Module):
         Returns: the checkpoint's directory and the `client_state` that was saved; (None, {}) where there is none yet.
 
         Raises:
-            CheckpointError: on every rank, and nothing has changed: it is damaged, or of another model.
+            CheckpointError: on every rank: it is damaged or of another model, and nothing has changed.  Or the storage
+                fails while the weights are read: then a forward or a checkpoint is a HalfSteppedError until one is loaded.
             ValueError: an argument of DeepSpeed's that is not supported.
         """
         if not load_module_strict or custom_load_fn is not None:
@@ -240,9 +241,8 @@ class CheckpointedEngine(nn.Module):
         groups = trainer.script["groups"] if with_optimizer else None
         agree(lambda: self._check_loadable(groups, buffers, schedule_state), state.world, CheckpointError)
         scaler = None if load_module_only else trainer.loss_scaler
-        with model.parameters.gathers.renewing():
-            load_checkpoint(directory, model.sharded_state, state, with_optimizer=with_optimizer)
-            model.loaded(scaler, gathers=not fills_weights(directory, state))
+        found = open_checkpoint(directory, model.sharded_state, state, with_optimizer=with_optimizer)
+        model.load(found.read, scaler, gathers=not found.fills_weights)
         for path, buffer in self._named_buffers():
             buffer.copy_(buffers[self._canonical(path)])
         for group, settings in zip(self.optimizer.param_groups, groups or [], strict=False):

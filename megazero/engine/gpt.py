@@ -19,7 +19,7 @@ from xxhash import xxh32_intdigest
 
 from megazero.checkpoint.folder import Location, folder_at
 from megazero.checkpoint.index import HF_CONFIG, to_json
-from megazero.checkpoint.load import fills_weights, load_checkpoint
+from megazero.checkpoint.load import open_checkpoint
 from megazero.checkpoint.save import save_checkpoint
 from megazero.checkpoint.saver import Saver
 from megazero.comm.arena import Arena
@@ -323,20 +323,19 @@ class Engine:
 
         Raises:
             DamagedError: on every rank, and nothing has changed: a file is not what was written.
-            CheckpointError: on every rank, and nothing has changed: it is of another model or other data, and
-                `checkpoint.accept_changes` does not allow it.
+            CheckpointError: on every rank: it is of another model or other data, and `checkpoint.accept_changes` does not
+                allow it, and nothing has changed.  Or the storage fails while the state is read: then every look at the
+                weights is a HalfSteppedError until a checkpoint is loaded.
         """
-        with self.sharded_model.parameters.gathers.renewing():
-            trainer = load_checkpoint(
-                path,
-                self.sharded_model.sharded_state,
-                self.state,
-                check=partial(check_same_run, path, self.config, data_fingerprint, fingerprint_at=fingerprint_at),
-                by_hash=self.config.checkpoint.verify == "hash",
-            )
-            gathers = not fills_weights(path, self.state)
-            self.sharded_model.loaded(trainer.loss_scaler, gathers=gathers)
-        return position_after(trainer, self.config, data_fingerprint)
+        found = open_checkpoint(
+            path,
+            self.sharded_model.sharded_state,
+            self.state,
+            check=partial(check_same_run, path, self.config, data_fingerprint, fingerprint_at=fingerprint_at),
+            by_hash=self.config.checkpoint.verify == "hash",
+        )
+        self.sharded_model.load(found.read, found.trainer.loss_scaler, gathers=not found.fills_weights)
+        return position_after(found.trainer, self.config, data_fingerprint)
 
     def memory_bytes(self) -> dict[str, int]:
         """Bytes of model state on this rank and of working buffers, by kind; host and disk are named."""

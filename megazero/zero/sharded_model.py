@@ -7,7 +7,7 @@ begin_step -> backward passes, gradients reduced as they come -> finish_gradient
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from math import isfinite, sqrt
 from typing import Any
@@ -203,6 +203,16 @@ class ShardedModel:
         if self.scaler is not None:
             self.scaler.update(overflowed)
         return not overflowed
+
+    def load(self, read: Callable[[], object], loss_scaler: dict[str, Any] | None, *, gathers: bool = True) -> None:
+        """Go on from a checkpoint that `read` writes into the state; for the other arguments see `loaded`.
+
+        After an error of any kind nobody sees weights before another checkpoint is loaded: some are the old ones.
+        """
+        with self.parameters.gathers.renewing():
+            self.parameters.note_change(self.parameters.buckets)
+            read()
+            self.loaded(loss_scaler, gathers=gathers)
 
     def loaded(self, loss_scaler: dict[str, Any] | None, *, gathers: bool = True) -> None:
         """Go on from a checkpoint that was read: let modules see the master weights, and take its loss scale.

@@ -33,11 +33,11 @@ from megazero.zero.units import Unit, is_hooked, reading_no_weights
 
 
 class HalfSteppedError(RuntimeError):
-    """Something ended an update half-way: weights are neither the old nor the new ones."""
+    """Something ended an update or a load half-way: weights are neither the old nor the new ones."""
 
 
 class WeightGathers:
-    """Gathers over `axis` that are under way; after an update that did not come to its end nobody sees weights."""
+    """Gathers over `axis` that are under way; after an update or a load that did not come to its end nobody sees weights."""
 
     def __init__(self, axis: Axis) -> None:
         self._axis = axis
@@ -92,7 +92,7 @@ class WeightGathers:
         self.wait()
 
     def check(self) -> None:
-        """Raises: LostPeerError, HalfSteppedError: the last update did not come to its end, and nothing was loaded since."""
+        """Raises: LostPeerError, HalfSteppedError: the last update or load did not come to its end."""
         if self._broken is not None:
             raise self._broken
 
@@ -118,26 +118,23 @@ class WeightGathers:
         self.wait_for(list(self._under_way))
 
     @contextmanager
-    def changing(self) -> Iterator[None]:
-        """A context that steps weights, and has stepped all of them unless it raises."""
+    def changing(self, what: str = "an update") -> Iterator[None]:
+        """A context that changes weights, and has changed all of them unless it raises.  `what`: for the error."""
         try:
             yield
         except BaseException as error:
             self._broken = self._broken or HalfSteppedError(
-                f"an update was interrupted half-way ({error!r}): weights are neither the old nor the new ones; "
+                f"{what} was interrupted half-way ({error!r}): weights are neither the old nor the new ones; "
                 "load a checkpoint"
             )
             raise
 
     @contextmanager
     def renewing(self) -> Iterator[None]:
-        """A context that writes all weights anew, unless it raises: what has become of the last update does not matter."""
+        """A context that writes all weights anew: what has become of the last update does not matter."""
         for gather, _ in self._under_way.values():
             gather.wait()
         self._under_way.clear()
-        broken, self._broken = self._broken, None
-        try:
+        with self.changing("loading a checkpoint"):
+            self._broken = None
             yield
-        except BaseException:
-            self._broken = broken
-            raise

@@ -26,7 +26,7 @@ from worlds import (
 )
 
 from megazero.checkpoint.index import HF_CONFIG, TrainerState, to_json
-from megazero.checkpoint.load import load_checkpoint
+from megazero.checkpoint.load import open_checkpoint
 from megazero.checkpoint.save import save_checkpoint
 from megazero.config import ResolvedRun
 from megazero.engine import Engine
@@ -69,9 +69,9 @@ def _run_on(
 ) -> list[float]:
     engine = engine_on(at.rank, run, init_weights=origin is None, state=at)
     if origin is not None:
-        state = load_checkpoint(origin, engine.sharded_model.sharded_state, engine.state)
-        assert state.step == steps.start
-        engine.sharded_model.loaded(None)
+        found = open_checkpoint(origin, engine.sharded_model.sharded_state, engine.state)
+        assert found.trainer.step == steps.start
+        engine.sharded_model.load(found.read, None)
     if again is not None:
         _save(engine, again, steps.start)
     losses = [engine.train_step(micro_batches(run, engine.state, step), LR).loss for step in steps]
@@ -189,8 +189,8 @@ def test_transformers_loads_a_step_directory_and_gives_our_logits(model: str, tm
 def _logits(rank: int, run: ResolvedRun, origin: Path) -> Any:
     """Our model's logits [batch, seq, vocab], computed over tp."""
     engine = engine_on(rank, run, init_weights=False)
-    load_checkpoint(origin, engine.sharded_model.sharded_state, engine.state)
-    engine.sharded_model.loaded(None)
+    found = open_checkpoint(origin, engine.sharded_model.sharded_state, engine.state)
+    engine.sharded_model.load(found.read, None)
     batches = [replace(batch, labels=None) for batch in micro_batches(run, engine.state, 0)]
     with torch.no_grad():
         parts = [engine.chunks[0](None, batch) for batch in batches]

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -13,6 +15,8 @@ from harness import run_world
 from torch import Tensor
 from worlds import LLAMA, LR, engine_on, micro_batches, run_of, state_of, state_on
 
+from megazero.checkpoint import load
+from megazero.checkpoint.index import CheckpointError
 from megazero.config import ResolvedRun
 from megazero.engine import Engine
 from megazero.engine.trainer_state import Position
@@ -150,6 +154,17 @@ class _Interrupts:
             raise KeyboardInterrupt
 
 
+def _nobody_sees(engine: Engine, run: ResolvedRun, folder: Path) -> None:
+    for look in (
+        lambda: engine.chunks,
+        lambda: engine.train_step(micro_batches(run, engine.state, 1), LR),
+        lambda: engine.evaluate(micro_batches(run, engine.state, 1)),
+        lambda: engine.save(folder / "never", Position(1), "data"),
+    ):
+        with pytest.raises(HalfSteppedError, match="load a checkpoint"):
+            look()
+
+
 def _interrupted_updates(rank: int, runs: list[ResolvedRun], shares_memory: bool, folder: Path) -> list[int]:
     """How many of the interrupts of each run were told afterwards."""
     state, told = state_on(rank, runs[0], on_one_machine=shares_memory, shares_memory=shares_memory), []
@@ -171,14 +186,7 @@ def _interrupted_updates(rank: int, runs: list[ResolvedRun], shares_memory: bool
                 found = state_of(engine)
             except HalfSteppedError:
                 count += 1
-                for look in (
-                    lambda engine=engine: engine.chunks,
-                    lambda engine=engine, run=run: engine.train_step(micro_batches(run, engine.state, 1), LR),
-                    lambda engine=engine, run=run: engine.evaluate(micro_batches(run, engine.state, 1)),
-                    lambda engine=engine: engine.save(folder / "never", Position(1), "data"),
-                ):
-                    with pytest.raises(HalfSteppedError, match="load a checkpoint"):
-                        look()
+                _nobody_sees(engine, run, folder)
             else:
                 same = [name for name in found if torch.equal(found[name], old[name])]
                 assert len(same) == len(old) or all(torch.equal(found[name], new[name]) for name in new), (run, at)
@@ -204,3 +212,40 @@ def test_an_update_that_was_interrupted_is_not_seen_saved_or_gone_on_with(
     runs = [run_of(world, model=LLAMA, zero=zero) for zero in zeros]
     for told in run_world(world, _interrupted_updates, runs, shares_memory, tmp_path / "saved", timeout=120):
         assert min(told) > 3
+
+
+def _broken_off_loads(rank: int, runs: list[ResolvedRun], folder: Path) -> None:
+    state, read = state_on(rank, runs[0], on_one_machine=False, shares_memory=False), load._read_range
+    for number, run in enumerate(runs):
+        engine, plain, saved = (*(engine_on(rank, run, state=state) for _ in range(2)), folder / str(number))
+        engine.save(saved, Position(0), "data")
+        old = state_of(engine)
+        for one in (engine, plain):
+            one.train_step(micro_batches(run, state, 0), LR)
+        with pytest.raises(CheckpointError):  # the last update may still be under way
+            engine.load(saved, "other data")
+        found, wanted = state_of(engine), state_of(plain)
+        assert all(torch.equal(found[name], wanted[name]) for name in wanted)
+        parts = iter(range(5))
+
+        def breaks_off(*given: Any, parts: Iterator[int] = parts) -> int:
+            if rank == 1 and next(parts, None) is None:
+                raise ConnectionError("the storage does not answer")
+            return read(*given)
+
+        with patch.object(load, "_read_range", breaks_off), pytest.raises(CheckpointError, match="does not answer"):
+            engine.load(saved, "data")
+        _nobody_sees(engine, run, folder)
+        engine.load(saved, "data")
+        found = state_of(
+            engine, [kind for kind in engine.sharded_model.sharded_state.kinds if kind in ("model", "master")]
+        )
+        assert all(torch.equal(found[name], old[name]) for name in found)
+        for one in (engine, plain):
+            one.sharded_model.close()
+
+
+def test_a_load_that_is_refused_changes_nothing_and_what_one_that_breaks_off_leaves_is_not_seen(tmp_path: Path) -> None:
+    """Between hosts stage 0 steps what a forward needs first behind the update."""
+    runs = [run_of(2, model=LLAMA, zero={"stage": stage, "bucket_bytes": 4096}) for stage in (0, 1, 3)]
+    run_world(2, _broken_off_loads, runs, tmp_path, timeout=120)

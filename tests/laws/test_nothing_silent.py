@@ -23,7 +23,7 @@ from megazero.checkpoint.index import (
     find_newest,
     write_unfinished,
 )
-from megazero.checkpoint.load import load_checkpoint
+from megazero.checkpoint.load import open_checkpoint
 from megazero.checkpoint.save import save_checkpoint
 from megazero.comm.collectives import LostPeerError
 from megazero.config import ResolvedRun
@@ -51,7 +51,7 @@ def _load(rank: int, run: ResolvedRun, directory: Path) -> tuple[str, bool]:
     before = [bucket.master.read(0, bucket.master.numel).clone() for bucket in engine.sharded_model.parameters.buckets]
     error = ""
     try:
-        load_checkpoint(directory, engine.sharded_model.sharded_state, engine.state)
+        open_checkpoint(directory, engine.sharded_model.sharded_state, engine.state)
     except CheckpointError as found:
         error = str(found)
     same = all(
