@@ -5,11 +5,13 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import socket
 import threading
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch.distributed as dist
@@ -23,6 +25,7 @@ from megazero.config import RunConfig, resolve
 from megazero.config.document import to_toml
 from megazero.engine import Position
 from megazero.settings import without_passwords
+from megazero.training.launch import _problem_and_place
 from megazero.training.world import choices_of, meet
 
 pytestmark = pytest.mark.slow  # starts whole runs
@@ -78,6 +81,55 @@ def test_a_run_that_ends_before_its_first_save_says_where_it_starts_again(
     config = {"training": {"run_dir": str(tmp_path)}, "checkpoint": {"resume": resume}}
     told = _failure(resolve(RunConfig.model_validate(config), 1), has_cause=True)
     assert told.endswith(f"no checkpoint had been written yet; once the cause is mended, the run {start}")
+
+
+@pytest.mark.parametrize(
+    ("devices", "wish", "local", "told"),
+    [
+        ((2, 2), "auto", "2", None),
+        ((2, 2), "cpu", "2", None),
+        ((0, 0), "auto", None, None),
+        (
+            (2, 1),
+            "auto",
+            "2",
+            "launch.device=auto needs a CUDA device for each of 2 ranks on this machine, torch finds 1",
+        ),
+        ((1, 1), "auto", None, r"each of 2 ranks on this machine \(LOCAL_WORLD_SIZE is unset, so all ranks count\)"),
+        (
+            (1, 0),
+            "auto",
+            "1",
+            "the device is (cuda on rank 0 .* and cpu on rank 1|cpu on rank 1 .* and cuda on rank 0)",
+        ),
+        ((1, 0), "cpu", "1", None),
+    ],
+)
+def test_a_machine_that_has_lost_devices_is_told_on_every_rank(
+    devices: tuple[int, int], wish: str, local: str | None, told: str | None, tmp_path: Path
+) -> None:
+    """It would train on the CPU, or wait for those that do, until somebody wonders."""
+    for found in run_world(2, _places, tmp_path, devices, wish, local):
+        assert re.search(told, " ".join(found)) if told else found == []
+
+
+def _places(rank: int, folder: Path, devices: tuple[int, int], wish: str, local: str | None) -> list[str]:
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": "2"} | ({} if local is None else {"LOCAL_WORLD_SIZE": local})
+    run = resolve(RunConfig.model_validate({"launch": {"device": wish}}), 2)
+    store = dist.PrefixStore("start", dist.FileStore(str(folder / "meeting"), 2))
+    with patch.multiple("torch.cuda", device_count=lambda: devices[rank], is_available=lambda: devices[rank] > 0):
+        problem, place = _problem_and_place(run)
+    return meet(store, timedelta(seconds=60), problem, choices_of(run.config), place)
+
+
+def test_ranks_of_several_machines_that_do_not_know_their_neighbours_are_told(tmp_path: Path) -> None:
+    for found in run_world(2, _on_a_machine_each, tmp_path):
+        assert re.search(r"LOCAL_WORLD_SIZE is unset.* is node-(\d) on rank \1 on node-\1 and node-(\d) on", found[0])
+
+
+def _on_a_machine_each(rank: int, folder: Path) -> list[str]:
+    with patch("socket.gethostname", lambda: f"node-{rank}"):
+        return _places(rank, folder, (0, 0), "auto", None)
 
 
 def _meet_with(rank: int, folder: Path, overrides: dict[int, dict[str, Any]]) -> list[str]:

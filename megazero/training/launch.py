@@ -45,6 +45,7 @@ from megazero.training.world import (
     leave_world,
     meet,
     open_store,
+    place_of,
     prefer_expandable_segments,
     release_spare_ranks,
     started_ranks,
@@ -130,13 +131,12 @@ def run_rank(run: ResolvedRun, work: Work[T]) -> T | Failed:
     """Join the world that the environment describes and do the work of this rank."""
     prefer_expandable_segments(os.environ)
     try:
-        problem, timeout = _what_keeps_from_starting(run), timedelta(seconds=run.config.parallel.timeout_seconds)
+        (problem, place), timeout = _problem_and_place(run), timedelta(seconds=run.config.parallel.timeout_seconds)
         store = open_store(timeout)
-        choices = choices_of(run.config)
         if (
             store is not None
             and LAUNCH_FOLDER not in os.environ
-            and (problems := meet(store, timeout, problem, choices))
+            and (problems := meet(store, timeout, problem, choices_of(run.config), place))
         ):
             return refuse(problems)
         if problem is not None:
@@ -162,16 +162,15 @@ def run_rank(run: ResolvedRun, work: Work[T]) -> T | Failed:
     return answer
 
 
-def _what_keeps_from_starting(run: ResolvedRun) -> str | None:
-    """What this rank lacks, which others may have: an extension (a spawned rank is a new interpreter), a device."""
+def _problem_and_place(run: ResolvedRun) -> tuple[str | None, dict[str, str]]:
+    """What this rank lacks, which others may have: an extension (a spawned rank is a new interpreter), a device; and where
+    it trains."""
     if problems := import_extensions(run.config.launch.extensions):
-        return str(ConfigError(problems))
+        return str(ConfigError(problems)), {}
     try:
-        if this_rank() < run.world_size:
-            device_type(run.config, int(os.environ.get("LOCAL_WORLD_SIZE", str(run.world_size))))
+        return None, place_of(run)
     except DeviceError as error:
-        return str(error)
-    return None
+        return str(error), {}
 
 
 def refuse(problems: Sequence[str]) -> Failed:

@@ -60,14 +60,27 @@ class SpareRankError(RuntimeError):
 
 
 def device_type(config: RunConfig, local_ranks: int) -> str:
-    """Where so many ranks of this machine compute, "cpu" or "cuda".  Raises: DeviceError."""
+    """Where so many ranks of this machine compute, "cpu" or "cuda".  Raises: DeviceError: some of them have no device."""
     wish, devices = config.launch.device, torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if wish == "cuda" and devices < local_ranks:
+    if wish == "cpu" or (wish == "auto" and not devices):
+        return "cpu"
+    if devices < local_ranks:
+        here = " (LOCAL_WORLD_SIZE is unset, so all ranks count)" if _is_local_world_unknown() else ""
         raise DeviceError(
-            f"launch.device=cuda needs a CUDA device for each of {local_ranks} ranks on this machine, torch finds "
-            f"{devices}; start fewer ranks, or set launch.device=cpu"
+            f"launch.device={wish} needs a CUDA device for each of {local_ranks} ranks on this machine{here}, torch finds "
+            f"{devices}; start fewer ranks, or set launch.device=cpu to compute without CUDA"
         )
-    return "cuda" if wish != "cpu" and devices >= local_ranks else "cpu"
+    return "cuda"
+
+
+def _is_local_world_unknown() -> bool:
+    """Whether a launcher has started this rank that does not say how many it has started on this machine."""
+    return "RANK" in os.environ and "LOCAL_WORLD_SIZE" not in os.environ
+
+
+def local_world_size(world: int) -> int:
+    """How many of the ranks run on this machine; all of them where the launcher does not say."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", str(world)))
 
 
 def prefer_expandable_segments(environment: MutableMapping[str, str]) -> None:
@@ -127,9 +140,19 @@ def choices_of(config: RunConfig) -> dict[str, str]:
     return found
 
 
-def meet(
-    store: Store, timeout: timedelta, problem: str | None = None, choices: Mapping[str, str] | None = None
-) -> list[str]:
+def place_of(run: ResolvedRun) -> dict[str, str]:
+    """Of where a rank trains, by name, what every rank must have alike; empty for a spare rank.  Raises: DeviceError."""
+    if this_rank() >= run.world_size:
+        return {}
+    found = {"the device": device_type(run.config, local_world_size(run.world_size))}
+    if _is_local_world_unknown():
+        found["the machine of all ranks (LOCAL_WORLD_SIZE is unset: set it to the ranks of a machine)"] = (
+            socket.gethostname()
+        )
+    return found
+
+
+def meet(store: Store, timeout: timedelta, problem: str | None = None, *choices: Mapping[str, str]) -> list[str]:
     """What keeps ranks from starting, as all of them report it; called once by every started rank, spare ones too.
 
     Nobody waits for a rank that ends before the process group exists: here the others learn why it ends.
@@ -137,7 +160,8 @@ def meet(
     Args:
         timeout: how long to wait for the other ranks.
         problem: what keeps this rank from starting.
-        choices: of `choices_of`; ranks that differ in one would wait for one another, each in another operation.
+        choices: of `choices_of` and of `place_of`, each compared among the ranks where it is not empty; ranks that differ
+            would wait for one another, each in another operation.
 
     Returns: each problem once, with the ranks and hosts that have it; empty where every rank can start.
 
@@ -146,10 +170,11 @@ def meet(
     world = started_ranks()
     if problem is not None:
         store.set(f"{_PROBLEMS}/{store.add(_PROBLEMS, 1)}", json.dumps([this_place(), problem]))
-    if choices is not None:
-        mine = json.dumps(dict(sorted(choices.items())))
-        if store.add(f"{_CHOICES}/{sha256(mine.encode()).hexdigest()}", 1) == 1:  # the first of those alike
-            store.set(f"{_CHOICES}/{store.add(_CHOICES, 1)}", json.dumps([this_place(), mine]))
+    compared = [f"{_CHOICES}/{number}" for number in range(len(choices))]
+    for kinds, table in zip(compared, choices, strict=True):
+        mine = json.dumps(dict(sorted(table.items())))
+        if table and store.add(f"{kinds}/{sha256(mine.encode()).hexdigest()}", 1) == 1:  # the first of those alike
+            store.set(f"{kinds}/{store.add(kinds, 1)}", json.dumps([this_place(), mine]))
     if store.add(_MET, 1) == world:
         store.set(_ALL_MET, "")
     try:
@@ -157,8 +182,11 @@ def meet(
     except RuntimeError as error:
         come = store.add(_MET, 0)
         raise RuntimeError(f"only {come} of {world} ranks have started within {timeout.total_seconds():g} s") from error
-    kinds = store.add(_CHOICES, 0)
-    differing = [_differing(*(json.loads(store.get(f"{_CHOICES}/{one}")) for one in (1, 2)))] if kinds > 1 else []
+    differing = [
+        _differing(*(json.loads(store.get(f"{kinds}/{one}")) for one in (1, 2)))
+        for kinds in compared
+        if store.add(kinds, 0) > 1
+    ]
     count, places = store.add(_PROBLEMS, 0), dict[str, list[str]]()
     for number in range(1, min(count, _MOST_PROBLEMS) + 1):
         place, text = json.loads(store.get(f"{_PROBLEMS}/{number}"))
@@ -178,7 +206,8 @@ def _differing(one: tuple[str, str], other: tuple[str, str]) -> str:
     pairs = [f"{key} is {first.get(key)} on {place} and {second.get(key)} on {elsewhere}" for key in keys[:4]]
     more = f"; and {len(keys) - 4} more keys" if len(keys) > 4 else ""
     return (
-        f"the ranks have different runs: {'; '.join(pairs)}{more}; start all with one run file and the same overrides"
+        f"the ranks have different runs: {'; '.join(pairs)}{more}; start all with one run file and the same overrides, on "
+        "machines that have the same devices"
     )
 
 
@@ -198,7 +227,7 @@ def join_world(run: ResolvedRun, store: Store | None = None) -> ParallelState:
             f"here start {world}"
         )
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
-    local_world = int(os.environ.get("LOCAL_WORLD_SIZE", str(world)))
+    local_world = local_world_size(world)
     device, backend = torch.device("cpu"), "gloo"
     if device_type(config, local_world) == "cuda":
         device, backend = torch.device("cuda", local_rank), "cpu:gloo,cuda:nccl"
