@@ -20,6 +20,7 @@ class Counts:
     read_bytes: int = 0
     added: int = 0
     waited: int = 0
+    checked: int = 0
 
     def copy(self) -> Counts:
         return Counts(*(getattr(self, one.name) for one in fields(self)))
@@ -55,6 +56,7 @@ class CountingStore(dist.Store):  # type: ignore[misc]
         return self._store.add(key, amount)
 
     def check(self, keys: Sequence[str]) -> bool:
+        self.counts.checked += 1
         return self._store.check(keys)
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:

@@ -9,19 +9,23 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 import torch.distributed as dist
+from counting_store import CountingStore
 from harness import run_world
 from worlds import LLAMA, LR, engine_on, micro_batches, run_of
 
 from megazero.comm.collectives import LostPeerError, all_reduce, from_first, gather_objects
 from megazero.config import ResolvedRun
-from megazero.parallel_state import Axis, ParallelState, RankGrid
+from megazero.parallel_state import Axis, ParallelState, RankGrid, Traffic
 from megazero.training.heartbeat import (
     BETWEEN,
     EVALUATING,
@@ -31,6 +35,7 @@ from megazero.training.heartbeat import (
     Heartbeat,
     HeartbeatStore,
     explain_missing_ranks,
+    missing_keys,
 )
 from megazero.training.watchdog import FLIGHT_RECORDS, Watchdog, _within
 
@@ -108,6 +113,41 @@ def test_a_heartbeat_survives_the_store() -> None:
     store.write(3, STUCK)
     assert store.read((1, 3)) == {3: STUCK}
     assert len(given.get("megazero/run/3")) < 300
+
+
+@pytest.mark.parametrize("dead", [(), (5,), (5, 40)])
+def test_a_search_reads_the_whole_world_twice_and_then_who_is_silent(dead: tuple[int, ...], tmp_path: Path) -> None:
+    """Every rank searches at the same time, in one store."""
+    counting = CountingStore(dist.HashStore())
+    place = SimpleNamespace(size=64, ranks=range(64))
+    state: Any = SimpleNamespace(device=torch.device("cpu"), rank=0, world=place, traffic=Traffic())
+    watchdog = Watchdog(state, 60, tmp_path, tick_seconds=0.01)
+    watchdog._store, watchdog._patience = (store := HeartbeatStore(counting, "run")), 0.05
+    others = range(1, 64)
+    for rank in others:
+        store.write(rank, WAITING)
+
+    def answer(**_: bool) -> None:
+        for rank in others:
+            if rank not in dead:
+                store.write(rank, _next(WAITING))
+
+    with patch.object(store, "request", answer):
+        text = watchdog._compare("dp", others, MINE, is_over=True)
+    assert [f"rank {rank} does not respond" in text for rank in others] == [rank in dead for rank in others]
+    reads = counting.counts.checked
+    assert counting.counts.read_keys == 2 * 63 + (reads - 2) * len(dead)
+    assert dead or reads == 2
+
+
+@pytest.mark.parametrize("there", [range(100), range(0), (3, 4, 5), [*range(99)]], ids=["all", "none", "few", "most"])
+def test_what_is_not_in_a_store_is_found_with_one_question_if_nothing_is_missing(there: Sequence[int]) -> None:
+    counting = CountingStore(dist.HashStore())
+    for one in there:
+        counting.set(str(one), "")
+    missing = missing_keys(counting, [str(one) for one in range(100)])
+    assert missing == [str(one) for one in range(100) if one not in there]
+    assert counting.counts.checked <= 1 + min(200, 2 * 7 * len(missing))
 
 
 def test_an_explanation_that_hangs_or_fails_is_given_up() -> None:

@@ -126,6 +126,17 @@ def store_of_run(store: Store, run: str) -> Store:
     return PrefixStore(f"megazero/{run}", store)
 
 
+def missing_keys(store: Store, keys: Sequence[str]) -> list[str]:
+    """Those of these keys that nobody has written.
+
+    A store answers whether all of some keys are there: one question if they are, else the halves are asked for.
+    """
+    if not keys or store.check(list(keys)):
+        return []
+    half = len(keys) // 2
+    return missing_keys(store, keys[:half]) + missing_keys(store, keys[half:]) if half else list(keys)
+
+
 class HeartbeatStore:
     """The heartbeats of a run's ranks; arguments as `store_of_run`."""
 
@@ -138,9 +149,11 @@ class HeartbeatStore:
 
     def read(self, ranks: Iterable[int]) -> dict[int, Heartbeat]:
         """The heartbeats of those of these ranks that have written one."""
-        found = [rank for rank in ranks if self._store.check([str(rank)])]
-        texts = self._store.multi_get([str(rank) for rank in found]) if found else []
-        return {rank: Heartbeat(**json.loads(text)) for rank, text in zip(found, texts, strict=True)}
+        keys = [str(rank) for rank in ranks]
+        missing = set(missing_keys(self._store, keys))
+        found = [key for key in keys if key not in missing]
+        texts = self._store.multi_get(found) if found else []
+        return {int(key): Heartbeat(**json.loads(text)) for key, text in zip(found, texts, strict=True)}
 
     def request(self, *, is_over: bool) -> None:
         """Ask all ranks for a heartbeat at every tick from now on; `is_over` says that the run cannot continue."""

@@ -156,12 +156,13 @@ class Watchdog:
         ranks = [r for r in world if r != self._state.rank] if len(world) <= _WHOLE_WORLD else others
         before = store.read(ranks)
         store.request(is_over=is_over)
-        until = time.monotonic() + self._patience
+        until, after, silent = time.monotonic() + self._patience, dict[int, Heartbeat](), ranks
         while True:
             time.sleep(self._tick / 2)
             self._write_heartbeat()  # the thread, which does so otherwise, may be the caller
-            after = store.read(ranks)
-            if time.monotonic() > until or not any(is_dead(rank, before, after) for rank in ranks):
+            after |= store.read(silent)  # those alone: all ranks of the world read from one store
+            silent = [rank for rank in silent if is_dead(rank, before, after)]
+            if time.monotonic() > until or not silent:
                 return explain_missing_ranks(axis, others, mine, before, after)
 
     def _record(self) -> str:
