@@ -38,6 +38,7 @@ from megazero.training.signals import EXIT_FAILED, EXIT_REFUSED, EXIT_STOPPED, S
 from megazero.training.world import (
     LAUNCH_FOLDER,
     DeviceError,
+    MissingRanksError,
     SpareRankError,
     choices_of,
     device_type,
@@ -69,6 +70,7 @@ _WITHOUT_TRACEBACK = (
     DataError,
     DeviceError,
     LossScaleError,
+    MissingRanksError,
     NonFiniteError,
     OSError,
     OutOfMemoryError,

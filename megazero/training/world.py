@@ -16,6 +16,7 @@ import time
 from collections.abc import Mapping, MutableMapping, Sequence
 from datetime import timedelta
 from hashlib import sha256
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -27,12 +28,13 @@ from torch.distributed.rendezvous import rendezvous
 from megazero.comm.process_groups import prepare_rank
 from megazero.config import ResolvedRun, RunConfig
 from megazero.parallel_state import ParallelState
+from megazero.training.heartbeat import missing_keys
 from megazero.training.signals import EXIT_FAILED, die_of_signals
 
 LAUNCH_FOLDER = "MEGAZERO_LAUNCH_FOLDER"  # the folder in which ranks that `launch` starts meet and write their errors
 
 _PROBLEMS, _MET, _ALL_MET, _READ, _ALL_READ = "problems", "met", "all met", "read", "all read"
-_CHOICES = "choices"
+_CHOICES, _SEARCHED, _MISSING = "choices", "searched", "missing"
 _SECTIONS = "model parallel activations zero precision optimizer lr_schedule training checkpoint elastic"
 _ALIKE: Any = dict.fromkeys(_SECTIONS.split(), True) | {
     "data": {"document_mask", "validation_fraction"},
@@ -53,6 +55,10 @@ _ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLO
 
 class DeviceError(RuntimeError):
     """The machine lacks the devices that a configuration asks for."""
+
+
+class MissingRanksError(RuntimeError):
+    """Not all ranks have started in time; the message says which."""
 
 
 class SpareRankError(RuntimeError):
@@ -165,7 +171,7 @@ def meet(store: Store, timeout: timedelta, problem: str | None = None, *choices:
 
     Returns: each problem once, with the ranks and hosts that have it; empty where every rank can start.
 
-    Raises: RuntimeError, not all ranks came in time.
+    Raises: MissingRanksError: not all ranks came in time.
     """
     world = started_ranks()
     if problem is not None:
@@ -175,13 +181,14 @@ def meet(store: Store, timeout: timedelta, problem: str | None = None, *choices:
         mine = json.dumps(dict(sorted(table.items())))
         if table and store.add(f"{kinds}/{sha256(mine.encode()).hexdigest()}", 1) == 1:  # the first of those alike
             store.set(f"{kinds}/{store.add(kinds, 1)}", json.dumps([this_place(), mine]))
+    store.set(_met(this_rank()), "")
     if store.add(_MET, 1) == world:
         store.set(_ALL_MET, "")
     try:
         store.wait([_ALL_MET], timeout)
     except RuntimeError as error:
-        come = store.add(_MET, 0)
-        raise RuntimeError(f"only {come} of {world} ranks have started within {timeout.total_seconds():g} s") from error
+        within = f"have started within {timeout.total_seconds():g} s"
+        raise MissingRanksError(_missing(store, world, within)) from error
     differing = [
         _differing(*(json.loads(store.get(f"{kinds}/{one}")) for one in (1, 2)))
         for kinds in compared
@@ -198,6 +205,32 @@ def meet(store: Store, timeout: timedelta, problem: str | None = None, *choices:
             store.wait([_ALL_READ], timedelta(seconds=_FAREWELL_SECONDS if this_rank() == 0 else 0.001))
     told = [text if count == len(some) == world else f"{_listed(some)}: {text}" for text, some in places.items()]
     return told + differing
+
+
+def _met(rank: int) -> str:
+    return f"{_MET}/{rank}"
+
+
+def _missing(store: Store, world: int, within: str) -> str:
+    """Which ranks have not come.  One rank searches and tells the others, since all of them ask one store."""
+    try:
+        if store.add(_SEARCHED, 1) == 1:
+            absent = set(missing_keys(store, [_met(rank) for rank in range(world)]))
+            missing = [rank for rank in range(world) if _met(rank) in absent]
+            came, them = world - len(missing), _listed(_runs_of(missing)) or "none any more"
+            text = f"only {came} of {world} ranks {within}; missing: {them}; look at their output and machines"
+            store.set(_MISSING, text)
+        store.wait([_MISSING], timedelta(seconds=_FAREWELL_SECONDS))
+        return store.get(_MISSING).decode()
+    except RuntimeError:  # the rank that holds the store has ended
+        return f"not all of {world} ranks {within}, and their store does not answer: look at the output of rank 0"
+
+
+def _runs_of(ranks: Sequence[int]) -> list[str]:
+    """Ascending ranks in words, neighbours together."""
+    groups = groupby(enumerate(ranks), lambda pair: pair[1] - pair[0])
+    runs = [[rank for _, rank in group] for _, group in groups]
+    return [f"rank {run[0]}" if len(run) == 1 else f"ranks {run[0]} to {run[-1]}" for run in runs]
 
 
 def _differing(one: tuple[str, str], other: tuple[str, str]) -> str:
