@@ -26,7 +26,7 @@ from megazero.config import RunConfig, resolve
 from megazero.config.document import to_toml
 from megazero.engine import Position
 from megazero.settings import without_passwords
-from megazero.training.launch import _problem_and_place
+from megazero.training.launch import _problem_and_place, _starts_again_in_one_store
 from megazero.training.world import MissingRanksError, _met, choices_of, meet
 
 pytestmark = pytest.mark.slow  # starts whole runs
@@ -197,6 +197,20 @@ def test_a_file_that_one_host_lacks_is_told_on_every_host_and_ends_all(tmp_path:
         assert done.stderr.count(f"{missing}: no such file") == 1
     assert "rank 1 on " in ended[0].stderr
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("nodes", "shares", "restarts", "told"),
+    [("2", "True", "1", True), ("2", "True", "0", False), ("2", "False", "1", False), ("1", "True", "1", False)],
+)
+def test_a_store_that_ranks_which_start_again_find_full_is_told(
+    nodes: str, shares: str, restarts: str, told: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They read the addresses of dead ranks there, also where the run is not elastic; on one node each start has its own."""
+    monkeypatch.setenv("GROUP_WORLD_SIZE", nodes)
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", shares)
+    monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", restarts)
+    assert _starts_again_in_one_store(resolve(RunConfig(), 2)) is told
 
 
 # ---------------------------------------------------------------------------------------------------------------------

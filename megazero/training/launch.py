@@ -103,11 +103,10 @@ class Failed:
 def train_rank(run: ResolvedRun, state: ParallelState, stop: StopRequest) -> RunSummary:
     """Train on one rank, until the end or until `stop` is wanted."""
     show = Terminal()
-    shares = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and os.environ.get("GROUP_WORLD_SIZE") != "1"
     if state.rank == 0:
         for notice in run.notices:
             show(notice)
-        if run.config.elastic.enabled and shares:
+        if _starts_again_in_one_store(run):
             show(
                 "start torchrun with TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 in its environment: it keeps the address of its "
                 "first node otherwise, and ranks that are started again may not find one another"
@@ -115,6 +114,13 @@ def train_rank(run: ResolvedRun, state: ParallelState, stop: StopRequest) -> Run
     summary = train(run, state, show, stop.wanted)
     stop.close()
     return summary
+
+
+def _starts_again_in_one_store(run: ResolvedRun) -> bool:
+    """Whether a torchrun of several nodes may start ranks again, and keeps for them the store of the dead ones."""
+    given = os.environ.get
+    shares = given("TORCHELASTIC_USE_AGENT_STORE") == "True" and given("GROUP_WORLD_SIZE") != "1"
+    return shares and (run.config.elastic.enabled or given("TORCHELASTIC_MAX_RESTARTS", "0") != "0")
 
 
 def run_ranks(run: ResolvedRun, work: Work[T], stop: StopRequest | None = None) -> T | Failed:
