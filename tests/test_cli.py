@@ -402,3 +402,16 @@ def test_a_callback_or_an_extension_that_does_not_exist_ends_the_command_before_
     assert "launch.extensions" in on_one_rank.stderr
     assert f"cannot be imported: SystemExit: not here ({script}:3)" in on_one_rank.stderr
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "command"),
+    [("WORLD_SIZE", "abc", "train"), ("RANK", "", "train"), ("LOCAL_WORLD_SIZE", "0", "memory-report")],
+)
+def test_what_a_launcher_says_wrongly_is_told_like_a_wrong_key(name: str, text: str, command: str) -> None:
+    words = [QUICKSTART] if command == "train" else []
+    done = megazero(command, *words, env={"RANK": "0", "WORLD_SIZE": "2", name: text})
+    assert done.returncode == 2
+    assert re.fullmatch(
+        rf"error: {name}='{text}' in the environment must be a number of [01] or more, .*\n", done.stderr
+    )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import re
 import sys
 from dataclasses import replace
 from typing import TYPE_CHECKING, NoReturn
@@ -10,6 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from megazero.settings import Problem, without_passwords
+from megazero.training.signals import EXIT_REFUSED
 
 if TYPE_CHECKING:
     from megazero.config import RunConfig
@@ -20,6 +23,19 @@ def fail(message: str, status: int) -> NoReturn:
     """End the command with one line on stderr."""
     print(f"error: {without_passwords(message)}", file=sys.stderr)
     raise SystemExit(status)
+
+
+def started_ranks() -> int | None:
+    """How many ranks the launcher says that it has started; None without one.  Ends the command where it says no number."""
+    for name, least in (("RANK", 0), ("LOCAL_RANK", 0), ("WORLD_SIZE", 1), ("LOCAL_WORLD_SIZE", 1)):
+        text = os.environ.get(name)
+        if text is not None and not (re.fullmatch(r"[0-9]{1,9}", text) and int(text) >= least):
+            fail(
+                f"{name}={text!r} in the environment must be a number of {least} or more, as torchrun sets it; without a "
+                f"launcher: unset {name}",
+                EXIT_REFUSED,
+            )
+    return int(os.environ["WORLD_SIZE"]) if "WORLD_SIZE" in os.environ else None
 
 
 def load_extensions(names: list[str] | None) -> None:

@@ -12,7 +12,7 @@ from typing import Annotated
 
 import typer
 
-from megazero.cli._common import fail
+from megazero.cli._common import fail, started_ranks
 from megazero.training.signals import EXIT_REFUSED
 
 
@@ -41,10 +41,9 @@ def memory_report(
     from megazero.tools.memory_report import measure, not_measured, plan, without_formula
     from megazero.training.launch import Failed, leave_at_once, run_ranks
 
-    prints, world = os.environ.get("RANK", "0") == "0", os.environ.get("WORLD_SIZE")
+    prints, started = os.environ.get("RANK", "0") == "0", started_ranks()
     texts = {"stages": stages, "precision": precision, "offload": offload}
     varied = {option: [word.strip() for word in text.split(",") if word.strip()] for option, text in texts.items()}
-    started = int(world) if world else None
     try:
         for option, count in (("steps", steps), ("iterations", iterations), ("ranks", ranks)):
             if count is not None and count < 1:

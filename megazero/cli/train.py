@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from megazero.cli._common import callback_rule
+from megazero.cli._common import callback_rule, started_ranks
 from megazero.training.signals import EXIT_REFUSED, EXIT_STOPPED, StopRequest
 
 if TYPE_CHECKING:
@@ -31,9 +31,9 @@ def train(
     stop.listen()  # from here on: torch takes seconds to load
     from megazero.config import ConfigError, load_config
 
-    world = os.environ.get("WORLD_SIZE")
+    world = started_ranks()
     try:
-        run = load_config(config, overrides or [], int(world) if world else None, rules=[callback_rule()])
+        run = load_config(config, overrides or [], world, rules=[callback_rule()])
     except ConfigError as error:
         if world is None:  # torch is not loaded yet
             warn(str(error))
