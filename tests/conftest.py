@@ -22,6 +22,9 @@ schedule_as_batch_job()  # worlds have more ranks than there are cores
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+if os.environ.get("MEGAZERO_TEST_DEVICE", "cpu") == "cpu":
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # ranks that a test starts compute where it says, on every machine
+
 # On a busy machine an example may wait for a core: no test depends on the wall clock.
 settings.register_profile("megazero", deadline=None)
 settings.load_profile("megazero")

@@ -25,9 +25,11 @@ from megazero.cli.train import _failure
 from megazero.config import RunConfig, resolve
 from megazero.config.document import to_toml
 from megazero.engine import Position
+from megazero.parallel_state import ParallelState, RankGrid
 from megazero.settings import without_passwords
-from megazero.training.launch import _problem_and_place, _starts_again_in_one_store
-from megazero.training.world import MissingRanksError, _met, choices_of, meet
+from megazero.training.launch import _problem_and_place, _starts_again_in_one_store, train_rank
+from megazero.training.signals import StopRequest
+from megazero.training.world import LAUNCH_FOLDER, MissingRanksError, _met, choices_of, meet
 
 pytestmark = pytest.mark.slow  # starts whole runs
 
@@ -112,6 +114,22 @@ def test_a_machine_that_has_lost_devices_is_told_on_every_rank(
     """It would train on the CPU, or wait for those that do, until somebody wonders."""
     for found in run_world(2, _places, tmp_path, devices, wish, local):
         assert re.search(told, " ".join(found)) if told else found == []
+
+
+def test_the_command_itself_computes_on_the_cpu_beside_fewer_devices_and_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As on a laptop with one GPU."""
+    monkeypatch.setenv(LAUNCH_FOLDER, str(tmp_path))
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    run = resolve(RunConfig.model_validate({"launch": {"nproc_per_node": 2}}), 2)
+    assert _problem_and_place(run) == (None, {"the device": "cpu"})
+    monkeypatch.setattr("megazero.training.launch.train", lambda *_: None)
+    train_rank(run, ParallelState(RankGrid(), 0), StopRequest())
+    assert "computes on the CPU: launch.device=auto takes CUDA with a device for each rank, torch finds 1" in (
+        capsys.readouterr().out
+    )
 
 
 def _places(rank: int, folder: Path, devices: tuple[int, int], wish: str, local: str | None) -> list[str]:

@@ -442,7 +442,7 @@ class LaunchConfig(Section):
     nproc_per_node: Count = 1
     """Ranks to start on this machine."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """Where to compute. "auto": CUDA, with a device for each rank of the machine; the CPU where there is no device."""
+    """Where to compute. "auto": CUDA, with a device for each rank of the machine; the CPU where there is none."""
     extensions: Annotated[tuple[PathText, ...], Field(strict=False)] = ()
     """Python files (paths ending in .py) or modules that register your own code; imported on every rank, before all else."""
 

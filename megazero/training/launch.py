@@ -41,6 +41,7 @@ from megazero.training.world import (
     MissingRanksError,
     SpareRankError,
     choices_of,
+    cuda_devices,
     device_type,
     join_world,
     leave_world,
@@ -106,6 +107,10 @@ def train_rank(run: ResolvedRun, state: ParallelState, stop: StopRequest) -> Run
     if state.rank == 0:
         for notice in run.notices:
             show(notice)
+        if state.device.type == "cpu" and run.config.launch.device == "auto" and (devices := cuda_devices()):
+            show(
+                f"computes on the CPU: launch.device=auto takes CUDA with a device for each rank, torch finds {devices}"
+            )
         if _starts_again_in_one_store(run):
             show(
                 "start torchrun with TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 in its environment: it keeps the address of its "

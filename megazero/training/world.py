@@ -66,17 +66,30 @@ class SpareRankError(RuntimeError):
 
 
 def device_type(config: RunConfig, local_ranks: int) -> str:
-    """Where so many ranks of this machine compute, "cpu" or "cuda".  Raises: DeviceError: some of them have no device."""
-    wish, devices = config.launch.device, torch.cuda.device_count() if torch.cuda.is_available() else 0
+    """Where so many ranks of this machine compute, "cpu" or "cuda".
+
+    On a machine that has lost a device a launcher's job is not to go on at the pace of a CPU; ranks that the command itself
+    has started may, and `train_rank` says so.
+
+    Raises: DeviceError: some of them have no device.
+    """
+    wish, devices = config.launch.device, cuda_devices()
     if wish == "cpu" or (wish == "auto" and not devices):
         return "cpu"
     if devices < local_ranks:
+        if wish == "auto" and LAUNCH_FOLDER in os.environ:
+            return "cpu"
         here = " (LOCAL_WORLD_SIZE is unset, so all ranks count)" if _is_local_world_unknown() else ""
         raise DeviceError(
             f"launch.device={wish} needs a CUDA device for each of {local_ranks} ranks on this machine{here}, torch finds "
             f"{devices}; start fewer ranks, or set launch.device=cpu to compute without CUDA"
         )
     return "cuda"
+
+
+def cuda_devices() -> int:
+    """How many CUDA devices torch finds on this machine."""
+    return torch.cuda.device_count() if torch.cuda.is_available() else 0
 
 
 def _is_local_world_unknown() -> bool:
