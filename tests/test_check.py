@@ -390,6 +390,23 @@ def test_a_stage_without_a_layer_and_a_schedule_file_with_chunks_are_described_a
         assert plan_of(run, cluster_of("h100", 2, 2), Assumptions()).fits
 
 
+@pytest.mark.parametrize("stage", [1, 3])
+def test_a_schedule_file_is_planned_whole_since_it_has_one_number_of_micro_batches(stage: int, tmp_path: Path) -> None:
+    (table := tmp_path / "six.csv").write_text(
+        ",".join([f"F{n}" for n in range(6)] + [f"B{n}" for n in range(6)]) + "\n"
+    )
+    table.write_text(table.read_text() * 2)
+    words = [f"parallel.schedule_file={table}", "parallel.schedule=gpipe"]
+    numbers = ["parallel.pp=2", "training.accumulation=6", "training.global_batch_size=auto", "zero.bucket_bytes=4096"]
+    numbers += [f"zero.stage={stage}"]
+    own, built_in = (
+        plan_of(load_config(QUICKSTART, [*SMALL, *numbers, word], 4), cluster_of("h100", 4, 4), Assumptions())
+        for word in words
+    )
+    assert own.memory == built_in.memory
+    assert own.time.seconds == built_in.time.seconds
+
+
 def test_the_layout_is_for_the_chunks_of_the_schedule_file_and_leaves_no_rank_without_a_part(tmp_path: Path) -> None:
     (table := tmp_path / "two.csv").write_text(_TWO_CHUNKS)
     words = ["model.num_layers=4", "training.accumulation=2", "training.global_batch_size=auto", "parallel.pp=2"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import sys
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import TYPE_CHECKING, NoReturn
 
@@ -59,6 +60,20 @@ def callback_rule() -> Rule:
         return name_problems(config.training)
 
     return Rule(("training.callbacks", "launch.extensions"), problems)
+
+
+def schedule_rule() -> Rule:
+    """What is wrong with the file of `parallel.schedule_file`; torch is loaded only where there is one."""
+    from megazero.config.rules import SCHEDULE_FILE, Rule
+
+    def problems(config: RunConfig, dp: int) -> Iterable[Problem]:
+        if config.parallel.schedule_file is None:
+            return []
+        from megazero.tools.check import schedule_problems
+
+        return schedule_problems(config, dp)
+
+    return Rule(SCHEDULE_FILE, problems)
 
 
 def print_table(table: Table) -> None:

@@ -569,6 +569,7 @@ _CONTEXT = ("parallel.cp", "parallel.cp_method", "parallel.cp_ulysses")
 _CHUNKS = ("parallel.virtual_stages", "parallel.schedule", "parallel.schedule_file", "parallel.schedule_placement")
 _VALIDATION = ("training.eval_every_steps", "data.validation_fraction")
 BATCH = ("training.global_batch_size", "training.micro_batch_size", "training.accumulation")
+SCHEDULE_FILE = (*WORLD, *BATCH, "parallel.schedule_file", "parallel.schedule_placement")
 _SHAPE_RULES = (
     Rule(("model.seq_len", "parallel.sequence_parallel", "parallel.tp", "parallel.cp"), _ranks_split_sequence),
     Rule(_CONTEXT, _context_degrees_agree),

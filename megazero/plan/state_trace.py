@@ -111,6 +111,8 @@ def _short_step(run: ResolvedRun) -> tuple[int, int]:
     """Micro-batches after which a step repeats itself, as many as remain after whole repetitions; and those of one."""
     config = run.config
     step = schedule_kind_of(config).microbatch_multiple(config.parallel.pp)
+    if config.parallel.schedule_file is not None:  # it has one number of micro-batches
+        return run.accumulation, step
     repeats = -(-(config.parallel.pp + 1) // step) if config.zero.stage == 3 else 1  # until gathers repeat themselves
     return run.accumulation - max((run.accumulation - (repeats + 1) * step) // step, 0) * step, step
 

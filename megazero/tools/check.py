@@ -19,7 +19,7 @@ import torch
 from megazero.config import ConfigError, ResolvedRun, RunConfig
 from megazero.config.corpus import open_sources
 from megazero.config.derive import batch_sizes
-from megazero.config.rules import BATCH, WORLD, Rule
+from megazero.config.rules import SCHEDULE_FILE, Rule
 from megazero.data import Corpus, load_tokenizer
 from megazero.data.corpus import PYTHON_STDLIB, repeats
 from megazero.data.indexed import pair_paths
@@ -47,6 +47,7 @@ from megazero.schedules.proof import ScheduleError, peak_activations, program, s
 from megazero.schedules.table import read_schedule
 from megazero.settings import Problem, counted
 from megazero.tools.context_report import describe_context
+from megazero.tools.draw import draw_refused
 from megazero.tools.out_of_memory import advise
 
 NO_FIT = "does not fit"
@@ -101,16 +102,20 @@ def _source_problems(config: RunConfig, _: int) -> Iterator[Problem]:
             yield Problem("data.validation_sources", path, rule, "set it, or leave the source out")
 
 
-def _schedule_problems(config: RunConfig, dp: int) -> Iterator[Problem]:
+def schedule_problems(config: RunConfig, dp: int) -> Iterator[Problem]:
     """A schedule of the user's own is a table, cannot deadlock, and is for these numbers."""
     file = config.parallel.schedule_file
     if file is None:
         return
     try:
         schedule = read_schedule(Path(file), config.parallel.schedule_placement)
-        program(schedule)
     except (ScheduleError, ValueError, OSError) as error:
         yield Problem("parallel.schedule_file", file, "cannot run", str(error))
+        return
+    try:
+        program(schedule)
+    except ScheduleError as error:
+        yield Problem("parallel.schedule_file", file, "cannot run", f"{error}\n{draw_refused(schedule, error)}")
         return
     count = schedule.microbatches
     with suppress(ConfigError):  # a rule of every run reports it
@@ -131,7 +136,7 @@ FILE_RULES = (
         (*_OF_DATA, "data.sources", "data.validation_sources", "data.validation_fraction", "model.seq_len"),
         _source_problems,
     ),
-    Rule((*WORLD, *BATCH, "parallel.schedule_file", "parallel.schedule_placement"), _schedule_problems),
+    Rule(SCHEDULE_FILE, schedule_problems),
     Rule(("training.run_dir", "checkpoint.directory"), _directory_problems),
 )
 
