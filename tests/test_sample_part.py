@@ -128,7 +128,8 @@ def _registered() -> Iterator[None]:
 
 
 def _run(world: int, parallel: dict[str, Any], documents: bool, **model: Any) -> ResolvedRun:
-    return run_of(world, model=LLAMA | model, parallel=parallel, data={"document_mask": documents})
+    training = {"micro_batch_size": 2, "accumulation": 4}
+    return run_of(world, model=LLAMA | model, parallel=parallel, data={"document_mask": documents}, training=training)
 
 
 CUT: dict[str, tuple[int, dict[str, Any], bool]] = {
@@ -144,6 +145,20 @@ def _without_part(rank: int, run: ResolvedRun) -> None:
     assert engine.compute_gradients(batches).finite
     with pytest.raises(ValueError, match=r"micro-batch without `part`"):
         engine.compute_gradients([replace(one, part=None) for one in batches])
+    for wrong in (
+        {"labels": batches[0].labels.t().contiguous()},
+        {"tokens": batches[0].tokens.t().contiguous(), "labels": batches[0].labels.t().contiguous()},  # [batch, seq]
+        {"labels": torch.cat([batches[0].labels] * 2)},  # not cut
+        {"labels": batches[0].labels[1:]},
+        {"sample_ids": batches[0].sample_ids[:1]},
+    ):
+        with pytest.raises(ValueError, match=r"of a micro-batch are \[.*must be \[\d+, \d+\], this rank's part"):
+            engine.compute_gradients([replace(one, **wrong) for one in batches])
+    seq_len, documents = run.config.model.seq_len, run.config.data.document_mask
+    with pytest.raises(
+        ValueError, match="data.document_mask = true needs" if documents else "= false takes no lengths"
+    ):
+        engine.share.part_of(None if documents else [[seq_len]] * 2, seq_len)
 
 
 @pytest.mark.parametrize("shape", CUT)

@@ -79,7 +79,15 @@ class BatchShare:
     documents: bool = False
 
     def part_of(self, lengths: Sequence[Sequence[int]] | None, seq_len: int) -> SamplePart | None:
-        """What this rank has of the samples of a micro-batch; arguments as in `layers.sample_part.part_of`."""
+        """What this rank has of the samples of a micro-batch; arguments as in `layers.sample_part.part_of`.
+
+        Raises: ValueError: the lengths of documents are missing under `data.document_mask`, or given without it.
+        """
+        if (lengths is None) == self.documents:
+            found, wanted = ("no lengths", "needs") if self.documents else ("lengths", "takes no")
+            raise ValueError(
+                f"{found} of documents: data.document_mask = {str(self.documents).lower()} {wanted} lengths"
+            )
         return part_of(lengths, seq_len, self.ulysses, self.ring, self.device)
 
     def cut(self, sample_ids: Tensor, tokens: Tensor, labels: Tensor, part: SamplePart | None) -> MicroBatch:
@@ -348,7 +356,7 @@ class Engine:
 
     def _run(self, batches: Sequence[MicroBatch], *, trains: bool) -> tuple[Tensor, Tensor]:
         """Run the schedule; this rank's sums of losses and of counted tokens, fp64, 0 where another stage has the loss."""
-        model = self.sharded_model
+        model, executor = self.sharded_model, self._executor_of(batches, trains=trains)
         model.parameters.gathers.check()
         tokens = torch.zeros((), dtype=torch.float64, device=self.state.device)
         for batch in batches:
@@ -363,7 +371,6 @@ class Engine:
             counting.wait()
             return global_tokens.clamp(min=1).reciprocal().float() * model.scale
 
-        executor = self._executor_of(batches, trains=trains)
         for queue in self._wgrad_queues:
             queue.defers = executor.schedule.splits_backward
         for head in self._heads:
@@ -378,6 +385,18 @@ class Engine:
         return runner.loss_sum, tokens
 
     def _executor_of(self, batches: Sequence[MicroBatch], *, trains: bool) -> Executor:
+        """Raises: ValueError: micro-batches have different numbers of samples, or tensors that do not fit these."""
+        most = self.config.model.seq_len // self.state.cp.size
+        for batch in batches:
+            samples, shapes = batch.sample_ids.numel(), set[tuple[int, ...]]()
+            for name, tensor in (("tokens", batch.tokens), ("labels", batch.labels)):
+                if tensor is not None:
+                    shapes.add(tuple(tensor.shape))
+                    if tensor.dim() != 2 or tensor.shape[0] > most or tensor.shape[1] != samples or len(shapes) > 1:
+                        raise ValueError(
+                            f"{name} of a micro-batch are {list(tensor.shape)}: with {samples} sample_ids tokens and labels "
+                            f"must be [{most}, {samples}], this rank's part of [seq, batch] (engine.share.cut)"
+                        )
         sizes = {batch.sample_ids.numel() for batch in batches}
         if len(sizes) != 1:
             raise ValueError(f"micro-batches of a step must have one size; these have {sorted(sizes)} samples")

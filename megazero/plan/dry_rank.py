@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from megazero.config import ResolvedRun
 from megazero.config.derive import micro_batch_multiple
 from megazero.engine import BatchShare, Engine, initialize
+from megazero.layers.sample_part import part_of
 from megazero.models.gpt import MicroBatch
 from megazero.models.stages import cut_by_rank
 from megazero.parallel_state import Coordinate
@@ -159,7 +160,8 @@ def _batch(run: ResolvedRun, share: BatchShare) -> MicroBatch:
     part = None
     if share.documents or share.ulysses.size * share.ring.size > 1:
         # with lengths, nothing of it is kept after this run
-        part = share.part_of([[model.seq_len]] * (size if share.documents else 1), model.seq_len)
+        lengths = [[model.seq_len]] * (size if share.documents else 1)
+        part = part_of(lengths, model.seq_len, share.ulysses, share.ring, share.device)
         part = part and replace(part, of_any=not share.documents)
     return share.cut(torch.zeros(size, dtype=torch.int64), samples[:-1], samples[1:], part)
 
