@@ -7,8 +7,10 @@ import multiprocessing
 import os
 import resource
 from dataclasses import replace
+from itertools import count
 from math import cos, inf, nan, pi
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -241,8 +243,15 @@ def test_tensorboard_has_the_numbers_and_a_curve_for_each_axis(tmp_path: Path) -
     assert text.tensor_proto.string_val == [b"    [model]\n    family = 1"]
 
 
-def test_tensorboard_has_losses_by_tokens_and_forgets_those_after_a_resume(tmp_path: Path) -> None:
+def test_tensorboard_has_losses_by_tokens_and_forgets_those_after_a_resume(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    # Files are read in the order of their names, which begin with the second in which they are opened.
+    seconds = count(1_000_000_000)
+    clock = SimpleNamespace(time=lambda: next(seconds))
+    monkeypatch.setattr("tensorboard.summary.writer.event_file_writer.time", clock)
 
     first = TensorBoard(tmp_path, Position(), "", print)
     records = [replace(_record(step), position=Position(step, 8 * step, 80 * step)) for step in range(1, 4)]
@@ -260,8 +269,8 @@ def test_tensorboard_has_losses_by_tokens_and_forgets_those_after_a_resume(tmp_p
         return [event.step for event in events.Scalars("loss_by_tokens")]
 
     assert tokens() == [80, 160, 240]
-    for step, count in ((4, 320), (5, 400)):
-        again.after_step(replace(_record(step), position=Position(step, 8 * step, count)))
+    for step, consumed in ((4, 320), (5, 400)):
+        again.after_step(replace(_record(step), position=Position(step, 8 * step, consumed)))
     # steps 4 and 5 are undone, their tokens stay consumed
     again.on_rollback(Position(3, 40, 400))
     again.after_step(replace(_record(4), val_loss=2.0, position=Position(4, 48, 480)))
