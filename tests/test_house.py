@@ -51,11 +51,11 @@ def test_nothing_that_trains_loads_the_tools() -> None:
 def test_the_core_path_is_a_days_reading() -> None:
     files = re.findall(r"^\| `([a-z0-9_/]+\.py)` \|", PAGE, re.MULTILINE)
     assert len(files) > 30
-    assert sum(_lines(PACKAGE / file) for file in files) <= 8930
+    assert sum(_lines(PACKAGE / file) for file in files) <= 8950
 
 
 def test_the_package_stays_small() -> None:
-    assert sum(map(_lines, PACKAGE.rglob("*.py"))) <= 48320
+    assert sum(map(_lines, PACKAGE.rglob("*.py"))) <= 48340
 
 
 @pytest.mark.parametrize("page", ["CONTRIBUTING.md", "README.md", "docs/architecture.md"])
