@@ -101,9 +101,9 @@ def _read(path: Path) -> Mapping[str, Any]:
         raise file_error(path, f"is not JSON: {error.msg}", f"the line reads: {shown}", error.lineno) from None
     except RecursionError:
         raise file_error(path, "cannot be read as JSON: it is nested too deep") from None
+    except ConfigError:
+        raise
     except ValueError as error:
-        if isinstance(error, ConfigError):
-            raise
         raise file_error(path, f"cannot be read as JSON: {error}") from None
     if not isinstance(config, dict):
         raise file_error(path, "must be a JSON object", 'it starts with {"train_batch_size": ...')

@@ -84,9 +84,10 @@ class BatchShare:
         Raises: ValueError: the lengths of documents are missing under `data.document_mask`, or given without it.
         """
         if (lengths is None) == self.documents:
-            found, wanted = ("no lengths", "needs") if self.documents else ("lengths", "takes no")
             raise ValueError(
-                f"{found} of documents: data.document_mask = {str(self.documents).lower()} {wanted} lengths"
+                "no lengths of documents: data.document_mask = true needs lengths"
+                if self.documents
+                else "lengths of documents: data.document_mask = false takes no lengths"
             )
         return part_of(lengths, seq_len, self.ulysses, self.ring, self.device)
 

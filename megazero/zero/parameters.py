@@ -203,12 +203,10 @@ class ShardedParameters:
                 if address_of(self.by_name[slot.info.name]) != (memory, slot.start * itemsize):
                     replaced.append(slot.info.name)
         for chunk, name, parameter in held_in(self._modules):
-            first = self._held.get((chunk, name))
+            first, has_moved = self._held.get((chunk, name)), id(parameter) in bound
             if first is not None and first is not parameter:
                 replaced.append(bound[id(first)])
-            elif (
-                first is None and id(parameter) not in bound and parameter.requires_grad
-            ):  # one that is bound has moved
+            elif first is None and not has_moved and parameter.requires_grad:
                 raise RuntimeError(
                     f"parameter {name} was added since megazero.initialize: nothing trains it. Add it before, or freeze it "
                     "(requires_grad_(False))"
