@@ -34,7 +34,8 @@ from megazero.comm.collectives import all_reduce
 from megazero.comm.messages import swap, wait_for
 from megazero.comm.process_groups import schedule_as_batch_job
 from megazero.comm.worker import Worker, at_once, let_begin
-from megazero.parallel_state import ParallelState, RankGrid, Wait
+from megazero.parallel_state import ParallelState, RankGrid
+from megazero.parallel_state.groups import Wait
 
 ALONE, IN_ORDER = "products", "ZeRO-1's order"
 _SHAPE = (256, 256, 704)  # of a product, as those of `tiny`

@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from megazero.comm import collectives
-from megazero.parallel_state import Axis, Backend, Wait
+from megazero.parallel_state import Axis
+from megazero.parallel_state.groups import Backend, Wait
 
 _LATEST_SECONDS = 1e-3
 

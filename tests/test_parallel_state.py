@@ -13,16 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from megazero.parallel_state import (
-    AXES,
-    Axis,
-    Coordinate,
-    ParallelState,
-    RankGrid,
-    Traffic,
-    nccl_options,
-    parallel_state_of,
-)
+from megazero.parallel_state import Axis, ParallelState, RankGrid, parallel_state_of
+from megazero.parallel_state.grid import AXES, Coordinate
+from megazero.parallel_state.state import nccl_options
+from megazero.parallel_state.traffic import Traffic
 from megazero.settings import divisors
 
 ORDERS = ["-".join(order) for order in itertools.permutations(AXES)]

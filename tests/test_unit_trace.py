@@ -10,7 +10,8 @@ import torch
 
 from megazero.comm.collectives import reduce_scatter
 from megazero.config import ResolvedRun, load_config
-from megazero.parallel_state import Axis, Group
+from megazero.parallel_state import Axis
+from megazero.parallel_state.groups import Group
 from megazero.plan.activations import EMBEDDING, HEAD, activations_of_ranks, schedule_of
 from megazero.plan.fake_tensors import FakeTensors, Message
 from megazero.plan.kernel_memory import cpu_kernel_bytes

@@ -16,7 +16,8 @@ from torch import Tensor
 
 from megazero.comm.collectives import LostPeerError, all_gather, all_to_all, reduce_scatter, ring_shift
 from megazero.comm.worker import Worker
-from megazero.parallel_state import Axis, ParallelState, RankGrid, Wait
+from megazero.parallel_state import Axis, ParallelState, RankGrid
+from megazero.parallel_state.groups import Wait
 
 _SECONDS = 30.0
 

@@ -29,7 +29,8 @@ from megazero.checkpoint.index import (
 from megazero.checkpoint.tensor_file import SafetensorsWriter
 from megazero.comm.collectives import agree, gather_objects
 from megazero.layers.spec import numel
-from megazero.parallel_state import Axis, ParallelState, SavingAxes
+from megazero.parallel_state import Axis, ParallelState
+from megazero.parallel_state.groups import SavingAxes
 from megazero.zero.state import ShardedState
 
 T = TypeVar("T")

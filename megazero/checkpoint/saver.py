@@ -23,7 +23,8 @@ from megazero.checkpoint.index import CheckpointError, OwnerError, TrainerState
 from megazero.checkpoint.save import plan_saving, save_checkpoint
 from megazero.comm.collectives import LostPeerError, gather_objects
 from megazero.comm.host_memory import StorageError
-from megazero.parallel_state import ParallelState, SavingAxes
+from megazero.parallel_state import ParallelState
+from megazero.parallel_state.groups import SavingAxes
 from megazero.zero.bucket import Bucket, Run, intersect
 from megazero.zero.offload import free_memory_bytes
 from megazero.zero.state import ShardedState

@@ -24,7 +24,9 @@ from megazero.comm.rendezvous import Gather, Offer, Poller, rendezvous, this_hos
 from megazero.comm.shared_memory import AREA_BYTES, REDUCTIONS, Channel, SharedMemoryBackend, combine, place_shard
 from megazero.comm.two_level import Hosts, TwoLevelBackend, hosts_of
 from megazero.comm.worker import Post, Worker, at_once, in_turn
-from megazero.parallel_state import MOST_SHARING_RANKS, Axis, Backend, Group, Wait
+from megazero.parallel_state import Axis
+from megazero.parallel_state.groups import Backend, Group, Wait
+from megazero.parallel_state.state import MOST_SHARING_RANKS
 
 # torch 2.13 renamed both; 2.11 has the old names only.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor

@@ -21,7 +21,8 @@ from megazero.comm.labels import OrderError
 from megazero.comm.process_groups import ProcessGroups
 from megazero.comm.shared_memory import combine
 from megazero.comm.worker import let_begin
-from megazero.parallel_state import Axis, Backend, Group, Messages, Transfers, Wait
+from megazero.parallel_state import Axis
+from megazero.parallel_state.groups import Backend, Group, Messages, Transfers, Wait
 
 T = TypeVar("T")
 _PROCESS_GROUPS = ProcessGroups()

@@ -9,7 +9,8 @@ import torch
 import torch.distributed as dist
 
 from megazero.comm.messages import LABEL_TAG, wait_for
-from megazero.parallel_state import Axis, Wait
+from megazero.parallel_state import Axis
+from megazero.parallel_state.groups import Wait
 
 LABEL_BYTES = 256
 

@@ -20,7 +20,7 @@ from torch import Tensor
 from megazero.comm.rendezvous import Neighbours, Poller
 from megazero.comm.shared_memory import Channel, Rounds
 from megazero.comm.worker import Worker
-from megazero.parallel_state import Wait
+from megazero.parallel_state.groups import Wait
 
 
 class Lane:

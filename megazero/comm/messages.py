@@ -15,7 +15,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megazero.comm.worker import Post, at_once, in_turn
-from megazero.parallel_state import Axis, Wait
+from megazero.parallel_state import Axis
+from megazero.parallel_state.groups import Wait
 
 # 0 is torch's own: `exchange`.
 LABEL_TAG = 1

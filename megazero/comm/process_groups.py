@@ -11,7 +11,9 @@ from torch import Tensor
 
 from megazero.comm import objects
 from megazero.comm.messages import group_of, wait_of
-from megazero.parallel_state import Axis, Transfers, Wait, connect_on_demand
+from megazero.parallel_state import Axis
+from megazero.parallel_state.groups import Transfers, Wait
+from megazero.parallel_state.state import connect_on_demand
 
 
 class ProcessGroups:

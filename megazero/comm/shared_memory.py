@@ -29,7 +29,8 @@ from torch import Tensor
 from megazero.comm.identity import address_of
 from megazero.comm.labels import LABEL_BYTES, OrderError, check_labels, encoded
 from megazero.comm.rendezvous import Neighbours, Poller
-from megazero.parallel_state import Axis, Wait
+from megazero.parallel_state import Axis
+from megazero.parallel_state.groups import Wait
 
 HALF_BYTES = 1 << 19
 _LABELLED_BYTES = HALF_BYTES + LABEL_BYTES

@@ -53,7 +53,8 @@ from megazero.comm.shared_memory import (
     reduce_scatter_rounds,
 )
 from megazero.comm.worker import Post
-from megazero.parallel_state import Axis, Wait
+from megazero.parallel_state import Axis
+from megazero.parallel_state.groups import Wait
 
 _SMALL_BYTES = (
     1 << 14

@@ -19,7 +19,7 @@ from typing import TypeAlias
 
 import torch
 
-from megazero.parallel_state import Wait
+from megazero.parallel_state.groups import Wait
 
 Start: TypeAlias = Callable[[], Wait]
 """Starts an operation, and returns a function that waits for it."""

@@ -37,7 +37,9 @@ from megazero.layers.activation_offload import (
 )
 from megazero.layers.checkpoint import CheckpointedCall
 from megazero.layers.recompute import WHOLE
-from megazero.parallel_state import TIMEOUT, Axis, Group, ParallelState, local_device
+from megazero.parallel_state import Axis, ParallelState
+from megazero.parallel_state.groups import Group
+from megazero.parallel_state.state import TIMEOUT, local_device
 from megazero.settings import ConfigError
 
 

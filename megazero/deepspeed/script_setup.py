@@ -35,14 +35,9 @@ from megazero.deepspeed.recompute import configure_by_block
 from megazero.deepspeed.topology import PipelineParallelGrid
 from megazero.deepspeed.training_engine import ENGINES, TrainingEngine
 from megazero.layers.spec import whole_spec
-from megazero.parallel_state import (
-    TIMEOUT,
-    Axis,
-    Groups,
-    ParallelState,
-    local_device,
-    parallel_state_of,
-)
+from megazero.parallel_state import Axis, ParallelState, parallel_state_of
+from megazero.parallel_state.groups import Groups
+from megazero.parallel_state.state import TIMEOUT, local_device
 from megazero.terminal import Terminal
 from megazero.zero.bucket import DTYPES
 from megazero.zero.optimizer import OptimizerRecipe, recipe_by_name, recipe_of

@@ -15,7 +15,8 @@ from typing import Any
 
 import torch.distributed as dist
 
-from megazero.parallel_state import AXES, Axis, Coordinate, ParallelState, RankGrid, parallel_state_of
+from megazero.parallel_state import Axis, ParallelState, RankGrid, parallel_state_of
+from megazero.parallel_state.grid import AXES, Coordinate
 
 _AXES = {"pipe": "pp", "data": "dp", "model": "tp"}
 # The axes of the grid's groups.  One copy of the model lies on all stages and on the ranks that share a layer.

@@ -24,7 +24,7 @@ from megazero.engine import BatchShare, Engine, initialize
 from megazero.layers.sample_part import part_of
 from megazero.models.gpt import MicroBatch
 from megazero.models.stages import cut_by_rank
-from megazero.parallel_state import Coordinate
+from megazero.parallel_state.grid import Coordinate
 from megazero.plan.activations import PASS_NAMES
 from megazero.plan.fake_tensors import Message
 from megazero.plan.kernel_memory import kernel_bytes

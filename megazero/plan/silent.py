@@ -19,7 +19,9 @@ from torch import Tensor
 from megazero.comm.backend import GlooBackend, HostBackend, TorchBackend, kind_between
 from megazero.comm.shared_memory import SharedMemoryBackend, place_shard
 from megazero.comm.two_level import Hosts, TwoLevelBackend, hosts_of, link_bytes_between
-from megazero.parallel_state import Axis, Group, Traffic, Transfers, Wait
+from megazero.parallel_state import Axis
+from megazero.parallel_state.groups import Group, Transfers, Wait
+from megazero.parallel_state.traffic import Traffic
 from megazero.plan.fake_tensors import Event, Message
 
 Kind: TypeAlias = Literal["shared memory", "two levels", "gloo", "host", "nccl"]

@@ -7,7 +7,9 @@ from typing import Any
 import torch
 
 from megazero.config import ResolvedRun
-from megazero.parallel_state import Axis, Group, ParallelState, Traffic
+from megazero.parallel_state import Axis, ParallelState
+from megazero.parallel_state.groups import Group
+from megazero.parallel_state.traffic import Traffic
 from megazero.plan.silent import Alone, Kind, Meeting, kind_of, make_silent
 from megazero.plan.simulated_world import GroupMeeting, SimulatedWorld
 

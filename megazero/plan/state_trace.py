@@ -25,7 +25,7 @@ from megazero.comm.collectives import all_reduce
 from megazero.config import ResolvedRun, RunConfig
 from megazero.engine.gpt import Engine
 from megazero.models.stages import cut_by_rank
-from megazero.parallel_state import Traffic
+from megazero.parallel_state.traffic import Traffic
 from megazero.plan.activations import chunks_of
 from megazero.plan.activations import kind_of as schedule_kind_of
 from megazero.plan.fake_tensors import FakeTensors

@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 
 from megazero.config import ResolvedRun
 from megazero.models.stages import StageLayout, cut_by_rank
-from megazero.parallel_state import Coordinate
+from megazero.parallel_state.grid import Coordinate
 from megazero.plan.activations import EMBEDDING, HEAD, message_bytes, schedule_of
 from megazero.plan.cluster import Cluster
 from megazero.plan.fake_tensors import Message

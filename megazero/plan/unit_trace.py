@@ -38,7 +38,8 @@ from megazero.models.activations import save_by_policy
 from megazero.models.config import ModelConfig
 from megazero.models.gpt import BuildContext, GPTStage
 from megazero.models.stages import StageLayout, cut_by_rank
-from megazero.parallel_state import Axis, Group
+from megazero.parallel_state import Axis
+from megazero.parallel_state.groups import Group
 from megazero.plan.activations import EMBEDDING, HEAD, schedule_of
 from megazero.plan.fake_tensors import Event, FakeTensors, Operator
 from megazero.plan.kernel_memory import kernel_bytes

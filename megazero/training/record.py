@@ -17,7 +17,7 @@ from enum import Enum, auto
 import torch
 
 from megazero.engine import Position, StepStatistics
-from megazero.parallel_state import Traffic
+from megazero.parallel_state.traffic import Traffic
 from megazero.schedules.proof import Timeline
 
 Metric = float | str | Mapping[str, float]

@@ -32,7 +32,8 @@ from megazero.engine.step import NonFiniteError
 from megazero.engine.trainer_state import Position
 from megazero.layers.mlp import SwiGLU
 from megazero.models.gpt import GPTStage
-from megazero.parallel_state import Axis, ParallelState, RankGrid, Wait
+from megazero.parallel_state import Axis, ParallelState, RankGrid
+from megazero.parallel_state.groups import Wait
 from megazero.training.callbacks.base import Callback, RunContext
 from megazero.training.callbacks.registry import CALLBACKS, RegisteredCallback
 from megazero.training.record import StepRecord

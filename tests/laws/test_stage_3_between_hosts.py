@@ -21,7 +21,8 @@ from zero_worlds import Sharded, assert_same, plain_gradients, random_batches, s
 from megazero.comm.collectives import LostPeerError
 from megazero.comm.labels import OrderError
 from megazero.config import ResolvedRun
-from megazero.parallel_state import ParallelState, RankGrid, Traffic
+from megazero.parallel_state import ParallelState, RankGrid
+from megazero.parallel_state.traffic import Traffic
 from megazero.zero.bucket import Bucket
 from megazero.zero.gather import BucketGatherer, UnitGatherer
 from megazero.zero.parameters import ShardedParameters

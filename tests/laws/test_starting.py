@@ -22,7 +22,8 @@ from harness import run_world
 
 from megazero.config import ResolvedRun, RunConfig, resolve
 from megazero.engine import Engine
-from megazero.parallel_state import ParallelState, RankGrid, connect_on_demand
+from megazero.parallel_state import ParallelState, RankGrid
+from megazero.parallel_state.state import connect_on_demand
 from megazero.training import launch
 from megazero.training.loop import train
 

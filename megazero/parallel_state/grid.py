@@ -1,0 +1,108 @@
+"""Which ranks belong together: a grid of ranks, as arithmetic without a process.
+
+order "tp-cp-dp-pp", tp=2 dp=2 pp=2            pp 0            pp 1
+rank = tp + 2*dp + 4*pp                     dp 0   dp 1     dp 0   dp 1
+                                      tp 0   0      2        4      6
+                                      tp 1   1      3        5      7
+"""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
+from functools import cached_property
+from math import prod
+
+AXES = ("tp", "cp", "dp", "pp")
+
+
+@dataclass(frozen=True)
+class Coordinate:
+    """Position of one rank on each axis."""
+
+    tp: int
+    cp: int
+    dp: int
+    pp: int
+
+
+@dataclass(frozen=True)
+class RankGrid:
+    """Sizes of the parallel axes and the order in which ranks fill them, innermost (nearest neighbours) first.
+
+    Args:
+        tp, cp, dp, pp: degree of tensor, context, data and pipeline parallelism.
+        order: the four axes joined by "-", innermost first.
+
+    Raises:
+        ValueError: a degree below 1, or an order that is not a permutation of the axes.
+
+    Source: Narayanan et al. 2021, section 3 (tensor parallelism inside a node, pipeline across nodes).
+    """
+
+    tp: int = 1
+    cp: int = 1
+    dp: int = 1
+    pp: int = 1
+    order: str = "tp-cp-dp-pp"
+
+    def __post_init__(self) -> None:
+        for axis in AXES:
+            if self.size(axis) < 1:
+                raise ValueError(f"{axis}={self.size(axis)} must be at least 1")
+        if sorted(self.order.split("-")) != sorted(AXES):
+            raise ValueError(f"order={self.order!r} must name each of {', '.join(AXES)} once, joined by '-'")
+
+    def size(self, axis: str) -> int:
+        """Degree of one axis."""
+        return int(getattr(self, axis))
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks."""
+        return prod(self.size(axis) for axis in AXES)
+
+    @cached_property
+    def _strides(self) -> dict[str, int]:
+        strides, stride = {}, 1
+        for axis in self.order.split("-"):
+            strides[axis] = stride
+            stride *= self.size(axis)
+        return strides
+
+    def coordinate(self, rank: int) -> Coordinate:
+        """Position of `rank` on each axis.  Raises: ValueError for a rank outside the grid."""
+        if not 0 <= rank < self.world_size:
+            raise ValueError(f"rank {rank} is outside the grid of {self.world_size} ranks")
+        return Coordinate(**{axis: rank // self._strides[axis] % self.size(axis) for axis in AXES})
+
+    def rank(self, at: Coordinate) -> int:
+        """The rank at a coordinate.  Raises: ValueError for a coordinate outside the grid."""
+        for axis in AXES:
+            if not 0 <= getattr(at, axis) < self.size(axis):
+                raise ValueError(f"{axis}={getattr(at, axis)} is outside the grid, whose {axis} is {self.size(axis)}")
+        return sum(getattr(at, axis) * self._strides[axis] for axis in AXES)
+
+    def group_of(self, rank: int, *axes: str) -> tuple[int, ...]:
+        """`rank` and the ranks that differ from it only on `axes`, in rank order.
+
+        Raises:
+            ValueError: an unknown or repeated axis.
+        """
+        if unknown := [axis for axis in axes if axis not in AXES]:
+            raise ValueError(f"unknown axis {unknown[0]!r}; the axes are {', '.join(AXES)}")
+        if len(set(axes)) != len(axes):
+            raise ValueError(f"axes {', '.join(axes)} name one more than once")
+        at = self.coordinate(rank)
+        steps = ([(i - getattr(at, axis)) * self._strides[axis] for i in range(self.size(axis))] for axis in axes)
+        return tuple(sorted(rank + sum(combination) for combination in itertools.product(*steps)))
+
+    def lies_within(self, axis: str, block: int, neighbours: int = 0) -> bool:
+        """Whether no group over `axis` has ranks in two blocks of so many neighbouring ranks.
+
+        neighbours: cut each group in groups of so many neighbours on the axis, and look at these; 0 for whole groups.
+        """
+        # Groups fill stretches of stride x size ranks, and any cut inside a stretch parts one of its groups.
+        size = neighbours or self.size(axis)
+        stretch = self._strides[axis] * size
+        return size == 1 or self.world_size <= block or block % stretch == 0

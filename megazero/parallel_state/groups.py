@@ -1,0 +1,165 @@
+r"""Ranks that communicate: a group carries their messages, an axis is one rank's view of it.
+
+    Axis ("tp", ranks, index) ---> Group ---> Backend     collectives of tensors: shared memory, two hosts, process group
+                                        \---> Messages    broadcasts, messages between two ranks, small values
+
+A parallel layer gets the one axis over which it communicates.  An axis of one rank has no group, and a collective over it
+makes no call.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, Protocol, TypeAlias
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megazero.parallel_state.traffic import Traffic
+
+Wait: TypeAlias = Callable[[], object]
+Transfers: TypeAlias = Sequence[tuple[Tensor, int]]  # (tensor, global rank of the other side)
+
+
+class Backend(Protocol):
+    """Carries the collectives of tensors of one group of at least two ranks; see `comm/backend.py`.
+
+    Arguments are those of the functions of the same names in `comm/collectives.py`.  Every method starts an operation and
+    returns the call that waits for it and completes it.
+    """
+
+    needs_scratch: bool  # `reduce_scatter` only brings the parts into memory as long as `full`; the caller sums them
+    needs_contiguous: bool  # `all_to_all` takes contiguous tensors only
+
+    def all_reduce(self, tensor: Tensor, axis: Axis, op: str) -> Wait: ...
+
+    def all_gather(self, out: Tensor, shard: Tensor, axis: Axis, label: str = "") -> Wait: ...
+
+    def reduce_scatter(self, out: Tensor, full: Tensor, axis: Axis) -> Wait: ...
+
+    def all_to_all(self, out: Tensor, x: Tensor, axis: Axis) -> Wait: ...
+
+    def ring_shift(self, out: Tensor, x: Tensor, axis: Axis) -> Wait: ...
+
+    def link_bytes(self, operation: str, full: Tensor, axis: Axis, /) -> int:
+        """What this rank sends to other hosts in an operation on a buffer, `full` being the longer of its two."""
+
+    def check_order(self) -> None:
+        """Compare the labels of gathers that their waits have not compared.  Raises: OrderError."""
+
+    def progress(self) -> bool:
+        """Continue the operations under way; False if they need no call for that."""
+
+    def close(self) -> None:
+        """Release what it holds; operations that are not finished fail."""
+
+
+class Messages(Protocol):
+    """Carries what no `Backend` does for a group: broadcasts, messages between two ranks, and small values.
+
+    Arguments are those of the functions of the same names in `comm/collectives.py`.
+    """
+
+    def broadcast(self, tensor: Tensor, axis: Axis, source: int, /) -> Wait: ...
+
+    def exchange(self, sends: Transfers, receives: Transfers, axis: Axis, /) -> Sequence[Wait]: ...
+
+    def gather(self, values: list[Any], axis: Axis, /) -> list[Any]:
+        """The lists of all ranks as one, in rank order."""
+
+    def from_first(self, value: Any, axis: Axis, /) -> Any: ...
+
+    def largest(self, numbers: Sequence[float], axis: Axis, /) -> Sequence[float]: ...
+
+
+@dataclass(eq=False)
+class Group:
+    """The communication of one set of ranks.  Axes with equal ranks share it; `ParallelState.leave` closes it."""
+
+    process_group: dist.ProcessGroup | None  # None where only host memory travels, and once closed
+    device: torch.device  # where the ranks compute
+    timeout_seconds: float  # how long an operation may wait for a peer
+    shares_memory: bool  # whether ranks of one host may communicate through memory
+    neighbours: int  # ranks of a host: rank // neighbours numbers the hosts
+    siblings: Collection[Group]  # all groups of this rank
+    host: dist.ProcessGroup | None = None  # of gloo, with at least these ranks: carries their messages of host memory
+    backends: dict[str, Backend] = field(default_factory=dict)  # by type of the tensors' device; `comm` chooses them
+    messages: Messages | None = None  # None: the process groups carry them
+    # Of operations under way that nobody waits for.  gloo stops reading from a peer if a message's memory is gone, too.
+    unfinished: deque[Wait] = field(default_factory=deque)
+
+    def close(self) -> None:
+        """Release the backends and the process groups."""
+        for backend in self.backends.values():
+            backend.close()
+        self.backends.clear()
+        self.unfinished.clear()
+        self.process_group = self.host = None
+
+
+class Groups(dict[tuple[tuple[int, ...], str], Group]):
+    """This rank's groups by their ranks and purpose; the first who needs one makes it.
+
+    Attributes:
+        is_reusable: whether further states may use them: they are open, and no operation was left under way.
+        savers: how many states have communicators for saving.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.is_reusable, self.savers = True, 0
+
+    def close(self) -> None:
+        """Release every process group."""
+        self.is_reusable = False
+        for group in self.values():
+            group.close()
+
+
+@dataclass(frozen=True, eq=False)
+class Axis:
+    """One rank's view of a group: the argument of every parallel layer and every collective."""
+
+    name: str  # "tp", "dp", ...; the key under which traffic is counted
+    ranks: tuple[int, ...] = (0,)  # global ranks of the group, in order
+    index: int = 0  # position of this rank among them
+    group: Group | None = None  # None when the axis has one rank
+    traffic: Traffic = field(default_factory=Traffic)
+    parts: tuple[Axis, ...] = ()  # axes whose product it is, where `all_reduce` goes over these in turn
+
+    @property
+    def size(self) -> int:
+        return len(self.ranks)
+
+    def is_apart(self, index: int) -> bool:
+        """Whether a rank, by its number on the axis, is on another host than this one."""
+        block = self.group.neighbours if self.group is not None else 1
+        return self.ranks[index] // block != self.ranks[self.index] // block
+
+    @property
+    def shares_hosts(self) -> bool:
+        """Whether a host has several of these ranks, if all have as many neighbours.  Without a group each is alone."""
+        block = self.group.neighbours if self.group is not None else 1
+        return len({rank // block for rank in self.ranks}) < len(self.ranks)
+
+    @property
+    def process_group(self) -> dist.ProcessGroup:
+        """torch's process group of these ranks.  Raises: RuntimeError where there is none, or no longer."""
+        if self.group is None or self.group.process_group is None:
+            raise RuntimeError(f"this rank has left the process group of {self.name}, or never joined one")
+        return self.group.process_group
+
+    @property
+    def host_group(self) -> dist.ProcessGroup:
+        """What carries messages of host memory among these ranks.  Raises: RuntimeError as `process_group`."""
+        return self.process_group if self.group is None or self.group.host is None else self.group.host
+
+
+class SavingAxes(NamedTuple):
+    """The ranks of a stage, and all ranks, for messages of host memory that only checkpoints send."""
+
+    model: Axis
+    world: Axis
