@@ -35,10 +35,10 @@ from megazero.layers.counter_rng import _quantiles
 from megazero.parallel_state import ParallelState
 from megazero.plan.cluster import Cluster
 from megazero.plan.devices import Device, Link
+from megazero.plan.measured_step import STATE_KINDS, _watched_step, live_memory
 from megazero.plan.memory import memory_of
 from megazero.plan.processes import in_processes
 from megazero.plan.traffic import traffic_of
-from megazero.tools.measured_step import STATE_KINDS, _watched_step, live_memory
 
 CPU = Device("cpu", 2**34, {"fp32": 1e11, "bf16": 1e11}, 1e10, 1e10, Link("memory", 1e10, 1e-6))
 BINS = (0.0005, 0.002, 0.005, 0.01, 0.02, 0.05, 1.0)

@@ -51,7 +51,7 @@ def observe(marks: Path, command: list[str]) -> None:
         holder = importlib.import_module(module)
         holder = getattr(holder, owner) if owner else holder
         setattr(holder, name, _noted(getattr(holder, name), marks, number, side))
-    from megazero.cli import app
+    from megazero.cli.commands import app
 
     app(command)
 

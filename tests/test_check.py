@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shlex
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -15,13 +16,14 @@ from test_any_shape import UNTIED
 from typer.testing import CliRunner
 from worlds import engine_on, run_of
 
-from megazero.cli import app
-from megazero.config import ConfigError, load_config
+from megazero.cli.commands import app
+from megazero.config import ConfigError, ResolvedRun, load_config
 from megazero.data.tokenize import tokenize_files
-from megazero.plan.activations import elements_of_stages, kind_of
-from megazero.plan.cluster import cluster_of, with_memory
+from megazero.engine.outline import elements_of_stages, kind_of
+from megazero.plan.check_lines import lines_on
+from megazero.plan.cluster import Cluster, cluster_of, with_memory
 from megazero.plan.report import Assumptions, plan_of
-from megazero.tools.check import FILE_RULES, describe
+from megazero.training.check import FILE_RULES, Lines, describe
 
 _TWO_CHUNKS = "F0,F1,F0.1,F1.1,B0.1,B1.1,B0,B1\n" * 2
 SMALL = [*TINY, "parallel.tp=1", "parallel.pp=1", "launch.nproc_per_node=1", "training.steps=10"]
@@ -33,9 +35,14 @@ def _problems(*overrides: str) -> list[str]:
     return [str(problem) for problem in raised.value.problems]
 
 
+def told_of(run: ResolvedRun, cluster: Cluster | None = None) -> Lines:
+    """What `megazero check` says of a run, memory included."""
+    return describe(run, 8, partial(lines_on, run, cluster))
+
+
 def _lines(*overrides: str) -> dict[str, list[str]]:
     found: dict[str, list[str]] = {}
-    for subject, text in describe(load_config(QUICKSTART, [*SMALL, *overrides], rules=FILE_RULES), 8):
+    for subject, text in told_of(load_config(QUICKSTART, [*SMALL, *overrides], rules=FILE_RULES)):
         found.setdefault(subject, []).append(text)
     return found
 
@@ -92,7 +99,7 @@ def test_what_each_pipeline_rank_keeps_is_told_and_the_fullest_named() -> None:
     model = run.config.model
     h, f, a, s = model.hidden_size, model.ffn_hidden_size or 0, model.num_heads, model.seq_len
     k = (model.num_kv_heads or a) * model.head_size
-    first, last = [text for subject, text in describe(run, 8) if "keeps for its backward" in text]
+    first, last = [text for subject, text in told_of(run) if "keeps for its backward" in text]
     head = s * (2 * h + 4 + 2 * h + 18 + 2 * 512)
     counts = [2 * 2 * s * 2 * h, 2 * s * (12 * h + 4 * k + 6 * f + 4 * a + 8) + head]
     told = [float(re.search(r"at most ([0-9.]+) MiB, ", text)[1]) for text in (first, last)]  # type: ignore[index]
@@ -119,7 +126,7 @@ def test_what_each_pipeline_rank_keeps_is_told_and_the_fullest_named() -> None:
 )
 def test_the_line_of_a_policy_says_what_is_done_and_for_which_device_it_is_counted(own: str, told: str) -> None:
     words = ["model.num_layers=2", "parallel.pp=1", "parallel.tp=1", "parallel.sequence_parallel=false", *own.split()]
-    (line,) = [text for _, text in describe(load_config(QUICKSTART, words, 1), 8) if "keeps for its backward" in text]
+    (line,) = [text for _, text in told_of(load_config(QUICKSTART, words, 1)) if "keeps for its backward" in text]
     assert re.search(told, line), line
 
 
@@ -129,7 +136,7 @@ def test_it_is_told_whether_a_sample_fits_and_what_is_named_then_does() -> None:
     def told(gib: float, *words: str) -> str:
         run = load_config(ROOT / "examples" / "llama3_8b_128k_64gpu.toml", ["model.num_layers=2", *words], 64)
         cluster = with_memory(cluster_of("h100", 64, 8), gib)
-        (line,) = [text for subject, text in describe(run, 8, cluster) if subject == "plan"]
+        (line,) = [text for subject, text in told_of(run, cluster) if subject == "plan"]
         return line
 
     h, k, f, a, layers, tokens = 4096, 1024, 14336, 32, 2, 2**17 // 8
@@ -158,7 +165,7 @@ def packed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_it_is_told_which_part_of_a_hybrid_crosses_nodes() -> None:
     def shape(*words: str) -> str:
         path = ROOT / "examples" / "llama3_8b_128k_64gpu.toml"
-        return dict(describe(load_config(path, list(words), 64), 8))["shape"]
+        return dict(told_of(load_config(path, list(words), 64)))["shape"]
 
     assert "tp 2 (within a node) x cp 8 (Ulysses 4 within a node, ring 2 across nodes) x dp 4" in shape()
     assert "cp 8 (Ulysses 4 across nodes, ring 2 across nodes) x dp 2" in shape("parallel.tp=4")
@@ -443,7 +450,7 @@ def test_a_schedule_file_is_proved_and_must_be_for_this_run(tmp_path: Path) -> N
 def test_an_axis_is_within_a_node_only_if_each_of_its_groups_is() -> None:
     words = ["model.num_heads=12", "model.hidden_size=96", "model.ffn_hidden_size=192", "model.num_kv_heads=6"]
     run = load_config(QUICKSTART, [*SMALL, *words, "parallel.tp=3", "model.seq_len=33"], 12)
-    (shape,) = [text for subject, text in describe(run, 8) if subject == "shape"]
+    (shape,) = [text for subject, text in told_of(run) if subject == "shape"]
     assert shape == "12 ranks on 2 nodes of up to 8: tp 3 (across nodes) x dp 4 (across nodes)"
 
 
@@ -467,7 +474,7 @@ def test_a_run_that_cannot_fit_a_named_device_is_told_at_once() -> None:
     run = load_config(ROOT / "examples" / "llama3_8b_128k_64gpu.toml", words, 1)
     told = {}
     for gpu in ("h100", "b200"):
-        lines = describe(run, 8, cluster=cluster_of(gpu, 1, 8))
+        lines = told_of(run, cluster_of(gpu, 1, 8))
         (told[gpu],) = [text for subject, text in lines if subject == "plan"]
     assert "of h100: does not fit; " in told["h100"]
     assert "of b200: fits, " in told["b200"]

@@ -23,7 +23,7 @@ from typer.testing import CliRunner, Result
 
 from megazero.checkpoint.folder import folder_at
 from megazero.checkpoint.index import find_damage, find_newest
-from megazero.cli import app
+from megazero.cli.commands import app
 
 COMMAND = [sys.executable, "-m", "megazero.cli"]
 
@@ -199,13 +199,13 @@ def test_no_file_takes_the_number_of_a_closed_standard_stream(tmp_path: Path, cl
     """A daemon may start a run without them; what a library prints would go into a checkpoint."""
     code = """if True:
         import os, sys
-        from megazero import cli
+        from megazero.cli import commands, main
         def app():
             with open(sys.argv[1], "wb") as file:
                 os.system("echo a line of a library; echo another >&2")
                 file.write(b"%d" % file.fileno())
-        cli.app = app
-        cli.main()
+        commands.app = app
+        main()
     """
     words = [sys.executable, "-c", code, str(tmp_path / "file")]
     subprocess.run(["bash", "-c", f"{shlex.join(words)} {closed}"], check=True, capture_output=True)

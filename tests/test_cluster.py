@@ -7,7 +7,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from megazero.cli import app
+from megazero.cli.commands import app
 from megazero.config import ResolvedRun
 from megazero.plan import calibrate_steps
 from megazero.plan.calibrate_collectives import mean_of

@@ -17,13 +17,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from typer.testing import CliRunner, Result
 
-from megazero.cli import app
+from megazero.cli.commands import app
+from megazero.plan.schedule_picture import chrome_trace, draw_svg
 from megazero.schedules.action import Action, ActionKind, Schedule
+from megazero.schedules.drawing import Figures, compare_table, draw_refused, draw_text
 from megazero.schedules.kind import forward_only
 from megazero.schedules.proof import Costs, ScheduleError, Timeline, peak_activations, program, simulate
 from megazero.schedules.registry import SCHEDULES
 from megazero.schedules.table import read_schedule
-from megazero.tools.draw import Figures, chrome_trace, compare_table, draw_refused, draw_svg, draw_text
 
 PAGE = Path(__file__).parent.parent / "docs" / "schedules.md"
 ANSI = re.compile(r"\x1b\[[0-9;]*m")
@@ -392,7 +393,7 @@ def test_the_command_writes_whole_files_and_compares_ones_own(tmp_path: Path) ->
 def test_the_command_starts_without_torch_and_without_colour_in_a_pipe() -> None:
     code = (
         "import sys; sys.argv[1:] = 'schedule show --pp 2 --microbatches 2 --compare'.split()\n"
-        "from megazero.cli import app\napp(standalone_mode=False)\nassert 'torch' not in sys.modules"
+        "from megazero.cli.commands import app\napp(standalone_mode=False)\nassert 'torch' not in sys.modules"
     )
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=30, check=False, env=os.environ

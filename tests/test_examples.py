@@ -22,7 +22,7 @@ from typer.testing import CliRunner
 
 from megazero.checkpoint.hugging_face.config import logical_shapes
 from megazero.checkpoint.index import TrainerState
-from megazero.cli import app
+from megazero.cli.commands import app
 from megazero.config import load_config
 from megazero.config.document import to_markdown
 from megazero.data.tokenize import tokenize_files

@@ -38,7 +38,7 @@ from megazero.checkpoint.foreign.megatron import differences
 from megazero.checkpoint.foreign.pickles import load_metadata
 from megazero.checkpoint.index import CheckpointError, read_trainer_state
 from megazero.checkpoint.tensor_file import StoredTensors
-from megazero.cli import app
+from megazero.cli.commands import app
 from megazero.config import to_toml
 from megazero.engine import Position
 from megazero.engine.phases import changes

@@ -25,7 +25,7 @@ from worlds import EPS, LLAMA, LR, global_batch, micro_batches, on_one_state, ru
 
 from megazero.checkpoint.foreign.importer import import_checkpoint
 from megazero.checkpoint.index import CheckpointError, find_damage, read_trainer_state
-from megazero.cli import app
+from megazero.cli.commands import app
 from megazero.config import ResolvedRun, to_toml
 
 pytestmark = pytest.mark.slow  # starts whole runs

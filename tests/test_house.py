@@ -10,6 +10,7 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "megazero"
+ANNEXES = {"plan"}
 PAGE = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
 
 
@@ -35,13 +36,18 @@ def test_rooms_import_only_from_floors_below() -> None:
             assert floors[other] < floors[room], f"{path.relative_to(ROOT)} imports {other}, which is not below {room}"
 
 
-def test_nothing_that_trains_loads_the_tools() -> None:
-    """Only the command line imports them at its top; a run imports a drawing when it draws."""
+def test_the_trunk_imports_no_annex() -> None:
+    """Not even inside a function, nor by a name in a string.  What a room of `ANNEXES` has, it adds itself."""
     for path in PACKAGE.rglob("*.py"):
-        if path.relative_to(PACKAGE).parts[0] in ("tools", "cli"):
+        if path.relative_to(PACKAGE).parts[0] in ANNEXES:
             continue
-        top = [node for node in ast.parse(path.read_text(encoding="utf-8")).body if isinstance(node, ast.ImportFrom)]
-        assert not [node for node in top if (node.module or "").startswith("megazero.tools")], path
+        named = {
+            node.value.split(".")[1].partition(":")[0]
+            for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+            if isinstance(node, ast.Constant) and isinstance(node.value, str)
+            if re.fullmatch(r"megazero\.\w+(\.[\w.]+)?(:\w+)?", node.value)
+        }
+        assert not (_rooms_imported(path) | named) & ANNEXES, path
 
 
 def test_the_core_path_names_files_that_exist() -> None:

@@ -38,7 +38,7 @@ from megazero.checkpoint.index import (
 from megazero.checkpoint.save import save_checkpoint
 from megazero.checkpoint.shards import cut, new_folder, parse_size
 from megazero.checkpoint.tensor_file import StoredTensors
-from megazero.cli import app
+from megazero.cli.commands import app
 from megazero.config import ResolvedRun, load_config
 from megazero.data.identity import fingerprint_of
 from megazero.data.tokenizer import FileTokenizer
@@ -617,7 +617,7 @@ def test_diff_tells_what_two_checkpoints_do_not_share(steps: Path, tmp_path: Pat
 
 
 def test_diff_measures_one_element(steps: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("megazero.tools.compare_checkpoints.CHUNK_ELEMENTS", 100)  # three rows
+    monkeypatch.setattr("megazero.checkpoint.compare.CHUNK_ELEMENTS", 100)  # three rows
     two, name = steps / "step-00000002", "transformer.wpe.weight"
     file = StoredTensors(two, "model").files[name]
 

@@ -16,11 +16,11 @@ from harness import run_program, run_world
 from typer.testing import CliRunner
 from worlds import run_of, state_on
 
-from megazero.cli import app
+from megazero.cli.commands import app
 from megazero.config import ResolvedRun, load_config
+from megazero.plan.measured_step import START, ActivationFigures, live_memory, measure_activations
+from megazero.plan.memory_report import CHOICES, not_measured, plan, without_formula
 from megazero.plan.state_bytes import StateFormula
-from megazero.tools.measured_step import START, ActivationFigures, live_memory, measure_activations
-from megazero.tools.memory_report import CHOICES, not_measured, plan, without_formula
 
 pytestmark = pytest.mark.slow  # starts whole runs
 
@@ -256,7 +256,7 @@ def test_what_cannot_be_written_is_told_before_measuring_and_behind_the_tables(
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr("megazero.training.launch.run_ranks", lambda *_: SimpleNamespace(as_json=dict))
-    monkeypatch.setattr("megazero.tools.memory_chart.draw_text", lambda _: "the tables")
+    monkeypatch.setattr("megazero.plan.memory_chart.draw_text", lambda _: "the tables")
     monkeypatch.setattr("megazero.schedules.table.write_text", full)
     done = CliRunner().invoke(app, ["memory-report", "--out", str(tmp_path / "other"), *ODD])
     assert (done.exit_code, done.stdout) == (2, "the tables\n")

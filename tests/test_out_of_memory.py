@@ -14,10 +14,11 @@ from worlds import LLAMA, LR, engine_on, micro_batches, run_of, state_on
 
 from megazero.config import ResolvedRun, load_config
 from megazero.engine import Engine
+from megazero.engine.outline import schedule_of
 from megazero.models.registry import FAMILIES
-from megazero.plan.activations import RankActivations, activations_of_ranks, schedule_of
-from megazero.tools import out_of_memory
-from megazero.tools.out_of_memory import cutting_samples, recomputing, remedies, wanted_bytes
+from megazero.plan import out_of_memory
+from megazero.plan.activations import RankActivations, activations_of_ranks
+from megazero.plan.out_of_memory import cutting_samples, recomputing, remedies, wanted_bytes
 from megazero.training.loop import train
 from megazero.training.out_of_memory import OutOfMemoryError, explained
 

@@ -8,9 +8,10 @@ import pytest
 import torch
 
 from megazero.config import load_config
+from megazero.engine.outline import stages_of
 from megazero.models.activation_bytes import block_bytes
 from megazero.models.activation_config import LayerPolicy
-from megazero.plan.activations import micro_batch_size, stages_of
+from megazero.plan.activations import micro_batch_size
 from megazero.plan.papers import Cut, layer_activation_bytes, offload_device_bytes, zero_gigabytes
 from megazero.plan.state_bytes import StateFormula
 

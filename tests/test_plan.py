@@ -13,7 +13,7 @@ import pytest
 from harness import run_command
 from typer.testing import CliRunner
 
-from megazero.cli import app
+from megazero.cli.commands import app
 from megazero.config import load_config
 from megazero.plan.cluster import cluster_of
 from megazero.plan.correction import Kept, Measured, add_measured, ratio_in, read_kept, shape_of

@@ -12,17 +12,18 @@ from harness import run_world
 
 from megazero.config import ResolvedRun, load_config
 from megazero.engine import initialize
+from megazero.engine.outline import schedule_of
 from megazero.engine.random_batches import random_batches
 from megazero.layers.counter_rng import normal
 from megazero.parallel_state import ParallelState, RankGrid
 from megazero.plan import memory, state_trace
-from megazero.plan.activations import activations_of_ranks, schedule_of
+from megazero.plan.activations import activations_of_ranks
 from megazero.plan.cluster import Cluster, cluster_of
 from megazero.plan.devices import Device, Link
+from megazero.plan.measured_step import STATE_KINDS, _watched_step, live_memory
 from megazero.plan.memory import RankMemory, memory_of
 from megazero.plan.state_trace import trace_state
 from megazero.plan.traffic import busiest_links, traffic_of
-from megazero.tools.measured_step import STATE_KINDS, _watched_step, live_memory
 
 MODEL = """
     model.hidden_size=256 model.num_layers=4 model.num_heads=4 model.ffn_hidden_size=512 model.vocab_size=1024

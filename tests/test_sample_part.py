@@ -27,7 +27,7 @@ from megazero.models.gpt import Block, BuildContext
 from megazero.models.llama.family import LlamaFamily
 from megazero.models.registry import FAMILIES
 from megazero.parallel_state import Axis
-from megazero.tools.check import layer_problems
+from megazero.training.check import layer_problems
 
 RING = Axis("cp_ring", (0, 1), 0)
 

@@ -69,7 +69,7 @@ def schedule_rule() -> Rule:
     def problems(config: RunConfig, dp: int) -> Iterable[Problem]:
         if config.parallel.schedule_file is None:
             return []
-        from megazero.tools.check import schedule_problems
+        from megazero.training.check import schedule_problems
 
         return schedule_problems(config, dp)
 

@@ -5,11 +5,13 @@ from __future__ import annotations
 import os
 import sys
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from megazero.annexes import added
 from megazero.cli._common import callback_rule, fail
 from megazero.settings import counted
 from megazero.training.signals import EXIT_REFUSED
@@ -32,9 +34,8 @@ def check(
     """Say everything about a run file without starting it.  Exit code 2 with every problem where it cannot run."""
     from megazero.checkpoint.index import CheckpointError
     from megazero.config import ConfigError, load_config
-    from megazero.plan.cluster import cluster_of, with_memory
-    from megazero.tools.check import FILE_RULES, NO_FIT, describe, layer_problems, not_here
     from megazero.training.batches import fingerprint_of
+    from megazero.training.check import FILE_RULES, NO_FIT, describe, layer_problems, not_here
     from megazero.training.resuming import foresee
 
     try:
@@ -47,17 +48,16 @@ def check(
     except (ConfigError, CheckpointError) as error:
         print(error, file=sys.stderr)
         raise SystemExit(EXIT_REFUSED) from None
+    of_device = []
     try:
-        cluster = None
-        if gpu is not None or device_gib is not None:
-            names = "--world-size", "--nproc-per-node"
-            cluster = cluster_of(gpu or "h200", run.world_size, nproc_per_node, options=names)
-        if cluster is not None and device_gib is not None:
-            cluster = with_memory(cluster, device_gib, on_cuda=run.config.launch.device != "cpu")
+        for lines in added("check").values():
+            of_device.append(lines(run, gpu, device_gib, nproc_per_node))
     except (ValueError, OSError) as error:
         fail(str(error), EXIT_REFUSED)
     fits = True
-    for subject, text in describe(run, min(nproc_per_node, run.world_size), cluster):
+    for subject, text in describe(
+        run, min(nproc_per_node, run.world_size), lambda schedule: chain(*(lines(schedule) for lines in of_device))
+    ):
         print(f"{subject:<9} {text}")
         fits &= subject != "plan" or NO_FIT not in text
     for line in resumes:

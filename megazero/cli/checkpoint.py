@@ -13,8 +13,8 @@ from rich.table import Column, Table
 from megazero.cli._common import fail, load_extensions, print_table
 
 if TYPE_CHECKING:
+    from megazero.checkpoint.compare import Comparison
     from megazero.checkpoint.folder import FileRecord, Folder
-    from megazero.tools.compare_checkpoints import Comparison
 
 ROWS = 20  # differing tensors that are shown
 DIFFERENT, NOT_COMPARED = 1, 2
@@ -169,7 +169,7 @@ def diff(
     all_: Annotated[bool, typer.Option("--all", help=f"Every tensor that differs, not the first {ROWS}.")] = False,
 ) -> None:
     """Compare two checkpoints, whatever clusters wrote them.  Exit code 0: equal, 1: different, 2: not compared."""
-    from megazero.tools.compare_checkpoints import compare
+    from megazero.checkpoint.compare import compare
 
     with _user_errors(NOT_COMPARED):
         if not (rtol >= 0 and atol >= 0):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import shutil
@@ -13,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.table import Column, Table
 
+from megazero.annexes import added
 from megazero.cli._common import fail, load_extensions, print_table
 from megazero.training.signals import EXIT_REFUSED
 
@@ -42,14 +42,18 @@ def show(
     ] = None,
 ) -> None:
     """Prove a pipeline schedule, draw it, and show its idle time and memory."""
+    from megazero.schedules.drawing import MIN_WIDTH, draw_refused, draw_text
     from megazero.schedules.proof import ScheduleError, program, simulate
     from megazero.schedules.table import write_text
-    from megazero.tools.draw import MIN_WIDTH, chrome_trace, draw_refused, draw_svg, draw_text
 
+    writers = added("schedule file")
+    files = {option: path for option, path in (("--svg", svg), ("--trace", trace)) if path is not None}
     try:
         load_extensions(extension)
         times = _parse_costs(costs)
-        is_drawn = bool(schedule or file or svg or trace or not compare)
+        if missing := files.keys() - writers:
+            raise ValueError(f"{min(missing)} needs megazero.plan, which is not installed")
+        is_drawn = bool(schedule or file or files or not compare)
         shown = _read_own(file, placement, schedule, virtual_stages) if file else None
         pp, microbatches = _agreed_numbers(shown, pp, microbatches)
         if placement is not None and file is None:
@@ -68,13 +72,11 @@ def show(
         fail(str(error), EXIT_REFUSED)
     if compare:
         _print_comparison(pp, microbatches, virtual_stages, times, shown if file else None)
-    try:
-        if svg:
-            write_text(svg, draw_svg(timeline))
-        if trace:
-            write_text(trace, json.dumps(chrome_trace(timeline)))
-    except (OSError, ValueError) as error:  # pathlib's own for a name that is none
-        fail(f"{svg or trace} cannot be written: {error}", 1)
+    for option, path in files.items():
+        try:
+            write_text(path, writers[option](timeline))
+        except (OSError, ValueError) as error:  # pathlib's own for a name that is none
+            fail(f"{path} cannot be written: {error}", 1)
 
 
 def _parse_costs(text: str) -> Costs:
@@ -125,7 +127,7 @@ def _named_schedule(name: str, pp: int, microbatches: int, virtual_stages: int |
 def _print_comparison(
     pp: int, microbatches: int, virtual_stages: int | None, costs: Costs, own: Schedule | None
 ) -> None:
-    from megazero.tools.draw import compare_table, number
+    from megazero.schedules.drawing import compare_table, number
 
     chunks = 2 if virtual_stages is None else virtual_stages
     numbers = ("chunks", "makespan", "idle", "bubble", "peak activations")

@@ -7,14 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import partial
 from itertools import groupby
-from pathlib import Path
 
 import torch
-from torch import nn
 
 from megazero.config import ResolvedRun, RunConfig
+from megazero.engine.outline import stages_of
 from megazero.models.activation_bytes import (
     MicroBatchSize,
     block_bytes,
@@ -25,15 +24,11 @@ from megazero.models.activation_bytes import (
     queued_bytes,
 )
 from megazero.models.activation_config import LayerPolicy, layer_policies
-from megazero.models.gpt import BuildContext, GPTStage
+from megazero.models.gpt import GPTStage
 from megazero.models.registry import FAMILIES
 from megazero.models.stages import StageLayout, by_rank, cut
-from megazero.parallel_state import Axis
 from megazero.schedules.action import ActionKind, Schedule
-from megazero.schedules.kind import GivenSchedule, ScheduleKind
 from megazero.schedules.proof import peak_activations
-from megazero.schedules.registry import SCHEDULES
-from megazero.schedules.table import read_schedule
 from megazero.settings import counted
 from megazero.zero.bucket import DTYPES
 
@@ -101,58 +96,10 @@ def micro_batch_size(run: ResolvedRun, *, on_cuda: bool) -> MicroBatchSize:
     )
 
 
-def kind_of(config: RunConfig) -> ScheduleKind:
-    """The schedule that a run names or has in a file."""
-    parallel = config.parallel
-    if parallel.schedule_file is None:
-        return SCHEDULES[parallel.schedule]
-    return GivenSchedule(read_schedule(Path(parallel.schedule_file), parallel.schedule_placement))
-
-
 def message_bytes(run: ResolvedRun, *, on_cuda: bool) -> int:
     """Of what a pipeline rank sends to another of one micro-batch: the hidden states of a rank's own tokens."""
     size = micro_batch_size(run, on_cuda=on_cuda)
     return size.own_tokens * run.config.model.hidden_size * size.itemsize
-
-
-def chunks_of(config: RunConfig, kind: ScheduleKind) -> int:
-    """Model chunks of each pipeline rank."""
-    return kind.chunks or config.parallel.virtual_stages
-
-
-def schedule_of(run: ResolvedRun) -> Schedule:
-    """What a run's pipeline does in a step, or a table of the user's own."""
-    kind = kind_of(run.config)
-    build = kind.build if run.config.parallel.schedule_file else partial(_built, kind)
-    return build(run.config.parallel.pp, run.accumulation, chunks_of(run.config, kind))
-
-
-@lru_cache(maxsize=64)
-def _built(kind: ScheduleKind, pp: int, microbatches: int, chunks: int) -> Schedule:
-    return kind.build(pp, microbatches, chunks)
-
-
-def stages_of(config: RunConfig, count: int = 1, tp: int | None = None) -> list[GPTStage]:
-    """So many stages of the model as the first tensor-parallel rank has them, without memory; `tp` is the run's."""
-    layouts = cut(config.model, "even" if count == 1 else config.parallel.layout, count)
-    device, axis = torch.device("meta"), Axis("tp", tuple(range(tp or config.parallel.tp)))
-    cuts, seed = config.parallel.sequence_parallel, config.training.seed
-    context = BuildContext(config.model, axis, cuts, seed, device, dtype=DTYPES[config.precision.dtype])
-    with device:
-        return [GPTStage(context, layout) for layout in layouts]
-
-
-def elements_of_stages(run: ResolvedRun, kind: ScheduleKind) -> list[int]:
-    """Parameters of a tensor-parallel rank of each pipeline rank, built without memory."""
-    config, parallel = run.config, run.config.parallel
-    placement = kind.placement(parallel.pp, chunks_of(config, kind))
-    counts = list(map(elements_in, stages_of(config, len(placement))))
-    return [sum(own) for own in by_rank(counts, placement)]
-
-
-def elements_in(module: nn.Module) -> int:
-    """Parameters of a stage, or of a part of it, as a tensor-parallel rank has it."""
-    return sum(weight.numel() for weight in module.parameters())
 
 
 def activations_of_ranks(run: ResolvedRun, schedule: Schedule, *, on_cuda: bool) -> list[RankActivations]:
@@ -220,3 +167,13 @@ def _of_stage(
         yield f"layer {layer}", block_bytes(block, policies[layer], size)
     if stage.head is not None:
         yield HEAD, {"norm and logits": head_bytes(stage.head, size, keeps_logits=keeps_logits)}
+
+
+def start_line(run: ResolvedRun, schedule: Schedule, device: torch.device) -> str:
+    """What the pipeline rank that keeps most keeps for its backward passes."""
+    try:
+        ranks = activations_of_ranks(run, schedule, on_cuda=device.type == "cuda")
+    except TypeError as error:  # layers of a script's own
+        return f"activations: {error}"
+    fullest = max(ranks, key=lambda one: one.device)
+    return f"activations on {f'pipeline rank {fullest.rank}' if len(ranks) > 1 else 'a rank'}, at most {fullest}"

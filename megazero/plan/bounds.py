@@ -12,8 +12,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from megazero.config import ResolvedRun, RunConfig
+from megazero.engine.outline import elements_in, stages_of
 from megazero.models.registry import FAMILIES
-from megazero.plan.activations import elements_in, stages_of
 from megazero.plan.choices import Choice
 from megazero.plan.cluster import Cluster
 from megazero.plan.state_bytes import StateFormula, formula_of

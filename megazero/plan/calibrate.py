@@ -30,7 +30,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_any_only, tree_iter
 
 from megazero.config import ResolvedRun
-from megazero.plan.activations import elements_in, stages_of
+from megazero.engine.outline import elements_in, stages_of
 from megazero.plan.calibrate_collectives import collective_samples, mean_of
 from megazero.plan.calibrate_gpu import fitted, gpu_here
 from megazero.plan.calibrate_steps import step_stretch

@@ -17,8 +17,9 @@ from megazero.plan.page import LEFT, WIDE, axis, legend, page, section, svg, tab
 from megazero.plan.report import Plan
 from megazero.plan.search import Candidate, Found
 from megazero.plan.step_time import Span
-from megazero.plan.svg import rect, text, ticks
+from megazero.plan.svg import rect, text
 from megazero.plan.text import NAMES, duration, fit_text, plain, shape_text, shown_kinds
+from megazero.schedules.drawing import ticks
 
 _ROW, _GAP = 22, 6  # pixels
 _MOST_TITLES = 4000  # spans; of more, a row is one path for each kind

@@ -21,11 +21,12 @@ from typing import NamedTuple, TypeAlias
 import torch
 
 from megazero.config import ResolvedRun
+from megazero.engine.outline import schedule_of
 from megazero.layers.activation_offload import NEAR
 from megazero.models.activation_config import layer_policies
 from megazero.models.stages import StageLayout, cut_by_rank
 from megazero.parallel_state.grid import Coordinate
-from megazero.plan.activations import EMBEDDING, HEAD, PASS_NAMES, message_bytes, schedule_of
+from megazero.plan.activations import EMBEDDING, HEAD, PASS_NAMES, message_bytes
 from megazero.plan.cluster import Cluster
 from megazero.plan.state_trace import TABLES, Level, StateTrace, trace_state
 from megazero.plan.unit_trace import (

@@ -12,8 +12,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from megazero.config import ResolvedRun
+from megazero.engine.outline import chunks_of, kind_of
 from megazero.models.stages import StageLayout, cut_by_rank
-from megazero.plan.activations import chunks_of, kind_of
 from megazero.plan.cluster import Cluster
 from megazero.plan.memory import RankMemory, memory_of
 from megazero.plan.state_bytes import FP32_BYTES, StateFormula, formula_of

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 
 from megazero.config import ResolvedRun
-from megazero.plan.activations import elements_in, kind_of, stages_of
+from megazero.engine.outline import elements_in, kind_of, stages_of
 from megazero.plan.cluster import Cluster
 from megazero.plan.correction import shape_of
 from megazero.plan.cost import (

@@ -24,10 +24,10 @@ import torch
 from megazero.comm.collectives import all_reduce
 from megazero.config import ResolvedRun, RunConfig
 from megazero.engine.gpt import Engine
+from megazero.engine.outline import chunks_of
+from megazero.engine.outline import kind_of as schedule_kind_of
 from megazero.models.stages import cut_by_rank
 from megazero.parallel_state.traffic import Traffic
-from megazero.plan.activations import chunks_of
-from megazero.plan.activations import kind_of as schedule_kind_of
 from megazero.plan.fake_tensors import FakeTensors
 from megazero.plan.kernel_memory import kernel_bytes
 from megazero.plan.silent_state import HOST, SilentState

@@ -17,9 +17,10 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from megazero.config import ResolvedRun, RunConfig
+from megazero.engine.outline import elements_in, schedule_of, stages_of
 from megazero.models.activation_config import LayerPolicy, layer_policies
 from megazero.models.stages import StageLayout, cut_by_rank
-from megazero.plan.activations import EMBEDDING, HEAD, elements_in, schedule_of, stages_of
+from megazero.plan.activations import EMBEDDING, HEAD
 from megazero.plan.cluster import Cluster
 from megazero.plan.collective_times import GroupLink, links_of
 from megazero.plan.pass_times import PassTime, UnitTime, added, unit_times

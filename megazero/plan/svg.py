@@ -1,9 +1,8 @@
-"""What the pictures have in common: one style, a document on a light ground, boxes, a legend, numbers for an axis."""
+"""What the pictures have in common: one style, a document on a light ground, boxes, a legend."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from math import floor, log10
 from xml.sax.saxutils import escape
 
 MARGIN = 20  # pixels
@@ -59,11 +58,3 @@ def legend(x: float, y: float, entries: Iterable[tuple[Sequence[str], str]]) -> 
         lines.append(text(x + 6, y + 11, meaning, "small"))
         x += 22 + 6.2 * len(meaning)
     return lines, x
-
-
-def ticks(end: float, at_most: float) -> list[float]:
-    """Values on an axis from 0 to `end`: multiples of 1, 2 or 5 times a power of ten, about `at_most` of them."""
-    least = end / max(at_most, 1)
-    power = 10.0 ** floor(log10(least))
-    step = next(power * factor for factor in (1, 2, 5, 10) if power * factor >= least * (1 - 1e-9))
-    return [index * step for index in range(floor(end / step + 1e-9) + 1)]

@@ -13,9 +13,10 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 
 from megazero.config import ResolvedRun
+from megazero.engine.outline import schedule_of
 from megazero.models.stages import StageLayout, cut_by_rank
 from megazero.parallel_state.grid import Coordinate
-from megazero.plan.activations import EMBEDDING, HEAD, message_bytes, schedule_of
+from megazero.plan.activations import EMBEDDING, HEAD, message_bytes
 from megazero.plan.cluster import Cluster
 from megazero.plan.fake_tensors import Message
 from megazero.plan.state_trace import Sent, trace_state

@@ -25,6 +25,7 @@ from torch import Tensor, nn
 
 from megazero.comm.arena import Arena
 from megazero.config import ResolvedRun, RunConfig
+from megazero.engine.outline import schedule_of
 from megazero.layers.activation_offload import ActivationStore
 from megazero.layers.context_attention import ContextAttention
 from megazero.layers.cross_entropy import BLOCK_BYTES, slope_by_blocks, statistics_by_blocks
@@ -40,7 +41,7 @@ from megazero.models.gpt import BuildContext, GPTStage
 from megazero.models.stages import StageLayout, cut_by_rank
 from megazero.parallel_state import Axis
 from megazero.parallel_state.groups import Group
-from megazero.plan.activations import EMBEDDING, HEAD, schedule_of
+from megazero.plan.activations import EMBEDDING, HEAD
 from megazero.plan.fake_tensors import Event, FakeTensors, Operator
 from megazero.plan.kernel_memory import kernel_bytes
 from megazero.plan.silent import Alone, RecordedTraffic, kind_of, make_silent

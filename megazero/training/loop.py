@@ -16,14 +16,17 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
+from megazero.annexes import added
 from megazero.comm.collectives import agree
 from megazero.config import ResolvedRun, save_config
 from megazero.config.derive import micro_batch_multiple
 from megazero.data.corpus import repeats, without_borders
 from megazero.engine import NonFiniteError, Position, initialize
+from megazero.engine.outline import schedule_of
 from megazero.engine.phases import learning_rate
 from megazero.parallel_state import ParallelState
 from megazero.schedules.action import Schedule
+from megazero.schedules.drawing import draw_refused
 from megazero.schedules.kind import GivenSchedule
 from megazero.schedules.proof import ScheduleError, program
 from megazero.schedules.table import read_schedule
@@ -97,8 +100,8 @@ def train(
         others = agree(lambda: callbacks_of(context, tuple(made), checkpointing, watchdog), state.world, OSError)
         made[:] = [ownership, *others]
         say(describe(run, engine))
-        if state.rank == 0:
-            say(_describe_activations(run, schedule, state))
+        for line_of in added("start line").values() if state.rank == 0 else ():
+            say(line_of(run, schedule or schedule_of(run), state.device))
         samples = start.samples - start.phase.first_sample  # of this phase
         samples += (config.training.steps - start.step) * run.global_batch_size
         for line in repeats([source.path for source in config.data.sources], corpus.train, samples):
@@ -147,22 +150,8 @@ def _own_schedule(run: ResolvedRun) -> Schedule | None:
     try:
         program(schedule)
     except ScheduleError as error:
-        from megazero.tools.draw import draw_refused
-
         raise ScheduleError(f"{error}\n{draw_refused(schedule, error)}") from error
     return schedule
-
-
-def _describe_activations(run: ResolvedRun, schedule: Schedule | None, state: ParallelState) -> str:
-    """What the pipeline rank that keeps most keeps for its backward passes, as one line."""
-    from megazero.plan.activations import activations_of_ranks, schedule_of
-
-    try:
-        ranks = activations_of_ranks(run, schedule or schedule_of(run), on_cuda=state.device.type == "cuda")
-    except TypeError as error:  # layers of a script's own
-        return f"activations: {error}"
-    fullest = max(ranks, key=lambda one: one.device)
-    return f"activations on {f'pipeline rank {fullest.rank}' if len(ranks) > 1 else 'a rank'}, at most {fullest}"
 
 
 class _Loop:

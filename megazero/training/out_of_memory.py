@@ -7,6 +7,7 @@ from contextlib import contextmanager
 
 import torch
 
+from megazero.annexes import added
 from megazero.config import ResolvedRun
 from megazero.engine import Engine
 from megazero.parallel_state import ParallelState
@@ -25,10 +26,10 @@ def explained(run: ResolvedRun, state: ParallelState, engine: Engine | None = No
         of_the_host = isinstance(error, MemoryError) or "can't allocate memory" in str(error)
         if not (of_the_host or isinstance(error, torch.OutOfMemoryError)):
             raise
-        from megazero.tools.out_of_memory import explain
-
-        try:
-            text = explain(str(error), run, state, engine)
-        except Exception as failure:  # what is known must not hide behind it
-            text = f"{error} (not explained: {failure!r})"
+        text = str(error)
+        for explain in added("out of memory").values():
+            try:
+                text = explain(text, run, state, engine)
+            except Exception as failure:  # what is known must not hide behind it
+                text = f"{text} (not explained: {failure!r})"
         raise OutOfMemoryError(text) from error

@@ -21,16 +21,17 @@ from worlds import LLAMA, engine_on, micro_batches, run_of, state_on
 from megazero.comm.arena import Arena
 from megazero.comm.collectives import ring_shift
 from megazero.config import ResolvedRun
+from megazero.engine.outline import schedule_of, stages_of
 from megazero.layers.context_attention import ContextAttention
 from megazero.layers.linear import WeightGradQueue
 from megazero.layers.sample_part import part_of
 from megazero.models.activation_bytes import MicroBatchSize, block_bytes, peak_bytes, queued_bytes
 from megazero.models.activation_config import LayerPolicy
 from megazero.models.gpt import Block
-from megazero.plan.activations import activations_of_ranks, micro_batch_size, schedule_of, stages_of
+from megazero.plan.activations import activations_of_ranks, micro_batch_size
+from megazero.plan.saved_memory import SavedMemory, measure_saved
 from megazero.schedules.proof import peak_activations
 from megazero.schedules.registry import SCHEDULES
-from megazero.tools.saved_memory import SavedMemory, measure_saved
 
 POLICIES: dict[str, dict[str, Any]] = {
     "none": {},

@@ -7,6 +7,7 @@ from inspect import signature
 from pathlib import Path
 from typing import TypeVar
 
+from megazero.annexes import added
 from megazero.comm.collectives import LostPeerError
 from megazero.config import ConfigError, to_toml
 from megazero.config.schema import TrainingConfig
@@ -19,8 +20,6 @@ from megazero.training.callbacks.evaluation import Evaluation
 from megazero.training.callbacks.garbage_collection import GarbageCollection
 from megazero.training.callbacks.health import LossSpikes, NonFinitePolicy, SkipSteps
 from megazero.training.callbacks.metrics import METRICS_FILE, MetricsFile
-from megazero.training.callbacks.pipeline_trace import PipelineTrace
-from megazero.training.callbacks.plan_check import PlanCheck
 from megazero.training.callbacks.progress import ProgressLine
 from megazero.training.callbacks.stragglers import Stragglers
 from megazero.training.callbacks.tensorboard import TensorBoard
@@ -148,7 +147,6 @@ def callbacks_of(
             writers.append(TensorBoard(run_dir / "tensorboard", context.start, to_toml(run), say))
     return [
         SkipSteps(context),
-        *([PipelineTrace(run_dir, say)] if is_first else []),
         NonFinitePolicy(training, say),
         Stragglers(logging, engine.state, watchdog.open_store(), say),
         LossSpikes(logging.loss_spike_sigmas, training.skip_steps, say),
@@ -156,7 +154,7 @@ def callbacks_of(
         Evaluation(context, [*metrics, checkpointing], watchdog),
         *registered,
         *writers,
-        *([PlanCheck(run, run_dir, engine.state.device, say)] if is_first else []),
+        *(make(context) for make in (added("callback").values() if is_first else ())),
         GarbageCollection(),
         checkpointing,
     ]

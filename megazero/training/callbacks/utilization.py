@@ -11,11 +11,11 @@ from collections.abc import Collection
 
 import torch
 
+from megazero.annexes import added
 from megazero.config import ResolvedRun
 from megazero.data.sampler import SampleStream
 from megazero.models.config import ModelConfig
 from megazero.models.registry import FAMILIES
-from megazero.plan.cluster import known_peak_flops
 from megazero.training.callbacks.base import Callback
 from megazero.training.record import StepRecord
 
@@ -56,4 +56,5 @@ def peak_flops(device: torch.device, dtype: torch.dtype, given: float | None) ->
     """FLOP/s that a device can do at most: as given (`logging.peak_flops`), else by the table; None where unknown."""
     if given is not None or device.type != "cuda":
         return given
-    return known_peak_flops(torch.cuda.get_device_name(device), dtype)
+    known = (peak(torch.cuda.get_device_name(device), dtype) for peak in added("peak FLOP/s").values())
+    return next(filter(None, known), None)

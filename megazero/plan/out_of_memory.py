@@ -21,9 +21,10 @@ import torch
 from megazero.config import ConfigError, ResolvedRun, RunConfig
 from megazero.config.load import resolve
 from megazero.engine import Engine
+from megazero.engine.outline import schedule_of
 from megazero.models.registry import FAMILIES
 from megazero.parallel_state import ParallelState
-from megazero.plan.activations import RankActivations, activations_of_ranks, schedule_of, size_text
+from megazero.plan.activations import RankActivations, activations_of_ranks, size_text
 from megazero.plan.state_bytes import FP32_BYTES, formula_of
 from megazero.plan.step_time import unit_elements
 from megazero.settings import toml_value

@@ -3,27 +3,25 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 
+from megazero.plan.schedule_picture import chrome_trace, draw_svg
 from megazero.schedules.proof import Timeline, measured_costs, simulate
 from megazero.schedules.table import write_text
-from megazero.training.callbacks.base import Callback
+from megazero.training.callbacks.base import Callback, RunContext
 from megazero.training.record import StepRecord
 
 
 class PipelineTrace(Callback):
     """Writes a picture and a Chrome trace of a measured pipeline into the run directory, on rank 0."""
 
-    def __init__(self, run_dir: Path, say: Callable[[str], None]) -> None:
-        self._run_dir, self._say = run_dir, say
+    def __init__(self, context: RunContext) -> None:
+        self._run_dir, self._say = Path(context.run.config.training.run_dir), context.say
 
     def after_step(self, record: StepRecord) -> None:
         timeline = record.timeline
         if timeline is None:
             return
-        from megazero.tools.draw import chrome_trace, draw_svg
-
         predicted = simulate(timeline.schedule, measured_costs(timeline))
         name = self._run_dir / f"pipeline-step-{record.step:08d}"
         spans = {action: (start * 1e3, end * 1e3) for action, (start, end) in timeline.spans.items()}

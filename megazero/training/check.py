@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import TypeAlias
 
 import torch
 
@@ -23,34 +24,23 @@ from megazero.config.rules import SCHEDULE_FILE, Rule
 from megazero.data import Corpus, load_tokenizer
 from megazero.data.corpus import PYTHON_STDLIB, repeats
 from megazero.data.indexed import pair_paths
+from megazero.engine.outline import elements_in, schedule_of, stages_of
 from megazero.engine.phases import Phase, trained_steps, unfinished_schedule
 from megazero.layers.recompute import WHOLE
 from megazero.models.activation_config import ActivationsConfig, layer_policies
 from megazero.models.activations import save_by_policy
 from megazero.models.gpt import check_knows_parts
 from megazero.optim.lr_schedule import learning_rate_factor
-from megazero.plan.activations import (
-    activations_of_ranks,
-    chunks_of,
-    elements_in,
-    elements_of_stages,
-    kind_of,
-    size_text,
-    stages_of,
-)
-from megazero.plan.cluster import Cluster
-from megazero.plan.memory import ACTIVATIONS, memory_of
-from megazero.plan.quick_memory import with_decided_offload
-from megazero.plan.state_bytes import formula_of
 from megazero.schedules.action import Schedule
+from megazero.schedules.drawing import draw_refused
 from megazero.schedules.proof import ScheduleError, peak_activations, program, simulate
 from megazero.schedules.table import read_schedule
 from megazero.settings import Problem, counted
-from megazero.tools.context_report import describe_context
-from megazero.tools.draw import draw_refused
-from megazero.tools.out_of_memory import advise
+from megazero.training.context_report import describe_context
 
-NO_FIT = "does not fit"
+NO_FIT = "does not fit"  # in the line of an annex, where a run does not fit its device
+Lines: TypeAlias = Iterable[tuple[str, str]]
+"""(subject, text) of each line of `megazero check`."""
 
 
 def _tokenizer_problems(config: RunConfig, _: int) -> Iterator[Problem]:
@@ -156,16 +146,15 @@ def _open(config: RunConfig, sources: list[tuple[str, float]], validation_fracti
     return open_sources(config, sources, validation_fraction, lambda line: print(line, file=sys.stderr, flush=True))
 
 
-def describe(run: ResolvedRun, ranks_per_node: int, cluster: Cluster | None = None) -> Iterator[tuple[str, str]]:
+def describe(run: ResolvedRun, ranks_per_node: int, of_device: Callable[[Schedule], Lines] = lambda _: ()) -> Lines:
     """Say what a run that has no problems is: (subject, text) of each line.
 
     Args:
         ranks_per_node: neighbouring ranks that share a machine.
-        cluster: where the run is to fit; None where that is not known.
+        of_device: lines on what the run's schedule needs of a device, which an annex adds.
     """
-    config, training, kind = run.config, run.config.training, kind_of(run.config)
-    schedule = kind.build(config.parallel.pp, run.accumulation, chunks_of(config, kind))
-    elements, model = elements_of_stages(run, kind), config.model
+    config, training = run.config, run.config.training
+    schedule, model = schedule_of(run), config.model
     (whole,) = map(elements_in, stages_of(config, tp=1))
     sizes = f"{model.num_layers} layers of {model.hidden_size}, vocabulary {model.vocab_size:,}"
     yield "model", f"{model.family}, {sizes}, {model.seq_len:,} tokens a sample: {whole:,} parameters"
@@ -176,10 +165,7 @@ def describe(run: ResolvedRun, ranks_per_node: int, cluster: Cluster | None = No
     yield "length", f"{training.steps:,} steps, {training.steps * tokens:.4g} tokens"
     yield "schedule", _pipeline(schedule)
     yield from (("rate", line) for line in _rate(config))
-    yield from (("memory", line) for line in _memory(run, elements))
-    yield from (("memory", line) for line in _activations(run, schedule))
-    if cluster is not None:
-        yield "plan", _plan(run, cluster, elements)
+    yield from of_device(schedule)
     corpus = (
         None if not_here(config) else _open(config, [(source.path, source.weight) for source in config.data.sources])
     )
@@ -264,59 +250,6 @@ def _step_of(update: int, trained: Sequence[range]) -> int:
             return steps[update]
         update -= len(steps)
     raise ValueError(f"there is no update {update} more")
-
-
-def _activations(run: ResolvedRun, schedule: Schedule) -> Iterator[str]:
-    """What each pipeline rank keeps for its backward passes, the fullest named."""
-    on_cuda = run.config.launch.device != "cpu"  # "auto" may take it; a run says at its start what it has taken
-    try:
-        ranks = activations_of_ranks(run, schedule, on_cuda=on_cuda)
-    except TypeError as error:  # layers of a script's own
-        yield f"not known what is kept for the backward passes: {error}"
-        return
-    fullest = max(ranks, key=lambda one: one.device)
-    for one in ranks:
-        where = f"pipeline rank {one.rank}" if len(ranks) > 1 else "a rank"
-        most = "; the fullest" if len(ranks) > 1 and one is fullest else ""
-        again = f"; {one.again:.1%} more to compute" if one.again else ""
-        yield f"{where} keeps for its backward passes{' on CUDA' if on_cuda else ''} at most {one}{again}{most}"
-
-
-def _plan(run: ResolvedRun, cluster: Cluster, elements: list[int]) -> str:
-    """What the fullest rank needs at its fullest moment, by kind, and whether its device has it."""
-    run = with_decided_offload(run, cluster)
-    fullest = max(memory_of(run, cluster), key=lambda one: one.peak)
-    of = f"pipeline rank {fullest.stage}" if run.config.parallel.pp > 1 else "a rank"
-    ordered = sorted(fullest.kinds.items(), key=lambda one: -one[1])
-    kinds = ", ".join(f"{size_text(count)} {kind.replace('_', ' ')}" for kind, count in ordered if count >= 2**20)
-    has = cluster.device.memory_bytes
-    text = (
-        f"{size_text(fullest.peak)} at most on {of}, in the {fullest.moment}: {kinds}; of the {size_text(has)} of "
-        f"{cluster.device.name}"
-    )
-    if fullest.peak <= has:
-        return f"{text}: fits, {size_text(has - fullest.peak)} are left"
-    device = torch.device("cpu" if cluster.processors else "cuda")
-    kept = fullest.kinds.get(ACTIVATIONS, 0)
-    missing = fullest.peak - has
-    advice = advise(run, elements[fullest.stage], missing, working=kept, rank=fullest.stage, device=device)
-    return f"{text}: {NO_FIT}; {advice}"
-
-
-def _memory(run: ResolvedRun, elements: list[int]) -> Iterator[str]:
-    zero = run.config.zero
-    formula, largest = formula_of(run, run.shards), max(elements)
-    place = zero.offload.optimizer
-    away = round(largest * zero.offload.ratio) if place in ("cpu", "nvme") else 0
-    state, _ = formula.bytes_with(largest, away)
-    text = formula.state_text(offloads=away > 0)
-    stage = f", pipeline rank {elements.index(largest)}" if len(set(elements)) > 1 else ""
-    yield (
-        f"{size_text(state)} of model state on a rank{stage}: ZeRO {zero.stage}, {text} bytes with N = {largest:.4g} "
-        f"parameters{f', in brackets off the device ({place})' if away else ''}; buffers and what it keeps come on top"
-    )
-    if place == "auto" or zero.offload.parameters != "none":
-        yield "offloaded weights, and what auto decides where the run starts, are not in this sum"
 
 
 def _data(run: ResolvedRun, corpus: Corpus | None) -> Iterator[str]:

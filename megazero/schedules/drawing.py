@@ -1,23 +1,21 @@
-"""Pictures of a pipeline's timeline: of spans (rank, action) -> (start, end), measured or simulated.
+"""A pipeline's timeline as text: spans (rank, action) -> (start, end), measured or simulated.
 
     draw_text       rank 0 F0F1..B0==B1==       a terminal's columns as time; dots are idle time
                     rank 1 ..F0B0==F1B1==
                     time   |0   |2   |4
-    draw_svg, chrome_trace, compare_table, draw_refused
+    compare_table, draw_refused
 
 Times count from 0.  Activations are counted in micro-batches on all chunks of a rank: one of v chunks holds 1/v.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from itertools import pairwise
-from math import ceil
-from statistics import median
+from math import ceil, floor, log10
 from textwrap import wrap
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from megazero.plan.svg import MARGIN, document, legend, rect, text, ticks
 from megazero.schedules.action import Action, ActionKind, Schedule
 from megazero.schedules.proof import Costs, ScheduleError, Timeline, peak_activations, simulate
 from megazero.schedules.registry import SCHEDULES
@@ -29,10 +27,6 @@ _SHADES = {  # of 256 colours
     ActionKind.BACKWARD: (157, 71, 28),
     ActionKind.WEIGHT: (223, 179, 130),
 }
-_FILL_RGB = {ActionKind.FORWARD: 0xCFE3F8, ActionKind.BACKWARD: 0xD5EDD3, ActionKind.WEIGHT: 0xFBE3C0}
-_EDGE_RGB = {ActionKind.FORWARD: 0x5B92C9, ActionKind.BACKWARD: 0x5F9E5A, ActionKind.WEIGHT: 0xC98F35}
-_IDLE = 'class="idle"'
-_LEFT, _TOP, _ROW, _GAP, _DIGIT = MARGIN + 54, 50, 24, 5, 7  # pixels
 
 
 def number(value: float) -> str:
@@ -40,7 +34,8 @@ def number(value: float) -> str:
     return f"{round(value, 3) + 0.0:.3f}".rstrip("0").rstrip(".")
 
 
-def _title(timeline: Timeline, unit: str = "") -> str:
+def title(timeline: Timeline, unit: str = "") -> str:
+    """What is drawn, with its makespan and bubble; `unit` is that of the times."""
     schedule = timeline.schedule
     chunks = f", {schedule.chunks} chunks per rank" if schedule.chunks > 1 else ""
     plural = "es" if schedule.microbatches > 1 else ""
@@ -50,7 +45,7 @@ def _title(timeline: Timeline, unit: str = "") -> str:
     )
 
 
-def _kinds_of(schedule: Schedule) -> dict[ActionKind, str]:
+def kinds_of(schedule: Schedule) -> dict[ActionKind, str]:
     """The kinds of action in a schedule, with their meaning."""
     kinds = {ActionKind.FORWARD: "forward"}
     if schedule.splits_backward:
@@ -58,12 +53,20 @@ def _kinds_of(schedule: Schedule) -> dict[ActionKind, str]:
     return kinds | ({ActionKind.BACKWARD: "backward"} if schedule.has_backward else {})
 
 
-def _spans_of_ranks(timeline: Timeline) -> list[list[tuple[float, float, Action]]]:
+def spans_of_ranks(timeline: Timeline) -> list[list[tuple[float, float, Action]]]:
     """(start, end, action) of each rank, in order of time."""
     rows: list[list[tuple[float, float, Action]]] = [[] for _ in range(timeline.schedule.pp)]
     for (rank, action), (start, end) in timeline.spans.items():
         rows[rank].append((start, end, action))
     return [sorted(row, key=lambda span: span[:2]) for row in rows]
+
+
+def ticks(end: float, at_most: float) -> list[float]:
+    """Values on an axis from 0 to `end`: multiples of 1, 2 or 5 times a power of ten, about `at_most` of them."""
+    least = end / max(at_most, 1)
+    power = 10.0 ** floor(log10(least))
+    step = next(power * factor for factor in (1, 2, 5, 10) if power * factor >= least * (1 - 1e-9))
+    return [index * step for index in range(floor(end / step + 1e-9) + 1)]
 
 
 # ---- text
@@ -87,8 +90,8 @@ def draw_text(timeline: Timeline, width: int, colour: bool) -> str:
     def column(time: float) -> int:
         return min(ceil(time * per_time - 0.5), columns)  # the first one whose middle is not before `time`
 
-    lines = wrap(_title(timeline), width)
-    for rank, spans in enumerate(_spans_of_ranks(timeline)):
+    lines = wrap(title(timeline), width)
+    for rank, spans in enumerate(spans_of_ranks(timeline)):
         row, at = f"rank {rank}".ljust(margin), 0
         for start, end, action in spans:
             first = max(column(start), at)
@@ -148,7 +151,7 @@ def _scale(makespan: float, column: Callable[[float], int], columns: int) -> str
 def _legend(schedule: Schedule, cell: Callable[[Action, int, int], str], width: int) -> list[str]:
     """Sample cells with their meaning, as many in a line as fit."""
     chunks = schedule.chunks
-    entries = [(cell(Action(kind, 0), 3, chunks), meaning) for kind, meaning in _kinds_of(schedule).items()]
+    entries = [(cell(Action(kind, 0), 3, chunks), meaning) for kind, meaning in kinds_of(schedule).items()]
     if chunks > 1:
         entries.append((cell(Action(ActionKind.FORWARD, 0, 1), 3, 2), "chunk 1" if chunks == 2 else "chunks from 1 on"))
     entries.append(("...", "idle"))
@@ -163,85 +166,6 @@ def _legend(schedule: Schedule, cell: Callable[[Action, int, int], str], width: 
             lines[-1] += f"   {sample} {meaning}"
             used += 3 + wide
     return lines
-
-
-# ---- picture
-
-
-def draw_svg(timeline: Timeline, unit: str = "", about: str = "") -> str:
-    """The text of an SVG file on a light ground, for a paper.
-
-    `unit` is that of the times, as " ms"; `about` goes before the title.
-
-    Each action is one `<rect class="cell">` in the group of its rank; its `<title>` names the action and its times.
-    """
-    schedule, makespan, chunks = timeline.schedule, timeline.makespan, timeline.schedule.chunks
-    typical = median(end - start for start, end in timeline.spans.values()) or makespan
-    wide = min(max(24 * makespan / typical, 720.0), 1600.0)
-    per_time = wide / makespan
-    body = []
-    for rank, spans in enumerate(_spans_of_ranks(timeline)):
-        y = _TOP + rank * (_ROW + _GAP)
-        body += ["<g>", text(MARGIN, y + 16, f"rank {rank}"), rect(_LEFT, y, wide, _ROW, _IDLE)]
-        for start, end, action in spans:
-            x, width, label = _LEFT + start * per_time, (end - start) * per_time, str(action.microbatch)
-            paint = f'class="cell" {_paint(action.kind, action.chunk, chunks)}'
-            body.append(rect(x, y, width, _ROW, paint, f"{action}: {number(start)} to {number(end)}{unit}"))
-            if len(label) * _DIGIT + 2 <= width:
-                body.append(text(x + width / 2, y + 16, label, "mid"))
-        body.append("</g>")
-    bottom = _TOP + schedule.pp * (_ROW + _GAP)
-    of_chunks = f", chunk 0{' and ' if chunks == 2 else ' to '}{chunks - 1}" if chunks > 1 else ""
-    colours = [
-        ([_paint(kind, chunk, chunks) for chunk in range(chunks)], meaning + of_chunks)
-        for kind, meaning in _kinds_of(schedule).items()
-    ]
-    samples, end_of_samples = legend(_LEFT, bottom + 42, [*colours, ([_IDLE], "idle")])
-    title = about + _title(timeline, unit)
-    width = max(_LEFT + wide, end_of_samples, MARGIN + 7.6 * len(title)) + MARGIN
-    return document(width, bottom + 74, title, [*body, *_time_axis(makespan, bottom, per_time, unit), *samples])
-
-
-def _paint(kind: ActionKind, chunk: int, chunks: int) -> str:
-    """Fill and stroke of a cell; the higher the chunk, the nearer its fill is to the stroke."""
-    share = 0.75 * chunk / max(chunks - 1, 1)
-    fill = 0
-    for shift in (16, 8, 0):
-        light, dark = _FILL_RGB[kind] >> shift & 255, _EDGE_RGB[kind] >> shift & 255
-        fill |= round(light + (dark - light) * share) << shift
-    return f'fill="#{fill:06x}" stroke="#{_EDGE_RGB[kind]:06x}" stroke-width="0.8"'
-
-
-def _time_axis(makespan: float, y: int, per_time: float, unit: str) -> Iterator[str]:
-    yield text(MARGIN, y + 18, f"time{unit and f',{unit}'}", "small")
-    yield f'<path class="line" d="M{_LEFT} {y + 2}h{makespan * per_time:.2f}"/>'
-    for tick in ticks(makespan, makespan * per_time / 60):
-        x = _LEFT + tick * per_time
-        yield f'<path class="line" d="M{x:.2f} {y + 2}v4"/>' + text(x, y + 18, number(tick), "small mid")
-
-
-# ---- trace
-
-
-def chrome_trace(timeline: Timeline, unit_us: float = 1000.0) -> dict[str, Any]:
-    """The trace event format of chrome://tracing and ui.perfetto.dev: a thread per rank, a complete event per action.
-
-    `unit_us` is one unit of the timeline in microseconds.
-    """
-    events: list[dict[str, Any]] = []
-
-    def add(ph: str, rank: int, name: str, args: dict[str, Any], **more: Any) -> None:
-        events.append({"name": name, "ph": ph, "pid": 0, "tid": rank, "args": args, **more})
-
-    add("M", 0, "process_name", {"name": timeline.schedule.name})
-    for rank, spans in enumerate(_spans_of_ranks(timeline)):
-        add("M", rank, "thread_name", {"name": f"rank {rank}"})
-        add("M", rank, "thread_sort_index", {"sort_index": rank})
-        for start, end, action in spans:
-            about = {"microbatch": action.microbatch, "chunk": action.chunk}
-            ts, dur = start * unit_us, (end - start) * unit_us
-            add("X", rank, str(action), about, cat=action.kind.name.lower(), ts=ts, dur=dur)
-    return {"traceEvents": events, "displayTimeUnit": "ms"}
 
 
 # ---- comparison

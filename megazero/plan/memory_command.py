@@ -36,9 +36,9 @@ def memory_report(
 ) -> None:
     """Measure memory, traffic and time of each ZeRO stage, and activations by policy, beside their formulas."""
     from megazero.config import ConfigError
+    from megazero.plan.memory_chart import draw_course, draw_svg, draw_text
+    from megazero.plan.memory_report import measure, not_measured, plan, without_formula
     from megazero.schedules.table import write_text
-    from megazero.tools.memory_chart import draw_course, draw_svg, draw_text
-    from megazero.tools.memory_report import measure, not_measured, plan, without_formula
     from megazero.training.launch import Failed, leave_at_once, run_ranks
 
     prints, started = os.environ.get("RANK", "0") == "0", started_ranks()

@@ -3,31 +3,28 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
 from pathlib import Path
 from statistics import median
 
 import torch
 
-from megazero.config import ResolvedRun
 from megazero.plan.correction import PLAN_FILE, Kept, Measured, add_measured, read_kept
 from megazero.plan.devices import DEVICES, device_of
-from megazero.training.callbacks.base import Callback
+from megazero.training.callbacks.base import Callback, RunContext
 from megazero.training.record import StepRecord
 
 _FIRST, _LAST = 6, 10  # before, kernels are compiled and chosen
 
 
 class PlanCheck(Callback):
-    """Compares steps 6 to 10 of rank 0 with `plan.json`, and adds what was measured to it.  It makes nothing up: without a
-    plan, for another shape, or for a run that begins later, it says nothing.
+    """Compares steps 6 to 10 of rank 0 with the `plan.json` that `megazero plan --keep` wrote, and adds what it measured.
 
-    Args:
-        run_dir: has the plan that `megazero plan --keep` wrote.
+    Without a plan, for another shape, or in a run that begins after step 6, it says nothing.
     """
 
-    def __init__(self, run: ResolvedRun, run_dir: Path, device: torch.device, say: Callable[[str], None]) -> None:
-        self._run, self._path, self._device, self._say = run, run_dir / PLAN_FILE, device, say
+    def __init__(self, context: RunContext) -> None:
+        self._run, self._device, self._say = context.run, context.engine.state.device, context.say
+        self._path = Path(self._run.config.training.run_dir) / PLAN_FILE
         self._plan: Kept | None = None
         self._seconds: list[float] = []
 

@@ -9,9 +9,10 @@ from textwrap import fill
 from rich.console import Console
 from rich.table import Table
 
-from megazero.plan.svg import MARGIN, document, legend, rect, text, ticks
-from megazero.tools.measured_step import POINTS, STATE_KINDS, STEP
-from megazero.tools.memory_report import Report, Row
+from megazero.plan.measured_step import POINTS, STATE_KINDS, STEP
+from megazero.plan.memory_report import Report, Row
+from megazero.plan.svg import MARGIN, document, legend, rect, text
+from megazero.schedules.drawing import ticks
 from megazero.zero.parameters import SECOND_COPY
 
 _WIDTH, _NOTES_WIDTH = 200, 120

@@ -16,12 +16,13 @@ import torch
 
 from megazero.comm.collectives import gather_objects
 from megazero.config import ConfigError, ResolvedRun, load_config
+from megazero.engine.outline import schedule_of
 from megazero.models.activation_config import PRESETS, ActivationsConfig, layer_policies
 from megazero.parallel_state import ParallelState
-from megazero.plan.activations import activations_of_ranks, schedule_of
+from megazero.plan.activations import activations_of_ranks
+from megazero.plan.measured_step import ActivationFigures, RankFigures, measure_activations, measure_step
 from megazero.plan.state_bytes import StateFormula, formula_of
 from megazero.settings import Problem, counted, toml_value
-from megazero.tools.measured_step import ActivationFigures, RankFigures, measure_activations, measure_step
 
 CHOICES: dict[str, tuple[str, ...]] = {
     "stages": ("0", "1", "2", "3"),

@@ -1,0 +1,40 @@
+"""What rooms that no training needs add to the others: commands, callbacks, lines on the terminal.
+
+    megazero/plan/annex.py     ADDS = {"command": {"plan": "megazero.plan.plan_command:plan", ...}, ...}
+                                 |
+    added("command")  <----------+     every room with an `annex.py` adds to a seam, by name
+
+The trunk imports no annex: it asks a seam, and trains the same where nothing was added to it.
+
+    seam             what is added                                                                      asked by
+    command          a command of the command line                                                      cli
+    check            (ResolvedRun, gpu, device_gib, ranks of a node) -> Schedule -> `check.Lines`       cli
+    schedule file    Timeline -> text of the file that an option names                                  cli
+    start line       (ResolvedRun, Schedule, torch.device) -> a line for the terminal                   training
+    callback         RunContext -> Callback, on rank 0 alone                                            training
+    out of memory    (error, ResolvedRun, ParallelState, Engine | None) -> text                         training
+    peak FLOP/s      (name of a CUDA device, dtype) -> number | None                                    training
+"""
+
+from collections.abc import Mapping
+from functools import cache
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+
+def added(seam: str) -> dict[str, Any]:
+    """What annexes add at a seam, by name.  It is imported now, so a command that asks for nothing stays fast."""
+    found: dict[str, Any] = {}
+    for table in _tables():
+        for name, path in table.get(seam, {}).items():
+            module, _, attribute = path.partition(":")
+            found[name] = getattr(import_module(module), attribute)
+    return found
+
+
+@cache
+def _tables() -> list[Mapping[str, Mapping[str, str]]]:
+    """The table of each annex, in alphabetical order."""
+    rooms = sorted(table.parent.name for table in Path(__file__).parent.glob("*/annex.py"))
+    return [import_module(f"megazero.{room}.annex").ADDS for room in rooms]

@@ -1,0 +1,67 @@
+"""The outline of a run, from its configuration alone: the schedule, and the stages without memory."""
+
+from __future__ import annotations
+
+from functools import lru_cache, partial
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from megazero.config import ResolvedRun, RunConfig
+from megazero.models.gpt import BuildContext, GPTStage
+from megazero.models.stages import by_rank, cut
+from megazero.parallel_state import Axis
+from megazero.schedules.action import Schedule
+from megazero.schedules.kind import GivenSchedule, ScheduleKind
+from megazero.schedules.registry import SCHEDULES
+from megazero.schedules.table import read_schedule
+from megazero.zero.bucket import DTYPES
+
+
+def kind_of(config: RunConfig) -> ScheduleKind:
+    """The schedule that a run names or has in a file."""
+    parallel = config.parallel
+    if parallel.schedule_file is None:
+        return SCHEDULES[parallel.schedule]
+    return GivenSchedule(read_schedule(Path(parallel.schedule_file), parallel.schedule_placement))
+
+
+def chunks_of(config: RunConfig, kind: ScheduleKind) -> int:
+    """Model chunks of each pipeline rank."""
+    return kind.chunks or config.parallel.virtual_stages
+
+
+def schedule_of(run: ResolvedRun) -> Schedule:
+    """What a run's pipeline does in a step, or a table of the user's own."""
+    kind = kind_of(run.config)
+    build = kind.build if run.config.parallel.schedule_file else partial(_built, kind)
+    return build(run.config.parallel.pp, run.accumulation, chunks_of(run.config, kind))
+
+
+@lru_cache(maxsize=64)
+def _built(kind: ScheduleKind, pp: int, microbatches: int, chunks: int) -> Schedule:
+    return kind.build(pp, microbatches, chunks)
+
+
+def stages_of(config: RunConfig, count: int = 1, tp: int | None = None) -> list[GPTStage]:
+    """So many stages of the model as the first tensor-parallel rank has them, without memory; `tp` is the run's."""
+    layouts = cut(config.model, "even" if count == 1 else config.parallel.layout, count)
+    device, axis = torch.device("meta"), Axis("tp", tuple(range(tp or config.parallel.tp)))
+    cuts, seed = config.parallel.sequence_parallel, config.training.seed
+    context = BuildContext(config.model, axis, cuts, seed, device, dtype=DTYPES[config.precision.dtype])
+    with device:
+        return [GPTStage(context, layout) for layout in layouts]
+
+
+def elements_of_stages(run: ResolvedRun, kind: ScheduleKind) -> list[int]:
+    """Parameters of a tensor-parallel rank of each pipeline rank, built without memory."""
+    config, parallel = run.config, run.config.parallel
+    placement = kind.placement(parallel.pp, chunks_of(config, kind))
+    counts = list(map(elements_in, stages_of(config, len(placement))))
+    return [sum(own) for own in by_rank(counts, placement)]
+
+
+def elements_in(module: nn.Module) -> int:
+    """Parameters of a stage, or of a part of it, as a tensor-parallel rank has it."""
+    return sum(weight.numel() for weight in module.parameters())

@@ -1,0 +1,21 @@
+"""What the plan adds to the trunk; see `megazero.annexes`."""
+
+ADDS = {
+    "command": {
+        "plan": "megazero.plan.plan_command:plan",
+        "memory-report": "megazero.plan.memory_command:memory_report",
+        "calibrate": "megazero.plan.calibrate_command:calibrate",
+    },
+    "callback": {
+        "pipeline trace": "megazero.plan.pipeline_trace:PipelineTrace",
+        "plan check": "megazero.plan.plan_check:PlanCheck",
+    },
+    "check": {"memory": "megazero.plan.check_lines:memory_lines"},
+    "start line": {"activations": "megazero.plan.activations:start_line"},
+    "out of memory": {"explain": "megazero.plan.out_of_memory:explain"},
+    "peak FLOP/s": {"devices": "megazero.plan.cluster:known_peak_flops"},
+    "schedule file": {
+        "--svg": "megazero.plan.schedule_picture:draw_svg",
+        "--trace": "megazero.plan.schedule_picture:trace_text",
+    },
+}

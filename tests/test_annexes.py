@@ -1,0 +1,53 @@
+"""The trunk without its annexes: a copy of the package in which their folders are not there."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from quickstart import QUICKSTART, TINY
+from test_house import ANNEXES, PACKAGE
+
+_ARGUMENTS = [*TINY, "launch.nproc_per_node=2", "parallel.tp=1", "parallel.pp=2", "training.steps=2"]
+
+
+@pytest.fixture(scope="module")
+def trunk(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder that has the package without its annexes."""
+    folder = tmp_path_factory.mktemp("trunk")
+    shutil.copytree(PACKAGE, folder / PACKAGE.name, ignore=shutil.ignore_patterns("__pycache__"))
+    for annex in ANNEXES:
+        shutil.rmtree(folder / PACKAGE.name / annex)
+    return folder
+
+
+def _megazero(folder: Path, *words: str) -> str:
+    program = [sys.executable, "-m", "megazero.cli", *words]
+    environment = os.environ | {"PYTHONPATH": str(folder), "OMP_NUM_THREADS": "1"}
+    ended = subprocess.run(
+        program, cwd=folder, env=environment, capture_output=True, text=True, timeout=300, check=False
+    )
+    assert ended.returncode == 0, ended.stderr
+    return ended.stdout
+
+
+def test_the_trunk_checks_trains_resumes_and_exports_without_its_annexes(trunk: Path) -> None:
+    described = _megazero(trunk, "check", str(QUICKSTART), *_ARGUMENTS, "--world-size", "2")
+    assert "schedule" in described
+    assert "memory" not in described
+    _megazero(trunk, "train", str(QUICKSTART), *_ARGUMENTS)
+    resumed = _megazero(
+        trunk, "train", str(QUICKSTART), *_ARGUMENTS, "training.steps=4", "zero.stage=3", "parallel.pp=1"
+    )
+    assert "step 4" in resumed
+    steps = sorted((trunk / "runs").rglob("step-*"))
+    _megazero(trunk, "checkpoint", "export", str(steps[-1]), str(trunk / "model"))
+    assert (trunk / "model" / "model.safetensors").is_file()
+
+
+def test_a_command_of_an_annex_that_is_not_there_is_no_command(trunk: Path) -> None:
+    assert " plan " not in _megazero(trunk, "--help")
