@@ -399,12 +399,12 @@ def test_what_is_held_adds_up_without_traffic_and_goes_with_the_next_reduction(z
             mine = [*step[rank], *step[rank]]  # four, of which the last alone is reduced
             sharded.zero.begin_step(len(mine))
             sharded.state.traffic.reset()
-            sharded.reducer.accumulate_only = True
+            sharded.reducer.accumulates = True
             for batch in mine[:-1]:
                 sharded.module(batch).backward()
                 sharded.reducer.close_pass(0)
             assert _reduced_bytes(sharded) == 0
-            sharded.reducer.accumulate_only = False
+            sharded.reducer.accumulates = False
             sharded.module(mine[-1]).backward()
             sharded.reducer.close_pass(0)
             sharded.zero.finish_gradients()
@@ -425,7 +425,7 @@ def test_what_is_held_to_the_end_is_reduced_at_the_end(zero_stage: int) -> None:
             for step in EXPERT_BATCHES:
                 sharded.zero.begin_step(2)
                 for index, batch in enumerate(step[rank]):
-                    sharded.reducer.accumulate_only = index >= held_from
+                    sharded.reducer.accumulates = index >= held_from
                     sharded.module(batch).backward()
                     sharded.reducer.close_pass(0)
                 sharded.zero.finish_gradients()

@@ -15,6 +15,8 @@ from torch import Tensor, nn
 
 from megazero.comm.collectives import all_reduce, gather_objects
 from megazero.config.schema import PrecisionConfig, ZeroConfig
+from megazero.deepspeed.bound_parameters import BoundParameters
+from megazero.deepspeed.script_reducer import ScriptReducer
 from megazero.parallel_state import ParallelState, RankGrid
 from megazero.zero.bucket import intersect
 from megazero.zero.optimizer import recipe_of
@@ -107,9 +109,11 @@ class Sharded:
             precision,
             recipe_of(self.optimizer),
             ties={},
+            reducer=ScriptReducer,
         )
         self.parameters, self.reducer = self.zero.parameters, self.zero.reducer
         self.parameters.load_from_module(self.state.dp_cp, self.state.tp, {})
+        self.bound = BoundParameters(module, self.zero)
 
     def accumulate(self, batches: Sequence[Any]) -> None:
         """Gradients of one step."""
@@ -117,6 +121,7 @@ class Sharded:
         for batch in batches:
             (self.module(batch) * self.zero.scale).backward()
             self.reducer.close_pass(0)
+        self.bound.check()
         self.zero.finish_gradients()
 
     def update(self, max_norm: float = 0.0) -> bool:

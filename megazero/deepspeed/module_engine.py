@@ -17,7 +17,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 from typing import Any
-from weakref import WeakMethod
 
 import torch
 from torch import Tensor, nn
@@ -28,10 +27,11 @@ from megazero.checkpoint.folder import folder_at
 from megazero.checkpoint.index import CheckpointError
 from megazero.comm.collectives import agree
 from megazero.deepspeed.config import DeepSpeedConfig
+from megazero.deepspeed.script_reducer import ModuleReducer
 from megazero.deepspeed.training_engine import ENGINES, TrainingEngine
 from megazero.layers.saved_tensors import forget_failed_backward
-from megazero.zero.reach import in_backward
 from megazero.zero.sharded_model import ShardedModel
+from megazero.zero.units import in_backward
 
 
 def _is_within_backward() -> bool:
@@ -63,11 +63,9 @@ class ModuleEngine(TrainingEngine):
         self._wants_step = False
         self._graph_task: int | None = None  # of the script's own backward that was met last
         self._is_scaled = False  # `scale` has multiplied the loss of the next one
-        admits = WeakMethod(self._admits)  # the parameters' hooks must not keep the engine alive
-        model.reducer.admits = lambda gradient: (own := admits()) is not None and own(gradient)
-        in_pass = WeakMethod(self._is_in_pass)
-        model.reducer.comes_once = True
-        model.reducer.is_in_pass = lambda: (own := in_pass()) is not None and own()
+        assert isinstance(model.reducer, ModuleReducer)
+        self.reducer = model.reducer
+        self.reducer.serve(self)
         model.begin_step(config.accumulation)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -101,7 +99,7 @@ class ModuleEngine(TrainingEngine):
         loss = loss.reshape(())
         counted = loss / self.config.accumulation if scale_wrt_gas else loss
         self._begin_pass()
-        self.runs_backward, reducer = True, self.sharded_model.reducer
+        self.runs_backward, reducer = True, self.reducer
         try:
             with self._report.timed("backward"):
                 # Divided by dp before the backward: the sum over ranks is the mean.
@@ -127,18 +125,18 @@ class ModuleEngine(TrainingEngine):
         return loss * self.sharded_model.scale
 
     def _begin_pass(self) -> None:
-        reducer = self.sharded_model.reducer
+        reducer = self.reducer
         if self._wants_step:
             reducer.reopen()
         # A reduction of stages 0 and 1 starts in the last round; before it there is always one more to come.
-        self._wants_step = self.is_gradient_accumulation_boundary() and not reducer.accumulate_only
+        self._wants_step = self.is_gradient_accumulation_boundary() and not reducer.accumulates
         reducer.rounds = self._passes + (1 if self._wants_step else 2)
 
     def _end_pass(self) -> None:
         self._passes += 1
-        self.sharded_model.reducer.close_pass(0)
+        self.reducer.close_pass(0)
 
-    def _admits(self, gradient: Tensor) -> bool:
+    def admits(self, gradient: Tensor) -> bool:
         """Whether a parameter's gradient belongs to this step; the first of a script's own backward begins a micro-batch."""
         if self.runs_backward:
             return True
@@ -165,7 +163,7 @@ class ModuleEngine(TrainingEngine):
         gradient.div_(self.config.accumulation * self.parallel_state.dp.size)
         return True
 
-    def _is_in_pass(self) -> bool:
+    def is_in_pass(self) -> bool:
         """Whether the backward under way is this engine's, or a script's own that has brought a gradient."""
         return self.runs_backward or torch._C._current_graph_task_id() == self._graph_task
 
@@ -176,7 +174,7 @@ class ModuleEngine(TrainingEngine):
             RuntimeError: no backward came before, or `no_sync` is open.
             NonFiniteError, LossScaleError, StorageError: see `TrainingEngine`.
         """
-        if self.sharded_model.reducer.accumulate_only:
+        if self.reducer.accumulates:
             raise RuntimeError("engine.step() inside no_sync(): leave it for the last micro-batch of a step")
         if not self.is_gradient_accumulation_boundary():
             self.micro_steps += 1
@@ -189,7 +187,7 @@ class ModuleEngine(TrainingEngine):
         self._passes, self._ended, self._wants_step = 0, 0, False
         self.micro_steps += 1  # also where the step fails: whoever goes on begins a whole one
         self._finish_step(loss_sum, self.dp_world_size)
-        self.sharded_model.reducer.learn_order(self.parallel_state.dp_cp)
+        self.reducer.learn_order(self.parallel_state.dp_cp)
 
     def is_gradient_accumulation_boundary(self) -> bool:
         """Whether the current micro-batch is the last of its step."""
@@ -202,12 +200,8 @@ class ModuleEngine(TrainingEngine):
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """Micro-batches in here add up where they are, with no traffic; at stages 2 and 3 in whole buffers."""
-        reducer = self.sharded_model.reducer
-        reducer.accumulate_only = True
-        try:
+        with self.reducer.accumulating():
             yield
-        finally:
-            reducer.accumulate_only = False
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the micro-batches since the last step; the next one is the first of a step."""

@@ -34,6 +34,7 @@ from megazero.checkpoint.load import open_checkpoint
 from megazero.checkpoint.save import save_checkpoint
 from megazero.checkpoint.saver import Saver
 from megazero.comm.collectives import agree, gather_objects
+from megazero.deepspeed.bound_parameters import BoundParameters
 from megazero.deepspeed.config import DeepSpeedConfig
 from megazero.engine.trainer_state import Position, trainer_state
 from megazero.terminal import drain, warn
@@ -98,6 +99,7 @@ class CheckpointedEngine(nn.Module):
         super().__init__()
         self.module, self.config = module, config
         self.sharded_model, self.parallel_state = model, model.state
+        self.bound = BoundParameters(module, model)
         self.optimizer = EngineOptimizer(model.optimizer.torch_optimizer)
         self.lr_scheduler: Any = None
         self.training_dataloader: Any = None
@@ -138,7 +140,7 @@ class CheckpointedEngine(nn.Module):
         model, state = self.sharded_model, self.parallel_state
         agree(self._check_between_steps, state.world, CheckpointError)
         agree(self._check_no_extra_state, state.world, CheckpointError)
-        agree(model.parameters.check_bound, state.world, CheckpointError)
+        agree(self.bound.check_bound, state.world, CheckpointError)
         tag = f"global_step{self.global_steps}" if tag is None else str(tag)
         self._check_tag(tag)
         groups = [_plain_settings(group) for group in self.optimizer.param_groups]

@@ -32,6 +32,7 @@ from megazero.deepspeed.module_engine import ModuleEngine
 from megazero.deepspeed.pipeline_engine import PipelineEngine
 from megazero.deepspeed.pipeline_module import PipelineModule
 from megazero.deepspeed.recompute import configure_by_block
+from megazero.deepspeed.script_reducer import ModuleReducer, ScriptReducer
 from megazero.deepspeed.topology import PipelineParallelGrid
 from megazero.deepspeed.training_engine import ENGINES, TrainingEngine
 from megazero.layers.spec import whole_spec
@@ -125,7 +126,8 @@ def initialize(
     chunks = list(model.chunks) if isinstance(model, PipelineModule) else [model]
     _move_buffers(model, settings, state)
     units, zero, precision = units_of(chunks), settings.zero, settings.precision
-    sharded = ShardedModel(units, described, state, zero, precision, recipe, ties=ties, modules=chunks)
+    reducer = ScriptReducer if isinstance(model, PipelineModule) else ModuleReducer
+    sharded = ShardedModel(units, described, state, zero, precision, recipe, ties=ties, reducer=reducer)
     seed = _SEED if settings.seed is None else settings.seed
     sharded.parameters.load_from_module(state.dp, state.tp, ties, deferred_values(described, seed))
     engine: TrainingEngine = (

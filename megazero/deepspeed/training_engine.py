@@ -160,6 +160,7 @@ class TrainingEngine(CheckpointedEngine):
             )
         try:
             with self._report.timed("reduce"):
+                self.bound.check()
                 model.finish_gradients()
                 measured = sum_over_ranks(model, model.square_sum(), loss_sum, losses)
             # A script's loss may be infinite while its gradients are finite; only the gradients decide.

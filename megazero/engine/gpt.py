@@ -138,7 +138,6 @@ class Engine:
             checks_order=False,
             hides_gathers=True,
             arena=None if self.offload is None or self.offload.on_host else self.offload.pool,
-            modules=self._stages,
         )
         if self.offload is not None:
             self.offload.stay(bucket.weights for bucket in self.sharded_model.parameters.buckets)

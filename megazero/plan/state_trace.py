@@ -227,7 +227,7 @@ class _Driver:
     def _cuts_of(self, names: Mapping[str, tuple[str, ActionKind]]) -> Cuts:
         model = self.engine.sharded_model
         parts = {
-            short: model.reducer._parts_of[id(model.parameters.by_name[name])] for short, (name, _) in names.items()
+            short: model.reducer.parts_of[id(model.parameters.by_name[name])] for short, (name, _) in names.items()
         }
         cut = ((short, [one.shares[at] for _, one, at in own]) for short, own in parts.items() if len(own) > 1)
         return tuple((short, tuple(map(_unnamed, shares))) for short, shares in cut)

@@ -42,11 +42,10 @@ from megazero.zero.bucket import Bucket, ShardingPolicy, Slot
 from megazero.zero.buffer_pool import BufferPool
 from megazero.zero.param_proxy import UngatheredParameter
 from megazero.zero.quantized import WEIGHT_BITS, BlockFormat, QuantizedGather
-from megazero.zero.reach import in_backward
 from megazero.zero.saved_weights import SavingForward
 from megazero.zero.second_copy import SecondCopy
 from megazero.zero.storage import PendingCopy
-from megazero.zero.units import Unit, is_hooked, reading_no_weights
+from megazero.zero.units import Unit, in_backward, is_hooked, reading_no_weights
 from megazero.zero.visit_history import VisitHistory
 
 P = ParamSpec("P")

@@ -11,17 +11,8 @@ before the next has memory.
 
 [Note: one order]  Collectives pair up by their order, so every rank must start the reductions of a chunk in one order,
 whichever parameters its micro-batch happens to use.  A complete bucket therefore waits for those before it, and at the end
-of a pass what has not come counts as zero.  A parameter that the backward does not reach need not wait for that: autograd
-says so (`reach`), and a zero is reduced like any other value, so no other rank has to know.  It counts as zero
-
-    at stage 2   when the backward begins, so the buffers stay within their limit.  A backward within the backward may reach
-                 more: so only where no function of the graph can run one
-    at stage 3   when the backward leaves its unit: a rank that waits for a reduction, for its memory, does not take part in
-                 the next gather, so every rank starts a unit's reduction before it waits for a gather that is two units
-                 further; and none starts it while other ranks have yet to come to the unit
-
-The order is the reverse of that in which parameters were registered; a script may use them in another one, which is
-learned in its first step (`learn_order`).
+of a pass what has not come counts as zero.  A zero is reduced like any other value, so no other rank has to know.  The order
+is the reverse of that in which parameters were registered.
 
 Volume per step, in parameters Ψ and rounds G: stage 0 2Ψ, stage 1 reduce-scatter Ψ, stages 2 and 3 ΨG or Ψ
 (Rajbhandari et al. 2020, section 7).
@@ -35,15 +26,12 @@ from weakref import ref
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import Node
 from torch.utils.hooks import RemovableHandle
 
-from megazero.comm.collectives import from_first
 from megazero.layers.gemm import add_product, product_t
 from megazero.layers.linear import WeightGradQueue
-from megazero.parallel_state import Axis
 from megazero.zero.bucket import Bucket, Run, Share
-from megazero.zero.reach import Reach, may_run_backward
+from megazero.zero.gather import UnitGatherer
 from megazero.zero.reductions import ReductionQueue
 
 embedding_dense_backward = torch.ops.aten.embedding_dense_backward
@@ -58,6 +46,7 @@ class BucketGradients:
     Attributes:
         part: elements of every shard.
         shares: what the part holds of the bucket's parameters.
+        counts: how many gradients of each share have come in this step.
         complete: rounds of which all gradients have come; a round is one micro-batch.
         launched: rounds whose reduction was started, or left for a later one.
         reduced: rounds that are in `bucket.gradient`, or on their way there.
@@ -81,7 +70,7 @@ class BucketGradients:
         if self._memory is not self.bucket.full_gradient:
             self._use(self.bucket.full_gradient)
         count = len(self.shares)
-        self._is_empty, self._counts = [True] * count, [0] * count
+        self._is_empty, self.counts = [True] * count, [0] * count
         self.launched = self.reduced = 0
         self._advance_to(0)
 
@@ -92,32 +81,26 @@ class BucketGradients:
 
     def _advance_to(self, rounds: int) -> None:
         self.complete = rounds
-        self._missing = self._counts.count(rounds)  # gradients that have not come in the next round
+        self._missing = self.counts.count(rounds)  # gradients that have not come in the next round
 
     def count(self, index: int, expected: int) -> None:
         """Count a gradient.  Raises: RuntimeError, it came more than `expected` times."""
-        if self._counts[index] == expected:
+        if self.counts[index] == expected:
             raise RuntimeError(
                 f"gradient of {self.shares[index].slot.info.name} came more than {expected} times in {expected} backward "
                 "passes of a step: backward ran more often than that, or within itself, in a hook or a checkpoint with "
                 "use_reentrant=True (megazero.checkpoint runs none)"
             )
-        self._counts[index] += 1
-        if self._counts[index] == self.complete + 1:
+        self.counts[index] += 1
+        if self.counts[index] == self.complete + 1:
             self._missing -= 1
             if self._missing == 0:
                 self._advance_to(self.complete + 1)
 
-    def skip(self, indices: Iterable[int], round_: int) -> None:
-        """Count parameters as zero in a round, those whose gradients have not come."""
-        for index in indices:
-            if self._counts[index] == round_:
-                self.count(index, round_ + 1)
-
     def close(self, rounds: int) -> None:
         """Count what has not come in the first `rounds` rounds as zero."""
         if self.complete < rounds:
-            self._counts = [max(count, rounds) for count in self._counts]
+            self.counts = [max(count, rounds) for count in self.counts]
             self._advance_to(rounds)
 
     def open(self, *, is_reduced_soon: bool) -> None:
@@ -157,33 +140,16 @@ class BucketGradients:
         return memory
 
 
-class _LaunchOrder:
+class LaunchOrder:
     """The one order in which a chunk's buckets are reduced, round by round: about that in which a backward completes them.
 
     Attributes:
         passes: backward passes of this step that have ended.
-        came: what the first pass has brought gradients to, the last one last; None: no more is noted.
     """
 
     def __init__(self, buckets: Sequence[BucketGradients]) -> None:
-        self.buckets = buckets
-        self.came: dict[BucketGradients, None] | None = {}
+        self.buckets = list(buckets)
         self.begin_step()
-
-    def note(self, one: BucketGradients) -> None:
-        """A gradient has come."""
-        if self.came is not None and self.passes == 0:
-            self.came.pop(one, None)
-            self.came[one] = None
-
-    def follow(self, came: Sequence[int]) -> None:
-        """Take the order in which these buckets, by their number, came somewhere; the others stay beside a neighbour."""
-        turn = {number: at for at, number in enumerate(came)}
-        turns, beside = [], turn[min(came)]
-        for number in range(len(self.buckets)):
-            beside = turn.get(number, beside)
-            turns.append((beside, number))
-        self.buckets, self.came = [self.buckets[number] for _, number in sorted(turns)], None
 
     def begin_step(self) -> None:
         """Begin with the first bucket's first round."""
@@ -212,18 +178,6 @@ class _LaunchOrder:
             self._round += self._next == 0
 
 
-class _Graph:
-    """What the backward under way does not reach of a chunk's parameters.
-
-    Attributes:
-        unused: by part, the indices of shares.
-        visited: units of stage 3 that it has come to.
-    """
-
-    def __init__(self, unused: dict[BucketGradients, list[int]]) -> None:
-        self.unused, self.visited = unused, set[int]()
-
-
 class GradientReducer:
     """Adds gradients up in buckets, and starts the reduction of a bucket over dp as soon as it is complete.
 
@@ -235,12 +189,7 @@ class GradientReducer:
     Attributes:
         buckets: those that train.
         most_buffer_bytes: the limit of `buffer_bytes`; see `ReductionQueue`.
-        accumulate_only: while set, rounds add up in the buffers and nothing is sent.
-        admits: says of a gradient whether it is this step's; those of another model's backward are dropped.  None: all are.
         on_close: called at the end of every micro-batch's backward.
-        leaves_out_by_unit: a parameter that no gradient comes to counts as zero when the backward leaves its unit.
-        is_in_pass: whether a backward under way is one of this step's.
-        comes_once: a gradient comes once in a pass, and its pass ends before the next one begins.
         rounds: how many the step has; the last one starts what is reduced once per step.
     """
 
@@ -252,31 +201,26 @@ class GradientReducer:
         bucket_bytes: int = 0,
     ) -> None:
         self.buckets = [bucket for bucket in buckets if bucket.layout.trains]
-        self._reductions = ReductionQueue(self.buckets, reduce_dtype, bucket_bytes)
-        self.most_buffer_bytes = self._reductions.most_bytes + self._reductions.replicas.most_bytes
-        self._every_round, self.rounds, self.accumulate_only = every_micro_batch, 1, False
-        self.admits: Callable[[Tensor], bool] | None = None
+        self.reductions = ReductionQueue(self.buckets, reduce_dtype, bucket_bytes)
+        self.most_buffer_bytes = self.reductions.most_bytes + self.reductions.replicas.most_bytes
+        self.every_round, self.rounds = every_micro_batch, 1
         self.on_close: Callable[[], None] = lambda: None
-        self.is_in_pass: Callable[[], bool] = lambda: True
-        self.comes_once = False
-        self.leaves_out_by_unit = False
-        self._graphs: dict[tuple[int, int], _Graph] = {}  # by chunk, and autograd's number of the backward
-        self._reach: dict[int, Reach] = {}  # by chunk
         # A backward runs the units in reverse; a bucket is complete with the gradients of its first unit.
         order: dict[int, list[BucketGradients]] = {}
         for bucket in sorted(self.buckets, key=lambda bucket: -bucket.layout.unit):
-            parts = [BucketGradients(bucket, part, self._reductions) for part in bucket.gradient_parts]
+            parts = [BucketGradients(bucket, part, self.reductions) for part in bucket.gradient_parts]
             # those that wait for other parameters than the largest come last
             order.setdefault(bucket.layout.chunk, []).extend(sorted(parts, key=lambda one: len(one.shares)))
-        self._orders = {chunk: _LaunchOrder(buckets) for chunk, buckets in order.items()}
-        self._parts_of: dict[int, list[tuple[_LaunchOrder, BucketGradients, int]]] = {}  # by identity of a parameter
+        self.orders = {chunk: LaunchOrder(buckets) for chunk, buckets in order.items()}
+        self.parts_of: dict[int, list[tuple[LaunchOrder, BucketGradients, int]]] = {}  # by identity of a parameter
+        self.parameters: dict[int, list[nn.Parameter]] = {}  # that train, by chunk
         self._deferring: dict[int, WeightGradQueue | None] = {}  # of vectors, by identity of a parameter
         self._hooks: list[RemovableHandle] = []
 
     @property
     def buffer_bytes(self) -> int:
         """Bytes of the working buffers through which gradients pass on their way to the shards."""
-        return self._reductions.pool.nbytes + self._reductions.replicas.nbytes
+        return self.reductions.pool.nbytes + self.reductions.replicas.nbytes
 
     def attach(self, parameters: Mapping[str, nn.Parameter], wgrad_queues: Mapping[str, WeightGradQueue]) -> None:
         """Take every gradient that autograd and the chunks' queues compute for these parameters, both by qualified name.
@@ -286,17 +230,17 @@ class GradientReducer:
         """
         for queue in set(wgrad_queues.values()):
             queue.accumulator = self
-        for order in self._orders.values():
+        for order in self.orders.values():
             for one in order.buckets:
                 for index, share in enumerate(one.shares):
                     parameter = parameters[share.slot.info.name]
-                    if id(parameter) not in self._parts_of:
-                        self._reach.setdefault(one.bucket.layout.chunk, Reach()).parameters.append(parameter)
+                    if id(parameter) not in self.parts_of:
+                        self.parameters.setdefault(one.bucket.layout.chunk, []).append(parameter)
                         if parameter.dim() == 1:
                             self._deferring[id(parameter)] = wgrad_queues.get(share.slot.info.name)
                         hook = parameter.register_post_accumulate_grad_hook(partial(_hand_over, ref(self)))
                         self._hooks.append(hook)
-                    self._parts_of.setdefault(id(parameter), []).append((order, one, index))
+                    self.parts_of.setdefault(id(parameter), []).append((order, one, index))
 
     def detach(self) -> None:
         """Take no more gradients: autograd leaves them in the parameters again."""
@@ -307,7 +251,7 @@ class GradientReducer:
     def take(self, parameter: Tensor) -> None:
         """Take the gradient that autograd has left in a parameter."""
         gradient, parameter.grad = parameter.grad, None
-        if gradient is None or (self.admits is not None and not self.admits(gradient)):
+        if gradient is None:
             return
         wgrad_queue = self._deferring.get(id(parameter))
         if wgrad_queue is not None and wgrad_queue.defers:
@@ -315,39 +259,22 @@ class GradientReducer:
         else:
             self.add(parameter, gradient.to_dense())  # of Embedding(sparse=True)
 
+    def follow_units(self, gatherer: UnitGatherer) -> None:
+        """Under stage 3: let ranks find out where they gather different units."""
+        self.on_close = gatherer.mark_end_of_pass
+
     def begin_step(self, micro_batches: int, step: int = 0) -> None:
         """Forget the last step.  Each parameter is expected once per micro-batch.  `step`: see `ReductionQueue`."""
-        self._reductions.begin_step(step)
-        for reach in self._reach.values():
-            for parameter in reach.parameters:
+        self.reductions.begin_step(step)
+        for parameters in self.parameters.values():
+            for parameter in parameters:
                 parameter.grad = None  # autograd leaves one where a signal ends a backward before the hook
-        for order in self._orders.values():
+        for order in self.orders.values():
             order.begin_step()
             for one in order.buckets:  # with more, gradients lie there in all forwards but one
                 one.begin_step(frees=micro_batches == 1)
-        self._reductions.pool.begin_step()
+        self.reductions.pool.begin_step()
         self.rounds = micro_batches
-
-    def reopen(self) -> None:
-        """Let one more round follow the last one, whose reductions may have been started."""
-        self._reductions.reopen()
-        for order in self._orders.values():
-            for one in order.buckets:
-                one.reopen()
-
-    def learn_order(self, axis: Axis) -> None:
-        """Between steps: reduce in the order of the last step's first pass on the first rank.  Once; a collective call.
-
-        Until then it is the reverse of the order in which parameters were registered.
-        """
-        learning = [order for order in self._orders.values() if order.came is not None]
-        if not learning:
-            return
-        numbers = [{one: number for number, one in enumerate(order.buckets)} for order in learning]
-        mine = [[of[one] for one in order.came or ()] for order, of in zip(learning, numbers, strict=True)]
-        for order, came in zip(learning, from_first(mine, axis), strict=True):
-            if came:  # else the next step's
-                order.follow(came)
 
     def add(self, weight: Tensor, gradient: Tensor) -> None:
         """Add one micro-batch's gradient of a parameter; its memory may be used again afterwards."""
@@ -382,88 +309,63 @@ class GradientReducer:
             dense = embedding_dense_backward(gradient, at, count + 1, count, False)[:count]
             (view.copy_ if is_first else view.add_)(dense.view(-1))
 
-    def close_unused(self, chunk: int, unit: int) -> None:
-        """Count what the backward under way does not reach as zero, of the units it has left; see [Note: one order]."""
-        if (order := self._orders.get(chunk)) is None or not self.is_in_pass():
-            return
-        graph = self._graph(chunk)
-        for one, indices in graph.unused.items():
-            if one.bucket.layout.unit in graph.visited:
-                one.skip(indices, order.passes)
-        graph.visited.add(unit)  # its own may come until the next unit's turn, of a backward within
-        self._reduce_due(order)
-
-    def leave_out(self, chunk: int, root: Node) -> None:
-        """At stage 2: what the backward that begins at `root` now does not reach counts as zero; see [Note: one order]."""
-        order = self._orders.get(chunk)
-        if order is None or not self._every_round or self.leaves_out_by_unit:
-            return
-        unused = self._graph(chunk).unused
-        if unused and not may_run_backward(root):
-            for one, indices in unused.items():
-                if not one.bucket.keeps_gradients:
-                    one.skip(indices, order.passes)
-            self._reduce_due(order)
-
-    def _graph(self, chunk: int) -> _Graph:
-        key = chunk, torch._C._current_graph_task_id()  # a backward within has a graph of its own
-        if key not in self._graphs:
-            unused: dict[BucketGradients, list[int]] = {}
-            for parameter in self._reach[chunk].missing():
-                for _, one, index in self._parts_of[id(parameter)]:
-                    unused.setdefault(one, []).append(index)
-            self._graphs[key] = _Graph(unused)
-        return self._graphs[key]
-
     def close_pass(self, chunk: int) -> None:
         """Count the gradients of one micro-batch of a chunk that have not come as zero; see [Note: one order]."""
         self.on_close()
-        self._graphs = {key: graph for key, graph in self._graphs.items() if key[0] != chunk}
-        if (order := self._orders.get(chunk)) is not None:
+        if (order := self.orders.get(chunk)) is not None:
             order.close_pass()
-            self._reduce_due(order)
+            self.reduce_due(order)
 
     def finish(self) -> None:
         """Have every bucket's gradient summed over all ranks that share it, including parameters that never came."""
-        for order in self._orders.values():
+        for order in self.orders.values():
             order.close(self.rounds)
-            self._reduce_due(order)
+            self.reduce_due(order)
             for one in order.buckets:
                 if one.reduced < self.rounds:
                     self._reduce(one)
-        self._reductions.finish()
+        self.reductions.finish()
 
     def _open(self, weight: Tensor, *, launches: bool = True) -> Iterator[tuple[Share, Tensor, bool]]:
         """What each part holds of a parameter: its elements in the buffer, and whether they are empty.
 
         A part that is complete after its use is reduced before the next one is opened, if `launches`.
         """
-        for order, one, index in self._parts_of[id(weight)]:
-            if self.comes_once:
-                one.count(index, order.passes + 1)
-                order.note(one)
-            else:  # a pipeline, where weight gradients may wait for a later pass
-                one.count(index, self.rounds)
-            one.open(is_reduced_soon=self._every_round and not self.accumulate_only)
+        for order, one, index in self.parts_of[id(weight)]:
+            self.count(order, one, index)
+            one.open(is_reduced_soon=self.reduces_soon)
             yield one.shares[index], *one.view(index)
             if launches and one.complete > one.launched:
-                self._reduce_due(order)
+                self.reduce_due(order)
 
     def _launch(self, weight: Tensor) -> None:
-        for order, one, _ in self._parts_of[id(weight)]:
+        for order, one, _ in self.parts_of[id(weight)]:
             if one.complete > one.launched:
-                self._reduce_due(order)
+                self.reduce_due(order)
 
-    def _reduce_due(self, order: _LaunchOrder) -> None:
+    def count(self, _: LaunchOrder, one: BucketGradients, index: int) -> None:
+        """Count a gradient of this step.  In a pipeline, weight gradients may wait for a later pass."""
+        one.count(index, self.rounds)
+
+    @property
+    def reduces_soon(self) -> bool:
+        """Whether what comes now is reduced before the step ends."""
+        return self.every_round
+
+    def is_due(self, one: BucketGradients) -> bool:
+        """Whether a part whose round is complete is reduced now: after each round, or after the last."""
+        return (self.every_round and not one.bucket.keeps_gradients) or one.launched == self.rounds
+
+    def reduce_due(self, order: LaunchOrder) -> None:
+        """Start the reductions whose turn has come."""
         for one in order.due(self.rounds):
-            each_round = self._every_round and not one.bucket.keeps_gradients
-            if not self.accumulate_only and (each_round or one.launched == self.rounds):
+            if self.is_due(one):
                 self._reduce(one)
 
     def _reduce(self, one: BucketGradients) -> None:
-        one.open(is_reduced_soon=self._every_round and not self.accumulate_only)
+        one.open(is_reduced_soon=self.reduces_soon)
         is_last = one.complete == self.rounds
-        self._reductions.start(one.bucket, one.part, one.take(), reduced=one.reduced, is_last=is_last)
+        self.reductions.start(one.bucket, one.part, one.take(), reduced=one.reduced, is_last=is_last)
         one.reduced = one.complete
 
 

@@ -20,7 +20,6 @@ from torch.autograd.graph import increment_version
 
 from megazero.comm.collectives import agree, broadcast, largest, runs_by_itself
 from megazero.comm.host_memory import StorageError
-from megazero.comm.identity import address_of, storage_of
 from megazero.config.schema import ZeroConfig
 from megazero.layers.spec import numel
 from megazero.parallel_state import Axis
@@ -38,7 +37,7 @@ from megazero.zero.gather import UnitGatherer
 from megazero.zero.gather_buffers import BufferPlan, plan_buffers
 from megazero.zero.offload import Offload
 from megazero.zero.storage import Location
-from megazero.zero.units import Described, Unit, held_in
+from megazero.zero.units import Described, Unit
 from megazero.zero.weight_gathers import WeightGathers
 
 _ALONE = Axis("world")
@@ -67,7 +66,6 @@ class ShardedParameters:
         checks_order: see `BucketGatherer`.
         hides_gathers: nobody reads weights between an update and the next forward of their unit without `wait`.
         hides_gradients: where stage 0 hides gathers, gradients are gathered behind the next forward, too.
-        modules: chunk by chunk, those that compute with the parameters; they are looked at by `check_bound`.
 
     Attributes:
         sizes: of buckets and of the buffers that gradients pass through.
@@ -90,9 +88,8 @@ class ShardedParameters:
         checks_order: bool = True,
         hides_gathers: bool = False,
         hides_gradients: bool = False,
-        modules: Sequence[nn.Module] = (),
     ) -> None:
-        self.policy, self._modules = policy, modules
+        self.policy = policy
         infos = _describe_parameters(units, described, zero.persistent_elements if policy.zero_stage == 3 else 0)
         by_unit = policy.zero_stage == 3 and (policy.shard.size > 1 or zero.offload.parameters != "none")
         shards = policy.shard.size
@@ -191,34 +188,6 @@ class ShardedParameters:
             for part, key in unit.attributes:
                 parameter = part._parameters[key]
                 part._parameters[key] = bound.get(id(parameter), parameter)
-        self._held = {(chunk, name): parameter for chunk, name, parameter in held_in(self._modules)}
-
-    def check_bound(self) -> None:
-        """Raises: RuntimeError: a module computes with another tensor than the one that its bucket holds."""
-        bound = {id(one): name for name, one in self.by_name.items()}
-        replaced = list[str]()
-        for bucket in self.buckets:
-            memory, itemsize = storage_of(bucket.weights), bucket.weights.itemsize
-            for slot in bucket.layout.slots:
-                if address_of(self.by_name[slot.info.name]) != (memory, slot.start * itemsize):
-                    replaced.append(slot.info.name)
-        for chunk, name, parameter in held_in(self._modules):
-            first, has_moved = self._held.get((chunk, name)), id(parameter) in bound
-            if first is not None and first is not parameter:
-                replaced.append(bound[id(first)])
-            elif first is None and not has_moved and parameter.requires_grad:
-                raise RuntimeError(
-                    f"parameter {name} was added since megazero.initialize: nothing trains it. Add it before, or freeze it "
-                    "(requires_grad_(False))"
-                )
-        if replaced:
-            raise RuntimeError(
-                f"parameter {replaced[0]} has got other data, or is another Parameter, since megazero.initialize: what is "
-                "trained is no longer what the module computes with. Write in place (p.copy_(new) under torch.no_grad(), or "
-                "load_state_dict without assign=True); tie weights and exchange modules before; weights with masters of "
-                "their own, as of bf16, fp16 and an offloaded optimizer, within "
-                "zero.GatheredParameters(parameters, modifier_rank=0)"
-            )
 
     def init_weights(self, seed: int, tp: Axis) -> None:
         """Give every parameter its initial value, a function of (seed, canonical name, element) alone."""

@@ -13,7 +13,7 @@ from math import isfinite, sqrt
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from megazero.comm.arena import Arena
 from megazero.comm.collectives import LostPeerError, agree, gather_objects
@@ -47,7 +47,7 @@ class ShardedModel:
             each gather between hosts or GPUs.  False where a proved schedule gives the order.
         hides_gathers: see `ShardedParameters`.  False for a script, which may read its parameters at any time.
         arena: see `ShardingPolicy`.
-        modules: see `ShardedParameters`.
+        reducer: makes the gradients' reducer.
 
     Attributes:
         names: qualified name by identity of the parameters that modules compute with.
@@ -71,7 +71,7 @@ class ShardedModel:
         checks_order: bool = True,
         hides_gathers: bool = False,
         arena: Arena | None = None,
-        modules: Sequence[nn.Module] = (),
+        reducer: type[GradientReducer] = GradientReducer,
     ) -> None:
         self.state, self.ties = state, ties
         held = gather_objects((state.at.pp, logical_rows(described, ties)), state.pp)
@@ -115,18 +115,14 @@ class ShardedModel:
             hides_gathers=hides_gathers,
             # in a narrower format an all-reduce sends less than a gather of fp32 sums
             hides_gradients=reduce_dtype == self.policy.accumulate_dtype,
-            modules=modules,
         )
         buckets = self.parameters.buckets
         self.names = {id(parameter): name for name, parameter in self.parameters.by_name.items()}
         every_micro_batch = zero.reduce == "micro_batch"
-        self.reducer = GradientReducer(buckets, every_micro_batch, reduce_dtype, self.parameters.sizes.bucket_bytes)
+        self.reducer = reducer(buckets, every_micro_batch, reduce_dtype, self.parameters.sizes.bucket_bytes)
         self.reducer.attach(self.parameters.by_name, wgrad_queues or {})
         if self.parameters.gatherer is not None:
-            self.reducer.on_close = self.parameters.gatherer.mark_end_of_pass
-            if checks_order and self.state.shard.size > 1:  # else all ranks use the same parameters
-                self.parameters.gatherer.on_backward = self.reducer.close_unused
-                self.reducer.leaves_out_by_unit = True
+            self.reducer.follow_units(self.parameters.gatherer)
         self.optimizer = ShardedOptimizer(buckets, recipe, self.parameters.offload)
         self.sharded_state = ShardedState(buckets, self.optimizer, self.parameters.gathers.wait)
         self.scaler = LossScaler(precision) if precision.dtype == "fp16" else None
@@ -146,27 +142,11 @@ class ShardedModel:
         self.scale = 1.0 if self.scaler is None else self.scaler.scale
 
     def finish_gradients(self) -> None:
-        """Have the whole step's gradients, times `scale`, in the buckets; this rank's shard of those that gather them later.
-
-        Raises: RuntimeError: a parameter was frozen, unfrozen or replaced since the model was sharded.
-        """
+        """Have the whole step's gradients, times `scale`, in the buckets; of those that gather them later this rank's shard."""
         buckets = self.reducer.buckets
-        self._check_still_trains()
-        self.parameters.check_bound()
         self.reducer.finish()
         sum_partial_over_tp(buckets, self.state.tp)
         sum_tied(buckets, self.ties)
-
-    def _check_still_trains(self) -> None:
-        for bucket in self.parameters.buckets:
-            for slot in bucket.layout.slots:
-                if self.parameters.by_name[slot.info.name].requires_grad != slot.info.trains:
-                    was, now = ("trained", "frozen") if slot.info.trains else ("frozen", "to be trained")
-                    raise RuntimeError(
-                        f"parameter {slot.info.name} was {was} when the model was sharded and is {now} at the end of a "
-                        "step: its gradient has no place to go, or its momentum would still move it. Set requires_grad "
-                        "before megazero.initialize; later, a group with lr=0 and weight_decay=0 stands still"
-                    )
 
     def square_sum(self) -> Tensor:
         """fp64 scalar: this rank's share of the squared norm of gradients times `scale`; see `gradient_square_sum`."""

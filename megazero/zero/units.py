@@ -17,13 +17,14 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+import torch
 from torch import nn
 
 from megazero.layers.spec import ParamSpec, whole_spec
-from megazero.zero.param_proxy import real
 
 Hook = TypeVar("Hook", bound=Callable[..., Any])
 
+_NO_TASK = -1  # torch's number of the backward under way, where there is none
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 
 
@@ -103,15 +104,6 @@ def _find(module: nn.Module, chunk: int, is_element: bool) -> Iterator[Unit]:
         yield from _find(child, chunk, isinstance(module, _CONTAINERS))
 
 
-def held_in(chunks: Sequence[nn.Module]) -> Iterator[tuple[int, str, nn.Parameter]]:
-    """Every attribute of a chunk's modules that holds a parameter: (chunk, its qualified name, the parameter itself)."""
-    for chunk, model in enumerate(chunks):
-        for prefix, part in model.named_modules():
-            for key, parameter in part._parameters.items():
-                if parameter is not None:
-                    yield chunk, f"{prefix}.{key}" if prefix else key, real(parameter)
-
-
 def describe(model: nn.Module) -> Iterator[Described]:
     """Every parameter of a module once, in module order; one that `specs` does not name is whole on every tp rank."""
     seen: set[int] = set()
@@ -123,3 +115,8 @@ def describe(model: nn.Module) -> Iterator[Described]:
             seen.add(id(parameter))
             name = f"{prefix}.{key}" if prefix else key
             yield Described(name, parameter, specs.get(key) or whole_spec(name, tuple(parameter.shape)))
+
+
+def in_backward() -> bool:
+    """Whether this thread runs in a backward, as hooks do."""
+    return torch._C._current_graph_task_id() != _NO_TASK

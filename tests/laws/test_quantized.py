@@ -349,7 +349,7 @@ def test_norms_of_queries_and_keys_whose_gradients_tp_sums_share_no_block_with_w
 
 def _sender(rank: int) -> int:
     run = run_of(4, model=LLAMA, zero={"stage": 2, "quantized_gradients": 4, "shard_group_size": 2})
-    return engine_on(rank, run).sharded_model.reducer._reductions._sender
+    return engine_on(rank, run).sharded_model.reducer.reductions._sender
 
 
 def test_groups_that_hold_the_same_shards_round_on_their_own() -> None:

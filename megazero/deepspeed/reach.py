@@ -7,32 +7,24 @@ loss <- CheckpointFunction <- g(w0)         as far as its graph shows, only w0: 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import nn
 from torch.autograd.graph import Node, get_gradient_edge
 
-_NO_TASK = -1  # torch's number of the backward under way, where there is none
 # Modules whose autograd.Functions run no backward of their own; compiled graphs are of the last.
 _RUN_NO_BACKWARD = ("megazero.", "torch.nn.", "torch.distributed.", "torch._functorch._aot_autograd.")
 
 
-def in_backward() -> bool:
-    """Whether this thread runs in a backward, as hooks do."""
-    return torch._C._current_graph_task_id() != _NO_TASK
-
-
 class Reach:
-    """What autograd's graphs reach of some parameters.
+    """What autograd's graphs reach of these parameters, all of which train."""
 
-    Attributes:
-        parameters: which trained when the first backward came.
-    """
-
-    def __init__(self) -> None:
-        self.parameters: list[nn.Parameter] = []
+    def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
+        self.parameters = parameters
         self._nodes: list[Node] = []  # that add to their gradients: twenty times slower to find than to ask for
 
-    def missing(self) -> list[nn.Parameter]:
+    def missing(self) -> Sequence[nn.Parameter]:
         """Those that the graph of the backward under way does not reach; none where it adds to no gradient at all."""
         try:
             if not self._nodes:

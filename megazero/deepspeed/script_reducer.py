@@ -1,0 +1,206 @@
+"""Gradients of a script's own modules, of which a backward may reach some only, in an order that is known only as it runs.
+
+A parameter that the backward does not reach need not wait for the end of the pass: autograd says so (`reach`), and it counts
+as zero
+
+    at stage 2   when the backward begins, so the buffers stay within their limit.  A backward within the backward may reach
+                 more: so only where no function of the graph can run one
+    at stage 3   when the backward leaves its unit: a rank that waits for a reduction, for its memory, does not take part in
+                 the next gather, so every rank starts a unit's reduction before it waits for a gather that is two units
+                 further; and none starts it while other ranks have yet to come to the unit
+
+`ScriptReducer` serves pipelines of layers, `ModuleReducer` one module, whose backward the script itself may call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Protocol
+from weakref import ref
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import Node
+
+from megazero.comm.collectives import from_first
+from megazero.deepspeed.reach import Reach, may_run_backward
+from megazero.parallel_state import Axis
+from megazero.zero.gather import UnitGatherer
+from megazero.zero.gradients import BucketGradients, GradientReducer, LaunchOrder
+
+
+class _Graph:
+    """What the backward under way does not reach of a chunk's parameters.
+
+    Attributes:
+        unused: by part, the indices of shares.
+        visited: units of stage 3 that it has come to.
+    """
+
+    def __init__(self, unused: dict[BucketGradients, list[int]]) -> None:
+        self.unused, self.visited = unused, set[int]()
+
+
+class ScriptReducer(GradientReducer):
+    """Counts a parameter as zero once it is certain that the backward under way does not reach it.  Arguments as the base.
+
+    Attributes:
+        accumulates: while set, rounds add up in the buffers and nothing is sent.
+    """
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self.accumulates = False
+        self._leaves_out_by_unit = False
+        self._graphs: dict[tuple[int, int], _Graph] = {}  # by chunk, and autograd's number of the backward
+        self._reach: dict[int, Reach] = {}  # by chunk
+
+    def follow_units(self, gatherer: UnitGatherer) -> None:
+        super().follow_units(gatherer)
+        if self.shards > 1:  # else all ranks use the same parameters
+            gatherer.on_backward = self.close_unused
+            self._leaves_out_by_unit = True
+
+    @property
+    def shards(self) -> int:
+        """Ranks over which buckets are sharded."""
+        return self.buckets[0].policy.shard.size if self.buckets else 1
+
+    @property
+    def reduces_soon(self) -> bool:
+        return super().reduces_soon and not self.accumulates
+
+    def is_due(self, one: BucketGradients) -> bool:
+        return super().is_due(one) and not self.accumulates
+
+    def is_in_pass(self) -> bool:
+        """Whether the backward under way is one of this step's."""
+        return True
+
+    def reopen(self) -> None:
+        """Let one more round follow the last one, whose reductions may have been started."""
+        self.reductions.reopen()
+        for order in self.orders.values():
+            for one in order.buckets:
+                one.reopen()
+
+    def close_unused(self, chunk: int, unit: int) -> None:
+        """Count what the backward under way does not reach as zero, of the units that it has left."""
+        if (order := self.orders.get(chunk)) is None or not self.is_in_pass():
+            return
+        graph = self._graph(chunk)
+        for one, indices in graph.unused.items():
+            if one.bucket.layout.unit in graph.visited:
+                _skip(one, indices, order.passes)
+        graph.visited.add(unit)  # its own may come until the next unit's turn, of a backward within
+        self.reduce_due(order)
+
+    def leave_out(self, chunk: int, root: Node) -> None:
+        """At stage 2: count what the backward that begins at `root` now does not reach as zero."""
+        order = self.orders.get(chunk)
+        if order is None or not self.every_round or self._leaves_out_by_unit:
+            return
+        unused = self._graph(chunk).unused
+        if unused and not may_run_backward(root):
+            for one, indices in unused.items():
+                if not one.bucket.keeps_gradients:
+                    _skip(one, indices, order.passes)
+            self.reduce_due(order)
+
+    def _graph(self, chunk: int) -> _Graph:
+        key = chunk, torch._C._current_graph_task_id()  # a backward within has a graph of its own
+        if key not in self._graphs:
+            unused: dict[BucketGradients, list[int]] = {}
+            reach = self._reach.setdefault(chunk, Reach(self.parameters[chunk]))
+            for parameter in reach.missing():
+                for _, one, index in self.parts_of[id(parameter)]:
+                    unused.setdefault(one, []).append(index)
+            self._graphs[key] = _Graph(unused)
+        return self._graphs[key]
+
+    def close_pass(self, chunk: int) -> None:
+        self._graphs = {key: graph for key, graph in self._graphs.items() if key[0] != chunk}
+        super().close_pass(chunk)
+
+    @contextmanager
+    def accumulating(self) -> Iterator[None]:
+        """Micro-batches in here add up where they are, with no traffic; at stages 2 and 3 in whole buffers."""
+        self.accumulates = True
+        try:
+            yield
+        finally:
+            self.accumulates = False
+
+
+class Passes(Protocol):
+    """Whoever runs the backward passes of a module."""
+
+    def admits(self, gradient: Tensor) -> bool:
+        """Whether a parameter's gradient is this step's; those of another model's backward are dropped."""
+
+    def is_in_pass(self) -> bool:
+        """Whether the backward under way is one of this step's."""
+
+
+class ModuleReducer(ScriptReducer):
+    """A gradient comes once in a pass, and its pass ends before the next one begins.
+
+    Until the first step has ended, buckets are reduced in the reverse of the order in which parameters were registered; then
+    in the order in which the first rank's first pass has brought their gradients (`learn_order`).
+    """
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self._served: Callable[[], Passes | None] = lambda: None
+        # What the first pass has brought gradients to, the last one last; an order that is learned is no longer here.
+        self._came: dict[LaunchOrder, dict[BucketGradients, None]] = {order: {} for order in self.orders.values()}
+
+    def serve(self, passes: Passes) -> None:
+        """Take the gradients that it admits.  The parameters' hooks do not keep it alive."""
+        self._served = ref(passes)
+
+    def take(self, parameter: Tensor) -> None:
+        passes = self._served()
+        if passes is not None and parameter.grad is not None and passes.admits(parameter.grad):
+            super().take(parameter)
+        else:
+            parameter.grad = None
+
+    def is_in_pass(self) -> bool:
+        passes = self._served()
+        return passes is not None and passes.is_in_pass()
+
+    def count(self, order: LaunchOrder, one: BucketGradients, index: int) -> None:
+        one.count(index, order.passes + 1)
+        if order in self._came and order.passes == 0:
+            self._came[order].pop(one, None)
+            self._came[order][one] = None
+
+    def learn_order(self, axis: Axis) -> None:
+        """Between steps: reduce in the order of the last step's first pass on the first rank.  Once; a collective call."""
+        if not (learning := list(self._came)):
+            return
+        numbers = [{one: number for number, one in enumerate(order.buckets)} for order in learning]
+        mine = [[of[one] for one in self._came[order]] for order, of in zip(learning, numbers, strict=True)]
+        for order, came in zip(learning, from_first(mine, axis), strict=True):
+            if came:  # else the next step's
+                _follow(order, came)
+                del self._came[order]
+
+
+def _skip(one: BucketGradients, indices: Sequence[int], round_: int) -> None:
+    """Count parameters as zero in a round, those of which no gradient has come."""
+    for index in indices:
+        if one.counts[index] == round_:
+            one.count(index, round_ + 1)
+
+
+def _follow(order: LaunchOrder, came: Sequence[int]) -> None:
+    """Take the order in which these buckets, by their number, came somewhere; the others stay beside a neighbour."""
+    turn = {number: at for at, number in enumerate(came)}
+    turns, beside = [], turn[min(came)]
+    for number in range(len(order.buckets)):
+        beside = turn.get(number, beside)
+        turns.append((beside, number))
+    order.buckets = [order.buckets[number] for _, number in sorted(turns)]
