@@ -142,7 +142,7 @@ class ShardedModel:
         self.scale = 1.0 if self.scaler is None else self.scaler.scale
 
     def finish_gradients(self) -> None:
-        """Have the whole step's gradients, times `scale`, in the buckets; of those that gather them later this rank's shard."""
+        """Have the whole step's gradients, times `scale`, in the buckets; of late ones this rank's shard."""
         buckets = self.reducer.buckets
         self.reducer.finish()
         sum_partial_over_tp(buckets, self.state.tp)
