@@ -51,8 +51,8 @@ def test_model_state_is_that_of_table_1_of_zero_with_fp32_gradients(
 
 
 def test_our_gpt_keeps_the_papers_layer_less_the_scores_and_more_of_what_flash_needs() -> None:
-    """Korthikanti et al. 2022, table 2: 34 bytes a token and hidden unit: attention 11 (input 2, q k 4, v 2, output 2, mask 1),
-    MLP 19 (2, 8, 8, 1) and two norms 4.  Ours keeps the same but the scores; mean, 1 / std and log-sum-exp are few numbers."""
+    """Korthikanti et al. 2022, table 2: 34 bytes a token and hidden unit: attention 11 (input 2, q k 4, v 2, output 2, mask
+    1), MLP 19 (2, 8, 8, 1) and two norms 4.  Ours keeps the same but the scores; mean, 1 / std, log-sum-exp are few."""
     case = (
         "model.family=gpt2 model.hidden_size=256 model.num_heads=4 model.num_layers=1 model.vocab_size=256 "
         "model.seq_len=128 training.micro_batch_size=2 model.dropout=0.1 precision.dtype=bf16"
