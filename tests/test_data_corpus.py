@@ -78,7 +78,9 @@ def write_tokenizer(path: Path, *words: str) -> Path:
     import tokenizers
 
     vocabulary = {word: id_ for id_, word in enumerate([*words, "</s>"])}
-    tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, "a")).save(str(path))
+    inner = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, "a"))
+    inner.add_special_tokens(["</s>"])
+    inner.save(str(path))
     return path
 
 

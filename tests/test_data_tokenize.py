@@ -425,6 +425,7 @@ def test_shards_of_other_settings_are_not_taken(tmp_path, shard_bytes):
     for name, words in {"one": ["a", "b"], "two": ["b", "a"]}.items():
         inner = tokenizers.Tokenizer(tokenizers.models.WordLevel({w: i for i, w in enumerate([*words, "</s>"])}, "a"))
         inner.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
+        inner.add_special_tokens(["</s>"])
         inner.save(str(tmp_path / f"{name}.json"))
     inputs = [tmp_path / "a.txt", tmp_path / "b.txt"]
     with pytest.raises(ValueError, match=r"b\.txt"):

@@ -46,7 +46,7 @@ def test_a_tokenizer_file_encodes_whole_documents_without_padding(tmp_path):
 
 
 def test_the_vocabulary_reaches_to_the_largest_id_though_ids_have_holes(tmp_path):
-    assert load_tokenizer(write_tokenizer(tmp_path / "t.json", {"a": 0, "<eos>": 40})).vocab_size == 41
+    assert load_tokenizer(write_tokenizer(tmp_path / "t.json", {"a": 0, "<eos>": 40}, ["<eos>"])).vocab_size == 41
 
 
 def test_a_directory_stands_for_its_tokenizer_json(tmp_path):
@@ -54,18 +54,18 @@ def test_a_directory_stands_for_its_tokenizer_json(tmp_path):
     assert load_tokenizer(tmp_path).eod_id == 1
 
 
-def test_a_file_without_end_of_document_says_what_was_tried_and_takes_a_name(tmp_path):
-    path = write_tokenizer(tmp_path / "t.json", {"a": 0, "<stop>": 1})
-    with pytest.raises(ValueError, match=r"tried <\|endoftext\|>, .*</s>.*eod_token="):
+def test_a_file_without_end_of_document_says_what_it_has_and_takes_a_name(tmp_path):
+    path = write_tokenizer(tmp_path / "t.json", {"a": 0, "<stop>": 1, "</s>": 2}, ["<pad>"])
+    with pytest.raises(ValueError, match=r"nothing names \[\]; .*--eod-token .*special tokens \['<pad>'\]"):
         load_tokenizer(path)
-    with pytest.raises(ValueError, match="tried <halt>;"):
+    with pytest.raises(ValueError, match=r"eod_token names \['<halt>'\]"):
         load_tokenizer(path, "<halt>")
     assert load_tokenizer(path, "<stop>").eod_id == 1
 
 
 def test_the_fingerprint_changes_with_the_file_and_with_the_end_of_document(tmp_path):
-    one = write_tokenizer(tmp_path / "1.json", {"a": 0, "b": 1, "</s>": 2})
-    other = write_tokenizer(tmp_path / "2.json", {"b": 0, "a": 1, "</s>": 2})
+    one = write_tokenizer(tmp_path / "1.json", {"a": 0, "b": 1, "</s>": 2}, ["</s>"])
+    other = write_tokenizer(tmp_path / "2.json", {"b": 0, "a": 1, "</s>": 2}, ["</s>"])
     prints = [FileTokenizer(one), FileTokenizer(other), FileTokenizer(one, "b"), ByteTokenizer()]
     assert len({tokenizer.fingerprint for tokenizer in prints}) == 4
     assert FileTokenizer(one).fingerprint == FileTokenizer(one).fingerprint

@@ -35,7 +35,9 @@ def host_with(folder: Path, **sources: np.ndarray) -> Path:
 
 def write_tokenizer(path: Path, words: list[str]) -> None:
     vocabulary = {word: id_ for id_, word in enumerate([*words, "</s>"])}
-    tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, "a")).save(str(path))
+    inner = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, "a"))
+    inner.add_special_tokens(["</s>"])
+    inner.save(str(path))
 
 
 def _train_on_hosts(rank: int, hosts: list[Path], pp: int) -> str:

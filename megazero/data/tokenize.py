@@ -28,11 +28,11 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from megazero.data.documents import Piece, Problem, cut_into_pieces, documents_of, find_files
+from megazero.data.documents import Piece, Problem, cut_into_pieces, documents_of, find_files, kind_of
 from megazero.data.identity import identity_path
 from megazero.data.indexed import pair_paths
 from megazero.data.sealed import seal, unseal
-from megazero.data.tokenizer import load_tokenizer
+from megazero.data.tokenizer import FileTokenizer, load_tokenizer
 from megazero.data.writer import IndexedWriter, flush_to_disk, token_dtype
 
 _SHARDS: Final = 4096  # about so many, whose bytes are between these two powers of two
@@ -54,7 +54,7 @@ class TokenizeSummary(NamedTuple):
     tokens: int  # end-of-document ids included
     bytes: int  # of input
     seconds: float
-    notes: tuple[str, ...]  # what was left out, with numbers and names
+    notes: tuple[str, ...]  # what was decided and what was left out, with numbers and names
 
 
 @dataclass(frozen=True)
@@ -176,8 +176,13 @@ def tokenize_files(
         "files, directories or documents that cannot be read": len(unread) + bad,
         "names that start with a dot": hidden,
     }
-    notes = tuple(f"left out {count:,} {what}" for what, count in counts.items() if count)
-    return TokenizeSummary(documents, tokens, sum(shard.bytes for shard in shards), time.monotonic() - began, notes)
+    pieces = [piece for shard in shards for piece in shard.pieces]
+    by_content = {piece.path: 0 for piece in pieces if piece.kind != kind_of(piece.path)[0]}
+    named = [Problem(path, -1, "its first line is a JSON object") for path in by_content]
+    notes = [encoder.about] if isinstance(encoder, FileTokenizer) else []
+    notes += [f"read {len(named):,} files as JSON lines:{_listed(len(named), named)}"] if named else []
+    notes += [f"left out {count:,} {what}" for what, count in counts.items() if count]
+    return TokenizeSummary(documents, tokens, sum(p.bytes for p in pieces), time.monotonic() - began, tuple(notes))
 
 
 def _listed(count: int, named: Sequence[Problem]) -> str:
@@ -204,7 +209,7 @@ def make_shards(files: Sequence[Path], job: _Job) -> tuple[list[Shard], list[Pro
             room = limit
         groups[-1].append(piece)
         room -= piece.bytes
-    settings = (1, job.fingerprint, job.dtype, job.key)
+    settings = (2, job.fingerprint, job.dtype, job.key)
 
     def shard(group: list[Piece]) -> Shard:
         found = [(os.path.abspath(p.path), *states[p.path], *p[1:]) for p in group]
