@@ -28,7 +28,12 @@ _PACKAGE_OF: Final = {".parquet": "pyarrow", ".zst": "zstandard"}
 _CHUNK_BYTES: Final = 1 << 20
 _COUNTED_BYTES: Final = 1 << 28  # lines are counted so far into a file to name one
 _parsed: Final = partial(json.loads, parse_int=len)  # integers stand for any: Python reads no 4,301 digits
-_NO_TEXT: Final = "name a table .parquet, a packed file .gz or .zst; write texts of other files as JSON lines"
+_REFUSED: Final = {  # by how it begins
+    LFS_POINTER: LFS_HINT,
+    **dict.fromkeys((b"\xff\xfe", b"\xfe\xff"), "UTF-16 text; write it as UTF-8, with iconv -f UTF-16 -t UTF-8"),
+    b"WARC/": "a web archive; write its texts as JSON lines, with warcio or trafilatura",
+}
+_NO_TEXT: Final = "a table is named .parquet, a packed file .gz or .zst; unpack others, or write them as JSON lines"
 _NO_RECORDS: Final = (
     "neither a table that is read nor JSON lines: its first line is no JSON object; write a record on each line, with jq -c "
     "'.[]' or pandas.read_csv(...).to_json(..., orient='records', lines=True), or name it .txt if it is text of no records"
@@ -56,10 +61,8 @@ class Problem(NamedTuple):
         if self.position < 0:
             return f"{self.path}: {self.why}"
         kind, packed = kind_of(self.path)
-        if kind == ".parquet":
-            return f"{self.path}, row {self.position:,}: {self.why}"
-        if not packed and self.position > _COUNTED_BYTES:
-            return f"{self.path}, byte {self.position:,}: {self.why}"
+        if kind == ".parquet" or (not packed and self.position > _COUNTED_BYTES):
+            return f"{self.path}, {'row' if kind == '.parquet' else 'byte'} {self.position:,}: {self.why}"
         return f"{self.path}:{(self.position if packed else _lines_before(self.path, self.position)) + 1}: {self.why}"
 
 
@@ -85,19 +88,19 @@ def find_files(
     def note(error: OSError) -> None:
         problems.append(Problem(str(error.filename), -1, error.strerror or str(error)))
 
-    for entry in map(Path, inputs):
-        if not entry.exists():
-            raise FileNotFoundError(f"no file or directory {entry} to tokenize")
+    for name in map(str, inputs):
+        if not (entry := Path(name)).exists():
+            hint = "; files of a URL are not read, copy them to this machine" if "://" in name else ""
+            raise FileNotFoundError(f"no file or directory {name} to tokenize{hint}")
         found = [] if entry.is_dir() else [entry]
         for folder, names, inside in os.walk(entry, onerror=note) if entry.is_dir() else ():
             hidden += sum(name.startswith(".") for name in [*names, *inside])
-            names[:] = sorted(name for name in names if not name.startswith("."))
+            names[:] = sorted(name for name in names if not name.startswith(".") and not name.endswith(".tokenizing"))
             links = [Path(folder, name) for name in names if Path(folder, name).is_symlink()]
             why = "a link to a directory, which is not followed; name it as an input to read it"
             problems += [Problem(str(path), -1, why) for path in links]
             found += [Path(folder, name) for name in _without_pairs(inside) if not name.startswith(".")]
             names[:] = [name for name in names if os.path.abspath(Path(folder, name)) not in own]
-            names[:] = [name for name in names if not name.endswith(".tokenizing")]
         files += sorted(path for path in found if os.path.abspath(path) not in own)
     if not files and not problems:
         raise FileNotFoundError(f"no files to tokenize in {[os.fspath(entry) for entry in inputs]}")
@@ -128,10 +131,8 @@ def cut_into_pieces(files: Sequence[Path], piece_bytes: int) -> tuple[list[Piece
                 raise ValueError("neither a file nor a directory")
             with file.open("rb"):
                 pieces += _pieces_of(str(file), about.st_size, piece_bytes)
-        except OSError as error:
-            problems.append(Problem(str(file), -1, error.strerror or str(error)))
         except Exception as error:  # pyarrow's are of its own kinds
-            problems.append(Problem(str(file), -1, str(error)))
+            problems.append(Problem(str(file), -1, getattr(error, "strerror", None) or str(error)))
     return pieces, problems
 
 
@@ -161,10 +162,9 @@ def _held_by(path: str) -> str:
     """
     kind, packed = kind_of(path)
     start = _first_line(path, packed)
-    if (start or _first_line(path, "")).startswith(LFS_POINTER):
-        raise ValueError(f"it is {LFS_HINT}")
-    if start.startswith((b"\xff\xfe", b"\xfe\xff")):
-        raise ValueError("it is UTF-16; write it as UTF-8, with iconv -f UTF-16 -t UTF-8")
+    for magic, what in _REFUSED.items():
+        if (start or _first_line(path, "")).startswith(magic):
+            raise ValueError(f"it is {what}")
     if kind in (".jsonl", ".parquet"):
         return kind
     if start.startswith(b"{") and isinstance(_attempt(_parsed, start), dict):
@@ -214,7 +214,7 @@ def _rows(piece: Piece, key: str) -> Iterator[tuple[int, str | Exception]]:
 
     with ParquetFile(piece.path) as table:
         if (count := (names := table.schema_arrow.names).count(key)) != 1:
-            raise ValueError(f"{count or 'no'} column {key!r}, found {names}; name a single column with --jsonl-key")
+            raise ValueError(f"{count} columns are named {key!r}, found {names}; name a single column with --jsonl-key")
         row = sum(table.metadata.row_group(number).num_rows for number in range(piece.start))
         for batch in table.iter_batches(1024, list(range(piece.start, piece.stop)), [key], use_threads=False):
             for text in batch.column(0).to_pylist():

@@ -177,10 +177,9 @@ def tokenize_files(
         "names that start with a dot": hidden,
     }
     pieces = [piece for shard in shards for piece in shard.pieces]
-    by_content = {piece.path: 0 for piece in pieces if piece.kind != kind_of(piece.path)[0]}
-    named = [Problem(path, -1, "its first line is a JSON object") for path in by_content]
+    found = [*dict.fromkeys(piece.path for piece in pieces if piece.kind != kind_of(piece.path)[0])]
     notes = [encoder.about] if isinstance(encoder, FileTokenizer) else []
-    notes += [f"read {len(named):,} files as JSON lines:{_listed(len(named), named)}"] if named else []
+    notes += [f"read {len(found):,} files as JSON lines, by their first line: {found[:_NAMED]}"] if found else []
     notes += [f"left out {count:,} {what}" for what, count in counts.items() if count]
     return TokenizeSummary(documents, tokens, sum(p.bytes for p in pieces), time.monotonic() - began, tuple(notes))
 

@@ -7,6 +7,7 @@ A tokenizer is passed by its name: each process calls `load_tokenizer` for itsel
 """
 
 import json
+import os
 import re
 from functools import cached_property
 from pathlib import Path
@@ -82,9 +83,8 @@ class FileTokenizer:
     def __init__(
         self, path: str | Path, eod_token: str | None = None, written: str = "", files: dict[str, bytes] | None = None
     ) -> None:
-        paths = {TOKENIZER: Path(path)} | {
-            name: Path(path).with_name(name) for name in _BESIDE if Path(path).name == TOKENIZER
-        }
+        paths = {name: Path(path).with_name(name) for name in _BESIDE if Path(path).name == TOKENIZER}
+        paths[TOKENIZER] = Path(path)
         files = files or {name: file.read_bytes() for name, file in paths.items() if file.is_file()}
         self._inner, content = _tokenizer_in(files[TOKENIZER], path), files[TOKENIZER]
         special = {id_: token.content for id_, token in self._inner.get_added_tokens_decoder().items() if token.special}
@@ -98,7 +98,7 @@ class FileTokenizer:
         if len(found) != 1 or self._inner.token_to_id(found[0]) is None:
             raise ValueError(
                 f"{path} must have one token that ends documents, {chosen_by} names {found}; choose one with --eod-token "
-                f"(data.eod_token in a run file), such as one of its special tokens {[*special.values()]}"
+                f"(data.eod_token in a run file), such as one of its special tokens {[*special.values()][:20]}"
             )
         self.eod_token, self.eod_id = found[0], self._inner.token_to_id(found[0])
         self.about = f"documents end with {self.eod_token!r}, id {self.eod_id}, by {chosen_by}"
@@ -150,7 +150,7 @@ def _tokenizer_in(content: bytes, path: str | Path) -> Any:
         inner = tokenizers.Tokenizer.from_buffer(content)
     except Exception as error:  # the library raises bare Exception or ValueError
         forms = {b"v": LFS_HINT, b"\n": "a SentencePiece model", b"{": "JSON of another form (tekken, vocab.json)"}
-        what = f"{forms.get(content[:1], 'no JSON, as a tiktoken file')} ({error})"
+        what = f"{forms.get(content[:1], 'no JSON at all, as a tiktoken file')} ({error})"
         raise ValueError(f"{path} is not a tokenizer JSON file but {what}; {_NEXT_STEP.format('ORG/MODEL')}") from error
     inner.no_truncation()
     inner.no_padding()
@@ -175,10 +175,8 @@ def load_tokenizer(name: str | Path, eod_token: str | None = None, written: str 
         if eod_token is not None:
             raise ValueError(f'the "byte" tokenizer ends documents with id 256; leave out eod_token={eod_token!r}')
         return ByteTokenizer()
-    path = Path(name)
-    if path.is_dir():
-        path = path / TOKENIZER
-    if not path.is_file():
+    path = os.path.join(name, TOKENIZER) if os.path.isdir(name) else os.fspath(name)
+    if not os.path.isfile(path):
         meant = did_you_mean([f'"{one}"' for one in closest(str(name), ["byte"])], f"there is no file {path}")
         step = _NEXT_STEP.format(name if re.fullmatch(r"[\w.-]+(/[\w.-]+)?(?<!\.json)", str(name)) else "ORG/MODEL")
         raise FileNotFoundError(f'tokenizer {str(name)!r} is neither "byte" nor a tokenizer.json file: {meant}; {step}')

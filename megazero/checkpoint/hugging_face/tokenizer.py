@@ -85,10 +85,9 @@ def token_ids(folder: Folder, trainer: TrainerState, files: dict[str, bytes], vo
     An imported checkpoint has them in its config.json; `files` are those of the tokenizer.  A run that read data of its own
     ends a text as that data does.
     """
-    found: dict[str, Any] = {}
-    for text in (folder.read(HF_CONFIG) if folder.has(HF_CONFIG) else b"{}", files.get(GENERATION, b"{}")):
-        config = json.loads(text)
-        found = found or {key: config[key] for key in TOKEN_IDS if config.get(key) is not None}
+    texts = (folder.read(HF_CONFIG) if folder.has(HF_CONFIG) else b"{}", files.get(GENERATION, b"{}"))
+    named = [{key: its[key] for key in TOKEN_IDS if its.get(key) is not None} for its in map(json.loads, texts)]
+    found = named[0] or named[1]
     ends: int | None = None
     if TOKENIZER in files:
         with suppress(ValueError):
