@@ -91,11 +91,10 @@ def test_the_tokenizer_is_part_of_the_identity(tmp_path):
 
 def test_a_pair_goes_on_with_the_end_of_documents_that_it_was_written_with(tmp_path):
     path = write_tokenizer(tmp_path / "tokenizer.json", "a <stop> </s>")
-    written = load_tokenizer(path).fingerprint  # with </s>
+    pair = write_pair(tmp_path / "old", np.arange(400) % 3, tokenizer=load_tokenizer(path).fingerprint)  # with </s>
+    before = open_with([(pair, 1.0)], tmp_path, tokenizer=str(path)).fingerprint
     (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "<stop>"}')
-    assert load_tokenizer(path).eod_id == 1
-    pair = write_pair(tmp_path / "old", np.arange(400) % 3, tokenizer=written)
-    assert f"-{written}-" in open_with([(pair, 1.0)], tmp_path, tokenizer=str(path)).fingerprint
+    assert open_with([(pair, 1.0)], tmp_path, tokenizer=str(path)).fingerprint == before
 
 
 @pytest.mark.parametrize("length", [1000, 600_000])

@@ -41,14 +41,12 @@ def write_by_hand(prefix: Path, code: int = 8, letter: str = "H", sequences=DOCU
 
 
 def test_pointers_that_wrapped_at_2_31_are_read_from_the_lengths(tmp_path):
-    sizes = [2**30 - 5, 2**30, 3, 9]
-    whole = idx_bytes(8, 2, sizes, [0, 1, 2, 3, 4])
+    whole = idx_bytes(8, 2, sizes := [2**30 - 5, 2**30, 3, 9], [0, 1, 2, 3, 4])
     wrapped = np.frombuffer(whole, "<i8", 4, 34 + 16).astype("<i4").astype("<i8").tobytes()  # of int32 lengths
     (tmp_path / "w.idx").write_bytes(whole[:50] + wrapped + whole[82:])
     with (tmp_path / "w.bin").open("wb") as file:
         file.truncate(2 * sum(sizes))
-    dataset = IndexedDataset(tmp_path / "w")
-    dataset.check_layout()
+    (dataset := IndexedDataset(tmp_path / "w")).check_layout()
     assert dataset.borders.lengths(0, len(dataset.tokens)) == sizes
 
 

@@ -1,7 +1,5 @@
 """Files of tokenizers that know a handful of words."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import tokenizers
