@@ -34,10 +34,6 @@ _REFUSED: Final = {  # by how it begins
     b"WARC/": "a web archive; write its texts as JSON lines, with warcio or trafilatura",
 }
 _NO_TEXT: Final = "a table is named .parquet, a packed file .gz or .zst; unpack others, or write them as JSON lines"
-_NO_RECORDS: Final = (
-    "neither a table that is read nor JSON lines: its first line is no JSON object; write a record on each line, with jq -c "
-    "'.[]' or pandas.read_csv(...).to_json(..., orient='records', lines=True), or name it .txt if it is text of no records"
-)
 
 
 class Piece(NamedTuple):
@@ -90,8 +86,9 @@ def find_files(
 
     for name in map(str, inputs):
         if not (entry := Path(name)).exists():
-            hint = "; files of a URL are not read, copy them to this machine" if "://" in name else ""
-            raise FileNotFoundError(f"no file or directory {name} to tokenize{hint}")
+            raise FileNotFoundError(
+                f"no file or directory {name} to tokenize on this machine; copy it here or name another"
+            )
         found = [] if entry.is_dir() else [entry]
         for folder, names, inside in os.walk(entry, onerror=note) if entry.is_dir() else ():
             hidden += sum(name.startswith(".") for name in [*names, *inside])
@@ -170,7 +167,10 @@ def _held_by(path: str) -> str:
     if start.startswith(b"{") and isinstance(_attempt(_parsed, start), dict):
         return ".jsonl"
     if (start and kind in (".json", ".csv", ".tsv")) or re.match(rb'(\[\s*)?\{\s*"', start):
-        raise ValueError(_NO_RECORDS)
+        raise ValueError(
+            "neither a table that is read nor JSON lines: its first line is no JSON object. Write a record on each line (jq -c "
+            "'.[]', or pandas' to_json(orient='records', lines=True)); name it .txt if it is text and begins with no record"
+        )
     return kind
 
 

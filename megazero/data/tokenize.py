@@ -66,7 +66,7 @@ class _Job:
     eod_token: str | None
     fingerprint: str  # of the tokenizer
     dtype: str
-    key: str  # of a `.jsonl` or `.parquet`
+    key: str  # of JSON lines or a `.parquet`
 
     def path(self, shard: "Shard", suffix: str) -> Path:
         return self.folder / f"{shard.key}{suffix}"
@@ -110,7 +110,7 @@ def tokenize_files(
     go_on_without: Callable[[str], bool] = lambda _: False,
     on_progress: Callable[[int, int], None] | None = None,
 ) -> TokenizeSummary:
-    """Tokenize text, `.jsonl` and `.parquet` files, also in `.gz` and `.zst`, into `out_prefix`.bin and .idx.
+    """Tokenize text, JSON lines and `.parquet` files, also in `.gz` and `.zst`, into `out_prefix`.bin and .idx.
 
     What is done is kept in `out_prefix`.tokenizing until the pair is complete: after an error, or when the process was
     killed, the same call goes on with the shards that are missing or whose files have changed.
@@ -180,6 +180,8 @@ def tokenize_files(
     found = [*dict.fromkeys(piece.path for piece in pieces if piece.kind != kind_of(piece.path)[0])]
     notes = [encoder.about] if isinstance(encoder, FileTokenizer) else []
     notes += [f"read {len(found):,} files as JSON lines, by their first line: {found[:_NAMED]}"] if found else []
+    if jsonl_key != "text" and not {".jsonl", ".parquet"} & {piece.kind for piece in pieces}:
+        notes += [f"--jsonl-key {jsonl_key} chose nothing: no file holds JSON lines or a table"]
     notes += [f"left out {count:,} {what}" for what, count in counts.items() if count]
     return TokenizeSummary(documents, tokens, sum(p.bytes for p in pieces), time.monotonic() - began, tuple(notes))
 

@@ -75,7 +75,7 @@ class FileTokenizer:
     """A Hugging Face `tokenizers` JSON file; arguments as for `load_tokenizer`.
 
     The file's truncation and padding are switched off: a document keeps its length.  The name of a special token in a
-    document is text: a document that holds the name is never cut at it.
+    document is text, which other tokens spell, so that only the end of a document has the end-of-document token.
 
     Source: https://huggingface.co/docs/tokenizers
     """
@@ -121,7 +121,7 @@ class FileTokenizer:
         renamed = {json.dumps(name): json.dumps(f"{name}\0") for name in names}
         if merges := file["model"].get("merges"):
             file["model"]["merges"] = [pair for pair in merges if names.isdisjoint((*pair, "".join(pair)))]
-        text = re.sub(r'"(?:[^"\\]|\\.)*"', lambda found: renamed.get(found[0], found[0]), json.dumps(file))
+        text = re.sub(r'"[^"\\]*(?:\\.[^"\\]*)*"', lambda found: renamed.get(found[0], found[0]), json.dumps(file))
         return _tokenizer_in(text.encode(), "the renamed tokenizer")
 
     def decode(self, ids: ArrayLike) -> str:
@@ -163,13 +163,13 @@ def load_tokenizer(name: str | Path, eod_token: str | None = None, written: str 
 
     Args:
         name: "byte", a `tokenizer.json`, or a directory that holds one.
-        eod_token: the token that ends a document in a tokenizer file; None: that of the files
-            beside it, or the usual special token.
-        written: text with fingerprints of tokenized data: its token is taken.
+        eod_token: the token that ends a document in a tokenizer file.  None takes that of `written`, else what
+            the files beside a `tokenizer.json` name, else the only special token among `END_OF_DOCUMENT_TOKENS`.
+        written: text that holds the fingerprints of the tokenized data that the tokenizer has to fit.
 
     Raises:
         FileNotFoundError: neither "byte" nor a file that exists.
-        ValueError: not a tokenizer file, no end-of-document token in it, or `eod_token` was named for "byte".
+        ValueError: not a tokenizer file, no or several end-of-document tokens in it, or `eod_token` was named for "byte".
     """
     if str(name) == "byte":
         if eod_token is not None:
