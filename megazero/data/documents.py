@@ -70,7 +70,7 @@ def find_files(
     Args:
         inputs: files and directories; a directory stands for its files in sorted order, without names that start with a dot
             and without what `tokenize_files` has written: whole pairs with their identity, and folders of shards.
-        without: paths to pass over.
+        without: files to pass over.
 
     Raises:
         FileNotFoundError: an input does not exist, or there is no file at all.
@@ -86,9 +86,7 @@ def find_files(
 
     for name in map(str, inputs):
         if not (entry := Path(name)).exists():
-            raise FileNotFoundError(
-                f"no file or directory {name} to tokenize on this machine; copy it here or name another"
-            )
+            raise FileNotFoundError(f"no file or directory {name} to tokenize; copy it to this machine")
         found = [] if entry.is_dir() else [entry]
         for folder, names, inside in os.walk(entry, onerror=note) if entry.is_dir() else ():
             hidden += sum(name.startswith(".") for name in [*names, *inside])
@@ -97,7 +95,6 @@ def find_files(
             why = "a link to a directory, which is not followed; name it as an input to read it"
             problems += [Problem(str(path), -1, why) for path in links]
             found += [Path(folder, name) for name in _without_pairs(inside) if not name.startswith(".")]
-            names[:] = [name for name in names if os.path.abspath(Path(folder, name)) not in own]
         files += sorted(path for path in found if os.path.abspath(path) not in own)
     if not files and not problems:
         raise FileNotFoundError(f"no files to tokenize in {[os.fspath(entry) for entry in inputs]}")
@@ -168,8 +165,8 @@ def _held_by(path: str) -> str:
         return ".jsonl"
     if (start and kind in (".json", ".csv", ".tsv")) or re.match(rb'(\[\s*)?\{\s*"', start):
         raise ValueError(
-            "neither a table that is read nor JSON lines: its first line is no JSON object. Write a record on each line (jq -c "
-            "'.[]', or pandas' to_json(orient='records', lines=True)); name it .txt if it is text and begins with no record"
+            "neither a table that is read nor JSON lines: its first line is no JSON object. Write a record on each line, with "
+            "jq -c '.[]' or pandas' to_json(orient='records', lines=True); name it .txt if it is text and begins with none"
         )
     return kind
 
