@@ -165,8 +165,8 @@ def _held_by(path: str) -> str:
         return ".jsonl"
     if (start and kind in (".json", ".csv", ".tsv")) or re.match(rb'(\[\s*)?\{\s*"', start):
         raise ValueError(
-            "neither a table that is read nor JSON lines: its first line is no JSON object. Write a record on each line, with "
-            "jq -c '.[]' or pandas' to_json(orient='records', lines=True); name it .txt if it is text and begins with none"
+            "neither a table that is read nor JSON lines: its first line is no JSON object. Write a record a line, as jq -c "
+            "'.[]' and pandas' to_json(orient='records', lines=True) do; name it .txt if it is text and begins with none"
         )
     return kind
 

@@ -143,9 +143,10 @@ def tokenize_files(
     encoder = load_tokenizer(os.fspath(tokenizer), eod_token)
     dtype, folder = token_dtype(encoder.vocab_size), Path(f"{os.fspath(out_prefix)}.tokenizing")
     job = _Job(folder, os.fspath(tokenizer), eod_token, encoder.fingerprint, dtype.str, jsonl_key)
+    notes = [encoder.about] if isinstance(encoder, FileTokenizer) else []
 
     def ask(count: int, named: Sequence[Problem], what: str) -> None:
-        text = f"{count:,} {what} cannot be read:{_listed(count, named)}"
+        text = "\n".join([f"{count:,} {what} cannot be read:{_listed(count, named)}", *notes])
         if count and not go_on_without(text):
             raise ValueError(f"{text}\nmend them, or leave them out with --skip-bad; what is done is kept")
 
@@ -158,6 +159,9 @@ def tokenize_files(
         files, unread, hidden = find_files(inputs, {folder, *writer.paths})
         shards, uncut = make_shards(files, job)
         unread += uncut
+        pieces = [piece for shard in shards for piece in shard.pieces]
+        found = [*dict.fromkeys(piece.path for piece in pieces if piece.kind != kind_of(piece.path)[0])]
+        notes += [f"read {len(found):,} files as JSON lines, by their first line: {found[:_NAMED]}"] if found else []
         ask(len(unread), unread, "files or directories")
         done = _tokenize_shards(shards, job, workers, on_progress)
         bad = sum(one.unread for one in done)
@@ -176,10 +180,6 @@ def tokenize_files(
         "files, directories or documents that cannot be read": len(unread) + bad,
         "names that start with a dot": hidden,
     }
-    pieces = [piece for shard in shards for piece in shard.pieces]
-    found = [*dict.fromkeys(piece.path for piece in pieces if piece.kind != kind_of(piece.path)[0])]
-    notes = [encoder.about] if isinstance(encoder, FileTokenizer) else []
-    notes += [f"read {len(found):,} files as JSON lines, by their first line: {found[:_NAMED]}"] if found else []
     if jsonl_key != "text" and not {".jsonl", ".parquet"} & {piece.kind for piece in pieces}:
         notes += [f"--jsonl-key {jsonl_key} chose nothing: no file holds JSON lines or a table"]
     notes += [f"left out {count:,} {what}" for what, count in counts.items() if count]
