@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from tokenizer_files import write_tokenizer
 
 from megazero.data import load_tokenizer, open_corpus
 from megazero.data.stdlib import build_python_stdlib
@@ -74,16 +75,8 @@ def test_every_token_of_a_large_source_is_in_its_fingerprint(tmp_path):
         assert other.fingerprint != base
 
 
-def write_tokenizer(path: Path, *words: str) -> Path:
-    import tokenizers
-
-    vocabulary = {word: id_ for id_, word in enumerate([*words, "</s>"])}
-    tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, "a")).save(str(path))
-    return path
-
-
 def test_the_tokenizer_is_part_of_the_identity(tmp_path):
-    one, two = write_tokenizer(tmp_path / "1.json", "a", "b"), write_tokenizer(tmp_path / "2.json", "b", "a")
+    one, two = (write_tokenizer(tmp_path / f"{words[0]}.json", f"{words} </s>") for words in ("a b", "b a"))
     unknown = [(write_pair(tmp_path / "unknown", np.arange(400) % 3), 1.0)]
     choices = [{"tokenizer": str(one)}, {"tokenizer": str(two)}, {"tokenizer": str(one), "eod_token": "b"}, {}]
     assert len({open_with(unknown, tmp_path, **choice).fingerprint for choice in choices}) == 4
@@ -94,6 +87,14 @@ def test_the_tokenizer_is_part_of_the_identity(tmp_path):
             ValueError, match=r"mine was tokenized with a tokenizer of fingerprint .*name the tokenizer"
         ):
             open_with(mine, tmp_path, **choice)
+
+
+def test_a_pair_goes_on_with_the_end_of_documents_that_it_was_written_with(tmp_path):
+    path = write_tokenizer(tmp_path / "tokenizer.json", "a <stop> </s>")
+    pair = write_pair(tmp_path / "old", np.arange(400) % 3, tokenizer=load_tokenizer(path).fingerprint)  # with </s>
+    before = open_with([(pair, 1.0)], tmp_path, tokenizer=str(path)).fingerprint
+    (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "<stop>"}')
+    assert open_with([(pair, 1.0)], tmp_path, tokenizer=str(path)).fingerprint == before
 
 
 @pytest.mark.parametrize("length", [1000, 600_000])

@@ -40,6 +40,16 @@ def write_by_hand(prefix: Path, code: int = 8, letter: str = "H", sequences=DOCU
     Path(f"{prefix}.idx").write_bytes(idx_bytes(code, struct.calcsize(letter), sizes, documents))
 
 
+def test_pointers_that_wrapped_at_2_31_are_read_from_the_lengths(tmp_path):
+    whole = idx_bytes(8, 2, sizes := [2**30 - 5, 2**30, 3, 9], [0, 1, 2, 3, 4])
+    wrapped = np.frombuffer(whole, "<i8", 4, 34 + 16).astype("<i4").astype("<i8").tobytes()  # of int32 lengths
+    (tmp_path / "w.idx").write_bytes(whole[:50] + wrapped + whole[82:])
+    with (tmp_path / "w.bin").open("wb") as file:
+        file.truncate(2 * sum(sizes))
+    (dataset := IndexedDataset(tmp_path / "w")).check_layout()
+    assert dataset.borders.lengths(0, len(dataset.tokens)) == sizes
+
+
 @pytest.mark.parametrize(("code", "letter", "dtype"), [(8, "H", "uint16"), (4, "i", "int32"), (5, "q", "int64")])
 def test_a_pair_packed_by_hand_is_read(tmp_path, code, letter, dtype):
     write_by_hand(tmp_path / "hand", code, letter)

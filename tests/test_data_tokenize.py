@@ -12,6 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from tokenizer_files import write_tokenizer
 
 from megazero.data import IndexedDataset, tokenize
 from megazero.data.documents import cut_into_pieces, find_files
@@ -71,13 +72,6 @@ def test_every_document_is_written_once_in_order_and_ended(tmp_path):
         "left out 1 names that start with a dot",
     )
     assert sorted(os.listdir(tmp_path)) == ["lines.jsonl", "out.bin", "out.identity.json", "out.idx", "tree"]
-
-
-def test_a_last_line_without_newline_and_blank_lines_are_read(tmp_path):
-    path = tmp_path / "x.jsonl"
-    path.write_text('{"body": "a"}\n\n  \n{"body": "b"}')
-    tokenize_files([path], tmp_path / "out", "byte", jsonl_key="body")
-    assert texts_of(tmp_path / "out") == ["a", "b"]
 
 
 @pytest.mark.parametrize("piece_bytes", [1, 7, 16, 17, 18, 1000])
@@ -159,6 +153,53 @@ def test_every_format_gives_the_tokens_of_its_plain_text(tmp_path, shard_bytes, 
     tokenize_files([path], tmp_path / "out", "byte", workers=2)
     for suffix in (".bin", ".idx"):
         assert (tmp_path / f"out{suffix}").read_bytes() == (tmp_path / f"plain{suffix}").read_bytes()
+
+
+@pytest.mark.parametrize("kind", ["", ".gz", ".zst"])
+@pytest.mark.parametrize("name", ["x.json", "x.jsonl", "x.ndjson", "RC_2020-01", "x.csv", "x.txt"])
+def test_json_lines_are_read_as_such_under_any_name(tmp_path, shard_bytes, name, kind):
+    """Also with blank lines, a byte-order mark, integers that Python does not read, and no newline at the end."""
+    records = (b'{"n": %b, "body": "%d"}' % (b"9" * 5000, number) for number in range(5))
+    lines = b"\xef\xbb\xbf" + b"\n\n  \n".join(records)
+    path = tmp_path / f"{name}{kind}"
+    write_packed(path, lines) if kind else path.write_bytes(lines)
+    shard_bytes(9_000)
+    summary = tokenize_files([path], tmp_path / "out", "byte", jsonl_key="body")
+    assert texts_of(tmp_path / "out") == list("01234")
+    said = [f"read 1 files as JSON lines, by their first line: ['{path}']"]
+    assert [*summary.notes] == ([] if name.endswith(("jsonl", "ndjson")) else said)
+
+
+def test_a_byte_order_mark_is_no_text_and_a_long_window_is_unpacked(tmp_path):
+    content = b"\xef\xbb\xbftext"
+    block = (1 | len(content) << 3).to_bytes(3, "little")
+    frame = b"\x28\xb5\x2f\xfd\x00\xa8" + block  # of a window of 2^31 bytes: RFC 8878, section 3.1.1
+    for name, packed in {"a.txt": content, "b.txt.gz": gzip.compress(content), "c.zst": frame + content}.items():
+        (tmp_path / name).write_bytes(packed)
+    tokenize_files([tmp_path], tmp_path / "out", "byte")
+    assert texts_of(tmp_path / "out") == ["text"] * 3
+
+
+def test_of_two_columns_of_one_name_none_is_taken(tmp_path):
+    pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    parquet.write_table(pyarrow.table([["a"], ["b"]], names=["text", "text"]), tmp_path / "x.parquet")
+    with pytest.raises(ValueError, match="2 columns are named 'text'"):
+        tokenize_files([tmp_path / "x.parquet"], tmp_path / "out", "byte")
+
+
+def test_what_is_neither_text_nor_a_known_table_is_refused_with_what_to_do(tmp_path):
+    for names, content, why in (
+        ("x.csv x.tsv x.json", b"text\nhello\n", "neither a table that is read nor JSON lines"),
+        ("x.json x.txt x", b'[{"text": "a"}, {"text": "b"}]', "jq"),
+        ("x.json x.txt x", b'{"text": "cut\n{"text": "b"}\n', "jq"),
+        ("x.txt x.jsonl x.csv", '{"text": "a"}\n'.encode("utf-16"), "UTF-16 text; write it as UTF-8"),
+        ("x.txt x.jsonl x.parquet x.json.gz", b"version https://git-lfs.github.com/spec/v1\n", "git lfs pull"),
+        ("x.wet x", b"WARC/1.0\r\n", "a web archive"),
+    ):
+        for name in names.split():
+            (tmp_path / name).write_bytes(content)
+            with pytest.raises(ValueError, match=why):
+                tokenize_files([tmp_path / name], tmp_path / "out", "byte")
 
 
 @pytest.mark.parametrize(("name", "package"), [("x.parquet", "pyarrow"), ("x.jsonl.zst", "zstandard")])
@@ -420,12 +461,8 @@ def test_what_an_io_error_hid_is_read_at_the_next_start(tmp_path, monkeypatch):
 def test_shards_of_other_settings_are_not_taken(tmp_path, shard_bytes):
     (tmp_path / "a.txt").write_text("a b")
     (tmp_path / "b.txt").write_bytes(b"\xff")
-    import tokenizers
-
-    for name, words in {"one": ["a", "b"], "two": ["b", "a"]}.items():
-        inner = tokenizers.Tokenizer(tokenizers.models.WordLevel({w: i for i, w in enumerate([*words, "</s>"])}, "a"))
-        inner.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
-        inner.save(str(tmp_path / f"{name}.json"))
+    for name, words in {"one": "a b </s>", "two": "b a </s>"}.items():
+        write_tokenizer(tmp_path / f"{name}.json", words)
     inputs = [tmp_path / "a.txt", tmp_path / "b.txt"]
     with pytest.raises(ValueError, match=r"b\.txt"):
         tokenize_files(inputs, tmp_path / "out", tmp_path / "one.json")

@@ -399,13 +399,13 @@ def make_tokenizer(path: Path) -> Any:
 def test_the_tokenizer_travels_out_and_in(tmp_path: Path) -> None:
     from transformers import AutoTokenizer
 
-    tokenizer = make_tokenizer(tmp_path / "data" / "mine.json")
-    about = {"config": {"data": {"tokenizer": str(tmp_path / "data" / "mine.json")}}}
+    tokenizer = make_tokenizer(tmp_path / "data" / "tokenizer.json")
+    about = {"config": {"data": {"tokenizer": str(tmp_path / "data" / "tokenizer.json")}}}
     run = run_of(1, model=MODELS["tied"])
     saved(run, tmp_path / "step", steps=0, **about)
     shown = command("export", tmp_path / "step", tmp_path / "out")
     assert shown.exit_code == 0, shown.output
-    assert f"the tokenizer {tmp_path / 'data' / 'mine.json'}" in shown.output
+    assert f"the tokenizer {tmp_path / 'data' / 'tokenizer.json'}" in shown.output
     text = "the cat sat <|endoftext|>"
     loaded = AutoTokenizer.from_pretrained(tmp_path / "out")
     assert loaded(text)["input_ids"] == tokenizer.encode(text).ids
@@ -418,18 +418,20 @@ def test_the_tokenizer_travels_out_and_in(tmp_path: Path) -> None:
     export_model(tmp_path / "again", tmp_path / "once-more")
     files = {path.name: path.read_bytes() for path in (tmp_path / "out").iterdir()}
     assert {path.name: path.read_bytes() for path in (tmp_path / "once-more").iterdir()} == files
-    data = {"config": {"data": {"tokenizer": str(tmp_path / "data" / "mine.json"), "eod_token": "cat"}}}
-    read = FileTokenizer(tmp_path / "data" / "mine.json", "cat").fingerprint
+    data = {"config": {"data": {"tokenizer": str(tmp_path / "data" / "tokenizer.json"), "eod_token": "cat"}}}
+    read = FileTokenizer(tmp_path / "data" / "tokenizer.json", "cat").fingerprint
+    (tmp_path / "data" / "generation_config.json").write_text('{"eos_token_id": 4, "top_k": 2}')
     saved(run, tmp_path / "named", steps=0, data_fingerprint=fingerprint_of([], read, []), **data)
     assert "the tokenizer" in export_model(tmp_path / "named", tmp_path / "of-named").about
-    assert json.loads((tmp_path / "of-named" / HF_CONFIG).read_text())["eos_token_id"] == 3
-    text = (tmp_path / "data" / "mine.json").read_text()
-    (tmp_path / "data" / "mine.json").write_text(text.replace("sat", "mat"))  # after the run
+    for name in (HF_CONFIG, "generation_config.json"):
+        assert json.loads((tmp_path / "of-named" / name).read_text())["eos_token_id"] == 3
+    text = (tmp_path / "data" / "tokenizer.json").read_text()
+    (tmp_path / "data" / "tokenizer.json").write_text(text.replace("sat", "mat"))  # after the run
     shown = export_model(tmp_path / "named", tmp_path / "of-another")
     assert "no longer the file that the run read" in shown.about
     assert json.loads((tmp_path / "of-another" / HF_CONFIG).read_text())["eos_token_id"] is None
-    (tmp_path / "data" / "mine.json").unlink()
-    assert "mine.json of the run does not exist" in export_model(tmp_path / "step", tmp_path / "without").about
+    (tmp_path / "data" / "tokenizer.json").unlink()
+    assert "tokenizer.json of the run does not exist" in export_model(tmp_path / "step", tmp_path / "without").about
     saved(run, tmp_path / "bytes", steps=0)
     shown = command("export", tmp_path / "bytes", tmp_path / "of-bytes")
     assert "no tokenizer: the run read bytes" in shown.output

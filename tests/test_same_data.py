@@ -12,9 +12,9 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-import tokenizers
 from harness import run_world
 from quickstart import QUICKSTART, TINY
+from tokenizer_files import write_tokenizer
 
 from megazero.checkpoint.index import CheckpointError
 from megazero.config import load_config
@@ -31,11 +31,6 @@ def host_with(folder: Path, **sources: np.ndarray) -> Path:
         with IndexedWriter(folder / name, np.uint16) as writer:
             writer.add_document(ids)
     return folder
-
-
-def write_tokenizer(path: Path, words: list[str]) -> None:
-    vocabulary = {word: id_ for id_, word in enumerate([*words, "</s>"])}
-    tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, "a")).save(str(path))
 
 
 def _train_on_hosts(rank: int, hosts: list[Path], pp: int) -> str:
@@ -96,7 +91,7 @@ def _open(rank: int, hosts: list[Path], tokenizer: bool) -> str:
 @pytest.mark.parametrize("tokenizer", [True, False])
 def test_another_tokenizer_or_order_on_a_rank_is_named(tmp_path: Path, tokenizer: bool) -> None:
     hosts = [host_with(tmp_path / name, one=np.arange(9_999) % 3) for name in ("node-a", "node-b")]
-    for host, words in zip(hosts, (["a", "b"], ["b", "a"]), strict=True):
+    for host, words in zip(hosts, ("a b </s>", "b a </s>"), strict=True):
         write_tokenizer(host / "t.json", words)
     found = run_world(2, _open, hosts, tokenizer)
     assert found[0] == found[1]
@@ -136,7 +131,7 @@ def _train_with(rank: int, folder: Path, steps: int, tokenizer: str) -> str:
 
 def test_a_run_resumes_with_its_own_tokenizer_only(tmp_path: Path) -> None:
     host_with(tmp_path, one=np.arange(9_999) % 3)
-    for name, words in {"mine.json": ["a", "b"], "other.json": ["b", "a"]}.items():
+    for name, words in {"mine.json": "a b </s>", "other.json": "b a </s>"}.items():
         write_tokenizer(tmp_path / name, words)
     assert run_world(1, _train_with, tmp_path, 1, "mine.json") == ["trained"]
     (refused,) = run_world(1, _train_with, tmp_path, 2, "other.json")

@@ -18,15 +18,17 @@ app = typer.Typer(no_args_is_help=True, help="Prepare data.")
 @app.command()
 def tokenize(
     inputs: Annotated[
-        list[str], typer.Argument(help="Text, .jsonl or .parquet files, or directories of them; .gz, .zst.")
+        list[str], typer.Argument(help="Text, JSON lines or .parquet files, or directories of them; .gz, .zst.")
     ],
     out: Annotated[str, typer.Option(help="Prefix of the .bin and .idx files to write.")],
     tokenizer: Annotated[str, typer.Option(help="'byte', or a Hugging Face tokenizers file.")] = "byte",
     workers: Annotated[int, typer.Option(help="Processes; 0 uses every core.")] = 0,
     jsonl_key: Annotated[
-        str, typer.Option(help="Field of a .jsonl line, or .parquet column, that holds the text.")
+        str, typer.Option(help="Field of a line of JSON, or .parquet column, that holds the text.")
     ] = "text",
-    eod_token: Annotated[str | None, typer.Option(help="Token that ends a document, if it cannot be guessed.")] = None,
+    eod_token: Annotated[
+        str | None, typer.Option(help="Token that ends a document, if not the tokenizer's own.")
+    ] = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a pair that exists.")] = False,
     skip_bad: Annotated[
         bool, typer.Option("--skip-bad", help="Leave out what cannot be read, without asking.")

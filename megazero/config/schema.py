@@ -296,7 +296,7 @@ class DataConfig(Section):
     tokenizer: PathText = "byte"
     """Path of a tokenizers JSON file, or "byte": a token for each byte."""
     eod_token: Text | None = None
-    """Token of that file that ends a document. Unset: the usual ones are tried."""
+    """Token of that file that ends a document. Unset: that of the data, else the tokenizer's own (docs/data.md)."""
     validation_fraction: ShareBelowOne = 0.005
     """Share of the samples kept for evaluation and never trained on."""
     validation_sources: Annotated[tuple[Validated, ...], Field(strict=False)] = ()

@@ -13,11 +13,11 @@ from pathlib import Path
 from typing import Final
 
 from megazero.data.blend import Blend
-from megazero.data.identity import Identity, fingerprint_of, verified_identity
+from megazero.data.identity import Identity, fingerprint_of, identity_path, verified_identity
 from megazero.data.indexed import IndexedDataset
 from megazero.data.sampler import SampleStream, ValidationStream, Windows, split
 from megazero.data.stdlib import build_python_stdlib
-from megazero.data.tokenizer import load_tokenizer
+from megazero.data.tokenizer import Tokenizer, load_tokenizer
 
 PYTHON_STDLIB: Final = "python-stdlib"
 
@@ -64,7 +64,7 @@ def open_corpus(
     """
     if not sources:
         raise ValueError(f'no data sources; name "{PYTHON_STDLIB}" or the prefix of a .bin/.idx pair')
-    own = load_tokenizer(tokenizer, eod_token)
+    own = tokenizer_of([name for name, _ in sources], tokenizer, eod_token)
     if own.vocab_size > vocab_size:
         raise ValueError(
             f"tokenizer {tokenizer!r} has {own.vocab_size:,} ids and the model's vocab_size is {vocab_size:,}; "
@@ -95,6 +95,12 @@ def open_corpus(
     by_source = dict(zip((name for name, _ in sources), contents, strict=True))
     held_out = ValidationStream(validation) if validation else None
     return Corpus(SampleStream(training, weights, seed), held_out, fingerprint, by_source)
+
+
+def tokenizer_of(sources: Sequence[str], tokenizer: str, eod_token: str | None = None) -> Tokenizer:
+    """The tokenizer of a run: without `eod_token` it ends documents as its sources do, where they say so."""
+    stored = [path.read_text("utf-8", "replace") for path in map(identity_path, sources) if path.is_file()]
+    return load_tokenizer(tokenizer, eod_token, "".join(stored))
 
 
 def without_borders(samples: Sequence[Sequence[int]]) -> list[str]:

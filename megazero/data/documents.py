@@ -1,27 +1,39 @@
 """The documents of text files, one after another, whatever holds them.
 
-    name.jsonl              a document on each line, in one field       cut into pieces by bytes
+    name.jsonl, .ndjson     a document on each line, in one field       cut into pieces by bytes
     name.parquet            a document in each row, in one column       cut into pieces by row groups
-    any other name          one document, in UTF-8                      one piece
+    any other name          JSON lines if the first line is a JSON      by bytes
+                            object, else one document, in UTF-8         one piece
     name.jsonl.gz, .zst     the same, compressed                        one piece
 
-A line belongs to the piece in which it starts.  A document that cannot be read is an error of its own, so that the rest can
-be read.
+A file that begins as no text does is refused with what to do.  A line belongs to the piece in which it starts.  A document
+that cannot be read is an error of its own, so that the rest can be read.
 """
 
 import importlib.util
 import io
 import json
 import os
+import re
 import stat
 from collections.abc import Collection, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import IO, Any, Final, NamedTuple
 
+from megazero.data.sealed import LFS_HINT, LFS_POINTER
+
 _PACKAGE_OF: Final = {".parquet": "pyarrow", ".zst": "zstandard"}
 _CHUNK_BYTES: Final = 1 << 20
-_COUNTED_BYTES: Final = 1 << 30  # lines are counted so far into a file to name one
+_COUNTED_BYTES: Final = 1 << 28  # lines are counted so far into a file to name one
+_parsed: Final = partial(json.loads, parse_int=len)  # integers stand for any: Python reads no 4,301 digits
+_REFUSED: Final = {  # by how it begins
+    LFS_POINTER: LFS_HINT,
+    **dict.fromkeys((b"\xff\xfe", b"\xfe\xff"), "UTF-16 text; write it as UTF-8, with iconv -f UTF-16 -t UTF-8"),
+    b"WARC/": "a web archive; write its texts as JSON lines, with warcio or trafilatura",
+}
+_NO_TEXT: Final = "a table is named .parquet, a packed file .gz or .zst; unpack others, or write them as JSON lines"
 
 
 class Piece(NamedTuple):
@@ -31,6 +43,7 @@ class Piece(NamedTuple):
     start: int  # bytes of a `.jsonl`, row groups of a `.parquet`, 0 for others
     stop: int
     bytes: int  # that it takes in the file
+    kind: str  # what the file holds; that of its name, unless its content decides
 
 
 class Problem(NamedTuple):
@@ -43,11 +56,9 @@ class Problem(NamedTuple):
     def __str__(self) -> str:
         if self.position < 0:
             return f"{self.path}: {self.why}"
-        kind, packed = _kind_of(self.path)
-        if kind == ".parquet":
-            return f"{self.path}, row {self.position:,}: {self.why}"
-        if not packed and self.position > _COUNTED_BYTES:
-            return f"{self.path}, byte {self.position:,}: {self.why}"
+        kind, packed = kind_of(self.path)
+        if kind == ".parquet" or (not packed and self.position > _COUNTED_BYTES):
+            return f"{self.path}, {'row' if kind == '.parquet' else 'byte'} {self.position:,}: {self.why}"
         return f"{self.path}:{(self.position if packed else _lines_before(self.path, self.position)) + 1}: {self.why}"
 
 
@@ -59,7 +70,7 @@ def find_files(
     Args:
         inputs: files and directories; a directory stands for its files in sorted order, without names that start with a dot
             and without what `tokenize_files` has written: whole pairs with their identity, and folders of shards.
-        without: paths to pass over.
+        without: files to pass over.
 
     Raises:
         FileNotFoundError: an input does not exist, or there is no file at all.
@@ -73,24 +84,22 @@ def find_files(
     def note(error: OSError) -> None:
         problems.append(Problem(str(error.filename), -1, error.strerror or str(error)))
 
-    for entry in map(Path, inputs):
-        if not entry.exists():
-            raise FileNotFoundError(f"no file or directory {entry} to tokenize")
+    for name in map(str, inputs):
+        if not (entry := Path(name)).exists():
+            raise FileNotFoundError(f"no file or directory {name} to tokenize; copy it to this machine")
         found = [] if entry.is_dir() else [entry]
         for folder, names, inside in os.walk(entry, onerror=note) if entry.is_dir() else ():
             hidden += sum(name.startswith(".") for name in [*names, *inside])
-            names[:] = sorted(name for name in names if not name.startswith("."))
+            names[:] = sorted(name for name in names if not name.startswith(".") and not name.endswith(".tokenizing"))
             links = [Path(folder, name) for name in names if Path(folder, name).is_symlink()]
             why = "a link to a directory, which is not followed; name it as an input to read it"
             problems += [Problem(str(path), -1, why) for path in links]
             found += [Path(folder, name) for name in _without_pairs(inside) if not name.startswith(".")]
-            names[:] = [name for name in names if os.path.abspath(Path(folder, name)) not in own]
-            names[:] = [name for name in names if not name.endswith(".tokenizing")]
         files += sorted(path for path in found if os.path.abspath(path) not in own)
     if not files and not problems:
         raise FileNotFoundError(f"no files to tokenize in {[os.fspath(entry) for entry in inputs]}")
     for path in files:
-        for package in [_PACKAGE_OF[suffix] for suffix in _kind_of(str(path)) if suffix in _PACKAGE_OF]:
+        for package in [_PACKAGE_OF[suffix] for suffix in kind_of(str(path)) if suffix in _PACKAGE_OF]:
             if importlib.util.find_spec(package) is None:
                 raise ModuleNotFoundError(f"{path} needs the package {package}: pip install 'megazero[data]'")
     return files, problems, hidden
@@ -116,21 +125,19 @@ def cut_into_pieces(files: Sequence[Path], piece_bytes: int) -> tuple[list[Piece
                 raise ValueError("neither a file nor a directory")
             with file.open("rb"):
                 pieces += _pieces_of(str(file), about.st_size, piece_bytes)
-        except OSError as error:
-            problems.append(Problem(str(file), -1, error.strerror or str(error)))
         except Exception as error:  # pyarrow's are of its own kinds
-            problems.append(Problem(str(file), -1, str(error)))
+            problems.append(Problem(str(file), -1, getattr(error, "strerror", None) or str(error)))
     return pieces, problems
 
 
 def _pieces_of(path: str, size: int, piece_bytes: int) -> Iterator[Piece]:
-    kind, packed = _kind_of(path)
+    kind, packed = _held_by(path), kind_of(path)[1]
     if packed or kind not in (".jsonl", ".parquet"):
-        yield Piece(path, 0, 0, size)
+        yield Piece(path, 0, 0, size, kind)
     elif kind == ".jsonl":
         for start in range(0, size, piece_bytes):
             stop = min(start + piece_bytes, size)
-            yield Piece(path, start, stop, stop - start)
+            yield Piece(path, start, stop, stop - start, kind)
     else:
         from pyarrow.parquet import ParquetFile
 
@@ -139,7 +146,38 @@ def _pieces_of(path: str, size: int, piece_bytes: int) -> Iterator[Piece]:
         step = max(1, groups * piece_bytes // size)
         for start in range(0, groups, step):
             stop = min(start + step, groups)
-            yield Piece(path, start, stop, size * stop // groups - size * start // groups)
+            yield Piece(path, start, stop, size * stop // groups - size * start // groups, kind)
+
+
+def _held_by(path: str) -> str:
+    """What a file holds: ".jsonl" if its first line is a JSON object, else what its name says.
+
+    Raises: ValueError: neither text nor a table that can be read.
+    """
+    kind, packed = kind_of(path)
+    start = _first_line(path, packed)
+    for magic, what in _REFUSED.items():
+        if (start or _first_line(path, "")).startswith(magic):
+            raise ValueError(f"it is {what}")
+    if kind in (".jsonl", ".parquet"):
+        return kind
+    if start.startswith(b"{") and isinstance(_attempt(_parsed, start), dict):
+        return ".jsonl"
+    if (start and kind in (".json", ".csv", ".tsv")) or re.match(rb'(\[\s*)?\{\s*"', start):
+        raise ValueError(
+            "neither a table that is read nor JSON lines: its first line is no JSON object. Write a record a line, as jq -c "
+            "'.[]' and pandas' to_json(orient='records', lines=True) do; name it .txt if it is text and begins with none"
+        )
+    return kind
+
+
+def _first_line(path: str, packed: str) -> bytes:
+    """The first line that is not blank, or its first megabyte if it is no JSON; nothing where reading will be an error."""
+    with suppress(Exception), _opened(path, packed) as file:
+        while line := file.readline(_CHUNK_BYTES):
+            if start := line.removeprefix(b"\xef\xbb\xbf").lstrip():
+                return start if line.endswith(b"\n") or not start.startswith(b"{") else start + file.readline()
+    return b""
 
 
 def documents_of(piece: Piece, key: str) -> Iterator[tuple[int, str | Exception]]:
@@ -147,12 +185,12 @@ def documents_of(piece: Piece, key: str) -> Iterator[tuple[int, str | Exception]
 
     Raises: whatever reading the file raises; what follows in the piece is lost.
     """
-    kind, packed = _kind_of(piece.path)
-    if kind == ".parquet":
+    packed = kind_of(piece.path)[1]
+    if piece.kind == ".parquet":
         yield from _rows(piece, key)
         return
     with _opened(piece.path, packed) as file:
-        if kind != ".jsonl":
+        if piece.kind != ".jsonl":
             yield -1, _attempt(_text_of_file, file.read())
             return
         lines = enumerate(file) if packed else _lines_within(file, piece)
@@ -161,9 +199,9 @@ def documents_of(piece: Piece, key: str) -> Iterator[tuple[int, str | Exception]
                 yield position, _attempt(_text_of_line, line, key)
 
 
-def _attempt(read: Any, *arguments: Any) -> str | Exception:
+def _attempt(read: Any, *arguments: Any) -> Any:
     try:
-        return str(read(*arguments))
+        return read(*arguments)
     except Exception as error:  # also of JSON that is nested too deeply
         return error
 
@@ -172,8 +210,8 @@ def _rows(piece: Piece, key: str) -> Iterator[tuple[int, str | Exception]]:
     from pyarrow.parquet import ParquetFile
 
     with ParquetFile(piece.path) as table:
-        if key not in table.schema_arrow.names:
-            raise ValueError(f"no column {key!r}, found {table.schema_arrow.names}; name the column with --jsonl-key")
+        if (count := (names := table.schema_arrow.names).count(key)) != 1:
+            raise ValueError(f"{count} columns are named {key!r}, found {names}; name a single column with --jsonl-key")
         row = sum(table.metadata.row_group(number).num_rows for number in range(piece.start))
         for batch in table.iter_batches(1024, list(range(piece.start, piece.stop)), [key], use_threads=False):
             for text in batch.column(0).to_pylist():
@@ -181,10 +219,11 @@ def _rows(piece: Piece, key: str) -> Iterator[tuple[int, str | Exception]]:
                 row += 1
 
 
-def _kind_of(path: str) -> tuple[str, str]:
+def kind_of(path: str) -> tuple[str, str]:
     """(what the file holds, how it is packed), as its name says: (".jsonl", ".gz")."""
     name, last = os.path.splitext(path.lower())
-    return (os.path.splitext(name)[1], last) if last in (".gz", ".zst") else (last, "")
+    kind, packed = (os.path.splitext(name)[1], last) if last in (".gz", ".zst") else (last, "")
+    return ".jsonl" if kind in (".ndjson", ".jsonlines") else kind, packed
 
 
 @contextmanager
@@ -208,7 +247,7 @@ def _unpacked_zst(file: IO[bytes]) -> Iterator[bytes]:
     frame = None
     while chunk := file.read(_CHUNK_BYTES):
         while chunk:
-            frame = frame or zstandard.ZstdDecompressor().decompressobj()
+            frame = frame or zstandard.ZstdDecompressor(max_window_size=2**31).decompressobj()
             yield frame.decompress(chunk)
             chunk = frame.unused_data if frame.eof else b""
             frame = None if frame.eof else frame
@@ -246,25 +285,22 @@ def _lines_within(file: IO[bytes], piece: Piece) -> Iterator[tuple[int, bytes]]:
 
 
 def _lines_before(path: str, offset: int) -> int:
-    lines = 0
     with open(path, "rb") as file:
-        while offset and (chunk := file.read(min(offset, _CHUNK_BYTES))):
-            lines, offset = lines + chunk.count(b"\n"), offset - len(chunk)
-    return lines
+        return file.read(offset).count(b"\n")
 
 
 def _text_of_file(content: bytes) -> str:
     if b"\0" in content:
-        raise ValueError("not a text file: it has zero bytes")
+        raise ValueError(f"not a text file: it has zero bytes; {_NO_TEXT}")
     try:
-        return content.decode("utf-8")
+        return content.decode("utf-8-sig")  # without a byte-order mark
     except UnicodeDecodeError as error:
-        raise ValueError(f"not a UTF-8 text file: {error}") from None
+        raise ValueError(f"not a UTF-8 text file: {error}; {_NO_TEXT}") from None
 
 
 def _text_of_line(content: bytes, key: str) -> str:
     try:
-        record = json.loads(content)
+        record = _parsed(content)
     except ValueError as error:  # also covers bytes that are no UTF-8
         raise ValueError(f"not a line of JSON: {error}") from None
     if not isinstance(record, dict) or key not in record:

@@ -22,6 +22,8 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
+from megazero.data.sealed import LFS_HINT, LFS_POINTER
+
 MAGIC: Final = b"MMIDIDX\x00\x00"
 VERSION: Final = 1
 HEADER: Final = struct.Struct("<9sQBQQ")  # magic, version, dtype code, sequences, document indices: 34 bytes
@@ -102,6 +104,9 @@ class IndexedDataset:
                 rule = f"a token source is a pair {self.prefix}.bin and {self.prefix}.idx"
                 raise FileNotFoundError(f"no {path}: {rule}{hint}")
         with bin_path.open("rb") as bin_file, idx_path.open("rb") as idx_file:
+            for file in (bin_file, idx_file):
+                if file.peek(len(LFS_POINTER)).startswith(LFS_POINTER):
+                    raise ValueError(f"{file.name} is {LFS_HINT}")
             self.stats = (os.fstat(bin_file.fileno()), os.fstat(idx_file.fileno()))
             self._map(bin_file, idx_file)
 
@@ -111,6 +116,11 @@ class IndexedDataset:
         # Where the last sequence ends.
         expected = int(self._pointers[-1]) + int(self.sizes[-1]) * self.dtype.itemsize if len(self) else 0
         found = self.stats[0].st_size
+        if len(self) and found != expected:
+            # A tool that counts in int32 lets pointers wrap at 2^31; the lengths tell them, and hold for these alone.
+            ends = np.cumsum(self.sizes, dtype=np.int64) * self.dtype.itemsize
+            if ends[-1] == found and not np.any((ends[:-1] - self._pointers[1:]) % 2**32):
+                self._pointers, expected = np.concatenate([[0], ends[:-1]]), found
         if found != expected:
             fault = "truncated" if found < expected else "longer than its index says"
             raise ValueError(

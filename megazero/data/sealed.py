@@ -2,9 +2,12 @@
 the rest of it."""
 
 import json
-from typing import Any
+from typing import Any, Final
 
 import xxhash
+
+LFS_POINTER: Final = b"version https://git-lfs"  # how a file begins that git has not fetched
+LFS_HINT: Final = "a git-lfs pointer in place of the file; fetch it with git lfs pull"
 
 
 def seal(record: dict[str, Any]) -> dict[str, Any]:

@@ -28,11 +28,11 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from megazero.data.documents import Piece, Problem, cut_into_pieces, documents_of, find_files
+from megazero.data.documents import Piece, Problem, cut_into_pieces, documents_of, find_files, kind_of
 from megazero.data.identity import identity_path
 from megazero.data.indexed import pair_paths
 from megazero.data.sealed import seal, unseal
-from megazero.data.tokenizer import load_tokenizer
+from megazero.data.tokenizer import FileTokenizer, load_tokenizer
 from megazero.data.writer import IndexedWriter, flush_to_disk, token_dtype
 
 _SHARDS: Final = 4096  # about so many, whose bytes are between these two powers of two
@@ -54,7 +54,7 @@ class TokenizeSummary(NamedTuple):
     tokens: int  # end-of-document ids included
     bytes: int  # of input
     seconds: float
-    notes: tuple[str, ...]  # what was left out, with numbers and names
+    notes: tuple[str, ...]  # what was decided and what was left out, with numbers and names
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ class _Job:
     eod_token: str | None
     fingerprint: str  # of the tokenizer
     dtype: str
-    key: str  # of a `.jsonl` or `.parquet`
+    key: str  # of JSON lines or a `.parquet`
 
     def path(self, shard: "Shard", suffix: str) -> Path:
         return self.folder / f"{shard.key}{suffix}"
@@ -110,7 +110,7 @@ def tokenize_files(
     go_on_without: Callable[[str], bool] = lambda _: False,
     on_progress: Callable[[int, int], None] | None = None,
 ) -> TokenizeSummary:
-    """Tokenize text, `.jsonl` and `.parquet` files, also in `.gz` and `.zst`, into `out_prefix`.bin and .idx.
+    """Tokenize text, JSON lines and `.parquet` files, also in `.gz` and `.zst`, into `out_prefix`.bin and .idx.
 
     What is done is kept in `out_prefix`.tokenizing until the pair is complete: after an error, or when the process was
     killed, the same call goes on with the shards that are missing or whose files have changed.
@@ -143,9 +143,10 @@ def tokenize_files(
     encoder = load_tokenizer(os.fspath(tokenizer), eod_token)
     dtype, folder = token_dtype(encoder.vocab_size), Path(f"{os.fspath(out_prefix)}.tokenizing")
     job = _Job(folder, os.fspath(tokenizer), eod_token, encoder.fingerprint, dtype.str, jsonl_key)
+    notes = [encoder.about] if isinstance(encoder, FileTokenizer) else []
 
     def ask(count: int, named: Sequence[Problem], what: str) -> None:
-        text = f"{count:,} {what} cannot be read:{_listed(count, named)}"
+        text = "\n".join([f"{count:,} {what} cannot be read:{_listed(count, named)}", *notes])
         if count and not go_on_without(text):
             raise ValueError(f"{text}\nmend them, or leave them out with --skip-bad; what is done is kept")
 
@@ -158,6 +159,9 @@ def tokenize_files(
         files, unread, hidden = find_files(inputs, {folder, *writer.paths})
         shards, uncut = make_shards(files, job)
         unread += uncut
+        pieces = [piece for shard in shards for piece in shard.pieces]
+        found = [*dict.fromkeys(piece.path for piece in pieces if piece.kind != kind_of(piece.path)[0])]
+        notes += [f"read {len(found):,} files as JSON lines, by their first line: {found[:_NAMED]}"] if found else []
         ask(len(unread), unread, "files or directories")
         done = _tokenize_shards(shards, job, workers, on_progress)
         bad = sum(one.unread for one in done)
@@ -176,8 +180,10 @@ def tokenize_files(
         "files, directories or documents that cannot be read": len(unread) + bad,
         "names that start with a dot": hidden,
     }
-    notes = tuple(f"left out {count:,} {what}" for what, count in counts.items() if count)
-    return TokenizeSummary(documents, tokens, sum(shard.bytes for shard in shards), time.monotonic() - began, notes)
+    if jsonl_key != "text" and not {".jsonl", ".parquet"} & {piece.kind for piece in pieces}:
+        notes += [f"--jsonl-key {jsonl_key} chose nothing: no file holds JSON lines or a table"]
+    notes += [f"left out {count:,} {what}" for what, count in counts.items() if count]
+    return TokenizeSummary(documents, tokens, sum(p.bytes for p in pieces), time.monotonic() - began, tuple(notes))
 
 
 def _listed(count: int, named: Sequence[Problem]) -> str:
@@ -204,7 +210,7 @@ def make_shards(files: Sequence[Path], job: _Job) -> tuple[list[Shard], list[Pro
             room = limit
         groups[-1].append(piece)
         room -= piece.bytes
-    settings = (1, job.fingerprint, job.dtype, job.key)
+    settings = (2, job.fingerprint, job.dtype, job.key)
 
     def shard(group: list[Piece]) -> Shard:
         found = [(os.path.abspath(p.path), *states[p.path], *p[1:]) for p in group]

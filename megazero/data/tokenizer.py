@@ -6,25 +6,29 @@
 A tokenizer is passed by its name: each process calls `load_tokenizer` for itself.
 """
 
+import json
+import os
+import re
+from functools import cached_property
 from pathlib import Path
-from typing import Final, Protocol
+from typing import Any, Final, Protocol
 
 import numpy as np
 import xxhash
 from numpy.typing import ArrayLike, NDArray
 
+from megazero.data.sealed import LFS_HINT, parse_json
 from megazero.registry import closest, did_you_mean
 
-END_OF_DOCUMENT_TOKENS: Final = (
-    "<|endoftext|>",
-    "<|end_of_text|>",
-    "</s>",
-    "<eos>",
-    "<|eos|>",
-    "[EOS]",
-    "<EOS>",
-    "<eod>",
-    "<｜end▁of▁sentence｜>",
+END_OF_DOCUMENT_TOKENS: Final = tuple(
+    "<|endoftext|> <|end_of_text|> </s> <eos> <|eos|> [EOS] <EOS> <eod> <｜end▁of▁sentence｜>".split()  # noqa: SIM905
+)
+TOKENIZER: Final = "tokenizer.json"
+# What may name the end of a text beside it, in the order in which it is asked.
+_BESIDE: Final = [f"{name}.json" for name in ("tokenizer_config", "special_tokens_map", "generation_config", "config")]
+_NEXT_STEP: Final = (
+    "fetch a published one, hf download {} tokenizer.json tokenizer_config.json --local-dir FOLDER, or let transformers "
+    "write one from others, AutoTokenizer.from_pretrained(FOLDER).save_pretrained(NEW)"
 )
 
 
@@ -44,7 +48,7 @@ class Tokenizer(Protocol):
         """A file name for the meaning of the ids: data of one tokenizer is never taken for that of another."""
 
     def encode(self, text: str) -> NDArray[np.int32]:
-        """The ids of `text`, int32 [length], with no special token added at either end."""
+        """The ids of `text`, int32 [length], with no special token, also where the text holds the name of one."""
 
     def decode(self, ids: ArrayLike) -> str:
         """The text of integer ids [length]; special tokens are left out."""
@@ -70,36 +74,55 @@ class ByteTokenizer:
 class FileTokenizer:
     """A Hugging Face `tokenizers` JSON file; arguments as for `load_tokenizer`.
 
-    The file's truncation and padding are switched off: a document keeps its length.  As in that library, the text of a
-    special token inside a document becomes the special token.
+    The file's truncation and padding are switched off: a document keeps its length.  The name of a special token in a
+    document is text, which other tokens spell, so that only the end of a document has the end-of-document token.
 
     Source: https://huggingface.co/docs/tokenizers
     """
 
-    def __init__(self, path: str | Path, eod_token: str | None = None) -> None:
-        import tokenizers  # slow to import, and byte runs do not need it
-
-        content = Path(path).read_bytes()
-        try:
-            self._inner = tokenizers.Tokenizer.from_buffer(content)
-        except Exception as error:  # the library raises bare Exception or ValueError
-            raise ValueError(f"{path} is not a tokenizer JSON file: {error}") from error
-        self._inner.no_truncation()
-        self._inner.no_padding()
-        tried = END_OF_DOCUMENT_TOKENS if eod_token is None else (eod_token,)
-        found = [(token, id_) for token in tried if (id_ := self._inner.token_to_id(token)) is not None]
-        if not found:
+    def __init__(
+        self, path: str | Path, eod_token: str | None = None, written: str = "", files: dict[str, bytes] | None = None
+    ) -> None:
+        paths = {name: Path(path).with_name(name) for name in _BESIDE if Path(path).name == TOKENIZER}
+        paths[TOKENIZER] = Path(path)
+        files = files or {name: file.read_bytes() for name, file in paths.items() if file.is_file()}
+        self._inner, content = _tokenizer_in(files[TOKENIZER], path), files[TOKENIZER]
+        special = {id_: token.content for id_, token in self._inner.get_added_tokens_decoder().items() if token.special}
+        usual = [token for token in END_OF_DOCUMENT_TOKENS if self._inner.token_to_id(token) is not None]
+        known = (t for t in [*usual, *special.values()][:64] if written and fingerprint_of(content, t) in written)
+        choices = {"eod_token": [eod_token], "the tokenized data": [next(known, None)]}
+        choices |= {name: _ends_in(name, files.get(name, b"{}"), special) for name in _BESIDE}
+        choices["its usual name"] = [token for token in usual if token in special.values()]
+        named = ((by, [t for t in tokens if t and (len(tokens) == 1 or t in usual)]) for by, tokens in choices.items())
+        chosen_by, found = next((choice for choice in named if choice[1]), ("nothing", []))
+        if len(found) != 1 or self._inner.token_to_id(found[0]) is None:
             raise ValueError(
-                f"{path} has no end-of-document token: tried {', '.join(tried)}; "
-                'name the one it has with eod_token="..."'
+                f"{path} must have one token that ends documents, {chosen_by} names {found}; choose one with --eod-token "
+                f"(data.eod_token in a run file), such as one of its special tokens {[*special.values()][:20]}"
             )
-        name, self.eod_id = found[0]
+        self.eod_token, self.eod_id = found[0], self._inner.token_to_id(found[0])
+        self.about = f"documents end with {self.eod_token!r}, id {self.eod_id}, by {chosen_by}"
         # Not the library's count: ids may have gaps, and the embedding needs a row for the largest.
         self.vocab_size = max(self._inner.get_vocab(with_added_tokens=True).values()) + 1
-        self.fingerprint = fingerprint_of(content, name)
+        self.fingerprint = fingerprint_of(content, self.eod_token)
+        # A single character has no other spelling.
+        self._names = {id_: name for id_, name in (special | {self.eod_id: self.eod_token}).items() if name[1:]}
 
     def encode(self, text: str) -> NDArray[np.int32]:
-        return np.array(self._inner.encode(text, add_special_tokens=False).ids, np.int32)
+        ids = self._inner.encode(text, add_special_tokens=False).ids
+        if not self._names.keys().isdisjoint(ids):  # a vocabulary may hold the names as words, too
+            ids = self._without_names.encode(text, add_special_tokens=False).ids
+        return np.array(ids, np.int32)
+
+    @cached_property
+    def _without_names(self) -> Any:
+        """The tokenizer with special tokens under names that no text has."""
+        names, file = {*self._names.values()}, json.loads(self._inner.to_str())
+        renamed = {json.dumps(name): json.dumps(f"{name}\0") for name in names}
+        if merges := file["model"].get("merges"):
+            file["model"]["merges"] = [pair for pair in merges if names.isdisjoint((*pair, "".join(pair)))]
+        text = re.sub(r'"[^"\\]*(?:\\.[^"\\]*)*"', lambda found: renamed.get(found[0], found[0]), json.dumps(file))
+        return _tokenizer_in(text.encode(), "the renamed tokenizer")
 
     def decode(self, ids: ArrayLike) -> str:
         return str(self._inner.decode(np.asarray(ids).tolist(), skip_special_tokens=True))
@@ -110,25 +133,51 @@ def fingerprint_of(content: bytes, eod_token: str) -> str:
     return xxhash.xxh3_64_hexdigest(content + b"\0" + eod_token.encode())
 
 
-def load_tokenizer(name: str | Path, eod_token: str | None = None) -> Tokenizer:
+def _ends_in(name: str, content: bytes, special: dict[Any, str]) -> list[str | None]:
+    """The tokens that end a text by a file beside a tokenizer's, None for an id that is no special token's."""
+    try:
+        value = (found := parse_json(content)).get("eos_token", found.get("eos_token_id"))
+    except (ValueError, AttributeError) as error:
+        raise ValueError(f"the {name} beside a tokenizer is no JSON object ({error}); mend or remove it") from None
+    values = value if isinstance(value, list) else [value.get("content") if isinstance(value, dict) else value]
+    return [token if isinstance(token, str) else special.get(token) for token in values]
+
+
+def _tokenizer_in(content: bytes, path: str | Path) -> Any:
+    import tokenizers  # slow to import, and byte runs do not need it
+
+    try:
+        inner = tokenizers.Tokenizer.from_buffer(content)
+    except Exception as error:  # the library raises bare Exception or ValueError
+        forms = {b"v": LFS_HINT, b"\n": "a SentencePiece model", b"{": "JSON of another form (tekken, vocab.json)"}
+        what = f"{forms.get(content[:1], 'no JSON at all, as a tiktoken file')} ({error})"
+        raise ValueError(f"{path} is not a tokenizer JSON file but {what}; {_NEXT_STEP.format('ORG/MODEL')}") from error
+    inner.no_truncation()
+    inner.no_padding()
+    inner.encode_special_tokens = True
+    return inner
+
+
+def load_tokenizer(name: str | Path, eod_token: str | None = None, written: str = "") -> Tokenizer:
     """The tokenizer of a name.
 
     Args:
         name: "byte", a `tokenizer.json`, or a directory that holds one.
-        eod_token: the token that ends a document in a tokenizer file; None looks for `END_OF_DOCUMENT_TOKENS`.
+        eod_token: the token that ends a document in a tokenizer file.  None takes that of `written`, else what
+            the files beside a `tokenizer.json` name, else the only special token among `END_OF_DOCUMENT_TOKENS`.
+        written: text that holds the fingerprints of the tokenized data that the tokenizer has to fit.
 
     Raises:
         FileNotFoundError: neither "byte" nor a file that exists.
-        ValueError: not a tokenizer file, no end-of-document token in it, or `eod_token` was named for "byte".
+        ValueError: not a tokenizer file, no or several end-of-document tokens in it, or `eod_token` was named for "byte".
     """
     if str(name) == "byte":
         if eod_token is not None:
             raise ValueError(f'the "byte" tokenizer ends documents with id 256; leave out eod_token={eod_token!r}')
         return ByteTokenizer()
-    path = Path(name)
-    if path.is_dir():
-        path = path / "tokenizer.json"
-    if not path.is_file():
+    path = os.path.join(name, TOKENIZER) if os.path.isdir(name) else os.fspath(name)
+    if not os.path.isfile(path):
         meant = did_you_mean([f'"{one}"' for one in closest(str(name), ["byte"])], f"there is no file {path}")
-        raise FileNotFoundError(f'tokenizer {str(name)!r} is neither "byte" nor a tokenizer.json file: {meant}')
-    return FileTokenizer(path, eod_token)
+        step = _NEXT_STEP.format(name if re.fullmatch(r"[\w.-]+(/[\w.-]+)?(?<!\.json)", str(name)) else "ORG/MODEL")
+        raise FileNotFoundError(f'tokenizer {str(name)!r} is neither "byte" nor a tokenizer.json file: {meant}; {step}')
+    return FileTokenizer(path, eod_token, written)

@@ -21,8 +21,8 @@ from megazero.config import ConfigError, ResolvedRun, RunConfig
 from megazero.config.corpus import open_sources
 from megazero.config.derive import batch_sizes
 from megazero.config.rules import SCHEDULE_FILE, Rule
-from megazero.data import Corpus, load_tokenizer
-from megazero.data.corpus import PYTHON_STDLIB, repeats
+from megazero.data import Corpus
+from megazero.data.corpus import PYTHON_STDLIB, repeats, tokenizer_of
 from megazero.data.indexed import pair_paths
 from megazero.engine.outline import elements_in, schedule_of, stages_of
 from megazero.engine.phases import Phase, trained_steps, unfinished_schedule
@@ -49,7 +49,7 @@ def _tokenizer_problems(config: RunConfig, _: int) -> Iterator[Problem]:
     if name in not_here(config):
         return
     try:
-        ids = load_tokenizer(name).vocab_size
+        ids = tokenizer_of([source.path for source in config.data.sources], name, config.data.eod_token).vocab_size
     except (ValueError, OSError) as error:
         yield Problem("data.tokenizer", name, "must be a tokenizer", str(error))
         return
@@ -258,9 +258,9 @@ def _data(run: ResolvedRun, corpus: Corpus | None) -> Iterator[str]:
     if corpus is None:
         yield f"not on this machine, not checked: {', '.join(not_here(config))}"
         return
-    ids = load_tokenizer(config.data.tokenizer).vocab_size
     held_out = f", {len(corpus.validation):,} for evaluation" if corpus.validation else ""
     names = [source.path for source in config.data.sources]
+    ids = tokenizer_of(names, config.data.tokenizer, config.data.eod_token).vocab_size
     yield f"{', '.join(names)}: {corpus.train.num_windows:,} samples to train on{held_out}"
     yield f"tokenizer {config.data.tokenizer}: {ids:,} ids, of {config.model.vocab_size:,} rows"
     for source in config.data.validation_sources:

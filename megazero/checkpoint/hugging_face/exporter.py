@@ -11,6 +11,7 @@ One tensor is read, converted and written at a time.
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
 from functools import reduce
 
@@ -88,7 +89,7 @@ def _export(folder: Folder, out: Location, dtype: str | None, max_shard_bytes: i
         written = write_shards(target, tensors, read, max_shard_bytes, single=_SINGLE)
         files, about = tokenizer_of(folder, trainer)
         ids = token_ids(folder, trainer, files, model.vocab_size)
-        files = ({GENERATION: to_json(ids)} if ids else {}) | files
+        files |= {GENERATION: to_json(json.loads(files.get(GENERATION, b"{}")) | ids)} if ids else {}
         if set(written.records) != {_SINGLE}:
             files[index_name(MODEL)] = written.index
         files[HF_CONFIG] = to_json(format_of(model.family).config(model, DTYPE_NAMES[wanted]) | ids)
