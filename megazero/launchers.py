@@ -7,6 +7,7 @@ Sources: srun(1), "output environment variables"; Open MPI, "environment variabl
 flux-environment(7); the manuals of MVAPICH, MPICH's Hydra, Cray PALS, jsrun and Horovod.  Kubeflow sets torchrun's PET_*.
 """
 
+import os
 import re
 from collections.abc import Mapping
 
@@ -44,6 +45,22 @@ def start_problem(environment: Mapping[str, str]) -> str | None:
         return None
     advice = f"start with torchrun, or set in every rank what it sets: {_ALL}; alone, unset RANK"
     return f"RANK={rank}, but {' and '.join(found)}; {advice}"
+
+
+def joined_world() -> tuple[int, int]:
+    """How many ranks torch.distributed has joined, and this one; (1, 0) alone.
+
+    Raises: ValueError: a launcher has started several processes that have not joined.
+    """
+    import torch.distributed as dist
+
+    if dist.is_initialized():
+        return dist.get_world_size(), dist.get_rank()
+    apart = f"{os.environ.get('WORLD_SIZE', '1')} ranks were started but torch.distributed does not know of them; call "
+    apart += 'torch.distributed.init_process_group("cpu:gloo,cuda:nccl") first, or "gloo" without CUDA'
+    if problem := start_problem(os.environ) or (None if apart.startswith("1 ") else apart):
+        raise ValueError(problem)
+    return 1, 0
 
 
 def _task_without_rank(environment: Mapping[str, str]) -> str | None:

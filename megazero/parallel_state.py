@@ -36,7 +36,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megazero.launchers import start_problem
+from megazero.launchers import joined_world
 
 AXES = ("tp", "cp", "dp", "pp")
 TIMEOUT = timedelta(minutes=30)  # for scripts that start their ranks themselves
@@ -598,20 +598,6 @@ def parallel_state_of(
     if groups is None or not groups.is_reusable:
         groups = _MADE[key] = Groups()
     return make(groups=groups)
-
-
-def joined_world() -> tuple[int, int]:
-    """How many ranks torch.distributed has joined, and this one; (1, 0) alone.
-
-    Raises: ValueError: a launcher has started several processes that have not joined.
-    """
-    if dist.is_initialized():
-        return dist.get_world_size(), dist.get_rank()
-    apart = f"{os.environ.get('WORLD_SIZE', '1')} ranks were started but torch.distributed does not know of them; call "
-    apart += 'torch.distributed.init_process_group("cpu:gloo,cuda:nccl") first, or "gloo" without CUDA'
-    if problem := start_problem(os.environ) or (None if apart.startswith("1 ") else apart):
-        raise ValueError(problem)
-    return 1, 0
 
 
 def local_device() -> torch.device:

@@ -35,7 +35,8 @@ from megazero.deepspeed.layer_specs import (
 )
 from megazero.deepspeed.recompute import checkpoint
 from megazero.deepspeed.topology import PipelineParallelGrid, ProcessTopology
-from megazero.parallel_state import ParallelState, RankGrid, joined_world, parallel_state_of
+from megazero.launchers import joined_world
+from megazero.parallel_state import ParallelState, RankGrid, parallel_state_of
 from megazero.schedules.action import Schedule
 from megazero.schedules.kind import GivenSchedule
 from megazero.schedules.registry import SCHEDULES
