@@ -214,7 +214,6 @@ TASKS = [
     ("aprun", {"ALPS_APP_PE": "1"}),
     ("prterun", {"PMIX_RANK": "1"}),
     ("flux", {"FLUX_JOB_SIZE": "4", "FLUX_TASK_RANK": "0", "PMI_SIZE": "4", "PMI_RANK": "0"}),
-    ("jsrun", {"JSM_NAMESPACE_SIZE": "6", "JSM_NAMESPACE_RANK": "0"}),
     ("horovodrun", {"HOROVOD_SIZE": "2", "HOROVOD_RANK": "0"}),
     ("Kubeflow", {"PET_NNODES": "3", "PET_NODE_RANK": "0", "PET_MASTER_ADDR": "job-node-0"}),
     ("Kubeflow", {"PET_NNODES": "1:4"}),
@@ -232,12 +231,9 @@ ALONE: list[dict[str, str]] = [
 def test_a_task_without_rank_learns_what_to_type_instead_of_training_alone(
     launcher: str, task: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    problem = start_problem(task) or ""
-    assert problem.startswith(f"{launcher} has started several tasks (")
-    assert "torchrun" in problem
+    assert (start_problem(task) or "").startswith(f"{launcher} has started several tasks (")
     assert start_problem({**task, **RANKED}) is None
-    for name, value in task.items():
-        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(os, "environ", task)
     for join in (parallel_state_of, init_distributed):
         with pytest.raises(ValueError, match="started several tasks"):
             join()
@@ -274,8 +270,8 @@ def test_a_command_ends_with_one_line_where_a_launcher_has_set_too_little(
 def test_an_address_that_does_not_answer_ends_a_bounded_wait(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A server that takes the call and is silent, too: torch would wait for it without limit."""
     with socket.create_server(("127.0.0.1", 0)) as silent:
-        monkeypatch.setenv("MASTER_ADDR", address)
-        monkeypatch.setenv("MASTER_PORT", str(port := silent.getsockname()[1]))
+        port = silent.getsockname()[1]
+        monkeypatch.setattr(os, "environ", {"MASTER_ADDR": address, "MASTER_PORT": str(port)})
         with pytest.raises(MeetingError, match=rf"rank 1 .*MASTER_ADDR={address}, MASTER_PORT={port}, .*: "):
             open_meeting(1, 2, timedelta(seconds=0.5))
     for thread in [one for one in threading.enumerate() if "(connect)" in one.name]:
