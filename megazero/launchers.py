@@ -4,7 +4,7 @@
     srun, mpirun, ...   variables of their own and no RANK          a task, which would train alone beside the others
 
 Sources: srun(1), "output environment variables"; Open MPI, "environment variables set for MPI applications";
-flux-environment(7); the manuals of MVAPICH, MPICH's Hydra, Cray PALS, jsrun and Horovod.  Kubeflow sets torchrun's PET_*.
+flux-environment(7); the manuals of MVAPICH, MPICH's Hydra, Cray PALS and Horovod.  Kubeflow sets torchrun's PET_*.
 """
 
 import os
@@ -19,7 +19,7 @@ _LAUNCHERS = (
     ("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK", "mpirun --map-by ppr:1:node"),
     ("MV2_COMM_WORLD_SIZE", "MV2_COMM_WORLD_RANK", "mpiexec -ppn 1"), ("", "ALPS_APP_PE", "aprun -N 1"),
     ("FLUX_JOB_SIZE", "FLUX_TASK_RANK", "flux run --tasks-per-node=1"), ("", "PALS_RANKID", "mpiexec --ppn 1"),
-    ("JSM_NAMESPACE_SIZE", "JSM_NAMESPACE_RANK", "jsrun -r 1"), ("HOROVOD_SIZE", "HOROVOD_RANK", "horovodrun -np 1"),
+    ("SLURM_NTASKS", "SLURM_PROCID", "srun --ntasks-per-node=1"), ("HOROVOD_SIZE", "HOROVOD_RANK", "horovodrun -np 1"),
     ("SLURM_STEP_NUM_TASKS", "SLURM_PROCID", "srun --ntasks-per-node=1"), ("PMI_SIZE", "PMI_RANK", "mpiexec -ppn 1"),
     ("", "PMIX_RANK", "prterun --map-by ppr:1:node"), ("PET_NNODES", "PET_NODE_RANK", "Kubeflow command:"),
 )  # fmt: skip
@@ -66,13 +66,14 @@ def joined_world() -> tuple[int, int]:
 def _task_without_rank(environment: Mapping[str, str]) -> str | None:
     """Which launcher has started this process as a task of several.  One task, or an allocation of many, is none."""
     # A batch script has the job's SLURM_NTASKS, but no step; a shell of salloc has step 4294967290, one of srun a terminal.
-    in_step = re.fullmatch("[0-9]{1,9}", environment.get("SLURM_STEP_ID", ""))
-    given = {"SLURM_STEP_NUM_TASKS": environment.get("SLURM_NTASKS", "") if in_step else "", **environment}
+    given = dict(environment)
+    if "SLURM_STEP_NUM_TASKS" in given or not re.fullmatch("[0-9]{1,9}", given.get("SLURM_STEP_ID", "")):
+        given.pop("SLURM_NTASKS", None)
     for size, rank, starts in _LAUNCHERS:
         many = re.fullmatch("([0-9]+:)?([2-9]|[1-9][0-9]+)", given.get(size, ""))  # elastic Kubeflow has MIN:MAX
         is_shell = rank == "SLURM_PROCID" and "SLURM_PTY_PORT" in given
         if (many or re.fullmatch("[1-9][0-9]*", given.get(rank, ""))) and not is_shell:
-            found = ", ".join(f"{name}={given[name]}" for name in (size, rank) if given.get(name))
+            found = ", ".join(f"{name}={given[name]}" for name in (size, rank) if name in given)
             return (
                 f"{starts.split()[0]} has started several tasks ({found}) without RANK, and each would train alone; start "
                 f"one torchrun on each node ({starts} torchrun ..., as in examples/pretrain.slurm), or set in each task "

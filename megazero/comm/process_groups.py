@@ -59,13 +59,13 @@ def open_meeting(rank: int, world: int, timeout: timedelta, *, waits: bool = Fal
 
     thread = Thread(target=connect, daemon=True)
     thread.start()
-    thread.join(seconds + 2)  # torch's own error says more, and comes a second later
+    thread.join(seconds + min(seconds, 30) + 1)  # torch's own error says more, and comes later than it was asked for
     if found and isinstance(found[0], Store):
         return found[0]
     raise MeetingError(
-        f"rank {rank} on {socket.gethostname()} does not reach MASTER_ADDR={address}, MASTER_PORT={port}, where ranks meet: "
-        f"{found[0] if found else f'no answer in {seconds:g} s'}; MASTER_ADDR must be the host of rank 0, by a name that "
-        "every host resolves, and MASTER_PORT a port that is free there and open to all ranks"
+        f"MASTER_ADDR={address}, MASTER_PORT={port}, where ranks meet, cannot be reached from rank {rank} on "
+        f"{socket.gethostname()}: {found[0] if found else f'no answer in {seconds:g} s'}; MASTER_ADDR must be the host of "
+        "rank 0, by a name that every host resolves, and MASTER_PORT a port that is free there and open to all ranks"
     )
 
 
