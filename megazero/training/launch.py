@@ -136,7 +136,8 @@ def run_ranks(run: ResolvedRun, work: Work[T], stop: StopRequest | None = None) 
 
     Returns: the result of this rank, or of rank 0 if the ranks were started here; `Failed` if one failed and printed why.
     """
-    return run_rank(run, work) if "RANK" in os.environ or run.world_size == 1 else _launch(run, work, stop)
+    is_rank = "RANK" in os.environ and "WORLD_SIZE" in os.environ  # a launcher has started this process
+    return run_rank(run, work) if is_rank or run.world_size == 1 else _launch(run, work, stop)
 
 
 def run_rank(run: ResolvedRun, work: Work[T]) -> T | Failed:
