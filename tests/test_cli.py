@@ -394,11 +394,11 @@ def test_a_callback_or_an_extension_that_does_not_exist_ends_the_command_before_
     assert broken.returncode == 2
     assert f"cannot be imported: ZeroDivisionError: division by zero ({script}:2)" in broken.stderr
     assert "cannot be imported: ModuleNotFoundError: No module named 'no_such_module'" in broken.stderr
-    script.write_text("import os, sys\nif os.environ.get('RANK') == '1':\n    sys.exit('not here')\n")
+    script.write_text("import os, sys\nif 'APART' in os.environ:\n    sys.exit('not here')\n")
     words += [f'launch.extensions=["{script}"]', "training.callbacks=[]"]
-    on_one_rank = megazero("train", QUICKSTART, *words, env={"RANK": "1", "WORLD_SIZE": "2"})
+    on_one_rank = megazero("train", QUICKSTART, *words, env={"RANK": "0", "WORLD_SIZE": "1", "APART": ""})
     assert on_one_rank.returncode == 2
-    assert on_one_rank.stderr.startswith(f"rank 1 on {socket.gethostname()}: ")
+    assert on_one_rank.stderr.startswith(f"rank 0 on {socket.gethostname()}: ")
     assert "launch.extensions" in on_one_rank.stderr
     assert f"cannot be imported: SystemExit: not here ({script}:3)" in on_one_rank.stderr
     assert not (tmp_path / "run").exists()

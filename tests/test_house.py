@@ -56,6 +56,13 @@ def test_the_core_path_names_files_that_exist() -> None:
     assert not [file for file in files if not (PACKAGE / file).is_file()]
 
 
+def test_the_page_of_silent_errors_names_tests_that_exist() -> None:
+    page = (ROOT / "docs" / "silent_errors.md").read_text(encoding="utf-8")
+    named = set(re.findall(r"`(tests/[\w/]+\.py)::(\w+)`", page))
+    assert len(named) > 40
+    assert not [test for file, test in named if f"\ndef {test}(" not in (ROOT / file).read_text(encoding="utf-8")]
+
+
 @pytest.mark.parametrize("page", ["CONTRIBUTING.md", "README.md", "docs/architecture.md"])
 def test_pages_name_files_that_exist(page: str) -> None:
     text = (ROOT / page).read_text(encoding="utf-8")

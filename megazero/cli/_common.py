@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import sys
 from collections.abc import Iterable
 from dataclasses import replace
@@ -12,6 +11,7 @@ from typing import TYPE_CHECKING, NoReturn
 from rich.console import Console
 from rich.table import Table
 
+from megazero.launchers import start_problem
 from megazero.settings import Problem, without_passwords
 from megazero.training.signals import EXIT_REFUSED
 
@@ -27,15 +27,9 @@ def fail(message: str, status: int) -> NoReturn:
 
 
 def started_ranks() -> int | None:
-    """How many ranks the launcher says that it has started; None without one.  Ends the command where it says no number."""
-    for name, least in (("RANK", 0), ("LOCAL_RANK", 0), ("WORLD_SIZE", 1), ("LOCAL_WORLD_SIZE", 1)):
-        text = os.environ.get(name)
-        if text is not None and not (re.fullmatch(r"[0-9]{1,9}", text) and int(text) >= least):
-            fail(
-                f"{name}={text!r} in the environment must be a number of {least} or more, as torchrun sets it; without a "
-                f"launcher: unset {name}",
-                EXIT_REFUSED,
-            )
+    """How many ranks the launcher says that it has started; None without one.  Ends the command where this cannot be."""
+    if problem := start_problem(os.environ):
+        fail(problem, EXIT_REFUSED)
     return int(os.environ["WORLD_SIZE"]) if "WORLD_SIZE" in os.environ else None
 
 

@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import os
+import socket
 from contextlib import suppress
+from datetime import timedelta
+from threading import Thread
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]
 
 from megazero.comm import objects
 from megazero.comm.messages import group_of, wait_of
+from megazero.launchers import MeetingError
 from megazero.parallel_state import Axis
 from megazero.parallel_state.groups import Transfers, Wait
 from megazero.parallel_state.state import connect_on_demand
@@ -34,6 +40,35 @@ class ProcessGroups:
         works = dist.batch_isend_irecv(operations)
         waits = [wait_of(work, operation.tensor) for work, operation in zip(works, operations, strict=False)]
         return waits if len(waits) == len(operations) else waits * len(operations)  # NCCL has one for the whole batch
+
+
+def open_meeting(rank: int, world: int, timeout: timedelta, *, waits: bool = False) -> Store:
+    """The store at MASTER_ADDR and MASTER_PORT through which the ranks meet; rank 0 serves it, unless torchrun does.
+
+    A thread connects, and is left behind if it is late: torch waits without limit for a server that accepts and is silent.
+
+    waits: whether rank 0 waits here until all others have come.  Raises: MeetingError.
+    """
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    serves, seconds = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True", timeout.total_seconds()
+    found: list[Any] = []
+
+    def connect() -> None:
+        try:
+            found.append(TCPStore(address, port, world, serves, timeout, waits, multi_tenant=True))
+        except Exception as error:
+            found.append(str(error).partition("\n")[0])
+
+    thread = Thread(target=connect, daemon=True)
+    thread.start()
+    thread.join(seconds + min(seconds, 30) + 1)  # torch's own error says more, and comes later than it was asked for
+    if found and isinstance(found[0], Store):
+        return found[0]
+    raise MeetingError(
+        f"MASTER_ADDR={address}, MASTER_PORT={port}, where ranks meet, cannot be reached from rank {rank} on "
+        f"{socket.gethostname()}: {found[0] if found else f'no answer in {seconds:g} s'}; MASTER_ADDR must be the host of "
+        "rank 0, by a name that every host resolves, and MASTER_PORT a port that is free there and open to all ranks"
+    )
 
 
 def prepare_rank(device: torch.device, neighbours: int) -> None:

@@ -11,21 +11,13 @@ import argparse
 import os
 import runpy
 import sys
-from collections.abc import Mapping
 
 from megazero.deepspeed.mirror import stand_for_deepspeed
+from megazero.launchers import MeetingError, start_problem
 
 # What torchrun sets.  Port 0 is any free one: nobody else joins.
 _ALONE = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
 _ALONE |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
-
-
-def other_launcher(environment: Mapping[str, str]) -> str | None:
-    """The variable by which a launcher without RANK says that this process is one of several; None if none does."""
-    sizes = ["OMPI_COMM_WORLD_SIZE", "PMI_SIZE"]
-    sizes += ["SLURM_NTASKS"] if "SLURM_PROCID" in environment else []  # else no task of srun's
-    found = [name for name in sizes if environment.get(name, "").isdecimal() and int(environment[name]) > 1]
-    return found[0] if found and "RANK" not in environment else None
 
 
 def main(arguments: list[str]) -> None:
@@ -39,11 +31,8 @@ def main(arguments: list[str]) -> None:
     given = parser.parse_args(arguments)
     if not os.path.isfile(given.script):
         parser.error(f"there is no script {given.script}")
-    if several := other_launcher(os.environ):
-        parser.error(
-            f"{several}={os.environ[several]}, but no RANK is set, so that every process would train alone; start it with "
-            "torchrun, one on each machine"
-        )
+    if problem := start_problem(os.environ):
+        parser.error(problem)
     if "RANK" in os.environ and "LOCAL_RANK" not in os.environ:
         parser.error("RANK is set, but LOCAL_RANK is not; start it with torchrun, which sets both")
     if "RANK" not in os.environ:
@@ -60,6 +49,8 @@ def main(arguments: list[str]) -> None:
         if end.code == 2 and rank:  # of argparse
             print(f"{rank[0]} was passed to the script; --no_local_rank before its name leaves it out", file=sys.stderr)
         raise
+    except MeetingError as error:
+        raise SystemExit(f"error: {error}") from None
 
 
 if __name__ == "__main__":

@@ -14,13 +14,11 @@ gradients of all copies.  DeepSpeed shares the whole module where one stage hold
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from megazero.deepspeed.layer_specs import (
@@ -37,6 +35,7 @@ from megazero.deepspeed.layer_specs import (
 )
 from megazero.deepspeed.recompute import checkpoint
 from megazero.deepspeed.topology import PipelineParallelGrid, ProcessTopology
+from megazero.launchers import joined_world
 from megazero.parallel_state import ParallelState, RankGrid, parallel_state_of
 from megazero.schedules.action import Schedule
 from megazero.schedules.kind import GivenSchedule
@@ -303,19 +302,13 @@ def _find_parallel_state(
             if value not in (None, actual[name]):
                 raise ValueError(f"{name}={value}, but the parallel_state has {actual[name]}; leave {name} out")
         return state
-    launched = int(os.environ.get("WORLD_SIZE", "1"))
-    if not dist.is_initialized() and launched > 1:
-        raise ValueError(
-            f"{launched} ranks were started but torch.distributed does not know of them; call "
-            'torch.distributed.init_process_group("cpu:gloo,cuda:nccl") first, or "gloo" without CUDA'
-        )
+    world, _ = joined_world()
     if topology is not None and num_stages not in (None, topology.pp):
         raise ValueError(f"num_stages={num_stages}, but the topology has pp={topology.pp}; leave num_stages out")
     if topology is not None:
         return parallel_state_of(topology, device)
     if num_stages is None:
         raise ValueError("num_stages, topology or parallel_state must say how many pipeline stages there are")
-    world = dist.get_world_size() if dist.is_initialized() else 1
     if num_stages < 1 or world % num_stages:
         nearest = nearest_text(nearest_of(num_stages, divisors(world)))
         raise ValueError(f"num_stages={num_stages} must divide the world of {world} ranks; {nearest}")

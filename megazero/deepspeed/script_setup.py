@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset
 
 from megazero.comm.collectives import agree, broadcast, gather_objects
-from megazero.comm.process_groups import prepare_rank
+from megazero.comm.process_groups import open_meeting, prepare_rank
 from megazero.deepspeed.config import DeepSpeedConfig, load_deepspeed_config
 from megazero.deepspeed.layer_specs import LayerChunk
 from megazero.deepspeed.lr_schedulers import make_lr_scheduler
@@ -35,6 +35,7 @@ from megazero.deepspeed.recompute import configure_by_block
 from megazero.deepspeed.script_reducer import ModuleReducer, ScriptReducer
 from megazero.deepspeed.topology import PipelineParallelGrid
 from megazero.deepspeed.training_engine import ENGINES, TrainingEngine
+from megazero.launchers import start_problem
 from megazero.layers.spec import whole_spec
 from megazero.parallel_state import Axis, ParallelState, parallel_state_of
 from megazero.parallel_state.groups import Groups
@@ -172,16 +173,25 @@ def init_distributed(
         init_method, rank, world_size: as torch takes them, where no launcher has set them in the environment.
         dist_init_required: False where the script initialises torch.distributed itself.
         auto_mpi_discovery, distributed_port, verbose, config: without effect; the launcher knows the ranks and the port.
+
+    Raises: ValueError: a launcher has started this process, but what torchrun sets is missing or wrong.  MeetingError.
     """
-    launched = init_method is not None or {"RANK", "MASTER_ADDR"} <= set(os.environ)
-    if dist.is_initialized() or dist_init_required is False or not launched:
+    if dist.is_initialized() or dist_init_required is False:
         return
+    store = None
+    if init_method is None:
+        if problem := start_problem(os.environ):
+            raise ValueError(problem)
+        if not {"RANK", "MASTER_ADDR"} <= set(os.environ):
+            return
+        rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        store = open_meeting(rank, world_size, timeout, waits=True)
     device = local_device()
     prepare_rank(device, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     if dist_backend not in (None, "nccl", "gloo"):
         backend = str(dist_backend)
-    dist.init_process_group(backend, timeout=timeout, init_method=init_method, rank=rank, world_size=world_size)
+    dist.init_process_group(backend, init_method, timeout, world_size, rank, store)
 
 
 _GROUPS: list[Groups] = []

@@ -23,6 +23,7 @@ from weakref import WeakValueDictionary
 import torch
 import torch.distributed as dist
 
+from megazero.launchers import joined_world
 from megazero.parallel_state.grid import RankGrid
 from megazero.parallel_state.groups import Axis, Group, Groups, SavingAxes
 from megazero.parallel_state.traffic import Traffic
@@ -264,7 +265,7 @@ def parallel_state_of(
     Raises:
         ValueError: as `ParallelState`.
     """
-    world, rank = (dist.get_world_size(), dist.get_rank()) if dist.is_initialized() else (1, 0)
+    world, rank = joined_world()
     neighbours = int(os.environ.get("LOCAL_WORLD_SIZE", str(world)))
     grid, device = grid or RankGrid(dp=world), device or local_device()
     make = partial(

@@ -27,7 +27,6 @@ from megazero.parallel_state import ParallelState
 from megazero.training.callbacks.base import Callback
 from megazero.training.record import StepRecord
 from megazero.training.resuming import checkpoints_of
-from megazero.training.world import LAUNCH_FOLDER
 
 T = TypeVar("T")
 
@@ -150,14 +149,6 @@ class Ownership(Callback):
             ) from error
         except OSError as error:
             raise CheckpointError(f"{lease.folder} cannot be written ({error})") from error
-        except OwnerError as error:
-            tasks = os.environ.get("SLURM_NTASKS", "1")
-            if tasks == "1" or ("WORLD_SIZE" in os.environ and LAUNCH_FOLDER not in os.environ):
-                raise
-            raise OwnerError(
-                f"{error}. SLURM_NTASKS={tasks}: srun starts this command once in each task, as so many runs; let one task "
-                "of each node start torchrun (examples/pretrain.slurm)"
-            ) from error
         return ""
 
     def _fence(self) -> Fence:

@@ -23,9 +23,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed import FileStore, PrefixStore, Store  # type: ignore[attr-defined]
-from torch.distributed.rendezvous import rendezvous
 
-from megazero.comm.process_groups import prepare_rank
+from megazero.comm.process_groups import open_meeting, prepare_rank
 from megazero.config import ResolvedRun, RunConfig
 from megazero.parallel_state import ParallelState
 from megazero.training.heartbeat import missing_keys
@@ -131,11 +130,7 @@ def open_store(timeout: timedelta) -> Store | None:
     world, folder = started_ranks(), os.environ.get(LAUNCH_FOLDER)
     if world == 1:
         return None
-    store: Store
-    if folder:
-        store = FileStore(str(Path(folder) / "ranks"), world)
-    else:
-        store, _, _ = next(rendezvous("env://", this_rank(), world, timeout=timeout))
+    store = FileStore(str(Path(folder) / "ranks"), world) if folder else open_meeting(this_rank(), world, timeout)
     store.set_timeout(timeout)
     # A torchrun that keeps one store over its restarts still has in it what the ranks of the last start wrote. With a
     # single agent all ranks see the same restart count; for several agents see docs/elastic.md.

@@ -2,12 +2,15 @@
 
 Whole runs of 4, 8 and 16 ranks count what they do before their first step; one rank of up to 16,384 makes its real groups of
 gloo against a counting store.  Nothing is counted in a model of the start.
+
+No task of a launcher trains alone beside the others, and no rank waits without limit for an address.
 """
 
 from __future__ import annotations
 
 import os
 import socket
+import threading
 from datetime import timedelta
 from math import log2
 from pathlib import Path
@@ -20,9 +23,13 @@ import torch.distributed as dist
 from counting_store import CountingStore, Counts
 from harness import run_world
 
+from megazero.cli._common import started_ranks
+from megazero.comm.process_groups import open_meeting
 from megazero.config import ResolvedRun, RunConfig, resolve
+from megazero.deepspeed.script_setup import init_distributed
 from megazero.engine import Engine
-from megazero.parallel_state import ParallelState, RankGrid
+from megazero.launchers import MeetingError, start_problem
+from megazero.parallel_state import ParallelState, RankGrid, parallel_state_of
 from megazero.parallel_state.state import connect_on_demand
 from megazero.training import launch
 from megazero.training.loop import train
@@ -191,3 +198,82 @@ def test_no_communicator_of_gpus_spans_the_world_and_none_has_gloo_under_it(monk
     assert max(len(ranks) for ranks, _ in groups) == 16
     assert len(groups) == 7, "tp, pp in both directions, Ulysses, dp_cp, shard, replica"
     assert [part.size for part in state.world.parts] == [8, 16, 4]
+
+
+# ---- Who has started this process
+
+RANKED = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "node-0", "MASTER_PORT": "29500"}
+SLURM = {"SLURM_JOB_ID": "7", "SLURM_NTASKS": "8", "SLURM_PROCID": "0"}  # as in a batch script
+TASKS = [
+    ("srun", {**SLURM, "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "8"}),
+    ("srun", {**SLURM, "SLURM_STEP_ID": "12"}),
+    ("srun", {"SLURM_NTASKS": "2", "SLURM_PROCID": "1"}),
+    ("mpirun", {"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_RANK": "0", "PMIX_RANK": "0"}),
+    ("mpiexec", {"MV2_COMM_WORLD_SIZE": "2", "MV2_COMM_WORLD_RANK": "0"}),
+    ("mpiexec", {"PMI_SIZE": "16", "PMI_RANK": "0", "MPI_LOCALRANKID": "0"}),
+    ("mpiexec", {"PALS_RANKID": "3", "PALS_LOCAL_RANKID": "3"}),
+    ("aprun", {"ALPS_APP_PE": "1"}),
+    ("prterun", {"PMIX_RANK": "1"}),
+    ("flux", {"FLUX_JOB_SIZE": "4", "FLUX_TASK_RANK": "0", "PMI_SIZE": "4", "PMI_RANK": "0"}),
+    ("horovodrun", {"HOROVOD_SIZE": "2", "HOROVOD_RANK": "0"}),
+    ("Kubeflow", {"PET_NNODES": "3", "PET_NODE_RANK": "0", "PET_MASTER_ADDR": "job-node-0"}),
+    ("Kubeflow", {"PET_NNODES": "1:4"}),
+]
+ALONE: list[dict[str, str]] = [
+    *({}, SLURM, {"WORLD_SIZE": "4"}, {"RANK": "0", "WORLD_SIZE": "1"}, {"MASTER_PORT": "tcp://10.0.0.1:80"}),
+    {**SLURM, "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "1", "PMI_SIZE": "1", "PMI_RANK": "0", "PMIX_RANK": "0"},
+    {**SLURM, "SLURM_STEP_ID": "4294967290"},  # a shell of salloc
+    {**SLURM, "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "8", "SLURM_PTY_PORT": "40000"},  # srun --pty bash
+    *({"OMPI_COMM_WORLD_SIZE": "1", "OMPI_COMM_WORLD_RANK": "0"}, {"FLUX_JOB_SIZE": "1"}, {"PET_NNODES": "1"}),
+]
+
+
+@pytest.mark.parametrize(("launcher", "task"), TASKS)
+def test_a_task_without_rank_learns_what_to_type_instead_of_training_alone(
+    launcher: str, task: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert (start_problem(task) or "").startswith(f"{launcher} has started several tasks (")
+    assert start_problem({**task, **RANKED}) is None
+    monkeypatch.setattr(os, "environ", task)
+    for join in (parallel_state_of, init_distributed):
+        with pytest.raises(ValueError, match="started several tasks"):
+            join()
+
+
+@pytest.mark.parametrize("environment", ALONE)
+def test_one_task_a_batch_script_or_a_shell_starts_as_ever(environment: dict[str, str]) -> None:
+    assert start_problem(environment) is None
+    assert start_problem({**environment, **RANKED}) is None
+
+
+@pytest.mark.parametrize(
+    ("wrong", "found"),
+    [
+        *(({name: ""}, f"{name} is not set") for name in ("MASTER_ADDR", "MASTER_PORT")),
+        *(({"MASTER_PORT": port}, "is no port") for port in ("http", "0", "65536", "tcp://a:1")),
+        *(({"RANK": rank}, "WORLD_SIZE=2 is not larger") for rank in ("2", "3")),
+    ],
+)
+def test_a_rank_that_cannot_meet_the_others_is_told_at_once(wrong: dict[str, str], found: str) -> None:
+    assert found in (start_problem(RANKED | wrong) or "")
+
+
+def test_a_command_ends_with_one_line_where_a_launcher_has_set_too_little(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(os, "environ", {"RANK": "0", "WORLD_SIZE": "2"})
+    with pytest.raises(SystemExit) as end:
+        started_ranks()
+    assert (end.value.code, capsys.readouterr().err.count("\n")) == (2, 1)
+
+
+@pytest.mark.parametrize("address", ["no-such-host.invalid", "127.0.0.1"])
+def test_an_address_that_does_not_answer_ends_a_bounded_wait(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A server that takes the call and is silent, too: torch would wait for it without limit."""
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        port = silent.getsockname()[1]
+        monkeypatch.setattr(os, "environ", {"MASTER_ADDR": address, "MASTER_PORT": str(port)})
+        with pytest.raises(MeetingError, match=rf"MASTER_ADDR={address}, MASTER_PORT={port}, .* from rank 1 on .*: "):
+            open_meeting(1, 2, timedelta(seconds=0.5))
+    for thread in [one for one in threading.enumerate() if "(connect)" in one.name]:
+        thread.join(10)

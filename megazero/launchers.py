@@ -1,0 +1,82 @@
+"""What a launcher says of this process in its environment.  Importing this does not import torch.
+
+    torchrun            RANK  WORLD_SIZE  LOCAL_RANK  LOCAL_WORLD_SIZE  MASTER_ADDR  MASTER_PORT       a rank of a run
+    srun, mpirun, ...   variables of their own and no RANK          a task, which would train alone beside the others
+
+Sources: srun(1), "output environment variables"; Open MPI, "environment variables set for MPI applications";
+flux-environment(7); the manuals of MVAPICH, MPICH's Hydra, Cray PALS and Horovod.  Kubeflow sets torchrun's PET_*.
+"""
+
+import os
+import re
+from collections.abc import Mapping
+
+_LEAST = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 1, "LOCAL_WORLD_SIZE": 1}
+_ALL = "RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT (docs/elastic.md)"
+# How many tasks, which of them this is, and what starts one on each node.  The variables of Hydra and PMIx come last: other
+# launchers set them, too.
+_LAUNCHERS = (
+    ("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK", "mpirun --map-by ppr:1:node"),
+    ("MV2_COMM_WORLD_SIZE", "MV2_COMM_WORLD_RANK", "mpiexec -ppn 1"), ("", "ALPS_APP_PE", "aprun -N 1"),
+    ("FLUX_JOB_SIZE", "FLUX_TASK_RANK", "flux run --tasks-per-node=1"), ("", "PALS_RANKID", "mpiexec --ppn 1"),
+    ("SLURM_NTASKS", "SLURM_PROCID", "srun --ntasks-per-node=1"), ("HOROVOD_SIZE", "HOROVOD_RANK", "horovodrun -np 1"),
+    ("SLURM_STEP_NUM_TASKS", "SLURM_PROCID", "srun --ntasks-per-node=1"), ("PMI_SIZE", "PMI_RANK", "mpiexec -ppn 1"),
+    ("", "PMIX_RANK", "prterun --map-by ppr:1:node"), ("PET_NNODES", "PET_NODE_RANK", "Kubeflow command:"),
+)  # fmt: skip
+
+
+class MeetingError(ConnectionError):
+    """This rank does not reach the address at which the ranks meet."""
+
+
+def start_problem(environment: Mapping[str, str]) -> str | None:
+    """Why this process cannot be the rank, or the only process, that its environment describes; None where it can."""
+    given = environment.get
+    for name, least in _LEAST.items():
+        if (text := given(name)) is not None and not (re.fullmatch(r"[0-9]{1,9}", text) and int(text) >= least):
+            return f"{name}={text!r} in the environment must be a number of {least} or more, or unset"
+    if "RANK" not in environment:
+        return _task_without_rank(environment)
+    rank, world, port = int(environment["RANK"]), int(given("WORLD_SIZE", "0")), given("MASTER_PORT", "")
+    found = [f"{name} is not set" for name in ("WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if not given(name)]
+    found += [f"WORLD_SIZE={world} is not larger"] if 0 < world <= rank else []
+    found += [f"MASTER_PORT={port!r} is no port"] if port and not (port.isdecimal() and 0 < int(port) < 2**16) else []
+    if not found or (rank, world) == (0, 1):  # a single rank meets nobody
+        return None
+    advice = f"start with torchrun, or set in every rank what it sets: {_ALL}; alone, unset RANK"
+    return f"RANK={rank}, but {' and '.join(found)}; {advice}"
+
+
+def joined_world() -> tuple[int, int]:
+    """How many ranks torch.distributed has joined, and this one; (1, 0) alone.
+
+    Raises: ValueError: a launcher has started several processes that have not joined.
+    """
+    import torch.distributed as dist
+
+    if dist.is_initialized():
+        return dist.get_world_size(), dist.get_rank()
+    started, call = os.environ.get("WORLD_SIZE", "1"), 'init_process_group("cpu:gloo,cuda:nccl"), or "gloo"'
+    apart = f"{started} ranks were started but torch.distributed does not know of them; call {call} without CUDA"
+    if problem := start_problem(os.environ) or (None if started == "1" else apart):
+        raise ValueError(problem)
+    return 1, 0
+
+
+def _task_without_rank(environment: Mapping[str, str]) -> str | None:
+    """Which launcher has started this process as a task of several.  One task, or an allocation of many, is none."""
+    # A batch script has the job's SLURM_NTASKS, but no step; a shell of salloc has step 4294967290, one of srun a terminal.
+    given = dict(environment)
+    if "SLURM_STEP_NUM_TASKS" in given or not re.fullmatch("[0-9]{1,9}", given.get("SLURM_STEP_ID", "")):
+        given.pop("SLURM_NTASKS", None)
+    for size, rank, starts in _LAUNCHERS:
+        many = re.fullmatch("([0-9]+:)?([2-9]|[1-9][0-9]+)", given.get(size, ""))  # elastic Kubeflow has MIN:MAX
+        is_shell = rank == "SLURM_PROCID" and "SLURM_PTY_PORT" in given
+        if (many or re.fullmatch("[1-9][0-9]*", given.get(rank, ""))) and not is_shell:
+            found = ", ".join(f"{name}={given[name]}" for name in (size, rank) if name in given)
+            return (
+                f"{starts.split()[0]} has started several tasks ({found}) without RANK, and each would train alone; start "
+                f"one torchrun on each node ({starts} torchrun ..., as in examples/pretrain.slurm), or set in each task "
+                f"what torchrun sets: {_ALL}, with RANK=${rank}; for a run of its own in each task RANK=0 WORLD_SIZE=1"
+            )
+    return None
