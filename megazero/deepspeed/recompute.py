@@ -202,7 +202,7 @@ class _ConfiguredCall(CheckpointedCall):
         self.before: weakref.ref[_ConfiguredCall] | None = None
         self._configured = _NOW
         super().__init__(function, args, kwargs, cut)
-        _NOW.equal.check(self._function.__qualname__, function, self._args, self._cut_arguments, cut)
+        _NOW.equal.check(self._function.__qualname__, self._cut_arguments, cut)
         if self._parts:
             self._store = _NOW.store(self._parts[0].device)
             self._store.keep(self, self._parts)
