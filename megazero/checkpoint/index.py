@@ -196,6 +196,14 @@ def is_complete(location: Location) -> bool:
     return folder_at(location).has(MANIFEST)
 
 
+def check_complete(folder: Folder) -> None:
+    """Raises: CheckpointError: it is not complete."""
+    if not folder.has(MANIFEST):
+        is_there = folder.files() or folder.folders()
+        mend = "what others wrote comes in by megazero checkpoint import" if is_there else "nothing is there"
+        raise CheckpointError(f"{folder} is not a complete checkpoint: it has no {MANIFEST} ({mend})")
+
+
 def unreadable(path: str, error: OSError) -> CheckpointError:
     """The storage has failed, also with EIO, as which NFS reports a time-out: that says nothing of the file."""
     return CheckpointError(
@@ -237,8 +245,7 @@ def foreign_errors(path: str) -> Iterator[None]:
 def read_manifest(location: Location) -> dict[str, FileRecord]:
     """Files of a complete checkpoint.  Raises: as `read_errors`; CheckpointError if there is no manifest."""
     folder = folder_at(location)
-    if not folder.has(MANIFEST):
-        raise CheckpointError(f"{folder} is not a complete checkpoint: it has no {MANIFEST}")
+    check_complete(folder)
     with read_errors(f"{folder}/{MANIFEST}"):
         data = folder.read(MANIFEST)
         manifest = parse_json(data)

@@ -32,6 +32,7 @@ from megazero.checkpoint.index import (
     UNFINISHED,
     CheckpointError,
     TrainerState,
+    check_complete,
     files_of_save,
     is_complete,
     is_step_name,
@@ -234,8 +235,7 @@ def reading(location: Location) -> Iterator[Folder]:
             markers.make()
             markers.write(marker, identity_of(os.getpid()).encode())
     try:
-        if not is_complete(folder):
-            raise CheckpointError(f"{folder} is not a complete checkpoint: it has no {MANIFEST}")
+        check_complete(folder)
         yield folder
     finally:
         with suppress(OSError):

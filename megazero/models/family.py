@@ -30,6 +30,9 @@ _SAY_NOTHING = """
     num_labels task_specific_params bos_token_id eos_token_id pad_token_id unk_token_id sep_token_id decoder_start_token_id
     tokenizer_class _attn_implementation _attn_implementation_autoset
 """
+_TANH = "pytorch_tanh python_tanh fast accurate"
+# Activations of transformers that are one function under several names (`ACT2FN` of its `activations`).
+_SAME_FUNCTION = {"swish": "silu"} | {f"gelu_{form}": "gelu_new" for form in _TANH.split()}
 _MOST_SHOWN = 20
 _HEADS = ("model.hidden_size", "model.num_heads", "model.head_dim")
 
@@ -113,7 +116,8 @@ class HuggingFaceFormat:
         """
         problems = [f"{key} is missing" for key in self.sizes if config.get(key) is None]
         for key, value in (*self.constants.items(), *self.assumed.items()):
-            if config.get(key, value) != value:
+            given = config.get(key, value)
+            if value != _SAME_FUNCTION.get(str(given), given):
                 supported = "leave it out" if value is None else f"it must be {value!r}"
                 problems.append(f"{key}={config[key]!r} is not supported in a {family}; {supported}")
         problems += self.problems(config, seq_len)
