@@ -99,9 +99,9 @@ def _not_told(model: ModelConfig, table: NameTable) -> str:
     """What the model computes with and no tensor shows, unless the reader's own models have it."""
     own = {"sliding_window": None, "rope_scaling": None} | dict(table.own)
     unlike = {key: getattr(model, key) for key, value in own.items() if getattr(model, key) != value}
-    unscaled = f" ({table.unscaled})" if table.unscaled and model.rope_scaling is None else ""
-    shown = ", ".join(f"model.{key} = {'none' if one is None else toml_value(one)}" for key, one in unlike.items())
-    return f"; the file does not carry {shown}{unscaled}: set it there" if unlike else ""
+    unset = f"none ({table.unscaled})"
+    shown = ", ".join(f"model.{key} = {unset if ours is None else toml_value(ours)}" for key, ours in unlike.items())
+    return f"; the file does not carry {shown}: set it there" if unlike else ""
 
 
 def _table(family: str, name: str | None) -> NameTable:

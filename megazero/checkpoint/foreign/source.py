@@ -27,6 +27,7 @@ from megazero.layers.attention import RotaryEmbedding
 from megazero.models.config import ModelConfig
 from megazero.models.foreign import NameTable, Theirs
 from megazero.models.registry import FAMILIES
+from megazero.models.rope_scaling import RopeScaling
 from megazero.settings import toml_value
 from megazero.zero.bucket import DTYPE_NAMES
 from megazero.zero.state import MODEL
@@ -192,9 +193,8 @@ def _not_shown(table: NameTable, turns: ForeignTensor | None, model: ModelConfig
     for key, own in table.own.items():
         if (ours := getattr(model, key)) == own or (turns is not None and key.startswith("rope_")):
             continue
-        said = (
-            f"models of {table.name} itself have {key} = {toml_value(own)}, which no tensor shows, and the run file has"
-        )
+        shown = toml_value(own.model_dump(exclude_unset=True) if isinstance(own, RopeScaling) else own)
+        said = f"models of {table.name} itself have {key} = {shown}, which no tensor shows; the run file has"
         if ours is None:
             yield f"model.{key}", f"{said} none: write it under [model]; if that run had none, --ignore model.{key}"
         else:

@@ -141,10 +141,8 @@ class LlamaItself(LlamaFamily):
 
     def rules(self) -> tuple[ModelRule, ...]:
         """Those of its like, and those of its configuration."""
-        return (
-            *super().rules(),
-            ModelRule(("model.hidden_size", "model.num_heads", "model.init_std"), self.check_loads),
-        )
+        loads = ModelRule(("model.hidden_size", "model.num_heads", "model.init_std"), self.check_loads)
+        return (*super().rules(), loads)
 
     def check_loads(self, model: ModelConfig, _: int) -> Iterator[Problem]:
         """Heads split the hidden size even where `head_dim` is given, and `init_std` is a share."""
