@@ -199,9 +199,9 @@ def is_complete(location: Location) -> bool:
 def check_complete(folder: Folder) -> None:
     """Raises: CheckpointError: it is not complete."""
     if not folder.has(MANIFEST):
-        is_there = folder.files() or folder.folders()
-        mend = "what others wrote comes in by megazero checkpoint import" if is_there else "nothing is there"
-        raise CheckpointError(f"{folder} is not a complete checkpoint: it has no {MANIFEST} ({mend})")
+        why = f"it has no {MANIFEST}" if folder.files() or folder.folders() else "there is nothing"
+        mend = "name the directory of a step; what others wrote comes in by megazero checkpoint import"
+        raise CheckpointError(f"{folder} is not a complete checkpoint: {why}; {mend}")
 
 
 def unreadable(path: str, error: OSError) -> CheckpointError:

@@ -30,9 +30,9 @@ _SAY_NOTHING = """
     num_labels task_specific_params bos_token_id eos_token_id pad_token_id unk_token_id sep_token_id decoder_start_token_id
     tokenizer_class _attn_implementation _attn_implementation_autoset
 """
-_TANH = "pytorch_tanh python_tanh fast accurate"
 # Activations of transformers that are one function under several names (`ACT2FN` of its `activations`).
-_SAME_FUNCTION = {"swish": "silu"} | {f"gelu_{form}": "gelu_new" for form in _TANH.split()}
+_TANH_FORMS = "pytorch_tanh", "python_tanh", "fast", "accurate"
+_SAME_FUNCTION = {"swish": "silu"} | {f"gelu_{one}": "gelu_new" for one in _TANH_FORMS}
 _MOST_SHOWN = 20
 _HEADS = ("model.hidden_size", "model.num_heads", "model.head_dim")
 

@@ -134,11 +134,10 @@ def import_checkpoint(
         _check_optimizer(config, run_file)
     trainer, told = _trainer_state(found, config, step, samples, has_moments=has_moments)
     with new_folder(out) as target:
-        told = (*found.notes, *notes, *told)
-        lines = [f"# {line}" for line in (f"Goes on from {folder}.", *told)]
+        lines = [f"# {line}" for line in (f"Goes on from {folder}.", *notes, *told)]
         toml = "\n".join([*lines, "[checkpoint]", f"resume = {toml_value(str(target))}"]) + "\n"
         sizes: dict[str, Any] = {"dtype": dtype, "max_shard_bytes": max_shard_bytes}
-        return write_step(target, config.model, kinds, trainer, toml, {}, told=told, **sizes)
+        return write_step(target, config.model, kinds, trainer, toml, {}, told=(*notes, *told), **sizes)
 
 
 def _recognised(folder: LocalFolder) -> str:

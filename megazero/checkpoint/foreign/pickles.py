@@ -48,14 +48,14 @@ def _memory_format(kind: Any, name: Any) -> Any:
     raise pickle.UnpicklingError(f"it reads {name!r} of {kind!r}, which was refused")
 
 
-_SHARDED = "torch.distributed._shard.sharded_tensor.metadata"  # where releases of torch before 2.3 had two of them
 _MEGATRON = "megatron.core.dist_checkpointing.strategies.torch"
 _ALLOWED: dict[str, Any] = {f"{one.__module__}.{one.__qualname__}": one for one in _METADATA} | {
     "torch.Size": torch.Size,
     "torch.serialization._get_layout": _get_layout,
     "builtins.getattr": _memory_format,
-    f"{_SHARDED}.TensorProperties": metadata.TensorProperties,
-    f"{_SHARDED}.MEM_FORMAT_ENCODING": metadata._MEM_FORMAT_ENCODING,
+    # of releases of torch before 2.3
+    "torch.distributed._shard.sharded_tensor.metadata.TensorProperties": metadata.TensorProperties,
+    "torch.distributed._shard.sharded_tensor.metadata.MEM_FORMAT_ENCODING": metadata._MEM_FORMAT_ENCODING,
     f"{_MEGATRON}.MCoreMetadata": metadata.Metadata,  # of its releases up to 0.15
     "pathlib.PosixPath": PurePosixPath,
     "pathlib.WindowsPath": PurePosixPath,

@@ -23,7 +23,6 @@ from torch import Tensor
 from megazero.checkpoint.folder import LocalFolder
 from megazero.checkpoint.index import CheckpointError
 from megazero.checkpoint.shards import CHUNK_ELEMENTS
-from megazero.layers.attention import RotaryEmbedding
 from megazero.models.config import ModelConfig
 from megazero.models.foreign import NameTable, Theirs
 from megazero.models.registry import FAMILIES
@@ -35,9 +34,7 @@ from megazero.zero.state import MODEL
 _SHOWN = 5  # problems in an error
 _FROM_HUB = "a model of the Hugging Face hub is fetched first: hf download NAME --local-dir DIRECTORY"
 # Modules that wrap a part of a model, of torch.compile, DDP, FSDP, recomputation and Lightning.
-_WRAPPERS = re.compile(
-    r"(?<![^.])(?:_orig_mod|module|_fsdp_wrapped_module|_checkpoint_wrapped_module|_forward_module)\."
-)
+_WRAPPERS = re.compile(r"(?<![^.])(?:module|_orig_mod|_forward_module|_(?:fsdp|checkpoint)_wrapped_module)\.")
 
 
 @dataclass(frozen=True)
@@ -79,10 +76,16 @@ def local_source(source: str | Path) -> LocalFolder:
     folder = LocalFolder(Path(source))
     if not folder.path.exists():
         raise CheckpointError(f"{source} does not exist; {_FROM_HUB}")
-    for path in [folder.path] if folder.path.is_file() else [folder.path / name for name in folder.files()]:
-        if path.stat().st_size < 1024 and path.read_bytes().startswith(b"version https://git-lfs.github.com/spec/"):
-            raise CheckpointError(f"{path} is a pointer of git-lfs, not the file itself: run `git lfs pull` there")
+    for path in folder.path.glob("*.*"):  # of weights a directory may hold forms that are not read
+        if path.suffix in (".json", ".txt", ".model", ".jinja", ".distcp") and path.is_file():
+            check_whole(path)
     return folder
+
+
+def check_whole(path: Path) -> None:
+    """Raises: CheckpointError: git-lfs has not fetched the file.  OSError."""
+    if path.stat().st_size < 1024 and path.read_bytes().startswith(b"version https://git-lfs.github.com/spec/"):
+        raise CheckpointError(f"{path} is a pointer of git-lfs, not the file itself: run `git lfs pull` there")
 
 
 def hugging_face_table(family: str, *, dropped: bool = False) -> NameTable:
@@ -110,7 +113,7 @@ def match(
     described_by: str,
     ignore: Sequence[str] = (),
 ) -> tuple[dict[str, dict[str, ForeignTensor]], list[str]]:
-    """Our tensors by kind and by our name, in the order of `shapes`; and lines about what no tensor shows.
+    """Our tensors by kind and by our name, in the order of `shapes`; and lines for the user.
 
     Args:
         model: resolved.
@@ -135,7 +138,7 @@ def match(
     of_others = _best_table(others, model.family, shapes, found.path) if others else of_model
     about = list(_not_shown(of_model[0], used[MODEL].get(of_model[1] + of_model[0].turns), model))
     unknown |= {name: line for name, line in about if name}
-    notes = [line for name, line in about if not name]
+    notes = [*found.notes, *(line for name, line in about if not name)]
     for kind, tensors in used.items():
         label = _label(kind)
         table, prefix = of_model if kind == MODEL else of_others
@@ -203,10 +206,10 @@ def _not_shown(table: NameTable, turns: ForeignTensor | None, model: ModelConfig
 
 def _turns_as(turns: Tensor, model: ModelConfig) -> bool:
     """Whether stored turns of rotary positions are those of this model: at position 1, a pair turns by its frequency."""
-    rope = RotaryEmbedding(model.head_size, 2, model.rope_theta, torch.device("cpu"), model.rope_scaling)
-    assert rope.sin is not None
-    wanted = rope.sin[1, : model.head_size // 2]
-    return turns.is_complex() and len(turns) > 1 and torch.allclose(turns[1].imag, wanted, rtol=1e-4, atol=0)
+    wanted = model.rope_theta ** -(torch.arange(0, model.head_size, 2) / model.head_size)
+    wanted = wanted if model.rope_scaling is None else model.rope_scaling.scaled(wanted, model.rope_theta)
+    is_turn = turns.is_complex() and len(turns) > 1 and turns.shape[1:] == wanted.shape
+    return is_turn and torch.allclose(turns[1].angle(), wanted, rtol=1e-4, atol=0)
 
 
 def is_named(name: str, patterns: Iterable[str]) -> bool:
@@ -225,11 +228,12 @@ def _best_table(
 
     Raises: CheckpointError: two know all of them, and other ones.
     """
+    names = [name for one in kinds for name in one]
 
     def candidates() -> Iterator[tuple[NameTable, str]]:
         for table in tables_of(family):
-            embedding = table.theirs(table.embedding).name
-            prefixes = {name.removesuffix(embedding): None for one in kinds for name in one if name.endswith(embedding)}
+            ends = table.theirs(table.embedding).name, table.head  # of which a tied model may have either
+            prefixes = {name.removesuffix(end): None for name in names for end in ends if name.endswith(end)}
             yield from ((table, prefix) for prefix in [*prefixes, ""] if prefix == "" or prefix.endswith("."))
 
     def named(candidate: tuple[NameTable, str]) -> list[str]:

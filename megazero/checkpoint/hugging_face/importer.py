@@ -70,7 +70,7 @@ def import_model(
         shapes = logical_shapes(model)
     kinds, notes = match(found, model, shapes, described_by=f"its {HF_CONFIG}", ignore=ignore)
     # before the first step, on data that is not chosen yet
-    told = (*told, *found.notes, *notes)
+    told = (*told, *notes)
     trainer = TrainerState(0, 0, 0, 0, "", set_keys(model), {}, {}, versions())
     ids = {key: config[key] for key in TOKEN_IDS if key in config}
     with new_folder(out) as target:

@@ -15,15 +15,13 @@ from torch import Tensor
 
 from megazero.checkpoint.folder import LocalFolder
 from megazero.checkpoint.foreign.pickles import load_tensors
-from megazero.checkpoint.foreign.source import ForeignCheckpoint, ForeignTensor
+from megazero.checkpoint.foreign.source import ForeignCheckpoint, ForeignTensor, check_whole
 from megazero.checkpoint.index import CheckpointError
 from megazero.data.sealed import parse_json
 from megazero.models.config import ModelConfig
 from megazero.zero.state import MODEL
 
 _WEIGHTS = ("model.safetensors", "pytorch_model.bin", "pytorch_model_fsdp.bin")
-# Keys of a pickle under which scripts keep the weights.
-_HOLDERS = ("state_dict", "model_state_dict", "model", "module")
 _ANEW = "not taken over: weights alone are read, and moments begin anew"
 
 
@@ -45,6 +43,7 @@ def open_weights(folder: LocalFolder, _: ModelConfig | None = None) -> ForeignCh
     notes = [f"{name}: {_ANEW}" for name in ("optimizer.bin", "optimizer.pt") if folder.has(name)]
     for file in files:
         try:
+            check_whole(folder.path / file)
             if file.endswith(".safetensors"):
                 opened = _open_safetensors(folder.path / file)
             else:
@@ -77,10 +76,10 @@ def _find(folder: LocalFolder) -> tuple[list[str], dict[str, str]]:
                 _check_inside(folder, index, tensor, file)
             return sorted(set(listed.values())), listed
     pickles = [name for name in folder.files() if name.endswith(".ckpt")]
-    if len(pickles) != 1:
-        neither = f"neither {_WEIGHTS[0]} nor {_WEIGHTS[1]}, nor their index, nor one *.ckpt"
-        raise CheckpointError(f"{folder} has no weights: {neither}" + "".join(f"; name {one}" for one in pickles[-3:]))
-    return pickles, {}
+    if len(pickles) == 1:
+        return pickles, {}
+    neither = f"neither {_WEIGHTS[0]} nor {_WEIGHTS[1]}, nor their index, nor one *.ckpt"
+    raise CheckpointError(f"{folder} has no weights: {neither}" + "".join(f"; name {one}" for one in pickles[-3:]))
 
 
 def _check_inside(folder: LocalFolder, index: str, tensor: str, file: object) -> None:
@@ -106,10 +105,10 @@ def _open_pickled(path: Path, notes: list[str]) -> tuple[dict[str, ForeignTensor
     found, unknown = load_tensors(path)
     if not isinstance(found, dict):
         raise ValueError(f"it holds a {type(found).__name__}, not tensors by name")
-    held = [key for key in _HOLDERS if isinstance(found.get(key), dict)]
-    if len(held) == 1 and not any(isinstance(one, Tensor) for one in found.values()):
-        notes.append(f"all but {held[0]} of {path.name}: {_ANEW}")
-        found, unknown = found[held[0]], []
+    if not any(isinstance(one, Tensor) for one in found.values()):  # as {"state_dict": ..., "epoch": 3}
+        held = ((key, name, one) for key, part in found.items() if isinstance(part, dict) for name, one in part.items())
+        found, unknown = {f"{key}.{name}": one for key, name, one in held if isinstance(one, Tensor)}, []
+        notes.append(f"all but tensors of {path.name}: {_ANEW}")
     tensors: dict[str, ForeignTensor] = {}
     for name, one in found.items():
         if isinstance(name, str) and isinstance(one, Tensor):
