@@ -194,11 +194,11 @@ def _print_differences(found: Comparison, rows: int | None) -> None:
 @app.command(name="import")
 def import_(
     source: Annotated[
-        str, typer.Argument(help="Directory of a transformers model, or of another framework's checkpoint.")
+        str, typer.Argument(help="Directory of a transformers model, or directory or file of another checkpoint.")
     ],
     out: Annotated[str, typer.Argument(help="New directory of the checkpoint, or a URL.")],
     form: Annotated[
-        str | None, typer.Option("--from", help="Its form: hf, dcp, deepspeed, megatron; as the files tell.")
+        str | None, typer.Option("--from", help="Its form: hf, dcp, deepspeed, megatron, weights; as the files tell.")
     ] = None,
     run_file: Annotated[str | None, typer.Option(help="Run file that has its model section; hf needs none.")] = None,
     dtype: DtypeOption = None,
