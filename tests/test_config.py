@@ -1039,7 +1039,7 @@ def test_a_file_that_cannot_be_read_is_told_why(write, tmp_path):
     assert problems(tmp_path / "a" / "b.toml")[0].endswith(f"there is no directory {tmp_path / 'a'} either")
     assert "cannot be read" in problems(tmp_path)[0]
     url = "s3://b/run.toml"
-    assert problems(Path(url)) == [f"{url}: run files are read from a disk, not from a URL; copy it to this machine"]
+    assert problems(Path(url)) == [f"{url}: must be on a disk; copy it here"]
     for key in ("training.run_dir", "data.tokenizer", "data.cache_dir"):
         assert f'"{url}": must be a path of a disk, not a URL' in problems(path, f"{key}={url}")[0]
     path.write_bytes(b"a = '\xff'")

@@ -468,7 +468,7 @@ def test_what_cannot_be_exported_is_refused(tmp_path: Path) -> None:
         assert not (tmp_path / "no").exists()
 
     refused(tmp_path / "script", "holds a script's own module, Net, which transformers does not have")
-    refused(tmp_path / "nowhere", "is not a complete checkpoint: there is nothing; name the directory of a step")
+    refused(tmp_path / "nowhere", "is not a complete checkpoint: it has no manifest.json; name a step")
     assert "is not empty: it holds" in command("export", tmp_path / "step", tmp_path / "script").stderr
     moments = next((tmp_path / "step").glob("exp_avg-*.safetensors"))
     moments.write_bytes(moments.read_bytes()[:-1])

@@ -196,14 +196,6 @@ def is_complete(location: Location) -> bool:
     return folder_at(location).has(MANIFEST)
 
 
-def check_complete(folder: Folder) -> None:
-    """Raises: CheckpointError: it is not complete."""
-    if not folder.has(MANIFEST):
-        why = f"it has no {MANIFEST}" if folder.files() or folder.folders() else "there is nothing"
-        mend = "name the directory of a step; what others wrote comes in by megazero checkpoint import"
-        raise CheckpointError(f"{folder} is not a complete checkpoint: {why}; {mend}")
-
-
 def unreadable(path: str, error: OSError) -> CheckpointError:
     """The storage has failed, also with EIO, as which NFS reports a time-out: that says nothing of the file."""
     return CheckpointError(
@@ -245,7 +237,8 @@ def foreign_errors(path: str) -> Iterator[None]:
 def read_manifest(location: Location) -> dict[str, FileRecord]:
     """Files of a complete checkpoint.  Raises: as `read_errors`; CheckpointError if there is no manifest."""
     folder = folder_at(location)
-    check_complete(folder)
+    if not folder.has(MANIFEST):
+        raise CheckpointError(f"{folder} is not a complete checkpoint: it has no {MANIFEST}; name a step")
     with read_errors(f"{folder}/{MANIFEST}"):
         data = folder.read(MANIFEST)
         manifest = parse_json(data)

@@ -32,7 +32,6 @@ from megazero.checkpoint.index import (
     UNFINISHED,
     CheckpointError,
     TrainerState,
-    check_complete,
     files_of_save,
     is_complete,
     is_step_name,
@@ -235,7 +234,8 @@ def reading(location: Location) -> Iterator[Folder]:
             markers.make()
             markers.write(marker, identity_of(os.getpid()).encode())
     try:
-        check_complete(folder)
+        if not is_complete(folder):
+            raise CheckpointError(f"{folder} is not a complete checkpoint: it has no {MANIFEST}; name a step")
         yield folder
     finally:
         with suppress(OSError):

@@ -7,13 +7,14 @@ import os
 import typer
 
 from megazero.cli import checkpoint, data, schedule
+from megazero.cli._common import Local
 from megazero.cli.calibrate import calibrate
 from megazero.cli.check import check
 from megazero.cli.memory import memory_report
 from megazero.cli.plan import plan
 from megazero.cli.train import train as _train
 
-app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help=__doc__)
+app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help=__doc__, cls=Local)
 app.command()(_train)
 app.command()(check)
 app.command()(plan)

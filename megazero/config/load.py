@@ -206,8 +206,7 @@ def resolve(config: RunConfig, world_size: int, varied: Collection[str] = ()) ->
 
 def _read(path: Path) -> Tables:
     if re.match(r"\w[\w+.-]+:/", str(path)):  # a URL, as pathlib leaves it
-        url = without_passwords(str(path).replace(":/", "://", 1))
-        raise file_error(url, "run files are read from a disk, not from a URL", "copy it to this machine")
+        raise file_error(without_passwords(str(path).replace(":/", "://", 1)), "must be on a disk", "copy it here")
     if not path.exists():
         hint = f"there is no directory {path.parent} either"
         if path.parent.is_dir():

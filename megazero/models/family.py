@@ -116,8 +116,7 @@ class HuggingFaceFormat:
         """
         problems = [f"{key} is missing" for key in self.sizes if config.get(key) is None]
         for key, value in (*self.constants.items(), *self.assumed.items()):
-            given = config.get(key, value)
-            if value != _SAME_FUNCTION.get(str(given), given):
+            if value != _SAME_FUNCTION.get(str(config.get(key)), config.get(key, value)):
                 supported = "leave it out" if value is None else f"it must be {value!r}"
                 problems.append(f"{key}={config[key]!r} is not supported in a {family}; {supported}")
         problems += self.problems(config, seq_len)

@@ -58,7 +58,7 @@ class NameTable:
         head: their name of the output layer.  Where embeddings are tied it may hold a copy of the embedding.
         buffers: their names of stored tensors that are no parameters.
         own: keys of [model] that no tensor shows, with the values that the framework's own models of this family have.
-        unscaled: how its rotary positions are left unscaled, where its own models scale them.
+        unscaled: in words, rotary positions without scaling, where its own models scale them.
         turns: their name of the turns of rotary positions, complex [positions, head size / 2], where a release stored them.
     """
 

@@ -99,8 +99,7 @@ def _not_told(model: ModelConfig, table: NameTable) -> str:
     """What the model computes with and no tensor shows, unless the reader's own models have it."""
     own = {"sliding_window": None, "rope_scaling": None} | dict(table.own)
     unlike = {key: getattr(model, key) for key, value in own.items() if getattr(model, key) != value}
-    unset = f"none ({table.unscaled})"
-    shown = ", ".join(f"model.{key} = {unset if ours is None else toml_value(ours)}" for key, ours in unlike.items())
+    shown = ", ".join(f"model.{key} = {toml_value(one) if one else table.unscaled}" for key, one in unlike.items())
     return f"; the file does not carry {shown}: set it there" if unlike else ""
 
 

@@ -184,7 +184,7 @@ def load_tensors(file: Path | memoryview) -> tuple[Any, list[str]]:
         raise
     except Exception as error:  # of pickle, of zip, of torch
         text = (str(error) or type(error).__name__).splitlines()[0]
-        if isinstance(error, pickle.UnpicklingError) or "weights_only" in text:  # torch advises to run it
+        if isinstance(error, pickle.UnpicklingError | KeyError) or "weights_only" in text:  # torch advises to run it
             text = "it is damaged, or more than tensors and plain values"
         named = f"; it names {', '.join(unknown)}, which was not run" if unknown else ""
         raise ValueError(text + named) from error

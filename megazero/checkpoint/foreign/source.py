@@ -191,8 +191,10 @@ def _not_shown(table: NameTable, turns: ForeignTensor | None, model: ModelConfig
     """What the framework's own models compute otherwise and no tensor shows: lines for the user, "" before one that is no
     error, else what `--ignore` must name."""
     if turns is not None and not _turns_as(turns.read(), model):
-        said = f"model.rope_theta = {model.rope_theta} and model.rope_scaling"
-        yield table.turns, f"{table.turns} turns rotary positions otherwise than {said} do: write those of that run"
+        yield (
+            table.turns,
+            f"{table.turns} is of another model.rope_theta or model.rope_scaling: write those of that run",
+        )
     for key, own in table.own.items():
         if (ours := getattr(model, key)) == own or (turns is not None and key.startswith("rope_")):
             continue

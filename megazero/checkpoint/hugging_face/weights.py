@@ -104,7 +104,7 @@ def _open_pickled(path: Path, notes: list[str]) -> tuple[dict[str, ForeignTensor
     """The tensors of a file of `torch.save`, mapped, and what else is in it; a file older than torch 1.6 is read whole."""
     found, unknown = load_tensors(path)
     if not isinstance(found, dict):
-        raise ValueError(f"it holds a {type(found).__name__}, not tensors by name")
+        raise ValueError(f"it holds a {type(found).__name__}, not tensors by name: save the state_dict of a module")
     if not any(isinstance(one, Tensor) for one in found.values()):  # as {"state_dict": ..., "epoch": 3}
         held = ((key, name, one) for key, part in found.items() if isinstance(part, dict) for name, one in part.items())
         found, unknown = {f"{key}.{name}": one for key, name, one in held if isinstance(one, Tensor)}, []

@@ -80,11 +80,10 @@ def _table(name: str, top: Mapping[str, Theirs], layer: Mapping[str, Theirs], he
     return NameTable(name, EMBEDDING, {**top, **{LAYER + ours: theirs for ours, theirs in layer.items()}}, head=head)
 
 
+_UNSCALED, _UNSCALED_0_2 = 'none (scaling="none" in ComplexRoPE.Config)', "none (RoPEScalingArgs(scaling_factor=1.0))"
 TABLES = (
-    torchtitan("torchtitan", "attention.qkv_linear", "lm_head.weight", unscaled='scaling="none" in ComplexRoPE.Config'),
-    torchtitan(
-        "torchtitan-0.2", "attention", "output.weight", unscaled="rope_scaling_args=RoPEScalingArgs(scaling_factor=1.0)"
-    ),
+    torchtitan("torchtitan", "attention.qkv_linear", "lm_head.weight", unscaled=_UNSCALED),
+    torchtitan("torchtitan-0.2", "attention", "output.weight", unscaled=_UNSCALED_0_2),
     megatron(),
 )
 
