@@ -49,7 +49,14 @@ def _expanded(path: str) -> str:
     return os.path.expanduser(path)
 
 
-PathText = Annotated[Text, AfterValidator(_expanded)]  # "~/x" is a path in the home directory, as in a shell
+def _local(path: str) -> str:
+    if "://" in path:
+        raise PydanticCustomError("path", "be a path of a disk, not a URL: copy what is there")
+    return path
+
+
+PlaceText = Annotated[Text, AfterValidator(_expanded)]  # "~/x" is a path in the home directory, as in a shell; or a URL
+PathText = Annotated[PlaceText, AfterValidator(_local)]
 
 
 class Section(BaseModel):
@@ -150,7 +157,7 @@ class ConfigError(ValueError):
         return "\n".join([f"{count} problem{'s' if count > 1 else ''} in {self.source}:", *lines])
 
 
-def file_error(path: Path, rule: str, hint: str = "", line: int | None = None) -> ConfigError:
+def file_error(path: Path | str, rule: str, hint: str = "", line: int | None = None) -> ConfigError:
     """Make the error for a file as a whole, or for one of its lines."""
     return ConfigError([Problem(str(path) if line is None else f"{path}:{line}", None, rule, hint)], str(path))
 

@@ -240,6 +240,16 @@ def _children(pid: int) -> list[int]:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("words", ["train", "memory-report --out", "data tokenize x.txt --out", "schedule show --svg"])
+def test_a_url_makes_no_directory_where_a_command_takes_files_of_this_machine(
+    words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    shown = CliRunner().invoke(app, [*words.split(), "s3://b/x"])
+    assert (shown.exit_code, os.listdir(tmp_path)) == (2, [])
+    assert f"s3://b/x is a URL, and megazero {words.partition(' ')[0]} takes files" in shown.stderr
+
+
 def test_a_killed_rank_ends_the_run_with_a_message_and_the_same_command_goes_on(tmp_path: Path) -> None:
     words = [*TINY, *shape(1, 2, 4, 2), f"training.run_dir={tmp_path}", "checkpoint.save_every_steps=5"]
     killed = start_program("megazero", "train", QUICKSTART, *words, "training.steps=100000")

@@ -96,6 +96,7 @@ def test_written_model_sizes_stay():
 def test_heads_of_a_free_size_count_in_products_and_need_not_split_the_hidden_size():
     """16 heads of 80 at a hidden size of 1000, 4 of them for keys and values: q and out 1280 x 1000, k and v 320 x 1000."""
     written = {
+        "family": "mistral",
         "num_heads": 16,
         "num_kv_heads": 4,
         "head_dim": 80,
@@ -1037,6 +1038,10 @@ def test_a_file_that_cannot_be_read_is_told_why(write, tmp_path):
     assert problems(tmp_path / "rnu.toml") == [f"{tmp_path / 'rnu.toml'}: no such file; did you mean {path}?"]
     assert problems(tmp_path / "a" / "b.toml")[0].endswith(f"there is no directory {tmp_path / 'a'} either")
     assert "cannot be read" in problems(tmp_path)[0]
+    url = "s3://b/run.toml"
+    assert problems(Path(url)) == [f"{url}: must be on a disk; copy it here"]
+    for key in ("training.run_dir", "data.tokenizer", "data.cache_dir"):
+        assert f'"{url}": must be a path of a disk, not a URL' in problems(path, f"{key}={url}")[0]
     path.write_bytes(b"a = '\xff'")
     assert "is not UTF-8 at byte 5" in problems(path)[0]
 
@@ -1193,10 +1198,8 @@ def test_saving_keeps_a_file_that_no_run_has_written(tmp_path):
     ],
 )
 def test_a_password_of_any_characters_leaves_a_run_file_valid_and_is_not_in_it(url, shown):
-    run = RunConfig.model_validate({"checkpoint": {"directory": url}, "data": {"sources": [url]}})
-    read = tomllib.loads(to_toml(run))
-    assert read["checkpoint"]["directory"] == shown
-    assert read["data"]["sources"] == [shown]
+    read = tomllib.loads(to_toml(RunConfig.model_validate({"checkpoint": {"directory": url, "resume": url}})))
+    assert read["checkpoint"] | {"directory": shown, "resume": shown} == read["checkpoint"]
     assert "s3c" not in str(Problem("checkpoint.directory", [url], "must be shorter"))
 
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +17,11 @@ from harness import run_world
 from torch import Tensor
 from worlds import LR, difference, engine_on, global_batch, micro_batches, run_of, state_on, whole
 
-from megazero.checkpoint.hugging_face.config import model_section
+from megazero.checkpoint.hugging_face.config import logical_shapes, model_section
 from megazero.checkpoint.hugging_face.exporter import export_model
 from megazero.checkpoint.hugging_face.importer import import_model
 from megazero.checkpoint.index import HF_CONFIG
-from megazero.config import ResolvedRun, load_config
+from megazero.config import ConfigError, ResolvedRun, RunConfig, load_config, resolve
 from megazero.engine import Engine
 from megazero.engine.trainer_state import Position
 from megazero.models.config import ModelConfig
@@ -31,23 +33,10 @@ pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_thread")]  # starts
 TOLERANCE = 1e-5
 ORIGINAL = 8  # positions before scaling; the samples have 32
 LLAMA_3 = {"rope_type": "llama3", "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
-YARN = {
-    "rope_type": "yarn",
-    "factor": 4.0,
-    "beta_fast": 8.0,
-    "beta_slow": 1.0,
-    "original_max_position_embeddings": ORIGINAL,
-}
-SIZES = {
-    "vocab_size": 61,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 32,
-    "tie_word_embeddings": False,
-}
+YARN = {"rope_type": "yarn", "factor": 4.0, "beta_fast": 8.0, "beta_slow": 1.0}
+YARN |= {"original_max_position_embeddings": ORIGINAL}
+SIZES = {"vocab_size": 61, "hidden_size": 32, "intermediate_size": 48, "max_position_embeddings": 32}
+SIZES |= {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "tie_word_embeddings": False}
 DEFAULT = {"rope_type": "default", "rope_theta": 1e4}
 # What transformers is told beside the sizes: each family, and each option of all of them, at least once.
 CASES: dict[str, dict[str, Any]] = {
@@ -336,12 +325,10 @@ REFUSED = [
     ("mistral no window", {"layer_types": ["sliding_attention"] * 2}, "needs a sliding_window, and that is null"),
     ("mistral", {"num_key_value_heads": None}, "num_key_value_heads is missing"),
     ("llama3", {"attention_bias": True}, "attention_bias=True is not supported in a llama"),
-    ("qwen2", {"use_sliding_window": True}, "use_sliding_window=True is not supported in a qwen2"),
     ("qwen2", {"layer_types": ["sliding_attention"] * 2}, "layer_types has 'sliding_attention'"),
     ("qwen2", {"num_key_value_heads": None}, "num_key_value_heads is missing"),
     ("olmo2", {"attention_bias": True}, "attention_bias=True is not supported in a olmo2"),
     ("qwen3", {"attention_bias": True}, "attention_bias=True is not supported in a qwen3"),
-    ("qwen3", {"use_sliding_window": True}, "use_sliding_window=True is not supported in a qwen3"),
 ]
 
 
@@ -351,6 +338,55 @@ def test_what_a_family_does_not_compute_is_refused_with_its_key(
 ) -> None:
     with pytest.raises(ValueError, match=re.escape(reason)):
         model_section(_config(folder / name / "hub") | changes)
+
+
+def test_a_window_of_a_qwen_is_refused_where_transformers_gives_a_layer_one() -> None:
+    from transformers import AutoConfig
+
+    full = ["full_attention"] * 2
+    keys = "model_type", "use_sliding_window", "sliding_window", "max_window_layers", "layer_types"
+    for values in product(["qwen2", "qwen3"], [True, False], [4, None], [0, 1, 2, 28], [None, full]):
+        given = SIZES | dict(zip(keys, values, strict=True))
+        wrong = "".join(FAMILIES[values[0]].hugging_face.problems(given, None))
+        has_window = AutoConfig.for_model(**given).layer_types != full
+        assert (f"use_sliding_window=True is not supported in a {values[0]}" in wrong) == has_window, values
+
+
+@pytest.mark.parametrize(("name", "key"), [("gpt2", "activation_function"), ("llama", "hidden_act")])
+def test_every_name_of_the_activation_that_we_compute_is_taken_and_no_other(name: str, key: str) -> None:
+    from transformers.activations import ACT2CLS, get_activation
+
+    form, x = FAMILIES[name].hugging_face, torch.linspace(-9, 9, 999, dtype=torch.float64)
+    given, wanted = dict.fromkeys(form.sizes, 32), get_activation(form.constants[key])(x)
+    for other in ACT2CLS.keys() - {"prelu", "xielu"}:  # which have weights
+        is_same = bool((get_activation(other)(x) - wanted).abs().max() < 1e-9)
+        with nullcontext() if is_same else pytest.raises(ValueError, match=f"{key}='{other}' is not supported"):
+            form.section(name, given | {key: other})
+
+
+def test_what_the_check_lets_through_loads_in_transformers(tmp_path: Path) -> None:
+    """Of a llama nothing else is refused that a mistral may be, which has the same sizes and no such rules there."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    def fits(sizes: dict[str, Any]) -> ModelConfig | None:
+        with suppress(ConfigError):
+            return resolve(RunConfig.model_validate({"model": sizes}), 1).config.model
+        return None
+
+    for family, hidden, heads, size, std in product(FAMILIES, [48, 7], [1, 3, 5], [None, 8, 10], [0.02, 1.5]):
+        sizes = {"hidden_size": hidden, "num_heads": heads, "init_std": std, "num_layers": 1, "vocab_size": 9}
+        sizes |= {"seq_len": 8, "family": family} | ({"head_dim": size} if size and family != "gpt2" else {})
+        if (like := fits(sizes | {"family": "mistral"} if family == "llama" else sizes)) is None:
+            continue
+        written = FAMILIES[family].hugging_face_config(like, "fp32") | {"model_type": family}
+        (tmp_path / HF_CONFIG).write_text(json.dumps(written))
+        try:
+            with torch.device("meta"):
+                model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(tmp_path))
+            found = {name: tuple(one.shape) for name, one in model.named_parameters()}
+        except Exception:  # of several classes
+            found = None
+        assert found == (logical_shapes(like) if fits(sizes) else None), sizes
 
 
 @pytest.mark.parametrize(

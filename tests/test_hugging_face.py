@@ -21,6 +21,8 @@ from typer.testing import CliRunner, Result
 from worlds import GPT2, LLAMA, LR, engine_on, global_batch, micro_batches, plain_config, run_of
 
 from megazero.checkpoint.folder import Folder, LocalFolder, folder_at
+from megazero.checkpoint.foreign.importer import import_checkpoint
+from megazero.checkpoint.hugging_face.config import logical_shapes
 from megazero.checkpoint.hugging_face.exporter import export_model
 from megazero.checkpoint.hugging_face.importer import import_model
 from megazero.checkpoint.index import (
@@ -39,7 +41,7 @@ from megazero.checkpoint.save import save_checkpoint
 from megazero.checkpoint.shards import cut, new_folder, parse_size
 from megazero.checkpoint.tensor_file import StoredTensors
 from megazero.cli.commands import app
-from megazero.config import ResolvedRun, load_config
+from megazero.config import ResolvedRun, load_config, to_toml
 from megazero.data.identity import fingerprint_of
 from megazero.data.tokenizer import FileTokenizer
 from megazero.models.registry import FAMILIES
@@ -248,6 +250,29 @@ def test_names_of_older_releases_come_in(tmp_path: Path) -> None:
         assert_equal(stored(tmp_path / f"{name}-old"), stored(tmp_path / f"{name}-new"))
 
 
+@pytest.mark.parametrize("family", FAMILIES)
+def test_tied_weights_come_in_as_scripts_save_them(family: str, tmp_path: Path) -> None:
+    """With the head alone, wrapped, or held beside other state; with their configuration, or with a run file."""
+    run, form = run_of(1, model={"family": family, "tie_embeddings": True}), FAMILIES[family].hugging_face
+    weights = {name: torch.randn(shape) for name, shape in logical_shapes(run.config.model).items()}
+    headed = {form.head if name == form.embedding else name: one for name, one in weights.items()}
+    wrapped = {"_orig_mod.module." + name.replace(".1.", ".1._fsdp_wrapped_module."): headed[name] for name in headed}
+    (tmp_path / "run.toml").write_text(to_toml(run.config))
+    for file in ("model.safetensors", "last.ckpt", "pytorch_model.bin"):
+        (theirs := tmp_path / f"of {file}").mkdir()
+        torch.save({"state_dict": wrapped, "epoch": 3}, theirs / file)
+        run_file: Path | None = tmp_path / "run.toml"
+        if file == "model.safetensors":
+            save_file(wrapped, theirs / file)
+            (theirs / "optimizer.bin").touch()
+        elif file == "pytorch_model.bin":
+            (theirs / HF_CONFIG).write_bytes(to_json(form.config(run.config.model, "fp32")))
+            run_file = None
+        made = import_checkpoint(theirs / file if file == "last.ckpt" else theirs, tmp_path / file, run_file=run_file)
+        assert "not taken over: weights alone are read, and moments begin anew" in str(made.told)
+        assert_equal(stored(tmp_path / file), weights)
+
+
 YARN = {"rope_type": "yarn", "factor": 2.0, "rope_theta": 1e4}
 REFUSED = [
     ("llama", {"model_type": "bloom"}, "model_type='bloom' is not supported; llama"),
@@ -262,19 +287,11 @@ REFUSED = [
     ("llama", {"mlp_bias": True, "hidden_act": "gelu"}, "hidden_act='gelu' is not.*'silu'; mlp_bias=True is not"),
     ("llama", {"head_dim": 7}, r"model\.head_dim = 7: must be even: rotary positions turn pairs"),
     ("llama", {"head_dim": 16}, r"q_proj.weight has shape \[32, 32\], the configuration makes it \[64, 32\]"),
-    (
-        "llama",
-        {"num_attention_heads": 5, "head_dim": None},
-        r"model\.hidden_size = 32: must be divisible by 2\*num_heads=10",
-    ),
+    ("llama", {"num_attention_heads": 5, "head_dim": None}, r"size = 32: must be divisible by 2\*num_heads=10"),
     ("llama", {"hidden_size": "32"}, "hidden_size.*integer"),
     ("llama", {"vocab_size": None}, "vocab_size is missing"),
     ("llama", {"quantization_config": {"bits": 4}}, "quantization_config=.* leave it out"),
-    (
-        "llama",
-        {"intermediate_size": 64},
-        r"gate_proj.weight has shape \[48, 32\], the configuration makes it \[64, 32\]",
-    ),
+    ("llama", {"intermediate_size": 64}, r"gate_proj.weight has shape \[48, 32\], the configuration makes it \[64, 32"),
     ("llama", {"num_hidden_layers": 1}, "model.layers.1.*belongs to no parameter of a llama"),
     ("llama", {"num_hidden_layers": 3}, "model.layers.2.input_layernorm.weight is missing.*and 4 more"),
     ("gpt2", {"activation_function": "relu"}, "activation_function='relu' .*'gelu_new'"),
@@ -348,9 +365,12 @@ def test_files_that_are_missing_or_broken_are_named(hub_models: dict[str, Path],
         assert message in shown.stderr, shown.stderr
         assert not (tmp_path / "no").exists()
 
-    refused(
-        tmp_path / "nowhere", "nowhere is no checkpoint of a known form: it holds neither config.json nor .metadata"
-    )
+    refused(tmp_path / "nowhere", "nowhere does not exist; a model of the Hugging Face hub is fetched first")
+    for name in ("model.safetensors", "config.json", "tokenizer.json"):
+        pointed = linked(hub_models["llama"], tmp_path / f"pointed-{name}")
+        (pointed / name).unlink(missing_ok=True)
+        (pointed / name).write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n")
+        refused(pointed, f"{name} is a pointer of git-lfs, not the file itself: run `git lfs pull` there")
     hub = linked(hub_models["llama"], tmp_path / "hub")
     weights = (hub / "model.safetensors").resolve()
     (hub / "model.safetensors").unlink()
@@ -450,7 +470,7 @@ def test_what_cannot_be_exported_is_refused(tmp_path: Path) -> None:
         assert not (tmp_path / "no").exists()
 
     refused(tmp_path / "script", "holds a script's own module, Net, which transformers does not have")
-    refused(tmp_path / "nowhere", "is not a complete checkpoint")
+    refused(tmp_path / "nowhere", "is not a complete checkpoint: it has no manifest.json; name a step")
     assert "is not empty: it holds" in command("export", tmp_path / "step", tmp_path / "script").stderr
     moments = next((tmp_path / "step").glob("exp_avg-*.safetensors"))
     moments.write_bytes(moments.read_bytes()[:-1])

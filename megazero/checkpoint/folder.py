@@ -256,7 +256,7 @@ class LocalFolder(Folder):
 
     def __post_init__(self) -> None:
         if found := _URL.match(str(self.path)):  # all that is said of it: the rest may hold a password
-            raise ValueError(f"only local directories are read here, not a URL of {found[1]}://")
+            raise ValueError(f"copy it here first: only local directories are read here, not a URL of {found[1]}://")
 
     def __str__(self) -> str:
         return str(self.path)

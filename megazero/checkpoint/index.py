@@ -238,7 +238,7 @@ def read_manifest(location: Location) -> dict[str, FileRecord]:
     """Files of a complete checkpoint.  Raises: as `read_errors`; CheckpointError if there is no manifest."""
     folder = folder_at(location)
     if not folder.has(MANIFEST):
-        raise CheckpointError(f"{folder} is not a complete checkpoint: it has no {MANIFEST}")
+        raise CheckpointError(f"{folder} is not a complete checkpoint: it has no {MANIFEST}; name a step")
     with read_errors(f"{folder}/{MANIFEST}"):
         data = folder.read(MANIFEST)
         manifest = parse_json(data)

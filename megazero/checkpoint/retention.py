@@ -235,7 +235,7 @@ def reading(location: Location) -> Iterator[Folder]:
             markers.write(marker, identity_of(os.getpid()).encode())
     try:
         if not is_complete(folder):
-            raise CheckpointError(f"{folder} is not a complete checkpoint: it has no {MANIFEST}")
+            raise CheckpointError(f"{folder} is not a complete checkpoint: it has no {MANIFEST}; name a step")
         yield folder
     finally:
         with suppress(OSError):

@@ -6,10 +6,11 @@ import os
 import sys
 from collections.abc import Iterable
 from dataclasses import replace
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from rich.console import Console
 from rich.table import Table
+from typer.core import TyperGroup
 
 from megazero.launchers import start_problem
 from megazero.settings import Problem, without_passwords
@@ -18,6 +19,16 @@ from megazero.training.signals import EXIT_REFUSED
 if TYPE_CHECKING:
     from megazero.config import RunConfig
     from megazero.config.rules import Rule
+
+
+class Local(TyperGroup):
+    """Commands that read and write files of this machine; those of checkpoints take URLs, too."""
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        """As in click.  Ends the command for a URL, of which pathlib would make a directory."""
+        if args[0] != "checkpoint" and (urls := [arg for arg in args if re.match(r"(--\w+=)?\w[\w+.-]*:/", arg)]):
+            fail(f"{urls[0]} is a URL, and megazero {args[0]} takes files of this machine: copy it here", EXIT_REFUSED)
+        return super().resolve_command(ctx, args)
 
 
 def fail(message: str, status: int) -> NoReturn:

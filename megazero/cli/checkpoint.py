@@ -78,29 +78,22 @@ def inspect(directory: Annotated[str, typer.Argument(help="A step directory, or 
 
 def _list_steps(steps: Sequence[Folder]) -> None:
     """A line for each step of a run."""
-    from megazero.checkpoint.index import (
-        EVALUATION,
-        CheckpointError,
-        is_complete,
-        read_manifest,
-        read_trainer_state,
-        val_loss_of,
-    )
+    from megazero.checkpoint import index
 
     table = Table("checkpoint", "samples", "tokens", "validation loss", "", box=None)
     for step in steps:
         try:
-            if not is_complete(step):
+            if not index.is_complete(step):
                 table.add_row(step.name, *"---", "incomplete")
                 continue
-            trainer, size = read_trainer_state(step), _size(read_manifest(step))
-        except CheckpointError as error:
+            trainer, size = index.read_trainer_state(step), _size(index.read_manifest(step))
+        except index.CheckpointError as error:
             table.add_row(step.name, *"---", str(error))
             continue
         try:
-            loss = "-" if (found := val_loss_of(step)) is None else f"{found:.4f}"
-        except CheckpointError:
-            loss = f"unknown: {EVALUATION} is damaged"
+            loss = "-" if (found := index.val_loss_of(step)) is None else f"{found:.4f}"
+        except index.CheckpointError:
+            loss = f"unknown: {index.EVALUATION} is damaged"
         table.add_row(step.name, f"{trainer.consumed_samples:,}", f"{trainer.consumed_tokens:,}", loss, size)
     print_table(table)
 
@@ -120,7 +113,10 @@ def verify(directory: Annotated[str, typer.Argument(help="A step directory, or o
         folder = folder_at(directory)
         steps = [folder] if was_begun(folder) else list(filter(was_begun, map(folder.child, folder.folders())))
         if not steps:
-            fail(f"{directory} is no checkpoint and holds none", 1)
+            fail(
+                f"{directory} is no checkpoint and holds none: name the directory of a step, or of a run's checkpoints",
+                1,
+            )
         results = [_verify(step) for step in steps]
     if False in results or True not in results:
         raise typer.Exit(1)
@@ -128,28 +124,20 @@ def verify(directory: Annotated[str, typer.Argument(help="A step directory, or o
 
 def _verify(folder: Folder) -> bool | None:
     """Print a step's line; True: intact, False: damaged, None: never finished."""
-    from megazero.checkpoint.index import (
-        MANIFEST,
-        CheckpointError,
-        DamagedError,
-        find_damage,
-        is_complete,
-        read_manifest,
-        val_loss_of,
-    )
+    from megazero.checkpoint import index
     from megazero.checkpoint.retention import reading
 
-    if not is_complete(folder):
-        print(f"{folder}: incomplete (no {MANIFEST}): not finished, or marked as damaged")
+    if not index.is_complete(folder):
+        print(f"{folder}: incomplete (no {index.MANIFEST}): not finished, or marked as damaged")
         return None
     try:
         with reading(folder):
-            files, damage = read_manifest(folder), find_damage(folder)
+            files, damage = index.read_manifest(folder), index.find_damage(folder)
             try:
-                val_loss_of(folder)
-            except DamagedError as error:  # a note that no manifest names; a damaged trainer state is named above
+                index.val_loss_of(folder)
+            except index.DamagedError as error:  # a note that no manifest names; a damaged trainer state is named above
                 damage = damage or [str(error)]
-    except CheckpointError as error:
+    except index.CheckpointError as error:
         print(f"{folder}: DAMAGED\n  {error}")
         return False
     print(f"{folder}: {'DAMAGED' if damage else 'intact'}, {_size(files)}", *damage, sep="\n  ")
@@ -206,11 +194,11 @@ def _print_differences(found: Comparison, rows: int | None) -> None:
 @app.command(name="import")
 def import_(
     source: Annotated[
-        str, typer.Argument(help="Directory of a transformers model, or of another framework's checkpoint.")
+        str, typer.Argument(help="Directory of a transformers model, or directory or file of another checkpoint.")
     ],
     out: Annotated[str, typer.Argument(help="New directory of the checkpoint, or a URL.")],
     form: Annotated[
-        str | None, typer.Option("--from", help="Its form: hf, dcp, deepspeed, megatron; as the files tell.")
+        str | None, typer.Option("--from", help="Its form: hf, dcp, deepspeed, megatron, weights; as the files tell.")
     ] = None,
     run_file: Annotated[str | None, typer.Option(help="Run file that has its model section; hf needs none.")] = None,
     dtype: DtypeOption = None,

@@ -6,6 +6,7 @@ import typer
 
 from megazero.annexes import added
 from megazero.cli import checkpoint, data, schedule
+from megazero.cli._common import Local
 from megazero.cli.check import check
 from megazero.cli.train import train
 
@@ -14,6 +15,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
     help="The command `megazero`: parse, call, print.",
+    cls=Local,
 )
 app.command()(train)
 app.command()(check)

@@ -26,7 +26,7 @@ from megazero.config.rules import Rule, broken_rules, idle_activations, idle_key
 from megazero.config.schema import RunConfig, keys, sections
 from megazero.models.registry import FAMILIES
 from megazero.registry import closest, did_you_mean
-from megazero.settings import ConfigError, Problem, file_error, read_text
+from megazero.settings import ConfigError, Problem, file_error, read_text, without_passwords
 
 if TYPE_CHECKING:
     from megazero.parallel_state import RankGrid
@@ -205,6 +205,8 @@ def resolve(config: RunConfig, world_size: int, varied: Collection[str] = ()) ->
 
 
 def _read(path: Path) -> Tables:
+    if re.match(r"\w[\w+.-]+:/", str(path)):  # a URL, as pathlib leaves it
+        raise file_error(without_passwords(str(path).replace(":/", "://", 1)), "must be on a disk", "copy it here")
     if not path.exists():
         hint = f"there is no directory {path.parent} either"
         if path.parent.is_dir():

@@ -31,6 +31,7 @@ from megazero.settings import (
     Count,
     CountOrZero,
     PathText,
+    PlaceText,
     Positive,
     PositiveOrZero,
     Seconds,
@@ -359,11 +360,11 @@ class TrainingConfig(Section):
 class CheckpointConfig(Section):
     """Saving and resuming."""
 
-    directory: PathText | None = None
+    directory: PlaceText | None = None
     """Where checkpoints go: a directory that all ranks share or a URL, as s3://bucket/run. Unset: run_dir/checkpoints."""
     save_every_steps: CountOrZero = 0
     """Steps between checkpoints; 0: only at the end."""
-    resume: PathText = "auto"
+    resume: PlaceText = "auto"
     """Where a run starts. "auto": at its newest checkpoint, if any; "never": at step 0; or directory or URL of a step."""
     accept_changes: Annotated[
         tuple[Literal["data", "document_mask", "seq_len", "rope", "lr_schedule", "batch"], ...], Field(strict=False)

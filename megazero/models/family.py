@@ -30,6 +30,9 @@ _SAY_NOTHING = """
     num_labels task_specific_params bos_token_id eos_token_id pad_token_id unk_token_id sep_token_id decoder_start_token_id
     tokenizer_class _attn_implementation _attn_implementation_autoset
 """
+# Activations of transformers that are one function under several names (`ACT2FN` of its `activations`).
+_TANH_FORMS = "pytorch_tanh", "python_tanh", "fast", "accurate"
+_SAME_FUNCTION = {"swish": "silu"} | {f"gelu_{one}": "gelu_new" for one in _TANH_FORMS}
 _MOST_SHOWN = 20
 _HEADS = ("model.hidden_size", "model.num_heads", "model.head_dim")
 
@@ -113,7 +116,7 @@ class HuggingFaceFormat:
         """
         problems = [f"{key} is missing" for key in self.sizes if config.get(key) is None]
         for key, value in (*self.constants.items(), *self.assumed.items()):
-            if config.get(key, value) != value:
+            if value != _SAME_FUNCTION.get(str(config.get(key)), config.get(key, value)):
                 supported = "leave it out" if value is None else f"it must be {value!r}"
                 problems.append(f"{key}={config[key]!r} is not supported in a {family}; {supported}")
         problems += self.problems(config, seq_len)

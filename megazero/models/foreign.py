@@ -13,7 +13,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from megazero.models.config import ModelConfig
 
@@ -57,6 +57,9 @@ class NameTable:
         embedding: our name of the embedding table, which tells a prefix of theirs.
         head: their name of the output layer.  Where embeddings are tied it may hold a copy of the embedding.
         buffers: their names of stored tensors that are no parameters.
+        own: keys of [model] that no tensor shows, with the values that the framework's own models of this family have.
+        unscaled: in words, rotary positions without scaling, where its own models scale them.
+        turns: their name of the turns of rotary positions, complex [positions, head size / 2], where a release stored them.
     """
 
     name: str
@@ -65,6 +68,9 @@ class NameTable:
     dropped: str = ""
     head: str = "lm_head.weight"
     buffers: re.Pattern[str] = _NOTHING
+    own: Mapping[str, Any] = field(default_factory=dict)
+    unscaled: str = ""
+    turns: str = ""
 
     def theirs(self, ours: str) -> Theirs:
         """Where a tensor of ours lies."""

@@ -1,6 +1,8 @@
 """Qwen 2 and 2.5: Llama with biases of q, k and v (Yang et al. 2024)."""
 
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from typing import Any
 
 from megazero.models.llama.family import LLAMA_FORMAT, LlamaFamily
 from megazero.models.llama.variant import Variant
@@ -8,12 +10,24 @@ from megazero.models.llama.variant import Variant
 # transformers gives a file without this key 32 heads, whatever the model; so it must be there.
 _KV_HEADS = {"num_key_value_heads": "num_kv_heads"}
 
+
+def _unsupported(config: Mapping[str, Any], seq_len: int | None) -> Iterator[str]:
+    """A window needs three keys to say so, and counts where no `layer_types` say more (`Qwen2Config`)."""
+    asks = config.get("use_sliding_window") and config.get("sliding_window", 4096) is not None
+    is_late = config.get("max_window_layers", 28) >= (config.get("num_hidden_layers") or 0)
+    if asks and config.get("layer_types") is None and not is_late:
+        yield f"use_sliding_window=True is not supported in a {config['model_type']}; it must be False"
+    yield from LLAMA_FORMAT.problems(config, seq_len)
+
+
 QWEN2_FORMAT = replace(
     LLAMA_FORMAT,
     architecture="Qwen2ForCausalLM",
     sizes={**LLAMA_FORMAT.sizes, **_KV_HEADS},
     defaults={theirs: ours for theirs, ours in LLAMA_FORMAT.defaults.items() if theirs not in _KV_HEADS},
-    constants={"hidden_act": "silu", "use_sliding_window": False},
-    reads=(*LLAMA_FORMAT.reads, "sliding_window", "max_window_layers"),  # which say nothing without a window
+    constants={"hidden_act": "silu"},
+    extra=lambda model: LLAMA_FORMAT.extra(model) | {"use_sliding_window": False},
+    problems=_unsupported,
+    reads=(*LLAMA_FORMAT.reads, "use_sliding_window", "sliding_window", "max_window_layers"),
 )
 QWEN2 = LlamaFamily(Variant(qkv_bias=True), QWEN2_FORMAT, "megazero.models.llama.foreign:QWEN2")

@@ -7,6 +7,8 @@
     optimizer.param_groups.NAME.lr             its settings, by name or by group
     train_state, lr_scheduler, dataloader      where the run stands
 
+    pytorch_model_fsdp_0/, optimizer_0/        two such folders, of accelerate
+
 Source: torch/distributed/checkpoint (metadata.py, filesystem.py); torchtitan/components/checkpointer, optimizer.
 """
 
@@ -14,7 +16,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property, partial
 from math import isfinite, prod
 from typing import Any, TypeAlias
@@ -32,6 +34,7 @@ from megazero.models.config import ModelConfig
 from megazero.zero.state import MODEL
 
 METADATA = ".metadata"
+ACCELERATE = "pytorch_model_fsdp_0"  # accelerate's `save_state` under FSDP, beside optimizer_0
 _STATE = re.compile(r"(?:.+\.)?state\.(?P<name>.+)\.(?P<kind>\w+)")
 _GROUP = re.compile(r"(?:.+\.)?param_groups\.(?:.+\.)?(?P<key>\w+)")
 _STEP = re.compile(r"(?:(?:.+\.)?train_state\.)?step")
@@ -51,6 +54,8 @@ class DcpFolder:
     """
 
     folder: LocalFolder
+    _files: dict[str, tuple[ReadBytes, int]] = field(default_factory=dict)  # how to read a file, and its size
+    _tiled: dict[str, list[tuple[_Box, tuple[int, ...]]]] = field(default_factory=dict)  # the parts of checked tensors
 
     @cached_property
     def _loaded(self) -> tuple[Metadata, list[str]]:
@@ -76,16 +81,6 @@ class DcpFolder:
     def unknown(self) -> list[str]:
         """Names in the metadata that are not those of torch.distributed.checkpoint."""
         return self._loaded[1]
-
-    @cached_property
-    def _files(self) -> dict[str, tuple[ReadBytes, int]]:
-        """How to read a file, and its size."""
-        return {}
-
-    @cached_property
-    def _tiled(self) -> dict[str, list[tuple[_Box, tuple[int, ...]]]]:
-        """The parts of tensors that were checked."""
-        return {}
 
     @cached_property
     def _parts(self) -> dict[str, dict[tuple[int, ...], Any]]:
@@ -278,6 +273,9 @@ class _Entries(Found):
                 self.unknown.append(name)
         elif group := _GROUP.fullmatch(name):
             self.add_setting(name, group["key"], _setting(name, entry))
+        elif name.endswith("param_groups") and callable(entry):  # as releases of torch before 2.4 wrote them
+            for key, value in (item for group in entry() for item in group.items()):
+                self.add_setting(name, key, _plain(name, value))
         elif _STEP.fullmatch(name):
             self.add_step(_count(name, entry), entry=name)
         elif self.is_not_taken(name, _NOT_TAKEN):
@@ -289,10 +287,11 @@ class _Entries(Found):
 
 
 def read_dcp(folder: LocalFolder, _: ModelConfig) -> ForeignCheckpoint:
-    """What a checkpoint of torch.distributed.checkpoint holds.  Raises: CheckpointError."""
-    source = DcpFolder(folder)
-    found = _Entries(unknown=[f"{name} (named in {METADATA})" for name in source.unknown])
-    for entries in (source.tensors(), source.values()):
+    """What a checkpoint of torch.distributed.checkpoint holds, or the two of accelerate.  Raises: CheckpointError."""
+    below = [folder.child(name) for name in (ACCELERATE, "optimizer_0") if folder.child(name).has(METADATA)]
+    sources = [DcpFolder(one) for one in ([folder] if folder.has(METADATA) else below)]
+    found = _Entries(unknown=[f"{name} (named in {METADATA})" for source in sources for name in source.unknown])
+    for entries in (entries for source in sources for entries in (source.tensors(), source.values())):
         for name, entry in entries.items():
             with foreign_errors(f"{folder}: {name}"):
                 found.add(name, entry)

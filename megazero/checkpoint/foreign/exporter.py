@@ -38,6 +38,7 @@ from megazero.checkpoint.tensor_file import StoredTensors
 from megazero.models.config import ModelConfig
 from megazero.models.foreign import NameTable, Theirs
 from megazero.optim.config import OptimizerConfig
+from megazero.settings import toml_value
 from megazero.zero.bucket import DTYPE_NAMES, DTYPES
 from megazero.zero.state import MASTER, MODEL
 
@@ -91,13 +92,15 @@ def export_dcp(path: Location, out: str | Path, *, dtype: str | None = None, nam
                 raise CheckpointError(f"{out} could not be written ({failed}); nothing was left there") from error
     kept = next(one.dtype for name, one in state.items() if isinstance(one, Tensor))
     moments = "with AdamW's moments" if len(reads) > len(logical_shapes(model)) + 1 else "without moments"
-    return Exported(DTYPE_NAMES[kept], 1, elements, f"names of {table.name}, {moments}{_not_told(model)}")
+    return Exported(DTYPE_NAMES[kept], 1, elements, f"names of {table.name}, {moments}{_not_told(model, table)}")
 
 
-def _not_told(model: ModelConfig) -> str:
-    """What the model computes and no tensor shows: tables of names carry no configuration."""
-    keys = [key for key in ("sliding_window", "rope_scaling") if getattr(model, key) is not None]
-    return f"; the file does not carry {' and '.join(f'model.{key}' for key in keys)}: set it there" if keys else ""
+def _not_told(model: ModelConfig, table: NameTable) -> str:
+    """What the model computes with and no tensor shows, unless the reader's own models have it."""
+    own = {"sliding_window": None, "rope_scaling": None} | dict(table.own)
+    unlike = {key: getattr(model, key) for key, value in own.items() if getattr(model, key) != value}
+    shown = ", ".join(f"model.{key} = {toml_value(one) if one else table.unscaled}" for key, one in unlike.items())
+    return f"; the file does not carry {shown}: set it there" if unlike else ""
 
 
 def _table(family: str, name: str | None) -> NameTable:

@@ -18,12 +18,14 @@ from typing import Any
 import torch
 
 from megazero.checkpoint.folder import LocalFolder, Location
+from megazero.checkpoint.foreign.dcp import ACCELERATE, METADATA
 from megazero.checkpoint.foreign.deepspeed import find_deepspeed
 from megazero.checkpoint.foreign.found import ADAM
-from megazero.checkpoint.foreign.source import ForeignCheckpoint, match
+from megazero.checkpoint.foreign.source import ForeignCheckpoint, local_source, match
 from megazero.checkpoint.foreign.writer import Imported, write_step
 from megazero.checkpoint.hugging_face.config import logical_shapes
 from megazero.checkpoint.hugging_face.importer import import_model, set_keys
+from megazero.checkpoint.hugging_face.weights import has_weights
 from megazero.checkpoint.index import HF_CONFIG, CheckpointError, TrainerState, foreign_errors, versions
 from megazero.checkpoint.shards import new_folder
 from megazero.config import RunConfig
@@ -55,15 +57,20 @@ def _is_megatron(folder: LocalFolder) -> bool:
     return folder.has(".metadata") and folder.has("common.pt")
 
 
+def _is_dcp(folder: LocalFolder) -> bool:
+    return folder.has(METADATA) or folder.child(ACCELERATE).has(METADATA)
+
+
 def _is_deepspeed(folder: LocalFolder) -> bool:
     return find_deepspeed(folder) is not None
 
 
 FORMS = {  # the first that recognises a folder
     "megatron": Form("Megatron-Core (torch_dist)", _is_megatron, f"{_HERE}.megatron:read_megatron"),
-    "dcp": Form("torch.distributed.checkpoint", lambda folder: folder.has(".metadata"), f"{_HERE}.dcp:read_dcp"),
+    "dcp": Form("torch.distributed.checkpoint", _is_dcp, f"{_HERE}.dcp:read_dcp"),
     "deepspeed": Form("DeepSpeed", _is_deepspeed, f"{_HERE}.deepspeed:read_deepspeed"),
     HUGGING_FACE: Form("transformers", lambda folder: folder.has(HF_CONFIG), ""),
+    "weights": Form("weights alone", has_weights, "megazero.checkpoint.hugging_face.weights:open_weights"),
 }
 
 
@@ -99,8 +106,8 @@ def import_checkpoint(
             nothing is left in `out`.
         ConfigError: the run file is wrong.
     """
-    folder = LocalFolder(Path(source))
-    form = form or _recognised(folder)
+    folder = local_source(source)
+    form = form or (_recognised(folder) if folder.path.is_dir() else "weights")
     if form not in FORMS:
         raise ValueError(f"--from {form} must be one of {', '.join(FORMS)}")
     if form == HUGGING_FACE:
@@ -121,25 +128,16 @@ def import_checkpoint(
     with foreign_errors(str(folder)):
         found: ForeignCheckpoint = getattr(import_module(module), function)(folder, config.model)
     described = f"the [model] of {run_file}"
-    kinds = match(found, config.model, logical_shapes(config.model), described_by=described, ignore=ignore)
+    kinds, notes = match(found, config.model, logical_shapes(config.model), described_by=described, ignore=ignore)
     has_moments = _has_moments(folder, kinds, found.optimizer_steps)
     if has_moments:
         _check_optimizer(config, run_file)
     trainer, told = _trainer_state(found, config, step, samples, has_moments=has_moments)
     with new_folder(out) as target:
-        lines = [f"# {line}" for line in (f"Goes on from {folder}.", *found.notes, *told)]
+        lines = [f"# {line}" for line in (f"Goes on from {folder}.", *notes, *told)]
         toml = "\n".join([*lines, "[checkpoint]", f"resume = {toml_value(str(target))}"]) + "\n"
-        return write_step(
-            target,
-            config.model,
-            kinds,
-            trainer,
-            toml,
-            {},
-            dtype=dtype,
-            max_shard_bytes=max_shard_bytes,
-            told=(*found.notes, *told),
-        )
+        sizes: dict[str, Any] = {"dtype": dtype, "max_shard_bytes": max_shard_bytes}
+        return write_step(target, config.model, kinds, trainer, toml, {}, told=(*notes, *told), **sizes)
 
 
 def _recognised(folder: LocalFolder) -> str:
@@ -151,8 +149,8 @@ def _recognised(folder: LocalFolder) -> str:
         raise CheckpointError(f"{folder} holds several checkpoints; name one of them: {', '.join(below[-3:])}")
     forms = ", ".join(f"{name} ({form.about})" for name, form in FORMS.items())
     raise CheckpointError(
-        f"{folder} is no checkpoint of a known form: it holds neither {HF_CONFIG} nor .metadata nor *_model_states.pt. "
-        f"Known: {forms}; --from says which"
+        f"{folder} is no checkpoint of a known form: it holds neither {HF_CONFIG} nor .metadata nor *_model_states.pt "
+        f"nor weights. Known: {forms}; --from says which"
     )
 
 

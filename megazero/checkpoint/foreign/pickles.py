@@ -53,6 +53,9 @@ _ALLOWED: dict[str, Any] = {f"{one.__module__}.{one.__qualname__}": one for one 
     "torch.Size": torch.Size,
     "torch.serialization._get_layout": _get_layout,
     "builtins.getattr": _memory_format,
+    # of releases of torch before 2.3
+    "torch.distributed._shard.sharded_tensor.metadata.TensorProperties": metadata.TensorProperties,
+    "torch.distributed._shard.sharded_tensor.metadata.MEM_FORMAT_ENCODING": metadata._MEM_FORMAT_ENCODING,
     f"{_MEGATRON}.MCoreMetadata": metadata.Metadata,  # of its releases up to 0.15
     "pathlib.PosixPath": PurePosixPath,
     "pathlib.WindowsPath": PurePosixPath,
@@ -181,7 +184,7 @@ def load_tensors(file: Path | memoryview) -> tuple[Any, list[str]]:
         raise
     except Exception as error:  # of pickle, of zip, of torch
         text = (str(error) or type(error).__name__).splitlines()[0]
-        if isinstance(error, pickle.UnpicklingError) or "weights_only" in text:  # torch advises to run it
+        if isinstance(error, pickle.UnpicklingError | KeyError) or "weights_only" in text:  # torch advises to run it
             text = "it is damaged, or more than tensors and plain values"
         named = f"; it names {', '.join(unknown)}, which was not run" if unknown else ""
         raise ValueError(text + named) from error

@@ -8,25 +8,33 @@ Nothing is skipped: what no table knows is a problem, unless the user says that 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from functools import partial
 from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from megazero.checkpoint.folder import LocalFolder
 from megazero.checkpoint.index import CheckpointError
 from megazero.checkpoint.shards import CHUNK_ELEMENTS
 from megazero.models.config import ModelConfig
 from megazero.models.foreign import NameTable, Theirs
 from megazero.models.registry import FAMILIES
+from megazero.models.rope_scaling import RopeScaling
+from megazero.settings import toml_value
 from megazero.zero.bucket import DTYPE_NAMES
 from megazero.zero.state import MODEL
 
 _SHOWN = 5  # problems in an error
+_FROM_HUB = "a model of the Hugging Face hub is fetched first: hf download NAME --local-dir DIRECTORY"
+# Modules that wrap a part of a model, of torch.compile, DDP, FSDP, recomputation and Lightning.
+_WRAPPERS = re.compile(r"(?<![^.])(?:module|_orig_mod|_forward_module|_(?:fsdp|checkpoint)_wrapped_module)\.")
 
 
 @dataclass(frozen=True)
@@ -63,6 +71,23 @@ class ForeignCheckpoint:
     unknown: Sequence[str] = ()
 
 
+def local_source(source: str | Path) -> LocalFolder:
+    """The directory or file of what is to be imported.  Raises: CheckpointError: it is not there, or not all of it."""
+    folder = LocalFolder(Path(source))
+    if not folder.path.exists():
+        raise CheckpointError(f"{source} does not exist; {_FROM_HUB}")
+    for path in folder.path.glob("*.*"):  # of weights a directory may hold forms that are not read
+        if path.suffix in (".json", ".txt", ".model", ".jinja", ".distcp") and path.is_file():
+            check_whole(path)
+    return folder
+
+
+def check_whole(path: Path) -> None:
+    """Raises: CheckpointError: git-lfs has not fetched the file.  OSError."""
+    if path.stat().st_size < 1024 and path.read_bytes().startswith(b"version https://git-lfs.github.com/spec/"):
+        raise CheckpointError(f"{path} is a pointer of git-lfs, not the file itself: run `git lfs pull` there")
+
+
 def hugging_face_table(family: str, *, dropped: bool = False) -> NameTable:
     """The table of the names that transformers gives a family's tensors; `dropped`: without the prefix of the whole model,
     as a model without its head has them."""
@@ -80,10 +105,6 @@ def tables_of(family: str) -> tuple[NameTable, ...]:
     return (*own, hugging_face_table(family), hugging_face_table(family, dropped=True))
 
 
-def _names_of(family: str) -> list[str]:
-    return list(dict.fromkeys(table.name for table in tables_of(family)))
-
-
 def match(
     found: ForeignCheckpoint,
     model: ModelConfig,
@@ -91,8 +112,8 @@ def match(
     *,
     described_by: str,
     ignore: Sequence[str] = (),
-) -> dict[str, dict[str, ForeignTensor]]:
-    """Our tensors by kind and by our name, in the order of `shapes`.
+) -> tuple[dict[str, dict[str, ForeignTensor]], list[str]]:
+    """Our tensors by kind and by our name, in the order of `shapes`; and lines for the user.
 
     Args:
         model: resolved.
@@ -108,30 +129,37 @@ def match(
     unknown = {name: f"{name} is not understood" for name in found.unknown}
     matched: dict[str, dict[str, ForeignTensor]] = {}
     used = {
-        kind: {name: one for name, one in tensors.items() if not is_named(_label(kind) + name, ignore)}
+        kind: _unwrapped({name: one for name, one in tensors.items() if not is_named(_label(kind) + name, ignore)})
         for kind, tensors in found.tensors.items()
     }
     # A script may keep the model behind a prefix of its own, and the state of the optimizer not.
     others = [tensors for kind, tensors in used.items() if kind != MODEL]
     of_model = _best_table([used[MODEL]], model.family, shapes, found.path)
     of_others = _best_table(others, model.family, shapes, found.path) if others else of_model
+    about = list(_not_shown(of_model[0], used[MODEL].get(of_model[1] + of_model[0].turns), model))
+    unknown |= {name: line for name, line in about if name}
+    notes = [*found.notes, *(line for name, line in about if not name)]
     for kind, tensors in used.items():
         label = _label(kind)
         table, prefix = of_model if kind == MODEL else of_others
         places = {name: table.theirs(name) for name in shapes}
         names = {ours: prefix + theirs.name for ours, theirs in places.items()}
+        head, embedding = prefix + table.head, names.get(table.embedding, "")
+        if model.tie_embeddings and head in tensors and embedding not in tensors:
+            names[table.embedding] = head  # safetensors' `save_model` keeps one name of a shared tensor
         for ours, shape in shapes.items():
             stored = tensors.get(names[ours])
             wrong = ["is missing"] if stored is None else _wrong(stored, places[ours], model, shape)
             problems += (f"{label}{names[ours]} {line}" for line in wrong)
         rest = tensors.keys() - set(names.values())
-        head, embedding = prefix + table.head, names.get(table.embedding, "")
         if model.tie_embeddings and head in rest and embedding in tensors:
             rest.remove(head)
-            if not _are_equal(tensors[head].read(), tensors[embedding].read()):
+            if not _same(tensors[head], tensors[embedding]):
                 problems.append(
                     f"{label}{head} differs from {embedding}, though they are tied: tied weights are one tensor"
                 )
+        elif kind == MODEL and {head, embedding} <= tensors.keys() and _same(tensors[head], tensors[embedding]):
+            notes.append(f"{head} equals {embedding}: if they were tied there, set model.tie_embeddings = true")
         for name in sorted(rest):
             if not table.buffers.fullmatch(name.removeprefix(prefix)):
                 told = f"belongs to no parameter of a {model.family} of this configuration"
@@ -147,10 +175,43 @@ def match(
         shown = "; ".join(lines[:_SHOWN]) + (f"; and {len(lines) - _SHOWN} more" if len(lines) > _SHOWN else "")
         hint = ". --ignore NAME leaves out what is not needed" if left and not problems else ""
         if not matched.get(MODEL):
-            known = ", ".join(_names_of(model.family))
+            known = ", ".join(dict.fromkeys(table.name for table in tables_of(model.family)))
             hint = f". {model.family} is known under the names of {known}, and no tensor has one"
         raise CheckpointError(f"the weights in {found.path} are not those of {described_by}: {shown}{hint}")
-    return matched
+    return matched, notes
+
+
+def _unwrapped(tensors: dict[str, ForeignTensor]) -> dict[str, ForeignTensor]:
+    """By names without wrappers; as they are where two names would be one."""
+    plain = {_WRAPPERS.sub("", name): one for name, one in tensors.items()}
+    return plain if len(plain) == len(tensors) else tensors
+
+
+def _not_shown(table: NameTable, turns: ForeignTensor | None, model: ModelConfig) -> Iterator[tuple[str, str]]:
+    """What the framework's own models compute otherwise and no tensor shows: lines for the user, "" before one that is no
+    error, else what `--ignore` must name."""
+    if turns is not None and not _turns_as(turns.read(), model):
+        yield (
+            table.turns,
+            f"{table.turns} is of another model.rope_theta or model.rope_scaling: write those of that run",
+        )
+    for key, own in table.own.items():
+        if (ours := getattr(model, key)) == own or (turns is not None and key.startswith("rope_")):
+            continue
+        shown = toml_value(own.model_dump(exclude_unset=True) if isinstance(own, RopeScaling) else own)
+        said = f"models of {table.name} itself have {key} = {shown}, which no tensor shows; the run file has"
+        if ours is None:
+            yield f"model.{key}", f"{said} none: write it under [model]; if that run had none, --ignore model.{key}"
+        else:
+            yield "", f"{said} {toml_value(ours)}"
+
+
+def _turns_as(turns: Tensor, model: ModelConfig) -> bool:
+    """Whether stored turns of rotary positions are those of this model: at position 1, a pair turns by its frequency."""
+    wanted = model.rope_theta ** -(torch.arange(0, model.head_size, 2) / model.head_size)
+    wanted = wanted if model.rope_scaling is None else model.rope_scaling.scaled(wanted, model.rope_theta)
+    is_turn = turns.is_complex() and len(turns) > 1 and turns.shape[1:] == wanted.shape
+    return is_turn and torch.allclose(turns[1].angle(), wanted, rtol=1e-4, atol=0)
 
 
 def is_named(name: str, patterns: Iterable[str]) -> bool:
@@ -169,11 +230,12 @@ def _best_table(
 
     Raises: CheckpointError: two know all of them, and other ones.
     """
+    names = [name for one in kinds for name in one]
 
     def candidates() -> Iterator[tuple[NameTable, str]]:
         for table in tables_of(family):
-            embedding = table.theirs(table.embedding).name
-            prefixes = {name.removesuffix(embedding): None for one in kinds for name in one if name.endswith(embedding)}
+            ends = table.theirs(table.embedding).name, table.head  # of which a tied model may have either
+            prefixes = {name.removesuffix(end): None for name in names for end in ends if name.endswith(end)}
             yield from ((table, prefix) for prefix in [*prefixes, ""] if prefix == "" or prefix.endswith("."))
 
     def named(candidate: tuple[NameTable, str]) -> list[str]:
@@ -213,8 +275,8 @@ def _moved(stored: ForeignTensor, theirs: Theirs, model: ModelConfig) -> Tensor:
     return theirs.take(stored.read(), model)
 
 
-def _are_equal(one: Tensor, other: Tensor) -> bool:
+def _same(one: ForeignTensor, other: ForeignTensor) -> bool:
     if one.shape != other.shape:
         return False
-    parts = (tensor.reshape(-1).split(CHUNK_ELEMENTS) for tensor in (one, other))
+    parts = (tensor.read().reshape(-1).split(CHUNK_ELEMENTS) for tensor in (one, other))
     return all(torch.equal(a, b.to(a.dtype)) for a, b in zip(*parts, strict=True))

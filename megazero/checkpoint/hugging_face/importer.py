@@ -15,21 +15,13 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from megazero.checkpoint.folder import Folder, LocalFolder, Location
-from megazero.checkpoint.foreign.source import ForeignCheckpoint, match
+from megazero.checkpoint.folder import Folder, Location
+from megazero.checkpoint.foreign.source import local_source, match
 from megazero.checkpoint.foreign.writer import Imported, write_step
 from megazero.checkpoint.hugging_face.config import format_of, logical_shapes, model_section
 from megazero.checkpoint.hugging_face.tokenizer import TOKEN_IDS, TOKENIZER, tokenizer_files
 from megazero.checkpoint.hugging_face.weights import open_weights
-from megazero.checkpoint.index import (
-    HF_CONFIG,
-    MANIFEST,
-    TRAINER_STATE,
-    CheckpointError,
-    TrainerState,
-    foreign_errors,
-    versions,
-)
+from megazero.checkpoint.index import HF_CONFIG, CheckpointError, TrainerState, foreign_errors, is_complete, versions
 from megazero.checkpoint.shards import new_folder
 from megazero.data.sealed import parse_json
 from megazero.models.config import ModelConfig
@@ -60,8 +52,8 @@ def import_model(
         CheckpointError: our models do not compute what this one does, a tensor is missing, unknown or of another shape,
             or the files cannot be read or written; nothing is left in `out`.
     """
-    folder = LocalFolder(Path(source))
-    if folder.has(TRAINER_STATE) and folder.has(MANIFEST):
+    folder = local_source(source)
+    if is_complete(folder):
         raise CheckpointError(f"{folder} is a checkpoint of megazero: set checkpoint.resume to it")
     config = _read_config(folder)
     with foreign_errors(f"{folder}/{HF_CONFIG}"):
@@ -71,30 +63,20 @@ def import_model(
             raise CheckpointError(f"{folder}/{HF_CONFIG} is not a model that can be imported: {error}") from error
         told = format_of(model.family).told(config, seq_len)
     tokenizer = tokenizer_files(folder)
-    weights, unknown = open_weights(folder)
-    if model.num_layers > len(weights):
-        raise CheckpointError(f"{folder}/{HF_CONFIG} is of {model.num_layers} layers, there are {len(weights)} tensors")
+    found = open_weights(folder)
+    if model.num_layers > (count := len(found.tensors[MODEL])):
+        raise CheckpointError(f"{folder}/{HF_CONFIG} is of {model.num_layers} layers, there are {count} tensors")
     with foreign_errors(f"{folder}/{HF_CONFIG}"):
         shapes = logical_shapes(model)
-    found = ForeignCheckpoint(str(folder), {MODEL: weights}, unknown=unknown)
-    kinds = match(found, model, shapes, described_by=f"its {HF_CONFIG}", ignore=ignore)
+    kinds, notes = match(found, model, shapes, described_by=f"its {HF_CONFIG}", ignore=ignore)
     # before the first step, on data that is not chosen yet
+    told = (*told, *notes)
     trainer = TrainerState(0, 0, 0, 0, "", set_keys(model), {}, {}, versions())
     ids = {key: config[key] for key in TOKEN_IDS if key in config}
     with new_folder(out) as target:
         toml = _toml(model, folder, target, told, has_tokenizer=TOKENIZER in tokenizer)
-        return write_step(
-            target,
-            model,
-            kinds,
-            trainer,
-            toml,
-            tokenizer,
-            dtype=dtype,
-            max_shard_bytes=max_shard_bytes,
-            config=ids,
-            told=told,
-        )
+        sizes: dict[str, Any] = {"dtype": dtype, "max_shard_bytes": max_shard_bytes}
+        return write_step(target, model, kinds, trainer, toml, tokenizer, config=ids, told=told, **sizes)
 
 
 def _read_config(folder: Folder) -> dict[str, Any]:

@@ -133,4 +133,26 @@ class LlamaFamily(ModelFamily):
         return Head(context, context.rms_norm("model.norm"), name, tied_weight)
 
 
-LLAMA = LlamaFamily(LLAMA_2, LLAMA_FORMAT, "megazero.models.llama.foreign:TABLES")
+class LlamaItself(LlamaFamily):
+    """Llama, of which transformers checks more than the model needs.
+
+    Source: `LlamaConfig` of transformers 5, `validate_architecture` and `initializer_range`.
+    """
+
+    def rules(self) -> tuple[ModelRule, ...]:
+        """Those of its like, and those of its configuration."""
+        loads = ModelRule(("model.hidden_size", "model.num_heads", "model.init_std"), self.check_loads)
+        return (*super().rules(), loads)
+
+    def check_loads(self, model: ModelConfig, _: int) -> Iterator[Problem]:
+        """Heads split the hidden size even where `head_dim` is given, and `init_std` is a share."""
+        if model.head_dim is not None and model.hidden_size % model.num_heads:
+            rule = f"must be divisible by num_heads={model.num_heads}: transformers loads no other llama"
+            hint = nearest_text(nearest_multiples(model.hidden_size, model.num_heads))
+            hint += '; family = "mistral" without a window computes the same, and loads'
+            yield Problem("model.hidden_size", model.hidden_size, rule, hint)
+        if model.init_std > 1:
+            yield Problem("model.init_std", model.init_std, "must be at most 1: transformers loads no other llama")
+
+
+LLAMA = LlamaItself(LLAMA_2, LLAMA_FORMAT, "megazero.models.llama.foreign:TABLES")

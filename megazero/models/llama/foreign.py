@@ -7,15 +7,22 @@ separate norm is saved under the name of the fused one).
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
+from dataclasses import replace
 
 from megazero.models.foreign import NameTable, Theirs, half, kv_heads, of_query_groups, rows_of_pairs, without_padding
+from megazero.models.rope_scaling import RopeScaling
 
+# What torchtitan's own models compute with; releases from 0.2 on scale the frequencies of every Llama, and 0.1 of none.
+_SCALED = RopeScaling(type="llama3", factor=8.0, original_seq_len=8192)
+_TITAN_LLAMA = {"rope_theta": 500000.0, "rope_scaling": _SCALED, "norm_eps": 1e-5, "sliding_window": None}
+_TITAN_QWEN3 = {"rope_theta": 1000000.0, "rope_scaling": None, "norm_eps": 1e-6}
 EMBEDDING, LAYER = "model.embed_tokens.weight", "model.layers.{}."
 
 
 def torchtitan(
-    name: str, qkv: str, head: str, *, turns_pairs: bool = True, of_layer: Mapping[str, Theirs] | None = None
+    name: str, qkv: str, head: str, *, unscaled: str = "", of_layer: Mapping[str, Theirs] | None = None
 ) -> NameTable:
     """The table of a family that is named as a Llama.
 
@@ -23,11 +30,12 @@ def torchtitan(
         name: of the table.
         qkv: the module of q, k and v.
         head: the output layer.
-        turns_pairs: rotary positions turn neighbours there, not halves of a head.
+        unscaled: how to leave rotary positions unscaled there; of Llama alone, whose rotary positions turn neighbours there,
+            not halves of a head.
         of_layer: further tensors of a layer, by our name without the layer.
     """
     q, k = (Theirs(f"layers.{{}}.{qkv}.{one}.weight") for one in ("wq", "wk"))
-    if turns_pairs:
+    if unscaled:
         q = Theirs(q.name, *rows_of_pairs(lambda model: model.num_heads))
         k = Theirs(k.name, *rows_of_pairs(kv_heads))
     layer = {
@@ -42,7 +50,9 @@ def torchtitan(
         "post_attention_layernorm.weight": Theirs("layers.{}.ffn_norm.weight"),
     }
     top = {EMBEDDING: "tok_embeddings.weight", "model.norm.weight": "norm.weight", "lm_head.weight": head}
-    return _table(name, {ours: Theirs(theirs) for ours, theirs in top.items()}, layer | dict(of_layer or {}), head)
+    table = _table(name, {ours: Theirs(theirs) for ours, theirs in top.items()}, layer | dict(of_layer or {}), head)
+    own = _TITAN_LLAMA if unscaled else _TITAN_QWEN3
+    return replace(table, own=own, unscaled=unscaled, turns="freqs_cis", buffers=re.compile("freqs_cis"))
 
 
 def megatron(of_layer: Mapping[str, Theirs] | None = None) -> NameTable:
@@ -70,9 +80,10 @@ def _table(name: str, top: Mapping[str, Theirs], layer: Mapping[str, Theirs], he
     return NameTable(name, EMBEDDING, {**top, **{LAYER + ours: theirs for ours, theirs in layer.items()}}, head=head)
 
 
+_UNSCALED, _UNSCALED_0_2 = 'none (scaling="none" in ComplexRoPE.Config)', "none (RoPEScalingArgs(scaling_factor=1.0))"
 TABLES = (
-    torchtitan("torchtitan", "attention.qkv_linear", "lm_head.weight"),
-    torchtitan("torchtitan-0.2", "attention", "output.weight"),
+    torchtitan("torchtitan", "attention.qkv_linear", "lm_head.weight", unscaled=_UNSCALED),
+    torchtitan("torchtitan-0.2", "attention", "output.weight", unscaled=_UNSCALED_0_2),
     megatron(),
 )
 
@@ -84,7 +95,7 @@ _MEGATRON_NORMS = {
     f"self_attn.{one}_norm.weight": Theirs(f"decoder.layers.{{}}.self_attention.{one}_layernorm.weight") for one in "qk"
 }
 QWEN3 = (  # rotary positions turn halves there, too
-    torchtitan("torchtitan", "attention.qkv_linear", "lm_head.weight", turns_pairs=False, of_layer=_TITAN_NORMS),
-    torchtitan("torchtitan-0.2", "attention", "output.weight", turns_pairs=False, of_layer=_TITAN_NORMS),
+    torchtitan("torchtitan", "attention.qkv_linear", "lm_head.weight", of_layer=_TITAN_NORMS),
+    torchtitan("torchtitan-0.2", "attention", "output.weight", of_layer=_TITAN_NORMS),
     megatron(_MEGATRON_NORMS),
 )
