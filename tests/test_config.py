@@ -721,53 +721,12 @@ def test_a_key_that_another_choice_does_not_read_is_refused(write, overrides):
     assert overrides[-1 if key != "training.accumulation" else 1].split("=")[0] in idle[0]
 
 
-def test_a_choice_of_layers_that_changes_nothing_is_told_with_the_layers_that_there_are(write):
-    words = ["model.num_layers=4", "parallel.pp=2", "training.accumulation=2", "training.global_batch_size=auto"]
-
-    def told(*own):
-        return [one for one in load_config(write(""), [*words, *own], 2).notices if one.startswith("activations.")]
-
-    (one,) = told("activations.stages=[{stage=1, recompute='full', layers=[0]}]")
-    assert one.endswith("without it every layer of the model keeps the same; pipeline rank 1 has layers 2, 3")
-    (one,) = told("activations.recompute=full", "activations.layers=3")
-    assert one.endswith("without it every layer of the model keeps the same; no pipeline rank has more than 2 layers")
-
-
 @pytest.mark.parametrize("overrides", _lines(TOLD), ids=" ".join)
 def test_a_key_that_a_number_or_a_switch_makes_idle_is_told(write, overrides):
     key = overrides[0].split("=")[0]
     told = [notice for notice in load_config(write(""), overrides, 1).notices if notice.startswith(f"{key} = ")]
     assert told
     assert all("has no effect where" in notice or "exceeds" in notice for notice in told)
-
-
-@pytest.mark.parametrize(
-    ("overrides", "told"),
-    [
-        ("stages=[{stage=0,layers=1}]", ["stages[0] = { stage = 0, layers = 1 }"]),
-        ("stages=[{stage=0}] recompute=full", ["stages[0] = { stage = 0 }"]),
-        ("stages=[{stage=0,recompute='full',layers=[3]}]", ["stages[0]"]),
-        ("stages=[{stage=0,recompute='full',keep_attention=false}]", ["stages[0].keep_attention = false"]),
-        ("stages=[{stage=1,recompute='mlp'}]".replace("'mlp'", "['mlp']") + " keep_attention=true", ["keep_attention"]),
-        ("recompute=full layers=0", ['recompute = "full"']),
-        ("recompute=full stages=[{stage=0,recompute='none'},{stage=1,recompute='none'}]", ['recompute = "full"']),
-        ("recompute=full layers=[0] stages=[{stage=1,keep_attention=true}]", ["stages[0]"]),
-        ("recompute=full layers=[0] keep_attention=true stages=[{stage=1,layers='all'}]", []),
-        ("offload=host stages=[{stage=1,offload='none'}] offload_layers=1", []),
-        ("offload=host stages=[{stage=1,offload='none'}] contiguous=true", []),
-        ("stages=[{stage=0,offload='host'}] contiguous=true", []),
-    ],
-)
-def test_a_choice_for_activations_that_no_layer_of_a_rank_takes_is_told_in_one_line(write, tmp_path, overrides, told):
-    words = ["model.num_layers=4", "parallel.pp=2", "parallel.tp=1", "training.accumulation=2"]
-    words += [f"activations.{word}" for word in overrides.split()]
-    table = tmp_path / "own.csv"
-    table.write_text("F0,F1,B0,B1\n,F0,B0,F1,B1\n")
-    for own in ([], [f"parallel.schedule_file={table}"]):
-        notices = load_config(write(""), [*words, *own], 2).notices
-        found = [notice for notice in notices if notice.startswith("activations.")]
-        assert len(found) == len(told), found
-        assert all(line.startswith(f"activations.{key}") for line, key in zip(found, told, strict=True)), found
 
 
 FAMILY_KEYS = {

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 from megazero.config.derive import batch_sizes, fit, ranks_of_a_sample
 from megazero.config.problems import validate
-from megazero.config.rules import Rule, broken_rules, idle_activations, idle_keys
+from megazero.config.rules import Rule, broken_rules, idle_keys
 from megazero.config.schema import RunConfig, keys, sections
 from megazero.models.registry import FAMILIES
 from megazero.registry import closest, did_you_mean
@@ -191,7 +191,6 @@ def resolve(config: RunConfig, world_size: int, varied: Collection[str] = ()) ->
     if parallel.cp_method != "hybrid":  # it follows cp, which whoever trains by the written file may change
         parallel = parallel.model_copy(update={"cp_ulysses": None})
     model = FAMILIES[config.model.family].complete(config.model)
-    notices += idle_activations(fitted.config.model_copy(update={"model": model}), notices)
     filled = {"model": model, "training": config.training.model_copy(update=written)}
     return ResolvedRun(
         config=fitted.config.model_copy(update=filled),

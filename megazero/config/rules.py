@@ -24,12 +24,11 @@ from typing import Any
 
 from megazero.config.derive import batch_sizes, fit, micro_batch_multiple, ranks_of_a_sample
 from megazero.config.schema import RunConfig, keys
-from megazero.models.activation_config import ActivationsConfig, LayerPolicy, layer_policies
 from megazero.models.config import ModelConfig
 from megazero.models.context_bytes import heads_of_rank, ulysses_degrees
 from megazero.models.family import ModelRule
 from megazero.models.registry import FAMILIES
-from megazero.models.stages import cut_by_rank, layer_counts
+from megazero.models.stages import layer_counts
 from megazero.optim.lr_schedule import learning_rate_factor
 from megazero.optim.registry import LR_SCHEDULES, OPTIMIZERS
 from megazero.registry import check_keywords, keywords_of
@@ -121,56 +120,6 @@ def idle_keys(config: RunConfig, world_size: int, unknown: Collection[str] = ())
         else:
             refused.append(_refused(key, value, default, condition, where, config))
     return refused, told
-
-
-def idle_activations(config: RunConfig, told: Collection[str]) -> Iterator[str]:
-    """A line for each choice of [activations] without which every layer of every pipeline rank keeps the same.
-
-    Args:
-        config: the run, fitted to its world, with its model complete.
-        told: lines of keys that are known to be idle.
-    """
-    own, pp, placement = config.activations, config.parallel.pp, _placement(config)
-    if own == ActivationsConfig() or placement is None:
-        return
-    layouts = cut_by_rank(config.model, config.parallel.layout, placement)
-    layers = [[layer for layout in own for layer in layout.layers] for own in layouts]
-
-    def kept(choices: ActivationsConfig) -> list[dict[int, LayerPolicy]]:
-        return [layer_policies(choices, layers[rank], rank) for rank in range(pp)]
-
-    now, idle = kept(own), [line.partition(" = ")[0] for line in told]
-    idle += [
-        f"activations.stages[{index}]" for index, one in enumerate(own.stages) if one.stage >= pp
-    ]  # another shape's
-    for key, value, without in _without_each(own):
-        if not any(f"{key}.".startswith(f"{known}.") for known in idle) and kept(without) == now:
-            idle.append(key)
-            written = f"{key} = {toml_value(value)}"
-            has = f"; {_layers_of(key, own, layers)}" if "layers" in written else ""
-            yield f"{written} has no effect: without it every layer of the model keeps the same{has}"
-
-
-def _layers_of(key: str, own: ActivationsConfig, layers: list[list[int]]) -> str:
-    """Which layers a choice could have named: those of its pipeline rank, or as many as a rank has."""
-    if not key.startswith("activations.stages["):
-        return f"no pipeline rank has more than {counted(max(map(len, layers)), 'layer')}"
-    rank = own.stages[int(key.split("[")[1].partition("]")[0])].stage
-    return f"pipeline rank {rank} has layers {', '.join(map(str, layers[rank]))}"
-
-
-def _without_each(own: ActivationsConfig) -> Iterator[tuple[str, object, ActivationsConfig]]:
-    """Every choice that is written, by its key and value, and the section without it; a table before the keys in it."""
-    for name, field in type(own).model_fields.items():
-        value = getattr(own, name)
-        if name != "stages" and value not in (field.default, ()):
-            yield f"activations.{name}", value, own.model_copy(update={name: field.default})
-    for index, one in enumerate(own.stages):
-        before, behind, key = own.stages[:index], own.stages[index + 1 :], f"activations.stages[{index}]"
-        yield key, one, own.model_copy(update={"stages": before + behind})
-        for name, value in one.model_dump(exclude={"stage"}, exclude_none=True).items():
-            rest = (*before, one.model_copy(update={name: None}), *behind)
-            yield f"{key}.{name}", value, own.model_copy(update={"stages": rest})
 
 
 def _conditions_of_set_keys(config: RunConfig) -> Iterator[tuple[str, Any, object, ActsWhere | AtMost]]:

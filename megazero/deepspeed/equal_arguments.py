@@ -1,7 +1,7 @@
 """Checks that the arguments of recomputed calls, of which each rank keeps a part, are equal on all ranks.
 
-The first calls are checked, those of the first steps: a script whose ranks have parts of a tensor has them in every call.  The
-ranks make the same calls, so they stop alike.
+The first calls are checked: a script whose ranks have parts of a tensor has them in every call.  The ranks make the same
+calls, so all of them stop checking at the same one.
 """
 
 from __future__ import annotations
