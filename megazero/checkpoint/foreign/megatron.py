@@ -14,9 +14,11 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from math import prod
 from typing import Any
 
 from megazero.checkpoint.folder import LocalFolder
+from megazero.checkpoint.foreign.buckets import BUCKET, HINT, Buckets
 from megazero.checkpoint.foreign.dcp import METADATA, DcpFolder
 from megazero.checkpoint.foreign.found import ADAM, Found
 from megazero.checkpoint.foreign.pickles import load_tensors
@@ -34,6 +36,7 @@ _NOT_TAKEN = {  # nothing is told of what is read, or says nothing of the run
     rf"{COMMON}: (args|checkpoint_version|iteration|optimizer|num_floating_point_operations_so_far|content_metadata)": "",
     rf"{COMMON}: opt_param_scheduler": "the schedule is that of the run file, at the same update",
     r".*\._extra_state/.*": "the state of TransformerEngine's kernels",
+    r"optimizer\.distributed\.dp_group_idx_\d+\.(optimizer|grad_scaler|per_bucket_numel(_unpadded)?)/.*": "",
     r"rng_state/.*": "random numbers here follow from the seed and the position",
     r"rerun_state_machine_state/.*": "what it found in steps that are done",
 }
@@ -87,26 +90,34 @@ def read_megatron(folder: LocalFolder, model: ModelConfig) -> ForeignCheckpoint:
     for name in (*(f"{COMMON}: {key}" for key in common), *source.values()):
         if not found.is_not_taken(name, _NOT_TAKEN):
             found.unknown.append(name)
-    for name, tensor in source.tensors().items():
-        state = _STATE.fullmatch(name)
-        if state is not None and state["kind"] not in _KINDS:
+    weights, sizes = found.tensors[MODEL], {}
+    for name, tensor in sorted(source.tensors().items(), key=lambda item: item[0].startswith("optimizer.")):
+        state, bucket = _STATE.fullmatch(name), BUCKET.fullmatch(name)
+        if bucket and bucket[5] in _KINDS:
+            sizes[int(bucket[2]), int(bucket[3]), int(bucket[4]), bucket[1]] = prod(tensor.shape)
+        elif bucket or (state and state["kind"] not in _KINDS):
             found.unknown.append(name)
-            continue
-        kind, short = (_KINDS[state["kind"]], state["name"]) if state else (MODEL, name)
-        for one, held in _layers(source, name, short, tensor).items():
-            found.add_tensor(kind, one, held, entry=name)
+        else:
+            kind, short = (_KINDS[state["kind"]], state["name"]) if state else (MODEL, name)
+            for one, held in _layers(source, name, short.removeprefix("module."), tensor).items():
+                found.add_tensor(kind, one, _whole(held, weights.get(one)), entry=name)
+    if sizes:
+        buckets = Buckets(sizes, source.rows, weights, is_gated="rope_theta" in FAMILIES[model.family].reads)
+        found.tensors |= (flat := buckets.tensors({kind: _KINDS[kind] for kind in ("param", *ADAM)}))
+        found.unknown += [] if flat else [f"optimizer.distributed.* (buckets without the names of parameters: {HINT})"]
     if not args:
         found.notes[f"{COMMON} has no args: nothing but names and shapes was compared with the run file"] = None
     if ADAM[0] in found.tensors:
-        _add_updates(found, common, args)
+        states = [value() for name, value in source.values().items() if re.fullmatch(r"optimizer\..+\.optimizer/.*", name)]
+        _add_updates(found, [common.get("optimizer"), *states], args)
     return replace(found.checkpoint(str(folder)), optimizer=_settings(args))
 
 
-def _add_updates(found: Found, common: Mapping[str, Any], args: Mapping[str, Any]) -> None:
+def _add_updates(found: Found, states: list[Any], args: Mapping[str, Any]) -> None:
     """How often AdamW has updated the tensors."""
     if not _is(said := args.get("optimizer", "adam"), "adam"):
         raise CheckpointError(f"{COMMON}: optimizer={said!r}, supported is 'adam'")
-    found.updates = set(_updates(common.get("optimizer")))
+    found.updates = set(_updates(states))
     if not found.updates:
         found.updates = {found.step or 0}
         told = f"{COMMON} does not say how many updates AdamW has done: taken as its {found.step} steps"
@@ -169,6 +180,20 @@ def _layers(source: DcpFolder, name: str, short: str, tensor: ForeignTensor) -> 
     if stacked is None or not tensor.shape:
         return {short: tensor}
     return {f"{stacked['before']}.{layer}.{stacked['after']}": one for layer, one in enumerate(source.slices(name))}
+
+
+def _whole(held: ForeignTensor, weight: ForeignTensor | None) -> ForeignTensor:
+    """A tensor of the shape of its weight, of [fragments of dimension 0, ..., elements of a fragment] (releases up to 0.15)."""
+    if weight is None or len(held.shape) != len(weight.shape) + 1 or 0 in held.shape:
+        return held
+    *counts, elements = held.shape
+    local = [size // count for size, count in zip(weight.shape, counts, strict=True)]
+    if prod(local) != elements or prod(held.shape) != prod(weight.shape):
+        return held
+    turned = [at for pair in zip(range(len(counts)), range(len(counts), 2 * len(counts))) for at in pair]
+    return replace(
+        held, shape=weight.shape, read=lambda: held.read().reshape(*counts, *local).permute(turned).reshape(weight.shape)
+    )
 
 
 def _updates(state: Any) -> Iterator[int]:
