@@ -17,129 +17,93 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from functools import partial
 from itertools import product
-from math import inf, prod
+from math import prod
 from typing import TypeAlias
 
 import torch
 from torch import Tensor
 
 from megazero.checkpoint.foreign.source import ForeignTensor
-from megazero.checkpoint.index import CheckpointError
 
 BUCKET = re.compile(r"(optimizer\.distributed\.dp_group_idx_(\d+)\.gbuf_idx_(\d+)\..+\.bucket_idx_(\d+)\.)(\w+)")
-HINT = "save once with Megatron's --dist-ckpt-optim-fully-reshardable, which keeps it by parameter"
 _ALIGNMENT = 64  # elements
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.")
-_EMBEDDING, _PROJECTION = "embedding.word_embeddings.weight", "decoder.layers.0.self_attention.linear_proj.weight"
-_FUSED = ("word_emb", "position_emb", "linear_proj", "linear_qkv.layer_norm", "linear_qkv", "q_layer", "k_layer")
-_FUSED += ("linear_fc1.layer_norm", "linear_fc1", "linear_fc2", "final_layernorm", "output_layer")
-_SEPARATE = ("word_emb", "position_emb", "linear_qkv.layer_norm", *_FUSED[2:])
-# The dimension that tensor parallelism splits, by the end of the name.
-_SPLIT = {"qkv.weight": 0, "qkv.bias": 0, "fc1.weight": 0, "fc1.bias": 0, "proj.weight": 1, "fc2.weight": 1}
-_SPLIT |= {"word_embeddings.weight": 0, "output_layer.weight": 0}
-_Places: TypeAlias = dict[str, dict[int, tuple[str, int]]]  # by name and rank of tensor parallelism: a bucket, and where it begins
+_EMBEDDING, _PROBE = "embedding.word_embeddings.weight", "decoder.layers.0.self_attention.linear_proj.weight"
+_NORM = "linear_qkv.layer_norm"  # as a module by itself it comes first in its layer
+_MODULES = f"word_emb position_emb linear_proj {_NORM} linear_qkv q_layer k_layer fc1.layer_norm fc1 fc2 final_ output_"
+_SPLIT = re.compile(
+    r".*(?:(?:word_embeddings|output_layer|qkv|fc1)\.(?:weight|bias)|(?P<columns>(?:proj|fc2)\.weight))"
+)
+_Places: TypeAlias = dict[
+    tuple[str, int], tuple[str, int]
+]  # by name and rank of tensor parallelism: a bucket, and where it begins there
 
 
-@dataclass(frozen=True)
-class Buckets:
-    """The buckets of a checkpoint, and the weights that they are of.
+def _places(
+    sizes: Mapping[tuple[int, int, int, str], int], weights: Mapping[str, ForeignTensor], tp: int, norms_apart: bool
+) -> _Places:
+    """Where each parameter lies if the ranks were so many and this the order; nothing if the buckets have other lengths."""
+    layers = 1 + max(int(found[1]) for name in weights if (found := _LAYER.match(name)))
+
+    def position(name: str) -> tuple[int, int, bool]:
+        layer = _LAYER.match(name)
+        place = next((at for at, module in enumerate(_MODULES.split()) if module in name), layers)
+        number = int(layer[1]) if layer else -1 if name.startswith("embedding.") else layers
+        return number, 0 if norms_apart and _NORM in name else place, name.endswith("bias")
+
+    order = sorted((*position(name), name) for name in weights)
+    pp = (1 + max(group for group, *_ in sizes)) // tp
+    stages = pp * (1 + max(chunk for _, chunk, *_ in sizes))
+    names: list[str] = []
+    places: _Places = {}
+    for (group, chunk, bucket_number, bucket), size in sorted(sizes.items()):
+        if bucket_number == 0:
+            stage = chunk * pp + group // tp
+            is_tied = stage == stages - 1 > 0 and "output_layer.weight" not in weights  # then it has a copy
+            owned = [name for number, *_, name in order if min(max(number, 0) * stages // layers, stages - 1) == stage]
+            names = [*names, *owned, *([_EMBEDDING] if is_tied else [])]
+        end = 0
+        while names and (start := -(-end // _ALIGNMENT) * _ALIGNMENT) < size:
+            name = names.pop()
+            end = start + prod(weights[name].shape) // (tp if _SPLIT.fullmatch(name) else 1)
+            places.setdefault((name, group % tp), (bucket, start))
+        if not end <= size < end + _ALIGNMENT:
+            return {}
+    return {} if names else places
+
+
+def in_buckets(
+    sizes: Mapping[tuple[int, int, int, str], int],
+    rows: Callable[[str, int, int], Tensor],
+    weights: Mapping[str, ForeignTensor],
+    *,
+    is_gated: bool,
+) -> Callable[[str, str], Tensor] | None:
+    """What reads a whole tensor by its kind and by the name of its weight; None where no layout fits.
 
     Args:
-        sizes: elements of each bucket, by its group, chunk, number and name; the name ends before the kind of state.
+        sizes: elements of each bucket, by its group, chunk, number, and its name up to the kind.
         rows: reads the elements from `start` to `stop` of an entry.
         weights: by Megatron's name, layers by number.
         is_gated: `linear_fc1` holds gate and up, which are split each by itself.
     """
 
-    sizes: Mapping[tuple[int, int, int, str], int]
-    rows: Callable[[str, int, int], Tensor]
-    weights: Mapping[str, ForeignTensor]
-    is_gated: bool
+    def read(places: _Places, tp: int, kind: str, name: str) -> Tensor:
+        shape, split = list(weights[name].shape), _SPLIT.fullmatch(name)
+        dim = 1 if split and split["columns"] else 0
+        if is_gated and split and "fc1" in name:
+            shape, dim = [2, shape[0] // 2, *shape[1:]], 1
+        shape[dim] //= (count := tp if split else 1)
+        found = [places[name, rank] for rank in range(count)]
+        parts = [rows(bucket + kind, start, start + prod(shape)).reshape(shape) for bucket, start in found]
+        return torch.cat(parts, dim).reshape(weights[name].shape)
 
-    def tensors(self, kinds: Mapping[str, str]) -> dict[str, dict[str, ForeignTensor]]:
-        """Whole tensors by our kind and by Megatron's name; none where no layout fits.
-
-        Args:
-            kinds: our kind of each of theirs; that of `param` is compared with the weight when it is read.
-        """
-        groups = 1 + max(group for group, *_ in self.sizes)
-        for tp, modules in product((size for size in range(1, groups + 1) if groups % size == 0), (_FUSED, _SEPARATE)):
-            places = self._places(groups // tp, tp, modules)
-            if set(places) == set(self.weights) and self._rounds(_PROJECTION, self._read(places, "param", _PROJECTION)):
-                return {
-                    ours: {
-                        name: ForeignTensor(weight.shape, torch.float32, partial(self._read_checked, places, kind, name))
-                        for name, weight in self.weights.items()
-                    }
-                    for kind, ours in kinds.items()
-                }
-        return {}
-
-    def _places(self, pp: int, tp: int, modules: tuple[str, ...]) -> _Places:
-        """Where each parameter lies if these were the degrees and the order; nothing if that is not how long the buckets are."""
-        order = sorted(self.weights, key=partial(_position, modules))
-        layers = 1 + max(int(found[1]) for name in order if (found := _LAYER.match(name)))
-        stages = pp * (1 + max(chunk for _, chunk, *_ in self.sizes))
-        rest: dict[tuple[int, int], list[str]] = {}
-        places: _Places = {}
-        for group, chunk, number, bucket in sorted(self.sizes):
-            if number == 0:
-                stage = chunk * pp + group // tp
-                names = [name for name in order if _stage(name, layers, stages) == stage]
-                is_tied = stage == stages - 1 > 0 and "output_layer.weight" not in self.weights
-                rest[group, chunk] = [*names, *([_EMBEDDING] if is_tied else [])]
-            names, end, size = rest[group, chunk], 0, self.sizes[group, chunk, number, bucket]
-            while names and (start := -(-end // _ALIGNMENT) * _ALIGNMENT) < size:
-                name = names.pop()
-                end = start + prod(self.weights[name].shape) // (tp if _split(name) is not None else 1)
-                places.setdefault(name, {}).setdefault(group % tp, (bucket, start))
-            if not end <= size < end + _ALIGNMENT:
-                return {}
-        return {} if any(rest.values()) else places
-
-    def _read(self, places: _Places, kind: str, name: str) -> Tensor:
-        """A whole tensor of the parts that the ranks of tensor parallelism have."""
-        shape, split = list(self.weights[name].shape), _split(name)
-        if self.is_gated and "linear_fc1." in name and split is not None:
-            shape, split = [2, shape[0] // 2, *shape[1:]], 1
-        local = list(shape)
-        if split is not None:
-            local[split] //= len(places[name])
-        size = prod(local)
-        parts = [
-            self.rows(bucket + kind, start, start + size).reshape(local)
-            for _, (bucket, start) in sorted(places[name].items())[: None if split is not None else 1]
-        ]
-        return torch.cat(parts, split or 0).reshape(self.weights[name].shape)
-
-    def _rounds(self, name: str, master: Tensor) -> bool:
-        weight = self.weights[name].read()
-        return torch.equal(master.to(weight.dtype), weight)
-
-    def _read_checked(self, places: _Places, kind: str, name: str) -> Tensor:
-        """Raises: CheckpointError: what lies there is not the master of this weight."""
-        tensor = self._read(places, kind, name)
-        if kind == "param" and not self._rounds(name, tensor):
-            raise CheckpointError(f"the master of {name} in the optimizer's buckets is not its weight; {HINT}")
-        return tensor
-
-
-def _position(modules: tuple[str, ...], name: str) -> tuple[float, int, bool]:
-    """Where a parameter comes in the order of `named_parameters`."""
-    layer = _LAYER.match(name)
-    place = next((number for number, module in enumerate(modules) if module in name), len(modules))
-    return int(layer[1]) if layer else -1 if name.startswith("embedding.") else inf, place, name.endswith("bias")
-
-
-def _stage(name: str, layers: int, stages: int) -> int:
-    """The pipeline stage of a parameter, where layers are spread evenly."""
-    layer = _LAYER.match(name)
-    return int(layer[1]) * stages // layers if layer else 0 if name.startswith("embedding.") else stages - 1
-
-
-def _split(name: str) -> int | None:
-    """The dimension that tensor parallelism splits."""
-    return next((split for end, split in _SPLIT.items() if name.endswith(end)), None)
+    groups = 1 + max(group for group, *_ in sizes)
+    for tp, norms_apart in product((tp for tp in range(1, groups + 1) if groups % tp == 0), (False, True)):
+        if places := _places(sizes, weights, tp, norms_apart):
+            probe = weights[_PROBE].read()
+            if torch.equal(read(places, tp, "param", _PROBE).to(probe.dtype), probe):
+                return partial(read, places, tp)
+    return None

@@ -12,13 +12,17 @@ training/checkpointing.py.  Parts that are flattened over ranks (older forms of 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
+from functools import partial
 from math import prod
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from megazero.checkpoint.folder import LocalFolder
-from megazero.checkpoint.foreign.buckets import BUCKET, HINT, Buckets
+from megazero.checkpoint.foreign.buckets import BUCKET, in_buckets
 from megazero.checkpoint.foreign.dcp import METADATA, DcpFolder
 from megazero.checkpoint.foreign.found import ADAM, Found
 from megazero.checkpoint.foreign.pickles import load_tensors
@@ -29,13 +33,14 @@ from megazero.models.registry import FAMILIES
 from megazero.zero.state import MASTER, MODEL
 
 COMMON = "common.pt"
+_FLAG = "save once with Megatron's --dist-ckpt-optim-fully-reshardable"
 _STATE = re.compile(r"optimizer\.state\.(?P<kind>\w+)\.(?P<name>.+)")
 _KINDS = {"exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq", "fp32_param": MASTER, "param": MASTER}
 _STACKED = re.compile(r"(?P<before>(?:.+\.)?decoder\.layers)\.(?P<after>\D.*)")
 _NOT_TAKEN = {  # nothing is told of what is read, or says nothing of the run
     rf"{COMMON}: (args|checkpoint_version|iteration|optimizer|num_floating_point_operations_so_far|content_metadata)": "",
     rf"{COMMON}: opt_param_scheduler": "the schedule is that of the run file, at the same update",
-    r".*\._extra_state/.*": "the state of TransformerEngine's kernels",
+    r".*\.(_extra_state)/.*": "the state of TransformerEngine's kernels",
     r"optimizer\.distributed\.dp_group_idx_\d+\.(optimizer|grad_scaler|per_bucket_numel(_unpadded)?)/.*": "",
     r"rng_state/.*": "random numbers here follow from the seed and the position",
     r"rerun_state_machine_state/.*": "what it found in steps that are done",
@@ -102,13 +107,16 @@ def read_megatron(folder: LocalFolder, model: ModelConfig) -> ForeignCheckpoint:
             for one, held in _layers(source, name, short.removeprefix("module."), tensor).items():
                 found.add_tensor(kind, one, _whole(held, weights.get(one)), entry=name)
     if sizes:
-        buckets = Buckets(sizes, source.rows, weights, is_gated="rope_theta" in FAMILIES[model.family].reads)
-        found.tensors |= (flat := buckets.tensors({kind: _KINDS[kind] for kind in ("param", *ADAM)}))
-        found.unknown += [] if flat else [f"optimizer.distributed.* (buckets without the names of parameters: {HINT})"]
+        _add_buckets(found, in_buckets(sizes, source.rows, weights, is_gated=_turns(model)))
+    for name, master in found.tensors.get(MASTER, {}).items():
+        if name in weights:
+            found.tensors[MASTER][name] = replace(master, read=partial(_master, name, master, weights[name]))
     if not args:
         found.notes[f"{COMMON} has no args: nothing but names and shapes was compared with the run file"] = None
     if ADAM[0] in found.tensors:
-        states = [value() for name, value in source.values().items() if re.fullmatch(r"optimizer\..+\.optimizer/.*", name)]
+        states = [
+            value() for name, value in source.values().items() if re.fullmatch(r"optimizer\..+\.optimizer/.*", name)
+        ]
         _add_updates(found, [common.get("optimizer"), *states], args)
     return replace(found.checkpoint(str(folder)), optimizer=_settings(args))
 
@@ -140,7 +148,7 @@ def _common(folder: LocalFolder) -> tuple[dict[str, Any], list[str]]:
 
 def differences(args: Mapping[str, Any], model: ModelConfig) -> Iterator[str]:
     """What args say otherwise than the run file."""
-    said, by_rope = dict(args), "rope_theta" in FAMILIES[model.family].reads
+    said = dict(args)
     if not said.get("group_query_attention", True):  # then the number of groups means nothing
         said["num_query_groups"] = said.get("num_attention_heads")
     if said.get("position_embedding_type", "rope") != "rope":
@@ -148,7 +156,7 @@ def differences(args: Mapping[str, Any], model: ModelConfig) -> Iterator[str]:
     for key, ours in _SIZES.items():
         if key in said and not _is(said[key], getattr(model, ours)):
             yield f"{key}={said[key]!r}, model.{ours} is {getattr(model, ours)!r}"
-    for key, value in (_CONSTANT | (_AS_LLAMA if by_rope else _AS_GPT2)).items():
+    for key, value in (_CONSTANT | (_AS_LLAMA if _turns(model) else _AS_GPT2)).items():
         if key in said and not _is(said[key], value):
             yield f"{key}={said[key]!r}, supported is {value!r}"
     if said and (window := _window(said.get("window_size"))) != model.sliding_window:
@@ -158,6 +166,11 @@ def differences(args: Mapping[str, Any], model: ModelConfig) -> Iterator[str]:
         yield f"rotary_seq_len_interpolation_factor={interpolated!r}, supported is None"
     if said and model.rope_scaling is not None:
         yield "no scaling of rotary positions that is supported, model.rope_scaling is set"
+
+
+def _turns(model: ModelConfig) -> bool:
+    """Whether positions are rotary, as of all families like Llama."""
+    return "rope_theta" in FAMILIES[model.family].reads
 
 
 def _is(said: Any, value: Any) -> bool:
@@ -182,17 +195,38 @@ def _layers(source: DcpFolder, name: str, short: str, tensor: ForeignTensor) -> 
     return {f"{stacked['before']}.{layer}.{stacked['after']}": one for layer, one in enumerate(source.slices(name))}
 
 
+def _add_buckets(found: Found, read: Callable[[str, str], Tensor] | None) -> None:
+    """The optimizer's state that lies in buckets."""
+    if read is None:
+        found.unknown.append(f"optimizer.distributed.* (buckets that do not say which parameter lies where: {_FLAG})")
+        return
+    for kind in ("param", *ADAM):
+        for name, weight in found.tensors[MODEL].items():
+            tensor = ForeignTensor(weight.shape, torch.float32, partial(read, kind, name))
+            found.add_tensor(_KINDS[kind], name, tensor, entry=f"optimizer.distributed.* ({kind})")
+
+
+def _master(name: str, master: ForeignTensor, weight: ForeignTensor) -> Tensor:
+    """Raises: CheckpointError: it is not the master of this weight."""
+    tensor, model = master.read(), weight.read()
+    if tensor.shape == model.shape and not torch.equal(tensor.to(model.dtype), model):
+        raise CheckpointError(
+            f"{name}: the master does not round to the weight; {_FLAG}, or import without the optimizer's state"
+        )
+    return tensor
+
+
 def _whole(held: ForeignTensor, weight: ForeignTensor | None) -> ForeignTensor:
-    """A tensor of the shape of its weight, of [fragments of dimension 0, ..., elements of a fragment] (releases up to 0.15)."""
+    """A tensor of the shape of its weight, where it has [pieces of dimension 0, of 1, ..., elements of a piece] (up to 0.15)."""
     if weight is None or len(held.shape) != len(weight.shape) + 1 or 0 in held.shape:
         return held
-    *counts, elements = held.shape
+    counts, places = held.shape[:-1], range(len(weight.shape))
     local = [size // count for size, count in zip(weight.shape, counts, strict=True)]
-    if prod(local) != elements or prod(held.shape) != prod(weight.shape):
+    if prod(local) != held.shape[-1] or prod(held.shape) != prod(weight.shape):
         return held
-    turned = [at for pair in zip(range(len(counts)), range(len(counts), 2 * len(counts))) for at in pair]
+    order = [at for place in places for at in (place, place + len(places))]
     return replace(
-        held, shape=weight.shape, read=lambda: held.read().reshape(*counts, *local).permute(turned).reshape(weight.shape)
+        held, shape=weight.shape, read=lambda: held.read().reshape(*counts, *local).permute(order).reshape(weight.shape)
     )
 
 
