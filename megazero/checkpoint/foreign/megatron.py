@@ -15,6 +15,8 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
+from importlib import import_module
+from importlib.util import find_spec
 from math import prod
 from typing import Any
 
@@ -27,19 +29,22 @@ from megazero.checkpoint.foreign.dcp import METADATA, DcpFolder
 from megazero.checkpoint.foreign.found import ADAM, Found
 from megazero.checkpoint.foreign.pickles import load_tensors
 from megazero.checkpoint.foreign.source import ForeignCheckpoint, ForeignTensor
-from megazero.checkpoint.index import CheckpointError
+from megazero.checkpoint.index import CheckpointError, foreign_errors
 from megazero.models.config import ModelConfig
 from megazero.models.registry import FAMILIES
+from megazero.models.rope_scaling import RopeScaling
 from megazero.zero.state import MASTER, MODEL
 
-COMMON = "common.pt"
+COMMON, _NEMO_SAMPLES = "common.pt", "consumed_samples"
 _FLAG = "save once with Megatron's --dist-ckpt-optim-fully-reshardable"
 _STATE = re.compile(r"optimizer\.state\.(?P<kind>\w+)\.(?P<name>.+)")
 _KINDS = {"exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq", "fp32_param": MASTER, "param": MASTER}
 _STACKED = re.compile(r"(?P<before>(?:.+\.)?decoder\.layers)\.(?P<after>\D.*)")
 _NOT_TAKEN = {  # nothing is told of what is read, or says nothing of the run
     rf"{COMMON}: (args|checkpoint_version|iteration|optimizer|num_floating_point_operations_so_far|content_metadata)": "",
-    rf"{COMMON}: opt_param_scheduler": "the schedule is that of the run file, at the same update",
+    rf"{COMMON}: (epoch|global_step|pytorch-lightning_version|state_dict|sharded_state_dict|optimizer_states|hparams_name)": "",
+    rf"{COMMON}: (loops|callbacks|hyper_parameters|\w*Data\w*|\w*Precision\w*)": "",
+    rf"{COMMON}: (opt_param_scheduler|lr_schedulers)": "the schedule is that of the run file, at the same update",
     r".*\.(_extra_state)/.*": "the state of TransformerEngine's kernels",
     r"optimizer\.distributed\.dp_group_idx_\d+\.(optimizer|grad_scaler|per_bucket_numel(_unpadded)?)/.*": "",
     r"rng_state/.*": "random numbers here follow from the seed and the position",
@@ -56,30 +61,61 @@ _SIZES = {
     "norm_epsilon": "norm_eps",
     "rotary_base": "rope_theta",
 }
-_CONSTANT = {
-    "rotary_interleaved": False,
-    "rotary_percent": 1.0,
-    "use_rope_scaling": False,
-    "apply_layernorm_1p": False,
-    "apply_residual_connection_post_layernorm": False,
-    "num_experts": None,
-    "no_rope_freq": None,
-    "softmax_type": "vanilla",
-    "qk_l2_norm": False,
-    "use_mup": False,
-    "glu_linear_offset": 0.0,
-    "multi_latent_attention": False,
-}
-# and those that follow from the family
+_CONSTANT = dict.fromkeys(
+    """rotary_interleaved apply_layernorm_1p apply_residual_connection_post_layernorm qk_l2_norm use_mup squared_relu
+    quick_geglu attention_output_gate multi_latent_attention glu_linear_offset""".split(),
+    False,
+)
+_CONSTANT |= dict.fromkeys(
+    """num_experts no_rope_freq window_attn_skip_freq softmax_scale activation_func_clamp_value hybrid_override_pattern
+    heterogeneous_layers_config_path experimental_attention_variant""".split()
+)
+_CONSTANT |= {"rotary_percent": 1.0, "softmax_type": "vanilla"}
+# and those that follow from the family; without its fusion Megatron's GELU is that of erf
 _AS_LLAMA = {"normalization": "RMSNorm", "position_embedding_type": "rope", "swiglu": True}
 _AS_GPT2 = {"normalization": "LayerNorm", "position_embedding_type": "learned_absolute", "swiglu": False}
+_AS_GPT2 |= {"bias_gelu_fusion": True}
+# What scales rotary positions, as `RopeScaling` has it, with the value where it is unsaid.
+_SCALING: dict[str, tuple[str, float]] = {
+    "rotary_seq_len_interpolation_factor": ("", 1),
+    "use_rope_scaling": ("", 0),
+    "rope_scaling_factor": ("factor", 8.0),
+    "low_freq_factor": ("low_freq_factor", 1.0),
+    "high_freq_factor": ("high_freq_factor", 4.0),
+    "old_context_len": ("original_seq_len", 8192),
+}
+# The names of args in NeMo's configuration.
+_NEMO = {
+    "layernorm_epsilon": "norm_epsilon",
+    "gated_linear_unit": "swiglu",
+    "layernorm_zero_centered_gamma": "apply_layernorm_1p",
+    "num_moe_experts": "num_experts",
+    "seq_len_interpolation_factor": "rotary_seq_len_interpolation_factor",
+    "scale_factor": "rope_scaling_factor",
+}
 
 
-def read_megatron(folder: LocalFolder, model: ModelConfig) -> ForeignCheckpoint:
+def read_nemo(folder: LocalFolder, model: ModelConfig) -> ForeignCheckpoint:
+    """What a folder of NeMo 2 holds; its configuration says what args say elsewhere.  Raises: as `read_megatron`."""
+    said: Any = {}
+    if folder.has("context") and folder.child("context").has("model.yaml") and find_spec("yaml"):
+        with foreign_errors(f"{folder}/context/model.yaml"):
+            said = import_module("yaml").safe_load(folder.child("context").read("model.yaml"))["config"]
+    args = {_NEMO.get(key, key): value for key, value in dict(said).items() if value is not None}
+    args |= {"use_rope_scaling": True} if "rope_scaling_factor" in args else {}
+    args |= {"bias_gelu_fusion": args["bias_activation_fusion"]} if "bias_activation_fusion" in args else {}
+    return read_megatron(folder.child("weights"), model, args)
+
+
+def read_megatron(folder: LocalFolder, model: ModelConfig, args: Mapping[str, Any] | None = None) -> ForeignCheckpoint:
     """What a checkpoint of Megatron-Core holds.  Raises: CheckpointError, also where its args are of another model."""
     common, named = _common(folder)
-    args = vars(common["args"]) if hasattr(common.get("args"), "__dict__") else {}
-    step, samples = common.get("iteration", 0), args.get("consumed_train_samples")
+    args = (vars(common["args"]) if hasattr(common.get("args"), "__dict__") else {}) if args is None else args
+    step = common.get("iteration", common.get("global_step", 0))
+    loaded = [said for said in common.values() if isinstance(said, Mapping)]  # NeMo: of the module of the data
+    samples = args.get(
+        "consumed_train_samples", next((said[_NEMO_SAMPLES] for said in loaded if _NEMO_SAMPLES in said), None)
+    )
     if any(not isinstance(count, int) or count < 0 for count in (step, samples or 0)):
         raise CheckpointError(
             f"{folder}/{COMMON}: iteration {step!r} and consumed_train_samples {samples!r} must be numbers from 0"
@@ -88,8 +124,8 @@ def read_megatron(folder: LocalFolder, model: ModelConfig) -> ForeignCheckpoint:
         raise CheckpointError(f"{folder}/{COMMON} is of another model than the run file: {'; '.join(differ)}")
     source, found = DcpFolder(folder), Found(step=step, samples=samples)
     for name in (*named, *source.unknown):
-        if name.startswith("megatron."):
-            found.notes[f"{name} is not read: a class of Megatron"] = None
+        if name.startswith(("megatron.", "nemo.", "lightning.", "pytorch_lightning.")):
+            found.notes[f"{name} is not read: a class of {name.split('.')[0]}"] = None
         else:
             found.unknown.append(f"{name} (named in {COMMON} or {METADATA})")
     for name in (*(f"{COMMON}: {key}" for key in common), *source.values()):
@@ -154,7 +190,7 @@ def differences(args: Mapping[str, Any], model: ModelConfig) -> Iterator[str]:
     if said.get("position_embedding_type", "rope") != "rope":
         said = {key: value for key, value in said.items() if not key.startswith("rotary")}
     for key, ours in _SIZES.items():
-        if key in said and not _is(said[key], getattr(model, ours)):
+        if said.get(key) is not None and not _is(said[key], getattr(model, ours)):
             yield f"{key}={said[key]!r}, model.{ours} is {getattr(model, ours)!r}"
     for key, value in (_CONSTANT | (_AS_LLAMA if _turns(model) else _AS_GPT2)).items():
         if key in said and not _is(said[key], value):
@@ -162,10 +198,21 @@ def differences(args: Mapping[str, Any], model: ModelConfig) -> Iterator[str]:
     if said and (window := _window(said.get("window_size"))) != model.sliding_window:
         theirs = f"window_size={said.get('window_size')!r}, as model.sliding_window {window!r}"
         yield f"{theirs}, which is {model.sliding_window!r}"
-    if (interpolated := said.get("rotary_seq_len_interpolation_factor") or 1) != 1:
-        yield f"rotary_seq_len_interpolation_factor={interpolated!r}, supported is None"
-    if said and model.rope_scaling is not None:
-        yield "no scaling of rotary positions that is supported, model.rope_scaling is set"
+    if said and (scaling := _scaling(said)) != model.rope_scaling:
+        theirs = (
+            ", ".join(f"{key}={said[key]!r}" for key in _SCALING if key in said) or "no scaling of rotary positions"
+        )
+        yield f"{theirs}, as model.rope_scaling {scaling!r}, which is {model.rope_scaling!r}"
+
+
+def _scaling(said: Mapping[str, Any]) -> RopeScaling | None:
+    """The scaling of rotary positions that args say.  Source: megatron/core/models/common/embeddings/rotary_pos_embedding.py."""
+    if (factor := said.get("rotary_seq_len_interpolation_factor") or 1) != 1:
+        return RopeScaling(type="linear", factor=factor)
+    if not said.get("use_rope_scaling"):
+        return None
+    numbers = {ours: said.get(theirs, value) for theirs, (ours, value) in _SCALING.items() if ours}
+    return RopeScaling(type="llama3", **numbers)
 
 
 def _turns(model: ModelConfig) -> bool:
