@@ -1,11 +1,12 @@
 """Write the checkpoints of `checkpoints.tar.xz` with megatron-core on a CPU: two updates of a small model, in several forms.
 
-    pip install --no-deps megatron-core==0.16.1 ; pip install torch numpy          0.15.3 for `fully_sharded_model_space`
-    python generate.py OUT FAMILY FORM,FORM                                        or torchrun --nproc-per-node 4 ... FORM,FORM TP PP
+    pip install torch numpy && pip install --no-deps megatron-core==0.16.1
+    python generate.py OUT FAMILY FORM,FORM           on 4 ranks: torchrun --nproc-per-node 4 ... FORM,FORM TP PP
 
-Each form goes to OUT/FORM; OUT/truth.pt has the logits of Megatron's forward, and its optimizer's state by parameter (one process).
-Calls of CUDA are led to the CPU.  Made with torch 2.13: llama dp_reshardable,fully_reshardable; llama none; llama
-fully_sharded_model_space (0.15.3); qwen2, qwen3, gpt2, mistral dp_reshardable; on 4 ranks qwen3 dp_reshardable,fully_reshardable 2 2.
+Each form goes to OUT/FORM.  From one process OUT/truth.pt has the logits of Megatron's forward, and its optimizer's state.
+Calls of CUDA are led to the CPU.  Made with torch 2.13: llama dp_reshardable,fully_reshardable; with megatron-core 0.15.3
+llama fully_sharded_model_space; qwen2, qwen3, gpt2, mistral dp_reshardable; on 4 ranks qwen3
+dp_reshardable,fully_reshardable 2 2.  `metadata.json` is left out, since nothing reads it.
 """
 
 import contextlib
@@ -31,7 +32,7 @@ class OnCpu(TorchFunctionMode):
         return found.replace("torch.", "torch.cuda.") if func is torch.Tensor.type and len(args) == 1 else found
 
 
-def main(out, family, forms, tp=1, pp=1):
+def main(out, family, forms, tp=1, pp=1):  # noqa: PLR0915
     from megatron.core import dist_checkpointing, parallel_state, tensor_parallel
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
     from megatron.core.models.gpt import GPTModel

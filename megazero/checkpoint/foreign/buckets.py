@@ -2,15 +2,15 @@
 
     optimizer.distributed.dp_group_idx_G.gbuf_idx_C.dtype_(...).bucket_idx_B.exp_avg        [elements]
 
-    parameters of one rank, the last first     | output_layer |pad| final_layernorm |pad|  ...  | word_embeddings |
-    buckets                                    [ bucket 0                           ][ bucket 1                   ]
+    parameters of one rank, the last first   | output_layer |pad| final_layernorm |pad|  ...  | word_embeddings |
+    buckets                                  [ bucket 0                      ][ bucket 1                        ]
 
-G counts the ranks that hold one model, those of tensor parallelism first; C counts the pipeline chunks of a rank.  A parameter begins
-on a multiple of 64 elements.  Which parameter lies where is not saved: it follows from the order of the modules and from the
-degrees.  `param`, the fp32 master, must round to the weight, so a layout that is not theirs is refused.
+G counts the ranks that hold one model, those of tensor parallelism first; C counts the pipeline chunks of a rank.  A
+parameter begins on a multiple of 64 elements.  Which parameter lies where is not saved: it follows from the order of the
+modules and from the degrees.  `param`, the fp32 master, must round to the weight, so another layout is refused.
 
-Source: megatron/core/optimizer/distrib_optimizer.py (`_compute_per_buffer_param_layout`, `sharded_param_state_dp_reshardable`);
-the order is that of `named_parameters` of its GPTModel, with norms as modules or within TransformerEngine's linear layers.
+Source: megatron/core/optimizer/distrib_optimizer.py (`sharded_param_state_dp_reshardable`); the order is that of the
+parameters of its GPTModel, with norms as modules of their own or within TransformerEngine's linear layers.
 """
 
 from __future__ import annotations
@@ -36,14 +36,13 @@ _MODULES = f"word_emb position_emb linear_proj {_NORM} linear_qkv q_layer k_laye
 _SPLIT = re.compile(
     r".*(?:(?:word_embeddings|output_layer|qkv|fc1)\.(?:weight|bias)|(?P<columns>(?:proj|fc2)\.weight))"
 )
+_Sizes: TypeAlias = Mapping[tuple[int, int, int, str], int]
 _Places: TypeAlias = dict[
     tuple[str, int], tuple[str, int]
 ]  # by name and rank of tensor parallelism: a bucket, and where it begins there
 
 
-def _places(
-    sizes: Mapping[tuple[int, int, int, str], int], weights: Mapping[str, ForeignTensor], tp: int, norms_apart: bool
-) -> _Places:
+def _places(sizes: _Sizes, weights: Mapping[str, ForeignTensor], tp: int, norms_apart: bool) -> _Places:
     """Where each parameter lies if the ranks were so many and this the order; nothing if the buckets have other lengths."""
     layers = 1 + max(int(found[1]) for name in weights if (found := _LAYER.match(name)))
 
@@ -75,11 +74,7 @@ def _places(
 
 
 def in_buckets(
-    sizes: Mapping[tuple[int, int, int, str], int],
-    rows: Callable[[str, int, int], Tensor],
-    weights: Mapping[str, ForeignTensor],
-    *,
-    is_gated: bool,
+    sizes: _Sizes, rows: Callable[[str, int, int], Tensor], weights: Mapping[str, ForeignTensor], *, is_gated: bool
 ) -> Callable[[str, str], Tensor] | None:
     """What reads a whole tensor by its kind and by the name of its weight; None where no layout fits.
 

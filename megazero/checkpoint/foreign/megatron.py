@@ -12,11 +12,12 @@ training/checkpointing.py.  Parts that are flattened over ranks (older forms of 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
+from itertools import product
 from math import prod
 from typing import Any
 
@@ -42,7 +43,7 @@ _KINDS = {"exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq", "fp32_param": MASTER
 _STACKED = re.compile(r"(?P<before>(?:.+\.)?decoder\.layers)\.(?P<after>\D.*)")
 _NOT_TAKEN = {  # nothing is told of what is read, or says nothing of the run
     rf"{COMMON}: (args|checkpoint_version|iteration|optimizer|num_floating_point_operations_so_far|content_metadata)": "",
-    rf"{COMMON}: (epoch|global_step|pytorch-lightning_version|state_dict|sharded_state_dict|optimizer_states|hparams_name)": "",
+    rf"{COMMON}: (epoch|global_step|pytorch-lightning_version|\w*state_dict|optimizer_states|hparams_name)": "",
     rf"{COMMON}: (loops|callbacks|hyper_parameters|\w*Data\w*|\w*Precision\w*)": "",
     rf"{COMMON}: (opt_param_scheduler|lr_schedulers)": "the schedule is that of the run file, at the same update",
     r".*\.(_extra_state)/.*": "the state of TransformerEngine's kernels",
@@ -51,59 +52,36 @@ _NOT_TAKEN = {  # nothing is told of what is read, or says nothing of the run
     r"rerun_state_machine_state/.*": "what it found in steps that are done",
 }
 # args that must say what the run file says, and args that our models compute in one way only
-_SIZES = {
-    "num_layers": "num_layers",
-    "hidden_size": "hidden_size",
-    "ffn_hidden_size": "ffn_hidden_size",
-    "num_attention_heads": "num_heads",
-    "num_query_groups": "num_kv_heads",
-    "kv_channels": "head_size",
-    "norm_epsilon": "norm_eps",
-    "rotary_base": "rope_theta",
-}
-_CONSTANT = dict.fromkeys(
-    """rotary_interleaved apply_layernorm_1p apply_residual_connection_post_layernorm qk_l2_norm use_mup squared_relu
-    quick_geglu attention_output_gate multi_latent_attention glu_linear_offset""".split(),
-    False,
-)
-_CONSTANT |= dict.fromkeys(
-    """num_experts no_rope_freq window_attn_skip_freq softmax_scale activation_func_clamp_value hybrid_override_pattern
-    heterogeneous_layers_config_path experimental_attention_variant""".split()
-)
+_SIZES = {"num_layers": "num_layers", "hidden_size": "hidden_size", "ffn_hidden_size": "ffn_hidden_size"}
+_SIZES |= {"num_attention_heads": "num_heads", "num_query_groups": "num_kv_heads", "kv_channels": "head_size"}
+_SIZES |= {"norm_epsilon": "norm_eps", "rotary_base": "rope_theta"}
+_OFF = """rotary_interleaved apply_layernorm_1p apply_residual_connection_post_layernorm qk_l2_norm use_mup squared_relu
+    quick_geglu attention_output_gate multi_latent_attention glu_linear_offset"""
+_UNSET = """num_experts no_rope_freq window_attn_skip_freq softmax_scale activation_func_clamp_value
+    hybrid_override_pattern heterogeneous_layers_config_path experimental_attention_variant"""
+_CONSTANT: dict[str, Any] = dict.fromkeys(_OFF.split(), False) | dict.fromkeys(_UNSET.split())
 _CONSTANT |= {"rotary_percent": 1.0, "softmax_type": "vanilla"}
 # and those that follow from the family; without its fusion Megatron's GELU is that of erf
-_AS_LLAMA = {"normalization": "RMSNorm", "position_embedding_type": "rope", "swiglu": True}
+_AS_LLAMA = {"normalization": "RMSNorm", "position_embedding_type": "rope", "swiglu": True, "activation_func": "silu"}
 _AS_GPT2 = {"normalization": "LayerNorm", "position_embedding_type": "learned_absolute", "swiglu": False}
-_AS_GPT2 |= {"bias_gelu_fusion": True}
-# What scales rotary positions, as `RopeScaling` has it, with the value where it is unsaid.
-_SCALING: dict[str, tuple[str, float]] = {
-    "rotary_seq_len_interpolation_factor": ("", 1),
-    "use_rope_scaling": ("", 0),
-    "rope_scaling_factor": ("factor", 8.0),
-    "low_freq_factor": ("low_freq_factor", 1.0),
-    "high_freq_factor": ("high_freq_factor", 4.0),
-    "old_context_len": ("original_seq_len", 8192),
-}
+_AS_GPT2 |= {"bias_gelu_fusion": True, "activation_func": "gelu"}
 # The names of args in NeMo's configuration.
-_NEMO = {
-    "layernorm_epsilon": "norm_epsilon",
-    "gated_linear_unit": "swiglu",
-    "layernorm_zero_centered_gamma": "apply_layernorm_1p",
-    "num_moe_experts": "num_experts",
-    "seq_len_interpolation_factor": "rotary_seq_len_interpolation_factor",
-    "scale_factor": "rope_scaling_factor",
-}
+_NEMO = {"layernorm_epsilon": "norm_epsilon", "gated_linear_unit": "swiglu", "num_moe_experts": "num_experts"}
+_NEMO |= {"layernorm_zero_centered_gamma": "apply_layernorm_1p", "scale_factor": "rope_scaling_factor"}
+_NEMO |= {"seq_len_interpolation_factor": "rotary_seq_len_interpolation_factor"}
+_NEMO |= {"bias_activation_fusion": "bias_gelu_fusion"}
 
 
 def read_nemo(folder: LocalFolder, model: ModelConfig) -> ForeignCheckpoint:
     """What a folder of NeMo 2 holds; its configuration says what args say elsewhere.  Raises: as `read_megatron`."""
     said: Any = {}
-    if folder.has("context") and folder.child("context").has("model.yaml") and find_spec("yaml"):
-        with foreign_errors(f"{folder}/context/model.yaml"):
-            said = import_module("yaml").safe_load(folder.child("context").read("model.yaml"))["config"]
-    args = {_NEMO.get(key, key): value for key, value in dict(said).items() if value is not None}
+    if (context := folder.child("context")).has("model.yaml") and find_spec("yaml"):
+        with foreign_errors(f"{context}/model.yaml"):
+            said = import_module("yaml").safe_load(context.read("model.yaml"))["config"]
+    args = {_NEMO.get(key, str(key)): value for key, value in dict(said).items() if value is not None}
+    if isinstance(function := args.get("activation_func"), dict):
+        args["activation_func"] = str(function.get("_target_")).rpartition(".")[2]
     args |= {"use_rope_scaling": True} if "rope_scaling_factor" in args else {}
-    args |= {"bias_gelu_fusion": args["bias_activation_fusion"]} if "bias_activation_fusion" in args else {}
     return read_megatron(folder.child("weights"), model, args)
 
 
@@ -131,22 +109,7 @@ def read_megatron(folder: LocalFolder, model: ModelConfig, args: Mapping[str, An
     for name in (*(f"{COMMON}: {key}" for key in common), *source.values()):
         if not found.is_not_taken(name, _NOT_TAKEN):
             found.unknown.append(name)
-    weights, sizes = found.tensors[MODEL], {}
-    for name, tensor in sorted(source.tensors().items(), key=lambda item: item[0].startswith("optimizer.")):
-        state, bucket = _STATE.fullmatch(name), BUCKET.fullmatch(name)
-        if bucket and bucket[5] in _KINDS:
-            sizes[int(bucket[2]), int(bucket[3]), int(bucket[4]), bucket[1]] = prod(tensor.shape)
-        elif bucket or (state and state["kind"] not in _KINDS):
-            found.unknown.append(name)
-        else:
-            kind, short = (_KINDS[state["kind"]], state["name"]) if state else (MODEL, name)
-            for one, held in _layers(source, name, short.removeprefix("module."), tensor).items():
-                found.add_tensor(kind, one, _whole(held, weights.get(one)), entry=name)
-    if sizes:
-        _add_buckets(found, in_buckets(sizes, source.rows, weights, is_gated=_turns(model)))
-    for name, master in found.tensors.get(MASTER, {}).items():
-        if name in weights:
-            found.tensors[MASTER][name] = replace(master, read=partial(_master, name, master, weights[name]))
+    _add_tensors(found, source, model)
     if not args:
         found.notes[f"{COMMON} has no args: nothing but names and shapes was compared with the run file"] = None
     if ADAM[0] in found.tensors:
@@ -171,12 +134,8 @@ def _add_updates(found: Found, states: list[Any], args: Mapping[str, Any]) -> No
 def _common(folder: LocalFolder) -> tuple[dict[str, Any], list[str]]:
     """What lies in common.pt, and the names in it that were not admitted."""
     path = folder.path / COMMON
-    try:
+    with foreign_errors(str(path)):
         common, named = load_tensors(path)
-    except FileNotFoundError as error:
-        raise CheckpointError(f"{path} is missing") from error
-    except ValueError as error:
-        raise CheckpointError(f"{path} cannot be read: {error}") from error
     if not isinstance(common, dict):
         raise CheckpointError(f"{path} must hold a dictionary, it holds a {type(common).__name__}")
     return common, named
@@ -198,21 +157,19 @@ def differences(args: Mapping[str, Any], model: ModelConfig) -> Iterator[str]:
     if said and (window := _window(said.get("window_size"))) != model.sliding_window:
         theirs = f"window_size={said.get('window_size')!r}, as model.sliding_window {window!r}"
         yield f"{theirs}, which is {model.sliding_window!r}"
-    if said and (scaling := _scaling(said)) != model.rope_scaling:
-        theirs = (
-            ", ".join(f"{key}={said[key]!r}" for key in _SCALING if key in said) or "no scaling of rotary positions"
-        )
-        yield f"{theirs}, as model.rope_scaling {scaling!r}, which is {model.rope_scaling!r}"
+    if said and _scaling(said) != model.rope_scaling:
+        scales = [f"{key}={said[key]!r}" for key in said if "rope_scaling" in key or "interpolation" in key]
+        yield f"{', '.join(scales) or 'no scaling of rotary positions'}, model.rope_scaling is {model.rope_scaling!r}"
 
 
 def _scaling(said: Mapping[str, Any]) -> RopeScaling | None:
-    """The scaling of rotary positions that args say.  Source: megatron/core/models/common/embeddings/rotary_pos_embedding.py."""
+    """What scales rotary positions.  Source: megatron/core/models/common/embeddings/rotary_pos_embedding.py."""
     if (factor := said.get("rotary_seq_len_interpolation_factor") or 1) != 1:
         return RopeScaling(type="linear", factor=factor)
-    if not said.get("use_rope_scaling"):
-        return None
-    numbers = {ours: said.get(theirs, value) for theirs, (ours, value) in _SCALING.items() if ours}
-    return RopeScaling(type="llama3", **numbers)
+    low, high = said.get("low_freq_factor", 1.0), said.get("high_freq_factor", 4.0)
+    factor, length = said.get("rope_scaling_factor", 8.0), said.get("old_context_len", 8192)
+    numbers = {"factor": factor, "original_seq_len": length, "low_freq_factor": low, "high_freq_factor": high}
+    return RopeScaling(type="llama3", **numbers) if said.get("use_rope_scaling") else None
 
 
 def _turns(model: ModelConfig) -> bool:
@@ -242,15 +199,28 @@ def _layers(source: DcpFolder, name: str, short: str, tensor: ForeignTensor) -> 
     return {f"{stacked['before']}.{layer}.{stacked['after']}": one for layer, one in enumerate(source.slices(name))}
 
 
-def _add_buckets(found: Found, read: Callable[[str, str], Tensor] | None) -> None:
-    """The optimizer's state that lies in buckets."""
-    if read is None:
-        found.unknown.append(f"optimizer.distributed.* (buckets that do not say which parameter lies where: {_FLAG})")
-        return
-    for kind in ("param", *ADAM):
-        for name, weight in found.tensors[MODEL].items():
-            tensor = ForeignTensor(weight.shape, torch.float32, partial(read, kind, name))
+def _add_tensors(found: Found, source: DcpFolder, model: ModelConfig) -> None:
+    """Weights, moments and masters, by the names of weights."""
+    weights, sizes = found.tensors[MODEL], {}
+    for name, tensor in sorted(source.tensors().items(), key=lambda item: item[0].startswith("optimizer.")):
+        state, bucket = _STATE.fullmatch(name), BUCKET.fullmatch(name)
+        if bucket and bucket[5] in _KINDS:
+            sizes[int(bucket[2]), int(bucket[3]), int(bucket[4]), bucket[1]] = prod(tensor.shape)
+        elif bucket or (state and state["kind"] not in _KINDS):
+            found.unknown.append(name)
+        else:
+            kind, short = (_KINDS[state["kind"]], state["name"]) if state else (MODEL, name)
+            for one, held in _layers(source, name, short.removeprefix("module."), tensor).items():
+                found.add_tensor(kind, one, _whole(held, weights.get(one)), entry=name)
+    if sizes and (read := in_buckets(sizes, source.rows, weights, is_gated=_turns(model))):
+        for kind, name in product(("param", *ADAM), weights):
+            tensor = ForeignTensor(weights[name].shape, torch.float32, partial(read, kind, name))
             found.add_tensor(_KINDS[kind], name, tensor, entry=f"optimizer.distributed.* ({kind})")
+    elif sizes:
+        found.unknown.append(f"optimizer.distributed.* (buckets that do not say which parameter lies where: {_FLAG})")
+    for name in found.tensors.get(MASTER, {}).keys() & weights.keys():
+        master = found.tensors[MASTER][name]
+        found.tensors[MASTER][name] = replace(master, read=partial(_master, name, master, weights[name]))
 
 
 def _master(name: str, master: ForeignTensor, weight: ForeignTensor) -> Tensor:
@@ -264,12 +234,12 @@ def _master(name: str, master: ForeignTensor, weight: ForeignTensor) -> Tensor:
 
 
 def _whole(held: ForeignTensor, weight: ForeignTensor | None) -> ForeignTensor:
-    """A tensor of the shape of its weight, where it has [pieces of dimension 0, of 1, ..., elements of a piece] (up to 0.15)."""
-    if weight is None or len(held.shape) != len(weight.shape) + 1 or 0 in held.shape:
+    """A tensor of the shape of its weight, where it has [pieces of each dimension, elements of a piece] (up to 0.15)."""
+    if weight is None or len(held.shape) != len(weight.shape) + 1:
         return held
     counts, places = held.shape[:-1], range(len(weight.shape))
-    local = [size // count for size, count in zip(weight.shape, counts, strict=True)]
-    if prod(local) != held.shape[-1] or prod(held.shape) != prod(weight.shape):
+    local = [size // max(count, 1) for size, count in zip(weight.shape, counts, strict=True)]
+    if (*counts, prod(local)) != held.shape or prod(held.shape) != prod(weight.shape):
         return held
     order = [at for place in places for at in (place, place + len(places))]
     return replace(

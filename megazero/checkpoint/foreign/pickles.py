@@ -49,7 +49,7 @@ def _memory_format(kind: Any, name: Any) -> Any:
 
 
 _MEGATRON = "megatron.core.dist_checkpointing.strategies.torch"
-# What a planner kept of how it wrote: never read here, so a stand-in does and nothing is told.  Megatron-Core leaves it in `.metadata`.
+# How a planner wrote, which Megatron-Core leaves in `.metadata`: never read here, so a stand-in does, and nothing is told.
 _PLANS = ("torch.distributed.checkpoint.planner.", f"{_MEGATRON}.MCoreSavePlan")
 _ALLOWED: dict[str, Any] = {f"{one.__module__}.{one.__qualname__}": one for one in _METADATA} | {
     "torch.Size": torch.Size,
