@@ -7,10 +7,11 @@ import os
 import pickle
 import re
 import shutil
+import signal
 import tarfile
 from argparse import Namespace
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -404,6 +405,8 @@ def test_what_megatron_core_wrote_computes_its_logits_and_has_its_optimizer(
     if nemo:
         theirs = tmp_path / "theirs"
         shutil.copytree(megatron / case, theirs / "weights")
+        if "0.15" not in case:  # whose pickle needs its classes
+            edit(theirs / "weights", puts_behind_module)
     made = import_checkpoint(theirs, tmp_path / "ours", run_file=run_file(tmp_path / "run.toml", run))
     assert (made.trainer.step, made.trainer.optimizer_steps, made.trainer.consumed_samples) == (2, 2, 16 if nemo else 4)
     truth = torch.load((megatron / case).parent / "truth.pt")
@@ -449,7 +452,13 @@ def test_args_of_megatron_are_compared_with_the_run_file(megatron: Path, tmp_pat
         in shown(num_layers=3, rotary_interleaved=True).stderr
     )
     assert not (tmp_path / "0").exists()
-    same = {"num_layers": 2, "rotary_interleaved": False, "window_size": [-1, 0], "decoupled_weight_decay": False}
+    same = {
+        "exit_signal": signal.SIGTERM,
+        "num_layers": 2,
+        "rotary_interleaved": False,
+        "window_size": [-1, 0],
+        "decoupled_weight_decay": False,
+    }
     assert shown(**same, normalization="RMSNorm", position_embedding_type="rope", swiglu=True).exit_code == 0
     assert changes(read_trainer_state(tmp_path / "1"), megatron_run("llama").config)["optimizer.name"][0] == "adam"
     assert "has no args: nothing but names and shapes was compared" in shown(None).stdout
@@ -514,6 +523,16 @@ def edit(folder: Path, change: Callable[[Any], None]) -> None:
     about = pickle.loads((folder / ".metadata").read_bytes())
     change(about)
     (folder / ".metadata").write_bytes(pickle.dumps(about))
+
+
+def puts_behind_module(about: Any) -> None:
+    """Names as NeMo has them."""
+
+    def moved(name: str) -> str:
+        return re.sub(r"^(optimizer\.state\.\w+\.|(?!optimizer\.))", r"\1module.", name)
+
+    about.state_dict_metadata = {moved(name): one for name, one in about.state_dict_metadata.items()}
+    about.storage_data = {replace(index, fqn=moved(index.fqn)): one for index, one in about.storage_data.items()}
 
 
 def adds_adapter(about: Any) -> None:

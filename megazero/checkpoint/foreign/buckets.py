@@ -97,7 +97,7 @@ def in_buckets(
 
     groups = 1 + max(group for group, *_ in sizes)
     for tp, norms_apart in product((tp for tp in range(1, groups + 1) if groups % tp == 0), (False, True)):
-        if places := _places(sizes, weights, tp, norms_apart):
+        if _PROBE in weights and (places := _places(sizes, weights, tp, norms_apart)):
             probe = weights[_PROBE].read()
             if torch.equal(read(places, tp, "param", _PROBE).to(probe.dtype), probe):
                 return partial(read, places, tp)

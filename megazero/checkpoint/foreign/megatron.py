@@ -5,8 +5,11 @@
     common.pt                           args, iteration, the settings and the step of the optimizer
     metadata.json                       {"sharded_backend": "torch_dist"}
 
+NeMo 2 keeps the same below `weights`, with names behind `module.`, no args, and the model's
+configuration in `context/model.yaml`.  `dp_reshardable`, state in buckets: see `buckets.py`.
+
 Source: megatron/core/dist_checkpointing; optimizer/distrib_optimizer.py (`fully_reshardable`, `fully_sharded_model_space`);
-training/checkpointing.py.  Parts that are flattened over ranks (older forms of the distributed optimizer) are not read.
+training/checkpointing.py; NeMo: nemo/lightning/io/pl.py and pytorch/strategies/megatron_strategy.py.
 """
 
 from __future__ import annotations
@@ -101,11 +104,10 @@ def read_megatron(folder: LocalFolder, model: ModelConfig, args: Mapping[str, An
     if differ := list(differences(args, model)):
         raise CheckpointError(f"{folder}/{COMMON} is of another model than the run file: {'; '.join(differ)}")
     source, found = DcpFolder(folder), Found(step=step, samples=samples)
-    for name in (*named, *source.unknown):
-        if name.startswith(("megatron.", "nemo.", "lightning.", "pytorch_lightning.")):
-            found.notes[f"{name} is not read: a class of {name.split('.')[0]}"] = None
-        else:
-            found.unknown.append(f"{name} (named in {COMMON} or {METADATA})")
+    found.notes |= dict.fromkeys(
+        f"{name}, a class in {COMMON}, is not read" for name in named
+    )  # `_is` takes plain values
+    found.unknown += [f"{name} (named in {METADATA})" for name in source.unknown if not name.startswith("megatron.")]
     for name in (*(f"{COMMON}: {key}" for key in common), *source.values()):
         if not found.is_not_taken(name, _NOT_TAKEN):
             found.unknown.append(name)
@@ -201,10 +203,12 @@ def _layers(source: DcpFolder, name: str, short: str, tensor: ForeignTensor) -> 
 
 def _add_tensors(found: Found, source: DcpFolder, model: ModelConfig) -> None:
     """Weights, moments and masters, by the names of weights."""
-    weights, sizes = found.tensors[MODEL], {}
-    for name, tensor in sorted(source.tensors().items(), key=lambda item: item[0].startswith("optimizer.")):
+    weights, sizes, tensors = found.tensors[MODEL], {}, source.tensors()
+    for name, tensor in sorted(tensors.items(), key=lambda item: item[0].startswith("optimizer.")):
         state, bucket = _STATE.fullmatch(name), BUCKET.fullmatch(name)
-        if bucket and bucket[5] in _KINDS:
+        if bucket and {getattr(tensors.get(bucket[1] + kind), "shape", None) for kind in ("param", *ADAM)} == {
+            tensor.shape
+        }:
             sizes[int(bucket[2]), int(bucket[3]), int(bucket[4]), bucket[1]] = prod(tensor.shape)
         elif bucket or (state and state["kind"] not in _KINDS):
             found.unknown.append(name)
