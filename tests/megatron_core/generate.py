@@ -46,28 +46,15 @@ def main(out, family, forms, tp=1, pp=1):  # noqa: PLR0915
     torch.Tensor.cuda = torch.nn.Module.cuda = lambda self, *_, **__: self
     tensor_parallel.random.CudaRNGStatesTracker.fork = lambda self, *_: contextlib.nullcontext()
     sharded, tensors = distrib_optimizer.DistributedOptimizer, "_get_main_param_and_optimizer_states"
-    state_of, has_step = (
-        getattr(sharded, tensors),
-        "fully_sharded_model_space" in forms,
-    )  # torch's AdamW has one by tensor
-    if has_step:
+    state_of = getattr(sharded, tensors)
+    if "fully_sharded_model_space" in forms:  # torch's AdamW counts steps by tensor, which 0.15 does not expect
         setattr(sharded, tensors, lambda self, one: {k: v for k, v in state_of(self, one).items() if k != "step"})
     parallel_state.initialize_model_parallel(tp, pp)
     torch.manual_seed(0)
-    sizes = {
-        "num_layers": 2,
-        "hidden_size": 8,
-        "num_attention_heads": 4,
-        "ffn_hidden_size": 8,
-        "use_cpu_initialization": True,
-    }
+    sizes = {"num_layers": 2, "hidden_size": 8, "num_attention_heads": 4, "ffn_hidden_size": 8, "init_method_std": 0.2}
     sizes |= {"tensor_model_parallel_size": tp, "pipeline_model_parallel_size": pp, "pipeline_dtype": torch.float32}
-    sizes |= {
-        "hidden_dropout": 0.0,
-        "attention_dropout": 0.0,
-        "gradient_accumulation_fusion": False,
-        "init_method_std": 0.2,
-    }
+    sizes |= {"gradient_accumulation_fusion": False, "use_cpu_initialization": True}
+    sizes |= {"hidden_dropout": 0.0, "attention_dropout": 0.0}
     own = {"qwen2": {"add_qkv_bias": True}, "qwen3": {"kv_channels": 4, "qk_layernorm": True}}
     llama = {"num_query_groups": 2, "normalization": "RMSNorm", "gated_linear_unit": True, "add_bias_linear": False}
     if is_gpt2 := family == "gpt2":
@@ -75,22 +62,14 @@ def main(out, family, forms, tp=1, pp=1):  # noqa: PLR0915
     else:
         sizes |= llama | {"activation_func": F.silu, **own.get(family, {})}
     config, norm = TransformerConfig(**sizes), None if is_gpt2 else "RMSNorm"
-    ends = {
-        "pre_process": parallel_state.is_pipeline_first_stage(),
-        "post_process": parallel_state.is_pipeline_last_stage(),
-    }
-    ends |= {"share_embeddings_and_output_weights": family in ("gpt2", "qwen2"), "rotary_base": 500}
+    ends = {"share_embeddings_and_output_weights": family in ("gpt2", "qwen2"), "rotary_base": 500}
+    ends |= {"pre_process": parallel_state.is_pipeline_first_stage()}
+    ends |= {"post_process": parallel_state.is_pipeline_last_stage()}
+    ends |= {"position_embedding_type": "learned_absolute" if is_gpt2 else "rope"}
     spec = get_gpt_layer_local_spec(qk_layernorm=family == "qwen3", normalization=norm)
-    model = GPTModel(
-        config, spec, VOCAB, SEQ, position_embedding_type="learned_absolute" if is_gpt2 else "rope", **ends
-    )
-    with_state = forms != ["none"]
-    wrapped = DistributedDataParallel(
-        config, DistributedDataParallelConfig(use_distributed_optimizer=with_state), model
-    )
-    adam = OptimizerConfig(
-        optimizer="adam", lr=0.01, weight_decay=0.1, adam_beta2=0.95, use_distributed_optimizer=with_state
-    )
+    model, shards = GPTModel(config, spec, VOCAB, SEQ, **ends), {"use_distributed_optimizer": True}
+    wrapped = DistributedDataParallel(config, DistributedDataParallelConfig(**shards), model)
+    adam = OptimizerConfig(optimizer="adam", lr=0.01, weight_decay=0.1, adam_beta2=0.95, **shards)
     optimizer = get_megatron_optimizer(adam, [wrapped])
     past = torch.arange(SEQ)[:, None] - torch.arange(SEQ)
     mask = ((past < 0) | (past >= (3 if family == "mistral" else SEQ)))[None, None]
@@ -101,10 +80,8 @@ def main(out, family, forms, tp=1, pp=1):  # noqa: PLR0915
 
     for _ in range(2):
         wrapped.zero_grad_buffer()
-        get_forward_backward_func()(
-            forward_step_func=forward, data_iterator=None, model=[wrapped], num_microbatches=1, seq_length=SEQ,
-            micro_batch_size=2, forward_only=False,
-        )  # fmt: skip
+        batch = {"num_microbatches": 1, "seq_length": SEQ, "micro_batch_size": 2, "forward_only": False}
+        get_forward_backward_func()(forward_step_func=forward, data_iterator=None, model=[wrapped], **batch)
         wrapped.finish_grad_sync()
         optimizer.step()
     for form in forms:
@@ -118,12 +95,10 @@ def main(out, family, forms, tp=1, pp=1):  # noqa: PLR0915
         (out / form).mkdir(parents=True, exist_ok=True)
         dist_checkpointing.save(state, str(out / form))
     if dist.get_world_size() == 1:
-        by_name = {}
-        for name, one in model.named_parameters() if with_state else ():
+        by_name, kinds = {}, ("param", "exp_avg", "exp_avg_sq")
+        for name, one in model.named_parameters():
             found = state_of(optimizer.chained_optimizers[0], one)
-            by_name[name] = {
-                kind: found[kind].detach().reshape(one.shape) for kind in ("param", "exp_avg", "exp_avg_sq")
-            }
+            by_name[name] = {kind: found[kind].detach().reshape(one.shape) for kind in kinds}
         with torch.no_grad():
             torch.save({"logits": model(tokens, places, mask), "state": by_name}, out / "truth.pt")
     dist.barrier()

@@ -5,8 +5,8 @@
     common.pt                           args, iteration, the settings and the step of the optimizer
     metadata.json                       {"sharded_backend": "torch_dist"}
 
-NeMo 2 keeps the same below `weights`, with names behind `module.`, no args, and the model's
-configuration in `context/model.yaml`.  `dp_reshardable`, state in buckets: see `buckets.py`.
+NeMo 2 keeps the same below `weights`, with names behind `module.`, no args, and the model's configuration in
+`context/model.yaml`.  For `dp_reshardable`, state in buckets, see `buckets.py`.
 
 Source: megatron/core/dist_checkpointing; optimizer/distrib_optimizer.py (`fully_reshardable`, `fully_sharded_model_space`);
 training/checkpointing.py; NeMo: nemo/lightning/io/pl.py and pytorch/strategies/megatron_strategy.py.
@@ -26,6 +26,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves_with_path
 
 from megazero.checkpoint.folder import LocalFolder
 from megazero.checkpoint.foreign.buckets import BUCKET, in_buckets
@@ -110,7 +111,7 @@ def read_megatron(folder: LocalFolder, model: ModelConfig, args: Mapping[str, An
     found.unknown += [f"{name} (named in {METADATA})" for name in source.unknown if not name.startswith("megatron.")]
     for name in (*(f"{COMMON}: {key}" for key in common), *source.values()):
         if not found.is_not_taken(name, _NOT_TAKEN):
-            found.unknown.append(name)
+            found.unknown.append(f"{name} ({_FLAG})" if ".param_state/" in name else name)
     _add_tensors(found, source, model)
     if not args:
         found.notes[f"{COMMON} has no args: nothing but names and shapes was compared with the run file"] = None
@@ -126,7 +127,8 @@ def _add_updates(found: Found, states: list[Any], args: Mapping[str, Any]) -> No
     """How often AdamW has updated the tensors."""
     if not _is(said := args.get("optimizer", "adam"), "adam"):
         raise CheckpointError(f"{COMMON}: optimizer={said!r}, supported is 'adam'")
-    found.updates = set(_updates(states))
+    leaves = ((getattr(path[-1], "key", None), value) for path, value in tree_leaves_with_path(states) if path)
+    found.updates = {int(value) for key, value in leaves if key in ("step", "common_step") and value is not None}
     if not found.updates:
         found.updates = {found.step or 0}
         told = f"{COMMON} does not say how many updates AdamW has done: taken as its {found.step} steps"
@@ -249,18 +251,6 @@ def _whole(held: ForeignTensor, weight: ForeignTensor | None) -> ForeignTensor:
     return replace(
         held, shape=weight.shape, read=lambda: held.read().reshape(*counts, *local).permute(order).reshape(weight.shape)
     )
-
-
-def _updates(state: Any) -> Iterator[int]:
-    """`step` of the groups of an optimizer, or the one that its parameters share, wherever it lies."""
-    if isinstance(state, Mapping):
-        for key, value in state.items():
-            if key in ("step", "common_step") and value is not None:
-                yield int(value)
-            yield from _updates(value)
-    elif isinstance(state, list | tuple):
-        for one in state:
-            yield from _updates(one)
 
 
 def _settings(args: Mapping[str, Any]) -> dict[str, Any]:
