@@ -439,6 +439,24 @@ def test_buckets_of_tensor_and_pipeline_parallel_ranks_hold_what_megatron_gather
         assert all(torch.equal(flat[name].whole(), whole[name].whole()) for name in whole.files)
 
 
+def swaps_masters(about: Any) -> None:
+    stored = {index.fqn: index for index in about.storage_data}
+    one, other = (
+        stored[f"optimizer.state.param.{name}.weight"] for name in ("output_layer", "embedding.word_embeddings")
+    )
+    about.storage_data[one], about.storage_data[other] = about.storage_data[other], about.storage_data[one]
+
+
+def test_a_master_that_does_not_round_to_its_weight_is_refused(megatron: Path, tmp_path: Path) -> None:
+    shutil.copytree(megatron / "llama" / "fully_reshardable", tmp_path / "theirs")
+    edit(tmp_path / "theirs", swaps_masters)
+    toml = run_file(tmp_path / "run.toml", megatron_run("llama"))
+    with pytest.raises(CheckpointError, match=r"does not round to it; --ignore '\* of \*'"):
+        import_checkpoint(tmp_path / "theirs", tmp_path / "no", run_file=toml)
+    made = import_checkpoint(tmp_path / "theirs", tmp_path / "ours", run_file=toml, ignore=["* of *"])
+    assert made.trainer.optimizer_steps == 0
+
+
 def test_args_of_megatron_are_compared_with_the_run_file(megatron: Path, tmp_path: Path) -> None:
     theirs, number = tmp_path / "theirs", iter(range(99))
     toml = run_file(tmp_path / "run.toml", megatron_run("llama"))

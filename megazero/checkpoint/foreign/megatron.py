@@ -234,7 +234,7 @@ def _master(name: str, master: ForeignTensor, weight: ForeignTensor) -> Tensor:
     tensor, model = master.read(), weight.read()
     if tensor.shape == model.shape and not torch.equal(tensor.to(model.dtype), model):
         raise CheckpointError(
-            f"{name}: the master does not round to the weight; {_FLAG}, or import without the optimizer's state"
+            f"{name}: its fp32 master does not round to it; --ignore '* of *' leaves the optimizer's state out"
         )
     return tensor
 
