@@ -113,10 +113,15 @@ class DcpFolder:
         if not self._checked(name, about):  # their bytes are there, so the list is not longer than these
             raise CheckpointError(f"{self.folder}/{METADATA}: {name} has no elements")
         shape, dtype = tuple(about.size[1:]), about.properties.dtype
-        return [ForeignTensor(shape, dtype, partial(self._slice, name, about, index)) for index in range(about.size[0])]
+        return [ForeignTensor(shape, dtype, partial(self._slice, name, index)) for index in range(about.size[0])]
 
-    def _slice(self, name: str, about: TensorStorageMetadata, index: int) -> Tensor:
-        return self._tensor(name, about, (index, index + 1))[0]
+    def _slice(self, name: str, index: int) -> Tensor:
+        return self.rows(name, index, index + 1)[0]
+
+    def rows(self, name: str, start: int, stop: int) -> Tensor:
+        """Some rows of a tensor; only the parts that hold them are read."""
+        about: Any = self._loaded[0].state_dict_metadata[name]
+        return self._tensor(name, about, (start, stop))
 
     def _checked(self, name: str, about: TensorStorageMetadata) -> list[tuple[_Box, tuple[int, ...]]]:
         """The parts of a tensor that have elements, each with its offset: they fill it, and the files are as long."""

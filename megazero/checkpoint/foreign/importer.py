@@ -67,6 +67,7 @@ def _is_deepspeed(folder: LocalFolder) -> bool:
 
 FORMS = {  # the first that recognises a folder
     "megatron": Form("Megatron-Core (torch_dist)", _is_megatron, f"{_HERE}.megatron:read_megatron"),
+    "nemo": Form("NeMo 2", lambda folder: _is_megatron(folder.child("weights")), f"{_HERE}.megatron:read_nemo"),
     "dcp": Form("torch.distributed.checkpoint", _is_dcp, f"{_HERE}.dcp:read_dcp"),
     "deepspeed": Form("DeepSpeed", _is_deepspeed, f"{_HERE}.deepspeed:read_deepspeed"),
     HUGGING_FACE: Form("transformers", lambda folder: folder.has(HF_CONFIG), ""),

@@ -5,8 +5,11 @@
     common.pt                           args, iteration, the settings and the step of the optimizer
     metadata.json                       {"sharded_backend": "torch_dist"}
 
+NeMo 2 keeps the same below `weights`, with names behind `module.`, no args, and the model's configuration in
+`context/model.yaml`.  For `dp_reshardable`, state in buckets, see `buckets.py`.
+
 Source: megatron/core/dist_checkpointing; optimizer/distrib_optimizer.py (`fully_reshardable`, `fully_sharded_model_space`);
-training/checkpointing.py.  Parts that are flattened over ranks (older forms of the distributed optimizer) are not read.
+training/checkpointing.py; NeMo: nemo/lightning/io/pl.py and pytorch/strategies/megatron_strategy.py.
 """
 
 from __future__ import annotations
@@ -14,64 +17,87 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from functools import partial
+from importlib import import_module
+from importlib.util import find_spec
+from itertools import product
+from math import prod
 from typing import Any
 
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves_with_path
+
 from megazero.checkpoint.folder import LocalFolder
+from megazero.checkpoint.foreign.buckets import BUCKET, in_buckets
 from megazero.checkpoint.foreign.dcp import METADATA, DcpFolder
 from megazero.checkpoint.foreign.found import ADAM, Found
 from megazero.checkpoint.foreign.pickles import load_tensors
 from megazero.checkpoint.foreign.source import ForeignCheckpoint, ForeignTensor
-from megazero.checkpoint.index import CheckpointError
+from megazero.checkpoint.index import CheckpointError, foreign_errors
 from megazero.models.config import ModelConfig
 from megazero.models.registry import FAMILIES
+from megazero.models.rope_scaling import RopeScaling
 from megazero.zero.state import MASTER, MODEL
 
-COMMON = "common.pt"
+COMMON, _NEMO_SAMPLES = "common.pt", "consumed_samples"
+_FLAG = "save once with Megatron's --dist-ckpt-optim-fully-reshardable"
 _STATE = re.compile(r"optimizer\.state\.(?P<kind>\w+)\.(?P<name>.+)")
 _KINDS = {"exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq", "fp32_param": MASTER, "param": MASTER}
 _STACKED = re.compile(r"(?P<before>(?:.+\.)?decoder\.layers)\.(?P<after>\D.*)")
 _NOT_TAKEN = {  # nothing is told of what is read, or says nothing of the run
     rf"{COMMON}: (args|checkpoint_version|iteration|optimizer|num_floating_point_operations_so_far|content_metadata)": "",
-    rf"{COMMON}: opt_param_scheduler": "the schedule is that of the run file, at the same update",
-    r".*\._extra_state/.*": "the state of TransformerEngine's kernels",
+    rf"{COMMON}: (epoch|global_step|pytorch-lightning_version|\w*state_dict|optimizer_states|hparams_name)": "",
+    rf"{COMMON}: (loops|callbacks|hyper_parameters|\w*Data\w*|\w*Precision\w*)": "",
+    rf"{COMMON}: (opt_param_scheduler|lr_schedulers)": "the schedule is that of the run file, at the same update",
+    r".*\.(_extra_state)/.*": "the state of TransformerEngine's kernels",
+    r"optimizer\.distributed\.dp_group_idx_\d+\.(optimizer|grad_scaler|per_bucket_numel(_unpadded)?)/.*": "",
     r"rng_state/.*": "random numbers here follow from the seed and the position",
     r"rerun_state_machine_state/.*": "what it found in steps that are done",
 }
 # args that must say what the run file says, and args that our models compute in one way only
-_SIZES = {
-    "num_layers": "num_layers",
-    "hidden_size": "hidden_size",
-    "ffn_hidden_size": "ffn_hidden_size",
-    "num_attention_heads": "num_heads",
-    "num_query_groups": "num_kv_heads",
-    "kv_channels": "head_size",
-    "norm_epsilon": "norm_eps",
-    "rotary_base": "rope_theta",
-}
-_CONSTANT = {
-    "rotary_interleaved": False,
-    "rotary_percent": 1.0,
-    "use_rope_scaling": False,
-    "apply_layernorm_1p": False,
-    "apply_residual_connection_post_layernorm": False,
-    "num_experts": None,
-    "no_rope_freq": None,
-    "softmax_type": "vanilla",
-    "qk_l2_norm": False,
-    "use_mup": False,
-    "glu_linear_offset": 0.0,
-    "multi_latent_attention": False,
-}
-# and those that follow from the family
-_AS_LLAMA = {"normalization": "RMSNorm", "position_embedding_type": "rope", "swiglu": True}
+_SIZES = {"num_layers": "num_layers", "hidden_size": "hidden_size", "ffn_hidden_size": "ffn_hidden_size"}
+_SIZES |= {"num_attention_heads": "num_heads", "num_query_groups": "num_kv_heads", "kv_channels": "head_size"}
+_SIZES |= {"norm_epsilon": "norm_eps", "rotary_base": "rope_theta"}
+_OFF = """rotary_interleaved apply_layernorm_1p apply_residual_connection_post_layernorm qk_l2_norm use_mup squared_relu
+    quick_geglu attention_output_gate multi_latent_attention glu_linear_offset"""
+_UNSET = """num_experts no_rope_freq window_attn_skip_freq softmax_scale activation_func_clamp_value
+    hybrid_override_pattern heterogeneous_layers_config_path experimental_attention_variant"""
+_CONSTANT: dict[str, Any] = dict.fromkeys(_OFF.split(), False) | dict.fromkeys(_UNSET.split())
+_CONSTANT |= {"rotary_percent": 1.0, "softmax_type": "vanilla"}
+# and those that follow from the family; without its fusion Megatron's GELU is that of erf
+_AS_LLAMA = {"normalization": "RMSNorm", "position_embedding_type": "rope", "swiglu": True, "activation_func": "silu"}
 _AS_GPT2 = {"normalization": "LayerNorm", "position_embedding_type": "learned_absolute", "swiglu": False}
+_AS_GPT2 |= {"bias_gelu_fusion": True, "activation_func": "gelu"}
+# The names of args in NeMo's configuration.
+_NEMO = {"layernorm_epsilon": "norm_epsilon", "gated_linear_unit": "swiglu", "num_moe_experts": "num_experts"}
+_NEMO |= {"layernorm_zero_centered_gamma": "apply_layernorm_1p", "scale_factor": "rope_scaling_factor"}
+_NEMO |= {"seq_len_interpolation_factor": "rotary_seq_len_interpolation_factor"}
+_NEMO |= {"bias_activation_fusion": "bias_gelu_fusion"}
 
 
-def read_megatron(folder: LocalFolder, model: ModelConfig) -> ForeignCheckpoint:
+def read_nemo(folder: LocalFolder, model: ModelConfig) -> ForeignCheckpoint:
+    """What a folder of NeMo 2 holds; its configuration says what args say elsewhere.  Raises: as `read_megatron`."""
+    said: Any = {}
+    if (context := folder.child("context")).has("model.yaml") and find_spec("yaml"):
+        with foreign_errors(f"{context}/model.yaml"):
+            said = import_module("yaml").safe_load(context.read("model.yaml"))["config"]
+    args = {_NEMO.get(key, str(key)): value for key, value in dict(said).items() if value is not None}
+    if isinstance(function := args.get("activation_func"), dict):
+        args["activation_func"] = str(function.get("_target_")).rpartition(".")[2]
+    args |= {"use_rope_scaling": True} if "rope_scaling_factor" in args else {}
+    return read_megatron(folder.child("weights"), model, args)
+
+
+def read_megatron(folder: LocalFolder, model: ModelConfig, args: Mapping[str, Any] | None = None) -> ForeignCheckpoint:
     """What a checkpoint of Megatron-Core holds.  Raises: CheckpointError, also where its args are of another model."""
     common, named = _common(folder)
-    args = vars(common["args"]) if hasattr(common.get("args"), "__dict__") else {}
-    step, samples = common.get("iteration", 0), args.get("consumed_train_samples")
+    args = (vars(common["args"]) if hasattr(common.get("args"), "__dict__") else {}) if args is None else args
+    step = common.get("iteration", common.get("global_step", 0))
+    loaded = [said for said in common.values() if isinstance(said, Mapping)]  # NeMo: of the module of the data
+    samples = args.get(
+        "consumed_train_samples", next((said[_NEMO_SAMPLES] for said in loaded if _NEMO_SAMPLES in said), None)
+    )
     if any(not isinstance(count, int) or count < 0 for count in (step, samples or 0)):
         raise CheckpointError(
             f"{folder}/{COMMON}: iteration {step!r} and consumed_train_samples {samples!r} must be numbers from 0"
@@ -79,34 +105,30 @@ def read_megatron(folder: LocalFolder, model: ModelConfig) -> ForeignCheckpoint:
     if differ := list(differences(args, model)):
         raise CheckpointError(f"{folder}/{COMMON} is of another model than the run file: {'; '.join(differ)}")
     source, found = DcpFolder(folder), Found(step=step, samples=samples)
-    for name in (*named, *source.unknown):
-        if name.startswith("megatron."):
-            found.notes[f"{name} is not read: a class of Megatron"] = None
-        else:
-            found.unknown.append(f"{name} (named in {COMMON} or {METADATA})")
+    found.notes |= dict.fromkeys(
+        f"{name}, a class in {COMMON}, is not read" for name in named
+    )  # `_is` takes plain values
+    found.unknown += [f"{name} (named in {METADATA})" for name in source.unknown if not name.startswith("megatron.")]
     for name in (*(f"{COMMON}: {key}" for key in common), *source.values()):
         if not found.is_not_taken(name, _NOT_TAKEN):
-            found.unknown.append(name)
-    for name, tensor in source.tensors().items():
-        state = _STATE.fullmatch(name)
-        if state is not None and state["kind"] not in _KINDS:
-            found.unknown.append(name)
-            continue
-        kind, short = (_KINDS[state["kind"]], state["name"]) if state else (MODEL, name)
-        for one, held in _layers(source, name, short, tensor).items():
-            found.add_tensor(kind, one, held, entry=name)
+            found.unknown.append(f"{name} ({_FLAG})" if ".param_state/" in name else name)
+    _add_tensors(found, source, model)
     if not args:
         found.notes[f"{COMMON} has no args: nothing but names and shapes was compared with the run file"] = None
     if ADAM[0] in found.tensors:
-        _add_updates(found, common, args)
+        states = [
+            value() for name, value in source.values().items() if re.fullmatch(r"optimizer\..+\.optimizer/.*", name)
+        ]
+        _add_updates(found, [common.get("optimizer"), *states], args)
     return replace(found.checkpoint(str(folder)), optimizer=_settings(args))
 
 
-def _add_updates(found: Found, common: Mapping[str, Any], args: Mapping[str, Any]) -> None:
+def _add_updates(found: Found, states: list[Any], args: Mapping[str, Any]) -> None:
     """How often AdamW has updated the tensors."""
     if not _is(said := args.get("optimizer", "adam"), "adam"):
         raise CheckpointError(f"{COMMON}: optimizer={said!r}, supported is 'adam'")
-    found.updates = set(_updates(common.get("optimizer")))
+    leaves = ((getattr(path[-1], "key", None), value) for path, value in tree_leaves_with_path(states) if path)
+    found.updates = {int(value) for key, value in leaves if key in ("step", "common_step") and value is not None}
     if not found.updates:
         found.updates = {found.step or 0}
         told = f"{COMMON} does not say how many updates AdamW has done: taken as its {found.step} steps"
@@ -116,12 +138,8 @@ def _add_updates(found: Found, common: Mapping[str, Any], args: Mapping[str, Any
 def _common(folder: LocalFolder) -> tuple[dict[str, Any], list[str]]:
     """What lies in common.pt, and the names in it that were not admitted."""
     path = folder.path / COMMON
-    try:
+    with foreign_errors(str(path)):
         common, named = load_tensors(path)
-    except FileNotFoundError as error:
-        raise CheckpointError(f"{path} is missing") from error
-    except ValueError as error:
-        raise CheckpointError(f"{path} cannot be read: {error}") from error
     if not isinstance(common, dict):
         raise CheckpointError(f"{path} must hold a dictionary, it holds a {type(common).__name__}")
     return common, named
@@ -129,24 +147,38 @@ def _common(folder: LocalFolder) -> tuple[dict[str, Any], list[str]]:
 
 def differences(args: Mapping[str, Any], model: ModelConfig) -> Iterator[str]:
     """What args say otherwise than the run file."""
-    said, by_rope = dict(args), "rope_theta" in FAMILIES[model.family].reads
+    said = dict(args)
     if not said.get("group_query_attention", True):  # then the number of groups means nothing
         said["num_query_groups"] = said.get("num_attention_heads")
     if said.get("position_embedding_type", "rope") != "rope":
         said = {key: value for key, value in said.items() if not key.startswith("rotary")}
     for key, ours in _SIZES.items():
-        if key in said and not _is(said[key], getattr(model, ours)):
+        if said.get(key) is not None and not _is(said[key], getattr(model, ours)):
             yield f"{key}={said[key]!r}, model.{ours} is {getattr(model, ours)!r}"
-    for key, value in (_CONSTANT | (_AS_LLAMA if by_rope else _AS_GPT2)).items():
+    for key, value in (_CONSTANT | (_AS_LLAMA if _turns(model) else _AS_GPT2)).items():
         if key in said and not _is(said[key], value):
             yield f"{key}={said[key]!r}, supported is {value!r}"
     if said and (window := _window(said.get("window_size"))) != model.sliding_window:
         theirs = f"window_size={said.get('window_size')!r}, as model.sliding_window {window!r}"
         yield f"{theirs}, which is {model.sliding_window!r}"
-    if (interpolated := said.get("rotary_seq_len_interpolation_factor") or 1) != 1:
-        yield f"rotary_seq_len_interpolation_factor={interpolated!r}, supported is None"
-    if said and model.rope_scaling is not None:
-        yield "no scaling of rotary positions that is supported, model.rope_scaling is set"
+    if said and _scaling(said) != model.rope_scaling:
+        scales = [f"{key}={said[key]!r}" for key in said if "rope_scaling" in key or "interpolation" in key]
+        yield f"{', '.join(scales) or 'no scaling of rotary positions'}, model.rope_scaling is {model.rope_scaling!r}"
+
+
+def _scaling(said: Mapping[str, Any]) -> RopeScaling | None:
+    """What scales rotary positions.  Source: megatron/core/models/common/embeddings/rotary_pos_embedding.py."""
+    if (factor := said.get("rotary_seq_len_interpolation_factor") or 1) != 1:
+        return RopeScaling(type="linear", factor=factor)
+    low, high = said.get("low_freq_factor", 1.0), said.get("high_freq_factor", 4.0)
+    factor, length = said.get("rope_scaling_factor", 8.0), said.get("old_context_len", 8192)
+    numbers = {"factor": factor, "original_seq_len": length, "low_freq_factor": low, "high_freq_factor": high}
+    return RopeScaling(type="llama3", **numbers) if said.get("use_rope_scaling") else None
+
+
+def _turns(model: ModelConfig) -> bool:
+    """Whether positions are rotary, as of all families like Llama."""
+    return "rope_theta" in FAMILIES[model.family].reads
 
 
 def _is(said: Any, value: Any) -> bool:
@@ -171,16 +203,54 @@ def _layers(source: DcpFolder, name: str, short: str, tensor: ForeignTensor) -> 
     return {f"{stacked['before']}.{layer}.{stacked['after']}": one for layer, one in enumerate(source.slices(name))}
 
 
-def _updates(state: Any) -> Iterator[int]:
-    """`step` of the groups of an optimizer, or the one that its parameters share, wherever it lies."""
-    if isinstance(state, Mapping):
-        for key, value in state.items():
-            if key in ("step", "common_step") and value is not None:
-                yield int(value)
-            yield from _updates(value)
-    elif isinstance(state, list | tuple):
-        for one in state:
-            yield from _updates(one)
+def _add_tensors(found: Found, source: DcpFolder, model: ModelConfig) -> None:
+    """Weights, moments and masters, by the names of weights."""
+    weights, sizes, tensors = found.tensors[MODEL], {}, source.tensors()
+    for name, tensor in sorted(tensors.items(), key=lambda item: item[0].startswith("optimizer.")):
+        state, bucket = _STATE.fullmatch(name), BUCKET.fullmatch(name)
+        if bucket and {getattr(tensors.get(bucket[1] + kind), "shape", None) for kind in ("param", *ADAM)} == {
+            tensor.shape
+        }:
+            sizes[int(bucket[2]), int(bucket[3]), int(bucket[4]), bucket[1]] = prod(tensor.shape)
+        elif bucket or (state and state["kind"] not in _KINDS):
+            found.unknown.append(name)
+        else:
+            kind, short = (_KINDS[state["kind"]], state["name"]) if state else (MODEL, name)
+            for one, held in _layers(source, name, short.removeprefix("module."), tensor).items():
+                found.add_tensor(kind, one, _whole(held, weights.get(one)), entry=name)
+    if sizes and (read := in_buckets(sizes, source.rows, weights, is_gated=_turns(model))):
+        for kind, name in product(("param", *ADAM), weights):
+            tensor = ForeignTensor(weights[name].shape, torch.float32, partial(read, kind, name))
+            found.add_tensor(_KINDS[kind], name, tensor, entry=f"optimizer.distributed.* ({kind})")
+    elif sizes:
+        found.unknown.append(f"optimizer.distributed.* (buckets that do not say which parameter lies where: {_FLAG})")
+    for name in found.tensors.get(MASTER, {}).keys() & weights.keys():
+        master = found.tensors[MASTER][name]
+        found.tensors[MASTER][name] = replace(master, read=partial(_master, name, master, weights[name]))
+
+
+def _master(name: str, master: ForeignTensor, weight: ForeignTensor) -> Tensor:
+    """Raises: CheckpointError: it is not the master of this weight."""
+    tensor, model = master.read(), weight.read()
+    if tensor.shape == model.shape and not torch.equal(tensor.to(model.dtype), model):
+        raise CheckpointError(
+            f"{name}: its fp32 master does not round to it; --ignore '* of *' leaves the optimizer's state out"
+        )
+    return tensor
+
+
+def _whole(held: ForeignTensor, weight: ForeignTensor | None) -> ForeignTensor:
+    """A tensor of the shape of its weight, where it has [pieces of each dimension, elements of a piece] (up to 0.15)."""
+    if weight is None or len(held.shape) != len(weight.shape) + 1:
+        return held
+    counts, places = held.shape[:-1], range(len(weight.shape))
+    local = [size // max(count, 1) for size, count in zip(weight.shape, counts, strict=True)]
+    if (*counts, prod(local)) != held.shape or prod(held.shape) != prod(weight.shape):
+        return held
+    order = [at for place in places for at in (place, place + len(places))]
+    return replace(
+        held, shape=weight.shape, read=lambda: held.read().reshape(*counts, *local).permute(order).reshape(weight.shape)
+    )
 
 
 def _settings(args: Mapping[str, Any]) -> dict[str, Any]:

@@ -132,6 +132,7 @@ def match(
         kind: _unwrapped({name: one for name, one in tensors.items() if not is_named(_label(kind) + name, ignore)})
         for kind, tensors in found.tensors.items()
     }
+    used = {kind: tensors for kind, tensors in used.items() if tensors or kind == MODEL}  # all of a kind may be ignored
     # A script may keep the model behind a prefix of its own, and the state of the optimizer not.
     others = [tensors for kind, tensors in used.items() if kind != MODEL]
     of_model = _best_table([used[MODEL]], model.family, shapes, found.path)
