@@ -111,18 +111,18 @@ def initialize(
         if mpu is not None or isinstance(model, PipelineModule):
             raise ValueError(f"state in groups of {size} ranks: make the parallel state with shard_group_size={size}")
         state = parallel_state_of(shard_group_size=size)
-    configure_by_block(settings.keys.activation_checkpointing, state.tp)
+    configure_by_block(settings.json.activation_checkpointing, state.tp)
     show = Terminal()
     if dist.is_initialized():
         _leave_at_exit(state)
     _take_from_other_engines(model, state)
     if state.rank == 0:
         given = {"optimizer": optimizer, "scheduler": lr_scheduler}
-        unread = [name for name, one in given.items() if one is not None and getattr(settings.keys, name).type]
+        unread = [name for name, one in given.items() if one is not None and getattr(settings.json, name).type]
         notes = [f"{name} has no effect: the script gives its own to initialize" for name in unread]
         for note in (*settings.notes, *notes):
             show(f"note: {note}")
-        if settings.keys.dump_state:
+        if settings.json.dump_state:
             show(str(settings))
     described, ties = _describe(model, state)
     described, recipe = _optimizer(model, described, optimizer, model_parameters, settings)
@@ -150,7 +150,7 @@ def initialize(
             settings.micro_batch_size,
             sampler=sampler,
             collate_fn=collate_fn,
-            drop_last=settings.keys.dataloader_drop_last,
+            drop_last=settings.json.dataloader_drop_last,
         )
     return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler
 
@@ -308,7 +308,7 @@ def _optimizer(
     settings: DeepSpeedConfig,
 ) -> tuple[list[Described], OptimizerRecipe]:
     """The parameters, each with its optimizer group, and the optimizer's recipe."""
-    allow_untested = settings.keys.zero_allow_untested_optimizer
+    allow_untested = settings.json.zero_allow_untested_optimizer
     if isinstance(optimizer, torch.optim.Optimizer):
         if model_parameters is not None:
             wanted = {id(p) for one in model_parameters for p in (one["params"] if isinstance(one, dict) else [one])}
@@ -330,7 +330,7 @@ def _optimizer(
             raise TypeError(f"optimizer must be a torch optimizer or a callable, got {type(optimizer).__name__}")
         made = optimizer(groups)
         return _grouped(described, made.param_groups, "optimizer"), recipe_of(made, allow_untested=allow_untested)
-    entry = settings.keys.optimizer
+    entry = settings.json.optimizer
     if not entry.type:
         raise ValueError('no optimizer: give one to initialize, or an "optimizer" block in the configuration')
     options = [{key: value for key, value in group.items() if key != "params"} for group in groups]
@@ -381,7 +381,7 @@ def _move_buffers(model: nn.Module, settings: DeepSpeedConfig, state: ParallelSt
 
 def _schedule(given: Any, engine: TrainingEngine) -> Any:
     if given is None:
-        entry = engine.config.keys.scheduler
+        entry = engine.config.json.scheduler
         return make_lr_scheduler(entry.type, entry.params or {}, engine.optimizer) if entry.type else None
     if not hasattr(given, "step"):
         return given(engine.optimizer)

@@ -94,7 +94,7 @@ class StepReport:
     def step(self, number: int, samples: int, statistics: StepStatistics, lrs: Sequence[float]) -> None:
         """Report a step that has ended: its number from 1 on, the samples so far, each group's rate in the next step."""
         config, scaler = self._config, self._model.scaler
-        every = config.keys.steps_per_print or (1 if config.wall_clock_breakdown else None)
+        every = config.json.steps_per_print or (1 if config.wall_clock_breakdown else None)
         if every is not None and number % every == 0:
             rates = ", ".join(f"{lr:.4g}" for lr in lrs)
             seconds, self._shown_at = time.perf_counter() - self._shown_at, time.perf_counter()
@@ -166,7 +166,7 @@ class TrainingEngine(CheckpointedEngine):
             measured = replace(measured, finite=model.scaler is not None or isfinite(measured.grad_norm))
             self._last_step = check_finite(measured)
             with self._report.timed("step"):
-                self._step_applied = model.update(measured.grad_norm, self.config.keys.gradient_clipping)
+                self._step_applied = model.update(measured.grad_norm, self.config.json.gradient_clipping)
         except BaseException:  # an interrupt, too
             model.begin_step(self.config.accumulation)
             raise
@@ -390,7 +390,7 @@ class TrainingEngine(CheckpointedEngine):
 
     def gradient_clipping(self) -> float:
         """Largest global gradient norm; 0 where it is off."""
-        return self.config.keys.gradient_clipping
+        return self.config.json.gradient_clipping
 
     def zero_optimization_stage(self) -> int:
         """The ZeRO stage."""
@@ -422,7 +422,7 @@ class TrainingEngine(CheckpointedEngine):
 
     def dynamic_loss_scale(self) -> bool:
         """Whether the loss scale adapts itself."""
-        return self.sharded_model.scaler is not None and not self.config.keys.fp16.loss_scale
+        return self.sharded_model.scaler is not None and not self.config.json.fp16.loss_scale
 
     def get_data_types(self) -> tuple[torch.dtype, torch.dtype]:
         """The formats of the weights and of the gradients that add up."""
@@ -430,7 +430,7 @@ class TrainingEngine(CheckpointedEngine):
 
     def optimizer_name(self) -> str:
         """The optimizer's name in the configuration, else its class."""
-        return self.config.keys.optimizer.type or type(self.optimizer.inner).__name__
+        return self.config.json.optimizer.type or type(self.optimizer.inner).__name__
 
     def was_step_applied(self) -> bool:
         """Whether the last `step()` or `train_batch()` changed the weights: not one that only ended a micro-batch."""
