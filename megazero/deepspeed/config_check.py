@@ -35,7 +35,6 @@ _PREFIXED = """prefetch_bucket_size param_persistence_threshold model_persistenc
     max_reuse_distance gather_16bit_weights_on_model_save module_granularity_threshold use_all_reduce_for_fetch_params
     allgather_sequential"""
 _OTHER_NAMES = {name: f"stage3_{name}" for name in _PREFIXED.split()}
-_OTHER_NAMES["stage3_gather_fp16_weights_on_model_save"] = "stage3_gather_16bit_weights_on_model_save"
 
 # What Hugging Face's Trainer writes over "auto", where it is more than its argument of the same name.
 _TRAINER = {

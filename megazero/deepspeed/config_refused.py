@@ -10,6 +10,7 @@ from dataclasses import dataclass
 _NVME = "files are read and written by threads, with buffers of their own size"
 _IN_FILES = "under nvme all of the shard lies in files"
 _OWN_UPDATE = "the update of offloaded state has one way to run"
+_WHOLE = "saved weights are always whole, gathered one by one on rank 0"
 _EXPERTS = "there is no mixture of experts"
 _REMOVED = "DeepSpeed 0.19 removed it too"
 _BUCKETS = "parameters and gradients lie in flat buckets of reduce_bucket_size, and are gathered and reduced by these"
@@ -72,6 +73,7 @@ NO_EFFECT = {
             "stage3_module_granularity_threshold": "weights are gathered by unit of the model",
             "stage3_use_all_reduce_for_fetch_params": "weights are gathered by all-gather",
             "stage3_allgather_sequential": "a unit is gathered straight into its weights",
+            "stage3_gather_16bit_weights_on_model_save stage3_gather_fp16_weights_on_model_save": _WHOLE,
             "load_from_fp32_weights": "master weights are always loaded in fp32",
             "elastic_checkpoint": "a checkpoint of any shape loads on any other",
             "pipeline_loading_checkpoint": "each rank reads only what it keeps",

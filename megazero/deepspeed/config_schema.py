@@ -129,8 +129,6 @@ class ZeroBlock(Section):
     """`zero.persistent_elements` at stage 3; no effect at other stages"""
     stage3_prefetch_bucket_size: Elements = 50_000_000
     """`zero.prefetch_bytes` at stage 3, so many elements of the weights' format; 32 MiB if left out"""
-    stage3_gather_16bit_weights_on_model_save: bool = False
-    """whether Trainer and accelerate, which ask the engine, save whole weights at stage 3; `save_16bit_model` always does"""
     mics_shard_size: Annotated[int, Field(ge=-1)] = -1
     """`zero.shard_group_size` where > 0 (DeepSpeed 0.19 removed it)"""
     zero_hpz_partition_size: Annotated[int, Field(ge=0)] = 1

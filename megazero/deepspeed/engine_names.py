@@ -21,7 +21,6 @@ SETTINGS = {
     "steps_per_print": "json.steps_per_print",
     "wall_clock_breakdown": "wall_clock_breakdown",
     "zero_allow_untested_optimizer": "json.zero_allow_untested_optimizer",
-    "zero_gather_16bit_weights_on_model_save": "json.zero_optimization.stage3_gather_16bit_weights_on_model_save",
     "zero_offload_optimizer": "json.zero_optimization.offloaded_optimizer",
     "zero_offload_param": "json.zero_optimization.offloaded_param",
     "zero_param_persistence_threshold": "json.zero_optimization.stage3_param_persistence_threshold",

@@ -67,14 +67,14 @@ def initialize(
     collate_fn: Callable[..., Any] | None = None,
     config: str | Path | Mapping[str, Any] | None = None,
     config_params: Mapping[str, Any] | None = None,
-) -> tuple[TrainingEngine, torch.optim.Optimizer, Any, Any]:
+) -> tuple[TrainingEngine, Any, Any, Any]:
     """Make an engine of a script's model, optimizer and DeepSpeed configuration.
 
     Args:
         args: may have `deepspeed_config`, the path of the configuration, instead of `config`.
         model: any module, or a `PipelineModule`.  Its parameters may have been built under `zero.Init`.
         optimizer: an optimizer that has not stepped, or a callable (parameters or groups) -> optimizer; the configuration's
-            when None.
+            when None.  With neither the engine only evaluates, and parameters are frozen until it is closed.
         model_parameters: what to train, as parameters or groups of them; all that require a gradient when None.
         training_data: makes `training_dataloader`, cut over the data-parallel ranks.
         lr_scheduler: a schedule of the optimizer, or a callable (optimizer) -> schedule; the configuration's when None.
@@ -85,7 +85,7 @@ def initialize(
         collate_fn: for `training_data`.
         config, config_params: a DeepSpeed configuration: the path of its JSON, or what is in it.
 
-    Returns: (engine, optimizer, dataloader or None, schedule or None).
+    Returns: (engine, optimizer or None, dataloader or None, schedule or None).
 
     Raises:
         ConfigError: with everything that is wrong with the configuration.
@@ -124,6 +124,8 @@ def initialize(
             show(f"note: {note}")
         if settings.json.dump_state:
             show(str(settings))
+    only_evaluates = optimizer is None and not settings.json.optimizer.type
+    requires_grad = {name: one.requires_grad for name, one in model.named_parameters()}
     described, ties = _describe(model, state)
     described, recipe = _optimizer(model, described, optimizer, model_parameters, settings)
     _check_ties(described, state)
@@ -139,6 +141,8 @@ def initialize(
         else ModuleEngine(model, sharded, settings, show)
     )
     engine.lr_scheduler = _schedule(lr_scheduler, engine)
+    if only_evaluates:
+        engine.only_evaluate(requires_grad)
     if training_data is not None:
         # An iterable dataset cuts itself.  Of another, every dp-th sample of the order belongs to this rank.
         sampler: DistributedSampler[Any] | None = None
@@ -152,7 +156,7 @@ def initialize(
             collate_fn=collate_fn,
             drop_last=settings.json.dataloader_drop_last,
         )
-    return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler
+    return engine, None if only_evaluates else engine.optimizer, engine.training_dataloader, engine.lr_scheduler
 
 
 def init_distributed(
@@ -332,7 +336,8 @@ def _optimizer(
         return _grouped(described, made.param_groups, "optimizer"), recipe_of(made, allow_untested=allow_untested)
     entry = settings.json.optimizer
     if not entry.type:
-        raise ValueError('no optimizer: give one to initialize, or an "optimizer" block in the configuration')
+        smallest = min(model.parameters(), key=Tensor.numel).requires_grad_()  # a model has something to train
+        return _grouped(described, [{"params": [smallest]}], "optimizer"), recipe_by_name("SGD", {}, [{}])
     options = [{key: value for key, value in group.items() if key != "params"} for group in groups]
     recipe = recipe_by_name(entry.type, dict(entry.params or {}), options)
     return _grouped(described, groups, "model_parameters"), recipe

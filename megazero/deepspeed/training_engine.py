@@ -13,7 +13,7 @@ import threading
 import time
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -141,6 +141,7 @@ class TrainingEngine(CheckpointedEngine):
         self._report = StepReport(config, model, self._show)
         self._last_step: StepStatistics | None = None
         self._repeating: RepeatingLoader | None = None
+        self._requires_grad: Mapping[str, bool] = {}
         self.runs_backward = self._is_closed = self._step_applied = False
         ENGINES[id(self)] = self
         weakref.finalize(self, model.detach).atexit = False  # an engine that is dropped takes no gradients either
@@ -261,6 +262,15 @@ class TrainingEngine(CheckpointedEngine):
             self.parallel_state.groups.is_reusable = False  # operations may be under way
         self.sharded_model.close()
         self._report.close()
+
+        for name, requires_grad in self._requires_grad.items():
+            self.module.get_parameter(name).requires_grad_(requires_grad)
+
+    def only_evaluate(self, requires_grad: Mapping[str, bool]) -> None:
+        """Refuse to train, since there is no optimizer; `requires_grad`: by name, what parameters are after `close`."""
+        self._requires_grad = requires_grad
+        refusal = refuses('the engine has no optimizer; give one to initialize, or an "optimizer" block in the configuration')
+        self.__dict__.update(dict.fromkeys(("backward", "step", "train_batch"), refusal))
 
     destroy = close
     compile = refuses("compile the module with torch.compile, and give that to initialize")
