@@ -23,6 +23,7 @@ from typing import Any, TypeVar
 from weakref import WeakValueDictionary
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torch.utils.data import DistributedSampler
@@ -246,15 +247,17 @@ class TrainingEngine(CheckpointedEngine):
         """Make the module a plain one again, with whole weights; give back files and writers.
 
         A collective call, after an asynchronous checkpoint is durable.  The engine cannot be used afterwards; another may
-        take the module.  While an error is handled, or the interpreter exits, peers may be gone: weights that stage 3 has
-        cut then stay cut.
+        take the module.  While an error is handled, the interpreter exits or after `destroy_process_group`, peers may be gone:
+        weights that stage 3 has cut then stay cut.
         """
         if self._is_closed:
             return
         self._is_closed = True
         ENGINES.pop(id(self), None)
         self._wait_for_saver()
-        if sys.exc_info()[0] is None and not hasattr(sys, "last_value") and threading.main_thread().is_alive():
+        groups_exist = self.world_size == 1 or dist.is_initialized()
+        is_running = sys.exc_info()[0] is None and not hasattr(sys, "last_value") and threading.main_thread().is_alive()
+        if groups_exist and is_running:
             if not self.sharded_model.restore():
                 self._show("note: the whole weights do not fit into memory; the module's parameters stay cut")
         else:
