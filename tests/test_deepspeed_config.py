@@ -1,11 +1,15 @@
 """The DeepSpeed file: which keys there are, what they become, and what is said of those that are wrong."""
 
 import json
+import os
 import re
 from contextlib import suppress
+from importlib import import_module
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
+from harness import run_world
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -560,3 +564,51 @@ def test_any_value_of_any_key_is_read_or_is_a_config_error(path, value):
     for config in (nested(path, value), nested(path.rpartition(".")[0] or path, value)):
         with suppress(ConfigError):
             load_deepspeed_config({"train_batch_size": 4, **config}, 2)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Beside DeepSpeed's own classes
+
+
+class _Recorder(dict):
+    """A configuration that notes which keys are asked for."""
+
+    seen: ClassVar[set[str]] = set()
+
+    def __contains__(self, key: object) -> bool:
+        self.seen.add(str(key))
+        return super().__contains__(key)
+
+    def get(self, key, default=None):
+        return self[key] if key in self else default
+
+    def keys(self):
+        return self
+
+
+def _keys_of_deepspeed(rank: int) -> tuple[set[str], list[tuple[str, str, object]]]:
+    """The top keys that DeepSpeed's reader asks for, and (path, other name, default) of the fields of its ZeRO classes."""
+    os.environ["DS_ACCELERATOR"] = "cpu"
+    import_module("deepspeed.runtime.config").DeepSpeedConfig(_Recorder(train_batch_size=1))
+    zero = import_module("deepspeed.runtime.zero.config")
+    blocks = {"zero_optimization": zero.DeepSpeedZeroConfig}
+    blocks["zero_optimization.offload_param"] = zero.DeepSpeedZeroOffloadParamConfig
+    blocks["zero_optimization.offload_optimizer"] = zero.DeepSpeedZeroOffloadOptimizerConfig
+    return _Recorder.seen, [
+        (f"{block}.{name}", one.alias or "", one.default if isinstance(one.default, int | float | str) else None)
+        for block, fields in blocks.items()
+        for name, one in fields.model_fields.items()
+        if name not in ("offload_param", "offload_optimizer", "leaf_module", "zenflow")
+    ]
+
+
+def test_every_key_that_deepspeed_reads_is_known_under_each_of_its_names():
+    ((seen, fields),) = run_world(1, _keys_of_deepspeed)
+    assert len(seen) > 50
+    assert not {key for key in seen - {"bfloat16"} if not any(f"{known}.".startswith(f"{key}.") for known in KNOWN)}
+    for path, other, default in fields:
+        notes = load(**only(path, default)).notes
+        if other:
+            assert notes == load(**only(f"zero_optimization.{other}", default)).notes
+            (told,) = problems(zero_optimization={path.rpartition(".")[2]: default, other: default})
+            assert "keep one of them" in told
