@@ -79,7 +79,6 @@ class _AliasFinder(MetaPathFinder, Loader):
     def exec_module(self, module: ModuleType) -> None:
         sys.modules[module.__name__] = import_module(f"megazero.{module.__name__}")
 
-
     def find_distributions(self, context: Any) -> list[Distribution]:
         """DeepSpeed's metadata, also where it is not installed: transformers and accelerate look there for its version."""
         return [_Metadata()] if context.name == "deepspeed" else []

@@ -272,7 +272,9 @@ class TrainingEngine(CheckpointedEngine):
     def only_evaluate(self, requires_grad: Mapping[str, bool]) -> None:
         """Refuse to train, since there is no optimizer; `requires_grad`: by name, what parameters are after `close`."""
         self._requires_grad = requires_grad
-        refusal = refuses('the engine has no optimizer; give one to initialize, or an "optimizer" block in the configuration')
+        refusal = refuses(
+            'the engine has no optimizer; give one to initialize, or an "optimizer" block in the configuration'
+        )
         self.__dict__.update(dict.fromkeys(("backward", "step", "train_batch"), refusal))
 
     destroy = close
