@@ -69,7 +69,7 @@ class MetaParameter(nn.Parameter):
             if name == "__set__" and func.__self__.__name__ == "data":
                 raise RuntimeError("under zero.Init change a parameter's values in place, not by assigning to .data")
             if name in _READS:
-                text = "values are not known under zero.Init; change the model before it, or before TrainingArguments is made"
+                text = "under zero.Init no values are known; change the model before it, or before TrainingArguments is made"
                 raise RuntimeError(f"{name}: {text}")
             is_field = name in ("__get__", "__set__") and func.__self__.__name__ not in _VALUES
             if is_field or name in _METADATA:

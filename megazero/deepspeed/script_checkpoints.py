@@ -188,7 +188,7 @@ class CheckpointedEngine(nn.Module):
         self,
         load_dir: str | Path,
         tag: str | None = None,
-        load_module_strict: bool = True,
+        load_module_strict: bool = True,  # noqa: ARG002  as DeepSpeed has it
         load_optimizer_states: bool = True,
         load_lr_scheduler_states: bool = True,
         load_module_only: bool = False,
@@ -213,8 +213,8 @@ class CheckpointedEngine(nn.Module):
         """
         if custom_load_fn is not None:
             raise ValueError(
-                "load_checkpoint does not support custom_load_fn: a checkpoint must have the module's weights, and no others. "
-                "For some of them, read its safetensors and load these into the module before megazero.initialize"
+                "load_checkpoint does not support custom_load_fn: a checkpoint must have the module's weights, and no "
+                "others. For some of them, read its safetensors and load these into the module before megazero.initialize"
             )
         model, state, schedule = self.sharded_model, self.parallel_state, self.lr_scheduler
         with_optimizer = load_optimizer_states and not load_module_only

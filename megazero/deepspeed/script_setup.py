@@ -144,19 +144,20 @@ def initialize(
     if only_evaluates:
         engine.only_evaluate(requires_grad)
     if training_data is not None:
-        # An iterable dataset cuts itself.  Of another, every dp-th sample of the order belongs to this rank.
-        sampler: DistributedSampler[Any] | None = None
-        if not isinstance(training_data, IterableDataset):
-            shuffles = not isinstance(model, PipelineModule)  # as DeepSpeed
-            sampler = DistributedSampler(training_data, state.dp.size, state.dp.index, shuffles, settings.seed or 0)
-        engine.training_dataloader = DataLoader(
-            training_data,
-            settings.micro_batch_size,
-            sampler=sampler,
-            collate_fn=collate_fn,
-            drop_last=settings.json.dataloader_drop_last,
-        )
+        engine.training_dataloader = _loader(training_data, model, state, settings, collate_fn)
     return engine, None if only_evaluates else engine.optimizer, engine.training_dataloader, engine.lr_scheduler
+
+
+def _loader(
+    training_data: Dataset[Any], model: nn.Module, state: ParallelState, settings: DeepSpeedConfig, collate_fn: Any
+) -> DataLoader[Any]:
+    # An iterable dataset cuts itself.  Of another, every dp-th sample of the order belongs to this rank.
+    sampler: DistributedSampler[Any] | None = None
+    if not isinstance(training_data, IterableDataset):
+        shuffles = not isinstance(model, PipelineModule)  # as DeepSpeed
+        sampler = DistributedSampler(training_data, state.dp.size, state.dp.index, shuffles, settings.seed or 0)
+    size, drop_last = settings.micro_batch_size, settings.json.dataloader_drop_last
+    return DataLoader(training_data, size, sampler=sampler, collate_fn=collate_fn, drop_last=drop_last)
 
 
 def init_distributed(

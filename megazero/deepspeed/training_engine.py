@@ -247,8 +247,8 @@ class TrainingEngine(CheckpointedEngine):
         """Make the module a plain one again, with whole weights; give back files and writers.
 
         A collective call, after an asynchronous checkpoint is durable.  The engine cannot be used afterwards; another may
-        take the module.  While an error is handled, the interpreter exits or after `destroy_process_group`, peers may be gone:
-        weights that stage 3 has cut then stay cut.
+        take the module.  While an error is handled, the interpreter exits, or after `destroy_process_group`, peers may be
+        gone: weights that stage 3 has cut then stay cut.
         """
         if self._is_closed:
             return
@@ -272,9 +272,7 @@ class TrainingEngine(CheckpointedEngine):
     def only_evaluate(self, requires_grad: Mapping[str, bool]) -> None:
         """Refuse to train, since there is no optimizer; `requires_grad`: by name, what parameters are after `close`."""
         self._requires_grad = requires_grad
-        refusal = refuses(
-            'the engine has no optimizer; give one to initialize, or an "optimizer" block in the configuration'
-        )
+        refusal = refuses('the engine has no optimizer: give one to initialize, or "optimizer" in the configuration')
         self.__dict__.update(dict.fromkeys(("backward", "step", "train_batch"), refusal))
 
     destroy = close
