@@ -215,10 +215,6 @@ class ModuleEngine(TrainingEngine):
         self._passes, self._ended, self._wants_step = 0, 0, False
         self._loss_sum.zero_()
 
-    def zero_gather_16bit_weights_on_model_save(self) -> bool:
-        """Whether whole weights can be saved at stage 3: always."""
-        return True
-
     def _zero3_consolidated_16bit_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Tensor] | None:
         """Whole weights and buffers in host memory on rank 0, gathered one by one; None elsewhere.  A collective call.
 

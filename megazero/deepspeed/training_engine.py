@@ -429,6 +429,10 @@ class TrainingEngine(CheckpointedEngine):
         """Whether weights are sharded."""
         return self.config.zero.stage >= 3
 
+    def zero_gather_16bit_weights_on_model_save(self) -> bool:
+        """Whether whole weights can be saved at stage 3: always."""
+        return True
+
     def zero_cpu_offload(self) -> bool:
         """Whether the optimizer's state lies in host memory."""
         return self.config.zero.offload.optimizer == "cpu"
