@@ -974,13 +974,9 @@ def test_a_checkpoint_takes_deepspeeds_arguments_in_its_order(tmp_path: Path) ->
         resumed = bring(Net, settings(1, optimizer=ADAM))
         assert resumed.load_checkpoint(tmp_path, "a", *given)[1] == {"n": 1}
         assert (resumed.global_steps, resumed.sharded_model.optimizer.steps_taken) == (steps, moments)
-    refuses(ValueError, "load_module_strict=False", lambda: engine.load_checkpoint(tmp_path, "a", False))
+    assert engine.load_checkpoint(tmp_path, "a", False)[1] == {"n": 1}
     refuses(ValueError, "custom_load_fn", lambda: engine.load_checkpoint(tmp_path, "a", custom_load_fn=print))
-    refuses(
-        ValueError,
-        "exclude_frozen_parameters=True",
-        lambda: engine.save_checkpoint(tmp_path, "b", exclude_frozen_parameters=True),
-    )
+    engine.save_checkpoint(tmp_path, "whole", exclude_frozen_parameters=True)
     refuses(TypeError, "positional", lambda: engine.save_checkpoint(tmp_path, "b", None, True, False, True))
     assert not (tmp_path / "b").exists()
 

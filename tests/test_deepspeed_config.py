@@ -1,11 +1,15 @@
 """The DeepSpeed file: which keys there are, what they become, and what is said of those that are wrong."""
 
 import json
+import os
 import re
 from contextlib import suppress
+from importlib import import_module
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
+from harness import run_world
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -165,10 +169,10 @@ def test_a_key_without_effect_changes_nothing_but_the_notes(path, value):
     read, plain = load(**only(path, value)), load()
     if not path.endswith("enabled"):
         assert read.notes == (f"{path} has no effect: {NO_EFFECT[path]}",)
-    assert (read.zero, read.precision, read.keys.gradient_clipping) == (
+    assert (read.zero, read.precision, read.json.gradient_clipping) == (
         plain.zero,
         plain.precision,
-        plain.keys.gradient_clipping,
+        plain.json.gradient_clipping,
     )
 
 
@@ -207,7 +211,7 @@ def test_every_part_of_activation_checkpointing_is_honoured_or_unknown():
     }
     parts |= {"partition_activations": True, "synchronize_checkpoint_boundary": True}
     found = load(activation_checkpointing=parts)
-    assert (found.keys.activation_checkpointing.model_dump(), found.notes) == (parts, ())
+    assert (found.json.activation_checkpointing.model_dump(), found.notes) == (parts, ())
     (told,) = problems(activation_checkpointing={"partition_activation": True})
     assert told.endswith("did you mean activation_checkpointing.partition_activations?")
     (told,) = problems(activation_checkpointing={"contiguous_memory_optimization": True})
@@ -291,15 +295,15 @@ def test_batch_sizes_that_cannot_be_name_the_numbers_and_the_nearest():
 
 def test_nothing_but_a_batch_size_gives_the_documented_defaults():
     read = load_deepspeed_config({"train_batch_size": 4}, 2)
-    assert (read.zero.stage, read.precision.dtype, read.keys.gradient_clipping, read.keys.steps_per_print) == (
+    assert (read.zero.stage, read.precision.dtype, read.json.gradient_clipping, read.json.steps_per_print) == (
         0,
         "fp32",
         1.0,
         10,
     )
-    assert read.keys.optimizer == read.keys.scheduler == NamedBlock()
+    assert read.json.optimizer == read.json.scheduler == NamedBlock()
     assert read.tensorboard is read.seed is read.casts_inputs is None
-    keys = read.keys
+    keys = read.json
     switches = (
         read.wall_clock_breakdown,
         keys.dump_state,
@@ -363,7 +367,7 @@ def test_what_is_offloaded_and_where():
     legacy = load(zero_optimization={"stage": 2, "cpu_offload": True}).zero.offload
     assert (legacy.optimizer, legacy.parameters, legacy.pin_memory) == ("cpu", "none", True)
     for one in ({"cpu_offload": True}, {"cpu_offload_param": True}, both):
-        keys = load(zero_optimization={"stage": 3} | one).keys.zero_optimization
+        keys = load(zero_optimization={"stage": 3} | one).json.zero_optimization
         for name, block in (("offload_optimizer", keys.offloaded_optimizer), ("offload_param", keys.offloaded_param)):
             assert ("none" if block is None else block.device) == keys.device(name), "as engine.zero_offload_...() says"
     for off in ({"device": "none"}, None, False):
@@ -422,14 +426,14 @@ def test_formats_that_cannot_be_together_are_refused():
 
 def test_optimizer_and_scheduler_are_passed_on_as_written():
     read = load(optimizer={"type": "AdamW", "params": {"lr": 1e-3}}, scheduler={"type": "WarmupLR"})
-    assert read.keys.optimizer == NamedBlock(type="AdamW", params={"lr": 1e-3})
-    assert read.keys.scheduler == NamedBlock(type="WarmupLR")
+    assert read.json.optimizer == NamedBlock(type="AdamW", params={"lr": 1e-3})
+    assert read.json.scheduler == NamedBlock(type="WarmupLR")
     assert problems(optimizer={"params": {"lr": 1}})[0].startswith("optimizer.type: must be given")
 
 
 @pytest.mark.parametrize(("written", "steps"), [(7, 7), (None, None), (float("inf"), None), (2**41, None)])
 def test_reports_come_every_so_many_steps_or_never(written, steps):
-    assert load(steps_per_print=written).keys.steps_per_print == steps
+    assert load(steps_per_print=written).json.steps_per_print == steps
 
 
 def test_what_is_reported_and_logged():
@@ -532,7 +536,7 @@ def test_a_file_is_json_with_each_key_once(tmp_path):
     path = tmp_path / "ds.json"
     path.write_text(json.dumps({"train_batch_size": 8, "steps_per_print": float("inf")}))
     assert load_deepspeed_config(path, 2).micro_batch_size == 4
-    assert load_deepspeed_config(str(path), 2).keys.steps_per_print is None
+    assert load_deepspeed_config(str(path), 2).json.steps_per_print is None
     for text, told in [
         ('{"train_batch_size": 8,\n "fp16": }', "ds.json:2: is not JSON: "),
         ('{"fp16": {}, "fp16": {}}', "fp16 is written twice"),
@@ -560,3 +564,44 @@ def test_any_value_of_any_key_is_read_or_is_a_config_error(path, value):
     for config in (nested(path, value), nested(path.rpartition(".")[0] or path, value)):
         with suppress(ConfigError):
             load_deepspeed_config({"train_batch_size": 4, **config}, 2)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Beside DeepSpeed's own classes
+
+
+class _Recorder(dict):
+    """A configuration that notes which keys are asked for."""
+
+    seen: ClassVar[set[str]] = set()
+
+    def __contains__(self, key: object) -> bool:
+        self.seen.add(str(key))
+        return super().__contains__(key)
+
+    def get(self, key, default=None):
+        return super().get(key, default) if key in self else default
+
+    def keys(self):
+        return self
+
+
+def _keys_of_deepspeed(rank: int) -> tuple[set[str], dict[str, tuple[str | None, object]]]:
+    """The top keys that DeepSpeed's reader asks for, and the fields of its ZeRO class: name -> (other name, default)."""
+    os.environ["DS_ACCELERATOR"] = "cpu"
+    import_module("deepspeed.runtime.config").DeepSpeedConfig(_Recorder(train_batch_size=1))
+    fields = import_module("deepspeed.runtime.zero.config").DeepSpeedZeroConfig.model_fields
+    blocks = ("offload_param", "offload_optimizer", "leaf_module", "zenflow")
+    return _Recorder.seen, {name: (one.alias, one.default) for name, one in fields.items() if name not in blocks}
+
+
+def test_every_key_that_deepspeed_reads_is_known_under_each_of_its_names():
+    ((seen, fields),) = run_world(1, _keys_of_deepspeed)
+    assert len(seen) > 50
+    assert not {key for key in seen - {"bfloat16"} if not any(f"{known}.".startswith(f"{key}.") for known in KNOWN)}
+    for name, (other, theirs) in fields.items():
+        default = theirs if theirs is None or isinstance(theirs, bool) else int(theirs)  # of a subclass
+        notes = load(zero_optimization={name: default}).notes
+        if other:
+            assert notes == load(zero_optimization={other: default}).notes
+            assert "keep one of them" in problems(zero_optimization={name: default, other: default})[0]

@@ -179,9 +179,8 @@ def test_a_script_runs_unchanged_on_one_and_two_ranks_and_computes_what_torch_do
 
 
 def test_a_topology_of_deepspeed_s_cuts_a_pipeline(scripts: Path) -> None:
-    """The script knows no --local_rank, so the runner must not pass it."""
+    """The script knows no --local_rank, so the runner does not pass it."""
     script = (
-        "--no_local_rank",
         str(scripts / "pipeline.py"),
         "--deepspeed_config",
         str(scripts / "pipeline.json"),
@@ -209,7 +208,7 @@ def test_the_command_runs_a_script_as_python_would(tmp_path: Path) -> None:
     environment = {key: value for key, value in os.environ.items() if key not in launcher}
     command = [sys.executable, "-m", "megazero.deepspeed", "script.py", "--x", "1"]
     ran = run_program(*command, env=environment, cwd=tmp_path)
-    assert (ran.returncode, ran.stdout) == (3, "__main__ ['--local_rank=0', '--x', '1'] True\n"), ran.stderr
+    assert (ran.returncode, ran.stdout) == (3, "__main__ ['--x', '1'] True\n"), ran.stderr
 
 
 @pytest.mark.parametrize("command", [[], ["--no_local_rank"], ["missing.py"]])

@@ -365,6 +365,20 @@ def _many_engines(rank: int) -> None:
     assert held[0] == held[2]
 
 
+@pytest.mark.parametrize("stage", [0, 3])
+def test_an_engine_without_an_optimizer_evaluates_frozen_and_trained_models_alike(stage: int) -> None:
+    for trains in (True, False):
+        model, plain = network(2, 1).requires_grad_(trains), network(2, 1)
+        engine, optimizer, *_ = megazero.deepspeed.initialize(model=model, config=settings(stage))
+        with torch.no_grad():
+            torch.testing.assert_close(engine(data(0)), plain(data(0)))
+        with pytest.raises(RuntimeError, match="no optimizer"):
+            engine.backward(engine(data(0)).sum())
+        engine.close()
+        assert optimizer is None
+        assert {one.requires_grad for one in model.parameters()} == {trains}
+
+
 def test_engines_of_one_shape_share_their_process_groups() -> None:
     run_world(2, _many_engines)
 

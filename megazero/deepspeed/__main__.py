@@ -1,8 +1,8 @@
 """Runs a script that was written for DeepSpeed, unchanged: `torchrun ... -m megazero.deepspeed script.py ARGS`.
 
-`import deepspeed` in it, or in what it imports, gives megazero's names.  Before ARGS it passes --local_rank=N as
-DeepSpeed's launcher does; `--no_local_rank` before the script leaves that out.  Without torchrun it is the only rank;
-under mpirun or srun with several tasks each would be one of its own, which is refused.
+`import deepspeed` in it, or in what it imports, gives megazero's names.  As DeepSpeed's launcher does, it passes
+--local_rank=N before ARGS, but only to a script that knows it; `--no_local_rank` before the script leaves it out.  Without
+torchrun it is the only rank; under mpirun or srun with several tasks each would be one of its own, which is refused.
 """
 
 from __future__ import annotations
@@ -11,6 +11,8 @@ import argparse
 import os
 import runpy
 import sys
+from pathlib import Path
+from typing import Any
 
 from megazero.deepspeed.mirror import stand_for_deepspeed
 from megazero.launchers import MeetingError, start_problem
@@ -18,6 +20,19 @@ from megazero.launchers import MeetingError, start_problem
 # What torchrun sets.  Port 0 is any free one: nobody else joins.
 _ALONE = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
 _ALONE |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+
+
+def pass_local_rank(rank: str) -> None:
+    """Give --local_rank=N to the argparse parsers that have it, and to no others: transformers 5 refuses it."""
+    parse, option = argparse.ArgumentParser.parse_known_args, f"--local_rank={rank}"
+
+    def parse_known_args(parser: argparse.ArgumentParser, args: Any = None, namespace: Any = None) -> Any:
+        if args is None or list(args) == sys.argv[1:]:
+            names = [name for name in ("--local_rank", "--local-rank") if name in parser._option_string_actions]
+            args = [f"{name}={rank}" for name in names[:1]] + [value for value in sys.argv[1:] if value != option]
+        return parse(parser, args, namespace)
+
+    argparse.ArgumentParser.parse_known_args = parse_known_args  # type: ignore[assignment,method-assign]
 
 
 def main(arguments: list[str]) -> None:
@@ -37,18 +52,18 @@ def main(arguments: list[str]) -> None:
         parser.error("RANK is set, but LOCAL_RANK is not; start it with torchrun, which sets both")
     if "RANK" not in os.environ:
         os.environ.update(_ALONE)
-    rank = [] if given.no_local_rank else [f"--local_rank={os.environ['LOCAL_RANK']}"]
-    sys.argv[:] = [given.script, *rank, *given.arguments]
+    sys.argv[:] = [given.script, *given.arguments]
+    if not given.no_local_rank:
+        text = Path(given.script).read_text(encoding="utf-8", errors="replace")
+        if "local_rank" in text or "local-rank" in text:  # it may be read without argparse
+            sys.argv.insert(1, f"--local_rank={os.environ['LOCAL_RANK']}")
+        pass_local_rank(os.environ["LOCAL_RANK"])
     sys.path[: not sys.flags.safe_path] = [
         os.path.dirname(os.path.abspath(given.script))
     ]  # as Python does with a script
     stand_for_deepspeed()
     try:
         runpy.run_path(given.script, run_name="__main__")
-    except SystemExit as end:
-        if end.code == 2 and rank:  # of argparse
-            print(f"{rank[0]} was passed to the script; --no_local_rank before its name leaves it out", file=sys.stderr)
-        raise
     except MeetingError as error:
         raise SystemExit(f"error: {error}") from None
 

@@ -31,10 +31,11 @@ _ADAPTED_SCALE = {  # of fp16: how a loss scale of 0 is adapted
 
 
 @dataclass(frozen=True)
-class DeepSpeedConfig:
-    """What a DeepSpeed configuration asks for, complete."""
+class DeepSpeedConfig(Mapping[str, Any]):
+    """What a DeepSpeed configuration asks for, complete; as a mapping it is the JSON as it was given."""
 
-    keys: DeepSpeedJson
+    given: Mapping[str, Any]
+    json: DeepSpeedJson
     """The keys that set something, as written or with their defaults; the fields below are what follows from them."""
     train_batch_size: int
     """Samples in an optimizer step: micro_batch_size * accumulation * dp."""
@@ -52,11 +53,21 @@ class DeepSpeedConfig:
     notes: tuple[str, ...]
     """One line for each key that was written but has no effect here, saying why."""
 
+    def __getitem__(self, key: str) -> Any:
+        return self.given[key]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.given)
+
+    def __len__(self) -> int:
+        return len(self.given)
+
 
 def load_deepspeed_config(source: str | Path | Mapping[str, Any], dp_size: int) -> DeepSpeedConfig:
     """Read a configuration, a JSON file or what was parsed from one.  Raises: ConfigError, with all that is wrong."""
     name = "the DeepSpeed configuration" if isinstance(source, Mapping) else str(source)
-    config, checked = check_keys(source if isinstance(source, Mapping) else _read(Path(source)))
+    given = source if isinstance(source, Mapping) else _read(Path(source))
+    config, checked = check_keys(given)
     problems = checked.problems
     for keys, relation in RELATIONS:
         if not checked.wrong.intersection(keys):
@@ -73,7 +84,8 @@ def load_deepspeed_config(source: str | Path | Mapping[str, Any], dp_size: int) 
     half = config.fp16 if config.fp16.enabled else config.bf16
     efficiency = config.data_efficiency
     return DeepSpeedConfig(
-        keys=config,
+        given=given,
+        json=config,
         train_batch_size=batch.global_batch_size,
         micro_batch_size=batch.micro_batch_size,
         accumulation=batch.accumulation,

@@ -30,6 +30,12 @@ _OFF_WHEN_FALSE = ("zero_optimization.offload_optimizer", "zero_optimization.off
 _ON_BY_DEFAULT = "timers.throughput.enabled"
 _ARTICLES = {"integer": "an ", "number": "a ", "string": "a ", "table": "a "}
 
+# DeepSpeed's zero block takes the fields behind these names without the prefix, too (their aliases in its zero/config.py).
+_PREFIXED = """prefetch_bucket_size param_persistence_threshold model_persistence_threshold max_live_parameters
+    max_reuse_distance gather_16bit_weights_on_model_save module_granularity_threshold use_all_reduce_for_fetch_params
+    allgather_sequential"""
+_OTHER_NAMES = {name: f"stage3_{name}" for name in _PREFIXED.split()}
+
 # What Hugging Face's Trainer writes over "auto", where it is more than its argument of the same name.
 _TRAINER = {
     "train_batch_size": "per_device_train_batch_size * gradient_accumulation_steps * number of GPUs",
@@ -57,6 +63,13 @@ def check_keys(config: Mapping[str, Any]) -> tuple[DeepSpeedJson, KeyCheck]:
     if "bfloat16" in modern and "bf16" not in modern:
         modern["bf16"] = modern.pop("bfloat16")
     check = KeyCheck()
+    if isinstance(zero := modern.get("zero_optimization"), Mapping):
+        names = {name: _OTHER_NAMES.get(name, name) for name in zero}
+        for name, key in names.items():
+            if name != key and key in zero:
+                rule = f"is another name of {key}, which is written too"
+                check.problems.append(Problem(f"zero_optimization.{name}", zero[name], rule, "keep one of them"))
+        modern["zero_optimization"] = {names[name]: value for name, value in zero.items()}
     return DeepSpeedJson.model_validate(check.read_table(modern, "")), check
 
 

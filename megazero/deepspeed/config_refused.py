@@ -10,7 +10,7 @@ from dataclasses import dataclass
 _NVME = "files are read and written by threads, with buffers of their own size"
 _IN_FILES = "under nvme all of the shard lies in files"
 _OWN_UPDATE = "the update of offloaded state has one way to run"
-_WHOLE = "saved weights are always whole"
+_WHOLE = "saved weights are always whole, gathered one by one on rank 0"
 _EXPERTS = "there is no mixture of experts"
 _REMOVED = "DeepSpeed 0.19 removed it too"
 _BUCKETS = "parameters and gradients lie in flat buckets of reduce_bucket_size, and are gathered and reduced by these"
@@ -113,6 +113,8 @@ NO_EFFECT = {
     "checkpoint.parallel_write.pipeline_stage": "the ranks always share the writing",
     "checkpoint.checkpoint_serialization": "files are safetensors",
     "checkpoint.writer": "files are safetensors, written as they are",
+    "comms_config": "DeepSpeed reads comms_logger alone",
+    "monitor_config": "DeepSpeed reads tensorboard, csv_monitor, wandb and comet at the top of the file",
     "graph_harvesting": f"no graph is captured; {_REMOVED}",
     "datastates_ckpt": "checkpoints have one writer",
 }
@@ -135,6 +137,7 @@ REFUSED = {
     "tensor_parallel.autotp_size": Refusal(_TP, (0, 1)),
     "tensor_parallel.tp_size": Refusal(_TP, (1,)),
     "tensor_parallel.tp.tp_size": Refusal(_TP, (1,)),
+    "tensor_parallel.tensor_parallel.tp_size": Refusal(_TP, (1,)),
     "pipeline.activation_checkpoint_interval": Refusal("give it to the PipelineModule that you pass", (0,)),
     "expert_parallel.enabled": Refusal(_EXPERTS),
     "compile.deepcompile": Refusal("no graph is compiled; torch.compile your modules before you pass them"),
@@ -144,6 +147,7 @@ REFUSED = {
     "data_efficiency.enabled": Refusal("samples are drawn evenly and every layer sees every token"),
     "autotuning.enabled": Refusal("a run has the settings that it is given"),
     "checkpoint.use_node_local_storage": Refusal("a checkpoint is one directory that all ranks share"),
+    "msamp": Refusal("weights and activations have one format; write bf16 or fp16", ()),
     "amp": Refusal(f"write bf16 or fp16; {_REMOVED}", ()),
     "compression_training": Refusal(f"weights are not compressed; {_REMOVED}", ()),
     "quantize_training": Refusal(f"weights are not quantized; {_REMOVED}", ()),

@@ -12,21 +12,21 @@ from typing import Any
 
 SETTINGS = {
     "communication_data_type": "precision.reduce_dtype",
-    "dataloader_drop_last": "keys.dataloader_drop_last",
-    "dump_state": "keys.dump_state",
+    "dataloader_drop_last": "json.dataloader_drop_last",
+    "dump_state": "json.dump_state",
     "fp16_auto_cast": "casts_inputs",
-    "optimizer_params": "keys.optimizer.params",
-    "scheduler_name": "keys.scheduler.type",
-    "scheduler_params": "keys.scheduler.params",
-    "steps_per_print": "keys.steps_per_print",
+    "optimizer_params": "json.optimizer.params",
+    "scheduler_name": "json.scheduler.type",
+    "scheduler_params": "json.scheduler.params",
+    "steps_per_print": "json.steps_per_print",
     "wall_clock_breakdown": "wall_clock_breakdown",
-    "zero_allow_untested_optimizer": "keys.zero_allow_untested_optimizer",
-    "zero_offload_optimizer": "keys.zero_optimization.offloaded_optimizer",
-    "zero_offload_param": "keys.zero_optimization.offloaded_param",
-    "zero_param_persistence_threshold": "keys.zero_optimization.stage3_param_persistence_threshold",
-    "zero_quantized_gradients": "keys.zero_optimization.zero_quantized_gradients",
-    "zero_quantized_weights": "keys.zero_optimization.zero_quantized_weights",
-    "zero_reduce_bucket_size": "keys.zero_optimization.reduce_bucket_size",
+    "zero_allow_untested_optimizer": "json.zero_allow_untested_optimizer",
+    "zero_offload_optimizer": "json.zero_optimization.offloaded_optimizer",
+    "zero_offload_param": "json.zero_optimization.offloaded_param",
+    "zero_param_persistence_threshold": "json.zero_optimization.stage3_param_persistence_threshold",
+    "zero_quantized_gradients": "json.zero_optimization.zero_quantized_gradients",
+    "zero_quantized_weights": "json.zero_optimization.zero_quantized_weights",
+    "zero_reduce_bucket_size": "json.zero_optimization.reduce_bucket_size",
 }
 """Methods that return a setting: name -> where it is in `engine.config`."""
 
@@ -78,7 +78,7 @@ _REFUSED = {
     "load_module_state_dict": "change whole weights under `with zero.GatheredParameters(parameters, modifier_rank=0)`",
     "is_first_weights_partition_group zero_allgather_bucket_size zero_allgather_partitions zero_allgather_sequential "
     "zero_compute_grad_norm zero_contiguous_gradients zero_elastic_checkpoint zero_force_ds_cpu_optimizer "
-    "zero_gather_16bit_weights_on_model_save zero_hpz_partition_size zero_ignore_unused_parameters "
+    "zero_hpz_partition_size zero_ignore_unused_parameters "
     "zero_load_from_fp32_weights zero_log_trace_cache_warnings zero_max_live_parameters zero_max_reuse_distance "
     "zero_model_persistence_threshold zero_module_granularity_threshold zero_multi_rank_bucket_allreduce "
     "zero_nvme_offload_optimizer zero_overlap_comm zero_parameter_alignment zero_partial_offload zero_prefetch_bucket_size "

@@ -342,6 +342,7 @@ class LRRangeTest(LRSchedule):
 SCHEDULES: dict[str, Callable[..., LRSchedule]] = {
     schedule.__name__: schedule for schedule in (WarmupLR, WarmupDecayLR, WarmupCosineLR, OneCycle, LRRangeTest)
 }
+VALID_LR_SCHEDULES = list(SCHEDULES)
 
 
 def make_lr_scheduler(type: str, params: dict[str, Any], optimizer: Any) -> Any:

@@ -31,6 +31,7 @@ _METADATA = {
     "get_device", "__len__", "__repr__", "__hash__", "__format__", "requires_grad_", "is_contiguous",
 }  # fmt: skip
 _VALUES = {"data", "T", "mT"}
+_READS = {"item", "tolist", "__bool__", "__float__", "__int__", "numpy"}
 
 
 @dataclass
@@ -67,6 +68,9 @@ class MetaParameter(nn.Parameter):
         with torch._C.DisableTorchFunctionSubclass():
             if name == "__set__" and func.__self__.__name__ == "data":
                 raise RuntimeError("under zero.Init change a parameter's values in place, not by assigning to .data")
+            if name in _READS:
+                text = "under zero.Init no values are known; change the model before it, or before TrainingArguments is made"
+                raise RuntimeError(f"{name}: {text}")
             is_field = name in ("__get__", "__set__") and func.__self__.__name__ not in _VALUES
             if is_field or name in _METADATA:
                 return func(*args, **kwargs)

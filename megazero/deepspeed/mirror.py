@@ -15,6 +15,7 @@ from functools import cache, partial
 from importlib import import_module
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
+from importlib.metadata import Distribution
 from importlib.util import find_spec, spec_from_loader
 from types import ModuleType
 from typing import Any
@@ -77,6 +78,20 @@ class _AliasFinder(MetaPathFinder, Loader):
 
     def exec_module(self, module: ModuleType) -> None:
         sys.modules[module.__name__] = import_module(f"megazero.{module.__name__}")
+
+    def find_distributions(self, context: Any) -> list[Distribution]:
+        """DeepSpeed's metadata, also where it is not installed: transformers and accelerate look there for its version."""
+        return [_Metadata()] if context.name == "deepspeed" else []
+
+
+class _Metadata(Distribution):
+    """What `importlib.metadata` says of `deepspeed`."""
+
+    def read_text(self, filename: str) -> str | None:
+        return f"Name: deepspeed\nVersion: {import_module(_ROOM).__version__}" if filename == "METADATA" else None
+
+    def locate_file(self, path: Any) -> Any:
+        raise FileNotFoundError(path)
 
 
 class _Unsupported(type):

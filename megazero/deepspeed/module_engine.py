@@ -209,6 +209,22 @@ class ModuleEngine(TrainingEngine):
         self._passes, self._ended, self._wants_step = 0, 0, False
         self._loss_sum.zero_()
 
+    def _zero3_consolidated_16bit_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Tensor] | None:
+        """Whole weights and buffers in host memory on rank 0, gathered one by one; None elsewhere.  A collective call.
+
+        Trainer and accelerate save this at stage 3.
+        """
+        copies: dict[int, Tensor] = {}  # by identity: tied weights stay one tensor
+        state = {}
+        for name, value in self.module.state_dict(keep_vars=True).items():
+            if exclude_frozen_parameters and isinstance(value, nn.Parameter) and not value.requires_grad:
+                continue
+            if id(value) not in copies:
+                whole = value.detach()
+                copies[id(value)] = whole.to("cpu", copy=True) if self.global_rank == 0 else whole.new_empty(0)
+            state[name] = copies[id(value)]
+        return state if self.global_rank == 0 else None
+
     def save_16bit_model(
         self, save_dir: str | Path, save_filename: str = "pytorch_model.bin", exclude_frozen_parameters: bool = False
     ) -> bool:
@@ -216,14 +232,12 @@ class ModuleEngine(TrainingEngine):
 
         Called on every rank.  Raises: CheckpointError, on every rank, it could not be written.
         """
-        frozen = {name for name, one in self.module.named_parameters() if not one.requires_grad}
-        excluded = frozen if exclude_frozen_parameters else set()
-        state = {name: value for name, value in self.module_state_dict().items() if name not in excluded}
+        state = self._zero3_consolidated_16bit_state_dict(exclude_frozen_parameters)
 
         def write() -> None:
-            if self.global_rank == 0:
+            if state is not None:
                 folder, file = folder_at(save_dir), io.BytesIO()
-                torch.save({name: value.detach().cpu() for name, value in state.items()}, file)
+                torch.save(state, file)
                 folder.make()
                 folder.write(save_filename, file.getvalue())
 

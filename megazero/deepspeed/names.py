@@ -32,6 +32,7 @@ HOMES: dict[str, dict[str, str]] = {
         **_LOGGING,
     },
     "accelerator": {},  # files of these names hold what is in them
+    "checkpoint.utils": {"script_utils": "clone_tensors_for_torch_save"},
     "checkpointing": _CHECKPOINTING,
     "comm": {},
     "ops": {},
@@ -43,7 +44,9 @@ HOMES: dict[str, dict[str, str]] = {
     "runtime.config": {"megazero.settings": "DeepSpeedConfigError=ConfigError"},
     "runtime.dataloader": {"training_engine": "RepeatingLoader"},
     "runtime.engine": {"training_engine": "DeepSpeedEngine=TrainingEngine"},
-    "runtime.lr_schedules": {"lr_schedulers": "LRRangeTest OneCycle WarmupCosineLR WarmupDecayLR WarmupLR"},
+    "runtime.lr_schedules": {
+        "lr_schedulers": "LRRangeTest OneCycle VALID_LR_SCHEDULES WarmupCosineLR WarmupDecayLR WarmupLR"
+    },
     "runtime.pipe": {**_PIPE, "topology": "ProcessTopology"},
     "runtime.pipe.engine": {"pipeline_engine": "PipelineEngine"},
     "runtime.pipe.module": _PIPE,

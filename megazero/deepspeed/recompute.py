@@ -120,7 +120,7 @@ def configure(
             replicas = mpu_.dp.size
         elif mpu_ is not None:
             replicas = mpu_.get_data_parallel_world_size()
-        block = load_deepspeed_config(deepspeed_config, replicas).keys.activation_checkpointing
+        block = load_deepspeed_config(deepspeed_config, replicas).json.activation_checkpointing
     given = {
         "partition_activations": partition_activations,
         "contiguous_memory_optimization": contiguous_checkpointing,

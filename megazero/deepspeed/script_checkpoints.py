@@ -48,7 +48,7 @@ _SAVING_SECONDS = 3600  # how long a rank may wait for a peer that is writing
 def refuses(text: str) -> Any:
     """A method that cannot be called."""
 
-    def refuse(self: Any, *args: Any, **kwargs: Any) -> NoReturn:
+    def refuse(*args: Any, **kwargs: Any) -> NoReturn:
         raise RuntimeError(text)
 
     return refuse
@@ -124,19 +124,15 @@ class CheckpointedEngine(nn.Module):
             tag: `global_step<n>` when None.
             client_state: the script's own: numbers, strings, tensors and containers of them.  Rank 0's is saved.
             save_latest: let `latest` name it.
-            exclude_frozen_parameters: False; a checkpoint holds every weight.
+            exclude_frozen_parameters: without effect; a checkpoint holds every weight.
             asynchronous: return once the state is copied to host memory; see `finish_saving`.
 
         Raises:
             CheckpointError: on every rank; older checkpoints are untouched.  Also if the call comes within a step, or
                 the module no longer computes with the weights that are trained.
-            ValueError: an argument of DeepSpeed's that is not supported.
         """
         if exclude_frozen_parameters:
-            raise ValueError(
-                "save_checkpoint does not support exclude_frozen_parameters=True: a checkpoint holds every weight; "
-                "save_16bit_model leaves out the frozen ones"
-            )
+            self._show("note: exclude_frozen_parameters has no effect: a checkpoint holds every weight")
         model, state = self.sharded_model, self.parallel_state
         agree(self._check_between_steps, state.world, CheckpointError)
         agree(self._check_no_extra_state, state.world, CheckpointError)
@@ -194,7 +190,7 @@ class CheckpointedEngine(nn.Module):
         self,
         load_dir: str | Path,
         tag: str | None = None,
-        load_module_strict: bool = True,
+        load_module_strict: bool = True,  # noqa: ARG002  as DeepSpeed has it
         load_optimizer_states: bool = True,
         load_lr_scheduler_states: bool = True,
         load_module_only: bool = False,
@@ -204,7 +200,8 @@ class CheckpointedEngine(nn.Module):
 
         Args:
             load_dir, tag: as given to `save_checkpoint`; without a tag, the one that `latest` names.
-            load_module_strict, custom_load_fn: True and None; a checkpoint has the module's weights and no others.
+            load_module_strict: without effect; a checkpoint has the module's weights and no others.
+            custom_load_fn: None.
             load_optimizer_states: load the optimizer's state and its groups' settings; otherwise they start anew.
             load_lr_scheduler_states: load the schedule's step.
             load_module_only: load the weights and buffers alone.
@@ -216,11 +213,10 @@ class CheckpointedEngine(nn.Module):
                 fails while the weights are read: then a forward or a checkpoint is a HalfSteppedError until one is loaded.
             ValueError: an argument of DeepSpeed's that is not supported.
         """
-        if not load_module_strict or custom_load_fn is not None:
-            argument = "custom_load_fn" if load_module_strict else f"load_module_strict={load_module_strict}"
+        if custom_load_fn is not None:
             raise ValueError(
-                f"load_checkpoint does not support {argument}: a checkpoint must have the module's weights, and no others. "
-                "For some of them, read its safetensors and load these into the module before megazero.initialize"
+                "load_checkpoint does not support custom_load_fn: a checkpoint must have the module's weights, and no "
+                "others. For some of them, read its safetensors and load these into the module before megazero.initialize"
             )
         model, state, schedule = self.sharded_model, self.parallel_state, self.lr_scheduler
         with_optimizer = load_optimizer_states and not load_module_only

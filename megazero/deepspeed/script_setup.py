@@ -64,14 +64,14 @@ def initialize(
     collate_fn: Callable[..., Any] | None = None,
     config: str | Path | Mapping[str, Any] | None = None,
     config_params: Mapping[str, Any] | None = None,
-) -> tuple[TrainingEngine, torch.optim.Optimizer, Any, Any]:
+) -> tuple[TrainingEngine, Any, Any, Any]:
     """Make an engine of a script's model, optimizer and DeepSpeed configuration.
 
     Args:
         args: may have `deepspeed_config`, the path of the configuration, instead of `config`.
         model: any module, or a `PipelineModule`.  Its parameters may have been built under `zero.Init`.
         optimizer: an optimizer that has not stepped, or a callable (parameters or groups) -> optimizer; the configuration's
-            when None.
+            when None.  With neither the engine only evaluates, and parameters are frozen until it is closed.
         model_parameters: what to train, as parameters or groups of them; all that require a gradient when None.
         training_data: makes `training_dataloader`, cut over the data-parallel ranks.
         lr_scheduler: a schedule of the optimizer, or a callable (optimizer) -> schedule; the configuration's when None.
@@ -82,7 +82,7 @@ def initialize(
         collate_fn: for `training_data`.
         config, config_params: a DeepSpeed configuration: the path of its JSON, or what is in it.
 
-    Returns: (engine, optimizer, dataloader or None, schedule or None).
+    Returns: (engine, optimizer or None, dataloader or None, schedule or None).
 
     Raises:
         ConfigError: with everything that is wrong with the configuration.
@@ -108,19 +108,21 @@ def initialize(
         if mpu is not None or isinstance(model, PipelineModule):
             raise ValueError(f"state in groups of {size} ranks: make the parallel state with shard_group_size={size}")
         state = parallel_state_of(shard_group_size=size)
-    configure_by_block(settings.keys.activation_checkpointing, state.tp)
+    configure_by_block(settings.json.activation_checkpointing, state.tp)
     show = Terminal()
     if dist.is_initialized():
         _leave_at_exit(state)
     _take_from_other_engines(model, state)
     if state.rank == 0:
         given = {"optimizer": optimizer, "scheduler": lr_scheduler}
-        unread = [name for name, one in given.items() if one is not None and getattr(settings.keys, name).type]
+        unread = [name for name, one in given.items() if one is not None and getattr(settings.json, name).type]
         notes = [f"{name} has no effect: the script gives its own to initialize" for name in unread]
         for note in (*settings.notes, *notes):
             show(f"note: {note}")
-        if settings.keys.dump_state:
+        if settings.json.dump_state:
             show(str(settings))
+    only_evaluates = optimizer is None and not settings.json.optimizer.type
+    requires_grad = {name: one.requires_grad for name, one in model.named_parameters()}
     described, ties = _describe(model, state)
     described, recipe = _optimizer(model, described, optimizer, model_parameters, settings)
     _check_ties(described, state)
@@ -137,20 +139,23 @@ def initialize(
         else ModuleEngine(model, sharded, settings, show)
     )
     engine.lr_scheduler = _schedule(lr_scheduler, engine)
+    if only_evaluates:
+        engine.only_evaluate(requires_grad)
     if training_data is not None:
-        # An iterable dataset cuts itself.  Of another, every dp-th sample of the order belongs to this rank.
-        sampler: DistributedSampler[Any] | None = None
-        if not isinstance(training_data, IterableDataset):
-            shuffles = not isinstance(model, PipelineModule)  # as DeepSpeed
-            sampler = DistributedSampler(training_data, state.dp.size, state.dp.index, shuffles, settings.seed or 0)
-        engine.training_dataloader = DataLoader(
-            training_data,
-            settings.micro_batch_size,
-            sampler=sampler,
-            collate_fn=collate_fn,
-            drop_last=settings.keys.dataloader_drop_last,
-        )
-    return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler
+        engine.training_dataloader = _loader(training_data, model, state, settings, collate_fn)
+    return engine, None if only_evaluates else engine.optimizer, engine.training_dataloader, engine.lr_scheduler
+
+
+def _loader(
+    training_data: Dataset[Any], model: nn.Module, state: ParallelState, settings: DeepSpeedConfig, collate_fn: Any
+) -> DataLoader[Any]:
+    # An iterable dataset cuts itself.  Of another, every dp-th sample of the order belongs to this rank.
+    sampler: DistributedSampler[Any] | None = None
+    if not isinstance(training_data, IterableDataset):
+        shuffles = not isinstance(model, PipelineModule)  # as DeepSpeed
+        sampler = DistributedSampler(training_data, state.dp.size, state.dp.index, shuffles, settings.seed or 0)
+    size, drop_last = settings.micro_batch_size, settings.json.dataloader_drop_last
+    return DataLoader(training_data, size, sampler=sampler, collate_fn=collate_fn, drop_last=drop_last)
 
 
 def init_distributed(
@@ -315,7 +320,7 @@ def _optimizer(
     settings: DeepSpeedConfig,
 ) -> tuple[list[Described], OptimizerRecipe]:
     """The parameters, each with its optimizer group, and the optimizer's recipe."""
-    allow_untested = settings.keys.zero_allow_untested_optimizer
+    allow_untested = settings.json.zero_allow_untested_optimizer
     if isinstance(optimizer, torch.optim.Optimizer):
         if model_parameters is not None:
             wanted = {id(p) for one in model_parameters for p in (one["params"] if isinstance(one, dict) else [one])}
@@ -337,9 +342,10 @@ def _optimizer(
             raise TypeError(f"optimizer must be a torch optimizer or a callable, got {type(optimizer).__name__}")
         made = optimizer(groups)
         return _grouped(described, made.param_groups, "optimizer"), recipe_of(made, allow_untested=allow_untested)
-    entry = settings.keys.optimizer
+    entry = settings.json.optimizer
     if not entry.type:
-        raise ValueError('no optimizer: give one to initialize, or an "optimizer" block in the configuration')
+        smallest = min(model.parameters(), key=Tensor.numel).requires_grad_()  # a model has something to train
+        return _grouped(described, [{"params": [smallest]}], "optimizer"), recipe_by_name("SGD", {}, [{}])
     options = [{key: value for key, value in group.items() if key != "params"} for group in groups]
     recipe = recipe_by_name(entry.type, dict(entry.params or {}), options)
     return _grouped(described, groups, "model_parameters"), recipe
@@ -388,7 +394,7 @@ def _move_buffers(model: nn.Module, settings: DeepSpeedConfig, state: ParallelSt
 
 def _schedule(given: Any, engine: TrainingEngine) -> Any:
     if given is None:
-        entry = engine.config.keys.scheduler
+        entry = engine.config.json.scheduler
         return make_lr_scheduler(entry.type, entry.params or {}, engine.optimizer) if entry.type else None
     if not hasattr(given, "step"):
         return given(engine.optimizer)

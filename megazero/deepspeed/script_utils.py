@@ -7,11 +7,13 @@ import logging
 import random
 import sys
 from collections.abc import Collection
+from typing import Any
 
 import numpy
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 
 from megazero.deepspeed.accelerator import get_accelerator
 
@@ -36,6 +38,11 @@ def log_dist(message: str, ranks: Collection[int] | None = None, level: int = lo
     rank = dist.get_rank() if dist.is_initialized() else None
     if rank is None or wanted[:1] == [-1] or rank in wanted:
         logger.log(level, "[Rank %d] %s", -1 if rank is None else rank, message)
+
+
+def clone_tensors_for_torch_save(item: Any, device: torch.device | str = "cpu") -> Any:
+    """The same containers with copies of their tensors on a device, so that torch.save writes no whole bucket."""
+    return tree_map_only(Tensor, lambda tensor: tensor.detach().to(device, copy=True), item)
 
 
 def set_random_seed(seed: int) -> None:

@@ -13,7 +13,7 @@ import threading
 import time
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -23,6 +23,7 @@ from typing import Any, TypeVar
 from weakref import WeakValueDictionary
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torch.utils.data import DistributedSampler
@@ -94,7 +95,7 @@ class StepReport:
     def step(self, number: int, samples: int, statistics: StepStatistics, lrs: Sequence[float]) -> None:
         """Report a step that has ended: its number from 1 on, the samples so far, each group's rate in the next step."""
         config, scaler = self._config, self._model.scaler
-        every = config.keys.steps_per_print or (1 if config.wall_clock_breakdown else None)
+        every = config.json.steps_per_print or (1 if config.wall_clock_breakdown else None)
         if every is not None and number % every == 0:
             rates = ", ".join(f"{lr:.4g}" for lr in lrs)
             seconds, self._shown_at = time.perf_counter() - self._shown_at, time.perf_counter()
@@ -141,6 +142,7 @@ class TrainingEngine(CheckpointedEngine):
         self._report = StepReport(config, model, self._show)
         self._last_step: StepStatistics | None = None
         self._repeating: RepeatingLoader | None = None
+        self._requires_grad: Mapping[str, bool] = {}
         self.runs_backward = self._is_closed = self._step_applied = False
         ENGINES[id(self)] = self
         weakref.finalize(self, model.detach).atexit = False  # an engine that is dropped takes no gradients either
@@ -167,7 +169,7 @@ class TrainingEngine(CheckpointedEngine):
             measured = replace(measured, finite=model.scaler is not None or isfinite(measured.grad_norm))
             self._last_step = check_finite(measured)
             with self._report.timed("step"):
-                self._step_applied = model.update(measured.grad_norm, self.config.keys.gradient_clipping)
+                self._step_applied = model.update(measured.grad_norm, self.config.json.gradient_clipping)
         except BaseException:  # an interrupt, too
             model.begin_step(self.config.accumulation)
             raise
@@ -246,15 +248,17 @@ class TrainingEngine(CheckpointedEngine):
         """Make the module a plain one again, with whole weights; give back files and writers.
 
         A collective call, after an asynchronous checkpoint is durable.  The engine cannot be used afterwards; another may
-        take the module.  While an error is handled, or the interpreter exits, peers may be gone: weights that stage 3 has
-        cut then stay cut.
+        take the module.  While an error is handled, the interpreter exits, or after `destroy_process_group`, peers may be
+        gone: weights that stage 3 has cut then stay cut.
         """
         if self._is_closed:
             return
         self._is_closed = True
         ENGINES.pop(id(self), None)
         self._wait_for_saver()
-        if sys.exc_info()[0] is None and not hasattr(sys, "last_value") and threading.main_thread().is_alive():
+        groups_exist = self.world_size == 1 or dist.is_initialized()
+        is_running = sys.exc_info()[0] is None and not hasattr(sys, "last_value") and threading.main_thread().is_alive()
+        if groups_exist and is_running:
             if not self.sharded_model.restore():
                 self._show("note: the whole weights do not fit into memory; the module's parameters stay cut")
         else:
@@ -262,6 +266,15 @@ class TrainingEngine(CheckpointedEngine):
             self.parallel_state.groups.is_reusable = False  # operations may be under way
         self.sharded_model.close()
         self._report.close()
+
+        for name, requires_grad in self._requires_grad.items():
+            self.module.get_parameter(name).requires_grad_(requires_grad)
+
+    def only_evaluate(self, requires_grad: Mapping[str, bool]) -> None:
+        """Refuse to train, since there is no optimizer; `requires_grad`: by name, what parameters are after `close`."""
+        self._requires_grad = requires_grad
+        refusal = refuses('the engine has no optimizer: give one to initialize, or "optimizer" in the configuration')
+        self.__dict__.update(dict.fromkeys(("backward", "step", "train_batch"), refusal))
 
     destroy = close
     compile = refuses("compile the module with torch.compile, and give that to initialize")
@@ -391,7 +404,7 @@ class TrainingEngine(CheckpointedEngine):
 
     def gradient_clipping(self) -> float:
         """Largest global gradient norm; 0 where it is off."""
-        return self.config.keys.gradient_clipping
+        return self.config.json.gradient_clipping
 
     def zero_optimization_stage(self) -> int:
         """The ZeRO stage."""
@@ -417,13 +430,17 @@ class TrainingEngine(CheckpointedEngine):
         """Whether weights are sharded."""
         return self.config.zero.stage >= 3
 
+    def zero_gather_16bit_weights_on_model_save(self) -> bool:
+        """Whether whole weights can be saved at stage 3: always."""
+        return True
+
     def zero_cpu_offload(self) -> bool:
         """Whether the optimizer's state lies in host memory."""
         return self.config.zero.offload.optimizer == "cpu"
 
     def dynamic_loss_scale(self) -> bool:
         """Whether the loss scale adapts itself."""
-        return self.sharded_model.scaler is not None and not self.config.keys.fp16.loss_scale
+        return self.sharded_model.scaler is not None and not self.config.json.fp16.loss_scale
 
     def get_data_types(self) -> tuple[torch.dtype, torch.dtype]:
         """The formats of the weights and of the gradients that add up."""
@@ -431,7 +448,7 @@ class TrainingEngine(CheckpointedEngine):
 
     def optimizer_name(self) -> str:
         """The optimizer's name in the configuration, else its class."""
-        return self.config.keys.optimizer.type or type(self.optimizer.inner).__name__
+        return self.config.json.optimizer.type or type(self.optimizer.inner).__name__
 
     def was_step_applied(self) -> bool:
         """Whether the last `step()` or `train_batch()` changed the weights: not one that only ended a micro-batch."""
