@@ -1,4 +1,4 @@
-"""What rooms that no training needs add to the others: commands, callbacks, lines on the terminal.
+"""What rooms that no training needs add to the others: commands, callbacks, readers of checkpoints.
 
     megazero/plan/annex.py     ADDS = {"command": {"plan": "megazero.plan.plan_command:plan", ...}, ...}
                                  |
@@ -10,6 +10,8 @@ The trunk imports no annex: it asks a seam, and trains the same where nothing wa
     command          a command of the command line                                                      cli
     check            (ResolvedRun, gpu, device_gib, ranks of a node) -> Schedule -> `check.Lines`       cli
     schedule file    Timeline -> text of the file that an option names                                  cli
+    import           a function with the arguments of `import_model`, and `form`, `run_file`, `step`, `samples`   cli
+    export           (step, out, dtype, names) -> `Exported`, by the form that --to names                cli
     start line       (ResolvedRun, Schedule, torch.device) -> a line for the terminal                   training
     callback         RunContext -> Callback, on rank 0 alone                                            training
     out of memory    (error, ResolvedRun, ParallelState, Engine | None) -> text                         training

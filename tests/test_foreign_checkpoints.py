@@ -31,11 +31,6 @@ from typer.testing import CliRunner, Result
 from worlds import EPS, GPT2, LLAMA, LR, engine_on, global_batch, micro_batches, run_of
 
 from megazero.checkpoint.folder import LocalFolder
-from megazero.checkpoint.foreign import exporter
-from megazero.checkpoint.foreign.dcp import DcpFolder
-from megazero.checkpoint.foreign.found import ADAM
-from megazero.checkpoint.foreign.importer import import_checkpoint
-from megazero.checkpoint.foreign.megatron import differences
 from megazero.checkpoint.foreign.pickles import load_metadata
 from megazero.checkpoint.foreign.source import tables_of
 from megazero.checkpoint.index import CheckpointError, read_trainer_state
@@ -44,6 +39,11 @@ from megazero.cli.commands import app
 from megazero.config import to_toml
 from megazero.engine import Position
 from megazero.engine.phases import changes
+from megazero.formats import exporter
+from megazero.formats.dcp import DcpFolder
+from megazero.formats.found import ADAM
+from megazero.formats.importer import import_checkpoint
+from megazero.formats.megatron import differences
 from megazero.models.rope_scaling import RopeScaling
 
 pytestmark = pytest.mark.slow  # starts whole runs

@@ -23,10 +23,10 @@ from torch.nn import functional as F
 from typer.testing import CliRunner
 from worlds import EPS, LLAMA, LR, global_batch, micro_batches, on_one_state, run_of
 
-from megazero.checkpoint.foreign.importer import import_checkpoint
 from megazero.checkpoint.index import CheckpointError, find_damage, read_trainer_state
 from megazero.cli.commands import app
 from megazero.config import ResolvedRun, to_toml
+from megazero.formats.importer import import_checkpoint
 
 pytestmark = pytest.mark.slow  # starts whole runs
 

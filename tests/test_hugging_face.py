@@ -21,7 +21,6 @@ from typer.testing import CliRunner, Result
 from worlds import GPT2, LLAMA, LR, engine_on, global_batch, micro_batches, plain_config, run_of
 
 from megazero.checkpoint.folder import Folder, LocalFolder, folder_at
-from megazero.checkpoint.foreign.importer import import_checkpoint
 from megazero.checkpoint.hugging_face.config import logical_shapes
 from megazero.checkpoint.hugging_face.exporter import export_model
 from megazero.checkpoint.hugging_face.importer import import_model
@@ -44,6 +43,7 @@ from megazero.cli.commands import app
 from megazero.config import ResolvedRun, load_config, to_toml
 from megazero.data.identity import fingerprint_of
 from megazero.data.tokenizer import FileTokenizer
+from megazero.formats.importer import import_checkpoint
 from megazero.models.registry import FAMILIES
 from megazero.training.resuming import foresee
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.table import Column, Table
 
+from megazero.annexes import added
 from megazero.cli._common import fail, load_extensions, print_table
 
 if TYPE_CHECKING:
@@ -212,24 +213,21 @@ def import_(
     extension: ExtensionOption = None,
 ) -> None:
     """Make a checkpoint of what another framework has written, to continue training from it."""
-    from megazero.checkpoint.foreign.importer import import_checkpoint
     from megazero.checkpoint.foreign.writer import MODEL_TOML
+    from megazero.checkpoint.hugging_face.importer import import_model
     from megazero.checkpoint.shards import parse_size
 
+    known = {"form": form, "run_file": run_file, "step": step, "samples": samples}
+    given = {name: value for name, value in known.items() if value is not None}
+    read = added("import").get("checkpoints")
     with _user_errors():
         load_extensions(extension)
         _check_dtype(dtype)
-        made = import_checkpoint(
-            source,
-            out,
-            form=form,
-            run_file=run_file,
-            dtype=dtype,
-            seq_len=seq_len,
-            step=step,
-            samples=samples,
-            ignore=ignore or (),
-            max_shard_bytes=parse_size(max_shard_size),
+        if read is None and given:
+            raise ValueError(f"{', '.join(given)}: only transformers models are read without megazero.formats")
+        most = parse_size(max_shard_size)
+        made = (read or import_model)(
+            source, out, dtype=dtype, seq_len=seq_len, ignore=ignore or (), max_shard_bytes=most, **given
         )
     print(f"{out}: {made.tensors} tensors in {made.dtype}, {made.bytes / 2**20:,.1f} MiB; for the run file")
     print(f"(the same text is in {out}/{MODEL_TOML}):\n\n{made.toml}", end="")
@@ -253,16 +251,15 @@ def export(
     with _user_errors():
         load_extensions(extension)
         _check_dtype(dtype)
-        if to not in ("hf", "dcp"):
-            raise ValueError(f"--to {to} must be hf or dcp")
+        writers = added("export")
+        if to not in ("hf", *writers):
+            raise ValueError(f"--to {to} must be {' or '.join(('hf', *writers))}")
         if to == "dcp" and max_shard_size != _SHARD:
             raise ValueError("--max-shard-size is for --to hf: torch's writer makes one file of --to dcp")
         if to == "hf" and names is not None:
             raise ValueError("--names is for --to dcp: transformers has one table of names")
         if to == "dcp":
-            from megazero.checkpoint.foreign.exporter import export_dcp
-
-            made = export_dcp(directory, out, dtype=dtype, names=names)
+            made = writers[to](directory, out, dtype=dtype, names=names)
         else:
             from megazero.checkpoint.hugging_face.exporter import export_model
 

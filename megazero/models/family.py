@@ -166,9 +166,6 @@ class ModelFamily(ABC):
     """The keys of [model] that it reads and not every family does, such as "rope_theta"; elsewhere they are refused."""
     hugging_face: HuggingFaceFormat | None = None
     """Its form in transformers; None where transformers does not have it."""
-    foreign: str = ""
-    """"module:NAME" of the tables of its tensors' names in checkpoints of other frameworks (`models/foreign.py`); empty for
-    those of transformers alone."""
 
     @abstractmethod
     def layer_weights(self, model: ModelConfig) -> int:

@@ -52,4 +52,4 @@ MISTRAL_FORMAT = replace(
     problems=_unsupported,
     reads=(*LLAMA_FORMAT.reads, "sliding_window"),
 )
-MISTRAL = MistralFamily(LLAMA_2, MISTRAL_FORMAT, "megazero.models.llama.foreign:TABLES")
+MISTRAL = MistralFamily(LLAMA_2, MISTRAL_FORMAT)

@@ -30,4 +30,4 @@ QWEN2_FORMAT = replace(
     problems=_unsupported,
     reads=(*LLAMA_FORMAT.reads, "use_sliding_window", "sliding_window", "max_window_layers"),
 )
-QWEN2 = LlamaFamily(Variant(qkv_bias=True), QWEN2_FORMAT, "megazero.models.llama.foreign:QWEN2")
+QWEN2 = LlamaFamily(Variant(qkv_bias=True), QWEN2_FORMAT)

@@ -12,4 +12,4 @@ QWEN3_FORMAT = replace(
     defaults={**QWEN2_FORMAT.defaults, "head_dim": ("head_dim", 128)},
     constants={**QWEN2_FORMAT.constants, "attention_bias": False},
 )
-QWEN3 = LlamaFamily(Variant(qk_norm="head"), QWEN3_FORMAT, "megazero.models.llama.foreign:QWEN3")
+QWEN3 = LlamaFamily(Variant(qk_norm="head"), QWEN3_FORMAT)

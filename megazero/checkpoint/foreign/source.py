@@ -10,10 +10,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from functools import partial
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +20,11 @@ import torch
 from torch import Tensor
 
 from megazero.checkpoint.folder import LocalFolder
+from megazero.checkpoint.foreign.names import NameTable, Theirs
 from megazero.checkpoint.index import CheckpointError
 from megazero.checkpoint.shards import CHUNK_ELEMENTS
+from megazero.data.sealed import LFS_HINT, LFS_POINTER
 from megazero.models.config import ModelConfig
-from megazero.models.foreign import NameTable, Theirs
 from megazero.models.registry import FAMILIES
 from megazero.models.rope_scaling import RopeScaling
 from megazero.settings import toml_value
@@ -84,31 +84,24 @@ def local_source(source: str | Path) -> LocalFolder:
 
 def check_whole(path: Path) -> None:
     """Raises: CheckpointError: git-lfs has not fetched the file.  OSError."""
-    if path.stat().st_size < 1024 and path.read_bytes().startswith(b"version https://git-lfs.github.com/spec/"):
-        raise CheckpointError(f"{path} is a pointer of git-lfs, not the file itself: run `git lfs pull` there")
+    if path.stat().st_size < 1024 and path.read_bytes().startswith(LFS_POINTER):
+        raise CheckpointError(f"{path} is {LFS_HINT}")
 
 
-def hugging_face_table(family: str, *, dropped: bool = False) -> NameTable:
-    """The table of the names that transformers gives a family's tensors; `dropped`: without the prefix of the whole model,
-    as a model without its head has them."""
-    form = FAMILIES[family].hugging_face
-    if form is None:
-        return NameTable("own", "")
-    prefix = form.prefix if dropped else ""
-    return NameTable("hugging-face", form.embedding, dropped=prefix, head=form.head, buffers=form.buffers)
-
-
-def tables_of(family: str) -> tuple[NameTable, ...]:
-    """The tables of a family: those of its folder, and those of transformers."""
-    module, _, name = FAMILIES[family].foreign.partition(":")
-    own: tuple[NameTable, ...] = getattr(import_module(module), name) if module else ()
-    return (*own, hugging_face_table(family), hugging_face_table(family, dropped=True))
+def tables_of_transformers(family: str) -> tuple[NameTable, ...]:
+    """The names that transformers gives a family's tensors; then without the prefix of the whole model, as a model without
+    its head has them."""
+    if (form := FAMILIES[family].hugging_face) is None:
+        return (NameTable("own", ""),)
+    whole = NameTable("hugging-face", form.embedding, head=form.head, buffers=form.buffers)
+    return whole, replace(whole, dropped=form.prefix)
 
 
 def match(
     found: ForeignCheckpoint,
     model: ModelConfig,
     shapes: Mapping[str, tuple[int, ...]],
+    tables: Sequence[NameTable],
     *,
     described_by: str,
     ignore: Sequence[str] = (),
@@ -118,6 +111,7 @@ def match(
     Args:
         model: resolved.
         shapes: of our logical tensors.
+        tables: of names, of which one must fit.
         described_by: the file that describes the model, for messages.
         ignore: patterns of names that may be left out, as of file names.
 
@@ -135,8 +129,8 @@ def match(
     used = {kind: tensors for kind, tensors in used.items() if tensors or kind == MODEL}  # all of a kind may be ignored
     # A script may keep the model behind a prefix of its own, and the state of the optimizer not.
     others = [tensors for kind, tensors in used.items() if kind != MODEL]
-    of_model = _best_table([used[MODEL]], model.family, shapes, found.path)
-    of_others = _best_table(others, model.family, shapes, found.path) if others else of_model
+    of_model = _best_table([used[MODEL]], tables, shapes, found.path)
+    of_others = _best_table(others, tables, shapes, found.path) if others else of_model
     about = list(_not_shown(of_model[0], used[MODEL].get(of_model[1] + of_model[0].turns), model))
     unknown |= {name: line for name, line in about if name}
     notes = [*found.notes, *(line for name, line in about if not name)]
@@ -176,7 +170,7 @@ def match(
         shown = "; ".join(lines[:_SHOWN]) + (f"; and {len(lines) - _SHOWN} more" if len(lines) > _SHOWN else "")
         hint = ". --ignore NAME leaves out what is not needed" if left and not problems else ""
         if not matched.get(MODEL):
-            known = ", ".join(dict.fromkeys(table.name for table in tables_of(model.family)))
+            known = ", ".join(dict.fromkeys(table.name for table in tables))
             hint = f". {model.family} is known under the names of {known}, and no tensor has one"
         raise CheckpointError(f"the weights in {found.path} are not those of {described_by}: {shown}{hint}")
     return matched, notes
@@ -225,7 +219,10 @@ def _label(kind: str) -> str:
 
 
 def _best_table(
-    kinds: Sequence[Mapping[str, ForeignTensor]], family: str, shapes: Mapping[str, tuple[int, ...]], path: str
+    kinds: Sequence[Mapping[str, ForeignTensor]],
+    tables: Sequence[NameTable],
+    shapes: Mapping[str, tuple[int, ...]],
+    path: str,
 ) -> tuple[NameTable, str]:
     """The table, and the prefix before its names, that know most of the tensors of all these kinds.
 
@@ -234,7 +231,7 @@ def _best_table(
     names = [name for one in kinds for name in one]
 
     def candidates() -> Iterator[tuple[NameTable, str]]:
-        for table in tables_of(family):
+        for table in tables:
             ends = table.theirs(table.embedding).name, table.head  # of which a tied model may have either
             prefixes = {name.removesuffix(end): None for name in names for end in ends if name.endswith(end)}
             yield from ((table, prefix) for prefix in [*prefixes, ""] if prefix == "" or prefix.endswith("."))

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from megazero.checkpoint.folder import Folder, Location
-from megazero.checkpoint.foreign.source import local_source, match
+from megazero.checkpoint.foreign.source import local_source, match, tables_of_transformers
 from megazero.checkpoint.foreign.writer import Imported, write_step
 from megazero.checkpoint.hugging_face.config import format_of, logical_shapes, model_section
 from megazero.checkpoint.hugging_face.tokenizer import TOKEN_IDS, TOKENIZER, tokenizer_files
@@ -68,7 +68,9 @@ def import_model(
         raise CheckpointError(f"{folder}/{HF_CONFIG} is of {model.num_layers} layers, there are {count} tensors")
     with foreign_errors(f"{folder}/{HF_CONFIG}"):
         shapes = logical_shapes(model)
-    kinds, notes = match(found, model, shapes, described_by=f"its {HF_CONFIG}", ignore=ignore)
+    kinds, notes = match(
+        found, model, shapes, tables_of_transformers(model.family), described_by=f"its {HF_CONFIG}", ignore=ignore
+    )
     # before the first step, on data that is not chosen yet
     told = (*told, *notes)
     trainer = TrainerState(0, 0, 0, 0, "", set_keys(model), {}, {}, versions())

@@ -47,7 +47,6 @@ class GPT2Family(ModelFamily):
     """As above."""
 
     ties_embeddings, learns_positions = True, True
-    foreign = "megazero.models.gpt2.foreign:TABLES"
     hugging_face = HuggingFaceFormat(
         architecture="GPT2LMHeadModel",
         sizes={

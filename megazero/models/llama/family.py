@@ -85,13 +85,12 @@ class LlamaFamily(ModelFamily):
     Args:
         variant: its layers.
         hugging_face: its form in transformers.
-        foreign: see `ModelFamily`.
     """
 
     reads: tuple[str, ...] = ("rope_theta", "rope_scaling", "head_dim")
 
-    def __init__(self, variant: Variant, hugging_face: HuggingFaceFormat, foreign: str = "") -> None:
-        self.variant, self.hugging_face, self.foreign = variant, hugging_face, foreign
+    def __init__(self, variant: Variant, hugging_face: HuggingFaceFormat) -> None:
+        self.variant, self.hugging_face = variant, hugging_face
 
     def ffn_hidden_size(self, model: ModelConfig) -> int:
         """8/3 of the hidden size, up to a multiple of 256."""
@@ -155,4 +154,4 @@ class LlamaItself(LlamaFamily):
             yield Problem("model.init_std", model.init_std, "must be at most 1: transformers loads no other llama")
 
 
-LLAMA = LlamaItself(LLAMA_2, LLAMA_FORMAT, "megazero.models.llama.foreign:TABLES")
+LLAMA = LlamaItself(LLAMA_2, LLAMA_FORMAT)

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from megazero.checkpoint.foreign.names import NameTable, Theirs
+from megazero.formats.moves import without_padding
 from megazero.models.config import ModelConfig
-from megazero.models.foreign import NameTable, Theirs, without_padding
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -44,4 +45,4 @@ def _megatron() -> NameTable:
     return NameTable("megatron", "transformer.wte.weight", tensors, head="output_layer.weight")
 
 
-TABLES = (_megatron(),)
+GPT2 = (_megatron(),)

@@ -18,9 +18,6 @@ from typing import Any
 import torch
 
 from megazero.checkpoint.folder import LocalFolder, Location
-from megazero.checkpoint.foreign.dcp import ACCELERATE, METADATA
-from megazero.checkpoint.foreign.deepspeed import find_deepspeed
-from megazero.checkpoint.foreign.found import ADAM
 from megazero.checkpoint.foreign.source import ForeignCheckpoint, local_source, match
 from megazero.checkpoint.foreign.writer import Imported, write_step
 from megazero.checkpoint.hugging_face.config import logical_shapes
@@ -30,12 +27,16 @@ from megazero.checkpoint.index import HF_CONFIG, CheckpointError, TrainerState, 
 from megazero.checkpoint.shards import new_folder
 from megazero.config import RunConfig
 from megazero.config.load import read_run_file
+from megazero.formats.dcp import ACCELERATE, METADATA
+from megazero.formats.deepspeed import find_deepspeed
+from megazero.formats.found import ADAM
+from megazero.formats.tables import tables_of
 from megazero.optim.optimizers import make_optimizer, state_names
 from megazero.optim.registry import OPTIMIZERS
 from megazero.settings import hide_passwords, toml_value
 
 HUGGING_FACE = "hf"
-_HERE = "megazero.checkpoint.foreign"
+_HERE = "megazero.formats"
 
 
 @dataclass(frozen=True)
@@ -129,7 +130,8 @@ def import_checkpoint(
     with foreign_errors(str(folder)):
         found: ForeignCheckpoint = getattr(import_module(module), function)(folder, config.model)
     described = f"the [model] of {run_file}"
-    kinds, notes = match(found, config.model, logical_shapes(config.model), described_by=described, ignore=ignore)
+    shapes, tables = logical_shapes(config.model), tables_of(config.model.family)
+    kinds, notes = match(found, config.model, shapes, tables, described_by=described, ignore=ignore)
     has_moments = _has_moments(folder, kinds, found.optimizer_steps)
     if has_moments:
         _check_optimizer(config, run_file)

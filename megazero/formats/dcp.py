@@ -26,10 +26,10 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from megazero.checkpoint.folder import LocalFolder, ReadBytes, is_file_name
-from megazero.checkpoint.foreign.found import ADAM, Found
 from megazero.checkpoint.foreign.pickles import load_metadata, load_tensors
 from megazero.checkpoint.foreign.source import ForeignCheckpoint, ForeignTensor
 from megazero.checkpoint.index import CheckpointError, foreign_errors
+from megazero.formats.found import ADAM, Found
 from megazero.models.config import ModelConfig
 from megazero.zero.state import MODEL
 

@@ -32,10 +32,10 @@ import torch
 from torch import Tensor
 
 from megazero.checkpoint.folder import LocalFolder
-from megazero.checkpoint.foreign.found import ADAM, Found
 from megazero.checkpoint.foreign.pickles import load_tensors
 from megazero.checkpoint.foreign.source import ForeignCheckpoint, ForeignTensor
 from megazero.checkpoint.index import LATEST, CheckpointError
+from megazero.formats.found import ADAM, Found
 from megazero.models.config import ModelConfig
 from megazero.zero.state import MASTER, MODEL
 

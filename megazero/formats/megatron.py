@@ -29,12 +29,12 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves_with_path
 
 from megazero.checkpoint.folder import LocalFolder
-from megazero.checkpoint.foreign.buckets import BUCKET, in_buckets
-from megazero.checkpoint.foreign.dcp import METADATA, DcpFolder
-from megazero.checkpoint.foreign.found import ADAM, Found
 from megazero.checkpoint.foreign.pickles import load_tensors
 from megazero.checkpoint.foreign.source import ForeignCheckpoint, ForeignTensor
 from megazero.checkpoint.index import CheckpointError, foreign_errors
+from megazero.formats.buckets import BUCKET, in_buckets
+from megazero.formats.dcp import METADATA, DcpFolder
+from megazero.formats.found import ADAM, Found
 from megazero.models.config import ModelConfig
 from megazero.models.registry import FAMILIES
 from megazero.models.rope_scaling import RopeScaling

@@ -11,7 +11,8 @@ import re
 from collections.abc import Mapping
 from dataclasses import replace
 
-from megazero.models.foreign import NameTable, Theirs, half, kv_heads, of_query_groups, rows_of_pairs, without_padding
+from megazero.checkpoint.foreign.names import NameTable, Theirs
+from megazero.formats.moves import half, kv_heads, of_query_groups, rows_of_pairs, without_padding
 from megazero.models.rope_scaling import RopeScaling
 
 # What torchtitan's own models compute with; releases from 0.2 on scale the frequencies of every Llama, and 0.1 of none.
@@ -81,7 +82,7 @@ def _table(name: str, top: Mapping[str, Theirs], layer: Mapping[str, Theirs], he
 
 
 _UNSCALED, _UNSCALED_0_2 = 'none (scaling="none" in ComplexRoPE.Config)', "none (RoPEScalingArgs(scaling_factor=1.0))"
-TABLES = (
+LLAMA = (
     torchtitan("torchtitan", "attention.qkv_linear", "lm_head.weight", unscaled=_UNSCALED),
     torchtitan("torchtitan-0.2", "attention", "output.weight", unscaled=_UNSCALED_0_2),
     megatron(),

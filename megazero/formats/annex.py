@@ -1,0 +1,6 @@
+"""What checkpoints of other frameworks add to the trunk; see `megazero.annexes`."""
+
+ADDS = {
+    "import": {"checkpoints": "megazero.formats.importer:import_checkpoint"},
+    "export": {"dcp": "megazero.formats.exporter:export_dcp"},
+}
