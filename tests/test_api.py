@@ -1035,6 +1035,23 @@ def test_extra_state_of_a_module_is_refused_by_name(tmp_path: Path) -> None:
     refuses(CheckpointError, "module 1 has a get_extra_state", lambda: engine.save_checkpoint(tmp_path))
 
 
+def _frozen_again(rank: int, folder: Path) -> None:
+    def make() -> nn.Module:
+        model = Net()
+        model.first.requires_grad_(False)
+        return model
+
+    for stage in STAGES:
+        bring(make, settings(stage)).save_checkpoint(folder / str(stage))
+        engine = megazero.initialize(model=seeded(make, 6), config=settings(stage))[0]
+        engine.load_checkpoint(folder / str(stage))
+        assert_equal(engine, seeded(make), stage, **EXACT)
+
+
+def test_frozen_weights_come_back_from_a_checkpoint(tmp_path: Path) -> None:
+    run_world(2, _frozen_again, tmp_path)
+
+
 def _frozen_and_undone(rank: int) -> None:
     for stage in STAGES:
         plain, engine = bring(Net, settings(stage)), bring(Net, settings(stage))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 import zero_worlds
 from harness import run_world
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 from zero_worlds import Sharded, assert_same, assert_trains_as_plain, numbers, plain_gradients, random_batches, seeded
 
 from megazero.comm import collectives
@@ -495,15 +497,13 @@ def test_frozen_parameters_are_kept_and_saved_and_never_stepped(zero_stage: int)
     run_world(2, law)
 
 
-@pytest.mark.parametrize("zero_stage", STAGES)
-@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
-def test_gradients_of_half_precision_weights_are_those_of_plain_ones(zero_stage: int, dtype: str) -> None:
+def _assert_gradients_are_plain(make: Callable[[], nn.Module], zero_stage: int, dtype: str) -> None:
     """Plain torch with weights of the same format, gradients of micro-batches added in fp32."""
-    kind = {"bf16": torch.bfloat16, "fp16": torch.float16}[dtype]
+    kind = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[dtype]
 
     def law(rank: int) -> None:
-        plain = seeded(_Deep).to(kind)
-        sharded = Sharded(seeded(_Deep), zero_stage, rank, 2, precision=PrecisionConfig(dtype=dtype, loss_scale=1.0))
+        plain = seeded(make).to(kind)
+        sharded = Sharded(seeded(make), zero_stage, rank, 2, precision=PrecisionConfig(dtype=dtype, loss_scale=1.0))
         step = [[batch.to(kind) for batch in of_rank] for of_rank in random_batches(1, 2, 2, 4, 16)[0]]
         sharded.accumulate(step[rank])
         expected: dict[str, Tensor] = {}
@@ -514,6 +514,26 @@ def test_gradients_of_half_precision_weights_are_those_of_plain_ones(zero_stage:
         assert_same(sharded.whole("gradient"), expected, rtol=1e-6, atol=1e-7)
 
     run_world(2, law)
+
+
+@pytest.mark.parametrize("zero_stage", STAGES)
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+def test_gradients_of_half_precision_weights_are_those_of_plain_ones(zero_stage: int, dtype: str) -> None:
+    _assert_gradients_are_plain(_Deep, zero_stage, dtype)
+
+
+class _Twice(_Deep):
+    """Its layers run for the loss, and again for an auxiliary loss, which is computed again in the backward."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        auxiliary: Tensor = checkpoint(super().forward, x.flip(-1), use_reentrant=False)
+        return super().forward(x) + auxiliary.sin()
+
+
+@pytest.mark.parametrize("zero_stage", STAGES)
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_a_module_that_runs_twice_in_a_step_gets_the_gradients_of_both_runs(zero_stage: int, dtype: str) -> None:
+    _assert_gradients_are_plain(_Twice, zero_stage, dtype)
 
 
 # ---- what a rank keeps
