@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+__path__: list[str] = []  # modules of DeepSpeed below this file are the mirror's
 _OF_TORCH = {
     "BFloat16Tensor", "ByteTensor", "DoubleTensor", "Event", "FloatTensor", "HalfTensor", "IntTensor", "LongTensor",
     "Stream", "current_stream", "default_stream", "device_count", "empty_cache", "get_rng_state", "initial_seed",
@@ -153,6 +154,11 @@ class Accelerator:
 def get_accelerator() -> Accelerator:
     """The device of this process: CUDA where there is any, else the CPU."""
     return Accelerator("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def is_current_accelerator_supported() -> bool:
+    """Whether scripts may train on the device; always, as DeepSpeed says of CUDA and the CPU."""
+    return True
 
 
 def _with_index(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -34,8 +34,10 @@ HOMES: dict[str, dict[str, str]] = {
     "accelerator": {},  # files of these names hold what is in them
     "checkpointing": _CHECKPOINTING,
     "comm": {},
-    "ops": {},
+    "git_version_info": {"script_utils": "torch_info"},
+    "ops": {"script_optimizers": "__compatible_ops__=compatible_ops"},
     "ops.adam": {"script_optimizers": "FusedAdam=adam DeepSpeedCPUAdam=adam"},
+    "ops.op_builder": {"script_optimizers": "CPUAdamBuilder FusedAdamBuilder"},
     "pipe": _PIPE,
     "runtime": {},
     "runtime.activation_checkpointing": {},
@@ -43,7 +45,16 @@ HOMES: dict[str, dict[str, str]] = {
     "runtime.config": {"megazero.settings": "DeepSpeedConfigError=ConfigError"},
     "runtime.dataloader": {"training_engine": "RepeatingLoader"},
     "runtime.engine": {"training_engine": "DeepSpeedEngine=TrainingEngine"},
-    "runtime.lr_schedules": {"lr_schedulers": "LRRangeTest OneCycle WarmupCosineLR WarmupDecayLR WarmupLR"},
+    "runtime.lr_schedules": {
+        "lr_schedulers": "LRRangeTest OneCycle WarmupCosineLR WarmupDecayLR WarmupLR",
+        "lr_constants": (
+            "LR_RANGE_TEST ONE_CYCLE WARMUP_LR WARMUP_DECAY_LR WARMUP_COSINE_LR LR_RANGE_TEST_MIN_LR "
+            "LR_RANGE_TEST_STEP_RATE LR_RANGE_TEST_STEP_SIZE LR_RANGE_TEST_STAIRCASE CYCLE_FIRST_STEP_SIZE "
+            "CYCLE_FIRST_STAIR_COUNT CYCLE_SECOND_STEP_SIZE CYCLE_SECOND_STAIR_COUNT DECAY_STEP_SIZE CYCLE_MIN_LR "
+            "CYCLE_MAX_LR DECAY_LR_RATE CYCLE_MIN_MOM CYCLE_MAX_MOM DECAY_MOM_RATE WARMUP_MIN_LR WARMUP_MAX_LR "
+            "WARMUP_NUM_STEPS WARMUP_TYPE WARMUP_LOG_RATE WARMUP_LINEAR_RATE WARMUP_MIN_RATIO COS_MIN_RATIO TOTAL_NUM_STEPS"
+        ),
+    },
     "runtime.pipe": {**_PIPE, "topology": "ProcessTopology"},
     "runtime.pipe.engine": {"pipeline_engine": "PipelineEngine"},
     "runtime.pipe.module": _PIPE,
@@ -55,50 +66,60 @@ HOMES: dict[str, dict[str, str]] = {
     "runtime.zero.partition_parameters": _ZERO,
     "utils": {"training_engine": "RepeatingLoader", **_LOGGING},
     "utils.logging": _LOGGING,
+    "utils.torch": {"script_utils": "required_torch_version"},
     "zero": _ZERO,
 }
 
 UNSUPPORTED: dict[str, str] = {
     "initialize reads the configuration; ask the engine, as in engine.train_batch_size()": (
-        "DeepSpeedConfig runtime.config runtime.constants runtime.zero.config"
+        "DeepSpeedConfig runtime.config runtime.config_utils runtime.constants runtime.precision_config runtime.zero.config "
+        "runtime.*.config comm.config constants utils.config"
     ),
     "initialize(training_data=...) returns a torch DataLoader": (
         "DeepSpeedDataLoader runtime.dataloader.DeepSpeedDataLoader"
     ),
     "it only trains; export the checkpoint (`megazero checkpoint export`) and serve it with an inference engine": (
         "DeepSpeedHybridEngine DeepSpeedInferenceConfig InferenceEngine default_inference_config inference "
-        "init_inference model_implementations runtime.hybrid_engine"
+        "init_inference model_implementations runtime.hybrid_engine* runtime.rollout runtime.weight_quantizer"
     ),
-    "initialize returns the torch optimizer that steps the shards": "DeepSpeedOptimizer*",
+    "initialize returns the torch optimizer that steps the shards": "DeepSpeedOptimizer* runtime.base_optimizer",
     "it is a type; write Callable[[Optimizer], LRScheduler]": "DeepSpeedSchedulerCallable",
     "it has no kernels for whole layers; use torch's, such as scaled_dot_product_attention": (
         "DeepSpeedTransformer* module_inject ops.DeepSpeedTransformer* ops.fp_quantizer ops.quantizer "
-        "ops.transformer re*_transformer_layer"
+        "ops.deepspeed4science ops.transformer ops.triton_ops re*_transformer_layer runtime.chunked_cross_entropy"
     ),
     "schedules are values here; PipelineModule takes one, or a name such as schedule='zbv' (docs/schedules.md)": (
-        "DualPipeV* pipe.DualPipeV* runtime.pipe.schedule"
+        "DualPipeV* pipe.DualPipeV* runtime.pipe.dualpipev runtime.pipe.schedule"
     ),
-    "build the model under zero.Init()": "OnDevice utils.OnDevice",
+    "build the model under zero.Init()": "OnDevice utils.OnDevice utils.init_on_device",
     "choose the micro-batch by engine.memory_bytes() and the speed that steps_per_print shows": "autotuning",
-    "checkpoints hold whole tensors in safetensors, which any number of ranks reads": "checkpoint",
-    "compile the module with torch.compile before initialize": "compile runtime.compiler",
+    "checkpoints hold whole tensors in safetensors, which any number of ranks reads": "checkpoint runtime.state_dict_factory",
+    "compile the module with torch.compile before initialize": "compile ops.compile runtime.compiler",
     "it prunes and quantizes nothing; use torchao on the trained model": "compression",
-    "engine.save_checkpoint writes checkpoints, behind the steps with asynchronous=True": "io",
+    "engine.save_checkpoint writes checkpoints, behind the steps with asynchronous=True": (
+        "datastates io runtime.checkpoint_engine runtime.model_checkpointing"
+    ),
     "start scripts by `torchrun ... -m megazero.deepspeed script.py`": "launcher",
     "it has no LoRA or quantized layers; apply peft to the module before initialize": "linear",
     "it has no mixture-of-experts layers; train a dense model": "moe",
     "set the tensorboard block of the configuration": "monitor",
     "set zero_optimization.offload_optimizer in the configuration": (
-        "nvme ops.adam.ZenFlow* ops.aio runtime.superoffload runtime.swap_tensor runtime.zenflow"
+        "nvme ops.adam.ZenFlow* ops.adam.zenflow* ops.aio ops.gds runtime.superoffload runtime.swap_tensor runtime.zenflow"
     ),
     "use torch.optim.Adagrad": "ops.adagrad",
     "use megazero.optim.optimizers.Lion, or Lion in the configuration": "ops.lion",
     "ZeRO steps shards, so an optimizer must act element by element; use AdamW, Lion or Adagrad": "ops.lamb",
     "it compiles no extensions": "ops.op_builder",
+    "call torch.distributed, or the names of deepspeed.comm": "comm.* runtime.comm runtime.pipe.p2p runtime.sparse_tensor",
+    "get_accelerator() answers for CUDA and the CPU": "accelerator.* ops.pin_memory utils.numa utils.pin_memory*",
+    "it is a helper within DeepSpeed; nothing takes its place": (
+        "compat env_report git_version_info* ops.adam.*_* runtime.python_gc runtime.*.offload_activations utils.bwc "
+        "utils.exceptions utils.module_utils utils.static_cache utils.torch.* utils.types"
+    ),
     "its layers drop no tokens": "ops.random_ltd",
     "it has no block-sparse attention; use torch's flex_attention": "ops.sparse_attention",
     "count operations with torch.utils.flop_counter.FlopCounterMode, and time with torch.profiler": "profiling",
-    "the engine keeps fp32 masters itself; set bf16 or fp16 in the configuration": "runtime.*f*16*",
+    "the engine keeps fp32 masters itself; set bf16 or fp16 in the configuration": "runtime.*f*16* runtime.keep_in_fp32 runtime.torch_autocast utils.mixed_precision_linkage",
     "it keeps no generators of its own; seed torch's through runtime.utils.set_random_seed": (
         "*checkpointing.get_cuda_rng_tracker *checkpointing.model_parallel_* *checkpointing.CudaRNGStatesTracker"
     ),
@@ -117,6 +138,6 @@ UNSUPPORTED: dict[str, str] = {
     "engine.memory_bytes() says what each kind of state takes": "runtime.zero.stage*.estimate_*",
     "a method units() of the model says what stage 3 gathers at once": "utils.*z3_leaf*",
     "runtime.pipe.topology.PipelineParallelGrid has ranks and groups; so has engine.parallel_state": "utils.groups",
-    "set wall_clock_breakdown in the configuration, or use torch.profiler": "utils.timer",
+    "set wall_clock_breakdown in the configuration, or use torch.profiler": "utils.comms_logging utils.debug utils.nvtx utils.timer",
     "checkpoints hold whole fp32 tensors in safetensors; there is nothing to convert": "utils.zero_to_*",
 }

@@ -5,6 +5,7 @@ The engine runs torch's fused kernels on the device or, offloaded, on the host, 
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable
 from typing import Any
 
@@ -32,3 +33,19 @@ def adam(
     decoupled = adam_w_mode and adamw_mode
     made = torch.optim.AdamW if decoupled else torch.optim.Adam
     return made(params, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, amsgrad=amsgrad)
+
+
+class FusedAdamBuilder:
+    """Names what `FusedAdam` needs, for scripts that look whether it is there."""
+
+    NAME = "fused_adam"
+
+
+class CPUAdamBuilder:
+    """Names what `DeepSpeedCPUAdam` needs."""
+
+    NAME = "cpu_adam"
+
+
+compatible_ops = defaultdict(bool, {FusedAdamBuilder.NAME: True, CPUAdamBuilder.NAME: True})
+"""Which of DeepSpeed's extensions a script may count on: those of the optimizers that it has."""

@@ -7,11 +7,13 @@ import logging
 import random
 import sys
 from collections.abc import Collection
+from typing import Any
 
 import numpy
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.torch_version import TorchVersion
 
 from megazero.deepspeed.accelerator import get_accelerator
 
@@ -63,3 +65,19 @@ def see_memory_usage(message: str, force: bool = False) -> None:
 
 def register_external_parameter(module: nn.Module, parameter: nn.Parameter) -> None:
     """Nothing to do: a module that reads another's parameter gets it gathered."""
+
+
+torch_info = {
+    "version": ".".join(torch.__version__.split(".")[:2]),
+    "cuda_version": torch.version.cuda or "0.0",
+    "hip_version": torch.version.hip or "0.0",
+    "nccl_version": "0.0",  # which readers take as "ask torch"
+    "bf16_support": True,
+}
+"""The versions that this process runs, as `deepspeed.git_version_info` has those of the build."""
+
+
+def required_torch_version(min_version: Any = None, max_version: Any = None) -> bool:
+    """Whether torch is of `min_version` or newer, and of `max_version` or older."""
+    version = TorchVersion(torch.__version__)
+    return not (min_version and version < str(min_version)) and not (max_version and version > str(max_version))
