@@ -67,13 +67,12 @@ def register_external_parameter(module: nn.Module, parameter: nn.Parameter) -> N
     """Nothing to do: a module that reads another's parameter gets it gathered."""
 
 
-torch_info = {
+torch_info: dict[str, Any] = {
     "version": ".".join(torch.__version__.split(".")[:2]),
-    "cuda_version": torch.version.cuda or "0.0",
-    "hip_version": torch.version.hip or "0.0",
-    "nccl_version": "0.0",  # which readers take as "ask torch"
+    "nccl_version": "0.0",
     "bf16_support": True,
 }
+torch_info |= {"cuda_version": torch.version.cuda or "0.0", "hip_version": torch.version.hip or "0.0"}
 """The versions that this process runs, as `deepspeed.git_version_info` has those of the build."""
 
 
