@@ -1,14 +1,14 @@
 """Runs DeepSpeed's own unit tests with DeepSpeed and with megazero in its place, on the CPU, and says which pass.
 
     git clone https://github.com/deepspeedai/DeepSpeed
-    python -m benchmarks.deepspeed_unit_tests --deepspeed DeepSpeed [--only PART] [--sides megazero]
+    python -m benchmarks.deepspeed_unit_tests DeepSpeed [--only PART] [--sides megazero]
 
 A test counts if it passes with the DeepSpeed that is installed.  Each test runs in forked processes of its own, as many as it
-asks for up to four, with a limit of time.  `--only checkpoint/test_lr` or `--only zero/test_zero.py::TestZero3` runs a part and
-keeps the other results; `--sides megazero` keeps DeepSpeed's.
+asks for up to four.  `--only checkpoint/test_lr` or `--only zero/test_zero.py::TestZero3` runs a part and keeps the other
+results; `--sides megazero` keeps DeepSpeed's.
 
-A test that fails is one of three: megazero refuses by name what it needs; it looks at what is private to DeepSpeed, or at what
-megazero does otherwise on purpose (`REASONS`); or the two differ.
+What fails is one of three: megazero refuses by name what the test needs; the test looks at what is private to DeepSpeed, or at
+what megazero does otherwise on purpose (`REASONS`); or the two differ.
 """
 
 from __future__ import annotations
@@ -25,21 +25,19 @@ import time
 import traceback
 from collections import Counter, defaultdict
 from collections.abc import Callable
-from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-RESULTS, ROOT = Path(__file__).parent / "results", Path(__file__).parent.parent
+ROOT, SIDE, OUT, ONLY = Path(__file__).parent.parent, "UNIT_TESTS_SIDE", "UNIT_TESTS_OUT", "UNIT_TESTS_ONLY"
 SECONDS, RANKS = 60, 4  # of a test; the most that it may start
 FILES = """runtime/zero/test_*.py v1/zero/test_*.py runtime/pipe/test_*.py pipe/test_*.py checkpoint/test_*.py
     runtime/half_precision/test_*.py v1/half_precision/test_*.py runtime/test_lr_schedulers.py runtime/test_precision_*.py
     runtime/test_ds_config_*.py runtime/test_ds_initialize.py runtime/test_autocast.py runtime/test_data.py
     runtime/test_multi*.py runtime/test_no_sync_ctxt.py runtime/test_runtime_utils.py"""
-SIDE, OUT, ONLY = "UNIT_TESTS_SIDE", "UNIT_TESTS_OUT", "UNIT_TESTS_ONLY"
-KINDS = ("pass with both", "refused by name", "private", "differ")
-PRIVATE = "it is private to DeepSpeed"
+KINDS = ("pass with both", "refused by name", "private or on purpose", "differ")
+PRIVATE = "a name that is private to DeepSpeed"
 REASONS = {
     PRIVATE: PRIVATE,
     r"'(OneCycle|Warmup\w+)' object has no": "attributes of a schedule by which DeepSpeed computes the rate",
@@ -49,74 +47,61 @@ REASONS = {
 
 def main() -> None:
     """Run the tests, keep their results in a JSON file and make the page of it."""
-    parser = argparse.ArgumentParser(description="DeepSpeed's unit tests with DeepSpeed and with megazero.")
-    parser.add_argument("--deepspeed", type=Path, required=True, help="a checkout of DeepSpeed")
+    parser = argparse.ArgumentParser()
+    parser.add_argument("deepspeed", type=Path, help="a checkout of DeepSpeed")
     parser.add_argument("--only", default="", help="part of a test's file::name")
     parser.add_argument("--sides", nargs="*", default=["deepspeed", "megazero"])
-    parser.add_argument("--results", type=Path, default=RESULTS)
+    parser.add_argument("--results", type=Path, default=ROOT / "benchmarks" / "results")
     given = parser.parse_args()
     stored, tests = given.results / "deepspeed_unit_tests.json", given.deepspeed.resolve() / "tests"
     results = json.loads(stored.read_text()) if stored.exists() else {"deepspeed": {}, "megazero": {}}
     files = sorted({file for pattern in FILES.split() for file in (tests / "unit").glob(pattern)})
     for name in [str(file.relative_to(tests)) for file in files]:
         for side in given.sides if given.only.partition("::")[0] in name else ():
-            again = {test for test in results[side] if test.startswith(name) and given.only in test} | {name}
-            kept = {test: end for test, end in results[side].items() if test not in again}
+            kept = {
+                test: results[side][test]
+                for test in results[side]
+                if not test.startswith(name) or given.only not in test
+            }
             results[side] = kept | _run(tests, name, side, given.only)
-        stored.write_text(json.dumps(results, indent=0, sort_keys=True) + "\n")
+            stored.write_text(json.dumps(results, indent=0, sort_keys=True) + "\n")
     stored.with_suffix(".md").write_text(_page(results["deepspeed"], results["megazero"]))
 
 
 def _run(tests: Path, file: str, side: str, only: str) -> dict[str, str]:
-    """How each test of a file ended: "passed", "skipped: why" or the error; under the file's name, why it has no tests."""
+    """How each test of a file ended; under the file's own name, why it has no tests."""
     with tempfile.TemporaryDirectory() as made:
+        out = Path(made, "out")
+        out.touch()
         environment = {**os.environ, "DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
         environment |= {"GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}
-        environment |= {SIDE: side, OUT: f"{made}/out", ONLY: only}
-        command = [
-            sys.executable,
-            "-m",
-            "pytest",
-            "-q",
-            "-p",
-            "benchmarks.deepspeed_unit_tests",
-            "-p",
-            "no:cacheprovider",
-        ]
-        command += ["-p", "no:xdist", "-W", "ignore", f"--basetemp={made}/tmp", file]
-        ran = subprocess.run(command, cwd=tests, env=environment, stdout=subprocess.PIPE, text=True, check=False)
-        lines = Path(f"{made}/out").read_text().splitlines() if os.path.exists(f"{made}/out") else []
-        ends = dict(json.loads(line) for line in lines)
-        print(
-            side,
-            file,
-            dict(Counter(re.split("[: ]", end)[0] for end in ends.values())) or ran.stdout[-2000:],
-            flush=True,
+        environment |= {SIDE: side, OUT: str(out), ONLY: only}
+        command = (
+            f"-m pytest -p benchmarks.deepspeed_unit_tests -p no:cacheprovider -p no:xdist -W ignore {file}".split()
         )
-        return ends
+        command = [sys.executable, *command, f"--basetemp={made}/tests"]
+        subprocess.run(command, cwd=tests, env=environment, stdout=subprocess.DEVNULL, check=False)
+        ends = dict(json.loads(line) for line in out.read_text().splitlines())
+    print(side, file, dict(Counter(end.split()[0] for end in ends.values())), flush=True)
+    return ends
 
 
 def _page(theirs: dict[str, str], ours: dict[str, str]) -> str:
-    counts: dict[str, Counter[str]] = defaultdict(Counter)
-    lines: dict[str, Counter[str]] = defaultdict(Counter)
+    rows: dict[str, Counter[str]] = defaultdict(Counter)
+    texts: dict[str, Counter[str]] = defaultdict(Counter)
     for test in [test for test, end in sorted(theirs.items()) if end == "passed"]:
         file = test.partition("::")[0]
         kind, text = _kind(test, ours.get(test) or ours.get(file) or "not run")
-        for row in (file, "all"):
-            counts[row][kind] += 1
-        lines[kind][text] += 1
-    counts["all"] = counts.pop("all")  # the last row
+        rows[file][kind] += 1
+        texts[kind][text] += 1
+    rows["all"] = sum(rows.values(), Counter())
     page = ["# DeepSpeed's unit tests", "", *(__doc__ or "").strip().splitlines(), ""]
     page += [f"| file | pass with DeepSpeed | {' | '.join(KINDS)} |", "|---|" + "---|" * (1 + len(KINDS))]
-    for file, row in counts.items():
+    for file, row in rows.items():
         page.append(f"| {file} | {sum(row.values())} | {' | '.join(str(row[kind] or '') for kind in KINDS)} |")
     for kind in KINDS[1:]:
-        page += [
-            "",
-            f"| {kind} | tests |",
-            "|---|---|",
-            *(f"| {text} | {n} |" for text, n in lines[kind].most_common()),
-        ]
+        page += ["", f"| {kind} | tests |", "|---|---|"]
+        page += [f"| {text} | {count} |" for text, count in texts[kind].most_common()]
     return "\n".join(page) + "\n"
 
 
@@ -124,10 +109,10 @@ def _kind(test: str, end: str) -> tuple[str, str]:
     if end == "passed":
         return KINDS[0], ""
     if reason := next((reason for pattern, reason in REASONS.items() if re.search(pattern, f"{test} {end}")), None):
-        return "private", reason
-    is_refused = end.startswith("refused ")
-    text = re.sub(r"\S*/tmp/\S*/", "", end.removeprefix("refused ") if is_refused else f"{test}: {end}")
-    return "refused by name" if is_refused else "differ", re.sub(r"\s+", " ", text).replace("|", "/")[:300]
+        return KINDS[2], reason
+    text = end.removeprefix("refused ") if end.startswith("refused ") else f"{test}: {end}"
+    text = re.sub(r"\s+", " ", re.sub(r"\S*/tmp/\S*/", "", text)).replace("|", "/")[:300]
+    return KINDS[1 if end.startswith("refused ") else 3], text
 
 
 # What follows runs within pytest, of which this file is a plugin.
@@ -135,7 +120,7 @@ if os.environ.get(SIDE) == "megazero":
     from megazero.deepspeed import mirror
 
     refused = mirror._reason
-    mirror._reason = lambda path: refused(path) or PRIVATE  # so that a file is not lost for a private name at its top
+    mirror._reason = lambda path: refused(path) or PRIVATE  # so that no file is lost for what it imports at its top
     mirror.stand_for_deepspeed()
 elif SIDE in os.environ:  # before the checkout's is found
     from deepspeed.accelerator import get_accelerator
@@ -147,8 +132,8 @@ elif SIDE in os.environ:  # before the checkout's is found
 def pytest_collection_modifyitems(items: list[Any]) -> None:
     """Leave what is asked for, and let each test start its ranks through this file."""
     items[:] = [item for item in items if os.environ[ONLY] in item.nodeid]
-    if common := sys.modules.get("unit.common"):
-        setattr(common.DistributedExec, "_launch_procs", _launch)
+    if "unit.common" in sys.modules:
+        sys.modules["unit.common"].DistributedExec._launch_procs = _launch
 
 
 def _launch(test: Any, ranks: int, store: str) -> None:
@@ -166,19 +151,18 @@ def pytest_pyfunc_call(pyfuncitem: Any) -> bool:
 def pytest_runtest_logreport(report: Any) -> None:
     """Keep how a test ended."""
     if report.when == "call" or report.outcome != "passed":
-        text = f"skipped {report.longrepr[2]}" if report.skipped else str(report.longrepr or "passed")
-        _keep(report.nodeid, text[max(0, text.find("refused "), text.find("failed ")) :])
+        _keep(report, f"skipped {report.longrepr[2]}" if report.skipped else str(report.longrepr or "passed"))
 
 
 def pytest_collectreport(report: Any) -> None:
     """Keep why a file cannot be imported."""
     if report.failed:
-        _keep(report.nodeid, "failed " + str(report.longrepr).strip().splitlines()[-1])
+        _keep(report, "failed " + str(report.longrepr).strip().splitlines()[-1])
 
 
-def _keep(test: str, end: str) -> None:
+def _keep(report: Any, end: str) -> None:
     with open(os.environ[OUT], "a") as file:
-        file.write(json.dumps([test, end[:600]]) + "\n")
+        file.write(json.dumps([report.nodeid, end[:600]]) + "\n")
 
 
 def _forked(work: Callable[[int], Any], ranks: int) -> None:
@@ -192,8 +176,8 @@ def _forked(work: Callable[[int], Any], ranks: int) -> None:
         process.start()
     try:
         for _ in processes:
-            has_ended = reader.poll(max(0, deadline - time.monotonic()))
-            end = reader.recv() if has_ended else f"failed: no end within {SECONDS} s"
+            is_ended = reader.poll(max(0, deadline - time.monotonic()))
+            end = reader.recv() if is_ended else f"failed: no end within {SECONDS} s"
             if end.startswith("skipped "):
                 pytest.skip(end.removeprefix("skipped "))
             if end:
@@ -214,9 +198,8 @@ def _rank(work: Callable[[int], Any], rank: int, pipe: Any) -> None:
     except BaseException as error:
         frames = traceback.extract_tb(error.__traceback__)
         is_refused = str(ROOT / "megazero") in frames[-1].filename and (frames[-1].line or "").startswith("raise ")
-        place = " ".join(f"{Path(frame.filename).name}:{frame.lineno}" for frame in frames[-4:])
-        end = f"{'refused' if is_refused else 'failed'} {type(error).__name__}: {str(error)[:400]}"
-        end += "" if is_refused else f" [{place}]"
+        place = "" if is_refused else " ".join(f"{Path(frame.filename).name}:{frame.lineno}" for frame in frames[-4:])
+        end = f"{'refused' if is_refused else 'failed'} {type(error).__name__}: {str(error)[:400]} {place}"
     pipe.send(end)
     time.sleep(SECONDS)
 

@@ -85,8 +85,7 @@ class _Unsupported(type):
     def __call__(cls, *args: Any, **kwargs: Any) -> Any:
         raise NotImplementedError(cls.__doc__)
 
-    def __iter__(cls) -> Any:  # of an enumeration
-        raise NotImplementedError(cls.__doc__)
+    __iter__ = __getitem__ = __index__ = __float__ = __call__  # of an enumeration, a table, a constant
 
     def __getattr__(cls, name: str) -> Any:
         if name.startswith("__"):

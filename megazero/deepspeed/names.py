@@ -35,6 +35,8 @@ HOMES: dict[str, dict[str, str]] = {
     "checkpointing": _CHECKPOINTING,
     "comm": {},
     "git_version_info": {"script_utils": "torch_info"},
+    "moe": {},
+    "moe.utils": {"script_optimizers": "is_moe_param split_params_into_different_moe_groups_for_optimizer"},
     "ops": {"script_optimizers": "__compatible_ops__=compatible_ops"},
     "ops.adam": {"script_optimizers": "FusedAdam=adam DeepSpeedCPUAdam=adam"},
     "ops.op_builder": {"script_optimizers": "CPUAdamBuilder FusedAdamBuilder"},
@@ -72,8 +74,7 @@ HOMES: dict[str, dict[str, str]] = {
 
 UNSUPPORTED: dict[str, str] = {
     "initialize reads the configuration; ask the engine, as in engine.train_batch_size()": (
-        "DeepSpeedConfig runtime.config runtime.config_utils runtime.constants runtime.precision_config runtime.zero.config "
-        "runtime.*.config comm.config constants utils.config"
+        "DeepSpeedConfig comm.config constants runtime.*config* runtime.constants utils.config"
     ),
     "initialize(training_data=...) returns a torch DataLoader": (
         "DeepSpeedDataLoader runtime.dataloader.DeepSpeedDataLoader"
@@ -82,23 +83,21 @@ UNSUPPORTED: dict[str, str] = {
         "DeepSpeedHybridEngine DeepSpeedInferenceConfig InferenceEngine default_inference_config inference "
         "init_inference model_implementations runtime.hybrid_engine* runtime.rollout runtime.weight_quantizer"
     ),
-    "initialize returns the torch optimizer that steps the shards": "DeepSpeedOptimizer* runtime.base_optimizer",
+    "initialize returns the torch optimizer that steps the shards": "DeepSpeedOptimizer*",
     "it is a type; write Callable[[Optimizer], LRScheduler]": "DeepSpeedSchedulerCallable",
     "it has no kernels for whole layers; use torch's, such as scaled_dot_product_attention": (
         "DeepSpeedTransformer* module_inject ops.DeepSpeedTransformer* ops.fp_quantizer ops.quantizer "
-        "ops.deepspeed4science ops.transformer ops.triton_ops re*_transformer_layer runtime.chunked_cross_entropy"
+        "ops.deepspeed4science ops.transformer ops.triton_ops re*_transformer_layer"
     ),
     "schedules are values here; PipelineModule takes one, or a name such as schedule='zbv' (docs/schedules.md)": (
         "DualPipeV* pipe.DualPipeV* runtime.pipe.dualpipev runtime.pipe.schedule"
     ),
-    "build the model under zero.Init()": "OnDevice utils.OnDevice utils.init_on_device",
+    "build the model under zero.Init()": "OnDevice utils.OnDevice",
     "choose the micro-batch by engine.memory_bytes() and the speed that steps_per_print shows": "autotuning",
-    "checkpoints hold whole tensors in safetensors, which any number of ranks reads": "checkpoint runtime.state_dict_factory",
+    "checkpoints hold whole tensors in safetensors, which any number of ranks reads": "checkpoint",
     "compile the module with torch.compile before initialize": "compile ops.compile runtime.compiler",
     "it prunes and quantizes nothing; use torchao on the trained model": "compression",
-    "engine.save_checkpoint writes checkpoints, behind the steps with asynchronous=True": (
-        "datastates io runtime.checkpoint_engine runtime.model_checkpointing"
-    ),
+    "engine.save_checkpoint writes checkpoints, behind the steps with asynchronous=True": "io",
     "start scripts by `torchrun ... -m megazero.deepspeed script.py`": "launcher",
     "it has no LoRA or quantized layers; apply peft to the module before initialize": "linear",
     "it has no mixture-of-experts layers; train a dense model": "moe",
@@ -110,16 +109,18 @@ UNSUPPORTED: dict[str, str] = {
     "use megazero.optim.optimizers.Lion, or Lion in the configuration": "ops.lion",
     "ZeRO steps shards, so an optimizer must act element by element; use AdamW, Lion or Adagrad": "ops.lamb",
     "it compiles no extensions": "ops.op_builder",
-    "call torch.distributed, or the names of deepspeed.comm": "comm.* runtime.comm runtime.pipe.p2p runtime.sparse_tensor",
-    "get_accelerator() answers for CUDA and the CPU": "accelerator.* ops.pin_memory utils.numa utils.pin_memory*",
-    "it is a helper within DeepSpeed; nothing takes its place": (
-        "compat env_report git_version_info* ops.adam.*_* runtime.python_gc runtime.*.offload_activations utils.bwc "
-        "utils.exceptions utils.module_utils utils.static_cache utils.torch.* utils.types"
+    "it is a part within DeepSpeed that nothing here stands for": (
+        "accelerator.* comm.* compat datastates env_report git_version_info* ops.adam.*_* ops.pin_memory "
+        "runtime.base_optimizer runtime.checkpoint_engine runtime.chunked_cross_entropy runtime.comm runtime.keep_in_fp32 "
+        "runtime.model_checkpointing runtime.*.offload_activations runtime.pipe.p2p runtime.python_gc "
+        "runtime.sparse_tensor runtime.state_dict_factory runtime.torch_autocast utils.bwc utils.comms_logging utils.debug "
+        "utils.exceptions utils.init_on_device utils.m*_* utils.numa utils.nvtx utils.pin_memory* utils.static_cache "
+        "utils.torch.* utils.types"
     ),
     "its layers drop no tokens": "ops.random_ltd",
     "it has no block-sparse attention; use torch's flex_attention": "ops.sparse_attention",
     "count operations with torch.utils.flop_counter.FlopCounterMode, and time with torch.profiler": "profiling",
-    "the engine keeps fp32 masters itself; set bf16 or fp16 in the configuration": "runtime.*f*16* runtime.keep_in_fp32 runtime.torch_autocast utils.mixed_precision_linkage",
+    "the engine keeps fp32 masters itself; set bf16 or fp16 in the configuration": "runtime.*f*16*",
     "it keeps no generators of its own; seed torch's through runtime.utils.set_random_seed": (
         "*checkpointing.get_cuda_rng_tracker *checkpointing.model_parallel_* *checkpointing.CudaRNGStatesTracker"
     ),
@@ -138,6 +139,6 @@ UNSUPPORTED: dict[str, str] = {
     "engine.memory_bytes() says what each kind of state takes": "runtime.zero.stage*.estimate_*",
     "a method units() of the model says what stage 3 gathers at once": "utils.*z3_leaf*",
     "runtime.pipe.topology.PipelineParallelGrid has ranks and groups; so has engine.parallel_state": "utils.groups",
-    "set wall_clock_breakdown in the configuration, or use torch.profiler": "utils.comms_logging utils.debug utils.nvtx utils.timer",
+    "set wall_clock_breakdown in the configuration, or use torch.profiler": "utils.timer",
     "checkpoints hold whole fp32 tensors in safetensors; there is nothing to convert": "utils.zero_to_*",
 }

@@ -49,3 +49,13 @@ class CPUAdamBuilder:
 
 compatible_ops = defaultdict(bool, {FusedAdamBuilder.NAME: True, CPUAdamBuilder.NAME: True})
 """Which of DeepSpeed's extensions a script may count on: those of the optimizers that it has."""
+
+
+def is_moe_param(param: Tensor) -> bool:  # noqa: ARG001
+    """Whether a parameter is an expert's; there are none."""
+    return False
+
+
+def split_params_into_different_moe_groups_for_optimizer(param_groups: Any, max_group_size: Any = None) -> list[Any]:  # noqa: ARG001
+    """The groups as they are, in a list: without experts there is nothing to split off."""
+    return [param_groups] if isinstance(param_groups, dict) else list(param_groups)
