@@ -80,6 +80,8 @@ class Accelerator:
         """Whether it computes in fp16."""
         return True
 
+    is_fp64_supported = is_fp16_supported
+
     def supported_dtypes(self) -> list[torch.dtype]:
         """Formats to train in."""
         return [torch.float32, torch.float16, *([torch.bfloat16] if self.is_bf16_supported() else [])]
@@ -124,10 +126,6 @@ class Accelerator:
         return not self._is_cuda
 
     use_host_timers = resolves_data_dependency = handles_memory_backpressure = is_synchronized_device
-
-    def is_fp64_supported(self) -> bool:
-        """Whether it computes in fp64."""
-        return True
 
     def is_triton_supported(self) -> bool:
         """Whether Triton's kernels run on it."""

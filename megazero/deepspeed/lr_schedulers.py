@@ -303,9 +303,8 @@ class OneCycle(LRSchedule):
 
     def _write(self) -> None:
         super()._write()
-        for group, momentum in zip(
-            self.optimizer.param_groups if self.cycle_momentum else (), self._beta1(), strict=False
-        ):
+        groups = self.optimizer.param_groups if self.cycle_momentum else ()
+        for group, momentum in zip(groups, self._beta1(), strict=False):
             group["betas"] = (momentum, *group["betas"][1:])
 
     def _decay_units(self, step: int) -> float | None:
@@ -364,3 +363,12 @@ def make_lr_scheduler(type: str, params: dict[str, Any], optimizer: Any) -> Any:
 def _between(starts: Sequence[float], ends: Sequence[float], share: float) -> list[float]:
     """Numbers that have gone this share of the way."""
     return [start + (end - start) * share for start, end in zip(starts, ends, strict=True)]
+
+
+def __getattr__(name: str) -> str:
+    """DeepSpeed's constants: `WARMUP_LR == "WarmupLR"`, `WARMUP_LOG_RATE == "log"`, `CYCLE_MIN_LR == "cycle_min_lr"`."""
+    if not name.isupper():
+        raise AttributeError(f"megazero.deepspeed.lr_schedulers has no {name!r}")
+    schedule = name.title().replace("_", "").replace("Lr", "LR")
+    types = {"WARMUP_LOG_RATE": "log", "WARMUP_LINEAR_RATE": "linear"}
+    return schedule if schedule in SCHEDULES else types.get(name, name.lower())

@@ -36,10 +36,9 @@ HOMES: dict[str, dict[str, str]] = {
     "comm": {},
     "git_version_info": {"script_utils": "torch_info"},
     "moe": {},
-    "moe.utils": {"script_optimizers": "is_moe_param split_params_into_different_moe_groups_for_optimizer"},
+    "moe.utils": {"script_optimizers": "split_params_into_different_moe_groups_for_optimizer"},
     "ops": {"script_optimizers": "__compatible_ops__=compatible_ops"},
     "ops.adam": {"script_optimizers": "FusedAdam=adam DeepSpeedCPUAdam=adam"},
-    "ops.op_builder": {"script_optimizers": "CPUAdamBuilder FusedAdamBuilder"},
     "pipe": _PIPE,
     "runtime": {},
     "runtime.activation_checkpointing": {},
@@ -48,14 +47,14 @@ HOMES: dict[str, dict[str, str]] = {
     "runtime.dataloader": {"training_engine": "RepeatingLoader"},
     "runtime.engine": {"training_engine": "DeepSpeedEngine=TrainingEngine"},
     "runtime.lr_schedules": {
-        "lr_schedulers": "LRRangeTest OneCycle WarmupCosineLR WarmupDecayLR WarmupLR",
-        "lr_constants": (
-            "LR_RANGE_TEST ONE_CYCLE WARMUP_LR WARMUP_DECAY_LR WARMUP_COSINE_LR LR_RANGE_TEST_MIN_LR "
-            "LR_RANGE_TEST_STEP_RATE LR_RANGE_TEST_STEP_SIZE LR_RANGE_TEST_STAIRCASE CYCLE_FIRST_STEP_SIZE "
-            "CYCLE_FIRST_STAIR_COUNT CYCLE_SECOND_STEP_SIZE CYCLE_SECOND_STAIR_COUNT DECAY_STEP_SIZE CYCLE_MIN_LR "
-            "CYCLE_MAX_LR DECAY_LR_RATE CYCLE_MIN_MOM CYCLE_MAX_MOM DECAY_MOM_RATE WARMUP_MIN_LR WARMUP_MAX_LR "
-            "WARMUP_NUM_STEPS WARMUP_TYPE WARMUP_LOG_RATE WARMUP_LINEAR_RATE WARMUP_MIN_RATIO COS_MIN_RATIO TOTAL_NUM_STEPS"
-        ),
+        "lr_schedulers": (
+            "LRRangeTest OneCycle WarmupCosineLR WarmupDecayLR WarmupLR LR_RANGE_TEST ONE_CYCLE WARMUP_LR WARMUP_DECAY_LR "
+            "WARMUP_COSINE_LR LR_RANGE_TEST_MIN_LR LR_RANGE_TEST_STEP_RATE LR_RANGE_TEST_STEP_SIZE "
+            "LR_RANGE_TEST_STAIRCASE CYCLE_FIRST_STEP_SIZE CYCLE_FIRST_STAIR_COUNT CYCLE_SECOND_STEP_SIZE "
+            "CYCLE_SECOND_STAIR_COUNT DECAY_STEP_SIZE CYCLE_MIN_LR CYCLE_MAX_LR DECAY_LR_RATE CYCLE_MIN_MOM CYCLE_MAX_MOM "
+            "DECAY_MOM_RATE WARMUP_MIN_LR WARMUP_MAX_LR WARMUP_NUM_STEPS WARMUP_TYPE WARMUP_LOG_RATE WARMUP_LINEAR_RATE "
+            "WARMUP_MIN_RATIO COS_MIN_RATIO TOTAL_NUM_STEPS"
+        )
     },
     "runtime.pipe": {**_PIPE, "topology": "ProcessTopology"},
     "runtime.pipe.engine": {"pipeline_engine": "PipelineEngine"},
@@ -110,12 +109,8 @@ UNSUPPORTED: dict[str, str] = {
     "ZeRO steps shards, so an optimizer must act element by element; use AdamW, Lion or Adagrad": "ops.lamb",
     "it compiles no extensions": "ops.op_builder",
     "it is a part within DeepSpeed that nothing here stands for": (
-        "accelerator.* comm.* compat datastates env_report git_version_info* ops.adam.*_* ops.pin_memory "
-        "runtime.base_optimizer runtime.checkpoint_engine runtime.chunked_cross_entropy runtime.comm runtime.keep_in_fp32 "
-        "runtime.model_checkpointing runtime.*.offload_activations runtime.pipe.p2p runtime.python_gc "
-        "runtime.sparse_tensor runtime.state_dict_factory runtime.torch_autocast utils.bwc utils.comms_logging utils.debug "
-        "utils.exceptions utils.init_on_device utils.m*_* utils.numa utils.nvtx utils.pin_memory* utils.static_cache "
-        "utils.torch.* utils.types"
+        "accelerator.* comm.* compat datastates env_report git_version_info* ops.*_* runtime.*_* runtime.comm "
+        "runtime.pipe.p2p utils.*_* utils.bwc utils.debug utils.exceptions utils.numa utils.nvtx utils.torch.* utils.types"
     ),
     "its layers drop no tokens": "ops.random_ltd",
     "it has no block-sparse attention; use torch's flex_attention": "ops.sparse_attention",

@@ -5,7 +5,6 @@ The engine runs torch's fused kernels on the device or, offloaded, on the host, 
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Iterable
 from typing import Any
 
@@ -35,27 +34,16 @@ def adam(
     return made(params, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, amsgrad=amsgrad)
 
 
-class FusedAdamBuilder:
-    """Names what `FusedAdam` needs, for scripts that look whether it is there."""
+class _CompatibleOps(dict[Any, bool]):
+    """Which of DeepSpeed's extensions a script may count on, by the NAME of their builders: those of Adam."""
 
-    NAME = "fused_adam"
-
-
-class CPUAdamBuilder:
-    """Names what `DeepSpeedCPUAdam` needs."""
-
-    NAME = "cpu_adam"
+    def __missing__(self, name: Any) -> bool:
+        return "adam" in str(name).lower()
 
 
-compatible_ops = defaultdict(bool, {FusedAdamBuilder.NAME: True, CPUAdamBuilder.NAME: True})
-"""Which of DeepSpeed's extensions a script may count on: those of the optimizers that it has."""
+compatible_ops = _CompatibleOps()
 
 
-def is_moe_param(param: Tensor) -> bool:  # noqa: ARG001
-    """Whether a parameter is an expert's; there are none."""
-    return False
-
-
-def split_params_into_different_moe_groups_for_optimizer(param_groups: Any, max_group_size: Any = None) -> list[Any]:  # noqa: ARG001
+def split_params_into_different_moe_groups_for_optimizer(param_groups: Any, max_group_size: Any = None) -> list[Any]:
     """The groups as they are, in a list: without experts there is nothing to split off."""
     return [param_groups] if isinstance(param_groups, dict) else list(param_groups)

@@ -44,7 +44,6 @@ from megazero.parallel_state import (
     parallel_state_of,
 )
 from megazero.terminal import Terminal
-from megazero.zero.bucket import DTYPES
 from megazero.zero.optimizer import OptimizerRecipe, recipe_by_name, recipe_of
 from megazero.zero.param_proxy import UngatheredParameter, real
 from megazero.zero.sharded_model import ShardedModel
@@ -128,7 +127,7 @@ def initialize(
     described, recipe = _optimizer(model, described, optimizer, model_parameters, settings)
     _check_ties(described, state)
     chunks = list(model.chunks) if isinstance(model, PipelineModule) else [model]
-    _move_buffers(model, settings, state)
+    _move_buffers(model, state)
     units, zero, precision = units_of(chunks), settings.zero, settings.precision
     sharded = ShardedModel(units, described, state, zero, precision, recipe, ties=ties, modules=chunks)
     seed = _SEED if settings.seed is None else settings.seed
@@ -357,12 +356,11 @@ def _grouped(described: list[Described], groups: Iterable[Mapping[str, Any]], ow
     return [replace(one, group=group_of.get(id(one.parameter), 0)) for one in described]
 
 
-def _move_buffers(model: nn.Module, settings: DeepSpeedConfig, state: ParallelState) -> None:
-    """Move buffers to the device with the values of the first dp rank; floating-point ones get the weights' dtype.
+def _move_buffers(model: nn.Module, state: ParallelState) -> None:
+    """Move buffers to the device with the values of the first dp rank, in the format that they have, as DeepSpeed does.
 
-    As with `module.half()`; a shared buffer stays shared.
+    In bf16 a rotary frequency would lose its positions.  A shared buffer stays shared.
     """
-    dtype = DTYPES[settings.precision.dtype]
     moved: dict[int, tuple[Tensor, Tensor]] = {}  # by id: the old one, kept so that its id stays taken, and the new one
     for path, old in list(model.named_buffers(remove_duplicate=False)):
         if old.is_meta:
@@ -371,8 +369,7 @@ def _move_buffers(model: nn.Module, settings: DeepSpeedConfig, state: ParallelSt
                 "buffers as they are"
             )
         if id(old) not in moved:
-            casts = old.is_floating_point() and dtype != torch.float32
-            new = old.detach().to(state.device, dtype if casts else None).contiguous()
+            new = old.detach().to(state.device).contiguous()
             broadcast(new.view(-1).view(torch.uint8), state.dp).wait()
             moved[id(old)] = old, new
         owner, _, name = path.rpartition(".")

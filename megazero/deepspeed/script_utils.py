@@ -67,12 +67,8 @@ def register_external_parameter(module: nn.Module, parameter: nn.Parameter) -> N
     """Nothing to do: a module that reads another's parameter gets it gathered."""
 
 
-torch_info: dict[str, Any] = {
-    "version": ".".join(torch.__version__.split(".")[:2]),
-    "nccl_version": "0.0",
-    "bf16_support": True,
-}
-torch_info |= {"cuda_version": torch.version.cuda or "0.0", "hip_version": torch.version.hip or "0.0"}
+torch_info: dict[str, Any] = dict.fromkeys(("cuda_version", "hip_version", "nccl_version"), "0.0")  # readers ask torch
+torch_info |= {"version": ".".join(torch.__version__.split(".")[:2]), "bf16_support": True}
 """The versions that this process runs, as `deepspeed.git_version_info` has those of the build."""
 
 

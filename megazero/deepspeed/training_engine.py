@@ -132,10 +132,7 @@ class TrainingEngine(CheckpointedEngine):
         lr_scheduler: stepped after every update that was not skipped, or None.
         training_dataloader: made from `training_data`, or None.
         global_steps, global_samples, micro_steps, skipped_steps: counters, restored from checkpoints.
-        sparse_tensor_module_names: modules with sparse gradients; none.
     """
-
-    sparse_tensor_module_names: frozenset[str] = frozenset()
 
     def __init__(
         self, module: nn.Module, model: ShardedModel, config: DeepSpeedConfig, show: Callable[[str], None]
