@@ -16,6 +16,7 @@ import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import MISSING, dataclass, field, fields
+from functools import cache
 from inspect import isclass
 from math import cos, log, pi
 from typing import Any
@@ -365,6 +366,7 @@ def _between(starts: Sequence[float], ends: Sequence[float], share: float) -> li
     return [start + (end - start) * share for start, end in zip(starts, ends, strict=True)]
 
 
+@cache
 def __getattr__(name: str) -> str:
     """DeepSpeed's constants: `WARMUP_LR == "WarmupLR"`, `WARMUP_LOG_RATE == "log"`, `CYCLE_MIN_LR == "cycle_min_lr"`."""
     if not name.isupper():
