@@ -12,11 +12,11 @@ Differences from DeepSpeed 0.19: an unknown warmup_type is an error (there it be
 
 from __future__ import annotations
 
+import sys
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import MISSING, dataclass, field, fields
-from functools import cache
 from inspect import isclass
 from math import cos, log, pi
 from typing import Any
@@ -366,11 +366,10 @@ def _between(starts: Sequence[float], ends: Sequence[float], share: float) -> li
     return [start + (end - start) * share for start, end in zip(starts, ends, strict=True)]
 
 
-@cache
 def __getattr__(name: str) -> str:
     """DeepSpeed's constants: `WARMUP_LR == "WarmupLR"`, `WARMUP_LOG_RATE == "log"`, `CYCLE_MIN_LR == "cycle_min_lr"`."""
     if not name.isupper():
         raise AttributeError(f"megazero.deepspeed.lr_schedulers has no {name!r}")
     schedule = name.title().replace("_", "").replace("Lr", "LR")
     types = {"WARMUP_LOG_RATE": "log", "WARMUP_LINEAR_RATE": "linear"}
-    return schedule if schedule in SCHEDULES else types.get(name, name.lower())
+    return sys.intern(schedule if schedule in SCHEDULES else types.get(name, name.lower()))

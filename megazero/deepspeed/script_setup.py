@@ -44,6 +44,7 @@ from megazero.parallel_state import (
     parallel_state_of,
 )
 from megazero.terminal import Terminal
+from megazero.zero.bucket import DTYPES
 from megazero.zero.optimizer import OptimizerRecipe, recipe_by_name, recipe_of
 from megazero.zero.param_proxy import UngatheredParameter, real
 from megazero.zero.sharded_model import ShardedModel
@@ -127,7 +128,7 @@ def initialize(
     described, recipe = _optimizer(model, described, optimizer, model_parameters, settings)
     _check_ties(described, state)
     chunks = list(model.chunks) if isinstance(model, PipelineModule) else [model]
-    _move_buffers(model, state)
+    _move_buffers(model, settings, state)
     units, zero, precision = units_of(chunks), settings.zero, settings.precision
     sharded = ShardedModel(units, described, state, zero, precision, recipe, ties=ties, modules=chunks)
     seed = _SEED if settings.seed is None else settings.seed
@@ -356,11 +357,13 @@ def _grouped(described: list[Described], groups: Iterable[Mapping[str, Any]], ow
     return [replace(one, group=group_of.get(id(one.parameter), 0)) for one in described]
 
 
-def _move_buffers(model: nn.Module, state: ParallelState) -> None:
+def _move_buffers(model: nn.Module, settings: DeepSpeedConfig, state: ParallelState) -> None:
     """Move buffers to the device with the values of the first dp rank, in the format that they have, as DeepSpeed does.
 
-    In bf16 a rotary frequency would lose its positions.  A shared buffer stays shared.
+    In bf16 a rotary frequency would lose its positions.  Running statistics get the weights' dtype, since torch's batch norm
+    takes one for both.  A shared buffer stays shared.
     """
+    dtype = DTYPES[settings.precision.dtype]
     moved: dict[int, tuple[Tensor, Tensor]] = {}  # by id: the old one, kept so that its id stays taken, and the new one
     for path, old in list(model.named_buffers(remove_duplicate=False)):
         if old.is_meta:
@@ -368,12 +371,15 @@ def _move_buffers(model: nn.Module, state: ParallelState) -> None:
                 f"buffer {path} is on the meta device, without values; build the model under zero.Init(), which leaves "
                 "buffers as they are"
             )
+        owner, _, name = path.rpartition(".")
+        module = model.get_submodule(owner)
         if id(old) not in moved:
-            new = old.detach().to(state.device).contiguous()
+            is_statistic = isinstance(module, nn.modules.batchnorm._NormBase) and old.is_floating_point()
+            casts = is_statistic and dtype != torch.float32
+            new = old.detach().to(state.device, dtype if casts else None).contiguous()
             broadcast(new.view(-1).view(torch.uint8), state.dp).wait()
             moved[id(old)] = old, new
-        owner, _, name = path.rpartition(".")
-        model.get_submodule(owner)._buffers[name] = moved[id(old)][1]
+        module._buffers[name] = moved[id(old)][1]
 
 
 def _schedule(given: Any, engine: TrainingEngine) -> Any:
