@@ -983,6 +983,7 @@ def test_a_checkpoint_takes_deepspeeds_arguments_in_its_order(tmp_path: Path) ->
         lambda: engine.save_checkpoint(tmp_path, "b", exclude_frozen_parameters=True),
     )
     refuses(TypeError, "positional", lambda: engine.save_checkpoint(tmp_path, "b", None, True, False, True))
+    refuses(ValueError, "needs a directory, not ''", lambda: engine.save_checkpoint(""))
     assert not (tmp_path / "b").exists()
 
 

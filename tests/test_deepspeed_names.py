@@ -503,8 +503,10 @@ def test_optimizers_have_deepspeed_s_defaults_and_refuse_another_update() -> Non
             script_optimizers.adam(w, **{option: False})
 
 
-def test_the_cpu_answers_as_an_accelerator() -> None:
+def test_the_cpu_answers_as_an_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
     device: Any = Accelerator("cpu")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "3")
+    assert device.device_count() == 3
     assert (device.device_name(1), device.communication_backend_name(), device.is_available()) == ("cpu", "gloo", True)
     assert 0 < device.memory_allocated() <= device.total_memory()
     assert 0 < device.available_memory() < device.total_memory()

@@ -178,6 +178,7 @@ def _of_host(name: str) -> Any:
         "synchronize": torch.cpu.synchronize,
         "get_rng_state": torch.get_rng_state,
         "initial_seed": torch.initial_seed,
+        "device_count": lambda: int(os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("LOCAL_SIZE", "1"))),
     }
     if name in without_index:
         return lambda *_, **__: without_index[name]()

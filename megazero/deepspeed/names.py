@@ -35,7 +35,6 @@ HOMES: dict[str, dict[str, str]] = {
     "checkpointing": _CHECKPOINTING,
     "comm": {},
     "git_version_info": {"script_utils": "torch_info"},
-    "moe": {},
     "moe.utils": {"script_optimizers": "split_params_into_different_moe_groups_for_optimizer"},
     "ops": {"script_optimizers": "__compatible_ops__=compatible_ops"},
     "ops.adam": {"script_optimizers": "FusedAdam=adam DeepSpeedCPUAdam=adam"},

@@ -135,6 +135,8 @@ class CheckpointedEngine(nn.Module):
                 "save_checkpoint does not support exclude_frozen_parameters=True: a checkpoint holds every weight; "
                 "save_16bit_model leaves out the frozen ones"
             )
+        if not save_dir:
+            raise ValueError(f"save_checkpoint needs a directory, not {save_dir!r}")
         model, state = self.sharded_model, self.parallel_state
         agree(self._check_between_steps, state.world, CheckpointError)
         agree(self._check_no_extra_state, state.world, CheckpointError)
