@@ -55,7 +55,7 @@ def test_the_core_path_is_a_days_reading() -> None:
 
 
 def test_the_package_stays_small() -> None:
-    assert sum(map(_lines, PACKAGE.rglob("*.py"))) <= 48340
+    assert sum(map(_lines, PACKAGE.rglob("*.py"))) <= 48420
 
 
 @pytest.mark.parametrize("page", ["CONTRIBUTING.md", "README.md", "docs/architecture.md"])

@@ -12,7 +12,6 @@ Differences from DeepSpeed 0.19: an unknown warmup_type is an error (there it be
 
 from __future__ import annotations
 
-import sys
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
@@ -372,4 +371,4 @@ def __getattr__(name: str) -> str:
         raise AttributeError(f"megazero.deepspeed.lr_schedulers has no {name!r}")
     schedule = name.title().replace("_", "").replace("Lr", "LR")
     types = {"WARMUP_LOG_RATE": "log", "WARMUP_LINEAR_RATE": "linear"}
-    return sys.intern(schedule if schedule in SCHEDULES else types.get(name, name.lower()))
+    return schedule if schedule in SCHEDULES else types.get(name, name.lower())

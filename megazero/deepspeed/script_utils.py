@@ -13,7 +13,6 @@ import numpy
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.torch_version import TorchVersion
 
 from megazero.deepspeed.accelerator import get_accelerator
 
@@ -73,5 +72,5 @@ torch_info = {"version": torch.__version__, "bf16_support": True, "cuda_version"
 
 def required_torch_version(min_version: Any = None, max_version: Any = None) -> bool:
     """Whether torch is of `min_version` or newer, and of `max_version` or older."""
-    version = TorchVersion(torch.__version__)
+    version = torch.__version__
     return not (min_version and version < str(min_version)) and not (max_version and version > str(max_version))
