@@ -1,19 +1,17 @@
 """Runs DeepSpeed's own unit tests with DeepSpeed and with megazero in its place, on the CPU, and says which pass.
 
     git clone https://github.com/deepspeedai/DeepSpeed
-    python -m benchmarks.deepspeed_unit_tests DeepSpeed [--only PART] [--sides megazero]
+    python -m benchmarks.deepspeed_unit_tests DeepSpeed [checkpoint/test_lr | zero/test_zero.py::TestZero3PadTests]
 
-A test counts if it passes with the DeepSpeed that is installed.  Each test runs in forked processes of its own, as many as it
-asks for up to four.  `--only checkpoint/test_lr` or `--only zero/test_zero.py::TestZero3` runs a part and keeps the other
-results; `--sides megazero` keeps DeepSpeed's.
+A test counts if it passes with the DeepSpeed that is installed.  Each test runs in forked processes of its own, as many as
+it asks for up to four.  The results of a part replace those in the JSON file; those of DeepSpeed stay as they are.
 
-What fails is one of three: megazero refuses by name what the test needs; the test looks at what is private to DeepSpeed, or at
-what megazero does otherwise on purpose (`REASONS`); or the two differ.
+What fails is one of three: megazero refuses by name what the test needs; the test looks at what is private to DeepSpeed, or
+at what megazero does otherwise on purpose (patterns and reasons are in `deepspeed_unit_tests.toml`); or the two differ.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import multiprocessing
 import os
@@ -22,67 +20,50 @@ import subprocess
 import sys
 import tempfile
 import time
+import tomllib
 import traceback
 from collections import Counter, defaultdict
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-ROOT, SIDE, OUT, ONLY = Path(__file__).parent.parent, "UNIT_TESTS_SIDE", "UNIT_TESTS_OUT", "UNIT_TESTS_ONLY"
+ROOT, SIDE, OUT = Path(__file__).parent.parent, "UNIT_TESTS_SIDE", "UNIT_TESTS_OUT"
 SECONDS, RANKS = 60, 4  # of a test; the most that it may start
 FILES = """runtime/zero/test_*.py v1/zero/test_*.py runtime/pipe/test_*.py pipe/test_*.py checkpoint/test_*.py
     runtime/half_precision/test_*.py v1/half_precision/test_*.py runtime/test_lr_schedulers.py runtime/test_precision_*.py
     runtime/test_ds_config_*.py runtime/test_ds_initialize.py runtime/test_autocast.py runtime/test_data.py
     runtime/test_multi*.py runtime/test_no_sync_ctxt.py runtime/test_runtime_utils.py"""
 KINDS = ("pass with both", "refused by name", "private or on purpose", "differ")
-PRIVATE = "a name that is private to DeepSpeed"
-REASONS = {
-    PRIVATE: PRIVATE,
-    r"'(OneCycle|Warmup\w+)' object has no": "attributes of a schedule by which DeepSpeed computes the rate",
-}
-"""Pattern of "file::test how it ended" -> why a test may fail."""
 
 
-def main() -> None:
+def main(checkout: str, part: str = "") -> None:
     """Run the tests, keep their results in a JSON file and make the page of it."""
-    parser = argparse.ArgumentParser()
-    parser.add_argument("deepspeed", type=Path, help="a checkout of DeepSpeed")
-    parser.add_argument("--only", default="", help="part of a test's file::name")
-    parser.add_argument("--sides", nargs="*", default=["deepspeed", "megazero"])
-    parser.add_argument("--results", type=Path, default=ROOT / "benchmarks" / "results")
-    given = parser.parse_args()
-    stored, tests = given.results / "deepspeed_unit_tests.json", given.deepspeed.resolve() / "tests"
+    stored, tests = ROOT / "benchmarks/results/deepspeed_unit_tests.json", Path(checkout).resolve() / "tests"
     results = json.loads(stored.read_text()) if stored.exists() else {"deepspeed": {}, "megazero": {}}
-    files = sorted({file for pattern in FILES.split() for file in (tests / "unit").glob(pattern)})
-    for name in [str(file.relative_to(tests)) for file in files]:
-        for side in given.sides if given.only.partition("::")[0] in name else ():
-            kept = {
-                test: results[side][test]
-                for test in results[side]
-                if not test.startswith(name) or given.only not in test
-            }
-            results[side] = kept | _run(tests, name, side, given.only)
-            stored.write_text(json.dumps(results, indent=0, sort_keys=True) + "\n")
+    file_part, colons, test = part.partition("::")
+    files = {str(file.relative_to(tests)) for pattern in FILES.split() for file in (tests / "unit").glob(pattern)}
+    for target in [file + colons + test for file in sorted(files) if file_part in file]:
+        if not any(name.startswith(target) for name in results["deepspeed"]):
+            results["deepspeed"] |= _run(tests, target, "deepspeed")
+        kept = {name: end for name, end in results["megazero"].items() if not name.startswith(target)}
+        results["megazero"] = kept | _run(tests, target, "megazero")
+        stored.write_text(json.dumps(results, indent=0, sort_keys=True) + "\n")
     stored.with_suffix(".md").write_text(_page(results["deepspeed"], results["megazero"]))
 
 
-def _run(tests: Path, file: str, side: str, only: str) -> dict[str, str]:
-    """How each test of a file ended; under the file's own name, why it has no tests."""
+def _run(tests: Path, target: str, side: str) -> dict[str, str]:
+    """How each test ended."""
     with tempfile.TemporaryDirectory() as made:
-        out = Path(made, "out")
-        out.touch()
-        environment = {**os.environ, "DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
-        environment |= {"GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}
-        environment |= {SIDE: side, OUT: str(out), ONLY: only}
-        command = (
-            f"-m pytest -p benchmarks.deepspeed_unit_tests -p no:cacheprovider -p no:xdist -W ignore {file}".split()
-        )
-        command = [sys.executable, *command, f"--basetemp={made}/tests"]
+        Path(made, "out").touch()
+        given = "DS_ACCELERATOR=cpu CUDA_VISIBLE_DEVICES= OMP_NUM_THREADS=1 GLOO_SOCKET_IFNAME=lo HF_HUB_OFFLINE=1 "
+        given += f"PYTHONPATH={ROOT} {SIDE}={side} {OUT}={made}/out"
+        environment = os.environ | dict(pair.split("=") for pair in given.split())
+        command = f"-m pytest -p benchmarks.deepspeed_unit_tests -p no:cacheprovider -W ignore --basetemp={made}/tests"
+        command = [sys.executable, *command.split(), target]
         subprocess.run(command, cwd=tests, env=environment, stdout=subprocess.DEVNULL, check=False)
-        ends = dict(json.loads(line) for line in out.read_text().splitlines())
-    print(side, file, dict(Counter(end.split()[0] for end in ends.values())), flush=True)
+        ends = dict(json.loads(line) for line in Path(made, "out").read_text().splitlines())
+    print(side, target, dict(Counter(end.split()[0] for end in ends.values())), flush=True)
     return ends
 
 
@@ -90,9 +71,8 @@ def _page(theirs: dict[str, str], ours: dict[str, str]) -> str:
     rows: dict[str, Counter[str]] = defaultdict(Counter)
     texts: dict[str, Counter[str]] = defaultdict(Counter)
     for test in [test for test, end in sorted(theirs.items()) if end == "passed"]:
-        file = test.partition("::")[0]
-        kind, text = _kind(test, ours.get(test) or ours.get(file) or "not run")
-        rows[file][kind] += 1
+        kind, text = _kind(test, ours.get(test, "not run"))
+        rows[test.partition("::")[0]][kind] += 1
         texts[kind][text] += 1
     rows["all"] = sum(rows.values(), Counter())
     page = ["# DeepSpeed's unit tests", "", *(__doc__ or "").strip().splitlines(), ""]
@@ -108,8 +88,9 @@ def _page(theirs: dict[str, str], ours: dict[str, str]) -> str:
 def _kind(test: str, end: str) -> tuple[str, str]:
     if end == "passed":
         return KINDS[0], ""
-    if reason := next((reason for pattern, reason in REASONS.items() if re.search(pattern, f"{test} {end}")), None):
-        return KINDS[2], reason
+    reasons = tomllib.loads(Path(__file__).with_suffix(".toml").read_text())
+    if found := [reason for reason, patterns in reasons.items() if re.search("|".join(patterns), f"{test} {end}")]:
+        return KINDS[2], found[0]
     text = end.removeprefix("refused ") if end.startswith("refused ") else f"{test}: {end}"
     text = re.sub(r"\s+", " ", re.sub(r"\S*/tmp/\S*/", "", text)).replace("|", "/")[:300]
     return KINDS[1 if end.startswith("refused ") else 3], text
@@ -120,24 +101,23 @@ if os.environ.get(SIDE) == "megazero":
     from megazero.deepspeed import mirror
 
     refused = mirror._reason
-    mirror._reason = lambda path: refused(path) or PRIVATE  # so that no file is lost for what it imports at its top
+    mirror._reason = lambda path: refused(path) or "private"  # so that no file is lost for what it imports
     mirror.stand_for_deepspeed()
-elif SIDE in os.environ:  # before the checkout's is found
+if SIDE in os.environ:  # before the checkout's DeepSpeed is found
+    from deepspeed.runtime.engine import DeepSpeedEngine
+
+    DeepSpeedEngine.sparse_tensor_module_names = frozenset()  # an attribute that only the tests of older releases read
+if os.environ.get(SIDE) == "deepspeed":
     from deepspeed.accelerator import get_accelerator
 
     for builder in ("ShareMemCommBuilder", "FusedAdamBuilder", "CPUAdamBuilder"):  # compiled once, which takes minutes
         get_accelerator().create_op_builder(builder).load(verbose=False)
-if SIDE in os.environ:
-    from deepspeed.runtime.engine import DeepSpeedEngine
-
-    DeepSpeedEngine.sparse_tensor_module_names = frozenset()  # an attribute that only the tests of older releases read
 
 
-def pytest_collection_modifyitems(items: list[Any]) -> None:
-    """Leave what is asked for, and let each test start its ranks through this file."""
-    items[:] = [item for item in items if os.environ[ONLY] in item.nodeid]
-    if "unit.common" in sys.modules:
-        sys.modules["unit.common"].DistributedExec._launch_procs = _launch
+def pytest_collection_finish() -> None:
+    """Let each test start its ranks through this file."""
+    if common := sys.modules.get("unit.common"):
+        common.DistributedExec._launch_procs = _launch
 
 
 def _launch(test: Any, ranks: int, store: str) -> None:
@@ -155,21 +135,12 @@ def pytest_pyfunc_call(pyfuncitem: Any) -> bool:
 def pytest_runtest_logreport(report: Any) -> None:
     """Keep how a test ended."""
     if report.when == "call" or report.outcome != "passed":
-        _keep(report, f"skipped {report.longrepr[2]}" if report.skipped else str(report.longrepr or "passed"))
+        end = f"skipped {report.longrepr[2]}" if report.skipped else str(report.longrepr or "passed")
+        with open(os.environ[OUT], "a") as file:
+            file.write(json.dumps([report.nodeid, end[:600]]) + "\n")
 
 
-def pytest_collectreport(report: Any) -> None:
-    """Keep why a file cannot be imported."""
-    if report.failed:
-        _keep(report, "failed " + str(report.longrepr).strip().splitlines()[-1])
-
-
-def _keep(report: Any, end: str) -> None:
-    with open(os.environ[OUT], "a") as file:
-        file.write(json.dumps([report.nodeid, end[:600]]) + "\n")
-
-
-def _forked(work: Callable[[int], Any], ranks: int) -> None:
+def _forked(work: Any, ranks: int) -> None:
     """Call `work(rank)` in forked processes, until all have ended or one has failed."""
     if ranks > RANKS:
         pytest.skip(f"{ranks} ranks")
@@ -178,35 +149,32 @@ def _forked(work: Callable[[int], Any], ranks: int) -> None:
     processes = [context.Process(target=_rank, args=(work, rank, writer)) for rank in range(ranks)]
     for process in processes:
         process.start()
-    try:
-        for _ in processes:
-            is_ended = reader.poll(max(0, deadline - time.monotonic()))
-            end = reader.recv() if is_ended else f"failed: no end within {SECONDS} s"
-            if end.startswith("skipped "):
-                pytest.skip(end.removeprefix("skipped "))
-            if end:
-                pytest.fail(end, pytrace=False)
-    finally:
-        for process in processes:
-            process.kill()
-            process.join()
+    ends = [""]
+    while not ends[-1] and len(ends) <= ranks:
+        is_ended = reader.poll(max(0, deadline - time.monotonic()))
+        ends.append(reader.recv() if is_ended else f"failed: no end within {SECONDS} s")
+    for process in processes:
+        process.kill()
+        process.join()
+    if ends[-1].startswith("skipped "):
+        pytest.skip(ends[-1].removeprefix("skipped "))
+    if ends[-1]:
+        pytest.fail(ends[-1], pytrace=False)
 
 
-def _rank(work: Callable[[int], Any], rank: int, pipe: Any) -> None:
+def _rank(work: Any, rank: int, pipe: Any) -> None:
     """A process of a test: it sends how it ended, "" if it passed, and stays for the sake of the others."""
     try:
-        skipped = work(rank)
-        end = f"skipped {skipped}" if isinstance(skipped, str) and skipped else ""
+        end = f"skipped {skipped}" if isinstance(skipped := work(rank), str) and skipped else ""
     except pytest.skip.Exception as skip:
         end = f"skipped {skip}"
     except BaseException as error:
-        frames = traceback.extract_tb(error.__traceback__)
-        is_refused = str(ROOT / "megazero") in frames[-1].filename and (frames[-1].line or "").startswith("raise ")
-        place = "" if is_refused else " ".join(f"{Path(frame.filename).name}:{frame.lineno}" for frame in frames[-4:])
-        end = f"{'refused' if is_refused else 'failed'} {type(error).__name__}: {str(error)[:400]} {place}"
+        last = traceback.extract_tb(error.__traceback__)[-1]
+        is_refused = str(ROOT / "megazero") in last.filename and (last.line or "").startswith("raise ")
+        end = f"{'refused' if is_refused else 'failed'} {type(error).__name__}: {str(error)[:500]}"
     pipe.send(end)
     time.sleep(SECONDS)
 
 
 if __name__ == "__main__":
-    main()
+    main(*sys.argv[1:])
