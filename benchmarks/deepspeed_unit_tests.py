@@ -41,13 +41,13 @@ def main(checkout: str, part: str = "") -> None:
     """Run the tests, keep their results in a JSON file and make the page of it."""
     stored, tests = ROOT / "benchmarks/results/deepspeed_unit_tests.json", Path(checkout).resolve() / "tests"
     results = json.loads(stored.read_text()) if stored.exists() else {"deepspeed": {}, "megazero": {}}
-    file_part, colons, test = part.partition("::")
     files = {str(file.relative_to(tests)) for pattern in FILES.split() for file in (tests / "unit").glob(pattern)}
+    file_part, colons, test = part.partition("::")
     for target in [file + colons + test for file in sorted(files) if file_part in file]:
         if not any(name.startswith(target) for name in results["deepspeed"]):
             results["deepspeed"] |= _run(tests, target, "deepspeed")
-        kept = {name: end for name, end in results["megazero"].items() if not name.startswith(target)}
-        results["megazero"] = kept | _run(tests, target, "megazero")
+        ours = results["megazero"] | _run(tests, target, "megazero")
+        results["megazero"] = {name: end for name, end in ours.items() if results["deepspeed"].get(name) == "passed"}
         stored.write_text(json.dumps(results, indent=0, sort_keys=True) + "\n")
     stored.with_suffix(".md").write_text(_page(results["deepspeed"], results["megazero"]))
 
@@ -62,8 +62,9 @@ def _run(tests: Path, target: str, side: str) -> dict[str, str]:
         command = f"-m pytest -p benchmarks.deepspeed_unit_tests -p no:cacheprovider -W ignore --basetemp={made}/tests"
         command = [sys.executable, *command.split(), target]
         subprocess.run(command, cwd=tests, env=environment, stdout=subprocess.DEVNULL, check=False)
-        ends = dict(json.loads(line) for line in Path(made, "out").read_text().splitlines())
-    print(side, target, dict(Counter(end.split()[0] for end in ends.values())), flush=True)
+        lines = map(json.loads, Path(made, "out").read_text().splitlines())
+        ends = {test: end if side == "megazero" else end.split()[0] for test, end in lines}
+    print(side, target, dict(Counter(end.partition(" ")[0] for end in ends.values())), flush=True)
     return ends
 
 
@@ -88,12 +89,11 @@ def _page(theirs: dict[str, str], ours: dict[str, str]) -> str:
 def _kind(test: str, end: str) -> tuple[str, str]:
     if end == "passed":
         return KINDS[0], ""
-    reasons = tomllib.loads(Path(__file__).with_suffix(".toml").read_text())
-    if found := [reason for reason, patterns in reasons.items() if re.search("|".join(patterns), f"{test} {end}")]:
+    reasons = tomllib.loads(Path(__file__).with_suffix(".toml").read_text()).items()
+    if found := [reason for reason, patterns in reasons if re.search("|".join(patterns), f"{test} {end}")]:
         return KINDS[2], found[0]
     text = end.removeprefix("refused ") if end.startswith("refused ") else f"{test}: {end}"
-    text = re.sub(r"\s+", " ", re.sub(r"\S*/tmp/\S*/", "", text)).replace("|", "/")[:300]
-    return KINDS[1 if end.startswith("refused ") else 3], text
+    return KINDS[1 if end.startswith("refused ") else 3], text.replace("|", "/")[:300]
 
 
 # What follows runs within pytest, of which this file is a plugin.
@@ -137,7 +137,7 @@ def pytest_runtest_logreport(report: Any) -> None:
     if report.when == "call" or report.outcome != "passed":
         end = f"skipped {report.longrepr[2]}" if report.skipped else str(report.longrepr or "passed")
         with open(os.environ[OUT], "a") as file:
-            file.write(json.dumps([report.nodeid, end[:600]]) + "\n")
+            file.write(json.dumps([report.nodeid, re.sub(r"(?<!\S)/\S*/", "", " ".join(end.split()))[:400]]) + "\n")
 
 
 def _forked(work: Any, ranks: int) -> None:
