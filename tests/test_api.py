@@ -888,6 +888,7 @@ def test_a_shared_buffer_stays_shared_and_one_without_values_is_an_error() -> No
     for dtype in ("fp32", "bf16"):
         first, second = bring(SharedBuffer, settings(1, dtype)).module.parts
         assert first.count is second.count
+        assert first.count.dtype == torch.float32  # at any format of the weights
     model = nn.BatchNorm1d(WIDTH)
     model.running_mean = model.running_mean.to("meta")
     refuses(ValueError, "buffer running_mean is on the meta device", lambda: bring(lambda: model, settings()))
@@ -978,6 +979,7 @@ def test_a_checkpoint_takes_deepspeeds_arguments_in_its_order(tmp_path: Path) ->
     refuses(ValueError, "custom_load_fn", lambda: engine.load_checkpoint(tmp_path, "a", custom_load_fn=print))
     engine.save_checkpoint(tmp_path, "whole", exclude_frozen_parameters=True)
     refuses(TypeError, "positional", lambda: engine.save_checkpoint(tmp_path, "b", None, True, False, True))
+    refuses(ValueError, "needs a directory, not ''", lambda: engine.save_checkpoint(""))
     assert not (tmp_path / "b").exists()
 
 

@@ -258,7 +258,7 @@ def _under_its_name(rank: int) -> None:
             is sys.modules[f"deepspeed.{module.partition('.')[0]}"]
         )
         for name in _names_of(module):
-            assert getattr(theirs, name) is lookup(module, name)
+            assert getattr(theirs, name) == lookup(module, name)
             assert name in dir(theirs)
     for unsupported in ("moe", "moe.layer", "ops.sparse_attention", "runtime.data_pipeline.data_routing.helper"):
         import_module(f"deepspeed.{unsupported}")
@@ -351,6 +351,22 @@ def test_every_public_name_of_deepspeed_is_had_or_refused(module: str) -> None:
         assert lookup(module, name) is not None, name
 
 
+def test_every_module_of_deepspeed_can_be_imported() -> None:
+    _source("")
+    folder = Path(str(importlib.util.find_spec("deepspeed").origin)).parent  # type: ignore[union-attr]
+    for file in folder.rglob("*.py"):
+        module = ".".join(file.relative_to(folder).with_suffix("").parts).removesuffix("__init__").rstrip(".")
+        import_module(f"megazero.deepspeed.{module}".rstrip("."))
+
+
+def test_constants_of_schedules_are_deepspeed_s() -> None:
+    theirs = [node for node in _source("runtime.lr_schedules").body if isinstance(node, ast.Assign)]
+    values = {ast.unparse(node.targets[0]): node.value.value for node in theirs if isinstance(node.value, ast.Constant)}
+    had = {name: lookup("runtime.lr_schedules", name) for name in _names_of("runtime.lr_schedules") if name in values}
+    assert len(had) > 25
+    assert had.items() <= values.items()
+
+
 @pytest.mark.parametrize(
     ("module", "name"),
     [
@@ -373,6 +389,9 @@ def test_what_is_not_supported_can_be_imported_and_says_so_when_it_is_called(mod
     path = f"{module}.{name}".lstrip(".")
     with pytest.raises(NotImplementedError, match=f"megazero does not support deepspeed.{path}: .{{20,}}"):
         found(1, two=2)
+    for use in (int, float, list, lambda it: it["x"], lambda it: type(it)("Sub", (it,), {})()):
+        with pytest.raises(NotImplementedError, match=f"deepspeed.{path}: "):
+            use(found)
     assert not isinstance(nn.Linear(1, 1), found)
     nested = lookup("", module.partition(".")[0] or name)
     for part in path.split(".")[1:]:
@@ -478,8 +497,10 @@ def test_optimizers_have_deepspeed_s_defaults_and_refuse_another_update() -> Non
             script_optimizers.adam(w, **{option: False})
 
 
-def test_the_cpu_answers_as_an_accelerator() -> None:
+def test_the_cpu_answers_as_an_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
     device: Any = Accelerator("cpu")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "3")
+    assert device.device_count() == 3
     assert (device.device_name(1), device.communication_backend_name(), device.is_available()) == ("cpu", "gloo", True)
     assert 0 < device.memory_allocated() <= device.total_memory()
     assert 0 < device.available_memory() < device.total_memory()

@@ -135,6 +135,7 @@ def test_one_cycle_goes_up_down_and_decays_and_momentum_the_other_way() -> None:
     assert lrs == pytest.approx([0.1, 0.3, 0.5, 0.3, 0.1, 0.1 / 1.5, 0.1 / 2])
     assert momenta == pytest.approx([0.9, 0.85, 0.8, 0.85, 0.9, 0.9 * 0.95, 0.9 * 0.9])
     assert [group["betas"][1] for group in optimizer.param_groups] == [0.95, 0.999]
+    assert scheduler.get_mom() == [group["betas"] for group in optimizer.param_groups]
 
 
 def test_one_cycle_without_decay_ends_at_the_least_rate() -> None:

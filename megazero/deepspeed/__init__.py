@@ -11,7 +11,8 @@ from typing import Any
 
 from megazero.deepspeed.mirror import find_modules_of_the_mirror, lookup
 
-__version__ = "0.19.8"  # the DeepSpeed whose names these are; scripts compare it
+__version__, __git_hash__, __git_branch__ = "0.19.8", "unknown", "unknown"  # of the DeepSpeed whose names these are
+__version_major__, __version_minor__, __version_patch__ = 0, 19, 8
 find_modules_of_the_mirror()
 
 

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+__path__: list[str] = []  # modules of DeepSpeed below this file are the mirror's
 _OF_TORCH = {
     "BFloat16Tensor", "ByteTensor", "DoubleTensor", "Event", "FloatTensor", "HalfTensor", "IntTensor", "LongTensor",
     "Stream", "current_stream", "default_stream", "device_count", "empty_cache", "get_rng_state", "initial_seed",
@@ -79,6 +80,8 @@ class Accelerator:
         """Whether it computes in fp16."""
         return True
 
+    is_fp64_supported = is_fp16_supported
+
     def supported_dtypes(self) -> list[torch.dtype]:
         """Formats to train in."""
         return [torch.float32, torch.float16, *([torch.bfloat16] if self.is_bf16_supported() else [])]
@@ -124,10 +127,6 @@ class Accelerator:
 
     use_host_timers = resolves_data_dependency = handles_memory_backpressure = is_synchronized_device
 
-    def is_fp64_supported(self) -> bool:
-        """Whether it computes in fp64."""
-        return True
-
     def is_triton_supported(self) -> bool:
         """Whether Triton's kernels run on it."""
         return self._is_cuda and torch.cuda.is_available() and torch.cuda.get_device_capability() >= (8, 0)
@@ -155,6 +154,11 @@ def get_accelerator() -> Accelerator:
     return Accelerator("cuda" if torch.cuda.is_available() else "cpu")
 
 
+def is_current_accelerator_supported() -> bool:
+    """Whether scripts may train on the device; always, as DeepSpeed says of CUDA and the CPU."""
+    return True
+
+
 def _with_index(function: Callable[..., Any]) -> Callable[..., Any]:
     """A function of torch.cuda that takes its argument `device` under DeepSpeed's name."""
 
@@ -174,6 +178,7 @@ def _of_host(name: str) -> Any:
         "synchronize": torch.cpu.synchronize,
         "get_rng_state": torch.get_rng_state,
         "initial_seed": torch.initial_seed,
+        "device_count": lambda: int(os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("LOCAL_SIZE", "1"))),
     }
     if name in without_index:
         return lambda *_, **__: without_index[name]()

@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from megazero.deepspeed.script_setup import init_distributed
 
+__path__: list[str] = []  # modules of DeepSpeed below this file are the mirror's
 _TORCH = {
     "P2POp", "ProcessGroup", "ReduceOp", "all_gather", "all_gather_into_tensor", "all_gather_object", "all_reduce",
     "all_to_all", "all_to_all_single", "barrier", "batch_isend_irecv", "broadcast", "broadcast_object_list",

@@ -128,7 +128,7 @@ REFUSED = {
     "bf16.bf16_optimizer_states": Refusal("optimizer state is fp32"),
     "torch_autocast.enabled": Refusal("weights and activations have one format; write bf16 or fp16"),
     "data_types.param_dtype": Refusal("fp16 and bf16 say the format of the weights", ()),
-    "data_types.buffer_dtype": Refusal("fp16 and bf16 say the format of the model", ()),
+    "data_types.buffer_dtype": Refusal("weights have the format of fp16 or bf16, and buffers keep theirs", ()),
     "data_types.keep_in_fp32_modules": Refusal("a model has one format throughout", ("auto",)),
     "zero_optimization.ignore_unused_parameters": Refusal("nothing checks this; no gradient counts as zero", (True,)),
     "zero_optimization.zero_quantized_nontrainable_weights": Refusal("weights are kept in their own format"),

@@ -286,12 +286,13 @@ class OneCycle(LRSchedule):
             return _between(*self._lrs, cycle_height(step, *self._shape))
         return [low / (1.0 + self.decay_lr_rate * units) for low in self._lrs[0]]
 
-    def get_mom(self) -> list[float] | None:
-        """beta1 of each group at the current step; None where momentum stays as it is."""
+    def get_mom(self) -> list[Any] | None:
+        """The betas of each group at the current step; None where momentum stays as it is."""
+        return [group["betas"] for group in self.optimizer.param_groups] if self.cycle_momentum else None
+
+    def _beta1(self) -> list[float]:
         step = self.last_batch_iteration
         units = self._decay_units(step)
-        if not self.cycle_momentum:
-            return None
         if units is None:
             return _between(*self._moms, cycle_height(step, *self._shape))
         momenta = [high * (1.0 + self.decay_mom_rate * units) for high in self._moms[0]]
@@ -302,7 +303,8 @@ class OneCycle(LRSchedule):
 
     def _write(self) -> None:
         super()._write()
-        for group, momentum in zip(self.optimizer.param_groups, self.get_mom() or (), strict=False):
+        groups = self.optimizer.param_groups if self.cycle_momentum else ()
+        for group, momentum in zip(groups, self._beta1(), strict=False):
             group["betas"] = (momentum, *group["betas"][1:])
 
     def _decay_units(self, step: int) -> float | None:
@@ -362,3 +364,12 @@ def make_lr_scheduler(type: str, params: dict[str, Any], optimizer: Any) -> Any:
 def _between(starts: Sequence[float], ends: Sequence[float], share: float) -> list[float]:
     """Numbers that have gone this share of the way."""
     return [start + (end - start) * share for start, end in zip(starts, ends, strict=True)]
+
+
+def __getattr__(name: str) -> str:
+    """DeepSpeed's constants: `WARMUP_LR == "WarmupLR"`, `WARMUP_LOG_RATE == "log"`, `CYCLE_MIN_LR == "cycle_min_lr"`."""
+    if not name.isupper():
+        raise AttributeError(f"megazero.deepspeed.lr_schedulers has no {name!r}")
+    schedule = name.title().replace("_", "").replace("Lr", "LR")
+    types = {"WARMUP_LOG_RATE": "log", "WARMUP_LINEAR_RATE": "linear"}
+    return schedule if schedule in SCHEDULES else types.get(name, name.lower())

@@ -98,10 +98,9 @@ class _Unsupported(type):
     """The class of names that can be imported, and looked into, but not called."""
 
     def __call__(cls, *args: Any, **kwargs: Any) -> Any:
-        raise NotImplementedError(cls.__doc__)
+        raise NotImplementedError(cls.mro()[-2].__doc__)  # of a subclass, too
 
-    def __iter__(cls) -> Any:  # of an enumeration
-        raise NotImplementedError(cls.__doc__)
+    __iter__ = __getitem__ = __index__ = __float__ = __call__  # of an enumeration, a table, a constant
 
     def __getattr__(cls, name: str) -> Any:
         if name.startswith("__"):

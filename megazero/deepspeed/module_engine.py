@@ -120,6 +120,8 @@ class ModuleEngine(TrainingEngine):
 
     def scale(self, loss: Tensor) -> Tensor:
         """The loss times the loss scale, for the script's own `.backward()`, which needs it under fp16."""
+        if loss.numel() != 1:
+            raise ValueError(f"loss has shape {list(loss.shape)}; scale takes a scalar, such as loss.mean()")
         self._loss_sum += loss.detach().reshape(()) / self.config.accumulation
         self._is_scaled = True
         return loss * self.sharded_model.scale

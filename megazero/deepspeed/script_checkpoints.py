@@ -133,6 +133,8 @@ class CheckpointedEngine(nn.Module):
         """
         if exclude_frozen_parameters:
             self._show("note: exclude_frozen_parameters has no effect: a checkpoint holds every weight")
+        if not save_dir:
+            raise ValueError(f"save_checkpoint needs a directory, not {save_dir!r}")
         model, state = self.sharded_model, self.parallel_state
         agree(self._check_between_steps, state.world, CheckpointError)
         agree(self._check_no_extra_state, state.world, CheckpointError)

@@ -371,9 +371,10 @@ def _grouped(described: list[Described], groups: Iterable[Mapping[str, Any]], ow
 
 
 def _move_buffers(model: nn.Module, settings: DeepSpeedConfig, state: ParallelState) -> None:
-    """Move buffers to the device with the values of the first dp rank; floating-point ones get the weights' dtype.
+    """Move buffers to the device with the values of the first dp rank, in the format that they have, as DeepSpeed does.
 
-    As with `module.half()`; a shared buffer stays shared.
+    In bf16 a rotary frequency would lose its positions.  Running statistics get the weights' dtype, since torch's batch norm
+    takes one for both.  A shared buffer stays shared.
     """
     dtype = DTYPES[settings.precision.dtype]
     moved: dict[int, tuple[Tensor, Tensor]] = {}  # by id: the old one, kept so that its id stays taken, and the new one
@@ -383,13 +384,15 @@ def _move_buffers(model: nn.Module, settings: DeepSpeedConfig, state: ParallelSt
                 f"buffer {path} is on the meta device, without values; build the model under zero.Init(), which leaves "
                 "buffers as they are"
             )
+        owner, _, name = path.rpartition(".")
+        module = model.get_submodule(owner)
         if id(old) not in moved:
-            casts = old.is_floating_point() and dtype != torch.float32
+            is_statistic = isinstance(module, nn.modules.batchnorm._NormBase) and old.is_floating_point()
+            casts = is_statistic and dtype != torch.float32
             new = old.detach().to(state.device, dtype if casts else None).contiguous()
             broadcast(new.view(-1).view(torch.uint8), state.dp).wait()
             moved[id(old)] = old, new
-        owner, _, name = path.rpartition(".")
-        model.get_submodule(owner)._buffers[name] = moved[id(old)][1]
+        module._buffers[name] = moved[id(old)][1]
 
 
 def _schedule(given: Any, engine: TrainingEngine) -> Any:

@@ -70,3 +70,13 @@ def see_memory_usage(message: str, force: bool = False) -> None:
 
 def register_external_parameter(module: nn.Module, parameter: nn.Parameter) -> None:
     """Nothing to do: a module that reads another's parameter gets it gathered."""
+
+
+torch_info = {"version": torch.__version__, "bf16_support": True, "cuda_version": "0.0", "nccl_version": "0.0"}
+"""What `deepspeed.git_version_info` has of the build; 0.0 where readers are to ask torch."""
+
+
+def required_torch_version(min_version: Any = None, max_version: Any = None) -> bool:
+    """Whether torch is of `min_version` or newer, and of `max_version` or older."""
+    version = torch.__version__
+    return not (min_version and version < str(min_version)) and not (max_version and version > str(max_version))
