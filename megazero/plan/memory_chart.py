@@ -31,15 +31,18 @@ def _heading(report: Report) -> tuple[str, str]:
 
 
 def _table(title: str, columns: Sequence[str], rows: Sequence[Row], cells: Callable[[Row], list[str]]) -> str:
+    return _printed(
+        title, ("dtype", "ZeRO", "offload", *columns), [[*map(str, row.combination), *cells(row)] for row in rows], 3
+    )
+
+
+def _printed(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], names: int) -> str:
+    """A table, of which the first `names` columns are words and the others numbers."""
     table = Table(title=title, title_justify="left", title_style="", box=None, pad_edge=False)
-    for index, column in enumerate(("dtype", "ZeRO", "offload", *columns)):
-        table.add_column(column, justify="left" if index < 3 else "right", no_wrap=True)
+    for index, column in enumerate(columns):
+        table.add_column(column, justify="left" if index < names else "right", no_wrap=True)
     for row in rows:
-        table.add_row(*map(str, row.combination), *cells(row))
-    return _printed(table)
-
-
-def _printed(table: Table) -> str:
+        table.add_row(*row)
     out = StringIO()
     Console(file=out, width=_WIDTH).print(table)
     return "\n".join(line.rstrip() for line in out.getvalue().splitlines()) + "\n"
@@ -91,22 +94,15 @@ def _activations(report: Report) -> Iterator[str]:
     """By policy: a layer's bytes in one micro-batch, and the most that the fullest rank keeps."""
     if not report.policies:
         return
-    columns = ("recompute", "a layer, counted", "formula", "rank at most", "formula", "ratio", "live", "computes more")
-    table = Table(
-        title="Kept for the backward passes in MiB, on the fullest rank, nothing offloaded; live: all that a step allocates",
-        title_justify="left",
-        title_style="",
-        box=None,
-        pad_edge=False,
-    )
-    for index, column in enumerate(columns):
-        table.add_column(column, justify="left" if index == 0 else "right", no_wrap=True)
+    rows = []
     for row in report.policies:
         rank = row.fullest
         layer = max((pair for unit, pair in rank.units.items() if unit.startswith("layer")), default=(0, 0))
         sizes = [*map(_mib, (*layer, rank.counted, rank.formula)), _ratio(rank.counted, rank.formula), _mib(rank.live)]
-        table.add_row(row.policy, *sizes, f"{rank.again:.1%}")
-    yield _printed(table)
+        rows.append([row.policy, *sizes, f"{rank.again:.1%}"])
+    columns = ("recompute", "a layer, counted", "formula", "rank at most", "formula", "ratio", "live", "computes more")
+    about = "on the fullest rank, nothing offloaded; live: all that a step allocates"
+    yield _printed(f"Kept for the backward passes in MiB, {about}", columns, rows, 1)
 
 
 def _notes(report: Report) -> Iterator[str]:
