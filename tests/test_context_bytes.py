@@ -174,7 +174,7 @@ def test_auto_sends_the_fewest_bytes_of_what_fits_the_heads_and_says_them(precis
             if cp % u == own % u == 0 and (own_kv % u == 0 or u % own_kv == 0):
                 of_each[u] = sent(480, own, own_kv, 10, u, cp // u, itemsize, gradient)
         least = max(u for u in of_each if of_each[u] == min(of_each.values()))
-        model = {"num_heads": heads, "num_kv_heads": kv_heads, "head_dim": 10, "seq_len": 480}
+        model = {"family": "mistral", "num_heads": heads, "num_kv_heads": kv_heads, "head_dim": 10, "seq_len": 480}
         run = run_of(tp * cp, {"tp": tp, "cp": cp}, model=model, precision=precision)
         method = {cp: "ulysses", 1: "ring"}.get(least, "hybrid")
         assert (run.config.parallel.cp_method, run.config.parallel.cp_ulysses) == (method, least)
@@ -190,7 +190,7 @@ def test_auto_sends_the_fewest_bytes_of_what_fits_the_heads_and_says_them(precis
     assert methods == {"ulysses", "ring", "hybrid"}
 
 
-SMALL = {"num_heads": 12, "num_kv_heads": 4, "head_dim": 8, "seq_len": 960}
+SMALL = {"family": "mistral", "num_heads": 12, "num_kv_heads": 4, "head_dim": 8, "seq_len": 960}
 
 
 @pytest.mark.parametrize(

@@ -32,7 +32,7 @@ from worlds import EPS, GPT2, LLAMA, LR, engine_on, global_batch, micro_batches,
 
 from megazero.checkpoint.folder import LocalFolder
 from megazero.checkpoint.foreign.pickles import load_metadata
-from megazero.checkpoint.foreign.source import tables_of
+from megazero.formats.tables import tables_of
 from megazero.checkpoint.index import CheckpointError, read_trainer_state
 from megazero.checkpoint.tensor_file import StoredTensors
 from megazero.cli.commands import app

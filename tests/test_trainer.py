@@ -53,7 +53,7 @@ KEEPS_BEST += "--metric_for_best_model loss --greater_is_better 1"  # the worst,
 def _run(rank: int, ranks: int, out: Path, config: dict[str, Any] | None, more: str = "", theirs: bool = False) -> None:
     torch.cuda.is_available = lambda: False
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0", "DS_ACCELERATOR": "cpu", "HF_HUB_OFFLINE": "1"}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500", "DS_ACCELERATOR": "cpu", "HF_HUB_OFFLINE": "1"}
     command = f"{out.parent}/script.py --output_dir {out} --per_device_train_batch_size {4 // ranks} {COMMAND} {more}"
     if config is not None:
         path = out.with_suffix(f".{rank}.json")

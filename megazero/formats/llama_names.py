@@ -1,4 +1,4 @@
-"""Names of a Llama's tensors, and of its like's, in checkpoints of other frameworks; see `megazero.models.foreign`.
+"""How other frameworks name the tensors of a Llama, and of families that are built like it.
 
 Sources: torchtitan/models/{llama3,qwen3}/state_dict_adapter.py, of today and of its releases up to 0.2; Megatron-LM's
 megatron/core: transformer/attention.py (linear_qkv), transformer/mlp.py (linear_fc1), models/gpt/gpt_layer_specs.py (a

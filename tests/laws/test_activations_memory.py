@@ -146,7 +146,7 @@ def test_every_schedule_keeps_its_bytes_cut_over_tp_or_not() -> None:
     )
     runs["an input that cannot be cut"] = run_of(
         4,
-        model=_llama(hidden_size=33, head_dim=8, seq_len=15),
+        model=_llama(family="mistral", hidden_size=33, head_dim=8, seq_len=15),
         parallel={"tp": 2, "pp": 2},
         activations={"recompute": "full", "partition": True},
         training={"micro_batch_size": 1},
