@@ -23,9 +23,7 @@ LARGEST_NUMBER = 1e30  # whose products fp32 still holds
 
 # A URL in a text: a password may hold quotes and spaces, and ends before an `@`; no port is one.  pathlib leaves one slash.
 _MARK = re.compile(r"(?<=[\w+.-]{2}):/{1,3}")  # after a scheme, which is longer than the drive in C:/
-_URL = re.compile(
-    r"""\w[\w+.-]+:/{1,3}(?:[^\s/?#:@"']*:(?=\S)(?!\d+(?:[/\s"',;)]|$))[^\n]*?@)?[^\s"']*""",
-)
+_URL = re.compile(r"""\w[\w+.-]+:/{1,3}(?:[^\s/?#:@"']*:(?=\S)(?!\d+(?:[/\s"',;)]|$))[^\n]*?@)?[^\s"']*""")
 # What a key of a URL's query names as secret, and user names that are tokens.
 _SECRET = re.compile(
     r"([?&;#][\w.-]*(?:token|secret|passw|pwd|sig|key|credential|auth(?!or)|code)[\w.-]*=)[^&;#]+", re.IGNORECASE

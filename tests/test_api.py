@@ -395,10 +395,7 @@ def _unused(rank: int, dtype: str, tolerance: dict[str, float]) -> None:
             (F.mse_loss(plain(x, second), y) / 2).backward()
         optimizer.step()
     for stage in STAGES:
-        engine = bring(
-            Branches,
-            settings(stage, dtype, 2, optimizer={"type": "SGD", "params": {"lr": 0.1}}),
-        )
+        engine = bring(Branches, settings(stage, dtype, 2, optimizer={"type": "SGD", "params": {"lr": 0.1}}))
         for step, uses in enumerate(plan):
             before = weights(engine)["parts.1.weight"]
             for index, second in enumerate(uses):

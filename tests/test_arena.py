@@ -21,10 +21,7 @@ def _arena() -> Arena:
 
 # Take a tensor of so many elements, or give back one of those that are taken.
 ACTIONS = st.lists(
-    st.one_of(
-        st.tuples(st.integers(0, 6 * ALIGNMENT), st.just(0)),
-        st.tuples(st.just(-1), st.integers(0, 20)),
-    ),
+    st.one_of(st.tuples(st.integers(0, 6 * ALIGNMENT), st.just(0)), st.tuples(st.just(-1), st.integers(0, 20))),
     max_size=30,
 )
 

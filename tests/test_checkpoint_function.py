@@ -503,11 +503,7 @@ def test_a_partitioned_argument_that_differs_is_refused_in_the_first_calls(monke
     run_world(2, law)
 
 
-KEPT_BY = [
-    {},
-    {"checkpoint_in_cpu": True},
-    {"contiguous_checkpointing": True, "num_checkpoints": 2},
-]
+KEPT_BY = [{}, {"checkpoint_in_cpu": True}, {"contiguous_checkpointing": True, "num_checkpoints": 2}]
 
 
 @pytest.mark.parametrize("after", KEPT_BY)

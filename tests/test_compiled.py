@@ -128,10 +128,7 @@ def _steps_of_parts(
 
 @pytest.mark.parametrize(
     ("world", "patterns", "model", "graphs"),
-    [
-        (1, ["random", "ones"], GPT2 | {"num_layers": 2}, 6 + 2),
-        (2, ["random", "whole", "edges"], LLAMA, 9 + 2),
-    ],
+    [(1, ["random", "ones"], GPT2 | {"num_layers": 2}, 6 + 2), (2, ["random", "whole", "edges"], LLAMA, 9 + 2)],
     ids=["documents", "parts of documents"],
 )
 def test_parts_of_samples_compile_once(world: int, patterns: list[str], model: dict[str, Any], graphs: int) -> None:

@@ -274,14 +274,8 @@ def test_the_message_is_a_numbered_list(write):
             "zero.offload.optimiser=cpu",
             'zero.offload.optimiser = "cpu": unknown key; did you mean zero.offload.optimizer?',
         ),
-        (
-            "zero.offload.stage=3",
-            "zero.offload.stage = 3: unknown key in [zero.offload]; did you mean zero.stage?",
-        ),
-        (
-            "zero.optimizer=cpu",
-            'zero.optimizer = "cpu": unknown key in [zero]; did you mean zero.offload.optimizer?',
-        ),
+        ("zero.offload.stage=3", "zero.offload.stage = 3: unknown key in [zero.offload]; did you mean zero.stage?"),
+        ("zero.optimizer=cpu", 'zero.optimizer = "cpu": unknown key in [zero]; did you mean zero.offload.optimizer?'),
         (
             "offload.optimizer=cpu",
             'offload.optimizer = "cpu": unknown section [offload]; did you mean zero.offload.optimizer?',
@@ -444,11 +438,7 @@ def test_the_order_names_every_axis_once(write, order):
             2,
             "model.num_layers = 3: must be >= parallel.pp*chunks=2*2=4",
         ),
-        (
-            "parallel.virtual_stages=2",
-            1,
-            "parallel.virtual_stages = 2: the schedule 1f1b has one chunk per rank",
-        ),
+        ("parallel.virtual_stages=2", 1, "parallel.virtual_stages = 2: the schedule 1f1b has one chunk per rank"),
         (
             "checkpoint.keep_best=2 checkpoint.keep_last=1",
             1,

@@ -196,11 +196,7 @@ SMALL = {"family": "mistral", "num_heads": 12, "num_kv_heads": 4, "head_dim": 8,
 @pytest.mark.parametrize(
     ("world", "tables", "expected"),
     [
-        (
-            6,
-            {"cp": 4},
-            ["world_size = 6: must be divisible by tp*cp*pp=4; the nearest are 4 and 8"],
-        ),
+        (6, {"cp": 4}, ["world_size = 6: must be divisible by tp*cp*pp=4; the nearest are 4 and 8"]),
         (
             8,
             {"cp": 2, "tp": 2, "dp": 3},

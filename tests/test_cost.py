@@ -46,14 +46,7 @@ def test_a_checkpoint_has_weights_masters_and_moments_once() -> None:
     )
     assert (found.nbytes, found.write_seconds, found.wait_seconds) == (14 * 10**9, 7.1, 0.1)
     waits = checkpoint_cost(
-        10**9,
-        weight_bytes=4,
-        moments=1,
-        ranks=1,
-        nodes=1,
-        host_bandwidth=0,
-        storage_bandwidth=1e9,
-        asynchronous=False,
+        10**9, weight_bytes=4, moments=1, ranks=1, nodes=1, host_bandwidth=0, storage_bandwidth=1e9, asynchronous=False
     )
     assert (waits.nbytes, waits.write_seconds, waits.wait_seconds) == (8 * 10**9, 8, 8)
 

@@ -180,12 +180,7 @@ def test_a_script_runs_unchanged_on_one_and_two_ranks_and_computes_what_torch_do
 
 def test_a_topology_of_deepspeed_s_cuts_a_pipeline(scripts: Path) -> None:
     """The script knows no --local_rank, so the runner does not pass it."""
-    script = (
-        str(scripts / "pipeline.py"),
-        "--deepspeed_config",
-        str(scripts / "pipeline.json"),
-        "--out",
-    )
+    script = (str(scripts / "pipeline.py"), "--deepspeed_config", str(scripts / "pipeline.json"), "--out")
     (one,) = run_world(1, _run, 1, *script, str(scripts / "one.json"))
     assert one[-1] < one[0]
     for losses in run_world(2, _run, 2, *script, str(scripts / "two.json")):

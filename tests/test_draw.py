@@ -335,14 +335,8 @@ def show(*words: str | Path, columns: int = 100) -> Result:
             "--schedule interleaved --virtual-stages 2 --pp 4 --microbatches 6",
             "multiples of pp=4, got 6; nearest: 4 and 8",
         ),
-        (
-            "--schedule interleaved --pp 4 --microbatches 8",
-            "virtual_stages=1: interleaved needs at least 2",
-        ),
-        (
-            "--schedule 1f1b --virtual-stages 2 --pp 4 --microbatches 8",
-            "virtual_stages=2: the schedule 1f1b has one",
-        ),
+        ("--schedule interleaved --pp 4 --microbatches 8", "virtual_stages=1: interleaved needs at least 2"),
+        ("--schedule 1f1b --virtual-stages 2 --pp 4 --microbatches 8", "virtual_stages=2: the schedule 1f1b has one"),
         ("--pp 0 --microbatches 8", "pp=0 and microbatches=8 must both be at least 1"),
         ("--pp 4", "needs --pp and --microbatches"),
         ("--pp 4 --microbatches 8 --costs 1,2", "costs=1,2 must be four numbers F,B,W,hop"),

@@ -297,11 +297,7 @@ def _three_steps(rank: int, run: ResolvedRun) -> list[tuple[float, float, int]]:
 
 @pytest.mark.parametrize(
     ("world", "parallel", "zero_stage"),
-    [
-        (3, {}, 1),
-        (3, {}, 3),
-        (4, {"pp": 2, "schedule": "interleaved", "virtual_stages": 2}, 2),
-    ],
+    [(3, {}, 1), (3, {}, 3), (4, {"pp": 2, "schedule": "interleaved", "virtual_stages": 2}, 2)],
 )
 def test_a_global_batch_that_dp_does_not_divide_gives_the_same_run(
     world: int, parallel: dict[str, Any], zero_stage: int

@@ -32,7 +32,6 @@ from worlds import EPS, GPT2, LLAMA, LR, engine_on, global_batch, micro_batches,
 
 from megazero.checkpoint.folder import LocalFolder
 from megazero.checkpoint.foreign.pickles import load_metadata
-from megazero.formats.tables import tables_of
 from megazero.checkpoint.index import CheckpointError, read_trainer_state
 from megazero.checkpoint.tensor_file import StoredTensors
 from megazero.cli.commands import app
@@ -44,6 +43,7 @@ from megazero.formats.dcp import DcpFolder
 from megazero.formats.found import ADAM
 from megazero.formats.importer import import_checkpoint
 from megazero.formats.megatron import differences
+from megazero.formats.tables import tables_of
 from megazero.models.rope_scaling import RopeScaling
 
 pytestmark = pytest.mark.slow  # starts whole runs

@@ -80,7 +80,7 @@ PUBLISHED: dict[str, dict[str, Any]] = {
         "summary_use_proj": True,
         "task_specific_params": {"text-generation": {"do_sample": True, "max_length": 50}},
         "vocab_size": 50257,
-    },
+    }
 }
 
 

@@ -480,11 +480,7 @@ def test_four_ranks_train_as_plain_torch_does() -> None:
 
 @pytest.mark.parametrize(
     ("world", "place", "optimizer"),
-    [
-        (1, "cpu", "nvme"),
-        (1, "nvme", "none"),
-        *itertools.product((2,), ("cpu", "nvme"), ("none", "cpu", "nvme")),
-    ],
+    [(1, "cpu", "nvme"), (1, "nvme", "none"), *itertools.product((2,), ("cpu", "nvme"), ("none", "cpu", "nvme"))],
 )
 def test_offloaded_shards_change_nothing(place: str, world: int, optimizer: str, tmp_path: Any) -> None:
     def law(rank: int) -> None:
@@ -1098,9 +1094,7 @@ class _AsOnGPUs(GlooBackend):
     all_gather = TorchBackend.all_gather
 
 
-def test_where_labels_wait_for_the_end_of_a_pass_wrong_weights_reach_no_step(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_where_labels_wait_for_the_end_of_a_pass_wrong_weights_reach_no_step(monkeypatch: pytest.MonkeyPatch) -> None:
     """As on GPUs: gathers of different units of one size meet, and what they bring is computed with."""
     monkeypatch.setattr("megazero.comm.collectives.choose_backend", lambda *_: _AsOnGPUs())
     orders, x = ((0, 1, 2), (0, 2, 1)), numbers(4, WIDTH)

@@ -10,12 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from megazero.deepspeed.lr_schedulers import (
-    SCHEDULES,
-    cycle_height,
-    make_lr_scheduler,
-    warmup_factor,
-)
+from megazero.deepspeed.lr_schedulers import SCHEDULES, cycle_height, make_lr_scheduler, warmup_factor
 
 
 @dataclass

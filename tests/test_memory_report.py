@@ -148,11 +148,7 @@ def test_the_picture_is_xml_and_shows_every_combination(measured: tuple[str, Pat
 def test_what_each_policy_keeps_is_counted_and_equals_its_formula(measured: tuple[str, Path]) -> None:
     """The policies' bytes a token of one layer; docs/activations.md has the formulas."""
     h, k, f, a, tokens = 24, 24, 40, 2, 16
-    wanted = {
-        "none": 12 * h + 4 * k + 6 * f + 4 * a + 8,
-        "mlp+norms": 8 * h + 4 * k + 4 * a,
-        "full": 2 * h,
-    }
+    wanted = {"none": 12 * h + 4 * k + 6 * f + 4 * a + 8, "mlp+norms": 8 * h + 4 * k + 4 * a, "full": 2 * h}
     policies = json.loads((measured[1] / "memory.json").read_text())["policies"]
     assert [row["policy"] for row in policies] == list(wanted)
     for row in policies:

@@ -200,13 +200,7 @@ def test_a_parameter_outside_every_unit_is_refused() -> None:
     layer, stray = _Layer(), nn.Parameter(torch.empty(3))
     unit = Unit(layer, tuple((layer, key) for key in layer._parameters), 0)
     with pytest.raises(ValueError, match="stray belongs to no unit"):
-        ShardedParameters(
-            [unit],
-            [Described("stray", stray, ParamSpec((NamedRows("stray", 3),)))],
-            _policy(),
-            ZERO,
-            {},
-        )
+        ShardedParameters([unit], [Described("stray", stray, ParamSpec((NamedRows("stray", 3),)))], _policy(), ZERO, {})
 
 
 def test_a_parameter_that_is_no_floating_point_is_refused() -> None:
@@ -269,11 +263,7 @@ class _Experts(nn.Module):
 
 
 # which experts a rank's micro-batches use; nobody ever uses expert 2
-CHOSEN = [
-    [[(0,), (1, 3)], [(1,), ()]],
-    [[(), ()], [(3,), (3,)]],
-    [[(0, 1, 3), (0,)], [(), (1, 0)]],
-]
+CHOSEN = [[[(0,), (1, 3)], [(1,), ()]], [[(), ()], [(3,), (3,)]], [[(0, 1, 3), (0,)], [(), (1, 0)]]]
 EXPERT_BATCHES = [
     [
         [(chosen, numbers(4, 8, seed=100 * step + 10 * rank + index)) for index, chosen in enumerate(of_rank)]

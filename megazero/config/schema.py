@@ -282,9 +282,7 @@ def _validation_source(value: object) -> object:
 
 
 Validated = Annotated[
-    ValidationSource,
-    BeforeValidator(_validation_source),
-    Spelling("string or { path, name, every_steps, samples }"),
+    ValidationSource, BeforeValidator(_validation_source), Spelling("string or { path, name, every_steps, samples }")
 ]
 Source = Annotated[DataSource, BeforeValidator(_source), Spelling("string or { path, weight }")]
 

@@ -40,11 +40,7 @@ class Windows:
 
     @classmethod
     def over(
-        cls,
-        tokens: NDArray[Any],
-        seq_len: int,
-        name: str = "the token source",
-        borders: DocumentBorders | None = None,
+        cls, tokens: NDArray[Any], seq_len: int, name: str = "the token source", borders: DocumentBorders | None = None
     ) -> "Windows":
         """All windows of a stream, which an error calls `name`.  Raises: ValueError for fewer than one sample."""
         if seq_len < 1:

@@ -27,14 +27,7 @@ from megazero.deepspeed.config_schema import CheckpointingBlock
 from megazero.deepspeed.equal_arguments import EqualArguments
 from megazero.deepspeed.script_utils import log_dist
 from megazero.deepspeed.topology import PipelineParallelGrid
-from megazero.layers.activation_offload import (
-    Copier,
-    KeptStorage,
-    KeptView,
-    StreamCopier,
-    is_its_memory,
-    work_on,
-)
+from megazero.layers.activation_offload import Copier, KeptStorage, KeptView, StreamCopier, is_its_memory, work_on
 from megazero.layers.checkpoint import CheckpointedCall
 from megazero.layers.recompute import WHOLE
 from megazero.parallel_state import Axis, ParallelState

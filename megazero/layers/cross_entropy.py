@@ -168,13 +168,7 @@ def _slopes(
         if kept is None and not are_logits:
             scores = _kept_form(scores, head.statistics_of(scores, local, here)[0], log_sum)
         slope = head.slope_of(
-            scores,
-            log_sum[part],
-            of_label[part],
-            local[part],
-            here[part],
-            scale[part],
-            are_logits=are_logits,
+            scores, log_sum[part], of_label[part], local[part], here[part], scale[part], are_logits=are_logits
         )
         del scores
         grad_x[part] = product_t(slope, weight.t())

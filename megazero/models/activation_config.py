@@ -70,9 +70,7 @@ def _layers(value: object) -> object:
 
 
 Recompute = Annotated[
-    Literal["none", "selective", "full"] | tuple[Region, ...],
-    BeforeValidator(_recompute),
-    Spelling(_TAKES),
+    Literal["none", "selective", "full"] | tuple[Region, ...], BeforeValidator(_recompute), Spelling(_TAKES)
 ]
 Layers = Annotated[
     Literal["all"] | int | tuple[int, ...],

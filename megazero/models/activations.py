@@ -52,9 +52,7 @@ class SavingBlock:
 
 
 def save_by_policy(
-    blocks: Iterable[tuple[nn.Module, LayerPolicy]],
-    tp: Axis,
-    offload: ActivationStore | None = None,
+    blocks: Iterable[tuple[nn.Module, LayerPolicy]], tp: Axis, offload: ActivationStore | None = None
 ) -> None:
     """Apply each layer's policy to its block.  A block with a forward of its own is recomputed as a whole, or not at all.
 

@@ -252,10 +252,7 @@ def _checksum(found: Mapping[str, Any]) -> str:
 def _check_numbers(found: Mapping[str, Any]) -> None:
     """Sizes and times must be positive, and samples sorted by size.  Raises: ValueError."""
     tables = [found["alone"], found["crowded"]]
-    samples = [
-        *found["collectives"].items(),
-        *(one for table in tables for one in table["operators"].items()),
-    ]
+    samples = [*found["collectives"].items(), *(one for table in tables for one in table["operators"].items())]
     for name, pairs in samples:
         sizes = [size for size, _ in pairs]
         if not pairs or sizes != sorted(set(sizes)) or not all(0 < one < inf for pair in pairs for one in pair):

@@ -276,10 +276,7 @@ def _scatter(found: Found, capacity: int) -> str:
     body = [f'<path class="axis" d="M{LEFT} 0v{high}h{WIDE - LEFT}"/>']
     for tick in ticks(most / 2**30, 6):
         y = high - tick * 2**30 * up
-        body += [
-            text(LEFT - 8, y + 4, f"{tick:g} GiB", "small end"),
-            f'<path class="axis" d="M{LEFT - 4} {y:.1f}h4"/>',
-        ]
+        body += [text(LEFT - 8, y + 4, f"{tick:g} GiB", "small end"), f'<path class="axis" d="M{LEFT - 4} {y:.1f}h4"/>']
     for tick in ticks(slowest, 12):
         if tick >= least:
             x = LEFT + (tick - least) * across

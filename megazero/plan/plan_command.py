@@ -240,12 +240,7 @@ def _check_files(html: Path | None, as_json: Path | None, write: Path | None) ->
 
 
 def _search(
-    asked: _Asked,
-    cluster: Cluster,
-    say: Callable[[str], None],
-    write: Path | None,
-    seconds: float,
-    processes: int,
+    asked: _Asked, cluster: Cluster, say: Callable[[str], None], write: Path | None, seconds: float, processes: int
 ) -> tuple[ResolvedRun | None, Found]:
     """Print the best shapes, and write the run file of the first."""
     from megazero.plan.report import PlanJudge

@@ -124,11 +124,7 @@ def plan_of(run: ResolvedRun, cluster: Cluster, assumptions: Assumptions) -> Pla
     lost = failures(rate, cluster.ranks, saved, assumptions.restart_seconds, time.seconds)
     every = assumptions.tokens or run.config.training.steps * tokens
     cost = run_cost(
-        every,
-        use.tokens_per_second,
-        cluster.ranks,
-        lost.lost_share if lost else 0.0,
-        assumptions.dollars_per_hour,
+        every, use.tokens_per_second, cluster.ranks, lost.lost_share if lost else 0.0, assumptions.dollars_per_hour
     )
     sent = tuple(busiest_links(run, cluster, stage, one) for stage, one in enumerate(traffic_of(run, cluster)))
     return Plan(run, cluster, parameters, memory_of(run, cluster), time, sent, use, saved, lost, cost)
@@ -188,10 +184,7 @@ def as_json(plan: Plan, found: Found | None = None) -> dict[str, object]:
             "within": plan.cluster.within.name,
             "between": plan.cluster.between.name,
         },
-        "run": {
-            "parameters": plan.parameters,
-            **shape_of(run),
-        },
+        "run": {"parameters": plan.parameters, **shape_of(run)},
         "fits": plan.fits,
         "memory": [asdict(one) | {"kinds": dict(one.kinds), "off_device": dict(one.off_device)} for one in plan.memory],
         "step": {

@@ -18,9 +18,7 @@ from megazero.comm.identity import storage_of
 from megazero.engine import Engine
 from megazero.layers.attention import Attention
 from megazero.layers.saved_tensors import SavedTensorHooks
-from megazero.models.activation_bytes import (
-    window_of,
-)
+from megazero.models.activation_bytes import window_of
 from megazero.models.gpt import GPTStage, MicroBatch
 
 

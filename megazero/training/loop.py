@@ -46,10 +46,7 @@ SAVED_CONFIG = "config.toml"
 
 
 def train(
-    run: ResolvedRun,
-    state: ParallelState,
-    show: Callable[[str], None],
-    wants_stop: Callable[[], bool] = lambda: False,
+    run: ResolvedRun, state: ParallelState, show: Callable[[str], None], wants_stop: Callable[[], bool] = lambda: False
 ) -> RunSummary:
     """Start or resume the training that a configuration describes.  Called on every rank.
 

@@ -20,14 +20,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from megazero.comm.collectives import (
-    Pending,
-    all_reduce,
-    all_to_all,
-    arriving_elements,
-    reduce_scatter,
-    runs_by_itself,
-)
+from megazero.comm.collectives import Pending, all_reduce, all_to_all, arriving_elements, reduce_scatter, runs_by_itself
 from megazero.parallel_state import Axis
 from megazero.zero.bucket import Bucket, Run, intersect
 from megazero.zero.buffer_pool import BufferPool

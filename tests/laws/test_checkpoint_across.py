@@ -170,8 +170,7 @@ def test_every_precision_goes_on_from_every_other(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("name", "momentum", "state", "place"),
-    [("sgd", 0.9, "momentum_buffer", "nvme"), ("lion", 0.0, "exp_avg", "none")],
+    ("name", "momentum", "state", "place"), [("sgd", 0.9, "momentum_buffer", "nvme"), ("lion", 0.0, "exp_avg", "none")]
 )
 def test_another_optimizer_than_the_one_that_wrote_is_refused_with_what_each_keeps(
     name: str, momentum: float, state: str, place: str, tmp_path: Path

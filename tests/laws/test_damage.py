@@ -17,13 +17,7 @@ from harness import run_world
 from worlds import LLAMA, LR, engine_on, micro_batches, run_of, state_on
 
 from megazero.checkpoint.folder import FileRecord, LocalFolder, folder_at
-from megazero.checkpoint.index import (
-    CheckpointError,
-    find_damage,
-    find_newest,
-    read_manifest,
-    write_manifest,
-)
+from megazero.checkpoint.index import CheckpointError, find_damage, find_newest, read_manifest, write_manifest
 from megazero.config import ResolvedRun
 from megazero.engine import Engine, Position
 from megazero.parallel_state import ParallelState

@@ -35,7 +35,7 @@ WORLDS: dict[tuple[int, int], list[dict[str, Any]]] = {
             "parallel": {"pp": 2, "schedule": "interleaved", "virtual_stages": 2},
             "zero": {"stage": 2},
             "model": {"num_layers": 4},
-        },
+        }
     ],
     (4, 2): [
         {"parallel": {"tp": 2, "pp": 2, "schedule": "zb-h1"}, "training": {"accumulation": 2}},
@@ -52,7 +52,7 @@ WORLDS: dict[tuple[int, int], list[dict[str, Any]]] = {
             "parallel": {"tp": 2, "cp": 2, "pp": 2, "sequence_parallel": True},
             "zero": {"stage": 1},
             "training": {"accumulation": 2},
-        },
+        }
     ],
 }
 

@@ -78,10 +78,7 @@ def _plain_sgd(run: ResolvedRun) -> tuple[list[dict[str, Tensor]], list[float]]:
 def test_every_step_of_a_growing_scale_is_the_plain_step() -> None:
     """With window 1 the scale doubles at each step.  Unscaling with the new scale would halve each; a stage that did not
     unscale, or did twice, would be off by 2^8.  A constant scale gives the same run but for fp16's smallest numbers."""
-    precisions = [
-        _fp16(initial_scale_power=8, loss_scale_window=1),
-        _fp16(loss_scale=2.0**10),
-    ]
+    precisions = [_fp16(initial_scale_power=8, loss_scale_window=1), _fp16(loss_scale=2.0**10)]
     runs = [
         run_of(2, model=TIED, zero={"stage": stage}, precision=precision, optimizer=SGD)
         for stage in (0, 2, 3)

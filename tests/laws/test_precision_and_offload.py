@@ -307,12 +307,7 @@ def test_every_optimizer_follows_its_formula_on_every_stage_and_place(name: str,
     cases = [(0, "none"), (1, "cpu") if name in ("sgd", "lion") else (2, "nvme"), (3, "none"), (3, "nvme")]
     optimizer = {"name": name} | ({"momentum": _Plain.momentum} if name == "sgd" else {})
     runs = [
-        run_of(
-            2,
-            model=UNTIED,
-            zero={"stage": stage, "offload": _offload(stage, place, folder)},
-            optimizer=optimizer,
-        )
+        run_of(2, model=UNTIED, zero={"stage": stage, "offload": _offload(stage, place, folder)}, optimizer=optimizer)
         for stage, place in cases
     ]
     given = runs[0].config.optimizer

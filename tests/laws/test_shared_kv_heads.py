@@ -15,18 +15,7 @@ import torch
 from harness import run_world
 from test_any_shape import _assert_agrees
 from test_traffic import _traffic_of_second_step
-from worlds import (
-    LLAMA,
-    LR,
-    engine_on,
-    micro_batches,
-    on_one_state,
-    run_of,
-    state_on,
-    train_on,
-    train_plainly,
-    whole,
-)
+from worlds import LLAMA, LR, engine_on, micro_batches, on_one_state, run_of, state_on, train_on, train_plainly, whole
 
 from megazero.config import ConfigError, ResolvedRun
 from megazero.engine import Position

@@ -46,11 +46,7 @@ def test_bytes_over_dp_equal_the_formula(dp: int, parallel: dict[str, int]) -> N
     cases = [(0, 2), (1, 2), (2, 1), (2, 2)]
     runs = [
         run_of(
-            world,
-            model=UNTIED,
-            parallel=parallel,
-            zero={"stage": zero_stage},
-            training={"accumulation": accumulation},
+            world, model=UNTIED, parallel=parallel, zero={"stage": zero_stage}, training={"accumulation": accumulation}
         )
         for zero_stage, accumulation in cases
     ]
@@ -165,10 +161,7 @@ AGAIN: dict[str, tuple[dict[str, Any], dict[tuple[bool, str], int]]] = {
     "residual": ({"recompute": ["residual"]}, {(False, "all_reduce"): 2, (True, "reduce_scatter"): 1}),
     "mlp": ({"recompute": ["mlp"]}, {(True, "all_gather"): 1}),
     "attention": ({"recompute": ["attention"]}, {(True, "all_gather"): 1}),
-    "block": (
-        {"recompute": "full"},
-        {(False, "all_reduce"): 2, (True, "all_gather"): 2, (True, "reduce_scatter"): 1},
-    ),
+    "block": ({"recompute": "full"}, {(False, "all_reduce"): 2, (True, "all_gather"): 2, (True, "reduce_scatter"): 1}),
 }
 AGAIN["block but attention"] = AGAIN["block"][0] | {"keep_attention": True}, AGAIN["block"][1]
 CUT_INPUTS = {"norms": 2, "mlp": 1, "attention": 1, "block": 1, "block but attention": 1}

@@ -35,14 +35,7 @@ GPT2 = {"family": "gpt2", "num_kv_heads": 4}
 
 def run_of(world: int, *, model: dict[str, Any], **sections: dict[str, Any]) -> ResolvedRun:
     """A small run: 2 layers, a vocabulary that no tp divides, 8 samples of 16 tokens."""
-    small = {
-        "hidden_size": 32,
-        "num_layers": 2,
-        "num_heads": 4,
-        "ffn_hidden_size": 64,
-        "vocab_size": 61,
-        "seq_len": 16,
-    }
+    small = {"hidden_size": 32, "num_layers": 2, "num_heads": 4, "ffn_hidden_size": 64, "vocab_size": 61, "seq_len": 16}
     optimizer = sections.get("optimizer", {})
     eps = {"eps": EPS} if optimizer.get("name", "adamw") in ("adamw", "adam", "adagrad") else {}
     zero: dict[str, Any] = {"bucket_bytes": 8192}
