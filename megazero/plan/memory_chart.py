@@ -9,11 +9,10 @@ from textwrap import fill
 from rich.console import Console
 from rich.table import Table
 
-from megazero.plan.measured_step import POINTS, STATE_KINDS, STEP
+from megazero.plan.measured_step import POINTS, STEP
 from megazero.plan.memory_report import Report, Row
-from megazero.plan.svg import MARGIN, document, legend, rect, text
+from megazero.plan.svg import MARGIN, document, legend, text
 from megazero.schedules.drawing import ticks
-from megazero.zero.parameters import SECOND_COPY
 
 _WIDTH, _NOTES_WIDTH = 200, 120
 
@@ -147,89 +146,7 @@ def _ratio(measured: float, formula: float) -> str:
 
 # ---- picture
 
-_BUFFERS, _REST = "buffers of ZeRO", "activations and the rest"
-_FILLS = {
-    "weights and masters": "#5b92c9",
-    "gradients": "#5f9e5a",
-    "moments": "#c98f35",
-    _BUFFERS: "#b7a5cf",
-    _REST: "#dfe3e8",
-}
-# every other kind that an engine counts is a buffer
-_MEANINGS = dict(zip(STATE_KINDS, _FILLS, strict=False)) | {SECOND_COPY: "weights and masters"}
-_LEFT, _TOP, _PLOT, _FOOT, _BAR, _GAP = MARGIN + 44, 112, 200, 70, 20, 18  # pixels
-_OFF = 'fill="url(#off)" pointer-events="none"'
-_HATCHING = (
-    '<defs><pattern id="off" width="6" height="6" patternUnits="userSpaceOnUse" patternTransform="rotate(45)">'
-    '<path d="M0 0V6" stroke="#1f2933" stroke-width="2" stroke-opacity="0.4"/></pattern></defs>'
-)
-
-
-def draw_svg(report: Report) -> str:
-    """A picture of each combination's memory at the three points of a step, as the text of an SVG file.
-
-    A panel for each precision, a group of bars for each stage and offload. Each part of a bar is a `<rect class="cell">`
-    whose `<title>` says what it is; what is off the device is hatched. A line across a group is the formula.
-    """
-    panels: dict[str, list[Row]] = {}
-    for row in report.rows:
-        panels.setdefault(row.combination.precision, []).append(row)
-    group, heading = len(POINTS) * _BAR + _GAP, _heading(report)
-    wide = max(max(map(len, panels.values())) * group + _GAP, 640)
-    bars = (sum(_parts(row, point).values()) for row in report.rows for point in POINTS)
-    most = max(*bars, *(row.formula_bytes for row in report.rows))
-    per_byte = (_PLOT - 20) / most
-    body = [_HATCHING, *(text(MARGIN, 50 + 16 * index, line, "small") for index, line in enumerate(heading))]
-    meanings = [([f'fill="{colour}"'], what) for what, colour in _FILLS.items()]
-    samples, end = legend(MARGIN, 78, [*meanings, ([_OFF], "off the device"), (['fill="#b3261e"'], "formula")])
-    body += samples
-    for index, (precision, rows) in enumerate(panels.items()):
-        bottom = _TOP + index * (_PLOT + _FOOT) + _PLOT
-        body.append(text(MARGIN, bottom - _PLOT + 14, f"{precision}, MiB", "head"))
-        for value in ticks(most / 2**20, 4):
-            y = bottom - value * 2**20 * per_byte
-            body.append(f'<path class="grid" d="M{_LEFT} {y:.2f}h{wide}"/>')
-            body.append(text(_LEFT - 6, y + 4, f"{value:g}", "small end"))
-        for column, row in enumerate(rows):
-            body += _group(row, _LEFT + _GAP + column * group, bottom, per_byte)
-    width = max(MARGIN + _LEFT + wide, end, 2 * MARGIN + 5.9 * max(map(len, heading)))
-    title = "Memory of a rank by ZeRO stage: after forward, backward and step"
-    return document(width, _TOP + len(panels) * (_PLOT + _FOOT), title, body)
-
-
-def _parts(row: Row, point: str) -> dict[tuple[str, bool], int]:
-    """Bytes of a bar from its foot, by (what, whether it is off the device); files are not memory and left out."""
-    counted = {key: size for key, size in row.worst.counted[point].items() if not key.endswith(" on file")}
-    parts = dict.fromkeys(((what, off) for what in _FILLS for off in (False, True)), 0)
-    for key, size in counted.items():
-        parts[_MEANINGS.get(key.split(" on ")[0], _BUFFERS), " on " in key] += size
-    known = sum(counted.values())
-    if row.worst.live[STEP] < known:  # a GPU's allocator does not count host memory, the CPU's counts both
-        known -= sum(size for key, size in counted.items() if key.endswith(" on host"))
-    parts[_REST, False] = max(row.worst.live[point] - known, 0)
-    return {part: size for part, size in parts.items() if size}
-
-
-def _group(row: Row, x: int, bottom: int, per_byte: float) -> Iterator[str]:
-    """The bars of a combination."""
-    one, wide = row.combination, len(POINTS) * _BAR
-    for index, point in enumerate(POINTS):
-        left, y = x + index * _BAR, float(bottom)
-        for (what, off), size in _parts(row, point).items():
-            height = size * per_byte
-            y -= height
-            title = f"{one}, after {point}: {what}{' off the device' if off else ''}, {_mib(size)} MiB"
-            yield rect(left + 1, y, _BAR - 2, height, f'class="cell" fill="{_FILLS[what]}"', title)
-            if off:
-                yield rect(left + 1, y, _BAR - 2, height, _OFF)
-        yield text(left + _BAR / 2, bottom + 13, point[0].upper(), "small mid")
-    level = bottom - row.formula_bytes * per_byte
-    formula = f"<title>model state by the formula {row.formula_text}: {_mib(row.formula_bytes)} MiB</title>"
-    yield f'<path class="formula" d="M{x - 3} {level:.2f}h{wide + 6}">{formula}</path>'
-    yield text(x + wide / 2, bottom + 29, f"ZeRO {one.stage}", "mid")
-    yield text(x + wide / 2, bottom + 43, "" if one.offload == "none" else f"offload {one.offload}", "small mid")
-
-
+_LEFT = MARGIN + 44  # pixels
 _COURSES = "#1f2933", "#5b92c9", "#c98f35", "#5f9e5a", "#8a6bb8", "#b3261e"
 
 

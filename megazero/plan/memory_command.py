@@ -30,13 +30,13 @@ def memory_report(
     ] = "none,selective,mlp,full",
     steps: Annotated[int, typer.Option(help="Steps up to and with the measured one.")] = 2,
     iterations: Annotated[int, typer.Option(help="Steps to time after it.")] = 20,
-    out: Annotated[Path, typer.Option(help="Directory for memory.json, memory.svg and activations.svg.")] = Path(
+    out: Annotated[Path, typer.Option(help="Directory for memory.json and activations.svg.")] = Path(
         "runs/memory-report"
     ),
 ) -> None:
     """Measure memory, traffic and time of each ZeRO stage, and activations by policy, beside their formulas."""
     from megazero.config import ConfigError
-    from megazero.plan.memory_chart import draw_course, draw_svg, draw_text
+    from megazero.plan.memory_chart import draw_course, draw_text
     from megazero.plan.memory_report import measure, not_measured, plan, without_formula
     from megazero.schedules.table import write_text
     from megazero.training.launch import Failed, leave_at_once, run_ranks
@@ -58,7 +58,7 @@ def memory_report(
                 print(f"activations are not measured: {unknown}", file=sys.stderr)
         if prints and policies and (keys := not_measured(next(iter(runs.values())))):
             print(f"the rows of activations are measured without {', '.join(keys)}", file=sys.stderr)
-        written = [out / name for name in ("memory.json", "memory.svg", "activations.svg")[: 2 + bool(policies)]]
+        written = [out / name for name in ("memory.json", "activations.svg")[: 1 + bool(policies)]]
         _try_to_write(out, written)
     except (ConfigError, ValueError, OSError) as error:
         if prints:
@@ -72,11 +72,11 @@ def memory_report(
         print(draw_text(report))
         try:
             write_text(written[0], json.dumps(report.as_json(), indent=1) + "\n")
-            for path, draw in zip(written[1:], (draw_svg, draw_course), strict=False):
-                write_text(path, draw(report))
+            for path in written[1:]:
+                write_text(path, draw_course(report))
         except OSError as error:
             fail(str(error), EXIT_REFUSED)
-        print(f"every rank's figures: {written[0]}   pictures: {', '.join(map(str, written[1:]))}")
+        print(f"every rank's figures: {'   a picture of activations: '.join(map(str, written))}")
 
 
 def _try_to_write(folder: Path, files: list[Path]) -> None:
