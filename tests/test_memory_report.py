@@ -253,7 +253,7 @@ def test_what_cannot_be_written_is_told_before_measuring_and_behind_the_tables(
 def test_layers_that_no_formula_knows_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
     run = load_config(os.devnull, ["model.num_layers=1", "launch.device=cpu"], 1)
     assert without_formula(run) == ""
-    monkeypatch.setattr("megazero.models.activation_bytes.has_regions", lambda _: False)
+    monkeypatch.setattr("megazero.plan.activation_bytes.has_regions", lambda _: False)
     assert "forward of its own" in without_formula(run)
 
 

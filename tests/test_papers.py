@@ -9,8 +9,8 @@ import torch
 
 from megazero.config import load_config
 from megazero.engine.outline import stages_of
-from megazero.models.activation_bytes import block_bytes
 from megazero.models.activation_config import LayerPolicy
+from megazero.plan.activation_bytes import block_bytes
 from megazero.plan.activations import micro_batch_size
 from megazero.plan.state_bytes import StateFormula
 

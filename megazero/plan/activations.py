@@ -1,4 +1,4 @@
-"""What every pipeline rank keeps for its backward passes, by the formula of models/activation_bytes.py, and its parameters.
+"""What every pipeline rank keeps for its backward passes, by the formula of plan/activation_bytes.py, and its parameters.
 
 Each layer keeps what its policy says; the bytes of all layers are walked through the actions of the rank's schedule.
 """
@@ -14,7 +14,11 @@ import torch
 
 from megazero.config import ResolvedRun, RunConfig
 from megazero.engine.outline import stages_of
-from megazero.models.activation_bytes import (
+from megazero.models.activation_config import LayerPolicy, layer_policies
+from megazero.models.gpt import GPTStage
+from megazero.models.registry import FAMILIES
+from megazero.models.stages import StageLayout, by_rank, cut
+from megazero.plan.activation_bytes import (
     MicroBatchSize,
     block_bytes,
     embedding_bytes,
@@ -23,10 +27,6 @@ from megazero.models.activation_bytes import (
     products_again,
     queued_bytes,
 )
-from megazero.models.activation_config import LayerPolicy, layer_policies
-from megazero.models.gpt import GPTStage
-from megazero.models.registry import FAMILIES
-from megazero.models.stages import StageLayout, by_rank, cut
 from megazero.schedules.action import ActionKind, Schedule
 from megazero.schedules.proof import peak_activations
 from megazero.settings import counted

@@ -1,6 +1,6 @@
 """What a rank keeps for its backward passes: by the formula of every pipeline rank, and counted on a rank that runs.
 
-RankActivations     models/activation_bytes.py, for each layer's policy, walked through the rank's actions
+RankActivations     plan/activation_bytes.py, for each layer's policy, walked through the rank's actions
 SavedMemory         hooks around a step: every tensor that autograd saves, each storage once
 """
 
@@ -18,8 +18,8 @@ from megazero.comm.identity import storage_of
 from megazero.engine import Engine
 from megazero.layers.attention import Attention
 from megazero.layers.saved_tensors import SavedTensorHooks
-from megazero.models.activation_bytes import window_of
 from megazero.models.gpt import GPTStage, MicroBatch
+from megazero.plan.activation_bytes import window_of
 
 
 def measure_saved(engine: Engine, batches: Sequence[MicroBatch], units: Iterable[str]) -> SavedMemory:

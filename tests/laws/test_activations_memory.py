@@ -25,9 +25,9 @@ from megazero.engine.outline import schedule_of, stages_of
 from megazero.layers.context_attention import ContextAttention
 from megazero.layers.linear import WeightGradQueue
 from megazero.layers.sample_part import part_of
-from megazero.models.activation_bytes import MicroBatchSize, block_bytes, peak_bytes, queued_bytes
 from megazero.models.activation_config import LayerPolicy
 from megazero.models.gpt import Block
+from megazero.plan.activation_bytes import MicroBatchSize, block_bytes, peak_bytes, queued_bytes
 from megazero.plan.activations import activations_of_ranks, micro_batch_size
 from megazero.plan.saved_memory import SavedMemory, measure_saved
 from megazero.schedules.proof import peak_activations
