@@ -224,7 +224,9 @@ def import_(
         load_extensions(extension)
         _check_dtype(dtype)
         if read is None and given:
-            raise ValueError(f"{', '.join(given)}: only transformers models are read without megazero.formats")
+            raise ValueError(
+                "without megazero.formats only transformers models are read: leave out --from and --run-file"
+            )
         most = parse_size(max_shard_size)
         made = (read or import_model)(
             source, out, dtype=dtype, seq_len=seq_len, ignore=ignore or (), max_shard_bytes=most, **given

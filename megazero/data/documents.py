@@ -150,7 +150,7 @@ def _pieces_of(path: str, size: int, piece_bytes: int) -> Iterator[Piece]:
 
 
 def _held_by(path: str) -> str:
-    """What a file holds: ".jsonl" if its first line is a JSON object, else what its name says.
+    """The kind of a file: ".jsonl" if its first line parses as a JSON object, else its suffix.
 
     Raises: ValueError: neither text nor a table that can be read.
     """

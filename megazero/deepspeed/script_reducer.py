@@ -86,7 +86,7 @@ class ScriptReducer(GradientReducer):
                 one.reopen()
 
     def close_unused(self, chunk: int, unit: int) -> None:
-        """Count what the backward under way does not reach as zero, of the units that it has left."""
+        """Set to zero the gradients that the running backward cannot reach, in the units that it has already left."""
         if (order := self.orders.get(chunk)) is None or not self.is_in_pass():
             return
         graph = self._graph(chunk)
@@ -97,7 +97,7 @@ class ScriptReducer(GradientReducer):
         self.reduce_due(order)
 
     def leave_out(self, chunk: int, root: Node) -> None:
-        """At stage 2: count what the backward that begins at `root` now does not reach as zero."""
+        """At stage 2, set to zero the gradients that the backward which begins at `root` cannot reach."""
         order = self.orders.get(chunk)
         if order is None or not self.every_round or self._leaves_out_by_unit:
             return
@@ -197,7 +197,7 @@ def _skip(one: BucketGradients, indices: Sequence[int], round_: int) -> None:
 
 
 def _follow(order: LaunchOrder, came: Sequence[int]) -> None:
-    """Take the order in which these buckets, by their number, came somewhere; the others stay beside a neighbour."""
+    """Reduce in the order `came`, numbers of buckets.  A bucket that is not listed follows its old neighbour."""
     turn = {number: at for at, number in enumerate(came)}
     turns, beside = [], turn[min(came)]
     for number in range(len(order.buckets)):

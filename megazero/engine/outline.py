@@ -20,7 +20,7 @@ from megazero.zero.bucket import DTYPES
 
 
 def kind_of(config: RunConfig) -> ScheduleKind:
-    """The schedule that a run names or has in a file."""
+    """The kind of schedule that a run names, or that of its file."""
     parallel = config.parallel
     if parallel.schedule_file is None:
         return SCHEDULES[parallel.schedule]
@@ -33,7 +33,7 @@ def chunks_of(config: RunConfig, kind: ScheduleKind) -> int:
 
 
 def schedule_of(run: ResolvedRun) -> Schedule:
-    """What a run's pipeline does in a step, or a table of the user's own."""
+    """The pipeline schedule of a run: built by its kind, or read from `parallel.schedule_file`."""
     kind = kind_of(run.config)
     build = kind.build if run.config.parallel.schedule_file else partial(_built, kind)
     return build(run.config.parallel.pp, run.accumulation, chunks_of(run.config, kind))
@@ -45,7 +45,10 @@ def _built(kind: ScheduleKind, pp: int, microbatches: int, chunks: int) -> Sched
 
 
 def stages_of(config: RunConfig, count: int = 1, tp: int | None = None) -> list[GPTStage]:
-    """So many stages of the model as the first tensor-parallel rank has them, without memory; `tp` is the run's."""
+    """The model cut into `count` stages on the meta device, as the first tensor-parallel rank builds them.
+
+    tp: number of tensor-parallel ranks; that of the run by default.
+    """
     layouts = cut(config.model, "even" if count == 1 else config.parallel.layout, count)
     device, axis = torch.device("meta"), Axis("tp", tuple(range(tp or config.parallel.tp)))
     cuts, seed = config.parallel.sequence_parallel, config.training.seed
@@ -55,7 +58,7 @@ def stages_of(config: RunConfig, count: int = 1, tp: int | None = None) -> list[
 
 
 def elements_of_stages(run: ResolvedRun, kind: ScheduleKind) -> list[int]:
-    """Parameters of a tensor-parallel rank of each pipeline rank, built without memory."""
+    """Number of parameters that one tensor-parallel rank of each pipeline rank holds."""
     config, parallel = run.config, run.config.parallel
     placement = kind.placement(parallel.pp, chunks_of(config, kind))
     counts = list(map(elements_in, stages_of(config, len(placement))))
@@ -63,5 +66,5 @@ def elements_of_stages(run: ResolvedRun, kind: ScheduleKind) -> list[int]:
 
 
 def elements_in(module: nn.Module) -> int:
-    """Parameters of a stage, or of a part of it, as a tensor-parallel rank has it."""
+    """Number of parameters of a stage, or of a module in it."""
     return sum(weight.numel() for weight in module.parameters())

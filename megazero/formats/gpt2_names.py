@@ -1,4 +1,4 @@
-"""Names of a GPT-2's tensors in checkpoints of Megatron-Core; see `megazero.models.foreign` and `models/llama/foreign.py`.
+"""How Megatron-Core names and lays out the tensors of a GPT-2; see `checkpoint/foreign/names.py`.
 
 Its matrices are [out, in] there, and [in, out] here, as transformers stores them.
 """

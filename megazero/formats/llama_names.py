@@ -25,7 +25,7 @@ EMBEDDING, LAYER = "model.embed_tokens.weight", "model.layers.{}."
 def torchtitan(
     name: str, qkv: str, head: str, *, unscaled: str = "", of_layer: Mapping[str, Theirs] | None = None
 ) -> NameTable:
-    """The table of a family that is named as a Llama.
+    """torchtitan's names for a family of which the tensors are named like a Llama's.
 
     Args:
         name: of the table.

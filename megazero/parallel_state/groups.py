@@ -58,7 +58,7 @@ class Backend(Protocol):
 
 
 class Messages(Protocol):
-    """Carries what no `Backend` does for a group: broadcasts, messages between two ranks, and small values.
+    """Broadcasts, point-to-point messages and small objects of a group, for which no `Backend` has a collective.
 
     Arguments are those of the functions of the same names in `comm/collectives.py`.
     """

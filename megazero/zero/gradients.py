@@ -260,7 +260,7 @@ class GradientReducer:
             self.add(parameter, gradient.to_dense())  # of Embedding(sparse=True)
 
     def follow_units(self, gatherer: UnitGatherer) -> None:
-        """Under stage 3: let ranks find out where they gather different units."""
+        """Under stage 3, mark the end of each pass, so that ranks that gather units in different orders get an error."""
         self.on_close = gatherer.mark_end_of_pass
 
     def begin_step(self, micro_batches: int, step: int = 0) -> None:
@@ -349,7 +349,7 @@ class GradientReducer:
 
     @property
     def reduces_soon(self) -> bool:
-        """Whether what comes now is reduced before the step ends."""
+        """Whether a complete bucket is reduced after every micro-batch, not only after the last."""
         return self.every_round
 
     def is_due(self, one: BucketGradients) -> bool:
@@ -357,7 +357,7 @@ class GradientReducer:
         return (self.every_round and not one.bucket.keeps_gradients) or one.launched == self.rounds
 
     def reduce_due(self, order: LaunchOrder) -> None:
-        """Start the reductions whose turn has come."""
+        """Start every reduction that is complete and next in the chunk's order."""
         for one in order.due(self.rounds):
             if self.is_due(one):
                 self._reduce(one)

@@ -5,7 +5,7 @@
     Megatron     decoder.layers.3...linear_qkv   q, k, v     ->     ... q_proj.weight, ... k_proj.weight, ... v_proj.weight
 
 A tensor of ours is made of one tensor of theirs by moving elements only, so the moments are moved as the weights are.
-A table is a value in the family's folder; `{}` stands for the number of the layer.
+`megazero/formats` has the tables of other frameworks; `{}` stands for the number of the layer.
 """
 
 from __future__ import annotations

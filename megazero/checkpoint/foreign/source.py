@@ -183,8 +183,10 @@ def _unwrapped(tensors: dict[str, ForeignTensor]) -> dict[str, ForeignTensor]:
 
 
 def _not_shown(table: NameTable, turns: ForeignTensor | None, model: ModelConfig) -> Iterator[tuple[str, str]]:
-    """What the framework's own models compute otherwise and no tensor shows: lines for the user, "" before one that is no
-    error, else what `--ignore` must name."""
+    """What the other framework computes differently although no tensor shows it, such as rope_scaling.
+
+    Yields (name, line): `name` is what `--ignore` must list, or "" where the line is only a note.
+    """
     if turns is not None and not _turns_as(turns.read(), model):
         yield (
             table.turns,
