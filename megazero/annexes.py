@@ -38,5 +38,6 @@ def added(seam: str) -> dict[str, Any]:
 @cache
 def _tables() -> list[Mapping[str, Mapping[str, str]]]:
     """The table of each annex, in alphabetical order."""
-    rooms = sorted(table.parent.name for table in Path(__file__).parent.glob("*/annex.py"))
+    folders = (table.parent.name for table in Path(__file__).parent.glob("*/annex.py"))
+    rooms = sorted(filter(str.isidentifier, folders))
     return [import_module(f"megazero.{room}.annex").ADDS for room in rooms]

@@ -71,12 +71,12 @@ def _task_without_rank(environment: Mapping[str, str]) -> str | None:
         given.pop("SLURM_NTASKS", None)
     for size, rank, starts in _LAUNCHERS:
         many = re.fullmatch("([0-9]+:)?([2-9]|[1-9][0-9]+)", given.get(size, ""))  # elastic Kubeflow has MIN:MAX
-        is_shell = rank == "SLURM_PROCID" and "SLURM_PTY_PORT" in given
+        is_shell = rank in ("SLURM_PROCID", "PMI_RANK", "PMIX_RANK") and "SLURM_PTY_PORT" in given
         if (many or re.fullmatch("[1-9][0-9]*", given.get(rank, ""))) and not is_shell:
             found = ", ".join(f"{name}={given[name]}" for name in (size, rank) if name in given)
             return (
                 f"{starts.split()[0]} has started several tasks ({found}) without RANK, and each would train alone; start "
                 f"one torchrun on each node ({starts} torchrun ..., as in examples/pretrain.slurm), or set in each task "
-                f"what torchrun sets: {_ALL}, with RANK=${rank}; for a run of its own in each task RANK=0 WORLD_SIZE=1"
+                f"what torchrun sets: {_ALL}, with RANK=${rank}; for a run of its own in each task, torchrun --standalone"
             )
     return None

@@ -95,6 +95,9 @@ def test_a_pair_goes_on_with_the_end_of_documents_that_it_was_written_with(tmp_p
     before = open_with([(pair, 1.0)], tmp_path, tokenizer=str(path)).fingerprint
     (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "<stop>"}')
     assert open_with([(pair, 1.0)], tmp_path, tokenizer=str(path)).fingerprint == before
+    other = write_pair(tmp_path / "new", np.arange(400) % 3, tokenizer=load_tokenizer(path).fingerprint)  # with <stop>
+    with pytest.raises(ValueError, match="new was tokenized with a tokenizer of fingerprint"):
+        open_with([(other, 1.0)], tmp_path, tokenizer=str(path), ends_as=[pair])
 
 
 @pytest.mark.parametrize("length", [1000, 600_000])

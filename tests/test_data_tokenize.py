@@ -170,6 +170,14 @@ def test_json_lines_are_read_as_such_under_any_name(tmp_path, shard_bytes, name,
     assert [*summary.notes] == ([] if name.endswith(("jsonl", "ndjson")) else said)
 
 
+def test_an_error_while_the_kind_is_found_is_told_and_no_json_becomes_text(tmp_path, monkeypatch):
+    path = write_jsonl(tmp_path / "x.txt", ["hello"])
+    error = OSError(errno.EIO, "Input/output error")
+    monkeypatch.setattr("megazero.data.documents._opened", lambda *_: (_ for _ in ()).throw(error))
+    with pytest.raises(ValueError, match="Input/output error"):
+        tokenize_files([path], tmp_path / "out", "byte")
+
+
 def test_a_byte_order_mark_is_no_text_and_a_long_window_is_unpacked(tmp_path):
     content = b"\xef\xbb\xbftext"
     block = (1 | len(content) << 3).to_bytes(3, "little")

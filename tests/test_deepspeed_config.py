@@ -203,13 +203,8 @@ def test_what_is_not_enabled_or_not_adapted_is_noted():
 
 
 def test_every_part_of_activation_checkpointing_is_honoured_or_unknown():
-    parts = {
-        "number_checkpoints": 4,
-        "contiguous_memory_optimization": True,
-        "profile": True,
-        "cpu_checkpointing": True,
-    }
-    parts |= {"partition_activations": True, "synchronize_checkpoint_boundary": True}
+    parts = {"number_checkpoints": 4, "contiguous_memory_optimization": True, "cpu_checkpointing": True}
+    parts |= {"partition_activations": True}
     found = load(activation_checkpointing=parts)
     assert (found.json.activation_checkpointing.model_dump(), found.notes) == (parts, ())
     (told,) = problems(activation_checkpointing={"partition_activation": True})

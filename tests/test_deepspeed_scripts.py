@@ -379,6 +379,19 @@ def test_an_engine_without_an_optimizer_evaluates_frozen_and_trained_models_alik
         assert {one.requires_grad for one in model.parameters()} == {trains}
 
 
+@pytest.mark.parametrize("stage", [0, 3])
+def test_a_module_whose_evaluating_engine_was_dropped_trains_whole(stage: int) -> None:
+    model, plain = network(2, 1), network(2, 1)
+    engine, *_ = megazero.deepspeed.initialize(model=model, config=settings(stage))
+    del engine
+    gc.collect()
+    engine = engine_of(model, settings(stage))
+    engine.backward(engine(data(0)).square().sum())
+    engine.step()
+    with gathered_parameters(engine) as whole:
+        assert not [name for name, one in plain.named_parameters() if torch.equal(whole[name], one)]
+
+
 def test_engines_of_one_shape_share_their_process_groups() -> None:
     run_world(2, _many_engines)
 

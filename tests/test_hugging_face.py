@@ -260,7 +260,7 @@ def test_tied_weights_come_in_as_scripts_save_them(family: str, tmp_path: Path) 
     (tmp_path / "run.toml").write_text(to_toml(run.config))
     for file in ("model.safetensors", "last.ckpt", "pytorch_model.bin"):
         (theirs := tmp_path / f"of {file}").mkdir()
-        torch.save({"state_dict": wrapped, "epoch": 3}, theirs / file)
+        torch.save({"state_dict": wrapped, "epoch": 3, "best_loss": torch.ones(())}, theirs / file)
         run_file: Path | None = tmp_path / "run.toml"
         if file == "model.safetensors":
             save_file(wrapped, theirs / file)

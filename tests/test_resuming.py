@@ -4,16 +4,20 @@ from __future__ import annotations
 
 from dataclasses import replace
 from math import cos, pi
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from megazero.checkpoint.index import CheckpointError, TrainerState
 from megazero.config import RunConfig, resolve
+from megazero.data.identity import fingerprint_of
+from megazero.data.tokenizer import load_tokenizer
 from megazero.engine import Position
 from megazero.engine.phases import phases_after
 from megazero.engine.trainer_state import check_same_run
 from megazero.training.resuming import tell_changes
+from tests.tokenizer_files import write_tokenizer
 
 
 def _config(**sections: Any) -> RunConfig:
@@ -104,6 +108,14 @@ def test_a_mask_of_documents_changes_only_where_it_is_accepted(new: bool) -> Non
     (phase,) = phases_after(trainer, accepts, "a")
     assert (phase.first_sample, phase.schedule_step) == (0, 0), "samples and schedule go on"
     check_same_run("it", _config(data=now), "a", _written_by(accepts, 12))
+
+
+def test_a_run_whose_documents_ended_otherwise_is_told_how(tmp_path: Path) -> None:
+    path = write_tokenizer(tmp_path / "tokenizer.json", "a <stop> </s>", "</s> <stop>")
+    then, now = (fingerprint_of([], load_tokenizer(path, end).fingerprint, []) for end in ("<stop>", "</s>"))
+    config = _config(data={"tokenizer": str(path), "sources": ["it"]})
+    with pytest.raises(CheckpointError, match=r'other data.*\. data.eod_token = "<stop>" ends documents as before\.'):
+        check_same_run("it", config, now, _written_by(config, 10, then))
 
 
 def test_a_mask_of_documents_is_compared_only_with_a_run_that_read_data() -> None:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]
+from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 
 from megazero.comm import objects
 from megazero.comm.messages import group_of, wait_of
@@ -69,6 +69,16 @@ def open_meeting(rank: int, world: int, timeout: timedelta, *, waits: bool = Fal
         f"{socket.gethostname()}: {found[0] if found else f'no answer in {seconds:g} s'}; MASTER_ADDR must be the host of "
         "rank 0, by a name that every host resolves, and MASTER_PORT a port that is free there and open to all ranks"
     )
+
+
+def of_this_start(store: Store) -> Store:
+    """The store as this start of the ranks sees it.
+
+    A torchrun that keeps one store over its restarts still has in it what the ranks of the last start wrote.  With a single
+    agent all ranks see the same restart count; for several agents see docs/elastic.md.
+    """
+    count = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") if os.environ.get("GROUP_WORLD_SIZE") == "1" else ""
+    return PrefixStore(f"megazero/start{count}", store)
 
 
 def prepare_rank(device: torch.device, neighbours: int) -> None:

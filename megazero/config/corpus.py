@@ -31,5 +31,6 @@ def open_sources(
         cache_dir=cache_directory(config.data),
         vocab_size=config.model.vocab_size,
         eod_token=config.data.eod_token,
+        ends_as=[source.path for source in config.data.sources],
         say=say,
     )

@@ -43,6 +43,7 @@ def open_corpus(
     cache_dir: str | os.PathLike[str],
     vocab_size: int,
     eod_token: str | None = None,
+    ends_as: Sequence[str] = (),
     say: Callable[[str], None] = lambda _: None,
 ) -> Corpus:
     """Open the sources of a run, check them against the model, and give each sample an index.
@@ -50,6 +51,7 @@ def open_corpus(
     Args:
         sources: (source, weight) pairs; a source is "python-stdlib" or the prefix of a `.bin`/`.idx` pair.
         tokenizer, eod_token: arguments of `load_tokenizer`.
+        ends_as: sources whose end-of-document token is taken where none is given; empty for `sources`.
         seq_len: tokens that a sample predicts.
         validation_fraction: part of each source's windows, the last ones, that is held out; 0 for none.
         cache_dir: a directory for "python-stdlib" and for what has been verified.
@@ -64,7 +66,7 @@ def open_corpus(
     """
     if not sources:
         raise ValueError(f'no data sources; name "{PYTHON_STDLIB}" or the prefix of a .bin/.idx pair')
-    own = tokenizer_of([name for name, _ in sources], tokenizer, eod_token)
+    own = tokenizer_of(ends_as or [name for name, _ in sources], tokenizer, eod_token)
     if own.vocab_size > vocab_size:
         raise ValueError(
             f"tokenizer {tokenizer!r} has {own.vocab_size:,} ids and the model's vocab_size is {vocab_size:,}; "
@@ -75,7 +77,7 @@ def open_corpus(
     contents: list[str] = []
     weights = Blend([weight for _, weight in sources]).weights
     for name, _ in sources:
-        prefix = build_python_stdlib(cache_dir, tokenizer, eod_token) if name == PYTHON_STDLIB else Path(name)
+        prefix = build_python_stdlib(cache_dir, tokenizer, own.eod_token) if name == PYTHON_STDLIB else Path(name)
         dataset = IndexedDataset(prefix)
         windows = Windows.over(dataset.tokens, seq_len, name, dataset.borders)
         identity = verified_identity(dataset, cache_dir, say)

@@ -17,7 +17,7 @@ import os
 import re
 import stat
 from collections.abc import Collection, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import IO, Any, Final, NamedTuple
@@ -155,11 +155,13 @@ def _held_by(path: str) -> str:
     Raises: ValueError: neither text nor a table that can be read.
     """
     kind, packed = kind_of(path)
-    start = _first_line(path, packed)
+    raw = _first_line(path, "")
+    is_named = kind in (".jsonl", ".parquet")
+    start = _first_line(path, packed) if packed and not (is_named or raw.startswith(LFS_POINTER)) else raw
     for magic, what in _REFUSED.items():
-        if (start or _first_line(path, "")).startswith(magic):
+        if start.startswith(magic):
             raise ValueError(f"it is {what}")
-    if kind in (".jsonl", ".parquet"):
+    if is_named:
         return kind
     if start.startswith(b"{") and isinstance(_attempt(_parsed, start), dict):
         return ".jsonl"
@@ -172,11 +174,19 @@ def _held_by(path: str) -> str:
 
 
 def _first_line(path: str, packed: str) -> bytes:
-    """The first line that is not blank, or its first megabyte if it is no JSON; nothing where reading will be an error."""
-    with suppress(Exception), _opened(path, packed) as file:
-        while line := file.readline(_CHUNK_BYTES):
-            if start := line.removeprefix(b"\xef\xbb\xbf").lstrip():
-                return start if line.endswith(b"\n") or not start.startswith(b"{") else start + file.readline()
+    """The first line that is not blank, or its first megabyte if it is no JSON; nothing of an archive that is damaged.
+
+    Raises: OSError.
+    """
+    try:
+        with _opened(path, packed) as file:
+            while line := file.readline(_CHUNK_BYTES):
+                if start := line.removeprefix(b"\xef\xbb\xbf").lstrip():
+                    is_whole = line.endswith(b"\n") or not start.startswith(b"{")
+                    return start if is_whole else start + file.readline(64 * _CHUNK_BYTES)
+    except Exception as error:  # a damaged archive is told when it is read, with what it still holds
+        if getattr(error, "errno", None) is not None:
+            raise
     return b""
 
 
@@ -245,7 +255,7 @@ def _unpacked_zst(file: IO[bytes]) -> Iterator[bytes]:
     import zstandard
 
     frame = None
-    while chunk := file.read(_CHUNK_BYTES):
+    while chunk := file.read(1 << 17):  # the first line of many files costs little
         while chunk:
             frame = frame or zstandard.ZstdDecompressor(max_window_size=2**31).decompressobj()
             yield frame.decompress(chunk)

@@ -142,7 +142,7 @@ def tokenize_files(
     began = time.monotonic()
     encoder = load_tokenizer(os.fspath(tokenizer), eod_token)
     dtype, folder = token_dtype(encoder.vocab_size), Path(f"{os.fspath(out_prefix)}.tokenizing")
-    job = _Job(folder, os.fspath(tokenizer), eod_token, encoder.fingerprint, dtype.str, jsonl_key)
+    job = _Job(folder, os.fspath(tokenizer), encoder.eod_token, encoder.fingerprint, dtype.str, jsonl_key)
     notes = [encoder.about] if isinstance(encoder, FileTokenizer) else []
 
     def ask(count: int, named: Sequence[Problem], what: str) -> None:

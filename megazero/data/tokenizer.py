@@ -40,6 +40,10 @@ class Tokenizer(Protocol):
         """One more than the largest id."""
 
     @property
+    def eod_token(self) -> str | None:
+        """What `load_tokenizer` needs to end documents alike, None for "byte"."""
+
+    @property
     def eod_id(self) -> int:
         """The id that ends every document."""
 
@@ -58,6 +62,7 @@ class ByteTokenizer:
     """UTF-8 bytes as ids 0..255, end of document 256."""
 
     vocab_size: Final = 257
+    eod_token: Final = None
     eod_id: Final = 256
     fingerprint: Final = "byte"
 
@@ -137,10 +142,10 @@ def _ends_in(name: str, content: bytes, special: dict[Any, str]) -> list[str | N
     """The tokens that end a text by a file beside a tokenizer's, None for an id that is no special token's."""
     try:
         value = (found := parse_json(content)).get("eos_token", found.get("eos_token_id"))
-    except (ValueError, AttributeError) as error:
-        raise ValueError(f"the {name} beside a tokenizer is no JSON object ({error}); mend or remove it") from None
-    values = value if isinstance(value, list) else [value.get("content") if isinstance(value, dict) else value]
-    return [token if isinstance(token, str) else special.get(token) for token in values]
+        values = value if isinstance(value, list) else [value.get("content") if isinstance(value, dict) else value]
+        return [token if isinstance(token, str) else special.get(token) for token in values]
+    except (ValueError, AttributeError, TypeError) as error:
+        raise ValueError(f"the {name} beside a tokenizer has another form ({error}); mend or remove it") from None
 
 
 def _tokenizer_in(content: bytes, path: str | Path) -> Any:

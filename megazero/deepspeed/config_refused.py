@@ -85,6 +85,7 @@ NO_EFFECT = {
             "save_muon_momentum_buffer_in_memory": "there is no Muon",
         },
     ),
+    **_below("activation_checkpointing", {"synchronize_checkpoint_boundary profile": "time with torch.profiler"}),
     **_below(
         "zero_optimization.leaf_module", {"classes names name_suffixes": "a unit is gathered whole, whatever is in it"}
     ),
@@ -128,7 +129,7 @@ REFUSED = {
     "bf16.bf16_optimizer_states": Refusal("optimizer state is fp32"),
     "torch_autocast.enabled": Refusal("weights and activations have one format; write bf16 or fp16"),
     "data_types.param_dtype": Refusal("fp16 and bf16 say the format of the weights", ()),
-    "data_types.buffer_dtype": Refusal("weights have the format of fp16 or bf16, and buffers keep theirs", ()),
+    "data_types.buffer_dtype": Refusal("buffers keep theirs; cast in forward, as self.table.to(x.dtype)", ()),
     "data_types.keep_in_fp32_modules": Refusal("a model has one format throughout", ("auto",)),
     "zero_optimization.ignore_unused_parameters": Refusal("nothing checks this; no gradient counts as zero", (True,)),
     "zero_optimization.zero_quantized_nontrainable_weights": Refusal("weights are kept in their own format"),

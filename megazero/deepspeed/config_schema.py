@@ -183,10 +183,6 @@ class CheckpointingBlock(Section):
     """arguments are kept in one buffer, which stays allocated; with `cpu_checkpointing` they are anyway"""
     number_checkpoints: Count | None = None
     """calls as large as the first that the buffer has room for; it grows where that is not enough"""
-    synchronize_checkpoint_boundary: bool = False
-    """whether the host waits for the device before and after each call and each recomputation"""
-    profile: bool = False
-    """whether the time of each call and of each recomputation is printed"""
 
 
 class TensorboardBlock(Section):

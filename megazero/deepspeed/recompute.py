@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from time import perf_counter
 from typing import Any, NamedTuple
 
 import torch
@@ -98,7 +97,8 @@ def configure(
             in the last call.
         deepspeed_config: a configuration, or its path, whose `activation_checkpointing` block holds where an option
             below is None.
-        partition_activations, ..., profile: the keys of that block; docs/deepspeed_config.md says what they do.
+        partition_activations, ..., profile: the keys of that block; docs/deepspeed_config.md says what they do, and that
+            the last two have no effect.
 
     Raises:
         ConfigError: the configuration, or an option, is wrong.
@@ -119,8 +119,6 @@ def configure(
         "contiguous_memory_optimization": contiguous_checkpointing,
         "number_checkpoints": num_checkpoints,
         "cpu_checkpointing": checkpoint_in_cpu,
-        "synchronize_checkpoint_boundary": synchronize,
-        "profile": profile,
     }
     written = {name: value for name, value in given.items() if value is not None}
     block = block.model_copy(update=_checked("configure", written))
@@ -206,20 +204,15 @@ class _ConfiguredCall(CheckpointedCall):
         """The storages of its views."""
         return [view.storage for view in self.views]
 
-    def run(self) -> Any:
-        with _boundary("forward"):
-            return super().run()
-
     def run_again(self) -> None:
-        with _boundary("recomputation"):
-            if self.views:
-                self._store.begin_backward(self)
-            now = _NOW
-            _hold(self._configured)
-            try:
-                super().run_again()
-            finally:
-                _hold(now)
+        if self.views:
+            self._store.begin_backward(self)
+        now = _NOW
+        _hold(self._configured)
+        try:
+            super().run_again()
+        finally:
+            _hold(now)
 
     def _pack_argument(self, tensor: Tensor) -> Any:
         argument = super()._pack_argument(tensor)
@@ -312,21 +305,6 @@ class _Store:
     def _work_on(self, call: _ConfiguredCall) -> None:
         near = [one for reference in self._near if (one := reference()) is not None]
         self._near = [weakref.ref(one) for one in work_on(call, near, _NEAR if self._on_host else 0)]
-
-
-@contextmanager
-def _boundary(name: str) -> Iterator[None]:
-    """A context around one run of a function: waits for the device, and reports the time, where that is configured."""
-    profiles = _NOW.options.profile
-    waits = torch.cuda.is_available() and (profiles or _NOW.options.synchronize_checkpoint_boundary)
-    if waits:
-        torch.cuda.synchronize()
-    began = perf_counter()
-    yield
-    if waits:
-        torch.cuda.synchronize()
-    if profiles:
-        log_dist(f"time (ms) | {name}: {1000 * (perf_counter() - began):.2f}", ranks=[0])
 
 
 def _tensor_parallel(mpu: Any) -> Axis:

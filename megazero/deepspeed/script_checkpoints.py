@@ -99,7 +99,7 @@ class CheckpointedEngine(nn.Module):
         super().__init__()
         self.module, self.config = module, config
         self.sharded_model, self.parallel_state = model, model.state
-        self.bound = BoundParameters(module, model)
+        self.bound, self.has_optimizer = BoundParameters(module, model), True
         self.optimizer = EngineOptimizer(model.optimizer.torch_optimizer)
         self.lr_scheduler: Any = None
         self.training_dataloader: Any = None
@@ -221,7 +221,7 @@ class CheckpointedEngine(nn.Module):
                 "others. For some of them, read its safetensors and load these into the module before megazero.initialize"
             )
         model, state, schedule = self.sharded_model, self.parallel_state, self.lr_scheduler
-        with_optimizer = load_optimizer_states and not load_module_only
+        with_optimizer = load_optimizer_states and not load_module_only and self.has_optimizer
         with_schedule = load_lr_scheduler_states and not load_module_only
         self._wait_for_saver()
         name = agree(lambda: _newest_tag(load_dir) if tag is None else str(tag), state.world, CheckpointError)

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset
 
 from megazero.comm.collectives import agree, broadcast, gather_objects
-from megazero.comm.process_groups import open_meeting, prepare_rank
+from megazero.comm.process_groups import of_this_start, open_meeting, prepare_rank
 from megazero.deepspeed.config import DeepSpeedConfig, load_deepspeed_config
 from megazero.deepspeed.layer_specs import LayerChunk
 from megazero.deepspeed.lr_schedulers import make_lr_scheduler
@@ -187,10 +187,10 @@ def init_distributed(
     if init_method is None:
         if problem := start_problem(os.environ):
             raise ValueError(problem)
-        if not {"RANK", "MASTER_ADDR"} <= set(os.environ):
+        if not {"RANK", "MASTER_ADDR", "MASTER_PORT"} <= set(os.environ):
             return
         rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-        store = open_meeting(rank, world_size, timeout, waits=True)
+        store = of_this_start(open_meeting(rank, world_size, timeout, waits=True))
     device = local_device()
     prepare_rank(device, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"

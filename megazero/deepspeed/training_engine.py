@@ -34,6 +34,7 @@ from megazero.deepspeed.engine_names import answer
 from megazero.deepspeed.script_checkpoints import CheckpointedEngine, refuses
 from megazero.engine.step import StepStatistics, check_finite, sum_over_ranks
 from megazero.zero.bucket import DTYPES
+from megazero.zero.param_proxy import real
 from megazero.zero.sharded_model import ShardedModel
 
 T = TypeVar("T")
@@ -142,7 +143,7 @@ class TrainingEngine(CheckpointedEngine):
         self._report = StepReport(config, model, self._show)
         self._last_step: StepStatistics | None = None
         self._repeating: RepeatingLoader | None = None
-        self._requires_grad: Mapping[str, bool] = {}
+        self._thaw: Callable[[], object] = lambda: None
         self.runs_backward = self._is_closed = self._step_applied = False
         ENGINES[id(self)] = self
         weakref.finalize(self, model.detach).atexit = False  # an engine that is dropped takes no gradients either
@@ -267,14 +268,18 @@ class TrainingEngine(CheckpointedEngine):
         self.sharded_model.close()
         self._report.close()
 
-        for name, requires_grad in self._requires_grad.items():
-            self.module.get_parameter(name).requires_grad_(requires_grad)
+        self._thaw()
 
     def only_evaluate(self, requires_grad: Mapping[str, bool]) -> None:
-        """Refuse to train, since there is no optimizer; `requires_grad`: by name, what parameters are after `close`."""
-        self._requires_grad = requires_grad
+        """Refuse to train, since there is no optimizer.
+
+        requires_grad: by name, what parameters are again after `close`, or when the engine is dropped.
+        """
+        self.has_optimizer = False
+        self._thaw = thaw = weakref.finalize(self, _thaw, self.module, requires_grad)
+        thaw.atexit = False
         refusal = refuses('the engine has no optimizer: give one to initialize, or "optimizer" in the configuration')
-        self.__dict__.update(dict.fromkeys(("backward", "step", "train_batch"), refusal))
+        self.__dict__.update(dict.fromkeys(("backward", "step", "train_batch", "save_checkpoint"), refusal))
 
     destroy = close
     compile = refuses("compile the module with torch.compile, and give that to initialize")
@@ -461,3 +466,8 @@ class TrainingEngine(CheckpointedEngine):
     def module_state_dict(self) -> dict[str, Tensor]:
         """Whole weights and buffers by name, on every rank: a collective call under stage 3."""
         return self.module.state_dict()
+
+
+def _thaw(module: nn.Module, requires_grad: Mapping[str, bool]) -> None:
+    for name, trains in requires_grad.items():
+        real(module.get_parameter(name)).requires_grad_(trains)

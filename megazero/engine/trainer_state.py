@@ -9,7 +9,8 @@ from typing import Any
 from megazero.checkpoint.folder import Location
 from megazero.checkpoint.index import CheckpointError, TrainerState, versions
 from megazero.config import RunConfig
-from megazero.data.identity import changes_between
+from megazero.data.identity import changes_between, tokenizer_part
+from megazero.data.tokenizer import load_tokenizer
 from megazero.engine.phases import KEYS_OF, Phase, changes, current, is_same_data, phases_after
 from megazero.models.registry import FAMILIES
 from megazero.settings import toml_value
@@ -103,6 +104,7 @@ def check_same_run(
         names.append("data")
         faults.append(
             f"was trained on other data. What differs: {'; '.join(changes_between(stored, data_fingerprint))}"
+            + (_end_of(config, stored) if tokenizer_part(stored) != tokenizer_part(data_fingerprint) else "")
         )
     if faults:
         together = [name for name in KEYS_OF if name in names or name in accepted]
@@ -110,6 +112,16 @@ def check_same_run(
         if changed.keys() - {key for keys in KEYS_OF.values() for key in keys}:  # nothing accepts them
             hint = "give it a training.run_dir of its own; to go on, set the keys back"
         raise CheckpointError(f"{path} {' and '.join(faults)}. If the run is to change here, {hint}")
+
+
+def _end_of(config: RunConfig, stored: str) -> str:
+    """Which data.eod_token makes the tokenizer that of a checkpoint's fingerprint; nothing where none does."""
+    try:
+        then = load_tokenizer(config.data.tokenizer, None, stored)
+    except (OSError, ValueError):
+        return ""
+    is_it = then.eod_token and then.fingerprint == tokenizer_part(stored)
+    return f". data.eod_token = {toml_value(then.eod_token)} ends documents as before" if is_it else ""
 
 
 def _shown(value: object) -> str:

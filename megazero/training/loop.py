@@ -98,7 +98,10 @@ def train(
         made[:] = [ownership, *others]
         say(describe(run, engine))
         for line_of in added("start line").values() if state.rank == 0 else ():
-            say(line_of(run, schedule or schedule_of(run), state.device))
+            try:
+                say(line_of(run, schedule or schedule_of(run), state.device))
+            except Exception as error:  # what is told of a run does not end it
+                say(f"a line about the start is missing: {error!r}")
         samples = start.samples - start.phase.first_sample  # of this phase
         samples += (config.training.steps - start.step) * run.global_batch_size
         for line in repeats([source.path for source in config.data.sources], corpus.train, samples):

@@ -22,9 +22,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed import FileStore, PrefixStore, Store  # type: ignore[attr-defined]
+from torch.distributed import FileStore, Store  # type: ignore[attr-defined]
 
-from megazero.comm.process_groups import open_meeting, prepare_rank
+from megazero.comm.process_groups import of_this_start, open_meeting, prepare_rank
 from megazero.config import ResolvedRun, RunConfig
 from megazero.parallel_state import ParallelState
 from megazero.training.heartbeat import missing_keys
@@ -132,10 +132,7 @@ def open_store(timeout: timedelta) -> Store | None:
         return None
     store = FileStore(str(Path(folder) / "ranks"), world) if folder else open_meeting(this_rank(), world, timeout)
     store.set_timeout(timeout)
-    # A torchrun that keeps one store over its restarts still has in it what the ranks of the last start wrote. With a
-    # single agent all ranks see the same restart count; for several agents see docs/elastic.md.
-    count = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") if os.environ.get("GROUP_WORLD_SIZE") == "1" else ""
-    return PrefixStore(f"megazero/start{count}", store)
+    return of_this_start(store)
 
 
 def choices_of(config: RunConfig) -> dict[str, str]:

@@ -223,7 +223,10 @@ ALONE: list[dict[str, str]] = [
     *({}, SLURM, {"WORLD_SIZE": "4"}, {"RANK": "0", "WORLD_SIZE": "1"}, {"MASTER_PORT": "tcp://10.0.0.1:80"}),
     {**SLURM, "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "1", "PMI_SIZE": "1", "PMI_RANK": "0", "PMIX_RANK": "0"},
     {**SLURM, "SLURM_STEP_ID": "4294967290"},  # a shell of salloc
-    {**SLURM, "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "8", "SLURM_PTY_PORT": "40000"},  # srun --pty bash
+    *(  # srun --pty bash, also where pmi2 is the default
+        {**SLURM, "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "8", "SLURM_PTY_PORT": "40000", **pmi}
+        for pmi in ({}, {"PMI_SIZE": "8", "PMI_RANK": "0"})
+    ),
     *({"OMPI_COMM_WORLD_SIZE": "1", "OMPI_COMM_WORLD_RANK": "0"}, {"FLUX_JOB_SIZE": "1"}, {"PET_NNODES": "1"}),
 ]
 

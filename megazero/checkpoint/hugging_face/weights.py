@@ -105,9 +105,10 @@ def _open_pickled(path: Path, notes: list[str]) -> tuple[dict[str, ForeignTensor
     found, unknown = load_tensors(path)
     if not isinstance(found, dict):
         raise ValueError(f"it holds a {type(found).__name__}, not tensors by name: save the state_dict of a module")
-    if not any(isinstance(one, Tensor) for one in found.values()):  # as {"state_dict": ..., "epoch": 3}
-        held = ((key, name, one) for key, part in found.items() if isinstance(part, dict) for name, one in part.items())
-        found, unknown = {f"{key}.{name}": one for key, name, one in held if isinstance(one, Tensor)}, []
+    held = ((key, name, one) for key, part in found.items() if isinstance(part, dict) for name, one in part.items())
+    within = {f"{key}.{name}": one for key, name, one in held if isinstance(one, Tensor)}
+    if len(within) > sum(isinstance(one, Tensor) for one in found.values()):  # as {"state_dict": ..., "best_loss": ...}
+        found, unknown = within, []
         notes.append(f"all but tensors of {path.name}: {_ANEW}")
     tensors: dict[str, ForeignTensor] = {}
     for name, one in found.items():
