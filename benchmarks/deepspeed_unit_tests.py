@@ -42,6 +42,8 @@ def main(checkout: str, part: str = "") -> None:
     stored, tests = ROOT / "benchmarks/results/deepspeed_unit_tests.json", Path(checkout).resolve() / "tests"
     results = json.loads(stored.read_text()) if stored.exists() else {"deepspeed": {}, "megazero": {}}
     files = {str(file.relative_to(tests)) for pattern in FILES.split() for file in (tests / "unit").glob(pattern)}
+    if not files:
+        sys.exit(f"{tests} holds no tests: give a checkout of DeepSpeed")
     file_part, colons, test = part.partition("::")
     for target in [file + colons + test for file in sorted(files) if file_part in file]:
         if not any(name.startswith(target) for name in results["deepspeed"]):

@@ -13,7 +13,7 @@ The trunk imports no annex: it asks a seam, and trains the same where nothing wa
     import           a function with the arguments of `import_model`, and `form`, `run_file`, `step`, `samples`   cli
     export           (step, out, dtype, names) -> `Exported`, by the form that --to names                cli
     start line       (ResolvedRun, Schedule, torch.device) -> a line for the terminal                   training
-    callback         RunContext -> Callback, on rank 0 alone                                            training
+    callback         RunContext -> Callback, on rank 0 alone, after the metrics are written             training
     out of memory    (error, ResolvedRun, ParallelState, Engine | None) -> text                         training
     peak FLOP/s      (name of a CUDA device, dtype) -> number | None                                    training
 """

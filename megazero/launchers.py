@@ -19,7 +19,7 @@ _LAUNCHERS = (
     ("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK", "mpirun --map-by ppr:1:node"),
     ("MV2_COMM_WORLD_SIZE", "MV2_COMM_WORLD_RANK", "mpiexec -ppn 1"), ("", "ALPS_APP_PE", "aprun -N 1"),
     ("FLUX_JOB_SIZE", "FLUX_TASK_RANK", "flux run --tasks-per-node=1"), ("", "PALS_RANKID", "mpiexec --ppn 1"),
-    ("SLURM_NTASKS", "SLURM_PROCID", "srun --ntasks-per-node=1"), ("HOROVOD_SIZE", "HOROVOD_RANK", "horovodrun -np 1"),
+    ("SLURM_NTASKS", "SLURM_PROCID", "srun --ntasks-per-node=1"), ("HOROVOD_SIZE", "HOROVOD_RANK", "horovodrun -np NODES"),
     ("SLURM_STEP_NUM_TASKS", "SLURM_PROCID", "srun --ntasks-per-node=1"), ("PMI_SIZE", "PMI_RANK", "mpiexec -ppn 1"),
     ("", "PMIX_RANK", "prterun --map-by ppr:1:node"), ("PET_NNODES", "PET_NODE_RANK", "Kubeflow command:"),
 )  # fmt: skip
@@ -76,7 +76,7 @@ def _task_without_rank(environment: Mapping[str, str]) -> str | None:
             found = ", ".join(f"{name}={given[name]}" for name in (size, rank) if name in given)
             return (
                 f"{starts.split()[0]} has started several tasks ({found}) without RANK, and each would train alone; start "
-                f"one torchrun on each node ({starts} torchrun ..., as in examples/pretrain.slurm), or set in each task "
+                f"one torchrun on each node ({starts} torchrun ...), or set in each task "
                 f"what torchrun sets: {_ALL}, with RANK=${rank}; for a run of its own in each task, torchrun --standalone"
             )
     return None

@@ -12,6 +12,8 @@ import pytest
 from quickstart import QUICKSTART, TINY
 from test_house import ANNEXES, PACKAGE
 
+from megazero import annexes
+
 _ARGUMENTS = [*TINY, "launch.nproc_per_node=2", "parallel.tp=1", "parallel.pp=2", "training.steps=2"]
 
 
@@ -51,3 +53,11 @@ def test_the_trunk_checks_trains_resumes_and_exports_without_its_annexes(trunk: 
 
 def test_a_command_of_an_annex_that_is_not_there_is_no_command(trunk: Path) -> None:
     assert " plan " not in _megazero(trunk, "--help")
+
+
+def test_annexes_add_what_exists_at_seams_that_the_table_names() -> None:
+    seams = {line[4:].split("  ")[0] for line in (annexes.__doc__ or "").splitlines() if line.startswith("    ")}
+    for table in annexes._tables():
+        assert {*table} <= seams
+        for seam in table:
+            assert annexes.added(seam).keys() >= table[seam].keys()

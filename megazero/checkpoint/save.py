@@ -128,7 +128,7 @@ def _prepare(folder: Folder, kinds: Sequence[str], numbers: Iterable[str], files
                 f"{folder} is a link: what it holds belongs elsewhere. Remove it, or choose another name"
             )
         if is_complete(folder):
-            raise CheckpointError(f"{folder} already holds a complete checkpoint")
+            raise CheckpointError(f"{folder} already holds a complete checkpoint; remove it, or write elsewhere")
         ours = set(own_files(folder))
         foreign = [name for name in folder.files() if name not in ours] + folder.folders()
         if foreign:

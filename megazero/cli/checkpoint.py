@@ -198,9 +198,7 @@ def import_(
         str, typer.Argument(help="Directory of a transformers model, or directory or file of another checkpoint.")
     ],
     out: Annotated[str, typer.Argument(help="New directory of the checkpoint, or a URL.")],
-    form: Annotated[
-        str | None, typer.Option("--from", help="Its form: hf, dcp, deepspeed, megatron, weights; as the files tell.")
-    ] = None,
+    form: Annotated[str | None, typer.Option("--from", help="Its form, such as hf; None: as the files tell.")] = None,
     run_file: Annotated[str | None, typer.Option(help="Run file that has its model section; hf needs none.")] = None,
     dtype: DtypeOption = None,
     seq_len: Annotated[

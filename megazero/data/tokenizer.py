@@ -183,6 +183,7 @@ def load_tokenizer(name: str | Path, eod_token: str | None = None, written: str 
     path = os.path.join(name, TOKENIZER) if os.path.isdir(name) else os.fspath(name)
     if not os.path.isfile(path):
         meant = did_you_mean([f'"{one}"' for one in closest(str(name), ["byte"])], f"there is no file {path}")
-        step = _NEXT_STEP.format(name if re.fullmatch(r"[\w.-]+(/[\w.-]+)?(?<!\.json)", str(name)) else "ORG/MODEL")
+        is_id = re.fullmatch(r"[\w.-]+(/[\w.-]+)?(?<!\.json)", str(name))
+        step = _NEXT_STEP.format("ORG/MODEL" if os.path.isdir(name) or not is_id else name)
         raise FileNotFoundError(f'tokenizer {str(name)!r} is neither "byte" nor a tokenizer.json file: {meant}; {step}')
     return FileTokenizer(path, eod_token, written)
