@@ -238,7 +238,10 @@ def _saves_16bit(rank: int, folder: Path) -> None:
     plain = network(2, 6).bfloat16()
     engine = engine_of(network(2, 6), settings(3, "bf16"))
     engine.module[2].bias.requires_grad_(True)
+    sent, before = engine.parallel_state.traffic.sent_bytes, engine.parallel_state.traffic.sent_bytes.copy()
     assert engine.save_16bit_model(folder, "weights.bin")
+    (gathered,) = ((sent - before)[key] for key in sent - before if key[0] == "dp" and "gather" in key[1])
+    assert gathered <= sum(one.nbytes for one in plain.parameters()), "a bucket is gathered once"
     found = torch.load(folder / "weights.bin", weights_only=True)
     assert found.keys() == plain.state_dict().keys()
     assert all(torch.equal(found[name], value) for name, value in plain.state_dict().items())

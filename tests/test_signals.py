@@ -216,6 +216,23 @@ def test_under_torchrun_a_warning_to_every_process_is_for_the_ranks_which_end_wi
     assert _newest_step(tmp_path / "run") == len(_lines(tmp_path / "run"))
 
 
+def test_a_rank_that_waits_to_tell_others_of_a_wrong_run_file_ends_at_the_first_signal() -> None:
+    with socket.socket() as silent:
+        silent.bind(("127.0.0.1", 0))  # and does not listen
+        address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(silent.getsockname()[1])}
+        run = subprocess.Popen(
+            [sys.executable, "-m", "megazero.cli", "train", str(QUICKSTART), "training.stepz=3"],
+            stderr=subprocess.PIPE,
+            text=True,
+            env=_environment() | address | {"RANK": "1", "WORLD_SIZE": "2"},
+        )
+        assert run.stderr is not None
+        assert any("training.steps" in line for line in run.stderr)
+        run.send_signal(signal.SIGTERM)
+        assert run.wait(timeout=300) == -signal.SIGTERM
+        run.stderr.close()
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # Slurm
 

@@ -238,6 +238,11 @@ class _Places:
         return cls._made[engine]
 
 
+def bucket_of(engine: TrainingEngine, name: str) -> Bucket | None:
+    """The bucket of a parameter by its first name; None of what has none."""
+    return _Places.of(engine).home.get(name, (None, 0))[0]
+
+
 def _find(engine: TrainingEngine, names: Iterable[str] | None) -> dict[str, tuple[Bucket, int]]:
     """The bucket of each parameter and its slot there; of a tied parameter by any of its names, if it is asked for."""
     model, home = engine.sharded_model, _Places.of(engine).home

@@ -27,6 +27,7 @@ from megazero.checkpoint.folder import folder_at
 from megazero.checkpoint.index import CheckpointError
 from megazero.comm.collectives import agree
 from megazero.deepspeed.config import DeepSpeedConfig
+from megazero.deepspeed.full_params import GatheredParameters, bucket_of
 from megazero.deepspeed.script_reducer import ModuleReducer
 from megazero.deepspeed.training_engine import ENGINES, TrainingEngine
 from megazero.layers.saved_tensors import forget_failed_backward
@@ -212,20 +213,23 @@ class ModuleEngine(TrainingEngine):
         self._loss_sum.zero_()
 
     def _zero3_consolidated_16bit_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Tensor] | None:
-        """Whole weights and buffers in host memory on rank 0, gathered one by one; None elsewhere.  A collective call.
+        """Whole weights and buffers in host memory on rank 0, gathered by bucket; None elsewhere.  A collective call.
 
         Trainer and accelerate save this at stage 3.
         """
+        state = self.module.state_dict(keep_vars=True)
+        if exclude_frozen_parameters:
+            state = {name: one for name, one in state.items() if one.requires_grad or not isinstance(one, nn.Parameter)}
+        buckets: dict[object, list[Tensor]] = {}
+        for name, value in state.items():
+            buckets.setdefault(bucket_of(self, name), []).append(value)
         copies: dict[int, Tensor] = {}  # by identity: tied weights stay one tensor
-        state = {}
-        for name, value in self.module.state_dict(keep_vars=True).items():
-            if exclude_frozen_parameters and isinstance(value, nn.Parameter) and not value.requires_grad:
-                continue
-            if id(value) not in copies:
-                whole = value.detach()
-                copies[id(value)] = whole.to("cpu", copy=True) if self.global_rank == 0 else whole.new_empty(0)
-            state[name] = copies[id(value)]
-        return state if self.global_rank == 0 else None
+        for values in buckets.values():
+            new = {id(value): value for value in values if id(value) not in copies}
+            with GatheredParameters(value for value in new.values() if isinstance(value, nn.Parameter)):
+                is_first = self.global_rank == 0
+                copies |= {key: value.detach().to("cpu", copy=True) if is_first else value for key, value in new.items()}
+        return {name: copies[id(value)] for name, value in state.items()} if self.global_rank == 0 else None
 
     def save_16bit_model(
         self, save_dir: str | Path, save_filename: str = "pytorch_model.bin", exclude_frozen_parameters: bool = False

@@ -196,6 +196,7 @@ def refuse(problems: Sequence[str]) -> Failed:
 
 def tell_others(problem: str) -> Failed:
     """Print why this rank cannot start, and let the other ranks that a launcher has started know."""
+    die_of_signals()  # there is nothing to save
     failed, found = refuse([f"{this_place()}: {problem}"]), list[str]()
     with suppress(RuntimeError, ValueError, OSError):  # the others do not come, or there is no launcher
         if (store := open_store(_MEETING_TIME)) is not None:
