@@ -227,10 +227,8 @@ class ModuleEngine(TrainingEngine):
         for values in buckets.values():
             new = {id(value): value for value in values if id(value) not in copies}
             with GatheredParameters(value for value in new.values() if isinstance(value, nn.Parameter)):
-                is_first = self.global_rank == 0
-                copies |= {
-                    key: value.detach().to("cpu", copy=True) if is_first else value for key, value in new.items()
-                }
+                for key, value in new.items():
+                    copies[key] = value.detach().to("cpu", copy=True) if self.global_rank == 0 else value
         return {name: copies[id(value)] for name, value in state.items()} if self.global_rank == 0 else None
 
     def save_16bit_model(
