@@ -8,10 +8,12 @@ from __future__ import annotations
 import json
 import os
 import runpy
+import socket
 import sys
 from importlib import import_module, metadata
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -50,10 +52,18 @@ KEEPS_BEST = "--eval_strategy steps --eval_steps 2 --save_strategy steps --save_
 KEEPS_BEST += "--metric_for_best_model loss --greater_is_better 1"  # the worst, which is the first
 
 
+def _world(ranks: int, *args: Any) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    with patch.dict(os.environ, MASTER_PORT=port):  # the ranks inherit it
+        run_world(ranks, _run, ranks, *args)
+
+
 def _run(rank: int, ranks: int, out: Path, config: dict[str, Any] | None, more: str = "", theirs: bool = False) -> None:
     torch.cuda.is_available = lambda: False
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500", "DS_ACCELERATOR": "cpu", "HF_HUB_OFFLINE": "1"}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "DS_ACCELERATOR": "cpu", "HF_HUB_OFFLINE": "1"}
     command = f"{out.parent}/script.py --output_dir {out} --per_device_train_batch_size {4 // ranks} {COMMAND} {more}"
     if config is not None:
         path = out.with_suffix(f".{rank}.json")
@@ -84,8 +94,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
     folder = tmp_path_factory.mktemp("trainer")
     (folder / "script.py").write_text(SCRIPT)
-    run_world(1, _run, 1, folder / "plain", None)
-    run_world(1, _run, 1, folder / "theirs", {"zero_optimization": {"stage": 2}} | JSONS, "", True)
+    _world(1, folder / "plain", None)
+    _world(1, folder / "theirs", {"zero_optimization": {"stage": 2}} | JSONS, "", True)
     return folder
 
 
@@ -95,7 +105,7 @@ def test_trainer_gives_the_losses_and_weights_of_torch_and_of_deepspeed(
 ) -> None:
     out, truth = folder / f"ours{ranks}{stage}", folder / ("theirs" if jsons else "plain")
     zero = {"stage": stage, "param_persistence_threshold": 0, "offload_optimizer": {"device": "cpu"}}
-    run_world(ranks, _run, ranks, out, {"zero_optimization": zero} | jsons)
+    _world(ranks, out, {"zero_optimization": zero} | jsons)
     for key, values in _log(truth).items():
         assert _log(out)[key] == pytest.approx(values, rel=1e-6), key
     weights = load_file(out / "model.safetensors")
@@ -106,9 +116,9 @@ def test_trainer_gives_the_losses_and_weights_of_torch_and_of_deepspeed(
 @pytest.mark.parametrize(("stage", "resumed"), [(1, 3), (3, 2)])
 def test_trainer_loads_its_best_checkpoint_and_resumes_on_other_ranks(folder: Path, stage: int, resumed: int) -> None:
     out, again = folder / f"best{stage}", folder / f"resumed{stage}"
-    run_world(2, _run, 2, out, {"zero_optimization": {"stage": stage}}, KEEPS_BEST)
+    _world(2, out, {"zero_optimization": {"stage": stage}}, KEEPS_BEST)
     best, saved = load_file(out / "checkpoint-2" / "model.safetensors"), load_file(out / "model.safetensors")
     assert all(torch.equal(best[path], value) for path, value in saved.items())
     more = f"--resume_from_checkpoint {out / 'checkpoint-2'}"
-    run_world(1, _run, 1, again, {"zero_optimization": {"stage": resumed}}, more)
+    _world(1, again, {"zero_optimization": {"stage": resumed}}, more)
     assert _log(again)["loss"] == pytest.approx(_log(folder / "plain")["loss"], rel=1e-6)
