@@ -23,6 +23,7 @@ import os
 import pickle
 import runpy
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -47,6 +48,13 @@ DEVICE = torch.device(os.environ.get("MEGAZERO_TEST_DEVICE", "cpu"))
 # A server of its own: the process of the tests has used OpenMP, whose threads do not survive a fork.
 _COMMANDS = mp.get_context("forkserver")
 _COMMANDS.set_forkserver_preload(["warm", "megazero.training.launch", "torch.distributed.run"])
+
+
+def free_port() -> int:
+    """A port of the loopback interface on which nobody listens now."""
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return int(found.getsockname()[1])
 
 
 class RankFailedError(AssertionError):

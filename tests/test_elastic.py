@@ -6,7 +6,6 @@ import json
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -19,7 +18,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from harness import Program, run_world, start_program
+from harness import Program, free_port, run_world, start_program
 from numpy.typing import NDArray
 from quickstart import ONE_STAGE, QUICKSTART
 from quickstart import TINY as SMALL
@@ -324,12 +323,6 @@ def _environment() -> dict[str, str]:
     return given | {"GLOO_SOCKET_IFNAME": loopback, "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
 
 
-def _free_port() -> int:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return int(free.getsockname()[1])
-
-
 @contextmanager
 def _agent(
     run_dir: Path,
@@ -454,7 +447,7 @@ def test_a_spare_rank_waits_and_ends_as_the_others_do(tmp_path: Path, uninterrup
 def test_a_run_goes_on_with_the_nodes_that_are_left_and_takes_in_a_new_one(
     tmp_path: Path, uninterrupted: list[float]
 ) -> None:
-    run_dir, node = tmp_path / "run", {"nodes": "1:2", "endpoint": str(_free_port()), "LOGLEVEL": "INFO"}
+    run_dir, node = tmp_path / "run", {"nodes": "1:2", "endpoint": str(free_port()), "LOGLEVEL": "INFO"}
     with _agent(run_dir, 1, **node) as first:
         with _agent(run_dir, 1, **node, hosts=False) as second:
             _wait_for(first, run_dir, 6)

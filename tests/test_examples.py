@@ -7,7 +7,6 @@ import os
 import re
 import shlex
 import shutil
-import socket
 import subprocess
 import sys
 from math import prod
@@ -16,7 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 import typer.main
-from harness import run_command, run_program
+from harness import free_port, run_command, run_program
 from torch import nn
 from typer.testing import CliRunner
 
@@ -140,11 +139,8 @@ def test_a_launcher_parses(name: str) -> None:
 @pytest.mark.slow
 def test_the_library_example_gives_one_run_alone_under_torchrun_and_resumed(tmp_path: Path) -> None:
     alone = _losses(tmp_path, "alone", [sys.executable], "training.steps=4")
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2"]
-    torchrun += ["--master_addr", "127.0.0.1", "--master_port", port]
+    torchrun += ["--master_addr", "127.0.0.1", "--master_port", str(free_port())]
     begun = _losses(tmp_path, "begun", torchrun, "training.steps=3", "parallel.tp=2")
     resumed = _losses(tmp_path, "begun", [sys.executable], "training.steps=4", "zero.stage=0")
     assert (len(begun), len(resumed)) == (3, 1)

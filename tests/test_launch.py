@@ -16,7 +16,7 @@ from unittest.mock import patch
 import pytest
 import torch.distributed as dist
 from counting_store import CountingStore
-from harness import run_command, run_world
+from harness import free_port, run_command, run_world
 from quickstart import ONE_STAGE, QUICKSTART, TINY
 from worlds import LLAMA, engine_on, run_of
 
@@ -189,16 +189,10 @@ def test_ranks_that_never_come_are_named_on_every_rank_after_one_search(monkeypa
     assert asked[0] == asked[1] > 0
 
 
-def _free_port() -> int:
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return int(found.getsockname()[1])
-
-
 def test_a_file_that_one_host_lacks_is_told_on_every_host_and_ends_all(tmp_path: Path) -> None:
     """Two hosts with a rank each, as torchrun starts them."""
     meeting = {"WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "GROUP_WORLD_SIZE": "2"}
-    meeting |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port())}
+    meeting |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     missing, ended = tmp_path / "missing.toml", {}
 
     def start(rank: int, config: Path) -> None:

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from harness import Program, start_program
+from harness import Program, free_port, start_program
 from quickstart import ONE_STAGE, QUICKSTART, ROOT
 from quickstart import TINY as SMALL
 
@@ -192,11 +192,8 @@ def test_ranks_of_a_launcher_that_dies_save_and_end(tmp_path: Path) -> None:
 
 
 def test_under_torchrun_a_warning_to_every_process_is_for_the_ranks_which_end_with_75(tmp_path: Path) -> None:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
     words = [*TINY, *ENDLESS, f"training.run_dir={tmp_path / 'run'}"]
-    given = {"NPROC_PER_NODE": "1", "HEAD": "127.0.0.1", "PORT": port, "PET_LOCAL_ADDR": "127.0.0.1"}
+    given = {"NPROC_PER_NODE": "1", "HEAD": "127.0.0.1", "PORT": str(free_port()), "PET_LOCAL_ADDR": "127.0.0.1"}
     path = {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
     run = subprocess.Popen(
         [ROOT / "examples" / "launch_torchrun.sh", str(QUICKSTART), *words],

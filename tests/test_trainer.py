@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import os
 import runpy
-import socket
 import sys
 from importlib import import_module, metadata
 from pathlib import Path
@@ -18,7 +17,7 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
-from harness import run_world
+from harness import free_port, run_world
 from safetensors.torch import load_file
 
 from megazero.deepspeed.__main__ import main
@@ -53,10 +52,7 @@ KEEPS_BEST += "--metric_for_best_model loss --greater_is_better 1"  # the worst,
 
 
 def _world(ranks: int, *args: Any) -> None:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
-    with patch.dict(os.environ, MASTER_PORT=port):  # the ranks inherit it
+    with patch.dict(os.environ, MASTER_PORT=str(free_port())):  # the ranks inherit it
         run_world(ranks, _run, ranks, *args)
 
 

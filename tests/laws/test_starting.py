@@ -21,7 +21,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from counting_store import CountingStore, Counts
-from harness import run_world
+from harness import free_port, run_world
 
 from megazero.cli._common import started_ranks
 from megazero.comm.process_groups import open_meeting
@@ -152,9 +152,7 @@ def _start(rank: int, run: ResolvedRun, port: int) -> tuple[Counts, Counts, int]
 def test_a_run_writes_and_reads_as_much_per_rank_in_a_world_four_times_as_large(tmp_path: Path) -> None:
     most, least, more = dict[int, Counts](), dict[int, Counts](), dict[int, Counts]()
     for world in (4, 16):
-        with socket.create_server(("127.0.0.1", 0)) as free:
-            port = free.getsockname()[1]
-        ranks = run_world(world, _start, _resolved(world, tmp_path / str(world)), port)
+        ranks = run_world(world, _start, _resolved(world, tmp_path / str(world)), free_port())
         values = {name: [getattr(before, name) for before, _, _ in ranks] for name in vars(Counts())}
         most[world] = Counts(**{name: max(counts) for name, counts in values.items()})
         least[world] = Counts(**{name: min(counts) for name, counts in values.items()})
