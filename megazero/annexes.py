@@ -16,6 +16,7 @@ The trunk imports no annex: it asks a seam, and trains the same where nothing wa
     callback         RunContext -> Callback, on rank 0 alone, after the metrics are written             training
     out of memory    (error, ResolvedRun, ParallelState, Engine | None) -> text                         training
     peak FLOP/s      (name of a CUDA device, dtype) -> number | None                                    training
+    name             what a script finds in a module of the trunk, by its full name                     megazero, pipe, zero
 """
 
 from collections.abc import Mapping
@@ -27,12 +28,20 @@ from typing import Any
 
 def added(seam: str) -> dict[str, Any]:
     """What annexes add at a seam, by name.  It is imported now, so a command that asks for nothing stays fast."""
-    found: dict[str, Any] = {}
+    return {name: _imported(path) for table in _tables() for name, path in table.get(seam, {}).items()}
+
+
+def added_name(module: str, name: str) -> Any:
+    """An attribute that an annex adds to a module of the trunk, for its `__getattr__`.  Raises: AttributeError."""
     for table in _tables():
-        for name, path in table.get(seam, {}).items():
-            module, _, attribute = path.partition(":")
-            found[name] = getattr(import_module(module), attribute)
-    return found
+        if path := table.get("name", {}).get(f"{module}.{name}"):
+            return _imported(path)
+    raise AttributeError(f"module {module!r} has no attribute {name!r}")
+
+
+def _imported(path: str) -> Any:
+    module, _, attribute = path.partition(":")
+    return getattr(import_module(module), attribute)
 
 
 @cache

@@ -1,6 +1,12 @@
-"""Pipelines of layers under the names that DeepSpeed's scripts import: `from megazero.pipe import PipelineModule`."""
+"""Pipelines of layers under the names that DeepSpeed's scripts import: `from megazero.pipe import PipelineModule`.
 
-from megazero.deepspeed.layer_specs import LayerSpec, TiedLayerSpec
-from megazero.deepspeed.pipeline_module import PipelineModule
+The annex of scripts adds the names.
+"""
 
-__all__ = ["LayerSpec", "PipelineModule", "TiedLayerSpec"]
+from typing import Any
+
+from megazero.annexes import added_name
+
+
+def __getattr__(name: str) -> Any:
+    return added_name(__name__, name)

@@ -1,17 +1,9 @@
-"""ZeRO: state sharded over data-parallel ranks.  For scripts: `Init`, `GatheredParameters` and `gathered_parameters`."""
+"""ZeRO: state sharded over data-parallel ranks.  Scripts find `Init` and `GatheredParameters` here, too."""
 
-from importlib import import_module
 from typing import Any
 
-# Only scripts with DeepSpeed's calls need them, so they live in that room and are imported when they are asked for.
-_FOR_SCRIPTS = {
-    "Init": "megazero.deepspeed.meta_init",
-    "GatheredParameters": "megazero.deepspeed.full_params",
-    "gathered_parameters": "megazero.deepspeed.full_params",
-}
+from megazero.annexes import added_name
 
 
 def __getattr__(name: str) -> Any:
-    if name in _FOR_SCRIPTS:
-        return getattr(import_module(_FOR_SCRIPTS[name]), name)
-    raise AttributeError(f"module megazero.zero has no attribute {name!r}")
+    return added_name(__name__, name)
