@@ -19,10 +19,10 @@ from worlds import LLAMA, run_of
 
 from megazero.comm import head_exchange
 from megazero.comm.collectives import Pending
-from megazero.layers import context_attention, ring_attention, tile_calls
+from megazero.layers import context_attention, tile_calls
 from megazero.layers.context_attention import ContextAttention
-from megazero.layers.head_pieces import head_pieces
 from megazero.layers.sample_part import part_of
+from megazero.layers.token_layout import head_pieces
 from megazero.parallel_state import Axis, ParallelState, RankGrid
 from megazero.plan.dry_run import dry_run
 from megazero.plan.fake_tensors import Message, Operator
@@ -150,10 +150,10 @@ def _events(into: list[str]) -> Any:
 
         return compute
 
-    exchanged, passed = noted("exchange", head_exchange.all_to_all), noted("shift", ring_attention.ring_shift)
+    exchanged, passed = noted("exchange", head_exchange.all_to_all), noted("shift", context_attention.ring_shift)
     with (
         patch.object(head_exchange, "all_to_all", exchanged),
-        patch.object(ring_attention, "ring_shift", passed),
+        patch.object(context_attention, "ring_shift", passed),
         patch.object(tile_calls, "tile_forward", kernel(tile_calls.tile_forward)),
         patch.object(tile_calls, "tile_backward", kernel(tile_calls.tile_backward)),
     ):

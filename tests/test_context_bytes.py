@@ -11,7 +11,7 @@ import pytest
 
 from megazero.config import ConfigError, ResolvedRun, RunConfig, load_config, resolve, to_toml
 from megazero.config.rules import broken_rules
-from megazero.models.context_bytes import context_bytes, heads_of_rank, ulysses_degrees
+from megazero.models.stages import context_bytes, heads_of_rank, ulysses_degrees
 from megazero.training.callbacks.progress import context_parallelism
 from megazero.training.world import join_world
 

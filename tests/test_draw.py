@@ -18,13 +18,12 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner, Result
 
 from megazero.cli.commands import app
+from megazero.plan.schedule_drawing import Figures, compare_table, draw_text
 from megazero.plan.schedule_picture import chrome_trace, draw_svg
-from megazero.schedules.action import Action, ActionKind, Schedule
-from megazero.schedules.drawing import Figures, compare_table, draw_refused, draw_text
+from megazero.schedules.action import Action, ActionKind, Schedule, read_schedule
 from megazero.schedules.kind import forward_only
-from megazero.schedules.proof import Costs, ScheduleError, Timeline, peak_activations, program, simulate
+from megazero.schedules.proof import Costs, ScheduleError, Timeline, draw_refused, peak_activations, program, simulate
 from megazero.schedules.registry import SCHEDULES
-from megazero.schedules.table import read_schedule
 
 PAGE = Path(__file__).parent.parent / "docs" / "schedules.md"
 ANSI = re.compile(r"\x1b\[[0-9;]*m")

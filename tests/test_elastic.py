@@ -28,7 +28,7 @@ from megazero.config import ConfigError, ResolvedRun, RunConfig, load_config, re
 from megazero.config.derive import complete_batch, fit, micro_batch_multiple, padded_batch
 from megazero.config.document import to_markdown
 from megazero.engine import BatchShare, Position, initialize
-from megazero.layers.cross_entropy import IGNORED_LABEL
+from megazero.layers.vocabulary import IGNORED_LABEL
 from megazero.parallel_state import Axis
 from megazero.training.batches import read_batches, share_of_each
 from megazero.training.loop import train

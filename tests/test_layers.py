@@ -13,18 +13,17 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from megazero.layers import cross_entropy
+from megazero.layers import vocabulary
 from megazero.layers.attention import SlidingWindow
 from megazero.layers.attention_kernels import attention
 from megazero.layers.counter_rng import Dropout
-from megazero.layers.cross_entropy import IGNORED_LABEL, VocabParallelHead, slope_of, statistics_of
-from megazero.layers.embedding import VocabParallelEmbedding
 from megazero.layers.gemm import add_product
 from megazero.layers.linear import ColumnParallelLinear, RowParallelLinear, WeightGradQueue
 from megazero.layers.mlp import gated
 from megazero.layers.norm import rms_norm
 from megazero.layers.sample_part import TokenLayout
 from megazero.layers.spec import Initializer, NamedRows, ParamSpec
+from megazero.layers.vocabulary import IGNORED_LABEL, VocabParallelEmbedding, VocabParallelHead, slope_of, statistics_of
 from megazero.parallel_state import Axis, ParallelState, RankGrid
 
 SEQ, BATCH, HIDDEN, OUT = 8, 2, 6, 12
@@ -289,7 +288,7 @@ def test_a_head_gives_the_same_bits_with_kept_logits_and_without_and_in_blocks(
 ) -> None:
     """As with passes over all logits at once."""
     vocab, found = 11, []
-    monkeypatch.setattr(cross_entropy, "_CPU_BLOCK_BYTES", 4 * vocab * -(-SEQ * BATCH // blocks))
+    monkeypatch.setattr(vocabulary, "_CPU_BLOCK_BYTES", 4 * vocab * -(-SEQ * BATCH // blocks))
     for keeps in (None, True, False):
         head = _untied_head(vocab, 2048, Axis("tp"), dtype=dtype)
         head.keeps_logits = keeps is not False

@@ -244,7 +244,7 @@ def test_what_cannot_be_written_is_told_before_measuring_and_behind_the_tables(
 
     monkeypatch.setattr("megazero.training.launch.run_ranks", lambda *_: SimpleNamespace(as_json=dict))
     monkeypatch.setattr("megazero.plan.memory_chart.draw_text", lambda _: "the tables")
-    monkeypatch.setattr("megazero.schedules.table.write_text", full)
+    monkeypatch.setattr("megazero.schedules.action.write_text", full)
     done = CliRunner().invoke(app, ["memory-report", "--out", str(tmp_path / "other"), *ODD])
     assert (done.exit_code, done.stdout) == (2, "the tables\n")
     assert done.stderr.endswith("error: [Errno 28] No space left on device\n")

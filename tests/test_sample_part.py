@@ -20,9 +20,9 @@ from megazero.config import ResolvedRun
 from megazero.engine import NonFiniteError
 from megazero.layers.attention import Attention, RotaryEmbedding, SlidingWindow
 from megazero.layers.context_attention import ContextAttention
-from megazero.layers.cross_entropy import IGNORED_LABEL
 from megazero.layers.recompute import WHOLE
 from megazero.layers.sample_part import SamplePart, TokenLayout, part_of
+from megazero.layers.vocabulary import IGNORED_LABEL
 from megazero.models.gpt import Block, BuildContext
 from megazero.models.llama.family import LlamaFamily
 from megazero.models.registry import FAMILIES

@@ -21,7 +21,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from megazero.config import RunConfig, save_config
 from megazero.engine import BatchShare, Position, StepStatistics
-from megazero.layers.cross_entropy import IGNORED_LABEL
+from megazero.layers.vocabulary import IGNORED_LABEL
 from megazero.optim.config import LrScheduleConfig
 from megazero.optim.lr_schedule import learning_rate_factor
 from megazero.parallel_state import Axis

@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 import math
-import os
-import shutil
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.table import Column, Table
 
 from megazero.annexes import added
 from megazero.cli._common import fail, load_extensions, print_table
@@ -42,17 +38,16 @@ def show(
     ] = None,
 ) -> None:
     """Prove a pipeline schedule, draw it, and show its idle time and memory."""
-    from megazero.schedules.drawing import MIN_WIDTH, draw_refused, draw_text
-    from megazero.schedules.proof import ScheduleError, program, simulate
-    from megazero.schedules.table import write_text
+    from megazero.schedules.action import write_text
+    from megazero.schedules.proof import ScheduleError, draw_refused, program, simulate
 
-    writers = added("schedule file")
+    writers, view = added("schedule file"), added("schedule view")
     files = {option: path for option, path in (("--svg", svg), ("--trace", trace)) if path is not None}
     try:
         load_extensions(extension)
         times = _parse_costs(costs)
-        if missing := files.keys() - writers:
-            raise ValueError(f"{min(missing)} needs megazero.plan, which is not installed")
+        if not view:
+            raise ValueError("schedule show needs megazero.plan, which is not installed")
         is_drawn = bool(schedule or file or files or not compare)
         shown = _read_own(file, placement, schedule, virtual_stages) if file else None
         pp, microbatches = _agreed_numbers(shown, pp, microbatches)
@@ -65,13 +60,13 @@ def show(
             except ScheduleError as error:
                 raise ValueError(f"{error}\n{draw_refused(shown, error)}".rstrip()) from None
             timeline = simulate(shown, times)
-            colour = sys.stdout.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
-            width = max(shutil.get_terminal_size(fallback=(100, 24)).columns, MIN_WIDTH)
-            print(draw_text(timeline, width, colour))
+            print(view["timeline"](timeline))
     except (ValueError, OSError) as error:
         fail(str(error), EXIT_REFUSED)
     if compare:
-        _print_comparison(pp, microbatches, virtual_stages, times, shown if file else None)
+        chunks = 2 if virtual_stages is None else virtual_stages
+        print(f"\npp {pp}, {microbatches} micro-batches; idle and peak activations of the rank that has most")
+        print_table(view["comparison"](pp, microbatches, chunks, times, [shown] if shown and file else []))
     for option, path in files.items():
         try:
             write_text(path, writers[option](timeline))
@@ -92,7 +87,7 @@ def _parse_costs(text: str) -> Costs:
 
 
 def _read_own(file: Path, placement: str | None, schedule: str | None, virtual_stages: int | None) -> Schedule:
-    from megazero.schedules.table import read_schedule
+    from megazero.schedules.action import read_schedule
 
     if schedule is not None:
         raise ValueError(f"--schedule {schedule} and --file {file} are two schedules; give one")
@@ -122,21 +117,3 @@ def _named_schedule(name: str, pp: int, microbatches: int, virtual_stages: int |
     if compares and kind.chunks is not None:  # the number of virtual stages is for another row of the table
         virtual_stages = None
     return kind.build(pp, microbatches, kind.chunks_of(1 if virtual_stages is None else virtual_stages))
-
-
-def _print_comparison(
-    pp: int, microbatches: int, virtual_stages: int | None, costs: Costs, own: Schedule | None
-) -> None:
-    from megazero.schedules.drawing import compare_table, number
-
-    chunks = 2 if virtual_stages is None else virtual_stages
-    numbers = ("chunks", "makespan", "idle", "bubble", "peak activations")
-    table = Table("schedule", *(Column(name, justify="right") for name in numbers), "", box=None)
-    for name, count, found in compare_table(pp, microbatches, chunks, costs, [own] if own else []):
-        if isinstance(found, str):
-            table.add_row(name, str(count), *"----", found)
-        else:
-            makespan, idle, bubble, peak = found
-            table.add_row(name, str(count), number(makespan), number(idle), f"{bubble:.1%}", number(peak))
-    print(f"\npp {pp}, {microbatches} micro-batches; idle and peak activations of the rank that has most")
-    print_table(table)

@@ -18,7 +18,7 @@ from math import prod
 from pathlib import Path
 
 from megazero.config.schema import Auto, DataConfig, ElasticShape, ParallelConfig, RunConfig
-from megazero.models.context_bytes import context_bytes, heads_of_rank, ulysses_degrees
+from megazero.models.stages import context_bytes, heads_of_rank, ulysses_degrees
 from megazero.schedules.registry import SCHEDULES
 from megazero.settings import ConfigError, Problem, counted, divisors, nearest_multiples, nearest_text
 

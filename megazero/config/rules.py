@@ -25,15 +25,14 @@ from typing import Any
 from megazero.config.derive import batch_sizes, fit, micro_batch_multiple, ranks_of_a_sample
 from megazero.config.schema import RunConfig, keys
 from megazero.models.config import ModelConfig
-from megazero.models.context_bytes import heads_of_rank, ulysses_degrees
 from megazero.models.family import ModelRule
 from megazero.models.registry import FAMILIES
-from megazero.models.stages import layer_counts
+from megazero.models.stages import heads_of_rank, layer_counts, ulysses_degrees
 from megazero.optim.lr_schedule import learning_rate_factor
 from megazero.optim.registry import LR_SCHEDULES, OPTIMIZERS
 from megazero.registry import check_keywords, keywords_of
+from megazero.schedules.action import read_schedule
 from megazero.schedules.registry import SCHEDULES
-from megazero.schedules.table import read_schedule
 from megazero.settings import (
     ActsWhere,
     AtMost,

@@ -31,10 +31,10 @@ from megazero.engine.step import NonFiniteError, StepStatistics, check_finite, s
 from megazero.engine.trainer_state import Position, check_same_run, position_after, trainer_state
 from megazero.layers.activation_offload import ActivationStore
 from megazero.layers.context_attention import ContextAttention
-from megazero.layers.cross_entropy import IGNORED_LABEL, VocabParallelHead
 from megazero.layers.linear import WeightGradQueue
 from megazero.layers.recompute import WHOLE
 from megazero.layers.sample_part import SamplePart, part_of
+from megazero.layers.vocabulary import IGNORED_LABEL, VocabParallelHead
 from megazero.models.activation_config import layer_policies
 from megazero.models.activations import save_by_policy
 from megazero.models.compiled import compile_blocks, may_compile, wants_compiling

@@ -12,10 +12,9 @@ from megazero.config import ResolvedRun, RunConfig
 from megazero.models.gpt import BuildContext, GPTStage
 from megazero.models.stages import by_rank, cut
 from megazero.parallel_state import Axis
-from megazero.schedules.action import Schedule
+from megazero.schedules.action import Schedule, read_schedule
 from megazero.schedules.kind import GivenSchedule, ScheduleKind
 from megazero.schedules.registry import SCHEDULES
-from megazero.schedules.table import read_schedule
 from megazero.zero.bucket import DTYPES
 
 

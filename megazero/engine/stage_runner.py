@@ -21,8 +21,7 @@ from megazero.layers.linear import WeightGradQueue
 from megazero.layers.saved_tensors import forget_failed_backward
 from megazero.parallel_state import ParallelState
 from megazero.schedules.action import Action, ActionKind
-from megazero.schedules.connections import connect
-from megazero.schedules.executor import Executor, Message
+from megazero.schedules.executor import Executor, Message, connect
 from megazero.schedules.kind import ScheduleKind
 from megazero.zero.sharded_model import ShardedModel
 

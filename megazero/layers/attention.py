@@ -24,7 +24,7 @@ from megazero.comm.identity import storage_of
 from megazero.layers.attention_kernels import attention, uncompiled
 from megazero.layers.context_attention import ContextAttention
 from megazero.layers.linear import ColumnParallelLinear, RowParallelLinear
-from megazero.layers.qk_norm import HeadNorm, WidthNorm
+from megazero.layers.norm import HeadNorm, WidthNorm
 from megazero.layers.recompute import KeptResults
 from megazero.layers.sample_part import SamplePart, TokenLayout
 from megazero.parallel_state import Axis

@@ -23,8 +23,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from megazero.layers.head_pieces import EVERY_HEAD, HeadPiece, head_pieces
-from megazero.layers.token_layout import Tile
+from megazero.layers.token_layout import EVERY_HEAD, HeadPiece, Tile, head_pieces
 
 _LEAST_ROWS, _LEAST_KEYS = 768, 256  # of a head in a backward
 _LEAST_HALF, _MOST_PIECES = 512, 4

@@ -31,9 +31,8 @@ from megazero.layers.attention_kernels import (
     varlen_forward,
 )
 from megazero.layers.cpu_bf16 import cut, multiplies_bf16
-from megazero.layers.head_pieces import EVERY_HEAD, HeadPiece
 from megazero.layers.sample_part import SamplePart, copied_to
-from megazero.layers.token_layout import Ints, Tile, tiles_of
+from megazero.layers.token_layout import EVERY_HEAD, HeadPiece, Ints, Tile, tiles_of
 
 Rows: TypeAlias = tuple[slice | Tensor, ...]  # indexes [batch, heads, seq, ...]
 EVERYTHING: Rows = (slice(None), slice(None), slice(None))

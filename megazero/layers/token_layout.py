@@ -1,4 +1,4 @@
-"""Which tokens of a sample of documents a ring rank has, and which of them attend to which.
+"""Which tokens of a sample of documents a ring rank has, which of them attend to which, and in which pieces heads are used.
 
     document of 16 tokens, 2 ranks     tokens  0 1 2 3 | 4 5 6 7 | 8 9 10 11 | 12 13 14 15
                                        chunk      0         1          2            3
@@ -17,6 +17,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import pairwise
 from typing import NamedTuple, overload
 
 import numpy as np
@@ -348,3 +349,39 @@ def balance(lengths: Sequence[int], ranks: int, window: int | None = None) -> fl
     """The busiest ring rank's pairs over the mean of all ranks'."""
     pairs_of_ranks = [work(runs, window) for runs in shards(lengths, ranks)]
     return max(pairs_of_ranks) * ranks / sum(pairs_of_ranks)
+
+
+class HeadPiece(NamedTuple):
+    """Some heads of queries, and the heads of keys and values that they read."""
+
+    queries: slice
+    keys: slice
+
+
+EVERY_HEAD = HeadPiece(slice(None), slice(None))
+
+
+def head_pieces(heads: int, kv_heads: int, most: int, *, shares_keys: bool) -> list[HeadPiece]:
+    """All heads, in at most `most` pieces of about one size.
+
+    4 heads of queries, 2 of keys, at most 4 pieces:    query head 0 | 1 | 2 | 3    where pieces may share keys
+                                         key head   0 | 0 | 1 | 1
+                                         query heads 0 1 | 2 3          where they may not
+                                         key head      0 |   1
+
+    Args:
+        heads, kv_heads: how many there are; the former is a multiple of the latter.
+        most: at least 1.
+        shares_keys: pieces may read the same heads of keys; these pieces follow one another.
+    """
+    each, found = heads // kv_heads, []
+    parts = min(kv_heads, most)
+    cuts = max(1, min(each, most // parts)) if shares_keys else 1  # of the queries of a key head, where it is alone
+    for start, stop in _ranges(kv_heads, parts):
+        for first, last in _ranges((stop - start) * each, cuts):
+            found.append(HeadPiece(slice(start * each + first, start * each + last), slice(start, stop)))
+    return found
+
+
+def _ranges(count: int, parts: int) -> list[tuple[int, int]]:
+    return list(pairwise(count * number // parts for number in range(parts + 1)))

@@ -28,10 +28,10 @@ import torch
 from torch import Tensor, nn
 
 from megazero.layers.attention import SharedKVHead
-from megazero.layers.cross_entropy import slope_of, statistics_of
 from megazero.layers.linear import ColumnParallelLinear, RowParallelLinear
-from megazero.layers.qk_norm import WidthNorm
+from megazero.layers.norm import WidthNorm
 from megazero.layers.recompute import Recomputed
+from megazero.layers.vocabulary import slope_of, statistics_of
 from megazero.models.activations import SavingBlock
 from megazero.models.gpt import Block, GPTStage
 

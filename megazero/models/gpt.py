@@ -20,14 +20,12 @@ from torch import Tensor, nn
 from megazero.layers.attention import Attention, RotaryEmbedding, SharedKVHead, SlidingWindow
 from megazero.layers.context_attention import ContextAttention
 from megazero.layers.counter_rng import Dropout
-from megazero.layers.cross_entropy import VocabParallelHead
-from megazero.layers.embedding import PositionEmbedding, VocabParallelEmbedding
 from megazero.layers.linear import ColumnParallelLinear, RowParallelLinear, WeightGradQueue
 from megazero.layers.mlp import GELU, SwiGLU
-from megazero.layers.norm import LayerNorm, RMSNorm
-from megazero.layers.qk_norm import HeadNorm, WidthNorm
+from megazero.layers.norm import HeadNorm, LayerNorm, RMSNorm, WidthNorm
 from megazero.layers.sample_part import SamplePart, TokenLayout
 from megazero.layers.spec import Initializer, NamedRows, ParamSpec
+from megazero.layers.vocabulary import PositionEmbedding, VocabParallelEmbedding, VocabParallelHead
 from megazero.models.config import ModelConfig
 from megazero.models.registry import FAMILIES
 from megazero.models.stages import StageLayout

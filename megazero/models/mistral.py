@@ -7,8 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from megazero.models.config import ModelConfig
-from megazero.models.llama.family import LLAMA_FORMAT, LlamaFamily
-from megazero.models.llama.variant import LLAMA_2
+from megazero.models.llama.family import LLAMA_2, LLAMA_FORMAT, LlamaFamily
 from megazero.models.qwen2 import QWEN2_FORMAT
 
 _WINDOW = 4096  # what transformers takes where the key is missing; null is none

@@ -2,8 +2,7 @@
 
 from dataclasses import replace
 
-from megazero.models.llama.family import LLAMA_FORMAT, LlamaFamily
-from megazero.models.llama.variant import Variant
+from megazero.models.llama.family import LLAMA_FORMAT, LlamaFamily, Variant
 
 OLMO2_FORMAT = replace(
     LLAMA_FORMAT,

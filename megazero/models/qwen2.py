@@ -4,8 +4,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
-from megazero.models.llama.family import LLAMA_FORMAT, LlamaFamily
-from megazero.models.llama.variant import Variant
+from megazero.models.llama.family import LLAMA_FORMAT, LlamaFamily, Variant
 
 # transformers gives a file without this key 32 heads, whatever the model; so it must be there.
 _KV_HEADS = {"num_key_value_heads": "num_kv_heads"}

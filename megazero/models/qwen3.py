@@ -2,8 +2,7 @@
 
 from dataclasses import replace
 
-from megazero.models.llama.family import LlamaFamily
-from megazero.models.llama.variant import Variant
+from megazero.models.llama.family import LlamaFamily, Variant
 from megazero.models.qwen2 import QWEN2_FORMAT
 
 QWEN3_FORMAT = replace(

@@ -14,6 +14,10 @@ ADDS = {
     "start line": {"activations": "megazero.plan.activations:start_line"},
     "out of memory": {"explain": "megazero.plan.out_of_memory:explain"},
     "peak FLOP/s": {"devices": "megazero.plan.cluster:known_peak_flops"},
+    "schedule view": {
+        "timeline": "megazero.plan.schedule_drawing:terminal_text",
+        "comparison": "megazero.plan.schedule_drawing:comparison",
+    },
     "schedule file": {
         "--svg": "megazero.plan.schedule_picture:draw_svg",
         "--trace": "megazero.plan.schedule_picture:trace_text",

@@ -32,8 +32,7 @@ from megazero.plan.labelled_tensors import LabelledTensors, Living
 from megazero.plan.silent import Kind, RecordedTraffic
 from megazero.plan.silent_state import SilentState
 from megazero.plan.simulated_world import SimulatedWorld
-from megazero.schedules.action import Action, ActionKind
-from megazero.schedules.table import read_schedule
+from megazero.schedules.action import Action, ActionKind, read_schedule
 from megazero.zero.units import reading_no_weights
 
 _LR = 1e-4

@@ -15,11 +15,11 @@ from itertools import pairwise
 from megazero.plan.activations import size_text
 from megazero.plan.page import LEFT, WIDE, axis, legend, page, section, svg, table
 from megazero.plan.report import Plan
+from megazero.plan.schedule_drawing import ticks
 from megazero.plan.search import Candidate, Found
 from megazero.plan.step_time import Span
 from megazero.plan.svg import rect, text
 from megazero.plan.text import NAMES, duration, fit_text, plain, shape_text, shown_kinds
-from megazero.schedules.drawing import ticks
 
 _ROW, _GAP = 22, 6  # pixels
 _MOST_TITLES = 4000  # spans; of more, a row is one path for each kind

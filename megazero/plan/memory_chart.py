@@ -11,8 +11,8 @@ from rich.table import Table
 
 from megazero.plan.measured_step import POINTS, STEP
 from megazero.plan.memory_report import Report, Row
+from megazero.plan.schedule_drawing import ticks
 from megazero.plan.svg import MARGIN, document, legend, text
-from megazero.schedules.drawing import ticks
 
 _WIDTH, _NOTES_WIDTH = 200, 120
 

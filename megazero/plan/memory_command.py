@@ -38,7 +38,7 @@ def memory_report(
     from megazero.config import ConfigError
     from megazero.plan.memory_chart import draw_course, draw_text
     from megazero.plan.memory_report import measure, not_measured, plan, without_formula
-    from megazero.schedules.table import write_text
+    from megazero.schedules.action import write_text
     from megazero.training.launch import Failed, leave_at_once, run_ranks
 
     prints, started = os.environ.get("RANK", "0") == "0", started_ranks()

@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from html import escape
 
+from megazero.plan.schedule_drawing import ticks
 from megazero.plan.svg import text
-from megazero.schedules.drawing import ticks
 
 WIDE, LEFT = 1040, 120  # pixels: of a picture, and of the names beside it
 

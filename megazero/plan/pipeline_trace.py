@@ -6,8 +6,8 @@ import json
 from pathlib import Path
 
 from megazero.plan.schedule_picture import chrome_trace, draw_svg
+from megazero.schedules.action import write_text
 from megazero.schedules.proof import Timeline, measured_costs, simulate
-from megazero.schedules.table import write_text
 from megazero.training.callbacks.base import Callback, RunContext
 from megazero.training.record import StepRecord
 

@@ -269,7 +269,7 @@ def _search(
     if write is not None:
         from megazero.config import to_toml
         from megazero.engine.phases import changed_keys, changes_text
-        from megazero.schedules.table import write_text
+        from megazero.schedules.action import write_text
 
         changed = changes_text(changed_keys(run.written, best.written)) or "nothing"
         head = f"{_FOUND_BY} {asked.config} --search for {cluster}:\n# {words}\n# changed: {changed}\n\n"
@@ -311,7 +311,7 @@ def _write_files(
 ) -> None:
     from megazero.plan.html import plan_html
     from megazero.plan.report import as_json
-    from megazero.schedules.table import write_text
+    from megazero.schedules.action import write_text
 
     if html is not None:
         write_text(html, plan_html(made, found))

@@ -10,9 +10,9 @@ from collections.abc import Iterator
 from statistics import median
 from typing import Any
 
+from megazero.plan.schedule_drawing import kinds_of, number, spans_of_ranks, ticks, title
 from megazero.plan.svg import MARGIN, document, legend, rect, text
 from megazero.schedules.action import ActionKind
-from megazero.schedules.drawing import kinds_of, number, spans_of_ranks, ticks, title
 from megazero.schedules.proof import Timeline
 
 _FILL_RGB = {ActionKind.FORWARD: 0xCFE3F8, ActionKind.BACKWARD: 0xD5EDD3, ActionKind.WEIGHT: 0xFBE3C0}

@@ -28,12 +28,12 @@ from megazero.config import ResolvedRun, RunConfig
 from megazero.engine.outline import schedule_of
 from megazero.layers.activation_offload import ActivationStore
 from megazero.layers.context_attention import ContextAttention
-from megazero.layers.cross_entropy import BLOCK_BYTES, slope_by_blocks, statistics_by_blocks
 from megazero.layers.linear import WeightGradQueue
 from megazero.layers.recompute import WHOLE
 from megazero.layers.sample_part import SamplePart, TokenLayout, _part
 from megazero.layers.spec import whole_spec
 from megazero.layers.token_layout import shards, work
+from megazero.layers.vocabulary import BLOCK_BYTES, slope_by_blocks, statistics_by_blocks
 from megazero.models.activation_config import LayerPolicy, layer_policies
 from megazero.models.activations import save_by_policy
 from megazero.models.config import ModelConfig

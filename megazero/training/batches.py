@@ -16,8 +16,8 @@ from megazero.config.corpus import open_sources
 from megazero.data import Corpus
 from megazero.data.sampler import Stream, ValidationStream
 from megazero.engine import BatchShare
-from megazero.layers.cross_entropy import IGNORED_LABEL
 from megazero.layers.sample_part import copied_to
+from megazero.layers.vocabulary import IGNORED_LABEL
 from megazero.models.gpt import MicroBatch
 
 

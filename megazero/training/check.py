@@ -31,10 +31,8 @@ from megazero.models.activation_config import ActivationsConfig, layer_policies
 from megazero.models.activations import save_by_policy
 from megazero.models.gpt import check_knows_parts
 from megazero.optim.lr_schedule import learning_rate_factor
-from megazero.schedules.action import Schedule
-from megazero.schedules.drawing import draw_refused
-from megazero.schedules.proof import ScheduleError, peak_activations, program, simulate
-from megazero.schedules.table import read_schedule
+from megazero.schedules.action import Schedule, read_schedule
+from megazero.schedules.proof import ScheduleError, draw_refused, peak_activations, program, simulate
 from megazero.settings import Problem, counted
 from megazero.training.context_report import describe_context
 

@@ -25,11 +25,9 @@ from megazero.engine import NonFiniteError, Position, initialize
 from megazero.engine.outline import schedule_of
 from megazero.engine.phases import learning_rate
 from megazero.parallel_state import ParallelState
-from megazero.schedules.action import Schedule
-from megazero.schedules.drawing import draw_refused
+from megazero.schedules.action import Schedule, read_schedule
 from megazero.schedules.kind import GivenSchedule
-from megazero.schedules.proof import ScheduleError, program
-from megazero.schedules.table import read_schedule
+from megazero.schedules.proof import ScheduleError, draw_refused, program
 from megazero.training.batches import fingerprint_of, read_batches, without_trained
 from megazero.training.callbacks.base import Callback, RunContext
 from megazero.training.callbacks.checkpointing import Checkpointing

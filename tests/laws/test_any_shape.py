@@ -12,7 +12,7 @@ from worlds import GPT2, LLAMA, difference, on_one_state, pairwise, run_of, trai
 
 from megazero.config import ResolvedRun
 from megazero.engine import Engine
-from megazero.layers.cross_entropy import VocabParallelHead
+from megazero.layers.vocabulary import VocabParallelHead
 
 TOLERANCE = 1e-5
 CLIP = 0.5  # below the norm of the first steps, so that clipping acts

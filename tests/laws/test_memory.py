@@ -17,10 +17,10 @@ from worlds import LLAMA, LR, engine_on, micro_batches, on_one_state, run_of, st
 from megazero.config import ResolvedRun
 from megazero.engine import Engine
 from megazero.layers import attention_kernels
-from megazero.layers.cross_entropy import VocabParallelHead
 from megazero.layers.linear import WeightGradQueue
 from megazero.layers.sample_part import TokenLayout
 from megazero.layers.spec import Initializer, NamedRows, ParamSpec
+from megazero.layers.vocabulary import VocabParallelHead
 from megazero.models.config import ModelConfig
 from megazero.models.gpt import BuildContext, MicroBatch
 from megazero.models.registry import FAMILIES

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from megazero.layers.attention import Attention, RotaryEmbedding
 from megazero.layers.mlp import SwiGLU
-from megazero.layers.qk_norm import HeadNorm, WidthNorm
+from megazero.layers.norm import HeadNorm, WidthNorm
 from megazero.layers.spec import NamedRows
 from megazero.models.gpt import Block, BuildContext, PostNormBlock
-from megazero.models.llama.variant import LLAMA_2, Variant
+from megazero.models.llama.family import LLAMA_2, Variant
 
 
 def rotary_embedding(context: BuildContext) -> RotaryEmbedding:

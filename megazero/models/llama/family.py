@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
 
 from megazero.models.config import ModelConfig
 from megazero.models.family import HuggingFaceFormat, ModelFamily, ModelRule, attention_weights
-from megazero.models.llama.variant import LLAMA_2, Variant
 from megazero.models.rope_scaling import read_rope, rope_problems, written_rope
 from megazero.settings import Problem, nearest_multiples, nearest_text
 
@@ -19,6 +19,26 @@ if TYPE_CHECKING:
     from torch import nn
 
     from megazero.models.gpt import Block, BuildContext, Embedding, Head
+
+
+@dataclass(frozen=True)
+class Variant:
+    """The layers of one family.
+
+    Args:
+        qkv_bias: q, k and v have biases.
+        qk_norm: RMSNorm of queries and keys before they are rotated: of each "head", or over the "width" of all heads.
+        norms_after: attention and MLP are normed after instead of before.
+        norms: names of a layer's two norms, of attention and of the MLP.
+    """
+
+    qkv_bias: bool = False
+    qk_norm: Literal["none", "head", "width"] = "none"
+    norms_after: bool = False
+    norms: tuple[str, str] = ("input_layernorm", "post_attention_layernorm")
+
+
+LLAMA_2 = Variant()
 
 # With 8/3 of the hidden size, SwiGLU's three matrices hold as much as the two of a 4x MLP (Shazeer 2020, section 3).
 _FFN_MULTIPLE = 256

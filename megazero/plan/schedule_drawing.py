@@ -3,21 +3,25 @@
     draw_text       rank 0 F0F1..B0==B1==       a terminal's columns as time; dots are idle time
                     rank 1 ..F0B0==F1B1==
                     time   |0   |2   |4
-    compare_table, draw_refused
+    comparison      a table of all schedules for the same numbers
 
 Times count from 0.  Activations are counted in micro-batches on all chunks of a rank: one of v chunks holds 1/v.
 """
 
 from __future__ import annotations
 
+import os
+import shutil
+import sys
 from collections.abc import Callable, Iterable
-from itertools import pairwise
 from math import ceil, floor, log10
 from textwrap import wrap
 from typing import NamedTuple
 
+from rich.table import Column, Table
+
 from megazero.schedules.action import Action, ActionKind, Schedule
-from megazero.schedules.proof import Costs, ScheduleError, Timeline, peak_activations, simulate
+from megazero.schedules.proof import Costs, Timeline, peak_activations, simulate
 from megazero.schedules.registry import SCHEDULES
 
 MIN_WIDTH = 40
@@ -70,6 +74,13 @@ def ticks(end: float, at_most: float) -> list[float]:
 
 
 # ---- text
+
+
+def terminal_text(timeline: Timeline) -> str:
+    """`draw_text` as wide as the terminal, with colours where it shows them."""
+    colour = sys.stdout.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
+    width = max(shutil.get_terminal_size(fallback=(100, 24)).columns, MIN_WIDTH)
+    return draw_text(timeline, width, colour)
 
 
 def draw_text(timeline: Timeline, width: int, colour: bool) -> str:
@@ -199,51 +210,21 @@ def compare_table(
     return [*rows, *((schedule.name, schedule.chunks, _figures(schedule, costs)) for schedule in own)]
 
 
+def comparison(pp: int, microbatches: int, virtual_stages: int, costs: Costs, own: Iterable[Schedule]) -> Table:
+    """`compare_table` for the terminal."""
+    numbers = ("chunks", "makespan", "idle", "bubble", "peak activations")
+    table = Table("schedule", *(Column(name, justify="right") for name in numbers), "", box=None)
+    for name, count, found in compare_table(pp, microbatches, virtual_stages, costs, own):
+        if isinstance(found, str):
+            table.add_row(name, str(count), *"----", found)
+        else:
+            makespan, idle, bubble, peak = found
+            table.add_row(name, str(count), number(makespan), number(idle), f"{bubble:.1%}", number(peak))
+    return table
+
+
 def _figures(schedule: Schedule, costs: Costs | None) -> Figures:
     timeline, ranks = simulate(schedule, costs), range(schedule.pp)
     idle = max(timeline.idle(rank) for rank in ranks)
     peak = max(peak_activations(schedule, rank) for rank in ranks) / schedule.chunks
     return Figures(timeline.makespan, idle, timeline.bubble_fraction, peak)
-
-
-# ---- refused schedules
-
-
-def draw_refused(schedule: Schedule, error: ScheduleError) -> str:
-    """The actions around the one that a schedule was refused for, in ASCII; empty if the error names none.
-
-    The action is marked >F3<, the one that it depends on (F3); those two ranks are centred on them, the others on the same
-    index of their list.  Of more than eight ranks only the near ones are shown.  The action may be missing from its list.
-    """
-    rank, action = error.rank, error.action
-    if rank is None or action is None:
-        return ""
-    source = schedule.source(rank, action) if (rank, action.chunk) in schedule.placement else None
-    centre = len(schedule.ranks[rank])
-    if source and source[0] == rank:
-        centre = _index(schedule, source, centre)
-    centre = _index(schedule, (rank, action), centre)
-    shown = [r for r in range(schedule.pp) if schedule.pp <= 8 or abs(r - rank) <= 3 or (source and r == source[0])]
-    forms = {source: "({})", (rank, action): ">{}<"}
-    words = {}
-    for other in shown:
-        at = _index(schedule, source, centre) if source and source[0] == other != rank else centre
-        actions = enumerate(schedule.ranks[other])
-        cells = {index: forms.get((other, one), " {} ").format(one) for index, one in actions}
-        before = "..." if cells and at > 4 else ""
-        after = "..." if at + 5 < len(cells) else ""
-        words[other] = [before, *(cells.get(index, "") for index in range(at - 4, at + 5)), after]
-    wide = max(len(word) for row in words.values() for word in row)
-    lines = []
-    for last, other in pairwise([shown[0] - 1, *shown]):
-        lines += ["  ..."] if other > last + 1 else []
-        mark = ">" if other == rank else " "
-        lines.append(f"{mark} rank {other:<3} {' '.join(word.ljust(wide) for word in words[other])}".rstrip())
-    if action not in schedule.ranks[rank]:
-        lines.append(f"  {action} is not in the list of rank {rank}")
-    return "\n".join(lines)
-
-
-def _index(schedule: Schedule, wanted: tuple[int, Action], otherwise: int) -> int:
-    rank, action = wanted
-    return schedule.ranks[rank].index(action) if action in schedule.ranks[rank] else otherwise
