@@ -30,7 +30,7 @@ import torch
 
 from megazero.config import ConfigError, ResolvedRun, load_config
 from megazero.engine import initialize
-from megazero.engine.random_batches import random_batches
+from megazero.engine.batches import random_batches
 from megazero.layers.counter_rng import _quantiles
 from megazero.parallel_state import ParallelState
 from megazero.plan.cluster import Cluster

@@ -27,7 +27,7 @@ from benchmarks.report import machine, markdown, write_whole
 from benchmarks.worlds import ContenderFailedError, World
 from megazero.config import ResolvedRun, RunConfig, resolve
 from megazero.engine import initialize
-from megazero.engine.random_batches import random_batches
+from megazero.engine.batches import random_batches
 from megazero.parallel_state import ParallelState
 from megazero.plan.calibrate import calibrate
 from megazero.plan.calibrate_collectives import collective_samples, mean_of

@@ -36,8 +36,8 @@ PHASES = (
     ("data", "megazero.training.loop", "open_same_corpus", LEFT),
     ("checkpoint folder, its groups", "megazero.training.loop", "initialize", ENTERED),
     ("engine built", "megazero.training.loop", "initialize", LEFT),
-    ("saver, metrics", "megazero.engine.gpt:Engine", "try_step", ENTERED),
-    ("first step", "megazero.engine.gpt:Engine", "try_step", LEFT),
+    ("saver, metrics", "megazero.engine.gpt:Engine", "train_step", ENTERED),
+    ("first step", "megazero.engine.gpt:Engine", "train_step", LEFT),
 )
 OVERRIDES = ("training.steps=1", "training.eval_every_steps=0", "lr_schedule.warmup_steps=0")
 

@@ -125,7 +125,7 @@ class FaultInjector:
 
     def arm(self) -> None:
         """Watch this process from now on."""
-        self._within(Engine, "try_step", lambda *_: "step")
+        self._within(Engine, "train_step", lambda *_: "step")
         self._within(Engine, "load", lambda *_: "loading")
         self._within(saver, "save_checkpoint", lambda *_: "writing")
         self._within(Folder, "write", lambda _, name, __: "manifest" if name == MANIFEST else None)

@@ -23,7 +23,7 @@ from megazero.checkpoint.hugging_face.importer import import_model
 from megazero.checkpoint.index import HF_CONFIG
 from megazero.config import ConfigError, ResolvedRun, RunConfig, load_config, resolve
 from megazero.engine import Engine
-from megazero.engine.trainer_state import Position
+from megazero.engine.phases import Position
 from megazero.models.config import ModelConfig
 from megazero.models.registry import FAMILIES
 from megazero.models.rope_scaling import RopeScaling, rope_problems

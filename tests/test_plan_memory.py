@@ -12,8 +12,8 @@ from harness import run_world
 
 from megazero.config import ResolvedRun, load_config
 from megazero.engine import initialize
+from megazero.engine.batches import random_batches
 from megazero.engine.outline import schedule_of
-from megazero.engine.random_batches import random_batches
 from megazero.layers.counter_rng import normal
 from megazero.parallel_state import ParallelState, RankGrid
 from megazero.plan import memory, state_trace

@@ -14,8 +14,7 @@ from megazero.config import RunConfig, resolve
 from megazero.data.identity import fingerprint_of
 from megazero.data.tokenizer import load_tokenizer
 from megazero.engine import Position
-from megazero.engine.phases import phases_after
-from megazero.engine.trainer_state import check_same_run
+from megazero.engine.phases import check_same_run, phases_after
 from megazero.training.resuming import tell_changes
 from tests.tokenizer_files import write_tokenizer
 

@@ -36,7 +36,7 @@ from megazero.checkpoint.saver import Saver
 from megazero.comm.collectives import agree, gather_objects
 from megazero.deepspeed.bound_parameters import BoundParameters
 from megazero.deepspeed.config import DeepSpeedConfig
-from megazero.engine.trainer_state import Position, trainer_state
+from megazero.engine.phases import Position, trainer_state
 from megazero.terminal import drain, warn
 from megazero.zero.sharded_model import ShardedModel
 

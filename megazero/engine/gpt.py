@@ -1,48 +1,37 @@
 """One training step of a GPT: model, schedule, ZeRO and precision bound together on one rank.
 
-micro-batches -> executor(schedule, stage) -> gradients reduced as they become ready
-              -> end of the step (step.py): norm, loss, tokens; clip; sharded optimizer
-              -> all-gather of the weights, or of stage 0's gradients, behind the next forward (zero/weight_gathers.py)
+micro-batches -> executor(schedule, stages)   forward and backward; buckets of gradients are reduced as they become complete
+              -> sum_over_ranks (step.py)     one all-reduce: norm, loss, tokens, stop
+              -> clip, sharded optimizer      the weights are gathered behind the next forward (zero/weight_gathers.py)
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from math import isfinite
 
 import torch
 from torch import Tensor, nn
-from xxhash import xxh32_intdigest
 
 from megazero.checkpoint.folder import Location, folder_at
 from megazero.checkpoint.index import HF_CONFIG, to_json
 from megazero.checkpoint.load import open_checkpoint
 from megazero.checkpoint.save import save_checkpoint
 from megazero.checkpoint.saver import Saver
-from megazero.comm.arena import Arena
 from megazero.comm.collectives import Pending, agree, all_reduce, gather_objects
 from megazero.config import RunConfig
-from megazero.engine.action_clock import ActionClock
-from megazero.engine.stage_runner import ChunkRunner, StageRunner, executors
+from megazero.engine.batches import BatchShare, check_same_documents, check_shapes
+from megazero.engine.outline import RankStages, build_stages, chunks_of, optimizer_of
+from megazero.engine.phases import Position, check_same_run, position_after, trainer_state
+from megazero.engine.stage_runner import ActionClock, ChunkRunner, StageRunner, executors
 from megazero.engine.step import NonFiniteError, StepStatistics, check_finite, sum_over_ranks
-from megazero.engine.trainer_state import Position, check_same_run, position_after, trainer_state
-from megazero.layers.activation_offload import ActivationStore
-from megazero.layers.context_attention import ContextAttention
-from megazero.layers.linear import WeightGradQueue
-from megazero.layers.recompute import WHOLE
-from megazero.layers.sample_part import SamplePart, part_of
 from megazero.layers.vocabulary import IGNORED_LABEL, VocabParallelHead
-from megazero.models.activation_config import layer_policies
-from megazero.models.activations import save_by_policy
 from megazero.models.compiled import compile_blocks, may_compile, wants_compiling
-from megazero.models.gpt import BuildContext, GPTStage, MicroBatch
+from megazero.models.gpt import GPTStage, MicroBatch
 from megazero.models.registry import FAMILIES
-from megazero.models.stages import cut_by_rank
-from megazero.optim.config import OptimizerConfig
-from megazero.optim.registry import OPTIMIZERS
 from megazero.parallel_state import Axis, ParallelState
 from megazero.schedules.action import Action, Placement, Schedule
 from megazero.schedules.executor import Executor, Message
@@ -50,52 +39,8 @@ from megazero.schedules.kind import GivenSchedule, ScheduleKind
 from megazero.schedules.proof import Timeline
 from megazero.schedules.registry import SCHEDULES
 from megazero.settings import hide_passwords
-from megazero.zero.bucket import DTYPES
-from megazero.zero.optimizer import OptimizerRecipe, recipe_by_name
 from megazero.zero.sharded_model import ShardedModel
-from megazero.zero.units import describe, units_of
-
-_WITHOUT_ARENA = "set activations.contiguous=false"
-
-
-@dataclass(frozen=True)
-class BatchShare:
-    """What a rank needs of each global batch: its share over `dp`, and of each sample its part over context parallelism.
-
-    Args:
-        dp: the data-parallel axis.
-        device: of the tensors.
-        tokens, labels: whether this rank embeds tokens, and has a loss.
-        ulysses, ring: the axes of context parallelism.
-        documents: whether attention stays within documents.
-    """
-
-    dp: Axis
-    device: torch.device
-    tokens: bool
-    labels: bool
-    ulysses: Axis = WHOLE
-    ring: Axis = WHOLE
-    documents: bool = False
-
-    def part_of(self, lengths: Sequence[Sequence[int]] | None, seq_len: int) -> SamplePart | None:
-        """What this rank has of the samples of a micro-batch; arguments as in `layers.sample_part.part_of`.
-
-        Raises: ValueError: the lengths of documents are missing under `data.document_mask`, or given without it.
-        """
-        if (lengths is None) == self.documents:
-            raise ValueError(
-                "no lengths of documents: data.document_mask = true needs lengths"
-                if self.documents
-                else "lengths of documents: data.document_mask = false takes no lengths"
-            )
-        return part_of(lengths, seq_len, self.ulysses, self.ring, self.device)
-
-    def cut(self, sample_ids: Tensor, tokens: Tensor, labels: Tensor, part: SamplePart | None) -> MicroBatch:
-        """What this rank has of whole samples; tokens, labels: [seq, batch]."""
-        if part is not None:
-            tokens, labels = part.cut(tokens), part.cut(labels)
-        return MicroBatch(sample_ids, tokens if self.tokens else None, labels if self.labels else None, part)
+from megazero.zero.units import Described, describe, units_of
 
 
 class Engine:
@@ -110,37 +55,13 @@ class Engine:
 
     def __init__(self, config: RunConfig, state: ParallelState, kind: ScheduleKind) -> None:
         self.config, self.state = config, state
-        chunks_per_rank = kind.chunks or config.parallel.virtual_stages
-        placement = kind.placement(state.pp.size, chunks_per_rank)
-        self._stages, self._wgrad_queues, self.offload = _build_chunks(config, state, placement)
+        chunks = chunks_of(config, kind)
+        placement = kind.placement(state.pp.size, chunks)
+        built = build_stages(config, state, placement)
+        self._stages, self._wgrad_queues, self.offload = built.stages, built.wgrad_queues, built.offload
         self._chunks = nn.ModuleList(self._stages)
         self._heads = [module for module in self._chunks.modules() if isinstance(module, VocabParallelHead)]
-        described = [replace(one, group=0 if one.spec.decay else 1) for one in describe(self._chunks)]
-        queue_of = {
-            f"{index}.{name}": queue
-            for index, (stage, queue) in enumerate(zip(self._stages, self._wgrad_queues, strict=True))
-            for name, _ in stage.named_parameters()
-        }
-        ties = {}
-        tied = [one.spec.sections[0].name for one in described if one.spec.tied]
-        if placement[0][0] != placement[-1][0] and any(gather_objects(bool(tied), state.pp)):
-            ties = dict.fromkeys(tied, state.among_stages([placement[0][0], placement[-1][0]], "embedding"))
-        self.sharded_model = ShardedModel(
-            # a compiled block waits as a whole: hooks of its layers would break its graph
-            units_of(self._stages, by_layer=not may_compile(config.training.compile, state.device)),
-            described,
-            state,
-            config.zero,
-            config.precision,
-            optimizer_of(config.optimizer),
-            ties=ties,
-            wgrad_queues=queue_of,
-            checks_order=False,
-            hides_gathers=True,
-            arena=None if self.offload is None or self.offload.on_host else self.offload.pool,
-        )
-        if self.offload is not None:
-            self.offload.stay(bucket.weights for bucket in self.sharded_model.parameters.buckets)
+        self.sharded_model = _shard(config, state, built, placement)
         self.dtype = self.sharded_model.policy.dtype
         self.share = BatchShare(
             state.dp,
@@ -155,12 +76,13 @@ class Engine:
         self.wants_stop: Callable[[], bool] = lambda: False
         self._executor = executors(
             kind,
-            chunks_per_rank,
+            chunks,
             state,
             self._new_activation,
             lambda action: None if self.on_action is None else self.on_action(action),
         )
         self._grad_norm = 0.0  # of the gradients that the buckets hold
+        self._documents_are_compared = not config.data.document_mask
 
     @property
     def chunks(self) -> nn.ModuleList:
@@ -171,12 +93,15 @@ class Engine:
         self.sharded_model.parameters.gathers.wait()
         return self._chunks
 
-    def train_step(self, batches: Sequence[MicroBatch], lr: float) -> StepStatistics:
+    def train_step(
+        self, batches: Sequence[MicroBatch], lr: float | None, *, raises_non_finite: bool = True
+    ) -> StepStatistics:
         """One optimizer step on this rank's micro-batches.
 
         Args:
-            batches: this dp rank's share of the global batch, as micro-batches of equal size.
-            lr: learning rate of this step.
+            batches: this dp rank's slice of the global batch, as micro-batches of equal size.
+            lr: learning rate of this step; None to stop before the update (see `update`).
+            raises_non_finite: False to return where loss or norm is not finite, with the update left out.
 
         Raises:
             NonFiniteError: on every rank, before any weight has changed; under fp16 such a step is skipped instead.
@@ -184,49 +109,41 @@ class Engine:
             LossScaleError: an overflow at the smallest loss scale.
             LostPeerError: a rank has died.
         """
-        return check_finite(self.try_step(batches, lr))
-
-    def try_step(self, batches: Sequence[MicroBatch], lr: float) -> StepStatistics:
-        """A `train_step` that leaves the update out where loss or norm is not finite, and says so in its statistics."""
-        statistics = self._compute_gradients(batches)
-        return replace(statistics, skipped=not (statistics.finite and self.update(lr)))
+        model = self.sharded_model
+        self._begin_step(batches)
+        loss_sum, tokens = self._run(
+            batches, trains=True
+        )  # forward and backward; complete buckets are reduced meanwhile
+        model.finish_gradients()  # the last reductions; sums over tp and over the copies of tied weights
+        statistics = sum_over_ranks(model, model.square_sum(), loss_sum, tokens, stop=self.wants_stop())
+        if raises_non_finite:
+            check_finite(statistics)
+        self._grad_norm = statistics.grad_norm
+        if lr is None:
+            return statistics
+        updated = statistics.finite and self.update(lr)  # clip, step, start of the weights' all-gather
+        return replace(statistics, skipped=not updated)
 
     def compute_gradients(self, batches: Sequence[MicroBatch]) -> StepStatistics:
-        """A `train_step` without the update: the buckets hold the global batch's mean gradient, each rank what it counts."""
-        return check_finite(self._compute_gradients(batches))
-
-    def _compute_gradients(self, batches: Sequence[MicroBatch]) -> StepStatistics:
-        if not torch.is_grad_enabled():
-            raise RuntimeError(
-                "a training step within torch.no_grad or inference_mode has no gradients; use evaluate there"
-            )
-        if not self._chunks.training:  # it walks all modules
-            self._chunks.train()
-        self.sharded_model.begin_step(len(batches))
-        if self.offload is not None:
-            self.offload.begin_step()  # before any message of the step: it may wait for the device
-        for queue in self._wgrad_queues:
-            queue.clear()
-        loss_sum, tokens = self._run(batches, trains=True)
-        self.sharded_model.finish_gradients()
-        square_sum = self.sharded_model.square_sum()
-        statistics = self._sum_over_ranks(batches, square_sum, loss_sum, tokens)
-        self._grad_norm = statistics.grad_norm
-        return statistics
+        """A `train_step` without the update: the buckets hold the global batch's mean gradient, each rank its share."""
+        return self.train_step(batches, None)
 
     def traced_step(self, batches: Sequence[MicroBatch], lr: float) -> tuple[StepStatistics, Timeline]:
-        """A `try_step` with its timeline on this rank's pipeline, in seconds from when all its ranks were ready."""
+        """A `train_step` that does not raise where it is not finite, and its timeline on this rank's pipeline.
+
+        Times are in seconds from when all ranks of the pipeline were ready.
+        """
         if self.state.device.type == "cuda":
             torch.cuda.synchronize(self.state.device)  # what is still queued is not of this step
         gather_objects(None, self.state.pp)  # a common start makes clocks of different machines comparable
         clock = ActionClock(self.state.device)
         self.on_action = clock.mark
         try:
-            statistics = self.try_step(batches, lr)
+            statistics = self.train_step(batches, lr, raises_non_finite=False)
         finally:
             self.on_action = None
-        of_ranks = gather_objects(clock.spans(), self.state.pp)
-        spans = {(rank, action): span for rank, ran in enumerate(of_ranks) for action, span in ran}
+        ranks = enumerate(gather_objects(clock.spans(), self.state.pp))
+        spans = {(rank, action): span for rank, own in ranks for action, span in own}
         return statistics, Timeline(self._executor_of(batches, trains=True).schedule, spans)
 
     def update(self, lr: float) -> bool:
@@ -241,43 +158,74 @@ class Engine:
     def evaluate(self, batches: Sequence[MicroBatch]) -> StepStatistics:
         """Mean loss of micro-batches over all ranks, without gradients and without dropout; nan where no token is counted.
 
-        Raises: NonFiniteError: it is not finite.
+        An evaluation may take long, so its statistics tell of a `stop`, too.  Raises: NonFiniteError: it is not finite.
         """
         self._chunks.eval()
         with torch.no_grad():
             loss_sum, tokens = self._run(batches, trains=False)
         square_sum = torch.zeros_like(loss_sum)
-        # An evaluation may take long, so a stop ends the run after it, too.
-        statistics = self._sum_over_ranks(batches, square_sum, loss_sum, tokens)
+        statistics = sum_over_ranks(self.sharded_model, square_sum, loss_sum, tokens, stop=self.wants_stop())
         # The loss scale does not handle a loss that is not finite here.
         return check_finite(replace(statistics, finite=isfinite(statistics.loss))) if statistics.tokens else statistics
 
-    def _sum_over_ranks(
-        self, batches: Sequence[MicroBatch], square_sum: Tensor, loss_sum: Tensor, tokens: Tensor
-    ) -> StepStatistics:
-        named = [None if batch.part is None else batch.part.plan.documents for batch in batches]
-        return sum_over_ranks(
-            self.sharded_model,
-            square_sum,
-            loss_sum,
-            tokens,
-            stop=self.wants_stop(),
-            documents=xxh32_intdigest(repr(named).encode()),
-        )
-
-    def _check_weights(self) -> None:
-        """Make sure that every weight is a number.  Raises: NonFiniteError."""
-        wrong = torch.zeros((), device=self.state.device)
-        for bucket in self.sharded_model.parameters.buckets:
-            values = bucket.read(bucket.master, bucket.owned)
-            if values.numel():  # aminmax: one pass; isfinite() on all would allocate a second tensor, 60 times slower
-                wrong += torch.isfinite(torch.stack(torch.aminmax(values))).all().logical_not().to(wrong.device)
-        all_reduce(wrong, self.state.world).wait()
-        if wrong.item():
-            raise NonFiniteError(
-                f"weights in {int(wrong.item())} buckets are not finite after the last update; they were not saved. "
-                "Resume from the last checkpoint with a lower learning rate or other data"
+    def _begin_step(self, batches: Sequence[MicroBatch]) -> None:
+        """Forget the last step's gradients, also those of one that failed."""
+        if not torch.is_grad_enabled():
+            raise RuntimeError(
+                "a training step within torch.no_grad or inference_mode has no gradients; use evaluate there"
             )
+        if not self._chunks.training:  # it walks all modules
+            self._chunks.train()
+        self.sharded_model.begin_step(len(batches))
+        if self.offload is not None:
+            self.offload.begin_step()  # before any message of the step: it may wait for the device
+        for queue in self._wgrad_queues:
+            queue.clear()
+
+    def _run(self, batches: Sequence[MicroBatch], *, trains: bool) -> tuple[Tensor, Tensor]:
+        """Run the schedule; this rank's sums of losses and of counted tokens, fp64, 0 where another stage has the loss."""
+        model, executor = self.sharded_model, self._executor_of(batches, trains=trains)
+        if not self._documents_are_compared:
+            check_same_documents(batches, self.state)
+            self._documents_are_compared = True
+        model.parameters.gathers.check()
+        tokens = torch.zeros((), dtype=torch.float64, device=self.state.device)
+        for batch in batches:
+            if self.share.labels and batch.labels is not None:
+                tokens += (batch.labels != IGNORED_LABEL).sum()
+        # The global count arrives while the first forwards run: behind the weights, which these need anyway.
+        global_tokens = tokens.clone()
+        counting = all_reduce(global_tokens, self.state.dp_cp) if self.share.labels else Pending()
+
+        def loss_gradient() -> Tensor:
+            """scale / tokens of the global batch, fp32: makes the gradient of a sum that of the global mean."""
+            counting.wait()
+            return global_tokens.clamp(min=1).reciprocal().float() * model.scale
+
+        for queue in self._wgrad_queues:
+            queue.defers = executor.schedule.splits_backward
+        for head in self._heads:
+            head.keeps_logits = executor.schedule.waiting_losses <= 1
+        chunks = [
+            ChunkRunner(partial(_forward, stage, batches), stage.head is not None, queue)
+            for stage, queue in zip(self._stages, self._wgrad_queues, strict=True)
+        ]
+        runner = StageRunner(chunks, model, trains=trains, loss_gradient=loss_gradient, offload=self.offload)
+        executor.run(runner)
+        counting.wait()
+        return runner.loss_sum, tokens
+
+    def _executor_of(self, batches: Sequence[MicroBatch], *, trains: bool) -> Executor:
+        samples = check_shapes(batches, self.config.model.seq_len // self.state.cp.size)
+        return self._executor(len(batches), samples, trains)
+
+    def _new_activation(self, samples: int, _: Action) -> Message:
+        """Empty, for what passes between stages: [seq / cp, micro-batch, hidden], under sequence parallelism over tp too."""
+        model, seq = self.config.model, self.config.model.seq_len // self.state.cp.size
+        seq //= self.state.tp.size if self.config.parallel.sequence_parallel else 1
+        return (torch.empty(seq, samples, model.hidden_size, dtype=self.dtype, device=self.state.device),)
+
+    # Checkpoints
 
     def save(
         self,
@@ -343,7 +291,22 @@ class Engine:
             by_hash=self.config.checkpoint.verify == "hash",
         )
         self.sharded_model.load(found.read, found.trainer.loss_scaler, gathers=not found.fills_weights)
+        self._documents_are_compared = not self.config.data.document_mask  # a new phase may begin here
         return position_after(found.trainer, self.config, data_fingerprint)
+
+    def _check_weights(self) -> None:
+        """Make sure that every weight is a number.  Raises: NonFiniteError."""
+        wrong = torch.zeros((), device=self.state.device)
+        for bucket in self.sharded_model.parameters.buckets:
+            values = bucket.read(bucket.master, bucket.owned)
+            if values.numel():  # aminmax: one pass; isfinite() on all would allocate a second tensor, 60 times slower
+                wrong += torch.isfinite(torch.stack(torch.aminmax(values))).all().logical_not().to(wrong.device)
+        all_reduce(wrong, self.state.world).wait()
+        if wrong.item():
+            raise NonFiniteError(
+                f"weights in {int(wrong.item())} buckets are not finite after the last update; they were not saved. "
+                "Resume from the last checkpoint with a lower learning rate or other data"
+            )
 
     def memory_bytes(self) -> dict[str, int]:
         """Bytes of model state on this rank and of working buffers, by kind; host and disk are named."""
@@ -354,104 +317,47 @@ class Engine:
             found["activation_arena"] = self.offload.pool.nbytes - self.sharded_model.reducer.buffer_bytes
         return found
 
-    def _run(self, batches: Sequence[MicroBatch], *, trains: bool) -> tuple[Tensor, Tensor]:
-        """Run the schedule; this rank's sums of losses and of counted tokens, fp64, 0 where another stage has the loss."""
-        model, executor = self.sharded_model, self._executor_of(batches, trains=trains)
-        model.parameters.gathers.check()
-        tokens = torch.zeros((), dtype=torch.float64, device=self.state.device)
-        for batch in batches:
-            if self.share.labels and batch.labels is not None:
-                tokens += (batch.labels != IGNORED_LABEL).sum()
-        # The global count arrives while the first forwards run: behind the weights, which these need anyway.
-        global_tokens = tokens.clone()
-        counting = all_reduce(global_tokens, self.state.dp_cp) if self.share.labels else Pending()
-
-        def loss_gradient() -> Tensor:
-            """scale / tokens of the global batch, fp32: makes the gradient of a sum that of the global mean."""
-            counting.wait()
-            return global_tokens.clamp(min=1).reciprocal().float() * model.scale
-
-        for queue in self._wgrad_queues:
-            queue.defers = executor.schedule.splits_backward
-        for head in self._heads:
-            head.keeps_logits = executor.schedule.waiting_losses <= 1
-        chunks = [
-            ChunkRunner(partial(_forward, stage, batches), stage.head is not None, queue)
-            for stage, queue in zip(self._stages, self._wgrad_queues, strict=True)
-        ]
-        runner = StageRunner(chunks, model, trains=trains, loss_gradient=loss_gradient, offload=self.offload)
-        executor.run(runner)
-        counting.wait()
-        return runner.loss_sum, tokens
-
-    def _executor_of(self, batches: Sequence[MicroBatch], *, trains: bool) -> Executor:
-        """Raises: ValueError: micro-batches have different numbers of samples, or tensors that do not fit these."""
-        most = self.config.model.seq_len // self.state.cp.size
-        for batch in batches:
-            samples, shapes = batch.sample_ids.numel(), set[tuple[int, ...]]()
-            for name, tensor in (("tokens", batch.tokens), ("labels", batch.labels)):
-                if tensor is not None:
-                    shapes.add(tuple(tensor.shape))
-                    if tensor.dim() != 2 or tensor.shape[0] > most or tensor.shape[1] != samples or len(shapes) > 1:
-                        raise ValueError(
-                            f"{name} of a micro-batch are {list(tensor.shape)}: with {samples} sample_ids tokens and labels "
-                            f"must be [{most}, {samples}], this rank's part of [seq, batch] (engine.share.cut)"
-                        )
-        sizes = {batch.sample_ids.numel() for batch in batches}
-        if len(sizes) != 1:
-            raise ValueError(f"micro-batches of a step must have one size; these have {sorted(sizes)} samples")
-        return self._executor(len(batches), sizes.pop(), trains)
-
-    def _new_activation(self, samples: int, _: Action) -> Message:
-        """Empty, for what passes between stages: [seq / cp, micro-batch, hidden], under sequence parallelism over tp too."""
-        model = self.config.model
-        seq = (
-            model.seq_len // self.state.cp.size // (self.state.tp.size if self.config.parallel.sequence_parallel else 1)
-        )
-        return (torch.empty(seq, samples, model.hidden_size, dtype=self.dtype, device=self.state.device),)
-
 
 def _forward(stage: GPTStage, batches: Sequence[MicroBatch], microbatch: int, x: Message | None) -> Message:
     return (stage(None if x is None else x[0], batches[microbatch]),)
 
 
-def optimizer_of(config: OptimizerConfig) -> OptimizerRecipe:
-    """The configured optimizer, with a group that decays and one that does not."""
-    groups = [{"weight_decay": config.weight_decay}, {"weight_decay": 0.0}]
-    return recipe_by_name(config.name, OPTIMIZERS[config.name].settings(config), groups)
+def _shard(config: RunConfig, state: ParallelState, built: RankStages, placement: Placement) -> ShardedModel:
+    """Shard a rank's stages as `[zero]` and `[precision]` say."""
+    modules = nn.ModuleList(built.stages)
+    described = [replace(one, group=0 if one.spec.decay else 1) for one in describe(modules)]
+    queue_of = {
+        f"{index}.{name}": queue
+        for index, (stage, queue) in enumerate(zip(built.stages, built.wgrad_queues, strict=True))
+        for name, _ in stage.named_parameters()
+    }
+    offload = built.offload
+    sharded = ShardedModel(
+        # a compiled block waits as a whole: hooks of its layers would break its graph
+        units_of(built.stages, by_layer=not may_compile(config.training.compile, state.device)),
+        described,
+        state,
+        config.zero,
+        config.precision,
+        optimizer_of(config.optimizer),
+        ties=_tied_axes(described, state, placement),
+        wgrad_queues=queue_of,
+        checks_order=False,
+        hides_gathers=True,
+        arena=None if offload is None or offload.on_host else offload.pool,
+    )
+    if offload is not None:
+        offload.stay(bucket.weights for bucket in sharded.parameters.buckets)
+    return sharded
 
 
-def _build_chunks(
-    config: RunConfig, state: ParallelState, placement: Placement
-) -> tuple[list[GPTStage], list[WeightGradQueue], ActivationStore | None]:
-    """This rank's part of the model on the meta device, for each chunk the queue of its weight gradients, the offload."""
-    chunks, queues = [], []
-    mine = cut_by_rank(config.model, config.parallel.layout, placement)[state.at.pp]
-    whole = WHOLE if config.parallel.sequence_parallel else state.tp
-    layers = [layer for layout in mine for layer in layout.layers]
-    policies = layer_policies(config.activations, layers, state.at.pp, cuts=whole.size > 1)
-    offload = None
-    if any(policy.moves for policy in policies.values()):
-        in_arena = any(policy.contiguous for policy in policies.values())
-        offload = ActivationStore(state.device, Arena(state.device, _WITHOUT_ARENA) if in_arena else None)
-    attends = None
-    if state.cp.size > 1 or config.data.document_mask:
-        attends = ContextAttention(
-            state.cp_ulysses,
-            state.cp_ring,
-            config.model.sliding_window,
-            DTYPES[config.precision.reduce_dtype],
-            on_cuda=(state.planned_on or state.device.type) == "cuda",
-        )
-    for layout in mine:
-        queues.append(WeightGradQueue())
-        cuts, seed, dtype = config.parallel.sequence_parallel, config.training.seed, DTYPES[config.precision.dtype]
-        context = BuildContext(config.model, state.tp, cuts, seed, state.device, queues[-1], dtype, attends)
-        with torch.device("meta"):  # no rank ever holds more of the model than its shards and its working buffers
-            chunks.append(GPTStage(context, layout))
-        own = [policies[layer] for layer in layout.layers]
-        save_by_policy(zip(chunks[-1].blocks, own, strict=True), whole, offload)
-    return chunks, queues, offload
+def _tied_axes(described: Sequence[Described], state: ParallelState, placement: Placement) -> Mapping[str, Axis]:
+    """By name of a tied parameter, the pipeline ranks that hold a copy.  A collective call of the pipeline's ranks."""
+    first, last = placement[0][0], placement[-1][0]
+    tied = [one.spec.sections[0].name for one in described if one.spec.tied]
+    if first == last or not any(gather_objects(bool(tied), state.pp)):
+        return {}
+    return dict.fromkeys(tied, state.among_stages([first, last], "embedding"))
 
 
 def initialize(

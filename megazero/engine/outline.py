@@ -1,25 +1,37 @@
-"""The outline of a run, from its configuration alone: the schedule, and the stages without memory."""
+"""The outline of a run, from its configuration: its schedule, its optimizer, and its stages on the meta device."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import lru_cache, partial
 from pathlib import Path
 
 import torch
 from torch import nn
 
+from megazero.comm.arena import Arena
 from megazero.config import ResolvedRun, RunConfig
+from megazero.layers.activation_offload import ActivationStore
+from megazero.layers.context_attention import ContextAttention
+from megazero.layers.linear import WeightGradQueue
+from megazero.layers.recompute import WHOLE
+from megazero.models.activation_config import layer_policies
+from megazero.models.activations import save_by_policy
 from megazero.models.gpt import BuildContext, GPTStage
-from megazero.models.stages import by_rank, cut
-from megazero.parallel_state import Axis
-from megazero.schedules.action import Schedule, read_schedule
+from megazero.models.stages import by_rank, cut, cut_by_rank
+from megazero.optim.config import OptimizerConfig
+from megazero.optim.registry import OPTIMIZERS
+from megazero.parallel_state import Axis, ParallelState
+from megazero.schedules.action import Placement, Schedule, read_schedule
 from megazero.schedules.kind import GivenSchedule, ScheduleKind
 from megazero.schedules.registry import SCHEDULES
 from megazero.zero.bucket import DTYPES
+from megazero.zero.optimizer import OptimizerRecipe, recipe_by_name
 
 
 def kind_of(config: RunConfig) -> ScheduleKind:
-    """The kind of schedule that a run names, or that of its file."""
+    """The schedule that a run names, or that of its file."""
     parallel = config.parallel
     if parallel.schedule_file is None:
         return SCHEDULES[parallel.schedule]
@@ -32,7 +44,7 @@ def chunks_of(config: RunConfig, kind: ScheduleKind) -> int:
 
 
 def schedule_of(run: ResolvedRun) -> Schedule:
-    """The pipeline schedule of a run: built by its kind, or read from `parallel.schedule_file`."""
+    """The pipeline schedule of a run: built by name, or read from `parallel.schedule_file`."""
     kind = kind_of(run.config)
     build = kind.build if run.config.parallel.schedule_file else partial(_built, kind)
     return build(run.config.parallel.pp, run.accumulation, chunks_of(run.config, kind))
@@ -41,6 +53,12 @@ def schedule_of(run: ResolvedRun) -> Schedule:
 @lru_cache(maxsize=64)
 def _built(kind: ScheduleKind, pp: int, microbatches: int, chunks: int) -> Schedule:
     return kind.build(pp, microbatches, chunks)
+
+
+def optimizer_of(config: OptimizerConfig) -> OptimizerRecipe:
+    """The configured optimizer, with a parameter group that decays and one that does not."""
+    groups = [{"weight_decay": config.weight_decay}, {"weight_decay": 0.0}]
+    return recipe_by_name(config.name, OPTIMIZERS[config.name].settings(config), groups)
 
 
 def stages_of(config: RunConfig, count: int = 1, tp: int | None = None) -> list[GPTStage]:
@@ -67,3 +85,52 @@ def elements_of_stages(run: ResolvedRun, kind: ScheduleKind) -> list[int]:
 def elements_in(module: nn.Module) -> int:
     """Number of parameters of a stage, or of a module in it."""
     return sum(weight.numel() for weight in module.parameters())
+
+
+@dataclass(frozen=True)
+class RankStages:
+    """The chunks of the model that one rank runs, on the meta device.
+
+    Args:
+        stages: one for each chunk.
+        wgrad_queues: of each chunk, takes its weight gradients.
+        offload: where layers put activations that they do not keep on the device; None if there are none.
+    """
+
+    stages: Sequence[GPTStage]
+    wgrad_queues: Sequence[WeightGradQueue]
+    offload: ActivationStore | None
+
+
+def build_stages(config: RunConfig, state: ParallelState, placement: Placement) -> RankStages:
+    """Build this rank's chunks.  On the meta device: no rank holds more of the model than its shards and its buffers."""
+    layouts = cut_by_rank(config.model, config.parallel.layout, placement)[state.at.pp]
+    cuts, seed, dtype = config.parallel.sequence_parallel, config.training.seed, DTYPES[config.precision.dtype]
+    whole = WHOLE if cuts else state.tp
+    layers = [layer for layout in layouts for layer in layout.layers]
+    policies = layer_policies(config.activations, layers, state.at.pp, cuts=whole.size > 1)
+    offload = None
+    if any(policy.moves for policy in policies.values()):
+        in_arena = any(policy.contiguous for policy in policies.values())
+        arena = Arena(state.device, "set activations.contiguous=false") if in_arena else None
+        offload = ActivationStore(state.device, arena)
+    attention, queues, stages = _context_attention(config, state), [WeightGradQueue() for _ in layouts], []
+    for layout, queue in zip(layouts, queues, strict=True):
+        context = BuildContext(config.model, state.tp, cuts, seed, state.device, queue, dtype, attention)
+        with torch.device("meta"):
+            stages.append(GPTStage(context, layout))
+        save_by_policy(zip(stages[-1].blocks, map(policies.__getitem__, layout.layers), strict=True), whole, offload)
+    return RankStages(stages, queues, offload)
+
+
+def _context_attention(config: RunConfig, state: ParallelState) -> ContextAttention | None:
+    """Attention over sequence shards or within documents; None where a rank attends to whole samples."""
+    if state.cp.size == 1 and not config.data.document_mask:
+        return None
+    return ContextAttention(
+        state.cp_ulysses,
+        state.cp_ring,
+        config.model.sliding_window,
+        DTYPES[config.precision.reduce_dtype],
+        on_cuda=(state.planned_on or state.device.type) == "cuda",
+    )

@@ -1,6 +1,6 @@
 """The end of a step, for a GPT and for a script's own module alike.
 
-    buckets hold the gradients -> one all-reduce over the world: (squared norm, loss, tokens, stop, documents)
+    buckets hold the gradients -> one all-reduce over the world: (squared norm, loss, tokens, stop)
         -> not finite, no loss scale:     no update; NonFiniteError, or `StepStatistics.finite` says so
         -> overflow under a loss scale:   no update, a smaller scale
         -> otherwise:                     unscale, clip, sharded optimizer step, start of the weights' all-gather
@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 
 from megazero.comm.collectives import all_reduce, numbers_of
-from megazero.parallel_state import ParallelState
 from megazero.zero.sharded_model import ShardedModel
 
 
@@ -60,13 +59,7 @@ class StepStatistics:
 
 
 def sum_over_ranks(
-    model: ShardedModel,
-    square_sum: Tensor,
-    loss_sum: Tensor,
-    count: Tensor | int,
-    *,
-    stop: bool = False,
-    documents: int = 0,
+    model: ShardedModel, square_sum: Tensor, loss_sum: Tensor, count: Tensor | int, *, stop: bool = False
 ) -> StepStatistics:
     """The one collective at the end of a step.
 
@@ -75,34 +68,17 @@ def sum_over_ranks(
         loss_sum: sum of this rank's losses, fp64 scalar; 0 where another stage computes the loss.
         count: this rank's counted tokens, fp64 scalar; or a number of losses that all ranks know.
         stop: this rank wants the run to end; only with tokens.
-        documents: 32 bits that tell the documents of this rank's micro-batches from others; only with tokens.
-
-    Raises:
-        ValueError: on every rank: ranks that share samples have other documents.
     """
-    shares = [square_sum, loss_sum]
-    if isinstance(count, Tensor):
-        shares += [count, torch.full_like(count, stop), torch.full_like(count, _less_others(model.state, documents))]
-    total = torch.stack(shares)
+    counts = [count, torch.full_like(count, stop)] if isinstance(count, Tensor) else []
+    total = torch.stack([square_sum, loss_sum, *counts])
     if model.state.at.tp:  # all tensor-parallel ranks have the same losses and tokens; the first one counts
         total[1:3].zero_()
     all_reduce(total, model.state.world).wait()
     squared, loss, *counted = numbers_of(total, model.state.world)
-    tokens, stops, other_documents = counted or (int(count), 0, 0)
-    if other_documents:
-        raise ValueError(
-            "ranks that share the samples of a micro-batch were given other documents; on all ranks of one index of dp, "
-            "give `BatchShare.part_of` the same lengths. No weight was changed"
-        )
+    tokens, stops = counted or (int(count), 0)
     loss, norm = loss / float(tokens) if tokens else nan, model.norm_of(squared)
     finite = tokens > 0 and (model.scaler is not None or (isfinite(loss) and isfinite(norm)))
     return StepStatistics(loss, norm, int(tokens), model.scale, finite=finite, stop=stops > 0)
-
-
-def _less_others(state: ParallelState, number: int) -> int:
-    """What sums to 0 over all ranks where those of each dp index have the same number of 32 bits.  fp64 adds it exactly."""
-    at, sharing = state.at, state.world.size // state.dp.size
-    return number * (1 - sharing) if at.tp == at.cp == at.pp == 0 else number
 
 
 def check_finite(statistics: StepStatistics) -> StepStatistics:

@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from megazero.config import ResolvedRun, RunConfig, resolve
 from megazero.engine import initialize
-from megazero.engine.random_batches import random_batches
+from megazero.engine.batches import random_batches
 from megazero.parallel_state import ParallelState
 from megazero.plan.calibration import Calibration
 from megazero.plan.cluster import Cluster

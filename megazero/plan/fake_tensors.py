@@ -28,7 +28,7 @@ from torch.utils._pytree import tree_iter
 
 from megazero.plan.kernel_memory import cpu_kernel_bytes
 
-_END_OF_STEP = (1.0, 1.0, 1.0, 0.0, 0.0)  # what `engine/step.py` sums over the ranks: a healthy step that goes on
+_END_OF_STEP = (1.0, 1.0, 1.0, 0.0)  # what `engine/step.py` sums over the ranks: a healthy step that goes on
 
 
 class Value(NamedTuple):

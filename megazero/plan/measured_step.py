@@ -27,8 +27,8 @@ from torch._C._profiler import ProfilerConfig, ProfilerState, RecordScope, _Expe
 from megazero.comm.collectives import gather_objects
 from megazero.config import ResolvedRun
 from megazero.engine import Engine, initialize
+from megazero.engine.batches import random_batches
 from megazero.engine.outline import schedule_of
-from megazero.engine.random_batches import random_batches
 from megazero.models.gpt import MicroBatch
 from megazero.parallel_state import ParallelState
 from megazero.plan.activations import activations_of_ranks
@@ -147,12 +147,12 @@ def measure_activations(run: ResolvedRun, state: ParallelState) -> ActivationFig
         engine = initialize(run.config, state)
         batches = random_batches(run, engine.share)
         formula = activations_of_ranks(run, schedule_of(run), on_cuda=state.device.type == "cuda")[state.at.pp]
-        engine.try_step(batches, _LR)
+        engine.train_step(batches, _LR, raises_non_finite=False)
         memory = measure_saved(engine, batches, formula.units)
         gc.collect()
         engine.sharded_model.reducer.begin_step(len(batches))  # frees the gradients that the step will allocate anew
         live.mark(START)
-        engine.try_step(batches, _LR)
+        engine.train_step(batches, _LR, raises_non_finite=False)
     start = live.live[START]
     first, last = (live.course[0][0], live.course[-1][0]) if live.course else (0.0, 1.0)
     figures = ActivationFigures(

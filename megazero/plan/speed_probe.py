@@ -16,7 +16,7 @@ import torch
 
 from megazero.config import ResolvedRun, RunConfig, resolve
 from megazero.engine import Engine, initialize
-from megazero.engine.random_batches import random_batches
+from megazero.engine.batches import random_batches
 from megazero.models.gpt import MicroBatch
 from megazero.parallel_state import ParallelState, RankGrid
 

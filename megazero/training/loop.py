@@ -222,7 +222,7 @@ class _Loop:
         if record.step == logging.pipeline_trace_step:
             statistics, record.timeline = engine.traced_step(batches, lr)
         else:
-            statistics = engine.try_step(batches, lr)
+            statistics = engine.train_step(batches, lr, raises_non_finite=False)
         self.watchdog.at(record.step, BETWEEN)
         record.seconds, record.work_seconds, record.sent_bytes = meter.read()
         record.statistics, record.lr = statistics, lr

@@ -26,9 +26,18 @@ from megazero.checkpoint.index import (
 from megazero.checkpoint.load import check_kinds
 from megazero.config import RunConfig
 from megazero.engine import Position
-from megazero.engine.gpt import optimizer_of
-from megazero.engine.phases import KEYS_OF, begins_anew, changes, changes_text, current, learning_rate, recorded_phases
-from megazero.engine.trainer_state import check_same_run, position_after
+from megazero.engine.outline import optimizer_of
+from megazero.engine.phases import (
+    KEYS_OF,
+    begins_anew,
+    changes,
+    changes_text,
+    check_same_run,
+    current,
+    learning_rate,
+    position_after,
+    recorded_phases,
+)
 from megazero.optim.config import LrScheduleConfig
 from megazero.settings import hide_passwords, toml_value
 

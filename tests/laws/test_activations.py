@@ -63,7 +63,7 @@ def _bits(engine: Engine, run: ResolvedRun, first: int = 0, steps: int = 2) -> d
     numbers: list[Any] = []
     with counted() as ran:
         for step in range(first, first + steps):
-            done = engine.try_step(micro_batches(run, engine.state, step), LR)
+            done = engine.train_step(micro_batches(run, engine.state, step), LR, raises_non_finite=False)
             numbers += [done.loss, repr(done.grad_norm), done.skipped]
             if step == first:
                 numbers.append(engine.evaluate(micro_batches(run, engine.state, 50)).loss)
@@ -288,7 +288,7 @@ def _drawn_bits(rank: int, policies: Sequence[dict[str, Any]]) -> list[list[Any]
 def _steps_of(engine: Engine, run: ResolvedRun) -> list[Any]:
     numbers: list[Any] = []
     for step in range(2):
-        done = engine.try_step(micro_batches(run, engine.state, step), LR)
+        done = engine.train_step(micro_batches(run, engine.state, step), LR, raises_non_finite=False)
         numbers += [done.loss, repr(done.grad_norm)]
     return numbers + [_digest(bucket.gradient) for bucket in engine.sharded_model.reducer.buckets]
 

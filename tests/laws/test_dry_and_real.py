@@ -13,7 +13,7 @@ from worlds import LLAMA, LR, run_of
 
 from megazero.config import ResolvedRun
 from megazero.engine import initialize
-from megazero.engine.random_batches import random_batches
+from megazero.engine.batches import random_batches
 from megazero.parallel_state import ParallelState
 from megazero.plan.dry_run import dry_run
 from megazero.plan.fake_tensors import Event, Message

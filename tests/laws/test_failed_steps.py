@@ -19,7 +19,7 @@ from megazero.checkpoint import load
 from megazero.checkpoint.index import CheckpointError
 from megazero.config import ResolvedRun
 from megazero.engine import Engine
-from megazero.engine.trainer_state import Position
+from megazero.engine.phases import Position
 from megazero.layers.activation_offload import Copier
 from megazero.zero.buffer_pool import BufferPool
 from megazero.zero.gradients import GradientReducer

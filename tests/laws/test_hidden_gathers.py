@@ -28,8 +28,8 @@ from megazero.comm.backend import GlooBackend
 from megazero.comm.collectives import LostPeerError, Pending, all_gather
 from megazero.config import ResolvedRun
 from megazero.engine import Engine
+from megazero.engine.phases import Position
 from megazero.engine.step import NonFiniteError
-from megazero.engine.trainer_state import Position
 from megazero.layers.mlp import SwiGLU
 from megazero.models.gpt import GPTStage
 from megazero.parallel_state import Axis, ParallelState, RankGrid

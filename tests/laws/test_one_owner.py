@@ -23,7 +23,7 @@ from megazero.checkpoint.lease import Lease
 from megazero.comm.collectives import LostPeerError
 from megazero.config import ResolvedRun, RunConfig, resolve
 from megazero.data.writer import IndexedWriter
-from megazero.engine.trainer_state import Position
+from megazero.engine.phases import Position
 from megazero.training import ownership
 from megazero.training.loop import train
 from megazero.training.record import SampleRange, StepRecord
