@@ -33,7 +33,7 @@ types: $(VENV)/.dev ## mypy, strict
 	$(BIN)/mypy
 
 bench: $(VENV)/.bench ## time a step beside DDP, FSDP2, DeepSpeed, DTensor and torch pipelines
-	$(BIN)/python -m benchmarks.all
+	$(BIN)/python -m benchmarks.all --out speed_$(shell nproc)cpu
 
 $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)

@@ -1,141 +1,227 @@
-"""The whole comparison: every kind, model and world, one table, one picture.
+"""megazero's step beside the peers', on one host or on hosts that a slow link joins: tables, and a picture.
 
-    python -m benchmarks.all [--worlds 2,4] [--models tiny,small] [--kinds zero1,tp,...] [--rounds 7]
+    python -m benchmarks.all --kinds zero3 --models small --dtype bf16          # one row, printed
+    python -m benchmarks.all --kinds zero1 --with "zero.bucket_bytes=1048576"   # ours in variants
+    python -m benchmarks.all --out speed_2cpu                                   # every kind on one host
+    python -m benchmarks.all --hosts 2 --mbit 300,1000,4000 --models tiny --out hosts
 
-Writes `speed_<cores>cpu.json` after every row, so that an interrupted run loses one row; rows that this machine has
-measured already with these versions are kept unless --again is given.  Then a table, `.md`, and a picture, `.svg`.
+The same model, initial weights, tokens and optimizer; the losses of the first steps must agree.  Contenders take turns.
+`megazero` uses the peers' matrix products; `its own products` is what a run has.  Ranks of megazero on one host exchange
+through memory, where the peers take gloo's sockets; `over gloo` is megazero on sockets too.
+
+--out NAME writes results/NAME.jsonl, .md and, for one host, .svg after every row, so that an interrupted run loses one row;
+rows that this machine has measured with these versions are kept unless --again is given.
+
+With --hosts, ranks lie in blocks, each host is a network namespace, and ours knows of it from LOCAL_WORLD_SIZE (see
+benchmarks/hosts_net.py; it needs root and iproute2).  `3d` takes 8 ranks, and 4 hosts on a switch: tp is within a host, dp
+and the pipeline are across.
+
+over the floor     the step over a rank's compute without communication, in a pipeline with the idle time of its schedule
+link MB            bytes of a step in the busiest direction of a link, by the counters of the interfaces
+wire ms            what these bytes take at the link's rate
+exposed            (step - floor) / wire: 0 if all of it is hidden, 1 if nothing is; above 1 the step waits for more than
+                   bytes.  The floor contains the idle time of a pipeline, so a part below 0 was hidden there.
+                   None where the floor is none: pipelines of more ranks than cores
+possible           the larger of floor and wire, over the floor: no contender that sends these bytes can be below it
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import os
-from collections.abc import Sequence
-from dataclasses import asdict
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from itertools import product
 from math import nan
 from pathlib import Path
 from typing import Any
 
-from matplotlib import pyplot
-
-from benchmarks.report import fastest_peer, lines_of, machine, markdown, table, write_whole
+from benchmarks.hosts_net import NoHostsError, network_of
+from benchmarks.report import filled_markdown, machine, megabytes, number, spread, write_whole
 from benchmarks.rows import (
     FLOOR,
     KINDS,
     OURS,
     OVER_GLOO,
     SHIPPED,
+    WITH_OPTIONS,
     Line,
     LossesDifferError,
     measure,
     possible,
     setting_of,
 )
-from benchmarks.setting import MODELS, positive
+from benchmarks.setting import DTYPES, MODELS, Setting, positive
 from benchmarks.worlds import ContenderFailedError
 
 RESULTS = Path(__file__).parent / "results"
-HEADS = (
-    "kind",
-    "fastest peer",
-    "megazero ms",
-    "peer ms",
-    "floor ms",
-    "megazero / peer",
-    "overhead / peer's",
-    "as shipped / peer",
-    "over gloo / peer",
-    "peak MB",
-    "peer's peak MB",
-)
+HEADS = ("contender", "step ms (least to most)", "megazero / it", "over the floor", "possible", "tokens/s", "state MB",
+         "peak MB", "loopback MB", "own meter MB", "link MB", "wire ms", "exposed", "loss diff")  # fmt: skip
+SUMMARY_HEADS = ("kind", "fastest peer", "megazero ms", "peer ms", "floor ms", "megazero / peer", "over the floor",
+                 "peer's", "as shipped / peer", "over gloo / peer", "peak MB", "peer's", "link MB", "peer's", "exposed",
+                 "peer's")  # fmt: skip
 
 
-def worlds_of(kind: str, worlds: Sequence[int]) -> list[int]:
-    """In which worlds a kind is measured."""
-    return {"single": [1], "3d": [8]}.get(kind, list(worlds))
+@dataclass(frozen=True)
+class Case:
+    """One row: what is measured, and over which link.
+
+    Args:
+        kind: a key of `KINDS`.
+        mbit: rate of each direction of the link, in 10^6 bits per second; 0 on one host.
+    """
+
+    kind: str
+    model: str
+    world: int
+    hosts: int = 1
+    mbit: int = 0
+    dtype: str = "fp32"
+
+    @property
+    def setting(self) -> Setting:
+        """The work."""
+        return setting_of(KINDS[self.kind], self.model, self.world, self.dtype)
+
+    @property
+    def title(self) -> str:
+        """For people."""
+        return f"{KINDS[self.kind].title}, {self.group}"
+
+    @property
+    def group(self) -> str:
+        """What the rows of one table share, for people."""
+        link = f"{self.hosts} hosts at {self.mbit} Mbit/s" if self.hosts > 1 else "one host"
+        return f"{self.model}, {self.world} ranks, {link}" + f", {self.dtype}" * (self.dtype != "fp32")
+
+    @property
+    def order(self) -> tuple[object, ...]:
+        """Where the row stands in a document."""
+        return list(MODELS).index(self.model), self.world, -self.hosts, self.mbit, list(KINDS).index(self.kind)
 
 
-def overhead_share(lines: dict[str, Line], peer: Line) -> float | None:
-    """Our time above the floor over the peer's; None where the peer is not above it."""
-    ours, its = lines[OURS].over_floor, peer.over_floor
-    return None if ours is None or its is None or its <= 1 else (ours - 1) / (its - 1)
+def wire_ms(line: Line, mbit: int) -> float | None:
+    """Milliseconds that the link needs for what a step sent in the busier direction; None on one host."""
+    return line.busiest_bytes * 8 / (mbit * 1e3) if mbit and line.busiest_bytes is not None else None
+
+
+def exposed_share(line: Line, floor: Line, mbit: int) -> float | None:
+    """The part of the wire's time by which a step exceeds its floor; None without a floor or a byte on the link."""
+    wire = wire_ms(line, mbit)
+    if line.ms is None or floor.ms is None or line.over_floor is None or not wire:
+        return None
+    return (line.ms[0] - floor.ms[0]) / wire
+
+
+def least_over_floor(line: Line, floor: Line, mbit: int) -> float | None:
+    """The larger of compute and wire, over compute; None without a floor or a link."""
+    wire = wire_ms(line, mbit)
+    return None if wire is None or floor.ms is None or line.over_floor is None else max(1.0, wire / floor.ms[0])
+
+
+def lines_of(row: dict[str, Any]) -> dict[str, Line]:
+    """A stored row's contenders, by name."""
+    return {line["name"]: Line(**line) for line in row["lines"]}
+
+
+def fastest_peer(lines: dict[str, Line]) -> Line | None:
+    """The peer to beat; None where none could run."""
+    peers = [
+        line for name, line in lines.items() if name != FLOOR and not name.startswith(OURS) and line.ms is not None
+    ]
+    return max(peers, key=lambda line: line.ratio[0] if line.ratio else 0.0, default=None)
+
+
+def table(lines: Sequence[Line], mbit: int = 0) -> str:
+    """One row's contenders."""
+    floor = next(line for line in lines if line.name == FLOOR)
+    rows = []
+    for line in lines:
+        if line.ms is None:
+            rows.append([line.name, f"cannot run: {line.error}", *[""] * (len(HEADS) - 2)])
+            continue
+        rows.append(
+            [
+                line.name,
+                spread(line.ms, 1),
+                spread(line.ratio, 3),
+                number(line.over_floor, 3),
+                number(least_over_floor(line, floor, mbit)),
+                "" if line.tokens_per_second is None else f"{line.tokens_per_second:,.0f}",
+                *map(megabytes, (line.state_bytes, line.peak_bytes, line.loopback_bytes, line.metered_bytes)),
+                megabytes(line.busiest_bytes, 2),
+                number(wire_ms(line, mbit), 1),
+                "" if line is floor else number(exposed_share(line, floor, mbit)),
+                "" if line.loss_difference is None else f"{line.loss_difference:.1e}",
+            ]
+        )
+    return filled_markdown(HEADS, rows)
 
 
 def summary(rows: Sequence[dict[str, Any]]) -> str:
     """One line per row: the fastest peer beside ours."""
     cells = []
     for row in rows:
-        lines = lines_of(row)
-        peer = fastest_peer(lines)
-        ours, floor, shipped = lines[OURS], lines[FLOOR], lines[SHIPPED]
-        if peer is None or ours.ms is None or floor.ms is None or peer.ms is None or peer.ratio is None:
-            cells.append([row["title"], "none could run", *[""] * (len(HEADS) - 2)])
+        lines, case = lines_of(row), Case(**row["case"])
+        ours, floor, peer = lines[OURS], lines[FLOOR], fastest_peer(lines)
+        if peer is None or peer.ms is None or peer.ratio is None or ours.ms is None or floor.ms is None:
+            cells.append([KINDS[case.kind].title, "none could run", *[""] * (len(SUMMARY_HEADS) - 2)])
             continue
-        share, gloo = overhead_share(lines, peer), lines.get(OVER_GLOO)
-        shipped_ratio = peer.ratio[0] / shipped.ratio[0] if shipped.ratio else None
+        variants = [lines.get(name) for name in (SHIPPED, OVER_GLOO)]
+        pair = (ours, peer)
         cells.append(
             [
-                row["title"],
+                KINDS[case.kind].title,
                 peer.name,
-                f"{ours.ms[0]:.0f}",
-                f"{peer.ms[0]:.0f}",
-                f"{floor.ms[0]:.0f}",
-                f"{peer.ratio[0]:.2f} ({peer.ratio[1]:.2f} to {peer.ratio[2]:.2f})",
-                "" if share is None else f"{share:.2f}",
-                "" if shipped_ratio is None else f"{shipped_ratio:.2f}",
-                "" if gloo is None or gloo.ratio is None else f"{peer.ratio[0] / gloo.ratio[0]:.2f}",
-                f"{(ours.peak_bytes or 0) / 1e6:.0f}",
-                f"{(peer.peak_bytes or 0) / 1e6:.0f}",
+                *(f"{line.ms[0]:.0f}" for line in pair if line.ms),
+                "" if ours.over_floor is None else f"{floor.ms[0]:.0f}",
+                spread(peer.ratio, 2),
+                *(number(line.over_floor) for line in pair),
+                *(number(peer.ratio[0] / own.ratio[0] if own and own.ratio else None) for own in variants),
+                *(megabytes(line.peak_bytes, 0) for line in pair),
+                *(megabytes(line.busiest_bytes, 2) for line in pair),
+                *(number(exposed_share(line, floor, case.mbit)) for line in pair),
             ]
         )
-    return markdown(HEADS, cells)
+    return filled_markdown(SUMMARY_HEADS, cells)
 
 
-def document(found: dict[str, Any]) -> str:
-    """The whole result as Markdown."""
-    machines = {", ".join(f"{key} {value}" for key, value in row["machine"].items()) for row in found["rows"]}
+def document(rows: Sequence[dict[str, Any]]) -> str:
+    """The whole result as Markdown: a table for each model, number of ranks and link, then every contender."""
+    machines = sorted({", ".join(f"{key} {value}" for key, value in row["machine"].items()) for row in rows})
     parts = [
-        f"Measured with `python -m benchmarks.all` on: {'; '.join(sorted(machines))}.",
+        f"Measured with `python -m benchmarks.all` on: {'; '.join(machines)}.",
         "Step times are medians; ratios are medians over the rounds of one interleaved run, with their least and most. "
-        "`megazero` uses the peers' matrix products; `as shipped` is what a run has, on this processor oneDNN's. Ranks of "
-        "megazero on one machine reduce and gather through shared memory, where the peers take gloo's sockets; `over "
-        "gloo` is megazero on gloo too. Overhead is the time above the floor: a rank's own compute, and in a pipeline the "
-        "idle time of its schedule. The floor is made of the peers' modules, so a faster model of ours counts against the "
-        "overhead as well: `one device` says how much that is. State counts tensors at their full length.",
+        "Ranks have one thread each. What contenders and columns are: the head of [all.py](../all.py). The floor is made of the "
+        "peers' modules, so a faster model of ours counts as less time above it: `one device` says how much that is. State "
+        "counts tensors at their full length. Hosts are network namespaces of this machine, joined by veth pairs with a "
+        "token bucket at both ends.",
     ]
-    for model in MODELS:
-        for world in sorted({row["setting"]["world"] for row in found["rows"]}):
-            rows = [r for r in found["rows"] if r["setting"]["world"] == world and r["setting"]["model"] == model]
-            if rows:
-                parts += [f"## {model}, {world} ranks", summary(rows)]
+    cases = [Case(**row["case"]) for row in rows]
+    for group in dict.fromkeys(case.group for case in cases):
+        parts += [f"## {group}", summary([r for r, case in zip(rows, cases, strict=True) if case.group == group])]
     parts.append("## Every contender")
-    for row in found["rows"]:
-        setting = row["setting"]
-        title = f"### {row['title']}, {setting['model']}, {setting['world']} ranks"
-        parts += [title, table(list(lines_of(row).values()))]
+    for row, case in zip(rows, cases, strict=True):
+        title = f"### {case.title}, {row['rounds']} rounds of {row['steps']} steps"
+        parts += [title, table([*lines_of(row).values()], case.mbit)]
     return "\n\n".join(parts) + "\n"
 
 
-def draw(found: dict[str, Any], file: Path) -> None:
+def draw(rows: Sequence[dict[str, Any]], file: Path) -> None:
     """Bars of our step over the fastest peer's, one panel per model and world."""
     panels: dict[str, list[tuple[str, float, float, float]]] = {}
-    for row in found["rows"]:
-        lines = lines_of(row)
+    for row in rows:
+        lines, case = lines_of(row), Case(**row["case"])
         peer = fastest_peer(lines)
-        if peer is None or peer.ratio is None:
-            continue
-        shipped = lines[SHIPPED].ratio
-        setting = row["setting"]
-        bars = (
-            row["title"],
-            peer.ratio[0],
-            peer.ratio[0] / shipped[0] if shipped else 0.0,
-            1 / peer.over_floor if peer.over_floor else nan,
-        )
-        panels.setdefault(f"{setting['model']}, {setting['world']} ranks", []).append(bars)
+        if peer is not None and peer.ratio is not None:
+            shipped = lines[SHIPPED].ratio
+            of_shipped = peer.ratio[0] / shipped[0] if shipped else 0.0
+            bars = (KINDS[case.kind].title, peer.ratio[0], of_shipped, 1 / peer.over_floor if peer.over_floor else nan)
+            panels.setdefault(case.group, []).append(bars)
     if not panels:
         return
+    from matplotlib import pyplot  # of the extra `bench`; tests of this file do not draw
+
     figure, axes = pyplot.subplots(1, len(panels), figsize=(4.2 * len(panels), 5.2), squeeze=False)
     for axis, (title, bars) in zip(axes[0], sorted(panels.items()), strict=True):
         places = range(len(bars))
@@ -152,64 +238,89 @@ def draw(found: dict[str, Any], file: Path) -> None:
     figure.savefig(file)
 
 
-def main() -> None:
-    """Measure every row and write all results."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--worlds", default="2,4")
-    parser.add_argument("--models", default=",".join(model for model in MODELS if model != "smoke"))
-    parser.add_argument("--kinds", default=",".join(KINDS))
-    parser.add_argument("--rounds", type=positive, default=7)
-    parser.add_argument("--again", action="store_true", help="measure rows anew that are there already")
-    parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the results")
-    given = parser.parse_args()
-    models, kinds = given.models.split(","), given.kinds.split(",")
-    unknown = [*(name for name in models if name not in MODELS), *(name for name in kinds if name not in KINDS)]
-    if unknown:
-        parser.error(f"{unknown[0]} is none of {', '.join((*MODELS, *KINDS))}")
-    given.out.mkdir(parents=True, exist_ok=True)
-    file = given.out / f"speed_{os.cpu_count()}cpu.json"
-    found = json.loads(file.read_text("utf-8")) if file.is_file() else {"rows": []}
-    here = {key: value for key, value in machine().items() if key != "date"}
-    for model in models:
-        for name in kinds:
-            for world in worlds_of(name, [int(world) for world in given.worlds.split(",")]):
-                kind = KINDS[name]
-                if possible(kind, model, world):
-                    setting = asdict(setting_of(kind, model, world, "fp32", None, None))
-                    old = [row for row in found["rows"] if row["title"] == kind.title and row["setting"] == setting]
-                    if old and old[0]["machine"].items() >= here.items() and not given.again:
-                        continue
-                    row = _row(name, model, world, given.rounds)
-                    if row is not None:
-                        found["rows"] = [one for one in found["rows"] if one not in old] + [row]
-                        write_whole(file, json.dumps(found, indent=1))
-    order = [kind.title for kind in KINDS.values()]
-    found["rows"].sort(key=lambda row: (row["setting"]["model"], row["setting"]["world"], order.index(row["title"])))
-    write_whole(file, json.dumps(found, indent=1))
-    text = document(found)
-    write_whole(file.with_suffix(".md"), text)
-    draw(found, file.with_suffix(".svg"))
-    print(text.split("## Every contender")[0])
+def run(case: Case, rounds: int, steps: int, variants: Sequence[str] = ()) -> dict[str, Any]:
+    """Measure one row.
+
+    Args:
+        variants: options of the configuration, in each a contender that is ours with them; see `Setting.config`.
+
+    Raises: NoHostsError, ContenderFailedError, LossesDifferError.
+    """
+    own = [SHIPPED, *([OVER_GLOO] if case.world == 2 else [])] if case.hosts == 1 else []
+    others = [*own, *(WITH_OPTIONS + variant for variant in variants), *KINDS[case.kind].peers]
+    with network_of(case.hosts, case.mbit) as network:
+        lines = measure(case.setting, others, rounds=rounds, steps=steps, network=network)
+    found = {"machine": machine(), "rounds": rounds, "steps": steps, "setting": asdict(case.setting)}
+    return {"case": asdict(case), **found, "lines": [asdict(line) for line in lines]}
 
 
-def _row(name: str, model: str, world: int, rounds: int) -> dict[str, Any] | None:
-    kind = KINDS[name]
-    setting = setting_of(kind, model, world, "fp32", None, None)
-    print(f"{kind.title}, {model}, {world} ranks", flush=True)
+def _cases(given: argparse.Namespace) -> Iterator[Case]:
+    """All that the models can be shared for."""
+    rates = (0,) if given.hosts == 1 else given.mbit
+    for model, mbit, kind in product(given.models, rates, given.kinds):
+        for world in {"single": (1,), "3d": (8,)}.get(kind, given.worlds):
+            if possible(KINDS[kind], model, world) and not (kind == "single" and given.hosts > 1):
+                hosts = 4 if kind == "3d" and given.hosts > 1 else given.hosts
+                yield Case(kind, model, world, hosts, mbit, given.dtype)
+
+
+def _write(rows: Sequence[dict[str, Any]], file: Path) -> None:
+    write_whole(file.with_suffix(".jsonl"), "".join(json.dumps(row) + "\n" for row in rows))
+    write_whole(file.with_suffix(".md"), document(rows))
+    alone = [row for row in rows if row["case"]["hosts"] == 1]
+    draw(alone, file.with_suffix(".svg"))
+
+
+def _numbers(text: str) -> tuple[int, ...]:
     try:
-        contenders = [SHIPPED, *([OVER_GLOO] if world == 2 else []), *kind.peers]
-        lines = measure(setting, contenders, rounds=rounds, steps=4 if model == "tiny" else 1)
-    except (ContenderFailedError, LossesDifferError) as error:
-        print(f"  no row: {error}", flush=True)
-        return None
-    print(table(lines), flush=True)
-    return {
-        "title": kind.title,
-        "machine": machine(),
-        "rounds": rounds,
-        "setting": asdict(setting),
-        "lines": [asdict(line) for line in lines],
-    }
+        return tuple(map(positive, text.split(",")))
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} must be whole numbers from 1 on, comma-separated") from None
+
+
+def main() -> None:
+    """Measure, print a table for each row, write them."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+
+    def names(text: str) -> list[str]:
+        return text.split(",")
+
+    parser.add_argument("--kinds", type=names, default=list(KINDS), help=f"comma-separated, of {', '.join(KINDS)}")
+    parser.add_argument("--models", type=names, default=[name for name in MODELS if name != "smoke"])
+    parser.add_argument("--worlds", type=_numbers, default=(2, 4), help="ranks, comma-separated; 3d takes 8")
+    parser.add_argument("--dtype", choices=DTYPES, default="fp32")
+    parser.add_argument("--hosts", type=int, choices=(1, 2, 4), default=1, help="2, and 4 for 3d")
+    parser.add_argument("--mbit", type=_numbers, default=(1000,), help="of each direction of a link, comma-separated")
+    parser.add_argument("--with", dest="variants", action="append", default=[], metavar="OPTIONS",
+                        help="also megazero with options of the configuration, separated by spaces")  # fmt: skip
+    parser.add_argument("--rounds", type=positive, default=7)
+    parser.add_argument("--steps", type=positive, help="of each contender in a round (4 of tiny, 1 of small)")
+    parser.add_argument("--again", action="store_true", help="measure rows anew that --out has already")
+    parser.add_argument("--out", metavar="NAME", help="write benchmarks/results/NAME.* after every row")
+    given = parser.parse_args()
+    if unknown := [*(set(given.models) - set(MODELS)), *(set(given.kinds) - set(KINDS))]:
+        parser.error(f"{unknown[0]!r} is none of {', '.join((*MODELS, *KINDS))}")
+    if odd := [world for world in given.worlds if world % given.hosts]:
+        parser.error(f"--worlds: {odd[0]} ranks cannot be cut into {given.hosts} hosts")
+    file = RESULTS / f"{given.out}.jsonl"
+    rows = [json.loads(line) for line in file.read_text("utf-8").splitlines()] if given.out and file.is_file() else []
+    here = {key: value for key, value in machine().items() if key != "date"}
+    for case in _cases(given):
+        old = [row for row in rows if Case(**row["case"]) == case]
+        if old and old[0]["machine"].items() >= here.items() and not given.again:
+            continue
+        print(case.title, flush=True)
+        try:
+            row = run(case, given.rounds, given.steps or (4 if case.model == "tiny" else 1), given.variants)
+        except NoHostsError as error:
+            raise SystemExit(str(error)) from error
+        except (ContenderFailedError, LossesDifferError) as error:
+            print(f"  no row: {error}", flush=True)
+            continue
+        print(table([*lines_of(row).values()], case.mbit), flush=True)
+        rows = sorted([*(r for r in rows if r not in old), row], key=lambda row: Case(**row["case"]).order)
+        if given.out:
+            _write(rows, file)
 
 
 if __name__ == "__main__":

@@ -31,22 +31,21 @@ from __future__ import annotations
 import argparse
 import json
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
-from importlib import import_module
 from itertools import product
 from pathlib import Path
 from statistics import median
 
 import torch
 
-from benchmarks.attention_work import AttentionRank, AttentionWork, worst_error
+from benchmarks.attention_work import AttentionWork, worst_error
 from benchmarks.hosts_net import LOOPBACK, Network, NoHostsError, network_of
-from benchmarks.report import machine, markdown
+from benchmarks.report import machine, markdown, megabytes, number, spread
 from benchmarks.setting import DTYPES, positive
-from benchmarks.worlds import ContenderFailedError, Turn, World
+from benchmarks.worlds import ContenderFailedError, Turn, World, imported
 
 RESULTS = Path(__file__).parent / "results"
 LENGTHS = (2048, 4096, 8192, 16384)
@@ -181,7 +180,8 @@ def _worlds(
     try:
         for name in names:
             try:
-                worlds[name] = World(name, partial(_builder(name), work), work, network, keeps_no_gaps=keeps_no_gaps)
+                build = partial(imported(BUILDERS[name]), work)
+                worlds[name] = World(name, build, work, network, keeps_no_gaps=keeps_no_gaps)
                 worlds[name].turn(range(WARMUP_STEPS))
             except ContenderFailedError as error:
                 failures[name] = str(error)
@@ -191,16 +191,6 @@ def _worlds(
     finally:
         for world in worlds.values():
             world.close()
-
-
-def _builder(name: str) -> Callable[[AttentionWork, int], AttentionRank]:
-    module, _, attribute = BUILDERS[name].partition(":")
-    try:
-        return getattr(import_module(f"benchmarks.{module}"), attribute)  # type: ignore[no-any-return]
-    except ImportError as error:
-        raise ContenderFailedError(
-            f"it cannot be imported ({error}); `make .venv/.bench` installs the peers"
-        ) from error
 
 
 def _errors(work: AttentionWork, worlds: dict[str, World]) -> dict[str, float]:
@@ -219,9 +209,6 @@ def table(lines: Sequence[Line]) -> str:
         "over the link MB", "own meter MB", "error",
     )  # fmt: skip
 
-    def megabytes(value: float | None) -> str:
-        return "" if value is None else f"{value / 1e6:.2f}"
-
     rows = []
     for line in lines:
         if line.ms is None:
@@ -230,12 +217,12 @@ def table(lines: Sequence[Line]) -> str:
         rows.append(
             (
                 line.name,
-                f"{line.ms[0]:.1f} ({line.ms[1]:.1f} to {line.ms[2]:.1f})",
-                "" if line.above_floor is None else f"{line.above_floor:.1f}",
-                f"{line.processor_ms:.1f}",
-                "" if line.processor_above is None else f"{line.processor_above:.1f}",
-                megabytes(line.peak_bytes),
-                *map(megabytes, (line.sent_bytes, line.link_bytes, line.metered_bytes)),
+                spread(line.ms, 1),
+                *(number(ms, 1) for ms in (line.above_floor, line.processor_ms, line.processor_above)),
+                *(
+                    megabytes(sent, 2)
+                    for sent in (line.peak_bytes, line.sent_bytes, line.link_bytes, line.metered_bytes)
+                ),
                 "" if line.error is None else f"{line.error:.1e}",
             )
         )

@@ -11,14 +11,13 @@ import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from importlib import import_module
 from math import isnan, nan
 from pathlib import Path
 from typing import Any
 
 from benchmarks.hosts_net import LOOPBACK, Network
 from benchmarks.setting import MODELS, Setting
-from benchmarks.worlds import Contender, ContenderFailedError, Turn, World
+from benchmarks.worlds import Contender, ContenderFailedError, Turn, World, imported
 from megazero.config import ConfigError
 
 OURS, SHIPPED, OVER_GLOO, FLOOR = "megazero", "megazero, its own products", "megazero over gloo", "floor"
@@ -111,31 +110,21 @@ def builder(name: str) -> Build:
     """What makes a contender.  Raises: ContenderFailedError, when the peer is not installed."""
     if name.startswith(WITH_OPTIONS):
         return partial(builder(OURS), options=name.removeprefix(WITH_OPTIONS).split())
-    module, _, attribute = BUILDERS[name].partition(":")
-    try:
-        return getattr(import_module(f"benchmarks.{module}"), attribute)  # type: ignore[no-any-return]
-    except ImportError as error:
-        raise ContenderFailedError(
-            f"{name} cannot be imported ({error}); `make .venv/.bench` installs the peers"
-        ) from error
+    build: Build = imported(BUILDERS[name])
+    return build
 
 
-def setting_of(
-    kind: Kind, model: str, world: int, dtype: str, accumulation: int | None, zero_stage: int | None
-) -> Setting:
-    """The work of a kind on so many ranks; None leaves the kind's own."""
-    shape = kind.shape(world)
-    if zero_stage is not None:
-        shape["zero_stage"] = zero_stage
-    count = kind.accumulation if accumulation is None else accumulation
+def setting_of(kind: Kind, model: str, world: int, dtype: str = "fp32") -> Setting:
+    """The work of a kind on so many ranks."""
+    count = kind.accumulation
     samples = MODELS[model].micro_batch_size if count == 1 else 1
-    return Setting(model, world, dtype=dtype, micro_batch_size=samples, accumulation=count, **shape)
+    return Setting(model, world, dtype=dtype, micro_batch_size=samples, accumulation=count, **kind.shape(world))
 
 
 def possible(kind: Kind, model: str, world: int) -> bool:
     """Whether so many ranks can share the model: a layer for each pipeline stage, a head for each tp rank, whole grids."""
     try:
-        setting_of(kind, model, world, "fp32", None, None).config()
+        setting_of(kind, model, world).config()
     except ConfigError:
         return False
     return True

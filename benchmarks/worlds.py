@@ -22,6 +22,7 @@ import time
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from importlib import import_module
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, Protocol
@@ -120,6 +121,20 @@ class Memory:
 
 class ContenderFailedError(RuntimeError):
     """A contender cannot run here: a rank raised, died or did not answer."""
+
+
+def imported(place: str) -> Any:
+    """What makes a contender, by "module of benchmarks:name": imported on first use, since the peers are optional.
+
+    Raises: ContenderFailedError, when the peer is not installed.
+    """
+    module, _, name = place.partition(":")
+    try:
+        return getattr(import_module(f"benchmarks.{module}"), name)
+    except ImportError as error:
+        raise ContenderFailedError(
+            f"it cannot be imported ({error}); `make .venv/.bench` installs the peers"
+        ) from error
 
 
 class World:

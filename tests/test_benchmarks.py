@@ -8,8 +8,7 @@ from dataclasses import asdict
 import pytest
 
 from benchmarks.contenders import floor_seconds, idle_share
-from benchmarks.report import HEADS, table
-from benchmarks.rows import FLOOR, KINDS, OURS, SHIPPED, Line, measure, possible, setting_of
+from benchmarks.rows import FLOOR, KINDS, OURS, SHIPPED, measure, possible, setting_of
 from benchmarks.setting import Setting
 from benchmarks.worlds import Work
 
@@ -17,7 +16,7 @@ pytestmark = pytest.mark.slow  # starts whole runs
 
 
 def test_contenders_that_do_the_same_work_are_measured_side_by_side() -> None:
-    setting = setting_of(KINDS["dp"], "smoke", 2, "fp32", None, None)
+    setting = setting_of(KINDS["dp"], "smoke", 2)
     lines = measure(setting, [SHIPPED, "ddp"], rounds=1, steps=1)
     assert [line.name for line in lines] == [OURS, SHIPPED, "ddp", FLOOR]
     ours, _, peer, floor = (json.loads(json.dumps(asdict(line))) for line in lines)
@@ -50,14 +49,3 @@ def test_a_model_has_a_layer_for_each_stage_and_a_head_for_each_part() -> None:
     assert not possible(KINDS["interleaved"], "tiny", 4)  # 8 stages, 4 layers
     assert not possible(KINDS["tp"], "tiny", 8)  # 4 heads
     assert not possible(KINDS["3d"], "small", 2)  # tp 2 x pp 2
-
-
-def test_a_table_tells_figures_and_why_a_contender_has_none() -> None:
-    text = table(
-        [Line("ours", (10.0, 9.0, 12.5), None, 1.25, 51200.0, 2_000_000, 3_000_000, 0.0), Line("it", error="no")]
-    )
-    heads, _, ours, failed = text.splitlines()
-    assert [cell.strip() for cell in heads.split("|")[1:-1]] == list(HEADS)
-    assert "10.0 (9.0 to 12.5)" in ours
-    assert "51,200" in ours
-    assert "cannot run: no" in failed

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.attention_work import AttentionWork
-from benchmarks.context import BUILDERS, FLOORS, HYBRID, Line, measure, peaks_of, table
+from benchmarks.context import BUILDERS, FLOORS, HYBRID, Line, measure, peaks_of
 from benchmarks.hosts_net import Network, NoHostsError, hosts_of
 from benchmarks.worlds import World
 
@@ -104,15 +104,6 @@ def test_two_hosts_are_joined_by_a_link_of_the_rate_that_was_asked_for() -> None
         pytest.skip(str(error))
     assert size <= sent < 1.2 * size
     assert seconds > 0.9 * (size - 200_000) * 8 / (mbit * 1e6)  # the bucket holds 128 KB that go at once
-
-
-def test_a_table_tells_figures_and_why_a_contender_has_none() -> None:
-    text = table([Line("ours", (10.0, 9.0, 12.5), 1.25, 2_000_000, 3e6, None, 2.5e6, 1e-7), Line("it", failure="no")])
-    _, _, ours, failed = text.splitlines()
-    assert "10.0 (9.0 to 12.5)" in ours
-    assert "1.2" in ours
-    assert "2.50" in ours
-    assert "cannot run: no" in failed
 
 
 _OURS = ("megazero ring", "megazero Ulysses", "megazero 2 x ring")

@@ -8,19 +8,14 @@ import sys
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
-from harness import run_world
 
-from benchmarks import hidden_messages
+from benchmarks.all import Case, document, exposed_share, fastest_peer, least_over_floor, lines_of, main, run, wire_ms
 from benchmarks.attention_work import AttentionWork
-from benchmarks.hidden_messages import ALONE, KINDS, Work, measure
-from benchmarks.hosts import Case, document, exposed_share, least_over_floor, main, run, wire_ms
-from benchmarks.hosts_net import LOOPBACK, NoHostsError, _is_of_the_dead, hosts_of
-from benchmarks.report import fastest_peer, lines_of
+from benchmarks.hosts_net import NoHostsError, _is_of_the_dead, hosts_of
 from benchmarks.rows import FLOOR, OURS, Line
 from benchmarks.worlds import World
 
@@ -99,9 +94,9 @@ def test_what_a_step_leaves_to_be_sent_is_in_the_next_ones_time_and_in_no_other_
 def test_hosts_of_a_process_that_was_killed_are_removed_by_the_next() -> None:
     made = "from benchmarks.hosts_net import hosts_of; import os\nwith hosts_of(2, 100): os.kill(os.getpid(), 9)"
     killed = subprocess.Popen([sys.executable, "-c", made], stderr=subprocess.PIPE, text=True)
-    _, told = killed.communicate(timeout=60)
-    if "NoHostsError" in told:
-        pytest.skip(told.splitlines()[-1])
+    _, message = killed.communicate(timeout=60)
+    if "NoHostsError" in message:
+        pytest.skip(message.splitlines()[-1])
     left = {path.name for path in Path("/run/netns").glob(f"megazero-{killed.pid}-*")}
     assert len(left) == 3
     with hosts_of(2, 100) as network:
@@ -117,16 +112,16 @@ def test_namespaces_that_no_process_of_the_benchmark_has_made_stay() -> None:
     assert [name for name in (*names, *others) if _is_of_the_dead(name)] == names
 
 
-@pytest.mark.parametrize("wrong", [("--mbit", "0"), ("--mbit", "100x"), ("--world", "two")])
+@pytest.mark.parametrize("wrong", [("--mbit", "0"), ("--mbit", "100x"), ("--worlds", "two")])
 def test_a_wrong_number_is_refused_with_its_option(
     wrong: tuple[str, str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sys, "argv", ["hosts", *wrong])
+    monkeypatch.setattr(sys, "argv", ["all", *wrong])
     with pytest.raises(SystemExit):
         main()
-    told = capsys.readouterr().err.splitlines()[-1]
-    assert f"argument {wrong[0]}: " in told
-    assert repr(wrong[1]) in told
+    message = capsys.readouterr().err.splitlines()[-1]
+    assert f"argument {wrong[0]}: " in message
+    assert repr(wrong[1]) in message
 
 
 @pytest.mark.slow
@@ -145,32 +140,3 @@ def test_contenders_of_two_hosts_are_measured_side_by_side() -> None:
         assert lines[name].loss_difference is None or lines[name].loss_difference < 1e-5  # type: ignore[operator]
         assert exposed_share(lines[name], lines[FLOOR], 1000) is not None
     assert lines[FLOOR].busiest_bytes < 0.05 * gradients  # type: ignore[operator]
-
-
-def test_messages_beside_products_are_measured_in_every_way() -> None:
-    rows = measure(Work(products=6, messages=2, numel=8), LOOPBACK, rounds=1, steps=1)
-    assert [name for name, *_ in rows] == list(KINDS)
-    assert [over for name, _, over in rows if name in (ALONE, "messages")] == ["1.00 (1.00 to 1.00)", ""]
-    for _, ms, _ in rows:
-        assert float(ms.split()[0]) > 0
-
-
-def test_of_what_hides_each_way_sends_the_same_and_computes_or_not() -> None:
-    found = run_world(2, _sent_and_computed)
-    assert found[0] == {name: (2 * (name != ALONE), 6 * (name != "messages")) for name in KINDS}
-
-
-def _sent_and_computed(rank: int) -> dict[str, tuple[int, int]]:
-    """Messages that arrived with what the other rank sent, and products."""
-    found = {}
-    for name, build in KINDS.items():
-        one, products = build(Work(products=6, messages=2, numel=8), rank), []
-        hidden_messages.torch = SimpleNamespace(mm=lambda *pair, done=products: done.append(pair))
-        one._leaving.fill_(rank + 1.0)
-        one._arriving.zero_()
-        one.step()
-        for wait in getattr(one, "_gathers", ()):  # of the next step
-            wait()
-        found[name] = int((one._arriving[:, 1 - rank] == 2.0 - rank).all(-1).sum()), len(products)
-        hidden_messages.torch = torch
-    return found
