@@ -192,10 +192,10 @@ def document(rows: Sequence[dict[str, Any]]) -> str:
     parts = [
         f"Measured with `python -m benchmarks.all` on: {'; '.join(machines)}.",
         "Step times are medians; ratios are medians over the rounds of one interleaved run, with their least and most. "
-        "Ranks have one thread each. What contenders and columns are: the head of [all.py](../all.py). The floor is made of the "
-        "peers' modules, so a faster model of ours counts as less time above it: `one device` says how much that is. State "
-        "counts tensors at their full length. Hosts are network namespaces of this machine, joined by veth pairs with a "
-        "token bucket at both ends.",
+        "Ranks have one thread each. What contenders and columns are: the head of [all.py](../all.py). The floor is made "
+        "of the peers' modules, so a faster model of ours counts as less time above it: `one device` says how much that "
+        "is. State counts tensors at their full length. Hosts are network namespaces of this machine, joined by veth pairs "
+        "with a token bucket at both ends.",
     ]
     cases = [Case(**row["case"]) for row in rows]
     for group in dict.fromkeys(case.group for case in cases):
