@@ -13,10 +13,9 @@ import sys
 from collections.abc import Callable
 from importlib import import_module
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from megazero.layers.checkpoint import checkpoint as checkpoint
+from megazero.annexes import added_name
 
 
 class _CallablePackage(ModuleType):
@@ -30,9 +29,7 @@ class _CallablePackage(ModuleType):
 
 
 def __getattr__(name: str) -> Any:
-    if name == "checkpoint":  # imported when first used
-        return import_module("megazero.layers.checkpoint").checkpoint
-    raise AttributeError(f"module megazero.checkpoint has no attribute {name!r}")
+    return added_name(__name__, name)
 
 
 sys.modules[__name__].__class__ = _CallablePackage

@@ -66,7 +66,7 @@ class DeepSpeedConfig(Mapping[str, Any]):
 def load_deepspeed_config(source: str | Path | Mapping[str, Any], dp_size: int) -> DeepSpeedConfig:
     """Read a configuration, a JSON file or what was parsed from one.  Raises: ConfigError, with all that is wrong."""
     name = "the DeepSpeed configuration" if isinstance(source, Mapping) else str(source)
-    given = source if isinstance(source, Mapping) else _read(Path(source))
+    given = source if isinstance(source, Mapping) else read_json(Path(source))
     config, checked = check_keys(given)
     problems = checked.problems
     for keys, relation in RELATIONS:
@@ -99,7 +99,9 @@ def load_deepspeed_config(source: str | Path | Mapping[str, Any], dp_size: int) 
     )
 
 
-def _read(path: Path) -> Mapping[str, Any]:
+def read_json(path: Path) -> Mapping[str, Any]:
+    """Read the object of a JSON file.  Raises: ConfigError."""
+
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         twice = [key for index, (key, _) in enumerate(pairs) if key in dict(pairs[:index])]
         if twice:

@@ -86,6 +86,8 @@ NO_EFFECT = {
         },
     ),
     **_below("activation_checkpointing", {"synchronize_checkpoint_boundary profile": "time with torch.profiler"}),
+    "activation_checkpointing.partition_activations": "sequence parallelism of the tensor-parallel layers cuts activations",
+    "activation_checkpointing.number_checkpoints": "the buffer takes the size that a step needs",
     **_below(
         "zero_optimization.leaf_module", {"classes names name_suffixes": "a unit is gathered whole, whatever is in it"}
     ),

@@ -173,16 +173,12 @@ class ZeroBlock(Section):
 
 
 class CheckpointingBlock(Section):
-    """What calls of `deepspeed.checkpointing.checkpoint`, and layers that a pipeline recomputes, keep for the backward."""
+    """Where arguments of `deepspeed.checkpointing.checkpoint`, and of layers that a pipeline recomputes, are stored."""
 
-    partition_activations: bool = False
-    """each tensor-parallel rank keeps its part of an argument, equal on all of them: each layer's first call checks it"""
     cpu_checkpointing: bool = False
-    """arguments are kept in host memory, in one buffer, and copied beside the computation"""
+    """arguments of 64 KiB and more are stored in host memory, in one buffer, and copied beside the computation"""
     contiguous_memory_optimization: bool = False
-    """arguments are kept in one buffer, which stays allocated; with `cpu_checkpointing` they are anyway"""
-    number_checkpoints: Count | None = None
-    """calls as large as the first that the buffer has room for; it grows where that is not enough"""
+    """they are stored in one buffer of the device, which stays allocated"""
 
 
 class TensorboardBlock(Section):
@@ -349,16 +345,6 @@ def _second_copies_fill_shard_groups(config: DeepSpeedJson, dp: int) -> Iterator
         )
 
 
-def _contiguous_memory_has_a_size(config: DeepSpeedJson, _: int) -> Iterator[Problem]:
-    block = config.activation_checkpointing
-    if block.contiguous_memory_optimization and not block.number_checkpoints:
-        rule = "must be given with contiguous_memory_optimization: the calls that one buffer has room for"
-        yield Problem(_CHECKPOINTS[1], None, rule, "write the number of layers that are recomputed")
-
-
-_CHECKPOINTS = tuple(
-    f"activation_checkpointing.{key}" for key in ("contiguous_memory_optimization", "number_checkpoints")
-)
 _ENABLED = ("fp16.enabled", "bf16.enabled")
 _GRADIENT_FORMATS = ("communication_data_type", "data_types.grad_accum_dtype")
 _LOSS_SCALE = ("fp16.enabled", "fp16.min_loss_scale", "fp16.initial_scale_power")
@@ -371,7 +357,6 @@ RELATIONS: tuple[tuple[tuple[str, ...], Callable[[DeepSpeedJson, int], Iterator[
     ((TRAIN, MICRO, ACCUMULATION), _batch_sizes_agree),
     (_ENABLED, _there_is_one_format),
     ((*_ENABLED, *_GRADIENT_FORMATS), _half_gradients_have_half_weights),
-    (_CHECKPOINTS, _contiguous_memory_has_a_size),
     (_LOSS_SCALE, _loss_scale_starts_above_its_least),
     (("optimizer.type", "optimizer.params", "scheduler.type", "scheduler.params"), _parameters_have_a_type),
     (_OFFLOAD_KEYS, _offload_names_device_and_path),

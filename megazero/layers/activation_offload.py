@@ -26,7 +26,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Hashable, Iterable, Sequence
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -285,26 +285,9 @@ class ActivationStore:
                 storage.bring()
 
     def _work_on(self, layer: OffloadedLayer) -> None:
-        self._near = work_on(layer, self._near, self._most_near)
-
-
-class Keeper(Protocol):
-    """A layer, or a call, that has kept storages."""
-
-    @property
-    def kept(self) -> Sequence[KeptStorage]:
-        """What it has saved and still needs."""
-
-
-K = TypeVar("K", bound=Keeper)
-
-
-def work_on(keeper: K, near: Sequence[K], most: int) -> list[K]:
-    """Which are on the device, at most so many and `keeper` last; the storages of those that were near it leave."""
-    near = [one for one in near if one is not keeper] + [keeper]
-    stay = {storage for one in near[-most:] for storage in one.kept} if most else set()
-    for gone in near[: len(near) - most]:
-        for storage in gone.kept:
-            if storage not in stay:
-                storage.leave()
-    return near[len(near) - most :]
+        """Let the storages of a layer leave the device if it is no longer near this one."""
+        near = [other for other in self._near if other is not layer] + [layer]
+        gone, self._near = near[: -self._most_near], near[-self._most_near :]
+        stay = {storage for other in self._near for storage in other.kept}
+        for storage in (storage for other in gone for storage in other.kept if storage not in stay):
+            storage.leave()

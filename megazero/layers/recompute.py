@@ -202,30 +202,19 @@ class Recomputation(SavedTensorHooks):
     def _pack_argument(self, tensor: Tensor) -> _Argument:
         part = tensor
         divides = self._cut.size > 1 and tensor.numel() % self._cut.size == 0
-        is_cut = divides and not self._keeps_as_it_is(tensor) and tensor.is_contiguous()
+        is_activation = tensor.is_floating_point() and not isinstance(tensor, nn.Parameter)
+        is_cut = divides and is_activation and tensor.is_contiguous()
         if is_cut:
             part = tensor.detach().reshape(-1).chunk(self._cut.size)[self._cut.index].clone()
-        return _Argument(self._keep_argument(part), tensor.requires_grad, tensor.shape if is_cut else None, tensor)
+        return _Argument(self.beneath.pack(part), tensor.requires_grad, tensor.shape if is_cut else None, tensor)
 
     def _unpack_argument(self, argument: _Argument) -> Tensor:
-        tensor = self._kept_argument(argument.saved)
+        tensor = self.beneath.unpack(argument.saved)
         if argument.whole_shape is not None:
             whole = tensor.new_empty(argument.whole_shape)
             all_gather(whole.view(-1), tensor, self._cut).wait()
             tensor = whole
         return tensor.detach().requires_grad_(argument.requires_grad)
-
-    def _keeps_as_it_is(self, tensor: Tensor) -> bool:
-        """Whether an argument is not cut: parameters, and what is no activation."""
-        return isinstance(tensor, nn.Parameter) or not tensor.is_floating_point()
-
-    def _keep_argument(self, part: Tensor) -> Any:
-        """Keep this rank's part of an argument, 1-D if it was cut."""
-        return self.beneath.pack(part)
-
-    def _kept_argument(self, kept: Any) -> Tensor:
-        """What `_keep_argument` kept."""
-        return self.beneath.unpack(kept)
 
 
 def _default_generators() -> list[torch.Generator]:

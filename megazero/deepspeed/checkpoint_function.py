@@ -1,4 +1,4 @@
-"""`megazero.checkpoint`: a call of a script's function that is recomputed in the backward; see `recompute.py`.
+"""`megazero.checkpoint`: a call of a script's function that is recomputed in the backward; see `layers/recompute.py`.
 
 A script's function depends on more than its arguments: on torch's random numbers and on autocast.  The second run finds
 both as the first did.  States of generators are kept only where the function drew from them.
@@ -12,13 +12,12 @@ from typing import Any
 
 import torch
 
-from megazero.layers.recompute import WHOLE, Recomputation
-from megazero.parallel_state import Axis
+from megazero.layers.recompute import Recomputation
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def checkpoint(function: Callable[..., Any], *args: Any, use_reentrant: bool = False, **kwargs: Any) -> Any:
-    """What `function(*args, **kwargs)` returns; of what its backward needs only the arguments are kept.
+    """Return `function(*args, **kwargs)`, and save only the arguments for its backward.
 
     The function runs once more in the backward, so it must do the same again, with random numbers of torch's default
     generators; what it does beside its result, such as the running averages of a batch norm, it does twice.  Calls may be
@@ -26,8 +25,8 @@ def checkpoint(function: Callable[..., Any], *args: Any, use_reentrant: bool = F
 
     Args:
         function: a module, or any other callable.
-        args, kwargs: nested in tuples, lists and dicts; tensors in other objects are kept as well, but nobody notices
-            that they change before the backward.
+        args, kwargs: nested in tuples, lists and dicts; tensors in other objects are saved as well, but a change of
+            theirs before the backward is not detected.
         use_reentrant: only False, as for torch.utils.checkpoint.
 
     Raises:
@@ -45,22 +44,15 @@ def checkpoint(function: Callable[..., Any], *args: Any, use_reentrant: bool = F
 
 
 class CheckpointedCall(Recomputation):
-    """One call of a script's function.
+    """One call of a script's function."""
 
-    Args:
-        function, args, kwargs: the call.
-        cut: floating-point tensors among the arguments are equal on all ranks of this axis, and each keeps its part only.
-    """
-
-    def __init__(
-        self, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], cut: Axis = WHOLE
-    ) -> None:
+    def __init__(self, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         def call(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
             return function(*args, **kwargs)
 
         call.__qualname__ = getattr(function, "__qualname__", type(function).__name__)
         self._autocast = _autocast_states()
-        super().__init__(call, (tuple(args), dict(kwargs)), cut=cut, draws=True)
+        super().__init__(call, (tuple(args), dict(kwargs)), draws=True)
 
     def run_again(self) -> None:
         with ExitStack() as contexts:
