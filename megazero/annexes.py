@@ -8,7 +8,7 @@ The trunk imports no annex: it asks a seam, and trains the same where nothing wa
 
     seam             what is added                                                                      asked by
     command          a command of the command line                                                      cli
-    check            (ResolvedRun, gpu, device_gib, ranks of a node) -> Schedule -> `check.Lines`       cli
+    check            (ResolvedRun, gpu, device_gib, ranks of a node) -> Schedule -> `check.DeviceNeeds` cli
     schedule view    Timeline -> text for the terminal; a table that compares all schedules             cli
     schedule file    Timeline -> text of the file that an option names                                  cli
     import           a function with the arguments of `import_model`, and `form`, `run_file`, `step`, `samples`   cli

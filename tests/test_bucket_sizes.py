@@ -23,7 +23,9 @@ MIB = 2**20
 
 def _sizes(ranks: int, numel: int, *, device: str = "cpu", hides: bool = True, cuts: bool = False) -> BucketSizes:
     axis = Axis("dp", tuple(range(ranks)))
-    policy = ShardingPolicy(2 if cuts else 1, torch.float32, axis, Axis("replica"), torch.device(device))
+    policy = ShardingPolicy(
+        2 if cuts else 1, torch.float32, axis, Axis("replica"), torch.device(device), on_cpu=device == "cpu"
+    )
     return bucket_sizes("auto", policy, numel, cuts=cuts, hides=hides)
 
 

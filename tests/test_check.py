@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 import shlex
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -37,7 +36,7 @@ def _problems(*overrides: str) -> list[str]:
 
 def told_of(run: ResolvedRun, cluster: Cluster | None = None) -> Lines:
     """What `megazero check` says of a run, memory included."""
-    return describe(run, 8, partial(lines_on, run, cluster))
+    return describe(run, 8, lambda schedule: lines_on(run, cluster, schedule).lines)
 
 
 def _lines(*overrides: str) -> dict[str, list[str]]:

@@ -17,7 +17,7 @@ from megazero.plan.activations import EMBEDDING, HEAD, activations_of_ranks
 from megazero.plan.fake_tensors import FakeTensors, Message
 from megazero.plan.kernel_memory import cpu_kernel_bytes
 from megazero.plan.measured_step import START, live_memory
-from megazero.plan.silent import Alone, make_silent
+from megazero.plan.silent import Alone, SilentBackend, make_silent
 from megazero.plan.unit_trace import ADDED, DY, PassTrace, UnitKey, UnitTrace, trace_units
 
 MODEL = """
@@ -106,7 +106,7 @@ def test_a_weight_pass_needs_the_gradient_that_came_unless_the_backward_has_gath
 
 def test_what_is_sent_lives_until_the_wait() -> None:
     group = Group(None, torch.device("cpu"), 0.0, False, 2, ())
-    make_silent(group, "shared memory", None, Alone())
+    make_silent(group, SilentBackend("shared memory", None, Alone()))
     with FakeTensors() as fake:
         out, full = torch.zeros(100), torch.zeros(200)
         pending = reduce_scatter(out, full, Axis("tp", (0, 1), 0, group))

@@ -5,9 +5,8 @@ from __future__ import annotations
 import os
 import sys
 from functools import partial
-from itertools import chain
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -15,6 +14,10 @@ from megazero.annexes import added
 from megazero.cli._common import callback_rule, fail
 from megazero.settings import counted
 from megazero.training.signals import EXIT_REFUSED
+
+if TYPE_CHECKING:
+    from megazero.schedules.action import Schedule
+    from megazero.training.check import Lines
 
 
 def check(
@@ -35,7 +38,7 @@ def check(
     from megazero.checkpoint.index import CheckpointError
     from megazero.config import ConfigError, load_config
     from megazero.training.batches import fingerprint_of
-    from megazero.training.check import FILE_RULES, NO_FIT, describe, layer_problems, not_here
+    from megazero.training.check import FILE_RULES, describe, layer_problems, not_here
     from megazero.training.resuming import foresee
 
     try:
@@ -54,17 +57,21 @@ def check(
             of_device.append(lines(run, gpu, device_gib, nproc_per_node))
     except (ValueError, OSError) as error:
         fail(str(error), EXIT_REFUSED)
-    fits = True
-    for subject, text in describe(
-        run, min(nproc_per_node, run.world_size), lambda schedule: chain(*(lines(schedule) for lines in of_device))
-    ):
+    fits: list[bool] = []
+
+    def on_device(schedule: Schedule) -> Lines:
+        for needs_of in of_device:
+            needs = needs_of(schedule)
+            fits.append(needs.fits)
+            yield from needs.lines
+
+    for subject, text in describe(run, min(nproc_per_node, run.world_size), on_device):
         print(f"{subject:<9} {text}")
-        fits &= subject != "plan" or NO_FIT not in text
     for line in resumes:
         print(f"resume    {line}")
     condition = ", if what was not checked is there" if not_here(run.config) else ""
     ranks = counted(run.world_size, "rank")
-    if not fits:
+    if not all(fits):
         print(f"{os.fspath(config)} is right for {ranks}{condition}, but does not fit the device")
         raise SystemExit(EXIT_REFUSED)
     print(f"{os.fspath(config)} can run on {ranks}{condition}")

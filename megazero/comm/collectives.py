@@ -117,12 +117,11 @@ def _start(
     axis: Axis,
     sent_bytes: int,
     link_bytes: int,
-    filled: Tensor,
     start: Callable[[], Wait],
     finish: Callable[[], object] | None = None,
     label: str = "",
 ) -> Pending:
-    axis.traffic.add(axis.name, operation, sent_bytes, link_bytes, (filled,))
+    axis.traffic.add(axis.name, operation, sent_bytes, link_bytes)
     _end_unfinished(axis)
     named = f"{operation} of {label}" if label else operation
     wait = _guarded(named, axis, start)
@@ -202,7 +201,7 @@ def all_reduce(tensor: Tensor, axis: Axis, op: str = "sum") -> Pending:
         return Pending(begun.wait, finish)
     backend, sent = _backend(axis, tensor.device), 2 * tensor.nbytes * (axis.size - 1) // axis.size
     linked = backend.link_bytes("all_reduce", tensor, axis)
-    return _start("all_reduce", axis, sent, linked, tensor, lambda: backend.all_reduce(tensor, axis, op))
+    return _start("all_reduce", axis, sent, linked, lambda: backend.all_reduce(tensor, axis, op))
 
 
 def numbers_of(reduced: Tensor, axis: Axis) -> list[float]:
@@ -221,7 +220,7 @@ def broadcast(tensor: Tensor, axis: Axis, source: int = 0) -> Pending:
         return Pending()
     _check_contiguous("broadcast", tensor)
     sent, start = tensor.nbytes * (axis.index == source), partial(_messages(axis).broadcast, tensor, axis, source)
-    return _start("broadcast", axis, sent, sent * any(map(axis.is_apart, range(axis.size))), tensor, start)
+    return _start("broadcast", axis, sent, sent * any(map(axis.is_apart, range(axis.size))), start)
 
 
 def _check_parts(whole: Tensor, part: Tensor, axis: Axis) -> None:
@@ -248,9 +247,7 @@ def all_gather(out: Tensor, shard: Tensor, axis: Axis, label: str = "") -> Pendi
     _check_contiguous("all_gather", out, shard)
     backend = _backend(axis, shard.device)
     sent, linked = shard.nbytes * (axis.size - 1), backend.link_bytes("all_gather", out, axis)
-    return _start(
-        "all_gather", axis, sent, linked, out, lambda: backend.all_gather(out, shard, axis, label), label=label
-    )
+    return _start("all_gather", axis, sent, linked, lambda: backend.all_gather(out, shard, axis, label), label=label)
 
 
 def check_order(axis: Axis) -> None:
@@ -284,12 +281,12 @@ def reduce_scatter(out: Tensor, full: Tensor, axis: Axis, scratch: Tensor | None
     backend, sent = _backend(axis, full.device), full.nbytes * (axis.size - 1) // axis.size
     linked = backend.link_bytes("reduce_scatter", full, axis)
     if not backend.needs_scratch:
-        return _start("reduce_scatter", axis, sent, linked, out, lambda: backend.reduce_scatter(out, full, axis))
+        return _start("reduce_scatter", axis, sent, linked, lambda: backend.reduce_scatter(out, full, axis))
     arriving = torch.empty_like(full) if scratch is None else scratch[: full.numel()].view_as(full)
     parts = arriving.view(axis.size, *out.shape).unbind(0)
     sum_parts = partial(combine, out, parts, torch.add)  # in rank order
     start = partial(backend.reduce_scatter, arriving, full, axis)
-    return _start("reduce_scatter", axis, sent, linked, arriving, start, sum_parts)
+    return _start("reduce_scatter", axis, sent, linked, start, sum_parts)
 
 
 def all_to_all(out: Tensor, x: Tensor, axis: Axis) -> Pending:
@@ -313,11 +310,11 @@ def all_to_all(out: Tensor, x: Tensor, axis: Axis) -> Pending:
     backend, sent = _backend(axis, x.device), x.nbytes * (axis.size - 1) // axis.size
     linked = backend.link_bytes("all_to_all", x, axis)
     if not backend.needs_contiguous:
-        return _start("all_to_all", axis, sent, linked, out, lambda: backend.all_to_all(out, x, axis))
+        return _start("all_to_all", axis, sent, linked, lambda: backend.all_to_all(out, x, axis))
     parts, arriving = x.contiguous(), out if out.is_contiguous() else out.new_empty(out.shape)
     finish = None if arriving is out else partial(out.copy_, arriving)
     start = partial(backend.all_to_all, arriving, parts, axis)
-    return _start("all_to_all", axis, sent, linked, arriving, start, finish)
+    return _start("all_to_all", axis, sent, linked, start, finish)
 
 
 def ring_shift(out: Tensor, x: Tensor, axis: Axis) -> Pending:
@@ -343,7 +340,7 @@ def ring_shift(out: Tensor, x: Tensor, axis: Axis) -> Pending:
 
         return wait
 
-    return _start("ring_shift", axis, x.nbytes, linked, out, start)
+    return _start("ring_shift", axis, x.nbytes, linked, start)
 
 
 def gather_objects(value: T, axis: Axis) -> list[T]:
@@ -416,8 +413,7 @@ def exchange(sends: Transfers, receives: Transfers, axis: Axis) -> list[Pending]
     _end_unfinished(axis)
     _progress(axis)
     linked = sum(tensor.nbytes for tensor, peer in sends if axis.is_apart(axis.ranks.index(peer)))
-    arriving = [buffer for buffer, _ in receives]
-    axis.traffic.add(axis.name, "send_recv", sum(tensor.nbytes for tensor, _ in sends), linked, arriving)
+    axis.traffic.add(axis.name, "send_recv", sum(tensor.nbytes for tensor, _ in sends), linked)
     waits = _guarded("send_recv", axis, lambda: _messages(axis).exchange(sends, receives, axis))
     return [Pending(partial(_guarded, "send_recv", axis, partial(wait, one)), group=axis.group) for one in waits]
 

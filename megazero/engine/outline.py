@@ -132,5 +132,5 @@ def _context_attention(config: RunConfig, state: ParallelState) -> ContextAttent
         state.cp_ring,
         config.model.sliding_window,
         DTYPES[config.precision.reduce_dtype],
-        on_cuda=(state.planned_on or state.device.type) == "cuda",
+        on_cuda=state.device_type == "cuda",
     )

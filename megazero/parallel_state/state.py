@@ -54,7 +54,6 @@ class ParallelState:
         dp_cp: ranks with the same parameters, whose gradients add up; dp itself where cp is 1.
         shard, replica: dp_cp cut in two: ranks that hold different shards, and ranks that hold the same one.
         groups: its process groups, of which another state may use the same.
-        planned_on: of a plan, whose tensors hold nothing, the type of device that its run would compute on.
 
     Raises:
         ValueError: `shard_group_size` does not divide dp*cp, or `cp_ulysses` cp; the grid does not have as many ranks as
@@ -92,7 +91,7 @@ class ParallelState:
                 f"the process group was made with backend {dist.get_backend_config()}, but checkpoints travel as CPU "
                 'tensors; use init_process_group("cpu:gloo,cuda:nccl")'
             )
-        self.at, self.planned_on = grid.coordinate(rank), ""
+        self.at = grid.coordinate(rank)
         self.traffic = traffic or Traffic()
         connect_on_demand(os.environ)
         self._timeout_seconds = timeout_seconds
@@ -114,6 +113,11 @@ class ParallelState:
             self.shard, self.replica = self.cut(self.dp_cp, shard_group_size, "shard", "replica")
         self.model = self._host_axis("stage", grid.group_of(rank, "tp", "cp", "dp"))
         self.world = self._world()
+
+    @property
+    def device_type(self) -> str:
+        """Type of the device that the run computes on; in a plan, tensors lie on another one."""
+        return self.device.type
 
     def _started(self) -> int:
         """How many ranks run."""

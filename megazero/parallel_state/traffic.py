@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from megazero.parallel_state.groups import Axis
 
 
@@ -49,15 +46,8 @@ class Traffic:
         """The host makes progress without a collective."""
         self.advanced = time.perf_counter()
 
-    def add(
-        self,
-        axis: str,
-        operation: str,
-        sent_bytes: int,
-        link_bytes: int = 0,
-        filled: Sequence[Tensor] = (),  # noqa: ARG002
-    ) -> None:
-        """Count an operation that begins; `filled`: what it writes, which only a plan looks at."""
+    def add(self, axis: str, operation: str, sent_bytes: int, link_bytes: int = 0) -> None:
+        """Count an operation that begins."""
         self.sent_bytes[axis, operation] += sent_bytes
         self.link_bytes[axis, operation] += link_bytes
         self.calls[axis, operation] += 1

@@ -16,12 +16,12 @@ from megazero.plan.out_of_memory import advise
 from megazero.plan.quick_memory import with_decided_offload
 from megazero.plan.state_bytes import formula_of
 from megazero.schedules.action import Schedule
-from megazero.training.check import NO_FIT, Lines
+from megazero.training.check import DeviceNeeds
 
 
 def memory_lines(
     run: ResolvedRun, gpu: str | None, device_gib: float | None, ranks_per_node: int
-) -> Callable[[Schedule], Lines]:
+) -> Callable[[Schedule], DeviceNeeds]:
     """The lines on what a rank of a run needs, for its schedule.
 
     Args:
@@ -40,13 +40,14 @@ def memory_lines(
     return partial(lines_on, run, cluster)
 
 
-def lines_on(run: ResolvedRun, cluster: Cluster | None, schedule: Schedule) -> Lines:
-    """Lines on what a rank needs, and whether a device of the cluster has it; None where no cluster is known."""
+def lines_on(run: ResolvedRun, cluster: Cluster | None, schedule: Schedule) -> DeviceNeeds:
+    """What a rank needs, and whether a device of the cluster has it; without a cluster it is taken to fit."""
     elements = elements_of_stages(run, kind_of(run.config))
-    yield from (("memory", line) for line in _memory(run, elements))
-    yield from (("memory", line) for line in _activations(run, schedule))
-    if cluster is not None:
-        yield "plan", _plan(run, cluster, elements)
+    lines = [("memory", line) for line in (*_memory(run, elements), *_activations(run, schedule))]
+    if cluster is None:
+        return DeviceNeeds(lines)
+    fits, text = _plan(run, cluster, elements)
+    return DeviceNeeds([*lines, ("plan", text)], fits)
 
 
 def _memory(run: ResolvedRun, elements: list[int]) -> Iterator[str]:
@@ -81,8 +82,8 @@ def _activations(run: ResolvedRun, schedule: Schedule) -> Iterator[str]:
         yield f"{where} keeps for its backward passes{' on CUDA' if on_cuda else ''} at most {one}{again}{most}"
 
 
-def _plan(run: ResolvedRun, cluster: Cluster, elements: list[int]) -> str:
-    """What the fullest rank needs at its fullest moment, by kind, and whether its device has it."""
+def _plan(run: ResolvedRun, cluster: Cluster, elements: list[int]) -> tuple[bool, str]:
+    """Whether the device has what the fullest rank needs at its fullest moment, and a line that says so, by kind."""
     run = with_decided_offload(run, cluster)
     fullest = max(memory_of(run, cluster), key=lambda one: one.peak)
     of = f"pipeline rank {fullest.stage}" if run.config.parallel.pp > 1 else "a rank"
@@ -94,9 +95,9 @@ def _plan(run: ResolvedRun, cluster: Cluster, elements: list[int]) -> str:
         f"{cluster.device.name}"
     )
     if fullest.peak <= has:
-        return f"{text}: fits, {size_text(has - fullest.peak)} are left"
+        return True, f"{text}: fits, {size_text(has - fullest.peak)} are left"
     device = torch.device("cpu" if cluster.processors else "cuda")
     kept = fullest.kinds.get(ACTIVATIONS, 0)
     missing = fullest.peak - has
     advice = advise(run, elements[fullest.stage], missing, working=kept, rank=fullest.stage, device=device)
-    return f"{text}: {NO_FIT}; {advice}"
+    return False, f"{text}: does not fit; {advice}"

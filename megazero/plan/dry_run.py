@@ -20,6 +20,7 @@ from megazero.config import ResolvedRun
 from megazero.parallel_state import RankGrid
 from megazero.plan.dry_rank import Build, DryRank, build_engine, fewest_micro_batches, run_rank
 from megazero.plan.lockstep import Lockstep
+from megazero.plan.silent_state import without_files
 from megazero.plan.simulated_world import SimulatedWorld
 from megazero.plan.state_trace import without_auto
 
@@ -92,7 +93,8 @@ def dry_run(
         else:
             found[one] = result
 
-    world.lockstep.run({one: lambda one=one: program(one) for one in simulated})  # type: ignore[misc]
+    with without_files():
+        world.lockstep.run({one: lambda one=one: program(one) for one in simulated})  # type: ignore[misc]
     problems = tuple(_problems(world.lockstep))
     seconds = time.perf_counter() - began
     return DryRun(grid, per_node, simulated, steppers, dict(sorted(found.items())), problems, notes, seconds)

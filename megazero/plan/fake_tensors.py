@@ -5,9 +5,9 @@
     fake.operators                               Operator and Message, in order
     fake.live, fake.peak                         bytes of all storages that are referenced, now and at most
 
-A number that the program asks of a tensor is 0 where it is an integer and 1 where it is not, but for those that end a
-step.  The tensors are said to be on the CPU: torch without CUDA ends the process in the backward pass of others.  Memory
-within kernels is added by rules (`kernel_memory`).
+A number that the program asks of a tensor is 0 where it is an integer and 1 where it is not.  The tensors are said to be on
+the CPU: torch without CUDA ends the process in the backward pass of others.  Memory within kernels is added by rules
+(`kernel_memory`).
 
 Source: torch's `FakeTensorMode` and the accounting of `torch.distributed._tools.mem_tracker`.
 """
@@ -27,8 +27,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
 from megazero.plan.kernel_memory import cpu_kernel_bytes
-
-_END_OF_STEP = (1.0, 1.0, 1.0, 0.0)  # what `engine/step.py` sums over the ranks: a healthy step that goes on
 
 
 class Value(NamedTuple):
@@ -138,7 +136,7 @@ class _Watch(TorchDispatchMode):
         if func is torch.ops.prim.device.default:  # asked more often than all operators together
             return args[0].fake_device
         if func is torch.ops.aten._local_scalar_dense.default:
-            return _number_of(args[0])
+            return 1.0 if args[0].dtype.is_floating_point else 0
         if func is torch.ops.aten._fused_sdp_choice.default:
             return _choice_of_attention(args, kwargs or {})
         result = func(*args, **(kwargs or {}))
@@ -178,11 +176,3 @@ def _choice_of_attention(args: Any, kwargs: Any) -> Any:
         mask = None if len(args) < 4 or args[3] is None else torch.empty(2, 2, dtype=args[3].dtype)
         every: list[Any] = [short[0].requires_grad_(args[0].requires_grad), *short[1:], mask, *args[4:]]
         return torch._fused_sdp_choice(*every, **kwargs)
-
-
-def _number_of(x: Tensor) -> int | float | bool:
-    if x.dtype is torch.bool:
-        return False
-    if x.dtype is torch.float64 and x.untyped_storage().nbytes() == 8 * len(_END_OF_STEP):
-        return _END_OF_STEP[int(x.storage_offset())]
-    return 1.0 if x.dtype.is_floating_point else 0

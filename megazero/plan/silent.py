@@ -1,6 +1,6 @@
 """Communication that moves nothing, among ranks that need not exist.
 
-    make_silent(group, "nccl", None, Alone())
+    make_silent(group, SilentBackend("nccl", None, Alone()))
     all_reduce(x, tp).wait()          over an axis of that group returns at once; traffic is counted as ever
 
 A silent backend has the properties of the one that a real run has there, because `comm` asks for them: whether it needs
@@ -35,23 +35,15 @@ _REAL: dict[Kind, type[TorchBackend | TwoLevelBackend | SharedMemoryBackend]] = 
 
 
 class RecordedTraffic(Traffic):
-    """Traffic that is also told as events, in order.
+    """Traffic that also appends every operation to `events`, in order."""
 
-    Args:
-        events: takes them.
-        number_of: numbers the storage of a tensor that an operation fills; None leaves these out.
-    """
-
-    def __init__(self, events: list[Event], number_of: Callable[[Tensor], int] | None = None) -> None:
+    def __init__(self, events: list[Event]) -> None:
         super().__init__()
-        self._events, self._number_of = events, number_of
+        self.events = events
 
-    def add(
-        self, axis: str, operation: str, sent_bytes: int, link_bytes: int = 0, filled: Sequence[Tensor] = ()
-    ) -> None:
+    def add(self, axis: str, operation: str, sent_bytes: int, link_bytes: int = 0) -> None:
         super().add(axis, operation, sent_bytes, link_bytes)
-        numbers = frozenset(map(self._number_of, filled)) if self._number_of is not None else frozenset[int]()
-        self._events.append(Message(operation, axis, sent_bytes, link_bytes, numbers))
+        self.events.append(Message(operation, axis, sent_bytes, link_bytes))
 
 
 class Meeting(Protocol):
@@ -90,36 +82,47 @@ def _holding(tensor: Tensor, wait: Wait) -> Wait:
 
 
 class SilentBackend:
-    """A `parallel_state.Backend` with the properties of a real one.  `hosts`: of a group whose ranks share memory.
+    """A `parallel_state.Backend` with the properties of a real one.
+
+    Args:
+        hosts: of a group whose ranks share memory.
+        fills: called with the result of each operation as it starts.
 
     As there, what is sent lives until the wait, though its owner may forget it; a CPU's gather sends from its result.
     """
 
-    def __init__(self, kind: Kind, hosts: Hosts | None, meeting: Meeting) -> None:
+    def __init__(
+        self, kind: Kind, hosts: Hosts | None, meeting: Meeting, fills: Callable[[Tensor], None] = lambda _: None
+    ) -> None:
         real = _REAL[kind]
-        self.kind, self._meeting = kind, meeting
+        self.kind, self.meeting, self._fills = kind, meeting, fills
         self.needs_scratch, self.needs_contiguous = real.needs_scratch, real.needs_contiguous
         self.link_bytes = _link_bytes(kind, hosts)
 
     def all_reduce(self, tensor: Tensor, axis: Axis, op: str) -> Wait:
-        return _holding(tensor, self._meeting.operation("all_reduce", tensor, axis, op))
+        self._fills(tensor)
+        return _holding(tensor, self.meeting.operation("all_reduce", tensor, axis, op))
 
     def all_gather(self, out: Tensor, shard: Tensor, axis: Axis, label: str = "") -> Wait:
+        self._fills(out)
         if self.kind != "nccl":
             place_shard(out, shard, axis)
         sent = shard if self.kind == "nccl" else out
-        return _holding(sent, self._meeting.operation("all_gather", shard, axis, label))
+        return _holding(sent, self.meeting.operation("all_gather", shard, axis, label))
 
-    def reduce_scatter(self, out: Tensor, full: Tensor, axis: Axis) -> Wait:  # noqa: ARG002
-        return _holding(full, self._meeting.operation("reduce_scatter", full, axis, ""))
+    def reduce_scatter(self, out: Tensor, full: Tensor, axis: Axis) -> Wait:
+        self._fills(out)
+        return _holding(full, self.meeting.operation("reduce_scatter", full, axis, ""))
 
     def all_to_all(self, out: Tensor, x: Tensor, axis: Axis) -> Wait:
+        self._fills(out)
         if self.kind != "nccl":
             out[axis.index].copy_(x[axis.index])
-        return _holding(x, self._meeting.operation("all_to_all", x, axis, ""))
+        return _holding(x, self.meeting.operation("all_to_all", x, axis, ""))
 
-    def ring_shift(self, out: Tensor, x: Tensor, axis: Axis) -> Wait:  # noqa: ARG002
-        return _holding(x, self._meeting.operation("ring_shift", x, axis, ""))
+    def ring_shift(self, out: Tensor, x: Tensor, axis: Axis) -> Wait:
+        self._fills(out)
+        return _holding(x, self.meeting.operation("ring_shift", x, axis, ""))
 
     def check_order(self) -> None:
         """Labels are compared when an operation starts."""
@@ -179,7 +182,7 @@ def kind_of(ranks: Sequence[int], index: int, per_node: int, *, on_cuda: bool) -
     return next(kind for kind, one in _REAL.items() if one is real), hosts
 
 
-def make_silent(group: Group, kind: Kind, hosts: Hosts | None, meeting: Meeting) -> None:
+def make_silent(group: Group, backend: SilentBackend) -> None:
     """Let a group move nothing."""
-    group.backends["cpu"] = SilentBackend(kind, hosts, meeting)
-    group.messages = SilentMessages(meeting)
+    group.backends["cpu"] = backend
+    group.messages = SilentMessages(backend.meeting)

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from concurrent.futures import Future
+from contextlib import AbstractContextManager
+from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 
@@ -10,8 +15,10 @@ from megazero.config import ResolvedRun
 from megazero.parallel_state import Axis, ParallelState
 from megazero.parallel_state.groups import Group
 from megazero.parallel_state.traffic import Traffic
-from megazero.plan.silent import Alone, Kind, Meeting, kind_of, make_silent
+from megazero.plan.silent import Alone, Kind, Meeting, SilentBackend, kind_of, make_silent
 from megazero.plan.simulated_world import GroupMeeting, SimulatedWorld
+from megazero.zero import offload
+from megazero.zero.file_store import FileStore
 
 HOST = "host"
 """Purpose of the groups of a node's ranks."""
@@ -57,7 +64,11 @@ class SilentState(ParallelState):
             cp_ulysses=parallel.ulysses,
             traffic=traffic,
         )
-        self.planned_on = "cuda" if on_cuda else "cpu"
+
+    @property
+    def device_type(self) -> str:
+        """Of the run; the tensors are on the CPU."""
+        return "cuda" if self._on_cuda else "cpu"
 
     def _started(self) -> int:
         return self._whole.world_size
@@ -73,7 +84,7 @@ class SilentState(ParallelState):
     def _silenced(self, group: Group | None, ranks: tuple[int, ...], purpose: str) -> Group | None:
         if group is not None and group.messages is None and self.rank in ranks:
             kind, hosts = kind_of(ranks, ranks.index(self.rank), self.neighbours, on_cuda=self._on_cuda)
-            make_silent(group, kind, hosts, self._meeting(ranks, purpose, kind))
+            make_silent(group, SilentBackend(kind, hosts, self._meeting(ranks, purpose, kind)))
             self.made.append((ranks, purpose, kind))
         return group
 
@@ -87,3 +98,29 @@ class SilentState(ParallelState):
         if self.rank in ranks and self._simulated is not None:
             GroupMeeting(self._simulated, self.rank, ranks, "", one_channel=True).made(self._count)
         return None
+
+
+class UnmadeFile(FileStore):
+    """No file: what is asked of it is done at once."""
+
+    def __init__(self, directory: Path, _: int, nbytes: int) -> None:
+        self.path, self.nbytes, self.descriptor = directory, nbytes, -1
+        self._used, self._arrays = 0, []
+
+    def move(self, *_: object) -> Callable[[], None]:
+        """Nothing moves."""
+        return lambda: None
+
+    def submit(self, *_: object) -> Future[str | None]:
+        """Nothing is queued."""
+        done: Future[str | None] = Future()
+        done.set_result(None)
+        return done
+
+    def close(self) -> None:
+        """There is nothing to free."""
+
+
+def without_files() -> AbstractContextManager[object]:
+    """A context in which state that is offloaded to a file gets none."""
+    return patch.object(offload, "FileStore", UnmadeFile)

@@ -42,9 +42,9 @@ from megazero.models.stages import StageLayout, cut_by_rank
 from megazero.parallel_state import Axis
 from megazero.parallel_state.groups import Group
 from megazero.plan.activations import EMBEDDING, HEAD
-from megazero.plan.fake_tensors import Event, FakeTensors, Operator
+from megazero.plan.fake_tensors import Event, FakeTensors, Message, Operator
 from megazero.plan.kernel_memory import kernel_bytes
-from megazero.plan.silent import Alone, RecordedTraffic, kind_of, make_silent
+from megazero.plan.silent import Alone, RecordedTraffic, SilentBackend, kind_of, make_silent
 from megazero.schedules.action import Placement
 from megazero.zero.bucket import DTYPES, ParamInfo, Pieces, Share, Slot
 from megazero.zero.gradients import GradientReducer
@@ -254,10 +254,10 @@ class _Bench:
         part = self._part()  # made of real tensors: they are cached
         self._fake.__enter__()
         self.arena.reserve(_MUCH)
-        traffic = RecordedTraffic(self._fake.operators, self._fake.number)
+        traffic = RecordedTraffic(self._fake.operators)
         of_cp = [key.ranks_of_cp[: key.ulysses], key.ranks_of_cp[:: key.ulysses]]
-        self.tp = _axis("tp", key.ranks_of_tp, key, traffic)
-        ulysses, ring = (_axis("cp", ranks, key, traffic) for ranks in of_cp)  # as a run's state names both
+        self.tp = self._axis("tp", key.ranks_of_tp, traffic)
+        ulysses, ring = (self._axis("cp", ranks, traffic) for ranks in of_cp)  # as a run's state names both
         ring = replace(ring, index=self._busiest)
         attends = None
         if part is not None:
@@ -275,6 +275,21 @@ class _Bench:
 
     def __exit__(self, *error: object) -> None:
         self._fake.__exit__(*error)
+
+    def _axis(self, name: str, ranks: tuple[int, ...], traffic: RecordedTraffic) -> Axis:
+        """Of the first of these ranks."""
+        if len(ranks) == 1:
+            return Axis(name, ranks, traffic=traffic)
+        per_node = self._key.per_node
+        group = Group(None, torch.device("cpu"), 0.0, False, per_node, ())
+        make_silent(group, SilentBackend(*kind_of(ranks, 0, per_node, on_cuda=self._key.on_cuda), Alone(), self._fills))
+        return Axis(name, ranks, 0, group, traffic)
+
+    def _fills(self, result: Tensor) -> None:
+        """The operation that has just been counted writes this tensor."""
+        started = self._fake.operators[-1]
+        assert isinstance(started, Message)
+        self._fake.operators[-1] = replace(started, fills=frozenset({self._fake.number(result)}))
 
     @property
     def _busiest(self) -> int:
@@ -457,12 +472,3 @@ class _Gradients(GradientReducer):
     def _launch(self, weight: Tensor) -> None:  # noqa: ARG002
         """Nothing goes to other ranks."""
         self.marks.arrive(ADDED)
-
-
-def _axis(name: str, ranks: tuple[int, ...], key: TraceKey, traffic: RecordedTraffic) -> Axis:
-    """Of the first of these ranks."""
-    if len(ranks) == 1:
-        return Axis(name, ranks, traffic=traffic)
-    group = Group(None, torch.device("cpu"), 0.0, False, key.per_node, ())
-    make_silent(group, *kind_of(ranks, 0, key.per_node, on_cuda=key.on_cuda), Alone())
-    return Axis(name, ranks, 0, group, traffic)

@@ -212,8 +212,7 @@ def _bucket_elements(run: ResolvedRun, links: Mapping[str, GroupLink], own: int,
     """Of a bucket, as the engine decides it."""
     zero = run.config.zero
     shard, replica = (Axis(axis, tuple(range(links[axis].ranks))) for axis in ("shard", "replica"))
-    device = torch.device("cpu" if on_cpu else "cuda")
-    policy = ShardingPolicy(zero.stage, torch.float32, shard, replica, device)
+    policy = ShardingPolicy(zero.stage, torch.float32, shard, replica, torch.device("cpu"), on_cpu=on_cpu)
     cuts = zero.stage >= 2 and (run.shards > 1 or zero.offload.optimizer != "none")
     return bucket_sizes(zero.bucket_bytes, policy, own, cuts=cuts, hides=hides).elements
 

@@ -13,7 +13,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import torch
 
@@ -36,9 +36,15 @@ from megazero.schedules.proof import ScheduleError, draw_refused, peak_activatio
 from megazero.settings import Problem, counted
 from megazero.training.context_report import describe_context
 
-NO_FIT = "does not fit"  # in the line of an annex, where a run does not fit its device
 Lines: TypeAlias = Iterable[tuple[str, str]]
 """(subject, text) of each line of `megazero check`."""
+
+
+class DeviceNeeds(NamedTuple):
+    """What an annex says of a run on its device: lines of `megazero check`, and whether the run fits."""
+
+    lines: Lines
+    fits: bool = True
 
 
 def _tokenizer_problems(config: RunConfig, _: int) -> Iterator[Problem]:

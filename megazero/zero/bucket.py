@@ -363,15 +363,10 @@ class ShardingPolicy:
         None  # neighbours on `shard` that hold a second copy of stage 3's weights; None: there is none
     )
     arena: Arena | None = None  # where gradients have their working buffers; None: each in memory of its own
-    planned_on: str = ""  # a plan's tensors are on the CPU also where the run's are not: the type of the run's device
+    on_cpu: bool = True  # whether the run's modules compute on a CPU
     quantizes_weights: bool = False  # stage 3 gathers them in blocks of 8 bits
     gradient_bits: int = 0  # of the blocks in which gradients are reduced over `shard`; 0: they are not quantized
     levels: tuple[Axis, Axis] | None = None  # `shard` within a host and between hosts: only there are they quantized
-
-    @property
-    def on_cpu(self) -> bool:
-        """Whether the run's modules compute on a CPU."""
-        return (self.planned_on or self.device.type) == "cpu"
 
     @property
     def align(self) -> int:

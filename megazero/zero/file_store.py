@@ -261,27 +261,6 @@ class FileStore:
             raise StorageError(failures[0])
 
 
-class UnmadeFile(FileStore):
-    """A plan's, whose tensors hold nothing: there is no file, and what is asked of it is done at once."""
-
-    def __init__(self, directory: Path, _: int, nbytes: int) -> None:
-        self.path, self.nbytes, self.descriptor = directory, nbytes, -1
-        self._used, self._arrays = 0, []
-
-    def move(self, *_: object) -> Callable[[], None]:
-        """Nothing moves."""
-        return lambda: None
-
-    def submit(self, *_: object) -> Future[str | None]:
-        """Nothing is queued."""
-        done: Future[str | None] = Future()
-        done.set_result(None)
-        return done
-
-    def close(self) -> None:
-        """There is nothing to free."""
-
-
 def _preallocate(descriptor: int, nbytes: int) -> None:
     """Reserve zeroed blocks, so that no later write can find the disk full."""
     if nbytes == 0:

@@ -22,7 +22,7 @@ from megazero.comm.collectives import agree, gather_objects
 from megazero.config.schema import OffloadConfig
 from megazero.parallel_state import Axis
 from megazero.zero.bucket import BucketLayout, ShardingPolicy
-from megazero.zero.file_store import FileStore, UnmadeFile, region_bytes
+from megazero.zero.file_store import FileStore, region_bytes
 from megazero.zero.storage import FlatArray, in_host_memory
 
 FILE_PART_ELEMENTS = 1 << 22  # how many elements of a file are stepped at a time
@@ -62,8 +62,7 @@ class Offload:
         self.store: FileStore | None = None
         if "nvme" in (config.optimizer, config.parameters):
             size = sum(self._file_bytes(layout, policy) for layout in layouts)
-            make = UnmadeFile if policy.planned_on else FileStore
-            self.store = make(Path(config.nvme_path or "."), rank, size)
+            self.store = FileStore(Path(config.nvme_path or "."), rank, size)
 
     def _file_bytes(self, layout: BucketLayout, policy: ShardingPolicy) -> int:
         owned, moments = layout.shard_numel if policy.shards_master else layout.padded_numel, self._moments

@@ -74,12 +74,11 @@ class BlockFormat:
 
     bits: int
     at_once: int = 2**18
-    is_planned: bool = False  # the tensors hold nothing, and one piece needs as much memory as any
 
     @classmethod
     def on(cls, policy: ShardingPolicy, bits: int) -> BlockFormat:
         """As the device of a policy is used best: a GPU's kernels take microseconds to start."""
-        return cls(bits, 2**18 if policy.on_cpu else 2**22, bool(policy.planned_on))
+        return cls(bits, 2**18 if policy.on_cpu else 2**22)
 
     def nbytes(self, numel: int) -> int:
         """Bytes of so many numbers."""
@@ -126,7 +125,7 @@ class BlockFormat:
         scales = packed[:, : count * _SCALE_BYTES].view(torch.float32).unsqueeze(2)
         integers = packed[:, count * _SCALE_BYTES :].view(torch.int8).unflatten(1, (count, -1))
         each = max(1, self.at_once // BLOCK // rows)
-        for start in range(0, min(each, count) if self.is_planned else count, each):
+        for start in range(0, count, each):
             at = slice(start, min(start + each, count))
             yield at, scales[:, at], integers[:, at]
 

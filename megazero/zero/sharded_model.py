@@ -93,7 +93,7 @@ class ShardedModel:
             gather,
             secondary,
             arena,
-            state.planned_on,
+            state.device_type == "cpu",
             zero.quantized_weights,
             zero.quantized_gradients,
             _levels(state) if zero.quantized_gradients else None,
