@@ -11,7 +11,16 @@ from hypothesis import strategies as st
 
 from megazero.layers.spec import NamedRows, ParamSpec
 from megazero.parallel_state import Axis
-from megazero.zero.bucket import Bucket, BucketLayout, ParamInfo, Pieces, Run, ShardingPolicy, intersect, plan_buckets
+from megazero.zero.bucket import (
+    Bucket,
+    BucketLayout,
+    Interval,
+    ParamInfo,
+    Pieces,
+    ShardingPolicy,
+    intersect,
+    plan_buckets,
+)
 from megazero.zero.storage import InMemory
 
 laws = settings(deadline=None, max_examples=75)
@@ -118,7 +127,7 @@ def test_slots_do_not_overlap_and_padding_is_only_at_the_end(infos, plan):
         assert None not in owners[:count]
         assert owners[count:] == [None] * (layout.padded_numel - count)
         assert all(slot.stop - slot.start == elements(slot.info) for slot in layout.slots)
-        assert layout.whole == Run(0, layout.padded_numel)
+        assert layout.interval == Interval(0, layout.padded_numel)
 
 
 @laws
@@ -155,7 +164,7 @@ def test_runs_cover_exactly_the_slots_with_their_trait(infos, plan):
             lambda info: (info.group, info.spec.split is None, info.spec.sum_over_tp),
         ):
             seen = [0] * layout.padded_numel
-            for value, run in layout.runs(key):
+            for value, run in layout.intervals(key):
                 for element in range(run.start, run.stop):
                     seen[element] += 1
                     assert key(owners[element]) == value
@@ -171,7 +180,7 @@ def test_each_combination_of_traits_is_one_run(infos, plan):
             lambda info: (info.group, info.spec.split is None),
             lambda info: (info.group, info.spec.split is None, info.spec.sum_over_tp),
         ):
-            values = [value for value, _ in layout.runs(key)]
+            values = [value for value, _ in layout.intervals(key)]
             assert len(values) == len(set(values))
 
 
@@ -393,7 +402,7 @@ def test_buckets_of_a_small_model_by_hand():
 @given(*[st.integers(0, 12)] * 4)
 def test_an_intersection_is_the_common_elements(a, b, c, d):
     common = set(range(a, b)) & set(range(c, d))
-    run = intersect(Run(a, b), Run(c, d))
+    run = intersect(Interval(a, b), Interval(c, d))
     assert (set() if run is None else set(range(run.start, run.stop))) == common
 
 
@@ -424,15 +433,15 @@ def test_a_rank_keeps_what_the_paper_says(zero_stage, dtype):
         bucket.free_gradient()
         assert (bucket.full_gradient is not None) == (zero_stage < 2)  # blocks that are sent are large; they stay
         assert (master.data_ptr() == weights.data_ptr()) == (dtype == torch.float32)
-        assert bucket.counted == Run(rank * shard, (rank + 1) * shard)
-        assert bucket.owned == (Run(0, whole) if zero_stage == 0 else bucket.counted)
+        assert bucket.counted == Interval(rank * shard, (rank + 1) * shard)
+        assert bucket.owned == (Interval(0, whole) if zero_stage == 0 else bucket.counted)
 
 
 @pytest.mark.parametrize("zero_stage", [0, 1, 2, 3])
 def test_without_peers_every_stage_keeps_the_whole_in_one_copy(zero_stage):
     (layout,) = plan_buckets([parameter(0, (5, 3))], by_unit=True, bucket_elements=1, shards=1)
     bucket = Bucket(layout, dataclasses.replace(policy(zero_stage, Axis("dp")), replica=Axis("replica")))
-    assert bucket.owned == bucket.counted == Run(0, 15)
+    assert bucket.owned == bucket.counted == Interval(0, 15)
     assert bucket.master.tensor.data_ptr() == bucket.weights.data_ptr()
     assert bucket.reduces_in_place
     assert bucket.allocate_gradient().data_ptr() == bucket.gradient.data_ptr()
@@ -475,7 +484,7 @@ def test_of_the_ranks_that_keep_one_shard_the_first_counts_it(zero_stage):
         counted.append(
             Bucket(layout, policy(zero_stage, Axis("shard", (0, 1), index), replica_index=replica), lent).counted
         )
-    assert counted == [Run(0, 32), Run(32, 64), Run(0, 0), Run(0, 0)]
+    assert counted == [Interval(0, 32), Interval(32, 64), Interval(0, 0), Interval(0, 0)]
 
 
 @pytest.mark.parametrize("zero_stage", [0, 1, 2, 3])
@@ -537,9 +546,9 @@ def test_owned_parts_are_addressed_by_their_place_in_the_bucket():
     (layout,) = plan_buckets([parameter(0, (64,))], by_unit=True, bucket_elements=1, shards=4)
     bucket = Bucket(layout, policy(2, Axis("dp", (0, 1, 2, 3), 2)))
     bucket.gradient.copy_(torch.arange(32.0, 48.0))
-    assert bucket.owned_part(bucket.gradient, Run(35, 40)).tolist() == [35, 36, 37, 38, 39]
-    bucket.write(bucket.master, Run(35, 37), torch.tensor([1.0, 2.0]))
-    assert bucket.read(bucket.master, Run(34, 38)).tolist() == [0, 1, 2, 0]
+    assert bucket.owned_part(bucket.gradient, Interval(35, 40)).tolist() == [35, 36, 37, 38, 39]
+    bucket.write(bucket.master, Interval(35, 37), torch.tensor([1.0, 2.0]))
+    assert bucket.read(bucket.master, Interval(34, 38)).tolist() == [0, 1, 2, 0]
 
 
 def test_a_norm_does_not_keep_a_large_weight_from_being_cut() -> None:

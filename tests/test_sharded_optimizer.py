@@ -24,7 +24,7 @@ from megazero.comm.collectives import gather_objects
 from megazero.comm.host_memory import StorageError
 from megazero.config.schema import PrecisionConfig
 from megazero.optim.optimizers import Lion
-from megazero.zero.bucket import Run
+from megazero.zero.bucket import Interval
 from megazero.zero.optimizer import recipe_by_name, recipe_of
 from megazero.zero.weight_gathers import HalfSteppedError
 
@@ -225,9 +225,9 @@ def test_state_that_is_read_and_written_to_another_run_goes_on_as_if_never_stopp
     for a, b in zip(old.buckets, new.buckets, strict=True):
         for kind in (*old.kinds, "master"):
             if old.holds(kind, a):
-                for _, run_ in a.layout.runs(lambda info: 0):
+                for _, run_ in a.layout.intervals(lambda info: 0):
                     middle = (run_.start + run_.stop) // 2
-                    for piece in (Run(run_.start, middle), Run(middle, run_.stop)):
+                    for piece in (Interval(run_.start, middle), Interval(middle, run_.stop)):
                         new.write(kind, b, piece, old.read(kind, a, piece).clone())
     second.zero.optimizer.resume(first.zero.optimizer.steps_taken, first.zero.optimizer.scalars())
     second.zero.loaded(None)
@@ -264,7 +264,7 @@ def test_numbers_that_an_optimizer_keeps_by_group_go_on_by_group(make: Any, plac
         first.step(step[0])
     ours, theirs = second.zero.sharded_state, first.zero.sharded_state
     for mine, other in zip(ours.buckets, theirs.buckets, strict=True):
-        for _, run in mine.layout.runs(lambda info: info.group):
+        for _, run in mine.layout.intervals(lambda info: info.group):
             for kind in ("master", *theirs.optimizer.states) if ours.holds("master", mine) else ("model",):
                 ours.write(kind, mine, run, theirs.read(kind, other, run).clone())
     second.zero.optimizer.resume(3, first.zero.optimizer_scalars())
@@ -345,7 +345,7 @@ def test_an_optimizer_that_is_reset_steps_as_a_new_one(optimizer: str, place: st
     used.step([numbers(4, WIDTH, seed=1)])
     for bucket in used.parameters.buckets:
         for slot in bucket.layout.slots:
-            bucket.write(bucket.master, slot.run, start[slot.info.name].reshape(-1))
+            bucket.write(bucket.master, slot.interval, start[slot.info.name].reshape(-1))
     used.zero.optimizer.reset()
     used.zero.loaded(None)
     for sharded in (used, fresh):

@@ -19,7 +19,7 @@ from megazero.comm import collectives
 from megazero.config.schema import PrecisionConfig, ZeroConfig
 from megazero.layers.spec import Initializer, NamedRows, ParamSpec
 from megazero.parallel_state import Axis, ParallelState, RankGrid
-from megazero.zero.bucket import Bucket, Run, ShardingPolicy
+from megazero.zero.bucket import Bucket, Interval, ShardingPolicy
 from megazero.zero.gradients import GradientReducer
 from megazero.zero.optimizer import ShardedOptimizer, recipe_by_name
 from megazero.zero.parameters import ShardedParameters
@@ -343,7 +343,7 @@ def test_reductions_start_in_one_order_whichever_parameters_are_used(zero_stage:
         launched = []
         plain = ReductionQueue.start
 
-        def spy(self: ReductionQueue, bucket: Bucket, part: Run, buffer: Tensor, **rest: bool) -> None:
+        def spy(self: ReductionQueue, bucket: Bucket, part: Interval, buffer: Tensor, **rest: bool) -> None:
             launched.append((bucket.layout.name, part.start))
             plain(self, bucket, part, buffer, **rest)
 

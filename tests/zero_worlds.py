@@ -140,7 +140,7 @@ class Sharded:
         pieces = []
         for bucket in self.parameters.buckets:
             for slot in bucket.layout.slots:
-                run = intersect(slot.run, bucket.counted)
+                run = intersect(slot.interval, bucket.counted)
                 if run is not None and self.zero.sharded_state.holds(kind, bucket):
                     values = self.zero.sharded_state.read(kind, bucket, run).clone()
                     pieces.append((slot.info.name, run.start - slot.start, values))

@@ -23,7 +23,7 @@ from torch import Tensor
 from megazero.comm.collectives import Pending, exchange
 from megazero.layers.spec import ParamSpec, numel
 from megazero.parallel_state import Axis, ParallelState
-from megazero.zero.bucket import Bucket, BucketLayout, Run, Slot
+from megazero.zero.bucket import Bucket, BucketLayout, Interval, Slot
 from megazero.zero.state import ShardedState
 
 _SENDS_IN_FLIGHT = 16  # parameters whose parts are being sent at the same time
@@ -40,7 +40,7 @@ class Assignment:
     bucket: int
     slot: Slot
     writer: int
-    parts: tuple[tuple[int, int, Run], ...]  # (rank, tp index, elements of the bucket), once each
+    parts: tuple[tuple[int, int, Interval], ...]  # (rank, tp index, elements of the bucket), once each
 
 
 def assign_writers(buckets: Sequence[Bucket], at: ParallelState) -> tuple[Assignment, ...]:
@@ -54,7 +54,7 @@ def assign_writers(buckets: Sequence[Bucket], at: ParallelState) -> tuple[Assign
     loads = [(0, rank) for rank in load]  # a heap; entries that are not those of `load` are out of date
     heapify(loads)
     found = []
-    first_copies = [(index, bucket) for index, bucket in enumerate(buckets) if not bucket.is_second_copy]
+    first_copies = [(index, bucket) for index, bucket in enumerate(buckets) if not bucket.is_duplicate]
     slots = [(index, slot, bucket.layout) for index, bucket in first_copies for slot in bucket.layout.slots]
     same = cache(lambda tp: at.grid.group_of(at.grid.rank(replace(at.at, tp=tp)), "dp", "cp"))  # as `at.dp_cp`
     most = _SLACK * sum(numel(slot.info.shape) for _, slot, _ in slots) / len(load)
@@ -77,13 +77,13 @@ def assign_writers(buckets: Sequence[Bucket], at: ParallelState) -> tuple[Assign
 
 def _parts(
     slot: Slot, layout: BucketLayout, tp_size: int, same: Callable[[int], tuple[int, ...]]
-) -> Iterator[tuple[int, int, Run]]:
+) -> Iterator[tuple[int, int, Interval]]:
     """(rank, tp index, elements of the bucket) of each part of a parameter, once each."""
     each = layout.shard_numel
     for tp in range(1 if slot.info.spec.split is None else tp_size):
         # the ranks of the first group that shares one copy of the state
         for index in range(slot.start // each, -(-slot.stop // each)):
-            run = Run(max(slot.start, index * each), min(slot.stop, (index + 1) * each))
+            run = Interval(max(slot.start, index * each), min(slot.stop, (index + 1) * each))
             yield same(tp)[index], tp, run
 
 
@@ -162,7 +162,7 @@ def _transfers(
         if own is not None and assignment.writer != at.rank:
             sends.append((own.to("cpu", copy=own.device.type != "cpu"), assignment.writer))
             continue
-        if own is not None and run == slot.run:
+        if own is not None and run == slot.interval:
             flats[tp] = own.cpu()
             continue
         if not flats[tp].numel():

@@ -35,7 +35,7 @@ from megazero.checkpoint.tensor_file import StoredTensors
 from megazero.comm.collectives import agree, all_gather, gather_objects
 from megazero.layers.spec import ParamSpec, Region, numel
 from megazero.parallel_state import Axis, ParallelState
-from megazero.zero.bucket import Bucket, Run, Slot, intersect
+from megazero.zero.bucket import Bucket, Interval, Slot, intersect
 from megazero.zero.state import MASTER, MODEL, ShardedState
 
 Shapes: TypeAlias = dict[str, tuple[int, ...]]
@@ -238,20 +238,20 @@ class _Reader:
                 continue
             copies = self.at.dp_cp if bucket.policy.zero_stage == 0 else bucket.policy.replica
             end = bucket.layout.numel
-            owned = Run(bucket.owned.start, min(bucket.owned.stop, end))
+            owned = Interval(bucket.owned.start, min(bucket.owned.stop, end))
             if copies.size > 1 and not self.shares_memory:
                 self._read_together(kind, bucket, owned, copies)
                 continue
-            counted = intersect(owned, bucket.counted) or Run(owned.start, owned.start)
+            counted = intersect(owned, bucket.counted) or Interval(owned.start, owned.start)
             self._read_own(kind, bucket, counted, counts=True)
             for run in _around(counted, owned):
                 self._read_own(kind, bucket, run, counts=False)
             if kind == MASTER and self.fills_weights and bucket.keeps_weights:
-                for run in _around(bucket.owned, Run(0, end)):
+                for run in _around(bucket.owned, Interval(0, end)):
                     for slot, part in _parts(bucket, run):
                         self._read_part(kind, bucket, slot, part, bucket.weights[part.start : part.stop], False)
 
-    def _read_own(self, kind: str, bucket: Bucket, run: Run, *, counts: bool) -> None:
+    def _read_own(self, kind: str, bucket: Bucket, run: Interval, *, counts: bool) -> None:
         """Elements that this rank holds: straight into the state if that is in memory."""
         for slot, part in _parts(bucket, run):
             memory = self.state.memory(kind, bucket, part)
@@ -260,13 +260,13 @@ class _Reader:
             if memory is None:
                 self.state.write(kind, bucket, part, values)
 
-    def _read_together(self, kind: str, bucket: Bucket, owned: Run, copies: Axis) -> None:
+    def _read_together(self, kind: str, bucket: Bucket, owned: Interval, copies: Axis) -> None:
         """Elements that all of `copies` hold: each rank reads an equal part for the count."""
         each = -(-max(owned.stop - owned.start, 0) // copies.size)
         values = self._buffer(each * copies.size)
         mine = values[each * copies.index : each * (copies.index + 1)]
         start = owned.start + each * copies.index
-        for slot, part in _parts(bucket, Run(start, min(start + each, owned.stop))):
+        for slot, part in _parts(bucket, Interval(start, min(start + each, owned.stop))):
             self._read_part(kind, bucket, slot, part, mine[part.start - start : part.stop - start], True)
         if each:
             all_gather(values, mine, copies).wait()
@@ -278,7 +278,7 @@ class _Reader:
             self.scratch = torch.empty(elements)
         return self.scratch[:elements]
 
-    def _read_part(self, kind: str, bucket: Bucket, slot: Slot, run: Run, out: Tensor, counts: bool) -> None:
+    def _read_part(self, kind: str, bucket: Bucket, slot: Slot, run: Interval, out: Tensor, counts: bool) -> None:
         spec, tp = slot.info.spec, self.at.tp
         try:
             stored = self.stored.get(kind)
@@ -289,21 +289,21 @@ class _Reader:
         except Exception as error:  # whatever it is, all ranks must hear of it
             self.error = self.error or error
             return
-        if counts and not bucket.is_second_copy and (spec.split is not None or tp.index == 0):
+        if counts and not bucket.is_duplicate and (spec.split is not None or tp.index == 0):
             self.elements[kind] += read
 
 
-def _around(part: Run, whole: Run) -> Iterator[Run]:
+def _around(part: Interval, whole: Interval) -> Iterator[Interval]:
     """The rest of `whole` before and after `part`."""
-    for run in (Run(whole.start, min(part.start, whole.stop)), Run(max(part.stop, whole.start), whole.stop)):
+    for run in (Interval(whole.start, min(part.start, whole.stop)), Interval(max(part.stop, whole.start), whole.stop)):
         if run.start < run.stop:
             yield run
 
 
-def _parts(bucket: Bucket, run: Run) -> Iterator[tuple[Slot, Run]]:
+def _parts(bucket: Bucket, run: Interval) -> Iterator[tuple[Slot, Interval]]:
     """The parameters of a bucket within a run of its elements, each with its elements."""
     for slot in bucket.layout.slots:
-        part = intersect(slot.run, run)
+        part = intersect(slot.interval, run)
         if part is not None:
             yield slot, part
 

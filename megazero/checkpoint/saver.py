@@ -25,7 +25,7 @@ from megazero.comm.collectives import LostPeerError, gather_objects
 from megazero.comm.host_memory import StorageError
 from megazero.parallel_state import ParallelState
 from megazero.parallel_state.groups import SavingAxes
-from megazero.zero.bucket import Bucket, Run, intersect
+from megazero.zero.bucket import Bucket, Interval, intersect
 from megazero.zero.offload import free_memory_bytes
 from megazero.zero.state import ShardedState
 from megazero.zero.storage import in_host_memory
@@ -65,14 +65,14 @@ class Snapshot(ShardedState):
         self.kinds = self._state.kinds
         for kind, bucket in self._parts(self.kinds):
             # the optimizer's state is contiguous within a group
-            for _, part in bucket.layout.runs(lambda info: info.group):
+            for _, part in bucket.layout.intervals(lambda info: info.group):
                 run = intersect(part, bucket.counted)
                 if run is not None:
                     self.read(kind, bucket, run).copy_(self._state.read(kind, bucket, run), non_blocking=True)
         if self._device.type == "cuda":
             torch.cuda.current_stream(self._device).synchronize()
 
-    def read(self, kind: str, bucket: Bucket, run: Run) -> Tensor:
+    def read(self, kind: str, bucket: Bucket, run: Interval) -> Tensor:
         """The copied elements, 1-D."""
         first = bucket.counted.start
         return self._copies[kind, bucket][run.start - first : run.stop - first]

@@ -270,6 +270,6 @@ def _whole(bucket: Bucket, array: FlatArray, dtype: torch.dtype) -> Tensor:
     flat = torch.zeros(bucket.layout.padded_numel, dtype=dtype, device=policy.device)
     mine = flat[bucket.owned.start : bucket.owned.stop]
     mine.copy_(bucket.read(array, bucket.owned))
-    if bucket.owned != bucket.layout.whole:
+    if bucket.owned != bucket.layout.interval:
         all_gather(flat, mine, policy.shard).wait()
     return flat

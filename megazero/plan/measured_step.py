@@ -188,7 +188,7 @@ def _gather_buffers(engine: Engine) -> tuple[int, ...]:
 def _distinct(bucket: Bucket, tp_rank: int) -> int:
     """Parameters of a bucket that no other rank of tp, and no other stage, counts."""
     own = [slot for slot in bucket.layout.slots if slot.info.spec.split is not None or tp_rank == 0]
-    return 0 if bucket.is_second_copy else sum(slot.stop - slot.start for slot in own)
+    return 0 if bucket.is_duplicate else sum(slot.stop - slot.start for slot in own)
 
 
 def _watched_step(

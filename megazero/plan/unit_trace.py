@@ -463,7 +463,7 @@ class _Gradients(GradientReducer):
         name, total = self.names[id(weight)], self._sums[id(weight)]
         self.marks.arrive(name)
         slot = slot_of(tuple(weight.shape))
-        uncut = Share(slot, (Pieces(0, slot.stop),), 0, slot.run, slot.stop)
+        uncut = Share(slot, (Pieces(0, slot.stop),), 0, slot.interval, slot.stop)
         for share in self._cuts.get(name, (uncut,)):
             yield share, total[: share.stop - share.start], not self._adds
         if launches:

@@ -60,7 +60,7 @@ class ParamInfo:
 
 
 @dataclass(frozen=True)
-class Run:
+class Interval:
     """Elements [start, stop) of a bucket."""
 
     start: int
@@ -80,9 +80,9 @@ class Slot:
         return self.start + numel(self.info.shape)
 
     @property
-    def run(self) -> Run:
+    def interval(self) -> Interval:
         """The slot's elements."""
-        return Run(self.start, self.stop)
+        return Interval(self.start, self.stop)
 
 
 @dataclass(frozen=True)
@@ -116,7 +116,7 @@ class Share:
     slot: Slot
     pieces: tuple[Pieces, ...]
     start: int  # of the first piece in the buffer
-    part: Run  # of every shard
+    part: Interval  # of every shard
     shard_numel: int
 
     @cached_property
@@ -182,13 +182,13 @@ class BucketLayout:
         return self.shard_numel * self.shards
 
     @property
-    def whole(self) -> Run:
+    def interval(self) -> Interval:
         """All elements, padding included."""
-        return Run(0, self.padded_numel)
+        return Interval(0, self.padded_numel)
 
-    def shard(self, index: int) -> Run:
+    def shard(self, index: int) -> Interval:
         """Elements that shard `index` holds."""
-        return Run(index * self.shard_numel, (index + 1) * self.shard_numel)
+        return Interval(index * self.shard_numel, (index + 1) * self.shard_numel)
 
     def in_parts_of(self, limit: int) -> BucketLayout:
         """The same elements, in as few parts as have at most `limit` elements, or a row of each shard."""
@@ -196,12 +196,12 @@ class BucketLayout:
         return replace(self, part_count=-(-self.padded_numel // max(limit // smallest * smallest, smallest)))
 
     @property
-    def parts(self) -> tuple[Run, ...]:
+    def parts(self) -> tuple[Interval, ...]:
         """The elements of every shard that are reduced at once; see [Note: parts]."""
         each = -(-self.shard_numel // (self.part_count * self.step)) * self.step
-        return tuple(Run(at, min(at + each, self.shard_numel)) for at in range(0, self.shard_numel, each))
+        return tuple(Interval(at, min(at + each, self.shard_numel)) for at in range(0, self.shard_numel, each))
 
-    def shares(self, part: Run) -> Iterator[Share]:
+    def shares(self, part: Interval) -> Iterator[Share]:
         """What a part holds of the parameters; one without elements is in the part of a bucket that has no other."""
         each, held = self.shard_numel, part.stop - part.start
         for slot in self.slots:
@@ -209,7 +209,10 @@ class BucketLayout:
                 yield Share(slot, (Pieces(0, slot.stop - slot.start),), slot.start, part, each)
                 continue
             first, last = slot.start // each, -(-slot.stop // each) - 1  # shards
-            ends = [intersect(slot.run, Run(at * each + part.start, at * each + part.stop)) for at in (first, last)]
+            ends = [
+                intersect(slot.interval, Interval(at * each + part.start, at * each + part.stop))
+                for at in (first, last)
+            ]
             pieces = [Pieces(end.start, end.stop - end.start) for end in ends[: last - first + 1] if end is not None]
             if last - first > 1:
                 pieces.append(Pieces((first + 1) * each + part.start, held, last - first - 1, each))
@@ -219,17 +222,17 @@ class BucketLayout:
                 inside = tuple(replace(piece, start=piece.start - slot.start) for piece in pieces)
                 yield Share(slot, inside, at // each * held + at % each - part.start, part, each)
 
-    def runs(self, key: Callable[[ParamInfo], K]) -> Iterator[tuple[K, Run]]:
+    def intervals(self, key: Callable[[ParamInfo], K]) -> Iterator[tuple[K, Interval]]:
         """Maximal runs of parameters with an equal key; padding at the end belongs to none."""
         for value, slots in groupby(self.slots, key=lambda slot: key(slot.info)):
             members = list(slots)
-            yield value, Run(members[0].start, members[-1].stop)
+            yield value, Interval(members[0].start, members[-1].stop)
 
 
-def intersect(a: Run, b: Run) -> Run | None:
+def intersect(a: Interval, b: Interval) -> Interval | None:
     """Common elements, or None."""
     start, stop = max(a.start, b.start), min(a.stop, b.stop)
-    return Run(start, stop) if start < stop else None
+    return Interval(start, stop) if start < stop else None
 
 
 def _over_tp(info: ParamInfo) -> tuple[bool, bool]:
@@ -393,7 +396,7 @@ class Bucket:
             follow.  None keeps them on the device, where fp32 weights are their own masters.
         new_shard: makes the array of ZeRO-3's shard of the weights in another location; None keeps it on the device.
         shares_weights: fp32 weights off the device are their own masters, too.
-        is_second_copy: of a tied parameter whose first copy is elsewhere: not counted in the norm, not saved.
+        is_duplicate: of a tied parameter whose first copy is elsewhere: not counted in the norm, not saved.
     """
 
     def __init__(
@@ -404,14 +407,14 @@ class Bucket:
         new_master: Callable[[int], FlatArray] | None = None,
         new_shard: Callable[[int], FlatArray] | None = None,
         shares_weights: bool = False,
-        is_second_copy: bool = False,
+        is_duplicate: bool = False,
     ) -> None:
-        self.layout, self.policy, self.is_second_copy = layout, policy, is_second_copy
+        self.layout, self.policy, self.is_duplicate = layout, policy, is_duplicate
         device, axis = policy.device, policy.shard
         # What this rank counts in the gradient norm and writes to a checkpoint; the ranks' are disjoint.
-        self.counted = layout.shard(axis.index) if policy.replica.index == 0 else Run(0, 0)
+        self.counted = layout.shard(axis.index) if policy.replica.index == 0 else Interval(0, 0)
         # Whose master weights and moments this rank holds.
-        self.owned = layout.shard(axis.index) if policy.shards_master else layout.whole
+        self.owned = layout.shard(axis.index) if policy.shards_master else layout.interval
         owned_numel = self.owned.stop - self.owned.start
         # The whole weights stay on this rank; otherwise `weights` is valid only while gathered.
         moves = axis.size > 1 or new_shard is not None
@@ -456,7 +459,7 @@ class Bucket:
     @property
     def gathers_weights(self) -> bool:
         """Whether this rank keeps the whole weights and steps a part of them: they are gathered after every step."""
-        return self.keeps_weights and self.owned != self.layout.whole
+        return self.keeps_weights and self.owned != self.layout.interval
 
     @property
     def can_gather_gradients(self) -> bool:
@@ -471,7 +474,7 @@ class Bucket:
         return self.gradient[self.counted.start : self.counted.stop]
 
     @property
-    def gradient_parts(self) -> tuple[Run, ...]:
+    def gradient_parts(self) -> tuple[Interval, ...]:
         """The elements of every shard that are reduced at once."""
         return (self.layout.shard(0),) if self.keeps_gradients else self.layout.parts
 
@@ -493,15 +496,15 @@ class Bucket:
         if self.frees_gradient:
             self.full_gradient, self.gradient = None, torch.zeros(0)
 
-    def owned_part(self, flat: Tensor, run: Run) -> Tensor:
+    def owned_part(self, flat: Tensor, run: Interval) -> Tensor:
         """Elements `run` of a tensor that covers the owned elements."""
         return flat[run.start - self.owned.start : run.stop - self.owned.start]
 
-    def read(self, array: FlatArray, run: Run) -> Tensor:
+    def read(self, array: FlatArray, run: Interval) -> Tensor:
         """Elements `run` of an array that covers the owned elements; a copy where the array is a file."""
         return array.read(run.start - self.owned.start, run.stop - self.owned.start)
 
-    def write(self, array: FlatArray, run: Run, values: Tensor) -> None:
+    def write(self, array: FlatArray, run: Interval, values: Tensor) -> None:
         """Overwrite elements `run` of an array that covers the owned elements."""
         array.write(run.start - self.owned.start, values)
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-from megazero.zero.bucket import Bucket, Run
+from megazero.zero.bucket import Bucket, Interval
 from megazero.zero.offload import Offload
 from megazero.zero.storage import FlatArray, Location, PendingCopy
 
@@ -25,7 +25,7 @@ class Part:
     """Elements of one bucket that one optimizer group steps."""
 
     bucket: Bucket
-    run: Run
+    run: Interval
     group: int
     parameter: nn.Parameter  # their master weights, as the optimizer sees them
     arrays: dict[str, FlatArray] = field(default_factory=dict)  # their state by name, where it lies in a file

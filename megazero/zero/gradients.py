@@ -30,7 +30,7 @@ from torch.utils.hooks import RemovableHandle
 
 from megazero.layers.gemm import add_product, product_t
 from megazero.layers.linear import WeightGradQueue
-from megazero.zero.bucket import Bucket, Run, Share
+from megazero.zero.bucket import Bucket, Interval, Share
 from megazero.zero.gather import UnitGatherer
 from megazero.zero.reductions import ReductionQueue
 
@@ -52,7 +52,7 @@ class BucketGradients:
         reduced: rounds that are in `bucket.gradient`, or on their way there.
     """
 
-    def __init__(self, bucket: Bucket, part: Run, reductions: ReductionQueue) -> None:
+    def __init__(self, bucket: Bucket, part: Interval, reductions: ReductionQueue) -> None:
         self.bucket, self.part, self._reductions = bucket, part, reductions
         self.shares = list(bucket.layout.shares(part))
         self._numel = (part.stop - part.start) * bucket.layout.shards

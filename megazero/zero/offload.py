@@ -69,7 +69,7 @@ class Offload:
         total = 0
         if self._masters.get(layout.name) == "nvme":
             # moments are stored for parts of a bucket: each optimizer group's, cut to what is stepped at a time
-            parts = len(list(layout.runs(lambda info: info.group))) + owned // FILE_PART_ELEMENTS
+            parts = len(list(layout.intervals(lambda info: info.group))) + owned // FILE_PART_ELEMENTS
             total += region_bytes(owned, torch.float32) * (1 + moments) + parts * moments * region_bytes(1, torch.int8)
         if self._config.parameters == "nvme":
             total += region_bytes(owned, policy.dtype)

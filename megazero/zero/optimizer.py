@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from megazero.optim.optimizers import Lion, check_elementwise, make_optimizer, state_names
-from megazero.zero.bucket import Bucket, Run, in_order_of_use, intersect
+from megazero.zero.bucket import Bucket, Interval, in_order_of_use, intersect
 from megazero.zero.file_stepper import FileStepper, Part
 from megazero.zero.offload import FILE_PART_ELEMENTS, Offload
 from megazero.zero.parameters import memory_kind
@@ -208,19 +208,19 @@ class ShardedOptimizer:
         """Names of the element-wise state that exists now: before the first step not every optimizer has any."""
         return self.known_states if self._known_start or self.steps_taken else ()
 
-    def read(self, name: str, bucket: Bucket, run: Run) -> Tensor:
+    def read(self, name: str, bucket: Bucket, run: Interval) -> Tensor:
         """Elements `run` of one state, owned by this rank; a copy where they lie in a file or in several parts."""
         pieces = [self._state_of(part, name, piece) for part, piece in self._covering(bucket, run)]
         return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
 
-    def memory(self, name: str, bucket: Bucket, run: Run) -> Tensor | None:
+    def memory(self, name: str, bucket: Bucket, run: Interval) -> Tensor | None:
         """Elements `run` of one state, to be overwritten; None where they do not exist, or not in one piece of memory."""
         (part, piece), *others = self._covering(bucket, run)
         if others or part.location == "file" or name not in self.torch_optimizer.state[part.parameter]:
             return None
         return self._state_of(part, name, piece)
 
-    def write(self, name: str, bucket: Bucket, run: Run, values: Tensor) -> None:
+    def write(self, name: str, bucket: Bucket, run: Interval, values: Tensor) -> None:
         """Overwrite elements `run` of one state; state that does not exist yet begins to."""
         for part, piece in self._covering(bucket, run):
             mine = values[piece.start - run.start : piece.stop - run.start]
@@ -232,14 +232,14 @@ class ShardedOptimizer:
                 self._start_state(part)
             self._state_of(part, name, piece).copy_(mine)
 
-    def _covering(self, bucket: Bucket, run: Run) -> list[tuple[Part, Run]]:
+    def _covering(self, bucket: Bucket, run: Interval) -> list[tuple[Part, Interval]]:
         """The parts that hold elements `run` of a bucket, and which of the elements each holds."""
         found = [(part, piece) for part in self._of_bucket.get(bucket, ()) if (piece := intersect(part.run, run))]
         if sum(piece.stop - piece.start for _, piece in found) != run.stop - run.start:
             raise KeyError(f"elements {run.start}..{run.stop} of {bucket.layout.name} are not owned by this rank")
         return found
 
-    def _state_of(self, part: Part, name: str, piece: Run) -> Tensor:
+    def _state_of(self, part: Part, name: str, piece: Interval) -> Tensor:
         start, stop = piece.start - part.run.start, piece.stop - part.run.start
         if part.location == "file":
             return part.arrays[name].read(start, stop)
@@ -308,13 +308,13 @@ def _cut(buckets: Sequence[Bucket]) -> list[Part]:
     parts = []
     for bucket in buckets:
         in_file = bucket.master.location == "file"
-        for group, whole in bucket.layout.runs(lambda info: info.group):
+        for group, whole in bucket.layout.intervals(lambda info: info.group):
             run = intersect(whole, bucket.owned)
             if run is None:
                 continue
             length = FILE_PART_ELEMENTS if in_file else run.stop - run.start
             for start in range(run.start, run.stop, length):
-                piece = Run(start, min(start + length, run.stop))
+                piece = Interval(start, min(start + length, run.stop))
                 values = torch.empty(0) if in_file else bucket.read(bucket.master, piece)
                 parts.append(Part(bucket, piece, group, nn.Parameter(values.data, requires_grad=False)))
     return parts

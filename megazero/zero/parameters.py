@@ -194,7 +194,7 @@ class ShardedParameters:
         self.gathers.wait()
         for bucket in self.buckets:
             for slot in bucket.layout.slots:
-                run = intersect(slot.run, bucket.owned)
+                run = intersect(slot.interval, bucket.owned)
                 if run is not None:
                     part = torch.empty(run.stop - run.start, device=self.policy.device)
                     slot.info.spec.init_weights(part, run.start - slot.start, tp.index, tp.size, seed)
@@ -251,7 +251,7 @@ class ShardedParameters:
         self.gathers.wait()
         layout = copies[0].layout
         broadcast(flat, dp, source).wait()
-        for whole, run in layout.runs(lambda info: info.spec.split is None):
+        for whole, run in layout.intervals(lambda info: info.spec.split is None):
             if whole:
                 broadcast(flat[run.start : run.stop], tp).wait()
         if layout.tied and layout.tie in ties:

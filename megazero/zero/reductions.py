@@ -22,7 +22,7 @@ from torch import Tensor
 
 from megazero.comm.collectives import Pending, all_reduce, all_to_all, arriving_elements, reduce_scatter, runs_by_itself
 from megazero.parallel_state import Axis
-from megazero.zero.bucket import Bucket, Run, intersect
+from megazero.zero.bucket import Bucket, Interval, intersect
 from megazero.zero.buffer_pool import BufferPool
 from megazero.zero.quantized import BlockFormat, InTwo, noise_of
 from megazero.zero.replica_sums import ReplicaSums
@@ -116,7 +116,7 @@ class ReductionQueue:
             self.pool.free_above(self.most_bytes - numel * dtype.itemsize)
         return self.pool.acquire(numel, dtype)
 
-    def start(self, bucket: Bucket, part: Run, buffer: Tensor, *, reduced: int, is_last: bool) -> None:
+    def start(self, bucket: Bucket, part: Interval, buffer: Tensor, *, reduced: int, is_last: bool) -> None:
         """Start the reduction of a part of a bucket: its `gradient` is replaced by the result, or the result is added to it.
 
         `buffer` begins with the part's whole gradients; it is released afterwards unless the bucket keeps it.  `reduced`:
@@ -134,7 +134,7 @@ class ReductionQueue:
         self._in_flight.append(_Reduction(pending, gradient, bucket, result, reduced > 0, is_last, buffers))
 
     def _send(
-        self, bucket: Bucket, _: Run, full: Tensor, gradient: Tensor, buffers: list[Tensor], reduced: int
+        self, bucket: Bucket, _: Interval, full: Tensor, gradient: Tensor, buffers: list[Tensor], reduced: int
     ) -> tuple[Pending | InTwo, Tensor | None, list[Tensor]]:
         """What is under way, its result if it must be copied, and the buffers that it needs."""
         sent, result = full, None
@@ -156,7 +156,7 @@ class ReductionQueue:
         return reduce_scatter(gradient if result is None else result, sent, self._axis, scratch), result, buffers
 
     def _send_blocks(
-        self, bucket: Bucket, part: Run, full: Tensor, gradient: Tensor, buffers: list[Tensor], reduced: int
+        self, bucket: Bucket, part: Interval, full: Tensor, gradient: Tensor, buffers: list[Tensor], reduced: int
     ) -> tuple[Pending | InTwo, Tensor | None, list[Tensor]]:
         """As `_send`, quantized; see `quantized`, [Note: one sum]."""
         blocks, host, hosts, usual = self._blocks, self._host, self._hosts, self._shared(full.numel())
@@ -275,7 +275,7 @@ def sum_partial_over_tp(buckets: Sequence[Bucket], tp: Axis) -> None:
     parts = [
         bucket.owned_part(bucket.gradient, run)
         for bucket in buckets
-        for partial, whole in bucket.layout.runs(lambda info: info.spec.sum_over_tp)
+        for partial, whole in bucket.layout.intervals(lambda info: info.spec.sum_over_tp)
         if partial and (run := intersect(whole, bucket.owned)) is not None
     ]
     if not parts or tp.size == 1:
@@ -313,8 +313,8 @@ def gradient_square_sum(buckets: Sequence[Bucket], tp: Axis) -> Tensor:
     parts = [
         bucket.owned_part(bucket.gradient, run)
         for bucket in buckets
-        if not bucket.is_second_copy
-        for replicated, whole in bucket.layout.runs(lambda info: info.spec.split is None)
+        if not bucket.is_duplicate
+        for replicated, whole in bucket.layout.intervals(lambda info: info.spec.split is None)
         if (run := intersect(whole, bucket.counted)) is not None and not (replicated and tp.index > 0)
     ]
     return square_sum(parts, buckets[0].policy.device)

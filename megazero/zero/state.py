@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from megazero.zero.bucket import Bucket, Run, intersect
+from megazero.zero.bucket import Bucket, Interval, intersect
 from megazero.zero.optimizer import ShardedOptimizer
 from megazero.zero.storage import FlatArray
 
@@ -48,7 +48,7 @@ class ShardedState:
         """Whether a bucket has this kind; frozen parameters have weights only."""
         return kind == MODEL or bucket.layout.trains
 
-    def read(self, kind: str, bucket: Bucket, run: Run) -> Tensor:
+    def read(self, kind: str, bucket: Bucket, run: Interval) -> Tensor:
         """Elements `run`, which this rank owns, 1-D: themselves, or a copy where they lie in a file; also "gradient"."""
         self._wait_for_step()
         if kind == GRADIENT:
@@ -60,7 +60,7 @@ class ShardedState:
         array = _weights(kind, bucket)
         return self.optimizer.read(kind, bucket, run) if array is None else bucket.read(array, run)
 
-    def memory(self, kind: str, bucket: Bucket, run: Run) -> Tensor | None:
+    def memory(self, kind: str, bucket: Bucket, run: Interval) -> Tensor | None:
         """The elements themselves, to be overwritten; None where they lie in a file or do not exist yet."""
         self._wait_for_step()
         array = _weights(kind, bucket)
@@ -69,7 +69,7 @@ class ShardedState:
         array.flush()
         return None if array.tensor is None else bucket.owned_part(array.tensor, run)
 
-    def write(self, kind: str, bucket: Bucket, run: Run, values: Tensor) -> None:
+    def write(self, kind: str, bucket: Bucket, run: Interval, values: Tensor) -> None:
         """Overwrite the elements."""
         self._wait_for_step()
         array = _weights(kind, bucket)

@@ -108,7 +108,7 @@ def _everything(engine: Engine) -> list[Tensor]:
     state, copies = engine.sharded_model.sharded_state, []
     for bucket in state.buckets:
         copies += [bucket.read(array, bucket.owned).clone() for array in (bucket.master, bucket.weight_shard)]
-        for _, whole_run in bucket.layout.runs(lambda info: info.group):
+        for _, whole_run in bucket.layout.intervals(lambda info: info.group):
             start, stop = max(whole_run.start, bucket.owned.start), min(whole_run.stop, bucket.owned.stop)
             if start < stop:
                 part = replace(whole_run, start=start, stop=stop)
@@ -187,7 +187,7 @@ def _poison(engine: Engine, value: float, steps: Container[int] = range(100)) ->
         bucket = next(
             one
             for one in engine.sharded_model.parameters.buckets
-            if not one.is_second_copy and one.counted.start < one.layout.numel
+            if not one.is_duplicate and one.counted.start < one.layout.numel
         )
         bucket.gradient[bucket.counted.start - bucket.owned.start] = value
 
