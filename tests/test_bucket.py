@@ -454,7 +454,7 @@ def test_without_peers_every_stage_keeps_the_whole_in_one_copy(zero_stage):
 def test_off_the_cpu_whole_gradients_are_given_back_whoever_gets_them(zero_stage):
     (layout,) = plan_buckets([parameter(0, (40,))], by_unit=True, bucket_elements=1, shards=2)
     here = policy(zero_stage, Axis("dp", (0, 1), 1))
-    bucket = Bucket(layout, dataclasses.replace(here, device=torch.device("meta")))
+    bucket = Bucket(layout, dataclasses.replace(here, device=torch.device("meta"), on_cpu=False))
     if zero_stage < 2:
         assert bucket.allocate_gradient().shape == (64,)
         assert bucket.gradient.shape == ((64,) if zero_stage == 0 else (32,))
