@@ -17,6 +17,8 @@ The trunk imports no annex: it asks a seam, and trains the same where nothing wa
     callback         RunContext -> Callback, on rank 0 alone, after the metrics are written             training
     out of memory    (error, ResolvedRun, ParallelState, Engine | None) -> text                         training
     peak FLOP/s      (name of a CUDA device, dtype) -> number | None                                    training
+    backend          (Axis, Group, gather) -> `Backend` of tensors on a type of device, as by "cpu"              comm
+    messages         () -> `Messages` of a run on a type of device                                      comm
     name             what a script finds in a module of the trunk, by its full name                     megazero, pipe, zero
 """
 

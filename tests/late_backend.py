@@ -27,7 +27,7 @@ class LateBackend:
 
     def __init__(self, inner: Backend, seed: int) -> None:
         self._inner, self._random = inner, random.Random(seed)
-        self.needs_scratch, self.needs_contiguous = inner.needs_scratch, inner.needs_contiguous
+        self.needs_scratch, self.runs_by_itself = inner.needs_scratch, inner.runs_by_itself
 
     def _late(self, wait: Wait, arrived: Tensor, out: Tensor, given: Tensor | None) -> Wait:
         before = None if given is None else given.clone()

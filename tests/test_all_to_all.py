@@ -10,11 +10,11 @@ import torch
 from harness import run_world
 from torch import Tensor
 
-from megazero.comm.backend import GlooBackend
 from megazero.comm.collectives import LostPeerError, Pending, all_reduce, all_to_all
 from megazero.comm.head_exchange import SequenceForHeads, start_heads_for_sequence
-from megazero.comm.labels import OrderError
-from megazero.comm.shared_memory import HALF_BYTES, SharedMemoryBackend
+from megazero.comm.messages import OrderError
+from megazero.cpu.shared_memory import HALF_BYTES, SharedMemoryBackend
+from megazero.cpu.sockets import SocketBackend
 from megazero.parallel_state import Axis, ParallelState, RankGrid
 
 LONG = HALF_BYTES // 4 + 40  # fp32 elements: several rounds, and the last one short
@@ -47,7 +47,7 @@ def _everything_arrives(rank: int, world: int, shares: bool) -> None:
                 assert torch.equal(out, wanted), (dtype, shape)
                 sent_bytes = (world - 1) * wanted[0].numel() * wanted.element_size()
                 assert axis.traffic.by_axis() == {"cp": sent_bytes}
-    assert isinstance(axis.group.backends["cpu"], SharedMemoryBackend if shares else GlooBackend)
+    assert isinstance(axis.group.backends["cpu"], SharedMemoryBackend if shares else SocketBackend)
 
 
 @worlds

@@ -32,8 +32,9 @@ from zero_worlds import (
     seeded,
 )
 
-from megazero.comm.backend import GlooBackend, TorchBackend
-from megazero.comm.labels import OrderError
+from megazero.comm.backend import TorchBackend
+from megazero.comm.messages import OrderError
+from megazero.cpu.sockets import SocketBackend
 from megazero.parallel_state import ParallelState
 from megazero.zero.file_store import FileStore
 from megazero.zero.gather import UnitGatherer
@@ -1090,7 +1091,7 @@ def test_ranks_that_use_different_units_take_the_plain_step_or_are_told_both_and
     assert all(any(f"blocks.{index}.a.weight" in text for text in said) for index in differ), said
 
 
-class _AsOnGPUs(GlooBackend):
+class _AsOnGPUs(SocketBackend):
     all_gather = TorchBackend.all_gather
 
 

@@ -10,7 +10,7 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "megazero"
-ANNEXES = {"deepspeed", "formats", "plan"}
+ANNEXES = {"cpu", "deepspeed", "formats", "plan"}
 PAGE = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
 
 

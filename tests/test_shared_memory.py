@@ -8,13 +8,14 @@ import socket
 import time
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 from harness import assert_nothing_is_left, open_files, run_world
 
-from megazero.comm import backend, collectives, rendezvous
-from megazero.comm.backend import GlooBackend, HostBackend, TorchBackend
+from megazero.comm import backend, collectives
+from megazero.comm.backend import HostBackend, TorchBackend
 from megazero.comm.collectives import (
     LostPeerError,
     Pending,
@@ -28,8 +29,10 @@ from megazero.comm.collectives import (
     reduce_scatter,
     ring_shift,
 )
-from megazero.comm.labels import OrderError
-from megazero.comm.shared_memory import HALF_BYTES, SharedMemoryBackend
+from megazero.comm.messages import OrderError
+from megazero.cpu import rendezvous, transport
+from megazero.cpu.shared_memory import HALF_BYTES, SharedMemoryBackend
+from megazero.cpu.sockets import SocketBackend
 from megazero.parallel_state import Axis, ParallelState, RankGrid
 
 LONG = 3 * HALF_BYTES // 4 + 40  # fp32 elements: several rounds, and the last one short
@@ -50,7 +53,14 @@ def _collectives(rank: int, world: int, shares: bool) -> None:
     axis = _axis(rank, world, shares=shares)
     assert arriving_elements(64, axis) == (0 if shares else 64)
     _every_collective(axis, rank, world)
-    assert isinstance(axis.group.backends["cpu"], SharedMemoryBackend if shares else GlooBackend)
+    assert isinstance(axis.group.backends["cpu"], SharedMemoryBackend if shares else SocketBackend)
+
+
+def _without_the_annex(rank: int, world: int) -> None:
+    with patch("megazero.comm.backend.added", lambda _: {}), patch("megazero.comm.collectives.added", lambda _: {}):
+        axis = _axis(rank, world)
+        _every_collective(axis, rank, world)
+        assert type(axis.group.backends["cpu"]) is TorchBackend
 
 
 def _on_the_host(rank: int, world: int) -> None:
@@ -86,6 +96,11 @@ def _every_collective(axis: Axis, rank: int, world: int) -> None:
 @pytest.mark.parametrize(("world", "shares"), [(2, True), (3, True), (4, True), (2, False), (4, False)])
 def test_collectives_are_exact_in_memory_and_over_gloo(world: int, shares: bool) -> None:
     run_world(world, _collectives, world, shares)
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_collectives_are_exact_over_plain_gloo(world: int) -> None:
+    run_world(world, _without_the_annex, world)
 
 
 @pytest.mark.parametrize("world", [2, 3])
@@ -187,7 +202,7 @@ def _apart(rank: int, breaks: str) -> None:
             raise ConnectionRefusedError
 
         rendezvous._connections = refused
-    _assert_sums_over(rank, GlooBackend)
+    _assert_sums_over(rank, SocketBackend)
 
 
 @pytest.mark.parametrize("breaks", ["other machine", "no such system", "no connection"])
@@ -210,7 +225,7 @@ def _with_a_stranger(rank: int) -> bool:
         return gathered(index, size, area_bytes, after_the_stranger)
 
     called: list[int] = []
-    backend.rendezvous = call_first
+    transport.rendezvous = call_first
     _assert_sums_over(rank, SharedMemoryBackend)
     return called == [0] if rank == 1 else True
 
@@ -355,10 +370,10 @@ def _save_beside_training(rank: int) -> None:
     saving = state.saving_axes(60).world
     got = torch.zeros(1)
 
-    def polled() -> bool:
+    def polled(_: float) -> bool:
         raise AssertionError("the saving thread polls the channels of the training thread")
 
-    state.dp.group.backends["cpu"].progress = polled
+    state.dp.group.backends["cpu"].poller.poll = polled
     for pending in exchange([(torch.ones(1), 1 - rank)], [(got, 1 - rank)], saving):
         pending.wait()
     assert got.item() == 1

@@ -25,7 +25,6 @@ from torch import Tensor
 
 from benchmarks.hosts_net import NoHostsError, network_of
 from benchmarks.worlds import World
-from megazero.comm.backend import GlooBackend
 from megazero.comm.collectives import (
     LostPeerError,
     Pending,
@@ -36,9 +35,11 @@ from megazero.comm.collectives import (
     exchange,
     reduce_scatter,
 )
-from megazero.comm.shared_memory import Rounds, SharedMemoryBackend
-from megazero.comm.two_level import Hosts, TwoLevelBackend, hosts_of
+from megazero.cpu.shared_memory import Rounds, SharedMemoryBackend
+from megazero.cpu.sockets import SocketBackend
+from megazero.cpu.two_level import TwoLevelBackend
 from megazero.parallel_state import Axis, ParallelState, RankGrid
+from megazero.parallel_state.grid import Hosts, hosts_of
 
 SHAPES = [(4, 2), (6, 2), (8, 4)]  # ranks, and of them on each host
 LONG = 5 * 65_536 + 40  # fp32 elements: more pieces than travel at once, and the last one short
@@ -147,7 +148,7 @@ def _random_sequence(rank: int, seed: int) -> None:
             assert torch.equal(got, wanted)
     assert isinstance(_backend(state.world), TwoLevelBackend)
     assert isinstance(_backend(state.tp), SharedMemoryBackend)
-    assert isinstance(_backend(state.dp), GlooBackend)
+    assert isinstance(_backend(state.dp), SocketBackend)
 
 
 def _started_sum(axis: Axis, every: list[Tensor]) -> tuple[Pending, Tensor, Tensor]:
@@ -208,7 +209,7 @@ def _threads(rank: int) -> tuple[int, list[int]]:
     return torch.get_num_threads(), found
 
 
-def test_a_lane_computes_with_one_thread_and_the_rank_with_its_own() -> None:
+def test_a_threaded_channel_computes_with_one_thread_and_the_rank_with_its_own() -> None:
     assert run_world(4, _threads) == [(2, [1])] * 4
 
 
@@ -235,7 +236,7 @@ def _takes(rank: int, world: int, neighbours: tuple[int, ...]) -> tuple[str, flo
 @pytest.mark.parametrize(
     ("neighbours", "wanted"),
     [
-        ((2, 2, 2), "GlooBackend"),  # two and one
+        ((2, 2, 2), "SocketBackend"),  # two and one
         ((3, 3, 3), "SharedMemoryBackend"),
         ((2, 2, 4, 4, 4, 4), "TwoLevelBackend"),  # a host of four passes for two hosts
         ((1, 1, 1), "SharedMemoryBackend"),  # nobody has said
@@ -320,7 +321,7 @@ def _after_leaving(rank: int, under_way: bool) -> None:
         del pending
         gc.collect()  # the frames of the error
     assert_nothing_is_left(before)
-    assert not [one for one in threading.enumerate() if one.name.startswith("lane")]
+    assert not [one for one in threading.enumerate() if one.name.startswith("channel")]
 
 
 @pytest.mark.parametrize("under_way", [False, True])

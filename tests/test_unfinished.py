@@ -24,9 +24,9 @@ from megazero.comm.collectives import (
     reduce_scatter,
     ring_shift,
 )
-from megazero.comm.labels import OrderError
-from megazero.comm.rendezvous import Poller
-from megazero.comm.shared_memory import Channel, Rounds
+from megazero.comm.messages import OrderError
+from megazero.cpu.rendezvous import Poller
+from megazero.cpu.shared_memory import Channel, Rounds
 from megazero.parallel_state import Axis, ParallelState, RankGrid
 
 _NUMEL = 1024

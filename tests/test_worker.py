@@ -15,7 +15,7 @@ from harness import run_world
 from torch import Tensor
 
 from megazero.comm.collectives import LostPeerError, all_gather, all_to_all, reduce_scatter, ring_shift
-from megazero.comm.worker import Worker
+from megazero.cpu.worker import Worker
 from megazero.parallel_state import Axis, ParallelState, RankGrid
 from megazero.parallel_state.groups import Wait
 
@@ -74,7 +74,7 @@ def test_the_thread_begins_with_the_first_message_and_ends_with_its_worker() -> 
 
 
 def test_what_a_closed_worker_has_not_begun_fails_and_never_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("megazero.comm.worker._JOIN_SECONDS", 0.0)  # the thread cannot end yet
+    monkeypatch.setattr("megazero.cpu.worker._JOIN_SECONDS", 0.0)  # the thread cannot end yet
     goes_on, ran = threading.Event(), list[str]()
     worker = Worker("closed")
 
@@ -125,7 +125,7 @@ def _held_up(rank: int) -> None:
         return lambda: None
 
     assert axis.group is not None
-    held = axis.group.backends["cpu"]._post(hold)  # type: ignore[attr-defined]
+    held = axis.group.backends["cpu"]._messages.post(hold)  # type: ignore[attr-defined]
     whole, parts, shifted = torch.empty(2), torch.empty(2, 3), torch.empty(3)
     sums: Tensor = torch.empty(2)
     pendings = [
@@ -161,7 +161,7 @@ def _interrupted_start(rank: int) -> list[list[float]]:
         partial(reduce_scatter, torch.empty(2), torch.zeros(4), axis),
     ]
     for start in starts:
-        with patch("megazero.comm.collectives.let_begin", interrupt), pytest.raises(KeyboardInterrupt):
+        with patch("megazero.cpu.worker._Posted.wait_until_made", interrupt), pytest.raises(KeyboardInterrupt):
             start()
         whole = torch.empty(2)
         all_gather(whole, torch.full((1,), float(rank)), axis, "weights").wait()
@@ -210,7 +210,7 @@ def test_a_process_that_ends_lets_its_threads_end_a_wait() -> None:
     """One in a message's wait returns to an interpreter that is gone, and the process aborts."""
     script = (
         "import time\n"
-        "from megazero.comm.worker import Worker\n"
+        "from megazero.cpu.worker import Worker\n"
         "worker = Worker('waits')\n"
         "worker.post(lambda: (time.sleep(0.2), print('ended', flush=True)))\n"
     )

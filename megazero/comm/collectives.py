@@ -15,17 +15,15 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
+from megazero.annexes import added
 from megazero.comm.backend import choose_backend
 from megazero.comm.identity import address_of
-from megazero.comm.labels import OrderError
+from megazero.comm.messages import OrderError, combine
 from megazero.comm.process_groups import ProcessGroups
-from megazero.comm.shared_memory import combine
-from megazero.comm.worker import let_begin
 from megazero.parallel_state import Axis
 from megazero.parallel_state.groups import Backend, Group, Messages, Transfers, Wait
 
 T = TypeVar("T")
-_PROCESS_GROUPS = ProcessGroups()
 
 # These are RuntimeErrors too, but no peer is to blame.  (AcceleratorError: a kernel failed.)
 _OF_THE_DEVICE = (torch.OutOfMemoryError, *filter(None, [getattr(torch, "AcceleratorError", None)]))
@@ -125,13 +123,7 @@ def _start(
     _end_unfinished(axis)
     named = f"{operation} of {label}" if label else operation
     wait = _guarded(named, axis, start)
-    pending = Pending(partial(_guarded, named, axis, wait), finish, axis.group)
-    try:
-        let_begin(wait)
-    except BaseException:
-        pending.leave()
-        raise
-    return pending
+    return Pending(partial(_guarded, named, axis, wait), finish, axis.group)
 
 
 def _end_unfinished(axis: Axis) -> None:
@@ -157,8 +149,13 @@ def _backend(axis: Axis, device: torch.device) -> Backend:
 
 
 def _messages(axis: Axis) -> Messages:
-    """What carries all but tensors' collectives."""
-    return (axis.group and axis.group.messages) or _PROCESS_GROUPS
+    """What carries broadcasts, messages between two ranks and small values."""
+    group = axis.group
+    if group is None:
+        return ProcessGroups()
+    if group.messages is None:
+        group.messages = added("messages").get(group.device.type, ProcessGroups)()
+    return group.messages
 
 
 def runs_by_itself(axis: Axis) -> bool:
@@ -166,7 +163,7 @@ def runs_by_itself(axis: Axis) -> bool:
 
     Those in the memory of one host do not: each rank copies its part when it waits, and would only wait at more places.
     """
-    return axis.group is not None and not _backend(axis, axis.group.device).progress()
+    return axis.group is not None and _backend(axis, axis.group.device).runs_by_itself
 
 
 def _check_contiguous(operation: str, *tensors: Tensor) -> None:
@@ -309,12 +306,7 @@ def all_to_all(out: Tensor, x: Tensor, axis: Axis) -> Pending:
         return Pending()
     backend, sent = _backend(axis, x.device), x.nbytes * (axis.size - 1) // axis.size
     linked = backend.link_bytes("all_to_all", x, axis)
-    if not backend.needs_contiguous:
-        return _start("all_to_all", axis, sent, linked, lambda: backend.all_to_all(out, x, axis))
-    parts, arriving = x.contiguous(), out if out.is_contiguous() else out.new_empty(out.shape)
-    finish = None if arriving is out else partial(out.copy_, arriving)
-    start = partial(backend.all_to_all, arriving, parts, axis)
-    return _start("all_to_all", axis, sent, linked, start, finish)
+    return _start("all_to_all", axis, sent, linked, lambda: backend.all_to_all(out, x, axis))
 
 
 def ring_shift(out: Tensor, x: Tensor, axis: Axis) -> Pending:
@@ -329,18 +321,7 @@ def ring_shift(out: Tensor, x: Tensor, axis: Axis) -> Pending:
         return Pending()
     _check_contiguous("ring_shift", out, x)
     backend, linked = _backend(axis, x.device), x.nbytes * axis.is_apart((axis.index + 1) % axis.size)
-
-    def start() -> Wait:
-        _progress(axis)
-        arrived = backend.ring_shift(out, x, axis)
-
-        def wait() -> None:
-            _progress(axis)
-            arrived()
-
-        return wait
-
-    return _start("ring_shift", axis, x.nbytes, linked, start)
+    return _start("ring_shift", axis, x.nbytes, linked, lambda: backend.ring_shift(out, x, axis))
 
 
 def gather_objects(value: T, axis: Axis) -> list[T]:
@@ -406,23 +387,8 @@ def exchange(sends: Transfers, receives: Transfers, axis: Axis) -> list[Pending]
     if not sends and not receives:
         return []
 
-    def wait(arrived: Wait) -> None:
-        _progress(axis)
-        arrived()
-
     _end_unfinished(axis)
-    _progress(axis)
     linked = sum(tensor.nbytes for tensor, peer in sends if axis.is_apart(axis.ranks.index(peer)))
     axis.traffic.add(axis.name, "send_recv", sum(tensor.nbytes for tensor, _ in sends), linked)
     waits = _guarded("send_recv", axis, lambda: _messages(axis).exchange(sends, receives, axis))
-    return [Pending(partial(_guarded, "send_recv", axis, partial(wait, one)), group=axis.group) for one in waits]
-
-
-def _progress(axis: Axis) -> None:
-    """Continue the collectives under way: those in shared memory stand still while this rank waits for a message.
-
-    So its sender must not wait for one of them.  Groups that do not share memory may belong to another thread.
-    """
-    for group in axis.group.siblings if axis.group is not None and axis.group.shares_memory else ():
-        if any(backend.progress() for backend in group.backends.values()):
-            return
+    return [Pending(partial(_guarded, "send_recv", axis, wait), group=axis.group) for wait in waits]

@@ -1,20 +1,21 @@
-"""Exchanges that are messages between pairs of ranks, and the tags that keep their kinds apart.
+"""Messages between pairs of ranks: tags that keep operations apart, waits, and labels that ranks compare.
 
-Messages of one tag between two ranks arrive in the order in which they were sent.  One of another length than expected ends
-the process, so those of different operations must not meet.
+Messages of one tag between two ranks arrive in the order in which they were sent.  A message of another length than expected
+ends the process, so messages of different operations must not meet.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 from zlib import crc32
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megazero.comm.worker import Post, at_once, in_turn
+from megazero.comm.identity import address_of
 from megazero.parallel_state import Axis
 from megazero.parallel_state.groups import Wait
 
@@ -22,6 +23,13 @@ from megazero.parallel_state.groups import Wait
 LABEL_TAG = 1
 _FIRST_LABELLED_TAG, _LABELLED_TAGS = 2, 2**24
 REDUCE_TAG, ALL_TO_ALL_TAG, OBJECT_TAG, RING_TAG, SUMS_TAG = range(2**25, 2**25 + 5)
+LABEL_BYTES = 256
+
+REDUCTIONS: dict[str, Callable[..., Tensor]] = {"sum": torch.add, "max": torch.maximum}
+
+
+class OrderError(RuntimeError):
+    """Ranks have started different operations where each should have started the same one."""
 
 
 def tag_of(label: str) -> int:
@@ -42,8 +50,13 @@ def wait_for(works: Sequence[Any]) -> None:
 
 
 def wait_of(work: Any, tensor: Tensor) -> Wait:
-    """What waits for the message of a tensor, also after an interrupted wait; NCCL's may be waited for at any time."""
+    """Return the function that waits for a tensor's message; NCCL allows a second wait, gloo needs `wait_for`."""
     return partial(wait_for, [work]) if tensor.device.type == "cpu" else work.wait
+
+
+def in_turn(*waits: Wait) -> Wait:
+    """Return a function that calls all waits, one after another."""
+    return lambda: [wait() for wait in waits]
 
 
 def shift(out: Tensor, x: Tensor, axis: Axis) -> Wait:
@@ -55,7 +68,7 @@ def shift(out: Tensor, x: Tensor, axis: Axis) -> Wait:
 
 
 def swap(arriving: Tensor | Sequence[Tensor], leaving: Tensor | Sequence[Tensor], axis: Axis, tag: int) -> list[Any]:
-    """Start to send `leaving[i]` to rank i and to receive `arriving[i]` from it, for all other ranks; of host memory.
+    """Start to send `leaving[i]` to rank i and to receive `arriving[i]` from it, for all other ranks; in host memory.
 
     A message reaches its socket without a thread of gloo's: as many as there are go both ways at once.
     """
@@ -65,8 +78,56 @@ def swap(arriving: Tensor | Sequence[Tensor], leaving: Tensor | Sequence[Tensor]
     return works
 
 
-def swap_parts(out: Tensor, x: Tensor, axis: Axis, tag: int, post: Post = at_once) -> Wait:
-    """Start to send part j of `x` to rank j, and to receive part i of `out` from rank i; contiguous, of host memory."""
-    arriving, leaving = (whole.detach().view(axis.size, whole.numel() // axis.size) for whole in (out, x))
-    arriving[axis.index].copy_(leaving[axis.index])
-    return post(lambda: partial(wait_for, swap(arriving, leaving, axis, tag)))
+def place_shard(out: Tensor, shard: Tensor, axis: Axis) -> list[Tensor]:
+    """Copy this rank's shard to its position in the result of an all-gather.  Returns: all positions by rank, 1-D."""
+    shards = list(out.detach().view(axis.size, shard.numel()).unbind(0))
+    mine = shards[axis.index]
+    if address_of(mine) != address_of(shard):
+        mine.copy_(shard.detach().view(-1))
+    return shards
+
+
+def combine(out: Tensor, parts: Sequence[Tensor], op: Callable[..., Tensor]) -> None:
+    """Combine at least two tensors pairwise, in rank order; `out` may be the first or the second of them."""
+    op(parts[0], parts[1], out=out)
+    for part in parts[2:]:
+        op(out, part, out=out)
+
+
+def encoded(label: str) -> bytes:
+    """A label as ranks compare it, `LABEL_BYTES` long; what identifies the operation comes first."""
+    return label.encode()[:LABEL_BYTES].ljust(LABEL_BYTES)
+
+
+def check_labels(labels: Mapping[int, bytes], expected: bytes) -> None:
+    """Raises: OrderError: a rank, by its number in the group, is in an operation with another label."""
+    for index, found in labels.items():
+        if found != expected:
+            theirs, mine = (label.decode(errors="replace").strip() for label in (found, expected))
+            raise OrderError(
+                f"ranks differ in the order of their operations: number {index} of the group is in {theirs}, this one in "
+                f"{mine}; every rank must run the same modules in the same order"
+            )
+
+
+def start_comparing(
+    label: str, axis: Axis, step: int = 1, wait_for: Callable[[Sequence[Any]], object] = wait_for
+) -> Wait:
+    """Send the label to the rank `step` places ahead; the wait compares it with the label of the rank as far behind.
+
+    One message over host memory, however many ranks there are; none if the label is empty.
+    """
+    if not label:
+        return lambda: None
+    mine, theirs = encoded(label), torch.empty(LABEL_BYTES, dtype=torch.uint8)
+    leaving, before = torch.frombuffer(bytearray(mine), dtype=torch.uint8), (axis.index - step) % axis.size
+    works: list[Any] = [
+        dist.irecv(theirs, axis.ranks[before], axis.host_group, LABEL_TAG),
+        dist.isend(leaving, axis.ranks[(axis.index + step) % axis.size], axis.host_group, LABEL_TAG),
+    ]
+
+    def wait() -> None:
+        wait_for(works)
+        check_labels({before: bytes(theirs.numpy())}, mine)
+
+    return wait

@@ -9,6 +9,7 @@ rank = tp + 2*dp + 4*pp                     dp 0   dp 1     dp 0   dp 1
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
@@ -106,3 +107,31 @@ class RankGrid:
         size = neighbours or self.size(axis)
         stretch = self._strides[axis] * size
         return size == 1 or self.world_size <= block or block % stretch == 0
+
+
+@dataclass(frozen=True)
+class Hosts:
+    """Where a rank of a group is: number `local` of host `host`, among `count` hosts of `size` ranks of the group."""
+
+    count: int
+    size: int
+    host: int
+    local: int
+
+    @property
+    def others(self) -> list[int]:
+        """The other hosts, the next one first, so that not all ranks begin with the same host."""
+        return [(self.host + step) % self.count for step in range(1, self.count)]
+
+
+def hosts_of(names: Sequence[object], index: int) -> Hosts | None:
+    """The hosts of a group; None unless each has as many ranks as the others, in a row.
+
+    Args:
+        names: each rank's host, by name or number.
+        index: number of this rank in the group.
+    """
+    sizes = [len(list(ranks)) for _, ranks in itertools.groupby(names)]
+    if len(sizes) > len(set(names)) or len(set(sizes)) > 1:
+        return None
+    return Hosts(len(sizes), sizes[0], index // sizes[0], index % sizes[0])

@@ -32,7 +32,7 @@ class Backend(Protocol):
     """
 
     needs_scratch: bool  # `reduce_scatter` only brings the parts into memory as long as `full`; the caller sums them
-    needs_contiguous: bool  # `all_to_all` takes contiguous tensors only
+    runs_by_itself: bool  # operations go on while this rank computes; otherwise only while it waits for one
 
     def all_reduce(self, tensor: Tensor, axis: Axis, op: str) -> Wait: ...
 
@@ -49,9 +49,6 @@ class Backend(Protocol):
 
     def check_order(self) -> None:
         """Compare the labels of gathers that their waits have not compared.  Raises: OrderError."""
-
-    def progress(self) -> bool:
-        """Continue the operations under way; False if they need no call for that."""
 
     def close(self) -> None:
         """Release what it holds; operations that are not finished fail."""

@@ -19,9 +19,9 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from megazero.comm.two_level import hosts_of
 from megazero.config import ResolvedRun
 from megazero.parallel_state import RankGrid
+from megazero.parallel_state.grid import hosts_of
 from megazero.plan.cluster import Cluster
 
 _SENT_SHARE = {"all_reduce": 2.0}

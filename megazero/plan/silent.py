@@ -16,19 +16,23 @@ from typing import Any, Literal, Protocol, TypeAlias
 
 from torch import Tensor
 
-from megazero.comm.backend import GlooBackend, HostBackend, TorchBackend, kind_between
-from megazero.comm.shared_memory import SharedMemoryBackend, place_shard
-from megazero.comm.two_level import Hosts, TwoLevelBackend, hosts_of, link_bytes_between
+from megazero.comm.backend import HostBackend, TorchBackend, over_contiguous
+from megazero.comm.messages import place_shard
+from megazero.cpu.shared_memory import SharedMemoryBackend
+from megazero.cpu.sockets import SocketBackend
+from megazero.cpu.transport import backend_between
+from megazero.cpu.two_level import TwoLevelBackend, link_bytes_between
 from megazero.parallel_state import Axis
+from megazero.parallel_state.grid import Hosts, hosts_of
 from megazero.parallel_state.groups import Group, Transfers, Wait
 from megazero.parallel_state.traffic import Traffic
 from megazero.plan.fake_tensors import Event, Message
 
 Kind: TypeAlias = Literal["shared memory", "two levels", "gloo", "host", "nccl"]
-_REAL: dict[Kind, type[TorchBackend | TwoLevelBackend | SharedMemoryBackend]] = {
+_REAL: dict[Kind, type[TorchBackend | SharedMemoryBackend]] = {
     "shared memory": SharedMemoryBackend,
     "two levels": TwoLevelBackend,
-    "gloo": GlooBackend,
+    "gloo": SocketBackend,
     "host": HostBackend,
     "nccl": TorchBackend,
 }
@@ -96,7 +100,7 @@ class SilentBackend:
     ) -> None:
         real = _REAL[kind]
         self.kind, self.meeting, self._fills = kind, meeting, fills
-        self.needs_scratch, self.needs_contiguous = real.needs_scratch, real.needs_contiguous
+        self.needs_scratch, self.runs_by_itself = real.needs_scratch, real.runs_by_itself
         self.link_bytes = _link_bytes(kind, hosts)
 
     def all_reduce(self, tensor: Tensor, axis: Axis, op: str) -> Wait:
@@ -115,9 +119,13 @@ class SilentBackend:
         return _holding(full, self.meeting.operation("reduce_scatter", full, axis, ""))
 
     def all_to_all(self, out: Tensor, x: Tensor, axis: Axis) -> Wait:
-        self._fills(out)
         if self.kind != "nccl":
             out[axis.index].copy_(x[axis.index])
+        start = partial(self._all_to_all, axis)
+        return start(out, x) if self.kind == "shared memory" else over_contiguous(out, x, start)
+
+    def _all_to_all(self, axis: Axis, out: Tensor, x: Tensor) -> Wait:
+        self._fills(out)
         return _holding(x, self.meeting.operation("all_to_all", x, axis, ""))
 
     def ring_shift(self, out: Tensor, x: Tensor, axis: Axis) -> Wait:
@@ -126,10 +134,6 @@ class SilentBackend:
 
     def check_order(self) -> None:
         """Labels are compared when an operation starts."""
-
-    def progress(self) -> bool:
-        """As the real one: operations in shared memory need the calls of their ranks."""
-        return self.kind == "shared memory"
 
     def close(self) -> None:
         """There is nothing to release."""
@@ -163,7 +167,7 @@ def _link_bytes(kind: Kind, hosts: Hosts | None) -> Callable[[str, Tensor, Axis]
         return lambda operation, full, axis: link_bytes_between(hosts, operation, full, axis)
     if kind == "shared memory":
         return lambda *_: 0
-    real = TorchBackend() if kind == "nccl" else GlooBackend()
+    real = TorchBackend() if kind == "nccl" else SocketBackend()
     return real.link_bytes
 
 
@@ -178,7 +182,7 @@ def kind_of(ranks: Sequence[int], index: int, per_node: int, *, on_cuda: bool) -
     if on_cuda:
         return "nccl", None
     hosts = hosts_of([str(rank // per_node) for rank in ranks], index)
-    real = kind_between(hosts)
+    real = backend_between(hosts)
     return next(kind for kind, one in _REAL.items() if one is real), hosts
 
 

@@ -17,10 +17,10 @@ from torch import Tensor
 
 from megazero.comm.arena import Arena
 from megazero.comm.collectives import LostPeerError, agree, gather_objects
-from megazero.comm.two_level import hosts_of
 from megazero.config.schema import PrecisionConfig, ZeroConfig
 from megazero.layers.linear import WeightGradQueue
 from megazero.parallel_state import Axis, ParallelState
+from megazero.parallel_state.grid import hosts_of
 from megazero.settings import divisors
 from megazero.zero.bucket import DTYPES, ShardingPolicy
 from megazero.zero.gradients import GradientReducer

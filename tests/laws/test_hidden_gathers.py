@@ -24,9 +24,9 @@ from torch import Tensor, nn
 from worlds import LR, engine_on, micro_batches, run_of, state_of, state_on
 
 from megazero.checkpoint.index import CheckpointError
-from megazero.comm.backend import GlooBackend
 from megazero.comm.collectives import LostPeerError, Pending, all_gather
 from megazero.config import ResolvedRun
+from megazero.cpu.sockets import SocketBackend
 from megazero.engine import Engine
 from megazero.engine.phases import Position
 from megazero.engine.step import NonFiniteError
@@ -45,7 +45,7 @@ from megazero.zero.weight_gathers import HalfSteppedError, WeightGathers
 pytestmark = pytest.mark.skipif(DEVICE.type != "cpu", reason="the test double stands for gloo")
 
 
-class _LateBackend(GlooBackend):
+class _LateBackend(SocketBackend):
     """Gathers whose results come when they are waited for, and that look whether what travels has changed meanwhile."""
 
     def all_gather(self, out: Tensor, shard: Tensor, axis: Axis, label: str = "") -> Wait:
@@ -387,7 +387,7 @@ def test_gradients_of_stage_0_that_come_behind_the_next_forward_step_as_if_they_
     )
     with (
         patch("megazero.comm.collectives.choose_backend", lambda *_: _LateBackend()),
-        patch("megazero.comm.backend._SMALL_BYTES", 512),  # sums of buckets are in the order of ranks
+        patch("megazero.cpu.sockets._SMALL_BYTES", 512),  # sums of buckets are in the order of ranks
     ):
         run_world(world, _gradients_behind, run, tmp_path, timeout=60)
 

@@ -19,7 +19,7 @@ from worlds import LLAMA, LR, engine_on, micro_batches, run_of, state_on, traffi
 from zero_worlds import Sharded, assert_same, plain_gradients, random_batches, seeded
 
 from megazero.comm.collectives import LostPeerError
-from megazero.comm.labels import OrderError
+from megazero.comm.messages import OrderError
 from megazero.config import ResolvedRun
 from megazero.parallel_state import ParallelState, RankGrid
 from megazero.parallel_state.traffic import Traffic

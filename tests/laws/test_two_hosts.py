@@ -14,8 +14,8 @@ from harness import run_world
 from worlds import LLAMA, difference, engine_on, run_of, train_on, train_plainly
 
 from megazero.comm.collectives import gather_objects
-from megazero.comm.two_level import TwoLevelBackend
 from megazero.config import ResolvedRun
+from megazero.cpu.two_level import TwoLevelBackend
 from megazero.parallel_state import ParallelState, RankGrid
 
 MODEL = LLAMA | {"tie_embeddings": True}

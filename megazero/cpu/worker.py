@@ -23,32 +23,14 @@ from megazero.parallel_state.groups import Wait
 
 Start: TypeAlias = Callable[[], Wait]
 """Starts an operation, and returns a function that waits for it."""
-Post: TypeAlias = Callable[[Start], Wait]
-"""Has an operation started, in the order of the calls, and returns a function that waits for it."""
 
 _START_SECONDS = 2e-3  # a call takes 0.2 ms, but may meet gloo's lock
 _END_SECONDS = 1.0  # after a lost peer all messages fail at once
 _JOIN_SECONDS = 5.0  # one that waits in a system call alone needs a moment
 
 
-def at_once(start: Start) -> Wait:
-    """Start an operation now, in the caller's thread: a `Post`."""
-    return start()
-
-
-def in_turn(*waits: Wait) -> Wait:
-    """One after another."""
-    return lambda: [wait() for wait in waits]
-
-
 class _Posted:
-    """A call of the thread; called itself, it waits for the operation.
-
-    Attributes:
-        is_first: the thread was idle when it was posted.
-    """
-
-    is_first = False
+    """A call of the thread; called itself, it waits for the operation."""
 
     def __init__(self, start: Start) -> None:
         self._start: Start | None = start  # until it is over, with its tensors: those of messages are gloo's to keep
@@ -87,15 +69,6 @@ class _Posted:
             self._wait()
 
 
-def let_begin(wait: Wait) -> None:
-    """Lend the core for up to 2 ms to an idle thread that an operation was posted to; `wait`: the operation's.
-
-    Beside a computation Linux wakes a batch job's thread only after milliseconds, in which the link is idle.
-    """
-    if isinstance(wait, _Posted) and wait.is_first:
-        wait.wait_until_made(_START_SECONDS)
-
-
 class Worker:
     """Makes calls in a thread, in the order in which they were posted; one that fails does not keep the next from its turn.
 
@@ -103,18 +76,16 @@ class Worker:
 
     Args:
         name: of the thread.
-        is_brief: its calls wait for nobody: see `let_begin`.
     """
 
-    def __init__(self, name: str, *, is_brief: bool = False) -> None:
-        self._is_brief = is_brief
+    def __init__(self, name: str) -> None:
         self._queue: SimpleQueue[_Posted | None] = SimpleQueue()
         self._posted: deque[_Posted] = deque()  # and not over
         arguments = (self._queue, self._posted, is_ready := threading.Event())
         self._thread, self._is_ready = threading.Thread(target=_run, args=arguments, name=name, daemon=True), is_ready
         weakref.finalize(self, _end, self._queue, self._thread)
 
-    def post(self, start: Start) -> Wait:
+    def post(self, start: Start) -> _Posted:
         """Queue `start` for the thread; what is returned waits until the operation has ended."""
         if self._thread.ident is None:
             threads = torch.get_num_threads()
@@ -124,10 +95,25 @@ class Worker:
             finally:
                 torch.set_num_threads(threads)  # the default of further threads, which this one has changed
         posted = _Posted(start)
-        posted.is_first = self._is_brief and not self._posted
         self._posted.append(posted)
         self._queue.put(posted)
         return posted
+
+    def begin(self, start: Start, abandoned: deque[Wait]) -> Wait:
+        """Post a call that waits for nobody, and lend the core for up to 2 ms to a thread that was idle.
+
+        Beside a computation Linux wakes a batch job's thread only after milliseconds, in which the link is idle.
+
+        abandoned: takes the operation's wait if an interrupt comes meanwhile, since nobody else has it.
+        """
+        was_idle, wait = not self._posted, self.post(start)
+        if was_idle:
+            try:
+                wait.wait_until_made(_START_SECONDS)
+            except BaseException:
+                abandoned.append(wait)
+                raise
+        return wait
 
     def close(self, error: RuntimeError, interrupt: Callable[[], object]) -> None:
         """End the thread; what is not over fails with `error`.  A forked child has no thread, and interrupts nothing.

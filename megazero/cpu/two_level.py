@@ -14,8 +14,8 @@ crosses is for one rank.
 
 [Note: pieces]  A long tensor goes in pieces: one is summed within the host while others travel.
 
-[Note: two lanes]  The second level starts when the first has ended, whatever the rank computes then, so operations run in a
-thread of their own.  Ranks may differ in when they gather and when they reduce, so each of the two has its own.
+[Note: two threads]  The second level starts when the first has ended, whatever the rank computes then, so operations run in
+a thread of their own.  Ranks may differ in when they gather and when they reduce, so each of the two has its own.
 
 [Note: sums]  The ranks of a host are added in their order, then the hosts in theirs, in the tensor's own type.  So every
 rank has the same bits, and an element is rounded L + H - 2 times, not n - 1 times as in the order of ranks.
@@ -29,31 +29,30 @@ from __future__ import annotations
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from datetime import timedelta
 from functools import partial
-from itertools import groupby
 from typing import Any, TypeAlias
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megazero.comm.labels import start_comparing
-from megazero.comm.lane import Lane
-from megazero.comm.messages import ALL_TO_ALL_TAG, shift, swap_parts, tag_of
-from megazero.comm.shared_memory import (
+from megazero.comm.messages import REDUCTIONS, combine, place_shard, start_comparing, tag_of
+from megazero.cpu.rendezvous import Neighbours, Poller
+from megazero.cpu.shared_memory import (
     HALF_BYTES,
-    REDUCTIONS,
+    Channel,
     Rounds,
     all_gather_rounds,
     all_reduce_rounds,
-    combine,
     label_of,
     pieces_of,
-    place_shard,
     reduce_scatter_rounds,
 )
-from megazero.comm.worker import Post
+from megazero.cpu.sockets import SocketBackend
+from megazero.cpu.worker import Worker
 from megazero.parallel_state import Axis
+from megazero.parallel_state.grid import Hosts
 from megazero.parallel_state.groups import Wait
 
 _SMALL_BYTES = (
@@ -68,51 +67,88 @@ _Op: TypeAlias = Callable[..., Tensor]
 _Parts: TypeAlias = list[list[Tensor]]  # by host, and number on it; 1-D, of equal length
 
 
-@dataclass(frozen=True)
-class Hosts:
-    """Where this rank is: number `local` of host `host`, among `count` hosts of `size` ranks."""
-
-    count: int
-    size: int
-    host: int
-    local: int
-
-    @property
-    def others(self) -> list[int]:
-        """The other hosts, the next one first: not all begin with the same."""
-        return [(self.host + step) % self.count for step in range(1, self.count)]
-
-    def parts(self, flat: Tensor) -> _Parts:
-        """Equal parts, one for each rank."""
-        return [list(one.unbind(0)) for one in flat.view(self.count, self.size, -1).unbind(0)]
-
-
-def hosts_of(names: Sequence[str], index: int) -> Hosts | None:
-    """The hosts of a group; None unless each has as many ranks as the others, in a row.
+class ThreadedChannel:
+    """Runs operations in the order in which they are started; after one that failed, all others fail.
 
     Args:
-        names: each rank's host.
-        index: number of this rank.
+        neighbours: the ranks of this host.
+        index: number of this rank among them.
+        timeout_seconds: how long an operation may wait for a peer.
+        name: of the thread.
     """
-    sizes = [len(list(ranks)) for _, ranks in groupby(names)]
-    if len(sizes) > len(set(names)) or len(set(sizes)) > 1:
-        return None
-    return Hosts(len(sizes), sizes[0], index // sizes[0], index % sizes[0])
+
+    def __init__(self, neighbours: Neighbours, index: int, timeout_seconds: float, name: str) -> None:
+        self._poller = Poller()
+        self.channel = Channel(neighbours, index, timeout_seconds, self._poller)  # for the thread alone
+        self._timeout = timedelta(seconds=timeout_seconds)
+        self._worker = Worker(name)
+        self._failed: BaseException | None = None
+        self._left: RuntimeError | None = None
+        self._scratch = torch.empty(0, dtype=torch.uint8)
+
+    def start(self, label: str, rounds: Rounds) -> Wait:
+        """Start an operation; its label is the same on all ranks.  The wait raises what the thread has met."""
+        if self._left is not None:
+            return partial(_fail, self._left)
+        return self._worker.post(partial(self._run, label, rounds))
+
+    def _run(self, label: str, rounds: Rounds) -> Wait:
+        if self._failed is None:
+            try:
+                self.channel.start(label, rounds)()
+            except BaseException as error:
+                self._failed = self._left or error
+        if self._failed is not None:
+            _fail(self._failed)
+        return _nothing
+
+    def wait_for(self, messages: Sequence[Any]) -> None:
+        """Let the thread wait for messages.  Raises: RuntimeError: a peer has died or is late, or this rank has left."""
+        for message in messages:
+            if self._left is not None:
+                raise self._left
+            message.wait(self._timeout)
+
+    def scratch(self, rows: int, row_bytes: int, dtype: torch.dtype) -> Tensor:
+        """Memory that the operations use in turn, [rows, row_bytes / item size]."""
+        if self._scratch.numel() < rows * row_bytes:
+            self._scratch = torch.empty(rows * row_bytes, dtype=torch.uint8)
+        return self._scratch[: rows * row_bytes].view(dtype).view(rows, -1)
+
+    def close(self) -> None:
+        """End the thread; what it has not finished fails.  A forked child has no thread, and leaves the peers alone.
+
+        gloo has no call that ends the wait for a message: a thread that is in one ends when the message or its time does.
+        """
+        self._left = RuntimeError("this rank has left the memory that it shared")
+        self._worker.close(self._left, self.channel.interrupt)
+        self.channel.close()
+        self._poller.forget()
 
 
-class TwoLevelBackend:
-    """Collectives of ranks that lie on hosts in equal numbers, with a lane for each kind of operation.
+def _fail(error: BaseException) -> None:
+    raise error
+
+
+def _nothing() -> None:
+    """What waits for an operation that has ended."""
+
+
+class TwoLevelBackend(SocketBackend):
+    """Collectives of ranks that lie on hosts in equal numbers, with a thread for each kind of operation.
+
+    All-to-alls and shifts have one level: they go over sockets.
 
     Args:
-        reduce, gather: the lanes.
-        post: of operations of one level.
+        name: of the axis.
+        reduce, gather: where the operations run.
     """
 
     needs_scratch = False
-    needs_contiguous = True
 
-    def __init__(self, hosts: Hosts, reduce: Lane, gather: Lane, post: Post) -> None:
-        self.hosts, self._reduce, self._gather, self._post = hosts, reduce, gather, post
+    def __init__(self, name: str, hosts: Hosts, reduce: ThreadedChannel, gather: ThreadedChannel) -> None:
+        super().__init__(name)
+        self.hosts, self._reduce, self._gather = hosts, reduce, gather
         self._close = weakref.finalize(self, _close_all, reduce, gather)
 
     def all_reduce(self, tensor: Tensor, axis: Axis, op: str) -> Wait:
@@ -123,31 +159,18 @@ class TwoLevelBackend:
     def all_gather(self, out: Tensor, shard: Tensor, axis: Axis, label: str = "") -> Wait:
         place_shard(out, shard, axis)
         links = _Links(self._gather, self.hosts, axis, whole := label_of("all_gather", shard, axis, label))
-        return self._gather.start(whole, _all_gather(links, self.hosts.parts(out.detach()), is_labelled=bool(label)))
+        return self._gather.start(whole, _all_gather(links, _parts(self.hosts, out.detach()), is_labelled=bool(label)))
 
     def reduce_scatter(self, out: Tensor, full: Tensor, axis: Axis) -> Wait:
         label = label_of("reduce_scatter", full, axis)
-        links, parts = _Links(self._reduce, self.hosts, axis, label), self.hosts.parts(full.detach())
+        links, parts = _Links(self._reduce, self.hosts, axis, label), _parts(self.hosts, full.detach())
         return self._reduce.start(label, _reduce_scatter(links, out.detach().view(-1), parts, REDUCTIONS["sum"]))
-
-    def all_to_all(self, out: Tensor, x: Tensor, axis: Axis) -> Wait:
-        return swap_parts(out, x, axis, ALL_TO_ALL_TAG, self._post)
-
-    def ring_shift(self, out: Tensor, x: Tensor, axis: Axis) -> Wait:
-        return self._post(partial(shift, out, x, axis))
 
     def link_bytes(self, operation: str, full: Tensor, axis: Axis) -> int:
         return link_bytes_between(self.hosts, operation, full, axis)
 
-    def check_order(self) -> None:
-        """Labels are compared with every gather."""
-
-    def progress(self) -> bool:
-        """The lanes make progress."""
-        return False
-
     def close(self) -> None:
-        """End both lanes."""
+        """End both threads."""
         self._close()
 
 
@@ -162,16 +185,21 @@ def link_bytes_between(hosts: Hosts, operation: str, full: Tensor, axis: Axis) -
     return part * others
 
 
-def _close_all(*lanes: Lane) -> None:
-    for lane in lanes:
-        lane.close()
+def _close_all(*threads: ThreadedChannel) -> None:
+    for thread in threads:
+        thread.close()
+
+
+def _parts(hosts: Hosts, flat: Tensor) -> _Parts:
+    """Equal parts, one for each rank."""
+    return [list(of_host.unbind(0)) for of_host in flat.view(hosts.count, hosts.size, -1).unbind(0)]
 
 
 class _Links:
     """What an operation exchanges: rounds within the host, and messages with the ranks of this number on other hosts."""
 
-    def __init__(self, lane: Lane, hosts: Hosts, axis: Axis, label: str) -> None:
-        self.lane, self.hosts, self.axis, self.label = lane, hosts, axis, label
+    def __init__(self, thread: ThreadedChannel, hosts: Hosts, axis: Axis, label: str) -> None:
+        self.thread, self.hosts, self.axis, self.label = thread, hosts, axis, label
         self._tag = tag_of(label)
 
     def send(self, tensor: Tensor, host: int) -> Any:
@@ -186,18 +214,18 @@ class _Links:
 
 def _reduce_scatter(links: _Links, out: Tensor, parts: _Parts, op: _Op) -> Rounds:
     """out = every rank's part for this one, combined; `out` may be this rank's own part."""
-    lane, hosts = links.lane, links.hosts
+    thread, hosts = links.thread, links.hosts
     if not out.numel():
-        yield from reduce_scatter_rounds(lane.channel, out, parts[hosts.host], op)
+        yield from reduce_scatter_rounds(thread.channel, out, parts[hosts.host], op)
         return
     rows = 2 * hosts.count - 1  # each host's sum for this rank, and this host's for each other one
     longest = min(_PIECE_BYTES, HALF_BYTES // (hosts.size - 1), _SCRATCH_BYTES // (_WINDOW * rows))
-    scratch = lane.scratch(_WINDOW * rows, longest // _LONGEST_ITEM * _LONGEST_ITEM, out.dtype)
+    scratch = thread.scratch(_WINDOW * rows, longest // _LONGEST_ITEM * _LONGEST_ITEM, out.dtype)
     under_way: deque[tuple[Tensor, Tensor, list[Any]]] = deque()
 
     def finish() -> None:
         result, sums, messages = under_way.popleft()
-        lane.wait_for(messages)
+        thread.wait_for(messages)
         combine(result, sums.unbind(0), op)
 
     for number, at in enumerate(pieces_of(out.numel(), scratch.shape[1])):
@@ -207,10 +235,10 @@ def _reduce_scatter(links: _Links, out: Tensor, parts: _Parts, op: _Op) -> Round
         sums, leaving = window[: hosts.count], window[hosts.count :]
         messages = [links.receive(sums[other], other) for other in hosts.others]
         for other, total in zip(hosts.others, leaving, strict=True):
-            yield from reduce_scatter_rounds(lane.channel, total, [part[at] for part in parts[other]], op)
+            yield from reduce_scatter_rounds(thread.channel, total, [part[at] for part in parts[other]], op)
             messages.append(links.send(total, other))
         own = [part[at] for part in parts[hosts.host]]
-        yield from reduce_scatter_rounds(lane.channel, sums[hosts.host], own, op)
+        yield from reduce_scatter_rounds(thread.channel, sums[hosts.host], own, op)
         under_way.append((out[at], sums, messages))
     while under_way:
         finish()
@@ -218,20 +246,20 @@ def _reduce_scatter(links: _Links, out: Tensor, parts: _Parts, op: _Op) -> Round
 
 def _all_gather(links: _Links, parts: _Parts, *, is_labelled: bool = False) -> Rounds:
     """Fill every rank's part; this rank's own is filled already."""
-    lane, hosts = links.lane, links.hosts
+    thread, hosts = links.thread, links.hosts
     mine = parts[hosts.host][hosts.local]
     pieces = pieces_of(mine.numel(), HALF_BYTES // mine.element_size()) if mine.numel() else []
-    check = start_comparing(links.label if is_labelled else "", links.axis, hosts.size, lane.wait_for)
+    check = start_comparing(links.label if is_labelled else "", links.axis, hosts.size, thread.wait_for)
     arriving = [
         (other, at, links.receive(parts[other][hosts.local][at], other)) for at in pieces for other in hosts.others
     ]
     leaving = [links.send(mine[at], other) for at in pieces for other in hosts.others]
-    yield from all_gather_rounds(lane.channel, parts[hosts.host])
+    yield from all_gather_rounds(thread.channel, parts[hosts.host])
     check()
     for other, at, message in arriving:
-        lane.wait_for([message])
-        yield from all_gather_rounds(lane.channel, [part[at] for part in parts[other]])
-    lane.wait_for(leaving)
+        thread.wait_for([message])
+        yield from all_gather_rounds(thread.channel, [part[at] for part in parts[other]])
+    thread.wait_for(leaving)
 
 
 def _evenly(flat: Tensor, ranks: int) -> int:
@@ -241,18 +269,18 @@ def _evenly(flat: Tensor, ranks: int) -> int:
 
 def _all_reduce(links: _Links, flat: Tensor, op: _Op) -> Rounds:
     """Replace a 1-D tensor by its combination over all ranks."""
-    lane, hosts = links.lane, links.hosts
+    thread, hosts = links.thread, links.hosts
     divided = _evenly(flat, links.axis.size)
     if divided:
-        parts = hosts.parts(flat[:divided])
+        parts = _parts(hosts, flat[:divided])
         yield from _reduce_scatter(links, parts[hosts.host][hosts.local], parts, op)
         yield from _all_gather(links, parts)
     rest = flat[divided:]
     if rest.numel() or not divided:
-        yield from all_reduce_rounds(lane.channel, rest, op)
+        yield from all_reduce_rounds(thread.channel, rest, op)
     if rest.numel():
         sums = rest.repeat(hosts.count, 1)
         messages = [links.receive(sums[other], other) for other in hosts.others]
         messages += [links.send(sums[hosts.host], other) for other in hosts.others]
-        lane.wait_for(messages)
+        thread.wait_for(messages)
         combine(rest, sums.unbind(0), op)

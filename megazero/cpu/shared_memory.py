@@ -26,9 +26,8 @@ from typing import NoReturn, TypeAlias
 import torch
 from torch import Tensor
 
-from megazero.comm.identity import address_of
-from megazero.comm.labels import LABEL_BYTES, OrderError, check_labels, encoded
-from megazero.comm.rendezvous import Neighbours, Poller
+from megazero.comm.messages import LABEL_BYTES, REDUCTIONS, OrderError, check_labels, combine, encoded, place_shard
+from megazero.cpu.rendezvous import Neighbours, Poller
 from megazero.parallel_state import Axis
 from megazero.parallel_state.groups import Wait
 
@@ -37,26 +36,9 @@ _LABELLED_BYTES = HALF_BYTES + LABEL_BYTES
 AREA_BYTES = 2 * _LABELLED_BYTES
 
 _ONE_ROUND_BYTES = 1 << 16  # up to here every rank sums everything, which saves a round
-REDUCTIONS: dict[str, Callable[..., Tensor]] = {"sum": torch.add, "max": torch.maximum}
 
 # An operation: it asks for the areas of a round, writes its own, yields, reads the others', and so on.
 Rounds: TypeAlias = Generator[None, None, None]
-
-
-def place_shard(out: Tensor, shard: Tensor, axis: Axis) -> list[Tensor]:
-    """Copy this rank's shard to its position in the result of an all-gather.  Returns: all positions by rank, 1-D."""
-    shards = list(out.detach().view(axis.size, shard.numel()).unbind(0))
-    mine = shards[axis.index]
-    if address_of(mine) != address_of(shard):
-        mine.copy_(shard.detach().view(-1))
-    return shards
-
-
-def combine(out: Tensor, parts: Sequence[Tensor], op: Callable[..., Tensor]) -> None:
-    """Combine at least two parts pairwise, in rank order; `out` may be the first or the second of them."""
-    op(parts[0], parts[1], out=out)
-    for part in parts[2:]:
-        op(out, part, out=out)
 
 
 @dataclass(eq=False)
@@ -190,8 +172,7 @@ class Channel:
 class SharedMemoryBackend:
     """Collectives of ranks that all run on this host, with a channel for each kind of operation."""
 
-    needs_scratch = False
-    needs_contiguous = False
+    needs_scratch = runs_by_itself = False
 
     def __init__(self, reduce: Channel, gather: Channel, poller: Poller) -> None:
         self.reduce, self.gather, self.poller = reduce, gather, poller
@@ -225,11 +206,6 @@ class SharedMemoryBackend:
     def link_bytes(self, *_: object) -> int:
         """All ranks are on one host."""
         return 0
-
-    def progress(self) -> bool:
-        """Run all operations under way as far as the peers' signals allow."""
-        self.poller.poll(0.0)
-        return True
 
     def close(self) -> None:
         """Leave both channels; no reference to their memory stays."""

@@ -1,0 +1,6 @@
+"""What clusters of CPUs add to the trunk; see `megazero.annexes`."""
+
+ADDS = {
+    "backend": {"cpu": "megazero.cpu.transport:cpu_backend"},
+    "messages": {"cpu": "megazero.cpu.sockets:CpuMessages"},
+}

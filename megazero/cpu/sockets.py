@@ -1,0 +1,159 @@
+"""Collectives of CPU ranks over sockets: all but small all-reduces are messages between pairs of ranks.
+
+Gloo's all-gather copies through memory that it allocates each time, its reduce-scatter moves an all-reduce's bytes, and its
+all-reduce is a ring, each step of which waits for the one before while the link is idle.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from functools import partial
+from threading import Event
+
+import torch
+from torch import Tensor
+
+from megazero.comm.backend import TorchBackend, over_contiguous
+from megazero.comm.messages import (
+    ALL_TO_ALL_TAG,
+    REDUCE_TAG,
+    REDUCTIONS,
+    SUMS_TAG,
+    combine,
+    in_turn,
+    place_shard,
+    shift,
+    start_comparing,
+    swap,
+    tag_of,
+    wait_for,
+)
+from megazero.comm.process_groups import ProcessGroups
+from megazero.cpu.shared_memory import SharedMemoryBackend
+from megazero.cpu.worker import Start, Worker
+from megazero.parallel_state import Axis
+from megazero.parallel_state.groups import Group, Transfers, Wait
+
+_SMALL_BYTES = 2**16  # smaller all-reduces are gloo's own: fewer messages
+_MOST_ARRIVING_BYTES = 2**23  # of terms that wait to be added, in a group
+
+
+class SocketBackend(TorchBackend):
+    """Collectives over sockets, whose messages a thread hands to gloo.
+
+    Args:
+        name: of the axis, for its threads; messages of one tag keep their order, so the threads are this group's alone.
+        shares_hosts: a host has several ranks of the group, the same on all of them; None: as the axis says, if all its
+            ranks know the same number of ranks on their hosts.
+    """
+
+    needs_scratch = True
+    _rings = ("all_reduce",)
+
+    def __init__(self, name: str = "", *, shares_hosts: bool | None = None) -> None:
+        super().__init__()
+        self._messages = Worker(f"messages of {name}")
+        # Waits for the terms of an all-reduce, adds them and sends the sum, while the first thread goes on.
+        self._sums = Worker(f"sums of {name}")
+        self._shares_hosts = shares_hosts
+        self._arriving: deque[tuple[int, Event]] = deque()  # bytes of all-reduces, and whether they are added
+
+    def _begin(self, axis: Axis, start: Start) -> Wait:
+        assert axis.group is not None
+        return self._messages.begin(start, axis.group.unfinished)
+
+    def all_reduce(self, tensor: Tensor, axis: Axis, op: str) -> Wait:
+        """Every rank receives its slice of all tensors, adds them in rank order and sends all the sum; several overlap."""
+        if not self._goes_in_messages(tensor, axis):
+            return super().all_reduce(tensor, axis, op)
+        slices, is_added = list(tensor.detach().view(-1).tensor_split(axis.size)), Event()
+        mine, terms = slices[axis.index], list[Tensor]()
+
+        def send_slices() -> Wait:
+            self._limit_arriving(mine.nbytes * (axis.size - 1), is_added)
+            terms.extend(mine if index == axis.index else torch.empty_like(mine) for index in range(axis.size))
+            return partial(wait_for, swap(terms, slices, axis, REDUCE_TAG))
+
+        def send_sum() -> Wait:
+            try:
+                arrived()
+                combine(terms[0], terms, REDUCTIONS[op])
+                mine.copy_(terms[0])  # on the first rank they are one tensor
+            finally:
+                terms.clear()
+                is_added.set()
+            return partial(wait_for, swap(slices, [mine] * axis.size, axis, SUMS_TAG))
+
+        arrived = self._messages.post(send_slices)
+        return self._sums.post(send_sum)
+
+    def _goes_in_messages(self, tensor: Tensor, axis: Axis) -> bool:
+        """Whether an all-reduce is neither small, nor has much memory arriving, nor has hosts with several of its ranks:
+        there a ring crosses each host's link once."""
+        shares_hosts = axis.shares_hosts if self._shares_hosts is None else self._shares_hosts
+        arriving = tensor.nbytes // axis.size * (axis.size - 1)
+        return tensor.nbytes > _SMALL_BYTES and arriving <= _MOST_ARRIVING_BYTES and not shares_hosts
+
+    def _limit_arriving(self, nbytes: int, is_added: Event) -> None:
+        """Wait for the oldest all-reduces until what arrives fits; in the thread that posts."""
+        while self._arriving and (
+            self._arriving[0][1].is_set() or nbytes + sum(size for size, _ in self._arriving) > _MOST_ARRIVING_BYTES
+        ):
+            self._arriving.popleft()[1].wait()
+        self._arriving.append((nbytes, is_added))
+
+    def all_gather(self, out: Tensor, shard: Tensor, axis: Axis, label: str = "") -> Wait:
+        """Messages to and from every other rank, straight to their positions in the result."""
+        shards, tag = place_shard(out, shard, axis), tag_of(label)
+        leaving = [shards[axis.index]] * axis.size
+        return self._begin(
+            axis, lambda: in_turn(start_comparing(label, axis), partial(wait_for, swap(shards, leaving, axis, tag)))
+        )
+
+    def reduce_scatter(self, out: Tensor, full: Tensor, axis: Axis) -> Wait:
+        """The ranks' terms for this one into `out`, which is as long as `full`; the caller sums them."""
+        return self._swap_rows(axis, REDUCE_TAG, out, full)
+
+    def all_to_all(self, out: Tensor, x: Tensor, axis: Axis) -> Wait:
+        return over_contiguous(out, x, partial(self._swap_rows, axis, ALL_TO_ALL_TAG))
+
+    def _swap_rows(self, axis: Axis, tag: int, out: Tensor, x: Tensor) -> Wait:
+        """Start to send row j of `x` to rank j, and to receive row i of `out` from rank i; contiguous."""
+        arriving, leaving = (whole.detach().view(axis.size, whole.numel() // axis.size) for whole in (out, x))
+        arriving[axis.index].copy_(leaving[axis.index])
+        return self._begin(axis, lambda: partial(wait_for, swap(arriving, leaving, axis, tag)))
+
+    def ring_shift(self, out: Tensor, x: Tensor, axis: Axis) -> Wait:
+        progress(axis.group)
+        return in_turn(partial(progress, axis.group), self._begin(axis, partial(shift, out, x, axis)))
+
+    def link_bytes(self, operation: str, full: Tensor, axis: Axis) -> int:
+        if operation != "all_reduce" or not self._goes_in_messages(full, axis):
+            return super().link_bytes(operation, full, axis)
+        each, longer = divmod(full.numel(), axis.size)
+        mine = each + (axis.index < longer)  # the others' slices, and this one's sum to each of them
+        return (full.numel() - mine + mine * (axis.size - 1)) * full.element_size()
+
+    def check_order(self) -> None:
+        """Labels are compared with every gather."""
+
+
+class CpuMessages(ProcessGroups):
+    """Messages of CPU ranks; while a rank waits for one, its collectives in shared memory go on."""
+
+    def exchange(self, sends: Transfers, receives: Transfers, axis: Axis) -> list[Wait]:
+        progress(axis.group)
+        waits = super().exchange(sends, receives, axis)
+        return [in_turn(partial(progress, axis.group), wait) for wait in waits]
+
+
+def progress(group: Group | None) -> None:
+    """Continue all collectives in shared memory: they stand still while this rank waits for a message.
+
+    So its sender must not wait for one of them.  Groups that do not share memory may belong to another thread.
+    """
+    for sibling in group.siblings if group is not None and group.shares_memory else ():
+        for backend in sibling.backends.values():
+            if isinstance(backend, SharedMemoryBackend):
+                backend.poller.poll(0.0)  # of all channels of this rank
+                return
