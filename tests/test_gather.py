@@ -34,7 +34,6 @@ from zero_worlds import (
 
 from megazero.comm.backend import TorchBackend
 from megazero.comm.messages import OrderError
-from megazero.cpu.sockets import SocketBackend
 from megazero.parallel_state import ParallelState
 from megazero.zero.file_store import FileStore
 from megazero.zero.gather import UnitGatherer
@@ -1091,13 +1090,9 @@ def test_ranks_that_use_different_units_take_the_plain_step_or_are_told_both_and
     assert all(any(f"blocks.{index}.a.weight" in text for text in said) for index in differ), said
 
 
-class _AsOnGPUs(SocketBackend):
-    all_gather = TorchBackend.all_gather
-
-
 def test_where_labels_wait_for_the_end_of_a_pass_wrong_weights_reach_no_step(monkeypatch: pytest.MonkeyPatch) -> None:
     """As on GPUs: gathers of different units of one size meet, and what they bring is computed with."""
-    monkeypatch.setattr("megazero.comm.collectives.choose_backend", lambda *_: _AsOnGPUs())
+    monkeypatch.setattr("megazero.comm.collectives.choose_backend", lambda *_: TorchBackend())
     orders, x = ((0, 1, 2), (0, 2, 1)), numbers(4, WIDTH)
 
     def law(rank: int) -> str:
