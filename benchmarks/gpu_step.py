@@ -38,7 +38,7 @@ from megazero.engine import initialize
 from megazero.models.activation_config import PRESETS
 from megazero.models.gpt import MicroBatch
 from megazero.parallel_state import ParallelState, RankGrid
-from megazero.training.callbacks.utilization import model_flops_per_token, peak_flops
+from megazero.training.callbacks.speed import model_flops_per_token, peak_flops
 from megazero.training.world import prefer_expandable_segments
 
 CHECKED_STEPS = 3  # the first of them compiles

@@ -33,9 +33,9 @@ PHASES = (
     ("ranks started", "megazero.training.launch", "run_rank", ENTERED),
     ("process group joined", "torch.distributed", "init_process_group", LEFT),
     ("groups of the axes", "megazero.training.launch", "join_world", LEFT),
-    ("data", "megazero.training.loop", "open_same_corpus", LEFT),
-    ("checkpoint folder, its groups", "megazero.training.loop", "initialize", ENTERED),
-    ("engine built", "megazero.training.loop", "initialize", LEFT),
+    ("data", "megazero.training.trainer", "open_same_corpus", LEFT),
+    ("checkpoint folder, its groups", "megazero.training.trainer", "initialize", ENTERED),
+    ("engine built", "megazero.training.trainer", "initialize", LEFT),
     ("saver, metrics", "megazero.engine.gpt:Engine", "train_step", ENTERED),
     ("first step", "megazero.engine.gpt:Engine", "train_step", LEFT),
 )

@@ -12,9 +12,8 @@ from megazero.checkpoint.index import find_newest, step_folder
 from megazero.config import load_config
 from megazero.engine import Position, initialize
 from megazero.optim.lr_schedule import learning_rate_factor
-from megazero.training.batches import read_batches
+from megazero.training.batches import open_same_corpus, read_batches
 from megazero.training.launch import join_world, leave_world
-from megazero.training.same_data import open_same_corpus
 
 CONFIG = Path(__file__).with_name("quickstart.toml")
 ALONE = [

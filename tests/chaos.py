@@ -63,7 +63,7 @@ from megazero.data.writer import IndexedWriter
 from megazero.parallel_state import ParallelState, RankGrid
 from megazero.training.batches import DataError
 from megazero.training.callbacks.metrics import METRICS_FILE
-from megazero.training.loop import train
+from megazero.training.trainer import train
 
 TOLERANCE = 1e-4
 VOCAB, SAMPLES, STEPS_PER_ROUND, MOST_STEPS, TROUBLED_STEPS = 257, 8, 2, 12, 3

@@ -351,7 +351,7 @@ def test_a_script_registers_a_callback_that_the_run_file_names(tmp_path: Path) -
     script.write_text(
         "from megazero.training.callbacks.base import Callback\n"
         "from megazero.training.callbacks.registry import CALLBACKS\n"
-        "from megazero.training.record import StepDecision\n"
+        "from megazero.training.callbacks.base import StepDecision\n"
         "class Mine(Callback):\n"
         "    def __init__(self, context):\n"
         "        self.context = context\n"

@@ -31,7 +31,7 @@ from megazero.engine import BatchShare, Position, initialize
 from megazero.layers.vocabulary import IGNORED_LABEL
 from megazero.parallel_state import Axis
 from megazero.training.batches import read_batches, share_of_each
-from megazero.training.loop import train
+from megazero.training.trainer import train
 
 pytestmark = pytest.mark.slow  # starts whole runs
 

@@ -20,10 +20,10 @@ from megazero.config.schema import ValidationSource
 from megazero.data import open_corpus
 from megazero.engine import Position, StepStatistics
 from megazero.training.batches import DataError, open_corpus_of
+from megazero.training.callbacks.base import SampleRange, StepRecord
+from megazero.training.callbacks.metrics import TensorBoard
 from megazero.training.callbacks.progress import ProgressLine
-from megazero.training.callbacks.tensorboard import TensorBoard
-from megazero.training.loop import train
-from megazero.training.record import SampleRange, StepRecord
+from megazero.training.trainer import train
 
 VOCABULARY, SEQ, STEPS, SEED = 257, 16, 5, 7
 

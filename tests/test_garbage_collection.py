@@ -10,8 +10,8 @@ from worlds import LLAMA, engine_on, micro_batches, run_of, state_on
 
 from megazero.config import ResolvedRun
 from megazero.engine import Position
-from megazero.training.callbacks.garbage_collection import GarbageCollection
-from megazero.training.record import SampleRange, StepRecord
+from megazero.training.callbacks.base import SampleRange, StepRecord
+from megazero.training.callbacks.speed import GarbageCollection
 
 
 def test_garbage_waits_for_its_step_and_everything_is_as_before_afterwards() -> None:

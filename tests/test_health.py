@@ -34,15 +34,14 @@ from megazero.config.schema import LoggingConfig, TrainingConfig
 from megazero.engine import Engine, NonFiniteError, Position, StepStatistics
 from megazero.models.gpt import MicroBatch
 from megazero.training.callbacks import checkpointing
-from megazero.training.callbacks.base import Callback, RunContext
+from megazero.training.callbacks.base import Callback, RunContext, SampleRange, StepDecision, StepMeter, StepRecord
 from megazero.training.callbacks.health import LossSpikes, NonFinitePolicy, count_skipped
 from megazero.training.callbacks.metrics import MetricsFile
 from megazero.training.callbacks.progress import ProgressLine
 from megazero.training.callbacks.registry import CALLBACKS, CallbackError, RegisteredCallback, name_problems
-from megazero.training.callbacks.stragglers import RankWork, Stragglers, _Look, slow_ranks, spread_of
+from megazero.training.callbacks.speed import RankWork, Stragglers, _Look, slow_ranks, spread_of
 from megazero.training.check import describe
-from megazero.training.loop import train
-from megazero.training.record import SampleRange, StepDecision, StepMeter, StepRecord
+from megazero.training.trainer import train
 
 pytestmark = pytest.mark.slow  # starts whole runs
 

@@ -19,8 +19,7 @@ from megazero.models.registry import FAMILIES
 from megazero.plan import out_of_memory
 from megazero.plan.activations import RankActivations, activations_of_ranks
 from megazero.plan.out_of_memory import cutting_samples, recomputing, remedies, wanted_bytes
-from megazero.training.loop import train
-from megazero.training.out_of_memory import OutOfMemoryError, explained
+from megazero.training.trainer import OutOfMemoryError, explained, train
 
 CUDA, CPU = torch.device("cuda"), torch.device("cpu")
 QUICKSTART = Path(__file__).parents[1] / "examples" / "quickstart.toml"

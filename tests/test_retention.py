@@ -40,7 +40,7 @@ from megazero.checkpoint.load import _share_of, find_damage_together
 from megazero.checkpoint.retention import Pruner, Retention, kept_steps, mark_damaged, reading
 from megazero.config import load_config
 from megazero.parallel_state import Axis, ParallelState, RankGrid
-from megazero.training.loop import train
+from megazero.training.trainer import train
 
 DEEP = b"[" * 100_000  # more than Python reads
 

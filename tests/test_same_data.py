@@ -20,10 +20,9 @@ from megazero.checkpoint.index import CheckpointError
 from megazero.config import load_config
 from megazero.data.writer import IndexedWriter
 from megazero.parallel_state import Axis, ParallelState, RankGrid
-from megazero.training import same_data
-from megazero.training.batches import DataError
-from megazero.training.loop import train
-from megazero.training.same_data import _agree_in_time, open_same_corpus
+from megazero.training import batches
+from megazero.training.batches import DataError, _agree_in_time, open_same_corpus
+from megazero.training.trainer import train
 
 
 def host_with(folder: Path, **sources: np.ndarray) -> Path:
@@ -107,8 +106,8 @@ def test_ranks_that_agree_exchange_as_little_for_many_sources(monkeypatch: pytes
         told.append(value)
         return [value]
 
-    monkeypatch.setattr(same_data, "open_corpus_of", lambda *_: corpus)
-    monkeypatch.setattr(same_data, "gather_objects", gather)
+    monkeypatch.setattr(batches, "open_corpus_of", lambda *_: corpus)
+    monkeypatch.setattr(batches, "gather_objects", gather)
     run = load_config(QUICKSTART, [*TINY, "parallel.tp=1", "parallel.pp=1"], 1)
     assert open_same_corpus(run.config, Axis("world")) is corpus
     assert told
@@ -140,7 +139,7 @@ def test_a_run_resumes_with_its_own_tokenizer_only(tmp_path: Path) -> None:
 
 
 def _wait_for_a_slow_rank(rank: int, fails: bool) -> str:
-    met, inner = threading.Event(), same_data.gather_objects
+    met, inner = threading.Event(), batches.gather_objects
     meetings = [0]
 
     def gather(value, axis):
@@ -149,7 +148,7 @@ def _wait_for_a_slow_rank(rank: int, fails: bool) -> str:
             met.set()
         return inner(value, axis)
 
-    same_data.gather_objects = gather
+    batches.gather_objects = gather
 
     def action() -> str:
         if rank == 0 and fails:

@@ -26,10 +26,9 @@ from megazero.optim.config import LrScheduleConfig
 from megazero.optim.lr_schedule import learning_rate_factor
 from megazero.parallel_state import Axis
 from megazero.training.batches import read_batches
-from megazero.training.callbacks.metrics import MetricsFile, as_json
+from megazero.training.callbacks.base import SampleRange, StepRecord
+from megazero.training.callbacks.metrics import MetricsFile, TensorBoard, as_json
 from megazero.training.callbacks.progress import ProgressLine, readable_seconds
-from megazero.training.callbacks.tensorboard import TensorBoard
-from megazero.training.record import SampleRange, StepRecord
 
 
 def _factors(steps: int, **keys: float | str) -> list[float]:

@@ -15,10 +15,10 @@ from megazero.data.indexed import DocumentBorders
 from megazero.data.sampler import SampleStream, Windows
 from megazero.engine import Position, StepStatistics
 from megazero.plan.cluster import known_peak_flops
+from megazero.training.callbacks.base import SampleRange, StepRecord
 from megazero.training.callbacks.metrics import as_json
 from megazero.training.callbacks.progress import ProgressLine
-from megazero.training.callbacks.utilization import Utilization, model_flops_per_token, peak_flops
-from megazero.training.record import SampleRange, StepRecord
+from megazero.training.callbacks.speed import Utilization, model_flops_per_token, peak_flops
 
 CPU, BF16 = torch.device("cpu"), torch.bfloat16
 

@@ -39,7 +39,7 @@ def show(
 ) -> None:
     """Prove a pipeline schedule, draw it, and show its idle time and memory."""
     from megazero.schedules.action import write_text
-    from megazero.schedules.proof import ScheduleError, draw_refused, program, simulate
+    from megazero.schedules.proof import check_runnable, simulate
 
     writers, view = added("schedule file"), added("schedule view")
     files = {option: path for option, path in (("--svg", svg), ("--trace", trace)) if path is not None}
@@ -55,10 +55,7 @@ def show(
             raise ValueError(f"placement={placement} is for the schedule of a --file; a named one has its own")
         if is_drawn:
             shown = shown or _named_schedule(schedule or "1f1b", pp, microbatches, virtual_stages, compare)
-            try:
-                program(shown)
-            except ScheduleError as error:
-                raise ValueError(f"{error}\n{draw_refused(shown, error)}".rstrip()) from None
+            check_runnable(shown)
             timeline = simulate(shown, times)
             print(view["timeline"](timeline))
     except (ValueError, OSError) as error:

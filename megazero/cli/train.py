@@ -17,7 +17,7 @@ from megazero.training.signals import EXIT_REFUSED, EXIT_STOPPED, StopRequest
 
 if TYPE_CHECKING:
     from megazero.config import ResolvedRun
-    from megazero.training.record import RunSummary
+    from megazero.training.callbacks.base import RunSummary
 
 
 def train(

@@ -25,6 +25,7 @@ from megazero.optim.registry import OPTIMIZERS
 from megazero.parallel_state import Axis, ParallelState
 from megazero.schedules.action import Placement, Schedule, read_schedule
 from megazero.schedules.kind import GivenSchedule, ScheduleKind
+from megazero.schedules.proof import check_runnable
 from megazero.schedules.registry import SCHEDULES
 from megazero.zero.bucket import DTYPES
 from megazero.zero.optimizer import OptimizerRecipe, recipe_by_name
@@ -36,6 +37,20 @@ def kind_of(config: RunConfig) -> ScheduleKind:
     if parallel.schedule_file is None:
         return SCHEDULES[parallel.schedule]
     return GivenSchedule(read_schedule(Path(parallel.schedule_file), parallel.schedule_placement))
+
+
+def read_own_schedule(run: ResolvedRun) -> Schedule | None:
+    """Read and prove `parallel.schedule_file`; None where the run has none.
+
+    Raises: ScheduleError: it cannot run, with a drawing of the place; ValueError, OSError: it cannot be read, or is not for
+        this run's numbers.
+    """
+    parallel = run.config.parallel
+    if parallel.schedule_file is None:
+        return None
+    schedule = read_schedule(Path(parallel.schedule_file), parallel.schedule_placement)
+    check_runnable(schedule)
+    return GivenSchedule(schedule).build(parallel.pp, run.accumulation, schedule.chunks)
 
 
 def chunks_of(config: RunConfig, kind: ScheduleKind) -> int:

@@ -8,8 +8,7 @@ from pathlib import Path
 from megazero.plan.schedule_picture import chrome_trace, draw_svg
 from megazero.schedules.action import write_text
 from megazero.schedules.proof import Timeline, measured_costs, simulate
-from megazero.training.callbacks.base import Callback, RunContext
-from megazero.training.record import StepRecord
+from megazero.training.callbacks.base import Callback, RunContext, StepRecord
 
 
 class PipelineTrace(Callback):

@@ -10,8 +10,7 @@ import torch
 
 from megazero.plan.correction import PLAN_FILE, Kept, Measured, add_measured, read_kept
 from megazero.plan.devices import DEVICES, device_of
-from megazero.training.callbacks.base import Callback, RunContext
-from megazero.training.record import StepRecord
+from megazero.training.callbacks.base import Callback, RunContext, StepRecord
 
 _FIRST, _LAST = 6, 10  # before, kernels are compiled and chosen
 

@@ -360,6 +360,14 @@ def _check_faithful(schedule: Schedule, placed: Program) -> None:
                     raise ScheduleError(f"{text} posts {step} for {step.lands}, which is no message")
 
 
+def check_runnable(schedule: Schedule) -> None:
+    """Make sure that `program` takes a schedule.  Raises: ScheduleError, whose text has a drawing of the place."""
+    try:
+        program(schedule)
+    except ScheduleError as error:
+        raise ScheduleError(f"{error}\n{draw_refused(schedule, error)}".rstrip()) from error
+
+
 def draw_refused(schedule: Schedule, error: ScheduleError) -> str:
     """The actions around the one that a schedule was refused for, in ASCII; empty if the error names none.
 

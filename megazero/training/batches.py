@@ -1,4 +1,7 @@
-"""From global sample indices to the micro-batches of one rank.
+"""The data of a run: opened on every rank, compared between ranks, and cut into the micro-batches of one rank.
+
+A source is a path, and each host has files of its own under it.  With other files on the hosts of one pipeline, tokens would
+come from one corpus and labels from another, and the run would train on that without an error.
 
 global batch of step k   [ dp 0 | dp 1 | dp 2 | dp 3 ]      each dp rank's slice is cut into micro-batches
 one that is not divisible [ dp 0 | dp 1 | dp 2 | dp]        samples beyond the end are read, but all labels are masked
@@ -6,23 +9,64 @@ one that is not divisible [ dp 0 | dp 1 | dp 2 | dp]        samples beyond the e
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import socket
+import threading
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from typing import Final, TypeVar
 
 import numpy as np
+import xxhash
 
+from megazero.comm.collectives import agree, gather_objects
 from megazero.config import RunConfig
-from megazero.config.corpus import open_sources
-from megazero.data import Corpus
+from megazero.config.derive import cache_directory
+from megazero.data import Corpus, open_corpus
+from megazero.data.identity import parts_of
 from megazero.data.sampler import Stream, ValidationStream
 from megazero.engine import BatchShare
 from megazero.layers.sample_part import copied_to
 from megazero.layers.vocabulary import IGNORED_LABEL
 from megazero.models.gpt import MicroBatch
+from megazero.parallel_state import Axis
+
+T = TypeVar("T")
+
+# Between two meetings of ranks that wait; below any `timeout_seconds` that a run can live with.
+_MEET_SECONDS: Final = 20.0
 
 
 class DataError(ValueError):
     """The data that a configuration names cannot be used."""
+
+
+def open_sources(
+    config: RunConfig,
+    sources: Sequence[tuple[str, float]],
+    validation_fraction: float | None = None,
+    say: Callable[[str], None] = lambda _: None,
+) -> Corpus:
+    """Open sources with the tokenizer, sample length and vocabulary of a resolved run.
+
+    Args:
+        sources: (source, weight) pairs.
+        validation_fraction: None for that of the run.
+        say: takes a line before much is read.
+
+    Raises: as `open_corpus`.
+    """
+    return open_corpus(
+        sources,
+        tokenizer=config.data.tokenizer,
+        seq_len=config.model.seq_len,
+        seed=config.training.seed,
+        validation_fraction=config.data.validation_fraction if validation_fraction is None else validation_fraction,
+        cache_dir=cache_directory(config.data),
+        vocab_size=config.model.vocab_size,
+        eod_token=config.data.eod_token,
+        ends_as=[source.path for source in config.data.sources],
+        say=say,
+    )
 
 
 def open_corpus_of(config: RunConfig, say: Callable[[str], None] = lambda _: None) -> Corpus:
@@ -43,6 +87,78 @@ def open_corpus_of(config: RunConfig, say: Callable[[str], None] = lambda _: Non
             alone = open_sources(config, [(source.path, 1.0)], config.data.validation_fraction, say)
         named[source.label] = alone.validation or alone.train.in_order()
     return replace(corpus, contents=contents, named_validation=named)
+
+
+def open_same_corpus(config: RunConfig, world: Axis, say: Callable[[str], None] = lambda _: None) -> Corpus:
+    """The data that a resolved configuration names.  Called on every rank, before the first step.
+
+    Args:
+        world: all ranks of the run.
+        say: takes a line before much is read.
+
+    Raises:
+        DataError: on every rank: some rank cannot open its data, or ranks have different data.
+    """
+    seconds = min(_MEET_SECONDS, config.parallel.timeout_seconds / 4)
+    corpus = _agree_in_time(lambda: open_corpus_of(config, say), world, DataError, seconds)
+    own = repr((corpus.fingerprint, *corpus.contents.items()))  # long, where there are many sources
+    if len(set(gather_objects(xxhash.xxh3_128_digest(own.encode()), world))) > 1:
+        order, tokenizer, _ = parts_of(corpus.fingerprint).items()
+        parts = dict([order, tokenizer, *corpus.contents.items()])
+        raise DataError(_differences(gather_objects((socket.gethostname(), parts), world)))
+    return corpus
+
+
+def _agree_in_time(action: Callable[[], T], axis: Axis, raises: type[Exception], seconds: float) -> T:
+    """`agree` on an action that may take longer than a collective may wait: the ranks meet every few seconds meanwhile."""
+    if axis.size == 1:
+        return agree(action, axis, raises)
+    answers: list[T] = []
+    failures: list[BaseException] = []
+
+    def act() -> None:
+        try:
+            answers.append(action())
+        except BaseException as error:  # also a panic of a library: the others wait for an answer
+            failures.append(error)
+
+    thread = threading.Thread(target=act, daemon=True)
+    thread.start()
+    is_over = False
+    while not is_over:
+        thread.join(seconds)
+        now = gather_objects((bool(answers), bool(failures)), axis)
+        is_over = any(failed for _, failed in now) or all(answered for answered, _ in now)
+
+    def outcome() -> T | None:
+        for error in failures:
+            raise error if isinstance(error, Exception) else raises(repr(error)) from error
+        return answers[0] if answers else None  # None only where another rank has failed
+
+    answer = agree(outcome, axis, raises)
+    assert answer is not None
+    return answer
+
+
+def _differences(ranks: list[tuple[str, dict[str, str]]]) -> str:
+    """Which ranks have what, for each part of the data in which they differ; `ranks` has the host and the parts of each."""
+    lines = ["the ranks do not read the same data:"]
+    for name in dict.fromkeys(name for _, parts in ranks for name in parts):
+        holders: dict[str, list[int]] = {}
+        for rank, (_, parts) in enumerate(ranks):
+            holders.setdefault(parts.get(name, "none"), []).append(rank)
+        if len(holders) > 1:
+            lines.append(f"  {name}")
+            lines += [
+                f"    {value} on {_shown(own, [ranks[rank][0] for rank in own])}" for value, own in holders.items()
+            ]
+    return "\n".join([*lines, "copy the same files to every host, or put them on a file system that all hosts share"])
+
+
+def _shown(ranks: list[int], hosts: list[str]) -> str:
+    different = list(dict.fromkeys(hosts))
+    first = ", ".join(map(str, ranks[:8])) + (", ..." if len(ranks) > 8 else "")
+    return f"{', '.join(different[:4])}{', ...' if len(different) > 4 else ''} (rank {first})"
 
 
 def without_trained(corpus: Corpus, ends: Mapping[str, int], say: Callable[[str], None]) -> Corpus:

@@ -18,7 +18,6 @@ from typing import NamedTuple, TypeAlias
 import torch
 
 from megazero.config import ConfigError, ResolvedRun, RunConfig
-from megazero.config.corpus import open_sources
 from megazero.config.derive import batch_sizes
 from megazero.config.rules import SCHEDULE_FILE, Rule
 from megazero.data import Corpus
@@ -32,8 +31,9 @@ from megazero.models.activations import save_by_policy
 from megazero.models.gpt import check_knows_parts
 from megazero.optim.lr_schedule import learning_rate_factor
 from megazero.schedules.action import Schedule, read_schedule
-from megazero.schedules.proof import ScheduleError, draw_refused, peak_activations, program, simulate
+from megazero.schedules.proof import ScheduleError, check_runnable, peak_activations, simulate
 from megazero.settings import Problem, counted
+from megazero.training.batches import open_sources
 from megazero.training.context_report import describe_context
 
 Lines: TypeAlias = Iterable[tuple[str, str]]
@@ -103,13 +103,9 @@ def schedule_problems(config: RunConfig, dp: int) -> Iterator[Problem]:
         return
     try:
         schedule = read_schedule(Path(file), config.parallel.schedule_placement)
+        check_runnable(schedule)
     except (ScheduleError, ValueError, OSError) as error:
         yield Problem("parallel.schedule_file", file, "cannot run", str(error))
-        return
-    try:
-        program(schedule)
-    except ScheduleError as error:
-        yield Problem("parallel.schedule_file", file, "cannot run", f"{error}\n{draw_refused(schedule, error)}")
         return
     count = schedule.microbatches
     with suppress(ConfigError):  # a rule of every run reports it

@@ -31,10 +31,9 @@ from megazero.parallel_state import ParallelState
 from megazero.schedules.proof import ScheduleError
 from megazero.terminal import Terminal, drain, warn
 from megazero.training.batches import DataError
-from megazero.training.loop import train
-from megazero.training.out_of_memory import OutOfMemoryError
-from megazero.training.record import RunSummary
+from megazero.training.callbacks.base import RunSummary
 from megazero.training.signals import EXIT_FAILED, EXIT_REFUSED, EXIT_STOPPED, StopRequest, die_of_signals
+from megazero.training.trainer import OutOfMemoryError, train
 from megazero.training.world import (
     LAUNCH_FOLDER,
     DeviceError,

@@ -24,8 +24,7 @@ from megazero.checkpoint.lease import GONE_SECONDS, LOOK_SECONDS, RENEW_SECONDS,
 from megazero.comm.collectives import agree, from_first, gather_objects
 from megazero.config import RunConfig
 from megazero.parallel_state import ParallelState
-from megazero.training.callbacks.base import Callback
-from megazero.training.record import StepRecord
+from megazero.training.callbacks.base import Callback, StepRecord
 from megazero.training.resuming import checkpoints_of
 
 T = TypeVar("T")

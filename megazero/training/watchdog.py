@@ -70,7 +70,7 @@ class Watchdog:
         margin_seconds: float = 30.0,
         end: Callable[[], Any] = lambda: os._exit(1),
     ) -> None:
-        self._state, self._folder, self._end = state, folder, end
+        self.state, self._folder, self._end = state, folder, end
         self._is_on_cuda = state.device.type == "cuda"
         self._timeout, self._margin = timeout_seconds, margin_seconds
         self._tick = tick_seconds or min(max(1.0, state.world.size / 1024), 8.0)
@@ -94,10 +94,10 @@ class Watchdog:
         return store_of_run(dist.distributed_c10d._get_default_store(), self._run) if self._run else None
 
     def __enter__(self) -> Self:
-        if self._state.world.size > 1:
-            self._run = from_first(uuid.uuid4().hex[:8], self._state.world)
+        if self.state.world.size > 1:
+            self._run = from_first(uuid.uuid4().hex[:8], self.state.world)
             self._store = HeartbeatStore(dist.distributed_c10d._get_default_store(), self._run)
-            self._store.write(self._state.rank, self._beat())
+            self._store.write(self.state.rank, self._beat())
             self._thread.start()
         return self
 
@@ -118,10 +118,10 @@ class Watchdog:
         self._thread.join(timeout=self._tick)
 
     def _beat(self) -> Heartbeat:
-        (step, phase, _), last = self._at, self._state.traffic.last
+        (step, phase, _), last = self._at, self.state.traffic.last
         collective = ("", "", False) if last is None else (last.operation, last.axis, last.is_inside)
         begun: Counter[str] = Counter()
-        for (axis, operation), calls in list(self._state.traffic.calls.items()):
+        for (axis, operation), calls in list(self.state.traffic.calls.items()):
             if operation != "send_recv":  # stages of a pipeline send unequally often
                 begun[axis] += calls
         self._count += 1
@@ -129,7 +129,7 @@ class Watchdog:
         return Heartbeat(self._count, step, phase, *collective, idle, dict(begun), self._ended, self._lost, now)
 
     def _seconds_without_progress(self) -> float:
-        traffic = self._state.traffic
+        traffic = self.state.traffic
         last = 0.0 if traffic.last is None else traffic.last.since
         return time.perf_counter() - max(self._at[2], traffic.advanced, last)
 
@@ -140,20 +140,20 @@ class Watchdog:
 
     def _write_heartbeat(self) -> None:
         if self._store is not None:
-            self._store.write(self._state.rank, self._beat())
+            self._store.write(self.state.rank, self._beat())
 
     def _explain(self, axis: str, ranks: Sequence[int], *, is_over: bool) -> str:
         """Say what the peers do, within a bounded time even if the store does not answer."""
-        others, mine = [rank for rank in ranks if rank != self._state.rank], self._beat()
+        others, mine = [rank for rank in ranks if rank != self.state.rank], self._beat()
         return _within(2 * self._patience, lambda: self._compare(axis, others, mine, is_over=is_over)) or (
             "nothing is known of the other ranks: the store with their heartbeats does not answer; "
             "its host may be the one that is lost"
         )
 
     def _compare(self, axis: str, others: Sequence[int], mine: Heartbeat, *, is_over: bool) -> str:
-        store, world = self._store, self._state.world.ranks
+        store, world = self._store, self.state.world.ranks
         assert store is not None
-        ranks = [r for r in world if r != self._state.rank] if len(world) <= _WHOLE_WORLD else others
+        ranks = [r for r in world if r != self.state.rank] if len(world) <= _WHOLE_WORLD else others
         before = store.read(ranks)
         store.request(is_over=is_over)
         until, after, silent = time.monotonic() + self._patience, dict[int, Heartbeat](), ranks
@@ -168,7 +168,7 @@ class Watchdog:
     def _record(self) -> str:
         """Write what torch has recorded of this rank's last collectives, where this build of torch does, and say where."""
         recorder = "_dump_nccl_trace_json" if self._is_on_cuda else "_dump_fr_trace_json"
-        path = self._folder / FLIGHT_RECORDS / f"rank-{self._state.rank}.json"
+        path = self._folder / FLIGHT_RECORDS / f"rank-{self.state.rank}.json"
 
         def write() -> str:
             record = getattr(torch._C._distributed_c10d, recorder)()
@@ -210,17 +210,17 @@ class Watchdog:
         once a rank has lost a peer. False while the rank computes, saves, is in a callback, or compiles in its first step
         or first evaluation: that may take any time.
         """
-        (step, phase, _), last = self._at, self._state.traffic.last
+        (step, phase, _), last = self._at, self.state.traffic.last
         if self._is_over or phase in (STARTING, SAVING) or last is None:
             return self._is_over
         passes = phase in (TRAINING, EVALUATING) and step != self._first_steps[phase]
         return last.is_inside or (self._is_on_cuda and passes)
 
     def _report(self, idle: float, then: str, *, is_over: bool) -> str:
-        last = self._state.traffic.last
-        axis, ranks = ("world", self._state.world.ranks) if last is None else (last.axis, last.ranks)
+        last = self.state.traffic.last
+        axis, ranks = ("world", self.state.world.ranks) if last is None else (last.axis, last.ranks)
         doing = "" if last is None else f", {'in' if last.is_inside else 'after'} {last.operation} over {axis}"
-        text = f"rank {self._state.rank}: no progress for {idle:.0f} s in step {self._at[0]}{doing}: "
+        text = f"rank {self.state.rank}: no progress for {idle:.0f} s in step {self._at[0]}{doing}: "
         found = self._explain(axis, ranks, is_over=is_over)
         warn(f"{text}{found}{self._record()}{then}")
         return found

@@ -14,7 +14,7 @@ from worlds import state_on
 
 from megazero.config import ResolvedRun, load_config
 from megazero.training.callbacks.registry import CALLBACKS
-from megazero.training.loop import train
+from megazero.training.trainer import train
 
 pytestmark = pytest.mark.slow  # starts whole runs
 
@@ -22,7 +22,7 @@ SCRIPT = """
 from megazero.comm.collectives import gather_objects
 from megazero.training.callbacks.base import Callback
 from megazero.training.callbacks.registry import CALLBACKS
-from megazero.training.record import StepDecision
+from megazero.training.callbacks.base import StepDecision
 
 
 class Seen(Callback):

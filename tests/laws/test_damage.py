@@ -183,7 +183,7 @@ def test_files_in_each_others_place_are_refused_where_only_sizes_are_checked(sav
 
 
 def _checkpointing(run: ResolvedRun, state: ParallelState, say: Callable[[str], None]) -> Checkpointing:
-    return Checkpointing(run.config, checkpoints_of(run.config), state, "data", say, Watchdog(state, 60, Path()))
+    return Checkpointing(run.config, checkpoints_of(run.config), Watchdog(state, 60, Path()), say)
 
 
 def _resume(rank: int, run: ResolvedRun) -> tuple[int, str | None, list[str]]:
@@ -192,7 +192,7 @@ def _resume(rank: int, run: ResolvedRun) -> tuple[int, str | None, list[str]]:
     checkpoints = _checkpointing(run, state, lines.append)
     assert checkpoints.find()
     engine = engine_on(rank, run, init_weights=False, state=state)
-    position = checkpoints.resume(engine)
+    position = checkpoints.resume(engine, "data")
     checkpoints.save(replace(position, step=2), None)
     checkpoints.on_end(position)
     return position.step, checkpoints.newest, lines
@@ -299,7 +299,7 @@ def test_a_run_begun_from_a_path_falls_back_among_its_own_steps(saved: Path, tmp
     engine = engine_on(0, run, init_weights=False, state=state)
     checkpoints = _checkpointing(run, state, print)
     assert checkpoints.find()
-    position = checkpoints.resume(engine)
+    position = checkpoints.resume(engine, "data")
     for step in (4, 6):
         checkpoints.save(replace(position, step=step), None)
     checkpoints.on_end(position)
@@ -307,13 +307,13 @@ def test_a_run_begun_from_a_path_falls_back_among_its_own_steps(saved: Path, tmp
     lines: list[str] = []
     again = _checkpointing(run, state, lines.append)
     assert again.find()
-    assert again.resume(engine).step == 4
+    assert again.resume(engine, "data").step == 4
     assert "step-00000006 is marked as damaged; going back to step-00000004" in lines[0]
     shutil.copytree(saved / "step-00000001", tmp_path / "step-00000001")  # of another run
     (tmp_path / "step-00000004" / "config.json").unlink()
     last = _checkpointing(run, state, lines.append)
     assert last.find()
-    assert last.resume(engine).step == 2
+    assert last.resume(engine, "data").step == 2
     assert "step-00000004 is marked as damaged; going back to step-00000002" in "\n".join(lines)
 
 
@@ -323,7 +323,7 @@ def test_going_back_never_loads_what_another_run_left_in_the_directory(saved: Pa
     engine = engine_on(0, run, init_weights=False, state=state)
     checkpoints = _checkpointing(run, state, print)
     assert checkpoints.find()
-    checkpoints.resume(engine)
+    checkpoints.resume(engine, "data")
     back = checkpoints.roll_back(3)
     assert back is not None
     assert back.step == 2

@@ -34,9 +34,8 @@ from megazero.layers.mlp import SwiGLU
 from megazero.models.gpt import GPTStage
 from megazero.parallel_state import Axis, ParallelState, RankGrid
 from megazero.parallel_state.groups import Wait
-from megazero.training.callbacks.base import Callback, RunContext
+from megazero.training.callbacks.base import Callback, RunContext, StepRecord
 from megazero.training.callbacks.registry import CALLBACKS, RegisteredCallback
-from megazero.training.record import StepRecord
 from megazero.zero.bucket import Bucket, in_order_of_use
 from megazero.zero.parameters import ShardedParameters
 from megazero.zero.state import GRADIENT

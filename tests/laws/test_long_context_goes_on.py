@@ -40,9 +40,9 @@ from worlds import (
 
 from megazero.checkpoint.index import read_trainer_state
 from megazero.config import ResolvedRun, RunConfig, resolve
-from megazero.config.corpus import open_sources
 from megazero.engine import Position
-from megazero.training.loop import train
+from megazero.training.batches import open_sources
+from megazero.training.trainer import train
 
 pytestmark = pytest.mark.slow  # starts whole runs
 

@@ -25,8 +25,8 @@ from megazero.config import ResolvedRun, RunConfig, resolve
 from megazero.data.writer import IndexedWriter
 from megazero.engine.phases import Position
 from megazero.training import ownership
-from megazero.training.loop import train
-from megazero.training.record import SampleRange, StepRecord
+from megazero.training.callbacks.base import SampleRange, StepRecord
+from megazero.training.trainer import train
 
 ELSEWHERE = "a-boot pid:[1] 4711 1000"  # the identity of a process on another host
 RECORD = StepRecord(Position(1, 8), SampleRange(0, 7))

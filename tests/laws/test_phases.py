@@ -22,7 +22,7 @@ from megazero.data import open_corpus
 from megazero.data.indexed import IndexedDataset
 from megazero.engine import Engine
 from megazero.training.batches import DataError, open_corpus_of, without_trained
-from megazero.training.loop import train
+from megazero.training.trainer import train
 
 pytestmark = pytest.mark.slow  # starts whole runs
 

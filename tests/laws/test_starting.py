@@ -32,7 +32,7 @@ from megazero.launchers import MeetingError, start_problem
 from megazero.parallel_state import ParallelState, RankGrid, parallel_state_of
 from megazero.parallel_state.state import connect_on_demand
 from megazero.training import launch
-from megazero.training.loop import train
+from megazero.training.trainer import train
 
 # (grid, cp_ulysses, shard_group_size)
 GRIDS = {

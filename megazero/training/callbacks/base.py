@@ -1,14 +1,116 @@
-"""What a callback is, and what it gets to know of the run."""
+"""What a callback is, what it gets to know of the run, and one step as it sees it.
+
+trainer   computes the step      -> StepRecord(position, loss, ...)
+callback  after_step(record)     -> adds to record.metrics; returns a StepDecision, or None to let the run continue
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+import resource
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from enum import Enum, auto
+
+import torch
 
 from megazero.config import ResolvedRun
 from megazero.data import Corpus
-from megazero.engine import Engine, Position
-from megazero.training.record import StepDecision, StepRecord
+from megazero.engine import Engine, Position, StepStatistics
+from megazero.parallel_state.traffic import Traffic
+from megazero.schedules.proof import Timeline
+
+Metric = float | str | Mapping[str, float]
+
+
+class StepDecision(Enum):
+    """How the run continues otherwise than with the next step.  All ranks must decide alike."""
+
+    SKIP = auto()  # this step changes no weight; its samples are consumed
+    ROLL_BACK = auto()  # load the newest checkpoint and continue with the samples after this step's
+    STOP = auto()  # save this step and end the run
+
+
+@dataclass(frozen=True)
+class SampleRange:
+    """Global sample indices from first to last, both included."""
+
+    first: int
+    last: int
+
+    def __str__(self) -> str:
+        return f"samples {self.first} to {self.last}"
+
+
+@dataclass
+class StepRecord:
+    """One step over the whole global batch."""
+
+    position: Position  # where the run stands after the step
+    samples: SampleRange  # what the step read
+    statistics: StepStatistics | None = None  # None for a step that was skipped before it was computed
+    lr: float | None = None  # learning rate of the step
+    seconds: float | None = None  # duration of the step
+    work_seconds: float | None = None  # the same without the time in which this rank waited for others
+    memory_bytes: int | None = None  # see `peak_memory_bytes`
+    sent_bytes: dict[str, int] = field(default_factory=dict)  # by axis; not those of evaluations and checkpoints
+    skipped_steps: int | None = None  # left without an update by an overflow, so far in the run; None but under fp16
+    timeline: Timeline | None = None  # when each action of the pipeline ran, where it was measured
+    is_last: bool = False  # the run ends after this step
+    val_loss: float | None = None  # mean nats per token of the validation samples, where the run was evaluated
+    val_losses: dict[str, float] = field(default_factory=dict)  # the same of each of `data.validation_sources`, by name
+    mfu: float | None = None  # model FLOP/s as a share of the devices' peak, where that is known
+    metrics: dict[str, Metric] = field(default_factory=dict)  # what callbacks report in addition, by key
+
+    @property
+    def step(self) -> int:
+        """Steps done, counting this one."""
+        return self.position.step
+
+    @property
+    def loss(self) -> float | None:
+        """Mean nats per counted token before the step; None for a step that was not computed."""
+        return None if self.statistics is None else self.statistics.loss
+
+    @property
+    def skipped(self) -> str | None:
+        """Why the step changed no weight: "overflow" (fp16), "not finite", "passed over"; None where it did."""
+        if self.statistics is None:
+            return "passed over"
+        if not self.statistics.skipped:
+            return None
+        return "overflow" if self.statistics.finite else "not finite"
+
+    @property
+    def tokens_per_second(self) -> float | None:
+        """Counted tokens per second of all ranks together."""
+        return None if self.statistics is None or self.seconds is None else self.statistics.tokens / self.seconds
+
+    def reported(self) -> dict[str, Metric]:
+        """All metrics that this step has, by key."""
+        measured = self.statistics
+        found = {
+            "step": self.step,
+            "loss": self.loss,
+            "grad_norm": None if measured is None else measured.grad_norm,
+            "lr": self.lr,
+            "tokens": self.position.tokens,
+            "tokens_per_second": self.tokens_per_second,
+            "step_seconds": self.seconds,
+            "memory_bytes": self.memory_bytes,
+            "val_loss": self.val_loss,
+            "val_losses": self.val_losses or None,
+            "sent_bytes": self.sent_bytes,
+            "loss_scale": None if measured is None or self.skipped_steps is None else measured.loss_scale,
+            "skipped_steps": self.skipped_steps,
+            "skipped": self.skipped,
+            "mfu": self.mfu,
+            "phase": len(self.position.phases) + 1 if self.position.phases else None,
+            **self.metrics,
+        }
+        return {key: value for key, value in found.items() if value is not None}
 
 
 @dataclass(frozen=True)
@@ -52,3 +154,39 @@ class Callback:
 
     def close(self) -> None:
         """Release what the callback holds.  Called once at the very end, also when the run fails."""
+
+
+@dataclass(frozen=True)
+class RunSummary:
+    """How a run ended."""
+
+    step: int
+    loss: float | None  # of the last step, mean nats per token; None where there was none
+    val_loss: float | None  # of the last evaluation
+    checkpoint: str | None  # the newest complete step directory
+    seconds: float  # duration of its steps
+    sent_bytes: dict[str, int]  # by this rank, per axis
+    skipped_steps: int  # that an overflow left without an update, since the start of the run
+    stopped: bool  # the run was asked to stop before its last step; it was saved
+
+
+class StepMeter:
+    """Measures a step on this rank, from when it is made until `read`."""
+
+    def __init__(self, traffic: Traffic) -> None:
+        self._traffic, self._sent, self._waited = traffic, Counter(traffic.by_axis()), traffic.waited_seconds
+        self._started = time.perf_counter()
+
+    def read(self) -> tuple[float, float, dict[str, int]]:
+        """Seconds, seconds without waiting for other ranks, and the bytes sent by axis."""
+        seconds = time.perf_counter() - self._started
+        work = seconds - (self._traffic.waited_seconds - self._waited)
+        return seconds, work, dict(sorted((Counter(self._traffic.by_axis()) - self._sent).items()))
+
+
+def peak_memory_bytes(device: torch.device) -> int:
+    """Most memory this process has held so far: allocated on CUDA, resident on the CPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024

@@ -28,11 +28,9 @@ from megazero.comm.collectives import LostPeerError, agree, from_first, gather_o
 from megazero.config import RunConfig
 from megazero.data.identity import is_of_earlier_release
 from megazero.engine import Engine, Position
-from megazero.parallel_state import ParallelState
 from megazero.settings import hide_passwords
-from megazero.training.callbacks.base import Callback
+from megazero.training.callbacks.base import Callback, StepRecord
 from megazero.training.heartbeat import BETWEEN, SAVING
-from megazero.training.record import StepRecord
 from megazero.training.resuming import find_origin, resume_setting_of, tell_changes
 from megazero.training.watchdog import Watchdog
 
@@ -42,29 +40,20 @@ class Checkpointing(Callback):
 
     Args:
         root: the directory of the checkpoints, which the run owns.
-        fingerprint: of the run's data.
-        fingerprint_at: of the same data, cut into samples of another `seq_len`.
+        watchdog: of the run.
         say: takes lines for the terminal, on rank 0; also from another thread.
     """
 
-    def __init__(
-        self,
-        config: RunConfig,
-        root: Folder,
-        state: ParallelState,
-        fingerprint: str,
-        say: Callable[[str], None],
-        watchdog: Watchdog,
-        *,
-        fingerprint_at: Callable[[int], str] | None = None,
-    ) -> None:
-        self._config, self._state, self._fingerprint, self._say = config.checkpoint, state, fingerprint, say
-        self._run_config, self._fingerprint_at = config, fingerprint_at
-        self._watchdog, self._root = watchdog, root
-        self._axes = state.saving_axes(config.checkpoint.timeout_seconds)
+    def __init__(self, config: RunConfig, root: Folder, watchdog: Watchdog, say: Callable[[str], None]) -> None:
+        self._run_config, self._config, self._root, self._say = config, config.checkpoint, root, say
+        self._watchdog, self._state = watchdog, watchdog.state
+        self._axes = self._state.saving_axes(config.checkpoint.timeout_seconds)
         keep = Retention(self._config.keep_last, self._config.keep_every_steps, self._config.keep_best)
         self._pruner = Pruner(root, keep, self._axes.world, by_hash=self._config.verify == "hash")
-        self._engine: Engine  # from `resume` on
+        # From `resume` on.
+        self._engine: Engine
+        self._fingerprint: str
+        self._fingerprint_at: Callable[[int], str] | None
         self._origin: Folder | None = None  # what was found, then what was loaded last
         self._loaded_step = 0
         self._saver: Saver | None = None
@@ -132,9 +121,16 @@ class Checkpointing(Callback):
         is_own, path = told
         return self._root.child(path) if is_own else folder_at(path)
 
-    def resume(self, engine: Engine) -> Position:
-        """Load what `find` has found, and say how far it had come.  Raises: CheckpointError for a damaged one."""
-        self._engine = engine
+    def resume(self, engine: Engine, fingerprint: str, fingerprint_at: Callable[[int], str] | None = None) -> Position:
+        """Load what `find` has found, and say how far it had come.
+
+        Args:
+            fingerprint: of the run's data.
+            fingerprint_at: of the same data, cut into samples of another `seq_len`.
+
+        Raises: CheckpointError for a damaged one.
+        """
+        self._engine, self._fingerprint, self._fingerprint_at = engine, fingerprint, fingerprint_at
         if self._origin is None:
             return Position()
         position = self._load(self._origin)

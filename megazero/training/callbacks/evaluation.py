@@ -9,9 +9,8 @@ from megazero.config.derive import micro_batch_multiple
 from megazero.config.schema import RunConfig
 from megazero.data.sampler import ValidationStream
 from megazero.training.batches import read_batches
-from megazero.training.callbacks.base import Callback, RunContext
+from megazero.training.callbacks.base import Callback, RunContext, StepDecision, StepRecord
 from megazero.training.heartbeat import BETWEEN, EVALUATING
-from megazero.training.record import StepDecision, StepRecord
 from megazero.training.watchdog import Watchdog
 
 

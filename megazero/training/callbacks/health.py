@@ -9,8 +9,7 @@ from math import isfinite, sqrt
 from megazero.config.schema import TrainingConfig
 from megazero.engine import NonFiniteError, Position
 from megazero.engine.phases import unfinished_schedule
-from megazero.training.callbacks.base import Callback, RunContext
-from megazero.training.record import SampleRange, StepDecision, StepRecord
+from megazero.training.callbacks.base import Callback, RunContext, SampleRange, StepDecision, StepRecord
 
 _WARM_UP_STEPS = 20  # losses to see before the first judgement
 _MEMORY_STEPS = 50  # a loss this many steps back has weight 1/e

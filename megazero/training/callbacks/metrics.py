@@ -1,20 +1,97 @@
-"""metrics.jsonl: one JSON object per step."""
+"""The files that get a line or a point for every step: metrics.jsonl, one JSON object per step, and TensorBoard's events.
+
+What cannot be written is dropped, and never ends the training.
+
+step        1    2    3         4         5         6    7
+file        line line no space  no space  no space  line line
+terminal              cannot be written             written again from step 6
+"""
 
 from __future__ import annotations
 
 import errno
 import json
 import os
-from collections.abc import Mapping
+from abc import abstractmethod
+from array import array
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from math import isfinite
+from pathlib import Path
 
 from megazero.config import check_regular, copy_aside
 from megazero.data.sealed import parse_json
-from megazero.training.callbacks.record_file import RecordFile
-from megazero.training.record import Metric, StepRecord
+from megazero.engine import Position
+from megazero.training.callbacks.base import Callback, Metric, StepRecord
 
 METRICS_FILE = "metrics.jsonl"
-_LINE = b'{"step": '  # how each begins
+_PROBE_BYTES = 1 << 16
+_LINE = b'{"step": '  # how each line of metrics.jsonl begins
+
+
+class RecordFile(Callback):
+    """Writes every step into a file or a folder at `path`.  The steps after `after_step` will be done again.
+
+    A subclass opens, writes and closes; where one of them raises OSError, the step is left out and the next one is tried.
+    """
+
+    def __init__(self, path: Path, after_step: int, say: Callable[[str], None]) -> None:
+        self._path, self._say = path, say
+        self._written = after_step  # the last step that counts
+        self._is_open = self._is_failing = False
+
+    @abstractmethod
+    def _open(self, after_step: int) -> None:
+        """Open for the steps after this one; what a run has written beyond it is dropped."""
+
+    @abstractmethod
+    def _write(self, record: StepRecord) -> None:
+        """Write one step."""
+
+    @abstractmethod
+    def _shut(self) -> None:
+        """Close what `_open` has opened."""
+
+    def after_step(self, record: StepRecord) -> None:
+        try:
+            if self._is_failing:
+                self._probe()
+            if not self._is_open:
+                self._open(self._written)
+                self._is_open = True
+            self._write(record)
+        except OSError as error:
+            self.close()
+            if not self._is_failing:
+                self._say(
+                    f"{self._path} cannot be written ({error}): steps are missing in it until it can, the run goes on"
+                )
+            self._is_failing = True
+            return
+        if self._is_failing:
+            self._say(f"{self._path} is written again from step {record.step}")
+        self._written, self._is_failing = record.step, False
+
+    def _probe(self) -> None:
+        """Find out whether a file can be written, without leaving one behind each time.  Raises: OSError."""
+        probe = self._path.with_name(f".{self._path.name}.probe")
+        try:
+            probe.write_bytes(bytes(_PROBE_BYTES))
+        finally:
+            with suppress(OSError):
+                probe.unlink(missing_ok=True)
+
+    def on_rollback(self, position: Position) -> None:
+        """Forget the steps that will be done again."""
+        self.close()
+        self._written = min(self._written, position.step)
+
+    def close(self) -> None:
+        """Close the file; what the disk refuses is lost."""
+        if self._is_open:
+            self._is_open = False
+            with suppress(OSError):
+                self._shut()
 
 
 class MetricsFile(RecordFile):
@@ -88,3 +165,57 @@ def _step_of(line: bytes) -> float:
         return int(parse_json(line)["step"])
     except (ValueError, KeyError, TypeError, OverflowError):
         return float("inf")
+
+
+class TensorBoard(RecordFile):
+    """Writes every metric that is a number, the losses against tokens too, and the run's configuration.
+
+    TensorBoard forgets what comes after the step at which a file is opened.  A second folder, `by_tokens`, has tokens in
+    place of steps: what is purged at a resume is found by step.
+
+    Args:
+        folder: of the events.
+        start: where the run starts, or resumes.
+        config: the run's configuration, as TOML.
+        say: takes lines for the terminal.
+    """
+
+    def __init__(self, folder: Path, start: Position, config: str, say: Callable[[str], None]) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        super().__init__(folder, start.step, say)
+        self._writer_class = SummaryWriter
+        self._config = "\n".join(f"    {line}" for line in config.splitlines())
+        self._start, self._tokens = start, array("q")  # after each step since the start
+
+    def _open(self, after_step: int) -> None:
+        self._writer = self._writer_class(str(self._path), purge_step=after_step + 1)
+        self._by_tokens = self._writer_class(
+            str(self._path / "by_tokens"), purge_step=self._tokens_after(after_step) + 1
+        )
+        self._writer.add_text("config", self._config, after_step)
+
+    def _write(self, record: StepRecord) -> None:
+        """Add one step's scalars; a metric of several numbers has a curve for each."""
+        for name, value in record.reported().items():
+            parts = value if isinstance(value, Mapping) else {"": value}
+            for part, number in parts.items():
+                if name != "step" and not isinstance(number, str):
+                    self._writer.add_scalar(f"{name}/{part}" if part else name, number, record.step)
+        for name, loss in (("loss", record.loss), ("val_loss", record.val_loss)):
+            if loss is not None:
+                self._by_tokens.add_scalar(f"{name}_by_tokens", loss, record.position.tokens)
+        missing = record.step - self._start.step - len(self._tokens)
+        self._tokens.extend([record.position.tokens] * missing)
+
+    def _tokens_after(self, step: int) -> int:
+        index = step - self._start.step - 1
+        return self._tokens[index] if index >= 0 else self._start.tokens
+
+    def on_rollback(self, position: Position) -> None:
+        super().on_rollback(position)
+        del self._tokens[max(0, self._written - self._start.step) :]
+
+    def _shut(self) -> None:
+        self._writer.close()
+        self._by_tokens.close()

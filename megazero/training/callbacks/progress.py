@@ -7,8 +7,7 @@ from collections.abc import Callable
 from megazero.config import ResolvedRun
 from megazero.config.schema import ParallelConfig
 from megazero.engine import Engine
-from megazero.training.callbacks.base import Callback
-from megazero.training.record import StepRecord
+from megazero.training.callbacks.base import Callback, StepRecord
 
 
 class ProgressLine(Callback):

@@ -14,17 +14,13 @@ from megazero.config.schema import TrainingConfig
 from megazero.engine import Position
 from megazero.registry import Registry, closest
 from megazero.settings import Problem
-from megazero.training.callbacks.base import Callback, RunContext
+from megazero.training.callbacks.base import Callback, RunContext, StepDecision, StepRecord
 from megazero.training.callbacks.checkpointing import Checkpointing
 from megazero.training.callbacks.evaluation import Evaluation
-from megazero.training.callbacks.garbage_collection import GarbageCollection
 from megazero.training.callbacks.health import LossSpikes, NonFinitePolicy, SkipSteps
-from megazero.training.callbacks.metrics import METRICS_FILE, MetricsFile
+from megazero.training.callbacks.metrics import METRICS_FILE, MetricsFile, TensorBoard
 from megazero.training.callbacks.progress import ProgressLine
-from megazero.training.callbacks.stragglers import Stragglers
-from megazero.training.callbacks.tensorboard import TensorBoard
-from megazero.training.callbacks.utilization import Utilization
-from megazero.training.record import StepDecision, StepRecord
+from megazero.training.callbacks.speed import GarbageCollection, Stragglers, Utilization
 from megazero.training.watchdog import Watchdog
 
 T = TypeVar("T")

@@ -1,28 +1,79 @@
-"""Names the ranks whose own work takes much longer than that of others."""
+"""What a step's time was worth: model FLOP/s utilization, ranks that are slow, and garbage collected between steps.
+
+    MFU = tokens / second * FLOPs per token / (devices * peak FLOP/s)
+
+What is computed a second time, such as the logits of a chunked head, is not counted: it is not the model's.
+"""
 
 from __future__ import annotations
 
+import gc
 import json
 import socket
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from statistics import fmean, median_low
 from threading import Thread
 from typing import NamedTuple
 
+import torch
 from torch._C._distributed_c10d import PrefixStore, Store
 
+from megazero.annexes import added
+from megazero.config import ResolvedRun
 from megazero.config.schema import LoggingConfig
+from megazero.data.sampler import SampleStream
+from megazero.models.config import ModelConfig
+from megazero.models.registry import FAMILIES
 from megazero.parallel_state import ParallelState
-from megazero.training.callbacks.base import Callback
-from megazero.training.record import StepRecord
+from megazero.training.callbacks.base import Callback, StepRecord
 
 _NOTICEABLE_SECONDS = 0.01
 _MOST_RANKS_NAMED = 4
 # A look ends when all ranks have written, or after so long; the last one of a run is waited for.
 _LOOK_SECONDS, _LAST_SECONDS = 60.0, 5.0
 _FIRST_POLL_SECONDS, _LONGEST_POLL_SECONDS = 0.01, 1.0
+
+
+class Utilization(Callback):
+    """Sets `record.mfu` where the peak of the devices is known.  Masked tokens are computed, too, and count.
+
+    Args:
+        samples: what is trained on; where attention stays within documents, those of its first samples stand for all.
+    """
+
+    def __init__(
+        self, run: ResolvedRun, device: torch.device, dtype: torch.dtype, samples: SampleStream | None = None
+    ) -> None:
+        peak = peak_flops(device, dtype, run.config.logging.peak_flops)
+        lengths = None
+        if samples is not None and run.config.data.document_mask:
+            lengths = [length for each in samples.first_documents() for length in each]
+        flops = model_flops_per_token(run.config.model, lengths) * run.global_batch_size * run.config.model.seq_len
+        self._seconds_at_peak = None if peak is None else flops / (peak * run.world_size)
+
+    def after_step(self, record: StepRecord) -> None:
+        if record.seconds is not None and self._seconds_at_peak is not None:
+            record.mfu = self._seconds_at_peak / record.seconds
+
+
+def model_flops_per_token(model: ModelConfig, lengths: Collection[int] | None = None) -> float:
+    """FLOPs of forward and backward that the model itself asks for, per token.
+
+    `lengths`: of documents within which attention stays; None for whole samples.
+    """
+    if model.ffn_hidden_size is None:
+        raise ValueError("model.ffn_hidden_size is not resolved; count the FLOPs of a resolved config")
+    return FAMILIES[model.family].flops_per_token(model, lengths)
+
+
+def peak_flops(device: torch.device, dtype: torch.dtype, given: float | None) -> float | None:
+    """FLOP/s that a device can do at most: as given (`logging.peak_flops`), else by the table; None where unknown."""
+    if given is not None or device.type != "cuda":
+        return given
+    known = (peak(torch.cuda.get_device_name(device), dtype) for peak in added("peak FLOP/s").values())
+    return next(filter(None, known), None)
 
 
 class RankWork(NamedTuple):
@@ -143,3 +194,37 @@ class _Look(Thread):
                 # of 16,384 ranks each read takes the training thread's interpreter for a while
                 time.sleep(pause)
                 pause = min(2 * pause, _LONGEST_POLL_SECONDS)
+
+
+class GarbageCollection(Callback):
+    """Runs Python's garbage collector between steps, at the same step on every rank.
+
+        by default   any allocation may start a collection: one rank pauses inside a step, and the others wait for it
+        here         build the engine -> freeze all objects -> | step step ... step | collect | step step ...
+
+    Reference counting frees what a step makes, tensors included. The collector is for cycles, and no cycle that a step makes
+    holds a tensor. Objects older than the first step are frozen: no collection visits them again.
+
+    If the program has frozen objects of its own, nothing more is frozen: the two could not be told apart afterwards.
+    """
+
+    def __init__(self, every_steps: int = 100) -> None:
+        self._every_steps = every_steps
+        self._was_enabled = self._has_frozen = False
+
+    def on_start(self) -> None:
+        self._was_enabled, self._has_frozen = gc.isenabled(), gc.get_freeze_count() == 0
+        if self._has_frozen:
+            gc.collect()  # otherwise garbage would be frozen too
+            gc.freeze()
+        gc.disable()
+
+    def after_step(self, record: StepRecord) -> None:
+        if record.step % self._every_steps == 0:
+            gc.collect()
+
+    def close(self) -> None:
+        if self._has_frozen:
+            gc.unfreeze()
+        if self._was_enabled:
+            gc.enable()

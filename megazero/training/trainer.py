@@ -1,0 +1,285 @@
+"""A run on one rank.
+
+    position ------> step ------> StepRecord ------> callbacks -----> position
+                                                        |
+                                                        +-- ROLL_BACK: the position of the newest checkpoint
+
+The trainer computes steps.  Whatever else happens in a run is a callback; `callbacks/registry.py` has them in order.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from megazero.annexes import added
+from megazero.comm.collectives import agree
+from megazero.config import ResolvedRun, save_config
+from megazero.config.derive import micro_batch_multiple
+from megazero.data.corpus import repeats, without_borders
+from megazero.engine import Engine, NonFiniteError, Position, initialize
+from megazero.engine.outline import read_own_schedule, schedule_of
+from megazero.engine.phases import learning_rate
+from megazero.parallel_state import ParallelState
+from megazero.schedules.proof import ScheduleError
+from megazero.training.batches import fingerprint_of, open_same_corpus, read_batches, without_trained
+from megazero.training.callbacks.base import (
+    Callback,
+    RunContext,
+    RunSummary,
+    SampleRange,
+    StepDecision,
+    StepMeter,
+    StepRecord,
+    peak_memory_bytes,
+)
+from megazero.training.callbacks.checkpointing import Checkpointing
+from megazero.training.callbacks.progress import describe
+from megazero.training.callbacks.registry import CallbackError, RegisteredCallback, callbacks_of, check_names
+from megazero.training.heartbeat import BETWEEN, SAVING, TRAINING
+from megazero.training.ownership import Ownership
+from megazero.training.watchdog import Watchdog
+
+SAVED_CONFIG = "config.toml"
+
+
+def train(
+    run: ResolvedRun, state: ParallelState, show: Callable[[str], None], wants_stop: Callable[[], bool] = lambda: False
+) -> RunSummary:
+    """Start or resume the training that a configuration describes.  Called on every rank.
+
+    Args:
+        show: prints a line on the terminal; called on rank 0 only.
+        wants_stop: asked after every step and evaluation; where any rank says so, all ranks save and end after that step.
+
+    Raises:
+        ConfigError: `training.callbacks` names a callback that nobody has registered.
+        DataError: the corpus cannot be opened, is not the same on all ranks, or all to be evaluated was trained on.
+        OwnerError: another run owns the directories of this one, or has taken them.
+        CheckpointError: the checkpoint that `checkpoint.resume` names cannot be used, or none can be written.
+        NonFiniteError, LostPeerError: see `Engine.train_step`.
+        OutOfMemoryError: on the rank that has no memory left.
+    """
+    check_names(run.config.training)
+    return Trainer(run, state, show if state.rank == 0 else lambda _: None, wants_stop).run()
+
+
+class Trainer:
+    """The parts of a run, put together on one rank; `run` does its steps and closes them.  Arguments as `train`."""
+
+    def __init__(
+        self, run: ResolvedRun, state: ParallelState, say: Callable[[str], None], wants_stop: Callable[[], bool]
+    ) -> None:
+        config, run_dir = run.config, Path(run.config.training.run_dir)
+        self.resolved, self.state, self.say = run, state, say
+        with ExitStack() as closing:  # closes what has been made where making the rest fails
+            self.watchdog = closing.enter_context(Watchdog(state, config.parallel.timeout_seconds, run_dir))
+            corpus = open_same_corpus(config, state.world, say)
+            ownership = closing.enter_context(Ownership(config, state, say, wants_stop))
+            self.checkpointing = Checkpointing(config, ownership.root, self.watchdog, say)
+            is_new = not self.checkpointing.find()
+            schedule = agree(lambda: read_own_schedule(run), state.world, ScheduleError)
+            with explained(run, state):
+                self.engine = initialize(config, state, init_weights=is_new, schedule=schedule)
+            closing.callback(self.engine.sharded_model.close)
+            closing.push(lambda _kind, error, _trace: self.checkpointing.finish_save(error))
+            self.engine.wants_stop = wants_stop
+            start = self.checkpointing.resume(self.engine, corpus.fingerprint, partial(fingerprint_of, config))
+            corpus = without_trained(corpus, start.trained, say)
+            ends = {key: max(end, start.trained.get(key, 0)) for key, end in corpus.train.ends().items()}
+            self.position = replace(start, trained={**start.trained, **ends})
+            self.context = RunContext(run, self.engine, corpus, self.position, say)
+            agree(self._prepare_run_dir, state.world, OSError)
+            self.callbacks = [ownership, *self._make_callbacks(closing)]
+            self._announce()
+            self._closing = closing.pop_all()
+        self.loss: float | None = None  # of the last step
+        self.val_loss: float | None = None  # of the last evaluation
+
+    def run(self) -> RunSummary:
+        """Do the steps that are left, or those until a rank wants to stop."""
+        steps, is_done = self.resolved.config.training.steps, False
+        with self._closing, explained(self.resolved, self.state, self.engine):
+            for callback in self.callbacks:
+                callback.on_start()
+            started = time.perf_counter()
+            while self.position.step < steps and not is_done:
+                is_done = self._step()
+            for callback in self.callbacks:
+                callback.on_end(self.position)
+            return RunSummary(
+                self.position.step,
+                self.loss,
+                self.val_loss,
+                self.checkpointing.newest,
+                seconds=time.perf_counter() - started,
+                sent_bytes=self.state.traffic.by_axis(),
+                skipped_steps=self.engine.sharded_model.skipped_steps,
+                stopped=self.position.step < steps,
+            )
+
+    def _step(self) -> bool:
+        """Do the next step and show it to the callbacks; whether the run ends with it."""
+        decisions = [callback.before_step(self.position) for callback in self.callbacks]
+        first, count = self.position.samples, self.resolved.global_batch_size
+        position = replace(self.position, step=self.position.step + 1, samples=first + count)
+        is_last = position.step == self.resolved.config.training.steps
+        record = StepRecord(position, SampleRange(first, first + count - 1), is_last=is_last)
+        if StepDecision.SKIP not in decisions:  # else its samples are consumed, and nothing is computed
+            self._compute(record)
+        for callback in self.callbacks:
+            decision = callback.after_step(record)
+            if decision is StepDecision.ROLL_BACK:
+                self.position = self._roll_back(record)
+                return False  # also where a rank wants to stop: only a later step remembers the samples to leave out
+            record.is_last |= decision is StepDecision.STOP
+        self.position = record.position
+        self.loss = self.loss if record.loss is None else record.loss
+        self.val_loss = self.val_loss if record.val_loss is None else record.val_loss
+        return record.is_last
+
+    def _compute(self, record: StepRecord) -> None:
+        """Train on the samples of a step and note what was measured."""
+        run, engine, model = self.resolved, self.engine, self.engine.sharded_model
+        config, phase = run.config, record.position.phase
+        self.watchdog.at(record.step, TRAINING)
+        meter = StepMeter(self.state.traffic)
+        batches = read_batches(
+            self.context.corpus.train,
+            record.samples.first,
+            run.global_batch_size,
+            run.micro_batch_size,
+            engine.share,
+            multiple=micro_batch_multiple(config.parallel),
+            stream_starts_at=phase.first_sample,
+        )
+        # A step without an update keeps the learning rate and the weights, while its samples are consumed.
+        updates = model.optimizer.steps_taken
+        lr = learning_rate(config.lr_schedule, config.optimizer.lr, config.training.steps, phase, updates)
+        if record.step == config.logging.pipeline_trace_step:
+            statistics, record.timeline = engine.traced_step(batches, lr)
+        else:
+            statistics = engine.train_step(batches, lr, raises_non_finite=False)
+        self.watchdog.at(record.step, BETWEEN)
+        record.seconds, record.work_seconds, record.sent_bytes = meter.read()
+        record.statistics, record.lr = statistics, lr
+        record.position = replace(record.position, tokens=record.position.tokens + statistics.tokens)
+        record.memory_bytes = peak_memory_bytes(self.state.device)
+        record.is_last |= statistics.stop
+        record.skipped_steps = None if model.scaler is None else model.skipped_steps
+
+    def _roll_back(self, record: StepRecord) -> Position:
+        """Load the newest checkpoint, to continue from its step with the samples after those of a bad step."""
+        self.watchdog.at(record.step, SAVING)
+        loaded = self.checkpointing.roll_back(record.step)
+        is_finite = record.statistics is not None and record.statistics.finite
+        if loaded is None:
+            raise NonFiniteError(
+                f"step {record.step}, {record.samples}, is {'rolled back' if is_finite else 'not finite'}, and there is no "
+                "checkpoint to roll back to yet; set checkpoint.save_every_steps below that step (and checkpoint.keep_last "
+                'to 2 or more), or training.on_non_finite = "skip"'
+            )
+        position = replace(record.position, step=loaded.step, phases=loaded.phases)
+        self.say(
+            f"step {record.step} {'is rolled back' if is_finite else 'is not finite'}: {record.samples} are left out; "
+            f"back to step {position.step}, continuing with sample {position.samples}"
+        )
+        for callback in self.callbacks:
+            callback.on_rollback(position)
+        return position
+
+    def _make_callbacks(self, closing: ExitStack) -> list[Callback]:
+        """The callbacks of the run; `closing` closes them, the last first, also where making another one fails."""
+        made: list[Callback] = []
+
+        def add(callback: Callback) -> None:
+            made.append(callback)
+            closing.push(partial(_close, callback, self.say))
+
+        def make() -> None:
+            for name in self.resolved.config.training.callbacks:
+                add(RegisteredCallback(name, self.context))
+
+        agree(make, self.state.world, CallbackError)
+        registered = list(made)
+        every = agree(
+            lambda: callbacks_of(self.context, registered, self.checkpointing, self.watchdog), self.state.world, OSError
+        )
+        for callback in every:
+            if callback not in registered:
+                add(callback)
+        return every
+
+    def _prepare_run_dir(self) -> None:
+        if self.state.rank:
+            return
+        (run_dir := Path(self.resolved.config.training.run_dir)).mkdir(parents=True, exist_ok=True)
+        saved = run_dir / SAVED_CONFIG
+        try:
+            if aside := save_config(self.resolved, saved):
+                self.say(f"{saved} was not written by a run: it is kept as {aside}")
+        except OSError as error:
+            self.say(f"{saved} could not be written ({error}); the run goes on without it")
+
+    def _announce(self) -> None:
+        """Print what the run is, and what is unusual about its data."""
+        run, config, start = self.resolved, self.resolved.config, self.position
+        self.say(describe(run, self.engine))
+        if self.state.rank:
+            return
+        for line_of in added("start line").values():
+            try:
+                self.say(line_of(run, schedule_of(run), self.state.device))
+            except Exception as error:  # what is told of a run does not end it
+                self.say(f"a line about the start is missing: {error!r}")
+        stream, samples = self.context.corpus.train, start.samples - start.phase.first_sample  # of this phase
+        samples += (config.training.steps - start.step) * run.global_batch_size
+        borders = without_borders(stream.first_documents()) if config.data.document_mask else []
+        for line in (*repeats([source.path for source in config.data.sources], stream, samples), *borders):
+            self.say(line)
+
+
+def _close(
+    callback: Callback, say: Callable[[str], None], _kind: object, error: BaseException | None, _trace: object
+) -> None:
+    """Close a callback; where the run ends with an error, that error is the one to raise."""
+    try:
+        callback.close()
+    except Exception as failure:
+        if error is None:
+            raise
+        say(f"{failure}")
+
+
+class OutOfMemoryError(RuntimeError):
+    """This rank's device, or its host, has no memory left."""
+
+
+@contextmanager
+def explained(run: ResolvedRun, state: ParallelState, engine: Engine | None = None) -> Iterator[None]:
+    """Say what holds the memory, and which settings would fit, where memory runs out.
+
+    Args:
+        engine: None while it is being built.
+
+    Raises: OutOfMemoryError.
+    """
+    try:
+        yield
+    except (RuntimeError, MemoryError) as error:
+        of_the_host = isinstance(error, MemoryError) or "can't allocate memory" in str(error)
+        if not (of_the_host or isinstance(error, torch.OutOfMemoryError)):
+            raise
+        text = str(error)
+        for explain in added("out of memory").values():
+            try:
+                text = explain(text, run, state, engine)
+            except Exception as failure:  # what is known must not hide behind it
+                text = f"{text} (not explained: {failure!r})"
+        raise OutOfMemoryError(text) from error
