@@ -3,4 +3,5 @@
 ADDS = {
     "backend": {"cpu": "megazero.cpu.transport:cpu_backend"},
     "messages": {"cpu": "megazero.cpu.sockets:CpuMessages"},
+    "kernel": {"fp32 product": "megazero.cpu.products:fp32_product"},
 }

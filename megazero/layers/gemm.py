@@ -1,27 +1,29 @@
-"""Matrix products without autograd, on the faster of torch's two CPU libraries.
-
-torch's fp32 `mm` calls MKL, which on AMD processors runs at about half the speed of oneDNN.  The choice depends on the
-processor's vendor and not on a measurement, so that every run on a machine computes the same numbers.
-"""
+"""Matrix products without autograd, in the library that is fastest for them: torch's, or one that an annex adds."""
 
 from __future__ import annotations
 
-from functools import lru_cache
-from pathlib import Path
+from collections.abc import Callable
+from functools import cache
 
 import torch
 from torch import Tensor
 
-
-@lru_cache(maxsize=1)
-def _onednn_is_faster() -> bool:
-    cpu = Path("/proc/cpuinfo")
-    return torch.backends.mkldnn.is_available() and cpu.is_file() and "AuthenticAMD" in cpu.read_text()[:4096]
+from megazero.annexes import added
 
 
-def prefers_onednn(x: Tensor) -> bool:
-    """Whether products of `x` run on oneDNN here; autograd cannot differentiate them."""
-    return x.device.type == "cpu" and x.dtype == torch.float32 and _onednn_is_faster()
+@cache
+def cpu_product() -> Callable[[Tensor, Tensor], Tensor] | None:
+    """A product x @ w.T of fp32 tensors that is faster than torch's on this CPU, if an annex adds one.
+
+    [rows, k], [n, k] -> [rows, n]; any strides.  Autograd cannot differentiate it.
+    """
+    choose = added("kernel").get("fp32 product")
+    return None if choose is None else choose()
+
+
+def bypasses_autograd(x: Tensor) -> bool:
+    """Whether products of `x` run in a library that autograd cannot differentiate."""
+    return x.is_cpu and x.dtype == torch.float32 and cpu_product() is not None
 
 
 def add_product(out: Tensor, a: Tensor, b: Tensor, *, is_first: bool) -> None:
@@ -32,7 +34,7 @@ def add_product(out: Tensor, a: Tensor, b: Tensor, *, is_first: bool) -> None:
         a, b: [k, m] and [k, n], in the dtype of the computation; any strides.
     """
     a = a.t()
-    if out.dtype == a.dtype and not prefers_onednn(a):
+    if out.dtype == a.dtype and not bypasses_autograd(a):
         if is_first:
             torch.mm(a, b, out=out)
         else:
@@ -49,9 +51,10 @@ def add_product(out: Tensor, a: Tensor, b: Tensor, *, is_first: bool) -> None:
 
 def product_t(a: Tensor, b: Tensor) -> Tensor:
     """a @ b.T without autograd.  [..., k], [n, k] -> [..., n]; any strides."""
-    if not prefers_onednn(a):
+    product = cpu_product() if a.is_cpu and a.dtype == torch.float32 else None
+    if product is None:
         return torch.matmul(a, b.t())
-    rows = torch.ops.mkldnn._linear_pointwise(a.reshape(-1, a.shape[-1]), b, None, "none", [], "")
+    rows = product(a.reshape(-1, a.shape[-1]), b)
     # as matmul does: a view, to autograd, could not be summed over tp in place
     result: Tensor = torch.ops.aten._unsafe_view(rows, [*a.shape[:-1], b.shape[0]])
     return result

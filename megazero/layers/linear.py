@@ -6,7 +6,7 @@
 
 One autograd function serves both.  Its backward starts the exchange of the input gradient, computes the weight gradient
 meanwhile, straight into its bucket (or `WeightGradQueue` queues it), then waits for the exchange.  Without a queue, as in a
-user's own model, and with tp = 1 a layer is a plain `F.linear`, except where oneDNN's products are faster.
+user's own model, and with tp = 1 a layer is a plain `F.linear`, except where an annex adds a faster product.
 
     B and W together     B  gather x | dx = dy W  | dW = dy.T x      the gather runs beside the product
     W apart              B             dx = dy W                     the queue keeps dy and this rank's shard of x
@@ -36,7 +36,7 @@ from megazero.comm.autograd import (
     start_scatter_sequence,
 )
 from megazero.comm.collectives import Pending, all_reduce
-from megazero.layers.gemm import add_product, prefers_onednn, product_t
+from megazero.layers.gemm import add_product, bypasses_autograd, product_t
 from megazero.layers.spec import Initializer, NamedRows, ParamSpec, bias_spec, drawn_parameter
 from megazero.parallel_state import Axis
 
@@ -208,7 +208,7 @@ def parallel_linear(
     x: Tensor, weight: Tensor, bias: Tensor | None, entry: Entry, tp: Axis, wgrad_queue: WeightGradQueue | None = None
 ) -> Tensor:
     """y = x @ weight.T + bias, with the exchange that `entry` names; weight and bias as this rank holds them."""
-    if wgrad_queue is None and (tp.size == 1 or entry == "local") and not prefers_onednn(x):
+    if wgrad_queue is None and (tp.size == 1 or entry == "local") and not bypasses_autograd(x):
         return F.linear(x, weight, bias)
     return _ParallelLinear.apply(x, weight, bias, entry if tp.size > 1 else "local", tp, wgrad_queue)
 
