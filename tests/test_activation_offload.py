@@ -21,8 +21,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 sys.path.insert(0, str(Path(__file__).parent / "laws"))
 from worlds import LLAMA, engine_on, micro_batches, run_of, state_on
 
-from megazero.comm.arena import ALIGNMENT, Arena
-from megazero.comm.identity import storage_of
+from megazero.comm.memory import ALIGNMENT, Arena, storage_of
 from megazero.config import ResolvedRun
 from megazero.layers.activation_offload import ActivationStore, Copier, KeptStorage, KeptView, StreamCopier
 from megazero.models.activation_config import PRESETS

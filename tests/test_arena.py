@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from megazero.comm import arena as arena_module
-from megazero.comm.arena import ALIGNMENT, Arena, rounded_up
-from megazero.comm.host_memory import StorageError
+from megazero.comm.memory import ALIGNMENT, Arena, StorageError, rounded_up
 
 
 def _arena() -> Arena:

@@ -25,7 +25,7 @@ from zero_worlds import CLOSE, Sharded, assert_same, numbers, plain_steps, rando
 import megazero
 from megazero import deepspeed
 from megazero.comm import arena as arena_module
-from megazero.comm.arena import rounded_up
+from megazero.comm.memory import rounded_up
 from megazero.deepspeed import recompute
 
 WIDTH = 8

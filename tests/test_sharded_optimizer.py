@@ -21,7 +21,7 @@ import megazero.zero.offload
 import megazero.zero.optimizer
 from megazero.checkpoint.gather import gather_logical
 from megazero.comm.collectives import gather_objects
-from megazero.comm.host_memory import StorageError
+from megazero.comm.memory import StorageError
 from megazero.config.schema import PrecisionConfig
 from megazero.optim.optimizers import Lion
 from megazero.zero.bucket import Interval

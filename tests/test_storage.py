@@ -21,7 +21,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from megazero.comm.host_memory import StorageError
+from megazero.comm.memory import StorageError
 from megazero.zero.file_store import ALIGN_BYTES, FileStore, region_bytes
 from megazero.zero.offload import choose_location, free_memory_bytes
 from megazero.zero.storage import FlatArray, InMemory, in_host_memory

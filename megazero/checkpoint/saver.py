@@ -22,7 +22,7 @@ from megazero.checkpoint.folder import Folder
 from megazero.checkpoint.index import CheckpointError, OwnerError, TrainerState
 from megazero.checkpoint.save import plan_saving, save_checkpoint
 from megazero.comm.collectives import LostPeerError, gather_objects
-from megazero.comm.host_memory import StorageError
+from megazero.comm.memory import StorageError
 from megazero.parallel_state import ParallelState
 from megazero.parallel_state.groups import SavingAxes
 from megazero.zero.bucket import Bucket, Interval, intersect

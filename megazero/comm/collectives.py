@@ -17,7 +17,7 @@ from torch import Tensor
 
 from megazero.annexes import added
 from megazero.comm.backend import choose_backend
-from megazero.comm.identity import address_of
+from megazero.comm.memory import address_of
 from megazero.comm.messages import OrderError, combine
 from megazero.comm.process_groups import ProcessGroups
 from megazero.parallel_state import Axis

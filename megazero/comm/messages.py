@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megazero.comm.identity import address_of
+from megazero.comm.memory import address_of
 from megazero.parallel_state import Axis
 from megazero.parallel_state.groups import Wait
 

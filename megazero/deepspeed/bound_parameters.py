@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 from torch import nn
 
-from megazero.comm.identity import address_of, storage_of
+from megazero.comm.memory import address_of, storage_of
 from megazero.zero.param_proxy import real
 from megazero.zero.sharded_model import ShardedModel
 

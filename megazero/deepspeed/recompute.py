@@ -19,7 +19,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
-from megazero.comm.arena import Arena
+from megazero.comm.memory import Arena
 from megazero.deepspeed.checkpoint_function import CheckpointedCall
 from megazero.deepspeed.config import read_json
 from megazero.deepspeed.config_check import check_keys
@@ -37,7 +37,7 @@ class _Configured:
     Attributes:
         by_script: the script has called `configure`.
         store: holds the arguments; None leaves them where they are.
-        in_pipeline: messages of a pipeline may be under way: see [Note: page-locked] of `comm/arena.py`.
+        in_pipeline: messages of a pipeline may be under way: see [Note: page-locked] of `comm/memory.py`.
         depth: nested calls that run now.  The outermost alone stores its arguments: it makes those of the others again.
     """
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from megazero.comm.arena import Arena
+from megazero.comm.memory import Arena
 from megazero.config import ResolvedRun, RunConfig
 from megazero.layers.activation_offload import ActivationStore
 from megazero.layers.context_attention import ContextAttention

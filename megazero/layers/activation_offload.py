@@ -19,7 +19,7 @@ address of torch's object for it, of which a weak reference is held: no other st
 
 [Note: the first step]  What does not fit into the arena of the steps before gets memory that is not page-locked, and
 copies to it block the host.  Before the next step begins the arena becomes one buffer of that size, and is locked: see
-`comm/arena.py`.
+`comm/memory.py`.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from megazero.comm.arena import Arena
+from megazero.comm.memory import Arena
 from megazero.layers.saved_tensors import SavedTensorHooks, keep, kept_tensor
 
 PLAIN_TENSORS = (Tensor, FakeTensor)

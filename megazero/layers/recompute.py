@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from megazero.comm.collectives import all_gather
-from megazero.comm.identity import address_of
+from megazero.comm.memory import address_of
 from megazero.layers.saved_tensors import SavedTensorHooks, keep, kept_tensor
 from megazero.parallel_state import Axis
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from megazero.comm.identity import storage_of
+from megazero.comm.memory import storage_of
 from megazero.engine import Engine
 from megazero.layers.attention import Attention
 from megazero.layers.saved_tensors import SavedTensorHooks

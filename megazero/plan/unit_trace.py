@@ -23,7 +23,7 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from megazero.comm.arena import Arena
+from megazero.comm.memory import Arena
 from megazero.config import ResolvedRun, RunConfig
 from megazero.engine.outline import schedule_of
 from megazero.layers.activation_offload import ActivationStore

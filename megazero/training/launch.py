@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, NoReturn, TypeVar
 
 from megazero.checkpoint.index import CheckpointError, OwnerError
 from megazero.comm.collectives import LostPeerError
-from megazero.comm.host_memory import StorageError
+from megazero.comm.memory import StorageError
 from megazero.config import ConfigError, ResolvedRun
 from megazero.config.load import import_extensions
 from megazero.engine import NonFiniteError

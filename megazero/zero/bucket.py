@@ -29,7 +29,7 @@ from typing import Final, TypeVar
 import torch
 from torch import Tensor
 
-from megazero.comm.arena import Arena
+from megazero.comm.memory import Arena
 from megazero.layers.spec import ParamSpec, numel
 from megazero.parallel_state import Axis
 from megazero.zero.storage import FlatArray, InMemory, in_host_memory

@@ -11,8 +11,7 @@ from operator import eq, ge
 import torch
 from torch import Tensor
 
-from megazero.comm.arena import Arena
-from megazero.comm.identity import address_of
+from megazero.comm.memory import Arena, address_of
 
 
 class BufferPool:

@@ -24,7 +24,7 @@ from typing import Final, TypeAlias
 import torch
 from torch import Tensor
 
-from megazero.comm.host_memory import StorageError
+from megazero.comm.memory import StorageError
 from megazero.zero.storage import Access, FlatArray, PendingCopy, as_flat, check_out
 
 ALIGN_BYTES: Final = 4096  # a page of memory and a block of most disks

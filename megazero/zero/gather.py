@@ -37,7 +37,7 @@ from torch.utils._pytree import tree_map
 from torch.utils.hooks import RemovableHandle
 
 from megazero.comm.collectives import Pending, all_gather, check_order
-from megazero.comm.identity import storage_of
+from megazero.comm.memory import storage_of
 from megazero.zero.bucket import Bucket, ShardingPolicy, Slot
 from megazero.zero.buffer_pool import BufferPool
 from megazero.zero.param_proxy import UngatheredParameter

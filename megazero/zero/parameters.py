@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 
 from megazero.comm.collectives import agree, broadcast, largest, runs_by_itself
-from megazero.comm.host_memory import StorageError
+from megazero.comm.memory import StorageError
 from megazero.config.schema import ZeroConfig
 from megazero.layers.spec import numel
 from megazero.parallel_state import Axis

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megazero.comm.arena import Arena
 from megazero.comm.collectives import LostPeerError, agree, gather_objects
+from megazero.comm.memory import Arena
 from megazero.config.schema import PrecisionConfig, ZeroConfig
 from megazero.layers.linear import WeightGradQueue
 from megazero.parallel_state import Axis, ParallelState

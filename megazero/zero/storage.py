@@ -19,7 +19,7 @@ from typing import Literal, NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
-from megazero.comm.host_memory import host_tensor
+from megazero.comm.memory import host_tensor
 
 Location: TypeAlias = Literal["device", "host", "file"]
 

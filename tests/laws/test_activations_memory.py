@@ -18,8 +18,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from worlds import LLAMA, engine_on, micro_batches, run_of, state_on
 
-from megazero.comm.arena import Arena
 from megazero.comm.collectives import ring_shift
+from megazero.comm.memory import Arena
 from megazero.config import ResolvedRun
 from megazero.engine.outline import schedule_of, stages_of
 from megazero.layers.context_attention import ContextAttention
