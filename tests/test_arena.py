@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from megazero.comm import arena as arena_module
+from megazero.comm import memory as memory_module
 from megazero.comm.memory import ALIGNMENT, Arena, StorageError, rounded_up
 
 
@@ -101,14 +101,14 @@ def test_what_is_given_back_is_taken_first() -> None:
 
 
 def test_what_could_not_be_had_is_not_asked_for_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    arena, make = _arena(), arena_module.host_tensor
+    arena, make = _arena(), memory.host_tensor
 
     def host_tensor(numel: int, *args: Any, **more: Any) -> Tensor:
         if numel > 4 * ALIGNMENT:
             raise StorageError("too much")
         return make(numel, *args, **more)
 
-    monkeypatch.setattr(arena_module, "host_tensor", host_tensor)
+    monkeypatch.setattr(memory_module, "host_tensor", host_tensor)
     with pytest.raises(StorageError):
         arena.acquire(1 << 40)
     for _ in range(3):
@@ -144,9 +144,9 @@ def test_memory_that_is_written_does_not_change_the_version_of_other_memory() ->
 
 def test_pages_are_locked_only_while_nothing_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     locked: list[bool] = []
-    make = arena_module.host_tensor
+    make = memory_module.host_tensor
     monkeypatch.setattr(
-        arena_module, "host_tensor", lambda *args, pin, remedy: (locked.append(pin), make(*args, pin=pin))[1]
+        memory_module, "host_tensor", lambda *args, pin, remedy: (locked.append(pin), make(*args, pin=pin))[1]
     )
     for arena in (Arena(torch.device("cpu"), pins=True), _arena()):
         for _ in range(3):

@@ -24,7 +24,7 @@ from zero_worlds import CLOSE, Sharded, assert_same, numbers, plain_steps, rando
 
 import megazero
 from megazero import deepspeed
-from megazero.comm import arena as arena_module
+from megazero.comm import memory as memory_module
 from megazero.comm.memory import rounded_up
 from megazero.deepspeed import recompute
 
@@ -555,9 +555,9 @@ def test_initialize_configures_what_no_call_has() -> None:
 def test_a_pipeline_locks_pages_between_its_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     """In a call other ranks may wait for a message that this one sends after it."""
     locked: list[bool] = []
-    make = arena_module.host_tensor
+    make = memory_module.host_tensor
     monkeypatch.setattr(
-        arena_module, "host_tensor", lambda *args, pin, remedy: (locked.append(pin), make(*args, pin=False))[1]
+        memory_module, "host_tensor", lambda *args, pin, remedy: (locked.append(pin), make(*args, pin=False))[1]
     )
     _configure(checkpoint_in_cpu=True)
     for wanted in ([False] * 3, [True], []):

@@ -28,8 +28,6 @@ ALIGNMENT = 512
 """Bytes at whose multiples tensors begin, as with torch's CUDA allocator."""
 
 _ENDLESS = 1 << 62
-
-
 _LESS_OFFLOADING: Final = "lower zero.offload.ratio or set zero.offload.optimizer and zero.offload.parameters to nvme"
 
 
