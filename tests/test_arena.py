@@ -101,7 +101,7 @@ def test_what_is_given_back_is_taken_first() -> None:
 
 
 def test_what_could_not_be_had_is_not_asked_for_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    arena, make = _arena(), memory.host_tensor
+    arena, make = _arena(), memory_module.host_tensor
 
     def host_tensor(numel: int, *args: Any, **more: Any) -> Tensor:
         if numel > 4 * ALIGNMENT:
