@@ -12,6 +12,7 @@ The trunk imports no annex: it asks a seam, and trains the same where nothing wa
     schedule view    Timeline -> text for the terminal; a table that compares all schedules             cli
     schedule file    Timeline -> text of the file that an option names                                  cli
     import           a function with the arguments of `import_model`, and `form`, `run_file`, `step`, `samples`   cli
+    pickled weights  path of a file of torch.save -> tensors, names of what else it holds, lines for the user   checkpoint
     export           (step, out, dtype, names) -> `Exported`, by the form that --to names                cli
     start line       (ResolvedRun, Schedule, torch.device) -> a line for the terminal                   training
     callback         RunContext -> Callback, on rank 0 alone, after the metrics are written             training

@@ -31,7 +31,6 @@ from typer.testing import CliRunner, Result
 from worlds import EPS, GPT2, LLAMA, LR, engine_on, global_batch, micro_batches, run_of
 
 from megazero.checkpoint.folder import LocalFolder
-from megazero.checkpoint.foreign.pickles import load_metadata
 from megazero.checkpoint.index import CheckpointError, read_trainer_state
 from megazero.checkpoint.tensor_file import StoredTensors
 from megazero.cli.commands import app
@@ -40,9 +39,10 @@ from megazero.engine import Position
 from megazero.engine.phases import changes
 from megazero.formats import exporter
 from megazero.formats.dcp import DcpFolder
-from megazero.formats.found import ADAM
+from megazero.formats.foreign import ADAM
 from megazero.formats.importer import import_checkpoint
 from megazero.formats.megatron import differences
+from megazero.formats.pickles import load_metadata
 from megazero.formats.tables import tables_of
 from megazero.models.rope_scaling import RopeScaling
 

@@ -11,10 +11,9 @@ import pytest
 from safetensors.torch import load_file, save_file
 from test_hugging_face import MODELS, command, hub_model, linked, run_of, saved
 
-from megazero.checkpoint.foreign.writer import MODEL_TOML
 from megazero.checkpoint.hugging_face.config import format_of
 from megazero.checkpoint.hugging_face.exporter import export_model
-from megazero.checkpoint.hugging_face.importer import import_model
+from megazero.checkpoint.hugging_face.importer import MODEL_TOML, import_model
 from megazero.checkpoint.index import HF_CONFIG, CheckpointError
 
 pytestmark = pytest.mark.slow  # starts whole runs
@@ -48,12 +47,12 @@ def test_every_key_that_no_table_names_is_told(
         config = json.loads((hub / HF_CONFIG).read_text()) | {"sliding_window": None}
         (hub / HF_CONFIG).write_text(json.dumps(config))
     imported = import_model(hub, tmp_path / "ours")
-    assert len(imported.told) == len(lines)
-    for said, wanted in zip(imported.told, lines, strict=True):
+    assert len(imported.notes) == len(lines)
+    for said, wanted in zip(imported.notes, lines, strict=True):
         assert len(said) < 200
         assert wanted in said
     text = (tmp_path / "ours" / MODEL_TOML).read_text()
-    assert all(f"# {said}" in text for said in imported.told)
+    assert all(f"# {said}" in text for said in imported.notes)
     assert set(tomllib.loads(text)) == {"model", "checkpoint"}
 
 
@@ -92,7 +91,7 @@ def test_published_configurations_say_nothing_that_is_unknown() -> None:
 def test_positions_beyond_the_models_are_told(hubs: dict[str, Path], tmp_path: Path) -> None:
     shown = command("import", hubs["llama"], tmp_path / "long", "--seq-len", "32")
     assert "# seq_len = 32 exceeds max_position_embeddings = 16" in shown.stdout
-    assert import_model(hubs["llama"], tmp_path / "short", seq_len=8).told == ()
+    assert import_model(hubs["llama"], tmp_path / "short", seq_len=8).notes == ()
 
 
 @pytest.mark.parametrize("file", ["/etc/passwd", "../part.safetensors", "sub/../../part.safetensors", "", 3, None])

@@ -235,7 +235,7 @@ def test_every_stage_comes_in_bit_for_bit(made: tuple[Path, dict[str, Any]], tmp
     for name, case in CASES.items():
         got = imported(case, folder / name, tmp_path / name)
         check_state(case, tmp_path / name, known["stage-1" if name == ROUND_ROBIN else name][0])
-        told = "\n".join(got.told)
+        told = "\n".join(got.notes)
         assert "client_state is not taken over: mine" in told
         assert "weight_decay is not taken over: it differs" in told
         assert ("frozen there" in told) == case.frozen
@@ -432,7 +432,7 @@ def test_no_pickle_is_executed(made: tuple[Path, dict[str, Any]], tmp_path: Path
 
     file = "mp_rank_00_model_states.pt"
     by_exec = broken(origin, file, plant(exec, f"open({str(trace)!r}, 'w')"), tmp_path / "exec")
-    assert any("builtins.exec, which is neither" in line for line in imported(case, by_exec, tmp_path / "ours").told)
+    assert any("builtins.exec, which is neither" in line for line in imported(case, by_exec, tmp_path / "ours").notes)
     by_shell = broken(origin, file, plant(os.system, f"touch {trace}"), tmp_path / "shell")
     refused(case, by_shell, tmp_path / "none", "posix.system")
     assert not trace.exists()

@@ -269,7 +269,7 @@ def test_tied_weights_come_in_as_scripts_save_them(family: str, tmp_path: Path) 
             (theirs / HF_CONFIG).write_bytes(to_json(form.config(run.config.model, "fp32")))
             run_file = None
         made = import_checkpoint(theirs / file if file == "last.ckpt" else theirs, tmp_path / file, run_file=run_file)
-        assert "not taken over: weights alone are read, and moments begin anew" in str(made.told)
+        assert "not taken over: weights alone are read, and moments begin anew" in str(made.notes)
         assert_equal(stored(tmp_path / file), weights)
 
 

@@ -211,8 +211,7 @@ def import_(
     extension: ExtensionOption = None,
 ) -> None:
     """Make a checkpoint of what another framework has written, to continue training from it."""
-    from megazero.checkpoint.foreign.writer import MODEL_TOML
-    from megazero.checkpoint.hugging_face.importer import import_model
+    from megazero.checkpoint.hugging_face.importer import MODEL_TOML, import_model
     from megazero.checkpoint.shards import parse_size
 
     known = {"form": form, "run_file": run_file, "step": step, "samples": samples}

@@ -2,5 +2,6 @@
 
 ADDS = {
     "import": {"checkpoints": "megazero.formats.importer:import_checkpoint"},
+    "pickled weights": {"torch.save": "megazero.formats.pickles:open_pickled_weights"},
     "export": {"dcp": "megazero.formats.exporter:export_dcp"},
 }

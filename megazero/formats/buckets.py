@@ -25,7 +25,7 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from megazero.checkpoint.foreign.source import ForeignTensor
+from megazero.checkpoint.hugging_face.match import LazyTensor
 
 BUCKET = re.compile(r"(optimizer\.distributed\.dp_group_idx_(\d+)\.gbuf_idx_(\d+)\..+\.bucket_idx_(\d+)\.)(\w+)")
 _ALIGNMENT = 64  # elements
@@ -42,7 +42,7 @@ _Places: TypeAlias = dict[
 ]  # by name and rank of tensor parallelism: a bucket, and where it begins there
 
 
-def _places(sizes: _Sizes, weights: Mapping[str, ForeignTensor], tp: int, norms_apart: bool) -> _Places:
+def _places(sizes: _Sizes, weights: Mapping[str, LazyTensor], tp: int, norms_apart: bool) -> _Places:
     """Where each parameter lies if the ranks were so many and this the order; nothing if the buckets have other lengths."""
     layers = 1 + max(int(found[1]) for name in weights if (found := _LAYER.match(name)))
 
@@ -74,7 +74,7 @@ def _places(sizes: _Sizes, weights: Mapping[str, ForeignTensor], tp: int, norms_
 
 
 def in_buckets(
-    sizes: _Sizes, rows: Callable[[str, int, int], Tensor], weights: Mapping[str, ForeignTensor], *, is_gated: bool
+    sizes: _Sizes, rows: Callable[[str, int, int], Tensor], weights: Mapping[str, LazyTensor], *, is_gated: bool
 ) -> Callable[[str, str], Tensor] | None:
     """What reads a whole tensor by its kind and by the name of its weight; None where no layout fits.
 

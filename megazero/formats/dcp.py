@@ -26,10 +26,10 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from megazero.checkpoint.folder import LocalFolder, ReadBytes, is_file_name
-from megazero.checkpoint.foreign.pickles import load_metadata, load_tensors
-from megazero.checkpoint.foreign.source import ForeignCheckpoint, ForeignTensor
+from megazero.checkpoint.hugging_face.match import LazyTensor
 from megazero.checkpoint.index import CheckpointError, foreign_errors
-from megazero.formats.found import ADAM, Found
+from megazero.formats.foreign import ADAM, ForeignCheckpoint, Found
+from megazero.formats.pickles import load_metadata, load_tensors
 from megazero.models.config import ModelConfig
 from megazero.zero.state import MODEL
 
@@ -91,11 +91,11 @@ class DcpFolder:
                 found.setdefault(index.fqn, {})[tuple(index.offset or ())] = info
         return found
 
-    def tensors(self) -> dict[str, ForeignTensor]:
+    def tensors(self) -> dict[str, LazyTensor]:
         """All tensors by name."""
         listed = self._loaded[0].state_dict_metadata.items()
         return {
-            name: ForeignTensor(tuple(one.size), one.properties.dtype, partial(self._tensor, name, one))
+            name: LazyTensor(tuple(one.size), one.properties.dtype, partial(self._tensor, name, one))
             for name, one in listed
             if isinstance(one, TensorStorageMetadata)
         }
@@ -107,13 +107,13 @@ class DcpFolder:
             name: partial(self._read, name, ()) for name, one in listed if not isinstance(one, TensorStorageMetadata)
         }
 
-    def slices(self, name: str) -> list[ForeignTensor]:
+    def slices(self, name: str) -> list[LazyTensor]:
         """The tensors that are stacked along dimension 0 of another one; only the parts that hold one are read for it."""
         about: Any = self._loaded[0].state_dict_metadata[name]
         if not self._checked(name, about):  # their bytes are there, so the list is not longer than these
             raise CheckpointError(f"{self.folder}/{METADATA}: {name} has no elements")
         shape, dtype = tuple(about.size[1:]), about.properties.dtype
-        return [ForeignTensor(shape, dtype, partial(self._slice, name, index)) for index in range(about.size[0])]
+        return [LazyTensor(shape, dtype, partial(self._slice, name, index)) for index in range(about.size[0])]
 
     def _slice(self, name: str, index: int) -> Tensor:
         return self.rows(name, index, index + 1)[0]
@@ -250,13 +250,13 @@ def _plain(name: str, value: Any) -> Any:
     return value
 
 
-def _setting(name: str, entry: ForeignTensor | Callable[[], Any]) -> Any:
-    if isinstance(entry, ForeignTensor) and prod(entry.shape) != 1:
+def _setting(name: str, entry: LazyTensor | Callable[[], Any]) -> Any:
+    if isinstance(entry, LazyTensor) and prod(entry.shape) != 1:
         raise CheckpointError(f"{name} has shape {list(entry.shape)}, it must be one number")
-    return _plain(name, entry.read() if isinstance(entry, ForeignTensor) else entry())
+    return _plain(name, entry.read() if isinstance(entry, LazyTensor) else entry())
 
 
-def _count(name: str, entry: ForeignTensor | Callable[[], Any]) -> int:
+def _count(name: str, entry: LazyTensor | Callable[[], Any]) -> int:
     """A number of steps."""
     found = int(_setting(name, entry))
     if found < 0:
@@ -267,12 +267,12 @@ def _count(name: str, entry: ForeignTensor | Callable[[], Any]) -> int:
 class _Entries(Found):
     """What the entries of a checkpoint say, gathered one by one."""
 
-    def add(self, name: str, entry: ForeignTensor | Callable[[], Any]) -> None:
+    def add(self, name: str, entry: LazyTensor | Callable[[], Any]) -> None:
         """Understand an entry, or note that it is not understood."""
         if state := _STATE.fullmatch(name):
             if state["kind"] == "step":
                 self.updates.add(_count(name, entry))
-            elif state["kind"] in ADAM and isinstance(entry, ForeignTensor):
+            elif state["kind"] in ADAM and isinstance(entry, LazyTensor):
                 self.add_tensor(state["kind"], state["name"], entry, entry=name)
             else:
                 self.unknown.append(name)
@@ -285,7 +285,7 @@ class _Entries(Found):
             self.add_step(_count(name, entry), entry=name)
         elif self.is_not_taken(name, _NOT_TAKEN):
             pass
-        elif isinstance(entry, ForeignTensor):
+        elif isinstance(entry, LazyTensor):
             self.tensors[MODEL][name] = entry
         else:
             self.unknown.append(name)

@@ -32,10 +32,10 @@ import torch
 from torch import Tensor
 
 from megazero.checkpoint.folder import LocalFolder
-from megazero.checkpoint.foreign.pickles import load_tensors
-from megazero.checkpoint.foreign.source import ForeignCheckpoint, ForeignTensor
+from megazero.checkpoint.hugging_face.match import LazyTensor
 from megazero.checkpoint.index import LATEST, CheckpointError
-from megazero.formats.found import ADAM, Found
+from megazero.formats.foreign import ADAM, ForeignCheckpoint, Found
+from megazero.formats.pickles import load_tensors
 from megazero.models.config import ModelConfig
 from megazero.zero.state import MASTER, MODEL
 
@@ -99,9 +99,9 @@ def _joined(flat: Sequence[Sequence[Tensor]], parts: Sequence[_Part], shape: tup
     return torch.cat([flat[one.rank][one.group].narrow(0, one.start, one.numel) for one in parts]).view(shape)
 
 
-def _whole(tensor: Tensor, shape: tuple[int, ...] | None = None) -> ForeignTensor:
+def _whole(tensor: Tensor, shape: tuple[int, ...] | None = None) -> LazyTensor:
     held = tensor.detach() if shape is None else tensor.detach().view(shape)
-    return ForeignTensor(tuple(held.shape), held.dtype, lambda: held)
+    return LazyTensor(tuple(held.shape), held.dtype, lambda: held)
 
 
 class _Reader:
@@ -207,7 +207,7 @@ class _Reader:
                         f"{self.folder}: the ranks' files hold {elements} elements of {kind} of {name}, whose shape is "
                         f"{list(shape)}: they are not of one save, or a file is damaged"
                     )
-                tensor = ForeignTensor(shape, groups[0][0].dtype, partial(_joined, groups, held, shape))
+                tensor = LazyTensor(shape, groups[0][0].dtype, partial(_joined, groups, held, shape))
                 self.found.tensors.setdefault(kind, {})[name] = tensor
         self._check_moments(ranks, flat)
 
@@ -347,9 +347,9 @@ class _Reader:
                 master = masters.get(name)
                 weights[name] = replace(_whole(tensor), read=partial(self._checked, name, tensor, master))
             elif name in masters:  # stage 3 stores an empty tensor
-                weights[name] = ForeignTensor(shape, tensor.dtype, partial(_cast, masters[name], tensor.dtype))
+                weights[name] = LazyTensor(shape, tensor.dtype, partial(_cast, masters[name], tensor.dtype))
             elif name in frozen:
-                weights[name] = ForeignTensor(shape, tensor.dtype, partial(self._frozen, name, shape))
+                weights[name] = LazyTensor(shape, tensor.dtype, partial(self._frozen, name, shape))
             else:
                 self.found.unknown.append(f"weight {name}, which is stored empty")
         at_rest = [name for name in weights if name not in shapes] if shapes else []
@@ -357,7 +357,7 @@ class _Reader:
             masters.setdefault(name, weights[name])
             for kind in tensors.keys() & set(ADAM):
                 zeros = partial(torch.zeros, weights[name].shape)
-                tensors[kind][name] = ForeignTensor(weights[name].shape, torch.float32, zeros)
+                tensors[kind][name] = LazyTensor(weights[name].shape, torch.float32, zeros)
         if at_rest:
             self.found.notes[f"frozen there, trained here with moments that begin at zero: {', '.join(at_rest)}"] = None
         for name in state["buffer_names"]:
@@ -367,7 +367,7 @@ class _Reader:
         if all(one.dtype == torch.float32 for one in weights.values()):
             tensors.pop(MASTER, None)  # they are the weights
 
-    def _checked(self, name: str, weight: Tensor, master: ForeignTensor | None) -> Tensor:
+    def _checked(self, name: str, weight: Tensor, master: LazyTensor | None) -> Tensor:
         """A weight that lies there as its master, too: proof that the parts were put together as they were cut."""
         if master is not None and not torch.equal(master.read().to(weight.dtype).view(weight.shape), weight):
             raise CheckpointError(
@@ -385,7 +385,7 @@ class _Reader:
         return torch.cat(parts)[: prod(shape)].view(shape)
 
 
-def _cast(master: ForeignTensor, dtype: torch.dtype) -> Tensor:
+def _cast(master: LazyTensor, dtype: torch.dtype) -> Tensor:
     return master.read().to(dtype)
 
 

@@ -27,14 +27,14 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from megazero.checkpoint.folder import Folder, Location
-from megazero.checkpoint.foreign.names import NameTable, Theirs
 from megazero.checkpoint.hugging_face.config import logical_shapes
 from megazero.checkpoint.hugging_face.exporter import Exported, intact_model
 from megazero.checkpoint.index import CheckpointError, TrainerState, kinds_of, read_manifest
 from megazero.checkpoint.retention import reading
 from megazero.checkpoint.shards import new_folder
 from megazero.checkpoint.tensor_file import StoredTensors
-from megazero.formats.found import ADAM
+from megazero.formats.foreign import ADAM
+from megazero.formats.names import NameTable, Theirs
 from megazero.formats.tables import tables_of
 from megazero.models.config import ModelConfig
 from megazero.optim.config import OptimizerConfig

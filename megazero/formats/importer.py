@@ -11,32 +11,29 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from megazero.checkpoint.folder import LocalFolder, Location
-from megazero.checkpoint.foreign.source import ForeignCheckpoint, local_source, match
-from megazero.checkpoint.foreign.writer import Imported, write_step
 from megazero.checkpoint.hugging_face.config import logical_shapes
-from megazero.checkpoint.hugging_face.importer import import_model, set_keys
-from megazero.checkpoint.hugging_face.weights import has_weights
+from megazero.checkpoint.hugging_face.importer import Imported, import_model, set_keys, write_step
+from megazero.checkpoint.hugging_face.weights import has_weights, local_source, open_weights
 from megazero.checkpoint.index import HF_CONFIG, CheckpointError, TrainerState, foreign_errors, versions
 from megazero.checkpoint.shards import new_folder
 from megazero.config import RunConfig
 from megazero.config.load import read_run_file
-from megazero.formats.dcp import ACCELERATE, METADATA
-from megazero.formats.deepspeed import find_deepspeed
-from megazero.formats.found import ADAM
+from megazero.formats.dcp import ACCELERATE, METADATA, read_dcp
+from megazero.formats.deepspeed import find_deepspeed, read_deepspeed
+from megazero.formats.foreign import ADAM, ForeignCheckpoint, match_kinds
+from megazero.formats.megatron import read_megatron, read_nemo
 from megazero.formats.tables import tables_of
+from megazero.models.config import ModelConfig
 from megazero.optim.optimizers import make_optimizer, state_names
 from megazero.optim.registry import OPTIMIZERS
 from megazero.settings import hide_passwords, toml_value
-
-HUGGING_FACE = "hf"
-_HERE = "megazero.formats"
+from megazero.zero.state import MODEL
 
 
 @dataclass(frozen=True)
@@ -46,12 +43,18 @@ class Form:
     Args:
         about: its name in words.
         recognises: whether a folder holds one.
-        reader: "module:function" of (folder, resolved model) -> ForeignCheckpoint; loaded when it is needed.
+        read: what it holds, for a resolved model; None for transformers, which describes itself.
     """
 
     about: str
     recognises: Callable[[LocalFolder], bool]
-    reader: str
+    read: Callable[[LocalFolder, ModelConfig], ForeignCheckpoint] | None
+
+
+def read_weights(folder: LocalFolder, _: ModelConfig) -> ForeignCheckpoint:
+    """Weights without an optimizer.  Raises: CheckpointError."""
+    found = open_weights(folder)
+    return ForeignCheckpoint(found.path, {MODEL: found.tensors}, notes=found.notes, unknown=found.unknown)
 
 
 def _is_megatron(folder: LocalFolder) -> bool:
@@ -67,12 +70,12 @@ def _is_deepspeed(folder: LocalFolder) -> bool:
 
 
 FORMS = {  # the first that recognises a folder
-    "megatron": Form("Megatron-Core (torch_dist)", _is_megatron, f"{_HERE}.megatron:read_megatron"),
-    "nemo": Form("NeMo 2", lambda folder: _is_megatron(folder.child("weights")), f"{_HERE}.megatron:read_nemo"),
-    "dcp": Form("torch.distributed.checkpoint", _is_dcp, f"{_HERE}.dcp:read_dcp"),
-    "deepspeed": Form("DeepSpeed", _is_deepspeed, f"{_HERE}.deepspeed:read_deepspeed"),
-    HUGGING_FACE: Form("transformers", lambda folder: folder.has(HF_CONFIG), ""),
-    "weights": Form("weights alone", has_weights, "megazero.checkpoint.hugging_face.weights:open_weights"),
+    "megatron": Form("Megatron-Core (torch_dist)", _is_megatron, read_megatron),
+    "nemo": Form("NeMo 2", lambda folder: _is_megatron(folder.child("weights")), read_nemo),
+    "dcp": Form("torch.distributed.checkpoint", _is_dcp, read_dcp),
+    "deepspeed": Form("DeepSpeed", _is_deepspeed, read_deepspeed),
+    "hf": Form("transformers", lambda folder: folder.has(HF_CONFIG), None),
+    "weights": Form("weights alone", has_weights, read_weights),
 }
 
 
@@ -112,7 +115,8 @@ def import_checkpoint(
     form = form or (_recognised(folder) if folder.path.is_dir() else "weights")
     if form not in FORMS:
         raise ValueError(f"--from {form} must be one of {', '.join(FORMS)}")
-    if form == HUGGING_FACE:
+    read = FORMS[form].read
+    if read is None:
         given = {"--run-file": run_file, "--step": step, "--samples": samples}
         if idle := [name for name, value in given.items() if value is not None]:
             raise ValueError(
@@ -126,21 +130,20 @@ def import_checkpoint(
     if seq_len is not None:
         raise ValueError("--seq-len is for transformers models; the run file has it (model.seq_len)")
     config = read_run_file(run_file)
-    module, _, function = FORMS[form].reader.partition(":")
     with foreign_errors(str(folder)):
-        found: ForeignCheckpoint = getattr(import_module(module), function)(folder, config.model)
+        found = read(folder, config.model)
     described = f"the [model] of {run_file}"
     shapes, tables = logical_shapes(config.model), tables_of(config.model.family)
-    kinds, notes = match(found, config.model, shapes, tables, described_by=described, ignore=ignore)
+    kinds, notes = match_kinds(found, config.model, shapes, tables, described_by=described, ignore=ignore)
     has_moments = _has_moments(folder, kinds, found.optimizer_steps)
     if has_moments:
         _check_optimizer(config, run_file)
-    trainer, told = _trainer_state(found, config, step, samples, has_moments=has_moments)
+    trainer, more = _trainer_state(found, config, step, samples, has_moments=has_moments)
     with new_folder(out) as target:
-        lines = [f"# {line}" for line in (f"Goes on from {folder}.", *notes, *told)]
+        lines = [f"# {line}" for line in (f"Goes on from {folder}.", *notes, *more)]
         toml = "\n".join([*lines, "[checkpoint]", f"resume = {toml_value(str(target))}"]) + "\n"
         sizes: dict[str, Any] = {"dtype": dtype, "max_shard_bytes": max_shard_bytes}
-        return write_step(target, config.model, kinds, trainer, toml, {}, told=(*notes, *told), **sizes)
+        return write_step(target, config.model, kinds, trainer, toml, {}, notes=(*notes, *more), **sizes)
 
 
 def _recognised(folder: LocalFolder) -> str:
@@ -194,7 +197,7 @@ def _trainer_state(
             raise ValueError(f"{found.path} does not say how many samples its {step} steps took: say --samples N")
         samples = step * batch if isinstance(batch, int) else 0
     moments = f"AdamW's moments after {found.optimizer_steps} updates" if has_moments else "moments that begin anew"
-    told: tuple[str, ...] = (
+    lines: tuple[str, ...] = (
         f"goes on after step {step} and sample {samples:,} of the run file's data, with {moments}",
     )
     written: dict[str, Any] = hide_passwords(json.loads(config.model_dump_json()))
@@ -202,8 +205,8 @@ def _trainer_state(
     written["optimizer"] |= theirs if has_moments else found.optimizer
     if has_moments and theirs["name"] != (ours := config.optimizer.name):
         decay = "adam adds the weight decay to the gradient, adamw does not"
-        told = (f"the moments are those of {theirs['name']}, the run file has {ours}: {decay}", *told)
+        lines = (f"the moments are those of {theirs['name']}, the run file has {ours}: {decay}", *lines)
     updates = found.optimizer_steps if has_moments else 0
     tokens = samples * config.model.seq_len
     state = TrainerState(step, samples, tokens, updates, "", set_keys(config.model), written, {}, versions())
-    return state, told
+    return state, lines

@@ -29,12 +29,12 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves_with_path
 
 from megazero.checkpoint.folder import LocalFolder
-from megazero.checkpoint.foreign.pickles import load_tensors
-from megazero.checkpoint.foreign.source import ForeignCheckpoint, ForeignTensor
+from megazero.checkpoint.hugging_face.match import LazyTensor
 from megazero.checkpoint.index import CheckpointError, foreign_errors
 from megazero.formats.buckets import BUCKET, in_buckets
 from megazero.formats.dcp import METADATA, DcpFolder
-from megazero.formats.found import ADAM, Found
+from megazero.formats.foreign import ADAM, ForeignCheckpoint, Found
+from megazero.formats.pickles import load_tensors
 from megazero.models.config import ModelConfig
 from megazero.models.registry import FAMILIES
 from megazero.models.rope_scaling import RopeScaling
@@ -195,7 +195,7 @@ def _window(said: Any) -> Any:
     return said[0] + 1 if plain else said
 
 
-def _layers(source: DcpFolder, name: str, short: str, tensor: ForeignTensor) -> dict[str, ForeignTensor]:
+def _layers(source: DcpFolder, name: str, short: str, tensor: LazyTensor) -> dict[str, LazyTensor]:
     """A tensor by its name, or the tensors of its layers where they are stacked."""
     stacked = _STACKED.fullmatch(short)
     if stacked is None or not tensor.shape:
@@ -220,7 +220,7 @@ def _add_tensors(found: Found, source: DcpFolder, model: ModelConfig) -> None:
                 found.add_tensor(kind, one, _whole(held, weights.get(one)), entry=name)
     if sizes and (read := in_buckets(sizes, source.rows, weights, is_gated=_turns(model))):
         for kind, name in product(("param", *ADAM), weights):
-            tensor = ForeignTensor(weights[name].shape, torch.float32, partial(read, kind, name))
+            tensor = LazyTensor(weights[name].shape, torch.float32, partial(read, kind, name))
             found.add_tensor(_KINDS[kind], name, tensor, entry=f"optimizer.distributed.* ({kind})")
     elif sizes:
         found.unknown.append(f"optimizer.distributed.* (buckets that do not say which parameter lies where: {_FLAG})")
@@ -229,7 +229,7 @@ def _add_tensors(found: Found, source: DcpFolder, model: ModelConfig) -> None:
         found.tensors[MASTER][name] = replace(master, read=partial(_master, name, master, weights[name]))
 
 
-def _master(name: str, master: ForeignTensor, weight: ForeignTensor) -> Tensor:
+def _master(name: str, master: LazyTensor, weight: LazyTensor) -> Tensor:
     """Raises: CheckpointError: it is not the master of this weight."""
     tensor, model = master.read(), weight.read()
     if tensor.shape == model.shape and not torch.equal(tensor.to(model.dtype), model):
@@ -239,7 +239,7 @@ def _master(name: str, master: ForeignTensor, weight: ForeignTensor) -> Tensor:
     return tensor
 
 
-def _whole(held: ForeignTensor, weight: ForeignTensor | None) -> ForeignTensor:
+def _whole(held: LazyTensor, weight: LazyTensor | None) -> LazyTensor:
     """A tensor of the shape of its weight, where it has [pieces of each dimension, elements of a piece] (up to 0.15)."""
     if weight is None or len(held.shape) != len(weight.shape) + 1:
         return held

@@ -11,22 +11,71 @@ One tensor is read, converted and written at a time.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial, reduce
 from pathlib import Path
 from typing import Any
 
-from megazero.checkpoint.folder import Folder, Location
-from megazero.checkpoint.foreign.source import local_source, match, tables_of_transformers
-from megazero.checkpoint.foreign.writer import Imported, write_step
+import torch
+from torch import Tensor
+
+from megazero.checkpoint.folder import FileRecord, Folder, Location
 from megazero.checkpoint.hugging_face.config import format_of, logical_shapes, model_section
+from megazero.checkpoint.hugging_face.match import (
+    LazyTensor,
+    is_named,
+    match,
+    names_of_transformers,
+    raise_problems,
+    without_wrappers,
+)
 from megazero.checkpoint.hugging_face.tokenizer import TOKEN_IDS, TOKENIZER, tokenizer_files
-from megazero.checkpoint.hugging_face.weights import open_weights
-from megazero.checkpoint.index import HF_CONFIG, CheckpointError, TrainerState, foreign_errors, is_complete, versions
-from megazero.checkpoint.shards import new_folder
+from megazero.checkpoint.hugging_face.weights import local_source, open_weights
+from megazero.checkpoint.index import (
+    HF_CONFIG,
+    TRAINER_STATE,
+    CheckpointError,
+    TrainerState,
+    foreign_errors,
+    index_name,
+    is_complete,
+    to_json,
+    versions,
+    write_manifest,
+)
+from megazero.checkpoint.shards import CHUNK_ELEMENTS, Layout, new_folder, write_shards
 from megazero.data.sealed import parse_json
 from megazero.models.config import ModelConfig
+from megazero.models.registry import FAMILIES
 from megazero.settings import toml_value
+from megazero.zero.bucket import DTYPE_NAMES, DTYPES
 from megazero.zero.state import MODEL
+
+MODEL_TOML = "model.toml"
+
+
+@dataclass(frozen=True)
+class Imported:
+    """What an import has made.
+
+    Args:
+        model: resolved.
+        toml: the text of `model.toml`, sections of a run file that goes on from it.
+        dtype: of the weights.
+        tensors: how many, of all kinds.
+        bytes: of all tensors.
+        trainer: where the run goes on.
+        notes: lines for the user.
+    """
+
+    model: ModelConfig
+    toml: str
+    dtype: str
+    tensors: int
+    bytes: int
+    trainer: TrainerState
+    notes: tuple[str, ...] = ()
 
 
 def import_model(
@@ -61,24 +110,27 @@ def import_model(
             model = model_section(config, seq_len)
         except ValueError as error:
             raise CheckpointError(f"{folder}/{HF_CONFIG} is not a model that can be imported: {error}") from error
-        told = format_of(model.family).told(config, seq_len)
+        form = format_of(model.family)
+        notes = form.told(config, seq_len)
     tokenizer = tokenizer_files(folder)
     found = open_weights(folder)
-    if model.num_layers > (count := len(found.tensors[MODEL])):
+    if model.num_layers > (count := len(found.tensors)):
         raise CheckpointError(f"{folder}/{HF_CONFIG} is of {model.num_layers} layers, there are {count} tensors")
     with foreign_errors(f"{folder}/{HF_CONFIG}"):
         shapes = logical_shapes(model)
-    kinds, notes = match(
-        found, model, shapes, tables_of_transformers(model.family), described_by=f"its {HF_CONFIG}", ignore=ignore
-    )
+    tensors = without_wrappers({name: one for name, one in found.tensors.items() if not is_named(name, ignore)})
+    matched = match(tensors, names_of_transformers(form, shapes, tensors), model, shapes)
+    unknown = {name: f"{name} is not understood" for name in found.unknown} | matched.unknown
+    raise_problems(found.path, f"its {HF_CONFIG}", matched.problems, unknown, ignore)
+    notes = (*notes, *found.notes)
     # before the first step, on data that is not chosen yet
-    told = (*told, *notes)
     trainer = TrainerState(0, 0, 0, 0, "", set_keys(model), {}, {}, versions())
     ids = {key: config[key] for key in TOKEN_IDS if key in config}
     with new_folder(out) as target:
-        toml = _toml(model, folder, target, told, has_tokenizer=TOKENIZER in tokenizer)
+        toml = _toml(model, folder, target, notes, has_tokenizer=TOKENIZER in tokenizer)
         sizes: dict[str, Any] = {"dtype": dtype, "max_shard_bytes": max_shard_bytes}
-        return write_step(target, model, kinds, trainer, toml, tokenizer, config=ids, told=told, **sizes)
+        kinds = {MODEL: matched.tensors}
+        return write_step(target, model, kinds, trainer, toml, tokenizer, config=ids, notes=notes, **sizes)
 
 
 def _read_config(folder: Folder) -> dict[str, Any]:
@@ -93,9 +145,9 @@ def _read_config(folder: Folder) -> dict[str, Any]:
     return found
 
 
-def _toml(model: ModelConfig, source: Folder, out: Folder, told: Iterable[str], *, has_tokenizer: bool) -> str:
+def _toml(model: ModelConfig, source: Folder, out: Folder, notes: Iterable[str], *, has_tokenizer: bool) -> str:
     """The sections of a run file that resumes an imported model."""
-    lines = [f"# {line}" for line in (f"The model of {source}, imported into {out}.", *told)]
+    lines = [f"# {line}" for line in (f"The model of {source}, imported into {out}.", *notes)]
     lines += ["[model]", *(f"{key} = {toml_value(value)}" for key, value in set_keys(model).items()), ""]
     if has_tokenizer:
         lines += ["[data]", f"tokenizer = {toml_value(f'{out}/{TOKENIZER}')}"]
@@ -107,3 +159,58 @@ def _toml(model: ModelConfig, source: Folder, out: Folder, told: Iterable[str], 
 def set_keys(model: ModelConfig) -> dict[str, Any]:
     """The keys of a [model] section that are set."""
     return {key: value for key, value in model.model_dump().items() if value is not None}
+
+
+def write_step(
+    target: Folder,
+    model: ModelConfig,
+    kinds: Mapping[str, Mapping[str, LazyTensor]],
+    trainer: TrainerState,
+    toml: str,
+    files: Mapping[str, bytes],
+    *,
+    dtype: str | None,
+    max_shard_bytes: int,
+    config: Mapping[str, object] | None = None,
+    notes: tuple[str, ...] = (),
+) -> Imported:
+    """Fill an empty folder with a step that any run can resume.  The manifest is written last.
+
+    Args:
+        model: resolved.
+        kinds: tensors by kind and by our name; weights are stored in `dtype`, everything else in fp32.
+        files: further small files by name.
+        dtype: "fp32", "bf16" or "fp16"; None for that of the weights, the widest where they differ.
+        config: further keys of config.json.
+
+    Raises: as `write_shards`.
+    """
+    weights_dtype = DTYPES[dtype] if dtype else reduce(torch.promote_types, [w.dtype for w in kinds[MODEL].values()])
+    records: dict[str, FileRecord] = {}
+    small, tensor_bytes = dict(files), 0
+    for kind, tensors in kinds.items():
+        stored = weights_dtype if kind == MODEL else torch.float32
+        layout: Layout = {name: (stored, tensor.shape) for name, tensor in tensors.items()}
+        metadata = {"kind": kind, "step": str(trainer.step)}
+        read = partial(_read, tensors, kind)
+        written = write_shards(target, layout, read, max_shard_bytes, kind=kind, metadata=metadata)
+        records |= written.records
+        small[index_name(kind)] = written.index
+        tensor_bytes += written.tensor_bytes
+    dtype_name = DTYPE_NAMES[weights_dtype]
+    small |= {
+        HF_CONFIG: to_json(FAMILIES[model.family].hugging_face_config(model, dtype_name) | dict(config or {})),
+        TRAINER_STATE: to_json(asdict(trainer)),
+        MODEL_TOML: toml.encode(),
+    }
+    write_manifest(target, records | {name: target.write(name, data) for name, data in small.items()})
+    count = sum(map(len, kinds.values()))
+    return Imported(model, toml, dtype_name, count, tensor_bytes, trainer, notes)
+
+
+def _read(tensors: Mapping[str, LazyTensor], kind: str, name: str) -> Tensor:
+    tensor = tensors[name].read()
+    chunks = tensor.reshape(-1).split(CHUNK_ELEMENTS)
+    if kind == "exp_avg_sq" and any(bool((chunk < 0).any()) for chunk in chunks):
+        raise CheckpointError(f"{name}: exp_avg_sq, a mean of squares, has negative values; the checkpoint is damaged")
+    return tensor

@@ -1,64 +1,88 @@
-"""The weights of a model directory, without its optimizer: safetensors or torch.save, one file or several with an index.
+"""The weights of a model directory: safetensors, one file or several with an index.
 
 transformers          model.safetensors, pytorch_model.bin, or shards and their index
-accelerate            the same from `save_state`, or pytorch_model_fsdp.bin; optimizer.bin numbers its state
-Lightning, scripts    one file of torch.save, *.ckpt, with the weights as {"state_dict": ...}
+accelerate            the same from `save_state`, or pytorch_model_fsdp.bin
+Lightning, scripts    one file of torch.save, *.ckpt
+
+Files of torch.save are pickles, which an annex reads.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
 from safetensors import SafetensorError, safe_open
-from torch import Tensor
 
+from megazero.annexes import added
 from megazero.checkpoint.folder import LocalFolder
-from megazero.checkpoint.foreign.pickles import load_tensors
-from megazero.checkpoint.foreign.source import ForeignCheckpoint, ForeignTensor, check_whole
+from megazero.checkpoint.hugging_face.match import LazyTensor
 from megazero.checkpoint.index import CheckpointError
-from megazero.data.sealed import parse_json
-from megazero.models.config import ModelConfig
-from megazero.zero.state import MODEL
+from megazero.data.sealed import LFS_HINT, LFS_POINTER, parse_json
 
 _WEIGHTS = ("model.safetensors", "pytorch_model.bin", "pytorch_model_fsdp.bin")
-_ANEW = "not taken over: weights alone are read, and moments begin anew"
+_FROM_HUB = "a model of the Hugging Face hub is fetched first: hf download NAME --local-dir DIRECTORY"
+NOT_RESUMED = "not taken over: weights alone are read, and moments begin anew"
+
+
+@dataclass(frozen=True)
+class Weights:
+    """The tensors of a model directory by their names, names of what is no tensor, and lines for the user."""
+
+    path: str
+    tensors: dict[str, LazyTensor] = field(default_factory=dict)
+    unknown: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+
+def local_source(source: str | Path) -> LocalFolder:
+    """The directory or file of what is to be imported.  Raises: CheckpointError: it is not there, or not all of it."""
+    folder = LocalFolder(Path(source))
+    if not folder.path.exists():
+        raise CheckpointError(f"{source} does not exist; {_FROM_HUB}")
+    for path in folder.path.glob("*.*"):  # a directory may also hold weights in forms that are not read
+        if path.suffix in (".json", ".txt", ".model", ".jinja", ".distcp") and path.is_file():
+            _check_fetched(path)
+    return folder
+
+
+def _check_fetched(path: Path) -> None:
+    """Raises: CheckpointError: git-lfs has not fetched the file.  OSError."""
+    if path.stat().st_size < 1024 and path.read_bytes().startswith(LFS_POINTER):
+        raise CheckpointError(f"{path} is {LFS_HINT}")
 
 
 def has_weights(folder: LocalFolder) -> bool:
-    """Whether it holds files of weights."""
+    """Whether a folder holds files of weights."""
     return any(name.removesuffix(".index.json") in _WEIGHTS or name.endswith(".ckpt") for name in folder.files())
 
 
-def open_weights(folder: LocalFolder, _: ModelConfig | None = None) -> ForeignCheckpoint:
-    """The tensors of a model directory, or of one file, by the names in the files; and the names of what is no tensor.
+def open_weights(folder: LocalFolder) -> Weights:
+    """The tensors of a model directory, or of one file.
 
     Raises:
         CheckpointError: there are no weights, a file is missing or cannot be read, a tensor is in two files, or one that the
             index names is in none of them; which file the index gives it does not matter.
     """
     folder, (files, listed) = (folder, _find(folder)) if folder.path.is_dir() else (folder.parent, ([folder.name], {}))
-    tensors: dict[str, ForeignTensor] = {}
-    unknown: list[str] = []
-    notes = [f"{name}: {_ANEW}" for name in ("optimizer.bin", "optimizer.pt") if folder.has(name)]
+    found = Weights(str(folder))
+    found.notes.extend(f"{name}: {NOT_RESUMED}" for name in ("optimizer.bin", "optimizer.pt") if folder.has(name))
     for file in files:
+        path = folder.path / file
         try:
-            check_whole(folder.path / file)
-            if file.endswith(".safetensors"):
-                opened = _open_safetensors(folder.path / file)
-            else:
-                opened, others = _open_pickled(folder.path / file, notes)
-                unknown += (f"{name} (in {file})" for name in others)
+            _check_fetched(path)
+            opened = _open_safetensors(path) if file.endswith(".safetensors") else _open_pickled(path, found)
         except FileNotFoundError as error:
-            raise CheckpointError(f"{folder}/{file} is missing") from error
+            raise CheckpointError(f"{path} is missing") from error
         except (OSError, ValueError, RuntimeError, SafetensorError) as error:
-            raise CheckpointError(f"{folder}/{file} cannot be read ({error})") from error
-        if twice := [name for name in opened if name in tensors]:
-            raise CheckpointError(f"{folder}/{file} holds {twice[0]}, which another of its files holds too")
-        tensors |= opened
-    if lost := [name for name in listed if name not in tensors]:
+            raise CheckpointError(f"{path} cannot be read ({error})") from error
+        if twice := [name for name in opened if name in found.tensors]:
+            raise CheckpointError(f"{path} holds {twice[0]}, which another of its files holds too")
+        found.tensors.update(opened)
+    if lost := [name for name in listed if name not in found.tensors]:
         raise CheckpointError(f"{folder}/{listed[lost[0]]} does not hold {lost[0]}, which its index says it does")
-    return ForeignCheckpoint(str(folder), {MODEL: tensors}, notes=notes, unknown=unknown)
+    return found
 
 
 def _find(folder: LocalFolder) -> tuple[list[str], dict[str, str]]:
@@ -88,32 +112,25 @@ def _check_inside(folder: LocalFolder, index: str, tensor: str, file: object) ->
         raise CheckpointError(f"{folder}/{index} names {file!r} for {tensor}; it must be a file in {folder}")
 
 
-def _open_safetensors(path: Path) -> dict[str, ForeignTensor]:
+def _open_safetensors(path: Path) -> dict[str, LazyTensor]:
     """The tensors of a safetensors file, which may have dtypes that our checkpoints do not have."""
     file = safe_open(path, framework="pt")
 
-    def stored(name: str) -> ForeignTensor:
-        part = file.get_slice(name)
-        shape = tuple(part.get_shape())
-        return ForeignTensor(shape, (part[:0] if shape else part[...]).dtype, partial(file.get_tensor, name))
+    def stored(name: str) -> LazyTensor:
+        view = file.get_slice(name)
+        shape = tuple(view.get_shape())
+        return LazyTensor(shape, (view[:0] if shape else view[...]).dtype, partial(file.get_tensor, name))
 
     return {name: stored(name) for name in file.keys()}  # noqa: SIM118 - it is no dict
 
 
-def _open_pickled(path: Path, notes: list[str]) -> tuple[dict[str, ForeignTensor], list[str]]:
-    """The tensors of a file of `torch.save`, mapped, and what else is in it; a file older than torch 1.6 is read whole."""
-    found, unknown = load_tensors(path)
-    if not isinstance(found, dict):
-        raise ValueError(f"it holds a {type(found).__name__}, not tensors by name: save the state_dict of a module")
-    held = ((key, name, one) for key, part in found.items() if isinstance(part, dict) for name, one in part.items())
-    within = {f"{key}.{name}": one for key, name, one in held if isinstance(one, Tensor)}
-    if len(within) > sum(isinstance(one, Tensor) for one in found.values()):  # as {"state_dict": ..., "best_loss": ...}
-        found, unknown = within, []
-        notes.append(f"all but tensors of {path.name}: {_ANEW}")
-    tensors: dict[str, ForeignTensor] = {}
-    for name, one in found.items():
-        if isinstance(name, str) and isinstance(one, Tensor):
-            tensors[name] = ForeignTensor(tuple(one.shape), one.dtype, one.detach)
-        else:
-            unknown.append(str(name))
-    return tensors, unknown
+def _open_pickled(path: Path, found: Weights) -> dict[str, LazyTensor]:
+    """The tensors of a file of `torch.save`; what is no tensor is added to `found`."""
+    readers = added("pickled weights")
+    if not readers:
+        raise ValueError("it is a pickle, which the annex megazero.formats reads: save the weights as safetensors")
+    (read,) = readers.values()
+    tensors, unknown, notes = read(path)
+    found.unknown.extend(f"{name} (in {path.name})" for name in unknown)
+    found.notes.extend(notes)
+    return tensors

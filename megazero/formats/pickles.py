@@ -22,10 +22,14 @@ from pathlib import Path, PosixPath, PurePosixPath
 from typing import Any, BinaryIO, ClassVar
 
 import torch
+from torch import Tensor
 from torch.distributed.checkpoint import metadata
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.serialization import _get_layout, get_unsafe_globals_in_checkpoint, safe_globals
 from torch.utils._pytree import tree_leaves
+
+from megazero.checkpoint.hugging_face.match import LazyTensor
+from megazero.checkpoint.hugging_face.weights import NOT_RESUMED
 
 # Classes that hold values and do nothing when they are made.  torch's own list for torch.save is `weights_only`.
 _RECORDS = (
@@ -208,3 +212,28 @@ def _check_sums(file: Path | BinaryIO) -> None:
                 with archive.open(one) as member:
                     while member.read(1 << 20):
                         pass
+
+
+def open_pickled_weights(path: Path) -> tuple[dict[str, LazyTensor], list[str], list[str]]:
+    """The tensors of a file of `torch.save`, mapped; names of what else is in it; and lines for the user.
+
+    A file older than torch 1.6 is read whole.  Raises: FileNotFoundError; ValueError: it holds no tensors by name.
+    """
+    found, unknown = load_tensors(path)
+    if not isinstance(found, dict):
+        raise ValueError(f"it holds a {type(found).__name__}, not tensors by name: save the state_dict of a module")
+    inner = {key: value for key, value in found.items() if isinstance(value, dict)}
+    tensors_in = {key: {n: one for n, one in value.items() if isinstance(one, Tensor)} for key, value in inner.items()}
+    tensors_in = {key: held for key, held in tensors_in.items() if held}
+    only = len(tensors_in) == 1  # such as {"state_dict": ...}: its key says nothing
+    within = {n if only else f"{key}.{n}": one for key, held in tensors_in.items() for n, one in held.items()}
+    notes = []
+    if len(within) > sum(isinstance(one, Tensor) for one in found.values()):  # as {"state_dict": ..., "best_loss": ...}
+        found, unknown, notes = within, [], [f"all but tensors of {path.name}: {NOT_RESUMED}"]
+    tensors: dict[str, LazyTensor] = {}
+    for name, one in found.items():
+        if isinstance(name, str) and isinstance(one, Tensor):
+            tensors[name] = LazyTensor(tuple(one.shape), one.dtype, one.detach)
+        else:
+            unknown.append(str(name))
+    return tensors, unknown, notes

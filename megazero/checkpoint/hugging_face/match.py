@@ -1,0 +1,179 @@
+"""The tensors of a model, found in what somebody else has written.
+
+    files --open_weights--> Weights, by their names --match--> the same, by ours --write_step--> a step directory
+
+Nothing is skipped: what belongs to no parameter is an error, unless the user says that it may be left out.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from functools import partial
+from typing import TypeAlias
+
+import torch
+from torch import Tensor
+
+from megazero.checkpoint.index import CheckpointError
+from megazero.checkpoint.shards import CHUNK_ELEMENTS
+from megazero.models.config import ModelConfig
+from megazero.models.family import HuggingFaceFormat
+from megazero.zero.bucket import DTYPE_NAMES
+
+Move: TypeAlias = "Callable[[Tensor, ModelConfig], Tensor]"  # moves elements; the model is resolved; may return a view
+
+_SHOWN = 5  # problems in an error
+# Modules that torch.compile, DDP, FSDP, recomputation and Lightning wrap around parts of a model.
+_WRAPPERS = re.compile(r"(?<![^.])(?:module|_orig_mod|_forward_module|_(?:fsdp|checkpoint)_wrapped_module)\.")
+
+
+@dataclass(frozen=True)
+class LazyTensor:
+    """A tensor in a file, read on demand.  `read` may return a view of the file, which must not be written to."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    read: Callable[[], Tensor]
+
+
+@dataclass(frozen=True)
+class Names:
+    """How a checkpoint names and lays out the tensors of a model.
+
+    Args:
+        theirs: their name, by ours.
+        embedding, head: their names of the embedding table and the output layer.
+        is_buffer: whether a name of theirs is a stored tensor that is no parameter.
+        moves: by our name, how the elements of their tensor move to ours; they stay where they are if it is not listed.
+    """
+
+    theirs: Mapping[str, str]
+    embedding: str
+    head: str
+    is_buffer: Callable[[str], object]
+    moves: Mapping[str, Move] = field(default_factory=dict)
+
+
+@dataclass
+class Matched:
+    """What `match` found: our tensors by our names, and lines about what is wrong, unknown (by name) or worth a note."""
+
+    tensors: dict[str, LazyTensor] = field(default_factory=dict)
+    problems: list[str] = field(default_factory=list)
+    unknown: dict[str, str] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+
+
+def names_of_transformers(form: HuggingFaceFormat, ours: Collection[str], stored: Collection[str]) -> Names:
+    """The names that transformers gives a family; all lack the prefix in a model that was saved without its head."""
+    whole, bare = ({name: name.removeprefix(prefix) for name in ours} for prefix in ("", form.prefix))
+    theirs = max((whole, bare), key=lambda names: sum(name in stored for name in names.values()))
+    return Names(theirs, theirs[form.embedding], form.head, form.buffers.fullmatch)
+
+
+def without_wrappers(tensors: Mapping[str, LazyTensor]) -> Mapping[str, LazyTensor]:
+    """Tensors by their names without wrapping modules, unless two names would become one."""
+    plain = {_WRAPPERS.sub("", name): tensor for name, tensor in tensors.items()}
+    return plain if len(plain) == len(tensors) else tensors
+
+
+def match(
+    tensors: Mapping[str, LazyTensor],
+    names: Names,
+    model: ModelConfig,
+    shapes: Mapping[str, tuple[int, ...]],
+    *,
+    label: str = "",
+) -> Matched:
+    """Find each tensor of a model among stored ones.
+
+    Args:
+        tensors: by their name.
+        model: resolved.
+        shapes: of our logical tensors, by our name; the result has their order.
+        label: stands before names in lines, as "exp_avg of ".
+    """
+    found, theirs = Matched(), dict(names.theirs)
+    embedding, head = names.embedding, names.head
+    if model.tie_embeddings and head in tensors and embedding not in tensors:
+        # safetensors' `save_model` keeps one name of a shared tensor
+        theirs = {ours: head if name == embedding else name for ours, name in theirs.items()}
+    for ours, shape in shapes.items():
+        stored, move = tensors.get(theirs[ours]), names.moves.get(ours)
+        wrong = ["is missing"] if stored is None else _wrong(stored, move, model, shape)
+        found.problems += (f"{label}{theirs[ours]} {line}" for line in wrong)
+        if stored is not None:
+            read = stored.read if move is None else partial(_moved, stored, move, model)
+            found.tensors[ours] = LazyTensor(shape, stored.dtype, read)
+    rest = tensors.keys() - set(theirs.values())
+    if model.tie_embeddings and head in rest and embedding in tensors:
+        rest.remove(head)
+        if not is_same(tensors[head], tensors[embedding]):
+            found.problems.append(
+                f"{label}{head} differs from {embedding}, though they are tied: tied weights are one tensor"
+            )
+    for name in sorted(rest):
+        if not names.is_buffer(name):
+            line = f"belongs to no parameter of a {model.family} of this configuration"
+            found.unknown[label + name] = f"{label}{name} {line}"
+    return found
+
+
+def raise_problems(
+    path: str,
+    described_by: str,
+    problems: Sequence[str],
+    unknown: Mapping[str, str],
+    ignore: Iterable[str],
+    *,
+    hint: str = "",
+) -> None:
+    """Raise a CheckpointError that lists the problems, and the unknown names that no pattern of `ignore` names.
+
+    Args:
+        described_by: the file that describes the model.
+        hint: what to do; None names --ignore where that is enough.
+    """
+    left = [line for name, line in unknown.items() if not is_named(name, ignore)]
+    lines = [*problems, *left]
+    if lines:
+        shown = "; ".join(lines[:_SHOWN]) + (f"; and {len(lines) - _SHOWN} more" if len(lines) > _SHOWN else "")
+        hint = hint or ("" if problems else ". --ignore NAME leaves out what is not needed")
+        raise CheckpointError(f"the weights in {path} are not those of {described_by}: {shown}{hint}")
+
+
+def is_named(name: str, patterns: Iterable[str]) -> bool:
+    """Whether one of the patterns, as of file names, matches a name."""
+    return any(fnmatchcase(name, pattern) for pattern in patterns)
+
+
+def is_same(a: LazyTensor, b: LazyTensor) -> bool:
+    """Whether two stored tensors are equal."""
+    if a.shape != b.shape:
+        return False
+    chunks = (tensor.read().reshape(-1).split(CHUNK_ELEMENTS) for tensor in (a, b))
+    return all(torch.equal(x, y.to(x.dtype)) for x, y in zip(*chunks, strict=True))
+
+
+def _wrong(stored: LazyTensor, move: Move | None, model: ModelConfig, shape: tuple[int, ...]) -> Iterator[str]:
+    """What is wrong with a stored tensor, in words."""
+    if stored.dtype not in DTYPE_NAMES:
+        yield f"is of {stored.dtype}; float32, bfloat16 and float16 are supported"
+        return
+    moved = stored.shape
+    try:
+        if move is not None:
+            moved = tuple(move(torch.empty(stored.shape, dtype=stored.dtype, device="meta"), model).shape)
+    except (RuntimeError, ValueError, IndexError) as error:
+        yield f"has shape {list(stored.shape)}, which no model of this configuration has ({str(error).splitlines()[0]})"
+        return
+    if moved != shape:
+        made = "" if moved == stored.shape else f" (as ours {list(moved)})"
+        yield f"has shape {list(stored.shape)}{made}, the configuration makes it {list(shape)}"
+
+
+def _moved(stored: LazyTensor, move: Move, model: ModelConfig) -> Tensor:
+    return move(stored.read(), model)

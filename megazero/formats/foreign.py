@@ -1,0 +1,295 @@
+"""What a checkpoint of another framework holds, in its own names, and how our tensors are found in it.
+
+files of theirs --reader--> ForeignCheckpoint --match_kinds--> our names, shapes, order --write_step--> a step of ours
+                            their names, lazy                  still lazy                   one tensor at a time
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from math import isfinite
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megazero.checkpoint.hugging_face.match import (
+    LazyTensor,
+    is_named,
+    is_same,
+    match,
+    raise_problems,
+    without_wrappers,
+)
+from megazero.checkpoint.index import CheckpointError
+from megazero.formats.names import NameTable
+from megazero.models.config import ModelConfig
+from megazero.models.rope_scaling import RopeScaling
+from megazero.settings import toml_value
+from megazero.zero.state import MODEL
+
+ADAM = ("exp_avg", "exp_avg_sq")
+# The keys of AdamW's groups: its settings; how it is computed; and what ours computes in one way only.
+_SETTINGS = ("name", "betas", "eps", "weight_decay", "lr", "initial_lr")
+_COMPUTED = ("params", "param_names", "foreach", "fused", "capturable", "differentiable", "step")
+_COUNTS = 2**53  # none is as large: a float does not count that far
+_CONSTANT = {"amsgrad": False, "maximize": False, "bias_correction": True}
+
+
+@dataclass(frozen=True)
+class ForeignCheckpoint:
+    """What a checkpoint of another framework says.
+
+    Args:
+        path: of it, for messages.
+        tensors: by kind ("model", "master", "exp_avg", "exp_avg_sq"), then by their name.
+        optimizer_steps: updates of the weights, which AdamW's bias correction counts; 0 without moments.
+        step: steps of the run.
+        samples: consumed; None where the checkpoint does not say.
+        optimizer: what it says of the optimizer, by keys of our [optimizer] section.
+        notes: lines about what was understood and is not taken over.
+        unknown: names of what was met and not understood.
+    """
+
+    path: str
+    tensors: Mapping[str, Mapping[str, LazyTensor]]
+    optimizer_steps: int = 0
+    step: int = 0
+    samples: int | None = None
+    optimizer: Mapping[str, Any] = field(default_factory=dict)
+    notes: Sequence[str] = ()
+    unknown: Sequence[str] = ()
+
+
+@dataclass
+class Found:
+    """Tensors by kind and by their name, settings of the optimizer, and what is told to the user.
+
+    Args:
+        tensors: by kind.
+        updates: the counts of updates that the tensors' state has; they must agree.
+        step, samples: steps of the run and samples consumed; None where the checkpoint does not say.
+        notes: lines about what was understood and is not taken over; in order, each once.
+        unknown: names of what was not understood.
+        settings: by key, each value of a group once.
+        entries: by kind and name, the entry of the checkpoint that says it.
+    """
+
+    tensors: dict[str, dict[str, LazyTensor]] = field(default_factory=lambda: {MODEL: {}})
+    updates: set[int] = field(default_factory=set)
+    step: int | None = None
+    samples: int | None = None
+    notes: dict[str, None] = field(default_factory=dict)
+    unknown: list[str] = field(default_factory=list)
+    settings: dict[str, list[Any]] = field(default_factory=dict)
+    entries: dict[tuple[str, str], str] = field(default_factory=dict)
+
+    def add_tensor(self, kind: str, name: str, tensor: LazyTensor, *, entry: str) -> None:
+        """Take the tensor of an entry; a second one for the same name is not understood."""
+        if self._is_first(kind, name, entry):
+            self.tensors.setdefault(kind, {})[name] = tensor
+
+    def add_step(self, step: int, *, entry: str) -> None:
+        """Take the step of the run; another one is not understood."""
+        if self.step == step or self._is_first("step", "", entry):
+            self.step = step
+
+    def _is_first(self, kind: str, name: str, entry: str) -> bool:
+        first = self.entries.setdefault((kind, name), entry)
+        if first != entry:
+            self.unknown.append(f"{entry} (beside {first}, which says the same)")
+        return first == entry
+
+    def add_setting(self, name: str, key: str, value: Any) -> None:
+        """Take a setting of one of the optimizer's groups; `name` is that of the entry, for messages.
+
+        One that is not finite is not understood.
+        """
+        if key in _COMPUTED:
+            return
+        if key == "decoupled_weight_decay":
+            key, value = "name", "adamw" if value else "adam"
+        value = value.item() if isinstance(value, Tensor) else list(value) if isinstance(value, tuple) else value
+        parts = value if isinstance(value, list) else [value]
+        if not all(isfinite(one) for one in parts if isinstance(one, float)):
+            self.unknown.append(f"{name}={value}")
+        elif key in _SETTINGS:
+            seen = self.settings.setdefault(key, [])
+            seen += [] if value in seen else [value]
+        elif key not in _CONSTANT or value != _CONSTANT[key]:
+            self.unknown.append(f"{name}={value}")
+
+    def is_not_taken(self, name: str, reasons: Mapping[str, str]) -> bool:
+        """Whether an entry is understood and of no use here: one of the patterns is its name.
+
+        Args:
+            reasons: by pattern, what is told once of all that its first group names; "" where nothing is to be told.
+        """
+        for pattern, reason in reasons.items():
+            if found := re.fullmatch(pattern, name):
+                if reason:
+                    self.notes[f"{found[found.lastindex or 0]} is not taken over: {reason}"] = None
+                return True
+        return False
+
+    def checkpoint(self, path: str) -> ForeignCheckpoint:
+        """All of it.  Raises: CheckpointError if some tensors were updated more often than others, or a count is none."""
+        counts = {"steps": self.step or 0, "samples": self.samples or 0, "updates": max(self.updates, default=0)}
+        for what, count in counts.items():
+            if not 0 <= count < _COUNTS:
+                raise CheckpointError(f"{path} counts {count} {what}, which no run has: it is damaged")
+        if len(self.updates) > 1:
+            raise CheckpointError(
+                f"{path}: AdamW has updated some tensors {min(self.updates)} times and others {max(self.updates)}"
+            )
+        updates = max(self.updates, default=0)
+        return ForeignCheckpoint(
+            path,
+            self.tensors,
+            optimizer_steps=updates,
+            step=updates if self.step is None else self.step,
+            samples=self.samples,
+            optimizer=self._optimizer(),
+            notes=list(self.notes),
+            unknown=self.unknown,
+        )
+
+    def _optimizer(self) -> dict[str, Any]:
+        """Keys of our [optimizer]; a value that differs between tensors is told and left to the run file."""
+        found = dict(self.settings)
+        found["lr"] = found.pop("initial_lr", found.get("lr", []))  # `lr` is that of the last step
+        for key, values in found.items():
+            if len(values) > 1:
+                self.notes[f"{key} is not taken over: it differs between tensors, {values[0]} and {values[1]}"] = None
+        decay = found.get("weight_decay", [])
+        if len(decay) == 1 and decay[0]:
+            self.notes[f"weight_decay {decay[0]} fell on all tensors there, here on matrices only"] = None
+        return {key: values[0] for key, values in found.items() if len(values) == 1}
+
+
+def match_kinds(
+    found: ForeignCheckpoint,
+    model: ModelConfig,
+    shapes: Mapping[str, tuple[int, ...]],
+    tables: Sequence[NameTable],
+    *,
+    described_by: str,
+    ignore: Sequence[str] = (),
+) -> tuple[dict[str, dict[str, LazyTensor]], list[str]]:
+    """Our tensors by kind and by our name, in the order of `shapes`; and lines for the user.
+
+    Args:
+        model: resolved.
+        shapes: of our logical tensors.
+        tables: of names, of which one must fit.
+        described_by: the file that describes the model, for messages.
+        ignore: patterns of names that may be left out, as of file names.
+
+    Raises:
+        CheckpointError: a tensor is missing, of another shape or dtype, or something is not understood; the message lists
+            all of it.
+    """
+
+    def wanted(kind: str, tensors: Mapping[str, LazyTensor]) -> Mapping[str, LazyTensor]:
+        return without_wrappers({n: one for n, one in tensors.items() if not is_named(_label(kind) + n, ignore)})
+
+    kinds = {kind: wanted(kind, tensors) for kind, tensors in found.tensors.items()}
+    kinds = {
+        kind: tensors for kind, tensors in kinds.items() if tensors or kind == MODEL
+    }  # all of a kind may be ignored
+    # A script may keep the model behind a prefix of its own, and the state of the optimizer not.
+    others = [tensors for kind, tensors in kinds.items() if kind != MODEL]
+    weights, of_model = kinds[MODEL], _best_table([kinds[MODEL]], tables, shapes, found.path)
+    of_others = _best_table(others, tables, shapes, found.path) if others else of_model
+    notes, problems, matched = [*found.notes], list[str](), dict[str, dict[str, LazyTensor]]()
+    unknown = {name: f"{name} is not understood" for name in found.unknown}
+    for name, line in _not_shown(of_model, weights.get(of_model.prefix + of_model.rotations), model):
+        unknown |= {name: line} if name else {}
+        notes += [] if name else [line]
+    for kind, tensors in kinds.items():
+        names = (of_model if kind == MODEL else of_others).names(shapes)
+        one = match(tensors, names, model, shapes, label=_label(kind))
+        matched[kind] = one.tensors
+        problems += one.problems
+        unknown |= one.unknown
+    names = of_model.names(shapes)
+    pair = [weights[name] for name in (names.head, names.embedding) if name in weights]
+    if not model.tie_embeddings and len(pair) == 2 and is_same(*pair):
+        notes.append(f"{names.head} equals {names.embedding}: if they were tied there, set model.tie_embeddings = true")
+    hint = ""
+    if not matched[MODEL]:
+        known = ", ".join(dict.fromkeys(table.name for table in tables))
+        hint = f". {model.family} is known under the names of {known}, and no tensor has one"
+    raise_problems(found.path, described_by, problems, unknown, ignore, hint=hint)
+    return matched, notes
+
+
+def _not_shown(table: NameTable, rotations: LazyTensor | None, model: ModelConfig) -> Iterator[tuple[str, str]]:
+    """What the other framework computes differently although no tensor shows it, such as rope_scaling.
+
+    Yields (name, line): `name` is what `--ignore` must list, or "" where the line is only a note.
+    """
+    if rotations is not None and not _rotates_as(rotations.read(), model):
+        yield (
+            table.rotations,
+            f"{table.rotations} is of another model.rope_theta or model.rope_scaling: write those of that run",
+        )
+    for key, own in table.own.items():
+        if (ours := getattr(model, key)) == own or (rotations is not None and key.startswith("rope_")):
+            continue
+        shown = toml_value(own.model_dump(exclude_unset=True) if isinstance(own, RopeScaling) else own)
+        said = f"models of {table.name} itself have {key} = {shown}, which no tensor shows; the run file has"
+        if ours is None:
+            yield f"model.{key}", f"{said} none: write it under [model]; if that run had none, --ignore model.{key}"
+        else:
+            yield "", f"{said} {toml_value(ours)}"
+
+
+def _rotates_as(rotations: Tensor, model: ModelConfig) -> bool:
+    """Whether stored rotary rotations are those of this model: at position 1, each pair rotates by its frequency."""
+    wanted = model.rope_theta ** -(torch.arange(0, model.head_size, 2) / model.head_size)
+    wanted = wanted if model.rope_scaling is None else model.rope_scaling.scaled(wanted, model.rope_theta)
+    is_rotation = rotations.is_complex() and len(rotations) > 1 and rotations.shape[1:] == wanted.shape
+    return is_rotation and torch.allclose(rotations[1].angle(), wanted, rtol=1e-4, atol=0)
+
+
+def _label(kind: str) -> str:
+    return "" if kind == MODEL else f"{kind} of "
+
+
+def _best_table(
+    kinds: Sequence[Mapping[str, LazyTensor]],
+    tables: Sequence[NameTable],
+    shapes: Mapping[str, tuple[int, ...]],
+    path: str,
+) -> NameTable:
+    """The table, with the prefix before its names, that knows most of the tensors of all these kinds.
+
+    Raises: CheckpointError: two know all of them, and other ones.
+    """
+    stored = [name for tensors in kinds for name in tensors]
+
+    def candidates() -> Iterator[NameTable]:
+        for table in tables:
+            ends = table.theirs(table.embedding).name, table.head  # of which a tied model may have either
+            prefixes = {name.removesuffix(end): None for name in stored for end in ends if name.endswith(end)}
+            valid = [prefix for prefix in prefixes if prefix.endswith(".")]
+            yield from (replace(table, prefix=prefix) for prefix in [*valid, ""])
+
+    def named(table: NameTable) -> list[str]:
+        return list(table.names(shapes).theirs.values())
+
+    def known(table: NameTable) -> int:
+        return sum(name in tensors for name in named(table) for tensors in kinds)
+
+    best = max(candidates(), key=known)
+    if known(best) == len(shapes) * len(kinds):
+        for other in candidates():
+            if known(other) == known(best) and named(other) != named(best):
+                one, two = (f"{table.name!r} behind the prefix {table.prefix!r}" for table in (best, other))
+                raise CheckpointError(
+                    f"{path} holds two whole sets of tensors, {one} and {two}: leave one out by --ignore PATTERN"
+                )
+    return best
