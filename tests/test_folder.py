@@ -27,7 +27,7 @@ from megazero.checkpoint.index import (
     versions,
     write_unfinished,
 )
-from megazero.checkpoint.lease import Lease
+from megazero.checkpoint.lock import DirectoryLock
 from megazero.checkpoint.save import _prepare
 from megazero.checkpoint.tensor_file import SafetensorsWriter, open_tensors
 from megazero.config import RunConfig
@@ -101,14 +101,14 @@ def test_one_of_several_creates_a_new_file(folder: Folder) -> None:
     assert folder.read("x") == b"a"
 
 
-def test_nothing_changes_behind_a_fence(folder: Folder) -> None:
+def test_nothing_changes_in_a_locked_folder(folder: Folder) -> None:
     folder.make()
     folder.write("x", b"old")
 
     def refuse() -> None:
         raise OwnerError("not yours")
 
-    behind = folder.fenced(refuse)
+    behind = folder.locked(refuse)
     for change in (lambda: behind.write("x", b"new"), lambda: behind.remove("x")):
         with pytest.raises(OwnerError):
             change()
@@ -120,16 +120,16 @@ def test_nothing_changes_behind_a_fence(folder: Folder) -> None:
 
 
 def test_a_folder_has_one_owner_on_every_storage(folder: Folder) -> None:
-    first, second = Lease(folder), Lease(folder)
+    first, second = DirectoryLock(folder), DirectoryLock(folder)
     assert first.try_to_take() is None
-    first.renew()
+    first.heartbeat()
     with pytest.raises(OwnerError, match="belongs to a run that is still running"):
         second.try_to_take()
     first.release()
     assert second.try_to_take() is None
     with pytest.raises(OwnerError, match="this run has lost"):
-        first.renew()
-    second.renew()
+        first.heartbeat()
+    second.heartbeat()
     assert folder.child("owner").files() == ["00000002.beat", "00000002.json"]
 
 

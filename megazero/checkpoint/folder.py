@@ -5,8 +5,8 @@
 
 Either way a file appears under its name with all its bytes or not at all, and nothing relies on renaming a directory.
 (fsspec's memory:// shows files as they grow; there, too, the manifest is written last.)  Until then a file has a name that
-only its writer knows.  A folder may have a fence: it is called before anything in the folder changes, and raises where this
-process may not change it (`lease`).
+only its writer knows.  A folder may be locked: then a check is called before anything in the folder changes, and raises
+where this process may not change it (`lock`).
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ _URL = re.compile(r"([A-Za-z](?:::|[A-Za-z0-9+.-])+):/")  # as pathlib leaves it
 _NOTHING = torch.empty(0, dtype=torch.uint8)
 
 ReadBytes: TypeAlias = Callable[[int, int], Tensor]  # bytes [start, stop) of a file as uint8; read-only; raises OSError
-Fence: TypeAlias = Callable[[], None]  # raises where this process may not write
+CheckLock: TypeAlias = Callable[[], None]  # raises where this process may not write
 
 
-def _no_fence() -> None:
+def _unlocked() -> None:
     """Every process may write."""
 
 
@@ -68,8 +68,8 @@ class FileRecord:
 class Output(ABC):
     """A file that is being written, and hashed on the way.  It appears under its name when it is finished, not before."""
 
-    def __init__(self, file: BinaryIO, fence: Fence) -> None:
-        self._file, self._fence, self._hash, self.bytes = file, fence, xxhash.xxh3_128(), 0
+    def __init__(self, file: BinaryIO, check_lock: CheckLock) -> None:
+        self._file, self._check_lock, self._hash, self.bytes = file, check_lock, xxhash.xxh3_128(), 0
 
     def write(self, data: bytes | memoryview) -> None:
         """Append.  Raises: OSError."""
@@ -84,7 +84,7 @@ class Output(ABC):
     def finish(self) -> FileRecord:
         """Make it durable under its name.  Raises: OSError."""
         self._flush()
-        self._fence()
+        self._check_lock()
         self._publish()
         return FileRecord(self.bytes, self._hash.hexdigest())
 
@@ -104,12 +104,12 @@ class Output(ABC):
 class Folder(ABC):
     """Files and folders by name.  Every method raises OSError if the storage refuses."""
 
-    fence: Fence
+    check_lock: CheckLock
     created: list[str] | None  # names of files, as they are begun; None where nobody asks
 
-    def fenced(self, fence: Fence) -> Folder:
-        """This folder, and those within it, with a fence."""
-        return replace(self, fence=fence)  # type: ignore[type-var]  # every folder is a dataclass
+    def locked(self, check: CheckLock) -> Folder:
+        """This folder, and those within it, with a check before anything changes."""
+        return replace(self, check_lock=check)  # type: ignore[type-var]  # every folder is a dataclass
 
     def noting(self, created: list[str]) -> Folder:
         """This folder; it adds to the list the name of every file that it begins."""
@@ -175,7 +175,7 @@ class Folder(ABC):
 
     def remove(self, *names: str) -> None:
         """Remove files, if they exist."""
-        self.fence()
+        self.check_lock()
         self._remove(names)
 
     @property
@@ -251,7 +251,7 @@ class LocalFolder(Folder):
     """A directory of a file system.  Raises: ValueError for a URL."""
 
     path: Path
-    fence: Fence = field(default=_no_fence, compare=False, repr=False)
+    check_lock: CheckLock = field(default=_unlocked, compare=False, repr=False)
     created: list[str] | None = field(default=None, compare=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -292,7 +292,7 @@ class LocalFolder(Folder):
 
     def create(self, name: str) -> Output:
         self._note(name)
-        return _LocalOutput(self.path / name, self.fence)
+        return _LocalOutput(self.path / name, self.check_lock)
 
     def create_new(self, name: str, data: bytes) -> bool:
         path = self.path / name
@@ -353,10 +353,10 @@ def _write_new(path: Path, data: bytes) -> None:
 
 
 class _LocalOutput(Output):
-    def __init__(self, path: Path, fence: Fence) -> None:
+    def __init__(self, path: Path, check_lock: CheckLock) -> None:
         self._path, self._started = path, 0
         self._partial = path.with_name(f"{path.name}.{secrets.token_hex(4)}{_PARTIAL}")
-        super().__init__(self._partial.open("xb"), fence)
+        super().__init__(self._partial.open("xb"), check_lock)
 
     def _append(self, piece: bytes | memoryview) -> None:
         super()._append(piece)
@@ -418,7 +418,7 @@ class RemoteFolder(Folder):
 
     system: _Library
     path: str  # without the protocol
-    fence: Fence = field(default=_no_fence, compare=False, repr=False)
+    check_lock: CheckLock = field(default=_unlocked, compare=False, repr=False)
     created: list[str] | None = field(default=None, compare=False, repr=False)
 
     def __str__(self) -> str:
@@ -464,7 +464,7 @@ class RemoteFolder(Folder):
     def create(self, name: str) -> Output:
         self._note(name)
         file = self.system.open(self._at(name), "wb", autocommit=False, block_size=_PART_BYTES)
-        return _RemoteOutput(_Library(file), self.fence)  # type: ignore[arg-type]
+        return _RemoteOutput(_Library(file), self.check_lock)  # type: ignore[arg-type]
 
     def create_new(self, name: str, data: bytes) -> bool:
         with suppress(FileExistsError):  # also where a repeated request finds what the first one wrote

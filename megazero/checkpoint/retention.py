@@ -23,7 +23,6 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from math import isfinite
-from typing import TypeVar
 
 from megazero.checkpoint.folder import Folder, Location, folder_at
 from megazero.checkpoint.index import (
@@ -43,12 +42,10 @@ from megazero.checkpoint.index import (
     val_loss_of,
     write_unfinished,
 )
-from megazero.checkpoint.lease import identity_of, is_gone
 from megazero.checkpoint.load import find_damage_together
-from megazero.comm.collectives import agree, from_first
+from megazero.checkpoint.lock import has_ended, process_identity
+from megazero.comm.collectives import on_first
 from megazero.parallel_state import Axis
-
-T = TypeVar("T")
 
 READING = "reading"
 _MARKER_SECONDS = 24 * 3600
@@ -119,7 +116,7 @@ class Pruner:
         """
         if not self._policy.keep_last:
             return [], []
-        keep, remove, unfinished = self._on_first(self._plan)
+        keep, remove, unfinished = on_first(self._plan, self._world, CheckpointError)
         damage: list[str] = []
         for name in reversed(keep if remove else []):
             intact = self._root.child(name)
@@ -141,13 +138,8 @@ class Pruner:
                 remove_own_files(self._root.child(name))
             return removed + unfinished
 
-        return [self._root.child(name) for name in self._on_first(remove_all)], damage
-
-    def _on_first(self, action: Callable[[], T]) -> T:
-        answer = agree(lambda: action() if self._world.index == 0 else None, self._world, CheckpointError)
-        found = from_first(answer, self._world)
-        assert found is not None
-        return found
+        removed = on_first(remove_all, self._world, CheckpointError)
+        return [self._root.child(name) for name in removed], damage
 
     def _plan(self) -> tuple[list[str], list[str], list[str]]:
         """Names of those to keep, of those to remove, and of unfinished ones with files to remove; in order of steps."""
@@ -193,7 +185,7 @@ class Pruner:
         for marker in markers.files():
             if marker.partition(".")[0] != folder.name:
                 continue
-            gone = is_gone(_read_marker(markers, marker))
+            gone = has_ended(_read_marker(markers, marker))
             first = self._seen.setdefault(marker, self._clock())
             if gone or (gone is None and self._clock() - first > _MARKER_SECONDS):
                 with suppress(OSError):  # another user's: it stays, and counts no more
@@ -232,7 +224,7 @@ def reading(location: Location) -> Iterator[Folder]:
     if is_step_name(folder.name):
         with suppress(OSError):  # if nothing can be written there, nothing is pruned either
             markers.make()
-            markers.write(marker, identity_of(os.getpid()).encode())
+            markers.write(marker, process_identity(os.getpid()).encode())
     try:
         if not is_complete(folder):
             raise CheckpointError(f"{folder} is not a complete checkpoint: it has no {MANIFEST}; name a step")

@@ -119,7 +119,7 @@ def save_checkpoint(
 
 def _prepare(folder: Folder, kinds: Sequence[str], numbers: Iterable[str], files: Mapping[str, bytes]) -> None:
     """Make the directory, and remove files that a run may have left there when it was stopped while saving."""
-    folder.fence()
+    folder.check_lock()
     names = [f"{kind}-{number}.safetensors" for kind in kinds for number in numbers]
     names += [*map(index_name, kinds), TRAINER_STATE, *files]
     try:
@@ -175,7 +175,7 @@ def _commit(
     moves_latest: bool,
 ) -> None:
     """Complete the checkpoint if every rank has written its files."""
-    folder.fence()
+    folder.check_lock()
     try:
         for rank, one in enumerate(everyone):
             if one.error is not None:

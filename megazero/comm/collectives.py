@@ -374,6 +374,12 @@ def agree(action: Callable[[], T], axis: Axis, raises: type[Exception]) -> T:
     return answer[0]
 
 
+def on_first(action: Callable[[], T], axis: Axis, raises: type[Exception]) -> T:
+    """Run an action on the axis's first rank; every rank gets its result, or raises its error.  For picklable results."""
+    answer = agree(action if axis.index == 0 else lambda: None, axis, raises)
+    return from_first(answer, axis)  # type: ignore[return-value]  # the first rank's is one
+
+
 def exchange(sends: Transfers, receives: Transfers, axis: Axis) -> list[Pending]:
     """Post point-to-point operations together.
 

@@ -16,10 +16,10 @@ from harness import run_command, run_world
 from quickstart import ONE_STAGE, QUICKSTART, TINY
 from worlds import state_on
 
-from megazero.checkpoint import lease
+from megazero.checkpoint import lock as locks
 from megazero.checkpoint.folder import LocalFolder, Output
 from megazero.checkpoint.index import CheckpointError, OwnerError, find_damage
-from megazero.checkpoint.lease import Lease
+from megazero.checkpoint.lock import GONE_LOOKS, GONE_SECONDS, DirectoryLock
 from megazero.comm.collectives import LostPeerError
 from megazero.config import ResolvedRun, RunConfig, resolve
 from megazero.data.writer import IndexedWriter
@@ -51,7 +51,7 @@ def _write_data(folder: Path) -> None:
 
 
 def _files(folder: Path) -> dict[str, bytes]:
-    """What lies below a folder, but for leases and for files that are not finished."""
+    """What lies below a folder, but for locks and for files that are not finished."""
     found = (path for path in sorted(folder.rglob("*")) if path.is_file() and path.suffix != ".partial")
     return {str(path): path.read_bytes() for path in found if path.parent.name != "owner"}
 
@@ -95,15 +95,14 @@ def test_a_directory_that_cannot_be_written_is_named(tmp_path: Path) -> None:
 
 
 def _take_over(folder: Path) -> None:
-    """As a process on another host, which has seen no renewal for a minute."""
-    now = 0.0
+    """As a process on another host, which has seen no heartbeat for a minute."""
     owner = folder / "owner" / "00000001.json"
     claim = owner.read_bytes()
     owner.write_bytes(claim.replace(json.loads(claim)["process"].encode(), ELSEWHERE.encode()))
-    other = Lease(LocalFolder(folder), clock=lambda: now)
-    assert other.try_to_take() is not None
-    while other.try_to_take() is not None:
-        now += lease.LOOK_SECONDS
+    other = DirectoryLock(LocalFolder(folder))
+    for _ in range(GONE_LOOKS):
+        assert other.try_to_take() is not None
+    assert other.try_to_take() is None
 
 
 def _train_until_lost(
@@ -181,7 +180,7 @@ def _ownership(
 def test_a_step_does_not_wait_for_a_storage_that_does_not_answer(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(ownership, "RENEW_SECONDS", 0.001)
+    monkeypatch.setattr(ownership, "HEARTBEAT_SECONDS", 0.0)
     owner, now = _ownership(tmp_path, monkeypatch)
     read, asked = LocalFolder.read, threading.Semaphore(0)
 
@@ -192,9 +191,11 @@ def test_a_step_does_not_wait_for_a_storage_that_does_not_answer(
 
     with owner:
         monkeypatch.setattr(LocalFolder, "read", refuse)
-        monkeypatch.setattr(owner, "_await_answer", lambda: pytest.fail("a step waits"))
+        monkeypatch.setattr(owner, "_await_look", lambda: pytest.fail("a step waits"))
         for _ in range(5):
             now[0] += 50
+            while asked.acquire(blocking=False):  # what the thread asked before
+                pass
             for _ in range(5):  # at least one whole turn of the thread
                 assert asked.acquire(timeout=30)
             owner.after_step(RECORD)
@@ -202,11 +203,11 @@ def test_a_step_does_not_wait_for_a_storage_that_does_not_answer(
 
 
 def test_a_request_that_hangs_costs_one_step_one_wait(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ownership, "RENEW_SECONDS", 0.001)
+    monkeypatch.setattr(ownership, "HEARTBEAT_SECONDS", 0.0)
     monkeypatch.setattr(ownership, "_ANSWER_SECONDS", 0.01)
     owner, now = _ownership(tmp_path, monkeypatch)
     read, hangs, goes_on = LocalFolder.read, threading.Event(), threading.Event()
-    wait, waits = owner._await_answer, []
+    wait, waits = owner._await_look, []
 
     def count() -> None:
         waits.append(1)
@@ -218,7 +219,7 @@ def test_a_request_that_hangs_costs_one_step_one_wait(tmp_path: Path, monkeypatc
         return read(folder, name)
 
     with owner:
-        monkeypatch.setattr(owner, "_await_answer", count)
+        monkeypatch.setattr(owner, "_await_look", count)
         monkeypatch.setattr(LocalFolder, "read", hang)
         assert hangs.wait(30)
         for _ in range(5):
@@ -235,17 +236,17 @@ def test_a_process_that_was_frozen_looks_before_it_goes_on(tmp_path: Path, monke
         owner.after_step(RECORD)
         _take_over(tmp_path / "run" / "checkpoints")
         owner.after_step(RECORD)  # nobody has looked yet
-        now[0] += lease.GONE_SECONDS + 1
+        now[0] += GONE_SECONDS + 1
         with pytest.raises(OwnerError, match="this run has lost"):
             owner.after_step(RECORD)
 
 
-def test_a_run_whose_claim_was_removed_says_so_and_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_whose_lock_file_was_removed_says_so_and_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     said: list[str] = []
     owner, now = _ownership(tmp_path, monkeypatch, say=said.append)
     with owner:
         (tmp_path / "run").rename(tmp_path / "other")
-        now[0] += lease.GONE_SECONDS + 1
+        now[0] += GONE_SECONDS + 1
         owner.after_step(RECORD)
         owner.root.write("x", b"")
     assert [line.split(":")[0] for line in said] == [str(tmp_path / "run"), str(tmp_path / "run" / "checkpoints")]
@@ -259,7 +260,7 @@ def test_a_start_that_waits_for_an_owner_hears_that_it_is_to_stop(
     first, _ = _ownership(tmp_path, monkeypatch)
     second, _ = _ownership(tmp_path, monkeypatch, wants_stop=lambda: next(wants))
     with first:
-        monkeypatch.setattr(lease, "is_gone", lambda _: None)
+        monkeypatch.setattr(locks, "has_ended", lambda _: None)
         with pytest.raises(OwnerError, match="asked to stop"):
             second.__enter__()
         first.after_step(RECORD)

@@ -15,10 +15,10 @@ from typing import Any
 
 import pytest
 
-from megazero.checkpoint import lease
+from megazero.checkpoint import lock as locks
 from megazero.checkpoint.folder import Folder, LocalFolder, folder_at
 from megazero.checkpoint.index import OwnerError
-from megazero.checkpoint.lease import GONE_SECONDS, Lease, identity_of, is_gone
+from megazero.checkpoint.lock import GONE_LOOKS, DirectoryLock, has_ended, process_identity
 
 ELSEWHERE = "a-boot pid:[1] 4711 1000"  # the identity of a process on another host
 _CONTEXT = mp.get_context("fork")
@@ -29,27 +29,14 @@ def folder(request: pytest.FixtureRequest, tmp_path: Path) -> Folder:
     return folder_at(tmp_path / "run" if request.param == "disk" else f"memory://{uuid.uuid4().hex}/run")
 
 
-class _Clock:
-    def __init__(self) -> None:
-        self.now = 1000.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
-def _elsewhere(folder: Folder, monkeypatch: pytest.MonkeyPatch, launchers: tuple[str, ...] = ()) -> Lease:
-    """A lease that a process on another host has taken."""
+def _elsewhere(folder: Folder, monkeypatch: pytest.MonkeyPatch, launchers: tuple[str, ...] = ()) -> DirectoryLock:
+    """A lock that a process on another host has taken."""
     with monkeypatch.context() as there:
-        there.setattr(lease, "identity_of", lambda _: ELSEWHERE)
+        there.setattr(locks, "process_identity", lambda _: ELSEWHERE)
         there.setattr(socket, "gethostname", lambda: "node-3")
-        owner = Lease(folder, launchers)
+        owner = DirectoryLock(folder, launchers)
         assert owner.try_to_take() is None
     return owner
-
-
-def _wait_for(waiting: Lease, clock: _Clock) -> None:
-    while waiting.try_to_take() is not None:
-        clock.now += 1
 
 
 def _fail(error: OSError) -> Callable[..., None]:
@@ -60,207 +47,187 @@ def _fail(error: OSError) -> Callable[..., None]:
 
 
 def test_the_second_one_is_told_who_owns_it_since_when_and_where(folder: Folder) -> None:
-    owner, other = Lease(folder), Lease(folder)
+    owner, other = DirectoryLock(folder), DirectoryLock(folder)
     assert owner.try_to_take() is None
     with pytest.raises(OwnerError) as refusal:
         other.try_to_take()
     whose = f"process {os.getpid()} on {socket.gethostname()}, since 20"
     assert f"{folder} belongs to a run that is still running: {whose}" in str(refusal.value)
     assert "training.run_dir, checkpoint.directory" in str(refusal.value)
-    assert other.fence is None
-    assert owner.fence is not None
-    owner.renew()
-    owner.fence()
+    assert other.held is None
+    assert owner.held is not None
+    owner.heartbeat()
+    owner.held.check()
     owner.release()
     assert other.try_to_take() is None
     assert other.taken_from is None
     with pytest.raises(OwnerError, match="this run has lost"):
-        owner.fence()
+        owner.held.check()
 
 
-def test_no_process_has_the_identity_of_another() -> None:
-    mine = identity_of(os.getpid())
-    assert is_gone(mine) is False
+def test_no_process_has_the_process_identity_another() -> None:
+    mine = process_identity(os.getpid())
+    assert has_ended(mine) is False
     kernel, _, started = mine.rsplit(" ", 2)
     child = os.fork()
     if not child:
         signal.pause()
-    theirs = identity_of(child)
-    assert is_gone(theirs) is False
-    assert is_gone(f"{kernel} {child} {int(started) - 1}") is True  # the PID of a process that has ended, used again
+    theirs = process_identity(child)
+    assert has_ended(theirs) is False
+    assert has_ended(f"{kernel} {child} {int(started) - 1}") is True  # the PID of a process that has ended, used again
     os.kill(child, signal.SIGKILL)
     os.waitid(os.P_PID, child, os.WEXITED | os.WNOWAIT)
-    assert is_gone(theirs) is True  # a zombie writes nothing
+    assert has_ended(theirs) is True  # a zombie writes nothing
     os.waitpid(child, 0)
-    assert is_gone(theirs) is True
-    assert is_gone(ELSEWHERE) is None
-    assert is_gone("") is None
+    assert has_ended(theirs) is True
+    assert has_ended(ELSEWHERE) is None
+    assert has_ended("") is None
 
 
 def test_an_owner_that_was_killed_on_this_host_is_replaced_at_once(tmp_path: Path) -> None:
     child = os.fork()
     if not child:
-        Lease(LocalFolder(tmp_path)).try_to_take()
+        DirectoryLock(LocalFolder(tmp_path)).try_to_take()
         os.kill(os.getpid(), signal.SIGKILL)
     os.waitpid(child, 0)
-    second = Lease(LocalFolder(tmp_path))
+    second = DirectoryLock(LocalFolder(tmp_path))
     assert second.try_to_take() is None
     assert second.taken_from is not None
     assert second.taken_from.pid == child
 
 
-def test_an_owner_elsewhere_is_replaced_when_it_stands_still_by_our_clock(
+def test_an_owner_elsewhere_is_replaced_when_its_heartbeat_stands_still(
     folder: Folder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    first, clock = _elsewhere(folder, monkeypatch), _Clock()
-    second = Lease(folder, clock=clock)
-    for _ in range(int(GONE_SECONDS)):
+    """Looks are counted: a time in which the storage answers nobody does not end an owner."""
+    first, second = _elsewhere(folder, monkeypatch), DirectoryLock(folder)
+    for _ in range(GONE_LOOKS):
         owner = second.try_to_take()
         assert owner is not None
         assert (owner.host, owner.pid) == ("node-3", os.getpid())
-        clock.now += 1
     assert second.try_to_take() is None
     with pytest.raises(
         OwnerError, match=f"this run has lost .* to process {os.getpid()} on {socket.gethostname()}, since"
     ):
-        first.renew()
-    assert second.fence is not None
-    second.fence()
+        first.heartbeat()
+    assert second.held is not None
+    second.held.check()
     first.release()  # and does not disturb
-    second.fence()
+    second.held.check()
 
 
-def test_an_owner_elsewhere_that_renews_its_lease_keeps_it(folder: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
-    first, clock = _elsewhere(folder, monkeypatch), _Clock()
-    first.renew()
-    second = Lease(folder, clock=clock)
+def test_an_owner_elsewhere_with_a_heartbeat_keeps_the_lock(folder: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
+    first, second = _elsewhere(folder, monkeypatch), DirectoryLock(folder)
+    first.heartbeat()
     assert second.try_to_take() is not None
-    clock.now += 10 * GONE_SECONDS  # this process was frozen; the owner was not
-    first.renew()
+    first.heartbeat()
     with pytest.raises(OwnerError, match="on node-3, since"):
         second.try_to_take()
-
-
-def test_a_time_without_answers_does_not_end_an_owner(folder: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The storage stands still for both, and answers the other one first."""
-    first, clock = _elsewhere(folder, monkeypatch), _Clock()
-    second = Lease(folder, clock=clock)
-    for _ in range(2):
-        assert second.try_to_take() is not None
-        clock.now += 2 * GONE_SECONDS
-    assert second.try_to_take() is not None
-    first.renew()
 
 
 def test_a_restart_by_the_same_elastic_launcher_takes_over_at_once(
     folder: Folder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first = _elsewhere(folder, monkeypatch, ("agent 1", "agent 2"))
-    assert Lease(folder).try_to_take() is not None  # without a launcher
-    assert Lease(folder, ("agent 3",)).try_to_take() is not None  # another job
-    assert Lease(folder, ("agent 2", "agent 3")).try_to_take() is None
-    assert folder.child("owner").files() == ["00000002.by", "00000002.json"]
-    assert first.fence is not None
-    assert not first.fence.holds()
+    assert DirectoryLock(folder).try_to_take() is not None  # without a launcher
+    assert DirectoryLock(folder, ("agent 3",)).try_to_take() is not None  # another job
+    assert DirectoryLock(folder, ("agent 2", "agent 3")).try_to_take() is None
+    assert folder.child("owner").files() == ["00000002.json"]
+    with pytest.raises(OwnerError, match="this run has lost"):
+        first.heartbeat()
 
 
-def test_the_claim_that_every_writer_reads_again_is_as_small_on_many_nodes(folder: Folder) -> None:
-    owner = Lease(folder, [f"{node:08x} {identity_of(os.getpid())}" for node in range(2048)])
-    assert owner.try_to_take() is None
-    assert owner.fence is not None
-    assert len(owner.fence.claim) < 1000
-
-
-def test_a_claim_that_cannot_be_read_is_watched_like_one_elsewhere(tmp_path: Path) -> None:
-    files, clock = LocalFolder(tmp_path / "owner"), _Clock()
+def test_a_lock_file_that_cannot_be_read_is_watched_like_one_elsewhere(tmp_path: Path) -> None:
+    files = LocalFolder(tmp_path / "owner")
     files.make()
     files.write("00000003.json", b'{"run": ')
-    second = Lease(LocalFolder(tmp_path), clock=clock)
-    _wait_for(second, clock)
+    second = DirectoryLock(LocalFolder(tmp_path))
+    while second.try_to_take() is not None:
+        pass
     assert files.files() == ["00000004.json"]
 
 
 @pytest.mark.parametrize("lives", [True, False])
-def test_a_claim_that_cannot_be_read_does_not_hide_its_elder(tmp_path: Path, lives: bool) -> None:
+def test_a_lock_file_that_cannot_be_read_does_not_hide_its_elder(tmp_path: Path, lives: bool) -> None:
     """A start on a full disk has left one that is empty."""
     folder = LocalFolder(tmp_path)
-    first = Lease(folder)
+    first = DirectoryLock(folder)
     assert first.try_to_take() is None
     (tmp_path / "owner" / "00000002.json").touch()
-    first.renew()
+    first.heartbeat()
     if lives:
         with pytest.raises(OwnerError, match=f"still running: process {os.getpid()}"):
-            Lease(folder).try_to_take()
-        first.renew()
+            DirectoryLock(folder).try_to_take()
+        first.heartbeat()
         return
     first.release()
-    assert Lease(folder).try_to_take() is None
+    assert DirectoryLock(folder).try_to_take() is None
     assert folder.child("owner").files() == ["00000003.json"]
 
 
 def test_a_start_on_a_full_disk_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = LocalFolder(tmp_path)
-    first = Lease(folder)
+    first = DirectoryLock(folder)
     assert first.try_to_take() is None
     first.release()
     before = folder.child("owner").files()
     with monkeypatch.context() as full:
         full.setattr(os, "fsync", _fail(OSError(errno.ENOSPC, "No space left on device")))
         with pytest.raises(OSError, match="No space"):
-            Lease(folder).try_to_take()
+            DirectoryLock(folder).try_to_take()
     assert folder.child("owner").files() == before
-    assert Lease(folder).try_to_take() is None
+    assert DirectoryLock(folder).try_to_take() is None
 
 
 def test_a_disk_without_links_has_one_owner_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "link", _fail(OSError(errno.EPERM, "Operation not permitted")))
     folder = LocalFolder(tmp_path)
-    assert Lease(folder).try_to_take() is None
+    assert DirectoryLock(folder).try_to_take() is None
     with pytest.raises(OwnerError):
-        Lease(folder).try_to_take()
+        DirectoryLock(folder).try_to_take()
     assert folder.child("owner").files() == ["00000001.json"]
 
 
-def test_an_owner_whose_claim_was_removed_claims_again(folder: Folder) -> None:
+def test_an_owner_whose_lock_file_was_removed_creates_it_again(folder: Folder) -> None:
     """As by `rm -r owner`, or by moving the directory."""
-    first = Lease(folder)
+    first = DirectoryLock(folder)
     assert first.try_to_take() is None
-    assert first.renew()
-    assert first.fence is not None
+    assert first.heartbeat()
+    assert first.held is not None
     files = folder.child("owner")
     files.remove(*files.files())
     files.remove_empty()
-    first.fence()
-    assert not first.fence.is_there()
-    assert not first.renew()
-    assert first.fence.is_there()
-    assert first.renew()
+    first.held.check()
+    assert not first.held.is_there()
+    assert not first.heartbeat()
+    assert first.held.is_there()
+    assert first.heartbeat()
     with pytest.raises(OwnerError, match="still running"):
-        Lease(folder).try_to_take()
+        DirectoryLock(folder).try_to_take()
 
 
-def test_an_owner_whose_claim_was_removed_has_lost_to_one_that_came_since(folder: Folder) -> None:
+def test_an_owner_whose_lock_file_was_removed_has_lost_to_one_that_came_since(folder: Folder) -> None:
     for _ in range(2):
-        first = Lease(folder)
+        first = DirectoryLock(folder)
         assert first.try_to_take() is None
         first.release()
     files = folder.child("owner")
     files.remove(*files.files())
-    second = Lease(folder)
+    second = DirectoryLock(folder)
     assert second.try_to_take() is None
     with pytest.raises(OwnerError, match="this run has lost"):
-        first.renew()
-    assert second.renew()
+        first.heartbeat()
+    assert second.heartbeat()
     assert files.files() == ["00000001.beat", "00000001.json"]
 
 
-def test_of_an_owner_that_claims_again_and_one_that_comes_one_owns_it(
+def test_of_an_owner_that_creates_its_file_again_and_one_that_comes_one_owns_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The other one comes between the look of the owner and its new claim."""
+    """The other one comes between the look of the owner and its new file."""
     folder = LocalFolder(tmp_path)
     for _ in range(2):
-        first, second = Lease(folder), Lease(folder)
+        first, second = DirectoryLock(folder), DirectoryLock(folder)
         assert first.try_to_take() is None
         first.release()
     files, create = folder.child("owner"), LocalFolder.create_new
@@ -272,18 +239,18 @@ def test_of_an_owner_that_claims_again_and_one_that_comes_one_owns_it(
         return create(files, name, data)
 
     monkeypatch.setattr(LocalFolder, "create_new", create_late)
-    assert not first.renew()
-    assert first.renew()
+    assert not first.heartbeat()
+    assert first.heartbeat()
     with pytest.raises(OwnerError, match="this run has lost"):
-        second.renew()
+        second.heartbeat()
 
 
 def test_one_that_looked_long_ago_does_not_replace_a_later_owner(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Between its look and its claim two others have owned the folder: the number that it claims is free again."""
+    """Between its look and its lock file two others have owned the folder: the number that it takes is free again."""
     folder, later = LocalFolder(tmp_path), []
-    released = Lease(folder)
+    released = DirectoryLock(folder)
     released.try_to_take()
     released.release()
     create = LocalFolder.create_new
@@ -291,7 +258,7 @@ def test_one_that_looked_long_ago_does_not_replace_a_later_owner(
     def create_late(files: LocalFolder, name: str, data: bytes) -> bool:
         monkeypatch.undo()
         for _ in range(2):
-            later.append(Lease(folder))
+            later.append(DirectoryLock(folder))
             assert later[-1].try_to_take() is None
             if len(later) == 1:
                 later[-1].release()
@@ -299,14 +266,14 @@ def test_one_that_looked_long_ago_does_not_replace_a_later_owner(
 
     monkeypatch.setattr(LocalFolder, "create_new", create_late)
     with pytest.raises(OwnerError):
-        Lease(folder).try_to_take()
-    later[1].fence()
+        DirectoryLock(folder).try_to_take()
+    later[1].held.check()
     assert folder.child("owner").files() == ["00000003.json"]
 
 
 def _race(folder: LocalFolder, start: Connection, out: Connection) -> None:
     start.recv()
-    mine = Lease(folder)
+    mine = DirectoryLock(folder)
     try:
         out.send(mine.try_to_take() is None)
     except OwnerError:
@@ -319,7 +286,7 @@ def _race(folder: LocalFolder, start: Connection, out: Connection) -> None:
 def test_of_many_that_start_at_once_one_owns_it(tmp_path: Path, before: str) -> None:
     folder = LocalFolder(tmp_path)
     if before != "nobody" and not (child := os.fork()):
-        first = Lease(folder)
+        first = DirectoryLock(folder)
         first.try_to_take()
         if before == "released":
             first.release()
