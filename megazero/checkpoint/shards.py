@@ -119,7 +119,7 @@ def _converted(name: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:
 def new_folder(location: Location) -> Iterator[Folder]:
     """A folder that is filled within the block.  If that raises, the files that were begun in it are removed.
 
-    `unfinished.json` claims it until the block ends, so no other process fills it.
+    `unfinished.json` reserves it until the block ends, so no other process fills it.
 
     Raises: CheckpointError: it is not empty, or the storage refuses.
     """
@@ -127,11 +127,11 @@ def new_folder(location: Location) -> Iterator[Folder]:
     try:
         _check_empty(folder)
         folder.make()
-        claim = to_json({"writer": uuid.uuid4().hex})
-        if not folder.create_new(UNFINISHED, claim):
+        marker = to_json({"writer": uuid.uuid4().hex})
+        if not folder.create_new(UNFINISHED, marker):
             raise CheckpointError(f"{folder} is being written by another process, or was left unfinished; {_REMEDY}")
         created.append(UNFINISHED)
-        _check_empty(folder)  # another process may have filled it between the check above and the claim
+        _check_empty(folder)  # another process may have filled it between the check above and the marker
         yield folder.noting(created)
     except BaseException as error:
         with suppress(OSError):  # the error that led here says more

@@ -97,8 +97,8 @@ def test_a_directory_that_cannot_be_written_is_named(tmp_path: Path) -> None:
 def _take_over(folder: Path) -> None:
     """As a process on another host, which has seen no heartbeat for a minute."""
     owner = folder / "owner" / "00000001.json"
-    claim = owner.read_bytes()
-    owner.write_bytes(claim.replace(json.loads(claim)["process"].encode(), ELSEWHERE.encode()))
+    lock_file = owner.read_bytes()
+    owner.write_bytes(lock_file.replace(json.loads(lock_file)["process"].encode(), ELSEWHERE.encode()))
     other = DirectoryLock(LocalFolder(folder))
     for _ in range(GONE_LOOKS):
         assert other.try_to_take() is not None
