@@ -286,10 +286,10 @@ class _Bench:
         return Axis(name, ranks, 0, group, traffic)
 
     def _fills(self, result: Tensor) -> None:
-        """The operation that has just been counted writes this tensor."""
-        started = self._fake.operators[-1]
-        assert isinstance(started, Message)
-        self._fake.operators[-1] = replace(started, fills=frozenset({self._fake.number(result)}))
+        """The operation that was counted last writes this tensor."""
+        operators = self._fake.operators
+        at, started = next((at, one) for at, one in reversed([*enumerate(operators)]) if isinstance(one, Message))
+        operators[at] = replace(started, fills=frozenset({self._fake.number(result)}))
 
     @property
     def _busiest(self) -> int:
