@@ -1,7 +1,6 @@
 """Reading a DeepSpeed configuration: the JSON of a script that used DeepSpeed, as the settings of this project.
 
-    file or dict ---- each key by itself (config_check) --------+
-                      relations between keys (config_schema) ---+-- none wrong: DeepSpeedConfig    some: ConfigError
+    file or dict --> each key by itself (config_check) --> relations between keys (config_schema) --> DeepSpeedConfig
 
 What becomes of each key is in `config_schema` and `config_refused`, and for readers in docs/deepspeed_config.md. Nothing
 that is written is dropped in silence: a key is honoured, or a note says why it has no effect, or it is an error.
@@ -16,18 +15,14 @@ from typing import Any
 from megazero.config.derive import complete_batch
 from megazero.config.schema import OffloadConfig, PrecisionConfig, ZeroConfig
 from megazero.deepspeed.config_check import check_keys
-from megazero.deepspeed.config_schema import OFFLOAD, RELATIONS, ZERO, DeepSpeedJson, TensorboardBlock
-from megazero.settings import LARGEST_COUNT, ConfigError, file_error, read_text
+from megazero.deepspeed.config_schema import RELATIONS, ZERO, DeepSpeedJson, TensorboardBlock
+from megazero.settings import LARGEST_COUNT, ConfigError, Section, file_error, read_text
 
 _SMALLEST_BUCKET = 1024  # bytes, as the schema has it
 _BYTES_PER_ELEMENT = 4  # buckets hold fp32 gradients
-_ADAPTED_SCALE = {  # of fp16: how a loss scale of 0 is adapted
-    "initial_scale_power",
-    "loss_scale_window",
-    "hysteresis",
-    "consecutive_hysteresis",
-    "min_loss_scale",
-}
+# of fp16: how a loss scale of 0 is adapted
+_ADAPTED_SCALE = {"initial_scale_power", "loss_scale_window", "hysteresis", "consecutive_hysteresis", "min_loss_scale"}
+_TENSORBOARD = {"output_path", "job_name"}
 
 
 @dataclass(frozen=True)
@@ -68,10 +63,7 @@ def load_deepspeed_config(source: str | Path | Mapping[str, Any], dp_size: int) 
     name = "the DeepSpeed configuration" if isinstance(source, Mapping) else str(source)
     given = source if isinstance(source, Mapping) else read_json(Path(source))
     config, checked = check_keys(given)
-    problems = checked.problems
-    for keys, relation in RELATIONS:
-        if not checked.wrong.intersection(keys):
-            problems += relation(config, dp_size)
+    problems = checked.problems or [problem for relation in RELATIONS for problem in relation(config, dp_size)]
     if problems:
         raise ConfigError(problems, name)
     batch = complete_batch(
@@ -95,7 +87,7 @@ def load_deepspeed_config(source: str | Path | Mapping[str, Any], dp_size: int) 
         seed=efficiency.seed if "seed" in efficiency.model_fields_set else None,
         tensorboard=config.tensorboard if config.tensorboard.enabled else None,
         wall_clock_breakdown=config.wall_clock_breakdown or config.flops_profiler.enabled,
-        notes=(*checked.notes, *_conditional_notes(config), *_quantizing_notes(config)),
+        notes=(*checked.notes, *_conditional_notes(config)),
     )
 
 
@@ -149,14 +141,14 @@ def _bucket_bytes(config: DeepSpeedJson) -> int:
 
 def _offload(config: DeepSpeedJson) -> OffloadConfig:
     zero = config.zero_optimization
-    optimizer, parameters = map(zero.device, OFFLOAD)
+    optimizer, parameters = (block.device or "none" for block in zero.offloads.values())
     return OffloadConfig.model_validate(
         {
             "optimizer": optimizer,
             "parameters": parameters,
             "ratio": 1.0 if optimizer == "none" else zero.offload_optimizer.ratio,
             "nvme_path": next(iter(zero.nvme_paths()), None),
-            "pin_memory": all(zero.offload(name).pin_memory for name in OFFLOAD if zero.device(name) != "none"),
+            "pin_memory": all(block.pin_memory for block in zero.offloads.values() if block.if_on),
         }
     )
 
@@ -175,41 +167,30 @@ def _precision(config: DeepSpeedJson) -> PrecisionConfig:
 
 def _conditional_notes(config: DeepSpeedJson) -> Iterator[str]:
     """Note the keys that are honoured, but not as these values or beside these others."""
-    zero = config.zero_optimization
-    written, bucket = zero.model_fields_set, _bucket_bytes(config)
-    if "reduce_bucket_size" in written and bucket != _BYTES_PER_ELEMENT * zero.reduce_bucket_size:
+    zero, fp16, bucket = config.zero_optimization, config.fp16, _bucket_bytes(config)
+    if "reduce_bucket_size" in zero.model_fields_set and bucket != _BYTES_PER_ELEMENT * zero.reduce_bucket_size:
         taken = bucket // _BYTES_PER_ELEMENT
         yield f"{ZERO}.reduce_bucket_size is taken as {taken}, the nearest that a bucket can have"
-    of_stage_3 = {
-        "stage3_param_persistence_threshold": "keeps all weights whole",
-        "stage3_prefetch_bucket_size": "gathers no weights ahead",
-        "zero_hpz_partition_size": "gathers no weights again",
-        "zero_quantized_weights": "keeps all weights whole",
-    }
-    for key, why in of_stage_3.items() if zero.stage != 3 else ():
-        if key in written:
-            yield f"{ZERO}.{key} has no effect: stage {zero.stage} {why}"
-    for name in OFFLOAD:
-        for key in sorted(zero.offload(name).model_fields_set - {"device"}):
-            if zero.device(name) == "none":
-                yield f"{ZERO}.{name}.{key} has no effect: its device is none"
-    if zero.mics_shard_size > 0 and zero.stage == 0:
-        yield f"{ZERO}.mics_shard_size has no effect: stage 0 shards nothing"
-    off = {"fp16": config.fp16.model_fields_set} if not config.fp16.enabled else {"bf16": config.bf16.model_fields_set}
-    off |= {} if config.tensorboard.enabled else {"tensorboard": config.tensorboard.model_fields_set}
-    for block, keys in off.items():  # bf16's auto_cast is read in fp32, too
-        for key in sorted(keys - {"enabled"}):
-            yield f"{block}.{key} has no effect: {block} is not enabled"
-    if config.fp16.enabled and config.fp16.loss_scale:
-        for key in sorted(config.fp16.model_fields_set & _ADAPTED_SCALE):
-            yield f"fp16.{key} has no effect: a fixed loss_scale is not adapted"
+    of_weights = {"stage3_param_persistence_threshold", "zero_quantized_weights"}
+    of_gathers = {"stage3_prefetch_bucket_size", "zero_hpz_partition_size"}
+    of_shards = {"mics_shard_size", "zero_quantized_gradients"}
+    rows: list[tuple[bool, str, Section, set[str], str]] = [
+        (zero.stage != 3, ZERO, zero, of_weights, f"stage {zero.stage} keeps all weights whole"),
+        (zero.stage != 3, ZERO, zero, of_gathers, f"stage {zero.stage} gathers no weights for a forward"),
+        (zero.stage == 0, ZERO, zero, of_shards, "stage 0 shards nothing"),
+        *(
+            (not block.if_on, f"{ZERO}.{name}", block, block.model_fields_set - {"device"}, "its device is none")
+            for name, block in zero.offloads.items()
+        ),
+        (not fp16.enabled, "fp16", fp16, fp16.model_fields_set - {"enabled"}, "fp16 is not enabled"),
+        (fp16.enabled, "bf16", config.bf16, {"auto_cast"}, "bf16 is not enabled"),  # it is read in fp32, too
+        (fp16.enabled and fp16.loss_scale > 0, "fp16", fp16, _ADAPTED_SCALE, "a fixed loss_scale is not adapted"),
+        (not config.tensorboard.enabled, "tensorboard", config.tensorboard, _TENSORBOARD, "tensorboard is not enabled"),
+    ]
+    for applies, path, section, keys, why in rows:
+        for key in sorted(section.model_fields_set & keys) if applies else ():
+            yield f"{path}.{key} has no effect: {why}"
     if config.flops_profiler.enabled:
         yield "flops_profiler.enabled is taken as wall_clock_breakdown: operations are not counted by module"
-
-
-def _quantizing_notes(config: DeepSpeedJson) -> Iterator[str]:
-    zero = config.zero_optimization
-    if zero.zero_quantized_gradients and zero.stage == 0:
-        yield f"{ZERO}.zero_quantized_gradients has no effect: stage 0 scatters no gradients"
-    elif zero.zero_quantized_gradients and config.communication_data_type is not None:
+    if zero.zero_quantized_gradients and zero.stage and config.communication_data_type is not None:
         yield "communication_data_type acts on sums over groups alone: gradients are quantized on their way to the shards"

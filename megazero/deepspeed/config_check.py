@@ -5,7 +5,7 @@
         zero_optimization.overlap_comm    has no effect (config_refused)      -> a note
         zero_optimization.overlap_com     unknown                             -> a problem, with the likeliest key
 
-A key that is wrong, or that a misspelt one probably meant, is remembered, so that no relation is judged over it.
+Relations between keys are judged once every key holds.
 """
 
 from __future__ import annotations
@@ -52,7 +52,15 @@ def check_keys(config: Mapping[str, Any]) -> tuple[DeepSpeedJson, KeyCheck]:
                 rule = f"is another name of {key}, which is written too"
                 check.problems.append(Problem(f"zero_optimization.{name}", zero[name], rule, "keep one of them"))
         modern["zero_optimization"] = {names[name]: value for name, value in zero.items()}
-    return DeepSpeedJson.model_validate(check.read_table(modern, "")), check
+    values = check.read_table(modern, "")
+    zero = values.get("zero_optimization", {})
+    for block, old in {"offload_optimizer": "cpu_offload", "offload_param": "cpu_offload_param"}.items():
+        if zero.get(old) and block in zero:
+            rule, hint = f"cannot be together with zero_optimization.{block}", "leave it out, it is deprecated"
+            check.problems.append(Problem(f"zero_optimization.{old}", True, rule, hint))
+        elif zero.get(old):
+            zero[block] = {"device": "cpu"}
+    return DeepSpeedJson.model_validate(values), check
 
 
 @dataclass(frozen=True)
@@ -60,8 +68,6 @@ class KeyCheck:
     """Reads tables, and gathers what is found beside their values."""
 
     problems: list[Problem] = field(default_factory=list)
-    wrong: set[str] = field(default_factory=set)
-    """Keys that are wrong, or probably meant by a name that is."""
     notes: list[str] = field(default_factory=list)
     """A line for each key that is written and has no effect."""
     honoured: dict[str, FieldInfo] = field(default_factory=honoured_keys)
@@ -87,7 +93,6 @@ class KeyCheck:
                         values[name] = inner
                 elif value is not None and not (value is False and key in _OFF_WHEN_FALSE):
                     self.problems.append(Problem(key, value, "must be a table", f"its keys are {', '.join(names)}"))
-                    self.wrong.update(path for path in self.honoured if path.startswith(f"{key}."))
             elif key.partition(".")[0] not in UNCHECKED or closest(str(name), self._names(path), cutoff=0.74):
                 self._unknown(key, str(name), path, value)  # within an unchecked block only what looks like a known key
         return values
@@ -103,7 +108,6 @@ class KeyCheck:
             self.problems.extend(_placeholder(f"{key}.{name}", "auto", "write the value itself") for name in found)
         if not errors:
             return True
-        self.wrong.add(key)
         taken = type_text(info)
         if isinstance(value, str) and value.lower() == "auto":
             self.problems.append(_placeholder(key, value, f"write the value itself: {taken}"))
@@ -121,10 +125,9 @@ class KeyCheck:
             self.notes.append(f"{key} has no effect: {NO_EFFECT[key]}")
 
     def _unknown(self, key: str, name: str, home: str, value: object) -> None:
-        """Report a key that does not exist, and remember the keys that it probably meant."""
+        """Report a key that does not exist."""
         siblings, known = self._names(home), [*self.honoured, *NO_EFFECT, *REFUSED]
         meant = likely_keys(name, home, siblings, known)
-        self.wrong.update(path for path in known for prefix in meant if f"{path}.".startswith(f"{prefix}."))
         every = f"the keys of {home} are {', '.join(siblings)}" if home else "docs/deepspeed_config.md has every key"
         self.problems.append(Problem(key, value, "unknown key", did_you_mean(meant, every)))
 

@@ -12,10 +12,20 @@ _IN_FILES = "under nvme all of the shard lies in files"
 _OWN_UPDATE = "the update of offloaded state has one way to run"
 _WHOLE = "saved weights are always whole, gathered one by one on rank 0"
 _EXPERTS = "there is no mixture of experts"
-_REMOVED = "DeepSpeed 0.19 removed it too"
+_REMOVED = {
+    "amp": "write bf16 or fp16",
+    "compression_training": "weights are not compressed",
+    "quantize_training": "weights are not quantized",
+    "eigenvalue": "it serves quantize_training",
+    "sparse_attention": "attention is what your model computes",
+    "progressive_layer_drop": "every layer runs in every step",
+    "curriculum_learning": "sequences have their full length",
+    "elasticity": "write the batch sizes",
+    "nebula": "checkpoints go to a directory",
+    "zero_optimization.zeropp_loco_param": "errors of rounding are not fed back",
+}
 _BUCKETS = "parameters and gradients lie in flat buckets of reduce_bucket_size, and are gathered and reduced by these"
 _PREFETCH = "stage 3 holds the unit in use and stage3_prefetch_bucket_size of what follows"
-_ELSEWHERE = "nothing is sent elsewhere; tensorboard writes the same values"
 _TP = "build the model from megazero.layers and pass the parallel state as mpu; a model is not rewritten for you"
 
 
@@ -108,8 +118,9 @@ NO_EFFECT = {
         },
     ),
     "csv_monitor.enabled": "no CSV files are written; tensorboard writes the same values",
-    "wandb.enabled": _ELSEWHERE,
-    "comet.enabled": _ELSEWHERE,
+    **dict.fromkeys(
+        ("wandb.enabled", "comet.enabled"), "nothing is sent elsewhere; tensorboard writes the same values"
+    ),
     "comms_logger.enabled": "collectives are not printed one by one",
     "checkpoint.tag_validation": "pass the same tag on every rank",
     "checkpoint.load_universal": "checkpoints hold whole tensors, so each loads on any shape",
@@ -118,7 +129,7 @@ NO_EFFECT = {
     "checkpoint.writer": "files are safetensors, written as they are",
     "comms_config": "DeepSpeed reads comms_logger alone",
     "monitor_config": "DeepSpeed reads tensorboard, csv_monitor, wandb and comet at the top of the file",
-    "graph_harvesting": f"no graph is captured; {_REMOVED}",
+    "graph_harvesting": "no graph is captured; DeepSpeed 0.19 removed it too",
     "datastates_ckpt": "checkpoints have one writer",
 }
 
@@ -135,7 +146,6 @@ REFUSED = {
     "data_types.keep_in_fp32_modules": Refusal("a model has one format throughout", ("auto",)),
     "zero_optimization.ignore_unused_parameters": Refusal("nothing checks this; no gradient counts as zero", (True,)),
     "zero_optimization.zero_quantized_nontrainable_weights": Refusal("weights are kept in their own format"),
-    "zero_optimization.zeropp_loco_param": Refusal(f"errors of rounding are not fed back; {_REMOVED}", ()),
     "zero_optimization.zenflow": Refusal("every gradient takes part in every update", ()),
     "tensor_parallel.autotp_size": Refusal(_TP, (0, 1)),
     "tensor_parallel.tp_size": Refusal(_TP, (1,)),
@@ -151,16 +161,8 @@ REFUSED = {
     "autotuning.enabled": Refusal("a run has the settings that it is given"),
     "checkpoint.use_node_local_storage": Refusal("a checkpoint is one directory that all ranks share"),
     "msamp": Refusal("weights and activations have one format; write bf16 or fp16", ()),
-    "amp": Refusal(f"write bf16 or fp16; {_REMOVED}", ()),
-    "compression_training": Refusal(f"weights are not compressed; {_REMOVED}", ()),
-    "quantize_training": Refusal(f"weights are not quantized; {_REMOVED}", ()),
-    "eigenvalue": Refusal(f"it serves quantize_training; {_REMOVED}", ()),
-    "sparse_attention": Refusal(f"attention is what your model computes; {_REMOVED}", ()),
-    "progressive_layer_drop": Refusal(f"every layer runs in every step; {_REMOVED}", ()),
-    "curriculum_learning": Refusal(f"sequences have their full length; {_REMOVED}", ()),
-    "elasticity": Refusal(f"write the batch sizes; {_REMOVED}", ()),
-    "nebula": Refusal(f"checkpoints go to a directory; {_REMOVED}", ()),
     "weight_quantization": Refusal("weights are not quantized", ()),
+    **{name: Refusal(f"{why}; DeepSpeed 0.19 removed it too", ()) for name, why in _REMOVED.items()},
 }
 
 UNCHECKED = (

@@ -9,8 +9,7 @@ written as 5e8. The line below each key says what it sets. `config_refused` has 
 
 from collections.abc import Callable, Iterator
 from math import prod
-from operator import attrgetter
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import BeforeValidator, Field
 from pydantic.fields import FieldInfo
@@ -110,6 +109,11 @@ class OffloadParamBlock(Section):
     pin_memory: bool = True
     """`zero.offload.pin_memory`; false in either block is false for both"""
 
+    @property
+    def if_on(self) -> Self | None:
+        """This block, None where nothing is offloaded, as DeepSpeed's engine answers."""
+        return None if self.device in (None, "none") else self
+
 
 class OffloadOptimizerBlock(OffloadParamBlock):
     """Where optimizer state is kept."""
@@ -138,37 +142,20 @@ class ZeroBlock(Section):
     zero_quantized_gradients: bool = False
     """`zero.quantized_gradients = 4` at stages 1 to 3; no effect at stage 0"""
     cpu_offload: bool | None = None
-    """`zero.offload.optimizer = "cpu"` (deprecated)"""
+    """the same as `offload_optimizer.device = "cpu"` (deprecated)"""
     cpu_offload_param: bool | None = None
-    """`zero.offload.parameters = "cpu"` (deprecated)"""
+    """the same as `offload_param.device = "cpu"` (deprecated)"""
     offload_optimizer: OffloadOptimizerBlock = OffloadOptimizerBlock()
     offload_param: OffloadParamBlock = OffloadParamBlock()
 
-    def offload(self, name: str) -> OffloadParamBlock:
-        """Give the block `offload_optimizer` or `offload_param`."""
-        return {"offload_optimizer": self.offload_optimizer, "offload_param": self.offload_param}[name]
-
-    def device(self, name: str) -> str:
-        """Give the device of one of these two blocks, or of the deprecated key that says the same."""
-        return self.offload(name).device or ("cpu" if getattr(self, OFFLOAD[name]) else "none")
-
     @property
-    def offloaded_optimizer(self) -> OffloadParamBlock | None:
-        """What `offload_optimizer` says, None where nothing is offloaded, as DeepSpeed's engine answers."""
-        return self._offloaded("offload_optimizer")
-
-    @property
-    def offloaded_param(self) -> OffloadParamBlock | None:
-        """What `offload_param` says, None where nothing is offloaded."""
-        return self._offloaded("offload_param")
-
-    def _offloaded(self, name: str) -> OffloadParamBlock | None:
-        device = self.device(name)  # a deprecated key leaves that of the block unset
-        return None if device == "none" else self.offload(name).model_copy(update={"device": device})
+    def offloads(self) -> dict[str, OffloadParamBlock]:
+        """The two blocks that name a device."""
+        return {"offload_optimizer": self.offload_optimizer, "offload_param": self.offload_param}
 
     def nvme_paths(self) -> list[str]:
         """Give the different directories that the two blocks name for their files."""
-        paths = [block.nvme_path for block in map(self.offload, OFFLOAD) if block.device == "nvme"]
+        paths = [block.nvme_path for block in self.offloads.values() if block.device == "nvme"]
         return list(dict.fromkeys(path for path in paths if path))
 
 
@@ -255,8 +242,6 @@ def honoured_keys(model: type[Section] = DeepSpeedJson, prefix: str = "") -> dic
 # Relations between keys
 TRAIN, MICRO, ACCUMULATION = "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"
 ZERO = "zero_optimization"
-# The blocks that name a device, and for each the deprecated key that says the same.
-OFFLOAD = {"offload_optimizer": "cpu_offload", "offload_param": "cpu_offload_param"}
 
 
 def _batch_sizes_agree(config: DeepSpeedJson, dp: int) -> Iterator[Problem]:
@@ -281,9 +266,12 @@ def _there_is_one_format(config: DeepSpeedJson, _: int) -> Iterator[Problem]:
 
 
 def _half_gradients_have_half_weights(config: DeepSpeedJson, _: int) -> Iterator[Problem]:
-    for key in () if config.fp16.enabled or config.bf16.enabled else _GRADIENT_FORMATS:
-        value = attrgetter(key)(config)
-        if value not in (None, "fp32"):
+    formats = {
+        "communication_data_type": config.communication_data_type,
+        "data_types.grad_accum_dtype": config.data_types.grad_accum_dtype,
+    }
+    for key, value in formats.items():
+        if value not in (None, "fp32") and not (config.fp16.enabled or config.bf16.enabled):
             rule = "must be fp32 where neither fp16 nor bf16 is enabled: gradients of fp32 weights stay in fp32"
             yield Problem(key, value, rule, "leave it out")
 
@@ -302,14 +290,13 @@ def _parameters_have_a_type(config: DeepSpeedJson, _: int) -> Iterator[Problem]:
 
 def _offload_names_device_and_path(config: DeepSpeedJson, _: int) -> Iterator[Problem]:
     zero = config.zero_optimization
-    for name, old in OFFLOAD.items():
-        block, path, written = zero.offload(name), f"{ZERO}.{name}", name in zero.model_fields_set
-        if written and block.device is None:
-            yield Problem(f"{path}.device", None, "must be given", 'write "cpu", "nvme" or "none"')
+    for name, block in zero.offloads.items():
+        if name in zero.model_fields_set and block.device is None:
+            yield Problem(f"{ZERO}.{name}.device", None, "must be given", 'write "cpu", "nvme" or "none"')
         if block.device == "nvme" and not block.nvme_path:
-            yield Problem(f"{path}.nvme_path", None, "must be given for nvme", "name a directory on a local disk")
-        if written and getattr(zero, old):
-            yield Problem(f"{ZERO}.{old}", True, f"cannot be together with {path}", "leave it out, it is deprecated")
+            yield Problem(
+                f"{ZERO}.{name}.nvme_path", None, "must be given for nvme", "name a directory on a local disk"
+            )
     paths = zero.nvme_paths()
     if len(paths) > 1:
         rule = f"must be {ZERO}.offload_optimizer.nvme_path={paths[0]}: one directory holds the files of both"
@@ -323,10 +310,9 @@ def _offload_fits_the_stage(config: DeepSpeedJson, _: int) -> Iterator[Problem]:
         "offload_param": (3, f"needs stage 3: stage {zero.stage} keeps the weights whole"),
     }
     for name, (least, rule) in rules.items():
-        device = zero.offload(name).device
-        if zero.device(name) != "none" and zero.stage < least:
-            key = f"{ZERO}.{name}.device" if device else f"{ZERO}.{OFFLOAD[name]}"
-            yield Problem(key, device or True, rule, f"write {ZERO}.stage = {least}, or leave it out")
+        if zero.stage < least and (block := zero.offloads[name].if_on):
+            hint = f"write {ZERO}.stage = {least}, or leave it out"
+            yield Problem(f"{ZERO}.{name}.device", block.device, rule, hint)
 
 
 def _shard_groups_fill_dp(config: DeepSpeedJson, dp: int) -> Iterator[Problem]:
@@ -345,22 +331,15 @@ def _second_copies_fill_shard_groups(config: DeepSpeedJson, dp: int) -> Iterator
         )
 
 
-_ENABLED = ("fp16.enabled", "bf16.enabled")
-_GRADIENT_FORMATS = ("communication_data_type", "data_types.grad_accum_dtype")
-_LOSS_SCALE = ("fp16.enabled", "fp16.min_loss_scale", "fp16.initial_scale_power")
-_OFFLOAD_KEYS = (
-    *(f"{ZERO}.{old}" for old in OFFLOAD.values()),
-    *(f"{ZERO}.{block}.{key}" for block in OFFLOAD for key in ("device", "nvme_path")),
-)
-# The keys that a relation reads, and (configuration, dp) -> what is wrong.
-RELATIONS: tuple[tuple[tuple[str, ...], Callable[[DeepSpeedJson, int], Iterator[Problem]]], ...] = (
-    ((TRAIN, MICRO, ACCUMULATION), _batch_sizes_agree),
-    (_ENABLED, _there_is_one_format),
-    ((*_ENABLED, *_GRADIENT_FORMATS), _half_gradients_have_half_weights),
-    (_LOSS_SCALE, _loss_scale_starts_above_its_least),
-    (("optimizer.type", "optimizer.params", "scheduler.type", "scheduler.params"), _parameters_have_a_type),
-    (_OFFLOAD_KEYS, _offload_names_device_and_path),
-    ((*_OFFLOAD_KEYS, f"{ZERO}.stage"), _offload_fits_the_stage),
-    ((f"{ZERO}.mics_shard_size",), _shard_groups_fill_dp),
-    ((f"{ZERO}.mics_shard_size", f"{ZERO}.zero_hpz_partition_size"), _second_copies_fill_shard_groups),
+# (configuration, dp) -> what is wrong
+RELATIONS: tuple[Callable[[DeepSpeedJson, int], Iterator[Problem]], ...] = (
+    _batch_sizes_agree,
+    _there_is_one_format,
+    _half_gradients_have_half_weights,
+    _loss_scale_starts_above_its_least,
+    _parameters_have_a_type,
+    _offload_names_device_and_path,
+    _offload_fits_the_stage,
+    _shard_groups_fill_dp,
+    _second_copies_fill_shard_groups,
 )
