@@ -6,11 +6,9 @@ GatheredParameters(parameters)              DeepSpeed's call: the parameters the
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
-from difflib import get_close_matches
-from typing import Any, ClassVar
-from weakref import WeakKeyDictionary
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -20,7 +18,6 @@ from megazero.deepspeed.meta_init import MetaParameter
 from megazero.deepspeed.training_engine import ENGINES, TrainingEngine
 from megazero.zero.bucket import Bucket
 from megazero.zero.param_proxy import UngatheredParameter, real
-from megazero.zero.sharded_model import ShardedModel
 from megazero.zero.storage import FlatArray
 
 
@@ -44,22 +41,15 @@ def gathered_parameters(
     tensor-parallel rank holds, and of a weight that stages tie, the edit on the first of them counts.  Copies of a tied
     weight on this rank are one tensor under several names.
     """
-    model = engine.sharded_model
+    bound = engine.bound
     _check_modifier(engine, modifier_rank)
-    found = _find(engine, [names] if isinstance(names, str) else names)
+    found = bound.home if names is None else bound.find([names] if isinstance(names, str) else names)
     if modifier_rank is not None and names is not None:
         _check_ties(engine, found)
-    copies_of = _Places.of(engine).copies
-    flats: dict[Bucket, Tensor] = {}  # by the first of this rank's copies
-    whole = {}
-    for name, (bucket, index) in found.items():
-        slot, first = bucket.layout.slots[index], copies_of[bucket][0]
-        if first not in flats:
-            flats[first] = _whole(bucket, bucket.master, torch.float32)
-        whole[name] = flats[first][slot.start : slot.stop].view(slot.info.shape)
-    yield whole
+    masters = _Masters(engine)
+    yield {name: masters.of(name) for name in found}
     if modifier_rank is not None:
-        _overwrite(model, flats, copies_of, modifier_rank)
+        masters.overwrite(modifier_rank)
 
 
 class GatheredParameters:
@@ -113,159 +103,112 @@ class GatheredParameters:
 def _changing(engine: TrainingEngine, parameters: dict[str, nn.Parameter], modifier: int | None) -> Iterator[None]:
     """Cut parameters are whole, and changes are every rank's at the end: buckets without changes are not sent again."""
     _check_modifier(engine, modifier)
-    modifiers = _Places.of(engine).modifiers
-    for name in list(parameters):
-        if name in modifiers:  # an outer one makes the changes every rank's
-            if modifier not in (None, modifiers[name]):
-                raise ValueError(
-                    f"{name} is already within GatheredParameters with modifier_rank={modifiers[name]}; give that one "
-                    f"modifier_rank={modifier}, too"
-                )
-            del parameters[name]
-    found = _find(engine, parameters)
+    bound = engine.bound
+    for name in parameters.keys() & bound.modifiers.keys():  # an outer one makes the changes every rank's
+        if modifier not in (None, bound.modifiers[name]):
+            raise ValueError(
+                f"{name} is already within GatheredParameters with modifier_rank={bound.modifiers[name]}; give that one "
+                f"modifier_rank={modifier}, too"
+            )
+        del parameters[name]
     if modifier is not None:
-        _check_ties(engine, found)
+        _check_ties(engine, parameters)
     cut = {name: one for name, one in parameters.items() if isinstance(one, UngatheredParameter)}
-    before, flats = {}, dict[Bucket, Tensor]()
-    for name, one in parameters.items():
-        bucket, index = found[name]
-        slot = bucket.layout.slots[index]
-        if name in cut and bucket not in flats:
-            flats[bucket] = _whole(bucket, bucket.weight_shard, one.dtype)
-        values = flats[bucket][slot.start : slot.stop].view(slot.info.shape) if name in cut else one.detach()
-        before[name] = values.clone()
-    flats.clear()
+    flats: dict[Bucket, Tensor] = {}
     for name, proxy in cut.items():
-        proxy.whole = before[name].clone()
-    modifiers |= dict.fromkeys(parameters, modifier)
-    versions = {name: proxy.whole._version for name, proxy in cut.items() if proxy.whole is not None}
-    try:
-        yield
-        now = {
+        bucket, index = bound.home[name]
+        if bucket not in flats:
+            flats[bucket] = _whole(bucket, bucket.weight_shard, proxy.dtype)
+        proxy.whole = _slot(flats[bucket], bucket, index).clone()
+    flats.clear()
+
+    def values() -> dict[str, Tensor]:
+        return {
             name: one.whole if isinstance(one, UngatheredParameter) and one.whole is not None else one.detach()
             for name, one in parameters.items()
         }
+
+    now = values()
+    before, versions = {name: value.clone() for name, value in now.items()}, {name: now[name]._version for name in cut}
+    bound.modifiers |= dict.fromkeys(parameters, modifier)
+    try:
+        yield
+        now = values()
         if modifier is not None and now:
-            _apply(engine, found, before, now, modifier)
+            _apply(engine, before, now, modifier)
         elif changed := [name for name in cut if now[name]._version != versions[name]]:
             raise RuntimeError(f"{changed[0]} was changed; say whose change counts with modifier_rank=")
     finally:
         for proxy in cut.values():
             proxy.whole = None
         for name in parameters:
-            del modifiers[name]
+            del bound.modifiers[name]
 
 
 @torch.no_grad()
-def _apply(
-    engine: TrainingEngine,
-    found: Mapping[str, tuple[Bucket, int]],
-    before: Mapping[str, Tensor],
-    now: Mapping[str, Tensor],
-    modifier: int,
-) -> None:
+def _apply(engine: TrainingEngine, before: dict[str, Tensor], now: dict[str, Tensor], modifier: int) -> None:
     """Make the modifier's changes every rank's.  Another rank's own changes are undone, as they are in no master."""
-    model = engine.sharded_model
-    state, copies_of = model.state, _Places.of(engine).copies
+    state, masters = engine.parallel_state, _Masters(engine)
     differs = [not torch.equal(now[name], before[name]) for name in now]
     changed = torch.tensor(differs, dtype=torch.float32, device=state.device)
     for axis in (state.dp, state.tp):  # the ranks that `overwrite` brings together
         all_reduce(changed, axis, "max").wait()
-    flats: dict[Bucket, Tensor] = {}
     new = {name: now[name].clone() for name, is_changed in zip(now, changed.tolist(), strict=True) if is_changed}
     for name in new:
         now[name].copy_(before[name])  # of fp32 weights these may be the masters
     for name, values in new.items():
-        bucket, index = found[name]
-        slot, first = bucket.layout.slots[index], copies_of[bucket][0]
-        if first not in flats:
-            flats[first] = _whole(bucket, bucket.master, torch.float32)
-        master = flats[first][slot.start : slot.stop].view(slot.info.shape)
+        master = masters.of(name)
         torch.where(values == before[name], master, values.float(), out=master)
-    if flats:
-        _overwrite(model, flats, copies_of, modifier)
+    if new:
+        masters.overwrite(modifier)
 
 
-def _overwrite(
-    model: ShardedModel, flats: Mapping[Bucket, Tensor], copies_of: Mapping[Bucket, list[Bucket]], modifier: int
-) -> None:
-    """Make whole masters, by the first of the copies of a bucket, every rank's."""
-    changed = []
-    for first, copies in copies_of.items():
-        if first in flats:
-            model.parameters.overwrite(copies, flats[first], model.state.dp, model.state.tp, model.ties, modifier)
-            changed += copies
-    model.parameters.all_gather_weights(changed=changed)
+class _Masters:
+    """Whole fp32 master weights, a bucket gathered when a parameter of it is first asked for."""
+
+    def __init__(self, engine: TrainingEngine) -> None:
+        self._model, self._bound = engine.sharded_model, engine.bound
+        self._flats: dict[Bucket, Tensor] = {}  # by the first of this rank's copies
+
+    def of(self, name: str) -> Tensor:
+        """Return the master of a parameter; it may be changed."""
+        bucket, index = self._bound.home[name]
+        first = self._bound.copies[bucket][0]
+        if first not in self._flats:
+            self._flats[first] = _whole(bucket, bucket.master, torch.float32)
+        return _slot(self._flats[first], bucket, index)
+
+    def overwrite(self, modifier: int) -> None:
+        """Make the masters of one data-parallel rank every rank's."""
+        model, changed = self._model, list[Bucket]()
+        for first, copies in self._bound.copies.items():
+            if first in self._flats:
+                model.parameters.overwrite(
+                    copies, self._flats[first], model.state.dp, model.state.tp, model.ties, modifier
+                )
+                changed += copies
+        model.parameters.all_gather_weights(changed=changed)
+
+
+def _slot(flat: Tensor, bucket: Bucket, index: int) -> Tensor:
+    slot = bucket.layout.slots[index]
+    return flat[slot.start : slot.stop].view(slot.info.shape)
 
 
 def _check_modifier(engine: TrainingEngine, modifier: int | None) -> None:
-    size = engine.sharded_model.state.dp.size
+    size = engine.dp_world_size
     if modifier is not None and not 0 <= modifier < size:
         raise ValueError(f"modifier_rank={modifier} must be one of the {size} data-parallel ranks")
 
 
-def _check_ties(engine: TrainingEngine, found: Mapping[str, tuple[Bucket, int]]) -> None:
-    for name, (bucket, _) in found.items():
+def _check_ties(engine: TrainingEngine, names: Iterable[str]) -> None:
+    for name, (bucket, _) in ((name, engine.bound.home[name]) for name in names):
         if bucket.layout.tied and bucket.layout.tie in engine.sharded_model.ties:
             raise ValueError(f"{name} has a copy on another stage; edit it with names=None, on all ranks")
 
 
-class _Places:
-    """Where an engine's parameters are; made once for each engine.
-
-    Attributes:
-        home: by name, the bucket and the slot in it.
-        copies: by bucket, all copies of it on this rank, in an order that all ranks share.
-        modifiers: by name, the `modifier_rank` of the GatheredParameters in which a cut parameter is whole.
-    """
-
-    _made: ClassVar[WeakKeyDictionary[TrainingEngine, _Places]] = WeakKeyDictionary()
-
-    def __init__(self, engine: TrainingEngine) -> None:
-        parameters = engine.sharded_model.parameters
-        self.home = {
-            slot.info.name: (bucket, index)
-            for bucket in parameters.buckets
-            for index, slot in enumerate(bucket.layout.slots)
-        }
-        self.copies = {bucket: copies for copies in parameters.distinct_buckets() for bucket in copies}
-        self.modifiers: dict[str, int | None] = {}
-
-    @classmethod
-    def of(cls, engine: TrainingEngine) -> _Places:
-        if engine not in cls._made:
-            cls._made[engine] = cls(engine)
-        return cls._made[engine]
-
-
-def bucket_of(engine: TrainingEngine, name: str) -> Bucket | None:
-    """The bucket of a parameter by its first name; None of what has none."""
-    return _Places.of(engine).home.get(name, (None, 0))[0]
-
-
-def _find(engine: TrainingEngine, names: Iterable[str] | None) -> dict[str, tuple[Bucket, int]]:
-    """The bucket of each parameter and its slot there; of a tied parameter by any of its names, if it is asked for."""
-    model, home = engine.sharded_model, _Places.of(engine).home
-    if names is None:
-        return dict(home)
-    wanted = list(names)
-    if any(name not in home for name in wanted):
-        home = dict(home)
-        for name, parameter in engine.module.named_parameters(remove_duplicate=False):
-            if id(real(parameter)) in model.names:
-                home[name] = home[model.names[id(real(parameter))]]
-    found = {}
-    for name in wanted:
-        if name not in home:
-            close = get_close_matches(name, home, n=3, cutoff=0.4)
-            near = f"; near it are {', '.join(close)}" if close else ""
-            raise KeyError(f"{name} is no parameter of this rank's model{near}")
-        found[name] = home[name]
-    return found
-
-
 def _whole(bucket: Bucket, array: FlatArray, dtype: torch.dtype) -> Tensor:
-    """[padded]: every rank's part of the masters or of the weight shards."""
+    """Gather the masters or the weight shards of every rank: [padded]."""
     policy = bucket.policy
     flat = torch.zeros(bucket.layout.padded_numel, dtype=dtype, device=policy.device)
     mine = flat[bucket.owned.start : bucket.owned.stop]

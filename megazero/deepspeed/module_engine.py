@@ -27,7 +27,7 @@ from megazero.checkpoint.folder import folder_at
 from megazero.checkpoint.index import CheckpointError
 from megazero.comm.collectives import agree
 from megazero.deepspeed.config import DeepSpeedConfig
-from megazero.deepspeed.full_params import GatheredParameters, bucket_of
+from megazero.deepspeed.full_params import GatheredParameters
 from megazero.deepspeed.script_reducer import ModuleReducer
 from megazero.deepspeed.training_engine import ENGINES, TrainingEngine
 from megazero.layers.saved_tensors import forget_failed_backward
@@ -222,7 +222,7 @@ class ModuleEngine(TrainingEngine):
             state = {name: one for name, one in state.items() if one.requires_grad or not isinstance(one, nn.Parameter)}
         buckets: dict[object, list[Tensor]] = {}
         for name, value in state.items():
-            buckets.setdefault(bucket_of(self, name), []).append(value)
+            buckets.setdefault(self.bound.home.get(name, (None, 0))[0], []).append(value)
         copies: dict[int, Tensor] = {}  # by identity: tied weights stay one tensor
         for values in buckets.values():
             new = {id(value): value for value in values if id(value) not in copies}

@@ -138,7 +138,7 @@ class CheckpointedEngine(nn.Module):
         model, state = self.sharded_model, self.parallel_state
         agree(self._check_between_steps, state.world, CheckpointError)
         agree(self._check_no_extra_state, state.world, CheckpointError)
-        agree(self.bound.check_bound, state.world, CheckpointError)
+        agree(self.bound.check, state.world, CheckpointError)
         tag = f"global_step{self.global_steps}" if tag is None else str(tag)
         self._check_tag(tag)
         groups = [_plain_settings(group) for group in self.optimizer.param_groups]
