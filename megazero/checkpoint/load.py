@@ -1,26 +1,28 @@
-"""Loading a checkpoint into any shape.  Each rank reads the elements it holds; together they prove that none is missing.
+"""Loading a checkpoint into any shape: a plan of what a rank reads, and one loop that reads it.
 
-manifest     every file has the size and hash that were written      each rank checks its share of the files
-index        the stored tensors are those of this model              nothing has been overwritten until here
-read         masters, moments, weights, from the files into the shards
-coverage     all ranks together have read each element of the model once
+verify     every file has the size and hash that were written      each rank checks some of the files
+compare    the stored tensors are those of this model              nothing has been overwritten until here
+plan       which elements of which tensors this rank holds         `plan_reads`, a pure function
+read       masters, moments, weights, from the files into the state
+prove      all ranks together have read each element of the model once
 
-Ranks that hold the same elements each read a part and exchange it.  If all of them run on one machine, each reads
-everything for itself from the file's pages, which is faster.  Either way each element of the model is read for the count
-by exactly one rank of the world, so the sum of the counts proves the coverage.
+Each rank reads all that it holds, from the pages of a local file.  Each element of the model is counted by exactly one rank
+of the world that reads it, so the sum of the counts proves the last line.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from heapq import heapreplace
+from itertools import pairwise
 from typing import TypeAlias
 
 import torch
 from torch import Tensor
 
-from megazero.checkpoint.folder import FileRecord, Folder, LocalFolder, Location, folder_at
+from megazero.checkpoint.folder import FileRecord, Folder, Location, folder_at
 from megazero.checkpoint.index import (
     CheckpointError,
     DamagedError,
@@ -32,7 +34,7 @@ from megazero.checkpoint.index import (
     read_trainer_state,
 )
 from megazero.checkpoint.tensor_file import StoredTensors
-from megazero.comm.collectives import agree, all_gather, gather_objects
+from megazero.comm.collectives import agree, gather_objects
 from megazero.layers.spec import ParamSpec, Region, numel
 from megazero.parallel_state import Axis, ParallelState
 from megazero.zero.bucket import Bucket, Interval, Slot, intersect
@@ -104,28 +106,16 @@ class OpenCheckpoint:
     state: ShardedState
     at: ParallelState
 
-    @property
-    def shares_memory(self) -> bool:
-        """Whether all ranks are on one machine and read a local file from its pages: faster than exchanging their parts."""
-        return isinstance(self.folder, LocalFolder) and self.at.neighbours >= self.at.world.size
-
-    @property
-    def fills_weights(self) -> bool:
-        """Whether `read` also reads weights whose masters another rank holds.  Over NCCL a gather is faster."""
-        return self.shares_memory and self.at.device.type == "cpu"
-
     def read(self) -> None:
         """Overwrite this rank's masters and moments.  Called on every rank, through `ShardedModel.load`.
 
         Raises: CheckpointError: on every rank, the storage fails, and what is read so far has been overwritten.
         """
-        reader = _Reader(self.stored, self.state, self.at, self.shares_memory, self.fills_weights)
-        for kind in self.needed:
-            reader.read(kind)
-        agree(reader.check, self.at.world, CheckpointError)
-        elements = gather_objects(reader.elements, self.at.world)
+        reads = plan_reads(self.state, tuple(self.needed), self.at.tp.index)
+        counts = agree(lambda: _read_all(reads, self.stored, self.state, self.at.tp), self.at.world, CheckpointError)
+        of_ranks = gather_objects(counts, self.at.world)
         for kind, needed in self.needed.items():
-            read = sum(one[kind] for one in elements)
+            read = sum(counts[kind] for counts in of_ranks)
             if read != needed:
                 raise CheckpointError(f"{self.folder}: {read} elements of {kind} were read, the model has {needed}")
         if self.has_moments:
@@ -209,103 +199,64 @@ def _compare(stored: Mapping[str, StoredTensors], shapes: dict[str, Shapes], all
             raise CheckpointError(f"{tensors.folder}/{index_name(kind)} is of another model: {shown}")
 
 
-@dataclass
-class _Reader:
-    """Reads from the files, exchanges, and writes into a rank's shards."""
+@dataclass(frozen=True)
+class Read:
+    """Elements of a parameter that a rank reads into its state."""
 
-    stored: Mapping[str, StoredTensors]
-    state: ShardedState
-    at: ParallelState
-    shares_memory: bool  # every rank reads all it needs from shared pages; otherwise they exchange what they read
-    fills_weights: bool  # also read weights whose masters another rank holds
-    elements: dict[str, int] = field(default_factory=dict)  # by kind, those that this rank has read for the count
-    error: Exception | None = None  # the first that stopped this rank from reading
-    scratch: Tensor = field(default_factory=lambda: torch.empty(0))
+    kind: str
+    bucket: Bucket
+    slot: Slot
+    elements: Interval  # of the bucket
+    is_counted: bool  # by this rank alone; other ranks may read them, too
 
-    def check(self) -> None:
-        """Raises: what stopped this rank from reading."""
-        if self.error is not None:
-            raise self.error
 
-    def read(self, kind: str) -> None:
-        """Read one kind.  A rank that cannot read goes on with the exchange, so that no other rank waits for it.
+def plan_reads(state: ShardedState, kinds: Sequence[str], tp_index: int) -> Iterator[Read]:
+    """What a rank reads of each kind: all that it holds.
 
-        Frozen parameters have no masters, but are read with them: they have nothing else.
-        """
-        self.elements[kind] = 0
-        for bucket in self.state.buckets:
-            if kind != MASTER and not self.state.holds(kind, bucket):
+    Frozen parameters have no masters, but are read with them: they have nothing else.
+    """
+    for kind in kinds:
+        for bucket in state.buckets:
+            if kind != MASTER and not state.holds(kind, bucket):
                 continue
-            copies = self.at.dp_cp if bucket.policy.zero_stage == 0 else bucket.policy.replica
-            end = bucket.layout.numel
-            owned = Interval(bucket.owned.start, min(bucket.owned.stop, end))
-            if copies.size > 1 and not self.shares_memory:
-                self._read_together(kind, bucket, owned, copies)
-                continue
-            counted = intersect(owned, bucket.counted) or Interval(owned.start, owned.start)
-            self._read_own(kind, bucket, counted, counts=True)
-            for run in _around(counted, owned):
-                self._read_own(kind, bucket, run, counts=False)
-            if kind == MASTER and self.fills_weights and bucket.keeps_weights:
-                for run in _around(bucket.owned, Interval(0, end)):
-                    for slot, part in _parts(bucket, run):
-                        self._read_part(kind, bucket, slot, part, bucket.weights[part.start : part.stop], False)
-
-    def _read_own(self, kind: str, bucket: Bucket, run: Interval, *, counts: bool) -> None:
-        """Elements that this rank holds: straight into the state if that is in memory."""
-        for slot, part in _parts(bucket, run):
-            memory = self.state.memory(kind, bucket, part)
-            values = self._buffer(part.stop - part.start) if memory is None else memory
-            self._read_part(kind, bucket, slot, part, values, counts)
-            if memory is None:
-                self.state.write(kind, bucket, part, values)
-
-    def _read_together(self, kind: str, bucket: Bucket, owned: Interval, copies: Axis) -> None:
-        """Elements that all of `copies` hold: each rank reads an equal part for the count."""
-        each = -(-max(owned.stop - owned.start, 0) // copies.size)
-        values = self._buffer(each * copies.size)
-        mine = values[each * copies.index : each * (copies.index + 1)]
-        start = owned.start + each * copies.index
-        for slot, part in _parts(bucket, Interval(start, min(start + each, owned.stop))):
-            self._read_part(kind, bucket, slot, part, mine[part.start - start : part.stop - start], True)
-        if each:
-            all_gather(values, mine, copies).wait()
-        for _, part in _parts(bucket, owned):
-            self.state.write(kind, bucket, part, values[part.start - owned.start : part.stop - owned.start])
-
-    def _buffer(self, elements: int) -> Tensor:
-        if self.scratch.numel() < elements:
-            self.scratch = torch.empty(elements)
-        return self.scratch[:elements]
-
-    def _read_part(self, kind: str, bucket: Bucket, slot: Slot, run: Interval, out: Tensor, counts: bool) -> None:
-        spec, tp = slot.info.spec, self.at.tp
-        try:
-            stored = self.stored.get(kind)
-            # Without masters it was a run in fp32, or the parameter was frozen.
-            if stored is None or (kind == MASTER and not spec.logical_shapes().keys() <= stored.files.keys()):
-                stored = self.stored[MODEL]
-            read = _read_range(stored, spec, out, run.start - slot.start, tp)
-        except Exception as error:  # whatever it is, all ranks must hear of it
-            self.error = self.error or error
-            return
-        if counts and not bucket.is_duplicate and (spec.split is not None or tp.index == 0):
-            self.elements[kind] += read
+            for slot in bucket.layout.slots:
+                is_first = not bucket.is_duplicate and (slot.info.spec.split is not None or tp_index == 0)
+                for elements, is_counted in _cut(intersect(slot.interval, bucket.owned), bucket.counted):
+                    yield Read(kind, bucket, slot, elements, is_first and is_counted)
 
 
-def _around(part: Interval, whole: Interval) -> Iterator[Interval]:
-    """The rest of `whole` before and after `part`."""
-    for run in (Interval(whole.start, min(part.start, whole.stop)), Interval(max(part.stop, whole.start), whole.stop)):
-        if run.start < run.stop:
-            yield run
+def _cut(whole: Interval | None, counted: Interval) -> Iterator[tuple[Interval, bool]]:
+    """Elements, cut where `counted` begins and ends, and whether they lie within it."""
+    if whole is not None:
+        inside = (edge for edge in (counted.start, counted.stop) if whole.start < edge < whole.stop)
+        for start, stop in pairwise((whole.start, *inside, whole.stop)):
+            yield Interval(start, stop), counted.start <= start < counted.stop
 
 
-def _parts(bucket: Bucket, run: Interval) -> Iterator[tuple[Slot, Interval]]:
-    """The parameters of a bucket within a run of its elements, each with its elements."""
-    for slot in bucket.layout.slots:
-        part = intersect(slot.interval, run)
-        if part is not None:
-            yield slot, part
+def _read_all(
+    reads: Iterable[Read], stored: Mapping[str, StoredTensors], state: ShardedState, tp: Axis
+) -> Counter[str]:
+    """Read as planned, straight into the state where that is in memory; elements that this rank counts, by kind."""
+    counts, scratch = Counter[str](), torch.empty(0)
+    for read in reads:
+        spec, numel = read.slot.info.spec, read.elements.stop - read.elements.start
+        memory = state.memory(read.kind, read.bucket, read.elements)
+        if memory is None and scratch.numel() < numel:
+            scratch = torch.empty(numel)
+        values = scratch[:numel] if memory is None else memory
+        source = _source(stored, read.kind, spec)
+        count = _read_range(source, spec, values, read.elements.start - read.slot.start, tp)
+        if memory is None:
+            state.write(read.kind, read.bucket, read.elements, values)
+        counts[read.kind] += count if read.is_counted else 0
+    return counts
+
+
+def _source(stored: Mapping[str, StoredTensors], kind: str, spec: ParamSpec) -> StoredTensors:
+    """Where a kind is stored; without masters it was a run in fp32, or the parameter was frozen."""
+    if kind == MASTER and not (MASTER in stored and spec.logical_shapes().keys() <= stored[MASTER].files.keys()):
+        return stored[MODEL]
+    return stored[kind]
 
 
 def _read_range(stored: StoredTensors, spec: ParamSpec, out: Tensor, start: int, tp: Axis) -> int:

@@ -242,7 +242,7 @@ class CheckpointedEngine(nn.Module):
         agree(lambda: self._check_loadable(groups, buffers, schedule_state), state.world, CheckpointError)
         scaler = None if load_module_only else trainer.loss_scaler
         found = open_checkpoint(directory, model.sharded_state, state, with_optimizer=with_optimizer)
-        model.load(found.read, scaler, gathers=not found.fills_weights)
+        model.load(found.read, scaler)
         for path, buffer in self._named_buffers():
             buffer.copy_(buffers[self._canonical(path)])
         for group, settings in zip(self.optimizer.param_groups, groups or [], strict=False):

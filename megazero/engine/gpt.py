@@ -290,7 +290,7 @@ class Engine:
             check=partial(check_same_run, path, self.config, data_fingerprint, fingerprint_at=fingerprint_at),
             by_hash=self.config.checkpoint.verify == "hash",
         )
-        self.sharded_model.load(found.read, found.trainer.loss_scaler, gathers=not found.fills_weights)
+        self.sharded_model.load(found.read, found.trainer.loss_scaler)
         self._documents_are_compared = not self.config.data.document_mask  # a new phase may begin here
         return position_after(found.trainer, self.config, data_fingerprint)
 

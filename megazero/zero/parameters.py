@@ -262,23 +262,23 @@ class ShardedParameters:
             if bucket.master is not bucket.weight_shard:
                 bucket.write(bucket.weight_shard, bucket.owned, mine)
 
-    def sync_from_master(self, *, gathers: bool = True) -> None:
+    def sync_from_master(self) -> None:
         """Let modules see master weights that were initialised or loaded; see `all_gather_weights`."""
         self._originals.clear()
         self.gathers.wait()
         for bucket in self.buckets:
             if bucket.master is not bucket.weight_shard:
                 bucket.write(bucket.weight_shard, bucket.owned, bucket.read(bucket.master, bucket.owned))
-        self.all_gather_weights(gathers=gathers)
+        self.all_gather_weights()
 
-    def all_gather_weights(self, *, gathers: bool = True, changed: Sequence[Bucket] | None = None) -> None:
+    def all_gather_weights(self, *, changed: Sequence[Bucket] | None = None) -> None:
         """Let modules see the changed weights of all ranks.
 
-        `gathers`: False where `weights` holds the others' already.  `changed`: the buckets that have changed; None for all.
+        `changed`: the buckets that have changed; None for all.
         """
         buckets = self.buckets if changed is None else changed
         self.note_change(buckets)
-        self.gathers.gather(buckets if gathers else ())
+        self.gathers.gather(buckets)
 
     def start_gather(self, bucket: Bucket, step: Callable[[], object] | None = None) -> None:
         """Start to gather a bucket that was stepped, for the next forward; `step`: see `WeightGathers.start`."""

@@ -184,26 +184,25 @@ class ShardedModel:
             self.scaler.update(overflowed)
         return not overflowed
 
-    def load(self, read: Callable[[], object], loss_scaler: dict[str, Any] | None, *, gathers: bool = True) -> None:
-        """Go on from a checkpoint that `read` writes into the state; for the other arguments see `loaded`.
+    def load(self, read: Callable[[], object], loss_scaler: dict[str, Any] | None) -> None:
+        """Go on from a checkpoint that `read` writes into the state; for `loss_scaler` see `loaded`.
 
         After an error of any kind nobody sees weights before another checkpoint is loaded: some are the old ones.
         """
         with self.parameters.gathers.renewing():
             self.parameters.note_change(self.parameters.buckets)
             read()
-            self.loaded(loss_scaler, gathers=gathers)
+            self.loaded(loss_scaler)
 
-    def loaded(self, loss_scaler: dict[str, Any] | None, *, gathers: bool = True) -> None:
+    def loaded(self, loss_scaler: dict[str, Any] | None) -> None:
         """Go on from a checkpoint that was read: let modules see the master weights, and take its loss scale.
 
         Args:
             loss_scaler: a scaler's `state_dict`, or None.
-            gathers: see `ShardedParameters.all_gather_weights`.
         """
         if self.scaler is not None and loss_scaler is not None:
             self.scaler.load_state_dict(loss_scaler)
-        self.parameters.sync_from_master(gathers=gathers)
+        self.parameters.sync_from_master()
         self.begin_step(1)
 
     def optimizer_scalars(self) -> dict[str, dict[str, float]]:
