@@ -18,8 +18,8 @@ from benchmarks.models import PlainStage, adamw, loss_of
 from benchmarks.setting import GRAD_CLIP, LR, Setting
 from benchmarks.worlds import Work
 from megazero.checkpoint.gather import gather_logical
-from megazero.comm.process_groups import schedule_as_batch_job
 from megazero.config import RunConfig
+from megazero.cpu.processor import schedule_as_batch_job
 from megazero.engine import Engine, initialize
 from megazero.layers import gemm
 from megazero.models.gpt import MicroBatch

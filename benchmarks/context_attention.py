@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.attention_work import AttentionRank, AttentionWork
-from megazero.comm.process_groups import schedule_as_batch_job
+from megazero.cpu.processor import schedule_as_batch_job
 from megazero.layers.context_attention import ContextAttention
 from megazero.layers.sample_part import part_of
 from megazero.parallel_state import ParallelState, RankGrid

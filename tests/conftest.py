@@ -9,7 +9,7 @@ import pytest
 import torch
 from hypothesis import settings
 
-from megazero.comm.process_groups import schedule_as_batch_job
+from megazero.cpu.processor import schedule_as_batch_job
 
 sys.path[:0] = [
     str(Path(__file__).parent),

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from harness import run_world
 
 from megazero.comm.collectives import agree, all_reduce, from_first, gather_objects, numbers_of
-from megazero.comm.objects import children, parent
+from megazero.comm.process_groups import children, parent
 from megazero.parallel_state import ParallelState, RankGrid
 
 

@@ -113,21 +113,30 @@ def _guarded(operation: str, axis: Axis, call: Callable[[], T]) -> T:
 def _start(
     operation: str,
     axis: Axis,
-    sent_bytes: int,
-    link_bytes: int,
-    start: Callable[[], Wait],
+    full: Tensor,
+    start: Callable[[Backend], Wait],
     finish: Callable[[], object] | None = None,
     label: str = "",
 ) -> Pending:
-    axis.traffic.add(axis.name, operation, sent_bytes, link_bytes)
+    """Start a collective of a backend; `full` is the longer of its buffers."""
+    backend = _backend(axis, full.device)
+    if operation == "ring_shift":
+        sent, linked = full.nbytes, full.nbytes * axis.is_apart((axis.index + 1) % axis.size)
+    else:
+        sent = (1 + (operation == "all_reduce")) * full.nbytes * (axis.size - 1) // axis.size
+        linked = backend.link_bytes(operation, full, axis)
+    axis.traffic.add(axis.name, operation, sent, linked)
+    return _started(f"{operation} of {label}" if label else operation, axis, partial(start, backend), finish)
+
+
+def _started(operation: str, axis: Axis, start: Callable[[], Wait], finish: Callable[[], object] | None) -> Pending:
     _end_unfinished(axis)
-    named = f"{operation} of {label}" if label else operation
-    wait = _guarded(named, axis, start)
-    return Pending(partial(_guarded, named, axis, wait), finish, axis.group)
+    wait = _guarded(operation, axis, start)
+    return Pending(partial(_guarded, operation, axis, wait), finish, axis.group)
 
 
 def _end_unfinished(axis: Axis) -> None:
-    """Wait for what others have left under way in the group."""
+    """Wait for collectives of this group whose `Pending` was dropped without `wait()`."""
     unfinished = axis.group.unfinished if axis.group is not None else ()
     while unfinished:  # in the order of their start; while one is waited for, garbage that is collected may add others
         try:
@@ -196,9 +205,7 @@ def all_reduce(tensor: Tensor, axis: Axis, op: str = "sum") -> Pending:
                 all_reduce(tensor, part, op).wait()
 
         return Pending(begun.wait, finish)
-    backend, sent = _backend(axis, tensor.device), 2 * tensor.nbytes * (axis.size - 1) // axis.size
-    linked = backend.link_bytes("all_reduce", tensor, axis)
-    return _start("all_reduce", axis, sent, linked, lambda: backend.all_reduce(tensor, axis, op))
+    return _start("all_reduce", axis, tensor, lambda backend: backend.all_reduce(tensor, axis, op))
 
 
 def numbers_of(reduced: Tensor, axis: Axis) -> list[float]:
@@ -216,8 +223,9 @@ def broadcast(tensor: Tensor, axis: Axis, source: int = 0) -> Pending:
     if axis.size == 1:
         return Pending()
     _check_contiguous("broadcast", tensor)
-    sent, start = tensor.nbytes * (axis.index == source), partial(_messages(axis).broadcast, tensor, axis, source)
-    return _start("broadcast", axis, sent, sent * any(map(axis.is_apart, range(axis.size))), start)
+    sent = tensor.nbytes * (axis.index == source)
+    axis.traffic.add(axis.name, "broadcast", sent, sent * any(map(axis.is_apart, range(axis.size))))
+    return _started("broadcast", axis, partial(_messages(axis).broadcast, tensor, axis, source), None)
 
 
 def _check_parts(whole: Tensor, part: Tensor, axis: Axis) -> None:
@@ -242,9 +250,7 @@ def all_gather(out: Tensor, shard: Tensor, axis: Axis, label: str = "") -> Pendi
             out.copy_(shard)
         return Pending()
     _check_contiguous("all_gather", out, shard)
-    backend = _backend(axis, shard.device)
-    sent, linked = shard.nbytes * (axis.size - 1), backend.link_bytes("all_gather", out, axis)
-    return _start("all_gather", axis, sent, linked, lambda: backend.all_gather(out, shard, axis, label), label=label)
+    return _start("all_gather", axis, out, lambda backend: backend.all_gather(out, shard, axis, label), label=label)
 
 
 def check_order(axis: Axis) -> None:
@@ -275,15 +281,12 @@ def reduce_scatter(out: Tensor, full: Tensor, axis: Axis, scratch: Tensor | None
             out.copy_(full)
         return Pending()
     _check_contiguous("reduce_scatter", out, full)
-    backend, sent = _backend(axis, full.device), full.nbytes * (axis.size - 1) // axis.size
-    linked = backend.link_bytes("reduce_scatter", full, axis)
-    if not backend.needs_scratch:
-        return _start("reduce_scatter", axis, sent, linked, lambda: backend.reduce_scatter(out, full, axis))
+    if not _backend(axis, full.device).needs_scratch:
+        return _start("reduce_scatter", axis, full, lambda backend: backend.reduce_scatter(out, full, axis))
     arriving = torch.empty_like(full) if scratch is None else scratch[: full.numel()].view_as(full)
-    parts = arriving.view(axis.size, *out.shape).unbind(0)
-    sum_parts = partial(combine, out, parts, torch.add)  # in rank order
-    start = partial(backend.reduce_scatter, arriving, full, axis)
-    return _start("reduce_scatter", axis, sent, linked, start, sum_parts)
+    terms = arriving.view(axis.size, *out.shape).unbind(0)
+    add_up = partial(combine, out, terms, torch.add)  # in rank order
+    return _start("reduce_scatter", axis, full, lambda backend: backend.reduce_scatter(arriving, full, axis), add_up)
 
 
 def all_to_all(out: Tensor, x: Tensor, axis: Axis) -> Pending:
@@ -304,9 +307,7 @@ def all_to_all(out: Tensor, x: Tensor, axis: Axis) -> Pending:
     if axis.size == 1:
         out.copy_(x)
         return Pending()
-    backend, sent = _backend(axis, x.device), x.nbytes * (axis.size - 1) // axis.size
-    linked = backend.link_bytes("all_to_all", x, axis)
-    return _start("all_to_all", axis, sent, linked, lambda: backend.all_to_all(out, x, axis))
+    return _start("all_to_all", axis, x, lambda backend: backend.all_to_all(out, x, axis))
 
 
 def ring_shift(out: Tensor, x: Tensor, axis: Axis) -> Pending:
@@ -320,8 +321,7 @@ def ring_shift(out: Tensor, x: Tensor, axis: Axis) -> Pending:
         out.copy_(x)
         return Pending()
     _check_contiguous("ring_shift", out, x)
-    backend, linked = _backend(axis, x.device), x.nbytes * axis.is_apart((axis.index + 1) % axis.size)
-    return _start("ring_shift", axis, x.nbytes, linked, lambda: backend.ring_shift(out, x, axis))
+    return _start("ring_shift", axis, x, lambda backend: backend.ring_shift(out, x, axis))
 
 
 def gather_objects(value: T, axis: Axis) -> list[T]:
@@ -330,27 +330,29 @@ def gather_objects(value: T, axis: Axis) -> list[T]:
 
 
 def _gather(values: list[T], axis: Axis) -> list[T]:
-    if axis.size == 1:
-        return values
-    axis.traffic.add(axis.name, "gather_objects", 0)
-    return _guarded("gather_objects", axis, lambda: _messages(axis).gather(values, axis))
+    return (
+        values if axis.size == 1 else _of_values("gather_objects", axis, lambda messages: messages.gather(values, axis))
+    )
+
+
+def _of_values(operation: str, axis: Axis, call: Callable[[Messages], T]) -> T:
+    """Exchange small values, which count no bytes."""
+    axis.traffic.add(axis.name, operation, 0)
+    return _guarded(operation, axis, lambda: call(_messages(axis)))
 
 
 def from_first(value: T, axis: Axis) -> T:
     """The `value` of the axis's first rank, on every rank; no other one is sent.  For picklable values."""
-    if axis.size == 1:
-        return value
-    axis.traffic.add(axis.name, "from_first", 0)
-    told: T = _guarded("from_first", axis, lambda: _messages(axis).from_first(value, axis))
-    return told
+    return (
+        value if axis.size == 1 else _of_values("from_first", axis, lambda messages: messages.from_first(value, axis))
+    )
 
 
 def largest(numbers: Sequence[float], axis: Axis) -> list[float]:
     """The largest of each of some numbers over the axis, on every rank."""
-    if axis.size == 1:
-        return list(numbers)
-    axis.traffic.add(axis.name, "largest", 0)
-    return list(_guarded("largest", axis, lambda: _messages(axis).largest(numbers, axis)))
+    return list(
+        numbers if axis.size == 1 else _of_values("largest", axis, lambda messages: messages.largest(numbers, axis))
+    )
 
 
 def agree(action: Callable[[], T], axis: Axis, raises: type[Exception]) -> T:

@@ -1,33 +1,40 @@
-"""torch's process groups carry broadcasts, messages between two ranks, and small values: see `parallel_state.Messages`."""
+"""torch's process groups carry broadcasts, messages between two ranks, and small values: see `parallel_state.Messages`.
+
+Small picklable values go along a tree over host memory.
+
+    eight ranks, by index          0           the parent of a rank: its index without the lowest bit that is set
+                               /   |   \\        a subtree: adjacent ranks, so that lists stay in rank order
+                              1    2    4
+                                   |   / \
+                                   3  5   6
+                                          |
+                                          7
+
+A rank has at most log2(n) children, so with groups that connect on demand nobody connects to more, and every rank knows a
+value after 2 log2(n) messages.  torch's own gathers go round a ring of n.
+"""
 
 from __future__ import annotations
 
-import os
-import socket
-from contextlib import suppress
-from datetime import timedelta
-from threading import Thread
-from typing import Any
+import pickle
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 
-from megazero.comm import objects
-from megazero.comm.messages import group_of, wait_of
-from megazero.launchers import MeetingError
+from megazero.comm.messages import OBJECT_TAG, group_of, wait_of
 from megazero.parallel_state import Axis
 from megazero.parallel_state.groups import Transfers, Wait
-from megazero.parallel_state.state import connect_on_demand
+
+T = TypeVar("T")
+# of a message whose length the other side does not know: its length, and what follows; most end in it
+_FIRST_BYTES = 1024
 
 
 class ProcessGroups:
     """Sends over the process groups of the axis that is given."""
-
-    gather = staticmethod(objects.gather)
-    from_first = staticmethod(objects.from_first)
-    largest = staticmethod(objects.largest)
 
     def broadcast(self, tensor: Tensor, axis: Axis, source: int) -> Wait:
         wait: Wait = dist.broadcast(tensor, src=axis.ranks[source], group=axis.process_group, async_op=True).wait
@@ -41,81 +48,65 @@ class ProcessGroups:
         waits = [wait_of(work, operation.tensor) for work, operation in zip(works, operations, strict=False)]
         return waits if len(waits) == len(operations) else waits * len(operations)  # NCCL has one for the whole batch
 
+    def gather(self, values: list[Any], axis: Axis) -> list[Any]:
+        found = _joined([pickle.dumps(value) for value in values], lambda ours, theirs: ours + theirs, axis)
+        return [pickle.loads(value) for value in found]
 
-def open_meeting(rank: int, world: int, timeout: timedelta, *, waits: bool = False) -> Store:
-    """The store at MASTER_ADDR and MASTER_PORT through which the ranks meet; rank 0 serves it, unless torchrun does.
+    def from_first(self, value: T, axis: Axis) -> T:
+        message = _spread(pickle.dumps(value) if axis.index == 0 else b"", axis)
+        return value if axis.index == 0 else pickle.loads(message)
 
-    A thread connects, and is left behind if it is late: torch waits without limit for a server that accepts and is silent.
-
-    waits: whether rank 0 waits here until all others have come.  Raises: MeetingError.
-    """
-    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    serves, seconds = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True", timeout.total_seconds()
-    found: list[Any] = []
-
-    def connect() -> None:
-        try:
-            found.append(TCPStore(address, port, world, serves, timeout, waits, multi_tenant=True))
-        except Exception as error:
-            found.append(str(error).partition("\n")[0])
-
-    thread = Thread(target=connect, daemon=True)
-    thread.start()
-    thread.join(seconds + min(seconds, 30) + 1)  # torch's own error says more, and comes later than it was asked for
-    if found and isinstance(found[0], Store):
-        return found[0]
-    raise MeetingError(
-        f"MASTER_ADDR={address}, MASTER_PORT={port}, where ranks meet, cannot be reached from rank {rank} on "
-        f"{socket.gethostname()}: {found[0] if found else f'no answer in {seconds:g} s'}; MASTER_ADDR must be the host of "
-        "rank 0, by a name that every host resolves, and MASTER_PORT a port that is free there and open to all ranks"
-    )
+    def largest(self, numbers: Sequence[float], axis: Axis) -> Sequence[float]:
+        return _joined(list(numbers), lambda ours, theirs: [max(pair) for pair in zip(ours, theirs, strict=True)], axis)
 
 
-def of_this_start(store: Store) -> Store:
-    """The store as this start of the ranks sees it.
-
-    A torchrun that keeps one store over its restarts still has in it what the ranks of the last start wrote.  With a single
-    agent all ranks see the same restart count; for several agents see docs/elastic.md.
-    """
-    count = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") if os.environ.get("GROUP_WORLD_SIZE") == "1" else ""
-    return PrefixStore(f"megazero/start{count}", store)
+def parent(index: int) -> int:
+    """The parent of a rank that is not the first."""
+    return index & (index - 1)
 
 
-def prepare_rank(device: torch.device, neighbours: int) -> None:
-    """Set what a rank needs before process groups are made: its GPU, or its share of the host's cores.
-
-    neighbours: ranks of this host, this one included.
-    """
-    connect_on_demand(os.environ)
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
-        return
-    if neighbours > 1:
-        torch.set_num_threads(_cores(neighbours))
-    schedule_as_batch_job()
+def children(index: int, size: int) -> list[int]:
+    """The children of a rank, nearest first."""
+    reach = index & -index or size
+    steps = (1 << bit for bit in range(reach.bit_length()))
+    return [index + step for step in steps if step < reach and index + step < size]
 
 
-def _cores(neighbours: int) -> int:
-    """This rank's share of those that it may use: a container has some of the host's.
-
-    Where a launcher has bound it to some of its own cores (mpirun, srun, numactl), these are the rank's alone.
-    """
-    if not hasattr(os, "sched_getaffinity"):
-        return max(1, (os.cpu_count() or 1) // neighbours)
-    mine = os.sched_getaffinity(0)
-    is_bound = False
-    with suppress(OSError):  # the launcher has ended, or is not to be seen
-        is_bound = mine < os.sched_getaffinity(os.getppid())
-    return len(mine) if is_bound else max(1, len(mine) // neighbours)
+def _joined(value: T, join: Callable[[T, T], T], axis: Axis) -> T:
+    """Join the values of all ranks in rank order, up the tree; every rank gets the result."""
+    for child in children(axis.index, axis.size):
+        value = join(value, pickle.loads(_receive(axis, child)))
+    message = pickle.dumps(value)
+    if axis.index:
+        _send(message, axis, parent(axis.index))
+    result: T = pickle.loads(_spread(message, axis))
+    return result
 
 
-def schedule_as_batch_job() -> None:
-    """Have Linux treat this process's threads, also those to come, as a batch job's: one that wakes takes nobody's core.
+def _spread(message: bytes, axis: Axis) -> bytes:
+    """The first rank's message, on every rank."""
+    if axis.index:
+        message = _receive(axis, parent(axis.index))
+    for child in reversed(children(axis.index, axis.size)):  # the largest subtree first
+        _send(message, axis, child)
+    return message
 
-    gloo's thread spins while another holds the lock of a connection.  If it wakes where that other one runs, and takes its
-    core, it spins for a whole time slice.  Whoever has chosen another policy keeps it; only on Linux anything happens.
-    """
-    with suppress(OSError, AttributeError):  # a thread that has just ended, no such system, not allowed
-        for thread in map(int, os.listdir("/proc/self/task")):
-            if os.sched_getscheduler(thread) == os.SCHED_OTHER:
-                os.sched_setscheduler(thread, os.SCHED_BATCH, os.sched_param(0))
+
+def _send(message: bytes, axis: Axis, index: int) -> None:
+    begin = len(message).to_bytes(8, "little") + message
+    for part in (begin[:_FIRST_BYTES].ljust(_FIRST_BYTES), begin[_FIRST_BYTES:]):
+        if part:
+            dist.send(
+                torch.frombuffer(bytearray(part), dtype=torch.uint8), axis.ranks[index], axis.host_group, OBJECT_TAG
+            )
+
+
+def _receive(axis: Axis, index: int) -> bytes:
+    def receive(size: int) -> bytes:
+        arriving = torch.empty(size, dtype=torch.uint8)
+        dist.recv(arriving, axis.ranks[index], axis.host_group, OBJECT_TAG)
+        return arriving.numpy().tobytes()
+
+    first = receive(_FIRST_BYTES)
+    rest = 8 + int.from_bytes(first[:8], "little") - _FIRST_BYTES
+    return first[8:] + receive(rest) if rest > 0 else first[8 : _FIRST_BYTES + rest]

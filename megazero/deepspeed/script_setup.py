@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset
 
 from megazero.comm.collectives import agree, broadcast, gather_objects
-from megazero.comm.process_groups import of_this_start, open_meeting, prepare_rank
+from megazero.comm.meeting import of_this_start, open_meeting, prepare_rank
 from megazero.deepspeed.config import DeepSpeedConfig, load_deepspeed_config
 from megazero.deepspeed.layer_specs import LayerChunk
 from megazero.deepspeed.lr_schedulers import make_lr_scheduler

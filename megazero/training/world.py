@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import FileStore, Store  # type: ignore[attr-defined]
 
-from megazero.comm.process_groups import of_this_start, open_meeting, prepare_rank
+from megazero.comm.meeting import of_this_start, open_meeting, prepare_rank
 from megazero.config import ResolvedRun, RunConfig
 from megazero.parallel_state import ParallelState
 from megazero.training.heartbeat import missing_keys

@@ -24,7 +24,7 @@ from counting_store import CountingStore, Counts
 from harness import free_port, run_world
 
 from megazero.cli._common import started_ranks
-from megazero.comm.process_groups import open_meeting
+from megazero.comm.meeting import open_meeting
 from megazero.config import ResolvedRun, RunConfig, resolve
 from megazero.deepspeed.script_setup import init_distributed
 from megazero.engine import Engine

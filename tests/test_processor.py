@@ -9,8 +9,7 @@ import pytest
 import torch
 from harness import run_world
 
-from megazero.comm import process_groups
-from megazero.comm.process_groups import prepare_rank, schedule_as_batch_job
+from megazero.cpu.processor import prepare_cpu_rank, schedule_as_batch_job
 
 
 def _policies(rank: int) -> dict[str, int]:
@@ -41,16 +40,15 @@ def test_threads_are_a_batch_jobs_but_for_those_with_a_policy_of_their_own() -> 
 
 
 @pytest.mark.parametrize(
-    ("mine", "parents", "neighbours", "threads"),
+    ("mine", "parents", "ranks", "threads"),
     [(64, 64, 8, 8), (8, 8, 8, 1), (8, 64, 8, 8), (8, 8, 16, 1), (3, 4, 1, None)],
     ids=["a host", "a container", "bound by a launcher", "more ranks than cores", "alone"],
 )
 def test_a_rank_takes_its_share_of_the_cores_that_it_may_use(
-    mine: int, parents: int, neighbours: int, threads: int | None, monkeypatch: pytest.MonkeyPatch
+    mine: int, parents: int, ranks: int, threads: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     set_to: list[int] = []
-    monkeypatch.setattr(process_groups, "connect_on_demand", lambda _: None)
     monkeypatch.setattr(torch, "set_num_threads", set_to.append)
     monkeypatch.setattr(os, "sched_getaffinity", lambda of: set(range(parents if of else mine)))
-    prepare_rank(torch.device("cpu"), neighbours)
+    prepare_cpu_rank(ranks)
     assert set_to == ([] if threads is None else [threads])

@@ -1,0 +1,67 @@
+"""How a rank starts: the store at which the ranks meet, and what a rank sets before process groups are made."""
+
+from __future__ import annotations
+
+import os
+import socket
+from datetime import timedelta
+from threading import Thread
+from typing import Any
+
+import torch
+from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
+
+from megazero.annexes import added
+from megazero.launchers import MeetingError
+from megazero.parallel_state.state import connect_on_demand
+
+
+def open_meeting(rank: int, world: int, timeout: timedelta, *, waits: bool = False) -> Store:
+    """The store at MASTER_ADDR and MASTER_PORT through which the ranks meet; rank 0 serves it, unless torchrun does.
+
+    A thread connects, and is left behind if it is late: torch waits without limit for a server that accepts and is silent.
+
+    waits: whether rank 0 waits here until all others have come.  Raises: MeetingError.
+    """
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    serves, seconds = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True", timeout.total_seconds()
+    found: list[Any] = []
+
+    def connect() -> None:
+        try:
+            found.append(TCPStore(address, port, world, serves, timeout, waits, multi_tenant=True))
+        except Exception as error:
+            found.append(str(error).partition("\n")[0])
+
+    thread = Thread(target=connect, daemon=True)
+    thread.start()
+    thread.join(seconds + min(seconds, 30) + 1)  # torch's own error says more, and comes later than it was asked for
+    if found and isinstance(found[0], Store):
+        return found[0]
+    raise MeetingError(
+        f"MASTER_ADDR={address}, MASTER_PORT={port}, where ranks meet, cannot be reached from rank {rank} on "
+        f"{socket.gethostname()}: {found[0] if found else f'no answer in {seconds:g} s'}; MASTER_ADDR must be the host of "
+        "rank 0, by a name that every host resolves, and MASTER_PORT a port that is free there and open to all ranks"
+    )
+
+
+def of_this_start(store: Store) -> Store:
+    """The store as this start of the ranks sees it.
+
+    A torchrun that keeps one store over its restarts still has in it what the ranks of the last start wrote.  With a single
+    agent all ranks see the same restart count; for several agents see docs/elastic.md.
+    """
+    count = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") if os.environ.get("GROUP_WORLD_SIZE") == "1" else ""
+    return PrefixStore(f"megazero/start{count}", store)
+
+
+def prepare_rank(device: torch.device, neighbours: int) -> None:
+    """Set what a rank needs before process groups are made.
+
+    neighbours: ranks of this host, this one included.
+    """
+    connect_on_demand(os.environ)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    if (prepare := added("rank").get(device.type)) is not None:
+        prepare(neighbours)

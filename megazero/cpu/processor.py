@@ -1,0 +1,41 @@
+"""The processor of a rank that computes on the CPU: how many cores it uses, and how Linux schedules it."""
+
+from __future__ import annotations
+
+import os
+from contextlib import suppress
+
+import torch
+
+
+def prepare_cpu_rank(neighbours: int) -> None:
+    """Give this rank its share of the host's cores, at the seam "rank".  `neighbours`: ranks of this host."""
+    if neighbours > 1:
+        torch.set_num_threads(_cores(neighbours))
+    schedule_as_batch_job()
+
+
+def _cores(neighbours: int) -> int:
+    """This rank's share of those that it may use: a container has some of the host's.
+
+    Where a launcher has bound it to some of its own cores (mpirun, srun, numactl), these are the rank's alone.
+    """
+    if not hasattr(os, "sched_getaffinity"):
+        return max(1, (os.cpu_count() or 1) // neighbours)
+    mine = os.sched_getaffinity(0)
+    is_bound = False
+    with suppress(OSError):  # the launcher has ended, or is not to be seen
+        is_bound = mine < os.sched_getaffinity(os.getppid())
+    return len(mine) if is_bound else max(1, len(mine) // neighbours)
+
+
+def schedule_as_batch_job() -> None:
+    """Have Linux treat this process's threads, also those to come, as a batch job's: one that wakes takes nobody's core.
+
+    gloo's thread spins while another holds the lock of a connection.  If it wakes where that other one runs, and takes its
+    core, it spins for a whole time slice.  Whoever has chosen another policy keeps it; only on Linux anything happens.
+    """
+    with suppress(OSError, AttributeError):  # a thread that has just ended, no such system, not allowed
+        for thread in map(int, os.listdir("/proc/self/task")):
+            if os.sched_getscheduler(thread) == os.SCHED_OTHER:
+                os.sched_setscheduler(thread, os.SCHED_BATCH, os.sched_param(0))
