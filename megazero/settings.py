@@ -81,8 +81,7 @@ class ActsWhere:
         values: its values; a function of the run where names decide; () for every number above `above`, true, or a text.
         why: says why it has no effect elsewhere.
         above: see `values`.
-        told: it is told, not refused, whatever the values: an override may switch the other key off for a while.
-        refused_unset: a key that is unset by default, and set where it has no effect, is refused and not only told.
+        told: it is noted, not refused, whatever the values: an override may switch the other key off for a while.
     """
 
     keys: str
@@ -90,7 +89,6 @@ class ActsWhere:
     why: str
     above: int = 0
     told: bool = False
-    refused_unset: bool = False
 
     def values_in(self, run: Any) -> tuple[object, ...]:
         """Give the values; a run says which names there are, and what they read."""
@@ -101,16 +99,6 @@ class ActsWhere:
         if callable(self.values) or self.values:
             return found in self.values_in(run)
         return found > self.above if isinstance(found, int | float) else bool(found)
-
-
-@dataclass(frozen=True)
-class AtMost:
-    """Beside a type in `Annotated`: a value above that of another key asks for more than this run will do."""
-
-    key: str
-    """The other key."""
-    effect: str
-    """What the run does not do then."""
 
 
 @dataclass(frozen=True)

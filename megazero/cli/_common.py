@@ -19,7 +19,6 @@ from megazero.training.signals import EXIT_REFUSED
 
 if TYPE_CHECKING:
     from megazero.config import RunConfig
-    from megazero.config.rules import Rule
 
 
 class Local(TyperGroup):
@@ -54,32 +53,22 @@ def load_extensions(names: list[str] | None) -> None:
         raise ConfigError([replace(problem, key="--extension") for problem in problems], "the command")
 
 
-def callback_rule() -> Rule:
+def callback_problems(config: RunConfig) -> Iterable[Problem]:
     """What is wrong with the names in `training.callbacks`; torch is loaded only where there are some."""
-    from megazero.config.rules import Rule
+    if not config.training.callbacks:
+        return []
+    from megazero.training.callbacks.registry import name_problems
 
-    def problems(config: RunConfig, _: int) -> list[Problem]:
-        if not config.training.callbacks:
-            return []
-        from megazero.training.callbacks.registry import name_problems
-
-        return name_problems(config.training)
-
-    return Rule(("training.callbacks", "launch.extensions"), problems)
+    return name_problems(config.training)
 
 
-def schedule_rule() -> Rule:
+def schedule_problems(config: RunConfig) -> Iterable[Problem]:
     """What is wrong with the file of `parallel.schedule_file`; torch is loaded only where there is one."""
-    from megazero.config.rules import SCHEDULE_FILE, Rule
+    if config.parallel.schedule_file is None:
+        return []
+    from megazero.training.check import schedule_problems
 
-    def problems(config: RunConfig, dp: int) -> Iterable[Problem]:
-        if config.parallel.schedule_file is None:
-            return []
-        from megazero.training.check import schedule_problems
-
-        return schedule_problems(config, dp)
-
-    return Rule(SCHEDULE_FILE, problems)
+    return schedule_problems(config)
 
 
 def print_table(table: Table) -> None:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from megazero.annexes import added
-from megazero.cli._common import callback_rule, fail
+from megazero.cli._common import callback_problems, fail
 from megazero.settings import counted
 from megazero.training.signals import EXIT_REFUSED
 
@@ -43,7 +43,7 @@ def check(
 
     try:
         run = load_config(
-            config, overrides or [], world_size, rules=(callback_rule(), *FILE_RULES), asks="--world-size"
+            config, overrides or [], world_size, rules=(callback_problems, *FILE_RULES), asks="--world-size"
         )
         if found := list(layer_problems(run.config)):
             raise ConfigError(found, os.fspath(config))

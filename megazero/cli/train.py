@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from megazero.cli._common import callback_rule, schedule_rule, started_ranks
+from megazero.cli._common import callback_problems, schedule_problems, started_ranks
 from megazero.training.signals import EXIT_REFUSED, EXIT_STOPPED, StopRequest
 
 if TYPE_CHECKING:
@@ -33,7 +33,7 @@ def train(
 
     world = started_ranks()
     try:
-        run = load_config(config, overrides or [], world, rules=[callback_rule(), schedule_rule()])
+        run = load_config(config, overrides or [], world, rules=[callback_problems, schedule_problems])
     except ConfigError as error:
         if world is None:  # torch is not loaded yet
             warn(str(error))

@@ -48,31 +48,24 @@ def complete_batch(
     Raises:
         ConfigError: the sizes contradict each other; the error has the numbers and the nearest that do not.
     """
+    given = {"micro_batch_size": micro_batch_size, "accumulation": accumulation}
+    sizes = {name: size for name, size in given.items() if size != "auto"} | {"dp": dp}
+    product, name = prod(sizes.values()), "*".join(sizes)
     if global_batch_size == "auto":
-        micro = 1 if micro_batch_size == "auto" else micro_batch_size
-        count = pp if accumulation == "auto" else accumulation
+        micro, count = sizes.get("micro_batch_size", 1), sizes.get("accumulation", pp)
         return BatchSizes(micro * dp * count, micro, count)
-    if micro_batch_size != "auto" and accumulation != "auto":
-        product = micro_batch_size * dp * accumulation
-        if global_batch_size != product:
-            rule = f"must be micro_batch_size*dp*accumulation={micro_batch_size}*{dp}*{accumulation}={product}"
-            hint = f'write {product}, or make one of the three "auto"'
-            raise _error("training.global_batch_size", global_batch_size, rule, hint)
-        return BatchSizes(product, micro_batch_size, accumulation)
+    if len(sizes) == 3 and global_batch_size != product:
+        rule = f"must be micro_batch_size*dp*accumulation={micro_batch_size}*{dp}*{accumulation}={product}"
+        hint = f'write {product}, or make one of the three "auto"'
+        raise _error("training.global_batch_size", global_batch_size, rule, hint)
+    if global_batch_size % product:
+        nearest = nearest_text(nearest_multiples(global_batch_size, product))
+        raise _error("training.global_batch_size", global_batch_size, f"must be divisible by {name}={product}", nearest)
+    per_replica = global_batch_size // dp
     if micro_batch_size != "auto":
-        divisor, name = micro_batch_size * dp, "micro_batch_size*dp"
-    elif accumulation != "auto":
-        divisor, name = accumulation * dp, "accumulation*dp"
-    else:
-        divisor, name = dp, "dp"
-    if global_batch_size % divisor:
-        nearest = nearest_text(nearest_multiples(global_batch_size, divisor))
-        raise _error("training.global_batch_size", global_batch_size, f"must be divisible by {name}={divisor}", nearest)
-    quotient = global_batch_size // divisor
-    if micro_batch_size != "auto":
-        return BatchSizes(global_batch_size, micro_batch_size, quotient)
-    count = _count_for(quotient, pp) if accumulation == "auto" else accumulation
-    return BatchSizes(global_batch_size, global_batch_size // (dp * count), count)
+        return BatchSizes(global_batch_size, micro_batch_size, per_replica // micro_batch_size)
+    count = sizes.get("accumulation", _count_for(per_replica, pp))
+    return BatchSizes(global_batch_size, per_replica // count, count)
 
 
 def padded_batch(

@@ -11,7 +11,7 @@ import os
 import re
 import sys
 import tomllib
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from datetime import date, time
 from importlib import import_module
@@ -20,9 +20,9 @@ from pathlib import Path
 from traceback import extract_tb
 from typing import TYPE_CHECKING, Any
 
-from megazero.config.derive import batch_sizes, fit, ranks_of_a_sample
+from megazero.config.derive import BatchSizes, Fit, batch_sizes, ranks_of_a_sample
 from megazero.config.problems import validate
-from megazero.config.rules import Rule, broken_rules, idle_keys
+from megazero.config.rules import Rule, check_rules
 from megazero.config.schema import RunConfig, keys, sections
 from megazero.models.registry import FAMILIES
 from megazero.registry import closest, did_you_mean
@@ -107,23 +107,14 @@ def load_config(
     Raises:
         ConfigError: with everything that is wrong with the file, the overrides, and the two together.
     """
-    tables = _read(Path(path))
-    problems = _rename(tables)
-    problems += [problem for text in overrides if (problem := _override(tables, text))]
-    launch = tables.get("launch")
-    if isinstance(launch, dict):  # before the checks: they accept the names that an extension registers
-        problems += import_extensions(launch.get("extensions"))
-    schema_problems, config, wrong_keys = validate(tables)
+    problems, config, is_whole = _checked(Path(path), overrides)
     ranks, source = world_size, "world_size"
     if ranks is None:
-        ranks, source = config.launch.nproc_per_node, "launch.nproc_per_node"
-    if source in wrong_keys:
-        wrong_keys.add("world_size")
-    found = broken_rules(config, ranks, wrong_keys, varied, rules)
-    problems += schema_problems
+        ranks, source = vars(vars(config).get("launch", config)).get("nproc_per_node"), "launch.nproc_per_node"
+    fitted, found, notes = check_rules(config, ranks, rules, varied, is_whole=is_whole)
     for problem in found:
         key, hint = source if problem.key == "world_size" else problem.key, problem.hint
-        if world_size is None and problem.key in ("world_size", "parallel.dp"):
+        if ranks is not None and world_size is None and problem.key in ("world_size", "parallel.dp"):
             *_, each = ranks_of_a_sample(config.parallel)
             whole = each * (1 if config.parallel.dp == "auto" else config.parallel.dp)
             more = f"for more ranks say {asks} {whole}, or as many as there are" if asks else _LAUNCHERS
@@ -133,11 +124,25 @@ def load_config(
         problems.append(replace(problem, key=key, hint=hint))
     if problems:
         raise ConfigError(problems, str(path))
-    run, wish = resolve(config, ranks, varied), config.launch.nproc_per_node
-    if asks or wish in (1, ranks):
-        return run
-    idle = f"launch.nproc_per_node = {wish} has no effect where a launcher has started the ranks, {ranks} of them"
-    return replace(run, notices=(*run.notices, idle))
+    assert ranks is not None
+    asked = config.launch.nproc_per_node
+    if not asks and asked not in (1, ranks):
+        notes.append(
+            f"launch.nproc_per_node = {asked} has no effect where a launcher has started the ranks, {ranks} of them"
+        )
+    return _filled(config, ranks, fitted, notes)
+
+
+def _checked(path: Path, overrides: Sequence[str] = ()) -> tuple[list[Problem], RunConfig, bool]:
+    """What is wrong with the keys of a file by themselves; the run, without these; whether it has all keys."""
+    tables = _read(path)
+    problems = _rename(tables)
+    problems += [problem for text in overrides if (problem := _override(tables, text))]
+    launch = tables.get("launch")
+    if isinstance(launch, dict):  # before the checks: they accept the names that an extension registers
+        problems += import_extensions(launch.get("extensions"))
+    wrong, config = validate(tables)
+    return [*problems, *wrong], config, not wrong
 
 
 def read_run_file(path: str | Path) -> RunConfig:
@@ -145,42 +150,33 @@ def read_run_file(path: str | Path) -> RunConfig:
 
     Raises: ConfigError: a key is wrong by itself, or [model] on one rank.
     """
-    tables = _read(Path(path))
-    problems = _rename(tables)
-    launch = tables.get("launch")
-    if isinstance(launch, dict):
-        problems += import_extensions(launch.get("extensions"))
-    schema_problems, config, _ = validate(tables)
-    if problems := [*problems, *schema_problems]:
+    problems, config, _ = _checked(Path(path))
+    if problems:
         raise ConfigError(problems, str(path))
     model = resolve(RunConfig(model=config.model), 1).config.model
     return config.model_copy(update={"model": model})
 
 
-def resolve(config: RunConfig, world_size: int, varied: Collection[str] = ()) -> ResolvedRun:
+def resolve(config: RunConfig, world_size: int) -> ResolvedRun:
     """Check every rule and fill in the model and batch sizes left open.
 
     Args:
         config: the run, as written.
         world_size: number of ranks that were started.
-        varied: as for `load_config`.
 
     Raises:
         ConfigError: a rule is broken; the error lists every one that is.
     """
-    if problems := broken_rules(config, world_size, varied=varied):
+    fitted, problems, notes = check_rules(config, world_size)
+    if problems:
         raise ConfigError(problems)
-    fitted = fit(config, world_size)
-    batch, dp, notices = batch_sizes(fitted.config, fitted.dp), fitted.dp, list(fitted.notices)
-    samples, slots = batch.global_batch_size, batch.micro_batch_size * batch.accumulation * dp
-    if slots > samples:
-        product = f"dp {dp} x micro_batch_size {batch.micro_batch_size}"
-        if samples % (dp * batch.micro_batch_size) == 0:
-            product += f" x {batch.accumulation} micro-batches"
-        empty = f"{slots - samples} of {slots} samples of each step are empty"
-        notices.append(f"{empty}: global_batch_size={samples} is not divisible by {product}")
-    notices += idle_keys(fitted.config, world_size)[1]
-    zero = fitted.config.zero
+    return _filled(config, world_size, fitted, notes)
+
+
+def _filled(config: RunConfig, world_size: int, fitted: Fit, notes: Sequence[str]) -> ResolvedRun:
+    """The run with the model and batch sizes that were left open; `notes` on keys without effect come last."""
+    batch, dp, zero = batch_sizes(fitted.config, fitted.dp), fitted.dp, fitted.config.zero
+    notices = [*fitted.notices, *_empty_samples(batch, dp), *notes]
     quantized = [name for name in ("quantized_weights", "quantized_gradients") if getattr(zero, name)]
     if quantized and world_size > 1 and (zero.shard_group_size or dp * fitted.config.parallel.cp) == 1:
         notices.append(f"zero.{' and '.join(quantized)} have no effect: no other rank shares this rank's state")
@@ -201,6 +197,17 @@ def resolve(config: RunConfig, world_size: int, varied: Collection[str] = ()) ->
         spare_ranks=fitted.spare_ranks,
         notices=tuple(notices),
     )
+
+
+def _empty_samples(batch: BatchSizes, dp: int) -> Iterator[str]:
+    """A notice where an elastic run fills up its micro-batches."""
+    samples, slots = batch.global_batch_size, batch.micro_batch_size * batch.accumulation * dp
+    if slots > samples:
+        product = f"dp {dp} x micro_batch_size {batch.micro_batch_size}"
+        if samples % (dp * batch.micro_batch_size) == 0:
+            product += f" x {batch.accumulation} micro-batches"
+        empty = f"{slots - samples} of {slots} samples of each step are empty"
+        yield f"{empty}: global_batch_size={samples} is not divisible by {product}"
 
 
 def _read(path: Path) -> Tables:

@@ -21,7 +21,7 @@ from typing import Any
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
-from megazero.config.schema import DataSource, ElasticShape, RunConfig, ValidationSource, keys, sections
+from megazero.config.schema import DataSource, ElasticShape, RunConfig, ValidationSource, keys, sections, without_key
 from megazero.models.activation_config import StageActivations
 from megazero.models.rope_scaling import RopeScaling
 from megazero.registry import closest, did_you_mean
@@ -58,27 +58,26 @@ _MUST = {
 }
 
 
-def validate(tables: dict[str, Any]) -> tuple[list[Problem], RunConfig, set[str]]:
+def validate(tables: dict[str, Any]) -> tuple[list[Problem], RunConfig]:
     """Check every key of a run file by itself.
 
     Returns:
-        What is wrong; the run, with wrong keys at their defaults; and the keys, as `section.key`, whose values in it
-        mean nothing, because they are wrong or because a misspelt key probably meant them.
+        What is wrong; and the run, in which keys have no value that are wrong, or that a misspelt key probably meant.
     """
     problems: list[Problem] = []
-    wrong_keys: set[str] = set()
-    known, rest = _all_keys(), deepcopy(tables)
+    meant, rest, wrong = list[str](), deepcopy(tables), list[Path]()
     for path, errors in _errors(tables).items():
-        for problem, meant in _describe(tables, path, errors):
+        for problem, names in _describe(tables, path, errors):
             problems.append(problem)
-            written = [key for key in meant if _path_in_file(tables, tuple(key.split("."))) == tuple(key.split("."))]
-            wrong_keys.update({*meant} - {*written})
+            meant += [name for name in names if _path_in_file(tables, tuple(name.split("."))) != tuple(name.split("."))]
         # what is inside a key is cut off:  data.sources[0].path -> data.sources      zero.offload.ratio -> the same
         depth = sum(_name(path[:end]) in sections() for end in range(1, len(path) + 1))
-        wrong = path[: depth + 1]
-        wrong_keys.update(name for name in known if f"{name}.".startswith(f"{_name(wrong)}."))
-        _get(rest, wrong[:-1]).pop(wrong[-1], None)
-    return problems, RunConfig.model_validate(rest), wrong_keys
+        wrong.append(path[: depth + 1])
+        _get(rest, wrong[-1][:-1]).pop(wrong[-1][-1], None)
+    config = RunConfig.model_validate(rest)
+    for key in (*map(_name, wrong), *meant):
+        config = without_key(config, key)
+    return problems, config
 
 
 def _errors(tables: dict[str, Any]) -> dict[Path, list[ErrorDetails]]:

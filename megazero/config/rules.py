@@ -1,30 +1,27 @@
-"""Relations between keys: a table of rules, each with the keys that it reads.
+"""Relations between keys: a rule is a function of the run that yields what is wrong.
 
-    keys that are wrong by themselves      {model.hidden_size, ...}
-    rule reads                             {model.hidden_size, model.num_heads}   -> skipped: it could only mislead
-    rule reads                             {training.steps, ...}                  -> checked
+    model.hidden_size = "1000"            wrong by itself: the run that the rules see has no value for it
+    a rule that reads it                  AttributeError   -> skipped: it could only mislead
+    a rule that reads training.steps      a value          -> checked
 
 Every rule that can be checked is checked, and all problems are reported at once. Rules see an elastic run as it is
 fitted to the world. Its shapes, that of [parallel] among them, are checked as written, whichever this world needs.
 
-A key that is not at its default and cannot act in this run, as the declarations in the schema say, is refused where another
-key names a choice that does not read it (betas beside sgd). It is told where a number or a switch decides, since one file
-serves every shape and an override switches things off for a while; and where it acts in part. A key that no override can
-unset is told too, but for one of a model family: another model than the file asks for would be trained.
+A key that is not at its default and cannot act in this run, as `ActsWhere` in the schema says, is refused where another key
+names a choice that does not read it (betas beside sgd). It is noted where a number or a switch decides, since one file
+serves every shape and an override switches things off for a while.
 """
 
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from contextlib import suppress
-from dataclasses import dataclass
+from contextlib import contextmanager, suppress
 from math import prod
 from operator import attrgetter
 from pathlib import Path
-from typing import Any
+from typing import TypeAlias
 
-from megazero.config.derive import batch_sizes, fit, micro_batch_multiple, ranks_of_a_sample
-from megazero.config.schema import RunConfig, keys
-from megazero.models.config import ModelConfig
+from megazero.config.derive import Fit, batch_sizes, fit, micro_batch_multiple, ranks_of_a_sample
+from megazero.config.schema import RunConfig, keys, without_key
 from megazero.models.family import ModelRule
 from megazero.models.registry import FAMILIES
 from megazero.models.stages import heads_of_rank, layer_counts, ulysses_degrees
@@ -35,7 +32,6 @@ from megazero.schedules.action import read_schedule
 from megazero.schedules.registry import SCHEDULES
 from megazero.settings import (
     ActsWhere,
-    AtMost,
     ConfigError,
     Problem,
     counted,
@@ -47,109 +43,122 @@ from megazero.settings import (
 )
 
 _MOST_PASSES = 2**20  # of a step's micro-batches through all stages
+# What a run does not do where one of these is larger than training.steps.
+_MOST_STEPS = {
+    "lr_schedule.warmup_steps": "the learning rate does not reach its peak",
+    "logging.pipeline_trace_step": "no pipeline is measured",
+}
+
+Rule: TypeAlias = Callable[[RunConfig], Iterable[Problem]]
+"""A run fitted to its world, `parallel.dp` a number -> what is wrong; it may raise this as a ConfigError."""
 
 
-@dataclass(frozen=True)
-class Rule:
-    """A relation between keys."""
-
-    reads: tuple[str, ...]
-    """The keys that it reads, as `section.key`, and `world_size`."""
-    check: Callable[[RunConfig, int], Iterable[Problem]]
-    """(config, dp) -> what is wrong; it may raise this as a ConfigError. A rule that reads no `world_size` gets any dp."""
+def broken_rules(config: RunConfig, world_size: int) -> list[Problem]:
+    """What is wrong with a run on so many ranks."""
+    return check_rules(config, world_size)[1]
 
 
-def broken_rules(
+def check_rules(
     config: RunConfig,
-    world_size: int,
-    wrong_keys: Collection[str] = (),
-    varied: Collection[str] = (),
+    world_size: int | None,
     further: Iterable[Rule] = (),
-) -> list[Problem]:
-    """Check every rule that reads no key already known to be wrong, and that every key can act.
+    varied: Collection[str] = (),
+    *,
+    is_whole: bool = True,
+) -> tuple[Fit, list[Problem], list[str]]:
+    """Fit a run to its world, and check every rule and that every key can act.
 
     Args:
-        config: the run; a wrong key has any value of the right type.
-        world_size: number of ranks.
-        wrong_keys: keys whose values mean nothing, as `section.key`, or `world_size`.
-        varied: keys that take other values too, so that no key is refused for their value here.
+        world_size: number of ranks; None where that is wrong by itself.
         further: rules beside those below.
+        varied: keys that take other values too, so that no key is refused for their value here.
+        is_whole: False where keys that are wrong by themselves have no value in `config`.  What reads one is skipped.
+
+    Returns: the fitted run; what is wrong; notes on keys that have no effect.
     """
-    wrong, problems, fitted, dp = set(wrong_keys), list[Problem](), config, 1
-    if not wrong & set(WORLD):
-        try:
-            found = fit(config, world_size)
-            fitted, dp = found.config, found.dp
-        except ConfigError as error:
-            problems += error.problems
-            wrong.add("world_size")
-    as_written = (*_family_rules(config.model), *_SHAPE_RULES, _EVERY_SHAPE)
-    for rule in (*as_written, *RULES, *further):
-        if not set(rule.reads) & wrong:
-            try:
-                problems += rule.check(config if rule in as_written else fitted, dp)
-            except ConfigError as error:
-                problems += error.problems
-    return problems + idle_keys(fitted, world_size, wrong.union(varied))[0]
+    problems, notes, fitted, seen = list[Problem](), list[str](), Fit(config, 1), without_key(config, "parallel.dp")
+    with _collecting(problems, is_whole):
+        if world_size is not None:
+            fitted = fit(config, world_size)
+            parallel = fitted.config.parallel.model_copy(update={"dp": fitted.dp})
+            seen = fitted.config.model_copy(update={"parallel": parallel})
+    is_whole &= "dp" in vars(seen.parallel)
+    rules = [(rule, config) for rule in (*_family_rules(config), *_SHAPE_RULES, _shapes_fit_the_model)]
+    for rule, run in (*rules, *((rule, seen) for rule in (*RULES, *further))):
+        with _collecting(problems, is_whole):
+            problems += list(rule(run))
+    for key, where in _conditions(fitted.config):
+        if not {key, *where.keys.split()} & {*varied}:
+            with _collecting(problems, is_whole):
+                _check_acts(key, where, fitted.config, world_size or 1, problems, notes)
+    with _collecting(problems, is_whole):
+        most = config.training.steps
+        for key, effect in _MOST_STEPS.items():
+            if (value := attrgetter(key)(config)) > most:
+                notes.append(f"{key} = {value} exceeds training.steps = {most}: {effect}")
+    return fitted, problems, notes
 
 
-def idle_keys(config: RunConfig, world_size: int, unknown: Collection[str] = ()) -> tuple[list[Problem], list[str]]:
-    """Find the keys that cannot act as they are written: those to refuse, and a line for each that is only told.
-
-    Args:
-        config: the run, fitted to its world.
-        unknown: keys whose values say nothing about what acts.
-    """
-    refused, told = list[Problem](), list[str]()
-    for key, value, default, condition in _conditions_of_set_keys(config):
-        if isinstance(condition, AtMost):
-            most = attrgetter(condition.key)(config)
-            if value > most and not {key, condition.key} & {*unknown}:
-                told.append(f"{key} = {toml_value(value)} exceeds {condition.key} = {most}: {condition.effect}")
-            continue
-        others = condition.keys.split()
-        found = [world_size if other == "world_size" else attrgetter(other)(config) for other in others]
-        if {key, *others} & {*unknown} or any(condition.holds(one, config) for one in found):
-            continue
-        where = " and ".join(f"{other} = {_written(one)}" for other, one in zip(others, found, strict=True))
-        if (
-            condition.told or not condition.values or (default is None and not condition.refused_unset)
-        ):  # no override can unset it
-            told.append(f"{key} = {toml_value(value)} has no effect where {where}: {condition.why}")
-        else:
-            refused.append(_refused(key, value, default, condition, where, config))
-    return refused, told
+@contextmanager
+def _collecting(problems: list[Problem], is_whole: bool) -> Iterator[None]:
+    try:
+        yield
+    except ConfigError as error:
+        problems += error.problems
+    except AttributeError:  # a key without a value was read
+        if is_whole:
+            raise
 
 
-def _conditions_of_set_keys(config: RunConfig) -> Iterator[tuple[str, Any, object, ActsWhere | AtMost]]:
-    """(key, value, default, condition).  A key at its default is not set: a file that a run has written has every key."""
+def _conditions(config: RunConfig) -> Iterator[tuple[str, ActsWhere]]:
+    """Where the keys that are set act.  A key at its default is not set: a file that a run has written has every key."""
     for section, fields in keys().items():
         for name, field in fields.items():
-            value = attrgetter(f"{section}.{name}")(config)
-            for condition in field.metadata if value != field.default else ():
-                if isinstance(condition, ActsWhere | AtMost):
-                    yield f"{section}.{name}", value, field.default, condition
+            key = f"{section}.{name}"
+            for where in field.metadata:
+                with suppress(AttributeError):
+                    if isinstance(where, ActsWhere) and attrgetter(key)(config) != field.default:
+                        yield key, where
 
 
-def _refused(key: str, value: object, default: object, condition: ActsWhere, where: str, config: RunConfig) -> Problem:
-    values, other = condition.values_in(config), condition.keys.split()[0]
+def _check_acts(
+    key: str, where: ActsWhere, config: RunConfig, world_size: int, problems: list[Problem], notes: list[str]
+) -> None:
+    """Refuse a key that cannot act as it is set, or note it."""
+    found = {one: world_size if one == "world_size" else attrgetter(one)(config) for one in where.keys.split()}
+    if any(where.holds(one, config) for one in found.values()):
+        return
+    section, _, name = key.rpartition(".")
+    value, default = attrgetter(key)(config), keys()[section][name].default
+    shown = " and ".join(f"{other} = {_written(one)}" for other, one in found.items())
+    if where.told or not where.values:
+        notes.append(f"{key} = {toml_value(value)} has no effect where {shown}: {where.why}")
+        return
+    values, other = where.values_in(config), next(iter(found))
     hint = "leave it out" + ("" if default in ((), None) else f" or write {toml_value(default)}")
     hint += f", or leave {other} out" if values == (None,) else f", or {other} = {' or '.join(map(_written, values))}"
-    rule = f"must be {_written(default)} where {where}: {condition.why}"
-    return Problem(key, value, rule, hint)
+    problems.append(Problem(key, value, f"must be {_written(default)} where {shown}: {where.why}", hint))
 
 
 def _written(value: object) -> str:
     return "unset" if value is None else "empty" if value == () else toml_value(value)
 
 
-def _family_rules(model: ModelConfig) -> list[Rule]:
-    """What the model's family asks of its sizes."""
+def _family_rules(config: RunConfig, about: str = "") -> list[Rule]:
+    """What the model's family asks of its sizes; `about`: only the rules that read this key."""
 
     def rule_of(rule: ModelRule) -> Rule:
-        return Rule(("model.family", *rule.reads), lambda config, _: rule.check(config.model, config.parallel.tp))
+        return lambda config: rule.check(config.model, config.parallel.tp)
 
-    return [rule_of(rule) for rule in FAMILIES[model.family].rules()]
+    family = vars(config.model).get("family") if "model" in vars(config) else None
+    found = FAMILIES[family].rules() if family else ()
+    return [rule_of(rule) for rule in found if not about or about in rule.reads]
+
+
+def dp_of(config: RunConfig) -> int:
+    """The number of model replicas, in the run that a rule sees."""
+    assert config.parallel.dp != "auto"
+    return config.parallel.dp
 
 
 def _placement(config: RunConfig) -> Sequence[tuple[int, int]] | None:
@@ -177,7 +186,7 @@ def _chunks(config: RunConfig) -> int:
     return len(_placement(config) or ()) // config.parallel.pp
 
 
-def _kernels_take_the_heads(config: RunConfig, _: int) -> Iterator[Problem]:
+def _kernels_take_the_heads(config: RunConfig) -> Iterator[Problem]:
     """Attention to parts of samples or to documents goes, in 16 bits on CUDA, by flash attention's own operators."""
     size, by_parts = config.model.head_size, config.parallel.cp > 1 or config.data.document_mask
     if by_parts and config.launch.device == "cuda" and config.precision.dtype != "fp32" and size % 8:
@@ -185,7 +194,7 @@ def _kernels_take_the_heads(config: RunConfig, _: int) -> Iterator[Problem]:
         yield Problem("model.head_dim", config.model.head_dim, rule, nearest_text(nearest_multiples(size, 8)))
 
 
-def _ranks_split_sequence(config: RunConfig, _: int) -> Iterator[Problem]:
+def _ranks_split_sequence(config: RunConfig) -> Iterator[Problem]:
     parallel, length, heads = config.parallel, config.model.seq_len, config.model.num_heads
     degrees = {name: getattr(parallel, name) for name in ("cp", "tp")[: 1 + parallel.sequence_parallel]}
     degrees = {name: degree for name, degree in degrees.items() if degree > 1}
@@ -201,7 +210,7 @@ def _ranks_split_sequence(config: RunConfig, _: int) -> Iterator[Problem]:
         yield Problem("model.seq_len", length, f"must be divisible by {by}{why}", hint)
 
 
-def _context_degrees_agree(config: RunConfig, _: int) -> Iterator[Problem]:
+def _context_degrees_agree(config: RunConfig) -> Iterator[Problem]:
     """A method has its Ulysses degree: cp, 1, or of a hybrid one in between that divides cp."""
     cp, method, ulysses = config.parallel.cp, config.parallel.cp_method, config.parallel.cp_ulysses
     between, key = divisors(cp)[1:-1], "parallel.cp_ulysses"
@@ -228,7 +237,7 @@ def _context_degrees_agree(config: RunConfig, _: int) -> Iterator[Problem]:
         yield Problem(key, ulysses, f"must be {degree} {where}", 'leave it out, or parallel.cp_method = "hybrid"')
 
 
-def _ulysses_splits_heads(config: RunConfig, _: int) -> Iterator[Problem]:
+def _ulysses_splits_heads(config: RunConfig) -> Iterator[Problem]:
     """It cuts the query heads of a tensor-parallel rank; key/value heads are cut too, or each is replicated as often."""
     parallel, model = config.parallel, config.model
     is_whole = parallel.cp_method == "ulysses"
@@ -254,7 +263,7 @@ def _ulysses_splits_heads(config: RunConfig, _: int) -> Iterator[Problem]:
     yield Problem("parallel.cp_ulysses", degree, rule, f'{hint} parallel.cp_method = "ring"')
 
 
-def _every_stage_has_a_layer(config: RunConfig, _: int) -> Iterator[Problem]:
+def _every_stage_has_a_layer(config: RunConfig) -> Iterator[Problem]:
     layers, pp, chunks = config.model.num_layers, config.parallel.pp, _chunks(config)
     if layers < pp * chunks and isinstance(config.parallel.layout, str):  # a list says which stages have none
         stages = f"parallel.pp={pp}" if chunks == 1 else f"parallel.pp*chunks={pp}*{chunks}={pp * chunks}"
@@ -263,7 +272,7 @@ def _every_stage_has_a_layer(config: RunConfig, _: int) -> Iterator[Problem]:
         yield Problem("model.num_layers", layers, f"must be >= {stages}, a layer for each stage", hint)
 
 
-def _layout_is_of_this_model(config: RunConfig, _: int) -> Iterator[Problem]:
+def _layout_is_of_this_model(config: RunConfig) -> Iterator[Problem]:
     layout, stages, layers = config.parallel.layout, config.parallel.pp * _chunks(config), config.model.num_layers
     counts = [] if isinstance(layout, str) else layer_counts(layout)
     if not counts or not stages:
@@ -281,7 +290,7 @@ def _layout_is_of_this_model(config: RunConfig, _: int) -> Iterator[Problem]:
         )
 
 
-def _schedule_has_its_chunks(config: RunConfig, _: int) -> Iterator[Problem]:
+def _schedule_has_its_chunks(config: RunConfig) -> Iterator[Problem]:
     chunks = config.parallel.virtual_stages
     if config.parallel.schedule_file is not None:
         return
@@ -289,7 +298,7 @@ def _schedule_has_its_chunks(config: RunConfig, _: int) -> Iterator[Problem]:
         yield Problem("parallel.virtual_stages", chunks, *wrong)
 
 
-def _activations_name_layers_and_ranks(config: RunConfig, _: int) -> Iterator[Problem]:
+def _activations_name_layers_and_ranks(config: RunConfig) -> Iterator[Problem]:
     """Layers that the model has, and pipeline ranks that there are, each once."""
     own, count, pp = config.activations, config.model.num_layers, config.parallel.pp
     tables = {"activations": own, **{f"activations.stages[{index}]": one for index, one in enumerate(own.stages)}}
@@ -315,35 +324,26 @@ def _activations_name_layers_and_ranks(config: RunConfig, _: int) -> Iterator[Pr
             yield Problem(f"activations.stages[{index}].stage", rank, rule, "ranks count from 0")
 
 
-def _what_is_cut_is_not_kept_whole(config: RunConfig, _: int) -> Iterator[Problem]:
-    """The residual stream is made again from the whole input of a layer, so a part of that would be kept beside it."""
-    own = config.activations
-    regions = [own.of_stage(rank).regions for rank in (-1, *(one.stage for one in own.stages))]
-    if own.partition and any("residual" in each and "block" not in each for each in regions):
-        rule = "must be false where residual is recomputed, which starts from the whole input of a layer"
-        yield Problem("activations.partition", True, rule, "leave residual out of activations.recompute, or name block")
-
-
-def _batch_sizes_agree(config: RunConfig, dp: int) -> Iterable[Problem]:
-    batch_sizes(config, dp)  # raises what is wrong
+def _batch_sizes_agree(config: RunConfig) -> Iterable[Problem]:
+    batch_sizes(config, dp_of(config))  # raises what is wrong
     return ()
 
 
-def _micro_batches_fill_the_schedule(config: RunConfig, dp: int) -> Iterator[Problem]:
+def _micro_batches_fill_the_schedule(config: RunConfig) -> Iterator[Problem]:
     multiple, count = micro_batch_multiple(config.parallel), 0
     with suppress(ConfigError):  # the rule above reports it
-        count = batch_sizes(config, dp).accumulation
+        count = batch_sizes(config, dp_of(config)).accumulation
     if count % multiple:
         name = f"parallel.pp={multiple}" if multiple == config.parallel.pp else str(multiple)
         rule = f"{config.parallel.schedule} needs micro-batches in multiples of {name}"
         yield Problem("training.accumulation", count, rule, nearest_text(nearest_multiples(count, multiple)))
 
 
-def _passes_can_be_listed(config: RunConfig, dp: int) -> Iterator[Problem]:
+def _passes_can_be_listed(config: RunConfig) -> Iterator[Problem]:
     """A schedule is a list of them, which is proved before it runs."""
     stages, count = config.parallel.pp * max(1, _chunks(config)), 0
     with suppress(ConfigError):
-        count = batch_sizes(config, dp).accumulation
+        count = batch_sizes(config, dp_of(config)).accumulation
     if count * stages > _MOST_PASSES:
         rule = (
             f"must be at most {_MOST_PASSES // stages:,} with {counted(stages, 'stage')}, of which each has all passes"
@@ -351,17 +351,17 @@ def _passes_can_be_listed(config: RunConfig, dp: int) -> Iterator[Problem]:
         yield Problem("training.accumulation", count, rule, "larger micro-batches need fewer passes")
 
 
-def _shard_groups_fill_dp(config: RunConfig, dp: int) -> Iterator[Problem]:
-    size, cp = config.zero.shard_group_size, config.parallel.cp
+def _shard_groups_fill_dp(config: RunConfig) -> Iterator[Problem]:
+    size, cp, dp = config.zero.shard_group_size, config.parallel.cp, dp_of(config)
     if size and dp * cp % size:
         nearest = nearest_text(nearest_of(size, divisors(dp * cp)))
         rule = f"must divide dp={dp}" if cp == 1 else f"must divide dp*cp={dp}*{cp}={dp * cp}"
         yield Problem("zero.shard_group_size", size, rule, nearest)
 
 
-def _second_copies_fill_shard_groups(config: RunConfig, dp: int) -> Iterator[Problem]:
+def _second_copies_fill_shard_groups(config: RunConfig) -> Iterator[Problem]:
     zero = config.zero
-    shards = zero.shard_group_size or dp * config.parallel.cp
+    shards = zero.shard_group_size or dp_of(config) * config.parallel.cp
     return second_copies_fill("zero.secondary_shard_size", zero.secondary_shard_size, shards, "write 0")
 
 
@@ -373,7 +373,7 @@ def second_copies_fill(key: str, size: int, shards: int, none: str) -> Iterator[
         yield Problem(key, size, rule, nearest_text(nearest_of(size, choices)) if choices else none)
 
 
-def _storage_is_known(config: RunConfig, _: int) -> Iterator[Problem]:
+def _storage_is_known(config: RunConfig) -> Iterator[Problem]:
     for key in ("directory", "resume"):
         url = getattr(config.checkpoint, key)
         if url is None or "://" not in url:
@@ -387,7 +387,7 @@ def _storage_is_known(config: RunConfig, _: int) -> Iterator[Problem]:
             yield Problem(f"checkpoint.{key}", url, rule, str(error))
 
 
-def _nvme_has_a_path(config: RunConfig, _: int) -> Iterator[Problem]:
+def _nvme_has_a_path(config: RunConfig) -> Iterator[Problem]:
     offload = config.zero.offload
     users = [key for key in ("optimizer", "parameters") if getattr(offload, key) == "nvme"]
     if users and offload.nvme_path is None:
@@ -395,7 +395,7 @@ def _nvme_has_a_path(config: RunConfig, _: int) -> Iterator[Problem]:
         yield Problem("zero.offload.nvme_path", None, rule, "name a directory on a local disk of each node")
 
 
-def _options_are_of_a_registered_optimizer(config: RunConfig, _: int) -> Iterator[Problem]:
+def _options_are_of_a_registered_optimizer(config: RunConfig) -> Iterator[Problem]:
     optimizer = config.optimizer
     if not OPTIMIZERS.is_built_in(optimizer.name):
         own = OPTIMIZERS[optimizer.name]
@@ -411,7 +411,7 @@ def _options_are_of_a_registered_optimizer(config: RunConfig, _: int) -> Iterato
         yield Problem("optimizer.options", dict(optimizer.options), rule, "write the keys of [optimizer]")
 
 
-def _own_lr_schedule_answers(config: RunConfig, _: int) -> Iterator[Problem]:
+def _own_lr_schedule_answers(config: RunConfig) -> Iterator[Problem]:
     """A script's own is asked for some steps: what it raises, or returns, is told before the run starts."""
     section, steps = config.lr_schedule, config.training.steps
     if LR_SCHEDULES.is_built_in(section.name):
@@ -427,22 +427,7 @@ def _own_lr_schedule_answers(config: RunConfig, _: int) -> Iterator[Problem]:
             return
 
 
-def _loss_scale_starts_above_its_least(config: RunConfig, _: int) -> Iterator[Problem]:
-    least, start = config.precision.min_loss_scale, 2.0**config.precision.initial_scale_power
-    if least > start:
-        rule = f"must be <= 2**initial_scale_power={start}"
-        yield Problem("precision.min_loss_scale", least, rule, f"write {start} or less")
-
-
-def _evaluations_have_samples(config: RunConfig, _: int) -> Iterator[Problem]:
-    data, every = config.data, config.training.eval_every_steps
-    if every and not data.validation_fraction and not data.validation_sources:
-        rule = "must be 0 where data.validation_fraction = 0.0: no sample is kept for evaluation"
-        hint = "write 0, or set data.validation_fraction or data.validation_sources"
-        yield Problem("training.eval_every_steps", every, rule, hint)
-
-
-def _validation_sources_are_apart(config: RunConfig, _: int) -> Iterator[Problem]:
+def _validation_sources_are_apart(config: RunConfig) -> Iterator[Problem]:
     data, key = config.data, "data.validation_sources"
     trained_on, labels = {source.path for source in data.sources}, Counter(one.label for one in data.validation_sources)
     for label in (label for label, count in labels.items() if count > 1):
@@ -456,34 +441,7 @@ def _validation_sources_are_apart(config: RunConfig, _: int) -> Iterator[Problem
             yield Problem(f"{key}[{index}].path", source.path, rule)
 
 
-def _elastic_batch_is_a_number(config: RunConfig, _: int) -> Iterator[Problem]:
-    if config.elastic.enabled and config.training.global_batch_size == "auto":
-        rule = "must be a number where elastic.enabled = true: it stays while dp changes"
-        yield Problem("training.global_batch_size", "auto", rule, "write the samples of an optimizer step")
-
-
-def _own_schedule_has_one_shape(config: RunConfig, _: int) -> Iterator[Problem]:
-    if config.elastic.enabled and config.parallel.schedule_file is not None:
-        rule = "must be unset where elastic.enabled = true: a schedule of your own fixes pp and accumulation"
-        hint = "leave it out, or elastic.enabled = false"
-        yield Problem("parallel.schedule_file", config.parallel.schedule_file, rule, hint)
-
-
-def _best_checkpoints_are_evaluated(config: RunConfig, _: int) -> Iterator[Problem]:
-    best = config.checkpoint.keep_best
-    for key in _VALIDATION if best and config.checkpoint.keep_last else ():
-        if not attrgetter(key)(config):
-            rule = f"must be 0 where {key} = 0: no checkpoint has a validation loss"
-            yield Problem("checkpoint.keep_best", best, rule, f"write 0, or set {key}")
-
-
-def _elastic_runs_resume(config: RunConfig, _: int) -> Iterator[Problem]:
-    if config.elastic.enabled and config.checkpoint.resume == "never":
-        rule = "must not be never where elastic.enabled = true: such a run starts again whenever machines come or go"
-        yield Problem("checkpoint.resume", "never", rule, "write auto, or elastic.enabled = false")
-
-
-def _shapes_fill_their_worlds(config: RunConfig, _: int) -> Iterator[Problem]:
+def _shapes_fill_their_worlds(config: RunConfig) -> Iterator[Problem]:
     for index, shape in enumerate(config.elastic.shapes):
         names, numbers, each = ranks_of_a_sample(shape)
         if each > shape.world_size:
@@ -494,9 +452,8 @@ def _shapes_fill_their_worlds(config: RunConfig, _: int) -> Iterator[Problem]:
             yield Problem("elastic.shapes", None, f"has {count} shapes for world_size = {world_size}", "keep one")
 
 
-def _shapes_fit_the_model(config: RunConfig, dp: int) -> Iterator[Problem]:
+def _shapes_fit_the_model(config: RunConfig) -> Iterator[Problem]:
     """Check every shape before the day on which it is needed."""
-    of_family = [rule for rule in _family_rules(config.model) if "parallel.tp" in rule.reads]
     for index, shape in enumerate(config.elastic.shapes):
         degrees = shape.model_dump(exclude={"world_size"})
         if degrees == config.parallel.model_dump(include=set(degrees)):
@@ -504,54 +461,60 @@ def _shapes_fit_the_model(config: RunConfig, dp: int) -> Iterator[Problem]:
         if shape.cp != config.parallel.cp and config.parallel.cp_method != "hybrid":
             degrees["cp_ulysses"] = None  # it follows cp
         parallel = config.parallel.model_copy(update=degrees)
-        for rule in (*of_family, *_SHAPE_RULES):
-            for problem in rule.check(config.model_copy(update={"parallel": parallel}), dp):
+        for rule in (*_family_rules(config, "parallel.tp"), *_SHAPE_RULES):
+            for problem in rule(config.model_copy(update={"parallel": parallel})):
                 key = problem.key if problem.value is None else f"{problem.key} = {toml_value(problem.value)}"
                 yield Problem(f"elastic.shapes[{index}]", shape, f"{key} {problem.rule}", problem.hint)
 
 
-_ACTIVATIONS = tuple(f"activations.{key}" for key in ("layers", "offload_layers", "stages"))
-_ELASTIC = ("elastic.enabled", "elastic.shapes")
-WORLD = ("world_size", "parallel.tp", "parallel.cp", "parallel.pp", "parallel.dp", *_ELASTIC)
-_CONTEXT = ("parallel.cp", "parallel.cp_method", "parallel.cp_ulysses")
-_CHUNKS = ("parallel.virtual_stages", "parallel.schedule", "parallel.schedule_file", "parallel.schedule_placement")
-_VALIDATION = ("training.eval_every_steps", "data.validation_fraction")
-BATCH = ("training.global_batch_size", "training.micro_batch_size", "training.accumulation")
-SCHEDULE_FILE = (*WORLD, *BATCH, "parallel.schedule_file", "parallel.schedule_placement")
-_SHAPE_RULES = (
-    Rule(("model.seq_len", "parallel.sequence_parallel", "parallel.tp", "parallel.cp"), _ranks_split_sequence),
-    Rule(_CONTEXT, _context_degrees_agree),
-    Rule((*_CONTEXT, "parallel.tp", "model.num_heads", "model.num_kv_heads"), _ulysses_splits_heads),
-    Rule(("parallel.layout", "model.num_layers", "parallel.pp", *_CHUNKS), _every_stage_has_a_layer),
-    Rule(("parallel.layout", "model.num_layers", "parallel.pp", *_CHUNKS), _layout_is_of_this_model),
+def _what_is_cut_is_not_kept_whole(config: RunConfig) -> Iterator[Problem]:
+    """The residual stream is made again from the whole input of a layer, so a part of that would be kept beside it."""
+    own = config.activations
+    regions = [own.of_stage(rank).regions for rank in (-1, *(one.stage for one in own.stages))]
+    if own.partition and any("residual" in each and "block" not in each for each in regions):
+        rule = "must be false where residual is recomputed, which starts from the whole input of a layer"
+        yield Problem("activations.partition", True, rule, "leave residual out of activations.recompute, or name block")
+
+
+def _loss_scale_starts_above_its_least(config: RunConfig) -> Iterator[Problem]:
+    least, start = config.precision.min_loss_scale, 2.0**config.precision.initial_scale_power
+    if least > start:
+        rule = f"must be <= 2**initial_scale_power={start}"
+        yield Problem("precision.min_loss_scale", least, rule, f"write {start} or less")
+
+
+def _elastic_runs_change_their_world(config: RunConfig) -> Iterator[Problem]:
+    if config.elastic.enabled and config.training.global_batch_size == "auto":
+        rule = "must be a number where elastic.enabled = true: it stays while dp changes"
+        yield Problem("training.global_batch_size", "auto", rule, "write the samples of an optimizer step")
+    if config.elastic.enabled and config.checkpoint.resume == "never":
+        rule = "must not be never where elastic.enabled = true: such a run starts again whenever machines come or go"
+        yield Problem("checkpoint.resume", "never", rule, "write auto, or elastic.enabled = false")
+
+
+_SHAPE_RULES: tuple[Rule, ...] = (
+    _ranks_split_sequence,
+    _context_degrees_agree,
+    _ulysses_splits_heads,
+    _every_stage_has_a_layer,
+    _layout_is_of_this_model,
 )
-_SIZES = tuple(
-    f"model.{key}" for key in ("family", "hidden_size", "num_heads", "num_kv_heads", "head_dim", "ffn_hidden_size")
-)
-_EVERY_SHAPE = Rule((*_ELASTIC, *_SIZES, *{key for rule in _SHAPE_RULES for key in rule.reads}), _shapes_fit_the_model)
-RULES = (
-    Rule(
-        ("model.head_dim", "parallel.cp", "data.document_mask", "launch.device", "precision.dtype"),
-        _kernels_take_the_heads,
-    ),
-    Rule(_CHUNKS, _schedule_has_its_chunks),
-    Rule((*_ACTIVATIONS, "model.num_layers", "parallel.pp", *_ELASTIC), _activations_name_layers_and_ranks),
-    Rule(("activations.partition", "activations.recompute", "activations.stages"), _what_is_cut_is_not_kept_whole),
-    Rule((*WORLD, *BATCH), _batch_sizes_agree),
-    Rule((*WORLD, *BATCH, *_CHUNKS), _micro_batches_fill_the_schedule),
-    Rule(("elastic.enabled", "training.global_batch_size"), _elastic_batch_is_a_number),
-    Rule(("elastic.enabled", "parallel.schedule_file"), _own_schedule_has_one_shape),
-    Rule((*WORLD, *BATCH, *_CHUNKS), _passes_can_be_listed),
-    Rule(_ELASTIC, _shapes_fill_their_worlds),
-    Rule((*WORLD, "zero.shard_group_size"), _shard_groups_fill_dp),
-    Rule((*WORLD, "zero.shard_group_size", "zero.secondary_shard_size"), _second_copies_fill_shard_groups),
-    Rule(("elastic.enabled", "checkpoint.resume"), _elastic_runs_resume),
-    Rule((*_VALIDATION, "data.validation_sources"), _evaluations_have_samples),
-    Rule((*_VALIDATION, "data.validation_sources", "data.sources"), _validation_sources_are_apart),
-    Rule(("checkpoint.keep_last", "checkpoint.keep_best", *_VALIDATION), _best_checkpoints_are_evaluated),
-    Rule(("checkpoint.directory", "checkpoint.resume"), _storage_is_known),
-    Rule(tuple(f"zero.offload.{key}" for key in ("optimizer", "parameters", "nvme_path")), _nvme_has_a_path),
-    Rule(("precision.min_loss_scale", "precision.initial_scale_power"), _loss_scale_starts_above_its_least),
-    Rule(("lr_schedule.name", "lr_schedule.warmup_steps", "training.steps"), _own_lr_schedule_answers),
-    Rule(("optimizer.name", "optimizer.options"), _options_are_of_a_registered_optimizer),
+RULES: tuple[Rule, ...] = (
+    _kernels_take_the_heads,
+    _schedule_has_its_chunks,
+    _activations_name_layers_and_ranks,
+    _batch_sizes_agree,
+    _micro_batches_fill_the_schedule,
+    _passes_can_be_listed,
+    _elastic_runs_change_their_world,
+    _what_is_cut_is_not_kept_whole,
+    _loss_scale_starts_above_its_least,
+    _shapes_fill_their_worlds,
+    _shard_groups_fill_dp,
+    _second_copies_fill_shard_groups,
+    _validation_sources_are_apart,
+    _storage_is_known,
+    _nvme_has_a_path,
+    _own_lr_schedule_answers,
+    _options_are_of_a_registered_optimizer,
 )

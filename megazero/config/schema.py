@@ -27,7 +27,6 @@ from megazero.schedules.registry import SCHEDULES
 from megazero.settings import (
     LARGEST_COUNT,
     ActsWhere,
-    AtMost,
     Count,
     CountOrZero,
     PathText,
@@ -53,6 +52,9 @@ _OFFLOADED = ActsWhere(
 _FP16 = ActsWhere("precision.dtype", ("fp16",), "only fp16 scales the loss")
 _ADAPTED_SCALE = ActsWhere("precision.loss_scale", (0.0,), "a fixed factor is not adapted")
 _MANY_CHECKPOINTS = ActsWhere("checkpoint.keep_last", (), "every checkpoint is kept")
+_EVALUATED = ActsWhere("data.validation_fraction data.validation_sources", (), "no sample is kept for evaluation")
+_HELD_OUT = ActsWhere("data.validation_fraction", (), "no checkpoint has a validation loss")
+_EVALUATED_STEPS = ActsWhere("training.eval_every_steps", (), "no checkpoint has a validation loss")
 _MANY_RANKS = ActsWhere("world_size", (), "there is no other rank", above=1)
 _CONTEXT = ActsWhere("parallel.cp", (), "a rank has whole samples", above=1)
 
@@ -113,7 +115,9 @@ class ParallelConfig(Section):
     """Split activations between the tensor-parallel regions over tp, by sequence position."""
     schedule: Annotated[str, NameIn(SCHEDULES), _OWN_SCHEDULE] = "1f1b"
     """Order of forward and backward passes in the pipeline."""
-    schedule_file: PathText | None = None
+    schedule_file: Annotated[
+        PathText | None, ActsWhere("elastic.enabled", (False,), "a schedule of your own fixes pp and accumulation")
+    ] = None
     """A schedule of your own as a CSV file, instead of `schedule`; it fixes pp, accumulation and the chunks."""
     schedule_placement: Annotated[
         Literal["loop", "v"], ActsWhere("parallel.schedule_file", (), "a named schedule has its own")
@@ -160,7 +164,9 @@ class OffloadConfig(Section):
     """Share of the optimizer state that is offloaded; the rest stays on the device."""
     nvme_path: Annotated[
         PathText | None,
-        ActsWhere("zero.offload.optimizer zero.offload.parameters", ("nvme", "auto"), "no state is in files"),
+        ActsWhere(
+            "zero.offload.optimizer zero.offload.parameters", ("nvme", "auto"), "no state is in files", told=True
+        ),
     ] = None
     """Directory for the files, on a local disk of each node; they are removed when the run ends."""
     pin_memory: Annotated[bool, _OFFLOADED] = True
@@ -246,12 +252,6 @@ class DataSource(Section):
         return self.path if self.weight == 1.0 else {"path": self.path, "weight": self.weight}
 
 
-def _source(value: object) -> object:
-    if not isinstance(value, str | dict | DataSource):
-        raise PydanticCustomError("source", "be a string or a table { path, weight }")
-    return {"path": value} if isinstance(value, str) else value
-
-
 class ValidationSource(Section):
     """A source on which the run is evaluated, with a loss of its own."""
 
@@ -275,16 +275,19 @@ class ValidationSource(Section):
         return self.path if len(written) == 1 else written
 
 
-def _validation_source(value: object) -> object:
-    if not isinstance(value, str | dict | ValidationSource):
-        raise PydanticCustomError("source", "be a string or a table { path, name, every_steps, samples }")
-    return {"path": value} if isinstance(value, str) else value
+def _source_of(keys: str) -> tuple[BeforeValidator, Spelling]:
+    """What a source may be written as: its path, or a table of these keys."""
+
+    def table(value: object) -> object:
+        if not isinstance(value, str | dict | Section):
+            raise PydanticCustomError("source", f"be a string or a table {{ {keys} }}")
+        return {"path": value} if isinstance(value, str) else value
+
+    return BeforeValidator(table), Spelling(f"string or {{ {keys} }}")
 
 
-Validated = Annotated[
-    ValidationSource, BeforeValidator(_validation_source), Spelling("string or { path, name, every_steps, samples }")
-]
-Source = Annotated[DataSource, BeforeValidator(_source), Spelling("string or { path, weight }")]
+Source = Annotated[DataSource, *_source_of("path, weight")]
+Validated = Annotated[ValidationSource, *_source_of("path, name, every_steps, samples")]
 
 
 class DataConfig(Section):
@@ -335,7 +338,7 @@ class TrainingConfig(Section):
         "auto"
     )
     """Micro-batches in a step on each data-parallel rank. "auto": from the other two, or as fills the pipeline."""
-    eval_every_steps: CountOrZero = 0
+    eval_every_steps: Annotated[CountOrZero, _EVALUATED] = 0
     """Steps between evaluations, unless a validation source says otherwise; 0: never."""
     eval_samples: Annotated[
         Count, ActsWhere("training.eval_every_steps data.validation_sources", (), "nothing is evaluated")
@@ -384,7 +387,7 @@ class CheckpointConfig(Section):
     """Checkpoints to keep, the newest first; older ones are removed. 0: all of them."""
     keep_every_steps: Annotated[CountOrZero, _MANY_CHECKPOINTS] = 0
     """Also keep every checkpoint whose step is a multiple of this; 0: none."""
-    keep_best: Annotated[CountOrZero, _MANY_CHECKPOINTS] = 0
+    keep_best: Annotated[CountOrZero, _MANY_CHECKPOINTS, _HELD_OUT, _EVALUATED_STEPS] = 0
     """Also keep so many with the lowest validation loss, of those saved at the step of an evaluation."""
 
 
@@ -419,7 +422,7 @@ class LoggingConfig(Section):
 
     every_steps: Count = 1
     """Steps between two reports."""
-    pipeline_trace_step: Annotated[CountOrZero, AtMost("training.steps", "no pipeline is measured")] = 0
+    pipeline_trace_step: CountOrZero = 0
     """Step whose pipeline is measured: a picture and a trace go to the run directory. 0: none."""
     tensorboard: bool = True
     """Also write TensorBoard events to run_dir."""
@@ -484,3 +487,15 @@ def keys() -> dict[str, dict[str, FieldInfo]]:
 def is_section(annotation: object) -> TypeGuard[type[Section]]:
     """Tell whether a field is itself a section."""
     return isinstance(annotation, type) and issubclass(annotation, Section)
+
+
+def without_key(config: RunConfig, key: str) -> RunConfig:
+    """A copy in which a key, or a section, has no value: reading it is an AttributeError."""
+    copy = section = config.model_copy()
+    *outer, last = key.split(".")
+    for name in outer:
+        if name not in vars(section):
+            return copy
+        vars(section)[name] = section = vars(section)[name].model_copy()
+    vars(section).pop(last, None)
+    return copy

@@ -15,7 +15,7 @@ def _of_families(key: str) -> ActsWhere:
     def reading(_: object) -> tuple[str, ...]:
         return tuple(name for name in FAMILIES if key in FAMILIES[name].reads)
 
-    return ActsWhere("model.family", reading, "this family does not read it (ModelFamily.reads)", refused_unset=True)
+    return ActsWhere("model.family", reading, "this family does not read it (ModelFamily.reads)")
 
 
 class ModelConfig(Section):

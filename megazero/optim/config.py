@@ -9,7 +9,6 @@ from megazero.optim.registry import LR_SCHEDULES, OPTIMIZERS, lr_schedules_readi
 from megazero.registry import NameIn
 from megazero.settings import (
     ActsWhere,
-    AtMost,
     CountOrZero,
     Epsilon,
     Positive,
@@ -65,7 +64,7 @@ class LrScheduleConfig(Section):
 
     name: Annotated[str, NameIn(LR_SCHEDULES)] = "cosine"
     """Shape after the warm-up; wsd (warm-up, stable, decay) stays at the peak and decays at the end."""
-    warmup_steps: Annotated[CountOrZero, AtMost("training.steps", "the learning rate does not reach its peak")] = 0
+    warmup_steps: CountOrZero = 0
     """Steps of linear rise to the peak."""
     min_lr_ratio: Annotated[Share, _of_lr_schedules("min_lr_ratio")] = 0.1
     """Learning rate of the last update, as a share of the peak; steps without an update keep it from there."""

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, TypeAlias
 
 import typer
 
-from megazero.cli._common import callback_rule, fail, schedule_rule
+from megazero.cli._common import callback_problems, fail, schedule_problems
 from megazero.training.signals import EXIT_REFUSED
 
 if TYPE_CHECKING:
@@ -151,7 +151,9 @@ class _Asked:
         """The run file on so many ranks.  Raises: ConfigError."""
         from megazero.config import load_config
 
-        return load_config(self.config, self.overrides, ranks, rules=(callback_rule(), schedule_rule()), asks="--gpus")
+        return load_config(
+            self.config, self.overrides, ranks, rules=(callback_problems, schedule_problems), asks="--gpus"
+        )
 
     def run_for_search(self, ranks: int) -> ResolvedRun:
         """For its model and global batch: as it is, or on one rank where its own shape is none of so many.
@@ -165,7 +167,7 @@ class _Asked:
             return self.run(ranks)
         except ConfigError:
             on_one = load_config(
-                self.config, (*self.overrides, *_ON_ONE_RANK), 1, rules=(callback_rule(),), asks="--gpus"
+                self.config, (*self.overrides, *_ON_ONE_RANK), 1, rules=(callback_problems,), asks="--gpus"
             )
         is_given = any(text.startswith("training.global_batch_size") for text in self.overrides)
         if not is_given and read_run_file(self.config).training.global_batch_size == "auto":

@@ -19,7 +19,7 @@ import torch
 
 from megazero.config import ConfigError, ResolvedRun, RunConfig
 from megazero.config.derive import batch_sizes
-from megazero.config.rules import SCHEDULE_FILE, Rule
+from megazero.config.rules import Rule, dp_of
 from megazero.data import Corpus
 from megazero.data.corpus import PYTHON_STDLIB, repeats, tokenizer_of
 from megazero.data.indexed import pair_paths
@@ -47,7 +47,7 @@ class DeviceNeeds(NamedTuple):
     fits: bool = True
 
 
-def _tokenizer_problems(config: RunConfig, _: int) -> Iterator[Problem]:
+def _tokenizer_problems(config: RunConfig) -> Iterator[Problem]:
     """The tokenizer is one, and the model has a row for each of its ids."""
     name, rows = config.data.tokenizer, config.model.vocab_size
     if name in not_here(config):
@@ -61,7 +61,7 @@ def _tokenizer_problems(config: RunConfig, _: int) -> Iterator[Problem]:
         yield Problem("model.vocab_size", rows, f"must be >= {ids}, the ids of data.tokenizer={name}", f"write {ids}")
 
 
-def _directory_problems(config: RunConfig, _: int) -> Iterator[Problem]:
+def _directory_problems(config: RunConfig) -> Iterator[Problem]:
     """Nothing but directories lies where the run's are to be made."""
     named = {"training.run_dir": config.training.run_dir, "checkpoint.directory": config.checkpoint.directory}
     for key, name in named.items():
@@ -73,10 +73,10 @@ def _directory_problems(config: RunConfig, _: int) -> Iterator[Problem]:
             yield Problem(key, name, "must be a directory, or not exist", f"{there} is none")
 
 
-def _source_problems(config: RunConfig, _: int) -> Iterator[Problem]:
+def _source_problems(config: RunConfig) -> Iterator[Problem]:
     """Every source that is here, to train on or to evaluate, can be read by this model, one by one."""
     missing = not_here(config)
-    if config.data.tokenizer in missing or any(_tokenizer_problems(config, 1)):
+    if config.data.tokenizer in missing or any(_tokenizer_problems(config)):
         return
     data = config.data
     trained, contents = {source.path for source in data.sources if source.path not in missing}, set[str]()
@@ -96,7 +96,7 @@ def _source_problems(config: RunConfig, _: int) -> Iterator[Problem]:
             yield Problem("data.validation_sources", path, rule, "set it, or leave the source out")
 
 
-def schedule_problems(config: RunConfig, dp: int) -> Iterator[Problem]:
+def schedule_problems(config: RunConfig) -> Iterator[Problem]:
     """A schedule of the user's own is a table, cannot deadlock, and is for these numbers."""
     file = config.parallel.schedule_file
     if file is None:
@@ -109,7 +109,7 @@ def schedule_problems(config: RunConfig, dp: int) -> Iterator[Problem]:
         return
     count = schedule.microbatches
     with suppress(ConfigError):  # a rule of every run reports it
-        count = batch_sizes(config, dp).accumulation
+        count = batch_sizes(config, dp_of(config)).accumulation
     for key, wanted, found in (
         ("parallel.pp", schedule.pp, config.parallel.pp),
         ("training.accumulation", schedule.microbatches, count),
@@ -119,16 +119,7 @@ def schedule_problems(config: RunConfig, dp: int) -> Iterator[Problem]:
 
 
 # What only the files that a run names can tell.
-_OF_DATA = ("data.tokenizer", "data.cache_dir", "model.vocab_size")
-FILE_RULES = (
-    Rule(_OF_DATA, _tokenizer_problems),
-    Rule(
-        (*_OF_DATA, "data.sources", "data.validation_sources", "data.validation_fraction", "model.seq_len"),
-        _source_problems,
-    ),
-    Rule(SCHEDULE_FILE, schedule_problems),
-    Rule(("training.run_dir", "checkpoint.directory"), _directory_problems),
-)
+FILE_RULES: tuple[Rule, ...] = (_tokenizer_problems, _source_problems, schedule_problems, _directory_problems)
 
 
 def not_here(config: RunConfig) -> list[str]:
