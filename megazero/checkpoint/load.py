@@ -2,12 +2,13 @@
 
 verify     every file has the size and hash that were written      each rank checks some of the files
 compare    the stored tensors are those of this model              nothing has been overwritten until here
-plan       which elements of which tensors this rank holds         `plan_reads`, a pure function
+plan       which elements of which tensors this rank reads         `plan_reads`, a pure function
 read       masters, moments, weights, from the files into the state
+exchange   ranks that hold the same elements have each read a piece of them
 prove      all ranks together have read each element of the model once
 
-Each rank reads all that it holds, from the pages of a local file.  Each element of the model is counted by exactly one rank
-of the world that reads it, so the sum of the counts proves the last line.
+If all ranks run on one machine, each reads everything for itself from the file's pages, which is faster than an exchange.
+Either way each element is counted by exactly one rank that reads it, so the sum of the counts is the proof.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from megazero.checkpoint.folder import FileRecord, Folder, Location, folder_at
+from megazero.checkpoint.folder import FileRecord, Folder, LocalFolder, Location, folder_at
 from megazero.checkpoint.index import (
     CheckpointError,
     DamagedError,
@@ -34,7 +35,7 @@ from megazero.checkpoint.index import (
     read_trainer_state,
 )
 from megazero.checkpoint.tensor_file import StoredTensors
-from megazero.comm.collectives import agree, gather_objects
+from megazero.comm.collectives import agree, all_gather, gather_objects
 from megazero.layers.spec import ParamSpec, Region, numel
 from megazero.parallel_state import Axis, ParallelState
 from megazero.zero.bucket import Bucket, Interval, Slot, intersect
@@ -106,13 +107,23 @@ class OpenCheckpoint:
     state: ShardedState
     at: ParallelState
 
+    @property
+    def _shares_pages(self) -> bool:
+        """Whether all ranks are on one machine and read a local file."""
+        return isinstance(self.folder, LocalFolder) and self.at.neighbours >= self.at.world.size
+
     def read(self) -> None:
         """Overwrite this rank's masters and moments.  Called on every rank, through `ShardedModel.load`.
 
         Raises: CheckpointError: on every rank, the storage fails, and what is read so far has been overwritten.
         """
-        reads = plan_reads(self.state, tuple(self.needed), self.at.tp.index)
+        copies = {bucket: None if self._shares_pages else copies_of(bucket, self.at) for bucket in self.state.buckets}
+        reads = plan_reads(self.state, copies, tuple(self.needed), self.at.tp.index)
         counts = agree(lambda: _read_all(reads, self.stored, self.state, self.at.tp), self.at.world, CheckpointError)
+        for kind in self.needed:
+            for bucket, axis in copies.items():
+                if axis is not None and _holds(self.state, kind, bucket):
+                    _exchange(self.state, kind, bucket, axis)
         of_ranks = gather_objects(counts, self.at.world)
         for kind, needed in self.needed.items():
             read = sum(counts[kind] for counts in of_ranks)
@@ -210,19 +221,58 @@ class Read:
     is_counted: bool  # by this rank alone; other ranks may read them, too
 
 
-def plan_reads(state: ShardedState, kinds: Sequence[str], tp_index: int) -> Iterator[Read]:
-    """What a rank reads of each kind: all that it holds.
+def copies_of(bucket: Bucket, at: ParallelState) -> Axis | None:
+    """The ranks that hold the same elements of a bucket; None where there is one of them."""
+    axis = at.dp_cp if bucket.policy.zero_stage == 0 else bucket.policy.replica
+    return axis if axis.size > 1 else None
 
-    Frozen parameters have no masters, but are read with them: they have nothing else.
+
+def plan_reads(
+    state: ShardedState, copies: Mapping[Bucket, Axis | None], kinds: Sequence[str], tp_index: int
+) -> Iterator[Read]:
+    """What a rank reads of each kind.
+
+    Args:
+        copies: ranks that exchange what they read of a bucket; with None it reads all that it holds.
     """
     for kind in kinds:
         for bucket in state.buckets:
-            if kind != MASTER and not state.holds(kind, bucket):
+            if not _holds(state, kind, bucket):
                 continue
+            axis = copies[bucket]
+            whole, counted = (bucket.owned, bucket.counted) if axis is None else (_piece(bucket, axis),) * 2
             for slot in bucket.layout.slots:
                 is_first = not bucket.is_duplicate and (slot.info.spec.split is not None or tp_index == 0)
-                for elements, is_counted in _cut(intersect(slot.interval, bucket.owned), bucket.counted):
+                for elements, is_counted in _cut(intersect(slot.interval, whole), counted):
                     yield Read(kind, bucket, slot, elements, is_first and is_counted)
+
+
+def _holds(state: ShardedState, kind: str, bucket: Bucket) -> bool:
+    """Frozen parameters have no masters, but are read with them: they have nothing else."""
+    return kind == MASTER or state.holds(kind, bucket)
+
+
+def _piece(bucket: Bucket, copies: Axis) -> Interval:
+    """What one of several ranks that hold the same elements reads of them."""
+    each = -(-(bucket.owned.stop - bucket.owned.start) // copies.size)
+    start = bucket.owned.start + each * copies.index
+    return Interval(start, max(start, min(start + each, bucket.owned.stop)))
+
+
+def _exchange(state: ShardedState, kind: str, bucket: Bucket, copies: Axis) -> None:
+    """Gather what each of the ranks that hold the same elements has read."""
+    owned, piece = bucket.owned, _piece(bucket, copies)
+    each = -(-(owned.stop - owned.start) // copies.size)
+    values = torch.zeros(each * copies.size)
+    mine = values[each * copies.index : each * (copies.index + 1)]
+    for slot in bucket.layout.slots:
+        if common := intersect(slot.interval, piece):
+            mine[common.start - piece.start : common.stop - piece.start] = state.read(kind, bucket, common)
+    if each:
+        all_gather(values, mine, copies).wait()
+    for slot in bucket.layout.slots:
+        if common := intersect(slot.interval, owned):
+            state.write(kind, bucket, common, values[common.start - owned.start : common.stop - owned.start])
 
 
 def _cut(whole: Interval | None, counted: Interval) -> Iterator[tuple[Interval, bool]]:
