@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from megazero.optim.optimizers import Lion, check_elementwise, make_optimizer, state_names
+from megazero.deepspeed.script_optimizers import check_elementwise, recipe_by_name
+from megazero.optim.optimizers import Lion, make_optimizer, state_names
 
 # Options that reach every kind of state, and the names of that state, from the papers' algorithms as torch names them.
 ELEMENTWISE: list[tuple[str, dict[str, Any], tuple[str, ...], tuple[str, ...]]] = [
@@ -33,10 +34,14 @@ def _parameter(values: Tensor) -> torch.nn.Parameter:
     return torch.nn.Parameter(values.clone())
 
 
+def _made(name: str, params: dict[str, Any], weights: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
+    return recipe_by_name(name, params, [{}]).build([weights])
+
+
 def _stepped(name: str, params: dict[str, Any], tensors: list[Tensor], gradients: list[list[Tensor]]) -> list[Tensor]:
     """Tensors after one step for each list of gradients."""
     weights = [_parameter(tensor) for tensor in tensors]
-    optimizer = make_optimizer(name, params, [{"params": weights}])
+    optimizer = _made(name, params, weights)
     for step in gradients:
         for weight, gradient in zip(weights, step, strict=True):
             weight.grad = gradient.clone()
@@ -66,8 +71,7 @@ def test_the_names_of_the_state_are_found(
     name: str, params: dict[str, Any], elementwise: tuple[str, ...], scalar: tuple[str, ...]
 ) -> None:
     weight = _parameter(torch.ones(3))
-    optimizer = make_optimizer(name, params, [{"params": [weight]}])
-    check_elementwise(optimizer, allow_untested=False)
+    optimizer = _made(name, params, [weight])
     found = state_names(optimizer)
     assert (tuple(sorted(found[0])), tuple(sorted(found[1]))) == (elementwise, scalar)
     assert weight.tolist() == [1, 1, 1]
@@ -78,7 +82,7 @@ def test_the_names_of_the_state_are_those_of_all_groups() -> None:
         {"params": [_parameter(torch.ones(3))]},
         {"params": [_parameter(torch.ones(3))], "momentum": 0.9},
     ]
-    assert state_names(make_optimizer("SGD", {"lr": torch.tensor(0.1)}, groups)) == (("momentum_buffer",), ())
+    assert state_names(make_optimizer(torch.optim.SGD, {"lr": torch.tensor(0.1)}, groups)) == (("momentum_buffer",), ())
 
 
 def test_lion_follows_its_paper() -> None:
@@ -123,11 +127,9 @@ def test_lion_steps_tensors_of_any_layout_and_leaves_those_without_gradient() ->
 def test_the_names_of_deepspeed_mean_what_they_mean_there(
     name: str, params: dict[str, Any], cls: type[torch.optim.Optimizer], weight_decay: float
 ) -> None:
-    group: dict[str, Any] = {"params": [_parameter(torch.ones(3))]}
-    optimizer = make_optimizer(name, params, [group])
+    optimizer = _made(name, params, [_parameter(torch.ones(3))])
     assert type(optimizer) is cls
-    assert optimizer.param_groups[0] is group
-    assert group["weight_decay"] == weight_decay
+    assert optimizer.param_groups[0]["weight_decay"] == weight_decay
 
 
 def test_decoupled_decay_is_that_of_adamw() -> None:
@@ -142,14 +144,14 @@ def test_decoupled_decay_is_that_of_adamw() -> None:
 def test_the_fused_kernel_is_taken_where_there_is_one_unless_told_otherwise() -> None:
     def group(name: str, **params: Any) -> dict[str, Any]:
         weight = _parameter(torch.ones(3))
-        return make_optimizer(name, params, [{"params": [weight]}]).param_groups[0]
+        return _made(name, params, [weight]).param_groups[0]
 
     assert all(group(name)["fused"] for name in ("Adam", "AdamW", "SGD", "Adagrad"))
     assert group("RMSprop")["foreach"]
     assert not group("AdamW", fused=False)["fused"]
     assert group("AdamW", foreach=True)["foreach"]
     assert not group("AdamW", differentiable=True)["fused"]
-    assert make_optimizer("AdamW", {}, [{"params": []}]).param_groups[0]["params"] == []
+    assert make_optimizer(torch.optim.AdamW, {}, [{"params": []}]).param_groups[0]["params"] == []
 
 
 @pytest.mark.parametrize(
@@ -174,7 +176,7 @@ def test_the_fused_kernel_is_taken_where_there_is_one_unless_told_otherwise() ->
 )
 def test_what_can_not_be_meant_is_refused_by_name(name: str, params: dict[str, Any], told: str) -> None:
     with pytest.raises(ValueError, match=told):
-        make_optimizer(name, params, [{"params": [_parameter(torch.ones(3))]}])
+        _made(name, params, [_parameter(torch.ones(3))])
 
 
 class _Foreign(torch.optim.SGD):

@@ -21,7 +21,7 @@ from megazero.layers.spec import Initializer, NamedRows, ParamSpec
 from megazero.parallel_state import Axis, ParallelState, RankGrid
 from megazero.zero.bucket import Bucket, Interval, ShardingPolicy
 from megazero.zero.gradients import GradientReducer
-from megazero.zero.optimizer import ShardedOptimizer, recipe_by_name
+from megazero.zero.optimizer import ShardedOptimizer, recipe_of_class
 from megazero.zero.parameters import ShardedParameters
 from megazero.zero.reductions import ReductionQueue, gradient_square_sum, square_sum
 from megazero.zero.units import Described, Unit, describe, units_of
@@ -64,7 +64,8 @@ class _Model:
         buckets = self.parameters.buckets
         self.reducer = GradientReducer(buckets)
         self.reducer.attach(self.parameters.by_name, {})
-        recipe = recipe_by_name("adamw", {"lr": 1e-2, "betas": (0.9, 0.95), "eps": 1e-6, "weight_decay": 0.0}, [{}])
+        params = {"lr": 1e-2, "betas": (0.9, 0.95), "eps": 1e-6, "weight_decay": 0.0}
+        recipe = recipe_of_class(torch.optim.AdamW, params, [{}])
         self.optimizer = ShardedOptimizer(buckets, recipe, self.parameters.offload)
         self.parameters.init_weights(5, self.state.tp)
 

@@ -16,10 +16,10 @@ from torch import Tensor, nn
 from megazero.comm.collectives import all_reduce, gather_objects
 from megazero.config.schema import PrecisionConfig, ZeroConfig
 from megazero.deepspeed.bound_parameters import BoundParameters
+from megazero.deepspeed.script_optimizers import recipe_of
 from megazero.deepspeed.script_reducer import ScriptReducer
 from megazero.parallel_state import ParallelState, RankGrid
 from megazero.zero.bucket import intersect
-from megazero.zero.optimizer import recipe_of
 from megazero.zero.sharded_model import ShardedModel
 from megazero.zero.units import describe, units_of
 

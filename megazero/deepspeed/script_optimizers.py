@@ -1,15 +1,157 @@
-"""DeepSpeed's Adam classes as one function: it makes torch's optimizer that computes the same.
+"""Optimizers as DeepSpeed's scripts and configurations name them, and which of them can run on shards.
 
-The engine runs torch's fused kernels on the device or, offloaded, on the host, so there is no class for each.
+The engine runs torch's fused kernels on the device or, offloaded, on the host, so DeepSpeed's Adam classes are one function.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from inspect import Parameter, isclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+
+from megazero.optim.optimizers import Lion, make_optimizer, state_names
+from megazero.optim.registry import OPTIMIZERS
+from megazero.registry import check_keywords, keywords_of, unknown_name
+from megazero.zero.optimizer import OptimizerRecipe, recipe_of_class
+
+# The names of a DeepSpeed configuration, in any case, and what they mean there without further parameters.
+_DEEPSPEED_ADAM = ("adam", "adamw", "fusedadam", "cpuadam", "deepspeedcpuadam")
+_DEEPSPEED: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
+    **dict.fromkeys(_DEEPSPEED_ADAM, (torch.optim.AdamW, {"weight_decay": 0.0})),
+    **dict.fromkeys(("lion", "fusedlion", "cpulion", "deepspeedcpulion"), (Lion, {"lr": 1e-3, "betas": (0.9, 0.999)})),
+    **dict.fromkeys(("adagrad", "cpuadagrad", "deepspeedcpuadagrad"), (torch.optim.Adagrad, {})),
+    "sgd": (torch.optim.SGD, {}),
+}
+
+# What DeepSpeed's Adams take that torch's do not, with its defaults.
+_ADAM_PARAMETERS: dict[str, Any] = {
+    "torch_adam": False,  # torch's Adam instead of DeepSpeed's: here only torch's default weight_decay
+    "adam_w_mode": True,
+    "adamw_mode": True,  # the same, for DeepSpeedCPUAdam
+    "bias_correction": True,
+    "fp32_optimizer_states": True,
+    "set_grad_none": True,  # means nothing here: gradients belong to the engine
+}
+# Of torch.optim; `OPTIMIZERS` has the others.
+_ELEMENTWISE = ("Adam", "AdamW", "SGD", "Adagrad", "Adadelta", "Adamax", "ASGD", "NAdam", "RAdam", "RMSprop", "Rprop")
+
+_MATRIX = "uses whole matrices; on shards it would compute something else"
+_NORM = "scales its step by the norm of whole parameters; on shards it would compute something else"
+_BLOCKS = "stores its state in quantised blocks, which shards would cut elsewhere"
+_REPLICAS = "communicates gradients itself and expects whole replicas"
+_NOT_ELEMENTWISE = {
+    **dict.fromkeys(("adafactor", "muon", "muonwithauxadam", "shampoo", "distributedshampoo", "soap", "kfac"), _MATRIX),
+    **dict.fromkeys(("galoreadamw", "adamuon", "dion"), _MATRIX),
+    **dict.fromkeys(("lamb", "fusedlamb", "lars", "fusedlars", "nvlamb", "novograd", "fusednovograd"), _NORM),
+    **dict.fromkeys(("onebitadam", "onebitlamb", "zerooneadam"), _REPLICAS),
+    **dict.fromkeys(("adam8bit", "adamw8bit", "lion8bit", "adagrad8bit", "rmsprop8bit", "sgd8bit"), _BLOCKS),
+    "lbfgs": "mixes all elements and needs a closure that computes the loss again",
+    "adahessian": "needs second derivatives, which shards do not have",
+    "sparseadam": "needs sparse gradients; shards have dense ones",
+}
+
+
+def recipe_by_name(name: str, params: dict[str, Any], groups: Sequence[dict[str, Any]]) -> OptimizerRecipe:
+    """Recipe for the optimizer that a configuration names.
+
+    Args:
+        name: Adam, AdamW, Lion, Adagrad, SGD or DeepSpeed's class names of them (FusedAdam, DeepSpeedCPUAdam, FusedLion,
+            ...), in any case; a name that a script has added to `OPTIMIZERS`; or that of a class in torch.optim.
+        params: as DeepSpeed or torch documents them; "fused" and "foreach" choose the kernel, else the fastest is.
+        groups: what each parameter group sets for itself.
+
+    Raises: ValueError: a name or a parameter does not exist, with a guess at what was meant; or it cannot run on shards.
+
+    As in DeepSpeed: "Adam" is AdamW unless params has "adam_w_mode": false, which "AdamW" ignores; weight_decay is 0 unless
+    given, for AdamW too, but torch's own 0.01 with "torch_adam": true; Lion starts from lr 1e-3 and betas (0.9, 0.999), not
+    from those of its paper; "max_grad_norm" is refused.  Other than in DeepSpeed, amsgrad works.
+    """
+    if "max_grad_norm" in params:
+        raise ValueError("max_grad_norm is no parameter of an optimizer; set gradient_clipping instead")
+    params = {key: tuple(value) if isinstance(value, list) else value for key, value in params.items()}
+    cls, defaults = _class_of(name)
+    known = keywords_of(cls, positional=1)
+    if name.lower() in _DEEPSPEED_ADAM:
+        optional = Parameter("keyword", Parameter.KEYWORD_ONLY, default=None)
+        check_keywords(name, params, known | dict.fromkeys(_ADAM_PARAMETERS, optional))
+        own = {key: params.pop(key, default) for key, default in _ADAM_PARAMETERS.items()}
+        decoupled = name.lower() == "adamw" or (own["adam_w_mode"] and own["adamw_mode"])
+        cls = _adam_class(name, own["bias_correction"], own["fp32_optimizer_states"], decoupled)
+        defaults = {} if own["torch_adam"] else defaults
+    else:
+        check_keywords(name, params, known)
+    params = defaults | params
+    check_elementwise(make_optimizer(cls, params, [{"params": [nn.Parameter(torch.zeros(2))]}]), allow_untested=False)
+    return recipe_of_class(cls, params, groups)
+
+
+def recipe_of(optimizer: torch.optim.Optimizer, *, allow_untested: bool = False) -> OptimizerRecipe:
+    """Recipe that keeps a user's optimizer, with its own group objects, and gives it the flat parts.
+
+    `allow_untested`: take a class of which it is not known that it acts element by element.
+
+    Raises: ValueError, it has stepped, or cannot run on shards.
+    """
+    check_elementwise(optimizer, allow_untested)
+    if any(state.get("step", 1) for state in optimizer.state.values()):  # Adagrad's exists before its first step
+        raise ValueError(f"the {type(optimizer).__name__} has stepped already; hand it over before its first step")
+
+    def build(parts: list[list[nn.Parameter]]) -> torch.optim.Optimizer:
+        optimizer.state.clear()
+        for group, part in zip(optimizer.param_groups, parts, strict=True):
+            group["params"] = part
+        return optimizer
+
+    return OptimizerRecipe(len(optimizer.param_groups), *state_names(optimizer), build)
+
+
+def check_elementwise(optimizer: torch.optim.Optimizer, allow_untested: bool) -> None:
+    """Refuse an optimizer that can not run on shards.
+
+    `allow_untested` takes classes of which nothing is known; those known to mix elements are refused all the same.
+    Raises: ValueError with the reason.
+    """
+    cls = type(optimizer)
+    for base in cls.__mro__:
+        if reason := _NOT_ELEMENTWISE.get(base.__name__.lower()):
+            raise ValueError(
+                f"{cls.__name__} {reason}. Weights are stepped as one-dimensional shards at every ZeRO stage, 0 included: "
+                "use an optimizer that acts element by element, such as AdamW or Lion"
+            )
+    known = {*(getattr(torch.optim, name) for name in _ELEMENTWISE), *(OPTIMIZERS[name].cls for name in OPTIMIZERS)}
+    if cls not in known and not allow_untested:
+        raise ValueError(
+            f"{cls.__module__}.{cls.__name__} is not known to act element by element, as shards need it to; if it does, "
+            f"set zero_allow_untested_optimizer"
+        )
+
+
+def _class_of(name: str) -> tuple[type[torch.optim.Optimizer], dict[str, Any]]:
+    """The class that a configuration means, and DeepSpeed's defaults where they are not the class's own."""
+    base = torch.optim.Optimizer
+    of_torch = {key: it for key, it in vars(torch.optim).items() if isclass(it) and issubclass(it, base) and it != base}
+    if name in OPTIMIZERS and not OPTIMIZERS.is_built_in(name):
+        return OPTIMIZERS[name].cls, {}
+    if name.lower() in _DEEPSPEED:
+        return _DEEPSPEED[name.lower()]
+    if name in of_torch:
+        return of_torch[name], {}
+    if reason := _NOT_ELEMENTWISE.get(name.lower().removeprefix("deepspeed")):
+        raise ValueError(f"optimizer type {name!r} is not offered: it {reason}. Use AdamW or Lion")
+    raise unknown_name("optimizer type", name, of_torch.keys() | {"Lion", "FusedAdam", "DeepSpeedCPUAdam", "FusedLion"})
+
+
+def _adam_class(
+    name: str, bias_correction: bool, fp32_optimizer_states: bool, decoupled: bool
+) -> type[torch.optim.Adam]:
+    if not bias_correction:
+        raise ValueError(f"{name}: bias_correction=false is not offered; torch's kernels always correct")
+    if not fp32_optimizer_states:
+        raise ValueError(f"{name}: fp32_optimizer_states=false is not offered; state has the dtype of what is stepped")
+    return torch.optim.AdamW if decoupled else torch.optim.Adam
 
 
 def adam(
@@ -26,12 +168,9 @@ def adam(
     set_grad_none: bool = True,
     fp32_optimizer_states: bool = True,
 ) -> torch.optim.Optimizer:
-    """torch's AdamW; Adam where `adam_w_mode` or `adamw_mode` is False.  Raises: NotImplementedError for another update."""
-    if not (bias_correction and fp32_optimizer_states):
-        raise NotImplementedError("torch's Adam corrects its biases and keeps fp32 moments; leave these options out")
-    decoupled = adam_w_mode and adamw_mode
-    made = torch.optim.AdamW if decoupled else torch.optim.Adam
-    return made(params, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, amsgrad=amsgrad)
+    """Make torch's AdamW; Adam where `adam_w_mode` or `adamw_mode` is False.  Raises: ValueError for another update."""
+    cls = _adam_class("Adam", bias_correction, fp32_optimizer_states, adam_w_mode and adamw_mode)
+    return cls(params, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, amsgrad=amsgrad)
 
 
 class _CompatibleOps(dict[Any, bool]):

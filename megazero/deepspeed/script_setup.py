@@ -32,6 +32,7 @@ from megazero.deepspeed.module_engine import ModuleEngine
 from megazero.deepspeed.pipeline_engine import PipelineEngine
 from megazero.deepspeed.pipeline_module import PipelineModule
 from megazero.deepspeed.recompute import configure_by_block
+from megazero.deepspeed.script_optimizers import recipe_by_name, recipe_of
 from megazero.deepspeed.script_reducer import ModuleReducer, ScriptReducer
 from megazero.deepspeed.topology import PipelineParallelGrid
 from megazero.deepspeed.training_engine import ENGINES, TrainingEngine
@@ -42,7 +43,7 @@ from megazero.parallel_state.groups import Groups
 from megazero.parallel_state.state import TIMEOUT, local_device
 from megazero.terminal import Terminal
 from megazero.zero.bucket import DTYPES
-from megazero.zero.optimizer import OptimizerRecipe, recipe_by_name, recipe_of
+from megazero.zero.optimizer import OptimizerRecipe
 from megazero.zero.param_proxy import UngatheredParameter, real
 from megazero.zero.sharded_model import ShardedModel
 from megazero.zero.units import Described, describe, units_of

@@ -28,7 +28,7 @@ from megazero.schedules.kind import GivenSchedule, ScheduleKind
 from megazero.schedules.proof import check_runnable
 from megazero.schedules.registry import SCHEDULES
 from megazero.zero.bucket import DTYPES
-from megazero.zero.optimizer import OptimizerRecipe, recipe_by_name
+from megazero.zero.optimizer import OptimizerRecipe, recipe_of_class
 
 
 def kind_of(config: RunConfig) -> ScheduleKind:
@@ -73,7 +73,7 @@ def _built(kind: ScheduleKind, pp: int, microbatches: int, chunks: int) -> Sched
 def optimizer_of(config: OptimizerConfig) -> OptimizerRecipe:
     """The configured optimizer, with a parameter group that decays and one that does not."""
     groups = [{"weight_decay": config.weight_decay}, {"weight_decay": 0.0}]
-    return recipe_by_name(config.name, OPTIMIZERS[config.name].settings(config), groups)
+    return recipe_of_class(OPTIMIZERS[config.name].cls, OPTIMIZERS[config.name].settings(config), groups)
 
 
 def stages_of(config: RunConfig, count: int = 1, tp: int | None = None) -> list[GPTStage]:

@@ -175,7 +175,7 @@ def _check_optimizer(config: RunConfig, run_file: str | Path) -> None:
     """The optimizer of the run file must keep the moments that AdamW has.  Raises: CheckpointError."""
     name = config.optimizer.name
     groups = [{"params": [torch.zeros(2, requires_grad=True)], "weight_decay": config.optimizer.weight_decay}]
-    kept, _ = state_names(make_optimizer(name, OPTIMIZERS[name].settings(config.optimizer), groups))
+    kept, _ = state_names(make_optimizer(OPTIMIZERS[name].cls, OPTIMIZERS[name].settings(config.optimizer), groups))
     if set(kept) != set(ADAM):
         raise CheckpointError(
             f"the checkpoint has AdamW's {' and '.join(ADAM)}, and optimizer.name={name} of {run_file} keeps "

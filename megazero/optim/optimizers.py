@@ -5,22 +5,21 @@
                                               and numbers of the whole group: where the borders fall changes nothing
 
 An optimizer that looks at a matrix, or at the norm of a parameter, would compute something else on a shard, without any
-error; `check_elementwise` refuses those by name.  `OPTIMIZERS` holds those that a run file may name.
+error.  `OPTIMIZERS` holds those that a run file may name.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import KW_ONLY, dataclass, field
-from inspect import Parameter, isclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from megazero.optim.config import OptimizerConfig
-from megazero.optim.registry import BUILT_IN_KEYS, OPTIMIZERS
-from megazero.registry import check_keywords, keywords_of, unknown_name
+from megazero.optim.registry import BUILT_IN_KEYS
+from megazero.registry import check_keywords, keywords_of
 
 
 class Lion(torch.optim.Optimizer):
@@ -103,9 +102,7 @@ class ElementwiseOptimizer:
 
 
 ADAMW = ElementwiseOptimizer(torch.optim.AdamW, elementwise=True, keys=BUILT_IN_KEYS["adamw"])
-ADAM = ElementwiseOptimizer(
-    torch.optim.Adam, elementwise=True, keys=BUILT_IN_KEYS["adam"], keywords={"adam_w_mode": False}
-)
+ADAM = ElementwiseOptimizer(torch.optim.Adam, elementwise=True, keys=BUILT_IN_KEYS["adam"])
 SGD = ElementwiseOptimizer(torch.optim.SGD, elementwise=True, keys=BUILT_IN_KEYS["sgd"])
 LION = ElementwiseOptimizer(Lion, elementwise=True, keys=BUILT_IN_KEYS["lion"])
 ADAGRAD = ElementwiseOptimizer(torch.optim.Adagrad, elementwise=True, keys=BUILT_IN_KEYS["adagrad"])
@@ -120,96 +117,21 @@ def _blocks(*tensors: Tensor) -> Iterable[tuple[Tensor, ...]]:
     return zip(*(tensor.view(-1).split(size) for tensor in tensors), strict=True)
 
 
-# The names of a DeepSpeed configuration, in any case, and what they mean there without further parameters.
-_DEEPSPEED_ADAM = ("adam", "adamw", "fusedadam", "cpuadam", "deepspeedcpuadam")
-_DEEPSPEED: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
-    **dict.fromkeys(_DEEPSPEED_ADAM, (torch.optim.AdamW, {"weight_decay": 0.0})),
-    **dict.fromkeys(("lion", "fusedlion", "cpulion", "deepspeedcpulion"), (Lion, {"lr": 1e-3, "betas": (0.9, 0.999)})),
-    **dict.fromkeys(("adagrad", "cpuadagrad", "deepspeedcpuadagrad"), (torch.optim.Adagrad, {})),
-    "sgd": (torch.optim.SGD, {}),
-}
-
-# What DeepSpeed's Adams take that torch's do not, with its defaults.
-_ADAM_PARAMETERS: dict[str, Any] = {
-    "torch_adam": False,  # torch's Adam instead of DeepSpeed's: here only torch's default weight_decay
-    "adam_w_mode": True,
-    "adamw_mode": True,  # the same, for DeepSpeedCPUAdam
-    "bias_correction": True,
-    "fp32_optimizer_states": True,
-    "set_grad_none": True,  # means nothing here: gradients belong to the engine
-}
-_OPTIONAL = Parameter("keyword", Parameter.KEYWORD_ONLY, default=None)
-
-# Of torch.optim; `OPTIMIZERS` has the others.
-_ELEMENTWISE = ("Adam", "AdamW", "SGD", "Adagrad", "Adadelta", "Adamax", "ASGD", "NAdam", "RAdam", "RMSprop", "Rprop")
-
-_MATRIX = "uses whole matrices; on shards it would compute something else"
-_NORM = "scales its step by the norm of whole parameters; on shards it would compute something else"
-_BLOCKS = "stores its state in quantised blocks, which shards would cut elsewhere"
-_REPLICAS = "communicates gradients itself and expects whole replicas"
-_NOT_ELEMENTWISE = {
-    **dict.fromkeys(("adafactor", "muon", "muonwithauxadam", "shampoo", "distributedshampoo", "soap", "kfac"), _MATRIX),
-    **dict.fromkeys(("galoreadamw", "adamuon", "dion"), _MATRIX),
-    **dict.fromkeys(("lamb", "fusedlamb", "lars", "fusedlars", "nvlamb", "novograd", "fusednovograd"), _NORM),
-    **dict.fromkeys(("onebitadam", "onebitlamb", "zerooneadam"), _REPLICAS),
-    **dict.fromkeys(("adam8bit", "adamw8bit", "lion8bit", "adagrad8bit", "rmsprop8bit", "sgd8bit"), _BLOCKS),
-    "lbfgs": "mixes all elements and needs a closure that computes the loss again",
-    "adahessian": "needs second derivatives, which shards do not have",
-    "sparseadam": "needs sparse gradients; shards have dense ones",
-}
-
-
-def make_optimizer(type: str, params: dict[str, Any], groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
-    """Make an optimizer by its name in a configuration.
+def make_optimizer(
+    cls: type[torch.optim.Optimizer], params: dict[str, Any], groups: list[dict[str, Any]]
+) -> torch.optim.Optimizer:
+    """Make an optimizer of a class.
 
     Args:
-        type: Adam, AdamW, Lion, Adagrad, SGD or DeepSpeed's class names of them (FusedAdam, DeepSpeedCPUAdam,
-            FusedLion, ...), in any case; a name that a script has added to `OPTIMIZERS`; or that of a class in torch.optim.
-        params: as DeepSpeed or torch documents them; "fused" and "foreach" choose the kernel, else the fastest is.
+        params: keywords of the class; "fused" and "foreach" choose the kernel, else the fastest is.
         groups: these dicts become the optimizer's `param_groups`.
 
-    Raises:
-        ValueError: for a name or a parameter that does not exist, with a guess at what was meant.
-
-    As in DeepSpeed: "Adam" is AdamW unless params has "adam_w_mode": false, which "AdamW" ignores; weight_decay
-    is 0 unless given, for AdamW too, but torch's own 0.01 with "torch_adam": true; Lion starts from lr 1e-3 and betas
-    (0.9, 0.999), not from those of its paper; "max_grad_norm" is refused.  Other than in DeepSpeed, amsgrad works.
+    Raises: ValueError: a keyword that does not exist, with a guess at what was meant.
     """
-    if "max_grad_norm" in params:
-        raise ValueError("max_grad_norm is no parameter of an optimizer; set gradient_clipping instead")
-    params = {key: tuple(value) if isinstance(value, list) else value for key, value in params.items()}
-    cls, defaults = _class_of(type)
-    known = keywords_of(cls, positional=1)
-    if type.lower() in _DEEPSPEED_ADAM:
-        check_keywords(type, params, known | dict.fromkeys(_ADAM_PARAMETERS, _OPTIONAL))
-        cls, params, defaults = _deepspeed_adam(type, params)
-    else:
-        check_keywords(type, params, known)
-    params = defaults | params
+    check_keywords(cls.__name__, params, keywords_of(cls, positional=1))
     if not {"fused", "foreach"} & params.keys():
-        params |= _kernel(cls, params, [tensor for group in groups for tensor in group["params"]])
+        params = params | _kernel(cls, params, [tensor for group in groups for tensor in group["params"]])
     return cls(groups, **params)
-
-
-def check_elementwise(optimizer: torch.optim.Optimizer, allow_untested: bool) -> None:
-    """Refuse an optimizer that can not run on shards.
-
-    `allow_untested` takes classes of which nothing is known; those known to mix elements are refused all the same.
-    Raises: ValueError with the reason.
-    """
-    cls = type(optimizer)
-    for base in cls.__mro__:
-        if reason := _NOT_ELEMENTWISE.get(base.__name__.lower()):
-            raise ValueError(
-                f"{cls.__name__} {reason}. Weights are stepped as one-dimensional shards at every ZeRO stage, 0 included: "
-                "use an optimizer that acts element by element, such as AdamW or Lion"
-            )
-    known = {*(getattr(torch.optim, name) for name in _ELEMENTWISE), *(OPTIMIZERS[name].cls for name in OPTIMIZERS)}
-    if cls not in known and not allow_untested:
-        raise ValueError(
-            f"{cls.__module__}.{cls.__name__} is not known to act element by element, as shards need it to; if it does, "
-            f"set zero_allow_untested_optimizer"
-        )
 
 
 def state_names(optimizer: torch.optim.Optimizer) -> tuple[tuple[str, ...], tuple[str, ...]]:
@@ -235,36 +157,6 @@ def state_names(optimizer: torch.optim.Optimizer) -> tuple[tuple[str, ...], tupl
                     f"state of the parameter's shape and scalars can be kept"
                 )
     return tuple(elementwise), tuple(scalar)
-
-
-def _class_of(name: str) -> tuple[type[torch.optim.Optimizer], dict[str, Any]]:
-    """The class that a configuration means, and DeepSpeed's defaults where they are not the class's own."""
-    base = torch.optim.Optimizer
-    of_torch = {key: it for key, it in vars(torch.optim).items() if isclass(it) and issubclass(it, base) and it != base}
-    if name in OPTIMIZERS and not OPTIMIZERS.is_built_in(name):
-        return OPTIMIZERS[name].cls, {}
-    if name.lower() in _DEEPSPEED:
-        return _DEEPSPEED[name.lower()]
-    if name in of_torch:
-        return of_torch[name], {}
-    if reason := _NOT_ELEMENTWISE.get(name.lower().removeprefix("deepspeed")):
-        raise ValueError(f"optimizer type {name!r} is not offered: it {reason}. Use AdamW or Lion")
-    raise unknown_name("optimizer type", name, of_torch.keys() | {"Lion", "FusedAdam", "DeepSpeedCPUAdam", "FusedLion"})
-
-
-def _deepspeed_adam(
-    name: str, params: dict[str, Any]
-) -> tuple[type[torch.optim.Optimizer], dict[str, Any], dict[str, Any]]:
-    """Class, remaining parameters and defaults of a DeepSpeed Adam, with those parameters taken that torch has not."""
-    own = _ADAM_PARAMETERS | {key: params[key] for key in params.keys() & _ADAM_PARAMETERS.keys()}
-    if not own["bias_correction"]:
-        raise ValueError(f"{name}: bias_correction=false is not offered; torch's kernels always correct")
-    if not own["fp32_optimizer_states"]:
-        raise ValueError(f"{name}: fp32_optimizer_states=false is not offered; state has the dtype of what is stepped")
-    decoupled = name.lower() == "adamw" or (own["adam_w_mode"] and own["adamw_mode"])
-    rest = {key: value for key, value in params.items() if key not in _ADAM_PARAMETERS}
-    cls = torch.optim.AdamW if decoupled else torch.optim.Adam
-    return cls, rest, {} if own["torch_adam"] else {"weight_decay": 0.0}
 
 
 def _kernel(cls: type[torch.optim.Optimizer], params: dict[str, Any], tensors: list[Tensor]) -> dict[str, bool]:

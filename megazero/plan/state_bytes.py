@@ -125,7 +125,7 @@ def formula_of(run: ResolvedRun, shards: int) -> StateFormula:
     """The formulas for a run whose state is shared by so many ranks."""
     zero, precision, optimizer = run.config.zero, run.config.precision, run.config.optimizer
     settings = OPTIMIZERS[optimizer.name].settings(optimizer)
-    twin = make_optimizer(optimizer.name, settings, [{"params": [torch.nn.Parameter(torch.ones(2))]}])
+    twin = make_optimizer(OPTIMIZERS[optimizer.name].cls, settings, [{"params": [torch.nn.Parameter(torch.ones(2))]}])
     return StateFormula(
         stage=zero.stage,
         shards=shards,

@@ -22,7 +22,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from megazero.optim.optimizers import Lion, check_elementwise, make_optimizer, state_names
+from megazero.optim.optimizers import Lion, make_optimizer, state_names
 from megazero.zero.bucket import Bucket, Interval, in_order_of_use, intersect
 from megazero.zero.file_stepper import FileStepper, Part
 from megazero.zero.offload import FILE_PART_ELEMENTS, Offload
@@ -46,38 +46,16 @@ class OptimizerRecipe:
     build: Callable[[list[list[nn.Parameter]]], torch.optim.Optimizer]  # from the parts of each group
 
 
-def recipe_by_name(name: str, params: dict[str, Any], groups: Sequence[dict[str, Any]]) -> OptimizerRecipe:
-    """Recipe for an optimizer of a configuration, as `make_optimizer` takes it; `groups`: what each sets for itself.
-
-    Raises: ValueError, the name or a parameter does not exist, or the optimizer cannot run on shards.
-    """
+def recipe_of_class(
+    cls: type[torch.optim.Optimizer], params: dict[str, Any], groups: Sequence[dict[str, Any]]
+) -> OptimizerRecipe:
+    """Recipe for an optimizer of a class, as `make_optimizer` takes it; `groups`: what each sets for itself."""
 
     def build(parts: list[list[nn.Parameter]]) -> torch.optim.Optimizer:
-        return make_optimizer(name, params, [{**own, "params": part} for own, part in zip(groups, parts, strict=True)])
+        return make_optimizer(cls, params, [{**own, "params": part} for own, part in zip(groups, parts, strict=True)])
 
     probe = build([[nn.Parameter(torch.zeros(2))] for _ in groups])
-    check_elementwise(probe, allow_untested=False)
     return OptimizerRecipe(len(groups), *state_names(probe), build)
-
-
-def recipe_of(optimizer: torch.optim.Optimizer, *, allow_untested: bool = False) -> OptimizerRecipe:
-    """Recipe that keeps a user's optimizer, with its own group objects, and gives it the flat parts.
-
-    `allow_untested`: take a class of which it is not known that it acts element by element.
-
-    Raises: ValueError, it has stepped, or cannot run on shards.
-    """
-    check_elementwise(optimizer, allow_untested)
-    if any(state.get("step", 1) for state in optimizer.state.values()):  # Adagrad's exists before its first step
-        raise ValueError(f"the {type(optimizer).__name__} has stepped already; hand it over before its first step")
-
-    def build(parts: list[list[nn.Parameter]]) -> torch.optim.Optimizer:
-        optimizer.state.clear()
-        for group, part in zip(optimizer.param_groups, parts, strict=True):
-            group["params"] = part
-        return optimizer
-
-    return OptimizerRecipe(len(optimizer.param_groups), *state_names(optimizer), build)
 
 
 Stepped: TypeAlias = Callable[[Bucket, Callable[[], None] | None], None]
