@@ -9,7 +9,7 @@ import pytest
 from tokenizer_files import write_tokenizer
 
 from megazero.data import load_tokenizer, open_corpus
-from megazero.data.stdlib import build_python_stdlib
+from megazero.data.corpus import build_python_stdlib
 from megazero.data.writer import IndexedWriter
 
 

@@ -219,15 +219,15 @@ def test_of_many_processes_one_reads(tmp_path):
 
 def test_who_waits_for_another_process_says_for_which_lock(tmp_path, monkeypatch):
     monkeypatch.setattr(identity, "_TURN_SECONDS", 0.01)
-    path, said = str(tmp_path / "lock"), []
-    held = FileLock(path, thread_local=False).acquire()
+    path, said = tmp_path / "data", []
+    held = FileLock(f"{path}.lock", thread_local=False).acquire()
 
     def say(line: str) -> None:
         said.append(line)
         held.lock.release()
 
-    with identity._locked(path, say):
-        assert said == [f"waiting for the process that holds {path}: it verifies the same data"]
+    with identity.locked(path, "data is kept", say):
+        assert said == [f"waiting for the process that holds {path}.lock: it works on the same data"]
 
 
 def test_what_differs_between_two_fingerprints_is_named():

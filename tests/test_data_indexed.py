@@ -201,22 +201,3 @@ def test_of_two_writers_of_a_pair_the_second_is_refused_and_waits_for_nothing(tm
         with pytest.raises(FileExistsError, match=r"another process is writing .*x\.idx"):
             IndexedWriter(tmp_path / "x", np.uint16).__enter__()
     assert IndexedDataset(tmp_path / "x").tokens.tolist() == [3]
-
-
-def test_a_writer_that_comes_as_another_one_ends_does_not_empty_what_that_one_has_published(tmp_path, monkeypatch):
-    import fcntl
-
-    first, inner = IndexedWriter(tmp_path / "x", np.uint16).__enter__(), fcntl.flock
-    first.add_document(np.array([3]))
-
-    def end_first(*arguments) -> None:  # after the second has opened the file and before it asks for the lock
-        monkeypatch.undo()
-        first.__exit__(None, None, None)
-        inner(*arguments)
-
-    monkeypatch.setattr(fcntl, "flock", end_first)
-    with IndexedWriter(tmp_path / "x", np.uint16) as second:
-        assert IndexedDataset(tmp_path / "x").tokens.tolist() == [3]
-        second.add_document(np.array([4]))
-    assert IndexedDataset(tmp_path / "x").tokens.tolist() == [4]
-    assert sorted(os.listdir(tmp_path)) == ["x.bin", "x.identity.json", "x.idx"]

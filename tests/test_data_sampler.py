@@ -8,9 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megazero.data.blend import Blend
-from megazero.data.permutation import Permutation
-from megazero.data.sampler import SampleStream, ValidationStream, Windows, split
+from megazero.data.sampler import Blend, Permutation, SampleStream, ValidationStream, Windows, split
 
 # ---- Permutation
 

@@ -734,8 +734,10 @@ def test_what_an_option_is_for_is_told(hubs: dict[str, Hub], tmp_path: Path) -> 
         return " ".join(shown.stderr.split())
 
     assert "--to x must be hf or dcp" in told("export", "a", "b", "--to", "x")
-    assert "--max-shard-size is for --to hf" in told("export", "a", "b", "--to", "dcp", "--max-shard-size", "1MB")
-    assert "--names is for --to dcp" in told("export", "a", "b", "--names", "torchtitan")
+    assert "--to dcp does not take --max-shard-size" in told(
+        "export", "a", "b", "--to", "dcp", "--max-shard-size", "1MB"
+    )
+    assert "--to hf does not take --names" in told("export", "a", "b", "--names", "torchtitan")
     theirs = tmp_path / "theirs"
     dcp.save({"decoder.x": torch.zeros(1)}, checkpoint_id=theirs, no_dist=True)
     olmo2 = run_file(tmp_path / "run.toml", shape(1, MODEL | {"family": "olmo2"}))

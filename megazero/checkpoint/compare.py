@@ -32,7 +32,7 @@ class TensorDifference:
     elements: int = 0  # 0 if the shapes differ and nothing was compared
     differing: int = 0  # elements whose bits differ after both were converted to fp32
     max_abs: float = inf  # the largest |a - b|; infinite if one is not a number
-    relative: float = inf  # max_abs as a share of the largest |b|
+    relative: float = inf  # max_abs / the largest |b|
     is_close: bool = False  # within the tolerances
 
 
@@ -49,7 +49,7 @@ class Comparison:
     @property
     def is_equal(self) -> bool:
         """Whether a run resumed from either would go on in the same way, within the tolerances."""
-        return not self.only and not self.fields and all(one.is_close for one in self.tensors)
+        return not self.only and not self.fields and all(tensor.is_close for tensor in self.tensors)
 
 
 def compare(a: Location, b: Location, *, rtol: float = 0.0, atol: float = 0.0) -> Comparison:
@@ -57,8 +57,8 @@ def compare(a: Location, b: Location, *, rtol: float = 0.0, atol: float = 0.0) -
 
     Elements are close if |a - b| <= atol + rtol * |b|.  With either, dtypes may differ; with neither, every bit counts.
     """
-    with reading(a) as one, reading(b) as other:
-        return _compare((one, other), rtol, atol)
+    with reading(a) as folder_a, reading(b) as folder_b:
+        return _compare((folder_a, folder_b), rtol, atol)
 
 
 def _compare(folders: tuple[Folder, Folder], rtol: float, atol: float) -> Comparison:
@@ -80,8 +80,8 @@ def _compare(folders: tuple[Folder, Folder], rtol: float, atol: float) -> Compar
         names = pair[0].files.keys() & pair[1].files.keys()
         result.compared += len(names)
         differences = (_difference(kind, name, pair[0][name], pair[1][name], rtol, atol) for name in names)
-        result.tensors += [one for one in differences if one is not None]
-    result.tensors.sort(key=lambda one: (one.is_close, -one.relative, -one.max_abs, one.kind, one.name))
+        result.tensors += filter(None, differences)
+    result.tensors.sort(key=lambda found: (found.is_close, -found.relative, -found.max_abs, found.kind, found.name))
     lines = result.only if any(state.script for state in states) else result.notes
     lines += _only("file", *others)
     both = sorted(others[0].keys() & others[1].keys())
@@ -116,18 +116,18 @@ def _difference(
     kind: str, name: str, a: StoredTensor, b: StoredTensor, rtol: float, atol: float
 ) -> TensorDifference | None:
     """The difference of two tensors with one name; None if they are equal."""
-    texts = [f"{list(one.shape)} {str(one.dtype).removeprefix('torch.')}" for one in (a, b)]
+    texts = [f"{list(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}" for tensor in (a, b)]
     described = " and ".join(dict.fromkeys(texts))
     if a.shape != b.shape:
         return TensorDifference(kind, name, described)
     differing, largest, scale, is_close = 0, 0.0, 0.0, rtol > 0 or atol > 0
-    for one, other in _parts(a, b):
-        scale = max(scale, float(other.abs().max().nan_to_num(inf)))
-        apart = one.view(torch.int32) != other.view(torch.int32)
-        if not apart.any():
+    for rows_a, rows_b in _rows(a, b):
+        scale = max(scale, float(rows_b.abs().max().nan_to_num(inf)))
+        differ = rows_a.view(torch.int32) != rows_b.view(torch.int32)
+        if not differ.any():
             continue
-        differing += int(apart.sum())
-        x, y = one[apart].double(), other[apart].double()
+        differing += int(differ.sum())
+        x, y = rows_a[differ].double(), rows_b[differ].double()
         gap = (x - y).abs().nan_to_num(nan=inf)
         largest = max(largest, float(gap.max()))
         is_close &= bool((gap <= atol + rtol * y.abs()).all())
@@ -137,7 +137,7 @@ def _difference(
     return TensorDifference(kind, name, described, prod(a.shape), differing, largest, relative, is_close)
 
 
-def _parts(a: StoredTensor, b: StoredTensor) -> Iterator[tuple[Tensor, Tensor]]:
+def _rows(a: StoredTensor, b: StoredTensor) -> Iterator[tuple[Tensor, Tensor]]:
     """Both tensors, some rows at a time, flat and in fp32, which holds every stored number exactly."""
     shape = a.shape
     if not shape:

@@ -48,7 +48,7 @@ def _unlocked() -> None:
 
 def is_file_name(name: object) -> TypeGuard[str]:
     """Whether a name from outside is that of a file directly within a folder, on any system."""
-    return isinstance(name, str) and name not in ("", ".", "..") and not any(one in name for one in "/\\\0")
+    return isinstance(name, str) and name not in ("", ".", "..") and not any(letter in name for letter in "/\\\0")
 
 
 def partial_of(name: str) -> str:

@@ -287,7 +287,7 @@ def read_trainer_state(location: Location) -> TrainerState:
         except ValidationError as error:
             first = error.errors()[0]
             raise ValueError(f"{'.'.join(map(str, first['loc']))}: {first['msg']}") from error
-        known = {one.name for one in fields(TrainerState)}  # a later release may have written more
+        known = {key.name for key in fields(TrainerState)}  # a later release may have written more
         return TrainerState(**{name: value for name, value in stored.items() if name in known})
 
 

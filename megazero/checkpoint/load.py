@@ -82,7 +82,7 @@ def open_checkpoint(
     stored = agree(open_and_check, at.world, CheckpointError)
     shapes = {kind: _logical_shapes(state, kind) for kind in (MODEL, *moments)}
     stages = gather_objects(shapes, at.pp)
-    all_shapes = {kind: {name: shape for one in stages for name, shape in one[kind].items()} for kind in shapes}
+    all_shapes = {kind: {name: shape for stage in stages for name, shape in stage[kind].items()} for kind in shapes}
     agree(lambda: _compare(stored, shapes, all_shapes), at.world, CheckpointError)
 
     needed = {

@@ -122,7 +122,7 @@ class Pruner:
             intact = self._root.child(name)
             if not (found := find_damage_together(intact, self._world, by_hash=self._by_hash)):
                 # what is newer than this one may be intact, too
-                remove = [one for one in remove if step_of(self._root.child(one)) < step_of(intact)]
+                remove = [old for old in remove if step_of(self._root.child(old)) < step_of(intact)]
                 break
             damage += found
         else:

@@ -44,11 +44,15 @@ class SavePlan:
     assignments: tuple[Assignment, ...]  # in which this rank takes part
     writers: tuple[int, ...]  # every rank that writes a file of each kind
 
+    def file(self, kind: str, rank: int) -> str:
+        """The file of a writer."""
+        return f"{kind}-{self.writers.index(rank) + 1:05d}-of-{len(self.writers):05d}.safetensors"
+
 
 def plan_saving(source: ShardedState, at: ParallelState, world: Axis) -> SavePlan:
     """Called on every rank, once per run."""
     assignments = assign_writers(source.buckets, at)
-    writes = gather_objects(any(one.writer == at.rank for one in assignments), world)
+    writes = gather_objects(any(assignment.writer == at.rank for assignment in assignments), world)
     return SavePlan(assignments, tuple(rank for rank, does in enumerate(writes) if does))
 
 
@@ -86,23 +90,34 @@ def save_checkpoint(
         agree(action if at.rank == 0 else lambda: None, axes.world, CheckpointError)
 
     plan = plan or plan_saving(source, at, axes.world)
-    numbers = {rank: f"{index:05d}-of-{len(plan.writers):05d}" for index, rank in enumerate(plan.writers, 1)}
-    on_first(lambda: _prepare(folder, source.kinds, numbers.values(), files))
-    number = numbers.get(at.rank, "")
-    written, buffers, open_files = _Written(), HostBuffers(), {}
+    tensor_files = [plan.file(kind, rank) for kind in source.kinds for rank in plan.writers]
+    on_first(lambda: _prepare(folder, [*tensor_files, *map(index_name, source.kinds), TRAINER_STATE, *files]))
+    own = _write_own(folder, source, plan, trainer.step, at, axes.model)
+    of_ranks = gather_objects(own, axes.world)
+    on_first(lambda: _commit(folder, of_ranks, source.kinds, trainer, files, moves_latest))
+    return sum(written.bytes for written in of_ranks)
+
+
+def _write_own(
+    folder: Folder, source: ShardedState, plan: SavePlan, step: int, at: ParallelState, stage: Axis
+) -> _Written:
+    """Gather the tensors of this rank's pipeline stage, and write those that this rank is to write.
+
+    A writer whose disk fails goes on receiving and drops what it receives, so that no other rank waits for it.
+    """
+    written, buffers, open_files = _Written(), HostBuffers(), dict[str, SafetensorsWriter]()
     for kind in source.kinds:
-        held = [one for one in plan.assignments if source.holds(kind, source.buckets[one.bucket])]
-        specs, dtype = [one.slot.info.spec for one in held if one.writer == at.rank], source.dtype(kind)
+        held = [entry for entry in plan.assignments if source.holds(kind, source.buckets[entry.bucket])]
+        specs, dtype = [entry.slot.info.spec for entry in held if entry.writer == at.rank], source.dtype(kind)
         shapes = {name: shape for spec in specs for name, shape in spec.logical_shapes().items()}
-        file, metadata = f"{kind}-{number}.safetensors", {"kind": kind, "step": str(trainer.step)}
+        file, metadata = plan.file(kind, at.rank) if specs else "", {"kind": kind, "step": str(step)}
         written.tensors[kind] = {name: (file, dtype.itemsize * numel(shape)) for name, shape in shapes.items()}
-        described = {name: (dtype, shape) for name, shape in shapes.items()}
-        begin = partial(SafetensorsWriter, folder, file, described, metadata)
+        layout = {name: (dtype, shape) for name, shape in shapes.items()}
+        begin = partial(SafetensorsWriter, folder, file, layout, metadata)
         writer = written.attempt(f"{folder}/{file}", begin) if specs else None
         if writer is not None:
             open_files[file] = writer
-        # A writer whose disk fails goes on receiving and drops what it receives, so that no other rank waits for it.
-        for assignment, local in gather_locals(source, kind, held, at, axes.model, buffers):
+        for assignment, local in gather_locals(source, kind, held, at, stage, buffers):
             for name, tensor in assemble(assignment.slot.info.spec, local).items():
                 if writer is not None:
                     written.attempt(f"{folder}/{file}", partial(writer.write, name, tensor))
@@ -112,16 +127,12 @@ def save_checkpoint(
             writer.abandon()
         else:
             written.records[file] = record
-    everyone = gather_objects(written, axes.world)
-    on_first(lambda: _commit(folder, everyone, source.kinds, trainer, files, moves_latest))
-    return sum(one.bytes for one in everyone)
+    return written
 
 
-def _prepare(folder: Folder, kinds: Sequence[str], numbers: Iterable[str], files: Mapping[str, bytes]) -> None:
-    """Make the directory, and remove files that a run may have left there when it was stopped while saving."""
+def _prepare(folder: Folder, names: Iterable[str]) -> None:
+    """Make the directory for files of these names, and remove those that a run left there when it was stopped."""
     folder.check_lock()
-    names = [f"{kind}-{number}.safetensors" for kind in kinds for number in numbers]
-    names += [*map(index_name, kinds), TRAINER_STATE, *files]
     try:
         if folder.is_link:
             raise CheckpointError(
@@ -168,7 +179,7 @@ class _Written:
 
 def _commit(
     folder: Folder,
-    everyone: Sequence[_Written],
+    of_ranks: Sequence[_Written],
     kinds: Sequence[str],
     trainer: TrainerState,
     files: Mapping[str, bytes],
@@ -177,21 +188,21 @@ def _commit(
     """Complete the checkpoint if every rank has written its files."""
     folder.check_lock()
     try:
-        for rank, one in enumerate(everyone):
-            if one.error is not None:
-                raise CheckpointError(f"rank {rank}: {one.error}")
+        for rank, written in enumerate(of_ranks):
+            if written.error is not None:
+                raise CheckpointError(f"rank {rank}: {written.error}")
         small = dict(files)
         for kind in kinds:
-            tensors = {name: stored for one in everyone for name, stored in one.tensors.get(kind, {}).items()}
+            tensors = {name: stored for own in of_ranks for name, stored in own.tensors.get(kind, {}).items()}
             files_of_tensors = {name: file for name, (file, _) in sorted(tensors.items())}
             small[index_name(kind)] = to_index(files_of_tensors, sum(size for _, size in tensors.values()))
         small[TRAINER_STATE] = to_json(asdict(trainer))
-        records = {name: record for one in everyone for name, record in one.records.items()}
+        records = {name: record for own in of_ranks for name, record in own.records.items()}
         for name, data in small.items():
             records[name] = folder.write(name, data)
         write_manifest(folder, records)
     except Exception as failure:
-        needed, free = sum(one.bytes for one in everyone), folder.parent.free_bytes()
+        needed, free = sum(own.bytes for own in of_ranks), folder.parent.free_bytes()
         beside = "" if free is None else f", {free:,} are free in {folder.parent} beside what was written of it"
         with suppress(Exception):
             if not folder.has(MANIFEST):

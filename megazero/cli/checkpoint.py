@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from inspect import signature
 from math import prod
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.table import Column, Table
@@ -27,8 +28,7 @@ ExtensionOption = Annotated[
     list[str] | None, typer.Option("--extension", help="A Python file or module that registers the model's family.")
 ]
 DtypeOption = Annotated[str | None, typer.Option(help="fp32, bf16 or fp16; as they are by default.")]
-_SHARD = "5GB"
-ShardOption = Annotated[str, typer.Option(help="Largest file of weights, such as 5GB or 500MB.")]
+ShardOption = Annotated[str | None, typer.Option(help="Largest file of weights, such as 500MB; 5GB by default.")]
 
 
 @contextmanager
@@ -42,11 +42,22 @@ def _user_errors(status: int = 1) -> Iterator[None]:
         fail(str(error), status)
 
 
-def _check_dtype(dtype: str | None) -> None:
+def _options(
+    what: str, function: Callable[..., Any], dtype: str | None, max_shard_size: str | None, **given: Any
+) -> dict[str, Any]:
+    """The options that were given, as arguments of a function.  Raises: ValueError: it does not take one of them."""
+    from megazero.checkpoint.shards import parse_size
     from megazero.zero.bucket import DTYPES
 
     if dtype is not None and dtype not in DTYPES:
         raise ValueError(f"--dtype {dtype} must be {', '.join(DTYPES)}")
+    given |= {"dtype": dtype, "max_shard_bytes": None if max_shard_size is None else parse_size(max_shard_size)}
+    given = {name: value for name, value in given.items() if value is not None}
+    if idle := given.keys() - signature(function).parameters.keys():
+        named = {"form": "from", "max_shard_bytes": "max-shard-size"}
+        shown = ", ".join(f"--{named.get(name, name.replace('_', '-'))}" for name in sorted(idle))
+        raise ValueError(f"{what} does not take {shown} here")
+    return given
 
 
 @app.command()
@@ -176,19 +187,19 @@ def _print_differences(found: Comparison, rows: int | None) -> None:
     if found.tensors:
         right = (Column(name, justify="right") for name in ("max |a-b|", "of max |b|"))
         table = Table("tensor", "kind", "shape and dtype", "elements that differ", *right, "", box=None)
-        for one in found.tensors[:rows]:
-            count = f"{one.differing:,} of {one.elements:,}" if one.elements else "not compared"
-            cells = one.name, one.kind, one.described, count, f"{one.max_abs:.3g}", f"{one.relative:.3g}"
-            table.add_row(*cells, "close" if one.is_close else "")
+        for tensor in found.tensors[:rows]:
+            count = f"{tensor.differing:,} of {tensor.elements:,}" if tensor.elements else "not compared"
+            cells = tensor.name, tensor.kind, tensor.described, count, f"{tensor.max_abs:.3g}", f"{tensor.relative:.3g}"
+            table.add_row(*cells, "close" if tensor.is_close else "")
         print_table(table)
         if rows is not None and len(found.tensors) > rows:
             print(f"... and {len(found.tensors) - rows} more; --all shows them")
     for line in found.notes:
         print(f"not part of the state: {line}")
-    apart = sum(not one.is_close for one in found.tensors)
+    different = sum(not tensor.is_close for tensor in found.tensors)
     equal = found.compared - len(found.tensors)
-    close = f", {len(found.tensors) - apart} close" if len(found.tensors) > apart else ""
-    print(f"{found.compared} tensors compared: {equal} equal{close}, {apart} different")
+    close = f", {len(found.tensors) - different} close" if len(found.tensors) > different else ""
+    print(f"{found.compared} tensors compared: {equal} equal{close}, {different} different")
     print("the states are equal" if found.is_equal else "the states differ")
 
 
@@ -207,27 +218,18 @@ def import_(
     step: Annotated[int | None, typer.Option(help="Steps done; what the checkpoint says by default.", min=0)] = None,
     samples: Annotated[int | None, typer.Option(help="Samples consumed; by default as --step.", min=0)] = None,
     ignore: Annotated[list[str] | None, typer.Option(help="Name, or pattern, of what may be left out.")] = None,
-    max_shard_size: ShardOption = _SHARD,
+    max_shard_size: ShardOption = None,
     extension: ExtensionOption = None,
 ) -> None:
     """Make a checkpoint of what another framework has written, to continue training from it."""
     from megazero.checkpoint.hugging_face.importer import MODEL_TOML, import_model
-    from megazero.checkpoint.shards import parse_size
 
-    known = {"form": form, "run_file": run_file, "step": step, "samples": samples}
-    given = {name: value for name, value in known.items() if value is not None}
-    read = added("import").get("checkpoints")
     with _user_errors():
         load_extensions(extension)
-        _check_dtype(dtype)
-        if read is None and given:
-            raise ValueError(
-                "without megazero.formats only transformers models are read: leave out --from and --run-file"
-            )
-        most = parse_size(max_shard_size)
-        made = (read or import_model)(
-            source, out, dtype=dtype, seq_len=seq_len, ignore=ignore or (), max_shard_bytes=most, **given
-        )
+        read = added("import").get("checkpoints", import_model)
+        own = {"form": form, "run_file": run_file, "step": step, "samples": samples}
+        options = _options("import", read, dtype=dtype, max_shard_size=max_shard_size, seq_len=seq_len, **own)
+        made = read(source, out, ignore=ignore or (), **options)
     print(f"{out}: {made.tensors} tensors in {made.dtype}, {made.bytes / 2**20:,.1f} MiB; for the run file")
     print(f"(the same text is in {out}/{MODEL_TOML}):\n\n{made.toml}", end="")
 
@@ -241,27 +243,18 @@ def export(
         str | None, typer.Option(help="Table of names, dcp; torchtitan's by default, if it has any.")
     ] = None,
     dtype: DtypeOption = None,
-    max_shard_size: ShardOption = _SHARD,
+    max_shard_size: ShardOption = None,
     extension: ExtensionOption = None,
 ) -> None:
     """Write a checkpoint's model for transformers, with its tokenizer; or its whole state for other trainers."""
-    from megazero.checkpoint.shards import parse_size
+    from megazero.checkpoint.hugging_face.exporter import export_model
 
     with _user_errors():
         load_extensions(extension)
-        _check_dtype(dtype)
-        writers = added("export")
-        if to not in ("hf", *writers):
-            raise ValueError(f"--to {to} must be {' or '.join(('hf', *writers))}")
-        if to == "dcp" and max_shard_size != _SHARD:
-            raise ValueError("--max-shard-size is for --to hf: torch's writer makes one file of --to dcp")
-        if to == "hf" and names is not None:
-            raise ValueError("--names is for --to dcp: transformers has one table of names")
-        if to == "dcp":
-            made = writers[to](directory, out, dtype=dtype, names=names)
-        else:
-            from megazero.checkpoint.hugging_face.exporter import export_model
-
-            made = export_model(directory, out, dtype=dtype, max_shard_bytes=parse_size(max_shard_size))
+        writers = {"hf": export_model} | added("export")
+        if to not in writers:
+            raise ValueError(f"--to {to} must be {' or '.join(writers)}")
+        options = _options(f"--to {to}", writers[to], dtype=dtype, max_shard_size=max_shard_size, names=names)
+        made = writers[to](directory, out, **options)
     files = "1 file" if made.files == 1 else f"{made.files} files"
     print(f"{out}: weights in {made.dtype}, {files}, {made.bytes / 2**20:,.1f} MiB; {made.about}")

@@ -7,19 +7,21 @@ Errors here are the user's, so each names the source and the numbers.
 """
 
 import os
+import platform
+import sysconfig
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Final
 
-from megazero.data.blend import Blend
-from megazero.data.identity import Identity, fingerprint_of, identity_path, verified_identity
+from megazero.data.identity import Identity, fingerprint_of, identity_path, locked, verified_identity
 from megazero.data.indexed import IndexedDataset
-from megazero.data.sampler import SampleStream, ValidationStream, Windows, split
-from megazero.data.stdlib import build_python_stdlib
+from megazero.data.sampler import Blend, SampleStream, ValidationStream, Windows, split
 from megazero.data.tokenizer import Tokenizer, load_tokenizer
 
 PYTHON_STDLIB: Final = "python-stdlib"
+"""About twelve megabytes of real text that every machine has: enough for a first run, a smoke test or a benchmark."""
+_LEFT_OUT: Final = frozenset({"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test"})
 
 
 @dataclass(frozen=True, eq=False)
@@ -77,7 +79,7 @@ def open_corpus(
     contents: list[str] = []
     weights = Blend([weight for _, weight in sources]).weights
     for name, _ in sources:
-        prefix = build_python_stdlib(cache_dir, tokenizer, own.eod_token) if name == PYTHON_STDLIB else Path(name)
+        prefix = build_python_stdlib(cache_dir, tokenizer, own.eod_token, say) if name == PYTHON_STDLIB else Path(name)
         dataset = IndexedDataset(prefix)
         windows = Windows.over(dataset.tokens, seq_len, name, dataset.borders)
         identity = verified_identity(dataset, cache_dir, say)
@@ -137,3 +139,55 @@ def _check_ids(name: str, identity: Identity, vocab_size: int) -> None:
             f"{name} has ids from {identity.smallest_id:,} to {identity.largest_id:,}, and the model's vocab_size is "
             f"{vocab_size:,}; raise vocab_size, or tokenize the source with this run's tokenizer"
         )
+
+
+def stdlib_files() -> list[Path]:
+    """The `.py` sources of the standard library, sorted by their path within it.
+
+    Left out: installed packages, test suites, and `_sysconfigdata*`, which differs from build to build.
+    """
+    root = Path(sysconfig.get_path("stdlib"))
+    found = []
+    for directory, names, files in os.walk(root):
+        names[:] = [name for name in names if name not in _LEFT_OUT]
+        sources = (name for name in files if name.endswith(".py") and not name.startswith("_sysconfigdata"))
+        found += [Path(directory, name) for name in sources]
+    if not found:
+        raise FileNotFoundError(f"no standard-library sources in {root}; name a .bin/.idx prefix as the data source")
+    return sorted(found, key=lambda path: path.relative_to(root).parts)
+
+
+def build_python_stdlib(
+    cache_dir: str | os.PathLike[str],
+    tokenizer: str | os.PathLike[str],
+    eod_token: str | None = None,
+    say: Callable[[str], None] = lambda _: None,
+) -> Path:
+    """The prefix of the tokenized standard library, which is built if it is not in `cache_dir` yet.
+
+    Any number of processes of a node may call it at once: one builds, in about a second with the byte tokenizer, and the
+    others wait.  Files that are not UTF-8 are left out.  The pair's name holds the Python version and the tokenizer's
+    fingerprint.
+
+    Raises: OSError: `cache_dir` cannot be written.
+    """
+    fingerprint = load_tokenizer(os.fspath(tokenizer), eod_token).fingerprint
+    prefix = Path(cache_dir) / f"python-stdlib-{platform.python_version()}-{fingerprint}"
+    if _is_complete(prefix):
+        return prefix
+    with locked(prefix, "python-stdlib is kept", say):
+        if not _is_complete(prefix):  # it may have been built while this process waited
+            from megazero.data.tokenize import tokenize_files  # a run that finds its data imports no writer
+
+            tokenize_files(
+                stdlib_files(), prefix, tokenizer, eod_token=eod_token, overwrite=True, go_on_without=lambda _: True
+            )
+    return prefix
+
+
+def _is_complete(prefix: Path) -> bool:
+    try:
+        verified_identity(IndexedDataset(prefix), prefix.parent)
+    except (FileNotFoundError, ValueError):  # a damaged cache is built again
+        return False
+    return True

@@ -107,15 +107,7 @@ def verified_identity(
     size = sum(state[0] for state in before["files"])
     if is_large := size >= _LARGE_BYTES:
         say(f"verifying {dataset.prefix}, {size / 1e9:,.1f} GB, once; {memory.parent} remembers it")
-    try:
-        memory.parent.mkdir(parents=True, exist_ok=True)
-        lock = _locked(f"{memory}.lock", say, _LOOK_SECONDS if is_large else 0.05)
-    except OSError as error:
-        raise OSError(
-            f"{memory.parent} cannot be written ({error}), where verified data is remembered; "
-            "set data.cache_dir to a directory that can"
-        ) from error
-    with lock:
+    with locked(memory, "verified data is remembered", say, poll_seconds=_LOOK_SECONDS if is_large else 0.05):
         if (known := _remembered(memory, before)) is not None:  # another process has read it meanwhile
             return known
         identity = _verify(dataset, pair)
@@ -125,18 +117,33 @@ def verified_identity(
     return identity
 
 
-def _locked(path: str, say: Callable[[str], None], poll_seconds: float = 0.05) -> AbstractContextManager[object]:
-    """A lock that is held; who waits longer for it says so."""
+def locked(
+    path: Path, what: str, say: Callable[[str], None], *, poll_seconds: float = 0.05
+) -> AbstractContextManager[object]:
+    """A lock beside a file of the cache, held by this process; `say` takes a line if it waits long for another one.
+
+    Args:
+        what: is in the directory, for messages.
+
+    Raises: OSError: the directory cannot be written.
+    """
     from filelock import FileLock, Timeout
 
-    lock, is_said = FileLock(path), False
-    while True:
-        try:
-            return lock.acquire(timeout=max(_TURN_SECONDS, poll_seconds), poll_interval=poll_seconds)
-        except Timeout:
-            if not is_said:
-                say(f"waiting for the process that holds {path}: it verifies the same data")
-            is_said = True
+    is_told = False
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        lock = FileLock(f"{path}.lock")
+        while True:
+            try:
+                return lock.acquire(timeout=max(_TURN_SECONDS, poll_seconds), poll_interval=poll_seconds)
+            except Timeout:
+                if not is_told:
+                    say(f"waiting for the process that holds {path}.lock: it works on the same data")
+                is_told = True
+    except OSError as error:
+        raise OSError(
+            f"{path.parent} cannot be written ({error}), where {what}; set data.cache_dir to a directory that can"
+        ) from error
 
 
 def _verify(dataset: IndexedDataset, pair: Sequence[Path]) -> Identity:

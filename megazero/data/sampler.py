@@ -11,19 +11,23 @@
 There is no state and no rank: a resumed run, on any cluster shape, asks for the same indices and gets the same tokens.
 """
 
+from __future__ import annotations  # of the function within `locate`: numpy takes long to spell out a type
+
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
+from math import ceil, gcd, isfinite, lcm
 from typing import Any, Final
 
 import numpy as np
+import xxhash
 from numpy.typing import ArrayLike, NDArray
 
-from megazero.data.blend import Blend
 from megazero.data.indexed import DocumentBorders
-from megazero.data.permutation import Permutation
 
+_LARGEST_TOTAL: Final = 2**30  # keeps 2 * remainder * weight below 2^63 in `_count_left`
+_ROUNDS: Final = 8  # four for each half
 _TOLD_OF: Final = 64  # samples
 
 
@@ -41,7 +45,7 @@ class Windows:
     @classmethod
     def over(
         cls, tokens: NDArray[Any], seq_len: int, name: str = "the token source", borders: DocumentBorders | None = None
-    ) -> "Windows":
+    ) -> Windows:
         """All windows of a stream, which an error calls `name`.  Raises: ValueError for fewer than one sample."""
         if seq_len < 1:
             raise ValueError(f"seq_len={seq_len} must be at least 1")
@@ -58,7 +62,7 @@ class Windows:
         """The token whose window is the next one; the last target."""
         return (self.first + self.count) * self.seq_len
 
-    def behind(self, end: int) -> "Windows":
+    def behind(self, end: int) -> Windows:
         """Those of the windows that have no target up to the token `end`."""
         first = max(self.first, -(-end // self.seq_len))
         return replace(self, first=first, count=max(self.first + self.count - first, 0))
@@ -169,7 +173,7 @@ class SampleStream(Stream):
         """Where the windows of each source end, in tokens, by its content."""
         return {source.content: source.end for source in self._sources}
 
-    def in_order(self) -> "ValidationStream":
+    def in_order(self) -> ValidationStream:
         """The same windows, each once."""
         return ValidationStream(self._sources)
 
@@ -197,7 +201,7 @@ class ValidationStream(Stream):
     def __len__(self) -> int:
         return self.num_windows
 
-    def behind(self, ends: Mapping[str, int]) -> "ValidationStream | None":
+    def behind(self, ends: Mapping[str, int]) -> ValidationStream | None:
         """The windows behind the given end of each source, in tokens, by its content; None if none is left."""
         left = [source.behind(ends.get(source.content, 0)) for source in self._sources]
         return ValidationStream([source for source in left if source.count]) if any(one.count for one in left) else None
@@ -222,3 +226,117 @@ def _sample_indices(indices: ArrayLike) -> NDArray[np.int64]:
     if array.size and int(array.min()) < 0:
         raise IndexError(f"sample index {array.min()} is negative; samples count from 0")
     return array
+
+
+class Blend:
+    """Sources interleaved by weight: the source of the i-th sample is computed, with no table and no state.
+
+        weights 3 : 1 : 2            (0 1 2)          Of the first n samples that reach a node, round(n * p) go left, where
+                                     /     \\          p is the weight of the left side. So sample n goes left when that
+        sample  0 1 2 3 4 5        (0)    (1 2)       number grows from n to n + 1, and the number itself is its index there.
+        source  0 2 0 1 0 2                /  \\
+        within  0 0 1 0 2 1              (1)  (2)     Counts never drift: each level of the tree is off by half at most.
+
+    Everything is integer arithmetic, so it is the same on every machine and at sample 10^12.  After any number of samples
+    n, source k has had n * weights[k] / sum(weights) of them, give or take ceil(log2(sources)) / 2.
+
+    Args:
+        weights: a positive number for each source; their sum does not matter. Decimals are taken as written
+            (0.1 is one tenth); ratios finer than 2**-30 are rounded.
+    """
+
+    def __init__(self, weights: Sequence[float]) -> None:
+        self.weights = _integer_weights(weights)  # integers that stand for them
+
+    def locate(self, indices: NDArray[Any]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """(source, index within source) of global samples [n]; within a source they count 0, 1, 2, ... with no gap."""
+        source = np.empty(len(indices), np.int64)
+        within = np.empty(len(indices), np.int64)
+
+        def descend(first: int, last: int, rows: NDArray[np.int64], index: NDArray[np.int64]) -> None:
+            if not rows.size:
+                return
+            if last - first == 1:
+                source[rows], within[rows] = first, index
+                return
+            middle = (first + last) // 2
+            part, whole = sum(self.weights[first:middle]), sum(self.weights[first:last])
+            left = _count_left(index, part, whole)
+            goes_left = _count_left(index + 1, part, whole) > left
+            descend(first, middle, rows[goes_left], left[goes_left])
+            descend(middle, last, rows[~goes_left], (index - left)[~goes_left])
+
+        descend(0, len(self.weights), np.arange(len(indices)), np.asarray(indices, np.int64))
+        return source, within
+
+
+def _count_left(n: NDArray[np.int64], part: int, whole: int) -> NDArray[np.int64]:
+    """round(n * part / whole), halves up: exact, with no product beyond 2^62 however large n is."""
+    rounds, rest = np.divmod(n, whole)
+    return rounds * part + (2 * rest * part + whole) // (2 * whole)
+
+
+def _integer_weights(weights: Sequence[float]) -> tuple[int, ...]:
+    if not weights:
+        raise ValueError("a blend needs at least one source")
+    for number, weight in enumerate(weights):
+        if not (isfinite(weight) and weight > 0):
+            raise ValueError(f"weight {weight} of source {number} must be positive and finite; leave the source out")
+    exact = [Fraction(str(weight)) for weight in weights]  # through its digits: 0.1 is 1/10
+    scale = lcm(*(weight.denominator for weight in exact))
+    whole = [int(weight * scale) for weight in exact]
+    divisor = gcd(*whole)
+    whole = [weight // divisor for weight in whole]
+    total = sum(whole)
+    if total <= _LARGEST_TOTAL:
+        return tuple(whole)
+    target = _LARGEST_TOTAL - len(whole)  # each may be rounded up by one
+    return tuple(ceil(Fraction(weight * target, total)) for weight in whole)
+
+
+class Permutation:
+    """A keyed bijection on [0, size): any element of a shuffle in O(1), with nothing stored.
+
+        index = [ high | low ]          high ^= F(low), low ^= F(high), high ^= ...   one half at a time,
+                  a bits  b bits        so every round can be undone and the whole is a bijection on [0, 2^(a+b))
+
+    Cycle walking brings it to any size: apply it again until the value is below `size`, fewer than twice on average.  A
+    product moves differences only towards the high bits, so F shifts right between its multiplications.
+
+    Source: Luby and Rackoff 1988 (Feistel networks); Black and Rogaway 2002 (cycle walking); Steele et al. 2014
+    (SplitMix64).
+    """
+
+    def __init__(self, size: int, key: Sequence[int]) -> None:
+        if size < 1:
+            raise ValueError(f"a permutation needs at least 1 element, got size={size}")
+        self.size = size
+        bits = (size - 1).bit_length()
+        self._low_bits = np.uint64(bits - bits // 2)
+        self._low_mask = np.uint64(2 ** (bits - bits // 2) - 1)
+        self._high_mask = np.uint64(2 ** (bits // 2) - 1)
+        text = ",".join(str(int(part)) for part in key).encode()
+        self._round_keys = [np.uint64(xxhash.xxh3_64_intdigest(text, seed=round_)) for round_ in range(_ROUNDS)]
+
+    def __call__(self, positions: NDArray[Any]) -> NDArray[np.int64]:
+        """The elements at positions in [0, size), of any shape: int64, of the same shape.  Raises: IndexError outside."""
+        flat = np.asarray(positions, np.int64).ravel()
+        if flat.size and not 0 <= int(flat.min()) <= int(flat.max()) < self.size:
+            raise IndexError(f"positions {flat.min()} to {flat.max()} of a permutation of {self.size} elements")
+        values = self._network(flat.astype(np.uint64))
+        while (outside := np.flatnonzero(values >= np.uint64(self.size))).size:
+            values[outside] = self._network(values[outside])
+        return values.astype(np.int64).reshape(np.shape(positions))
+
+    def _network(self, values: NDArray[np.uint64]) -> NDArray[np.uint64]:
+        high, low = values >> self._low_bits, values & self._low_mask
+        for key_high, key_low in zip(self._round_keys[::2], self._round_keys[1::2], strict=True):
+            high ^= _mix(low ^ key_high) & self._high_mask
+            low ^= _mix(high ^ key_low) & self._low_mask
+        return (high << self._low_bits) | low
+
+
+def _mix(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return x ^ (x >> np.uint64(31))

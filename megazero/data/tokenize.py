@@ -8,7 +8,6 @@ Every document ends with the tokenizer's end-of-document id; an empty document i
 """
 
 import functools
-import hashlib
 import json
 import os
 import re
@@ -17,8 +16,7 @@ import signal
 import threading
 import time
 from array import array
-from collections.abc import Callable, Generator, Iterator, Sequence, Set
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import closing, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -39,8 +37,6 @@ _SHARDS: Final = 4096  # about so many, whose bytes are between these two powers
 _SHARD_BITS: Final = (20, 28)
 _CONTENTS: Final = (".bin", ".lengths")  # of a shard; its `.json` says what they hold
 _SHARD_FILE: Final = re.compile(r"([0-9a-f]{32})\.(?:bin|lengths|json)(\.[0-9a-f]{8}\.partial)?")
-_RENAMING: Final = "renaming"  # in the folder from the first rename on: a file under a name of the output is ours
-_CHECKS: Final = 8  # kept shards that are read at once
 _NAMED: Final = 20  # problems that a message names; the others are counted
 
 T = TypeVar("T")
@@ -150,11 +146,11 @@ def tokenize_files(
         if count and not go_on_without(text):
             raise ValueError(f"{text}\nmend them, or leave them out with --skip-bad; what is done is kept")
 
-    renaming = folder / _RENAMING
-    with IndexedWriter(out_prefix, dtype, encoder.fingerprint, renaming.touch) as writer:
+    if folder.is_symlink():
+        raise ValueError(f"{folder} is a link: this command's own files lie there; remove it, or name another output")
+    with IndexedWriter(out_prefix, dtype, encoder.fingerprint) as writer:
         taken = [path for path in (identity_path(out_prefix), *pair_paths(out_prefix)) if path.exists()]
-        # Without an `.idx` it is no pair: a command that was killed between its renames leaves that, and says so.
-        if taken and not overwrite and (taken[-1].suffix == ".idx" or not renaming.exists()):
+        if taken and not overwrite:
             raise FileExistsError(f"{taken[-1]} exists; name another output, or replace it with --overwrite")
         files, unread, hidden = find_files(inputs, {folder, *writer.paths})
         shards, uncut = make_shards(files, job)
@@ -170,10 +166,13 @@ def tokenize_files(
         if not documents:
             raise ValueError(f"no text in {len(files):,} files under {[os.fspath(i) for i in inputs]}")
         for shard, one in zip(shards, done, strict=True):
-            ids, lengths = (_read_whole(job.path(shard, suffix), one.hashes[suffix]) for suffix in _CONTENTS)
+            ids, lengths = (_content(shard, job, suffix, one.hashes[suffix]) for suffix in _CONTENTS)
             writer.add_documents(np.frombuffer(ids, dtype), array("i", lengths))
-    renaming.unlink(missing_ok=True)
-    _remove(folder, {shard.key for shard in shards})
+    with suppress(OSError):
+        for path in folder.iterdir():
+            if _SHARD_FILE.fullmatch(path.name):
+                path.unlink()
+        folder.rmdir()  # unless somebody else has put a file there
     empty = sum(one.empty for one in done)
     counts = {
         f"empty documents:{_listed(empty, [problem for one in done for problem in one.named_empty])}": empty,
@@ -230,9 +229,7 @@ def _tokenize_shards(
 ) -> list[_Tokenized]:
     """What became of each shard, after those that are not done yet have been tokenized."""
     job.folder.mkdir(exist_ok=True)
-    with ThreadPoolExecutor(min(workers, _CHECKS)) as pool:
-        are_done = list(pool.map(functools.partial(_is_done, job=job), shards))
-    missing = [shard for shard, is_done in zip(shards, are_done, strict=True) if not is_done]
+    missing = [shard for shard in shards if not _is_done(shard, job)]
     total = sum(shard.bytes for shard in shards)
     finished = total - sum(shard.bytes for shard in missing)
     missing.sort(key=lambda shard: -shard.bytes)  # nobody waits for a large one at the end
@@ -353,23 +350,22 @@ def _encoded(shard: Shard, job: _Job, done: _Tokenized) -> Iterator[NDArray[np.i
 
 
 def _is_done(shard: Shard, job: _Job) -> bool:
-    """Whether a shard is kept as it was written: disks are not, and an earlier command may have ended weeks ago."""
-    try:
-        known = _read_tokenized(job.path(shard, ".json"))
-        for suffix, written in known.hashes.items():
-            with job.path(shard, suffix).open("rb") as file:
-                if hashlib.file_digest(file, xxhash.xxh3_128).hexdigest() != written:
-                    return False
-    except (OSError, ValueError):
-        return False
-    return known.is_final
+    """Whether an earlier command has tokenized a shard; `_content` checks what it holds."""
+    with suppress(OSError, ValueError):
+        return all(job.path(shard, suffix).exists() for suffix in _CONTENTS) and (
+            _read_tokenized(job.path(shard, ".json")).is_final
+        )
+    return False
 
 
-def _read_whole(path: Path, written: str) -> bytes:
-    content = path.read_bytes()
-    if xxhash.xxh3_128_hexdigest(content) != written:
-        raise ValueError(f"{path} is not what was written; the same command writes it again")
-    return content
+def _content(shard: Shard, job: _Job, suffix: str, written: str) -> bytes:
+    """A file of a shard, which is tokenized again where the disk has not kept what was written."""
+    for _ in range(2):
+        content = job.path(shard, suffix).read_bytes()
+        if xxhash.xxh3_128_hexdigest(content) == written:
+            return content
+        _tokenize_shard(shard, job)
+    raise OSError(f"{job.path(shard, suffix)} is not what was written, twice: does the disk fail?")
 
 
 def _read_tokenized(path: Path) -> _Tokenized:
@@ -379,28 +375,3 @@ def _read_tokenized(path: Path) -> _Tokenized:
         raise ValueError(f"{path} is damaged ({error}); the same command writes it again") from None
     named = {key: [Problem(*each) for each in known[key]] for key in ("named_unread", "named_empty")}
     return _Tokenized(**{**known, **named})
-
-
-def _remove(folder: Path, keys: Set[str]) -> None:
-    """Remove what shards have left in a folder, and the folder if nothing else is in it.
-
-    The shards are those of `keys`, and stale ones, whose inputs have changed since: these have a whole `.json`.  Where the
-    folder is a link, others may use it: there those of `keys` alone are removed, and the link stays.
-    """
-    is_shared = folder.is_symlink()
-
-    def is_stale(key: str) -> bool:
-        with suppress(OSError, ValueError, KeyError, TypeError):
-            return bool(_read_tokenized(folder / f"{key}.json"))
-        return False
-
-    found = {path: named for path in folder.iterdir() if (named := _SHARD_FILE.fullmatch(path.name))}
-    own = [
-        path
-        for path, named in found.items()
-        if named[1] in keys or (not is_shared and (named[2] or is_stale(named[1])))
-    ]
-    with suppress(OSError):
-        for path in own:
-            path.unlink()
-        folder.rmdir()

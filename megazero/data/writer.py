@@ -5,19 +5,18 @@ last.  A lock on `.idx.partial`, which stays empty, refuses a second writer; on 
 neither into the other's files.
 """
 
-import fcntl
 import glob
 import os
 import secrets
 from array import array
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Sequence
 from io import BufferedWriter
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Final, Self
 
 import numpy as np
+from filelock import FileLock, Timeout
 from numpy.typing import DTypeLike, NDArray
 
 from megazero.data.identity import identity_path, read_identity, write_identity
@@ -45,7 +44,6 @@ class IndexedWriter:
         prefix: path of the pair without `.bin` or `.idx`; its directory is made when missing.
         dtype: integer dtype of the stored ids (see `token_dtype`).
         tokenizer: fingerprint of the tokenizer of the ids, where one is known.
-        before_renames: called when the first file is about to appear under its final name.
 
     Raises:
         FileExistsError: another process is writing this pair.
@@ -56,18 +54,12 @@ class IndexedWriter:
     Source: Megatron-LM, indexed_dataset.py (`IndexedDatasetBuilder`).
     """
 
-    def __init__(
-        self,
-        prefix: str | os.PathLike[str],
-        dtype: DTypeLike,
-        tokenizer: str = "",
-        before_renames: Callable[[], object] = lambda: None,
-    ) -> None:
+    def __init__(self, prefix: str | os.PathLike[str], dtype: DTypeLike, tokenizer: str = "") -> None:
         self.dtype = np.dtype(dtype).newbyteorder("<")
         codes = [code for code, name in DTYPE_OF_CODE.items() if np.dtype(name) == self.dtype]
         if not codes:
             raise ValueError(f"dtype {np.dtype(dtype).name} cannot hold token ids here; use uint16 or int32")
-        self._code, self._tokenizer, self._before_renames = codes[0], tokenizer, before_renames
+        self._code, self._tokenizer = codes[0], tokenizer
         self._bin_path, self._idx_path = pair_paths(prefix)
         self._identity_path = identity_path(prefix)
         finals = (self._bin_path, self._identity_path, self._idx_path)  # in the order in which they appear
@@ -77,12 +69,12 @@ class IndexedWriter:
         self.paths = (*self._partials, *self._partials.values(), self._lock_path)
         self._sizes = array("i")
         self._bin: BufferedWriter | None = None
-        self._lock: BufferedWriter
+        self._lock: FileLock | None = None
 
     def __enter__(self) -> Self:
         self._bin_path.parent.mkdir(parents=True, exist_ok=True)
-        self._lock, is_alone = _open_alone(self._lock_path)
-        for path in self._partials if is_alone else ():  # left by a writer that was killed
+        self._lock = _locked(self._lock_path)
+        for path in self._partials if self._lock else ():  # left by a writer that was killed
             for left in path.parent.glob(f"{glob.escape(path.name)}.{'[0-9a-f]' * 8}.partial"):
                 left.unlink(missing_ok=True)
         self._bin = self._partials[self._bin_path].open("wb")
@@ -119,14 +111,16 @@ class IndexedWriter:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         assert self._bin is not None
-        with self._lock, self._bin:  # locked until all is in its place or removed
-            try:
+        try:
+            with self._bin as bin_file:
                 if kind is None:
-                    self._publish(self._bin)
-            finally:
-                self._bin = None
-                for path in (*self._partials.values(), self._lock_path):
-                    path.unlink(missing_ok=True)
+                    self._publish(bin_file)
+        finally:
+            self._bin = None
+            for path in (*self._partials.values(), self._lock_path):  # still locked
+                path.unlink(missing_ok=True)
+            if self._lock is not None:
+                self._lock.release()
 
     def _publish(self, bin_file: BufferedWriter) -> None:
         sizes = np.array(self._sizes, "<i4")
@@ -142,7 +136,6 @@ class IndexedWriter:
                 file.write(values.data)
             flush_to_disk(file)
         write_identity(own_identity, read_identity(bin_path, idx_path, self.dtype, self._tokenizer))
-        self._before_renames()
         # An old index or identity must never describe new tokens, so they go first, and the new index comes last.
         self._idx_path.unlink(missing_ok=True)
         self._identity_path.unlink(missing_ok=True)
@@ -150,27 +143,18 @@ class IndexedWriter:
             partial.replace(path)
 
 
-def _open_alone(path: Path) -> tuple[BufferedWriter, bool]:
-    """A file that no other process has open so, as far as the file system has locks, and whether it has.
-
-    The lock ends with the process.  Raises: FileExistsError.
-    """
-    while True:
-        has_locks = True
-        file = path.open("ab")
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            file.close()
-            raise FileExistsError(
-                f"another process is writing {path}; wait until it ends, or name another output"
-            ) from None
-        except OSError:
-            has_locks = False
-        with suppress(FileNotFoundError):
-            if os.path.samestat(os.fstat(file.fileno()), path.stat()):
-                return file, has_locks
-        file.close()  # its writer has removed it since it was opened here
+def _locked(path: Path) -> FileLock | None:
+    """A lock that ends with the process; None where the file system has no locks.  Raises: FileExistsError: it is held."""
+    lock = FileLock(path)
+    try:
+        lock.acquire(timeout=0)
+    except Timeout:
+        raise FileExistsError(
+            f"another process is writing {path}; wait until it ends, or name another output"
+        ) from None
+    except OSError:
+        return None
+    return lock
 
 
 def flush_to_disk(file: BufferedWriter) -> None:
