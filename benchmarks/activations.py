@@ -51,10 +51,10 @@ from megazero.layers.linear import WeightGradQueue
 from megazero.layers.recompute import WHOLE
 from megazero.layers.sample_part import TokenLayout
 from megazero.models.activation_config import PRESETS, LayerPolicy, Region
-from megazero.models.activations import save_by_policy
 from megazero.models.config import ModelConfig
 from megazero.models.gpt import Block, BuildContext
 from megazero.models.registry import FAMILIES
+from megazero.models.wrappers import save_by_policy
 
 RESULTS = Path(__file__).parent / "results"
 LENGTHS = (256, 512, 1024, 2048, 4096)

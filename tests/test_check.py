@@ -483,7 +483,7 @@ def test_a_run_that_cannot_fit_a_named_device_is_told_at_once() -> None:
 def test_layers_with_a_forward_of_their_own_are_recomputed_as_a_whole_or_not_at_all(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("megazero.models.activations.has_regions", lambda _: False)
+    monkeypatch.setattr("megazero.models.wrappers.has_regions", lambda _: False)
     for word, told in (("none", 0), ("selective", 1), ("full", 0), ('["mlp"]', 1)):
         done = CliRunner().invoke(app, ["check", str(QUICKSTART), f"activations.recompute={word}"])
         assert (done.exit_code, done.stderr.count('only as a whole; write "full" or "none"')) == (2 * told, told), word

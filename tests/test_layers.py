@@ -14,8 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from megazero.layers import vocabulary
-from megazero.layers.attention import SlidingWindow
-from megazero.layers.attention_kernels import attention
+from megazero.layers.attention_kernels import SlidingWindow, attention
 from megazero.layers.counter_rng import Dropout
 from megazero.layers.gemm import add_product
 from megazero.layers.linear import ColumnParallelLinear, RowParallelLinear, WeightGradQueue
@@ -405,13 +404,13 @@ def test_kept_outputs_of_attention_give_the_same_bits_and_no_kernel_runs_again(
                 lambda x: (saved.append(x.untyped_storage().nbytes()), x)[1], lambda x: x
             ),
         ):
-            out = attend(*(leaf * 1 for leaf in leaves), kept=kept)
+            out = attend(*(leaf * 1 for leaf in leaves), tape=kept)
         return [out.detach(), *torch.autograd.grad(out, leaves, slope)], saved, kernels.seen
 
     wanted, saved, kernels = run(None)
     keeps = _Keeps()
     with torch.no_grad(), _Kernels() as first:
-        out = attend(*leaves, kept=keeps)
+        out = attend(*leaves, tape=keeps)
     assert torch.equal(out, wanted[0])
     assert out.stride() == wanted[0].stride()
     assert len(keeps.kept) == len(kernels) == len(first.seen) == calls
@@ -426,7 +425,7 @@ def test_kept_outputs_of_attention_give_the_same_bits_and_no_kernel_runs_again(
 
 def test_what_no_kernel_takes_is_not_kept() -> None:
     q, keeps = torch.randn(1, 2, 3, 8)[..., ::2], _Keeps()  # the last dimension is not contiguous
-    out = attention(q, q, q, kept=keeps)
+    out = attention(q, q, q, tape=keeps)
     assert torch.equal(out, attention(q, q, q))
     assert keeps.kept == []
 

@@ -18,7 +18,8 @@ from worlds import LLAMA, engine_on, micro_batches, run_of
 
 from megazero.config import ResolvedRun
 from megazero.engine import NonFiniteError
-from megazero.layers.attention import Attention, RotaryEmbedding, SlidingWindow
+from megazero.layers.attention import Attention, RotaryEmbedding
+from megazero.layers.attention_kernels import SlidingWindow
 from megazero.layers.context_attention import ContextAttention
 from megazero.layers.recompute import WHOLE
 from megazero.layers.sample_part import SamplePart, TokenLayout, part_of
@@ -43,7 +44,8 @@ class _OwnAttention(nn.Module):
 
     def __init__(self, like: Attention) -> None:
         super().__init__()
-        self.qkv, self.out, self.sizes = like.qkv, like.out, [like.num_heads, like.num_kv_heads, like.num_kv_heads]
+        heads = like.core.heads
+        self.qkv, self.out, self.sizes = like.qkv, like.out, [heads.queries, heads.keys, heads.keys]
 
     def forward(self, x: Tensor, _: TokenLayout) -> Tensor:
         q, k, v = self.qkv(x).unflatten(-1, (sum(self.sizes), -1)).permute(1, 2, 0, 3).split(self.sizes, 1)
@@ -77,19 +79,24 @@ class _Holding(_OwnAttention):
         self.like = like
 
 
-class _OtherHeads(Attention):
-    """Inherits all but how heads attend."""
+class _OtherForward(Attention):
+    """Inherits all but its forward."""
 
     def __init__(self, like: Attention) -> None:
         nn.Module.__init__(self)
         self.__dict__.update(like.__dict__)
 
-    def heads(self, x: Tensor, layout: TokenLayout) -> Tensor:
-        return Attention.heads(self, x, replace(layout, part=None))
+    def forward(self, x: Tensor, layout: TokenLayout) -> Tensor:
+        return super().forward(x, replace(layout, part=None))
 
 
-def _other_attend(attention: Attention) -> Attention:
-    attention.attend = F.scaled_dot_product_attention  # type: ignore[assignment]
+class _OwnKernel:
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, *_: Any, **__: Any) -> Tensor:
+        return F.scaled_dot_product_attention(q, k, v)
+
+
+def _other_kernel(attention: Attention) -> Attention:
+    attention.core.kernel = _OwnKernel()
     return attention
 
 
@@ -98,11 +105,11 @@ class _HoldingFamily(_OwnFamily):
 
 
 class _InheritingFamily(_OwnFamily):
-    kind = _OtherHeads  # type: ignore[assignment]
+    kind = _OtherForward  # type: ignore[assignment]
 
 
 class _ReplacedFamily(_OwnFamily):
-    kind = staticmethod(_other_attend)  # type: ignore[assignment]
+    kind = staticmethod(_other_kernel)  # type: ignore[assignment]
 
 
 KINDS = {

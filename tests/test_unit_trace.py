@@ -89,7 +89,7 @@ def names_of(passed: PassTrace) -> list[str]:
 
 
 def test_each_gradient_of_a_layer_comes_once_the_last_product_first() -> None:
-    every = ["", "mlp.down", "mlp.gate_up", "mlp_norm", "attention.out", "attention.qkv", "attention_norm"]
+    every = ["", "mlp.down", "mlp.up", "mlp_norm", "attention.out", "attention.qkv", "attention_norm"]
     assert names_of(layer_of(run_of("")).backward) == every
     split = layer_of(run_of("parallel.pp=2 parallel.schedule=zb-h1"))
     assert names_of(split.backward) == [""]

@@ -40,19 +40,19 @@ def checkpoint(function: Callable[..., Any], *args: Any, use_reentrant: bool = F
         )
     if not torch.is_grad_enabled():
         return function(*args, **kwargs)
-    return CheckpointedCall(function, args, kwargs).run()
+    return CheckpointedCall(function).run(args, kwargs)
 
 
 class CheckpointedCall(Recomputation):
-    """One call of a script's function."""
+    """One call of a script's function, to be run with its arguments as a tuple and its keywords as a dict."""
 
-    def __init__(self, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    def __init__(self, function: Callable[..., Any]) -> None:
         def call(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
             return function(*args, **kwargs)
 
         call.__qualname__ = getattr(function, "__qualname__", type(function).__name__)
         self._autocast = _autocast_states()
-        super().__init__(call, (tuple(args), dict(kwargs)), draws=True)
+        super().__init__(call, draws=True)
 
     def run_again(self) -> None:
         with ExitStack() as contexts:

@@ -81,22 +81,22 @@ def run_recomputed(function: Callable[..., Any], *args: Any, **kwargs: Any) -> A
         return function(*args, **kwargs)
     store = _NOW.store
     if store is None or _NOW.depth:
-        return _Call(function, args, kwargs).run()
+        return _Call(function).run(args, kwargs)
     if not store.pool.nbytes_in_use:  # the first call of a pass
         if not _NOW.in_pipeline:
             store.begin_step()
         store.begin_pass("script")
     store.stay(one for one in tree_leaves((args, kwargs)) if isinstance(one, nn.Parameter))
     with store.layer():
-        return _Call(function, args, kwargs).run()
+        return _Call(function).run(args, kwargs)
 
 
 class _Call(CheckpointedCall):
     """A call that other calls know to be nested in."""
 
-    def run(self) -> Any:
+    def run(self, *args: Any) -> Any:
         with _nested():
-            return super().run()
+            return super().run(*args)
 
     def run_again(self) -> None:
         with _nested():

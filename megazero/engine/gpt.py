@@ -29,9 +29,9 @@ from megazero.engine.phases import Position, check_same_run, position_after, tra
 from megazero.engine.stage_runner import ActionClock, ChunkRunner, StageRunner, executors
 from megazero.engine.step import NonFiniteError, StepStatistics, check_finite, sum_over_ranks
 from megazero.layers.vocabulary import IGNORED_LABEL, VocabParallelHead
-from megazero.models.compiled import compile_blocks, may_compile, wants_compiling
 from megazero.models.gpt import GPTStage, MicroBatch
 from megazero.models.registry import FAMILIES
+from megazero.models.wrappers import compile_blocks, may_compile, wants_compiling
 from megazero.parallel_state import Axis, ParallelState
 from megazero.schedules.action import Action, Placement, Schedule
 from megazero.schedules.executor import Executor, Message

@@ -17,9 +17,9 @@ from megazero.layers.context_attention import ContextAttention
 from megazero.layers.linear import WeightGradQueue
 from megazero.layers.recompute import WHOLE
 from megazero.models.activation_config import layer_policies
-from megazero.models.activations import save_by_policy
 from megazero.models.gpt import BuildContext, GPTStage
 from megazero.models.stages import by_rank, cut, cut_by_rank
+from megazero.models.wrappers import save_by_policy
 from megazero.optim.config import OptimizerConfig
 from megazero.optim.registry import OPTIMIZERS
 from megazero.parallel_state import Axis, ParallelState

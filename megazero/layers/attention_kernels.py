@@ -1,10 +1,10 @@
 """The one place that chooses a kernel for attention.
 
-    no `kept`      torch's scaled_dot_product_attention chooses, and has its own derivative
-    `kept`         the kernel that torch would choose, called by its name.  It gives `out` and for each query `lse`, the log
+    no `tape`      torch's scaled_dot_product_attention chooses, and has its own derivative
+    a `tape`       the kernel that torch would choose, called by its name.  It gives `out` and for each query `lse`, the log
                    of the sum of exponentials; the backward needs q, k, v, out and lse, wherever these come from.
 
-So a block that is computed again can keep `out` and `lse` of its first forward, and the second one runs no kernel.
+So a recomputed layer can save `out` and `lse` of its first forward, and the second one runs no kernel.
 
     a `Tile`       a part of the keys: `tile_forward` gives out and lse of these alone, to be merged with those of others;
                    `tile_backward` takes out and lse of all keys, and gives this part of the gradients
@@ -14,7 +14,7 @@ So a block that is computed again can keep `out` and `lse` of its first forward,
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -25,7 +25,8 @@ from torch.nn.attention import SDPBackend
 from megazero.comm.autograd import refuse_second_derivative
 from megazero.layers.causal_squares import causal_backward, causal_forward
 from megazero.layers.cpu_bf16 import full_backward, is_faster, multiplies_bf16
-from megazero.layers.recompute import KeptResults
+from megazero.layers.recompute import Tape
+from megazero.layers.sample_part import SamplePart
 from megazero.layers.token_layout import Tile
 
 T = TypeVar("T")
@@ -33,9 +34,7 @@ T = TypeVar("T")
 _aten = torch.ops.aten
 
 
-def attention(
-    q: Tensor, k: Tensor, v: Tensor, *, mask: Tensor | None = None, kept: KeptResults | None = None
-) -> Tensor:
+def attention(q: Tensor, k: Tensor, v: Tensor, *, mask: Tensor | None = None, tape: Tape | None = None) -> Tensor:
     """softmax(q k^T / sqrt(size)) v.  q: [batch, heads, seq, size], k and v: [batch, kv heads, seq, size] -> as q.
 
     On CUDA torch uses flash attention (or cuDNN's, where that is faster) in bf16 and fp16; it needs only the last dimension
@@ -44,15 +43,84 @@ def attention(
 
     Args:
         mask: added to the scores, [seq of q, seq of k]; attention is causal without one.
-        kept: gives the outputs of the kernel; without it the kernel runs.  Tensors that no kernel takes without storing a
-            [seq, seq] matrix go through torch's formula, and nothing is kept.
+        tape: records or replays the outputs of the kernel.  Tensors that no kernel takes without storing a [seq, seq]
+            matrix go through torch's formula, and nothing is recorded.
     """
     if mask is not None or q.dtype == torch.float32:
         k, v = _one_for_each_head(q, k, v)
-    if kept is not None and (out := uncompiled(_through)(q, k, v, mask, kept)) is not None:
+    if tape is not None and (out := uncompiled(_through)(q, k, v, mask, tape)) is not None:
         return out
     fewer = q.shape[1] != k.shape[1]
     return F.scaled_dot_product_attention(q, k, v, mask, is_causal=mask is None, enable_gqa=fewer)
+
+
+class AttentionKernel(Protocol):
+    """Causal attention of one rank's heads, chosen when a model is built."""
+
+    def attend(
+        self, q: Tensor, k: Tensor, v: Tensor, part: SamplePart | None = None, *, tape: Tape | None = None
+    ) -> Tensor:
+        """q: [batch, heads, seq, size], k and v: [batch, kv heads, seq, size] -> as q.
+
+        Args:
+            part: where the tokens stand in their samples and documents; None for whole samples of one document each.
+            tape: records or replays the results of the kernel.
+        """
+
+
+class CausalAttention:
+    """An `AttentionKernel` for whole samples of one document each."""
+
+    def attend(
+        self, q: Tensor, k: Tensor, v: Tensor, part: SamplePart | None = None, *, tape: Tape | None = None
+    ) -> Tensor:
+        """As `attention`.  Raises: ValueError: the micro-batch has parts of samples, or documents."""
+        if part is not None:
+            raise ValueError(
+                "this attention was built without `context`: it knows neither documents nor parts of samples"
+            )
+        return self.whole(q, k, v, tape)
+
+    def whole(self, q: Tensor, k: Tensor, v: Tensor, tape: Tape | None) -> Tensor:
+        """Attention within whole samples."""
+        return attention(q, k, v, tape=tape)
+
+
+class SlidingWindow(CausalAttention):
+    """Causal attention to the last `size` positions, the token's own among them (Beltagy et al. 2020, section 3.1).
+
+        queries of block i      blocks are of `size` positions
+        keys    [ block i - 1   |   block i     ]
+        row 0   [ . x x x x x x | x . . . . . . ]      row p sees keys p + 1 ... p + size of the two blocks
+        row p   [ . . . . x x x | x x x x . . . ]
+
+    All blocks share one mask, so time grows with seq * size, not with seq * seq. Half of each block is masked but
+    computed, so up to 3 * size positions it takes no less than causal attention does (docs/shapes.md).
+
+    Args:
+        size: of the window, in tokens.
+        dtype: of queries and keys.
+        device: of the mask, [size, 2 * size].
+    """
+
+    def __init__(self, size: int, dtype: torch.dtype, device: torch.device) -> None:
+        row, key = torch.arange(size, device=device)[:, None], torch.arange(2 * size, device=device)
+        unseen = (key <= row) | (key > row + size)
+        self.size, self.mask = size, torch.zeros_like(unseen, dtype=dtype).masked_fill_(unseen, -torch.inf)
+
+    def whole(self, q: Tensor, k: Tensor, v: Tensor, tape: Tape | None) -> Tensor:
+        seq, size, batch = q.shape[2], self.size, q.shape[0]
+        if seq <= size:
+            return attention(q, k, v, tape=tape)
+        # The first block has none before it.  It is copied: a view would keep all of q, k and v in memory for the backward.
+        own = (x[:, :, :size].clone(memory_format=torch.contiguous_format) for x in (q, k, v))
+        first = attention(*own, tape=tape)
+        missing = -seq % size  # zeros that no query sees
+        q, k, v = (F.pad(x, (0, 0, 0, missing)).unflatten(2, (-1, size)) for x in (q, k, v))
+        k, v = (torch.cat([x[:, :, :-1], x[:, :, 1:]], dim=3) for x in (k, v))
+        q, k, v = (rearrange(x, "b h n s d -> (b n) h s d") for x in (q[:, :, 1:], k, v))
+        rest = rearrange(attention(q, k, v, mask=self.mask, tape=tape), "(b n) h s d -> b h (n s) d", b=batch)
+        return torch.cat([first, rest[:, :, : seq - size]], dim=2)
 
 
 def uncompiled(function: Callable[..., T]) -> Callable[..., T]:
@@ -68,7 +136,7 @@ def _one_for_each_head(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]
     return k.repeat_interleave(groups, dim=1), v.repeat_interleave(groups, dim=1)
 
 
-def _through(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, kept: KeptResults) -> Tensor | None:
+def _through(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, tape: Tape) -> Tensor | None:
     """By the kernel that torch takes where a backward follows, so that two forwards take the same; None for its formula."""
     with torch.enable_grad():
         like, fewer = q.detach().requires_grad_(), q.shape[1] != k.shape[1]
@@ -76,25 +144,25 @@ def _through(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, kept: KeptRes
     odd = kernel == SDPBackend.FLASH_ATTENTION and q.is_cuda and q.shape[-1] % 8  # torch pads such heads
     if odd or kernel not in _KERNELS:
         return None
-    result: Tensor = _KeptAttention.apply(q, k, v, mask, kernel, kept)
+    result: Tensor = _TapedAttention.apply(q, k, v, mask, kernel, tape)
     return result
 
 
-class _KeptAttention(torch.autograd.Function):
-    """Attention whose kernel's outputs come through `kept`."""
+class _TapedAttention(torch.autograd.Function):
+    """Attention whose kernel's outputs come through a tape."""
 
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, kernel: SDPBackend, kept: KeptResults
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, kernel: SDPBackend, tape: Tape
     ) -> Tensor:
-        outputs = kept.through(lambda: _forward(kernel, q, k, v, mask, mask is None))
+        outputs = tape.through(lambda: _forward(kernel, q, k, v, mask, mask is None))
         ctx.save_for_backward(q, k, v, mask, *outputs)
         ctx.kernel = kernel
-        return outputs[0].detach()  # the graph holds this one, and what is kept holds no graph
+        return outputs[0].detach()  # the graph holds this tensor; the tape holds no graph
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        refuse_second_derivative("attention whose results are kept")
+        refuse_second_derivative("attention whose results are recorded")
         q, k, v, mask, *outputs = ctx.saved_tensors
         return *_backward(ctx.kernel, grad, q, k, v, mask, mask is None, *outputs), None, None, None
 

@@ -41,7 +41,7 @@ from megazero.comm.collectives import Pending, largest, ring_shift, runs_by_itse
 from megazero.comm.head_exchange import SequenceForHeads, start_heads_for_sequence
 from megazero.layers.attention_kernels import uncompiled
 from megazero.layers.causal_squares import merge
-from megazero.layers.recompute import KeptResults
+from megazero.layers.recompute import Tape
 from megazero.layers.sample_part import SamplePart
 from megazero.layers.tile_calls import EVERYTHING, Call, Rows, calls
 from megazero.layers.token_layout import HeadPiece, head_pieces
@@ -263,6 +263,10 @@ class KeyGradients:
         return dk, dv
 
 
+_MISSING_PART = (
+    "a micro-batch without `part` in a run whose samples are cut over parallel.cp, or hold documents (data.document_mask); "
+    "make it with BatchShare.part_of, and give it the tokens and labels that `part.cut` leaves"
+)
 _MOST_PIECES = 4  # attention waits for 1/4 of what is exchanged
 _LEAST_CUDA_ROWS = 1 << 15  # of queries in a piece: 256 blocks of flash attention, enough for all multiprocessors
 
@@ -285,14 +289,18 @@ class ContextAttention:
         (waits,) = largest([float(not runs_by_itself(ulysses))], ring)
         self._most_pieces, self._least_rows = 1 if waits else _MOST_PIECES, _LEAST_CUDA_ROWS if on_cuda else 1
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, part: SamplePart, *, kept: KeptResults | None = None) -> Tensor:
+    def attend(
+        self, q: Tensor, k: Tensor, v: Tensor, part: SamplePart | None = None, *, tape: Tape | None = None
+    ) -> Tensor:
         """q: [batch, heads, seq of the rank, size], k and v: [batch, kv heads, ...] -> as q.
 
         Raises: ValueError where the part is of other samples, or keys and values do not fit the queries.
         """
-        return uncompiled(self._attend)(q, k, v, part, kept)
+        if part is None:
+            raise ValueError(_MISSING_PART)
+        return uncompiled(self._attend)(q, k, v, part, tape)
 
-    def _attend(self, q: Tensor, k: Tensor, v: Tensor, part: SamplePart, kept: KeptResults | None) -> Tensor:
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, part: SamplePart, tape: Tape | None) -> Tensor:
         rows, samples = part.rows.shape
         if q.shape[2] != rows or not part.is_of(q.shape[0]):
             raise ValueError(
@@ -311,7 +319,7 @@ class ContextAttention:
         q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
         if k.shape[1] < self.ulysses.size:  # ranks that share a key head; autograd sums their gradients
             k, v = (x.repeat_interleave(self.ulysses.size // x.shape[1], dim=1) for x in (k, v))
-        out: Tensor = _Attention.apply(q, k, v, self, part, kept)
+        out: Tensor = _Attention.apply(q, k, v, self, part, tape)
         return out
 
     def pieces(self, q: Tensor, k: Tensor) -> list[HeadPiece]:
@@ -360,25 +368,19 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        attention: ContextAttention,
-        part: SamplePart,
-        kept: KeptResults | None,
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, attention: ContextAttention, part: SamplePart, tape: Tape | None
     ) -> Tensor:
         ulysses, pieces = attention.ulysses, attention.pieces(q, k)
         results, saved, keys = SequenceForHeads(ulysses, q.shape[1] // ulysses.size), list[Tensor](), (k, v)
         for piece in _exchanged(pieces, q, k, v, ulysses):
             keys = piece.keys or keys
             compute = partial(attention.ring.forward, piece.q, *keys, part)
-            out, lse = compute() if kept is None else kept.through(compute)
+            out, lse = compute() if tape is None else tape.through(compute)
             saved += (*(piece.keys or ()), piece.q, out, lse)
             results.start(out, piece.heads.queries)
         ctx.save_for_backward(*saved)
         ctx.attention, ctx.part, ctx.pieces, ctx.kv_heads = attention, part, pieces, k.shape[1] // ulysses.size
-        return results.result().detach()  # the graph holds this one, and what is kept holds no graph
+        return results.result().detach()  # the graph holds this tensor; the tape holds no graph
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:

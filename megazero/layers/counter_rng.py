@@ -147,3 +147,10 @@ class Dropout(nn.Module):
         row = ids * self.seq_len + place
         index = row.unsqueeze(-1) * hidden + torch.arange(hidden, device=ids.device)
         return keep_mask(self.key, index, self.p)
+
+
+class Residual(Dropout):
+    """x + dropout(branch): the residual stream after a branch.  Arguments as `Dropout`."""
+
+    def forward(self, x: Tensor, branch: Tensor, layout: TokenLayout) -> Tensor:  # type: ignore[override]
+        return x + super().forward(branch, layout)

@@ -48,40 +48,33 @@ def gated(gate_up: Tensor) -> Tensor:
     return result
 
 
-class SwiGLU(nn.Module):
-    """down(silu(gate(x)) * up(x)).  [seq or seq / tp, batch, hidden], unchanged in shape.  gate | up are fused."""
+class Gated(nn.Module):
+    """silu(gate) * up as a module: `gated`."""
 
-    product = staticmethod(gated)
+    def forward(self, gate_up: Tensor) -> Tensor:
+        return gated(gate_up)
+
+
+class MLP(nn.Module):
+    """down(activation(up(x))).  [seq or seq / tp, batch, hidden], unchanged in shape."""
+
+    def __init__(self, up: ColumnParallelLinear, activation: nn.Module, down: RowParallelLinear) -> None:
+        super().__init__()
+        self.up, self.activation, self.down = up, activation, down
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(self.activation(self.up(x)))
+
+
+class SwiGLU(MLP):
+    """down(silu(gate(x)) * up(x)) (Shazeer 2020), with gate | up fused."""
 
     def __init__(self, gate_up: ColumnParallelLinear, down: RowParallelLinear) -> None:
-        super().__init__()
-        self.gate_up, self.down = gate_up, down
-
-    def inner(self, x: Tensor) -> Tensor:
-        """What the down projection reads: [seq, batch, inner / tp]."""
-        return self.product(self.gate_up(x))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.down(self.inner(x))
+        super().__init__(gate_up, Gated(), down)
 
 
-def tanh_gelu(x: Tensor) -> Tensor:
-    """GELU in its tanh form (Hendrycks and Gimpel 2016), of any shape."""
-    return F.gelu(x, approximate="tanh")
-
-
-class GELU(nn.Module):
-    """down(gelu(up(x))) with the tanh form of GPT-2.  [seq or seq / tp, batch, hidden], unchanged in shape."""
-
-    product = staticmethod(tanh_gelu)
+class GELU(MLP):
+    """down(gelu(up(x))) in the tanh form of GPT-2 (Hendrycks and Gimpel 2016)."""
 
     def __init__(self, up: ColumnParallelLinear, down: RowParallelLinear) -> None:
-        super().__init__()
-        self.up, self.down = up, down
-
-    def inner(self, x: Tensor) -> Tensor:
-        """What the down projection reads: [seq, batch, inner / tp]."""
-        return self.product(self.up(x))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.down(self.inner(x))
+        super().__init__(up, nn.GELU(approximate="tanh"), down)

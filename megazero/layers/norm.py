@@ -13,6 +13,7 @@ For its backward a norm keeps its input, in the input's own dtype, and a number 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -142,6 +143,43 @@ class LayerNorm(nn.Module):
         return F.layer_norm(x, self.weight.shape, self.weight, self.bias, self.eps)
 
 
+@dataclass(frozen=True)
+class Heads:
+    """The heads of attention, split over TP.
+
+    Args:
+        num_heads, num_kv_heads: of the whole model (Ainslie et al. 2023 for fewer key and value heads).  tp divides the
+            former; it divides the latter, or is a multiple of it.
+        size: elements of a head.
+        tp: the tensor-parallel axis.
+    """
+
+    num_heads: int
+    num_kv_heads: int
+    size: int
+    tp: Axis
+
+    @property
+    def queries(self) -> int:
+        """Query heads of this rank."""
+        return self.num_heads // self.tp.size
+
+    @property
+    def keys(self) -> int:
+        """Key heads that this rank attends to, and value heads."""
+        return max(self.num_kv_heads // self.tp.size, 1)
+
+    @property
+    def sharing(self) -> int:
+        """Ranks that share a key and value head."""
+        return max(self.tp.size // self.num_kv_heads, 1)
+
+    @property
+    def v_features(self) -> int:
+        """Elements of v that this rank projects to; of a shared head, its part."""
+        return self.num_kv_heads * self.size // self.tp.size
+
+
 class HeadNorm(nn.Module):
     """RMSNorm of each query and key over its head (Qwen3).  [seq, batch, heads + kv heads, head_size], unchanged in shape.
 
@@ -149,42 +187,35 @@ class HeadNorm(nn.Module):
 
     Args:
         names: prefixes of the canonical names for queries and for keys.
-        head_size: size of one head.
+        heads: see `Heads`.
         eps: added to the mean square.
-        tp: the axis over which heads are cut.
     """
 
-    def __init__(self, names: tuple[str, str], head_size: int, eps: float, tp: Axis) -> None:
+    def __init__(self, names: tuple[str, str], heads: Heads, eps: float) -> None:
         super().__init__()
-        self.eps = eps
-        rows = tuple(NamedRows(f"{name}.weight", head_size) for name in names)
-        spec = ParamSpec(rows, init=Initializer("ones"), sum_over_tp=tp.size > 1, decay=False)
+        self.heads, self.eps = heads, eps
+        rows = tuple(NamedRows(f"{name}.weight", heads.size) for name in names)
+        spec = ParamSpec(rows, init=Initializer("ones"), sum_over_tp=heads.tp.size > 1, decay=False)
         self.specs, self.weight = {"weight": spec}, drawn_parameter(spec)
 
-    def forward(self, x: Tensor, heads: int) -> Tensor:
-        """`heads` of this rank are queries, the others keys."""
-        return rms_norm(x, self.weight, self.eps, (heads, x.shape[2] - heads), dim=2)
+    def forward(self, x: Tensor) -> Tensor:
+        return rms_norm(x, self.weight, self.eps, (self.heads.queries, self.heads.keys), dim=2)
 
 
 class WidthNorm(nn.Module):
-    """RMSNorm of all queries together and of all keys together (OLMo 2).  [seq, batch, q | k | v] -> q | k and v.
+    """RMSNorm of all queries together and of all keys together (OLMo 2).  [seq, batch, q | k], unchanged in shape.
 
-    Each head has weights of its own, cut over TP like the heads.  Squares are summed over TP in fp32, and so is, in the
-    backward, what their gradients need.
-
-    Args:
-        names: prefixes of the canonical names for queries and for keys.
-        sizes: elements of all query heads and of all key heads, all TP ranks together.
-        eps, tp: as for `HeadNorm`.
+    Each head has weights of its own, split over TP like the heads.  Squares are summed over TP in fp32, and so are, in the
+    backward, the sums that their gradients need.  Arguments as `HeadNorm`.
     """
 
-    def __init__(self, names: tuple[str, str], sizes: tuple[int, int], eps: float, tp: Axis) -> None:
+    def __init__(self, names: tuple[str, str], heads: Heads, eps: float) -> None:
         super().__init__()
-        self.eps, self.tp, self.sizes = eps, tp, [size // tp.size for size in sizes]
+        self.eps, self.tp, sizes = eps, heads.tp, (heads.num_heads * heads.size, heads.num_kv_heads * heads.size)
+        self.sizes = [size // self.tp.size for size in sizes]
         rows = tuple(NamedRows(f"{name}.weight", size) for name, size in zip(names, sizes, strict=True))
         spec = ParamSpec(rows, split=0, init=Initializer("ones"), decay=False)
-        self.specs, self.weight = {"weight": spec}, drawn_parameter(spec, tp.index, tp.size)
+        self.specs, self.weight = {"weight": spec}, drawn_parameter(spec, self.tp.index, self.tp.size)
 
-    def forward(self, qkv: Tensor) -> tuple[Tensor, Tensor]:
-        qk, v = qkv.split([sum(self.sizes), self.sizes[1]], dim=-1)
-        return rms_norm(qk, self.weight, self.eps, self.sizes, tp=self.tp), v
+    def forward(self, qk: Tensor) -> Tensor:
+        return rms_norm(qk, self.weight, self.eps, self.sizes, tp=self.tp)

@@ -1,11 +1,12 @@
-"""Recomputation: what a function would save for its backward is dropped, and made again by a second run of the function.
+"""Recomputation: tensors that a function would save for its backward are dropped, and a second run makes them again.
 
-    forward     y = f(x)         keeps x (and what `kept` names), drops what the operations of f save, and y if asked
-    backward    y' = f(x)        once, when the first of the dropped tensors is needed; then the backward of f goes on
+    forward     y = f(x)         saves x (and what `tape` records), drops what the operations of f save, and y on request
+    backward    y' = f(x)        once, when the first dropped tensor is needed; then the backward of f goes on
 
     x --[norm]--> n --[linear]-->      norm is recomputed: the linear layer saves n, which norm can make again from x
 
-The graph of the second run serves only to collect what it saves; the backward runs on the first graph.
+So recomputed functions form chains: where f's argument is the dropped result of g, f saves no argument, and its second run
+runs g again first.  The graph of a second run only collects what it saves; the backward runs on the first graph.
 
 Source: Chen et al. 2016; Korthikanti et al. 2022, section 5, for recomputing parts of a layer; the mechanism of saved-tensor
 hooks is that of torch.utils.checkpoint without re-entrance.
@@ -24,27 +25,28 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from megazero.comm.collectives import all_gather
 from megazero.comm.memory import address_of
-from megazero.layers.saved_tensors import SavedTensorHooks, keep, kept_tensor
+from megazero.layers.saved_tensors import SavedTensorHooks, innermost, keep, kept_tensor
 from megazero.parallel_state import Axis
 
 WHOLE = Axis("none")
-"""An axis of one rank: what is kept is not cut."""
+"""An axis of one rank: tensors are saved whole."""
 
 
 class _Dropped:
-    """A tensor that was dropped; after the second run it holds what takes its place."""
+    """A tensor that was dropped; after the second run it holds the tensor that takes its place."""
 
-    __slots__ = ("__weakref__", "kept", "source")
+    __slots__ = ("__weakref__", "remade", "source")
 
-    def __init__(self, source: Recomputation) -> None:
+    def __init__(self, source: Recomputation | _Shard) -> None:
         self.source = source
-        self.kept: Any = None
+        self.remade: tuple[Tensor, int] | None = None
 
     def tensor(self) -> Tensor:
-        """The tensor; the first that is asked for makes all."""
-        if self.kept is None:
+        """The tensor.  The first call makes everything again that the source has dropped."""
+        if self.remade is None:
             self.source.run_again()
-        return kept_tensor(self.kept)
+        assert self.remade is not None
+        return kept_tensor(self.remade)
 
 
 class _View(NamedTuple):
@@ -75,62 +77,47 @@ class _Saved(NamedTuple):
 
 
 class Recomputation(SavedTensorHooks):
-    """One run of a function whose saved tensors are dropped and made again in the backward.
+    """One call of a function whose saved tensors are dropped and made again in the backward.
 
     Args:
         function: with the same arguments it must do the same again.
-        args: its arguments, nested in any way; their tensors are kept.
-        kept: results within the function that are kept instead of computed twice.
-        cut: the tensors among `args` are equal on all ranks of this axis, and each keeps its part only.
-        draws: it may use torch's default generators, whose states are kept where it did.
+        tape: records results within the function, which the second run replays.
+        draws: the function may use torch's default generators, whose states are saved if it did.
     """
 
-    def __init__(
-        self,
-        function: Callable[..., Any],
-        args: Any,
-        kept: KeptResults | None = None,
-        cut: Axis = WHOLE,
-        *,
-        draws: bool = False,
-    ) -> None:
+    def __init__(self, function: Callable[..., Any], tape: Tape | None = None, *, draws: bool = False) -> None:
         super().__init__()
-        self._function, self._kept, self._cut = function, kept, cut
+        self._function, self._tape = function, tape or Tape()
         self._generators = _default_generators() if draws else []
-        self._drawn: list[tuple[torch.Generator, Tensor]] = []  # where it drew: state before
-        leaves, self._structure = tree_flatten(args)
-        # One that is passed twice is one tensor in both runs, and kept once.
-        tensors = {id(one): one for one in leaves if isinstance(one, Tensor)}
-        packed = {key: self._pack_argument(one) for key, one in tensors.items()}
-        self._args = [packed.get(id(one), one) for one in leaves]
+        self._drawn: list[tuple[torch.Generator, Tensor]] = []  # generators that were used: state before
         self._dropped: list[weakref.ref[_Dropped]] = []
         self._signature: list[_Saved] = []
-        self._weights: list[Any] = []  # that were saved and are kept elsewhere
-        self._leaves: list[Tensor] = []  # that were saved, until the function has ended
+        self._weights: list[Any] = []  # saved weights, which are stored elsewhere
+        self._leaves: list[Tensor] = []  # leaves that were saved, until the function has ended
         self._has_ended = False
         self._outputs: dict[int, weakref.ref[_Dropped]] = {}
-        self._kept_results: list[list[Any]] = []
+        self._recorded: list[list[Any]] = []
 
-    def run(self) -> Any:
-        """The function's result."""
-        args = tree_unflatten([one.given if isinstance(one, _Argument) else one for one in self._args], self._structure)
-        for one in self._args:
-            if isinstance(one, _Argument):
-                one.given = None
+    def run(self, *args: Any) -> Any:
+        """The function's result.  Arguments may be nested in any way; their tensors are saved."""
+        leaves, self._structure = tree_flatten(args)
+        # A tensor that is passed twice is one tensor in both runs, and saved once.
+        tensors = {id(leaf): leaf for leaf in leaves if isinstance(leaf, Tensor)}
+        saved = {key: _Argument(self.beneath.pack(tensor), tensor.requires_grad) for key, tensor in tensors.items()}
+        self._args = [saved.get(id(leaf), leaf) for leaf in leaves]
         self._drawn = [(one, one.get_state()) for one in self._generators]  # a backward within may need them already
         self.enter()
         try:
-            if self._kept is not None:
-                self._kept.record()
+            self._tape.record()
             result = self._function(*args)
             self._drawn = [(one, state) for one, state in self._drawn if not torch.equal(one.get_state(), state)]
         finally:
-            results = self._kept.stop() if self._kept is not None else []
+            recorded = self._tape.stop()
             self._leaves.clear()
             self.leave()
         self._has_ended = True
-        self._kept_results = [[self.beneath.pack(kept_tensor(one)) for one in those] for those in results]
-        self.beneath.drop(self, [one for one in tree_flatten(result)[0] if isinstance(one, Tensor)])
+        self._recorded = [[self.beneath.pack(kept_tensor(one)) for one in results] for results in recorded]
+        self.beneath.drop(self, [leaf for leaf in tree_flatten(result)[0] if isinstance(leaf, Tensor)])
         return result
 
     def pack(self, tensor: Tensor) -> Any:
@@ -161,29 +148,28 @@ class Recomputation(SavedTensorHooks):
         self.beneath.note_leaf(leaf)
 
     def output(self, number: int) -> _Dropped:
-        """A result of the function, to be dropped."""
-        reference = self._outputs.get(number)
-        dropped = reference() if reference is not None else None
-        if dropped is None:
-            dropped = _Dropped(self)
-            self._outputs[number] = weakref.ref(dropped)
+        """A result of the function, dropped."""
+        dropped = _Dropped(self)
+        self._outputs[number] = weakref.ref(dropped)
         return dropped
 
     def run_again(self) -> None:
         """Make what was dropped.  Raises: RuntimeError: the function did not do the same again."""
-        arguments = dict.fromkeys(one for one in self._args if isinstance(one, _Argument))
-        given = {one: self._unpack_argument(one) for one in arguments}
-        args = [given[one] if isinstance(one, _Argument) else one for one in self._args]
+        arguments = dict.fromkeys(arg for arg in self._args if isinstance(arg, _Argument))
+        tensors = {arg: self.beneath.unpack(arg.saved).detach().requires_grad_(arg.requires_grad) for arg in arguments}
+        args = tree_unflatten(
+            [tensors[arg] if isinstance(arg, _Argument) else arg for arg in self._args], self._structure
+        )
         collected = _Collection()
         with self.beneath.again(collected), torch.enable_grad(), _random_states(self._drawn):
             try:
-                if self._kept is not None:
-                    self._kept.replay([[self.beneath.unpack(one) for one in results] for results in self._kept_results])
-                result = self._function(*tree_unflatten(args, self._structure))
+                self._tape.replay([[self.beneath.unpack(one) for one in results] for results in self._recorded])
+                result = self._function(*args)
             finally:
-                if self._kept is not None:
-                    self._kept.stop()
-        if not self._has_ended:  # a backward within the function: of its second run the beginning is asked for
+                self._tape.stop()
+        if self._has_ended:
+            self._args, self._recorded = [], []  # a chain of calls would hold every result until its backward ends
+        else:  # a backward within the function needs the beginning of the second run
             del collected.signature[len(self._signature) :], collected.weights[len(self._weights) :]
         same_number = len(collected.signature) == len(self._signature)
         if not same_number or not all(map(_Saved.is_again, self._signature, collected.signature)):
@@ -191,30 +177,13 @@ class Recomputation(SavedTensorHooks):
         if collected.weights != self._weights:
             found = "used other weights than the forward did, or they have changed since"
             raise RuntimeError(_failure(self._function, found))
-        for reference, kept in zip(self._dropped, collected.kept, strict=self._has_ended):
+        for reference, saved in zip(self._dropped, collected.saved, strict=self._has_ended):
             if (dropped := reference()) is not None:
-                dropped.kept = kept
-        outputs = [one for one in tree_flatten(result)[0] if isinstance(one, Tensor)]
+                dropped.remade = saved
+        outputs = [leaf for leaf in tree_flatten(result)[0] if isinstance(leaf, Tensor)]
         for number, reference in self._outputs.items():
             if (dropped := reference()) is not None:
-                dropped.kept = keep(outputs[number])
-
-    def _pack_argument(self, tensor: Tensor) -> _Argument:
-        part = tensor
-        divides = self._cut.size > 1 and tensor.numel() % self._cut.size == 0
-        is_activation = tensor.is_floating_point() and not isinstance(tensor, nn.Parameter)
-        is_cut = divides and is_activation and tensor.is_contiguous()
-        if is_cut:
-            part = tensor.detach().reshape(-1).chunk(self._cut.size)[self._cut.index].clone()
-        return _Argument(self.beneath.pack(part), tensor.requires_grad, tensor.shape if is_cut else None, tensor)
-
-    def _unpack_argument(self, argument: _Argument) -> Tensor:
-        tensor = self.beneath.unpack(argument.saved)
-        if argument.whole_shape is not None:
-            whole = tensor.new_empty(argument.whole_shape)
-            all_gather(whole.view(-1), tensor, self._cut).wait()
-            tensor = whole
-        return tensor.detach().requires_grad_(argument.requires_grad)
+                dropped.remade = keep(outputs[number])
 
 
 def _default_generators() -> list[torch.Generator]:
@@ -245,13 +214,35 @@ def _accumulates(leaf: Tensor) -> bool:
 
 
 class _Argument:
-    """A tensor argument; `given` until the function has run."""
+    """A tensor among the arguments of a call, as it was saved."""
 
-    __slots__ = ("given", "requires_grad", "saved", "whole_shape")
+    __slots__ = ("requires_grad", "saved")
 
-    def __init__(self, saved: Any, requires_grad: bool, whole_shape: torch.Size | None, given: Tensor) -> None:
-        self.saved, self.requires_grad, self.whole_shape = saved, requires_grad, whole_shape
-        self.given: Tensor | None = given
+    def __init__(self, saved: Any, requires_grad: bool) -> None:
+        self.saved, self.requires_grad = saved, requires_grad
+
+
+class _Shard:
+    """This rank's shard of a tensor that is equal on all ranks of an axis."""
+
+    def __init__(self, tensor: Tensor, axis: Axis, beneath: SavedTensorHooks) -> None:
+        shard = tensor.detach().reshape(-1).chunk(axis.size)[axis.index].clone()
+        self._saved, self._shape, self._axis, self._beneath = beneath.pack(shard), tensor.shape, axis, beneath
+        self._dropped: weakref.ref[_Dropped] | None = None
+
+    def dropped(self) -> _Dropped:
+        """The whole tensor, dropped."""
+        dropped = _Dropped(self)
+        self._dropped = weakref.ref(dropped)
+        return dropped
+
+    def run_again(self) -> None:
+        """Gather the tensor."""
+        shard = self._beneath.unpack(self._saved)
+        whole = shard.new_empty(self._shape)
+        all_gather(whole.view(-1), shard, self._axis).wait()
+        if self._dropped is not None and (dropped := self._dropped()) is not None:
+            dropped.remade = keep(whole)
 
 
 class _Collection(SavedTensorHooks):
@@ -259,14 +250,14 @@ class _Collection(SavedTensorHooks):
 
     def __init__(self) -> None:
         super().__init__()
-        self.kept: list[Any] = []
+        self.saved: list[Any] = []
         self.signature: list[_Saved] = []
         self.weights: list[Any] = []
 
     def pack(self, tensor: Tensor) -> Any:
         self.signature.append(_Saved.of(tensor))
-        self.kept.append(keep(tensor))
-        return self.kept[-1]
+        self.saved.append(keep(tensor))
+        return self.saved[-1]
 
     def unpack(self, saved: Any) -> Tensor:
         return kept_tensor(saved)
@@ -275,15 +266,15 @@ class _Collection(SavedTensorHooks):
         self.weights.append(weight)
 
 
-class KeptResults:
-    """Results within a recomputed function that are kept: the second run gets those of the first."""
+class Tape:
+    """Results within a recomputed function, recorded in its first run and replayed in its second one."""
 
     def __init__(self) -> None:
         self._recorded: list[list[tuple[Tensor, int]]] | None = None
         self._replayed: list[Sequence[Tensor]] = []
 
     def record(self) -> None:
-        """Remember the results that come now."""
+        """Record the results from now on."""
         self._recorded = []
 
     def replay(self, results: Sequence[Sequence[Tensor]]) -> None:
@@ -291,12 +282,12 @@ class KeptResults:
         self._recorded, self._replayed = None, list(results)
 
     def stop(self) -> list[list[tuple[Tensor, int]]]:
-        """Stop recording or replaying, and return what was recorded, for `kept_tensor`: a caller may have changed it."""
+        """Stop, and return what was recorded, for `kept_tensor`: a caller may have changed it."""
         recorded, self._recorded, self._replayed = self._recorded or [], None, []
         return recorded
 
     def through(self, compute: Callable[[], tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
-        """Call `compute`; in the second run return its first result instead."""
+        """The result of `compute`, or in a second run the next recorded one."""
         if self._replayed:
             return tuple(tensor.detach() for tensor in self._replayed.pop(0))
         results = compute()
@@ -306,7 +297,7 @@ class KeptResults:
 
 
 class DroppingOutputs(SavedTensorHooks):
-    """Within it the results of recomputed functions are not kept by those who save them."""
+    """Within it no one saves the results of recomputed functions."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -322,6 +313,12 @@ class DroppingOutputs(SavedTensorHooks):
         for number, tensor in enumerate(outputs):
             if tensor.layout is torch.strided:  # others have no storage
                 self._outputs[tensor.untyped_storage()._cdata] = source.output(number), tensor, tensor._version
+
+    def shard(self, tensor: Tensor, axis: Axis) -> None:
+        """Save this rank's shard of a tensor for everyone who saves it; it is equal on all ranks of the axis."""
+        key = tensor.untyped_storage()._cdata
+        if tensor.numel() % axis.size == 0 and tensor.is_contiguous() and key not in self._outputs:
+            self._outputs[key] = _Shard(tensor, axis, self.beneath).dropped(), tensor, tensor._version
 
     def pack(self, tensor: Tensor) -> Any:
         weight = self.pack_weight(tensor)
@@ -346,20 +343,25 @@ def _shows(tensor: Tensor, output: Tensor, version: int) -> bool:
 class Recomputed:
     """A function of tensors that is recomputed in each backward; see `Recomputation`.
 
-    Attributes:
-        function: what runs; `models/compiled.py` compiles it.
+    Args:
+        function: runs; `compile_blocks` compiles it.
+        tape: see `Recomputation`.
+        shards: each rank of this axis saves its shard of the first argument, which is equal on all of them.
+        draws: see `Recomputation`.
     """
 
     def __init__(
-        self, function: Callable[..., Any], kept: KeptResults | None = None, cut: Axis = WHOLE, *, draws: bool = False
+        self, function: Callable[..., Any], tape: Tape | None = None, shards: Axis = WHOLE, *, draws: bool = False
     ) -> None:
-        self.function, self._kept, self._cut, self._draws = function, kept, cut, draws
+        self.function, self._tape, self._shards, self._draws = function, tape, shards, draws
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def __call__(self, *args: Any) -> Any:
         if not torch.is_grad_enabled():
             return self.function(*args)
-        return Recomputation(self.function, args, self._kept, self._cut, draws=self._draws).run()
+        if self._shards.size > 1:
+            innermost().shard(args[0], self._shards)
+        return Recomputation(self.function, self._tape, draws=self._draws).run(*args)
 
 
 def _describe_difference(function: object, first: Sequence[_Saved], second: Sequence[_Saved]) -> str:

@@ -65,7 +65,10 @@ class SavedTensorHooks:
         self.beneath.note_leaf(leaf)
 
     def drop(self, source: Any, outputs: Sequence[Tensor]) -> None:
-        """Results that `source` can make again (`Recomputation.remake`): whoever saves them need not keep them."""
+        """Save no copy of these results, which `source` can make again."""
+
+    def shard(self, tensor: Tensor, axis: Any) -> None:
+        """Save this rank's shard of a tensor that is equal on all ranks of an axis, where these hooks can."""
 
     @contextmanager
     def again(self, hooks: SavedTensorHooks) -> Iterator[None]:

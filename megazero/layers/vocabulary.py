@@ -320,7 +320,7 @@ class VocabParallelHead(nn.Module):
         super().__init__()
         self.tp, self.vocab_size, self.logits_bytes = tp, spec.sections[0].rows, logits_bytes
         self.keeps_logits = True
-        # The two passes over logits; `models/compiled.py` compiles them, which needs no blocks.
+        # The two passes over logits; `models/wrappers.py` compiles them, which needs no blocks.
         self.statistics_of: Any = statistics_by_blocks
         self.slope_of: Any = slope_by_blocks
         self.enter = gather_sequence if sequence_parallel else copy_to_tp

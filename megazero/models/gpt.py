@@ -9,28 +9,33 @@ block:  x + attention(norm(x)),  then  x + mlp(norm(x))        activations: [seq
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import sqrt
+from typing import Literal, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
 
-from megazero.layers.attention import Attention, RotaryEmbedding, SharedKVHead, SlidingWindow
+from megazero.layers.attention import Attention, AttentionCore, RotaryEmbedding, SharedKVHead
+from megazero.layers.attention_kernels import AttentionKernel, CausalAttention, SlidingWindow
 from megazero.layers.context_attention import ContextAttention
-from megazero.layers.counter_rng import Dropout
+from megazero.layers.counter_rng import Dropout, Residual
 from megazero.layers.linear import ColumnParallelLinear, RowParallelLinear, WeightGradQueue
-from megazero.layers.mlp import GELU, SwiGLU
-from megazero.layers.norm import HeadNorm, LayerNorm, RMSNorm, WidthNorm
+from megazero.layers.mlp import GELU, MLP, Gated, SwiGLU
+from megazero.layers.norm import HeadNorm, Heads, LayerNorm, RMSNorm, WidthNorm
 from megazero.layers.sample_part import SamplePart, TokenLayout
 from megazero.layers.spec import Initializer, NamedRows, ParamSpec
 from megazero.layers.vocabulary import PositionEmbedding, VocabParallelEmbedding, VocabParallelHead
+from megazero.models.activation_config import Region
 from megazero.models.config import ModelConfig
 from megazero.models.registry import FAMILIES
 from megazero.models.stages import StageLayout
 from megazero.parallel_state import Axis
 from megazero.settings import ConfigError, Problem
+
+D = TypeVar("D", bound=Dropout)
 
 
 @dataclass(frozen=True)
@@ -80,12 +85,19 @@ class BuildContext:
     context: ContextAttention | None = None
 
     @cached_property
-    def window(self) -> SlidingWindow | None:
-        """How far the layers of a stage see; None where that is all positions up to a token's own, or `context` attends."""
+    def kernel(self) -> AttentionKernel:
+        """Attends in all layers of a stage."""
         size = self.model.sliding_window
-        if size is None or size >= self.model.seq_len or self.context is not None:
-            return None
+        if self.context is not None:
+            return self.context
+        if size is None or size >= self.model.seq_len:
+            return CausalAttention()
         return SlidingWindow(size, self.dtype, self.device)
+
+    @property
+    def heads(self) -> Heads:
+        """The heads of the model's attention."""
+        return Heads(self.model.num_heads, self.kv_heads, self.head_size, self.tp)
 
     @property
     def head_size(self) -> int:
@@ -152,18 +164,15 @@ class BuildContext:
         qk_norm: HeadNorm | WidthNorm | None = None,
     ) -> Attention:
         """Grouped-query attention between two projections."""
-        return Attention(
-            qkv, out, self.model.num_heads, self.kv_heads, self.head_size, rope, qk_norm, self.window, self.context
-        )
+        return Attention(qkv, AttentionCore(self.heads, self.kernel, rope, qk_norm), out)
 
     def head_norm(self, names: tuple[str, str]) -> HeadNorm:
         """RMSNorm of each query and key; `names` are for queries and for keys."""
-        return HeadNorm(names, self.head_size, self.model.norm_eps, self.tp)
+        return HeadNorm(names, self.heads, self.model.norm_eps)
 
     def width_norm(self, names: tuple[str, str]) -> WidthNorm:
         """RMSNorm of all queries and all keys together; `names` are for queries and for keys."""
-        sizes = self.model.attention_size, self.kv_heads * self.head_size
-        return WidthNorm(names, sizes, self.model.norm_eps, self.tp)
+        return WidthNorm(names, self.heads, self.model.norm_eps)
 
     def rms_norm(self, name: str) -> RMSNorm:
         """RMSNorm of the hidden size."""
@@ -179,20 +188,40 @@ class BuildContext:
 
     def dropout(self, site: str) -> Dropout:
         """Dropout under the name `site`, which keys its mask."""
+        return self._dropout(Dropout, site)
+
+    def residual(self, site: str) -> Residual:
+        """The residual sum of a branch, with dropout under the name `site`."""
+        return self._dropout(Residual, site)
+
+    def _dropout(self, cls: type[D], site: str) -> D:
         part = self.tp.index if self.sequence_parallel else 0
-        return Dropout(self.model.dropout, site, self.seed, self.model.seq_len, part, self.device)
+        return cls(self.model.dropout, site, self.seed, self.model.seq_len, part, self.device)
+
+
+class Stage(NamedTuple):
+    """A part of a block's forward between two exchanges: takes and returns the tensors under way."""
+
+    name: Literal["attention", "dispatch", "experts", "combine", "join"]
+    run: Callable[[tuple[Tensor, ...], TokenLayout], tuple[Tensor, ...]]
+
+
+class StagedBlock(Protocol):
+    """A block whose forward a schedule may interleave with a backward of another micro-batch."""
+
+    def stages(self) -> Sequence[Stage]:
+        """The forward in order: run one after another, from (x,) to (x,)."""
 
 
 class Block(nn.Module):
     """One transformer layer, pre-norm, with two residual branches.
 
     Args:
-        context: builds the dropouts.
+        context: builds the residual sums.
         sites: canonical names of the two branches; they key dropout.
         norms: of attention and of the MLP.
         attention, mlp: the two branches; or modules of a family's own, [seq or seq / tp, batch, hidden] unchanged in
-            shape (attention's takes the `TokenLayout` too): they are recomputed as a whole if they do not tell `heads` from
-            `out`, and `inner` from `down`.
+            shape (attention's takes the `TokenLayout` too).
     """
 
     def __init__(
@@ -201,69 +230,68 @@ class Block(nn.Module):
         sites: tuple[str, str],
         norms: tuple[nn.Module, nn.Module],
         attention: Attention,
-        mlp: SwiGLU | GELU,
+        mlp: MLP,
     ) -> None:
         super().__init__()
         self.attention_norm, self.mlp_norm = norms
         self.attention, self.mlp = attention, mlp
-        self.attention_dropout, self.mlp_dropout = map(context.dropout, sites)
-
-    def attended(self, x: Tensor, layout: TokenLayout) -> Tensor:
-        """What attention's output projection reads: [seq, batch, heads * size of this rank]."""
-        return _begin(self.attention, "heads", self.attention_norm(x), layout)
-
-    def inner(self, x: Tensor) -> Tensor:
-        """What the MLP's down projection reads: [seq, batch, inner size of this rank]."""
-        return _begin(self.mlp, "inner", self.mlp_norm(x))
-
-    def joined(self, x: Tensor, attended: Tensor, layout: TokenLayout) -> Tensor:
-        """The residual stream after attention, of the one before and what the output projection reads."""
-        return x + self.attention_dropout(_end(self.attention, "heads", "out", attended), layout)
-
-    def most(self, x: Tensor, layout: TokenLayout) -> tuple[Tensor, Tensor]:
-        """Everything before the down projection, whose result no backward reads: what it reads, and the residual stream."""
-        x = self.joined(x, self.attended(x, layout), layout)
-        return self.inner(x), x
+        self.attention_residual, self.mlp_residual = map(context.residual, sites)
 
     def forward(self, x: Tensor, layout: TokenLayout) -> Tensor:
         """[seq or seq / tp, batch, hidden], unchanged in shape."""
-        inner, x = self.most(x, layout)
-        return x + self.mlp_dropout(_end(self.mlp, "inner", "down", inner), layout)
+        x = self.attention_residual(x, self.attention(self.attention_norm(x), layout), layout)
+        return self.mlp_residual(x, self.mlp(self.mlp_norm(x)), layout)
+
+    def regions(self) -> dict[Region, list[nn.Module]]:
+        """The submodules that each region of `[activations]` recomputes, in the order of the forward.
+
+        No backward reads the result of the last projection, so "block" leaves it out.
+        """
+        attention, mlp = [self.attention_norm, *_entry(self.attention)], [self.mlp_norm, *_entry(self.mlp)]
+        residual = [*_last(self.attention), self.attention_residual]
+        return self._regions(attention, residual, mlp, [*attention, *residual, *mlp])
+
+    def _regions(
+        self, attention: list[nn.Module], residual: list[nn.Module], mlp: list[nn.Module], block: list[nn.Module]
+    ) -> dict[Region, list[nn.Module]]:
+        return {
+            "norms": [self.attention_norm, self.mlp_norm],
+            "activation": _entry(self.mlp)[1:],
+            "attention": attention,
+            "residual": residual,
+            "mlp": mlp,
+            "block": block,
+        }
 
 
 class PostNormBlock(Block):
     """As `Block`, but the norms come after attention and after the MLP, before each residual sum (OLMo 2)."""
 
-    def attended(self, x: Tensor, layout: TokenLayout) -> Tensor:
-        return _begin(self.attention, "heads", x, layout)
-
-    def inner(self, x: Tensor) -> Tensor:
-        return _begin(self.mlp, "inner", x)
-
-    def joined(self, x: Tensor, attended: Tensor, layout: TokenLayout) -> Tensor:
-        branch = self.attention_norm(_end(self.attention, "heads", "out", attended))
-        return x + self.attention_dropout(branch, layout)
-
-    def most(self, x: Tensor, layout: TokenLayout) -> tuple[Tensor, Tensor]:
-        """All but the last residual sum: the norm reads the result of the down projection."""
-        x = self.joined(x, self.attended(x, layout), layout)
-        return self.mlp_norm(_end(self.mlp, "inner", "down", self.inner(x))), x
-
     def forward(self, x: Tensor, layout: TokenLayout) -> Tensor:
-        branch, x = self.most(x, layout)
-        return x + self.mlp_dropout(branch, layout)
+        x = self.attention_residual(x, self.attention_norm(self.attention(x, layout)), layout)
+        return self.mlp_residual(x, self.mlp_norm(self.mlp(x)), layout)
+
+    def regions(self) -> dict[Region, list[nn.Module]]:
+        attention, mlp = _entry(self.attention), _entry(self.mlp)
+        residual = [*_last(self.attention), self.attention_norm, self.attention_residual]
+        block = [*attention, *residual, *mlp, *_last(self.mlp), self.mlp_norm]
+        return self._regions(attention, residual, mlp, block)
 
 
-def _begin(branch: nn.Module, first: str, x: Tensor, *layout: TokenLayout) -> Tensor:
-    """All of a branch before its last projection; of a branch that does not tell them apart, all."""
-    result: Tensor = getattr(branch, first, branch)(x, *layout)
-    return result
+def _entry(branch: nn.Module) -> list[nn.Module]:
+    """The modules of a branch before its last projection; a script's own branch is one module."""
+    if isinstance(branch, Attention) and type(branch).forward is Attention.forward:
+        return [branch.qkv, branch.core]
+    if isinstance(branch, MLP) and type(branch).forward is MLP.forward:
+        return [branch.up, branch.activation]
+    return [branch]
 
 
-def _end(branch: nn.Module, first: str, last: str, x: Tensor) -> Tensor:
-    """What `_begin` has left."""
-    result: Tensor = getattr(branch, last)(x) if hasattr(branch, first) else x
-    return result
+def _last(branch: nn.Module) -> list[nn.Module]:
+    """The last projection of a branch, unless the branch is a script's own."""
+    if _entry(branch) == [branch]:
+        return []
+    return [branch.out if isinstance(branch, Attention) else branch.down]  # type: ignore[list-item]
 
 
 class Embedding(nn.Module):
@@ -321,7 +349,8 @@ class Head(nn.Module):
 # Layers read their weights within their own forward alone, the others only call layers.  Exact types: a subclass may read
 # them elsewhere.
 _LAYERS = {ColumnParallelLinear, RowParallelLinear, RMSNorm, LayerNorm, HeadNorm, WidthNorm}
-_KNOWN = _LAYERS | {Block, PostNormBlock, Attention, SharedKVHead, SwiGLU, GELU, Dropout}
+_KNOWN = _LAYERS | {Block, PostNormBlock, Attention, AttentionCore, SharedKVHead, SwiGLU, GELU, Gated, Residual}
+_KNOWN |= {nn.GELU, nn.Identity}
 
 
 class GPTStage(nn.Module):
@@ -382,17 +411,17 @@ def check_knows_parts(blocks: Iterable[nn.Module], family: str) -> None:
             )
             hint = (
                 "attend with `BuildContext.attention`, or write this into the class of an attention that asks its "
-                "`TokenLayout` for positions, and `BuildContext.context` to attend; a class whose `forward` or `heads` is "
-                "another than its base's says it anew"
+                "`TokenLayout` for positions, and `BuildContext.context` to attend; a class whose `forward` is another than "
+                "its base's says it anew"
             )
             raise ConfigError([Problem("model.family", family, rule, hint)])
 
 
 def _knows_parts(module: nn.Module) -> bool:
-    """Whether what defines a module's `forward` and `heads` says so: itself, its class, or one that this is made of."""
-    for one in (module, *type(module).__mro__):
-        if "knows_parts" in vars(one):
+    """Whether what defines a module's `forward` says so: itself, its class, or a base class."""
+    for owner in (module, *type(module).__mro__):
+        if "knows_parts" in vars(owner):
             return bool(module.knows_parts)
-        if vars(one).keys() & {"forward", "heads"}:
+        if "forward" in vars(owner):
             break
     return False

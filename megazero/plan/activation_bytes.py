@@ -19,13 +19,14 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from megazero.layers.attention import Attention, SlidingWindow
+from megazero.layers.attention import Attention, RotaryEmbedding
+from megazero.layers.attention_kernels import SlidingWindow
 from megazero.layers.linear import ColumnParallelLinear, RowParallelLinear
-from megazero.layers.mlp import GELU, SwiGLU
-from megazero.layers.norm import RMSNorm
+from megazero.layers.mlp import MLP
+from megazero.layers.norm import HeadNorm, RMSNorm, WidthNorm
 from megazero.models.activation_config import LayerPolicy
-from megazero.models.activations import has_regions, recomputed_parts
 from megazero.models.gpt import Block, Embedding, Head, PostNormBlock
+from megazero.models.wrappers import has_regions
 from megazero.schedules.action import Action, ActionKind
 
 _FP32, _INT64, _BOOL = 4, 8, 1
@@ -85,8 +86,8 @@ def _with_formula(block: nn.Module) -> Block:
     """The block, if the formula below is its own.  Raises: TypeError: a part of it is a script's own."""
     if not has_regions(block):
         raise TypeError(f"a {type(block).__name__} has a forward of its own, whose parts are not known")
-    for part, kinds in ((block.attention, Attention), (block.mlp, (SwiGLU, GELU))):
-        if not isinstance(part, kinds):
+    for part, kind in ((block.attention, Attention), (block.mlp, MLP)):
+        if not isinstance(part, kind):
             raise TypeError(f"there is no formula for what {type(part).__name__} keeps")
     return block
 
@@ -103,8 +104,7 @@ def block_bytes(block: nn.Module, policy: LayerPolicy, size: MicroBatchSize) -> 
         TypeError: a part of the block is a script's own.
     """
     block = _with_formula(block)
-    names = {block.attention_norm: "norm1", block.mlp_norm: "norm2"}
-    parts = {names.get(owner, part) for owner, _, part in recomputed_parts(block, policy)}
+    parts = policy.recompute
     cut = size.tp if policy.partition and not size.sequence_parallel else 1
     kept = {}
     for one in _saved_by(block, size):
@@ -119,38 +119,33 @@ def _saved_by(block: Block, size: MicroBatchSize) -> Iterator[_Saved]:
     hidden, inner = block.mlp.down.weight.shape
     stream, whole = size.own_tokens * hidden * size.itemsize, size.tokens * size.itemsize
     norms = [norm_bytes(norm, size) for norm in (block.attention_norm, block.mlp_norm)]
-    masks = [size.own_tokens * hidden * bool(one.p) for one in (block.attention_dropout, block.mlp_dropout)]
+    masks = [size.own_tokens * hidden * bool(one.p) for one in (block.attention_residual, block.mlp_residual)]
     heads, output, lse, joined = _attention_bytes(block.attention, size)
-    sums = _entry(block.mlp).weight.shape[0]
+    sums = block.mlp.up.weight.shape[0]
     after = isinstance(block, PostNormBlock)
 
-    yield _Saved("input", stream, "", "block attention" + ("" if after else " norm1"))
+    yield _Saved("input", stream, "", "block attention" + ("" if after else " norms"))
     if not after:
-        yield _Saved("1 / rms before attention", norms[0], "norm1 attention block")
-        yield _Saved("normed input of attention", stream, "norm1 attention block")
+        yield _Saved("1 / rms before attention", norms[0], "norms attention block")
+        yield _Saved("normed input of attention", stream, "norms attention block")
     yield _Saved("queries, keys, values", heads, "attention block")
     yield _Saved(ATTENDED[0], output, "attention block")
     yield _Saved(ATTENDED[1], lse, "attention block")
     yield _Saved("output that the projection reads", joined, "attention block")
     if after:
-        yield _Saved("result of attention", stream, "residual block", "norm1")
-        yield _Saved("1 / rms after attention", norms[0], "norm1 residual block")
+        yield _Saved("result of attention", stream, "residual block", "norms")
+        yield _Saved("1 / rms after attention", norms[0], "norms residual block")
     yield _Saved("dropout mask of attention", masks[0], "residual block")
-    yield _Saved("input of the MLP", stream, "residual block", "mlp" + ("" if after else " norm2"))
+    yield _Saved("input of the MLP", stream, "residual block", "mlp" + ("" if after else " norms"))
     if not after:
-        yield _Saved("1 / rms before the MLP", norms[1], "norm2 mlp block")
-        yield _Saved("normed input of the MLP", stream, "norm2 mlp block")
+        yield _Saved("1 / rms before the MLP", norms[1], "norms mlp block")
+        yield _Saved("normed input of the MLP", stream, "norms mlp block")
     yield _Saved("input of the activation", whole * sums, "mlp block")
     yield _Saved("product of the activation", whole * inner, "activation mlp block")
     if after:
-        yield _Saved("result of the MLP", stream, "block", "norm2")
-        yield _Saved("1 / rms after the MLP", norms[1], "norm2 block")
+        yield _Saved("result of the MLP", stream, "block", "norms")
+        yield _Saved("1 / rms after the MLP", norms[1], "norms block")
     yield _Saved("dropout mask of the MLP", masks[1], "block")
-
-
-def _entry(mlp: SwiGLU | GELU) -> ColumnParallelLinear:
-    """The first projection of an MLP, from the hidden size to the inner one."""
-    return mlp.gate_up if isinstance(mlp, SwiGLU) else mlp.up
 
 
 def norm_bytes(norm: nn.Module, size: MicroBatchSize) -> int:
@@ -161,41 +156,42 @@ def norm_bytes(norm: nn.Module, size: MicroBatchSize) -> int:
 
 def window_of(attention: Attention) -> SlidingWindow | None:
     """The window that attention sees through; None where it sees all positions up to its own."""
-    owner = getattr(attention.attend, "__self__", None)
-    return owner if isinstance(owner, SlidingWindow) else None
+    kernel = attention.core.kernel
+    return kernel if isinstance(kernel, SlidingWindow) else None
 
 
 def _attention_bytes(attention: Attention, size: MicroBatchSize) -> tuple[int, int, int, int]:
     """Bytes of four tensors: q, k and v with what their norm keeps; the output; the log-sum-exp; the output as the
     projection reads it, 0 where that is the same tensor.  With several windows or with Ulysses it is another one."""
-    q, k = (heads * attention.head_size for heads in (attention.num_heads, attention.num_kv_heads))
-    shares, normed = attention.shared_head is not None, attention.width_norm or attention.head_norm
+    core, heads = attention.core, attention.core.heads
+    q, k, shares = heads.queries * heads.size, heads.keys * heads.size, heads.sharing > 1
+    by_width, by_head = isinstance(core.width_norm, WidthNorm), isinstance(core.head_norm, HeadNorm)
     window, tokens = None if size.by_parts else window_of(attention), size.tokens
     exchanges = size.ulysses > 1
     # The projection's result q | k | v is one tensor: who keeps a view of it keeps all.
-    keeps_all = attention.width_norm is not None or (not shares and normed is not None)
-    attends_to_view = not attention.copies_v and window is None and not exchanges
-    of_norm = (q + 2 * attention.v_features) * (keeps_all or attends_to_view)
-    of_norm += (q + k) * (shares and attention.head_norm is not None)
-    numbers = attention.num_heads + attention.num_kv_heads if attention.head_norm else 2 * bool(normed)
+    keeps_all = by_width or (not shares and by_head)
+    attends_to_view = not core.copies_v and window is None and not exchanges
+    of_norm = (q + 2 * heads.v_features) * (keeps_all or attends_to_view)
+    of_norm += (q + k) * (shares and by_head)
+    numbers = heads.queries + heads.keys if by_head else 2 * by_width
     per_token = of_norm * size.itemsize + numbers * _FP32
-    output, lse = tokens * q * size.itemsize, tokens * attention.num_heads * _FP32
+    output, lse = tokens * q * size.itemsize, tokens * heads.queries * _FP32
     if exchanges:  # a share of the heads for more of the tokens; key heads fewer than ranks are replicated
-        read = q + 2 * max(k, size.ulysses * attention.head_size)
+        read = q + 2 * max(k, size.ulysses * heads.size)
         return tokens * (per_token + read * size.itemsize), output, lse, output
     repeats = size.on_cuda and k < q and not size.by_parts
     if window is None or size.seq_len <= window.size:
-        read = q + k if attention.rope is not None else 0
-        read += k if attention.copies_v else 0
+        read = q + k if isinstance(core.rope, RotaryEmbedding) else 0
+        read += k if core.copies_v else 0
         if repeats and size.itemsize == _FP32:
-            read += 2 * q - (k if attention.copies_v else 0)
+            read += 2 * q - (k if core.copies_v else 0)
         return tokens * (per_token + read * size.itemsize), output, lse, 0
     # Blocks of queries that attend to two blocks of keys each, all but the first, which is copied.
     padded = -(-size.seq_len // window.size) * window.size
     rest = padded - window.size
     queries = padded if size.samples == 1 or rest == window.size else rest  # of one sample, or one block, it is a view
     read = window.size * (q + 2 * k) + queries * q + 4 * rest * (q if repeats else k)
-    lse = size.samples * padded * attention.num_heads * _FP32
+    lse = size.samples * padded * heads.queries * _FP32
     samples = size.samples * size.itemsize
     return tokens * per_token + samples * read, samples * padded * q, lse, output
 
@@ -236,12 +232,12 @@ def products_again(block: nn.Module, policy: LayerPolicy, reach: float) -> float
     `reach`: positions that a token attends to, on average.  Norms and activations have no product and count as nothing.
     """
     block = _with_formula(block)
-    parts = {part for _, _, part in recomputed_parts(block, policy)}
-    entry, last = _entry(block.mlp).weight, block.mlp.down.weight
+    parts, heads = policy.recompute, block.attention.core.heads
+    entry, last = block.mlp.up.weight, block.mlp.down.weight
     count = 0.0
     if parts & {"attention", "block"}:
         count += block.attention.qkv.weight.numel()
-        count += 0 if policy.keep_attention else 2 * reach * block.attention.num_heads * block.attention.head_size
+        count += 0 if policy.keep_attention else 2 * reach * heads.queries * heads.size
     if parts & {"mlp", "block"}:
         count += entry.numel()
     if parts & {"residual", "block"}:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from megazero.comm.memory import storage_of
 from megazero.engine import Engine
-from megazero.layers.attention import Attention
+from megazero.layers.attention import Attention, RotaryEmbedding
 from megazero.layers.saved_tensors import SavedTensorHooks
 from megazero.models.gpt import GPTStage, MicroBatch
 from megazero.plan.activation_bytes import window_of
@@ -34,9 +34,9 @@ def measure_saved(engine: Engine, batches: Sequence[MicroBatch], units: Iterable
     for module in engine.chunks.modules():
         if isinstance(module, Attention):
             known += [window.mask] if (window := window_of(module)) is not None else []
-            if module.rope is not None:
-                known += [table for table in (module.rope.cos, module.rope.sin) if table is not None]
-                known += [table for part in places for table in module.rope.tables_of(part)]
+            if isinstance(rope := module.core.rope, RotaryEmbedding):
+                known += [table for table in (rope.cos, rope.sin) if table is not None]
+                known += [table for part in places for table in rope.tables_of(part)]
     with SavedMemory(known) as memory, memory.watching(dict(zip(units, parts, strict=True))):
         engine.compute_gradients(batches)
     return memory

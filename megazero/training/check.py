@@ -27,8 +27,8 @@ from megazero.engine.outline import elements_in, schedule_of, stages_of
 from megazero.engine.phases import Phase, trained_steps, unfinished_schedule
 from megazero.layers.recompute import WHOLE
 from megazero.models.activation_config import ActivationsConfig, layer_policies
-from megazero.models.activations import save_by_policy
 from megazero.models.gpt import check_knows_parts
+from megazero.models.wrappers import save_by_policy
 from megazero.optim.lr_schedule import learning_rate_factor
 from megazero.schedules.action import Schedule, read_schedule
 from megazero.schedules.proof import ScheduleError, check_runnable, peak_activations, simulate

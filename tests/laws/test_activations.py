@@ -1,8 +1,8 @@
 """What is kept and what is computed again changes no bit of a run: losses, gradient norms, weights, beside whatever.
 
-Each run says how often a region was run again, so that a policy that is not applied fails here too:
+Each run says how often modules were run again, so that a policy that is not applied fails here too:
 
-    layers with the policy x micro-batches x regions that do not lie within another (both norms are two)
+    layers with the policy x micro-batches x modules of its regions
 """
 
 from __future__ import annotations
@@ -29,22 +29,46 @@ from megazero.schedules.action import Action, ActionKind, Schedule, loop
 pytestmark = pytest.mark.slow  # starts whole runs
 
 LAYERS = 2
-RECOMPUTED: dict[str, tuple[dict[str, Any], int]] = {  # [activations], and regions run again per layer
-    "norms": ({"recompute": ["norms"]}, 2),
-    "activation": ({"recompute": ["activation"]}, 1),
-    "selective": ({"recompute": "selective"}, 3),
-    "attention": ({"recompute": ["attention"]}, 1),
-    "attention and a norm": ({"recompute": ["attention", "norms"]}, 2),
-    "mlp": ({"recompute": ["mlp"]}, 1),
-    "mlp and a norm": ({"recompute": ["mlp", "norms"]}, 2),
-    "attention, mlp": ({"recompute": ["attention", "mlp"]}, 2),
-    "full": ({"recompute": "full"}, 1),
-    "residual": ({"recompute": ["residual"]}, 1),
-    "residual and no product": ({"recompute": ["norms", "activation", "residual"]}, 4),
-    "residual, mlp": ({"recompute": ["residual", "mlp"]}, 2),
-    "one by one": ({"recompute": ["attention", "residual", "mlp"], "keep_attention": True}, 3),
-    "attention is kept": ({"recompute": "full", "keep_attention": True}, 1),
+RECOMPUTED: dict[str, dict[str, Any]] = {
+    "norms": {"recompute": ["norms"]},
+    "activation": {"recompute": ["activation"]},
+    "selective": {"recompute": "selective"},
+    "attention": {"recompute": ["attention"]},
+    "attention and a norm": {"recompute": ["attention", "norms"]},
+    "mlp": {"recompute": ["mlp"]},
+    "mlp and a norm": {"recompute": ["mlp", "norms"]},
+    "attention, mlp": {"recompute": ["attention", "mlp"]},
+    "full": {"recompute": "full"},
+    "residual": {"recompute": ["residual"]},
+    "residual and no product": {"recompute": ["norms", "activation", "residual"]},
+    "residual, mlp": {"recompute": ["residual", "mlp"]},
+    "one by one": {"recompute": ["attention", "residual", "mlp"], "keep_attention": True},
+    "attention is kept": {"recompute": "full", "keep_attention": True},
 }
+MODULES = {  # of a layer, by region; where norms come after, as in OLMo 2, by the second table
+    "norms": "norm1 norm2",
+    "activation": "product",
+    "attention": "norm1 qkv core",
+    "residual": "out sum",
+    "mlp": "norm2 up product",
+    "full": "norm1 qkv core out sum norm2 up product",
+    "selective": "norm1 norm2 product",
+}
+AFTER = MODULES | {
+    "attention": "qkv core",
+    "residual": "out norm1 sum",
+    "mlp": "up product",
+    "full": "qkv core out norm1 sum up product down norm2",
+}
+
+
+def _again(recompute: str | list[str], model: dict[str, Any] = LLAMA) -> int:
+    """Modules that a layer runs again."""
+    modules = AFTER if model.get("family") == "olmo2" else MODULES
+    regions = [recompute] if isinstance(recompute, str) else recompute
+    return len({module for region in regions for module in modules[region].split()})
+
+
 FAMILIES = {
     "llama": LLAMA,
     "gpt2": GPT2 | {"dropout": 0.2},
@@ -92,11 +116,11 @@ def test_every_policy_in_every_family_and_precision() -> None:
         {
             "model": FAMILIES[case["family"]] | {"num_layers": LAYERS},
             "precision": {"dtype": case["dtype"]},
-            "activations": RECOMPUTED[case["policy"]][0],
+            "activations": RECOMPUTED[case["policy"]],
         }
         for case in chosen
     ]
-    again = [LAYERS * RECOMPUTED[case["policy"]][1] for case in chosen]
+    again = [LAYERS * _again(RECOMPUTED[case["policy"]]["recompute"], FAMILIES[case["family"]]) for case in chosen]
     _compare(1, cases, again, list(map(str, chosen)))
 
 
@@ -116,16 +140,17 @@ ZERO: list[dict[str, Any]] = [
     {"stage": 3, "gather_policy": "step"},
 ]
 EVERY_LAYER = ["selective", "attention is kept", "mlp and a norm", "attention, mlp", "residual, mlp", "full"]
-SOME_LAYERS: dict[str, tuple[dict[str, Any], int]] = {  # [activations], and regions run again in all 4 layers together
+SOME_LAYERS: dict[str, tuple[dict[str, Any], int]] = {  # [activations], and modules run again in all 4 layers together
     "first of each rank": ({"recompute": "selective", "layers": 1}, 3 * 2),
-    "listed": ({"recompute": ["mlp"], "layers": [0, 3]}, 2),
-    "by stage": ({"recompute": "full", "stages": [{"stage": 1, "recompute": ["norms"], "layers": 1}]}, 2 + 2),
+    "listed": ({"recompute": ["mlp"], "layers": [0, 3]}, 3 * 2),
+    "by stage": ({"recompute": "full", "stages": [{"stage": 1, "recompute": ["norms"], "layers": 1}]}, 8 * 2 + 2),
 }
 
 
 def test_every_schedule_and_zero_stage() -> None:
     """Pipelines of 2 ranks, twice; some policies are of some layers or of some ranks only."""
-    policies = {name: (RECOMPUTED[name][0], 4 * RECOMPUTED[name][1]) for name in EVERY_LAYER} | SOME_LAYERS
+    every = {name: (RECOMPUTED[name], 4 * _again(RECOMPUTED[name]["recompute"])) for name in EVERY_LAYER}
+    policies = every | SOME_LAYERS
     cases, again, names = [], [], []
     for base, zero in enumerate(ZERO):
         for name in [list(policies)[(base + shift) % len(policies)] for shift in (0, 3)]:
@@ -162,7 +187,7 @@ def test_every_shape_over_tp_and_what_is_cut_over_it() -> None:
     cases, again = [], []
     for case in chosen:
         model, parallel, stage = case["shape"]
-        activations, count = RECOMPUTED[case["policy"]]
+        activations = RECOMPUTED[case["policy"]]
         cases.append(
             {
                 "model": model | {"num_layers": LAYERS},
@@ -171,7 +196,7 @@ def test_every_shape_over_tp_and_what_is_cut_over_it() -> None:
                 "activations": activations | {"partition": case["partition"]},
             }
         )
-        again.append(2 * LAYERS * count)  # of each rank
+        again.append(2 * LAYERS * _again(activations["recompute"], model))  # of each rank
     _compare(2, cases, again, list(map(str, chosen)))
 
 
@@ -183,10 +208,10 @@ def _own_schedule(rank: int, runs: Sequence[ResolvedRun], schedule: Schedule) ->
 def test_a_schedule_of_the_users_own_whose_weight_gradients_wait_for_the_end() -> None:
     kinds = (ActionKind.FORWARD, ActionKind.BACKWARD, ActionKind.WEIGHT)
     actions = tuple(Action(kind, index) for kind in kinds for index in range(2))
-    activations: list[dict[str, Any]] = [{}, RECOMPUTED["selective"][0], RECOMPUTED["full"][0]]
+    activations: list[dict[str, Any]] = [{}, RECOMPUTED["selective"], RECOMPUTED["full"]]
     runs = [run_of(1, model=LLAMA, training={"accumulation": 2}, activations=one) for one in activations]
     ((without, *others),) = run_world(1, _own_schedule, runs, Schedule("mine", 2, loop(1), (actions,)))
-    assert [one["again"] for one in others] == [2 * 2 * 2 * 3, 2 * 2 * 2 * 1]
+    assert [one["again"] for one in others] == [2 * 2 * 2 * 3, 2 * 2 * 2 * 8]
     assert all(one["bits"] == without["bits"] for one in others)
 
 
@@ -203,7 +228,7 @@ def _after_failures(rank: int, runs: Sequence[ResolvedRun]) -> list[tuple[dict[s
                 if left[0] < 0:
                     raise RuntimeError("on purpose")
 
-            hook = engine.chunks[0].blocks[-1].mlp.gate_up.register_forward_pre_hook(fail)
+            hook = engine.chunks[0].blocks[-1].mlp.up.register_forward_pre_hook(fail)
             for _ in range(1 if passes == 0 else 2):
                 with contextlib.suppress(RuntimeError):
                     engine.compute_gradients(micro_batches(run, state, 0))
@@ -218,7 +243,7 @@ def test_a_step_that_failed_leaves_nothing_behind() -> None:
         {"zero": {"stage": stage}, "precision": {"dtype": "fp16", "initial_scale_power": 24}} for stage in (0, 3)
     ]
     for section in sections:
-        activations = [{}, RECOMPUTED["selective"][0], RECOMPUTED["mlp"][0], RECOMPUTED["attention is kept"][0]]
+        activations = [{}, RECOMPUTED["selective"], RECOMPUTED["mlp"], RECOMPUTED["attention is kept"]]
         runs = [run_of(1, model=LLAMA, activations=one, training={"accumulation": 2}, **section) for one in activations]
         ((without, *others),) = run_world(1, _after_failures, runs)
         fresh = run_world(1, on_one_state, runs[:1], _bits)[0][0]

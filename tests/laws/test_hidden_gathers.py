@@ -274,7 +274,7 @@ def test_a_block_with_a_module_of_a_familys_own_waits_as_a_whole() -> None:
     assert stage.readers(block) == []
     other = stage.blocks[1]
     assert stage.readers(other)
-    other.mlp_dropout = nn.Identity()  # one without parameters may be given another's
+    other.mlp_residual = nn.Tanh()  # one without parameters may be given another's
     assert stage.readers(other) == []
 
 

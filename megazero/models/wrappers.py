@@ -1,0 +1,233 @@
+"""Sets in front of the modules of a block what the engine asks for: recomputation, an arena for activations, compiled code.
+
+    Block.forward            -> SavingBlock    within it the results of recomputed modules are dropped, or saved in an arena
+      attention_norm.forward -> Recomputed     where a policy names the module; see `Block.regions`
+      attention.core.forward -> compiled code  and so each module that neither communicates nor multiplies by a weight
+
+Each is set on the instance in front of the method of its class, so a block without a policy runs as it is written.
+
+[Note: compiled modules]  Norms, the core of attention, activations, residual sums and the loss are compiled.  The first
+block compiles them; the modules of other blocks have the same sizes and find that code by its guards.  A linear layer is not
+compiled: it communicates over tp and adds its weight gradient to the bucket inside an autograd function of its own, with
+handles and queues that a compiler must not record.  Nor are a norm over all heads and the exchange of a shared key and value
+head.  A recomputed module runs the same code, so it rounds at the same places.  Modules of a script are compiled whole.
+
+[Note: alignment]  Weights are stored in a bucket one after the other.  CUDA code that was compiled for aligned weights reads
+16 bytes at a time, and torch does not check the weights of the next block that runs it; so all must be aligned.
+
+Sizes are constants of the code: an evaluation compiles once more for its micro-batches.  Nothing that differs between blocks
+may be a Python number (see `Dropout`), or each block would be compiled again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack
+from functools import partial
+from itertools import pairwise
+from types import MethodType
+from typing import Any, TypeGuard
+
+import torch
+from torch import Tensor, nn
+
+from megazero.layers.activation_offload import PLAIN_TENSORS, ActivationStore
+from megazero.layers.attention import Attention, AttentionCore, RotaryEmbedding, SharedKVHead
+from megazero.layers.linear import ColumnParallelLinear, RowParallelLinear
+from megazero.layers.mlp import GELU, SwiGLU
+from megazero.layers.norm import WidthNorm
+from megazero.layers.recompute import WHOLE, DroppingOutputs, Recomputed, Tape
+from megazero.layers.saved_tensors import SavedTensorHooks
+from megazero.layers.vocabulary import slope_of, statistics_of
+from megazero.models.activation_config import UNCUT, LayerPolicy
+from megazero.models.gpt import Block, GPTStage, PostNormBlock
+from megazero.parallel_state import Axis
+
+_ALIGNED_BYTES = 16
+_COMMUNICATING = (ColumnParallelLinear, RowParallelLinear, WidthNorm, SharedKVHead)
+_CONTAINERS = (Attention, SwiGLU, GELU)
+
+
+class SavingBlock:
+    """A block's forward, within the hooks of its policy.
+
+    Attributes:
+        function: the forward itself; `compile_blocks` compiles a script's own.
+    """
+
+    def __init__(self, function: Callable[..., Any], offload: Callable[[], SavedTensorHooks] | None = None) -> None:
+        self.function, self._offload = function, offload
+
+    @torch.compiler.disable(recursive=False)  # type: ignore[untyped-decorator]
+    def __call__(self, *args: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return self.function(*args)
+        with ExitStack() as stack:
+            if self._offload is not None:
+                stack.enter_context(self._offload())
+            stack.enter_context(DroppingOutputs())
+            return self.function(*args)
+
+
+def save_by_policy(
+    blocks: Iterable[tuple[nn.Module, LayerPolicy]], tp: Axis, offload: ActivationStore | None = None
+) -> None:
+    """Apply each layer's policy to its block.  A block with a forward of its own is recomputed as a whole, or not at all.
+
+    Args:
+        blocks: of a chunk, in order, each with its policy.
+        tp: over which `partition` cuts; of one rank where sequence parallelism has cut already.
+        offload: takes saved tensors to its arena; None where no policy of this rank says so.
+
+    Raises:
+        ValueError: a policy recomputes a region that a block does not have.
+    """
+    blocks = list(blocks)
+    for number, (block, policy) in enumerate(blocks, 1):
+        _recompute(block, policy, tp)
+        hooks = None
+        if offload is not None:
+            offload.stay(_tables(block))
+            offload.shared |= {id(held): held for held in _tables_of_parts(block)}
+            hooks = partial(offload.layer, offloads=policy.moves, is_last=number == len(blocks))
+        if policy.recompute or hooks is not None:
+            block.__dict__["forward"] = SavingBlock(block.forward, hooks)
+
+
+def _recompute(block: nn.Module, policy: LayerPolicy, tp: Axis) -> None:
+    """Set a `Recomputed` in front of each module that a policy recomputes."""
+    tape, draws = Tape() if policy.keep_attention else None, _may_draw(block)
+    for module, is_cut in recomputed_modules(block, policy).items():
+        cores = [inner for inner in module.modules() if isinstance(inner, AttentionCore)]
+        for core in cores:
+            core.tape = tape
+        shards = tp if is_cut else WHOLE
+        module.__dict__["forward"] = Recomputed(module.forward, tape if cores else None, shards, draws=draws)
+    if has_regions(block):
+        block.mlp_residual.remakes_mask = "block" in policy.recompute
+
+
+def recomputed_modules(block: nn.Module, policy: LayerPolicy) -> dict[nn.Module, bool]:
+    """The modules that a policy recomputes, in the order of the forward, and whether `partition` cuts what they start from.
+
+    A module does not start from a saved tensor where the one before it is recomputed as well.
+    """
+    if not has_regions(block):
+        if policy.recompute - {"block"}:
+            raise ValueError(
+                f"activations.recompute: {type(block).__name__} has a forward of its own and can be recomputed only as a "
+                'whole; write "full" or "none"'
+            )
+        return dict.fromkeys([block] * bool(policy.recompute), policy.partition)
+    regions = block.regions()
+    for region in policy.recompute:
+        if not regions[region]:
+            raise ValueError(
+                f"activations.recompute: {region} needs an {region} of {type(block.mlp).__name__}, which has none"
+            )
+    chosen = {module for region in policy.recompute for module in regions[region]}
+    cut = {module for region in policy.recompute - UNCUT for module in regions[region]} if policy.partition else set()
+    order = regions["block"]
+    starts = {module for before, module in pairwise([None, *order]) if before not in chosen}
+    return {module: module in cut & starts for module in order if module in chosen}
+
+
+def has_regions(block: nn.Module) -> TypeGuard[Block]:
+    """Whether a block has the submodules that policies name: a forward of its own may do anything."""
+    return isinstance(block, Block) and type(block).forward in (Block.forward, PostNormBlock.forward)
+
+
+def _may_draw(block: nn.Module) -> bool:
+    """Whether a block may use torch's generators: the package's own modules draw by position."""
+    known = (nn.Identity, nn.GELU)
+    return any(
+        not type(part).__module__.startswith("megazero.") and type(part) not in known for part in block.modules()
+    )
+
+
+def _tables(block: nn.Module) -> Iterator[Tensor]:
+    """The tensors of a block that are neither parameters nor activations: rotary tables, masks, keys."""
+    for module in block.modules():
+        yield from module.buffers(recurse=False)
+        for value in vars(module).values():
+            yield from (one for one in (value, *getattr(value, "__dict__", {}).values()) if type(one) in PLAIN_TENSORS)
+
+
+def _tables_of_parts(block: nn.Module) -> list[set[int]]:
+    """The storages of the tables that each rotary embedding of a block holds for micro-batches under way."""
+    values = (value for module in block.modules() for value in vars(module).values())
+    return [value.held for value in values if isinstance(value, RotaryEmbedding)]
+
+
+def may_compile(setting: bool | str, device: torch.device) -> bool:
+    """Whether a run compiles its blocks if it can.
+
+    Args:
+        setting: `training.compile`; "auto" does on CUDA where it can.  On a CPU it takes minutes and a C++ compiler.
+    """
+    return device.type == "cuda" if setting == "auto" else bool(setting)
+
+
+def wants_compiling(setting: bool | str, device: torch.device, parameters: Iterable[Tensor]) -> bool:
+    """Whether a run compiles its blocks.
+
+    Args:
+        setting: see `may_compile`.
+        device, parameters: of this rank.
+
+    Raises:
+        ValueError: `compile` is true and cannot be; see [Note: alignment].
+    """
+    if not may_compile(setting, device):
+        return False
+    aligned = device.type != "cuda" or all(parameter.data_ptr() % _ALIGNED_BYTES == 0 for parameter in parameters)
+    if setting is True and not aligned:
+        raise ValueError(
+            f"training.compile=true: on CUDA every weight must begin at a multiple of {_ALIGNED_BYTES} bytes, and some do "
+            "not; take model.hidden_size and ffn_hidden_size as multiples of 8 * parallel.tp, or set training.compile=false"
+        )
+    return aligned
+
+
+def compile_blocks(stage: GPTStage, backend: str = "inductor") -> None:
+    """Have the modules of every block, and the loss, run compiled code; the compiler works when they are first called.
+
+    Only the modules' own `forward` is replaced; hooks and names of parameters stay.
+    """
+    compiled: dict[Any, Any] = {}
+
+    def compile_once(function: Any) -> Any:
+        """One code for a method of all blocks."""
+        code = function.__func__ if isinstance(function, MethodType) else function
+        if code not in compiled:
+            compiled[code] = torch.compile(code, dynamic=False, backend=backend)
+        return MethodType(compiled[code], function.__self__) if isinstance(function, MethodType) else compiled[code]
+
+    for block in stage.blocks:
+        for module in _compiled_modules(block):
+            for inner in module.modules():
+                if isinstance(inner, _COMMUNICATING):
+                    _replace_forward(inner, torch.compiler.disable)
+            _replace_forward(module, compile_once)
+    if stage.head is not None:
+        output = stage.head.output
+        output.statistics_of = torch.compile(statistics_of, dynamic=False, backend=backend)
+        output.slope_of = torch.compile(slope_of, dynamic=False, backend=backend)
+
+
+def _compiled_modules(module: nn.Module) -> Iterator[nn.Module]:
+    """The modules that are compiled; a script's own are as a whole."""
+    if has_regions(module) or type(module) in _CONTAINERS:
+        for child in module.children():
+            yield from _compiled_modules(child)
+    elif not isinstance(module, _COMMUNICATING):
+        yield module
+
+
+def _replace_forward(module: nn.Module, change: Callable[[Any], Any]) -> None:
+    """Replace what runs as a module's forward, beneath recomputation and arenas."""
+    forward = module.forward
+    if isinstance(forward, SavingBlock | Recomputed):
+        forward.function = change(forward.function)
+    else:
+        module.__dict__["forward"] = change(forward)  # `nn.Module.__call__` calls it between the hooks
