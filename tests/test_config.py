@@ -346,7 +346,7 @@ BROKEN = """
 2 model.seq_len=1001 parallel.tp=2 parallel.sequence_parallel=true -> model.seq_len: must be divisible by parallel.tp=2 (s
 4 model.num_layers=2 parallel.pp=4 -> model.num_layers: must be >= parallel.pp=4
 1 parallel.schedule=interleaved -> parallel.virtual_stages: interleaved needs at least 2 chunks per rank
-2 parallel.schedule=interleaved parallel.virtual_stages=2 parallel.pp=2 training.accumulation=3 -> training: interleaved needs
+2 parallel.schedule=interleaved parallel.virtual_stages=2 parallel.pp=2 training.accumulation=3 -> training: interleaved
 2 parallel.schedule=zbv parallel.pp=2 model.num_layers=3 -> model.num_layers: must be >= parallel.pp*chunks=2*2=4
 1 parallel.virtual_stages=2 -> parallel.virtual_stages: the schedule 1f1b has one chunk per rank
 1 checkpoint.directory=s4://bucket/run -> checkpoint.directory: must be the URL of a file system that fsspec knows and who

@@ -14,7 +14,6 @@ import time
 from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from statistics import fmean, median_low
-from threading import Thread
 from typing import NamedTuple
 
 import torch
@@ -31,9 +30,7 @@ from megazero.training.callbacks.base import Callback, StepRecord
 
 _NOTICEABLE_SECONDS = 0.01
 _MOST_RANKS_NAMED = 4
-# A look ends when all ranks have written, or after so long; the last one of a run is waited for.
-_LOOK_SECONDS, _LAST_SECONDS = 60.0, 5.0
-_FIRST_POLL_SECONDS, _LONGEST_POLL_SECONDS = 0.01, 1.0
+_LAST_SECONDS, _POLL_SECONDS = 5.0, 0.01  # after the last step of a run the other ranks are waited for so long
 
 
 class Utilization(Callback):
@@ -108,11 +105,12 @@ def spread_of(works: Sequence[RankWork]) -> dict[str, float]:
 
 
 class Stragglers(Callback):
-    """Compares the own work of all ranks every `logging.straggler_every_steps` steps, beside the training.
+    """Compares the own work of all ranks every `logging.straggler_every_steps` steps.
 
-        rank 0    step 50, write | step 51        | report with step 51
-        a thread                 [ read all ranks' ]
-        rank 1    step 50, write | step 51 ...
+        rank 0    step 50, write | step 51, read all ranks' and report
+        rank 1    step 50, write | step 51
+
+    Every rank has written its work of step 50 before it takes part in step 51; one that has not is read after later steps.
 
     Args:
         store: of the run; None in a world of one rank.
@@ -126,10 +124,11 @@ class Stragglers(Callback):
         self._ratio, self._state, self._say = logging.straggler_ratio, state, say
         self._store = None if store is None else PrefixStore("work", store)
         self._seconds: list[float] = []
-        self._look: _Look | None = None  # on rank 0
+        # On rank 0: the step to compare, the ranks that have not written it yet, and the work of the others.
+        self._step, self._missing, self._found = 0, list[str](), list[RankWork]()
 
     def after_step(self, record: StepRecord) -> None:
-        """Begin a look where one is due; report the metric `own_seconds` and the slow ranks of the one before."""
+        """Write this rank's work where it is due; report the metric `own_seconds` and the slow ranks of the last time."""
         if self._store is None or not self._every:
             return
         self._report(record)
@@ -144,17 +143,16 @@ class Stragglers(Callback):
         with suppress(RuntimeError):  # a dead store is no reason to end the run
             self._store.set(str(state.rank), json.dumps(mine))
         if state.rank == 0:
-            if self._look is None or self._look.has_failed:
-                self._look = _Look(self._store, state.world.size, record.step)
-            if record.is_last:
-                self._look.join(_LAST_SECONDS)
+            self._step, self._missing, self._found = record.step, [str(rank) for rank in range(state.world.size)], []
+            end = time.monotonic() + _LAST_SECONDS
+            while record.is_last and self._missing and time.monotonic() < end:
                 self._report(record)
+                time.sleep(_POLL_SECONDS)
 
     def _report(self, record: StepRecord) -> None:
-        works = [] if self._look is None else self._look.found
-        if not works:
+        if not self._missing or not self._read():
             return
-        self._look = None
+        works = sorted(self._found, key=lambda work: work.rank)
         record.metrics["own_seconds"] = spread_of(works)
         slow = slow_ranks(works, self._ratio)
         for work, median in slow[:_MOST_RANKS_NAMED]:
@@ -165,35 +163,15 @@ class Stragglers(Callback):
         if len(slow) > _MOST_RANKS_NAMED:
             self._say(f"... and {len(slow) - _MOST_RANKS_NAMED} more ranks are slow")
 
-
-class _Look(Thread):
-    """Reads the work of all ranks; `found` is empty until every rank has written that of this step."""
-
-    def __init__(self, store: Store, ranks: int, step: int) -> None:
-        super().__init__(name="stragglers", daemon=True)
-        self.found: list[RankWork] = []
-        self._store, self._keys, self._step = store, [str(rank) for rank in range(ranks)], step
-        self.start()
-
-    @property
-    def has_failed(self) -> bool:
-        """Whether it has ended without having found anything."""
-        return not self.is_alive() and not self.found
-
-    def run(self) -> None:
-        end, pause, found, missing = time.monotonic() + _LOOK_SECONDS, _FIRST_POLL_SECONDS, list[RankWork](), self._keys
+    def _read(self) -> bool:
+        """Read what the missing ranks have written; whether none is missing any more."""
+        assert self._store is not None
         with suppress(RuntimeError):  # the store has gone, as the run may: there is nothing to report
-            while time.monotonic() < end:
-                if self._store.check(missing):
-                    works = [RankWork(*json.loads(one)) for one in self._store.multi_get(missing)]
-                    found += [work for work in works if work.step >= self._step]
-                    missing = [str(work.rank) for work in works if work.step < self._step]
-                if not missing:
-                    self.found = sorted(found, key=lambda work: work.rank)
-                    return
-                # of 16,384 ranks each read takes the training thread's interpreter for a while
-                time.sleep(pause)
-                pause = min(2 * pause, _LONGEST_POLL_SECONDS)
+            if self._store.check(self._missing):
+                works = [RankWork(*json.loads(one)) for one in self._store.multi_get(self._missing)]
+                self._found += [work for work in works if work.step >= self._step]
+                self._missing = [str(work.rank) for work in works if work.step < self._step]
+        return not self._missing
 
 
 class GarbageCollection(Callback):
