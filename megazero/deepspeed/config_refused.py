@@ -92,7 +92,7 @@ NO_EFFECT = {
             "log_trace_cache_warnings": "nothing is traced",
             "enable_sanity_checks": "checks are always on",
             "legacy_stage1": "there is one stage 1",
-            "save_muon_momentum_buffer_in_memory": "there is no Muon",
+            "save_muon_momentum_buffer_in_memory": "Muon is for run files (optimizer.name), not for scripts",
         },
     ),
     **_below("activation_checkpointing", {"synchronize_checkpoint_boundary profile": "time with torch.profiler"}),

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megazero.optim.optimizers import Lion, make_optimizer, state_names
+from megazero.optim.optimizers import Lion, MatrixOptimizer, make_optimizer, state_names
 from megazero.optim.registry import OPTIMIZERS
 from megazero.registry import check_keywords, keywords_of, unknown_name
 from megazero.zero.optimizer import OptimizerRecipe, recipe_of_class
@@ -134,7 +134,9 @@ def _class_of(name: str) -> tuple[type[torch.optim.Optimizer], dict[str, Any]]:
     base = torch.optim.Optimizer
     of_torch = {key: it for key, it in vars(torch.optim).items() if isclass(it) and issubclass(it, base) and it != base}
     if name in OPTIMIZERS and not OPTIMIZERS.is_built_in(name):
-        return OPTIMIZERS[name].cls, {}
+        if isinstance(registered := OPTIMIZERS[name], MatrixOptimizer):
+            raise ValueError(f"optimizer type {name!r} steps whole matrices: it is for run files, not for scripts")
+        return registered.cls, {}
     if name.lower() in _DEEPSPEED:
         return _DEEPSPEED[name.lower()]
     if name in of_torch:

@@ -39,6 +39,7 @@ from megazero.schedules.kind import GivenSchedule, ScheduleKind
 from megazero.schedules.proof import Timeline
 from megazero.schedules.registry import SCHEDULES
 from megazero.settings import hide_passwords
+from megazero.zero.optimizer import OptimizerRecipe
 from megazero.zero.sharded_model import ShardedModel
 from megazero.zero.units import Described, describe, units_of
 
@@ -152,7 +153,7 @@ class Engine:
         Weights, and gradients of stage 0, may travel until the next forward; `chunks` waits for them.
         """
         for group in self.sharded_model.optimizer.torch_optimizer.param_groups:
-            group["lr"] = lr
+            group["lr"] = lr * group.get("lr_ratio", 1.0)
         return self.sharded_model.update(self._grad_norm, self.config.optimizer.grad_clip)
 
     def evaluate(self, batches: Sequence[MicroBatch]) -> StepStatistics:
@@ -325,7 +326,8 @@ def _forward(stage: GPTStage, batches: Sequence[MicroBatch], microbatch: int, x:
 def _shard(config: RunConfig, state: ParallelState, built: RankStages, placement: Placement) -> ShardedModel:
     """Shard a rank's stages as `[zero]` and `[precision]` say."""
     modules = nn.ModuleList(built.stages)
-    described = [replace(one, group=0 if one.spec.decay else 1) for one in describe(modules)]
+    recipe = optimizer_of(config.optimizer)
+    described = [_in_its_group(one, recipe) for one in describe(modules)]
     queue_of = {
         f"{index}.{name}": queue
         for index, (stage, queue) in enumerate(zip(built.stages, built.wgrad_queues, strict=True))
@@ -339,7 +341,7 @@ def _shard(config: RunConfig, state: ParallelState, built: RankStages, placement
         state,
         config.zero,
         config.precision,
-        optimizer_of(config.optimizer),
+        recipe,
         ties=_tied_axes(described, state, placement),
         wgrad_queues=queue_of,
         checks_order=False,
@@ -349,6 +351,12 @@ def _shard(config: RunConfig, state: ParallelState, built: RankStages, placement
     if offload is not None:
         offload.stay(bucket.weights for bucket in sharded.parameters.buckets)
     return sharded
+
+
+def _in_its_group(one: Described, recipe: OptimizerRecipe) -> Described:
+    if recipe.matrices is not None and one.spec.matrix:
+        return replace(one, group=2, matrix=True)
+    return replace(one, group=0 if one.spec.decay else 1)
 
 
 def _tied_axes(described: Sequence[Described], state: ParallelState, placement: Placement) -> Mapping[str, Axis]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from pathlib import Path
 
@@ -21,6 +21,7 @@ from megazero.models.gpt import BuildContext, GPTStage
 from megazero.models.stages import by_rank, cut, cut_by_rank
 from megazero.models.wrappers import save_by_policy
 from megazero.optim.config import OptimizerConfig
+from megazero.optim.optimizers import ADAMW, ElementwiseOptimizer
 from megazero.optim.registry import OPTIMIZERS
 from megazero.parallel_state import Axis, ParallelState
 from megazero.schedules.action import Placement, Schedule, read_schedule
@@ -28,6 +29,7 @@ from megazero.schedules.kind import GivenSchedule, ScheduleKind
 from megazero.schedules.proof import check_runnable
 from megazero.schedules.registry import SCHEDULES
 from megazero.zero.bucket import DTYPES
+from megazero.zero.matrices import MatrixRecipe
 from megazero.zero.optimizer import OptimizerRecipe, recipe_of_class
 
 
@@ -71,9 +73,16 @@ def _built(kind: ScheduleKind, pp: int, microbatches: int, chunks: int) -> Sched
 
 
 def optimizer_of(config: OptimizerConfig) -> OptimizerRecipe:
-    """The configured optimizer, with a parameter group that decays and one that does not."""
-    groups = [{"weight_decay": config.weight_decay}, {"weight_decay": 0.0}]
-    return recipe_of_class(OPTIMIZERS[config.name].cls, OPTIMIZERS[config.name].settings(config), groups)
+    """The configured optimizer, with a parameter group that decays, one that does not, and one of matrices stepped whole."""
+    decays, plain = {"weight_decay": config.weight_decay}, {"weight_decay": 0.0}
+    optimizer = OPTIMIZERS[config.name]
+    if isinstance(optimizer, ElementwiseOptimizer):
+        return recipe_of_class(optimizer.cls, optimizer.settings(config), [decays, plain])
+    others = {"lr_ratio": (config.adamw_lr or config.lr) / config.lr}
+    groups = [decays | others, plain | others, decays]
+    recipe = recipe_of_class(ADAMW.cls, ADAMW.settings(config.model_copy(update={"options": ()})), groups)
+    update = partial(optimizer.update, **optimizer.settings(config))
+    return replace(recipe, matrices=MatrixRecipe(update, optimizer.flops, config.matrix_momentum))
 
 
 def stages_of(config: RunConfig, count: int = 1, tp: int | None = None) -> list[GPTStage]:

@@ -14,8 +14,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from megazero.checkpoint.folder import LocalFolder, Location
 from megazero.checkpoint.hugging_face.config import logical_shapes
 from megazero.checkpoint.hugging_face.importer import Imported, import_model, set_keys, write_step
@@ -24,14 +22,13 @@ from megazero.checkpoint.index import HF_CONFIG, CheckpointError, TrainerState, 
 from megazero.checkpoint.shards import new_folder
 from megazero.config import RunConfig
 from megazero.config.load import read_run_file
+from megazero.engine.outline import optimizer_of
 from megazero.formats.dcp import ACCELERATE, METADATA, read_dcp
 from megazero.formats.deepspeed import find_deepspeed, read_deepspeed
 from megazero.formats.foreign import ADAM, ForeignCheckpoint, match_kinds
 from megazero.formats.megatron import read_megatron, read_nemo
 from megazero.formats.tables import tables_of
 from megazero.models.config import ModelConfig
-from megazero.optim.optimizers import make_optimizer, state_names
-from megazero.optim.registry import OPTIMIZERS
 from megazero.settings import hide_passwords, toml_value
 from megazero.zero.state import MODEL
 
@@ -174,8 +171,7 @@ def _has_moments(folder: LocalFolder, kinds: Iterable[str], updates: int) -> boo
 def _check_optimizer(config: RunConfig, run_file: str | Path) -> None:
     """The optimizer of the run file must keep the moments that AdamW has.  Raises: CheckpointError."""
     name = config.optimizer.name
-    groups = [{"params": [torch.zeros(2, requires_grad=True)], "weight_decay": config.optimizer.weight_decay}]
-    kept, _ = state_names(make_optimizer(OPTIMIZERS[name].cls, OPTIMIZERS[name].settings(config.optimizer), groups))
+    kept = optimizer_of(config.optimizer).known_states
     if set(kept) != set(ADAM):
         raise CheckpointError(
             f"the checkpoint has AdamW's {' and '.join(ADAM)}, and optimizer.name={name} of {run_file} keeps "

@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from math import prod
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -50,6 +50,15 @@ class NamedRows:
     rows: int
     offset: int = 0
     logical_rows: int | None = None
+
+
+class LocalRows(NamedTuple):
+    """Rows [start, stop) of a section that one TP rank holds, from row `first` of its tensor on."""
+
+    section: NamedRows
+    first: int
+    start: int
+    stop: int
 
 
 @dataclass(frozen=True)
@@ -90,6 +99,7 @@ class ParamSpec:
         sum_over_tp: a replicated parameter whose gradient on each TP rank covers only part of the sequence.
         tied: the embedding that first and last pipeline stage share.
         transposed: stored [in, out] in a checkpoint (GPT-2's Conv1D).
+        matrix: a weight between the features of a block, which an optimizer of matrices steps whole, section by section.
         whole: the shape of a parameter that has none or more than two dimensions and is not cut; `columns` is then all but
             the first of them, flattened.
 
@@ -105,6 +115,7 @@ class ParamSpec:
     tied: bool = False
     decay: bool = True
     transposed: bool = False
+    matrix: bool = False
     whole: tuple[int, ...] | None = None
 
     def local_shape(self, tp_size: int) -> tuple[int, ...]:
@@ -130,11 +141,7 @@ class ParamSpec:
         width = self.width(tp_size)
         start = width * tp_rank if self.split == 1 else 0
         columns = None if self.columns is None else (start, start + width)
-        first = 0
-        for section in self.sections:
-            part = -(-section.rows // tp_size) if self.split == 0 else section.rows
-            low = min(part * tp_rank, section.rows) if self.split == 0 else 0
-            high = min(low + part, section.rows)
+        for section, first, low, high in self.local_sections(tp_rank, tp_size):
             total = section.logical_rows or section.rows
             if high > low:
                 yield Region(
@@ -146,6 +153,14 @@ class ParamSpec:
                     self.transposed,
                     self.whole,
                 )
+
+    def local_sections(self, tp_rank: int, tp_size: int) -> Iterator[LocalRows]:
+        """What one TP rank's tensor holds of each section, padding excepted."""
+        first = 0
+        for section in self.sections:
+            part = -(-section.rows // tp_size) if self.split == 0 else section.rows
+            low = min(part * tp_rank, section.rows) if self.split == 0 else 0
+            yield LocalRows(section, first, low, min(low + part, section.rows))
             first += part
 
     def init_weights(self, out: Tensor, start: int, tp_rank: int, tp_size: int, seed: int) -> None:

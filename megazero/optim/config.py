@@ -42,13 +42,17 @@ class OptimizerConfig(Section):
     """How gradients change weights."""
 
     name: Annotated[str, NameIn(OPTIMIZERS)] = "adamw"
-    """AdamW: Adam with decoupled weight decay; adam adds the decay to the gradient, as sgd and adagrad do."""
+    """adamw and muon decouple weight decay; adam, sgd and adagrad add it to the gradient. muon: docs/optimizers.md."""
     lr: Positive = 3e-4
     """Peak learning rate."""
     betas: Annotated[tuple[ShareBelowOne, ShareBelowOne], Field(strict=False), _of_optimizers("betas")] = (0.9, 0.95)
     """Decay of the running means of the gradient and of its square."""
     momentum: Annotated[ShareBelowOne, _of_optimizers("momentum")] = 0.0
     """Share of the last update that is added to the next."""
+    matrix_momentum: Annotated[ShareBelowOne, _of_optimizers("matrix_momentum")] = 0.95
+    """Decay of the running mean of a matrix's gradient, which muon makes orthogonal."""
+    adamw_lr: Annotated[Positive | None, _of_optimizers("adamw_lr")] = None
+    """Peak learning rate of what muon leaves to AdamW: embeddings, head, norms and biases; None for `lr`."""
     eps: Annotated[Epsilon, _of_optimizers("eps")] = 1e-8
     """Added to the denominator of the update."""
     weight_decay: PositiveOrZero = 0.1

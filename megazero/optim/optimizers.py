@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from megazero.optim.config import OptimizerConfig
+from megazero.optim.muon import iteration_flops, muon_update
 from megazero.optim.registry import BUILT_IN_KEYS
 from megazero.registry import check_keywords, keywords_of
 
@@ -101,6 +102,33 @@ class ElementwiseOptimizer:
         return of_section | dict(self.keywords) | dict(section.options)
 
 
+@dataclass(frozen=True)
+class MatrixOptimizer:
+    """An optimizer for `OPTIMIZERS` that steps each matrix of a block whole, from its momentum; AdamW steps the rest.
+
+    Args:
+        update: [rows, columns], Nesterov's momentum of a whole matrix -> what the learning rate multiplies; the section's
+            `options` are its keywords.  It is called once for each matrix, on one rank, however the state is sharded.
+        flops: of `update` from rows and columns; ranks share the matrices by it.
+    """
+
+    update: Callable[[Tensor], Tensor]
+    flops: Callable[[int, int], int]
+    keys: tuple[str, ...] = BUILT_IN_KEYS["muon"]
+
+    @property
+    def cls(self) -> Callable[[Tensor], Tensor]:
+        """What takes the options."""
+        return self.update
+
+    def settings(self, section: OptimizerConfig) -> dict[str, Any]:
+        """Keywords of `update`."""
+        return dict(section.options)
+
+
+RegisteredOptimizer = ElementwiseOptimizer | MatrixOptimizer
+
+MUON = MatrixOptimizer(muon_update, iteration_flops)
 ADAMW = ElementwiseOptimizer(torch.optim.AdamW, elementwise=True, keys=BUILT_IN_KEYS["adamw"])
 ADAM = ElementwiseOptimizer(torch.optim.Adam, elementwise=True, keys=BUILT_IN_KEYS["adam"])
 SGD = ElementwiseOptimizer(torch.optim.SGD, elementwise=True, keys=BUILT_IN_KEYS["sgd"])

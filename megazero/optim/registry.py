@@ -13,7 +13,7 @@ from megazero.registry import Registry
 
 if TYPE_CHECKING:
     from megazero.optim.config import LrScheduleConfig
-    from megazero.optim.optimizers import ElementwiseOptimizer
+    from megazero.optim.optimizers import ElementwiseOptimizer, MatrixOptimizer
 
     LrShape: TypeAlias = Callable[[int, int, LrScheduleConfig], float]
 
@@ -24,11 +24,12 @@ BUILT_IN_KEYS = {
     "sgd": ("momentum",),
     "lion": ("betas",),
     "adagrad": ("eps",),
+    "muon": ("betas", "eps", "matrix_momentum", "adamw_lr"),
 }
-OPTIMIZERS: Registry[ElementwiseOptimizer] = Registry(
+OPTIMIZERS: Registry[ElementwiseOptimizer | MatrixOptimizer] = Registry(
     "optimizer",
     {name: f"megazero.optim.optimizers:{name.upper()}" for name in BUILT_IN_KEYS},
-    "megazero.optim.optimizers:ElementwiseOptimizer",
+    "megazero.optim.optimizers:RegisteredOptimizer",
 )
 
 # The keys of [lr_schedule] that each of the package's shapes reads, besides warmup_steps.

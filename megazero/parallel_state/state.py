@@ -164,6 +164,15 @@ class ParallelState:
         """
         return replace(axis, group=self._group(axis.ranks, purpose))
 
+    def across_tp(self, axis: Axis, name: str) -> tuple[Axis, list[list[int]]]:
+        """The ranks of an axis at every tensor-parallel index, over a communicator of their own; and they by that index.
+
+        Every rank makes it, in the same order.
+        """
+        at = [self.grid.coordinate(rank) for rank in axis.ranks]
+        table = [[self.grid.rank(replace(one, tp=tp)) for one in at] for tp in range(self.tp.size)]
+        return self._axis(name, tuple(rank for row in table for rank in row), name), table
+
     def neighbours_on(self, axis: Axis, size: int, name: str, purpose: str = "") -> Axis:
         """The `size` neighbours of an axis among which this rank is, as an axis.  Every rank makes it, in the same order."""
         first = axis.index // size * size

@@ -17,11 +17,8 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass
 
-import torch
-
 from megazero.config import ResolvedRun
-from megazero.optim.optimizers import make_optimizer, state_names
-from megazero.optim.registry import OPTIMIZERS
+from megazero.engine.outline import optimizer_of
 from megazero.zero.bucket import BLOCK, DTYPES
 from megazero.zero.quantized import WEIGHT_BITS, BlockFormat
 
@@ -124,15 +121,13 @@ class StateFormula:
 def formula_of(run: ResolvedRun, shards: int) -> StateFormula:
     """The formulas for a run whose state is shared by so many ranks."""
     zero, precision, optimizer = run.config.zero, run.config.precision, run.config.optimizer
-    settings = OPTIMIZERS[optimizer.name].settings(optimizer)
-    twin = make_optimizer(OPTIMIZERS[optimizer.name].cls, settings, [{"params": [torch.nn.Parameter(torch.ones(2))]}])
     return StateFormula(
         stage=zero.stage,
         shards=shards,
         weight_bytes=DTYPES[precision.dtype].itemsize,
         accumulate_bytes=DTYPES[precision.accumulate_dtype].itemsize,
         reduce_bytes=DTYPES[precision.reduce_dtype].itemsize,
-        moments=len(state_names(twin)[0]),
+        moments=len(optimizer_of(optimizer).states),
         micro_batches=run.accumulation,
         reduces_each=zero.reduce == "micro_batch",
         gathers_each=zero.gather_policy != "step",

@@ -99,7 +99,7 @@ def foresee(config: RunConfig, fingerprint_at: Callable[[int], str] | None) -> l
         trainer = read_trainer_state(origin)
         data = trainer.data_fingerprint if fingerprint_at is None else fingerprint_at(config.model.seq_len)
         check_same_run(origin, config, data, trainer, fingerprint_at=fingerprint_at)
-        check_kinds(origin, optimizer_of(config.optimizer).states if trainer.optimizer_steps else None)
+        check_kinds(origin, optimizer_of(config.optimizer).known_states if trainer.optimizer_steps else None)
         position = position_after(trainer, config, data)
         lines = [f"goes on from {origin}, step {position.step:,}, whose files were not verified"]
         lines += tell_changes(trainer, config, position)

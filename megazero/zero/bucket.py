@@ -57,6 +57,7 @@ class ParamInfo:
     trains: bool = True  # it has a gradient; a frozen parameter is only sharded and saved
     persistent: bool = False  # stage 3 keeps it whole on every rank
     alone: bool = False  # under stage 3 it has a bucket of its own
+    matrix: bool = False  # the optimizer steps it whole; its bucket holds nothing else
 
 
 @dataclass(frozen=True)
@@ -165,6 +166,11 @@ class BucketLayout:
     tie: str  # the logical name that all copies of a tied bucket's parameter share
     step: int = 1  # a shard's elements are a multiple of it; in a bucket of several parts these are whole rows
     part_count: int = 1
+
+    @property
+    def matrices(self) -> bool:
+        """Whether the optimizer steps the parameters as whole matrices."""
+        return self.slots[0].info.matrix
 
     @property
     def numel(self) -> int:
@@ -321,12 +327,12 @@ def plan_buckets(
         loses_cut = (is_cut(last) or is_cut([info])) and not is_cut(together)
         return last[0].chunk == info.chunk and _fits(together, bucket_elements, shards) and not loses_cut
 
-    def scope(info: ParamInfo) -> tuple[float, bool]:
+    def scope(info: ParamInfo) -> tuple[float, bool, bool]:
         """What a bucket does not leave."""
-        return info.unit if by_unit and not info.persistent else inf, info.trains
+        return info.unit if by_unit and not info.persistent else inf, info.trains, info.matrix
 
     groups, backward = list[list[ParamInfo]](), free[::-1]
-    for (unit, _), members in groupby(sorted(backward, key=scope), key=scope):
+    for (unit, *_), members in groupby(sorted(backward, key=scope), key=scope):
         last = list[ParamInfo]()
         if unit < inf and not cuts_units:
             groups.append(list(members)[::-1])
@@ -466,7 +472,9 @@ class Bucket:
         """Whether a rank may sum its shard of the gradients alone: nobody needs the others' before they are stepped."""
         policy, layout = self.policy, self.layout
         is_plain = policy.zero_stage == 0 and policy.shard.size > 1 and policy.replica.size == 1 and policy.on_cpu
-        return is_plain and self.reduces_in_place and not layout.tied  # the stages of a tie choose apart
+        return (
+            is_plain and self.reduces_in_place and not layout.tied and not layout.matrices
+        )  # the stages of a tie choose apart
 
     @property
     def gradient_shard(self) -> Tensor:

@@ -14,7 +14,6 @@ import torch
 from torch import Tensor, nn
 
 from megazero.zero.bucket import Bucket, Interval
-from megazero.zero.offload import Offload
 from megazero.zero.storage import FlatArray, Location, PendingCopy
 
 _SETS = 3
@@ -44,12 +43,10 @@ class Part:
 class FileStepper:
     """Reads those of the parts that lie in a file, has them stepped, and writes them back.  `states`: element-wise ones."""
 
-    def __init__(self, parts: Sequence[Part], states: Sequence[str], offload: Offload) -> None:
+    def __init__(self, parts: Sequence[Part], states: Sequence[str]) -> None:
         # Large ones first: a part that a group's border cuts off a shard then needs little beside the rest of it.
         self._parts = sorted((part for part in parts if part.location == "file"), key=lambda part: -part.numel)
         self._states = tuple(states)
-        for part in self._parts:
-            part.arrays = {name: offload.moment(part.numel) for name in states}
         names = "master", *states
         self._sets = [{name: torch.zeros(part.numel) for name in names} for part in self._parts[:_SETS]]
 

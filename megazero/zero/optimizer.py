@@ -23,8 +23,9 @@ import torch
 from torch import Tensor, nn
 
 from megazero.optim.optimizers import Lion, make_optimizer, state_names
-from megazero.zero.bucket import Bucket, Interval, in_order_of_use, intersect
+from megazero.zero.bucket import Bucket, BucketLayout, Interval, in_order_of_use, intersect
 from megazero.zero.file_stepper import FileStepper, Part
+from megazero.zero.matrices import MOMENTUM, MatrixRecipe, MatrixStepper
 from megazero.zero.offload import FILE_PART_ELEMENTS, Offload
 from megazero.zero.parameters import memory_kind
 from megazero.zero.storage import PendingCopy
@@ -44,6 +45,12 @@ class OptimizerRecipe:
     states: tuple[str, ...]  # names of the state that has an element for each parameter's
     scalars: tuple[str, ...]  # names of the state that is one number
     build: Callable[[list[list[nn.Parameter]]], torch.optim.Optimizer]  # from the parts of each group
+    matrices: MatrixRecipe | None = None  # steps the last group, matrix by matrix
+
+    @property
+    def known_states(self) -> tuple[str, ...]:
+        """Names of all state that has an element for each parameter's."""
+        return self.states if self.matrices is None else (*self.states, MOMENTUM)
 
 
 def recipe_of_class(
@@ -63,7 +70,7 @@ Stepped: TypeAlias = Callable[[Bucket, Callable[[], None] | None], None]
 
 
 class ShardedOptimizer:
-    """Any element-wise optimizer over the owned elements of every bucket.
+    """Any element-wise optimizer over the owned elements of every bucket, but for those that `matrices` steps.
 
     Attributes:
         torch_optimizer: torch's own, or the user's, with the flat parts as its parameters.
@@ -71,8 +78,15 @@ class ShardedOptimizer:
         known_states: names of all element-wise state, whether it exists already or not.
     """
 
-    def __init__(self, buckets: Sequence[Bucket], recipe: OptimizerRecipe, offload: Offload) -> None:
-        self.known_states, self._scalars = recipe.states, recipe.scalars
+    def __init__(
+        self,
+        buckets: Sequence[Bucket],
+        recipe: OptimizerRecipe,
+        offload: Offload,
+        matrices: MatrixStepper | None = None,
+    ) -> None:
+        self._elementwise, self._scalars, self._matrices = recipe.states, recipe.scalars, matrices
+        self.known_states = recipe.known_states
         # This rank may own nothing of a bucket but padding.
         trained = in_order_of_use([one for one in buckets if one.layout.trains])
         self._parts = _cut(trained)
@@ -87,12 +101,16 @@ class ShardedOptimizer:
         self._before_step: list[dict[str, Any]] = []  # they as they were
         is_fused = all(group.get("fused") for group in self.torch_optimizer.param_groups)
         self._scales_inside = type(self.torch_optimizer) in _SCALE_INSIDE and is_fused
-        self._file = FileStepper(self._parts, self.known_states, offload)
+        for part in self._parts:
+            if part.location == "file":
+                part.arrays = {name: offload.moment(part.numel) for name in self.states_of(part.bucket.layout)}
+        self._file = FileStepper([part for part in self._parts if not part.bucket.layout.matrices], self._elementwise)
         self._known_start = isinstance(self.torch_optimizer, _KNOWN_START)
         if self._known_start:
             for part in self._parts:
                 self._start_state(part)
-        self._on_device = [part for part in self._parts if part.location == "device"]
+        elementwise = [part for part in self._parts if not part.bucket.layout.matrices]
+        self._on_device = [part for part in elementwise if part.location == "device"]
 
     def step(self, factor: float, stepped: Stepped | None = None) -> None:
         """Step every owned element with `factor` times its gradient, and copy the new values to the weight shards.
@@ -102,8 +120,11 @@ class ShardedOptimizer:
         """
         self.steps_taken += 1
         self._before_step = [dict(group) for group in self._groups]
+        elementwise = {bucket: parts for bucket, parts in self._of_bucket.items() if not bucket.layout.matrices}
+        if self._matrices is not None:
+            self._matrices.begin(self, factor)
         if factor != 1.0 and not self._scales_inside:  # inside, clipping and unscaling cost no pass of their own
-            for bucket in self._of_bucket:
+            for bucket in elementwise:
                 bucket.gradient.mul_(factor)
         step = partial(self._step_parts, None if factor == 1.0 else 1.0 / factor)
         if self._on_device and stepped is None:
@@ -118,7 +139,7 @@ class ShardedOptimizer:
                 if stepped is not None:
                     stepped(bucket, None)
 
-        for bucket, parts in self._of_bucket.items():
+        for bucket, parts in elementwise.items():
             location = bucket.master.location
             if bucket.gathers_gradients and stepped is not None:
                 finish_all_but(0)
@@ -130,7 +151,12 @@ class ShardedOptimizer:
                 copying.append((bucket, _start_copy(bucket)))
             finish_all_but(1 if location == "host" else 0)  # the next is stepped meanwhile
         self._file.step(step, self.torch_optimizer)
-        copying.extend((bucket, None) for bucket in self._of_bucket if bucket.master.location == "file")
+        copying.extend((bucket, None) for bucket in elementwise if bucket.master.location == "file")
+        if self._matrices is not None:
+            group = self._groups[-1]
+            for bucket in self._matrices.finish(self, group["lr"], group["weight_decay"]):
+                copying.append((bucket, _start_copy(bucket)))
+                finish_all_but(1 if bucket.master.location == "host" else 0)
         finish_all_but(0)
 
     def _step_late(self, step: Callable[[Sequence[Part]], None], bucket: Bucket, parts: Sequence[Part]) -> None:
@@ -175,11 +201,20 @@ class ShardedOptimizer:
         device = part.parameter.device if on_device else torch.device("cpu")
         value = self.torch_optimizer.param_groups[part.group].get("initial_accumulator_value", 0.0)  # of Adagrad
         state = self.torch_optimizer.state[part.parameter]
-        state.update({name: torch.full_like(part.parameter, value) for name in self.known_states})
-        state.update({name: torch.zeros((), device=device) for name in self._scalars})
+        state.update({name: torch.full_like(part.parameter, value) for name in self.states_of(part.bucket.layout)})
+        if not part.bucket.layout.matrices:
+            state.update({name: torch.zeros((), device=device) for name in self._scalars})
         for array in part.arrays.values():
             if value:
                 array.write(0, torch.full((part.numel,), value))
+
+    def states_of(self, layout: BucketLayout) -> tuple[str, ...]:
+        """Names of the element-wise state of a bucket's parameters."""
+        return (MOMENTUM,) if layout.matrices else self._elementwise
+
+    def intervals_of(self, bucket: Bucket) -> list[Interval]:
+        """The owned elements of a bucket, in pieces whose state can be read at once."""
+        return [part.run for part in self._of_bucket.get(bucket, ())]
 
     @property
     def states(self) -> tuple[str, ...]:
@@ -240,7 +275,7 @@ class ShardedOptimizer:
             if not state and part.location != "file":
                 self._start_state(part)
             saved = scalars.get(str(part.group), {})
-            for name in self._scalars:
+            for name in () if part.bucket.layout.matrices else self._scalars:
                 value = saved.get(name, float(steps_taken))
                 if isinstance(state.get(name), Tensor):
                     state[name].fill_(value)
@@ -263,13 +298,15 @@ class ShardedOptimizer:
         for part in self._parts:
             key = memory_kind("optimizer", part.location)
             if part.location == "file":
-                nbytes = 4 * part.numel * len(self.known_states)
+                nbytes = 4 * part.numel * len(self.states_of(part.bucket.layout))
             else:
                 state = self.torch_optimizer.state.get(part.parameter, {})
                 nbytes = sum(state[name].nbytes for name in self.known_states if name in state)
             sizes[key] = sizes.get(key, 0) + nbytes
         if self._file.nbytes:
             sizes["optimizer_buffers on host"] = self._file.nbytes
+        if self._matrices is not None:
+            sizes["matrix_buffers"] = self._matrices.buffer_bytes
         return sizes
 
 

@@ -341,5 +341,7 @@ def _describe_parameters(
         persistent = numel(shape) <= persistent_elements
         alone = not persistent and (len(used_by) > 1 or units[index].spans_others)
         chunk = units[index].chunk
-        infos.append(ParamInfo(one.name, shape, one.spec, index, chunk, one.group, trains, persistent, alone))
+        infos.append(
+            ParamInfo(one.name, shape, one.spec, index, chunk, one.group, trains, persistent, alone, one.matrix)
+        )
     return infos

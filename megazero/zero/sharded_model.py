@@ -25,6 +25,7 @@ from megazero.settings import divisors
 from megazero.zero.bucket import DTYPES, ShardingPolicy
 from megazero.zero.gradients import GradientReducer
 from megazero.zero.loss_scaler import LossScaler
+from megazero.zero.matrices import matrix_stepper
 from megazero.zero.names import check_parameters, logical_rows
 from megazero.zero.offload import free_memory_bytes, without_auto
 from megazero.zero.optimizer import OptimizerRecipe, ShardedOptimizer
@@ -123,7 +124,8 @@ class ShardedModel:
         self.reducer.attach(self.parameters.by_name, wgrad_queues or {})
         if self.parameters.gatherer is not None:
             self.reducer.follow_units(self.parameters.gatherer)
-        self.optimizer = ShardedOptimizer(buckets, recipe, self.parameters.offload)
+        matrices = None if recipe.matrices is None else matrix_stepper(buckets, recipe.matrices, state)
+        self.optimizer = ShardedOptimizer(buckets, recipe, self.parameters.offload, matrices)
         self.sharded_state = ShardedState(buckets, self.optimizer, self.parameters.gathers.wait)
         self.scaler = LossScaler(precision) if precision.dtype == "fp16" else None
         self.scale = 1.0

@@ -46,7 +46,8 @@ class ShardedState:
 
     def holds(self, kind: str, bucket: Bucket) -> bool:
         """Whether a bucket has this kind; frozen parameters have weights only."""
-        return kind == MODEL or bucket.layout.trains
+        kinds = (MASTER, GRADIENT, *self.optimizer.states_of(bucket.layout))
+        return kind == MODEL or (bucket.layout.trains and kind in kinds)
 
     def read(self, kind: str, bucket: Bucket, run: Interval) -> Tensor:
         """Elements `run`, which this rank owns, 1-D: themselves, or a copy where they lie in a file; also "gradient"."""

@@ -54,6 +54,7 @@ class Described:
     parameter: nn.Parameter  # the module's own; may be on the meta device
     spec: ParamSpec  # what it is, globally
     group: int = 0  # the optimizer group that steps it
+    matrix: bool = False  # which steps it whole
 
 
 def reading_no_weights(hook: Hook) -> Hook:

@@ -1,4 +1,4 @@
-"""A script adds an element-wise optimizer: a soft sign of the momentum."""
+"""A script adds an element-wise optimizer, a soft sign of the momentum, and one of matrices, of unit norm."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from torch import Tensor
 from worlds import plain_steps
 
 from megazero.config import ConfigError
-from megazero.optim.optimizers import ElementwiseOptimizer
+from megazero.optim.optimizers import ElementwiseOptimizer, MatrixOptimizer
 from megazero.optim.registry import OPTIMIZERS
 
 pytestmark = pytest.mark.slow  # starts whole runs
@@ -43,12 +43,22 @@ class SoftSign(torch.optim.Optimizer):
                 weight.sub_(update, alpha=group["lr"])
 
 
+def unit_norm(momentum: Tensor, scale: float = 1.0) -> Tensor:
+    return momentum * (scale / momentum.norm())
+
+
+def _flops(rows: int, columns: int) -> int:
+    return 2 * rows * columns
+
+
 @pytest.fixture(autouse=True, scope="module")
 def _registered() -> Iterator[None]:
-    """A script says this line at its top; here the name ends with the tests of this file."""
+    """A script says these lines at its top; here the names end with the tests of this file."""
     OPTIMIZERS.register("softsign", ElementwiseOptimizer(SoftSign, elementwise=True))
+    OPTIMIZERS.register("unit-norm", MatrixOptimizer(unit_norm, _flops))
     yield
-    OPTIMIZERS._registered.pop("softsign")
+    for name in ("softsign", "unit-norm"):
+        OPTIMIZERS._registered.pop(name)
 
 
 class PlainSoftSign(PlainTrainer):
@@ -67,6 +77,29 @@ def test_a_registered_optimizer_steps_shards_as_whole_tensors(tmp_path: Path) ->
     options = {"momentum": MOMENTUM, "softness": SOFTNESS}
     run = run_with(tmp_path, optimizer={"name": "softsign", "eps": 1e-8, "options": options})
     _assert_agrees(steps_of(run), run_world(1, lambda _: plain_steps(run, PlainSoftSign))[0])
+
+
+class PlainUnitNorm(PlainTrainer):
+    """The same on whole tensors: what AdamW makes of the matrices is undone."""
+
+    @torch.no_grad()
+    def _adamw(self, gradients: Mapping[str, Tensor], lr: float) -> None:
+        matrices = [name for name in self.weights if name.endswith("proj.weight")]
+        before = {name: (self.weights[name].clone(), self.first_moment[name].clone()) for name in matrices}
+        super()._adamw(gradients, lr)
+        for name, (weight, old) in before.items():
+            momentum = MOMENTUM * old + (1 - MOMENTUM) * gradients[name]
+            nesterov = MOMENTUM * momentum + (1 - MOMENTUM) * gradients[name]
+            self.first_moment[name].copy_(momentum)
+            update = 3.0 * nesterov / nesterov.norm() + self.weight_decay * weight
+            self.weights[name].copy_(weight - lr * update)
+
+
+def test_a_registered_optimizer_of_matrices_steps_them_whole(tmp_path: Path) -> None:
+    run = run_with(tmp_path, optimizer={"name": "unit-norm", "matrix_momentum": MOMENTUM, "options": {"scale": 3.0}})
+    _assert_agrees(steps_of(run), run_world(1, lambda _: plain_steps(run, PlainUnitNorm))[0])
+    with pytest.raises(ConfigError, match=r"unit-norm has no parameter 'scales' \(did you mean scale\?\)"):
+        run_with(tmp_path, optimizer={"name": "unit-norm", "options": {"scales": 3.0}})
 
 
 def test_options_are_for_registered_optimizers_and_must_exist(tmp_path: Path) -> None:

@@ -1,0 +1,47 @@
+"""Muon: the update of a matrix is its momentum, made orthogonal.
+
+    m <- beta m + (1 - beta) g          u = beta m + (1 - beta) g  (Nesterov)
+    W <- W - lr (0.2 sqrt(max(rows, columns)) orthogonal(u) + weight_decay W)
+
+`orthogonal(u)` has the singular vectors of u and singular values near 1.  The factor gives its elements the root mean square
+of AdamW's updates, so that AdamW's learning rates and decays serve both.
+
+Source: Jordan et al. 2024 (the iteration and its coefficients); Liu et al. 2025, "Muon is scalable for LLM training" (the
+factor).
+"""
+
+from math import sqrt
+
+import torch
+from torch import Tensor
+
+COEFFICIENTS = (3.4445, -4.7750, 2.0315)
+STEPS = 5
+_EPS = 1e-7
+_RMS_OF_ADAMW = 0.2
+
+
+def orthogonalize(x: Tensor) -> Tensor:
+    """Newton-Schulz iteration on a whole matrix.  x: [rows, columns] -> the same, with singular values in about [0.7, 1.2].
+
+    It needs 20 m^2 n + 10 m^3 FLOPs, where m is the smaller side.
+    """
+    is_tall = x.shape[0] > x.shape[1]
+    y = x.t() if is_tall else x
+    y = y / y.norm().clamp(min=_EPS)
+    a, b, c = COEFFICIENTS
+    for _ in range(STEPS):
+        gram = y @ y.t()
+        y = torch.addmm(y, torch.addmm(gram, gram, gram, beta=b, alpha=c), y, beta=a)
+    return y.t() if is_tall else y
+
+
+def muon_update(momentum: Tensor) -> Tensor:
+    """The update of one matrix, to be multiplied by the learning rate.  momentum: [rows, columns], Nesterov's."""
+    return orthogonalize(momentum) * (_RMS_OF_ADAMW * sqrt(max(momentum.shape)))
+
+
+def iteration_flops(rows: int, columns: int) -> int:
+    """FLOPs of `orthogonalize`."""
+    m, n = sorted((rows, columns))
+    return STEPS * (4 * m * m * n + 2 * m**3)

@@ -1,0 +1,279 @@
+"""The step of whole matrices, such as Muon's, on buckets that are sharded.
+
+    rank 0   [== A ==|= B     momentum        A whole  -> update of A      [== A ==|= B     weights
+    rank 1    B =|== C ==]    of shards  -->  B, C     -> of B, of C  -->   B =|== C ==]    of shards
+
+Momentum is sharded like all state: every rank advances its own elements.  Each matrix then meets whole on one owner, which
+computes its update once and sends every rank the elements that it steps.  Fused matrices (q | k | v) are apart, the parts of
+tensor-parallel ranks are joined.  Owners are chosen by FLOPs, the largest matrix first, over the ranks of a stage that share
+one copy of the state; where groups of ranks repeat the state (`zero.shard_group_size`), each group iterates for itself.
+
+Invariant: nothing here depends on where shards begin, so equal gradients give bit-equal weights on every number of ranks.
+One matrix is one product: products of stacked matrices round differently with the number that is stacked.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from heapq import heapify, heapreplace
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from megazero.comm.collectives import Pending, exchange
+from megazero.parallel_state import Axis, ParallelState
+from megazero.zero.bucket import Bucket, BucketLayout, Interval, Slot, in_order_of_use, intersect
+
+MOMENTUM = "momentum_buffer"
+
+
+class MatrixRecipe(NamedTuple):
+    """How matrices are stepped: `beta` of their momentum; for the others see `megazero.optim.optimizers.MatrixOptimizer`."""
+
+    update: Callable[[Tensor], Tensor]
+    flops: Callable[[int, int], int]
+    beta: float
+
+
+class Fragment(NamedTuple):
+    """Elements of a bucket that are elements of a matrix, from `start` on of the buffer in which it meets."""
+
+    rank: int
+    elements: Interval
+    start: int
+
+
+@dataclass(frozen=True, eq=False)
+class Matrix:
+    """One logical matrix and its way to its owner and back.
+
+    Args:
+        bucket: index of its bucket.
+        parts: shapes of what tensor-parallel ranks hold, one after another in the buffer.
+        dim: along which the parts are joined.
+        sources: each element once, from the rank that sends it to the owner.
+        holders: all elements that ranks step.
+    """
+
+    bucket: int
+    owner: int
+    parts: tuple[tuple[int, int], ...]
+    dim: int
+    sources: tuple[Fragment, ...]
+    holders: tuple[Fragment, ...]
+
+    @property
+    def numel(self) -> int:
+        """Elements of the whole matrix."""
+        return sum(rows * columns for rows, columns in self.parts)
+
+    def split(self, buffer: Tensor) -> list[Tensor]:
+        """The parts in the buffer, 2-D views."""
+        flats = buffer.split([rows * columns for rows, columns in self.parts])
+        return [flat.view(shape) for flat, shape in zip(flats, self.parts, strict=True)]
+
+
+def plan_matrices(
+    layouts: Sequence[BucketLayout], ranks: Sequence[Sequence[int]], flops: Callable[[int, int], int], *, sharded: bool
+) -> list[Matrix]:
+    """Choose an owner for every matrix of some buckets, and list who sends and who steps which elements.
+
+    Args:
+        ranks: global ranks by tensor-parallel index and index of the shard.
+        flops: of the update of a matrix, from its rows and columns.
+        sharded: each rank steps its shard alone; otherwise all elements.
+
+    Returns: in the order of the buckets, the same on every rank.
+    """
+    pieces = [
+        piece
+        for index, layout in enumerate(layouts)
+        for slot in layout.slots
+        for piece in _pieces(index, slot, len(ranks))
+    ]
+    loads = [(0, tp, shard) for tp in range(len(ranks)) for shard in range(len(ranks[0]))]
+    heapify(loads)
+    owners: dict[int, tuple[int, int]] = {}
+    for number in sorted(range(len(pieces)), key=lambda number: -flops(*pieces[number].shape)):
+        load, *at = loads[0]
+        owners[number] = (at[0], at[1])
+        heapreplace(loads, (load + flops(*pieces[number].shape), *owners[number]))
+
+    def fragments(piece: _Piece, tp: int, only_shard: int | None) -> Iterator[Fragment]:
+        """What ranks of one tensor-parallel index hold: all of them, or one that holds all elements."""
+        layout, part = layouts[piece.bucket], 0 if len(piece.parts) == 1 else tp
+        elements, start = piece.elements[part], sum(one.stop - one.start for one in piece.elements[:part])
+        if elements.start == elements.stop:  # fewer rows than ranks
+            return
+        if not sharded:
+            for shard in range(len(ranks[0])) if only_shard is None else [only_shard]:
+                yield Fragment(ranks[tp][shard], elements, start)
+            return
+        for shard in range(elements.start // layout.shard_numel, -(-elements.stop // layout.shard_numel)):
+            held = intersect(elements, layout.shard(shard))
+            if held is not None:
+                yield Fragment(ranks[tp][shard], held, start + held.start - elements.start)
+
+    matrices = []
+    for number, piece in enumerate(pieces):
+        tp, shard = owners[number]
+        senders = [tp] if len(piece.parts) == 1 else range(len(ranks))
+        sources = tuple(one for sender in senders for one in fragments(piece, sender, shard))
+        holders = tuple(one for holder in range(len(ranks)) for one in fragments(piece, holder, None))
+        matrices.append(Matrix(piece.bucket, ranks[tp][shard], piece.parts, piece.dim, sources, holders))
+    return matrices
+
+
+class _Piece(NamedTuple):
+    """A matrix before it has an owner: its shape, and of each part the shape and the elements of its rank's bucket."""
+
+    bucket: int
+    shape: tuple[int, int]
+    parts: tuple[tuple[int, int], ...]
+    elements: tuple[Interval, ...]
+    dim: int
+
+
+def _pieces(bucket: int, slot: Slot, tp_size: int) -> Iterator[_Piece]:
+    """The logical matrices of one parameter."""
+    spec = slot.info.spec
+    width, parts = spec.width(tp_size), range(tp_size if spec.split is not None else 1)
+    local = [list(spec.local_sections(tp, tp_size)) for tp in parts]
+    for number, section in enumerate(spec.sections):
+        rows = [own[number] for own in local]
+        firsts = [slot.start + one.first * width for one in rows]
+        shapes = tuple((one.stop - one.start, width) for one in rows)
+        elements = tuple(Interval(at, at + size[0] * width) for at, size in zip(firsts, shapes, strict=True))
+        yield _Piece(bucket, (section.rows, spec.columns or 1), shapes, elements, 1 if spec.split == 1 else 0)
+
+
+class MatrixState(Protocol):
+    """Where a bucket's momentum lies."""
+
+    def intervals_of(self, bucket: Bucket) -> list[Interval]:
+        """The owned elements of a bucket, in pieces that may be read at once."""
+
+    def read(self, name: str, bucket: Bucket, run: Interval) -> Tensor:
+        """Elements of one state: themselves, or a copy where they lie in a file."""
+
+    def write(self, name: str, bucket: Bucket, run: Interval, values: Tensor) -> None:
+        """Overwrite elements of one state."""
+
+
+class MatrixStepper:
+    """Steps the buckets of matrices: `begin` sends the momentum to the owners, `finish` brings the updates back.
+
+    Args:
+        matrices: of `plan_matrices`, of these buckets.
+        axis: all ranks in the plan.
+        dtype: in which matrices travel and updates are computed.
+        optimizer: what computes them.
+    """
+
+    def __init__(
+        self,
+        buckets: Sequence[Bucket],
+        matrices: Sequence[Matrix],
+        axis: Axis,
+        dtype: torch.dtype,
+        optimizer: MatrixRecipe,
+    ) -> None:
+        self.buckets, self._axis, self._dtype, self._optimizer = list(buckets), axis, dtype, optimizer
+        self._rank = axis.ranks[axis.index]
+        self._matrices: dict[Bucket, list[Matrix]] = {bucket: [] for bucket in buckets}
+        for matrix in matrices:
+            sources, holders = (
+                tuple(one for one in fragments if self._rank in (one.rank, matrix.owner))
+                for fragments in (matrix.sources, matrix.holders)
+            )
+            if sources or holders:  # in which this rank takes part
+                self._matrices[self.buckets[matrix.bucket]].append(replace(matrix, sources=sources, holders=holders))
+        self._under_way: list[tuple[Tensor, dict[Matrix, Tensor], list[Pending]]] = []
+
+    @property
+    def buffer_bytes(self) -> int:
+        """Bytes of the matrices that meet on this rank, and of what it sends where that is not the gradient's memory."""
+        own = sum(one.numel for of_bucket in self._matrices.values() for one in of_bucket if one.owner == self._rank)
+        sent = sum(bucket.gradient.numel() for bucket in self.buckets if not self._sends_gradient(bucket))
+        return (own + sent) * self._dtype.itemsize
+
+    def _sends_gradient(self, bucket: Bucket) -> bool:
+        return self._dtype == torch.float32 and bucket.master.location == "device"
+
+    @torch.no_grad()
+    def begin(self, state: MatrixState, factor: float) -> None:
+        """Advance the momentum by `factor` times the gradients, and start to send it; gradients are overwritten."""
+        self._under_way.clear()
+        beta = self._optimizer.beta
+        for bucket, matrices in self._matrices.items():
+            for run in state.intervals_of(bucket):
+                gradient, momentum = bucket.owned_part(bucket.gradient, run), state.read(MOMENTUM, bucket, run)
+                if factor != 1.0:
+                    gradient.mul_(factor)
+                momentum.lerp_(gradient, 1.0 - beta)
+                gradient.lerp_(momentum, beta)
+                if bucket.master.location == "file":
+                    state.write(MOMENTUM, bucket, run, momentum)
+            flat = bucket.gradient.to(bucket.policy.device, self._dtype)
+            mine = [one for one in matrices if one.owner == self._rank]
+            own = {one: torch.empty(one.numel, dtype=flat.dtype, device=flat.device) for one in mine}
+            self._under_way.append((flat, own, self._exchange(bucket, flat, own, to_owner=True)))
+
+    @torch.no_grad()
+    def finish(self, state: MatrixState, lr: float, weight_decay: float) -> Iterator[Bucket]:
+        """Compute the updates of this rank's matrices, exchange them and step; each bucket when its shard is stepped."""
+        returning = []
+        for bucket, (flat, own, arriving) in zip(self.buckets, self._under_way, strict=True):
+            for pending in arriving:  # what was sent, too: its memory takes the updates
+                pending.wait()
+            for matrix, buffer in own.items():
+                self._compute(matrix, buffer)
+            returning.append(self._exchange(bucket, flat, own, to_owner=False))
+        for bucket, (flat, _, _), pendings in zip(self.buckets, self._under_way, returning, strict=True):
+            for pending in pendings:
+                pending.wait()
+            for run in state.intervals_of(bucket):
+                weights, update = bucket.read(bucket.master, run), bucket.owned_part(flat, run)
+                weights.mul_(1.0 - lr * weight_decay).add_(update.to(weights.device), alpha=-lr)
+                if bucket.master.location == "file":
+                    bucket.write(bucket.master, run, weights)
+                    if bucket.weight_shard is not bucket.master:
+                        bucket.write(bucket.weight_shard, run, weights)
+            yield bucket
+        self._under_way.clear()
+
+    def _exchange(self, bucket: Bucket, flat: Tensor, own: Mapping[Matrix, Tensor], *, to_owner: bool) -> list[Pending]:
+        """Start to bring the owned elements, `flat`, to the matrices in `own`, or their updates back."""
+        sends, receives = list[tuple[Tensor, int]](), list[tuple[Tensor, int]]()
+        for matrix in self._matrices[bucket]:
+            for rank, elements, start in matrix.sources if to_owner else matrix.holders:
+                is_owner, holds = matrix.owner == self._rank, rank == self._rank
+                shard = bucket.owned_part(flat, elements) if holds else None
+                whole = own[matrix][start : start + elements.stop - elements.start] if is_owner else None
+                if shard is not None and whole is not None:
+                    (whole if to_owner else shard).copy_(shard if to_owner else whole)
+                elif shard is not None:
+                    (sends if to_owner else receives).append((shard, matrix.owner))
+                elif whole is not None:
+                    (receives if to_owner else sends).append((whole, rank))
+        return exchange(sends, receives, self._axis)
+
+    def _compute(self, matrix: Matrix, buffer: Tensor) -> None:
+        """Replace a whole matrix of momentum by its update."""
+        parts = matrix.split(buffer)
+        whole = parts[0] if len(parts) == 1 else torch.cat(parts, matrix.dim)
+        update = self._optimizer.update(whole)
+        for part, new in zip(parts, update.split([one.shape[matrix.dim] for one in parts], matrix.dim), strict=True):
+            part.copy_(new)
+
+
+def matrix_stepper(buckets: Sequence[Bucket], optimizer: MatrixRecipe, state: ParallelState) -> MatrixStepper:
+    """What steps the matrices among some buckets.  Every rank calls it, in the same order."""
+    own = in_order_of_use([bucket for bucket in buckets if bucket.layout.trains and bucket.layout.matrices])
+    axis, ranks = state.across_tp(state.shard, "matrices")
+    policy = buckets[0].policy
+    matrices = plan_matrices([one.layout for one in own], ranks, optimizer.flops, sharded=policy.shards_master)
+    dtype = torch.float32 if policy.dtype == torch.float32 else torch.bfloat16
+    return MatrixStepper(own, matrices, axis, dtype, optimizer)
