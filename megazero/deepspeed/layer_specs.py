@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from itertools import accumulate, chain
+from itertools import chain
 from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parameter import is_lazy
 
 from megazero.deepspeed.recompute import run_recomputed
 from megazero.models.stages import cut_evenly
@@ -100,34 +99,21 @@ def partition_layers(
 
 
 def partition_balanced(weights: Sequence[int], parts: int) -> list[range]:
-    """Cut a row of weights, not negative, into non-empty runs whose heaviest is as light as can be.
+    """Cut a row of weights, not negative, into non-empty stages of which the heaviest is as light as can be.
 
-    Among the cuts with the lightest heaviest run, the most even one (least sum of squares, of weights and then of lengths)
-    is taken; of equals, the one with the longer runs first.  Raises: ValueError, fewer weights than parts.
+    The last stages are filled first: under 1F1B the activations of the first ones wait longest.  Raises: ValueError, fewer
+    weights than parts.
     """
     if not 1 <= parts <= len(weights):
         raise ValueError(f"{parts} pipeline stages must be at least 1 and at most the number of layers, {len(weights)}")
-    limit = _lightest_limit(weights, parts)
-    sums, count = [0, *accumulate(weights)], len(weights)
-    # best[start]: cost of the weights from `start` on in k runs, and those runs, as (first, the others); k grows
-    best: dict[int, tuple[tuple[int, int], Any]] = {count: ((0, 0), None)}
-    for runs_after in range(parts):
-        step: dict[int, tuple[tuple[int, int], Any]] = {}
-        for start in range(count - runs_after):
-            for stop in range(start + 1, count - runs_after + 1):
-                if (weight := sums[stop] - sums[start]) > limit:
-                    break
-                if stop in best:
-                    (squares, lengths), others = best[stop]
-                    cost = (squares + weight * weight, lengths + (stop - start) ** 2)
-                    if start not in step or cost <= step[start][0]:
-                        step[start] = cost, (range(start, stop), others)
-        best = step
-    found, runs = [], best[0][1]
-    while runs is not None:
-        run, runs = runs
-        found.append(run)
-    return found
+    limit, stop, found = _lightest_limit(weights, parts), len(weights), list[range]()
+    for before in reversed(range(parts)):  # so many stages come before, and each needs a layer
+        start = stop - 1
+        while start > before and sum(weights[start - 1 : stop]) <= limit:
+            start -= 1
+        found.append(range(start, stop))
+        stop = start
+    return found[::-1]
 
 
 def _lightest_limit(weights: Sequence[int], parts: int) -> int:
@@ -154,7 +140,7 @@ def check_layers(layers: Iterable[Layer] | nn.Sequential) -> list[Layer]:
         _check_layer(index, layer)
         if not isinstance(layer, nn.Module):
             continue
-        for name, tensor in chain(without_lazy(index, layer).named_parameters(), layer.named_buffers()):
+        for name, tensor in chain(layer.named_parameters(), layer.named_buffers()):
             first = owners.setdefault(id(tensor), index)
             if first != index:
                 raise ValueError(
@@ -165,25 +151,12 @@ def check_layers(layers: Iterable[Layer] | nn.Sequential) -> list[Layer]:
 
 
 def _check_layer(index: int, layer: object) -> None:
-    owner = type(getattr(layer, "__self__", None))
-    if isinstance(layer, type):
-        problem = f"the class {layer.__name__} itself; write LayerSpec({layer.__name__}, ...), or an object of it"
-    elif not isinstance(layer, LayerSpec | nn.Module) and issubclass(owner, nn.Module):
-        problem = f"a method of a {owner.__name__}, whose parameters would not be trained; give the module itself"
-    elif isinstance(layer, LayerSpec) or callable(layer):
-        return
-    else:
-        problem = f"{describe_value(layer)}; a layer is a LayerSpec, an nn.Module or a callable"
-    raise TypeError(f"layer {index} is {problem}")
-
-
-def without_lazy(index: int, module: nn.Module) -> nn.Module:
-    """The module.  Raises: ValueError, it has parameters without a shape."""
-    if any(is_lazy(tensor) for tensor in chain(module.parameters(), module.buffers())):
-        raise ValueError(
-            f"layer {index} ({type(module).__name__}) gets its shapes from its first input; give them when it is built"
-        )
-    return module
+    owner = getattr(layer, "__self__", None)
+    if isinstance(layer, type) or isinstance(owner, nn.Module):
+        what = layer.__name__ if isinstance(layer, type) else f"a method of a {type(owner).__name__}"
+        raise TypeError(f"layer {index} is {what}; write LayerSpec(class, ...), or give the module itself, to train it")
+    if not isinstance(layer, LayerSpec) and not callable(layer):
+        raise TypeError(f"layer {index} is {describe_value(layer)}; a layer is a LayerSpec, an nn.Module or a callable")
 
 
 def _matches(layers: Sequence[Layer], expression: str) -> list[int]:

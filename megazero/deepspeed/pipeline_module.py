@@ -31,7 +31,6 @@ from megazero.deepspeed.layer_specs import (
     check_layers,
     describe_value,
     partition_layers,
-    without_lazy,
 )
 from megazero.deepspeed.recompute import checkpoint
 from megazero.deepspeed.topology import PipelineParallelGrid, ProcessTopology
@@ -181,7 +180,7 @@ class PipelineModule(nn.Module):
         """The layer on the meta device, for its shapes; if it cannot be built there, on the CPU."""
         try:
             with _seeded(0, self.parallel_state.device), torch.device("meta"):
-                return without_lazy(index, spec.build())
+                return spec.build()
         except Exception:  # a constructor may read its values in any way
             return self._build(index, spec)
 
@@ -189,7 +188,7 @@ class PipelineModule(nn.Module):
         """The layer under its own seed, on the CPU."""
         try:
             with _seeded(self.base_seed + index, self.parallel_state.device):
-                return without_lazy(index, spec.build())
+                return spec.build()
         except Exception as error:
             error.add_note(f"while building layer {index}, {spec!r}")
             raise

@@ -73,7 +73,8 @@ def initialize(
         model: any module, or a `PipelineModule`.  Its parameters may have been built under `zero.Init`.
         optimizer: an optimizer that has not stepped, or a callable (parameters or groups) -> optimizer; the configuration's
             when None.  With neither the engine only evaluates, and parameters are frozen until it is closed.
-        model_parameters: what to train, as parameters or groups of them; all that require a gradient when None.
+        model_parameters: what to train, as parameters or groups of them; all that require a gradient when None.  Of an
+            optimizer object, those that it has.
         training_data: makes `training_dataloader`, cut over the data-parallel ranks.
         lr_scheduler: a schedule of the optimizer, or a callable (optimizer) -> schedule; the configuration's when None.
         distributed_port: without effect; the launcher knows the port.
@@ -323,13 +324,6 @@ def _optimizer(
     """The parameters, each with its optimizer group, and the optimizer's recipe."""
     allow_untested = settings.json.zero_allow_untested_optimizer
     if isinstance(optimizer, torch.optim.Optimizer):
-        if model_parameters is not None:
-            wanted = {id(p) for one in model_parameters for p in (one["params"] if isinstance(one, dict) else [one])}
-            if missing := wanted - {id(p) for group in optimizer.param_groups for p in group["params"]}:
-                raise ValueError(
-                    f"{len(missing)} of the model_parameters are not among the optimizer's; "
-                    "give the optimizer alone, or model_parameters with a callable"
-                )
         owner = type(optimizer).__name__
         return _grouped(described, optimizer.param_groups, owner), recipe_of(optimizer, allow_untested=allow_untested)
     given: list[Any] = [p for p in model.parameters() if p.requires_grad]
