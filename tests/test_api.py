@@ -24,7 +24,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from harness import RankFailedError, run_program, run_world
+from harness import run_program, run_world
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -38,7 +38,6 @@ from torch.utils.data import IterableDataset, TensorDataset
 import megazero
 from megazero.checkpoint.index import CheckpointError, DamagedError
 from megazero.deepspeed.full_params import gathered_parameters
-from megazero.deepspeed.script_setup import _parallel_state
 from megazero.engine import NonFiniteError
 from megazero.layers.linear import ColumnParallelLinear, RowParallelLinear
 from megazero.layers.spec import NamedRows
@@ -700,16 +699,6 @@ def test_calls_in_the_wrong_order_are_errors_and_leave_the_engine_usable() -> No
         assert_equal(engine, plain, stage)
 
 
-def test_a_loss_of_one_element_is_a_scalar() -> None:
-    engine = bring(Net, settings())
-    x, y = batch(0)
-    engine.backward(F.mse_loss(engine(x), y).reshape(1))
-    engine.step()
-    plain = seeded(Net)
-    train_plain(plain, sgd(plain.parameters()), [0])
-    assert_equal(engine, plain)
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # Numbers that are not finite, and loss scaling
 
@@ -889,27 +878,6 @@ def test_a_shared_buffer_stays_shared_and_one_without_values_is_an_error() -> No
     model = nn.BatchNorm1d(WIDTH)
     model.running_mean = model.running_mean.to("meta")
     refuses(ValueError, "buffer running_mean is on the meta device", lambda: bring(lambda: model, settings()))
-
-
-def test_buffers_that_overlap_are_saved_and_come_back(tmp_path: Path) -> None:
-    def make() -> nn.Module:
-        model, whole = Net(), torch.arange(12.0).view(3, 4)
-        for name, buffer in (
-            ("whole", whole),
-            ("rows", whole[1:]),
-            ("columns", whole.t()),
-            ("other", whole.new_ones(2)),
-        ):
-            model.register_buffer(name, buffer)
-        return model
-
-    bring(make, settings(1)).save_checkpoint(tmp_path)
-    engine = bring(make, settings(1))
-    for buffer in engine.module.buffers():
-        buffer.zero_()
-    engine.load_checkpoint(tmp_path)
-    for (name, buffer), expected in zip(engine.module.named_buffers(), make().buffers(), strict=True):
-        assert torch.equal(buffer, expected), name
 
 
 class RandomBuffer(nn.Module):
@@ -1716,65 +1684,10 @@ def _edits_tied(rank: int) -> dict[str, list[float]]:
         return {name: value.unique().tolist() for name, value in whole.items() if value.shape == (7, 4)}
 
 
-def test_an_edit_of_a_tied_weight_by_any_of_its_names_reaches_its_copy_on_the_same_rank() -> None:
-    layers = [
-        TiedLayerSpec("embedding", nn.Embedding, 7, 4),
-        LayerSpec(nn.Linear, 4, 4),
-        TiedLayerSpec("embedding", nn.Embedding, 7, 4, forward_fn=_as_logits),
-    ]
-    names = ["chunks.0.layers.0.weight", "chunks.1.layers.2.module.weight"]
-    for stage, edited in itertools.product((0, 1, 3), names):
-        module = PipelineModule(
-            layers, num_stages=1, loss_fn=F.cross_entropy, schedule="zbv", partition_method="uniform"
-        )
-        engine = megazero.initialize(model=module, config=settings(stage))[0]
-        with gathered_parameters(engine, edited, modifier_rank=0) as whole:
-            whole[edited].fill_(0.5)
-        with gathered_parameters(engine, modifier_rank=0) as whole:
-            assert all((whole[name] == 0.5).all() for name in names)
-            assert whole[names[0]].data_ptr() == whole[names[1]].data_ptr()
-            whole[edited].fill_(0.25)
-        with gathered_parameters(engine) as whole:
-            assert all((whole[name] == 0.25).all() for name in names)
-
-
-def _edits_two_ties(rank: int) -> list[float]:
-    """The two stages meet the keys in different orders."""
-    layers = [TiedLayerSpec(key, nn.Linear, 4, 4) for key in ("a", "b", "b", "a")]
-    module = PipelineModule(layers, num_stages=2, loss_fn=F.mse_loss, partition_method="uniform")
-    engine = megazero.initialize(model=module, config=settings(1))[0]
-    with gathered_parameters(engine, modifier_rank=0) as whole:
-        for name, value in whole.items():
-            if name.endswith("weight") and rank == 0:
-                value.fill_(1.0 if "layers.0" in name else 2.0)
-    with gathered_parameters(engine) as whole:
-        return [float(value.mean()) for name, value in sorted(whole.items()) if name.endswith("weight")]
-
-
-def test_edits_of_two_tied_weights_do_not_change_places() -> None:
-    assert run_world(2, _edits_two_ties, timeout=30) == [[1.0, 2.0], [2.0, 1.0]]
-
-
 def test_an_edit_of_a_tied_weight_reaches_its_copy_on_another_stage() -> None:
     found = {name: values for of_rank in run_world(2, _edits_tied) for name, values in of_rank.items()}
     assert len(found) == 2
     assert all(values == [0.5] for values in found.values())
-
-
-def _shares_state_in_groups(rank: int) -> None:
-    plain = seeded(Net)
-    train_plain(plain, sgd(plain.parameters()), range(2), accumulation=2)
-    for stage in (1, 2, 3):
-        config = settings(stage, accumulation=2)
-        config["zero_optimization"]["mics_shard_size"] = 2
-        engine = bring(Net, config)
-        assert engine.parallel_state.shard.size == 2
-        train(engine, range(2))
-        assert_equal(engine, plain, stage)
-
-
-def test_state_shared_by_groups_of_ranks_trains_as_without() -> None:
-    run_world(4, _shares_state_in_groups)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -1977,25 +1890,6 @@ def test_a_parameter_in_two_groups_is_an_error() -> None:
     )
 
 
-def test_the_launcher_says_how_many_ranks_share_the_machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
-    assert megazero.parallel_state_of(megazero.RankGrid()).neighbours == 4
-    pipeline = PipelineModule([LayerSpec(nn.Linear, WIDTH, OUT)], num_stages=1, loss_fn=F.mse_loss)
-    assert pipeline.parallel_state.neighbours == 4
-    assert bring(Net, settings()).parallel_state.neighbours == 4
-
-
-def test_a_state_on_the_cpu_of_a_machine_whose_ranks_talk_over_cuda_is_an_error(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    state = ParallelState(RankGrid())
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(dist, "is_initialized", lambda: True)
-    monkeypatch.setattr(dist, "get_world_size", lambda: 1)
-    monkeypatch.setattr(dist, "get_backend_config", lambda: "cpu:gloo,cuda:nccl")
-    refuses(ValueError, "cuda:0.*parallel_state_of", lambda: _parallel_state(Net(), state))
-
-
 def test_parameters_of_another_model_are_an_error_and_those_of_no_group_do_not_train() -> None:
     refuses(
         ValueError,
@@ -2009,13 +1903,3 @@ def test_parameters_of_another_model_are_an_error_and_those_of_no_group_do_not_t
         plain = seeded(Net)
         train_plain(plain, sgd(plain.rest.parameters()), range(2))
         assert_equal(engine, plain, stage)
-
-
-def test_a_rank_that_fails_names_itself() -> None:
-    """The harness of these tests tells of failures in a rank."""
-
-    def fails(rank: int) -> None:
-        assert_equal(bring(Net, settings()), {name: value + 1 for name, value in seeded(Net).named_parameters()})
-
-    with pytest.raises(RankFailedError, match="rank 0"):
-        run_world(1, fails)

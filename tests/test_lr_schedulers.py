@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from megazero.deepspeed.lr_schedulers import SCHEDULES, cycle_height, make_lr_scheduler, warmup_factor
+from megazero.deepspeed.lr_schedulers import SCHEDULES, cycle_height, make_lr_scheduler
 
 
 @dataclass
@@ -37,12 +37,6 @@ def _run(name: str, params: dict[str, Any], steps: int) -> list[list[float]]:
     return [list(group) for group in zip(*seen, strict=True)]
 
 
-def test_warm_up_factors() -> None:
-    assert [warmup_factor(step, 4, "linear") for step in range(-1, 6)] == [0, 0, 0.25, 0.5, 0.75, 1, 1]
-    logs = [warmup_factor(step, 4, "log") for step in range(-1, 6)]
-    assert logs == pytest.approx([0, 0, 0.5, log(3) / log(4), 1, 1, 1])
-
-
 def _rates_at(name: str, params: dict[str, Any], steps: Iterable[int]) -> list[float]:
     schedule = make_lr_scheduler(name, params, _Groups([{"lr": 1.0, "betas": (0.9, 0.95)}]))
     return [schedule.lr_at(step)[0] for step in steps]
@@ -66,12 +60,6 @@ def test_the_height_of_a_cycle() -> None:
     stairs = [cycle_height(step, 4, 4, 2, 1) for step in range(-1, 8)]
     assert stairs == [0, 0, 0.5, 0.5, 1, 0, 0, 0, 0]
     assert [cycle_height(step, 3, 0, 0, 0) for step in range(-1, 3)] == pytest.approx([0, 1 / 3, 2 / 3, 0])
-
-
-def test_a_range_test_grows_at_every_step_or_in_stairs() -> None:
-    params = {"lr_range_test_min_lr": 1.0, "lr_range_test_step_size": 2, "lr_range_test_step_rate": 0.5}
-    assert _rates_at("LRRangeTest", params, range(-1, 4)) == [1, 1.25, 1.5, 1.75, 2]
-    assert _rates_at("LRRangeTest", params | {"lr_range_test_staircase": True}, range(-1, 4)) == [1, 1, 1.5, 1.5, 2]
 
 
 def test_warmup_lr_grows_to_the_greatest_rate_and_stays() -> None:

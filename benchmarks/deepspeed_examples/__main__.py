@@ -54,8 +54,6 @@ class Example:
         config: the configuration's file, beside the script.
         changes: what a case changes in the configuration, beside the stage and the format.
         images: how many random images a data set has.
-        refused: megazero ends with an error that names what it lacks; run under it alone.
-        takes_rank: the script has an argument --local_rank.
     """
 
     script: str
@@ -66,8 +64,6 @@ class Example:
     stages: tuple[int, ...] = (0, 1, 2, 3)
     dtypes: tuple[str, ...] = ("fp32", "bf16", "fp16")
     worlds: tuple[int, ...] = (1, 2)
-    refused: bool = False
-    takes_rank: bool = True
 
 
 def _words(text: str) -> Callable[[Case, str], list[str]]:
@@ -126,29 +122,6 @@ EXAMPLES = {
         lambda case: {"bf16": {"enabled": False}},
         dtypes=("fp32", "bf16"),
     ),
-    "bf16_master_weight, full": Example(
-        "bf16_master_weight/train.py",
-        _words("--deepspeed_config {config} --hidden_dim 32 --num_layers 2 --num_heads 4 --num_steps 1"),
-        "configs/bf16_full.json",
-        refused=True,
-    ),
-    "cifar, MoE": Example(
-        "cifar/cifar10_deepspeed.py",
-        _words("--epochs 1 --dtype fp32 --stage 0 --moe --num-experts 2 --moe-param-group"),
-        refused=True,
-    ),
-    "offload_states": Example("offload_states/offload_states.py", _words("--hidden_dim 32"), refused=True),
-    "variable batch size": Example(
-        "data_efficiency/variable_batch_size_and_lr/variable_batch_size_and_lr_example.py",
-        _words(""),
-        refused=True,
-        takes_rank=False,
-    ),
-    "ZenFlow": Example(
-        "DeepSpeed-ZenFlow/benchmark/zf_benchmark.py",
-        _words("--pin_memory_opts 0 --topk_ratios 0.1 --update_intervals 2 --overlap_steps 0"),
-        refused=True,
-    ),
 }
 DOWNLOADS = {
     "HelloDeepSpeed": "wikitext and the tokenizer of roberta-base",
@@ -171,14 +144,8 @@ def main() -> None:
     asked = parser.parse_args()
     training = asked.examples.resolve() / "training"
     rows = [_HEAD]
-    refused = []
     for name in asked.only:
         example = EXAMPLES[name]
-        if example.refused:
-            ends, lines = _run("megazero", example, Case(1, "fp32", 1), training)
-            refused.append(f"| {name} | {'runs' if ends is not None else lines} |")
-            print(refused[-1], flush=True)
-            continue
         wanted = product(_both(example.worlds, asked.worlds), _both(example.dtypes, asked.dtypes))
         for world, dtype in wanted:
             stages = _both(example.stages, asked.stages)
@@ -189,7 +156,6 @@ def main() -> None:
             print(rows[-1], flush=True)
     downloads = [f"| {name} | {what} |" for name, what in DOWNLOADS.items()]
     parts = [__doc__.strip().split("\n\n")[i] for i in (0, 2)] + ["\n".join(rows)]
-    parts += ["\n".join(["| refused by name | the error |", "|---|---|", *refused])] if refused else []
     parts += ["\n".join(["| not run | what it downloads |", "|---|---|", *downloads])]
     asked.report.write_text("# DeepSpeed's training examples\n\n" + "\n\n".join(parts) + "\n")
 
@@ -234,19 +200,12 @@ def _run(side: str, example: Example, case: Case, training: Path) -> tuple[Losse
         config = folder / "config.json"
         if example.config is not None:
             settings = json.loads((script.parent / example.config).read_text())
-            if not example.refused:
-                zero = settings.get("zero_optimization", {}) | {"stage": case.stage}
-                settings |= {"zero_optimization": zero, **example.changes(case), **FORMATS[case.dtype]}
+            zero = settings.get("zero_optimization", {}) | {"stage": case.stage}
+            settings |= {"zero_optimization": zero, **example.changes(case), **FORMATS[case.dtype]}
             config.write_text(json.dumps(settings))
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--local_addr", "127.0.0.1"]
         command += ["--nproc_per_node", str(case.world), "-m", "benchmarks.deepspeed_examples.run_one"]
-        command += [
-            side,
-            made,
-            *([] if example.takes_rank else ["--no_local_rank"]),
-            str(script),
-            *example.arguments(case, str(config)),
-        ]
+        command += [side, made, str(script), *example.arguments(case, str(config))]
         environment = {**os.environ, "DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
         environment |= {"EXAMPLES": str(example.images), "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": str(ROOT)}
         try:

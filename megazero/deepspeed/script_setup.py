@@ -245,15 +245,7 @@ def _parallel_state(model: nn.Module, mpu: ParallelState | PipelineParallelGrid 
         if mpu is not None and mpu is not model.parallel_state:
             raise ValueError("the PipelineModule has a parallel state of its own; give mpu to it instead")
         mpu = model.parallel_state
-    if mpu is None:
-        return parallel_state_of()
-    uses_nccl = dist.is_initialized() and "nccl" in str(dist.get_backend_config())
-    if mpu.device.type == "cpu" and uses_nccl and torch.cuda.is_available():
-        raise ValueError(
-            f"the parallel state computes on the CPU, but there is CUDA and nccl is up; give it device={local_device()}, "
-            "make it by megazero.parallel_state_of(grid), or initialise torch.distributed with gloo alone"
-        )
-    return mpu
+    return mpu or parallel_state_of()
 
 
 def _take_from_other_engines(model: nn.Module, state: ParallelState) -> None:
