@@ -36,7 +36,7 @@ from megazero.checkpoint.index import (
     write_manifest,
     write_unfinished,
 )
-from megazero.checkpoint.load import _share_of, find_damage_together
+from megazero.checkpoint.load import _files_of_rank, find_damage_together
 from megazero.checkpoint.retention import Pruner, Retention, kept_steps, mark_damaged, reading
 from megazero.config import load_config
 from megazero.parallel_state import Axis, ParallelState, RankGrid
@@ -194,16 +194,6 @@ def test_a_trainer_state_with_a_value_of_another_type_is_damaged_and_the_key_is_
         read_trainer_state(tmp_path)
 
 
-@pytest.mark.parametrize("name", ["manifest.json", "unfinished.json"])
-def test_a_list_that_is_nested_too_deep_names_nothing(tmp_path: Path, name: str) -> None:
-    _write(tmp_path, 2)
-    foreign = step_folder(tmp_path, 1)
-    foreign.make()
-    foreign.write(name, DEEP)
-    assert _prune(tmp_path, Retention(keep_last=1)) == []
-    assert foreign.files() == [name]
-
-
 def test_what_is_not_ours_stays(tmp_path: Path) -> None:
     """Files beside ours, directories of which nothing says that a checkpoint wrote them, and what a link points to."""
     elsewhere = _write(tmp_path / "elsewhere", 1)
@@ -327,40 +317,12 @@ def test_the_manifest_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert names == [MANIFEST]
 
 
-class _Counted(int):
-    """A number of bytes; sums of it are, too.  Counts how often one is compared."""
-
-    compared = 0
-
-    def __add__(self, other: int) -> _Counted:
-        return _Counted(int(self) + int(other))
-
-    __radd__ = __add__
-    __hash__ = int.__hash__
-
-    def __eq__(self, other: object) -> bool:
-        _Counted.compared += 1
-        return int(self) == other
-
-    def __lt__(self, other: int) -> bool:
-        _Counted.compared += 1
-        return int(self) < int(other)
-
-    def __gt__(self, other: int) -> bool:
-        _Counted.compared += 1
-        return int(self) > int(other)
-
-
-def test_shares_are_even_and_found_without_a_look_at_every_rank_for_every_file() -> None:
-    ranks = 256
-    files = {f"{n:04d}": FileRecord(_Counted(1000 + n % 7), "") for n in range(4 * ranks)}
-    shares = [_share_of(files, Axis("world", tuple(range(ranks)), index)) for index in (0, 5, ranks - 1)]
-    assert [len(share) for share in shares] == [4] * 3
-    assert not shares[0].keys() & shares[1].keys()
-    assert _Counted.compared < len(shares) * len(files) * ranks / 4
-    few = dict(list(files.items())[:100])
-    everyone = [name for index in range(7) for name in _share_of(few, Axis("world", tuple(range(7)), index))]
-    assert sorted(everyone) == sorted(few)
+def test_each_file_is_checked_by_one_rank_and_all_ranks_have_about_as_many_bytes() -> None:
+    files = {f"{n:04d}": FileRecord(1000 + n % 7, "") for n in range(100)}
+    found = [_files_of_rank(files, Axis("world", tuple(range(7)), index)) for index in range(7)]
+    assert sorted(name for own in found for name in own) == sorted(files)
+    sizes = [sum(record.bytes for record in own.values()) for own in found]
+    assert max(sizes) - min(sizes) < 2 * 1007
 
 
 def test_sizes_alone_are_compared_where_the_run_asks_for_no_more(tmp_path: Path) -> None:
@@ -454,11 +416,12 @@ def test_what_a_user_has_put_beside_a_damaged_checkpoint_stays(tmp_path: Path, d
     assert folder.files() == ["adapter.safetensors.index.json", "lora-00001-of-00001.safetensors", "lora.safetensors"]
 
 
+@pytest.mark.parametrize("content", [DEEP, to_json({"name": "dvc", "files": {"data.csv": 1}})], ids=["deep", "dvc"])
 @pytest.mark.parametrize("name", [MANIFEST, "unfinished.json", "damaged-manifest.json"])
-def test_a_list_of_another_program_names_no_files_of_ours(tmp_path: Path, name: str) -> None:
+def test_a_list_of_another_program_names_no_files_of_ours(tmp_path: Path, name: str, content: bytes) -> None:
     foreign = step_folder(tmp_path, 3)
     foreign.make()
-    for file, data in {"data.csv": b"mine", name: to_json({"name": "dvc", "files": {"data.csv": 1}})}.items():
+    for file, data in {"data.csv": b"mine", name: content}.items():
         foreign.write(file, data)
     for step in (4, 8):
         _write(tmp_path, step)

@@ -16,7 +16,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from heapq import heapreplace
 from itertools import pairwise
 from typing import TypeAlias
 
@@ -136,7 +135,7 @@ class OpenCheckpoint:
 
 
 def find_damage_together(folder: Folder, world: Axis, *, by_hash: bool = True) -> list[str]:
-    """What `find_damage` finds in all files; every rank checks its share of them.  Called on every rank.
+    """What `find_damage` finds in all files; every rank checks some of them.  Called on every rank.
 
     Raises: CheckpointError on every rank: there is no manifest, or the storage does not answer.
     """
@@ -146,22 +145,16 @@ def find_damage_together(folder: Folder, world: Axis, *, by_hash: bool = True) -
             files = read_manifest(folder)
         except DamagedError as error:
             return [str(error)]
-        return find_damage(folder, _share_of(files, world), by_hash=by_hash)
+        return find_damage(folder, _files_of_rank(files, world), by_hash=by_hash)
 
     found = gather_objects(agree(look, world, CheckpointError), world)
     return list(dict.fromkeys(line for lines in found for line in lines))
 
 
-def _share_of(files: Mapping[str, FileRecord], world: Axis) -> dict[str, FileRecord]:
-    """The files that this rank checks: all ranks have about as many bytes."""
-    mine = {}
-    loads = [(0, rank) for rank in range(world.size)]  # a heap
-    for name, record in sorted(files.items(), key=lambda file: -file[1].bytes):
-        load, rank = loads[0]
-        heapreplace(loads, (load + record.bytes, rank))
-        if rank == world.index:
-            mine[name] = record
-    return mine
+def _files_of_rank(files: Mapping[str, FileRecord], world: Axis) -> dict[str, FileRecord]:
+    """The files that this rank checks, dealt out by size: all ranks have about as many bytes."""
+    by_size = sorted(files, key=lambda name: (-files[name].bytes, name))
+    return {name: files[name] for name in by_size[world.index :: world.size]}
 
 
 def check_kinds(folder: Folder, moments: Sequence[str] | None) -> list[str]:
