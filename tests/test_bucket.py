@@ -3,6 +3,7 @@
 import dataclasses
 import itertools
 from collections.abc import Sequence
+from functools import cache
 
 import pytest
 import torch
@@ -12,11 +13,14 @@ from hypothesis import strategies as st
 from megazero.layers.spec import NamedRows, ParamSpec
 from megazero.parallel_state import Axis
 from megazero.zero.bucket import (
+    ALONE,
     Bucket,
     BucketLayout,
     Interval,
     ParamInfo,
     Pieces,
+    Placement,
+    Residency,
     ShardingPolicy,
     intersect,
     plan_buckets,
@@ -40,8 +44,29 @@ def parameter(
 
 
 def policy(zero_stage: int, axis: Axis, dtype: torch.dtype = torch.float32, replica_index: int = 0) -> ShardingPolicy:
-    replica = Axis("replica", (0, 1), replica_index)
-    return ShardingPolicy(zero_stage, dtype, axis, replica, torch.device("cpu"))
+    return ShardingPolicy(
+        zero_stage, dtype, Placement(axis, Axis("replica", (0, 1), replica_index)), torch.device("cpu")
+    )
+
+
+@cache
+def over(shards: int) -> Placement:
+    return Placement(Axis("shard", tuple(range(shards))), Axis("replica"))
+
+
+def planned(infos: Sequence[ParamInfo], shards: int, **plan) -> tuple[BucketLayout, ...]:
+    """The buckets of parameters that all have so many shards."""
+    placement = over(shards)
+    return plan_buckets([dataclasses.replace(info, placement=placement) for info in infos], **plan)
+
+
+def bucket_on(layout: BucketLayout, here: ShardingPolicy, *arguments) -> Bucket:
+    """A rank's bucket of a layout, whose parameters have the policy's placement."""
+    slots = [
+        dataclasses.replace(slot, info=dataclasses.replace(slot.info, placement=here.placement))
+        for slot in layout.slots
+    ]
+    return Bucket(dataclasses.replace(layout, slots=tuple(slots)), here, *arguments)
 
 
 @st.composite
@@ -80,7 +105,7 @@ def elements(info: ParamInfo) -> int:
 
 
 def members(layout: BucketLayout) -> list[ParamInfo]:
-    return [slot.info for slot in layout.slots]
+    return [dataclasses.replace(slot.info, placement=ALONE) for slot in layout.slots]
 
 
 def in_forward_order(layout: BucketLayout) -> list[ParamInfo]:
@@ -93,7 +118,7 @@ def painted(layout: BucketLayout) -> list[ParamInfo | None]:
     for slot in layout.slots:
         for element in range(slot.start, slot.start + elements(slot.info)):
             assert owners[element] is None
-            owners[element] = slot.info
+            owners[element] = dataclasses.replace(slot.info, placement=ALONE)
     return owners
 
 
@@ -113,14 +138,14 @@ def elements_of(pieces: Sequence[Pieces]) -> list[int]:
 @laws
 @given(infos=models(), plan=plans)
 def test_every_parameter_is_in_one_bucket(infos, plan):
-    layouts = plan_buckets(infos, **plan)
+    layouts = planned(infos, **plan)
     assert sorted(info.name for layout in layouts for info in members(layout)) == sorted(info.name for info in infos)
 
 
 @laws
 @given(infos=models(), plan=plans)
 def test_slots_do_not_overlap_and_padding_is_only_at_the_end(infos, plan):
-    for layout in plan_buckets(infos, **plan):
+    for layout in planned(infos, **plan):
         count = sum(elements(info) for info in members(layout))
         owners = painted(layout)
         assert layout.numel == count
@@ -133,7 +158,7 @@ def test_slots_do_not_overlap_and_padding_is_only_at_the_end(infos, plan):
 @laws
 @given(infos=models(), plan=plans)
 def test_shards_cover_the_padded_bucket_once_and_are_equal(infos, plan):
-    for layout in plan_buckets(infos, **plan):
+    for layout in planned(infos, **plan):
         shards = [layout.shard(index) for index in range(plan["shards"])]
         covered = list(itertools.chain(*(range(shard.start, shard.stop) for shard in shards)))
         assert covered == list(range(layout.padded_numel))
@@ -143,7 +168,7 @@ def test_shards_cover_the_padded_bucket_once_and_are_equal(infos, plan):
 @laws
 @given(infos=models(), plan=plans)
 def test_padding_is_less_than_16_elements_per_shard_and_none_without_sharding(infos, plan):
-    for layout in plan_buckets(infos, **plan):
+    for layout in planned(infos, **plan):
         padding = layout.padded_numel - max(
             layout.numel, 1
         )  # a bucket of nothing has an element, for collectives to move
@@ -155,7 +180,7 @@ def test_padding_is_less_than_16_elements_per_shard_and_none_without_sharding(in
 @laws
 @given(infos=models(), plan=plans)
 def test_runs_cover_exactly_the_slots_with_their_trait(infos, plan):
-    for layout in plan_buckets(infos, **plan):
+    for layout in planned(infos, **plan):
         owners = painted(layout)
         for key in (
             lambda info: info.group,
@@ -174,7 +199,7 @@ def test_runs_cover_exactly_the_slots_with_their_trait(infos, plan):
 @laws
 @given(infos=models(), plan=plans)
 def test_each_combination_of_traits_is_one_run(infos, plan):
-    for layout in plan_buckets(infos, **plan):
+    for layout in planned(infos, **plan):
         for key in (
             lambda info: info.group,
             lambda info: (info.group, info.spec.split is None),
@@ -190,7 +215,7 @@ def test_each_combination_of_traits_is_one_run(infos, plan):
 @laws
 @given(infos=models(), plan=plans)
 def test_no_bucket_holds_two_chunks_or_both_frozen_and_trained_or_both_resident_and_gathered(infos, plan):
-    for layout in plan_buckets(infos, **plan):
+    for layout in planned(infos, **plan):
         keys = {(info.chunk, info.trains, plan["by_unit"] and info.persistent) for info in members(layout)}
         assert keys == {(layout.chunk, layout.trains, plan["by_unit"] and layout.persistent)}
 
@@ -199,7 +224,7 @@ def test_no_bucket_holds_two_chunks_or_both_frozen_and_trained_or_both_resident_
 @given(infos=models(), shards=st.integers(1, 9), bucket_elements=st.integers(1, 200))
 def test_by_unit_gives_a_bucket_per_unit_and_one_per_tied_or_lone_parameter(infos, shards, bucket_elements):
     """What a unit gathers at once comes to one buffer, so no unit may have two buckets of a kind, whatever the order."""
-    layouts = plan_buckets(infos, by_unit=True, bucket_elements=bucket_elements, shards=shards)
+    layouts = planned(infos, by_unit=True, bucket_elements=bucket_elements, shards=shards)
     single = [layout for layout in layouts if members(layout)[0].spec.tied or members(layout)[0].alone]
     assert all(len(layout.slots) == 1 for layout in single)
     gathered = [layout for layout in layouts if layout not in single and not layout.persistent]
@@ -217,9 +242,9 @@ def test_by_unit_gives_a_bucket_per_unit_and_one_per_tied_or_lone_parameter(info
 @laws
 @given(infos=models(), shards=st.integers(1, 9), bucket_elements=st.integers(1, 200))
 def test_other_buckets_follow_the_backward_and_close_at_their_size(infos, shards, bucket_elements):
-    layouts = plan_buckets(infos, by_unit=False, bucket_elements=bucket_elements, shards=shards)
+    layouts = planned(infos, by_unit=False, bucket_elements=bucket_elements, shards=shards)
     for trains in (True, False):
-        free = [layout for layout in layouts if not layout.tied and layout.trains == trains]
+        free = [layout for layout in layouts if layout.tie is None and layout.trains == trains]
         backward = [info for layout in free for info in reversed(in_forward_order(layout))]
         assert backward == [info for info in reversed(infos) if not info.spec.tied and info.trains == trains]
         for layout in free:
@@ -235,12 +260,12 @@ def test_other_buckets_follow_the_backward_and_close_at_their_size(infos, shards
 @laws
 @given(infos=models(), plan=plans)
 def test_a_tied_parameter_has_a_bucket_of_its_own_equal_on_both_stages(infos, plan):
-    for layout in plan_buckets(infos, **plan):
-        assert layout.tied == any(info.spec.tied for info in members(layout))
-        if layout.tied:
+    for layout in planned(infos, **plan):
+        assert (layout.tie is not None) == any(info.spec.tied for info in members(layout))
+        if layout.tie is not None:
             assert len(layout.slots) == 1
             # The other stage holds other parameters beside it.
-            (other,) = plan_buckets([layout.slots[0].info], **plan)
+            (other,) = planned([layout.slots[0].info], **plan)
             assert other == layout
 
 
@@ -272,7 +297,7 @@ large_plans = st.fixed_dictionaries(
 @laws
 @given(infos=large_models(), plan=large_plans)
 def test_the_parts_of_a_bucket_hold_each_element_of_it_once_and_of_every_shard_as_many(infos, plan):
-    layouts = plan_buckets(infos, cuts=True, **plan)
+    layouts = planned(infos, cuts=True, **plan)
     largest_uncut = max((layout.padded_numel for layout in layouts if len(layout.parts) == 1), default=0)
     for layout in layouts:
         covered = [element for part in layout.parts for element in range(part.start, part.stop)]
@@ -299,7 +324,7 @@ def test_the_parts_of_a_bucket_hold_each_element_of_it_once_and_of_every_shard_a
 @laws
 @given(infos=large_models(), plan=large_plans)
 def test_a_bucket_has_as_few_parts_as_the_buffers_allow_that_others_need_anyway(infos, plan):
-    layouts = plan_buckets(infos, cuts=True, **plan)
+    layouts = planned(infos, cuts=True, **plan)
     limit = max(plan["bucket_elements"], largest_part(layouts))
     for layout in layouts:
         smallest = layout.step * layout.shards
@@ -312,14 +337,14 @@ def test_an_embedding_and_a_head_go_in_parts_as_large_as_a_block():
     embedding, attention, mlp = (128256, 4096), (4096 + 2 * 1024 + 4096, 4096), (3 * 14336, 4096)
     shapes_ = [(0, embedding), *((unit, shape) for unit in (1, 2) for shape in (attention, mlp)), (3, embedding)]
     infos = [parameter(index, shape, unit) for index, (unit, shape) in enumerate(shapes_)]
-    layouts = plan_buckets(infos, by_unit=True, bucket_elements=2**22, shards=64, cuts=True)
+    layouts = planned(infos, by_unit=True, bucket_elements=2**22, shards=64, cuts=True)
     block = elements(infos[1]) + elements(infos[2])
     assert [len(layout.parts) for layout in layouts] == [3, 1, 1, 3]  # 2.4 blocks
     assert largest_part(layouts) == block
     # a copy on a stage of smaller blocks has equal shards, in more parts
     tied = [dataclasses.replace(info, spec=dataclasses.replace(info.spec, tied=True)) for info in infos[-1:]]
     here, there = (
-        plan_buckets(blocks + tied, by_unit=True, bucket_elements=2**22, shards=64, cuts=True)[-1]
+        planned(blocks + tied, by_unit=True, bucket_elements=2**22, shards=64, cuts=True)[-1]
         for blocks in (infos[1:3], infos[1:2])
     )
     assert len(here.parts) < len(there.parts)
@@ -341,7 +366,7 @@ def test_the_head_of_a_llama_goes_in_parts_over_any_number_of_shards(hidden, kv,
     shapes_ = [(unit, tuple(shape)) for unit in range(8) for shape in block] + [(8, (128256 // tp, hidden))]
     infos = [parameter(index, shape, unit) for index, (unit, shape) in enumerate(shapes_)]
     limit = 433 * 2**18
-    layouts = plan_buckets(
+    layouts = planned(
         infos, by_unit=True, bucket_elements=limit // shards // 16 * shards * 16, shards=shards, cuts=True
     )
     assert largest_part(layouts) <= max(sum(map(elements, infos[:4])), limit)
@@ -352,7 +377,7 @@ def test_the_head_of_a_llama_goes_in_parts_over_any_number_of_shards(hidden, kv,
 @laws
 @given(infos=large_models(), plan=large_plans)
 def test_only_what_is_nearly_one_parameter_is_cut_and_only_between_its_rows(infos, plan):
-    for layout in plan_buckets(infos, cuts=True, **plan):
+    for layout in planned(infos, cuts=True, **plan):
         largest = max(members(layout), key=elements)
         if len(layout.parts) == 1:
             continue
@@ -360,7 +385,7 @@ def test_only_what_is_nearly_one_parameter_is_cut_and_only_between_its_rows(info
         assert layout.padded_numel - layout.numel <= layout.numel / 32
         for part in layout.parts:
             for share in layout.shares(part):
-                if share.slot.info is not largest:
+                if share.slot.info.name != largest.name:
                     continue
                 assert share.rows is not None
                 rows = torch.arange(largest.shape[0])
@@ -373,7 +398,7 @@ def test_only_what_is_nearly_one_parameter_is_cut_and_only_between_its_rows(info
 @laws
 @given(infos=large_models(), plan=large_plans)
 def test_what_a_part_holds_is_at_most_three_strided_views_however_many_shards(infos, plan):
-    for layout in plan_buckets(infos, cuts=True, **plan | {"shards": 40}):
+    for layout in planned(infos, cuts=True, **plan | {"shards": 40}):
         for share in (share for part in layout.parts for share in layout.shares(part)):
             assert len(share.pieces) <= 3
             x = torch.arange(2 * elements(share.slot.info)).view(2, -1)
@@ -384,7 +409,7 @@ def test_what_a_part_holds_is_at_most_three_strided_views_however_many_shards(in
 def test_buckets_of_a_small_model_by_hand():
     sizes = [40, 10, 30, 30, 4, 61]  # forward order
     infos = [parameter(index, (size,), unit=index // 2) for index, size in enumerate(sizes)]
-    by_size = plan_buckets(infos, by_unit=False, bucket_elements=64, shards=4)
+    by_size = planned(infos, by_unit=False, bucket_elements=64, shards=4)
     assert [sorted(info.name for info in members(layout)) for layout in by_size] == [
         ["p4", "p5"],
         ["p2", "p3"],
@@ -395,7 +420,7 @@ def test_buckets_of_a_small_model_by_hand():
         (60, 16, 64),
         (50, 16, 64),
     ]
-    by_unit = plan_buckets(infos, by_unit=True, bucket_elements=64, shards=1)
+    by_unit = planned(infos, by_unit=True, bucket_elements=64, shards=1)
     assert [(layout.unit, layout.padded_numel) for layout in by_unit] == [(0, 50), (1, 60), (2, 65)]
 
 
@@ -414,13 +439,13 @@ def test_an_intersection_is_the_common_elements(a, b, c, d):
 def test_a_rank_keeps_what_the_paper_says(zero_stage, dtype):
     """Rajbhandari et al. 2020, figure 1: stage 1 shards the optimizer state, 2 the gradients too, 3 the weights too."""
     dp = 4
-    (layout,) = plan_buckets([parameter(0, (10, 10)), parameter(1, (7,))], by_unit=True, bucket_elements=1, shards=dp)
+    (layout,) = planned([parameter(0, (10, 10)), parameter(1, (7,))], by_unit=True, bucket_elements=1, shards=dp)
     whole, shard = 128, 32  # 107 elements in four shards of a multiple of 16
     lent = torch.zeros(whole, dtype=dtype) if zero_stage == 3 else None
     for rank in range(dp):
-        bucket = Bucket(layout, policy(zero_stage, Axis("dp", tuple(range(dp)), rank), dtype), lent)
+        bucket = bucket_on(layout, policy(zero_stage, Axis("dp", tuple(range(dp)), rank), dtype), lent)
         weights, master = bucket.weight_shard.tensor, bucket.master.tensor
-        assert bucket.keeps_weights == (zero_stage < 3)
+        assert bucket.holds_weights == (zero_stage < 3)
         assert weights.untyped_storage().nbytes() // dtype.itemsize == (shard if zero_stage == 3 else whole)
         if zero_stage < 2:
             assert bucket.full_gradient is None  # before the first gradient of a step
@@ -439,8 +464,8 @@ def test_a_rank_keeps_what_the_paper_says(zero_stage, dtype):
 
 @pytest.mark.parametrize("zero_stage", [0, 1, 2, 3])
 def test_without_peers_every_stage_keeps_the_whole_in_one_copy(zero_stage):
-    (layout,) = plan_buckets([parameter(0, (5, 3))], by_unit=True, bucket_elements=1, shards=1)
-    bucket = Bucket(layout, dataclasses.replace(policy(zero_stage, Axis("dp")), replica=Axis("replica")))
+    (layout,) = planned([parameter(0, (5, 3))], by_unit=True, bucket_elements=1, shards=1)
+    bucket = bucket_on(layout, dataclasses.replace(policy(zero_stage, Axis("dp")), placement=over(1)))
     assert bucket.owned == bucket.counted == Interval(0, 15)
     assert bucket.master.tensor.data_ptr() == bucket.weights.data_ptr()
     assert bucket.reduces_in_place
@@ -452,9 +477,9 @@ def test_without_peers_every_stage_keeps_the_whole_in_one_copy(zero_stage):
 
 @pytest.mark.parametrize("zero_stage", [0, 1, 2])
 def test_off_the_cpu_whole_gradients_are_given_back_whoever_gets_them(zero_stage):
-    (layout,) = plan_buckets([parameter(0, (40,))], by_unit=True, bucket_elements=1, shards=2)
+    (layout,) = planned([parameter(0, (40,))], by_unit=True, bucket_elements=1, shards=2)
     here = policy(zero_stage, Axis("dp", (0, 1), 1))
-    bucket = Bucket(layout, dataclasses.replace(here, device=torch.device("meta"), on_cpu=False))
+    bucket = bucket_on(layout, dataclasses.replace(here, device=torch.device("meta"), on_cpu=False))
     if zero_stage < 2:
         assert bucket.allocate_gradient().shape == (64,)
         assert bucket.gradient.shape == ((64,) if zero_stage == 0 else (32,))
@@ -465,11 +490,12 @@ def test_off_the_cpu_whole_gradients_are_given_back_whoever_gets_them(zero_stage
 
 
 def test_ranks_with_the_whole_state_send_gradients_to_one_another():
-    (layout,) = plan_buckets([parameter(0, (40,))], by_unit=True, bucket_elements=1, shards=1)
+    (layout,) = planned([parameter(0, (40,))], by_unit=True, bucket_elements=1, shards=1)
     for replicas, stays in ((1, False), (2, True)):
-        here = dataclasses.replace(policy(0, Axis("shard")), replica=Axis("replica", tuple(range(replicas))))
-        bucket = Bucket(layout, here)
-        assert here.sends_gradients == stays
+        placement = Placement(Axis("shard"), Axis("replica", tuple(range(replicas))))
+        here = dataclasses.replace(policy(0, Axis("shard")), placement=placement)
+        bucket = bucket_on(layout, here)
+        assert placement.sends == stays
         bucket.allocate_gradient()
         bucket.free_gradient()
         assert (bucket.full_gradient is not None) == stays
@@ -477,21 +503,21 @@ def test_ranks_with_the_whole_state_send_gradients_to_one_another():
 
 @pytest.mark.parametrize("zero_stage", [0, 1, 2, 3])
 def test_of_the_ranks_that_keep_one_shard_the_first_counts_it(zero_stage):
-    (layout,) = plan_buckets([parameter(0, (40,))], by_unit=True, bucket_elements=1, shards=2)
+    (layout,) = planned([parameter(0, (40,))], by_unit=True, bucket_elements=1, shards=2)
     counted = []
     for replica, index in itertools.product(range(2), range(2)):
         lent = torch.zeros(64) if zero_stage == 3 else None
         counted.append(
-            Bucket(layout, policy(zero_stage, Axis("shard", (0, 1), index), replica_index=replica), lent).counted
+            bucket_on(layout, policy(zero_stage, Axis("shard", (0, 1), index), replica_index=replica), lent).counted
         )
     assert counted == [Interval(0, 32), Interval(32, 64), Interval(0, 0), Interval(0, 0)]
 
 
 @pytest.mark.parametrize("zero_stage", [0, 1, 2, 3])
 def test_frozen_parameters_have_weights_only(zero_stage):
-    (layout,) = plan_buckets([parameter(0, (40,), trains=False)], by_unit=True, bucket_elements=1, shards=2)
+    (layout,) = planned([parameter(0, (40,), trains=False)], by_unit=True, bucket_elements=1, shards=2)
     lent = torch.zeros(64, dtype=torch.bfloat16) if zero_stage == 3 else None
-    bucket = Bucket(layout, policy(zero_stage, Axis("dp", (0, 1), 1), torch.bfloat16), lent)
+    bucket = bucket_on(layout, policy(zero_stage, Axis("dp", (0, 1), 1), torch.bfloat16), lent)
     assert bucket.full_gradient_bytes == 0
     assert bucket.gradient.numel() == 0
     assert bucket.master is bucket.weight_shard
@@ -499,15 +525,19 @@ def test_frozen_parameters_have_weights_only(zero_stage):
 
 
 def test_state_beside_offloaded_master_weights_lies_where_they_are():
-    (layout,) = plan_buckets([parameter(0, (40,))], by_unit=True, bucket_elements=1, shards=2)
+    (layout,) = planned([parameter(0, (40,))], by_unit=True, bucket_elements=1, shards=2)
     made = []
 
-    def in_host(numel: int) -> InMemory:
-        made.append(numel)
-        return InMemory(torch.zeros(numel), "host")
+    class InHost:
+        def residency(self, layout: BucketLayout) -> Residency:
+            return Residency.of(layout, 1, state_on="host")
 
-    bucket = Bucket(layout, policy(1, Axis("dp", (0, 1), 1)), None, in_host)
-    assert made == [32]
+        def allocate(self, location: str, numel: int, dtype: torch.dtype) -> InMemory:
+            made.append((location, numel, dtype))
+            return InMemory(torch.zeros(numel), "host")
+
+    bucket = bucket_on(layout, policy(1, Axis("dp", (0, 1), 1)), None, InHost())
+    assert made == [("host", 32, torch.float32)]
     assert bucket.master.location == "host"
     assert bucket.weight_shard.location == "device"
     assert bucket.gradient.data_ptr() != bucket.allocate_gradient()[32:].data_ptr()
@@ -518,8 +548,8 @@ def test_state_beside_offloaded_master_weights_lies_where_they_are():
 
 def test_module_weights_are_views_of_the_bucket():
     infos = [parameter(0, (2, 3)), parameter(1, (4,), trait=(1, None, False)), parameter(2, (0, 3))]
-    (layout,) = plan_buckets(infos, by_unit=True, bucket_elements=1, shards=1)
-    bucket = Bucket(layout, policy(0, Axis("dp")))
+    (layout,) = planned(infos, by_unit=True, bucket_elements=1, shards=1)
+    bucket = bucket_on(layout, policy(0, Axis("dp")))
     bucket.weights.copy_(torch.arange(10))
     views = {slot.info.name: bucket.module_view(slot) for slot in layout.slots}
     assert {name: tuple(view.shape) for name, view in views.items()} == {"p0": (2, 3), "p1": (4,), "p2": (0, 3)}
@@ -530,8 +560,8 @@ def test_module_weights_are_views_of_the_bucket():
 
 
 def test_refilling_the_bucket_does_not_look_like_a_change_of_saved_weights():
-    (layout,) = plan_buckets([parameter(0, (3, 3))], by_unit=True, bucket_elements=1, shards=1)
-    bucket = Bucket(layout, policy(3, Axis("dp")))
+    (layout,) = planned([parameter(0, (3, 3))], by_unit=True, bucket_elements=1, shards=1)
+    bucket = bucket_on(layout, policy(3, Axis("dp")))
     weight = bucket.module_view(layout.slots[0]).requires_grad_()
     bucket.weights.fill_(2.0)
     x = torch.ones(1, 3, requires_grad=True)
@@ -543,8 +573,8 @@ def test_refilling_the_bucket_does_not_look_like_a_change_of_saved_weights():
 
 
 def test_owned_parts_are_addressed_by_their_place_in_the_bucket():
-    (layout,) = plan_buckets([parameter(0, (64,))], by_unit=True, bucket_elements=1, shards=4)
-    bucket = Bucket(layout, policy(2, Axis("dp", (0, 1, 2, 3), 2)))
+    (layout,) = planned([parameter(0, (64,))], by_unit=True, bucket_elements=1, shards=4)
+    bucket = bucket_on(layout, policy(2, Axis("dp", (0, 1, 2, 3), 2)))
     bucket.gradient.copy_(torch.arange(32.0, 48.0))
     assert bucket.owned_part(bucket.gradient, Interval(35, 40)).tolist() == [35, 36, 37, 38, 39]
     bucket.write(bucket.master, Interval(35, 37), torch.tensor([1.0, 2.0]))
@@ -561,7 +591,7 @@ def test_a_norm_does_not_keep_a_large_weight_from_being_cut() -> None:
             )
             for at, shape in enumerate(shapes)
         ]
-        return largest_part(plan_buckets(infos, by_unit=False, bucket_elements=2**18, shards=512, cuts=True))
+        return largest_part(planned(infos, by_unit=False, bucket_elements=2**18, shards=512, cuts=True))
 
     for shapes in (((64,), (28672, 64)), ((28672, 64), (64,))):
         assert largest(*shapes) == largest((28672, 64)) < 28672 * 64

@@ -14,7 +14,7 @@ from zero_worlds import assert_trains_as_plain, random_batches
 
 from megazero.config import ResolvedRun
 from megazero.parallel_state import Axis, ParallelState, RankGrid
-from megazero.zero.bucket import ShardingPolicy
+from megazero.zero.bucket import Placement, ShardingPolicy
 from megazero.zero.bucket_sizes import DEFAULT_BYTES, BucketSizes, bucket_sizes
 from megazero.zero.reductions import ReductionQueue
 
@@ -24,7 +24,7 @@ MIB = 2**20
 def _sizes(ranks: int, numel: int, *, device: str = "cpu", hides: bool = True, cuts: bool = False) -> BucketSizes:
     axis = Axis("dp", tuple(range(ranks)))
     policy = ShardingPolicy(
-        2 if cuts else 1, torch.float32, axis, Axis("replica"), torch.device(device), on_cpu=device == "cpu"
+        2 if cuts else 1, torch.float32, Placement(axis, Axis("replica")), torch.device(device), on_cpu=device == "cpu"
     )
     return bucket_sizes("auto", policy, numel, cuts=cuts, hides=hides)
 
@@ -92,7 +92,7 @@ def test_ranks_have_the_same_buckets_where_some_groups_are_within_a_host_of_3_an
 
 
 def test_a_size_that_is_set_is_the_size() -> None:
-    policy = ShardingPolicy(1, torch.float32, Axis("dp", (0, 1)), Axis("replica"), torch.device("cpu"))
+    policy = ShardingPolicy(1, torch.float32, Placement(Axis("dp", (0, 1)), Axis("replica")), torch.device("cpu"))
     assert bucket_sizes(8192, policy, 10**9, cuts=False, hides=True) == BucketSizes(2048, 8192)
     assert bucket_sizes(8192, policy, 10**9, cuts=True, hides=True) == BucketSizes(800, 8192)
 

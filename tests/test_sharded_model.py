@@ -14,7 +14,7 @@ from zero_worlds import Sharded, seeded
 
 from megazero.config.schema import OffloadConfig, PrecisionConfig
 from megazero.parallel_state import Axis, ParallelState, RankGrid
-from megazero.zero.bucket import ShardingPolicy
+from megazero.zero.bucket import Placement, ShardingPolicy
 from megazero.zero.loss_scaler import LossScaleError
 from megazero.zero.offload import without_auto
 
@@ -154,7 +154,7 @@ def _choose(  # a model of 1000 elements under AdamW
 ) -> tuple[str, str]:
     """What is chosen with so many free bytes of the device and the host, before the tenth that stays free."""
     axis = Axis("dp", tuple(range(shards)))
-    policy = ShardingPolicy(stage, dtype, axis, Axis("replica"), DEVICE)
+    policy = ShardingPolicy(stage, dtype, Placement(axis, Axis("replica")), DEVICE)
     wanted = OffloadConfig(**{"optimizer": "auto", "parameters": "auto", "nvme_path": disk and str(disk)} | config)
     free: Callable[[torch.device], int] = lambda place: int((device if place == DEVICE else host) / 0.9) + 1  # noqa: E731
     found = without_auto(wanted, policy, 1000, 2, world or Axis("world"), neighbours, free)

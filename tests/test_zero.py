@@ -18,8 +18,8 @@ from zero_worlds import Sharded, assert_same, assert_trains_as_plain, numbers, p
 from megazero.comm import collectives
 from megazero.config.schema import PrecisionConfig, ZeroConfig
 from megazero.layers.spec import Initializer, NamedRows, ParamSpec
-from megazero.parallel_state import Axis, ParallelState, RankGrid
-from megazero.zero.bucket import Bucket, Interval, ShardingPolicy
+from megazero.parallel_state import ParallelState, RankGrid
+from megazero.zero.bucket import ALONE, Bucket, Interval, Placement, ShardingPolicy
 from megazero.zero.gradients import GradientReducer
 from megazero.zero.optimizer import ShardedOptimizer, recipe_of_class
 from megazero.zero.parameters import ShardedParameters
@@ -59,10 +59,11 @@ class _Model:
                 columns = parameter.shape[1] if parameter.dim() == 2 else None
                 spec = ParamSpec((section,), columns, init=Initializer("normal", 0.5))
                 described.append(Described(f"{index}.{name}", parameter, spec))
-        policy = ShardingPolicy(zero_stage, torch.float32, self.state.shard, self.state.replica, torch.device("cpu"))
+        placement = Placement(self.state.shard, self.state.replica)
+        policy = ShardingPolicy(zero_stage, torch.float32, placement, torch.device("cpu"))
         self.parameters = ShardedParameters(units_of([self.layers]), described, policy, ZERO, {})
         buckets = self.parameters.buckets
-        self.reducer = GradientReducer(buckets)
+        self.reducer = GradientReducer(policy, buckets)
         self.reducer.attach(self.parameters.by_name, {})
         params = {"lr": 1e-2, "betas": (0.9, 0.95), "eps": 1e-6, "weight_decay": 0.0}
         recipe = recipe_of_class(torch.optim.AdamW, params, [{}])
@@ -159,7 +160,7 @@ def _three_steps(rank: int, world: int, zero_stage: int, disturbed: bool) -> tup
             with pytest.raises(RuntimeError, match="on purpose"):
                 model.forward(_input(rank, 60), fails_at=step)
         model.step([_input(rank, 2 * step), _input(rank, 2 * step + 1)])
-        norm = gradient_square_sum(model.reducer.buckets, model.state.tp)
+        norm = gradient_square_sum(model.reducer.buckets, model.state.tp, torch.device("cpu"))
         model.optimizer.step(1.0)
         model.parameters.all_gather_weights()
     layouts = [(bucket.owned.start, bucket.layout.numel) for bucket in model.parameters.buckets]
@@ -194,7 +195,7 @@ def test_a_gradient_that_comes_too_often_is_refused() -> None:
 
 
 def _policy() -> ShardingPolicy:
-    return ShardingPolicy(0, torch.float32, Axis("dp"), Axis("replica"), torch.device("cpu"))
+    return ShardingPolicy(0, torch.float32, ALONE, torch.device("cpu"))
 
 
 def test_a_parameter_outside_every_unit_is_refused() -> None:
@@ -571,7 +572,7 @@ def test_persistent_parameters_are_whole_on_every_rank_and_no_traffic_of_a_pass(
         sharded = assert_trains_as_plain(rank, 2, _Deep, 3, batches, persistent_elements=persistent)
         for bucket in sharded.parameters.buckets:
             for slot in bucket.layout.slots:
-                assert bucket.keeps_weights == (slot.stop - slot.start <= persistent)
+                assert bucket.holds_weights == (slot.stop - slot.start <= persistent)
         sharded.state.traffic.reset()
         with torch.no_grad():
             sharded.module(numbers(4, 16))
@@ -594,3 +595,28 @@ def test_a_parameter_without_values_is_refused_by_name() -> None:
         module = _PartlyFrozen()
     with pytest.raises(ValueError, match=r"parameter layers\.\d\.(weight|bias) is on the meta device, without values"):
         Sharded(module, 1)
+
+
+# ---- two placements in one model
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"offload": {"optimizer": "cpu"}}, {"reduce": "step"}], ids=["", "offload", "step"]
+)
+@pytest.mark.parametrize("zero_stage", STAGES)
+def test_half_of_the_layers_over_all_ranks_and_half_over_pairs_train_as_plain(zero_stage: int, options: Any) -> None:
+    def law(rank: int) -> None:
+        batches, odd = random_batches(2, 4, 2, 3, 16), ("layers.1.", "layers.3.")
+        options_ = options if zero_stage >= 2 else {key: one for key, one in options.items() if key != "reduce"}
+        sharded = assert_trains_as_plain(
+            rank, 4, _Deep, zero_stage, batches, in_pairs=lambda name: name.startswith(odd), max_norm=0.3, **options_
+        )
+        for bucket in sharded.parameters.buckets:
+            shards = 2 if bucket.layout.slots[0].info.name.startswith(odd) else 4
+            assert {slot.info.name.startswith(odd) for slot in bucket.layout.slots} == {shards == 2}
+            assert bucket.layout.shards == shards
+            held = 1 if zero_stage == 0 else shards
+            assert bucket.master.numel == bucket.layout.padded_numel // held
+            assert bucket.placement.replica.size * shards == 4
+
+    run_world(4, law, timeout=60)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ from megazero.deepspeed.bound_parameters import BoundParameters
 from megazero.deepspeed.script_optimizers import recipe_of
 from megazero.deepspeed.script_reducer import ScriptReducer
 from megazero.parallel_state import ParallelState, RankGrid
-from megazero.zero.bucket import intersect
+from megazero.zero.bucket import Placement, intersect
 from megazero.zero.sharded_model import ShardedModel
 from megazero.zero.units import describe, units_of
 
@@ -71,6 +72,7 @@ class Sharded:
         rank, world: this rank and their number; all ranks are data-parallel, a `cp`-th of them over cp.
         optimizer: made from parameter groups.
         groups: parameter groups of the module; by default one.
+        in_pairs: of a parameter's name, whether it is sharded over two neighbours, and replicated over such pairs.
         precision, shard_group_size, neighbours, zero: what differs from the plain case.
     """
 
@@ -84,6 +86,7 @@ class Sharded:
         optimizer: NewOptimizer = sgd,
         groups: list[dict[str, Any]] | None = None,
         precision: PrecisionConfig = FP32,
+        in_pairs: Callable[[str], bool] | None = None,
         shard_group_size: int = 0,
         cp: int = 1,
         shares_memory: bool = True,
@@ -100,6 +103,9 @@ class Sharded:
         described = list(describe(module))
         for one in described:
             object.__setattr__(one, "group", group_of.get(id(one.parameter), 0))
+        if in_pairs is not None:
+            pairs = Placement(*self.state.cut(self.state.dp_cp, 2, "pair", "pairs"))
+            described = [replace(one, placement=pairs) if in_pairs(one.name) else one for one in described]
         self.optimizer = optimizer(groups)
         self.zero = ShardedModel(
             units_of([module]),

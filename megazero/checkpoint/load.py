@@ -216,7 +216,7 @@ class Read:
 
 def copies_of(bucket: Bucket, at: ParallelState) -> Axis | None:
     """The ranks that hold the same elements of a bucket; None where there is one of them."""
-    axis = at.dp_cp if bucket.policy.zero_stage == 0 else bucket.policy.replica
+    axis = at.dp_cp if bucket.policy.zero_stage == 0 else bucket.placement.replica
     return axis if axis.size > 1 else None
 
 

@@ -203,7 +203,7 @@ def _check_modifier(engine: TrainingEngine, modifier: int | None) -> None:
 
 def _check_ties(engine: TrainingEngine, names: Iterable[str]) -> None:
     for name, (bucket, _) in ((name, engine.bound.home[name]) for name in names):
-        if bucket.layout.tied and bucket.layout.tie in engine.sharded_model.ties:
+        if bucket.layout.tie in engine.sharded_model.ties:
             raise ValueError(f"{name} has a copy on another stage; edit it with names=None, on all ranks")
 
 
@@ -214,5 +214,5 @@ def _whole(bucket: Bucket, array: FlatArray, dtype: torch.dtype) -> Tensor:
     mine = flat[bucket.owned.start : bucket.owned.stop]
     mine.copy_(bucket.read(array, bucket.owned))
     if bucket.owned != bucket.layout.interval:
-        all_gather(flat, mine, policy.shard).wait()
+        all_gather(flat, mine, bucket.placement.shard).wait()
     return flat

@@ -58,14 +58,9 @@ class ScriptReducer(GradientReducer):
 
     def follow_units(self, gatherer: UnitGatherer) -> None:
         super().follow_units(gatherer)
-        if self.shards > 1:  # else all ranks use the same parameters
+        if any(bucket.layout.shards > 1 for bucket in self.buckets):  # else all ranks use the same parameters
             gatherer.on_backward = self.close_unused
             self._leaves_out_by_unit = True
-
-    @property
-    def shards(self) -> int:
-        """Ranks over which buckets are sharded."""
-        return self.buckets[0].policy.shard.size if self.buckets else 1
 
     @property
     def reduces_soon(self) -> bool:
@@ -104,7 +99,7 @@ class ScriptReducer(GradientReducer):
         unused = self._graph(chunk).unused
         if unused and not may_run_backward(root):
             for one, indices in unused.items():
-                if not one.bucket.keeps_gradients:
+                if not one.bucket.sums_whole:
                     _skip(one, indices, order.passes)
             self.reduce_due(order)
 

@@ -214,7 +214,7 @@ def _kinds(engine: Engine, fake: LabelledTensors) -> dict[int, str]:
             found.setdefault(fake.value(tensor).storage, kind)
 
     for bucket in engine.sharded_model.parameters.buckets:
-        name("weights" if bucket.keeps_weights else "buffers of gathered weights", bucket.weights)
+        name("weights" if bucket.holds_weights else "buffers of gathered weights", bucket.weights)
         name("weights", bucket.weight_shard.tensor)
         name("master weights", bucket.master.tensor)
         name("gradients", bucket.full_gradient)

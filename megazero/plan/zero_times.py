@@ -27,7 +27,7 @@ from megazero.plan.cluster import Cluster
 from megazero.plan.collective_times import GroupLink
 from megazero.plan.state_bytes import StateFormula, formula_of
 from megazero.schedules.action import Action, ActionKind
-from megazero.zero.bucket import ShardingPolicy
+from megazero.zero.bucket import Placement, ShardingPolicy
 from megazero.zero.bucket_sizes import bucket_sizes
 from megazero.zero.parameters import BEHIND_FORWARD
 
@@ -212,7 +212,7 @@ def _bucket_elements(run: ResolvedRun, links: Mapping[str, GroupLink], own: int,
     """Of a bucket, as the engine decides it."""
     zero = run.config.zero
     shard, replica = (Axis(axis, tuple(range(links[axis].ranks))) for axis in ("shard", "replica"))
-    policy = ShardingPolicy(zero.stage, torch.float32, shard, replica, torch.device("cpu"), on_cpu=on_cpu)
+    policy = ShardingPolicy(zero.stage, torch.float32, Placement(shard, replica), torch.device("cpu"), on_cpu=on_cpu)
     cuts = zero.stage >= 2 and (run.shards > 1 or zero.offload.optimizer != "none")
     return bucket_sizes(zero.bucket_bytes, policy, own, cuts=cuts, hides=hides).elements
 

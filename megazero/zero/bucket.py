@@ -21,10 +21,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from enum import Enum
 from functools import cached_property
 from itertools import groupby
 from math import inf, lcm
-from typing import Final, TypeVar
+from typing import Final, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -32,7 +33,7 @@ from torch import Tensor
 from megazero.comm.memory import Arena
 from megazero.layers.spec import ParamSpec, numel
 from megazero.parallel_state import Axis
-from megazero.zero.storage import FlatArray, InMemory, in_host_memory
+from megazero.zero.storage import FlatArray, InMemory, Location, in_host_memory
 
 K = TypeVar("K", bound=Hashable)
 
@@ -42,6 +43,34 @@ ALIGN_ELEMENTS = 16  # a shard begins on a 64-byte border in fp32
 BLOCK = 256  # elements that travel with one scale where they are quantized: see `quantized`, [Note: blocks]
 _SMALL_PARTS = 16  # beside a parameter that is larger than a bucket should be, others have 1/16 of a bucket in all
 _ROWS_OF_PADDING = 32  # a bucket is cut into parts only if padding to whole rows adds at most 1/32 to it: see shapes.md
+
+
+@dataclass(frozen=True)
+class Placement:
+    """The ranks that share a parameter, as this rank sees them."""
+
+    shard: Axis  # ranks that hold different shards
+    replica: Axis  # ranks that hold the same shard; `shard` and `replica` together sum the gradients
+    gather: Axis | None = (
+        None  # `shard` over a communicator of its own, for stage 3's gathers; None takes that of `shard`
+    )
+    secondary: Axis | None = None  # neighbours on `shard` with a second copy of stage 3's weights; None: there is none
+    levels: tuple[Axis, Axis] | None = (
+        None  # `shard` within a host and between hosts: only between them are gradients quantized
+    )
+
+    @property
+    def gathers_over(self) -> Axis:
+        """The axis of stage 3's gathers."""
+        return self.gather or self.shard
+
+    @property
+    def sends(self) -> bool:
+        """Whether gradients go to other ranks."""
+        return self.shard.size > 1 or self.replica.size > 1
+
+
+ALONE = Placement(Axis("shard"), Axis("replica"))
 
 
 @dataclass(frozen=True)
@@ -58,6 +87,7 @@ class ParamInfo:
     persistent: bool = False  # stage 3 keeps it whole on every rank
     alone: bool = False  # under stage 3 it has a bucket of its own
     matrix: bool = False  # the optimizer steps it whole; its bucket holds nothing else
+    placement: Placement = ALONE  # the ranks that share it
 
 
 @dataclass(frozen=True)
@@ -66,6 +96,11 @@ class Interval:
 
     start: int
     stop: int
+
+    @property
+    def size(self) -> int:
+        """Number of elements."""
+        return self.stop - self.start
 
 
 @dataclass(frozen=True)
@@ -153,17 +188,10 @@ class Share:
 
 @dataclass(frozen=True)
 class BucketLayout:
-    """Where each parameter lies in a bucket.  Its parameters are all of one chunk, all frozen or all trained, and so on."""
+    """Where each parameter lies in a bucket.  Its parameters have one placement and chunk; all are frozen or all train."""
 
     name: str  # for messages
     slots: tuple[Slot, ...]  # the parameters, contiguous from element 0; before a block there may be zeros
-    shards: int  # number of equal parts of the padded bucket
-    unit: int  # the first unit that uses one of the parameters
-    chunk: int
-    trains: bool
-    persistent: bool
-    tied: bool  # the bucket holds a copy of one parameter that several stages or chunks share
-    tie: str  # the logical name that all copies of a tied bucket's parameter share
     step: int = 1  # a shard's elements are a multiple of it; in a bucket of several parts these are whole rows
     part_count: int = 1
 
@@ -173,11 +201,47 @@ class BucketLayout:
         return self.slots[0].info.matrix
 
     @property
+    def placement(self) -> Placement:
+        """The ranks that share the bucket."""
+        return self.slots[0].info.placement
+
+    @property
+    def shards(self) -> int:
+        """Number of equal parts of the padded bucket."""
+        return self.placement.shard.size
+
+    @property
+    def chunk(self) -> int:
+        """The model chunk of this rank that holds the parameters."""
+        return self.slots[0].info.chunk
+
+    @property
+    def trains(self) -> bool:
+        """Whether the parameters have gradients."""
+        return self.slots[0].info.trains
+
+    @property
+    def persistent(self) -> bool:
+        """Whether stage 3 keeps the parameters whole on every rank."""
+        return self.slots[0].info.persistent
+
+    @property
+    def tie(self) -> str | None:
+        """The logical name of a parameter that several stages or chunks hold; it has a bucket of its own."""
+        spec = self.slots[0].info.spec
+        return spec.sections[0].name if spec.tied else None
+
+    @cached_property
+    def unit(self) -> int:
+        """The first unit that uses one of the parameters."""
+        return min(slot.info.unit for slot in self.slots)
+
+    @property
     def numel(self) -> int:
         """Elements that are parameters."""
         return self.slots[-1].stop
 
-    @property
+    @cached_property
     def shard_numel(self) -> int:
         """Elements of one shard, padding included."""
         return -(-max(self.numel, 1) // (self.shards * self.step)) * self.step
@@ -246,15 +310,14 @@ def _over_tp(info: ParamInfo) -> tuple[bool, bool]:
     return info.spec.split is not None, info.spec.sum_over_tp
 
 
-def _layout(members: Sequence[ParamInfo], shards: int, limit: int, *, cuts: bool, align: int) -> BucketLayout:
-    slots, start = list[Slot](), 0
+def _layout(members: Sequence[ParamInfo], limit: int, *, cuts: bool, align: int) -> BucketLayout:
+    slots, start, shards = list[Slot](), 0, members[0].placement.shard.size
     for info in sorted(members, key=lambda info: (info.group, info.spec.split is not None, not info.spec.sum_over_tp)):
         if align == BLOCK and slots and _over_tp(slots[-1].info) != _over_tp(info):
             start += -start % BLOCK
         slots.append(Slot(info, start))
         start = slots[-1].stop
     first = min(members, key=lambda info: info.unit)
-    tied, tie = first.spec.tied, first.spec.sections[0].name
     step = align if shards > 1 else 1
     is_cut, largest = False, max(slots, key=lambda slot: slot.stop - slot.start)
     if cuts and first.trains and start > limit >= start - (largest.stop - largest.start):
@@ -262,27 +325,16 @@ def _layout(members: Sequence[ParamInfo], shards: int, limit: int, *, cuts: bool
         padding = -start % (shards * lcm(step, width))
         if largest.start % width == 0 and padding * _ROWS_OF_PADDING <= start:
             step, is_cut = lcm(step, width), True
-    layout = BucketLayout(
-        f"bucket of {first.name}",
-        tuple(slots),
-        shards,
-        first.unit,
-        first.chunk,
-        first.trains,
-        first.persistent,
-        tied,
-        tie,
-        step,
-    )
+    layout = BucketLayout(f"bucket of {first.name}", tuple(slots), step)
     return layout.in_parts_of(limit) if is_cut else layout
 
 
-def _fits(members: Sequence[ParamInfo], limit: int, shards: int) -> bool:
+def _fits(members: Sequence[ParamInfo], limit: int) -> bool:
     """Whether parameters may share a bucket: all fit, or all but the largest are small, and lie in one part of it.
 
     More would wait for the largest, and it for them.
     """
-    sizes = [numel(info.shape) for info in members]
+    sizes, shards = [numel(info.shape) for info in members], members[0].placement.shard.size
     return sum(sizes) <= limit or (sum(sizes) - max(sizes)) * max(shards, _SMALL_PARTS) <= limit
 
 
@@ -291,13 +343,12 @@ def plan_buckets(
     *,
     by_unit: bool,
     bucket_elements: int,
-    shards: int,
     cuts: bool = False,
     part_elements: int | None = None,
     cuts_units: bool = False,
     align: int = ALIGN_ELEMENTS,
 ) -> tuple[BucketLayout, ...]:
-    """Assign every parameter, given in forward order, to one bucket of `shards` equal parts.
+    """Assign every parameter, given in forward order, to one bucket.
 
     `by_unit`: one bucket per unit, in forward order (what ZeRO-3 gathers at once), or with `cuts_units` as many as
     `bucket_elements` ask for, in the order of a unit's backward.  Otherwise, and for persistent parameters, buckets are
@@ -311,8 +362,8 @@ def plan_buckets(
 
     `bucket_elements`, `part_elements`: of whole buckets, all shards together; `part_elements` None: as `bucket_elements`.
 
-    No bucket spans two chunks, or holds both frozen and trained parameters.  A tied parameter has its own bucket, equal on
-    all stages that hold it.
+    No bucket spans two chunks or placements, or holds both frozen and trained parameters.  A tied parameter has its own
+    bucket, equal on all stages that hold it.
     """
     single = [[info] for info in parameters if info.spec.tied or (by_unit and info.alone)]
     free = [info for info in parameters if [info] not in single]
@@ -320,16 +371,19 @@ def plan_buckets(
 
     def is_cut(members: Sequence[ParamInfo]) -> bool:
         is_large = cuts and sum(numel(member.shape) for member in members) > most
-        return is_large and _layout(members, shards, most, cuts=cuts, align=align).part_count > 1
+        return is_large and _layout(members, most, cuts=cuts, align=align).part_count > 1
 
     def may_share(last: list[ParamInfo], info: ParamInfo) -> bool:
         together = [*last, info]
         loses_cut = (is_cut(last) or is_cut([info])) and not is_cut(together)
-        return last[0].chunk == info.chunk and _fits(together, bucket_elements, shards) and not loses_cut
+        return last[0].chunk == info.chunk and _fits(together, bucket_elements) and not loses_cut
 
-    def scope(info: ParamInfo) -> tuple[float, bool, bool]:
+    placements = list(dict.fromkeys(info.placement for info in parameters))
+
+    def scope(info: ParamInfo) -> tuple[float, int, bool, bool]:
         """What a bucket does not leave."""
-        return info.unit if by_unit and not info.persistent else inf, info.trains, info.matrix
+        unit = info.unit if by_unit and not info.persistent else inf
+        return unit, placements.index(info.placement), info.trains, info.matrix
 
     groups, backward = list[list[ParamInfo]](), free[::-1]
     for (unit, *_), members in groupby(sorted(backward, key=scope), key=scope):
@@ -341,140 +395,186 @@ def plan_buckets(
             if not last or not may_share(last, info):
                 groups.append(last := [])
             last.append(info)
-    layouts = [_layout(members, shards, most, cuts=cuts, align=align) for members in [*groups, *single]]
-    largest = max((one.parts[0].stop * shards for one in layouts if one.trains), default=0)
+    layouts = [_layout(members, most, cuts=cuts, align=align) for members in [*groups, *single]]
+    largest = max((one.parts[0].stop * one.shards for one in layouts if one.trains), default=0)
     limit = max(most, largest)
     return tuple(one.in_parts_of(limit) if one.part_count > 1 else one for one in layouts)
 
 
 @dataclass(frozen=True)
 class ShardingPolicy:
-    """How buckets are spread over the ranks, and so what of a model's state each rank holds.
+    """What is the same for all buckets of a model.
 
-    zero_stage      weights     gradients    master weights and moments      (Rajbhandari et al. 2020, figure 1)
-        0           whole       whole        whole
-        1           whole       whole        shard
-        2           whole       shard        shard
-        3           shard       shard        shard
+    Attributes:
+        placement: of every parameter that names no other.
+        dtype: of the weights that modules compute with.
+        device: where modules compute.
+        accumulate_dtype, reduce_dtype: in which a step's gradients add up, and travel.
+        on_cpu: whether the run's modules compute on a CPU.
+        pins_memory: whether the host memory of offloaded state is page-locked.
+        arena: holds the working buffers of gradients; None: each buffer has memory of its own.
+        quantizes_weights: stage 3 gathers weights in blocks of 8 bits.
+        gradient_bits: of the blocks in which gradients are reduced over the shard axis; 0: they are not quantized.
     """
 
     zero_stage: int
-    dtype: torch.dtype  # of the weights that modules compute with
-    shard: Axis  # the axis over which buckets are sharded
-    replica: Axis  # the ranks that hold the same shard, where sharding stays within a part of dp x cp
-    device: torch.device  # where modules compute
-    accumulate_dtype: torch.dtype = torch.float32  # in which a step's gradients add up
-    pins_memory: bool = True  # page-lock the host memory of offloaded state
-    gather: Axis | None = (
-        None  # `shard` over a communicator that only stage 3's gathers use; None takes that of `shard`
-    )
-    secondary: Axis | None = (
-        None  # neighbours on `shard` that hold a second copy of stage 3's weights; None: there is none
-    )
-    arena: Arena | None = None  # where gradients have their working buffers; None: each in memory of its own
-    on_cpu: bool = True  # whether the run's modules compute on a CPU
-    quantizes_weights: bool = False  # stage 3 gathers them in blocks of 8 bits
-    gradient_bits: int = 0  # of the blocks in which gradients are reduced over `shard`; 0: they are not quantized
-    levels: tuple[Axis, Axis] | None = None  # `shard` within a host and between hosts: only there are they quantized
+    dtype: torch.dtype
+    placement: Placement
+    device: torch.device
+    accumulate_dtype: torch.dtype = torch.float32
+    reduce_dtype: torch.dtype = torch.float32
+    on_cpu: bool = True
+    pins_memory: bool = True
+    arena: Arena | None = None
+    quantizes_weights: bool = False
+    gradient_bits: int = 0
 
     @property
     def align(self) -> int:
         """A shard has a multiple of so many elements."""
         return BLOCK if self.quantizes_weights or self.gradient_bits else ALIGN_ELEMENTS
 
-    @property
-    def shards_master(self) -> bool:
-        """Whether a rank holds only its shard of master weights and moments."""
-        return self.zero_stage >= 1 and self.shard.size > 1
 
-    @property
-    def sends_gradients(self) -> bool:
-        """Whether gradients go to other ranks."""
-        return self.shard.size > 1 or self.replica.size > 1
+class Extent(Enum):
+    """How much of a bucket's weights, gradients or optimizer state a rank holds between their uses."""
+
+    WHOLE = "whole"
+    SHARD = "shard"
+
+
+_EXTENTS: Final = {
+    # stage: weights, gradients, master weights and moments (Rajbhandari et al. 2020, figure 1)
+    0: (Extent.WHOLE, Extent.WHOLE, Extent.WHOLE),
+    1: (Extent.WHOLE, Extent.WHOLE, Extent.SHARD),
+    2: (Extent.WHOLE, Extent.SHARD, Extent.SHARD),
+    3: (Extent.SHARD, Extent.SHARD, Extent.SHARD),
+}
+
+
+@dataclass(frozen=True)
+class Residency:
+    """What a rank holds of a bucket, and where: weights, gradients, and state (master weights and moments).
+
+    Whole weights lie on the device.  The gradient that is stepped lies on the host unless the state is on the device.
+    """
+
+    weights: Extent
+    gradients: Extent
+    state: Extent
+    weights_on: Location = "device"
+    state_on: Location = "device"
+
+    @classmethod
+    def of(
+        cls, layout: BucketLayout, zero_stage: int, weights_on: Location = "device", state_on: Location = "device"
+    ) -> Residency:
+        """The table's row for a stage.  Over one rank a shard is the whole, unless it is offloaded.
+
+        Args:
+            weights_on, state_on: where stage 3's shards and the optimizer's state are to lie.
+        """
+        weights, gradients, state = _EXTENTS[zero_stage]
+        if layout.persistent or (layout.shards == 1 and weights_on == "device"):
+            weights = Extent.WHOLE
+        if layout.shards == 1 and state_on == "device":
+            gradients = Extent.WHOLE
+        return cls(
+            weights,
+            gradients,
+            state,
+            weights_on if weights is Extent.SHARD else "device",
+            state_on if layout.trains else "device",
+        )
+
+
+class Arrays(Protocol):
+    """Where the arrays of buckets lie, and what makes those that are not on the device; see `Offload`."""
+
+    def residency(self, layout: BucketLayout, /) -> Residency: ...
+
+    def allocate(self, location: Location, numel: int, dtype: torch.dtype, /) -> FlatArray: ...
 
 
 class Bucket:
     """The tensors of one bucket on one rank.
 
     Args:
-        weights: buffer of the whole weights, [padded]; ZeRO-3 gives a gather buffer, None makes a new one.
-        new_master: makes the array of master weights in another location; the moments and the gradient that steps them
-            follow.  None keeps them on the device, where fp32 weights are their own masters.
-        new_shard: makes the array of ZeRO-3's shard of the weights in another location; None keeps it on the device.
-        shares_weights: fp32 weights off the device are their own masters, too.
+        weights: buffer of the whole weights, [padded]; stage 3 gives a gather buffer, None makes a new one.
+        arrays: makes the arrays that lie in host memory or in a file; None keeps everything on the device.
+
+    Attributes:
         is_duplicate: of a tied parameter whose first copy is elsewhere: not counted in the norm, not saved.
+        placement, residency: the ranks that share the bucket, and what this one holds of it.
+        owned: the elements whose master weights and moments this rank holds.
+        counted: what this rank counts in the gradient norm and writes to a checkpoint; the ranks' are disjoint.
+        weights: [padded]; where the residency has shards of them, valid only while gathered.
+        weight_shard: [owned], in the weights' dtype.
+        master: fp32 [owned]; of fp32 or frozen weights it may be `weight_shard`.
+        full_gradient: [padded] in the accumulation dtype, from a step's first gradient on, where gradients are whole.
+        gradient: fp32 [owned], the reduced gradient that the optimizer steps, beside the master weights.
+        reduces_in_place: `gradient` is a view of `full_gradient`, and exists only together with it.
+        gathers_gradients: a rank sums its shard of stage 0's gradients alone, and the others' are gathered behind the next
+            forward; `ShardedParameters` chooses.
     """
 
     def __init__(
-        self,
-        layout: BucketLayout,
-        policy: ShardingPolicy,
-        weights: Tensor | None = None,
-        new_master: Callable[[int], FlatArray] | None = None,
-        new_shard: Callable[[int], FlatArray] | None = None,
-        shares_weights: bool = False,
-        is_duplicate: bool = False,
+        self, layout: BucketLayout, policy: ShardingPolicy, weights: Tensor | None = None, arrays: Arrays | None = None
     ) -> None:
-        self.layout, self.policy, self.is_duplicate = layout, policy, is_duplicate
-        device, axis = policy.device, policy.shard
-        # What this rank counts in the gradient norm and writes to a checkpoint; the ranks' are disjoint.
-        self.counted = layout.shard(axis.index) if policy.replica.index == 0 else Interval(0, 0)
-        # Whose master weights and moments this rank holds.
-        self.owned = layout.shard(axis.index) if policy.shards_master else layout.interval
-        owned_numel = self.owned.stop - self.owned.start
-        # The whole weights stay on this rank; otherwise `weights` is valid only while gathered.
-        moves = axis.size > 1 or new_shard is not None
-        self.keeps_weights = policy.zero_stage < 3 or not moves or layout.persistent
+        self.layout, self.policy, self.placement = layout, policy, layout.placement
+        self.is_duplicate = self.gathers_gradients = False
+        self.residency = Residency.of(layout, policy.zero_stage) if arrays is None else arrays.residency(layout)
+        own = layout.shard(self.placement.shard.index)
+        self.counted = own if self.placement.replica.index == 0 else Interval(0, 0)
+        self.owned = own if self.residency.state is Extent.SHARD else layout.interval
+
+        def new(location: Location, dtype: torch.dtype) -> FlatArray:
+            if location == "device":
+                return InMemory(torch.zeros(self.owned.size, dtype=dtype, device=policy.device), location)
+            assert arrays is not None
+            return arrays.allocate(location, self.owned.size, dtype)
+
         if weights is None:
-            weights = torch.zeros(layout.padded_numel, dtype=policy.dtype, device=device)
-        self.weights = weights  # [padded]
-        self.weight_shard: FlatArray  # [owned], in the weights' dtype
-        if self.keeps_weights:
+            weights = torch.zeros(layout.padded_numel, dtype=policy.dtype, device=policy.device)
+        self.weights = weights
+        self.weight_shard: FlatArray
+        if self.residency.weights is Extent.WHOLE:
             self.weight_shard = InMemory(weights[self.owned.start : self.owned.stop], "device")
-        elif new_shard is not None:
-            self.weight_shard = new_shard(owned_numel)
         else:
-            self.weight_shard = InMemory(torch.zeros(owned_numel, dtype=policy.dtype, device=device), "device")
-        is_own_master = policy.dtype == torch.float32 and (self.weight_shard.location == "device" or shares_weights)
-        self.master: FlatArray  # fp32 [owned]; of fp32 or frozen weights it may be the same array
-        if not layout.trains or (new_master is None and is_own_master):
-            self.master = self.weight_shard
-        elif new_master is not None:
-            self.master = new_master(owned_numel)
-        else:
-            self.master = InMemory(torch.zeros(owned_numel, device=device), "device")
-        # Whether a step's gradients add up whole.  Offloaded state has its gradient on the host: a single device, too, need
-        # not keep the whole of it.
-        on_device = self.master.location == "device"
-        self.keeps_gradients = layout.trains and (policy.zero_stage < 2 or (axis.size == 1 and on_device))
-        # Whether `gradient` is a part of `full_gradient`, and exists only together with it.
-        self.reduces_in_place = self.keeps_gradients and on_device and policy.accumulate_dtype == torch.float32
-        # A CPU maps large blocks page by page every time; blocks that are not sent are small (`ShardedParameters`).
-        self.frees_gradient = self.reduces_in_place and not (policy.on_cpu and policy.sends_gradients)
-        # Set by `ShardedParameters`: at stage 0 a rank sums its shard of these gradients alone, and the others' are gathered
-        # behind the next forward.
-        self.gathers_gradients = False
-        self.full_gradient: Tensor | None = None  # [padded] in the accumulation dtype, from a step's first gradient on
-        self.gradient = torch.zeros(0)  # fp32 [owned], the reduced gradient, beside the master weights
+            self.weight_shard = new(self.residency.weights_on, policy.dtype)
+        self.master = self.weight_shard
+        if layout.trains and not shares_weights(self.residency, policy.dtype):
+            self.master = new(self.residency.state_on, torch.float32)
+        on_device = self.residency.state_on == "device"
+        self.reduces_in_place = self.sums_whole and on_device and policy.accumulate_dtype == torch.float32
+        self.full_gradient: Tensor | None = None
+        self.gradient = torch.zeros(0)
         if layout.trains and not self.reduces_in_place:
             if on_device:
-                self.gradient = torch.zeros(owned_numel, device=device)
+                self.gradient = torch.zeros(self.owned.size, device=policy.device)
             else:
-                self.gradient = in_host_memory(owned_numel, torch.float32, pin=policy.pins_memory).tensor
+                self.gradient = in_host_memory(self.owned.size, torch.float32, pin=policy.pins_memory).tensor
+
+    @property
+    def holds_weights(self) -> bool:
+        """Whether the whole weights stay on this rank."""
+        return self.residency.weights is Extent.WHOLE
+
+    @property
+    def sums_whole(self) -> bool:
+        """Whether a step's gradients add up whole, and are reduced at its end."""
+        return self.layout.trains and self.residency.gradients is Extent.WHOLE
 
     @property
     def gathers_weights(self) -> bool:
-        """Whether this rank keeps the whole weights and steps a part of them: they are gathered after every step."""
-        return self.keeps_weights and self.owned != self.layout.interval
+        """Whether this rank holds the whole weights and steps a shard of them: they are gathered after every step."""
+        return self.holds_weights and self.owned != self.layout.interval
 
     @property
     def can_gather_gradients(self) -> bool:
         """Whether a rank may sum its shard of the gradients alone: nobody needs the others' before they are stepped."""
-        policy, layout = self.policy, self.layout
-        is_plain = policy.zero_stage == 0 and policy.shard.size > 1 and policy.replica.size == 1 and policy.on_cpu
-        return (
-            is_plain and self.reduces_in_place and not layout.tied and not layout.matrices
-        )  # the stages of a tie choose apart
+        is_plain = self.policy.zero_stage == 0 and self.layout.shards > 1 and self.placement.replica.size == 1
+        # the stages of a tie choose on their own
+        return is_plain and self.policy.on_cpu and self.reduces_in_place and self.layout.tie is None and not self.layout.matrices
 
     @property
     def gradient_shard(self) -> Tensor:
@@ -484,12 +584,12 @@ class Bucket:
     @property
     def gradient_parts(self) -> tuple[Interval, ...]:
         """The elements of every shard that are reduced at once."""
-        return (self.layout.shard(0),) if self.keeps_gradients else self.layout.parts
+        return (self.layout.shard(0),) if self.sums_whole else self.layout.parts
 
     @property
     def full_gradient_bytes(self) -> int:
         """Bytes of `full_gradient` while it exists."""
-        return self.layout.padded_numel * self.policy.accumulate_dtype.itemsize if self.keeps_gradients else 0
+        return self.layout.padded_numel * self.policy.accumulate_dtype.itemsize if self.sums_whole else 0
 
     def allocate_gradient(self) -> Tensor:
         """Memory for the whole gradients of a step, [padded]; its content is undefined."""
@@ -500,21 +600,24 @@ class Bucket:
         return full
 
     def free_gradient(self) -> None:
-        """Free that memory, where `frees_gradient`: a forward needs it for its activations."""
-        if self.frees_gradient:
+        """Free that memory for the activations of a forward, if nothing else holds the sums.
+
+        A CPU maps large blocks page by page every time, so there it stays; blocks that are not sent are small.
+        """
+        if self.reduces_in_place and not (self.policy.on_cpu and self.placement.sends):
             self.full_gradient, self.gradient = None, torch.zeros(0)
 
-    def owned_part(self, flat: Tensor, run: Interval) -> Tensor:
-        """Elements `run` of a tensor that covers the owned elements."""
-        return flat[run.start - self.owned.start : run.stop - self.owned.start]
+    def owned_part(self, flat: Tensor, interval: Interval) -> Tensor:
+        """Elements `interval` of a tensor that covers the owned elements."""
+        return flat[interval.start - self.owned.start : interval.stop - self.owned.start]
 
-    def read(self, array: FlatArray, run: Interval) -> Tensor:
-        """Elements `run` of an array that covers the owned elements; a copy where the array is a file."""
-        return array.read(run.start - self.owned.start, run.stop - self.owned.start)
+    def read(self, array: FlatArray, interval: Interval) -> Tensor:
+        """Elements `interval` of an array that covers the owned elements; a copy where the array is a file."""
+        return array.read(interval.start - self.owned.start, interval.stop - self.owned.start)
 
-    def write(self, array: FlatArray, run: Interval, values: Tensor) -> None:
-        """Overwrite elements `run` of an array that covers the owned elements."""
-        array.write(run.start - self.owned.start, values)
+    def write(self, array: FlatArray, interval: Interval, values: Tensor) -> None:
+        """Overwrite elements `interval` of an array that covers the owned elements."""
+        array.write(interval.start - self.owned.start, values)
 
     def module_view(self, slot: Slot) -> Tensor:
         """The slot's part of the whole weights, in the parameter's shape, for a module to compute with.
@@ -523,6 +626,11 @@ class Bucket:
         like a change of weights it has saved: only an update is one.
         """
         return self.weights.data[slot.start : slot.stop].view(slot.info.shape)
+
+
+def shares_weights(residency: Residency, dtype: torch.dtype) -> bool:
+    """Whether weights are their own masters: fp32, in the same memory."""
+    return dtype == torch.float32 and residency.weights_on == residency.state_on != "file"
 
 
 def in_order_of_use(buckets: Sequence[Bucket]) -> list[Bucket]:

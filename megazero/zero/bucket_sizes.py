@@ -63,18 +63,18 @@ def bucket_sizes(
     `cuts`: a bucket passes through working buffers, in parts.  `hides`: its messages reach the network without this rank's
     help.  All ranks must give the same `numel` and `hides`.
     """
-    ranks, on_cpu = policy.shard.size * policy.replica.size, policy.on_cpu
+    ranks, on_cpu = policy.placement.shard.size * policy.placement.replica.size, policy.on_cpu
     if setting != "auto":
         bucket_bytes = setting
     else:
         piece = _DEVICE_PIECE if not on_cpu else _SOCKET_PIECE if hides else 0
         most = numel * _FP32_BYTES // _FEWEST_BUCKETS
         bucket_bytes = max(DEFAULT_BYTES, min(_with_buffers(piece * ranks, cuts), most))
-    if on_cpu and not policy.sends_gradients:
+    if on_cpu and not policy.placement.sends:
         bucket_bytes = min(bucket_bytes, _UNSENT_BYTES)
     elements = bucket_bytes // _FP32_BYTES
     elements = elements * 2 // _BUFFERS if cuts else elements
-    smallest = policy.align * policy.shard.size if cuts else 1
+    smallest = policy.align * policy.placement.shard.size if cuts else 1
     part = max(elements // smallest, 1) * smallest
     if setting != "auto" or not on_cpu or not hides:
         return BucketSizes(part, bucket_bytes)

@@ -38,6 +38,7 @@ from torch.utils.hooks import RemovableHandle
 
 from megazero.comm.collectives import Pending, all_gather, check_order
 from megazero.comm.memory import storage_of
+from megazero.parallel_state import Axis
 from megazero.zero.bucket import Bucket, ShardingPolicy, Slot
 from megazero.zero.buffer_pool import BufferPool
 from megazero.zero.param_proxy import UngatheredParameter
@@ -69,17 +70,18 @@ def _beneath_modes(function: Callable[P, R]) -> Callable[P, R]:
 
 
 class BucketGatherer:
-    """Gathers whole buckets, over the axis of `policy`, into their buffers.
+    """Gathers whole buckets, each over the axis of its placement, into their buffers.
 
     `checks_order`: what is gathered goes with the gather, so that ranks that gather different buckets raise an OrderError.
     What buffers hold may have been quantized on its way; copies have not.
     """
 
     def __init__(self, buckets: Sequence[Bucket], policy: ShardingPolicy, *, checks_order: bool) -> None:
-        self._axis, self._device, self._checks_order = policy.gather or policy.shard, policy.device, checks_order
+        self._device, self._checks_order = policy.device, checks_order
+        self._axes = list(dict.fromkeys(bucket.placement.gathers_over for bucket in buckets))
         # The number comes first, since a long label is cut.
         self._labels = {bucket: f"weights {at}, {bucket.layout.name}" for at, bucket in enumerate(buckets)}
-        self._mark = Pending()
+        self._marks: list[Pending] = []
         self._buffer_bytes = {  # by address of the buffer, as `storage_of` tells it
             storage_of(bucket.weights): bucket.weights.untyped_storage().nbytes() for bucket in buckets
         }
@@ -87,15 +89,14 @@ class BucketGatherer:
         self._gathering: dict[int, Pending] = {}  # by address
         self._reading: dict[Bucket, tuple[PendingCopy, Tensor]] = {}
         self._staging = BufferPool(policy.device)
-        self.second_copy = SecondCopy(buckets, policy.secondary)
+        self.second_copy = SecondCopy(buckets)
         self.generation = 0  # how often the shards have changed
         self._largest_shard = max((bucket.weight_shard.numel for bucket in buckets), default=0)
-        self._exactly = partial(all_gather, axis=self._axis)
-        self._all_gather: Callable[..., Pending] = self._exactly
-        self._is_exact = not policy.quantizes_weights or self._axis.size == 1
+        self._all_gather: Callable[..., Pending] = all_gather
+        self._is_exact = not policy.quantizes_weights or all(axis.size == 1 for axis in self._axes)
         if not self._is_exact:
-            blocks = BlockFormat.on(policy, WEIGHT_BITS)
-            self._all_gather = QuantizedGather(blocks, self._axis, self._staging, self._largest_shard).start
+            largest = max(bucket.layout.padded_numel for bucket in buckets)
+            self._all_gather = QuantizedGather(BlockFormat.on(policy, WEIGHT_BITS), self._staging, largest).start
 
     @property
     def nbytes(self) -> int:
@@ -161,23 +162,25 @@ class BucketGatherer:
 
     def _gather(self, bucket: Bucket, out: Tensor, label: str, *, is_copy: bool = False) -> Pending:
         """Start gathering a bucket's weights into `out`; from the second copy where it has them."""
-        label, gather = label if self._checks_order else "", self._exactly if is_copy else self._all_gather
+        label, gather = label if self._checks_order else "", all_gather if is_copy else self._all_gather
+        axis = bucket.placement.gathers_over
         if self.second_copy.is_fresh(bucket) and (self._is_exact or not is_copy):
             # Ranks of other hosts may be about to gather another bucket over the whole axis: the label goes to them too.
-            told = self._tell(label) if label else Pending()
+            told = self._tell(label, axis) if label else Pending()
             return Pending(told.wait, self.second_copy.gather(bucket, out, label).wait)
         shard, staging = self._shard_of(bucket)
-        pending = gather(out, shard, label=label)
+        pending = gather(out, shard, axis, label)
         return pending if staging is None else Pending(pending.wait, partial(self._staging.release, staging))
 
-    def _tell(self, label: str) -> Pending:
-        """Compare a label over the axis without any weights."""
+    def _tell(self, label: str, axis: Axis) -> Pending:
+        """Compare a label over an axis without any weights."""
         nothing = torch.empty(0, device=self._device)
-        return all_gather(nothing, nothing.clone(), self._axis, label)
+        return all_gather(nothing, nothing.clone(), axis, label)
 
     def _compare_labels(self) -> None:
         """Raises: OrderError: ranks have gathered different buckets."""
-        check_order(self._axis)
+        for axis in self._axes:
+            check_order(axis)
         self.second_copy.check_order()
 
     def whole_copy(self, bucket: Bucket, slot: Slot) -> Tensor:
@@ -197,11 +200,15 @@ class BucketGatherer:
 
     def mark_end_of_pass(self) -> None:
         """Let ranks that gather more in this forward and backward than this one find that out: they would wait for it."""
-        if not self._checks_order or self._axis.size == 1:
+        if not self._checks_order:
             return
-        self._mark.wait()
+        self._wait_for_marks()
+        self._marks = [self._tell("nothing, at the end of a backward", axis) for axis in self._axes if axis.size > 1]
+
+    def _wait_for_marks(self) -> None:
+        for mark in self._marks:
+            mark.wait()
         self._compare_labels()
-        self._mark = self._tell("nothing, at the end of a backward")
 
     def forget(self) -> None:
         """The shards have changed: nothing that was gathered or read is valid any more, also where a wait is interrupted."""
@@ -210,8 +217,7 @@ class BucketGatherer:
         self._gathered.clear()
         self.second_copy.forget()
         self.generation += 1
-        self._mark.wait()
-        self._compare_labels()
+        self._wait_for_marks()
         for pending in gathering.values():
             pending.wait()
         for copy, staging in reading.values():
@@ -273,7 +279,7 @@ class UnitGatherer:
         *,
         checks_order: bool,
     ) -> None:
-        gathered = [bucket for bucket in dict.fromkeys(home.values()) if not bucket.keeps_weights]
+        gathered = [bucket for bucket in dict.fromkeys(home.values()) if not bucket.holds_weights]
         self._gatherer = BucketGatherer(gathered, policy, checks_order=checks_order)
         self.mark_end_of_pass = self._gatherer.mark_end_of_pass
         self._gathered, self._hooks, self._prefetch_bytes = gathered, list[RemovableHandle](), prefetch_bytes
@@ -295,7 +301,7 @@ class UnitGatherer:
                 parameter = part._parameters[key]
                 assert parameter is not None
                 bucket = home[name := names[id(parameter)]]
-                if bucket.keeps_weights:
+                if bucket.holds_weights:
                     continue
                 if name not in proxies:
                     slot = next(slot for slot in bucket.layout.slots if slot.info.name == name)

@@ -69,7 +69,7 @@ def plan_buffers(
     alone, sharing = list[BucketLayout](), list[_Shared]()
     of_units = Counter[tuple[int, bool]]()
     for one in layouts:
-        if one.tied or gather_policy == "step" or one.slots[0].info.alone:
+        if one.tie is not None or gather_policy == "step" or one.slots[0].info.alone:
             alone += [] if one.persistent else [one]
         elif not one.persistent:
             position = one.unit - chunk_of_unit.index(chunk_of_unit[one.unit])

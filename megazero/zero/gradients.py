@@ -30,7 +30,7 @@ from torch.utils.hooks import RemovableHandle
 
 from megazero.layers.gemm import add_product, product_t
 from megazero.layers.linear import WeightGradQueue
-from megazero.zero.bucket import Bucket, Interval, Share
+from megazero.zero.bucket import Bucket, Interval, ShardingPolicy, Share
 from megazero.zero.gather import UnitGatherer
 from megazero.zero.reductions import ReductionQueue
 
@@ -63,8 +63,8 @@ class BucketGradients:
 
     def begin_step(self, *, frees: bool) -> None:
         """Forget all gradients; `frees` lets the bucket free its memory until the first one comes."""
-        if not self.bucket.keeps_gradients and self._memory is not None:
-            self._reductions.pool.release(self._memory)
+        if not self.bucket.sums_whole and self._memory is not None:
+            self._reductions.working.pool.release(self._memory)
         if frees:
             self.bucket.free_gradient()
         if self._memory is not self.bucket.full_gradient:
@@ -107,7 +107,7 @@ class BucketGradients:
         """Have memory; what is reduced only at the end of the step gets memory of the part's own size."""
         if self._memory is not None:
             return
-        if self.bucket.keeps_gradients:
+        if self.bucket.sums_whole:
             self._use(self.bucket.allocate_gradient())
         else:
             self._use(self._reductions.buffer(None if is_reduced_soon else self._numel))
@@ -115,7 +115,7 @@ class BucketGradients:
     def reopen(self) -> None:
         """Let gradients be added to what is reduced already: each rank keeps its own shard of that and counts it once."""
         if self.reduced and self.bucket.reduces_in_place and self._memory is not None:
-            own = self.bucket.layout.shard(self.bucket.policy.shard.index)
+            own = self.bucket.layout.shard(self.bucket.placement.shard.index)
             self._memory[: own.start].zero_()
             self._memory[own.stop :].zero_()
             self._is_empty, self.reduced = [False] * len(self._is_empty), 0
@@ -135,7 +135,7 @@ class BucketGradients:
         for padding in self._padding:
             memory[padding].zero_()
         self._is_empty = [True] * len(self._is_empty)
-        if not self.bucket.keeps_gradients:  # whoever has taken it releases it
+        if not self.bucket.sums_whole:  # whoever has taken it releases it
             self._use(None)
         return memory
 
@@ -183,7 +183,6 @@ class GradientReducer:
 
     Args:
         every_micro_batch: stages 2 and 3 reduce after each micro-batch; otherwise once per step.
-        reduce_dtype: in which gradients travel.
         bucket_bytes: `zero.bucket_bytes`; see `ReductionQueue`.
 
     Attributes:
@@ -194,15 +193,11 @@ class GradientReducer:
     """
 
     def __init__(
-        self,
-        buckets: Sequence[Bucket],
-        every_micro_batch: bool = True,
-        reduce_dtype: torch.dtype = torch.float32,
-        bucket_bytes: int = 0,
+        self, policy: ShardingPolicy, buckets: Sequence[Bucket], every_micro_batch: bool = True, bucket_bytes: int = 0
     ) -> None:
         self.buckets = [bucket for bucket in buckets if bucket.layout.trains]
-        self.reductions = ReductionQueue(self.buckets, reduce_dtype, bucket_bytes)
-        self.most_buffer_bytes = self.reductions.most_bytes + self.reductions.replicas.most_bytes
+        self.reductions = ReductionQueue(policy, self.buckets, bucket_bytes)
+        self.most_buffer_bytes = self.reductions.working.most_bytes + self.reductions.replicas.most_bytes
         self.every_round, self.rounds = every_micro_batch, 1
         self.on_close: Callable[[], None] = lambda: None
         # A backward runs the units in reverse; a bucket is complete with the gradients of its first unit.
@@ -220,7 +215,7 @@ class GradientReducer:
     @property
     def buffer_bytes(self) -> int:
         """Bytes of the working buffers through which gradients pass on their way to the shards."""
-        return self.reductions.pool.nbytes + self.reductions.replicas.nbytes
+        return self.reductions.working.pool.nbytes + self.reductions.replicas.nbytes
 
     def attach(self, parameters: Mapping[str, nn.Parameter], wgrad_queues: Mapping[str, WeightGradQueue]) -> None:
         """Take every gradient that autograd and the chunks' queues compute for these parameters, both by qualified name.
@@ -273,7 +268,7 @@ class GradientReducer:
             order.begin_step()
             for one in order.buckets:  # with more, gradients lie there in all forwards but one
                 one.begin_step(frees=micro_batches == 1)
-        self.reductions.pool.begin_step()
+        self.reductions.working.pool.begin_step()
         self.rounds = micro_batches
 
     def add(self, weight: Tensor, gradient: Tensor) -> None:
@@ -354,7 +349,7 @@ class GradientReducer:
 
     def is_due(self, one: BucketGradients) -> bool:
         """Whether a part whose round is complete is reduced now: after each round, or after the last."""
-        return (self.every_round and not one.bucket.keeps_gradients) or one.launched == self.rounds
+        return (self.every_round and not one.bucket.sums_whole) or one.launched == self.rounds
 
     def reduce_due(self, order: LaunchOrder) -> None:
         """Start every reduction that is complete and next in the chunk's order."""

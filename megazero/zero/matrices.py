@@ -24,7 +24,7 @@ from torch import Tensor
 
 from megazero.comm.collectives import Pending, exchange
 from megazero.parallel_state import Axis, ParallelState
-from megazero.zero.bucket import Bucket, BucketLayout, Interval, Slot, in_order_of_use, intersect
+from megazero.zero.bucket import Bucket, BucketLayout, Interval, ShardingPolicy, Slot, in_order_of_use, intersect
 
 MOMENTUM = "momentum_buffer"
 
@@ -269,11 +269,12 @@ class MatrixStepper:
             part.copy_(new)
 
 
-def matrix_stepper(buckets: Sequence[Bucket], optimizer: MatrixRecipe, state: ParallelState) -> MatrixStepper:
+def matrix_stepper(
+    policy: ShardingPolicy, buckets: Sequence[Bucket], optimizer: MatrixRecipe, state: ParallelState
+) -> MatrixStepper:
     """What steps the matrices among some buckets.  Every rank calls it, in the same order."""
     own = in_order_of_use([bucket for bucket in buckets if bucket.layout.trains and bucket.layout.matrices])
     axis, ranks = state.across_tp(state.shard, "matrices")
-    policy = buckets[0].policy
-    matrices = plan_matrices([one.layout for one in own], ranks, optimizer.flops, sharded=policy.shards_master)
+    matrices = plan_matrices([one.layout for one in own], ranks, optimizer.flops, sharded=policy.zero_stage >= 1)
     dtype = torch.float32 if policy.dtype == torch.float32 else torch.bfloat16
     return MatrixStepper(own, matrices, axis, dtype, optimizer)

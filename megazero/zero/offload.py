@@ -21,9 +21,9 @@ import torch
 from megazero.comm.collectives import agree, gather_objects
 from megazero.config.schema import OffloadConfig
 from megazero.parallel_state import Axis
-from megazero.zero.bucket import BucketLayout, ShardingPolicy
+from megazero.zero.bucket import BucketLayout, Extent, Residency, ShardingPolicy
 from megazero.zero.file_store import FileStore, region_bytes
-from megazero.zero.storage import FlatArray, in_host_memory
+from megazero.zero.storage import FlatArray, Location, in_host_memory
 
 FILE_PART_ELEMENTS = 1 << 22  # how many elements of a file are stepped at a time
 # Below the root of the control groups: limit, use, statistics, and the statistic of page cache that is given up first.
@@ -31,13 +31,15 @@ _CGROUPS: Final = (
     ("memory.max", "memory.current", "memory.stat", "inactive_file"),
     ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes", "memory/memory.stat", "total_inactive_file"),
 )
-_LOCATIONS: Final = ("none", "cpu", "nvme")  # fastest first
+_LOCATIONS: Final[dict[str, Location]] = {"none": "device", "cpu": "host", "nvme": "file"}  # fastest first
 
 
 class Offload:
-    """Where the state of each of this rank's buckets is allocated; no key of `config` is "auto".
+    """Where the state of each of this rank's buckets lies, and what allocates it; no key of `config` is "auto".
 
-    `moments`: arrays of optimizer state per element.
+    Args:
+        moments: arrays of optimizer state per element.
+        rank: for the file's name.
 
     Raises: StorageError, the file does not fit on its disk.
     """
@@ -50,52 +52,42 @@ class Offload:
         moments: int = 0,
         rank: int = 0,
     ) -> None:
-        self._config, self._dtype, self._moments = config, policy.dtype, moments
-        self._masters: dict[str, str] = {}  # by name of a bucket, where its master weights lie if not on the device
+        self._config, self._policy = config, policy
+        self._state_on: dict[str, Location] = {}  # by name of a bucket, where it is not the device
         trained = [layout for layout in layouts if layout.trains]
-        wanted = config.ratio * sum(layout.numel for layout in trained) if config.optimizer != "none" else 0.0
-        taken = 0
+        left = config.ratio * sum(layout.numel for layout in trained) if config.optimizer != "none" else 0.0
         for layout in trained:
-            if taken < wanted:
-                self._masters[layout.name] = config.optimizer
-                taken += layout.numel
+            if left > 0:
+                self._state_on[layout.name] = _LOCATIONS[config.optimizer]
+            left -= layout.numel
         self.store: FileStore | None = None
         if "nvme" in (config.optimizer, config.parameters):
-            size = sum(self._file_bytes(layout, policy) for layout in layouts)
+            size = sum(self._file_bytes(layout, moments) for layout in layouts)
             self.store = FileStore(Path(config.nvme_path or "."), rank, size)
 
-    def _file_bytes(self, layout: BucketLayout, policy: ShardingPolicy) -> int:
-        owned, moments = layout.shard_numel if policy.shards_master else layout.padded_numel, self._moments
-        total = 0
-        if self._masters.get(layout.name) == "nvme":
+    def residency(self, layout: BucketLayout) -> Residency:
+        """What this rank holds of a bucket, and where."""
+        weights_on, state_on = _LOCATIONS[self._config.parameters], self._state_on.get(layout.name, "device")
+        return Residency.of(layout, self._policy.zero_stage, weights_on, state_on)
+
+    def _file_bytes(self, layout: BucketLayout, moments: int) -> int:
+        held, total = self.residency(layout), 0
+        owned = layout.shard_numel if held.state is Extent.SHARD else layout.padded_numel
+        if held.state_on == "file":
             # moments are stored for parts of a bucket: each optimizer group's, cut to what is stepped at a time
             parts = len(list(layout.intervals(lambda info: info.group))) + owned // FILE_PART_ELEMENTS
             total += region_bytes(owned, torch.float32) * (1 + moments) + parts * moments * region_bytes(1, torch.int8)
-        if self._config.parameters == "nvme":
-            total += region_bytes(owned, policy.dtype)
+        if held.weights_on == "file":
+            total += region_bytes(owned, self._policy.dtype)
         return total
-
-    def master(self, layout: BucketLayout) -> Callable[[int], FlatArray] | None:
-        """Makes the bucket's array of master weights; None keeps them on the device."""
-        device = self._masters.get(layout.name)
-        return None if device is None or self.shares_weights(layout) else partial(self._new, device, torch.float32)
-
-    def shares_weights(self, layout: BucketLayout) -> bool:
-        """Whether a gathered bucket's fp32 weight shard lies where its master weights would, and so is both."""
-        both_on_host = self._masters.get(layout.name) == self._config.parameters == "cpu"
-        return both_on_host and self._dtype == torch.float32 and not layout.persistent
-
-    def weights(self) -> Callable[[int], FlatArray] | None:
-        """Makes the array of a gathered bucket's weight shard; None keeps it on the device."""
-        device = self._config.parameters
-        return None if device == "none" else partial(self._new, device, self._dtype)
 
     def moment(self, numel: int) -> FlatArray:
         """An array of zeros in the file, for optimizer state."""
-        return self._new("nvme", torch.float32, numel)
+        return self.allocate("file", numel, torch.float32)
 
-    def _new(self, device: str, dtype: torch.dtype, numel: int) -> FlatArray:
-        if device == "cpu":
+    def allocate(self, location: Location, numel: int, dtype: torch.dtype) -> FlatArray:
+        """An array of zeros in host memory or in the file.  Raises: StorageError."""
+        if location == "host":
             return in_host_memory(numel, dtype, pin=self._config.pin_memory)
         assert self.store is not None
         return self.store.allocate(numel, dtype)
@@ -181,7 +173,7 @@ def without_auto(
     if "auto" not in (config.optimizer, config.parameters):
         return config
     stage = policy.zero_stage
-    owned = -(-elements // policy.shard.size) if stage >= 1 else elements
+    owned = -(-elements // policy.placement.shard.size) if stage >= 1 else elements
     owned_gradients = 4 * owned if stage >= 2 else 0
     masters = 0 if policy.dtype == torch.float32 else 4 * owned
     movable = {
@@ -206,7 +198,7 @@ def without_auto(
         free_disk = None if disk is None else disk - on_disk
         free_device = free(policy.device)
         choose = partial(choose_location, needed, size, free_device, host - on_host, free_disk, undecided)
-        chosen[key] = max(gather_objects(agree(choose, world, ValueError), world), key=_LOCATIONS.index)
+        chosen[key] = max(gather_objects(agree(choose, world, ValueError), world), key=list(_LOCATIONS).index)
         if chosen[key] != "none":
             needed -= size
             host -= size + on_host if chosen[key] == "cpu" else 0

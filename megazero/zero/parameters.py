@@ -90,9 +90,10 @@ class ShardedParameters:
         hides_gradients: bool = False,
     ) -> None:
         self.policy = policy
-        infos = _describe_parameters(units, described, zero.persistent_elements if policy.zero_stage == 3 else 0)
-        by_unit = policy.zero_stage == 3 and (policy.shard.size > 1 or zero.offload.parameters != "none")
-        shards = policy.shard.size
+        placements = [one.placement or policy.placement for one in described]
+        shards = max(placement.shard.size for placement in placements)
+        by_unit = policy.zero_stage == 3 and (shards > 1 or zero.offload.parameters != "none")
+        infos = _describe_parameters(units, described, policy, zero)
         cuts = policy.zero_stage >= 2 and (shards > 1 or zero.offload.optimizer != "none")
         self.sizes = self._sizes(zero, sum(numel(info.shape) for info in infos), world, cuts=cuts)
         chunks, ahead = [unit.chunk for unit in units], zero.prefetch_bytes // policy.dtype.itemsize
@@ -102,7 +103,6 @@ class ShardedParameters:
                 infos,
                 by_unit=by_unit,
                 bucket_elements=self.sizes.elements,
-                shards=shards,
                 cuts=cuts,
                 part_elements=self.sizes.part_elements,
                 cuts_units=cuts_units,
@@ -123,8 +123,10 @@ class ShardedParameters:
         self.by_name: dict[str, nn.Parameter] = {}
         self._bind({one.name: one.parameter for one in described}, units)
         home = {slot.info.name: bucket for bucket in self.buckets for slot in bucket.layout.slots}
-        self.gathers = WeightGathers(policy.shard)
-        self.hides_gathers = hides_gathers and runs_by_itself(policy.shard)
+        self.gathers = WeightGathers()
+        # Ask every axis, without short-circuiting: all of its ranks must take part, and the axes may disagree.
+        by_themselves = [runs_by_itself(axis) for axis in dict.fromkeys(placement.shard for placement in placements)]
+        self.hides_gathers = hides_gathers and all(by_themselves)
         # What tp sums afterwards must be whole on all of its ranks or a shard on all, so all ranks choose alike.
         if hides_gathers and hides_gradients and not largest([not self.hides_gathers], world)[0]:
             self._choose_late_gradients()
@@ -151,10 +153,10 @@ class ShardedParameters:
     def _sizes(self, zero: ZeroConfig, elements: int, world: Axis, *, cuts: bool) -> BucketSizes:
         """How large buckets are: the same on all ranks, also where only some of them share the memory of their host: over
         dp, replicas, tp and ties they sum what their buckets hold."""
-        policy, hides = self.policy, False
+        policy, placement, hides = self.policy, self.policy.placement, False
         if zero.bucket_bytes == "auto":
-            # Both are asked: the other ranks of the second may have got another answer to the first.
-            by_themselves = any([runs_by_itself(policy.shard), runs_by_itself(policy.replica)])
+            # Call both, without short-circuiting: every rank of an axis must take part, and the axes may disagree.
+            by_themselves = any([runs_by_itself(placement.shard), runs_by_itself(placement.replica)])
             most, some_wait = largest([elements, not by_themselves], world)
             elements, hides = int(most), not some_wait
         return bucket_sizes(zero.bucket_bytes, policy, elements, cuts=cuts, hides=hides)
@@ -162,15 +164,13 @@ class ShardedParameters:
     def _make_buckets(
         self, layouts: Sequence[BucketLayout], buffers: Mapping[str, Tensor], ties: Mapping[str, Axis]
     ) -> None:
+        seen = set[str]()
         for layout in layouts:
-            buffer, is_second = buffers.get(layout.name), False
-            if layout.tied:
-                has_first = any(one.layout.tied and one.layout.tie == layout.tie for one in self.buckets)
-                is_second = has_first or (layout.tie in ties and ties[layout.tie].index > 0)
-            new_shard = self.offload.weights() if buffer is not None else None
-            shares = buffer is not None and self.offload.shares_weights(layout)
-            new_master = self.offload.master(layout)
-            self.buckets.append(Bucket(layout, self.policy, buffer, new_master, new_shard, shares, is_second))
+            bucket = Bucket(layout, self.policy, buffers.get(layout.name), self.offload)
+            if layout.tie is not None:
+                bucket.is_duplicate = layout.tie in seen or (layout.tie in ties and ties[layout.tie].index > 0)
+                seen.add(layout.tie)
+            self.buckets.append(bucket)
 
     def _bind(self, originals: dict[str, nn.Parameter], units: Sequence[Unit]) -> None:
         """Make every module's parameter a view of its bucket; a shared parameter stays shared."""
@@ -235,8 +235,8 @@ class ShardedParameters:
         """Buckets that hold different values, each with all copies of it on this rank, in an order that all ranks share."""
         found: dict[str, list[Bucket]] = {}
         # Ranks meet tied parameters in different orders of their own; the order of their names is the same for all.
-        for bucket in sorted(self.buckets, key=lambda bucket: bucket.layout.tie if bucket.layout.tied else ""):
-            key = f"tied {bucket.layout.tie}" if bucket.layout.tied else bucket.layout.name
+        for bucket in sorted(self.buckets, key=lambda bucket: bucket.layout.tie or ""):
+            key = bucket.layout.name if bucket.layout.tie is None else f"tied {bucket.layout.tie}"
             found.setdefault(key, []).append(bucket)
         return list(found.values())
 
@@ -254,7 +254,7 @@ class ShardedParameters:
         for whole, run in layout.intervals(lambda info: info.spec.split is None):
             if whole:
                 broadcast(flat[run.start : run.stop], tp).wait()
-        if layout.tied and layout.tie in ties:
+        if layout.tie is not None and layout.tie in ties:
             broadcast(flat, ties[layout.tie]).wait()
         for bucket in copies:
             mine = flat[bucket.owned.start : bucket.owned.stop]
@@ -301,10 +301,10 @@ class ShardedParameters:
     def memory_bytes(self) -> dict[str, int]:
         """Bytes of model state at the end of a step, by kind and, but for the device, location."""
         sizes = Counter(parameters=0, gradients=0, gather_buffers=self.gatherer.nbytes if self.gatherer else 0)
-        if self.policy.secondary is not None and self.gatherer is not None:
+        if self.policy.placement.secondary is not None and self.gatherer is not None:
             sizes[SECOND_COPY] = self.gatherer.second_copy_bytes
         for bucket in self.buckets:
-            if bucket.keeps_weights:
+            if bucket.holds_weights:
                 sizes["parameters"] += bucket.weights.nbytes
             else:
                 sizes[memory_kind("parameters", bucket.weight_shard.location)] += bucket.weight_shard.nbytes
@@ -312,7 +312,7 @@ class ShardedParameters:
                 sizes[memory_kind("parameters", bucket.master.location)] += bucket.master.nbytes
             sizes["gradients"] += bucket.full_gradient_bytes
             if not bucket.reduces_in_place:
-                on_device = bucket.master.location == "device"
+                on_device = bucket.residency.state_on == "device"
                 sizes[memory_kind("gradients", "device" if on_device else "host")] += bucket.gradient.nbytes
         return dict(sizes)
 
@@ -323,7 +323,7 @@ def memory_kind(kind: str, location: Location) -> str:
 
 
 def _describe_parameters(
-    units: Sequence[Unit], described: Sequence[Described], persistent_elements: int
+    units: Sequence[Unit], described: Sequence[Described], policy: ShardingPolicy, zero: ZeroConfig
 ) -> list[ParamInfo]:
     """What each parameter is to its bucket."""
     users: dict[int, set[int]] = {}
@@ -338,10 +338,12 @@ def _describe_parameters(
         if not one.parameter.is_floating_point():
             raise ValueError(f"parameter {one.name} is {one.parameter.dtype}; only floating-point parameters can train")
         shape, index, trains = tuple(one.parameter.shape), min(used_by), one.parameter.requires_grad
-        persistent = numel(shape) <= persistent_elements
+        placement = one.placement or policy.placement
+        is_alone = placement.shard.size == 1 and zero.offload.parameters == "none"
+        persistent = policy.zero_stage == 3 and (is_alone or numel(shape) <= zero.persistent_elements)
         alone = not persistent and (len(used_by) > 1 or units[index].spans_others)
         chunk = units[index].chunk
         infos.append(
-            ParamInfo(one.name, shape, one.spec, index, chunk, one.group, trains, persistent, alone, one.matrix)
+            ParamInfo(one.name, shape, one.spec, index, chunk, one.group, trains, persistent, alone, one.matrix, placement)
         )
     return infos

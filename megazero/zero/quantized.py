@@ -149,20 +149,19 @@ class InTwo:
 
 
 class QuantizedGather:
-    """All-gathers of weights of 8 bits, through buffers of one size from `pool`.  `largest`: numbers of a rank's part."""
+    """All-gathers of weights of 8 bits, through buffers of one size from `pool`.  `largest`: numbers gathered at once."""
 
-    def __init__(self, blocks: BlockFormat, axis: Axis, pool: BufferPool, largest: int) -> None:
-        self._blocks, self._axis, self._pool = blocks, axis, pool
-        self._numel = axis.size * blocks.nbytes(largest) // _SCALE_BYTES
+    def __init__(self, blocks: BlockFormat, pool: BufferPool, largest: int) -> None:
+        self._blocks, self._pool, self._numel = blocks, pool, blocks.nbytes(largest) // _SCALE_BYTES
 
-    def start(self, out: Tensor, shard: Tensor, label: str) -> Pending:
-        """As `all_gather` over the axis; see [Note: equal weights]."""
-        buffer, ranks, at = self._pool.acquire(self._numel, torch.float32), self._axis.size, self._axis.index
+    def start(self, out: Tensor, shard: Tensor, axis: Axis, label: str) -> Pending:
+        """As `all_gather`; see [Note: equal weights]."""
+        buffer, ranks, at = self._pool.acquire(self._numel, torch.float32), axis.size, axis.index
         packed = buffer.view(torch.uint8)[: ranks * self._blocks.nbytes(shard.numel())].view(ranks, -1)
         mine = packed[at : at + 1]
         try:
             self._blocks.quantize(shard.view(1, -1), mine)
-            arrive = all_gather(packed, mine, self._axis, label).wait
+            arrive = all_gather(packed, mine, axis, label).wait
         except BaseException:
             self._pool.release(buffer)
             raise

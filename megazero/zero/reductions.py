@@ -1,9 +1,7 @@
 """How gradients are summed over ranks: each bucket while the backward runs, and the sums that end a step.
 
-full [n * part] --reduce_dtype--> all-reduce (stage 0) or reduce-scatter over the shard axis --> result [owned]
-                                  or reduce-scatter at stage 0, of buckets whose gradients are
-                                  gathered behind the next forward                               --> result [shard]
-full [n * part] --quantized-----> all-to-all over the shard axis, summed in fp32 -------------> result [owned]
+full [n * chunk] --reduce_dtype--> `AllReduce` or `ReduceScatter` over the bucket's shard axis -----> result
+full [n * chunk] --quantized-----> `QuantizedScatter`: an all-to-all over the axis, summed in fp32 -> result
 result --set or add--> bucket.gradient, on the device, or on the host where the optimizer state is offloaded
 the last result of a step -> summed over the ranks that hold the same shard (`replica_sums`)
 reduced shards -> partial gradients over tp -> copies of tied parameters -> square_sum
@@ -12,17 +10,18 @@ reduced shards -> partial gradients over tp -> copies of tied parameters -> squa
 from __future__ import annotations
 
 import sys
+from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from megazero.comm.collectives import Pending, all_reduce, all_to_all, arriving_elements, reduce_scatter, runs_by_itself
 from megazero.parallel_state import Axis
-from megazero.zero.bucket import Bucket, Interval, intersect
+from megazero.zero.bucket import Bucket, Interval, Placement, ShardingPolicy, intersect
 from megazero.zero.buffer_pool import BufferPool
 from megazero.zero.quantized import BlockFormat, InTwo, noise_of
 from megazero.zero.replica_sums import ReplicaSums
@@ -31,14 +30,187 @@ _NORM_BLOCK = 256  # as fast as longer blocks here, and 30 times closer
 _IN_FLIGHT = 2  # where results are copied to the host, or this rank must help: more would hide no more
 
 
-class _Reduction(NamedTuple):
-    pending: Pending | InTwo
-    gradient: Tensor
+class WorkingBuffers:
+    """Lends the buffers that gradients come to and are sent from, within a limit.
+
+    Those for whole gradients have one size, so that each serves any part of any bucket.  Before one is made beyond the
+    limit, reductions are finished, whose buffers are then free.
+
+    Args:
+        finish_oldest: finishes the oldest reduction under way; False if there is none.
+
+    Attributes:
+        pool: all of them.
+        most_bytes: the limit; what is more, while several parts fill at once, is freed at the end of the step.
+        largest: elements of the largest part of a bucket.
+    """
+
+    def __init__(self, policy: ShardingPolicy, buckets: Sequence[Bucket], finish_oldest: Callable[[], bool]) -> None:
+        self.pool, self.most_bytes = BufferPool(policy.device, policy.arena), 0
+        self._finish_oldest = finish_oldest
+        sizes = {bucket: max(part.size for part in bucket.gradient_parts) * bucket.layout.shards for bucket in buckets}
+        self.largest = max(sizes.values(), default=0)
+        self._usual = max((sizes[bucket] for bucket in buckets if len(bucket.layout.slots) > 1), default=self.largest)
+        self.fills = not all(bucket.sums_whole for bucket in buckets)
+
+    def size_for(self, numel: int) -> int:
+        """Elements of a buffer for `numel` gradients; where gradients add up elsewhere, it need not serve any other part."""
+        return self.largest if self.fills else max(numel, self._usual)
+
+    def acquire(self, numel: int, dtype: torch.dtype) -> Tensor:
+        """A buffer of exactly so many elements."""
+        while self.pool.bytes_after(numel, dtype) > self.most_bytes and self._finish_oldest():
+            pass
+        if self.pool.bytes_after(numel, dtype) > self.most_bytes:  # what is free has another size
+            self.pool.free_above(self.most_bytes - numel * dtype.itemsize)
+        return self.pool.acquire(numel, dtype)
+
+
+@dataclass
+class _Chunk:
+    """Gradients of some elements of every shard of a bucket, and what has become of them."""
+
     bucket: Bucket
-    result: Tensor | None  # still to be copied to the bucket's gradient; None where the collective writes there
-    adds: bool
-    is_last: bool  # of this part in the step
-    buffers: Sequence[Tensor]  # to be released afterwards
+    elements: Interval  # of every shard
+    full: Tensor  # [shards * elements]: this rank's gradients
+    gradient: Tensor  # of the bucket: the result is copied there, or added
+    reduced: int  # micro-batches of this step that are in `gradient` already
+    is_last: bool  # no other reduction of these elements follows in the step
+    buffers: list[Tensor] = field(default_factory=list)  # to be released afterwards
+    pending: Pending | InTwo = field(default_factory=Pending)
+    result: Tensor | None = None  # still to be copied to `gradient`; None where the collective writes there
+
+
+class Reduction(ABC):
+    """One way in which buckets of one placement are reduced.
+
+    Attributes:
+        dtype: in which gradients travel.
+        step: updates so far.
+    """
+
+    def __init__(self, placement: Placement, policy: ShardingPolicy, working: WorkingBuffers) -> None:
+        self.axis, self.policy, self.working, self.dtype, self.step = (
+            placement.shard,
+            policy,
+            working,
+            policy.reduce_dtype,
+            0,
+        )
+
+    @abstractmethod
+    def start(self, chunk: _Chunk) -> None:
+        """Start to reduce a chunk: set what is under way, its result, and the buffers it needs until it is finished."""
+
+    def working_bytes(self, numel: int) -> int:
+        """Bytes of the buffers that a reduction of so many elements needs beside them."""
+        casts = self.dtype != self.policy.accumulate_dtype and self.axis.size > 1
+        return numel * casts * self.dtype.itemsize
+
+    def _narrowed(self, chunk: _Chunk) -> Tensor:
+        """The gradients in the format in which they travel."""
+        if self.dtype == chunk.full.dtype or self.axis.size == 1:
+            return chunk.full
+        filled, chunk.buffers = chunk.buffers, []
+        sent = self._lend_whole(chunk).copy_(chunk.full)
+        for buffer in filled:  # what comes next on this device comes after the copy
+            self.working.pool.release(buffer)
+        return sent
+
+    def _lend_whole(self, chunk: _Chunk) -> Tensor:
+        """A working buffer for as many elements as the chunk has, which holds it until it is finished."""
+        chunk.buffers.append(self.working.acquire(self.working.size_for(chunk.full.numel()), self.dtype))
+        return chunk.buffers[-1][: chunk.full.numel()]
+
+    def _scatter(self, chunk: _Chunk, out: Tensor, full: Tensor, axis: Axis) -> Pending:
+        """Start a reduce-scatter; what the others send comes to a working buffer, where it is added up."""
+        arrives = self._lend_whole(chunk) if arriving_elements(full.numel(), axis) else None
+        return reduce_scatter(out, full, axis, arrives)
+
+
+class AllReduce(Reduction):
+    """Every rank gets the whole sum."""
+
+    def start(self, chunk: _Chunk) -> None:
+        sent = self._narrowed(chunk)
+        chunk.pending = all_reduce(sent, self.axis)
+        if sent is not chunk.full or not chunk.bucket.reduces_in_place:
+            chunk.result = sent
+
+
+class ReduceScatter(Reduction):
+    """Every rank gets the sum of its shard."""
+
+    def working_bytes(self, numel: int) -> int:
+        return super().working_bytes(numel) + arriving_elements(numel, self.axis) * self.dtype.itemsize
+
+    def start(self, chunk: _Chunk) -> None:
+        sent, gradient = self._narrowed(chunk), chunk.gradient
+        if chunk.reduced or gradient.dtype != sent.dtype or gradient.device != sent.device:
+            chunk.result = sent.view(self.axis.size, -1)[self.axis.index]  # which no other rank needs any more
+        out = gradient if chunk.result is None else chunk.result
+        chunk.pending = self._scatter(chunk, out, sent, self.axis)
+
+
+class QuantizedScatter(Reduction):
+    """As `ReduceScatter`, in blocks of a few bits; see `quantized`, [Note: one sum].
+
+    Attributes:
+        sender: number of this rank among those that send gradients of its shards.
+    """
+
+    def __init__(self, placement: Placement, policy: ShardingPolicy, working: WorkingBuffers) -> None:
+        super().__init__(placement, policy, working)
+        self.dtype = torch.float32
+        self._blocks = BlockFormat.on(policy, policy.gradient_bits)
+        self._host, self._hosts = placement.levels or (Axis("host"), placement.shard)
+        self.sender = placement.replica.index * self._hosts.size + self._hosts.index  # groups round on their own
+        self._newest: InTwo | None = None
+
+    def working_bytes(self, numel: int) -> int:
+        whole = numel if self._host.size > 1 else 0
+        within = whole + arriving_elements(numel, self._host) + numel // self.axis.size
+        return within * self.dtype.itemsize + 2 * self._blocks.nbytes(numel // self._host.size)
+
+    def start(self, chunk: _Chunk) -> None:
+        if self._newest is not None:
+            self._newest.advance()
+        blocks, host, hosts, full = self._blocks, self._host, self._hosts, chunk.full
+        usual, filled = self.working.size_for(full.numel()), chunk.buffers
+        chunk.buffers = [self.working.acquire(blocks.nbytes(usual // host.size) // 4, self.dtype) for _ in range(2)]
+        nbytes = blocks.nbytes(full.numel() // host.size)
+        sent, arrived = (buffer.view(torch.uint8)[:nbytes].view(hosts.size, -1) for buffer in chunk.buffers)
+        if chunk.reduced or chunk.gradient.device != full.device:
+            chunk.buffers.append(self.working.acquire(usual // self.axis.size, self.dtype))
+            chunk.result = chunk.buffers[-1][: chunk.gradient.numel()]
+        out, shard = chunk.gradient if chunk.result is None else chunk.result, chunk.bucket.layout.shard_numel
+        first = chunk.elements.start + host.index * shard
+        noise = noise_of(self.step, chunk.reduced, self.sender, chunk.bucket.layout.name, first, host.size * shard)
+
+        def send(mine: Tensor) -> Pending:
+            blocks.quantize(mine.view(hosts.size, -1), sent, noise)
+            return Pending(all_to_all(arrived, sent, hosts).wait, partial(blocks.sum, arrived, out))
+
+        if host.size == 1:
+            chunk.pending = send(full)
+        else:
+            of_hosts = full.view(hosts.size, host.size, -1).transpose(0, 1)
+            whole = self._lend_whole(chunk).view(host.size, -1)
+            whole.view(of_hosts.shape).copy_(of_hosts)
+            mine = whole[host.index]
+            summed = self._scatter(chunk, mine, whole.view(-1), host)
+            chunk.pending = self._newest = InTwo(summed, partial(send, mine))
+        for buffer in filled:  # what comes next on this device comes after this
+            self.working.pool.release(buffer)
+
+
+def reduction_of(bucket: Bucket) -> type[Reduction]:
+    """The way in which a bucket is reduced."""
+    if bucket.gathers_gradients:
+        return ReduceScatter
+    if bucket.policy.zero_stage == 0 or bucket.layout.shards == 1:
+        return AllReduce
+    return QuantizedScatter if bucket.policy.gradient_bits else ReduceScatter
 
 
 class ReductionQueue:
@@ -47,74 +219,49 @@ class ReductionQueue:
     As many are under way as have buffers: on a slow network a backward that waited for the first would stand still.  Where
     sums over replicas follow, two are: each sum begins while the backward runs.
 
-    The queue also lends the buffers that gradients come to: all of one size, so that each serves any part of any bucket.
-    Before it makes one more than two buckets' worth, it finishes reductions, whose buffers are then free.  A bucket's worth
-    is `bucket_bytes`, or the largest part of a bucket.
-
     Attributes:
-        pool: all working buffers.
-        most_bytes: their limit: what is more, while several parts fill at once, is freed at the end of the step.
+        working: the buffers through which gradients pass; their limit is two buckets' worth: `bucket_bytes`, or the largest
+            part of a bucket.
         replicas: sums what is reduced over the ranks that hold the same shards.
-        step: updates so far; it keys the random numbers that round quantized gradients.
+        ways: how each bucket is reduced.
     """
 
-    def __init__(self, buckets: Sequence[Bucket], reduce_dtype: torch.dtype, bucket_bytes: int = 0) -> None:
-        policy, self.step = buckets[0].policy, 0
-        self._axis, self._all_reduces = policy.shard, policy.zero_stage == 0 or policy.shard.size == 1
-        self._blocks = (
-            BlockFormat.on(policy, policy.gradient_bits) if policy.gradient_bits and not self._all_reduces else None
-        )
-        self._dtype, self._kept_dtype = reduce_dtype, policy.accumulate_dtype
-        self.pool = BufferPool(policy.device, policy.arena)
-        lengths = [part.stop - part.start for bucket in buckets for part in bucket.gradient_parts]
-        self._largest = max(lengths) * self._axis.size
-        self._host, self._hosts = policy.levels or (Axis("host"), policy.shard)  # of quantized gradients
-        self._sender = policy.replica.index * self._hosts.size + self._hosts.index  # groups round on their own
-        self._newest: InTwo | None = None
-        scatters = self._axis if self._blocks is None else self._host
-        all_reduced = self._all_reduces and not any(bucket.gathers_gradients for bucket in buckets)
-        self._scratch_numel = 0 if all_reduced else arriving_elements(self._largest, scatters)
-        shared = [part.stop - part.start for one in buckets if len(one.layout.slots) > 1 for part in one.gradient_parts]
-        self._usual = max(shared, default=max(lengths)) * self._axis.size
-        is_cast = reduce_dtype != policy.accumulate_dtype and self._axis.size > 1
-        sent = (is_cast * self._largest + self._scratch_numel) * reduce_dtype.itemsize  # beside what has filled
-        if self._blocks is not None:  # within the host; what leaves, what arrives, and their sum
-            within = (self._largest if policy.levels else 0) + self._scratch_numel + self._largest // self._axis.size
-            sent = within * torch.float32.itemsize + 2 * self._blocks.nbytes(self._largest // self._host.size)
-        kept, itemsize = policy.accumulate_dtype.itemsize, max(reduce_dtype.itemsize, policy.accumulate_dtype.itemsize)
-        self._fills = not all(bucket.keeps_gradients for bucket in buckets)
-        stays = all(bucket.master.location == "device" for bucket in buckets)
-        waits = policy.replica.size > 1  # a sum over replicas starts when a reduction has ended
-        self._most_in_flight = sys.maxsize if stays and not waits and runs_by_itself(self._axis) else _IN_FLIGHT
-        self.most_bytes = _IN_FLIGHT * sent
-        if sent and self._most_in_flight > _IN_FLIGHT:
-            self.most_bytes = max(self.most_bytes, 2 * bucket_bytes)
-        if self._fills:
-            self.most_bytes = max(2 * max(bucket_bytes, self._largest * itemsize), self._largest * kept + sent)
-        self._in_flight: deque[_Reduction] = deque()
-        self._host_copies = HostGradientCopies()
-        self.replicas = ReplicaSums(buckets, reduce_dtype)
+    def __init__(self, policy: ShardingPolicy, buckets: Sequence[Bucket], bucket_bytes: int = 0) -> None:
+        self._kept_dtype, self._in_flight = policy.accumulate_dtype, deque[_Chunk]()
+        self.working = WorkingBuffers(policy, buckets, self._finish_oldest)
+        self._host_copies, self.replicas = HostGradientCopies(), ReplicaSums(policy, buckets)
+        made: dict[tuple[Placement, type[Reduction]], Reduction] = {}
+        self.ways: dict[Bucket, Reduction] = {}
+        for bucket in buckets:
+            key = bucket.placement, reduction_of(bucket)
+            if key not in made:
+                made[key] = key[1](bucket.placement, policy, self.working)
+            self.ways[bucket] = made[key]
+        self._made = list(made.values())
+        # A sum over replicas starts when a reduction has ended.
+        stays = all(bucket.master.location == "device" and bucket.placement.replica.size == 1 for bucket in buckets)
+        axes = dict.fromkeys(way.axis for way in self._made) if stays else ()
+        by_themselves = [
+            runs_by_itself(axis) for axis in axes
+        ]  # without short-circuiting: all ranks of an axis take part
+        by_itself = stays and all(by_themselves)
+        self._most_in_flight = sys.maxsize if by_itself else _IN_FLIGHT
+        self.working.most_bytes = self._limit(policy, bucket_bytes)
+
+    def _limit(self, policy: ShardingPolicy, bucket_bytes: int) -> int:
+        """The most bytes of working buffers."""
+        largest, kept = self.working.largest, policy.accumulate_dtype.itemsize
+        sent = max((way.working_bytes(largest) for way in self._made), default=0)
+        if self.working.fills:
+            itemsize = max(policy.reduce_dtype.itemsize, kept)
+            return max(2 * max(bucket_bytes, largest * itemsize), largest * kept + sent)
+        return max(_IN_FLIGHT * sent, 2 * bucket_bytes if sent and self._most_in_flight > _IN_FLIGHT else 0)
 
     def buffer(self, numel: int | None = None) -> Tensor:
         """Memory for the gradients of a part; `numel`: of a size of its own, for gradients that stay until the step ends."""
         if numel is not None:
-            return self.pool.acquire(numel, self._kept_dtype, reusable=False)
-        return self._acquire(self._largest, self._kept_dtype)
-
-    def _acquire(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """A buffer for a part of a bucket."""
-        return self._acquire_exactly(self._shared(numel), dtype)
-
-    def _shared(self, numel: int) -> int:
-        """Elements of a buffer for a part; where gradients stay in their buckets, it need not serve any other part."""
-        return self._largest if self._fills else max(numel, self._usual)
-
-    def _acquire_exactly(self, numel: int, dtype: torch.dtype) -> Tensor:
-        while self._in_flight and self.pool.bytes_after(numel, dtype) > self.most_bytes:
-            self._finish_all_but(len(self._in_flight) - 1)
-        if self.pool.bytes_after(numel, dtype) > self.most_bytes:  # what is free has another size
-            self.pool.free_above(self.most_bytes - numel * dtype.itemsize)
-        return self.pool.acquire(numel, dtype)
+            return self.working.pool.acquire(numel, self._kept_dtype, reusable=False)
+        return self.working.acquire(self.working.largest, self._kept_dtype)
 
     def start(self, bucket: Bucket, part: Interval, buffer: Tensor, *, reduced: int, is_last: bool) -> None:
         """Start the reduction of a part of a bucket: its `gradient` is replaced by the result, or the result is added to it.
@@ -124,87 +271,29 @@ class ReductionQueue:
         step.
         """
         self._finish_all_but(self._most_in_flight - 1)
-        full = buffer[: (part.stop - part.start) * bucket.layout.shards]
+        full = buffer[: part.size * bucket.layout.shards]
         is_all = full.numel() == bucket.layout.padded_numel
         gradient = bucket.gradient if is_all else bucket.gradient[part.start : part.stop]
         gradient = bucket.gradient_shard if bucket.gathers_gradients else gradient
-        lent = [] if bucket.keeps_gradients else [buffer]
-        send = self._send if self._blocks is None else self._send_blocks
-        pending, result, buffers = send(bucket, part, full, gradient, lent, reduced)
-        self._in_flight.append(_Reduction(pending, gradient, bucket, result, reduced > 0, is_last, buffers))
-
-    def _send(
-        self, bucket: Bucket, _: Interval, full: Tensor, gradient: Tensor, buffers: list[Tensor], reduced: int
-    ) -> tuple[Pending | InTwo, Tensor | None, list[Tensor]]:
-        """What is under way, its result if it must be copied, and the buffers that it needs."""
-        sent, result = full, None
-        if self._dtype != full.dtype and self._axis.size > 1:
-            narrow = self._acquire(full.numel(), self._dtype)
-            sent = narrow[: full.numel()].copy_(full)
-            for one in buffers:  # what comes next on this device comes after the copy
-                self.pool.release(one)
-            buffers = [narrow]
-        if self._all_reduces and not bucket.gathers_gradients:
-            pending = all_reduce(sent, self._axis)
-            return pending, sent if sent is not full or not bucket.reduces_in_place else None, buffers
-        if reduced or gradient.dtype != sent.dtype or gradient.device != sent.device:
-            result = sent.view(self._axis.size, -1)[self._axis.index]  # which no other rank needs any more
-        scratch = None
-        if self._scratch_numel:
-            scratch = self._acquire(full.numel(), self._dtype)
-            buffers.append(scratch)
-        return reduce_scatter(gradient if result is None else result, sent, self._axis, scratch), result, buffers
-
-    def _send_blocks(
-        self, bucket: Bucket, part: Interval, full: Tensor, gradient: Tensor, buffers: list[Tensor], reduced: int
-    ) -> tuple[Pending | InTwo, Tensor | None, list[Tensor]]:
-        """As `_send`, quantized; see `quantized`, [Note: one sum]."""
-        blocks, host, hosts, usual = self._blocks, self._host, self._hosts, self._shared(full.numel())
-        assert blocks is not None
-        if self._newest is not None:
-            self._newest.advance()
-        held = [self._acquire_exactly(blocks.nbytes(usual // host.size) // 4, torch.float32) for _ in range(2)]
-        nbytes = blocks.nbytes(full.numel() // host.size)
-        sent, arrived = (one.view(torch.uint8)[:nbytes].view(hosts.size, -1) for one in held)
-        result, shard = None, bucket.layout.shard_numel
-        if reduced or gradient.device != full.device:
-            held.append(self._acquire_exactly(usual // self._axis.size, torch.float32))
-            result = held[-1][: gradient.numel()]
-        first = part.start + host.index * shard
-        noise = noise_of(self.step, reduced, self._sender, bucket.layout.name, first, host.size * shard)
-        add_up = partial(blocks.sum, arrived, gradient if result is None else result)
-
-        def send(mine: Tensor) -> Pending:
-            blocks.quantize(mine.view(hosts.size, -1), sent, noise)
-            return Pending(all_to_all(arrived, sent, hosts).wait, add_up)
-
-        if host.size == 1:
-            pending: Pending | InTwo = send(full)
-        else:
-            of_hosts = full.view(hosts.size, host.size, -1).transpose(0, 1)
-            held.append(self._acquire(full.numel(), torch.float32))
-            whole = held[-1][: full.numel()].view(host.size, -1)
-            whole.view(of_hosts.shape).copy_(of_hosts)
-            mine, scratch = whole[host.index], None
-            if self._scratch_numel:
-                held.append(scratch := self._acquire(full.numel(), torch.float32))
-            summed = reduce_scatter(mine, whole.view(-1), host, scratch)
-            pending = self._newest = InTwo(summed, partial(send, mine))
-        for one in buffers:  # what comes next on this device comes after this
-            self.pool.release(one)
-        return pending, result, held
+        chunk = _Chunk(bucket, part, full, gradient, reduced, is_last, [] if bucket.sums_whole else [buffer])
+        self.ways[bucket].start(chunk)
+        self._in_flight.append(chunk)
 
     def finish(self) -> None:
         """Wait for all reductions, and for their results on the host."""
         self._finish_all_but(0)
         self._host_copies.finish()
         self.replicas.finish()
-        self.pool.free_above(self.most_bytes)
+        self.working.pool.free_above(self.working.most_bytes)
 
     def begin_step(self, step: int) -> None:
-        """Forget the last step, after its reductions: those of one that was given up must not be added to this one's."""
+        """Forget the last step, after its reductions: those of one that was given up must not be added to this one's.
+
+        `step`: updates so far; it keys the random numbers that round quantized gradients.
+        """
         self.finish()
-        self.step = step
+        for way in self._made:
+            way.step = step
         self.replicas.begin_step()
 
     def reopen(self) -> None:
@@ -214,15 +303,21 @@ class ReductionQueue:
 
     def _finish_all_but(self, count: int) -> None:
         while len(self._in_flight) > count:
-            reduction = self._in_flight[0]
-            reduction.pending.wait()  # one that is interrupted is waited for again, before its buffer is filled anew
-            self._in_flight.popleft()
-            if reduction.result is not None:
-                self._host_copies.start(reduction.result, reduction.gradient, adds=reduction.adds)
-            for buffer in reduction.buffers:
-                self.pool.release(buffer)
-            if reduction.is_last:
-                self.replicas.start(reduction.gradient)
+            self._finish_oldest()
+
+    def _finish_oldest(self) -> bool:
+        if not self._in_flight:
+            return False
+        chunk = self._in_flight[0]
+        chunk.pending.wait()  # one that is interrupted is waited for again, before its buffer is filled anew
+        self._in_flight.popleft()
+        if chunk.result is not None:
+            self._host_copies.start(chunk.result, chunk.gradient, adds=chunk.reduced > 0)
+        for buffer in chunk.buffers:
+            self.working.pool.release(buffer)
+        if chunk.is_last:
+            self.replicas.start(chunk.bucket, chunk.gradient)
+        return True
 
 
 class HostGradientCopies:
@@ -270,8 +365,8 @@ class HostGradientCopies:
             self._pool.release(staging)
 
 
-def sum_partial_over_tp(buckets: Sequence[Bucket], tp: Axis) -> None:
-    """Sum the gradients of which every tp rank has computed only a part."""
+def sum_partial_over_tp(buckets: Sequence[Bucket], tp: Axis, device: torch.device) -> None:
+    """Sum the gradients of which every tp rank has computed only a part.  `device`: where tensors travel, for all ranks."""
     parts = [
         bucket.owned_part(bucket.gradient, run)
         for bucket in buckets
@@ -280,21 +375,21 @@ def sum_partial_over_tp(buckets: Sequence[Bucket], tp: Axis) -> None:
     ]
     if not parts or tp.size == 1:
         return
-    flat = torch.cat([part.to(buckets[0].policy.device) for part in parts])  # offloaded ones lie on the host
+    flat = torch.cat([part.to(device) for part in parts])  # offloaded ones lie on the host
     all_reduce(flat, tp).wait()
     for part, summed in zip(parts, flat.split([part.numel() for part in parts]), strict=True):
         part.copy_(summed)
 
 
-def sum_tied(buckets: Sequence[Bucket], ties: Mapping[str, Axis]) -> None:
+def sum_tied(buckets: Sequence[Bucket], ties: Mapping[str, Axis], device: torch.device) -> None:
     """Sum the gradients of all copies of each tied parameter, on this rank and on those of `ties`, by logical name."""
     copies: dict[str, list[Tensor]] = {}
     for bucket in buckets:
-        if bucket.layout.tied:
-            copies.setdefault(bucket.layout.tie, []).append(bucket.gradient)
+        if (tie := bucket.layout.tie) is not None:
+            copies.setdefault(tie, []).append(bucket.gradient)
     for name in sorted(copies):
         # On the device, wherever each rank's own copies lie: all ranks must use one backend.
-        total = copies[name][0].to(buckets[0].policy.device)  # itself, where it lies there
+        total = copies[name][0].to(device)  # itself, where it lies there
         for other in copies[name][1:]:
             total.add_(other.to(total.device))
         if name in ties:
@@ -304,7 +399,7 @@ def sum_tied(buckets: Sequence[Bucket], ties: Mapping[str, Axis]) -> None:
                 copy.copy_(total)
 
 
-def gradient_square_sum(buckets: Sequence[Bucket], tp: Axis) -> Tensor:
+def gradient_square_sum(buckets: Sequence[Bucket], tp: Axis, device: torch.device) -> Tensor:
     """fp64 scalar: this rank's share of the squared gradient norm.
 
     Over all ranks every logical element is counted once: each rank counts its own part of the shards, the first tp rank
@@ -317,7 +412,7 @@ def gradient_square_sum(buckets: Sequence[Bucket], tp: Axis) -> Tensor:
         for replicated, whole in bucket.layout.intervals(lambda info: info.spec.split is None)
         if (run := intersect(whole, bucket.counted)) is not None and not (replicated and tp.index > 0)
     ]
-    return square_sum(parts, buckets[0].policy.device)
+    return square_sum(parts, device)
 
 
 def square_sum(parts: Sequence[Tensor], device: torch.device) -> Tensor:

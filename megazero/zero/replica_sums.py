@@ -19,7 +19,8 @@ import torch
 from torch import Tensor
 
 from megazero.comm.collectives import Pending, all_reduce
-from megazero.zero.bucket import Bucket
+from megazero.parallel_state import Axis
+from megazero.zero.bucket import Bucket, ShardingPolicy
 from megazero.zero.buffer_pool import BufferPool
 
 _IN_FLIGHT = 2
@@ -32,37 +33,40 @@ class ReplicaSums:
         most_bytes: limit of the buffers in which gradients travel that lie elsewhere, or in another format.
     """
 
-    def __init__(self, buckets: Sequence[Bucket], reduce_dtype: torch.dtype) -> None:
-        policy = buckets[0].policy
-        self._axis, self._device, self._dtype = policy.replica, policy.device, reduce_dtype
+    def __init__(self, policy: ShardingPolicy, buckets: Sequence[Bucket]) -> None:
+        self._device, self._dtype = policy.device, policy.reduce_dtype
         self._pool = BufferPool(policy.device, policy.arena)
         self._in_flight: deque[tuple[Pending, Tensor, Tensor | None]] = deque()  # with the buffer that travels
-        self._on_host: list[Tensor] = []  # to be summed at the end of the step
-        self._summed: list[Tensor] = []
-        copied = [one for one in buckets if reduce_dtype != torch.float32 or not _is_on_device(one)]
-        lengths = [part.stop - part.start for one in copied for part in one.gradient_parts]
-        self._largest = max(lengths, default=0) if policy.replica.size > 1 else 0
-        self.most_bytes = _IN_FLIGHT * self._largest * reduce_dtype.itemsize
+        self._on_host: list[tuple[Tensor, Axis]] = []  # to be summed at the end of the step
+        self._summed: list[tuple[Tensor, Axis]] = []
+        summed = [bucket for bucket in buckets if bucket.placement.replica.size > 1]
+        moves = policy.device.type != "cpu"
+        copied = [
+            one for one in summed if self._dtype != torch.float32 or (moves and one.residency.state_on != "device")
+        ]
+        self._largest = max((part.size for bucket in copied for part in bucket.gradient_parts), default=0)
+        self.most_bytes = _IN_FLIGHT * self._largest * self._dtype.itemsize
 
     @property
     def nbytes(self) -> int:
         """Bytes of the buffers."""
         return self._pool.nbytes
 
-    def start(self, gradient: Tensor) -> None:
-        """Sum this rank's part of a gradient, which is complete within its group."""
-        if self._axis.size == 1:
+    def start(self, bucket: Bucket, gradient: Tensor) -> None:
+        """Sum this rank's part of a bucket's gradient, which is complete within its group."""
+        axis = bucket.placement.replica
+        if axis.size == 1:
             return
-        self._summed.append(gradient)
+        self._summed.append((gradient, axis))
         if gradient.device == self._device:
-            self._start(gradient)
+            self._start(gradient, axis)
         else:
-            self._on_host.append(gradient)
+            self._on_host.append((gradient, axis))
 
     def finish(self) -> None:
         """Have every sum.  What lies on the host has arrived there."""
-        for gradient in self._on_host:
-            self._start(gradient)
+        for gradient, axis in self._on_host:
+            self._start(gradient, axis)
         self._on_host.clear()
         self._finish_all_but(0)
 
@@ -75,18 +79,19 @@ class ReplicaSums:
     def reopen(self) -> None:
         """Let further gradients be added to what is summed, and summed with it: one rank keeps the sums, for all."""
         self.finish()
-        for gradient in self._summed if self._axis.index > 0 else ():
-            gradient.zero_()
+        for gradient, axis in self._summed:
+            if axis.index > 0:
+                gradient.zero_()
         self._summed.clear()
 
-    def _start(self, gradient: Tensor) -> None:
+    def _start(self, gradient: Tensor, axis: Axis) -> None:
         self._finish_all_but(_IN_FLIGHT - 1)
         buffer = None
         if gradient.dtype != self._dtype or gradient.device != self._device:
             buffer = self._pool.acquire(self._largest, self._dtype)
             buffer[: gradient.numel()].copy_(gradient)
         sent = gradient if buffer is None else buffer[: gradient.numel()]
-        self._in_flight.append((all_reduce(sent, self._axis), gradient, buffer))
+        self._in_flight.append((all_reduce(sent, axis), gradient, buffer))
 
     def _finish_all_but(self, count: int) -> None:
         while len(self._in_flight) > count:
@@ -96,7 +101,3 @@ class ReplicaSums:
             if buffer is not None:
                 gradient.copy_(buffer[: gradient.numel()])
                 self._pool.release(buffer)
-
-
-def _is_on_device(bucket: Bucket) -> bool:
-    return bucket.reduces_in_place or bucket.gradient.device == bucket.policy.device

@@ -29,12 +29,10 @@ from megazero.zero.bucket import Bucket
 class SecondCopy:
     """This rank's parts of the second copy; none without a secondary axis."""
 
-    def __init__(self, buckets: Sequence[Bucket], axis: Axis | None) -> None:
-        self._axis = Axis("secondary") if axis is None else axis
-        self._parts: dict[Bucket, Tensor] = {}
+    def __init__(self, buckets: Sequence[Bucket]) -> None:
+        self._axes = {bucket: axis for bucket in buckets if (axis := bucket.placement.secondary) is not None}
+        self._parts = {bucket: torch.zeros_like(_part(bucket.weights, axis)) for bucket, axis in self._axes.items()}
         self._fresh: set[Bucket] = set()
-        if axis is not None:
-            self._parts = {one: torch.zeros_like(_part(one.weights, axis)) for one in buckets}
 
     @property
     def nbytes(self) -> int:
@@ -48,16 +46,17 @@ class SecondCopy:
     def keep(self, bucket: Bucket) -> None:
         """Take this rank's part from the bucket's whole weights, which have just arrived."""
         if bucket in self._parts and bucket not in self._fresh:
-            self._parts[bucket].copy_(_part(bucket.weights, self._axis))
+            self._parts[bucket].copy_(_part(bucket.weights, self._axes[bucket]))
             self._fresh.add(bucket)
 
     def gather(self, bucket: Bucket, out: Tensor, label: str) -> Pending:
         """Gather a bucket's weights into `out`, [padded], from the copy, which is fresh.  `label`: as in `all_gather`."""
-        return all_gather(out, self._parts[bucket], self._axis, label)
+        return all_gather(out, self._parts[bucket], self._axes[bucket], label)
 
     def check_order(self) -> None:
         """Compare the labels of gathers that their waits have not compared.  Raises: OrderError."""
-        check_order(self._axis)
+        for axis in dict.fromkeys(self._axes.values()):
+            check_order(axis)
 
     def forget(self) -> None:
         """The weights have changed."""

@@ -22,7 +22,7 @@ from megazero.layers.linear import WeightGradQueue
 from megazero.parallel_state import Axis, ParallelState
 from megazero.parallel_state.grid import hosts_of
 from megazero.settings import divisors
-from megazero.zero.bucket import DTYPES, ShardingPolicy
+from megazero.zero.bucket import DTYPES, Placement, ShardingPolicy
 from megazero.zero.gradients import GradientReducer
 from megazero.zero.loss_scaler import LossScaler
 from megazero.zero.matrices import matrix_stepper
@@ -77,32 +77,22 @@ class ShardedModel:
         self.state, self.ties = state, ties
         held = gather_objects((state.at.pp, logical_rows(described, ties)), state.pp)
         agree(lambda: check_parameters(described, state.at.pp, dict(held)), state.world, ValueError)
-        dtype, accumulate_dtype, pins = (
-            DTYPES[precision.dtype],
-            DTYPES[precision.accumulate_dtype],
-            zero.offload.pin_memory,
-        )
-        gather, secondary = _gather_axes(state, zero)
-        axes, device = (state.shard, state.replica), state.device
         self.policy = ShardingPolicy(
             zero.stage,
-            dtype,
-            *axes,
-            device,
-            accumulate_dtype,
-            pins,
-            gather,
-            secondary,
-            arena,
-            state.device_type == "cpu",
-            zero.quantized_weights,
-            zero.quantized_gradients,
-            _levels(state) if zero.quantized_gradients else None,
+            DTYPES[precision.dtype],
+            placement_of(state, zero),
+            state.device,
+            DTYPES[precision.accumulate_dtype],
+            DTYPES[precision.reduce_dtype],
+            on_cpu=state.device_type == "cpu",
+            pins_memory=zero.offload.pin_memory,
+            arena=arena,
+            quantizes_weights=zero.quantized_weights,
+            gradient_bits=zero.quantized_gradients,
         )
         elements, moments = sum(one.parameter.numel() for one in described), len(recipe.states)
         offload = without_auto(zero.offload, self.policy, elements, moments, state.world, state.neighbours)
         zero = zero.model_copy(update={"offload": offload})
-        reduce_dtype = DTYPES[precision.reduce_dtype]
         self.parameters = ShardedParameters(
             units,
             described,
@@ -115,18 +105,18 @@ class ShardedModel:
             checks_order=checks_order,
             hides_gathers=hides_gathers,
             # in a narrower format an all-reduce sends less than a gather of fp32 sums
-            hides_gradients=reduce_dtype == self.policy.accumulate_dtype,
+            hides_gradients=self.policy.reduce_dtype == self.policy.accumulate_dtype,
         )
         buckets = self.parameters.buckets
         self.names = {id(parameter): name for name, parameter in self.parameters.by_name.items()}
         every_micro_batch = zero.reduce == "micro_batch"
-        self.reducer = reducer(buckets, every_micro_batch, reduce_dtype, self.parameters.sizes.bucket_bytes)
+        self.reducer = reducer(self.policy, buckets, every_micro_batch, self.parameters.sizes.bucket_bytes)
         self.reducer.attach(self.parameters.by_name, wgrad_queues or {})
         if self.parameters.gatherer is not None:
             self.reducer.follow_units(self.parameters.gatherer)
-        matrices = None if recipe.matrices is None else matrix_stepper(buckets, recipe.matrices, state)
+        matrices = None if recipe.matrices is None else matrix_stepper(self.policy, buckets, recipe.matrices, state)
         self.optimizer = ShardedOptimizer(buckets, recipe, self.parameters.offload, matrices)
-        self.sharded_state = ShardedState(buckets, self.optimizer, self.parameters.gathers.wait)
+        self.sharded_state = ShardedState(self.policy, buckets, self.optimizer, self.parameters.gathers.wait)
         self.scaler = LossScaler(precision) if precision.dtype == "fp16" else None
         self.scale = 1.0
         self.begin_step(1)
@@ -147,12 +137,12 @@ class ShardedModel:
         """Have the whole step's gradients, times `scale`, in the buckets; of late ones this rank's shard."""
         buckets = self.reducer.buckets
         self.reducer.finish()
-        sum_partial_over_tp(buckets, self.state.tp)
-        sum_tied(buckets, self.ties)
+        sum_partial_over_tp(buckets, self.state.tp, self.policy.device)
+        sum_tied(buckets, self.ties, self.policy.device)
 
     def square_sum(self) -> Tensor:
         """fp64 scalar: this rank's share of the squared norm of gradients times `scale`; see `gradient_square_sum`."""
-        return gradient_square_sum(self.reducer.buckets, self.state.tp)
+        return gradient_square_sum(self.reducer.buckets, self.state.tp, self.policy.device)
 
     def norm_of(self, square_sum: float) -> float:
         """The gradient norm, of the squared norm of scaled gradients over all ranks; not finite after an overflow."""
@@ -258,13 +248,14 @@ class ShardedModel:
         self.parameters.offload.close()
 
 
-def _gather_axes(state: ParallelState, zero: ZeroConfig) -> tuple[Axis | None, Axis | None]:
-    """The ranks among which stage 3 gathers, and those that hold a second copy; None as in `ShardingPolicy`.
+def placement_of(state: ParallelState, zero: ZeroConfig) -> Placement:
+    """The placement of a model's parameters.  Every rank makes it, in the same order.
 
     Raises: ValueError: the second copy's ranks do not divide those that share the state.
     """
+    levels = _levels(state) if zero.quantized_gradients else None
     if zero.stage < 3:
-        return None, None
+        return Placement(state.shard, state.replica, levels=levels)
     size, shards = zero.secondary_shard_size, state.shard.size
     if size and (size in (1, shards) or shards % size):
         raise ValueError(
@@ -273,7 +264,8 @@ def _gather_axes(state: ParallelState, zero: ZeroConfig) -> tuple[Axis | None, A
         )
     # Operations on one communicator of NCCL run in their order: a gather would wait for the reductions before it.
     gather = state.apart(state.shard, "gathers") if state.device.type == "cuda" else None
-    return gather, state.neighbours_on(state.shard, size, "secondary", "gathers") if size else None
+    secondary = state.neighbours_on(state.shard, size, "secondary", "gathers") if size else None
+    return Placement(state.shard, state.replica, gather, secondary, levels)
 
 
 def _levels(state: ParallelState) -> tuple[Axis, Axis] | None:

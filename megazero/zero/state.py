@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from megazero.zero.bucket import Bucket, Interval, intersect
+from megazero.zero.bucket import Bucket, Interval, ShardingPolicy, intersect
 from megazero.zero.optimizer import ShardedOptimizer
 from megazero.zero.storage import FlatArray
 
@@ -22,9 +22,13 @@ class ShardedState:
     """
 
     def __init__(
-        self, buckets: Sequence[Bucket], optimizer: ShardedOptimizer, wait_for_step: Callable[[], None] = lambda: None
+        self,
+        policy: ShardingPolicy,
+        buckets: Sequence[Bucket],
+        optimizer: ShardedOptimizer,
+        wait_for_step: Callable[[], None] = lambda: None,
     ) -> None:
-        self.buckets, self.optimizer, self._wait_for_step = buckets, optimizer, wait_for_step
+        self.policy, self.buckets, self.optimizer, self._wait_for_step = policy, buckets, optimizer, wait_for_step
 
     @property
     def kinds(self) -> tuple[str, ...]:
@@ -42,7 +46,7 @@ class ShardedState:
 
     def dtype(self, kind: str) -> torch.dtype:
         """Dtype of a kind."""
-        return self.buckets[0].policy.dtype if kind == MODEL else torch.float32
+        return self.policy.dtype if kind == MODEL else torch.float32
 
     def holds(self, kind: str, bucket: Bucket) -> bool:
         """Whether a bucket has this kind; frozen parameters have weights only."""

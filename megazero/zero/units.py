@@ -21,6 +21,7 @@ import torch
 from torch import nn
 
 from megazero.layers.spec import ParamSpec, whole_spec
+from megazero.zero.bucket import Placement
 
 Hook = TypeVar("Hook", bound=Callable[..., Any])
 
@@ -55,6 +56,7 @@ class Described:
     spec: ParamSpec  # what it is, globally
     group: int = 0  # the optimizer group that steps it
     matrix: bool = False  # which steps it whole
+    placement: Placement | None = None  # the ranks that share it; None: those that share most parameters
 
 
 def reading_no_weights(hook: Hook) -> Hook:

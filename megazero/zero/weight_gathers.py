@@ -27,7 +27,6 @@ from typing import Any
 from torch.utils.hooks import RemovableHandle
 
 from megazero.comm.collectives import Pending, all_gather
-from megazero.parallel_state import Axis
 from megazero.zero.bucket import Bucket
 from megazero.zero.units import Unit, is_hooked, reading_no_weights
 
@@ -37,10 +36,9 @@ class HalfSteppedError(RuntimeError):
 
 
 class WeightGathers:
-    """Gathers over `axis` that are under way; after an update or a load that did not come to its end nobody sees weights."""
+    """Gathers that are under way; after an update or a load that did not come to its end nobody sees weights."""
 
-    def __init__(self, axis: Axis) -> None:
-        self._axis = axis
+    def __init__(self) -> None:
         self._under_way: dict[Bucket, tuple[Pending, Callable[[], object] | None]] = {}  # and what steps it then
         self._broken: RuntimeError | None = None  # what has left weights that are neither the old nor the new ones
         self._hooks: list[RemovableHandle] = []
@@ -83,7 +81,7 @@ class WeightGathers:
         whole, mine = bucket.weights, bucket.weights[bucket.owned.start : bucket.owned.stop]
         if step is not None:
             whole, mine = bucket.gradient, bucket.gradient_shard
-        self._under_way[bucket] = all_gather(whole, mine, self._axis), step
+        self._under_way[bucket] = all_gather(whole, mine, bucket.placement.shard), step
 
     def gather(self, buckets: Iterable[Bucket]) -> None:
         """Gather some buckets now."""

@@ -24,13 +24,13 @@ from megazero.layers.activation_offload import Copier
 from megazero.zero.buffer_pool import BufferPool
 from megazero.zero.gradients import GradientReducer
 from megazero.zero.quantized import BlockFormat
-from megazero.zero.reductions import ReductionQueue
+from megazero.zero.reductions import ReductionQueue, WorkingBuffers
 from megazero.zero.weight_gathers import HalfSteppedError, WeightGathers
 
 PLACES = [
     (Copier, "start"),
     (ReductionQueue, "start"),
-    (ReductionQueue, "_acquire"),
+    (WorkingBuffers, "acquire"),
     (BufferPool, "_new"),
     (GradientReducer, "take"),
     (BlockFormat, "quantize"),

@@ -315,7 +315,7 @@ def _gradients_behind(rank: int, run: ResolvedRun, folder: Path) -> None:
         assert late if hides else not late
         if hides and run.config.parallel.pp == 1:
             buckets = engine.sharded_model.parameters.buckets
-            able = [one for one in buckets if not one.layout.tied and one.layout.padded_numel <= 4 * 1024]
+            able = [one for one in buckets if one.layout.tie is None and one.layout.padded_numel <= 4 * 1024]
             first, numel = in_order_of_use(able)[: len(late)], sum(bucket.layout.numel for bucket in able)
             assert set(late) == set(first)
             behind = [sum(bucket.layout.numel for bucket in first[:count]) for count in (len(late) - 1, len(late))]

@@ -83,7 +83,7 @@ def test_working_buffers_of_stage_3_do_not_grow_with_depth() -> None:
 def _gather_buffers(engine: Engine, run: ResolvedRun) -> tuple[int, list[int]]:
     """Bytes of the gather buffers; padded parameters of each unit, in forward order."""
     buckets = engine.sharded_model.parameters.buckets
-    by_unit = {bucket.layout.unit: bucket.layout.padded_numel for bucket in buckets if not bucket.keeps_weights}
+    by_unit = {bucket.layout.unit: bucket.layout.padded_numel for bucket in buckets if not bucket.holds_weights}
     return engine.memory_bytes()["gather_buffers"], [by_unit[unit] for unit in sorted(by_unit)]
 
 

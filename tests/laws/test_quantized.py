@@ -33,6 +33,7 @@ from megazero.config.schema import PrecisionConfig
 from megazero.engine import Position
 from megazero.zero.bucket import BLOCK
 from megazero.zero.quantized import BlockFormat, Noise, noise_of
+from megazero.zero.reductions import QuantizedScatter
 
 UNTIED = LLAMA | {"tie_embeddings": False, "vocab_size": 64}
 BOTH = {"quantized_weights": True, "quantized_gradients": 8}
@@ -349,7 +350,9 @@ def test_norms_of_queries_and_keys_whose_gradients_tp_sums_share_no_block_with_w
 
 def _sender(rank: int) -> int:
     run = run_of(4, model=LLAMA, zero={"stage": 2, "quantized_gradients": 4, "shard_group_size": 2})
-    return engine_on(rank, run).sharded_model.reducer.reductions._sender
+    (way,) = set(engine_on(rank, run).sharded_model.reducer.reductions.ways.values())
+    assert isinstance(way, QuantizedScatter)
+    return way.sender
 
 
 def test_groups_that_hold_the_same_shards_round_on_their_own() -> None:
