@@ -574,7 +574,13 @@ class Bucket:
         """Whether a rank may sum its shard of the gradients alone: nobody needs the others' before they are stepped."""
         is_plain = self.policy.zero_stage == 0 and self.layout.shards > 1 and self.placement.replica.size == 1
         # the stages of a tie choose on their own
-        return is_plain and self.policy.on_cpu and self.reduces_in_place and self.layout.tie is None and not self.layout.matrices
+        return (
+            is_plain
+            and self.policy.on_cpu
+            and self.reduces_in_place
+            and self.layout.tie is None
+            and not self.layout.matrices
+        )
 
     @property
     def gradient_shard(self) -> Tensor:

@@ -344,6 +344,8 @@ def _describe_parameters(
         alone = not persistent and (len(used_by) > 1 or units[index].spans_others)
         chunk = units[index].chunk
         infos.append(
-            ParamInfo(one.name, shape, one.spec, index, chunk, one.group, trains, persistent, alone, one.matrix, placement)
+            ParamInfo(
+                one.name, shape, one.spec, index, chunk, one.group, trains, persistent, alone, one.matrix, placement
+            )
         )
     return infos
