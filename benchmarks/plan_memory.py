@@ -30,7 +30,6 @@ import torch
 
 from megazero.config import ConfigError, ResolvedRun, load_config
 from megazero.engine import initialize
-from megazero.engine.batches import random_batches
 from megazero.layers.counter_rng import _quantiles
 from megazero.parallel_state import ParallelState
 from megazero.plan.cluster import Cluster
@@ -38,6 +37,7 @@ from megazero.plan.devices import Device, Link
 from megazero.plan.measured_step import STATE_KINDS, _watched_step, live_memory
 from megazero.plan.memory import memory_of
 from megazero.plan.processes import in_processes
+from megazero.plan.random_batches import random_batches
 from megazero.plan.traffic import traffic_of
 
 CPU = Device("cpu", 2**34, {"fp32": 1e11, "bf16": 1e11}, 1e10, 1e10, Link("memory", 1e10, 1e-6))

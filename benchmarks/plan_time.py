@@ -27,12 +27,12 @@ from benchmarks.report import machine, markdown, write_whole
 from benchmarks.worlds import ContenderFailedError, World
 from megazero.config import ResolvedRun, RunConfig, resolve
 from megazero.engine import initialize
-from megazero.engine.batches import random_batches
 from megazero.parallel_state import ParallelState
 from megazero.plan.calibrate import calibrate
 from megazero.plan.calibrate_collectives import collective_samples, mean_of
 from megazero.plan.calibration import Calibration, Samples, read_calibration, write_calibration
 from megazero.plan.cluster import cluster_of
+from megazero.plan.random_batches import random_batches
 from megazero.plan.speed_probe import SpeedProbe
 from megazero.plan.step_time import StepTime, step_time_of
 

@@ -15,7 +15,7 @@ The trunk imports no annex: it asks a seam, and trains the same where nothing wa
     pickled weights  path of a file of torch.save -> tensors, names of what else it holds, lines for the user   checkpoint
     export           (step, out, dtype, names) -> `Exported`, by the form that --to names                cli
     start line       (ResolvedRun, Schedule, torch.device) -> a line for the terminal                   training
-    callback         RunContext -> Callback, on rank 0 alone, after the metrics are written             training
+    callback         RunContext -> Callback, after the metrics are written             training
     out of memory    (error, ResolvedRun, ParallelState, Engine | None) -> text                         training
     peak FLOP/s      (name of a CUDA device, dtype) -> number | None                                    training
     backend          (Axis, Group, gather) -> `Backend` of tensors on a type of device, as by "cpu"              comm

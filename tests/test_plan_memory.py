@@ -12,7 +12,6 @@ from harness import run_world
 
 from megazero.config import ResolvedRun, load_config
 from megazero.engine import initialize
-from megazero.engine.batches import random_batches
 from megazero.engine.outline import schedule_of
 from megazero.layers.counter_rng import normal
 from megazero.parallel_state import ParallelState, RankGrid
@@ -22,6 +21,7 @@ from megazero.plan.cluster import Cluster, cluster_of
 from megazero.plan.devices import Device, Link
 from megazero.plan.measured_step import STATE_KINDS, _watched_step, live_memory
 from megazero.plan.memory import RankMemory, memory_of
+from megazero.plan.random_batches import random_batches
 from megazero.plan.state_trace import trace_state
 from megazero.plan.traffic import busiest_links, traffic_of
 

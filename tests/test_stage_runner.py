@@ -20,7 +20,7 @@ def _runner(forward: Any, *, trains: bool = True) -> StageRunner:
         parameters=SimpleNamespace(gatherer=None),
     )
     chunks = [ChunkRunner(lambda _, x: forward(*x), is_last=False)]
-    return StageRunner(chunks, model, trains=trains, loss_gradient=lambda: torch.ones(()))
+    return StageRunner(chunks, model, (lambda: torch.ones(())) if trains else None)
 
 
 def test_a_received_tensor_is_freed_unless_an_operation_has_saved_it() -> None:

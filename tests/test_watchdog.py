@@ -250,7 +250,8 @@ def _one_hangs(rank: int, run: ResolvedRun, stuck: int, folder: Path) -> str:
     sys.stderr = io.StringIO()
     ended = threading.Event()
     # the tick is so slow that a heartbeat is due only after the others' patience has ended: they have to request one
-    watched = Watchdog(engine.state, 3, folder, tick_seconds=0.6, margin_seconds=1, end=ended.set)
+    watched = Watchdog(engine.state, 3, folder, tick_seconds=0.6)
+    watched.margin_seconds, watched.end = 1.0, ended.set  # type: ignore[method-assign]
     try:
         with watched as watchdog:
             for step in range(1, 100):

@@ -143,7 +143,7 @@ class PipelineEngine(TrainingEngine):
         losses = self.config.accumulation * self.dp_world_size
         weight = torch.tensor(self.sharded_model.scale / losses, device=self.device)
         chunks = [ChunkRunner(partial(self._forward, chunk, batches), chunk.is_last) for chunk in self._chunks]
-        runner = StageRunner(chunks, self.sharded_model, trains=trains, loss_gradient=lambda: weight)
+        runner = StageRunner(chunks, self.sharded_model, (lambda: weight) if trains else None)
         self._executor(self.config.accumulation, self._inputs[trains], trains).run(runner)
         return runner.loss_sum
 

@@ -26,7 +26,7 @@ from megazero.config import RunConfig
 from megazero.engine.batches import BatchShare, check_same_documents, check_shapes
 from megazero.engine.outline import RankStages, build_stages, chunks_of, optimizer_of
 from megazero.engine.phases import Position, check_same_run, position_after, trainer_state
-from megazero.engine.stage_runner import ActionClock, ChunkRunner, StageRunner, executors
+from megazero.engine.stage_runner import ChunkRunner, StageRunner, executors
 from megazero.engine.step import NonFiniteError, StepStatistics, check_finite, sum_over_ranks
 from megazero.layers.vocabulary import IGNORED_LABEL, VocabParallelHead
 from megazero.models.gpt import GPTStage, MicroBatch
@@ -36,7 +36,6 @@ from megazero.parallel_state import Axis, ParallelState
 from megazero.schedules.action import Action, Placement, Schedule
 from megazero.schedules.executor import Executor, Message
 from megazero.schedules.kind import GivenSchedule, ScheduleKind
-from megazero.schedules.proof import Timeline
 from megazero.schedules.registry import SCHEDULES
 from megazero.settings import hide_passwords
 from megazero.zero.optimizer import OptimizerRecipe
@@ -129,24 +128,6 @@ class Engine:
         """A `train_step` without the update: the buckets hold the global batch's mean gradient, each rank its share."""
         return self.train_step(batches, None)
 
-    def traced_step(self, batches: Sequence[MicroBatch], lr: float) -> tuple[StepStatistics, Timeline]:
-        """A `train_step` that does not raise where it is not finite, and its timeline on this rank's pipeline.
-
-        Times are in seconds from when all ranks of the pipeline were ready.
-        """
-        if self.state.device.type == "cuda":
-            torch.cuda.synchronize(self.state.device)  # what is still queued is not of this step
-        gather_objects(None, self.state.pp)  # a common start makes clocks of different machines comparable
-        clock = ActionClock(self.state.device)
-        self.on_action = clock.mark
-        try:
-            statistics = self.train_step(batches, lr, raises_non_finite=False)
-        finally:
-            self.on_action = None
-        ranks = enumerate(gather_objects(clock.spans(), self.state.pp))
-        spans = {(rank, action): span for rank, own in ranks for action, span in own}
-        return statistics, Timeline(self._executor_of(batches, trains=True).schedule, spans)
-
     def update(self, lr: float) -> bool:
         """Clip by the norm of the computed gradients and step; False after an overflow under fp16.
 
@@ -211,7 +192,7 @@ class Engine:
             ChunkRunner(partial(_forward, stage, batches), stage.head is not None, queue)
             for stage, queue in zip(self._stages, self._wgrad_queues, strict=True)
         ]
-        runner = StageRunner(chunks, model, trains=trains, loss_gradient=loss_gradient, offload=self.offload)
+        runner = StageRunner(chunks, model, loss_gradient if trains else None, self.offload)
         executor.run(runner)
         counting.wait()
         return runner.loss_sum, tokens

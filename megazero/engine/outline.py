@@ -18,7 +18,7 @@ from megazero.layers.linear import WeightGradQueue
 from megazero.layers.recompute import WHOLE
 from megazero.models.activation_config import layer_policies
 from megazero.models.gpt import BuildContext, GPTStage
-from megazero.models.stages import by_rank, cut, cut_by_rank
+from megazero.models.stages import cut, cut_by_rank
 from megazero.models.wrappers import save_by_policy
 from megazero.optim.config import OptimizerConfig
 from megazero.optim.optimizers import ADAMW, ElementwiseOptimizer
@@ -96,14 +96,6 @@ def stages_of(config: RunConfig, count: int = 1, tp: int | None = None) -> list[
     context = BuildContext(config.model, axis, cuts, seed, device, dtype=DTYPES[config.precision.dtype])
     with device:
         return [GPTStage(context, layout) for layout in layouts]
-
-
-def elements_of_stages(run: ResolvedRun, kind: ScheduleKind) -> list[int]:
-    """Number of parameters that one tensor-parallel rank of each pipeline rank holds."""
-    config, parallel = run.config, run.config.parallel
-    placement = kind.placement(parallel.pp, chunks_of(config, kind))
-    counts = list(map(elements_in, stages_of(config, len(placement))))
-    return [sum(own) for own in by_rank(counts, placement)]
 
 
 def elements_in(module: nn.Module) -> int:

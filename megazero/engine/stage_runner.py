@@ -7,7 +7,6 @@ backward_weight(chunk, m) computes the weight gradients that a schedule with W h
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from functools import cache, partial
@@ -90,8 +89,8 @@ class StageRunner:
 
     Args:
         model: reduces the gradients, and gathers the weights under ZeRO-3.
-        trains: keep what the backward needs.
-        loss_gradient: gradient of the step's scaled loss by each micro-batch's; called when the first backward begins.
+        loss_gradient: gradient of the step's scaled loss by each micro-batch's; called when the first backward begins.  None
+            in an evaluation, which saves nothing for a backward.
         offload: of the chunks' layers.
     """
 
@@ -99,13 +98,12 @@ class StageRunner:
         self,
         chunks: Sequence[ChunkRunner],
         model: ShardedModel,
-        *,
-        trains: bool,
-        loss_gradient: Callable[[], Tensor],
+        loss_gradient: Callable[[], Tensor] | None,
         offload: ActivationStore | None = None,
     ) -> None:
-        self._chunks, self._model, self._trains, self._loss_gradient = chunks, model, trains, loss_gradient
-        self._offload = offload if trains else None
+        self._chunks, self._model, self._loss_gradient = chunks, model, loss_gradient
+        self._trains = loss_gradient is not None
+        self._offload = offload if self._trains else None
         # Of each input the gradient, if there is one, and what it is like; of each output where its gradient goes.
         self._saved: dict[tuple[int, int], tuple[list[tuple[list[Tensor], Tensor]], list[GradientEdge | None]]] = {}
         self.loss_sum = torch.zeros((), dtype=torch.float64, device=model.policy.device)  # 0 without a last stage
@@ -136,6 +134,7 @@ class StageRunner:
 
     def backward(self, chunk: int, microbatch: int, grad: Message | None) -> Message | None:
         inputs, edges = self._saved.pop((chunk, microbatch))
+        assert self._loss_gradient is not None
         grads = grad or (self._loss_gradient(),)
         paired = [(edge, one) for edge, one in zip(edges, grads, strict=True) if edge is not None]
         wgrad_queue = self._chunks[chunk].wgrad_queue
@@ -162,38 +161,3 @@ class StageRunner:
             gatherer.expect(following.chunk, is_forward)
         if self._offload is not None:
             self._offload.expect(None if is_forward else (following.chunk, following.microbatch))
-
-
-class ActionClock:
-    """Starts when it is made; `mark` is called before and after every action.
-
-    On CUDA the marks are events in the stream of the actions, read after the step: a host that waits for the device within a
-    step also waits for the messages that it has posted, so that the step would not be the one that it measures.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self._on_cuda = device.type == "cuda"
-        self._start = self._now()
-        self._marks: list[tuple[Action, Any]] = []
-
-    def mark(self, action: Action) -> None:
-        """Note the time at which an action starts, or ends."""
-        self._marks.append((action, self._now()))
-
-    def spans(self) -> list[tuple[Action, tuple[float, float]]]:
-        """(start, end) of each action, in seconds from the start of the clock.  Waits for the device."""
-        times = [(action, self._seconds_to(moment)) for action, moment in self._marks]
-        return [(action, (begin, end)) for (action, begin), (_, end) in zip(times[::2], times[1::2], strict=True)]
-
-    def _now(self) -> Any:
-        if not self._on_cuda:
-            return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
-
-    def _seconds_to(self, moment: Any) -> float:
-        if not self._on_cuda:
-            return float(moment - self._start)
-        moment.synchronize()
-        return float(self._start.elapsed_time(moment)) / 1e3  # elapsed_time is in milliseconds

@@ -17,11 +17,11 @@ import torch.distributed as dist
 
 from megazero.config import ResolvedRun, RunConfig, resolve
 from megazero.engine import initialize
-from megazero.engine.batches import random_batches
 from megazero.parallel_state import ParallelState
 from megazero.plan.calibration import Calibration
 from megazero.plan.cluster import Cluster
 from megazero.plan.processes import in_processes
+from megazero.plan.random_batches import random_batches
 from megazero.plan.speed_probe import LR, SpeedProbe, step_seconds
 from megazero.plan.step_time import step_time_of
 

@@ -8,7 +8,8 @@ from functools import partial
 import torch
 
 from megazero.config import ResolvedRun
-from megazero.engine.outline import elements_of_stages, kind_of
+from megazero.engine.outline import chunks_of, elements_in, kind_of, stages_of
+from megazero.models.stages import by_rank
 from megazero.plan.activations import activations_of_ranks, size_text
 from megazero.plan.cluster import Cluster, cluster_of, with_memory
 from megazero.plan.memory import ACTIVATIONS, memory_of
@@ -16,6 +17,7 @@ from megazero.plan.out_of_memory import advise
 from megazero.plan.quick_memory import with_decided_offload
 from megazero.plan.state_bytes import formula_of
 from megazero.schedules.action import Schedule
+from megazero.schedules.kind import ScheduleKind
 from megazero.training.check import DeviceNeeds
 
 
@@ -101,3 +103,11 @@ def _plan(run: ResolvedRun, cluster: Cluster, elements: list[int]) -> tuple[bool
     missing = fullest.peak - has
     advice = advise(run, elements[fullest.stage], missing, working=kept, rank=fullest.stage, device=device)
     return False, f"{text}: does not fit; {advice}"
+
+
+def elements_of_stages(run: ResolvedRun, kind: ScheduleKind) -> list[int]:
+    """Number of parameters that one tensor-parallel rank of each pipeline rank holds."""
+    config, parallel = run.config, run.config.parallel
+    placement = kind.placement(parallel.pp, chunks_of(config, kind))
+    counts = list(map(elements_in, stages_of(config, len(placement))))
+    return [sum(own) for own in by_rank(counts, placement)]

@@ -27,11 +27,11 @@ from torch._C._profiler import ProfilerConfig, ProfilerState, RecordScope, _Expe
 from megazero.comm.collectives import gather_objects
 from megazero.config import ResolvedRun
 from megazero.engine import Engine, initialize
-from megazero.engine.batches import random_batches
 from megazero.engine.outline import schedule_of
 from megazero.models.gpt import MicroBatch
 from megazero.parallel_state import ParallelState
 from megazero.plan.activations import activations_of_ranks
+from megazero.plan.random_batches import random_batches
 from megazero.plan.saved_memory import measure_saved
 from megazero.schedules.action import Action, ActionKind
 from megazero.zero.bucket import Bucket

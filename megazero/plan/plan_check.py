@@ -23,12 +23,13 @@ class PlanCheck(Callback):
 
     def __init__(self, context: RunContext) -> None:
         self._run, self._device, self._say = context.run, context.engine.state.device, context.say
+        self._is_first = context.engine.state.rank == 0
         self._path = Path(self._run.config.training.run_dir) / PLAN_FILE
         self._plan: Kept | None = None
         self._seconds: list[float] = []
 
     def on_start(self) -> None:
-        self._plan = read_kept(self._path)
+        self._plan = read_kept(self._path) if self._is_first else None
 
     def after_step(self, record: StepRecord) -> None:
         if self._plan is None or not _FIRST <= record.step <= _LAST or record.seconds is None:

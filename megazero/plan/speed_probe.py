@@ -16,9 +16,9 @@ import torch
 
 from megazero.config import ResolvedRun, RunConfig, resolve
 from megazero.engine import Engine, initialize
-from megazero.engine.batches import random_batches
 from megazero.models.gpt import MicroBatch
 from megazero.parallel_state import ParallelState, RankGrid
+from megazero.plan.random_batches import random_batches
 
 LR = 1e-4
 ON_GPU: dict[str, Any] = {"dtype": "bf16", "head_dim": 128, "longest": 4096}  # of `small_run`

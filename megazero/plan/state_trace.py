@@ -253,7 +253,7 @@ class _Driver:
         self._fake.peak = self._fake.live
         model.finish_gradients()
         model.square_sum()
-        all_reduce(torch.zeros(5, dtype=torch.float64), engine.state.world).wait()
+        all_reduce(torch.zeros(4, dtype=torch.float64), engine.state.world).wait()
         model.update(1.0, engine.config.optimizer.grad_clip)
         self.end = self._fake.peak - self.base
 

@@ -162,10 +162,7 @@ class Trainer:
         # A step without an update keeps the learning rate and the weights, while its samples are consumed.
         updates = model.optimizer.steps_taken
         lr = learning_rate(config.lr_schedule, config.optimizer.lr, config.training.steps, phase, updates)
-        if record.step == config.logging.pipeline_trace_step:
-            statistics, record.timeline = engine.traced_step(batches, lr)
-        else:
-            statistics = engine.train_step(batches, lr, raises_non_finite=False)
+        statistics = engine.train_step(batches, lr, raises_non_finite=False)
         self.watchdog.at(record.step, BETWEEN)
         record.seconds, record.work_seconds, record.sent_bytes = meter.read()
         record.statistics, record.lr = statistics, lr

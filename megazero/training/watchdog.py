@@ -20,7 +20,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self, TypeVar
+from typing import Self, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -57,22 +57,16 @@ class Watchdog:
         timeout_seconds: how long a collective may wait.
         folder: of the run; flight records go below it.
         tick_seconds: how often the thread wakes up. None: 1 s, and more in a large world, to spare the store.
-        margin_seconds: the thread ends a rank without progress this long after `timeout_seconds`.
     """
 
+    margin_seconds = 30.0  # the thread ends a rank without progress this long after `timeout_seconds`
+
     def __init__(
-        self,
-        state: ParallelState,
-        timeout_seconds: float,
-        folder: Path,
-        *,
-        tick_seconds: float | None = None,
-        margin_seconds: float = 30.0,
-        end: Callable[[], Any] = lambda: os._exit(1),
+        self, state: ParallelState, timeout_seconds: float, folder: Path, tick_seconds: float | None = None
     ) -> None:
-        self.state, self._folder, self._end = state, folder, end
+        self.state, self._folder = state, folder
         self._is_on_cuda = state.device.type == "cuda"
-        self._timeout, self._margin = timeout_seconds, margin_seconds
+        self._timeout = timeout_seconds
         self._tick = tick_seconds or min(max(1.0, state.world.size / 1024), 8.0)
         self._patience = max(4.0, 3 * self._tick + 1)  # a rank without heartbeat for so long is dead
         self._at = (0, STARTING, time.perf_counter())
@@ -88,6 +82,10 @@ class Watchdog:
         """Note that this rank begins to do something: TRAINING, EVALUATING, SAVING or BETWEEN, in this step."""
         self._first_steps.setdefault(phase, step)
         self._at = (step, phase, time.perf_counter())
+
+    def end(self) -> None:
+        """End this process, which a collective may hold."""
+        os._exit(1)
 
     def open_store(self) -> Store | None:
         """The run's part of the store, over a connection of the caller's own; None outside a run of several ranks."""
@@ -196,9 +194,9 @@ class Watchdog:
             self._has_warned = False
         if not self._waits_for_others():
             return
-        if idle > self._timeout + self._margin:
+        if idle > self._timeout + self.margin_seconds:
             self._leave(self._report(idle, "; this rank ends itself", is_over=True), lost=True)
-            self._end()
+            self.end()
         elif self._is_on_cuda and idle > 0.9 * self._timeout and not self._has_warned:
             self._has_warned = True
             self._report(idle, "", is_over=False)

@@ -13,11 +13,11 @@ from worlds import LLAMA, LR, run_of
 
 from megazero.config import ResolvedRun
 from megazero.engine import initialize
-from megazero.engine.batches import random_batches
 from megazero.parallel_state import ParallelState
 from megazero.plan.dry_run import dry_run
 from megazero.plan.fake_tensors import Event, Message
 from megazero.plan.measured_step import START, live_memory
+from megazero.plan.random_batches import random_batches
 from megazero.plan.silent import RecordedTraffic
 
 SMALL = LLAMA | {"num_layers": 2, "num_heads": 8, "num_kv_heads": 4}

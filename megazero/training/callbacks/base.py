@@ -20,7 +20,6 @@ from megazero.config import ResolvedRun
 from megazero.data import Corpus
 from megazero.engine import Engine, Position, StepStatistics
 from megazero.parallel_state.traffic import Traffic
-from megazero.schedules.proof import Timeline
 
 Metric = float | str | Mapping[str, float]
 
@@ -57,7 +56,6 @@ class StepRecord:
     memory_bytes: int | None = None  # see `peak_memory_bytes`
     sent_bytes: dict[str, int] = field(default_factory=dict)  # by axis; not those of evaluations and checkpoints
     skipped_steps: int | None = None  # left without an update by an overflow, so far in the run; None but under fp16
-    timeline: Timeline | None = None  # when each action of the pipeline ran, where it was measured
     is_last: bool = False  # the run ends after this step
     val_loss: float | None = None  # mean nats per token of the validation samples, where the run was evaluated
     val_losses: dict[str, float] = field(default_factory=dict)  # the same of each of `data.validation_sources`, by name

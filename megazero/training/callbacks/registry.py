@@ -150,7 +150,7 @@ def callbacks_of(
         Evaluation(context, [*metrics, checkpointing], watchdog),
         *registered,
         *writers,
-        *(make(context) for make in (added("callback").values() if is_first else ())),
+        *(make(context) for make in added("callback").values()),
         GarbageCollection(),
         checkpointing,
     ]
