@@ -167,7 +167,7 @@ def contenders(length: int, dtype: str, blocks: int) -> list[Contender]:
         for module in block.modules()
         for key, spec in getattr(module, "specs", {}).items()
         for section, part in zip(
-            spec.sections, getattr(module, key).split([s.rows for s in spec.sections]), strict=True
+            spec.names.rows, getattr(module, key).split([s.rows for s in spec.names.rows]), strict=True
         )
     }
     plain = [PlainBlock(model, layer, weights, _rope(model), 1).to(DTYPES[dtype]) for layer in range(blocks)]

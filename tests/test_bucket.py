@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megazero.layers.spec import NamedRows, ParamSpec
+from megazero.layers.spec import NamedRows, rows_spec
 from megazero.parallel_state import Axis
 from megazero.zero.bucket import (
     ALONE,
@@ -39,7 +39,7 @@ def parameter(
     group, split, sum_over_tp = trait
     sections = (NamedRows(f"p{index}", shape[0]),)
     columns = shape[1] if len(shape) > 1 else None
-    spec = ParamSpec(sections, columns, split, sum_over_tp=sum_over_tp, tied=tied)
+    spec = rows_spec(sections, columns, split, sum_over_tp=sum_over_tp, tied=tied)
     return ParamInfo(f"p{index}", shape, spec, unit, group=group, **more)
 
 
@@ -587,7 +587,7 @@ def test_a_norm_does_not_keep_a_large_weight_from_being_cut() -> None:
     def largest(*shapes: tuple[int, ...]) -> int:
         infos = [
             ParamInfo(
-                f"{at}", shape, ParamSpec((NamedRows(f"{at}", shape[0]),), shape[1] if len(shape) > 1 else None), 0
+                f"{at}", shape, rows_spec((NamedRows(f"{at}", shape[0]),), shape[1] if len(shape) > 1 else None), 0
             )
             for at, shape in enumerate(shapes)
         ]

@@ -21,7 +21,7 @@ from megazero.layers.linear import ColumnParallelLinear, RowParallelLinear, Weig
 from megazero.layers.mlp import gated
 from megazero.layers.norm import rms_norm
 from megazero.layers.sample_part import TokenLayout
-from megazero.layers.spec import Initializer, NamedRows, ParamSpec
+from megazero.layers.spec import Initializer, NamedRows, ParamSpec, rows_spec
 from megazero.layers.vocabulary import IGNORED_LABEL, VocabParallelEmbedding, VocabParallelHead, slope_of, statistics_of
 from megazero.parallel_state import Axis, ParallelState, RankGrid
 
@@ -114,7 +114,7 @@ def test_a_column_and_a_row_layer_equal_plain_linear_layers(
     weights = {}
     for name, rows, columns in (("column", OUT, HIDDEN), ("row", HIDDEN, OUT)):
         flat = torch.empty(rows * columns)
-        ParamSpec((NamedRows(name, rows),), columns, init=Initializer("normal", 0.3)).init_weights(
+        rows_spec((NamedRows(name, rows),), columns, init=Initializer("normal", 0.3)).init_weights(
             flat, 0, 0, 1, seed=3
         )
         weights[name] = flat.view(rows, columns).requires_grad_()
@@ -140,7 +140,7 @@ def _untied_head(
     """A head that takes `chunk` tokens at a time."""
     rows = -(-vocab // tp.size)
     head = VocabParallelHead(
-        ParamSpec((NamedRows("head", vocab),), hidden, 0, Initializer("normal", 1.0)),
+        rows_spec((NamedRows("head", vocab),), hidden, 0, Initializer("normal", 1.0)),
         tp,
         sequence_parallel=False,
         logits_bytes=chunk * rows * dtype.itemsize,
@@ -166,7 +166,7 @@ def _head(rank: int, world: int, vocab: int, chunk: int) -> dict[str, Any]:
 def _outside(rank: int, world: int) -> list[str]:
     """What is said of ids below, at and far above a vocabulary of 11, which is padded to 12 rows on two ranks."""
     tp, said = ParallelState(RankGrid(tp=world), rank).tp, []
-    spec = ParamSpec((NamedRows("embedding", 11),), HIDDEN, 0, Initializer("normal", 1.0))
+    spec = rows_spec((NamedRows("embedding", 11),), HIDDEN, 0, Initializer("normal", 1.0))
     embedding = VocabParallelEmbedding(spec, tp, sequence_parallel=False)
     _fill(embedding, tp)
     head, x = _untied_head(11, 100, tp), _given((SEQ, BATCH, HIDDEN))
@@ -206,7 +206,7 @@ def test_the_head_equals_torchs_cross_entropy(world: int, vocab: int, chunk: int
     """Vocabularies that tp does not divide, one of them with a rank that holds padding only."""
     results = run_world(world, _head, world, vocab, chunk)
     flat = torch.empty(vocab * HIDDEN)
-    ParamSpec((NamedRows("head", vocab),), HIDDEN, init=Initializer("normal", 1.0)).init_weights(flat, 0, 0, 1, seed=3)
+    rows_spec((NamedRows("head", vocab),), HIDDEN, init=Initializer("normal", 1.0)).init_weights(flat, 0, 0, 1, seed=3)
     weight = flat.view(vocab, HIDDEN).requires_grad_()
     x = (_given((SEQ, BATCH, HIDDEN)) * 3).requires_grad_()
     logits = x @ weight.t()

@@ -11,7 +11,7 @@ from torch import nn
 
 from megazero.config import ResolvedRun, RunConfig, resolve
 from megazero.engine import gpt, initialize
-from megazero.layers.spec import NamedRows, ParamSpec
+from megazero.layers.spec import NamedRows, rows_spec
 from megazero.parallel_state import Axis, ParallelState
 from megazero.zero.names import Rows, check_parameters, logical_rows
 from megazero.zero.units import Described, describe
@@ -19,7 +19,7 @@ from megazero.zero.units import Described, describe
 
 def _described(*rows: NamedRows, tied: bool = False) -> list[Described]:
     return [
-        Described(f"part{number}", nn.Parameter(torch.zeros(one.rows)), ParamSpec((one,), tied=tied))
+        Described(f"part{number}", nn.Parameter(torch.zeros(one.rows)), rows_spec((one,), tied=tied))
         for number, one in enumerate(rows)
     ]
 
@@ -72,8 +72,8 @@ def _run(pp: int) -> ResolvedRun:
 def _without_layer_numbers(rank: int, pp: int) -> str:
     def forgetful(chunks: nn.Module) -> list[Described]:
         def named(one: Described) -> Described:
-            sections = [replace(part, name=part.name.replace("layers.1.", "layers.0.")) for part in one.spec.sections]
-            return replace(one, spec=replace(one.spec, sections=tuple(sections)))
+            rows = [replace(part, name=part.name.replace("layers.1.", "layers.0.")) for part in one.spec.names.rows]
+            return replace(one, spec=replace(one.spec, names=replace(one.spec.names, rows=tuple(rows))))
 
         return [named(one) for one in describe(chunks)]
 

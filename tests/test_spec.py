@@ -9,27 +9,31 @@ from hypothesis import strategies as st
 
 from megazero.layers import spec as spec_module
 from megazero.layers.counter_rng import derive_key, normal
-from megazero.layers.spec import Initializer, NamedRows, ParamSpec, bias_spec, vector_spec
+from megazero.layers.spec import Initializer, NamedRows, ParamSpec, StoredNames, bias_spec, rows_spec, vector_spec
 
-FUSED = ParamSpec((NamedRows("q", 12), NamedRows("k", 4), NamedRows("v", 4)), columns=6, split=0)
+FUSED = rows_spec((NamedRows("q", 12), NamedRows("k", 4), NamedRows("v", 4)), columns=6, split=0)
 SECTIONS = (NamedRows("c_attn", 8, 0, 24), NamedRows("c_attn", 8, 8, 24), NamedRows("c_attn", 8, 16, 24))
+EXPERTS = StoredNames((NamedRows("experts", 4),))
 SPECS = {
     "fused q|k|v": FUSED,
-    "three sections of one transposed tensor": ParamSpec(SECTIONS, columns=5, split=0, transposed=True),
-    "columns cut": ParamSpec((NamedRows("o_proj", 7),), columns=24, split=1),
-    "columns cut, transposed": ParamSpec((NamedRows("c_proj", 7),), columns=24, split=1, transposed=True),
-    "columns cut, two sections": ParamSpec((NamedRows("a", 3), NamedRows("b", 2)), columns=12, split=1),
-    "every rank holds it": ParamSpec((NamedRows("wpe", 9),), columns=4, init=Initializer(std=0.5)),
-    "rows that do not divide": ParamSpec((NamedRows("wte", 13),), columns=3, split=0, tied=True),
-    "fused rows that do not divide": ParamSpec(
+    "three sections of one transposed tensor": rows_spec(SECTIONS, columns=5, split=0, transposed=True),
+    "columns cut": rows_spec((NamedRows("o_proj", 7),), columns=24, split=1),
+    "columns cut, transposed": rows_spec((NamedRows("c_proj", 7),), columns=24, split=1, transposed=True),
+    "columns cut, two sections": rows_spec((NamedRows("a", 3), NamedRows("b", 2)), columns=12, split=1),
+    "every rank holds it": rows_spec((NamedRows("wpe", 9),), columns=4, init=Initializer(std=0.5)),
+    "rows that do not divide": rows_spec((NamedRows("wte", 13),), columns=3, split=0, tied=True),
+    "fused rows that do not divide": rows_spec(
         (NamedRows("a", 7), NamedRows("b", 5), NamedRows("c", 1)), columns=2, split=0
     ),
     "fused bias": bias_spec(FUSED, (NamedRows("q.b", 12), NamedRows("k.b", 4), NamedRows("v.b", 4))),
     "bias of a transposed weight": replace(
-        bias_spec(ParamSpec(SECTIONS, columns=5, split=0, transposed=True), SECTIONS), init=Initializer("normal")
+        bias_spec(rows_spec(SECTIONS, columns=5, split=0, transposed=True), SECTIONS), init=Initializer("normal")
     ),
     "norm": vector_spec("norm", 11, Initializer("ones")),
-    "vector that does not divide": vector_spec("bias", 10, Initializer("ones"), split=0),
+    "vector that does not divide": rows_spec((NamedRows("bias", 10),), None, 0, Initializer("ones")),
+    "matrices of experts, cut by rows": ParamSpec(EXPERTS, (4, 24, 5), (None, "tp", None)),
+    "matrices of experts, cut by columns": ParamSpec(EXPERTS, (4, 5, 24), (None, None, "tp")),
+    "experts that are cut": ParamSpec(EXPERTS, (4, 3, 5), ("tp", None, None)),
 }
 SIZES = (1, 2, 3, 4, 6)
 
@@ -40,10 +44,9 @@ every_size = pytest.mark.parametrize("tp_size", SIZES)
 def stored(spec: ParamSpec, seed: int) -> dict[str, torch.Tensor]:
     """The checkpoint's tensors: element i of a tensor is a function of (seed, name, i) alone."""
     shapes = {}
-    for section in spec.sections:
-        rows = section.logical_rows or section.rows
-        shape = (rows,) if spec.columns is None else (rows, spec.columns)
-        shapes[section.name] = shape[::-1] if spec.transposed else shape
+    for section in spec.names.rows:
+        shape = (section.logical_rows or section.rows, *spec.shape[1:])
+        shapes[section.name] = shape[::-1] if spec.names.transposed else shape
     tensors = {}
     for name, shape in shapes.items():
         count = torch.Size(shape).numel()
@@ -57,11 +60,11 @@ def stored(spec: ParamSpec, seed: int) -> dict[str, torch.Tensor]:
 def held(spec: ParamSpec, tensors: dict[str, torch.Tensor], tp_rank: int, tp_size: int) -> torch.Tensor:
     """What a rank must hold: each section's rows, cut and padded with zeros, one under the other."""
     parts = []
-    for section in spec.sections:
+    for section in spec.names.rows:
         tensor = tensors[section.name]
-        rows = (tensor.t() if spec.transposed else tensor)[section.offset : section.offset + section.rows]
-        if spec.split == 1:
-            rows = rows.chunk(tp_size, dim=1)[tp_rank]
+        rows = (tensor.t() if spec.names.transposed else tensor)[section.offset : section.offset + section.rows]
+        if spec.split:
+            rows = rows.chunk(tp_size, dim=spec.split)[tp_rank]
         elif spec.split == 0:
             height = (section.rows + tp_size - 1) // tp_size
             padded = torch.cat([rows, rows.new_zeros(height * tp_size - section.rows, *rows.shape[1:])])
@@ -84,12 +87,9 @@ def test_the_blocks_of_all_ranks_cover_every_logical_element_once(spec, tp_size)
     for tp_rank in range(tp_size):
         for block in spec.regions(tp_rank, tp_size):
             count = counts[block.name].t() if block.transposed else counts[block.name]
-            assert tuple(count.shape) == block.shape
-            region = count[slice(*block.rows)]
-            if block.columns is not None:
-                region = region[:, slice(*block.columns)]
-            assert region.shape[0] == block.local_rows[1] - block.local_rows[0]
-            region += 1
+            assert tuple(count.shape) == block.whole
+            assert count[block.box].shape == block.shape
+            count[block.box] += 1
     copies = tp_size if spec.split is None else 1
     assert all((count == copies).all() for count in counts.values())
 
@@ -98,12 +98,12 @@ def test_the_blocks_of_all_ranks_cover_every_logical_element_once(spec, tp_size)
 @every_size
 def test_the_blocks_of_a_rank_do_not_overlap_and_leave_only_padding(spec, tp_size):
     for tp_rank in range(tp_size):
-        local = torch.zeros(spec.local_shape(tp_size)[0], dtype=torch.int)
+        local = torch.zeros(spec.local_shape(tp_size), dtype=torch.int)
         for block in spec.regions(tp_rank, tp_size):
-            local[slice(*block.local_rows)] += 1
+            local.view(-1)[block.start : block.start + block.numel] += 1
         ones = {name: torch.ones_like(tensor) for name, tensor in stored(spec, 0).items()}
         expected = held(spec, ones, tp_rank, tp_size)
-        assert torch.equal(local, expected.view(len(expected), -1)[:, 0].int())
+        assert torch.equal(local, expected.int())
 
 
 @every_spec
@@ -137,7 +137,7 @@ def test_the_number_of_elements_drawn_at_a_time_leaves_no_trace(spec, monkeypatc
 
 @pytest.mark.parametrize("kind", ["normal", "ones", "zeros"])
 def test_padding_is_zero_whatever_the_init(kind):
-    spec = ParamSpec((NamedRows("wte", 5),), columns=3, split=0, init=Initializer(kind))
+    spec = rows_spec((NamedRows("wte", 5),), columns=3, split=0, init=Initializer(kind))
     assert spec.local_shape(4) == (2, 3)
     assert (drawn(spec, 2, 4)[0] == 0).all() == (kind == "zeros")  # row 4, the last
     assert (drawn(spec, 2, 4)[1] == 0).all()
@@ -151,7 +151,7 @@ def test_a_checkpoint_shape_is_the_logical_one_without_padding(spec):
 
 
 def test_seeds_and_names_draw_different_weights():
-    spec = ParamSpec((NamedRows("a", 8), NamedRows("b", 8)), columns=8)
+    spec = rows_spec((NamedRows("a", 8), NamedRows("b", 8)), columns=8)
     one, other = drawn(spec, 0, 1, seed=1), drawn(spec, 0, 1, seed=2)
     assert not (one == other).any()
     assert not (one[:8] == one[8:]).any()
@@ -159,8 +159,8 @@ def test_seeds_and_names_draw_different_weights():
 
 def test_biases_and_norms_never_decay_and_follow_the_cut_of_their_weight():
     for spec in (vector_spec("n", 4, Initializer("ones")), bias_spec(FUSED, (NamedRows("b", 20),))):
-        assert (spec.decay, spec.columns, spec.transposed) == (False, None, False)
-    row_parallel = ParamSpec((NamedRows("o", 6),), columns=8, split=1)
+        assert (spec.decay, len(spec.shape), spec.names.transposed) == (False, 1, False)
+    row_parallel = rows_spec((NamedRows("o", 6),), columns=8, split=1)
     assert bias_spec(FUSED, (NamedRows("b", 20),)).split == 0
     assert bias_spec(row_parallel, (NamedRows("b", 6),), sum_over_tp=True).split is None
     assert bias_spec(row_parallel, (NamedRows("b", 6),), sum_over_tp=True).sum_over_tp

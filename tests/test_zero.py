@@ -17,7 +17,7 @@ from zero_worlds import Sharded, assert_same, assert_trains_as_plain, numbers, p
 
 from megazero.comm import collectives
 from megazero.config.schema import PrecisionConfig, ZeroConfig
-from megazero.layers.spec import Initializer, NamedRows, ParamSpec
+from megazero.layers.spec import Initializer, NamedRows, rows_spec
 from megazero.parallel_state import ParallelState, RankGrid
 from megazero.zero.bucket import ALONE, Bucket, Interval, Placement, ShardingPolicy
 from megazero.zero.gradients import GradientReducer
@@ -57,7 +57,7 @@ class _Model:
             for name, parameter in layer.named_parameters():
                 section = NamedRows(f"{index}.{name}", parameter.shape[0])
                 columns = parameter.shape[1] if parameter.dim() == 2 else None
-                spec = ParamSpec((section,), columns, init=Initializer("normal", 0.5))
+                spec = rows_spec((section,), columns, init=Initializer("normal", 0.5))
                 described.append(Described(f"{index}.{name}", parameter, spec))
         placement = Placement(self.state.shard, self.state.replica)
         policy = ShardingPolicy(zero_stage, torch.float32, placement, torch.device("cpu"))
@@ -202,7 +202,7 @@ def test_a_parameter_outside_every_unit_is_refused() -> None:
     layer, stray = _Layer(), nn.Parameter(torch.empty(3))
     unit = Unit(layer, tuple((layer, key) for key in layer._parameters), 0)
     with pytest.raises(ValueError, match="stray belongs to no unit"):
-        ShardedParameters([unit], [Described("stray", stray, ParamSpec((NamedRows("stray", 3),)))], _policy(), ZERO, {})
+        ShardedParameters([unit], [Described("stray", stray, rows_spec((NamedRows("stray", 3),)))], _policy(), ZERO, {})
 
 
 def test_a_parameter_that_is_no_floating_point_is_refused() -> None:

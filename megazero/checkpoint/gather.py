@@ -186,22 +186,16 @@ def assemble(spec: ParamSpec, local: Sequence[Tensor]) -> dict[str, Tensor]:
 
     `local` are the local tensors of all TP ranks; one if every rank holds the same.
     """
-    width = spec.width(len(local))
     shapes = spec.logical_shapes()
     whole: dict[str, Tensor] = {}
     for tp, tensor in enumerate(local):
         for region in spec.regions(tp, len(local)) if tensor.numel() else ():
-            rows, source = slice(*region.rows), tensor.view(-1, width)[slice(*region.local_rows)]
-            if not region.transposed and source.numel() == numel(region.shape):  # all of it, in the order of the file
-                whole[region.name] = source.reshape(shapes[region.name])
+            source = tensor.view(-1)[region.start : region.start + region.numel].view(region.shape)
+            if not region.transposed and region.shape == region.whole:  # all of it, in the order of the file
+                whole[region.name] = source
                 continue
             target = whole.setdefault(region.name, local[0].new_empty(shapes[region.name]))
-            if region.columns is None or region.whole is not None:
-                target.view(-1, width)[rows] = source
-            elif region.transposed:
-                target[slice(*region.columns), rows] = source.t()
-            else:
-                target[rows, slice(*region.columns)] = source
+            (target.t() if region.transposed else target)[region.box] = source
     return {name: whole.get(name, local[0].new_empty(shape)) for name, shape in shapes.items()}
 
 

@@ -33,7 +33,7 @@ from megazero.checkpoint.index import (
     read_manifest,
     read_trainer_state,
 )
-from megazero.checkpoint.tensor_file import StoredTensors
+from megazero.checkpoint.tensor_file import StoredTensor, StoredTensors
 from megazero.comm.collectives import agree, all_gather, gather_objects
 from megazero.layers.spec import ParamSpec, Region, numel
 from megazero.parallel_state import Axis, ParallelState
@@ -307,22 +307,23 @@ def _read_range(stored: StoredTensors, spec: ParamSpec, out: Tensor, start: int,
 
     Returns: elements read; all but the padding.
     """
-    width = spec.width(tp.size)
     stop = start + out.numel()
     read, done = 0, start  # elements before `done` are read or cleared
     for region in spec.regions(tp.index, tp.size):
-        low, high = max(region.local_rows[0] * width, start), min(region.local_rows[1] * width, stop)
+        low, high = max(region.start, start), min(region.start + region.numel, stop)
         if low >= high:
             continue
         if low > done:
             out[done - start : low - start] = 0
-        first, last = low // width, -(-high // width)
-        rows = _rows(stored, region, first, last)
+        width = region.numel // (region.shape or (1,))[0]
+        at, end = low - region.start, high - region.start
+        first, last = at // width, -(-end // width)
+        rows = _rows(stored[region.name], region, first, last)
         target = out[low - start : high - start]
-        if low == first * width and high == last * width:  # whole rows: one copy, from the file's pages to the target
-            target.view(last - first, width).copy_(rows.reshape(last - first, width) if rows.dim() != 2 else rows)
+        if target.numel() == rows.numel():  # whole rows: one copy, from the file's pages to the target
+            target.view(rows.shape).copy_(rows)
         else:
-            target.copy_(rows.reshape(-1)[low - first * width : high - first * width])
+            target.copy_(rows.reshape(-1)[at - first * width : end - first * width])
         read += high - low
         done = max(done, high)
     if done < stop:
@@ -330,14 +331,12 @@ def _read_range(stored: StoredTensors, spec: ParamSpec, out: Tensor, start: int,
     return read
 
 
-def _rows(stored: StoredTensors, region: Region, first: int, last: int) -> Tensor:
-    """Local rows [first, last) of a region; a view of the file if that is mapped."""
-    tensor, shift = stored[region.name], region.rows[0] - region.local_rows[0]
-    rows = (first + shift, last + shift)
-    if region.whole == ():
+def _rows(tensor: StoredTensor, region: Region, first: int, last: int) -> Tensor:
+    """Rows [first, last) of a region; a view of the file if that is mapped."""
+    if not region.whole:
         return tensor.whole()
-    if region.whole is not None or region.columns is None:
-        return tensor.rows(*rows)
+    (rows, *rest), top = region.box, region.corner[0]
+    rows = slice(top + first, top + last)
     if region.transposed:
-        return tensor.rows(*region.columns)[:, slice(*rows)].t()
-    return tensor.rows(*rows)[:, slice(*region.columns)]
+        return tensor.rows(rest[0].start, rest[0].stop)[:, rows].t()
+    return tensor.rows(rows.start, rows.stop)[(slice(None), *rest)]

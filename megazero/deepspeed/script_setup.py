@@ -286,8 +286,8 @@ def _describe(model: nn.Module, state: ParallelState) -> tuple[list[Described], 
         for one in describe(chunk):
             canonical = chunk.canonical_names[one.name]
             spec, tied = one.spec, canonical in model.tied_copies
-            if tied or spec.sections[0].name == one.name:  # a tensor-parallel layer names its parameters itself
-                spec = whole_spec(canonical, spec.local_shape(1) if spec.whole is None else spec.whole, tied=tied)
+            if tied or spec.name == one.name:  # a tensor-parallel layer names its parameters itself
+                spec = whole_spec(canonical, spec.shape, tied=tied)
             described.append(replace(one, name=f"chunks.{index}.{one.name}", spec=spec))
     # A collective call: every rank makes the axis of every tie.
     axes = {name: state.among_stages(model.holders(name)) for name in sorted(model.tied_copies)}
@@ -296,7 +296,7 @@ def _describe(model: nn.Module, state: ParallelState) -> tuple[list[Described], 
 
 def _check_ties(described: list[Described], state: ParallelState) -> None:
     """Make sure that the optimizer treats all copies of a tied parameter alike.  Raises: ValueError, on every rank."""
-    own = [(one.spec.sections[0].name, one.group, one.parameter.requires_grad) for one in described if one.spec.tied]
+    own = [(one.spec.name, one.group, one.parameter.requires_grad) for one in described if one.spec.tied]
     treatment: dict[str, tuple[int, bool]] = {}
     for name, group, trains in (entry for entries in gather_objects(own, state.pp) for entry in entries):
         if treatment.setdefault(name, (group, trains)) != (group, trains):

@@ -343,7 +343,7 @@ def _in_its_group(one: Described, recipe: OptimizerRecipe) -> Described:
 def _tied_axes(described: Sequence[Described], state: ParallelState, placement: Placement) -> Mapping[str, Axis]:
     """By name of a tied parameter, the pipeline ranks that hold a copy.  A collective call of the pipeline's ranks."""
     first, last = placement[0][0], placement[-1][0]
-    tied = [one.spec.sections[0].name for one in described if one.spec.tied]
+    tied = [one.spec.name for one in described if one.spec.tied]
     if first == last or not any(gather_objects(bool(tied), state.pp)):
         return {}
     return dict.fromkeys(tied, state.among_stages([first, last], "embedding"))

@@ -37,7 +37,7 @@ from megazero.comm.autograd import (
 )
 from megazero.comm.collectives import Pending, all_reduce
 from megazero.layers.gemm import add_product, bypasses_autograd, product_t
-from megazero.layers.spec import Initializer, NamedRows, ParamSpec, bias_spec, drawn_parameter
+from megazero.layers.spec import Initializer, NamedRows, bias_spec, drawn_parameter, rows_spec
 from megazero.parallel_state import Axis
 
 Entry: TypeAlias = Literal["local", "replicated", "sequence"]
@@ -243,7 +243,7 @@ class ColumnParallelLinear(nn.Module):
         super().__init__()
         self.tp, self.wgrad_queue, self.gather_output = tp, wgrad_queue, gather_output
         self.entry: Entry = "sequence" if sequence_parallel else "replicated"
-        spec = ParamSpec(sections, in_features, 0, init or Initializer(), transposed=transposed, matrix=True)
+        spec = rows_spec(sections, in_features, 0, init or Initializer(), transposed=transposed, matrix=True)
         self.specs = {"weight": spec}
         self.weight = drawn_parameter(spec, tp.index, tp.size)
         if bias_sections:
@@ -285,7 +285,7 @@ class RowParallelLinear(nn.Module):
         super().__init__()
         self.tp, self.wgrad_queue, self.scatter_input = tp, wgrad_queue, scatter_input
         self.reduce = scatter_sequence if sequence_parallel else reduce_from_tp
-        spec = ParamSpec((section,), in_features, 1, init or Initializer(), transposed=transposed, matrix=True)
+        spec = rows_spec((section,), in_features, 1, init or Initializer(), transposed=transposed, matrix=True)
         self.specs = {"weight": spec}
         self.weight = drawn_parameter(spec, tp.index, tp.size)
         if bias_section:

@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megazero.comm.autograd import reduce_from_tp, refuse_second_derivative
-from megazero.layers.spec import Initializer, NamedRows, ParamSpec, drawn_parameter, vector_spec
+from megazero.layers.spec import Initializer, NamedRows, drawn_parameter, rows_spec, vector_spec
 from megazero.parallel_state import Axis
 
 _WHOLE = Axis("tp")
@@ -195,7 +195,7 @@ class HeadNorm(nn.Module):
         super().__init__()
         self.heads, self.eps = heads, eps
         rows = tuple(NamedRows(f"{name}.weight", heads.size) for name in names)
-        spec = ParamSpec(rows, init=Initializer("ones"), sum_over_tp=heads.tp.size > 1, decay=False)
+        spec = rows_spec(rows, init=Initializer("ones"), sum_over_tp=heads.tp.size > 1, decay=False)
         self.specs, self.weight = {"weight": spec}, drawn_parameter(spec)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -214,7 +214,7 @@ class WidthNorm(nn.Module):
         self.eps, self.tp, sizes = eps, heads.tp, (heads.num_heads * heads.size, heads.num_kv_heads * heads.size)
         self.sizes = [size // self.tp.size for size in sizes]
         rows = tuple(NamedRows(f"{name}.weight", size) for name, size in zip(names, sizes, strict=True))
-        spec = ParamSpec(rows, split=0, init=Initializer("ones"), decay=False)
+        spec = rows_spec(rows, split=0, init=Initializer("ones"), decay=False)
         self.specs, self.weight = {"weight": spec}, drawn_parameter(spec, self.tp.index, self.tp.size)
 
     def forward(self, qk: Tensor) -> Tensor:

@@ -1,14 +1,14 @@
 """What a parameter is in the whole model: the description that storage, initial values, norms and checkpoints read.
 
-A module's own ("local") tensor is a stack of named rows along dimension 0, each cut over TP.  In a checkpoint they are rows
-of one logical tensor under its Hugging Face name:
+A parameter has a global shape, a placement for each dimension, and names: a checkpoint stores rows of its dimension 0 as
+rows of logical tensors under their Hugging Face names.  Where TP splits dimension 0, it splits the rows of each name:
 
     fused q|k|v, tp = 2                       logical tensors
     rank 0  [ q0 | k0 | v0 ]                  q_proj = q0 q1
     rank 1  [ q1 | k1 | v1 ]      <->         k_proj = k0 k1
                                               v_proj = v0 v1
 
-Random numbers are keyed by the position in the logical tensor, so neither the fused layout nor the cut changes them.
+Random numbers are keyed by the position in the logical tensor, so neither fusing nor splitting changes them.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from math import prod
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -33,6 +33,10 @@ class Initializer:
 
     kind: Literal["normal", "zeros", "ones"] = "normal"
     std: float = 0.02
+
+
+Placement: TypeAlias = Literal["tp"] | None
+"""Of a dimension: split over this axis, or None for whole on every rank."""
 
 
 @dataclass(frozen=True)
@@ -62,30 +66,57 @@ class LocalRows(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Region:
-    """A rectangle of a local parameter, and its position in the logical tensor `name`.
+class StoredNames:
+    """How a checkpoint stores a parameter.
 
     Args:
-        local_rows: (start, stop) in the local tensor's dimension 0.
-        rows: (start, stop) in the logical tensor's dimension 0, before any transposition.
-        columns: (start, stop) in dimension 1; None for 1-D parameters.
-        shape: of the logical tensor, before any transposition.
-        transposed: the checkpoint stores the logical tensor as [columns, rows].
-        whole: shape of the stored tensor, where it is neither [rows] nor [rows, columns].
+        rows: the logical tensors, or parts of them, that are stacked along dimension 0.
+        transposed: logical tensors are stored with their dimensions reversed: [in, out] (GPT-2's Conv1D).
+    """
+
+    rows: tuple[NamedRows, ...]
+    transposed: bool = False
+
+
+@dataclass(frozen=True)
+class Region:
+    """A box of a logical tensor that lies in consecutive elements of a rank's flattened ("local") tensor.
+
+    Args:
+        start: the first of these elements.
+        corner: first index of the box in each dimension of the logical tensor.
+        shape: of the box, and of the local elements.
+        whole: shape of the logical tensor.
+        transposed: see `StoredNames`; corner and shapes are those before.
     """
 
     name: str
-    local_rows: tuple[int, int]
-    rows: tuple[int, int]
-    columns: tuple[int, int] | None
+    start: int
+    corner: tuple[int, ...]
     shape: tuple[int, ...]
+    whole: tuple[int, ...]
     transposed: bool
-    whole: tuple[int, ...] | None = None
+
+    @property
+    def numel(self) -> int:
+        """Elements of the box."""
+        return prod(self.shape)
+
+    @property
+    def box(self) -> tuple[slice, ...]:
+        """The box as an index of the logical tensor."""
+        return tuple(slice(at, at + size) for at, size in zip(self.corner, self.shape, strict=True))
 
     @property
     def stored_shape(self) -> tuple[int, ...]:
         """Shape of the logical tensor as a checkpoint stores it."""
-        return self.whole if self.whole is not None else self.shape[::-1] if self.transposed else self.shape
+        return self.whole[::-1] if self.transposed else self.whole
+
+    @property
+    def strides(self) -> tuple[int, ...]:
+        """Elements of the stored tensor from one index of each logical dimension to the next."""
+        stored = tuple(prod(self.stored_shape[dim + 1 :]) for dim in range(len(self.whole)))
+        return stored[::-1] if self.transposed else stored
 
 
 @dataclass(frozen=True)
@@ -93,44 +124,52 @@ class ParamSpec:
     """One parameter of the model, whatever the cluster.
 
     Args:
-        sections: the logical tensors, or parts of them, that are stacked along dimension 0.
-        columns: size of dimension 1; None for a 1-D parameter.
-        split: the dimension cut over TP, or None for a parameter that every TP rank holds.
+        names: the logical tensors that hold its rows.
+        shape: of all ranks together, any number of dimensions.
+        placement: of each dimension; of at most one "tp".
+        init: its initial values.
         sum_over_tp: a replicated parameter whose gradient on each TP rank covers only part of the sequence.
         tied: the embedding that first and last pipeline stage share.
-        transposed: stored [in, out] in a checkpoint (GPT-2's Conv1D).
+        decay: weight decay applies.
         matrix: a weight between the features of a block, which an optimizer of matrices steps whole, section by section.
-        whole: the shape of a parameter that has none or more than two dimensions and is not cut; `columns` is then all but
-            the first of them, flattened.
 
-    Columns that are cut must be divisible by tp.  Rows are cut into ceil(size / tp) each; the surplus rows of the last rank
-    are padding: zero, masked in use, and part of no logical tensor.
+    A later dimension that is split must be divisible by tp.  Of rows that are split, a rank has ceil(size / tp); the surplus
+    rows of the last rank are padding: zero, masked in use, and part of no logical tensor.
     """
 
-    sections: tuple[NamedRows, ...]
-    columns: int | None = None
-    split: Literal[0, 1] | None = None
+    names: StoredNames
+    shape: tuple[int, ...]
+    placement: tuple[Placement, ...]
     init: Initializer = Initializer()
     sum_over_tp: bool = False
     tied: bool = False
     decay: bool = True
-    transposed: bool = False
     matrix: bool = False
-    whole: tuple[int, ...] | None = None
+
+    @property
+    def name(self) -> str:
+        """Canonical name of the first logical tensor."""
+        return self.names.rows[0].name
+
+    @property
+    def split(self) -> int | None:
+        """The dimension that TP splits; None where every TP rank holds the parameter whole."""
+        return self.placement.index("tp") if "tp" in self.placement else None
 
     def local_shape(self, tp_size: int) -> tuple[int, ...]:
         """Shape of one TP rank's tensor."""
-        if self.whole is not None:
-            return self.whole
-        cut = tp_size if self.split == 0 else 1
-        rows = sum(-(-section.rows // cut) for section in self.sections)
-        return (rows,) if self.columns is None else (rows, self.width(tp_size))
+        rows = sum(self._local_rows(section, tp_size) for section in self.names.rows)
+        return (rows, *self._local_row(tp_size)) if self.shape else ()
 
-    def width(self, tp_size: int) -> int:
-        """Elements of one row of a TP rank's tensor."""
-        if self.split == 1 and self.columns is not None and self.columns % tp_size:
-            raise ValueError(f"{self.sections[0].name}: its {self.columns} columns must be divisible by tp={tp_size}")
-        return (1 if self.columns is None else self.columns) // (tp_size if self.split == 1 else 1)
+    def _local_rows(self, section: NamedRows, tp_size: int) -> int:
+        return -(-section.rows // tp_size) if self.split == 0 else section.rows
+
+    def _local_row(self, tp_size: int) -> tuple[int, ...]:
+        """Shape of a row of a TP rank's tensor."""
+        for dim, size in enumerate(self.shape):
+            if 0 < dim == self.split and size % tp_size:
+                raise ValueError(f"{self.name}: its dimension {dim} of {size} must be divisible by tp={tp_size}")
+        return tuple(size // (tp_size if dim == self.split else 1) for dim, size in enumerate(self.shape) if dim)
 
     def logical_shapes(self) -> dict[str, tuple[int, ...]]:
         """Shapes of the logical tensors as a checkpoint stores them, by name."""
@@ -138,71 +177,84 @@ class ParamSpec:
 
     def regions(self, tp_rank: int, tp_size: int) -> Iterator[Region]:
         """The regions of one TP rank's tensor; they cover it once, padding excepted."""
-        width = self.width(tp_size)
-        start = width * tp_rank if self.split == 1 else 0
-        columns = None if self.columns is None else (start, start + width)
+        if not self.shape:
+            yield Region(self.name, 0, (), (), (), transposed=False)
+            return
+        row = self._local_row(tp_size)
+        corner = tuple(size * tp_rank * (dim == self.split) for dim, size in enumerate(row, 1))
         for section, first, low, high in self.local_sections(tp_rank, tp_size):
-            total = section.logical_rows or section.rows
             if high > low:
-                yield Region(
-                    section.name,
-                    (first, first + high - low),
-                    (section.offset + low, section.offset + high),
-                    columns,
-                    (total,) if self.columns is None else (total, self.columns),
-                    self.transposed,
-                    self.whole,
-                )
+                whole = (section.logical_rows or section.rows, *self.shape[1:])
+                place = (section.offset + low, *corner), (high - low, *row)
+                yield Region(section.name, first * prod(row), *place, whole, self.names.transposed)
 
     def local_sections(self, tp_rank: int, tp_size: int) -> Iterator[LocalRows]:
         """What one TP rank's tensor holds of each section, padding excepted."""
         first = 0
-        for section in self.sections:
-            part = -(-section.rows // tp_size) if self.split == 0 else section.rows
-            low = min(part * tp_rank, section.rows) if self.split == 0 else 0
-            yield LocalRows(section, first, low, min(low + part, section.rows))
-            first += part
+        for section in self.names.rows:
+            rows = self._local_rows(section, tp_size)
+            low = min(rows * tp_rank, section.rows) if self.split == 0 else 0
+            yield LocalRows(section, first, low, min(low + rows, section.rows))
+            first += rows
 
     def init_weights(self, out: Tensor, start: int, tp_rank: int, tp_size: int, seed: int) -> None:
         """Fill `out`, fp32 and 1-D: elements [start, start + len(out)) of the flattened local tensor."""
         out.zero_()
-        width = self.width(tp_size)
         for region in self.regions(tp_rank, tp_size):
-            low = max(region.local_rows[0] * width, start)
-            high = min(region.local_rows[1] * width, start + out.numel())
+            low = max(region.start, start)
+            high = min(region.start + region.numel, start + out.numel())
             for at in range(low, high, _DRAW_ELEMENTS):
                 stop = min(at + _DRAW_ELEMENTS, high)
-                self._draw_region(out[at - start : stop - start], at, width, region, seed)
+                self._draw_region(out[at - start : stop - start], at - region.start, region, seed)
 
-    def _draw_region(self, out: Tensor, at: int, width: int, region: Region, seed: int) -> None:
+    def _draw_region(self, out: Tensor, at: int, region: Region, seed: int) -> None:
+        """Fill `out` with the elements of a region from number `at` on."""
         if self.init.kind != "normal":
             out.fill_(1.0 if self.init.kind == "ones" else 0.0)
             return
-        local = torch.arange(at, at + out.numel(), dtype=torch.int64, device=out.device)
-        row = local // width - region.local_rows[0] + region.rows[0]
-        column = local % width + (region.columns[0] if region.columns else 0)
-        last = 1 if region.columns is None else region.shape[0] if region.transposed else region.shape[1]
-        index = column * last + row if region.transposed else row * last + column
+        rest = torch.arange(at, at + out.numel(), dtype=torch.int64, device=out.device)
+        index = torch.zeros_like(rest)
+        for size, first, stride in reversed([*zip(region.shape, region.corner, region.strides, strict=True)][1:]):
+            index += (rest % size + first) * stride
+            rest = rest // size
+        if region.shape:
+            index += (rest + region.corner[0]) * region.strides[0]
         out.copy_(normal(derive_key(seed, region.name), index) * self.init.std)
 
 
-def vector_spec(
-    name: str, size: int, init: Initializer, *, split: Literal[0] | None = None, sum_over_tp: bool = False
+def rows_spec(
+    rows: tuple[NamedRows, ...],
+    columns: int | None = None,
+    split: Literal[0, 1] | None = None,
+    init: Initializer = Initializer(),
+    *,
+    sum_over_tp: bool = False,
+    tied: bool = False,
+    decay: bool = True,
+    matrix: bool = False,
+    transposed: bool = False,
 ) -> ParamSpec:
-    """Spec of a norm weight or a bias: 1-D, never decayed."""
-    return ParamSpec((NamedRows(name, size),), None, split, init, sum_over_tp, decay=False)
+    """Spec of a matrix of named rows, or of a vector where `columns` is None; `split`: the dimension that TP splits."""
+    shape = (sum(section.rows for section in rows), *(() if columns is None else (columns,)))
+    placement: tuple[Placement, ...] = tuple("tp" if dim == split else None for dim in range(len(shape)))
+    return ParamSpec(StoredNames(rows, transposed), shape, placement, init, sum_over_tp, tied, decay, matrix)
+
+
+def vector_spec(name: str, size: int, init: Initializer, *, sum_over_tp: bool = False) -> ParamSpec:
+    """Spec of the weight or bias of a norm: 1-D, never decayed."""
+    return rows_spec((NamedRows(name, size),), init=init, sum_over_tp=sum_over_tp, decay=False)
 
 
 def whole_spec(name: str, shape: tuple[int, ...], *, tied: bool = False) -> ParamSpec:
     """Spec of a parameter of any shape that every TP rank holds whole; `tied`: it has a copy on another stage."""
-    rows, columns = (shape[0] if shape else 1), (prod(shape[1:]) if len(shape) > 1 else None)
-    return ParamSpec((NamedRows(name, rows),), columns, tied=tied, whole=None if len(shape) in (1, 2) else shape)
+    rows = NamedRows(name, shape[0] if shape else 1)
+    return ParamSpec(StoredNames((rows,)), shape, (None,) * len(shape), tied=tied)
 
 
-def bias_spec(weight: ParamSpec, sections: tuple[NamedRows, ...], *, sum_over_tp: bool = False) -> ParamSpec:
+def bias_spec(weight: ParamSpec, rows: tuple[NamedRows, ...], *, sum_over_tp: bool = False) -> ParamSpec:
     """Spec of the bias that goes with a linear layer's weight: zero at the start, never decayed."""
     split: Literal[0] | None = 0 if weight.split == 0 else None
-    return ParamSpec(sections, None, split, Initializer("zeros"), sum_over_tp, decay=False)
+    return rows_spec(rows, None, split, Initializer("zeros"), sum_over_tp=sum_over_tp, decay=False)
 
 
 def drawn_parameter(spec: ParamSpec, tp_rank: int = 0, tp_size: int = 1) -> nn.Parameter:

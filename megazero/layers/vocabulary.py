@@ -32,7 +32,7 @@ from megazero.comm.collectives import all_gather
 from megazero.layers.gemm import product_t
 from megazero.layers.linear import GradientAccumulator, WeightGradQueue, sum_of_products
 from megazero.layers.sample_part import TokenLayout
-from megazero.layers.spec import Initializer, NamedRows, ParamSpec, drawn_parameter
+from megazero.layers.spec import Initializer, NamedRows, ParamSpec, drawn_parameter, rows_spec
 from megazero.parallel_state import Axis
 
 
@@ -76,7 +76,7 @@ class VocabParallelEmbedding(nn.Module):
         self.reduce = scatter_sequence if sequence_parallel else reduce_from_tp
         self.specs = {"weight": spec}
         self.weight = drawn_parameter(spec, tp.index, tp.size)
-        self.first, self.vocab_size = tp.index * self.weight.shape[0], spec.sections[0].rows
+        self.first, self.vocab_size = tp.index * self.weight.shape[0], spec.shape[0]
 
     def forward(self, tokens: Tensor) -> Tensor:
         check_ids(tokens, self.vocab_size, "token")
@@ -121,7 +121,7 @@ class PositionEmbedding(nn.Module):
     ) -> None:
         super().__init__()
         cut = sequence_parallel and tp.size > 1
-        self.specs = {"weight": ParamSpec((NamedRows(name, seq_len),), hidden_size, None, init, sum_over_tp=cut)}
+        self.specs = {"weight": rows_spec((NamedRows(name, seq_len),), hidden_size, None, init, sum_over_tp=cut)}
         self.weight = drawn_parameter(self.specs["weight"])
         self.part = tp.index if cut else 0
 
@@ -318,7 +318,7 @@ class VocabParallelHead(nn.Module):
         logits_bytes: int = LOGITS_BYTES,
     ) -> None:
         super().__init__()
-        self.tp, self.vocab_size, self.logits_bytes = tp, spec.sections[0].rows, logits_bytes
+        self.tp, self.vocab_size, self.logits_bytes = tp, spec.shape[0], logits_bytes
         self.keeps_logits = True
         # The two passes over logits; `models/wrappers.py` compiles them, which needs no blocks.
         self.statistics_of: Any = statistics_by_blocks

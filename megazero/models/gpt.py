@@ -26,7 +26,7 @@ from megazero.layers.linear import ColumnParallelLinear, RowParallelLinear, Weig
 from megazero.layers.mlp import GELU, MLP, Gated, SwiGLU
 from megazero.layers.norm import HeadNorm, Heads, LayerNorm, RMSNorm, WidthNorm
 from megazero.layers.sample_part import SamplePart, TokenLayout
-from megazero.layers.spec import Initializer, NamedRows, ParamSpec
+from megazero.layers.spec import Initializer, NamedRows, ParamSpec, rows_spec
 from megazero.layers.vocabulary import PositionEmbedding, VocabParallelEmbedding, VocabParallelHead
 from megazero.models.activation_config import Region
 from megazero.models.config import ModelConfig
@@ -124,7 +124,7 @@ class BuildContext:
     def vocabulary(self, name: str) -> ParamSpec:
         """The weight of the embedding or of the head; its rows are tokens and need not be divisible by tp."""
         model, rows = self.model, NamedRows(name, self.model.vocab_size)
-        return ParamSpec((rows,), model.hidden_size, 0, self.init, tied=bool(model.tie_embeddings))
+        return rows_spec((rows,), model.hidden_size, 0, self.init, tied=bool(model.tie_embeddings))
 
     def column(
         self, weight: tuple[NamedRows, ...], bias: tuple[NamedRows, ...] = (), *, transposed: bool = False

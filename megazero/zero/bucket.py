@@ -229,7 +229,7 @@ class BucketLayout:
     def tie(self) -> str | None:
         """The logical name of a parameter that several stages or chunks hold; it has a bucket of its own."""
         spec = self.slots[0].info.spec
-        return spec.sections[0].name if spec.tied else None
+        return spec.name if spec.tied else None
 
     @cached_property
     def unit(self) -> int:

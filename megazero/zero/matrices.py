@@ -139,14 +139,14 @@ class _Piece(NamedTuple):
 def _pieces(bucket: int, slot: Slot, tp_size: int) -> Iterator[_Piece]:
     """The logical matrices of one parameter."""
     spec = slot.info.spec
-    width, parts = spec.width(tp_size), range(tp_size if spec.split is not None else 1)
+    width, parts = spec.local_shape(tp_size)[1], range(tp_size if spec.split is not None else 1)
     local = [list(spec.local_sections(tp, tp_size)) for tp in parts]
-    for number, section in enumerate(spec.sections):
+    for number, section in enumerate(spec.names.rows):
         rows = [own[number] for own in local]
         firsts = [slot.start + one.first * width for one in rows]
         shapes = tuple((one.stop - one.start, width) for one in rows)
         elements = tuple(Interval(at, at + size[0] * width) for at, size in zip(firsts, shapes, strict=True))
-        yield _Piece(bucket, (section.rows, spec.columns or 1), shapes, elements, 1 if spec.split == 1 else 0)
+        yield _Piece(bucket, (section.rows, spec.shape[1]), shapes, elements, 1 if spec.split == 1 else 0)
 
 
 class MatrixState(Protocol):

@@ -18,7 +18,7 @@ Rows: TypeAlias = list[tuple[str, int, int, str]]  # of a logical tensor: its na
 
 def logical_rows(described: Sequence[Described], ties: Mapping[str, Axis]) -> Rows:
     """The rows of logical tensors that parameters hold, but for those that stages share."""
-    every = [(section, one) for one in described if not one.spec.tied for section in one.spec.sections]
+    every = [(section, one) for one in described if not one.spec.tied for section in one.spec.names.rows]
     return [
         (section.name, section.offset, section.offset + section.rows, one.name)
         for section, one in every

@@ -17,9 +17,11 @@ from worlds import LLAMA, LR, engine_on, micro_batches, on_one_state, run_of, st
 from megazero.config import ResolvedRun
 from megazero.engine import Engine
 from megazero.layers import attention_kernels
+from megazero.layers.attention import RotaryEmbedding
+from megazero.layers.attention_kernels import SlidingWindow
 from megazero.layers.linear import WeightGradQueue
 from megazero.layers.sample_part import TokenLayout
-from megazero.layers.spec import Initializer, NamedRows, ParamSpec
+from megazero.layers.spec import Initializer, NamedRows, rows_spec
 from megazero.layers.vocabulary import VocabParallelHead
 from megazero.models.config import ModelConfig
 from megazero.models.gpt import BuildContext, MicroBatch
@@ -340,8 +342,9 @@ def _kept_by_a_block(**keys: Any) -> tuple[int, ModelConfig]:
     context = BuildContext(model, Axis("tp"), False, 1, cpu, dtype=torch.bfloat16)
     (block,) = FAMILIES[model.family].blocks(context, [0])
     block = block.to_empty(device="cpu").to(torch.bfloat16)
-    shared = [context.window.mask] if context.window else []
-    shared += [block.attention.rope.cos, block.attention.rope.sin] if block.attention.rope else []
+    shared = [context.kernel.mask] if isinstance(context.kernel, SlidingWindow) else []
+    rope = block.attention.core.rope
+    shared += [rope.cos, rope.sin] if isinstance(rope, RotaryEmbedding) else []
     known = {tensor.untyped_storage().data_ptr() for tensor in (*block.parameters(), *shared)}
     kept: dict[int, Tensor] = {}
 
@@ -478,7 +481,7 @@ def test_micro_batches_of_varying_size_do_not_raise_the_memory_of_a_process() ->
 def test_the_passes_over_16_bit_logits_take_the_logits_and_two_blocks(keeps: bool) -> None:
     """Forward and backward, not compiled; kept between them are the logits, or some numbers for each token."""
     tokens, vocab, hidden = 1024, 8192, 16
-    spec = ParamSpec((NamedRows("head", vocab),), hidden, 0, Initializer())
+    spec = rows_spec((NamedRows("head", vocab),), hidden, 0, Initializer())
     head = VocabParallelHead(spec, Axis("tp"), sequence_parallel=False).bfloat16()
     head.keeps_logits = keeps
     torch.nn.init.normal_(head.weight)

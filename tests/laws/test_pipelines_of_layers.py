@@ -389,9 +389,7 @@ def stream(case: Case, state: ParallelState, step: int, samples: int = MICRO) ->
 def whole(engine: Any) -> dict[str, Any]:
     """Every logical tensor by name, on every rank: the fp32 master of what is trained, else the weight."""
     state, sharded = engine.parallel_state, engine.sharded_model.sharded_state
-    frozen = {
-        slot.info.spec.sections[0].name for b in sharded.buckets if not b.layout.trains for slot in b.layout.slots
-    }
+    frozen = {slot.info.spec.name for b in sharded.buckets if not b.layout.trains for slot in b.layout.slots}
     kinds = {kind: dict(gather_logical(sharded, kind, state)) for kind in ("model", "master")}
     mine = {name: kinds["model"][name] if name in frozen else tensor for name, tensor in kinds["master"].items()}
     merged: dict[str, Any] = {}
