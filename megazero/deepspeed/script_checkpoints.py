@@ -12,6 +12,7 @@ import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -135,33 +136,15 @@ class CheckpointedEngine(nn.Module):
             self._show("note: exclude_frozen_parameters has no effect: a checkpoint holds every weight")
         if not save_dir:
             raise ValueError(f"save_checkpoint needs a directory, not {save_dir!r}")
-        model, state = self.sharded_model, self.parallel_state
-        agree(self._check_between_steps, state.world, CheckpointError)
-        agree(self._check_no_extra_state, state.world, CheckpointError)
-        agree(self.bound.check, state.world, CheckpointError)
+        state, source = self.parallel_state, self.sharded_model.sharded_state
         tag = f"global_step{self.global_steps}" if tag is None else str(tag)
-        self._check_tag(tag)
-        groups = [_plain_settings(group) for group in self.optimizer.param_groups]
-        trainer = trainer_state(
-            model,
-            Position(self.global_steps, self.global_samples),
-            data_fingerprint="",
-            model={"module": type(self.module).__name__},
-            config={"zero_stage": self.config.zero.stage, "dtype": self.config.precision.dtype},
-            script={"counters": {name: getattr(self, name) for name in _COUNTERS}, "groups": groups},
-        )
-        buffers = self._gather_buffers()
-
-        def make_files() -> dict[str, bytes]:
-            if state.rank != 0:
-                return {}
-            files = {BUFFERS: save(buffers)} if buffers else {}
-            if self.lr_scheduler is not None:
-                files[SCHEDULE] = _to_bytes(self.lr_scheduler.state_dict(), "the schedule's state_dict()")
-            return files | {CLIENT_STATE: _to_bytes(dict(client_state or {}), "client_state")}
-
-        files = agree(make_files, state.world, CheckpointError)
-        folder, source = folder_at(save_dir).child(tag), model.sharded_state
+        agree(lambda: self._check_savable(tag), state.world, CheckpointError)
+        tags = sorted(set(gather_objects(tag, state.world)))
+        if len(tags) > 1:
+            raise CheckpointError(f"every rank must save under one tag; there are {', '.join(tags)}")
+        trainer, buffers = self._trainer_state(), self._gather_buffers()
+        files = agree(lambda: self._files(buffers, client_state), state.world, CheckpointError)
+        folder = folder_at(save_dir).child(tag)
         if not asynchronous:
             self._wait_for_saver()
             save_checkpoint(folder, source, state, trainer, files, moves_latest=save_latest)
@@ -177,6 +160,29 @@ class CheckpointedEngine(nn.Module):
             atexit.register(_finish_at_exit, self._saver)
         self._saver.save(folder, trainer, files, moves_latest=save_latest)
         return True
+
+    def _trainer_state(self) -> TrainerState:
+        """The counters and the settings of the optimizer's groups, beside what every checkpoint has."""
+        return trainer_state(
+            self.sharded_model,
+            Position(self.global_steps, self.global_samples),
+            data_fingerprint="",
+            model={"module": type(self.module).__name__},
+            config={"zero_stage": self.config.zero.stage, "dtype": self.config.precision.dtype},
+            script={
+                "counters": {name: getattr(self, name) for name in _COUNTERS},
+                "groups": [_plain_settings(group) for group in self.optimizer.param_groups],
+            },
+        )
+
+    def _files(self, buffers: dict[str, Tensor], client_state: Mapping[str, Any] | None) -> dict[str, bytes]:
+        """What rank 0 writes beside the sharded state.  Raises: CheckpointError."""
+        if self.global_rank != 0:
+            return {}
+        files = {BUFFERS: save(buffers)} if buffers else {}
+        if self.lr_scheduler is not None:
+            files[SCHEDULE] = _to_bytes(self.lr_scheduler.state_dict(), "the schedule's state_dict()")
+        return files | {CLIENT_STATE: _to_bytes(dict(client_state or {}), "client_state")}
 
     def finish_saving(self) -> None:
         """Wait until the last asynchronous checkpoint is durable, as a script's end does.  Raises: CheckpointError."""
@@ -220,43 +226,41 @@ class CheckpointedEngine(nn.Module):
                 "load_checkpoint does not support custom_load_fn: a checkpoint must have the module's weights, and no "
                 "others. For some of them, read its safetensors and load these into the module before megazero.initialize"
             )
-        model, state, schedule = self.sharded_model, self.parallel_state, self.lr_scheduler
+        world, model = self.parallel_state.world, self.sharded_model
         with_optimizer = load_optimizer_states and not load_module_only and self.has_optimizer
-        with_schedule = load_lr_scheduler_states and not load_module_only
         self._wait_for_saver()
-        name = agree(lambda: _newest_tag(load_dir) if tag is None else str(tag), state.world, CheckpointError)
+        name = agree(lambda: _newest_tag(load_dir) if tag is None else str(tag), world, CheckpointError)
         if name is None:
             self._show(f"{load_dir} holds no checkpoint: it has no file {LATEST!r}; starting anew")
             return None, {}
         directory = folder_at(load_dir).child(name)
-        trainer, client, schedule_state, buffers = agree(lambda: _read(directory), state.world, CheckpointError)
-        if with_schedule and (schedule_state is None) != (schedule is None):
-            self._show(
-                "note: the checkpoint has no schedule; this run's starts anew"
-                if schedule_state is None
-                else "note: the checkpoint's schedule is left out; this run has none"
-            )
-        if not with_schedule or schedule is None:
-            schedule_state = None
-        groups = trainer.script["groups"] if with_optimizer else None
-        agree(lambda: self._check_loadable(groups, buffers, schedule_state), state.world, CheckpointError)
-        scaler = None if load_module_only else trainer.loss_scaler
-        found = open_checkpoint(directory, model.sharded_state, state, with_optimizer=with_optimizer)
-        model.load(found.read, scaler)
+        saved = agree(lambda: _read(directory), world, CheckpointError)
+        schedule_state = self._schedule_state(saved) if load_lr_scheduler_states and not load_module_only else None
+        groups = saved.trainer.script["groups"] if with_optimizer else None
+        agree(lambda: self._check_loadable(groups, saved.buffers, schedule_state), world, CheckpointError)
+        found = open_checkpoint(directory, model.sharded_state, self.parallel_state, with_optimizer=with_optimizer)
+        model.load(found.read, None if load_module_only else saved.trainer.loss_scaler)
         for path, buffer in self._named_buffers():
-            buffer.copy_(buffers[self._canonical(path)])
+            buffer.copy_(saved.buffers[self._canonical(path)])
         for group, settings in zip(self.optimizer.param_groups, groups or [], strict=False):
             for key, value in settings.items():
                 # how a step is computed belongs to this machine, not to the run
                 if key in group and key not in ("fused", "foreach", "capturable"):
                     group[key] = tuple(value) if isinstance(group[key], tuple) else value
         if schedule_state is not None:
-            schedule.load_state_dict(schedule_state)
+            self.lr_scheduler.load_state_dict(schedule_state)
         if not load_module_only:
-            for counter, value in trainer.script["counters"].items():
-                setattr(self, counter, value)
+            vars(self).update(saved.trainer.script["counters"])
         self.zero_grad()
-        return str(directory), client
+        return str(directory), saved.client
+
+    def _schedule_state(self, saved: _Saved) -> dict[str, Any] | None:
+        """The schedule's state, if the checkpoint and this run have one; a note where only one of them has."""
+        if self.lr_scheduler is None and saved.schedule is not None:
+            self._show("note: the checkpoint's schedule is left out; this run has none")
+        elif self.lr_scheduler is not None and saved.schedule is None:
+            self._show("note: the checkpoint has no schedule; this run's starts anew")
+        return None if self.lr_scheduler is None else saved.schedule
 
     def _canonical(self, name: str) -> str:
         """The name in a checkpoint of a tensor of the module."""
@@ -266,28 +270,21 @@ class CheckpointedEngine(nn.Module):
         """What has run of a step that has begun; empty between steps."""
         return ""
 
-    def _check_between_steps(self) -> None:
-        """Refuse to save where gradients of a step that has begun would be lost.  Raises: CheckpointError."""
+    def _check_savable(self, tag: str) -> None:
+        """Refuse to save where something would be lost, or overwritten.  Raises: CheckpointError, RuntimeError."""
         if begun := self._begun():
             raise CheckpointError(
                 f"{begun}, and a checkpoint does not hold their gradients; save after the engine.step() that ends the step"
             )
-
-    def _check_no_extra_state(self) -> None:
-        """Refuse to save without what a module adds to its `state_dict`.  Raises: CheckpointError."""
         for path, part in self.module.named_modules():
             if type(part).get_extra_state is not nn.Module.get_extra_state:
                 raise CheckpointError(
                     f"module {path or type(part).__name__} has a get_extra_state(), which a checkpoint does not hold: keep "
                     "the state in a buffer, or give it in client_state and remove the method"
                 )
-
-    def _check_tag(self, tag: str) -> None:
-        tags = gather_objects(tag, self.parallel_state.world)
+        self.bound.check()
         if tag in ("", ".", "..", LATEST) or Path(tag).name != tag:
             raise CheckpointError(f"tag={tag!r} must be the name of one directory, not a path; it is made in save_dir")
-        if len(set(tags)) > 1:
-            raise CheckpointError(f"every rank must save under one tag; there are {', '.join(sorted(set(tags)))}")
 
     def _check_loadable(
         self, groups: Sequence[Any] | None, buffers: Mapping[str, Tensor], schedule_state: Mapping[str, Any] | None
@@ -356,8 +353,18 @@ def _newest_tag(load_dir: str | Path) -> str | None:
     return folder.read(LATEST).decode().strip() if folder.has(LATEST) else None
 
 
-def _read(directory: Folder) -> tuple[TrainerState, dict[str, Any], dict[str, Any] | None, dict[str, Tensor]]:
-    """What a checkpoint holds beside the sharded state: trainer, client state, schedule, buffers."""
+@dataclass(frozen=True)
+class _Saved:
+    """What a checkpoint holds beside the sharded state."""
+
+    trainer: TrainerState
+    client: dict[str, Any]
+    schedule: dict[str, Any] | None
+    buffers: dict[str, Tensor]
+
+
+def _read(directory: Folder) -> _Saved:
+    """Read what a checkpoint holds beside the sharded state.  Raises: CheckpointError."""
     if not is_complete(directory):
         if any(name.endswith("_model_states.pt") for name in directory.files()):
             raise CheckpointError(
@@ -374,7 +381,7 @@ def _read(directory: Folder) -> tuple[TrainerState, dict[str, Any], dict[str, An
     if damage := find_damage(directory, records):
         raise DamagedError("; ".join(damage))
     files = {name: directory.read(name) for name in records}
-    return (
+    return _Saved(
         trainer,
         _from_bytes(files[CLIENT_STATE]) if CLIENT_STATE in files else {},
         _from_bytes(files[SCHEDULE]) if SCHEDULE in files else None,
@@ -384,18 +391,12 @@ def _read(directory: Folder) -> tuple[TrainerState, dict[str, Any], dict[str, An
 
 def _plain_settings(values: Mapping[str, Any]) -> dict[str, Any]:
     """The settings of a group that JSON can hold: numbers, strings, lists and dicts of them."""
-
-    def plain(value: Any) -> Any:
-        if isinstance(value, Tensor) and value.numel() == 1:
-            return value.item()
-        if isinstance(value, tuple | list):
-            return [plain(one) for one in value]
-        if isinstance(value, Mapping):
-            return {str(key): plain(one) for key, one in value.items()}
-        return value
-
-    found = plain({key: value for key, value in values.items() if key != "params"})
-    return {key: value for key, value in found.items() if isinstance(value, int | float | str | list | dict | None)}
+    found = {}
+    for key, value in values.items():
+        plain = value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
+        if key != "params" and isinstance(plain, int | float | str | list | tuple | dict | None):
+            found[key] = plain
+    return found
 
 
 def _from_bytes(data: bytes) -> Any:

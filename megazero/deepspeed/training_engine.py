@@ -165,7 +165,8 @@ class TrainingEngine(CheckpointedEngine):
             with self._report.timed("reduce"):
                 self.bound.check()
                 model.finish_gradients()
-                measured = sum_over_ranks(model, model.square_sum(), loss_sum, losses)
+                count = torch.full_like(loss_sum, losses if self.global_rank == 0 else 0)
+                measured = sum_over_ranks(model, model.square_sum(), loss_sum, count)
             # A script's loss may be infinite while its gradients are finite; only the gradients decide.
             measured = replace(measured, finite=model.scaler is not None or isfinite(measured.grad_norm))
             self._last_step = check_finite(measured)

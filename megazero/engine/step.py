@@ -59,24 +59,22 @@ class StepStatistics:
 
 
 def sum_over_ranks(
-    model: ShardedModel, square_sum: Tensor, loss_sum: Tensor, count: Tensor | int, *, stop: bool = False
+    model: ShardedModel, square_sum: Tensor, loss_sum: Tensor, count: Tensor, *, stop: bool = False
 ) -> StepStatistics:
     """The one collective at the end of a step.
 
     Args:
         square_sum: this rank's share of the squared norm of the scaled gradients, fp64 scalar.
         loss_sum: sum of this rank's losses, fp64 scalar; 0 where another stage computes the loss.
-        count: this rank's counted tokens, fp64 scalar; or a number of losses that all ranks know.
-        stop: this rank wants the run to end; only with tokens.
+        count: this rank's counted tokens, fp64 scalar.
+        stop: this rank wants the run to end.
     """
-    counts = [count, torch.full_like(count, stop)] if isinstance(count, Tensor) else []
-    total = torch.stack([square_sum, loss_sum, *counts])
+    total = torch.stack([square_sum, loss_sum, count, torch.full_like(count, stop)])
     if model.state.at.tp:  # all tensor-parallel ranks have the same losses and tokens; the first one counts
         total[1:3].zero_()
     all_reduce(total, model.state.world).wait()
-    squared, loss, *counted = numbers_of(total, model.state.world)
-    tokens, stops = counted or (int(count), 0)
-    loss, norm = loss / float(tokens) if tokens else nan, model.norm_of(squared)
+    squared, loss, tokens, stops = numbers_of(total, model.state.world)
+    loss, norm = loss / tokens if tokens else nan, model.norm_of(squared)
     finite = tokens > 0 and (model.scaler is not None or (isfinite(loss) and isfinite(norm)))
     return StepStatistics(loss, norm, int(tokens), model.scale, finite=finite, stop=stops > 0)
 
