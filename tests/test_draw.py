@@ -18,11 +18,11 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner, Result
 
 from megazero.cli.commands import app
-from megazero.plan.schedule_drawing import Figures, compare_table, draw_text
+from megazero.plan.schedule_drawing import Figures, compare_table
 from megazero.plan.schedule_picture import chrome_trace, draw_svg
 from megazero.schedules.action import Action, ActionKind, Schedule, read_schedule
 from megazero.schedules.kind import forward_only
-from megazero.schedules.proof import Costs, ScheduleError, Timeline, draw_refused, peak_activations, program, simulate
+from megazero.schedules.proof import Costs, ScheduleError, Timeline, draw_refused, peak_activations, simulate
 from megazero.schedules.registry import SCHEDULES
 
 PAGE = Path(__file__).parent.parent / "docs" / "schedules.md"
@@ -56,75 +56,6 @@ every_timeline = pytest.mark.parametrize("timeline", SOME, ids=lambda t: f"{t.sc
 # ---- text
 
 
-def visible(text: str) -> str:
-    return ANSI.sub("", text)
-
-
-def without_labels(row: str) -> str:
-    """A row whose f0.1 says f0 1: there the dot is not idle time."""
-    return re.sub(r"([fbw]\d+)\.(\d)", r"\1 \2", row)
-
-
-def rows_of(picture: str, pp: int) -> list[str]:
-    """The rows of the ranks and the scale."""
-    lines = picture.split("\n")
-    first = next(index for index, line in enumerate(lines) if line.startswith("rank 0"))
-    return lines[first : first + pp + 1]
-
-
-def test_rows_of_ranks_and_the_scale_fill_any_width() -> None:
-    for pp in range(1, 9):
-        for schedule in schedules(pp, pp):
-            timelines = simulate(schedule), measured(simulate(schedule, Costs(1, 1.5, 0.9, 0.1)))
-            for width in range(60, 201, 1 if pp == 3 else 20):
-                for timeline in timelines:
-                    picture = draw_text(timeline, width, colour=False)
-                    assert {len(row) for row in rows_of(picture, pp)} == {width}
-                    assert max(map(len, picture.split("\n"))) <= width
-
-
-@every_timeline
-def test_without_colour_the_text_is_plain_ascii_and_with_it_the_cells_have_the_same_columns(timeline: Timeline) -> None:
-    plain, coloured = (draw_text(timeline, 90, colour) for colour in (False, True))
-    assert plain.isascii()
-    assert plain.replace("\n", "").isprintable()
-    pp = timeline.schedule.pp
-    assert "\x1b[" in coloured
-    for row, other in zip(rows_of(plain, pp), rows_of(coloured, pp), strict=True):
-        assert len(visible(other)) == len(row)
-        assert [c == "." for c in without_labels(row)] == [c == "." for c in visible(other)]
-
-
-def test_a_cell_of_text_has_the_columns_of_its_time_and_says_what_it_is() -> None:
-    """Makespan 33 in 73 columns: two for each unit of time."""
-    rows = rows_of(draw_text(simulate(SCHEDULES["1f1b"].build(4, 8, 1)), 80, colour=False), 4)
-    assert rows[0].rstrip() == "rank 0 F0F1F2F3............B0==F4B1==F5B2==F6B3==F7B4==..B5==..B6==..B7=="
-    assert rows[3].rstrip() == "rank 3 ......F0B0==F1B1==F2B2==F3B3==F4B4==F5B5==F6B6==F7B7==............"
-    narrow = rows_of(draw_text(simulate(SCHEDULES["interleaved"].build(2, 2, 2)), 40, colour=False), 2)
-    assert narrow[1].rstrip() == "rank 1 ..F0F1f0b0==f1b1==B0==B1==...."
-
-
-def test_a_row_counts_the_time_of_each_kind() -> None:
-    for schedule in schedules(4, 4):
-        timeline = simulate(schedule)
-        rows = rows_of(draw_text(timeline, 7 + 12 * round(timeline.makespan * 6), colour=False), 4)[:4]
-        per_time = 12 * round(timeline.makespan * 6) / timeline.makespan
-        for rank, row in enumerate(rows):
-            assert without_labels(row).count(".") == round(timeline.idle(rank) * per_time)
-
-
-def test_the_figures_below_a_picture_are_the_timelines() -> None:
-    timeline = simulate(SCHEDULES["interleaved"].build(4, 8, 2))
-    lines = draw_text(timeline, 100, colour=False).split("\n")
-    assert lines[-4].split() == ["0", "84.2%", "4.5", "5.5"]
-    assert "bubble 15.8%" in lines[0]
-
-
-def test_too_few_columns_are_refused() -> None:
-    with pytest.raises(ValueError, match="width=39 must be at least 40"):
-        draw_text(SOME[0], 39, colour=False)
-
-
 # ---- SVG and trace
 
 
@@ -149,16 +80,6 @@ def test_every_span_is_once_in_the_svg_at_its_place(timeline: Timeline) -> None:
     assert found.keys() == expected.keys()
     for key, place in expected.items():
         assert found[key] == pytest.approx(place, abs=0.02)
-
-
-def test_a_measured_picture_says_its_step_and_the_unit_of_its_times() -> None:
-    picture = ET.fromstring(draw_svg(SOME[1], " ms", "step 7, measured: "))
-    title = picture.findtext(f"{SVG}title") or ""
-    assert title.startswith(f"step 7, measured: {SOME[1].schedule.name}: ")
-    assert re.search(r"; makespan [0-9.]+ ms, bubble ", title)
-    assert "time, ms" in [one.text for one in picture.iter(f"{SVG}text")]
-    cells = [one.findtext(f"{SVG}title") for one in picture.iter(f"{SVG}rect") if one.get("class") == "cell"]
-    assert all(text and text.endswith(" ms") for text in cells)
 
 
 def test_a_name_with_signs_of_markup_stays_text() -> None:
@@ -240,19 +161,6 @@ def test_a_refused_action_and_what_it_waits_for_are_marked() -> None:
     assert lines[0].startswith("> rank 0")
 
 
-def test_around_speaks_plain_text_of_any_action_even_a_missing_or_impossible_one() -> None:
-    for schedule in (*schedules(4, 4), SCHEDULES["1f1b"].build(20, 30, 1)):
-        for rank in (0, schedule.pp - 1):
-            for action in (*schedule.ranks[rank], Action(ActionKind.WEIGHT, 99), Action(ActionKind.BACKWARD, 0, 9)):
-                text = draw_refused(schedule, ScheduleError("", rank, action))
-                assert text.isascii()
-                assert len(text.split("\n")) <= 12
-                mark = (
-                    f">{action}<" if action in schedule.ranks[rank] else f"{action} is not in the list of rank {rank}"
-                )
-                assert text.count(mark) == 1
-
-
 # ---- tables
 
 
@@ -300,21 +208,6 @@ def test_empty_cells_and_lines_say_nothing(tmp_path: Path) -> None:
 def test_a_table_that_is_none_is_refused_by_line_and_cell(tmp_path: Path, text: str, placement: str, told: str) -> None:
     with pytest.raises(ValueError, match=told):
         read_schedule(table(tmp_path / "mine.csv", text), placement)
-
-
-@pytest.mark.parametrize(
-    ("text", "told"),
-    [
-        ("F0,B0,F1,B1\nF0,B0,F1\n", "rank 1 never runs B1"),
-        ("F0,B0,B0\n", "rank 0 runs B0 twice"),
-        ("B0,F0\n", "rank 0 runs B0 before F0"),
-        ("F0,B0,F1,B1\nF1,B1,F0,B0\n", "deadlock"),
-        ("F0,B0,W0,F1,B1\n", "rank 0 never runs W1"),
-    ],
-)
-def test_a_broken_table_is_read_and_refused_by_the_proof(tmp_path: Path, text: str, told: str) -> None:
-    with pytest.raises(ScheduleError, match=told):
-        program(read_schedule(table(tmp_path / "mine.csv", text)))
 
 
 # ---- the command
