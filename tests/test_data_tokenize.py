@@ -17,7 +17,7 @@ from tokenizer_files import write_tokenizer
 
 from megazero.data import IndexedDataset, tokenize
 from megazero.data.corpus import build_python_stdlib, stdlib_files
-from megazero.data.documents import cut_into_pieces, find_files
+from megazero.data.documents import cut_files, find_files
 from megazero.data.tokenize import _over_processes, tokenize_files
 from megazero.data.writer import IndexedWriter
 
@@ -29,8 +29,8 @@ def shard_bytes(monkeypatch):
     """Sets the bytes of input in a shard."""
 
     def set_bytes(size: int) -> None:
-        inner = cut_into_pieces
-        monkeypatch.setattr(tokenize, "cut_into_pieces", lambda files, _: inner(files, size))
+        inner = cut_files
+        monkeypatch.setattr(tokenize, "cut_files", lambda files, _: inner(files, size))
         monkeypatch.setattr(tokenize, "_SHARD_BITS", (0, 0))
 
     return set_bytes
@@ -75,14 +75,14 @@ def test_every_document_is_written_once_in_order_and_ended(tmp_path):
     assert sorted(os.listdir(tmp_path)) == ["lines.jsonl", "out.bin", "out.identity.json", "out.idx", "tree"]
 
 
-@pytest.mark.parametrize("piece_bytes", [1, 7, 16, 17, 18, 1000])
-def test_every_line_belongs_to_one_piece_wherever_the_cuts_fall(tmp_path, shard_bytes, piece_bytes):
+@pytest.mark.parametrize("range_bytes", [1, 7, 16, 17, 18, 1000])
+def test_every_line_belongs_to_one_piece_wherever_the_cuts_fall(tmp_path, shard_bytes, range_bytes):
     texts = [str(i) * (i % 5) + "." for i in range(20)]
     path = write_jsonl(tmp_path / "x.jsonl", texts)
-    pieces, _ = cut_into_pieces([path], piece_bytes)
-    assert [piece.start for piece in pieces[1:]] == [piece.stop for piece in pieces[:-1]]
-    assert pieces[-1].stop == path.stat().st_size
-    shard_bytes(piece_bytes)
+    ranges, _ = cut_files([path], range_bytes)
+    assert [file_range.start for file_range in ranges[1:]] == [file_range.stop for file_range in ranges[:-1]]
+    assert ranges[-1].stop == path.stat().st_size
+    shard_bytes(range_bytes)
     tokenize_files([path], tmp_path / "out", "byte")
     assert texts_of(tmp_path / "out") == texts
 
@@ -233,13 +233,13 @@ def test_a_package_that_is_missing_is_named(tmp_path, monkeypatch, name, package
         ("[" * 100_000, r"x\.jsonl:3: "),
     ],
 )
-@pytest.mark.parametrize("piece_bytes", [4, 1_000_000])
+@pytest.mark.parametrize("range_bytes", [4, 1_000_000])
 def test_a_bad_line_is_named_and_the_rest_is_written_where_the_caller_agrees(
-    tmp_path, shard_bytes, line, message, piece_bytes
+    tmp_path, shard_bytes, line, message, range_bytes
 ):
     path = tmp_path / "x.jsonl"
     path.write_text(f'{{"text": "a"}}\n\n{line}\n{{"text": "b"}}\n')
-    shard_bytes(piece_bytes if len(line) < 1000 else 50_000)
+    shard_bytes(range_bytes if len(line) < 1000 else 50_000)
     with pytest.raises(ValueError, match=rf"^1 documents or parts of files cannot be read:\n.*{message}"):
         tokenize_files([path], tmp_path / "out", "byte")
     assert sorted(os.listdir(tmp_path)) == ["out.tokenizing", "x.jsonl"]
@@ -334,7 +334,7 @@ def test_a_command_that_was_killed_goes_on_with_what_is_missing(tmp_path, monkey
     path = write_jsonl(tmp_path / "x.jsonl", [f"line {i}" for i in range(80)])
     tokenize_files([path], tmp_path / "whole", "byte")
     shard_bytes(200)
-    shards = len(cut_into_pieces([path], 200)[0])
+    shards = len(cut_files([path], 200)[0])
     assert shards > 6
 
     def die_after_some(finished: int, _: int) -> None:
@@ -369,7 +369,7 @@ def test_after_a_bad_file_was_mended_only_its_shard_is_tokenized_again(tmp_path,
     again, inner = [], tokenize._tokenize_shard
     monkeypatch.setattr(tokenize, "_tokenize_shard", lambda shard, job: again.append(shard) or inner(shard, job))
     tokenize_files(inputs, tmp_path / "out", "byte")
-    assert [piece.path for shard in again for piece in shard.pieces] == [str(inputs[1])]
+    assert [file_range.path for shard in again for file_range in shard.ranges] == [str(inputs[1])]
     assert texts_of(tmp_path / "out") == ["a" * 9, "mended", "c" * 9]
     again.clear()
     tokenize_files(inputs, tmp_path / "out", "byte", jsonl_key="other", overwrite=True)

@@ -603,7 +603,7 @@ def escapes(about: Any) -> None:
         info.relative_path = "../" + info.relative_path
 
 
-def drops_a_part(about: Any) -> None:
+def drops_a_chunk(about: Any) -> None:
     about.state_dict_metadata["output.weight"].chunks.pop()
 
 
@@ -645,7 +645,7 @@ def test_what_is_damaged_or_not_understood_is_named_and_nothing_is_left(
 
         return change
 
-    def plants_in_part(theirs: Path) -> None:
+    def plants_in_chunk(theirs: Path) -> None:
         shutil.rmtree(theirs)
         dcp.save({"train_state": {"step": Evil(tmp_path / "ran")}}, checkpoint_id=theirs, no_dist=True)
 
@@ -654,7 +654,7 @@ def test_what_is_damaged_or_not_understood_is_named_and_nothing_is_left(
     refused(r"__0_0.distcp.*ends before byte", lambda theirs: os.truncate(theirs / "__0_0.distcp", 5000))
     refused("adapter.weight belongs to no parameter of a llama.*--ignore NAME", edited(adds_adapter))
     refused("does not name a file of that folder for .*'../__", edited(escapes))
-    refused("the parts of output.weight leave out", edited(drops_a_part))
+    refused("the chunks of output.weight leave out", edited(drops_a_chunk))
     refused("exp_avg_sq of norm.weight is missing", edited(drops_a_moment))
     refused(
         r"w1.weight has shape \[64, 32\], the configuration makes it \[128, 32\]", lambda _: None, "--run-file", wide
@@ -663,7 +663,7 @@ def test_what_is_damaged_or_not_understood_is_named_and_nothing_is_left(
     refused(r"posix.system \(named in .metadata\) is not understood", edited(plants(Evil(tmp_path / "ran"))))
     refused("Odd .named in .metadata. is not understood", edited(plants([Odd()])))
     refused(".metadata cannot be read", lambda theirs: (theirs / ".metadata").write_bytes(b"no pickle"))
-    refused("train_state.step cannot be read.*posix.system", plants_in_part)
+    refused("train_state.step cannot be read.*posix.system", plants_in_chunk)
     refused("opt2.state.norm.weight.exp_avg.*beside optimizer.state.norm.weight.exp_avg", edited(adds_an_optimizer))
     refused("holds several checkpoints; name one of them: step-2", moves_down)
 
@@ -806,7 +806,7 @@ def test_a_pickle_does_not_change_a_class_and_a_flipped_bit_is_seen(
     assert isinstance(PurePosixPath.name, property)
     refused("tok_embeddings.weight cannot be read: Bad CRC-32", flips)
     refused("norm.weight has shape .4398046511104.", sized(1 << 42))
-    refused("parts of output.weight overlap", partial(edit, change=overlaps))
+    refused("chunks of output.weight overlap", partial(edit, change=overlaps))
     for wrong in ([1], None):
         refused(".metadata", partial(edit, change=lambda about: setattr(about, "state_dict_metadata", wrong)))  # noqa: B023
     for size in ("ab", None, (1.5,)):
@@ -825,11 +825,11 @@ def all_in(path: Any, about: Any) -> None:
         info.relative_path = path
 
 
-def test_a_stack_without_its_bytes_makes_no_list_and_one_part_is_not_copied(tmp_path: Path) -> None:
+def test_a_stack_without_its_bytes_makes_no_list_and_one_chunk_is_not_copied(tmp_path: Path) -> None:
     dcp.save({"w": torch.ones(3, 4), "of": torch.ones(2)}, checkpoint_id=tmp_path, no_dist=True)
     assert [one.read().tolist() for one in DcpFolder(LocalFolder(tmp_path)).slices("w")] == [[1.0] * 4] * 3
     edit(tmp_path, partial(setattr_in, "w", "size", torch.Size([1 << 40, 4])))
-    with pytest.raises(CheckpointError, match="parts of w leave out"):
+    with pytest.raises(CheckpointError, match="chunks of w leave out"):
         DcpFolder(LocalFolder(tmp_path)).slices("w")
 
 

@@ -138,7 +138,7 @@ def _difference(
 
 
 def _rows(a: StoredTensor, b: StoredTensor) -> Iterator[tuple[Tensor, Tensor]]:
-    """Both tensors, some rows at a time, flat and in fp32, which holds every stored number exactly."""
+    """Rows of both tensors, a few at a time, flat and in fp32, which represents every stored dtype exactly."""
     shape = a.shape
     if not shape:
         yield a.whole().float().view(1), b.whole().float().view(1)

@@ -47,12 +47,12 @@ def _unlocked() -> None:
 
 
 def is_file_name(name: object) -> TypeGuard[str]:
-    """Whether a name from outside is that of a file directly within a folder, on any system."""
+    """Whether a name read from a file is safe: that of a file directly within a folder, on any system."""
     return isinstance(name, str) and name not in ("", ".", "..") and not any(letter in name for letter in "/\\\0")
 
 
 def partial_of(name: str) -> str:
-    """The name of the file for which a half-written one stands; any other name as it is."""
+    """The final name of a half-written file; any other name as it is."""
     parts = name.rsplit(".", 2)
     return parts[0] if len(parts) == 3 and name.endswith(_PARTIAL) else name
 
@@ -66,7 +66,7 @@ class FileRecord:
 
 
 class Output(ABC):
-    """A file that is being written, and hashed on the way.  It appears under its name when it is finished, not before."""
+    """A file that is being written, and hashed on the way.  It appears under its name only when `finish` is called."""
 
     def __init__(self, file: BinaryIO, check_lock: CheckLock) -> None:
         self._file, self._check_lock, self._hash, self.bytes = file, check_lock, xxhash.xxh3_128(), 0
@@ -108,11 +108,11 @@ class Folder(ABC):
     created: list[str] | None  # names of files, as they are begun; None where nobody asks
 
     def locked(self, check: CheckLock) -> Folder:
-        """This folder, and those within it, with a check before anything changes."""
+        """This folder and its children, with a check that runs before anything in them changes."""
         return replace(self, check_lock=check)  # type: ignore[type-var]  # every folder is a dataclass
 
     def noting(self, created: list[str]) -> Folder:
-        """This folder; it adds to the list the name of every file that it begins."""
+        """This folder, which appends the name of every file that it creates to a list."""
         return replace(self, created=created)  # type: ignore[type-var]
 
     def _note(self, name: str) -> None:
@@ -155,15 +155,15 @@ class Folder(ABC):
 
     @abstractmethod
     def open(self, name: str) -> ReadBytes:
-        """Open a file for reading in parts.  Raises: FileNotFoundError."""
+        """Open a file for reading ranges of bytes.  Raises: FileNotFoundError."""
 
     @abstractmethod
     def _stream(self, name: str) -> BinaryIO:
-        """A file to be read from its beginning, unbuffered."""
+        """Open a file for reading from its beginning, unbuffered."""
 
     @abstractmethod
     def create_new(self, name: str, data: bytes) -> bool:
-        """Create a small file unless there is one; whether it holds `data` now.  Of several processes one succeeds."""
+        """Create a small file if there is none; of several processes one succeeds.  Returns whether it holds `data`."""
 
     @abstractmethod
     def _remove(self, names: Sequence[str]) -> None:
@@ -180,7 +180,7 @@ class Folder(ABC):
 
     @property
     def is_link(self) -> bool:
-        """Whether its name only points to it: what it holds belongs elsewhere."""
+        """Whether this is a symbolic link, so that its files belong to another directory."""
         return False
 
     def write(self, name: str, data: bytes) -> FileRecord:
@@ -334,7 +334,7 @@ class LocalFolder(Folder):
 
 
 def _read_only(data: mmap.mmap) -> Tensor:
-    """A mapping that can be written to, even a private one, is refused above the size of memory."""
+    """A tensor over mapped bytes.  Linux refuses writable mappings, even private ones, above the size of memory."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "The given buffer is not writable")
         return torch.frombuffer(data, dtype=torch.uint8)
@@ -435,7 +435,7 @@ class RemoteFolder(Folder):
         return f"{self.path}/{name}"
 
     def make(self) -> None:
-        """In a store without folders, whose paths begin with the name of a bucket, there is nothing to make.
+        """Make folders where the storage has any.  Object stores have none, and their paths begin with the name of a bucket.
 
         Making the bucket would hide a typo in its name.
         """

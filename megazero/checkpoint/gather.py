@@ -78,7 +78,7 @@ def assign_writers(buckets: Sequence[Bucket], at: ParallelState) -> tuple[Assign
 def _parts(
     slot: Slot, layout: BucketLayout, tp_size: int, same: Callable[[int], tuple[int, ...]]
 ) -> Iterator[tuple[int, int, Interval]]:
-    """(rank, tp index, elements of the bucket) of each part of a parameter, once each."""
+    """(rank, tp index, elements of the bucket) of each shard of a parameter, each once."""
     each = layout.shard_numel
     for tp in range(1 if slot.info.spec.split is None else tp_size):
         # the ranks of the first group that shares one copy of the state
@@ -88,13 +88,13 @@ def _parts(
 
 
 class HostBuffers:
-    """Host memory that is used again: new memory comes page by page and takes several times as long to fill."""
+    """A pool of host memory: the first write to new memory takes several times as long, as the system maps each page."""
 
     def __init__(self) -> None:
         self.free: list[Tensor] = []  # what is no longer in use goes back here
 
     def take(self, size: int) -> Tensor:
-        """A buffer of at least so many bytes, with any content."""
+        """A buffer of at least `size` bytes, with arbitrary content."""
         self.free.sort(key=len)
         for index, memory in enumerate(self.free):
             if len(memory) >= size:
@@ -148,7 +148,7 @@ def gather_locals(
 def _transfers(
     source: ShardedState, kind: str, assignment: Assignment, at: ParallelState, buffers: HostBuffers
 ) -> tuple[Messages, Messages, list[Tensor], list[Tensor]]:
-    """What to send and to receive, and on the writer the flat local tensors of all TP ranks and the buffers in use."""
+    """The messages of one parameter; on its writer also the flat local tensors of all TP ranks, and the buffers they use."""
     bucket, slot, dtype = source.buckets[assignment.bucket], assignment.slot, source.dtype(kind)
     nbytes = numel(slot.info.shape) * dtype.itemsize
     sends: Messages = []

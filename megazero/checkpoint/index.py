@@ -94,7 +94,7 @@ def kinds_of(files: Iterable[str]) -> list[str]:
 
 
 def versions() -> dict[str, str]:
-    """Of this package and of torch; a package that runs from its folder has none."""
+    """Versions of this package and of torch; "not installed" for a package that runs from its source folder."""
     try:
         mine = importlib.metadata.version("megazero")
     except importlib.metadata.PackageNotFoundError:
@@ -113,7 +113,7 @@ def to_json(value: Any) -> bytes:
 
 
 def _checksum(version: int, files: Mapping[str, Any] | Sequence[str]) -> str:
-    """Of all a manifest says; that of format 1 leaves the version out."""
+    """Checksum of the list in a manifest; format 1 leaves the version out of it."""
     return xxhash.xxh3_128_hexdigest(json.dumps(files if version == 1 else [version, files], sort_keys=True).encode())
 
 
@@ -125,13 +125,13 @@ def write_manifest(location: Location, files: Mapping[str, FileRecord]) -> None:
 
 
 def write_unfinished(folder: Folder, names: Iterable[str]) -> None:
-    """Name the files of a checkpoint that has no manifest: not yet, or not any more.  Raises: OSError."""
+    """List the files of a checkpoint that has no manifest yet, or is about to lose it.  Raises: OSError."""
     listed = sorted(names)
     folder.write(UNFINISHED, to_json({"checksum": _checksum(1, listed), "files": listed}))
 
 
 def _named_in(folder: Folder, name: str) -> set[str]:
-    """The files that a list of ours names; nothing if there is none, it is damaged, or another program's."""
+    """The files that one of our lists names; none if it is missing, damaged, or another program wrote it."""
     with suppress(FileNotFoundError, ValueError, KeyError, TypeError, RecursionError):
         found = parse_json(folder.read(name))
         if found["checksum"] == _checksum(found.get("format", 1), found["files"]):
@@ -140,18 +140,18 @@ def _named_in(folder: Folder, name: str) -> set[str]:
 
 
 def own_files(folder: Folder) -> list[str]:
-    """The files in a step directory that checkpoints of ours have left there: those that its lists name, and the lists."""
+    """The files in a step directory that our checkpoints wrote: those that its lists name, and the lists themselves."""
     named = set().union(*(_named_in(folder, name) for name in _LISTS))
     return [name for name in folder.files() if partial_of(name) in named or _is_begun(name)]
 
 
 def _is_begun(name: str) -> bool:
-    """The first file of a save, half written."""
+    """Whether a file is the half-written first file of a save."""
     return name != UNFINISHED and partial_of(name) == UNFINISHED
 
 
 def files_of_save(folder: Folder) -> list[str]:
-    """The own files of a directory that has a manifest.  If that is damaged, those with names that only a save gives.
+    """Our files in a directory that has a manifest.  If the manifest is damaged, files with names that only a save gives.
 
     Raises: CheckpointError: the storage fails, or no checkpoint of ours has written the manifest.
     """
@@ -174,9 +174,9 @@ def files_of_save(folder: Folder) -> list[str]:
 
 
 def remove_own_files(folder: Folder) -> None:
-    """Remove what checkpoints of ours have left in a step directory, and the directory if it is empty then.
+    """Remove our files from a step directory, and the directory if that leaves it empty.
 
-    The lists are removed last, so that what is half removed is still known as ours.
+    The lists are removed last: after an interruption they still say which files are ours.
     """
     found = own_files(folder)
     folder.remove(*(name for name in found if name not in _LISTS))
@@ -185,7 +185,7 @@ def remove_own_files(folder: Folder) -> None:
 
 
 def discard(folder: Folder) -> None:
-    """Remove a complete checkpoint; one that is removed in part is none."""
+    """Remove a complete checkpoint.  If this is interrupted, what is left does not count as one."""
     write_unfinished(folder, files_of_save(folder))
     folder.remove(MANIFEST)
     remove_own_files(folder)
@@ -197,7 +197,7 @@ def is_complete(location: Location) -> bool:
 
 
 def unreadable(path: str, error: OSError) -> CheckpointError:
-    """The storage has failed, also with EIO, as which NFS reports a time-out: that says nothing of the file."""
+    """The error for a storage that fails.  EIO is one: NFS reports a timeout so, which says nothing about the file."""
     return CheckpointError(
         f"{path} cannot be read ({error}); nothing was changed. Try again; if it stays so, its disk may be lost: resume "
         "from another step directory (checkpoint.resume)"
@@ -206,7 +206,7 @@ def unreadable(path: str, error: OSError) -> CheckpointError:
 
 @contextmanager
 def read_errors(path: str) -> Iterator[None]:
-    """Name the file in errors of reading it: CheckpointError if the storage fails, DamagedError for its contents."""
+    """Name the file in errors of reading it: CheckpointError if the storage fails, DamagedError if contents are wrong."""
     try:
         yield
     except CheckpointError:
@@ -219,7 +219,7 @@ def read_errors(path: str) -> Iterator[None]:
 
 @contextmanager
 def foreign_errors(path: str) -> Iterator[None]:
-    """Name the file of another program in errors of understanding it: anything can be in it.  Raises: CheckpointError."""
+    """Turn errors of parsing a file of another program, which may hold anything, into a CheckpointError that names it."""
     try:
         yield
     except CheckpointError:
@@ -278,7 +278,7 @@ def find_damage(
 
 
 def read_trainer_state(location: Location) -> TrainerState:
-    """The state of the run that wrote it.  Raises: as `read_errors`, also for a value of another type."""
+    """The trainer state of a checkpoint.  Raises: as `read_errors`, also for a value of a wrong type."""
     folder = folder_at(location)
     with read_errors(f"{folder}/{TRAINER_STATE}"):
         stored = parse_json(folder.read(TRAINER_STATE))
@@ -292,7 +292,7 @@ def read_trainer_state(location: Location) -> TrainerState:
 
 
 def note_val_loss(folder: Folder, val_loss: float) -> None:
-    """Note the validation loss of a step beside its checkpoint, if that is complete.  Raises: OSError."""
+    """Write the validation loss of a step beside its checkpoint, if that is complete.  Raises: OSError."""
     if is_complete(folder):
         folder.write(EVALUATION, _note(float(val_loss)))
 
@@ -302,7 +302,7 @@ def _note(val_loss: float) -> bytes:
 
 
 def val_loss_of(folder: Folder) -> float | None:
-    """Mean nats per token of a step's own evaluation; None where there was none.
+    """Validation loss of a step in nats per token; None if the step was not evaluated.
 
     Raises: CheckpointError: it cannot be read; DamagedError: it is not what was written.
     """
@@ -342,7 +342,7 @@ def find_newest(root: Location) -> Folder | None:
 
 
 def renew_latest(root: Folder) -> None:
-    """Let `latest`, if there is one, name the newest complete step, after another was given up."""
+    """Point `latest`, if it exists, at the newest complete step, after a newer one was removed or marked as damaged."""
     with suppress(OSError):  # the manifests decide
         if root.has(LATEST):
             newest = find_newest(root)

@@ -52,7 +52,7 @@ def open_checkpoint(
     with_optimizer: bool = True,
     by_hash: bool = True,
 ) -> OpenCheckpoint:
-    """Verify a checkpoint of any shape that is to fill this rank's masters and moments.  Called on every rank.
+    """Verify a checkpoint, written by any cluster, that is to be loaded into this rank's state.  Called on every rank.
 
     Overwrites nothing; `OpenCheckpoint.read` does.
 
@@ -135,7 +135,7 @@ class OpenCheckpoint:
 
 
 def find_damage_together(folder: Folder, world: Axis, *, by_hash: bool = True) -> list[str]:
-    """What `find_damage` finds in all files; every rank checks some of them.  Called on every rank.
+    """`find_damage` over all files, with the work spread over the ranks.  Called on every rank.
 
     Raises: CheckpointError on every rank: there is no manifest, or the storage does not answer.
     """
@@ -158,7 +158,7 @@ def _files_of_rank(files: Mapping[str, FileRecord], world: Axis) -> dict[str, Fi
 
 
 def check_kinds(folder: Folder, moments: Sequence[str] | None) -> list[str]:
-    """The kinds that a checkpoint holds: weights, and all of the optimizer's `moments`; None where these are left out.
+    """The state kinds of a checkpoint, checked: it has weights, and the `moments` of this optimizer if any are given.
 
     Raises: CheckpointError: another optimizer has written it, or it has no weights.
     """
@@ -215,7 +215,7 @@ class Read:
 
 
 def copies_of(bucket: Bucket, at: ParallelState) -> Axis | None:
-    """The ranks that hold the same elements of a bucket; None where there is one of them."""
+    """The ranks that hold the same elements of a bucket; None if only this one does."""
     axis = at.dp_cp if bucket.policy.zero_stage == 0 else bucket.placement.replica
     return axis if axis.size > 1 else None
 
@@ -241,19 +241,19 @@ def plan_reads(
 
 
 def _holds(state: ShardedState, kind: str, bucket: Bucket) -> bool:
-    """Frozen parameters have no masters, but are read with them: they have nothing else."""
+    """Whether a kind is read for a bucket.  Frozen parameters have no masters, but their weights are read with them."""
     return kind == MASTER or state.holds(kind, bucket)
 
 
 def _piece(bucket: Bucket, copies: Axis) -> Interval:
-    """What one of several ranks that hold the same elements reads of them."""
+    """The elements that this rank reads if `copies` hold the same ones."""
     each = -(-(bucket.owned.stop - bucket.owned.start) // copies.size)
     start = bucket.owned.start + each * copies.index
     return Interval(start, max(start, min(start + each, bucket.owned.stop)))
 
 
 def _exchange(state: ShardedState, kind: str, bucket: Bucket, copies: Axis) -> None:
-    """Gather what each of the ranks that hold the same elements has read."""
+    """Gather a bucket of which each of `copies` has read its piece."""
     owned, piece = bucket.owned, _piece(bucket, copies)
     each = -(-(owned.stop - owned.start) // copies.size)
     values = torch.zeros(each * copies.size)
@@ -269,7 +269,7 @@ def _exchange(state: ShardedState, kind: str, bucket: Bucket, copies: Axis) -> N
 
 
 def _cut(whole: Interval | None, counted: Interval) -> Iterator[tuple[Interval, bool]]:
-    """Elements, cut where `counted` begins and ends, and whether they lie within it."""
+    """Cut an interval where `counted` begins and ends; yields (interval, whether it lies within `counted`)."""
     if whole is not None:
         inside = (edge for edge in (counted.start, counted.stop) if whole.start < edge < whole.stop)
         for start, stop in pairwise((whole.start, *inside, whole.stop)):
@@ -279,7 +279,7 @@ def _cut(whole: Interval | None, counted: Interval) -> Iterator[tuple[Interval, 
 def _read_all(
     reads: Iterable[Read], stored: Mapping[str, StoredTensors], state: ShardedState, tp: Axis
 ) -> Counter[str]:
-    """Read as planned, straight into the state where that is in memory; elements that this rank counts, by kind."""
+    """Carry out a plan, straight into the state where that is in memory.  Returns the counted elements by kind."""
     counts, scratch = Counter[str](), torch.empty(0)
     for read in reads:
         spec, numel = read.slot.info.spec, read.elements.stop - read.elements.start
@@ -296,7 +296,7 @@ def _read_all(
 
 
 def _source(stored: Mapping[str, StoredTensors], kind: str, spec: ParamSpec) -> StoredTensors:
-    """Where a kind is stored; without masters it was a run in fp32, or the parameter was frozen."""
+    """The tensors to read a kind from: the weights if there are no masters, as of an fp32 run or of a frozen parameter."""
     if kind == MASTER and not (MASTER in stored and spec.logical_shapes().keys() <= stored[MASTER].files.keys()):
         return stored[MODEL]
     return stored[kind]
@@ -332,7 +332,7 @@ def _read_range(stored: StoredTensors, spec: ParamSpec, out: Tensor, start: int,
 
 
 def _rows(tensor: StoredTensor, region: Region, first: int, last: int) -> Tensor:
-    """Rows [first, last) of a region; a view of the file if that is mapped."""
+    """Rows first to last, exclusive, of a region; a view of the file if that is mapped."""
     if not region.whole:
         return tensor.whole()
     (rows, *rest), top = region.box, region.corner[0]

@@ -61,7 +61,7 @@ _UNKNOWN = Owner("unknown", "an unknown host", 0, "", "an unknown time")
 
 
 def process_identity(pid: int) -> str:
-    """Boot of the host, PID namespace, PID and start time, which no other process ever shares.  "" where unknown."""
+    """Boot of the host, PID namespace, PID and start time, which together identify a process for ever; "" if unknown."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
         return f"{_kernel()} {pid} {'ended' if fields[0] in 'ZX' else fields[19]}"
@@ -74,7 +74,7 @@ def _kernel() -> str:
 
 
 def has_ended(identity: str) -> bool | None:
-    """Whether a process of this host has ended; None for one that cannot be seen from here."""
+    """Whether a process has ended; None if it runs on another host or in another container."""
     try:
         kernel, pid, _ = identity.rsplit(" ", 2)
         if kernel != _kernel():
@@ -116,7 +116,7 @@ class HeldLock:
 
 
 class DirectoryLock:
-    """Takes the lock of a folder for the run of this process, and keeps it.
+    """Takes and keeps the lock of a folder for the run of this process.
 
     Args:
         launchers: identities of the elastic launchers of all ranks.  A run that any of them had started before has ended.
@@ -151,7 +151,7 @@ class DirectoryLock:
                 return None
 
     def _create(self, lock: HeldLock) -> bool:
-        """Create a lock file and remove the older ones; whether it is the newest."""
+        """Create a lock file and remove older ones.  Returns whether it is the newest."""
         self._files.make()
         try:
             if not self._files.create_new(lock.name, lock.content):
@@ -185,7 +185,7 @@ class DirectoryLock:
         return bool(ended) or self._looks >= GONE_LOOKS
 
     def heartbeat(self) -> bool:
-        """Show that the owner runs; whether its lock file was still there, else it was created again.
+        """Raise the count that shows that the owner runs.  Returns False if its lock file had to be created again.
 
         Raises: OwnerError, another run has taken the lock; OSError.
         """

@@ -63,7 +63,7 @@ class Retention:
 def kept_steps(
     val_losses: dict[int, float | None], policy: Retention, data: Mapping[int, str] | None = None
 ) -> set[int]:
-    """The steps to keep, of those in `val_losses`: validation loss by step, None if it was not evaluated.
+    """The steps to keep, given the validation loss of each step, or None if a step was not evaluated.
 
     Args:
         data: fingerprint of the data by step, where it is known; losses on other data are ranked apart.
@@ -85,7 +85,8 @@ def kept_steps(
 
 
 class Pruner:
-    """Removes what the policy does not keep, and incomplete directories of killed runs.  Made and called on every rank.
+    """Removes checkpoints that the policy does not retain, and incomplete directories of killed runs.  Every rank makes and
+    calls one.
 
     Args:
         world: all ranks; rank 0 of them removes, all of them verify.
@@ -107,7 +108,7 @@ class Pruner:
         self._seen: dict[str, float] = {}  # markers of readers elsewhere, and when this process saw them first
 
     def prune(self) -> tuple[list[Folder], list[str]]:
-        """None of the directories may be being written.
+        """Remove what is not retained.  No save may be under way.
 
         Returns: on rank 0 the removed ones, and a line for every damaged file of those that stay.
 
@@ -142,7 +143,7 @@ class Pruner:
         return [self._root.child(name) for name in removed], damage
 
     def _plan(self) -> tuple[list[str], list[str], list[str]]:
-        """Names of those to keep, of those to remove, and of unfinished ones with files to remove; in order of steps."""
+        """Names of the directories to retain, to remove, and of unfinished ones to clear, each in the order of steps."""
         folders = [folder for folder in step_folders(self._root) if not folder.is_link]
         complete = {step_of(folder): folder for folder in folders if is_complete(folder)}
         ranked = complete if self._policy.keep_best else {}
@@ -202,7 +203,7 @@ def _read_marker(markers: Folder, marker: str) -> str:
 
 
 def _is_ours(folder: Folder) -> bool:
-    """Whether something in an unfinished step directory is ours, or it is empty."""
+    """Whether an unfinished step directory is empty or holds files of ours."""
     return bool(own_files(folder)) or not (folder.files() or folder.folders())
 
 

@@ -34,7 +34,7 @@ _REMEDY = "set checkpoint.asynchronous = false"
 
 
 class Snapshot(ShardedState):
-    """A rank's part of a checkpoint as it was at the last `take`: `read` gives elements of a copy in host memory."""
+    """A copy of this rank's state in host memory, as it was at the last `take`."""
 
     kinds: tuple[str, ...] = ()  # of the last copy
 
@@ -47,7 +47,7 @@ class Snapshot(ShardedState):
         return ((kind, bucket) for kind in kinds for bucket in self.buckets if self.holds(kind, bucket))
 
     def reserve(self, limit: int) -> str | None:
-        """Allocate memory for all kinds that there will ever be, up to `limit` bytes; returns why not, or None."""
+        """Allocate memory for a copy of all state kinds, at most `limit` bytes.  Returns why it cannot, or None."""
         sizes = {part: part[1].counted.stop - part[1].counted.start for part in self._parts(self.known_kinds)}
         needed = sum(numel * self.dtype(kind).itemsize for (kind, _), numel in sizes.items())
         if needed > limit:
@@ -61,7 +61,7 @@ class Snapshot(ShardedState):
         return None
 
     def take(self) -> None:
-        """Copy the present state."""
+        """Copy the current state."""
         self.kinds = self._state.kinds
         for kind, bucket in self._parts(self.kinds):
             # the optimizer's state is contiguous within a group
@@ -79,7 +79,7 @@ class Snapshot(ShardedState):
 
 
 def _ends_run(failure: Exception | None) -> bool:
-    """Whether training cannot continue: the ranks do not share the failure, or the directory belongs to another run."""
+    """Whether a failure ends the run: only some ranks know of it, or the directory belongs to another run."""
     return isinstance(failure, OwnerError) or not (failure is None or isinstance(failure, CheckpointError))
 
 
@@ -135,7 +135,7 @@ class Saver:
     def save(
         self, folder: Folder, trainer: TrainerState, files: Mapping[str, bytes], *, moves_latest: bool = True
     ) -> None:
-        """Begin a checkpoint of the present state; arguments as `save_checkpoint`.
+        """Begin a checkpoint of the current state; arguments as `save_checkpoint`.
 
         Waits until the previous one is durable.  If that one failed, it has been reported and is forgotten here.
 

@@ -117,7 +117,7 @@ def _converted(name: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:
 
 @contextmanager
 def new_folder(location: Location) -> Iterator[Folder]:
-    """A folder that is filled within the block.  If that raises, the files that were begun in it are removed.
+    """An empty folder to be filled within the block.  If the block raises, the files that it began are removed.
 
     `unfinished.json` reserves it until the block ends, so no other process fills it.
 

@@ -73,7 +73,7 @@ class SafetensorsWriter:
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """A tensor in a file, read row by row; not to be written to, it may be mapped.  Methods raise as `read_errors`."""
+    """A tensor in a file, read by rows on demand; results may be mapped, so do not write.  Raises: as `read_errors`."""
 
     path: str
     read_bytes: ReadBytes
@@ -82,12 +82,12 @@ class StoredTensor:
     start: int  # byte of the file
 
     def rows(self, first: int, last: int) -> Tensor:
-        """Rows [first, last), [last - first, ...]."""
+        """Rows first to last, exclusive: [last - first, ...]."""
         width = prod(self.shape[1:])
         return self._read(first * width, last * width).view(last - first, *self.shape[1:])
 
     def whole(self) -> Tensor:
-        """All of it."""
+        """The whole tensor."""
         return self._read(0, prod(self.shape)).view(self.shape)
 
     def _read(self, first: int, last: int) -> Tensor:

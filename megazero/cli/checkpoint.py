@@ -45,7 +45,7 @@ def _user_errors(status: int = 1) -> Iterator[None]:
 def _options(
     what: str, function: Callable[..., Any], dtype: str | None, max_shard_size: str | None, **given: Any
 ) -> dict[str, Any]:
-    """The options that were given, as arguments of a function.  Raises: ValueError: it does not take one of them."""
+    """The options that the user gave, as arguments of `function`.  Raises: ValueError: it does not take one of them."""
     from megazero.checkpoint.shards import parse_size
     from megazero.zero.bucket import DTYPES
 

@@ -102,13 +102,13 @@ def open_corpus(
 
 
 def tokenizer_of(sources: Sequence[str], tokenizer: str, eod_token: str | None = None) -> Tokenizer:
-    """The tokenizer of a run: without `eod_token` it ends documents as its sources do, where they say so."""
+    """The tokenizer of a run.  Without `eod_token`, documents end as in the sources, if those say how."""
     stored = [path.read_text("utf-8", "replace") for path in map(identity_path, sources) if path.is_file()]
     return load_tokenizer(tokenizer, eod_token, "".join(stored))
 
 
 def without_borders(samples: Sequence[Sequence[int]]) -> list[str]:
-    """A line where a mask of documents would change nothing, or leave nothing.  `samples`: lengths of documents of some."""
+    """A warning if a document mask would change nothing, or mask all.  `samples`: document lengths of a few samples."""
     first = f"in the first {len(samples)} samples"
     if samples and all(len(lengths) == 1 for lengths in samples):
         return [
@@ -124,7 +124,7 @@ def without_borders(samples: Sequence[Sequence[int]]) -> list[str]:
 
 
 def repeats(names: Sequence[str], stream: SampleStream, samples: int) -> list[str]:
-    """A line for each named source that a run of so many samples reads more than once."""
+    """A line for each source that a run of `samples` samples reads more than once."""
     read = zip(names, stream.epochs(samples), strict=True)
     return [
         f"data.sources: {name} is read {epochs:,.1f} times by the run's {samples:,} samples, each time in another order"

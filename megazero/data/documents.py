@@ -1,12 +1,12 @@
 """The documents of text files, one after another, whatever holds them.
 
-    name.jsonl, .ndjson     a document on each line, in one field       cut into pieces by bytes
-    name.parquet            a document in each row, in one column       cut into pieces by row groups
+    name.jsonl, .ndjson     a document on each line, in one field       cut into ranges by bytes
+    name.parquet            a document in each row, in one column       cut into ranges by row groups
     any other name          JSON lines if the first line is a JSON      by bytes
-                            object, else one document, in UTF-8         one piece
-    name.jsonl.gz, .zst     the same, compressed                        one piece
+                            object, else one document, in UTF-8         one range
+    name.jsonl.gz, .zst     the same, compressed                        one range
 
-A file that begins as no text does is refused with what to do.  A line belongs to the piece in which it starts.  A document
+A file that begins as no text does is refused with what to do.  A line belongs to the range in which it starts.  A document
 that cannot be read is an error of its own, so that the rest can be read.
 """
 
@@ -36,8 +36,8 @@ _REFUSED: Final = {  # by how it begins
 _NO_TEXT: Final = "a table is named .parquet, a packed file .gz or .zst; unpack others, or write them as JSON lines"
 
 
-class Piece(NamedTuple):
-    """A part of one input file that one worker reads."""
+class FileRange(NamedTuple):
+    """A range of one input file, which one worker reads."""
 
     path: str
     start: int  # bytes of a `.jsonl`, row groups of a `.parquet`, 0 for others
@@ -47,7 +47,7 @@ class Piece(NamedTuple):
 
 
 class Problem(NamedTuple):
-    """Something that was left out."""
+    """A file, line or row that was left out, and why."""
 
     path: str
     position: int  # byte of a line, number of a compressed line or of a row, counted from 0; -1 for the whole
@@ -106,7 +106,7 @@ def find_files(
 
 
 def _without_pairs(names: Sequence[str]) -> list[str]:
-    """The names of a folder's files that are not of a `.bin`/`.idx` pair of tokens."""
+    """File names without those that belong to a `.bin`/`.idx` pair of tokens."""
     found = {*names}
     pairs = [name.removesuffix(".idx") for name in names if name.endswith(".idx")]
     pairs = [prefix for prefix in pairs if f"{prefix}.bin" in found]
@@ -114,9 +114,9 @@ def _without_pairs(names: Sequence[str]) -> list[str]:
     return [name for name in names if name not in ours]
 
 
-def cut_into_pieces(files: Sequence[Path], piece_bytes: int) -> tuple[list[Piece], list[Problem]]:
-    """The files in order, cut into pieces of about `piece_bytes` where that is possible, and those that cannot be read."""
-    pieces: list[Piece] = []
+def cut_files(files: Sequence[Path], range_bytes: int) -> tuple[list[FileRange], list[Problem]]:
+    """The files in order, cut into ranges of about `range_bytes` where that is possible, and those that cannot be read."""
+    ranges: list[FileRange] = []
     problems: list[Problem] = []
     for file in files:
         try:
@@ -124,29 +124,29 @@ def cut_into_pieces(files: Sequence[Path], piece_bytes: int) -> tuple[list[Piece
             if not stat.S_ISREG(about.st_mode):
                 raise ValueError("neither a file nor a directory")
             with file.open("rb"):
-                pieces += _pieces_of(str(file), about.st_size, piece_bytes)
+                ranges += _ranges_of(str(file), about.st_size, range_bytes)
         except Exception as error:  # pyarrow's are of its own kinds
             problems.append(Problem(str(file), -1, getattr(error, "strerror", None) or str(error)))
-    return pieces, problems
+    return ranges, problems
 
 
-def _pieces_of(path: str, size: int, piece_bytes: int) -> Iterator[Piece]:
+def _ranges_of(path: str, size: int, range_bytes: int) -> Iterator[FileRange]:
     kind, packed = _held_by(path), kind_of(path)[1]
     if packed or kind not in (".jsonl", ".parquet"):
-        yield Piece(path, 0, 0, size, kind)
+        yield FileRange(path, 0, 0, size, kind)
     elif kind == ".jsonl":
-        for start in range(0, size, piece_bytes):
-            stop = min(start + piece_bytes, size)
-            yield Piece(path, start, stop, stop - start, kind)
+        for start in range(0, size, range_bytes):
+            stop = min(start + range_bytes, size)
+            yield FileRange(path, start, stop, stop - start, kind)
     else:
         from pyarrow.parquet import ParquetFile
 
         with ParquetFile(path) as table:
             groups = table.num_row_groups
-        step = max(1, groups * piece_bytes // size)
+        step = max(1, groups * range_bytes // size)
         for start in range(0, groups, step):
             stop = min(start + step, groups)
-            yield Piece(path, start, stop, size * stop // groups - size * start // groups, kind)
+            yield FileRange(path, start, stop, size * stop // groups - size * start // groups, kind)
 
 
 def _held_by(path: str) -> str:
@@ -174,7 +174,7 @@ def _held_by(path: str) -> str:
 
 
 def _first_line(path: str, packed: str) -> bytes:
-    """The first line that is not blank, or its first megabyte if it is no JSON; nothing of an archive that is damaged.
+    """The first line that is not blank; at most a megabyte of it if it is not JSON; empty if the archive is damaged.
 
     Raises: OSError.
     """
@@ -190,20 +190,20 @@ def _first_line(path: str, packed: str) -> bytes:
     return b""
 
 
-def documents_of(piece: Piece, key: str) -> Iterator[tuple[int, str | Exception]]:
-    """(position, text) of the documents of a piece, or the error of one that cannot be read; see `Problem`.
+def documents_of(file_range: FileRange, key: str) -> Iterator[tuple[int, str | Exception]]:
+    """Yields (position, text) for each document of a range, with an error in place of a text that cannot be read.
 
-    Raises: whatever reading the file raises; what follows in the piece is lost.
+    Raises: whatever reading the file raises; what follows in the range is lost.
     """
-    packed = kind_of(piece.path)[1]
-    if piece.kind == ".parquet":
-        yield from _rows(piece, key)
+    packed = kind_of(file_range.path)[1]
+    if file_range.kind == ".parquet":
+        yield from _rows(file_range, key)
         return
-    with _opened(piece.path, packed) as file:
-        if piece.kind != ".jsonl":
+    with _opened(file_range.path, packed) as file:
+        if file_range.kind != ".jsonl":
             yield -1, _attempt(_text_of_file, file.read())
             return
-        lines = enumerate(file) if packed else _lines_within(file, piece)
+        lines = enumerate(file) if packed else _lines_within(file, file_range)
         for position, line in lines:
             if line.strip():
                 yield position, _attempt(_text_of_line, line, key)
@@ -216,14 +216,14 @@ def _attempt(read: Any, *arguments: Any) -> Any:
         return error
 
 
-def _rows(piece: Piece, key: str) -> Iterator[tuple[int, str | Exception]]:
+def _rows(file_range: FileRange, key: str) -> Iterator[tuple[int, str | Exception]]:
     from pyarrow.parquet import ParquetFile
 
-    with ParquetFile(piece.path) as table:
+    with ParquetFile(file_range.path) as table:
         if (count := (names := table.schema_arrow.names).count(key)) != 1:
             raise ValueError(f"{count} columns are named {key!r}, found {names}; name a single column with --jsonl-key")
-        row = sum(table.metadata.row_group(number).num_rows for number in range(piece.start))
-        for batch in table.iter_batches(1024, list(range(piece.start, piece.stop)), [key], use_threads=False):
+        row = sum(table.metadata.row_group(number).num_rows for number in range(file_range.start))
+        for batch in table.iter_batches(1024, list(range(file_range.start, file_range.stop)), [key], use_threads=False):
             for text in batch.column(0).to_pylist():
                 yield row, text if isinstance(text, str) else ValueError(_no_string(key, text))
                 row += 1
@@ -251,7 +251,7 @@ def _opened(path: str, packed: str) -> Iterator[IO[bytes]]:
 
 
 def _unpacked_zst(file: IO[bytes]) -> Iterator[bytes]:
-    """The content of all frames.  Raises: EOFError for a truncated one, which the package's own reader takes for the end."""
+    """The content of all frames.  Raises: EOFError if the last is truncated, which zstandard itself does not notice."""
     import zstandard
 
     frame = None
@@ -266,7 +266,7 @@ def _unpacked_zst(file: IO[bytes]) -> Iterator[bytes]:
 
 
 class _Unpacked(io.RawIOBase):
-    """Chunks of bytes as a file."""
+    """A readable file over an iterator of bytes."""
 
     def __init__(self, chunks: Iterator[bytes]) -> None:
         self._chunks, self._rest = chunks, memoryview(b"")
@@ -284,13 +284,13 @@ class _Unpacked(io.RawIOBase):
         return count
 
 
-def _lines_within(file: IO[bytes], piece: Piece) -> Iterator[tuple[int, bytes]]:
-    """(offset, line) of the lines that start in a piece."""
-    if piece.start:
-        # From one byte before: a line that starts exactly at `start` is this piece's own.
-        file.seek(piece.start - 1)
+def _lines_within(file: IO[bytes], file_range: FileRange) -> Iterator[tuple[int, bytes]]:
+    """(offset, line) of the lines that start in a range."""
+    if file_range.start:
+        # From one byte before: a line that starts exactly at `start` is this range's own.
+        file.seek(file_range.start - 1)
         file.readline()
-    while (offset := file.tell()) < piece.stop and (line := file.readline()):
+    while (offset := file.tell()) < file_range.stop and (line := file.readline()):
         yield offset, line
 
 

@@ -28,7 +28,7 @@ from megazero.data.sealed import parse_json, seal, unseal
 _BLOCK_BYTES: Final = 1 << 24  # part of the format: the content's hash is a hash of the blocks' hashes
 _LARGE_BYTES: Final = 1 << 30  # reading more takes long enough to say so
 _LOOK_SECONDS: Final = 2.0  # between two attempts to take the lock of a large pair, for which a whole cluster may wait
-_TURN_SECONDS: Final = 1.0  # of waiting for another process, until it is told
+_TURN_SECONDS: Final = 1.0  # of waiting for another process, until it says so
 _CHECKS: Final = 1  # raised where `_verify` checks more: what was verified before is verified again
 _PARTS: Final = (  # of a fingerprint, after its version
     "the order of the samples (weights of data.sources, data.validation_fraction, model.seq_len, training.seed)",
@@ -53,7 +53,7 @@ def identity_path(prefix: str | os.PathLike[str]) -> Path:
 
 
 def read_identity(bin_path: Path, idx_path: Path, dtype: "np.dtype[Any]", tokenizer: str = "") -> Identity:
-    """The identity of a pair of ids of `dtype`, from every byte of both files; a thread on each core reads blocks."""
+    """Compute the identity of a pair from every byte of both files, with one reading thread per core."""
     from concurrent.futures import ThreadPoolExecutor
 
     sizes = [path.stat().st_size for path in (bin_path, idx_path)]
@@ -74,22 +74,22 @@ def read_identity(bin_path: Path, idx_path: Path, dtype: "np.dtype[Any]", tokeni
     threads = max(1, min(len(blocks), len(os.sched_getaffinity(0))))
     found: list[Any] = [None] * len(blocks)
     with ThreadPoolExecutor(threads) as pool:
-        for first, part in enumerate(pool.map(look, [blocks[number::threads] for number in range(threads)])):
-            found[first::threads] = part
+        for first, looked in enumerate(pool.map(look, [blocks[number::threads] for number in range(threads)])):
+            found[first::threads] = looked
     content = xxhash.xxh3_128_hexdigest(repr(sizes).encode() + b"".join(digest for digest, _, _ in found))
     ranges = [(low, high) for _, low, high in found if low <= high] or [(0, -1)]
     return Identity(content, min(low for low, _ in ranges), max(high for _, high in ranges), tokenizer)
 
 
 def write_identity(path: Path, identity: Identity) -> None:
-    """Store an identity; the file appears whole."""
+    """Write an identity to a file, which appears whole or not at all."""
     _write(path, {"format": 1, **asdict(identity)})
 
 
 def verified_identity(
     dataset: IndexedDataset, cache_dir: str | os.PathLike[str], say: Callable[[str], None] = lambda _: None
 ) -> Identity:
-    """The identity of a pair, verified once and again when its files have changed.
+    """The identity of a pair; its bytes are read only once, and again after its files have changed.
 
     Args:
         cache_dir: a directory of this machine, or one that machines share.
@@ -120,7 +120,7 @@ def verified_identity(
 def locked(
     path: Path, what: str, say: Callable[[str], None], *, poll_seconds: float = 0.05
 ) -> AbstractContextManager[object]:
-    """A lock beside a file of the cache, held by this process; `say` takes a line if it waits long for another one.
+    """Take the lock beside a file of the cache; `say` gets a line if another process holds it for long.
 
     Args:
         what: is in the directory, for messages.
@@ -147,7 +147,7 @@ def locked(
 
 
 def _verify(dataset: IndexedDataset, pair: Sequence[Path]) -> Identity:
-    """Read a pair and compare it with the identity beside it, which is written where there is none."""
+    """Read a pair and compare it with the identity file beside it, or write that file if there is none."""
     dataset.check_layout()
     path = identity_path(dataset.prefix)
     found = read_identity(pair[0], pair[1], dataset.dtype)
@@ -174,7 +174,7 @@ def _verify(dataset: IndexedDataset, pair: Sequence[Path]) -> Identity:
 
 
 def _state_of(paths: Sequence[Path], found: Sequence[os.stat_result]) -> dict[str, Any]:
-    """What changes when a file is written, copied or exchanged, or when more of it is checked."""
+    """Sizes, times and inodes of a pair, which change when a file is written, copied or replaced."""
     files = [[each.st_size, each.st_mtime_ns, each.st_ctime_ns, each.st_ino] for each in found]
     return {"path": os.path.abspath(paths[0]), "files": files, "checks": _CHECKS}
 
@@ -197,13 +197,13 @@ def _write(path: Path, content: dict[str, Any]) -> None:
 
 
 def fingerprint_of(order: Sequence[object], tokenizer: str, contents: Sequence[str]) -> str:
-    """One text for the data of a run, whose parts can be compared: what decides the order, the tokenizer, the tokens."""
+    """The fingerprint of the data of a run: hashes of what decides the sample order, of the tokenizer and of the tokens."""
     order_hash, content_hash = (xxhash.xxh3_128_hexdigest(repr(tuple(values)).encode()) for values in (order, contents))
     return "-".join(("2", order_hash, tokenizer, content_hash))
 
 
 def parts_of(fingerprint: str) -> dict[str, str]:
-    """The parts of a fingerprint by what they stand for; none of one that an earlier release or a script made."""
+    """The hashes in a fingerprint by what they stand for; empty for one that an earlier release or a script made."""
     version, *parts = fingerprint.split("-")
     return dict(zip(_PARTS, parts, strict=True)) if version == "2" and len(parts) == len(_PARTS) else {}
 
@@ -214,12 +214,12 @@ def tokenizer_part(fingerprint: str) -> str | None:
 
 
 def is_of_earlier_release(fingerprint: str) -> bool:
-    """Whether 0.1 made a fingerprint, from a sample of the tokens: it cannot be compared with one of all of them."""
+    """Whether release 0.1 made a fingerprint: it hashed a sample of the tokens, so newer ones cannot be compared with it."""
     return len(fingerprint) == 32 and not set(fingerprint) - set("0123456789abcdef")
 
 
 def changes_between(saved: str, now: str) -> list[str]:
-    """What differs between the data of two fingerprints, in words; nothing if `saved` cannot be compared.
+    """What differs between the data of two fingerprints, in words; empty if `saved` cannot be compared.
 
     Not compared are "", where no data has been read yet, and a fingerprint of an earlier release.
     """

@@ -59,12 +59,12 @@ class DocumentBorders:
         return len(self.document_indices) - 1
 
     def start(self, document: int) -> int:
-        """The token at which a document starts; that of the next one if it is empty."""
+        """The token at which a document starts; an empty document starts where the next one does."""
         sequence = int(self.document_indices[document])
         return int(self.pointers[sequence]) // self.token_bytes if sequence < len(self.pointers) else self.tokens
 
     def lengths(self, start: int, stop: int) -> list[int]:
-        """Lengths of the documents, or of the parts of documents, that tokens [start, stop) consist of; all > 0.
+        """Lengths of the documents, or pieces of documents, in tokens start to stop, exclusive; all > 0.
 
         Reads O(log documents) entries of the index, and those of the documents that start in between.
         """
@@ -167,7 +167,7 @@ class IndexedDataset:
 
 
 def _read_index(file: BufferedReader) -> tuple[np.dtype[Any], NDArray[np.int32], NDArray[np.int64], NDArray[np.int64]]:
-    """(dtype, sizes, pointers, document indices), as far as the file's own numbers agree."""
+    """Read (dtype, sizes, pointers, document indices).  Raises: ValueError if they contradict each other."""
     path, found = file.name, os.fstat(file.fileno()).st_size
     if found < HEADER.size:
         raise ValueError(f"{path} is truncated: the header takes {HEADER.size} bytes, found {found}")

@@ -28,7 +28,7 @@ from megazero.data.indexed import DocumentBorders
 
 _LARGEST_TOTAL: Final = 2**30  # keeps 2 * remainder * weight below 2^63 in `_count_left`
 _ROUNDS: Final = 8  # four for each half
-_TOLD_OF: Final = 64  # samples
+_DESCRIBED_SAMPLES: Final = 64  # samples
 
 
 @dataclass(frozen=True, eq=False)
@@ -59,11 +59,11 @@ class Windows:
 
     @property
     def end(self) -> int:
-        """The token whose window is the next one; the last target."""
+        """The position of the last target token, at which the next window would begin."""
         return (self.first + self.count) * self.seq_len
 
     def behind(self, end: int) -> Windows:
-        """Those of the windows that have no target up to the token `end`."""
+        """The windows whose targets all lie behind token `end`."""
         first = max(self.first, -(-end // self.seq_len))
         return replace(self, first=first, count=max(self.first + self.count - first, 0))
 
@@ -73,7 +73,7 @@ class Windows:
         return self.tokens[start : start + self.seq_len + 1]
 
     def documents(self, position: int) -> tuple[list[int], bool]:
-        """What the inputs at `position` consist of, and whether their last target is of the last input's document.
+        """The document lengths in a sample, and whether its last target belongs to the document of its last input.
 
         Lengths of the documents, or of the parts of documents, in order, all > 0, in sum seq_len.  A document that goes on
         from the window before counts from this one's start.
@@ -135,7 +135,7 @@ class Stream(ABC):
         return samples
 
     def documents(self, indices: ArrayLike) -> list[tuple[list[int], bool]]:
-        """What the inputs of each sample consist of, for indices [n]; see `Windows.documents`.  Raises: IndexError."""
+        """`Windows.documents` of the samples of indices [n].  Raises: IndexError."""
         return [windows.documents(position) for windows, position in self._windows(indices)]
 
     def _windows(self, indices: ArrayLike) -> Iterator[tuple[Windows, int]]:
@@ -165,8 +165,8 @@ class SampleStream(Stream):
         return [samples * weight / (total * source.count) for weight, source in pairs]
 
     def first_documents(self) -> list[list[int]]:
-        """Lengths of the documents in each of the first samples, which stand for all in what is told of a run."""
-        count = min(_TOLD_OF, sum(source.count for source in self._sources))
+        """Lengths of the documents in each of the first samples, which stand for all in what is said about a run."""
+        count = min(_DESCRIBED_SAMPLES, sum(source.count for source in self._sources))
         return [lengths for lengths, _ in self.documents(range(count))]
 
     def ends(self) -> dict[str, int]:
@@ -204,7 +204,8 @@ class ValidationStream(Stream):
     def behind(self, ends: Mapping[str, int]) -> ValidationStream | None:
         """The windows behind the given end of each source, in tokens, by its content; None if none is left."""
         left = [source.behind(ends.get(source.content, 0)) for source in self._sources]
-        return ValidationStream([source for source in left if source.count]) if any(one.count for one in left) else None
+        left = [source for source in left if source.count]
+        return ValidationStream(left) if left else None
 
     def locate(self, indices: ArrayLike) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         checked = _sample_indices(indices)
@@ -260,9 +261,9 @@ class Blend:
                 source[rows], within[rows] = first, index
                 return
             middle = (first + last) // 2
-            part, whole = sum(self.weights[first:middle]), sum(self.weights[first:last])
-            left = _count_left(index, part, whole)
-            goes_left = _count_left(index + 1, part, whole) > left
+            weights = sum(self.weights[first:middle]), sum(self.weights[first:last])
+            left = _count_left(index, *weights)
+            goes_left = _count_left(index + 1, *weights) > left
             descend(first, middle, rows[goes_left], left[goes_left])
             descend(middle, last, rows[~goes_left], (index - left)[~goes_left])
 
@@ -270,10 +271,10 @@ class Blend:
         return source, within
 
 
-def _count_left(n: NDArray[np.int64], part: int, whole: int) -> NDArray[np.int64]:
-    """round(n * part / whole), halves up: exact, with no product beyond 2^62 however large n is."""
-    rounds, rest = np.divmod(n, whole)
-    return rounds * part + (2 * rest * part + whole) // (2 * whole)
+def _count_left(n: NDArray[np.int64], left: int, both: int) -> NDArray[np.int64]:
+    """round(n * left / both), halves up: exact, with no product beyond 2^62 however large n is."""
+    rounds, rest = np.divmod(n, both)
+    return rounds * left + (2 * rest * left + both) // (2 * both)
 
 
 def _integer_weights(weights: Sequence[float]) -> tuple[int, ...]:
@@ -315,7 +316,7 @@ class Permutation:
         self._low_bits = np.uint64(bits - bits // 2)
         self._low_mask = np.uint64(2 ** (bits - bits // 2) - 1)
         self._high_mask = np.uint64(2 ** (bits // 2) - 1)
-        text = ",".join(str(int(part)) for part in key).encode()
+        text = ",".join(str(int(number)) for number in key).encode()
         self._round_keys = [np.uint64(xxhash.xxh3_64_intdigest(text, seed=round_)) for round_ in range(_ROUNDS)]
 
     def __call__(self, positions: NDArray[Any]) -> NDArray[np.int64]:

@@ -1,6 +1,6 @@
 """Tokenizing text files into one `.bin`/`.idx` pair, in several processes; stopped at any moment, it goes on where it was.
 
-    files, sorted -> pieces -> shards --workers--> prefix.tokenizing/KEY.bin, .lengths, .json --in order--> prefix.bin, .idx
+    files, sorted -> ranges -> shards --workers--> prefix.tokenizing/KEY.bin, .lengths, .json --in order--> prefix.bin, .idx
                                a megabyte of       KEY is a hash of all that decides the shard,  the output depends on
                                text, or more       so a finished one serves the next start       the inputs alone
 
@@ -26,7 +26,7 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from megazero.data.documents import Piece, Problem, cut_into_pieces, documents_of, find_files, kind_of
+from megazero.data.documents import FileRange, Problem, cut_files, documents_of, find_files, kind_of
 from megazero.data.identity import identity_path
 from megazero.data.indexed import pair_paths
 from megazero.data.sealed import seal, unseal
@@ -69,15 +69,15 @@ class _Job:
 
 
 class Shard(NamedTuple):
-    """Pieces that one worker tokenizes at once."""
+    """Ranges of files that one worker tokenizes at once."""
 
     key: str  # a hash: equal for equal text, tokenizer and settings
-    pieces: tuple[Piece, ...]
-    states: tuple[tuple[int, int], ...]  # size and time of the file of each piece, as they are part of the key
+    ranges: tuple[FileRange, ...]
+    states: tuple[tuple[int, int], ...]  # size and time of the file of each range, as they are part of the key
 
     @property
     def bytes(self) -> int:
-        return sum(piece.bytes for piece in self.pieces)
+        return sum(file_range.bytes for file_range in self.ranges)
 
 
 @dataclass
@@ -155,34 +155,36 @@ def tokenize_files(
         files, unread, hidden = find_files(inputs, {folder, *writer.paths})
         shards, uncut = make_shards(files, job)
         unread += uncut
-        pieces = [piece for shard in shards for piece in shard.pieces]
-        found = [*dict.fromkeys(piece.path for piece in pieces if piece.kind != kind_of(piece.path)[0])]
+        ranges = [file_range for shard in shards for file_range in shard.ranges]
+        found = [
+            *dict.fromkeys(file_range.path for file_range in ranges if file_range.kind != kind_of(file_range.path)[0])
+        ]
         notes += [f"read {len(found):,} files as JSON lines, by their first line: {found[:_NAMED]}"] if found else []
         ask(len(unread), unread, "files or directories")
         done = _tokenize_shards(shards, job, workers, on_progress)
-        bad = sum(one.unread for one in done)
-        ask(bad, [problem for one in done for problem in one.named_unread], "documents or parts of files")
-        documents, tokens = sum(one.documents for one in done), sum(one.tokens for one in done)
+        bad = sum(tokenized.unread for tokenized in done)
+        ask(bad, [problem for tokenized in done for problem in tokenized.named_unread], "documents or parts of files")
+        documents, tokens = sum(tokenized.documents for tokenized in done), sum(tokenized.tokens for tokenized in done)
         if not documents:
             raise ValueError(f"no text in {len(files):,} files under {[os.fspath(i) for i in inputs]}")
-        for shard, one in zip(shards, done, strict=True):
-            ids, lengths = (_content(shard, job, suffix, one.hashes[suffix]) for suffix in _CONTENTS)
+        for shard, tokenized in zip(shards, done, strict=True):
+            ids, lengths = (_content(shard, job, suffix, tokenized.hashes[suffix]) for suffix in _CONTENTS)
             writer.add_documents(np.frombuffer(ids, dtype), array("i", lengths))
     with suppress(OSError):
         for path in folder.iterdir():
             if _SHARD_FILE.fullmatch(path.name):
                 path.unlink()
         folder.rmdir()  # unless somebody else has put a file there
-    empty = sum(one.empty for one in done)
+    empty = sum(tokenized.empty for tokenized in done)
     counts = {
-        f"empty documents:{_listed(empty, [problem for one in done for problem in one.named_empty])}": empty,
+        f"empty documents:{_listed(empty, [problem for tokenized in done for problem in tokenized.named_empty])}": empty,
         "files, directories or documents that cannot be read": len(unread) + bad,
         "names that start with a dot": hidden,
     }
-    if jsonl_key != "text" and not {".jsonl", ".parquet"} & {piece.kind for piece in pieces}:
+    if jsonl_key != "text" and not {".jsonl", ".parquet"} & {file_range.kind for file_range in ranges}:
         notes += [f"--jsonl-key {jsonl_key} chose nothing: no file holds JSON lines or a table"]
     notes += [f"left out {count:,} {what}" for what, count in counts.items() if count]
-    return TokenizeSummary(documents, tokens, sum(p.bytes for p in pieces), time.monotonic() - began, tuple(notes))
+    return TokenizeSummary(documents, tokens, sum(p.bytes for p in ranges), time.monotonic() - began, tuple(notes))
 
 
 def _listed(count: int, named: Sequence[Problem]) -> str:
@@ -195,23 +197,23 @@ def make_shards(files: Sequence[Path], job: _Job) -> tuple[list[Shard], list[Pro
     """Shards of the files, in order, and the files that cannot be read."""
     states: dict[str, tuple[int, int]] = {}
     for path in files:
-        with suppress(OSError):  # which `cut_into_pieces` reports
+        with suppress(OSError):  # which `cut_files` reports
             states[str(path)] = _state_of(path)
     total = sum(size for size, _ in states.values())
     low, high = _SHARD_BITS
     limit = 1 << max(low, min(high, (total // _SHARDS).bit_length()))
-    pieces, unread = cut_into_pieces(files, limit)
-    groups: list[list[Piece]] = []
+    ranges, unread = cut_files(files, limit)
+    groups: list[list[FileRange]] = []
     room = 0
-    for piece in pieces:
-        if not groups or piece.bytes > room:
+    for file_range in ranges:
+        if not groups or file_range.bytes > room:
             groups.append([])
             room = limit
-        groups[-1].append(piece)
-        room -= piece.bytes
+        groups[-1].append(file_range)
+        room -= file_range.bytes
     settings = (2, job.fingerprint, job.dtype, job.key)
 
-    def shard(group: list[Piece]) -> Shard:
+    def shard(group: list[FileRange]) -> Shard:
         found = [(os.path.abspath(p.path), *states[p.path], *p[1:]) for p in group]
         key = xxhash.xxh3_128_hexdigest(repr((settings, found)).encode())
         return Shard(key, tuple(group), tuple(states[p.path] for p in group))
@@ -296,9 +298,9 @@ def _tokenize_shard(shard: Shard, job: _Job) -> int:
             file.write(tokens.data)
             lengths.append(len(ids))
         flush_to_disk(file)
-    for piece, state in zip(shard.pieces, shard.states, strict=True):
-        if _state_of(piece.path) != state:  # two versions of it would be in one pair
-            raise ValueError(f"{piece.path} changed while it was read; start again when it is complete")
+    for file_range, state in zip(shard.ranges, shard.states, strict=True):
+        if _state_of(file_range.path) != state:  # two versions of it would be in one pair
+            raise ValueError(f"{file_range.path} changed while it was read; start again when it is complete")
     done.documents, done.tokens = len(lengths), sum(lengths)
     done.hashes = {".bin": written.hexdigest(), ".lengths": xxhash.xxh3_128_hexdigest(lengths.tobytes())}
     for suffix, content in ((".lengths", lengths.tobytes()), (".json", json.dumps(seal(asdict(done))).encode())):
@@ -314,21 +316,21 @@ def _encoded(shard: Shard, job: _Job, done: _Tokenized) -> Iterator[NDArray[np.i
     """The ids of each document; what is left out is noted in `done`.  Any error belongs to a document, or to its file."""
     encoder = _tokenizer_of_process(job.tokenizer, job.eod_token)
 
-    def unread(piece: Piece, position: int, error: Exception) -> None:
+    def unread(file_range: FileRange, position: int, error: Exception) -> None:
         done.unread += 1
         if len(done.named_unread) < _NAMED:
-            done.named_unread.append(Problem(piece.path, position, str(error) or repr(error)))
+            done.named_unread.append(Problem(file_range.path, position, str(error) or repr(error)))
 
-    for piece in shard.pieces:
+    for file_range in shard.ranges:
         count = 0
-        documents = documents_of(piece, job.key)
+        documents = documents_of(file_range, job.key)
         while True:
             try:
                 position, text = next(documents)
             except StopIteration:
                 break
             except Exception as error:
-                unread(piece, -1, ValueError(f"{error}; only {count:,} documents before it were read"))
+                unread(file_range, -1, ValueError(f"{error}; only {count:,} documents before it were read"))
                 done.is_final &= not isinstance(error, OSError)
                 break
             count += 1
@@ -337,16 +339,16 @@ def _encoded(shard: Shard, job: _Job, done: _Tokenized) -> Iterator[NDArray[np.i
                     raise text
                 ids = encoder.encode(text)
             except UnicodeEncodeError as error:  # JSON can spell half of a surrogate pair
-                unread(piece, position, ValueError(f"text that UTF-8 cannot hold: {error}"))
+                unread(file_range, position, ValueError(f"text that UTF-8 cannot hold: {error}"))
             except Exception as error:  # the tokenizers library raises nothing narrower
-                unread(piece, position, error)
+                unread(file_range, position, error)
             else:
                 if len(ids):
                     yield np.append(ids, np.int32(encoder.eod_id))
                     continue
                 done.empty += 1
                 if len(done.named_empty) < _NAMED:
-                    done.named_empty.append(Problem(piece.path, position, "empty"))
+                    done.named_empty.append(Problem(file_range.path, position, "empty"))
 
 
 def _is_done(shard: Shard, job: _Job) -> bool:

@@ -1,7 +1,7 @@
 """Checkpoints of torch.distributed.checkpoint, as torchtitan and scripts write them: tensors by name, AdamW's state by name.
 
-    .metadata                                  shapes, dtypes, and the file and bytes of each part of each tensor
-    __0_0.distcp ...                           parts, each written by torch.save
+    .metadata                                  shapes, dtypes, and the file and bytes of each chunk of each tensor
+    __0_0.distcp ...                           chunks, each written by torch.save
     tok_embeddings.weight, model.lm_head...    weights, perhaps behind a prefix
     optimizer.state.NAME.exp_avg, .step        state of AdamW
     optimizer.param_groups.NAME.lr             its settings, by name or by group
@@ -43,19 +43,19 @@ _NOT_TAKEN = {
     r"((?:.+\.)?dataloader)\..+": "samples come in the order of the run file, see --samples",
     r"((?:.+\.)?train_state\.ntokens_seen)": "it counts the tokens of one rank",
 }
-_Box: TypeAlias = tuple[tuple[int, int], ...]  # of a part, where it begins and ends in each dimension
+_Box: TypeAlias = tuple[tuple[int, int], ...]  # of a chunk, where it begins and ends in each dimension
 
 
 @dataclass(frozen=True)
 class DcpFolder:
-    """A folder of torch.distributed.checkpoint, whose tensors are put together from their parts when they are read.
+    """A folder of torch.distributed.checkpoint, whose tensors are put together from their chunks when they are read.
 
     Raises: CheckpointError, also by every method and by what it gives.
     """
 
     folder: LocalFolder
     _files: dict[str, tuple[ReadBytes, int]] = field(default_factory=dict)  # how to read a file, and its size
-    _tiled: dict[str, list[tuple[_Box, tuple[int, ...]]]] = field(default_factory=dict)  # the parts of checked tensors
+    _tiled: dict[str, list[tuple[_Box, tuple[int, ...]]]] = field(default_factory=dict)  # the chunks of checked tensors
 
     @cached_property
     def _loaded(self) -> tuple[Metadata, list[str]]:
@@ -70,11 +70,11 @@ class DcpFolder:
             named = f"; it names {', '.join(unknown)}, which was not run" if unknown else ""
             raise CheckpointError(f"{path} is no metadata of torch.distributed.checkpoint{named}")
         with foreign_errors(path):
-            for name, one in loaded.state_dict_metadata.items():
+            for name, stored in loaded.state_dict_metadata.items():
                 if not isinstance(name, str):
                     raise TypeError(f"{name!r} is no name")
-                if isinstance(one, TensorStorageMetadata):
-                    _check_types(name, one)
+                if isinstance(stored, TensorStorageMetadata):
+                    _check_types(name, stored)
         return loaded, unknown
 
     @property
@@ -83,8 +83,8 @@ class DcpFolder:
         return self._loaded[1]
 
     @cached_property
-    def _parts(self) -> dict[str, dict[tuple[int, ...], Any]]:
-        """By name, then by offset in the tensor, where a part lies."""
+    def _chunks(self) -> dict[str, dict[tuple[int, ...], Any]]:
+        """By name, then by offset in the tensor, where a chunk lies."""
         found: dict[str, dict[tuple[int, ...], Any]] = {}
         with foreign_errors(f"{self.folder}/{METADATA}"):
             for index, info in self._loaded[0].storage_data.items():
@@ -95,20 +95,22 @@ class DcpFolder:
         """All tensors by name."""
         listed = self._loaded[0].state_dict_metadata.items()
         return {
-            name: LazyTensor(tuple(one.size), one.properties.dtype, partial(self._tensor, name, one))
-            for name, one in listed
-            if isinstance(one, TensorStorageMetadata)
+            name: LazyTensor(tuple(stored.size), stored.properties.dtype, partial(self._tensor, name, stored))
+            for name, stored in listed
+            if isinstance(stored, TensorStorageMetadata)
         }
 
     def values(self) -> dict[str, Callable[[], Any]]:
         """What is no tensor, by name, read when it is called: plain values only."""
         listed = self._loaded[0].state_dict_metadata.items()
         return {
-            name: partial(self._read, name, ()) for name, one in listed if not isinstance(one, TensorStorageMetadata)
+            name: partial(self._read, name, ())
+            for name, stored in listed
+            if not isinstance(stored, TensorStorageMetadata)
         }
 
     def slices(self, name: str) -> list[LazyTensor]:
-        """The tensors that are stacked along dimension 0 of another one; only the parts that hold one are read for it."""
+        """The tensors that are stacked along dimension 0 of another one; only the chunks that hold one are read for it."""
         about: Any = self._loaded[0].state_dict_metadata[name]
         if not self._checked(name, about):  # their bytes are there, so the list is not longer than these
             raise CheckpointError(f"{self.folder}/{METADATA}: {name} has no elements")
@@ -119,12 +121,12 @@ class DcpFolder:
         return self.rows(name, index, index + 1)[0]
 
     def rows(self, name: str, start: int, stop: int) -> Tensor:
-        """Some rows of a tensor; only the parts that hold them are read."""
+        """Some rows of a tensor; only the chunks that hold them are read."""
         about: Any = self._loaded[0].state_dict_metadata[name]
         return self._tensor(name, about, (start, stop))
 
     def _checked(self, name: str, about: TensorStorageMetadata) -> list[tuple[_Box, tuple[int, ...]]]:
-        """The parts of a tensor that have elements, each with its offset: they fill it, and the files are as long."""
+        """The chunks of a tensor that have elements, each with its offset: they fill it, and the files are as long."""
         if name in self._tiled:
             return self._tiled[name]
         path, item = f"{self.folder}/{METADATA}", about.properties.dtype.itemsize
@@ -134,7 +136,7 @@ class DcpFolder:
             if len(box) != len(about.size) or any(
                 not 0 <= start <= stop <= size for (start, stop), size in zip(box, about.size, strict=True)
             ):
-                raise CheckpointError(f"{path}: a part of {name} does not lie within its shape {list(about.size)}")
+                raise CheckpointError(f"{path}: a chunk of {name} does not lie within its shape {list(about.size)}")
             elements = _elements(box)
             if elements == 0:
                 continue
@@ -144,49 +146,49 @@ class DcpFolder:
             boxes.add(box)
         if missing := prod(about.size) - sum(map(_elements, boxes)):
             how = f"leave out {missing}" if missing > 0 else f"have {-missing} too many"
-            raise CheckpointError(f"{path}: the parts of {name} {how} elements")
+            raise CheckpointError(f"{path}: the chunks of {name} {how} elements")
         if _overlap(sorted(boxes)):
-            raise CheckpointError(f"{path}: parts of {name} overlap")
+            raise CheckpointError(f"{path}: chunks of {name} overlap")
         self._tiled[name] = [(box, tuple(start for start, _ in box)) for box in sorted(boxes)]
         return self._tiled[name]
 
     def _tensor(self, name: str, about: TensorStorageMetadata, rows: tuple[int, int] | None = None) -> Tensor:
-        """All of a tensor, or only some rows; one that lies in one part is that part, without a copy."""
-        parts = self._checked(name, about)
+        """All of a tensor, or only some rows; one that lies in one chunk is that chunk, without a copy."""
+        chunks = self._checked(name, about)
         first, last = rows or (0, about.size[0] if about.size else 0)
         shape = (last - first, *about.size[1:]) if about.size else ()
         whole: Tensor | None = None
-        for box, offset in parts:
+        for box, offset in chunks:
             low, high = (max(first, box[0][0]), min(last, box[0][1])) if box else (0, 0)
             if box and low >= high:
                 continue
-            part, sizes = self._read(name, offset), tuple(stop - start for start, stop in box)
-            if not isinstance(part, Tensor) or part.shape != sizes or part.dtype != about.properties.dtype:
+            chunk, sizes = self._read(name, offset), tuple(stop - start for start, stop in box)
+            if not isinstance(chunk, Tensor) or chunk.shape != sizes or chunk.dtype != about.properties.dtype:
                 raise CheckpointError(f"{self.folder}: {name} at {list(offset)} is not what {METADATA} says")
             with foreign_errors(f"{self.folder}: {name}"):
-                part = part.detach()
+                chunk = chunk.detach()
                 if box:
-                    part = part[low - box[0][0] : high - box[0][0]]
-                if part.shape == shape and part.layout == torch.strided and part.device.type == "cpu":
-                    return part
+                    chunk = chunk[low - box[0][0] : high - box[0][0]]
+                if chunk.shape == shape and chunk.layout == torch.strided and chunk.device.type == "cpu":
+                    return chunk
                 if whole is None:
-                    whole = torch.empty(shape, dtype=part.dtype)
-                at = [slice(low - first, high - first), *(slice(*one) for one in box[1:])] if box else []
-                whole[tuple(at)] = part
-            del part
+                    whole = torch.empty(shape, dtype=chunk.dtype)
+                at = [slice(low - first, high - first), *(slice(*edges) for edges in box[1:])] if box else []
+                whole[tuple(at)] = chunk
+            del chunk
         return torch.empty(shape, dtype=about.properties.dtype) if whole is None else whole
 
     def _place(self, name: str, offset: tuple[int, ...]) -> tuple[str, int, int]:
-        """The file of a part or value, and the bytes of it, which are there."""
-        info: Any = self._parts.get(name, {}).get(offset)
+        """The file of a chunk or value, and the bytes of it, which are there."""
+        info: Any = self._chunks.get(name, {}).get(offset)
         file = getattr(info, "relative_path", None)
         if not is_file_name(file):
             raise CheckpointError(f"{self.folder}/{METADATA} does not name a file of that folder for {name}: {file!r}")
         path = f"{self.folder}/{file}"
         with foreign_errors(path):
             if info.transform_descriptors:
-                told = ", ".join(map(str, info.transform_descriptors))
-                raise CheckpointError(f"{path} is written with {told}, which is not supported")
+                how = ", ".join(map(str, info.transform_descriptors))
+                raise CheckpointError(f"{path} is written with {how}, which is not supported")
             if file not in self._files:
                 self._files[file] = self.folder.open(file), self.folder.size(file) or 0
             if not (_is_count(info.offset) and _is_count(info.length)):
@@ -216,9 +218,9 @@ def _is_count(value: object) -> bool:
 
 def _check_types(name: str, about: TensorStorageMetadata) -> None:
     """Raises: TypeError."""
-    sizes = [about.size, *(one for chunk in about.chunks for one in (chunk.offsets, chunk.sizes))]
-    if any(not isinstance(one, tuple) or not all(type(size) is int for size in one) for one in sizes):
-        raise TypeError(f"the shape of {name} or of a part of it")
+    sizes = [about.size, *(extent for chunk in about.chunks for extent in (chunk.offsets, chunk.sizes))]
+    if any(not isinstance(extent, tuple) or not all(type(size) is int for size in extent) for extent in sizes):
+        raise TypeError(f"the shape of {name} or of a chunk of it")
     if not all(map(_is_count, about.size)) or not isinstance(about.properties.dtype, torch.dtype):
         raise TypeError(f"the shape or dtype of {name}")
 
@@ -232,9 +234,9 @@ def _overlap(boxes: Sequence[_Box]) -> bool:
     open_: list[_Box] = []  # those that have not ended in dimension 0
     for box in boxes:
         if box:
-            open_ = [one for one in open_ if one[0][1] > box[0][0]]
-        for one in open_:
-            if all(max(a[0], b[0]) < min(a[1], b[1]) for a, b in zip(one, box, strict=True)):
+            open_ = [other for other in open_ if other[0][1] > box[0][0]]
+        for other in open_:
+            if all(max(a[0], b[0]) < min(a[1], b[1]) for a, b in zip(other, box, strict=True)):
                 return True
         open_.append(box)
     return False
@@ -243,7 +245,7 @@ def _overlap(boxes: Sequence[_Box]) -> bool:
 def _plain(name: str, value: Any) -> Any:
     """A setting as a plain value.  Raises: CheckpointError for a number that is none."""
     if isinstance(value, list | tuple):
-        return [_plain(name, one) for one in value]
+        return [_plain(name, item) for item in value]
     value = value.item() if isinstance(value, Tensor) else value
     if isinstance(value, float) and not isfinite(value):
         raise CheckpointError(f"{name} is {value}")
@@ -294,7 +296,7 @@ class _Entries(Found):
 def read_dcp(folder: LocalFolder, _: ModelConfig) -> ForeignCheckpoint:
     """What a checkpoint of torch.distributed.checkpoint holds, or the two of accelerate.  Raises: CheckpointError."""
     below = [folder.child(name) for name in (ACCELERATE, "optimizer_0") if folder.child(name).has(METADATA)]
-    sources = [DcpFolder(one) for one in ([folder] if folder.has(METADATA) else below)]
+    sources = [DcpFolder(source) for source in ([folder] if folder.has(METADATA) else below)]
     found = _Entries(unknown=[f"{name} (named in {METADATA})" for source in sources for name in source.unknown])
     for entries in (entries for source in sources for entries in (source.tensors(), source.values())):
         for name, entry in entries.items():

@@ -12,7 +12,7 @@
     stage 3       group 0   [w0 |w1 |b1 ]   [w0 |w1 |b1 ]         each rank holds 1/W of each parameter, rounded up
                                rank 0          rank 1
 
-The files are pickles.  None is executed: what is no tensor or plain value becomes a stand-in (`pickles`), and is told.
+The files are pickles.  None is executed: what is no tensor or plain value becomes a stand-in (`pickles`), with a note.
 
 Sources: of deepspeed, runtime/engine.py, runtime/zero/stage_1_and_2.py and stage3.py, checkpoint/ds_to_universal.py,
 utils/zero_to_fp32.py.
@@ -65,7 +65,9 @@ def find_deepspeed(folder: LocalFolder) -> LocalFolder | None:
     """The folder, or the one that its `latest` names, if that holds a checkpoint of DeepSpeed."""
     tag = folder.read(LATEST).decode(errors="replace").strip() if folder.has(LATEST) else "."
     named = folder.child(tag) if tag == Path(tag).name and tag != ".." else folder
-    return next((one for one in (folder, named) if any(map(_MODEL_FILE.fullmatch, one.files()))), None)
+    return next(
+        (candidate for candidate in (folder, named) if any(map(_MODEL_FILE.fullmatch, candidate.files()))), None
+    )
 
 
 def read_deepspeed(folder: LocalFolder, _: ModelConfig) -> ForeignCheckpoint:
@@ -82,7 +84,7 @@ def read_deepspeed(folder: LocalFolder, _: ModelConfig) -> ForeignCheckpoint:
 
 
 @dataclass(frozen=True)
-class _Part:
+class _FlatRange:
     """Elements of a parameter in a flat group of a rank."""
 
     rank: int
@@ -91,12 +93,14 @@ class _Part:
     numel: int
 
 
-_Place: TypeAlias = tuple[str, tuple[int, ...], list[_Part]]  # name of a parameter, its shape, where its parts lie
+_Place: TypeAlias = tuple[
+    str, tuple[int, ...], list[_FlatRange]
+]  # name of a parameter, its shape, where its elements lie
 
 
-def _joined(flat: Sequence[Sequence[Tensor]], parts: Sequence[_Part], shape: tuple[int, ...]) -> Tensor:
-    """A parameter from its parts; `flat` are the groups of each rank."""
-    return torch.cat([flat[one.rank][one.group].narrow(0, one.start, one.numel) for one in parts]).view(shape)
+def _joined(flat: Sequence[Sequence[Tensor]], ranges: Sequence[_FlatRange], shape: tuple[int, ...]) -> Tensor:
+    """A parameter from its ranges; `flat` are the groups of each rank."""
+    return torch.cat([flat[span.rank][span.group].narrow(0, span.start, span.numel) for span in ranges]).view(shape)
 
 
 def _whole(tensor: Tensor, shape: tuple[int, ...] | None = None) -> LazyTensor:
@@ -159,8 +163,8 @@ class _Reader:
             raise CheckpointError(f"{self.folder}/{name} cannot be read: {error}") from error
         for known in classes:
             if not (known.startswith("deepspeed.") and known.rpartition(".")[2] in _KNOWN_CLASSES):
-                told = f"{name} names {known}, which is neither a tensor nor a plain value and was not run"
-                self.found.notes[told] = None
+                note = f"{name} names {known}, which is neither a tensor nor a plain value and was not run"
+                self.found.notes[note] = None
         return loaded
 
     def _file(self, files: Mapping[int, str], rank: int) -> str:
@@ -195,13 +199,13 @@ class _Reader:
         base = first.get("base_optimizer_state", first.get(_STATE))
         self._add_groups(base["param_groups"] if isinstance(base, dict) else (), first)
         flat = [self._flat_groups(rank) for rank in ranks]
-        if any(one.keys() != flat[0].keys() for one in flat):
+        if any(of_rank.keys() != flat[0].keys() for of_rank in flat):
             raise ValueError(f"only some ranks hold {', '.join(set().union(*flat) - {MASTER})}")
-        parts = _parts_at_stage_3 if "fp32_flat_groups" in first else _parts_at_stages_1_and_2
-        for name, shape, held in parts(ranks, listed):
+        ranges_of = _ranges_at_stage_3 if "fp32_flat_groups" in first else _ranges_at_stages_1_and_2
+        for name, shape, held in ranges_of(ranks, listed):
             for kind in flat[0]:
-                groups = [one[kind] for one in flat]
-                elements = sum(min(one.numel, groups[one.rank][one.group].numel() - one.start) for one in held)
+                groups = [of_rank[kind] for of_rank in flat]
+                elements = sum(min(span.numel, groups[span.rank][span.group].numel() - span.start) for span in held)
                 if elements != prod(shape):
                     raise CheckpointError(
                         f"{self.folder}: the ranks' files hold {elements} elements of {kind} of {name}, whose shape is "
@@ -216,12 +220,12 @@ class _Reader:
         for rank, kinds in enumerate(flat):
             paddings = ranks[rank].get("group_paddings", [0] * len(kinds[MASTER]))
             for kind, held in ((kind, groups) for kind, groups in kinds.items() if kind != MASTER):
-                for number, (one, master) in enumerate(zip(held, kinds[MASTER], strict=True)):
-                    more = one.numel() - master.numel()
-                    if more not in (0, paddings[number]) or not one.is_floating_point():
+                for number, (state, master) in enumerate(zip(held, kinds[MASTER], strict=True)):
+                    more = state.numel() - master.numel()
+                    if more not in (0, paddings[number]) or not state.is_floating_point():
                         raise CheckpointError(
-                            f"{self.folder}/{self.optimizers[rank]} is damaged: {kind} of group {number} has {one.numel()} "
-                            f"elements of {one.dtype}, and its masters {master.numel()}"
+                            f"{self.folder}/{self.optimizers[rank]} is damaged: {kind} of group {number} has "
+                            f"{state.numel()} elements of {state.dtype}, and its masters {master.numel()}"
                         )
 
     def _flat_groups(self, rank: Mapping[str, Any]) -> dict[str, list[Tensor]]:
@@ -240,8 +244,8 @@ class _Reader:
         """The kinds of moments in the state of a parameter or group; its step is counted, other entries are unknown."""
         if "step" in state:
             self.found.updates.add(int(state["step"]))
-        told = (f"optimizer state {kind!r} of {of}" for kind in state if kind not in (*ADAM, "step"))
-        self.found.unknown += [line for line in told if line not in self.found.unknown]
+        lines = (f"optimizer state {kind!r} of {of}" for kind in state if kind not in (*ADAM, "step"))
+        self.found.unknown += [line for line in lines if line not in self.found.unknown]
         return [kind for kind in ADAM if kind in state]
 
     def _check_updates(self, expected: int) -> None:
@@ -274,8 +278,8 @@ class _Reader:
                 continue
             state = self._load(f"{UNIVERSAL}/{file}")
             self._add_groups(state["param_groups"], state)
-            for number, one in state.get(_STATE, {}).get("state", {}).items():  # of stage 3, where it has the steps
-                self._moments(one, f"group {number}")
+            for number, own in state.get(_STATE, {}).get("state", {}).items():  # of stage 3, where it has the steps
+                self._moments(own, f"group {number}")
         for name in zero.folders():
             for file in zero.child(name).files():
                 kind, _, end = file.rpartition(".")
@@ -317,13 +321,13 @@ class _Reader:
                 )
                 continue
             for name, number in zip(names[shape], found, strict=True):
-                one = base["state"].get(number, {})
-                for kind in self._moments(one, name):
-                    self.found.tensors.setdefault(kind, {})[name] = _whole(one[kind])
+                own = base["state"].get(number, {})
+                for kind in self._moments(own, name):
+                    self.found.tensors.setdefault(kind, {})[name] = _whole(own[kind])
                 if fp32:
                     self.found.tensors.setdefault(MASTER, {})[name] = _whole(fp32[number])
-        told = "at stage 0 moments have numbers: they were named in the order of the module's parameters"
-        self.found.notes[told] = None
+        note = "at stage 0 moments have numbers: they were named in the order of the module's parameters"
+        self.found.notes[note] = None
 
     # -- the weights
 
@@ -364,11 +368,11 @@ class _Reader:
             weights[name] = _whole(state["module"][name])
         for name in set(state["shared_params"] or ()):
             masters.pop(name, None)
-        if all(one.dtype == torch.float32 for one in weights.values()):
+        if all(weight.dtype == torch.float32 for weight in weights.values()):
             tensors.pop(MASTER, None)  # they are the weights
 
     def _checked(self, name: str, weight: Tensor, master: LazyTensor | None) -> Tensor:
-        """A weight that lies there as its master, too: proof that the parts were put together as they were cut."""
+        """A weight that lies there as its master, too: proof that it was put together as it was cut."""
         if master is not None and not torch.equal(master.read().to(weight.dtype).view(weight.shape), weight):
             raise CheckpointError(
                 f"{self.folder}: the fp32 master of {name} is not that of the weight, so the optimizer's state is of other "
@@ -379,18 +383,20 @@ class _Reader:
 
     def _frozen(self, name: str, shape: tuple[int, ...]) -> Tensor:
         """A frozen parameter at stage 3, from the model files of all ranks."""
-        parts: list[Tensor] = []
-        while sum(part.numel() for part in parts) < prod(shape):
-            parts.append(self._load(self._file(self.models, len(parts)))["frozen_param_fragments"][name].view(-1))
-        return torch.cat(parts)[: prod(shape)].view(shape)
+        fragments: list[Tensor] = []
+        while sum(fragment.numel() for fragment in fragments) < prod(shape):
+            fragments.append(
+                self._load(self._file(self.models, len(fragments)))["frozen_param_fragments"][name].view(-1)
+            )
+        return torch.cat(fragments)[: prod(shape)].view(shape)
 
 
 def _cast(master: LazyTensor, dtype: torch.dtype) -> Tensor:
     return master.read().to(dtype)
 
 
-def _parts_at_stages_1_and_2(ranks: Sequence[Mapping[str, Any]], listed: Sequence[Shapes]) -> Iterator[_Place]:
-    """Where the parameters lie at stages 1 and 2: name, shape, parts.
+def _ranges_at_stages_1_and_2(ranks: Sequence[Mapping[str, Any]], listed: Sequence[Shapes]) -> Iterator[_Place]:
+    """Where the parameters lie at stages 1 and 2: name, shape, ranges.
 
     The files' param_slice_mappings are not read: under round_robin_gradients DeepSpeed 0.19 writes those of another order.
     """
@@ -403,19 +409,19 @@ def _parts_at_stages_1_and_2(ranks: Sequence[Mapping[str, Any]], listed: Sequenc
             yield (
                 name,
                 shape,
-                [_Part(rank, group, low - rank * size, high - low) for rank, low, high in held if low < high],
+                [_FlatRange(rank, group, low - rank * size, high - low) for rank, low, high in held if low < high],
             )
             start = stop + (padding[group][number] if padding else 0)
 
 
-def _parts_at_stage_3(ranks: Sequence[Mapping[str, Any]], listed: Sequence[Shapes]) -> Iterator[_Place]:
-    """Where the parameters lie at stage 3: name, shape, parts."""
+def _ranges_at_stage_3(ranks: Sequence[Mapping[str, Any]], listed: Sequence[Shapes]) -> Iterator[_Place]:
+    """Where the parameters lie at stage 3: name, shape, ranges."""
     for group, shapes in enumerate(listed):
         start = 0
         for name, shape in shapes.items():
             share = -(-prod(shape) // len(ranks))
             left = [max(min(share, prod(shape) - rank * share), 0) for rank in range(len(ranks))]
-            yield name, shape, [_Part(rank, group, start, numel) for rank, numel in enumerate(left)]
+            yield name, shape, [_FlatRange(rank, group, start, numel) for rank, numel in enumerate(left)]
             start += share
         for rank, state in enumerate(ranks):
             if state["fp32_flat_groups"][group].numel() != start:

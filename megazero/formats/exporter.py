@@ -90,22 +90,28 @@ def export_dcp(path: Location, out: str | Path, *, dtype: str | None = None, nam
                 if not isinstance(failed, Exception):  # such as Ctrl-C
                     raise failed from error
                 raise CheckpointError(f"{out} could not be written ({failed}); nothing was left there") from error
-    kept = next(one.dtype for name, one in state.items() if isinstance(one, Tensor))
+    dtype_written = next(tensor.dtype for name, tensor in state.items() if isinstance(tensor, Tensor))
     moments = "with AdamW's moments" if len(reads) > len(logical_shapes(model)) + 1 else "without moments"
-    return Exported(DTYPE_NAMES[kept], 1, elements, f"names of {table.name}, {moments}{_not_told(model, table)}")
+    return Exported(
+        DTYPE_NAMES[dtype_written], 1, elements, f"names of {table.name}, {moments}{_not_shown(model, table)}"
+    )
 
 
-def _not_told(model: ModelConfig, table: NameTable) -> str:
+def _not_shown(model: ModelConfig, table: NameTable) -> str:
     """What the model computes with and no tensor shows, unless the reader's own models have it."""
     own = {"sliding_window": None, "rope_scaling": None} | dict(table.own)
     unlike = {key: getattr(model, key) for key, value in own.items() if getattr(model, key) != value}
-    shown = ", ".join(f"model.{key} = {toml_value(one) if one else table.unscaled}" for key, one in unlike.items())
+    shown = ", ".join(
+        f"model.{key} = {toml_value(value) if value else table.unscaled}" for key, value in unlike.items()
+    )
     return f"; the file does not carry {shown}: set it there" if unlike else ""
 
 
 def _table(family: str, name: str | None) -> NameTable:
     tables = {table.name: table for table in tables_of(family) if not table.dropped}
-    writable = [name for name, table in tables.items() if all(one.give is not None for one in table.tensors.values())]
+    writable = [
+        name for name, table in tables.items() if all(place.give is not None for place in table.tensors.values())
+    ]
     if (name or writable[0]) not in writable:
         raise ValueError(f"--names {name} must be one of {', '.join(writable)}, which {family} has")
     return tables[name or writable[0]]
@@ -127,10 +133,10 @@ def _state(
 
     def described(stored: StoredTensors, ours: str, theirs: Theirs, wanted: torch.dtype | None) -> tuple[Tensor, Any]:
         nonlocal size
-        kept = wanted or stored[ours].dtype
-        read = partial(_given, stored, ours, theirs, model, kept)
-        size += kept.itemsize * prod(stored[ours].shape)
-        return torch.empty(stored[ours].shape, dtype=kept, device="meta"), read
+        dtype_written = wanted or stored[ours].dtype
+        read = partial(_given, stored, ours, theirs, model, dtype_written)
+        size += dtype_written.itemsize * prod(stored[ours].shape)
+        return torch.empty(stored[ours].shape, dtype=dtype_written, device="meta"), read
 
     for ours, shape in logical_shapes(model).items():
         theirs = table.theirs(ours)

@@ -40,7 +40,7 @@ _CONSTANT = {"amsgrad": False, "maximize": False, "bias_correction": True}
 
 @dataclass(frozen=True)
 class ForeignCheckpoint:
-    """What a checkpoint of another framework says.
+    """The contents of a checkpoint of another framework.
 
     Args:
         path: of it, for messages.
@@ -65,7 +65,7 @@ class ForeignCheckpoint:
 
 @dataclass
 class Found:
-    """Tensors by kind and by their name, settings of the optimizer, and what is told to the user.
+    """Collects what a reader finds in a checkpoint: tensors, optimizer settings, counts, notes for the user.
 
     Args:
         tensors: by kind.
@@ -87,12 +87,12 @@ class Found:
     entries: dict[tuple[str, str], str] = field(default_factory=dict)
 
     def add_tensor(self, kind: str, name: str, tensor: LazyTensor, *, entry: str) -> None:
-        """Take the tensor of an entry; a second one for the same name is not understood."""
+        """Add the tensor of an entry; a second one of the same name is noted as not understood."""
         if self._is_first(kind, name, entry):
             self.tensors.setdefault(kind, {})[name] = tensor
 
     def add_step(self, step: int, *, entry: str) -> None:
-        """Take the step of the run; another one is not understood."""
+        """Set the step of the run; a contradicting one is noted as not understood."""
         if self.step == step or self._is_first("step", "", entry):
             self.step = step
 
@@ -103,7 +103,7 @@ class Found:
         return first == entry
 
     def add_setting(self, name: str, key: str, value: Any) -> None:
-        """Take a setting of one of the optimizer's groups; `name` is that of the entry, for messages.
+        """Add a setting of one of the optimizer's groups; `name` is that of the entry, for messages.
 
         One that is not finite is not understood.
         """
@@ -112,8 +112,8 @@ class Found:
         if key == "decoupled_weight_decay":
             key, value = "name", "adamw" if value else "adam"
         value = value.item() if isinstance(value, Tensor) else list(value) if isinstance(value, tuple) else value
-        parts = value if isinstance(value, list) else [value]
-        if not all(isfinite(one) for one in parts if isinstance(one, float)):
+        numbers = value if isinstance(value, list) else [value]
+        if not all(isfinite(number) for number in numbers if isinstance(number, float)):
             self.unknown.append(f"{name}={value}")
         elif key in _SETTINGS:
             seen = self.settings.setdefault(key, [])
@@ -122,10 +122,10 @@ class Found:
             self.unknown.append(f"{name}={value}")
 
     def is_not_taken(self, name: str, reasons: Mapping[str, str]) -> bool:
-        """Whether an entry is understood and of no use here: one of the patterns is its name.
+        """Whether an entry is known but not used here, because one of the patterns matches its name.
 
         Args:
-            reasons: by pattern, what is told once of all that its first group names; "" where nothing is to be told.
+            reasons: by pattern, a note, once for all that its first group names; "" for none.
         """
         for pattern, reason in reasons.items():
             if found := re.fullmatch(pattern, name):
@@ -135,7 +135,7 @@ class Found:
         return False
 
     def checkpoint(self, path: str) -> ForeignCheckpoint:
-        """All of it.  Raises: CheckpointError if some tensors were updated more often than others, or a count is none."""
+        """The finished checkpoint.  Raises: CheckpointError if counts of updates differ between tensors, or are wrong."""
         counts = {"steps": self.step or 0, "samples": self.samples or 0, "updates": max(self.updates, default=0)}
         for what, count in counts.items():
             if not 0 <= count < _COUNTS:
@@ -157,7 +157,7 @@ class Found:
         )
 
     def _optimizer(self) -> dict[str, Any]:
-        """Keys of our [optimizer]; a value that differs between tensors is told and left to the run file."""
+        """Keys of our [optimizer]; a value that differs between tensors gets a note and is left to the run file."""
         found = dict(self.settings)
         found["lr"] = found.pop("initial_lr", found.get("lr", []))  # `lr` is that of the last step
         for key, values in found.items():
@@ -193,7 +193,7 @@ def match_kinds(
     """
 
     def wanted(kind: str, tensors: Mapping[str, LazyTensor]) -> Mapping[str, LazyTensor]:
-        return without_wrappers({n: one for n, one in tensors.items() if not is_named(_label(kind) + n, ignore)})
+        return without_wrappers({n: tensor for n, tensor in tensors.items() if not is_named(_label(kind) + n, ignore)})
 
     kinds = {kind: wanted(kind, tensors) for kind, tensors in found.tensors.items()}
     kinds = {
@@ -210,10 +210,10 @@ def match_kinds(
         notes += [] if name else [line]
     for kind, tensors in kinds.items():
         names = (of_model if kind == MODEL else of_others).names(shapes)
-        one = match(tensors, names, model, shapes, label=_label(kind))
-        matched[kind] = one.tensors
-        problems += one.problems
-        unknown |= one.unknown
+        matched_kind = match(tensors, names, model, shapes, label=_label(kind))
+        matched[kind] = matched_kind.tensors
+        problems += matched_kind.problems
+        unknown |= matched_kind.unknown
     names = of_model.names(shapes)
     pair = [weights[name] for name in (names.head, names.embedding) if name in weights]
     if not model.tie_embeddings and len(pair) == 2 and is_same(*pair):
@@ -288,8 +288,8 @@ def _best_table(
     if known(best) == len(shapes) * len(kinds):
         for other in candidates():
             if known(other) == known(best) and named(other) != named(best):
-                one, two = (f"{table.name!r} behind the prefix {table.prefix!r}" for table in (best, other))
+                first, second = (f"{table.name!r} behind the prefix {table.prefix!r}" for table in (best, other))
                 raise CheckpointError(
-                    f"{path} holds two whole sets of tensors, {one} and {two}: leave one out by --ignore PATTERN"
+                    f"{path} holds two whole sets of tensors, {first} and {second}: leave one out by --ignore PATTERN"
                 )
     return best

@@ -35,7 +35,7 @@ from megazero.zero.state import MODEL
 
 @dataclass(frozen=True)
 class Form:
-    """A form of checkpoints.
+    """A checkpoint format of another framework.
 
     Args:
         about: its name in words.
@@ -89,7 +89,7 @@ def import_checkpoint(
     ignore: Sequence[str] = (),
     max_shard_bytes: int = 5 * 10**9,
 ) -> Imported:
-    """Make a checkpoint of one that another framework has written.
+    """Convert a checkpoint of another framework to one of ours.
 
     Args:
         source: its directory.
@@ -182,7 +182,7 @@ def _check_optimizer(config: RunConfig, run_file: str | Path) -> None:
 def _trainer_state(
     found: ForeignCheckpoint, config: RunConfig, step: int | None, samples: int | None, *, has_moments: bool
 ) -> tuple[TrainerState, tuple[str, ...]]:
-    """The state at which the run goes on, and lines that tell it.  Without moments step 0, unless the user says more."""
+    """The trainer state to resume from, and lines for the user.  Without moments the step is 0 unless the user sets it."""
     if step is None:
         step = found.step if has_moments else 0
     if samples is None and step == found.step:

@@ -136,7 +136,7 @@ def _add_updates(found: Found, states: list[Any], args: Mapping[str, Any]) -> No
 
 
 def _common(folder: LocalFolder) -> tuple[dict[str, Any], list[str]]:
-    """What lies in common.pt, and the names in it that were not admitted."""
+    """The contents of common.pt, and the names of classes in it that were not loaded."""
     path = folder.path / COMMON
     with foreign_errors(str(path)):
         common, named = load_tensors(path)
@@ -146,7 +146,7 @@ def _common(folder: LocalFolder) -> tuple[dict[str, Any], list[str]]:
 
 
 def differences(args: Mapping[str, Any], model: ModelConfig) -> Iterator[str]:
-    """What args say otherwise than the run file."""
+    """Yields each contradiction between the checkpoint's args and the run file."""
     said = dict(args)
     if not said.get("group_query_attention", True):  # then the number of groups means nothing
         said["num_query_groups"] = said.get("num_attention_heads")
@@ -182,7 +182,7 @@ def _turns(model: ModelConfig) -> bool:
 
 
 def _is(said: Any, value: Any) -> bool:
-    """Whether an argument, which may be anything, has a plain value."""
+    """Whether an argument, which may be any object, equals a plain value."""
     said = tuple(said) if isinstance(said, list) else said
     return isinstance(said, bool | int | float | str | tuple | None) and said == value
 
@@ -230,7 +230,7 @@ def _add_tensors(found: Found, source: DcpFolder, model: ModelConfig) -> None:
 
 
 def _master(name: str, master: LazyTensor, weight: LazyTensor) -> Tensor:
-    """Raises: CheckpointError: it is not the master of this weight."""
+    """Read a master.  Raises: CheckpointError: it does not round to its weight."""
     tensor, model = master.read(), weight.read()
     if tensor.shape == model.shape and not torch.equal(tensor.to(model.dtype), model):
         raise CheckpointError(

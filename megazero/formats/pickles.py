@@ -4,7 +4,7 @@
     *.distcp, *.pt      torch.save          torch's loader of tensors and plain values; again with stand-ins
 
 A pickle can only name what to call.  Here a name is looked up in a short list, and what is not on it is never imported: its
-calls make a `StandIn`, and its name is told to the caller.  A pickle can also set attributes: here only those of objects
+calls make a `StandIn`, and its name is returned to the caller.  A pickle can also set attributes: here only those of objects
 that it has made, never those of a class.  The sums of a zip, which torch does not look at, are checked.
 """
 
@@ -53,9 +53,9 @@ def _memory_format(kind: Any, name: Any) -> Any:
 
 
 _MEGATRON = "megatron.core.dist_checkpointing.strategies.torch"
-# How a planner wrote, which Megatron-Core leaves in `.metadata`: never read here, so a stand-in does, and nothing is told.
+# How a planner wrote, which Megatron-Core leaves in `.metadata`: never read here, so a stand-in does, without a note.
 _PLANS = ("torch.distributed.checkpoint.planner.", f"{_MEGATRON}.MCoreSavePlan")
-_ALLOWED: dict[str, Any] = {f"{one.__module__}.{one.__qualname__}": one for one in _METADATA} | {
+_ALLOWED: dict[str, Any] = {f"{cls.__module__}.{cls.__qualname__}": cls for cls in _METADATA} | {
     "torch.Size": torch.Size,
     "torch.serialization._get_layout": _get_layout,
     "builtins.getattr": _memory_format,
@@ -66,7 +66,7 @@ _ALLOWED: dict[str, Any] = {f"{one.__module__}.{one.__qualname__}": one for one 
     "pathlib.PosixPath": PurePosixPath,
     "pathlib.WindowsPath": PurePosixPath,
     "pathlib._local.PosixPath": PurePosixPath,
-    **{f"builtins.{one.__name__}": one for one in (set, frozenset, list, dict, tuple)},
+    **{f"builtins.{cls.__name__}": cls for cls in (set, frozenset, list, dict, tuple)},
 }
 # Plain containers that torch's list lacks.
 _PLAIN: dict[str, Any] = {
@@ -78,7 +78,7 @@ _PLAIN: dict[str, Any] = {
 
 
 class StandIn:
-    """In place of an object whose class is not admitted; it keeps its plain state, and does nothing."""
+    """Replaces an object whose class is not on the list; it keeps its plain state, and does nothing."""
 
     def __init__(self, *_: Any, **__: Any) -> None: ...
 
@@ -124,7 +124,7 @@ class _Unpickler(pickle._Unpickler):  # the one in Python, whose steps can be re
 
 
 def load_metadata(data: bytes) -> tuple[Any, list[str]]:
-    """The value of a plain pickle, and the names in it that were not admitted.  Raises: ValueError: it is damaged."""
+    """The value of a plain pickle, and the names in it that are not on the list.  Raises: ValueError: it is damaged."""
     unpickler = _Unpickler(io.BytesIO(data))
     try:
         return unpickler.load(), sorted(unpickler.unknown)
@@ -134,7 +134,7 @@ def load_metadata(data: bytes) -> tuple[Any, list[str]]:
 
 
 class _View(io.RawIOBase):
-    """Bytes that lie in memory as a file, without a copy."""
+    """A readable file over bytes in memory, without a copy."""
 
     def __init__(self, data: memoryview) -> None:
         self._data, self._at = data, 0
@@ -151,14 +151,14 @@ class _View(io.RawIOBase):
         return self._at
 
     def readinto(self, buffer: Any) -> int:
-        part = self._data[self._at : self._at + len(buffer)]
-        buffer[: len(part)] = part
-        self._at += len(part)
-        return len(part)
+        found = self._data[self._at : self._at + len(buffer)]
+        buffer[: len(found)] = found
+        self._at += len(found)
+        return len(found)
 
 
 def load_tensors(file: Path | memoryview) -> tuple[Any, list[str]]:
-    """The value of a file of `torch.save`, and the names in it that were not admitted; tensors of a path are mapped.
+    """The value of a file of `torch.save`, and the names in it that are not on the list; tensors of a path are mapped.
 
     Raises:
         FileNotFoundError.
@@ -169,9 +169,9 @@ def load_tensors(file: Path | memoryview) -> tuple[Any, list[str]]:
         return file if isinstance(file, Path) else io.BufferedReader(_View(file))
 
     def load(*stand_ins: tuple[Any, str]) -> Any:
-        with safe_globals([*((one, name) for name, one in _PLAIN.items()), *stand_ins]):
+        with safe_globals([*((cls, name) for name, cls in _PLAIN.items()), *stand_ins]):
             value = torch.load(source(), map_location="cpu", weights_only=True, mmap=is_mapped or None)
-        if any(isinstance(one, torch.Tensor) and one.is_meta for one in tree_leaves(value)):
+        if any(isinstance(leaf, torch.Tensor) and leaf.is_meta for leaf in tree_leaves(value)):
             raise ValueError("it holds tensors without values, of device meta")
         return value
 
@@ -205,11 +205,11 @@ def _check_path(path: Path, size: int, changed: int) -> None:
 def _check_sums(file: Path | BinaryIO) -> None:
     """Raises: zipfile.BadZipFile or ValueError where a member is not what was written."""
     with zipfile.ZipFile(file) as archive:
-        for one in archive.infolist():
-            if one.compress_type != zipfile.ZIP_STORED:
-                raise ValueError(f"{one.filename} is compressed, which torch.save does not do")
-            if one.CRC:  # torch can be told to write none
-                with archive.open(one) as member:
+        for info in archive.infolist():
+            if info.compress_type != zipfile.ZIP_STORED:
+                raise ValueError(f"{info.filename} is compressed, which torch.save does not do")
+            if info.CRC:  # torch can be told to write none
+                with archive.open(info) as member:
                     while member.read(1 << 20):
                         pass
 
@@ -222,18 +222,20 @@ def open_pickled_weights(path: Path) -> tuple[dict[str, LazyTensor], list[str], 
     found, unknown = load_tensors(path)
     if not isinstance(found, dict):
         raise ValueError(f"it holds a {type(found).__name__}, not tensors by name: save the state_dict of a module")
-    inner = {key: value for key, value in found.items() if isinstance(value, dict)}
-    tensors_in = {key: {n: one for n, one in value.items() if isinstance(one, Tensor)} for key, value in inner.items()}
+    dicts = {key: value.items() for key, value in found.items() if isinstance(value, dict)}
+    tensors_in = {key: {n: value for n, value in items if isinstance(value, Tensor)} for key, items in dicts.items()}
     tensors_in = {key: held for key, held in tensors_in.items() if held}
     only = len(tensors_in) == 1  # such as {"state_dict": ...}: its key says nothing
-    within = {n if only else f"{key}.{n}": one for key, held in tensors_in.items() for n, one in held.items()}
+    within = {n if only else f"{key}.{n}": tensor for key, held in tensors_in.items() for n, tensor in held.items()}
     notes = []
-    if len(within) > sum(isinstance(one, Tensor) for one in found.values()):  # as {"state_dict": ..., "best_loss": ...}
+    if len(within) > sum(
+        isinstance(value, Tensor) for value in found.values()
+    ):  # as {"state_dict": ..., "best_loss": ...}
         found, unknown, notes = within, [], [f"all but tensors of {path.name}: {NOT_RESUMED}"]
     tensors: dict[str, LazyTensor] = {}
-    for name, one in found.items():
-        if isinstance(name, str) and isinstance(one, Tensor):
-            tensors[name] = LazyTensor(tuple(one.shape), one.dtype, one.detach)
+    for name, value in found.items():
+        if isinstance(name, str) and isinstance(value, Tensor):
+            tensors[name] = LazyTensor(tuple(value.shape), value.dtype, value.detach)
         else:
             unknown.append(str(name))
     return tensors, unknown, notes

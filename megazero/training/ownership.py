@@ -39,7 +39,7 @@ _ANSWER_SECONDS = 10.0  # a step waits so long, once, for the first answer after
 
 
 class Ownership(Callback):
-    """A context in which the run owns its directories.  On every rank; after a step it ends a run that has lost one.
+    """A context in which the run owns its directories; after each step it ends a run that has lost one.  On every rank.
 
     Args:
         say: takes lines for the terminal, on rank 0.
@@ -131,7 +131,7 @@ class Ownership(Callback):
         self.root = root.locked(lock.check)
 
     def _try_to_take(self) -> str:
-        """Take the locks; "" if this run has all of them now, else the owner for which it has to wait."""
+        """Try to take all locks.  Returns "", or which owner this run has to wait for."""
         try:
             for lock in self._locks:
                 if lock.held is not None:
@@ -150,7 +150,7 @@ class Ownership(Callback):
         return ""
 
     def _keep(self) -> None:
-        """The thread's work: a heartbeat every few seconds, and at once after this process was frozen."""
+        """Send heartbeats until the run ends, the next at once after the process was frozen.  The thread's target."""
         while self._error is None and not self._over.wait(min(1.0, HEARTBEAT_SECONDS)):
             if (began := _now()) - self._looked >= HEARTBEAT_SECONDS:
                 for lock in self._locks:
@@ -172,7 +172,7 @@ class Ownership(Callback):
 
 
 def _now() -> float:
-    """Seconds, with those in which the machine was suspended, where the system counts them."""
+    """A clock in seconds that goes on while the machine is suspended, if the system has one."""
     return time.clock_gettime(getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC))
 
 
