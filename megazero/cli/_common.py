@@ -72,5 +72,5 @@ def schedule_problems(config: RunConfig) -> Iterable[Problem]:
 
 
 def print_table(table: Table) -> None:
-    """As wide as the terminal, and wide enough for long names in a pipe or a file."""
+    """Print a table as wide as the terminal; in a pipe or a file, wide enough for long names."""
     Console(width=None if sys.stdout.isatty() else 200).print(table)

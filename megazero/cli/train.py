@@ -102,7 +102,7 @@ def _launcher() -> str:
 
 
 def _failure(run: ResolvedRun, has_cause: bool) -> str:
-    """Where the run stands, and what to do: a lost rank may be there again, another cause is to be mended first."""
+    """Say where the run stands and what to do: repeat the command after a lost rank, fix any other cause first."""
     from megazero.checkpoint.index import find_newest
     from megazero.settings import hide_passwords
     from megazero.training.resuming import checkpoints_of

@@ -71,7 +71,7 @@ def complete_batch(
 def padded_batch(
     global_batch_size: int, micro_batch_size: int | Auto, *, dp: int, pp: int, multiple: int
 ) -> BatchSizes:
-    """Fill in the batch sizes of an elastic run: as few micro-batches as hold the global batch, the last ones in part.
+    """Fill in the batch sizes of an elastic run: the fewest micro-batches that hold the global batch.
 
     Micro-batches come in multiples of `multiple`. Without empty samples the sizes are those of `complete_batch`.
     """
@@ -96,7 +96,7 @@ def batch_sizes(config: RunConfig, dp: int) -> BatchSizes:
 
 
 def micro_batch_multiple(parallel: ParallelConfig) -> int:
-    """Give the number that the schedule takes micro-batches in multiples of, for the pp of this world."""
+    """The number of micro-batches must be a multiple of this, for the schedule and the pp of this world."""
     return SCHEDULES[parallel.schedule].microbatch_multiple(parallel.pp)
 
 
@@ -158,7 +158,7 @@ def fit(config: RunConfig, world_size: int) -> Fit:
         second = 0
     shapes = config.elastic.shapes
     if shape.cp > 1 and parallel.cp_method == "auto":  # what is picked below is for this cp; the file keeps all shapes
-        shapes = tuple(one for one in shapes if one.cp == shape.cp)
+        shapes = tuple(other for other in shapes if other.cp == shape.cp)
     fitted = {
         "elastic": config.elastic.model_copy(update={"shapes": shapes}),
         "parallel": parallel.model_copy(update={"tp": shape.tp, "cp": shape.cp, "pp": shape.pp, "dp": "auto"}),
@@ -169,14 +169,14 @@ def fit(config: RunConfig, world_size: int) -> Fit:
 
 
 def ranks_of_a_sample(shape: ParallelConfig | ElasticShape) -> tuple[str, str, int]:
-    """The ranks that work on one sample: the names of their degrees, the numbers, the product.  cp is named above 1."""
+    """Names, values and product of the degrees that share one sample: tp, pp, and cp if it is above 1."""
     names = ("tp", "cp", "pp") if shape.cp > 1 else ("tp", "pp")
     degrees = [getattr(shape, name) for name in names]
     return "*".join(names), "*".join(map(str, degrees)), prod(degrees)
 
 
 def _with_context_method(config: RunConfig) -> tuple[RunConfig, tuple[str, ...]]:
-    """Give cp_method and cp_ulysses their values, and say why where they are chosen here; at cp 1 they stay."""
+    """Fill in cp_method and cp_ulysses, with a notice about what is chosen here; unchanged at cp 1."""
     parallel, why = config.parallel, tuple[str, ...]()
     cp, method, ulysses = parallel.cp, parallel.cp_method, parallel.cp_ulysses
     if cp == 1:
@@ -202,7 +202,7 @@ def _with_context_method(config: RunConfig) -> tuple[RunConfig, tuple[str, ...]]
 
 
 def _bytes_by_ulysses(config: RunConfig) -> tuple[dict[int, int], str]:
-    """What a rank sends per layer and sample, by the Ulysses degrees that fit its heads, the largest first; the heads."""
+    """Bytes that a rank sends per layer and sample, by Ulysses degree, largest first; and its heads in words."""
     model, parallel = config.model, config.parallel
     heads, kv_heads = heads_of_rank(model.num_heads, model.num_kv_heads, parallel.tp)
     fitting = [1, *(degree for degree in ulysses_degrees(heads, kv_heads) if degree > 1 and parallel.cp % degree == 0)]
@@ -211,7 +211,7 @@ def _bytes_by_ulysses(config: RunConfig) -> tuple[dict[int, int], str]:
 
 
 def sent_by_attention(config: RunConfig, batch: int, ulysses: int) -> dict[str, int]:
-    """What a rank of a run sends per layer for a micro-batch of so many samples, by operation; see `context_bytes`."""
+    """Bytes that a rank sends per layer for a micro-batch of `batch` samples, by operation; see `context_bytes`."""
     model, parallel, precision = config.model, config.parallel, config.precision
     heads, kv_heads = heads_of_rank(model.num_heads, model.num_kv_heads, parallel.tp)
     return context_bytes(

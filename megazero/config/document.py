@@ -53,13 +53,13 @@ def copy_aside(path: Path) -> Path:
 
 
 def check_regular(path: Path) -> None:
-    """Raises: FileExistsError: what has the path is no file.  To open a pipe would wait until somebody writes into it."""
+    """Raises: FileExistsError: the path is no regular file.  Opening a pipe would block until somebody writes into it."""
     if path.exists() and not path.is_file():
         raise FileExistsError(errno.EEXIST, "it is no regular file", str(path))
 
 
 def save_config(run: RunConfig | ResolvedRun, path: str | Path) -> Path | None:
-    """Write a run to a file, as `to_toml`; a reader sees the whole old file or the whole new one.
+    """Write a run to a file as TOML, atomically: a reader sees the whole old file or the whole new one.
 
     Returns the copy of an older file that somebody else has written, if there was one.
 
@@ -99,12 +99,12 @@ def to_markdown() -> str:
 def _where(field: FieldInfo) -> str:
     """Say where a key acts; nothing for one that always does."""
     parts = []
-    for one in field.metadata:
-        if isinstance(one, ActsWhere):
-            values = one.values_in(RunConfig())
+    for item in field.metadata:
+        if isinstance(item, ActsWhere):
+            values = item.values_in(RunConfig())
             is_one = f"= {' or '.join('unset' if value is None else toml_value(value) for value in values)}"
-            above = f"> {one.above}" if one.above else "is set"
-            parts.append(f"{' or '.join(one.keys.split())} {is_one if values else above}")
+            above = f"> {item.above}" if item.above else "is set"
+            parts.append(f"{' or '.join(item.keys.split())} {is_one if values else above}")
     return f" Only where {' and '.join(parts)}." if parts else ""
 
 

@@ -78,7 +78,7 @@ class ResolvedRun:
 
     @property
     def grid(self) -> "RankGrid":
-        """Who stands where."""
+        """The grid of ranks."""
         from megazero.parallel_state import RankGrid  # imports torch, which reading a run file does not need
 
         parallel = self.config.parallel
@@ -134,7 +134,7 @@ def load_config(
 
 
 def _checked(path: Path, overrides: Sequence[str] = ()) -> tuple[list[Problem], RunConfig, bool]:
-    """What is wrong with the keys of a file by themselves; the run, without these; whether it has all keys."""
+    """Check the keys of a file by themselves: what is wrong, the run without the wrong keys, whether all keys are right."""
     tables = _read(path)
     problems = _rename(tables)
     problems += [problem for text in overrides if (problem := _override(tables, text))]
@@ -146,7 +146,7 @@ def _checked(path: Path, overrides: Sequence[str] = ()) -> tuple[list[Problem], 
 
 
 def read_run_file(path: str | Path) -> RunConfig:
-    """A run file for what it says of its model and data, on any number of ranks; the model is resolved.
+    """Read a run file for its model and data only, on any number of ranks; the model is resolved.
 
     Raises: ConfigError: a key is wrong by itself, or [model] on one rank.
     """

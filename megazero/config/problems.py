@@ -105,7 +105,7 @@ def _path_in_file(tables: dict[str, Any], location: Path) -> Path:
 
 
 def _describe(tables: dict[str, Any], path: Path, errors: list[ErrorDetails]) -> list[tuple[Problem, list[str]]]:
-    """Turn the errors of one key into problems, each with the keys that a misspelt one may have meant."""
+    """Turn the errors of a key into problems, each with the keys that a misspelt name may have meant."""
     value, key = _get(tables, path), _name(path)
     if errors[0]["type"] == "extra_forbidden":
         return _unknown(key, _name(path[:-1]), str(path[-1]), value)
@@ -251,7 +251,7 @@ def _unknown(key: str, home: str, last: str, value: object) -> list[tuple[Proble
 
 
 def likely_keys(name: str, home: str, siblings: Collection[str], known: Collection[str]) -> list[str]:
-    """Guess the keys that a name stands for: of that name, or a similar one in its section, or a similar one anywhere.
+    """Guess which keys a name means: that name anywhere, else a similar name in its section, else anywhere.
 
     Args:
         name: what is written.

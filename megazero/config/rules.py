@@ -111,7 +111,7 @@ def _collecting(problems: list[Problem], is_whole: bool) -> Iterator[None]:
 
 
 def _conditions(config: RunConfig) -> Iterator[tuple[str, ActsWhere]]:
-    """Where the keys that are set act.  A key at its default is not set: a file that a run has written has every key."""
+    """The conditions of keys that are set.  A key at its default is not set: a file that a run has written has every key."""
     for section, fields in keys().items():
         for name, field in fields.items():
             key = f"{section}.{name}"
@@ -125,12 +125,12 @@ def _check_acts(
     key: str, where: ActsWhere, config: RunConfig, world_size: int, problems: list[Problem], notes: list[str]
 ) -> None:
     """Refuse a key that cannot act as it is set, or note it."""
-    found = {one: world_size if one == "world_size" else attrgetter(one)(config) for one in where.keys.split()}
-    if any(where.holds(one, config) for one in found.values()):
+    found = {name: world_size if name == "world_size" else attrgetter(name)(config) for name in where.keys.split()}
+    if any(where.holds(value, config) for value in found.values()):
         return
+    shown = " and ".join(f"{other} = {_written(value)}" for other, value in found.items())
     section, _, name = key.rpartition(".")
     value, default = attrgetter(key)(config), keys()[section][name].default
-    shown = " and ".join(f"{other} = {_written(one)}" for other, one in found.items())
     if where.told or not where.values:
         notes.append(f"{key} = {toml_value(value)} has no effect where {shown}: {where.why}")
         return
@@ -187,7 +187,7 @@ def _chunks(config: RunConfig) -> int:
 
 
 def _kernels_take_the_heads(config: RunConfig) -> Iterator[Problem]:
-    """Attention to parts of samples or to documents goes, in 16 bits on CUDA, by flash attention's own operators."""
+    """Attention over sequence shards or documents uses flash attention's operators in 16 bits on CUDA."""
     size, by_parts = config.model.head_size, config.parallel.cp > 1 or config.data.document_mask
     if by_parts and config.launch.device == "cuda" and config.precision.dtype != "fp32" and size % 8:
         rule = f"must be a multiple of 8 on CUDA, with parallel.cp or data.document_mask: a head has {size} elements"
@@ -238,7 +238,7 @@ def _context_degrees_agree(config: RunConfig) -> Iterator[Problem]:
 
 
 def _ulysses_splits_heads(config: RunConfig) -> Iterator[Problem]:
-    """It cuts the query heads of a tensor-parallel rank; key/value heads are cut too, or each is replicated as often."""
+    """Ulysses splits the query heads of a tensor-parallel rank; key/value heads are split too, or replicated."""
     parallel, model = config.parallel, config.model
     is_whole = parallel.cp_method == "ulysses"
     degree = parallel.cp if is_whole else parallel.cp_ulysses or 1
@@ -299,7 +299,7 @@ def _schedule_has_its_chunks(config: RunConfig) -> Iterator[Problem]:
 
 
 def _activations_name_layers_and_ranks(config: RunConfig) -> Iterator[Problem]:
-    """Layers that the model has, and pipeline ranks that there are, each once."""
+    """[activations] names existing layers and pipeline ranks, each once."""
     own, count, pp = config.activations, config.model.num_layers, config.parallel.pp
     tables = {"activations": own, **{f"activations.stages[{index}]": one for index, one in enumerate(own.stages)}}
     for table, choices in tables.items():
@@ -315,7 +315,7 @@ def _activations_name_layers_and_ranks(config: RunConfig) -> Iterator[Problem]:
                 )
             if isinstance(chosen, tuple) and len(set(chosen)) < len(chosen):
                 yield Problem(key, chosen, "must name each layer once")
-    ranks = [one.stage for one in own.stages]
+    ranks = [table.stage for table in own.stages]
     for index, rank in enumerate(ranks):
         if rank in ranks[:index]:
             yield Problem(f"activations.stages[{index}].stage", rank, "must not be that of another table", "keep one")
@@ -366,7 +366,7 @@ def _second_copies_fill_shard_groups(config: RunConfig) -> Iterator[Problem]:
 
 
 def second_copies_fill(key: str, size: int, shards: int, none: str) -> Iterator[Problem]:
-    """A second copy of the weights lies among fewer ranks than the weights; `none` says how to have none."""
+    """The secondary shard of weights (hpZ) spans fewer ranks than the primary one; `none` says how to switch it off."""
     if size and (size in (1, shards) or shards % size):
         choices = divisors(shards)[1:-1]
         rule = f"must divide the {shards} ranks that share the state into two groups or more, of 2 or more"
@@ -412,7 +412,7 @@ def _options_are_of_a_registered_optimizer(config: RunConfig) -> Iterator[Proble
 
 
 def _own_lr_schedule_answers(config: RunConfig) -> Iterator[Problem]:
-    """A script's own is asked for some steps: what it raises, or returns, is told before the run starts."""
+    """Call a learning-rate schedule of a script for some steps, to report its errors before the run starts."""
     section, steps = config.lr_schedule, config.training.steps
     if LR_SCHEDULES.is_built_in(section.name):
         return
@@ -429,7 +429,8 @@ def _own_lr_schedule_answers(config: RunConfig) -> Iterator[Problem]:
 
 def _validation_sources_are_apart(config: RunConfig) -> Iterator[Problem]:
     data, key = config.data, "data.validation_sources"
-    trained_on, labels = {source.path for source in data.sources}, Counter(one.label for one in data.validation_sources)
+    trained_on = {source.path for source in data.sources}
+    labels = Counter(source.label for source in data.validation_sources)
     for label in (label for label, count in labels.items() if count > 1):
         yield Problem(key, label, "must be the name of one source", "give each a name: { path, name }")
     for index, source in enumerate(data.validation_sources):
@@ -453,7 +454,7 @@ def _shapes_fill_their_worlds(config: RunConfig) -> Iterator[Problem]:
 
 
 def _shapes_fit_the_model(config: RunConfig) -> Iterator[Problem]:
-    """Check every shape before the day on which it is needed."""
+    """Check every elastic shape before it is needed."""
     for index, shape in enumerate(config.elastic.shapes):
         degrees = shape.model_dump(exclude={"world_size"})
         if degrees == config.parallel.model_dump(include=set(degrees)):
@@ -468,9 +469,9 @@ def _shapes_fit_the_model(config: RunConfig) -> Iterator[Problem]:
 
 
 def _what_is_cut_is_not_kept_whole(config: RunConfig) -> Iterator[Problem]:
-    """The residual stream is made again from the whole input of a layer, so a part of that would be kept beside it."""
+    """Recomputing the residual stream starts from the whole input of a layer; a shard of it would be saved in addition."""
     own = config.activations
-    regions = [own.of_stage(rank).regions for rank in (-1, *(one.stage for one in own.stages))]
+    regions = [own.of_stage(rank).regions for rank in (-1, *(table.stage for table in own.stages))]
     if own.partition and any("residual" in each and "block" not in each for each in regions):
         rule = "must be false where residual is recomputed, which starts from the whole input of a layer"
         yield Problem("activations.partition", True, rule, "leave residual out of activations.recompute, or name block")

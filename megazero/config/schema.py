@@ -144,7 +144,7 @@ class ParallelConfig(Section):
 
     @property
     def ulysses(self) -> int:
-        """Ulysses degree of a resolved run: at cp 1 it is 1, though `cp_ulysses` stays for an elastic run's other shapes."""
+        """Ulysses degree of a resolved run.  It is 1 at cp 1, where `cp_ulysses` is for other shapes of an elastic run."""
         return (self.cp_ulysses or 1) if self.cp > 1 else 1
 
 
@@ -276,7 +276,7 @@ class ValidationSource(Section):
 
 
 def _source_of(keys: str) -> tuple[BeforeValidator, Spelling]:
-    """What a source may be written as: its path, or a table of these keys."""
+    """Accept a source as its path, or as a table of these keys."""
 
     def table(value: object) -> object:
         if not isinstance(value, str | dict | Section):

@@ -138,7 +138,7 @@ class Engine:
         return self.sharded_model.update(self._grad_norm, self.config.optimizer.grad_clip)
 
     def evaluate(self, batches: Sequence[MicroBatch]) -> StepStatistics:
-        """Mean loss of micro-batches over all ranks, without gradients and without dropout; nan where no token is counted.
+        """Evaluate micro-batches without gradients and dropout: their mean loss over all ranks, nan if no token is counted.
 
         An evaluation may take long, so its statistics tell of a `stop`, too.  Raises: NonFiniteError: it is not finite.
         """
@@ -165,7 +165,7 @@ class Engine:
             queue.clear()
 
     def _run(self, batches: Sequence[MicroBatch], *, trains: bool) -> tuple[Tensor, Tensor]:
-        """Run the schedule; this rank's sums of losses and of counted tokens, fp64, 0 where another stage has the loss."""
+        """Run the schedule, and return this rank's sums of losses and counted tokens, fp64; 0 without the last stage."""
         model, executor = self.sharded_model, self._executor_of(batches, trains=trains)
         if not self._documents_are_compared:
             check_same_documents(batches, self.state)
@@ -202,7 +202,7 @@ class Engine:
         return self._executor(len(batches), samples, trains)
 
     def _new_activation(self, samples: int, _: Action) -> Message:
-        """Empty, for what passes between stages: [seq / cp, micro-batch, hidden], under sequence parallelism over tp too."""
+        """Allocate the activation that stages exchange: [seq / cp (/ tp with sequence parallelism), micro-batch, hidden]."""
         model, seq = self.config.model, self.config.model.seq_len // self.state.cp.size
         seq //= self.state.tp.size if self.config.parallel.sequence_parallel else 1
         return (torch.empty(seq, samples, model.hidden_size, dtype=self.dtype, device=self.state.device),)
@@ -252,7 +252,7 @@ class Engine:
     def load(
         self, path: Location, data_fingerprint: str, *, fingerprint_at: Callable[[int], str] | None = None
     ) -> Position:
-        """Load the state that a run of any shape saved, and return how far that run had come.
+        """Load the state that a run of any shape saved, and return that run's position.
 
         Args:
             path: a complete step directory.
@@ -308,7 +308,7 @@ def _shard(config: RunConfig, state: ParallelState, built: RankStages, placement
     """Shard a rank's stages as `[zero]` and `[precision]` say."""
     modules = nn.ModuleList(built.stages)
     recipe = optimizer_of(config.optimizer)
-    described = [_in_its_group(one, recipe) for one in describe(modules)]
+    described = [_in_its_group(param, recipe) for param in describe(modules)]
     queue_of = {
         f"{index}.{name}": queue
         for index, (stage, queue) in enumerate(zip(built.stages, built.wgrad_queues, strict=True))
@@ -334,16 +334,16 @@ def _shard(config: RunConfig, state: ParallelState, built: RankStages, placement
     return sharded
 
 
-def _in_its_group(one: Described, recipe: OptimizerRecipe) -> Described:
-    if recipe.matrices is not None and one.spec.matrix:
-        return replace(one, group=2, matrix=True)
-    return replace(one, group=0 if one.spec.decay else 1)
+def _in_its_group(param: Described, recipe: OptimizerRecipe) -> Described:
+    if recipe.matrices is not None and param.spec.matrix:
+        return replace(param, group=2, matrix=True)
+    return replace(param, group=0 if param.spec.decay else 1)
 
 
 def _tied_axes(described: Sequence[Described], state: ParallelState, placement: Placement) -> Mapping[str, Axis]:
     """By name of a tied parameter, the pipeline ranks that hold a copy.  A collective call of the pipeline's ranks."""
     first, last = placement[0][0], placement[-1][0]
-    tied = [one.spec.name for one in described if one.spec.tied]
+    tied = [param.spec.name for param in described if param.spec.tied]
     if first == last or not any(gather_objects(bool(tied), state.pp)):
         return {}
     return dict.fromkeys(tied, state.among_stages([first, last], "embedding"))

@@ -54,17 +54,17 @@ class Phase:
 
 
 def current(phases: tuple[Phase, ...]) -> Phase:
-    """The phase that a run is in; without a recorded one the first, which begins with everything at 0."""
+    """The current phase of a run; the first phase, which begins at step 0, is not recorded."""
     return phases[-1] if phases else Phase()
 
 
 def recorded_phases(trainer: TrainerState) -> tuple[Phase, ...]:
-    """The phases that a checkpoint has."""
-    return tuple(Phase(**one) for one in trainer.phases)
+    """The phases that a checkpoint records."""
+    return tuple(Phase(**table) for table in trainer.phases)
 
 
 def phases_after(trainer: TrainerState, config: RunConfig, data_fingerprint: str) -> tuple[Phase, ...]:
-    """The phases of a run that goes on from a checkpoint: those it has, and a new one if an accepted change was made.
+    """The phases of a run that resumes from a checkpoint: the recorded ones, and a new one if an accepted change was made.
 
     Args:
         trainer: of a checkpoint whose model and data this run may go on with; see `check_same_run`.
@@ -92,18 +92,18 @@ def phases_after(trainer: TrainerState, config: RunConfig, data_fingerprint: str
 
 
 def begins_anew(changed: Mapping[str, Any]) -> tuple[bool, bool]:
-    """Whether a phase that changes these keys reads its data from the first sample, and has a schedule of its own."""
+    """Whether a phase that changes these keys restarts the data, and whether it restarts the learning-rate schedule."""
     keys = changed.keys()
     return not keys.isdisjoint({FINGERPRINT, *KEYS_OF["seq_len"]}), not keys.isdisjoint(KEYS_OF["lr_schedule"])
 
 
 def is_same_data(stored: str, fingerprint: str) -> bool:
-    """Whether a checkpoint's data is that of a fingerprint, as far as they can be compared; see `changes_between`."""
+    """Whether two fingerprints are of the same data, as far as they can be compared; see `changes_between`."""
     return not changes_between(stored, fingerprint)
 
 
 def changes(trainer: TrainerState, config: RunConfig) -> dict[str, list[Any]]:
-    """[old, new] of every key whose value is not that of the run that wrote a checkpoint.
+    """[old, new] of every key that differs from the run that wrote a checkpoint.
 
     A key that the checkpoint does not know had its default; an imported model has no configuration but `[model]`.
     """
@@ -115,7 +115,7 @@ def changes(trainer: TrainerState, config: RunConfig) -> dict[str, list[Any]]:
 
 def changed_keys(before: RunConfig, after: RunConfig) -> dict[str, list[Any]]:
     """[old, new] of every key that differs."""
-    return _differing(*(_by_key(one.model_dump(mode="json")) for one in (before, after)))
+    return _differing(*(_by_key(config.model_dump(mode="json")) for config in (before, after)))
 
 
 def _differing(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, list[Any]]:
@@ -143,7 +143,7 @@ def _by_key(tables: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Position:
-    """How far a run has come: optimizer steps done, samples (the next one's global index) and counted tokens consumed."""
+    """The position of a run: optimizer steps done, samples consumed (the next global index), and tokens counted."""
 
     step: int = 0
     samples: int = 0
@@ -158,7 +158,7 @@ class Position:
 
 
 def position_after(trainer: TrainerState, config: RunConfig, data_fingerprint: str) -> Position:
-    """Where a run goes on from a checkpoint that `check_same_run` lets it use."""
+    """The position of a run that resumes from a checkpoint which `check_same_run` has accepted."""
     phases = phases_after(trainer, config, data_fingerprint)
     return Position(trainer.step, trainer.consumed_samples, trainer.consumed_tokens, phases, trainer.trained)
 
@@ -190,7 +190,7 @@ def check_same_run(
     *,
     fingerprint_at: Callable[[int], str] | None = None,
 ) -> None:
-    """Make sure that a checkpoint is of this model and this data but for accepted changes, before anything is loaded.
+    """Check that a checkpoint has this model and this data, except for accepted changes, before anything is loaded.
 
     Args:
         fingerprint_at: of this run's data, cut into samples of another `seq_len`.
@@ -237,7 +237,7 @@ def check_same_run(
 
 
 def _end_of(config: RunConfig, stored: str) -> str:
-    """Which data.eod_token makes the tokenizer that of a checkpoint's fingerprint; nothing where none does."""
+    """Hint at the `data.eod_token` that reproduces the tokenizer of a checkpoint's fingerprint; empty if none does."""
     try:
         then = load_tokenizer(config.data.tokenizer, None, stored)
     except (OSError, ValueError):
@@ -262,16 +262,16 @@ def learning_rate(schedule: LrScheduleConfig, peak: float, steps: int, phase: Ph
 
 
 def trained_steps(first: int, last: int, skipped: Sequence[tuple[int, int]]) -> list[range]:
-    """The steps from `first` to `last` that the (first, last) ranges of `training.skip_steps` leave."""
+    """The steps from `first` to `last` without the (first, last) ranges of `training.skip_steps`."""
     left = []
     for begin, end in sorted(skipped):
         left.append(range(first, min(begin, last + 1)))
         first = max(first, end + 1)
-    return [one for one in (*left, range(first, last + 1)) if one]
+    return [steps for steps in (*left, range(first, last + 1)) if steps]
 
 
 def unfinished_schedule(config: RunConfig, phase: Phase, step: int, updates: int) -> list[str]:
-    """A line where `training.skip_steps` keeps the learning rate from the end of its schedule, `updates` done at `step`."""
+    """Warn if `training.skip_steps` keeps the learning rate from the end of its schedule, with `updates` done at `step`."""
     steps, skipped = config.training.steps, config.training.skip_steps
     updates += sum(map(len, trained_steps(step + 1, steps, skipped)))
     due = phase.schedule_update + steps - phase.schedule_step

@@ -35,7 +35,7 @@ def executors(
     new_message: Callable[[SampleShape, Action], Message],
     on_action: Callable[[Action], None] = lambda _: None,
 ) -> Callable[[int, SampleShape, bool], Executor]:
-    """(micro-batches, shape, trains) -> executor, proved when it is first asked for and kept.  Raises: ScheduleError.
+    """Make a cache (micro-batches, shape, trains) -> executor, proved when first used.  Raises: ScheduleError.
 
     `chunks` are those of each rank; `new_message` makes empty tensors for what an action receives; `on_action` is called
     before and after every action.  All ranks of a pipeline call this, and ask in the same order.
@@ -71,7 +71,7 @@ class ChunkRunner:
 
 
 class _Received(torch.autograd.Function):
-    """x, as something that requires a gradient: the graph gives the gradient to a list, and does not hold x."""
+    """A received activation as a leaf of the graph: its gradient is appended to a list, and the graph does not hold x."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, gradients: list[Tensor], _: Tensor) -> Tensor:
@@ -85,7 +85,7 @@ class _Received(torch.autograd.Function):
 
 
 class StageRunner:
-    """What the executor runs in one step; see `Stage` in schedules/executor.py.
+    """Runs this rank's chunks for the executor in one step; see `Stage` in schedules/executor.py.
 
     Args:
         model: reduces the gradients, and gathers the weights under ZeRO-3.

@@ -49,7 +49,7 @@ class StepStatistics:
 
     @property
     def problem(self) -> str:
-        """Why it is not finite, as a sentence."""
+        """Why the step is not finite, as a sentence."""
         if not self.tokens:
             return (
                 "no token is counted, so there is no loss (with data.document_mask a document of one token has none); the "
@@ -80,7 +80,7 @@ def sum_over_ranks(
 
 
 def check_finite(statistics: StepStatistics) -> StepStatistics:
-    """The same statistics.  Raises: NonFiniteError, they are not finite."""
+    """Return the statistics unchanged.  Raises: NonFiniteError if they are not finite."""
     if not statistics.finite:
         raise NonFiniteError(
             f"{statistics.problem}Resume from the last checkpoint with "

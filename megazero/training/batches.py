@@ -70,7 +70,7 @@ def open_sources(
 
 
 def open_corpus_of(config: RunConfig, say: Callable[[str], None] = lambda _: None) -> Corpus:
-    """The data that a resolved configuration names, as this rank sees it; see `open_corpus` for `say` and the errors."""
+    """Open the training and validation data of a resolved run on this rank; see `open_corpus` for `say` and the errors."""
     corpus = open_sources(config, [(source.path, source.weight) for source in config.data.sources], say=say)
     trained_on = set(corpus.contents.values())  # by content: a source may have several paths
     named: dict[str, ValidationStream] = {}
@@ -90,7 +90,7 @@ def open_corpus_of(config: RunConfig, say: Callable[[str], None] = lambda _: Non
 
 
 def open_same_corpus(config: RunConfig, world: Axis, say: Callable[[str], None] = lambda _: None) -> Corpus:
-    """The data that a resolved configuration names.  Called on every rank, before the first step.
+    """Open the data of a run and check that all ranks read the same.  Called on every rank, before the first step.
 
     Args:
         world: all ranks of the run.
@@ -110,7 +110,7 @@ def open_same_corpus(config: RunConfig, world: Axis, say: Callable[[str], None] 
 
 
 def _agree_in_time(action: Callable[[], T], axis: Axis, raises: type[Exception], seconds: float) -> T:
-    """`agree` on an action that may take longer than a collective may wait: the ranks meet every few seconds meanwhile."""
+    """`agree` on an action that may take longer than a collective may wait: it runs in a thread while the ranks meet."""
     if axis.size == 1:
         return agree(action, axis, raises)
     answers: list[T] = []
@@ -141,7 +141,7 @@ def _agree_in_time(action: Callable[[], T], axis: Axis, raises: type[Exception],
 
 
 def _differences(ranks: list[tuple[str, dict[str, str]]]) -> str:
-    """Which ranks have what, for each part of the data in which they differ; `ranks` has the host and the parts of each."""
+    """Describe the parts of the data in which ranks differ; `ranks` has the host and the parts of each rank."""
     lines = ["the ranks do not read the same data:"]
     for name in dict.fromkeys(name for _, parts in ranks for name in parts):
         holders: dict[str, list[int]] = {}
@@ -162,7 +162,7 @@ def _shown(ranks: list[int], hosts: list[str]) -> str:
 
 
 def without_trained(corpus: Corpus, ends: Mapping[str, int], say: Callable[[str], None]) -> Corpus:
-    """A corpus that evaluates nothing that an earlier phase has trained on.
+    """Remove from the validation data what an earlier phase has trained on.
 
     Args:
         ends: the token up to which the run has trained on a source, by content.
@@ -189,7 +189,7 @@ def without_trained(corpus: Corpus, ends: Mapping[str, int], say: Callable[[str]
 
 
 def fingerprint_of(config: RunConfig, seq_len: int) -> str:
-    """Of the training data that a resolved configuration names, cut into samples of `seq_len`.  Raises: as above."""
+    """Fingerprint of a run's training data, cut into samples of `seq_len` tokens.  Raises: as `open_corpus_of`."""
     model = config.model.model_copy(update={"seq_len": seq_len})
     sources = [(source.path, source.weight) for source in config.data.sources]
     return open_sources(config.model_copy(update={"model": model}), sources).fingerprint
@@ -205,7 +205,7 @@ def read_batches(
     multiple: int = 1,
     stream_starts_at: int = 0,
 ) -> list[MicroBatch]:
-    """This rank's micro-batches of the samples [first, first + count) of a stream, `micro_batch_size` samples each.
+    """Read this rank's micro-batches of the samples [first, first + count) of a stream, `micro_batch_size` samples each.
 
     Every dp rank gets the same number of micro-batches, in multiples of `multiple`, as the schedule asks.  Beyond the last
     sample every label is masked; where attention stays within documents, so is a label of another document than its token.
@@ -245,6 +245,6 @@ def read_batches(
 
 
 def share_of_each(count: int, dp: int, micro_batch_size: int, multiple: int = 1) -> int:
-    """Samples per dp rank: its part of `count`, rounded up to whole micro-batches; arguments as above."""
+    """Samples per dp rank: its slice of `count`, rounded up to whole micro-batches; arguments as `read_batches`."""
     step = dp * micro_batch_size * multiple
     return -(-count // step) * micro_batch_size * multiple

@@ -48,7 +48,7 @@ class DeviceNeeds(NamedTuple):
 
 
 def _tokenizer_problems(config: RunConfig) -> Iterator[Problem]:
-    """The tokenizer is one, and the model has a row for each of its ids."""
+    """The tokenizer can be loaded, and the embedding has a row for each of its ids."""
     name, rows = config.data.tokenizer, config.model.vocab_size
     if name in not_here(config):
         return
@@ -62,19 +62,19 @@ def _tokenizer_problems(config: RunConfig) -> Iterator[Problem]:
 
 
 def _directory_problems(config: RunConfig) -> Iterator[Problem]:
-    """Nothing but directories lies where the run's are to be made."""
+    """The directories of the run can be made: no file has their path."""
     named = {"training.run_dir": config.training.run_dir, "checkpoint.directory": config.checkpoint.directory}
     for key, name in named.items():
         if name is None or "://" in name:
             continue
         path = Path(name).absolute()
-        there = next(one for one in (path, *path.parents) if os.path.lexists(one))
+        there = next(parent for parent in (path, *path.parents) if os.path.lexists(parent))
         if not there.is_dir():
             yield Problem(key, name, "must be a directory, or not exist", f"{there} is none")
 
 
 def _source_problems(config: RunConfig) -> Iterator[Problem]:
-    """Every source that is here, to train on or to evaluate, can be read by this model, one by one."""
+    """Every source on this machine can be read with this tokenizer, sample length and vocabulary."""
     missing = not_here(config)
     if config.data.tokenizer in missing or any(_tokenizer_problems(config)):
         return
@@ -97,7 +97,7 @@ def _source_problems(config: RunConfig) -> Iterator[Problem]:
 
 
 def schedule_problems(config: RunConfig) -> Iterator[Problem]:
-    """A schedule of the user's own is a table, cannot deadlock, and is for these numbers."""
+    """The file of a schedule can be read and cannot deadlock, and the schedule has the run's pp and accumulation."""
     file = config.parallel.schedule_file
     if file is None:
         return
@@ -123,9 +123,11 @@ FILE_RULES: tuple[Rule, ...] = (_tokenizer_problems, _source_problems, schedule_
 
 
 def not_here(config: RunConfig) -> list[str]:
-    """The tokenizer and the sources, to train on and to evaluate, that are not on this machine."""
+    """List the tokenizer and the sources that are not on this machine."""
     data, tokenizer = config.data, config.data.tokenizer
-    sources = dict.fromkeys([*(one.path for one in data.sources), *(one.path for one in data.validation_sources)])
+    sources = dict.fromkeys(
+        [source.path for source in data.sources] + [source.path for source in data.validation_sources]
+    )
     missing = [
         name for name in sources if name != PYTHON_STDLIB and not any(path.exists() for path in pair_paths(name))
     ]
@@ -138,7 +140,7 @@ def _open(config: RunConfig, sources: list[tuple[str, float]], validation_fracti
 
 
 def describe(run: ResolvedRun, ranks_per_node: int, of_device: Callable[[Schedule], Lines] = lambda _: ()) -> Lines:
-    """Say what a run that has no problems is: (subject, text) of each line.
+    """Describe a run that has no problems: (subject, text) of each line of `megazero check`.
 
     Args:
         ranks_per_node: neighbouring ranks that share a machine.
@@ -192,7 +194,7 @@ def _pipeline(schedule: Schedule) -> str:
 
 
 def layer_problems(config: RunConfig) -> Iterator[Problem]:
-    """What layers lack, a script's own among them: to attend to parts of samples or documents, to be computed again."""
+    """Find what layers do not support: attention over sequence shards or documents, or the configured recomputation."""
     by_parts, own = config.parallel.cp > 1 or config.data.document_mask, config.activations
     if not by_parts and own == ActivationsConfig():
         return
@@ -207,9 +209,9 @@ def layer_problems(config: RunConfig) -> Iterator[Problem]:
 
 
 def _recompute_problems(config: RunConfig, blocks: Sequence[torch.nn.Module]) -> Iterator[Problem]:
-    """Layers have the parts that are computed again; those with a forward of their own only as a whole."""
+    """Layers have the regions to be recomputed; a layer with a forward of its own is recomputed only as a whole."""
     own, layers = config.activations, range(config.model.num_layers)
-    ranks = {one: rank for rank in range(config.parallel.pp) for one in layer_policies(own, layers, rank).items()}
+    ranks = {item: rank for rank in range(config.parallel.pp) for item in layer_policies(own, layers, rank).items()}
     for (layer, policy), rank in ranks.items():  # those of most pipeline ranks are alike
         try:
             save_by_policy([(blocks[layer], policy)], WHOLE)
@@ -220,7 +222,7 @@ def _recompute_problems(config: RunConfig, blocks: Sequence[torch.nn.Module]) ->
 
 
 def _rate(config: RunConfig) -> Iterator[str]:
-    """Learning rates at some updates, and the steps that do them; where skipped steps leave the schedule unfinished."""
+    """Learning rates at some steps, and a warning if skipped steps leave the schedule unfinished."""
     shape, steps, peak = config.lr_schedule, config.training.steps, config.optimizer.lr
     trained = trained_steps(1, steps, config.training.skip_steps)
     updates = sum(map(len, trained))
@@ -235,7 +237,7 @@ def _rate(config: RunConfig) -> Iterator[str]:
 
 
 def _step_of(update: int, trained: Sequence[range]) -> int:
-    """The step that does an update, of which the first is 0."""
+    """The step in which an update happens; the first update is 0."""
     for steps in trained:
         if update < len(steps):
             return steps[update]

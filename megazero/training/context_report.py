@@ -15,7 +15,7 @@ from megazero.settings import counted
 
 
 def describe_context(run: ResolvedRun, samples: Sequence[Sequence[int]] | None) -> Iterator[str]:
-    """A line on context parallelism, where there is any, and lines on documents, where attention stays within them.
+    """Describe context parallelism, and the documents that attention stays within, a line each.
 
     Args:
         samples: lengths of the documents of some samples; None where the data is not on this machine.
@@ -40,7 +40,7 @@ def _sent(run: ResolvedRun) -> str:
 
 
 def _balance(run: ResolvedRun, samples: Sequence[Sequence[int]] | None) -> str:
-    """Pairs of a query and a key that see each other, on the busiest ring rank over the mean of all; for each sample."""
+    """Load balance of a ring: query-key pairs of the busiest rank over the mean of all ranks, for each sample."""
     ring = run.config.parallel.cp // run.config.parallel.ulysses
     if ring == 1:
         return "; ranks have equal work"

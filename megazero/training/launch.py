@@ -101,7 +101,7 @@ class Failed:
 
 
 def train_rank(run: ResolvedRun, state: ParallelState, stop: StopRequest) -> RunSummary:
-    """Train on one rank, until the end or until `stop` is wanted."""
+    """Train on one rank until the run is done, or until `stop` is requested."""
     show = Terminal()
     if state.rank == 0:
         for notice in run.notices:
@@ -121,14 +121,14 @@ def train_rank(run: ResolvedRun, state: ParallelState, stop: StopRequest) -> Run
 
 
 def _starts_again_in_one_store(run: ResolvedRun) -> bool:
-    """Whether a torchrun of several nodes may start ranks again, and keeps for them the store of the dead ones."""
+    """Whether a torchrun of several nodes may restart ranks with the store of the dead ones."""
     given = os.environ.get
     shares = given("TORCHELASTIC_USE_AGENT_STORE") == "True" and given("GROUP_WORLD_SIZE") != "1"
     return shares and (run.config.elastic.enabled or given("TORCHELASTIC_MAX_RESTARTS", "0") != "0")
 
 
 def run_ranks(run: ResolvedRun, work: Work[T], stop: StopRequest | None = None) -> T | Failed:
-    """Do the work on every rank: those that torchrun started, else `launch.nproc_per_node` ranks that are started here.
+    """Do the work on every rank: join the ranks that torchrun started, else start `launch.nproc_per_node` ranks here.
 
     `stop` is the request to stop that `work` checks; None where signals end the work.  A spare rank of an elastic run does
     not return: it exits with the status of rank 0.
@@ -194,13 +194,13 @@ def refuse(problems: Sequence[str]) -> Failed:
 
 
 def tell_others(problem: str) -> Failed:
-    """Print why this rank cannot start, and let the other ranks that a launcher has started know."""
+    """Print why this rank cannot start, and tell the other ranks that a launcher has started."""
     die_of_signals()  # there is nothing to save
     failed, found = refuse([f"{this_place()}: {problem}"]), list[str]()
     with suppress(RuntimeError, ValueError, OSError):  # the others do not come, or there is no launcher
         if (store := open_store(_MEETING_TIME)) is not None:
             found = meet(store, _MEETING_TIME, problem)
-    refuse([one for one in found if not one.endswith(problem)])
+    refuse([line for line in found if not line.endswith(problem)])
     return failed
 
 
@@ -274,7 +274,7 @@ def _environment(values: Mapping[str, str]) -> Iterator[None]:
 
 
 def _launcher_config(folder: str, count: int, start_method: str) -> LaunchConfig:
-    """For one node, whose ranks meet through a file in `folder`."""
+    """Configure torch's launcher for one node, whose ranks rendezvous through a file in `folder`."""
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
     from torch.distributed.launcher.api import LaunchConfig
 
@@ -297,7 +297,8 @@ def _launcher_config(folder: str, count: int, start_method: str) -> LaunchConfig
 def _report_failures(folder: Path, error: ChildFailedError) -> Failed:
     """Print each cause once, with the ranks that reported it."""
     # The launcher ends the remaining ranks with SIGTERM.
-    killed = {rank: one for rank, one in error.failures.items() if one.exitcode < 0 and one.exitcode != -signal.SIGTERM}
+    by_signal = {rank: failure for rank, failure in error.failures.items() if failure.exitcode < 0}
+    killed = {rank: failure for rank, failure in by_signal.items() if failure.exitcode != -signal.SIGTERM}
     for rank in sorted(killed):
         warn(f"rank {rank} was killed by {killed[rank].signal_name()}; the other ranks were stopped")
     reported: dict[str, list[int]] = {}

@@ -47,12 +47,12 @@ _PLACES = {"training.run_dir", "checkpoint.directory", "checkpoint.resume", "che
 
 
 def checkpoints_of(config: RunConfig) -> Folder:
-    """Where a run's checkpoints are.  Raises: ValueError for a URL that cannot be used."""
+    """The folder of a run's checkpoints.  Raises: ValueError for a URL that cannot be used."""
     return folder_at(config.checkpoint.directory or Path(config.training.run_dir) / CHECKPOINTS)
 
 
 def find_origin(wish: str, root: Folder) -> Folder | None:
-    """The step directory to load for a `checkpoint.resume`, with the run's own checkpoints in `root`; None to begin anew.
+    """Find the step directory to resume from, with the run's own checkpoints in `root`; None to start at step 0.
 
     Raises: CheckpointError.
     """
@@ -81,7 +81,7 @@ def find_origin(wish: str, root: Folder) -> Folder | None:
 
 
 def foresee(config: RunConfig, fingerprint_at: Callable[[int], str] | None) -> list[str]:
-    """Lines that say where a run would go on, and what it would do differently; none where it would begin at step 0.
+    """Describe where a run would resume and what it would do differently; empty if it would start at step 0.
 
     Args:
         fingerprint_at: of its data, cut into samples of a `seq_len`; None where that is not known, and not compared.
@@ -129,13 +129,13 @@ def resume_setting_of(folder: Folder) -> str | None:
 
 
 def _was_interrupted(root: Folder, wish: str) -> bool:
-    """Whether the run in a directory began at `wish`.  The newest step that can be read decides."""
+    """Whether the run in a directory started from `wish`, according to the newest step that can be read."""
     settings = (resume_setting_of(folder) for folder in reversed(step_folders(root)) if is_complete(folder))
     return next((setting for setting in settings if setting is not None), None) == hide_passwords(wish)
 
 
 def tell_changes(trainer: TrainerState, config: RunConfig, position: Position) -> list[str]:
-    """Lines that say what a run that goes on from a checkpoint does otherwise than the run that wrote it.
+    """Describe what a resumed run does differently from the run that wrote the checkpoint.
 
     Args:
         position: where the run goes on, with its phases.
@@ -167,7 +167,7 @@ def tell_changes(trainer: TrainerState, config: RunConfig, position: Position) -
 
 
 def _tell_learning_rate(trainer: TrainerState, config: RunConfig, position: Position) -> list[str]:
-    """What a changed schedule makes of the next step's learning rate, as a line; none where nothing changed it."""
+    """Describe how a changed schedule changes the next learning rate; empty if nothing changed it."""
     steps, updates = config.training.steps, trainer.optimizer_steps
     if position.step >= steps or changes(trainer, config).keys().isdisjoint(KEYS_OF["lr_schedule"]):
         return []

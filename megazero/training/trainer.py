@@ -78,6 +78,7 @@ class Trainer:
     ) -> None:
         config, run_dir = run.config, Path(run.config.training.run_dir)
         self.resolved, self.state, self.say = run, state, say
+        self._multiple = micro_batch_multiple(config.parallel)
         with ExitStack() as closing:  # closes what has been made where making the rest fails
             self.watchdog = closing.enter_context(Watchdog(state, config.parallel.timeout_seconds, run_dir))
             corpus = open_same_corpus(config, state.world, say)
@@ -125,7 +126,7 @@ class Trainer:
             )
 
     def _step(self) -> bool:
-        """Do the next step and show it to the callbacks; whether the run ends with it."""
+        """Do the next step and call the callbacks; return whether the run ends with it."""
         decisions = [callback.before_step(self.position) for callback in self.callbacks]
         first, count = self.position.samples, self.resolved.global_batch_size
         position = replace(self.position, step=self.position.step + 1, samples=first + count)
@@ -156,7 +157,7 @@ class Trainer:
             run.global_batch_size,
             run.micro_batch_size,
             engine.share,
-            multiple=micro_batch_multiple(config.parallel),
+            multiple=self._multiple,
             stream_starts_at=phase.first_sample,
         )
         # A step without an update keeps the learning rate and the weights, while its samples are consumed.
@@ -260,7 +261,7 @@ class OutOfMemoryError(RuntimeError):
 
 @contextmanager
 def explained(run: ResolvedRun, state: ParallelState, engine: Engine | None = None) -> Iterator[None]:
-    """Say what holds the memory, and which settings would fit, where memory runs out.
+    """Explain an out-of-memory error: what holds the memory, and which settings would fit.
 
     Args:
         engine: None while it is being built.

@@ -195,7 +195,7 @@ def meet(store: Store, timeout: timedelta, problem: str | None = None, *choices:
         within = f"have started within {timeout.total_seconds():g} s"
         raise MissingRanksError(_missing(store, world, within)) from error
     differing = [
-        _differing(*(json.loads(store.get(f"{kinds}/{one}")) for one in (1, 2)))
+        _differing(*(json.loads(store.get(f"{kinds}/{number}")) for number in (1, 2)))
         for kinds in compared
         if store.add(kinds, 0) > 1
     ]
@@ -222,7 +222,7 @@ def _missing(store: Store, world: int, within: str) -> str:
         if store.add(_SEARCHED, 1) == 1:
             absent = set(missing_keys(store, [_met(rank) for rank in range(world)]))
             missing = [rank for rank in range(world) if _met(rank) in absent]
-            came, them = world - len(missing), _listed(_runs_of(missing)) or "none any more"
+            came, them = world - len(missing), _listed(_intervals(missing)) or "none any more"
             text = f"only {came} of {world} ranks {within}; missing: {them}; look at their output and machines"
             store.set(_MISSING, text)
         store.wait([_MISSING], timedelta(seconds=_FAREWELL_SECONDS))
@@ -231,11 +231,11 @@ def _missing(store: Store, world: int, within: str) -> str:
         return f"not all of {world} ranks {within}, and their store does not answer: look at the output of rank 0"
 
 
-def _runs_of(ranks: Sequence[int]) -> list[str]:
-    """Ascending ranks in words, neighbours together."""
+def _intervals(ranks: Sequence[int]) -> list[str]:
+    """Ascending ranks in words, those next to one another together."""
     groups = groupby(enumerate(ranks), lambda pair: pair[1] - pair[0])
-    runs = [[rank for _, rank in group] for _, group in groups]
-    return [f"rank {run[0]}" if len(run) == 1 else f"ranks {run[0]} to {run[-1]}" for run in runs]
+    intervals = [[rank for _, rank in group] for _, group in groups]
+    return [f"rank {own[0]}" if len(own) == 1 else f"ranks {own[0]} to {own[-1]}" for own in intervals]
 
 
 def _differing(one: tuple[str, str], other: tuple[str, str]) -> str:

@@ -25,7 +25,7 @@ Metric = float | str | Mapping[str, float]
 
 
 class StepDecision(Enum):
-    """How the run continues otherwise than with the next step.  All ranks must decide alike."""
+    """What a callback may decide about a step.  All ranks must make the same decision."""
 
     SKIP = auto()  # this step changes no weight; its samples are consumed
     ROLL_BACK = auto()  # load the newest checkpoint and continue with the samples after this step's
@@ -123,7 +123,7 @@ class RunContext:
 
 
 class Callback:
-    """Something that happens beside the steps of a run.  Every hook does nothing unless a subclass defines it.
+    """Something that happens between the steps of a run.  Every hook does nothing unless a subclass defines it.
 
     All ranks call the same hooks in the same order, so a hook may make collective calls if it makes them on every rank;
     what makes a callback must make none.  A decision must be the same on all ranks.  A rank that alone wants the run to end
@@ -139,7 +139,7 @@ class Callback:
         """Called before each step with the position of the run so far.  SKIP leaves the step out."""
 
     def after_step(self, record: StepRecord) -> StepDecision | None:
-        """Called after each step; STOP and ROLL_BACK are obeyed, None means to go on, and anything else is an error.
+        """Called after each step.  Return STOP, ROLL_BACK, or None to continue; anything else is an error.
 
         After ROLL_BACK the callbacks that follow do not see the step.
         """
@@ -169,7 +169,7 @@ class RunSummary:
 
 
 class StepMeter:
-    """Measures a step on this rank, from when it is made until `read`."""
+    """Measures a step on this rank, from its construction until `read`."""
 
     def __init__(self, traffic: Traffic) -> None:
         self._traffic, self._sent, self._waited = traffic, Counter(traffic.by_axis()), traffic.waited_seconds
@@ -183,7 +183,7 @@ class StepMeter:
 
 
 def peak_memory_bytes(device: torch.device) -> int:
-    """Most memory this process has held so far: allocated on CUDA, resident on the CPU."""
+    """Peak memory of this process so far, in bytes: allocated on CUDA, resident on the CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

@@ -69,14 +69,14 @@ class Checkpointing(Callback):
         return None if self._last is None else str(self._last)
 
     def finish_save(self, error: BaseException | None) -> None:
-        """Complete the save under way when the run fails; not after a lost rank or directory: the save could not end."""
+        """Complete the current save when the run fails.  After a lost rank or directory no save could complete."""
         if self._saver is not None and error is not None and not isinstance(error, LostPeerError | OwnerError):
             with suppress(Exception):  # already reported; the run ends for another reason
                 self._saver.finish()
                 self._note_val_losses()
 
     def after_step(self, record: StepRecord) -> None:
-        """Save the step if it is due; called a second time where the step has been evaluated since."""
+        """Save the step if it is due.  Called a second time after the step was evaluated."""
         if not (record.is_last or self._is_due(record.step)):
             return
         if self._last == step_folder(self._root, record.step):
@@ -107,12 +107,12 @@ class Checkpointing(Callback):
     # Loading
 
     def find(self) -> bool:
-        """Look for the checkpoint to continue from; whether there is one.  Raises: CheckpointError."""
+        """Look for the checkpoint to continue from, and return whether there is one.  Raises: CheckpointError."""
         self._origin = self._look(lambda: find_origin(self._config.resume, self._root))
         return self._origin is not None
 
     def _look(self, look: Callable[[], Folder | None]) -> Folder | None:
-        """What rank 0 finds, on all ranks."""
+        """Look on rank 0 and return on every rank what it found."""
         found = agree(look if self._state.rank == 0 else lambda: None, self._state.world, CheckpointError)
         is_own = found is not None and found.parent == self._root  # then its name will do: not every URL names its host
         told = from_first(None if found is None else (is_own, found.name if is_own else str(found)), self._state.world)
@@ -122,7 +122,7 @@ class Checkpointing(Callback):
         return self._root.child(path) if is_own else folder_at(path)
 
     def resume(self, engine: Engine, fingerprint: str, fingerprint_at: Callable[[int], str] | None = None) -> Position:
-        """Load what `find` has found, and say how far it had come.
+        """Load the checkpoint that `find` found, and return its position.
 
         Args:
             fingerprint: of the run's data.
@@ -169,17 +169,17 @@ class Checkpointing(Callback):
         return position
 
     def _newest_of_this_run(self, before: int) -> Folder | None:
-        """The newest step.  Those before the step that was loaded may belong to another run in the same directory."""
-        older = [one for one in self._complete_before(before) if self._loaded_step <= step_of(one)]
+        """The newest checkpoint of this run.  Steps before the one it loaded may be another run's."""
+        older = [folder for folder in self._complete_before(before) if self._loaded_step <= step_of(folder)]
         if older or self._origin is None:
             return older[-1] if older else None
         return self._origin if is_complete(self._origin) else None  # it may have been pruned
 
     def _complete_before(self, step: float) -> list[Folder]:
-        return [one for one in step_folders(self._root) if step_of(one) < step and is_complete(one)]
+        return [folder for folder in step_folders(self._root) if step_of(folder) < step and is_complete(folder)]
 
     def _load(self, origin: Folder, before: float = inf) -> Position:
-        """Load a step, or an older one, below `before`, if it is damaged and `checkpoint.on_damage` allows it."""
+        """Load a step; if it is damaged and `checkpoint.on_damage` allows it, an older one below `before`."""
         try:
             with ExitStack() as until_read:
                 mark = partial(until_read.enter_context, reading(origin))
@@ -200,11 +200,11 @@ class Checkpointing(Callback):
         return position
 
     def _set_aside(self, damaged: Folder, before: float) -> Folder | None:
-        """Mark a damaged checkpoint; return the next one to try, which may be where this run began.
+        """Mark a damaged checkpoint, and return the next one to try, possibly the one where this run began.
 
         The last one is not marked: without any checkpoint the same command would begin the run anew.
         """
-        older = [one for one in self._complete_before(before) if one.name != damaged.name]
+        older = [folder for folder in self._complete_before(before) if folder.name != damaged.name]
         found, wish = older[-1] if older else None, self._config.resume
         if wish not in ("auto", "never") and (found is None or resume_setting_of(found) != hide_passwords(wish)):
             found = folder_at(wish)
@@ -216,7 +216,7 @@ class Checkpointing(Callback):
     # Saving
 
     def save(self, position: Position, val_loss: float | None) -> None:
-        """Begin a checkpoint, unless this step has one; `val_loss` is that of this very step.  Raises: LostPeerError."""
+        """Start to save a step, unless it is saved already; `val_loss` is the step's own.  Raises: LostPeerError."""
         folder = step_folder(self._root, position.step)
         if self._last == folder:
             return
@@ -245,7 +245,7 @@ class Checkpointing(Callback):
         return saver
 
     def _note_val_losses(self) -> None:
-        """Write the validation losses that came after their checkpoints, where those are complete.  Not collective."""
+        """Write validation losses that were computed after their checkpoints, if these are complete.  Not collective."""
         while self._val_losses:
             folder, val_loss = self._val_losses.popleft()
             with suppress(Exception):  # it only helps `keep_best`, and whatever writes next finds a lost directory
@@ -253,7 +253,7 @@ class Checkpointing(Callback):
                     note_val_loss(folder, val_loss)
 
     def _prune(self) -> None:
-        """Every rank calls this."""
+        """Remove old checkpoints.  A collective call."""
         self._note_val_losses()
         try:
             removed, damage = self._pruner.prune()

@@ -31,7 +31,7 @@ class Validation:
 def validations_of(
     config: RunConfig, held_out: ValidationStream | None, named: Mapping[str, ValidationStream]
 ) -> list[Validation]:
-    """What a run evaluates on: samples held out of its training sources, then `data.validation_sources`."""
+    """List what a run evaluates on: samples held out of its training sources, then `data.validation_sources`."""
     every, samples = config.training.eval_every_steps, config.training.eval_samples
     found = [Validation("", held_out, every, min(samples, len(held_out)))] if held_out is not None and every else []
     for source in config.data.validation_sources:
@@ -42,7 +42,7 @@ def validations_of(
 
 
 class Evaluation(Callback):
-    """Sets `record.val_loss` and `record.val_losses` where an evaluation is due: mean nats per token.
+    """Evaluates the model when it is due, and sets `record.val_loss` and `record.val_losses`, in mean nats per token.
 
     The callbacks in `before` see the step first: it is saved and in the metrics, so what goes wrong here loses nothing.
     """
@@ -54,26 +54,26 @@ class Evaluation(Callback):
         self._validations = validations_of(context.run.config, corpus.validation, corpus.named_validation)
 
     def after_step(self, record: StepRecord) -> StepDecision | None:
-        """Evaluate what is due.  STOP where a rank was asked to stop meanwhile."""
+        """Evaluate what is due.  Return STOP if a rank was asked to stop during the evaluation."""
         run, stops = self._run, False
-        due = [one for one in self._validations if one.is_due(record.step, run.config.training.steps)]
+        due = [source for source in self._validations if source.is_due(record.step, run.config.training.steps)]
         if not due:
             return None
         for callback in self._before:
             callback.after_step(record)
         self._watchdog.at(record.step, EVALUATING)
         multiple = micro_batch_multiple(run.config.parallel)
-        for one in due:
+        for source in due:
             batches = read_batches(
-                one.stream, 0, one.samples, run.micro_batch_size, self._engine.share, multiple=multiple
+                source.stream, 0, source.samples, run.micro_batch_size, self._engine.share, multiple=multiple
             )
             statistics = self._engine.evaluate(batches)
             if not statistics.tokens:
                 self._say(
-                    f"step {record.step}: {one.name or 'what is held out'} has no val_loss: no token of it is counted"
+                    f"step {record.step}: {source.name or 'what is held out'} has no val_loss: no token of it is counted"
                 )
-            elif one.name:
-                record.val_losses[one.name] = statistics.loss
+            elif source.name:
+                record.val_losses[source.name] = statistics.loss
             else:
                 record.val_loss = statistics.loss
             stops |= statistics.stop

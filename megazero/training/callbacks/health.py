@@ -16,7 +16,7 @@ _MEMORY_STEPS = 50  # a loss this many steps back has weight 1/e
 
 
 class SkipSteps(Callback):
-    """Leaves out the steps of `training.skip_steps`, and announces each range once: their samples are consumed."""
+    """Skips the steps of `training.skip_steps`, whose samples are consumed, and announces each range once."""
 
     def __init__(self, context: RunContext) -> None:
         run = context.run
@@ -25,7 +25,7 @@ class SkipSteps(Callback):
         self._announced = 0  # the last step that was announced
 
     def on_start(self) -> None:
-        """Say where the learning rate will end, if skipped steps keep it from the end of its schedule."""
+        """Warn if skipped steps keep the learning rate from reaching the end of its schedule."""
         start, updates = self._context.start, self._context.engine.sharded_model.optimizer.steps_taken
         for line in unfinished_schedule(self._context.run.config, start.phase, start.step, updates):
             self._say(line)
@@ -45,7 +45,7 @@ class SkipSteps(Callback):
 
 
 def count_skipped(step: int, ranges: Sequence[tuple[int, int]]) -> int:
-    """How many steps to skip from `step` on, including it; 0 if none of the (first, last) ranges contains it."""
+    """Number of steps to skip from `step` on, including it; 0 if none of the (first, last) ranges contains it."""
     last = step - 1
     while ends := [end for first, end in ranges if first <= last + 1 <= end]:
         last = max(ends)
@@ -59,7 +59,7 @@ def setting_to_skip(step: int, ranges: Sequence[tuple[int, int]]) -> str:
 
 
 class NonFinitePolicy(Callback):
-    """After a step without a finite loss and norm: stops, goes on, or rolls back, as `training.on_non_finite` says.
+    """Stops, continues or rolls back after a step whose loss or norm is not finite, as `training.on_non_finite` says.
 
     Such a step has changed no weight.  All ranks see the same loss and norm, so they decide alike without a collective
     call.  `training.non_finite_limit` such steps in a row end the run (skip); or that many rollbacks are allowed.
@@ -137,7 +137,7 @@ class LossSpikes(Callback):
             )
 
     def _take(self, loss: float) -> float | None:
-        """Take the next loss; the number of deviations by which it lies above the mean, if it is a spike."""
+        """Update the mean with the next loss; if the loss is a spike, return its number of deviations above the mean."""
         spike = None
         if self._seen >= _WARM_UP_STEPS:
             # Rounding must not make a spike of a loss that hardly moves.

@@ -87,7 +87,7 @@ class RecordFile(Callback):
         self._written = min(self._written, position.step)
 
     def close(self) -> None:
-        """Close the file; what the disk refuses is lost."""
+        """Close the file, and ignore what the disk refuses."""
         if self._is_open:
             self._is_open = False
             with suppress(OSError):
@@ -95,7 +95,7 @@ class RecordFile(Callback):
 
 
 class MetricsFile(RecordFile):
-    """Appends a line per step; one that comes again, with what its evaluation has found, replaces its line.
+    """Appends a line per step.  A step that is written again, after its evaluation, replaces its line.
 
     After a resume or a rollback it first drops the steps that will be done again.  What else it finds there is not this
     run's: a copy of it stays in metrics.jsonl.before-1, or -2 and so on.
@@ -149,7 +149,7 @@ def as_json(record: StepRecord) -> str:
 
 def _finite(value: Metric) -> object:
     if isinstance(value, Mapping):
-        return {key: _finite(one) for key, one in value.items()}
+        return {key: _finite(number) for key, number in value.items()}
     return None if isinstance(value, float) and not isfinite(value) else value
 
 

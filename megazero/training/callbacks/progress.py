@@ -11,14 +11,14 @@ from megazero.training.callbacks.base import Callback, StepRecord
 
 
 class ProgressLine(Callback):
-    """A line per step on the terminal: of every `every_steps`-th of all `steps`, and of those that need attention."""
+    """Prints a line for every `every_steps`-th step, and for steps that need attention."""
 
     def __init__(self, steps: int, every_steps: int, say: Callable[[str], None]) -> None:
         self._steps, self._every, self._say = steps, every_steps, say
         self._seconds_per_step = 0.0
 
     def after_step(self, record: StepRecord) -> None:
-        """Print one step if it is due, was evaluated, or changed no weight; not one that was never computed."""
+        """Print a step if it is due, was evaluated, or changed no weight.  A step that was never computed is not printed."""
         statistics, seconds = record.statistics, record.seconds
         if statistics is None or seconds is None:
             return
@@ -52,7 +52,7 @@ def readable_seconds(seconds: float) -> str:
 
 
 def context_parallelism(parallel: ParallelConfig) -> str:
-    """Its degree and method, as "cp 8 (hybrid, Ulysses 4 x ring 2), "; nothing at cp 1."""
+    """Format the degree and the method of context parallelism: "cp 8 (hybrid, Ulysses 4 x ring 2), "; empty at cp 1."""
     if parallel.cp == 1:
         return ""
     ulysses = parallel.ulysses

@@ -29,7 +29,7 @@ CALLBACKS: Registry[Callable[[RunContext], Callback]] = Registry("callback", {})
 
 
 class CallbackError(RuntimeError):
-    """A callback that a script registered has raised; its own error is the cause."""
+    """A callback that a script registered has raised an error, which is the cause of this one."""
 
 
 def check_names(training: TrainingConfig) -> None:
@@ -59,7 +59,7 @@ def name_problems(training: TrainingConfig) -> list[Problem]:
 
 
 class RegisteredCallback(Callback):
-    """The callback that a script has registered under a name.  Errors of its factory and hooks become `CallbackError`s.
+    """Wraps a callback that a script has registered.  Errors of its factory and hooks become `CallbackError`s.
 
     A hook may read parameters that it has kept, so the weights of the last step are here before it is called.
     """
@@ -94,7 +94,7 @@ class RegisteredCallback(Callback):
             decision = _decided(self._own.after_step(record), "after_step", StepDecision.STOP, StepDecision.ROLL_BACK)
             for key, value in record.metrics.items():  # None: this step has none
                 values = value.values() if isinstance(value, Mapping) else [] if value is None else [value]
-                if not all(isinstance(one, float | int | str) for one in values):
+                if not all(isinstance(item, float | int | str) for item in values):
                     raise TypeError(
                         f"record.metrics[{key!r}] must be a number, a text or a table of numbers, got {value!r}"
                     )
@@ -119,7 +119,7 @@ def _checked(made: Callback) -> Callback:
 
 
 def _decided(decision: StepDecision | None, hook: str, *allowed: StepDecision) -> StepDecision | None:
-    if decision is not None and not any(decision is one for one in allowed):
+    if decision is not None and not any(decision is choice for choice in allowed):
         choices = " or ".join(["None", *map(str, allowed)])
         raise TypeError(f"{hook} returned {decision!r}; it must return {choices}")
     return decision

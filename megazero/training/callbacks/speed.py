@@ -66,7 +66,7 @@ def model_flops_per_token(model: ModelConfig, lengths: Collection[int] | None = 
 
 
 def peak_flops(device: torch.device, dtype: torch.dtype, given: float | None) -> float | None:
-    """FLOP/s that a device can do at most: as given (`logging.peak_flops`), else by the table; None where unknown."""
+    """Peak FLOP/s of a device: `given` (`logging.peak_flops`), else from the table of known devices; None if unknown."""
     if given is not None or device.type != "cuda":
         return given
     known = (peak(torch.cuda.get_device_name(device), dtype) for peak in added("peak FLOP/s").values())
@@ -74,7 +74,7 @@ def peak_flops(device: torch.device, dtype: torch.dtype, given: float | None) ->
 
 
 class RankWork(NamedTuple):
-    """How long a rank's own work takes per step, without waiting for others; ranks of one stage have the same work."""
+    """Seconds per step that a rank computes, without waiting for other ranks.  Ranks of one stage have the same work."""
 
     step: int  # the last of those that it is the mean of
     rank: int
@@ -84,7 +84,7 @@ class RankWork(NamedTuple):
 
 
 def slow_ranks(works: Sequence[RankWork], ratio: float) -> list[tuple[RankWork, float]]:
-    """The ranks whose work takes more than `ratio` times the median, the slowest first, each with that median.
+    """Find the ranks that take more than `ratio` times the median, the slowest first, each with that median.
 
     A rank is compared with the ranks of its pipeline stage, or with all ranks if it is alone in its stage.
     """
@@ -94,18 +94,18 @@ def slow_ranks(works: Sequence[RankWork], ratio: float) -> list[tuple[RankWork, 
         median = median_low(peers if len(peers) > 1 else [other.seconds for other in works])
         if work.seconds > ratio * median and work.seconds - median > _NOTICEABLE_SECONDS:
             found.append((work, median))
-    return sorted(found, key=lambda one: -one[0].seconds)
+    return sorted(found, key=lambda pair: -pair[0].seconds)
 
 
 def spread_of(works: Sequence[RankWork]) -> dict[str, float]:
-    """The metric of all ranks' work: min, median and max in seconds, and the slowest rank."""
+    """Summarize the work of all ranks: min, median and max in seconds, and the slowest rank."""
     seconds = [work.seconds for work in works]
     slowest = max(works, key=lambda work: work.seconds)
     return {"min": min(seconds), "median": median_low(seconds), "max": slowest.seconds, "slowest_rank": slowest.rank}
 
 
 class Stragglers(Callback):
-    """Compares the own work of all ranks every `logging.straggler_every_steps` steps.
+    """Compares the work of all ranks every `logging.straggler_every_steps` steps, and reports slow ones.
 
         rank 0    step 50, write | step 51, read all ranks' and report
         rank 1    step 50, write | step 51
@@ -168,7 +168,7 @@ class Stragglers(Callback):
         assert self._store is not None
         with suppress(RuntimeError):  # the store has gone, as the run may: there is nothing to report
             if self._store.check(self._missing):
-                works = [RankWork(*json.loads(one)) for one in self._store.multi_get(self._missing)]
+                works = [RankWork(*json.loads(text)) for text in self._store.multi_get(self._missing)]
                 self._found += [work for work in works if work.step >= self._step]
                 self._missing = [str(work.rank) for work in works if work.step < self._step]
         return not self._missing
