@@ -9,8 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from megazero.layers import causal_squares
-from megazero.layers.causal_squares import causal_backward, causal_forward, cut_of, merge
+from megazero.cpu import attention
+from megazero.cpu.attention import causal_backward, causal_forward, cut_of
+from megazero.layers.attention_kernels import merge
 
 HEADS, KV_HEADS, SIZE = 4, 2, 8
 ROWS = (1, 2, 255, 256, 257, 511, 512, 871, 1024)
@@ -56,7 +57,7 @@ def test_the_backward_takes_the_result_over_further_keys(rows: int) -> None:
     _, *before, _ = _inputs(2, 77)
     out, lse, *wanted = _formula(q, k, v, grad, before=(before[0], before[1]))
     dq, dk, dv = causal_backward(grad, q, k, v, out, lse)
-    dq = dq + causal_squares._backward(grad, q, *before, out, lse, 0.0, False)[0]
+    dq = dq + attention._backward(grad, q, *before, out, lse, 0.0, False)[0]
     torch.testing.assert_close((dq, dk, dv), tuple(wanted), rtol=1e-11, atol=1e-11)
     got = causal_forward(q, k, v)
     more = _scores(q, before[0], torch.ones(rows, 77, dtype=torch.bool))
@@ -87,8 +88,8 @@ def test_few_calls_compute_few_pairs_that_a_mask_throws_away(rows: int, monkeypa
 
     q, k, v, grad = _inputs(1, rows)
     seen = rows * (rows + 1) / 2
-    monkeypatch.setattr(causal_squares, "_forward", counting(causal_squares._forward, 0))
-    monkeypatch.setattr(causal_squares, "_backward", counting(causal_squares._backward, 1))
+    monkeypatch.setattr(attention, "_forward", counting(attention._forward, 0))
+    monkeypatch.setattr(attention, "_backward", counting(attention._backward, 1))
     results = causal_forward(q, k, v)
     for _ in range(2):
         assert seen <= sum(computed) <= seen + rows * 64
@@ -108,8 +109,8 @@ def test_the_kernels_results_of_one_sample_are_written_to_and_not_copied(monkeyp
 
         return keep
 
-    monkeypatch.setattr(causal_squares, "_forward", keeping(causal_squares._forward))
-    monkeypatch.setattr(causal_squares, "_backward", keeping(causal_squares._backward))
+    monkeypatch.setattr(attention, "_forward", keeping(attention._forward))
+    monkeypatch.setattr(attention, "_backward", keeping(attention._backward))
     q, k, v, grad = _inputs(1, 512)
     out, lse = causal_forward(q, k, v)
     assert [x.data_ptr() for x in (out, lse)] == [x.data_ptr() for x in made[:2]]

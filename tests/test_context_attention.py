@@ -19,7 +19,8 @@ from worlds import LLAMA, run_of
 
 from megazero.comm import head_exchange
 from megazero.comm.collectives import Pending
-from megazero.layers import context_attention, tile_calls
+from megazero.cpu.attention import CpuTiles
+from megazero.layers import context_attention
 from megazero.layers.context_attention import ContextAttention
 from megazero.layers.sample_part import part_of
 from megazero.layers.token_layout import head_pieces
@@ -154,8 +155,8 @@ def _events(into: list[str]) -> Any:
     with (
         patch.object(head_exchange, "all_to_all", exchanged),
         patch.object(context_attention, "ring_shift", passed),
-        patch.object(tile_calls, "tile_forward", kernel(tile_calls.tile_forward)),
-        patch.object(tile_calls, "tile_backward", kernel(tile_calls.tile_backward)),
+        patch.object(CpuTiles, "forward", kernel(CpuTiles.forward)),
+        patch.object(CpuTiles, "backward", kernel(CpuTiles.backward)),
     ):
         yield
 
@@ -264,7 +265,7 @@ def _calls_in_shared_memory(rank: int) -> int:
 
 
 def _fails_and_goes_on(rank: int, ulysses: int, failing: str, calls: Sequence[int]) -> None:
-    state, kernel = _state(rank, 2, ulysses), getattr(tile_calls, failing)
+    state, kernel = _state(rank, 2, ulysses), getattr(CpuTiles, failing)
     _, wanted = _attend(state, 8, 2, None, None)
     for last in calls:
         count = 0
@@ -276,13 +277,13 @@ def _fails_and_goes_on(rank: int, ulysses: int, failing: str, calls: Sequence[in
                 raise torch.OutOfMemoryError("planned")
             return kernel(*args, **keys)
 
-        with patch.object(tile_calls, failing, fails), pytest.raises(torch.OutOfMemoryError):
+        with patch.object(CpuTiles, failing, fails), pytest.raises(torch.OutOfMemoryError):
             _attend(state, 8, 2, None, None)
         _, found = _attend(state, 8, 2, None, None)
         assert all(map(torch.equal, found, wanted))
 
 
-@pytest.mark.parametrize("failing", ["tile_forward", "tile_backward"])
+@pytest.mark.parametrize("failing", ["forward", "backward"])
 @pytest.mark.parametrize("ulysses", [2, 1])
 def test_a_step_after_one_that_failed_on_all_ranks_has_its_messages(ulysses: int, failing: str) -> None:
     """What the failed one has left travels to its end; gloo would lose the peer."""

@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from megazero.layers import attention_kernels, cpu_bf16
+from megazero.cpu import attention
+from megazero.cpu.attention import full_backward, parts_of
 from megazero.layers.context_attention import ContextAttention
-from megazero.layers.cpu_bf16 import cut, full_backward
 from megazero.layers.sample_part import part_of
 from megazero.layers.token_layout import Tile
 from megazero.parallel_state import Axis
@@ -34,7 +34,7 @@ def test_parts_of_a_tile_have_each_pair_once(rows: int, heads: int, kv_heads: in
     tile, each = Tile(3, 3 + rows, 5, 5 + rows, 0), heads // kv_heads
     seen = torch.zeros(kv_heads, rows, rows, dtype=torch.int8)
     with patch.object(torch, "get_num_threads", return_value=threads):
-        parts = list(cut(tile, None, heads, kv_heads))
+        parts = list(parts_of(tile, None, heads, kv_heads))
     for part, piece in parts:
         chosen = range(kv_heads)[piece.keys]
         assert [head // each for head in range(heads)[piece.queries]] == [one for one in chosen for _ in range(each)]
@@ -48,8 +48,8 @@ def test_parts_of_a_tile_have_each_pair_once(rows: int, heads: int, kv_heads: in
 
 def test_a_tile_that_a_window_cuts_is_not_cut_further() -> None:
     tile = Tile(0, 2048, 0, 2048, 0)
-    assert [part for part, _ in cut(tile, 2047, 1, 1)] == [tile]
-    assert len([part for part, _ in cut(tile, 2048, 1, 1)]) > 1
+    assert [part for part, _ in parts_of(tile, 2047, 1, 1)] == [tile]
+    assert len([part for part, _ in parts_of(tile, 2048, 1, 1)]) > 1
 
 
 @pytest.mark.parametrize("threads", [1, 8])
@@ -61,7 +61,7 @@ def test_heads_that_share_keys_may_be_rows_of_one(batch: int, threads: int) -> N
     lse = scores.logsumexp(-1) + 0.5
     out = torch.randn_like(q)
     with patch.object(torch, "get_num_threads", return_value=threads):
-        assert cpu_bf16._sharing(q, k) == (1 if threads > 2 * batch else 2)
+        assert attention._sharing(q, k) == (1 if threads > 2 * batch else 2)
         got = full_backward(grad, q, k, v, out, lse)
     wanted = _backward(grad, q, *(x.repeat_interleave(2, 1) for x in (k, v)), out, lse, 0.0, False)
     in_pairs = [x.unflatten(1, (2, 2)).sum(2) for x in wanted[1:]]
@@ -85,7 +85,7 @@ def test_attention_in_bf16_is_plain_attention_and_large_tiles_take_it(window: in
         leaves = [x.detach().requires_grad_() for x in (q, k, v)]
         with (
             patch.object(torch.cpu, "_is_avx512_bf16_supported", return_value=multiplies),
-            patch.object(attention_kernels, "full_backward", counting),
+            patch.object(attention, "full_backward", counting),
         ):
             out = ContextAttention(WHOLE, WHOLE, window, torch.float32).attend(*leaves, part)
             results.append([out.detach(), *torch.autograd.grad(out, leaves, grad)])

@@ -218,7 +218,7 @@ def test_only_cuda_in_16_bits_packs_and_its_heads_are_multiples_of_8() -> None:
 
 @pytest.mark.parametrize("window", [None, 600])
 def test_long_documents_on_a_cpu_give_plain_attention(window: int | None) -> None:
-    """Their causal tiles are cut (layers/causal_squares.py); gradients have the type of what they are of."""
+    """Their causal tiles are cut (cpu/attention.py); gradients have the type of what they are of."""
     lengths = [[300, 511, 60], [871]]
     part = part_of(lengths, 871, WHOLE, WHOLE, CPU)
     assert part is not None
@@ -235,13 +235,3 @@ def test_long_documents_on_a_cpu_give_plain_attention(window: int | None) -> Non
         )
     assert errors[0] < 1e-12
     assert errors[1] < 2e-2
-
-
-@pytest.mark.parametrize(("device", "cuts"), [("cpu", True), ("meta", False)])
-def test_causal_tiles_are_cut_on_a_cpu_alone(device: str, cuts: bool) -> None:
-    part = part_of([[SEQ]], SEQ, WHOLE, WHOLE, CPU)
-    assert part is not None
-    q, k = (torch.empty(1, heads, SEQ, SIZE, device=device) for heads in (HEADS, KV_HEADS))
-    (call,) = calls(part, 0, None, q, k, on_cpu=True)
-    assert isinstance(call, OneTile)
-    assert call.on_cpu == cuts

@@ -4,5 +4,8 @@ ADDS = {
     "backend": {"cpu": "megazero.cpu.transport:cpu_backend"},
     "messages": {"cpu": "megazero.cpu.sockets:CpuMessages"},
     "rank": {"cpu": "megazero.cpu.processor:prepare_cpu_rank"},
-    "kernel": {"fp32 product": "megazero.cpu.products:fp32_product"},
+    "kernel": {
+        "fp32 product": "megazero.cpu.products:fp32_product",
+        "attention tiles": "megazero.cpu.attention:CpuTiles",
+    },
 }

@@ -6,8 +6,8 @@
 
 So a recomputed layer can save `out` and `lse` of its first forward, and the second one runs no kernel.
 
-    a `Tile`       a part of the keys: `tile_forward` gives out and lse of these alone, to be merged with those of others;
-                   `tile_backward` takes out and lse of all keys, and gives this part of the gradients
+    a `Tile`       a part of the keys: `TileKernel.forward` gives out and lse of these alone, to be merged with those of
+                   others; its `backward` takes out and lse of all keys, and gives this part of the gradients
     many tiles     `varlen_forward` and `varlen_backward`, as torch.nn.attention.varlen calls the operators
 """
 
@@ -22,12 +22,11 @@ from einops import rearrange
 from torch import Tensor
 from torch.nn.attention import SDPBackend
 
+from megazero.annexes import added
 from megazero.comm.autograd import refuse_second_derivative
-from megazero.layers.causal_squares import causal_backward, causal_forward
-from megazero.layers.cpu_bf16 import full_backward, is_faster, multiplies_bf16
 from megazero.layers.recompute import Tape
 from megazero.layers.sample_part import SamplePart
-from megazero.layers.token_layout import Tile
+from megazero.layers.token_layout import EVERY_HEAD, HeadPiece, Tile
 
 T = TypeVar("T")
 
@@ -167,68 +166,71 @@ class _TapedAttention(torch.autograd.Function):
         return *_backward(ctx.kernel, grad, q, k, v, mask, mask is None, *outputs), None, None, None
 
 
-def tile_forward(
-    q: Tensor, k: Tensor, v: Tensor, tile: Tile, window: int | None, *, on_cpu: bool
-) -> tuple[Tensor, Tensor]:
-    """(out as q, lse fp32 [batch, heads, seq of q]) of queries over the keys of a tile, each of which sees one at least.
+class TileKernel:
+    """Attention to a tile, in torch's kernels."""
 
-    Args:
-        q: [batch, heads, seq, size], the tile's queries.
-        k, v: [batch, kv heads, seq of k, size], its keys and values.
-        tile: what of these sees what.
-        window: how far a position sees; None without one.
-        on_cpu: causal tiles in squares, large backwards in bf16; see causal_squares.py and cpu_bf16.py.
+    def cut(self, tile: Tile, window: int | None, q: Tensor, k: Tensor) -> list[tuple[Tile, HeadPiece]]:  # noqa: ARG002
+        """A tile in parts that are called one by one, each with the heads that it is of."""
+        return [(tile, EVERY_HEAD)]
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, tile: Tile, window: int | None) -> tuple[Tensor, Tensor]:
+        """(out as q, lse fp32 [batch, heads, seq of q]) of queries over the keys of a tile; each query sees one at least.
+
+        Args:
+            q: [batch, heads, seq, size], the tile's queries.
+            k, v: [batch, kv heads, seq of k, size], its keys and values.
+            tile: which queries see which keys.
+            window: how far a position sees; None without one.
+        """
+        q, k, v = widened(q, k, v)
+        mask, causal = _seen_in(tile, window, q)
+        if mask is not None or q.dtype == torch.float32:
+            k, v = _one_for_each_head(q, k, v)
+        out, lse, *_ = _forward(_kernel_of_tiles(q, mask), q, k, v, mask, causal)
+        return out, lse[..., : q.shape[2]]
+
+    def backward(
+        self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, tile: Tile, window: int | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """This tile's part of the gradients of its queries, keys and values; other arguments as in `forward`.
+
+        Args:
+            grad, out: as q; of all keys that the queries see.
+            lse: of all these keys, [batch, heads, seq of q].
+        """
+        grad, q, k, v, out = widened(grad, q, k, v, out)
+        mask, causal = _seen_in(tile, window, q)
+        kernel, heads = _kernel_of_tiles(q, mask), k.shape[1]
+        if mask is not None or q.dtype == torch.float32:
+            k, v = _one_for_each_head(q, k, v)
+        if kernel == SDPBackend.EFFICIENT_ATTENTION:
+            lse = F.pad(lse, (0, -lse.shape[-1] % 32), value=torch.inf)  # the kernel's own length
+        unused = [torch.zeros(shape, dtype=torch.uint64, device=q.device) for shape in ((2,), ())]
+        random = [] if q.is_cpu else unused  # state of random numbers: nothing is dropped out
+        dq, dk, dv = _backward(kernel, grad, q, k, v, mask, causal, out, lse.contiguous(), *random)[:3]
+        if k.shape[1] != heads:
+            dk, dv = (rearrange(x, "b (kv g) s d -> b kv g s d", kv=heads).sum(2) for x in (dk, dv))
+        return dq, dk, dv
+
+
+def tile_kernel(*, on_cpu: bool) -> TileKernel:
+    """The kernel for tiles, of an annex where it has one for the CPU."""
+    made: TileKernel = added("kernel").get("attention tiles", TileKernel)() if on_cpu else TileKernel()
+    return made
+
+
+def merge(out: Tensor, lse: Tensor, more: Tensor, more_lse: Tensor) -> None:
+    """Add the result over further keys to `out` and `lse`, in place.
+
+    out - s (out - more), with s = sigmoid(lse of more - lse): no exponential of a large number.
     """
-    q, k, v = _widened(q, k, v)
-    mask, causal = _seen_in(tile, window, q)
-    if causal and on_cpu:
-        return causal_forward(q, k, v)
-    if mask is not None or q.dtype == torch.float32:
-        k, v = _one_for_each_head(q, k, v)
-    out, lse, *_ = _forward(_kernel_of_tiles(q, mask), q, k, v, mask, causal)
-    return out, lse[..., : q.shape[2]]
+    out.lerp_(more.to(out.dtype), torch.sigmoid(more_lse - lse).unsqueeze(-1))
+    lse.copy_(torch.logaddexp(lse, more_lse))
 
 
-def tile_backward(
-    grad: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    tile: Tile,
-    window: int | None,
-    *,
-    on_cpu: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """This tile's part of the gradients of its queries, keys and values; other arguments as in `tile_forward`.
-
-    Args:
-        grad, out: as q; of all keys that the queries see.
-        lse: of all these keys, [batch, heads, seq of q].
-    """
-    if on_cpu and tile.offset is None and multiplies_bf16(q) and is_faster(q, k):
-        return full_backward(grad, q, k, v, out, lse)
-    grad, q, k, v, out = _widened(grad, q, k, v, out)
-    mask, causal = _seen_in(tile, window, q)
-    if causal and on_cpu:
-        return causal_backward(grad, q, k, v, out, lse)
-    kernel, heads = _kernel_of_tiles(q, mask), k.shape[1]
-    if mask is not None or q.dtype == torch.float32:
-        k, v = _one_for_each_head(q, k, v)
-    if kernel == SDPBackend.EFFICIENT_ATTENTION:
-        lse = F.pad(lse, (0, -lse.shape[-1] % 32), value=torch.inf)  # the kernel's own length
-    unused = [torch.zeros(2, dtype=torch.uint64, device=q.device), torch.zeros((), dtype=torch.uint64, device=q.device)]
-    random = [] if q.is_cpu else unused  # state of random numbers: nothing is dropped out
-    dq, dk, dv = _backward(kernel, grad, q, k, v, mask, causal, out, lse.contiguous(), *random)[:3]
-    if k.shape[1] != heads:
-        dk, dv = (rearrange(x, "b (kv g) s d -> b kv g s d", kv=heads).sum(2) for x in (dk, dv))
-    return dq, dk, dv
-
-
-def _widened(*tensors: Tensor) -> tuple[Tensor, ...]:
+def widened(*tensors: Tensor) -> tuple[Tensor, ...]:
     """On the CPU in fp32: the kernel there gives a tile's result in the type of its input, and every rounding of a part
-    would add to the error that one call for all keys has.  (In 16 bits only large backwards are faster: cpu_bf16.py.)"""
+    would add to the error that one call for all keys has."""
     return tuple(x.float() if x.is_cpu and x.dtype in (torch.bfloat16, torch.float16) else x for x in tensors)
 
 

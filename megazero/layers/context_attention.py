@@ -39,8 +39,7 @@ from torch import Tensor
 from megazero.comm.autograd import refuse_second_derivative
 from megazero.comm.collectives import Pending, largest, ring_shift, runs_by_itself
 from megazero.comm.head_exchange import SequenceForHeads, start_heads_for_sequence
-from megazero.layers.attention_kernels import uncompiled
-from megazero.layers.causal_squares import merge
+from megazero.layers.attention_kernels import TileKernel, merge, tile_kernel, uncompiled
 from megazero.layers.recompute import Tape
 from megazero.layers.sample_part import SamplePart
 from megazero.layers.tile_calls import EVERYTHING, Call, Rows, calls
@@ -58,12 +57,12 @@ class Ring:
         axis: the ring.
         window: how many positions a query sees, its own included; None for all of its document up to itself.
         gradient_dtype: in which the gradients of keys and values travel, where keys have 16 bits.
-        on_cpu: cut tiles as is best there; see causal_squares.py and cpu_bf16.py.
+        tiles: attends to a part of the keys, where many parts are not one call.
     """
 
-    def __init__(self, axis: Axis, window: int | None, gradient_dtype: torch.dtype, *, on_cpu: bool = False) -> None:
+    def __init__(self, axis: Axis, window: int | None, gradient_dtype: torch.dtype, tiles: TileKernel) -> None:
         self.axis, self.window, self.gradient_dtype = axis, window, gradient_dtype
-        self.on_cpu = on_cpu
+        self.tiles = tiles
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, part: SamplePart) -> tuple[Tensor, Tensor]:
         """out, as q, and for each query the log-sum-exp, [batch, heads, seq] in fp32, or in fp64 for fp64.
@@ -87,7 +86,7 @@ class Ring:
         return result.out.to(q.dtype), result.lse
 
     def _calls(self, part: SamplePart, source: int, q: Tensor, k: Tensor) -> list[Call]:
-        return calls(part, source, self.window, q, k, on_cpu=self.on_cpu)
+        return calls(part, source, self.window, q, k, self.tiles)
 
     def key_gradients(self, k: Tensor, v: Tensor) -> KeyGradients:
         """Where `backward` adds the gradients of these keys and values."""
@@ -284,7 +283,7 @@ class ContextAttention:
     def __init__(
         self, ulysses: Axis, ring: Axis, window: int | None, gradient_dtype: torch.dtype, *, on_cuda: bool = False
     ) -> None:
-        self.ulysses, self.ring = ulysses, Ring(ring, window, gradient_dtype, on_cpu=not on_cuda)
+        self.ulysses, self.ring = ulysses, Ring(ring, window, gradient_dtype, tile_kernel(on_cpu=not on_cuda))
         # Each message of a ring is of one piece, so all its ranks need one answer; their exchanges are in other groups.
         (waits,) = largest([float(not runs_by_itself(ulysses))], ring)
         self._most_pieces, self._least_rows = 1 if waits else _MOST_PIECES, _LEAST_CUDA_ROWS if on_cuda else 1

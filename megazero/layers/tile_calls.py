@@ -24,19 +24,20 @@ from megazero.layers.attention_kernels import (
     EVERY_KEY,
     Pieces,
     Sight,
+    TileKernel,
     packs_tiles,
-    tile_backward,
-    tile_forward,
     varlen_backward,
     varlen_forward,
 )
-from megazero.layers.cpu_bf16 import cut, multiplies_bf16
 from megazero.layers.sample_part import SamplePart, copied_to
 from megazero.layers.token_layout import EVERY_HEAD, HeadPiece, Ints, Tile, tiles_of
 
 Rows: TypeAlias = tuple[slice | Tensor, ...]  # indexes [batch, heads, seq, ...]
 EVERYTHING: Rows = (slice(None), slice(None), slice(None))
 _MOST_TILES = 65_535  # blocks that CUDA starts along one dimension of a grid
+
+
+_TORCHS = TileKernel()
 
 
 class Call(Protocol):
@@ -61,28 +62,27 @@ class Call(Protocol):
 
 
 def calls(
-    part: SamplePart, source: int, window: int | None, q: Tensor, k: Tensor, *, on_cpu: bool = False
+    part: SamplePart, source: int, window: int | None, q: Tensor, k: Tensor, kernel: TileKernel = _TORCHS
 ) -> list[Call]:
     """The calls of this rank's queries over the keys of ring rank `source`, made once for all layers.
 
     Args:
         q, k: [batch, heads or kv heads, seq, size]; their shapes, type and device choose the kernel.
-        on_cpu: the run computes there, where tensors are on it, too.
+        kernel: of tiles that are called one by one.
 
     Raises: ValueError: as `packs_tiles`.
     """
     where = (q.shape[0], q.shape[2], q.device) if packs_tiles(q) else None
-    on_cpu = on_cpu and q.is_cpu
-    heads = (q.shape[1], k.shape[1]) if on_cpu and multiplies_bf16(q) else None
 
     def make() -> list[Call]:
         tables = part.plan.tables(source, window, masked=where is None)
         if where is not None:
             return _few_calls(tables, window, *where)
-        tiles = _one_by_one(tables, window, on_cpu)
-        return [*tiles] if heads is None else [one for tile in tiles for one in tile.in_parts(*heads)]
+        one_by_one = _one_by_one(tables, window)
+        return [part for tile in one_by_one for part in tile.in_parts(kernel, q, k)]
 
-    return part.derived((calls, source, window, where, on_cpu, heads), make)
+    shape = where or (q.shape[1], k.shape[1], q.dtype)
+    return part.derived((calls, source, window, type(kernel), shape), make)
 
 
 @dataclass(frozen=True, eq=False)
@@ -92,7 +92,7 @@ class OneTile:
     samples: slice
     tile: Tile
     window: int | None
-    on_cpu: bool = False
+    kernel: TileKernel = _TORCHS
     heads: HeadPiece = EVERY_HEAD
 
     @property
@@ -103,21 +103,21 @@ class OneTile:
     def keys(self) -> Rows:
         return self.samples, self.heads.keys, slice(self.tile.k_start, self.tile.k_stop)
 
-    def in_parts(self, heads: int, kv_heads: int) -> list[OneTile]:
-        """As several calls for a CPU that multiplies in bf16; see cpu_bf16.py."""
-        parts = cut(self.tile, self.window, heads, kv_heads)
-        return [replace(self, tile=tile, heads=piece) for tile, piece in parts]
+    def in_parts(self, kernel: TileKernel, q: Tensor, k: Tensor) -> list[OneTile]:
+        """The calls of a kernel for it."""
+        parts = kernel.cut(self.tile, self.window, q, k)
+        return [replace(self, tile=tile, kernel=kernel, heads=piece) for tile, piece in parts]
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         given = q[self.queries], k[self.keys], v[self.keys]
-        return tile_forward(*given, self.tile, self.window, on_cpu=self.on_cpu)
+        return self.kernel.forward(*given, self.tile, self.window)
 
     def backward(
         self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
         rows, seen = self.queries, self.keys
         given = grad[rows], q[rows], k[seen], v[seen], out[rows], lse[rows]
-        return tile_backward(*given, self.tile, self.window, on_cpu=self.on_cpu)
+        return self.kernel.backward(*given, self.tile, self.window)
 
 
 @dataclass(frozen=True, eq=False)
@@ -177,10 +177,10 @@ def _rows(sample: Ints, start: Ints, size: Ints, shape: tuple[int, int], device:
     return copied_to(device, samples), slice(None), copied_to(device, rows)
 
 
-def _one_by_one(tables: Sequence[Ints], window: int | None, on_cpu: bool = False) -> list[OneTile]:
+def _one_by_one(tables: Sequence[Ints], window: int | None) -> list[OneTile]:
     own = [slice(None)] if len(tables) == 1 else [slice(row, row + 1) for row in range(len(tables))]
     found = zip(own, map(tiles_of, tables), strict=True)
-    return [OneTile(samples, tile, window, on_cpu) for samples, tiles in found for tile in tiles]
+    return [OneTile(samples, tile, window) for samples, tiles in found for tile in tiles]
 
 
 def _few_calls(tables: Sequence[Ints], window: int | None, batch: int, seq: int, device: torch.device) -> list[Call]:

@@ -1,4 +1,7 @@
-r"""Causal attention of many rows on a CPU, without most of the work that a mask throws away.
+r"""Attention to tiles on a CPU: causal tiles in triangles and squares, and large backwards in bf16.
+
+Causal attention of many rows, without most of the work that a mask throws away:
+
 
     keys    0        n
     rows  [ \ .  .  . ]     The CPU's kernel takes keys in blocks of 512, so a causal call computes about 256 keys a row that
@@ -8,6 +11,24 @@ r"""Causal attention of many rows on a CPU, without most of the work that a mask
 
 A forward and a backward of 512 rows take 0.65 of the time of one causal call, of 1,024 rows 0.8, of 4,096 rows 0.94 (8 heads
 of 64, one core).
+
+On a CPU that multiplies in bf16:
+
+
+    keys   0   n/2   n
+    rows [ \   |      ]    Causal tiles are halved until 512 to 1,023 rows are left, which triangles and squares compute in
+         [   \ |      ]    fp32, as all forwards.  The backward of full tiles, 1 here, is computed in bf16.  A call has some
+         [-----+------]    of the heads: what it holds in fp32 is small.
+         [  1  |\     ]
+         [     |   \  ]
+
+The bf16 kernel is faster than fp32's from 768 rows of a head on: it then takes 256 of them at a time, and not 64.  So the
+queries that share a head of keys go into it as rows of one head.  Its forward is no faster.  8 heads of queries and 2 of
+keys, of 64, one core, milliseconds of a backward in fp32 | in bf16 | in bf16 with shared heads as rows:
+
+    512 rows x 1,024 keys   33.6 | 31.0 | 24.2
+    256 x 256                4.0 |  4.7 |  3.3
+    64 x 64, 8 of them       2.2 |  8.3 |  4.9
 """
 
 from __future__ import annotations
@@ -18,6 +39,9 @@ from typing import NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
+from megazero.layers.attention_kernels import TileKernel, merge, widened
+from megazero.layers.token_layout import EVERY_HEAD, HeadPiece, Tile, head_pieces
+
 _LEAST_ROWS, _LEAST_SIDE = 256, 64  # below, more calls cost more than they save; a triangle has this to twice this
 _EVERY_KEY, _CAUSAL = (0.0, False), (0.0, True)  # nothing is dropped out
 
@@ -25,6 +49,32 @@ _Parts: TypeAlias = list[Tensor]  # of a sample's result, in the order of rows
 
 _forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+_LEAST_BF16_ROWS, _LEAST_KEYS = 768, 256  # of a head in a backward
+_LEAST_HALF, _MOST_PIECES = 512, 4
+
+
+class CpuTiles(TileKernel):
+    """What the seam "kernel" adds for tiles."""
+
+    def cut(self, tile: Tile, window: int | None, q: Tensor, k: Tensor) -> list[tuple[Tile, HeadPiece]]:
+        return (
+            [*parts_of(tile, window, q.shape[1], k.shape[1])] if multiplies_bf16(q) else super().cut(tile, window, q, k)
+        )
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, tile: Tile, window: int | None) -> tuple[Tensor, Tensor]:
+        if q.is_cpu and tile.is_causal(window):
+            return causal_forward(*widened(q, k, v))
+        return super().forward(q, k, v, tile, window)
+
+    def backward(
+        self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, tile: Tile, window: int | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        if tile.offset is None and multiplies_bf16(q) and is_faster(q, k):
+            return full_backward(grad, q, k, v, out, lse)
+        if q.is_cpu and tile.is_causal(window):
+            grad, q, k, v, out = widened(grad, q, k, v, out)
+            return causal_backward(grad, q, k, v, out, lse)
+        return super().backward(grad, q, k, v, out, lse, tile, window)
 
 
 class Cut(NamedTuple):
@@ -80,15 +130,6 @@ def causal_backward(
     samples = zip(grad, q, k, v, out, lse, strict=True)
     dq, dk, dv = zip(*(_backward_of_sample(*sample) for sample in samples), strict=True)
     return _together(dq, q), _together(dk, k), _together(dv, v)
-
-
-def merge(out: Tensor, lse: Tensor, more: Tensor, more_lse: Tensor) -> None:
-    """Add the result over further keys to `out` and `lse`, in place.
-
-    out - s (out - more), with s = sigmoid(lse of more - lse): no exponential of a large number.
-    """
-    out.lerp_(more.to(out.dtype), torch.sigmoid(more_lse - lse).unsqueeze(-1))
-    lse.copy_(torch.logaddexp(lse, more_lse))
 
 
 def _together(samples: Sequence[_Parts], like: Tensor) -> Tensor:
@@ -171,3 +212,55 @@ def _first(x: Tensor, side: int) -> Tensor:
 def _second(x: Tensor, side: int) -> Tensor:
     """The pieces 1, 3, 5, ...: the rows of squares."""
     return _pieces(x, 2 * side)[:, :, side:]
+
+
+# In bf16.
+
+
+def multiplies_bf16(q: Tensor) -> bool:
+    """Whether these are in bf16, on a CPU that multiplies in it."""
+    return q.is_cpu and q.dtype == torch.bfloat16 and torch.cpu._is_avx512_bf16_supported()
+
+
+def parts_of(tile: Tile, window: int | None, heads: int, kv_heads: int) -> Iterator[tuple[Tile, HeadPiece]]:
+    """A tile as causal ones of at most 1,023 rows and full ones, each with a part of the heads where it is large."""
+    causal = tile.is_causal(window)
+    if not causal and tile.offset is not None:  # a mask would be made for each part
+        yield tile, EVERY_HEAD
+        return
+    pieces = max(1, min(_MOST_PIECES, kv_heads // torch.get_num_threads()))  # the kernel gives each thread some heads
+    for part in _halved(tile) if causal else (tile,):
+        is_large = (part.q_stop - part.q_start) * (part.k_stop - part.k_start) > _LEAST_HALF**2
+        for heads_of_part in head_pieces(heads, kv_heads, pieces if is_large else 1, shares_keys=False):
+            yield part, heads_of_part
+
+
+def _halved(tile: Tile) -> Iterator[Tile]:
+    half = (tile.q_stop - tile.q_start) // 2
+    if half < _LEAST_HALF:
+        yield tile
+        return
+    row, key = tile.q_start + half, tile.k_start + half
+    yield from _halved(Tile(tile.q_start, row, tile.k_start, key, 0))
+    yield Tile(row, tile.q_stop, tile.k_start, key)
+    yield from _halved(Tile(row, tile.q_stop, key, tile.k_stop, 0))
+
+
+def is_faster(q: Tensor, k: Tensor) -> bool:
+    """Whether `full_backward` of these takes less time than in fp32."""
+    return q.shape[2] * _sharing(q, k) >= _LEAST_BF16_ROWS and k.shape[2] >= _LEAST_KEYS
+
+
+def full_backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of q, k and v in bf16, where every row sees every key; arguments as in `tile_backward`."""
+    each = _sharing(q, k)
+    rows = [x.unflatten(1, (-1, each)).flatten(2, 3) for x in (grad, q, out, lse)]
+    dq, dk, dv = _backward(*rows[:2], k, v, *rows[2:], 0.0, False)
+    return dq.unflatten(2, (each, -1)).flatten(1, 2), dk, dv
+
+
+def _sharing(q: Tensor, k: Tensor) -> int:
+    """How many heads of queries become rows of one: those that share keys, where heads are left for all threads."""
+    return q.shape[1] // k.shape[1] if len(k) * k.shape[1] >= torch.get_num_threads() else 1
