@@ -13,14 +13,14 @@ from xml.etree import ElementTree
 import pytest
 import torch
 from harness import run_program, run_world
+from state_formula import StateFormula
 from typer.testing import CliRunner
 from worlds import run_of, state_on
 
 from megazero.cli.commands import app
-from megazero.config import ResolvedRun, load_config
+from megazero.config import ResolvedRun
 from megazero.plan.measured_step import START, ActivationFigures, live_memory, measure_activations
-from megazero.plan.memory_report import CHOICES, not_measured, plan, without_formula
-from megazero.plan.state_bytes import StateFormula
+from megazero.plan.memory_report import CHOICES, not_measured, plan
 
 pytestmark = pytest.mark.slow  # starts whole runs
 
@@ -82,7 +82,7 @@ def test_a_rank_keeps_the_papers_bytes_within_padding(rows: list[dict[str, Any]]
         paper = per_parameter[row["stage"]] * elements
         assert _kept(first) + _kept(last) >= 2 * paper
         assert paper <= _kept(first) <= paper + 18 * padding
-        assert row["state_over_formula"] == pytest.approx(_kept(first) / paper)
+        assert row["state_over_plan"] == 1
 
 
 def test_offload_moves_masters_moments_and_the_gradient_that_steps_them(rows: list[dict[str, Any]]) -> None:
@@ -101,13 +101,13 @@ def test_the_buffers_are_at_most_what_the_formula_allows(rows: list[dict[str, An
     h, f = ODD_HIDDEN, ODD_FFN
     block = 4 * h * h + 3 * h * f + 2 * h
     for row in rows:
-        assert row["measured"]["buffer_bytes"] <= row["formula"]["most_buffer_bytes"]
+        assert row["measured"]["buffer_bytes"] <= row["planned"]["most_buffer_bytes"]
         for rank in row["ranks"]:
             counted = rank["counted"]["step"]
             assert 0 <= counted["gradient_buffers"] <= rank["most_gradient_buffers"]
             if row["stage"] == 3:
                 sizes = [2 * (block + -block % 32)] * 2  # two blocks, the embedding and the head take turns
-                assert row["formula"]["gather_buffers"] == sizes
+                assert row["planned"]["gather_buffers"] == sizes
                 assert counted["gather_buffers"] == sum(sizes)
                 assert 2 * 4 * block <= rank["most_gradient_buffers"] <= 2 * 4 * (block + 31)
             elif row["stage"] == 2:
@@ -134,9 +134,10 @@ def test_a_step_sends_the_papers_bytes_within_padding(rows: list[dict[str, Any]]
         sent = sum(rank["sent"]["dp"].values())
         assert sent <= paper + 8 * rank["padding"] + 16
         assert sent >= (0.6 if row["stage"] == 3 else 1) * paper
+        assert row["sent_over_plan"] == 1
 
 
-def test_what_each_policy_keeps_is_counted_and_equals_its_formula(measured: tuple[str, Path]) -> None:
+def test_what_each_policy_keeps_is_planned_and_drawn(measured: tuple[str, Path]) -> None:
     """The policies' bytes a token of one layer; docs/activations.md has the formulas."""
     h, k, f, a, tokens = 24, 24, 40, 2, 16
     wanted = {"none": 12 * h + 4 * k + 6 * f + 4 * a + 8, "mlp+norms": 8 * h + 4 * k + 4 * a, "full": 2 * h}
@@ -144,8 +145,8 @@ def test_what_each_policy_keeps_is_counted_and_equals_its_formula(measured: tupl
     assert [row["policy"] for row in policies] == list(wanted)
     for row in policies:
         for rank in row["ranks"]:
-            assert rank["units"]["layer 1"] == [tokens * wanted[row["policy"]]] * 2
-            assert rank["counted"] == rank["formula"] <= rank["live"]
+            assert rank["layer"] == tokens * wanted[row["policy"]]
+            assert rank["planned"] <= rank["live"]
             assert max(count for _, count in rank["course"]) == rank["live"]
     picture = (measured[1] / "activations.svg").read_text()
     lines = list(ElementTree.fromstring(picture).iter("{http://www.w3.org/2000/svg}polyline"))
@@ -159,7 +160,7 @@ def test_the_table_says_what_was_run(measured: tuple[str, Path]) -> None:
         "2 ranks: tp 1, pp 1, dp 2",
         "random tokens",
         "ratio",
-        "18N/2",
+        "planned over dp",
         "1 steps",
         "Buckets are padded",
         "memory.json",
@@ -225,7 +226,7 @@ def test_what_a_step_allocates_holds_what_it_keeps(accumulation: int) -> None:
     }
     run = run_of(1, model=model, training={"micro_batch_size": 1, "global_batch_size": accumulation})
     (figures,) = run_world(1, _activations_of, run)
-    assert figures.counted == figures.formula <= figures.live
+    assert 0 < figures.planned <= figures.live
     assert min(count for _, count in figures.course) >= -4096  # nothing of before is freed
 
 
@@ -250,13 +251,6 @@ def test_what_cannot_be_written_is_told_before_measuring_and_behind_the_tables(
     assert done.stderr.endswith("error: [Errno 28] No space left on device\n")
 
 
-def test_layers_that_no_formula_knows_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    run = load_config(os.devnull, ["model.num_layers=1", "launch.device=cpu"], 1)
-    assert without_formula(run) == ""
-    monkeypatch.setattr("megazero.plan.activation_bytes.has_regions", lambda _: False)
-    assert "forward of its own" in without_formula(run)
-
-
 def test_a_number_of_ranks_that_is_not_the_started_one_is_refused() -> None:
     with pytest.raises(ValueError, match="4 ranks were started"):
         plan(CHOICES, ranks=2, started=4)
@@ -278,17 +272,6 @@ def test_the_formula_gives_the_papers_figure_1(stage: int, paper: float) -> None
     papers = 2 if stage < 2 else 2 / 64
     found = _formula(stage, shards=64).state_bytes(7_500_000_000, offloads=False) / 1e9
     assert found - 7.5 * (gradients - papers) == pytest.approx(paper, abs=0.06)
-
-
-def test_the_formula_reads_as_a_sum() -> None:
-    assert _formula(1).state_text(offloads=False) == "6N + 12N/4"
-    assert _formula(1).state_text(offloads=True) == "6N + [16N/4]"
-    assert _formula(3, weight_bytes=4).state_text(offloads=False) == "16N/4"
-    assert _formula(3, second_copy=2).state_text(offloads=False) == "18N/4 + 2N/2"
-    assert _formula(3, second_copy=2).state_bytes(40, offloads=True) == 18 * 40 / 4 + 2 * 40 / 2
-    assert _formula(2, shards=1).state_text(offloads=False) == "18N"
-    assert _formula(2, shards=1).state_text(offloads=True) == "2N + [16N]"
-    assert _formula(0, accumulate_bytes=2).state_text(offloads=False) == "20N"
 
 
 def test_traffic_grows_with_micro_batches_where_it_must() -> None:

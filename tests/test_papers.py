@@ -6,13 +6,12 @@ import os
 
 import pytest
 import torch
+from activation_formula import block_bytes, micro_batch_size
+from state_formula import StateFormula
 
 from megazero.config import load_config
 from megazero.engine.outline import stages_of
 from megazero.models.activation_config import LayerPolicy
-from megazero.plan.activation_bytes import block_bytes
-from megazero.plan.activations import micro_batch_size
-from megazero.plan.state_bytes import StateFormula
 
 
 def _formula(stage: int, shards: int) -> StateFormula:

@@ -8,6 +8,7 @@ from dataclasses import replace
 from tempfile import gettempdir
 
 import pytest
+from activation_formula import activations_of_ranks
 from harness import run_world
 
 from megazero.config import ResolvedRun, load_config
@@ -16,7 +17,6 @@ from megazero.engine.outline import schedule_of
 from megazero.layers.counter_rng import normal
 from megazero.parallel_state import ParallelState, RankGrid
 from megazero.plan import memory, state_trace
-from megazero.plan.activations import activations_of_ranks
 from megazero.plan.cluster import Cluster, cluster_of
 from megazero.plan.devices import Device, Link
 from megazero.plan.measured_step import STATE_KINDS, _watched_step, live_memory
@@ -135,14 +135,14 @@ def _fullest(planned: tuple[RankMemory, ...]) -> int:
 
 @pytest.mark.parametrize("offload", [False, True])
 def test_what_is_shared_or_gone_over_changes_nothing(offload: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Against a plan that traces every pipeline rank for itself and looks at every unit of every pass."""
-    case = "parallel.pp=4 training.accumulation=6 zero.stage=1 precision.dtype=bf16 model.num_layers=8"
+    """Against a plan that traces every pipeline rank for itself and looks at every micro-batch."""
+    case = "parallel.pp=4 training.accumulation=12 zero.stage=1 precision.dtype=bf16 model.num_layers=8"
     more = ["activations.offload='host'", "activations.recompute='full'", "activations.offload_layers=1"]
     run = load_config(os.devnull, [*MODEL.split(), *case.split(), *(more if offload else [])], 8)
     nodes = cluster_of("h100", 8, 2) if offload else replace(cluster(8), per_node=2)
     short = memory_of(run, nodes), traffic_of(run, nodes)
     monkeypatch.setattr(state_trace, "_alike", lambda run, rank, per_node: rank)
-    monkeypatch.setattr(memory._Walk, "_skip", lambda *_, **__: False)
+    monkeypatch.setattr(memory, "_filling_the_pipeline", schedule_of)
     assert short == (memory_of(run, nodes), traffic_of(run, nodes))
 
 

@@ -13,7 +13,6 @@ import torch
 from benchmarks import plan_published
 from megazero.config import ResolvedRun, RunConfig, resolve
 from megazero.parallel_state import RankGrid
-from megazero.plan.activations import EMBEDDING, HEAD
 from megazero.plan.cluster import Cluster, cluster_of
 from megazero.plan.collective_times import GroupLink, _places, links_of
 from megazero.plan.devices import Link
@@ -29,7 +28,7 @@ from megazero.plan.operator_times import (
 from megazero.plan.pass_times import PassTime, UnitTime, pass_time
 from megazero.plan.shared_processors import played
 from megazero.plan.step_time import StepTime, reduced_behind, step_time_of, unit_elements
-from megazero.plan.unit_trace import PassTrace, UnitKey, trace_units
+from megazero.plan.unit_trace import EMBEDDING, HEAD, PassTrace, UnitKey, trace_units
 from megazero.schedules.proof import Costs, simulate
 from megazero.schedules.registry import SCHEDULES
 

@@ -7,18 +7,18 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from activation_formula import activations_of_ranks
 
 from megazero.comm.collectives import reduce_scatter
 from megazero.config import ResolvedRun, load_config
 from megazero.engine.outline import schedule_of
 from megazero.parallel_state import Axis
 from megazero.parallel_state.groups import Group
-from megazero.plan.activations import EMBEDDING, HEAD, activations_of_ranks
 from megazero.plan.fake_tensors import FakeTensors, Message
 from megazero.plan.kernel_memory import cpu_kernel_bytes
 from megazero.plan.measured_step import START, live_memory
 from megazero.plan.silent import Alone, SilentBackend, make_silent
-from megazero.plan.unit_trace import ADDED, DY, PassTrace, UnitKey, UnitTrace, trace_units
+from megazero.plan.unit_trace import ADDED, DY, EMBEDDING, HEAD, PassTrace, UnitKey, UnitTrace, trace_units
 
 MODEL = """
     model.hidden_size=64 model.num_layers=2 model.num_heads=4 model.num_kv_heads=2 model.ffn_hidden_size=96

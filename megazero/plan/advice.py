@@ -1,57 +1,174 @@
-"""Which one key of a run file, changed, makes a run fit: each as an override to type, the fastest first."""
+"""Which one setting, changed, makes a run fit; and what to say where memory has run out.
+
+change      a setting as it is typed -> the plan of the changed run: bytes that it frees, seconds that it costs
+wanted      by the allocation that failed, as the allocator says it
+held        model state and ZeRO's buffers, as the engine counts them; on CUDA, all else is activations and working memory
+missing     what was wanted, and the model state that is not there yet, beyond what is free
+"""
 
 from __future__ import annotations
 
+import re
+import shlex
+import socket
+from collections import Counter
 from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
 
 from megazero.config import ConfigError, ResolvedRun, RunConfig
 from megazero.config.load import resolve
-from megazero.plan.activations import size_text
-from megazero.plan.cluster import Cluster
-from megazero.plan.quick_memory import quick_memory_of
+from megazero.engine import Engine
+from megazero.parallel_state import ParallelState
+from megazero.plan.cluster import Cluster, some_cluster
+from megazero.plan.devices import size_text
+from megazero.plan.memory import STATE_KINDS, RankMemory, fullest_of, memory_of
 from megazero.plan.step_time import step_time_of
+from megazero.settings import toml_value
+from megazero.zero.offload import free_memory_bytes
 
-_SHOWN = 6
+_RECOMPUTE: tuple[dict[str, Any], ...] = (
+    {"recompute": "selective"},
+    {"recompute": ["norms", "activation", "residual"]},
+    {"recompute": ["norms", "mlp"]},
+    {"recompute": "full", "keep_attention": True},
+    {"recompute": "full"},
+)
+"""What to recompute, the least first."""
+_UNITS = {"bytes": 1, "B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
+_MOST_KINDS, _SHOWN = 5, 6
+_USABLE = 0.9  # of what a setting frees; an allocator loses some
 
 
-def fitting_changes(run: ResolvedRun, cluster: Cluster) -> Iterator[str]:
-    """`activations.recompute=selective: 61.2 GiB, a step of 8.31 s (1.4% more)`."""
-    own = step_time_of(run, cluster).seconds
-    found = []
-    for overrides, config in _changes(run):
+@dataclass(frozen=True)
+class Change:
+    """Settings as they are typed.
+
+    Args:
+        frees: bytes of the device of the rank that is too full.
+        more: share by which a step takes longer; None where the device is not known.
+    """
+
+    settings: str
+    frees: int
+    more: float | None = None
+
+    def __str__(self) -> str:
+        time = (
+            "" if self.more is None else f", a step takes {abs(self.more):.1%} {'more' if self.more >= 0 else 'less'}"
+        )
+        return f"{self.settings} (frees about {size_text(self.frees)}{time})"
+
+
+def fitting_changes(run: ResolvedRun, cluster: Cluster, full: RankMemory, missing: float) -> list[Change]:
+    """The changes that free so many bytes of a pipeline rank, the fastest first; if none does, the one that frees most."""
+    found, is_timed = list[tuple[Change, ResolvedRun]](), cluster.processors == 0
+    for settings, config in _changes(run, on_cuda=is_timed):
         try:
-            other = resolve(config, cluster.ranks)
-        except ConfigError:
+            changed = resolve(config, cluster.ranks)
+        except (ConfigError, ValueError):
             continue
-        peak = max(one.peak for one in quick_memory_of(other, cluster))
-        if peak <= cluster.device.memory_bytes:
-            found.append((step_time_of(other, cluster).seconds, peak, overrides))
-    for seconds, peak, overrides in sorted(found)[:_SHOWN]:
-        change = seconds / own - 1
-        more = f"{abs(change):.1%} {'more' if change >= 0 else 'less'}"
-        yield f"{overrides}: {size_text(peak)}, a step of {seconds:.3f} s ({more})"
+        same_pipeline = changed.config.parallel.pp == run.config.parallel.pp
+        then = memory_of(changed, cluster, {full.stage})[0] if same_pipeline else fullest_of(changed, cluster)
+        if then.peak < full.peak:
+            found.append((Change(settings, full.peak - then.peak), changed))
+    enough = [(change, changed) for change, changed in found if change.frees >= missing]
+    if not enough:
+        return [max((change for change, _ in found), key=lambda change: change.frees)] if found else []
+    if not is_timed:
+        return [change for change, _ in enough][:_SHOWN]
+    own = step_time_of(run, cluster).seconds
+    timed = (
+        Change(change.settings, change.frees, step_time_of(changed, cluster).seconds / own - 1)
+        for change, changed in enough
+    )
+    return sorted(timed, key=lambda change: change.more or 0.0)[:_SHOWN]
 
 
-def _changes(run: ResolvedRun) -> Iterator[tuple[str, RunConfig]]:
-    """Each change as overrides and as a config."""
+def advice_text(run: ResolvedRun, cluster: Cluster, full: RankMemory, missing: float) -> str:
+    """Which settings free so many bytes of a pipeline rank's device."""
+    found = fitting_changes(run, cluster, full, missing)
+    if found and found[0].frees >= missing:
+        return "would fit, by the plan: " + ", or ".join(map(str, found))
+    most = f"; the most is {found[0]}" if found else ""
+    return (
+        f"no one setting frees the {size_text(missing)} that are missing{most}; more ranks for parallel.tp, parallel.cp, "
+        "parallel.pp or dp make each rank's part smaller"
+    )
+
+
+def _changes(run: ResolvedRun, *, on_cuda: bool) -> Iterator[tuple[str, RunConfig]]:
+    """Each change as it is typed and as a config; a CPU's memory is the host's, so nothing is offloaded there."""
     config = run.config
-    batch = {"micro_batch_size": run.micro_batch_size, "accumulation": "auto"}
-    free = config.model_copy(update={"training": config.training.model_copy(update=batch)})
-    free = free.model_copy(update={"parallel": config.parallel.model_copy(update={"dp": "auto"})})
+    parallel, zero, count = config.parallel, config.zero, run.accumulation
 
-    def changed(section: str, **values: object) -> RunConfig:
-        return free.model_copy(update={section: getattr(free, section).model_copy(update=values)})
+    def changed(**sections: dict[str, Any]) -> tuple[str, RunConfig]:
+        tables, words = config.model_dump(), list[str]()
+        tables["parallel"]["dp"] = "auto"
+        tables["training"] |= {"micro_batch_size": run.micro_batch_size, "accumulation": "auto"}
+        for section, values in sections.items():
+            tables[section] |= values
+            words += [f"{section}.{key}={_word(value)}" for key, value in values.items()]
+        return shlex.join(words), RunConfig.model_validate(tables)
 
-    for name in ("selective", "full"):
-        yield f"activations.recompute={name}", changed("activations", recompute=name)
-    yield "activations.offload=host", changed("activations", offload="host")
-    for stage in range(config.zero.stage + 1, 4):
-        yield f"zero.stage={stage}", changed("zero", stage=stage)
-    offload = config.zero.offload.model_copy(update={"optimizer": "cpu"})
-    yield "zero.offload.optimizer=cpu", changed("zero", offload=offload)
+    own: dict[str, Any] = {"stages": []} if config.activations.stages else {}
+    choices = list(_RECOMPUTE)
+    choices += [{"offload": "host"}, {"recompute": "full", "offload": "host"}] if on_cuda else []
+    choices += [{"partition": True}] if parallel.tp > 1 and not parallel.sequence_parallel else []
+    now = config.activations.model_dump()
+    for values in choices:
+        if any(_word(now[key]) != _word(value) for key, value in values.items()):
+            yield changed(activations=values | own)
+    for stage in range(zero.stage + 1, 4):
+        yield changed(zero={"stage": stage})
+    if zero.offload.optimizer == "none" and on_cuda:
+        offload = zero.offload.model_dump() | {"optimizer": "cpu"}
+        for stage in range(zero.stage, 4):
+            _, moved = changed(zero={"stage": stage, "offload": offload})
+            more = f" zero.stage={stage}" if stage > zero.stage else ""
+            yield f"zero.offload.optimizer=cpu{more}", moved
     if run.micro_batch_size % 2 == 0:
-        half = run.micro_batch_size // 2
-        yield f"training.micro_batch_size={half}", changed("training", micro_batch_size=half)
-    for axis in ("tp", "cp", "pp"):
-        size = 2 * getattr(config.parallel, axis)
-        yield f"parallel.{axis}={size}", changed("parallel", **{axis: size})
+        yield changed(training={"micro_batch_size": run.micro_batch_size // 2, "accumulation": 2 * count})
+    for axis in ("tp", "pp"):
+        yield changed(parallel={axis: 2 * getattr(parallel, axis)})
+    method = {} if parallel.cp_method == "hybrid" else {"cp_method": "auto"}  # that of before may not fit the heads
+    yield changed(parallel={"cp": 2 * parallel.cp, **method})
+
+
+def _word(value: Any) -> str:
+    """A value as it is typed."""
+    return value if isinstance(value, str) else toml_value(value).replace(" ", "")
+
+
+def explain(error: str, run: ResolvedRun, state: ParallelState, engine: Engine | None) -> str:
+    """The message for a rank whose allocator says `error`; without an engine, while that was being built."""
+    device, on_cuda = state.device, state.device.type == "cuda"
+    cluster = some_cluster(run, state.neighbours, on_cuda=on_cuda)
+    wanted, free, held = wanted_bytes(error), free_memory_bytes(device), Counter[str]()
+    (planned,) = memory_of(run, cluster, {state.at.pp})
+    if engine is not None:
+        held.update({kind: count for kind, count in engine.memory_bytes().items() if " on " not in kind})
+    arena = held.pop("activation_arena", 0)  # it is no state
+    to_come = max(sum(planned.state.get(kind, 0) for kind in STATE_KINDS) - held.total(), 0)
+    if on_cuda:
+        allocated = torch.cuda.memory_allocated(device)
+        free += torch.cuda.memory_reserved(device) - allocated
+        if engine is not None:
+            held["activations and working memory"] = max(allocated - held.total(), 0)
+    elif arena:
+        held["activation_arena"] = arena
+    more = f"; {size_text(to_come)} of model state are still to come" if to_come else ""
+    lines = [f"out of memory on {device} of rank {state.rank} ({socket.gethostname()}): wanted {size_text(wanted)}"]
+    lines[0] += f", free {size_text(free)}{more}"
+    kinds = [f"{kind.replace('_', ' ')} {size_text(count)}" for kind, count in held.most_common(_MOST_KINDS) if count]
+    lines += [f"  it holds: {', '.join(kinds)}"] if kinds else []
+    missing = max(wanted - free + to_come, 1)
+    return "\n".join([*lines, f"  {advice_text(run, cluster, planned, missing / _USABLE)}"])
+
+
+def wanted_bytes(error: str) -> int:
+    """Bytes of the allocation that failed; 0 where the allocator does not say."""
+    found = re.search(r"tried to allocate ([\d.]+) ?(\w+)", error, re.IGNORECASE)
+    return int(float(found[1]) * _UNITS.get(found[2], 0)) if found else 0

@@ -11,8 +11,8 @@ ADDS = {
         "plan check": "megazero.plan.plan_check:PlanCheck",
     },
     "check": {"memory": "megazero.plan.check_lines:memory_lines"},
-    "start line": {"activations": "megazero.plan.activations:start_line"},
-    "out of memory": {"explain": "megazero.plan.out_of_memory:explain"},
+    "start line": {"activations": "megazero.plan.check_lines:start_line"},
+    "out of memory": {"explain": "megazero.plan.advice:explain"},
     "peak FLOP/s": {"devices": "megazero.plan.cluster:known_peak_flops"},
     "schedule view": {
         "timeline": "megazero.plan.schedule_drawing:terminal_text",

@@ -9,17 +9,17 @@ A bound only leaves out what cannot win; a guess decides nothing.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from megazero.config import ResolvedRun, RunConfig
 from megazero.engine.outline import elements_in, stages_of
 from megazero.models.registry import FAMILIES
 from megazero.plan.choices import Choice
 from megazero.plan.cluster import Cluster
-from megazero.plan.state_bytes import StateFormula, formula_of
+from megazero.plan.zero_times import ElementBytes, element_bytes, moments_of
 from megazero.schedules.registry import SCHEDULES
-from megazero.zero.bucket import DTYPES
 
+_FP32 = 4
 _RECOMPUTED = 1.25  # of a guess: what does not fit computes much again
 _FILLS = {"zb-h1": 1 / 3, "zbv": 1 / 6}  # of 1F1B's idle time, where all passes take as long
 
@@ -32,8 +32,7 @@ class Bounds:
         parameters: of the whole model.
         flops: of the model, for a step.
         forward_share: of these, by what recomputation adds at most: the layers' forward.
-        formula: of state, for stage 0 on one rank.
-        itemsize: bytes of an activation.
+        widths, moments: of the model state.
     """
 
     config: RunConfig
@@ -41,15 +40,20 @@ class Bounds:
     samples: int
     parameters: int
     flops: float
-    formula: StateFormula
-    itemsize: int
+    widths: ElementBytes
+    moments: int
 
     def state_bytes(self, choice: Choice) -> float:
-        """Model state on the device of the mean rank."""
+        """No less than the model state on the device of the mean rank (Rajbhandari et al. 2020, figure 1)."""
+        stage, shards = choice.zero_stage, choice.shard_group or self._dp(choice) * choice.cp
         offloads = choice.relief.offload in ("optimizer", "both") and self.config.zero.offload.ratio == 1.0
-        shards = choice.shard_group or self._dp(choice) * choice.cp
-        formula = replace(self.formula, stage=choice.zero_stage, shards=shards)
-        return formula.device_bytes(self.parameters // (choice.tp * choice.pp), offloads=offloads)
+        optimizer = 0 if offloads else _FP32 * (self.moments + (self.widths.weights < _FP32))
+        each = (
+            self.widths.weights / (shards if stage == 3 else 1)
+            + self.widths.accumulated * (stage < 2)
+            + optimizer / (shards if stage >= 1 else 1)
+        )
+        return each * (self.parameters // (choice.tp * choice.pp))
 
     def seconds(self, choice: Choice) -> float:
         """No step of a choice is shorter."""
@@ -60,9 +64,9 @@ class Bounds:
         within, between = self.cluster.within, self.cluster.between
         model, ranks_of_dp = self.config.model, self._dp(choice)
         tokens = self.samples * model.seq_len / (ranks_of_dp * choice.cp)
-        exchanged = 8 * tokens * model.hidden_size * self.itemsize * (choice.tp - 1) / choice.tp
+        exchanged = 8 * tokens * model.hidden_size * self.widths.weights * (choice.tp - 1) / choice.tp
         layers = model.num_layers / choice.pp
-        weights = self.parameters * self.itemsize / (choice.tp * choice.pp)
+        weights = self.parameters * self.widths.weights / (choice.tp * choice.pp)
         gathers = 2 * self._count(choice) if choice.zero_stage == 3 and choice.gather_policy == "action" else 1
         reduces = self._count(choice) if choice.zero_stage >= 2 else 1
         link = within if choice.shard_group else between
@@ -111,6 +115,6 @@ def bounds_of(run: ResolvedRun, cluster: Cluster) -> Bounds:
         samples=run.global_batch_size,
         parameters=whole,
         flops=per_token * run.global_batch_size * config.model.seq_len,
-        formula=formula_of(run, 1),
-        itemsize=DTYPES[config.precision.dtype].itemsize,
+        widths=element_bytes(config),
+        moments=moments_of(config),
     )

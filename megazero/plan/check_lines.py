@@ -1,23 +1,25 @@
-"""What `megazero check` says of memory: model state, what is kept for backward passes, and whether a device has it."""
+"""What `megazero check` and a run's start say of memory: model state, what backward passes need, whether a device has it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from itertools import groupby
 
 import torch
 
 from megazero.config import ResolvedRun
 from megazero.engine.outline import chunks_of, elements_in, kind_of, stages_of
-from megazero.models.stages import by_rank
-from megazero.plan.activations import activations_of_ranks, size_text
-from megazero.plan.cluster import Cluster, cluster_of, with_memory
-from megazero.plan.memory import ACTIVATIONS, memory_of
-from megazero.plan.out_of_memory import advise
-from megazero.plan.quick_memory import with_decided_offload
-from megazero.plan.state_bytes import formula_of
+from megazero.models.stages import by_rank, cut_by_rank
+from megazero.plan.advice import advice_text
+from megazero.plan.cluster import Cluster, cluster_of, some_cluster, with_memory
+from megazero.plan.devices import size_text
+from megazero.plan.memory import RankMemory, memory_of, with_decided_offload
+from megazero.plan.unit_trace import policies_by_layer
 from megazero.schedules.action import Schedule
 from megazero.schedules.kind import ScheduleKind
+from megazero.schedules.proof import peak_activations
+from megazero.settings import counted
 from megazero.training.check import DeviceNeeds
 
 
@@ -39,70 +41,88 @@ def memory_lines(
         cluster = cluster_of(gpu or "h200", run.world_size, ranks_per_node, options=names)
     if cluster is not None and device_gib is not None:
         cluster = with_memory(cluster, device_gib, on_cuda=run.config.launch.device != "cpu")
-    return partial(lines_on, run, cluster)
+    return partial(lines_on, run, cluster, ranks_per_node=ranks_per_node)
 
 
-def lines_on(run: ResolvedRun, cluster: Cluster | None, schedule: Schedule) -> DeviceNeeds:
+def lines_on(run: ResolvedRun, cluster: Cluster | None, schedule: Schedule, *, ranks_per_node: int = 8) -> DeviceNeeds:
     """What a rank needs, and whether a device of the cluster has it; without a cluster it is taken to fit."""
-    elements = elements_of_stages(run, kind_of(run.config))
-    lines = [("memory", line) for line in (*_memory(run, elements), *_activations(run, schedule))]
+    on_cuda = run.config.launch.device != "cpu"  # "auto" may take it; a run says at its start what it has taken
+    any_cluster = cluster or some_cluster(run, ranks_per_node, on_cuda=on_cuda)
+    run = with_decided_offload(run, any_cluster)
+    ranks = memory_of(run, any_cluster)
+    lines = [("memory", line) for line in (_state(run, ranks), *_kept(run, schedule, ranks, on_cuda=on_cuda))]
     if cluster is None:
         return DeviceNeeds(lines)
-    fits, text = _plan(run, cluster, elements)
+    fits, text = _plan(run, cluster, ranks)
     return DeviceNeeds([*lines, ("plan", text)], fits)
 
 
-def _memory(run: ResolvedRun, elements: list[int]) -> Iterator[str]:
-    zero = run.config.zero
-    formula, largest = formula_of(run, run.shards), max(elements)
-    place = zero.offload.optimizer
-    away = round(largest * zero.offload.ratio) if place in ("cpu", "nvme") else 0
-    state, _ = formula.bytes_with(largest, away)
-    text = formula.state_text(offloads=away > 0)
-    stage = f", pipeline rank {elements.index(largest)}" if len(set(elements)) > 1 else ""
-    yield (
-        f"{size_text(state)} of model state on a rank{stage}: ZeRO {zero.stage}, {text} bytes with N = {largest:.4g} "
-        f"parameters{f', in brackets off the device ({place})' if away else ''}; buffers and what it keeps come on top"
+def _state(run: ResolvedRun, ranks: Sequence[RankMemory]) -> str:
+    """Model state and ZeRO's buffers of the rank that has most of them, by kind."""
+    largest = max(ranks, key=lambda rank: sum(rank.state.values()))
+    kinds = sorted(largest.state.items(), key=lambda item: -item[1])
+    parts = ", ".join(f"{kind.replace('_', ' ')} {size_text(count)}" for kind, count in kinds if count)
+    where = f"pipeline rank {largest.stage}" if len(ranks) > 1 else "a rank"
+    elements = elements_of_stages(run, kind_of(run.config))[largest.stage]
+    return (
+        f"{size_text(sum(largest.state.values()))} of model state on {where}: {parts}; ZeRO {run.config.zero.stage}, "
+        f"{elements:.4g} parameters; what it keeps for backward passes comes on top"
     )
-    if place == "auto" or zero.offload.parameters != "none":
-        yield "offloaded weights, and what auto decides where the run starts, are not in this sum"
 
 
-def _activations(run: ResolvedRun, schedule: Schedule) -> Iterator[str]:
+def _kept(run: ResolvedRun, schedule: Schedule, ranks: Sequence[RankMemory], *, on_cuda: bool) -> Iterator[str]:
     """What each pipeline rank keeps for its backward passes, the fullest named."""
-    on_cuda = run.config.launch.device != "cpu"  # "auto" may take it; a run says at its start what it has taken
+    fullest = max(ranks, key=lambda rank: rank.kept)
+    for rank in ranks:
+        where = f"pipeline rank {rank.stage}" if len(ranks) > 1 else "a rank"
+        most = "; the fullest" if len(ranks) > 1 and rank is fullest else ""
+        device = " on CUDA" if on_cuda else ""
+        yield f"{where} keeps for its backward passes{device} at most {_kept_text(run, schedule, rank)}{most}"
+
+
+def _kept_text(run: ResolvedRun, schedule: Schedule, rank: RankMemory) -> str:
+    """`12.0 MiB, 4 micro-batches; 32 layers: norms+activation recomputed`."""
+    config = run.config
+    chunks = cut_by_rank(config.model, config.parallel.layout, schedule.placement)[rank.stage]
+    names = sorted(policy.name for policy in policies_by_layer(config, chunks, rank.stage, moves=True).values())
+    layers = "".join(f"; {counted(len(list(same)), 'layer')}: {_in_words(name)}" for name, same in groupby(names))
+    place = "in an arena" if config.activations.contiguous else "on the host"
+    away = f" and {size_text(rank.kept_off_device)} {place}" if rank.kept_off_device else ""
+    batches = peak_activations(schedule, rank.stage) / schedule.chunks
+    more = f"; {rank.again:.1%} more to compute" if rank.again else ""
+    return f"{size_text(rank.kept)}{away}, {counted(batches, 'micro-batch')}{layers or '; no layer'}{more}"
+
+
+def _in_words(name: str) -> str:
+    """Of a policy: `nothing recomputed, on the host`."""
+    regions, comma, rest = name.partition(", ")
+    return f"{'nothing' if regions == 'none' else regions} recomputed{comma}{rest}"
+
+
+def start_line(run: ResolvedRun, schedule: Schedule, device: torch.device) -> str:
+    """What the pipeline rank that keeps most keeps for its backward passes."""
     try:
-        ranks = activations_of_ranks(run, schedule, on_cuda=on_cuda)
-    except TypeError as error:  # layers of a script's own
-        yield f"not known what is kept for the backward passes: {error}"
-        return
-    fullest = max(ranks, key=lambda one: one.device)
-    for one in ranks:
-        where = f"pipeline rank {one.rank}" if len(ranks) > 1 else "a rank"
-        most = "; the fullest" if len(ranks) > 1 and one is fullest else ""
-        again = f"; {one.again:.1%} more to compute" if one.again else ""
-        yield f"{where} keeps for its backward passes{' on CUDA' if on_cuda else ''} at most {one}{again}{most}"
+        ranks = memory_of(run, some_cluster(run, run.world_size, on_cuda=device.type == "cuda"))
+    except Exception as error:  # of layers of a script's own; a run does without a plan
+        return f"activations: not known ({type(error).__name__}: {error})"
+    fullest = max(ranks, key=lambda rank: rank.kept)
+    where = f"pipeline rank {fullest.stage}" if len(ranks) > 1 else "a rank"
+    return f"activations on {where}, at most {_kept_text(run, schedule, fullest)}"
 
 
-def _plan(run: ResolvedRun, cluster: Cluster, elements: list[int]) -> tuple[bool, str]:
+def _plan(run: ResolvedRun, cluster: Cluster, ranks: Sequence[RankMemory]) -> tuple[bool, str]:
     """Whether the device has what the fullest rank needs at its fullest moment, and a line that says so, by kind."""
-    run = with_decided_offload(run, cluster)
-    fullest = max(memory_of(run, cluster), key=lambda one: one.peak)
-    of = f"pipeline rank {fullest.stage}" if run.config.parallel.pp > 1 else "a rank"
-    ordered = sorted(fullest.kinds.items(), key=lambda one: -one[1])
+    fullest, has = max(ranks, key=lambda rank: rank.peak), cluster.device.memory_bytes
+    of = f"pipeline rank {fullest.stage}" if len(ranks) > 1 else "a rank"
+    ordered = sorted(fullest.kinds.items(), key=lambda item: -item[1])
     kinds = ", ".join(f"{size_text(count)} {kind.replace('_', ' ')}" for kind, count in ordered if count >= 2**20)
-    has = cluster.device.memory_bytes
     text = (
         f"{size_text(fullest.peak)} at most on {of}, in the {fullest.moment}: {kinds}; of the {size_text(has)} of "
         f"{cluster.device.name}"
     )
     if fullest.peak <= has:
         return True, f"{text}: fits, {size_text(has - fullest.peak)} are left"
-    device = torch.device("cpu" if cluster.processors else "cuda")
-    kept = fullest.kinds.get(ACTIVATIONS, 0)
-    missing = fullest.peak - has
-    advice = advise(run, elements[fullest.stage], missing, working=kept, rank=fullest.stage, device=device)
-    return False, f"{text}: does not fit; {advice}"
+    return False, f"{text}: does not fit; {advice_text(run, cluster, fullest, fullest.peak - has)}"
 
 
 def elements_of_stages(run: ResolvedRun, kind: ScheduleKind) -> list[int]:

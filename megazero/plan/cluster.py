@@ -14,6 +14,7 @@ from pathlib import Path
 
 import torch
 
+from megazero.config import ResolvedRun
 from megazero.plan.calibration import OperatorTable, read_calibration
 from megazero.plan.devices import ALIASES, DEVICES, NETWORKS, Device, Link, device_of
 from megazero.registry import unknown_name
@@ -101,6 +102,13 @@ def cluster_of(
         raise ValueError(f"{error}. A CPU or another device: megazero calibrate --out FILE.json, then --gpu FILE.json")
     device = DEVICES[short]
     return Cluster(device, gpus, min(per_node, gpus), device.link, between)
+
+
+def some_cluster(run: ResolvedRun, per_node: int, *, on_cuda: bool) -> Cluster:
+    """For the memory of a run whose devices are not known: it depends on how many ranks a node has alone."""
+    device, ethernet = DEVICES["h200"], NETWORKS["100gbit"]
+    each = min(per_node, run.world_size)
+    return Cluster(device, run.world_size, each, device.link, ethernet, 0 if on_cuda else each)
 
 
 def with_memory(cluster: Cluster, gib: float, *, on_cuda: bool = True) -> Cluster:

@@ -25,6 +25,11 @@ if TYPE_CHECKING:
 MIB = 2**20
 
 
+def size_text(count: float) -> str:
+    """Bytes in MiB, or in GiB."""
+    return f"{count / 2**30:,.2f} GiB" if count >= 2**30 else f"{count / MIB:,.1f} MiB"
+
+
 @dataclass(frozen=True)
 class Link:
     """How ranks reach each other.

@@ -25,13 +25,13 @@ from megazero.layers.sample_part import part_of
 from megazero.models.gpt import MicroBatch
 from megazero.models.stages import cut_by_rank
 from megazero.parallel_state.grid import Coordinate
-from megazero.plan.activations import PASS_NAMES
 from megazero.plan.fake_tensors import Message
 from megazero.plan.kernel_memory import kernel_bytes
 from megazero.plan.labelled_tensors import LabelledTensors, Living
 from megazero.plan.silent import Kind, RecordedTraffic
 from megazero.plan.silent_state import SilentState
 from megazero.plan.simulated_world import SimulatedWorld
+from megazero.plan.unit_trace import PASS_NAMES
 from megazero.schedules.action import Action, ActionKind, read_schedule
 from megazero.zero.units import reading_no_weights
 

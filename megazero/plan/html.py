@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator
 from html import escape
 from itertools import pairwise
 
-from megazero.plan.activations import size_text
+from megazero.plan.devices import size_text
 from megazero.plan.page import LEFT, WIDE, axis, legend, page, section, svg, table
 from megazero.plan.report import Plan
 from megazero.plan.schedule_drawing import ticks

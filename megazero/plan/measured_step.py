@@ -14,7 +14,7 @@ from __future__ import annotations
 import gc
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from itertools import groupby
@@ -27,20 +27,19 @@ from torch._C._profiler import ProfilerConfig, ProfilerState, RecordScope, _Expe
 from megazero.comm.collectives import gather_objects
 from megazero.config import ResolvedRun
 from megazero.engine import Engine, initialize
-from megazero.engine.outline import schedule_of
 from megazero.models.gpt import MicroBatch
 from megazero.parallel_state import ParallelState
-from megazero.plan.activations import activations_of_ranks
+from megazero.plan.cluster import some_cluster
+from megazero.plan.memory import STATE_KINDS, memory_of
 from megazero.plan.random_batches import random_batches
-from megazero.plan.saved_memory import measure_saved
+from megazero.plan.state_trace import trace_state
+from megazero.plan.unit_trace import trace_units
 from megazero.schedules.action import Action, ActionKind
 from megazero.zero.bucket import Bucket
 from megazero.zero.loss_scaler import LossScaleError
-from megazero.zero.parameters import SECOND_COPY
 
 START = "start"
 POINTS = FORWARD, BACKWARD, STEP = ("forward", "backward", "step")
-STATE_KINDS = ("parameters", "gradients", "optimizer", SECOND_COPY)
 _OVERFLOWS = 30  # that fp16 may have before its first step
 _LR = 1e-4
 _MARK = "megazero: "
@@ -53,19 +52,24 @@ class RankFigures:
     elements: int  # parameters in this rank's part of the model, without padding
     distinct: int  # those of them that no other rank of tp or pp counts
     padding: int  # further elements of the flat buffers
-    offloaded: int  # parameters whose optimizer state is off the device
     counted: dict[str, dict[str, int]]  # bytes of model state and ZeRO's buffers by point and kind, as the engine says
     gather_buffers: tuple[int, ...]  # by the formula, in bytes; see `BufferPlan`
     most_gradient_buffers: int  # by the formula, in bytes; see `ReductionQueue`
     live: dict[str, int]  # bytes of all live tensors, by point
     peak: int  # most bytes of live tensors within the step
     sent: dict[str, dict[str, int]]  # bytes sent in the step, by axis and collective
+    planned: dict[str, int]  # bytes after a step by kind
+    planned_sent: int  # over the sharding axis
     seconds: float  # of all timed steps
     skipped: int  # steps before the measured one that overflowed
 
     def state_bytes(self) -> int:
         """Model state after a step, on the device and off it."""
-        return sum(count for kind, count in self.counted[STEP].items() if kind.split(" on ")[0] in STATE_KINDS)
+        return _state_of(self.counted[STEP])
+
+    def planned_bytes(self) -> int:
+        """The same, planned."""
+        return _state_of(self.planned)
 
     def buffer_bytes(self) -> int:
         """ZeRO's buffers after a step."""
@@ -80,11 +84,17 @@ class RankFigures:
         return sum(count for kind, count in self.counted[STEP].items() if " on " in kind)
 
 
+def _state_of(kinds: Mapping[str, int]) -> int:
+    return sum(count for kind, count in kinds.items() if kind.split(" on ")[0] in STATE_KINDS)
+
+
 def measure_step(run: ResolvedRun, state: ParallelState, steps: int, iterations: int) -> RankFigures:
     """Build an engine, measure its step number `steps`, and time as many `iterations` after it.  Called on every rank.
 
     Raises: LossScaleError where fp16 overflowed in every step.
     """
+    on_cuda = state.device.type == "cuda"
+    planned = trace_state(run, state.rank, per_node=state.neighbours, on_cuda=on_cuda)
     gc.collect()
     with live_memory(state.device) as live:
         engine = initialize(run.config, state)
@@ -111,13 +121,14 @@ def measure_step(run: ResolvedRun, state: ParallelState, steps: int, iterations:
         elements=sum(bucket.layout.numel for bucket in buckets),
         distinct=sum(_distinct(bucket, state.at.tp) for bucket in buckets),
         padding=sum(bucket.layout.padded_numel - bucket.layout.numel for bucket in buckets),
-        offloaded=sum(bucket.layout.numel for bucket in buckets if bucket.master.location != "device"),
         counted=counted,
         gather_buffers=_gather_buffers(engine),
         most_gradient_buffers=engine.sharded_model.reducer.most_buffer_bytes,
         live={point: live.live[point] for point in POINTS},
         peak=live.peak,
         sent=sent,
+        planned={**planned.kinds, **planned.off_device},
+        planned_sent=sum(sent.sent_bytes for (axis, _), sent in planned.traffic.items() if axis == state.shard.name),
         seconds=seconds,
         skipped=engine.sharded_model.skipped_steps,
     )
@@ -129,26 +140,25 @@ def measure_step(run: ResolvedRun, state: ParallelState, steps: int, iterations:
 
 @dataclass(frozen=True)
 class ActivationFigures:
-    """What one rank kept for its backward passes in a step, in bytes, beside the formula."""
+    """What one rank keeps for its backward passes, by the plan, and what a step allocates, in bytes."""
 
-    kept: str  # in words
-    units: dict[str, tuple[int, int]]  # of one micro-batch, counted and by the formula: embedding, layers, head
-    counted: int  # most at once
-    formula: int
-    live: int  # most bytes of all tensors that the step allocated
-    again: float  # FLOPs that recomputation adds, over those of a step
+    layer: int  # planned: of the largest layer, for one micro-batch
+    planned: int  # most that is kept at once
+    again: float  # planned: FLOPs that recomputation adds, over those of a step
+    live: int  # measured: most bytes of all tensors that the step allocated
     course: list[tuple[float, int]]  # of `live`: (share of the step, bytes); empty on CUDA
 
 
 def measure_activations(run: ResolvedRun, state: ParallelState) -> ActivationFigures:
-    """Build an engine, count what autograd saves in one step, and watch the allocator in another.  Called on every rank."""
+    """Plan what an engine keeps, and watch the allocator in its second step.  Called on every rank."""
+    on_cuda = state.device.type == "cuda"
+    (planned,) = memory_of(run, some_cluster(run, state.neighbours, on_cuda=on_cuda), {state.at.pp})
+    traces = trace_units(run, on_cuda=on_cuda, per_node=state.neighbours)
     gc.collect()
     with live_memory(state.device) as live:
         engine = initialize(run.config, state)
         batches = random_batches(run, engine.share)
-        formula = activations_of_ranks(run, schedule_of(run), on_cuda=state.device.type == "cuda")[state.at.pp]
         engine.train_step(batches, _LR, raises_non_finite=False)
-        memory = measure_saved(engine, batches, formula.units)
         gc.collect()
         engine.sharded_model.reducer.begin_step(len(batches))  # frees the gradients that the step will allocate anew
         live.mark(START)
@@ -156,12 +166,10 @@ def measure_activations(run: ResolvedRun, state: ParallelState) -> ActivationFig
     start = live.live[START]
     first, last = (live.course[0][0], live.course[-1][0]) if live.course else (0.0, 1.0)
     figures = ActivationFigures(
-        kept=str(formula),
-        units={unit: (memory.units[unit], sum(tensors.values())) for unit, tensors in formula.units.items()},
-        counted=memory.peak,
-        formula=formula.saved,
+        layer=max((trace.forward.kept for key, trace in traces.items() if not isinstance(key, str)), default=0),
+        planned=planned.kept,
+        again=planned.again,
         live=live.peak - start,
-        again=formula.again,
         course=_thinned([((at - first) / (last - first), count - start) for at, count in live.course]),
     )
     engine.sharded_model.close()

@@ -12,41 +12,47 @@ go to the host has them on the device during its own passes and its neighbour's;
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import pairwise
-from typing import NamedTuple, TypeAlias
+from typing import TypeAlias
 
 import torch
 
 from megazero.config import ResolvedRun
-from megazero.engine.outline import schedule_of
+from megazero.engine.outline import kind_of, schedule_of
 from megazero.layers.activation_offload import NEAR
-from megazero.models.activation_config import layer_policies
+from megazero.models.activation_config import LayerPolicy
 from megazero.models.stages import StageLayout, cut_by_rank
 from megazero.parallel_state.grid import Coordinate
-from megazero.plan.activations import EMBEDDING, HEAD, PASS_NAMES, message_bytes
 from megazero.plan.cluster import Cluster
+from megazero.plan.operator_times import flops_of
 from megazero.plan.state_trace import TABLES, Level, StateTrace, trace_state
 from megazero.plan.unit_trace import (
     DY,
+    EMBEDDING,
+    HEAD,
+    PASS_NAMES,
     PassTrace,
     Span,
     TraceKey,
     UnitKey,
     UnitTrace,
+    message_bytes,
     policies_by_layer,
     trace_key,
     trace_unit,
 )
 from megazero.schedules.action import Action, ActionKind, Schedule
 from megazero.schedules.executor import steps_of, what_messages_confirm
-from megazero.schedules.proof import Steps, program
+from megazero.schedules.proof import Steps, peak_activations, program
+from megazero.zero.parameters import SECOND_COPY
 
 ACTIVATIONS, WORKING, MESSAGES, BATCH = "activations", "working memory", "pipeline messages", "tokens"
 COMMUNICATORS, SLACK = "communicators", "allocator slack"
 END_OF_STEP = "end of the step"
+STATE_KINDS = ("parameters", "gradients", "optimizer", SECOND_COPY)
 COMMUNICATOR_BYTES = 16 * (4 + 5) * 2**20
 """Of one of NCCL's, stated, not measured: 16 channels of NCCL_BUFFSIZE, 4 MiB by its documentation, and LL128's buffers."""
 ALLOCATOR_SLACK = 0.02
@@ -65,6 +71,9 @@ class RankMemory:
         peak: bytes of all tensors at that moment; on GPUs with what is stated of communicators and of the allocator.
         moment: `backward of layer 3, micro-batch 7`.
         state: model state and ZeRO's buffers after a step, as the engine counts them.
+        kept: most bytes at once that forward passes leave for their backward passes, on the device.
+        kept_off_device: the same, on the host or in an arena.
+        again: FLOPs that recomputation adds, over those of the rank's own step without it.
     """
 
     stage: int
@@ -73,37 +82,76 @@ class RankMemory:
     peak: int
     moment: str
     state: Mapping[str, int]
+    kept: int = 0
+    kept_off_device: int = 0
+    again: float = 0.0
 
 
-def memory_of(run: ResolvedRun, cluster: Cluster, states: Sequence[StateTrace] | None = None) -> tuple[RankMemory, ...]:
-    """What each pipeline rank needs; `states`: of each, None to trace the engine's own.
-
-    Raises: TypeError: layers have parts of a script's own, which have no formula, and are offloaded.
-    """
+def memory_of(run: ResolvedRun, cluster: Cluster, stages: Collection[int] | None = None) -> tuple[RankMemory, ...]:
+    """What each pipeline rank needs; `stages`: of these alone."""
     per_node, on_cuda = cluster.per_node, cluster.processors == 0
-    schedule = schedule_of(run)
-    keys = _keys_of(run, on_cuda, per_node, is_quick=states is not None)
-    paths = _paths_of(schedule, on_cuda)
+    schedule = _filling_the_pipeline(run)
+    of_first = trace_key(run, on_cuda=on_cuda, per_node=per_node, adds=False)
+    of_others = trace_key(run, on_cuda=on_cuda, per_node=per_node) if _adds_up(run) else of_first
     found = []
     for stage, chunks in enumerate(cut_by_rank(run.config.model, run.config.parallel.layout, schedule.placement)):
-        first = run.grid.rank(Coordinate(0, 0, 0, stage))
-        state = states[stage] if states else trace_state(run, first, per_node=per_node, on_cuda=on_cuda)
-        walk = _Walk(run, schedule, paths[stage], stage, chunks, keys, state, on_cuda=on_cuda)
-        found.append(walk.result())
+        if stages is None or stage in stages:
+            first = run.grid.rank(Coordinate(0, 0, 0, stage))
+            state = trace_state(run, first, per_node=per_node, on_cuda=on_cuda)
+            walk = _Walk(run, schedule, stage, chunks, (of_first, of_others), state, on_cuda=on_cuda)
+            found.append(walk.result())
     return tuple(found)
+
+
+def fullest_of(run: ResolvedRun, cluster: Cluster) -> RankMemory:
+    """The fullest pipeline rank of one of many shapes.
+
+    The first has most micro-batches, the last the head, and the second whole layers: others are no fuller.
+    """
+    last = run.config.parallel.pp - 1
+    return max(memory_of(run, cluster, {0, min(1, last), last}), key=lambda rank: rank.peak)
+
+
+def with_decided_offload(run: ResolvedRun, cluster: Cluster) -> ResolvedRun:
+    """The run with `zero.offload` of `auto` decided by the memory of the cluster's devices: the least offloading that fits.
+
+    A run's start asks what is free then, on the host too; what a node of the cluster has there is not known here.
+    """
+    offload = run.config.zero.offload
+    asked = [key for key in ("optimizer", "parameters") if getattr(offload, key) == "auto"]
+    if not asked:
+        return run
+
+    def decided(places: dict[str, str]) -> ResolvedRun:
+        zero = run.config.zero.model_copy(update={"offload": offload.model_copy(update=places)})
+        words = ", ".join(f"{key} {place}" for key, place in places.items())
+        note = f"zero.offload auto: {words}, by the memory of {cluster.device.name}; host memory is not looked at"
+        return replace(run, config=run.config.model_copy(update={"zero": zero}), notices=(*run.notices, note))
+
+    found = decided(dict.fromkeys(asked, "none"))
+    if cluster.processors:  # a CPU's memory is the host's
+        return found
+    for count in range(len(asked)):
+        if fullest_of(found, cluster).peak <= cluster.device.memory_bytes:
+            break
+        found = decided({key: "cpu" if at <= count else "none" for at, key in enumerate(asked)})
+    return found
+
+
+def _filling_the_pipeline(run: ResolvedRun) -> Schedule:
+    """The schedule of as many micro-batches as fill the pipeline twice, where nothing is fuller later."""
+    pp, schedule = run.config.parallel.pp, schedule_of(run)
+    step = kind_of(run.config).microbatch_multiple(pp)
+    enough = -(-2 * pp // step) * step
+    if run.config.parallel.schedule_file is not None or run.accumulation <= enough:
+        return schedule
+    short = schedule_of(replace(run, accumulation=enough))
+    grows = any(peak_activations(short, rank) < peak_activations(schedule, rank) for rank in range(pp))
+    return schedule if grows else short
 
 
 _Path: TypeAlias = tuple[Steps, Mapping[Action, Sequence[Action]]]
 """What a rank does, messages included, and the sends that each arriving message confirms."""
-
-
-def _keys_of(run: ResolvedRun, on_cuda: bool, per_node: int, *, is_quick: bool) -> tuple[TraceKey, TraceKey]:
-    """Of the first micro-batch and of the others; of the others alone, which a step's time needs too, where it is quick."""
-    of_others = trace_key(run, on_cuda=on_cuda, per_node=per_node)
-    if is_quick:
-        return of_others, of_others
-    of_first = trace_key(run, on_cuda=on_cuda, per_node=per_node, adds=False)
-    return of_first, of_others if _adds_up(run) else of_first
 
 
 @lru_cache(maxsize=64)
@@ -128,15 +176,6 @@ _Layer: TypeAlias = tuple[int, int, int]
 """Chunk, micro-batch, number among the units of the chunk."""
 
 
-class _Extent(NamedTuple):
-    """Bytes of one pass."""
-
-    highest: int  # above those at its start, with the gradients at their most
-    kept: int  # that stay after it
-    most: int  # of gradients
-    last: int | None  # of gradients at its end; None, as before it
-
-
 class _Walk:
     """One pipeline rank through its schedule."""
 
@@ -144,7 +183,6 @@ class _Walk:
         self,
         run: ResolvedRun,
         schedule: Schedule,
-        path: _Path,
         stage: int,
         chunks: Sequence[StageLayout],
         keys: tuple[TraceKey, TraceKey],
@@ -153,10 +191,12 @@ class _Walk:
         on_cuda: bool,
     ) -> None:
         self._schedule, self._stage, self._state, self._on_cuda = schedule, stage, state, on_cuda
-        self._steps, self._confirmed = path
-        config, self._message = run.config, message_bytes(run, on_cuda=on_cuda)
+        self._keys = keys
+        self._steps, self._confirmed = _paths_of(schedule, on_cuda)[stage]
+        self._left_out = run.accumulation - schedule.microbatches
+        config, self._message = run.config, message_bytes(run)
         self._policies = policies_by_layer(config, chunks, stage)
-        own = layer_policies(config.activations, list(self._policies), stage)
+        own = policies_by_layer(config, chunks, stage, moves=True)
         self._in_arena = any(policy.contiguous for policy in own.values())
         self._moves = {f"layer {layer}" for layer, policy in own.items() if policy.offload}
         self._most_moved = 0
@@ -165,8 +205,7 @@ class _Walk:
         self._next = dict(pairwise(passes))
         # By whether a micro-batch adds its gradients to those of others, and by chunk.
         self._units = [[self._units_of(chunk, layout, key) for chunk, layout in enumerate(chunks)] for key in keys]
-        self._passes: dict[tuple[bool, int, ActionKind, bool], _Extent] = {}
-        self._ledger, self._gradients = _Ledger(), 0
+        self._ledger, self._gradients, self._most_kept = _Ledger(), 0, 0
         self._most: tuple[int, dict[str, int], str] = (-1, {}, "")
         self._tokens = _batch_bytes(run, chunks)
         of_chunks = (max((trace.tables for _, trace in units), default=0) for units in self._units[0])
@@ -186,6 +225,7 @@ class _Walk:
         sending: dict[Action, int] = {}
         for step in self._steps:
             if isinstance(step, Action):
+                self._most_kept = max(self._most_kept, self._ledger.kept)
                 for sent in self._confirmed.get(step, ()):
                     self._ledger.messages -= sending.pop(sent)
                 self._compute(step)
@@ -210,7 +250,21 @@ class _Walk:
             counted["activation_arena"] = counted.get("activation_arena", 0) + self._most_moved
         away = self._state.off_device
         away |= {f"{ACTIVATIONS} on host": self._most_moved} if self._most_moved and not on_device else {}
-        return RankMemory(self._stage, kinds, away, peak, moment, counted)
+        return RankMemory(
+            self._stage, kinds, away, peak, moment, counted, self._most_kept, self._most_moved, self._again()
+        )
+
+    def _again(self) -> float:
+        plain, extra = 0.0, 0.0
+        for units in self._units[1]:
+            for name, trace in units:
+                own = flops_of(trace)
+                if name not in (EMBEDDING, HEAD):
+                    bare = flops_of(trace_unit(self._keys[1], LayerPolicy()))
+                    extra += own - bare
+                    own = bare
+                plain += own
+        return extra / plain if plain else 0.0
 
     def _compute(self, action: Action) -> None:
         units = list(enumerate(self._units[action.microbatch > 0][action.chunk]))
@@ -219,14 +273,12 @@ class _Walk:
         if arrives:  # what came is the first unit's
             self._ledger.messages -= self._message
             self._ledger.kept += self._message
-        if not (self._moves or self._in_arena) and self._skip(action, arrives=arrives):  # what moves is walked
-            return
         held = 0  # of the gradient that came: who has started a backward has it until the end
         for number, (name, trace) in units if is_forward else reversed(units):
             passed = _pass_of(trace, action.kind)
             if passed is None:
                 continue
-            text = f"{PASS_NAMES[action.kind]} of {name}, micro-batch {action.microbatch}"
+            text = f"{PASS_NAMES[action.kind]} of {name}, micro-batch {self._number(action)}"
             moves = name in self._moves and action.kind is not ActionKind.WEIGHT
             moved = trace.forward.kept if moves else 0
             own: _Layer = action.chunk, action.microbatch, number
@@ -271,37 +323,10 @@ class _Walk:
         units = self._units[action.microbatch > 0][action.chunk]
         return [number for number, (name, _) in enumerate(units) if name not in (EMBEDDING, HEAD)]
 
-    def _skip(self, action: Action, *, arrives: bool) -> bool:
-        """Go over a whole pass, where its fullest unit cannot be fuller than what was before."""
-        key = action.microbatch > 0, action.chunk, action.kind, arrives
-        if key not in self._passes:
-            self._passes[key] = self._extent(action, arrives=arrives)
-        highest, kept, most, last = self._passes[key]
-        if (
-            max(self._gradients, most) + self._base + self._ledger.kept + self._ledger.messages + highest
-            > self._most[0]
-        ):
-            return False
-        self._ledger.kept += kept
-        self._gradients = self._gradients if last is None else last
-        return True
-
-    def _extent(self, action: Action, *, arrives: bool) -> _Extent:
-        units, kept, highest = list(enumerate(self._units[action.microbatch > 0][action.chunk])), 0, 0
-        most, last = 0, None
-        held = self._message if arrives and action.kind is not ActionKind.FORWARD else 0
-        for number, (_, trace) in units if action.kind is ActionKind.FORWARD else reversed(units):
-            passed = _pass_of(trace, action.kind)
-            if passed is None:
-                continue
-            for span, level in self._spans(action, number, passed):
-                above = max(span.peak, span.live)
-                if level is not None:
-                    most, last = max(most, level.live), level.live
-                    above = max(above, span.peak + level.made - level.live, span.live + level.peak - level.live)
-                highest = max(highest, kept + held + above)
-            kept += passed.kept
-        return _Extent(highest, kept, most, last)
+    def _number(self, action: Action) -> int:
+        """A micro-batch's number in the whole step, of which a shorter one has the first micro-batches and the last."""
+        is_last = action.microbatch == self._schedule.microbatches - 1
+        return action.microbatch + self._left_out * is_last
 
     def _spans(self, action: Action, unit: int, passed: PassTrace) -> list[tuple[Span, Level | None]]:
         """Each with what the gradient needs that comes at its start."""

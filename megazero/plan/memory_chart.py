@@ -50,18 +50,18 @@ def _printed(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], 
 def _memory(report: Report) -> str:
     def cells(row: Row) -> list[str]:
         worst, state = row.worst, row.worst.state_bytes()
-        formula = [row.formula_text, _mib(row.formula_bytes), _ratio(state, row.formula_bytes)]
         live = [worst.buffer_bytes(), worst.most_buffer_bytes(), *(worst.live[point] for point in POINTS), worst.peak]
-        return [_mib(state), _mib(worst.off_device_bytes()), *formula, *map(_mib, live)]
+        sizes = [_mib(state), _mib(worst.off_device_bytes()), _mib(worst.planned_bytes())]
+        return [*sizes, _ratio(state, worst.planned_bytes()), *map(_mib, live)]
 
     title = "Memory in MiB of the rank with most state: its state and ZeRO's buffers after a step, and all live tensors"
     after = (f"after {point}" for point in POINTS)
-    columns = ("state", "off device", "formula", "", "ratio", "buffers", "at most", *after, "peak")
+    columns = ("state", "off device", "planned", "ratio", "buffers", "at most", *after, "peak")
     return _table(title, columns, report.rows, cells)
 
 
 def _gather_buffers(report: Report) -> Iterator[str]:
-    """Of stage 3: how many buffers there are, and the size of each by the formula."""
+    """Of stage 3: how many buffers there are, and the size of each."""
 
     def cells(row: Row) -> list[str]:
         sizes, counted = row.worst.gather_buffers, row.worst.counted[STEP]["gather_buffers"]
@@ -73,7 +73,7 @@ def _gather_buffers(report: Report) -> Iterator[str]:
         title = (
             "Buffers in MiB to which stage 3 gathers weights: of every n-th unit the largest (beyond four: their sum)"
         )
-        yield _table(title, ("n", "largest units", "formula", "counted", "ratio"), rows, cells)
+        yield _table(title, ("n", "largest units", "in all", "counted", "ratio"), rows, cells)
 
 
 def _traffic(report: Report) -> str:
@@ -81,44 +81,31 @@ def _traffic(report: Report) -> str:
 
     def cells(row: Row) -> list[str]:
         sent = [_size(row.worst.sent.get(axis, {}).get(name, 0)) for axis, name in pairs]
-        terms = " + ".join(f"{count:g}N" for count in row.formula.sent_per_parameter().values()) or "-"
-        return [*sent, terms, _size(row.formula_sent), _ratio(row.sent, row.formula_sent), f"{row.seconds:.2f} s"]
+        return [*sent, _size(row.planned_sent), _ratio(row.sent, row.planned_sent), f"{row.seconds:.2f} s"]
 
     sent = (f"{axis} {name.replace('_', '-')}" for axis, name in pairs)
-    columns = (*sent, "formula", "", "ratio", f"{report.iterations} steps")
+    columns = (*sent, f"planned over {report.rows[0].axis}", "ratio", f"{report.iterations} steps")
     return _table("Sent by that rank in a step, and time", columns, report.rows, cells)
 
 
 def _activations(report: Report) -> Iterator[str]:
-    """By policy: a layer's bytes in one micro-batch, and the most that the fullest rank keeps."""
+    """By policy: planned bytes of a layer in one micro-batch and the most that the fullest rank keeps; and measured."""
     if not report.policies:
         return
     rows = []
     for row in report.policies:
         rank = row.fullest
-        layer = max((pair for unit, pair in rank.units.items() if unit.startswith("layer")), default=(0, 0))
-        sizes = [*map(_mib, (*layer, rank.counted, rank.formula)), _ratio(rank.counted, rank.formula), _mib(rank.live)]
-        rows.append([row.policy, *sizes, f"{rank.again:.1%}"])
-    columns = ("recompute", "a layer, counted", "formula", "rank at most", "formula", "ratio", "live", "computes more")
-    about = "on the fullest rank, nothing offloaded; live: all that a step allocates"
-    yield _printed(f"Kept for the backward passes in MiB, {about}", columns, rows, 1)
+        rows.append([row.policy, *map(_mib, (rank.layer, rank.planned, rank.live)), f"{rank.again:.1%}"])
+    columns = ("recompute", "a layer, planned", "rank at most, planned", "a step allocates", "computes more")
+    yield _printed("Kept for the backward passes in MiB, on the fullest rank, nothing offloaded", columns, rows, 1)
 
 
 def _notes(report: Report) -> Iterator[str]:
-    rows, formula = report.rows, report.rows[0].formula
+    rows = report.rows
     padding = max(rank.padding / rank.elements for row in rows for rank in row.ranks)
-    yield "N: parameters of the rank; [ ]: off the device; ratio: measured / formula."
-    yield f"Buckets are padded by {padding:.3%} of N at most; padding is held and sent too, but has no moments."
-    yield (
-        "Offloaded state is the masters, the moments and the gradient that steps them; if the device keeps whole gradients"
-        " or fp32 weights, those come on top of the formula without offload."
-    )
+    yield "ratio: measured / planned, by a trace of the engine on tensors that hold nothing."
+    yield f"Buckets are padded by {padding:.3%} of a rank's parameters at most; padding is held and sent too."
     yield "Buffers at most: those of weights as they are, and of gradients what docs/shapes.md allows."
-    if formula.shards > 1:
-        yield (
-            f"A rank sends {formula.shards - 1}/{formula.shards} of the traffic's terms over {rows[0].axis}; at stage 3 that"
-            " is a bound, since what is still in a buffer is not gathered again."
-        )
     if report.on_cpu:
         yield (
             "Live tensors: every allocation and release of torch's CPU allocator. On the CPU the host is the device: the"
@@ -173,7 +160,7 @@ def draw_course(report: Report) -> str:
         body.append(text(_LEFT - 6, y + 4, f"{value:g}", "small end"))
     for row, course, paint in zip(report.policies, courses, paints, strict=True):
         points = " ".join(f"{_LEFT + wide * at:.1f},{top + high * (1 - count / most):.1f}" for at, count in course)
-        title = f"<title>{row.policy}: {row.fullest.kept}</title>"
+        title = f"<title>{row.policy}: keeps {_mib(row.fullest.planned)} MiB by the plan</title>"
         body.append(f'<polyline points="{points}" fill="none" stroke="{paint}" stroke-width="1.5">{title}</polyline>')
     body.append(
         text(_LEFT + wide / 2, top + high + 22, "one step, from its start to its end; MiB that it allocates", "mid")

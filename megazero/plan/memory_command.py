@@ -34,10 +34,10 @@ def memory_report(
         "runs/memory-report"
     ),
 ) -> None:
-    """Measure memory, traffic and time of each ZeRO stage, and activations by policy, beside their formulas."""
+    """Measure memory, traffic and time of each ZeRO stage, and activations by policy, beside the plan."""
     from megazero.config import ConfigError
     from megazero.plan.memory_chart import draw_course, draw_text
-    from megazero.plan.memory_report import measure, not_measured, plan, without_formula
+    from megazero.plan.memory_report import measure, not_measured, plan
     from megazero.schedules.action import write_text
     from megazero.training.launch import Failed, leave_at_once, run_ranks
 
@@ -52,10 +52,6 @@ def memory_report(
         runs, policies = plan(
             varied, overrides or [], config=config, ranks=ranks, started=started, scratch=out, policies=words
         )
-        if policies and (unknown := without_formula(next(iter(policies.values())))):
-            policies = {}
-            if prints:
-                print(f"activations are not measured: {unknown}", file=sys.stderr)
         if prints and policies and (keys := not_measured(next(iter(runs.values())))):
             print(f"the rows of activations are measured without {', '.join(keys)}", file=sys.stderr)
         written = [out / name for name in ("memory.json", "activations.svg")[: 1 + bool(policies)]]

@@ -1,4 +1,4 @@
-"""Memory, traffic and time of each ZeRO stage, measured beside the formulas of the papers: see `plan/state_bytes.py`."""
+"""Memory, traffic and time of each ZeRO stage, measured beside the plan."""
 
 from __future__ import annotations
 
@@ -16,12 +16,9 @@ import torch
 
 from megazero.comm.collectives import gather_objects
 from megazero.config import ConfigError, ResolvedRun, load_config
-from megazero.engine.outline import schedule_of
 from megazero.models.activation_config import PRESETS, ActivationsConfig, layer_policies
 from megazero.parallel_state import ParallelState
-from megazero.plan.activations import activations_of_ranks
 from megazero.plan.measured_step import ActivationFigures, RankFigures, measure_activations, measure_step
-from megazero.plan.state_bytes import StateFormula, formula_of
 from megazero.settings import Problem, counted, toml_value
 
 CHOICES: dict[str, tuple[str, ...]] = {
@@ -57,10 +54,9 @@ class Combination(NamedTuple):
 
 @dataclass(frozen=True)
 class Row:
-    """A combination, its formula, and what its ranks measured; `axis` is the one over which it shards."""
+    """A combination, and what its ranks measured and were planned to; `axis` is the one over which it shards."""
 
     combination: Combination
-    formula: StateFormula
     axis: str
     ranks: tuple[RankFigures, ...]
 
@@ -70,24 +66,14 @@ class Row:
         return max(self.ranks, key=RankFigures.state_bytes)
 
     @property
-    def formula_bytes(self) -> float:
-        """Model state of that rank by the formula, on the device and off it."""
-        return self.formula.bytes_with(self.worst.elements, self.worst.offloaded)[0]
-
-    @property
-    def formula_text(self) -> str:
-        """The formula, with what is off the device in brackets."""
-        return self.formula.state_text(offloads=self.worst.offloaded > 0)
-
-    @property
     def sent(self) -> int:
         """Bytes that the rank with most parameters sent over the sharding axis."""
         return max(sum(rank.sent.get(self.axis, {}).values()) for rank in self.ranks)
 
     @property
-    def formula_sent(self) -> float:
-        """The same by the formula; at stage 3 a bound."""
-        return max(self.formula.sent_bytes(rank.elements) for rank in self.ranks)
+    def planned_sent(self) -> int:
+        """The same, planned."""
+        return max(rank.planned_sent for rank in self.ranks)
 
     @property
     def seconds(self) -> float:
@@ -95,14 +81,12 @@ class Row:
         return max(rank.seconds for rank in self.ranks)
 
     def as_json(self) -> dict[str, Any]:
-        """The formula, the largest figures, and every rank's."""
-        state = self.worst.state_bytes()
+        """The largest figures, planned and measured, and every rank's."""
+        state, planned = self.worst.state_bytes(), self.worst.planned_bytes()
         return self.combination._asdict() | {
-            "formula": {
-                "state": self.formula_text,
-                "state_bytes": self.formula_bytes,
-                "sent_bytes_per_parameter": self.formula.sent_per_parameter(),
-                "sent_bytes": self.formula_sent,
+            "planned": {
+                "state_bytes": planned,
+                "sent_bytes": self.planned_sent,
                 "gather_buffers": self.worst.gather_buffers,
                 "most_buffer_bytes": self.worst.most_buffer_bytes(),
             },
@@ -112,8 +96,8 @@ class Row:
                 "sent_bytes": self.sent,
                 "seconds": self.seconds,
             },
-            "state_over_formula": state / self.formula_bytes if self.formula_bytes else None,
-            "sent_over_formula": self.sent / self.formula_sent if self.formula_sent else None,
+            "state_over_plan": state / planned if planned else None,
+            "sent_over_plan": self.sent / self.planned_sent if self.planned_sent else None,
             "sharded_over": self.axis,
             "ranks": [asdict(rank) for rank in self.ranks],
         }
@@ -121,15 +105,15 @@ class Row:
 
 @dataclass(frozen=True)
 class PolicyRow:
-    """A policy for activations, and what each rank kept under it."""
+    """A policy for activations, and each rank's figures under it."""
 
     policy: str
     ranks: tuple[ActivationFigures, ...]
 
     @property
     def fullest(self) -> ActivationFigures:
-        """The rank that kept most."""
-        return max(self.ranks, key=lambda one: one.counted)
+        """The rank that keeps most."""
+        return max(self.ranks, key=lambda rank: rank.planned)
 
 
 @dataclass(frozen=True)
@@ -225,15 +209,6 @@ def not_measured(run: ResolvedRun) -> list[str]:
     return [f"activations.{key}" for key in _ON_DEVICE if getattr(own, key) != getattr(default, key)]
 
 
-def without_formula(run: ResolvedRun) -> str:
-    """Why no formula says what the layers of a run keep, whatever their policy; empty where one does."""
-    try:
-        activations_of_ranks(run, schedule_of(run), on_cuda=False)
-    except TypeError as error:
-        return str(error)
-    return ""
-
-
 def _check_choices(option: str, words: Sequence[str]) -> None:
     choices = CHOICES[option]
     for word in words:
@@ -265,7 +240,7 @@ def measure(
         if state.rank == 0:
             print(f"{number}/{len(runs)} {combination}", file=sys.stderr, flush=True)
         ranks = gather_objects(measure_step(one, state, steps, iterations), state.world)
-        rows.append(Row(combination, formula_of(one, state.shard.size), state.shard.name, tuple(ranks)))
+        rows.append(Row(combination, state.shard.name, tuple(ranks)))
     kept = []
     for policy, one in policies.items():
         if state.rank == 0:

@@ -30,6 +30,7 @@ import torch
 from megazero.plan.calibration import OperatorTable
 from megazero.plan.devices import Device
 from megazero.plan.fake_tensors import Event, Message, Operator
+from megazero.plan.unit_trace import UnitTrace
 from megazero.zero.bucket import DTYPE_NAMES
 
 _ALLOCATES = ("empty", "new_empty", "detach", "alias", "scalar_tensor")
@@ -102,6 +103,14 @@ def attention_flops(operator: Operator) -> float | None:
     batch, heads, rows, size = query.shape
     seen = rows * key.shape[-2] / (2 if operator.is_causal else 1)
     return (10.0 if is_backward else 4.0) * batch * heads * seen * size
+
+
+def flops_of(trace: UnitTrace) -> float:
+    """FLOPs of a unit's products and attention in one micro-batch, what it computes again included."""
+    passes = filter(None, (trace.forward, trace.backward, trace.weight))
+    operators = [event for one in passes for event in one.events if isinstance(event, Operator)]
+    products = sum(shape.flops for operator in operators if (shape := product_of(operator)) is not None)
+    return products + sum(attention_flops(operator) or 0.0 for operator in operators)
 
 
 def moved_bytes(operator: Operator) -> float:

@@ -42,7 +42,7 @@ def plan(
     search: Annotated[bool, typer.Option("--search", help="Find the best shapes.")] = False,
     write: Annotated[Path | None, typer.Option(help="With --search: write the run file of the best.")] = None,
     seconds: Annotated[
-        float | None, typer.Option(help="With --search: no shape is begun after so long; 25 by default.")
+        float | None, typer.Option(help="With --search: no shape is begun after so long; 120 by default.")
     ] = None,
     processes: Annotated[int | None, typer.Option(min=1, help="With --search: processes; one for each core.")] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Run the engine without memory and network.")] = False,
@@ -93,7 +93,7 @@ def plan(
         cluster = asked.cluster()
         run, found = asked.run(cluster.ranks) if not search else None, None
         if search:
-            late = 25.0 if seconds is None else seconds
+            late = 120.0 if seconds is None else seconds
             run, found = _search(asked, cluster, say, write, late, processes or os.cpu_count() or 1)
         if run is None:
             raise ValueError(f"no shape of this run fits {cluster.ranks} x {cluster.device.name}; nothing was written")
@@ -108,7 +108,7 @@ def plan(
         made = plan_of(run, cluster, assumed)
         say(plan_text(made))
         if not made.fits and not search:
-            _say_advice(asked, made, say)
+            _say_advice(made, say)
         kept = [Path(run.config.training.run_dir) / PLAN_FILE] if keep else []
         _write_files(made, found, html, [*kept, *([as_json] if as_json else [])], say)
     except ConfigError as error:
@@ -299,13 +299,17 @@ def _dry_run(asked: _Asked, rank: int | None, say: Callable[[str], None]) -> int
     return EXIT_REFUSED if done.problems else 0
 
 
-def _say_advice(asked: _Asked, made: Plan, say: Callable[[str], None]) -> None:
-    """Which single keys would make it fit, the fastest first."""
+def _say_advice(made: Plan, say: Callable[[str], None]) -> None:
+    """Which single settings would make it fit, the fastest first."""
     from megazero.plan.advice import fitting_changes
 
-    changes = list(fitting_changes(made.run, made.cluster))
-    for line in changes or ["no single key makes it fit: --search looks for a shape that does"]:
-        say(f"{'advice' if line is (changes or [line])[0] else '':<9}{line}")
+    missing = made.fullest.peak - made.cluster.device.memory_bytes
+    found = [
+        change for change in fitting_changes(made.run, made.cluster, made.fullest, missing) if change.frees >= missing
+    ]
+    lines = [str(change) for change in found] or ["no single key makes it fit: --search looks for a shape that does"]
+    for number, line in enumerate(lines):
+        say(f"{'' if number else 'advice':<9}{line}")
 
 
 def _write_files(

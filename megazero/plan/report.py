@@ -26,14 +26,12 @@ from megazero.plan.cost import (
     run_cost,
     throughput,
 )
-from megazero.plan.memory import RankMemory, memory_of
-from megazero.plan.quick_memory import quick_memory_of, with_decided_offload
+from megazero.plan.memory import RankMemory, fullest_of, memory_of, with_decided_offload
 from megazero.plan.search import Candidate, Found
-from megazero.plan.state_bytes import formula_of
 from megazero.plan.state_trace import Sent
 from megazero.plan.step_time import Span, StepTime, step_time_of
 from megazero.plan.traffic import busiest_links, traffic_of
-from megazero.zero.bucket import DTYPES
+from megazero.plan.zero_times import element_bytes, moments_of
 
 
 @dataclass(frozen=True)
@@ -111,8 +109,8 @@ def plan_of(run: ResolvedRun, cluster: Cluster, assumptions: Assumptions) -> Pla
     use = throughput(time.seconds, tokens, time.flops, cluster.ranks, peak)
     saved = checkpoint_cost(
         parameters,
-        weight_bytes=DTYPES[precision.dtype].itemsize,
-        moments=formula_of(run, 1).moments,
+        weight_bytes=element_bytes(run.config).weights,
+        moments=moments_of(run.config),
         ranks=cluster.ranks,
         nodes=cluster.nodes,
         host_bandwidth=device.host_bandwidth,
@@ -149,13 +147,13 @@ def scaled(time: StepTime, ratio: float) -> StepTime:
 
 @dataclass(frozen=True)
 class PlanJudge:
-    """Tells a search what a run needs: memory by formula, and the plan's own time."""
+    """Tells a search what a run needs: the plan's memory and time."""
 
     cluster: Cluster
 
     def memory(self, run: ResolvedRun) -> tuple[int, str]:
         """Of the fullest pipeline rank."""
-        fullest = max(quick_memory_of(run, self.cluster), key=lambda one: one.peak)
+        fullest = fullest_of(run, self.cluster)
         return fullest.peak, f"pipeline rank {fullest.stage}, {fullest.moment}"
 
     def seconds(self, run: ResolvedRun) -> float:

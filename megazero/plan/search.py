@@ -20,10 +20,10 @@ from typing import Protocol
 
 from megazero.config import ConfigError, ResolvedRun, RunConfig
 from megazero.config.load import import_extensions, resolve
-from megazero.plan.activations import size_text
 from megazero.plan.bounds import Bounds, bounds_of
 from megazero.plan.choices import Choice, Relief, Space, config_of, groups_in, relief_words, space_of
 from megazero.plan.cluster import Cluster
+from megazero.plan.devices import size_text
 from megazero.plan.search_workers import Workers
 
 LIMIT = 400  # shapes whose memory is computed

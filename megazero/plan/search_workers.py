@@ -15,7 +15,7 @@ Work: TypeAlias = tuple[Choice, Sequence[Relief]]
 
 
 class Workers(Generic[T]):
-    """Processes that compute shapes; those with equal layers go to the same one, which remembers their traces."""
+    """Processes that compute shapes; those with equal stages go to the same one, which remembers their traces."""
 
     def __init__(self, compute: Callable[[Choice, Sequence[Relief], str], T], processes: int) -> None:
         self._compute, self._count = compute, processes
@@ -39,7 +39,7 @@ class Workers(Generic[T]):
         loads = [0] * len(self._pools)
         at: dict[object, int] = {}
         for shape, reliefs in work:
-            layers = shape.tp, shape.cp, shape.micro_batch, shape.schedule in ("zb-h1", "zbv")
+            layers = shape.tp, shape.cp, shape.pp, shape.schedule
             index = at.setdefault(layers, loads.index(min(loads)))
             loads[index] += 1
             waiting.append(self._pools[index].submit(self._compute, shape, reliefs, mode))

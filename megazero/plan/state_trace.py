@@ -120,7 +120,10 @@ def _short_step(run: ResolvedRun) -> tuple[int, int]:
 def _without_training(run: ResolvedRun) -> ResolvedRun:
     """Without what changes neither memory nor traffic of the state, so that equal runs share a trace."""
     config = run.config
-    config = config.model_copy(update={"training": type(config.training)()})
+    update: dict[str, object] = {"training": type(config.training)()}
+    if not config.activations.contiguous:  # gradients have no buffers in an arena of activations
+        update["activations"] = type(config.activations)()
+    config = config.model_copy(update=update)
     return replace(run, config=config, micro_batch_size=1, accumulation=1, global_batch_size=run.dp)
 
 

@@ -20,17 +20,15 @@ from megazero.config import ResolvedRun, RunConfig
 from megazero.engine.outline import elements_in, schedule_of, stages_of
 from megazero.models.activation_config import LayerPolicy, layer_policies
 from megazero.models.stages import StageLayout, cut_by_rank
-from megazero.plan.activations import EMBEDDING, HEAD
 from megazero.plan.cluster import Cluster
 from megazero.plan.collective_times import GroupLink, links_of
 from megazero.plan.pass_times import PassTime, UnitTime, added, unit_times
 from megazero.plan.shared_processors import simulate_shared
 from megazero.plan.timelines import Span, StepTime, assembled, reduced_behind
-from megazero.plan.unit_trace import UnitKey
+from megazero.plan.unit_trace import EMBEDDING, HEAD, UnitKey, message_bytes
 from megazero.plan.zero_times import ZeroTimes, zero_times_of
 from megazero.schedules.action import Action, ActionKind, Schedule
 from megazero.schedules.proof import ActionCosts, simulate
-from megazero.zero.bucket import DTYPES
 
 __all__ = ["Span", "StepTime", "message_seconds", "reduced_behind", "step_time_of", "unit_elements"]
 
@@ -169,11 +167,5 @@ def _with_zero(one: PassTime, zero: ZeroTimes, schedule: Schedule, rank: int, ac
 
 
 def message_seconds(run: ResolvedRun, link: GroupLink) -> float:
-    """Of a message between neighbouring stages: one micro-batch's hidden states on this rank."""
-    config, parallel = run.config, run.config.parallel
-    if parallel.pp == 1:
-        return 0.0
-    tokens = config.model.seq_len // parallel.cp * run.micro_batch_size
-    cuts = parallel.tp if parallel.sequence_parallel else 1
-    size = tokens // cuts * config.model.hidden_size * DTYPES[config.precision.dtype].itemsize
-    return link.message_seconds(size)
+    """Of a message between neighbouring stages."""
+    return link.message_seconds(message_bytes(run)) if run.config.parallel.pp > 1 else 0.0

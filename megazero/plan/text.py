@@ -12,8 +12,8 @@ from itertools import groupby
 from math import prod
 
 from megazero.parallel_state import RankGrid
-from megazero.plan.activations import size_text
 from megazero.plan.cost import HOUR, MINUTE
+from megazero.plan.devices import size_text
 from megazero.plan.dry_rank import DryRank, MadeGroup
 from megazero.plan.dry_run import DryRun
 from megazero.plan.fake_tensors import Message

@@ -16,11 +16,10 @@ from megazero.config import ResolvedRun
 from megazero.engine.outline import schedule_of
 from megazero.models.stages import StageLayout, cut_by_rank
 from megazero.parallel_state.grid import Coordinate
-from megazero.plan.activations import EMBEDDING, HEAD, message_bytes
 from megazero.plan.cluster import Cluster
 from megazero.plan.fake_tensors import Message
 from megazero.plan.state_trace import Sent, trace_state
-from megazero.plan.unit_trace import UnitKey, UnitTrace, policies_by_layer, trace_units
+from megazero.plan.unit_trace import EMBEDDING, HEAD, UnitKey, UnitTrace, message_bytes, policies_by_layer, trace_units
 from megazero.schedules.action import ActionKind, Schedule
 
 Traffic = Mapping[tuple[str, str], Sent]
@@ -116,7 +115,7 @@ def _add_messages(
     on_cuda: bool,
 ) -> None:
     """Every result that another pipeline rank uses, and every call that receives one."""
-    nbytes, ranks = message_bytes(run, on_cuda=on_cuda), run.grid.group_of(0, "pp")
+    nbytes, ranks = message_bytes(run), run.grid.group_of(0, "pp")
     for action in schedule.ranks[stage]:
         target = schedule.target(stage, action)
         if target is not None and target[0] != stage:

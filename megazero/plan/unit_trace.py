@@ -41,14 +41,15 @@ from megazero.models.stages import StageLayout, cut_by_rank
 from megazero.models.wrappers import save_by_policy
 from megazero.parallel_state import Axis
 from megazero.parallel_state.groups import Group
-from megazero.plan.activations import EMBEDDING, HEAD
 from megazero.plan.fake_tensors import Event, FakeTensors, Message, Operator
 from megazero.plan.kernel_memory import kernel_bytes
 from megazero.plan.silent import Alone, RecordedTraffic, SilentBackend, kind_of, make_silent
-from megazero.schedules.action import Placement
+from megazero.schedules.action import ActionKind, Placement
 from megazero.zero.bucket import DTYPES, ParamInfo, Pieces, Share, Slot
 from megazero.zero.gradients import GradientReducer
 
+EMBEDDING, HEAD = "embedding", "head"
+PASS_NAMES = {ActionKind.FORWARD: "forward", ActionKind.BACKWARD: "backward", ActionKind.WEIGHT: "weight gradients"}
 UnitKey: TypeAlias = str | LayerPolicy
 """EMBEDDING, HEAD, or of a layer what it keeps: all layers of a family are alike."""
 Cuts: TypeAlias = tuple[tuple[str, tuple[Share, ...]], ...]
@@ -174,6 +175,14 @@ def trace_key(run: ResolvedRun, *, on_cuda: bool, per_node: int = 0, adds: bool 
     )
 
 
+def message_bytes(run: ResolvedRun) -> int:
+    """Bytes of a message between pipeline ranks: the hidden states of a rank's tokens in one micro-batch."""
+    config, parallel = run.config, run.config.parallel
+    tokens = config.model.seq_len // parallel.cp * run.micro_batch_size
+    cuts = parallel.tp if parallel.sequence_parallel else 1
+    return tokens // cuts * config.model.hidden_size * DTYPES[config.precision.dtype].itemsize
+
+
 def slot_of(shape: tuple[int, ...], start: int = 0) -> Slot:
     """The same for all parameters of a shape."""
     return Slot(ParamInfo("", shape, whole_spec("", shape), 0), start)
@@ -186,12 +195,14 @@ def order_of_gradients(traces: Iterable[UnitTrace]) -> tuple[tuple[str, bool], .
     return tuple(dict.fromkeys(one for one in names if one[0] not in ("", DY, ADDED)))
 
 
-def policies_by_layer(config: RunConfig, chunks: Sequence[StageLayout], stage: int) -> dict[int, LayerPolicy]:
-    """What each layer of a pipeline rank keeps, and so the key of its trace: on the device, wherever it lies."""
+def policies_by_layer(
+    config: RunConfig, chunks: Sequence[StageLayout], stage: int, *, moves: bool = False
+) -> dict[int, LayerPolicy]:
+    """What each layer of a pipeline rank keeps, and so the key of its trace: on the device, but for `moves`."""
     layers = [layer for layout in chunks for layer in layout.layers]
     cuts = config.parallel.tp > 1 and not config.parallel.sequence_parallel
     own = layer_policies(config.activations, layers, stage, cuts=cuts)
-    return {layer: replace(policy, offload=False) for layer, policy in own.items()}
+    return {layer: policy if moves else replace(policy, offload=False) for layer, policy in own.items()}
 
 
 def _policies_of(config: RunConfig, placement: Placement) -> set[LayerPolicy]:

@@ -21,18 +21,46 @@ from typing import NamedTuple
 
 import torch
 
-from megazero.config import ResolvedRun
+from megazero.config import ResolvedRun, RunConfig
+from megazero.engine.outline import optimizer_of
 from megazero.parallel_state import Axis
 from megazero.plan.cluster import Cluster
 from megazero.plan.collective_times import GroupLink
-from megazero.plan.state_bytes import StateFormula, formula_of
 from megazero.schedules.action import Action, ActionKind
-from megazero.zero.bucket import Placement, ShardingPolicy
+from megazero.zero.bucket import BLOCK, DTYPES, Placement, ShardingPolicy
 from megazero.zero.bucket_sizes import bucket_sizes
 from megazero.zero.parameters import BEHIND_FORWARD
+from megazero.zero.quantized import WEIGHT_BITS, BlockFormat
 
 HOST_MEMORY, NVME = 25e9, 3e9
 _FP32 = 4
+
+
+class ElementBytes(NamedTuple):
+    """Bytes of an element: of weights as modules have them and as they are gathered; of gradients as they are summed up, as
+    they are reduced, and in quantized blocks (0: they are not quantized)."""
+
+    weights: int
+    gathered: float
+    accumulated: int
+    reduced: int
+    blocks: float
+
+
+def element_bytes(config: RunConfig) -> ElementBytes:
+    """Of a run."""
+    zero, precision = config.zero, config.precision
+    weights, accumulated, reduced = (
+        DTYPES[dtype].itemsize for dtype in (precision.dtype, precision.accumulate_dtype, precision.reduce_dtype)
+    )
+    gathered = BlockFormat(WEIGHT_BITS).nbytes(BLOCK) / BLOCK if zero.quantized_weights else weights
+    blocks = BlockFormat(zero.quantized_gradients).nbytes(BLOCK) / BLOCK if zero.quantized_gradients else 0.0
+    return ElementBytes(weights, gathered, accumulated, reduced, blocks)
+
+
+def moments_of(config: RunConfig) -> int:
+    """Numbers that the optimizer holds for each parameter."""
+    return len(optimizer_of(config.optimizer).states)
 
 
 class Cost(NamedTuple):
@@ -145,14 +173,14 @@ def zero_times_of(
     elements: Mapping[tuple[int, int], tuple[int, ...]],
 ) -> ZeroTimes:
     """Of a run; `elements`: of each unit by (pipeline rank, chunk)."""
-    formula = formula_of(run, run.shards)
+    widths = element_bytes(run.config)
     overlaps = cluster.device.calibration is None or links["shard"].crosses  # sockets have threads of their own
     busy = min(cluster.ranks, cluster.per_node)
     stretch = max(1.0, busy / cluster.processors) if cluster.processors else 1.0
     ranks = []
     for rank in range(run.config.parallel.pp):
         own = {chunk: units for (at, chunk), units in elements.items() if at == rank}
-        ranks.append(_rank_zero(run, cluster, links, own, formula, overlaps=overlaps))
+        ranks.append(_rank_zero(run, cluster, links, own, widths, overlaps=overlaps))
     world = links["world"]
     return ZeroTimes(tuple(ranks), overlaps, world.seconds("all_reduce", 80.0) * stretch, links["shard"], stretch)
 
@@ -162,7 +190,7 @@ def _rank_zero(
     cluster: Cluster,
     links: Mapping[str, GroupLink],
     own: Mapping[int, tuple[int, ...]],
-    formula: StateFormula,
+    widths: ElementBytes,
     *,
     overlaps: bool,
 ) -> RankZero:
@@ -174,38 +202,36 @@ def _rank_zero(
         buckets = {chunk: -(-count // most) for chunk, count in counts.items()}
     hidden = 0.0  # part of stage 0's gradients that is gathered behind the next forward
     if zero.stage == 0 and run.shards > 1 and overlaps and cluster.processors:
-        hidden = BEHIND_FORWARD if formula.reduce_bytes == formula.accumulate_bytes else 0.0
-    reductions = {chunk: _reduction(run, links, counts[chunk], formula, buckets[chunk], hidden) for chunk in counts}
+        hidden = BEHIND_FORWARD if widths.reduced == widths.accumulated else 0.0
+    reductions = {chunk: _reduction(run, links, counts[chunk], widths, buckets[chunk], hidden) for chunk in counts}
     gathers, is_stage_3 = {}, zero.stage == 3
     if hidden:
-        sizes = {chunk: count * hidden * formula.reduce_bytes for chunk, count in counts.items()}
+        sizes = {chunk: count * hidden * widths.reduced for chunk, count in counts.items()}
         gathers = {chunk: _pieces(links["shard"], "all_gather", sizes[chunk], buckets[chunk]) for chunk in counts}
     if zero.stage and run.shards > 1:
-        axis, nbytes = links["shard"], formula.gathered_bytes
-        if formula.second_copy and is_stage_3:
-            axis, nbytes = links["secondary"], formula.weight_bytes
+        axis, nbytes = links["shard"], widths.gathered
+        if zero.secondary_shard_size and is_stage_3:
+            axis, nbytes = links["secondary"], widths.weights
         gathers = {chunk: _pieces(axis, "all_gather", counts[chunk] * nbytes, buckets[chunk]) for chunk in counts}
-    stepped = optimizer_seconds(run, cluster, sum(counts.values()), formula)
+    stepped = optimizer_seconds(run, cluster, sum(counts.values()))
     waits = 0.0 if overlaps or is_stage_3 else sum(one.wire for one in gathers.values())
     return RankZero(
         {} if waits else gathers,
         reductions,
         {chunk: max(units, default=0) / max(1, counts[chunk]) for chunk, units in own.items()},
         buckets,
-        each_reduces=zero.stage >= 2 and formula.reduces_each and run.shards > 1,
-        each_gathers=is_stage_3 and zero.gather_policy == "action" and not _stays(run, own, formula),
+        each_reduces=zero.stage >= 2 and zero.reduce == "micro_batch" and run.shards > 1,
+        each_gathers=is_stage_3 and zero.gather_policy == "action" and not _stays(run, own, widths.weights),
         is_stage_3=is_stage_3,
         optimizer=stepped,
         gather_exposed=waits,
     )
 
 
-def _stays(run: ResolvedRun, own: Mapping[int, tuple[int, ...]], formula: StateFormula) -> bool:
+def _stays(run: ResolvedRun, own: Mapping[int, tuple[int, ...]], weight_bytes: int) -> bool:
     """Whether all weights fit into the buffers, a unit and what is gathered ahead: then none is gathered twice."""
     units = own.get(0, (0,))
-    return (
-        len(own) == 1 and (sum(units) - max(units, default=0)) * formula.weight_bytes <= run.config.zero.prefetch_bytes
-    )
+    return len(own) == 1 and (sum(units) - max(units, default=0)) * weight_bytes <= run.config.zero.prefetch_bytes
 
 
 def _bucket_elements(run: ResolvedRun, links: Mapping[str, GroupLink], own: int, *, on_cpu: bool, hides: bool) -> int:
@@ -221,19 +247,19 @@ def _reduction(
     run: ResolvedRun,
     links: Mapping[str, GroupLink],
     elements: int,
-    formula: StateFormula,
+    widths: ElementBytes,
     pieces: int,
     hidden: float = 0.0,
 ) -> Cost:
     """Of so many gradients: over the ranks that share the state, then over those that hold the same part."""
-    shards, same, size = run.shards, run.dp * run.config.parallel.cp, elements * formula.reduce_bytes
+    shards, same, size = run.shards, run.dp * run.config.parallel.cp, elements * widths.reduced
     if run.config.zero.stage == 0:
         whole = _pieces(links["shard"], "all_reduce", 2 * size * (1 - hidden), pieces)
         return whole.and_also(_pieces(links["shard"], "reduce_scatter", size * hidden, pieces)) if hidden else whole
     shared = _pieces(links["shard"], "reduce_scatter", size, pieces)
-    if formula.block_bytes:
+    if widths.blocks:
         host = links["host"]
-        shared = _pieces(links["hosts"], "all_to_all", elements / host.ranks * formula.block_bytes, pieces)
+        shared = _pieces(links["hosts"], "all_to_all", elements / host.ranks * widths.blocks, pieces)
         if host.ranks > 1:
             inner = _pieces(host, "reduce_scatter", elements * _FP32, pieces)
             shared = shared.and_also(inner)
@@ -249,18 +275,19 @@ def _pieces(axis: GroupLink, operation: str, size: float, pieces: int) -> Cost:
     return Cost(pieces * axis.seconds(operation, sent), pieces * axis.work_seconds(operation, sent), pieces)
 
 
-def optimizer_seconds(run: ResolvedRun, cluster: Cluster, elements: int, formula: StateFormula) -> float:
+def optimizer_seconds(run: ResolvedRun, cluster: Cluster, elements: int) -> float:
     """Of the states that a rank steps."""
     zero, device = run.config.zero, cluster.device
     own = elements / (run.shards if zero.stage else 1)
-    numbers = 3 + 2 * (formula.moments + 1)  # gradient for the norm, then all; weights are written
-    moved = own * _FP32 * (numbers - 1) + own * formula.weight_bytes
+    weights = element_bytes(run.config).weights
+    numbers = 3 + 2 * (moments_of(run.config) + 1)  # gradient for the norm, then all; weights are written
+    moved = own * _FP32 * (numbers - 1) + own * weights
     if (table := cluster.table) is not None and (known := table.operator("optimizer", own)) is not None:
         return known
     if zero.offload.optimizer == "none":
         return moved / (device.memory_bandwidth * device.memory_share)
     ratio = zero.offload.ratio
-    crossing = own * ratio * (_FP32 + formula.weight_bytes) / device.host_bandwidth
+    crossing = own * ratio * (_FP32 + weights) / device.host_bandwidth
     slow = NVME if zero.offload.optimizer == "nvme" else HOST_MEMORY
     here = moved * (1 - ratio) / (device.memory_bandwidth * device.memory_share)
     return crossing + moved * ratio / slow + here

@@ -11,7 +11,16 @@ from typing import Any
 
 import pytest
 import torch
+from activation_formula import (
+    MicroBatchSize,
+    activations_of_ranks,
+    block_bytes,
+    micro_batch_size,
+    peak_bytes,
+    queued_bytes,
+)
 from harness import run_world
+from saved_memory import SavedMemory, measure_saved
 from test_activation_offload import LateCopier
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -27,9 +36,6 @@ from megazero.layers.linear import WeightGradQueue
 from megazero.layers.sample_part import part_of
 from megazero.models.activation_config import LayerPolicy
 from megazero.models.gpt import Block
-from megazero.plan.activation_bytes import MicroBatchSize, block_bytes, peak_bytes, queued_bytes
-from megazero.plan.activations import activations_of_ranks, micro_batch_size
-from megazero.plan.saved_memory import SavedMemory, measure_saved
 from megazero.schedules.proof import peak_activations
 from megazero.schedules.registry import SCHEDULES
 

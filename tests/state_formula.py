@@ -17,11 +17,6 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass
 
-from megazero.config import ResolvedRun
-from megazero.engine.outline import optimizer_of
-from megazero.zero.bucket import BLOCK, DTYPES
-from megazero.zero.quantized import WEIGHT_BITS, BlockFormat
-
 FP32_BYTES = 4
 
 
@@ -65,12 +60,6 @@ class StateFormula:
     def _second_copy_bytes(self, elements: int) -> float:
         return self.weight_bytes * elements / self.second_copy if self.second_copy else 0
 
-    def bytes_with(self, elements: int, away: int) -> tuple[float, float]:
-        """Model state of so many parameters, and the part of it on the device, if `away` of them are stepped off it."""
-        kinds = (elements - away, False), (away, True)
-        whole = sum(self.state_bytes(count, offloads=offloads) for count, offloads in kinds)
-        return whole, sum(self.device_bytes(count, offloads=offloads) for count, offloads in kinds)
-
     def device_bytes(self, elements: int, *, offloads: bool) -> float:
         """The part of `state_bytes` on the device."""
         counts = self._bytes_per_parameter(offloads).items()
@@ -78,18 +67,6 @@ class StateFormula:
             count * elements / (self.shards if is_sharded else 1) for (is_here, is_sharded), count in counts if is_here
         )
         return here + self._second_copy_bytes(elements)
-
-    def state_text(self, *, offloads: bool) -> str:
-        """The same as a sum, `6N + 12N/4`; what is off the device stands in brackets."""
-        counts, parts = self._bytes_per_parameter(offloads), []
-        for on_device, form in ((True, "{}"), (False, "[{}]")):
-            whole, part = counts[on_device, False], counts[on_device, True]
-            if self.shards == 1:
-                whole, part = whole + part, 0
-            terms = ([f"{whole}N"] if whole else []) + ([f"{part}N/{self.shards}"] if part else [])
-            terms += [f"{self.weight_bytes}N/{self.second_copy}"] if self.second_copy and on_device else []
-            parts += [form.format(" + ".join(terms))] if terms else []
-        return " + ".join(parts)
 
     @property
     def gathered_bytes(self) -> float:
@@ -116,22 +93,3 @@ class StateFormula:
     def sent_bytes(self, elements: int) -> float:
         """Bytes that a rank sends in a step for so many parameters."""
         return sum(self.sent_per_parameter().values()) * elements * (self.shards - 1) / self.shards
-
-
-def formula_of(run: ResolvedRun, shards: int) -> StateFormula:
-    """The formulas for a run whose state is shared by so many ranks."""
-    zero, precision, optimizer = run.config.zero, run.config.precision, run.config.optimizer
-    return StateFormula(
-        stage=zero.stage,
-        shards=shards,
-        weight_bytes=DTYPES[precision.dtype].itemsize,
-        accumulate_bytes=DTYPES[precision.accumulate_dtype].itemsize,
-        reduce_bytes=DTYPES[precision.reduce_dtype].itemsize,
-        moments=len(optimizer_of(optimizer).states),
-        micro_batches=run.accumulation,
-        reduces_each=zero.reduce == "micro_batch",
-        gathers_each=zero.gather_policy != "step",
-        second_copy=zero.secondary_shard_size if zero.stage == 3 else 0,
-        gather_bytes=BlockFormat(WEIGHT_BITS).nbytes(BLOCK) / BLOCK if zero.quantized_weights else 0.0,
-        block_bytes=BlockFormat(zero.quantized_gradients).nbytes(BLOCK) / BLOCK if zero.quantized_gradients else 0.0,
-    )

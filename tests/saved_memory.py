@@ -12,6 +12,7 @@ from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
+from activation_formula import window_of
 from torch import Tensor, nn
 
 from megazero.comm.memory import storage_of
@@ -19,7 +20,6 @@ from megazero.engine import Engine
 from megazero.layers.attention import Attention, RotaryEmbedding
 from megazero.layers.saved_tensors import SavedTensorHooks
 from megazero.models.gpt import GPTStage, MicroBatch
-from megazero.plan.activation_bytes import window_of
 
 
 def measure_saved(engine: Engine, batches: Sequence[MicroBatch], units: Iterable[str]) -> SavedMemory:
