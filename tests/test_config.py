@@ -356,6 +356,7 @@ BROKEN = """
 1 activations.stages=[{stage=1,recompute='full'}] -> activations.stages[0].stage: must be below parallel.pp=1, a rank of t
 1 activations.recompute=['residual'] activations.partition=true -> activations.partition: must be false where residual is
 1 activations.stages=[{stage=0,layers=1},{stage=0,layers=2}] activations.recompute=full -> activations.stages[1].stage: mu
+1 elastic.enabled=true -> training.global_batch_size: must be a number where elastic.enabled = true: it stays while dp
 1 elastic.enabled=true training.global_batch_size=8 checkpoint.resume=never -> checkpoint.resume: must not be never where
 12 zero.shard_group_size=5 -> zero.shard_group_size: must divide dp=12; the nearest are 4 and 6
 12 zero.stage=3 zero.secondary_shard_size=12 -> zero.secondary_shard_size: must divide the 12 ranks that share the state i

