@@ -167,8 +167,8 @@ def duration(seconds: float) -> str:
     return f"{seconds:,.1f} s" if seconds >= 0.1 else f"{seconds * 1e3:,.1f} ms"
 
 
-def search_text(found: Found, capacity: int) -> str:
-    """The best, why each is not better, the front, and what happened to the others."""
+def search_text(found: Found, capacity: int, *, is_whole: bool = False) -> str:
+    """The best, why each is not better, the front, and what happened to the others; unless `is_whole`, of the first few."""
     lines = [f"search   {found.counted.shapes:,} shapes: {_counts(found)}"]
     if not found.best:
         late = f"; {found.counted.left_out:,} were left out for want of time: raise --seconds"
@@ -185,8 +185,8 @@ def search_text(found: Found, capacity: int) -> str:
         rows.append([f"{index}", f"{one.candidate.seconds:.3f}", f"{need.peak / 2**30:.2f}", str(one.candidate.choice)])
     own = found.own_row(capacity)
     lines += ["", *_table("best", [*rows, own] if own else rows, left=(3,))]
-    lines += ["", *_limits(found.best[:3])]
-    shown = _thinned(found.front, 12)
+    lines += ["", *_limits(found.best if is_whole else found.best[:3])]
+    shown = _thinned(found.front, len(found.front) if is_whole else 12)
     more = f"{len(shown)} of {len(found.front)}, all in --json" if len(shown) < len(found.front) else ""
     rows = [["s a step", "GiB", more]]
     rows += [[f"{one.seconds:.3f}", f"{one.need.peak / 2**30:.2f}", str(one.choice)] for one in shown]
