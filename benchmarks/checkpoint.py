@@ -97,7 +97,7 @@ class Ours:
             "training": {"micro_batch_size": setting.micro_batch_size, "accumulation": 1, "seed": 7},
         }
         self.config = resolve(RunConfig.model_validate(config), DP).config
-        self.state = ParallelState(RankGrid(dp=DP), rank, timeout_seconds=120, neighbours=DP)
+        self.state = ParallelState(RankGrid(dp=DP), rank, timeout_seconds=120, local_world_size=DP)
         self.engine: Engine = initialize(self.config, self.state)
         self.durable = threading.Event()
         self.saver = Saver(

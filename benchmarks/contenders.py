@@ -64,8 +64,10 @@ class Megazero:
             gemm.cpu_product = lambda: None  # type: ignore[assignment]
         schedule_as_batch_job()  # as a run does
         grid = RankGrid(tp=setting.tp, dp=setting.dp, pp=setting.pp)
-        neighbours = int(os.environ["LOCAL_WORLD_SIZE"])
-        state = ParallelState(grid, rank, timeout_seconds=120, neighbours=neighbours, shares_memory=shares_memory)
+        local_world_size = int(os.environ["LOCAL_WORLD_SIZE"])
+        state = ParallelState(
+            grid, rank, timeout_seconds=120, local_world_size=local_world_size, shares_memory=shares_memory
+        )
         self.engine: Engine = initialize(setting.config(options), state)
         self.dp_index = self.engine.state.dp.index
         self._size = setting.micro_batch_size

@@ -56,9 +56,9 @@ class Network:
 
     def host(self, rank: int, world: int) -> int:
         """The host of a rank; the number of ranks is divisible by that of hosts."""
-        return rank // self.neighbours(world)
+        return rank // self.local_world_size(world)
 
-    def neighbours(self, world: int) -> int:
+    def local_world_size(self, world: int) -> int:
         """Ranks of one host."""
         return world // max(1, len(self.namespaces))
 

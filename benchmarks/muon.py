@@ -62,7 +62,7 @@ class Ours:
 
     def __init__(self, work: Work, rank: int) -> None:
         self.dp_index, config = rank, work.config()
-        self.engine = initialize(config, ParallelState(RankGrid(dp=work.world), rank, neighbours=work.world))
+        self.engine = initialize(config, ParallelState(RankGrid(dp=work.world), rank, local_world_size=work.world))
         for bucket in self.engine.sharded_model.reducer.buckets:
             bucket.allocate_gradient().normal_()
         for group in self.engine.sharded_model.optimizer.torch_optimizer.param_groups:

@@ -137,7 +137,7 @@ def run_of(case: str, ranks: int) -> ResolvedRun | None:
 def state_of(run: ResolvedRun, rank: int) -> ParallelState:
     """The rank's groups, all on one host."""
     size, ulysses = run.config.zero.shard_group_size, run.config.parallel.ulysses
-    return ParallelState(run.grid, rank, shard_group_size=size, neighbours=run.world_size, cp_ulysses=ulysses)
+    return ParallelState(run.grid, rank, shard_group_size=size, local_world_size=run.world_size, cp_ulysses=ulysses)
 
 
 Record: TypeAlias = dict[str, Any]

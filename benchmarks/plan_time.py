@@ -139,7 +139,7 @@ class Rank:
         stay_on_host(shape.hosts, rank, shape.world)
         run, here = shape.run(), int(os.environ["LOCAL_WORLD_SIZE"])
         ulysses = run.config.parallel.ulysses
-        state = ParallelState(run.grid, rank, timeout_seconds=120, neighbours=here, cp_ulysses=ulysses)
+        state = ParallelState(run.grid, rank, timeout_seconds=120, local_world_size=here, cp_ulysses=ulysses)
         self.dp_index = 0
         self.engine = initialize(run.config, state)
         self._batches = random_batches(run, self.engine.share)

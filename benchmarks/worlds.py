@@ -270,9 +270,9 @@ def _rank_main(
         libc.mallopt(_M_MMAP_THRESHOLD, _TENSOR_BYTES)
     os.environ.update(
         RANK=str(rank),
-        LOCAL_RANK=str(rank % network.neighbours(setting.world)),
+        LOCAL_RANK=str(rank % network.local_world_size(setting.world)),
         WORLD_SIZE=str(setting.world),
-        LOCAL_WORLD_SIZE=str(network.neighbours(setting.world)),
+        LOCAL_WORLD_SIZE=str(network.local_world_size(setting.world)),
     )
     try:
         network.join(rank, setting.world)

@@ -66,10 +66,10 @@ def test_over_any_number_of_ranks_there_are_buckets_to_hide_and_buffers_stay_bel
             assert buffers <= max(2 * DEFAULT_BYTES, 4 * numel // 4)
 
 
-def _sizes_between_hosts(rank: int, run: ResolvedRun, neighbours: int) -> tuple[BucketSizes, float]:
+def _sizes_between_hosts(rank: int, run: ResolvedRun, local_world_size: int) -> tuple[BucketSizes, float]:
     parallel, group = run.config.parallel, run.config.zero.shard_group_size
     grid = RankGrid(tp=parallel.tp, dp=run.dp)
-    state = ParallelState(grid, rank, timeout_seconds=20, shard_group_size=group, neighbours=neighbours)
+    state = ParallelState(grid, rank, timeout_seconds=20, shard_group_size=group, local_world_size=local_world_size)
     engine = engine_on(rank, run, state=state)
     norm = engine.train_step(micro_batches(run, state, 0), LR).grad_norm
     return engine.sharded_model.parameters.sizes, norm
@@ -158,7 +158,7 @@ def test_groups_within_a_host_and_groups_across_hosts_have_the_same_buckets() ->
     """Hosts of three ranks and of one, groups of two: the first group shares memory, the second one does not."""
 
     def law(rank: int) -> int:
-        options: dict[str, Any] = {"shard_group_size": 2, "neighbours": 3, "bucket_bytes": "auto"}
+        options: dict[str, Any] = {"shard_group_size": 2, "local_world_size": 3, "bucket_bytes": "auto"}
         sharded = assert_trains_as_plain(rank, 4, _Wide, 1, random_batches(1, 4, 1, 2, 512), **options)
         return len(sharded.parameters.buckets)
 

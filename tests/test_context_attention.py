@@ -70,11 +70,11 @@ def _formula(heads: int, kv_heads: int, lengths: list[list[int]], window: int | 
     return [out.detach(), *torch.autograd.grad(out, leaves, grad)]
 
 
-def _state(rank: int, world: int, ulysses: int, neighbours: int = 0) -> ParallelState:
-    """neighbours: ranks of a host, which share memory; none does without."""
-    grid, shares = RankGrid(cp=world), neighbours > 0
+def _state(rank: int, world: int, ulysses: int, local_world_size: int = 0) -> ParallelState:
+    """local_world_size: ranks of a host, which share memory; none does without."""
+    grid, shares = RankGrid(cp=world), local_world_size > 0
     return ParallelState(
-        grid, rank, timeout_seconds=60, shares_memory=shares, neighbours=neighbours or 1, cp_ulysses=ulysses
+        grid, rank, timeout_seconds=60, shares_memory=shares, local_world_size=local_world_size or 1, cp_ulysses=ulysses
     )
 
 
@@ -91,10 +91,10 @@ def _attend(
     return rows, [out.detach(), *torch.autograd.grad(out, leaves, grad)]
 
 
-def _compare(rank: int, world: int, ulysses: int, neighbours: int = 0) -> None:
-    state = _state(rank, world, ulysses, neighbours)
+def _compare(rank: int, world: int, ulysses: int, local_world_size: int = 0) -> None:
+    state = _state(rank, world, ulysses, local_world_size)
     with late_collectives(rank):
-        for (heads, kv_heads), lengths, window in product(HEADS[:: neighbours or 1], DOCUMENTS, (None, 7)):
+        for (heads, kv_heads), lengths, window in product(HEADS[:: local_world_size or 1], DOCUMENTS, (None, 7)):
             rows, found = _attend(state, heads, kv_heads, lengths, window)
             wanted = _formula(heads, kv_heads, lengths or [[SEQ]], window)
             for name, got, whole in zip(("out", "dq", "dk", "dv"), found, wanted, strict=True):
@@ -201,7 +201,7 @@ def _attend_layouts(rank: int, world: int, ulysses: int) -> None:
 
 @pytest.mark.parametrize(("world", "ulysses"), [(1, 1), (2, 1), (2, 2)])
 def test_any_order_of_a_fused_projection_gives_its_gradient(world: int, ulysses: int) -> None:
-    """The kernels read neighbours in the last dimension, whatever its stride."""
+    """The kernels read local_world_size in the last dimension, whatever its stride."""
     run_world(world, _attend_layouts, world, ulysses)
 
 

@@ -123,10 +123,10 @@ def test_an_axis_lies_within_blocks_of_ranks_if_each_of_its_groups_does(grid, bl
     for axis in AXES:
         groups = groups_of(grid, axis)
         assert grid.lies_within(axis, block) == all(group[0] // block == group[-1] // block for group in groups)
-        for neighbours in divisors(grid.size(axis)):
-            cut = [group[at : at + neighbours] for group in groups for at in range(0, len(group), neighbours)]
+        for size in divisors(grid.size(axis)):
+            cut = [group[at : at + size] for group in groups for at in range(0, len(group), size)]
             inside = all(group[0] // block == group[-1] // block for group in cut)
-            assert grid.lies_within(axis, block, neighbours) == inside
+            assert grid.lies_within(axis, block, size) == inside
 
 
 @pytest.mark.parametrize("axis", AXES)

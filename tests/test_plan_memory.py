@@ -89,7 +89,7 @@ def third_step(rank: int, run: ResolvedRun) -> tuple[int, int, dict, dict]:
     """(pipeline rank, live peak, state by kind, traffic) of a rank; state and traffic of the first of its pipeline rank."""
     parallel = run.config.parallel
     grid = RankGrid(tp=parallel.tp, cp=parallel.cp, dp=run.dp, pp=parallel.pp)
-    state = ParallelState(grid, rank, neighbours=run.world_size, cp_ulysses=parallel.ulysses)
+    state = ParallelState(grid, rank, local_world_size=run.world_size, cp_ulysses=parallel.ulysses)
     _first_use()
     with live_memory(state.device) as live:
         engine = initialize(run.config, state)

@@ -149,7 +149,7 @@ def _choose(  # a model of 1000 elements under AdamW
     disk: Path | None = None,
     world: Axis | None = None,
     shards: int = 1,
-    neighbours: int = 1,
+    local_world_size: int = 1,
     **config: Any,
 ) -> tuple[str, str]:
     """What is chosen with so many free bytes of the device and the host, before the tenth that stays free."""
@@ -157,7 +157,7 @@ def _choose(  # a model of 1000 elements under AdamW
     policy = ShardingPolicy(stage, dtype, Placement(axis, Axis("replica")), DEVICE)
     wanted = OffloadConfig(**{"optimizer": "auto", "parameters": "auto", "nvme_path": disk and str(disk)} | config)
     free: Callable[[torch.device], int] = lambda place: int((device if place == DEVICE else host) / 0.9) + 1  # noqa: E731
-    found = without_auto(wanted, policy, 1000, 2, world or Axis("world"), neighbours, free)
+    found = without_auto(wanted, policy, 1000, 2, world or Axis("world"), local_world_size, free)
     assert found.model_copy(update={"optimizer": "auto", "parameters": "auto"}) == wanted.model_copy(
         update={"optimizer": "auto", "parameters": "auto"}
     )
@@ -184,9 +184,9 @@ def test_auto_counts_the_shard_and_the_machine(tmp_path: Path) -> None:
     kind = {"dtype": torch.bfloat16, "shards": 4}
     assert _choose(3, 4_500, 0, **kind) == ("none", "none")
     assert _choose(3, 4_400, 4_500, **kind) == ("cpu", "none")
-    assert _choose(3, 4_400, 4 * 4_500, neighbours=4, **kind) == ("cpu", "none")
+    assert _choose(3, 4_400, 4 * 4_500, local_world_size=4, **kind) == ("cpu", "none")
     with pytest.raises(ValueError, match="fits nowhere"):
-        _choose(3, 4_400, 4_500, neighbours=4, **kind)
+        _choose(3, 4_400, 4_500, local_world_size=4, **kind)
 
 
 def test_auto_needs_room_for_no_more_than_it_moves() -> None:

@@ -1,6 +1,6 @@
 """Collectives in two levels: their results beside those in one, beside the computation, and how they end.
 
-Ranks of one machine stand for those of several hosts: each block of `neighbours` believes that it is alone on its own.
+Ranks of one machine stand for those of several hosts: each block of `local_world_size` believes that it is alone on its own.
 """
 
 from __future__ import annotations
@@ -46,9 +46,13 @@ LONG = 5 * 65_536 + 40  # fp32 elements: more pieces than travel at once, and th
 LENGTHS = (0, 1, 7, 4_097, LONG)
 
 
-def _axis(rank: int, world: int, neighbours: int = 2, *, shares: bool = True, timeout_seconds: float = 60) -> Axis:
+def _axis(
+    rank: int, world: int, local_world_size: int = 2, *, shares: bool = True, timeout_seconds: float = 60
+) -> Axis:
     grid = RankGrid(dp=world)
-    return ParallelState(grid, rank, timeout_seconds=timeout_seconds, shares_memory=shares, neighbours=neighbours).dp
+    return ParallelState(
+        grid, rank, timeout_seconds=timeout_seconds, shares_memory=shares, local_world_size=local_world_size
+    ).dp
 
 
 def _backend(axis: Axis) -> Any:
@@ -65,8 +69,8 @@ def _values(rank: int, length: int, dtype: torch.dtype) -> Tensor:
 # Results
 
 
-def _every_collective(rank: int, world: int, neighbours: int) -> None:
-    axis = _axis(rank, world, neighbours)
+def _every_collective(rank: int, world: int, local_world_size: int) -> None:
+    axis = _axis(rank, world, local_world_size)
     assert arriving_elements(64, axis) == 0
     assert isinstance(_backend(axis), TwoLevelBackend)
     cases = [*itertools.product((torch.float32,), LENGTHS), (torch.bfloat16, 4_097), (torch.int64, 7)]
@@ -93,9 +97,9 @@ def _every_collective(rank: int, world: int, neighbours: int) -> None:
         assert torch.equal(got, torch.stack([one + rank for one in every])), (dtype, length)
 
 
-@pytest.mark.parametrize(("world", "neighbours"), SHAPES)
-def test_collectives_are_exact(world: int, neighbours: int) -> None:
-    run_world(world, _every_collective, world, neighbours)
+@pytest.mark.parametrize(("world", "local_world_size"), SHAPES)
+def test_collectives_are_exact(world: int, local_world_size: int) -> None:
+    run_world(world, _every_collective, world, local_world_size)
 
 
 def _errors_of_a_sum(rank: int, world: int, dtype: torch.dtype) -> tuple[dict[bool, float], bytes]:
@@ -125,7 +129,7 @@ def _random_sequence(rank: int, seed: int) -> None:
 
     Ranks agree on the order of reductions and on that of gathers over an axis, and on nothing else.
     """
-    state = ParallelState(RankGrid(tp=2, dp=2), rank, timeout_seconds=60, neighbours=2)
+    state = ParallelState(RankGrid(tp=2, dp=2), rank, timeout_seconds=60, local_world_size=2)
     for axis in (state.world, state.tp, state.dp):  # all ranks choose what carries an axis at one point
         all_reduce(torch.zeros(1), axis).wait()
     own, shared = random.Random(seed * 100 + rank), random.Random(seed)
@@ -227,14 +231,14 @@ def test_hosts_are_rows_of_as_many_ranks() -> None:
         assert other == (2 + index) % 4
 
 
-def _takes(rank: int, world: int, neighbours: tuple[int, ...]) -> tuple[str, float]:
-    axis, total = _axis(rank, world, neighbours[rank]), torch.ones(3)
+def _takes(rank: int, world: int, local_world_size: tuple[int, ...]) -> tuple[str, float]:
+    axis, total = _axis(rank, world, local_world_size[rank]), torch.ones(3)
     all_reduce(total, axis).wait()
     return type(_backend(axis)).__name__, total[0].item()
 
 
 @pytest.mark.parametrize(
-    ("neighbours", "wanted"),
+    ("local_world_size", "wanted"),
     [
         ((2, 2, 2), "SocketBackend"),  # two and one
         ((3, 3, 3), "SharedMemoryBackend"),
@@ -242,9 +246,9 @@ def _takes(rank: int, world: int, neighbours: tuple[int, ...]) -> tuple[str, flo
         ((1, 1, 1), "SharedMemoryBackend"),  # nobody has said
     ],
 )
-def test_hosts_with_other_numbers_of_ranks_take_one_level(neighbours: tuple[int, ...], wanted: str) -> None:
-    world = len(neighbours)
-    assert run_world(world, _takes, world, neighbours) == [(wanted, world)] * world
+def test_hosts_with_other_numbers_of_ranks_take_one_level(local_world_size: tuple[int, ...], wanted: str) -> None:
+    world = len(local_world_size)
+    assert run_world(world, _takes, world, local_world_size) == [(wanted, world)] * world
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -303,7 +307,7 @@ def test_a_lost_rank_fails_all_that_is_under_way(dies: bool) -> None:
 
 def _after_leaving(rank: int, under_way: bool) -> None:
     gc.disable()  # what waits for the collector stays, in a process that has switched it off
-    state = ParallelState(RankGrid(dp=4), rank, timeout_seconds=20, neighbours=2)
+    state = ParallelState(RankGrid(dp=4), rank, timeout_seconds=20, local_world_size=2)
     before = open_files()
     all_reduce(torch.zeros(3), state.dp).wait()
     if under_way and rank == 0:
@@ -380,8 +384,8 @@ def test_a_script_that_never_leaves_ends_without_a_word(under_way: str, tmp_path
 # Bytes between hosts (law 4)
 
 
-def _link_bytes(rank: int, world: int, neighbours: int, shares: bool) -> dict[str, int]:
-    axis = _axis(rank, world, neighbours, shares=shares)
+def _link_bytes(rank: int, world: int, local_world_size: int, shares: bool) -> dict[str, int]:
+    axis = _axis(rank, world, local_world_size, shares=shares)
     full, part = torch.zeros(world * 10_000), torch.zeros(10_000)
     all_reduce(full, axis).wait()
     all_gather(full, part, axis).wait()
@@ -396,22 +400,22 @@ def _link_bytes(rank: int, world: int, neighbours: int, shares: bool) -> dict[st
     return {operation: sent for (_, operation), sent in linked.items() if axis.traffic.sent_bytes["dp", operation]}
 
 
-@pytest.mark.parametrize(("world", "neighbours"), SHAPES)
+@pytest.mark.parametrize(("world", "local_world_size"), SHAPES)
 def test_bytes_between_hosts_are_the_formula_and_flat_ones_are_as_many_times_more_as_a_host_has_ranks(
-    world: int, neighbours: int
+    world: int, local_world_size: int
 ) -> None:
     """F/n (H - 1) of each rank to gather or to scatter, twice that to do both; the ring of a flat all-reduce crosses from
     the last rank of each host alone."""
-    hosts, part = world // neighbours, 4 * 10_000
-    two = run_world(world, _link_bytes, world, neighbours, True)
-    flat = run_world(world, _link_bytes, world, neighbours, False)
+    hosts, part = world // local_world_size, 4 * 10_000
+    two = run_world(world, _link_bytes, world, local_world_size, True)
+    flat = run_world(world, _link_bytes, world, local_world_size, False)
     for rank in range(world):
-        is_last = rank % neighbours == neighbours - 1
-        exchanged = {"send_recv": is_last * part, "all_to_all": part * (world - neighbours)}
+        is_last = rank % local_world_size == local_world_size - 1
+        exchanged = {"send_recv": is_last * part, "all_to_all": part * (world - local_world_size)}
         once = part * (hosts - 1)
         assert two[rank] == {"all_reduce": 2 * once, "all_gather": once, "reduce_scatter": once} | exchanged
         ring = is_last * 2 * part * (world - 1)
-        flat_once = neighbours * once
+        flat_once = local_world_size * once
         assert flat[rank] == {"all_reduce": ring, "all_gather": flat_once, "reduce_scatter": flat_once} | exchanged
 
 
@@ -421,8 +425,8 @@ class _Gathers:
     dp_index = 0
 
     def __init__(self, rank: int, shares: bool) -> None:
-        neighbours = int(os.environ["LOCAL_WORLD_SIZE"])
-        self.axis = _axis(rank, 4, neighbours, shares=shares)
+        local_world_size = int(os.environ["LOCAL_WORLD_SIZE"])
+        self.axis = _axis(rank, 4, local_world_size, shares=shares)
         self.full, self.part = torch.zeros(1_000_000), torch.zeros(250_000)
 
     def step(self) -> None:
@@ -462,8 +466,10 @@ def test_a_real_link_carries_the_bytes_that_are_counted() -> None:
 
 
 def _on_uneven_hosts(rank: int, shares_memory: bool) -> list[float]:
-    neighbours = 2 if rank < 2 else 1
-    state = ParallelState(RankGrid(dp=3), rank, timeout_seconds=10, neighbours=neighbours, shares_memory=shares_memory)
+    local_world_size = 2 if rank < 2 else 1
+    state = ParallelState(
+        RankGrid(dp=3), rank, timeout_seconds=10, local_world_size=local_world_size, shares_memory=shares_memory
+    )
     x = torch.full((100_000,), rank + 1.0)
     all_reduce(x, state.dp).wait()
     return x.unique().tolist()

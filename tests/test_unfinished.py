@@ -32,9 +32,13 @@ from megazero.parallel_state import Axis, ParallelState, RankGrid
 _NUMEL = 1024
 
 
-def _axis(rank: int, neighbours: int = 1, timeout_seconds: float = 30) -> Axis:
-    world = 2 * neighbours
-    limits = {"timeout_seconds": timeout_seconds, "neighbours": neighbours, "shares_memory": neighbours > 1}
+def _axis(rank: int, local_world_size: int = 1, timeout_seconds: float = 30) -> Axis:
+    world = 2 * local_world_size
+    limits = {
+        "timeout_seconds": timeout_seconds,
+        "local_world_size": local_world_size,
+        "shares_memory": local_world_size > 1,
+    }
     state = ParallelState(RankGrid(dp=world), rank, **limits)
     axis = state.apart(state.dp, "own")
     all_reduce(torch.zeros(1), axis).wait()
@@ -86,8 +90,8 @@ def _interrupted(call: Callable[[], Any], *, after: bool) -> None:
     raise KeyboardInterrupt
 
 
-def _interrupt_each(rank: int, neighbours: int) -> None:
-    axis = _axis(rank, neighbours)
+def _interrupt_each(rank: int, local_world_size: int) -> None:
+    axis = _axis(rank, local_world_size)
     for name, start in _operations(axis, 10.0).items():
         for after in (False, True):
             pending, _, _ = start()
@@ -107,14 +111,14 @@ def _interrupt_each(rank: int, neighbours: int) -> None:
             assert not axis.group.unfinished
 
 
-@pytest.mark.parametrize("neighbours", [1, 2], ids=["gloo", "two levels"])
-def test_after_an_interrupted_wait_the_next_operation_has_its_own_result(neighbours: int) -> None:
-    run_world(2 * neighbours, _interrupt_each, neighbours)
+@pytest.mark.parametrize("local_world_size", [1, 2], ids=["gloo", "two levels"])
+def test_after_an_interrupted_wait_the_next_operation_has_its_own_result(local_world_size: int) -> None:
+    run_world(2 * local_world_size, _interrupt_each, local_world_size)
 
 
 def _interrupt_in_the_middle(rank: int) -> list[list[str]]:
     """On rank 0, as it reads what the other has written.  Returns: what each operation and the next two ended with."""
-    state = ParallelState(RankGrid(dp=2), rank, timeout_seconds=30, neighbours=2, shares_memory=True)
+    state = ParallelState(RankGrid(dp=2), rank, timeout_seconds=30, local_world_size=2, shares_memory=True)
     start, found = Channel.start, list[list[str]]()
 
     def interrupted(rounds: Rounds) -> Rounds:
@@ -148,7 +152,10 @@ def test_an_interrupt_in_the_middle_of_shared_memory_ends_all_later_operations_o
 
 def _late(rank: int) -> list[str]:
     """Rank 1 comes after rank 0's time-out; rank 0 fills its tensor anew.  Returns: what each operation ended with."""
-    state, ends = ParallelState(RankGrid(dp=2), rank, timeout_seconds=30, neighbours=2, shares_memory=True), list[str]()
+    state, ends = (
+        ParallelState(RankGrid(dp=2), rank, timeout_seconds=30, local_world_size=2, shares_memory=True),
+        list[str](),
+    )
     tensor, other = torch.empty(4), state.apart(state.dp, "other")
     for axis in (state.dp, other):
         all_reduce(torch.zeros(1), axis).wait()
@@ -178,7 +185,10 @@ def test_a_time_out_in_shared_memory_ends_all_later_operations_on_both_ranks() -
 
 def _out_of_order(rank: int) -> list[str]:
     """Ranks start different operations, and then the same.  Returns: what each ended with."""
-    state, ends = ParallelState(RankGrid(dp=2), rank, timeout_seconds=30, neighbours=2, shares_memory=True), list[str]()
+    state, ends = (
+        ParallelState(RankGrid(dp=2), rank, timeout_seconds=30, local_world_size=2, shares_memory=True),
+        list[str](),
+    )
     all_reduce(torch.zeros(1), state.dp).wait()
 
     def wait_for_peers(*_: object) -> bool:
@@ -203,13 +213,13 @@ class _Squares(nn.Sequential):
         return super().forward(x).square().sum()
 
 
-def _given_up(rank: int, stage: int, neighbours: int) -> list[bool]:
+def _given_up(rank: int, stage: int, local_world_size: int) -> list[bool]:
     """Whether a step's gradients are those of an undisturbed one, after one that was interrupted at each of its waits."""
     real, calls, at = Pending.wait, [0], [-1]
 
     def fresh() -> Sharded:
         module = seeded(lambda: _Squares(*(nn.Linear(32, 32) for _ in range(3))))
-        shares = {"shares_memory": neighbours > 1, "neighbours": neighbours}
+        shares = {"shares_memory": local_world_size > 1, "local_world_size": local_world_size}
         return Sharded(module, stage, rank, 2, bucket_bytes=8192, reduce="micro_batch", **shares)
 
     def gradients(sharded: Sharded, seed: int) -> list[Tensor]:
@@ -240,11 +250,11 @@ def _given_up(rank: int, stage: int, neighbours: int) -> list[bool]:
     return found
 
 
-@pytest.mark.parametrize("neighbours", [1, 2], ids=["gloo", "memory"])
+@pytest.mark.parametrize("local_world_size", [1, 2], ids=["gloo", "memory"])
 @pytest.mark.parametrize("stage", [0, 1, 2])
-def test_after_a_step_that_was_given_up_the_next_one_has_its_own_gradients(stage: int, neighbours: int) -> None:
+def test_after_a_step_that_was_given_up_the_next_one_has_its_own_gradients(stage: int, local_world_size: int) -> None:
     """A reduction whose wait was interrupted would end in a buffer that holds the next step's gradients."""
-    for found in run_world(2, _given_up, stage, neighbours):
+    for found in run_world(2, _given_up, stage, local_world_size):
         assert found
         assert all(found)
 

@@ -72,8 +72,8 @@ class Sharded:
         rank, world: this rank and their number; all ranks are data-parallel, a `cp`-th of them over cp.
         optimizer: made from parameter groups.
         groups: parameter groups of the module; by default one.
-        in_pairs: of a parameter's name, whether it is sharded over two neighbours, and replicated over such pairs.
-        precision, shard_group_size, neighbours, zero: what differs from the plain case.
+        in_pairs: of a parameter's name, whether it is sharded over two consecutive ranks, and replicated over such pairs.
+        precision, shard_group_size, local_world_size, zero: what differs from the plain case.
     """
 
     def __init__(
@@ -90,13 +90,17 @@ class Sharded:
         shard_group_size: int = 0,
         cp: int = 1,
         shares_memory: bool = True,
-        neighbours: int = 1,
+        local_world_size: int = 1,
         **zero: Any,
     ) -> None:
         self.module = module
         grid = RankGrid(dp=world // cp, cp=cp)
         self.state = ParallelState(
-            grid, rank, shard_group_size=shard_group_size, shares_memory=shares_memory, neighbours=neighbours
+            grid,
+            rank,
+            shard_group_size=shard_group_size,
+            shares_memory=shares_memory,
+            local_world_size=local_world_size,
         )
         groups = groups or one_group(module)
         group_of = {id(p): index for index, group in enumerate(groups) for p in group["params"]}

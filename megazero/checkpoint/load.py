@@ -109,7 +109,7 @@ class OpenCheckpoint:
     @property
     def _shares_pages(self) -> bool:
         """Whether all ranks are on one machine and read a local file."""
-        return isinstance(self.folder, LocalFolder) and self.at.neighbours >= self.at.world.size
+        return isinstance(self.folder, LocalFolder) and self.at.local_world_size >= self.at.world.size
 
     def read(self) -> None:
         """Overwrite this rank's masters and moments.  Called on every rank, through `ShardedModel.load`.

@@ -123,7 +123,7 @@ class Saver:
         self._plan = plan_saving(state, at, at.world)
         self._snapshot = Snapshot(state, at.device)
         if host_memory_bytes is None:
-            host_memory_bytes = free_memory_bytes(torch.device("cpu")) // 2 // at.neighbours
+            host_memory_bytes = free_memory_bytes(torch.device("cpu")) // 2 // at.local_world_size
         everyone = gather_objects(self._snapshot.reserve(host_memory_bytes), at.world)
         # why there is no memory for a copy, or None
         self.refusal = next((f"rank {rank} {why}" for rank, why in enumerate(everyone) if why), None)

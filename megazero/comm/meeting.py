@@ -55,13 +55,13 @@ def of_this_start(store: Store) -> Store:
     return PrefixStore(f"megazero/start{count}", store)
 
 
-def prepare_rank(device: torch.device, neighbours: int) -> None:
+def prepare_rank(device: torch.device, local_world_size: int) -> None:
     """Set what a rank needs before process groups are made.
 
-    neighbours: ranks of this host, this one included.
+    local_world_size: ranks of this host, this one included.
     """
     connect_on_demand(os.environ)
     if device.type == "cuda":
         torch.cuda.set_device(device)
     if (prepare := added("rank").get(device.type)) is not None:
-        prepare(neighbours)
+        prepare(local_world_size)

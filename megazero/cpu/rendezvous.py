@@ -62,7 +62,7 @@ def _close_all(connection: socket.socket, *counters: int) -> None:
         os.close(counter)
 
 
-Neighbours: TypeAlias = tuple[list[Peer], list[mmap.mmap]]  # the other ranks, and the areas of all; in rank order
+HostRanks: TypeAlias = tuple[list[Peer], list[mmap.mmap]]  # the other ranks, and the areas of all; in rank order
 
 
 class Poller:
@@ -105,7 +105,7 @@ class Poller:
         return bool(ready)
 
 
-def rendezvous(index: int, size: int, area_bytes: int, gather: Gather) -> Neighbours | None:
+def rendezvous(index: int, size: int, area_bytes: int, gather: Gather) -> HostRanks | None:
     """Connect this rank to all others of a group of `size`; each gets an area of `area_bytes`.
 
     Every rank calls `gather` twice, whatever fails.

@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from megazero.comm.messages import LABEL_BYTES, REDUCTIONS, OrderError, check_labels, combine, encoded, place_shard
-from megazero.cpu.rendezvous import Neighbours, Poller
+from megazero.cpu.rendezvous import HostRanks, Poller
 from megazero.parallel_state import Axis
 from megazero.parallel_state.groups import Wait
 
@@ -54,8 +54,8 @@ class _Operation:
 class Channel:
     """Runs operations of one kind among the ranks of a group, in the order in which they are started."""
 
-    def __init__(self, neighbours: Neighbours, index: int, timeout_seconds: float, poller: Poller) -> None:
-        self.peers, self._areas = neighbours
+    def __init__(self, host_ranks: HostRanks, index: int, timeout_seconds: float, poller: Poller) -> None:
+        self.peers, self._areas = host_ranks
         self.index, self.size = index, len(self._areas)
         self._timeout, self._poller = timeout_seconds, poller
         wholes = [torch.frombuffer(area, dtype=torch.uint8) for area in self._areas]

@@ -29,7 +29,7 @@ def cpu_backend(axis: Axis, group: Group, gather: GatherObjects) -> Backend:
     """The backend of a group, at the seam "backend"."""
     hosts, shares_hosts = None, axis.shares_hosts
     if group.shares_memory:
-        each, rank = group.neighbours, axis.ranks[axis.index]
+        each, rank = group.local_world_size, axis.ranks[axis.index]
         name = this_host() + (f" {rank // each} of {each}" if each > 1 else "")  # so one machine passes for several
         names: list[str] = gather(name)
         hosts, shares_hosts = hosts_of(names, axis.index), len(set(names)) < len(names)

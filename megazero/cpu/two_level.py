@@ -38,7 +38,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megazero.comm.messages import REDUCTIONS, combine, place_shard, start_comparing, tag_of
-from megazero.cpu.rendezvous import Neighbours, Poller
+from megazero.cpu.rendezvous import HostRanks, Poller
 from megazero.cpu.shared_memory import (
     HALF_BYTES,
     Channel,
@@ -71,15 +71,15 @@ class ThreadedChannel:
     """Runs operations in the order in which they are started; after one that failed, all others fail.
 
     Args:
-        neighbours: the ranks of this host.
+        host_ranks: the ranks of this host.
         index: number of this rank among them.
         timeout_seconds: how long an operation may wait for a peer.
         name: of the thread.
     """
 
-    def __init__(self, neighbours: Neighbours, index: int, timeout_seconds: float, name: str) -> None:
+    def __init__(self, host_ranks: HostRanks, index: int, timeout_seconds: float, name: str) -> None:
         self._poller = Poller()
-        self.channel = Channel(neighbours, index, timeout_seconds, self._poller)  # for the thread alone
+        self.channel = Channel(host_ranks, index, timeout_seconds, self._poller)  # for the thread alone
         self._timeout = timedelta(seconds=timeout_seconds)
         self._worker = Worker(name)
         self._failed: BaseException | None = None

@@ -98,14 +98,14 @@ class ProcessTopology:
 
 
 class PipeDataParallelTopology(ProcessTopology):
-    """Pipelines, and data parallelism between neighbours."""
+    """Pipelines, and data parallelism between neighbouring ranks."""
 
     def __init__(self, num_pp: int, num_dp: int) -> None:
         super().__init__(["pipe", "data"], [num_pp, num_dp])
 
 
 class PipeModelDataParallelTopology(ProcessTopology):
-    """Pipelines, data parallelism, and tensor parallelism between neighbours."""
+    """Pipelines, data parallelism, and tensor parallelism between neighbouring ranks."""
 
     def __init__(self, num_pp: int, num_mp: int, num_dp: int) -> None:
         super().__init__(["pipe", "data", "model"], [num_pp, num_dp, num_mp])

@@ -98,13 +98,13 @@ class RankGrid:
         steps = ([(i - getattr(at, axis)) * self._strides[axis] for i in range(self.size(axis))] for axis in axes)
         return tuple(sorted(rank + sum(combination) for combination in itertools.product(*steps)))
 
-    def lies_within(self, axis: str, block: int, neighbours: int = 0) -> bool:
-        """Whether no group over `axis` has ranks in two blocks of so many neighbouring ranks.
+    def lies_within(self, axis: str, block: int, cut: int = 0) -> bool:
+        """Whether no group over `axis` has ranks in two blocks of so many consecutive ranks.
 
-        neighbours: cut each group in groups of so many neighbours on the axis, and look at these; 0 for whole groups.
+        cut: look at groups of so many consecutive ranks of the axis; 0 for whole groups.
         """
-        # Groups fill stretches of stride x size ranks, and any cut inside a stretch parts one of its groups.
-        size = neighbours or self.size(axis)
+        # Groups fill stretches of stride x size ranks, and any border inside a stretch divides one of its groups.
+        size = cut or self.size(axis)
         stretch = self._strides[axis] * size
         return size == 1 or self.world_size <= block or block % stretch == 0
 

@@ -80,7 +80,7 @@ class Group:
     device: torch.device  # where the ranks compute
     timeout_seconds: float  # how long an operation may wait for a peer
     shares_memory: bool  # whether ranks of one host may communicate through memory
-    neighbours: int  # ranks of a host: rank // neighbours numbers the hosts
+    local_world_size: int  # ranks of a host: rank // local_world_size numbers the hosts
     siblings: Collection[Group]  # all groups of this rank
     host: dist.ProcessGroup | None = None  # of gloo, with at least these ranks: carries their messages of host memory
     backends: dict[str, Backend] = field(default_factory=dict)  # by type of the tensors' device; `comm` chooses them
@@ -133,13 +133,13 @@ class Axis:
 
     def is_apart(self, index: int) -> bool:
         """Whether a rank, by its number on the axis, is on another host than this one."""
-        block = self.group.neighbours if self.group is not None else 1
+        block = self.group.local_world_size if self.group is not None else 1
         return self.ranks[index] // block != self.ranks[self.index] // block
 
     @property
     def shares_hosts(self) -> bool:
-        """Whether a host has several of these ranks, if all have as many neighbours.  Without a group each is alone."""
-        block = self.group.neighbours if self.group is not None else 1
+        """Whether a host has several of these ranks, if all hosts run as many ranks.  Without a group each is alone."""
+        block = self.group.local_world_size if self.group is not None else 1
         return len({rank // block for rank in self.ranks}) < len(self.ranks)
 
     @property

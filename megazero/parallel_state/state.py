@@ -40,8 +40,8 @@ class ParallelState:
         rank: this rank.
         device: where this rank computes.
         timeout_seconds: how long a collective may wait for a peer.
-        shard_group_size: neighbours among dp_cp that share one copy of the sharded state; 0 for all of them.
-        neighbours: ranks that run on this host, this one included.
+        shard_group_size: consecutive ranks of dp_cp that share one copy of the sharded state; 0 for all of them.
+        local_world_size: ranks that run on this host, this one included.
         shares_memory: CPU ranks of one host reduce and gather through shared memory; False always takes process groups.
         groups: those of another state that was made with the same arguments.
         cp_ulysses: Ulysses degree of context parallelism; the ring has cp / cp_ulysses ranks.
@@ -67,7 +67,7 @@ class ParallelState:
         device: torch.device | None = None,
         timeout_seconds: float = 600,
         shard_group_size: int = 0,
-        neighbours: int = 1,
+        local_world_size: int = 1,
         shares_memory: bool = True,
         groups: Groups | None = None,
         cp_ulysses: int = 1,
@@ -84,7 +84,7 @@ class ParallelState:
         same, names = grid.dp * grid.cp, "dp" if grid.cp == 1 else f"dp*cp={grid.dp}*{grid.cp}"
         if shard_group_size and same % shard_group_size:
             raise ValueError(f"shard_group_size={shard_group_size} must divide {names}={same}")
-        self.grid, self.rank, self.neighbours = grid, rank, neighbours
+        self.grid, self.rank, self.local_world_size = grid, rank, local_world_size
         self.device = device or torch.device("cpu")
         if running > 1 and self.device.type != "cpu" and "gloo" not in str(dist.get_backend_config()):
             raise ValueError(
@@ -152,7 +152,7 @@ class ParallelState:
             made = self._process_group(ranks, torch.device("cpu"), timeout_seconds, "gloo")
             # A channel of shared memory serves one thread.
             cpu, siblings = torch.device("cpu"), self.groups.values()
-            group = Group(None, cpu, timeout_seconds, False, self.neighbours, siblings, made)
+            group = Group(None, cpu, timeout_seconds, False, self.local_world_size, siblings, made)
             self.groups[ranks, purpose] = group
         stage = replace(self.model, name="saving stage", group=group if self.model.size > 1 else None, traffic=traffic)
         return SavingAxes(stage, replace(self.world, name="saving world", group=group, traffic=traffic, parts=()))
@@ -173,8 +173,8 @@ class ParallelState:
         table = [[self.grid.rank(replace(one, tp=tp)) for one in at] for tp in range(self.tp.size)]
         return self._axis(name, tuple(rank for row in table for rank in row), name), table
 
-    def neighbours_on(self, axis: Axis, size: int, name: str, purpose: str = "") -> Axis:
-        """The `size` neighbours of an axis among which this rank is, as an axis.  Every rank makes it, in the same order."""
+    def block_on(self, axis: Axis, size: int, name: str, purpose: str = "") -> Axis:
+        """This rank's block of `size` consecutive ranks of an axis, as an axis.  Every rank makes it, in the same order."""
         first = axis.index // size * size
         return self._axis(name, axis.ranks[first : first + size], purpose)
 
@@ -187,12 +187,12 @@ class ParallelState:
         return Axis(name, ranks, ranks.index(self.rank), group, self.traffic)
 
     def cut(self, axis: Axis, size: int, inner: str, outer: str, purpose: str = "") -> tuple[Axis, Axis]:
-        """This rank's axes over `size` neighbours of `axis`, and over those at its place among their neighbours.
+        """This rank's axes over its block of `size` consecutive ranks of `axis`, and over the ranks at its place in theirs.
 
         Every rank makes them, in the same order.
         """
         others = axis.ranks[axis.index % size :: size]
-        return self.neighbours_on(axis, size, inner, purpose), self._axis(outer, others, purpose)
+        return self.block_on(axis, size, inner, purpose), self._axis(outer, others, purpose)
 
     def _host_axis(self, name: str, ranks: tuple[int, ...]) -> Axis:
         """An axis whose ranks have messages of host memory for one another, but no communicator of their own."""
@@ -213,7 +213,7 @@ class ParallelState:
         return self.groups.get((ranks, purpose))
 
     def _joined(self, made: dist.ProcessGroup | None, host: dist.ProcessGroup | None) -> Group:
-        limits, siblings = (self._timeout_seconds, self._shares_memory, self.neighbours), self.groups.values()
+        limits, siblings = (self._timeout_seconds, self._shares_memory, self.local_world_size), self.groups.values()
         return Group(made, self.device, *limits, siblings, host)
 
     def _process_group(self, ranks: tuple[int, ...], device: torch.device, seconds: float, backend: str | None) -> Any:
@@ -279,14 +279,14 @@ def parallel_state_of(
         ValueError: as `ParallelState`.
     """
     world, rank = joined_world()
-    neighbours = int(os.environ.get("LOCAL_WORLD_SIZE", str(world)))
+    local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", str(world)))
     grid, device = grid or RankGrid(dp=world), device or local_device()
     make = partial(
-        ParallelState, grid, rank, device, timeout_seconds, shard_group_size, neighbours, cp_ulysses=cp_ulysses
+        ParallelState, grid, rank, device, timeout_seconds, shard_group_size, local_world_size, cp_ulysses=cp_ulysses
     )
     if not dist.is_initialized():
         return make()
-    key = dist.group.WORLD, grid, device, timeout_seconds, shard_group_size, neighbours, cp_ulysses
+    key = dist.group.WORLD, grid, device, timeout_seconds, shard_group_size, local_world_size, cp_ulysses
     groups = _MADE.get(key)
     if groups is None or not groups.is_reusable:
         groups = _MADE[key] = Groups()

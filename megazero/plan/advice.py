@@ -145,7 +145,7 @@ def _word(value: Any) -> str:
 def explain(error: str, run: ResolvedRun, state: ParallelState, engine: Engine | None) -> str:
     """The message for a rank whose allocator says `error`; without an engine, while that was being built."""
     device, on_cuda = state.device, state.device.type == "cuda"
-    cluster = some_cluster(run, state.neighbours, on_cuda=on_cuda)
+    cluster = some_cluster(run, state.local_world_size, on_cuda=on_cuda)
     wanted, free, held = wanted_bytes(error), free_memory_bytes(device), Counter[str]()
     (planned,) = memory_of(run, cluster, {state.at.pp})
     if engine is not None:

@@ -35,7 +35,7 @@ def collective_samples(rank: int, per_node: int = 0, rounds: int = 12) -> dict[s
     A collective's times are the mean of those of its ranks: `mean_of`.
     """
     world = dist.get_world_size()
-    state = ParallelState(RankGrid(dp=world), rank, neighbours=per_node or world)
+    state = ParallelState(RankGrid(dp=world), rank, local_world_size=per_node or world)
     group = f"{world}/{per_node}" if per_node else f"{world}"
     sizes, found = (_SIZES[:-1] if per_node else _SIZES), {}
 

@@ -61,7 +61,7 @@ def _runs(processors: int) -> Iterator[ResolvedRun]:
 def _steps(rank: int, run: ResolvedRun, processors: int, turns: int) -> tuple[list[float], list[float]]:
     """Seconds of some steps, and of the probe beside each, with a probe on every processor; 0 on ranks that run none."""
     device = torch.device("cpu")
-    state = ParallelState(run.grid, rank, device=device, neighbours=run.world_size)
+    state = ParallelState(run.grid, rank, device=device, local_world_size=run.world_size)
     engine = initialize(run.config, state)
     batches = random_batches(run, engine.share)
     probe = SpeedProbe(device) if rank < processors else None

@@ -94,7 +94,7 @@ def measure_step(run: ResolvedRun, state: ParallelState, steps: int, iterations:
     Raises: LossScaleError where fp16 overflowed in every step.
     """
     on_cuda = state.device.type == "cuda"
-    planned = trace_state(run, state.rank, per_node=state.neighbours, on_cuda=on_cuda)
+    planned = trace_state(run, state.rank, per_node=state.local_world_size, on_cuda=on_cuda)
     gc.collect()
     with live_memory(state.device) as live:
         engine = initialize(run.config, state)
@@ -152,8 +152,8 @@ class ActivationFigures:
 def measure_activations(run: ResolvedRun, state: ParallelState) -> ActivationFigures:
     """Plan what an engine keeps, and watch the allocator in its second step.  Called on every rank."""
     on_cuda = state.device.type == "cuda"
-    (planned,) = memory_of(run, some_cluster(run, state.neighbours, on_cuda=on_cuda), {state.at.pp})
-    traces = trace_units(run, on_cuda=on_cuda, per_node=state.neighbours)
+    (planned,) = memory_of(run, some_cluster(run, state.local_world_size, on_cuda=on_cuda), {state.at.pp})
+    traces = trace_units(run, on_cuda=on_cuda, per_node=state.local_world_size)
     gc.collect()
     with live_memory(state.device) as live:
         engine = initialize(run.config, state)

@@ -83,7 +83,7 @@ class SilentState(ParallelState):
 
     def _silenced(self, group: Group | None, ranks: tuple[int, ...], purpose: str) -> Group | None:
         if group is not None and group.messages is None and self.rank in ranks:
-            kind, hosts = kind_of(ranks, ranks.index(self.rank), self.neighbours, on_cuda=self._on_cuda)
+            kind, hosts = kind_of(ranks, ranks.index(self.rank), self.local_world_size, on_cuda=self._on_cuda)
             make_silent(group, SilentBackend(kind, hosts, self._meeting(ranks, purpose, kind)))
             self.made.append((ranks, purpose, kind))
         return group

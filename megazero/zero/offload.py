@@ -161,12 +161,12 @@ def without_auto(
     elements: int,
     moments: int,
     world: Axis,
-    neighbours: int,
+    local_world_size: int,
     free: Callable[[torch.device], int] = free_memory_bytes,
 ) -> OffloadConfig:
     """Choose what the configuration leaves to the memory that is free now, on all ranks alike.
 
-    The rank with the least free memory decides.  `neighbours`: ranks of this machine, which share its memory and its disk.
+    The rank with the least free memory decides.  `local_world_size`: ranks of this machine, which share memory and disk.
 
     Raises: ValueError, on every rank, when it fits nowhere on one.
     """
@@ -185,9 +185,9 @@ def without_auto(
     needed += sum(size for key, size in movable.items() if getattr(config, key) in ("none", "auto"))
     # More than leaves the device: on the host, gradients and, with fp32 weights, masters that are then separate.
     more = owned * 4 * (moments + 1) - movable["optimizer"]
-    host = free(torch.device("cpu")) // neighbours
+    host = free(torch.device("cpu")) // local_world_size
     path = config.nvme_path
-    disk = None if path is None else agree(lambda: _free_disk(path), world, ValueError) // neighbours
+    disk = None if path is None else agree(lambda: _free_disk(path), world, ValueError) // local_world_size
     chosen: dict[str, str] = {}
     for key, size in movable.items():
         if getattr(config, key) != "auto":

@@ -91,7 +91,7 @@ class ShardedModel:
             gradient_bits=zero.quantized_gradients,
         )
         elements, moments = sum(one.parameter.numel() for one in described), len(recipe.states)
-        offload = without_auto(zero.offload, self.policy, elements, moments, state.world, state.neighbours)
+        offload = without_auto(zero.offload, self.policy, elements, moments, state.world, state.local_world_size)
         zero = zero.model_copy(update={"offload": offload})
         self.parameters = ShardedParameters(
             units,
@@ -230,7 +230,7 @@ class ShardedModel:
             return True
         gatherer.forget()  # waits for the gathers under way
         device = self.state.device
-        free = free_memory_bytes(device) // (1 if device.type == "cuda" else self.state.neighbours)
+        free = free_memory_bytes(device) // (1 if device.type == "cuda" else self.state.local_world_size)
         if device.type == "cuda":
             free += torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         fits = all(gather_objects(gatherer.whole_bytes < free, self.state.world))
@@ -264,13 +264,13 @@ def placement_of(state: ParallelState, zero: ZeroConfig) -> Placement:
         )
     # Operations on one communicator of NCCL run in their order: a gather would wait for the reductions before it.
     gather = state.apart(state.shard, "gathers") if state.device.type == "cuda" else None
-    secondary = state.neighbours_on(state.shard, size, "secondary", "gathers") if size else None
+    secondary = state.block_on(state.shard, size, "secondary", "gathers") if size else None
     return Placement(state.shard, state.replica, gather, secondary, levels)
 
 
 def _levels(state: ParallelState) -> tuple[Axis, Axis] | None:
     """`shard` within a host and between hosts, where there are several, each with as many ranks of it; None elsewhere."""
-    hosts = hosts_of([str(rank // state.neighbours) for rank in state.shard.ranks], state.shard.index)
+    hosts = hosts_of([str(rank // state.local_world_size) for rank in state.shard.ranks], state.shard.index)
     size = hosts.size if hosts is not None and hosts.count > 1 else 1
     if set(gather_objects(size, state.world)) != {size} or size == 1:
         return None

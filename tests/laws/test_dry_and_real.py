@@ -57,7 +57,7 @@ WORLDS: dict[tuple[int, int], list[dict[str, Any]]] = {
 }
 
 
-def _step(rank: int, runs: Sequence[ResolvedRun], neighbours: int, watched: bool) -> list[Any]:
+def _step(rank: int, runs: Sequence[ResolvedRun], local_world_size: int, watched: bool) -> list[Any]:
     """Of each run: what this rank sent while it was built, and in its second step, and the most that lived in that step."""
     results: list[Any] = []
     for run in runs:
@@ -66,7 +66,7 @@ def _step(rank: int, runs: Sequence[ResolvedRun], neighbours: int, watched: bool
             run.grid,
             rank,
             shard_group_size=run.config.zero.shard_group_size,
-            neighbours=neighbours,
+            local_world_size=local_world_size,
             cp_ulysses=run.config.parallel.ulysses,
             traffic=RecordedTraffic(events),
         )
@@ -92,16 +92,16 @@ def _but_choices(events: Sequence[Event]) -> list[Event]:
     return [one for one in events if isinstance(one, Message) and one.operation != "gather_objects"]
 
 
-@pytest.mark.parametrize(("world", "neighbours"), WORLDS)
-def test_a_dry_rank_sends_what_the_real_one_sends_in_the_same_order(world: int, neighbours: int) -> None:
+@pytest.mark.parametrize(("world", "local_world_size"), WORLDS)
+def test_a_dry_rank_sends_what_the_real_one_sends_in_the_same_order(world: int, local_world_size: int) -> None:
     """Operations, axes and bytes, within a host and between hosts."""
     runs = [
         run_of(world, **{**one, "model": SMALL | one.get("model", {}), "zero": BUCKETS | one.get("zero", {})})
-        for one in WORLDS[world, neighbours]
+        for one in WORLDS[world, local_world_size]
     ]
-    real = run_world(world, _step, runs, neighbours, False)
+    real = run_world(world, _step, runs, local_world_size, False)
     for number, run in enumerate(runs):
-        dry = dry_run(run, per_node=neighbours, on_cuda=False)
+        dry = dry_run(run, per_node=local_world_size, on_cuda=False)
         assert dry.problems == ()
         for rank, found in dry.ranks.items():
             start, step, _ = real[rank][number]

@@ -206,9 +206,11 @@ GRADIENTS = [(1, 8, {}), (2, 4, {}), (3, 8, {}), (2, 4, {"shard_group_size": 2})
 WHERE = [(True, 4), (False, 4), (True, 2), (False, 2)]
 
 
-@pytest.mark.parametrize(("shares_memory", "neighbours"), WHERE, ids=["a host", "gloo", "two hosts", "two over gloo"])
+@pytest.mark.parametrize(
+    ("shares_memory", "local_world_size"), WHERE, ids=["a host", "gloo", "two hosts", "two over gloo"]
+)
 def test_quantized_gradients_are_the_plain_sum_up_to_a_step_of_each_senders_blocks(
-    shares_memory: bool, neighbours: int
+    shares_memory: bool, local_world_size: int
 ) -> None:
     """Two micro-batches of four ranks; the same step again has the same bits, another step has others.
 
@@ -229,7 +231,7 @@ def test_quantized_gradients_are_the_plain_sum_up_to_a_step_of_each_senders_bloc
                 4,
                 shard_group_size=shards,
                 shares_memory=shares_memory,
-                neighbours=neighbours,
+                local_world_size=local_world_size,
                 **{key: value for key, value in given.items() if key != "shard_group_size"},
             )
             found, layouts = [], [bucket.layout for bucket in sharded.reducer.buckets]
@@ -248,7 +250,7 @@ def test_quantized_gradients_are_the_plain_sum_up_to_a_step_of_each_senders_bloc
                 if name in found[0]:
                     assert (found[0][name] - one).abs().max() <= 8 * largest / (2 ** (bits - 1) - 1), (stage, name)
             sent, block = sharded.state.traffic.sent_bytes, BLOCK * bits // 8 + 4
-            if neighbours == 2 and not shards:
+            if local_world_size == 2 and not shards:
                 assert sent["host", "reduce_scatter"] == 3 * psi * 4 // 2
                 assert sent["hosts", "all_to_all"] == 3 * psi // 2 * block // BLOCK // 2
                 assert sharded.state.traffic.link_bytes["hosts", "all_to_all"] == sent["hosts", "all_to_all"]

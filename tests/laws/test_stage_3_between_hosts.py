@@ -339,12 +339,12 @@ HYBRID = ({"stage": 1}, {"stage": 2}, {"stage": 3}, {"stage": 3, "reduce": "step
 
 
 def _calls(
-    rank: int, runs: Sequence[ResolvedRun], neighbours: int = 1
+    rank: int, runs: Sequence[ResolvedRun], local_world_size: int = 1
 ) -> list[tuple[list[tuple[str, str, int]], int, int]]:
     """Of the second step: every collective and its bytes; parts of all buckets; bytes of buffers over their limit."""
     shards = runs[0].config.zero.shard_group_size
     grid = RankGrid(dp=runs[0].dp)
-    state = ParallelState(grid, rank, DEVICE, 60, shards, neighbours)
+    state = ParallelState(grid, rank, DEVICE, 60, shards, local_world_size)
     found, add = [], Traffic.add
     for run in runs:
         engine = engine_on(rank, run, state=state)

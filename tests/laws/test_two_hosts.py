@@ -27,10 +27,12 @@ def _plain() -> dict[str, Any]:
     return train_plainly(run_of(1, model=MODEL))
 
 
-def _train(rank: int, runs: list[ResolvedRun], neighbours: int, two_levels: list[str]) -> list[dict[str, Any] | None]:
+def _train(
+    rank: int, runs: list[ResolvedRun], local_world_size: int, two_levels: list[str]
+) -> list[dict[str, Any] | None]:
     parallel = runs[0].config.parallel
     grid = RankGrid(tp=parallel.tp, pp=parallel.pp, dp=runs[0].dp, order=parallel.order)
-    state = ParallelState(grid, rank, timeout_seconds=60, neighbours=neighbours)
+    state = ParallelState(grid, rank, timeout_seconds=60, local_world_size=local_world_size)
     results = []
     for run in runs:
         engine = engine_on(rank, run, state=state)
@@ -54,7 +56,7 @@ def _train(rank: int, runs: list[ResolvedRun], neighbours: int, two_levels: list
 
 
 @pytest.mark.parametrize(
-    ("world", "neighbours", "parallel", "stages", "two_levels"),
+    ("world", "local_world_size", "parallel", "stages", "two_levels"),
     [
         (4, 2, {}, (0, 1, 2, 3), ["dp"]),
         (8, 4, {"tp": 2, "pp": 2}, (1, 3), ["world"]),
@@ -63,11 +65,11 @@ def _train(rank: int, runs: list[ResolvedRun], neighbours: int, two_levels: list
     ids=["dp4", "tp2 pp2 dp2", "tp2 dp4"],
 )
 def test_a_run_on_two_hosts_is_the_same_run(
-    world: int, neighbours: int, parallel: dict[str, Any], stages: tuple[int, ...], two_levels: list[str]
+    world: int, local_world_size: int, parallel: dict[str, Any], stages: tuple[int, ...], two_levels: list[str]
 ) -> None:
     runs = [run_of(world, model=MODEL, parallel=parallel, zero={"stage": stage}) for stage in stages]
     wanted = _plain()
-    for stage, got in zip(stages, run_world(world, _train, runs, neighbours, two_levels)[0], strict=True):
+    for stage, got in zip(stages, run_world(world, _train, runs, local_world_size, two_levels)[0], strict=True):
         assert got["loss"] == pytest.approx(wanted["loss"], rel=TOLERANCE), stage
         assert got["norm"] == pytest.approx(wanted["norm"], rel=TOLERANCE), stage
         for name, tensor in wanted["weights"].items():

@@ -197,7 +197,7 @@ def state_on(rank: int, run: ResolvedRun, *, on_one_machine: bool = False, share
         DEVICE,
         timeout_seconds=60,
         shard_group_size=run.config.zero.shard_group_size,
-        neighbours=grid.world_size if on_one_machine else 1,
+        local_world_size=grid.world_size if on_one_machine else 1,
         shares_memory=shares_memory,
         cp_ulysses=parallel.cp_ulysses or 1,
     )
