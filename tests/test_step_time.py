@@ -12,6 +12,7 @@ import torch
 
 from benchmarks import plan_published
 from megazero.config import ResolvedRun, RunConfig, resolve
+from megazero.engine.outline import elements_in, stages_of
 from megazero.parallel_state import RankGrid
 from megazero.plan.cluster import Cluster, cluster_of
 from megazero.plan.collective_times import GroupLink, _places, links_of
@@ -29,6 +30,7 @@ from megazero.plan.pass_times import PassTime, UnitTime, pass_time
 from megazero.plan.shared_processors import played
 from megazero.plan.step_time import StepTime, reduced_behind, step_time_of, unit_elements
 from megazero.plan.unit_trace import EMBEDDING, HEAD, PassTrace, UnitKey, trace_units
+from megazero.plan.zero_times import matrix_seconds, moments_of
 from megazero.schedules.proof import Costs, simulate
 from megazero.schedules.registry import SCHEDULES
 
@@ -95,6 +97,21 @@ def test_hidden_and_exposed_time_is_that_of_the_bytes_that_zero_sends(stage: int
     elements = embedding + 8 * layer + head
     bytes_each = 4 + 2 * gathers if stage else 2 * 4
     assert wire_seconds(found, "dp") == pytest.approx(elements * bytes_each * 3 / 4 / 1e9, rel=1e-3)
+
+
+def test_whole_matrices_add_their_iterations_and_two_trips() -> None:
+    """5 (4 m^2 n + 2 m^3) FLOPs of each, shared by the ranks, and (N/d) (d - 1)/d elements there and back."""
+    run = run_of(4, 16, optimizer={"name": "muon"}, precision={"dtype": "fp32"})
+    model, fast = run.config.model, bare(4)
+    hidden, ffn = model.hidden_size, model.ffn_hidden_size or 0
+    kv = hidden * (model.num_kv_heads or model.num_heads) // model.num_heads
+    shapes = [(hidden, hidden), (hidden, hidden), (kv, hidden), (kv, hidden), *[(ffn, hidden)] * 3] * model.num_layers
+    flops = sum(5 * (4 * min(one) ** 2 * max(one) + 2 * min(one) ** 3) for one in shapes)
+    sent = sum(rows * columns for rows, columns in shapes) / 4 * 3 / 4 * 4
+    link = links_of(run, fast)["shard"]
+    computed = flops / 4 / (fast.device.peak_flops["fp32"] * fast.device.product_share)
+    assert matrix_seconds(run, fast, link) == pytest.approx(computed + 2 * link.seconds("send_recv", sent))
+    assert moments_of(run.config) == pytest.approx(2 - sent / 3 * 4 / elements_in(stages_of(run.config)[0]))
 
 
 def test_twice_the_bandwidth_is_half_the_time_on_the_wire() -> None:

@@ -116,5 +116,5 @@ def bounds_of(run: ResolvedRun, cluster: Cluster) -> Bounds:
         parameters=whole,
         flops=per_token * run.global_batch_size * config.model.seq_len,
         widths=element_bytes(config),
-        moments=moments_of(config),
+        moments=int(moments_of(config)),  # at least
     )

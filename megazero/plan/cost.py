@@ -67,7 +67,7 @@ def checkpoint_cost(
     parameters: int,
     *,
     weight_bytes: int,
-    moments: int,
+    moments: float,
     ranks: int,
     nodes: int,
     host_bandwidth: float,
@@ -82,7 +82,7 @@ def checkpoint_cost(
         host_bandwidth: bytes per second from one device to its host; 0 where they are one.
         storage_bandwidth: bytes per second of a node, while all write.
     """
-    nbytes = parameters * (weight_bytes + (4 if weight_bytes < 4 else 0) + 4 * moments)
+    nbytes = round(parameters * (weight_bytes + (4 if weight_bytes < 4 else 0) + 4 * moments))
     write = nbytes / (storage_bandwidth * nodes)
     copy = nbytes / ranks / host_bandwidth if host_bandwidth else 0.0
     return Checkpoint(nbytes, write + copy, copy if asynchronous else write + copy)

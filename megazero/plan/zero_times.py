@@ -22,7 +22,7 @@ from typing import NamedTuple
 import torch
 
 from megazero.config import ResolvedRun, RunConfig
-from megazero.engine.outline import optimizer_of
+from megazero.engine.outline import elements_in, optimizer_of, stages_of
 from megazero.parallel_state import Axis
 from megazero.plan.cluster import Cluster
 from megazero.plan.collective_times import GroupLink
@@ -58,9 +58,31 @@ def element_bytes(config: RunConfig) -> ElementBytes:
     return ElementBytes(weights, gathered, accumulated, reduced, blocks)
 
 
-def moments_of(config: RunConfig) -> int:
-    """Numbers that the optimizer holds for each parameter."""
-    return len(optimizer_of(config.optimizer).states)
+class Matrices(NamedTuple):
+    """What an optimizer of matrices steps whole: its share of a model's elements, their number, and its FLOPs."""
+
+    share: float = 0.0
+    elements: int = 0
+    flops: int = 0
+
+
+def matrices_of(config: RunConfig) -> Matrices:
+    """Of a run; nothing where every element is stepped alone."""
+    recipe = optimizer_of(config.optimizer)
+    if recipe.matrices is None:
+        return Matrices()
+    (model,) = stages_of(config, tp=1)
+    specs = [spec for module in model.modules() for spec in getattr(module, "specs", {}).values() if spec.matrix]
+    shapes = [(section.rows, spec.shape[1]) for spec in specs for section in spec.names.rows]
+    elements = sum(rows * columns for rows, columns in shapes)
+    flops = sum(recipe.matrices.flops(rows, columns) for rows, columns in shapes)
+    return Matrices(elements / elements_in(model), elements, flops)
+
+
+def moments_of(config: RunConfig) -> float:
+    """Numbers that the optimizer holds for each parameter, on average: one for those that it steps as matrices."""
+    share = matrices_of(config).share
+    return len(optimizer_of(config.optimizer).states) * (1 - share) + share
 
 
 class Cost(NamedTuple):
@@ -213,7 +235,7 @@ def _rank_zero(
         if zero.secondary_shard_size and is_stage_3:
             axis, nbytes = links["secondary"], widths.weights
         gathers = {chunk: _pieces(axis, "all_gather", counts[chunk] * nbytes, buckets[chunk]) for chunk in counts}
-    stepped = optimizer_seconds(run, cluster, sum(counts.values()))
+    stepped = optimizer_seconds(run, cluster, sum(counts.values())) + matrix_seconds(run, cluster, axis)
     waits = 0.0 if overlaps or is_stage_3 else sum(one.wire for one in gathers.values())
     return RankZero(
         {} if waits else gathers,
@@ -273,6 +295,18 @@ def _pieces(axis: GroupLink, operation: str, size: float, pieces: int) -> Cost:
     """Of a collective of `size` bytes, whole buffers counted, in equal pieces."""
     sent = size * (axis.ranks - 1) / axis.ranks / max(1, pieces)  # a chunk without a layer has none
     return Cost(pieces * axis.seconds(operation, sent), pieces * axis.work_seconds(operation, sent), pieces)
+
+
+def matrix_seconds(run: ResolvedRun, cluster: Cluster, shard: GroupLink) -> float:
+    """Of whole matrices that go to their owners, are iterated once and come back; owners have equal work."""
+    matrices, parallel, device = matrices_of(run.config), run.config.parallel, cluster.device
+    if not matrices.elements:
+        return 0.0
+    ranks, name = run.shards * parallel.tp, "fp32" if run.config.precision.dtype == "fp32" else "bf16"
+    own = matrices.elements / parallel.pp / ranks
+    sent = own * DTYPES[name].itemsize * (ranks - 1) / ranks
+    products = matrices.flops / parallel.pp / ranks / (device.peak_flops[name] * device.product_share)
+    return products + 2 * shard.seconds("send_recv", sent)
 
 
 def optimizer_seconds(run: ResolvedRun, cluster: Cluster, elements: int) -> float:
