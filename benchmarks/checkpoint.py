@@ -45,7 +45,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 from benchmarks.report import machine
-from megazero.checkpoint.gather import gather_logical
+from megazero.checkpoint.save import gather_logical
 from megazero.checkpoint.saver import Saver
 from megazero.comm.collectives import gather_objects
 from megazero.config import RunConfig, resolve

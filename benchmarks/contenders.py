@@ -17,7 +17,7 @@ from torch import Tensor
 from benchmarks.models import PlainStage, adamw, loss_of
 from benchmarks.setting import GRAD_CLIP, LR, Setting
 from benchmarks.worlds import Work
-from megazero.checkpoint.gather import gather_logical
+from megazero.checkpoint.save import gather_logical
 from megazero.config import RunConfig
 from megazero.cpu.processor import schedule_as_batch_job
 from megazero.engine import Engine, initialize

@@ -32,7 +32,7 @@ from benchmarks.models import PlainStage, adamw, loss_of
 from benchmarks.report import machine, markdown
 from benchmarks.setting import GRAD_CLIP, LR, SEED
 from benchmarks.trace import read_business
-from megazero.checkpoint.gather import gather_logical
+from megazero.checkpoint.save import gather_logical
 from megazero.config import RunConfig, resolve
 from megazero.engine import initialize
 from megazero.models.activation_config import PRESETS

@@ -19,7 +19,7 @@ from zero_worlds import FP32, Sharded, assert_same, assert_trains_as_plain, numb
 
 import megazero.zero.offload
 import megazero.zero.optimizer
-from megazero.checkpoint.gather import gather_logical
+from megazero.checkpoint.save import gather_logical
 from megazero.comm.collectives import gather_objects
 from megazero.comm.memory import StorageError
 from megazero.config.schema import PrecisionConfig

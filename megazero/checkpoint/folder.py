@@ -101,19 +101,20 @@ class Output(ABC):
         """Remove what was written; never raises."""
 
 
+@dataclass(frozen=True, kw_only=True)
 class Folder(ABC):
     """Files and folders by name.  Every method raises OSError if the storage refuses."""
 
-    check_lock: CheckLock
-    created: list[str] | None  # names of files, as they are begun; None where nobody asks
+    check_lock: CheckLock = field(default=_unlocked, compare=False, repr=False)
+    created: list[str] | None = field(default=None, compare=False, repr=False)  # takes names of files as they begin
 
     def locked(self, check: CheckLock) -> Folder:
         """This folder and its children, with a check that runs before anything in them changes."""
-        return replace(self, check_lock=check)  # type: ignore[type-var]  # every folder is a dataclass
+        return replace(self, check_lock=check)
 
     def noting(self, created: list[str]) -> Folder:
         """This folder, which appends the name of every file that it creates to a list."""
-        return replace(self, created=created)  # type: ignore[type-var]
+        return replace(self, created=created)
 
     def _note(self, name: str) -> None:
         if self.created is not None:
@@ -251,8 +252,6 @@ class LocalFolder(Folder):
     """A directory of a file system.  Raises: ValueError for a URL."""
 
     path: Path
-    check_lock: CheckLock = field(default=_unlocked, compare=False, repr=False)
-    created: list[str] | None = field(default=None, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         if found := _URL.match(str(self.path)):  # all that is said of it: the rest may hold a password
@@ -418,8 +417,6 @@ class RemoteFolder(Folder):
 
     system: _Library
     path: str  # without the protocol
-    check_lock: CheckLock = field(default=_unlocked, compare=False, repr=False)
-    created: list[str] | None = field(default=None, compare=False, repr=False)
 
     def __str__(self) -> str:
         return str(self.system.unstrip_protocol(self.path))

@@ -58,6 +58,9 @@ class Retention:
     keep_last: int = 0  # how many of the newest; 0 keeps everything
     keep_every_steps: int = 0  # every step that is a multiple of this; 0 for none
     keep_best: int = 0  # how many with the lowest validation loss, of each data that a run has read
+    by_hash: bool = (
+        True  # verify the hashes of a retained one before others are removed, not only the sizes of its files
+    )
 
 
 def kept_steps(
@@ -91,20 +94,12 @@ class Pruner:
     Args:
         world: all ranks; rank 0 of them removes, all of them verify.
         clock: in seconds.
-        by_hash: compare the hashes of one to keep, not only the sizes of its files.
     """
 
     def __init__(
-        self,
-        root: Location,
-        policy: Retention,
-        world: Axis,
-        clock: Callable[[], float] = time.monotonic,
-        *,
-        by_hash: bool = True,
+        self, root: Location, policy: Retention, world: Axis, clock: Callable[[], float] = time.monotonic
     ) -> None:
         self._root, self._policy, self._world, self._clock = folder_at(root), policy, world, clock
-        self._by_hash = by_hash
         self._seen: dict[str, float] = {}  # markers of readers elsewhere, and when this process saw them first
 
     def prune(self) -> tuple[list[Folder], list[str]]:
@@ -121,7 +116,7 @@ class Pruner:
         damage: list[str] = []
         for name in reversed(keep if remove else []):
             intact = self._root.child(name)
-            if not (found := find_damage_together(intact, self._world, by_hash=self._by_hash)):
+            if not (found := find_damage_together(intact, self._world, by_hash=self._policy.by_hash)):
                 # what is newer than this one may be intact, too
                 remove = [old for old in remove if step_of(self._root.child(old)) < step_of(intact)]
                 break

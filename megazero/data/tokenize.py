@@ -93,6 +93,15 @@ class _Tokenized:
     named_unread: list[Problem] = field(default_factory=list)  # the first of them
     named_empty: list[Problem] = field(default_factory=list)
 
+    def add(self, other: "_Tokenized") -> None:
+        """Count what became of another shard, too."""
+        self.documents += other.documents
+        self.tokens += other.tokens
+        self.unread += other.unread
+        self.empty += other.empty
+        self.named_unread += other.named_unread
+        self.named_empty += other.named_empty
+
 
 def tokenize_files(
     inputs: Sequence[str | os.PathLike[str]],
@@ -131,13 +140,9 @@ def tokenize_files(
     """
     if workers < 1:
         raise ValueError(f"workers={workers}; at least 1 process has to do the work")
-    prefix = os.fspath(out_prefix)
-    if prefix.endswith(("/", ".bin", ".idx")):
-        better = f"{prefix}corpus" if prefix.endswith("/") else prefix[:-4]
-        raise ValueError(f"{prefix} must be the path of the pair without .bin or .idx; write {better}")
-    began = time.monotonic()
+    began, folder = time.monotonic(), _folder_of(os.fspath(out_prefix))
     encoder = load_tokenizer(os.fspath(tokenizer), eod_token)
-    dtype, folder = token_dtype(encoder.vocab_size), Path(f"{os.fspath(out_prefix)}.tokenizing")
+    dtype = token_dtype(encoder.vocab_size)
     job = _Job(folder, os.fspath(tokenizer), encoder.eod_token, encoder.fingerprint, dtype.str, jsonl_key)
     notes = [encoder.about] if isinstance(encoder, FileTokenizer) else []
 
@@ -146,8 +151,6 @@ def tokenize_files(
         if count and not go_on_without(text):
             raise ValueError(f"{text}\nmend them, or leave them out with --skip-bad; what is done is kept")
 
-    if folder.is_symlink():
-        raise ValueError(f"{folder} is a link: this command's own files lie there; remove it, or name another output")
     with IndexedWriter(out_prefix, dtype, encoder.fingerprint) as writer:
         taken = [path for path in (identity_path(out_prefix), *pair_paths(out_prefix)) if path.exists()]
         if taken and not overwrite:
@@ -156,35 +159,49 @@ def tokenize_files(
         shards, uncut = make_shards(files, job)
         unread += uncut
         ranges = [file_range for shard in shards for file_range in shard.ranges]
-        found = [
-            *dict.fromkeys(file_range.path for file_range in ranges if file_range.kind != kind_of(file_range.path)[0])
-        ]
+        found = [*dict.fromkeys(one.path for one in ranges if one.kind != kind_of(one.path)[0])]
         notes += [f"read {len(found):,} files as JSON lines, by their first line: {found[:_NAMED]}"] if found else []
         ask(len(unread), unread, "files or directories")
         done = _tokenize_shards(shards, job, workers, on_progress)
-        bad = sum(tokenized.unread for tokenized in done)
-        ask(bad, [problem for tokenized in done for problem in tokenized.named_unread], "documents or parts of files")
-        documents, tokens = sum(tokenized.documents for tokenized in done), sum(tokenized.tokens for tokenized in done)
-        if not documents:
+        total = _Tokenized()
+        for tokenized in done:
+            total.add(tokenized)
+        ask(total.unread, total.named_unread, "documents or parts of files")
+        if not total.documents:
             raise ValueError(f"no text in {len(files):,} files under {[os.fspath(i) for i in inputs]}")
         for shard, tokenized in zip(shards, done, strict=True):
             ids, lengths = (_content(shard, job, suffix, tokenized.hashes[suffix]) for suffix in _CONTENTS)
             writer.add_documents(np.frombuffer(ids, dtype), array("i", lengths))
-    with suppress(OSError):
-        for path in folder.iterdir():
-            if _SHARD_FILE.fullmatch(path.name):
-                path.unlink()
-        folder.rmdir()  # unless somebody else has put a file there
-    empty = sum(tokenized.empty for tokenized in done)
+    _remove_shards(folder)
     counts = {
-        f"empty documents:{_listed(empty, [problem for tokenized in done for problem in tokenized.named_empty])}": empty,
-        "files, directories or documents that cannot be read": len(unread) + bad,
+        f"empty documents:{_listed(total.empty, total.named_empty)}": total.empty,
+        "files, directories or documents that cannot be read": len(unread) + total.unread,
         "names that start with a dot": hidden,
     }
     if jsonl_key != "text" and not {".jsonl", ".parquet"} & {file_range.kind for file_range in ranges}:
         notes += [f"--jsonl-key {jsonl_key} chose nothing: no file holds JSON lines or a table"]
     notes += [f"left out {count:,} {what}" for what, count in counts.items() if count]
-    return TokenizeSummary(documents, tokens, sum(p.bytes for p in ranges), time.monotonic() - began, tuple(notes))
+    return TokenizeSummary(
+        total.documents, total.tokens, sum(p.bytes for p in ranges), time.monotonic() - began, tuple(notes)
+    )
+
+
+def _folder_of(prefix: str) -> Path:
+    """The folder of shards of an output.  Raises: ValueError: the output cannot be written there."""
+    if prefix.endswith(("/", ".bin", ".idx")):
+        better = f"{prefix}corpus" if prefix.endswith("/") else prefix[:-4]
+        raise ValueError(f"{prefix} must be the path of the pair without .bin or .idx; write {better}")
+    if (folder := Path(f"{prefix}.tokenizing")).is_symlink():
+        raise ValueError(f"{folder} is a link: this command's own files lie there; remove it, or name another output")
+    return folder
+
+
+def _remove_shards(folder: Path) -> None:
+    with suppress(OSError):
+        for path in folder.iterdir():
+            if _SHARD_FILE.fullmatch(path.name):
+                path.unlink()
+        folder.rmdir()  # unless somebody else has put a file there
 
 
 def _listed(count: int, named: Sequence[Problem]) -> str:

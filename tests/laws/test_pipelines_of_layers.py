@@ -25,8 +25,8 @@ from torch import Tensor, nn
 from worlds import pairwise
 
 import megazero
-from megazero.checkpoint.gather import gather_logical
 from megazero.checkpoint.index import CheckpointError
+from megazero.checkpoint.save import gather_logical
 from megazero.comm.collectives import gather_objects
 from megazero.parallel_state import ParallelState, RankGrid
 from megazero.pipe import LayerSpec, PipelineModule, TiedLayerSpec

@@ -15,7 +15,7 @@ from harness import run_world
 from worlds import GPT2, LLAMA, LR, engine_on, micro_batches, run_of
 
 import megazero
-from megazero.checkpoint import gather
+from megazero.checkpoint import save
 from megazero.checkpoint.folder import LocalFolder, Output, ReadBytes
 from megazero.checkpoint.index import CheckpointError, find_damage, read_manifest, read_trainer_state, step_folder
 from megazero.checkpoint.saver import Saver, SaveReport
@@ -268,7 +268,7 @@ def _stumble(rank: int, root: Path) -> tuple[str, list[bool]]:
         def no_memory(*_: Any) -> None:
             raise RuntimeError("no memory")
 
-        gather.HostBuffers.take = no_memory  # type: ignore[method-assign]
+        save.HostBuffers.take = no_memory  # type: ignore[method-assign]
         threading.excepthook = lambda _: None
     engine.save(root / "a", Position(), "data", saver=saver)
     try:

@@ -13,7 +13,7 @@ from harness import DEVICE, run_world
 from plain_model import PlainConfig, PlainTrainer, parameter_shapes
 from torch import Tensor
 
-from megazero.checkpoint.gather import gather_logical
+from megazero.checkpoint.save import gather_logical
 from megazero.config import ResolvedRun, RunConfig, resolve
 from megazero.engine import Engine, initialize
 from megazero.layers.counter_rng import derive_key, normal

@@ -48,8 +48,9 @@ class Checkpointing(Callback):
         self._run_config, self._config, self._root, self._say = config, config.checkpoint, root, say
         self._watchdog, self._state = watchdog, watchdog.state
         self._axes = self._state.saving_axes(config.checkpoint.timeout_seconds)
-        keep = Retention(self._config.keep_last, self._config.keep_every_steps, self._config.keep_best)
-        self._pruner = Pruner(root, keep, self._axes.world, by_hash=self._config.verify == "hash")
+        own = self._config
+        policy = Retention(own.keep_last, own.keep_every_steps, own.keep_best, by_hash=own.verify == "hash")
+        self._pruner = Pruner(root, policy, self._axes.world)
         # From `resume` on.
         self._engine: Engine
         self._fingerprint: str
