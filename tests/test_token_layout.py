@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections import Counter
 from itertools import groupby
+from typing import NamedTuple
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megazero.layers.token_layout import Run, Runs, Tile, balance, pairs, shards, tiles, work
+from megazero.layers.token_layout import Runs, Tile, balance, shards, tile_table, tiles_of, work
 
 RANKS = st.integers(1, 6)
 
@@ -27,9 +28,27 @@ ranks_and_lengths = RANKS.flatmap(lambda ranks: st.tuples(st.just(ranks), sample
 windows = st.one_of(st.none(), st.integers(1, 70))
 
 
+class Run(NamedTuple):
+    """A row of `Runs`."""
+
+    document: int
+    first: int
+    start: int
+    length: int
+
+
+def rows_of(runs: Runs) -> list[Run]:
+    columns = (runs.document, runs.first, runs.start, runs.length)
+    return [Run(*row) for row in zip(*(column.tolist() for column in columns), strict=True)]
+
+
+def tiles(queries: Runs, keys: Runs, window: int | None = None) -> tuple[Tile, ...]:
+    return tiles_of(tile_table(queries, keys, window))
+
+
 def tokens(runs: Runs) -> list[tuple[int, int]]:
     """Document and position of every row."""
-    return [(run.document, run.first + i) for run in runs for i in range(run.length)]
+    return [(run.document, run.first + i) for run in rows_of(runs) for i in range(run.length)]
 
 
 def seen(queries: Runs, keys: Runs, window: int | None) -> set[tuple[int, int]]:
@@ -70,13 +89,13 @@ def test_every_token_is_on_one_rank_and_every_rank_has_as_many_in_order(drawn: t
 @given(ranks_and_lengths)
 def test_rows_are_counted_and_runs_of_a_document_do_not_touch(drawn: tuple[int, list[int]]) -> None:
     ranks, lengths = drawn
-    for runs in shards(lengths, ranks):
-        assert runs.documents.tolist() == [document for document, _ in tokens(runs)]
-        assert runs.positions.tolist() == [position for _, position in tokens(runs)]
+    for sharded in shards(lengths, ranks):
+        runs = rows_of(sharded)
+        assert sharded.documents.tolist() == [document for document, _ in tokens(sharded)]
+        assert sharded.positions.tolist() == [position for _, position in tokens(sharded)]
         assert [run.start for run in runs] == [sum(run.length for run in runs[:i]) for i in range(len(runs))]
         ends = {(run.document, run.first + run.length) for run in runs}
         assert not ends & {(run.document, run.first) for run in runs}
-        assert list(runs) == [runs[i] for i in range(len(runs))]
 
 
 @given(ranks_and_lengths)
@@ -102,9 +121,9 @@ def test_packed_documents_have_the_positions_of_their_own_zigzag() -> None:
     assert [runs.positions.tolist() for runs in shards([8, 8], 2)] == [[0, 1, 6, 7] * 2, [2, 3, 4, 5] * 2]
     first, second = shards([4, 4], 2)
     assert first.positions.tolist() == [0, 3, 0, 3]
-    assert [4 * run.document + run.first for run in first] == [0, 3, 4, 7]
+    assert [4 * run.document + run.first for run in rows_of(first)] == [0, 3, 4, 7]
     assert second.positions.tolist() == [1, 2, 1, 2]
-    assert list(second) == [Run(0, 1, 0, 2), Run(1, 1, 2, 2)]  # the last rank's chunks touch: one run
+    assert rows_of(second) == [Run(0, 1, 0, 2), Run(1, 1, 2, 2)]  # the last rank's chunks touch: one run
 
 
 def test_a_total_that_ranks_do_not_divide_is_refused() -> None:
@@ -126,7 +145,7 @@ def test_tiles_of_two_ranks_hold_every_visible_pair_once(
     queries, keys = (parts[data.draw(st.integers(0, ranks - 1))] for _ in range(2))
     made = tiles(queries, keys, window)
     found = [cell for tile in made for cell in cells(tile, window)]
-    assert len(set(found)) == len(found) == pairs(made, window)
+    assert len(set(found)) == len(found)
     assert set(found) == seen(queries, keys, window)
 
 
@@ -134,14 +153,16 @@ def test_tiles_of_two_ranks_hold_every_visible_pair_once(
 def test_a_ranks_tiles_over_the_ring_are_its_work(drawn: tuple[int, list[int]], window: int | None) -> None:
     ranks, lengths = drawn
     parts = shards(lengths, ranks)
-    found = [sum(pairs(tiles(queries, keys, window), window) for keys in parts) for queries in parts]
+    found = [
+        sum(len(cells(tile, window)) for keys in parts for tile in tiles(queries, keys, window)) for queries in parts
+    ]
     assert found == [work(runs, window) for runs in parts]
     assert sum(found) == sum(min(p + 1, window or 10**9) for length in lengths for p in range(length))
     assert balance(lengths, ranks, window) == pytest.approx(max(found) * ranks / sum(found))
 
 
 @st.composite
-def scattered(draw: st.DrawFn) -> list[Run]:
+def scattered(draw: st.DrawFn) -> Runs:
     """Runs as no ring has them: gaps anywhere, neighbours that touch."""
     runs: list[Run] = []
     for document in range(draw(st.integers(1, 3))):
@@ -150,18 +171,16 @@ def scattered(draw: st.DrawFn) -> list[Run]:
             start = runs[-1].start + runs[-1].length if runs else 0
             runs.append(Run(document, position + gap, start, length))
             position += gap + length
-    return runs
+    return Runs(*np.array(runs, np.int64).reshape(-1, 4).T)
 
 
 @given(scattered(), scattered(), windows)
-def test_tiles_of_any_runs_hold_every_visible_pair_once(
-    queries: list[Run], keys: list[Run], window: int | None
-) -> None:
+def test_tiles_of_any_runs_hold_every_visible_pair_once(queries: Runs, keys: Runs, window: int | None) -> None:
     for other in (keys, queries):
         made = tiles(queries, other, window)
         found = [cell for tile in made for cell in cells(tile, window)]
-        assert len(set(found)) == len(found) == pairs(made, window)
-        assert set(found) == seen(Runs.of(queries), Runs.of(other), window)
+        assert len(set(found)) == len(found)
+        assert set(found) == seen(queries, other, window)
 
 
 @given(ranks_and_lengths, windows)

@@ -14,25 +14,16 @@ empty.  Which chunks these are changes from document to document (`Shards`), so 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
-from typing import NamedTuple, overload
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 Ints = NDArray[np.int64]
-
-
-class Run(NamedTuple):
-    """Consecutive tokens of one document on one ring rank."""
-
-    document: int  # number of the document in its sample
-    first: int  # position of the first token within the document
-    start: int  # row of the first token among the rank's tokens
-    length: int  # > 0
 
 
 class Tile(NamedTuple):
@@ -55,37 +46,25 @@ class Tile(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False)
-class Runs(Sequence[Run]):
-    """The runs of one ring rank in the order of its rows, as columns: a sample may have ten thousand documents."""
+class Runs:
+    """Runs of consecutive tokens of one document on one ring rank, in the order of its rows, none empty.
+
+    As columns, since a sample may have ten thousand documents.
+
+    Args:
+        document: number of the document in its sample.
+        first: position of the first token within the document.
+        start: row of the first token among the rank's tokens.
+        length: tokens.
+    """
 
     document: Ints
     first: Ints
     start: Ints
     length: Ints
 
-    @staticmethod
-    def of(runs: Sequence[Run]) -> Runs:
-        """The same runs as columns."""
-        if isinstance(runs, Runs):
-            return runs
-        return Runs(*np.array(runs, np.int64).reshape(-1, 4).T)
-
     def __len__(self) -> int:
         return len(self.document)
-
-    @overload
-    def __getitem__(self, index: int) -> Run: ...
-    @overload
-    def __getitem__(self, index: slice) -> Runs: ...
-    def __getitem__(self, index: int | slice) -> Run | Runs:
-        columns = (self.document, self.first, self.start, self.length)
-        if isinstance(index, slice):
-            return Runs(*(column[index] for column in columns))
-        return Run(*(int(column[index]) for column in columns))
-
-    def __iter__(self) -> Iterator[Run]:
-        columns = (self.document, self.first, self.start, self.length)
-        return map(Run._make, zip(*(column.tolist() for column in columns), strict=True))
 
     @property
     def documents(self) -> Ints:
@@ -100,29 +79,26 @@ class Runs(Sequence[Run]):
 
 
 @dataclass(frozen=True, eq=False)
-class Shards(Sequence[Runs]):
-    """The runs of each ring rank for a sample of documents; a rank's are computed when they are asked for.
+class Shards:
+    """The runs of each ring rank for a sample of documents; those of a rank are computed on request.
 
     The m tokens that are left of a document, fewer than 2 * ranks, go to one chunk each.  The chunks take them in one fixed
     order (`_order`): each document goes on where the one before stopped, from the longest to the shortest, so that documents
     of like length even out what each of them leaves uneven.
+
+    Args:
+        length: of each document.
+        first: index in the order of the chunk that takes a document's first token that is left.
     """
 
     ranks: int
-    length: Ints  # of each document
-    first: Ints  # index in the order of the chunk that takes a document's first token that is left
+    length: Ints
+    first: Ints
 
-    def __len__(self) -> int:
-        return self.ranks
+    def __iter__(self) -> Iterator[Runs]:
+        return map(self.__getitem__, range(self.ranks))
 
-    @overload
-    def __getitem__(self, index: int) -> Runs: ...
-    @overload
-    def __getitem__(self, index: slice) -> tuple[Runs, ...]: ...
-    def __getitem__(self, index: int | slice) -> Runs | tuple[Runs, ...]:
-        if isinstance(index, slice):
-            return tuple(self[rank] for rank in range(self.ranks)[index])
-        rank = range(self.ranks)[index]
+    def __getitem__(self, rank: int) -> Runs:
         borders = [self._borders(chunk) for chunk in (rank, 2 * self.ranks - 1 - rank)]
         firsts = np.stack([first for first, _ in borders], 1)
         return _runs_of(firsts, np.stack([stop for _, stop in borders], 1) - firsts)
@@ -183,26 +159,23 @@ def _runs_of(firsts: Ints, sizes: Ints) -> Runs:
     return Runs(document, first.ravel()[kept], length.cumsum() - length, length)
 
 
-def tiles(queries: Sequence[Run], keys: Sequence[Run], window: int | None = None) -> tuple[Tile, ...]:
-    """The pairs of a query and a key that see each other, each in one tile.
-
-    A query at position p sees the keys of its document at positions up to p, the last `window` of them where there is one.
-    A tile that is partly masked has at most `window` rows of queries and twice that of keys.
-    """
-    return tiles_of(tile_table(queries, keys, window))
-
-
 def tiles_of(table: Ints) -> tuple[Tile, ...]:
     """The tiles of a `tile_table`."""
     return tuple(Tile(a, b, c, d, None if offset < 0 else offset) for a, b, c, d, offset in table.tolist())
 
 
-def tile_table(queries: Sequence[Run], keys: Sequence[Run], window: int | None = None, *, masked: bool = True) -> Ints:
-    """`tiles` as a table, int64 [tiles, 5], with offset -1 for None: faster than objects for ten thousand documents.
+def tile_table(q: Runs, k: Runs, window: int | None = None, *, masked: bool = True) -> Ints:
+    """The pairs of a query and a key that see each other, each in one tile; int64 [tiles, 5], with offset -1 for None.
 
-    masked: the kernel takes a window as a mask, so tiles that have one are small; else they are as large as can be.
+    A query at position p sees the keys of its document at positions up to p, the last `window` of them where there is one.
+    A table is faster than `Tile`s for ten thousand documents.
+
+    Args:
+        q, k: the runs of queries and of keys.
+        window: how many positions a query sees, its own included.
+        masked: the kernel takes a window as a mask, so a tile that is partly masked has at most `window` rows of queries and
+            twice that of keys; else tiles are as large as can be.
     """
-    q, k = Runs.of(queries), Runs.of(keys)
     whole, found = _own_tiles(q, k, window)
     boxes = _Boxes.of(q, k, ~whole)
     table = np.concatenate([found, (boxes.in_blocks(window) if masked else boxes.trimmed(window)).tiles(window)])
@@ -215,7 +188,11 @@ def _own_tiles(q: Runs, k: Runs, window: int | None) -> tuple[NDArray[np.bool_],
     Rows of a document are in the order of their positions, so the causal mask of rows is that of positions.  A window counts
     positions, and a rank has gaps between them: a document that is longer than the window gets no such tile.
     """
-    if len(q) == 0 or len(q) != len(k) or any((getattr(q, c) != getattr(k, c)).any() for c in Run._fields):
+    if (
+        len(q) == 0
+        or len(q) != len(k)
+        or any((mine != other).any() for mine, other in zip(_columns(q), _columns(k), strict=True))
+    ):
         return np.zeros(len(q), np.bool_), np.empty((0, 5), np.int64)
     _, begin, run = np.unique(q.document, return_index=True, return_inverse=True)
     end = np.append(begin[1:], len(q)) - 1
@@ -223,6 +200,10 @@ def _own_tiles(q: Runs, k: Runs, window: int | None) -> tuple[NDArray[np.bool_],
     held = np.full(len(begin), True) if window is None else q.first[end] + q.length[end] - q.first[begin] <= window
     offset = np.where(stop - start > 1, 0, -1)
     return held[run], np.stack([start, stop, start, stop, offset], 1)[held]
+
+
+def _columns(runs: Runs) -> tuple[Ints, ...]:
+    return runs.document, runs.first, runs.start, runs.length
 
 
 @dataclass(frozen=True, eq=False)
@@ -310,30 +291,6 @@ def _joined(table: Ints, along: tuple[int, int]) -> Ints:
     joined = table[new]
     joined[:, stop] = table[np.append(np.flatnonzero(new)[1:], len(table)) - 1, stop]
     return joined
-
-
-def pairs(tiles: Iterable[Tile], window: int | None = None) -> int:
-    """The (query, key) pairs of tiles that see each other: the work of attention."""
-    count = 0
-    for tile in tiles:
-        rows, columns = tile.q_stop - tile.q_start, tile.k_stop - tile.k_start
-        if tile.offset is None:
-            count += rows * columns
-            continue
-        count += _clipped_sum(tile.offset + 1, rows, columns)
-        if window is not None:
-            count -= _clipped_sum(tile.offset + 1 - window, rows, columns)
-    return count
-
-
-def _clipped_sum(first: int, count: int, top: int) -> int:
-    """The sum of first, first + 1, ... (`count` numbers), each clipped to [0, top]."""
-
-    def below(stop: int) -> int:  # the sum of the clipped numbers from 0 up to stop - 1
-        rising = max(0, min(stop, top + 1))
-        return rising * (rising - 1) // 2 + top * max(0, stop - top - 1)
-
-    return below(first + count) - below(first)
 
 
 def work(runs: Runs, window: int | None = None) -> int:
