@@ -156,8 +156,7 @@ def test_the_comparison_says_why_a_schedule_is_impossible_and_takes_ones_own() -
 def test_a_refused_action_and_what_it_waits_for_are_marked() -> None:
     schedule = SCHEDULES["interleaved"].build(4, 8, 2)
     lines = draw_refused(schedule, ScheduleError("", 0, Action(ActionKind.FORWARD, 3, 1))).split("\n")
-    assert [">F3.1<" in line for line in lines] == [True, False, False, False]
-    assert ["(F3)" in line for line in lines] == [False, False, False, True]
+    assert [(">F3.1<" in line, "(F3)" in line) for line in lines] == [(True, False), (False, True)]
     assert lines[0].startswith("> rank 0")
 
 

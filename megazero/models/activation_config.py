@@ -213,7 +213,7 @@ def layer_policies(
         cuts: `partition` has something to cut: tp is above 1, and sequence parallelism has not cut it.
     """
     own = activations.of_stage(stage)
-    regions = _outermost(own.regions)
+    regions = frozenset(own.regions)
     recomputed, offloaded = _chosen(own.layers, layers), _chosen(own.offload_layers, layers)
     policies = {}
     for layer in layers:
@@ -226,18 +226,6 @@ def layer_policies(
             contiguous=own.offload == "none" and own.contiguous,
         )
     return policies
-
-
-def _outermost(regions: Sequence[Region]) -> frozenset[Region]:
-    """Without those that lie within another."""
-    found = set(regions)
-    if "block" in found:
-        return frozenset({"block"})
-    if "mlp" in found:
-        found.discard("activation")
-    if {"mlp", "attention"} <= found:
-        found.discard("norms")
-    return frozenset(found)
 
 
 def _chosen(choice: str | int | tuple[int, ...], layers: Sequence[int]) -> set[int]:

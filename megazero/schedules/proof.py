@@ -32,7 +32,7 @@ from bisect import bisect_left
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from itertools import pairwise, zip_longest
+from itertools import zip_longest
 from typing import TypeAlias
 
 from megazero.schedules.action import Action, ActionKind, MessageAction, Schedule
@@ -369,40 +369,23 @@ def check_runnable(schedule: Schedule) -> None:
 
 
 def draw_refused(schedule: Schedule, error: ScheduleError) -> str:
-    """The actions around the one that a schedule was refused for, in ASCII; empty if the error names none.
+    """The actions around the refused one, >F3<, and around the action that it depends on, (F3); "" if the error names none.
 
-    The action is marked >F3<, the one that it depends on (F3); those two ranks are centred on them, the others on the same
-    index of their list.  Of more than eight ranks only the near ones are shown.  The action may be missing from its list.
+    A line for each of the two ranks.  The refused action may be missing from its list.
     """
     rank, action = error.rank, error.action
     if rank is None or action is None:
         return ""
     source = schedule.source(rank, action) if (rank, action.chunk) in schedule.placement else None
-    centre = len(schedule.ranks[rank])
-    if source and source[0] == rank:
-        centre = _index(schedule, source, centre)
-    centre = _index(schedule, (rank, action), centre)
-    shown = [r for r in range(schedule.pp) if schedule.pp <= 8 or abs(r - rank) <= 3 or (source and r == source[0])]
     forms = {source: "({})", (rank, action): ">{}<"}
-    words = {}
-    for other in shown:
-        at = _index(schedule, source, centre) if source and source[0] == other != rank else centre
-        actions = enumerate(schedule.ranks[other])
-        cells = {index: forms.get((other, one), " {} ").format(one) for index, one in actions}
-        before = "..." if cells and at > 4 else ""
-        after = "..." if at + 5 < len(cells) else ""
-        words[other] = [before, *(cells.get(index, "") for index in range(at - 4, at + 5)), after]
-    wide = max(len(word) for row in words.values() for word in row)
     lines = []
-    for last, other in pairwise([shown[0] - 1, *shown]):
-        lines += ["  ..."] if other > last + 1 else []
-        mark = ">" if other == rank else " "
-        lines.append(f"{mark} rank {other:<3} {' '.join(word.ljust(wide) for word in words[other])}".rstrip())
+    for other in sorted({rank, source[0] if source else rank}):
+        actions = schedule.ranks[other]
+        marked = [index for index, one in enumerate(actions) if (other, one) in forms] or [len(actions)]
+        around = range(max(0, marked[0] - 4), min(len(actions), marked[-1] + 5))
+        words = [forms.get((other, actions[index]), "{}").format(actions[index]) for index in around]
+        before, after = ["..."] * (around.start > 0), ["..."] * (around.stop < len(actions))
+        lines.append(" ".join((">" if other == rank else " ", f"rank {other:<3}", *before, *words, *after)))
     if action not in schedule.ranks[rank]:
         lines.append(f"  {action} is not in the list of rank {rank}")
     return "\n".join(lines)
-
-
-def _index(schedule: Schedule, wanted: tuple[int, Action], otherwise: int) -> int:
-    rank, action = wanted
-    return schedule.ranks[rank].index(action) if action in schedule.ranks[rank] else otherwise
