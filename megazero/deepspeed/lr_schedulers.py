@@ -15,18 +15,25 @@ from __future__ import annotations
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import MISSING, dataclass, field, fields
 from inspect import isclass
 from math import cos, log, pi
-from typing import Any
+from typing import Annotated, Any, Literal
 
+from pydantic import Field
+from pydantic.dataclasses import dataclass
 from torch import Tensor
 from torch.optim import lr_scheduler
 
 from megazero.registry import check_keywords, keywords_of, unknown_name
 
-PerGroup = float | Sequence[float]
+Rate = Annotated[float, Field(ge=0)]
+Momentum = Annotated[float, Field(ge=0, lt=1)]
+PerGroup = Rate | list[Rate]
 """One number for all parameter groups, or one for each."""
+Steps = Annotated[int, Field(ge=1)]
+StepsOrNone = Annotated[int, Field(ge=0)]
+LastStep = Annotated[int, Field(ge=-1)]
+Warmup = Literal["log", "linear"]
 
 
 def warmup_factor(step: int, num_steps: int, warmup_type: str) -> float:
@@ -42,11 +49,6 @@ def cycle_height(step: int, first: int, second: int, first_stairs: int, second_s
     at = (step + 1) % (first + second)
     done, steps, stairs = (at, first, first_stairs) if at <= first else (first + second - at, second, second_stairs)
     return done * stairs // steps / stairs if stairs else done / steps
-
-
-def _count(default: Any = MISSING, *, least: int) -> Any:
-    """A parameter that is a whole number; 1e3, as JSON files have it, counts as 1000."""
-    return field(default=default, metadata={"least": least})
 
 
 class LRSchedule(ABC):
@@ -65,13 +67,6 @@ class LRSchedule(ABC):
     def __post_init__(self) -> None:
         if not hasattr(self.optimizer, "param_groups"):
             raise TypeError(f"a schedule needs an optimizer with param_groups, got {type(self.optimizer).__name__}")
-        for one in fields(self):  # type: ignore[arg-type]  # of a schedule
-            name, least, value = one.name, one.metadata.get("least"), getattr(self, one.name)
-            if least is None or (value is None and one.default is None):
-                continue
-            if isinstance(value, bool) or not isinstance(value, int | float) or value != int(value) or value < least:
-                raise ValueError(f"{name}={value!r} must be a whole number of at least {least}")
-            setattr(self, name, int(value))
         self._prepare()
         self._write()
 
@@ -105,10 +100,6 @@ class LRSchedule(ABC):
         """Go to a saved step; the schedule's parameters stay as constructed."""
         self.step(int(state["last_batch_iteration"]))
 
-    def _check_not_negative(self, name: str) -> None:
-        if getattr(self, name) < 0:
-            raise ValueError(f"{name}={getattr(self, name)} must be at least 0")
-
     def _write(self) -> None:
         self._last_lr = self.get_lr()
         for group, lr in zip(self.optimizer.param_groups, self._last_lr, strict=True):
@@ -119,13 +110,10 @@ class LRSchedule(ABC):
 
     def _per_group(self, name: str) -> list[float]:
         value, groups = getattr(self, name), len(self.optimizer.param_groups)
-        values: list[Any] = list(value) if isinstance(value, list | tuple) else [value] * groups
+        values: list[float] = value if isinstance(value, list) else [value] * groups
         if len(values) != groups:
             raise ValueError(f"{name} has {len(values)} numbers for {groups} parameter groups; give one for each")
-        for number in values:
-            if isinstance(number, bool) or not isinstance(number, int | float) or number < 0:
-                raise ValueError(f"{name}={value!r} must be a number of at least 0, or a list of them")
-        return [float(number) for number in values]
+        return values
 
     def _own_lrs(self) -> list[float]:
         """The groups' initial rates, stored in the groups as torch's schedulers do, so that they survive a resume."""
@@ -139,8 +127,6 @@ class _WarmupSchedule(LRSchedule):
     warmup_type: str
 
     def _prepare(self) -> None:
-        if self.warmup_type not in ("log", "linear"):
-            raise unknown_name("warmup_type", self.warmup_type, ("linear", "log"))
         total = getattr(self, "total_num_steps", self.warmup_num_steps)
         if total < self.warmup_num_steps:
             lengths = f"total_num_steps={total} is less than warmup_num_steps={self.warmup_num_steps}"
@@ -178,9 +164,9 @@ class WarmupLR(_WarmupBetween):
     optimizer: Any
     warmup_min_lr: PerGroup = 0.0
     warmup_max_lr: PerGroup | None = None
-    warmup_num_steps: int = _count(1000, least=1)
-    warmup_type: str = "log"
-    last_batch_iteration: int = _count(-1, least=-1)
+    warmup_num_steps: Steps = 1000
+    warmup_type: Warmup = "log"
+    last_batch_iteration: LastStep = -1
 
 
 @dataclass(eq=False, repr=False)
@@ -188,12 +174,12 @@ class WarmupDecayLR(_WarmupBetween):
     """As WarmupLR, then linearly down to warmup_min_lr at total_num_steps, where it stays."""
 
     optimizer: Any
-    total_num_steps: int = _count(least=1)
+    total_num_steps: Steps
     warmup_min_lr: PerGroup = 0.0
     warmup_max_lr: PerGroup | None = 0.001
-    warmup_num_steps: int = _count(1000, least=1)
-    warmup_type: str = "log"
-    last_batch_iteration: int = _count(-1, least=-1)
+    warmup_num_steps: Steps = 1000
+    warmup_type: Warmup = "log"
+    last_batch_iteration: LastStep = -1
 
     def factor_at(self, step: int) -> float:
         if step < self.warmup_num_steps:
@@ -211,18 +197,16 @@ class WarmupCosineLR(_WarmupSchedule):
     """
 
     optimizer: Any
-    total_num_steps: int = _count(least=1)
+    total_num_steps: Steps
     warmup_min_ratio: PerGroup = 0.0
-    warmup_num_steps: int = _count(1000, least=1)
-    cos_min_ratio: float = 0.0001
-    warmup_type: str = "log"
-    last_batch_iteration: int = _count(-1, least=-1)
+    warmup_num_steps: Steps = 1000
+    cos_min_ratio: Annotated[float, Field(ge=0, le=1)] = 0.0001
+    warmup_type: Warmup = "log"
+    last_batch_iteration: LastStep = -1
 
     def _prepare(self) -> None:
         super()._prepare()
         self._min_ratios = self._per_group("warmup_min_ratio")
-        if not 0 <= self.cos_min_ratio <= 1:
-            raise ValueError(f"cos_min_ratio={self.cos_min_ratio} must lie between 0 and 1")
         self._base_lrs = self._own_lrs()
 
     def lr_at(self, step: int) -> list[float]:
@@ -254,28 +238,24 @@ class OneCycle(LRSchedule):
     optimizer: Any
     cycle_min_lr: PerGroup
     cycle_max_lr: PerGroup
-    decay_lr_rate: float = 0.0
-    cycle_first_step_size: int = _count(2000, least=1)
-    cycle_second_step_size: int | None = _count(None, least=0)
-    cycle_first_stair_count: int = _count(0, least=0)
-    cycle_second_stair_count: int | None = _count(None, least=0)
-    decay_step_size: int = _count(0, least=0)
+    decay_lr_rate: Rate = 0.0
+    cycle_first_step_size: Steps = 2000
+    cycle_second_step_size: StepsOrNone | None = None
+    cycle_first_stair_count: StepsOrNone = 0
+    cycle_second_stair_count: StepsOrNone | None = None
+    decay_step_size: StepsOrNone = 0
     cycle_momentum: bool = True
-    cycle_min_mom: PerGroup = 0.8
-    cycle_max_mom: PerGroup = 0.9
+    cycle_min_mom: Momentum | list[Momentum] = 0.8
+    cycle_max_mom: Momentum | list[Momentum] = 0.9
     decay_mom_rate: float = 0.0
-    last_batch_iteration: int = _count(-1, least=-1)
+    last_batch_iteration: LastStep = -1
 
     def _prepare(self) -> None:
-        self._check_not_negative("decay_lr_rate")
         up, down = self.cycle_first_step_size, self.cycle_second_step_size
         stairs_up, stairs_down = self.cycle_first_stair_count, self.cycle_second_stair_count
         self._shape = (up, up if down is None else down, stairs_up, stairs_up if stairs_down is None else stairs_down)
         self._lrs = self._per_group("cycle_min_lr"), self._per_group("cycle_max_lr")
         self._moms = self._per_group("cycle_max_mom"), self._per_group("cycle_min_mom")
-        for name, momenta in zip(("cycle_max_mom", "cycle_min_mom"), self._moms, strict=True):
-            if max(momenta, default=0.0) >= 1:
-                raise ValueError(f"{name}={getattr(self, name)} must be below 1")
         if self.cycle_momentum and not all("betas" in group for group in self.optimizer.param_groups):
             warnings.warn("OneCycle leaves momentum alone: the optimizer's groups have no betas", stacklevel=4)
             self.cycle_momentum = False
@@ -326,13 +306,12 @@ class LRRangeTest(LRSchedule):
 
     optimizer: Any
     lr_range_test_min_lr: PerGroup = 1e-3
-    lr_range_test_step_size: int = _count(2000, least=1)
-    lr_range_test_step_rate: float = 1.0
+    lr_range_test_step_size: Steps = 2000
+    lr_range_test_step_rate: Rate = 1.0
     lr_range_test_staircase: bool = False
-    last_batch_iteration: int = _count(-1, least=-1)
+    last_batch_iteration: LastStep = -1
 
     def _prepare(self) -> None:
-        self._check_not_negative("lr_range_test_step_rate")
         self._min_lrs = self._per_group("lr_range_test_min_lr")
 
     def lr_at(self, step: int) -> list[float]:
