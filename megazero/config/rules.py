@@ -362,15 +362,12 @@ def _shard_groups_fill_dp(config: RunConfig) -> Iterator[Problem]:
 def _second_copies_fill_shard_groups(config: RunConfig) -> Iterator[Problem]:
     zero = config.zero
     shards = zero.shard_group_size or dp_of(config) * config.parallel.cp
-    return second_copies_fill("zero.secondary_shard_size", zero.secondary_shard_size, shards, "write 0")
-
-
-def second_copies_fill(key: str, size: int, shards: int, none: str) -> Iterator[Problem]:
-    """The secondary shard of weights (hpZ) spans fewer ranks than the primary one; `none` says how to switch it off."""
+    size = zero.secondary_shard_size
     if size and (size in (1, shards) or shards % size):
         choices = divisors(shards)[1:-1]
         rule = f"must divide the {shards} ranks that share the state into two groups or more, of 2 or more"
-        yield Problem(key, size, rule, nearest_text(nearest_of(size, choices)) if choices else none)
+        hint = nearest_text(nearest_of(size, choices)) if choices else "write 0"
+        yield Problem("zero.secondary_shard_size", size, rule, hint)
 
 
 def _storage_is_known(config: RunConfig) -> Iterator[Problem]:

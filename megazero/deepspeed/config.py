@@ -13,10 +13,11 @@ from pathlib import Path
 from typing import Any
 
 from megazero.config.derive import complete_batch
-from megazero.config.schema import OffloadConfig, PrecisionConfig, ZeroConfig
+from megazero.config.rules import check_rules
+from megazero.config.schema import OffloadConfig, PrecisionConfig, RunConfig, ZeroConfig
 from megazero.deepspeed.config_check import check_keys
 from megazero.deepspeed.config_schema import RELATIONS, ZERO, DeepSpeedJson, TensorboardBlock
-from megazero.settings import LARGEST_COUNT, ConfigError, Section, file_error, read_text
+from megazero.settings import LARGEST_COUNT, ConfigError, Problem, Section, file_error, read_text
 
 _SMALLEST_BUCKET = 1024  # bytes, as the schema has it
 _BYTES_PER_ELEMENT = 4  # buckets hold fp32 gradients
@@ -64,6 +65,9 @@ def load_deepspeed_config(source: str | Path | Mapping[str, Any], dp_size: int) 
     given = source if isinstance(source, Mapping) else read_json(Path(source))
     config, checked = check_keys(given)
     problems = checked.problems or [problem for relation in RELATIONS for problem in relation(config, dp_size)]
+    if not problems:
+        zero, precision = _zero(config), _precision(config)
+        problems = list(_broken_rules(RunConfig(zero=zero, precision=precision), dp_size))
     if problems:
         raise ConfigError(problems, name)
     batch = complete_batch(
@@ -81,8 +85,8 @@ def load_deepspeed_config(source: str | Path | Mapping[str, Any], dp_size: int) 
         train_batch_size=batch.global_batch_size,
         micro_batch_size=batch.micro_batch_size,
         accumulation=batch.accumulation,
-        zero=_zero(config),
-        precision=_precision(config),
+        zero=zero,
+        precision=precision,
         casts_inputs=half.auto_cast if "auto_cast" in half.model_fields_set else None,
         seed=efficiency.seed if "seed" in efficiency.model_fields_set else None,
         tensorboard=config.tensorboard if config.tensorboard.enabled else None,
@@ -132,6 +136,26 @@ def _zero(config: DeepSpeedJson) -> ZeroConfig:
         given["shard_group_size"] = max(0, zero.mics_shard_size)
         given["quantized_gradients"] = 4 if zero.zero_quantized_gradients else 0
     return ZeroConfig.model_validate(given)
+
+
+# What a run file calls them.
+_KEYS = {
+    "zero.stage": f"{ZERO}.stage",
+    "zero.offload.parameters": f"{ZERO}.offload_param.device",
+    "zero.shard_group_size": f"{ZERO}.mics_shard_size",
+    "zero.secondary_shard_size": f"{ZERO}.zero_hpz_partition_size",
+    "precision.min_loss_scale": "fp16.min_loss_scale",
+}
+
+
+def _broken_rules(run: RunConfig, dp: int) -> Iterator[Problem]:
+    """Give the rules of a run file that are broken, under the names of a DeepSpeed configuration."""
+    for problem in check_rules(run, dp)[1]:
+        if problem.key in _KEYS:
+            texts = [problem.key, problem.rule, problem.hint]
+            for ours, theirs in _KEYS.items():
+                texts = [text.replace(ours, theirs) for text in texts]
+            yield Problem(texts[0], problem.value, *texts[1:])
 
 
 def _bucket_bytes(config: DeepSpeedJson) -> int:

@@ -14,7 +14,6 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import BeforeValidator, Field
 from pydantic.fields import FieldInfo
 
-from megazero.config.rules import second_copies_fill
 from megazero.config.schema import Stage, is_section
 from megazero.settings import (
     LARGEST_COUNT,
@@ -25,9 +24,7 @@ from megazero.settings import (
     Section,
     Share,
     Spelling,
-    divisors,
     nearest_multiples,
-    nearest_of,
     nearest_text,
 )
 
@@ -103,7 +100,7 @@ class OffloadParamBlock(Section):
     """Where stage 3 keeps its shard of the weights."""
 
     device: Device | None = None
-    """where it is: `zero.offload.optimizer` at stages 1 to 3, `zero.offload.parameters` at stage 3"""
+    """where it is: `zero.offload.optimizer`, at stage 3 `zero.offload.parameters`"""
     nvme_path: str | None = None
     """`zero.offload.nvme_path`; one directory for both blocks"""
     pin_memory: bool = True
@@ -276,12 +273,6 @@ def _half_gradients_have_half_weights(config: DeepSpeedJson, _: int) -> Iterator
             yield Problem(key, value, rule, "leave it out")
 
 
-def _loss_scale_starts_above_its_least(config: DeepSpeedJson, _: int) -> Iterator[Problem]:
-    least, start = config.fp16.min_loss_scale, 2**config.fp16.initial_scale_power
-    if config.fp16.enabled and least > start:
-        yield Problem("fp16.min_loss_scale", least, f"must be <= 2**initial_scale_power={start}", f"write {start}")
-
-
 def _parameters_have_a_type(config: DeepSpeedJson, _: int) -> Iterator[Problem]:
     for name, block in (("optimizer", config.optimizer), ("scheduler", config.scheduler)):
         if block.params is not None and not block.type:
@@ -303,43 +294,11 @@ def _offload_names_device_and_path(config: DeepSpeedJson, _: int) -> Iterator[Pr
         yield Problem(f"{ZERO}.offload_param.nvme_path", paths[1], rule, "write the same directory twice")
 
 
-def _offload_fits_the_stage(config: DeepSpeedJson, _: int) -> Iterator[Problem]:
-    zero = config.zero_optimization
-    rules = {  # the least stage
-        "offload_optimizer": (1, "needs stage 1, 2 or 3: stage 0 shards nothing"),
-        "offload_param": (3, f"needs stage 3: stage {zero.stage} keeps the weights whole"),
-    }
-    for name, (least, rule) in rules.items():
-        if zero.stage < least and (block := zero.offloads[name].if_on):
-            hint = f"write {ZERO}.stage = {least}, or leave it out"
-            yield Problem(f"{ZERO}.{name}.device", block.device, rule, hint)
-
-
-def _shard_groups_fill_dp(config: DeepSpeedJson, dp: int) -> Iterator[Problem]:
-    size = config.zero_optimization.mics_shard_size
-    if size > 0 and dp % size:
-        nearest = nearest_text(nearest_of(size, divisors(dp)))
-        yield Problem(f"{ZERO}.mics_shard_size", size, f"must divide dp={dp}", nearest)
-
-
-def _second_copies_fill_shard_groups(config: DeepSpeedJson, dp: int) -> Iterator[Problem]:
-    zero = config.zero_optimization
-    if zero.stage == 3 and zero.zero_hpz_partition_size > 1:
-        shards = zero.mics_shard_size if zero.mics_shard_size > 0 else dp
-        yield from second_copies_fill(
-            f"{ZERO}.zero_hpz_partition_size", zero.zero_hpz_partition_size, shards, "write 1"
-        )
-
-
-# (configuration, dp) -> what is wrong
+# (configuration, dp) -> what is wrong; what the settings of a run file may be together, its own rules say
 RELATIONS: tuple[Callable[[DeepSpeedJson, int], Iterator[Problem]], ...] = (
     _batch_sizes_agree,
     _there_is_one_format,
     _half_gradients_have_half_weights,
-    _loss_scale_starts_above_its_least,
     _parameters_have_a_type,
     _offload_names_device_and_path,
-    _offload_fits_the_stage,
-    _shard_groups_fill_dp,
-    _second_copies_fill_shard_groups,
 )
