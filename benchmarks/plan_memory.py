@@ -1,30 +1,24 @@
 """The plan's memory and traffic beside measured ones, over random shapes of small models on gloo ranks.
 
-    python -m benchmarks.plan_memory --shapes 200 --raw /tmp/shapes --out page.md
+    python -m benchmarks.plan_memory --shapes 200 --out page.md
 
 Each shape is drawn from its number; a draw that is no valid run is left out.  A run's third step is measured on every
-rank: all tensors that torch's allocator reports, and all bytes that the collectives count.  Measures and plans are added to
-`measured.jsonl` and `planned.jsonl` of a folder as they come, and what is there is not made again: a run can be ended and
-goes on, and plans can be deleted and made again by other code beside the same measures.
+rank: all tensors that torch's allocator reports, and all bytes that the collectives count.
 """
 
 from __future__ import annotations
 
 import argparse
 import gc
-import json
 import os
 import random
 import time
-import traceback
 from collections import Counter
-from collections.abc import Callable, Iterator
-from concurrent.futures import ProcessPoolExecutor
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import count, islice
-from multiprocessing import get_context
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import NamedTuple
 
 import torch
 
@@ -140,10 +134,6 @@ def state_of(run: ResolvedRun, rank: int) -> ParallelState:
     return ParallelState(run.grid, rank, shard_group_size=size, local_world_size=run.world_size, cp_ulysses=ulysses)
 
 
-Record: TypeAlias = dict[str, Any]
-"""As it is in a file: of a rank its `stage`, `peak`, bytes by kind as `state`, and `sent` by 'axis operation'."""
-
-
 def shapes(first: int, size: int) -> Iterator[tuple[int, str, ResolvedRun]]:
     """Valid draws from a number on."""
     drawn = ((number, *draw(number)) for number in count(first))
@@ -151,7 +141,17 @@ def shapes(first: int, size: int) -> Iterator[tuple[int, str, ResolvedRun]]:
     return islice(valid, size)
 
 
-def measure(rank: int, run: ResolvedRun) -> Record:
+class Measured(NamedTuple):
+    """A rank's third step; `sent`: bytes, bytes to other hosts and calls by (axis, operation)."""
+
+    stage: int
+    is_first: bool  # of the ranks of its pipeline rank; others have less state where their shard ends in padding
+    peak: int
+    state: dict[str, int]
+    sent: dict[tuple[str, str], tuple[int, ...]]
+
+
+def measure(rank: int, run: ResolvedRun) -> Measured:
     """One rank's third step: buffers exist after one or two.  Called on every rank."""
     _quantiles()  # a table of the first random numbers of a process
     state = state_of(run, rank)
@@ -161,57 +161,21 @@ def measure(rank: int, run: ResolvedRun) -> Record:
         batches = random_batches(run, engine.share)
         for _ in range(3):
             counted, _ = _watched_step(engine, batches, live.mark)
-    traffic, kinds = state.traffic, Counter[str]()
-    for name, nbytes in counted["step"].items():
-        kinds[name.split(" on ")[0]] += nbytes
+    traffic, at = state.traffic, state.at
     sent = {
-        " ".join(key): [traffic.sent_bytes[key], traffic.link_bytes[key], calls]
+        key: (traffic.sent_bytes[key], traffic.link_bytes[key], calls)
         for key, calls in traffic.calls.items()
         if key[1] not in ("gather_objects", "from_first")
     }
-    at = state.at  # of others a shard that ends in padding has less state
-    is_first = not (at.tp or at.cp or at.dp)
-    return {"stage": at.pp, "peak": live.peak, "state": kinds, "sent": sent, "is_first": is_first}
+    return Measured(at.pp, not (at.tp or at.cp or at.dp), live.peak, by_kind(counted["step"]), sent)
 
 
-def measured_of(run: ResolvedRun) -> Record:
-    """All ranks of a run."""
-    return {"ranks": in_processes(run.world_size, measure, run, timeout=240)}
-
-
-def planned_of(run: ResolvedRun) -> Record:
-    """All pipeline ranks of a run, and the seconds that this took."""
-    started = time.perf_counter()
-    cluster = cpus(run.world_size)
-    both = zip(memory_of(run, cluster), traffic_of(run, cluster), strict=True)
-    ranks = [
-        {
-            "stage": memory.stage,
-            "peak": memory.peak,
-            "moment": memory.moment,
-            "state": dict(memory.state),
-            "sent": {" ".join(key): list(sent) for key, sent in traffic.items()},
-        }
-        for memory, traffic in both
-    ]
-    return {"ranks": ranks, "seconds": time.perf_counter() - started}
-
-
-def add_to(path: Path, number: int, make: Callable[[ResolvedRun], Record], run: ResolvedRun) -> Record:
-    """What is made of a run, or how it failed, as one more line of a file."""
-    try:
-        found = make(run)
-    except Exception as error:
-        found = {"error": f"{type(error).__name__}: {error}", "trace": traceback.format_exc()}
-    with path.open("a") as file:
-        file.write(json.dumps({"number": number, **found}) + "\n")
-    return found
-
-
-def lines_of(path: Path) -> dict[int, Record]:
-    """By the number of their shape."""
-    lines = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
-    return {line["number"]: line for line in lines}
+def by_kind(state: Mapping[str, int]) -> dict[str, int]:
+    """Bytes of state and buffers, wherever they lie."""
+    found = Counter[str]()
+    for name, nbytes in state.items():
+        found[name.split(" on ")[0]] += nbytes
+    return {kind: found[kind] for kind in (*STATE_KINDS, "gather_buffers", "gradient_buffers")}
 
 
 @dataclass(frozen=True)
@@ -223,84 +187,48 @@ class Compared:
     error: str = ""
     off: tuple[float, ...] = ()  # of each pipeline rank, predicted / measured - 1 of its fullest rank
     wrong: frozenset[str] = frozenset()  # of `state`, `gradient_buffers` and `traffic`, what is not exact
-    detail: str = ""
     fullest: bool = False
     moment: str = ""
     peak: int = 0
-    seconds: float = 0.0
+    seconds: float = 0.0  # that the plan took
 
 
-def compare(number: int, case: str, planned: Record, measured: Record) -> Compared:
-    """Of one shape."""
-    for name, one in (("plan", planned), ("run", measured)):
-        if "error" in one:
-            return Compared(number, case, f"{name}: {one['error']}")
-    plans = planned["ranks"]
-    peaks = [max(one["peak"] for one in measured["ranks"] if one["stage"] == stage) for stage in range(len(plans))]
-    off = tuple(plan["peak"] / peak - 1 for plan, peak in zip(plans, peaks, strict=True))
-    wrong = {}
-    for one in measured["ranks"]:
-        if one["is_first"]:
-            wrong |= _differences(plans[one["stage"]], one)
-    most = max(range(len(peaks)), key=lambda stage: plans[stage]["peak"])
+def compare(number: int, case: str, run: ResolvedRun) -> Compared:
+    """Plan a shape and run it."""
+    started, cluster = time.perf_counter(), cpus(run.world_size)
+    try:
+        plans, sent = memory_of(run, cluster), traffic_of(run, cluster)
+        seconds = time.perf_counter() - started
+        ranks: list[Measured] = in_processes(run.world_size, measure, run, timeout=240)
+    except Exception as error:
+        return Compared(number, case, f"{type(error).__name__}: {error}")
+    peaks = [max(rank.peak for rank in ranks if rank.stage == stage) for stage in range(len(plans))]
+    off = tuple(plan.peak / peak - 1 for plan, peak in zip(plans, peaks, strict=True))
+    wrong = set[str]()
+    for rank in ranks:
+        if rank.is_first:
+            planned = by_kind(plans[rank.stage].state)
+            differ = {kind for kind, nbytes in planned.items() if nbytes != rank.state[kind]}
+            wrong |= {kind if kind == "gradient_buffers" else "state" for kind in differ}
+            wrong |= {"traffic"} if {key: tuple(one) for key, one in sent[rank.stage].items()} != rank.sent else set()
+    most = max(range(len(peaks)), key=lambda stage: plans[stage].peak)
     worst = max(range(len(peaks)), key=lambda stage: abs(off[stage]))
-    return Compared(
-        number,
-        case,
-        off=off,
-        wrong=frozenset(wrong.values()),
-        detail="; ".join(wrong),
-        fullest=peaks[most] >= max(peaks) * (1 - 1e-3),
-        moment=plans[worst]["moment"],
-        peak=peaks[worst],
-        seconds=planned["seconds"],
-    )
-
-
-def _differences(plan: Record, measured: Record) -> dict[str, str]:
-    """What of state and traffic is not as planned, in words, and of which sort it is."""
-    found = {}
-    for kind in (*STATE_KINDS, "gather_buffers", "gradient_buffers"):
-        wanted = sum(nbytes for name, nbytes in plan["state"].items() if name.split(" on ")[0] == kind)
-        if wanted != (got := measured["state"].get(kind, 0)):
-            text = f"{kind} of stage {plan['stage']}: {wanted} planned, {got} measured"
-            found[text] = kind if kind == "gradient_buffers" else "state"
-    for key in {*plan["sent"], *measured["sent"]}:
-        wanted, got = (one["sent"].get(key, [0, 0, 0]) for one in (plan, measured))
-        if wanted != got:
-            found[f"{key} of stage {plan['stage']}: {wanted} planned, {got} measured"] = "traffic"
-    return found
+    fullest = peaks[most] >= max(peaks) * (1 - 1e-3)
+    return Compared(number, case, "", off, frozenset(wrong), fullest, plans[worst].moment, peaks[worst], seconds)
 
 
 def main() -> None:
-    """Make what is missing of all shapes and write the page."""
+    """Compare shapes and write the page."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shapes", type=int, default=200)
     parser.add_argument("--first", type=int, default=0)
-    parser.add_argument("--raw", type=Path, required=True, help="folder of raw results")
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
-    arguments.raw.mkdir(parents=True, exist_ok=True)
-    files = arguments.raw / "measured.jsonl", arguments.raw / "planned.jsonl"
-    measured, planned = (lines_of(path) for path in files)
     found = []
-    with ProcessPoolExecutor(1, get_context("fork")) as planner:
-        todo = list(shapes(arguments.first, arguments.shapes))
-        plans = {
-            number: planner.submit(add_to, files[1], number, planned_of, run)
-            for number, _, run in todo
-            if number not in planned
-        }
-        for number, case, run in todo:
-            if number not in measured:
-                measured[number] = add_to(files[0], number, measured_of, run)
-            if number in plans:
-                planned[number] = plans[number].result()
-            found.append(one := compare(number, case, planned[number], measured[number]))
-            most = max(one.off, key=abs, default=0.0)
-            print(f"{number:4d} {run.world_size} ranks {most:+.2%} {one.error}", flush=True)
-            if one.error or one.wrong or abs(most) > 0.005 or not one.fullest:
-                print(f"     {case}\n     {one.moment} {one.peak} {one.fullest} {one.detail}", flush=True)
+    for shape in shapes(arguments.first, arguments.shapes):
+        found.append(one := compare(*shape))
+        most = max(one.off, key=abs, default=0.0)
+        print(f"{one.number:4d} {most:+.2%} {one.error} {', '.join(one.wrong)}", flush=True)
     text = page(found)
     print(text)
     if arguments.out:
