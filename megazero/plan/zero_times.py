@@ -235,7 +235,7 @@ def _rank_zero(
         if zero.secondary_shard_size and is_stage_3:
             axis, nbytes = links["secondary"], widths.weights
         gathers = {chunk: _pieces(axis, "all_gather", counts[chunk] * nbytes, buckets[chunk]) for chunk in counts}
-    stepped = optimizer_seconds(run, cluster, sum(counts.values())) + matrix_seconds(run, cluster, axis)
+    stepped = optimizer_seconds(run, cluster, sum(counts.values())) + matrix_seconds(run, cluster, links["shard"])
     waits = 0.0 if overlaps or is_stage_3 else sum(one.wire for one in gathers.values())
     return RankZero(
         {} if waits else gathers,
