@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ast
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -11,6 +13,7 @@ import pytest
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "megazero"
 ANNEXES = {"cpu", "deepspeed", "formats", "plan"}
+MOST_LOADED = 130
 PAGE = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
 
 
@@ -48,6 +51,15 @@ def test_the_trunk_imports_no_annex() -> None:
             if re.fullmatch(r"megazero\.\w+(\.[\w.]+)?(:\w+)?", node.value)
         }
         assert not (_rooms_imported(path) | named) & ANNEXES, path
+
+
+def test_a_run_loads_few_files() -> None:
+    """Tiny files of one idea that are always loaded together are one file.  The number only falls; 110 are wanted."""
+    code = (
+        "import sys, megazero.training.trainer; print(*(one for one in sys.modules if one.split('.')[0] == 'megazero'))"
+    )
+    loaded = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout.split()
+    assert len(loaded) <= MOST_LOADED, f"{len(loaded)} files of the package are loaded: {', '.join(sorted(loaded))}"
 
 
 def test_the_core_path_names_files_that_exist() -> None:

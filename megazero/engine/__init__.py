@@ -1,8 +1,7 @@
 """One training step, whoever calls it: a GPT by its configuration, or a script's own module."""
 
-from megazero.engine.batches import BatchShare
 from megazero.engine.gpt import Engine, initialize
 from megazero.engine.phases import Position
-from megazero.engine.step import NonFiniteError, StepStatistics
+from megazero.engine.step import BatchShare, NonFiniteError, StepStatistics
 
 __all__ = ["BatchShare", "Engine", "NonFiniteError", "Position", "StepStatistics", "initialize"]

@@ -23,11 +23,18 @@ from megazero.checkpoint.save import save_checkpoint
 from megazero.checkpoint.saver import Saver
 from megazero.comm.collectives import Pending, agree, all_reduce, gather_objects
 from megazero.config import RunConfig
-from megazero.engine.batches import BatchShare, check_same_documents, check_shapes
 from megazero.engine.outline import RankStages, build_stages, chunks_of, optimizer_of
 from megazero.engine.phases import Position, check_same_run, position_after, trainer_state
 from megazero.engine.stage_runner import ChunkRunner, StageRunner, executors
-from megazero.engine.step import NonFiniteError, StepStatistics, check_finite, sum_over_ranks
+from megazero.engine.step import (
+    BatchShare,
+    NonFiniteError,
+    StepStatistics,
+    check_finite,
+    check_same_documents,
+    check_shapes,
+    sum_over_ranks,
+)
 from megazero.layers.vocabulary import IGNORED_LABEL, VocabParallelHead
 from megazero.models.gpt import GPTStage, MicroBatch
 from megazero.models.registry import FAMILIES
