@@ -34,10 +34,10 @@ from zero_worlds import (
 
 from megazero.comm.backend import TorchBackend
 from megazero.comm.messages import OrderError
+from megazero.deepspeed.script_units import VisitHistory
 from megazero.parallel_state import ParallelState
 from megazero.zero.file_store import FileStore
-from megazero.zero.gather import UnitGatherer
-from megazero.zero.visit_history import VisitHistory
+from megazero.zero.gather import ScheduleOrder, Unit, UnitState
 
 WIDTH = 8
 
@@ -1122,8 +1122,7 @@ def test_what_is_frozen_or_unfrozen_later_is_refused_unless_it_is_undone_within_
             for change in (weight.requires_grad_, lambda to, weight=weight: setattr(weight, "requires_grad", to)):
                 change(not trains)
                 assert weight.requires_grad is not trains
-                was, now = ("trained", "frozen") if trains else ("frozen", "to be trained")
-                with pytest.raises(RuntimeError, match=f"{name} was {was} .* is {now}"):
+                with pytest.raises(RuntimeError, match=f"{name} was frozen, unfrozen"):
                     sharded.step(batch)
                 change(trains)
                 sharded.step(batch)
@@ -1197,15 +1196,13 @@ def test_evaluation_between_steps_changes_nothing_and_sees_the_new_weights(stage
 def test_from_the_second_step_on_every_unit_but_the_first_has_been_started_when_it_is_needed() -> None:
     def law(rank: int) -> list[list[tuple[int, bool]]]:
         sharded = Sharded(seeded(_Twice), 3, rank, 2)
-        gatherer = sharded.parameters.gatherer
-        assert gatherer is not None
         steps: list[list[tuple[int, bool]]] = []
 
-        def wait(self: UnitGatherer, index: int) -> None:
-            steps[-1].append((index, self.is_unsharded(index)))
-            plain_wait(self, index)
+        def wait(self: Unit) -> None:
+            steps[-1].append((self.index, self.state is not UnitState.SHARDED))
+            plain_wait(self)
 
-        plain_wait, UnitGatherer.wait_for_unshard = UnitGatherer.wait_for_unshard, wait
+        plain_wait, Unit.wait = Unit.wait, wait
         for step in random_batches(3, 2, 2, 4, WIDTH):
             steps.append([])
             sharded.step(step[rank])
@@ -1257,16 +1254,36 @@ def test_a_chain_gathers_every_unit_once_for_its_forward_and_once_for_its_backwa
     assert run_world(2, law) == [(5 + 3) * shard_bytes] * 2
 
 
-def test_the_units_ahead_are_those_of_the_pass_before_and_at_a_chunks_edge_what_the_schedule_says() -> None:
+@pytest.mark.parametrize("order", [ScheduleOrder, VisitHistory])
+def test_the_units_ahead_are_those_of_the_chunk_and_at_its_edge_what_the_schedule_says(
+    order: type[ScheduleOrder],
+) -> None:
+    units = order([0, 0, 0, 1, 1])
+    for is_forward, chunk in [(True, (0, 1, 2)), (False, (2, 1, 0))] * 2:  # the second time a history knows it
+        units.expect(0, not is_forward)
+        for unit in chunk:
+            units.visit(unit, is_forward)
+    units.expect(1, is_forward=False)
+    units.visit(0, is_forward=True)
+    # the other chunk has not run yet: a history knows nothing of it but its first unit
+    assert list(units.upcoming()) == ([1, 2, 4, 3] if order is ScheduleOrder else [1, 2, 4])
+    units.visit(1, is_forward=True)
+    units.visit(2, is_forward=True)
+    assert next(units.upcoming()) == 4
+    units.visit(4, is_forward=False)
+    units.visit(3, is_forward=False)
+    assert list(units.upcoming()) == []  # said once, it holds once
+
+
+def test_without_a_schedule_the_units_ahead_are_those_of_the_pass_before() -> None:
     history = VisitHistory([0, 0, 0, 1, 1])
-    passes = [("forward", index) for index in range(3)] + [("backward", index) for index in (2, 1, 0)]
-    for visit in passes * 2:
-        history.record(visit)
-    history.record(("forward", 0))
-    assert list(itertools.islice(history.upcoming(), 7)) == [1, 2, 2, 1, 0, 0, 1]
-    history.expect(1, is_forward=False)
-    assert list(history.upcoming()) == [1, 2, 4]  # the chunk has not run yet: nothing is known of it but its first unit
-    for visit in (("forward", 1), ("forward", 2)):
-        history.record(visit)
-    assert list(history.upcoming()) == [4]
-    assert list(history.upcoming()) == []  # said once, it holds once
+    for is_forward, chunk in [
+        (True, (0, 1, 2)),
+        (False, (2, 1, 0)),
+        (True, (0, 1, 2)),
+        (False, (2, 1, 0)),
+        (True, (0,)),
+    ]:
+        for unit in chunk:
+            history.visit(unit, is_forward)
+    assert list(history.upcoming()) == [1, 2, 2, 1, 0]

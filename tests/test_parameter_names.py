@@ -13,7 +13,7 @@ from megazero.config import ResolvedRun, RunConfig, resolve
 from megazero.engine import gpt, initialize
 from megazero.layers.spec import NamedRows, rows_spec
 from megazero.parallel_state import Axis, ParallelState
-from megazero.zero.names import Rows, check_parameters, logical_rows
+from megazero.zero.sharded_model import Rows, check_parameters, logical_rows
 from megazero.zero.units import Described, describe
 
 

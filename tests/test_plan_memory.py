@@ -167,7 +167,6 @@ def test_a_plan_makes_no_file_and_does_not_look_at_this_machines_memory(monkeypa
     def asked(*_: object) -> int:
         raise AssertionError
 
-    monkeypatch.setattr("megazero.zero.sharded_model.free_memory_bytes", asked)
     monkeypatch.setattr("megazero.zero.offload.free_memory_bytes", asked)
     words = "zero.stage=2 precision.dtype=bf16 zero.offload.nvme_path=/no/such/place zero.offload.optimizer="
     found = {}

@@ -6,8 +6,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from megazero.deepspeed.script_units import script_units_of as units_of
 from megazero.layers.spec import whole_spec
-from megazero.zero.units import describe, units_of
+from megazero.zero.units import describe
 
 
 class _Block(nn.Module):

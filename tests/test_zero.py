@@ -17,6 +17,7 @@ from zero_worlds import Sharded, assert_same, assert_trains_as_plain, numbers, p
 
 from megazero.comm import collectives
 from megazero.config.schema import PrecisionConfig, ZeroConfig
+from megazero.deepspeed.script_units import script_units_of as units_of
 from megazero.layers.spec import Initializer, NamedRows, rows_spec
 from megazero.parallel_state import ParallelState, RankGrid
 from megazero.zero.bucket import ALONE, Bucket, Interval, Placement, ShardingPolicy
@@ -24,7 +25,7 @@ from megazero.zero.gradients import GradientReducer
 from megazero.zero.optimizer import ShardedOptimizer, recipe_of_class
 from megazero.zero.parameters import ShardedParameters
 from megazero.zero.reductions import ReductionQueue, gradient_square_sum, square_sum
-from megazero.zero.units import Described, Unit, describe, units_of
+from megazero.zero.units import Described, UnitModule, describe
 
 STAGES = [0, 1, 2, 3]
 ZERO = ZeroConfig(bucket_bytes=1024, prefetch_bytes=0)
@@ -200,7 +201,7 @@ def _policy() -> ShardingPolicy:
 
 def test_a_parameter_outside_every_unit_is_refused() -> None:
     layer, stray = _Layer(), nn.Parameter(torch.empty(3))
-    unit = Unit(layer, tuple((layer, key) for key in layer._parameters), 0)
+    unit = UnitModule(layer, tuple((layer, key) for key in layer._parameters), 0)
     with pytest.raises(ValueError, match="stray belongs to no unit"):
         ShardedParameters([unit], [Described("stray", stray, rows_spec((NamedRows("stray", 3),)))], _policy(), ZERO, {})
 

@@ -18,11 +18,11 @@ from megazero.comm.collectives import all_reduce, gather_objects
 from megazero.config.schema import PrecisionConfig, ZeroConfig
 from megazero.deepspeed.bound_parameters import BoundParameters
 from megazero.deepspeed.script_optimizers import recipe_of
-from megazero.deepspeed.script_reducer import ScriptReducer
+from megazero.deepspeed.script_units import ScriptModel, script_units_of
 from megazero.parallel_state import ParallelState, RankGrid
 from megazero.zero.bucket import Placement, intersect
-from megazero.zero.sharded_model import ShardedModel
-from megazero.zero.units import describe, units_of
+from megazero.zero.sharded_model import ModelParts, ShardingSettings
+from megazero.zero.units import describe
 
 Batches = Sequence[Sequence[Sequence[Any]]]
 NewOptimizer = Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
@@ -111,15 +111,11 @@ class Sharded:
             pairs = Placement(*self.state.cut(self.state.dp_cp, 2, "pair", "pairs"))
             described = [replace(one, placement=pairs) if in_pairs(one.name) else one for one in described]
         self.optimizer = optimizer(groups)
-        self.zero = ShardedModel(
-            units_of([module]),
-            described,
+        zero_config = ZeroConfig(**{"stage": stage, "bucket_bytes": 1024, "prefetch_bytes": 0} | zero)
+        self.zero = ScriptModel(
+            ModelParts(script_units_of([module]), described),
             self.state,
-            ZeroConfig(**{"stage": stage, "bucket_bytes": 1024, "prefetch_bytes": 0} | zero),
-            precision,
-            recipe_of(self.optimizer),
-            ties={},
-            reducer=ScriptReducer,
+            ShardingSettings(zero_config, precision, recipe_of(self.optimizer)),
         )
         self.parameters, self.reducer = self.zero.parameters, self.zero.reducer
         self.parameters.load_from_module(self.state.dp_cp, self.state.tp, {})

@@ -11,9 +11,9 @@ from difflib import get_close_matches
 from torch import nn
 
 from megazero.comm.memory import address_of, storage_of
+from megazero.deepspeed.script_units import ScriptModel
+from megazero.deepspeed.ungathered_parameter import real
 from megazero.zero.bucket import Bucket
-from megazero.zero.param_proxy import real
-from megazero.zero.sharded_model import ShardedModel
 
 
 class BoundParameters:
@@ -28,7 +28,7 @@ class BoundParameters:
         modifiers: by name, the `modifier_rank` of the GatheredParameters that a parameter is within.
     """
 
-    def __init__(self, module: nn.Module, model: ShardedModel) -> None:
+    def __init__(self, module: nn.Module, model: ScriptModel) -> None:
         self._module, self._model, self._parameters = module, model, model.parameters
         self._held = dict(_held_in(module))
         self.home = {

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from megazero.comm.collectives import all_gather, all_reduce
 from megazero.deepspeed.meta_init import MetaParameter
 from megazero.deepspeed.training_engine import ENGINES, TrainingEngine
+from megazero.deepspeed.ungathered_parameter import UngatheredParameter, real
 from megazero.zero.bucket import Bucket
-from megazero.zero.param_proxy import UngatheredParameter, real
 from megazero.zero.storage import FlatArray
 
 

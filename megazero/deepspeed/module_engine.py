@@ -29,9 +29,9 @@ from megazero.comm.collectives import agree
 from megazero.deepspeed.config import DeepSpeedConfig
 from megazero.deepspeed.full_params import GatheredParameters
 from megazero.deepspeed.script_reducer import ModuleReducer
+from megazero.deepspeed.script_units import ScriptModel
 from megazero.deepspeed.training_engine import ENGINES, TrainingEngine
 from megazero.layers.saved_tensors import forget_failed_backward
-from megazero.zero.sharded_model import ShardedModel
 from megazero.zero.units import in_backward
 
 
@@ -53,7 +53,7 @@ class ModuleEngine(TrainingEngine):
     """
 
     def __init__(
-        self, module: nn.Module, model: ShardedModel, config: DeepSpeedConfig, show: Callable[[str], None]
+        self, module: nn.Module, model: ScriptModel, config: DeepSpeedConfig, show: Callable[[str], None]
     ) -> None:
         super().__init__(module, model, config, show)
         self._casts = config.precision.dtype != "fp32" if config.casts_inputs is None else config.casts_inputs

@@ -20,11 +20,11 @@ from megazero.deepspeed.layer_specs import LayerChunk
 from megazero.deepspeed.pipeline_module import PipelineModule
 from megazero.deepspeed.recompute import pipeline_step
 from megazero.deepspeed.script_checkpoints import refuses
+from megazero.deepspeed.script_units import ScriptModel
 from megazero.deepspeed.training_engine import TrainingEngine
 from megazero.engine.stage_runner import ChunkRunner, StageRunner, executors
 from megazero.schedules.action import Action, ActionKind
 from megazero.schedules.executor import Message
-from megazero.zero.sharded_model import ShardedModel
 
 Shapes: TypeAlias = tuple[tuple[tuple[int, ...], torch.dtype], ...]
 Inputs: TypeAlias = tuple[Shapes, ...]  # of each virtual stage
@@ -35,7 +35,7 @@ class PipelineEngine(TrainingEngine):
     """Training of a `PipelineModule`; arguments as `TrainingEngine`."""
 
     def __init__(
-        self, module: PipelineModule, model: ShardedModel, config: DeepSpeedConfig, show: Callable[[str], None]
+        self, module: PipelineModule, model: ScriptModel, config: DeepSpeedConfig, show: Callable[[str], None]
     ) -> None:
         super().__init__(module, model, config, show)
         chunks = [chunk for chunk in module.chunks if isinstance(chunk, LayerChunk)]

@@ -37,9 +37,9 @@ from megazero.checkpoint.saver import Saver
 from megazero.comm.collectives import agree, gather_objects
 from megazero.deepspeed.bound_parameters import BoundParameters
 from megazero.deepspeed.config import DeepSpeedConfig
+from megazero.deepspeed.script_units import ScriptModel
 from megazero.engine.phases import Position, trainer_state
 from megazero.terminal import drain, warn
-from megazero.zero.sharded_model import ShardedModel
 
 CLIENT_STATE, SCHEDULE, BUFFERS = "client_state.pt", "lr_scheduler.pt", "buffers.safetensors"
 _COUNTERS = ("global_steps", "global_samples", "micro_steps", "skipped_steps")
@@ -95,7 +95,7 @@ class CheckpointedEngine(nn.Module):
     """What an engine trains and counts, with its checkpoints; arguments and attributes as `TrainingEngine`."""
 
     def __init__(
-        self, module: nn.Module, model: ShardedModel, config: DeepSpeedConfig, show: Callable[[str], None]
+        self, module: nn.Module, model: ScriptModel, config: DeepSpeedConfig, show: Callable[[str], None]
     ) -> None:
         super().__init__()
         self.module, self.config = module, config

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 from weakref import ref
 
 import torch
@@ -26,8 +26,10 @@ from torch.autograd.graph import Node
 from megazero.comm.collectives import from_first
 from megazero.deepspeed.reach import Reach, may_run_backward
 from megazero.parallel_state import Axis
-from megazero.zero.gather import UnitGatherer
 from megazero.zero.gradients import BucketGradients, GradientReducer, LaunchOrder
+
+if TYPE_CHECKING:
+    from megazero.deepspeed.script_units import ScriptGatherer
 
 
 class _Graph:
@@ -52,12 +54,14 @@ class ScriptReducer(GradientReducer):
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
         self.accumulates = False
+        self._mark_end_of_pass: Callable[[], None] = lambda: None  # so that ranks that gather other units get an error
         self._leaves_out_by_unit = False
         self._graphs: dict[tuple[int, int], _Graph] = {}  # by chunk, and autograd's number of the backward
         self._reach: dict[int, Reach] = {}  # by chunk
 
-    def follow_units(self, gatherer: UnitGatherer) -> None:
-        super().follow_units(gatherer)
+    def follow_units(self, gatherer: ScriptGatherer) -> None:
+        """Mark the end of each pass, and leave out what a backward does not reach, unit by unit."""
+        self._mark_end_of_pass = gatherer.buffers.mark_end_of_pass
         if any(bucket.layout.shards > 1 for bucket in self.buckets):  # else all ranks use the same parameters
             gatherer.on_backward = self.close_unused
             self._leaves_out_by_unit = True
@@ -116,6 +120,7 @@ class ScriptReducer(GradientReducer):
 
     def close_pass(self, chunk: int) -> None:
         self._graphs = {key: graph for key, graph in self._graphs.items() if key[0] != chunk}
+        self._mark_end_of_pass()
         super().close_pass(chunk)
 
     @contextmanager

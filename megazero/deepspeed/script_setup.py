@@ -33,9 +33,10 @@ from megazero.deepspeed.pipeline_engine import PipelineEngine
 from megazero.deepspeed.pipeline_module import PipelineModule
 from megazero.deepspeed.recompute import configure_by_block
 from megazero.deepspeed.script_optimizers import recipe_by_name, recipe_of
-from megazero.deepspeed.script_reducer import ModuleReducer, ScriptReducer
+from megazero.deepspeed.script_units import ScriptModel, ScriptModule, script_units_of
 from megazero.deepspeed.topology import PipelineParallelGrid
 from megazero.deepspeed.training_engine import ENGINES, TrainingEngine
+from megazero.deepspeed.ungathered_parameter import UngatheredParameter, real
 from megazero.launchers import start_problem
 from megazero.layers.spec import whole_spec
 from megazero.parallel_state import Axis, ParallelState, parallel_state_of
@@ -44,9 +45,8 @@ from megazero.parallel_state.state import TIMEOUT, local_device
 from megazero.terminal import Terminal
 from megazero.zero.bucket import DTYPES
 from megazero.zero.optimizer import OptimizerRecipe
-from megazero.zero.param_proxy import UngatheredParameter, real
-from megazero.zero.sharded_model import ShardedModel
-from megazero.zero.units import Described, describe, units_of
+from megazero.zero.sharded_model import ModelParts, ShardingSettings
+from megazero.zero.units import Described, describe
 
 OptimizerLike: TypeAlias = torch.optim.Optimizer | Callable[[Any], torch.optim.Optimizer]
 _SEED = 1234
@@ -130,9 +130,9 @@ def initialize(
     _check_ties(described, state)
     chunks = list(model.chunks) if isinstance(model, PipelineModule) else [model]
     _move_buffers(model, settings, state)
-    units, zero, precision = units_of(chunks), settings.zero, settings.precision
-    reducer = ScriptReducer if isinstance(model, PipelineModule) else ModuleReducer
-    sharded = ShardedModel(units, described, state, zero, precision, recipe, ties=ties, reducer=reducer)
+    parts = ModelParts(script_units_of(chunks), described, ties)
+    model_type = ScriptModel if isinstance(model, PipelineModule) else ScriptModule
+    sharded = model_type(parts, state, ShardingSettings(settings.zero, settings.precision, recipe))
     seed = _SEED if settings.seed is None else settings.seed
     sharded.parameters.load_from_module(state.dp, state.tp, ties, deferred_values(described, seed))
     engine: TrainingEngine = (

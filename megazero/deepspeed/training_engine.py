@@ -32,10 +32,10 @@ from megazero.comm.collectives import all_reduce, gather_objects
 from megazero.deepspeed.config import DeepSpeedConfig
 from megazero.deepspeed.engine_names import answer
 from megazero.deepspeed.script_checkpoints import CheckpointedEngine, refuses
+from megazero.deepspeed.script_units import ScriptModel
+from megazero.deepspeed.ungathered_parameter import real
 from megazero.engine.step import StepStatistics, check_finite, sum_over_ranks
 from megazero.zero.bucket import DTYPES
-from megazero.zero.param_proxy import real
-from megazero.zero.sharded_model import ShardedModel
 
 T = TypeVar("T")
 
@@ -68,7 +68,7 @@ class RepeatingLoader:
 class StepReport:
     """Reports the steps of one engine on rank 0: a line for the terminal, TensorBoard's scalars, the time of each phase."""
 
-    def __init__(self, config: DeepSpeedConfig, model: ShardedModel, show: Callable[[str], None]) -> None:
+    def __init__(self, config: DeepSpeedConfig, model: ScriptModel, show: Callable[[str], None]) -> None:
         self._config, self._model, self._show = config, model, show
         self._shown_at = time.perf_counter()
         self._seconds: defaultdict[str, float] = defaultdict(float)
@@ -137,7 +137,7 @@ class TrainingEngine(CheckpointedEngine):
     """
 
     def __init__(
-        self, module: nn.Module, model: ShardedModel, config: DeepSpeedConfig, show: Callable[[str], None]
+        self, module: nn.Module, model: ScriptModel, config: DeepSpeedConfig, show: Callable[[str], None]
     ) -> None:
         super().__init__(module, model, config, show)
         self._report = StepReport(config, model, self._show)

@@ -46,7 +46,7 @@ from megazero.schedules.kind import GivenSchedule, ScheduleKind
 from megazero.schedules.registry import SCHEDULES
 from megazero.settings import hide_passwords
 from megazero.zero.optimizer import OptimizerRecipe
-from megazero.zero.sharded_model import ShardedModel
+from megazero.zero.sharded_model import ModelParts, ShardedModel, ShardingSettings
 from megazero.zero.units import Described, describe, units_of
 
 
@@ -322,19 +322,13 @@ def _shard(config: RunConfig, state: ParallelState, built: RankStages, placement
         for name, _ in stage.named_parameters()
     }
     offload = built.offload
+    # a compiled block waits as a whole: hooks of its layers would break its graph
+    units = units_of(built.stages, by_layer=not may_compile(config.training.compile, state.device))
+    arena = None if offload is None or offload.on_host else offload.pool
     sharded = ShardedModel(
-        # a compiled block waits as a whole: hooks of its layers would break its graph
-        units_of(built.stages, by_layer=not may_compile(config.training.compile, state.device)),
-        described,
+        ModelParts(units, described, _tied_axes(described, state, placement), queue_of),
         state,
-        config.zero,
-        config.precision,
-        recipe,
-        ties=_tied_axes(described, state, placement),
-        wgrad_queues=queue_of,
-        checks_order=False,
-        hides_gathers=True,
-        arena=None if offload is None or offload.on_host else offload.pool,
+        ShardingSettings(config.zero, config.precision, recipe, arena),
     )
     if offload is not None:
         offload.stay(bucket.weights for bucket in sharded.parameters.buckets)

@@ -158,6 +158,6 @@ class StageRunner:
     def expect(self, following: Action) -> None:
         is_forward, gatherer = following.kind is ActionKind.FORWARD, self._model.parameters.gatherer
         if gatherer is not None:
-            gatherer.expect(following.chunk, is_forward)
+            gatherer.order.expect(following.chunk, is_forward)
         if self._offload is not None:
             self._offload.expect(None if is_forward else (following.chunk, following.microbatch))

@@ -47,12 +47,12 @@ from megazero.plan.unit_trace import (
 from megazero.schedules.action import Action, ActionKind, Schedule
 from megazero.schedules.executor import steps_of, what_messages_confirm
 from megazero.schedules.proof import Steps, peak_activations, program
-from megazero.zero.parameters import SECOND_COPY
+from megazero.zero.parameters import SECONDARY_SHARD
 
 ACTIVATIONS, WORKING, MESSAGES, BATCH = "activations", "working memory", "pipeline messages", "tokens"
 COMMUNICATORS, SLACK = "communicators", "allocator slack"
 END_OF_STEP = "end of the step"
-STATE_KINDS = ("parameters", "gradients", "optimizer", SECOND_COPY)
+STATE_KINDS = ("parameters", "gradients", "optimizer", SECONDARY_SHARD)
 COMMUNICATOR_BYTES = 16 * (4 + 5) * 2**20
 """Of one of NCCL's, stated, not measured: 16 channels of NCCL_BUFFSIZE, 4 MiB by its documentation, and LL128's buffers."""
 ALLOCATOR_SLACK = 0.02

@@ -248,7 +248,7 @@ class _Driver:
         for action in actions:
             follower = following.get(action)
             if gatherer is not None and follower is not None:
-                gatherer.expect(follower.chunk, follower.kind is ActionKind.FORWARD)
+                gatherer.order.expect(follower.chunk, follower.kind is ActionKind.FORWARD)
             gathers = None if action.kind is ActionKind.WEIGHT else gatherer
             self._visit(gathers, action)
             if action.kind is last:
@@ -265,7 +265,12 @@ class _Driver:
         first, is_forward = sum(len(one) for one in self._units[:chunk]), action.kind is ActionKind.FORWARD
         for number, names in units if is_forward else reversed(units):
             if gatherer is not None:
-                gatherer.visit("forward" if is_forward else "backward", first + number)
+                unit = gatherer.units[first + number]
+                if is_forward:
+                    unit.pre_forward()
+                    unit.post_forward(None)
+                else:
+                    unit.pre_backward()
             levels = self.levels.setdefault((action.microbatch > 0, chunk, number), {})
             for short, (name, kind) in names.items():
                 if kind is not action.kind:

@@ -1,4 +1,4 @@
-"""Which units of stage 3 share a gather buffer, and so how many of them are gathered ahead of the one in use.
+"""The buffers that stage 3 gathers weights into, and which units share one.
 
     position of a unit in its chunk    0   1   2   3   4   5   6
     three buffers                      A   B   C   A   B   C   A
@@ -13,21 +13,32 @@ Where a unit has several buckets, the i-th buckets of its units share a buffer; 
 A gather policy says how long a gathered unit stays:
     action    units take turns in the buffers: every forward and backward gathers anew what has made room; least memory
     chunk     units at the same position of different chunks share: a chunk stays until another chunk runs
-    step      each unit its own: gathered once per step; the memory of whole weights
+    step      each unit has its own: gathered once per step; the memory of whole weights
 A parameter that several units use, or that is in use while other units run, has a buffer of its own.
+
+[Note: fixed addresses]  A bucket is always gathered to the same address.  Storage of its own, freed between uses with
+`resize_(0)`, would hold the same bytes; but a CPU maps a block of more than 32 MiB anew each time, page by page: a step with
+such an embedding took 3.5 times as long.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from megazero.zero.bucket import BucketLayout
+from megazero.comm.collectives import Pending, all_gather
+from megazero.comm.memory import storage_of
+from megazero.parallel_state import Axis
+from megazero.zero.bucket import Bucket, BucketLayout, ShardingPolicy
+from megazero.zero.buffer_pool import BufferPool
+from megazero.zero.quantized import WEIGHT_BITS, BlockFormat, QuantizedGather
+from megazero.zero.storage import PendingCopy
 
 
 @dataclass(frozen=True)
@@ -68,25 +79,25 @@ def plan_buffers(
     """
     alone, sharing = list[BucketLayout](), list[_Shared]()
     of_units = Counter[tuple[int, bool]]()
-    for one in layouts:
-        if one.tie is not None or gather_policy == "step" or one.slots[0].info.alone:
-            alone += [] if one.persistent else [one]
-        elif not one.persistent:
-            position = one.unit - chunk_of_unit.index(chunk_of_unit[one.unit])
-            sharing.append(_Shared(position, of_units[one.unit, one.trains], one))
-            of_units[one.unit, one.trains] += 1
-    count = max((one.position + 1 for one in sharing), default=0)
+    for layout in layouts:
+        if layout.tie is not None or gather_policy == "step" or layout.slots[0].info.alone:
+            alone += [] if layout.persistent else [layout]
+        elif not layout.persistent:
+            position = layout.unit - chunk_of_unit.index(chunk_of_unit[layout.unit])
+            sharing.append(_Shared(position, of_units[layout.unit, layout.trains], layout))
+            of_units[layout.unit, layout.trains] += 1
+    count = max((shared.position + 1 for shared in sharing), default=0)
     if gather_policy == "action":
         units = Counter[int]()
-        for _, _, one in sharing:
-            units[one.unit] += one.padded_numel
+        for shared in sharing:
+            units[shared.layout.unit] += shared.layout.padded_numel
         most = max(units.values(), default=0) + prefetch_elements
         count = next((n for n in range(count, 2, -1) if sum(_in_turn(sharing, n).sizes) <= most), 2)
-    return BufferPlan((*_in_turn(sharing, count).buffers, *((one,) for one in alone)))
+    return BufferPlan((*_in_turn(sharing, count).buffers, *((layout,) for layout in alone)))
 
 
 class _Shared(NamedTuple):
-    """A bucket that shares its buffer with those of the same number of other units."""
+    """A bucket that shares its buffer with the bucket of the same number in other units."""
 
     position: int  # of its unit in its chunk
     number: int  # among the buckets of the unit
@@ -94,8 +105,188 @@ class _Shared(NamedTuple):
 
 
 def _in_turn(sharing: Sequence[_Shared], count: int) -> BufferPlan:
-    """Units whose positions are equal modulo `count` share buffers; what is frozen has buffers beside what trains."""
+    """Units whose positions are equal modulo `count` share buffers; frozen buckets have other buffers than trained ones."""
     members: dict[tuple[int, int, bool], list[BucketLayout]] = {}
-    for position, number, one in sharing:
-        members.setdefault((position % count, number, one.trains), []).append(one)
+    for position, number, layout in sharing:
+        members.setdefault((position % count, number, layout.trains), []).append(layout)
     return BufferPlan(tuple(map(tuple, members.values())))
+
+
+class ShardSource:
+    """All-gathers a bucket from the shards of its ranks; an offloaded shard reaches the device through a staging buffer."""
+
+    def __init__(self, buckets: Sequence[Bucket], policy: ShardingPolicy) -> None:
+        self._staging, self._on_cpu = BufferPool(policy.device), policy.on_cpu
+        self._largest = max((bucket.weight_shard.numel for bucket in buckets), default=0)
+        self._reading: dict[Bucket, tuple[PendingCopy, Tensor]] = {}
+        self._all_gather: Callable[..., Pending] = all_gather
+        self.is_exact = not policy.quantizes_weights or all(bucket.layout.shards == 1 for bucket in buckets)
+        if not self.is_exact:
+            largest = max(bucket.layout.padded_numel for bucket in buckets)
+            self._all_gather = QuantizedGather(BlockFormat.on(policy, WEIGHT_BITS), self._staging, largest).start
+
+    @property
+    def staging_bytes(self) -> int:
+        """Bytes of the buffers through which offloaded shards and quantized weights pass."""
+        return self._staging.nbytes
+
+    @property
+    def secondary_bytes(self) -> int:
+        """Bytes of this rank's secondary shards."""
+        return 0
+
+    def start(self, bucket: Bucket, label: str) -> Pending:
+        """Start the all-gather of a bucket into its buffer.  `label`: see `all_gather`."""
+        tensor, axis = bucket.weight_shard.tensor, bucket.placement.gathers_over
+        if tensor is not None and self._is_on_device(bucket):
+            return self._all_gather(bucket.weights, tensor, axis, label)
+        self.read_ahead(bucket)
+        copy, staging = self._reading.pop(bucket)
+        copy.wait()
+        pending = self._all_gather(bucket.weights, staging[: bucket.weight_shard.numel], axis, label)
+        return Pending(pending.wait, partial(self._staging.release, staging))
+
+    def read_ahead(self, bucket: Bucket) -> None:
+        """Start to copy an offloaded shard to the device."""
+        if bucket not in self._reading and not self._is_on_device(bucket):
+            staging = self._staging.acquire(self._largest, bucket.weight_shard.dtype)
+            self._reading[bucket] = bucket.weight_shard.start_read(staging[: bucket.weight_shard.numel], 0), staging
+
+    def forget(self) -> None:
+        """Drop the copies under way: the shards have changed."""
+        reading, self._reading = self._reading, {}
+        for copy, staging in reading.values():
+            copy.wait()
+            self._staging.release(staging)
+
+    def _is_on_device(self, bucket: Bucket) -> bool:
+        location = bucket.weight_shard.location
+        return location == "device" or (location == "host" and self._on_cpu)
+
+
+class SecondarySource(ShardSource):
+    """Keeps a secondary shard within each host, so that only the first all-gather after an update crosses between hosts.
+
+        shard axis        | rank 0 | rank 1 || rank 2 | rank 3 |     1/4 each: what the optimizer steps
+        secondary axis    | rank 0   rank 1 |  one host
+                                             | rank 2   rank 3 |  another
+        secondary shard   | half a | half b || half a | half b |     whole within each host
+
+        first gather of a bucket after an update    over the shard axis; each rank then keeps its secondary shard
+        every later one                             over the secondary axis
+
+    Both give the same bits.  It takes the bytes of the weights, divided by the ranks of the secondary axis, on every rank.
+
+    Source: Wang et al. 2023 (ZeRO++), section 3.2: hierarchical weight partition, hpZ.
+    """
+
+    def __init__(self, buckets: Sequence[Bucket], policy: ShardingPolicy) -> None:
+        super().__init__(buckets, policy)
+        self.axes = {bucket: axis for bucket in buckets if (axis := bucket.placement.secondary) is not None}
+        self._shards = {bucket: torch.zeros_like(_shard_on(axis, bucket.weights)) for bucket, axis in self.axes.items()}
+        self._fresh: set[Bucket] = set()
+
+    @property
+    def secondary_bytes(self) -> int:
+        return sum(shard.nbytes for shard in self._shards.values())
+
+    def is_fresh(self, bucket: Bucket) -> bool:
+        """Whether the secondary shard holds a bucket's weights; the same on every rank, since all gather alike."""
+        return bucket in self._fresh
+
+    def start(self, bucket: Bucket, label: str) -> Pending:
+        if bucket in self._fresh:
+            return all_gather(bucket.weights, self._shards[bucket], self.axes[bucket], label)
+        if bucket not in self._shards:
+            return super().start(bucket, label)
+        return Pending(super().start(bucket, label).wait, partial(self._keep, bucket))
+
+    def _keep(self, bucket: Bucket) -> None:
+        self._shards[bucket].copy_(_shard_on(self.axes[bucket], bucket.weights))
+        self._fresh.add(bucket)
+
+    def read_ahead(self, bucket: Bucket) -> None:
+        if bucket not in self._fresh:
+            super().read_ahead(bucket)
+
+    def forget(self) -> None:
+        self._fresh.clear()
+        super().forget()
+
+
+def _shard_on(axis: Axis, weights: Tensor) -> Tensor:
+    """This rank's shard of whole weights over the secondary axis, whose size divides that of the shard axis."""
+    return weights.view(axis.size, -1)[axis.index]
+
+
+class GatherBuffers:
+    """Which bucket each buffer holds, and the all-gathers into buffers that are under way."""
+
+    def __init__(self, buckets: Sequence[Bucket], policy: ShardingPolicy) -> None:
+        has_secondary = any(bucket.placement.secondary is not None for bucket in buckets)
+        self.source = (SecondarySource if has_secondary else ShardSource)(buckets, policy)
+        self._bytes = {  # by address of a buffer
+            storage_of(bucket.weights): bucket.weights.untyped_storage().nbytes() for bucket in buckets
+        }
+        self._holder: dict[int, Bucket] = {}  # by address of a buffer: the bucket whose weights it holds or gets
+        self._arriving: dict[int, Pending] = {}  # by address of a buffer
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the buffers, and of those through which weights pass to them."""
+        return sum(self._bytes.values()) + self.source.staging_bytes
+
+    @property
+    def count(self) -> int:
+        """How many buffers there are."""
+        return len(self._bytes)
+
+    @property
+    def is_full(self) -> bool:
+        """Whether every buffer holds weights, or a gather that brings them is under way."""
+        return len(self._holder) == len(self._bytes)
+
+    def bucket_at(self, tensor: Tensor) -> Bucket | None:
+        """The bucket held by the buffer that a tensor lies in; None if it lies in none."""
+        # the zeros of forward-mode differentiation have no memory
+        if tensor.layout is not torch.strided or tensor._is_zerotensor() or not torch._C._has_storage(tensor):
+            return None
+        return self._holder.get(storage_of(tensor))
+
+    def holds(self, bucket: Bucket) -> bool:
+        """Whether a bucket's buffer holds its weights, or a gather that brings them is under way."""
+        return self._holder.get(storage_of(bucket.weights)) is bucket
+
+    def is_arriving(self, bucket: Bucket) -> bool:
+        """Whether a gather into a bucket's buffer is under way."""
+        return storage_of(bucket.weights) in self._arriving
+
+    def unshard(self, bucket: Bucket) -> None:
+        """Start the all-gather of a bucket, unless its buffer holds it."""
+        if self.holds(bucket):
+            return
+        address = storage_of(bucket.weights)
+        self.wait(bucket)
+        self._holder.pop(address, None)  # until a gather has begun: one that fails leaves nothing in the buffer
+        self._arriving[address] = self.start(bucket)
+        self._holder[address] = bucket
+
+    def start(self, bucket: Bucket) -> Pending:
+        """Start the all-gather of a bucket into its buffer."""
+        return self.source.start(bucket, "")
+
+    def wait(self, bucket: Bucket) -> None:
+        """Wait for the gather into a bucket's buffer, if one is under way."""
+        address = storage_of(bucket.weights)
+        if address in self._arriving:
+            holder = self._holder.pop(address)  # a wait that fails leaves nothing in the buffer
+            self._arriving.pop(address).wait()
+            self._holder[address] = holder
+
+    def forget(self) -> None:
+        """Drop all that was gathered or read: the shards have changed.  Nothing stays, also where a wait is interrupted."""
+        arriving, self._arriving = self._arriving, {}
+        self._holder.clear()
+        for pending in arriving.values():
+            pending.wait()
+        self.source.forget()

@@ -20,7 +20,7 @@ Volume per step, in parameters Ψ and rounds G: stage 0 2Ψ, stage 1 reduce-scat
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from weakref import ref
 
@@ -31,7 +31,6 @@ from torch.utils.hooks import RemovableHandle
 from megazero.layers.gemm import add_product, product_t
 from megazero.layers.linear import WeightGradQueue
 from megazero.zero.bucket import Bucket, Interval, ShardingPolicy, Share
-from megazero.zero.gather import UnitGatherer
 from megazero.zero.reductions import ReductionQueue
 
 embedding_dense_backward = torch.ops.aten.embedding_dense_backward
@@ -188,7 +187,6 @@ class GradientReducer:
     Attributes:
         buckets: those that train.
         most_buffer_bytes: the limit of `buffer_bytes`; see `ReductionQueue`.
-        on_close: called at the end of every micro-batch's backward.
         rounds: how many the step has; the last one starts what is reduced once per step.
     """
 
@@ -199,7 +197,6 @@ class GradientReducer:
         self.reductions = ReductionQueue(policy, self.buckets, bucket_bytes)
         self.most_buffer_bytes = self.reductions.working.most_bytes + self.reductions.replicas.most_bytes
         self.every_round, self.rounds = every_micro_batch, 1
-        self.on_close: Callable[[], None] = lambda: None
         # A backward runs the units in reverse; a bucket is complete with the gradients of its first unit.
         order: dict[int, list[BucketGradients]] = {}
         for bucket in sorted(self.buckets, key=lambda bucket: -bucket.layout.unit):
@@ -254,10 +251,6 @@ class GradientReducer:
         else:
             self.add(parameter, gradient.to_dense())  # of Embedding(sparse=True)
 
-    def follow_units(self, gatherer: UnitGatherer) -> None:
-        """Under stage 3, mark the end of each pass, so that ranks that gather units in different orders get an error."""
-        self.on_close = gatherer.mark_end_of_pass
-
     def begin_step(self, micro_batches: int, step: int = 0) -> None:
         """Forget the last step.  Each parameter is expected once per micro-batch.  `step`: see `ReductionQueue`."""
         self.reductions.begin_step(step)
@@ -306,7 +299,6 @@ class GradientReducer:
 
     def close_pass(self, chunk: int) -> None:
         """Count the gradients of one micro-batch of a chunk that have not come as zero; see [Note: one order]."""
-        self.on_close()
         if (order := self.orders.get(chunk)) is not None:
             order.close_pass()
             self.reduce_due(order)

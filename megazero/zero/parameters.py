@@ -37,7 +37,7 @@ from megazero.zero.gather import UnitGatherer
 from megazero.zero.gather_buffers import BufferPlan, plan_buffers
 from megazero.zero.offload import Offload
 from megazero.zero.storage import Location
-from megazero.zero.units import Described, Unit
+from megazero.zero.units import Described, UnitModule
 from megazero.zero.weight_gathers import WeightGathers
 
 _ALONE = Axis("world")
@@ -46,7 +46,7 @@ _MORE_FOR_BUCKETS = 1 / 32  # of gather buffers, at most, for several buckets in
 # Of the gradients of stage 0.  A backward takes twice as long as a forward, so twice the bytes travel behind it: the
 # reduce-scatter of all and the all-gather of a third there, that of two thirds behind the forward.
 BEHIND_FORWARD = 2 / 3
-SECOND_COPY = "second_copy"  # the kind of memory
+SECONDARY_SHARD = "secondary_shard"  # the kind of memory
 
 # Initial values of a parameter that has no memory yet, by name, asked for once; None if they are not known here.
 DeferredValues: TypeAlias = Callable[[str], Tensor | None]
@@ -63,7 +63,7 @@ class ShardedParameters:
         moments: arrays of optimizer state per element, for which a file has space.
         rank: for the file's name.
         world: all ranks: their buckets have one size, and they fail together if one cannot allocate.
-        checks_order: see `BucketGatherer`.
+        gatherer_type: makes what gathers the units of stage 3.
         hides_gathers: nobody reads weights between an update and the next forward of their unit without `wait`.
         hides_gradients: where stage 0 hides gathers, gradients are gathered behind the next forward, too.
 
@@ -76,7 +76,7 @@ class ShardedParameters:
 
     def __init__(
         self,
-        units: Sequence[Unit],
+        units: Sequence[UnitModule],
         described: Sequence[Described],
         policy: ShardingPolicy,
         zero: ZeroConfig,
@@ -85,7 +85,7 @@ class ShardedParameters:
         rank: int = 0,
         world: Axis = _ALONE,
         *,
-        checks_order: bool = True,
+        gatherer_type: type[UnitGatherer] = UnitGatherer,
         hides_gathers: bool = False,
         hides_gradients: bool = False,
     ) -> None:
@@ -134,9 +134,12 @@ class ShardedParameters:
             self.gathers.attach(units, {id(self.by_name[name]): bucket for name, bucket in home.items()})
         self.gatherer: UnitGatherer | None = None
         if by_unit:
-            self.gatherer = UnitGatherer(
-                units, home, self.by_name, policy, zero.prefetch_bytes, checks_order=checks_order
-            )
+            places = {
+                id(self.by_name[slot.info.name]): (bucket, slot)
+                for bucket in self.buckets
+                for slot in bucket.layout.slots
+            }
+            self.gatherer = gatherer_type(units, places, policy, zero.prefetch_bytes)
 
     def _choose_late_gradients(self) -> None:
         """Choose the buckets of stage 0 whose gradients are gathered behind the next forward: the first in its order.
@@ -172,7 +175,7 @@ class ShardedParameters:
                 seen.add(layout.tie)
             self.buckets.append(bucket)
 
-    def _bind(self, originals: dict[str, nn.Parameter], units: Sequence[Unit]) -> None:
+    def _bind(self, originals: dict[str, nn.Parameter], units: Sequence[UnitModule]) -> None:
         """Make every module's parameter a view of its bucket; a shared parameter stays shared."""
         bound: dict[int, nn.Parameter] = {}
         for bucket in self.buckets:
@@ -300,9 +303,9 @@ class ShardedParameters:
 
     def memory_bytes(self) -> dict[str, int]:
         """Bytes of model state at the end of a step, by kind and, but for the device, location."""
-        sizes = Counter(parameters=0, gradients=0, gather_buffers=self.gatherer.nbytes if self.gatherer else 0)
+        sizes = Counter(parameters=0, gradients=0, gather_buffers=self.gatherer.buffers.nbytes if self.gatherer else 0)
         if self.policy.placement.secondary is not None and self.gatherer is not None:
-            sizes[SECOND_COPY] = self.gatherer.second_copy_bytes
+            sizes[SECONDARY_SHARD] = self.gatherer.buffers.source.secondary_bytes
         for bucket in self.buckets:
             if bucket.holds_weights:
                 sizes["parameters"] += bucket.weights.nbytes
@@ -323,7 +326,7 @@ def memory_kind(kind: str, location: Location) -> str:
 
 
 def _describe_parameters(
-    units: Sequence[Unit], described: Sequence[Described], policy: ShardingPolicy, zero: ZeroConfig
+    units: Sequence[UnitModule], described: Sequence[Described], policy: ShardingPolicy, zero: ZeroConfig
 ) -> list[ParamInfo]:
     """What each parameter is to its bucket."""
     users: dict[int, set[int]] = {}

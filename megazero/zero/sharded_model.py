@@ -9,10 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass, field
+from itertools import pairwise
 from math import isfinite, sqrt
-from typing import Any
+from typing import Any, ClassVar, TypeAlias
 
-import torch
 from torch import Tensor
 
 from megazero.comm.collectives import LostPeerError, agree, gather_objects
@@ -23,97 +24,94 @@ from megazero.parallel_state import Axis, ParallelState
 from megazero.parallel_state.grid import hosts_of
 from megazero.settings import divisors
 from megazero.zero.bucket import DTYPES, Placement, ShardingPolicy
+from megazero.zero.gather import UnitGatherer
 from megazero.zero.gradients import GradientReducer
 from megazero.zero.loss_scaler import LossScaler
 from megazero.zero.matrices import matrix_stepper
-from megazero.zero.names import check_parameters, logical_rows
-from megazero.zero.offload import free_memory_bytes, without_auto
+from megazero.zero.offload import without_auto
 from megazero.zero.optimizer import OptimizerRecipe, ShardedOptimizer
 from megazero.zero.parameters import ShardedParameters
 from megazero.zero.reductions import gradient_square_sum, sum_partial_over_tp, sum_tied
 from megazero.zero.state import ShardedState
-from megazero.zero.units import Described, Unit
+from megazero.zero.units import Described, UnitModule
 from megazero.zero.weight_gathers import HalfSteppedError
 
+Rows: TypeAlias = list[tuple[str, int, int, str]]
+"""Rows of logical tensors: the tensor's name, the first row, the end, and the parameter that holds them."""
 
-class ShardedModel:
-    """What one rank holds of a model, and how it is stepped.
+
+@dataclass(frozen=True)
+class ModelParts:
+    """This rank's part of a model, before it is sharded.
 
     Args:
         units: see `ShardedParameters`.
         described: every parameter once, in forward order, with its optimizer group.
         ties: by logical name of a tied parameter, the ranks that hold a copy.
         wgrad_queues: by name of a parameter, the queue that takes its chunk's weight gradients past autograd.
-        checks_order: ranks that use modules in different orders under stage 3 raise an OrderError; it costs a message for
-            each gather between hosts or GPUs.  False where a proved schedule gives the order.
-        hides_gathers: see `ShardedParameters`.  False for a script, which may read its parameters at any time.
-        arena: see `ShardingPolicy`.
-        reducer: makes the gradients' reducer.
+    """
+
+    units: Sequence[UnitModule]
+    described: Sequence[Described]
+    ties: Mapping[str, Axis] = field(default_factory=dict)
+    wgrad_queues: Mapping[str, WeightGradQueue] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class ShardingSettings:
+    """How a model is sharded and stepped.  `arena`: see `ShardingPolicy`."""
+
+    zero: ZeroConfig
+    precision: PrecisionConfig
+    recipe: OptimizerRecipe
+    arena: Arena | None = None
+
+
+class ShardedModel:
+    """What one rank holds of a model, and how it is stepped.
 
     Attributes:
         names: qualified name by identity of the parameters that modules compute with.
         scale: what the losses of this step are multiplied by.
+        hides_gathers: see `ShardedParameters`.
+        gatherer_type: makes what gathers the units of stage 3.
+        reducer_type: makes what reduces the gradients.
 
     Raises:
         ValueError, StorageError: on every rank, the configuration does not fit this machine.
     """
 
-    def __init__(
-        self,
-        units: Sequence[Unit],
-        described: Sequence[Described],
-        state: ParallelState,
-        zero: ZeroConfig,
-        precision: PrecisionConfig,
-        recipe: OptimizerRecipe,
-        *,
-        ties: Mapping[str, Axis],
-        wgrad_queues: Mapping[str, WeightGradQueue] | None = None,
-        checks_order: bool = True,
-        hides_gathers: bool = False,
-        arena: Arena | None = None,
-        reducer: type[GradientReducer] = GradientReducer,
-    ) -> None:
-        self.state, self.ties = state, ties
-        held = gather_objects((state.at.pp, logical_rows(described, ties)), state.pp)
+    hides_gathers: ClassVar[bool] = True
+    gatherer_type: ClassVar[type[UnitGatherer]] = UnitGatherer
+    reducer_type: ClassVar[type[GradientReducer]] = GradientReducer
+
+    def __init__(self, parts: ModelParts, state: ParallelState, settings: ShardingSettings) -> None:
+        self.state, self.ties = state, parts.ties
+        described, zero, precision, recipe = parts.described, settings.zero, settings.precision, settings.recipe
+        held = gather_objects((state.at.pp, logical_rows(described, parts.ties)), state.pp)
         agree(lambda: check_parameters(described, state.at.pp, dict(held)), state.world, ValueError)
-        self.policy = ShardingPolicy(
-            zero.stage,
-            DTYPES[precision.dtype],
-            placement_of(state, zero),
-            state.device,
-            DTYPES[precision.accumulate_dtype],
-            DTYPES[precision.reduce_dtype],
-            on_cpu=state.device_type == "cpu",
-            pins_memory=zero.offload.pin_memory,
-            arena=arena,
-            quantizes_weights=zero.quantized_weights,
-            gradient_bits=zero.quantized_gradients,
-        )
-        elements, moments = sum(one.parameter.numel() for one in described), len(recipe.states)
+        self.policy = _sharding_policy(state, settings)
+        elements, moments = sum(param.parameter.numel() for param in described), len(recipe.states)
         offload = without_auto(zero.offload, self.policy, elements, moments, state.world, state.local_world_size)
-        zero = zero.model_copy(update={"offload": offload})
         self.parameters = ShardedParameters(
-            units,
+            parts.units,
             described,
             self.policy,
-            zero,
-            ties,
+            zero.model_copy(update={"offload": offload}),
+            parts.ties,
             moments,
             state.rank,
             state.world,
-            checks_order=checks_order,
-            hides_gathers=hides_gathers,
+            gatherer_type=self.gatherer_type,
+            hides_gathers=self.hides_gathers,
             # in a narrower format an all-reduce sends less than a gather of fp32 sums
             hides_gradients=self.policy.reduce_dtype == self.policy.accumulate_dtype,
         )
         buckets = self.parameters.buckets
         self.names = {id(parameter): name for name, parameter in self.parameters.by_name.items()}
         every_micro_batch = zero.reduce == "micro_batch"
-        self.reducer = reducer(self.policy, buckets, every_micro_batch, self.parameters.sizes.bucket_bytes)
-        self.reducer.attach(self.parameters.by_name, wgrad_queues or {})
-        if self.parameters.gatherer is not None:
-            self.reducer.follow_units(self.parameters.gatherer)
+        self.reducer = self.reducer_type(self.policy, buckets, every_micro_batch, self.parameters.sizes.bucket_bytes)
+        self.reducer.attach(self.parameters.by_name, parts.wgrad_queues)
         matrices = None if recipe.matrices is None else matrix_stepper(self.policy, buckets, recipe.matrices, state)
         self.optimizer = ShardedOptimizer(buckets, recipe, self.parameters.offload, matrices)
         self.sharded_state = ShardedState(self.policy, buckets, self.optimizer, self.parameters.gathers.wait)
@@ -222,22 +220,6 @@ class ShardedModel:
         if self.parameters.gatherer is not None:
             self.parameters.gatherer.detach()
 
-    def restore(self) -> bool:
-        """Make the module a plain one again, with whole weights, as far as they fit on every rank.  A collective call."""
-        self.detach()
-        self.begin_step(1)  # waits for the reductions under way
-        if (gatherer := self.parameters.gatherer) is None:
-            return True
-        gatherer.forget()  # waits for the gathers under way
-        device = self.state.device
-        free = free_memory_bytes(device) // (1 if device.type == "cuda" else self.state.local_world_size)
-        if device.type == "cuda":
-            free += torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-        fits = all(gather_objects(gatherer.whole_bytes < free, self.state.world))
-        if fits:
-            gatherer.restore()
-        return fits
-
     def close(self) -> None:
         """Wait for the weights under way, as far as their ranks are there, and free what the state holds outside memory."""
         with suppress(LostPeerError, HalfSteppedError):  # whoever noticed has raised it
@@ -248,10 +230,55 @@ class ShardedModel:
         self.parameters.offload.close()
 
 
+def logical_rows(described: Sequence[Described], ties: Mapping[str, Axis]) -> Rows:
+    """The rows of logical tensors that parameters hold, but for those that stages share."""
+    return [
+        (rows.name, rows.offset, rows.offset + rows.rows, param.name)
+        for param in described
+        if not param.spec.tied
+        for rows in param.spec.names.rows
+        if rows.name not in ties
+    ]
+
+
+def check_parameters(described: Sequence[Described], stage: int, held: Mapping[int, Rows]) -> None:
+    """`held`: by pipeline stage.  Raises: ValueError: nothing trains here, or two parameters are one in a checkpoint."""
+    if not any(param.parameter.requires_grad for param in described):
+        raise ValueError(
+            f"pipeline stage {stage} has no parameter that requires a gradient: there is nothing to train there"
+        )
+    every = sorted((name, first, end, at, param) for at, rows in held.items() for name, first, end, param in rows)
+    for (name, _, end, at, param), (other, first, _, other_at, other_param) in pairwise(every):
+        if name == other and first < end:
+            raise ValueError(
+                f"two parameters have the logical name {name!r}: {param!r} of pipeline stage {at} and {other_param!r} of "
+                f"stage {other_at}. A checkpoint would keep one of them, and both would begin with equal values: give "
+                "each its own name"
+            )
+
+
+def _sharding_policy(state: ParallelState, settings: ShardingSettings) -> ShardingPolicy:
+    """How buckets are spread over the ranks of this state.  A collective call.  Raises: ValueError."""
+    zero, precision = settings.zero, settings.precision
+    return ShardingPolicy(
+        zero.stage,
+        DTYPES[precision.dtype],
+        placement_of(state, zero),
+        state.device,
+        DTYPES[precision.accumulate_dtype],
+        DTYPES[precision.reduce_dtype],
+        on_cpu=state.device_type == "cpu",
+        pins_memory=zero.offload.pin_memory,
+        arena=settings.arena,
+        quantizes_weights=zero.quantized_weights,
+        gradient_bits=zero.quantized_gradients,
+    )
+
+
 def placement_of(state: ParallelState, zero: ZeroConfig) -> Placement:
     """The placement of a model's parameters.  Every rank makes it, in the same order.
 
-    Raises: ValueError: the second copy's ranks do not divide those that share the state.
+    Raises: ValueError: the ranks of the secondary axis do not divide those that share the state.
     """
     levels = _levels(state) if zero.quantized_gradients else None
     if zero.stage < 3:

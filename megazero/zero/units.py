@@ -1,14 +1,13 @@
-"""What stage 3 gathers at once, and a forward waits for: a model in units, each with the parameters that its forward uses.
+"""The units of a model: the modules whose weights stage 3 gathers together, and each forward waits for.
 
-    Model                       units
+    GPTStage                    units
       embedding                 embedding
-      blocks: ModuleList        blocks.0   blocks.1        an element of a container is a unit as a whole
+      blocks: ModuleList        blocks.0   blocks.1
       head                      head
-      scale: Parameter          Model, with `scale` alone   it is in use while the others run, and so never shares a buffer
 
-A model may say so itself: its `units()` gives modules in forward order, which together hold every parameter.  Its
-`readers(unit)` names a unit's layers, each of which reads its weights within its own forward alone, and can wait for those
-alone; none where the unit waits as a whole.
+A model lists them: its `units()` gives modules in forward order, which together hold every parameter.  Its `readers(unit)`
+lists the layers of a unit, each of which reads its weights within its own forward alone, and can wait for those alone; none
+where the unit waits as a whole.
 """
 
 from __future__ import annotations
@@ -26,12 +25,11 @@ from megazero.zero.bucket import Placement
 Hook = TypeVar("Hook", bound=Callable[..., Any])
 
 _NO_TASK = -1  # torch's number of the backward under way, where there is none
-_CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 
 
 @dataclass(frozen=True, eq=False)
-class Unit:
-    """A module whose parameters are gathered for its forward and for its backward."""
+class UnitModule:
+    """A module whose parameters are gathered together, for its forward and for its backward."""
 
     module: nn.Module
     attributes: tuple[tuple[nn.Module, str], ...]  # (module, attribute) of each parameter that belongs to it
@@ -42,7 +40,7 @@ class Unit:
     def reads(self) -> Iterator[tuple[nn.Module, list[nn.Parameter]]]:
         """The modules whose forward reads parameters of the unit, each with those."""
         if not self.readers:
-            yield self.module, [one for part, key in self.attributes if (one := part._parameters[key]) is not None]
+            yield self.module, [param for part, key in self.attributes if (param := part._parameters[key]) is not None]
         for reader in self.readers:
             yield reader, list(reader.parameters())
 
@@ -70,41 +68,22 @@ def is_hooked(module: nn.Module) -> bool:
     return not all(hasattr(hook, "reads_no_weights") for hook in module._forward_pre_hooks.values())
 
 
-def units_of(chunks: Sequence[nn.Module], *, by_layer: bool = False) -> list[Unit]:
-    """The units of this rank's chunks, in forward order as far as the order of attributes shows it.
+def units_of(chunks: Sequence[Any], *, by_layer: bool = False) -> list[UnitModule]:
+    """The units of this rank's chunks, in forward order.
 
-    `by_layer`: let the layers that `model.readers` names wait for themselves.
+    `by_layer`: let the layers that `model.readers` lists wait for themselves.
     """
     found = []
     for chunk, model in enumerate(chunks):
-        own = getattr(model, "units", None)
-        if callable(own):
-            readers_of = getattr(model, "readers", None) if by_layer else None
-            for module in dict.fromkeys(own()):
-                readers = tuple(readers_of(module)) if callable(readers_of) else ()
-                found.append(Unit(module, _attributes(module.modules()), chunk, readers=readers))
-        else:
-            by_module = {unit.module: unit for unit in _find(model, chunk, False)}  # one may stand in two containers
-            found += by_module.values()
+        for module in dict.fromkeys(model.units()):
+            readers = tuple(model.readers(module)) if by_layer else ()
+            found.append(UnitModule(module, parameter_attributes(module.modules()), chunk, readers=readers))
     return found
 
 
-def _attributes(modules: Iterable[nn.Module]) -> tuple[tuple[nn.Module, str], ...]:
-    return tuple((one, key) for one in modules for key, value in one._parameters.items() if value is not None)
-
-
-def _find(module: nn.Module, chunk: int, is_element: bool) -> Iterator[Unit]:
-    holding = [part for part in module.modules() if next(part.parameters(), None) is not None]
-    if not holding:
-        return
-    direct = _attributes([module])
-    if (is_element or direct) and not any(isinstance(part, _CONTAINERS) for part in holding):
-        yield Unit(module, _attributes(holding), chunk)
-        return
-    if direct:
-        yield Unit(module, direct, chunk, spans_others=True)
-    for child in module.children():
-        yield from _find(child, chunk, isinstance(module, _CONTAINERS))
+def parameter_attributes(modules: Iterable[nn.Module]) -> tuple[tuple[nn.Module, str], ...]:
+    """(module, attribute) of every parameter that one of these modules holds itself."""
+    return tuple((part, key) for part in modules for key, value in part._parameters.items() if value is not None)
 
 
 def describe(model: nn.Module) -> Iterator[Described]:

@@ -28,7 +28,7 @@ from torch.utils.hooks import RemovableHandle
 
 from megazero.comm.collectives import Pending, all_gather
 from megazero.zero.bucket import Bucket
-from megazero.zero.units import Unit, is_hooked, reading_no_weights
+from megazero.zero.units import UnitModule, is_hooked, reading_no_weights
 
 
 class HalfSteppedError(RuntimeError):
@@ -43,7 +43,7 @@ class WeightGathers:
         self._broken: RuntimeError | None = None  # what has left weights that are neither the old nor the new ones
         self._hooks: list[RemovableHandle] = []
 
-    def attach(self, units: Sequence[Unit], home: Mapping[int, Bucket]) -> None:
+    def attach(self, units: Sequence[UnitModule], home: Mapping[int, Bucket]) -> None:
         """Have every unit, or each of its readers, wait for its weights before its forward.
 
         `home`: bucket by identity of a parameter.

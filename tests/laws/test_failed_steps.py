@@ -51,7 +51,7 @@ class _PlannedError(RuntimeError):
 def _memory(engine: Engine) -> tuple[int, ...]:
     store, gatherer = engine.offload, engine.sharded_model.parameters.gatherer
     of_store = () if store is None else (store.pool.nbytes, store.pool.nbytes_in_use, len(store.pool._buffers))
-    return engine.sharded_model.reducer.buffer_bytes, 0 if gatherer is None else gatherer.nbytes, *of_store
+    return engine.sharded_model.reducer.buffer_bytes, 0 if gatherer is None else gatherer.buffers.nbytes, *of_store
 
 
 def _two_steps(engine: Engine, run: ResolvedRun) -> tuple[list[Tensor], tuple[int, ...]]:

@@ -453,12 +453,13 @@ def _left_on_their_way(rank: int, run: ResolvedRun) -> tuple[int, int]:
     engine = engine_on(rank, run, state=state_on(rank, run, shares_memory=False))
     gatherer = engine.sharded_model.parameters.gatherer
     assert gatherer is not None
+    buffers = gatherer.buffers
     found: list[int] = []
     (stage,) = engine._stages
-    stage.blocks[0].attention.qkv.register_forward_pre_hook(lambda *_: found.append(len(gatherer._gatherer._gathering)))
+    stage.blocks[0].attention.qkv.register_forward_pre_hook(lambda *_: found.append(len(buffers._arriving)))
     engine.train_step(micro_batches(run, engine.state, 0), LR)
     engine.sharded_model.close()
-    return max(found), len(gatherer._gathered)
+    return max(found), len(gatherer.buckets)
 
 
 def test_a_layer_of_stage_3_runs_while_other_weights_of_its_block_are_on_their_way() -> None:

@@ -30,6 +30,7 @@ from zero_worlds import Sharded, assert_same, numbers, plain_gradients, random_b
 from megazero.comm.collectives import gather_objects
 from megazero.config import ResolvedRun
 from megazero.config.schema import PrecisionConfig
+from megazero.deepspeed.script_units import ScriptGatherer
 from megazero.engine import Position
 from megazero.zero.bucket import BLOCK
 from megazero.zero.quantized import BlockFormat, Noise, noise_of
@@ -139,13 +140,13 @@ class _Mixed(nn.Module):
 def _weights(sharded: Sharded) -> dict[str, Tensor]:
     """What modules compute with, by bucket, and the exact values beside."""
     gatherer = sharded.parameters.gatherer
-    assert gatherer is not None
-    found = {}
-    for bucket in gatherer._gathered:
-        gatherer._gatherer.unshard(bucket)
-        gatherer._gatherer.wait_for_unshard(bucket)
+    assert isinstance(gatherer, ScriptGatherer)
+    found, buffers = {}, gatherer.buffers
+    for bucket in gatherer.buckets:
+        buffers.unshard(bucket)
+        buffers.wait(bucket)
         found[bucket.layout.name] = bucket.weights.clone().detach()
-        exact = gatherer._gatherer.whole_bucket(bucket, bucket.layout.name)
+        exact = buffers.whole_bucket(bucket, bucket.layout.name)
         found[f"{bucket.layout.name}, exact"] = exact
     return found
 
@@ -300,8 +301,8 @@ def _replicated(rank: int, runs: Sequence[ResolvedRun]) -> list[Any]:
         for bucket in engine.sharded_model.parameters.buckets:
             gatherer = engine.sharded_model.parameters.gatherer
             if gatherer is not None:
-                gatherer._gatherer.unshard(bucket)
-                gatherer._gatherer.wait_for_unshard(bucket)
+                gatherer.buffers.unshard(bucket)
+                gatherer.buffers.wait(bucket)
             kinds: dict[int, set[tuple[bool, bool]]] = {}
             for slot in bucket.layout.slots:
                 for block in range(slot.start // BLOCK, -(-slot.stop // BLOCK)):

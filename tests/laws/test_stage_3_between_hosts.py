@@ -8,6 +8,7 @@ from contextlib import contextmanager, nullcontext
 from itertools import chain
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -24,7 +25,8 @@ from megazero.config import ResolvedRun
 from megazero.parallel_state import ParallelState, RankGrid
 from megazero.parallel_state.traffic import Traffic
 from megazero.zero.bucket import Bucket
-from megazero.zero.gather import BucketGatherer, UnitGatherer
+from megazero.zero.gather import Unit, UnitGatherer
+from megazero.zero.gather_buffers import GatherBuffers
 from megazero.zero.parameters import ShardedParameters
 
 UNTIED = LLAMA | {"tie_embeddings": False, "vocab_size": 64}
@@ -175,7 +177,7 @@ def test_between_hosts_a_second_copy_gathers_psi_once_a_step_and_takes_psi_over_
             assert second["sent"].pop(("secondary", "all_gather")) == width * ((passes - 1) * psi - sum(kept)) // 2
             rest = {key: sent for key, sent in plain["sent"].items() if key != ("dp", "all_gather")}
             assert second["sent"] == rest
-            assert second["memory"].pop("second_copy") == width * psi // 2
+            assert second["memory"].pop("secondary_shard") == width * psi // 2
             assert second["memory"] == plain["memory"]
 
 
@@ -195,22 +197,19 @@ def _buffers(units: Sequence[int], prefetch: int) -> int:
 def _noted() -> Iterator[list[tuple[Any, ...]]]:
     """Visits of units and the starts of gathers, in their order."""
     events: list[tuple[Any, ...]] = []
-    visit, gather = UnitGatherer.unshard_next, BucketGatherer._gather
+    run, gather = UnitGatherer.run, GatherBuffers.start
 
-    def unshard_next(self: UnitGatherer, index: int) -> None:
-        events.append(("runs", index))
-        visit(self, index)
-        events.append(("ahead of", index))
+    def noted_run(self: UnitGatherer, unit: Unit, *, is_forward: bool) -> None:
+        events.append(("runs", unit.index))
+        run(self, unit, is_forward=is_forward)
+        events.append(("ahead of", unit.index))
 
-    def start(self: BucketGatherer, bucket: Bucket, out: Tensor, label: str, **kind: bool) -> Any:
+    def start(self: GatherBuffers, bucket: Bucket) -> Any:
         events.append(("gathers", bucket.layout.unit))
-        return gather(self, bucket, out, label, **kind)
+        return gather(self, bucket)
 
-    UnitGatherer.unshard_next, BucketGatherer._gather = unshard_next, start  # type: ignore[method-assign]
-    try:
+    with patch.object(UnitGatherer, "run", noted_run), patch.object(GatherBuffers, "start", start):
         yield events
-    finally:
-        UnitGatherer.unshard_next, BucketGatherer._gather = visit, gather  # type: ignore[method-assign]
 
 
 def _gathers(rank: int, runs: Sequence[ResolvedRun]) -> list[dict[str, Any]]:
@@ -280,9 +279,9 @@ def _updates(rank: int, runs: Sequence[ResolvedRun]) -> list[list[tuple[str, int
             engine.evaluate(micro_batches(run, state, 2))
         engine.train_step(micro_batches(run, state, 3), LR)
         assert (gatherer := engine.sharded_model.parameters.gatherer) is not None
-        assert gatherer._gatherer._gathering
+        assert gatherer.buffers._arriving
         engine.sharded_model.close()
-        assert not gatherer._gatherer._gathering
+        assert not gatherer.buffers._arriving
         found.append([event for event in events if event[0] != "ahead of"])
     return found
 

@@ -1,0 +1,357 @@
+"""Stage 3 for scripts' own modules, of which nothing is known before they run.
+
+    a run's unit                               a script's unit
+    its order comes from the schedule          is recorded as the model runs (`VisitHistory`), and compared: ranks that
+                                               gather different buckets raise an OrderError
+    hides its weights behind placeholders      behind proxies that gather a whole copy (`UngatheredParameter`)
+    runs within no other unit                  may: the outer unit then gathers its weights again
+    its results are its own                    may be another unit's, its weights, or objects
+
+A result that another unit has made, passed on or returned by an inner unit, gets a node of its own: a hook on the maker's
+node would gather this unit's weights, and perhaps the next unit's, just before the maker runs.  Where a change in place or a
+result in an attribute goes past the hook, the unit is gathered when autograd asks for its weights (`zero/saved_weights.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from itertools import islice
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor, nn
+
+from megazero.comm.collectives import Pending, all_gather, check_order, gather_objects
+from megazero.deepspeed.script_reducer import ModuleReducer, ScriptReducer
+from megazero.deepspeed.ungathered_parameter import UngatheredParameter
+from megazero.parallel_state import Axis, ParallelState
+from megazero.zero.bucket import Bucket, ShardingPolicy, Slot
+from megazero.zero.gather import ScheduleOrder, Unit, UnitGatherer, UnitState
+from megazero.zero.gather_buffers import GatherBuffers, SecondarySource
+from megazero.zero.offload import free_memory_bytes
+from megazero.zero.saved_weights import SavedWeight, SavingForward
+from megazero.zero.sharded_model import ModelParts, ShardedModel, ShardingSettings
+from megazero.zero.units import UnitModule, in_backward, parameter_attributes, units_of
+
+_CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
+_Visit: TypeAlias = tuple[str, int]  # ("forward", "evaluation", "recomputation" or "backward", unit)
+
+
+def script_units_of(chunks: Sequence[nn.Module]) -> list[UnitModule]:
+    """The units of a script's modules, in forward order as far as the order of attributes shows it.
+
+        Model                       units
+          embedding                 embedding
+          blocks: ModuleList        blocks.0   blocks.1         an element of a container is a unit as a whole
+          head                      head
+          scale: Parameter          Model, with `scale` alone   in use while the others run, so it never shares a buffer
+
+    A module with a method `units` lists them itself.
+    """
+    found = []
+    for chunk, model in enumerate(chunks):
+        if callable(getattr(model, "units", None)):
+            found += [UnitModule(unit.module, unit.attributes, chunk) for unit in units_of([model])]
+        else:
+            by_module = {unit.module: unit for unit in _find(model, chunk, False)}  # one may stand in two containers
+            found += by_module.values()
+    return found
+
+
+def _find(module: nn.Module, chunk: int, is_element: bool) -> Iterator[UnitModule]:
+    holding = [part for part in module.modules() if next(part.parameters(), None) is not None]
+    if not holding:
+        return
+    direct = parameter_attributes([module])
+    if (is_element or direct) and not any(isinstance(part, _CONTAINERS) for part in holding):
+        yield UnitModule(module, parameter_attributes(holding), chunk)
+        return
+    if direct:
+        yield UnitModule(module, direct, chunk, spans_others=True)
+    for child in module.children():
+        yield from _find(child, chunk, isinstance(module, _CONTAINERS))
+
+
+class VisitHistory(ScheduleOrder):
+    """What follows is recorded as the model runs, keyed by the two visits before, and used from the second pass on.
+
+    All ranks make the same guesses, since they run the same code.  At the edge of a pipeline's chunk the schedule
+    knows better.
+    """
+
+    def __init__(self, chunk_of: Sequence[int]) -> None:
+        super().__init__(chunk_of)
+        self._visits: tuple[_Visit | None, _Visit | None] = (None, None)
+        self._successor: dict[tuple[_Visit | None, _Visit | None], _Visit] = {}
+        self._is_scheduled = False
+
+    def expect(self, chunk: int, is_forward: bool) -> None:
+        super().expect(chunk, is_forward)
+        self._is_scheduled = True
+
+    def visit(self, unit: int, is_forward: bool) -> None:
+        if is_forward and in_backward():
+            direction = "recomputation"  # which its backward follows: it ends no pass over the chunk
+            self._following = self._announced
+        else:
+            direction = "backward" if not is_forward else "forward" if torch.is_grad_enabled() else "evaluation"
+            super().visit(unit, is_forward)
+        self._successor[self._visits] = direction, unit
+        self._visits = self._visits[1], (direction, unit)
+
+    def is_in_backward_of(self, unit: int) -> bool:
+        return self._visits[1] == ("backward", unit)
+
+    def upcoming(self) -> Iterator[int]:
+        return islice(self._recorded(), len(self._span_of))
+
+    def _recorded(self) -> Iterator[int]:
+        (before, visit), following = self._visits, self._following
+        while visit is not None:
+            direction, unit = visit
+            after = self._successor.get((before, visit))
+            if (
+                self._is_scheduled
+                and direction != "recomputation"
+                and not self.rest_of_chunk(unit, direction != "backward")
+            ):
+                forward = "evaluation" if direction == "evaluation" else "forward"
+                after = None if following is None else (forward if following.is_forward else "backward", following.unit)
+                following = None
+            if after is not None:
+                yield after[1]
+            before, visit = visit, after
+
+
+class ScriptBuffers(GatherBuffers):
+    """What is gathered goes with the gather, so that ranks that gather different buckets raise an OrderError."""
+
+    def __init__(self, buckets: Sequence[Bucket], policy: ShardingPolicy) -> None:
+        super().__init__(buckets, policy)
+        self._device, self._marks = policy.device, list[Pending]()
+        self._axes = list(dict.fromkeys(bucket.placement.gathers_over for bucket in buckets))
+        # The number comes first, since a long label is cut.
+        self._labels = {bucket: f"weights {at}, {bucket.layout.name}" for at, bucket in enumerate(buckets)}
+
+    def start(self, bucket: Bucket) -> Pending:
+        source, label = self.source, self._labels[bucket]
+        if isinstance(source, SecondarySource) and source.is_fresh(bucket):
+            # Ranks of other hosts may be about to gather another bucket over the whole axis: the label goes to them too.
+            sent = self._send(label, bucket.placement.gathers_over)
+            return Pending(sent.wait, source.start(bucket, label).wait)
+        return source.start(bucket, label)
+
+    def _send(self, label: str, axis: Axis) -> Pending:
+        """Compare a label over an axis without any weights."""
+        nothing = torch.empty(0, device=self._device)
+        return all_gather(nothing, nothing.clone(), axis, label)
+
+    def compare_labels(self) -> None:
+        """Raises: OrderError: ranks have gathered different buckets."""
+        secondary = self.source.axes.values() if isinstance(self.source, SecondarySource) else ()
+        for axis in dict.fromkeys([*self._axes, *secondary]):
+            check_order(axis)
+
+    def mark_end_of_pass(self) -> None:
+        """Let ranks that gather more in this forward and backward than this one find that out: they would wait for it."""
+        self._wait_for_marks()
+        self._marks = [self._send("nothing, at the end of a backward", axis) for axis in self._axes if axis.size > 1]
+
+    def _wait_for_marks(self) -> None:
+        for mark in self._marks:
+            mark.wait()
+        self.compare_labels()
+
+    def forget(self) -> None:
+        self._wait_for_marks()
+        super().forget()
+
+    def holds_exactly(self, bucket: Bucket) -> bool:
+        """Whether a whole copy of a bucket's weights costs no gather."""
+        return self.source.is_exact and self.holds(bucket)
+
+    def whole_copy(self, bucket: Bucket, slot: Slot) -> Tensor:
+        """A whole copy of one parameter, in memory of its own; from the bucket's buffer while its weights are there."""
+        if self.holds_exactly(bucket):
+            self.wait(bucket)
+            flat = bucket.weights
+        else:
+            flat = self.whole_bucket(bucket, slot.info.name)
+        return flat[slot.start : slot.stop].view(slot.info.shape).clone()
+
+    def whole_bucket(self, bucket: Bucket, name: str) -> Tensor:
+        """[padded]: a copy of a bucket's weights, never quantized, in memory of its own."""
+        flat = torch.empty_like(bucket.weights)
+        shard = bucket.read(bucket.weight_shard, bucket.owned).to(self._device)
+        all_gather(flat, shard, bucket.placement.gathers_over, f"a copy of {name}").wait()
+        self.compare_labels()  # a copy may go anywhere
+        return flat
+
+
+class _ScriptForward(SavingForward):
+    """Refuses views of weights that were made in the forward of another unit.
+
+    Attributes:
+        versions: of the unit's parameters when the forward began.
+    """
+
+    unit: ScriptUnit
+
+    def __init__(self, unit: ScriptUnit) -> None:
+        super().__init__(unit)
+        self.versions = [attribute.parameter._version for attribute in unit.attributes]
+
+    def pack_weight(self, tensor: Tensor) -> SavedWeight | None:
+        weight = super().pack_weight(tensor)
+        place = self.unit.gatherer.places.get(id(tensor if tensor._base is None else tensor._base))
+        if weight is not None and place is not None and place[0] is not weight.bucket:
+            raise RuntimeError(
+                f"a view of weights in {place[0].layout.name} is used where their memory holds {weight.bucket.layout.name}: "
+                "under ZeRO stage 3 a module's weights are there only within its forward; keep a copy (weight.clone())"
+            )
+        return weight
+
+
+class ScriptUnit(Unit):
+    """A module of a script, whose forward may do anything."""
+
+    gatherer: ScriptGatherer
+
+    def saving(self) -> SavingForward:
+        return _ScriptForward(self)
+
+    def post_forward(self, output: Any) -> Any:
+        running = self.gatherer.running
+        ended = running[-1][1] if running and running[-1][0] is self else None
+        result = super().post_forward(output)
+        if isinstance(ended, _ScriptForward):
+            if running:
+                running[-1][0].wait()  # an outer unit
+            self._refuse_changes(ended.versions)
+        return result
+
+    def pre_backward(self) -> None:
+        was_sharded = self.state is UnitState.SHARDED
+        if was_sharded:  # before a wait for ranks that may wait for its reductions
+            self.gatherer.on_backward(self.described.chunk, self.index)
+        super().pre_backward()
+        if not was_sharded:
+            self.gatherer.on_backward(self.described.chunk, self.index)
+
+    def watch(self, result: Any) -> Any:
+        if not isinstance(result, Tensor):
+            held = [value for value in getattr(result, "__dict__", {}).values() if isinstance(value, Tensor)]
+            if any(self.buffers.bucket_at(value) is not None for value in held):
+                raise TypeError(
+                    f"{type(self.module).__name__} returned its weights within a {type(result).__name__}; under ZeRO stage "
+                    "3 they are there only within its forward: return a copy (weight.clone())"
+                )
+            return result
+        if self.buffers.bucket_at(result) is not None:
+            result = result.clone()  # the next unit will use the buffer
+        if result.requires_grad and torch.is_grad_enabled():
+            key = id(self.gatherer)
+            if result.grad_fn is None or result.grad_fn.metadata.setdefault(key, self.index) != self.index:
+                result = result.view_as(result)
+                result.grad_fn.metadata[key] = self.index
+        return super().watch(result)
+
+    def _refuse_changes(self, versions: Sequence[int]) -> None:
+        """Raises: RuntimeError, a forward has changed a weight in place: only its copy in the gather buffer."""
+        for attribute, version in zip(self.attributes, versions, strict=True):
+            if attribute.parameter._version != version:
+                self.gatherer.forget()  # what the buffers hold
+                raise RuntimeError(
+                    f"{self.gatherer.name_of(attribute.parameter)} was changed in place within a forward; its weights are "
+                    "spread over the ranks (ZeRO stage 3): the change would be lost. Change a copy, or change it between "
+                    "steps inside `with megazero.zero.GatheredParameters(...)`"
+                )
+
+
+class ScriptGatherer(UnitGatherer):
+    """The units of a script's modules.
+
+    Attributes:
+        on_backward: called with the chunk and the index of a unit before its backward.
+    """
+
+    buffers: ScriptBuffers
+
+    def __init__(self, *arguments: Any) -> None:
+        self.on_backward: Callable[[int, int], None] = lambda *_: None
+        self._proxies: dict[int, UngatheredParameter] = {}  # by identity of a parameter
+        super().__init__(*arguments)
+
+    def new_buffers(self, policy: ShardingPolicy) -> ScriptBuffers:
+        return ScriptBuffers(self.buckets, policy)
+
+    def new_order(self, chunk_of: Sequence[int]) -> VisitHistory:
+        return VisitHistory(chunk_of)
+
+    def new_unit(self, index: int, module: UnitModule) -> ScriptUnit:
+        return ScriptUnit(index, module, self)
+
+    def name_of(self, parameter: nn.Parameter) -> str:
+        """The qualified name of a parameter."""
+        return self.places[id(parameter)][1].info.name
+
+    def placeholder(self, parameter: nn.Parameter) -> UngatheredParameter:
+        if id(parameter) not in self._proxies:
+            bucket, slot = self.places[id(parameter)]
+            copy, is_there = partial(self.buffers.whole_copy, bucket, slot), partial(self.buffers.holds_exactly, bucket)
+            self._proxies[id(parameter)] = UngatheredParameter.of(slot.info.name, parameter, copy, is_there)
+        return self._proxies[id(parameter)]
+
+    @property
+    def whole_bytes(self) -> int:
+        """Bytes of all weights that are gathered."""
+        return sum(bucket.weights.nbytes for bucket in self.buckets)
+
+    def restore(self) -> None:
+        """Give the modules their parameters back, with whole weights in memory of their own.  A collective call."""
+        attributes = [attribute for unit in self.units for attribute in unit.attributes]
+        whole = {bucket: self.buffers.whole_bucket(bucket, bucket.layout.name) for bucket in self.buckets}
+        for module, key, parameter, placeholder in attributes:
+            bucket, slot = self.places[id(parameter)]
+            parameter.data = whole[bucket][slot.start : slot.stop].view(slot.info.shape)
+            self._proxies[id(parameter)].whole = parameter
+            if module._parameters[key] is placeholder:
+                module._parameters[key] = parameter
+
+
+class ScriptModel(ShardedModel):
+    """A script's modules under ZeRO.  The script may read parameters at any time, so no gather hides behind a forward."""
+
+    hides_gathers = False
+    gatherer_type = ScriptGatherer
+    reducer_type = ScriptReducer
+    reducer: ScriptReducer
+
+    def __init__(self, parts: ModelParts, state: ParallelState, settings: ShardingSettings) -> None:
+        super().__init__(parts, state, settings)
+        self.gatherer = self.parameters.gatherer
+        if isinstance(self.gatherer, ScriptGatherer):
+            self.reducer.follow_units(self.gatherer)
+
+    def restore(self) -> bool:
+        """Make the module a plain one again, with whole weights, as far as they fit on every rank.  A collective call."""
+        self.detach()
+        self.begin_step(1)  # waits for the reductions under way
+        if not isinstance(self.gatherer, ScriptGatherer):
+            return True
+        self.gatherer.forget()  # waits for the gathers under way
+        device = self.state.device
+        free = free_memory_bytes(device) // (1 if device.type == "cuda" else self.state.local_world_size)
+        if device.type == "cuda":
+            free += torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        fits = all(gather_objects(self.gatherer.whole_bytes < free, self.state.world))
+        if fits:
+            self.gatherer.restore()
+        return fits
+
+
+class ScriptModule(ScriptModel):
+    """One module of a script, whose backward the script may call itself."""
+
+    reducer_type = ModuleReducer
