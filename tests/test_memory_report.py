@@ -13,7 +13,6 @@ from xml.etree import ElementTree
 import pytest
 import torch
 from harness import run_program, run_world
-from state_formula import StateFormula
 from typer.testing import CliRunner
 from worlds import run_of, state_on
 
@@ -254,34 +253,6 @@ def test_what_cannot_be_written_is_told_before_measuring_and_behind_the_tables(
 def test_a_number_of_ranks_that_is_not_the_started_one_is_refused() -> None:
     with pytest.raises(ValueError, match="4 ranks were started"):
         plan(CHOICES, ranks=2, started=4)
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Formulas
-
-
-def _formula(stage: int, **changes: Any) -> StateFormula:
-    usual = {"shards": 4, "weight_bytes": 2, "accumulate_bytes": 4, "reduce_bytes": 4, "moments": 2, "micro_batches": 1}
-    return StateFormula(**{"stage": stage, **usual, "reduces_each": True, "gathers_each": True, **changes})
-
-
-@pytest.mark.parametrize(("stage", "paper"), [(0, 120.0), (1, 31.4), (2, 16.6), (3, 1.9)])
-def test_the_formula_gives_the_papers_figure_1(stage: int, paper: float) -> None:
-    """7.5 billion parameters on 64 ranks, in GB; the paper's gradients have 2 bytes, and no fp32 copy beside them."""
-    gradients = 4 if stage < 2 else 4 / 64
-    papers = 2 if stage < 2 else 2 / 64
-    found = _formula(stage, shards=64).state_bytes(7_500_000_000, offloads=False) / 1e9
-    assert found - 7.5 * (gradients - papers) == pytest.approx(paper, abs=0.06)
-
-
-def test_traffic_grows_with_micro_batches_where_it_must() -> None:
-    """(G + 1) N and 3 G N, less what is done once per step."""
-    for stage, given in ((0, 2), (1, 2), (2, 5), (3, 12)):
-        formula = _formula(stage, weight_bytes=4, micro_batches=4)
-        assert formula.sent_bytes(100) == given * 4 * 100 * 3 / 4
-    once = _formula(3, weight_bytes=4, micro_batches=4, reduces_each=False, gathers_each=False)
-    assert once.sent_bytes(100) == 2 * 4 * 100 * 3 / 4
-    assert _formula(0, shards=1).sent_bytes(100) == 0
 
 
 def test_live_memory_is_that_of_the_last_step() -> None:
