@@ -23,7 +23,7 @@ from worlds import LLAMA, engine_on, micro_batches, run_of, state_on
 
 from megazero.comm.memory import ALIGNMENT, Arena, storage_of
 from megazero.config import ResolvedRun
-from megazero.layers.activation_offload import ActivationStore, Copier, KeptStorage, KeptView, StreamCopier
+from megazero.layers.activation_offload import ActivationStore, ArenaStorage, ArenaView, Copier, StreamCopier
 from megazero.models.activation_config import PRESETS
 
 NUMEL = 256
@@ -252,9 +252,9 @@ def test_a_copy_that_fails_gives_its_memory_back_and_may_be_tried_again(number: 
     copier.fails_at = number
     if number == 1:
         with pytest.raises(MemoryError):
-            KeptStorage(tensor, pool, copier)
+            ArenaStorage(tensor, pool, copier)
         assert pool.nbytes_in_use == 0
-    view = KeptView.of(tensor, KeptStorage(tensor, pool, copier))
+    view = ArenaView(ArenaStorage(tensor, pool, copier), tensor.dtype, tensor.size(), tensor.stride(), 0)
     view.storage.leave()
     if number == 2:
         with pytest.raises(MemoryError):

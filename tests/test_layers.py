@@ -22,7 +22,13 @@ from megazero.layers.mlp import gated
 from megazero.layers.norm import rms_norm
 from megazero.layers.sample_part import TokenLayout
 from megazero.layers.spec import Initializer, NamedRows, ParamSpec, rows_spec
-from megazero.layers.vocabulary import IGNORED_LABEL, VocabParallelEmbedding, VocabParallelHead, slope_of, statistics_of
+from megazero.layers.vocabulary import (
+    IGNORED_LABEL,
+    VocabParallelEmbedding,
+    VocabParallelHead,
+    grad_logits_of,
+    statistics_of,
+)
 from megazero.parallel_state import Axis, ParallelState, RankGrid
 
 SEQ, BATCH, HIDDEN, OUT = 8, 2, 6, 12
@@ -292,7 +298,7 @@ def test_a_head_gives_the_same_bits_with_kept_logits_and_without_and_in_blocks(
         head = _untied_head(vocab, 2048, Axis("tp"), dtype=dtype)
         head.keeps_logits = keeps is not False
         if keeps is None:
-            head.statistics_of, head.slope_of = statistics_of, slope_of
+            head.statistics_of, head.grad_logits_of = statistics_of, grad_logits_of
         x = _given((SEQ, BATCH, HIDDEN)).to(dtype).requires_grad_()
         loss = head(x, _labels(vocab))
         (loss * 0.37).backward()

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megazero.layers.token_layout import Runs, Tile, balance, shards, tile_table, tiles_of, work
+from megazero.layers.token_layout import Tile, TokenRanges, balance, shards, tile_table, tiles_of, work
 
 RANKS = st.integers(1, 6)
 
@@ -37,21 +37,21 @@ class Run(NamedTuple):
     length: int
 
 
-def rows_of(runs: Runs) -> list[Run]:
+def rows_of(runs: TokenRanges) -> list[Run]:
     columns = (runs.document, runs.first, runs.start, runs.length)
     return [Run(*row) for row in zip(*(column.tolist() for column in columns), strict=True)]
 
 
-def tiles(queries: Runs, keys: Runs, window: int | None = None) -> tuple[Tile, ...]:
+def tiles(queries: TokenRanges, keys: TokenRanges, window: int | None = None) -> tuple[Tile, ...]:
     return tiles_of(tile_table(queries, keys, window))
 
 
-def tokens(runs: Runs) -> list[tuple[int, int]]:
+def tokens(runs: TokenRanges) -> list[tuple[int, int]]:
     """Document and position of every row."""
     return [(run.document, run.first + i) for run in rows_of(runs) for i in range(run.length)]
 
 
-def seen(queries: Runs, keys: Runs, window: int | None) -> set[tuple[int, int]]:
+def seen(queries: TokenRanges, keys: TokenRanges, window: int | None) -> set[tuple[int, int]]:
     """Rows of the queries and keys that see each other, one by one."""
     reach = window or 10**9
     return {
@@ -162,8 +162,8 @@ def test_a_ranks_tiles_over_the_ring_are_its_work(drawn: tuple[int, list[int]], 
 
 
 @st.composite
-def scattered(draw: st.DrawFn) -> Runs:
-    """Runs as no ring has them: gaps anywhere, neighbours that touch."""
+def scattered(draw: st.DrawFn) -> TokenRanges:
+    """TokenRanges as no ring has them: gaps anywhere, neighbours that touch."""
     runs: list[Run] = []
     for document in range(draw(st.integers(1, 3))):
         position = 0
@@ -171,11 +171,13 @@ def scattered(draw: st.DrawFn) -> Runs:
             start = runs[-1].start + runs[-1].length if runs else 0
             runs.append(Run(document, position + gap, start, length))
             position += gap + length
-    return Runs(*np.array(runs, np.int64).reshape(-1, 4).T)
+    return TokenRanges(*np.array(runs, np.int64).reshape(-1, 4).T)
 
 
 @given(scattered(), scattered(), windows)
-def test_tiles_of_any_runs_hold_every_visible_pair_once(queries: Runs, keys: Runs, window: int | None) -> None:
+def test_tiles_of_any_runs_hold_every_visible_pair_once(
+    queries: TokenRanges, keys: TokenRanges, window: int | None
+) -> None:
     for other in (keys, queries):
         made = tiles(queries, other, window)
         found = [cell for tile in made for cell in cells(tile, window)]

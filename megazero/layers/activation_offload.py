@@ -42,15 +42,15 @@ _REMEDY = "offload fewer layers (activations.offload_layers), or recompute more 
 
 
 class Copier:
-    """Copies between the device and the host, each at once.  `StreamCopier` copies beside the computation."""
+    """Copies between device and host, synchronously.  `StreamCopier` overlaps them with the computation."""
 
     def start(self, target: Tensor, source: Tensor) -> Any | None:
-        """Copy flat bytes, behind what the compute stream was given so far; a mark of the end, None where it has ended."""
+        """Start a copy of flat bytes after the work queued so far on the compute stream; its event, or None if done."""
         target.copy_(source)
         return None
 
     def wait(self, mark: Any) -> None:
-        """Let what is given to the compute stream from now on come after a copy."""
+        """Have the compute stream wait for a copy before any work that is queued from now on."""
 
 
 class StreamCopier(Copier):
@@ -71,8 +71,8 @@ class StreamCopier(Copier):
         torch.cuda.current_stream(self._device).wait_event(mark)
 
 
-class KeptStorage:
-    """One storage in an arena, mostly on the host, from when it is saved until nothing that was saved refers to it."""
+class ArenaStorage:
+    """One storage in an arena, mostly on the host, until no saved tensor refers to it."""
 
     def __init__(self, tensor: Tensor, pool: Arena, copier: Copier) -> None:
         self._device, self._pool, self._copier = tensor.device, pool, copier
@@ -86,14 +86,14 @@ class KeptStorage:
         self._mark = copier.start(self._host, memory)
 
     def bring(self) -> None:
-        """Start copying it to the device, unless it is there."""
+        """Start the copy to the device, unless the storage is there."""
         if self._memory is None:
             memory = torch.empty_like(self._host, device=self._device)
             self._mark = self._copier.start(memory, self._host)
             self._memory = memory  # not if the copy has failed
 
     def on_device(self) -> Tensor:
-        """Its bytes.  Raises: RuntimeError: they were changed between the operation that saved them and their copy."""
+        """The bytes.  Raises: RuntimeError: they were changed between the operation that saved them and their copy."""
         self._check()
         if self._error is not None:
             raise RuntimeError(self._error)
@@ -104,7 +104,7 @@ class KeptStorage:
         return self._memory
 
     def leave(self) -> None:
-        """Give its memory on the device back."""
+        """Release the memory on the device."""
         self._check()
         self._wait()
         self._memory = self._original = None
@@ -127,19 +127,14 @@ class KeptStorage:
             self._pool.release(self._host)
 
 
-class KeptView(NamedTuple):
-    """A saved tensor, in the memory of a kept storage."""
+class ArenaView(NamedTuple):
+    """A saved tensor as a view of an `ArenaStorage`."""
 
-    storage: KeptStorage
+    storage: ArenaStorage
     dtype: torch.dtype
     size: Sequence[int]
     stride: Sequence[int]
     offset: int
-
-    @staticmethod
-    def of(tensor: Tensor, storage: KeptStorage) -> KeptView:
-        """A tensor, whose storage is kept."""
-        return KeptView(storage, tensor.dtype, tensor.size(), tensor.stride(), int(tensor.storage_offset()))
 
     def tensor(self) -> Tensor:
         """The tensor on the device."""
@@ -149,7 +144,7 @@ class KeptView(NamedTuple):
 
 
 def is_its_memory(tensor: Tensor) -> bool:
-    """Whether a tensor is a view of the bytes of its storage, and nothing more; of all bytes, if it were as long."""
+    """Whether a tensor is nothing but a strided view of its storage, so that copying the bytes copies the tensor."""
     if type(tensor) not in (*PLAIN_TENSORS, torch.nn.Parameter) or tensor.layout is not torch.strided:
         return False
     if tensor.untyped_storage().nbytes() % tensor.itemsize:
@@ -158,12 +153,12 @@ def is_its_memory(tensor: Tensor) -> bool:
 
 
 class OffloadedLayer(SavedTensorHooks):
-    """The hooks of one forward of a layer; `offloads`: what it keeps goes to the arena."""
+    """The hooks of one forward of a layer; `offloads`: its saved tensors go to the arena."""
 
     def __init__(self, offload: ActivationStore, before: OffloadedLayer | None, *, offloads: bool) -> None:
         super().__init__()
         self.before, self._offload, self._offloads = before, offload, offloads
-        self._kept: list[weakref.ref[KeptStorage]] = []
+        self._kept: list[weakref.ref[ArenaStorage]] = []
 
     def pack(self, tensor: Tensor) -> Any:
         weight = self.pack_weight(tensor)
@@ -173,20 +168,20 @@ class OffloadedLayer(SavedTensorHooks):
             return self.beneath.pack(tensor)
         storage = self._offload.keep(tensor)
         self._kept.append(weakref.ref(storage))
-        return KeptView.of(tensor, storage)
+        return ArenaView(storage, tensor.dtype, tensor.size(), tensor.stride(), int(tensor.storage_offset()))
 
     def unpack(self, saved: Any) -> Tensor:
         self._offload.begin_backward(self)
-        return saved.tensor() if isinstance(saved, KeptView) else self.beneath.unpack(saved)
+        return saved.tensor() if isinstance(saved, ArenaView) else self.beneath.unpack(saved)
 
     @property
-    def kept(self) -> list[KeptStorage]:
-        """What it has saved and still needs, in the order of the forward."""
+    def kept(self) -> list[ArenaStorage]:
+        """The storages that it has saved and still needs, in the order of the forward."""
         return list(dict.fromkeys(one for reference in self._kept if (one := reference()) is not None))
 
 
 class ActivationStore:
-    """Keeps what the layers of one rank save in an arena.
+    """Stores the saved tensors of the layers of one rank in an arena.
 
     Args:
         device: of the activations.
@@ -214,29 +209,29 @@ class ActivationStore:
         self._pass: Hashable = None
         self._expected: Hashable = None
         self._passes: weakref.WeakValueDictionary[Hashable, OffloadedLayer] = weakref.WeakValueDictionary()
-        self._storages: dict[tuple[int, int], tuple[weakref.ref[KeptStorage], StorageWeakRef]] = {}
+        self._storages: dict[tuple[int, int], tuple[weakref.ref[ArenaStorage], StorageWeakRef]] = {}
 
     def stay(self, tensors: Iterable[Tensor]) -> None:
-        """Leave these on the device, and whatever shares their memory: weights, tables.  They outlive this object."""
+        """Leave these tensors and all that share their memory on the device: weights, tables.  They outlive this object."""
         self._stay.update(tensor.untyped_storage()._cdata for tensor in tensors)
 
     def begin_step(self) -> None:
-        """Called where no messages are under way; see [Note: the first step].  Raises: StorageError."""
+        """Begin a step, while no messages are in flight; see [Note: the first step].  Raises: StorageError."""
         self.pool.reserve()
         self._expected = self._in_backward = None
         self._near.clear()
 
     def begin_pass(self, name: Hashable) -> None:
-        """The layers that run forward next are of one chunk on one micro-batch."""
+        """Begin the forward of one model chunk on one micro-batch."""
         self._pass, self._last = name, None
         self._storages.clear()
 
     def expect(self, name: Hashable) -> None:
-        """Say which pass runs backward after what runs next; None where a forward follows."""
+        """Name the pass whose backward follows the next action; None if a forward follows."""
         self._expected = name
 
     def layer(self, *, offloads: bool = True, is_last: bool = False) -> OffloadedLayer:
-        """Hooks for one forward of a layer; all layers of a pass ask for them, in order.
+        """Hooks for one forward of a layer; called for every layer of a pass, in order.
 
         `offloads`: what it keeps goes to the arena.  `is_last`: of its pass.
         """
@@ -248,7 +243,7 @@ class ActivationStore:
         return layer
 
     def begin_backward(self, layer: OffloadedLayer) -> None:
-        """Have a layer on the device, and start bringing the one that its backward is followed by."""
+        """Have the tensors of a layer on the device, and start to prefetch those of the layer that runs backward next."""
         if layer is not self._in_backward:
             self._in_backward = layer
             if self.on_host:
@@ -265,14 +260,14 @@ class ActivationStore:
         stays = storage._cdata in self._stay or any(storage._cdata in held for held in self.shared.values())
         return storage.nbytes() >= self.smallest_bytes and not stays
 
-    def keep(self, tensor: Tensor) -> KeptStorage:
-        """The storage of a tensor in the arena; the one that is there if it was saved before and has not changed since."""
+    def keep(self, tensor: Tensor) -> ArenaStorage:
+        """Store the storage of a tensor in the arena, or find it there if it was saved before and has not changed since."""
         storage = tensor.untyped_storage()
         key = storage._cdata, tensor._version
         known, _ = self._storages.get(key, (None, None))
         kept = None if known is None else known()
         if kept is None:
-            kept = KeptStorage(tensor, self.pool, self.copier)
+            kept = ArenaStorage(tensor, self.pool, self.copier)
             if not self.on_host:
                 kept.leave()
             self._storages[key] = weakref.ref(kept), StorageWeakRef(storage)
@@ -285,7 +280,7 @@ class ActivationStore:
                 storage.bring()
 
     def _work_on(self, layer: OffloadedLayer) -> None:
-        """Let the storages of a layer leave the device if it is no longer near this one."""
+        """Release the device memory of layers that are no longer near this one."""
         near = [other for other in self._near if other is not layer] + [layer]
         gone, self._near = near[: -self._most_near], near[-self._most_near :]
         stay = {storage for other in self._near for storage in other.kept}

@@ -123,12 +123,12 @@ class SlidingWindow(CausalAttention):
 
 
 def uncompiled(function: Callable[..., T]) -> Callable[..., T]:
-    """The function, which a compiler that traces its caller leaves as it is."""
+    """Exclude a function from compilation while a compiler traces its caller."""
     return torch.compiler.disable(function) if torch.compiler.is_compiling() else function
 
 
 def _one_for_each_head(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """Keys and values as many as queries, on CUDA; elsewhere every kernel takes fewer."""
+    """Repeat keys and values to one per query head on CUDA; elsewhere every kernel takes fewer."""
     groups = q.shape[1] // k.shape[1]
     if groups == 1 or q.device.type != "cuda":
         return k, v
@@ -136,7 +136,7 @@ def _one_for_each_head(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]
 
 
 def _through(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, tape: Tape) -> Tensor | None:
-    """By the kernel that torch takes where a backward follows, so that two forwards take the same; None for its formula."""
+    """Attention in the kernel that torch chooses for training, so that both runs use the same; None for torch's formula."""
     with torch.enable_grad():
         like, fewer = q.detach().requires_grad_(), q.shape[1] != k.shape[1]
         kernel = SDPBackend(torch._fused_sdp_choice(like, k, v, mask, 0.0, mask is None, enable_gqa=fewer))
@@ -170,7 +170,7 @@ class TileKernel:
     """Attention to a tile, in torch's kernels."""
 
     def cut(self, tile: Tile, window: int | None, q: Tensor, k: Tensor) -> list[tuple[Tile, HeadPiece]]:  # noqa: ARG002
-        """A tile in parts that are called one by one, each with the heads that it is of."""
+        """The kernel calls for a tile: a part of it each, with the heads that the call computes."""
         return [(tile, EVERY_HEAD)]
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, tile: Tile, window: int | None) -> tuple[Tensor, Tensor]:
@@ -235,7 +235,7 @@ def widened(*tensors: Tensor) -> tuple[Tensor, ...]:
 
 
 def packs_tiles(q: Tensor) -> bool:
-    """Whether `varlen_forward` takes such queries.  Raises: ValueError: no kernel for tiles does."""
+    """Whether `varlen_forward` takes these queries.  Raises: ValueError: no kernel for tiles takes them."""
     if not q.is_cuda or q.dtype == torch.float32:
         return False
     if q.shape[-1] % 8:
@@ -303,14 +303,14 @@ def varlen_backward(
 
 
 def _given(pieces: Pieces) -> tuple[tuple[Any, ...], dict[str, int]]:
-    """Lengths, dropout and whether it is causal, and the window, as flash attention's operators take them."""
+    """Arguments of flash attention's operators: lengths, dropout, whether causal; and the window."""
     *lengths, sight = pieces
     window = {"window_size_left": sight.before, "window_size_right": sight.after}
     return (*lengths, 0.0, sight == CAUSAL), window
 
 
 def _kernel_of_tiles(q: Tensor, mask: Tensor | None) -> SDPBackend:
-    """A kernel that gives the log-sum-exp and takes one of more keys in the backward."""
+    """A kernel that returns the log-sum-exp, and whose backward takes the one over more keys."""
     plain = q.is_cpu or (mask is None and q.dtype != torch.float32)
     return SDPBackend.FLASH_ATTENTION if plain else SDPBackend.EFFICIENT_ATTENTION
 

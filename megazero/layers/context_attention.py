@@ -51,7 +51,7 @@ _EVERY_HEAD = slice(None)
 
 
 class Ring:
-    """Causal attention within documents of a rank's queries to the keys of all ring ranks.
+    """Causal attention within documents, of a rank's queries to the keys of all ring ranks.
 
     Args:
         axis: the ring.
@@ -89,7 +89,7 @@ class Ring:
         return calls(part, source, self.window, q, k, self.tiles)
 
     def key_gradients(self, k: Tensor, v: Tensor) -> KeyGradients:
-        """Where `backward` adds the gradients of these keys and values."""
+        """An accumulator for the gradients of these keys and values, for `backward`."""
         return KeyGradients(k, v, self.axis, self.gradient_dtype)
 
     def backward(
@@ -113,7 +113,7 @@ class Ring:
         own = head_pieces(q.shape[1], k.shape[1], min(self.axis.size, 2), shares_keys=True)
 
         def gradients(call: Call, heads: slice, *given: Tensor) -> list[Tensor]:
-            """Of a call's keys and values; those of its queries are added, and freed before the next call."""
+            """Of a call's keys and values; those of its queries are added to `dq`, and freed before the next call."""
             of_queries, *others = call.backward(*given)
             dq.add(call.queries, of_queries, heads)
             return others
@@ -160,7 +160,7 @@ class _Merged:
 
     @staticmethod
     def empty(q: Tensor) -> _Merged:
-        """Of queries that have seen no key."""
+        """The result of queries that have seen no key."""
         out = torch.zeros_like(q, dtype=fp32_or_wider(q))
         return _Merged(out, torch.full_like(out[..., 0], -torch.inf))
 
@@ -233,11 +233,11 @@ class KeyGradients:
         self._pending = Pending()
 
     def own(self, heads: slice) -> list[_Sum]:
-        """What this rank's queries give to some heads of its own keys, and of its values."""
+        """Gradients from this rank's queries for some heads of its own keys, and of its values."""
         return self._own.setdefault((heads.start, heads.stop), [_Sum(x[:, heads]) for x in self._own_keys])
 
     def add_and_pass_on(self, parts: list[_KeyPart]) -> None:
-        """Add what this rank's queries give to the keys and values of another rank."""
+        """Add the gradients from this rank's queries to those of another rank's keys and values, and send them on."""
         self._pending.wait()
         if self._arriving is None:
             k, _ = self._own_keys
@@ -250,7 +250,7 @@ class KeyGradients:
         self._leaving, self._arriving = self._arriving, free
 
     def total(self) -> tuple[Tensor, Tensor]:
-        """Gradients of this rank's keys and values; to be asked once."""
+        """Gradients of this rank's keys and values.  Call it once."""
         self._pending.wait()
         dk, dv = (torch.empty_like(x) for x in self._own_keys)
         while self._own:
@@ -331,7 +331,7 @@ class ContextAttention:
 
 
 class _Piece(NamedTuple):
-    """A piece on its way to the ranks that attend with it.
+    """Heads in flight to the ranks that attend with them.
 
     Args:
         heads: which they are.
@@ -347,7 +347,7 @@ class _Piece(NamedTuple):
 
 
 def _exchanged(pieces: list[HeadPiece], q: Tensor, k: Tensor, v: Tensor, ulysses: Axis) -> Iterator[_Piece]:
-    """Begin the exchange of all pieces, the first one's first, and yield each when it has arrived."""
+    """Start the exchange of all pieces in order, and yield each when it has arrived."""
     under_way = []
     for number, heads in enumerate(pieces):
         new = number == 0 or pieces[number - 1].keys != heads.keys
@@ -363,7 +363,7 @@ def _exchanged(pieces: list[HeadPiece], q: Tensor, k: Tensor, v: Tensor, ulysses
 
 
 class _Attention(torch.autograd.Function):
-    """Attention of a rank's tokens to all of their sample."""
+    """Attention of a rank's tokens to all tokens of their sample."""
 
     @staticmethod
     def forward(

@@ -90,7 +90,7 @@ def keep_mask(key: int | Tensor, index: Tensor, drop_probability: float) -> Tens
 
 
 class _Dropped(torch.autograd.Function):
-    """x / (1 - p) where `draw()` is true, and 0 elsewhere."""
+    """x / (1 - p) where the mask `draw()` is true, else 0."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, p: float, draw: Callable[[], Tensor], remakes_mask: bool) -> Tensor:

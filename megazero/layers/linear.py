@@ -48,7 +48,7 @@ class GradientAccumulator(Protocol):
     """Adds up the gradients of micro-batches."""
 
     def add(self, weight: Tensor, gradient: Tensor) -> None:
-        """Take one micro-batch's gradient."""
+        """Add the gradient of a micro-batch."""
 
     def add_products(self, weight: Tensor, factors: Iterable[tuple[Tensor, Tensor]]) -> None:
         """Take one micro-batch's gradient as a sum of a.T @ b; in parts if `factors` is a list."""
@@ -62,7 +62,7 @@ _Start: TypeAlias = Callable[[], Callable[[GradientAccumulator], None]]
 
 
 class WeightGradQueue:
-    """Takes weight gradients of linear layers past autograd to where they add up: at once, or when it is asked to.
+    """Passes weight gradients of linear layers to the gradient accumulator, past autograd: at once, or later on request.
 
     While `defers` is set a backward pass computes input gradients only and queues the rest; `run_oldest` computes the
     queued gradients of one backward pass, oldest first, so that they accumulate in micro-batch order.  What `add_now`
@@ -79,11 +79,11 @@ class WeightGradQueue:
         self._passes: deque[deque[_Start]] = deque()
 
     def clear(self) -> None:
-        """Drop what a failed step has left."""
+        """Drop the gradients that a failed step has left."""
         self._passes.clear()
 
     def begin_pass(self) -> None:
-        """Open the list of the backward pass that starts now."""
+        """Start the list of gradients of a new backward pass."""
         if self.defers:
             self._passes.append(deque())
 
@@ -95,7 +95,7 @@ class WeightGradQueue:
         return None
 
     def defer(self, weight: Tensor, gradient: Tensor) -> None:
-        """Queue a gradient that is known already behind those of the same backward pass."""
+        """Queue a gradient that is computed already, after those of the same backward pass."""
         self._passes[-1].append(lambda: lambda accumulator: accumulator.add(weight, gradient))
 
     def defer_product(self, weight: Tensor, a: Tensor, start_b: Callable[[], tuple[Tensor, Pending]]) -> None:

@@ -28,7 +28,7 @@ _WHOLE = Axis("tp")
 
 
 class _NormedParts(torch.autograd.Function):
-    """RMSNorm of the parts of x, in fp32 and rounded once; see `rms_norm`.
+    """RMSNorm of each part of x, computed in fp32 and rounded once; see `rms_norm`.
 
     With r = 1 / rms(x), n the size of the last dimension and sums over it, for each token
 
@@ -55,17 +55,17 @@ class _NormedParts(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         refuse_second_derivative("a norm")
         x, weight, *scales = ctx.saved_tensors
-        exact, slope = x.to(scales[0].dtype), grad.to(scales[0].dtype)
-        parts, slopes = _cut(exact, ctx.sizes, ctx.dim), _cut(slope, ctx.sizes, ctx.dim)
-        weights = _cut(weight.to(slope.dtype), [part.shape[-1] for part in parts])
+        exact, exact_grad = x.to(scales[0].dtype), grad.to(scales[0].dtype)
+        parts, grads = _cut(exact, ctx.sizes, ctx.dim), _cut(exact_grad, ctx.sizes, ctx.dim)
+        weights = _cut(weight.to(exact_grad.dtype), [part.shape[-1] for part in parts])
         dots, grad_weights = [], []
-        for part, dy, r, w in zip(parts, slopes, scales, weights, strict=True):
+        for part, dy, r, w in zip(parts, grads, scales, weights, strict=True):
             products = (dy * part).mul_(r).flatten(0, -2)
             dots.append((products @ w).view_as(r))
             grad_weights.append(products.sum(0))
-        grad_x = torch.empty_like(x, memory_format=torch.contiguous_format) if slope is grad else slope
+        grad_x = torch.empty_like(x, memory_format=torch.contiguous_format) if exact_grad is grad else exact_grad
         dots, places = _sum_over_tp(dots, ctx.tp), _cut(grad_x, ctx.sizes, ctx.dim)
-        for part, dy, r, w, dot, place in zip(parts, slopes, scales, weights, dots, places, strict=True):
+        for part, dy, r, w, dot, place in zip(parts, grads, scales, weights, dots, places, strict=True):
             torch.mul(dy, w, out=place).mul_(r)
             place.addcmul_(part, dot * r.square(), value=-1 / (part.shape[-1] * ctx.tp.size))
         grad_weight = grad_weights[0] if len(grad_weights) == 1 else torch.cat(grad_weights)
@@ -78,7 +78,7 @@ def _cut(x: Tensor, sizes: Sequence[int], dim: int = -1) -> Sequence[Tensor]:
 
 
 def _sum_over_tp(numbers: list[Tensor], tp: Axis) -> list[Tensor]:
-    """In one message."""
+    """Sum over TP, in one message."""
     if tp.size == 1:
         return numbers
     sums = reduce_from_tp(torch.cat([one.flatten() for one in numbers]), tp)

@@ -31,7 +31,7 @@ T = TypeVar("T")
 
 
 class AttentionPlan:
-    """What each ring rank's queries see of every other's keys.
+    """Which keys of every ring rank the queries of this rank see.
 
     Args:
         samples: the runs of every ring rank, for each sample of the micro-batch; one alone stands for all samples.
@@ -76,7 +76,7 @@ class SamplePart:
     _derived: dict[Hashable, object] = field(default_factory=dict)
 
     def is_of(self, samples: int) -> bool:
-        """Whether it can be of so many samples."""
+        """Whether it fits a micro-batch of so many samples."""
         return self.of_any or samples == self.rows.shape[1]
 
     def cut(self, whole: Tensor) -> Tensor:
@@ -89,7 +89,7 @@ class SamplePart:
         return whole.take_along_dim(self.rows, 0)
 
     def derived(self, key: Hashable, make: Callable[[], T]) -> T:
-        """What `make` computes from this part, computed once and shared by all layers."""
+        """The result of `make`, computed once for this part and shared by all layers."""
         if key not in self._derived:
             self._derived[key] = make()
         return self._derived[key]  # type: ignore[return-value]
@@ -155,7 +155,7 @@ def _part(
 
 
 def copied_to(device: torch.device, array: NDArray[Any]) -> Tensor:
-    """The array on a device; on CUDA the host does not wait for the copy.
+    """Copy an array to a device; on CUDA the host does not wait for the copy.
 
     No inference tensor, also where an evaluation is the first to ask: training uses what is kept.
     """

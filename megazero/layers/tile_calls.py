@@ -58,7 +58,7 @@ class Call(Protocol):
     def backward(
         self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Its part of the gradients of its queries, keys and values; `out` and `lse` are of all keys."""
+        """Gradients of its queries, keys and values from this tile; `out` and `lse` are over all keys."""
 
 
 def calls(
@@ -104,7 +104,7 @@ class OneTile:
         return self.samples, self.heads.keys, slice(self.tile.k_start, self.tile.k_stop)
 
     def in_parts(self, kernel: TileKernel, q: Tensor, k: Tensor) -> list[OneTile]:
-        """The calls of a kernel for it."""
+        """The calls of a kernel for this tile."""
         parts = kernel.cut(self.tile, self.window, q, k)
         return [replace(self, tile=tile, kernel=kernel, heads=piece) for tile, piece in parts]
 
@@ -240,7 +240,7 @@ def _sights(table: Ints, window: int | None) -> Ints:
 
 
 def _apart(first_row: Ints, table: Ints) -> list[Ints]:
-    """Numbers of tiles, in groups in which no row of queries or of keys occurs twice.
+    """Indices of tiles in groups such that no row of queries or of keys occurs twice in a group.
 
     first_row: of each tile's sample, among the rows of all samples.
     """

@@ -46,8 +46,8 @@ class Tile(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False)
-class Runs:
-    """Runs of consecutive tokens of one document on one ring rank, in the order of its rows, none empty.
+class TokenRanges:
+    """Ranges of consecutive tokens of one document on one ring rank, in the order of its rows, none empty.
 
     As columns, since a sample may have ten thousand documents.
 
@@ -68,12 +68,12 @@ class Runs:
 
     @property
     def documents(self) -> Ints:
-        """Document of every row."""
+        """The document of each row."""
         return np.repeat(self.document, self.length)
 
     @property
     def positions(self) -> Ints:
-        """Position within its document of every row."""
+        """The position of each row within its document."""
         rows = np.arange(int(self.length.sum()), dtype=np.int64)
         return rows + np.repeat(self.first - self.start, self.length)
 
@@ -95,13 +95,13 @@ class Shards:
     length: Ints
     first: Ints
 
-    def __iter__(self) -> Iterator[Runs]:
+    def __iter__(self) -> Iterator[TokenRanges]:
         return map(self.__getitem__, range(self.ranks))
 
-    def __getitem__(self, rank: int) -> Runs:
+    def __getitem__(self, rank: int) -> TokenRanges:
         borders = [self._borders(chunk) for chunk in (rank, 2 * self.ranks - 1 - rank)]
         firsts = np.stack([first for first, _ in borders], 1)
-        return _runs_of(firsts, np.stack([stop for _, stop in borders], 1) - firsts)
+        return _ranges_of(firsts, np.stack([stop for _, stop in borders], 1) - firsts)
 
     def _borders(self, chunk: int) -> tuple[Ints, Ints]:
         """Positions of each document at which a chunk begins and ends."""
@@ -147,7 +147,7 @@ def _order(ranks: int) -> Ints:
     return np.concatenate([half, 2 * ranks - 1 - half[::-1]])
 
 
-def _runs_of(firsts: Ints, sizes: Ints) -> Runs:
+def _ranges_of(firsts: Ints, sizes: Ints) -> TokenRanges:
     """The runs of a rank that has two chunks of each document, [documents, 2]; chunks that touch are one run."""
     adjacent = firsts[:, 0] + sizes[:, 0] == firsts[:, 1]
     first, size = firsts.copy(), sizes.copy()
@@ -156,7 +156,7 @@ def _runs_of(firsts: Ints, sizes: Ints) -> Runs:
     kept = size.ravel() > 0
     length = size.ravel()[kept]
     document = np.repeat(np.arange(len(sizes), dtype=np.int64), 2)[kept]
-    return Runs(document, first.ravel()[kept], length.cumsum() - length, length)
+    return TokenRanges(document, first.ravel()[kept], length.cumsum() - length, length)
 
 
 def tiles_of(table: Ints) -> tuple[Tile, ...]:
@@ -164,7 +164,7 @@ def tiles_of(table: Ints) -> tuple[Tile, ...]:
     return tuple(Tile(a, b, c, d, None if offset < 0 else offset) for a, b, c, d, offset in table.tolist())
 
 
-def tile_table(q: Runs, k: Runs, window: int | None = None, *, masked: bool = True) -> Ints:
+def tile_table(q: TokenRanges, k: TokenRanges, window: int | None = None, *, masked: bool = True) -> Ints:
     """The pairs of a query and a key that see each other, each in one tile; int64 [tiles, 5], with offset -1 for None.
 
     A query at position p sees the keys of its document at positions up to p, the last `window` of them where there is one.
@@ -182,7 +182,7 @@ def tile_table(q: Runs, k: Runs, window: int | None = None, *, masked: bool = Tr
     return table[np.lexsort(table.T[::-1])]
 
 
-def _own_tiles(q: Runs, k: Runs, window: int | None) -> tuple[NDArray[np.bool_], Ints]:
+def _own_tiles(q: TokenRanges, k: TokenRanges, window: int | None) -> tuple[NDArray[np.bool_], Ints]:
     """(whether each run of queries is in such a tile, one tile for each document) where queries and keys are the same rows.
 
     Rows of a document are in the order of their positions, so the causal mask of rows is that of positions.  A window counts
@@ -202,7 +202,7 @@ def _own_tiles(q: Runs, k: Runs, window: int | None) -> tuple[NDArray[np.bool_],
     return held[run], np.stack([start, stop, start, stop, offset], 1)[held]
 
 
-def _columns(runs: Runs) -> tuple[Ints, ...]:
+def _columns(runs: TokenRanges) -> tuple[Ints, ...]:
     return runs.document, runs.first, runs.start, runs.length
 
 
@@ -219,7 +219,7 @@ class _Boxes:
     k_size: Ints
 
     @staticmethod
-    def of(q: Runs, k: Runs, chosen: NDArray[np.bool_]) -> _Boxes:
+    def of(q: TokenRanges, k: TokenRanges, chosen: NDArray[np.bool_]) -> _Boxes:
         """Every chosen run of queries with every run of keys of its document."""
         low, high = (np.searchsorted(k.document, q.document, side) for side in ("left", "right"))
         count = np.where(chosen, high - low, 0)
@@ -293,7 +293,7 @@ def _joined(table: Ints, along: tuple[int, int]) -> Ints:
     return joined
 
 
-def work(runs: Runs, window: int | None = None) -> int:
+def work(runs: TokenRanges, window: int | None = None) -> int:
     """The (query, key) pairs of a ring rank over the whole ring: a token at position p sees p + 1 keys, or `window`."""
     first, stop = runs.first + 1, runs.first + 1 + runs.length
     if window is None:
@@ -303,7 +303,7 @@ def work(runs: Runs, window: int | None = None) -> int:
 
 
 def balance(lengths: Sequence[int], ranks: int, window: int | None = None) -> float:
-    """The busiest ring rank's pairs over the mean of all ranks'."""
+    """Load imbalance of a ring: the pairs of the busiest rank over the mean of all ranks."""
     pairs_of_ranks = [work(runs, window) for runs in shards(lengths, ranks)]
     return max(pairs_of_ranks) * ranks / sum(pairs_of_ranks)
 

@@ -158,7 +158,7 @@ def statistics_of(logits: Tensor, local: Tensor, here: Tensor) -> tuple[Tensor, 
     return peak, scores.sub_(peak.unsqueeze(-1)).exp_().sum(-1), target
 
 
-def slope_of(
+def grad_logits_of(
     scores: Tensor, shift: Tensor, of_label: Tensor, local: Tensor, here: Tensor, scale: Tensor, *, are_logits: bool
 ) -> Tensor:
     """Gradient of the loss with respect to the logits: (probability - 1 at the label) * scale.  [tokens, rows], as `scores`.
@@ -173,10 +173,12 @@ def slope_of(
     wide = scores.float()
     if are_logits:
         wide = wide.sub_(shift.unsqueeze(-1)).exp_()
-    slope = wide.mul_(scale.unsqueeze(-1))
+    grad_logits = wide.mul_(scale.unsqueeze(-1))
     at = local.unsqueeze(-1)
     of_labels = ((of_label - 1) * scale).unsqueeze(-1)
-    return slope.scatter_(-1, at, of_labels.where(here.unsqueeze(-1), slope.gather(-1, at))).to(scores.dtype)
+    return grad_logits.scatter_(-1, at, of_labels.where(here.unsqueeze(-1), grad_logits.gather(-1, at))).to(
+        scores.dtype
+    )
 
 
 def _blocks(nbytes: int | None, logits: Tensor, *others: Tensor) -> list[tuple[Tensor, ...]]:
@@ -199,10 +201,10 @@ def statistics_by_blocks(
     return peak, total, target
 
 
-def slope_by_blocks(scores: Tensor, *others: Tensor, are_logits: bool, nbytes: int | None = None) -> Tensor:
-    """`slope_of`, in little memory: the logits are overwritten."""
+def grad_logits_by_blocks(scores: Tensor, *others: Tensor, are_logits: bool, nbytes: int | None = None) -> Tensor:
+    """`grad_logits_of`, in little memory: the logits are overwritten."""
     for block, *rest in _blocks(nbytes, scores, *others):
-        block.copy_(slope_of(block, *rest, are_logits=are_logits))
+        block.copy_(grad_logits_of(block, *rest, are_logits=are_logits))
     return scores
 
 
@@ -217,7 +219,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         here = counted & (local >= 0) & (local < weight.shape[0])
         local = local.where(here, 0)
         loss = x.new_zeros((), dtype=torch.float32)
-        sums, label_logits, kept = [], [], None
+        sums, label_logits, saved_logits = [], [], None
         chunk = head.chunk_tokens(weight)
         for start in range(0, x.shape[0], chunk):
             part = slice(start, start + chunk)
@@ -228,9 +230,9 @@ class _LinearCrossEntropy(torch.autograd.Function):
             sums.append(log_sum)
             label_logits.append(target)
             if head.keeps_logits and chunk >= x.shape[0]:
-                kept = _kept_form(logits, peak, log_sum)
+                saved_logits = _kept_form(logits, peak, log_sum)
             del logits  # before the next chunk's
-        ctx.save_for_backward(x, weight, local, here, counted, torch.cat(sums), torch.cat(label_logits), kept)
+        ctx.save_for_backward(x, weight, local, here, counted, torch.cat(sums), torch.cat(label_logits), saved_logits)
         ctx.head = head
         ctx.parameter = None if head.wgrad_queue is None else weight  # what was saved may come back as another object
         return loss
@@ -241,7 +243,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         saved = ctx.saved_tensors  # once: under recomputation every access computes them again
         x, weight, *_ = saved
         grad_x = torch.empty_like(x)
-        factors: Iterable[tuple[Tensor, Tensor]] = _slopes(ctx.head, saved, grad, grad_x)
+        factors: Iterable[tuple[Tensor, Tensor]] = _grad_logits_by_chunk(ctx.head, saved, grad, grad_x)
         if ctx.head.chunk_tokens(weight) >= x.shape[0]:  # one pair, which a weight in parts may use again
             factors = list(factors)
         if ctx.needs_input_grad[1]:
@@ -259,27 +261,27 @@ def _kept_form(logits: Tensor, peak: Tensor, log_sum: Tensor) -> Tensor:
     return logits if logits.dtype != torch.float32 else logits.mul_((peak - log_sum).exp_().unsqueeze(-1))
 
 
-def _slopes(
+def _grad_logits_by_chunk(
     head: VocabParallelHead, saved: Sequence[Any], grad: Tensor, grad_x: Tensor
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield the two factors of the weight's gradient chunk by chunk; also writes the gradient of the input."""
-    x, weight, local, here, counted, log_sum, target, kept = saved
+    x, weight, local, here, counted, log_sum, target, saved_logits = saved
     scale, of_label = counted * grad, (target - log_sum).exp_()
     chunk = head.chunk_tokens(weight)
     for start in range(0, x.shape[0], chunk):
         part = slice(start, start + chunk)
         # Kept logits may be overwritten: autograd frees them after this.
-        scores = head.logits_of(x[part], weight) if kept is None else kept
-        are_logits = scores.dtype != torch.float32 or (kept is None and chunk < x.shape[0])
-        if kept is None and not are_logits:
+        scores = head.logits_of(x[part], weight) if saved_logits is None else saved_logits
+        are_logits = scores.dtype != torch.float32 or (saved_logits is None and chunk < x.shape[0])
+        if saved_logits is None and not are_logits:
             scores = _kept_form(scores, head.statistics_of(scores, local, here)[0], log_sum)
-        slope = head.slope_of(
+        grad_logits = head.grad_logits_of(
             scores, log_sum[part], of_label[part], local[part], here[part], scale[part], are_logits=are_logits
         )
         del scores
-        grad_x[part] = product_t(slope, weight.t())
-        yield slope, x[part]
-        del slope  # before the next chunk's logits
+        grad_x[part] = product_t(grad_logits, weight.t())
+        yield grad_logits, x[part]
+        del grad_logits  # before the next chunk's logits
 
 
 def _over_vocabulary(peak: Tensor, total: Tensor, target: Tensor, tp: Axis) -> tuple[Tensor, Tensor]:
@@ -322,7 +324,7 @@ class VocabParallelHead(nn.Module):
         self.keeps_logits = True
         # The two passes over logits; `models/wrappers.py` compiles them, which needs no blocks.
         self.statistics_of: Any = statistics_by_blocks
-        self.slope_of: Any = slope_by_blocks
+        self.grad_logits_of: Any = grad_logits_by_blocks
         self.enter = gather_sequence if sequence_parallel else copy_to_tp
         self.specs = {"weight": spec}
         self.weight = drawn_parameter(spec, tp.index, tp.size) if weight is None else weight

@@ -166,14 +166,6 @@ class BuildContext:
         """Grouped-query attention between two projections."""
         return Attention(qkv, AttentionCore(self.heads, self.kernel, rope, qk_norm), out)
 
-    def head_norm(self, names: tuple[str, str]) -> HeadNorm:
-        """RMSNorm of each query and key; `names` are for queries and for keys."""
-        return HeadNorm(names, self.heads, self.model.norm_eps)
-
-    def width_norm(self, names: tuple[str, str]) -> WidthNorm:
-        """RMSNorm of all queries and all keys together; `names` are for queries and for keys."""
-        return WidthNorm(names, self.heads, self.model.norm_eps)
-
     def rms_norm(self, name: str) -> RMSNorm:
         """RMSNorm of the hidden size."""
         return RMSNorm(name, self.model.hidden_size, self.model.norm_eps, sum_over_tp=self._cuts_sequence)

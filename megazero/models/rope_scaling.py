@@ -33,7 +33,7 @@ READS: Mapping[str, tuple[str, ...]] = {
 
 
 class RopeScaling(Section):
-    """How rotary frequencies are stretched."""
+    """How rotary frequencies are scaled for longer samples."""
 
     type: Literal["linear", "yarn", "llama3"]
     """The formula."""
@@ -126,7 +126,7 @@ def rope_problems(config: Mapping[str, Any]) -> list[str]:
 
 
 def _mend_of(name: str, rope: Mapping[str, Any], *, is_yarn: bool) -> str | None:
-    """What gives the same numbers without a key that we do not read; None where it may stay.
+    """How to write the same model without a key that we do not read; None where the key changes nothing.
 
     Source: `_compute_yarn_parameters` of transformers' `modeling_rope_utils`.
     """

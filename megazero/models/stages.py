@@ -29,7 +29,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class StageLayout:
-    """What one virtual stage holds: `layers` are indices in the whole model; the first and last stage have the ends."""
+    """The layers of one virtual stage, by their indices in the whole model; the first and last stage hold the ends."""
 
     layers: range
     has_embedding: bool
@@ -67,7 +67,7 @@ def cut_by_cost(num_layers: int, stages: int, head_layers: float) -> tuple[Stage
 
 
 def _cut_by_counts(counts: Sequence[int]) -> tuple[StageLayout, ...]:
-    """Give every stage its number of layers, in order; a stage that is only an end of the model may have none."""
+    """Give each stage its number of layers, in order; a stage that is only an end of the model may have none."""
     spans = [range(end - count, end) for count, end in zip(counts, accumulate(counts), strict=True)]
     return tuple(StageLayout(span, stage == 0, stage == len(spans) - 1) for stage, span in enumerate(spans))
 
@@ -107,12 +107,12 @@ def cut(model: ModelConfig, layout: str | tuple[tuple[int | str, ...], ...], sta
 def cut_by_rank(
     model: ModelConfig, layout: str | tuple[tuple[int | str, ...], ...], placement: Sequence[tuple[int, int]]
 ) -> tuple[tuple[StageLayout, ...], ...]:
-    """As `cut`, the chunks of each pipeline rank; `placement` has the rank and the chunk of every virtual stage."""
+    """As `cut`, grouped by pipeline rank; `placement` has the rank and the chunk of every virtual stage."""
     return by_rank(cut(model, layout, len(placement)), placement)
 
 
 def by_rank(stages: Sequence[T], placement: Sequence[tuple[int, int]]) -> tuple[tuple[T, ...], ...]:
-    """Something of every virtual stage, for each pipeline rank in the order of its chunks."""
+    """Group values of virtual stages by pipeline rank, in the order of its chunks."""
     found: list[list[T]] = [[] for _ in range(1 + max(rank for rank, _ in placement))]
     for one, (rank, _) in zip(stages, placement, strict=True):
         found[rank].append(one)

@@ -38,7 +38,7 @@ from megazero.layers.mlp import GELU, SwiGLU
 from megazero.layers.norm import WidthNorm
 from megazero.layers.recompute import WHOLE, DroppingOutputs, Recomputed, Tape
 from megazero.layers.saved_tensors import SavedTensorHooks
-from megazero.layers.vocabulary import slope_of, statistics_of
+from megazero.layers.vocabulary import grad_logits_of, statistics_of
 from megazero.models.activation_config import UNCUT, LayerPolicy
 from megazero.models.gpt import Block, GPTStage, PostNormBlock
 from megazero.parallel_state import Axis
@@ -133,7 +133,7 @@ def recomputed_modules(block: nn.Module, policy: LayerPolicy) -> dict[nn.Module,
 
 
 def has_regions(block: nn.Module) -> TypeGuard[Block]:
-    """Whether a block has the submodules that policies name: a forward of its own may do anything."""
+    """Whether a block has the submodules that policies name; a block with its own forward has none."""
     return isinstance(block, Block) and type(block).forward in (Block.forward, PostNormBlock.forward)
 
 
@@ -190,7 +190,7 @@ def wants_compiling(setting: bool | str, device: torch.device, parameters: Itera
 
 
 def compile_blocks(stage: GPTStage, backend: str = "inductor") -> None:
-    """Have the modules of every block, and the loss, run compiled code; the compiler works when they are first called.
+    """Compile the modules of every block, and the loss; the compiler runs at their first call.
 
     Only the modules' own `forward` is replaced; hooks and names of parameters stay.
     """
@@ -212,11 +212,11 @@ def compile_blocks(stage: GPTStage, backend: str = "inductor") -> None:
     if stage.head is not None:
         output = stage.head.output
         output.statistics_of = torch.compile(statistics_of, dynamic=False, backend=backend)
-        output.slope_of = torch.compile(slope_of, dynamic=False, backend=backend)
+        output.grad_logits_of = torch.compile(grad_logits_of, dynamic=False, backend=backend)
 
 
 def _compiled_modules(module: nn.Module) -> Iterator[nn.Module]:
-    """The modules that are compiled; a script's own are as a whole."""
+    """The modules to compile; a script's own module is compiled whole."""
     if has_regions(module) or type(module) in _CONTAINERS:
         for child in module.children():
             yield from _compiled_modules(child)

@@ -21,7 +21,7 @@ from megazero.settings import (
 
 
 def _pairs(table: object) -> tuple[tuple[str, object], ...]:
-    """The keys and values of a table, hashable as all of a configuration is."""
+    """The keys and values of a table, as a hashable tuple."""
     if not isinstance(table, dict | tuple):
         raise PydanticCustomError("table", "be a table")
     return tuple((key, tuple(value) if isinstance(value, list) else value) for key, value in dict(table).items())
@@ -39,7 +39,7 @@ Options = Annotated[tuple[tuple[str, object], ...], BeforeValidator(_pairs), Pla
 
 
 class OptimizerConfig(Section):
-    """How gradients change weights."""
+    """The optimizer."""
 
     name: Annotated[str, NameIn(OPTIMIZERS)] = "adamw"
     """adamw and muon decouple weight decay; adam, sgd and adagrad add it to the gradient. muon: docs/optimizers.md."""

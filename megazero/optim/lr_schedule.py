@@ -31,29 +31,29 @@ def learning_rate_factor(schedule: LrScheduleConfig, step: int, steps: int) -> f
 
 
 def constant(step: int, steps: int, schedule: LrScheduleConfig) -> float:
-    """1."""
+    """Constant at the peak."""
     return 1.0
 
 
 def linear(step: int, steps: int, schedule: LrScheduleConfig) -> float:
-    """Down to the floor in a line."""
+    """Linear decay to the floor."""
     return 1.0 - (1.0 - schedule.min_lr_ratio) * _done(step, steps, schedule)
 
 
 def cosine(step: int, steps: int, schedule: LrScheduleConfig) -> float:
-    """Down to the floor in half a cosine."""
+    """Cosine decay to the floor."""
     floor = schedule.min_lr_ratio
     return floor + (1.0 - floor) * 0.5 * (1.0 + cos(pi * _done(step, steps, schedule)))
 
 
 def wsd(step: int, steps: int, schedule: LrScheduleConfig) -> float:
-    """Down to the floor in a line over the last share of the steps."""
+    """Constant, then linear decay to the floor over the last part of the steps."""
     start = (steps - 1) * (1.0 - schedule.decay_fraction)
     falling = max(0.0, step - start) / max(1e-9, steps - 1 - start)
     return 1.0 - (1.0 - schedule.min_lr_ratio) * min(1.0, falling)
 
 
 def _done(step: int, steps: int, schedule: LrScheduleConfig) -> float:
-    """Share of the steps after the warm-up that are done."""
+    """Completed fraction of the steps after the warm-up."""
     last = max(1, steps - 1 - schedule.warmup_steps)
     return min(1.0, max(0.0, (step - schedule.warmup_steps) / last))

@@ -204,7 +204,7 @@ def _kernel(cls: type[torch.optim.Optimizer], params: dict[str, Any], tensors: l
 
 
 def _state_of_twin(cls: type[torch.optim.Optimizer], group: dict[str, Any]) -> dict[str, Any]:
-    """State after one step of two elements on the CPU, with the options of a group and the plainest kernel."""
+    """State after one step of a two-element parameter on the CPU, with the options of a group and the plainest kernel."""
     plain = {"fused": None, "foreach": None, "capturable": False, "differentiable": False}
     options = {key: plain.get(key, group[key]) for key in keywords_of(cls, positional=1) if key in group}
     options |= {key: value.item() for key, value in options.items() if isinstance(value, Tensor)}

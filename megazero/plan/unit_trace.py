@@ -33,7 +33,7 @@ from megazero.layers.recompute import WHOLE
 from megazero.layers.sample_part import SamplePart, TokenLayout, _part
 from megazero.layers.spec import whole_spec
 from megazero.layers.token_layout import shards, work
-from megazero.layers.vocabulary import BLOCK_BYTES, slope_by_blocks, statistics_by_blocks
+from megazero.layers.vocabulary import BLOCK_BYTES, grad_logits_by_blocks, statistics_by_blocks
 from megazero.models.activation_config import LayerPolicy, layer_policies
 from megazero.models.config import ModelConfig
 from megazero.models.gpt import BuildContext, GPTStage
@@ -246,7 +246,7 @@ def _head(key: TraceKey) -> UnitTrace:
         head.output.keeps_logits = key.keeps_logits
         if key.on_cuda:
             head.output.statistics_of = partial(statistics_by_blocks, nbytes=BLOCK_BYTES)
-            head.output.slope_of = partial(slope_by_blocks, nbytes=BLOCK_BYTES)
+            head.output.grad_logits_of = partial(grad_logits_by_blocks, nbytes=BLOCK_BYTES)
         bench.gradients.holds = key.holds_both_ends
         return bench.trace(head, lambda x: head(x, bench.tokens), bench.hidden)
 

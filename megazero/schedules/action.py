@@ -55,7 +55,7 @@ class Action:
 
 @dataclass(frozen=True)
 class MessageAction:
-    """A step of one side of a message between pipeline ranks.
+    """One side of a message between pipeline ranks: its send, the allocation of its memory, or its receive.
 
     Args:
         kind: SEND, OPEN or RECV.
@@ -120,7 +120,7 @@ class Schedule:
 
     @cached_property
     def waiting_losses(self) -> int:
-        """Most micro-batches that have their loss and wait for their backward, at once."""
+        """The most micro-batches whose loss is computed and whose backward is not, at any time."""
         rank, chunk = self.placement[-1]
         change = {ActionKind.FORWARD: 1, ActionKind.BACKWARD: -1}
         return max(accumulate(change.get(one.kind, 0) for one in self.ranks[rank] if one.chunk == chunk))

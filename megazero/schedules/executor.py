@@ -28,7 +28,7 @@ Message: TypeAlias = tuple[Tensor, ...]
 
 
 class Stage(Protocol):
-    """What the executor asks of a rank's part of the model."""
+    """A rank's part of the model, as the executor sees it."""
 
     def forward(self, chunk: int, microbatch: int, x: Message | None) -> Message | None:
         """Run a chunk; x is None on the first virtual stage.  Returns what the next stage needs, None on the last."""
@@ -43,7 +43,7 @@ class Stage(Protocol):
         """Compute the weight gradients that `backward` left."""
 
     def expect(self, following: Action) -> None:
-        """Called before a forward or backward runs, with the one that follows it."""
+        """Called before a forward or backward, with the action that follows it."""
 
 
 @dataclass
@@ -57,7 +57,7 @@ class _InFlight:
     sending: dict[Action, tuple[list[Pending], Message]] = field(default_factory=dict)
 
     def take(self, use: Action) -> Message | None:
-        """What an action needs, from another rank or from this one; None where it needs nothing."""
+        """The input of an action, from another rank or from this one; None if it needs none."""
         if use not in self.arriving:
             return self.results.pop(use, None)
         pendings, message = self.arriving.pop(use)
@@ -152,12 +152,12 @@ class Executor:
 
 
 def steps_of(placed: Program, rank: int, device: torch.device) -> Steps:
-    """What a rank runs: on NCCL the program, on gloo with every receive as early as it can be."""
+    """The steps of a rank: on NCCL as in the program, on gloo with every receive as early as possible."""
     return placed[rank] if device.type == "cuda" else received_when_opened(placed[rank])
 
 
 def what_messages_confirm(placed: Program, rank: int) -> dict[Action, list[Action]]:
-    """By the action that uses a message from a peer: the sends that the peer had used when it sent that message.
+    """For each action that uses a message of a peer: the sends whose data the peer had used before it sent that message.
 
     Their tensors can be freed then, without a wait.  Not every backend can say by itself that a send is done.
     """

@@ -50,7 +50,7 @@ class ScheduleKind(ABC):
         return 1
 
     def wrong_chunks(self, virtual_stages: int) -> tuple[str, str] | None:
-        """What is wrong with a number of virtual stages, and what to write instead; 1 is a number left out."""
+        """What is wrong with a number of virtual stages, and what to write instead; 1 means that it was left out."""
         if self.chunks is None:
             return (f"{self.name} needs at least 2 chunks per rank", "write 2") if virtual_stages < 2 else None
         if virtual_stages in (1, self.chunks):
@@ -68,13 +68,13 @@ class ScheduleKind(ABC):
 
 
 class GivenSchedule(ScheduleKind):
-    """One schedule of the user's own, from a file for example: it trains with its own numbers only."""
+    """A user's own schedule, from a file for example: it fits only its own numbers of ranks and micro-batches."""
 
     def __init__(self, schedule: Schedule) -> None:
         self.schedule, self.name, self.chunks = schedule, schedule.name, schedule.chunks
 
     def placement(self, pp: int, chunks: int) -> Placement:
-        """As the schedule says."""
+        """The placement of the schedule."""
         return self.schedule.placement
 
     def build(self, pp: int, microbatches: int, chunks: int) -> Schedule:
@@ -106,7 +106,7 @@ def alternate(forwards: list[Action], backwards: list[Action], warmup: int) -> t
 
 
 def forward_only(schedule: Schedule, microbatches: int | None = None) -> Schedule:
-    """A training schedule's forwards alone, for evaluation: what was free of deadlock with the backwards is so without.
+    """The forwards of a training schedule, for evaluation.  Without the backwards it is free of deadlock as well.
 
     `microbatches`: None for as many as the schedule has; for more it begins again, and the last round may be cut short.
     """

@@ -55,7 +55,7 @@ class ScheduleError(ValueError):
 
 @dataclass(frozen=True)
 class Costs:
-    """Time of each part of a rank's work on one micro-batch, in all its chunks together, in any one unit."""
+    """Times of a rank's forward, backward and weight gradient on one micro-batch, over all its chunks; any unit."""
 
     forward: float = 1.0
     backward: float = 1.0  # gradient of the input
@@ -85,11 +85,11 @@ class ActionCosts(Costs):
     starts: Mapping[RankAction, float] = field(default_factory=dict)
 
     def of(self, action: Action, schedule: Schedule, rank: int = 0) -> float:
-        """As given."""
+        """The given time."""
         return self.actions[rank, action]
 
     def earliest(self, rank: int, action: Action) -> float:
-        """As given, else at once."""
+        """The given time, else 0."""
         return self.starts.get((rank, action), 0.0)
 
 
@@ -111,7 +111,7 @@ class Timeline:
 
     @property
     def bubble_fraction(self) -> float:
-        """Idle share of all ranks' time."""
+        """Idle time of all ranks over their total time."""
         ranks = range(self.schedule.pp)
         return sum(self.idle(rank) for rank in ranks) / (self.makespan * self.schedule.pp)
 
@@ -142,7 +142,7 @@ def peak_activations(schedule: Schedule, rank: int) -> int:
 
 
 def _check_complete(schedule: Schedule) -> None:
-    """Every rank has every action once and no other, each after the one before it of the same micro-batch and chunk."""
+    """Check that each rank has each action once, and after the previous action of the same micro-batch and chunk."""
     kinds = [ActionKind.FORWARD]
     if schedule.has_backward:
         kinds += [ActionKind.BACKWARD, ActionKind.WEIGHT] if schedule.splits_backward else [ActionKind.BACKWARD]
@@ -257,7 +257,7 @@ def prove(schedule: Schedule, placed: Program) -> None:
 
 @dataclass
 class _Rank:
-    """How far a rank has come while a program is played."""
+    """The state of a rank while a program is played."""
 
     at: int = 0  # index of the next step
     clock: float = 0.0  # when the last action ends
@@ -310,7 +310,7 @@ def play(schedule: Schedule, placed: Program, costs: Costs | None = None, *, hos
 
 
 def _post(rank: _Rank, index: int, step: MessageAction, name: str, *, host_waits: bool) -> None:
-    """Take a rank's next step, which is no action."""
+    """Execute a rank's next step, a side of a message."""
     if step.kind is ActionKind.OPEN:
         rank.opened[step.lands] = rank.clock
         return
@@ -346,7 +346,7 @@ def _pass_messages(ranks: list[_Rank], index: int, hop: float) -> bool:
 
 
 def _check_faithful(schedule: Schedule, placed: Program) -> None:
-    """A program computes what its schedule says, and every message goes where the schedule says."""
+    """Check that a program computes the actions of its schedule, and sends each message where the schedule says."""
     for rank, steps in enumerate(placed):
         text = f"{schedule.name}: rank {rank}"
         computed = [step for step in steps if isinstance(step, Action)]

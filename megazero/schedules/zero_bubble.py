@@ -60,7 +60,7 @@ def _rank_of_v(rank: int, pp: int, microbatches: int) -> tuple[Action, ...]:
     actions: list[Action] = []
 
     def run(pattern: str, times: int = 1) -> None:
-        """The next micro-batch of each: "F1" is a forward of chunk 1."""
+        """Append the next micro-batch of each word: "F1" is a forward of chunk 1."""
         for word in pattern.split() * times:
             key = (ActionKind(word[0]), int(word[1]))
             actions.append(Action(key[0], done[key], key[1]))

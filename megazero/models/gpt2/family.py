@@ -44,7 +44,7 @@ def _lost(config: Mapping[str, Any]) -> Iterator[str]:
 
 
 class GPT2Family(ModelFamily):
-    """As above."""
+    """GPT-2."""
 
     ties_embeddings, learns_positions = True, True
     hugging_face = HuggingFaceFormat(
@@ -83,7 +83,7 @@ class GPT2Family(ModelFamily):
     )
 
     def rules(self) -> tuple[ModelRule, ...]:
-        """Those of every family, and tied embeddings."""
+        """The rules of every family, and that embeddings are tied."""
         return (*super().rules(), ModelRule(("model.tie_embeddings",), self.check_tied))
 
     def check_kv_heads(self, model: ModelConfig, _: int) -> Iterator[Problem]:

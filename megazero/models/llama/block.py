@@ -42,11 +42,8 @@ def llama_attention(prefix: str, context: BuildContext, rope: RotaryEmbedding, v
 
 
 def _qk_norm(prefix: str, context: BuildContext, variant: Variant) -> HeadNorm | WidthNorm | None:
+    if variant.qk_norm == "none":
+        return None
     names = f"{prefix}.q_norm", f"{prefix}.k_norm"
-    match variant.qk_norm:
-        case "head":
-            return context.head_norm(names)
-        case "width":
-            return context.width_norm(names)
-        case "none":
-            return None
+    given = names, context.heads, context.model.norm_eps
+    return HeadNorm(*given) if variant.qk_norm == "head" else WidthNorm(*given)

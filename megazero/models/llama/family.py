@@ -121,11 +121,11 @@ class LlamaFamily(ModelFamily):
         return step, f"2*num_heads={step} (rotary positions turn pairs of a head's elements)"
 
     def rules(self) -> tuple[ModelRule, ...]:
-        """Those of every family, and even heads."""
+        """The rules of every family, and that heads are even."""
         return (*super().rules(), ModelRule(("model.head_dim",), self.check_head_dim))
 
     def check_head_dim(self, model: ModelConfig, _: int) -> Iterator[Problem]:
-        """Rotary positions turn pairs."""
+        """The size of a head is even, as rotary positions turn pairs."""
         if model.head_dim is not None and model.head_dim % 2:
             nearest = nearest_text(nearest_multiples(model.head_dim, 2))
             yield Problem("model.head_dim", model.head_dim, "must be even: rotary positions turn pairs", nearest)
@@ -153,13 +153,13 @@ class LlamaFamily(ModelFamily):
 
 
 class LlamaItself(LlamaFamily):
-    """Llama, of which transformers checks more than the model needs.
+    """Llama, whose configuration transformers checks for more than the model needs.
 
     Source: `LlamaConfig` of transformers 5, `validate_architecture` and `initializer_range`.
     """
 
     def rules(self) -> tuple[ModelRule, ...]:
-        """Those of its like, and those of its configuration."""
+        """The rules of Llama-like families, and those of transformers' configuration."""
         loads = ModelRule(("model.hidden_size", "model.num_heads", "model.init_std"), self.check_loads)
         return (*super().rules(), loads)
 
