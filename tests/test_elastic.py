@@ -25,7 +25,7 @@ from quickstart import TINY as SMALL
 from worlds import state_on
 
 from megazero.config import ConfigError, ResolvedRun, RunConfig, load_config, resolve, to_toml
-from megazero.config.derive import complete_batch, fit, micro_batch_multiple, padded_batch
+from megazero.config.derive import complete_batch, micro_batch_multiple, padded_batch
 from megazero.config.document import to_markdown
 from megazero.engine import BatchShare, Position, initialize
 from megazero.layers.vocabulary import IGNORED_LABEL
@@ -94,20 +94,6 @@ def test_the_file_of_a_run_keeps_the_shape_it_was_written_with_for_other_worlds(
         assert resolve(RunConfig.model_validate(file), world) == elastic(world, shapes, **sections)
 
 
-def test_without_elastic_nothing_is_fitted() -> None:
-    config = RunConfig()
-    assert fit(config, 5).config is config
-    assert fit(config, 5).dp == 5
-
-
-def test_a_shard_group_that_does_not_divide_dp_is_given_up_with_a_notice() -> None:
-    zero = {"shard_group_size": 2}
-    assert elastic(4, zero=zero).config.zero.shard_group_size == 2
-    run = elastic(3, zero=zero)
-    assert run.config.zero.shard_group_size == 0
-    assert "zero.shard_group_size=2 does not divide dp 3: the state is sharded over all of dp" in run.notices
-
-
 def test_a_second_copy_that_the_ranks_cannot_share_is_given_up_with_a_notice() -> None:
     zero = {"stage": 3, "secondary_shard_size": 2}
     assert elastic(4, zero=zero).config.zero.secondary_shard_size == 2
@@ -118,29 +104,14 @@ def test_a_second_copy_that_the_ranks_cannot_share_is_given_up_with_a_notice() -
         assert told in run.notices
 
 
-TOO_DEEP = (
-    "elastic.shapes[0] = { world_size = 30, tp = 1, cp = 1, pp = 25 }: model.num_layers = 24 must be >= parallel.pp"
-)
-
-
 @pytest.mark.parametrize(
     ("parallel", "shapes", "world", "told"),
     [
-        (
-            {"tp": 4, "pp": 2},
-            [],
-            7,
-            "world_size = 7: must be at least tp*pp=4*2=8; start 8, or add { world_size = 7, tp",
-        ),
-        (
-            {"tp": 4},
-            [{"world_size": 1}],
-            2,
-            "world_size = 2: must be at least tp*pp=4*1=4; start 4, or add { world_size",
-        ),
+        ({"tp": 4, "pp": 2}, [], 7, "world_size = 7: must be at least tp*pp=4*2=8; start 8, or add { world_size = 7"),
+        ({"tp": 4}, [{"world_size": 1}], 2, "world_size = 2: must be at least tp*pp=4*1=4; start 4, or add"),
         ({}, [{"world_size": 3, "tp": 4}], 2, "elastic.shapes[0].world_size = 3: must be at least tp*pp=4*1=4"),
         ({}, [{"world_size": 3}] * 2, 2, "elastic.shapes: has 2 shapes for world_size = 3; keep one"),
-        ({}, [{"world_size": 30, "pp": 25}], 2, TOO_DEEP),
+        ({}, [{"world_size": 30, "pp": 25}], 2, "elastic.shapes[0] = { world_size = 30, tp = 1, cp = 1, pp = 25 }"),
     ],
 )
 def test_what_an_elastic_run_cannot_be_is_told(parallel: Any, shapes: Any, world: int, told: str) -> None:
@@ -224,13 +195,6 @@ def test_each_sample_is_read_once_and_what_fills_up_is_masked() -> None:
                 assert seen == list(range(16, 16 + count))
                 assert len(lengths) == 1
                 assert lengths.pop() % multiple == 0
-
-
-def test_a_rank_without_labels_or_tokens_reads_nothing() -> None:
-    share = BatchShare(Axis("dp", (0, 1, 2), 2), torch.device("cpu"), tokens=False, labels=False)
-    (batch,) = read_batches(_Counting(), 0, 4, 2, share)
-    assert batch.tokens is None
-    assert batch.labels is None
 
 
 class _Random:
