@@ -123,13 +123,6 @@ EXAMPLES = {
         dtypes=("fp32", "bf16"),
     ),
 }
-DOWNLOADS = {
-    "HelloDeepSpeed": "wikitext and the tokenizer of roberta-base",
-    "data_efficiency/vit_finetuning": "weights of timm; its random-LTD is refused by name",
-    "tensor_parallel": "a Llama; its `tensor_parallel` block (AutoTP) is refused by name",
-    "DeepSpeed-SuperOffload, DeepSpeed-ZenFlow/finetuning": "Llama, Qwen, Phi; alpaca",
-    "DeepSpeed-Domino, bing_bert, BingBertGlue, BingBertSquad, MoQ, gpt_finetuning, stable_diffusion": "models or data sets",
-}
 
 
 def main() -> None:
@@ -154,9 +147,7 @@ def main() -> None:
                 f"| {name} | {world} | {dtype} | " + " | ".join(cells.get(stage, "") for stage in range(4)) + " |"
             )
             print(rows[-1], flush=True)
-    downloads = [f"| {name} | {what} |" for name, what in DOWNLOADS.items()]
     parts = [__doc__.strip().split("\n\n")[i] for i in (0, 2)] + ["\n".join(rows)]
-    parts += ["\n".join(["| not run | what it downloads |", "|---|---|", *downloads])]
     asked.report.write_text("# DeepSpeed's training examples\n\n" + "\n\n".join(parts) + "\n")
 
 

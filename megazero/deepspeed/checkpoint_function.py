@@ -65,4 +65,4 @@ class CheckpointedCall(Recomputation):
 def _autocast_states() -> list[tuple[str, bool, torch.dtype]]:
     """(device, whether autocast is on, its format)."""
     devices = ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",)
-    return [(one, torch.is_autocast_enabled(one), torch.get_autocast_dtype(one)) for one in devices]
+    return [(device, torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)) for device in devices]

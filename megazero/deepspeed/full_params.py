@@ -25,7 +25,7 @@ from megazero.zero.storage import FlatArray
 def gathered_parameters(
     engine: TrainingEngine, names: str | Iterable[str] | None = None, *, modifier_rank: int | None = None
 ) -> Iterator[dict[str, Tensor]]:
-    """Whole parameters by name, in the precision of the master weights.  A collective call of all ranks.
+    """Yield whole parameters by name, in fp32 as the master weights.  A collective call of all ranks.
 
     Args:
         engine: whose model it is.
@@ -53,7 +53,7 @@ def gathered_parameters(
 
 
 class GatheredParameters:
-    """Within it parameters are whole, and what `modifier_rank` changes in them becomes every rank's.
+    """A context that gathers parameters; what `modifier_rank` changes in them is broadcast to every rank.
 
     A collective call of all ranks.  Only elements that change leave their fp32 master.  A module's own forward does not see
     the changes before the end.  Parameters of no engine are whole anyway; those built under `zero.Init` record changes.
@@ -79,7 +79,7 @@ class GatheredParameters:
     ) -> None:
         given: list[nn.Parameter] = [params] if isinstance(params, nn.Parameter) else list(params)
         self._given, self._modifier, self._open = given if enabled else [], modifier_rank, ExitStack()
-        if modifier_rank and any(isinstance(one, MetaParameter) for one in self._given):
+        if modifier_rank and any(isinstance(parameter, MetaParameter) for parameter in self._given):
             raise ValueError(
                 f"modifier_rank={modifier_rank} before initialize: what rank 0 does to a parameter under zero.Init counts"
             )
@@ -88,9 +88,13 @@ class GatheredParameters:
         with ExitStack() as opened:
             for engine in list(ENGINES.values()):
                 names = engine.sharded_model.names
-                own = {names[id(real(one))]: one for one in self._given if id(real(one)) in names}
+                own = {
+                    names[id(real(parameter))]: parameter for parameter in self._given if id(real(parameter)) in names
+                }
                 if self._modifier is None:
-                    own = {name: one for name, one in own.items() if isinstance(one, UngatheredParameter)}
+                    own = {
+                        name: parameter for name, parameter in own.items() if isinstance(parameter, UngatheredParameter)
+                    }
                 if own:
                     opened.enter_context(_changing(engine, own, self._modifier))
             self._open = opened.pop_all()
@@ -101,7 +105,7 @@ class GatheredParameters:
 
 @contextmanager
 def _changing(engine: TrainingEngine, parameters: dict[str, nn.Parameter], modifier: int | None) -> Iterator[None]:
-    """Cut parameters are whole, and changes are every rank's at the end: buckets without changes are not sent again."""
+    """Gather sharded parameters, and broadcast the changes at the end; buckets without changes are not sent."""
     _check_modifier(engine, modifier)
     bound = engine.bound
     for name in parameters.keys() & bound.modifiers.keys():  # an outer one makes the changes every rank's
@@ -113,7 +117,7 @@ def _changing(engine: TrainingEngine, parameters: dict[str, nn.Parameter], modif
         del parameters[name]
     if modifier is not None:
         _check_ties(engine, parameters)
-    cut = {name: one for name, one in parameters.items() if isinstance(one, UngatheredParameter)}
+    cut = {name: parameter for name, parameter in parameters.items() if isinstance(parameter, UngatheredParameter)}
     flats: dict[Bucket, Tensor] = {}
     for name, proxy in cut.items():
         bucket, index = bound.home[name]
@@ -124,8 +128,10 @@ def _changing(engine: TrainingEngine, parameters: dict[str, nn.Parameter], modif
 
     def values() -> dict[str, Tensor]:
         return {
-            name: one.whole if isinstance(one, UngatheredParameter) and one.whole is not None else one.detach()
-            for name, one in parameters.items()
+            name: parameter.whole
+            if isinstance(parameter, UngatheredParameter) and parameter.whole is not None
+            else parameter.detach()
+            for name, parameter in parameters.items()
         }
 
     now = values()
@@ -147,7 +153,7 @@ def _changing(engine: TrainingEngine, parameters: dict[str, nn.Parameter], modif
 
 @torch.no_grad()
 def _apply(engine: TrainingEngine, before: dict[str, Tensor], now: dict[str, Tensor], modifier: int) -> None:
-    """Make the modifier's changes every rank's.  Another rank's own changes are undone, as they are in no master."""
+    """Broadcast the modifier's changes.  Changes of another rank are undone, since no master has them."""
     state, masters = engine.parallel_state, _Masters(engine)
     differs = [not torch.equal(now[name], before[name]) for name in now]
     changed = torch.tensor(differs, dtype=torch.float32, device=state.device)
@@ -179,7 +185,7 @@ class _Masters:
         return _slot(self._flats[first], bucket, index)
 
     def overwrite(self, modifier: int) -> None:
-        """Make the masters of one data-parallel rank every rank's."""
+        """Broadcast the masters of one data-parallel rank."""
         model, changed = self._model, list[Bucket]()
         for first, copies in self._bound.copies.items():
             if first in self._flats:

@@ -126,7 +126,7 @@ class MetaParameter(nn.Parameter):
 
 def deferred_values(described: Sequence[Described], seed: int) -> DeferredValues:
     """Replays the parameters of a model that were built under `Init`, each once, under the run's seed."""
-    recorded = {one.name: one.parameter for one in described if isinstance(one.parameter, MetaParameter)}
+    recorded = {info.name: info.parameter for info in described if isinstance(info.parameter, MetaParameter)}
     keys: dict[object, str] = {}  # what copies share has the key of the first
     for name, parameter in recorded.items():
         for copies, (_, draw) in enumerate(parameter.history.draws):

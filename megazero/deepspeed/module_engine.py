@@ -202,12 +202,12 @@ class ModuleEngine(TrainingEngine):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Micro-batches in here add up where they are, with no traffic; at stages 2 and 3 in whole buffers."""
+        """Accumulate the micro-batches in here locally, without communication; at stages 2 and 3 in whole-size buffers."""
         with self.reducer.accumulating():
             yield
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget the micro-batches since the last step; the next one is the first of a step."""
+        """Discard the micro-batches since the last step; the next one is the first of a step."""
         super().zero_grad(set_to_none)
         self._passes, self._ended, self._wants_step = 0, 0, False
         self._loss_sum.zero_()
@@ -219,7 +219,11 @@ class ModuleEngine(TrainingEngine):
         """
         state = self.module.state_dict(keep_vars=True)
         if exclude_frozen_parameters:
-            state = {name: one for name, one in state.items() if one.requires_grad or not isinstance(one, nn.Parameter)}
+            state = {
+                name: value
+                for name, value in state.items()
+                if value.requires_grad or not isinstance(value, nn.Parameter)
+            }
         buckets: dict[object, list[Tensor]] = {}
         for name, value in state.items():
             buckets.setdefault(self.bound.home.get(name, (None, 0))[0], []).append(value)
@@ -258,7 +262,7 @@ class ModuleEngine(TrainingEngine):
         return f"{self._passes} of {self.config.accumulation} micro-batches of step {self.global_steps + 1} have run"
 
     def train_batch(self, data_iter: Iterator[Any] | None = None) -> Tensor:
-        """A whole step, on a module that returns its loss, or a tuple that begins with it; the mean loss over all ranks.
+        """Train one step on a module that returns its loss, or a tuple that begins with it; the mean loss of all ranks.
 
         Args:
             data_iter: gives micro-batches: a tensor, a tuple of arguments, or a dict of them; `training_data`'s when None.
@@ -279,7 +283,7 @@ class ModuleEngine(TrainingEngine):
         return self._mean_over_ranks(total)
 
     def eval_batch(self, data_iter: Iterator[Any]) -> Tensor:
-        """The mean loss of as many micro-batches as a step has, without gradients.  Arguments as `train_batch`."""
+        """Return the mean loss of as many micro-batches as a step has, without gradients.  Arguments as `train_batch`."""
         batches = self._on_every_rank(lambda: self._take(data_iter))
         total = torch.zeros((), dtype=torch.float64, device=self.device)
         with self._evaluating():

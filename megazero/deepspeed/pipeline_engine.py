@@ -75,7 +75,7 @@ class PipelineEngine(TrainingEngine):
     )
 
     def train_batch(self, data_iter: Iterator[Any] | None = None) -> Tensor:
-        """A whole step; the mean loss over all micro-batches and ranks, a scalar.
+        """Train one step; return the mean loss over all micro-batches and ranks, a scalar tensor.
 
         Args:
             data_iter: gives micro-batches (inputs, labels); read on ranks of the first and of the last stage, which must see
@@ -95,7 +95,7 @@ class PipelineEngine(TrainingEngine):
         return torch.tensor(loss, device=self.device)
 
     def eval_batch(self, data_iter: Iterator[Any]) -> Tensor:
-        """The mean loss of as many micro-batches as a step has, without gradients.  Arguments as `train_batch`."""
+        """Return the mean loss of as many micro-batches as a step has, without gradients.  Arguments as `train_batch`."""
         batches = self._on_every_rank(lambda: self._read(data_iter, trains=False))
         with self._evaluating():
             loss_sum = self._run(batches, trains=False)

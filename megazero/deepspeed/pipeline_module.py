@@ -159,7 +159,7 @@ class PipelineModule(nn.Module):
         return self.parallel_state.pp.size
 
     def forward(self, x: Tensor | Tensors) -> Tensor | Tensors:
-        """The whole model, where one rank holds it; elsewhere the engine runs the chunks by the schedule."""
+        """Run the whole model, if this rank holds it; otherwise the engine runs the chunks by the schedule."""
         if len(self._chunks) < len(self.placement):
             raise RuntimeError(
                 f"pipeline rank {self.parallel_state.at.pp} has {len(self._chunks)} of {len(self.placement)} stages and "
@@ -177,7 +177,7 @@ class PipelineModule(nn.Module):
         return sum(parameter.numel() for parameter in module.parameters() if parameter.requires_grad)
 
     def _skeleton(self, index: int, spec: LayerSpec) -> nn.Module:
-        """The layer on the meta device, for its shapes; if it cannot be built there, on the CPU."""
+        """Build a layer on the meta device, for its shapes; on the CPU if that fails."""
         try:
             with _seeded(0, self.parallel_state.device), torch.device("meta"):
                 return spec.build()
@@ -185,7 +185,7 @@ class PipelineModule(nn.Module):
             return self._build(index, spec)
 
     def _build(self, index: int, spec: LayerSpec) -> nn.Module:
-        """The layer under its own seed, on the CPU."""
+        """Build a layer under its own seed, on the CPU."""
         try:
             with _seeded(self.base_seed + index, self.parallel_state.device):
                 return spec.build()
@@ -194,7 +194,7 @@ class PipelineModule(nn.Module):
             raise
 
     def _names_of_tied(self, key: str) -> list[str]:
-        """The canonical names of what the layers of a key share."""
+        """Return the canonical names of the parameters that the layers of a key share."""
         first, spec = self._ties[key][0]
         for index, other in self._ties[key]:
             if len(other.tied_weight_attr) != len(spec.tied_weight_attr) or not spec.tied_weight_attr:
@@ -289,7 +289,7 @@ def _find_parallel_state(
     device: torch.device | None,
     state: ParallelState | None,
 ) -> ParallelState:
-    """The given state, if it agrees with the rest; else one over the ranks of torch.distributed, or of one rank."""
+    """Return the given state, if it agrees with the rest; else make one over the ranks of torch.distributed."""
     if isinstance(topology, ProcessTopology):
         topology = topology.grid
     if topology is not None and not isinstance(topology, RankGrid):

@@ -28,9 +28,11 @@ class Reach:
         """Those that the graph of the backward under way does not reach; none where it adds to no gradient at all."""
         try:
             if not self._nodes:
-                self._nodes = [get_gradient_edge(one).node for one in self.parameters]
+                self._nodes = [get_gradient_edge(parameter).node for parameter in self.parameters]
             will_run = torch._C._will_engine_execute_node
-            found = [one for one, node in zip(self.parameters, self._nodes, strict=True) if not will_run(node)]
+            found = [
+                parameter for parameter, node in zip(self.parameters, self._nodes, strict=True) if not will_run(node)
+            ]
         except RuntimeError:  # torch.autograd.grad of parameters
             return []
         return found if len(found) < len(self.parameters) else []  # torch.autograd.grad

@@ -86,7 +86,7 @@ def run_recomputed(function: Callable[..., Any], *args: Any, **kwargs: Any) -> A
         if not _NOW.in_pipeline:
             store.begin_step()
         store.begin_pass("script")
-    store.stay(one for one in tree_leaves((args, kwargs)) if isinstance(one, nn.Parameter))
+    store.stay(leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, nn.Parameter))
     with store.layer():
         return _Call(function).run(args, kwargs)
 

@@ -92,7 +92,7 @@ class EngineOptimizer(torch.optim.Optimizer):
 
 
 class CheckpointedEngine(nn.Module):
-    """What an engine trains and counts, with its checkpoints; arguments and attributes as `TrainingEngine`."""
+    """Base of `TrainingEngine` that holds what an engine trains and counts, and saves and loads it."""
 
     def __init__(
         self, module: nn.Module, model: ScriptModel, config: DeepSpeedConfig, show: Callable[[str], None]
@@ -118,7 +118,7 @@ class CheckpointedEngine(nn.Module):
         *,
         asynchronous: bool = False,
     ) -> bool:
-        """Write everything to `save_dir/tag`.  Called on every rank with the same arguments.
+        """Write weights, optimizer, schedule, counters and buffers to `save_dir/tag`.  Every rank calls it alike.
 
         Args:
             save_dir: a directory that all ranks share, or a URL such as s3://bucket/run.
@@ -204,7 +204,7 @@ class CheckpointedEngine(nn.Module):
         load_module_only: bool = False,
         custom_load_fn: None = None,
     ) -> tuple[str | None, dict[str, Any]]:
-        """Go on from a checkpoint that any number of ranks, at any stage and precision, has written.
+        """Load a checkpoint that was written on any number of ranks, at any stage and precision.
 
         Args:
             load_dir, tag: as given to `save_checkpoint`; without a tag, the one that `latest` names.

@@ -70,8 +70,8 @@ class ScriptReducer(GradientReducer):
     def reduces_soon(self) -> bool:
         return super().reduces_soon and not self.accumulates
 
-    def is_due(self, one: BucketGradients) -> bool:
-        return super().is_due(one) and not self.accumulates
+    def is_due(self, gradients: BucketGradients) -> bool:
+        return super().is_due(gradients) and not self.accumulates
 
     def is_in_pass(self) -> bool:
         """Whether the backward under way is one of this step's."""
@@ -81,17 +81,17 @@ class ScriptReducer(GradientReducer):
         """Let one more round follow the last one, whose reductions may have been started."""
         self.reductions.reopen()
         for order in self.orders.values():
-            for one in order.buckets:
-                one.reopen()
+            for gradients in order.buckets:
+                gradients.reopen()
 
     def close_unused(self, chunk: int, unit: int) -> None:
         """Set to zero the gradients that the running backward cannot reach, in the units that it has already left."""
         if (order := self.orders.get(chunk)) is None or not self.is_in_pass():
             return
         graph = self._graph(chunk)
-        for one, indices in graph.unused.items():
-            if one.bucket.layout.unit in graph.visited:
-                _skip(one, indices, order.passes)
+        for gradients, indices in graph.unused.items():
+            if gradients.bucket.layout.unit in graph.visited:
+                _skip(gradients, indices, order.passes)
         graph.visited.add(unit)  # its own may come until the next unit's turn, of a backward within
         self.reduce_due(order)
 
@@ -102,9 +102,9 @@ class ScriptReducer(GradientReducer):
             return
         unused = self._graph(chunk).unused
         if unused and not may_run_backward(root):
-            for one, indices in unused.items():
-                if not one.bucket.sums_whole:
-                    _skip(one, indices, order.passes)
+            for gradients, indices in unused.items():
+                if not gradients.bucket.sums_whole:
+                    _skip(gradients, indices, order.passes)
             self.reduce_due(order)
 
     def _graph(self, chunk: int) -> _Graph:
@@ -113,8 +113,8 @@ class ScriptReducer(GradientReducer):
             unused: dict[BucketGradients, list[int]] = {}
             reach = self._reach.setdefault(chunk, Reach(self.parameters[chunk]))
             for parameter in reach.missing():
-                for _, one, index in self.parts_of[id(parameter)]:
-                    unused.setdefault(one, []).append(index)
+                for _, gradients, index in self.parts_of[id(parameter)]:
+                    unused.setdefault(gradients, []).append(index)
             self._graphs[key] = _Graph(unused)
         return self._graphs[key]
 
@@ -125,7 +125,7 @@ class ScriptReducer(GradientReducer):
 
     @contextmanager
     def accumulating(self) -> Iterator[None]:
-        """Micro-batches in here add up where they are, with no traffic; at stages 2 and 3 in whole buffers."""
+        """Accumulate the micro-batches in here locally, without communication; at stages 2 and 3 in whole-size buffers."""
         self.accumulates = True
         try:
             yield
@@ -171,29 +171,29 @@ class ModuleReducer(ScriptReducer):
         passes = self._served()
         return passes is not None and passes.is_in_pass()
 
-    def count(self, order: LaunchOrder, one: BucketGradients, index: int) -> None:
-        one.count(index, order.passes + 1)
+    def count(self, order: LaunchOrder, gradients: BucketGradients, index: int) -> None:
+        gradients.count(index, order.passes + 1)
         if order in self._came and order.passes == 0:
-            self._came[order].pop(one, None)
-            self._came[order][one] = None
+            self._came[order].pop(gradients, None)
+            self._came[order][gradients] = None
 
     def learn_order(self, axis: Axis) -> None:
         """Between steps: reduce in the order of the last step's first pass on the first rank.  Once; a collective call."""
         if not (learning := list(self._came)):
             return
-        numbers = [{one: number for number, one in enumerate(order.buckets)} for order in learning]
-        mine = [[of[one] for one in self._came[order]] for order, of in zip(learning, numbers, strict=True)]
+        numbers = [{gradients: number for number, gradients in enumerate(order.buckets)} for order in learning]
+        mine = [[of[gradients] for gradients in self._came[order]] for order, of in zip(learning, numbers, strict=True)]
         for order, came in zip(learning, from_first(mine, axis), strict=True):
             if came:  # else the next step's
                 _follow(order, came)
                 del self._came[order]
 
 
-def _skip(one: BucketGradients, indices: Sequence[int], round_: int) -> None:
+def _skip(gradients: BucketGradients, indices: Sequence[int], round_: int) -> None:
     """Count parameters as zero in a round, those of which no gradient has come."""
     for index in indices:
-        if one.counts[index] == round_:
-            one.count(index, round_ + 1)
+        if gradients.counts[index] == round_:
+            gradients.count(index, round_ + 1)
 
 
 def _follow(order: LaunchOrder, came: Sequence[int]) -> None:

@@ -117,14 +117,14 @@ def initialize(
     _take_from_other_engines(model, state)
     if state.rank == 0:
         given = {"optimizer": optimizer, "scheduler": lr_scheduler}
-        unread = [name for name, one in given.items() if one is not None and getattr(settings.json, name).type]
+        unread = [name for name, value in given.items() if value is not None and getattr(settings.json, name).type]
         notes = [f"{name} has no effect: the script gives its own to initialize" for name in unread]
         for note in (*settings.notes, *notes):
             show(f"note: {note}")
         if settings.json.dump_state:
             show(str(settings))
     only_evaluates = optimizer is None and not settings.json.optimizer.type
-    requires_grad = {name: one.requires_grad for name, one in model.named_parameters()}
+    requires_grad = {name: parameter.requires_grad for name, parameter in model.named_parameters()}
     described, ties = _describe(model, state)
     described, recipe = _optimizer(model, described, optimizer, model_parameters, settings)
     _check_ties(described, state)
@@ -172,7 +172,7 @@ def init_distributed(
     rank: int = -1,
     world_size: int = -1,
 ) -> None:
-    """Join the ranks that a launcher such as torchrun has started; nothing to do without one, or a second time.
+    """Join the ranks that a launcher such as torchrun has started.  No-op without a launcher, or when called again.
 
     Args:
         dist_backend: of torch.distributed.  None, "gloo" and "nccl": gloo for the CPU, and with it nccl where there is CUDA.
@@ -208,7 +208,7 @@ _GROUPS: list[Groups] = []
 def _leave_at_exit(state: ParallelState) -> None:
     if not _GROUPS:
         atexit.register(_leave)
-    if not any(one is state.groups for one in _GROUPS):
+    if not any(groups is state.groups for groups in _GROUPS):
         _GROUPS.append(state.groups)
 
 
@@ -253,7 +253,7 @@ def _take_from_other_engines(model: nn.Module, state: ParallelState) -> None:
 
     Raises: ValueError, on every rank, a live engine holds a parameter.
     """
-    if _held(model) or any(isinstance(one, UngatheredParameter) for one in model.parameters()):
+    if _held(model) or any(isinstance(parameter, UngatheredParameter) for parameter in model.parameters()):
         gc.collect()  # an engine that nobody refers to is not live
 
     def check() -> None:
@@ -271,24 +271,24 @@ def _take_from_other_engines(model: nn.Module, state: ParallelState) -> None:
 
 
 def _held(model: nn.Module) -> str:
-    """A parameter that an engine trains already; "" if there is none."""
+    """Return the name of a parameter that a live engine trains already, or ""."""
     held = {key for engine in list(ENGINES.values()) for key in engine.sharded_model.names}
-    return next((name for name, one in model.named_parameters() if id(real(one)) in held), "")
+    return next((name for name, parameter in model.named_parameters() if id(real(parameter)) in held), "")
 
 
 def _describe(model: nn.Module, state: ParallelState) -> tuple[list[Described], dict[str, Axis]]:
-    """Every parameter of this rank, and the ranks that hold a copy of the tied ones."""
+    """Describe every parameter of this rank, and find the ranks that hold a copy of the tied ones."""
     if not isinstance(model, PipelineModule):
         return list(describe(model)), {}
     described = []
     for index, chunk in enumerate(model.chunks):
         assert isinstance(chunk, LayerChunk)
-        for one in describe(chunk):
-            canonical = chunk.canonical_names[one.name]
-            spec, tied = one.spec, canonical in model.tied_copies
-            if tied or spec.name == one.name:  # a tensor-parallel layer names its parameters itself
+        for info in describe(chunk):
+            canonical = chunk.canonical_names[info.name]
+            spec, tied = info.spec, canonical in model.tied_copies
+            if tied or spec.name == info.name:  # a tensor-parallel layer names its parameters itself
                 spec = whole_spec(canonical, spec.shape, tied=tied)
-            described.append(replace(one, name=f"chunks.{index}.{one.name}", spec=spec))
+            described.append(replace(info, name=f"chunks.{index}.{info.name}", spec=spec))
     # A collective call: every rank makes the axis of every tie.
     axes = {name: state.among_stages(model.holders(name)) for name in sorted(model.tied_copies)}
     return described, {name: axis for name, axis in axes.items() if axis.size > 1}
@@ -296,7 +296,7 @@ def _describe(model: nn.Module, state: ParallelState) -> tuple[list[Described], 
 
 def _check_ties(described: list[Described], state: ParallelState) -> None:
     """Make sure that the optimizer treats all copies of a tied parameter alike.  Raises: ValueError, on every rank."""
-    own = [(one.spec.name, one.group, one.parameter.requires_grad) for one in described if one.spec.tied]
+    own = [(info.spec.name, info.group, info.parameter.requires_grad) for info in described if info.spec.tied]
     treatment: dict[str, tuple[int, bool]] = {}
     for name, group, trains in (entry for entries in gather_objects(own, state.pp) for entry in entries):
         if treatment.setdefault(name, (group, trains)) != (group, trains):
@@ -313,7 +313,7 @@ def _optimizer(
     model_parameters: Iterable[Any] | None,
     settings: DeepSpeedConfig,
 ) -> tuple[list[Described], OptimizerRecipe]:
-    """The parameters, each with its optimizer group, and the optimizer's recipe."""
+    """Return the parameters, each with its optimizer group, and the optimizer's recipe."""
     allow_untested = settings.json.zero_allow_untested_optimizer
     if isinstance(optimizer, torch.optim.Optimizer):
         owner = type(optimizer).__name__
@@ -322,8 +322,8 @@ def _optimizer(
     if model_parameters is not None:
         given = list(model_parameters)
     groups = [{"params": given}]
-    if given and all(isinstance(one, dict) for one in given):
-        groups = [{**one, "params": list(one["params"])} for one in given]
+    if given and all(isinstance(group, dict) for group in given):
+        groups = [{**group, "params": list(group["params"])} for group in given]
     if optimizer is not None:
         if not callable(optimizer):
             raise TypeError(f"optimizer must be a torch optimizer or a callable, got {type(optimizer).__name__}")
@@ -339,9 +339,9 @@ def _optimizer(
 
 
 def _grouped(described: list[Described], groups: Iterable[Mapping[str, Any]], owner: str) -> list[Described]:
-    """The parameters with the numbers of their groups; those of no group are frozen."""
+    """Set the group number of each parameter, and freeze those in no group.  Raises: ValueError."""
     group_of: dict[int, int] = {}
-    known = {id(one.parameter): one.name for one in described}
+    known = {id(info.parameter): info.name for info in described}
     for number, group in enumerate(groups):
         for parameter in group["params"]:
             first = group_of.setdefault(id(parameter), number)
@@ -351,10 +351,10 @@ def _grouped(described: list[Described], groups: Iterable[Mapping[str, Any]], ow
     foreign = [parameter for parameter in group_of if parameter not in known]
     if foreign:
         raise ValueError(f"{len(foreign)} parameters of the {owner} are not parameters of the model")
-    for one in described:
-        if id(one.parameter) not in group_of:
-            one.parameter.requires_grad_(False)
-    return [replace(one, group=group_of.get(id(one.parameter), 0)) for one in described]
+    for info in described:
+        if id(info.parameter) not in group_of:
+            info.parameter.requires_grad_(False)
+    return [replace(info, group=group_of.get(id(info.parameter), 0)) for info in described]
 
 
 def _move_buffers(model: nn.Module, settings: DeepSpeedConfig, state: ParallelState) -> None:

@@ -44,7 +44,7 @@ ENGINES: WeakValueDictionary[int, TrainingEngine] = WeakValueDictionary()
 
 
 class RepeatingLoader:
-    """Goes through a loader again and again, in a new order each time."""
+    """Iterates over a loader forever, in a new order each epoch."""
 
     def __init__(self, loader: Iterable[Any]) -> None:
         self._loader, self._epoch = loader, 0
@@ -66,7 +66,7 @@ class RepeatingLoader:
 
 
 class StepReport:
-    """Reports the steps of one engine on rank 0: a line for the terminal, TensorBoard's scalars, the time of each phase."""
+    """Reports the steps of an engine on rank 0: a line in the terminal, TensorBoard scalars, the time of each phase."""
 
     def __init__(self, config: DeepSpeedConfig, model: ScriptModel, show: Callable[[str], None]) -> None:
         self._config, self._model, self._show = config, model, show
@@ -194,7 +194,7 @@ class TrainingEngine(CheckpointedEngine):
         return measured.loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:  # noqa: ARG002  as torch has it
-        """Forget the gradients since the last step."""
+        """Discard the gradients since the last step."""
         self.sharded_model.begin_step(self.config.accumulation)
 
     @contextmanager
@@ -209,7 +209,7 @@ class TrainingEngine(CheckpointedEngine):
             self.train(was_training)
 
     def _batches(self, data_iter: Iterator[Any] | None) -> Iterator[Any]:
-        """Micro-batches to train on: the script's, or those of `training_data`, again and again."""
+        """Return the iterator to train on: the script's, or one over `training_data` that never ends."""
         if data_iter is not None:
             return data_iter
         if self.training_dataloader is None:
@@ -219,7 +219,7 @@ class TrainingEngine(CheckpointedEngine):
         return self._repeating
 
     def _on_every_rank(self, read: Callable[[], T]) -> T:
-        """The result of `read`; if it fails on one rank, all raise before a step begins.
+        """Return `read()`; if it fails on one rank, raise on every rank before a step begins.
 
         Unlike `agree`, it gathers objects only after a failure; a rank that failed raises its own error, the others
         StopIteration where nothing but data ended.
@@ -242,12 +242,12 @@ class TrainingEngine(CheckpointedEngine):
         raise kind("\n".join(dict.fromkeys(text for text, _ in found)))
 
     def _mean_over_ranks(self, loss: Tensor) -> Tensor:
-        """The mean over dp of a loss that every rank of a replica has."""
+        """Average a loss over the data-parallel ranks."""
         all_reduce(loss, self.parallel_state.dp).wait()
         return loss.float() / self.dp_world_size
 
     def close(self) -> None:
-        """Make the module a plain one again, with whole weights; give back files and writers.
+        """Turn the module back into a plain one with whole weights, and release files and writers.
 
         A collective call, after an asynchronous checkpoint is durable.  The engine cannot be used afterwards; another may
         take the module.  While an error is handled, the interpreter exits, or after `destroy_process_group`, peers may be
@@ -272,7 +272,7 @@ class TrainingEngine(CheckpointedEngine):
         self._thaw()
 
     def only_evaluate(self, requires_grad: Mapping[str, bool]) -> None:
-        """Refuse to train, since there is no optimizer.
+        """Let every call that would train raise an error, since there is no optimizer.
 
         requires_grad: by name, what parameters are again after `close`, or when the engine is dropped.
         """
