@@ -22,6 +22,7 @@ from typing import NamedTuple
 import torch
 
 from megazero.config import ResolvedRun, RunConfig
+from megazero.cpu.deferred_steps import BEHIND_FORWARD
 from megazero.engine.outline import elements_in, optimizer_of, stages_of
 from megazero.parallel_state import Axis
 from megazero.plan.cluster import Cluster
@@ -29,7 +30,6 @@ from megazero.plan.collective_times import GroupLink
 from megazero.schedules.action import Action, ActionKind
 from megazero.zero.bucket import BLOCK, DTYPES, Placement, ShardingPolicy
 from megazero.zero.bucket_sizes import bucket_sizes
-from megazero.zero.parameters import BEHIND_FORWARD
 from megazero.zero.quantized import WEIGHT_BITS, BlockFormat
 
 HOST_MEMORY, NVME = 25e9, 3e9

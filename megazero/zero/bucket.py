@@ -513,19 +513,19 @@ class Bucket:
         full_gradient: [padded] in the accumulation dtype, from a step's first gradient on, where gradients are whole.
         gradient: fp32 [owned], the reduced gradient that the optimizer steps, beside the master weights.
         reduces_in_place: `gradient` is a view of `full_gradient`, and exists only together with it.
-        gathers_gradients: a rank sums its shard of stage 0's gradients alone, and the others' are gathered behind the next
-            forward; `ShardedParameters` chooses.
+        summed: the elements whose gradients this rank has summed when the reductions end: those that it owns, or fewer of a
+            bucket that is stepped when the others' sums have come; see `WeightGathers.defer_steps`.
     """
 
     def __init__(
         self, layout: BucketLayout, policy: ShardingPolicy, weights: Tensor | None = None, arrays: Arrays | None = None
     ) -> None:
         self.layout, self.policy, self.placement = layout, policy, layout.placement
-        self.is_duplicate = self.gathers_gradients = False
+        self.is_duplicate = False
         self.residency = Residency.of(layout, policy.zero_stage) if arrays is None else arrays.residency(layout)
         own = layout.shard(self.placement.shard.index)
         self.counted = own if self.placement.replica.index == 0 else Interval(0, 0)
-        self.owned = own if self.residency.state is Extent.SHARD else layout.interval
+        self.owned = self.summed = own if self.residency.state is Extent.SHARD else layout.interval
 
         def new(location: Location, dtype: torch.dtype) -> FlatArray:
             if location == "device":
@@ -568,24 +568,6 @@ class Bucket:
     def gathers_weights(self) -> bool:
         """Whether this rank holds the whole weights and steps a shard of them: they are gathered after every step."""
         return self.holds_weights and self.owned != self.layout.interval
-
-    @property
-    def can_gather_gradients(self) -> bool:
-        """Whether a rank may sum its shard of the gradients alone: nobody needs the others' before they are stepped."""
-        is_plain = self.policy.zero_stage == 0 and self.layout.shards > 1 and self.placement.replica.size == 1
-        # the stages of a tie choose on their own
-        return (
-            is_plain
-            and self.policy.on_cpu
-            and self.reduces_in_place
-            and self.layout.tie is None
-            and not self.layout.matrices
-        )
-
-    @property
-    def gradient_shard(self) -> Tensor:
-        """[shard], fp32: this rank's part of `gradient` where that is whole; a view."""
-        return self.gradient[self.counted.start : self.counted.stop]
 
     @property
     def gradient_parts(self) -> tuple[Interval, ...]:

@@ -116,7 +116,7 @@ class ShardedOptimizer:
         """Step every owned element with `factor` times its gradient, and copy the new values to the weight shards.
 
         `stepped`: called with each bucket as soon as its weight shard is complete, in the same order on all ranks that
-        share buckets; with one that gathers gradients before it is stepped, and with what steps it then.
+        share buckets; with one of which it has a part of the gradients, and with what steps it when it has them all.
         """
         self.steps_taken += 1
         self._before_step = [dict(group) for group in self._groups]
@@ -141,9 +141,9 @@ class ShardedOptimizer:
 
         for bucket, parts in elementwise.items():
             location = bucket.master.location
-            if bucket.gathers_gradients and stepped is not None:
+            if bucket.summed != bucket.owned and stepped is not None:
                 finish_all_but(0)
-                stepped(bucket, partial(self._step_late, step, bucket, parts))
+                stepped(bucket, partial(self._step_deferred, step, bucket, parts))
                 continue
             if parts and (location == "host" or (location == "device" and stepped is not None)):
                 step(parts)
@@ -159,7 +159,7 @@ class ShardedOptimizer:
                 finish_all_but(1 if bucket.master.location == "host" else 0)
         finish_all_but(0)
 
-    def _step_late(self, step: Callable[[Sequence[Part]], None], bucket: Bucket, parts: Sequence[Part]) -> None:
+    def _step_deferred(self, step: Callable[[Sequence[Part]], None], bucket: Bucket, parts: Sequence[Part]) -> None:
         """Step a bucket whose gradients have come as in the step that began last; what was set in the groups since stays."""
         found, nothing = [dict(group) for group in self._groups], object()
         with torch.inference_mode(False):  # an evaluation may be who waits: what it made could not be stepped again

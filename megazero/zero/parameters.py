@@ -18,20 +18,13 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 
+from megazero.annexes import added
 from megazero.comm.collectives import agree, broadcast, largest, runs_by_itself
 from megazero.comm.memory import StorageError
 from megazero.config.schema import ZeroConfig
 from megazero.layers.spec import numel
 from megazero.parallel_state import Axis
-from megazero.zero.bucket import (
-    Bucket,
-    BucketLayout,
-    ParamInfo,
-    ShardingPolicy,
-    in_order_of_use,
-    intersect,
-    plan_buckets,
-)
+from megazero.zero.bucket import Bucket, BucketLayout, ParamInfo, ShardingPolicy, intersect, plan_buckets
 from megazero.zero.bucket_sizes import BucketSizes, bucket_sizes
 from megazero.zero.gather import UnitGatherer
 from megazero.zero.gather_buffers import BufferPlan, plan_buffers
@@ -41,11 +34,7 @@ from megazero.zero.units import Described, UnitModule
 from megazero.zero.weight_gathers import WeightGathers
 
 _ALONE = Axis("world")
-_LATE_BUCKETS = 4  # as large as so many buckets should be: larger ones are not gathered late
 _MORE_FOR_BUCKETS = 1 / 32  # of gather buffers, at most, for several buckets in a unit
-# Of the gradients of stage 0.  A backward takes twice as long as a forward, so twice the bytes travel behind it: the
-# reduce-scatter of all and the all-gather of a third there, that of two thirds behind the forward.
-BEHIND_FORWARD = 2 / 3
 SECONDARY_SHARD = "secondary_shard"  # the kind of memory
 
 # Initial values of a parameter that has no memory yet, by name, asked for once; None if they are not known here.
@@ -65,7 +54,6 @@ class ShardedParameters:
         world: all ranks: their buckets have one size, and they fail together if one cannot allocate.
         gatherer_type: makes what gathers the units of stage 3.
         hides_gathers: nobody reads weights between an update and the next forward of their unit without `wait`.
-        hides_gradients: where stage 0 hides gathers, gradients are gathered behind the next forward, too.
 
     Attributes:
         sizes: of buckets and of the buffers that gradients pass through.
@@ -87,7 +75,6 @@ class ShardedParameters:
         *,
         gatherer_type: type[UnitGatherer] = UnitGatherer,
         hides_gathers: bool = False,
-        hides_gradients: bool = False,
     ) -> None:
         self.policy = policy
         placements = [one.placement or policy.placement for one in described]
@@ -123,13 +110,12 @@ class ShardedParameters:
         self.by_name: dict[str, nn.Parameter] = {}
         self._bind({one.name: one.parameter for one in described}, units)
         home = {slot.info.name: bucket for bucket in self.buckets for slot in bucket.layout.slots}
-        self.gathers = WeightGathers()
+        self.gathers: WeightGathers = added("weight gathers").get("cpu" if policy.on_cpu else "cuda", WeightGathers)()
         # Ask every axis, without short-circuiting: all of its ranks must take part, and the axes may disagree.
         by_themselves = [runs_by_itself(axis) for axis in dict.fromkeys(placement.shard for placement in placements)]
         self.hides_gathers = hides_gathers and all(by_themselves)
-        # What tp sums afterwards must be whole on all of its ranks or a shard on all, so all ranks choose alike.
-        if hides_gathers and hides_gradients and not largest([not self.hides_gathers], world)[0]:
-            self._choose_late_gradients()
+        if hides_gathers:
+            self.gathers.defer_steps(self.buckets, self.sizes.elements, world, can=self.hides_gathers)
         if self.hides_gathers:
             self.gathers.attach(units, {id(self.by_name[name]): bucket for name, bucket in home.items()})
         self.gatherer: UnitGatherer | None = None
@@ -140,18 +126,6 @@ class ShardedParameters:
                 for slot in bucket.layout.slots
             }
             self.gatherer = gatherer_type(units, places, policy, zero.prefetch_bytes)
-
-    def _choose_late_gradients(self) -> None:
-        """Choose the buckets of stage 0 whose gradients are gathered behind the next forward: the first in its order.
-
-        What arrives of a large one, as of an embedding, would take as much memory.
-        """
-        most = _LATE_BUCKETS * self.sizes.elements
-        able = [one for one in self.buckets if one.can_gather_gradients and one.layout.padded_numel <= most]
-        left = BEHIND_FORWARD * sum(bucket.layout.numel for bucket in able)
-        for bucket in in_order_of_use(able):
-            bucket.gathers_gradients = left > 0
-            left -= bucket.layout.numel
 
     def _sizes(self, zero: ZeroConfig, elements: int, world: Axis, *, cuts: bool) -> BucketSizes:
         """How large buckets are: the same on all ranks, also where only some of them share the memory of their host: over

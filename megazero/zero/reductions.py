@@ -206,9 +206,7 @@ class QuantizedScatter(Reduction):
 
 def reduction_of(bucket: Bucket) -> type[Reduction]:
     """The way in which a bucket is reduced."""
-    if bucket.gathers_gradients:
-        return ReduceScatter
-    if bucket.policy.zero_stage == 0 or bucket.layout.shards == 1:
+    if bucket.summed == bucket.layout.interval:
         return AllReduce
     return QuantizedScatter if bucket.policy.gradient_bits else ReduceScatter
 
@@ -273,8 +271,8 @@ class ReductionQueue:
         self._finish_all_but(self._most_in_flight - 1)
         full = buffer[: part.size * bucket.layout.shards]
         is_all = full.numel() == bucket.layout.padded_numel
-        gradient = bucket.gradient if is_all else bucket.gradient[part.start : part.stop]
-        gradient = bucket.gradient_shard if bucket.gathers_gradients else gradient
+        gradient = bucket.owned_part(bucket.gradient, bucket.summed)
+        gradient = gradient if is_all else gradient[part.start : part.stop]
         chunk = _Chunk(bucket, part, full, gradient, reduced, is_last, [] if bucket.sums_whole else [buffer])
         self.ways[bucket].start(chunk)
         self._in_flight.append(chunk)

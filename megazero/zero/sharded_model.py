@@ -104,8 +104,6 @@ class ShardedModel:
             state.world,
             gatherer_type=self.gatherer_type,
             hides_gathers=self.hides_gathers,
-            # in a narrower format an all-reduce sends less than a gather of fp32 sums
-            hides_gradients=self.policy.reduce_dtype == self.policy.accumulate_dtype,
         )
         buckets = self.parameters.buckets
         self.names = {id(parameter): name for name, parameter in self.parameters.by_name.items()}
@@ -132,7 +130,7 @@ class ShardedModel:
         self.scale = 1.0 if self.scaler is None else self.scaler.scale
 
     def finish_gradients(self) -> None:
-        """Have the whole step's gradients, times `scale`, in the buckets; of late ones this rank's shard."""
+        """Have the whole step's gradients, times `scale`, in the buckets; of each, the elements that are `summed`."""
         buckets = self.reducer.buckets
         self.reducer.finish()
         sum_partial_over_tp(buckets, self.state.tp, self.policy.device)

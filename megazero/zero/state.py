@@ -59,7 +59,7 @@ class ShardedState:
         if kind == GRADIENT:
             if bucket.gradient.numel() < run.stop - run.start:
                 raise RuntimeError("there is no gradient between the start of a step and its first backward")
-            if bucket.gathers_gradients and intersect(run, bucket.counted) != run:
+            if intersect(run, bucket.summed) != run:
                 raise RuntimeError("a rank has summed its shard of these gradients alone; read elements that it counts")
             return bucket.owned_part(bucket.gradient, run)
         array = _weights(kind, bucket)

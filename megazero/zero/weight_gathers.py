@@ -1,4 +1,4 @@
-"""The all-gathers behind the next forward: of stepped weights, or of gradients whose step is still to be taken (stage 0).
+"""The all-gathers of stepped weights behind the next forward.
 
     update         step(0) start(0)   step(1) start(1)   step(2) start(2)
     network                [ bucket 0 ][ bucket 1 ][ bucket 2 ]
@@ -8,14 +8,8 @@ Buckets start in the order in which a forward uses them, so that the first unit 
 slow link they travel for longer than a forward takes.  So where a model names a unit's readers, each layer waits for its own
 buckets, and the first computes while the others are on their way.
 
-At stage 0 every rank steps all weights.  Of the buckets that a forward uses first, a reduce-scatter leaves each rank a shard
-of the sums; whoever needs such a bucket's weights waits for the other shards, and then steps it.
-
-    backward     all-reduce(3) reduce-scatter(2) (1) (0)      update   next forward
-    network      [ 3, twice  ][ 2 ][ 1 ][ 0 ]                          [ 0 ][ 1 ][ 2 ]  step(0) unit 0   step(1) unit 1
-
-Invariant: from `start` to the wait for a bucket nobody reads its whole weights (at stage 0: gradients), and nobody writes
-the part that this rank owns, which travels.
+Invariant: from `start` to the wait for a bucket nobody reads its whole weights, and nobody writes the part that this rank
+owns, which travels.
 """
 
 from __future__ import annotations
@@ -27,6 +21,7 @@ from typing import Any
 from torch.utils.hooks import RemovableHandle
 
 from megazero.comm.collectives import Pending, all_gather
+from megazero.parallel_state import Axis
 from megazero.zero.bucket import Bucket
 from megazero.zero.units import UnitModule, is_hooked, reading_no_weights
 
@@ -39,9 +34,21 @@ class WeightGathers:
     """Gathers that are under way; after an update or a load that did not come to its end nobody sees weights."""
 
     def __init__(self) -> None:
-        self._under_way: dict[Bucket, tuple[Pending, Callable[[], object] | None]] = {}  # and what steps it then
+        self._under_way: dict[Bucket, Pending] = {}
         self._broken: RuntimeError | None = None  # what has left weights that are neither the old nor the new ones
         self._hooks: list[RemovableHandle] = []
+
+    def defer_steps(self, buckets: Sequence[Bucket], bucket_elements: int, world: Axis, *, can: bool) -> None:
+        """Choose the buckets that are stepped only when a forward needs them: none.  All ranks of the world call this.
+
+        Args:
+            bucket_elements: how large buckets should be.
+            can: whether gathers may travel behind the next forward of this rank.
+        """
+
+    def arrives(self, bucket: Bucket) -> bool:
+        """Whether a forward has to wait for a bucket."""
+        return bucket.gathers_weights
 
     def attach(self, units: Sequence[UnitModule], home: Mapping[int, Bucket]) -> None:
         """Have every unit, or each of its readers, wait for its weights before its forward.
@@ -52,7 +59,7 @@ class WeightGathers:
             of_unit = dict[Bucket, None]()
             for reader, parameters in unit.reads():
                 every = dict.fromkeys(home[id(parameter)] for parameter in parameters)
-                buckets = [bucket for bucket in every if bucket.gathers_weights or bucket.gathers_gradients]
+                buckets = [bucket for bucket in every if self.arrives(bucket)]
                 of_unit |= dict.fromkeys(buckets)
                 if buckets:
                     self._hooks.append(reader.register_forward_pre_hook(self._before_forward(buckets)))
@@ -72,16 +79,14 @@ class WeightGathers:
         self._hooks.clear()
 
     def start(self, bucket: Bucket, step: Callable[[], object] | None = None) -> None:
-        """Start to gather a bucket whose part on this rank is complete, if other ranks step other parts of it.
+        """Start the all-gather of a bucket after this rank has updated its shard.  No-op if the bucket is not sharded.
 
-        `step`: steps the bucket, whose gradients are gathered instead, when the others' are here; once.
+        `step`: of a bucket of which this rank has a part of the gradients: steps it, once, when it has them all.
         """
-        if step is None and not bucket.gathers_weights:
-            return
-        whole, mine = bucket.weights, bucket.weights[bucket.owned.start : bucket.owned.stop]
-        if step is not None:
-            whole, mine = bucket.gradient, bucket.gradient_shard
-        self._under_way[bucket] = all_gather(whole, mine, bucket.placement.shard), step
+        assert step is None  # `defer_steps` has chosen no such bucket
+        if bucket.gathers_weights:
+            mine = bucket.weights[bucket.owned.start : bucket.owned.stop]
+            self._under_way[bucket] = all_gather(bucket.weights, mine, bucket.placement.shard)
 
     def gather(self, buckets: Iterable[Bucket]) -> None:
         """Gather some buckets now."""
@@ -100,16 +105,20 @@ class WeightGathers:
         try:
             for bucket in buckets:
                 if bucket in self._under_way:
-                    gather, step = self._under_way[bucket]
-                    gather.wait()
-                    if step is not None:
-                        with self.changing():
-                            step()
+                    self.finish(bucket)
                     del self._under_way[bucket]  # not before: after an interrupt whoever reads it must wait
         except RuntimeError as error:
-            self._under_way.clear()
+            self.forget()
             self._broken = self._broken or error
             raise
+
+    def finish(self, bucket: Bucket) -> None:
+        """Wait for the gather of a bucket."""
+        self._under_way[bucket].wait()
+
+    def forget(self) -> None:
+        """Drop all gathers under way."""
+        self._under_way.clear()
 
     def wait(self) -> None:
         """Wait until all weights are here."""
@@ -130,9 +139,9 @@ class WeightGathers:
     @contextmanager
     def renewing(self) -> Iterator[None]:
         """A context that writes all weights anew: what has become of the last update does not matter."""
-        for gather, _ in self._under_way.values():
+        for gather in self._under_way.values():
             gather.wait()
-        self._under_way.clear()
+        self.forget()
         with self.changing("loading a checkpoint"):
             self._broken = None
             yield

@@ -18,6 +18,7 @@ from worlds import LLAMA, LR, engine_on, micro_batches, run_of, state_of, state_
 from megazero.checkpoint import load
 from megazero.checkpoint.index import CheckpointError
 from megazero.config import ResolvedRun
+from megazero.cpu.deferred_steps import DeferredSteps
 from megazero.engine import Engine
 from megazero.engine.phases import Position
 from megazero.layers.activation_offload import Copier
@@ -25,7 +26,7 @@ from megazero.zero.buffer_pool import BufferPool
 from megazero.zero.gradients import GradientReducer
 from megazero.zero.quantized import BlockFormat
 from megazero.zero.reductions import ReductionQueue, WorkingBuffers
-from megazero.zero.weight_gathers import HalfSteppedError, WeightGathers
+from megazero.zero.weight_gathers import HalfSteppedError
 
 PLACES = [
     (Copier, "start"),
@@ -133,14 +134,12 @@ class _Interrupts:
         sys.settrace(None)
 
     def _call(self, frame: FrameType, event: str, argument: object) -> Any:
-        path = Path(frame.f_code.co_filename)
-        if path.parent.name != "zero" or path.name not in self.files:
-            return None
         if self.world > 1:
-            if frame.f_code is WeightGathers.start.__code__:
+            if frame.f_code is DeferredSteps.start.__code__:
                 self._come()
             return None
-        return self._line
+        path = Path(frame.f_code.co_filename)
+        return self._line if path.parent.name == "zero" and path.name in self.files else None
 
     def _line(self, frame: FrameType, event: str, argument: object) -> Any:
         if event == "line":

@@ -26,6 +26,7 @@ from worlds import LR, engine_on, micro_batches, run_of, state_of, state_on
 from megazero.checkpoint.index import CheckpointError
 from megazero.comm.collectives import LostPeerError, Pending, all_gather
 from megazero.config import ResolvedRun
+from megazero.cpu.deferred_steps import DeferredSteps
 from megazero.cpu.sockets import SocketBackend
 from megazero.engine import Engine
 from megazero.engine.phases import Position
@@ -309,9 +310,9 @@ def _gradients_behind(rank: int, run: ResolvedRun, folder: Path) -> None:
     """Beside a run whose sums are whole before the update."""
     state, found = state_on(rank, run, shares_memory=False), []
     for hides in (False, True):
-        with nullcontext() if hides else patch.object(ShardedParameters, "_choose_late_gradients"):
+        with nullcontext() if hides else patch.object(DeferredSteps, "defer_steps"):
             engine = engine_on(rank, run, state=state)
-        late = [bucket for bucket in engine.sharded_model.parameters.buckets if bucket.gathers_gradients]
+        late = [bucket for bucket in engine.sharded_model.parameters.buckets if bucket.summed != bucket.owned]
         assert late if hides else not late
         if hides and run.config.parallel.pp == 1:
             buckets = engine.sharded_model.parameters.buckets
@@ -393,7 +394,7 @@ def test_gradients_of_stage_0_that_come_behind_the_next_forward_step_as_if_they_
 
 def _reduces_in_bf16(rank: int, run: ResolvedRun) -> int:
     engine = engine_on(rank, run, state=state_on(rank, run, shares_memory=False))
-    return sum(bucket.gathers_gradients for bucket in engine.sharded_model.parameters.buckets)
+    return sum(bucket.summed != bucket.owned for bucket in engine.sharded_model.parameters.buckets)
 
 
 def test_sums_that_travel_in_fewer_bytes_are_not_gathered_in_fp32() -> None:
