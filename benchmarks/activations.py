@@ -46,7 +46,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from benchmarks.models import PlainBlock
 from benchmarks.report import machine, markdown
 from benchmarks.setting import DTYPES, Setting, positive
-from megazero.layers import gemm
+from megazero.layers import linear
 from megazero.layers.linear import WeightGradQueue
 from megazero.layers.recompute import WHOLE
 from megazero.layers.sample_part import TokenLayout
@@ -365,7 +365,7 @@ def main() -> None:
         again = [sys.executable, "-m", "benchmarks.activations", *sys.argv[1:]]
         os.execve(sys.executable, again, os.environ | REUSED_MEMORY)
     torch.set_num_threads(1)
-    gemm.cpu_product = lambda: None  # type: ignore[assignment]
+    linear.cpu_product = lambda: None  # type: ignore[assignment]
     lines, pages = [json.dumps({"machine": machine(), "selective": PRESETS["selective"], **vars(given)})], []
     for dtype, length in product(given.dtypes.split(","), map(int, given.lengths.split(","))):
         curve = measure(length, dtype, max(1, min(4, 2048 // length)), given.seconds)

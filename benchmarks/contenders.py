@@ -21,7 +21,7 @@ from megazero.checkpoint.save import gather_logical
 from megazero.config import RunConfig
 from megazero.cpu.processor import schedule_as_batch_job
 from megazero.engine import Engine, initialize
-from megazero.layers import gemm
+from megazero.layers import linear
 from megazero.models.gpt import MicroBatch
 from megazero.models.stages import cut_evenly
 from megazero.parallel_state import ParallelState, RankGrid
@@ -61,7 +61,7 @@ class Megazero:
         options: Sequence[str] = (),
     ) -> None:
         if products == "torch":
-            gemm.cpu_product = lambda: None  # type: ignore[assignment]
+            linear.cpu_product = lambda: None  # type: ignore[assignment]
         schedule_as_batch_job()  # as a run does
         grid = RankGrid(tp=setting.tp, dp=setting.dp, pp=setting.pp)
         local_world_size = int(os.environ["LOCAL_WORLD_SIZE"])

@@ -39,7 +39,7 @@ from benchmarks.models import PlainStage, adamw, loss_of
 from benchmarks.setting import GRAD_CLIP, LR
 from megazero.config import RunConfig, resolve
 from megazero.engine import initialize
-from megazero.layers import gemm
+from megazero.layers import linear
 from megazero.models.gpt import MicroBatch
 from megazero.parallel_state import ParallelState, RankGrid
 from megazero.plan.processes import in_processes
@@ -255,7 +255,7 @@ def main() -> None:
     parser.add_argument("--products", choices=("torch", "fastest"), default="torch")
     given = parser.parse_args()
     if given.products == "torch":
-        gemm.cpu_product = lambda: None  # type: ignore[assignment]
+        linear.cpu_product = lambda: None  # type: ignore[assignment]
     worlds, depths = ([int(one) for one in text.split(",")] for text in (given.world, given.layers))
     document: dict[str, Any] = {"cores": os.cpu_count(), "torch": torch.__version__, **vars(given), "by_layers": []}
     at = (f"host us, {depth} layers" for depth in depths)

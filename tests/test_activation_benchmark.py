@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from benchmarks.activations import Curve, Point, _check, contenders, table
-from megazero.layers import gemm
+from megazero.layers import linear
 
 LENGTH, HIDDEN, INNER, HEADS, BYTES = 8, 512, 1536, 8, 4
 
@@ -39,7 +39,7 @@ def test_freed_bytes_are_divided_by_added_time() -> None:
 
 
 def test_contenders_give_the_same_gradients_and_keep_what_the_formula_says(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gemm, "cpu_product", lambda: None)  # torch's own operations are what the set names
+    monkeypatch.setattr(linear, "cpu_product", lambda: None)  # torch's own operations are what the set names
     x, slope = torch.randn(2, LENGTH, 1, HIDDEN, generator=torch.Generator().manual_seed(0))
     kept = _check(contenders(LENGTH, "fp32", 1), x, slope, "fp32")
     hidden, inner = (

@@ -17,8 +17,8 @@ from megazero.config import ConfigError, ResolvedRun, RunConfig, load_config, re
 from megazero.config.derive import cache_directory, complete_batch
 from megazero.config.document import to_markdown
 from megazero.config.schema import DataConfig, DataSource, OffloadConfig, keys, sections
+from megazero.models.config import RopeScaling
 from megazero.models.registry import FAMILIES
-from megazero.models.rope_scaling import RopeScaling
 from megazero.models.stages import head_cost_in_layers
 from megazero.optim.config import LrScheduleConfig
 from megazero.optim.registry import BUILT_IN_KEYS, LR_SCHEDULE_KEYS, LR_SCHEDULES, OPTIMIZERS

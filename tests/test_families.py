@@ -24,9 +24,9 @@ from megazero.checkpoint.index import HF_CONFIG
 from megazero.config import ConfigError, ResolvedRun, RunConfig, load_config, resolve
 from megazero.engine import Engine
 from megazero.engine.phases import Position
-from megazero.models.config import ModelConfig
+from megazero.models.config import ModelConfig, RopeScaling
+from megazero.models.llama.family import rope_problems
 from megazero.models.registry import FAMILIES
-from megazero.models.rope_scaling import RopeScaling, rope_problems
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_thread")]  # starts whole runs
 

@@ -44,7 +44,7 @@ from megazero.formats.importer import import_checkpoint
 from megazero.formats.megatron import differences
 from megazero.formats.pickles import load_metadata
 from megazero.formats.tables import tables_of
-from megazero.models.rope_scaling import RopeScaling
+from megazero.models.config import RopeScaling
 
 pytestmark = pytest.mark.slow  # starts whole runs
 

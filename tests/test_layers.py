@@ -16,8 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from megazero.layers import vocabulary
 from megazero.layers.attention_kernels import SlidingWindow, attention
 from megazero.layers.counter_rng import Dropout
-from megazero.layers.gemm import add_product
-from megazero.layers.linear import ColumnParallelLinear, RowParallelLinear, WeightGradQueue
+from megazero.layers.linear import ColumnParallelLinear, RowParallelLinear, WeightGradQueue, add_product
 from megazero.layers.mlp import gated
 from megazero.layers.norm import rms_norm
 from megazero.layers.sample_part import TokenLayout

@@ -23,7 +23,7 @@ from pydantic_core import ErrorDetails
 
 from megazero.config.schema import DataSource, ElasticShape, RunConfig, ValidationSource, keys, sections, without_key
 from megazero.models.activation_config import StageActivations
-from megazero.models.rope_scaling import RopeScaling
+from megazero.models.config import RopeScaling
 from megazero.registry import closest, did_you_mean
 from megazero.settings import Problem, Section, toml_value
 

@@ -25,8 +25,7 @@ from megazero.checkpoint.hugging_face.match import (
 )
 from megazero.checkpoint.index import CheckpointError
 from megazero.formats.names import NameTable
-from megazero.models.config import ModelConfig
-from megazero.models.rope_scaling import RopeScaling
+from megazero.models.config import ModelConfig, RopeScaling
 from megazero.settings import toml_value
 from megazero.zero.state import MODEL
 

@@ -35,9 +35,8 @@ from megazero.formats.buckets import BUCKET, in_buckets
 from megazero.formats.dcp import METADATA, DcpFolder
 from megazero.formats.foreign import ADAM, ForeignCheckpoint, Found
 from megazero.formats.pickles import load_tensors
-from megazero.models.config import ModelConfig
+from megazero.models.config import ModelConfig, RopeScaling
 from megazero.models.registry import FAMILIES
-from megazero.models.rope_scaling import RopeScaling
 from megazero.zero.state import MASTER, MODEL
 
 COMMON, _NEMO_SAMPLES = "common.pt", "consumed_samples"

@@ -14,9 +14,8 @@ from dataclasses import replace
 from torch import Tensor
 
 from megazero.formats.names import NameTable, Theirs, half, kv_heads, of_query_groups, rows_of_pairs, without_padding
-from megazero.models.config import ModelConfig
+from megazero.models.config import ModelConfig, RopeScaling
 from megazero.models.registry import FAMILIES
-from megazero.models.rope_scaling import RopeScaling
 
 # What torchtitan's own models compute with; releases from 0.2 on scale the frequencies of every Llama, and 0.1 of none.
 _SCALED = RopeScaling(type="llama3", factor=8.0, original_seq_len=8192)

@@ -12,6 +12,8 @@ user's own model, and with tp = 1 a layer is a plain `F.linear`, except where an
     W apart              B             dx = dy W                     the queue keeps dy and this rank's shard of x
                          W  gather x (beside the dW before it) | dW = dy.T x
 
+Products run in torch's library, or in one that an annex adds for the CPU.
+
 Source: Shoeybi et al. 2019, section 3; Korthikanti et al. 2022, section 4.2.2; Qi et al. 2024, section 2.
 """
 
@@ -19,13 +21,14 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable
-from functools import partial
+from functools import cache, partial
 from typing import Any, Literal, Protocol, TypeAlias
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from megazero.annexes import added
 from megazero.comm.autograd import (
     gather_features,
     reduce_from_tp,
@@ -36,9 +39,58 @@ from megazero.comm.autograd import (
     start_scatter_sequence,
 )
 from megazero.comm.collectives import Pending, all_reduce
-from megazero.layers.gemm import add_product, bypasses_autograd, product_t
 from megazero.layers.spec import Initializer, NamedRows, bias_spec, drawn_parameter, rows_spec
 from megazero.parallel_state import Axis
+
+
+@cache
+def cpu_product() -> Callable[[Tensor, Tensor], Tensor] | None:
+    """A product x @ w.T of fp32 tensors that is faster than torch's on this CPU, if an annex adds one.
+
+    [rows, k], [n, k] -> [rows, n]; any strides.  Autograd cannot differentiate it.
+    """
+    choose = added("kernel").get("fp32 product")
+    return None if choose is None else choose()
+
+
+def bypasses_autograd(x: Tensor) -> bool:
+    """Whether products of `x` run in a library that autograd cannot differentiate."""
+    return x.is_cpu and x.dtype == torch.float32 and cpu_product() is not None
+
+
+def add_product(out: Tensor, a: Tensor, b: Tensor, *, is_first: bool) -> None:
+    """out = a.T @ b, or out += a.T @ b unless `is_first`; without a temporary where the library can.
+
+    Args:
+        out: [m, n], contiguous, in the dtype of the sum; on CUDA 16-bit factors lose nothing in an fp32 sum.
+        a, b: [k, m] and [k, n], in the dtype of the computation; any strides.
+    """
+    a = a.t()
+    if out.dtype == a.dtype and not bypasses_autograd(a):
+        if is_first:
+            torch.mm(a, b, out=out)
+        else:
+            torch.addmm(out, a, b, out=out)
+    elif out.device.type == "cuda" and out.dtype == torch.float32:
+        if is_first:
+            torch.mm(a, b, out_dtype=torch.float32, out=out)
+        else:
+            torch.addmm(out, a, b, out_dtype=torch.float32, out=out)
+    else:
+        write = out.copy_ if is_first else out.add_
+        write(product_t(a, b.t()))
+
+
+def product_t(a: Tensor, b: Tensor) -> Tensor:
+    """a @ b.T without autograd.  [..., k], [n, k] -> [..., n]; any strides."""
+    product = cpu_product() if a.is_cpu and a.dtype == torch.float32 else None
+    if product is None:
+        return torch.matmul(a, b.t())
+    rows = product(a.reshape(-1, a.shape[-1]), b)
+    # as matmul does: a view, to autograd, could not be summed over tp in place
+    result: Tensor = torch.ops.aten._unsafe_view(rows, [*a.shape[:-1], b.shape[0]])
+    return result
+
 
 Entry: TypeAlias = Literal["local", "replicated", "sequence"]
 """How x arrives: no exchange; whole, its gradients are summed over tp; as [seq / tp, batch, in], gathered and scattered."""

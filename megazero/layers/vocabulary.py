@@ -29,8 +29,7 @@ from megazero.comm.autograd import (
     scatter_sequence,
 )
 from megazero.comm.collectives import all_gather
-from megazero.layers.gemm import product_t
-from megazero.layers.linear import GradientAccumulator, WeightGradQueue, sum_of_products
+from megazero.layers.linear import GradientAccumulator, WeightGradQueue, product_t, sum_of_products
 from megazero.layers.sample_part import TokenLayout
 from megazero.layers.spec import Initializer, NamedRows, ParamSpec, drawn_parameter, rows_spec
 from megazero.parallel_state import Axis

@@ -1,14 +1,102 @@
 """The `[model]` section of a run file."""
 
-from collections.abc import Collection
-from typing import Annotated
+from __future__ import annotations
 
-from pydantic import Field
+from collections.abc import Collection, Mapping
+from math import ceil, floor, log, pi
+from typing import TYPE_CHECKING, Annotated, Literal
+
+from pydantic import Field, model_validator
+from pydantic_core import PydanticCustomError
 
 from megazero.models.registry import FAMILIES
-from megazero.models.rope_scaling import RopeScaling
 from megazero.registry import NameIn
-from megazero.settings import ActsWhere, Count, Epsilon, Positive, Section, ShareBelowOne
+from megazero.settings import ActsWhere, Count, Epsilon, Positive, Section, ShareBelowOne, toml_value
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+# The keys that each type reads, beside `type` and `factor`.
+ROPE_READS: Mapping[str, tuple[str, ...]] = {
+    "linear": (),
+    "llama3": ("original_seq_len", "low_freq_factor", "high_freq_factor"),
+    "yarn": ("original_seq_len", "beta_fast", "beta_slow", "attention_factor"),
+}
+
+
+class RopeScaling(Section):
+    """How rotary frequencies are scaled for longer samples.
+
+        wavelength     short                                            longer than the original positions
+        linear         / factor .......................................................... / factor
+        llama3, yarn   as it was ........... a blend of both ........... / factor
+
+    Position p turns the i-th pair of a head's elements by p * frequency[i], of wavelength 2 pi / frequency[i].
+
+    Source: Chen et al. 2023 (linear); Peng et al. 2023, sections 3.2 to 3.4 (YaRN); Grattafiori et al. 2024, and Meta's code
+    of Llama 3.1 (llama3).  Numbers are named as in transformers' `modeling_rope_utils`, positions as `model.seq_len`.
+    """
+
+    type: Literal["linear", "yarn", "llama3"]
+    """The formula."""
+    factor: Annotated[float, Field(ge=1)]
+    """Times as many positions as before."""
+    original_seq_len: Count | None = None
+    """Positions that the model was first trained on (yarn, llama3)."""
+    low_freq_factor: Positive = 1.0
+    """Wavelengths above original_seq_len / low_freq_factor are stretched in full (llama3)."""
+    high_freq_factor: Positive = 4.0
+    """Wavelengths below original_seq_len / high_freq_factor stay (llama3)."""
+    beta_fast: Positive = 32.0
+    """Pairs that turn so often or more within original_seq_len stay (yarn)."""
+    beta_slow: Positive = 1.0
+    """Pairs that turn so often or less are stretched in full (yarn)."""
+    attention_factor: Positive | None = None
+    """Multiplies rotated queries and keys. Unset: 0.1 ln(factor) + 1 (yarn)."""
+
+    @model_validator(mode="after")
+    def _has_what_its_type_reads(self) -> RopeScaling:
+        reads = ROPE_READS[self.type]
+        for name, field in type(self).model_fields.items():
+            if name not in ("type", "factor", *reads) and getattr(self, name) != field.default:
+                raise PydanticCustomError("idle", f'not have {name}, which type = "{self.type}" does not read')
+        if "original_seq_len" in reads and self.original_seq_len is None:
+            raise PydanticCustomError("unset", f'have original_seq_len where type = "{self.type}"')
+        for low, high in (("low_freq_factor", "high_freq_factor"), ("beta_slow", "beta_fast")):
+            if getattr(self, low) >= getattr(self, high):
+                raise PydanticCustomError("order", f"have {low} < {high} = {toml_value(getattr(self, high))}")
+        return self
+
+    @property
+    def amplitude(self) -> float:
+        """What rotated queries and keys are multiplied by (Peng et al. 2023, equation 22, takes it for both)."""
+        if self.type != "yarn":
+            return 1.0
+        return 0.1 * log(self.factor) + 1.0 if self.attention_factor is None else self.attention_factor
+
+    def scaled(self, frequencies: Tensor, theta: float) -> Tensor:
+        """The stretched frequencies.  [head size / 2] -> [head size / 2]; `theta` is the base they were made with."""
+        if self.type == "linear":
+            return frequencies / self.factor
+        kept = self._kept_by_turns(frequencies, theta) if self.type == "yarn" else self._kept_by_length(frequencies)
+        return frequencies * (kept + (1 - kept) / self.factor)
+
+    def _kept_by_length(self, frequencies: Tensor) -> Tensor:
+        """Llama 3.1: the share of each frequency that stays falls linearly with the turns in the original positions."""
+        turns = (self.original_seq_len or 0) * frequencies / (2 * pi)
+        return ((turns - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor)).clamp(0, 1)
+
+    def _kept_by_turns(self, frequencies: Tensor, theta: float) -> Tensor:
+        """YaRN: as above, but the share falls linearly with the index of the pair, between two whole indices."""
+
+        def pair_with(turns: float) -> float:
+            return len(frequencies) * log((self.original_seq_len or 0) / (turns * 2 * pi)) / log(theta)
+
+        first = max(floor(pair_with(self.beta_fast)), 0)
+        last = min(ceil(pair_with(self.beta_slow)), 2 * len(frequencies) - 1)
+        pairs = frequencies.new_tensor(range(len(frequencies)))
+        return 1 - ((pairs - first) / (last - first or 0.001)).clamp(0, 1)
 
 
 def _of_families(key: str) -> ActsWhere:

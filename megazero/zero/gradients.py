@@ -28,8 +28,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from megazero.layers.gemm import add_product, product_t
-from megazero.layers.linear import WeightGradQueue
+from megazero.layers.linear import WeightGradQueue, add_product, product_t
 from megazero.zero.bucket import Bucket, Interval, ShardingPolicy, Share
 from megazero.zero.reductions import ReductionQueue
 

@@ -8,11 +8,11 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from math import log
 from typing import TYPE_CHECKING, Any, Literal
 
-from megazero.models.config import ModelConfig
+from megazero.models.config import ROPE_READS, ModelConfig, RopeScaling
 from megazero.models.family import HuggingFaceFormat, ModelFamily, ModelRule, attention_weights
-from megazero.models.rope_scaling import read_rope, rope_problems, written_rope
 from megazero.settings import Problem, nearest_multiples, nearest_text
 
 if TYPE_CHECKING:
@@ -172,6 +172,79 @@ class LlamaItself(LlamaFamily):
             yield Problem("model.hidden_size", model.hidden_size, rule, hint)
         if model.init_std > 1:
             yield Problem("model.init_std", model.init_std, "must be at most 1: transformers loads no other llama")
+
+
+# transformers' names of the same numbers.
+_THEIRS = {"type": "rope_type", "original_seq_len": "original_max_position_embeddings"}
+
+
+def rope_keys(config: Mapping[str, Any]) -> dict[str, Any]:
+    """All keys about rotary positions of a `config.json`; transformers 5 nests what its predecessors kept apart."""
+    flat = {key: config[key] for key in ("rope_theta", "partial_rotary_factor") if config.get(key) is not None}
+    return flat | dict(config.get("rope_scaling") or config.get("rope_parameters") or {})
+
+
+def rope_problems(config: Mapping[str, Any]) -> list[str]:
+    """What a `config.json` says about rotary positions that we do not compute."""
+    rope, problems = rope_keys(config), []
+    kind, key = _kind(rope), "rope_scaling" if config.get("rope_scaling") else "rope_parameters"
+    if kind != "default" and kind not in ROPE_READS:
+        known = ", ".join(map(repr, ("default", *ROPE_READS)))
+        problems.append(f"{key}={config[key]!r} is not supported; the rope_type must be {known}")
+    if rope.get("partial_rotary_factor", 1.0) != 1.0:
+        problems.append(f"partial_rotary_factor={rope['partial_rotary_factor']!r} is not supported; it must be 1.0")
+    known_keys = {_THEIRS.get(name, name) for name in RopeScaling.model_fields}
+    known_keys |= {"type", "rope_theta", "partial_rotary_factor"}
+    if kind in ROPE_READS and rope.get("factor") is None:
+        return [*problems, f"{key} has no factor"]
+    for name in (name for name in rope if name not in known_keys):
+        if mend := _mend_of(name, rope, is_yarn=kind == "yarn"):
+            problems.append(f"{key}: {name}={rope[name]!r} is not supported; {mend}")
+    return problems
+
+
+def _mend_of(name: str, rope: Mapping[str, Any], *, is_yarn: bool) -> str | None:
+    """How to write the same model without a key that we do not read; None where the key changes nothing.
+
+    Source: `_compute_yarn_parameters` of transformers' `modeling_rope_utils`.
+    """
+    if name == "truncate" and (is_yarn or rope[name]):  # null is false there
+        return None if rope[name] else "it must be true: here the stretched pairs begin and end at whole numbers"
+    if rope[name] is None:
+        return None
+    scales = [rope.get(scale) or 0.0 for scale in ("mscale", "mscale_all_dim")]
+    if is_yarn and name in ("mscale", "mscale_all_dim") and all(scales) and rope.get("attention_factor") is None:
+        own, all_dim = (0.1 * scale * log(rope["factor"]) + 1.0 for scale in scales)
+        return (
+            f"write attention_factor={own / all_dim!r} in place of mscale and mscale_all_dim, which computes the same"
+        )
+    return "leave it out: it changes nothing in this rope_type"
+
+
+def read_rope(config: Mapping[str, Any], theta: float = 10000.0) -> dict[str, Any]:
+    """The keys of [model] about rotary positions, from a `config.json`; `theta` is the family's own base."""
+    rope = rope_keys(config)
+    found: dict[str, Any] = {"rope_theta": rope.get("rope_theta", theta)}
+    if (kind := _kind(rope)) == "default":
+        return found
+    original = _THEIRS["original_seq_len"]
+    # As transformers does: a number outside the table counts more, and without any the model was trained on all positions.
+    rope[original] = config.get(original) or rope.get(original) or config.get("max_position_embeddings")
+    names = {name: rope.get(_THEIRS.get(name, name)) for name in ("factor", *ROPE_READS[kind])}
+    return found | {"rope_scaling": {"type": kind} | {name: one for name, one in names.items() if one is not None}}
+
+
+def written_rope(theta: float, scaling: RopeScaling | None) -> dict[str, Any]:
+    """Keys of a `config.json`, in the spelling that transformers 4 and 5 both read."""
+    if scaling is None:
+        return {"rope_theta": theta}
+    values = {name: getattr(scaling, name) for name in ("type", "factor", *ROPE_READS[scaling.type])}
+    kept = {_THEIRS.get(name, name): value for name, value in values.items() if value is not None}
+    return {"rope_theta": theta, "rope_scaling": kept}
+
+
+def _kind(rope: Mapping[str, Any]) -> str:
+    return str(rope.get("rope_type", rope.get("type", "default")) or "default")
 
 
 LLAMA = LlamaItself(LLAMA_2, LLAMA_FORMAT)
