@@ -44,7 +44,7 @@ _USABLE = 0.9  # of what a setting frees; an allocator loses some
 
 @dataclass(frozen=True)
 class Change:
-    """Settings as they are typed.
+    """One setting to change, as it is typed.
 
     Args:
         frees: bytes of the device of the rank that is too full.
@@ -63,7 +63,7 @@ class Change:
 
 
 def fitting_changes(run: ResolvedRun, cluster: Cluster, full: RankMemory, missing: float) -> list[Change]:
-    """The changes that free so many bytes of a pipeline rank, the fastest first; if none does, the one that frees most."""
+    """Return the changes that free `missing` bytes of a pipeline rank, fastest first; else the one that frees most."""
     found, is_timed = list[tuple[Change, ResolvedRun]](), cluster.processors == 0
     for settings, config in _changes(run, on_cuda=is_timed):
         try:
@@ -88,7 +88,7 @@ def fitting_changes(run: ResolvedRun, cluster: Cluster, full: RankMemory, missin
 
 
 def advice_text(run: ResolvedRun, cluster: Cluster, full: RankMemory, missing: float) -> str:
-    """Which settings free so many bytes of a pipeline rank's device."""
+    """Say which settings free `missing` bytes on the device of a pipeline rank."""
     found = fitting_changes(run, cluster, full, missing)
     if found and found[0].frees >= missing:
         return "would fit, by the plan: " + ", or ".join(map(str, found))
@@ -100,7 +100,7 @@ def advice_text(run: ResolvedRun, cluster: Cluster, full: RankMemory, missing: f
 
 
 def _changes(run: ResolvedRun, *, on_cuda: bool) -> Iterator[tuple[str, RunConfig]]:
-    """Each change as it is typed and as a config; a CPU's memory is the host's, so nothing is offloaded there."""
+    """Yield each change as it is typed and as a config.  On a CPU nothing is offloaded: its memory is the host's."""
     config = run.config
     parallel, zero, count = config.parallel, config.zero, run.accumulation
 
@@ -138,12 +138,12 @@ def _changes(run: ResolvedRun, *, on_cuda: bool) -> Iterator[tuple[str, RunConfi
 
 
 def _word(value: Any) -> str:
-    """A value as it is typed."""
+    """Return a value as it is typed on the command line."""
     return value if isinstance(value, str) else toml_value(value).replace(" ", "")
 
 
 def explain(error: str, run: ResolvedRun, state: ParallelState, engine: Engine | None) -> str:
-    """The message for a rank whose allocator says `error`; without an engine, while that was being built."""
+    """Return the message for a rank whose allocator raised `error`; `engine` is None while it is being built."""
     device, on_cuda = state.device, state.device.type == "cuda"
     cluster = some_cluster(run, state.local_world_size, on_cuda=on_cuda)
     wanted, free, held = wanted_bytes(error), free_memory_bytes(device), Counter[str]()
@@ -169,6 +169,6 @@ def explain(error: str, run: ResolvedRun, state: ParallelState, engine: Engine |
 
 
 def wanted_bytes(error: str) -> int:
-    """Bytes of the allocation that failed; 0 where the allocator does not say."""
+    """Return the bytes of the allocation that failed; 0 if the allocator does not say."""
     found = re.search(r"tried to allocate ([\d.]+) ?(\w+)", error, re.IGNORECASE)
     return int(float(found[1]) * _UNITS.get(found[2], 0)) if found else 0

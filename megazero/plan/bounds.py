@@ -26,7 +26,7 @@ _FILLS = {"zb-h1": 1 / 3, "zbv": 1 / 6}  # of 1F1B's idle time, where all passes
 
 @dataclass(frozen=True)
 class Bounds:
-    """For one model on one cluster.
+    """Lower bounds and guesses for every choice of one model on one cluster.
 
     Args:
         parameters: of the whole model.
@@ -44,7 +44,7 @@ class Bounds:
     moments: int
 
     def state_bytes(self, choice: Choice) -> float:
-        """No less than the model state on the device of the mean rank (Rajbhandari et al. 2020, figure 1)."""
+        """Lower bound of the model state on the mean rank's device (Rajbhandari et al. 2020, figure 1)."""
         stage, shards = choice.zero_stage, choice.shard_group or self._dp(choice) * choice.cp
         offloads = choice.relief.offload in ("optimizer", "both") and self.config.zero.offload.ratio == 1.0
         optimizer = 0 if offloads else _FP32 * (self.moments + (self.widths.weights < _FP32))
@@ -56,11 +56,11 @@ class Bounds:
         return each * (self.parameters // (choice.tp * choice.pp))
 
     def seconds(self, choice: Choice) -> float:
-        """No step of a choice is shorter."""
+        """Lower bound of a step's seconds."""
         return self._products() * (1 + self._filling(choice) / 2)
 
     def guess(self, choice: Choice) -> float:
-        """About what a step takes."""
+        """Estimate a step's seconds, for the order of looking only."""
         within, between = self.cluster.within, self.cluster.between
         model, ranks_of_dp = self.config.model, self._dp(choice)
         tokens = self.samples * model.seq_len / (ranks_of_dp * choice.cp)
@@ -78,7 +78,7 @@ class Bounds:
         return max(compute, sent / link.rate()) + 0.2 * sent / link.rate() + layers * exchanged / within.rate()
 
     def _kept(self, choice: Choice) -> float:
-        """About what the first pipeline rank keeps: all layers of one micro-batch (Korthikanti et al. 2022: 34 sbh)."""
+        """Estimate the activations of the first pipeline rank (Korthikanti et al. 2022: 34 sbh for each layer)."""
         model = self.config.model
         return 34 * choice.micro_batch * model.seq_len * model.hidden_size * model.num_layers / (choice.tp * choice.cp)
 
@@ -86,7 +86,7 @@ class Bounds:
         return self.cluster.ranks // (choice.tp * choice.cp * choice.pp)
 
     def _count(self, choice: Choice) -> float:
-        """Micro-batches of a step."""
+        """Return the micro-batches of a step."""
         return max(1.0, self.samples / (self._dp(choice) * choice.micro_batch))
 
     def _products(self) -> float:
@@ -97,7 +97,7 @@ class Bounds:
         return self.flops / (self.cluster.ranks * device.peak_flops[self.config.precision.dtype] * share)
 
     def _filling(self, choice: Choice) -> float:
-        """Idle time of a pipeline as a share of its work: none that is sure where the backward is split."""
+        """Return a pipeline's idle time as a fraction of its work; 0 for schedules that split the backward."""
         if choice.schedule in _FILLS:
             return 0.0
         chunks = SCHEDULES[choice.schedule].chunks or choice.virtual_stages
@@ -105,7 +105,7 @@ class Bounds:
 
 
 def bounds_of(run: ResolvedRun, cluster: Cluster) -> Bounds:
-    """Of a run on one rank, whose global batch is that of all choices."""
+    """Return the bounds of a search, from its run on one rank."""
     config = run.config
     (whole,) = map(elements_in, stages_of(config, tp=1))
     per_token = FAMILIES[config.model.family].flops_per_token(config.model, None)

@@ -48,7 +48,7 @@ _OPTIMIZER = ("aten._fused_adamw_", "aten.linalg_vector_norm", "aten._foreach")
 
 @dataclass
 class _Record:
-    """Times by what was done, in units of the probe's at that moment; and the probe's seconds."""
+    """Measured times of operators, divided by the probe's time at that moment, and the probe's seconds."""
 
     on_gpu: bool
     products: dict[tuple[str, int, int, int], list[float]] = field(default_factory=partial(defaultdict, list))
@@ -58,7 +58,7 @@ class _Record:
     probes: list[float] = field(default_factory=list)
 
     def add(self, other: _Record) -> _Record:
-        """This one, with the times of another process."""
+        """Add the times of another process to this record and return it."""
         for own, others in ((self.products, other.products), (self.operators, other.operators)):
             for key, times in others.items():
                 own[key] += times  # type: ignore[index]
@@ -68,7 +68,7 @@ class _Record:
 
 
 class _Timed(TorchDispatchMode):
-    """Times every operator of a device that is no view."""
+    """Times every operator on a device, except views."""
 
     def __init__(self, device: torch.device, synchronize: Callable[[], None]) -> None:
         super().__init__()
@@ -94,7 +94,7 @@ def _values(found: Any) -> Iterator[Value]:
 
 
 def sizes(*, quick: bool = False, on_gpu: bool = False) -> list[ResolvedRun]:
-    """Runs of one rank, whose layers are those of ranks that share a model; on a GPU behind one that its host bounds."""
+    """Return one-rank runs whose layers are as large as those of tensor-parallel ranks; on a GPU, a host-bound run first."""
     if on_gpu:
         every = product((2048,) if quick else (2048, 4096), (1,) if quick else (1, 4), (2048, 4096))
         return [small_run("llama", *one, **ON_GPU) for one in ((256, 1, 128), *every)]
@@ -107,7 +107,7 @@ def sizes(*, quick: bool = False, on_gpu: bool = False) -> list[ResolvedRun]:
 
 
 def _measured(_: int, runs: list[ResolvedRun], device: torch.device) -> _Record:
-    """Times of the operators of these runs' steps, while the other processes run theirs."""
+    """Time the operators of these runs' steps while the other processes do the same."""
     record = _Record(on_gpu=device.type == "cuda")
     synchronize = torch.cuda.synchronize if record.on_gpu else lambda: None
     probe = SpeedProbe(device, synchronize)
@@ -137,7 +137,7 @@ def _keep(
     whole: float,
     probes: tuple[float, float],
 ) -> None:
-    """Medians over the steps, operator by operator; all steps call the same.
+    """Record the median time of each operator over the steps, all of which call the same operators.
 
     Args:
         probes: the probe's seconds beside the whole steps, and beside those whose operators were timed.
@@ -163,7 +163,7 @@ def _keep(
 
 
 def _table(record: _Record) -> OperatorTable:
-    """In seconds, at the speed of the median probe."""
+    """Convert a record to seconds, at the speed of the median probe."""
     by_name: dict[str, list[tuple[float, float]]] = defaultdict(list)
     for (name, size), times in record.operators.items():
         if size:
@@ -176,7 +176,7 @@ def _table(record: _Record) -> OperatorTable:
 
 
 def _samples(found: list[tuple[float, float]]) -> Samples:
-    """By size; several of one size are their median."""
+    """Sort samples by size; samples of equal size become their median."""
     by_size: dict[float, list[float]] = defaultdict(list)
     for size, seconds in found:
         by_size[size].append(seconds)
@@ -217,7 +217,7 @@ def calibrate(*, quick: bool = False, say: Callable[[str], None] = print) -> Cal
 
 
 def _device(table: OperatorTable, link: Link) -> Device:
-    """A host as a device: the fastest product, in fp32, and the fastest copy."""
+    """Describe a host as a device, by its fastest fp32 product and its fastest copy."""
     fastest = max(2.0 * one.m * one.n * one.k / one.seconds for one in table.products)
     peaks = dict.fromkeys(("bf16", "fp16", "fp32"), fastest)
     copies = [size / seconds for name in table.operators if "add" in name for size, seconds in table.operators[name]]

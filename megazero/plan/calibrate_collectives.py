@@ -54,7 +54,7 @@ def collective_samples(rank: int, per_node: int = 0, rounds: int = 12) -> dict[s
 
 
 def mean_of(ranks: Sequence[dict[str, Samples]]) -> dict[str, Samples]:
-    """What `collective_samples` found on all ranks."""
+    """Average what `collective_samples` found on all ranks."""
 
     def over_ranks(name: str) -> Samples:
         columns = zip(*(found[name] for found in ranks), strict=True)
@@ -77,7 +77,7 @@ def _waits(axis: Axis, rounds: int) -> Iterator[tuple[float, float]]:
 
 
 def _seconds(calls: Sequence[Callable[[], object]], rounds: int) -> tuple[float, float]:
-    """Of these calls one after another, and of the processor for them; the median round."""
+    """Return seconds and processor seconds of these calls in a row, of the median round."""
 
     def taken() -> tuple[float, float]:
         dist.barrier()
@@ -126,7 +126,7 @@ _CALLS_OF: dict[str, Callable[[int, Axis], tuple[Callable[[], None], int]]] = {
 
 
 def _message(count: int, axis: Axis) -> Callable[[], None]:
-    """To the other rank and back again: half of it is a message."""
+    """Return a call that sends a message to the other rank and receives one from it."""
     x, out = torch.zeros(count), torch.zeros(count)
     peer = axis.ranks[1 - axis.index]
 

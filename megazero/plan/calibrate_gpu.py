@@ -26,7 +26,7 @@ _MOVES = ("aten.add.", "aten.add_.", "aten.mul.", "aten._to_copy.", "aten.clone.
 
 
 def gpu_here(_: int) -> Device | None:
-    """CUDA's first device, without peaks where it has no data sheet; None without one.  For a process of its own."""
+    """Return CUDA's first device, without peaks if it has no data sheet; None without CUDA.  Call it in a forked process."""
     if not torch.cuda.is_available():
         return None
     found = torch.cuda.get_device_properties(0)
@@ -35,7 +35,7 @@ def gpu_here(_: int) -> Device | None:
 
 
 def fitted(device: Device, table: OperatorTable) -> Device:
-    """The device with the shares that large operators in bf16 reached; what was not measured stays the device's."""
+    """Return the device with the fractions of its peaks that large bf16 operators reached; what was not measured stays."""
     operators = [(name, one) for name, samples in table.operators.items() for one in samples]
     moves = _rates(one for name, one in operators if name.startswith(_MOVES))
     bandwidth = device.memory_bandwidth or max(moves)
@@ -55,7 +55,7 @@ def fitted(device: Device, table: OperatorTable) -> Device:
 
 
 def _rates(samples: Iterable[tuple[float, float]]) -> list[float]:
-    """size / seconds of the large ones."""
+    """Return size / seconds of the large samples."""
     found = [(size, seconds) for size, seconds in samples if seconds > 0]
     largest = max((size for size, _ in found), default=0.0)
     return [size / seconds for size, seconds in found if size * _LARGE >= largest]

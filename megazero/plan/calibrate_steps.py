@@ -30,7 +30,7 @@ _STEPS, _MOST_RANKS = 3, 8
 
 
 def step_stretch(bare: Calibration, turns: int = 3) -> float:
-    """The median ratio of measured to planned steps.  `turns`: times that a row of steps is measured."""
+    """Return the median ratio of measured to planned step time.  `turns`: how often each run's steps are measured."""
     ratios = []
     for run in _runs(bare.processors):
         cluster = Cluster(bare.device, run.world_size, run.world_size, bare.within, bare.within, bare.processors)
@@ -44,7 +44,7 @@ def step_stretch(bare: Calibration, turns: int = 3) -> float:
 
 
 def _runs(processors: int) -> Iterator[ResolvedRun]:
-    """A rank alone; and, where ranks share processors, one and two on each, with and without a pipeline."""
+    """Yield a run of one rank, then runs with one and two ranks per processor, each with and without a pipeline."""
     shared = min(processors, _MOST_RANKS // 2)
     worlds = [1, *(count for count in (shared, 2 * shared) if count > 1)]
     for world, pp in product(worlds, (1, 2)):
@@ -59,7 +59,7 @@ def _runs(processors: int) -> Iterator[ResolvedRun]:
 
 
 def _steps(rank: int, run: ResolvedRun, processors: int, turns: int) -> tuple[list[float], list[float]]:
-    """Seconds of some steps, and of the probe beside each, with a probe on every processor; 0 on ranks that run none."""
+    """Measure steps, and the probe beside each of them on every processor; ranks without a probe report 0."""
     device = torch.device("cpu")
     state = ParallelState(run.grid, rank, device=device, local_world_size=run.world_size)
     engine = initialize(run.config, state)

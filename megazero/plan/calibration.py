@@ -63,7 +63,7 @@ class OperatorTable:
         return found
 
     def product(self, dtype: str, m: int, n: int, k: int) -> float | None:
-        """Seconds of a product; None where none of its dtype was measured."""
+        """Return the seconds of a matrix product; None if no product of its dtype was measured."""
         known = self._by_dtype.get(dtype)
         if not known:
             return None
@@ -80,7 +80,7 @@ class OperatorTable:
         return m * n * k / rate
 
     def scaled(self, factor: float) -> OperatorTable:
-        """Everything so many times as long."""
+        """Return the table with every time multiplied by `factor`."""
         products = tuple(replace(one, seconds=one.seconds * factor) for one in self.products)
         operators = {
             name: tuple((size, seconds * factor) for size, seconds in samples)
@@ -89,13 +89,13 @@ class OperatorTable:
         return OperatorTable(products, operators, self.host_seconds * factor)
 
     def operator(self, name: str, size: float) -> float | None:
-        """Seconds of an operator on so much; None where it was not measured."""
+        """Return the seconds of an operator on `size`; None if it was not measured."""
         samples = self.operators.get(name)
         return None if samples is None else interpolated(samples, size)
 
 
 def interpolated(samples: Samples, size: float) -> float:
-    """Seconds of a size: between its neighbours in logarithms, beyond the largest in proportion, below the least alike."""
+    """Interpolate seconds by size: log-linear between samples, proportional above the largest, constant below the least."""
     sizes = [at for at, _ in samples]
     if size <= sizes[0]:
         return samples[0][1]
@@ -109,7 +109,7 @@ def interpolated(samples: Samples, size: float) -> float:
 
 @dataclass(frozen=True)
 class Calibration:
-    """Everything that was measured.
+    """Everything that `megazero calibrate` measured on a machine.
 
     Args:
         device: a host as a device, with this calibration in it; or a GPU with the shares that were fitted, and without.
@@ -133,11 +133,11 @@ class Calibration:
     conditions: str = ""
 
     def table(self, busy: int) -> OperatorTable:
-        """The table for so many ranks that compute at once on a node."""
+        """Return the table for `busy` ranks that compute at once on a node."""
         return self.crowded if busy > 1 else self.alone
 
     def collective(self, operation: str, ranks: int, size: float) -> float | None:
-        """Seconds of a collective of ranks of one host; of the next measured number of ranks, in proportion."""
+        """Return the seconds of a collective within one host, scaled from the nearest measured number of ranks."""
         known = [int(key.split()[1]) for key in self.collectives if key.split()[0] == operation and "/" not in key]
         if not known:
             return None
@@ -149,7 +149,7 @@ class Calibration:
         return {key.split()[1]: samples for key, samples in self.collectives.items() if key.startswith("wait ")}
 
     def wait(self, ranks: int, per_node: int, behind: float) -> float:
-        """Seconds until the last of some ranks has come, behind so many of each one's own computation; by the nearest group.
+        """Return how long ranks wait for the slowest after `behind` seconds of computation, by the nearest measured group.
 
         Args:
             per_node: of them; 0 where all are on one node.
@@ -165,7 +165,7 @@ class Calibration:
         return interpolated(samples, behind) * min(1.0, behind / samples[0][0])
 
     def between_hosts(self, operation: str, ranks: int, per_node: int, size: float) -> tuple[float, float] | None:
-        """Seconds of a collective over hosts, and of the processors for it; None where this was not measured."""
+        """Return seconds and processor seconds of a collective between hosts; None if it was not measured."""
         key = f"{operation} {ranks}/{per_node}"
         if key not in self.collectives:
             return None
@@ -190,7 +190,7 @@ def _plain(table: OperatorTable) -> dict[str, Any]:
 
 
 def read_calibration(path: Path) -> Calibration:
-    """A file of `write_calibration`.
+    """Read a file of `write_calibration`.
 
     Raises:
         ValueError: it is something else; the text says what to do.
@@ -219,7 +219,7 @@ def read_calibration(path: Path) -> Calibration:
 
 
 def with_itself(bare: Calibration) -> Calibration:
-    """The calibration whose device knows it."""
+    """Return the calibration with a reference to itself in its device."""
     return replace(bare, device=replace(bare.device, calibration=bare))
 
 
@@ -250,7 +250,7 @@ def _checksum(found: Mapping[str, Any]) -> str:
 
 
 def _check_numbers(found: Mapping[str, Any]) -> None:
-    """Sizes and times must be positive, and samples sorted by size.  Raises: ValueError."""
+    """Check that sizes and times are positive and samples sorted by size.  Raises: ValueError."""
     tables = [found["alone"], found["crowded"]]
     samples = [*found["collectives"].items(), *(one for table in tables for one in table["operators"].items())]
     for name, pairs in samples:

@@ -26,7 +26,7 @@ from megazero.training.check import DeviceNeeds
 def memory_lines(
     run: ResolvedRun, gpu: str | None, device_gib: float | None, ranks_per_node: int
 ) -> Callable[[Schedule], DeviceNeeds]:
-    """The lines on what a rank of a run needs, for its schedule.
+    """Return a function from a run's schedule to the lines on what a rank needs.
 
     Args:
         gpu: a name of `plan.devices`, to be told at which moment the device is fullest; None where none was named.
@@ -45,7 +45,7 @@ def memory_lines(
 
 
 def lines_on(run: ResolvedRun, cluster: Cluster | None, schedule: Schedule, *, ranks_per_node: int = 8) -> DeviceNeeds:
-    """What a rank needs, and whether a device of the cluster has it; without a cluster it is taken to fit."""
+    """Say what a rank needs and whether the cluster's device has it; without a cluster the run is taken to fit."""
     on_cuda = run.config.launch.device != "cpu"  # "auto" may take it; a run says at its start what it has taken
     any_cluster = cluster or some_cluster(run, ranks_per_node, on_cuda=on_cuda)
     run = with_decided_offload(run, any_cluster)
@@ -58,7 +58,7 @@ def lines_on(run: ResolvedRun, cluster: Cluster | None, schedule: Schedule, *, r
 
 
 def _state(run: ResolvedRun, ranks: Sequence[RankMemory]) -> str:
-    """Model state and ZeRO's buffers of the rank that has most of them, by kind."""
+    """Describe model state and ZeRO's buffers of the rank with most of them, by kind."""
     largest = max(ranks, key=lambda rank: sum(rank.state.values()))
     kinds = sorted(largest.state.items(), key=lambda item: -item[1])
     parts = ", ".join(f"{kind.replace('_', ' ')} {size_text(count)}" for kind, count in kinds if count)
@@ -71,7 +71,7 @@ def _state(run: ResolvedRun, ranks: Sequence[RankMemory]) -> str:
 
 
 def _kept(run: ResolvedRun, schedule: Schedule, ranks: Sequence[RankMemory], *, on_cuda: bool) -> Iterator[str]:
-    """What each pipeline rank keeps for its backward passes, the fullest named."""
+    """Describe what each pipeline rank saves for its backward passes, and name the fullest."""
     fullest = max(ranks, key=lambda rank: rank.kept)
     for rank in ranks:
         where = f"pipeline rank {rank.stage}" if len(ranks) > 1 else "a rank"
@@ -81,7 +81,7 @@ def _kept(run: ResolvedRun, schedule: Schedule, ranks: Sequence[RankMemory], *, 
 
 
 def _kept_text(run: ResolvedRun, schedule: Schedule, rank: RankMemory) -> str:
-    """`12.0 MiB, 4 micro-batches; 32 layers: norms+activation recomputed`."""
+    """Return `12.0 MiB, 4 micro-batches; 32 layers: norms+activation recomputed`."""
     config = run.config
     chunks = cut_by_rank(config.model, config.parallel.layout, schedule.placement)[rank.stage]
     names = sorted(policy.name for policy in policies_by_layer(config, chunks, rank.stage, moves=True).values())
@@ -94,13 +94,13 @@ def _kept_text(run: ResolvedRun, schedule: Schedule, rank: RankMemory) -> str:
 
 
 def _in_words(name: str) -> str:
-    """Of a policy: `nothing recomputed, on the host`."""
+    """Describe a policy in words: `nothing recomputed, on the host`."""
     regions, comma, rest = name.partition(", ")
     return f"{'nothing' if regions == 'none' else regions} recomputed{comma}{rest}"
 
 
 def start_line(run: ResolvedRun, schedule: Schedule, device: torch.device) -> str:
-    """What the pipeline rank that keeps most keeps for its backward passes."""
+    """Describe what the fullest pipeline rank saves for its backward passes."""
     try:
         ranks = memory_of(run, some_cluster(run, run.world_size, on_cuda=device.type == "cuda"))
     except Exception as error:  # of layers of a script's own; a run does without a plan
@@ -111,7 +111,7 @@ def start_line(run: ResolvedRun, schedule: Schedule, device: torch.device) -> st
 
 
 def _plan(run: ResolvedRun, cluster: Cluster, ranks: Sequence[RankMemory]) -> tuple[bool, str]:
-    """Whether the device has what the fullest rank needs at its fullest moment, and a line that says so, by kind."""
+    """Return whether the fullest rank fits its device, and a line that says so with its memory by kind."""
     fullest, has = max(ranks, key=lambda rank: rank.peak), cluster.device.memory_bytes
     of = f"pipeline rank {fullest.stage}" if len(ranks) > 1 else "a rank"
     ordered = sorted(fullest.kinds.items(), key=lambda item: -item[1])
@@ -126,7 +126,7 @@ def _plan(run: ResolvedRun, cluster: Cluster, ranks: Sequence[RankMemory]) -> tu
 
 
 def elements_of_stages(run: ResolvedRun, kind: ScheduleKind) -> list[int]:
-    """Number of parameters that one tensor-parallel rank of each pipeline rank holds."""
+    """Count the parameters on one tensor-parallel rank of each pipeline rank."""
     config, parallel = run.config, run.config.parallel
     placement = kind.placement(parallel.pp, chunks_of(config, kind))
     counts = list(map(elements_in, stages_of(config, len(placement))))

@@ -33,14 +33,14 @@ _LARGEST_PIPELINE, _LARGEST_MICRO_BATCH, _MOST_CHUNKS = 16, 4, 4
 
 @dataclass(frozen=True, order=True)
 class Relief:
-    """What saves memory and costs time: index into `RECOMPUTE`, and of `OFFLOADS` one."""
+    """Recomputation (an index into `RECOMPUTE`) and offloading (one of `OFFLOADS`): they save memory and cost time."""
 
     recompute: int = 0
     offload: str = "none"
 
     @property
     def order(self) -> tuple[int, Relief]:
-        """Of those that save little to those that save much."""
+        """Sort key: what saves least memory comes first."""
         return self.recompute + _OFFLOAD_ORDER[self.offload], self
 
     def needs_no_more_than(self, other: Relief) -> bool:
@@ -52,7 +52,7 @@ class Relief:
 
 @dataclass(frozen=True, order=True)
 class Choice:
-    """One choice of every key that is searched."""
+    """A value for every key that is searched."""
 
     tp: int = 1
     cp: int = 1
@@ -83,7 +83,7 @@ class Choice:
 
 
 def relief_words(relief: Relief) -> list[str]:
-    """What is recomputed and offloaded, a few words each."""
+    """Say in a few words what is recomputed and offloaded."""
     name, keeps = RECOMPUTE[relief.recompute]
     words = [f"recompute {name}{' but attention' if keeps else ''}"] if name != "none" else []
     return words + ([f"offload {relief.offload}"] if relief.offload != "none" else [])
@@ -91,7 +91,7 @@ def relief_words(relief: Relief) -> list[str]:
 
 @dataclass(frozen=True)
 class Space:
-    """The values that each key takes."""
+    """The values that each searched key takes."""
 
     tp: tuple[int, ...]
     cp: tuple[int, ...]
@@ -106,13 +106,13 @@ class Space:
     per_node: int
 
     def ulysses(self, tp: int, cp: int) -> list[int]:
-        """Degrees worth comparing: none, all of cp, and the largest whose ranks share a node with those of tp."""
+        """Return the Ulysses degrees worth comparing: 1, all of cp, and the largest that stays within a node."""
         within = max((one for one in divisors(cp) if one * tp <= self.per_node), default=1)
         return sorted({1, within, cp})
 
 
 def space_of(config: RunConfig, ranks: int, per_node: int) -> Space:
-    """What is worth comparing for a model on a cluster.
+    """Return the values worth comparing for a model on a cluster.
 
     Left out: tp beyond a node, whose every layer would wait for the network; parts of a sample below 4,096 tokens; gpipe,
     which keeps more than 1f1b and idles as long.
@@ -136,7 +136,7 @@ def space_of(config: RunConfig, ranks: int, per_node: int) -> Space:
 
 
 def groups_in(space: Space, config: RunConfig, ranks: int) -> Iterator[Choice]:
-    """Every choice without its relief, but for those that say the same as another."""
+    """Yield every distinct choice, without recomputation and offloading."""
     for tp in space.tp:
         for cp in space.cp:
             for pp in space.pp:
@@ -161,7 +161,7 @@ def _of_shape(space: Space, config: RunConfig, shape: Choice, dp: int) -> Iterat
 
 
 def _schedules(space: Space, config: RunConfig, pp: int) -> Iterator[tuple[str, int]]:
-    """With so many virtual stages that each has as many layers, where the layers can be cut so."""
+    """Yield schedules with their virtual stages; of these only counts that divide the layers evenly, if there are any."""
     if pp == 1:
         yield "1f1b", 1
         return
@@ -175,7 +175,7 @@ def _schedules(space: Space, config: RunConfig, pp: int) -> Iterator[tuple[str, 
 
 
 def _sharding(space: Space, shards: int, tp: int) -> Iterator[tuple[int, str, int]]:
-    """ZeRO's stage, gather policy and shard group.  Neighbours of dp x cp share a node up to per_node / tp of them."""
+    """Yield ZeRO stage, gather policy and shard group.  Up to per_node / tp neighbours of dp x cp share a node."""
     if shards == 1:
         yield space.zero_stages[min(1, len(space.zero_stages) - 1)], "action", 0
         return
@@ -187,7 +187,7 @@ def _sharding(space: Space, shards: int, tp: int) -> Iterator[tuple[int, str, in
 
 
 def config_of(base: RunConfig, choice: Choice) -> RunConfig:
-    """The run file with a choice in it."""
+    """Return the run file with a choice filled in."""
     recompute, keeps_attention = RECOMPUTE[choice.relief.recompute]
     offload = choice.relief.offload
     cuts_sequence = choice.tp > 1 and base.model.seq_len % (choice.tp * choice.cp) == 0
@@ -225,7 +225,7 @@ _OF_STAGE_3 = ("prefetch_bytes", "persistent_elements", "quantized_weights")
 
 
 def _zero_of(base: RunConfig, choice: Choice) -> ZeroConfig:
-    """[zero] with a choice in it; keys that its stage does not read are at their defaults."""
+    """Return [zero] with a choice filled in; keys that its stage ignores get their defaults."""
     own, default, stage = base.zero.offload, ZeroConfig(), choice.zero_stage
     offload = OffloadConfig()
     if choice.relief.offload in ("optimizer", "both"):

@@ -24,7 +24,7 @@ __all__ = ["Cluster", "Device", "Link", "cluster_of", "known_peak_flops"]
 
 @dataclass(frozen=True)
 class Cluster:
-    """So many devices in nodes.
+    """Equal devices in equal nodes.
 
     Args:
         device: all are alike.
@@ -44,12 +44,12 @@ class Cluster:
 
     @property
     def nodes(self) -> int:
-        """Machines."""
+        """Number of machines."""
         return -(-self.ranks // self.per_node)
 
     @property
     def table(self) -> OperatorTable | None:
-        """What was measured of operators, beside as many busy processors as here; None where nothing was."""
+        """Operator times measured with as many busy processors as here; None without a calibration."""
         if (calibration := self.device.calibration) is None:
             return None
         return calibration.table(max(min(self.ranks, self.per_node), calibration.processors // self.processors))
@@ -66,7 +66,7 @@ def cluster_of(
     network: str = "ib400",
     options: tuple[str, str] = ("--gpus", "--per-node"),
 ) -> Cluster:
-    """The cluster that these names mean.
+    """Return the cluster that these names mean.
 
     Args:
         gpu: a name of `DEVICES`, or the file of `megazero calibrate`, `*.json`.
@@ -105,14 +105,14 @@ def cluster_of(
 
 
 def some_cluster(run: ResolvedRun, per_node: int, *, on_cuda: bool) -> Cluster:
-    """For the memory of a run whose devices are not known: it depends on how many ranks a node has alone."""
+    """Return a cluster to plan the memory of a run on unknown devices: it depends on nothing but the ranks per node."""
     device, ethernet = DEVICES["h200"], NETWORKS["100gbit"]
     each = min(per_node, run.world_size)
     return Cluster(device, run.world_size, each, device.link, ethernet, 0 if on_cuda else each)
 
 
 def with_memory(cluster: Cluster, gib: float, *, on_cuda: bool = True) -> Cluster:
-    """The same cluster with so much memory for each rank, of GPUs or of CPUs.  Raises: ValueError: more than there is."""
+    """Return the cluster with `gib` of memory for each rank, on GPUs or CPUs.  Raises: ValueError: more than exists."""
     if gib > 2**30:
         raise ValueError(f"--device-gib {gib:g} is more than any device has")
     name = f"a device of {gib:g} GiB"
@@ -121,7 +121,7 @@ def with_memory(cluster: Cluster, gib: float, *, on_cuda: bool = True) -> Cluste
 
 
 def known_peak_flops(device_name: str, dtype: torch.dtype) -> float | None:
-    """Dense FLOP/s of a device, by torch's name for it; None for one that is not known, and for fp32."""
+    """Return the dense FLOP/s of a device by torch's name for it; None for an unknown device and for fp32."""
     if dtype not in (torch.bfloat16, torch.float16):
         return None
     device = device_of(set(re.findall(r"\w+", device_name)))

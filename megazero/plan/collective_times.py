@@ -46,12 +46,12 @@ class GroupLink:
 
     @property
     def crosses(self) -> bool:
-        """Whether it leaves a node."""
+        """Whether the group spans several nodes."""
         return self.ranks > self.per_node
 
     @property
     def bytes_per_second(self) -> float:
-        """At which each rank sends in a large collective."""
+        """Rate at which each rank sends in a large collective."""
         within, between = self.cluster.within.rate(), self.cluster.between
         if not self.crosses:
             return within
@@ -60,13 +60,13 @@ class GroupLink:
 
     @property
     def latency_seconds(self) -> float:
-        """Until the last rank has heard of the first."""
+        """Seconds until the last rank has heard from the first."""
         inner = ceil(log2(self.per_node)) * self.cluster.within.latency_seconds if self.per_node > 1 else 0.0
         nodes = ceil(self.ranks / self.per_node)
         return inner + (ceil(log2(nodes)) * self.cluster.between.latency_seconds if nodes > 1 else 0.0)
 
     def seconds(self, operation: str, sent_bytes: float) -> float:
-        """Of a collective in which each rank sends so much."""
+        """Return the seconds of a collective in which each rank sends `sent_bytes`."""
         if self.ranks == 1:
             return 0.0
         if (calibration := self.cluster.device.calibration) is not None:
@@ -88,7 +88,7 @@ class GroupLink:
         return rounds * self.latency_seconds + wire
 
     def wait_seconds(self, behind: float) -> float:
-        """For the last rank of a calibrated host, where ranks meet behind so much computation of their own."""
+        """Return how long ranks of a calibrated host wait for the slowest one after `behind` seconds of computation."""
         calibration = self.cluster.device.calibration
         if calibration is None or self.ranks == 1:
             return 0.0
@@ -96,12 +96,12 @@ class GroupLink:
         return here * min(1.0, self.cluster.processors / self.per_node)  # the ranks were slowed by one another
 
     def work_seconds(self, operation: str, sent_bytes: float) -> float:
-        """Of a rank's processor for a collective that is not waited for."""
+        """Return the processor seconds of a collective that runs in the background."""
         measured = self._between_hosts(operation, sent_bytes) if self.ranks > 1 else None
         return 0.0 if measured is None else measured[1]
 
     def _between_hosts(self, operation: str, sent_bytes: float) -> tuple[float, float] | None:
-        """As it was measured: seconds, beside the other groups that share the link, and of the processor."""
+        """Return measured seconds, with the groups that share the link, and processor seconds; None if not measured."""
         calibration = self.cluster.device.calibration
         if calibration is None or not self.crosses:
             return None
@@ -114,7 +114,7 @@ class GroupLink:
         return found[0] + others / self.cluster.between.rate(), found[1]
 
     def message_seconds(self, size: float) -> float:
-        """Of a message from one rank of the group to the next."""
+        """Return the seconds of a message from one rank of the group to the next."""
         side_by_side = min(self.cluster.per_node, self.cluster.ranks)
         if (calibration := self.cluster.device.calibration) is not None:
             if not self.crosses:
@@ -129,19 +129,19 @@ class GroupLink:
         return size / link.rate(senders if self.crosses else 1) + link.latency_seconds
 
     def _linked(self, sent_bytes: float) -> float:
-        """Bytes that a rank sends to other nodes: on two levels its own part of the node's."""
+        """Return the bytes that a rank sends to other nodes in a two-level collective."""
         nodes = ceil(self.ranks / self.per_node)
         return sent_bytes * self.ranks / max(1, self.ranks - 1) * (nodes - 1) / nodes / self.per_node
 
     def link_seconds(self, sent_bytes: float) -> float:
-        """Of a calibrated host's messages to others."""
+        """Return the seconds of a calibrated host's messages to other hosts."""
         between, nodes = self.cluster.between, ceil(self.ranks / self.per_node)
         senders = self.side_by_side * self.per_node
         return self._linked(sent_bytes) / between.rate(senders) + ceil(log2(nodes)) * between.latency_seconds
 
 
 class _Place(NamedTuple):
-    """How many ranks a group has, how many are on the node with the most and with the fewest, and groups beside it."""
+    """A group's ranks, the most and the fewest of them on one node, and how many groups run beside it."""
 
     ranks: int
     most: int
@@ -150,7 +150,7 @@ class _Place(NamedTuple):
 
 
 def links_of(run: ResolvedRun, cluster: Cluster) -> dict[str, GroupLink]:
-    """By axis, as traffic is counted: "tp", "cp", "cp_ring", "shard", "host", "hosts", "replica", "pp", "world"."""
+    """Return the link by axis: "tp", "cp", "cp_ring", "shard", "host", "hosts", "replica", "pp", "world"."""
     parallel = run.config.parallel
     grid = RankGrid(parallel.tp, parallel.cp, run.dp, parallel.pp, parallel.order)
     places = _places(grid, parallel.ulysses, run.shards, run.config.zero.secondary_shard_size or 1, cluster.per_node)
@@ -162,7 +162,7 @@ def links_of(run: ResolvedRun, cluster: Cluster) -> dict[str, GroupLink]:
 
 @lru_cache(maxsize=512)
 def _places(grid: RankGrid, ulysses: int, shards: int, second: int, per_node: int) -> dict[str, _Place]:
-    """Of the slowest group of each axis."""
+    """Return the slowest group of each axis."""
     tp, cp, same, pp = (np.array(grid.group_of(0, *axes)) for axes in (("tp",), ("cp",), ("dp", "cp"), ("pp",)))
     groups = {
         "tp": (("tp",), tp[None]),
@@ -186,7 +186,7 @@ def _places(grid: RankGrid, ulysses: int, shards: int, second: int, per_node: in
 
 
 def _slowest(grid: RankGrid, axes: tuple[str, ...], parts: NDArray[np.int64], per_node: int) -> _Place:
-    """The place, among the groups of an axis, of one over most nodes with the fewest ranks on one.
+    """Return the slowest group of an axis: one that leaves its node, with the fewest ranks on one node.
 
     parts: [groups, ranks] those into which the axis' group of rank 0 is cut.  Others begin elsewhere on a node.
     """
@@ -205,6 +205,6 @@ def _slowest(grid: RankGrid, axes: tuple[str, ...], parts: NDArray[np.int64], pe
 
 
 def _place(nodes: NDArray[np.int64]) -> _Place:
-    """Of a group whose ranks are on these nodes."""
+    """Describe a group by the nodes of its ranks."""
     _, counts = np.unique(nodes, return_counts=True)
     return _Place(len(nodes), int(counts.max()), int(counts.min()))

@@ -27,7 +27,7 @@ _NO_TENSORS = ("communicators", "allocator slack")  # of memory, which torch.cud
 
 @dataclass(frozen=True)
 class Measured:
-    """What rank 0 of a run measured; None where it cannot be compared.
+    """What rank 0 of a run measured; None for what cannot be compared.
 
     Args:
         seconds: median of some steps.
@@ -42,7 +42,7 @@ class Measured:
 
 @dataclass(frozen=True)
 class Kept:
-    """A plan that was kept.
+    """A plan read from `plan.json`.
 
     Args:
         shape: of the run: degrees, ZeRO stage, schedule, batches, as `shape_of`.
@@ -57,7 +57,7 @@ class Kept:
     sent: Mapping[str, int]
 
     def compared(self, run: ResolvedRun, device: str | None, found: Measured) -> tuple[str, dict[str, object]]:
-        """A line, and what is kept of it; empty for a plan of another shape.  `device`: by the plan's names, if known."""
+        """Return a line and the figures to store, empty for a plan of another shape.  `device`: in the plan's names."""
         if shape_of(run) != dict(self.shape):
             return "", {}
         parts, kept = [], dict[str, object]()
@@ -79,7 +79,7 @@ class Kept:
 
 
 def shape_of(run: ResolvedRun) -> dict[str, object]:
-    """What a plan depends on, as it is written into its file."""
+    """Return what a plan depends on, as its file has it."""
     parallel = run.config.parallel
     return {
         **{axis: getattr(parallel, axis) for axis in ("tp", "cp", "pp")},
@@ -94,7 +94,7 @@ def shape_of(run: ResolvedRun) -> dict[str, object]:
 
 
 def read_kept(path: Path) -> Kept | None:
-    """A plan of `--keep` or `--json`; None where there is none that can be read."""
+    """Read a plan of `--keep` or `--json`; None if there is none or it cannot be read."""
     with suppress(OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError):
         written: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
         sent: dict[str, int] = {}
@@ -110,7 +110,7 @@ def read_kept(path: Path) -> Kept | None:
 
 
 def add_measured(path: Path, kept: Mapping[str, object]) -> None:
-    """Beside the plan.  Raises: OSError, ValueError, TypeError: the file is not there, or no plan any more."""
+    """Add measurements to a plan's file.  Raises: OSError, ValueError, TypeError: there is no such plan any more."""
     written = json.loads(path.read_text(encoding="utf-8"))
     beside = path.with_name(f".{path.name}.{os.getpid()}.new")
     try:
@@ -121,7 +121,7 @@ def add_measured(path: Path, kept: Mapping[str, object]) -> None:
 
 
 def ratio_in(path: Path, device: str) -> float:
-    """How much longer steps were than planned.  Raises: ValueError: nothing was measured, or on another device; OSError."""
+    """Return measured over planned seconds.  Raises: ValueError: nothing was measured, or on another device; OSError."""
     wrong = f"{path} is no plan: megazero plan --keep writes one, and train adds what it measured"
     if not path.exists():
         raise ValueError(f"{path} is not there: megazero plan --keep writes a plan, and train adds what it measured")

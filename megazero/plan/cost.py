@@ -29,7 +29,7 @@ RESTART_SECONDS = 600.0
 
 @dataclass(frozen=True)
 class Throughput:
-    """What a step's duration says of the devices.
+    """Rates that follow from a step's duration.
 
     Args:
         mfu: share of the peak that went into the model's own products; None where the peak is not known.
@@ -43,14 +43,14 @@ class Throughput:
 
 
 def throughput(seconds: float, tokens: float, flops: float, ranks: int, peak_flops: float | None) -> Throughput:
-    """Of a step over `tokens`, with `flops` of the model on all ranks; `peak_flops` of one device."""
+    """Return the rates of a step over `tokens`, with the model's `flops` on all ranks; `peak_flops` is one device's."""
     each = flops / seconds / ranks
     return Throughput(seconds, tokens / seconds, each, each / peak_flops if peak_flops else None)
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """One checkpoint.
+    """Size and time of one checkpoint.
 
     Args:
         nbytes: of all files.
@@ -74,7 +74,7 @@ def checkpoint_cost(
     storage_bandwidth: float,
     asynchronous: bool = True,
 ) -> Checkpoint:
-    """Weights, fp32 masters of 16-bit ones, and fp32 moments, each written once, evenly by all ranks.
+    """Cost of weights, fp32 masters of 16-bit weights and fp32 moments, each written once, evenly by all ranks.
 
     Args:
         weight_bytes: of an element of the weights.
@@ -90,7 +90,7 @@ def checkpoint_cost(
 
 @dataclass(frozen=True)
 class Failures:
-    """What failures take of a run whose checkpoints come at the best interval.
+    """Time that failures cost a run with the best checkpoint interval.
 
     Args:
         mean_seconds: between two failures of the whole cluster.
@@ -106,7 +106,7 @@ class Failures:
 def failures(
     per_device_hour: float, ranks: int, checkpoint: Checkpoint, restart_seconds: float, step_seconds: float = 0.0
 ) -> Failures | None:
-    """The best interval and what it loses; None for a cluster that never fails.
+    """Return the best checkpoint interval and the time it loses; None for a cluster that never fails.
 
     An interval is at least as long as a checkpoint takes to be written, for the next one waits for it, and whole steps.
     """
@@ -138,7 +138,7 @@ def best_interval(wait: float, mean: float) -> float:
 
 
 def lost_share(interval: float, wait: float, mean: float, restart: float) -> float:
-    """Share of a run's time that does not train, failures being exponential (Daly 2006, equation 20).
+    """Return the fraction of a run's time that does not train, for exponential failures (Daly 2006, equation 20).
 
     The expected time of a run of work W is  mean e^(restart/mean) (e^((interval + wait)/mean) - 1) W / interval.
     """
@@ -150,7 +150,7 @@ def lost_share(interval: float, wait: float, mean: float, restart: float) -> flo
 
 @dataclass(frozen=True)
 class RunCost:
-    """A run over so many tokens.
+    """Time and price of a run over `tokens`.
 
     Args:
         days: with what failures take; `days_without` if nothing failed.

@@ -26,13 +26,13 @@ MIB = 2**20
 
 
 def size_text(count: float) -> str:
-    """Bytes in MiB, or in GiB."""
+    """Format bytes in MiB or GiB."""
     return f"{count / 2**30:,.2f} GiB" if count >= 2**30 else f"{count / MIB:,.1f} MiB"
 
 
 @dataclass(frozen=True)
 class Link:
-    """How ranks reach each other.
+    """A link between ranks.
 
     Args:
         bytes_per_second: one direction, as the maker says: of each rank, or of a node's one card if `is_shared`.
@@ -48,13 +48,13 @@ class Link:
     is_shared: bool = False
 
     def rate(self, senders: int = 1) -> float:
-        """Bytes per second that a rank reaches where so many ranks of its node send at once."""
+        """Return the bytes per second of each rank while `senders` ranks of its node send at once."""
         return self.bytes_per_second * self.share / (senders if self.is_shared else 1)
 
 
 @dataclass(frozen=True)
 class Device:
-    """What computes.
+    """A GPU, or the processors of a host.
 
     Args:
         name: as `--gpu` has it.
@@ -93,7 +93,7 @@ def _pcie(gigabytes: float) -> Link:
 
 
 class _Maker(NamedTuple):
-    """What is alike in a generation: shares of the peak."""
+    """Fractions of the peak that a generation of devices reaches."""
 
     product_share: float = 0.7
     attention_share: float = 0.5
@@ -173,7 +173,7 @@ _CUDA_NAMES: Mapping[str, str] = {
 
 
 def device_of(words: set[str]) -> Device | None:
-    """The device of a name's words; None where it is not known."""
+    """Return the device that has these words in its name; None if it is unknown."""
     return next((DEVICES[short] for name, short in _CUDA_NAMES.items() if words.issuperset(name.split())), None)
 
 

@@ -42,7 +42,7 @@ Build: TypeAlias = Callable[[ResolvedRun, SilentState], Engine]
 
 @dataclass(frozen=True)
 class MadeGroup:
-    """A group of which a rank is a member."""
+    """A process group that has this rank as a member."""
 
     ranks: tuple[int, ...]
     purpose: str
@@ -51,7 +51,7 @@ class MadeGroup:
 
 @dataclass(frozen=True)
 class DryRank:
-    """What one rank did.
+    """What one simulated rank did.
 
     Args:
         groups: in the order in which it made them.
@@ -76,7 +76,7 @@ class DryRank:
 
 
 def build_engine(run: ResolvedRun, state: SilentState) -> Engine:
-    """The engine as training builds it, but for the numbers of its weights."""
+    """Build the engine as training does, without drawing initial weights."""
     parallel = run.config.parallel
     own = None
     if parallel.schedule_file is not None:
@@ -136,7 +136,7 @@ def _moment(what: str, micro_batch: int) -> str:
 
 
 def _warming(run: ResolvedRun) -> int:
-    """Micro-batches of the step before the one that counts, in which an optimizer may allocate its state.
+    """Return the micro-batches of the first step, in which an optimizer may allocate its state.
 
     As few as the schedule takes, but at stage 3, where weights are gathered ahead in the order of the step before.
     """
@@ -144,7 +144,7 @@ def _warming(run: ResolvedRun) -> int:
 
 
 def fewest_micro_batches(run: ResolvedRun, least: int) -> int:
-    """So many micro-batches or more, as the schedule takes them; at most the run's."""
+    """Return the fewest micro-batches, but `least`, that the schedule takes; at most the run's."""
     parallel = run.config.parallel
     if parallel.schedule_file is not None:
         return run.accumulation
@@ -153,7 +153,7 @@ def fewest_micro_batches(run: ResolvedRun, least: int) -> int:
 
 
 def _batch(run: ResolvedRun, share: BatchShare) -> MicroBatch:
-    """A micro-batch; of samples with documents, each is one."""
+    """Return a micro-batch of zeros; with documents, each sample is one document."""
     model, size = run.config.model, run.micro_batch_size
     samples = torch.zeros(model.seq_len + 1, size, dtype=torch.int64)
     part = None
@@ -167,7 +167,7 @@ def _batch(run: ResolvedRun, share: BatchShare) -> MicroBatch:
 
 @contextmanager
 def _labelled(engine: Engine, fake: LabelledTensors, batches: Sequence[MicroBatch]) -> Iterator[None]:
-    """Let tensors know the pass and the layer that make them."""
+    """A context in which tensors are labelled with the pass and the layer that make them."""
     running: list[Action] = []
     hooks = []
 
@@ -197,7 +197,7 @@ def _labelled(engine: Engine, fake: LabelledTensors, batches: Sequence[MicroBatc
 
 
 def _units(engine: Engine, batches: Sequence[MicroBatch]) -> Iterator[tuple[str, nn.Module]]:
-    """Embedding, layers and head of this rank, with their names."""
+    """Yield embedding, layers and head of this rank with their names."""
     placement = engine._executor_of(batches, trains=True).schedule.placement
     mine = cut_by_rank(engine.config.model, engine.config.parallel.layout, placement)[engine.state.at.pp]
     for layout, stage in zip(mine, engine._stages, strict=True):
@@ -206,7 +206,7 @@ def _units(engine: Engine, batches: Sequence[MicroBatch]) -> Iterator[tuple[str,
 
 
 def _kinds(engine: Engine, fake: LabelledTensors) -> dict[int, str]:
-    """What ZeRO holds, by the numbers of its storages."""
+    """Name what ZeRO holds, by storage number."""
     found: dict[int, str] = {}
 
     def name(kind: str, tensor: Tensor | None) -> None:

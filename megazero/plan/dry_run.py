@@ -101,7 +101,7 @@ def dry_run(
 
 
 def some_ranks(grid: RankGrid) -> tuple[int, ...]:
-    """Ranks of which every other one does the same as one."""
+    """Return a few ranks that stand for all: every other rank does the same as one of them."""
     found = {*grid.group_of(0, "pp")}
     for axis in ("tp", "cp", "dp"):
         group = grid.group_of(0, axis)
@@ -122,7 +122,7 @@ def _problems(lockstep: Lockstep) -> Iterator[str]:
 
 
 def _prepared(run: ResolvedRun) -> tuple[ResolvedRun, tuple[str, ...]]:
-    """The run without what needs a device or a disk, and what was changed."""
+    """Return the run without what needs a device or a disk, and notes on what was changed."""
     notes, config = [], run.config
     if config.training.compile is True or config.training.compile == "auto":
         training = config.training.model_copy(update={"compile": False})

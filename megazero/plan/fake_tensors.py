@@ -38,7 +38,7 @@ class Value(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """Of its elements."""
+        """Bytes of its elements."""
         count = self.dtype.itemsize
         for size in self.shape:
             count *= size
@@ -71,7 +71,7 @@ Event: TypeAlias = Operator | Message
 
 
 class FakeTensors:
-    """A context in which tensors hold nothing.
+    """A context in which tensors have shapes and storages but no data.
 
     `kernel_bytes`: what an operator, called with these arguments, takes inside while it runs.
 
@@ -97,11 +97,11 @@ class FakeTensors:
         self._stack.close()
 
     def value(self, tensor: Tensor) -> Value:
-        """What is recorded of a tensor, whose storage lives from now on if it was not known."""
+        """Return what is recorded of a tensor; a storage that is new counts as live from now on."""
         return Value(self.number(tensor), tuple(tensor.shape), tensor.dtype)
 
     def number(self, tensor: Tensor) -> int:
-        """Of the storage of a tensor, which lives from now on if it was not known."""
+        """Return the number of a tensor's storage; a new one counts as live from now on."""
         storage = tensor.untyped_storage()
         key = storage._cdata
         if key not in self._storages:
@@ -118,15 +118,15 @@ class FakeTensors:
         self._note(-number, size)
 
     def _reach(self, in_use: int) -> None:
-        """So many bytes are in use at once, those within a kernel included."""
+        """Update the peak: `in_use` bytes are in use, those within a kernel included."""
         self.peak = max(self.peak, in_use)
 
     def _note(self, number: int, size: int) -> None:
-        """A storage has come, or gone where its number is negative."""
+        """Called when a storage is made or, with a negative number, freed."""
 
 
 class _Watch(TorchDispatchMode):
-    """Sees every operator after autograd."""
+    """A dispatch mode that sees every operator below autograd."""
 
     def __init__(self, owner: FakeTensors) -> None:
         super().__init__()
@@ -153,7 +153,7 @@ class _Watch(TorchDispatchMode):
 
 
 def _is_causal(func: Any, args: Any, kwargs: Any) -> bool:
-    """What an operator was given as `is_causal`."""
+    """Return the `is_causal` argument of an operator."""
     for at, argument in enumerate(func._schema.arguments):
         if argument.name == "is_causal":
             return bool(args[at] if at < len(args) else (kwargs or {}).get("is_causal", False))

@@ -57,7 +57,7 @@ svg .small { font-size: 11px; fill: var(--dim); } svg .mid { text-anchor: middle
 
 
 def plan_html(plan: Plan, found: Found | None = None) -> str:
-    """The page."""
+    """Return the page as HTML."""
     title = escape(f"Plan: {plan.parameters / 1e9:.3g}B parameters on {plan.cluster.ranks} {plan.cluster.device.name}")
     verdict = f'<p class="{"yes" if plan.fits else "no"}">{escape(fit_text(plan))}</p>'
     parts = [f"<section><h1>{title}</h1>{verdict}</section>", _memory(plan), _timeline(plan)]
@@ -72,12 +72,12 @@ def plan_html(plan: Plan, found: Found | None = None) -> str:
 
 
 def _section(heading: str, *parts: str) -> str:
-    """A card of the page."""
+    """Return a card of the page."""
     return f"<section><h2>{escape(heading)}</h2>\n" + "\n".join(parts) + "</section>"
 
 
 def _picture(body: Iterable[str], rows: int, end: float, scale: float, unit: str) -> str:
-    """Rows above an axis from 0 to the right."""
+    """Return a picture of rows above an axis from 0 to `end`."""
     y, lines = rows * (_ROW + _GAP) + 6, [*body]
     lines.append(f'<path class="axis" d="M{_LEFT} {y:.1f}h{end * scale:.1f}"/>')
     for tick in ticks(end, 10):
@@ -89,7 +89,7 @@ def _picture(body: Iterable[str], rows: int, end: float, scale: float, unit: str
 
 
 def _legend(entries: Iterable[tuple[str, str]]) -> str:
-    """Of (variable, meaning)."""
+    """Return a legend of (colour variable, meaning)."""
     items = "".join(f'<span><i style="background:var(--{paint})"></i>{escape(word)}</span>' for paint, word in entries)
     return f'<div class="legend">{items}</div>'
 
@@ -135,7 +135,7 @@ def _timeline(plan: Plan) -> str:
 
 
 def _look(span: Span) -> tuple[str, str]:
-    """Variable and meaning of a span."""
+    """Return a span's colour variable and its meaning."""
     if span.kind == "compute":
         return _WORKS.get(span.name[:1], ("forward", "compute"))
     if span.kind == "optimizer":
@@ -153,7 +153,7 @@ def _boxes(spans: Iterable[Span], y: int, scale: float) -> Iterator[str]:
 
 
 def _paths(spans: Iterable[Span], y: int, scale: float) -> Iterator[str]:
-    """One path for each colour."""
+    """Yield one path per colour."""
     shapes: dict[str, list[str]] = {}
     for span in spans:
         x, wide = _LEFT + span.start * scale, (span.end - span.start) * scale

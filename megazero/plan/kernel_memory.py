@@ -21,12 +21,12 @@ _LIMIT = 512  # columns that oneDNN and attention take at once
 
 
 def kernel_bytes(*, on_cuda: bool) -> Callable[[Any, Any, Any], int]:
-    """What gives an operator's bytes; of a GPU's kernels they are not known, and taken for none."""
+    """Return the function that gives an operator's inner bytes; those of GPU kernels are unknown and taken as 0."""
     return (lambda *_: 0) if on_cuda else cpu_kernel_bytes
 
 
 def cpu_kernel_bytes(operator: Any, args: Any, kwargs: Any) -> int:
-    """Bytes that an operator takes inside while it runs, beside its results."""
+    """Return the bytes that an operator uses internally while it runs, beside its results."""
     if (rule := _RULES.get(operator.overloadpacket)) is not None:
         return rule(args, kwargs or {})
     if torch.Tag.pointwise in operator.tags:
@@ -35,7 +35,7 @@ def cpu_kernel_bytes(operator: Any, args: Any, kwargs: Any) -> int:
 
 
 def _converted(args: Any, kwargs: Any) -> int:
-    """Operands in another type than the one that is computed in."""
+    """Return the bytes of operands that are converted to the computing type."""
     tensors = [one for one in tree_iter((args, kwargs)) if isinstance(one, Tensor)]
     if len({one.dtype for one in tensors}) < 2:
         return 0
@@ -90,7 +90,7 @@ def _up(size: int, step: int) -> int:
 
 
 def _blocks_of(q: Tensor, k: Tensor) -> tuple[int, int]:
-    """Queries and keys of a block of attention's kernels."""
+    """Return the queries and keys per block of torch's attention kernels."""
     rows = q.shape[2]
     return min(256 if rows >= 768 else 64 if rows >= 192 else 32, rows), min(_LIMIT, k.shape[2])
 

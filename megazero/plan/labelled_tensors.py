@@ -17,7 +17,7 @@ _KERNEL = "what a kernel takes inside"
 
 @dataclass(frozen=True)
 class Living:
-    """Tensors that live at the peak and were made by the same."""
+    """Tensors with one label that are live at the peak."""
 
     what: str
     nbytes: int
@@ -42,13 +42,13 @@ class LabelledTensors(FakeTensors):
         self._peak_at, self.peak_label, self._in_kernel = 0, self.label, 0
 
     def begin(self) -> None:
-        """Look for the peak from now on."""
+        """Start to look for the peak."""
         self._log = [*self._alive]
         self._what = {number: self._what[number] for number in self._log}
         self.peak, self._peak_at, self.peak_label, self._in_kernel = self.live, len(self._log), self.label, 0
 
     def at_peak(self, kinds: Mapping[int, str]) -> list[Living]:
-        """What lived at the peak, the largest first.  `kinds`: what some storages are, by their numbers."""
+        """Return what was live at the peak, largest first.  `kinds`: names of some storages, by number."""
         alive: set[int] = set()
         for number in self._log[: self._peak_at]:
             (alive.add if number > 0 else alive.discard)(abs(number))

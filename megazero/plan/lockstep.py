@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 
 
 class StoppedError(BaseException):
-    """Another program has failed: this one is ended where it waits."""
+    """Another program has failed, so this one ends where it waits."""
 
 
 @dataclass(eq=False)
@@ -45,7 +45,7 @@ class Lockstep:
         self._stops = False
 
     def run(self, programs: Mapping[int, Callable[[], None]]) -> None:
-        """Run all programs to their ends, or until one fails or all that are left wait."""
+        """Run all programs until they end, one fails, or all that remain wait."""
         self._turns = {number: _Turn() for number in programs}
         threads = [
             threading.Thread(target=self._run, args=(number, program), name=f"rank {number}", daemon=True)
@@ -64,7 +64,7 @@ class Lockstep:
             thread.join()
 
     def wait_until(self, number: int, ready: Callable[[], bool], doing: str) -> None:
-        """Let the others run until a condition holds; called by a program of itself.  `doing` is for whoever asks why."""
+        """Let other programs run until `ready()`; a program passes its own number.  `doing` says what it waits for."""
         if ready():
             return
         turn = self._turns[number]

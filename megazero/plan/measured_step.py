@@ -68,7 +68,7 @@ class RankFigures:
         return _state_of(self.counted[STEP])
 
     def planned_bytes(self) -> int:
-        """The same, planned."""
+        """Model state after a step by the plan."""
         return _state_of(self.planned)
 
     def buffer_bytes(self) -> int:
@@ -76,11 +76,11 @@ class RankFigures:
         return sum(self.counted[STEP].values()) - self.state_bytes()
 
     def most_buffer_bytes(self) -> int:
-        """The same with as much for gradients as the formula allows; the others do not change."""
+        """The largest that ZeRO's buffers may get: those of gradients grow up to their limit, others do not change."""
         return self.buffer_bytes() - self.counted[STEP]["gradient_buffers"] + self.most_gradient_buffers
 
     def off_device_bytes(self) -> int:
-        """The part of both that is in host memory or in a file."""
+        """Bytes of state and buffers in host memory or files."""
         return sum(count for kind, count in self.counted[STEP].items() if " on " in kind)
 
 
@@ -140,7 +140,7 @@ def measure_step(run: ResolvedRun, state: ParallelState, steps: int, iterations:
 
 @dataclass(frozen=True)
 class ActivationFigures:
-    """What one rank keeps for its backward passes, by the plan, and what a step allocates, in bytes."""
+    """What one rank saves for its backward passes by the plan, and what its step allocates, in bytes."""
 
     layer: int  # planned: of the largest layer, for one micro-batch
     planned: int  # most that is kept at once
@@ -179,7 +179,7 @@ def measure_activations(run: ResolvedRun, state: ParallelState) -> ActivationFig
 
 
 def _thinned(course: list[tuple[float, int]], points: int = 300) -> list[tuple[float, int]]:
-    """The least and the most of each of so many equal parts of a step."""
+    """Thin a course to the least and the most of each of `points` equal parts of a step."""
     found = []
     for _, part in groupby(course, lambda one: min(int(one[0] * points), points - 1)):
         within = list(part)
@@ -194,7 +194,7 @@ def _gather_buffers(engine: Engine) -> tuple[int, ...]:
 
 
 def _distinct(bucket: Bucket, tp_rank: int) -> int:
-    """Parameters of a bucket that no other rank of tp, and no other stage, counts."""
+    """Count the parameters of a bucket that no other tensor-parallel rank or stage counts."""
     own = [slot for slot in bucket.layout.slots if slot.info.spec.split is not None or tp_rank == 0]
     return 0 if bucket.is_duplicate else sum(slot.stop - slot.start for slot in own)
 
@@ -202,7 +202,7 @@ def _distinct(bucket: Bucket, tp_rank: int) -> int:
 def _watched_step(
     engine: Engine, batches: list[MicroBatch], mark: Callable[[str], None]
 ) -> tuple[dict[str, dict[str, int]], bool]:
-    """Bytes by point and kind of one step, as the engine counts them, and whether weights changed."""
+    """Run a step; return bytes by point and kind as the engine counts them, and whether weights changed."""
     counted: dict[str, dict[str, int]] = {}
     running: list[Action] = []
 
@@ -233,7 +233,7 @@ def _watched_step(
 
 
 def _synchronized(state: ParallelState) -> float:
-    """The time at which all ranks have finished their work."""
+    """Wait for all ranks and return the time."""
     if state.device.type == "cuda":
         torch.cuda.synchronize(state.device)
     gather_objects(None, state.world)
@@ -255,7 +255,7 @@ class LiveMemory:
     course: list[tuple[float, int]] = field(default_factory=list)  # (microseconds, bytes) since then; empty on CUDA
 
     def note(self, point: str, now: int) -> None:
-        """Enter the live bytes of a point; a start begins a new step."""
+        """Record the live bytes at a point; START begins a new step."""
         if point == START:
             self.live, self.peak, self.course = {}, now, []
         self.live[point] = max(self.live.get(point, 0), now)

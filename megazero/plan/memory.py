@@ -88,7 +88,7 @@ class RankMemory:
 
 
 def memory_of(run: ResolvedRun, cluster: Cluster, stages: Collection[int] | None = None) -> tuple[RankMemory, ...]:
-    """What each pipeline rank needs; `stages`: of these alone."""
+    """Plan the memory of each pipeline rank, or only of those in `stages`."""
     per_node, on_cuda = cluster.per_node, cluster.processors == 0
     schedule = _filling_the_pipeline(run)
     of_first = trace_key(run, on_cuda=on_cuda, per_node=per_node, adds=False)
@@ -104,7 +104,7 @@ def memory_of(run: ResolvedRun, cluster: Cluster, stages: Collection[int] | None
 
 
 def fullest_of(run: ResolvedRun, cluster: Cluster) -> RankMemory:
-    """The fullest pipeline rank of one of many shapes.
+    """Plan the memory of a run's fullest pipeline rank, faster than `memory_of`.
 
     The first has most micro-batches, the last the head, and the second whole layers: others are no fuller.
     """
@@ -113,7 +113,7 @@ def fullest_of(run: ResolvedRun, cluster: Cluster) -> RankMemory:
 
 
 def with_decided_offload(run: ResolvedRun, cluster: Cluster) -> ResolvedRun:
-    """The run with `zero.offload` of `auto` decided by the memory of the cluster's devices: the least offloading that fits.
+    """Return the run with `zero.offload` = auto resolved for the cluster's devices: the least offloading that fits.
 
     A run's start asks what is free then, on the host too; what a node of the cluster has there is not known here.
     """
@@ -139,7 +139,7 @@ def with_decided_offload(run: ResolvedRun, cluster: Cluster) -> ResolvedRun:
 
 
 def _filling_the_pipeline(run: ResolvedRun) -> Schedule:
-    """The schedule of as many micro-batches as fill the pipeline twice, where nothing is fuller later."""
+    """Return a schedule that fills the pipeline twice, or the whole one if memory grows beyond that."""
     pp, schedule = run.config.parallel.pp, schedule_of(run)
     step = kind_of(run.config).microbatch_multiple(pp)
     enough = -(-2 * pp // step) * step
@@ -156,7 +156,7 @@ _Path: TypeAlias = tuple[Steps, Mapping[Action, Sequence[Action]]]
 
 @lru_cache(maxsize=64)
 def _paths_of(schedule: Schedule, on_cuda: bool) -> tuple[_Path, ...]:
-    """Of every pipeline rank."""
+    """Return the path of every pipeline rank."""
     placed, device = program(schedule), torch.device("cuda" if on_cuda else "cpu")
     return tuple(
         (steps_of(placed, stage, device), what_messages_confirm(placed, stage)) for stage in range(schedule.pp)
@@ -165,7 +165,7 @@ def _paths_of(schedule: Schedule, on_cuda: bool) -> tuple[_Path, ...]:
 
 @dataclass
 class _Ledger:
-    """Bytes beyond the state's, as the walk goes."""
+    """Bytes beyond the model state at a moment of the walk."""
 
     kept: int = 0
     messages: int = 0
@@ -177,7 +177,7 @@ _Layer: TypeAlias = tuple[int, int, int]
 
 
 class _Walk:
-    """One pipeline rank through its schedule."""
+    """Walks one pipeline rank through its schedule and finds its fullest moment."""
 
     def __init__(
         self,
@@ -221,7 +221,7 @@ class _Walk:
         return [(name, trace_unit(own, unit)) for own, (name, unit) in zip(keys, units, strict=True)]
 
     def result(self) -> RankMemory:
-        """The fullest moment."""
+        """Walk the schedule and return the fullest moment."""
         sending: dict[Action, int] = {}
         for step in self._steps:
             if isinstance(step, Action):
@@ -299,7 +299,7 @@ class _Walk:
             self._near = [(one, 0 if not is_forward and one == own else count) for one, count in self._near]
 
     def _work_on(self, action: Action, number: int) -> None:
-        """Have a layer and its neighbour on the device, as `ActivationStore` has them: offloaded ones or not."""
+        """Bring the activations of a layer and its neighbour to the device, as `ActivationStore` does."""
         layers = self._layers_of(action)
         near = [(action, number)]
         if action.kind is ActionKind.BACKWARD and number != layers[0]:
@@ -319,17 +319,17 @@ class _Walk:
             self._near = [*(other for other in self._near if other[0] != key), (key, count)][-NEAR:]
 
     def _layers_of(self, action: Action) -> list[int]:
-        """Numbers of the layers among the units of a pass."""
+        """Return which units of a pass are layers."""
         units = self._units[action.microbatch > 0][action.chunk]
         return [number for number, (name, _) in enumerate(units) if name not in (EMBEDDING, HEAD)]
 
     def _number(self, action: Action) -> int:
-        """A micro-batch's number in the whole step, of which a shorter one has the first micro-batches and the last."""
+        """Return a micro-batch's number in the whole step; a shortened step has its first micro-batches and its last."""
         is_last = action.microbatch == self._schedule.microbatches - 1
         return action.microbatch + self._left_out * is_last
 
     def _spans(self, action: Action, unit: int, passed: PassTrace) -> list[tuple[Span, Level | None]]:
-        """Each with what the gradient needs that comes at its start."""
+        """Return a pass's spans, each with the memory of the gradient that begins it."""
         levels = self._state.levels.get((action.microbatch > 0, action.chunk, unit), {})
         return [(span, levels.get(span.parameter)) for span in passed.spans]
 
@@ -339,7 +339,7 @@ class _Walk:
         return source is not None and source[0] != self._stage
 
     def _note(self, beyond: int, moment: str) -> None:
-        """`beyond`: bytes that are needed at this moment alone."""
+        """Record a moment at which `beyond` bytes are live beside state, activations and messages."""
         state, gradients = self._state, self._gradients
         peak = self._base + self._ledger.kept + self._ledger.messages + gradients + beyond
         if peak > self._most[0]:
@@ -362,7 +362,7 @@ def _pass_of(trace: UnitTrace, kind: ActionKind) -> PassTrace | None:
 
 
 def _batch_bytes(run: ResolvedRun, chunks: Sequence[StageLayout]) -> int:
-    """Bytes of a step's tokens and labels, in one array, or in one each where a rank has its own part; and of sample ids."""
+    """Return the bytes of a step's tokens, labels and sample ids; of parts of samples, tokens and labels are apart."""
     config, ids = run.config, run.micro_batch_size * _INT64
     uses = [any(one.has_embedding for one in chunks), any(one.has_head for one in chunks)]
     cp, by_parts = config.parallel.cp, config.parallel.cp > 1 or config.data.document_mask

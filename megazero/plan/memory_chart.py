@@ -18,7 +18,7 @@ _WIDTH, _NOTES_WIDTH = 200, 120
 
 
 def draw_text(report: Report) -> str:
-    """Memory, then traffic and time, then notes on the numbers."""
+    """Return the report as text: memory, traffic and time, activations, notes."""
     notes = [fill(note, _NOTES_WIDTH) for note in _notes(report)]
     tables = [_memory(report), *_gather_buffers(report), _traffic(report), *_activations(report)]
     return "\n".join([*_heading(report), "", *tables, *notes])
@@ -36,7 +36,7 @@ def _table(title: str, columns: Sequence[str], rows: Sequence[Row], cells: Calla
 
 
 def _printed(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], names: int) -> str:
-    """A table, of which the first `names` columns are words and the others numbers."""
+    """Return a table with `names` columns of words, then numbers."""
     table = Table(title=title, title_justify="left", title_style="", box=None, pad_edge=False)
     for index, column in enumerate(columns):
         table.add_column(column, justify="left" if index < names else "right", no_wrap=True)
@@ -61,7 +61,7 @@ def _memory(report: Report) -> str:
 
 
 def _gather_buffers(report: Report) -> Iterator[str]:
-    """Of stage 3: how many buffers there are, and the size of each."""
+    """Yield a table of stage 3's gather buffers and their sizes."""
 
     def cells(row: Row) -> list[str]:
         sizes, counted = row.worst.gather_buffers, row.worst.counted[STEP]["gather_buffers"]
@@ -89,7 +89,7 @@ def _traffic(report: Report) -> str:
 
 
 def _activations(report: Report) -> Iterator[str]:
-    """By policy: planned bytes of a layer in one micro-batch and the most that the fullest rank keeps; and measured."""
+    """Yield a table by policy: planned bytes of a layer and of the fullest rank, and what a step allocates."""
     if not report.policies:
         return
     rows = []

@@ -76,7 +76,7 @@ def memory_report(
 
 
 def _try_to_write(folder: Path, files: list[Path]) -> None:
-    """Before minutes of measuring: make the folder and write into it.  Raises: OSError."""
+    """Make the folder and try to write into it before measuring takes minutes.  Raises: OSError."""
     folder.mkdir(parents=True, exist_ok=True)
     for path in files:
         if path.is_dir():

@@ -54,7 +54,7 @@ class Combination(NamedTuple):
 
 @dataclass(frozen=True)
 class Row:
-    """A combination, and what its ranks measured and were planned to; `axis` is the one over which it shards."""
+    """One combination's figures, planned and measured, by rank; `axis` is the one over which it shards."""
 
     combination: Combination
     axis: str
@@ -72,7 +72,7 @@ class Row:
 
     @property
     def planned_sent(self) -> int:
-        """The same, planned."""
+        """Bytes that a rank sends over the sharding axis, by the plan."""
         return max(rank.planned_sent for rank in self.ranks)
 
     @property
@@ -81,7 +81,7 @@ class Row:
         return max(rank.seconds for rank in self.ranks)
 
     def as_json(self) -> dict[str, Any]:
-        """The largest figures, planned and measured, and every rank's."""
+        """Return the largest figures, planned and measured, and every rank's."""
         state, planned = self.worst.state_bytes(), self.worst.planned_bytes()
         return self.combination._asdict() | {
             "planned": {
@@ -132,7 +132,7 @@ class Report:
     policies: tuple[PolicyRow, ...]
 
     def as_json(self) -> dict[str, Any]:
-        """All of it as plain values."""
+        """Return the report as plain values."""
         rows = {"rows": [row.as_json() for row in self.rows], "policies": [asdict(row) for row in self.policies]}
         return vars(self) | rows
 
@@ -147,7 +147,7 @@ def plan(
     scratch: Path = Path(),
     policies: Sequence[str] = (),
 ) -> tuple[dict[Combination, ResolvedRun], dict[str, ResolvedRun]]:
-    """The run of each combination, and of each policy for activations with the first of them, checked; all have one shape.
+    """Resolve the run of each combination, and one for each activation policy; all have the same shape.
 
     Args:
         varied: for each of `CHOICES`, which of them to combine.
@@ -197,14 +197,14 @@ def plan(
 
 
 def _row_name(policy: str, run: ResolvedRun) -> str:
-    """A policy as it is written; in the words of a log line where other keys act on it."""
+    """Return a policy's name as it is written, or as log lines have it if other keys act on it."""
     parallel, every = run.config.parallel, run.config.activations.model_copy(update={"layers": "all"})
     (own,) = layer_policies(every, [0], 0, cuts=parallel.tp > 1 and not parallel.sequence_parallel).values()
     return own.name if own.keep_attention or own.partition else policy
 
 
 def not_measured(run: ResolvedRun) -> list[str]:
-    """The keys that a run sets and its rows of activations leave out."""
+    """Return the [activations] keys of a run that its rows leave out."""
     own, default = run.config.activations, ActivationsConfig()
     return [f"activations.{key}" for key in _ON_DEVICE if getattr(own, key) != getattr(default, key)]
 

@@ -47,7 +47,7 @@ _READS_ROWS = (
 
 @dataclass(frozen=True)
 class Kernel:
-    """What a device does at once.
+    """One kernel on a device.
 
     Args:
         name: the operator, or "fused".
@@ -67,7 +67,7 @@ Step: TypeAlias = "Kernel | Message"
 
 @dataclass(frozen=True)
 class ProductShape:
-    """[m, k] x [k, n], so many times."""
+    """A batch of `count` matrix products [m, k] x [k, n]."""
 
     dtype: torch.dtype
     m: int
@@ -82,7 +82,7 @@ class ProductShape:
 
 
 def product_of(operator: Operator) -> ProductShape | None:
-    """The matrix product that an operator is; None for another operator."""
+    """Return the shape of a matrix product; None for another operator."""
     name, inputs = operator.name, operator.inputs
     if name.startswith("mkldnn._linear_pointwise"):
         x, weight = inputs[0], inputs[1]
@@ -95,7 +95,7 @@ def product_of(operator: Operator) -> ProductShape | None:
 
 
 def attention_flops(operator: Operator) -> float | None:
-    """FLOPs of fused attention; None for another operator."""
+    """Return the FLOPs of fused attention; None for another operator."""
     if "_attention" not in operator.name:
         return None
     is_backward = "backward" in operator.name
@@ -106,7 +106,7 @@ def attention_flops(operator: Operator) -> float | None:
 
 
 def flops_of(trace: UnitTrace) -> float:
-    """FLOPs of a unit's products and attention in one micro-batch, what it computes again included."""
+    """Return the FLOPs of a unit's products and attention in one micro-batch, recomputation included."""
     passes = filter(None, (trace.forward, trace.backward, trace.weight))
     operators = [event for one in passes for event in one.events if isinstance(event, Operator)]
     products = sum(shape.flops for operator in operators if (shape := product_of(operator)) is not None)
@@ -114,7 +114,7 @@ def flops_of(trace: UnitTrace) -> float:
 
 
 def moved_bytes(operator: Operator) -> float:
-    """Bytes that an operator reads and writes."""
+    """Return the bytes that an operator reads and writes."""
     short = operator.name.partition(".")[2]
     if short.startswith(_ALLOCATES):
         return 0.0
@@ -129,7 +129,7 @@ def moved_bytes(operator: Operator) -> float:
 
 
 def events_on_cuda(events: Sequence[Event]) -> list[Event]:
-    """A pass as a GPU runs it: a trace runs as on a CPU, whose attention takes fp32 and tiles of its own.
+    """Convert a pass to what a GPU runs: a trace runs as on a CPU, whose attention takes fp32 and its own tiles.
 
     Copies in front of attention and behind it go; of several tiles of the same queries only what communicates lies between
     the first and the last, since a GPU has a call for many tiles, which also merges them.
@@ -162,7 +162,7 @@ def events_on_cuda(events: Sequence[Event]) -> list[Event]:
 
 
 def kernels_of(events: Sequence[Event], device: Device, later: Iterable[Event], *, is_compiled: bool) -> Iterator[Step]:
-    """What a device does for a pass.
+    """Yield the kernels and messages of a pass.
 
     Args:
         later: the passes after it, whose operators read what it keeps.
@@ -192,12 +192,12 @@ def kernels_of(events: Sequence[Event], device: Device, later: Iterable[Event], 
 
 
 def _last_reads(events: Sequence[Event]) -> dict[int, int]:
-    """The last event that reads each storage."""
+    """Return the last event that reads each storage."""
     return {one.storage: at for at, event in enumerate(events) if isinstance(event, Operator) for one in event.inputs}
 
 
 def _ends_product(operator: Operator, product: int) -> bool:
-    """Whether an operator only brings a product's result to where gradients add up."""
+    """Whether an operator only adds a product's result to a gradient."""
     return operator.name in ("aten.add_.Tensor", "aten.copy_.default") and operator.inputs[-1].storage == product
 
 
@@ -212,7 +212,7 @@ def _fused(chain: Sequence[Operator], device: Device, last_read: dict[int, int],
 
 
 def fused_bytes(chain: Sequence[Operator], used_later: set[int]) -> float:
-    """Bytes that cross the border of a chain that is one kernel: what it reads of others, and leaves for others."""
+    """Return the bytes that a fused chain reads from other kernels and leaves for them."""
     made: dict[int, int] = {}
     read: dict[int, int] = {}
     for operator in chain:
@@ -236,7 +236,7 @@ def _kernel(operator: Operator, device: Device) -> Kernel:
 
 
 def operator_seconds(operator: Operator, device: Device, table: OperatorTable | None = None) -> float:
-    """Seconds of an operator on a device, without the host's; `table` goes before what the makers say."""
+    """Return the device seconds of an operator; times in `table` take precedence over data sheets."""
     if (shape := product_of(operator)) is not None:
         return _product_seconds(shape, operator, device, table)
     bytes_per_second = device.memory_bandwidth * device.memory_share
@@ -263,12 +263,12 @@ def _product_seconds(shape: ProductShape, operator: Operator, device: Device, ta
 
 
 def writing_seconds(shape: ProductShape, device: Device) -> float:
-    """Of the results, behind the last wave."""
+    """Return the seconds for writing a product's results after the last wave."""
     return shape.count * shape.m * shape.n * shape.dtype.itemsize / (device.memory_bandwidth * device.memory_share)
 
 
 def wave_share(shape: ProductShape, device: Device) -> float:
-    """Share of the multiprocessors that have a tile of 128 x 256, averaged over the waves of a product."""
+    """Return the fraction of multiprocessors that have a tile of 128 x 256, averaged over a product's waves."""
     if not device.multiprocessors:
         return 1.0
     counts = [shape.count * ceil(shape.m / a) * ceil(shape.n / b) for a, b in ((128, 256), (256, 128))]

@@ -23,7 +23,7 @@ from megazero.plan.unit_trace import PassTrace, UnitKey, UnitTrace, trace_units
 
 @dataclass(frozen=True)
 class PassTime:
-    """Of one pass on one rank, in seconds.
+    """Seconds of one pass on one rank.
 
     Args:
         compute: of the rank's own operators.
@@ -42,7 +42,7 @@ class PassTime:
 
 @dataclass(frozen=True)
 class UnitTime:
-    """Of the embedding, a layer or the head.  `kept`: bytes that its forward leaves for its backward."""
+    """Seconds of a unit's passes.  `kept`: bytes that its forward leaves for its backward."""
 
     forward: PassTime
     backward: PassTime
@@ -51,7 +51,7 @@ class UnitTime:
 
 
 def added(times: Iterable[PassTime]) -> PassTime:
-    """One pass after another."""
+    """Add up passes that run one after another."""
     compute, exposed, hidden = 0.0, Counter[str](), Counter[str]()
     for one in times:
         compute += one.compute
@@ -66,7 +66,7 @@ def unit_times(
     links: Mapping[str, GroupLink],
     traces: Mapping[UnitKey, UnitTrace] | None = None,
 ) -> dict[UnitKey, UnitTime]:
-    """Of every unit of a run; `traces`: in place of its own."""
+    """Return the times of every unit of a run; `traces`: in place of its own."""
     on_cuda = cluster.processors == 0
     traces = traces or trace_units(run, on_cuda=on_cuda, per_node=cluster.per_node)
     wish = run.config.training.compile
@@ -91,7 +91,7 @@ def pass_time(
     *,
     is_compiled: bool,
 ) -> PassTime:
-    """Of a pass; `later`: what follows it in the same unit."""
+    """Return the time of a pass; `later`: events that follow it in the same unit."""
     if cluster.device.calibration is not None:
         return _on_calibrated(trace.events, cluster, links)
     device = cluster.device
@@ -107,7 +107,7 @@ def pass_time(
 
 
 def _on_calibrated(events: Sequence[Event], cluster: Cluster, links: Mapping[str, GroupLink]) -> PassTime:
-    """Ranks meet at every collective; what is computed behind the last one of a pass comes before the first of the next."""
+    """Time a pass on a calibrated host, where ranks meet at every collective."""
     table = cluster.table
     assert table is not None
     parts = [
@@ -128,7 +128,7 @@ def _on_calibrated(events: Sequence[Event], cluster: Cluster, links: Mapping[str
 
 
 def _link_of(message: Message, links: Mapping[str, GroupLink]) -> GroupLink:
-    """Both parts of context parallelism count as one axis; only its ring passes something on."""
+    """Return a message's link.  Both parts of context parallelism are one axis of traffic; only the ring shifts."""
     return links["cp_ring" if message.operation == "ring_shift" else message.axis]
 
 

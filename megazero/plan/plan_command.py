@@ -138,7 +138,7 @@ _ON_ONE_RANK = (
 
 @dataclass(frozen=True)
 class _Asked:
-    """The run and the cluster, as they were given."""
+    """The run file and the cluster as the user named them."""
 
     config: Path
     overrides: tuple[str, ...]
@@ -148,7 +148,7 @@ class _Asked:
     network: str
 
     def run(self, ranks: int | None) -> ResolvedRun:
-        """The run file on so many ranks.  Raises: ConfigError."""
+        """Load the run file for so many ranks.  Raises: ConfigError."""
         from megazero.config import load_config
 
         return load_config(
@@ -156,7 +156,7 @@ class _Asked:
         )
 
     def run_for_search(self, ranks: int) -> ResolvedRun:
-        """For its model and global batch: as it is, or on one rank where its own shape is none of so many.
+        """Load the run for its model and global batch; on one rank if its own shape does not have so many ranks.
 
         Raises: ConfigError, ValueError.
         """
@@ -178,7 +178,7 @@ class _Asked:
         return on_one
 
     def cluster(self) -> Cluster:
-        """Raises: ValueError, OSError: `cluster_of`."""
+        """Return the cluster.  Raises: ValueError, OSError: `cluster_of`."""
         from megazero.plan.cluster import cluster_of
         from megazero.plan.devices import DEVICES
 
@@ -190,20 +190,20 @@ class _Asked:
         return cluster_of(self.gpu, self.ranks(), self.per_node, self.network)
 
     def check(self) -> None:
-        """What a dry run does not use must be right, too.  Raises: ValueError, OSError: `cluster_of`."""
+        """Check the options that a dry run does not use.  Raises: ValueError, OSError: `cluster_of`."""
         from megazero.plan.cluster import cluster_of
 
         cluster_of(self.gpu or "h200", self.ranks(), self.per_node, self.network)
 
     def ranks(self) -> int:
-        """Of --gpus, else those that the run file starts."""
+        """Return --gpus, or the ranks that the run file starts."""
         return self.gpus if self.gpus is not None else self.run(None).world_size
 
 
 def _check_together(
     of_search: Mapping[str, object], of_plan: Mapping[str, object], *, search: bool, dry_run: bool, rank: int | None
 ) -> None:
-    """Raises: ValueError: an option that what is asked for does not read."""
+    """Check that every given option is read.  Raises: ValueError."""
     if rank is not None and not dry_run:
         raise ValueError("--rank is for a --dry-run")
     if search and dry_run:
@@ -217,7 +217,7 @@ def _check_together(
 
 
 def _check_numbers(positive: _Numbers, others: _Numbers) -> None:
-    """Raises: ValueError: one is not above 0, or below it; inf and nan are no numbers here."""
+    """Check that numbers are finite and positive, or not negative.  Raises: ValueError."""
     for name, value in positive:
         if value is not None and not 0 < value < inf:
             raise ValueError(f"{name} {value:g} must be above 0{' and finite' if value == inf else ''}")
@@ -227,7 +227,7 @@ def _check_numbers(positive: _Numbers, others: _Numbers) -> None:
 
 
 def _check_files(html: Path | None, as_json: Path | None, write: Path | None) -> None:
-    """Before minutes of work: whether what is asked for can be written.  Raises: ValueError."""
+    """Check that output files can be written, before minutes of work.  Raises: ValueError."""
     for name, path in (("--html", html), ("--json", as_json), ("--write", write)):
         if path is None or path == Path("-"):
             continue
@@ -287,7 +287,7 @@ def _progress(line: str) -> None:
 
 
 def _dry_run(asked: _Asked, rank: int | None, say: Callable[[str], None]) -> int:
-    """Print what the engine's own code did; the exit code."""
+    """Print what a dry run of the engine did.  Returns: the exit code."""
     from megazero.plan.dry_run import dry_run
     from megazero.plan.text import dry_run_text
 
@@ -300,7 +300,7 @@ def _dry_run(asked: _Asked, rank: int | None, say: Callable[[str], None]) -> int
 
 
 def _say_advice(made: Plan, say: Callable[[str], None]) -> None:
-    """Which single settings would make it fit, the fastest first."""
+    """Print which single settings would make the run fit, fastest first."""
     from megazero.plan.advice import fitting_changes
 
     missing = made.fullest.peak - made.cluster.device.memory_bytes

@@ -26,7 +26,7 @@ class ProcessFailedError(RuntimeError):
 
 
 def in_processes(count: int, work: Callable[..., Any], *arguments: Any, timeout: float = 600) -> list[Any]:
-    """`work(rank, *arguments)` in each of so many processes, whose default group is theirs; the answers in rank order.
+    """Run `work(rank, *arguments)` in `count` processes that share a default group; return the answers in rank order.
 
     Args:
         timeout: seconds without an answer, and of every wait inside.
@@ -81,7 +81,7 @@ def _has_died(pipe: Connection) -> bool:
 
 
 def _end_with(parent: int) -> None:
-    """End this process once its parent was killed: it would disturb whoever measures next."""
+    """End this process when its parent has been killed; it would disturb later measurements."""
     while os.getppid() == parent:
         time.sleep(1)
     os._exit(1)

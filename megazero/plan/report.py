@@ -36,7 +36,7 @@ from megazero.plan.zero_times import element_bytes, moments_of
 
 @dataclass(frozen=True)
 class Assumptions:
-    """What a run file does not say.
+    """What a plan needs to know and a run file does not say.
 
     Args:
         tokens: of the whole run; None for those of `training.steps`.
@@ -56,7 +56,7 @@ class Assumptions:
 
 @dataclass(frozen=True)
 class Plan:
-    """A run on a cluster.
+    """The plan of a run on a cluster.
 
     Args:
         memory: of each pipeline rank, as `traffic`.
@@ -91,7 +91,7 @@ class Plan:
 
 
 def seconds_by_kind(spans: Sequence[Span]) -> dict[str, float]:
-    """What a rank's time goes into."""
+    """Sum a rank's seconds by kind of span."""
     found: dict[str, float] = {}
     for span in spans:
         found[span.kind] = found.get(span.kind, 0.0) + span.end - span.start
@@ -99,7 +99,7 @@ def seconds_by_kind(spans: Sequence[Span]) -> dict[str, float]:
 
 
 def plan_of(run: ResolvedRun, cluster: Cluster, assumptions: Assumptions) -> Plan:
-    """Of a run on as many ranks as the cluster has.  Raises: ValueError where they differ, or the schedule cannot run."""
+    """Plan a run on a cluster of as many ranks.  Raises: ValueError where they differ, or the schedule cannot run."""
     run = with_decided_offload(run, cluster)
     time = scaled(step_time_of(run, cluster), assumptions.step_ratio)
     device, precision = cluster.device, run.config.precision
@@ -129,7 +129,7 @@ def plan_of(run: ResolvedRun, cluster: Cluster, assumptions: Assumptions) -> Pla
 
 
 def scaled(time: StepTime, ratio: float) -> StepTime:
-    """A step that takes `ratio` times as long, in all its parts."""
+    """Stretch a step and all its parts by `ratio`."""
     timelines = tuple(
         tuple(Span(one.start * ratio, one.end * ratio, one.kind, one.name) for one in spans) for spans in time.timelines
     )
@@ -152,12 +152,12 @@ class PlanJudge:
     cluster: Cluster
 
     def memory(self, run: ResolvedRun) -> tuple[int, str]:
-        """Of the fullest pipeline rank."""
+        """Return the peak of the fullest pipeline rank, and where and when it is."""
         fullest = fullest_of(run, self.cluster)
         return fullest.peak, f"pipeline rank {fullest.stage}, {fullest.moment}"
 
     def seconds(self, run: ResolvedRun) -> float:
-        """Of a step.  Once a pipeline is full, every micro-batch adds the same, so of many only some are played."""
+        """Return a step's seconds.  Once a pipeline is full every micro-batch adds the same, so only some are simulated."""
         kind, parallel = kind_of(run.config), run.config.parallel
         step = kind.microbatch_multiple(parallel.pp)
         fills = 2 if parallel.schedule == "zbv" else 1  # pipelines' worth of micro-batches until it is full
@@ -171,7 +171,7 @@ class PlanJudge:
 
 
 def as_json(plan: Plan, found: Found | None = None) -> dict[str, object]:
-    """Plain values, seconds and bytes; the keys are in docs/plan.md."""
+    """Return a plan as plain values, in seconds and bytes; docs/plan.md lists the keys."""
     time, run = plan.time, plan.run
     return {
         "cluster": {
@@ -210,7 +210,7 @@ def _span(span: Span) -> tuple[float, float, str, str]:
 
 
 def found_as_json(found: Found) -> dict[str, object]:
-    """What a search has found, as plain values."""
+    """Return a search's result as plain values."""
 
     def one(candidate: Candidate) -> dict[str, object]:
         choice, need = candidate.choice, candidate.need

@@ -35,7 +35,7 @@ _MORE = 3  # times the limit while nothing fits
 
 @dataclass(frozen=True)
 class Need:
-    """What one choice needs.
+    """Memory and time of one choice.
 
     Args:
         peak: most bytes on the device of a rank.
@@ -49,10 +49,10 @@ class Need:
 
 
 class Judge(Protocol):
-    """Knows what a run needs on the cluster."""
+    """Computes what a run needs on the cluster."""
 
     def memory(self, run: ResolvedRun) -> tuple[int, str]:
-        """Most bytes on the device of a rank, and where and when."""
+        """Return the most bytes on a rank's device, and where and when that is."""
 
     def seconds(self, run: ResolvedRun) -> float:
         """Of a step."""
@@ -73,7 +73,7 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Ranked:
-    """One of the best.
+    """One of the best choices, and why it is not better still.
 
     Args:
         run: what its run file says.
@@ -87,7 +87,7 @@ class Ranked:
 
 @dataclass(frozen=True)
 class Counted:
-    """What happened to the shapes: choices without their relief.
+    """How many shapes (choices without recomputation and offloading) ended in each way.
 
     Args:
         shapes: all.
@@ -108,7 +108,7 @@ class Counted:
 
 @dataclass(frozen=True)
 class Found:
-    """What a search has found.
+    """The result of a search.
 
     Args:
         best: by time, the best first; of each shape with the least relief that fits.
@@ -152,7 +152,7 @@ def search(
     say: Callable[[str], None] = lambda _: None,
     is_late: Callable[[], bool] = lambda: False,
 ) -> Found:
-    """Compare the shapes of a run, whose model and global batch stay.
+    """Compare the shapes of a run; its model and global batch are fixed.
 
     Args:
         run: on one rank, from `base_of`.
@@ -199,7 +199,7 @@ def search(
 
 
 def base_of(config: RunConfig, global_batch_size: int) -> ResolvedRun:
-    """A run file with every searched key at its default, on one rank.  Raises: ConfigError."""
+    """Return the run with every searched key at its default, on one rank.  Raises: ConfigError."""
     training = config.training.model_copy(update={"global_batch_size": global_batch_size})
     elastic = type(config.elastic)()
     base = config.model_copy(update={"training": training, "elastic": elastic})
@@ -207,7 +207,7 @@ def base_of(config: RunConfig, global_batch_size: int) -> ResolvedRun:
 
 
 def front_of(candidates: Iterable[Candidate]) -> Iterator[Candidate]:
-    """Those than which no other takes less time and less memory, by time."""
+    """Yield the Pareto front of time and memory, by time."""
     least = float("inf")
     for one in sorted(candidates, key=lambda one: (one.seconds, one.need.peak)):
         if one.need.peak < least:
@@ -219,7 +219,7 @@ def front_of(candidates: Iterable[Candidate]) -> Iterator[Candidate]:
 
 
 def _legal(config: RunConfig, space: Space, ranks: int, refused: Counter[str]) -> Iterator[Choice]:
-    """The shapes that the rules allow; the others are counted by the key that a rule names."""
+    """Yield the shapes that the run file's rules allow; count the others by the key that a rule names."""
     known: dict[Choice, str | None] = {}  # sharding breaks no rule that its shape keeps
     for one in groups_in(space, config, ranks):
         frame = replace(one, zero_stage=1, gather_policy="action", shard_group=0)
@@ -249,7 +249,7 @@ def _state_fits(bounds: Bounds, choice: Choice, reliefs: Sequence[Relief], capac
 
 @dataclass
 class _Look:
-    """What is known so far."""
+    """The state of a search."""
 
     workers: Workers[dict[Choice, Need]]
     bounds: Bounds
@@ -264,16 +264,16 @@ class _Look:
 
     @property
     def timed(self) -> list[Candidate]:
-        """All whose time is known."""
+        """All candidates with a known time."""
         return [Candidate(choice, need) for choice, need in self.needs.items() if need.seconds is not None]
 
     @property
     def fitting(self) -> list[Candidate]:
-        """Those of them that fit."""
+        """The timed candidates that fit."""
         return [one for one in self.timed if one.need.peak <= self.capacity]
 
     def at(self, shapes: Sequence[Choice], say: Callable[[str], None], is_late: Callable[[], bool]) -> None:
-        """Compute shapes in this order, but for those that cannot be among the best."""
+        """Compute shapes in this order, except those that cannot be among the best."""
         waiting = list(shapes)
         while waiting:
             best = _best(self.fitting)
@@ -293,12 +293,12 @@ class _Look:
                 say(f"{self.computed} shapes computed, the best takes {best[0].seconds:.3f} s: {best[0].choice}")
 
     def all_reliefs_of(self, choices: Iterable[Choice]) -> None:
-        """For the front: what less memory costs; where nothing fits, for the least that any needs."""
+        """Compute every relief of these shapes, for the front; if nothing fits, for the least memory that any needs."""
         shapes = dict.fromkeys(replace(one, relief=Relief()) for one in choices)
         self._compute([(one, self.reliefs) for one in shapes], "every")
 
     def neighbours_of(self, best: Sequence[Choice], space: Space, *, is_late: bool) -> None:
-        """For the limits: what the next value of each key needs; the time only beside the first few, and not when late."""
+        """Compute the neighbours of the best choices, to say why these are not better; time only those of the first few."""
         first, others = best[:_TOLD], best[_TOLD:]
         for part, mode in ((first, "memory"),) if is_late else ((first, "every"), (others, "memory")):
             near = dict.fromkeys(other for one in part for _, other in _neighbours(one, space))
@@ -315,7 +315,7 @@ class _Look:
 
 
 def _best(fitting: Iterable[Candidate]) -> list[Candidate]:
-    """The ten shapes that take the least time, each once."""
+    """Return the ten fastest shapes, each once."""
     found: dict[Choice, Candidate] = {}
     for one in sorted(fitting, key=lambda one: (one.seconds, one.need.peak, one.choice)):
         found.setdefault(replace(one.choice, relief=Relief()), one)
@@ -327,7 +327,7 @@ def _best(fitting: Iterable[Candidate]) -> list[Candidate]:
 def _compute(
     config: RunConfig, judge: Judge, ranks: int, capacity: int, shape: Choice, reliefs: Sequence[Relief], mode: str
 ) -> dict[Choice, Need]:
-    """Memory of a shape by relief, and the time: of those that fit with the "least", of "every" one that fits, or none."""
+    """Compute a shape's memory by relief, and the time of the "least" that fit, of "every" one that fits, or of none."""
     import_extensions(config.launch.extensions)  # in a process that was started anew
     needs: dict[Choice, Need] = {}
     enough: list[Relief] = []
@@ -360,7 +360,7 @@ def _ranked(config: RunConfig, one: Candidate, looked: _Look, space: Space, clus
 
 
 def _neighbours(choice: Choice, space: Space) -> Iterator[tuple[str, Choice]]:
-    """One key changed to the next value that promises less time: its words, and the choice."""
+    """Yield choices with one key changed to the next value that promises less time, and the change in words."""
     for name, values in (("tp", space.tp), ("cp", space.cp), ("pp", space.pp)):
         own = getattr(choice, name)
         for value in [max((one for one in values if one < own), default=0)]:
@@ -386,7 +386,7 @@ def _neighbours(choice: Choice, space: Space) -> Iterator[tuple[str, Choice]]:
 
 
 def _limit(config: RunConfig, one: Candidate, words: str, other: Choice, looked: _Look, cluster: Cluster) -> str:
-    """Why a neighbour is not better."""
+    """Say why a neighbour is not better."""
     need = looked.needs.get(other)
     if need is None:
         try:

@@ -15,7 +15,7 @@ Work: TypeAlias = tuple[Choice, Sequence[Relief]]
 
 
 class Workers(Generic[T]):
-    """Processes that compute shapes; those with equal stages go to the same one, which remembers their traces."""
+    """Processes that compute shapes; shapes with equal stages go to the same process, which caches their traces."""
 
     def __init__(self, compute: Callable[[Choice, Sequence[Relief], str], T], processes: int) -> None:
         self._compute, self._count = compute, processes
@@ -31,7 +31,7 @@ class Workers(Generic[T]):
         self._stack.close()
 
     def map(self, work: Sequence[Work], mode: str) -> Iterator[T]:
-        """The needs of each, in the order of the work."""
+        """Yield the needs of each shape, in order."""
         if not self._pools:
             yield from (self._compute(shape, reliefs, mode) for shape, reliefs in work)
             return

@@ -22,14 +22,14 @@ def simulate_shared(schedule: Schedule, costs: Costs, cluster: Cluster, run: Res
 
 
 def _nodes(cluster: Cluster, run: ResolvedRun) -> tuple[list[int], list[int]]:
-    """Node of each pipeline rank, and how many ranks of it are there."""
+    """Return each pipeline rank's node, and how many of its ranks are there."""
     pp = run.config.parallel.pp
     each = run.world_size // pp
     return [rank * each // cluster.per_node for rank in range(pp)], [min(each, cluster.per_node)] * pp
 
 
 def played(schedule: Schedule, costs: Costs, processors: int, node_of: list[int], copies: list[int]) -> Timeline:
-    """Events in order of time: at each, running actions have gone on at their node's speed.
+    """Simulate events in order of time; between them, actions advance at their node's speed.
 
     Args:
         node_of: of each pipeline rank.
@@ -70,7 +70,7 @@ def played(schedule: Schedule, costs: Costs, processors: int, node_of: list[int]
 def _ready_at(
     schedule: Schedule, costs: Costs, rank: int, action: Action, known: dict[RankAction, float]
 ) -> float | None:
-    """When what an action needs has arrived; None while it is not computed."""
+    """Return when an action's input has arrived; None while it is not computed."""
     source = schedule.source(rank, action)
     earliest = costs.earliest(rank, action)
     if source is None:

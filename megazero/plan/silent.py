@@ -51,7 +51,7 @@ class RecordedTraffic(Traffic):
 
 
 class Meeting(Protocol):
-    """What the ranks of one group know of one another."""
+    """How the ranks of one group learn what the others do."""
 
     def operation(self, name: str, tensor: Tensor, axis: Axis, label: str) -> Wait:
         """This rank starts a collective operation of tensors."""
@@ -64,7 +64,7 @@ class Meeting(Protocol):
 
 
 class Alone:
-    """Every other rank does as this one does."""
+    """A meeting in which every other rank does as this one does."""
 
     def operation(self, *_: object) -> Wait:
         return _nothing
@@ -81,7 +81,7 @@ def _nothing() -> None:
 
 
 def _holding(tensor: Tensor, wait: Wait) -> Wait:
-    """The wait of an operation that needs a tensor's memory until then; not the tensor, whose hooks may hold the wait."""
+    """Return a wait that holds a tensor's storage until then, but not the tensor, whose hooks may hold the wait."""
     return partial(lambda wait, _: wait(), wait, tensor.untyped_storage())
 
 
@@ -172,7 +172,7 @@ def _link_bytes(kind: Kind, hosts: Hosts | None) -> Callable[[str, Tensor, Axis]
 
 
 def kind_of(ranks: Sequence[int], index: int, per_node: int, *, on_cuda: bool) -> tuple[Kind, Hosts | None]:
-    """What carries the tensors of a group in a real run, and its hosts if they matter.
+    """Return what carries a group's tensors in a real run, and its hosts if they matter.
 
     Args:
         ranks: global ranks of the group; index: this rank's number among them.
@@ -187,6 +187,6 @@ def kind_of(ranks: Sequence[int], index: int, per_node: int, *, on_cuda: bool) -
 
 
 def make_silent(group: Group, backend: SilentBackend) -> None:
-    """Let a group move nothing."""
+    """Replace a group's communication by one that moves nothing."""
     group.backends["cpu"] = backend
     group.messages = SilentMessages(backend.meeting)

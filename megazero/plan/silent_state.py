@@ -25,7 +25,7 @@ HOST = "host"
 
 
 class SilentState(ParallelState):
-    """One simulated rank.
+    """The `ParallelState` of one simulated rank.
 
     Args:
         run: gives the grid and what depends on keys.
@@ -67,7 +67,7 @@ class SilentState(ParallelState):
 
     @property
     def device_type(self) -> str:
-        """Of the run; the tensors are on the CPU."""
+        """Type of the device that the run computes on; the tensors are on the CPU."""
         return "cuda" if self._on_cuda else "cpu"
 
     def _started(self) -> int:
@@ -101,7 +101,7 @@ class SilentState(ParallelState):
 
 
 class UnmadeFile(FileStore):
-    """No file: what is asked of it is done at once."""
+    """A `FileStore` without a file, for tensors without data: every request is done at once."""
 
     def __init__(self, directory: Path, _: int, nbytes: int) -> None:
         self.path, self.nbytes, self.descriptor = directory, nbytes, -1
@@ -122,5 +122,5 @@ class UnmadeFile(FileStore):
 
 
 def without_files() -> AbstractContextManager[object]:
-    """A context in which state that is offloaded to a file gets none."""
+    """A context in which no file is made for offloaded state."""
     return patch.object(offload, "FileStore", UnmadeFile)

@@ -24,7 +24,7 @@ _CHANNELS = {"all_gather": "gather", "broadcast": "broadcast"}  # all others in 
 
 
 class DifferError(Exception):
-    """Ranks of a group start different operations where each should start the same one."""
+    """Ranks of a group start different operations where all should start the same one."""
 
 
 class Post(NamedTuple):
@@ -39,13 +39,13 @@ class Post(NamedTuple):
 
 
 def described(tensor: Tensor) -> str:
-    """`1,024 fp32`."""
+    """Describe a tensor: `1,024 fp32`."""
     name = str(tensor.dtype).removeprefix("torch.").replace("bfloat", "bf").replace("float", "fp")
     return f"{tensor.numel():,} {name}"
 
 
 class SimulatedWorld:
-    """What the simulated ranks have started.
+    """The operations that simulated ranks have started, and the lockstep in which they wait for each other.
 
     Args:
         grid: the whole world.
@@ -64,7 +64,7 @@ class SimulatedWorld:
         self._of_stage = dict(by_stage)
 
     def stand_ins(self, ranks: tuple[int, ...]) -> list[int]:
-        """For each rank itself if it is simulated, else a simulated one of its pipeline rank."""
+        """Return each rank itself if it is simulated, else a simulated rank of its stage."""
         if ranks not in self._stand_ins:
             self._stand_ins[ranks] = [
                 rank if rank in self.ranks else self._of_stage[self.grid.coordinate(rank).pp][0] for rank in ranks
@@ -116,7 +116,7 @@ class SimulatedWorld:
 
 
 class GroupMeeting:
-    """What one simulated rank and the others of one of its groups know of one another: a `silent.Meeting`.
+    """A `silent.Meeting` of one simulated rank with the others of one of its groups.
 
     Args:
         purpose: of the group, where ranks have more than one.
@@ -134,7 +134,7 @@ class GroupMeeting:
         return self._start(channel, Post(name, described(tensor), label), axis.name)
 
     def made(self, number: int) -> None:
-        """The group is made, as the rank's so-and-so-manieth, and all members make it together."""
+        """Take part in making the group, which is the rank's group number `number`; all members do it together."""
         self._start("new group", Post("new_group", self._purpose, f"its group number {number}"), "all groups")()
 
     def _start(self, channel: Any, post: Post, where: str) -> Wait:

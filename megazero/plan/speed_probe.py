@@ -26,7 +26,7 @@ _CALLS = 3
 
 
 class Alone(ParallelState):
-    """The state of a run of one rank, beside others."""
+    """The state of a one-rank run in a process that belongs to a larger world."""
 
     def _started(self) -> int:
         return 1
@@ -35,7 +35,7 @@ class Alone(ParallelState):
 def small_run(
     family: str, hidden: int, cut: int, tokens: int, *, dtype: str = "fp32", head_dim: int = 64, longest: int = 128
 ) -> ResolvedRun:
-    """Two layers with a part of heads, MLP and vocabulary, as tp cuts them; two micro-batches of samples up to `longest`."""
+    """Return a run of two layers, cut as by tensor parallelism, and two micro-batches of samples up to `longest`."""
     ffn = (4 * hidden if family == "gpt2" else -(-8 * hidden // (3 * 256)) * 256) // cut
     model: dict[str, Any] = {"family": family, "hidden_size": hidden, "num_layers": 2, "ffn_hidden_size": ffn}
     model |= {"num_heads": max(1, hidden // head_dim // cut), "vocab_size": 512 // cut, "seq_len": min(longest, tokens)}
@@ -51,7 +51,7 @@ def small_run(
 
 
 def started(run: ResolvedRun, device: torch.device) -> tuple[Engine, list[MicroBatch]]:
-    """An engine behind its first step, and the batches of every one."""
+    """Build an engine and run its first step; return it with the batches of every step."""
     engine = initialize(run.config, Alone(RankGrid(), device=device))
     batches = random_batches(run, engine.share)
     engine.train_step(batches, LR)
@@ -59,7 +59,7 @@ def started(run: ResolvedRun, device: torch.device) -> tuple[Engine, list[MicroB
 
 
 def step_seconds(engine: Engine, batches: list[MicroBatch], synchronize: Callable[[], None] = lambda: None) -> float:
-    """Of one step.  `synchronize` waits for the device."""
+    """Time one step.  `synchronize` waits for the device."""
     begin = time.perf_counter()
     engine.train_step(batches, LR)
     synchronize()
@@ -75,5 +75,5 @@ class SpeedProbe:
         self._synchronize = synchronize
 
     def seconds(self) -> float:
-        """The median of a few."""
+        """Time a few steps and return the median."""
         return median(step_seconds(self._engine, self._batches, self._synchronize) for _ in range(_CALLS))

@@ -40,7 +40,7 @@ TABLES = "tables"
 
 
 class Sent(NamedTuple):
-    """Over one axis in one kind of operation, by one rank in one step.  `link_bytes`: those of them to other nodes."""
+    """What one rank sends over one axis in one operation of a step.  `link_bytes`: the part that goes to other nodes."""
 
     sent_bytes: int
     link_bytes: int
@@ -52,7 +52,7 @@ LevelKey: TypeAlias = tuple[bool, int, int]
 
 
 class Level(NamedTuple):
-    """Bytes beyond those at the begin of a step, once the gradient of a parameter has come."""
+    """Bytes above those at the start of a step, after the gradient of a parameter has reached its bucket."""
 
     live: int
     made: int  # while it is made, part by part
@@ -61,7 +61,7 @@ class Level(NamedTuple):
 
 @dataclass(frozen=True)
 class StateTrace:
-    """Of one rank.
+    """Model state and traffic of one rank.
 
     Args:
         kinds: bytes on the device from the begin of a step on, by kind; a CPU's memory is the host's.
@@ -90,7 +90,7 @@ class StateTrace:
 
 
 def trace_state(run: ResolvedRun, rank: int, *, per_node: int, on_cuda: bool) -> StateTrace:
-    """What a rank of the world holds and sends; `per_node`: ranks of a node."""
+    """Trace what a rank of the world holds and sends; `per_node`: ranks of a node."""
     few, step = _short_step(run)
     times = (run.accumulation - few) // step
     alike = _alike(run, rank, per_node)
@@ -108,7 +108,7 @@ _GIVES = (ActionKind.BACKWARD, ActionKind.WEIGHT)
 
 
 def _short_step(run: ResolvedRun) -> tuple[int, int]:
-    """Micro-batches after which a step repeats itself, as many as remain after whole repetitions; and those of one."""
+    """Return the micro-batches of a short step, and how many a longer one adds with each repetition."""
     config = run.config
     step = schedule_kind_of(config).microbatch_multiple(config.parallel.pp)
     if config.parallel.schedule_file is not None:  # it has one number of micro-batches
@@ -118,7 +118,7 @@ def _short_step(run: ResolvedRun) -> tuple[int, int]:
 
 
 def _without_training(run: ResolvedRun) -> ResolvedRun:
-    """Without what changes neither memory nor traffic of the state, so that equal runs share a trace."""
+    """Drop what changes neither memory nor traffic of the state, so that equal runs share a trace."""
     config = run.config
     update: dict[str, object] = {"training": type(config.training)()}
     if not config.activations.contiguous:  # gradients have no buffers in an arena of activations
@@ -128,7 +128,7 @@ def _without_training(run: ResolvedRun) -> ResolvedRun:
 
 
 def _alike(run: ResolvedRun, rank: int, per_node: int) -> int:
-    """The first pipeline rank's that holds and sends as much: with the same chunks, whole nodes apart."""
+    """Return the first rank that holds and sends as much: of a stage with equal chunks, a whole number of nodes away."""
     grid, at = run.grid, run.grid.coordinate(rank)
     kind = schedule_kind_of(run.config)
     placement = kind.placement(grid.pp, chunks_of(run.config, kind))
@@ -149,7 +149,7 @@ def _alike(run: ResolvedRun, rank: int, per_node: int) -> int:
 def _trace(
     run: ResolvedRun, few: int, step: int, rank: int, per_node: int, on_cuda: bool, order: Order
 ) -> tuple[Mapping[tuple[str, str], Sent], StateTrace]:
-    """Traffic of a step of a few micro-batches, and all of one with so many more."""
+    """Trace a step of `few` micro-batches (its traffic) and one of `few + step` (everything)."""
     config = run.config
     kind, parallel = schedule_kind_of(config), config.parallel
     with without_files(), FakeTensors(kernel_bytes=kernel_bytes(on_cuda=on_cuda)) as fake:
@@ -197,7 +197,7 @@ def _sent(traffic: Traffic) -> dict[tuple[str, str], Sent]:
 
 
 def without_auto(config: RunConfig) -> RunConfig:
-    """What `zero.offload` decides by the memory of this machine stays on the device."""
+    """Keep on the device what `zero.offload` = auto would decide by this machine's memory."""
     offload = config.zero.offload
     update = {key: "none" for key in ("optimizer", "parameters") if getattr(offload, key) == "auto"}
     zero = config.zero.model_copy(update={"offload": offload.model_copy(update=update)})
@@ -216,11 +216,11 @@ class _Driver:
         ]
 
     def counted(self) -> dict[str, int]:
-        """As the engine counts."""
+        """Bytes by kind, as the engine counts them."""
         return self.engine.memory_bytes()
 
     def absent(self) -> int:
-        """Gradients that are counted and do not exist."""
+        """Bytes of gradients that are counted but not allocated."""
         return self.engine.sharded_model.parameters.absent_gradient_bytes()
 
     def cuts(self) -> dict[tuple[int, int], Cuts]:
@@ -282,7 +282,7 @@ class _Driver:
                 levels[short] = Level(*map(max, before, now))
 
     def _names(self, chunk: int, unit: torch.nn.Module, order: Order) -> dict[str, tuple[str, ActionKind]]:
-        """By its name in a unit each parameter's own name and the pass that gives its gradient; in the order of these."""
+        """Map each parameter's name in a unit to its full name and the pass that gives its gradient, in this order."""
         home = self.engine.sharded_model.parameters.by_name
         path = {id(module): name for name, module in self.engine._chunks[chunk].named_modules()}[id(unit)]
         names = {name: (f"{chunk}.{path}.{name}", _GIVES[late]) for name, late in order}

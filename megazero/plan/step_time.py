@@ -48,7 +48,7 @@ def step_time_of(
     units: Mapping[UnitKey, UnitTime] | None = None,
     hop_seconds: float | None = None,
 ) -> StepTime:
-    """The time of a step after the first ones.
+    """Simulate a step after the first ones.
 
     Args:
         units, hop_seconds: in place of the run's own times of units, and of a message between pipeline ranks.
@@ -86,7 +86,7 @@ def step_time_of(
 
 
 def _chunks_of(run: ResolvedRun, schedule: Schedule) -> dict[tuple[int, int], _Chunk]:
-    """By (pipeline rank, chunk)."""
+    """Return the chunks by (pipeline rank, chunk)."""
     config = run.config
     ends = unit_elements(run.config, is_one_stage=len(schedule.placement) == 1)
     cuts = config.parallel.tp > 1 and not config.parallel.sequence_parallel
@@ -112,7 +112,7 @@ def _chunk(layout: StageLayout, policies: Mapping[int, LayerPolicy], elements: t
 
 
 def unit_elements(config: RunConfig, *, is_one_stage: bool) -> tuple[int, int, int]:
-    """Parameters of the embedding, a layer and the head on a tensor-parallel rank."""
+    """Count the parameters of the embedding, a layer and the head on a tensor-parallel rank."""
     parallel = config.parallel.model_copy(update={"layout": "even", "pp": 1, "cp": 1})
     model = config.model.model_copy(update={"num_layers": 2})
     return _unit_elements(RunConfig(model=model, parallel=parallel, precision=config.precision), is_one_stage)
@@ -142,14 +142,14 @@ def _chunk_pass(chunk: _Chunk, kind: ActionKind, units: Mapping[UnitKey, UnitTim
 
 
 def _with_offload(one: PassTime, kept: int, cluster: Cluster) -> PassTime:
-    """A layer whose activations travel to the host or back while it, or its neighbour, computes."""
+    """Add the transfer of a layer's activations to or from the host, which runs beside its computation."""
     moving = kept / cluster.device.host_bandwidth
     left = max(0.0, moving - one.seconds)
     return added([one, PassTime(0.0, {"offload": left}, {"offload": moving - left})])
 
 
 def _with_zero(one: PassTime, zero: ZeroTimes, schedule: Schedule, rank: int, action: Action) -> PassTime:
-    """A pass with what it waits for of weights that it needs, and of gradients that leave no memory for its own."""
+    """Add to a pass the waits for its weights and for reductions whose buffers it needs."""
     of_rank = zero.ranks[rank]
     first = action.microbatch == 0
     last = action.microbatch == schedule.microbatches - 1
@@ -167,5 +167,5 @@ def _with_zero(one: PassTime, zero: ZeroTimes, schedule: Schedule, rank: int, ac
 
 
 def message_seconds(run: ResolvedRun, link: GroupLink) -> float:
-    """Of a message between neighbouring stages."""
+    """Return the seconds of a message between neighbouring stages."""
     return link.message_seconds(message_bytes(run)) if run.config.parallel.pp > 1 else 0.0

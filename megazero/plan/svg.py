@@ -22,7 +22,7 @@ _STYLE = """
 
 
 def document(width: float, height: int, title: str, body: Iterable[str]) -> str:
-    """An SVG file with this title as its heading."""
+    """Return the text of an SVG file with a heading."""
     size = f'viewBox="0 0 {width:.0f} {height}" width="{width:.0f}" height="{height}"'
     lines = [
         f'<svg xmlns="http://www.w3.org/2000/svg" {size} role="img">',
@@ -37,19 +37,19 @@ def document(width: float, height: int, title: str, body: Iterable[str]) -> str:
 
 
 def text(x: float, y: float, content: str, style: str = "") -> str:
-    """A `<text>` of one of the style's classes."""
+    """Return a `<text>` of one of the style's classes."""
     name = f' class="{style}"' if style else ""
     return f'<text{name} x="{x:.2f}" y="{y:.2f}">{escape(content)}</text>'
 
 
 def rect(x: float, y: float, width: float, height: float, paint: str, title: str = "") -> str:
-    """A `<rect>`; `paint` is its further attributes, `title` is shown while the mouse is on it."""
+    """Return a `<rect>`; `paint` is its further attributes, `title` is shown while the mouse is on it."""
     box = f'<rect x="{x:.2f}" y="{y:.2f}" width="{width:.2f}" height="{height:.2f}" {paint}'
     return f"{box}><title>{escape(title)}</title></rect>" if title else f"{box}/>"
 
 
 def legend(x: float, y: float, entries: Iterable[tuple[Sequence[str], str]]) -> tuple[list[str], float]:
-    """A line of (paints, what they mean), and where it ends."""
+    """Return a legend of (paints, meaning) in one line, and where it ends."""
     lines = []
     for paints, meaning in entries:
         for paint in paints:

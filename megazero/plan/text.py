@@ -37,7 +37,7 @@ NAMES = {
 
 
 def plan_text(plan: Plan) -> str:
-    """Everything about one run."""
+    """Return a plan as text."""
     parts = [*_head(plan), "", *_memory(plan), "", *_step(plan), "", *_traffic(plan), "", *_run(plan)]
     return "\n".join(parts)
 
@@ -54,7 +54,7 @@ def shape_text(plan: Plan) -> str:
 
 
 def fit_text(plan: Plan) -> str:
-    """Whether it fits, by how much, where and when."""
+    """Say whether the run fits, by how much, where and when."""
     fullest, capacity = plan.fullest, plan.cluster.device.memory_bytes
     rank = f"pipeline rank {fullest.stage}" if len(plan.memory) > 1 else "a rank"
     when = f"{size_text(fullest.peak)} of {size_text(capacity)} on {rank}, most in the {fullest.moment}"
@@ -75,7 +75,7 @@ def _head(plan: Plan) -> Iterator[str]:
 
 
 def _memory(plan: Plan) -> Iterator[str]:
-    """A table with the kinds that are a share worth telling; the rest is one column."""
+    """Yield the memory table: a column for each kind that is large enough, and one for the rest."""
     fullest = plan.fullest
     unit, size = ("GiB", 2**30) if fullest.peak >= 2**30 else ("MiB", 2**20)
     kinds = shown_kinds(plan)
@@ -95,12 +95,12 @@ def _memory(plan: Plan) -> Iterator[str]:
 
 
 def plain(kind: str) -> str:
-    """The name of a kind of memory, `gradient buffers`."""
+    """Return the name of a kind of memory in words: `gradient buffers`."""
     return kind.replace("_", " ")
 
 
 def shown_kinds(plan: Plan) -> list[str]:
-    """Those that are at least a two-hundredth of a rank's memory."""
+    """Return the kinds of memory that make up at least 0.5% of a rank's memory."""
     every = dict.fromkeys(kind for one in plan.memory for kind in one.kinds)
     return [kind for kind in every if any(200 * one.kinds.get(kind, 0) >= one.peak for one in plan.memory)]
 
@@ -125,7 +125,7 @@ def _step(plan: Plan) -> Iterator[str]:
 
 
 def _short(seconds: float, step: float) -> str:
-    """In the unit of its step."""
+    """Format seconds in the unit that suits their step."""
     return f"{seconds:.3f} s" if step >= 1 else f"{seconds * 1e3:.2f} ms"
 
 
@@ -160,7 +160,7 @@ def _run(plan: Plan) -> Iterator[str]:
 
 
 def duration(seconds: float) -> str:
-    """In the largest unit that it has one of."""
+    """Format seconds in the largest unit of which they make two."""
     for unit, size in (("days", 24 * HOUR), ("hours", HOUR), ("minutes", MINUTE)):
         if seconds >= 2 * size:
             return f"{seconds / size:,.1f} {unit}"
@@ -168,7 +168,7 @@ def duration(seconds: float) -> str:
 
 
 def search_text(found: Found, capacity: int, *, is_whole: bool = False) -> str:
-    """The best, why each is not better, the front, and what happened to the others; unless `is_whole`, of the first few."""
+    """Describe the best shapes, why they are not better, the front, and the other shapes; `is_whole`: without shortening."""
     lines = [f"search   {found.counted.shapes:,} shapes: {_counts(found)}"]
     if not found.best:
         late = f"; {found.counted.left_out:,} were left out for want of time: raise --seconds"
@@ -211,14 +211,14 @@ def _limits(best: Iterable[Ranked]) -> Iterator[str]:
 
 
 def _thinned(front: Sequence[Candidate], most: int) -> list[Candidate]:
-    """The ends and evenly between."""
+    """Return `most` candidates of the front, evenly spaced, both ends included."""
     if len(front) <= most:
         return list(front)
     return [front[round(index * (len(front) - 1) / (most - 1))] for index in range(most)]
 
 
 def _table(title: str, rows: Sequence[Sequence[str]], left: Sequence[int]) -> Iterator[str]:
-    """Columns as wide as their widest cell, behind a title of nine columns."""
+    """Yield the lines of a table, with a title to its left."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for number, row in enumerate(rows):
         cells = [
@@ -229,7 +229,7 @@ def _table(title: str, rows: Sequence[Sequence[str]], left: Sequence[int]) -> It
 
 
 def dry_run_text(done: DryRun, rank: int | None) -> str:
-    """What the ranks of a dry run did: groups, operations in order, what lives at the peak, and what would hang."""
+    """Describe what the ranks of a dry run did, what is live at the peak, and what would hang."""
     total, simulated = done.grid.world_size, len(done.simulated)
     if rank is None:
         what = f"{len(done.ranks)} of {total:,} ranks ran a step"
@@ -270,7 +270,7 @@ def _dry_rank(one: DryRank, grid: RankGrid) -> Iterator[str]:
 
 
 def _group_name(group: MadeGroup, grid: RankGrid) -> str:
-    """The axes along which its ranks differ, and what it is for where that is not all of theirs: `cp x dp, host`."""
+    """Name a group by the axes along which its ranks differ and by its purpose: `cp x dp, host`."""
     at = [grid.coordinate(rank) for rank in group.ranks]
     axes = [axis for axis in ("tp", "cp", "pp", "dp") if len({getattr(one, axis) for one in at}) > 1]
     name = "world" if len(at) == grid.world_size else " x ".join(axes)
@@ -279,7 +279,7 @@ def _group_name(group: MadeGroup, grid: RankGrid) -> str:
 
 
 def _in_order(messages: Sequence[Message]) -> Iterator[str]:
-    """Equal ones that follow each other with their number: `tp all_gather x 4`."""
+    """Yield messages in order, equal neighbours together: `tp all_gather x 4`."""
     runs = [(name, len(list(same))) for name, same in groupby(f"{one.axis} {one.operation}" for one in messages)]
     for name, count in runs[:_SHOWN_MESSAGES]:
         yield f"{name}{f' x {count}' if count > 1 else ''},"

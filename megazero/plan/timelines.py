@@ -22,7 +22,7 @@ _AXES = {"cp_ring": "cp", "shard": "dp", "replica": "dp"}
 
 @dataclass(frozen=True)
 class Span:
-    """A stretch of a rank's time, in seconds from the step's begin.
+    """An interval of a rank's time, in seconds from the start of the step.
 
     Args:
         kind: "compute", "idle", "optimizer", or the axis whose communication is waited for: "tp", "cp", "dp", "pp".
@@ -37,7 +37,7 @@ class Span:
 
 @dataclass(frozen=True)
 class StepTime:
-    """A step.
+    """Times of one step.
 
     Args:
         seconds: from its begin to its end.
@@ -64,7 +64,7 @@ def assembled(
     starts: Mapping[RankAction, float],
     zero: ZeroTimes,
 ) -> StepTime:
-    """The timelines with the end of the step."""
+    """Add the end of the step to the timelines."""
     schedule = timeline.schedule
     ends = [_reduced_at(schedule, timeline, zero.ranks[rank], rank, zero) for rank in range(schedule.pp)]
     last_wait = _last_wait(schedule, actions, zero)
@@ -91,7 +91,7 @@ def assembled(
 
 
 def _last_wait(schedule: Schedule, actions: Mapping[RankAction, PassTime], zero: ZeroTimes) -> float:
-    """For the last of the ranks that share the state, behind what each has computed since they met."""
+    """Return how long a rank waits for the slowest of those that share its state."""
     computed = max(sum(actions[rank, one].compute for one in own) for rank, own in enumerate(schedule.ranks))
     meets = not zero.overlaps and any(one.each_reduces or one.each_gathers for one in zero.ranks)
     behind = computed / len(schedule.ranks[0]) if meets else computed
@@ -115,7 +115,7 @@ def _hidden(rank: int, schedule: Schedule, actions: Mapping[RankAction, PassTime
 def _reduced_at(
     schedule: Schedule, timeline: Timeline, one: RankZero, rank: int, zero: ZeroTimes
 ) -> tuple[float, float, float]:
-    """When a rank's gradients are reduced, and what of it was exposed and hidden, in seconds.
+    """Return when a rank's gradients are reduced, and the exposed and hidden seconds of it.
 
     The last backward of each chunk completes its buckets one after another; they are reduced in this order.
     """
@@ -139,7 +139,7 @@ def _reduced_at(
 def reduced_behind(
     start: float, end: float, seconds: float, buckets: int, free: float, *, overlaps: bool = True
 ) -> float:
-    """When the reductions of a backward end: each of so many equal buckets is complete after its share of the backward.
+    """Return when a backward's reductions end; each of its equal buckets is complete after its part of the backward.
 
     Args:
         start, end: of the backward.
@@ -157,7 +157,7 @@ def reduced_behind(
 def _spans(
     rank: int, timeline: Timeline, actions: Mapping[RankAction, PassTime], starts: Mapping[RankAction, float]
 ) -> Iterable[Span]:
-    """Of a rank's actions: idle before it, its own work, then its waits."""
+    """Yield the spans of a rank's actions: idle time before each, its computation, its waits."""
     clock = 0.0
     for action in timeline.schedule.ranks[rank]:
         start, end = timeline.spans[rank, action]
@@ -175,7 +175,7 @@ def _spans(
 
 
 def _idle(rank: int, action: Action, clock: float, start: float, arrival: float, timeline: Timeline) -> Iterable[Span]:
-    """A gap before an action: until what it needs was computed nobody could help it, then the message or weights travel."""
+    """Split a gap before an action: idle until its input is computed, then waiting for the message or the weights."""
     source = timeline.schedule.source(rank, action)
     sent = clock if source is None else min(max(clock, timeline.spans[source][1]), start)
     if sent > clock:
@@ -191,7 +191,7 @@ def _idle(rank: int, action: Action, clock: float, start: float, arrival: float,
 def _tail(
     computed: float, reduced: float, last_wait: float, together: float, done: float, one: RankZero, stretch: float
 ) -> Sequence[Span]:
-    """The end of a step: reductions, the slowest rank, optimizer, weights."""
+    """Return the spans at the end of a step: reductions, the slowest rank, optimizer, weights."""
     spans = []
     if reduced > computed:
         spans.append(Span(computed, reduced, "dp", "gradients"))

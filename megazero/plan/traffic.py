@@ -26,7 +26,7 @@ Traffic = Mapping[tuple[str, str], Sent]
 
 
 def traffic_of(run: ResolvedRun, cluster: Cluster) -> tuple[Traffic, ...]:
-    """What the first rank of each pipeline rank sends, by (axis, operation)."""
+    """Return what the first rank of each stage sends, by (axis, operation)."""
     per_node, on_cuda = cluster.per_node, cluster.processors == 0
     schedule, traces = schedule_of(run), trace_units(run, on_cuda=on_cuda, per_node=per_node)
     found = []
@@ -43,7 +43,7 @@ def traffic_of(run: ResolvedRun, cluster: Cluster) -> tuple[Traffic, ...]:
 
 
 def busiest_links(run: ResolvedRun, cluster: Cluster, stage: int, traffic: Traffic) -> Traffic:
-    """The traffic of a pipeline rank, with what the busiest of its ranks sends to other nodes in place of the first rank's.
+    """Return a stage's traffic with the bytes that its busiest rank, not its first, sends to other nodes.
 
     In a ring each rank sends to the next one, so one rank of each node sends all that it sends to another node:
 
@@ -71,7 +71,7 @@ _AXES = {"tp": ("tp",), "cp": ("cp",), "dp": ("dp",)} | dict.fromkeys(("dp_cp", 
 
 
 def _group(run: ResolvedRun, rank: int, axis: str, operation: str) -> tuple[int, ...]:
-    """The ranks among which `rank` carries out an operation; cp and dp_cp may be cut in two, as in `ParallelState`."""
+    """Return the ranks with which `rank` carries out an operation; cp and dp_cp may be cut in two, as in `ParallelState`."""
     whole = run.grid.group_of(rank, *_AXES[axis])
     cuts = {"shard": run.config.zero.shard_group_size, "replica": run.config.zero.shard_group_size}
     size, at = (cuts | {"cp": run.config.parallel.ulysses}).get(axis, len(whole)), whole.index(rank)
@@ -81,7 +81,7 @@ def _group(run: ResolvedRun, rank: int, axis: str, operation: str) -> tuple[int,
 
 
 def _ranks_apart(group: Sequence[int], per_node: int) -> int:
-    """Ranks of a group that are on other nodes than one of its ranks, at most."""
+    """Return how many ranks of a group are on other nodes than one of its ranks, at most."""
     return len(group) - min(Counter(rank // per_node for rank in group).values())
 
 
@@ -114,7 +114,7 @@ def _add_messages(
     *,
     on_cuda: bool,
 ) -> None:
-    """Every result that another pipeline rank uses, and every call that receives one."""
+    """Count the messages that a stage sends, and the calls that receive one."""
     nbytes, ranks = message_bytes(run), run.grid.group_of(0, "pp")
     for action in schedule.ranks[stage]:
         target = schedule.target(stage, action)

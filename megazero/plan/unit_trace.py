@@ -61,7 +61,7 @@ _MUCH = 1 << 50  # bytes that hold nothing
 
 
 class Span(NamedTuple):
-    """From a parameter's gradient coming to its bucket until the next one comes; bytes above those at the start.
+    """Memory from when one parameter's gradient reaches its bucket until the next does; bytes above those at the start.
 
     In place of a parameter: "" at the start, DY where nothing of the unit needs dy any more, ADDED once a gradient is in its
     bucket.
@@ -94,7 +94,7 @@ class PassTrace:
 
 @dataclass(frozen=True)
 class UnitTrace:
-    """Memory of the passes of one unit: the embedding, a layer or the head.
+    """Traces of one unit's passes; a unit is the embedding, a layer or the head.
 
     Args:
         weight: None where the backward computes weight gradients.
@@ -133,21 +133,21 @@ class TraceKey:
 
 
 def trace_units(run: ResolvedRun, *, on_cuda: bool, per_node: int = 0) -> Mapping[UnitKey, UnitTrace]:
-    """Traces of the embedding, the head and a layer of each policy, in a later micro-batch; `per_node`: see `trace_key`."""
+    """Trace embedding, head and a layer of each policy, in a later micro-batch; `per_node`: see `trace_key`."""
     key = trace_key(run, on_cuda=on_cuda, per_node=per_node)
     units: list[UnitKey] = [EMBEDDING, HEAD, *_policies_of(run.config, schedule_of(run).placement)]
     return {unit: trace_unit(key, unit) for unit in units}
 
 
 def trace_unit(key: TraceKey, unit: UnitKey) -> UnitTrace:
-    """What the passes of one unit keep and need: the embedding, the head, or a layer with a policy."""
+    """Trace the passes of the embedding, the head, or a layer with a policy.  Results are cached."""
     if isinstance(unit, str):
         return _head(key) if unit == HEAD else _embedding(replace(key, keeps_logits=False))
     return _layer(replace(key, keeps_logits=False, holds_both_ends=False), unit)
 
 
 def trace_key(run: ResolvedRun, *, on_cuda: bool, per_node: int = 0, adds: bool = True) -> TraceKey:
-    """What the traces of a run's units depend on.
+    """Return what the traces of a run's units depend on.
 
     Args:
         per_node: ranks of a host, 0 for all.
@@ -176,7 +176,7 @@ def trace_key(run: ResolvedRun, *, on_cuda: bool, per_node: int = 0, adds: bool 
 
 
 def message_bytes(run: ResolvedRun) -> int:
-    """Bytes of a message between pipeline ranks: the hidden states of a rank's tokens in one micro-batch."""
+    """Return the bytes of a message between stages: a rank's hidden states of one micro-batch."""
     config, parallel = run.config, run.config.parallel
     tokens = config.model.seq_len // parallel.cp * run.micro_batch_size
     cuts = parallel.tp if parallel.sequence_parallel else 1
@@ -184,12 +184,12 @@ def message_bytes(run: ResolvedRun) -> int:
 
 
 def slot_of(shape: tuple[int, ...], start: int = 0) -> Slot:
-    """The same for all parameters of a shape."""
+    """Return a slot that is the same for all parameters of a shape."""
     return Slot(ParamInfo("", shape, whole_spec("", shape), 0), start)
 
 
 def order_of_gradients(traces: Iterable[UnitTrace]) -> tuple[tuple[str, bool], ...]:
-    """Each parameter in the order in which its gradient is ready, and whether a weight pass computes it."""
+    """Return the parameters in the order of their gradients, and whether a weight pass computes each."""
     passes = [(late, one) for trace in traces for late, one in enumerate((trace.backward, trace.weight)) if one]
     names = ((span.parameter, bool(late)) for late, one in passes for span in one.spans)
     return tuple(dict.fromkeys(one for one in names if one[0] not in ("", DY, ADDED)))
@@ -198,7 +198,7 @@ def order_of_gradients(traces: Iterable[UnitTrace]) -> tuple[tuple[str, bool], .
 def policies_by_layer(
     config: RunConfig, chunks: Sequence[StageLayout], stage: int, *, moves: bool = False
 ) -> dict[int, LayerPolicy]:
-    """What each layer of a pipeline rank keeps, and so the key of its trace: on the device, but for `moves`."""
+    """Return each layer's policy, the key of its trace; without `moves`, offloaded layers count as on the device."""
     layers = [layer for layout in chunks for layer in layout.layers]
     cuts = config.parallel.tp > 1 and not config.parallel.sequence_parallel
     own = layer_policies(config.activations, layers, stage, cuts=cuts)
@@ -206,7 +206,7 @@ def policies_by_layer(
 
 
 def _policies_of(config: RunConfig, placement: Placement) -> set[LayerPolicy]:
-    """Of all layers of a run."""
+    """Return the policies of all layers of a run."""
     found: set[LayerPolicy] = set()
     for stage, chunks in enumerate(cut_by_rank(config.model, config.parallel.layout, placement)):
         found.update(policies_by_layer(config, chunks, stage).values())
@@ -288,7 +288,7 @@ class _Bench:
         self._fake.__exit__(*error)
 
     def _axis(self, name: str, ranks: tuple[int, ...], traffic: RecordedTraffic) -> Axis:
-        """Of the first of these ranks."""
+        """Return the axis of the first of these ranks."""
         if len(ranks) == 1:
             return Axis(name, ranks, traffic=traffic)
         per_node = self._key.per_node
@@ -304,7 +304,7 @@ class _Bench:
 
     @property
     def _busiest(self) -> int:
-        """On the ring: they have as much to do, but where a window cuts less from the part of one than of another."""
+        """Index of the ring's busiest rank; ranks differ only where a window cuts less from one rank's tokens."""
         key = self._key
         ring = len(key.ranks_of_cp) // key.ulysses
         pairs = [work(one, key.model.sliding_window) for one in shards((key.model.seq_len,), ring)]
@@ -354,7 +354,7 @@ class _Bench:
 
 
 class _Tensors(FakeTensors):
-    """Marks where dy is freed."""
+    """Fake tensors that mark where dy is freed."""
 
     marks: _Marks | None = None
 
@@ -373,14 +373,14 @@ class _Marks:
         self.dy = 0  # its storage
 
     def begin(self, dy: Tensor | None = None) -> None:
-        """From here on."""
+        """Start to measure a pass."""
         self.dy = 0 if dy is None else self._fake.value(dy).storage
         self._fake.operators.clear()
         self._start, self._spans = self._fake.live, []
         self._begin_span("")
 
     def arrive(self, parameter: str) -> None:
-        """The gradient of a parameter comes to its bucket now."""
+        """Mark that a parameter's gradient reaches its bucket."""
         self._end_span()
         self._begin_span(parameter)
 
@@ -392,13 +392,13 @@ class _Marks:
         self._spans[-1] = self._spans[-1]._replace(peak=self._fake.peak - self._start)
 
     def end(self) -> PassTrace:
-        """What happened since."""
+        """End the pass and return its trace."""
         self._end_span()
         return PassTrace(tuple(self._fake.operators), self._fake.live - self._start, tuple(self._spans))
 
 
 class _Input(torch.autograd.Function):
-    """x, whose gradient ends the backward."""
+    """Passes x on; its gradient ends the backward."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, _: Tensor, marks: _Marks) -> Tensor:
@@ -413,7 +413,7 @@ class _Input(torch.autograd.Function):
 
 
 class _Output(torch.autograd.Function):
-    """A scalar in whose backward the gradient of y begins to live."""
+    """Makes a scalar of y; in its backward dy is allocated."""
 
     @staticmethod
     def forward(ctx: Any, y: Tensor, marks: _Marks) -> Tensor:
@@ -428,7 +428,7 @@ class _Output(torch.autograd.Function):
 
 
 class _Gradients(GradientReducer):
-    """Gradients that add up in buckets which have some already, and go nowhere; makes the parameters."""
+    """Adds gradients to buckets that are never reduced; makes the parameters."""
 
     def __init__(self, queue: WeightGradQueue, stage: nn.Module, key: TraceKey, fake: FakeTensors) -> None:
         self._queue, self._sums, self._cuts, self._fake = queue, dict[int, Tensor](), dict(key.cuts), fake

@@ -48,7 +48,7 @@ class ElementBytes(NamedTuple):
 
 
 def element_bytes(config: RunConfig) -> ElementBytes:
-    """Of a run."""
+    """Return the bytes per element of a run."""
     zero, precision = config.zero, config.precision
     weights, accumulated, reduced = (
         DTYPES[dtype].itemsize for dtype in (precision.dtype, precision.accumulate_dtype, precision.reduce_dtype)
@@ -86,24 +86,24 @@ def moments_of(config: RunConfig) -> float:
 
 
 class Cost(NamedTuple):
-    """Seconds of collectives on the wire, of this rank's processor where it computes beside them, and how many there are."""
+    """Cost of collectives: seconds on the wire, seconds of this rank's processor beside them, and their number."""
 
     wire: float = 0.0
     work: float = 0.0
     calls: int = 0
 
     def and_also(self, other: Cost) -> Cost:
-        """Of both."""
+        """Return the sum of both costs."""
         return Cost(*(own + others for own, others in zip(self, other, strict=True)))  # type: ignore[arg-type]
 
     def not_on_wire(self) -> Cost:
-        """What is left where others account for the wire."""
+        """Return the cost without the wire, which is accounted for elsewhere."""
         return Cost(0.0, self.work)
 
 
 @dataclass(frozen=True)
 class RankZero:
-    """Of one pipeline rank; times in seconds.
+    """ZeRO's times of one stage, in seconds.
 
     Args:
         gathers: of all weights of a chunk once, or of gradients that step them; none where the optimizer waits for them.
@@ -126,7 +126,7 @@ class RankZero:
     gather_exposed: float = 0.0
 
     def beside(self, action: Action, *, is_first: bool, is_last: bool) -> Cost:
-        """Of the gathers and reductions that run beside an action.
+        """Return the cost of the gathers and reductions that run beside an action.
 
         Elsewhere on the wire: weights of stages 1 and 2, see `arrival`, and a chunk's last reduction.
         """
@@ -140,13 +140,13 @@ class RankZero:
         return found
 
     def ahead(self, action: Action, *, is_first: bool) -> float:
-        """Of these, what a step's first action waits for before it can begin: its first unit's weights."""
+        """Return the part of it that a step's first action waits for: its first unit's weights."""
         if self.is_stage_3 and is_first and action.kind is ActionKind.FORWARD and action.chunk == 0:
             return self.gathers.get(0, Cost()).wire * self.shares[0]
         return 0.0
 
     def arrival(self, chunk: int, seconds: float) -> float:
-        """When a chunk's first forward, of so many seconds, can start: no unit may wait for its weights in the middle.
+        """Return when a chunk's first forward of `seconds` can start, so that no unit waits for its weights in the middle.
 
         The weights of stages 1 and 2 travel in the order of the chunks from the step's begin on.
         """
@@ -162,17 +162,17 @@ class RankZero:
         return 0.0 if self.is_stage_3 else sum(one.wire for one in self.gathers.values())
 
     def reduction(self, chunk: int) -> float:
-        """Of a chunk's last micro-batch."""
+        """Return the seconds of reducing a chunk's last micro-batch."""
         return self.reductions.get(chunk, Cost()).wire
 
     def buckets(self, chunk: int) -> int:
-        """Into which a chunk's gradients are cut."""
+        """Return the number of buckets of a chunk's gradients."""
         return self.bucket_counts.get(chunk, 1)
 
 
 @dataclass(frozen=True)
 class ZeroTimes:
-    """Of all pipeline ranks.
+    """ZeRO's times of all stages.
 
     Args:
         overlaps: communication runs beside computation.
@@ -194,7 +194,7 @@ def zero_times_of(
     links: Mapping[str, GroupLink],
     elements: Mapping[tuple[int, int], tuple[int, ...]],
 ) -> ZeroTimes:
-    """Of a run; `elements`: of each unit by (pipeline rank, chunk)."""
+    """Return ZeRO's times of a run; `elements`: of each unit by (pipeline rank, chunk)."""
     widths = element_bytes(run.config)
     overlaps = cluster.device.calibration is None or links["shard"].crosses  # sockets have threads of their own
     busy = min(cluster.ranks, cluster.per_node)
@@ -251,13 +251,13 @@ def _rank_zero(
 
 
 def _stays(run: ResolvedRun, own: Mapping[int, tuple[int, ...]], weight_bytes: int) -> bool:
-    """Whether all weights fit into the buffers, a unit and what is gathered ahead: then none is gathered twice."""
+    """Whether all weights fit into the gather buffers, so that none is gathered twice."""
     units = own.get(0, (0,))
     return len(own) == 1 and (sum(units) - max(units, default=0)) * weight_bytes <= run.config.zero.prefetch_bytes
 
 
 def _bucket_elements(run: ResolvedRun, links: Mapping[str, GroupLink], own: int, *, on_cpu: bool, hides: bool) -> int:
-    """Of a bucket, as the engine decides it."""
+    """Return the elements of a bucket, as the engine decides them."""
     zero = run.config.zero
     shard, replica = (Axis(axis, tuple(range(links[axis].ranks))) for axis in ("shard", "replica"))
     policy = ShardingPolicy(zero.stage, torch.float32, Placement(shard, replica), torch.device("cpu"), on_cpu=on_cpu)
@@ -273,7 +273,7 @@ def _reduction(
     pieces: int,
     hidden: float = 0.0,
 ) -> Cost:
-    """Of so many gradients: over the ranks that share the state, then over those that hold the same part."""
+    """Return the cost of reducing gradients over the shard axis, then over the replica axis."""
     shards, same, size = run.shards, run.dp * run.config.parallel.cp, elements * widths.reduced
     if run.config.zero.stage == 0:
         whole = _pieces(links["shard"], "all_reduce", 2 * size * (1 - hidden), pieces)
@@ -292,7 +292,7 @@ def _reduction(
 
 
 def _pieces(axis: GroupLink, operation: str, size: float, pieces: int) -> Cost:
-    """Of a collective of `size` bytes, whole buffers counted, in equal pieces."""
+    """Return the cost of a collective over buffers of `size` bytes in all, in equal pieces."""
     sent = size * (axis.ranks - 1) / axis.ranks / max(1, pieces)  # a chunk without a layer has none
     return Cost(pieces * axis.seconds(operation, sent), pieces * axis.work_seconds(operation, sent), pieces)
 
@@ -310,7 +310,7 @@ def matrix_seconds(run: ResolvedRun, cluster: Cluster, shard: GroupLink) -> floa
 
 
 def optimizer_seconds(run: ResolvedRun, cluster: Cluster, elements: int) -> float:
-    """Of the states that a rank steps."""
+    """Return the seconds for stepping a rank's optimizer state."""
     zero, device = run.config.zero, cluster.device
     own = elements / (run.shards if zero.stage else 1)
     weights = element_bytes(run.config).weights
