@@ -1,6 +1,6 @@
 """Gradients of a script's own modules, of which a backward may reach some only, in an order that is known only as it runs.
 
-A parameter that the backward does not reach need not wait for the end of the pass: autograd says so (`reach`), and it counts
+A parameter that the backward does not reach need not wait for the end of the pass: autograd says so (`Reach`), and it counts
 as zero
 
     at stage 2   when the backward begins, so the buffers stay within their limit.  A backward within the backward may reach
@@ -20,16 +20,19 @@ from typing import TYPE_CHECKING, Any, Protocol
 from weakref import ref
 
 import torch
-from torch import Tensor
-from torch.autograd.graph import Node
+from torch import Tensor, nn
+from torch.autograd.graph import Node, get_gradient_edge
 
 from megazero.comm.collectives import from_first
-from megazero.deepspeed.reach import Reach, may_run_backward
 from megazero.parallel_state import Axis
 from megazero.zero.gradients import BucketGradients, GradientReducer, LaunchOrder
 
 if TYPE_CHECKING:
     from megazero.deepspeed.script_units import ScriptGatherer
+
+
+# Modules whose autograd.Functions run no backward of their own; compiled graphs are of the last.
+_RUN_NO_BACKWARD = ("megazero.", "torch.nn.", "torch.distributed.", "torch._functorch._aot_autograd.")
 
 
 class _Graph:
@@ -204,3 +207,42 @@ def _follow(order: LaunchOrder, came: Sequence[int]) -> None:
         beside = turn.get(number, beside)
         turns.append((beside, number))
     order.buckets = [order.buckets[number] for _, number in sorted(turns)]
+
+
+class Reach:
+    """Which of these parameters, all of which train, a backward reaches; asked while it runs.
+
+    loss <- f(w1) <- g(w0)                      reaches w1 and w0; w2, which this forward has not used, gets no gradient
+    loss <- CheckpointFunction <- g(w0)         as far as its graph shows, only w0: the function runs a backward within,
+                                                of a graph of its own, which reaches w1
+    """
+
+    def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
+        self.parameters = parameters
+        self._nodes: list[Node] = []  # that add to their gradients: twenty times slower to find than to ask for
+
+    def missing(self) -> Sequence[nn.Parameter]:
+        """Those that the graph of the backward under way does not reach; none where it adds to no gradient at all."""
+        try:
+            if not self._nodes:
+                self._nodes = [get_gradient_edge(parameter).node for parameter in self.parameters]
+            will_run = torch._C._will_engine_execute_node
+            found = [
+                parameter for parameter, node in zip(self.parameters, self._nodes, strict=True) if not will_run(node)
+            ]
+        except RuntimeError:  # torch.autograd.grad of parameters
+            return []
+        return found if len(found) < len(self.parameters) else []  # torch.autograd.grad
+
+
+def may_run_backward(root: Node) -> bool:
+    """Whether the graph has a function of Python that is not known to run no backward of its own."""
+    seen, found = {root}, [root]
+    for node in found:  # it grows
+        function = getattr(type(node), "_forward_cls", None)
+        if function is not None and not function.__module__.startswith(_RUN_NO_BACKWARD):
+            return True
+        new = {after for after, _ in node.next_functions if after is not None} - seen
+        seen |= new
+        found += new
+    return False

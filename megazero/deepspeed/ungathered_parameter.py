@@ -84,10 +84,10 @@ class UngatheredParameter(nn.Parameter):
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # noqa: PLR0911
         name, kwargs = getattr(func, "__name__", ""), kwargs or {}
         if func is torch.autograd.grad:  # the parameter is what a graph knows
-            return func(*_pytree.tree_map(_known, args), **_pytree.tree_map(_known, kwargs))
+            return func(*_pytree.tree_map(real, args), **_pytree.tree_map(real, kwargs))
         with torch._C.DisableTorchFunctionSubclass():
             opened = [
-                one for one in _pytree.tree_leaves((args, kwargs)) if isinstance(one, cls) and one.whole is not None
+                leaf for leaf in _pytree.tree_leaves((args, kwargs)) if isinstance(leaf, cls) and leaf.whole is not None
             ]
         if opened:
             return func(*_pytree.tree_map(_opened, args), **_pytree.tree_map(_opened, kwargs))
@@ -145,9 +145,9 @@ class _ReadOnly(Tensor):
         return _pytree.tree_map(_plain, result)
 
 
-def real(parameter: nn.Parameter) -> nn.Parameter:
-    """The parameter itself, of its proxy too."""
-    return parameter.stands_for if isinstance(parameter, UngatheredParameter) else parameter
+def real(value: Any) -> Any:
+    """Return the parameter that a proxy stands for; anything else as it is."""
+    return value.stands_for if isinstance(value, UngatheredParameter) else value
 
 
 def _plain(value: Any) -> Any:
@@ -178,10 +178,6 @@ def _warn(value: Any) -> None:
 
 def _opened(value: Any) -> Any:
     return value if not isinstance(value, UngatheredParameter) or value.whole is None else value.whole
-
-
-def _known(value: Any) -> Any:
-    return value.stands_for if isinstance(value, UngatheredParameter) else value
 
 
 def _whole(value: Any) -> Any:
