@@ -1,0 +1,84 @@
+"""The core path that docs/architecture.md lists is the list of the trunk's files that a training step enters."""
+
+from __future__ import annotations
+
+import ast
+import io
+import re
+import sys
+import tokenize
+from pathlib import Path
+from typing import Any
+
+from harness import run_world
+from worlds import LLAMA, run_of, state_on
+
+from megazero import annexes
+from megazero.config import ResolvedRun
+from megazero.training.callbacks.base import StepRecord
+from megazero.training.trainer import Trainer, train
+
+PACKAGE = Path(__file__).parent.parent / "megazero"
+PAGE = PACKAGE.parent / "docs" / "architecture.md"
+ANNEXES = {table.parent.name for table in PACKAGE.glob("*/annex.py")}
+_NO_CODE = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
+
+
+def _entered(rank: int, run: ResolvedRun) -> list[str]:
+    """The package's files of which the second step calls a function, in the thread that trains."""
+    found, intact = set[str](), Trainer._compute
+
+    def note(frame: Any, event: str, _: object) -> None:
+        if event == "call" and frame.f_code.co_name != "<module>":  # one that is imported now was called by nobody yet
+            found.add(frame.f_code.co_filename)
+
+    def compute(self: Trainer, record: StepRecord) -> None:
+        sys.setprofile(note if record.step == 2 else None)
+        try:
+            intact(self, record)
+        finally:
+            sys.setprofile(None)
+
+    Trainer._compute = compute  # type: ignore[method-assign]
+    annexes._tables = list  # type: ignore[assignment]
+    train(run, state_on(rank, run), lambda _: None)
+    return [str(Path(file).relative_to(PACKAGE)) for file in found if Path(file).is_relative_to(PACKAGE)]
+
+
+def _code_lines(file: str) -> int:
+    """Lines with code: neither blank, nor comments, nor docstrings."""
+    text = (PACKAGE / file).read_text(encoding="utf-8")
+    documented = [
+        node for node in ast.walk(ast.parse(text)) if isinstance(getattr(node, "body", None), list) and node.body
+    ]
+    strings = [node.body[0] for node in documented if isinstance(node.body[0], ast.Expr)]
+    docs = {
+        line for one in strings if isinstance(one.value, ast.Constant) for line in range(one.lineno, one.end_lineno + 1)
+    }
+    tokens = tokenize.generate_tokens(io.StringIO(text).readline)
+    return len(
+        {line for one in tokens if one.type not in _NO_CODE for line in range(one.start[0], one.end[0] + 1)} - docs
+    )
+
+
+def test_the_core_path_is_what_a_step_enters_at_zero_0_1_and_3(tmp_path: Path) -> None:
+    """Of Llama on two ranks over gloo, without annexes, in `Trainer._compute`: what follows it is callbacks."""
+    entered = set[str]()
+    for stage in (0, 1, 3):
+        training = {"run_dir": str(tmp_path / str(stage)), "steps": 2, "micro_batch_size": 2, "accumulation": 2}
+        model, logging = LLAMA | {"vocab_size": 257}, {"tensorboard": False}
+        run = run_of(2, model=model, zero={"stage": stage}, training=training | {"compile": False}, logging=logging)
+        entered.update(*run_world(2, _entered, run))
+    entered -= {file for file in entered if Path(file).parts[0] in ANNEXES}  # those that an earlier test has loaded
+    listed = re.findall(r"^\| `([a-z0-9_/]+\.py)` \|", PAGE.read_text(encoding="utf-8"), re.MULTILINE)
+    print(f"core path: {len(entered)} files, {sum(map(_code_lines, entered)):,} code lines (wanted: 4,300)")
+    told = [
+        f"add to the core path in docs/architecture.md, for a step enters it: | `{file}` | what it is |"
+        for file in sorted(entered - {*listed})
+    ]
+    told += [
+        f"take out of the core path in docs/architecture.md, for no step enters it: | `{file}` |"
+        for file in listed
+        if file not in entered
+    ]
+    assert not told, "\n".join(told)
