@@ -111,7 +111,7 @@ def test_groups_made_in_another_order_are_told() -> None:
     def change(_: Engine, state: SilentState) -> None:
         axes = [state.tp, state.dp]
         for axis in reversed(axes) if state.rank == 3 else axes:
-            state.apart(axis, "more")
+            state.with_own_group(axis, "more")
 
     problem = _problem(_run(4, {"tp": 2}), _changed(change))
     assert "its group number" in problem

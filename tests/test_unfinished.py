@@ -40,7 +40,7 @@ def _axis(rank: int, local_world_size: int = 1, timeout_seconds: float = 30) -> 
         "shares_memory": local_world_size > 1,
     }
     state = ParallelState(RankGrid(dp=world), rank, **limits)
-    axis = state.apart(state.dp, "own")
+    axis = state.with_own_group(state.dp, "own")
     all_reduce(torch.zeros(1), axis).wait()
     return axis
 
@@ -126,7 +126,7 @@ def _interrupt_in_the_middle(rank: int) -> list[list[str]]:
         raise KeyboardInterrupt
 
     for name in [name for name in _operations(state.dp, 0.0) if name != "exchange"]:
-        axis, ends = state.apart(state.dp, name), list[str]()
+        axis, ends = state.with_own_group(state.dp, name), list[str]()
         all_reduce(torch.zeros(1), axis).wait()
         for number in range(3):
             breaks = rank == 0 and number == 0
@@ -156,7 +156,7 @@ def _late(rank: int) -> list[str]:
         ParallelState(RankGrid(dp=2), rank, timeout_seconds=30, local_world_size=2, shares_memory=True),
         list[str](),
     )
-    tensor, other = torch.empty(4), state.apart(state.dp, "other")
+    tensor, other = torch.empty(4), state.with_own_group(state.dp, "other")
     for axis in (state.dp, other):
         all_reduce(torch.zeros(1), axis).wait()
     for number in range(3):

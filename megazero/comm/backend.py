@@ -82,9 +82,9 @@ class TorchBackend:
     def link_bytes(self, operation: str, full: Tensor, axis: Axis) -> int:
         part = full.nbytes // axis.size
         if operation not in self._rings:
-            return part * sum(axis.is_apart(index) for index in range(axis.size))
+            return part * sum(axis.is_off_host(index) for index in range(axis.size))
         sent = (1 + (operation == "all_reduce")) * (full.nbytes - part)
-        return sent if axis.is_apart((axis.index + 1) % axis.size) else 0
+        return sent if axis.is_off_host((axis.index + 1) % axis.size) else 0
 
     def check_order(self) -> None:
         while self._unchecked:
@@ -116,7 +116,7 @@ class HostBackend(TorchBackend):
 
     def link_bytes(self, operation: str, full: Tensor, axis: Axis) -> int:
         sent = full.nbytes if operation == "all_reduce" else full.nbytes // axis.size
-        return sent * sum(axis.is_apart(index) for index in range(axis.size))
+        return sent * sum(axis.is_off_host(index) for index in range(axis.size))
 
 
 def over_contiguous(out: Tensor, x: Tensor, start: Callable[[Tensor, Tensor], Wait]) -> Wait:

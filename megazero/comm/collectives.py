@@ -121,7 +121,7 @@ def _start(
     """Start a collective of a backend; `full` is the longer of its buffers."""
     backend = _backend(axis, full.device)
     if operation == "ring_shift":
-        sent, linked = full.nbytes, full.nbytes * axis.is_apart((axis.index + 1) % axis.size)
+        sent, linked = full.nbytes, full.nbytes * axis.is_off_host((axis.index + 1) % axis.size)
     else:
         sent = (1 + (operation == "all_reduce")) * full.nbytes * (axis.size - 1) // axis.size
         linked = backend.link_bytes(operation, full, axis)
@@ -224,7 +224,7 @@ def broadcast(tensor: Tensor, axis: Axis, source: int = 0) -> Pending:
         return Pending()
     _check_contiguous("broadcast", tensor)
     sent = tensor.nbytes * (axis.index == source)
-    axis.traffic.add(axis.name, "broadcast", sent, sent * any(map(axis.is_apart, range(axis.size))))
+    axis.traffic.add(axis.name, "broadcast", sent, sent * any(map(axis.is_off_host, range(axis.size))))
     return _started("broadcast", axis, partial(_messages(axis).broadcast, tensor, axis, source), None)
 
 
@@ -396,7 +396,7 @@ def exchange(sends: Transfers, receives: Transfers, axis: Axis) -> list[Pending]
         return []
 
     _end_unfinished(axis)
-    linked = sum(tensor.nbytes for tensor, peer in sends if axis.is_apart(axis.ranks.index(peer)))
+    linked = sum(tensor.nbytes for tensor, peer in sends if axis.is_off_host(axis.ranks.index(peer)))
     axis.traffic.add(axis.name, "send_recv", sum(tensor.nbytes for tensor, _ in sends), linked)
     waits = _guarded("send_recv", axis, lambda: _messages(axis).exchange(sends, receives, axis))
     return [Pending(partial(_guarded, "send_recv", axis, wait), group=axis.group) for wait in waits]

@@ -215,27 +215,27 @@ class SharedMemoryBackend:
 
 
 def label_of(operation: str, tensor: Tensor, axis: Axis, what: str = "") -> str:
-    """What an operation is, the same on all ranks that take part."""
+    """A label for an operation, the same on all ranks that take part."""
     return f"{operation} of {what}{', ' if what else ''}{tensor.numel()} {tensor.dtype} over {axis.name}"
 
 
-def pieces_of(elements: int, longest: int) -> list[slice]:
-    """What each round carries.  An empty tensor has a round too: labels meet in it."""
+def slices_of(elements: int, longest: int) -> list[slice]:
+    """Slices of at most `longest` elements, one a round.  An empty tensor has a round, too: ranks compare labels in it."""
     return [slice(start, min(start + longest, elements)) for start in range(0, max(elements, 1), longest)]
 
 
 def all_reduce_rounds(channel: Channel, flat: Tensor, op: Callable[..., Tensor]) -> Rounds:
     """Replace a 1-D tensor by its combination over all ranks."""
     me = channel.index
-    for at in pieces_of(flat.numel(), HALF_BYTES // flat.element_size()):
-        piece, mine = flat[at], slice(at.stop - at.start)
+    for at in slices_of(flat.numel(), HALF_BYTES // flat.element_size()):
+        values, mine = flat[at], slice(at.stop - at.start)
         areas = [area[mine] for area in channel.areas(flat.dtype)]
-        areas[me].copy_(piece)
+        areas[me].copy_(values)
         yield
-        if channel.size == 2 or piece.nbytes <= _ONE_ROUND_BYTES:
-            combine(piece, areas, op)
+        if channel.size == 2 or values.nbytes <= _ONE_ROUND_BYTES:
+            combine(values, areas, op)
             continue
-        parts = piece.tensor_split(channel.size)
+        parts = values.tensor_split(channel.size)
         combine(parts[me], [area.tensor_split(channel.size)[me] for area in areas], op)
         areas = [area[mine] for area in channel.areas(flat.dtype)]
         sums = [area.tensor_split(channel.size)[index] for index, area in enumerate(areas)]
@@ -249,7 +249,7 @@ def all_reduce_rounds(channel: Channel, flat: Tensor, op: Callable[..., Tensor])
 def reduce_scatter_rounds(
     channel: Channel, out: Tensor, parts: Sequence[Tensor], op: Callable[..., Tensor] = torch.add
 ) -> Rounds:
-    """out = every rank's part for this one, combined.  1-D, of equal length; `out` may be this rank's own part."""
+    """out = the sum of every rank's shard for this one.  1-D, of equal length; `out` may be this rank's own shard."""
     me = channel.index
     longest = HALF_BYTES // out.element_size() // (channel.size - 1)
 
@@ -257,7 +257,7 @@ def reduce_scatter_rounds(
         start = (target - (target > source)) * longest
         return area[start : start + length]
 
-    for at in pieces_of(out.numel(), longest):
+    for at in slices_of(out.numel(), longest):
         areas, length = channel.areas(out.dtype), at.stop - at.start
         for index, part in enumerate(parts):
             if index != me:
@@ -272,7 +272,7 @@ def reduce_scatter_rounds(
 def all_gather_rounds(channel: Channel, shards: Sequence[Tensor]) -> Rounds:
     """Fill every rank's shard, 1-D, of equal length; this rank's own is filled already."""
     me = channel.index
-    for at in pieces_of(shards[me].numel(), HALF_BYTES // shards[me].element_size()):
+    for at in slices_of(shards[me].numel(), HALF_BYTES // shards[me].element_size()):
         areas, mine = channel.areas(shards[me].dtype), slice(at.stop - at.start)
         areas[me][mine].copy_(shards[me][at])
         yield
@@ -283,7 +283,7 @@ def all_gather_rounds(channel: Channel, shards: Sequence[Tensor]) -> Rounds:
 
 def _ring_shift(channel: Channel, out: Tensor, x: Tensor) -> Rounds:
     """out = x of the rank before, 1-D; the first rank's is that of the last."""
-    for at in pieces_of(x.numel(), HALF_BYTES // x.element_size()):
+    for at in slices_of(x.numel(), HALF_BYTES // x.element_size()):
         areas, mine = channel.areas(x.dtype), slice(at.stop - at.start)
         areas[channel.index][mine].copy_(x[at])
         yield
@@ -291,7 +291,7 @@ def _ring_shift(channel: Channel, out: Tensor, x: Tensor) -> Rounds:
 
 
 def all_to_all_rounds(channel: Channel, out: Tensor, x: Tensor) -> Rounds:
-    """Fill every part of `out` but this rank's own, whatever the strides: each element is copied once in and once out."""
+    """Fill every row of `out` but this rank's own, whatever the strides: each element is copied once in and once out."""
     me, others = channel.index, channel.size - 1
     for block in _blocks(x.shape[1:], HALF_BYTES // x.element_size() // others):
         parts, results = x[:, *block], out[:, *block]
@@ -306,10 +306,10 @@ def all_to_all_rounds(channel: Channel, out: Tensor, x: Tensor) -> Rounds:
 
 
 def _blocks(shape: Sequence[int], longest: int) -> list[tuple[int | slice, ...]]:
-    """Indices that cut a tensor into blocks of at most so many elements.  An empty tensor is a block, as in `pieces_of`."""
+    """Indices that cut a tensor into blocks of at most so many elements.  An empty tensor is a block, as in `slices_of`."""
     if prod(shape) <= longest:
         return [()]
     inner = prod(shape[1:])
     if inner > longest:
         return [(index, *rest) for index in range(shape[0]) for rest in _blocks(shape[1:], longest)]
-    return [(piece,) for piece in pieces_of(shape[0], longest // inner)]
+    return [(rows,) for rows in slices_of(shape[0], longest // inner)]

@@ -4,15 +4,15 @@
     host                  0    0  |  1    1
     number on its host    0    1  |  0    1
 
-    reduce-scatter   a host sums its ranks' parts in memory that they share; each rank sends one sum to each other host
+    reduce-scatter   a host sums its ranks' terms in memory that they share; each rank sends one sum to each other host
     all-gather       each rank sends its shard to each other host, once; a host's ranks share what has arrived
     all-reduce       a reduce-scatter, then an all-gather
 
 Of a buffer of F bytes a rank sends F/n (H - 1) to other hosts, and twice that in an all-reduce: 1/L of what it sends where
-every rank sends to every other.  Within the host it copies (L - 1)/L F.  An all-to-all stays as it is: every part that
+every rank sends to every other.  Within the host it copies (L - 1)/L F.  An all-to-all stays as it is: every row that
 crosses is for one rank.
 
-[Note: pieces]  A long tensor goes in pieces: one is summed within the host while others travel.
+[Note: slices]  A long tensor goes in slices: one is summed within the host while others travel.
 
 [Note: two threads]  The second level starts when the first has ended, whatever the rank computes then, so operations run in
 a thread of their own.  Ranks may differ in when they gather and when they reduce, so each of the two has its own.
@@ -46,8 +46,8 @@ from megazero.cpu.shared_memory import (
     all_gather_rounds,
     all_reduce_rounds,
     label_of,
-    pieces_of,
     reduce_scatter_rounds,
+    slices_of,
 )
 from megazero.cpu.sockets import SocketBackend
 from megazero.cpu.worker import Worker
@@ -58,10 +58,10 @@ from megazero.parallel_state.groups import Wait
 _SMALL_BYTES = (
     1 << 14
 )  # up to here an all-reduce sends each host's sum whole: more bytes, but one message instead of two
-_PIECE_BYTES = 1 << 18  # of a reduce-scatter's message
-_WINDOW = 4  # such pieces that travel at once
+_SLICE_BYTES = 1 << 18  # of a reduce-scatter's message
+_WINDOW = 4  # such slices that travel at once
 _SCRATCH_BYTES = 1 << 23  # for all that travels, at most
-_LONGEST_ITEM = 16  # bytes of the longest type: pieces are multiples of it
+_LONGEST_ITEM = 16  # bytes of the longest type: slices are multiples of it
 
 _Op: TypeAlias = Callable[..., Tensor]
 _Parts: TypeAlias = list[list[Tensor]]  # by host, and number on it; 1-D, of equal length
@@ -89,7 +89,7 @@ class ThreadedChannel:
     def start(self, label: str, rounds: Rounds) -> Wait:
         """Start an operation; its label is the same on all ranks.  The wait raises what the thread has met."""
         if self._left is not None:
-            return partial(_fail, self._left)
+            return partial(_raise, self._left)
         return self._worker.post(partial(self._run, label, rounds))
 
     def _run(self, label: str, rounds: Rounds) -> Wait:
@@ -99,8 +99,8 @@ class ThreadedChannel:
             except BaseException as error:
                 self._failed = self._left or error
         if self._failed is not None:
-            _fail(self._failed)
-        return _nothing
+            raise self._failed
+        return lambda: None
 
     def wait_for(self, messages: Sequence[Any]) -> None:
         """Let the thread wait for messages.  Raises: RuntimeError: a peer has died or is late, or this rank has left."""
@@ -126,12 +126,8 @@ class ThreadedChannel:
         self._poller.forget()
 
 
-def _fail(error: BaseException) -> None:
+def _raise(error: BaseException) -> None:
     raise error
-
-
-def _nothing() -> None:
-    """What waits for an operation that has ended."""
 
 
 class TwoLevelBackend(SocketBackend):
@@ -175,7 +171,7 @@ class TwoLevelBackend(SocketBackend):
 
 
 def link_bytes_between(hosts: Hosts, operation: str, full: Tensor, axis: Axis) -> int:
-    """What a rank sends to other hosts in an operation on a buffer, `full` being the longer of its two."""
+    """Bytes that a rank sends to other hosts in an operation; `full` is the longer of its two buffers."""
     part, others = full.nbytes // axis.size, hosts.count - 1
     if operation == "all_to_all":
         return part * hosts.size * others
@@ -191,12 +187,12 @@ def _close_all(*threads: ThreadedChannel) -> None:
 
 
 def _parts(hosts: Hosts, flat: Tensor) -> _Parts:
-    """Equal parts, one for each rank."""
+    """Equal shards, one for each rank."""
     return [list(of_host.unbind(0)) for of_host in flat.view(hosts.count, hosts.size, -1).unbind(0)]
 
 
 class _Links:
-    """What an operation exchanges: rounds within the host, and messages with the ranks of this number on other hosts."""
+    """Messages of one operation with the ranks of the same number on other hosts."""
 
     def __init__(self, thread: ThreadedChannel, hosts: Hosts, axis: Axis, label: str) -> None:
         self.thread, self.hosts, self.axis, self.label = thread, hosts, axis, label
@@ -213,13 +209,13 @@ class _Links:
 
 
 def _reduce_scatter(links: _Links, out: Tensor, parts: _Parts, op: _Op) -> Rounds:
-    """out = every rank's part for this one, combined; `out` may be this rank's own part."""
+    """out = the sum of every rank's shard for this one; `out` may be this rank's own shard."""
     thread, hosts = links.thread, links.hosts
     if not out.numel():
         yield from reduce_scatter_rounds(thread.channel, out, parts[hosts.host], op)
         return
     rows = 2 * hosts.count - 1  # each host's sum for this rank, and this host's for each other one
-    longest = min(_PIECE_BYTES, HALF_BYTES // (hosts.size - 1), _SCRATCH_BYTES // (_WINDOW * rows))
+    longest = min(_SLICE_BYTES, HALF_BYTES // (hosts.size - 1), _SCRATCH_BYTES // (_WINDOW * rows))
     scratch = thread.scratch(_WINDOW * rows, longest // _LONGEST_ITEM * _LONGEST_ITEM, out.dtype)
     under_way: deque[tuple[Tensor, Tensor, list[Any]]] = deque()
 
@@ -228,7 +224,7 @@ def _reduce_scatter(links: _Links, out: Tensor, parts: _Parts, op: _Op) -> Round
         thread.wait_for(messages)
         combine(result, sums.unbind(0), op)
 
-    for number, at in enumerate(pieces_of(out.numel(), scratch.shape[1])):
+    for number, at in enumerate(slices_of(out.numel(), scratch.shape[1])):
         if len(under_way) == _WINDOW:
             finish()
         window = scratch[number % _WINDOW * rows :][:rows, : at.stop - at.start]
@@ -245,15 +241,15 @@ def _reduce_scatter(links: _Links, out: Tensor, parts: _Parts, op: _Op) -> Round
 
 
 def _all_gather(links: _Links, parts: _Parts, *, is_labelled: bool = False) -> Rounds:
-    """Fill every rank's part; this rank's own is filled already."""
+    """Fill every rank's shard; this rank's own is filled already."""
     thread, hosts = links.thread, links.hosts
     mine = parts[hosts.host][hosts.local]
-    pieces = pieces_of(mine.numel(), HALF_BYTES // mine.element_size()) if mine.numel() else []
+    slices = slices_of(mine.numel(), HALF_BYTES // mine.element_size()) if mine.numel() else []
     check = start_comparing(links.label if is_labelled else "", links.axis, hosts.size, thread.wait_for)
     arriving = [
-        (other, at, links.receive(parts[other][hosts.local][at], other)) for at in pieces for other in hosts.others
+        (other, at, links.receive(parts[other][hosts.local][at], other)) for at in slices for other in hosts.others
     ]
-    leaving = [links.send(mine[at], other) for at in pieces for other in hosts.others]
+    leaving = [links.send(mine[at], other) for at in slices for other in hosts.others]
     yield from all_gather_rounds(thread.channel, parts[hosts.host])
     check()
     for other, at, message in arriving:

@@ -31,7 +31,7 @@ class Backend(Protocol):
     returns the call that waits for it and completes it.
     """
 
-    needs_scratch: bool  # `reduce_scatter` only brings the parts into memory as long as `full`; the caller sums them
+    needs_scratch: bool  # `reduce_scatter` only receives the terms, into memory as long as `full`; the caller sums them
     runs_by_itself: bool  # operations go on while this rank computes; otherwise only while it waits for one
 
     def all_reduce(self, tensor: Tensor, axis: Axis, op: str) -> Wait: ...
@@ -45,7 +45,7 @@ class Backend(Protocol):
     def ring_shift(self, out: Tensor, x: Tensor, axis: Axis) -> Wait: ...
 
     def link_bytes(self, operation: str, full: Tensor, axis: Axis, /) -> int:
-        """What this rank sends to other hosts in an operation on a buffer, `full` being the longer of its two."""
+        """Bytes that this rank sends to other hosts in an operation; `full` is the longer of its two buffers."""
 
     def check_order(self) -> None:
         """Compare the labels of gathers that their waits have not compared.  Raises: OrderError."""
@@ -131,8 +131,8 @@ class Axis:
     def size(self) -> int:
         return len(self.ranks)
 
-    def is_apart(self, index: int) -> bool:
-        """Whether a rank, by its number on the axis, is on another host than this one."""
+    def is_off_host(self, index: int) -> bool:
+        """Whether the rank at this index of the axis runs on another host."""
         block = self.group.local_world_size if self.group is not None else 1
         return self.ranks[index] // block != self.ranks[self.index] // block
 

@@ -157,7 +157,7 @@ class ParallelState:
         stage = replace(self.model, name="saving stage", group=group if self.model.size > 1 else None, traffic=traffic)
         return SavingAxes(stage, replace(self.world, name="saving world", group=group, traffic=traffic, parts=()))
 
-    def apart(self, axis: Axis, purpose: str) -> Axis:
+    def with_own_group(self, axis: Axis, purpose: str) -> Axis:
         """The ranks of an axis over a communicator of their own, where operations do not queue behind those of the axis.
 
         Every rank makes it, in the same order.

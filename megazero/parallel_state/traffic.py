@@ -10,10 +10,10 @@ if TYPE_CHECKING:
     from megazero.parallel_state.groups import Axis
 
 
-class Call(NamedTuple):
-    """The collective that this rank entered or left last.
+class CollectiveCall(NamedTuple):
+    """The collective for which this rank started or stopped waiting last.
 
-    It is inside while the host waits for it, not while the operation runs beside the computation.
+    `is_inside`: the host waits for it; an operation that runs beside the computation does not count.
     """
 
     operation: str
@@ -39,7 +39,7 @@ class Traffic:
         self.link_bytes: Counter[tuple[str, str]] = Counter()
         self.calls: Counter[tuple[str, str]] = Counter()
         self.waited_seconds = 0.0
-        self.last: Call | None = None
+        self.last: CollectiveCall | None = None
         self.advanced = 0.0  # when the host last began or ended a pass of a micro-batch; of `time.perf_counter`
 
     def advance(self) -> None:
@@ -52,16 +52,16 @@ class Traffic:
         self.link_bytes[axis, operation] += link_bytes
         self.calls[axis, operation] += 1
 
-    def enter(self, axis: Axis, operation: str) -> Call:
+    def enter(self, axis: Axis, operation: str) -> CollectiveCall:
         """The host starts to wait for an operation."""
-        self.last = Call(operation, axis.name, axis.ranks, True, time.perf_counter())
+        self.last = CollectiveCall(operation, axis.name, axis.ranks, True, time.perf_counter())
         return self.last
 
-    def leave(self, entered: Call) -> None:
+    def leave(self, entered: CollectiveCall) -> None:
         """The host has stopped waiting."""
         now = time.perf_counter()
         self.waited_seconds += now - entered.since
-        self.last = Call(entered.operation, entered.axis, entered.ranks, False, now)
+        self.last = CollectiveCall(entered.operation, entered.axis, entered.ranks, False, now)
 
     def by_axis(self) -> dict[str, int]:
         """Bytes sent over each axis, all operations together."""

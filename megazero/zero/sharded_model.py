@@ -288,7 +288,7 @@ def placement_of(state: ParallelState, zero: ZeroConfig) -> Placement:
             f"of 2 or more: choose among {', '.join(map(str, [0, *divisors(shards)[1:-1]]))}"
         )
     # Operations on one communicator of NCCL run in their order: a gather would wait for the reductions before it.
-    gather = state.apart(state.shard, "gathers") if state.device.type == "cuda" else None
+    gather = state.with_own_group(state.shard, "gathers") if state.device.type == "cuda" else None
     secondary = state.block_on(state.shard, size, "secondary", "gathers") if size else None
     return Placement(state.shard, state.replica, gather, secondary, levels)
 
