@@ -384,11 +384,6 @@ def test_zbv_is_idle_for_half_of_zb_h1_once_it_is_full():
         assert [timeline.idle(rank) for rank in range(pp)] == [max(2 * pp - 1 - m, (pp - 1) / 2)] * pp
 
 
-def test_zbv_is_idle_for_no_longer_than_zb_h1():
-    for v, h1 in zip(every("zbv"), every("zb-h1"), strict=True):
-        assert simulate(v).makespan <= simulate(h1).makespan
-
-
 @every_kind
 def test_a_hop_never_shortens_a_step(name):
     for schedule in every(name):

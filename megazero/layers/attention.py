@@ -31,7 +31,7 @@ from megazero.layers.sample_part import SamplePart, TokenLayout
 
 
 class FrequencyScaling(Protocol):
-    """Stretches rotary frequencies for more positions; `amplitude` multiplies what is rotated."""
+    """Scales rotary frequencies for longer samples; `amplitude` multiplies rotated queries and keys."""
 
     @property
     def amplitude(self) -> float: ...
@@ -122,7 +122,7 @@ class NoRotation:
     """In place of a `RotaryEmbedding` where positions are learned."""
 
     def rotate(self, x: Tensor, _: SamplePart | None = None) -> Tensor:
-        """x itself."""
+        """x, unchanged."""
         return x
 
 
@@ -146,7 +146,7 @@ class SharedKVHead(nn.Module):
 
 
 def _owned(qk: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """Key and value heads that a TP rank has for itself."""
+    """For key and value heads that a TP rank does not share."""
     return qk, v
 
 
@@ -210,7 +210,7 @@ class Attention(nn.Module):
 
     @property
     def knows_parts(self) -> bool:
-        """Whether parts of samples and documents are attended to right, or refused; nobody knows of a script's kernel."""
+        """Whether the kernel handles parts of samples and documents, or refuses them; that of a script may do neither."""
         return isinstance(self.core.kernel, CausalAttention | ContextAttention)
 
     def forward(self, x: Tensor, layout: TokenLayout) -> Tensor:

@@ -169,7 +169,7 @@ class _Merged:
         self.out = self.out.to(fp32_or_wider(self.out))
         mine, its_lse = self.out[rows], self.lse[rows]
         merge(mine, its_lse, out, lse)
-        if any(isinstance(one, Tensor) for one in rows):  # copies, not views
+        if any(isinstance(index, Tensor) for index in rows):  # copies, not views
             self.out[rows], self.lse[rows] = mine, its_lse
 
 
@@ -357,8 +357,8 @@ def _exchanged(pieces: list[HeadPiece], q: Tensor, k: Tensor, v: Tensor, ulysses
         keys = (tensors[0], tensors[1]) if new else None
         under_way.append(_Piece(heads, tensors[-1], keys, [pending for _, pending in started]))
     for piece in under_way:
-        for one in piece.pending:
-            one.wait()
+        for pending in piece.pending:
+            pending.wait()
         yield piece
 
 

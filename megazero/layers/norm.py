@@ -81,8 +81,8 @@ def _sum_over_tp(numbers: list[Tensor], tp: Axis) -> list[Tensor]:
     """Sum over TP, in one message."""
     if tp.size == 1:
         return numbers
-    sums = reduce_from_tp(torch.cat([one.flatten() for one in numbers]), tp)
-    return [part.view_as(one) for part, one in zip(sums.split([one.numel() for one in numbers]), numbers, strict=True)]
+    sums = reduce_from_tp(torch.cat([x.flatten() for x in numbers]), tp).split([x.numel() for x in numbers])
+    return [part.view_as(x) for part, x in zip(sums, numbers, strict=True)]
 
 
 def rms_norm(

@@ -59,7 +59,7 @@ class _View(NamedTuple):
 
 
 class _Saved(NamedTuple):
-    """What both runs must save alike: shape and dtype; of a parameter also its address and how often it was changed."""
+    """Properties of a saved tensor that both runs must agree on; of a parameter also its address and version."""
 
     shape: torch.Size
     dtype: torch.dtype
@@ -105,18 +105,18 @@ class Recomputation(SavedTensorHooks):
         tensors = {id(leaf): leaf for leaf in leaves if isinstance(leaf, Tensor)}
         saved = {key: _Argument(self.beneath.pack(tensor), tensor.requires_grad) for key, tensor in tensors.items()}
         self._args = [saved.get(id(leaf), leaf) for leaf in leaves]
-        self._drawn = [(one, one.get_state()) for one in self._generators]  # a backward within may need them already
+        self._drawn = [(rng, rng.get_state()) for rng in self._generators]  # a backward within may need them already
         self.enter()
         try:
             self._tape.record()
             result = self._function(*args)
-            self._drawn = [(one, state) for one, state in self._drawn if not torch.equal(one.get_state(), state)]
+            self._drawn = [(rng, state) for rng, state in self._drawn if not torch.equal(rng.get_state(), state)]
         finally:
             recorded = self._tape.stop()
             self._leaves.clear()
             self.leave()
         self._has_ended = True
-        self._recorded = [[self.beneath.pack(kept_tensor(one)) for one in results] for results in recorded]
+        self._recorded = [[self.beneath.pack(kept_tensor(tensor)) for tensor in results] for results in recorded]
         self.beneath.drop(self, [leaf for leaf in tree_flatten(result)[0] if isinstance(leaf, Tensor)])
         return result
 
@@ -154,7 +154,7 @@ class Recomputation(SavedTensorHooks):
         return dropped
 
     def run_again(self) -> None:
-        """Make what was dropped.  Raises: RuntimeError: the function did not do the same again."""
+        """Run the function again and fill in the dropped tensors.  Raises: RuntimeError: it did not do the same again."""
         arguments = dict.fromkeys(arg for arg in self._args if isinstance(arg, _Argument))
         tensors = {arg: self.beneath.unpack(arg.saved).detach().requires_grad_(arg.requires_grad) for arg in arguments}
         args = tree_unflatten(
@@ -163,7 +163,7 @@ class Recomputation(SavedTensorHooks):
         collected = _Collection()
         with self.beneath.again(collected), torch.enable_grad(), _random_states(self._drawn):
             try:
-                self._tape.replay([[self.beneath.unpack(one) for one in results] for results in self._recorded])
+                self._tape.replay([[self.beneath.unpack(saved) for saved in results] for results in self._recorded])
                 result = self._function(*args)
             finally:
                 self._tape.stop()
@@ -194,7 +194,7 @@ def _default_generators() -> list[torch.Generator]:
 
 @contextmanager
 def _random_states(states: Sequence[tuple[torch.Generator, Tensor]]) -> Iterator[None]:
-    """A context in which generators begin with these states; afterwards they are as they were."""
+    """A context in which generators start from these states; it restores them at the end."""
     before = [(generator, generator.get_state()) for generator, _ in states]
     for generator, state in states:
         generator.set_state(state)
@@ -297,7 +297,7 @@ class Tape:
 
 
 class DroppingOutputs(SavedTensorHooks):
-    """Within it no one saves the results of recomputed functions."""
+    """Hooks under which the results of recomputed functions are not saved."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -43,7 +43,7 @@ class AttentionPlan:
 
     def __init__(self, samples: Sequence[Shards], index: int) -> None:
         self._samples, self._own = samples, [of_ranks[index] for of_ranks in samples]
-        self.documents = xxh32_intdigest(np.concatenate([np.append(one.length, 0) for one in samples]).tobytes())
+        self.documents = xxh32_intdigest(np.concatenate([np.append(sample.length, 0) for sample in samples]).tobytes())
         self._tables: dict[tuple[int, int | None, bool], list[Ints]] = {}
 
     def tables(self, source: int, window: int | None, *, masked: bool = True) -> list[Ints]:
@@ -125,9 +125,11 @@ def part_of(
         if ulysses.size * ring.size == 1:
             return None
         return _whole_samples(seq_len, ulysses.size, ulysses.index, ring.size, ring.index, device)
-    if wrong := [sum(one) for one in lengths if sum(one) != seq_len]:
+    if wrong := [sum(documents) for documents in lengths if sum(documents) != seq_len]:
         raise ValueError(f"the documents of a sample must have model.seq_len={seq_len} tokens together: got {wrong[0]}")
-    return _part([tuple(one) for one in lengths], ulysses.size, ulysses.index, ring.size, ring.index, device)
+    return _part(
+        [tuple(documents) for documents in lengths], ulysses.size, ulysses.index, ring.size, ring.index, device
+    )
 
 
 @lru_cache(maxsize=16)
@@ -143,14 +145,14 @@ def _part(
     ring_index: int,
     device: torch.device,
 ) -> SamplePart:
-    samples = [shards(one, ring) for one in lengths]
+    samples = [shards(documents, ring) for documents in lengths]
     runs = [of_ranks[ring_index] for of_ranks in samples]
-    begins = [np.cumsum(one) - one for one in map(np.asarray, lengths)]
-    positions = np.stack([one.positions for one in runs], axis=1)
-    rows = positions + np.stack([begin[one.documents] for begin, one in zip(begins, runs, strict=True)], axis=1)
+    begins = [np.cumsum(documents) - documents for documents in map(np.asarray, lengths)]
+    positions = np.stack([ranges.positions for ranges in runs], axis=1)
+    rows = positions + np.stack([begin[ranges.documents] for begin, ranges in zip(begins, runs, strict=True)], axis=1)
     size = len(rows) // ulysses
     own = slice(ulysses_index * size, (ulysses_index + 1) * size)
-    of_rows, of_positions = (copied_to(device, np.ascontiguousarray(one[own])) for one in (rows, positions))
+    of_rows, of_positions = (copied_to(device, np.ascontiguousarray(whole[own])) for whole in (rows, positions))
     return SamplePart(of_rows, of_positions, AttentionPlan(samples, ring_index))
 
 

@@ -258,7 +258,7 @@ def bias_spec(weight: ParamSpec, rows: tuple[NamedRows, ...], *, sum_over_tp: bo
 
 
 def drawn_parameter(spec: ParamSpec, tp_rank: int = 0, tp_size: int = 1) -> nn.Parameter:
-    """A parameter with its initial values; on the meta device without any, to be filled shard by shard."""
+    """A parameter with its initial values; on the meta device without values, to be filled shard by shard."""
     values = torch.empty(spec.local_shape(tp_size))
     if not values.is_meta:
         spec.init_weights(values.view(-1), 0, tp_rank, tp_size, _SEED)

@@ -188,13 +188,13 @@ def _few_calls(tables: Sequence[Ints], window: int | None, batch: int, seq: int,
     found: list[Call] = []
     tables = [_first_rows_apart(table, window) for table in tables]
     sights = [_sights(table, window) for table in tables]
-    for sight in sorted({Sight(*one) for its in sights for one in its.tolist()}):
+    for sight in sorted({Sight(*sight_of_tile) for its in sights for sight_of_tile in its.tolist()}):
         chosen = [table[(its == sight).all(1)] for table, its in zip(tables, sights, strict=True)]
         if sum(map(len, chosen)) == 1 and sight in (CAUSAL, EVERY_KEY):
             found += _one_by_one(chosen, window)
             continue
         chosen = chosen * batch if len(chosen) == 1 else chosen
-        sample, table = np.repeat(np.arange(batch), [len(one) for one in chosen]), np.concatenate(chosen)
+        sample, table = np.repeat(np.arange(batch), [len(tiles) for tiles in chosen]), np.concatenate(chosen)
         for tiles in _apart(sample * seq, table):
             found.append(PackedTiles.of(sample[tiles], table[tiles], (batch, seq), sight, device))
     return found

@@ -80,7 +80,7 @@ class TokenRanges:
 
 @dataclass(frozen=True, eq=False)
 class Shards:
-    """The runs of each ring rank for a sample of documents; those of a rank are computed on request.
+    """The token ranges of each ring rank for a sample of documents; those of a rank are computed on request.
 
     The m tokens that are left of a document, fewer than 2 * ranks, go to one chunk each.  The chunks take them in one fixed
     order (`_order`): each document goes on where the one before stopped, from the longest to the shortest, so that documents
@@ -116,7 +116,7 @@ class Shards:
 
 
 def shards(lengths: Sequence[int], ranks: int) -> Shards:
-    """The runs of each ring rank for a sample of documents of these lengths.
+    """The token ranges of each ring rank for a sample of documents of these lengths.
 
     Raises: ValueError where `ranks` do not divide the sample's tokens, or a document has none.
     """
@@ -148,7 +148,7 @@ def _order(ranks: int) -> Ints:
 
 
 def _ranges_of(firsts: Ints, sizes: Ints) -> TokenRanges:
-    """The runs of a rank that has two chunks of each document, [documents, 2]; chunks that touch are one run."""
+    """The ranges of a rank that has two chunks of each document, [documents, 2]; chunks that touch become one."""
     adjacent = firsts[:, 0] + sizes[:, 0] == firsts[:, 1]
     first, size = firsts.copy(), sizes.copy()
     size[adjacent, 0] += size[adjacent, 1]
@@ -220,7 +220,7 @@ class _Boxes:
 
     @staticmethod
     def of(q: TokenRanges, k: TokenRanges, chosen: NDArray[np.bool_]) -> _Boxes:
-        """Every chosen run of queries with every run of keys of its document."""
+        """Every chosen range of queries with every range of keys of its document."""
         low, high = (np.searchsorted(k.document, q.document, side) for side in ("left", "right"))
         count = np.where(chosen, high - low, 0)
         qs = np.repeat(np.arange(len(q)), count)
@@ -228,7 +228,7 @@ class _Boxes:
         return _Boxes(q.document[qs], q.start[qs], q.first[qs], q.length[qs], k.start[ks], k.first[ks], k.length[ks])
 
     def in_blocks(self, window: int | None) -> _Boxes:
-        """What is in reach, in blocks of `window` queries where a box needs a mask."""
+        """The boxes within reach, in blocks of `window` queries where a box needs a mask."""
         trimmed = self.trimmed(window)
         if window is None:
             return trimmed

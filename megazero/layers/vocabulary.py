@@ -36,7 +36,7 @@ from megazero.parallel_state import Axis
 
 
 def check_ids(ids: Tensor, vocab_size: int, what: str) -> None:
-    """Make sure that ids are rows of the vocabulary: an id that no tp rank holds would be an embedding of zeros.
+    """Check that ids are rows of the vocabulary: an id that no tp rank holds would have an embedding of zeros.
 
     Args:
         ids: int64, any shape.
@@ -48,7 +48,7 @@ def check_ids(ids: Tensor, vocab_size: int, what: str) -> None:
     if ids.device.type != "cpu":
         torch._assert_async(((ids >= 0) & (ids < vocab_size)).all(), f"a {what} id is outside of the vocabulary")
     elif ids.numel():
-        low, high = (int(one) for one in torch.aminmax(ids))
+        low, high = (int(bound) for bound in torch.aminmax(ids))
         if low < 0 or high >= vocab_size:
             raise IndexError(
                 f"{what} id {low if low < 0 else high} is outside of the vocabulary of {vocab_size}; the data was made with "
@@ -192,7 +192,7 @@ def _blocks(nbytes: int | None, logits: Tensor, *others: Tensor) -> list[tuple[T
 def statistics_by_blocks(
     logits: Tensor, local: Tensor, here: Tensor, *, nbytes: int | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """`statistics_of`, in little memory."""
+    """`statistics_of`, a block of tokens at a time."""
     parts = [statistics_of(*block) for block in _blocks(nbytes, logits, local, here)]
     if len(parts) == 1:
         return parts[0]
@@ -201,7 +201,7 @@ def statistics_by_blocks(
 
 
 def grad_logits_by_blocks(scores: Tensor, *others: Tensor, are_logits: bool, nbytes: int | None = None) -> Tensor:
-    """`grad_logits_of`, in little memory: the logits are overwritten."""
+    """`grad_logits_of`, a block of tokens at a time; it overwrites the logits."""
     for block, *rest in _blocks(nbytes, scores, *others):
         block.copy_(grad_logits_of(block, *rest, are_logits=are_logits))
     return scores
@@ -256,14 +256,14 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
 
 def _kept_form(logits: Tensor, peak: Tensor, log_sum: Tensor) -> Tensor:
-    """Logits that `statistics_of` has seen; fp32 ones become probabilities."""
+    """The logits as they are saved after `statistics_of`: fp32 logits become probabilities."""
     return logits if logits.dtype != torch.float32 else logits.mul_((peak - log_sum).exp_().unsqueeze(-1))
 
 
 def _grad_logits_by_chunk(
     head: VocabParallelHead, saved: Sequence[Any], grad: Tensor, grad_x: Tensor
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield the two factors of the weight's gradient chunk by chunk; also writes the gradient of the input."""
+    """Yield the two factors of the weight's gradient per chunk, and write the gradient of the input."""
     x, weight, local, here, counted, log_sum, target, saved_logits = saved
     scale, of_label = counted * grad, (target - log_sum).exp_()
     chunk = head.chunk_tokens(weight)

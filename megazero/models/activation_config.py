@@ -39,11 +39,11 @@ def _recompute(value: object) -> object:
     if not isinstance(value, list):  # the name in a log line, or a list without quotes, is a list of regions
         parts = [part.strip() for part in re.split(r"[+,]", value.strip("[] "))] if isinstance(value, str) else []
         raise PydanticCustomError("recompute", f"be {_TAKES}", {"choices": [*PRESETS], "listed": parts})
-    if wrong := [one for one in value if one not in REGIONS]:
-        presets = [one for one in wrong if isinstance(one, str) and one in PRESETS]
-        given = {"regions": ", ".join(REGIONS), "text": "".join(f"; {one} is a preset" for one in presets)}
+    if wrong := [word for word in value if word not in REGIONS]:
+        presets = [word for word in wrong if isinstance(word, str) and word in PRESETS]
+        given = {"regions": ", ".join(REGIONS), "text": "".join(f"; {word} is a preset" for word in presets)}
         listed = (
-            presets[0] if presets == value else [*dict.fromkeys(near for one in value for near in _regions_near(one))]
+            presets[0] if presets == value else [*dict.fromkeys(near for word in value for near in _regions_near(word))]
         )
         raise PydanticCustomError(
             "regions", "list regions of a layer, which are {regions}{text}", given | {"listed": listed}
@@ -80,11 +80,11 @@ Layers = Annotated[
 
 
 def _where(test: Callable[[ActivationsConfig], bool], keys: str, why: str) -> ActsWhere:
-    """A key acts where the choices of [activations], or of a pipeline rank in it, pass a test."""
+    """A key acts where [activations] passes a test, for all pipeline ranks or for one."""
 
     def values(run: Any) -> tuple[object, ...]:
         own = run.activations
-        passes = any(test(own.of_stage(rank)) for rank in (-1, *(one.stage for one in own.stages)))
+        passes = any(test(own.of_stage(rank)) for rank in (-1, *(table.stage for table in own.stages)))
         return (own.recompute, own.offload, own.stages) if passes else ()
 
     return ActsWhere(f"{keys} activations.stages", values, why, told=True)
@@ -103,9 +103,9 @@ _OFFLOADS = _where(lambda own: own.offload == "host", "activations.offload", "no
 
 
 def _offload_where_some_stay(run: Any) -> tuple[object, ...]:
-    """The value of activations.offload, if what is kept stays on the device of a pipeline rank."""
+    """The value of activations.offload, if some pipeline rank does not offload."""
     own = run.activations
-    stay = any(own.of_stage(rank).offload == "none" for rank in (-1, *(one.stage for one in own.stages)))
+    stay = any(own.of_stage(rank).offload == "none" for rank in (-1, *(table.stage for table in own.stages)))
     return (own.offload,) if stay else ()
 
 
@@ -158,19 +158,19 @@ class ActivationsConfig(Section):
 
     @property
     def regions(self) -> tuple[Region, ...]:
-        """What is recomputed, as it is written."""
+        """The regions to recompute, in the order in which they are written."""
         return PRESETS[self.recompute] if isinstance(self.recompute, str) else self.recompute
 
     def of_stage(self, stage: int) -> ActivationsConfig:
-        """What holds for a pipeline rank."""
-        own = next((one for one in self.stages if one.stage == stage), None)
+        """The section with the choices of a pipeline rank."""
+        own = next((table for table in self.stages if table.stage == stage), None)
         written = {} if own is None else own.model_dump(exclude_none=True, exclude={"stage"})
         return self.model_copy(update=written)
 
 
 @dataclass(frozen=True)
 class LayerPolicy:
-    """What one layer keeps.
+    """What one layer saves for its backward, and where.
 
     Args:
         recompute: the regions that are recomputed; a region within another is not named beside it.
@@ -188,7 +188,7 @@ class LayerPolicy:
 
     @property
     def moves(self) -> bool:
-        """Whether what is kept leaves the memory that it was computed in."""
+        """Whether saved tensors are copied, to the host or into an arena."""
         return self.offload or self.contiguous
 
     @property
@@ -204,7 +204,7 @@ class LayerPolicy:
 def layer_policies(
     activations: ActivationsConfig, layers: Sequence[int], stage: int, *, cuts: bool = True
 ) -> dict[int, LayerPolicy]:
-    """By layer of one pipeline rank, what it keeps.
+    """The policy of each layer of one pipeline rank.
 
     Args:
         activations: of the run.

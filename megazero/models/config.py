@@ -70,13 +70,13 @@ class RopeScaling(Section):
 
     @property
     def amplitude(self) -> float:
-        """What rotated queries and keys are multiplied by (Peng et al. 2023, equation 22, takes it for both)."""
+        """The factor on rotated queries and keys (Peng et al. 2023, equation 22, applies it to both)."""
         if self.type != "yarn":
             return 1.0
         return 0.1 * log(self.factor) + 1.0 if self.attention_factor is None else self.attention_factor
 
     def scaled(self, frequencies: Tensor, theta: float) -> Tensor:
-        """The stretched frequencies.  [head size / 2] -> [head size / 2]; `theta` is the base they were made with."""
+        """Scaled frequencies.  [head size / 2] -> [head size / 2]; `theta` is the base that they were made with."""
         if self.type == "linear":
             return frequencies / self.factor
         kept = self._kept_by_turns(frequencies, theta) if self.type == "yarn" else self._kept_by_length(frequencies)
@@ -158,7 +158,7 @@ class ModelConfig(Section):
         return self.reach_in([self.seq_len])
 
     def reach_in(self, lengths: Collection[int]) -> float:
-        """The same where attention stays within documents of these lengths."""
+        """As `mean_reach`, where attention stays within documents of these lengths."""
         windows = [min(self.sliding_window or length, length) for length in lengths]
         seen = sum(length * window - window**2 / 2 for length, window in zip(lengths, windows, strict=True))
         return seen / sum(lengths)

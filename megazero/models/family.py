@@ -32,13 +32,13 @@ _SAY_NOTHING = """
 """
 # Activations of transformers that are one function under several names (`ACT2FN` of its `activations`).
 _TANH_FORMS = "pytorch_tanh", "python_tanh", "fast", "accurate"
-_SAME_FUNCTION = {"swish": "silu"} | {f"gelu_{one}": "gelu_new" for one in _TANH_FORMS}
+_SAME_FUNCTION = {"swish": "silu"} | {f"gelu_{form}": "gelu_new" for form in _TANH_FORMS}
 _MOST_SHOWN = 20
 _HEADS = ("model.hidden_size", "model.num_heads", "model.head_dim")
 
 
 def _shown(key: str, value: object) -> str:
-    """A key of a file from outside and its value, cut to 60 letters."""
+    """A key and its value in a file of transformers, cut to 60 letters."""
     text = f"{key} = {value!r}"
     return text if len(text) <= 60 else f"{text[:57]}..."
 
@@ -129,7 +129,7 @@ class HuggingFaceFormat:
         return section if seq_len is None else section | {"seq_len": seq_len}
 
     def told(self, config: Mapping[str, Any], seq_len: int | None = None) -> tuple[str, ...]:
-        """A line for each thing in a supported `config.json` that our model does not keep, and one for all unknown keys."""
+        """A line for each setting of a supported `config.json` that our model drops, and one for all unknown keys."""
         lines = list(self.lost(config))
         positions = next((key for key, ours in self.sizes.items() if ours == "seq_len"), "")
         most = config.get(positions)
@@ -188,7 +188,7 @@ class ModelFamily(ABC):
         return 4 * model.hidden_size
 
     def complete(self, model: ModelConfig) -> ModelConfig:
-        """Fill in the sizes that are unset, and unset what says nothing or has no effect."""
+        """Fill in unset sizes, and unset those that are the default or have no effect."""
         unset: dict[str, object] = {
             "num_kv_heads": model.num_heads,
             "ffn_hidden_size": self.ffn_hidden_size(model),
@@ -215,7 +215,7 @@ class ModelFamily(ABC):
         return model.num_heads, f"num_heads={model.num_heads}"
 
     def check_hidden_size(self, model: ModelConfig, _: int) -> Iterator[Problem]:
-        """Heads split the hidden size, unless their size is given."""
+        """The number of heads divides the hidden size, unless the size of a head is given."""
         divisor, name = self.hidden_size_divisor(model)
         is_free = model.head_dim is not None and "head_dim" in self.reads
         if model.hidden_size % divisor and not is_free:
@@ -223,11 +223,11 @@ class ModelFamily(ABC):
             yield Problem("model.hidden_size", model.hidden_size, f"must be divisible by {name}", nearest)
 
     def check_heads(self, model: ModelConfig, tp: int) -> Iterator[Problem]:
-        """tp splits the heads."""
+        """tp divides the number of heads."""
         yield from tp_problems("num_heads", model.num_heads, tp)
 
     def check_kv_heads(self, model: ModelConfig, tp: int) -> Iterator[Problem]:
-        """Key and value heads are shared evenly, and tp splits them, or splits each into parts."""
+        """Key and value heads are shared evenly, and tp divides their number, or is a multiple of it and splits each."""
         heads, kv_heads, head_size = model.num_heads, model.num_kv_heads, model.head_size
         if kv_heads is None:
             return
@@ -246,7 +246,7 @@ class ModelFamily(ABC):
             yield Problem("model.num_kv_heads", kv_heads, rule, nearest_text(nearest_of(kv_heads, valid)))
 
     def check_ffn(self, model: ModelConfig, tp: int) -> Iterator[Problem]:
-        """tp splits the MLP."""
+        """tp divides the width of the MLP."""
         yield from tp_problems("ffn_hidden_size", model.ffn_hidden_size or self.ffn_hidden_size(model), tp)
 
     def flops_per_token(self, model: ModelConfig, lengths: Collection[int] | None = None) -> float:

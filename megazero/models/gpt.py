@@ -56,13 +56,13 @@ class MicroBatch:
 
     @property
     def layout(self) -> TokenLayout:
-        """What layers are told of it."""
+        """Which tokens the micro-batch has, for the layers."""
         return TokenLayout(self.sample_ids, self.part)
 
 
 @dataclass(frozen=True)
 class BuildContext:
-    """What every layer of a stage is built with.
+    """Builds the layers of a stage: sizes, axes and tables that they share.
 
     Args:
         model: resolved.
@@ -86,7 +86,7 @@ class BuildContext:
 
     @cached_property
     def kernel(self) -> AttentionKernel:
-        """Attends in all layers of a stage."""
+        """The attention kernel of all layers of a stage."""
         size = self.model.sliding_window
         if self.context is not None:
             return self.context
@@ -192,7 +192,7 @@ class BuildContext:
 
 
 class Stage(NamedTuple):
-    """A part of a block's forward between two exchanges: takes and returns the tensors under way."""
+    """A part of a block's forward between two exchanges.  `run` takes and returns the tensors in flight."""
 
     name: Literal["attention", "dispatch", "experts", "combine", "join"]
     run: Callable[[tuple[Tensor, ...], TokenLayout], tuple[Tensor, ...]]
@@ -202,7 +202,7 @@ class StagedBlock(Protocol):
     """A block whose forward a schedule may interleave with a backward of another micro-batch."""
 
     def stages(self) -> Sequence[Stage]:
-        """The forward in order: run one after another, from (x,) to (x,)."""
+        """The parts of the forward in order; the first takes (x,), the last returns (x,)."""
 
 
 class Block(nn.Module):
@@ -387,7 +387,7 @@ class GPTStage(nn.Module):
 
 
 def check_knows_parts(blocks: Iterable[nn.Module], family: str) -> None:
-    """Make sure that every block knows parts of samples and documents: another would attend as if they were whole samples.
+    """Check that every block handles parts of samples and documents; another would attend as if samples were whole.
 
     Asked is a block's `attention`, or where it has none, all that it holds.
 

@@ -114,8 +114,8 @@ def cut_by_rank(
 def by_rank(stages: Sequence[T], placement: Sequence[tuple[int, int]]) -> tuple[tuple[T, ...], ...]:
     """Group values of virtual stages by pipeline rank, in the order of its chunks."""
     found: list[list[T]] = [[] for _ in range(1 + max(rank for rank, _ in placement))]
-    for one, (rank, _) in zip(stages, placement, strict=True):
-        found[rank].append(one)
+    for value, (rank, _) in zip(stages, placement, strict=True):
+        found[rank].append(value)
     return tuple(map(tuple, found))
 
 

@@ -150,7 +150,8 @@ def _tables(block: nn.Module) -> Iterator[Tensor]:
     for module in block.modules():
         yield from module.buffers(recurse=False)
         for value in vars(module).values():
-            yield from (one for one in (value, *getattr(value, "__dict__", {}).values()) if type(one) in PLAIN_TENSORS)
+            held = (value, *getattr(value, "__dict__", {}).values())
+            yield from (tensor for tensor in held if type(tensor) in PLAIN_TENSORS)
 
 
 def _tables_of_parts(block: nn.Module) -> list[set[int]]:

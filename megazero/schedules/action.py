@@ -123,7 +123,7 @@ class Schedule:
         """The most micro-batches whose loss is computed and whose backward is not, at any time."""
         rank, chunk = self.placement[-1]
         change = {ActionKind.FORWARD: 1, ActionKind.BACKWARD: -1}
-        return max(accumulate(change.get(one.kind, 0) for one in self.ranks[rank] if one.chunk == chunk))
+        return max(accumulate(change.get(action.kind, 0) for action in self.ranks[rank] if action.chunk == chunk))
 
     def source(self, rank: int, action: Action) -> tuple[int, Action] | None:
         """The (rank, action) whose result `action` needs, or None for the first forward.

@@ -191,8 +191,8 @@ def connect(placement: Placement, down: Axis, up: Axis) -> None:
 
     Raises: LostPeerError.
     """
-    forwards = {(one, other) for (one, _), (other, _) in pairwise(placement) if one != other}
-    pairs = sorted(forwards | {(other, one) for one, other in forwards})
+    forwards = {(rank, other) for (rank, _), (other, _) in pairwise(placement) if rank != other}
+    pairs = sorted(forwards | {(other, rank) for rank, other in forwards})
     for axis, goes_down in ((down, True), (up, False)):
         device = None if axis.group is None else axis.group.device
         along = [(sender, receiver) for sender, receiver in pairs if (sender < receiver) is goes_down]

@@ -114,7 +114,11 @@ def forward_only(schedule: Schedule, microbatches: int | None = None) -> Schedul
 
     def forwards(actions: tuple[Action, ...]) -> tuple[Action, ...]:
         own = [action for action in actions if action.kind is ActionKind.FORWARD]
-        every = (replace(one, microbatch=first + one.microbatch) for first in range(0, count, per_round) for one in own)
+        every = (
+            replace(action, microbatch=first + action.microbatch)
+            for first in range(0, count, per_round)
+            for action in own
+        )
         return tuple(action for action in every if action.microbatch < count)
 
     ranks = tuple(map(forwards, schedule.ranks))

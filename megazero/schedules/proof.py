@@ -381,7 +381,9 @@ def draw_refused(schedule: Schedule, error: ScheduleError) -> str:
     lines = []
     for other in sorted({rank, source[0] if source else rank}):
         actions = schedule.ranks[other]
-        marked = [index for index, one in enumerate(actions) if (other, one) in forms] or [len(actions)]
+        marked = [index for index, action_there in enumerate(actions) if (other, action_there) in forms] or [
+            len(actions)
+        ]
         around = range(max(0, marked[0] - 4), min(len(actions), marked[-1] + 5))
         words = [forms.get((other, actions[index]), "{}").format(actions[index]) for index in around]
         before, after = ["..."] * (around.start > 0), ["..."] * (around.stop < len(actions))

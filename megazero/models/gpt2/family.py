@@ -25,7 +25,7 @@ def _unsupported(config: Mapping[str, Any], seq_len: int | None) -> Iterator[str
 
 
 def _dropouts(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Of the embedding, the residual branches and attention; transformers has 0.1 where a key is missing."""
+    """Dropout of the embedding, the residual branches and attention; transformers takes 0.1 where a key is missing."""
     return {key: config.get(key, 0.1) or 0.0 for key in ("embd_pdrop", "resid_pdrop", "attn_pdrop")}
 
 
@@ -87,13 +87,13 @@ class GPT2Family(ModelFamily):
         return (*super().rules(), ModelRule(("model.tie_embeddings",), self.check_tied))
 
     def check_kv_heads(self, model: ModelConfig, _: int) -> Iterator[Problem]:
-        """There are as many key and value heads as heads."""
+        """The number of key and value heads is that of query heads."""
         if model.num_kv_heads not in (None, model.num_heads):
             rule = f"must be num_heads={model.num_heads}: gpt2 has no grouped-query attention"
             yield Problem("model.num_kv_heads", model.num_kv_heads, rule, "leave it out")
 
     def check_tied(self, model: ModelConfig, _: int) -> Iterator[Problem]:
-        """There is no output layer but the embedding table."""
+        """Embeddings are tied."""
         if model.tie_embeddings is False:
             rule = "must be true for gpt2: its output layer is the embedding table"
             yield Problem("model.tie_embeddings", False, rule, "leave it out")
