@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from io import StringIO
 from textwrap import fill
-
-from rich.console import Console
-from rich.table import Table
 
 from megazero.plan.measured_step import POINTS, STEP
 from megazero.plan.memory_report import Report, Row
 from megazero.plan.schedule_drawing import ticks
 from megazero.plan.svg import MARGIN, document, legend, text
+from megazero.plan.text import table_lines
 
-_WIDTH, _NOTES_WIDTH = 200, 120
+_NOTES_WIDTH = 120
 
 
 def draw_text(report: Report) -> str:
@@ -37,14 +34,7 @@ def _table(title: str, columns: Sequence[str], rows: Sequence[Row], cells: Calla
 
 def _printed(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], names: int) -> str:
     """Return a table with `names` columns of words, then numbers."""
-    table = Table(title=title, title_justify="left", title_style="", box=None, pad_edge=False)
-    for index, column in enumerate(columns):
-        table.add_column(column, justify="left" if index < names else "right", no_wrap=True)
-    for row in rows:
-        table.add_row(*row)
-    out = StringIO()
-    Console(file=out, width=_WIDTH).print(table)
-    return "\n".join(line.rstrip() for line in out.getvalue().splitlines()) + "\n"
+    return "\n".join([title, *table_lines("", [columns, *rows], range(names)), ""])
 
 
 def _memory(report: Report) -> str:

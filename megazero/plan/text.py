@@ -90,7 +90,7 @@ def _memory(plan: Plan) -> Iterator[str]:
         name = f"pipeline rank {one.stage}" if len(plan.memory) > 1 else "a rank"
         columns = [f"{count / size:.2f}" for count in (*numbers, one.peak - sum(numbers), one.peak)]
         rows.append([name, *columns, f"{away:.2f}" if away else "-", one.moment + mark])
-    yield from _table("memory", rows, left=(0, len(kinds) + 4))
+    yield from table_lines("memory", rows, left=(0, len(kinds) + 4))
     yield f"         {fit_text(plan)}"
 
 
@@ -141,7 +141,7 @@ def _traffic(plan: Plan) -> Iterator[str]:
     if len(rows) == 1:
         yield "traffic  none: one rank"
         return
-    yield from _table("traffic", rows, left=(0,))
+    yield from table_lines("traffic", rows, left=(0,))
 
 
 def _run(plan: Plan) -> Iterator[str]:
@@ -184,13 +184,13 @@ def search_text(found: Found, capacity: int, *, is_whole: bool = False) -> str:
         need = one.candidate.need
         rows.append([f"{index}", f"{one.candidate.seconds:.3f}", f"{need.peak / 2**30:.2f}", str(one.candidate.choice)])
     own = found.own_row(capacity)
-    lines += ["", *_table("best", [*rows, own] if own else rows, left=(3,))]
+    lines += ["", *table_lines("best", [*rows, own] if own else rows, left=(3,))]
     lines += ["", *_limits(found.best if is_whole else found.best[:3])]
     shown = _thinned(found.front, len(found.front) if is_whole else 12)
     more = f"{len(shown)} of {len(found.front)}, all in --json" if len(shown) < len(found.front) else ""
     rows = [["s a step", "GiB", more]]
     rows += [[f"{one.seconds:.3f}", f"{one.need.peak / 2**30:.2f}", str(one.choice)] for one in shown]
-    lines += ["", *_table("front", rows, left=(2,))]
+    lines += ["", *table_lines("front", rows, left=(2,))]
     return "\n".join(lines)
 
 
@@ -217,15 +217,16 @@ def _thinned(front: Sequence[Candidate], most: int) -> list[Candidate]:
     return [front[round(index * (len(front) - 1) / (most - 1))] for index in range(most)]
 
 
-def _table(title: str, rows: Sequence[Sequence[str]], left: Sequence[int]) -> Iterator[str]:
-    """Yield the lines of a table, with a title to its left."""
+def table_lines(title: str, rows: Sequence[Sequence[str]], left: Sequence[int]) -> Iterator[str]:
+    """Yield the lines of a table, with a title, if any, to its left; `left`: columns of words."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for number, row in enumerate(rows):
         cells = [
             cell.ljust(width) if index in left else cell.rjust(width)
             for index, (cell, width) in enumerate(zip(row, widths, strict=True))
         ]
-        yield f"{title if not number else '':<9}{'  '.join(cells)}".rstrip()
+        head = f"{'' if number else title:<9}" if title else ""
+        yield f"{head}{'  '.join(cells)}".rstrip()
 
 
 def dry_run_text(done: DryRun, rank: int | None) -> str:
@@ -260,12 +261,12 @@ def _dry_rank(one: DryRank, grid: RankGrid) -> Iterator[str]:
         rows.append(
             ["others", f"{sum(own.tensors for own in rest):,}", f"{sum(own.nbytes for own in rest) / 2**20:,.1f}"]
         )
-    yield from _table("memory", rows, left=(0,))
+    yield from table_lines("memory", rows, left=(0,))
     rows = [["in a step", "calls", "MiB", "to other nodes"]]
     for key, calls in one.calls.items():
         sent, linked = one.sent.get(key, 0), one.linked.get(key, 0)
         rows.append([" ".join(key), f"{calls:,}", f"{sent / 2**20:,.1f}", f"{linked / 2**20:,.1f}"])
-    yield from _table("sent", rows, left=(0,))
+    yield from table_lines("sent", rows, left=(0,))
     yield f"{'order':<9}{' '.join(_in_order(one.step))}"
 
 

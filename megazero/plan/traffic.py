@@ -36,7 +36,7 @@ def traffic_of(run: ResolvedRun, cluster: Cluster) -> tuple[Traffic, ...]:
         for (axis, operation), sent in trace_state(run, first, per_node=per_node, on_cuda=on_cuda).traffic.items():
             total.update({(axis, operation, field): count for field, count in enumerate(sent)})
         _add_layers(total, run, chunks, stage, traces)
-        _add_messages(total, run, schedule, stage, per_node, on_cuda=on_cuda)
+        _add_messages(total, run, schedule, stage, per_node)
         keys = dict.fromkeys((axis, operation) for axis, operation, _ in total)
         found.append({key: Sent(total[*key, 0], total[*key, 1], total[*key, 2]) for key in keys})
     return tuple(found)
@@ -100,19 +100,12 @@ def _add_layers(
         for passed in filter(None, (trace.forward, trace.backward, trace.weight)):
             for event in passed.events:
                 if isinstance(event, Message):
-                    numbers = event.sent_bytes, event.link_bytes, 1
-                    for field, count in enumerate(numbers):
+                    for field, count in enumerate((event.sent_bytes, event.link_bytes, 1)):
                         total[event.axis, event.operation, field] += count * times * run.accumulation
 
 
 def _add_messages(
-    total: Counter[tuple[str, str, int]],
-    run: ResolvedRun,
-    schedule: Schedule,
-    stage: int,
-    per_node: int,
-    *,
-    on_cuda: bool,
+    total: Counter[tuple[str, str, int]], run: ResolvedRun, schedule: Schedule, stage: int, per_node: int
 ) -> None:
     """Count the messages that a stage sends, and the calls that receive one."""
     nbytes, ranks = message_bytes(run), run.grid.group_of(0, "pp")
