@@ -110,28 +110,19 @@ def test_heads_of_a_free_size_count_in_products_and_need_not_split_the_hidden_si
     assert resolve(RunConfig.model_validate({"model": same}), 1).config.model.head_dim is None, "the size it has anyway"
 
 
-@pytest.mark.parametrize(
-    ("scaling", "told"),
-    [
-        (
-            '{ type = "dynamic", factor = 2.0 }',
-            'model.rope_scaling.type = "dynamic": must be "linear", "yarn" or "llama3"',
-        ),
-        ('{ type = "linear" }', "must have a factor"),
-        ('{ type = "linear", factor = 0.5 }', "model.rope_scaling.factor = 0.5: must be >= 1"),
-        (
-            '{ type = "linear", factor = 2.0, beta_fast = 3.0 }',
-            'must not have beta_fast, which type = "linear" does not',
-        ),
-        ('{ type = "yarn", factor = 2.0 }', 'must have original_seq_len where type = "yarn"'),
-        ('{ type = "yarn", factor = 2.0, beta_fats = 3.0 }', "beta_fats = 3.0: unknown key; did you mean beta_fast?"),
-        (
-            '{ type = "llama3", factor = 2.0, original_seq_len = 8, low_freq_factor = 4.0 }',
-            "must have low_freq_factor < high_freq_factor = 4.0",
-        ),
-        ("8.0", "model.rope_scaling = 8.0: must be a table"),
-    ],
-)
+SCALINGS = """
+{ type = "dynamic", factor = 2.0 } -> model.rope_scaling.type = "dynamic": must be "linear", "yarn" or "llama3"
+{ type = "linear" } -> must have a factor
+{ type = "linear", factor = 0.5 } -> model.rope_scaling.factor = 0.5: must be >= 1
+{ type = "linear", factor = 2.0, beta_fast = 3.0 } -> must not have beta_fast, which type = "linear" does not
+{ type = "yarn", factor = 2.0 } -> must have original_seq_len where type = "yarn"
+{ type = "yarn", factor = 2.0, beta_fats = 3.0 } -> beta_fats = 3.0: unknown key; did you mean beta_fast?
+{ type = "llama3", factor = 2.0, original_seq_len = 8, low_freq_factor = 4.0 } -> must have low_freq_factor < high
+8.0 -> model.rope_scaling = 8.0: must be a table
+"""
+
+
+@pytest.mark.parametrize(("scaling", "told"), [line.split(" -> ") for line in SCALINGS.strip().splitlines()])
 def test_a_wrong_rope_scaling_is_told_in_its_words(write, scaling, told):
     (problem,) = problems(write(f"[model]\nrope_scaling = {scaling}"))
     assert told in problem
@@ -548,69 +539,58 @@ def test_every_declaration_is_in_one_of_the_two_tables():
 
 def test_a_key_is_taken_where_it_acts(write):
     """The same keys beside choices that read them, in one run and its written-out file; then nothing is told either."""
-    text = """
-    [lr_schedule]
-    name = "wsd"
-    decay_fraction = 0.5
-    min_lr_ratio = 0.5
-    warmup_steps = 10
-    [optimizer]
-    betas = [0.8, 0.9]
-    eps = 1e-5
-    [precision]
-    dtype = "fp16"
-    initial_scale_power = 9
-    loss_scale_window = 7
-    hysteresis = 4
-    consecutive_hysteresis = true
-    min_loss_scale = 2.0
-    accumulate_dtype = "bf16"
-    reduce_dtype = "bf16"
-    [model]
-    rope_theta = 5e5
-    rope_scaling = { type = "linear", factor = 2.0 }
-    head_dim = 32
-    [zero]
-    stage = 3
-    gather_policy = "step"
-    reduce = "step"
-    shard_group_size = 1
-    persistent_elements = 9
-    [zero.offload]
-    optimizer = "nvme"
-    parameters = "cpu"
-    ratio = 0.5
-    pin_memory = false
-    nvme_path = "/x"
-    [parallel]
-    tp = 2
-    pp = 2
-    sequence_parallel = true
-    layout = "cost"
-    schedule = "interleaved"
-    virtual_stages = 2
-    [activations]
-    recompute = "full"
-    keep_attention = true
-    layers = 1
-    offload = "host"
-    offload_layers = [0, 1]
-    [training]
-    eval_every_steps = 5
-    eval_samples = 3
-    on_non_finite = "skip"
-    non_finite_limit = 9
-    [checkpoint]
-    host_memory_bytes = 5
-    keep_last = 2
-    keep_every_steps = 7
-    keep_best = 3
-    [logging]
-    straggler_every_steps = 5
-    straggler_ratio = 2.0
-    pipeline_trace_step = 20
-    """
-    run = load_config(write(text), [], 4)
+    overrides = [
+        "lr_schedule.name=wsd",
+        "lr_schedule.decay_fraction=0.5",
+        "lr_schedule.min_lr_ratio=0.5",
+        "lr_schedule.warmup_steps=10",
+        "optimizer.betas=[0.8,0.9]",
+        "optimizer.eps=1e-05",
+        "precision.dtype=fp16",
+        "precision.initial_scale_power=9",
+        "precision.loss_scale_window=7",
+        "precision.hysteresis=4",
+        "precision.consecutive_hysteresis=true",
+        "precision.min_loss_scale=2.0",
+        "precision.accumulate_dtype=bf16",
+        "precision.reduce_dtype=bf16",
+        "model.rope_theta=500000.0",
+        "model.rope_scaling={type='linear',factor=2.0}",
+        "model.head_dim=32",
+        "zero.stage=3",
+        "zero.gather_policy=step",
+        "zero.reduce=step",
+        "zero.shard_group_size=1",
+        "zero.persistent_elements=9",
+        "zero.offload.optimizer=nvme",
+        "zero.offload.parameters=cpu",
+        "zero.offload.ratio=0.5",
+        "zero.offload.pin_memory=false",
+        "zero.offload.nvme_path=/x",
+        "parallel.tp=2",
+        "parallel.pp=2",
+        "parallel.sequence_parallel=true",
+        "parallel.layout=cost",
+        "parallel.schedule=interleaved",
+        "parallel.virtual_stages=2",
+        "activations.recompute=full",
+        "activations.keep_attention=true",
+        "activations.layers=1",
+        "activations.offload=host",
+        "activations.offload_layers=[0,1]",
+        "training.eval_every_steps=5",
+        "training.eval_samples=3",
+        "training.on_non_finite=skip",
+        "training.non_finite_limit=9",
+        "checkpoint.host_memory_bytes=5",
+        "checkpoint.keep_last=2",
+        "checkpoint.keep_every_steps=7",
+        "checkpoint.keep_best=3",
+        "logging.straggler_every_steps=5",
+        "logging.straggler_ratio=2.0",
+        "logging.pipeline_trace_step=20",
+    ]
+    run = load_config(write(""), overrides, 4)
     assert run.notices == ()
     assert load_config(write(to_toml(run)), [], 4) == run
 

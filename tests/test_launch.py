@@ -72,10 +72,7 @@ def test_a_device_that_is_not_there_is_refused_like_a_wrong_key(ranks: int, tmp_
     [
         *((wish, "begins at step 0 again") for wish in ("auto", "never")),
         ("old/step-00000004", "goes on from checkpoint.resume=old/step-00000004 again"),
-        (
-            "memory://me:secret@host/step-00000004",
-            "goes on from checkpoint.resume=memory://me:***@host/step-00000004 again",
-        ),
+        ("memory://me:secret@h/step-00000004", "goes on from checkpoint.resume=memory://me:***@h/step-00000004 again"),
     ],
 )
 def test_a_run_that_ends_before_its_first_save_says_where_it_starts_again(
@@ -92,12 +89,7 @@ def test_a_run_that_ends_before_its_first_save_says_where_it_starts_again(
         ((2, 2), "auto", "2", None),
         ((2, 2), "cpu", "2", None),
         ((0, 0), "auto", None, None),
-        (
-            (2, 1),
-            "auto",
-            "2",
-            "launch.device=auto needs a CUDA device for each of 2 ranks on this machine, torch finds 1",
-        ),
+        ((2, 1), "auto", "2", "launch.device=auto needs a CUDA device for each of 2 ranks .*, torch finds 1"),
         ((1, 1), "auto", None, r"each of 2 ranks on this machine \(LOCAL_WORLD_SIZE is unset, so all ranks count\)"),
         (
             (1, 0),
