@@ -29,7 +29,7 @@ _OLD_NAMES = {"memory_cached": "memory_reserved", "max_memory_cached": "max_memo
 
 
 class Accelerator:
-    """Calls of DeepSpeed's accelerator on "cuda" or "cpu"."""
+    """DeepSpeed's accelerator calls, on "cuda" or "cpu"."""
 
     def __init__(self, kind: str) -> None:
         self._name, self._is_cuda = kind, kind == "cuda"
@@ -44,7 +44,7 @@ class Accelerator:
         return found if name[0].isupper() else _with_index(found)
 
     def device_name(self, device_index: int | None = None) -> str:
-        """The name for `Tensor.to`: "cuda", "cuda:1", "cpu"."""
+        """Return the name for `Tensor.to`: "cuda", "cuda:1", "cpu"."""
         return f"cuda:{device_index}" if self._is_cuda and device_index is not None else self._name
 
     def device(self, device_index: int | None = None) -> AbstractContextManager[Any]:
@@ -61,23 +61,23 @@ class Accelerator:
         return torch.cuda.current_device() if self._is_cuda else int(os.environ.get("LOCAL_RANK", "0"))
 
     def current_device_name(self) -> str:
-        """Name of the current device, with its index."""
+        """Return the name of the current device, with its index."""
         return self.device_name(self.current_device())
 
     def communication_backend_name(self) -> str:
-        """The backend of torch.distributed for its tensors."""
+        """Return the backend of torch.distributed for its tensors."""
         return "nccl" if self._is_cuda else "gloo"
 
     def on_accelerator(self, tensor: Tensor) -> bool:
-        """Whether a tensor lies on this kind of device."""
+        """Return whether a tensor lies on this kind of device."""
         return tensor.device.type == self._name
 
     def is_bf16_supported(self) -> bool:
-        """Whether it computes in bf16."""
+        """Return whether it computes in bf16."""
         return not self._is_cuda or torch.cuda.is_bf16_supported()
 
     def is_fp16_supported(self) -> bool:
-        """Whether it computes in fp16."""
+        """Return whether it computes in fp16."""
         return True
 
     is_fp64_supported = is_fp16_supported
@@ -87,11 +87,11 @@ class Accelerator:
         return [torch.float32, torch.float16, *([torch.bfloat16] if self.is_bf16_supported() else [])]
 
     def total_memory(self, device_index: int | None = None) -> int:
-        """Bytes of the device, or of the host."""
+        """Return the bytes of the device, or of the host."""
         return self._memory(device_index)[1]
 
     def available_memory(self, device_index: int | None = None) -> int:
-        """Bytes that are free."""
+        """Return the bytes that are free."""
         return self._memory(device_index)[0]
 
     def _memory(self, device_index: int | None) -> tuple[int, int]:
@@ -108,7 +108,7 @@ class Accelerator:
         *,
         align_bytes: int = 1,  # noqa: ARG002
     ) -> Tensor:
-        """The tensor in page-locked memory, where that speeds up copies to the device.
+        """Return the tensor in page-locked memory, where that speeds up copies to the device.
 
         Without `make_copy` the values are undefined, and without `match_shape`, too, the shape is flat.  `align_bytes`: as
         older releases have it, also as the second argument; torch aligns to at least 64.
@@ -118,25 +118,25 @@ class Accelerator:
         return tensor.pin_memory() if self._is_cuda else tensor
 
     def is_pinned(self, tensor: Tensor) -> bool:
-        """Whether a tensor lies in page-locked memory."""
+        """Return whether a tensor lies in page-locked memory."""
         return self._is_cuda and tensor.is_pinned()
 
     def is_synchronized_device(self) -> bool:
-        """Whether a call returns when its work is done."""
+        """Return whether a call returns when its work is done."""
         return not self._is_cuda
 
     use_host_timers = resolves_data_dependency = handles_memory_backpressure = is_synchronized_device
 
     def is_triton_supported(self) -> bool:
-        """Whether Triton's kernels run on it."""
+        """Return whether Triton's kernels run on it."""
         return self._is_cuda and torch.cuda.is_available() and torch.cuda.get_device_capability() >= (8, 0)
 
     def random(self) -> Any:
-        """The module `torch.random`."""
+        """Return the module `torch.random`."""
         return torch.random
 
     def default_generator(self, device_index: int) -> torch.Generator:
-        """The generator from which a device draws by itself."""
+        """Return the generator from which a device draws by itself."""
         return torch.cuda.default_generators[device_index] if self._is_cuda else torch.default_generator
 
     def lazy_call(self, callback: Callable[[], Any]) -> Any:
@@ -144,18 +144,18 @@ class Accelerator:
         return torch.cuda._lazy_call(callback) if self._is_cuda else callback()
 
     def visible_devices_envs(self) -> list[str]:
-        """The variables that say which devices a process sees."""
+        """Return the variables that say which devices a process sees."""
         return ["CUDA_VISIBLE_DEVICES"]
 
 
 @cache
 def get_accelerator() -> Accelerator:
-    """The device of this process: CUDA where there is any, else the CPU."""
+    """Return the device of this process: CUDA where there is any, else the CPU."""
     return Accelerator("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def is_current_accelerator_supported() -> bool:
-    """Whether scripts may train on the device; always, as DeepSpeed says of CUDA and the CPU."""
+    """Return whether scripts may train on the device; always, as DeepSpeed says of CUDA and the CPU."""
     return True
 
 
@@ -170,7 +170,7 @@ def _with_index(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _of_host(name: str) -> Any:
-    """What stands on the CPU for a function or class of torch.cuda."""
+    """Return the CPU's counterpart of a function or class of torch.cuda."""
     without_index: dict[str, Callable[..., Any]] = {
         "memory_stats": lambda: {f"allocated_bytes.all.{which}": _resident_bytes() for which in ("current", "peak")},
         "current_stream": torch.cpu.current_stream,
@@ -193,5 +193,5 @@ def _of_host(name: str) -> Any:
 
 
 def _resident_bytes(*_: Any, **__: Any) -> int:
-    """The most memory that this process has held."""
+    """Return the most memory that this process has held."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)

@@ -38,10 +38,10 @@ def __getattr__(name: str) -> Any:
 
 
 def get_local_rank() -> int:
-    """This rank among those of its host; 0 if no launcher has said it."""
+    """Return this rank among those of its host; 0 if no launcher has said it."""
     return int(os.environ.get("LOCAL_RANK", "0"))
 
 
 def get_world_group() -> Any:
-    """The process group of all ranks."""
+    """Return the process group of all ranks."""
     return dist.group.WORLD

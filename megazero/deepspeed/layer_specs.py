@@ -131,7 +131,7 @@ def _lightest_limit(weights: Sequence[int], parts: int) -> int:
 
 
 def check_layers(layers: Iterable[Layer] | nn.Sequential) -> list[Layer]:
-    """The layers as a list.  Raises: TypeError and ValueError, with the layer that cannot be one."""
+    """Return the layers as a list.  Raises: TypeError and ValueError, with the layer that cannot be one."""
     if not isinstance(layers, Iterable) or isinstance(layers, Mapping | nn.ModuleDict | str):
         raise TypeError(f"layers must be a list of layers or an nn.Sequential, got {describe_value(layers)}")
     checked = list(layers)
@@ -160,7 +160,7 @@ def _check_layer(index: int, layer: object) -> None:
 
 
 def _matches(layers: Sequence[Layer], expression: str) -> list[int]:
-    """1 for each layer whose name the expression finds, 0 for the others."""
+    """Return 1 for each layer whose name the expression matches, else 0."""
     try:
         pattern = re.compile(expression, re.IGNORECASE)
     except re.error as error:
@@ -173,7 +173,7 @@ def _matches(layers: Sequence[Layer], expression: str) -> list[int]:
 
 
 def name_of(layer: object) -> str:
-    """Name of a layer's class or function."""
+    """Return the name of a layer's class or function."""
     if isinstance(layer, LayerSpec):
         return layer.typename.__name__
     layer = layer.module if isinstance(layer, AppliedLayer) else layer
@@ -181,7 +181,7 @@ def name_of(layer: object) -> str:
 
 
 def describe_value(value: object) -> str:
-    """A wrong value in a few words."""
+    """Describe a wrong value in a few words."""
     if isinstance(value, tuple | list):
         return f"a {type(value).__name__} of ({', '.join(type(part).__name__ for part in value)})"
     return f"a {type(value).__name__}"
@@ -235,7 +235,7 @@ class LayerChunk(nn.Module):
                 self.canonical_names[f"layers.{index}.{name}"] = canonical
 
     def units(self) -> list[nn.Module]:
-        """The modules that ZeRO-3 gathers one at a time, in forward order: the layers that have parameters."""
+        """Return the modules that ZeRO-3 gathers one at a time, in forward order: the layers that have parameters."""
         return [layer for layer in self.layers.values() if next(layer.parameters(), None) is not None]
 
     def forward(self, x: Tensors) -> Tensors:

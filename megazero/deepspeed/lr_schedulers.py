@@ -76,14 +76,14 @@ class LRSchedule(ABC):
 
     @abstractmethod
     def lr_at(self, step: int) -> list[float]:
-        """Learning rate of each group at a step; -1 is before the first one."""
+        """Return the learning rate of each group at a step; -1 is before the first one."""
 
     def get_lr(self) -> list[float]:
-        """Learning rate of each group at the current step."""
+        """Return the learning rate of each group at the current step."""
         return self.lr_at(self.last_batch_iteration)
 
     def get_last_lr(self) -> list[float]:
-        """Learning rates as last written into the groups."""
+        """Return the learning rates as last written into the groups."""
         return list(self._last_lr)
 
     def step(self, last_batch_iteration: int | None = None) -> None:
@@ -93,7 +93,7 @@ class LRSchedule(ABC):
         self._write()
 
     def state_dict(self) -> dict[str, Any]:
-        """The step."""
+        """Return the step."""
         return {"last_batch_iteration": self.last_batch_iteration}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -116,7 +116,7 @@ class LRSchedule(ABC):
         return values
 
     def _own_lrs(self) -> list[float]:
-        """The groups' initial rates, stored in the groups as torch's schedulers do, so that they survive a resume."""
+        """Return the groups' initial rates, stored in the groups as torch's schedulers do, so that they survive a resume."""
         for group in self.optimizer.param_groups:
             group.setdefault("initial_lr", float(group["lr"]))
         return [float(group["initial_lr"]) for group in self.optimizer.param_groups]
@@ -267,7 +267,7 @@ class OneCycle(LRSchedule):
         return [low / (1.0 + self.decay_lr_rate * units) for low in self._lrs[0]]
 
     def get_mom(self) -> list[Any] | None:
-        """The betas of each group at the current step; None where momentum stays as it is."""
+        """Return the betas of each group at the current step; None where momentum stays as it is."""
         return [group["betas"] for group in self.optimizer.param_groups] if self.cycle_momentum else None
 
     def _beta1(self) -> list[float]:
@@ -341,7 +341,7 @@ def make_lr_scheduler(type: str, params: dict[str, Any], optimizer: Any) -> Any:
 
 
 def _between(starts: Sequence[float], ends: Sequence[float], share: float) -> list[float]:
-    """Numbers that have gone this share of the way."""
+    """Interpolate between pairs of numbers."""
     return [start + (end - start) * share for start, end in zip(starts, ends, strict=True)]
 
 

@@ -125,7 +125,7 @@ class MetaParameter(nn.Parameter):
 
 
 def deferred_values(described: Sequence[Described], seed: int) -> DeferredValues:
-    """Replays the parameters of a model that were built under `Init`, each once, under the run's seed."""
+    """Return a function that replays each parameter that was built under `Init`, once, under the run's seed."""
     recorded = {info.name: info.parameter for info in described if isinstance(info.parameter, MetaParameter)}
     keys: dict[object, str] = {}  # what copies share has the key of the first
     for name, parameter in recorded.items():
@@ -146,7 +146,7 @@ def _proxy(meta: Tensor, history: _History, number: int, requires_grad: bool) ->
 
 
 def _changes_first(name: str) -> bool:
-    """Whether a function changes its first argument in place."""
+    """Return whether a function changes its first argument in place."""
     if name.startswith("__"):
         return name == "__setitem__" or (name.startswith("__i") and name not in ("__index__", "__int__", "__invert__"))
     return name.endswith("_")

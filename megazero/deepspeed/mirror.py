@@ -117,7 +117,7 @@ def _unsupported(path: str) -> type:
 
 @cache
 def _names_of(module: str) -> dict[str, tuple[str, str]]:
-    """The public names of a module, with the (module, attribute) of each."""
+    """Return the public names of a module, with the (module, attribute) of each."""
     found = {}
     for home, names in HOMES.get(module, {}).items():
         for name in names.split():

@@ -36,7 +36,7 @@ from megazero.zero.units import in_backward
 
 
 def _is_within_backward() -> bool:
-    """Whether the backward under way was called within another one, by this thread's frames."""
+    """Return whether the backward under way was called within another one, by this thread's frames."""
     frame: FrameType | None = sys._getframe()
     count = 0
     while frame is not None:
@@ -70,7 +70,7 @@ class ModuleEngine(TrainingEngine):
         model.begin_step(config.accumulation)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The module's own forward; floating-point inputs are cast to the format of the weights."""
+        """Run the module's own forward; floating-point inputs are cast to the format of the weights."""
         self.sharded_model.parameters.gathers.check()
         if self._casts:
             args, kwargs = tree_map(self._cast, (args, kwargs))
@@ -120,7 +120,7 @@ class ModuleEngine(TrainingEngine):
         return counted
 
     def scale(self, loss: Tensor) -> Tensor:
-        """The loss times the loss scale, for the script's own `.backward()`, which needs it under fp16."""
+        """Return the loss times the loss scale, for the script's own `.backward()`, which needs it under fp16."""
         if loss.numel() != 1:
             raise ValueError(f"loss has shape {list(loss.shape)}; scale takes a scalar, such as loss.mean()")
         self._loss_sum += loss.detach().reshape(()) / self.config.accumulation
@@ -167,7 +167,7 @@ class ModuleEngine(TrainingEngine):
         return True
 
     def is_in_pass(self) -> bool:
-        """Whether the backward under way is this engine's, or a script's own that has brought a gradient."""
+        """Return whether the backward under way is this engine's, or a script's own that has brought a gradient."""
         return self.runs_backward or torch._C._current_graph_task_id() == self._graph_task
 
     def step(self) -> None:
@@ -193,11 +193,11 @@ class ModuleEngine(TrainingEngine):
         self.reducer.learn_order(self.parallel_state.dp_cp)
 
     def is_gradient_accumulation_boundary(self) -> bool:
-        """Whether the current micro-batch is the last of its step."""
+        """Return whether the current micro-batch is the last of its step."""
         return self._ended + 1 >= self.config.accumulation if self._boundary is None else self._boundary
 
     def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
-        """Say instead of the count whether the current micro-batch is the last; holds until said otherwise."""
+        """Set whether the current micro-batch is the last, in place of the count; holds until the next call."""
         self._boundary = is_boundary
 
     @contextmanager
@@ -213,7 +213,7 @@ class ModuleEngine(TrainingEngine):
         self._loss_sum.zero_()
 
     def _zero3_consolidated_16bit_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Tensor] | None:
-        """Whole weights and buffers in host memory on rank 0, gathered by bucket; None elsewhere.  A collective call.
+        """Return whole weights and buffers in host memory on rank 0, gathered by bucket; None elsewhere.  A collective call.
 
         Trainer and accelerate save this at stage 3.
         """

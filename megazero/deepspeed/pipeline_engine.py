@@ -55,11 +55,11 @@ class PipelineEngine(TrainingEngine):
         return self._names[name]
 
     def is_first_stage(self) -> bool:
-        """Whether this rank reads inputs."""
+        """Return whether this rank reads inputs."""
         return any(chunk.is_first for chunk in self._chunks)
 
     def is_last_stage(self) -> bool:
-        """Whether this rank computes the loss."""
+        """Return whether this rank computes the loss."""
         return any(chunk.is_last for chunk in self._chunks)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:  # noqa: ARG002
@@ -109,7 +109,7 @@ class PipelineEngine(TrainingEngine):
         self._inputs.clear()
 
     def _read(self, data_iter: Iterator[Any] | None, *, trains: bool) -> Batches:
-        """This rank's micro-batches of a step; none on a rank between the first and the last stage."""
+        """Return this rank's micro-batches of a step; none on a rank between the first and the last stage."""
         if not (self.is_first_stage() or self.is_last_stage()):
             return []
         if data_iter is None and not trains:
@@ -169,7 +169,7 @@ class PipelineEngine(TrainingEngine):
         )
 
     def _find_inputs(self, batches: Batches) -> Inputs:
-        """The inputs of each virtual stage: every stage runs once on zeros, in evaluation mode, one after another."""
+        """Return the inputs of each virtual stage: every stage runs once on zeros, in evaluation mode, one after another."""
         pp, last = self.parallel_state.pp, len(self._pipeline.placement) - 1
         first = _shapes_of(batches[0][0]) if self.is_first_stage() else ()
         found = [next(shapes for shapes in gather_objects(first, pp) if shapes)]

@@ -143,19 +143,19 @@ class PipelineModule(nn.Module):
         self.chunks = nn.ModuleList(self._chunks)
 
     def holders(self, name: str) -> tuple[int, ...]:
-        """The pipeline ranks that hold a tied parameter, in order."""
+        """Return the pipeline ranks that hold a tied parameter, in order."""
         return tuple(sorted({self.placement[stage][0] for stage in self.tied_copies[name]}))
 
     def mpu(self) -> PipelineParallelGrid:
-        """This rank's place, with DeepSpeed's calls."""
+        """Return this rank's place, with DeepSpeed's calls."""
         return PipelineParallelGrid(state=self.parallel_state)
 
     def topology(self) -> ProcessTopology:
-        """The grid of ranks, with DeepSpeed's calls."""
+        """Return the grid of ranks, with DeepSpeed's calls."""
         return self.mpu().topology()
 
     def num_pipeline_stages(self) -> int:
-        """Number of pipeline ranks."""
+        """Return the number of pipeline ranks."""
         return self.parallel_state.pp.size
 
     def forward(self, x: Tensor | Tensors) -> Tensor | Tensors:
@@ -259,7 +259,7 @@ def _check_defaults(seed_fn: Any, checkpoint_func: Any, dynamic_shape: bool) -> 
 
 
 def _parameter_at(module: nn.Module, attribute: str, index: int) -> nn.Parameter:
-    """The parameter at a dotted path of attributes."""
+    """Return the parameter at a dotted path of attributes."""
     found: Any = module
     for part in attribute.split("."):
         found = getattr(found, part, None)

@@ -77,7 +77,7 @@ class EngineOptimizer(torch.optim.Optimizer):
         """Do nothing: the engine clears gradients when a step ends."""
 
     def state_dict(self) -> dict[str, Any]:
-        """The state of this rank's shards, as DeepSpeed's ZeRO optimizers give it: to look at, and not to load."""
+        """Return the state of this rank's shards, as DeepSpeed's ZeRO optimizers give it: to look at, and not to load."""
         warn(
             "optimizer.state_dict() is this rank's part and cannot be loaded; engine.save_checkpoint(dir) writes all of it"
         )
@@ -162,7 +162,7 @@ class CheckpointedEngine(nn.Module):
         return True
 
     def _trainer_state(self) -> TrainerState:
-        """The counters and the settings of the optimizer's groups, beside what every checkpoint has."""
+        """Return the counters and the settings of the optimizer's groups, beside what every checkpoint has."""
         return trainer_state(
             self.sharded_model,
             Position(self.global_steps, self.global_samples),
@@ -255,7 +255,7 @@ class CheckpointedEngine(nn.Module):
         return str(directory), saved.client
 
     def _schedule_state(self, saved: _Saved) -> dict[str, Any] | None:
-        """The schedule's state, if the checkpoint and this run have one; a note where only one of them has."""
+        """Return the schedule's state, if the checkpoint and this run have one; a note where only one of them has."""
         if self.lr_scheduler is None and saved.schedule is not None:
             self._show("note: the checkpoint's schedule is left out; this run has none")
         elif self.lr_scheduler is not None and saved.schedule is None:
@@ -263,11 +263,11 @@ class CheckpointedEngine(nn.Module):
         return None if self.lr_scheduler is None else saved.schedule
 
     def _canonical(self, name: str) -> str:
-        """The name in a checkpoint of a tensor of the module."""
+        """Return the name in a checkpoint of a tensor of the module."""
         return name
 
     def _begun(self) -> str:
-        """What has run of a step that has begun; empty between steps."""
+        """Say what has run of the step under way; empty between steps."""
         return ""
 
     def _check_savable(self, tag: str) -> None:
@@ -310,7 +310,7 @@ class CheckpointedEngine(nn.Module):
             )
 
     def _named_buffers(self) -> list[tuple[str, Tensor]]:
-        """The persistent buffers."""
+        """Return the persistent buffers."""
         found: dict[int, tuple[str, Tensor]] = {}  # by identity: a shared buffer counts once
         for path, part in self.module.named_modules():
             for key, buffer in part._buffers.items():
@@ -319,7 +319,7 @@ class CheckpointedEngine(nn.Module):
         return list(found.values())
 
     def _gather_buffers(self) -> dict[str, Tensor]:
-        """The buffers of all stages, as the first rank of each stage has them, on every rank."""
+        """Return the buffers of all stages, as the first rank of each stage has them, on every rank."""
         at = self.parallel_state.at
         own = {}
         if at.tp == at.dp == at.cp == 0:
@@ -390,7 +390,7 @@ def _read(directory: Folder) -> _Saved:
 
 
 def _plain_settings(values: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings of a group that JSON can hold: numbers, strings, lists and dicts of them."""
+    """Return the settings of a group that JSON can hold: numbers, strings, lists and dicts of them."""
     found = {}
     for key, value in values.items():
         plain = value.item() if isinstance(value, Tensor) and value.numel() == 1 else value

@@ -130,7 +130,7 @@ def check_elementwise(optimizer: torch.optim.Optimizer, allow_untested: bool) ->
 
 
 def _class_of(name: str) -> tuple[type[torch.optim.Optimizer], dict[str, Any]]:
-    """The class that a configuration means, and DeepSpeed's defaults where they are not the class's own."""
+    """Return the class that a configuration means, and DeepSpeed's defaults where they are not the class's own."""
     base = torch.optim.Optimizer
     of_torch = {key: it for key, it in vars(torch.optim).items() if isclass(it) and issubclass(it, base) and it != base}
     if name in OPTIMIZERS and not OPTIMIZERS.is_built_in(name):
@@ -186,5 +186,5 @@ compatible_ops = _CompatibleOps()
 
 
 def split_params_into_different_moe_groups_for_optimizer(param_groups: Any, max_group_size: Any = None) -> list[Any]:
-    """The groups as they are, in a list: without experts there is nothing to split off."""
+    """Return the groups as they are, in a list: without experts there is nothing to split off."""
     return [param_groups] if isinstance(param_groups, dict) else list(param_groups)

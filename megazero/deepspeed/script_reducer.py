@@ -77,7 +77,7 @@ class ScriptReducer(GradientReducer):
         return super().is_due(gradients) and not self.accumulates
 
     def is_in_pass(self) -> bool:
-        """Whether the backward under way is one of this step's."""
+        """Return whether the backward under way is one of this step's."""
         return True
 
     def reopen(self) -> None:
@@ -137,13 +137,13 @@ class ScriptReducer(GradientReducer):
 
 
 class Passes(Protocol):
-    """Whoever runs the backward passes of a module."""
+    """An engine that runs the backward passes of a module."""
 
     def admits(self, gradient: Tensor) -> bool:
-        """Whether a parameter's gradient is this step's; those of another model's backward are dropped."""
+        """Return whether a parameter's gradient is this step's; those of another model's backward are dropped."""
 
     def is_in_pass(self) -> bool:
-        """Whether the backward under way is one of this step's."""
+        """Return whether the backward under way is one of this step's."""
 
 
 class ModuleReducer(ScriptReducer):
@@ -160,7 +160,7 @@ class ModuleReducer(ScriptReducer):
         self._came: dict[LaunchOrder, dict[BucketGradients, None]] = {order: {} for order in self.orders.values()}
 
     def serve(self, passes: Passes) -> None:
-        """Take the gradients that it admits.  The parameters' hooks do not keep it alive."""
+        """Take only the gradients that an engine admits, without keeping the engine alive."""
         self._served = ref(passes)
 
     def take(self, parameter: Tensor) -> None:
@@ -193,7 +193,7 @@ class ModuleReducer(ScriptReducer):
 
 
 def _skip(gradients: BucketGradients, indices: Sequence[int], round_: int) -> None:
-    """Count parameters as zero in a round, those of which no gradient has come."""
+    """Count the gradients that have not arrived in a round as zero."""
     for index in indices:
         if gradients.counts[index] == round_:
             gradients.count(index, round_ + 1)
@@ -236,7 +236,7 @@ class Reach:
 
 
 def may_run_backward(root: Node) -> bool:
-    """Whether the graph has a function of Python that is not known to run no backward of its own."""
+    """Return whether the graph has a function of Python that is not known to run no backward of its own."""
     seen, found = {root}, [root]
     for node in found:  # it grows
         function = getattr(type(node), "_forward_cls", None)

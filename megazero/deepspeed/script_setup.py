@@ -236,7 +236,7 @@ def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentPa
 
 
 def _parallel_state(model: nn.Module, mpu: ParallelState | PipelineParallelGrid | None) -> ParallelState:
-    """This rank's groups and device, as the script made them or made here.  Raises: TypeError, ValueError."""
+    """Return this rank's groups and device, as the script made them or made here.  Raises: TypeError, ValueError."""
     if isinstance(mpu, PipelineParallelGrid):
         mpu = mpu.parallel_state
     if mpu is not None and not isinstance(mpu, ParallelState):
@@ -249,7 +249,7 @@ def _parallel_state(model: nn.Module, mpu: ParallelState | PipelineParallelGrid 
 
 
 def _take_from_other_engines(model: nn.Module, state: ParallelState) -> None:
-    """Make sure that no other engine holds a parameter, and bring back weights that one has left cut.
+    """Make sure that no other engine holds a parameter, and gather weights that a closed engine has left sharded.
 
     Raises: ValueError, on every rank, a live engine holds a parameter.
     """

@@ -39,7 +39,7 @@ _Visit: TypeAlias = tuple[str, int]  # ("forward", "evaluation", "recomputation"
 
 
 def script_units_of(chunks: Sequence[nn.Module]) -> list[UnitModule]:
-    """The units of a script's modules, in forward order as far as the order of attributes shows it.
+    """Return the units of a script's modules, in forward order as far as the order of attributes shows it.
 
         Model                       units
           embedding                 embedding
@@ -168,7 +168,7 @@ class ScriptBuffers(GatherBuffers):
         super().forget()
 
     def holds_exactly(self, bucket: Bucket) -> bool:
-        """Whether a whole copy of a bucket's weights costs no gather."""
+        """Return whether a whole copy of a bucket's weights costs no gather."""
         return self.source.is_exact and self.holds(bucket)
 
     def whole_copy(self, bucket: Bucket, slot: Slot) -> Tensor:
@@ -293,7 +293,7 @@ class ScriptGatherer(UnitGatherer):
         return ScriptUnit(index, module, self)
 
     def name_of(self, parameter: nn.Parameter) -> str:
-        """The qualified name of a parameter."""
+        """Return the qualified name of a parameter."""
         return self.places[id(parameter)][1].info.name
 
     def placeholder(self, parameter: nn.Parameter) -> UngatheredParameter:

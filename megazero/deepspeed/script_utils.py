@@ -41,7 +41,7 @@ def log_dist(message: str, ranks: Collection[int] | None = None, level: int = lo
 
 
 def clone_tensors_for_torch_save(item: Any, device: torch.device | str = "cpu") -> Any:
-    """The same containers with copies of their tensors on a device, so that torch.save writes no whole bucket."""
+    """Return the same containers with copies of their tensors on a device, so that torch.save writes no whole bucket."""
     return tree_map_only(Tensor, lambda tensor: tensor.detach().to(device, copy=True), item)
 
 
@@ -77,6 +77,6 @@ torch_info = {"version": torch.__version__, "bf16_support": True, "cuda_version"
 
 
 def required_torch_version(min_version: Any = None, max_version: Any = None) -> bool:
-    """Whether torch is of `min_version` or newer, and of `max_version` or older."""
+    """Return whether torch is of `min_version` or newer, and of `max_version` or older."""
     version = torch.__version__
     return not (min_version and version < str(min_version)) and not (max_version and version > str(max_version))

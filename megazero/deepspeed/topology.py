@@ -50,11 +50,11 @@ class ProcessTopology:
         self.ProcessCoord: Any = namedtuple("ProcessCoord", self.axes)  # type: ignore[misc]
 
     def world_size(self) -> int:
-        """Number of ranks."""
+        """Return the number of ranks."""
         return prod(self.dims)
 
     def get_axis_names(self) -> list[str]:
-        """The axes, outermost first."""
+        """Return the axes, outermost first."""
         return self.axes
 
     def get_dim(self, axis: str) -> int:
@@ -62,19 +62,19 @@ class ProcessTopology:
         return self.grid.size(_AXES[axis]) if axis in self.axes else 0
 
     def get_coord(self, rank: int) -> Any:
-        """The named tuple of a rank's coordinates.  Raises: ValueError for a rank outside."""
+        """Return the named tuple of a rank's coordinates.  Raises: ValueError for a rank outside."""
         at = self.grid.coordinate(rank)
         return self.ProcessCoord(**{axis: getattr(at, _AXES[axis]) for axis in self.axes})
 
     def get_rank(self, **coordinates: int) -> int:
-        """The rank at all coordinates.  Raises: ValueError: one is missing or outside."""
+        """Return the rank at all coordinates.  Raises: ValueError: one is missing or outside."""
         if set(coordinates) != set(self.axes):
             raise ValueError(f"get_rank needs {', '.join(self.axes)}; filter_match takes some of them")
         at = {_AXES[axis]: index for axis, index in coordinates.items()}
         return self.grid.rank(Coordinate(**{"tp": 0, "cp": 0, "dp": 0, "pp": 0} | at))
 
     def filter_match(self, **coordinates: int) -> list[int]:
-        """The ranks at some coordinates, in order."""
+        """Return the ranks at some coordinates, in order."""
         return [
             rank
             for rank in range(self.world_size())
@@ -82,11 +82,11 @@ class ProcessTopology:
         ]
 
     def get_axis_list(self, axis: str, idx: int) -> list[int]:
-        """The ranks at one index of an axis, in order."""
+        """Return the ranks at one index of an axis, in order."""
         return self.filter_match(**{axis: idx})
 
     def get_axis_comm_lists(self, axis: str) -> list[list[int]]:
-        """The groups of ranks that differ only along an axis; none for an axis that the topology does not have."""
+        """Return the groups of ranks that differ only along an axis; none for an axis that the topology does not have."""
         if axis not in self.axes:
             return []
         groups: dict[tuple[int, ...], list[int]] = {}
@@ -133,24 +133,24 @@ class PipelineParallelGrid:
         self._topology = topology or PipeModelDataParallelTopology(grid.pp, grid.tp, grid.dp)
 
     def topology(self) -> ProcessTopology:
-        """The topology."""
+        """Return the topology."""
         return self._topology
 
     def get_global_rank(self) -> int:
-        """This rank among all."""
+        """Return this rank among all."""
         return self.parallel_state.rank
 
     def stage_to_global(self, stage_id: int, **coordinates: int) -> int:
-        """The rank of a stage at this rank's other coordinates, or at the given ones."""
+        """Return the rank of a stage at this rank's other coordinates, or at the given ones."""
         own = self._topology.get_coord(self.get_global_rank())._asdict()
         return self._topology.get_rank(**own | coordinates | {"pipe": stage_id})
 
     def get_stage_id(self) -> int:
-        """This rank's stage."""
+        """Return this rank's stage."""
         return self.parallel_state.pp.index
 
     def get_data_parallel_id(self) -> int:
-        """This rank among those with the same weights."""
+        """Return this rank among those with the same weights."""
         return self.parallel_state.dp.index
 
     def __getattr__(self, name: str) -> Callable[[], Any]:
@@ -167,7 +167,7 @@ class PipelineParallelGrid:
 
 
 def _group(axes: list[Axis]) -> dist.ProcessGroup:
-    """The process group of the only axis that has several ranks.  Raises: RuntimeError: none or two have."""
+    """Return the process group of the only axis that has several ranks.  Raises: RuntimeError: none or two have."""
     several = [axis for axis in axes if axis.size > 1]
     if len(several) != 1:
         names = " and ".join(axis.name for axis in several or axes)

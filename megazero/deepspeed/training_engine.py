@@ -199,7 +199,7 @@ class TrainingEngine(CheckpointedEngine):
 
     @contextmanager
     def _evaluating(self) -> Iterator[None]:
-        """In evaluation mode, without gradients."""
+        """A context in evaluation mode, without gradients."""
         was_training = self.training
         self.eval()
         try:
@@ -360,11 +360,11 @@ class TrainingEngine(CheckpointedEngine):
         return self.parallel_state.dp.process_group
 
     def get_data_parallel_rank(self) -> int:
-        """This rank among the data-parallel ones."""
+        """Return this rank among the data-parallel ones."""
         return self.parallel_state.dp.index
 
     def get_tensor_parallel_rank(self) -> int:
-        """This rank among the tensor-parallel ones."""
+        """Return this rank among the tensor-parallel ones."""
         return self.parallel_state.tp.index
 
     get_model_parallel_rank = get_tensor_parallel_rank
@@ -381,27 +381,27 @@ class TrainingEngine(CheckpointedEngine):
         return 1.0 if scaler is None else scaler.scale
 
     def get_lr(self) -> list[float]:
-        """Learning rate of each optimizer group."""
+        """Return the learning rate of each optimizer group."""
         return [float(group["lr"]) for group in self.optimizer.param_groups]
 
     def get_mom(self) -> list[Any]:
-        """Momentum, or betas, of each optimizer group."""
+        """Return the momentum, or betas, of each optimizer group."""
         return [group.get("momentum", group.get("betas")) for group in self.optimizer.param_groups]
 
     def get_global_grad_norm(self) -> float | None:
-        """Norm of the last step's gradients over the whole model, before clipping; None before the first step."""
+        """Return the norm of the last step's gradients over the whole model, before clipping; None before the first step."""
         return None if self._last_step is None else self._last_step.grad_norm
 
     def train_batch_size(self) -> int:
-        """Samples in an optimizer step."""
+        """Return the samples in an optimizer step."""
         return self.config.train_batch_size
 
     def train_micro_batch_size_per_gpu(self) -> int:
-        """Samples in a forward pass."""
+        """Return the samples in a forward pass."""
         return self.config.micro_batch_size
 
     def gradient_accumulation_steps(self) -> int:
-        """Micro-batches in an optimizer step on each rank."""
+        """Return the micro-batches in an optimizer step on each rank."""
         return self.config.accumulation
 
     def get_batch_info(self) -> tuple[int, int, int]:
@@ -409,63 +409,63 @@ class TrainingEngine(CheckpointedEngine):
         return self.config.train_batch_size, self.config.micro_batch_size, self.config.accumulation
 
     def gradient_clipping(self) -> float:
-        """Largest global gradient norm; 0 where it is off."""
+        """Return the largest global gradient norm; 0 where it is off."""
         return self.config.json.gradient_clipping
 
     def zero_optimization_stage(self) -> int:
-        """The ZeRO stage."""
+        """Return the ZeRO stage."""
         return self.config.zero.stage
 
     def zero_optimization(self) -> bool:
-        """Whether any state is sharded."""
+        """Return whether any state is sharded."""
         return self.config.zero.stage > 0
 
     def fp16_enabled(self) -> bool:
-        """Whether weights are fp16."""
+        """Return whether weights are fp16."""
         return self.config.precision.dtype == "fp16"
 
     def bfloat16_enabled(self) -> bool:
-        """Whether weights are bf16."""
+        """Return whether weights are bf16."""
         return self.config.precision.dtype == "bf16"
 
     def zero_optimization_partition_gradients(self) -> bool:
-        """Whether gradients are sharded."""
+        """Return whether gradients are sharded."""
         return self.config.zero.stage >= 2
 
     def zero_optimization_partition_weights(self) -> bool:
-        """Whether weights are sharded."""
+        """Return whether weights are sharded."""
         return self.config.zero.stage >= 3
 
     def zero_gather_16bit_weights_on_model_save(self) -> bool:
-        """Whether whole weights can be saved at stage 3: always."""
+        """Return whether whole weights can be saved at stage 3: always."""
         return True
 
     def zero_cpu_offload(self) -> bool:
-        """Whether the optimizer's state lies in host memory."""
+        """Return whether the optimizer's state lies in host memory."""
         return self.config.zero.offload.optimizer == "cpu"
 
     def dynamic_loss_scale(self) -> bool:
-        """Whether the loss scale adapts itself."""
+        """Return whether the loss scale adapts itself."""
         return self.sharded_model.scaler is not None and not self.config.json.fp16.loss_scale
 
     def get_data_types(self) -> tuple[torch.dtype, torch.dtype]:
-        """The formats of the weights and of the gradients that add up."""
+        """Return the formats of the weights and of the gradients that add up."""
         return DTYPES[self.config.precision.dtype], DTYPES[self.config.precision.accumulate_dtype]
 
     def optimizer_name(self) -> str:
-        """The optimizer's name in the configuration, else its class."""
+        """Return the optimizer's name in the configuration, else its class."""
         return self.config.json.optimizer.type or type(self.optimizer.inner).__name__
 
     def was_step_applied(self) -> bool:
-        """Whether the last `step()` or `train_batch()` changed the weights: not one that only ended a micro-batch."""
+        """Return whether the last `step()` or `train_batch()` changed the weights: not one that only ended a micro-batch."""
         return self._step_applied
 
     def memory_bytes(self) -> dict[str, int]:
-        """Bytes of model state on this rank, by kind; kinds off the device name where they are."""
+        """Return the bytes of model state on this rank, by kind; kinds off the device name where they are."""
         return self.sharded_model.memory_bytes()
 
     def module_state_dict(self) -> dict[str, Tensor]:
-        """Whole weights and buffers by name, on every rank: a collective call under stage 3."""
+        """Return whole weights and buffers by name, on every rank: a collective call under stage 3."""
         return self.module.state_dict()
 
 

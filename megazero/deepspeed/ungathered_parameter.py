@@ -56,7 +56,7 @@ class UngatheredParameter(nn.Parameter):
     def of(
         name: str, parameter: nn.Parameter, gather: Gather, is_there: Callable[[], bool] = lambda: False
     ) -> UngatheredParameter:
-        """The proxy of a parameter; `gather` makes a whole copy, by all ranks that share the weights together.
+        """Return the proxy of a parameter; `gather` makes a whole copy, by all ranks that share the weights together.
 
         `is_there`: the copy costs no traffic now, as in the backward of the parameter's unit.
         """
@@ -123,7 +123,7 @@ class _ReadOnly(Tensor):
 
     @staticmethod
     def of(result: Any, label: str) -> Any:
-        """The same values, which refuse changes."""
+        """Return the same values, which refuse changes."""
         if not isinstance(result, Tensor):
             return result
         made = result.as_subclass(_ReadOnly)
