@@ -25,16 +25,12 @@ from megazero.engine.outline import stages_of
 from megazero.layers.attention import Attention, RotaryEmbedding
 from megazero.layers.attention_kernels import SlidingWindow
 from megazero.layers.linear import ColumnParallelLinear, RowParallelLinear
-from megazero.layers.mlp import MLP
 from megazero.layers.norm import HeadNorm, RMSNorm, WidthNorm
 from megazero.models.activation_config import LayerPolicy, layer_policies
 from megazero.models.gpt import Block, Embedding, GPTStage, Head, PostNormBlock
-from megazero.models.registry import FAMILIES
 from megazero.models.stages import StageLayout, by_rank, cut
-from megazero.models.wrappers import has_regions
 from megazero.plan.unit_trace import EMBEDDING, HEAD
 from megazero.schedules.action import Action, ActionKind, Schedule
-from megazero.schedules.proof import peak_activations
 from megazero.zero.bucket import DTYPES
 
 _FP32, _INT64, _BOOL = 4, 8, 1
@@ -90,28 +86,14 @@ class _Saved:
     starts: str = ""
 
 
-def _with_formula(block: nn.Module) -> Block:
-    """The block, if the formula below is its own.  Raises: TypeError: a part of it is a script's own."""
-    if not has_regions(block):
-        raise TypeError(f"a {type(block).__name__} has a forward of its own, whose parts are not known")
-    for part, kind in ((block.attention, Attention), (block.mlp, MLP)):
-        if not isinstance(part, kind):
-            raise TypeError(f"there is no formula for what {type(part).__name__} keeps")
-    return block
-
-
-def block_bytes(block: nn.Module, policy: LayerPolicy, size: MicroBatchSize) -> dict[str, int]:
+def block_bytes(block: Block, policy: LayerPolicy, size: MicroBatchSize) -> dict[str, int]:
     """What a layer keeps of one micro-batch, by tensor.
 
     Args:
         block: as a rank has it, on any device: only its sizes are read.
         policy: of the layer.
         size: of the micro-batch.
-
-    Raises:
-        TypeError: a part of the block is a script's own.
     """
-    block = _with_formula(block)
     parts = policy.recompute
     cut = size.tp if policy.partition and not size.sequence_parallel else 1
     kept = {}
@@ -234,27 +216,6 @@ def queued_bytes(stage: nn.Module, size: MicroBatchSize) -> int:
     return count * size.itemsize
 
 
-def products_again(block: nn.Module, policy: LayerPolicy, reach: float) -> float:
-    """Multiplications for each token that a backward adds on this rank: one forward of what is recomputed.
-
-    `reach`: positions that a token attends to, on average.  Norms and activations have no product and count as nothing.
-    """
-    block = _with_formula(block)
-    parts, heads = policy.recompute, block.attention.core.heads
-    entry, last = block.mlp.up.weight, block.mlp.down.weight
-    count = 0.0
-    if parts & {"attention", "block"}:
-        count += block.attention.qkv.weight.numel()
-        count += 0 if policy.keep_attention else 2 * reach * heads.queries * heads.size
-    if parts & {"mlp", "block"}:
-        count += entry.numel()
-    if parts & {"residual", "block"}:
-        count += block.attention.out.weight.numel()
-    if "block" in parts:
-        count += last.numel() if isinstance(block, PostNormBlock) else 0
-    return count
-
-
 def peak_bytes(actions: Sequence[Action], kept: Sequence[int], queued: Sequence[int], *, splits: bool) -> int:
     """The most that one rank keeps at once while it runs its actions.
 
@@ -282,25 +243,17 @@ class RankActivations:
     """What one pipeline rank keeps, by the formula.
 
     Args:
-        rank: of the pipeline.
-        policies: of each layer, by its index in the model.
         units: bytes of one micro-batch by "embedding", "layer 3" and "head", by tensor.
-        micro_batches: most that are kept at once; a chunk is a part of one.
         saved: most bytes of saved tensors at once, on the device.
         device: most bytes on the device: `saved`, what waits for weight gradients, and of offloading two layers on their
             way and their chunk's input.
         host: most bytes there. Storages under 64 KiB, which stay on the device, count as moved.
-        again: FLOPs that recomputation adds, over those of the rank's own step without it: a pipeline waits for its slowest.
     """
 
-    rank: int
-    policies: Mapping[int, LayerPolicy]
     units: Mapping[str, Mapping[str, int]]
-    micro_batches: float
     saved: int
     device: int
     host: int
-    again: float
 
 
 def micro_batch_size(run: ResolvedRun, *, on_cuda: bool) -> MicroBatchSize:
@@ -320,7 +273,7 @@ def micro_batch_size(run: ResolvedRun, *, on_cuda: bool) -> MicroBatchSize:
 
 
 def activations_of_ranks(run: ResolvedRun, schedule: Schedule, *, on_cuda: bool) -> list[RankActivations]:
-    """What each pipeline rank keeps.  Raises: TypeError: a layer has parts of a script's own, which have no formula."""
+    """What each pipeline rank keeps."""
     layouts = cut(run.config.model, run.config.parallel.layout, len(schedule.placement))
     chunks = list(zip(layouts, stages_of(run.config, len(layouts)), strict=True))
     size = micro_batch_size(run, on_cuda=on_cuda)
@@ -339,7 +292,7 @@ def _of_rank(
     cuts = size.tp > 1 and not size.sequence_parallel
     policies = layer_policies(config.activations, layers, rank, cuts=cuts)
     units: dict[str, dict[str, int]] = {}
-    on_device, on_host, moving, again = [], [], 0, 0.0
+    on_device, on_host, moving = [], [], 0
     for layout, stage in chunks:
         found = dict(_of_stage(stage, layout, policies, size, keeps_logits=schedule.waiting_losses <= 1))
         moved = [sum(found[f"layer {layer}"].values()) for layer in layout.layers if policies[layer].offload]
@@ -349,25 +302,11 @@ def _of_rank(
         entry = found[f"layer {layout.layers[0]}"].get("input", 0) if received else 0
         moving = max(moving, entry + 2 * max(moved, default=0))
         units |= found
-        for layer, block in zip(layout.layers, stage.blocks, strict=True):
-            again += 2 * size.tp * products_again(block, policies[layer], config.model.mean_reach)
-    heads, model = sum(stage.head is not None for _, stage in chunks), config.model
-    part = model.model_copy(update={"num_layers": len(policies), "vocab_size": heads * model.vocab_size})
     splits, nothing = schedule.splits_backward, [0] * len(chunks)
     queued = [queued_bytes(stage, size) for _, stage in chunks] if splits else nothing
     peak = partial(peak_bytes, schedule.ranks[rank], splits=splits)
     host = peak(on_host, nothing)
-    return RankActivations(
-        rank,
-        policies,
-        units,
-        micro_batches=peak_activations(schedule, rank) / schedule.chunks,
-        saved=peak(on_device, nothing),
-        device=peak(on_device, queued) + min(moving, host),
-        host=host,
-        again=again
-        and again / FAMILIES[model.family].flops_per_token(part),  # a rank with the embedding alone has none
-    )
+    return RankActivations(units, peak(on_device, nothing), peak(on_device, queued) + min(moving, host), host)
 
 
 def _of_stage(
