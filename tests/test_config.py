@@ -537,60 +537,26 @@ def test_every_declaration_is_in_one_of_the_two_tables():
     assert declared == {overrides[0].split("=")[0] for overrides in _lines(REFUSED + TOLD)}
 
 
+# Keys beside choices that read them.
+TAKEN = """
+lr_schedule.name=wsd lr_schedule.decay_fraction=0.5 lr_schedule.min_lr_ratio=0.5 lr_schedule.warmup_steps=10
+optimizer.betas=[0.8,0.9] optimizer.eps=1e-05 precision.dtype=fp16 precision.initial_scale_power=9
+precision.loss_scale_window=7 precision.hysteresis=4 precision.consecutive_hysteresis=true precision.min_loss_scale=2.0
+precision.accumulate_dtype=bf16 precision.reduce_dtype=bf16 model.rope_theta=500000.0
+model.rope_scaling={type='linear',factor=2.0} model.head_dim=32 zero.stage=3 zero.gather_policy=step zero.reduce=step
+zero.shard_group_size=1 zero.persistent_elements=9 zero.offload.optimizer=nvme zero.offload.parameters=cpu
+zero.offload.ratio=0.5 zero.offload.pin_memory=false zero.offload.nvme_path=/x parallel.tp=2 parallel.pp=2
+parallel.sequence_parallel=true parallel.layout=cost parallel.schedule=interleaved parallel.virtual_stages=2
+activations.recompute=full activations.keep_attention=true activations.layers=1 activations.offload=host
+activations.offload_layers=[0,1] training.eval_every_steps=5 training.eval_samples=3 training.on_non_finite=skip
+training.non_finite_limit=9 checkpoint.host_memory_bytes=5 checkpoint.keep_last=2 checkpoint.keep_every_steps=7
+checkpoint.keep_best=3 logging.straggler_every_steps=5 logging.straggler_ratio=2.0 logging.pipeline_trace_step=20
+"""
+
+
 def test_a_key_is_taken_where_it_acts(write):
     """The same keys beside choices that read them, in one run and its written-out file; then nothing is told either."""
-    overrides = [
-        "lr_schedule.name=wsd",
-        "lr_schedule.decay_fraction=0.5",
-        "lr_schedule.min_lr_ratio=0.5",
-        "lr_schedule.warmup_steps=10",
-        "optimizer.betas=[0.8,0.9]",
-        "optimizer.eps=1e-05",
-        "precision.dtype=fp16",
-        "precision.initial_scale_power=9",
-        "precision.loss_scale_window=7",
-        "precision.hysteresis=4",
-        "precision.consecutive_hysteresis=true",
-        "precision.min_loss_scale=2.0",
-        "precision.accumulate_dtype=bf16",
-        "precision.reduce_dtype=bf16",
-        "model.rope_theta=500000.0",
-        "model.rope_scaling={type='linear',factor=2.0}",
-        "model.head_dim=32",
-        "zero.stage=3",
-        "zero.gather_policy=step",
-        "zero.reduce=step",
-        "zero.shard_group_size=1",
-        "zero.persistent_elements=9",
-        "zero.offload.optimizer=nvme",
-        "zero.offload.parameters=cpu",
-        "zero.offload.ratio=0.5",
-        "zero.offload.pin_memory=false",
-        "zero.offload.nvme_path=/x",
-        "parallel.tp=2",
-        "parallel.pp=2",
-        "parallel.sequence_parallel=true",
-        "parallel.layout=cost",
-        "parallel.schedule=interleaved",
-        "parallel.virtual_stages=2",
-        "activations.recompute=full",
-        "activations.keep_attention=true",
-        "activations.layers=1",
-        "activations.offload=host",
-        "activations.offload_layers=[0,1]",
-        "training.eval_every_steps=5",
-        "training.eval_samples=3",
-        "training.on_non_finite=skip",
-        "training.non_finite_limit=9",
-        "checkpoint.host_memory_bytes=5",
-        "checkpoint.keep_last=2",
-        "checkpoint.keep_every_steps=7",
-        "checkpoint.keep_best=3",
-        "logging.straggler_every_steps=5",
-        "logging.straggler_ratio=2.0",
-        "logging.pipeline_trace_step=20",
-    ]
-    run = load_config(write(""), overrides, 4)
+    run = load_config(write(""), TAKEN.split(), 4)
     assert run.notices == ()
     assert load_config(write(to_toml(run)), [], 4) == run
 
