@@ -11,9 +11,9 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.nn.functional as F
+from delayed_backend import delayed_collectives
 from einops import rearrange
 from harness import run_world
-from late_backend import late_collectives
 from torch import Tensor
 from worlds import LLAMA, run_of
 
@@ -93,7 +93,7 @@ def _attend(
 
 def _compare(rank: int, world: int, ulysses: int, local_world_size: int = 0) -> None:
     state = _state(rank, world, ulysses, local_world_size)
-    with late_collectives(rank):
+    with delayed_collectives(rank):
         for (heads, kv_heads), lengths, window in product(HEADS[:: local_world_size or 1], DOCUMENTS, (None, 7)):
             rows, found = _attend(state, heads, kv_heads, lengths, window)
             wanted = _formula(heads, kv_heads, lengths or [[SEQ]], window)

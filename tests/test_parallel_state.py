@@ -15,8 +15,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from megazero.parallel_state import Axis, ParallelState, RankGrid, parallel_state_of
 from megazero.parallel_state.grid import AXES, Coordinate
+from megazero.parallel_state.groups import Traffic
 from megazero.parallel_state.state import nccl_options
-from megazero.parallel_state.traffic import Traffic
 from megazero.settings import divisors
 
 ORDERS = ["-".join(order) for order in itertools.permutations(AXES)]
@@ -93,15 +93,6 @@ def test_sixteen_ranks_group_as_in_megatron(started):
     assert groups_of(grid, "pp") == [(0, 4, 8, 12), (1, 5, 9, 13), (2, 6, 10, 14), (3, 7, 11, 15)]
     started(1, 16)
     assert ParallelState(grid, 1).among_stages([0, 3], "embedding").ranks == (1, 13)
-
-
-def test_eight_ranks_with_the_pipeline_innermost():
-    grid = RankGrid(tp=2, dp=2, pp=2, order="pp-dp-tp-cp")
-    assert groups_of(grid, "pp") == [(0, 1), (2, 3), (4, 5), (6, 7)]
-    assert groups_of(grid, "dp") == [(0, 2), (1, 3), (4, 6), (5, 7)]
-    assert groups_of(grid, "tp") == [(0, 4), (1, 5), (2, 6), (3, 7)]
-    assert groups_of(grid, "cp") == [(rank,) for rank in range(8)]
-    assert groups_of(grid, "tp", "dp") == [(0, 2, 4, 6), (1, 3, 5, 7)]
 
 
 def test_a_grid_of_16384_ranks_lists_all_its_groups_in_a_second():
@@ -249,13 +240,6 @@ def test_context_parallelism_makes_no_communicator_that_nothing_is_sent_over(sta
     used = (state.tp, state.pp, state.pp_up, state.model, state.world)
     cut = (state.cp_ulysses, state.cp_ring, state.dp_cp, state.shard, state.replica)
     assert {*state.groups.values()} == {axis.group for axis in (*used, *cut)} - {None}
-
-
-def test_the_cut_of_cp_is_as_the_page_draws_it(started):
-    started(3, 6)
-    state = ParallelState(RankGrid(cp=6), 3, cp_ulysses=2)
-    assert (state.cp_ulysses.ranks, state.cp_ulysses.index) == ((2, 3), 1)
-    assert (state.cp_ring.ranks, state.cp_ring.index) == ((1, 3, 5), 1)
 
 
 @pytest.mark.parametrize("ulysses", [0, -1, 3, 8])

@@ -35,7 +35,7 @@ from megazero.comm.collectives import (
     exchange,
     reduce_scatter,
 )
-from megazero.cpu.shared_memory import Rounds, SharedMemoryBackend
+from megazero.cpu.shared_memory import SharedMemoryBackend
 from megazero.cpu.sockets import SocketBackend
 from megazero.cpu.two_level import TwoLevelBackend
 from megazero.parallel_state import Axis, ParallelState, RankGrid
@@ -198,23 +198,6 @@ def _in_inference_mode(rank: int) -> None:
 
 def test_tensors_of_inference_mode_and_of_autograd_are_written() -> None:
     run_world(4, _in_inference_mode)
-
-
-def _threads(rank: int) -> tuple[int, list[int]]:
-    torch.set_num_threads(2)
-    axis, found = _axis(rank, 4), []
-
-    def rounds() -> Rounds:
-        found.append(torch.get_num_threads())
-        yield
-
-    all_reduce(torch.zeros(LONG), axis).wait()
-    _backend(axis)._reduce.start("look", rounds())()
-    return torch.get_num_threads(), found
-
-
-def test_a_threaded_channel_computes_with_one_thread_and_the_rank_with_its_own() -> None:
-    assert run_world(4, _threads) == [(2, [1])] * 4
 
 
 # ---------------------------------------------------------------------------------------------------------------------

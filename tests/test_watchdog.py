@@ -26,7 +26,7 @@ from worlds import LLAMA, LR, engine_on, micro_batches, run_of
 from megazero.comm.collectives import LostPeerError, all_reduce, from_first, gather_objects
 from megazero.config import ResolvedRun
 from megazero.parallel_state import Axis, ParallelState, RankGrid
-from megazero.parallel_state.traffic import Traffic
+from megazero.parallel_state.groups import Traffic
 from megazero.training.heartbeat import (
     BETWEEN,
     EVALUATING,

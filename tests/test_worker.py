@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import subprocess
 import sys
 import threading
@@ -59,18 +58,6 @@ def test_what_handing_over_raises_is_raised_by_every_wait_and_the_next_messages_
     for _ in range(2):
         with pytest.raises(RuntimeError, match="Connection closed by peer"):
             failed()
-
-
-def test_the_thread_begins_with_the_first_message_and_ends_with_its_worker() -> None:
-    worker = Worker("short-lived")
-    assert all(one.name != "short-lived" for one in threading.enumerate())
-    wait = worker.post(lambda: lambda: None)
-    thread = _thread("short-lived")
-    wait()
-    del worker, wait
-    gc.collect()
-    thread.join(_SECONDS)
-    assert not thread.is_alive()
 
 
 def test_what_a_closed_worker_has_not_begun_fails_and_never_runs(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -173,18 +160,6 @@ def _interrupted_start(rank: int) -> list[list[float]]:
 
 def test_an_operation_whose_start_was_interrupted_is_waited_for_by_the_next() -> None:
     assert run_world(2, _interrupted_start) == [[[0.0, 1.0]] * 2] * 2
-
-
-def _of_inference(rank: int) -> list[float]:
-    axis = _axis(rank, 2)
-    with torch.inference_mode():
-        whole = torch.zeros(2)
-        all_gather(whole, torch.full((1,), rank + 1.0), axis).wait()
-    return whole.tolist()
-
-
-def test_tensors_of_inference_mode_are_filled() -> None:
-    assert run_world(2, _of_inference) == [[1.0, 2.0]] * 2
 
 
 def _lose(rank: int) -> list[str]:

@@ -25,8 +25,7 @@ import torch.distributed as dist
 
 from megazero.launchers import joined_world
 from megazero.parallel_state.grid import RankGrid
-from megazero.parallel_state.groups import Axis, Group, Groups, SavingAxes
-from megazero.parallel_state.traffic import Traffic
+from megazero.parallel_state.groups import Axis, Group, Groups, SavingAxes, Traffic
 
 TIMEOUT = timedelta(minutes=30)  # for scripts that start their ranks themselves
 MOST_SHARING_RANKS = 16  # of a group that reduces through shared memory: every rank signals every other

@@ -24,8 +24,7 @@ from megazero.cpu.transport import backend_between
 from megazero.cpu.two_level import TwoLevelBackend, link_bytes_between
 from megazero.parallel_state import Axis
 from megazero.parallel_state.grid import Hosts, hosts_of
-from megazero.parallel_state.groups import Group, Transfers, Wait
-from megazero.parallel_state.traffic import Traffic
+from megazero.parallel_state.groups import Group, Traffic, Transfers, Wait
 from megazero.plan.fake_tensors import Event, Message
 
 Kind: TypeAlias = Literal["shared memory", "two levels", "gloo", "host", "nccl"]

@@ -13,8 +13,7 @@ import torch
 
 from megazero.config import ResolvedRun
 from megazero.parallel_state import Axis, ParallelState
-from megazero.parallel_state.groups import Group
-from megazero.parallel_state.traffic import Traffic
+from megazero.parallel_state.groups import Group, Traffic
 from megazero.plan.silent import Alone, Kind, Meeting, SilentBackend, kind_of, make_silent
 from megazero.plan.simulated_world import GroupMeeting, SimulatedWorld
 from megazero.zero import offload

@@ -27,7 +27,7 @@ from megazero.engine.gpt import Engine
 from megazero.engine.outline import chunks_of
 from megazero.engine.outline import kind_of as schedule_kind_of
 from megazero.models.stages import cut_by_rank
-from megazero.parallel_state.traffic import Traffic
+from megazero.parallel_state.groups import Traffic
 from megazero.plan.fake_tensors import FakeTensors
 from megazero.plan.kernel_memory import kernel_bytes
 from megazero.plan.silent_state import HOST, SilentState, without_files

@@ -1,6 +1,6 @@
 """The weights of stages 1 and 2 travel behind the next forward, and nobody can tell but the clock.
 
-Where a test needs late weights it takes `_LateBackend`: until a gather is waited for, what it brings is not a number.
+Where a test needs late weights it takes `_DelayedBackend`: until a gather is waited for, what it brings is not a number.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from megazero.zero.weight_gathers import HalfSteppedError, WeightGathers
 pytestmark = pytest.mark.skipif(DEVICE.type != "cpu", reason="the test double stands for gloo")
 
 
-class _LateBackend(SocketBackend):
+class _DelayedBackend(SocketBackend):
     """Gathers whose results come when they are waited for, and that look whether what travels has changed meanwhile."""
 
     def all_gather(self, out: Tensor, shard: Tensor, axis: Axis, label: str = "") -> Wait:
@@ -163,7 +163,7 @@ def _late_and_at_once(rank: int, folder: Path) -> None:
 
 def test_late_weights_give_the_bits_and_the_bytes_of_weights_that_are_waited_for(tmp_path: Path) -> None:
     """Over four ranks: stages and persistent parameters, tp, schedules with one and two chunks, ties, offload, groups."""
-    with patch("megazero.comm.collectives.choose_backend", lambda *_: _LateBackend()):
+    with patch("megazero.comm.collectives.choose_backend", lambda *_: _DelayedBackend()):
         run_world(4, _late_and_at_once, tmp_path)
 
 
@@ -252,7 +252,7 @@ def test_layers_that_wait_for_their_weights_alone_give_the_bits_of_blocks_that_w
         for stage, recompute in ((0, "none"), (1, "none"), (2, "full"), (3, "selective"), (3, "full"))
     ]
     with (
-        patch("megazero.comm.collectives.choose_backend", lambda *_: _LateBackend()),
+        patch("megazero.comm.collectives.choose_backend", lambda *_: _DelayedBackend()),
         patch("megazero.zero.bucket_sizes._SOCKET_PIECE", 1024),
     ):
         run_world(2, _of_families, runs)
@@ -296,7 +296,7 @@ def test_a_scripts_hook_on_a_block_sees_all_its_weights() -> None:
     for stage in (0, 1, 3):
         run = run_of(2, model={"family": "llama"}, zero={"stage": stage, "bucket_bytes": "auto"})
         with (
-            patch("megazero.comm.collectives.choose_backend", lambda *_: _LateBackend()),
+            patch("megazero.comm.collectives.choose_backend", lambda *_: _DelayedBackend()),
             patch("megazero.zero.bucket_sizes._SOCKET_PIECE", 1024),
         ):
             found += run_world(2, _hooked, run)
@@ -386,7 +386,7 @@ def test_gradients_of_stage_0_that_come_behind_the_next_forward_step_as_if_they_
         training={"micro_batch_size": 1} | sections.get("training", {}),
     )
     with (
-        patch("megazero.comm.collectives.choose_backend", lambda *_: _LateBackend()),
+        patch("megazero.comm.collectives.choose_backend", lambda *_: _DelayedBackend()),
         patch("megazero.cpu.sockets._SMALL_BYTES", 512),  # sums of buckets are in the order of ranks
     ):
         run_world(world, _gradients_behind, run, tmp_path, timeout=60)
@@ -467,7 +467,7 @@ def test_a_layer_of_stage_3_runs_while_other_weights_of_its_block_are_on_their_w
     for whole in (0, 100):  # parameters that every rank keeps whole: the norms
         zero = {"stage": 3, "bucket_bytes": "auto", "persistent_elements": whole}
         with (
-            patch("megazero.comm.collectives.choose_backend", lambda *_: _LateBackend()),
+            patch("megazero.comm.collectives.choose_backend", lambda *_: _DelayedBackend()),
             patch("megazero.zero.bucket_sizes._SOCKET_PIECE", 1024),
         ):
             for left, buckets in run_world(2, _left_on_their_way, run_of(2, model={"family": "llama"}, zero=zero)):
@@ -594,7 +594,7 @@ def _kept(rank: int, run: ResolvedRun) -> float:
 
 def test_a_callback_sees_the_weights_of_the_step_in_parameters_that_it_has_kept() -> None:
     run = run_of(2, model={"family": "llama"}, zero={"stage": 1, "bucket_bytes": 4096})
-    with patch("megazero.comm.collectives.choose_backend", lambda *_: _LateBackend()):
+    with patch("megazero.comm.collectives.choose_backend", lambda *_: _DelayedBackend()):
         assert run_world(2, _kept, run, timeout=40) == [1.0, 1.0]
 
 

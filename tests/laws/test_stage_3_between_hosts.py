@@ -13,8 +13,8 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.nn.functional as F
+from delayed_backend import delayed_collectives
 from harness import DEVICE, run_world
-from late_backend import late_collectives
 from torch import Tensor, nn
 from worlds import LLAMA, LR, engine_on, micro_batches, run_of, state_on, traffic_and_memory, train_on
 from zero_worlds import Sharded, assert_same, plain_gradients, random_batches, seeded
@@ -23,7 +23,7 @@ from megazero.comm.collectives import LostPeerError
 from megazero.comm.messages import OrderError
 from megazero.config import ResolvedRun
 from megazero.parallel_state import ParallelState, RankGrid
-from megazero.parallel_state.traffic import Traffic
+from megazero.parallel_state.groups import Traffic
 from megazero.zero.bucket import Bucket
 from megazero.zero.gather import Unit, UnitGatherer
 from megazero.zero.gather_buffers import GatherBuffers
@@ -42,7 +42,7 @@ def _results(rank: int, runs: Sequence[ResolvedRun], late: Sequence[bool]) -> li
         if not is_late:
             found.append(_trained(rank, run, states.setdefault(False, state_on(rank, run))))
             continue
-        with late_collectives(rank):
+        with delayed_collectives(rank):
             found.append(_trained(rank, run, states.setdefault(True, state_on(rank, run))))
     return found
 
@@ -422,7 +422,7 @@ def test_a_micro_batch_that_follows_the_last_one_is_added_to_the_sums_of_all_gro
     def law(rank: int) -> None:
         step = random_batches(1, 4, 3, 3, 16)[0]
         expected = plain_gradients(seeded(_Experts), step)
-        with late_collectives(rank) if late else nullcontext():
+        with delayed_collectives(rank) if late else nullcontext():
             for zero in HYBRID:
                 sharded = Sharded(seeded(_Experts), rank=rank, world=4, shard_group_size=2, **zero)
                 sharded.zero.begin_step(1)

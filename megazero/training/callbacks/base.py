@@ -19,7 +19,7 @@ import torch
 from megazero.config import ResolvedRun
 from megazero.data import Corpus
 from megazero.engine import Engine, Position, StepStatistics
-from megazero.parallel_state.traffic import Traffic
+from megazero.parallel_state.groups import Traffic
 
 Metric = float | str | Mapping[str, float]
 

@@ -1,4 +1,4 @@
-"""A test double: collectives whose results come late, at random, and never before they are waited for.
+"""A test double: collectives whose results are delayed at random, and never before they are waited for.
 
 Until its wait, what an operation writes to holds NaN, and what it reads from must not change.  So whoever reads too soon, or
 writes too soon, is found out, whatever the timing of the machine.
@@ -19,24 +19,24 @@ from megazero.comm import collectives
 from megazero.parallel_state import Axis
 from megazero.parallel_state.groups import Backend, Wait
 
-_LATEST_SECONDS = 1e-3
+_LONGEST_DELAY = 1e-3
 
 
-class LateBackend:
+class DelayedBackend:
     """Wraps a backend; its operations work on copies."""
 
     def __init__(self, inner: Backend, seed: int) -> None:
         self._inner, self._random = inner, random.Random(seed)
         self.needs_scratch, self.runs_by_itself = inner.needs_scratch, inner.runs_by_itself
 
-    def _late(self, wait: Wait, arrived: Tensor, out: Tensor, given: Tensor | None) -> Wait:
+    def _delayed(self, wait: Wait, arrived: Tensor, out: Tensor, given: Tensor | None) -> Wait:
         before = None if given is None else given.clone()
         # a place in `out` that is read, too, is not written before the end
         if given is None or given.untyped_storage().data_ptr() != out.untyped_storage().data_ptr():
             out.data.fill_(torch.nan)
 
         def finish() -> None:
-            time.sleep(self._random.uniform(0, _LATEST_SECONDS))
+            time.sleep(self._random.uniform(0, _LONGEST_DELAY))
             wait()
             if given is not None and before is not None:
                 assert torch.equal(given, before), "what is sent has changed before the wait"
@@ -46,33 +46,33 @@ class LateBackend:
 
     def all_reduce(self, tensor: Tensor, axis: Axis, op: str) -> Wait:
         arrived = tensor.detach().clone()
-        return self._late(self._inner.all_reduce(arrived, axis, op), arrived, tensor, None)
+        return self._delayed(self._inner.all_reduce(arrived, axis, op), arrived, tensor, None)
 
     def all_gather(self, out: Tensor, shard: Tensor, axis: Axis, label: str = "") -> Wait:
         arrived = torch.empty_like(out)
-        return self._late(self._inner.all_gather(arrived, shard.clone(), axis, label), arrived, out, shard)
+        return self._delayed(self._inner.all_gather(arrived, shard.clone(), axis, label), arrived, out, shard)
 
     def reduce_scatter(self, out: Tensor, full: Tensor, axis: Axis) -> Wait:
         arrived = torch.empty_like(out)
-        return self._late(self._inner.reduce_scatter(arrived, full.clone(), axis), arrived, out, full)
+        return self._delayed(self._inner.reduce_scatter(arrived, full.clone(), axis), arrived, out, full)
 
     def all_to_all(self, out: Tensor, x: Tensor, axis: Axis) -> Wait:
         arrived = torch.empty_like(out)
-        return self._late(self._inner.all_to_all(arrived, x.clone(), axis), arrived, out, x)
+        return self._delayed(self._inner.all_to_all(arrived, x.clone(), axis), arrived, out, x)
 
     def ring_shift(self, out: Tensor, x: Tensor, axis: Axis) -> Wait:
         arrived = torch.empty_like(out)
-        return self._late(self._inner.ring_shift(arrived, x.clone(), axis), arrived, out, x)
+        return self._delayed(self._inner.ring_shift(arrived, x.clone(), axis), arrived, out, x)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._inner, name)
 
 
 @contextmanager
-def late_collectives(rank: int) -> Iterator[None]:
-    """Groups that choose their backends within it have late ones."""
+def delayed_collectives(rank: int) -> Iterator[None]:
+    """Groups that choose their backends within it have delayed ones."""
     choose = collectives.choose_backend
-    collectives.choose_backend = lambda *args: LateBackend(choose(*args), rank)  # type: ignore[assignment]
+    collectives.choose_backend = lambda *args: DelayedBackend(choose(*args), rank)  # type: ignore[assignment]
     try:
         yield
     finally:
