@@ -48,7 +48,7 @@ from megazero.zero.state import ShardedState
 
 T = TypeVar("T")
 _FAILED = "checkpoint {} could not be written ({}); older checkpoints are untouched"
-_SENDS_IN_FLIGHT = 16  # parameters whose parts are being sent at the same time
+_SENDS_IN_FLIGHT = 16  # parameters being sent at the same time
 _RECEIVED_AHEAD = 2  # parameters that may arrive while their writer works on earlier ones
 _SLACK = 1.1  # a writer may have so many times its fair share of elements if that saves sending them
 

@@ -184,7 +184,7 @@ def _first_line(path: str, packed: str) -> bytes:
                 if start := line.removeprefix(b"\xef\xbb\xbf").lstrip():
                     is_whole = line.endswith(b"\n") or not start.startswith(b"{")
                     return start if is_whole else start + file.readline(64 * _CHUNK_BYTES)
-    except Exception as error:  # a damaged archive is told when it is read, with what it still holds
+    except Exception as error:  # a damaged archive is reported when it is read, with what it still holds
         if getattr(error, "errno", None) is not None:
             raise
     return b""

@@ -44,7 +44,7 @@ _FLAG = "save once with Megatron's --dist-ckpt-optim-fully-reshardable"
 _STATE = re.compile(r"optimizer\.state\.(?P<kind>\w+)\.(?P<name>.+)")
 _KINDS = {"exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq", "fp32_param": MASTER, "param": MASTER}
 _STACKED = re.compile(r"(?P<before>(?:.+\.)?decoder\.layers)\.(?P<after>\D.*)")
-_NOT_TAKEN = {  # nothing is told of what is read, or says nothing of the run
+_NOT_TAKEN = {  # no note on what is read, or says nothing about the run
     rf"{COMMON}: (args|checkpoint_version|iteration|optimizer|num_floating_point_operations_so_far|content_metadata)": "",
     rf"{COMMON}: (epoch|global_step|pytorch-lightning_version|\w*state_dict|optimizer_states|hparams_name)": "",
     rf"{COMMON}: (loops|callbacks|hyper_parameters|\w*Data\w*|\w*Precision\w*)": "",
@@ -130,8 +130,8 @@ def _add_updates(found: Found, states: list[Any], args: Mapping[str, Any]) -> No
     found.updates = {int(value) for key, value in leaves if key in ("step", "common_step") and value is not None}
     if not found.updates:
         found.updates = {found.step or 0}
-        told = f"{COMMON} does not say how many updates AdamW has done: taken as its {found.step} steps"
-        found.notes[told] = None
+        note = f"{COMMON} does not say how many updates AdamW has done: taken as its {found.step} steps"
+        found.notes[note] = None
 
 
 def _common(folder: LocalFolder) -> tuple[dict[str, Any], list[str]]:
