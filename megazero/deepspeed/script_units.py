@@ -276,21 +276,13 @@ class ScriptGatherer(UnitGatherer):
         on_backward: called with the chunk and the index of a unit before its backward.
     """
 
+    unit_type, buffers_type, order_type = ScriptUnit, ScriptBuffers, VisitHistory
     buffers: ScriptBuffers
 
     def __init__(self, *arguments: Any) -> None:
         self.on_backward: Callable[[int, int], None] = lambda *_: None
         self._proxies: dict[int, UngatheredParameter] = {}  # by identity of a parameter
         super().__init__(*arguments)
-
-    def new_buffers(self, policy: ShardingPolicy) -> ScriptBuffers:
-        return ScriptBuffers(self.buckets, policy)
-
-    def new_order(self, chunk_of: Sequence[int]) -> VisitHistory:
-        return VisitHistory(chunk_of)
-
-    def new_unit(self, index: int, module: UnitModule) -> ScriptUnit:
-        return ScriptUnit(index, module, self)
 
     def name_of(self, parameter: nn.Parameter) -> str:
         """Return the qualified name of a parameter."""
@@ -321,7 +313,11 @@ class ScriptGatherer(UnitGatherer):
 
 
 class ScriptModel(ShardedModel):
-    """A script's modules under ZeRO.  The script may read parameters at any time, so no gather hides behind a forward."""
+    """A script's modules under ZeRO.  The script may read parameters at any time, so no gather hides behind a forward.
+
+    Attributes:
+        names: qualified name by identity of the parameters that modules compute with.
+    """
 
     hides_gathers = False
     gatherer_type = ScriptGatherer
@@ -330,6 +326,7 @@ class ScriptModel(ShardedModel):
 
     def __init__(self, parts: ModelParts, state: ParallelState, settings: ShardingSettings) -> None:
         super().__init__(parts, state, settings)
+        self.names = {id(parameter): name for name, parameter in self.parameters.by_name.items()}
         self.gatherer = self.parameters.gatherer
         if isinstance(self.gatherer, ScriptGatherer):
             self.reducer.follow_units(self.gatherer)

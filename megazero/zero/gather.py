@@ -24,7 +24,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from enum import Enum, auto
 from itertools import compress
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, ClassVar, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -126,11 +126,9 @@ class Unit:
         """Have the weights, or on their way where each layer waits for its own, and start on what follows."""
         if in_backward() and self.gatherer.order.is_in_backward_of(self.index):
             self.wait()  # a recomputation: what follows has been started
-        elif self._waits_by_layer and not in_backward() and not is_hooked(self.module):
-            self.unshard()
-            self.gatherer.run(self, is_forward=True)
         else:
-            self.wait()
+            by_layer = self._waits_by_layer and not in_backward() and not is_hooked(self.module)
+            (self.unshard if by_layer else self.wait)()
             self.gatherer.run(self, is_forward=True)
         self._show()
         saving = self.saving()
@@ -249,7 +247,12 @@ class UnitGatherer:
 
     Attributes:
         running: the forwards under way, outermost first.
+        unit_type, buffers_type, order_type: of what it makes.
     """
+
+    unit_type: ClassVar[type[Unit]] = Unit
+    buffers_type: ClassVar[type[GatherBuffers]] = GatherBuffers
+    order_type: ClassVar[type[ScheduleOrder]] = ScheduleOrder
 
     def __init__(
         self, modules: Sequence[UnitModule], places: Places, policy: ShardingPolicy, prefetch_bytes: int
@@ -257,24 +260,12 @@ class UnitGatherer:
         self.places, self._prefetch_bytes = places, prefetch_bytes
         self.buckets = list(dict.fromkeys(bucket for bucket, _ in places.values() if not bucket.holds_weights))
         self._chunk_of = [module.chunk for module in modules]
-        self.buffers, self.order = self.new_buffers(policy), self.new_order(self._chunk_of)
+        self.buffers, self.order = self.buffers_type(self.buckets, policy), self.order_type(self._chunk_of)
         self.running: list[tuple[Unit, SavingForward]] = []
-        self.units = [self.new_unit(index, module) for index, module in enumerate(modules)]
+        self.units = [self.unit_type(index, module, self) for index, module in enumerate(modules)]
         users = Counter(storage_of(bucket.weights) for bucket in self.buckets)
         self._takes_turns = any(count > 1 for count in users.values())
         self._first = frozenset(self._first_of_a_forward())
-
-    def new_buffers(self, policy: ShardingPolicy) -> GatherBuffers:
-        """The buffers of all buckets."""
-        return GatherBuffers(self.buckets, policy)
-
-    def new_order(self, chunk_of: Sequence[int]) -> ScheduleOrder:
-        """Which unit follows which."""
-        return ScheduleOrder(chunk_of)
-
-    def new_unit(self, index: int, module: UnitModule) -> Unit:
-        """A unit."""
-        return Unit(index, module, self)
 
     def placeholder(self, parameter: nn.Parameter) -> nn.Parameter:
         """What a module has in place of a parameter that is not gathered: it has a shape and no values, so no operation

@@ -237,11 +237,6 @@ class GatherBuffers:
         return sum(self._bytes.values()) + self.source.staging_bytes
 
     @property
-    def count(self) -> int:
-        """How many buffers there are."""
-        return len(self._bytes)
-
-    @property
     def is_full(self) -> bool:
         """Whether every buffer holds weights, or a gather that brings them is under way."""
         return len(self._holder) == len(self._bytes)

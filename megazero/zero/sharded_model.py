@@ -71,7 +71,6 @@ class ShardedModel:
     """What one rank holds of a model, and how it is stepped.
 
     Attributes:
-        names: qualified name by identity of the parameters that modules compute with.
         scale: what the losses of this step are multiplied by.
         hides_gathers: see `ShardedParameters`.
         gatherer_type: makes what gathers the units of stage 3.
@@ -106,7 +105,6 @@ class ShardedModel:
             hides_gathers=self.hides_gathers,
         )
         buckets = self.parameters.buckets
-        self.names = {id(parameter): name for name, parameter in self.parameters.by_name.items()}
         every_micro_batch = zero.reduce == "micro_batch"
         self.reducer = self.reducer_type(self.policy, buckets, every_micro_batch, self.parameters.sizes.bucket_bytes)
         self.reducer.attach(self.parameters.by_name, parts.wgrad_queues)
