@@ -1136,14 +1136,6 @@ def test_a_client_state_that_cannot_be_read_back_is_an_error_on_every_rank(tmp_p
     run_world(2, _unsafe, tmp_path, timeout=20)
 
 
-def test_a_directory_that_is_not_ours_is_not_emptied(tmp_path: Path) -> None:
-    engine = bring(Net, settings())
-    (tmp_path / "mine").mkdir()
-    (tmp_path / "mine" / "mp_rank_00_model_states.pt").write_text("of DeepSpeed")
-    refuses(CheckpointError, "mine", lambda: engine.save_checkpoint(tmp_path, "mine"))
-    assert (tmp_path / "mine" / "mp_rank_00_model_states.pt").read_text() == "of DeepSpeed"
-
-
 @pytest.mark.parametrize("tag", ["", ".", "..", "a/b"])
 def test_a_tag_is_one_name(tag: str, tmp_path: Path) -> None:
     engine = bring(Net, settings())
@@ -1477,17 +1469,6 @@ def test_a_model_on_the_meta_device_without_values_is_an_error() -> None:
     refuses(ValueError, "zero.Init", lambda: megazero.initialize(model=model, config=settings()))
 
 
-def test_a_seed_of_zero_is_a_seed() -> None:
-    def start(seed: int) -> Tensor:
-        with megazero.zero.Init():
-            model = Net()
-        config = settings(data_efficiency={"enabled": False, "seed": seed})
-        return weights(megazero.initialize(model=model, config=config)[0])["first.weight"]
-
-    assert torch.equal(start(7), start(7))
-    assert not torch.equal(start(0), start(1234))
-
-
 class Zoo(nn.Module):
     """Attention, a recurrent layer, batch norm, and an output tied to the embedding."""
 
@@ -1604,20 +1585,6 @@ def test_a_model_of_parallel_layers_equals_the_dense_one_at_every_stage(tmp_path
     run_world(1, _dense_again, tmp_path)
 
 
-def test_parallel_layers_that_were_never_filled_are_not_trained_on_what_memory_held() -> None:
-    """Whatever `torch.empty` finds; here it is made to find NaN."""
-    torch.utils.deterministic.fill_uninitialized_memory = True
-    torch.use_deterministic_algorithms(True)
-    try:
-        state = ParallelState(RankGrid())
-        layer = ColumnParallelLinear((NamedRows("w", OUT),), WIDTH, state.tp)
-        with contextlib.suppress(ValueError):
-            engine = megazero.initialize(model=layer, mpu=state, config=settings())[0]
-            assert all(value.isfinite().all() for value in weights(engine).values())
-    finally:
-        torch.use_deterministic_algorithms(False)
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # Whole parameters
 
@@ -1657,12 +1624,6 @@ def _edits(rank: int, dtype: str) -> None:
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 def test_whole_parameters_can_be_read_and_edited(world: int, dtype: str) -> None:
     run_world(world, _edits, dtype)
-
-
-def test_a_tied_parameter_has_both_its_names() -> None:
-    engine = bring(Zoo, settings(3))
-    with gathered_parameters(engine, "out.weight") as whole:
-        assert whole["out.weight"].shape == (11, 8)
 
 
 def _as_logits(embedding: nn.Module, x: Tensor) -> Tensor:
@@ -1846,12 +1807,6 @@ def test_rank_0_alone_reports(tmp_path: Path) -> None:
     shown = events.Scalars("Train/Samples/train_loss")[-1].value
     assert shown == pytest.approx(F.mse_loss(plain(x), y).item(), rel=1e-4)
     assert events.Scalars("sent_bytes/dp")[-1].value > 0
-
-
-def test_nothing_is_printed_where_nothing_is_to_be(capsys: pytest.CaptureFixture[str]) -> None:
-    engine = bring(Net, settings())
-    train(engine, range(12))
-    assert capsys.readouterr().out == ""
 
 
 # ---------------------------------------------------------------------------------------------------------------------
