@@ -28,7 +28,7 @@ from megazero.models.stages import StageLayout, cut_by_rank
 from megazero.parallel_state.grid import Coordinate
 from megazero.plan.cluster import Cluster
 from megazero.plan.operator_times import flops_of
-from megazero.plan.state_trace import TABLES, Level, StateTrace, trace_state
+from megazero.plan.state_trace import TABLES, Level, trace_state
 from megazero.plan.unit_trace import (
     DY,
     EMBEDDING,
@@ -89,18 +89,9 @@ class RankMemory:
 
 def memory_of(run: ResolvedRun, cluster: Cluster, stages: Collection[int] | None = None) -> tuple[RankMemory, ...]:
     """Plan the memory of each pipeline rank, or only of those in `stages`."""
-    per_node, on_cuda = cluster.per_node, cluster.processors == 0
     schedule = _filling_the_pipeline(run)
-    of_first = trace_key(run, on_cuda=on_cuda, per_node=per_node, adds=False)
-    of_others = trace_key(run, on_cuda=on_cuda, per_node=per_node) if _adds_up(run) else of_first
-    found = []
-    for stage, chunks in enumerate(cut_by_rank(run.config.model, run.config.parallel.layout, schedule.placement)):
-        if stages is None or stage in stages:
-            first = run.grid.rank(Coordinate(0, 0, 0, stage))
-            state = trace_state(run, first, per_node=per_node, on_cuda=on_cuda)
-            walk = _Walk(run, schedule, stage, chunks, (of_first, of_others), state, on_cuda=on_cuda)
-            found.append(walk.result())
-    return tuple(found)
+    wanted = range(schedule.pp) if stages is None else sorted(stages)
+    return tuple(_Walk(run, schedule, stage, cluster).result() for stage in wanted)
 
 
 def fullest_of(run: ResolvedRun, cluster: Cluster) -> RankMemory:
@@ -179,20 +170,16 @@ _Layer: TypeAlias = tuple[int, int, int]
 class _Walk:
     """Walks one pipeline rank through its schedule and finds its fullest moment."""
 
-    def __init__(
-        self,
-        run: ResolvedRun,
-        schedule: Schedule,
-        stage: int,
-        chunks: Sequence[StageLayout],
-        keys: tuple[TraceKey, TraceKey],
-        state: StateTrace,
-        *,
-        on_cuda: bool,
-    ) -> None:
-        self._schedule, self._stage, self._state, self._on_cuda = schedule, stage, state, on_cuda
-        self._keys = keys
+    def __init__(self, run: ResolvedRun, schedule: Schedule, stage: int, cluster: Cluster) -> None:
+        per_node, on_cuda = cluster.per_node, cluster.processors == 0
+        chunks = cut_by_rank(run.config.model, run.config.parallel.layout, schedule.placement)[stage]
+        first = run.grid.rank(Coordinate(0, 0, 0, stage))
+        self._state = state = trace_state(run, first, per_node=per_node, on_cuda=on_cuda)
+        self._schedule, self._stage, self._on_cuda = schedule, stage, on_cuda
         self._steps, self._confirmed = _paths_of(schedule, on_cuda)[stage]
+        of_first = trace_key(run, on_cuda=on_cuda, per_node=per_node, adds=False)
+        of_others = trace_key(run, on_cuda=on_cuda, per_node=per_node) if _adds_up(run) else of_first
+        self._key = of_others
         self._left_out = run.accumulation - schedule.microbatches
         config, self._message = run.config, message_bytes(run)
         self._policies = policies_by_layer(config, chunks, stage)
@@ -204,7 +191,9 @@ class _Walk:
         passes = [one for one in schedule.ranks[stage] if one.kind is not ActionKind.WEIGHT]
         self._next = dict(pairwise(passes))
         # By whether a micro-batch adds its gradients to those of others, and by chunk.
-        self._units = [[self._units_of(chunk, layout, key) for chunk, layout in enumerate(chunks)] for key in keys]
+        self._units = [
+            [self._units_of(chunk, layout, key) for chunk, layout in enumerate(chunks)] for key in (of_first, of_others)
+        ]
         self._ledger, self._gradients, self._most_kept = _Ledger(), 0, 0
         self._most: tuple[int, dict[str, int], str] = (-1, {}, "")
         self._tokens = _batch_bytes(run, chunks)
@@ -260,7 +249,7 @@ class _Walk:
             for name, trace in units:
                 own = flops_of(trace)
                 if name not in (EMBEDDING, HEAD):
-                    bare = flops_of(trace_unit(self._keys[1], LayerPolicy()))
+                    bare = flops_of(trace_unit(self._key, LayerPolicy()))
                     extra += own - bare
                     own = bare
                 plain += own
