@@ -239,20 +239,21 @@ class Block(nn.Module):
 
         No backward reads the result of the last projection, so "block" leaves it out.
         """
-        attention, mlp = [self.attention_norm, *_entry(self.attention)], [self.mlp_norm, *_entry(self.mlp)]
-        residual = [*_last(self.attention), self.attention_residual]
-        return self._regions(attention, residual, mlp, [*attention, *residual, *mlp])
+        (attention, out), (mlp, _) = _parts(self.attention), _parts(self.mlp)
+        residual = [*out, self.attention_residual]
+        return self._regions([self.attention_norm, *attention], residual, [self.mlp_norm, *mlp])
 
     def _regions(
-        self, attention: list[nn.Module], residual: list[nn.Module], mlp: list[nn.Module], block: list[nn.Module]
+        self, attention: list[nn.Module], residual: list[nn.Module], mlp: list[nn.Module], *rest: nn.Module
     ) -> dict[Region, list[nn.Module]]:
+        """As `regions`; `rest`: what else a recomputed block runs again."""
         return {
             "norms": [self.attention_norm, self.mlp_norm],
-            "activation": _entry(self.mlp)[1:],
+            "activation": _parts(self.mlp)[0][1:],
             "attention": attention,
             "residual": residual,
             "mlp": mlp,
-            "block": block,
+            "block": [*attention, *residual, *mlp, *rest],
         }
 
 
@@ -264,26 +265,18 @@ class PostNormBlock(Block):
         return self.mlp_residual(x, self.mlp_norm(self.mlp(x)), layout)
 
     def regions(self) -> dict[Region, list[nn.Module]]:
-        attention, mlp = _entry(self.attention), _entry(self.mlp)
-        residual = [*_last(self.attention), self.attention_norm, self.attention_residual]
-        block = [*attention, *residual, *mlp, *_last(self.mlp), self.mlp_norm]
-        return self._regions(attention, residual, mlp, block)
+        (attention, out), (mlp, down) = _parts(self.attention), _parts(self.mlp)
+        residual = [*out, self.attention_norm, self.attention_residual]
+        return self._regions(attention, residual, mlp, *down, self.mlp_norm)
 
 
-def _entry(branch: nn.Module) -> list[nn.Module]:
-    """The modules of a branch before its last projection; a script's own branch is one module."""
+def _parts(branch: nn.Module) -> tuple[list[nn.Module], list[nn.Module]]:
+    """The modules of a branch before its last projection, and the projection; a script's own branch is one module."""
     if isinstance(branch, Attention) and type(branch).forward is Attention.forward:
-        return [branch.qkv, branch.core]
+        return [branch.qkv, branch.core], [branch.out]
     if isinstance(branch, MLP) and type(branch).forward is MLP.forward:
-        return [branch.up, branch.activation]
-    return [branch]
-
-
-def _last(branch: nn.Module) -> list[nn.Module]:
-    """The last projection of a branch, unless the branch is a script's own."""
-    if _entry(branch) == [branch]:
-        return []
-    return [branch.out if isinstance(branch, Attention) else branch.down]  # type: ignore[list-item]
+        return [branch.up, branch.activation], [branch.down]
+    return [branch], []
 
 
 class Embedding(nn.Module):

@@ -40,7 +40,7 @@ from megazero.layers.recompute import WHOLE, DroppingOutputs, Recomputed, Tape
 from megazero.layers.saved_tensors import SavedTensorHooks
 from megazero.layers.vocabulary import grad_logits_of, statistics_of
 from megazero.models.activation_config import UNCUT, LayerPolicy
-from megazero.models.gpt import Block, GPTStage, PostNormBlock
+from megazero.models.gpt import Block, GPTStage
 from megazero.parallel_state import Axis
 
 _ALIGNED_BYTES = 16
@@ -133,8 +133,9 @@ def recomputed_modules(block: nn.Module, policy: LayerPolicy) -> dict[nn.Module,
 
 
 def has_regions(block: nn.Module) -> TypeGuard[Block]:
-    """Whether a block has the submodules that policies name; a block with its own forward has none."""
-    return isinstance(block, Block) and type(block).forward in (Block.forward, PostNormBlock.forward)
+    """Whether a block says which submodules policies name: the class that defines its forward defines `regions` as well."""
+    owner = next(base for base in type(block).__mro__ if "forward" in vars(base))
+    return isinstance(block, Block) and "regions" in vars(owner)
 
 
 def _may_draw(block: nn.Module) -> bool:
