@@ -55,8 +55,8 @@ class LostPeerError(RuntimeError):
 class Pending:
     """An operation under way; done already when made without `wait`.
 
-    What is dropped before its end, as by a step that fails, goes on: `Group.unfinished` keeps it and its memory until the
-    group's next operation.
+    An operation that is dropped before its end, as by a step that fails, goes on: `Group.unfinished` holds it and its memory
+    until the group's next operation.
 
     Args:
         wait: for the operation.
@@ -86,7 +86,7 @@ class Pending:
             self._finish = None
 
     def leave(self) -> None:
-        """Let the group's next operation wait for it."""
+        """Give the wait up: the group's next operation waits instead."""
         if self._wait is not None and self._group is not None:
             self._group.unfinished.append(self._wait)
         self._wait = None
@@ -158,7 +158,7 @@ def _backend(axis: Axis, device: torch.device) -> Backend:
 
 
 def _messages(axis: Axis) -> Messages:
-    """What carries broadcasts, messages between two ranks and small values."""
+    """Get what carries broadcasts, messages between two ranks and small values."""
     group = axis.group
     if group is None:
         return ProcessGroups()
@@ -209,12 +209,12 @@ def all_reduce(tensor: Tensor, axis: Axis, op: str = "sum") -> Pending:
 
 
 def numbers_of(reduced: Tensor, axis: Axis) -> list[float]:
-    """The numbers of a finished `all_reduce`.  On CUDA the host waits for its peers here and not in `Pending.wait`."""
+    """A finished `all_reduce` as numbers.  On CUDA the host waits for its peers here, not in `Pending.wait`."""
     return list(_guarded("all_reduce", axis, reduced.tolist) if axis.size > 1 else reduced.tolist())
 
 
 def broadcast(tensor: Tensor, axis: Axis, source: int = 0) -> Pending:
-    """Replace `tensor` by that of one rank.
+    """Replace `tensor` by the tensor of one rank.
 
     Args:
         tensor: contiguous, equal shape and dtype on every rank; overwritten but on the source.
@@ -349,7 +349,7 @@ def from_first(value: T, axis: Axis) -> T:
 
 
 def largest(numbers: Sequence[float], axis: Axis) -> list[float]:
-    """The largest of each of some numbers over the axis, on every rank."""
+    """The elementwise maximum of every rank's numbers, on every rank."""
     return list(
         numbers if axis.size == 1 else _of_values("largest", axis, lambda messages: messages.largest(numbers, axis))
     )
