@@ -195,7 +195,8 @@ class MatrixStepper:
     @property
     def buffer_bytes(self) -> int:
         """Bytes of the matrices that meet on this rank, and of what it sends where that is not the gradient's memory."""
-        own = sum(one.numel for of_bucket in self._matrices.values() for one in of_bucket if one.owner == self._rank)
+        every = [matrix for of_bucket in self._matrices.values() for matrix in of_bucket if matrix.owner == self._rank]
+        own = sum(matrix.numel for matrix in every if not self._is_here(matrix))
         sent = sum(bucket.gradient.numel() for bucket in self.buckets if not self._sends_gradient(bucket))
         return (own + sent) * self._dtype.itemsize
 
@@ -217,8 +218,7 @@ class MatrixStepper:
                 if bucket.master.location == "file":
                     state.write(MOMENTUM, bucket, run, momentum)
             flat = bucket.gradient.to(bucket.policy.device, self._dtype)
-            mine = [one for one in matrices if one.owner == self._rank]
-            own = {one: torch.empty(one.numel, dtype=flat.dtype, device=flat.device) for one in mine}
+            own = {one: self._buffer(one, bucket, flat) for one in matrices if one.owner == self._rank}
             self._under_way.append((flat, own, self._exchange(bucket, flat, own, to_owner=True)))
 
     @torch.no_grad()
@@ -244,6 +244,16 @@ class MatrixStepper:
             yield bucket
         self._under_way.clear()
 
+    def _is_here(self, matrix: Matrix) -> bool:
+        """Whether this rank steps all elements of a matrix that it owns."""
+        return len(matrix.sources) == 1 and matrix.sources[0].rank == self._rank
+
+    def _buffer(self, matrix: Matrix, bucket: Bucket, flat: Tensor) -> Tensor:
+        """Where a matrix meets: among this rank's elements if these are all of it."""
+        if self._is_here(matrix):
+            return bucket.owned_part(flat, matrix.sources[0].elements)
+        return torch.empty(matrix.numel, dtype=flat.dtype, device=flat.device)
+
     def _exchange(self, bucket: Bucket, flat: Tensor, own: Mapping[Matrix, Tensor], *, to_owner: bool) -> list[Pending]:
         """Start to bring the owned elements, `flat`, to the matrices in `own`, or their updates back."""
         sends, receives = list[tuple[Tensor, int]](), list[tuple[Tensor, int]]()
@@ -253,7 +263,8 @@ class MatrixStepper:
                 shard = bucket.owned_part(flat, elements) if holds else None
                 whole = own[matrix][start : start + elements.stop - elements.start] if is_owner else None
                 if shard is not None and whole is not None:
-                    (whole if to_owner else shard).copy_(shard if to_owner else whole)
+                    if not self._is_here(matrix):  # else they are one
+                        (whole if to_owner else shard).copy_(shard if to_owner else whole)
                 elif shard is not None:
                     (sends if to_owner else receives).append((shard, matrix.owner))
                 elif whole is not None:
