@@ -22,9 +22,9 @@ _RMS_OF_ADAMW = 0.2
 
 
 def orthogonalize(x: Tensor, scale: float = 1.0) -> Tensor:
-    """Newton-Schulz iteration on a whole matrix.  x: [rows, columns] -> the same, singular values in about [0.7, 1.2] `scale`.
+    """Newton-Schulz iteration on a whole matrix.  x: [rows, columns] -> the same, with singular values near `scale`.
 
-    It needs 20 m^2 n + 10 m^3 FLOPs, where m is the smaller side.
+    They lie within about 0.7 to 1.2 of it.  It needs 20 m^2 n + 10 m^3 FLOPs, where m is the smaller side.
     """
     is_tall = x.shape[0] > x.shape[1]
     y = x.t() if is_tall else x
