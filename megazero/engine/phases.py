@@ -197,19 +197,9 @@ def check_same_run(
 
     Raises: CheckpointError.
     """
-    accepted, wanted = config.checkpoint.accept_changes, config.model.model_dump()
-    # a key that the writer did not know yet has its default
-    written = type(config.model).model_construct(**trainer.model)
-    family = FAMILIES[config.model.family]
-    model = family.complete(written).model_dump(warnings=False)
+    accepted, (model, differs) = config.checkpoint.accept_changes, _model_changes(path, config, trainer)
     free = _FREE_TO_CHANGE | {key.removeprefix("model.") for name in accepted for key in KEYS_OF[name]}
-    differs = [key for key in wanted if model[key] != wanted[key]]
-    if family.learns_positions and "seq_len" in differs and "family" not in differs:
-        raise CheckpointError(
-            f"{path} has learned {model['seq_len']} positions, and this run has model.seq_len = {wanted['seq_len']}; a "
-            f"{config.model.family} keeps the length that it was made with: set model.seq_len to {model['seq_len']}"
-        )
-    changed = {f"model.{key}": (model[key], wanted[key]) for key in differs if key not in free}
+    changed = {f"model.{key}": (model[key], getattr(config.model, key)) for key in differs if key not in free}
     mask = changes(trainer, config).get("data.document_mask")
     if mask and "document_mask" not in accepted:
         changed["data.document_mask"] = (mask[0], mask[1])
@@ -234,6 +224,20 @@ def check_same_run(
         if changed.keys() - {key for keys in KEYS_OF.values() for key in keys}:  # nothing accepts them
             hint = "give it a training.run_dir of its own; to go on, set the keys back"
         raise CheckpointError(f"{path} {' and '.join(faults)}. If the run is to change here, {hint}")
+
+
+def _model_changes(path: Location, config: RunConfig, trainer: TrainerState) -> tuple[dict[str, Any], list[str]]:
+    """The [model] of a checkpoint, and its keys that differ from those of a run.  Raises: CheckpointError."""
+    family, wanted = FAMILIES[config.model.family], config.model.model_dump()
+    # a key that the writer did not know yet has its default
+    model = family.complete(type(config.model).model_construct(**trainer.model)).model_dump(warnings=False)
+    differs = [key for key in wanted if model[key] != wanted[key]]
+    if family.learns_positions and "seq_len" in differs and "family" not in differs:
+        raise CheckpointError(
+            f"{path} has learned {model['seq_len']} positions, and this run has model.seq_len = {wanted['seq_len']}; a "
+            f"{config.model.family} keeps the length that it was made with: set model.seq_len to {model['seq_len']}"
+        )
+    return model, differs
 
 
 def _end_of(config: RunConfig, stored: str) -> str:
