@@ -12,7 +12,6 @@ import functools
 import io
 import itertools
 import json
-import re
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -26,14 +25,13 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from harness import run_program, run_world
 from torch import Tensor, nn
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.utils import parametrize
 from torch.optim import lr_scheduler
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
-from torch.utils.data import IterableDataset, TensorDataset
+from torch.utils.data import TensorDataset
 
 import megazero
 from megazero.checkpoint.index import CheckpointError, DamagedError
@@ -300,11 +298,9 @@ def test_a_schedule_of_the_configuration_steps_with_every_update() -> None:
 
 SCHEDULES: dict[str, Callable[[Any], Any]] = {
     "multi-step": lambda it: lr_scheduler.MultiStepLR(it, [2, 3], 0.5),
-    "one cycle": lambda it: lr_scheduler.OneCycleLR(it, 0.4, total_steps=8),
     "in sequence": lambda it: lr_scheduler.SequentialLR(
         it, [lr_scheduler.ConstantLR(it, 0.5, 2), lr_scheduler.ExponentialLR(it, 0.5)], [3]
     ),
-    "lambda": lambda it: lr_scheduler.LambdaLR(it, lambda step: 1 / (1 + step)),
     "plateau": lambda it: lr_scheduler.ReduceLROnPlateau(it, patience=0, threshold=0.9, factor=0.5),
 }
 
@@ -412,33 +408,6 @@ def test_a_parameter_that_a_step_does_not_use_gets_no_gradient_from_an_earlier_o
     world: int, dtype: str, tolerance: dict[str, float]
 ) -> None:
     run_world(world, _unused, dtype, tolerance)
-
-
-class Words(nn.Module):
-    """Two tables, whose gradients have the rows alone that were looked up."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.words, self.bags = nn.Embedding(9, WIDTH, sparse=True), nn.EmbeddingBag(9, WIDTH, sparse=True)
-        self.rest = nn.Sequential(nn.Linear(WIDTH, OUT))
-
-    def forward(self, x: Tensor) -> Tensor:
-        ids = x[:, :2].mul(3).long().clamp(0, 8)
-        return self.rest(self.words(ids).sum(1) + self.bags(ids))
-
-
-def _sparse(rank: int) -> None:
-    plain = seeded(Words)
-    plain.words.sparse = plain.bags.sparse = False
-    train_plain(plain, sgd(plain.parameters()), range(2), accumulation=2)
-    for stage in STAGES:
-        engine = bring(Words, settings(stage, accumulation=2))
-        train(engine, range(2))
-        assert_equal(engine, plain, stage)
-
-
-def test_sparse_gradients_of_an_embedding_count_as_dense_ones() -> None:
-    run_world(2, _sparse)
 
 
 def _uneven_in_no_sync(rank: int) -> None:
@@ -570,25 +539,6 @@ def test_gradient_buffers_stay_within_two_buckets_from_the_second_step_in_any_or
     run_world(2, law)
 
 
-def test_no_rank_waits_in_a_gather_for_what_it_has_left_out() -> None:
-    """Units that share a buffer cannot be gathered ahead; forces from an energy run a backward graph of their own."""
-
-    def forces(block: nn.Module, x: Tensor, left_out: Sequence[int]) -> Tensor:
-        def call(x: Tensor) -> Tensor:
-            y = block(x, left_out)
-            (force,) = torch.autograd.grad(y.square().sum(), x, create_graph=True)
-            return y + 0.1 * force
-
-        result: Tensor = megazero.checkpoint(call, x)
-        return result
-
-    def law(rank: int) -> None:
-        _leaky(partial(Leaky, (0, 3, 1, 2)), 3, LEFT_OUT["one of two ranks"])
-        _leaky(partial(Leaky, wraps=forces), 3, LEFT_OUT["one of two ranks"], 2)
-
-    run_world(2, law, timeout=60)
-
-
 def test_a_module_may_be_compiled_before_stage_3_gathers_it() -> None:
     def law(rank: int) -> None:
         _leaky(lambda: torch.compile(Leaky(), backend="eager"), 3, LEFT_OUT["nothing"], 2)  # type: ignore[return-value]
@@ -639,34 +589,13 @@ def test_a_backward_that_the_engine_cannot_count_is_refused() -> None:
     run_world(2, law, timeout=60)
 
 
-class BackwardWithin(torch.autograd.Function):
-    """A script's own re-entrant checkpointing."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, function: Callable[..., Tensor], *args: Any) -> Tensor:
-        ctx.saved, ctx.call = x.detach(), lambda x: function(x, *args)
-        return ctx.call(x.detach())
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Any:
-        with torch.enable_grad():
-            x = ctx.saved.requires_grad_()
-            ctx.call(x).backward(*gradients)
-        return x.grad, None, None
-
-
-@pytest.mark.parametrize("wraps", ["torch", "own"])
-def test_what_only_a_backward_within_the_backward_reaches_is_not_left_out(wraps: str) -> None:
+def test_what_only_a_backward_within_the_backward_reaches_is_not_left_out() -> None:
     runs = partial(torch_checkpoint, use_reentrant=True)
-
-    def run(block: nn.Module, x: Tensor, left_out: Sequence[int]) -> Tensor:
-        result: Tensor = runs(block, x, left_out) if wraps == "torch" else BackwardWithin.apply(x, block, left_out)
-        return result
 
     def law(rank: int) -> None:
         for stage, name in itertools.product(STAGES, ("what comes first", "one of two ranks")):
             first, second = LEFT_OUT[name]  # at stage 3 other ranks would wait for what this one leaves out
-            _leaky(partial(Leaky, wraps=run), stage, [second, second] if stage == 3 else [first, second], 2)
+            _leaky(partial(Leaky, wraps=runs), stage, [second, second] if stage == 3 else [first, second], 2)
 
     run_world(2, law)
 
@@ -859,27 +788,6 @@ def test_buffers_come_back_on_every_rank(tmp_path: Path) -> None:
             assert (loaded[name] == value).all(), name
 
 
-class SharedBuffer(nn.Module):
-    """Two parts count in one buffer."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.parts = nn.ModuleList([nn.Linear(WIDTH, OUT), nn.Linear(WIDTH, OUT)])
-        count = torch.zeros(1)
-        for one in self.parts:
-            one.register_buffer("count", count)
-
-
-def test_a_shared_buffer_stays_shared_and_one_without_values_is_an_error() -> None:
-    for dtype in ("fp32", "bf16"):
-        first, second = bring(SharedBuffer, settings(1, dtype)).module.parts
-        assert first.count is second.count
-        assert first.count.dtype == torch.float32  # at any format of the weights
-    model = nn.BatchNorm1d(WIDTH)
-    model.running_mean = model.running_mean.to("meta")
-    refuses(ValueError, "buffer running_mean is on the meta device", lambda: bring(lambda: model, settings()))
-
-
 class RandomBuffer(nn.Module):
     """Its features are drawn once and never trained: they are a buffer."""
 
@@ -970,26 +878,6 @@ def test_tags_name_checkpoints_and_none_is_overwritten(tmp_path: Path) -> None:
 
 class Secret:
     """Not to be unpickled."""
-
-
-class _Wrapped(Normed):
-    """Its state dict names the parts without the wrapper, and leaves a buffer out."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.net = checkpoint_wrapper(self.net)
-        self.register_buffer("scratch", torch.zeros(1), persistent=False)
-
-
-def test_buffers_within_a_checkpoint_wrapper_are_saved(tmp_path: Path) -> None:
-    engine = bring(_Wrapped, settings(3))
-    train(engine, range(2))
-    engine.save_checkpoint(tmp_path)
-    other = bring(_Wrapped, settings(3))
-    other.module.scratch += 5
-    other.load_checkpoint(tmp_path)
-    for (name, saved), loaded in zip(engine.module.named_buffers(), other.module.buffers(), strict=True):
-        assert torch.equal(saved, loaded) is (name != "scratch"), name
 
 
 class _Counts(Normed):
@@ -1192,10 +1080,6 @@ def test_a_schedule_of_another_kind_is_refused_before_anything_changes_and_a_mis
     refuses(CheckpointError, "schedule.*MultiStepLR.*milestones", lambda: other.load_checkpoint(tmp_path / "with"))
     assert_equal(other, before, **EXACT)
     assert other.global_steps == 0
-    capsys.readouterr()
-    other.load_checkpoint(tmp_path / "with", load_lr_scheduler_states=False)
-    bring(Net, settings(), **halving).load_checkpoint(tmp_path / "with")
-    assert capsys.readouterr().out == ""
     other.load_checkpoint(tmp_path / "without")
     assert "the checkpoint has no schedule" in capsys.readouterr().out
     bring(Net, settings()).load_checkpoint(tmp_path / "with")
@@ -1364,25 +1248,6 @@ def test_a_copy_of_a_module_goes_on_by_itself_under_init() -> None:
     assert found["1.weight"].eq(3.0).all()
     assert torch.equal(found["2.weight"], found["3.weight"])
     assert not torch.isclose(found["2.weight"], found["0.weight"]).any()
-
-
-def test_init_remembers_a_tensor_s_values_as_they_were() -> None:
-    """The script may write its scratch memory again, by whatever path; what it reads of a parameter is refused."""
-    scratch = torch.full((2, 3), 5.0)
-    with megazero.zero.Init():
-        model = nn.Linear(3, 2)
-    model.weight.data.copy_(scratch)
-    scratch.mul_(2)
-    model.weight.data.add_(scratch)
-    scratch.numpy()[:] = 9.0
-    model.bias.data.copy_(scratch[:, 0])
-    scratch.data.zero_()
-    for read in (scratch.copy_, lambda weight: torch.mul(weight, 2, out=scratch), scratch.__iadd__):
-        with pytest.raises(RuntimeError, match="writes a parameter's values into another tensor"):
-            read(model.weight.data)
-    found = weights(bring(lambda: model, settings()))
-    assert found["weight"].eq(15.0).all()
-    assert found["bias"].eq(9.0).all()
 
 
 def _whole_within_whole(rank: int) -> None:
@@ -1726,22 +1591,6 @@ def test_data_that_ends_on_one_rank_stops_all_before_the_step() -> None:
     run_world(2, _data_that_ends, timeout=30)
 
 
-class Endless(IterableDataset):
-    """Without a length."""
-
-    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
-        while True:
-            yield torch.ones(WIDTH), torch.ones(OUT)
-
-
-def test_a_pipeline_trains_on_data_without_a_length() -> None:
-    module = PipelineModule([LayerSpec(nn.Linear, WIDTH, OUT)], num_stages=1, loss_fn=F.mse_loss)
-    engine = megazero.initialize(model=module, config=settings(), training_data=Endless())[0]
-    losses = [engine.train_batch() for _ in range(2)]
-    assert losses[1] < losses[0]
-    assert all(loss.shape == () for loss in losses)
-
-
 def test_train_batch_says_what_it_misses() -> None:
     engine = bring(Net, settings())
     refuses(ValueError, "training_data", engine.train_batch)
@@ -1754,12 +1603,7 @@ def test_train_batch_says_what_it_misses() -> None:
 
 def _reports(rank: int, folder: Path) -> str:
     config = settings(
-        2,
-        steps_per_print=2,
-        wall_clock_breakdown=True,
-        dump_state=True,
-        prescale_gradients=True,
-        tensorboard={"enabled": True, "output_path": str(folder), "job_name": "job"},
+        2, steps_per_print=2, tensorboard={"enabled": True, "output_path": str(folder), "job_name": "job"}
     )
     with contextlib.redirect_stdout(io.StringIO()) as said:
         engine = bring(Net, config)
@@ -1768,32 +1612,11 @@ def _reports(rank: int, folder: Path) -> str:
     return said.getvalue()
 
 
-def test_blocks_beside_objects_of_the_script_are_noted(capsys: pytest.CaptureFixture[str]) -> None:
-    scheduler = {"type": "WarmupLR", "params": {"warmup_num_steps": 5}}
-    own = {"optimizer": lambda groups: torch.optim.SGD(groups, lr=0.5), "lr_scheduler": lambda _: _Constant()}
-    for given in ((), ("optimizer",), ("optimizer", "lr_scheduler")):
-        engine = bring(Net, settings(scheduler=scheduler), **{name: own[name] for name in given})
-        engine.close()
-        noted = [line.split()[1] for line in capsys.readouterr().out.splitlines() if "the script gives its own" in line]
-        assert noted == [name.removeprefix("lr_") for name in given]
-
-
-class _Constant:
-    """A learning-rate schedule of a script, which does nothing."""
-
-    def step(self) -> None:
-        pass
-
-
 def test_rank_0_alone_reports(tmp_path: Path) -> None:
     said, nothing = run_world(2, _reports, tmp_path)
     assert nothing == ""
-    assert said.count("note: prescale_gradients") == 1
-    assert said.count("DeepSpeedConfig(") == 1
     lines = [line for line in said.splitlines() if line.startswith("step ")]
     assert [line.split(",")[0] for line in lines] == ["step 2", "step 4"]
-    for line in lines:
-        assert re.search(r"loss \d+\.\d{4}, lr 0\.1, grad norm \d.*forward .* ms, backward .* ms.*step .* ms", line)
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     events = EventAccumulator(str(tmp_path / "job"))
