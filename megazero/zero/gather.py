@@ -278,9 +278,15 @@ class UnitGatherer:
         self.order.forget()
 
     def begin_step(self) -> None:
-        """Forget the forwards that an interrupt has left: torch calls no hook after one."""
+        """Forget the forwards that an interrupt has left, for torch calls no hook after one, and end the gathers that a
+        failed step has left under way: beside those of a step their staging buffers would be more than are planned."""
         while self.running:
             self.running.pop()[1].leave()
+        for bucket in self.buckets:
+            if bucket not in self._first and self.buffers.holds(
+                bucket
+            ):  # the update has begun those of the first units
+                self.buffers.wait(bucket)
 
     def detach(self) -> None:
         """Gather for no more forwards."""
