@@ -411,14 +411,9 @@ class _Model(nn.Linear):
 def test_an_engine_answers_for_deepspeeds_names_and_for_its_module() -> None:
     engine = engine_of(_Model(WIDTH, 2), settings(2, "bf16"))
     assert engine.label == "of the module"
-    assert engine.steps_per_print() == 10**9
-    assert not engine.random_ltd_enabled()
     assert engine.zero_offload_optimizer() is engine.zero_offload_param() is None
     assert engine.optimizer_name() == "AdamW"
     assert engine.get_data_types() == (torch.bfloat16, torch.float32)
-    assert engine.zero_optimization_partition_gradients()
-    assert not engine.zero_optimization_partition_weights()
-    assert (engine.local_rank, engine.mp_world_size, engine.get_data_parallel_rank()) == (0, 1, 0)
     assert not hasattr(engine, "offload_states")
     with pytest.raises(AttributeError, match=r"offload_states: .*offload_optimizer"):
         engine.offload_states()

