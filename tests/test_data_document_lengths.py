@@ -2,10 +2,9 @@
 
 import random
 import struct
-from itertools import groupby, pairwise
+from itertools import groupby
 from pathlib import Path
 
-import numpy as np
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
@@ -13,8 +12,7 @@ from test_data_indexed import idx_bytes, write_by_hand
 
 from megazero.data import Corpus, IndexedDataset, indexed, open_corpus
 from megazero.data.identity import verified_identity
-from megazero.data.indexed import DocumentBorders
-from megazero.data.sampler import SampleStream, Stream, ValidationStream, Windows
+from megazero.data.sampler import Stream, Windows
 
 Documents = list[list[int]]  # the lengths of the sequences of each
 
@@ -59,12 +57,6 @@ def test_the_lengths_are_the_runs_of_tokens_of_one_document(tmp_path_factory, do
         start = (first + position) * seq_len
         goes_on = owner[start + seq_len - 1] == owner[start + seq_len]
         assert windows.documents(position) == (runs(owner[start : start + seq_len]), goes_on)
-
-
-def test_without_an_index_a_sample_is_one_document():
-    windows = Windows.over(np.arange(13), 4)
-    assert [windows.documents(position) for position in range(3)] == [([4], True)] * 3
-    assert ValidationStream([windows]).documents([2, 0]) == [([4], True), ([4], True)]
 
 
 # ---- Streams
@@ -126,42 +118,6 @@ def _open(sources: list[tuple[str, float]], tmp_path: Path) -> Corpus:
         cache_dir=tmp_path / "cache",
         vocab_size=4000,
     )
-
-
-# ---- Large indices
-
-
-class Computed:
-    """An array of values that a function gives, which counts those that are read."""
-
-    def __init__(self, length, value):
-        self.length, self.value, self.reads = length, value, 0
-
-    def __len__(self):
-        return self.length
-
-    def __getitem__(self, key):
-        which = np.arange(*key.indices(self.length)) if isinstance(key, slice) else np.asarray(key)
-        self.reads += which.size
-        return self.value(which)
-
-
-def test_a_lookup_in_a_large_index_reads_a_logarithm_of_it():
-    """Documents of 3 sequences of 7 tokens, so 21 tokens each."""
-    documents = 10**8
-    pointers = Computed(3 * documents, lambda sequence: sequence * 7 * 2)
-    indices = Computed(documents + 1, lambda document: document * 3)
-    borders = DocumentBorders(pointers, indices, 2, 21 * documents)
-    windows = Windows(np.empty(0), 4096, 0, 21 * documents // 4096 - 1, borders=borders)
-    stream = SampleStream([windows], [1.0], 0)
-    asked = 50
-    for index, (lengths, _) in enumerate(stream.documents(range(asked))):
-        start = int(stream.locate([index])[1][0]) * 4096
-        edges = [start, *(at for at in range(start // 21 * 21 + 21, start + 4096, 21)), start + 4096]
-        assert lengths == [b - a for a, b in pairwise(edges)]
-    most = 2 * documents.bit_length() + 4096 // 21 + 1
-    assert pointers.reads <= asked * most
-    assert indices.reads <= asked * most
 
 
 # ---- Indices whose lookups would be wrong

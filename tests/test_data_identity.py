@@ -8,7 +8,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import xxhash
-from filelock import FileLock
 
 from megazero.data import IndexedDataset, identity
 from megazero.data.identity import Identity, changes_between, fingerprint_of, identity_path, verified_identity
@@ -157,24 +156,6 @@ def test_machines_that_share_files_read_them_once_and_each_of_many_copies_is_rea
     assert len(reads) == 101
 
 
-def test_who_waits_for_another_process_to_verify_a_large_pair_says_so_first(tmp_path, monkeypatch):
-    prefix, cache, told = write_pair(tmp_path / "x", np.arange(20, dtype="<u2")), tmp_path / "cache", []
-    monkeypatch.setattr(identity, "_LARGE_BYTES", 1)
-
-    def acquire(self, *_, **__):
-        """Another process has the lock, and has verified the pair when it gives it up."""
-        assert len(told) == 1
-        monkeypatch.undo()
-        verify(prefix, cache)
-        return self.acquire()
-
-    monkeypatch.setattr("filelock.FileLock.acquire", acquire)
-    verified_identity(IndexedDataset(prefix), cache, told.append)
-    verified_identity(IndexedDataset(prefix), cache, told.append)
-    assert len(told) == 1
-    assert told[0].startswith(f"verifying {prefix}, 0.0 GB, once")
-
-
 def test_what_stands_in_the_way_is_named(tmp_path, monkeypatch):
     prefix = write_pair(tmp_path / "x", np.arange(20, dtype="<u2"))
     (tmp_path / "file").write_text("")
@@ -215,19 +196,6 @@ def test_of_many_processes_one_reads(tmp_path):
         process.join(timeout=20)
     assert len({answer for answer, _ in answers}) == 1
     assert sum(reads for _, reads in answers) == 1
-
-
-def test_who_waits_for_another_process_says_for_which_lock(tmp_path, monkeypatch):
-    monkeypatch.setattr(identity, "_TURN_SECONDS", 0.01)
-    path, said = tmp_path / "data", []
-    held = FileLock(f"{path}.lock", thread_local=False).acquire()
-
-    def say(line: str) -> None:
-        said.append(line)
-        held.lock.release()
-
-    with identity.locked(path, "data is kept", say):
-        assert said == [f"waiting for the process that holds {path}.lock: it works on the same data"]
 
 
 def test_what_differs_between_two_fingerprints_is_named():

@@ -13,12 +13,6 @@ from megazero.data.sampler import Blend, Permutation, SampleStream, ValidationSt
 # ---- Permutation
 
 
-@pytest.mark.parametrize("size", [1, 2, 3, 4, 5, 7, 8, 9, 100, 255, 256, 257, 4099, 65536, 100_003])
-def test_every_size_is_a_bijection(size):
-    for key in ((0,), (1, 2, 3)):
-        assert set(Permutation(size, key)(np.arange(size)).tolist()) == set(range(size))
-
-
 @given(size=st.integers(1, 300), key=st.lists(st.integers(0, 2**80), max_size=3))
 def test_any_size_and_key_is_a_bijection(size, key):
     assert sorted(Permutation(size, key)(np.arange(size)).tolist()) == list(range(size))
@@ -40,13 +34,6 @@ def test_every_output_bit_depends_on_every_input_bit(bits):
     assert flips.max() < 0.6
 
 
-def test_neighbours_do_not_stay_neighbours():
-    size = 10_000
-    order = Permutation(size, (7,))(np.arange(size))
-    assert abs(np.corrcoef(np.arange(size), order)[0, 1]) < 0.05
-    assert np.mean(np.abs(np.diff(order)) < size / 100) < 0.04  # chance: 0.02
-
-
 def test_keys_give_different_orders_which_meet_only_by_chance():
     orders = [Permutation(5000, key)(np.arange(5000)) for key in ((0,), (1,), (0, 1), (0, 0, 1), (1, 0))]
     for i, one in enumerate(orders):
@@ -60,15 +47,6 @@ def test_sizes_beyond_memory_are_evaluated_in_range_and_shapes_are_kept():
     assert values.shape == (1, 3)
     assert ((values >= 0) & (values < size)).all()
     assert len(set(values.ravel().tolist())) == 3
-
-
-def test_positions_and_sizes_outside_are_refused():
-    with pytest.raises(IndexError, match="of a permutation of 7 elements"):
-        Permutation(7, (1,))(np.array([0, 7]))
-    with pytest.raises(IndexError, match="-1 to 0"):
-        Permutation(7, (1,))(np.array([0, -1]))
-    with pytest.raises(ValueError, match="size=0"):
-        Permutation(0, (1,))
 
 
 # ---- Blend
@@ -93,12 +71,6 @@ def test_shares_stay_within_the_bound_and_indices_have_no_gap(weights):
         seen[number] += 1
         for count, weight in zip(seen, weights, strict=True):
             assert abs(count - n * Fraction(weight) / total) <= bound
-
-
-def test_the_picture_in_the_docstring_is_true():
-    source, within = Blend([3, 1, 2]).locate(np.arange(6))
-    assert source.tolist() == [0, 2, 0, 1, 0, 2]
-    assert within.tolist() == [0, 0, 1, 0, 2, 1]
 
 
 def test_decimals_are_what_they_are_written_as():
@@ -139,10 +111,6 @@ def test_a_source_shorter_than_a_sample_is_refused_with_the_numbers():
     assert Windows.over(np.arange(5), 4).count == 1
     with pytest.raises(ValueError, match=r"wiki holds 4 tokens, fewer than one sample of seq_len \+ 1 = 5"):
         Windows.over(np.arange(4), 4, "wiki")
-    with pytest.raises(ValueError, match="holds 0 tokens"):
-        Windows.over(np.arange(0), 4)
-    with pytest.raises(ValueError, match="seq_len=0"):
-        Windows.over(np.arange(4), 0)
 
 
 @given(count=st.integers(2, 60), percent=st.integers(1, 99))
@@ -235,11 +203,5 @@ def test_validation_reads_each_window_once_in_order_and_every_prefix_is_a_fair_c
 def test_indices_and_sources_that_make_no_sense_are_refused():
     with pytest.raises(IndexError, match="-1 is negative"):
         stream().batch([0, -1])
-    with pytest.raises(IndexError, match="validation sample 22 of 22"):
-        ValidationStream(sources()).batch([22])
-    with pytest.raises(ValueError, match="3 sources and 2 weights"):
-        stream(weights=(1, 1))
     with pytest.raises(ValueError, match=r"one seq_len, got \[4, 5\]"):
         SampleStream([Windows.over(np.arange(20), 4), Windows.over(np.arange(20), 5)], [1, 1], 0)
-    with pytest.raises(ValueError, match="no sources"):
-        ValidationStream([])
