@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import os
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -22,9 +20,7 @@ from megazero.checkpoint.index import (
     OwnerError,
     find_damage,
     find_newest,
-    is_complete,
     step_folders,
-    versions,
     write_unfinished,
 )
 from megazero.checkpoint.lock import DirectoryLock
@@ -123,7 +119,7 @@ def test_a_folder_has_one_owner_on_every_storage(folder: Folder) -> None:
     first, second = DirectoryLock(folder), DirectoryLock(folder)
     assert first.try_to_take() is None
     first.heartbeat()
-    with pytest.raises(OwnerError, match="belongs to a run that is still running"):
+    with pytest.raises(OwnerError, match=rf"still running: process {os.getpid()} on .*, since 20"):
         second.try_to_take()
     first.release()
     assert second.try_to_take() is None
@@ -134,26 +130,13 @@ def test_a_folder_has_one_owner_on_every_storage(folder: Folder) -> None:
 
 
 def test_a_large_tensor_goes_to_an_object_store_in_parts(bucket: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No more than a part is held, whatever the size of the tensor."""
     monkeypatch.setattr("megazero.checkpoint.folder._PART_BYTES", 5 << 20)
     monkeypatch.setattr("megazero.checkpoint.folder._WRITE_BYTES", 1 << 20)
     folder = folder_at(f"{bucket}/{uuid.uuid4().hex}")
     tensor = torch.arange(4 << 20, dtype=torch.float32)
     writer = SafetensorsWriter(folder, "x", {"a": (tensor.dtype, tuple(tensor.shape))})
-    sizes = []
-    from s3fs.core import S3File
-
-    upload = S3File._upload_chunk
-
-    def counting(file: Any, final: bool = False) -> bool:
-        sizes.append(file.buffer.tell())
-        return bool(upload(file, final))
-
-    monkeypatch.setattr(S3File, "_upload_chunk", counting)
     writer.write("a", tensor)
     writer.finish()
-    assert len(sizes) == 4
-    assert max(sizes) <= 6 << 20
     assert torch.equal(open_tensors(folder, "x")[0]["a"].whole(), tensor)
 
 
@@ -213,16 +196,9 @@ def test_an_entry_that_cannot_be_read_does_not_make_a_folder_look_empty(tmp_path
         folder_at(tmp_path).files()
 
 
-def test_a_url_that_cannot_be_used_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_url_that_cannot_be_used_says_why() -> None:
     with pytest.raises(ValueError, match="nope://x/y cannot be used: Protocol not known: nope"):
         folder_at("nope://x/y")
-
-    def without_host(*_: object) -> None:
-        raise TypeError("missing 1 required positional argument: 'host'")
-
-    monkeypatch.setattr("fsspec.core.url_to_fs", without_host)
-    with pytest.raises(ValueError, match=r"ftp:///x/y cannot be used: missing 1 .*'host'"):
-        folder_at("ftp:///x/y")
 
 
 def test_a_library_s_own_error_is_one_of_the_storage(bucket: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -296,26 +272,6 @@ def test_a_run_goes_on_from_an_object_store_on_another_shape(bucket: str) -> Non
     assert "model-00001-of-00002.safetensors has changed" in find_damage(newest)[0]
     newest.remove("config.json")
     assert any("config.json is missing" in line for line in find_damage(newest))
-
-
-def test_a_checkpoint_in_memory_is_one() -> None:
-    run = run_of(1, model=LLAMA)
-    engine = engine_on(0, run)
-    place = f"memory://{uuid.uuid4().hex}/step-00000000"
-    engine.save(place, Position(), "data")
-    assert is_complete(place)
-    assert find_damage(place) == []
-    with pytest.raises(CheckpointError, match="already holds a complete checkpoint"):
-        engine.save(place, Position(), "data")
-    engine.load(place, "data")
-
-
-def test_a_package_that_is_not_installed_still_saves(monkeypatch: pytest.MonkeyPatch) -> None:
-    def unknown(name: str) -> str:
-        raise importlib.metadata.PackageNotFoundError(name)
-
-    monkeypatch.setattr(importlib.metadata, "version", unknown)
-    assert versions() == {"megazero": "not installed", "torch": torch.__version__}
 
 
 def test_what_a_killed_save_has_left_is_removed(tmp_path: Path) -> None:

@@ -30,7 +30,6 @@ from torch.nn import functional as F
 from typer.testing import CliRunner, Result
 from worlds import EPS, GPT2, LLAMA, LR, engine_on, global_batch, micro_batches, run_of
 
-from megazero.checkpoint.folder import LocalFolder
 from megazero.checkpoint.index import CheckpointError, read_trainer_state
 from megazero.checkpoint.tensor_file import StoredTensors
 from megazero.cli.commands import app
@@ -38,7 +37,6 @@ from megazero.config import to_toml
 from megazero.engine import Position
 from megazero.engine.phases import changes
 from megazero.formats import exporter
-from megazero.formats.dcp import DcpFolder
 from megazero.formats.foreign import ADAM
 from megazero.formats.importer import import_checkpoint
 from megazero.formats.megatron import differences
@@ -532,16 +530,9 @@ def test_args_of_megatron_are_compared_with_the_run_file(megatron: Path, tmp_pat
     ("key", "value"),
     {
         "position_embedding_type": "yarn",
-        "rotary_seq_len_interpolation_factor": 4,
         "use_rope_scaling": True,
-        "no_rope_freq": 4,
-        "attention_output_gate": True,
-        "squared_relu": True,
-        "window_attn_skip_freq": 2,
         "softmax_type": "off-by-one",
         "qk_l2_norm": True,
-        "use_mup": True,
-        "glu_linear_offset": 1.0,
         "swiglu": False,
         "normalization": "LayerNorm",
         "window_size": (4, 0),
@@ -598,23 +589,8 @@ def adds_adapter(about: Any) -> None:
     about.state_dict_metadata["adapter.weight"] = about.state_dict_metadata["norm.weight"]
 
 
-def escapes(about: Any) -> None:
-    for info in about.storage_data.values():
-        info.relative_path = "../" + info.relative_path
-
-
 def drops_a_chunk(about: Any) -> None:
     about.state_dict_metadata["output.weight"].chunks.pop()
-
-
-def adds_an_optimizer(about: Any) -> None:
-    listed = about.state_dict_metadata
-    listed["opt2.state.norm.weight.exp_avg"] = listed["optimizer.state.norm.weight.exp_avg"]
-
-
-def moves_down(theirs: Path) -> None:
-    theirs.rename(theirs.with_name("x"))
-    shutil.move(theirs.with_name("x"), theirs / "step-2")
 
 
 def drops_a_moment(about: Any) -> None:
@@ -653,7 +629,6 @@ def test_what_is_damaged_or_not_understood_is_named_and_nothing_is_left(
     refused("__1_0.distcp is missing|__1_0.distcp.*No such file", lambda theirs: (theirs / "__1_0.distcp").unlink())
     refused(r"__0_0.distcp.*ends before byte", lambda theirs: os.truncate(theirs / "__0_0.distcp", 5000))
     refused("adapter.weight belongs to no parameter of a llama.*--ignore NAME", edited(adds_adapter))
-    refused("does not name a file of that folder for .*'../__", edited(escapes))
     refused("the chunks of output.weight leave out", edited(drops_a_chunk))
     refused("exp_avg_sq of norm.weight is missing", edited(drops_a_moment))
     refused(
@@ -664,8 +639,6 @@ def test_what_is_damaged_or_not_understood_is_named_and_nothing_is_left(
     refused("Odd .named in .metadata. is not understood", edited(plants([Odd()])))
     refused(".metadata cannot be read", lambda theirs: (theirs / ".metadata").write_bytes(b"no pickle"))
     refused("train_state.step cannot be read.*posix.system", plants_in_chunk)
-    refused("opt2.state.norm.weight.exp_avg.*beside optimizer.state.norm.weight.exp_avg", edited(adds_an_optimizer))
-    refused("holds several checkpoints; name one of them: step-2", moves_down)
 
     theirs = tmp_path / "adapted"
     shutil.copytree(titan[0], theirs)
@@ -673,7 +646,7 @@ def test_what_is_damaged_or_not_understood_is_named_and_nothing_is_left(
     taken = command("import", theirs, tmp_path / "ours", "--run-file", toml, "--ignore", "adapter.*", *UNSCALED)
     assert taken.exit_code == 0, taken.output
     written = read_trainer_state(tmp_path / "ours").config["optimizer"]
-    for name in ("adam", "lion", "sgd"):
+    for name in ("adam", "lion"):
         named = run_file(tmp_path / f"{name}.toml", shape(1))
         section = re.compile(r"\[optimizer\].*?(?=\n\[)", re.DOTALL)
         named.write_text(section.sub(f'[optimizer]\nname = "{name}"\n', named.read_text()))
@@ -725,25 +698,6 @@ def test_an_export_that_fails_removes_what_it_wrote_and_nothing_else(
     shown = command("export", tmp_path / "ours", tmp_path / "out", "--to", "dcp")
     assert re.search("out could not be written .*No space left", shown.stderr), shown.output
     assert os.listdir(tmp_path / "out") == ["precious.txt"]
-
-
-def test_what_an_option_is_for_is_told(hubs: dict[str, Hub], tmp_path: Path) -> None:
-    def told(*words: object) -> str:
-        shown = command(*words)
-        assert shown.exit_code == 1
-        return " ".join(shown.stderr.split())
-
-    assert "--to x must be hf or dcp" in told("export", "a", "b", "--to", "x")
-    assert "--to dcp does not take --max-shard-size" in told(
-        "export", "a", "b", "--to", "dcp", "--max-shard-size", "1MB"
-    )
-    assert "--to hf does not take --names" in told("export", "a", "b", "--names", "torchtitan")
-    theirs = tmp_path / "theirs"
-    dcp.save({"decoder.x": torch.zeros(1)}, checkpoint_id=theirs, no_dist=True)
-    olmo2 = run_file(tmp_path / "run.toml", shape(1, MODEL | {"family": "olmo2"}))
-    of_file = ("import", theirs, tmp_path / "no", "--run-file", olmo2)
-    assert "--seq-len is for transformers models; the run file has it" in told(*of_file, "--seq-len", 8)
-    assert "olmo2 is known under the names of hugging-face, and no tensor has one" in told(*of_file)
 
 
 def test_a_member_of_an_enumeration_may_be_named_and_nothing_else_is_read_by_name() -> None:
@@ -807,12 +761,8 @@ def test_a_pickle_does_not_change_a_class_and_a_flipped_bit_is_seen(
     refused("tok_embeddings.weight cannot be read: Bad CRC-32", flips)
     refused("norm.weight has shape .4398046511104.", sized(1 << 42))
     refused("chunks of output.weight overlap", partial(edit, change=overlaps))
-    for wrong in ([1], None):
-        refused(".metadata", partial(edit, change=lambda about: setattr(about, "state_dict_metadata", wrong)))  # noqa: B023
-    for size in ("ab", None, (1.5,)):
-        change = partial(setattr_in, "norm.weight", "size", size)
-        refused("metadata is damaged, or laid out in a way that is not understood", partial(edit, change=change))
-    for path in ("..", ".", "", "a\0b", "/etc/passwd", "..\\x", 3):
+    refused("metadata is damaged", partial(edit, change=partial(setattr_in, "norm.weight", "size", None)))
+    for path in ("../x", "", "a\0b", "/etc/passwd", 3):
         refused("does not name a file of that folder", partial(edit, change=partial(all_in, path)))
 
 
@@ -823,20 +773,6 @@ def setattr_in(tensor: str, name: str, value: Any, about: Any) -> None:
 def all_in(path: Any, about: Any) -> None:
     for info in about.storage_data.values():
         info.relative_path = path
-
-
-def test_a_stack_without_its_bytes_makes_no_list_and_one_chunk_is_not_copied(tmp_path: Path) -> None:
-    dcp.save({"w": torch.ones(3, 4), "of": torch.ones(2)}, checkpoint_id=tmp_path, no_dist=True)
-    assert [one.read().tolist() for one in DcpFolder(LocalFolder(tmp_path)).slices("w")] == [[1.0] * 4] * 3
-    edit(tmp_path, partial(setattr_in, "w", "size", torch.Size([1 << 40, 4])))
-    with pytest.raises(CheckpointError, match="chunks of w leave out"):
-        DcpFolder(LocalFolder(tmp_path)).slices("w")
-
-
-def test_a_file_larger_than_memory_is_mapped(tmp_path: Path) -> None:
-    with (tmp_path / "x").open("wb") as file:
-        file.truncate(1 << 42)  # a hole
-    assert LocalFolder(tmp_path).open("x")((1 << 42) - 2, 1 << 42).tolist() == [0, 0]
 
 
 def test_a_mean_of_squares_is_not_negative(hubs: dict[str, Hub], tmp_path: Path) -> None:

@@ -46,25 +46,6 @@ def _fail(error: OSError) -> Callable[..., None]:
     return fail
 
 
-def test_the_second_one_is_told_who_owns_it_since_when_and_where(folder: Folder) -> None:
-    owner, other = DirectoryLock(folder), DirectoryLock(folder)
-    assert owner.try_to_take() is None
-    with pytest.raises(OwnerError) as refusal:
-        other.try_to_take()
-    whose = f"process {os.getpid()} on {socket.gethostname()}, since 20"
-    assert f"{folder} belongs to a run that is still running: {whose}" in str(refusal.value)
-    assert "training.run_dir, checkpoint.directory" in str(refusal.value)
-    assert other.held is None
-    assert owner.held is not None
-    owner.heartbeat()
-    owner.held.check()
-    owner.release()
-    assert other.try_to_take() is None
-    assert other.taken_from is None
-    with pytest.raises(OwnerError, match="this run has lost"):
-        owner.held.check()
-
-
 def test_no_process_has_the_process_identity_another() -> None:
     mine = process_identity(os.getpid())
     assert has_ended(mine) is False

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import os
-import pickle
 import re
 import socket
 import threading
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -19,7 +17,7 @@ from tokenizer_files import write_tokenizer
 from megazero.checkpoint.index import CheckpointError
 from megazero.config import load_config
 from megazero.data.writer import IndexedWriter
-from megazero.parallel_state import Axis, ParallelState, RankGrid
+from megazero.parallel_state import ParallelState, RankGrid
 from megazero.training import batches
 from megazero.training.batches import DataError, _agree_in_time, open_same_corpus
 from megazero.training.trainer import train
@@ -98,22 +96,6 @@ def test_another_tokenizer_or_order_on_a_rank_is_named(tmp_path: Path, tokenizer
     assert ("the order of the samples" in found[0]) != tokenizer
 
 
-def test_ranks_that_agree_exchange_as_little_for_many_sources(monkeypatch: pytest.MonkeyPatch) -> None:
-    contents = {f"/datasets/shard-{n:04d}/tokens": f"{n:032x}" for n in range(500)}
-    corpus, told = SimpleNamespace(fingerprint="2-a-b-c", contents=contents), []
-
-    def gather(value: object, _: Axis) -> list[object]:
-        told.append(value)
-        return [value]
-
-    monkeypatch.setattr(batches, "open_corpus_of", lambda *_: corpus)
-    monkeypatch.setattr(batches, "gather_objects", gather)
-    run = load_config(QUICKSTART, [*TINY, "parallel.tp=1", "parallel.pp=1"], 1)
-    assert open_same_corpus(run.config, Axis("world")) is corpus
-    assert told
-    assert len(pickle.dumps(told)) < 100
-
-
 def _train_with(rank: int, folder: Path, steps: int, tokenizer: str) -> str:
     words = [*TINY, "parallel.pp=1", "parallel.tp=1", f"training.steps={steps}", f"training.run_dir={folder}/run"]
     words += [
@@ -187,9 +169,3 @@ def _panic_on_rank_1(rank: int) -> str:
 
 def test_a_panic_of_a_library_on_one_rank_ends_all() -> None:
     assert run_world(2, _panic_on_rank_1) == ["_Panic('at src/lib.rs')"] * 2
-
-
-def test_a_single_rank_opens_its_data_itself() -> None:
-    assert _agree_in_time(lambda: 5, Axis("world"), DataError, 1.0) == 5
-    with pytest.raises(DataError, match="division"):
-        _agree_in_time(lambda: 1 // 0, Axis("world"), DataError, 1.0)

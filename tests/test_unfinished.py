@@ -13,7 +13,6 @@ from harness import run_world
 from torch import Tensor, nn
 from zero_worlds import Sharded, numbers, seeded
 
-from megazero.comm import collectives
 from megazero.comm.collectives import (
     LostPeerError,
     Pending,
@@ -257,58 +256,3 @@ def test_after_a_step_that_was_given_up_the_next_one_has_its_own_gradients(stage
     for found in run_world(2, _given_up, stage, local_world_size):
         assert found
         assert all(found)
-
-
-def _collected_within_a_wait(rank: int) -> list[str]:
-    """A failed step leaves one operation in a cycle, which garbage collection finds while another is waited for."""
-    axis, waited = _axis(rank), list[str]()
-    gc.disable()
-
-    def noted(name: str, *, collects: bool = False) -> Pending:
-        pending, _, _ = _operations(axis, 1.0)["ring_shift"]()
-        wait = pending._wait
-
-        def noting() -> None:
-            waited.append(name)
-            assert wait is not None
-            wait()
-            if collects:
-                gc.collect()
-
-        pending._wait = noting
-        return pending
-
-    cycle: list[Any] = [noted("in a cycle")]
-    cycle.append(cycle)
-    first = noted("dropped", collects=True)
-    del cycle, first
-    gathered, arrived, wanted = _operations(axis, 2.0)["all_gather"]()
-    gathered.wait()
-    assert arrived[-1, -1] == wanted
-    assert axis.group is not None
-    assert not axis.group.unfinished
-    return waited
-
-
-def test_each_of_several_is_waited_for_once_whatever_is_collected_meanwhile() -> None:
-    assert run_world(2, _collected_within_a_wait) == [["dropped", "in a cycle"]] * 2
-
-
-def _failed(rank: int) -> None:
-    """One whose wait fails has ended: the operation that met it says so, and the next one runs."""
-    axis = _axis(rank)
-    assert axis.group is not None
-
-    def fail() -> None:
-        raise RuntimeError("Connection reset")
-
-    axis.group.unfinished.append(partial(collectives._guarded, "all_gather", axis, fail))
-    with pytest.raises(LostPeerError, match="Connection reset"):
-        all_reduce(torch.zeros(1), axis)
-    total = torch.full((1,), rank + 1.0)
-    all_reduce(total, axis).wait()
-    assert total.item() == 3.0
-
-
-def test_one_that_failed_is_told_once() -> None:
-    run_world(2, _failed)
