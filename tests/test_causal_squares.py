@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 import pytest
 import torch
 from torch import Tensor
 
 from megazero.cpu import attention
-from megazero.cpu.attention import causal_backward, causal_forward, cut_of
+from megazero.cpu.attention import causal_backward, causal_forward
 from megazero.layers.attention_kernels import merge
 
 HEADS, KV_HEADS, SIZE = 4, 2, 8
@@ -63,57 +60,3 @@ def test_the_backward_takes_the_result_over_further_keys(rows: int) -> None:
     more = _scores(q, before[0], torch.ones(rows, 77, dtype=torch.bool))
     merge(*got, more.softmax(-1) @ before[1].repeat_interleave(HEADS // KV_HEADS, 1), more.logsumexp(-1))
     torch.testing.assert_close(got, (out, lse), rtol=1e-11, atol=1e-11)
-
-
-def test_cut_rows_are_nearly_all_rows() -> None:
-    for rows in range(1, 5000):
-        cut = cut_of(rows)
-        assert 0 <= rows - cut.covered < cut.triangles
-        assert cut == (rows, 1) if rows < 256 else 64 <= cut.side < 128
-        assert sum(cut.squares()) + cut.side == cut.covered
-
-
-@pytest.mark.parametrize("rows", [r for r in ROWS if r >= 256])
-def test_few_calls_compute_few_pairs_that_a_mask_throws_away(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a call of torch's kernel all pairs are computed: it takes keys in blocks of 512, longer than a triangle."""
-    computed: list[int] = []
-
-    def counting(kernel: Callable[..., Any], first: int) -> Callable[..., Any]:
-        def count(*given: Any) -> Any:
-            q, k = given[first : first + 2]
-            computed.append(len(q) * q.shape[2] * k.shape[2])
-            return kernel(*given)
-
-        return count
-
-    q, k, v, grad = _inputs(1, rows)
-    seen = rows * (rows + 1) / 2
-    monkeypatch.setattr(attention, "_forward", counting(attention._forward, 0))
-    monkeypatch.setattr(attention, "_backward", counting(attention._backward, 1))
-    results = causal_forward(q, k, v)
-    for _ in range(2):
-        assert seen <= sum(computed) <= seen + rows * 64
-        assert len(computed) <= rows.bit_length() - 3
-        computed.clear()
-        causal_backward(grad, q, k, v, *results)
-
-
-def test_the_kernels_results_of_one_sample_are_written_to_and_not_copied(monkeypatch: pytest.MonkeyPatch) -> None:
-    made: list[Tensor] = []
-
-    def keeping(kernel: Callable[..., Any]) -> Callable[..., Any]:
-        def keep(*given: Any) -> Any:
-            results = kernel(*given)
-            made.extend(results)
-            return results
-
-        return keep
-
-    monkeypatch.setattr(attention, "_forward", keeping(attention._forward))
-    monkeypatch.setattr(attention, "_backward", keeping(attention._backward))
-    q, k, v, grad = _inputs(1, 512)
-    out, lse = causal_forward(q, k, v)
-    assert [x.data_ptr() for x in (out, lse)] == [x.data_ptr() for x in made[:2]]
-    made.clear()
-    gradients = causal_backward(grad, q, k, v, out, lse)
-    assert [x.data_ptr() for x in gradients] == [x.data_ptr() for x in made[:3]]
