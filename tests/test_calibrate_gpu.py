@@ -160,17 +160,6 @@ def test_a_file_with_an_impossible_share_is_told(tmp_path: Path, share: str, val
         read_calibration(path)
 
 
-def test_runs_on_a_gpu_are_large_and_in_bf16() -> None:
-    """But for the first, which its host bounds."""
-    for quick, widths in ((True, {2048}), (False, {2048, 4096})):
-        small, *large = sizes(quick=quick, on_gpu=True)
-        assert small.config.model.hidden_size == 256
-        assert {run.config.model.hidden_size for run in large} == widths
-        assert {run.config.precision.dtype for run in (small, *large)} == {"bf16"}
-        assert {run.config.model.head_size for run in large} == {128}
-        assert {(run.config.model.seq_len, run.micro_batch_size) for run in large} == {(2048, 1), (4096, 1)}
-
-
 def test_only_forked_processes_ask_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     """A process that is forked from one that has used CUDA cannot use it."""
     parent = os.getpid()

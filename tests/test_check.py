@@ -84,51 +84,6 @@ def test_the_command_says_what_64_gpus_would_do() -> None:
     assert "nproc_per_node = 32" not in alone.stderr
 
 
-def test_what_each_pipeline_rank_keeps_is_told_and_the_fullest_named() -> None:
-    """A token of a Llama layer in 16 bits: 12h + 4k + 6f + 4a + 8 bytes, 2h where the block is recomputed."""
-    words = ["model.num_layers=4", "parallel.pp=2", "parallel.schedule=1f1b", "training.accumulation=4"]
-    words += [
-        "precision.dtype=bf16",
-        "training.micro_batch_size=1",
-        "training.global_batch_size=auto",
-        "model.dropout=0",
-    ]
-    words += ["activations.stages=[{stage=0,recompute='full'}]", "model.vocab_size=512"]
-    run = load_config(QUICKSTART, [*SMALL, *words], 2)
-    model = run.config.model
-    h, f, a, s = model.hidden_size, model.ffn_hidden_size or 0, model.num_heads, model.seq_len
-    k = (model.num_kv_heads or a) * model.head_size
-    first, last = [text for subject, text in told_of(run) if "keeps for its backward" in text]
-    head = s * (2 * h + 4 + 2 * h + 18 + 2 * 512)
-    counts = [2 * 2 * s * 2 * h, 2 * s * (12 * h + 4 * k + 6 * f + 4 * a + 8) + head]
-    told = [float(re.search(r"at most ([0-9.]+) MiB, ", text)[1]) for text in (first, last)]  # type: ignore[index]
-    assert told == pytest.approx([count / 2**20 for count in counts], abs=0.051)
-    assert re.search(
-        "rank 0 keeps.* MiB, 2 micro-batches; 2 layers: block recomputed; [0-9.]+% more to compute$", first
-    )
-    assert re.search("rank 1 keeps.* MiB, 1 micro-batch; 2 layers: nothing recomputed; the fullest$", last)
-
-
-@pytest.mark.parametrize(
-    ("own", "told"),
-    [
-        (
-            "launch.device=cpu activations.recompute=full activations.partition=true",
-            "passes at most .*; 2 layers: block recomputed;",
-        ),
-        ("activations.contiguous=true", "passes .*; 2 layers: nothing recomputed, in one arena$"),
-        (
-            "activations.offload=host",
-            "passes on CUDA at most .* on the host, 1 .*; 2 layers: nothing recomputed, on the host$",
-        ),
-    ],
-)
-def test_the_line_of_a_policy_says_what_is_done_and_for_which_device_it_is_counted(own: str, told: str) -> None:
-    words = ["model.num_layers=2", "parallel.pp=1", "parallel.tp=1", "parallel.sequence_parallel=false", *own.split()]
-    (line,) = [text for _, text in told_of(load_config(QUICKSTART, words, 1)) if "keeps for its backward" in text]
-    assert re.search(told, line), line
-
-
 def test_it_is_told_whether_a_sample_fits_and_what_is_named_then_does() -> None:
     """2 layers of Llama 3 8B at 128K on 64 GPUs: (6 + 12/32) N bytes of state over tp 2, and what 16K tokens keep."""
 
@@ -159,17 +114,6 @@ def packed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "text.jsonl").write_text("\n".join(json.dumps({"text": "a" * 7}) for _ in range(137)))
     tokenize_files([folder / "text.jsonl"], folder / "pair", "byte")
     return folder / "pair"
-
-
-def test_it_is_told_which_part_of_a_hybrid_crosses_nodes() -> None:
-    def shape(*words: str) -> str:
-        path = ROOT / "examples" / "llama3_8b_128k_64gpu.toml"
-        return dict(told_of(load_config(path, list(words), 64)))["shape"]
-
-    assert "tp 2 (within a node) x cp 8 (Ulysses 4 within a node, ring 2 across nodes) x dp 4" in shape()
-    assert "cp 8 (Ulysses 4 across nodes, ring 2 across nodes) x dp 2" in shape("parallel.tp=4")
-    assert "cp 8 (across nodes) x dp 4" in shape("parallel.cp_method=ring", "parallel.cp_ulysses=1")
-    assert "cp 4 (within a node) x dp 8" in shape("parallel.cp=4", "parallel.cp_ulysses=2")
 
 
 def test_what_context_parallelism_sends_is_told_and_how_even_its_work_is(packed: Path) -> None:
@@ -233,28 +177,6 @@ def test_every_problem_is_told_with_exit_code_2(tmp_path: Path, corpus: Path) ->
     assert named.returncode == 2
     assert 'training.callbacks = "nobody": must be the name of a registered callback' in named.stderr
     assert "zero.gather_policy" in named.stderr
-
-
-def test_an_extension_is_loaded_and_named(tmp_path: Path) -> None:
-    script = tmp_path / "mine.py"
-    script.write_text(
-        "from megazero.optim.registry import LR_SCHEDULES\n"
-        "LR_SCHEDULES.register('mine', lambda step, steps, section: 0.5)\n"
-    )
-    words = [f"launch.extensions=['{script}']", "lr_schedule.name=mine", "lr_schedule.warmup_steps=0"]
-    words.append(f"training.run_dir={tmp_path}")  # a quickstart may have run here
-    done = megazero("check", QUICKSTART, *SMALL, *words)
-    assert done.returncode == 0, done.stderr
-    assert re.search(rf"imported +{script}", done.stdout)
-    assert "0.0015 at step 1, 0.0015 at step 6, 0.0015 at step 10" in done.stdout
-
-
-def test_it_says_before_it_reads_much(corpus: Path, tmp_path: Path, monkeypatch, capfd) -> None:
-    monkeypatch.setattr("megazero.data.identity._LARGE_BYTES", 1)
-    _lines(f"data.sources=['{corpus}']", f"data.cache_dir={tmp_path}")
-    out, told = capfd.readouterr()
-    assert told.count(f"verifying {corpus}, 0.0 GB, once") == 1
-    assert not out
 
 
 def test_data_that_is_there_must_fit_the_model(tmp_path: Path, corpus: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -426,12 +348,6 @@ def test_the_layout_is_for_the_chunks_of_the_schedule_file_and_leaves_no_rank_wi
     assert "must leave pipeline rank 1 a part of the model; give it a layer" in told
 
 
-def test_a_choice_for_a_rank_of_another_elastic_shape_is_passed_over() -> None:
-    table = 'activations.stages=[{stage=1, recompute="full", layers=1}]'
-    elastic = ["elastic.enabled=true", "training.global_batch_size=8", "training.accumulation=auto", table]
-    assert not any("activations.stages" in line for line in _lines(*elastic).get("note", ()))
-
-
 def test_a_schedule_file_is_proved_and_must_be_for_this_run(tmp_path: Path) -> None:
     table = tmp_path / "mine.csv"
     words = ["parallel.pp=2", "launch.nproc_per_node=2", f"parallel.schedule_file={table}", "training.accumulation=2"]
@@ -465,19 +381,6 @@ def test_the_parameters_that_memory_is_reckoned_with_are_those_of_the_engine(sch
 
     elements = elements_of_stages(run, kind_of(run.config))
     assert all(elements[pp] == numel for pp, numel in run_world(4, count))
-
-
-def test_a_run_that_cannot_fit_a_named_device_is_told_at_once() -> None:
-    """Llama 3 8B on one rank: 18 bytes a parameter are 134.6 GiB of state; an H100 has 79.6 GiB and a B200 179.1."""
-    words = ["parallel.tp=1", "parallel.cp=1", "parallel.sequence_parallel=false", "model.seq_len=512", "zero.stage=0"]
-    run = load_config(ROOT / "examples" / "llama3_8b_128k_64gpu.toml", words, 1)
-    told = {}
-    for gpu in ("h100", "b200"):
-        lines = told_of(run, cluster_of(gpu, 1, 8))
-        (told[gpu],) = [text for subject, text in lines if subject == "plan"]
-    assert "of h100: does not fit; " in told["h100"]
-    assert "of b200: fits, " in told["b200"]
-    assert 18 * 8.030e9 / 2**30 < float(told["b200"].split()[0]) < 18 * 8.030e9 / 2**30 + 6
 
 
 def test_layers_with_a_forward_of_their_own_are_recomputed_as_a_whole_or_not_at_all(

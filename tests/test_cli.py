@@ -12,13 +12,11 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Any
 
 import pytest
 from harness import run_command as megazero
 from harness import run_program, start_program
 from quickstart import QUICKSTART, TINY
-from typer.main import get_command
 from typer.testing import CliRunner, Result
 
 from megazero.checkpoint.folder import folder_at
@@ -177,23 +175,6 @@ def test_an_overflow_skips_the_step_but_not_its_samples_and_the_rate_stands_stil
     assert last["skipped_steps"] == skipped
 
 
-def test_five_mistakes_give_five_messages_and_exit_code_2(tmp_path: Path) -> None:
-    config = tmp_path / "wrong.toml"
-    config.write_text(
-        '[model]\nhiden_size = 64\nnum_heads = "8"\n[optimizer]\nlr = -1.0\n[zero]\nstage = 4\n'
-        "[training]\nglobal_batch_size = 30\nmicro_batch_size = 4\n"
-    )
-    words = ("parallel.tp=1", "launch.nproc_per_node=2", f"training.run_dir={tmp_path / 'run'}")
-    done = whole_process("train", config, *words)
-    assert done.returncode == 2
-    places = ("model.hiden_size", "model.num_heads", "optimizer.lr", "zero.stage", "training.global_batch_size")
-    for place in places:
-        assert sum(place in line for line in done.stderr.splitlines()) >= 1, place
-    assert "did you mean model.hidden_size" in done.stderr
-    assert "24 and 32" in done.stderr
-    assert not (tmp_path / "run").exists()
-
-
 @pytest.mark.parametrize("closed", ["<&- >&- 2>&-", "2>&-", "<&- 2>&-"])
 def test_no_file_takes_the_number_of_a_closed_standard_stream(tmp_path: Path, closed: str) -> None:
     """A daemon may start a run without them; what a library prints would go into a checkpoint."""
@@ -210,20 +191,6 @@ def test_no_file_takes_the_number_of_a_closed_standard_stream(tmp_path: Path, cl
     words = [sys.executable, "-c", code, str(tmp_path / "file")]
     subprocess.run(["bash", "-c", f"{shlex.join(words)} {closed}"], check=True, capture_output=True)
     assert int((tmp_path / "file").read_text()) > 2
-
-
-def test_every_word_of_a_commands_help_is_shown() -> None:
-    """What prints it takes words in square brackets for its own markup, and leaves them out."""
-
-    def look(command: Any, words: list[str]) -> None:
-        shown = CliRunner().invoke(app, [*words, "--help"], env={"COLUMNS": "400", "TERM": "dumb"}).stdout
-        helps = [command.help, *(getattr(one, "help", None) for one in command.params)]
-        missing = {word for text in helps if text for word in text.split()} - {*shown.split()}
-        assert not missing, f"{' '.join(words)} --help leaves out {missing}"
-        for name, one in getattr(command, "commands", {}).items():
-            look(one, [*words, name])
-
-    look(get_command(app), [])
 
 
 def test_a_missing_config_and_a_directory_that_is_no_checkpoint_are_told(tmp_path: Path) -> None:

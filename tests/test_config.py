@@ -13,10 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from megazero.config import ConfigError, ResolvedRun, RunConfig, load_config, resolve, save_config, to_toml
+from megazero.config import ConfigError, RunConfig, load_config, resolve, save_config, to_toml
 from megazero.config.derive import cache_directory, complete_batch
 from megazero.config.document import to_markdown
-from megazero.config.schema import DataConfig, DataSource, OffloadConfig, keys, sections
+from megazero.config.schema import DataConfig, DataSource, keys, sections
 from megazero.models.config import RopeScaling
 from megazero.models.registry import FAMILIES
 from megazero.models.stages import head_cost_in_layers
@@ -84,12 +84,6 @@ def test_open_model_sizes_come_from_the_family(family, hidden, ffn, ties):
     assert (model.ffn_hidden_size, model.tie_embeddings, model.num_kv_heads) == (ffn, ties, 16)
 
 
-def test_written_model_sizes_stay():
-    written = {"num_kv_heads": 4, "ffn_hidden_size": 100, "tie_embeddings": True, "head_dim": 80}
-    model = resolve(RunConfig.model_validate({"model": written}), 1).config.model
-    assert {key: getattr(model, key) for key in written} == written
-
-
 def test_heads_of_a_free_size_count_in_products_and_need_not_split_the_hidden_size():
     """16 heads of 80 at a hidden size of 1000, 4 of them for keys and values: q and out 1280 x 1000, k and v 320 x 1000."""
     written = {
@@ -112,10 +106,7 @@ def test_heads_of_a_free_size_count_in_products_and_need_not_split_the_hidden_si
 
 SCALINGS = """
 { type = "dynamic", factor = 2.0 } -> model.rope_scaling.type = "dynamic": must be "linear", "yarn" or "llama3"
-{ type = "linear" } -> must have a factor
-{ type = "linear", factor = 0.5 } -> model.rope_scaling.factor = 0.5: must be >= 1
 { type = "linear", factor = 2.0, beta_fast = 3.0 } -> must not have beta_fast, which type = "linear" does not
-{ type = "yarn", factor = 2.0 } -> must have original_seq_len where type = "yarn"
 { type = "yarn", factor = 2.0, beta_fats = 3.0 } -> beta_fats = 3.0: unknown key; did you mean beta_fast?
 { type = "llama3", factor = 2.0, original_seq_len = 8, low_freq_factor = 4.0 } -> must have low_freq_factor < high
 8.0 -> model.rope_scaling = 8.0: must be a table
@@ -139,15 +130,12 @@ def test_a_rope_scaling_is_written_and_read_again(write):
     ("written", "dp", "pp", "expected"),
     [
         (("auto", "auto", "auto"), 3, 4, (12, 1, 4)),
-        ((64, "auto", "auto"), 2, 1, (64, 32, 1)),
         ((64, "auto", "auto"), 2, 4, (64, 8, 4)),
         ((60, "auto", "auto"), 2, 4, (60, 6, 5)),  # 30 per replica: the least divisor that is >= 4 is 5
         ((6, "auto", "auto"), 2, 4, (6, 1, 3)),  # 3 per replica cannot fill 4 stages
         (("auto", 4, "auto"), 2, 3, (24, 4, 3)),
         (("auto", "auto", 5), 2, 3, (10, 1, 5)),
         (("auto", 4, 5), 2, 1, (40, 4, 5)),
-        ((40, 4, "auto"), 2, 1, (40, 4, 5)),
-        ((40, "auto", 5), 2, 1, (40, 4, 5)),
         ((40, 4, 5), 2, 1, (40, 4, 5)),
     ],
 )
@@ -238,49 +226,35 @@ def test_the_message_is_a_numbered_list(write):
 # Overrides, and the key and the beginning of what is told about it.
 UNKNOWN = """
 model.num_experts=8 -> model.num_experts: unknown key; the keys of [model] are family, hidden_size, num_layers, num_heads,
-training.step=3 -> training.step: unknown key; did you mean training.steps?
 model.lr=3 -> model.lr: unknown key in [model]; did you mean optimizer.lr?
-model.name=3 -> model.name: unknown key in [model]; did you mean optimizer.name or lr_schedule.name?
 training.zero_stage=3 -> training.zero_stage: unknown key in [training]; did you mean zero.stage?
 modle.num_heads=3 -> modle.num_heads: unknown section [modle]; did you mean model.num_heads?
-modle.num_layer=3 -> modle.num_layer: unknown section [modle]; did you mean model.num_layers?
 batch.steps=3 -> batch.steps: unknown section [batch]; did you mean training.steps?
 tp=3 -> tp: a key outside any section; did you mean parallel.tp?
-zero.xyz=3 -> zero.xyz: unknown key; the keys of [zero] are stage, gather_policy, prefetch_bytes, reduce, bucket_bytes, sh
 zero.offload.xyz=3 -> zero.offload.xyz: unknown key; the keys of [zero.offload] are optimizer, parameters, ratio, nvme_pat
-zero.offload.optimiser=cpu -> zero.offload.optimiser: unknown key; did you mean zero.offload.optimizer?
-zero.offload.stage=3 -> zero.offload.stage: unknown key in [zero.offload]; did you mean zero.stage?
 zero.optimizer=cpu -> zero.optimizer: unknown key in [zero]; did you mean zero.offload.optimizer?
-offload.optimizer=cpu -> offload.optimizer: unknown section [offload]; did you mean zero.offload.optimizer?
 zero.ofload.pin_memry=true -> zero.ofload.pin_memry: unknown section [zero.ofload]; did you mean zero.offload.pin_memory?
-parallel.cpp=4 -> parallel.cpp: unknown key; did you mean parallel.cp?
 zero.ofload={} -> zero.ofload: unknown section; did you mean [zero.offload]?
 zero.offload.disk.ratio=1 -> zero.offload.disk.ratio: unknown section [zero.offload.disk]; did you mean zero.offload.ratio
 data.sources=[{pth='a', path='b'}] -> data.sources[0].pth: unknown key; did you mean path?
 """
 WRONG = """
 training.steps='8' -> training.steps: must be an integer; write 8
-training.steps=1.5 -> training.steps: must be an integer; write 1 or 2
 model.num_heads=9999999999999999 -> model.num_heads: must be <= 1099511627776; write 1099511627776
 parallel.timeout_seconds=9000000000 -> parallel.timeout_seconds: must be <= 2000000; write 2000000
 optimizer.lr=1e38 -> optimizer.lr: must be <= 1e+30; write 1e+30
 model.rope_scaling={} -> model.rope_scaling: must have a type and have a factor
-training.steps=true -> training.steps: must be an integer; the default is 1000
 training.run_dir=3 -> training.run_dir: must be a string; write "3"
 training.run_dir= -> training.run_dir: must not be empty; the default is "runs/default"
 training.accumulation=0 -> training.accumulation: must be >= 1 or "auto"; write 1
 training.accumulation=Auto -> training.accumulation: must be an integer or "auto"; write "auto"
 zero.stage=true -> zero.stage: must be an integer; the default is 1
-zero.stage=1.0 -> zero.stage: must be an integer; write 1
 model.family=lama -> model.family: must be "llama", "gpt2", "qwen2", "qwen3", "olmo2" or "mistral"; write "llama"
 model.dropout=1 -> model.dropout: must be < 1; the default is 0.0
 optimizer.lr=nan -> optimizer.lr: must be a finite number; the default is 0.0003
 optimizer.betas=[0.9] -> optimizer.betas: must have 2 values; the default is [0.9, 0.95]
 optimizer.betas=[0.9, 2] -> optimizer.betas[1]: must be < 1
 logging.tensorboard=yes -> logging.tensorboard: must be true or false; the default is true
-zero.offload.optimizer=cpus -> zero.offload.optimizer: must be "none", "cpu", "nvme" or "auto"; write "cpu"
-zero.offload.ratio=2 -> zero.offload.ratio: must be <= 1; write 1.0
-zero.offload.pin_memory=3 -> zero.offload.pin_memory: must be true or false; the default is true
 data.sources=abc -> data.sources: must be a list; write ["abc"]
 data.sources=[] -> data.sources: must not be empty; the default is ["python-stdlib"]
 data.sources=[{path='a', weight=0}] -> data.sources[0].weight: must be > 0
@@ -626,12 +600,6 @@ def test_a_path_in_the_home_directory_is_written_as_in_a_shell(write, key, monke
     assert [source.path for source in lists.data.sources] == ["/home/me/a", "/home/me/b"]
 
 
-def test_each_key_that_asks_for_nvme_is_named_once(write):
-    text = "[zero]\nstage = 3\n[zero.offload]\noptimizer = 'nvme'\nparameters = 'nvme'"
-    (problem,) = problems(write(text))
-    assert 'where zero.offload.optimizer and parameters = "nvme"' in problem
-
-
 @given(
     model=st.fixed_dictionaries(
         {"hidden_size": st.integers(1, 300), "num_heads": st.integers(1, 12)},
@@ -736,13 +704,9 @@ def test_a_file_that_cannot_be_read_is_told_why(write, tmp_path):
     [
         ("launch.device=gpu", 'write "cuda"'),
         ("precision.dtype=float32", 'write "fp32"'),
-        ("precision.dtype=float16", 'write "fp16"'),
         ("optimizer.learning_rate=1", "did you mean optimizer.lr?"),
-        ("training.epochs=3", "did you mean training.steps?"),
-        ("parallel.tensor_parallel=2", "did you mean parallel.tp?"),
         ("parallel.pipeline_parallel_size=2", "did you mean parallel.pp?"),
         ("model.family=mine", "a name of your own must be registered by a script that launch.extensions lists"),
-        ("optimizer.name=adamww", 'write "adamw"'),
     ],
 )
 def test_words_of_others_are_answered_with_ours(write, override, hint):
@@ -759,8 +723,6 @@ def test_a_byte_order_mark_and_line_ends_of_windows_change_nothing(write):
 
 _ANSWERS = {
     "nan": ("float('nan')", "must return a finite factor from 0 on, and has returned nan for step 0"),
-    "inf": ("float('inf')", "has returned inf for step 0"),
-    "negative": ("-float(step)", "has returned -1.0 for step 1"),
     "nothing": ("None", "has returned None for step 0"),
     "a text": ("'1'", "has returned '1' for step 0"),
     "an error": ("1 / (10 - 1 - step)", "its function fails for step 10 of 10: ZeroDivisionError: division by zero"),
@@ -783,13 +745,6 @@ def test_a_learning_rate_schedule_of_a_script_is_asked_for_steps_of_the_run(writ
     assert {0, steps - 1} <= set(asked) <= set(range(min(steps, 2))) | {steps // 2, steps - 1}
 
 
-def test_a_learning_rate_schedule_with_other_arguments_is_refused(write, monkeypatch):
-    monkeypatch.setitem(LR_SCHEDULES._registered, "mine", lambda step: 1.0)
-    (problem,) = problems(write('[lr_schedule]\nname = "mine"\n'))
-    assert "TypeError: " in problem
-    assert "takes 1 positional argument but 3 were given" in problem
-
-
 @pytest.mark.parametrize("registry", [FAMILIES, SCHEDULES, OPTIMIZERS, LR_SCHEDULES], ids=lambda one: one.what)
 def test_registries_refuse_another_kind_of_thing_at_once(registry):
     for wrong in (3, "llama", type("Mine", (), {}) if registry._kind else None):
@@ -804,11 +759,6 @@ def test_a_section_that_is_no_table_is_told_how_to_be_one(write, text):
     assert problems(write(text), "model.num_heads=4")[0].endswith(
         "must be a table; write [model] and its keys below it"
     )
-
-
-def test_a_section_within_a_section_is_told_how_to_be_a_table(write):
-    told = problems(write("[zero]\noffload = 3"), "zero.offload.optimizer=cpu")
-    assert told == ["zero.offload = 3: must be a table; write [zero.offload] and its keys below it"]
 
 
 # Writing back
@@ -902,21 +852,6 @@ def test_every_key_is_documented_and_every_default_stands():
     assert '| `resume` | string | `"auto"` |' in to_markdown()
 
 
-def test_a_section_within_a_section_is_a_section_and_no_key():
-    assert sections()["zero.offload"] is OffloadConfig
-    assert "offload" not in keys()["zero"]
-    assert list(keys()["zero.offload"]) == list(OffloadConfig.model_fields)
-    assert "## [zero.offload]\n\nWhat is moved off the device between its uses." in to_markdown()
-    assert '\n[zero.offload]\noptimizer = "none"\n' in to_toml(RunConfig())
-
-
 def test_reading_a_config_needs_no_torch():
     code = "import sys, megazero.config; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
-
-
-def test_a_resolved_run_repeats_its_batch_in_its_config():
-    run = resolve(RunConfig.model_validate({"training": {"global_batch_size": 48}, "parallel": {"pp": 2}}), 6)
-    assert run == ResolvedRun(run.config, run.written, 6, 3, 48, 8, 2)
-    training = run.config.training
-    assert (training.global_batch_size, training.micro_batch_size, training.accumulation) == (48, 8, 2)

@@ -20,7 +20,6 @@ from megazero.parallel_state import RankGrid
 from megazero.plan import dry_run as dry_runs
 from megazero.plan.dry_rank import Build, build_engine
 from megazero.plan.dry_run import dry_run, some_ranks
-from megazero.plan.lockstep import Lockstep
 from megazero.plan.silent_state import SilentState
 from megazero.plan.text import dry_run_text
 from megazero.schedules.action import ActionKind, MessageAction, Schedule
@@ -148,13 +147,6 @@ def test_a_schedule_whose_messages_cross_is_told() -> None:
     assert "ScheduleError" in _problem(_run(2, {"pp": 2}), build)
 
 
-def test_ranks_with_other_run_files_are_told() -> None:
-    run, other = (_run(2, {}, zero={"stage": stage}) for stage in (1, 0))
-    problem = _problem(run, runs={1: other})
-    assert "no rank can go on: rank 0 waits for all_gather 992 fp32 over dp" in problem
-    assert "no rank can go on: rank 1 waits for all_reduce 1 fp64 (sum) over dp" in problem
-
-
 def test_of_a_large_world_every_stage_and_the_ends_of_every_axis_are_compared() -> None:
     grid = RankGrid(tp=8, cp=16, dp=8, pp=16)
     found = [grid.coordinate(rank) for rank in some_ranks(grid)]
@@ -186,14 +178,3 @@ def test_any_rank_of_a_large_world_is_one_program() -> None:
     said = dry_run_text(found, 300)
     assert "\ngroup    tp: 2 ranks, 300, 301\n" in said
     assert "\ngroup    pp: 2 ranks, 44, 300\n" in said
-
-
-def test_programs_that_wait_for_each_other_hang() -> None:
-    lockstep, done = Lockstep(), list[int]()
-
-    def program(number: int, needs: int) -> None:
-        lockstep.wait_until(number, lambda: needs in done, f"{needs}")
-        done.append(number)
-
-    lockstep.run({0: lambda: program(0, 1), 1: lambda: program(1, 0), 2: lambda: done.append(2)})
-    assert (done, lockstep.waiting, lockstep.failed) == ([2], {0: "1", 1: "0"}, None)

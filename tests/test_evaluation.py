@@ -18,11 +18,7 @@ from worlds import EPS, LLAMA, LR, initial_weights, plain_config, state_on
 from megazero.config import ConfigError, ResolvedRun, RunConfig, load_config, resolve, to_toml
 from megazero.config.schema import ValidationSource
 from megazero.data import open_corpus
-from megazero.engine import Position, StepStatistics
 from megazero.training.batches import DataError, open_corpus_of
-from megazero.training.callbacks.base import SampleRange, StepRecord
-from megazero.training.callbacks.metrics import TensorBoard
-from megazero.training.callbacks.progress import ProgressLine
 from megazero.training.trainer import train
 
 VOCABULARY, SEQ, STEPS, SEED = 257, 16, 5, 7
@@ -139,23 +135,6 @@ def test_a_source_that_is_trained_on_is_known_by_its_tokens_under_every_path(tmp
 def _with_validation(config: RunConfig, path: str, **more: Any) -> RunConfig:
     source = ValidationSource(path=path, name="v", every_steps=1)
     return config.model_copy(update={"data": config.data.model_copy(update={"validation_sources": (source,), **more})})
-
-
-def test_tensorboard_has_a_curve_for_each_source_and_the_terminal_a_line_when_one_is_due(tmp_path: Path) -> None:
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    record = StepRecord(Position(7), SampleRange(0, 7), StepStatistics(1.5, 0.5, 10), lr=1e-3, seconds=0.1)
-    record.val_losses = {"books": 2.5, "code": 1.25}
-    board = TensorBoard(tmp_path, Position(), "", print)
-    board.after_step(record)
-    board.close()
-    events = EventAccumulator(str(tmp_path))
-    events.Reload()
-    assert [event.value for event in events.Scalars("val_losses/code")] == [1.25]
-    assert [event.value for event in events.Scalars("val_losses/books")] == [2.5]
-    shown: list[str] = []
-    ProgressLine(100, 10, shown.append).after_step(record)
-    assert shown[0].endswith("| books loss 2.5000 | code loss 1.2500")
 
 
 def test_validation_sources_are_strings_or_tables_and_are_written_as_they_were(tmp_path: Path) -> None:

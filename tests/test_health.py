@@ -36,8 +36,6 @@ from megazero.models.gpt import MicroBatch
 from megazero.training.callbacks import checkpointing
 from megazero.training.callbacks.base import Callback, RunContext, SampleRange, StepDecision, StepMeter, StepRecord
 from megazero.training.callbacks.health import LossSpikes, NonFinitePolicy, count_skipped
-from megazero.training.callbacks.metrics import MetricsFile
-from megazero.training.callbacks.progress import ProgressLine
 from megazero.training.callbacks.registry import CALLBACKS, CallbackError, RegisteredCallback, name_problems
 from megazero.training.callbacks.speed import RankWork, Stragglers, slow_ranks, spread_of
 from megazero.training.check import describe
@@ -203,26 +201,6 @@ def test_a_rank_that_writes_late_is_waited_for_and_reported() -> None:
     assert record.metrics["own_seconds"]["max"] == 0.1  # type: ignore[index]
 
 
-def test_metrics_of_a_skipped_step_have_no_loss_and_print_nothing(tmp_path: Path) -> None:
-    shown: list[str] = []
-    skipped = StepRecord(Position(3, 0, 640), SAMPLES)
-    ProgressLine(20, 1, shown.append).after_step(skipped)
-    assert shown == []
-    file = MetricsFile(tmp_path / "metrics.jsonl", 0, print)
-    file.after_step(skipped)
-    for step in range(4, 8):
-        file.after_step(StepRecord(Position(step), SAMPLES, StepStatistics(1.5, 0.5, 10)))
-    file.on_rollback(Position(5))
-    slow = {"own_seconds": spread_of(_work([0.3, 0.1]))}
-    file.after_step(StepRecord(Position(6), SAMPLES, StepStatistics(2.5, 0.5, 10), metrics=slow))
-    file.close()
-    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
-    assert [line["step"] for line in lines] == [3, 4, 5, 6]
-    assert lines[0] == {"step": 3, "tokens": 640, "sent_bytes": {}, "skipped": "passed over"}
-    assert lines[3]["loss"] == 2.5
-    assert lines[3]["own_seconds"] == {"min": 0.1, "median": 0.1, "max": 0.3, "slowest_rank": 0}
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # Whole runs
 
@@ -316,17 +294,6 @@ def test_a_skipped_step_consumes_its_samples_and_changes_nothing(without_step_5:
     assert all("loss" in line for line in lines if line["step"] != 5)
 
 
-def test_a_range_of_steps_is_announced_once(tmp_path: Path) -> None:
-    (out,) = run_world(1, _train, _run(1, tmp_path, steps=6, skip_steps=[[2, 4], 6], eval_every_steps=3))
-    announced = [line for line in out["shown"] if "skip_steps" in line]
-    assert announced == [
-        "steps 2 to 4 are skipped (training.skip_steps): samples 8 to 31",
-        "step 6 is skipped (training.skip_steps): samples 40 to 47",
-    ]
-    assert [step for step, loss in _losses_of(tmp_path).items() if loss is None] == [2, 3, 4, 6]
-    assert [line["step"] for line in _lines(tmp_path) if "val_loss" in line] == [3, 6]
-
-
 @pytest.mark.parametrize("schedule", ["wsd", "linear", "constant"])
 def test_the_learning_rates_of_a_run_that_skips_steps_are_those_that_it_and_check_tell(
     schedule: str, tmp_path: Path
@@ -405,12 +372,6 @@ def test_one_rank_that_wants_to_stop_stops_all_after_the_step_and_the_run_can_go
     for out in run_world(2, _train, _run(2, parts, steps=6)):
         assert (out["step"], out["stopped"]) == (6, False)
     assert _losses_of(parts) == _losses_of(whole)
-
-
-def test_a_step_that_was_just_saved_is_not_saved_again_on_stopping(tmp_path: Path) -> None:
-    (out,) = run_world(1, _train, _run(1, tmp_path, save=2), (), 4)
-    assert (out["step"], out["stopped"]) == (4, True)
-    assert out["checkpoint"].endswith("step-00000004")
 
 
 def _evaluation_fails(rank: int, run: ResolvedRun) -> str:
@@ -496,20 +457,6 @@ def test_a_step_that_is_rolled_back_after_its_evaluation_leaves_no_checkpoint(tm
     assert [line["step"] for line in _lines(tmp_path)] == [1, 2, 3, 4, 5]
     state = read_trainer_state(tmp_path / "checkpoints" / "step-00000004")
     assert state.consumed_samples == 6 * BATCH  # of the second time
-
-
-def _resume_by_name(rank: int, run: ResolvedRun) -> dict[str, Any]:
-    def fail(path: str) -> Folder:
-        raise AssertionError(f"{path} was read as a URL")
-
-    checkpointing.folder_at = fail  # type: ignore[assignment]
-    return _train(rank, run)
-
-
-def test_a_step_of_the_runs_own_directory_is_told_by_its_name(tmp_path: Path) -> None:
-    """The text of a folder is no URL where its system, such as ftp, leaves out the host."""
-    run_world(2, _train, _run(2, tmp_path, steps=2, save=2))
-    assert run_world(2, _resume_by_name, _run(2, tmp_path, steps=3, save=2))[0]["step"] == 3
 
 
 def _train_with_damage(rank: int, run: ResolvedRun) -> str:

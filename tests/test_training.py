@@ -28,7 +28,7 @@ from megazero.parallel_state import Axis
 from megazero.training.batches import read_batches
 from megazero.training.callbacks.base import SampleRange, StepRecord
 from megazero.training.callbacks.metrics import MetricsFile, TensorBoard, as_json
-from megazero.training.callbacks.progress import ProgressLine, readable_seconds
+from megazero.training.callbacks.progress import ProgressLine
 
 
 def _factors(steps: int, **keys: float | str) -> list[float]:
@@ -287,14 +287,3 @@ def test_a_skipped_step_is_reported_and_leaves_no_number_that_json_does_not_know
     values = json.loads(as_json(overflow), parse_constant=pytest.fail)
     assert (values["grad_norm"], values["loss"]) == (None, None)
     assert (values["loss_scale"], values["skipped_steps"]) == (32768.0, 1)
-
-
-def test_the_progress_line_says_step_loss_rate_and_time_left() -> None:
-    shown: list[str] = []
-    line = ProgressLine(20, 10, shown.append)
-    for step in range(1, 21):
-        line.after_step(_record(step, val_loss=1.25 if step == 15 else None))
-    assert len(shown) == 3
-    assert shown[0].startswith("step 10/20 | loss 1.5000 | grad norm 0.500 | lr 1.00e-03 | 100 tokens/s | ETA 1s")
-    assert shown[1].endswith("validation loss 1.2500")
-    assert [readable_seconds(value) for value in (5.4, 65, 7320)] == ["5s", "1m05s", "2h02m"]

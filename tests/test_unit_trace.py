@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 
 import pytest
 import torch
@@ -15,8 +14,6 @@ from megazero.engine.outline import schedule_of
 from megazero.parallel_state import Axis
 from megazero.parallel_state.groups import Group
 from megazero.plan.fake_tensors import FakeTensors, Message
-from megazero.plan.kernel_memory import cpu_kernel_bytes
-from megazero.plan.measured_step import START, live_memory
 from megazero.plan.silent import Alone, SilentBackend, make_silent
 from megazero.plan.unit_trace import ADDED, DY, EMBEDDING, HEAD, PassTrace, UnitKey, UnitTrace, trace_units
 
@@ -114,34 +111,3 @@ def test_what_is_sent_lives_until_the_wait() -> None:
         assert fake.live == 1200
         pending.wait()
         assert fake.live == 400
-
-
-HAS_AVX512 = torch.backends.cpu.get_cpu_capability() == "AVX512"
-
-
-@pytest.mark.skipif(not HAS_AVX512, reason="oneDNN's blocks were measured there")
-@pytest.mark.usefixtures("one_thread")
-def test_a_product_takes_the_block_that_is_planned() -> None:
-    for inner, columns in ((64, 96), (96, 512), (1536, 512), (96, 1536)):
-        for weight in (torch.zeros(columns, inner), torch.zeros(inner, columns).t()):
-            _takes_what_is_planned(
-                torch.ops.mkldnn._linear_pointwise.default, torch.zeros(64, inner), weight, None, "none", [], ""
-            )
-
-
-@pytest.mark.skipif(
-    not HAS_AVX512 or torch.cpu._is_amx_tile_supported(), reason="oneDNN's blocks were measured there; AMX has others"
-)
-@pytest.mark.usefixtures("one_thread")
-def test_a_product_of_16_bits_takes_the_block_that_is_planned() -> None:
-    for rows, inner, columns in ((128, 1024, 128), (320, 512, 96), (96, 1536, 2048), (256, 48, 512), (32, 768, 32)):
-        a, b = (torch.zeros(size, dtype=torch.bfloat16) for size in ((inner, rows), (inner, columns)))
-        for first in (a.t(), a.t().contiguous()):
-            _takes_what_is_planned(torch.ops.aten.mm.default, first, b)
-
-
-def _takes_what_is_planned(operator: Callable[..., torch.Tensor], *args: object) -> None:
-    with live_memory(torch.device("cpu")) as live:
-        live.mark(START)
-        y = operator(*args)
-    assert live.peak == y.nbytes + cpu_kernel_bytes(operator, args, None)

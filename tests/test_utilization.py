@@ -13,11 +13,9 @@ from worlds import GPT2, LLAMA, plain_config, run_of
 from megazero.config.schema import LoggingConfig
 from megazero.data.indexed import DocumentBorders
 from megazero.data.sampler import SampleStream, Windows
-from megazero.engine import Position, StepStatistics
+from megazero.engine import Position
 from megazero.plan.cluster import known_peak_flops
 from megazero.training.callbacks.base import SampleRange, StepRecord
-from megazero.training.callbacks.metrics import as_json
-from megazero.training.callbacks.progress import ProgressLine
 from megazero.training.callbacks.speed import Utilization, model_flops_per_token, peak_flops
 
 CPU, BF16 = torch.device("cpu"), torch.bfloat16
@@ -68,15 +66,10 @@ def test_flops_of_attention_are_those_of_the_documents_it_stays_in() -> None:
     ("name", "tflops"),
     [
         ("NVIDIA A100-SXM4-80GB", 312),
-        ("NVIDIA A100 80GB PCIe", 312),
         ("NVIDIA H100 80GB HBM3", 989),
         ("NVIDIA H100 PCIe", 756),
-        ("NVIDIA H100 NVL", 835),
         ("NVIDIA H200", 989),
-        ("NVIDIA GH200 480GB", 989),
-        ("NVIDIA B200", 2250),
         ("NVIDIA L40S", 362),
-        ("NVIDIA L4", 121),
     ],
 )
 def test_known_devices_have_the_dense_peak_of_their_data_sheet(name: str, tflops: float) -> None:
@@ -118,18 +111,3 @@ def test_utilization_counts_what_the_first_samples_documents_see() -> None:
     Utilization(given, CPU, BF16, samples).after_step(record)
     wanted = run.global_batch_size * 16 * model_flops_per_token(run.config.model, lengths) / 1e9
     assert record.mfu == pytest.approx(wanted)
-
-
-def test_the_progress_line_has_the_utilization_where_it_is_known() -> None:
-    lines: list[str] = []
-    progress = ProgressLine(10, 1, lines.append)
-    first, second = (
-        StepRecord(Position(step), SampleRange(0, 7), StepStatistics(1.5, 0.5, 10), lr=1e-3, seconds=0.1)
-        for step in (1, 2)
-    )
-    second.mfu = 0.4321
-    progress.after_step(first)
-    progress.after_step(second)
-    assert "MFU" not in lines[0]
-    assert " tokens/s | MFU 43.2% | ETA " in lines[1]
-    assert '"mfu": 0.4321' in as_json(second)

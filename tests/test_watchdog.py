@@ -9,7 +9,6 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -36,7 +35,6 @@ from megazero.training.heartbeat import (
     Heartbeat,
     HeartbeatStore,
     explain_missing_ranks,
-    missing_keys,
 )
 from megazero.training.watchdog import FLIGHT_RECORDS, Watchdog, _within
 
@@ -103,19 +101,6 @@ def test_where_all_take_part_it_is_the_network() -> None:
     assert "network" in _explained({1: WAITING, 3: WAITING}, {1: _next(WAITING), 3: _next(WAITING)})
 
 
-def test_many_ranks_are_not_listed_one_by_one() -> None:
-    text = explain_missing_ranks("dp", range(1, 101), MINE, {}, {})
-    assert text.endswith("rank 8 does not respond (it has sent no heartbeat); and 92 more")
-
-
-def test_a_heartbeat_survives_the_store() -> None:
-    given = dist.HashStore()
-    store = HeartbeatStore(given, "run")
-    store.write(3, STUCK)
-    assert store.read((1, 3)) == {3: STUCK}
-    assert len(given.get("megazero/run/3")) < 300
-
-
 @pytest.mark.parametrize("dead", [(), (5,), (5, 40)])
 def test_a_search_reads_the_whole_world_twice_and_then_who_is_silent(dead: tuple[int, ...], tmp_path: Path) -> None:
     """Every rank searches at the same time, in one store."""
@@ -139,16 +124,6 @@ def test_a_search_reads_the_whole_world_twice_and_then_who_is_silent(dead: tuple
     reads = counting.counts.checked
     assert counting.counts.read_keys == 2 * 63 + (reads - 2) * len(dead)
     assert dead or reads == 2
-
-
-@pytest.mark.parametrize("there", [range(100), range(0), (3, 4, 5), [*range(99)]], ids=["all", "none", "few", "most"])
-def test_what_is_not_in_a_store_is_found_with_one_question_if_nothing_is_missing(there: Sequence[int]) -> None:
-    counting = CountingStore(dist.HashStore())
-    for one in there:
-        counting.set(str(one), "")
-    missing = missing_keys(counting, [str(one) for one in range(100)])
-    assert missing == [str(one) for one in range(100) if one not in there]
-    assert counting.counts.checked <= 1 + min(200, 2 * 7 * len(missing))
 
 
 def test_an_explanation_that_hangs_or_fails_is_given_up() -> None:
@@ -298,25 +273,6 @@ def test_two_ranks_that_look_at_the_same_time_see_each_other(tmp_path: Path) -> 
         assert "all ranks of the axis are alive" in found
 
 
-def _waits_for_others(rank: int, folder: Path) -> tuple[bool, bool, bool]:
-    state = ParallelState(RankGrid(dp=2), rank)
-    watchdog = Watchdog(state, 60, folder)
-    found = []
-    for step, phase in ((0, STARTING), (1, TRAINING), (1, SAVING)):
-        watchdog.at(step, phase)
-        call = state.traffic.enter(state.world, "all_reduce")
-        found.append(watchdog._waits_for_others())
-        state.traffic.leave(call)
-        assert not watchdog._waits_for_others()  # it computes
-    watchdog._is_over = True
-    assert watchdog._waits_for_others()
-    return found[0], found[1], found[2]
-
-
-def test_a_rank_that_starts_computes_or_saves_may_take_its_time(tmp_path: Path) -> None:
-    assert run_world(2, _waits_for_others, tmp_path) == [(False, True, False)] * 2
-
-
 def _long_stretches(rank: int, run: ResolvedRun, folder: Path) -> list[int]:
     """Progress marks within a step and within an evaluation of so many passes, as a device's host makes them."""
     engine = engine_on(rank, run)
@@ -374,12 +330,6 @@ def test_a_healthy_run_leaves_heartbeats_and_no_thread(tmp_path: Path) -> None:
         assert step == 5
         assert "watchdog" not in threads
     assert not list(tmp_path.iterdir())
-
-
-def test_one_rank_alone_has_no_watch(tmp_path: Path) -> None:
-    with Watchdog(ParallelState(RankGrid()), 60, tmp_path) as watchdog:
-        watchdog.at(1, TRAINING)
-        assert "watchdog" not in [thread.name for thread in threading.enumerate()]
 
 
 # ---------------------------------------------------------------------------------------------------------------------
