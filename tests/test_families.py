@@ -25,7 +25,6 @@ from megazero.config import ConfigError, ResolvedRun, RunConfig, load_config, re
 from megazero.engine import Engine
 from megazero.engine.phases import Position
 from megazero.models.config import ModelConfig, RopeScaling
-from megazero.models.llama.family import rope_problems
 from megazero.models.registry import FAMILIES
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_thread")]  # starts whole runs
@@ -423,45 +422,3 @@ def test_scaled_frequencies_are_those_of_transformers(
     assert torch.allclose(scaling.scaled(plain, theta), wanted.double(), rtol=1e-5, atol=0)
     assert scaling.amplitude == pytest.approx(amplitude)
     assert not torch.allclose(wanted.double(), plain, rtol=1e-3)
-
-
-@pytest.mark.parametrize("rope_type", ["yarn", "linear"])
-@pytest.mark.parametrize(
-    "more",
-    [
-        *({"truncate": value} for value in (True, False, None)),
-        *({"mscale": 0.7}, {"mscale_all_dim": 1.3}, {"mscale": 0.0, "mscale_all_dim": 1.3}),
-        {"mscale": 0.7, "mscale_all_dim": 1.3},
-        {"mscale": 0.7, "mscale_all_dim": 1.3, "attention_factor": 1.1},
-        {"unheard_of": 3},
-    ],
-    ids=str,
-)
-def test_who_follows_the_advice_about_a_key_of_rope_scaling_gets_the_same_model(
-    rope_type: str, more: dict[str, Any]
-) -> None:
-    """Its frequencies and amplitude are those that transformers computes with the key."""
-    from transformers import LlamaConfig
-    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
-
-    def of_theirs(rope: dict[str, Any]) -> list[float]:
-        config = LlamaConfig(hidden_size=64, num_attention_heads=1, rope_parameters=dict(rope))
-        frequencies, amplitude = ROPE_INIT_FUNCTIONS[rope_type](config)
-        return [*frequencies.tolist(), amplitude]
-
-    plain = {"rope_type": rope_type, "factor": 4.0, "rope_theta": 1e4, "original_max_position_embeddings": 100}
-    rope, advised = plain | more, plain | more
-    for name in more.keys() - {"attention_factor"}:
-        (problem,) = [one for one in rope_problems({"rope_parameters": rope}) if f" {name}={rope[name]!r} " in one] or [
-            ""
-        ]
-        if "it must be true" in problem:
-            assert of_theirs(rope) != pytest.approx(of_theirs(rope | {name: True}), rel=1e-3)
-        elif problem:
-            assert "leave it out" in problem or "in place of mscale and mscale_all_dim" in problem
-            del advised[name]
-            if factor := re.search(r"attention_factor=([\d.]+)", problem):
-                advised["attention_factor"] = float(factor[1])
-        else:
-            assert of_theirs(rope) == of_theirs({key: value for key, value in rope.items() if key != name})
-    assert of_theirs(rope) == pytest.approx(of_theirs(advised), rel=1e-6)
