@@ -11,6 +11,7 @@ from worlds import GPT2, LLAMA, counted, engine_on, micro_batches, run_of, state
 
 from megazero.config import ResolvedRun
 from megazero.engine import Engine
+from megazero.layers.attention_kernels import attention
 from megazero.models.wrappers import compile_blocks, wants_compiling
 
 pytestmark = pytest.mark.slow  # starts whole runs
@@ -91,6 +92,13 @@ def test_every_shape_compiles(parallel: dict[str, Any], model: dict[str, Any], d
     for pairs, _ in results:
         _check(pairs)
     assert [count for _, count in results] == graphs
+
+
+def test_gpt2_blocks_compile() -> None:
+    runs = _runs(1, model=GPT2 | {"num_layers": 2})
+    ((pairs, graphs),) = run_world(1, _with_and_without, [runs], "eager", False)
+    _check(pairs)
+    assert graphs == 4 + 2
 
 
 def test_a_norm_over_all_heads_compiles() -> None:
@@ -185,6 +193,27 @@ def test_the_pieces_and_the_bits_are_the_same_whatever_is_recomputed(
         assert again > 0, policy
 
 
+def test_tracing_stops_where_outputs_of_attention_are_kept() -> None:
+    class Keeps:
+        def through(self, compute: Any) -> tuple[Tensor, ...]:
+            self.kept = getattr(self, "kept", None) or compute()
+            return self.kept
+
+    x, keeps, found = torch.randn(2, 2, 9, 8, requires_grad=True), Keeps(), []
+    compiled = torch.compile(lambda x, tape: attention(x * 2, x, x, tape=tape).sin(), dynamic=False, backend="eager")
+    for kept in (None, keeps, keeps):  # the third forward has the outputs of the second
+        found.append(torch.autograd.grad(compiled(x, kept).sum(), x)[0])
+    assert all(torch.equal(one, found[0]) for one in found)
+    assert len(keeps.kept) == 2
+
+
+def test_names_of_parameters_stay() -> None:
+    engine = engine_on(0, run_of(1, model=LLAMA))
+    before = [name for name, _ in engine.chunks.named_parameters()]
+    _compile(engine, "eager")
+    assert [name for name, _ in engine.chunks.named_parameters()] == before
+
+
 def _offset(elements: int) -> Tensor:
     return torch.empty(64, dtype=torch.bfloat16)[elements:]
 
@@ -201,3 +230,12 @@ def test_auto_compiles_on_cuda_where_weights_are_aligned(wish: Any, device: str,
 def test_weights_that_are_not_aligned_are_refused_where_compiling_is_asked_for() -> None:
     with pytest.raises(ValueError, match="multiple of 16 bytes"):
         wants_compiling(True, torch.device("cuda"), [_offset(0), _offset(1)])
+
+
+def test_the_configured_engine_has_its_blocks_replaced_and_no_others() -> None:
+    def own_forwards(compile_: bool) -> set[str]:
+        engine = engine_on(0, run_of(1, model=LLAMA, training={"compile": compile_}))
+        return {type(module).__name__ for module in engine.chunks.modules() if "forward" in vars(module)}
+
+    assert own_forwards(False) == set()
+    assert own_forwards(True) == {"RMSNorm", "AttentionCore", "Residual", "Gated"}

@@ -754,6 +754,12 @@ def test_registries_refuse_another_kind_of_thing_at_once(registry):
     assert "mine" not in registry
 
 
+@pytest.mark.parametrize("section", list(sections()))
+def test_every_section_is_a_table(write, section):
+    for text in (f"{section} = 3", f"{section} = []", f"[[{section}]]"):
+        assert any("must be a table" in problem for problem in problems(write(text), world_size=1)), text
+
+
 @pytest.mark.parametrize("text", ["model = 3", "[[model]]\nnum_heads = 8"])
 def test_a_section_that_is_no_table_is_told_how_to_be_one(write, text):
     assert problems(write(text), "model.num_heads=4")[0].endswith(

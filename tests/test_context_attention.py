@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import contextmanager
 from itertools import product
 from typing import Any
 from unittest.mock import patch
@@ -16,13 +17,16 @@ from harness import run_world
 from torch import Tensor
 from worlds import LLAMA, run_of
 
+from megazero.comm import head_exchange
+from megazero.comm.collectives import Pending
 from megazero.cpu.attention import CpuTiles
+from megazero.layers import context_attention
 from megazero.layers.context_attention import ContextAttention
 from megazero.layers.sample_part import part_of
 from megazero.layers.token_layout import head_pieces
 from megazero.parallel_state import Axis, ParallelState, RankGrid
 from megazero.plan.dry_run import dry_run
-from megazero.plan.fake_tensors import Message
+from megazero.plan.fake_tensors import Message, Operator
 from megazero.plan.unit_trace import trace_units
 
 SIZE, SEQ, CPU, WHOLE = 4, 24, torch.device("cpu"), Axis("whole")
@@ -129,6 +133,52 @@ def test_a_plan_has_the_pieces_of_the_device_that_it_is_for(seq_len: int) -> Non
         assert len(exchanges) == 4 * pieces
 
 
+@contextmanager
+def _events(into: list[str]) -> Any:
+    """Notes when messages start, when they are waited for, and when a kernel runs, each by the name of what it is for."""
+
+    def noted(name: str, start: Callable[..., Pending]) -> Callable[..., Pending]:
+        def begin(*args: Any) -> Pending:
+            into.append(f"{name} starts")
+            return Pending(start(*args).wait, lambda: into.append(f"{name} waits"))
+
+        return begin
+
+    def kernel(run: Callable[..., Any]) -> Callable[..., Any]:
+        def compute(*args: Any, **keys: Any) -> Any:
+            into.append("kernel")
+            return run(*args, **keys)
+
+        return compute
+
+    exchanged, passed = noted("exchange", head_exchange.all_to_all), noted("shift", context_attention.ring_shift)
+    with (
+        patch.object(head_exchange, "all_to_all", exchanged),
+        patch.object(context_attention, "ring_shift", passed),
+        patch.object(CpuTiles, "forward", kernel(CpuTiles.forward)),
+        patch.object(CpuTiles, "backward", kernel(CpuTiles.backward)),
+    ):
+        yield
+
+
+def _order(rank: int, world: int, ulysses: int, heads: int, kv_heads: int) -> list[str]:
+    state, found = _state(rank, world, ulysses), list[str]()
+    with _events(found):
+        _attend(state, heads, kv_heads, None, None)
+    return found
+
+
+def test_a_plan_for_a_gpu_has_one_kernel_for_a_long_document() -> None:
+    """On a CPU it is cut into triangles and squares, which no GPU computes."""
+    run = run_of(1, model=LLAMA | {"seq_len": 512}, data={"document_mask": True}, training={"micro_batch_size": 1})
+    calls = {}
+    for on_cuda in (True, False):
+        layer = next(one for key, one in trace_units(run, on_cuda=on_cuda).items() if not isinstance(key, str))
+        names = [event.name for event in layer.forward.events if isinstance(event, Operator)]
+        calls[on_cuda] = sum("flash_attention" in name for name in names)
+    assert calls == {True: 1, False: 4}  # triangles of 64, and squares of 64, 128 and 256
+
+
 _LAYOUTS = ("s b (n h d) -> n b h s d", "s b (h d n) -> n b h s d", "s b (h n d) -> n b h s d")
 
 
@@ -184,6 +234,36 @@ def test_queries_keys_and_values_of_several_types_are_refused(wider: int) -> Non
         ContextAttention(WHOLE, WHOLE, None, torch.float32).attend(*given, part)
 
 
+def test_attention_waits_for_the_first_heads_and_computes_while_the_others_travel() -> None:
+    for order in run_world(2, _order, 2, 2, 8, 2):  # on a rank 4 heads that share one of keys
+        kernel, (starts, waits) = "kernel", ("exchange starts", "exchange waits")
+        forward = [starts] * 6 + [waits] * 3 + [kernel, starts] + [waits, kernel, starts] * 3 + [waits] * 4
+        backward = [starts] * 4 + [waits, kernel, starts] * 4 + [starts] * 2 + [waits] * 6
+        assert order == forward + backward
+
+
+def test_the_last_gradients_of_a_ring_travel_while_its_own_keys_are_used() -> None:
+    for order in run_world(2, _order, 2, 1, 4, 2):
+        starts = [number for number, event in enumerate(order) if event == "shift starts"]
+        waits = [number for number, event in enumerate(order) if event == "shift waits"]
+        assert len(starts) == len(waits) == 3  # keys forward and backward, and their gradients
+        for start, wait in zip(starts, waits, strict=True):
+            assert "kernel" in order[start:wait]
+
+
+def test_ranks_that_exchange_when_they_wait_do_so_once() -> None:
+    """In the memory of one host nothing travels by itself: pieces would only wait more often."""
+    assert context_attention._MOST_PIECES > 1
+    found = run_world(2, _calls_in_shared_memory)
+    assert found == [8] * 2  # q, k, v and out, forward and backward
+
+
+def _calls_in_shared_memory(rank: int) -> int:
+    state = ParallelState(RankGrid(cp=2), rank, timeout_seconds=60, cp_ulysses=2)
+    _attend(state, 8, 2, None, None)
+    return state.traffic.calls["cp", "all_to_all"]
+
+
 def _fails_and_goes_on(rank: int, ulysses: int, failing: str, calls: Sequence[int]) -> None:
     state, kernel = _state(rank, 2, ulysses), getattr(CpuTiles, failing)
     _, wanted = _attend(state, 8, 2, None, None)
@@ -208,3 +288,18 @@ def _fails_and_goes_on(rank: int, ulysses: int, failing: str, calls: Sequence[in
 def test_a_step_after_one_that_failed_on_all_ranks_has_its_messages(ulysses: int, failing: str) -> None:
     """What the failed one has left travels to its end; gloo would lose the peer."""
     run_world(2, _fails_and_goes_on, ulysses, failing, (1, 2, 1, 2))
+
+
+def _second_derivative(rank: int, ulysses: int) -> None:
+    state = _state(rank, 2, ulysses)
+    part = part_of(None, SEQ, state.cp_ulysses, state.cp_ring, CPU)
+    assert part is not None
+    q, k, v = (x[:, :, :12].clone().requires_grad_() for x in _inputs(4, 2, 1)[:3])
+    out = ContextAttention(state.cp_ulysses, state.cp_ring, None, torch.float32).attend(q, k, v, part)
+    with pytest.raises(RuntimeError, match="has no second derivative: do not use create_graph with it"):
+        torch.autograd.grad(out.sum(), q, create_graph=True)
+
+
+@pytest.mark.parametrize("ulysses", [2, 1])
+def test_a_second_derivative_is_refused(ulysses: int) -> None:
+    run_world(2, _second_derivative, ulysses)

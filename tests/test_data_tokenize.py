@@ -347,6 +347,30 @@ def test_a_command_that_was_killed_goes_on_with_what_is_missing(tmp_path, monkey
     assert not (tmp_path / "out.tokenizing").exists()
 
 
+@pytest.mark.parametrize("renames", [1, 2])
+def test_a_command_that_was_killed_between_its_renames_is_repeated_as_it_is(tmp_path, monkeypatch, renames):
+    path, real, count = write_jsonl(tmp_path / "x.jsonl", ["one line"]), Path.replace, [0]
+
+    def die_after_some(self: Path, target: Path) -> Path:
+        if Path(target).name in ("out.bin", "out.identity.json", "out.idx"):
+            count[0] += 1
+            if count[0] > renames:
+                os.kill(os.getpid(), signal.SIGKILL)
+        return real(self, target)
+
+    monkeypatch.setattr(Path, "replace", die_after_some)
+    process = multiprocessing.get_context("fork").Process(
+        target=tokenize_files, args=([path], tmp_path / "out", "byte")
+    )
+    process.start()
+    process.join(timeout=30)
+    monkeypatch.undo()
+    assert process.exitcode == -signal.SIGKILL
+    assert (tmp_path / "out.bin").exists()
+    tokenize_files([path], tmp_path / "out", "byte")
+    assert (tmp_path / "out.idx").exists()
+
+
 @pytest.mark.parametrize("suffix", [".bin", ".lengths", ".json"])
 def test_a_shard_of_which_a_bit_flipped_is_tokenized_again(tmp_path, suffix):
     (tmp_path / "a.txt").write_text("hello world")

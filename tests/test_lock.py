@@ -9,6 +9,7 @@ import signal
 import socket
 import uuid
 from collections.abc import Callable
+from contextlib import suppress
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -44,6 +45,50 @@ def _fail(error: OSError) -> Callable[..., None]:
         raise error
 
     return fail
+
+
+@pytest.mark.parametrize("has_prior", [False, True])
+@pytest.mark.parametrize("look", range(1, 4))
+def test_of_two_that_look_one_after_the_other_one_takes_it(
+    folder: Folder, monkeypatch: pytest.MonkeyPatch, has_prior: bool, look: int
+) -> None:
+    """The first takes the lock at any of the second's looks at the directory."""
+    if has_prior:
+        prior = DirectoryLock(folder)
+        assert prior.try_to_take() is None
+        prior.release()
+    first, second, looks, kind = DirectoryLock(folder), DirectoryLock(folder), [0], type(folder)
+    real = kind.files
+
+    def files(self: Folder) -> list[str]:
+        found = real(self)
+        looks[0] += 1
+        if looks[0] == look:
+            with monkeypatch.context() as inner:
+                inner.setattr(kind, "files", real)
+                with suppress(OwnerError):
+                    first.try_to_take()
+        return found
+
+    monkeypatch.setattr(kind, "files", files)
+    with suppress(OwnerError):
+        second.try_to_take()
+    assert (first.held is None) != (second.held is None)
+    for lock in (first, second):
+        if lock.held is not None:
+            lock.held.check()
+
+
+def test_files_that_no_lock_has_written_stay(tmp_path: Path) -> None:
+    names = ["00000001_notes.txt", "00000000", "00000001.json.bak", "0"]
+    (tmp_path / "owner").mkdir()
+    for name in names:
+        (tmp_path / "owner" / name).touch()
+    for _ in range(2):
+        lock = DirectoryLock(LocalFolder(tmp_path))
+        assert lock.try_to_take() is None
+        lock.release()
+    assert {path.name for path in (tmp_path / "owner").iterdir()} >= set(names)
 
 
 def test_no_process_has_the_process_identity_another() -> None:

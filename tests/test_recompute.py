@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import pickle
+import threading
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -127,6 +128,42 @@ def test_nothing_is_alive_after_the_backward_or_without_one(backward: bool) -> N
         gc.enable()
 
 
+def test_what_was_made_again_is_freed_by_the_node_that_used_it() -> None:
+    made: list[weakref.ref[Tensor]] = []
+    alive: list[int] = []
+
+    class Counts(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, grad: Tensor) -> Tensor:
+            alive.append(sum(one() is not None for one in made[4:]))
+            return grad
+
+    class Saves(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            saved = x.cos()
+            made.append(weakref.ref(saved.untyped_storage()))
+            ctx.save_for_backward(saved)
+            return x.sin()
+
+        @staticmethod
+        def backward(ctx: Any, grad: Tensor) -> Tensor:
+            return grad * ctx.saved_tensors[0]
+
+    def region(x: Tensor) -> Tensor:
+        for _ in range(4):
+            x = Counts.apply(Saves.apply(x))
+        return x
+
+    Recomputed(region)(_x()).sum().backward()
+    assert len(made) == 8
+    assert alive == [0, 3, 2, 1]
+
+
 def test_a_graph_that_is_retained_makes_it_again_once() -> None:
     runs: list[int] = []
     x = _x()
@@ -157,15 +194,46 @@ def _changed_in_place(wrap: Wrap, x: Tensor) -> Tensor:
     return (y * y).sum()
 
 
+def _part_changed_in_place(wrap: Wrap, x: Tensor) -> Tensor:
+    y = wrap(lambda x: x.sin() * 1)(x)
+    y[1:].mul_(3)
+    return y.exp().sum() + (y[:1] * y[:1]).sum()
+
+
+def _empty(wrap: Wrap, x: Tensor) -> Tensor:
+    y, none = wrap(lambda x: (x.sin(), x[:0].exp()))(x)
+    return (y * y).sum() + (none * none).sum() + (x[:0] * x[:0]).sum()
+
+
+def _sparse(wrap: Wrap, x: Tensor) -> Tensor:
+    return torch.sparse.sum(wrap(lambda x: x.exp().to_sparse())(x).coalesce()) + wrap(torch.exp)(x).square().sum()
+
+
 def _nested(wrap: Wrap, x: Tensor) -> Tensor:
     inner = wrap(lambda x: x.exp().sin())
     return wrap(lambda x: inner(x.sin()) * inner(x).exp())(x).square().sum()
 
 
-@pytest.mark.parametrize("function", [_views, _of_an_argument, _changed_in_place, _nested])
+@pytest.mark.parametrize(
+    "function", [_views, _of_an_argument, _changed_in_place, _part_changed_in_place, _empty, _sparse, _nested]
+)
 def test_dropped_results_have_the_gradients_of_kept_ones(function: Callable[[Wrap, Tensor], Tensor]) -> None:
     without, with_ = _gradients(function, 3, 4)
     assert torch.equal(without, with_)
+
+
+def test_a_tensor_without_memory_is_not_taken_for_a_result() -> None:
+    """All have address 0 on meta, where bytes are counted too."""
+    x = torch.empty(2, 3, device="meta", requires_grad=True)
+    with DroppingOutputs() as dropping:
+        y = Recomputed(torch.sin)(x)
+        beneath = dropping.beneath.pack(y)
+        assert type(dropping.pack(torch.empty(7, device="meta"))) is type(beneath)
+        assert type(dropping.pack(y[1:])) is not type(beneath)
+        loss = (y * y).sum()
+    loss.backward()
+    assert x.grad is not None
+    assert x.grad.shape == x.shape
 
 
 def test_memory_of_a_result_that_is_gone_belongs_to_another() -> None:
@@ -177,7 +245,7 @@ def test_memory_of_a_result_that_is_gone_belongs_to_another() -> None:
     assert torch.equal(*_gradients(function, 64))
 
 
-# ---- copies
+# ---- copies, threads
 
 
 class _Layer(nn.Module):
@@ -204,6 +272,29 @@ def test_a_copy_of_a_module_recomputes_with_its_own_weights(copied: Callable[[nn
     assert torch.equal(other.linear.bias.grad, y.detach())  # type: ignore[union-attr, arg-type]
 
 
+def test_threads_recompute_beside_each_other_and_a_backward_runs_on_any() -> None:
+    region, wrong = Recomputed(lambda x: (x.sin() * x).exp()), []
+
+    def work(size: int) -> None:
+        for _ in range(20):
+            x = _x(size)
+            with DroppingOutputs():
+                y = region(x).square().sum()
+            y.backward()
+            (wanted,) = torch.autograd.grad((x.sin() * x).exp().square().sum(), x)
+            wrong.extend([] if x.grad is not None and torch.equal(x.grad, wanted) else [size])
+
+    x = _x()
+    y = region(x).sum()
+    threads = [threading.Thread(target=work, args=(size,)) for size in (3, 5)] + [threading.Thread(target=y.backward)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert wrong == []
+    assert x.grad is not None
+
+
 # ---- what is kept
 
 
@@ -225,6 +316,23 @@ class _Sin(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         return grad * ctx.saved_tensors[0], None
+
+
+def test_a_kept_result_that_is_changed_in_place_is_an_error() -> None:
+    """The second run would be given the changed one, and change it again."""
+
+    def region(x: Tensor, weight: Tensor) -> Tensor:
+        y = kept.through(lambda: (x.sin(),))[0]
+        y *= 2
+        return y * weight
+
+    kept, weight = Tape(), torch.ones(4, requires_grad=True)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        Recomputed(region, kept)(torch.randn(4), weight).sum().backward()
+    (wanted,) = torch.autograd.grad(
+        Recomputed(lambda x, w: (x.sin() * w).exp(), kept)(torch.ones(4), weight).sum(), weight
+    )
+    torch.testing.assert_close(wanted, torch.ones(4).sin() * torch.ones(4).sin().exp())
 
 
 def test_results_of_several_calls_are_kept_in_order_also_after_errors() -> None:

@@ -71,7 +71,54 @@ class _KnowingFamily(_OwnFamily):
     kind = _KnowingAttention
 
 
-KINDS = {"own": _OwnFamily, "knowing": _KnowingFamily}
+class _Holding(_OwnAttention):
+    """Has an attention that knows, and attends without it."""
+
+    def __init__(self, like: Attention) -> None:
+        super().__init__(like)
+        self.like = like
+
+
+class _OtherForward(Attention):
+    """Inherits all but its forward."""
+
+    def __init__(self, like: Attention) -> None:
+        nn.Module.__init__(self)
+        self.__dict__.update(like.__dict__)
+
+    def forward(self, x: Tensor, layout: TokenLayout) -> Tensor:
+        return super().forward(x, replace(layout, part=None))
+
+
+class _OwnKernel:
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, *_: Any, **__: Any) -> Tensor:
+        return F.scaled_dot_product_attention(q, k, v)
+
+
+def _other_kernel(attention: Attention) -> Attention:
+    attention.core.kernel = _OwnKernel()
+    return attention
+
+
+class _HoldingFamily(_OwnFamily):
+    kind = _Holding
+
+
+class _InheritingFamily(_OwnFamily):
+    kind = _OtherForward  # type: ignore[assignment]
+
+
+class _ReplacedFamily(_OwnFamily):
+    kind = staticmethod(_other_kernel)  # type: ignore[assignment]
+
+
+KINDS = {
+    "own": _OwnFamily,
+    "holding": _HoldingFamily,
+    "inheriting": _InheritingFamily,
+    "replaced": _ReplacedFamily,
+    "knowing": _KnowingFamily,
+}
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -128,6 +175,19 @@ def test_a_micro_batch_without_its_part_is_refused(shape: str) -> None:
     run_world(world, _without_part, _run(world, parallel, documents))
 
 
+def test_equal_documents_have_equal_numbers_on_every_rank_and_other_documents_have_others() -> None:
+    """The number that ranks compare once a step; it is made with the part, and not again from all documents in each step."""
+    given = [[[16], [16]], [[8, 8], [16]], [[16], [8, 8]], [[8, 8], [8, 8]], [[7, 9], [16]], [[9, 7], [16]], [[16]]]
+    numbers = []
+    for lengths in given:
+        axes = [(Axis("u", (0, 1), u), Axis("r", (0, 1), r)) for u in range(2) for r in range(2)]
+        parts = [part_of(lengths, 16, *pair, torch.device("cpu")) for pair in axes]
+        one_rank = part_of(lengths, 16, Axis("u"), Axis("r"), torch.device("cpu"))
+        (number,) = {part.plan.documents for part in (*parts, one_rank) if part is not None}
+        numbers.append(number)
+    assert len(set(numbers)) == len(given)
+
+
 def _with_other_documents(rank: int, run: ResolvedRun) -> None:
     """The last rank's second micro-batch has other documents, in the first step of the engine."""
     engine = engine_on(rank, run)
@@ -173,6 +233,10 @@ def test_check_tells_of_such_an_attention() -> None:
     for name, count in [(name, int(name != "knowing")) for name in KINDS]:
         problems = list(layer_problems(_run(1, {}, True, family=name).config))
         assert [(one.key, "knows_parts" in one.rule) for one in problems] == [("model.family", True)] * count
+
+
+def test_where_samples_are_whole_any_attention_runs() -> None:
+    run_world(1, _builds, _run(1, {}, False, family="own"))
 
 
 def _builds(rank: int, run: ResolvedRun) -> None:
@@ -228,6 +292,19 @@ def test_a_windows_mask_is_made_only_where_it_is_read() -> None:
     assert run_world(1, _windows, _run(1, {}, False, **keys)) == [1]
     for world, parallel, documents in CUT.values():
         assert run_world(world, _windows, _run(world, parallel, documents, **keys)) == [0] * world
+
+
+def test_documents_of_one_sample_are_not_those_of_two() -> None:
+    """They held for all samples of the micro-batch, without a word."""
+    part = part_of([[3, 5]], 8, Axis("u"), Axis("r"), DEVICE)
+    assert part is not None
+    q = torch.randn(2, 1, 8, 4, device=DEVICE)
+    attention = ContextAttention(Axis("u"), Axis("r"), None, torch.float32)
+    with pytest.raises(ValueError, match="got 2 samples of 8"):
+        attention.attend(q, q, q, part)
+    with pytest.raises(ValueError, match="documents of 1 samples were given for 2"):
+        part.cut(torch.zeros(8, 2, dtype=torch.long))
+    assert _half(8).cut(torch.zeros(8, 2, dtype=torch.long)).shape == (4, 2)  # whole samples: of any
 
 
 def _without_a_counted_token(rank: int, run: ResolvedRun) -> None:

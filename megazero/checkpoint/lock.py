@@ -40,6 +40,7 @@ LOOK_SECONDS = 1.0  # between two looks at the heartbeat of an owner elsewhere
 GONE_LOOKS = int(GONE_SECONDS / LOOK_SECONDS)
 _OWNER, _RELEASED = "owner", b"released\n"
 _LOCK_FILE = re.compile(r"\d{8}\.json")
+_OWN_FILE = re.compile(r"\d{8}\.(json|beat|by)(\.[0-9a-f]{8}\.partial)?")  # `.by` is of earlier releases
 
 
 @dataclass(frozen=True)
@@ -101,7 +102,7 @@ class HeldLock:
         """Called before anything in the folder changes.  Raises: OwnerError: another owner has taken it."""
         # The owner may create its file anew between the first two looks.
         if not (self.is_there() or not _lock_files(self.files) or self.is_there()):
-            newest = _newest(self.files)
+            newest = _newest(self.files, _lock_files(self.files))
             by = "" if newest is None else f" to {_parsed(newest[1]) or newest[0]}"
             raise OwnerError(f"this run has lost {self.folder}{by}; it ends without writing anything more")
 
@@ -141,10 +142,12 @@ class DirectoryLock:
         Raises: OwnerError: its owner runs.
         """
         while True:
-            newest = _newest(self._files)
+            # From one listing: an owner that comes after it has the next number, too, and one of the two cannot create it.
+            names = _lock_files(self._files)
+            newest = _newest(self._files, names)
             if newest is not None and not self._has_ended(*newest):
                 return _parsed(newest[1]) or _UNKNOWN
-            number = 1 + max((int(name[:8]) for name in _lock_files(self._files)), default=0)
+            number = 1 + max((int(name[:8]) for name in names), default=0)
             lock = HeldLock(self.folder, f"{number:08d}.json", to_json(asdict(self._owner)))
             if self._create(lock):
                 self.held = lock
@@ -163,7 +166,8 @@ class DirectoryLock:
         if names[-1:] != [lock.name]:
             self._files.remove(lock.name)  # several owners have come and gone since this one looked
             return False
-        self._files.remove(*(name for name in self._files.files() if name[:8].isdigit() and name[:8] < lock.name[:8]))
+        own = filter(_OWN_FILE.fullmatch, self._files.files())
+        self._files.remove(*(name for name in own if name[:8] < lock.name[:8]))
         return True
 
     def _has_ended(self, name: str, content: bytes) -> bool:
@@ -209,9 +213,9 @@ def _lock_files(files: Folder) -> list[str]:
     return [name for name in files.files() if _LOCK_FILE.fullmatch(name)]
 
 
-def _newest(files: Folder) -> tuple[str, bytes] | None:
-    """The newest lock file and its content.  A file that cannot be parsed does not hide an older one."""
-    found = [(name, _read(files, name)) for name in reversed(_lock_files(files))]
+def _newest(files: Folder, names: Sequence[str]) -> tuple[str, bytes] | None:
+    """The newest of some lock files and its content.  A file that cannot be parsed does not hide an older one."""
+    found = [(name, _read(files, name)) for name in reversed(names)]
     return next((one for one in found if _parsed(one[1])), found[0] if found else None)
 
 

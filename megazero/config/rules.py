@@ -82,7 +82,7 @@ def check_rules(
             fitted = fit(config, world_size)
             parallel = fitted.config.parallel.model_copy(update={"dp": fitted.dp})
             seen = fitted.config.model_copy(update={"parallel": parallel})
-    is_whole &= "dp" in vars(seen.parallel)
+    is_whole &= "dp" in vars(vars(seen).get("parallel", seen))  # it may be no table
     rules = [(rule, config) for rule in (*_family_rules(config), *_SHAPE_RULES, _shapes_fit_the_model)]
     for rule, run in (*rules, *((rule, seen) for rule in (*RULES, *further))):
         with _collecting(problems, is_whole):

@@ -153,7 +153,9 @@ def tokenize_files(
 
     with IndexedWriter(out_prefix, dtype, encoder.fingerprint) as writer:
         taken = [path for path in (identity_path(out_prefix), *pair_paths(out_prefix)) if path.exists()]
-        if taken and not overwrite:
+        # Without an index they are of a command that was killed between its renames, if its shards are still there.
+        is_ours = folder.exists() and not pair_paths(out_prefix)[-1].exists()
+        if taken and not overwrite and not is_ours:
             raise FileExistsError(f"{taken[-1]} exists; name another output, or replace it with --overwrite")
         files, unread, hidden = find_files(inputs, {folder, *writer.paths})
         shards, uncut = make_shards(files, job)
@@ -380,9 +382,10 @@ def _is_done(shard: Shard, job: _Job) -> bool:
 def _content(shard: Shard, job: _Job, suffix: str, written: str) -> bytes:
     """A file of a shard, which is tokenized again where the disk has not kept what was written."""
     for _ in range(2):
-        content = job.path(shard, suffix).read_bytes()
-        if xxhash.xxh3_128_hexdigest(content) == written:
-            return content
+        with suppress(OSError):
+            content = job.path(shard, suffix).read_bytes()
+            if xxhash.xxh3_128_hexdigest(content) == written:
+                return content
         _tokenize_shard(shard, job)
     raise OSError(f"{job.path(shard, suffix)} is not what was written, twice: does the disk fail?")
 

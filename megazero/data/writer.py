@@ -145,14 +145,14 @@ class IndexedWriter:
 
 def _locked(path: Path) -> FileLock | None:
     """A lock that ends with the process; None where the file system has no locks.  Raises: FileExistsError: it is held."""
-    lock = FileLock(path)
+    lock = FileLock(path, fallback_to_soft=False)
     try:
         lock.acquire(timeout=0)
     except Timeout:
         raise FileExistsError(
             f"another process is writing {path}; wait until it ends, or name another output"
         ) from None
-    except OSError:
+    except (OSError, NotImplementedError):
         return None
     return lock
 
