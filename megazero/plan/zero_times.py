@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -66,6 +67,7 @@ class Matrices(NamedTuple):
     flops: int = 0
 
 
+@lru_cache(maxsize=64)  # it builds the model, and each shape of a search asks several times
 def matrices_of(config: RunConfig) -> Matrices:
     """Of a run; nothing where every element is stepped alone."""
     recipe = optimizer_of(config.optimizer)

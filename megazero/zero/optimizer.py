@@ -104,12 +104,13 @@ class ShardedOptimizer:
         for part in self._parts:
             if part.location == "file":
                 part.arrays = {name: offload.moment(part.numel) for name in self.states_of(part.bucket.layout)}
-        self._file = FileStepper([part for part in self._parts if not part.bucket.layout.matrices], self._elementwise)
+        self._stepped_alone = {b: parts for b, parts in self._of_bucket.items() if not b.layout.matrices}
+        elementwise = [part for parts in self._stepped_alone.values() for part in parts]
+        self._file = FileStepper(elementwise, self._elementwise)
         self._known_start = isinstance(self.torch_optimizer, _KNOWN_START)
         if self._known_start:
             for part in self._parts:
                 self._start_state(part)
-        elementwise = [part for part in self._parts if not part.bucket.layout.matrices]
         self._on_device = [part for part in elementwise if part.location == "device"]
 
     def step(self, factor: float, stepped: Stepped | None = None) -> None:
@@ -120,11 +121,10 @@ class ShardedOptimizer:
         """
         self.steps_taken += 1
         self._before_step = [dict(group) for group in self._groups]
-        elementwise = {bucket: parts for bucket, parts in self._of_bucket.items() if not bucket.layout.matrices}
         if self._matrices is not None:
             self._matrices.begin(self, factor)
         if factor != 1.0 and not self._scales_inside:  # inside, clipping and unscaling cost no pass of their own
-            for bucket in elementwise:
+            for bucket in self._stepped_alone:
                 bucket.gradient.mul_(factor)
         step = partial(self._step_parts, None if factor == 1.0 else 1.0 / factor)
         if self._on_device and stepped is None:
@@ -139,7 +139,7 @@ class ShardedOptimizer:
                 if stepped is not None:
                     stepped(bucket, None)
 
-        for bucket, parts in elementwise.items():
+        for bucket, parts in self._stepped_alone.items():
             location = bucket.master.location
             if bucket.summed != bucket.owned and stepped is not None:
                 finish_all_but(0)
@@ -151,7 +151,7 @@ class ShardedOptimizer:
                 copying.append((bucket, _start_copy(bucket)))
             finish_all_but(1 if location == "host" else 0)  # the next is stepped meanwhile
         self._file.step(step, self.torch_optimizer)
-        copying.extend((bucket, None) for bucket in elementwise if bucket.master.location == "file")
+        copying.extend((bucket, None) for bucket in self._stepped_alone if bucket.master.location == "file")
         if self._matrices is not None:
             group = self._groups[-1]
             for bucket in self._matrices.finish(self, group["lr"], group["weight_decay"]):
