@@ -293,8 +293,8 @@ def parallel_state_of(
 
 
 def local_device() -> torch.device:
-    """cuda:LOCAL_RANK if there is CUDA and the ranks can communicate over it, else the CPU."""
+    """cuda:LOCAL_RANK, or the one device that this rank sees, if the ranks can communicate over CUDA; else the CPU."""
     talks = not dist.is_initialized() or dist.get_world_size() == 1 or "nccl" in str(dist.get_backend_config())
     if not (talks and torch.cuda.is_available()):
         return torch.device("cpu")
-    return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+    return torch.device("cuda", 0 if torch.cuda.device_count() == 1 else int(os.environ.get("LOCAL_RANK", "0")))

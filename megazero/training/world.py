@@ -31,6 +31,7 @@ from megazero.training.heartbeat import missing_keys
 from megazero.training.signals import EXIT_FAILED, die_of_signals
 
 LAUNCH_FOLDER = "MEGAZERO_LAUNCH_FOLDER"  # the folder in which ranks that `launch` starts meet and write their errors
+SHARE_DEVICE = "MEGAZERO_SHARE_DEVICE"  # for tests only: where it is set, several ranks may compute on one CUDA device
 
 _PROBLEMS, _MET, _ALL_MET, _READ, _ALL_READ = "problems", "met", "all met", "read", "all read"
 _CHOICES, _SEARCHED, _MISSING = "choices", "searched", "missing"
@@ -75,7 +76,7 @@ def device_type(config: RunConfig, local_ranks: int) -> str:
     wish, devices = config.launch.device, cuda_devices()
     if wish == "cpu" or (wish == "auto" and not devices):
         return "cpu"
-    if devices < local_ranks:
+    if device_index(os.environ, devices, local_ranks) is None:
         if wish == "auto" and LAUNCH_FOLDER in os.environ:
             return "cpu"
         here = " (LOCAL_WORLD_SIZE is unset, so all ranks count)" if _is_local_world_unknown() else ""
@@ -84,6 +85,22 @@ def device_type(config: RunConfig, local_ranks: int) -> str:
             f"{devices}; start fewer ranks, or set launch.device=cpu to compute without CUDA"
         )
     return "cuda"
+
+
+def device_index(environment: Mapping[str, str], devices: int, local_ranks: int) -> int | None:
+    """Which of the CUDA devices that it sees this rank computes on; None where the machine has none for each rank.
+
+    A launcher may show each rank its own device alone, as `srun --gpus-per-task=1` does.  torchrun does so only where it
+    calls all of them local rank 0 (`--virtual-local-rank`).
+    """
+    local_rank = int(environment.get("LOCAL_RANK", "0"))
+    if devices and SHARE_DEVICE in environment:
+        return local_rank % devices
+    is_told = "RANK" in environment and LAUNCH_FOLDER not in environment
+    is_told &= local_rank == 0 or "TORCHELASTIC_RUN_ID" not in environment
+    if devices == 1 and is_told and "," not in (environment.get("CUDA_VISIBLE_DEVICES") or ","):
+        return 0
+    return local_rank if local_ranks <= devices else None
 
 
 def cuda_devices() -> int:
@@ -255,11 +272,13 @@ def join_world(run: ResolvedRun, store: Store | None = None) -> ParallelState:
             f"rank {rank} is spare: tp*cp*pp*dp={world} ranks train. `megazero train` lets such ranks wait; "
             f"here start {world}"
         )
-    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     local_world = local_world_size(world)
     device, backend = torch.device("cpu"), "gloo"
     if device_type(config, local_world) == "cuda":
-        device, backend = torch.device("cuda", local_rank), "cpu:gloo,cuda:nccl"
+        index = device_index(os.environ, cuda_devices(), local_world)
+        device, backend = torch.device(f"cuda:{index}"), "cpu:gloo,cuda:nccl"
+        if SHARE_DEVICE in os.environ:
+            os.environ["NCCL_HOSTID"] = f"machine {rank}"  # NCCL refuses two ranks on one device of one machine
     prepare_rank(device, local_world)
     parallel = config.parallel
     if world > 1:
