@@ -1,41 +1,46 @@
-"""One training step on one device: megazero beside a plain PyTorch loop.
+"""One training step on one device: megazero, variants of its run file, and a plain PyTorch loop.
 
-    python -m benchmarks.gpu_step                                   a Llama of 1.3 billion parameters, on a CUDA device
-    python -m benchmarks.gpu_step --model tiny --device cpu         does it run at all
+    python -m benchmarks.gpu_step                                    a Llama of 1.3 billion parameters, on a CUDA device
+    python -m benchmarks.gpu_step --model 8b --apart                 6 layers of the shape of Llama 3 8B, sequences of 8192
+    python -m benchmarks.gpu_step --apart --variant "activations.recompute=full activations.keep_attention=true"
+    python -m benchmarks.gpu_step --model tiny --device cpu          does it run at all
 
     one round      megazero, some steps | plain, some steps        each from an idle device to an idle device
+    --apart        all rounds of one contender, then it is freed and the next is built: for what does not fit beside another
     megazero       Engine.train_step: forward and backward of the micro-batches, norm, clip, sharded AdamW, ZeRO stage 0
+    a variant      megazero with other values of its run file
     plain          the same Llama in plain torch modules, blocks compiled alike; in bf16 with fp32 master weights, which are
                    clipped and stepped by torch's fused AdamW and copied back
 
-Both start from the same weights, read the same tokens and live in one process.  The first losses must agree, or nothing is
+All start from the same weights, read the same tokens and live in one process.  The first losses must agree, or nothing is
 reported.  Nothing is written but with --out or --profile.
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import os
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from benchmarks.models import PlainStage, adamw, loss_of
-from benchmarks.report import machine, markdown
-from benchmarks.setting import GRAD_CLIP, LR, SEED
+from benchmarks.report import machine, markdown, write_whole
+from benchmarks.setting import GRAD_CLIP, LR, SEED, with_options
 from benchmarks.trace import read_business
 from megazero.checkpoint.save import gather_logical
 from megazero.config import RunConfig, resolve
 from megazero.engine import initialize
-from megazero.models.activation_config import PRESETS
 from megazero.models.gpt import MicroBatch
 from megazero.parallel_state import ParallelState, RankGrid
 from megazero.training.callbacks.speed import model_flops_per_token, peak_flops
@@ -45,20 +50,24 @@ CHECKED_STEPS = 3  # the first of them compiles
 LOSS_TOLERANCE = {"fp32": 1e-4, "bf16": 2e-2}
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
-# Memory of the larger at its default batch, in bytes a parameter: megazero 2 + 4 + 4 + 8 (weights, masters, gradients,
-# moments), plain 2 + 2 + 4 + 4 + 8 (and bf16 gradients): 51 GB together, and 7 to 11 GB of activations and logits a sample.
+# Memory of 1.3b at its default batch, in bytes a parameter: megazero 2 + 4 + 4 + 8 (weights, masters, gradients, moments),
+# plain 2 + 2 + 4 + 4 + 8 (and bf16 gradients): 51 GB together, and 7 to 11 GB of activations and logits a sample.
 MODELS: dict[str, dict[str, int]] = {
     "tiny": {"hidden_size": 64, "num_layers": 2, "num_heads": 4, "ffn_hidden_size": 128, "vocab_size": 512, "seq_len": 64},
     "1.3b": {
         "hidden_size": 2048, "num_layers": 24, "num_heads": 16, "ffn_hidden_size": 5504,
         "vocab_size": 32000, "seq_len": 4096,
     },
+    "8b": {
+        "hidden_size": 4096, "num_layers": 6, "num_heads": 32, "num_kv_heads": 8, "ffn_hidden_size": 14336,
+        "vocab_size": 128256, "seq_len": 8192,
+    },
 }  # fmt: skip
 
 
 @dataclass(frozen=True)
 class Setting:
-    """What is the same for both.
+    """What is the same for all.
 
     Args:
         model: a key of `MODELS`.
@@ -66,8 +75,7 @@ class Setting:
         micro_batch_size: samples in a forward.
         accumulation: micro-batches in a step.
         compile: whether blocks are compiled.
-        recompute: megazero's activations; what is named there.
-        keep_attention, offload: likewise.
+        options: of megazero alone, "section.key=value" each; those of `model` hold for the plain loop, too.
     """
 
     model: str
@@ -75,9 +83,7 @@ class Setting:
     micro_batch_size: int
     accumulation: int
     compile: bool
-    recompute: str = "none"
-    keep_attention: bool = False
-    offload: str = "none"
+    options: tuple[str, ...] = ()
 
     @property
     def samples(self) -> int:
@@ -86,14 +92,9 @@ class Setting:
 
     def config(self) -> RunConfig:
         """megazero's configuration."""
-        document = {
+        document: dict[str, dict[str, Any]] = {
             "model": {"family": "llama", **MODELS[self.model]},
             "zero": {"stage": 0},
-            "activations": {
-                "recompute": self.recompute if self.recompute in PRESETS else self.recompute.split("+"),
-                "keep_attention": self.keep_attention,
-                "offload": self.offload,
-            },
             "precision": {"dtype": self.dtype},
             "optimizer": {"lr": LR, "grad_clip": GRAD_CLIP},
             "training": {
@@ -103,13 +104,13 @@ class Setting:
                 "compile": self.compile,
             },
         }
-        return resolve(RunConfig.model_validate(document), 1).config
+        return resolve(RunConfig.model_validate(with_options(document, self.options)), 1).config
 
     def batch(self, step: int, device: torch.device) -> tuple[Tensor, Tensor]:
         """Tokens and labels of a step, int64 [samples, seq]."""
-        sizes = MODELS[self.model]
+        model = self.config().model
         generator = torch.Generator().manual_seed(step)
-        samples = torch.randint(0, sizes["vocab_size"], (self.samples, sizes["seq_len"] + 1), generator=generator)
+        samples = torch.randint(0, model.vocab_size, (self.samples, model.seq_len + 1), generator=generator)
         return samples[:, :-1].to(device), samples[:, 1:].to(device)
 
 
@@ -126,7 +127,10 @@ class Megazero:
     def weights(self) -> dict[str, Tensor]:
         """Whole tensors by name, in fp32 on the host."""
         state = self.engine.sharded_model.sharded_state
-        return {name: tensor.float().cpu() for name, tensor in gather_logical(state, "master", self.engine.state)}
+        return {
+            name: tensor.to("cpu", torch.float32, copy=True)
+            for name, tensor in gather_logical(state, "master", self.engine.state)
+        }
 
     def step(self, tokens: Tensor, labels: Tensor) -> float:
         """One optimizer step; the mean loss."""
@@ -134,6 +138,10 @@ class Megazero:
         parts = zip(ids.split(self._size), tokens.split(self._size), labels.split(self._size), strict=True)
         batches = [MicroBatch(which, token.t().contiguous(), label.t().contiguous()) for which, token, label in parts]
         return self.engine.train_step(batches, LR).loss
+
+    def close(self) -> None:
+        """Free what lies outside of the device."""
+        self.engine.sharded_model.close()
 
 
 class Plain:
@@ -176,6 +184,9 @@ class Plain:
             with torch.no_grad():
                 torch._foreach_copy_(self._weights, self._masters)
         return total.item()
+
+    def close(self) -> None:
+        """Nothing lies outside of the device."""
 
 
 @dataclass
@@ -227,7 +238,8 @@ class Line:
 
 def line_of(name: str, meter: Meter, setting: Setting) -> Line:
     """Sum a contender's steps up."""
-    model, tokens = setting.config().model, setting.samples * MODELS[setting.model]["seq_len"]
+    model = setting.config().model
+    tokens = setting.samples * model.seq_len
     per_second = 1e3 * tokens / median(meter.ms)
     peak = peak_flops(meter.device, DTYPES[setting.dtype], None)
     mfu = None if peak is None else per_second * model_flops_per_token(model) / peak
@@ -239,40 +251,64 @@ def _train(one: Megazero | Plain, batches: Sequence[tuple[Tensor, Tensor]]) -> N
         one.step(*batch)
 
 
-def measure(setting: Setting, device: torch.device, rounds: int, steps: int, profile: Path | None) -> list[Line]:
-    """Run both in turns.
+def measure(
+    settings: Mapping[str, Setting], device: torch.device, rounds: int, steps: int, *, apart: bool, profile: Path | None
+) -> list[Line]:
+    """Run all contenders, in turns or one after the other.
+
+    Args:
+        settings: by the contender's name; megazero is the first, the others are variants of it, and the plain loop.
+        rounds, steps: that are timed: so many rounds of so many steps.
+        profile: where a trace of a step of the first goes.
 
     Raises:
         RuntimeError: their first losses differ.
     """
-    meters = {name: Meter(device) for name in (Megazero.name, Plain.name)}
-    made: list[Megazero | Plain] = []
+    meters = {name: Meter(device) for name in settings}
+    weights: dict[str, Tensor] = {}
 
-    def make_plain() -> None:
-        assert isinstance(made[0], Megazero)
-        made.append(Plain(setting, device, made[0].weights()))
+    def make(name: str) -> Megazero | Plain:
+        made: list[Megazero | Plain] = []
+        plain = name == Plain.name
+        build = partial(Plain, weights=weights) if plain else Megazero
+        meters[name].run(lambda: made.append(build(settings[name], device)))
+        if not weights and Plain.name in settings:
+            assert isinstance(made[0], Megazero)
+            weights.update(made[0].weights())
+        return made[0]
 
-    meters[Megazero.name].run(lambda: made.append(Megazero(setting, device)))
-    meters[Plain.name].run(make_plain)
-    for step in range(CHECKED_STEPS):
-        batch = setting.batch(step, device)
-        for one in made:
-            meter = meters[one.name]
-            meter.run(lambda one=one, meter=meter, batch=batch: meter.losses.append(one.step(*batch)))
-    losses = [meters[one.name].losses for one in made]
-    worst = max(abs(a - b) for a, b in zip(*losses, strict=True))
-    if not worst <= LOSS_TOLERANCE[setting.dtype]:
+    for group in [[name] for name in settings] if apart else [list(settings)]:
+        made = {name: make(name) for name in group}
+        for step in range(CHECKED_STEPS):
+            for name, contender in made.items():
+                batch, meter = settings[name].batch(step, device), meters[name]
+                meter.run(lambda one=contender, meter=meter, batch=batch: meter.losses.append(one.step(*batch)))
+        for round_ in range(rounds):
+            for name in group if round_ % 2 == 0 else group[::-1]:
+                batches = [settings[name].batch(CHECKED_STEPS + round_ * steps + step, device) for step in range(steps)]
+                whole = meters[name].run(partial(_train, made[name], batches))
+                meters[name].ms.append(whole / steps)
+        if profile is not None and Megazero.name in made:
+            with torch.profiler.profile() as trace:
+                meters[Megazero.name].run(partial(made[Megazero.name].step, *settings[Megazero.name].batch(0, device)))
+            trace.export_chrome_trace(str(profile))
+        for contender in made.values():
+            contender.close()
+        if apart:
+            del made, contender
+            _free(device)
+    losses = {name: meter.losses for name, meter in meters.items()}
+    worst = max(abs(a - b) for its in losses.values() for a, b in zip(losses[Megazero.name], its, strict=True))
+    if not worst <= LOSS_TOLERANCE[settings[Megazero.name].dtype]:
         raise RuntimeError(f"the losses differ by {worst:.2e}, so the times would compare two models: {losses}")
-    for round_ in range(rounds):
-        batches = [setting.batch(CHECKED_STEPS + round_ * steps + step, device) for step in range(steps)]
-        for one in made if round_ % 2 == 0 else made[::-1]:
-            whole = meters[one.name].run(partial(_train, one, batches))
-            meters[one.name].ms.append(whole / steps)
-    if profile is not None:
-        with torch.profiler.profile() as trace:
-            meters[Megazero.name].run(lambda: made[0].step(*setting.batch(0, device)))
-        trace.export_chrome_trace(str(profile))
-    return [line_of(one.name, meters[one.name], setting) for one in made]
+    return [line_of(name, meters[name], setting) for name, setting in settings.items()]
+
+
+def _free(device: torch.device) -> None:
+    torch._dynamo.reset()  # compiled blocks hold what they were compiled for
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
 
 
 def table(lines: Sequence[Line]) -> str:
@@ -300,11 +336,10 @@ def main() -> None:
     parser.add_argument("--micro-batch-size", type=int, default=2)
     parser.add_argument("--accumulation", type=int, default=8)
     parser.add_argument("--compile", action=argparse.BooleanOptionalAction, help="by default on CUDA, and not on a CPU")
-    parser.add_argument(
-        "--recompute", default="none", help="of megazero: none, selective, full, or norms+mlp and the like"
-    )
-    parser.add_argument("--keep-attention", action="store_true", help="with --recompute full")
-    parser.add_argument("--offload", choices=("none", "host"), default="none")
+    parser.add_argument("--set", nargs="*", default=[], metavar="SECTION.KEY=VALUE", help="of all of megazero's runs")
+    parser.add_argument("--variant", action="append", default=[], metavar="'KEY=VALUE ...'", help="one more contender")
+    parser.add_argument("--no-plain", action="store_true", help="leave the plain loop out")
+    parser.add_argument("--apart", action="store_true", help="one contender after the other, not in turns")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--steps", type=int, default=4, help="of each contender in a round")
     parser.add_argument("--profile", type=Path, help="write a trace of one of megazero's steps here: ....json.gz")
@@ -315,17 +350,21 @@ def main() -> None:
     prefer_expandable_segments(os.environ)
     device = torch.device(given.device, 0) if given.device == "cuda" else torch.device("cpu")
     compiles = device.type == "cuda" if given.compile is None else given.compile
-    kept = given.recompute, given.keep_attention, given.offload
-    setting = Setting(given.model, given.dtype, given.micro_batch_size, given.accumulation, compiles, *kept)
-    lines = measure(setting, device, given.rounds, given.steps, given.profile)
+    sizes = given.model, given.dtype, given.micro_batch_size, given.accumulation, compiles
+    settings = {Megazero.name: Setting(*sizes, tuple(given.set))}
+    settings |= {f"megazero, {variant}": Setting(*sizes, (*given.set, *variant.split())) for variant in given.variant}
+    if not given.no_plain:
+        settings[Plain.name] = settings[Megazero.name]
+    lines = measure(settings, device, given.rounds, given.steps, apart=given.apart, profile=given.profile)
     where = machine() | ({"gpu": torch.cuda.get_device_name(device)} if device.type == "cuda" else {})
-    report = json.dumps({"machine": where, "setting": asdict(setting), "lines": [asdict(line) for line in lines]})
+    described = {"machine": where, "settings": {name: asdict(setting) for name, setting in settings.items()}}
+    report = json.dumps(described | {"lines": [asdict(line) for line in lines]})
     print(table(lines))
     print(report)
     if given.profile is not None and device.type == "cuda":
         print(read_business(given.profile))
     if given.out is not None:
-        given.out.write_text(report + "\n", encoding="utf-8")
+        write_whole(given.out, report + "\n")
 
 
 if __name__ == "__main__":

@@ -46,6 +46,7 @@ class PlainBlock(nn.Module):
             return made
 
         self.head_size, self.rope = model.hidden_size // model.num_heads, rope
+        self.kv_share = (model.num_kv_heads or model.num_heads) / model.num_heads
         self.qkv = linear("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
         self.out = linear("self_attn.o_proj")
         self.gate_up, self.down = linear("mlp.gate_proj", "mlp.up_proj"), linear("mlp.down_proj")
@@ -58,9 +59,13 @@ class PlainBlock(nn.Module):
     def mix(self, qkv: Tensor) -> Tensor:
         """Attention of the heads in a fused projection.  [batch, seq, 3 * heads * size] -> [batch, seq, heads * size]."""
         batch, seq, width = qkv.shape
-        q, k, v = qkv.view(batch, seq, width // self.head_size, self.head_size).transpose(1, 2).chunk(3, dim=1)
-        mixed = F.scaled_dot_product_attention(self._rotate(q), self._rotate(k), v, is_causal=True)
-        return mixed.transpose(1, 2).reshape(batch, seq, width // 3)
+        heads = width // self.head_size
+        queries = round(heads / (1 + 2 * self.kv_share))
+        keys = (heads - queries) // 2
+        q, k, v = qkv.view(batch, seq, heads, self.head_size).transpose(1, 2).split([queries, keys, keys], dim=1)
+        q, k = self._rotate(q), self._rotate(k)
+        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=keys < queries)
+        return mixed.transpose(1, 2).reshape(batch, seq, queries * self.head_size)
 
     def forward(self, x: Tensor) -> Tensor:
         x = x + self.out(self.mix(self.qkv(self.attention_norm(x))))

@@ -32,6 +32,18 @@ def _value(written: str) -> object:
         return written
 
 
+def with_options(document: dict[str, Any], options: Sequence[str]) -> dict[str, Any]:
+    """Set keys of a run file's document, "section.key=value" each, with a value of JSON or a word."""
+    for option in options:
+        name, _, written = option.partition("=")
+        *sections, key = name.split(".")
+        table = document
+        for section in sections:
+            table = table.setdefault(section, {})
+        table[key] = _value(written)
+    return document
+
+
 @dataclass(frozen=True)
 class ModelSize:
     """A Llama, and how many samples of it a micro-batch has here."""
@@ -123,11 +135,7 @@ class Setting:
             "optimizer": {"lr": LR, "grad_clip": GRAD_CLIP},
             "training": {"micro_batch_size": self.micro_batch_size, "accumulation": self.accumulation, "seed": SEED},
         }
-        for option in options:
-            name, _, written = option.partition("=")
-            section, _, key = name.partition(".")
-            document.setdefault(section, {})[key] = _value(written)
-        return resolve(RunConfig.model_validate(document), self.world).config
+        return resolve(RunConfig.model_validate(with_options(document, options)), self.world).config
 
     def model_config(self) -> ModelConfig:
         """The model with everything that follows from its sizes."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 import pytest
 import torch
@@ -73,10 +73,12 @@ def test_activation_policies_give_the_same_gradients() -> None:
     assert kept["block"] == 8 * 512 * 4  # the result
 
 
-def test_both_contenders_of_a_gpus_step_train_the_same_model_on_a_cpu() -> None:
-    setting = gpu_step.Setting("tiny", "bf16", micro_batch_size=1, accumulation=2, compile=False)
-    lines = gpu_step.measure(setting, torch.device("cpu"), rounds=1, steps=1, profile=None)
-    assert [line.name for line in lines] == ["megazero", "plain PyTorch"]
+def test_contenders_of_a_gpus_step_train_the_same_model_on_a_cpu() -> None:
+    setting = gpu_step.Setting("tiny", "bf16", 1, 2, compile=False, options=("model.num_kv_heads=2",))
+    variant = replace(setting, options=(*setting.options, "activations.recompute=full"))
+    settings = {"megazero": setting, "megazero, recompute": variant, "plain PyTorch": setting}
+    lines = gpu_step.measure(settings, torch.device("cpu"), rounds=1, steps=1, apart=True, profile=None)
+    assert [line.name for line in lines] == list(settings)
     for line in lines:
         assert line.tokens_per_second == pytest.approx(2 * 64 / line.median_ms * 1e3)
         assert len(line.losses) == gpu_step.CHECKED_STEPS
