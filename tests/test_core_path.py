@@ -25,8 +25,8 @@ _NO_CODE = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, to
 
 
 def _entered(rank: int, run: ResolvedRun) -> list[str]:
-    """The package's files of which the second step calls a function, in the thread that trains."""
-    found, intact = set[str](), Trainer._compute
+    """The package's files of which the second step, or the thread that reads for it, calls a function."""
+    found, intact, intact_read = set[str](), Trainer._compute, Trainer._read
 
     def note(frame: Any, event: str, _: object) -> None:
         if event == "call" and frame.f_code.co_name != "<module>":  # one that is imported now was called by nobody yet
@@ -39,7 +39,14 @@ def _entered(rank: int, run: ResolvedRun) -> list[str]:
         finally:
             sys.setprofile(None)
 
-    Trainer._compute = compute  # type: ignore[method-assign]
+    def read(self: Trainer, *step: int) -> Any:
+        sys.setprofile(note)
+        try:
+            return intact_read(self, *step)
+        finally:
+            sys.setprofile(None)
+
+    Trainer._compute, Trainer._read = compute, read  # type: ignore[method-assign]
     annexes._tables = list  # type: ignore[assignment]
     train(run, state_on(rank, run), lambda _: None)
     return [str(Path(file).relative_to(PACKAGE)) for file in found if Path(file).is_relative_to(PACKAGE)]

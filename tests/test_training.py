@@ -6,6 +6,7 @@ import json
 import multiprocessing
 import os
 import resource
+import threading
 from dataclasses import replace
 from itertools import count
 from math import cos, inf, nan, pi
@@ -25,7 +26,8 @@ from megazero.layers.vocabulary import IGNORED_LABEL
 from megazero.optim.config import LrScheduleConfig
 from megazero.optim.lr_schedule import learning_rate_factor
 from megazero.parallel_state import Axis
-from megazero.training.batches import read_batches
+from megazero.training import batches as batches_module
+from megazero.training.batches import ReadAhead, placed, read_batches
 from megazero.training.callbacks.base import SampleRange, StepRecord
 from megazero.training.callbacks.metrics import MetricsFile, TensorBoard, as_json
 from megazero.training.callbacks.progress import ProgressLine
@@ -68,9 +70,12 @@ def test_short_runs_have_a_rate_at_every_step(name: str, steps: int, warmup: int
 
 
 class _Counting:
-    """Sample i is the numbers from 100 i on."""
+    """Sample i is the numbers from 100 i on, in two documents."""
 
     seq_len = 4
+
+    def documents(self, indices: NDArray[np.int64]) -> list[tuple[list[int], bool]]:
+        return [([1 + int(index) % 3, 3 - int(index) % 3], bool(index % 2)) for index in indices]
 
     def batch(self, indices: NDArray[np.int64]) -> NDArray[np.int64]:
         return indices[:, None] * 100 + np.arange(5)
@@ -95,6 +100,52 @@ def test_samples_that_do_not_exist_are_masked() -> None:
     (batch,) = read_batches(_Counting(), 0, 3, 4, share)
     assert (batch.labels[:, 3] == IGNORED_LABEL).all()
     assert (batch.labels[:, :3] != IGNORED_LABEL).all()
+
+
+def test_a_step_gets_its_own_samples_whatever_was_read_ahead() -> None:
+    """Steps in order, again, and by leaps: each gets what it asks for, nothing is read twice, one read is ahead at most."""
+    reads: list[tuple[int, str]] = []
+
+    def read(step: int) -> int:
+        reads.append((step, threading.current_thread().name))
+        if step % 5 == 4:
+            raise OSError(f"step {step} cannot be read")
+        return 100 * step
+
+    before, ahead = threading.active_count(), ReadAhead(read)
+    wanted = [0, 1, 2, 3, 5, 6, 7, 1, 2, 8]
+    assert [ahead.take((step,), None if step == 8 else (step + 1,)) for step in wanted] == [
+        100 * step for step in wanted
+    ]
+    assert [ahead.take((13,), (14,)), ahead.take((20,), (24,))] == [1300, 2000]  # no step needs 14
+    with pytest.raises(OSError, match="step 24 cannot be read"):
+        ahead.take((24,), (25,))
+    ahead.close()
+    assert threading.active_count() == before
+    here = [step for step, thread in reads if thread == threading.current_thread().name]
+    assert here == [0, 5, 1, 8, 13, 20]
+    assert [step for step, thread in reads if "read-ahead" in thread] == [1, 2, 3, 4, 6, 7, 8, 2, 3, 14, 24]
+
+
+@pytest.mark.parametrize(("cp", "documents"), [(1, False), (1, True), (2, False), (2, True)])
+@pytest.mark.parametrize("count", [8, 7])
+def test_what_is_copied_to_a_device_is_what_was_read(
+    monkeypatch: pytest.MonkeyPatch, cp: int, documents: bool, count: int
+) -> None:
+    """On a stand-in for a device, with labels masked beyond the end, documents, and samples cut over two ranks."""
+    ring = Axis("cp", tuple(range(cp)), cp - 1)
+    share = BatchShare(Axis("dp"), torch.device("cpu"), tokens=True, labels=True, ring=ring, documents=documents)
+    device = SimpleNamespace(part_of=share.part_of, documents=documents, device=SimpleNamespace(type="elsewhere"))
+    batches, copied_ = read_batches(_Counting(), 16, count, 2, share), batches_module._copied
+    monkeypatch.setattr(batches_module, "_copied", lambda tensors, _: copied_(tensors, torch.device("cpu")))
+    for read, copied in zip(batches, placed(batches, device, 4), strict=True):
+        for name in ("sample_ids", "tokens", "labels"):
+            assert torch.equal(getattr(copied, name), getattr(read, name))
+        assert (copied.part is None) == (read.part is None)
+        if read.part is not None:
+            assert torch.equal(copied.part.rows, read.part.rows)
+            assert torch.equal(copied.part.positions, read.part.positions)
+            assert copied.part.plan.documents == read.part.plan.documents
 
 
 def _record(step: int, val_loss: float | None = None) -> StepRecord:

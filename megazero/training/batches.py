@@ -12,11 +12,14 @@ from __future__ import annotations
 import socket
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
-from typing import Final, TypeVar
+from typing import Any, Final, Generic, TypeVar
 
 import numpy as np
+import torch
 import xxhash
+from torch import Tensor
 
 from megazero.comm.collectives import agree, gather_objects
 from megazero.config import RunConfig
@@ -25,7 +28,7 @@ from megazero.data import Corpus, open_corpus
 from megazero.data.identity import parts_of
 from megazero.data.sampler import Stream, ValidationStream
 from megazero.engine import BatchShare
-from megazero.layers.sample_part import copied_to
+from megazero.layers.sample_part import SamplePart
 from megazero.layers.vocabulary import IGNORED_LABEL
 from megazero.models.gpt import MicroBatch
 from megazero.parallel_state import Axis
@@ -196,6 +199,13 @@ def fingerprint_of(config: RunConfig, seq_len: int) -> str:
 
 
 def read_batches(
+    stream: Stream, first: int, count: int, micro_batch_size: int, share: BatchShare, **more: int
+) -> list[MicroBatch]:
+    """`read_on_host`, copied to the device of `share`."""
+    return placed(read_on_host(stream, first, count, micro_batch_size, share, **more), share, stream.seq_len)
+
+
+def read_on_host(
     stream: Stream,
     first: int,
     count: int,
@@ -209,13 +219,13 @@ def read_batches(
 
     Every dp rank gets the same number of micro-batches, in multiples of `multiple`, as the schedule asks.  Beyond the last
     sample every label is masked; where attention stays within documents, so is a label of another document than its token.
-    The stream's first sample is sample `stream_starts_at` of the run.
+    The stream's first sample is sample `stream_starts_at` of the run.  The tensors are on the CPU: any thread may read.
     """
-    end = first + count
+    share, end = replace(share, device=torch.device("cpu")), first + count
     samples_each = share_of_each(count, share.dp.size, micro_batch_size, multiple)
     own = first + share.dp.index * samples_each
     indices = np.arange(own, own + samples_each, dtype=np.int64)
-    sample_ids = copied_to(share.device, indices)
+    sample_ids = torch.from_numpy(indices)
     read = np.minimum(indices, end - 1) - stream_starts_at
     samples = stream.batch(read) if share.tokens or share.labels else None
     documents = stream.documents(read) if share.documents else []
@@ -229,19 +239,73 @@ def read_batches(
         if samples is None:
             return MicroBatch(sample_ids[which], part=part)
         whole = np.ascontiguousarray(samples[which].T)
+        tokens, labels = whole[:-1], whole[1:]
         real = max(end - (own + start), 0)
         if real < micro_batch_size or lengths is not None:
-            masked = whole[1:].copy()
-            masked[:, real:] = IGNORED_LABEL
+            labels = labels.copy()
+            labels[:, real:] = IGNORED_LABEL
             for sample, places in enumerate(crossing[which]):
-                masked[places, sample] = IGNORED_LABEL
-            tokens, labels = copied_to(share.device, whole[:-1]), copied_to(share.device, masked)
-        else:  # tokens and labels are one copy, a token apart
-            both = copied_to(share.device, whole)
-            tokens, labels = both[:-1], both[1:]
-        return share.cut(sample_ids[which], tokens, labels, part)
+                labels[places, sample] = IGNORED_LABEL
+        return share.cut(sample_ids[which], torch.from_numpy(tokens), torch.from_numpy(labels), part)
 
     return [cut(start) for start in range(0, samples_each, micro_batch_size)]
+
+
+def placed(batches: list[MicroBatch], share: BatchShare, seq_len: int) -> list[MicroBatch]:
+    """Copy a step's micro-batches from the host to the device of `share`; `seq_len`: of whole samples."""
+    if share.device.type == "cpu":
+        return batches
+    ids, tokens, labels = (
+        _copied([getattr(batch, name) for batch in batches], share.device)
+        for name in ("sample_ids", "tokens", "labels")
+    )
+    parts: Sequence[SamplePart | None] = [None if share.documents else share.part_of(None, seq_len)] * len(batches)
+    if share.documents:
+        own = [batch.part for batch in batches if batch.part is not None]
+        rows, positions = (
+            _copied([getattr(part, name) for part in own], share.device) for name in ("rows", "positions")
+        )
+        parts = [replace(part, rows=r, positions=p) for part, r, p in zip(own, rows, positions, strict=True)]
+    return list(map(MicroBatch, ids, tokens, labels, parts))
+
+
+def _copied(tensors: Sequence[Tensor | None], device: torch.device) -> Sequence[Any]:
+    """Tensors of one shape on a device, in one copy for which the host does not wait; as they are where there are none."""
+    found = [tensor for tensor in tensors if tensor is not None]
+    if not found:
+        return tensors
+    host = torch.empty((len(found), *found[0].shape), dtype=found[0].dtype, pin_memory=device.type == "cuda")
+    return torch.stack(found, out=host).to(device, non_blocking=True).unbind()
+
+
+class ReadAhead(Generic[T]):
+    """Reads for the next step, in a thread, while a step computes.
+
+        thread    | read(2)         | read(3)
+        step      | 1 . . . . . . . | 2 . . . . . . . | 3
+
+    At most one result waits.  A step that wants another one, after a roll-back or a skipped step, reads its own, and the one
+    that was read ahead is dropped, an error too.
+
+    Args:
+        read: called with what identifies a step's samples.
+    """
+
+    def __init__(self, read: Callable[..., T]) -> None:
+        self._read, self._thread = read, ThreadPoolExecutor(1, "read-ahead")
+        self._next: tuple[object, Future[T]] | None = None
+
+    def take(self, wanted: tuple[int, ...], following: tuple[int, ...] | None) -> T:
+        """The result of `read(*wanted)`.  Starts on `read(*following)`.  Raises: what `read(*wanted)` raises."""
+        ahead, self._next = self._next, None
+        result = ahead[1].result() if ahead is not None and ahead[0] == wanted else self._read(*wanted)
+        if following is not None:
+            self._next = following, self._thread.submit(self._read, *following)
+        return result
+
+    def close(self) -> None:
+        """Wait for the thread to end."""
+        self._thread.shutdown(cancel_futures=True)
 
 
 def share_of_each(count: int, dp: int, micro_batch_size: int, multiple: int = 1) -> int:

@@ -26,9 +26,10 @@ from megazero.data.corpus import repeats, without_borders
 from megazero.engine import Engine, NonFiniteError, Position, initialize
 from megazero.engine.outline import read_own_schedule, schedule_of
 from megazero.engine.phases import learning_rate
+from megazero.models.gpt import MicroBatch
 from megazero.parallel_state import ParallelState
 from megazero.schedules.proof import ScheduleError
-from megazero.training.batches import fingerprint_of, open_same_corpus, read_batches, without_trained
+from megazero.training.batches import ReadAhead, fingerprint_of, open_same_corpus, placed, read_on_host, without_trained
 from megazero.training.callbacks.base import (
     Callback,
     RunContext,
@@ -96,6 +97,8 @@ class Trainer:
             ends = {key: max(end, start.trained.get(key, 0)) for key, end in corpus.train.ends().items()}
             self.position = replace(start, trained={**start.trained, **ends})
             self.context = RunContext(run, self.engine, corpus, self.position, say)
+            self._batches = ReadAhead(self._read)
+            closing.callback(self._batches.close)
             agree(self._prepare_run_dir, state.world, OSError)
             self.callbacks = [ownership, *self._make_callbacks(closing)]
             self._announce()
@@ -147,19 +150,13 @@ class Trainer:
 
     def _compute(self, record: StepRecord) -> None:
         """Train on the samples of a step and note what was measured."""
-        run, engine, model = self.resolved, self.engine, self.engine.sharded_model
-        config, phase = run.config, record.position.phase
+        engine, model = self.engine, self.engine.sharded_model
+        config, phase = self.resolved.config, record.position.phase
         self.watchdog.at(record.step, TRAINING)
         meter = StepMeter(self.state.traffic)
-        batches = read_batches(
-            self.context.corpus.train,
-            record.samples.first,
-            run.global_batch_size,
-            run.micro_batch_size,
-            engine.share,
-            multiple=self._multiple,
-            stream_starts_at=phase.first_sample,
-        )
+        following = None if record.is_last else (record.samples.last + 1, phase.first_sample)
+        on_host = self._batches.take((record.samples.first, phase.first_sample), following)
+        batches = placed(on_host, engine.share, config.model.seq_len)
         # A step without an update keeps the learning rate and the weights, while its samples are consumed.
         updates = model.optimizer.steps_taken
         lr = learning_rate(config.lr_schedule, config.optimizer.lr, config.training.steps, phase, updates)
@@ -171,6 +168,12 @@ class Trainer:
         record.memory_bytes = peak_memory_bytes(self.state.device)
         record.is_last |= statistics.stop
         record.skipped_steps = None if model.scaler is None else model.skipped_steps
+
+    def _read(self, first: int, stream_starts_at: int) -> list[MicroBatch]:
+        """The micro-batches of the step whose first sample is `first`, on the host."""
+        sizes, share = (self.resolved.global_batch_size, self.resolved.micro_batch_size), self.engine.share
+        where = {"multiple": self._multiple, "stream_starts_at": stream_starts_at}
+        return read_on_host(self.context.corpus.train, first, *sizes, share, **where)
 
     def _roll_back(self, record: StepRecord) -> Position:
         """Load the newest checkpoint, to continue from its step with the samples after those of a bad step."""
