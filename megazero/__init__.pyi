@@ -1,7 +1,7 @@
 from megazero import pipe as pipe
 from megazero import zero as zero
-from megazero.deepspeed.checkpoint_function import checkpoint as checkpoint
 from megazero.deepspeed.pipeline_module import PipelineModule as PipelineModule
+from megazero.deepspeed.recompute import checkpoint as checkpoint
 from megazero.deepspeed.script_setup import add_config_arguments as add_config_arguments
 from megazero.deepspeed.script_setup import init_distributed as init_distributed
 from megazero.deepspeed.script_setup import initialize as initialize

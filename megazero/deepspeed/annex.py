@@ -7,7 +7,7 @@ ADDS = {
         "megazero.RepeatingLoader": "megazero.deepspeed.training_engine:RepeatingLoader",
         "megazero.add_config_arguments": "megazero.deepspeed.script_setup:add_config_arguments",
         "megazero.init_distributed": "megazero.deepspeed.script_setup:init_distributed",
-        "megazero.checkpoint.checkpoint": "megazero.deepspeed.checkpoint_function:checkpoint",
+        "megazero.checkpoint.checkpoint": "megazero.deepspeed.recompute:checkpoint",
         "megazero.initialize": "megazero.deepspeed.script_setup:initialize",
         "megazero.parallel_state_of": "megazero.parallel_state:parallel_state_of",
         "megazero.pipe.LayerSpec": "megazero.deepspeed.layer_specs:LayerSpec",

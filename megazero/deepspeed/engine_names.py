@@ -8,28 +8,62 @@ from __future__ import annotations
 from collections.abc import Callable
 from fnmatch import fnmatchcase
 from functools import partial
-from operator import attrgetter
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-SETTINGS = {
-    "communication_data_type": "precision.reduce_dtype",
-    "dataloader_drop_last": "json.dataloader_drop_last",
-    "dump_state": "json.dump_state",
-    "fp16_auto_cast": "casts_inputs",
-    "optimizer_params": "json.optimizer.params",
-    "scheduler_name": "json.scheduler.type",
-    "scheduler_params": "json.scheduler.params",
-    "steps_per_print": "json.steps_per_print",
-    "wall_clock_breakdown": "wall_clock_breakdown",
-    "zero_allow_untested_optimizer": "json.zero_allow_untested_optimizer",
-    "zero_offload_optimizer": "json.zero_optimization.offload_optimizer.if_on",
-    "zero_offload_param": "json.zero_optimization.offload_param.if_on",
-    "zero_param_persistence_threshold": "json.zero_optimization.stage3_param_persistence_threshold",
-    "zero_quantized_gradients": "json.zero_optimization.zero_quantized_gradients",
-    "zero_quantized_weights": "json.zero_optimization.zero_quantized_weights",
-    "zero_reduce_bucket_size": "json.zero_optimization.reduce_bucket_size",
+from megazero.zero.bucket import DTYPES
+
+if TYPE_CHECKING:
+    from megazero.deepspeed.training_engine import TrainingEngine
+
+SETTINGS: dict[str, Callable[[TrainingEngine], Any]] = {
+    "bfloat16_enabled": lambda engine: engine.config.precision.dtype == "bf16",
+    "communication_data_type": lambda engine: engine.config.precision.reduce_dtype,
+    "dataloader_drop_last": lambda engine: engine.config.json.dataloader_drop_last,
+    "dump_state": lambda engine: engine.config.json.dump_state,
+    "dynamic_loss_scale": lambda engine: (
+        engine.sharded_model.scaler is not None and not engine.config.json.fp16.loss_scale
+    ),
+    "fp16_auto_cast": lambda engine: engine.config.casts_inputs,
+    "fp16_enabled": lambda engine: engine.config.precision.dtype == "fp16",
+    "get_batch_info": lambda engine: (
+        engine.config.train_batch_size,
+        engine.config.micro_batch_size,
+        engine.config.accumulation,
+    ),
+    "get_data_parallel_rank": lambda engine: engine.parallel_state.dp.index,
+    "get_data_types": lambda engine: (
+        DTYPES[engine.config.precision.dtype],
+        DTYPES[engine.config.precision.accumulate_dtype],
+    ),
+    "get_model_parallel_rank": lambda engine: engine.parallel_state.tp.index,
+    "get_tensor_parallel_rank": lambda engine: engine.parallel_state.tp.index,
+    "gradient_accumulation_steps": lambda engine: engine.config.accumulation,
+    "gradient_clipping": lambda engine: engine.config.json.gradient_clipping,
+    "optimizer_name": lambda engine: engine.config.json.optimizer.type or type(engine.optimizer.inner).__name__,
+    "optimizer_params": lambda engine: engine.config.json.optimizer.params,
+    "scheduler_name": lambda engine: engine.config.json.scheduler.type,
+    "scheduler_params": lambda engine: engine.config.json.scheduler.params,
+    "steps_per_print": lambda engine: engine.config.json.steps_per_print,
+    "train_batch_size": lambda engine: engine.config.train_batch_size,
+    "train_micro_batch_size_per_gpu": lambda engine: engine.config.micro_batch_size,
+    "wall_clock_breakdown": lambda engine: engine.config.wall_clock_breakdown,
+    "zero_allow_untested_optimizer": lambda engine: engine.config.json.zero_allow_untested_optimizer,
+    "zero_cpu_offload": lambda engine: engine.config.zero.offload.optimizer == "cpu",
+    "zero_gather_16bit_weights_on_model_save": lambda _: True,
+    "zero_offload_optimizer": lambda engine: engine.config.json.zero_optimization.offload_optimizer.if_on,
+    "zero_offload_param": lambda engine: engine.config.json.zero_optimization.offload_param.if_on,
+    "zero_optimization": lambda engine: engine.config.zero.stage > 0,
+    "zero_optimization_partition_gradients": lambda engine: engine.config.zero.stage >= 2,
+    "zero_optimization_partition_weights": lambda engine: engine.config.zero.stage >= 3,
+    "zero_optimization_stage": lambda engine: engine.config.zero.stage,
+    "zero_param_persistence_threshold": lambda engine: (
+        engine.config.json.zero_optimization.stage3_param_persistence_threshold
+    ),
+    "zero_quantized_gradients": lambda engine: engine.config.json.zero_optimization.zero_quantized_gradients,
+    "zero_quantized_weights": lambda engine: engine.config.json.zero_optimization.zero_quantized_weights,
+    "zero_reduce_bucket_size": lambda engine: engine.config.json.zero_optimization.reduce_bucket_size,
 }
-"""Methods that return a setting: name -> where it is in `engine.config`."""
+"""Methods without arguments that return what the configuration says, or where this rank is."""
 
 _NEVER = """autotuning_enabled bf16_master_weights_and_gradients bf16_optimizer_states curriculum_learning_enabled
     data_efficiency_enabled data_sampling_enabled fp16_master_weights_and_gradients is_deepcompile_active
@@ -83,13 +117,13 @@ REFUSED = {
 """What to do instead -> names that end in an error, as patterns."""
 
 
-def answer(name: str, config: Any) -> Callable[[], Any] | None:
-    """Return what stands for a method of DeepSpeed's engine; None if no table has it.  Raises: AttributeError."""
+def answer(engine: TrainingEngine, name: str) -> Any:
+    """Return what stands for an attribute of DeepSpeed's engine, or the module's of that name.  Raises: AttributeError."""
     if name in SETTINGS:
-        return partial(attrgetter(SETTINGS[name]), config)
+        return partial(SETTINGS[name], engine)
     if name in NEVER:
         return bool
     for reason, patterns in REFUSED.items():
         if any(fnmatchcase(name, pattern) for pattern in patterns.split()):
             raise AttributeError(f"megazero does not support engine.{name}: {reason}")
-    return None
+    return getattr(engine.module, name)

@@ -14,7 +14,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from megazero.deepspeed.recompute import run_recomputed
+from megazero.deepspeed.recompute import checkpoint
 from megazero.models.stages import cut_evenly
 from megazero.registry import closest, did_you_mean
 
@@ -246,7 +246,7 @@ class LayerChunk(nn.Module):
         if not (interval and torch.is_grad_enabled()):
             return self._run(indices, *x)
         for start in range(0, len(indices), interval):
-            x = run_recomputed(self._recomputable, indices[start : start + interval], *x)
+            x = checkpoint(self._recomputable, indices[start : start + interval], *x)
         return x
 
     def _recomputable(self, indices: range, *x: Tensor) -> Tensors:

@@ -15,8 +15,8 @@ _ZERO = {
 _LOGGING = {"script_utils": "logger log_dist"}
 _CHECKPOINTING = {
     "recompute": (
-        "configure is_configured reset checkpoint non_reentrant_checkpoint partition_activations_in_checkpoint "
-        "set_num_layers"
+        "configure is_configured reset checkpoint=checkpoint_as_deepspeed "
+        "non_reentrant_checkpoint=checkpoint_as_deepspeed partition_activations_in_checkpoint set_num_layers"
     )
 }
 

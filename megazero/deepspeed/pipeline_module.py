@@ -32,7 +32,7 @@ from megazero.deepspeed.layer_specs import (
     describe_value,
     partition_layers,
 )
-from megazero.deepspeed.recompute import checkpoint
+from megazero.deepspeed.recompute import checkpoint_as_deepspeed
 from megazero.deepspeed.topology import PipelineParallelGrid, ProcessTopology
 from megazero.launchers import joined_world
 from megazero.parallel_state import ParallelState, RankGrid, parallel_state_of
@@ -250,7 +250,7 @@ class PipelineModule(nn.Module):
 
 def _check_defaults(seed_fn: Any, checkpoint_func: Any, dynamic_shape: bool) -> None:
     """Refuse what DeepSpeed's scripts may give and pipelines here do otherwise."""
-    func = None if checkpoint_func is checkpoint else checkpoint_func
+    func = None if checkpoint_func is checkpoint_as_deepspeed else checkpoint_func
     given = {"seed_fn": seed_fn, "activation_checkpoint_func": func, "dynamic_shape": dynamic_shape}
     if names := [name for name, value in given.items() if value]:
         raise ValueError(

@@ -1,4 +1,5 @@
-"""`deepspeed.checkpointing`: calls that are recomputed in the backward, and where their arguments wait for it.
+"""`megazero.checkpoint` and `deepspeed.checkpointing`: calls that are recomputed in the backward, and where their
+arguments wait for it.
 
     forward     y = f(x)       x goes to the host (cpu_checkpointing), or into one buffer of the device (contiguous memory)
     backward    y' = f(x)      x is copied back beside the backward of the call before
@@ -9,8 +10,8 @@ that `initialize` reads.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -20,12 +21,12 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from megazero.comm.memory import Arena
-from megazero.deepspeed.checkpoint_function import CheckpointedCall
 from megazero.deepspeed.config import read_json
 from megazero.deepspeed.config_check import check_keys
 from megazero.deepspeed.config_schema import CheckpointingBlock
 from megazero.deepspeed.script_utils import log_dist
 from megazero.layers.activation_offload import ActivationStore
+from megazero.layers.recompute import Recomputation
 from megazero.parallel_state.state import local_device
 from megazero.settings import ConfigError
 
@@ -60,23 +61,37 @@ class _Configured:
 _NOW = _Configured()
 
 
-def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Return `function(*args, **kwargs)`, to be recomputed in the backward; a list or tuple of one as that one.
-
-    See `megazero.checkpoint`.  Parameters stay where they are.
-    """
-    result = run_recomputed(function, *args, **kwargs)
+def checkpoint_as_deepspeed(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """As `checkpoint`, but a list or tuple of one result is returned as that one, and a longer one as a tuple."""
+    result = checkpoint(function, *args, **kwargs)
     if isinstance(result, tuple | list):
         return result[0] if len(result) == 1 else tuple(result)
     return result
 
 
-non_reentrant_checkpoint = checkpoint
-
-
 @torch.compiler.disable  # type: ignore[untyped-decorator]
-def run_recomputed(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Return `function(*args, **kwargs)` as it is, to be recomputed in the backward under the present configuration."""
+def checkpoint(function: Callable[..., Any], *args: Any, use_reentrant: bool = False, **kwargs: Any) -> Any:
+    """Return `function(*args, **kwargs)`, and save only the arguments for its backward: `megazero.checkpoint`.
+
+    The function runs once more in the backward, so it must do the same again, with random numbers of torch's default
+    generators; what it does beside its result, such as the running averages of a batch norm, it does twice.  Calls may be
+    nested, and modules that ZeRO-3 gathers may be called.
+
+    Args:
+        function: a module, or any other callable.
+        args, kwargs: nested in tuples, lists and dicts; tensors in other objects are saved as well, but a change of
+            theirs before the backward is not detected.  The configuration says where they are stored; parameters stay.
+        use_reentrant: only False, as for torch.utils.checkpoint.
+
+    Raises:
+        ValueError: `use_reentrant` is true.
+        RuntimeError: in the backward, the function did not do the same again, or an argument was changed in place; in the
+            function, it calls `backward`; `torch.autograd.grad` is all right.
+    """
+    if use_reentrant:
+        raise ValueError(
+            "megazero.checkpoint runs no backward within a backward, so it takes no use_reentrant=True; leave it out"
+        )
     if not torch.is_grad_enabled():
         return function(*args, **kwargs)
     store = _NOW.store
@@ -91,16 +106,38 @@ def run_recomputed(function: Callable[..., Any], *args: Any, **kwargs: Any) -> A
         return _Call(function).run(args, kwargs)
 
 
-class _Call(CheckpointedCall):
-    """A call that other calls know to be nested in."""
+class _Call(Recomputation):
+    """One call of a script's function, run with its arguments as a tuple and its keywords as a dict.
+
+    A script's function depends on more than its arguments: on torch's random numbers and on autocast.  The second run finds
+    both as the first did.  States of generators are kept only where the function drew from them.
+    """
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        def call(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+            return function(*args, **kwargs)
+
+        call.__qualname__ = getattr(function, "__qualname__", type(function).__name__)
+        self._autocast = _autocast_states()
+        super().__init__(call, draws=True)
 
     def run(self, *args: Any) -> Any:
         with _nested():
             return super().run(*args)
 
     def run_again(self) -> None:
-        with _nested():
+        with _nested(), ExitStack() as contexts:
+            for state, now in zip(self._autocast, _autocast_states(), strict=True):
+                if state != now:
+                    device, enabled, dtype = state
+                    contexts.enter_context(torch.autocast(device, dtype, enabled))
             super().run_again()
+
+
+def _autocast_states() -> list[tuple[str, bool, torch.dtype]]:
+    """(device, whether autocast is on, its format)."""
+    devices = ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",)
+    return [(device, torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)) for device in devices]
 
 
 @contextmanager

@@ -99,13 +99,16 @@ class CheckpointedEngine(nn.Module):
     ) -> None:
         super().__init__()
         self.module, self.config = module, config
-        self.sharded_model, self.parallel_state = model, model.state
+        self.sharded_model, self.parallel_state = model, (state := model.state)
+        self.device, self.global_rank, self.world_size = state.device, state.rank, state.world.size
+        self.dp_world_size, self.mp_world_size = state.dp.size, state.tp.size
+        self.local_rank = int(os.environ.get("LOCAL_RANK", "0"))  # without a launcher there is one
         self.bound, self.has_optimizer = BoundParameters(module, model), True
         self.optimizer = EngineOptimizer(model.optimizer.torch_optimizer)
         self.lr_scheduler: Any = None
         self.training_dataloader: Any = None
         self.global_steps = self.global_samples = self.micro_steps = self.skipped_steps = 0
-        self._show = show if model.state.rank == 0 else lambda _: None
+        self._show = show if state.rank == 0 else lambda _: None
         self._saver: Saver | None = None
 
     def save_checkpoint(

@@ -7,7 +7,6 @@ The calls and their meanings are DeepSpeed's; see docs/deepspeed.md for what is 
 
 from __future__ import annotations
 
-import os
 import sys
 import threading
 import time
@@ -35,7 +34,6 @@ from megazero.deepspeed.script_checkpoints import CheckpointedEngine, refuses
 from megazero.deepspeed.script_units import ScriptModel
 from megazero.deepspeed.ungathered_parameter import real
 from megazero.engine.step import StepStatistics, check_finite, sum_over_ranks
-from megazero.zero.bucket import DTYPES
 
 T = TypeVar("T")
 
@@ -134,6 +132,7 @@ class TrainingEngine(CheckpointedEngine):
         lr_scheduler: stepped after every update that was not skipped, or None.
         training_dataloader: made from `training_data`, or None.
         global_steps, global_samples, micro_steps, skipped_steps: counters, restored from checkpoints.
+        device, global_rank, local_rank, world_size, dp_world_size, mp_world_size: this rank's place.
     """
 
     def __init__(
@@ -326,53 +325,12 @@ class TrainingEngine(CheckpointedEngine):
         except AttributeError:
             if name.startswith("_") or "module" not in self._modules or "config" not in self.__dict__:
                 raise
-            found = answer(name, self.config)
-            return getattr(self.module, name) if found is None else found
-
-    @property
-    def device(self) -> torch.device:
-        """Where this rank computes."""
-        return self.parallel_state.device
-
-    @property
-    def global_rank(self) -> int:
-        """This rank among all."""
-        return self.parallel_state.rank
-
-    @property
-    def local_rank(self) -> int:
-        """This rank among those of its machine, as the launcher says; 0 without one."""
-        return int(os.environ.get("LOCAL_RANK", "0"))
-
-    @property
-    def world_size(self) -> int:
-        """Number of ranks."""
-        return self.parallel_state.world.size
-
-    @property
-    def mp_world_size(self) -> int:
-        """Number of tensor-parallel ranks."""
-        return self.parallel_state.tp.size
+            return answer(self, name)
 
     @property
     def data_parallel_group(self) -> Any:
         """The data-parallel ranks of torch.distributed."""
         return self.parallel_state.dp.process_group
-
-    def get_data_parallel_rank(self) -> int:
-        """Return this rank among the data-parallel ones."""
-        return self.parallel_state.dp.index
-
-    def get_tensor_parallel_rank(self) -> int:
-        """Return this rank among the tensor-parallel ones."""
-        return self.parallel_state.tp.index
-
-    get_model_parallel_rank = get_tensor_parallel_rank
-
-    @property
-    def dp_world_size(self) -> int:
-        """Number of data-parallel ranks."""
-        return self.parallel_state.dp.size
 
     @property
     def loss_scale(self) -> float:
@@ -391,70 +349,6 @@ class TrainingEngine(CheckpointedEngine):
     def get_global_grad_norm(self) -> float | None:
         """Return the norm of the last step's gradients over the whole model, before clipping; None before the first step."""
         return None if self._last_step is None else self._last_step.grad_norm
-
-    def train_batch_size(self) -> int:
-        """Return the samples in an optimizer step."""
-        return self.config.train_batch_size
-
-    def train_micro_batch_size_per_gpu(self) -> int:
-        """Return the samples in a forward pass."""
-        return self.config.micro_batch_size
-
-    def gradient_accumulation_steps(self) -> int:
-        """Return the micro-batches in an optimizer step on each rank."""
-        return self.config.accumulation
-
-    def get_batch_info(self) -> tuple[int, int, int]:
-        """(train_batch_size, train_micro_batch_size_per_gpu, gradient_accumulation_steps)."""
-        return self.config.train_batch_size, self.config.micro_batch_size, self.config.accumulation
-
-    def gradient_clipping(self) -> float:
-        """Return the largest global gradient norm; 0 where it is off."""
-        return self.config.json.gradient_clipping
-
-    def zero_optimization_stage(self) -> int:
-        """Return the ZeRO stage."""
-        return self.config.zero.stage
-
-    def zero_optimization(self) -> bool:
-        """Return whether any state is sharded."""
-        return self.config.zero.stage > 0
-
-    def fp16_enabled(self) -> bool:
-        """Return whether weights are fp16."""
-        return self.config.precision.dtype == "fp16"
-
-    def bfloat16_enabled(self) -> bool:
-        """Return whether weights are bf16."""
-        return self.config.precision.dtype == "bf16"
-
-    def zero_optimization_partition_gradients(self) -> bool:
-        """Return whether gradients are sharded."""
-        return self.config.zero.stage >= 2
-
-    def zero_optimization_partition_weights(self) -> bool:
-        """Return whether weights are sharded."""
-        return self.config.zero.stage >= 3
-
-    def zero_gather_16bit_weights_on_model_save(self) -> bool:
-        """Return whether whole weights can be saved at stage 3: always."""
-        return True
-
-    def zero_cpu_offload(self) -> bool:
-        """Return whether the optimizer's state lies in host memory."""
-        return self.config.zero.offload.optimizer == "cpu"
-
-    def dynamic_loss_scale(self) -> bool:
-        """Return whether the loss scale adapts itself."""
-        return self.sharded_model.scaler is not None and not self.config.json.fp16.loss_scale
-
-    def get_data_types(self) -> tuple[torch.dtype, torch.dtype]:
-        """Return the formats of the weights and of the gradients that add up."""
-        return DTYPES[self.config.precision.dtype], DTYPES[self.config.precision.accumulate_dtype]
-
-    def optimizer_name(self) -> str:
-        """Return the optimizer's name in the configuration, else its class."""
-        return self.config.json.optimizer.type or type(self.optimizer.inner).__name__
 
     def was_step_applied(self) -> bool:
         """Return whether the last `step()` or `train_batch()` changed the weights: not one that only ended a micro-batch."""
