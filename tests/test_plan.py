@@ -16,7 +16,7 @@ from megazero.cli.commands import app
 from megazero.config import load_config
 from megazero.plan.cluster import cluster_of
 from megazero.plan.correction import Kept, Measured, add_measured, ratio_in, read_kept, shape_of
-from megazero.plan.report import Assumptions, PlanJudge, plan_of, seconds_by_kind
+from megazero.plan.report import Assumptions, PlanJudge, plan_of
 from megazero.plan.step_time import step_time_of
 
 RUN = """
@@ -147,8 +147,8 @@ def test_what_does_not_fit_is_refused_with_what_would(file: Path) -> None:
 def test_the_parts_of_every_ranks_time_are_the_step(file: Path) -> None:
     run = load_config(file, ("parallel.pp=4", "zero.stage=2"), 8)
     plan = plan_of(run, cluster_of("h100", 8, 4), Assumptions())
-    for spans in plan.time.timelines:
-        assert sum(seconds_by_kind(spans).values()) == pytest.approx(plan.time.seconds)
+    for kinds in plan.time.by_kind:
+        assert sum(kinds.values()) == pytest.approx(plan.time.seconds)
     slower = plan_of(run, cluster_of("h100", 8, 4), Assumptions(step_ratio=1.25))
     assert slower.time.seconds == pytest.approx(1.25 * plan.time.seconds)
     assert slower.time.timelines[0][-1].end == pytest.approx(1.25 * plan.time.timelines[0][-1].end)

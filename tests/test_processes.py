@@ -26,7 +26,7 @@ def test_answers_come_in_rank_order() -> None:
     assert in_processes(2, lambda rank, more: (rank + more, dist.get_world_size()), 5) == [(5, 2), (6, 2)]
 
 
-@pytest.mark.parametrize(("work", "said"), [(_raise, "ValueError: no such operator"), (_die, "died")])
+@pytest.mark.parametrize(("work", "said"), [(_raise, "ValueError: no such operator"), (_die, "exit code 3")])
 def test_who_fails_is_named_though_others_wait(work: object, said: str) -> None:
     with pytest.raises(ProcessFailedError, match=f"process 1 of 2.*{said}"):
         in_processes(2, work)  # type: ignore[arg-type]

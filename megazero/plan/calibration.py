@@ -11,7 +11,6 @@ The file is JSON with its own checksum, written beside and renamed.
 from __future__ import annotations
 
 import json
-import os
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -22,6 +21,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from megazero.plan.devices import Device, Link
+from megazero.schedules.action import write_text
 
 VERSION = 4
 _NEAREST = 4  # measured products that stand for one that was not
@@ -237,12 +237,7 @@ def write_calibration(calibration: Calibration, path: Path) -> None:
         "collectives": calibration.collectives,
         "probe_seconds": calibration.probe_seconds,
     }
-    beside = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-    try:
-        beside.write_text(json.dumps(found | {"sha256": _checksum(found)}), "utf-8")
-        beside.replace(path)
-    finally:
-        beside.unlink(missing_ok=True)
+    write_text(path, json.dumps(found | {"sha256": _checksum(found)}))
 
 
 def _checksum(found: Mapping[str, Any]) -> str:

@@ -11,7 +11,6 @@ counts itself, its libraries and all.  Time is compared where the plan was made 
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -20,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from megazero.config import ResolvedRun
+from megazero.schedules.action import write_text
 
 PLAN_FILE = "plan.json"
 _NO_TENSORS = ("communicators", "allocator slack")  # of memory, which torch.cuda.max_memory_allocated does not count
@@ -112,12 +112,7 @@ def read_kept(path: Path) -> Kept | None:
 def add_measured(path: Path, kept: Mapping[str, object]) -> None:
     """Add measurements to a plan's file.  Raises: OSError, ValueError, TypeError: there is no such plan any more."""
     written = json.loads(path.read_text(encoding="utf-8"))
-    beside = path.with_name(f".{path.name}.{os.getpid()}.new")
-    try:
-        beside.write_text(json.dumps(written | {"measured": dict(kept)}) + "\n", encoding="utf-8")
-        beside.replace(path)
-    finally:
-        beside.unlink(missing_ok=True)
+    write_text(path, json.dumps(written | {"measured": dict(kept)}) + "\n")
 
 
 def ratio_in(path: Path, device: str) -> float:

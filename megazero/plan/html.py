@@ -20,7 +20,6 @@ from megazero.plan.svg import rect, text
 from megazero.plan.text import NAMES, fit_text, plain, plan_text, search_text, shown_kinds
 
 _WIDE, _LEFT, _ROW, _GAP = 1040, 120, 22, 6  # pixels: of a picture, of the names beside it, of a row
-_MOST_TITLES = 4000  # spans; of more, a row is one path for each kind
 _KINDS = {  # of memory, in the order of a bar, and the variable of its colour
     "parameters": "weights",
     "gradients": "gradients",
@@ -122,13 +121,12 @@ def _memory(plan: Plan) -> str:
 def _timeline(plan: Plan) -> str:
     time, body = plan.time, list[str]()
     scale = (_WIDE - _LEFT) / time.seconds
-    is_large = sum(map(len, time.timelines)) > _MOST_TITLES
     for row, spans in enumerate(time.timelines):
         y = row * (_ROW + _GAP) + 4
         body.append(text(0, y + 15, f"pipeline rank {row}" if len(time.timelines) > 1 else "a rank"))
         body.append(rect(_LEFT, y, time.seconds * scale, _ROW, 'style="fill:var(--idle)"'))
         works = [span for span in spans if span.kind != "idle"]
-        body += _paths(works, y, scale) if is_large else _boxes(works, y, scale)
+        body += _boxes(works, y, scale)
     used = dict.fromkeys(_look(span) for spans in time.timelines for span in spans if span.kind != "idle")
     picture = _picture(body, len(time.timelines), time.seconds, scale, "seconds")
     return _section(f"One step: {time.seconds:.3f} s", picture, _legend([*used, ("idle", "idle")]))
@@ -150,13 +148,3 @@ def _boxes(spans: Iterable[Span], y: int, scale: float) -> Iterator[str]:
         wide = (span.end - span.start) * scale
         edge = ";stroke:var(--card);stroke-width:.6" if wide > 3 else ""
         yield rect(_LEFT + span.start * scale, y, wide, _ROW, f'style="fill:var(--{paint}){edge}"', about)
-
-
-def _paths(spans: Iterable[Span], y: int, scale: float) -> Iterator[str]:
-    """Yield one path per colour."""
-    shapes: dict[str, list[str]] = {}
-    for span in spans:
-        x, wide = _LEFT + span.start * scale, (span.end - span.start) * scale
-        shapes.setdefault(_look(span)[0], []).append(f"M{x:.2f} {y}h{wide:.2f}v{_ROW}h{-wide:.2f}z")
-    for paint, lines in shapes.items():
-        yield f'<path style="fill:var(--{paint})" d="{"".join(lines)}"/>'

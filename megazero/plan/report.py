@@ -6,7 +6,7 @@ run file, cluster -> memory, time, traffic  -> use of the devices -> checkpoints
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 
 from megazero.config import ResolvedRun
@@ -29,7 +29,7 @@ from megazero.plan.cost import (
 from megazero.plan.memory import RankMemory, fullest_of, memory_of, with_decided_offload
 from megazero.plan.search import Candidate, Found
 from megazero.plan.state_trace import Sent
-from megazero.plan.step_time import Span, StepTime, step_time_of
+from megazero.plan.step_time import StepTime, step_time_of
 from megazero.plan.traffic import busiest_links, traffic_of
 from megazero.plan.zero_times import element_bytes, moments_of
 
@@ -87,15 +87,7 @@ class Plan:
     @property
     def breakdown(self) -> dict[str, float]:
         """Seconds of a step by kind, of the pipeline rank that idles least; they sum to the step."""
-        return min(map(seconds_by_kind, self.time.timelines), key=lambda kinds: kinds.get("idle", 0.0))
-
-
-def seconds_by_kind(spans: Sequence[Span]) -> dict[str, float]:
-    """Sum a rank's seconds by kind of span."""
-    found: dict[str, float] = {}
-    for span in spans:
-        found[span.kind] = found.get(span.kind, 0.0) + span.end - span.start
-    return found
+        return min(self.time.by_kind, key=lambda kinds: kinds.get("idle", 0.0))
 
 
 def plan_of(run: ResolvedRun, cluster: Cluster, assumptions: Assumptions) -> Plan:
@@ -131,18 +123,10 @@ def plan_of(run: ResolvedRun, cluster: Cluster, assumptions: Assumptions) -> Pla
 def scaled(time: StepTime, ratio: float) -> StepTime:
     """Stretch a step and all its parts by `ratio`."""
     timelines = tuple(
-        tuple(Span(one.start * ratio, one.end * ratio, one.kind, one.name) for one in spans) for spans in time.timelines
+        tuple(replace(one, start=one.start * ratio, end=one.end * ratio) for one in spans) for spans in time.timelines
     )
-    return replace(
-        time,
-        seconds=time.seconds * ratio,
-        timelines=timelines,
-        exposed={axis: seconds * ratio for axis, seconds in time.exposed.items()},
-        hidden={axis: seconds * ratio for axis, seconds in time.hidden.items()},
-        compute=time.compute * ratio,
-        optimizer=time.optimizer * ratio,
-        idle=time.idle * ratio,
-    )
+    hidden = {axis: seconds * ratio for axis, seconds in time.hidden.items()}
+    return replace(time, seconds=time.seconds * ratio, timelines=timelines, hidden=hidden)
 
 
 @dataclass(frozen=True)
@@ -188,10 +172,10 @@ def as_json(plan: Plan, found: Found | None = None) -> dict[str, object]:
         "step": {
             "seconds": time.seconds,
             "breakdown": plan.breakdown,
-            "exposed": dict(time.exposed),
+            "exposed": time.exposed,
             "hidden": dict(time.hidden),
             "flops": time.flops,
-            "timelines": [[list(_span(span)) for span in spans] for spans in time.timelines],
+            "timelines": [[[span.start, span.end, span.kind, span.name] for span in spans] for spans in time.timelines],
         },
         "throughput": asdict(plan.throughput),
         "traffic": [
@@ -203,10 +187,6 @@ def as_json(plan: Plan, found: Found | None = None) -> dict[str, object]:
         "cost": asdict(plan.cost),
         "search": None if found is None else found_as_json(found),
     }
-
-
-def _span(span: Span) -> tuple[float, float, str, str]:
-    return span.start, span.end, span.kind, span.name
 
 
 def found_as_json(found: Found) -> dict[str, object]:

@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import reduce
+from operator import or_
 
 from megazero.config import ResolvedRun
 from megazero.models.registry import FAMILIES
@@ -42,19 +44,34 @@ class StepTime:
     Args:
         seconds: from its begin to its end.
         timelines: of each pipeline rank, in order.
-        exposed, hidden: seconds of communication by axis, of the rank that waits for it longest: waited for, and not.
+        hidden: seconds of communication by axis that no rank waits for, of the rank with most of it.
         flops: the model's own, of the whole step on all ranks.
-        compute, optimizer, idle: seconds of the busiest rank, of its optimizer, and of the mean rank without work.
     """
 
     seconds: float
     timelines: tuple[tuple[Span, ...], ...]
-    exposed: Mapping[str, float]
     hidden: Mapping[str, float]
     flops: float
-    compute: float
-    optimizer: float
-    idle: float
+
+    @property
+    def by_kind(self) -> list[dict[str, float]]:
+        """Seconds of each pipeline rank by kind of span; they sum to the step."""
+        found = [Counter[str]() for _ in self.timelines]
+        for kinds, spans in zip(found, self.timelines, strict=True):
+            for span in spans:
+                kinds[span.kind] += span.end - span.start  # type: ignore[assignment]
+        return [dict(kinds) for kinds in found]
+
+    @property
+    def exposed(self) -> dict[str, float]:
+        """Seconds of communication by axis, of the rank that waits for it longest."""
+        longest = reduce(or_, map(Counter, self.by_kind))  # the larger of both
+        return {kind: seconds for kind, seconds in longest.items() if kind not in ("compute", "idle", "optimizer")}
+
+    @property
+    def idle(self) -> float:
+        """Seconds of the mean rank without work."""
+        return sum(kinds.get("idle", 0.0) for kinds in self.by_kind) / len(self.timelines)
 
 
 def assembled(
@@ -70,24 +87,21 @@ def assembled(
     last_wait = _last_wait(schedule, actions, zero)
     together = max(end for end, *_ in ends) + last_wait + zero.sum_seconds
     done = together + max(one.optimizer + one.gather_exposed for one in zero.ranks) * zero.stretch
-    timelines, exposed, hidden, idle, busy = [], Counter[str](), Counter[str](), 0.0, 0.0
+    timelines, hidden = [], Counter[str]()
     for rank, one in enumerate(zero.ranks):
-        end, _, gone = ends[rank]
+        end, gone = ends[rank]
         spans = list(_spans(rank, timeline, actions, starts))
         computed = spans[-1].end if spans else 0.0
         spans += _tail(computed, end, last_wait, together, done, one, zero.stretch)
-        waits = _waits(spans)
-        idle += waits.pop("idle", 0.0) / schedule.pp
-        busy = max(busy, waits.pop("compute", 0.0))
-        waits.pop("optimizer", None)
         arriving = sum(span.end - span.start for span in spans if span.kind == "dp" and span.name == "weights")
-        exposed |= waits  # the larger of both
-        hidden |= _hidden(rank, schedule, actions) + Counter({"dp": gone + max(0.0, one.arriving - arriving)})
+        own = Counter({"dp": gone + max(0.0, one.arriving - arriving)})
+        for action in schedule.ranks[rank]:
+            own.update(actions[rank, action].hidden)
+        hidden |= own  # the larger of both
         timelines.append(tuple(spans))
     model = run.config.model
     flops = FAMILIES[model.family].flops_per_token(model) * run.global_batch_size * model.seq_len
-    optimizer = max(one.optimizer for one in zero.ranks) * zero.stretch
-    return StepTime(done, tuple(timelines), dict(exposed), dict(hidden), flops, busy, optimizer, idle)
+    return StepTime(done, tuple(timelines), dict(hidden), flops)
 
 
 def _last_wait(schedule: Schedule, actions: Mapping[RankAction, PassTime], zero: ZeroTimes) -> float:
@@ -98,24 +112,10 @@ def _last_wait(schedule: Schedule, actions: Mapping[RankAction, PassTime], zero:
     return zero.sharing.wait_seconds(behind) * zero.stretch
 
 
-def _waits(spans: Iterable[Span]) -> Counter[str]:
-    found = Counter[str]()
-    for span in spans:
-        found[span.kind] += span.end - span.start  # type: ignore[assignment]
-    return found
-
-
-def _hidden(rank: int, schedule: Schedule, actions: Mapping[RankAction, PassTime]) -> Counter[str]:
-    found = Counter[str]()
-    for action in schedule.ranks[rank]:
-        found.update(actions[rank, action].hidden)
-    return found
-
-
 def _reduced_at(
     schedule: Schedule, timeline: Timeline, one: RankZero, rank: int, zero: ZeroTimes
-) -> tuple[float, float, float]:
-    """Return when a rank's gradients are reduced, and the exposed and hidden seconds of it.
+) -> tuple[float, float]:
+    """Return when a rank's gradients are reduced, and the hidden seconds of it.
 
     The last backward of each chunk completes its buckets one after another; they are reduced in this order.
     """
@@ -131,9 +131,9 @@ def _reduced_at(
         free = reduced_behind(start, end, seconds, count, free, overlaps=zero.overlaps)
         total += seconds
     if not zero.overlaps:  # whoever computes copies
-        return computed + total * zero.stretch, total * zero.stretch, 0.0
+        return computed + total * zero.stretch, 0.0
     left = max(0.0, free - computed)
-    return computed + left, left, max(0.0, total - left)
+    return computed + left, max(0.0, total - left)
 
 
 def reduced_behind(
