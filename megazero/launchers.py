@@ -10,6 +10,7 @@ flux-environment(7); the manuals of MVAPICH, MPICH's Hydra, Cray PALS and Horovo
 import os
 import re
 from collections.abc import Mapping
+from contextlib import suppress
 
 _LEAST = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 1, "LOCAL_WORLD_SIZE": 1}
 _ALL = "RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT (docs/elastic.md)"
@@ -80,3 +81,17 @@ def _task_without_rank(environment: Mapping[str, str]) -> str | None:
                 f"what torchrun sets: {_ALL}, with RANK=${rank}; for a run of its own in each task, torchrun --standalone"
             )
     return None
+
+
+def cores_of_rank(local_world_size: int) -> int:
+    """This rank's share of those that it may use: a container has some of the host's.
+
+    Where a launcher has bound it to some of its own cores (mpirun, srun, numactl), these are the rank's alone.
+    """
+    if not hasattr(os, "sched_getaffinity"):
+        return max(1, (os.cpu_count() or 1) // local_world_size)
+    mine = os.sched_getaffinity(0)
+    is_bound = False
+    with suppress(OSError):  # the launcher has ended, or is not to be seen
+        is_bound = mine < os.sched_getaffinity(os.getppid())
+    return len(mine) if is_bound else max(1, len(mine) // local_world_size)

@@ -21,9 +21,9 @@ from torch.multiprocessing.reductions import StorageWeakRef
 sys.path.insert(0, str(Path(__file__).parent / "laws"))
 from worlds import LLAMA, engine_on, micro_batches, run_of, state_on
 
-from megazero.comm.memory import ALIGNMENT, Arena, storage_of
+from megazero.comm.memory import ALIGNMENT, Arena, Copier, StreamCopier, storage_of
 from megazero.config import ResolvedRun
-from megazero.layers.activation_offload import ActivationStore, ArenaStorage, ArenaView, Copier, StreamCopier
+from megazero.layers.activation_offload import ActivationStore, ArenaStorage, ArenaView
 from megazero.models.activation_config import PRESETS
 
 NUMEL = 256

@@ -1,4 +1,4 @@
-"""Memory of tensors: which memory one lies in, host memory that a GPU reads and writes, and an arena of one buffer.
+"""Memory of tensors: which memory one lies in, host memory, its copies beside a GPU's work, and an arena of one buffer.
 
     arena    [ taken |  free  | taken |    free    |  taken  |  free  ]
                line 0: comes and goes                 line 1: stays until the step ends
@@ -12,6 +12,15 @@ step's end has a line of its own, since it would leave gaps among what comes and
 its own.  So on the host only `reserve` locks pages; it is called where no message under way waits for one of this rank's.
 Copies to a further buffer block the host.
 
+[Note: streams]  Copies run on two streams of their own.  Work on them starts behind all that the compute stream has been
+given so far: what it reads is computed, and what it overwrites is no longer read.  The compute stream waits for a copy
+before it uses the result, and before memory that the copy reads or writes, here or on the host, is given back; so the next
+copy into that memory, on whatever stream, comes after it.  The host waits for what it reads or overwrites itself, alone.
+
+    compute stream   layer 0 | layer 1 | layer 2 | ...
+    to the device       [ 1 ]     [ 2 ]     [ 3 ]            what the next layer needs
+    to the host                   [ 0 ]     [ 1 ]            what the last one has left
+
 Source: C_B and M_D of Rajbhandari et al. 2020, section 6.
 """
 
@@ -19,7 +28,9 @@ from __future__ import annotations
 
 import weakref
 from bisect import bisect
-from typing import Final, NamedTuple
+from collections.abc import Callable
+from functools import partial
+from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor
@@ -80,6 +91,56 @@ def page_lock(tensor: Tensor, remedy: str) -> None:
         runtime.cudaHostUnregister(address)
 
     weakref.finalize(tensor, unpin).atexit = False
+
+
+class Copier:
+    """Copies between device and host, synchronously.  `StreamCopier` overlaps them with the computation."""
+
+    def start(self, target: Tensor, source: Tensor) -> Any | None:
+        """Start a copy after the work queued so far on the current stream; its mark."""
+        return self.run(partial(_copy, target, source), to_host=source.is_cuda)
+
+    def run(self, work: Callable[[], Any], *, to_host: bool) -> Any | None:  # noqa: ARG002
+        """Call `work` with what it queues on the stream of this direction, after that of the current stream; its mark."""
+        return work()
+
+    def wait(self, mark: Any) -> Any:
+        """Have the current stream wait before any work that is queued from now on; what the work has returned."""
+        return mark
+
+    def finish(self, mark: Any) -> None:
+        """Have the host wait."""
+
+
+class StreamCopier(Copier):
+    """Copies of a CUDA device, on one stream for each direction; the host must be page-locked."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._to_host, self._to_device = torch.cuda.Stream(device), torch.cuda.Stream(device)
+
+    def run(self, work: Callable[[], Any], *, to_host: bool) -> tuple[torch.cuda.Event, Any]:
+        stream = self._to_host if to_host else self._to_device
+        stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(stream):
+            result = work()
+        return stream.record_event(), result
+
+    def wait(self, mark: tuple[torch.cuda.Event, Any]) -> Any:
+        torch.cuda.current_stream(self._device).wait_event(mark[0])
+        return mark[1]
+
+    def finish(self, mark: tuple[torch.cuda.Event, Any]) -> None:
+        mark[0].synchronize()
+
+
+def copier_on(device: torch.device) -> Copier:
+    """The copier of a device; one for each use, since its copies wait for those before them."""
+    return StreamCopier(device) if device.type == "cuda" else Copier()
+
+
+def _copy(target: Tensor, source: Tensor) -> None:
+    target.copy_(source, non_blocking=True)
 
 
 class _Range(NamedTuple):

@@ -7,26 +7,14 @@ from contextlib import suppress
 
 import torch
 
+from megazero.launchers import cores_of_rank
+
 
 def prepare_cpu_rank(local_world_size: int) -> None:
     """Give this rank its share of the host's cores, at the seam "rank".  `local_world_size`: ranks of this host."""
     if local_world_size > 1:
-        torch.set_num_threads(_cores(local_world_size))
+        torch.set_num_threads(cores_of_rank(local_world_size))
     schedule_as_batch_job()
-
-
-def _cores(local_world_size: int) -> int:
-    """This rank's share of those that it may use: a container has some of the host's.
-
-    Where a launcher has bound it to some of its own cores (mpirun, srun, numactl), these are the rank's alone.
-    """
-    if not hasattr(os, "sched_getaffinity"):
-        return max(1, (os.cpu_count() or 1) // local_world_size)
-    mine = os.sched_getaffinity(0)
-    is_bound = False
-    with suppress(OSError):  # the launcher has ended, or is not to be seen
-        is_bound = mine < os.sched_getaffinity(os.getppid())
-    return len(mine) if is_bound else max(1, len(mine) // local_world_size)
 
 
 def schedule_as_batch_job() -> None:

@@ -4,15 +4,10 @@
     backward    layer i begins    the copies of layer i - 1 back to it start   layer i + 1 leaves the device
 
 The layer that is worked on and one neighbour are on the device, in both directions: two layers' worth.  "Leaves" means
-that the computation waits for the copies of that layer, long started, before its memory is given back.
+that the computation waits for the copies of that layer, long started, before its memory is given back: see `comm/memory.py`.
 
 With an arena on the device a saved tensor is copied there at once, and its own memory is free.  The backward of a layer
 copies it out again.  Nothing is prefetched: each copy runs on the compute stream when its tensor is asked for.
-
-[Note: streams]  Copies run on two streams of their own.  A copy starts behind all that the compute stream has been given
-so far: what it reads is computed, and what it overwrites is no longer read.  The compute stream waits for a copy before it
-uses the result, and before memory that the copy reads or writes, here or on the host, is given back; so the next copy into
-that memory, on whatever stream, comes after it.  The host waits for nothing.
 
 [Note: once]  A storage is kept once, whatever views of it are saved and by whatever layers of a pass.  It is known by the
 address of torch's object for it, of which a weak reference is held: no other storage gets that address meanwhile.
@@ -33,42 +28,12 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from megazero.comm.memory import Arena
+from megazero.comm.memory import Arena, Copier, copier_on
 from megazero.layers.saved_tensors import SavedTensorHooks, keep, kept_tensor
 
 PLAIN_TENSORS = (Tensor, FakeTensor)
 NEAR = 2  # layers on the device, beside an arena on the host
 _REMEDY = "offload fewer layers (activations.offload_layers), or recompute more of them"
-
-
-class Copier:
-    """Copies between device and host, synchronously.  `StreamCopier` overlaps them with the computation."""
-
-    def start(self, target: Tensor, source: Tensor) -> Any | None:
-        """Start a copy of flat bytes after the work queued so far on the compute stream; its event, or None if done."""
-        target.copy_(source)
-        return None
-
-    def wait(self, mark: Any) -> None:
-        """Have the compute stream wait for a copy before any work that is queued from now on."""
-
-
-class StreamCopier(Copier):
-    """Copies of a CUDA device, on one stream for each direction; the host must be page-locked."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._to_host, self._to_device = torch.cuda.Stream(device), torch.cuda.Stream(device)
-
-    def start(self, target: Tensor, source: Tensor) -> Any:
-        stream = self._to_host if source.is_cuda else self._to_device
-        stream.wait_stream(torch.cuda.current_stream(self._device))
-        with torch.cuda.stream(stream):
-            target.copy_(source, non_blocking=True)
-        return stream.record_event()
-
-    def wait(self, mark: Any) -> None:
-        torch.cuda.current_stream(self._device).wait_event(mark)
 
 
 class ArenaStorage:
@@ -197,7 +162,7 @@ class ActivationStore:
 
     def __init__(self, device: torch.device, arena: Arena | None = None) -> None:
         self.on_host = arena is None
-        self.copier = StreamCopier(device) if self.on_host and device.type == "cuda" else Copier()
+        self.copier = copier_on(device) if self.on_host else Copier()
         self.smallest_bytes = 1 << 16
         self.pool, self._device = arena or Arena(torch.device("cpu"), _REMEDY, pins=True), device
         self._most_near = NEAR if self.on_host else 1

@@ -30,7 +30,7 @@ from typing import Final, Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from megazero.comm.memory import Arena
+from megazero.comm.memory import Arena, Copier
 from megazero.layers.spec import ParamSpec, numel
 from megazero.parallel_state import Axis
 from megazero.zero.storage import FlatArray, InMemory, Location, in_host_memory
@@ -401,6 +401,9 @@ def plan_buckets(
     return tuple(one.in_parts_of(limit) if one.part_count > 1 else one for one in layouts)
 
 
+_AT_ONCE: Final = Copier()
+
+
 @dataclass(frozen=True)
 class ShardingPolicy:
     """What is the same for all buckets of a model.
@@ -412,6 +415,7 @@ class ShardingPolicy:
         accumulate_dtype, reduce_dtype: in which a step's gradients add up, and travel.
         on_cpu: whether the run's modules compute on a CPU.
         pins_memory: whether the host memory of offloaded state is page-locked.
+        copier: moves offloaded state between host and device.
         arena: holds the working buffers of gradients; None: each buffer has memory of its own.
         quantizes_weights: stage 3 gathers weights in blocks of 8 bits.
         gradient_bits: of the blocks in which gradients are reduced over the shard axis; 0: they are not quantized.
@@ -425,6 +429,7 @@ class ShardingPolicy:
     reduce_dtype: torch.dtype = torch.float32
     on_cpu: bool = True
     pins_memory: bool = True
+    copier: Copier = _AT_ONCE
     arena: Arena | None = None
     quantizes_weights: bool = False
     gradient_bits: int = 0
@@ -512,6 +517,7 @@ class Bucket:
         master: fp32 [owned]; of fp32 or frozen weights it may be `weight_shard`.
         full_gradient: [padded] in the accumulation dtype, from a step's first gradient on, where gradients are whole.
         gradient: fp32 [owned], the reduced gradient that the optimizer steps, beside the master weights.
+        gradient_leaves: the device, when it is reduced, for the host.
         reduces_in_place: `gradient` is a view of `full_gradient`, and exists only together with it.
         summed: the elements whose gradients this rank has summed when the reductions end: those that it owns, or fewer of a
             bucket that is stepped when the others' sums have come; see `WeightGathers.defer_steps`.
@@ -545,6 +551,7 @@ class Bucket:
         if layout.trains and not shares_weights(self.residency, policy.dtype):
             self.master = new(self.residency.state_on, torch.float32)
         on_device = self.residency.state_on == "device"
+        self.gradient_leaves = layout.trains and not on_device and not policy.on_cpu
         self.reduces_in_place = self.sums_whole and on_device and policy.accumulate_dtype == torch.float32
         self.full_gradient: Tensor | None = None
         self.gradient = torch.zeros(0)

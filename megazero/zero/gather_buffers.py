@@ -27,7 +27,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -38,7 +38,6 @@ from megazero.parallel_state import Axis
 from megazero.zero.bucket import Bucket, BucketLayout, ShardingPolicy
 from megazero.zero.buffer_pool import BufferPool
 from megazero.zero.quantized import WEIGHT_BITS, BlockFormat, QuantizedGather
-from megazero.zero.storage import PendingCopy
 
 
 @dataclass(frozen=True)
@@ -116,9 +115,9 @@ class ShardSource:
     """All-gathers a bucket from the shards of its ranks; an offloaded shard reaches the device through a staging buffer."""
 
     def __init__(self, buckets: Sequence[Bucket], policy: ShardingPolicy) -> None:
-        self._staging, self._on_cpu = BufferPool(policy.device), policy.on_cpu
+        self._staging, self._copier, self._on_cpu = BufferPool(policy.device), policy.copier, policy.on_cpu
         self._largest = max((bucket.weight_shard.numel for bucket in buckets), default=0)
-        self._reading: dict[Bucket, tuple[PendingCopy, Tensor]] = {}
+        self._reading: dict[Bucket, tuple[Any, Tensor]] = {}  # the copier's mark, and a staging buffer
         self._all_gather: Callable[..., Pending] = all_gather
         self.is_exact = not policy.quantizes_weights or all(bucket.layout.shards == 1 for bucket in buckets)
         if not self.is_exact:
@@ -141,22 +140,28 @@ class ShardSource:
         if tensor is not None and self._is_on_device(bucket):
             return self._all_gather(bucket.weights, tensor, axis, label)
         self.read_ahead(bucket)
-        copy, staging = self._reading.pop(bucket)
-        copy.wait()
-        pending = self._all_gather(bucket.weights, staging[: bucket.weight_shard.numel], axis, label)
-        return Pending(pending.wait, partial(self._staging.release, staging))
+        read, staging = self._reading[bucket]
+
+        def gather() -> Pending:  # behind the copy, not behind the computation that goes on meanwhile
+            self._copier.wait(read).wait()
+            return self._all_gather(bucket.weights, staging[: bucket.weight_shard.numel], axis, label)
+
+        gathered = self._copier.run(gather, to_host=False)
+        del self._reading[bucket]
+        return Pending(lambda: self._copier.wait(gathered).wait(), partial(self._staging.release, staging))
 
     def read_ahead(self, bucket: Bucket) -> None:
         """Start to copy an offloaded shard to the device."""
         if bucket not in self._reading and not self._is_on_device(bucket):
             staging = self._staging.acquire(self._largest, bucket.weight_shard.dtype)
-            self._reading[bucket] = bucket.weight_shard.start_read(staging[: bucket.weight_shard.numel], 0), staging
+            read = partial(bucket.weight_shard.start_read, staging[: bucket.weight_shard.numel], 0)
+            self._reading[bucket] = self._copier.run(read, to_host=False), staging
 
     def forget(self) -> None:
         """Drop the copies under way: the shards have changed."""
         reading, self._reading = self._reading, {}
-        for copy, staging in reading.values():
-            copy.wait()
+        for read, staging in reading.values():
+            self._copier.wait(read).wait()
             self._staging.release(staging)
 
     def _is_on_device(self, bucket: Bucket) -> bool:

@@ -20,6 +20,7 @@ import torch
 
 from megazero.comm.collectives import agree, gather_objects
 from megazero.config.schema import OffloadConfig
+from megazero.launchers import cores_of_rank
 from megazero.parallel_state import Axis
 from megazero.zero.bucket import BucketLayout, Extent, Residency, ShardingPolicy
 from megazero.zero.file_store import FileStore, region_bytes
@@ -96,6 +97,12 @@ class Offload:
         """Free the file."""
         if self.store is not None:
             self.store.close()
+
+
+def give_cores(config: OffloadConfig, device: torch.device, local_world_size: int) -> None:
+    """Let the host's optimizer use this rank's cores: a launcher gives a rank on a GPU one thread, or all of the host's."""
+    if config.optimizer != "none" and device.type == "cuda" and local_world_size > 1:
+        torch.set_num_threads(cores_of_rank(local_world_size))
 
 
 def _fields(path: Path) -> dict[str, int]:

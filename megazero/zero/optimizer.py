@@ -28,7 +28,6 @@ from megazero.zero.file_stepper import FileStepper, Part
 from megazero.zero.matrices import MOMENTUM, MatrixRecipe, MatrixStepper
 from megazero.zero.offload import FILE_PART_ELEMENTS, Offload
 from megazero.zero.parameters import memory_kind
-from megazero.zero.storage import PendingCopy
 
 # torch's fused kernels of these divide gradients by `grad_scale`; another class may only say that it is fused.
 _SCALE_INSIDE = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad)
@@ -121,6 +120,9 @@ class ShardedOptimizer:
         """
         self.steps_taken += 1
         self._before_step = [dict(group) for group in self._groups]
+        for bucket in self._of_bucket:
+            if bucket.master.location == "host":  # where it is stepped in place
+                bucket.master.flush()
         if self._matrices is not None:
             self._matrices.begin(self, factor)
         if factor != 1.0 and not self._scales_inside:  # inside, clipping and unscaling cost no pass of their own
@@ -129,13 +131,12 @@ class ShardedOptimizer:
         step = partial(self._step_parts, None if factor == 1.0 else 1.0 / factor)
         if self._on_device and stepped is None:
             step(self._on_device)
-        copying: deque[tuple[Bucket, PendingCopy | None]] = deque()
+        copying: deque[tuple[Bucket, Any]] = deque()  # with the mark of the copy to its weight shard
 
         def finish_all_but(count: int) -> None:
             while len(copying) > count:
-                bucket, copy = copying.popleft()
-                if copy is not None:
-                    copy.wait()
+                bucket, mark = copying.popleft()
+                _finish_copy(bucket, mark)
                 if stepped is not None:
                     stepped(bucket, None)
 
@@ -149,7 +150,9 @@ class ShardedOptimizer:
                 step(parts)
             if location != "file":
                 copying.append((bucket, _start_copy(bucket)))
-            finish_all_but(1 if location == "host" else 0)  # the next is stepped meanwhile
+            finish_all_but(
+                1 if "host" in (location, bucket.weight_shard.location) else 0
+            )  # the next is stepped meanwhile
         self._file.step(step, self.torch_optimizer)
         copying.extend((bucket, None) for bucket in self._stepped_alone if bucket.master.location == "file")
         if self._matrices is not None:
@@ -166,8 +169,7 @@ class ShardedOptimizer:
             step(parts)
         for group, values, before in zip(self._groups, found, self._before_step, strict=True):
             group.update({key: value for key, value in values.items() if value is not before.get(key, nothing)})
-        if (copy := _start_copy(bucket)) is not None:
-            copy.wait()
+        _finish_copy(bucket, _start_copy(bucket))
 
     def _step_parts(self, scale: float | None, parts: Sequence[Part]) -> None:
         """Step some parts; a fused kernel divides their gradients by `scale`.
@@ -310,12 +312,17 @@ class ShardedOptimizer:
         return sizes
 
 
-def _start_copy(bucket: Bucket) -> PendingCopy | None:
-    """Start to copy new master weights to the weight shard; None where they are one."""
-    tensor = bucket.master.tensor
-    if bucket.master is bucket.weight_shard or tensor is None:
+def _start_copy(bucket: Bucket) -> Any:
+    """Start to copy new master weights to the weight shard; the copier's mark, or None where they are one."""
+    tensor, weights = bucket.master.tensor, bucket.weight_shard
+    if bucket.master is weights or tensor is None:
         return None
-    return bucket.weight_shard.start_write(0, tensor)
+    return bucket.policy.copier.run(partial(weights.start_write, 0, tensor), to_host=weights.location != "device")
+
+
+def _finish_copy(bucket: Bucket, mark: Any) -> None:
+    if mark is not None:
+        bucket.policy.copier.wait(mark).wait()
 
 
 def _cut(buckets: Sequence[Bucket]) -> list[Part]:

@@ -15,6 +15,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,7 +28,7 @@ from megazero.zero.quantized import BlockFormat, InTwo, noise_of
 from megazero.zero.replica_sums import ReplicaSums
 
 _NORM_BLOCK = 256  # as fast as longer blocks here, and 30 times closer
-_IN_FLIGHT = 2  # where results are copied to the host, or this rank must help: more would hide no more
+_IN_FLIGHT = 2  # where results are added on the host, or this rank must help: more would hide no more
 
 
 class WorkingBuffers:
@@ -146,7 +147,7 @@ class ReduceScatter(Reduction):
 
     def start(self, chunk: _Chunk) -> None:
         sent, gradient = self._narrowed(chunk), chunk.gradient
-        if chunk.reduced or gradient.dtype != sent.dtype or gradient.device != sent.device:
+        if chunk.reduced or gradient.dtype != sent.dtype or chunk.bucket.gradient_leaves:
             chunk.result = sent.view(self.axis.size, -1)[self.axis.index]  # which no other rank needs any more
         out = gradient if chunk.result is None else chunk.result
         chunk.pending = self._scatter(chunk, out, sent, self.axis)
@@ -180,7 +181,7 @@ class QuantizedScatter(Reduction):
         chunk.buffers = [self.working.acquire(blocks.nbytes(usual // host.size) // 4, self.dtype) for _ in range(2)]
         nbytes = blocks.nbytes(full.numel() // host.size)
         sent, arrived = (buffer.view(torch.uint8)[:nbytes].view(hosts.size, -1) for buffer in chunk.buffers)
-        if chunk.reduced or chunk.gradient.device != full.device:
+        if chunk.reduced or chunk.bucket.gradient_leaves:
             chunk.buffers.append(self.working.acquire(usual // self.axis.size, self.dtype))
             chunk.result = chunk.buffers[-1][: chunk.gradient.numel()]
         out, shard = chunk.gradient if chunk.result is None else chunk.result, chunk.bucket.layout.shard_numel
@@ -226,8 +227,8 @@ class ReductionQueue:
 
     def __init__(self, policy: ShardingPolicy, buckets: Sequence[Bucket], bucket_bytes: int = 0) -> None:
         self._kept_dtype, self._in_flight = policy.accumulate_dtype, deque[_Chunk]()
-        self.working = WorkingBuffers(policy, buckets, self._finish_oldest)
-        self._host_copies, self.replicas = HostGradientCopies(), ReplicaSums(policy, buckets)
+        self.working = WorkingBuffers(policy, buckets, self._free_oldest)
+        self._host_copies, self.replicas = HostGradientCopies(policy, self.working.pool), ReplicaSums(policy, buckets)
         made: dict[tuple[Placement, type[Reduction]], Reduction] = {}
         self.ways: dict[Bucket, Reduction] = {}
         for bucket in buckets:
@@ -275,7 +276,11 @@ class ReductionQueue:
         gradient = gradient if is_all else gradient[part.start : part.stop]
         chunk = _Chunk(bucket, part, full, gradient, reduced, is_last, [] if bucket.sums_whole else [buffer])
         self.ways[bucket].start(chunk)
-        self._in_flight.append(chunk)
+        if bucket.gradient_leaves:
+            self._host_copies.start(chunk)
+            self._sum_over_replicas(chunk)
+        else:
+            self._in_flight.append(chunk)
 
     def finish(self) -> None:
         """Wait for all reductions, and for their results on the host."""
@@ -310,57 +315,79 @@ class ReductionQueue:
         chunk.pending.wait()  # one that is interrupted is waited for again, before its buffer is filled anew
         self._in_flight.popleft()
         if chunk.result is not None:
-            self._host_copies.start(chunk.result, chunk.gradient, adds=chunk.reduced > 0)
+            (chunk.gradient.add_ if chunk.reduced else chunk.gradient.copy_)(chunk.result)
         for buffer in chunk.buffers:
             self.working.pool.release(buffer)
+        self._sum_over_replicas(chunk)
+        return True
+
+    def _free_oldest(self) -> bool:
+        return self._host_copies.free_oldest() or self._finish_oldest()
+
+    def _sum_over_replicas(self, chunk: _Chunk) -> None:
         if chunk.is_last:
             self.replicas.start(chunk.bucket, chunk.gradient)
-        return True
 
 
 class HostGradientCopies:
-    """Copies results to where the optimizer steps them; from a GPU to the host they run asynchronously.
+    """Copies results to the host, each as soon as it is reduced, while the backward goes on.
 
     A copy that adds goes through page-locked memory.  It is added only when later copies are under way, so that the host
     does not wait for the device.
+
+    Args:
+        pool: of the buffers that results lie in.
     """
 
-    def __init__(self) -> None:
-        self._under_way: deque[tuple[Tensor, Tensor, torch.cuda.Event]] = deque()  # staging, gradient, copied
-        self._streams: set[torch.cuda.Stream] = set()  # a run that offloads nothing never waits for the device here
-        self._pool = BufferPool(torch.device("cpu"), pinned=True)
+    def __init__(self, policy: ShardingPolicy, pool: BufferPool) -> None:
+        self._copier, self._pool = policy.copier, pool
+        self._leaving: deque[tuple[Any, list[Tensor]]] = deque()  # the copier's mark, buffers
+        self._adding: deque[tuple[Any, Tensor, Tensor]] = deque()  # mark, staging, gradient
+        self._staging = BufferPool(torch.device("cpu"), pinned=policy.device.type == "cuda")
 
-    def start(self, result: Tensor, gradient: Tensor, *, adds: bool) -> None:
-        """Set a gradient to a result, or add the result to it, wherever the gradient lies."""
-        if result.device == gradient.device:
-            if adds:
-                gradient.add_(result)
-            else:
-                gradient.copy_(result)
-            return
-        stream = torch.cuda.current_stream(result.device)
-        self._streams.add(stream)
-        if not adds:
-            gradient.copy_(result, non_blocking=True)
-            return
-        staging = self._pool.acquire(result.numel(), result.dtype, or_larger=True)
-        staging[: result.numel()].copy_(result, non_blocking=True)
-        self._under_way.append((staging, gradient, stream.record_event()))
-        self._add_all_but(_IN_FLIGHT)
+    def start(self, chunk: _Chunk) -> None:
+        """Set the chunk's gradient to its result, or add the result to it; the chunk's buffers are released afterwards."""
+        result, target = chunk.result, chunk.gradient
+        assert result is not None
+        if chunk.reduced:
+            self._add_all_but(_IN_FLIGHT)
+            staging = self._staging.acquire(result.numel(), result.dtype, or_larger=True)
+            target = staging[: result.numel()]
+
+        def copy() -> None:  # behind the reduction, which the computation does not wait for
+            chunk.pending.wait()
+            target.copy_(result, non_blocking=True)
+
+        mark = self._copier.run(copy, to_host=True)
+        self._leaving.append((mark, chunk.buffers))
+        if chunk.reduced:
+            self._adding.append((mark, staging, chunk.gradient))
+
+    def free_oldest(self) -> bool:
+        """Release the buffers of the oldest copy, which the computation waits for; False if there is none."""
+        if not self._leaving:
+            return False
+        mark, buffers = self._leaving[0]
+        self._copier.wait(mark)
+        self._leaving.popleft()
+        for buffer in buffers:
+            self._pool.release(buffer)
+        return True
 
     def finish(self) -> None:
         """Wait until every gradient on the host is complete."""
+        for mark, _ in self._leaving:
+            self._copier.finish(mark)
+        while self.free_oldest():
+            pass
         self._add_all_but(0)
-        for stream in self._streams:
-            stream.synchronize()
-        self._streams.clear()
 
     def _add_all_but(self, count: int) -> None:
-        while len(self._under_way) > count:
-            staging, gradient, copied = self._under_way.popleft()
-            copied.synchronize()
+        while len(self._adding) > count:
+            mark, staging, gradient = self._adding.popleft()
+            self._copier.finish(mark)
             gradient.add_(staging[: gradient.numel()])
-            self._pool.release(staging)
+            self._staging.release(staging)
 
 
 def sum_partial_over_tp(buckets: Sequence[Bucket], tp: Axis, device: torch.device) -> None:

@@ -58,10 +58,10 @@ class ReplicaSums:
         if axis.size == 1:
             return
         self._summed.append((gradient, axis))
-        if gradient.device == self._device:
-            self._start(gradient, axis)
-        else:
+        if bucket.gradient_leaves:
             self._on_host.append((gradient, axis))
+        else:
+            self._start(gradient, axis)
 
     def finish(self) -> None:
         """Have every sum.  What lies on the host has arrived there."""

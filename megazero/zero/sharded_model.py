@@ -17,7 +17,7 @@ from typing import Any, ClassVar, TypeAlias
 from torch import Tensor
 
 from megazero.comm.collectives import LostPeerError, agree, gather_objects
-from megazero.comm.memory import Arena
+from megazero.comm.memory import Arena, copier_on
 from megazero.config.schema import PrecisionConfig, ZeroConfig
 from megazero.layers.linear import WeightGradQueue
 from megazero.parallel_state import Axis, ParallelState
@@ -28,7 +28,7 @@ from megazero.zero.gather import UnitGatherer
 from megazero.zero.gradients import GradientReducer
 from megazero.zero.loss_scaler import LossScaler
 from megazero.zero.matrices import matrix_stepper
-from megazero.zero.offload import without_auto
+from megazero.zero.offload import give_cores, without_auto
 from megazero.zero.optimizer import OptimizerRecipe, ShardedOptimizer
 from megazero.zero.parameters import ShardedParameters
 from megazero.zero.reductions import gradient_square_sum, sum_partial_over_tp, sum_tied
@@ -92,6 +92,7 @@ class ShardedModel:
         self.policy = _sharding_policy(state, settings)
         elements, moments = sum(param.parameter.numel() for param in described), len(recipe.states)
         offload = without_auto(zero.offload, self.policy, elements, moments, state.world, state.local_world_size)
+        give_cores(offload, state.device, state.local_world_size)
         self.parameters = ShardedParameters(
             parts.units,
             described,
@@ -265,6 +266,7 @@ def _sharding_policy(state: ParallelState, settings: ShardingSettings) -> Shardi
         DTYPES[precision.reduce_dtype],
         on_cpu=state.device_type == "cpu",
         pins_memory=zero.offload.pin_memory,
+        copier=copier_on(state.device),
         arena=settings.arena,
         quantizes_weights=zero.quantized_weights,
         gradient_bits=zero.quantized_gradients,

@@ -2,7 +2,7 @@
 
     location  elements                          a copy to or from the device
     device    a tensor                          on the current stream
-    host      a tensor, page-locked if asked    on the current stream, beside the computation
+    host      a tensor, page-locked if asked    on the current stream: a copier's, beside the computation (`comm/memory.py`)
     file      a region of the rank's file       by a worker thread, through page-locked memory (`file_store`)
 
 Invariant: the accesses of one array take effect in the order in which they were started.  Two of them run side by side
@@ -129,6 +129,9 @@ class InMemory(FlatArray):
         access = self.access(start, start + values.numel(), writes=True)
         # Between memories the narrower format travels; within one a conversion is part of the copy.
         dtype = values.dtype if values.device == self.tensor.device else self.dtype
+        if self.tensor.is_cuda and not values.is_cuda and not (values.dtype == dtype and values.is_pinned()):
+            # What is not page-locked would block the host; torch keeps this until the stream has read it.
+            values = torch.empty(values.shape, dtype=dtype, pin_memory=True).copy_(values.detach())
         return self._copy(self.tensor[access.start : access.stop], as_flat(values, dtype), access)
 
     def flush(self) -> None:

@@ -17,11 +17,11 @@ from worlds import LLAMA, LR, engine_on, micro_batches, run_of, state_of, state_
 
 from megazero.checkpoint import load
 from megazero.checkpoint.index import CheckpointError
+from megazero.comm.memory import Copier
 from megazero.config import ResolvedRun
 from megazero.cpu.deferred_steps import DeferredSteps
 from megazero.engine import Engine
 from megazero.engine.phases import Position
-from megazero.layers.activation_offload import Copier
 from megazero.zero.buffer_pool import BufferPool
 from megazero.zero.gradients import GradientReducer
 from megazero.zero.quantized import BlockFormat

@@ -1,0 +1,124 @@
+"""Copies of offloaded state beside the computation: whenever they happen, the run keeps its bits and takes no more memory.
+
+A stand-in for a GPU's streams of copies runs on the CPU, whose "device" is then other memory than its host.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import replace
+from random import Random
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from harness import run_world
+from worlds import LLAMA, engine_on, run_of, state_on, train_on
+
+from megazero.comm.memory import Copier
+from megazero.config import ResolvedRun
+from megazero.config.schema import OffloadConfig
+from megazero.zero import sharded_model
+from megazero.zero.bucket import ShardingPolicy
+from megazero.zero.offload import give_cores
+
+
+class _Queued:
+    def __init__(self, work: Callable[[], Any], stream: deque[_Queued]) -> None:
+        self.work, self.stream, self.result = work, stream, None
+
+    def end(self) -> None:
+        while self in self.stream:
+            first = self.stream.popleft()
+            first.result = first.work()
+
+
+class LateStreams(Copier):
+    """Work on each of two streams runs in its order, at a random later time or when it is waited for."""
+
+    def __init__(self, seed: int) -> None:
+        self._random, self._streams = Random(seed), (deque[_Queued](), deque[_Queued]())
+        self.was_late = False
+
+    def run(self, work: Callable[[], Any], *, to_host: bool) -> _Queued:
+        for stream in self._streams:
+            while stream and self._random.random() < 0.3:
+                stream[0].end()
+        queued = _Queued(work, self._streams[to_host])
+        queued.stream.append(queued)
+        self.was_late |= len(queued.stream) > 1
+        return queued
+
+    def wait(self, mark: _Queued) -> Any:
+        mark.end()
+        return mark.result
+
+    def finish(self, mark: _Queued) -> None:
+        mark.end()
+
+
+def _train(rank: int, runs: list[ResolvedRun], copiers: list[Copier]) -> list[Any]:
+    """What runs on a device that is not the host give, and the bytes that they take."""
+    plain, found, state = sharded_model._sharding_policy, [], state_on(rank, runs[0])
+    for run, copier in zip(runs, copiers, strict=True):
+
+        def policy(*args: Any, copier: Copier = copier) -> ShardingPolicy:
+            return replace(plain(*args), on_cpu=False, copier=copier)
+
+        with patch.object(sharded_model, "_sharding_policy", policy):
+            engine = engine_on(rank, run, state=state)
+        got, reducer = train_on(engine, run, False, True), engine.sharded_model.reducer
+        assert reducer.buffer_bytes <= reducer.most_buffer_bytes
+        assert not isinstance(copier, LateStreams) or copier.was_late
+        found.append((got, engine.memory_bytes()))
+        engine.sharded_model.close()
+    return found
+
+
+ALL, WEIGHTS = {"optimizer": "cpu", "parameters": "cpu"}, {"parameters": "cpu"}
+CASES: list[tuple[int, dict[str, Any]]] = [
+    (1, {"stage": 3, "offload": ALL}),
+    *[(2, {"stage": stage, "offload": {"optimizer": "cpu"}}) for stage in range(3)],
+    (2, {"stage": 2, "quantized_gradients": 8, "offload": {"optimizer": "cpu", "ratio": 0.5}}),
+    (2, {"stage": 3, "offload": ALL}),
+    (2, {"stage": 3, "reduce": "step", "prefetch_bytes": 1 << 20, "offload": ALL}),
+    (2, {"stage": 3, "quantized_weights": True, "offload": WEIGHTS}),
+    (4, {"stage": 3, "shard_group_size": 2, "offload": ALL}),
+]
+
+
+@pytest.mark.parametrize(("world", "zero"), CASES, ids=str)
+def test_whenever_copies_happen_a_run_has_its_bits_and_its_memory(world: int, zero: dict[str, Any]) -> None:
+    precision = {"dtype": "fp32" if zero["stage"] in (0, 1) else "bf16"}
+    training = {"accumulation": 2}
+    runs = [
+        run_of(world, model=LLAMA, zero=one, precision=precision, training=training)
+        for one in [zero | {"offload": {}}, *[zero] * 4]
+    ]
+    copiers = [Copier(), Copier(), *map(LateStreams, range(3))]
+    results = run_world(world, _train, runs, copiers)
+    (wanted, _), (_, nbytes), *late = results[0]
+    for got, taken in late:
+        assert taken == nbytes
+        assert got["loss"] == wanted["loss"]
+        for kind in ("gradients", "masters", "weights"):
+            for name, tensor in wanted[kind].items():
+                assert torch.equal(got[kind][name], tensor), f"{kind} of {name}"
+
+
+def test_the_hosts_optimizer_has_this_ranks_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    given: list[int] = []
+    monkeypatch.setattr(torch, "set_num_threads", given.append)
+    monkeypatch.setattr("megazero.zero.offload.cores_of_rank", lambda ranks: 64 // ranks)
+    cuda, cpu = torch.device("cuda"), torch.device("cpu")
+    for place, device, ranks in (
+        ("cpu", cuda, 8),
+        ("nvme", cuda, 4),
+        ("none", cuda, 8),
+        ("cpu", cpu, 8),
+        ("cpu", cuda, 1),
+    ):
+        give_cores(OffloadConfig(optimizer=place, nvme_path="."), device, ranks)
+    assert given == [8, 16]
