@@ -6,7 +6,7 @@ ADDS = {
     "weight gathers": {"cpu": "megazero.cpu.deferred_steps:DeferredSteps"},
     "rank": {"cpu": "megazero.cpu.processor:prepare_cpu_rank"},
     "kernel": {
-        "fp32 product": "megazero.cpu.products:fp32_product",
+        "fp32 product": "megazero.cpu.processor:fp32_product",
         "attention tiles": "megazero.cpu.attention:CpuTiles",
     },
 }

@@ -34,7 +34,6 @@ from megazero.models.config import ModelConfig
 from megazero.zero.state import MODEL
 
 METADATA = ".metadata"
-ACCELERATE = "pytorch_model_fsdp_0"  # accelerate's `save_state` under FSDP, beside optimizer_0
 _STATE = re.compile(r"(?:.+\.)?state\.(?P<name>.+)\.(?P<kind>\w+)")
 _GROUP = re.compile(r"(?:.+\.)?param_groups\.(?:.+\.)?(?P<key>\w+)")
 _STEP = re.compile(r"(?:(?:.+\.)?train_state\.)?step")
@@ -115,10 +114,11 @@ class DcpFolder:
         if not self._checked(name, about):  # their bytes are there, so the list is not longer than these
             raise CheckpointError(f"{self.folder}/{METADATA}: {name} has no elements")
         shape, dtype = tuple(about.size[1:]), about.properties.dtype
-        return [LazyTensor(shape, dtype, partial(self._slice, name, index)) for index in range(about.size[0])]
 
-    def _slice(self, name: str, index: int) -> Tensor:
-        return self.rows(name, index, index + 1)[0]
+        def row(index: int) -> LazyTensor:
+            return LazyTensor(shape, dtype, lambda: self.rows(name, index, index + 1)[0])
+
+        return list(map(row, range(about.size[0])))
 
     def rows(self, name: str, start: int, stop: int) -> Tensor:
         """Some rows of a tensor; only the chunks that hold them are read."""
@@ -293,10 +293,15 @@ class _Entries(Found):
             self.unknown.append(name)
 
 
+def dcp_folders(folder: LocalFolder) -> list[LocalFolder]:
+    """The folder, if it holds such a checkpoint, or the two within it that accelerate's `save_state` writes under FSDP."""
+    below = [folder.child(name) for name in ("pytorch_model_fsdp_0", "optimizer_0")]
+    return [folder] if folder.has(METADATA) else [one for one in below if one.has(METADATA)]
+
+
 def read_dcp(folder: LocalFolder, _: ModelConfig) -> ForeignCheckpoint:
     """What a checkpoint of torch.distributed.checkpoint holds, or the two of accelerate.  Raises: CheckpointError."""
-    below = [folder.child(name) for name in (ACCELERATE, "optimizer_0") if folder.child(name).has(METADATA)]
-    sources = [DcpFolder(source) for source in ([folder] if folder.has(METADATA) else below)]
+    sources = [DcpFolder(source) for source in dcp_folders(folder)]
     found = _Entries(unknown=[f"{name} (named in {METADATA})" for source in sources for name in source.unknown])
     for entries in (entries for source in sources for entries in (source.tensors(), source.values())):
         for name, entry in entries.items():

@@ -34,8 +34,7 @@ from megazero.checkpoint.retention import reading
 from megazero.checkpoint.shards import new_folder
 from megazero.checkpoint.tensor_file import StoredTensors
 from megazero.formats.foreign import ADAM
-from megazero.formats.names import NameTable, Theirs
-from megazero.formats.tables import tables_of
+from megazero.formats.tables import NameTable, Theirs, tables_of
 from megazero.models.config import ModelConfig
 from megazero.optim.config import OptimizerConfig
 from megazero.settings import toml_value

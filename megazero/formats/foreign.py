@@ -24,7 +24,7 @@ from megazero.checkpoint.hugging_face.match import (
     without_wrappers,
 )
 from megazero.checkpoint.index import CheckpointError
-from megazero.formats.names import NameTable
+from megazero.formats.tables import NameTable
 from megazero.models.config import ModelConfig, RopeScaling
 from megazero.settings import toml_value
 from megazero.zero.state import MODEL

@@ -23,7 +23,7 @@ from megazero.checkpoint.shards import new_folder
 from megazero.config import RunConfig
 from megazero.config.load import read_run_file
 from megazero.engine.outline import optimizer_of
-from megazero.formats.dcp import ACCELERATE, METADATA, read_dcp
+from megazero.formats.dcp import dcp_folders, read_dcp
 from megazero.formats.deepspeed import find_deepspeed, read_deepspeed
 from megazero.formats.foreign import ADAM, ForeignCheckpoint, match_kinds
 from megazero.formats.megatron import read_megatron, read_nemo
@@ -44,7 +44,7 @@ class Form:
     """
 
     about: str
-    recognises: Callable[[LocalFolder], bool]
+    recognises: Callable[[LocalFolder], object]
     read: Callable[[LocalFolder, ModelConfig], ForeignCheckpoint] | None
 
 
@@ -58,19 +58,11 @@ def _is_megatron(folder: LocalFolder) -> bool:
     return folder.has(".metadata") and folder.has("common.pt")
 
 
-def _is_dcp(folder: LocalFolder) -> bool:
-    return folder.has(METADATA) or folder.child(ACCELERATE).has(METADATA)
-
-
-def _is_deepspeed(folder: LocalFolder) -> bool:
-    return find_deepspeed(folder) is not None
-
-
 FORMS = {  # the first that recognises a folder
     "megatron": Form("Megatron-Core (torch_dist)", _is_megatron, read_megatron),
     "nemo": Form("NeMo 2", lambda folder: _is_megatron(folder.child("weights")), read_nemo),
-    "dcp": Form("torch.distributed.checkpoint", _is_dcp, read_dcp),
-    "deepspeed": Form("DeepSpeed", _is_deepspeed, read_deepspeed),
+    "dcp": Form("torch.distributed.checkpoint", dcp_folders, read_dcp),
+    "deepspeed": Form("DeepSpeed", find_deepspeed, read_deepspeed),
     "hf": Form("transformers", lambda folder: folder.has(HF_CONFIG), None),
     "weights": Form("weights alone", has_weights, read_weights),
 }

@@ -6,23 +6,36 @@
     metadata.json                       {"sharded_backend": "torch_dist"}
 
 NeMo 2 keeps the same below `weights`, with names behind `module.`, no args, and the model's configuration in
-`context/model.yaml`.  For `dp_reshardable`, state in buckets, see `buckets.py`.
+`context/model.yaml`.
 
-Source: megatron/core/dist_checkpointing; optimizer/distrib_optimizer.py (`fully_reshardable`, `fully_sharded_model_space`);
+[Note: buckets]  Under `dp_reshardable` AdamW's state lies in flat buckets without names:
+
+    optimizer.distributed.dp_group_idx_G.gbuf_idx_C.dtype_(...).bucket_idx_B.exp_avg        [elements]
+
+    parameters of one rank, the last first   | output_layer |pad| final_layernorm |pad|  ...  | word_embeddings |
+    buckets                                  [ bucket 0                      ][ bucket 1                        ]
+
+G counts the ranks that hold one model, those of tensor parallelism first; C counts the pipeline chunks of a rank.  A
+parameter begins on a multiple of 64 elements.  Which parameter lies where is not saved: it follows from the order of the
+modules (that of Megatron's GPTModel, with norms as modules of their own or within TransformerEngine's linear layers) and
+from the degrees.  `param`, the fp32 master, must round to the weight, so another layout is refused.
+
+Source: megatron/core/dist_checkpointing; optimizer/distrib_optimizer.py (`fully_reshardable`, `fully_sharded_model_space`,
+`sharded_param_state_dp_reshardable`);
 training/checkpointing.py; NeMo: nemo/lightning/io/pl.py and pytorch/strategies/megatron_strategy.py.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
 from itertools import product
 from math import prod
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -31,7 +44,6 @@ from torch.utils._pytree import tree_leaves_with_path
 from megazero.checkpoint.folder import LocalFolder
 from megazero.checkpoint.hugging_face.match import LazyTensor
 from megazero.checkpoint.index import CheckpointError, foreign_errors
-from megazero.formats.buckets import BUCKET, in_buckets
 from megazero.formats.dcp import METADATA, DcpFolder
 from megazero.formats.foreign import ADAM, ForeignCheckpoint, Found
 from megazero.formats.pickles import load_tensors
@@ -206,7 +218,7 @@ def _add_tensors(found: Found, source: DcpFolder, model: ModelConfig) -> None:
     """Weights, moments and masters, by the names of weights."""
     weights, sizes, tensors = found.tensors[MODEL], {}, source.tensors()
     for name, tensor in sorted(tensors.items(), key=lambda item: item[0].startswith("optimizer.")):
-        state, bucket = _STATE.fullmatch(name), BUCKET.fullmatch(name)
+        state, bucket = _STATE.fullmatch(name), _BUCKET.fullmatch(name)
         if bucket and {getattr(tensors.get(bucket[1] + kind), "shape", None) for kind in ("param", *ADAM)} == {
             tensor.shape
         }:
@@ -217,7 +229,7 @@ def _add_tensors(found: Found, source: DcpFolder, model: ModelConfig) -> None:
             kind, short = (_KINDS[state["kind"]], state["name"]) if state else (MODEL, name)
             for one, held in _layers(source, name, short.removeprefix("module."), tensor).items():
                 found.add_tensor(kind, one, _whole(held, weights.get(one)), entry=name)
-    if sizes and (read := in_buckets(sizes, source.rows, weights, is_gated=_turns(model))):
+    if sizes and (read := _in_buckets(sizes, source.rows, weights, is_gated=_turns(model))):
         for kind, name in product(("param", *ADAM), weights):
             tensor = LazyTensor(weights[name].shape, torch.float32, partial(read, kind, name))
             found.add_tensor(_KINDS[kind], name, tensor, entry=f"optimizer.distributed.* ({kind})")
@@ -258,3 +270,82 @@ def _settings(args: Mapping[str, Any]) -> dict[str, Any]:
     found |= {"eps": args["adam_eps"]} if "adam_eps" in args else {}
     found |= {"name": "adam"} if args.get("decoupled_weight_decay") is False else {}
     return found | ({"betas": [args["adam_beta1"], args["adam_beta2"]]} if "adam_beta1" in args else {})
+
+
+# In buckets; see [Note: buckets].
+
+_BUCKET = re.compile(r"(optimizer\.distributed\.dp_group_idx_(\d+)\.gbuf_idx_(\d+)\..+\.bucket_idx_(\d+)\.)(\w+)")
+_ALIGNMENT = 64  # elements
+_LAYER = re.compile(r"decoder\.layers\.(\d+)\.")
+_EMBEDDING, _PROBE = "embedding.word_embeddings.weight", "decoder.layers.0.self_attention.linear_proj.weight"
+_NORM = "linear_qkv.layer_norm"  # as a module by itself it comes first in its layer
+_MODULES = f"word_emb position_emb linear_proj {_NORM} linear_qkv q_layer k_layer fc1.layer_norm fc1 fc2 final_ output_"
+_SPLIT = re.compile(
+    r".*(?:(?:word_embeddings|output_layer|qkv|fc1)\.(?:weight|bias)|(?P<columns>(?:proj|fc2)\.weight))"
+)
+_Sizes: TypeAlias = Mapping[tuple[int, int, int, str], int]
+_Places: TypeAlias = dict[
+    tuple[str, int], tuple[str, int]
+]  # by name and rank of tensor parallelism: a bucket, and where it begins there
+
+
+def _places(sizes: _Sizes, weights: Mapping[str, LazyTensor], tp: int, norms_apart: bool) -> _Places:
+    """Where each parameter lies if the ranks were so many and this the order; nothing if the buckets have other lengths."""
+    layers = 1 + max(int(found[1]) for name in weights if (found := _LAYER.match(name)))
+
+    def position(name: str) -> tuple[int, int, bool]:
+        layer = _LAYER.match(name)
+        place = next((at for at, module in enumerate(_MODULES.split()) if module in name), layers)
+        number = int(layer[1]) if layer else -1 if name.startswith("embedding.") else layers
+        return number, 0 if norms_apart and _NORM in name else place, name.endswith("bias")
+
+    order = sorted((*position(name), name) for name in weights)
+    pp = (1 + max(group for group, *_ in sizes)) // tp
+    stages = pp * (1 + max(chunk for _, chunk, *_ in sizes))
+    names: list[str] = []
+    places: _Places = {}
+    for (group, chunk, bucket_number, bucket), size in sorted(sizes.items()):
+        if bucket_number == 0:
+            stage = chunk * pp + group // tp
+            is_tied = stage == stages - 1 > 0 and "output_layer.weight" not in weights  # then it has a copy
+            owned = [name for number, *_, name in order if min(max(number, 0) * stages // layers, stages - 1) == stage]
+            names = [*names, *owned, *([_EMBEDDING] if is_tied else [])]
+        end = 0
+        while names and (start := -(-end // _ALIGNMENT) * _ALIGNMENT) < size:
+            name = names.pop()
+            end = start + prod(weights[name].shape) // (tp if _SPLIT.fullmatch(name) else 1)
+            places.setdefault((name, group % tp), (bucket, start))
+        if not end <= size < end + _ALIGNMENT:
+            return {}
+    return {} if names else places
+
+
+def _in_buckets(
+    sizes: _Sizes, rows: Callable[[str, int, int], Tensor], weights: Mapping[str, LazyTensor], *, is_gated: bool
+) -> Callable[[str, str], Tensor] | None:
+    """What reads a whole tensor by its kind and by the name of its weight; None where no layout fits.
+
+    Args:
+        sizes: elements of each bucket, by its group, chunk, number, and its name up to the kind.
+        rows: reads the elements from `start` to `stop` of an entry.
+        weights: by Megatron's name, layers by number.
+        is_gated: `linear_fc1` holds gate and up, which are split each by itself.
+    """
+
+    def read(places: _Places, tp: int, kind: str, name: str) -> Tensor:
+        shape, split = list(weights[name].shape), _SPLIT.fullmatch(name)
+        dim = 1 if split and split["columns"] else 0
+        if is_gated and split and "fc1" in name:
+            shape, dim = [2, shape[0] // 2, *shape[1:]], 1
+        shape[dim] //= (count := tp if split else 1)
+        found = [places[name, rank] for rank in range(count)]
+        parts = [rows(bucket + kind, start, start + prod(shape)).reshape(shape) for bucket, start in found]
+        return torch.cat(parts, dim).reshape(weights[name].shape)
+
+    groups = 1 + max(group for group, *_ in sizes)
+    for tp, norms_apart in product((tp for tp in range(1, groups + 1) if groups % tp == 0), (False, True)):
+        if _PROBE in weights and (places := _places(sizes, weights, tp, norms_apart)):
+            probe = weights[_PROBE].read()
+            if torch.equal(read(places, tp, "param", _PROBE).to(probe.dtype), probe):
+                return partial(read, places, tp)
+    return None
