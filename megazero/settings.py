@@ -103,16 +103,19 @@ class ActsWhere:
 
 @dataclass(frozen=True)
 class Problem:
-    """One thing that is wrong with a configuration."""
+    """One thing that is wrong with a configuration.
+
+    Args:
+        key: the key, as `section.key`, or the file.
+        value: its value; None where there is no one value to show.
+        rule: what the value must be.
+        hint: what to write instead; empty where the rule says it all.
+    """
 
     key: str
-    """The key, as `section.key`, or the file."""
     value: object
-    """Its value; None where there is no one value to show."""
     rule: str
-    """What the value must be."""
     hint: str = ""
-    """What to write instead; empty where the rule says it all."""
 
     def __str__(self) -> str:
         text = self.key

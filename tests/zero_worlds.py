@@ -16,9 +16,8 @@ from torch import Tensor, nn
 
 from megazero.comm.collectives import all_reduce, gather_objects
 from megazero.config.schema import PrecisionConfig, ZeroConfig
-from megazero.deepspeed.bound_parameters import BoundParameters
 from megazero.deepspeed.script_optimizers import recipe_of
-from megazero.deepspeed.script_units import ScriptModel, script_units_of
+from megazero.deepspeed.script_units import BoundParameters, ScriptModel, script_units_of
 from megazero.parallel_state import ParallelState, RankGrid
 from megazero.zero.bucket import Placement, intersect
 from megazero.zero.sharded_model import ModelParts, ShardingSettings

@@ -109,16 +109,19 @@ def cache_directory(data: DataConfig, environment: Mapping[str, str] = os.enviro
 
 @dataclass(frozen=True)
 class Fit:
-    """A run fitted to a world."""
+    """A run fitted to a world.
+
+    Args:
+        config: with cp_method and cp_ulysses; that of an elastic run has the degrees of this world, with dp "auto".
+        dp: number of model replicas.
+        spare_ranks: ranks beyond tp * cp * pp * dp; they wait until the others are done.
+        notices: what the fit changed or chose, a line each.
+    """
 
     config: RunConfig
-    """The config with cp_method and cp_ulysses; that of an elastic run has the degrees of this world, with dp "auto"."""
     dp: int
-    """Number of model replicas."""
     spare_ranks: int = 0
-    """Ranks beyond tp * cp * pp * dp; they wait until the others are done."""
     notices: tuple[str, ...] = ()
-    """What the fit changed or chose, a line each."""
 
 
 def fit(config: RunConfig, world_size: int) -> Fit:

@@ -50,26 +50,29 @@ class ResolvedRun:
     """A run on a known number of ranks: global_batch_size = micro_batch_size * dp * accumulation.
 
     In an elastic run the product may be larger; the samples beyond the global batch are empty.
+
+    Args:
+        config: with model and batch sizes filled in; of an elastic run with the degrees of this world.
+        written: as `config`, but an elastic run has the degrees of its file, which are for any world.
+        world_size: number of ranks that train: tp * cp * pp * dp.
+        dp: data-parallel degree.
+        global_batch_size: samples in an optimizer step.
+        micro_batch_size: samples in one forward pass.
+        accumulation: micro-batches in a step on each data-parallel rank.
+        spare_ranks: ranks of an elastic run beyond those that train.
+        notices: what the user should know, a line each: what fitting the run to this world changed or chose; keys without
+            effect.
     """
 
     config: RunConfig
-    """The config with model and batch sizes filled in; of an elastic run with the degrees of this world."""
     written: RunConfig = field(compare=False)
-    """As `config`, but an elastic run has the degrees of its file, which are for any world."""
     world_size: int
-    """Number of ranks that train: tp * cp * pp * dp."""
     dp: int
-    """Data-parallel degree."""
     global_batch_size: int
-    """Samples in an optimizer step."""
     micro_batch_size: int
-    """Samples in one forward pass."""
     accumulation: int
-    """Micro-batches in a step on each data-parallel rank."""
     spare_ranks: int = 0
-    """Ranks of an elastic run beyond those that train."""
     notices: tuple[str, ...] = field(default=(), compare=False)
-    """What the user should know: what fitting the run to this world changed or chose, keys without effect; a line each."""
 
     @property
     def shards(self) -> int:

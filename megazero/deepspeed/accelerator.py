@@ -100,18 +100,11 @@ class Accelerator:
         page = os.sysconf("SC_PAGE_SIZE")
         return os.sysconf("SC_AVPHYS_PAGES") * page, os.sysconf("SC_PHYS_PAGES") * page
 
-    def pin_memory(
-        self,
-        tensor: Tensor,
-        make_copy: bool = True,
-        match_shape: bool = True,
-        *,
-        align_bytes: int = 1,  # noqa: ARG002
-    ) -> Tensor:
+    def pin_memory(self, tensor: Tensor, make_copy: bool = True, match_shape: bool = True, **_: Any) -> Tensor:
         """Return the tensor in page-locked memory, where that speeds up copies to the device.
 
-        Without `make_copy` the values are undefined, and without `match_shape`, too, the shape is flat.  `align_bytes`: as
-        older releases have it, also as the second argument; torch aligns to at least 64.
+        Without `make_copy` the values are undefined, and without `match_shape`, too, the shape is flat.  `align_bytes`, of
+        older releases, has no effect, as the second argument or by name: torch aligns to at least 64.
         """
         if not make_copy and not match_shape:
             tensor = tensor.reshape(-1)

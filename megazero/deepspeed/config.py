@@ -7,6 +7,7 @@ that is written is dropped in silence: a key is honoured, or a note says why it 
 """
 
 import json
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,26 +29,29 @@ _TENSORBOARD = {"output_path", "job_name"}
 
 @dataclass(frozen=True)
 class DeepSpeedConfig(Mapping[str, Any]):
-    """What a DeepSpeed configuration asks for, complete; as a mapping it is the JSON as it was given."""
+    """What a DeepSpeed configuration asks for, complete; as a mapping it is the JSON as it was given.
+
+    Args:
+        json: the keys that set something, as written or with their defaults; the others are what follows from them.
+        train_batch_size: samples in an optimizer step: micro_batch_size * accumulation * dp.
+        casts_inputs: whether inputs are cast to the format of the weights; None where it is not written.
+        seed: of the data order; None where it is not written.
+        tensorboard: None where it is not enabled.
+        notes: one line for each key that was written but has no effect here, saying why.
+    """
 
     given: Mapping[str, Any]
     json: DeepSpeedJson
-    """The keys that set something, as written or with their defaults; the fields below are what follows from them."""
     train_batch_size: int
-    """Samples in an optimizer step: micro_batch_size * accumulation * dp."""
     micro_batch_size: int
     accumulation: int
     zero: ZeroConfig
     precision: PrecisionConfig
     casts_inputs: bool | None
-    """Whether inputs are cast to the format of the weights; None where it is not written."""
     seed: int | None
-    """Of the data order; None where it is not written."""
     tensorboard: TensorboardBlock | None
-    """None where it is not enabled."""
     wall_clock_breakdown: bool
     notes: tuple[str, ...]
-    """One line for each key that was written but has no effect here, saying why."""
 
     def __getitem__(self, key: str) -> Any:
         return self.given[key]
@@ -98,23 +102,22 @@ def load_deepspeed_config(source: str | Path | Mapping[str, Any], dp_size: int) 
 def read_json(path: Path) -> Mapping[str, Any]:
     """Read the object of a JSON file.  Raises: ConfigError."""
 
-    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        twice = [key for index, (key, _) in enumerate(pairs) if key in dict(pairs[:index])]
-        if twice:
-            raise file_error(path, f"{' and '.join(dict.fromkeys(twice))} is written twice", "keep one")
+    text, twice = read_text(path), list[str]()
+
+    def read(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        twice.extend(key for key, count in Counter(key for key, _ in pairs).items() if count > 1)
         return dict(pairs)
 
     try:
-        config = json.loads(read_text(path), object_pairs_hook=unique)
+        config = json.loads(text, object_pairs_hook=read)
     except json.JSONDecodeError as error:
         shown = error.doc.split("\n")[error.lineno - 1].strip()
         raise file_error(path, f"is not JSON: {error.msg}", f"the line reads: {shown}", error.lineno) from None
-    except RecursionError:
-        raise file_error(path, "cannot be read as JSON: it is nested too deep") from None
-    except ConfigError:
-        raise
-    except ValueError as error:
-        raise file_error(path, f"cannot be read as JSON: {error}") from None
+    except (ValueError, RecursionError) as error:
+        why = "it is nested too deep" if isinstance(error, RecursionError) else error
+        raise file_error(path, f"cannot be read as JSON: {why}") from None
+    if twice:
+        raise file_error(path, f"{' and '.join(dict.fromkeys(twice))} is written twice", "keep one")
     if not isinstance(config, dict):
         raise file_error(path, "must be a JSON object", 'it starts with {"train_batch_size": ...')
     return config

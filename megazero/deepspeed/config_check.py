@@ -65,11 +65,14 @@ def check_keys(config: Mapping[str, Any]) -> tuple[DeepSpeedJson, KeyCheck]:
 
 @dataclass(frozen=True)
 class KeyCheck:
-    """Reads tables, and gathers what is found beside their values."""
+    """Reads tables, and gathers what is found beside their values.
+
+    Args:
+        notes: a line for each key that is written and has no effect.
+    """
 
     problems: list[Problem] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
-    """A line for each key that is written and has no effect."""
     honoured: dict[str, FieldInfo] = field(default_factory=honoured_keys)
 
     def read_table(self, table: Mapping[str, Any], path: str) -> dict[str, Any]:

@@ -31,11 +31,14 @@ _TP = "build the model from megazero.layers and pass the parallel state as mpu; 
 
 @dataclass(frozen=True)
 class Refusal:
-    """Why a key is refused."""
+    """Why a key is refused.
+
+    Args:
+        harmless: values that ask for nothing, so that they are no error; null, {} and {"enabled": false} are never one.
+    """
 
     reason: str
     harmless: tuple[object, ...] = (False,)
-    """Values that ask for nothing, so that they are no error; null, {} and {"enabled": false} are never one."""
 
 
 def _below(block: str, notes: dict[str, str]) -> dict[str, str]:

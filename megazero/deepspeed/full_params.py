@@ -89,12 +89,11 @@ class GatheredParameters:
             for engine in list(ENGINES.values()):
                 names = engine.sharded_model.names
                 own = {
-                    names[id(real(parameter))]: parameter for parameter in self._given if id(real(parameter)) in names
+                    names[id(real(parameter))]: parameter
+                    for parameter in self._given
+                    if id(real(parameter)) in names
+                    and (self._modifier is not None or isinstance(parameter, UngatheredParameter))
                 }
-                if self._modifier is None:
-                    own = {
-                        name: parameter for name, parameter in own.items() if isinstance(parameter, UngatheredParameter)
-                    }
                 if own:
                     opened.enter_context(_changing(engine, own, self._modifier))
             self._open = opened.pop_all()

@@ -91,8 +91,6 @@ def partition_layers(
     if lower.startswith("type:"):
         return partition_balanced(_matches(layers, method[len("type:") :]), stages)
     known = f"it must be one of {', '.join(PARTITION_METHODS)}"
-    if lower == "profile":
-        raise ValueError(f'partition_method="profile" does not exist (nor in DeepSpeed); {known}')
     raise ValueError(
         f"partition_method={method!r} is unknown; {did_you_mean(closest(method, PARTITION_METHODS), known)}"
     )

@@ -62,14 +62,11 @@ class PipelineEngine(TrainingEngine):
         """Return whether this rank computes the loss."""
         return any(chunk.is_last for chunk in self._chunks)
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:  # noqa: ARG002
-        """Refused: a stage alone has no output.  Raises: RuntimeError."""
-        raise RuntimeError(
-            "a pipeline runs whole steps; call engine.train_batch(data_iter) or engine.eval_batch(data_iter)"
-        )
-
-    backward = step = scale = no_sync = forward
-    is_gradient_accumulation_boundary = set_gradient_accumulation_boundary = forward
+    _WHOLE_STEPS = refuses(
+        "a pipeline runs whole steps; call engine.train_batch(data_iter) or engine.eval_batch(data_iter)"
+    )
+    forward = backward = step = scale = no_sync = _WHOLE_STEPS  # a stage alone has no output
+    is_gradient_accumulation_boundary = set_gradient_accumulation_boundary = _WHOLE_STEPS
     save_16bit_model = save_fp16_model = refuses(
         "stages lie on several ranks; engine.save_checkpoint(dir) writes whole tensors"
     )

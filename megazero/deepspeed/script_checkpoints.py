@@ -35,9 +35,8 @@ from megazero.checkpoint.load import open_checkpoint
 from megazero.checkpoint.save import save_checkpoint
 from megazero.checkpoint.saver import Saver
 from megazero.comm.collectives import agree, gather_objects
-from megazero.deepspeed.bound_parameters import BoundParameters
 from megazero.deepspeed.config import DeepSpeedConfig
-from megazero.deepspeed.script_units import ScriptModel
+from megazero.deepspeed.script_units import BoundParameters, ScriptModel
 from megazero.engine.phases import Position, trainer_state
 from megazero.terminal import drain, warn
 

@@ -100,10 +100,10 @@ def initialize(
     sources = [
         source for source in (config, config_params, getattr(args, "deepspeed_config", None)) if source is not None
     ]
-    if not sources:
-        raise ValueError("initialize needs config=, a path or a dict (or args.deepspeed_config)")
-    if len(sources) > 1:
-        raise ValueError("config, config_params and args.deepspeed_config are given together; give one")
+    if len(sources) != 1:
+        raise ValueError(
+            f"initialize needs one of config= (a path or a dict), config_params, args.deepspeed_config; got {len(sources)}"
+        )
     settings = load_deepspeed_config(sources[0], state.dp.size)
     size = settings.zero.shard_group_size
     if size not in (0, state.shard.size):
@@ -113,7 +113,7 @@ def initialize(
     configure_by_block(settings.json.activation_checkpointing)
     show = Terminal()
     if dist.is_initialized():
-        _leave_at_exit(state)
+        _GROUPS[id(state.groups)] = state.groups
     _take_from_other_engines(model, state)
     if state.rank == 0:
         given = {"optimizer": optimizer, "scheduler": lr_scheduler}
@@ -131,15 +131,13 @@ def initialize(
     chunks = list(model.chunks) if isinstance(model, PipelineModule) else [model]
     _move_buffers(model, settings, state)
     parts = ModelParts(script_units_of(chunks), described, ties)
-    model_type = ScriptModel if isinstance(model, PipelineModule) else ScriptModule
-    sharded = model_type(parts, state, ShardingSettings(settings.zero, settings.precision, recipe))
+    kinds: tuple[type[ScriptModel], Any] = ScriptModule, ModuleEngine
+    if isinstance(model, PipelineModule):
+        kinds = ScriptModel, PipelineEngine
+    sharded = kinds[0](parts, state, ShardingSettings(settings.zero, settings.precision, recipe))
     seed = _SEED if settings.seed is None else settings.seed
     sharded.parameters.load_from_module(state.dp, state.tp, ties, deferred_values(described, seed))
-    engine: TrainingEngine = (
-        PipelineEngine(model, sharded, settings, show)
-        if isinstance(model, PipelineModule)
-        else ModuleEngine(model, sharded, settings, show)
-    )
+    engine: TrainingEngine = kinds[1](model, sharded, settings, show)
     engine.lr_scheduler = _schedule(lr_scheduler, engine)
     if only_evaluates:
         engine.only_evaluate(requires_grad)
@@ -201,25 +199,19 @@ def init_distributed(
     dist.init_process_group(backend, init_method, timeout, world_size, rank, store)
 
 
-_GROUPS: list[Groups] = []
-"""The process groups of all engines of this process, to be released when the interpreter exits."""
+_GROUPS: dict[int, Groups] = {}
+"""The process groups of all engines of this process, by identity, to be released when the interpreter exits."""
 
 
-def _leave_at_exit(state: ParallelState) -> None:
-    if not _GROUPS:
-        atexit.register(_leave)
-    if not any(groups is state.groups for groups in _GROUPS):
-        _GROUPS.append(state.groups)
-
-
+@atexit.register
 def _leave() -> None:
     """Destroy the process groups before the interpreter ends gloo's threads, which would abort the process.
 
     After a failure nothing is done: NCCL would wait for peers that may have died.
     """
-    if hasattr(sys, "last_value"):
+    if hasattr(sys, "last_value") or not _GROUPS:
         return
-    for groups in _GROUPS:
+    for groups in _GROUPS.values():
         groups.close()
     _GROUPS.clear()
     gc.collect()

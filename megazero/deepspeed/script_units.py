@@ -14,7 +14,8 @@ result in an attribute goes past the hook, the unit is gathered when autograd as
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from difflib import get_close_matches
 from functools import partial
 from itertools import islice
 from typing import Any, TypeAlias
@@ -23,8 +24,9 @@ import torch
 from torch import Tensor, nn
 
 from megazero.comm.collectives import Pending, all_gather, check_order, gather_objects
+from megazero.comm.memory import address_of, storage_of
 from megazero.deepspeed.script_reducer import ModuleReducer, ScriptReducer
-from megazero.deepspeed.ungathered_parameter import UngatheredParameter
+from megazero.deepspeed.ungathered_parameter import UngatheredParameter, real
 from megazero.parallel_state import Axis, ParallelState
 from megazero.zero.bucket import Bucket, ShardingPolicy, Slot
 from megazero.zero.gather import ScheduleOrder, Unit, UnitGatherer, UnitState
@@ -352,3 +354,68 @@ class ScriptModule(ScriptModel):
     """One module of a script, whose backward the script may call itself."""
 
     reducer_type = ModuleReducer
+
+
+class BoundParameters:
+    """The parameters of a module as they were when it was sharded, and a proof that it still computes with them.
+
+    A script may freeze a parameter, exchange it or its data, or add one, at any time; its training would end without a word.
+
+    Args:
+        model: holds the module's parameters.
+
+    Attributes:
+        home: by name, the bucket of a parameter and its slot there.
+        copies: by bucket, all copies of it on this rank, in an order that all ranks share.
+        modifiers: by name, the `modifier_rank` of the GatheredParameters that a parameter is within.
+    """
+
+    def __init__(self, module: nn.Module, model: ScriptModel) -> None:
+        self._module, self._names, self._parameters = module, model.names, model.parameters
+        self._held = dict(_held_in(module))
+        self.home = {
+            slot.info.name: (bucket, index)
+            for bucket in model.parameters.buckets
+            for index, slot in enumerate(bucket.layout.slots)
+        }
+        self.copies = {bucket: copies for copies in model.parameters.distinct_buckets() for bucket in copies}
+        self.modifiers: dict[str, int | None] = {}
+
+    def find(self, names: Iterable[str]) -> dict[str, tuple[Bucket, int]]:
+        """Return the home of each parameter, of a tied one by any of its names.  Raises: KeyError."""
+        tied = {name: self._names[id(held)] for name, held in self._held.items() if id(held) in self._names}
+        found = {name: self.home.get(tied.get(name, name)) for name in names}
+        if missing := [name for name, home in found.items() if home is None]:
+            close = get_close_matches(missing[0], self.home, n=3, cutoff=0.4)
+            near = f"; near it are {', '.join(close)}" if close else ""
+            raise KeyError(f"{missing[0]} is no parameter of this rank's model{near}")
+        return {name: home for name, home in found.items() if home is not None}
+
+    def check(self) -> None:
+        """Raises: RuntimeError: a parameter was frozen, unfrozen, replaced, tied or added since."""
+        now = dict(_held_in(self._module))
+        changed = [name for name, parameter in self._held.items() if now.get(name) is not parameter]
+        changed += [name for name in now.keys() - self._held.keys() if now[name].requires_grad]
+        for bucket in self._parameters.buckets:
+            memory, itemsize = storage_of(bucket.weights), bucket.weights.itemsize
+            for slot in bucket.layout.slots:
+                parameter = self._parameters.by_name[slot.info.name]
+                is_here = address_of(parameter) == (memory, slot.start * itemsize)
+                if not is_here or parameter.requires_grad != slot.info.trains:
+                    changed.append(slot.info.name)
+        if changed:
+            raise RuntimeError(
+                f"parameter {changed[0]} was frozen, unfrozen, tied, added, replaced or given other data since "
+                "megazero.initialize, so what is trained is no longer what the module computes with. Do that before. Later "
+                "write in place (p.copy_(new) under torch.no_grad(), or load_state_dict without assign=True), weights with "
+                "masters of their own, as of bf16, fp16 and an offloaded optimizer, within "
+                "zero.GatheredParameters(parameters, modifier_rank=0); a group with lr=0 and weight_decay=0 stands still"
+            )
+
+
+def _held_in(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    """Yield the name of every attribute of a module's parts that holds a parameter, and the parameter itself."""
+    for prefix, part in module.named_modules():
+        for key, parameter in part._parameters.items():
+            if parameter is not None:
+                yield f"{prefix}.{key}" if prefix else key, real(parameter)

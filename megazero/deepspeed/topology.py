@@ -10,7 +10,6 @@ from __future__ import annotations
 import re
 from collections import namedtuple
 from collections.abc import Callable, Sequence
-from math import prod
 from typing import Any
 
 import torch.distributed as dist
@@ -51,7 +50,7 @@ class ProcessTopology:
 
     def world_size(self) -> int:
         """Return the number of ranks."""
-        return prod(self.dims)
+        return self.grid.world_size
 
     def get_axis_names(self) -> list[str]:
         """Return the axes, outermost first."""
@@ -89,12 +88,7 @@ class ProcessTopology:
         """Return the groups of ranks that differ only along an axis; none for an axis that the topology does not have."""
         if axis not in self.axes:
             return []
-        groups: dict[tuple[int, ...], list[int]] = {}
-        number = self.axes.index(axis)
-        for rank in range(self.world_size()):
-            at = tuple(self.get_coord(rank))
-            groups.setdefault(at[:number] + at[number + 1 :], []).append(rank)
-        return list(groups.values())
+        return sorted(map(list, {self.grid.group_of(rank, _AXES[axis]) for rank in range(self.world_size())}))
 
 
 class PipeDataParallelTopology(ProcessTopology):
