@@ -257,6 +257,45 @@ def test_a_rank_that_hangs_is_named_as_alive_and_is_ended_once_the_others_gave_u
     assert "this rank ends itself" in errors[3]
 
 
+def _blocked_by_a_device(rank: int, folder: Path) -> tuple[bool, float, str]:
+    """Rank 2 is silent in step 2, as where it is dead.  Rank 0 keeps the others waiting first, in a callback."""
+    state, ended = ParallelState(RankGrid(dp=3), rank), threading.Event()
+    sys.stderr = io.StringIO()
+    watched = Watchdog(state, 600, folder, tick_seconds=0.1)
+    watched._is_on_cuda, watched.silence_seconds, watched.margin_seconds = True, 2.0, 2.0
+    watched.end = ended.set  # type: ignore[method-assign]
+    with watched as watchdog:
+        for step in (1, 2):
+            watchdog.at(step, TRAINING)
+            all_reduce(torch.ones(1), state.world).wait()
+        if rank == 2:
+            watchdog._over.set()  # its thread
+            while len(list(folder.glob("ended-*"))) < 2:
+                time.sleep(0.02)
+            return False, 0.0, ""
+        if rank == 0:
+            watchdog.at(2, BETWEEN)
+        was_early = ended.wait(6.0)
+        watchdog.at(3, TRAINING)
+        start = time.monotonic()
+        ended.wait(100)  # a wait that no signal ends, as for a device
+        watchdog._over.set()
+        (folder / f"ended-{rank}").touch()
+        return was_early, time.monotonic() - start, sys.stderr.getvalue()
+
+
+@pytest.mark.slow
+def test_ranks_that_a_device_holds_end_where_a_peer_is_silent_and_not_where_a_living_one_keeps_them(
+    tmp_path: Path,
+) -> None:
+    """Long before the time limit of a collective; rank 0 learns it from rank 1, which watches rank 2."""
+    for was_early, seconds, said in run_world(3, _blocked_by_a_device, tmp_path)[:2]:
+        assert not was_early
+        assert seconds < 60
+        assert "rank 2 does not respond (at its last heartbeat, " in said
+        assert "this rank ends itself" in said
+
+
 def _both_look(rank: int, folder: Path) -> str:
     state = ParallelState(RankGrid(dp=2), rank)
     with Watchdog(state, 60, folder, tick_seconds=0.2) as watchdog:

@@ -36,6 +36,7 @@ class Heartbeat:
     begun: Mapping[str, int] = field(default_factory=dict)  # collectives begun, by axis
     ended: str = ""  # why the rank has left the run, or is about to; empty while it runs
     lost: bool = False  # it leaves because it lost a peer itself
+    waits: bool = False  # it makes no progress unless others do
     at: float = 0.0  # the time of day on its host, in seconds
 
 
@@ -84,6 +85,11 @@ def is_dead(rank: int, before: Heartbeats, after: Heartbeats) -> bool:
     if rank not in after:
         return True
     return not after[rank].ended and rank in before and before[rank].count == after[rank].count
+
+
+def waits_for_another(beats: Heartbeats, since: float) -> bool:
+    """Whether a rank that has written a heartbeat since this time of day does something for which others have to wait."""
+    return any(beat.at >= since and not (beat.waits or beat.ended) for beat in beats.values())
 
 
 def _text_of_dead(rank: int, beat: Heartbeat | None, now: float) -> str:

@@ -7,6 +7,12 @@
 A thread on each rank writes heartbeats into the store of the process group; a step never waits for it.  On request every
 rank writes one at every tick, and a rank whose counter stands still is dead.  The thread also ends its own process if
 nothing else would: see `_waits_for_others`.
+
+Where ranks communicate through the memory of their GPUs, nobody notices a peer that has died.  So a rank that waits looks
+at the heartbeats of the next one, and whoever finds it silent ends, and with it all that wait:
+
+    0 --> 1 --> 2 --> 3 X       one key for each rank to read: all heartbeats for all ranks would be too much for the store
+    ^-----------------'
 """
 
 from __future__ import annotations
@@ -39,12 +45,14 @@ from megazero.training.heartbeat import (
     explain_missing_ranks,
     is_dead,
     store_of_run,
+    waits_for_another,
 )
 
 T = TypeVar("T")
 
 FLIGHT_RECORDS = "flight-recorder"
-_TICKS_PER_BEAT = 10  # unless heartbeats are requested
+_TICKS_PER_BEAT, _SECONDS_PER_BEAT = 10, 10.0  # at most, unless heartbeats are requested
+_DONE = "it was done"
 _WHOLE_WORLD = 1024  # up to this many ranks, all heartbeats are read; beyond that, those of the axis
 
 
@@ -59,7 +67,9 @@ class Watchdog:
         tick_seconds: how often the thread wakes up. None: 1 s, and more in a large world, to spare the store.
     """
 
-    margin_seconds = 30.0  # the thread ends a rank without progress this long after `timeout_seconds`
+    # The thread ends a rank that waits in vain this long after `timeout_seconds`, or on CUDA after another one gave up.
+    margin_seconds = 30.0
+    silence_seconds = 30.0  # without a heartbeat for so long, the next rank is dead
 
     def __init__(
         self, state: ParallelState, timeout_seconds: float, folder: Path, tick_seconds: float | None = None
@@ -71,6 +81,7 @@ class Watchdog:
         self._patience = max(4.0, 3 * self._tick + 1)  # a rank without heartbeat for so long is dead
         self._at = (0, STARTING, time.perf_counter())
         self._first_steps: dict[str, int] = {}  # by phase
+        self._next, self._next_count, self._silent_ticks = (state.rank + 1) % state.world.size, -1, 0
         self._count, self._is_over, self._has_warned = 0, False, False
         self._ended, self._lost = "", False
         self._store: HeartbeatStore | None = None
@@ -111,9 +122,9 @@ class Watchdog:
             error.explain(self._at[0], found + self._record())
         else:
             line = (str(error).strip().splitlines() or [""])[0]
-            self._leave("it was done" if error is None else f"{type(error).__name__}: {line}")
+            self._leave(_DONE if error is None else f"{type(error).__name__}: {line}")
         self._over.set()
-        self._thread.join(timeout=self._tick)
+        self._thread.join(timeout=max(1.0, self._tick))
 
     def _beat(self) -> Heartbeat:
         (step, phase, _), last = self._at, self.state.traffic.last
@@ -124,7 +135,8 @@ class Watchdog:
                 begun[axis] += calls
         self._count += 1
         idle, now = round(self._seconds_without_progress(), 3), round(time.time(), 1)
-        return Heartbeat(self._count, step, phase, *collective, idle, dict(begun), self._ended, self._lost, now)
+        waits = self._waits_for_others()
+        return Heartbeat(self._count, step, phase, *collective, idle, dict(begun), self._ended, self._lost, waits, now)
 
     def _seconds_without_progress(self) -> float:
         traffic = self.state.traffic
@@ -151,7 +163,7 @@ class Watchdog:
     def _compare(self, axis: str, others: Sequence[int], mine: Heartbeat, *, is_over: bool) -> str:
         store, world = self._store, self.state.world.ranks
         assert store is not None
-        ranks = [r for r in world if r != self.state.rank] if len(world) <= _WHOLE_WORLD else others
+        ranks = [r for r in world if r != self.state.rank] if len(world) <= _WHOLE_WORLD else [*others, self._next]
         before = store.read(ranks)
         store.request(is_over=is_over)
         until, after, silent = time.monotonic() + self._patience, dict[int, Heartbeat](), ranks
@@ -179,13 +191,37 @@ class Watchdog:
     def _watch(self) -> None:
         store, ticks = self._store, 0
         assert store is not None
+        ticks_per_beat = min(_TICKS_PER_BEAT, max(1, round(_SECONDS_PER_BEAT / self._tick)))
         while not self._over.wait(self._tick):
             ticks += 1
             with suppress(RuntimeError):  # a dead store is no reason to stop watching this rank
                 is_requested, self._is_over = store.requested()
-                if is_requested or ticks % _TICKS_PER_BEAT == 0:
+                if is_requested or ticks % ticks_per_beat == 0:
                     self._write_heartbeat()
+                self._check_next_rank(store)
             self._check_own_progress()
+
+    def _check_next_rank(self, store: HeartbeatStore) -> None:
+        """End a process that waits while the next rank is silent, unless a living rank keeps all waiting.
+
+        A rank may be alive and silent: a launch into the full queue of a device holds Python's lock.
+        """
+        idle = self._seconds_without_progress()
+        if not self._waits_for_others() or idle < self.silence_seconds / 3:
+            self._silent_ticks = 0
+            return
+        beat = store.read([self._next]).get(self._next)
+        is_silent = beat is None or (beat.count == self._next_count and beat.ended != _DONE)
+        self._next_count = -1 if beat is None else beat.count
+        self._silent_ticks = self._silent_ticks + 1 if is_silent else 0  # ticks: who was suspended gives others time
+        if self._silent_ticks * self._tick > self.silence_seconds:
+            self._write_heartbeat()
+            if not waits_for_another(store.read(self.state.world.ranks), time.time() - self.silence_seconds):
+                self._give_up(idle)
+
+    def _give_up(self, idle: float) -> None:
+        self._leave(self._report(idle, "; this rank ends itself", is_over=True), lost=True)
+        self.end()
 
     def _check_own_progress(self) -> None:
         """End a process that will never make progress; on CUDA explain it before NCCL's own watchdog kills it."""
@@ -194,9 +230,9 @@ class Watchdog:
             self._has_warned = False
         if not self._waits_for_others():
             return
-        if idle > self._timeout + self.margin_seconds:
-            self._leave(self._report(idle, "; this rank ends itself", is_over=True), lost=True)
-            self.end()
+        limit = self.margin_seconds if self._is_over and self._is_on_cuda else self._timeout + self.margin_seconds
+        if idle > limit:
+            self._give_up(idle)
         elif self._is_on_cuda and idle > 0.9 * self._timeout and not self._has_warned:
             self._has_warned = True
             self._report(idle, "", is_over=False)
