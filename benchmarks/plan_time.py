@@ -29,8 +29,7 @@ from megazero.config import ResolvedRun, RunConfig, resolve
 from megazero.engine import initialize
 from megazero.parallel_state import ParallelState
 from megazero.plan.calibrate import calibrate
-from megazero.plan.calibrate_collectives import collective_samples, mean_of
-from megazero.plan.calibration import Calibration, Samples, read_calibration, write_calibration
+from megazero.plan.calibration import Calibration, read_calibration, write_calibration
 from megazero.plan.cluster import cluster_of
 from megazero.plan.random_batches import random_batches
 from megazero.plan.speed_probe import SpeedProbe
@@ -38,11 +37,11 @@ from megazero.plan.step_time import StepTime, step_time_of
 
 CONDITIONS = """\
 Two cores of a virtual machine that nothing else of this machine used. Calibrated directly before: operators of 44 small
-models alone and on both cores, collectives and waits of 2, 4 and 8 ranks on one host, and of 1, 2 and 4 ranks on each of two
-hosts (network namespaces at 1 Gbit/s, a core each), and whole steps of five runs of another model, which say how much longer
-a step takes than its parts. None of the shapes was calibrated. The rounds go through all shapes, every other one backwards,
-each time in new processes; steps count in rows of three, behind one or two that do not. Two of the four rounds were
-measured in the hour before this calibration. `malloc` keeps what it has, in huge pages.
+models alone and on both cores, collectives and waits of 2, 4 and 8 ranks on one host, and whole steps of five runs of
+another model, which say how much longer a step takes than its parts. Two hosts are network namespaces with a core each, and
+what links them is planned as 1 Gbit/s. None of the shapes was calibrated. The rounds go through all shapes, every other one
+backwards, each time in new processes; steps count in rows of three, behind one or two that do not. Two of the four rounds
+were measured in the hour before this calibration. `malloc` keeps what it has, in huge pages.
 
 The speed of these cores changes within minutes. So a probe, always the same small step, runs beside every model that is
 calibrated, and before and behind every row of steps: `speed` is the calibrated probe's time over the probe's at that moment,
@@ -217,36 +216,6 @@ def measured(shape: Shape, probes: World) -> list[Part]:
             world.close()
 
 
-class Links:
-    """A rank on one of two hosts that measures collectives."""
-
-    dp_index = 0
-
-    def __init__(self, ranks: Several, rank: int) -> None:
-        stay_on_host(2, rank, ranks.world)
-        self._per_host, self._rank = ranks.world // 2, rank
-
-    def step(self, *_: Tensor) -> None:
-        """None."""
-
-    def samples(self) -> dict[str, Samples]:
-        """Seconds by operation."""
-        return collective_samples(self._rank, self._per_host)
-
-
-def between_hosts() -> dict[str, Samples]:
-    """Collectives of 2, 4 and 8 ranks over two hosts."""
-    found = dict[str, Samples]()
-    for ranks in map(Several, (2, 4, 8)):
-        with network_of(2, MBIT) as network:
-            world = World(f"{ranks.world} ranks", lambda rank, ranks=ranks: Links(ranks, rank), ranks, network)
-            try:
-                found |= mean_of(world.ask("samples"))
-            finally:
-                world.close()
-    return found
-
-
 def predicted(shape: Shape, calibration: Path) -> StepTime:
     """The plan's step."""
     cluster = cluster_of(str(calibration), shape.world, shape.world // shape.hosts, "1gbit")
@@ -257,7 +226,7 @@ def predicted(shape: Shape, calibration: Path) -> StepTime:
 def measure(limit: int | None) -> None:
     """Calibrate, run all shapes in rounds, every other one backwards, write after every shape."""
     bare = calibrate()
-    write_calibration(replace(bare, collectives=dict(bare.collectives) | between_hosts()), CALIBRATION)
+    write_calibration(bare, CALIBRATION)
     every, rounds = list(shapes())[:limit], dict[Shape, list[list[Part]]]()
     probes = [World("probe", Probe, Several(count)) for count in (1, bare.processors)]
     for number in range(ROUNDS):

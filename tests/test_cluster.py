@@ -70,13 +70,7 @@ def _calibration() -> Calibration:
     table = OperatorTable(
         (Product("fp32", 64, 64, 64, 1e-5),), {"aten.add.Tensor": ((100.0, 1e-6), (400.0, 4e-6))}, 1e-5
     )
-    collectives = {
-        "all_reduce 2": ((10.0, 1e-3),),
-        "all_reduce 4/2": ((24.0, 2.0),),
-        "all_reduce 4/2 work": ((24.0, 0.5),),
-        "wait 2": ((1.0, 0.01), (100.0, 0.1)),
-        "wait 4/2": ((1.0, 0.5),),
-    }
+    collectives = {"all_reduce 2": ((10.0, 1e-3),), "wait 2": ((1.0, 0.01), (100.0, 0.1))}
     found = Calibration(device, 2, link, table, table, collectives, (0.04, 0.05))
     return with_itself(found)
 
@@ -144,7 +138,7 @@ def test_a_collective_takes_what_its_ranks_found_on_average_and_never_no_time() 
 
 
 def test_ranks_wait_for_the_last_of_them_the_longer_the_more_they_computed() -> None:
-    """Between measured times on a line in logarithms, below and beyond in proportion; over hosts what was measured there."""
+    """Between measured times on a line in logarithms, below and beyond in proportion."""
     device = _calibration().device
 
     def wait(ranks: int, per_node: int, behind: float, processors: int = 2) -> float:
@@ -155,7 +149,6 @@ def test_ranks_wait_for_the_last_of_them_the_longer_the_more_they_computed() -> 
         [0, 5e-3, 0.01, 10**-1.5, 0.2]
     )
     assert wait(2, 2, 1.0, processors=1) == pytest.approx(0.01 / 2)  # a rank's own part: two that share take turns
-    assert wait(4, 2, 1.0) == pytest.approx(0.5)
     assert wait(8, 8, 1.0) == pytest.approx(0.01 / 4)  # of the nearest group on one host
     assert wait(1, 1, 1.0) == 0.0
     assert GroupLink(cluster_of("h100"), 2, 2, 1).wait_seconds(1.0) == 0.0
@@ -191,10 +184,8 @@ def test_whole_steps_stretch_what_their_parts_take(monkeypatch: pytest.MonkeyPat
 def test_groups_that_cross_a_shared_link_side_by_side_wait_for_each_others_bytes() -> None:
     """An all-reduce that sends 24 bytes in a ring of 4 is of 16: either host sends half of it, and sums of the other half.
 
-    Measured alone it takes 2 s; the 16 bytes of another group take 4 s more at 4 bytes a second.
+    The 16 bytes of another group take 4 s more at 4 bytes a second.
     """
     device, link = _calibration().device, Link("slow", 4.0, 0.0, is_shared=True)
     alone, beside = (GroupLink(Cluster(device, 4, 2, device.link, link, 2), 4, 2, groups) for groups in (1, 2))
-    assert alone.seconds("all_reduce", 24) == 2.0
-    assert beside.seconds("all_reduce", 24) == 2.0 + 16 / 4.0
-    assert (alone.work_seconds("all_reduce", 24), beside.work_seconds("all_reduce", 24)) == (0.5, 0.5)
+    assert beside.seconds("all_reduce", 24) == alone.seconds("all_reduce", 24) + 16 / 4.0

@@ -205,7 +205,7 @@ def calibrate(*, quick: bool = False, say: Callable[[str], None] = print) -> Cal
         probes.append(median(record.probes))
     for ranks in (2, 4) if quick else (2, 4, 8):
         say(f"collectives of {ranks} ranks")
-        collectives |= mean_of(in_processes(ranks, collective_samples, 0, 3 if quick else 12))
+        collectives |= mean_of(in_processes(ranks, collective_samples, 3 if quick else 12))
     (_, first), *_, (size, last) = collectives["send_recv 2"]
     within, both = Link("this machine", size / last, first), (probes[0], probes[-1])
     device = _device(alone, within)

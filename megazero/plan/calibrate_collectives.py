@@ -27,29 +27,25 @@ _BEHIND = (1, 4, 16, 64)  # products between two meetings
 _LEAST = 1e-6  # seconds; what a difference of noisy times may fall below
 
 
-def collective_samples(rank: int, per_node: int = 0, rounds: int = 12) -> dict[str, Samples]:
-    """ "all_reduce 4" and so on, for the ranks of the default process group; over hosts of so many ranks "all_reduce 4/2".
+def collective_samples(rank: int, rounds: int = 12) -> dict[str, Samples]:
+    """ "all_reduce 4" and so on, for the ranks of the default process group, which are on one host.
 
-    What a rank's processor does for it is in "all_reduce 4/2 work": it is taken from the computation that it runs beside.
     "wait 4" has seconds of a rank's own computation, and of the wait for the last rank behind it.
     A collective's times are the mean of those of its ranks: `mean_of`.
     """
     world = dist.get_world_size()
-    state = ParallelState(RankGrid(dp=world), rank, local_world_size=per_node or world)
-    group = f"{world}/{per_node}" if per_node else f"{world}"
-    sizes, found = (_SIZES[:-1] if per_node else _SIZES), {}
+    state = ParallelState(RankGrid(dp=world), rank, local_world_size=world)
+    found = {f"wait {world}": tuple(_waits(state.dp, rounds))}
 
     def sample(name: str, calls: Iterable[tuple[Callable[[], None], int]]) -> None:
-        every = [(float(sent), *_seconds([call] * _CALLS, rounds)) for call, sent in calls]
-        found[f"{name} {group}"] = tuple((sent, seconds / _CALLS) for sent, seconds, _ in every)
-        if per_node:
-            found[f"{name} {group} work"] = tuple((sent, work / _CALLS) for sent, _, work in every)
+        found[f"{name} {world}"] = tuple(
+            (float(sent), _seconds([call] * _CALLS, rounds)[0] / _CALLS) for call, sent in calls
+        )
 
     for name, make in _CALLS_OF.items():
-        sample(name, (make(size // 4 // world * world or world, state.dp) for size in sizes))
+        sample(name, (make(size // 4 // world * world or world, state.dp) for size in _SIZES))
     if world == 2:
-        sample("send_recv", ((_message(size // 4, state.dp), size) for size in sizes))
-    found[f"wait {group}"] = tuple(_waits(state.dp, rounds))
+        sample("send_recv", ((_message(size // 4, state.dp), size) for size in _SIZES))
     return found
 
 

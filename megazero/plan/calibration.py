@@ -116,8 +116,7 @@ class Calibration:
         processors: cores that the ranks of a node share; 0: a GPU, whose plans need the device alone.
         within: between ranks of one node.
         alone, crowded: see above; equal where nothing is shared.
-        collectives: seconds by operation and ranks of one host, "all_reduce 4", or of several with so many ranks each,
-            "all_reduce 4/2"; "all_reduce 4/2 work" are seconds of a rank's processor.  "wait 4" has seconds of a rank's own
+        collectives: seconds by operation and ranks of one host, "all_reduce 4".  "wait 4" has seconds of a rank's own
             computation in place of bytes, and how long it then waits for the last of the ranks.
         probe_seconds: of `SpeedProbe` while `alone`, and while `crowded` was measured: the speed that the times are for.
         conditions: what was measured where, for people.
@@ -138,38 +137,20 @@ class Calibration:
 
     def collective(self, operation: str, ranks: int, size: float) -> float | None:
         """Return the seconds of a collective within one host, scaled from the nearest measured number of ranks."""
-        known = [int(key.split()[1]) for key in self.collectives if key.split()[0] == operation and "/" not in key]
-        if not known:
-            return None
-        nearest = min(sorted(known), key=lambda count: abs(log(count / ranks)))
-        return interpolated(self.collectives[f"{operation} {nearest}"], size) * ranks / nearest
+        nearest = self._nearest(operation, ranks)
+        return nearest and interpolated(self.collectives[f"{operation} {nearest}"], size) * ranks / nearest
 
-    @cached_property
-    def _waits(self) -> dict[str, Samples]:
-        return {key.split()[1]: samples for key, samples in self.collectives.items() if key.startswith("wait ")}
-
-    def wait(self, ranks: int, per_node: int, behind: float) -> float:
-        """Return how long ranks wait for the slowest after `behind` seconds of computation, by the nearest measured group.
-
-        Args:
-            per_node: of them; 0 where all are on one node.
-        """
-        if not self._waits or behind <= 0:
+    def wait(self, ranks: int, behind: float) -> float:
+        """Return how long ranks wait for the slowest after `behind` seconds of computation, as the nearest group did."""
+        if behind <= 0 or (nearest := self._nearest("wait", ranks)) is None:
             return 0.0
-
-        def distance(group: str) -> tuple[bool, float]:
-            count, _, each = group.partition("/")
-            return int(each or 0) != per_node, abs(log(int(count) / ranks))
-
-        samples = self._waits[min(sorted(self._waits), key=distance)]
+        samples = self.collectives[f"wait {nearest}"]
         return interpolated(samples, behind) * min(1.0, behind / samples[0][0])
 
-    def between_hosts(self, operation: str, ranks: int, per_node: int, size: float) -> tuple[float, float] | None:
-        """Return seconds and processor seconds of a collective between hosts; None if it was not measured."""
-        key = f"{operation} {ranks}/{per_node}"
-        if key not in self.collectives:
-            return None
-        return interpolated(self.collectives[key], size), interpolated(self.collectives[f"{key} work"], size)
+    def _nearest(self, operation: str, ranks: int) -> int | None:
+        """Return the measured number of ranks that is nearest to `ranks`; None if the operation was not measured."""
+        known = sorted(int(key.split()[1]) for key in self.collectives if key.split()[0] == operation)
+        return min(known, key=lambda count: abs(log(count / ranks)), default=None)
 
 
 def _table_of(value: Mapping[str, Any]) -> OperatorTable:

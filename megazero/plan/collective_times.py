@@ -24,8 +24,6 @@ from megazero.parallel_state import RankGrid
 from megazero.parallel_state.grid import hosts_of
 from megazero.plan.cluster import Cluster
 
-_SENT_SHARE = {"all_reduce": 2.0}
-
 
 @dataclass(frozen=True)
 class GroupLink:
@@ -70,8 +68,6 @@ class GroupLink:
         if self.ranks == 1:
             return 0.0
         if (calibration := self.cluster.device.calibration) is not None:
-            if (measured := self._between_hosts(operation, sent_bytes)) is not None:
-                return measured[0]
             inner = min(self.ranks, self.per_node)
             here = calibration.collective(operation, inner, sent_bytes) if inner > 1 else 0.0
             own = (here or 0.0) * min(1.0, calibration.processors / inner)  # the ranks were slowed by one another
@@ -92,52 +88,25 @@ class GroupLink:
         calibration = self.cluster.device.calibration
         if calibration is None or self.ranks == 1:
             return 0.0
-        here = calibration.wait(self.ranks, self.per_node if self.crosses else 0, behind)
+        here = calibration.wait(self.ranks, behind)
         return here * min(1.0, self.cluster.processors / self.per_node)  # the ranks were slowed by one another
-
-    def work_seconds(self, operation: str, sent_bytes: float) -> float:
-        """Return the processor seconds of a collective that runs in the background."""
-        measured = self._between_hosts(operation, sent_bytes) if self.ranks > 1 else None
-        return 0.0 if measured is None else measured[1]
-
-    def _between_hosts(self, operation: str, sent_bytes: float) -> tuple[float, float] | None:
-        """Return measured seconds, with the groups that share the link, and processor seconds; None if not measured."""
-        calibration = self.cluster.device.calibration
-        if calibration is None or not self.crosses:
-            return None
-        found = calibration.between_hosts(operation, self.ranks, self.per_node, sent_bytes)
-        if found is None:
-            return None
-        others = (
-            (self.side_by_side - 1) * self.per_node * self._linked(sent_bytes) if self.cluster.between.is_shared else 0
-        )
-        return found[0] + others / self.cluster.between.rate(), found[1]
 
     def message_seconds(self, size: float) -> float:
         """Return the seconds of a message from one rank of the group to the next."""
-        side_by_side = min(self.cluster.per_node, self.cluster.ranks)
-        if (calibration := self.cluster.device.calibration) is not None:
-            if not self.crosses:
-                return calibration.collective("send_recv", 2, size) or 0.0
-            if (found := calibration.between_hosts("send_recv", 2, 1, size)) is not None:
-                return found[0] + (side_by_side - 1) * size / self.cluster.between.rate()
-        return self._to_the_next(size, side_by_side)
+        if not self.crosses and (calibration := self.cluster.device.calibration) is not None:
+            return calibration.collective("send_recv", 2, size) or 0.0
+        return self._to_the_next(size, min(self.cluster.per_node, self.cluster.ranks))
 
     def _to_the_next(self, size: float, senders: int) -> float:
         """Of a message to the next rank; between nodes, beside those of so many other ranks of the node, its own counted."""
         link = self.cluster.between if self.crosses else self.cluster.within
         return size / link.rate(senders if self.crosses else 1) + link.latency_seconds
 
-    def _linked(self, sent_bytes: float) -> float:
-        """Return the bytes that a rank sends to other nodes in a two-level collective."""
-        nodes = ceil(self.ranks / self.per_node)
-        return sent_bytes * self.ranks / max(1, self.ranks - 1) * (nodes - 1) / nodes / self.per_node
-
     def link_seconds(self, sent_bytes: float) -> float:
-        """Return the seconds of a calibrated host's messages to other hosts."""
+        """Return the seconds of a calibrated host's messages to other hosts in a two-level collective."""
         between, nodes = self.cluster.between, ceil(self.ranks / self.per_node)
-        senders = self.side_by_side * self.per_node
-        return self._linked(sent_bytes) / between.rate(senders) + ceil(log2(nodes)) * between.latency_seconds
+        linked = sent_bytes * self.ranks / (self.ranks - 1) * (nodes - 1) / nodes / self.per_node  # of each rank
+        return linked / between.rate(self.side_by_side * self.per_node) + ceil(log2(nodes)) * between.latency_seconds
 
 
 class _Place(NamedTuple):

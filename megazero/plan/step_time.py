@@ -153,8 +153,7 @@ def _with_zero(one: PassTime, zero: ZeroTimes, schedule: Schedule, rank: int, ac
     of_rank = zero.ranks[rank]
     first = action.microbatch == 0
     last = action.microbatch == schedule.microbatches - 1
-    wire, work, calls = of_rank.beside(action, is_first=first, is_last=last)
-    one = replace(one, compute=one.compute + work)
+    wire, calls = of_rank.beside(action, is_first=first, is_last=last)
     if not wire:
         return one
     if not zero.overlaps:  # whoever computes copies

@@ -88,19 +88,14 @@ def moments_of(config: RunConfig) -> float:
 
 
 class Cost(NamedTuple):
-    """Cost of collectives: seconds on the wire, seconds of this rank's processor beside them, and their number."""
+    """Cost of collectives: seconds on the wire, and their number."""
 
     wire: float = 0.0
-    work: float = 0.0
     calls: int = 0
 
     def and_also(self, other: Cost) -> Cost:
         """Return the sum of both costs."""
-        return Cost(*(own + others for own, others in zip(self, other, strict=True)))  # type: ignore[arg-type]
-
-    def not_on_wire(self) -> Cost:
-        """Return the cost without the wire, which is accounted for elsewhere."""
-        return Cost(0.0, self.work)
+        return Cost(self.wire + other.wire, self.calls + other.calls)
 
 
 @dataclass(frozen=True)
@@ -133,12 +128,11 @@ class RankZero:
         Elsewhere on the wire: weights of stages 1 and 2, see `arrival`, and a chunk's last reduction.
         """
         found, chunk, kind = Cost(), action.chunk, action.kind
-        if kind is not ActionKind.WEIGHT and (self.each_gathers or (is_first and kind is ActionKind.FORWARD)):
-            gathered = self.gathers.get(chunk, Cost())
-            found = gathered if self.is_stage_3 else gathered.not_on_wire()
-        if kind is ActionKind.BACKWARD and (self.each_reduces or is_last):
-            reduced = self.reductions[chunk]
-            found = found.and_also(reduced.not_on_wire() if is_last else reduced)
+        gathers = self.each_gathers or (is_first and kind is ActionKind.FORWARD)
+        if self.is_stage_3 and gathers and kind is not ActionKind.WEIGHT:
+            found = self.gathers.get(chunk, Cost())
+        if kind is ActionKind.BACKWARD and self.each_reduces and not is_last:
+            found = found.and_also(self.reductions[chunk])
         return found
 
     def ahead(self, action: Action, *, is_first: bool) -> float:
@@ -296,7 +290,7 @@ def _reduction(
 def _pieces(axis: GroupLink, operation: str, size: float, pieces: int) -> Cost:
     """Return the cost of a collective over buffers of `size` bytes in all, in equal pieces."""
     sent = size * (axis.ranks - 1) / axis.ranks / max(1, pieces)  # a chunk without a layer has none
-    return Cost(pieces * axis.seconds(operation, sent), pieces * axis.work_seconds(operation, sent), pieces)
+    return Cost(pieces * axis.seconds(operation, sent), pieces)
 
 
 def matrix_seconds(run: ResolvedRun, cluster: Cluster, shard: GroupLink) -> float:
