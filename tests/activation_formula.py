@@ -47,7 +47,7 @@ class MicroBatchSize:
         itemsize: bytes of an element.
         tp: ranks of the tensor-parallel axis.
         sequence_parallel: norms, residual stream and dropout are cut over them.
-        on_cuda: attention's kernels there want as many keys as queries, in fp32 and with a window.
+        on_cuda: attention's kernels there want as many keys as queries in fp32; in 16 bits they take a window.
         by_parts: samples are cut over ranks or hold documents, so that attention is a `ContextAttention`.
         ulysses: ranks that exchange heads for tokens.
     """
@@ -156,7 +156,8 @@ def _attention_bytes(attention: Attention, size: MicroBatchSize) -> tuple[int, i
     core, heads = attention.core, attention.core.heads
     q, k, shares = heads.queries * heads.size, heads.keys * heads.size, heads.sharing > 1
     by_width, by_head = isinstance(core.width_norm, WidthNorm), isinstance(core.head_norm, HeadNorm)
-    window, tokens = None if size.by_parts else window_of(attention), size.tokens
+    in_kernel = size.by_parts or (size.on_cuda and size.itemsize < _FP32)
+    window, tokens = None if in_kernel else window_of(attention), size.tokens
     exchanges = size.ulysses > 1
     # The projection's result q | k | v is one tensor: who keeps a view of it keeps all.
     keeps_all = by_width or (not shares and by_head)

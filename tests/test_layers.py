@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from megazero.layers import vocabulary
 from megazero.layers.attention_kernels import SlidingWindow, attention
+from megazero.layers.context_attention import KernelWindow
 from megazero.layers.counter_rng import Dropout
 from megazero.layers.linear import ColumnParallelLinear, RowParallelLinear, WeightGradQueue, add_product
 from megazero.layers.mlp import gated
@@ -454,13 +455,15 @@ def test_a_window_equals_a_masked_softmax_in_values_and_gradients(window: int, s
         return scores.softmax(dim=-1) @ v
 
     results = []
-    for attend in (SlidingWindow(window, torch.float64, torch.device("cpu")).attend, plainly):
+    windows = SlidingWindow(window, torch.float64, torch.device("cpu")), KernelWindow(window)
+    for attend in (*(one.attend for one in windows), plainly):
         leaves = [x.clone().requires_grad_() for x in (q, k, v)]
         out = attend(*leaves)
         out.backward(slope)
         results.append([out.detach(), *(leaf.grad for leaf in leaves)])
-    for ours, wanted in zip(*results, strict=True):
-        torch.testing.assert_close(ours, wanted, rtol=1e-10, atol=1e-12)
+    for by_blocks, in_kernel, wanted in zip(*results, strict=True):
+        torch.testing.assert_close(by_blocks, wanted, rtol=1e-10, atol=1e-12)
+        torch.testing.assert_close(in_kernel, wanted, rtol=1e-10, atol=1e-12)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

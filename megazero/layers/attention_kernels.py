@@ -14,13 +14,15 @@ So a recomputed layer can save `out` and `lse` of its first forward, and the sec
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import lru_cache
 from typing import Any, NamedTuple, Protocol, TypeVar
+from warnings import warn
 
 import torch
 import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor
-from torch.nn.attention import SDPBackend
+from torch.nn.attention import SDPBackend, activate_flash_attention_impl, current_flash_attention_impl
 
 from megazero.annexes import added
 from megazero.comm.autograd import refuse_second_derivative
@@ -137,14 +139,19 @@ def _one_for_each_head(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]
 
 def _through(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, tape: Tape) -> Tensor | None:
     """Attention in the kernel that torch chooses for training, so that both runs use the same; None for torch's formula."""
-    with torch.enable_grad():
-        like, fewer = q.detach().requires_grad_(), q.shape[1] != k.shape[1]
-        kernel = SDPBackend(torch._fused_sdp_choice(like, k, v, mask, 0.0, mask is None, enable_gqa=fewer))
+    kernel = _torchs_choice(q, k, v, mask, causal=mask is None)
     odd = kernel == SDPBackend.FLASH_ATTENTION and q.is_cuda and q.shape[-1] % 8  # torch pads such heads
     if odd or kernel not in _KERNELS:
         return None
     result: Tensor = _TapedAttention.apply(q, k, v, mask, kernel, tape)
     return result
+
+
+def _torchs_choice(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *, causal: bool) -> SDPBackend:
+    """The kernel that torch takes for training: on Hopper and Blackwell cuDNN's, where that is new and takes the shape."""
+    with torch.enable_grad():
+        like, fewer = q.detach().requires_grad_(), q.shape[1] != k.shape[1]
+        return SDPBackend(torch._fused_sdp_choice(like, k, v, mask, 0.0, causal, enable_gqa=fewer))
 
 
 class _TapedAttention(torch.autograd.Function):
@@ -186,8 +193,8 @@ class TileKernel:
         mask, causal = _seen_in(tile, window, q)
         if mask is not None or q.dtype == torch.float32:
             k, v = _one_for_each_head(q, k, v)
-        out, lse, *_ = _forward(_kernel_of_tiles(q, mask), q, k, v, mask, causal)
-        return out, lse[..., : q.shape[2]]
+        out, lse, *_ = _forward(_kernel_of_tiles(q, k, v, mask, causal), q, k, v, mask, causal)
+        return out, lse.flatten(2)[..., : q.shape[2]]
 
     def backward(
         self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, tile: Tile, window: int | None
@@ -200,9 +207,10 @@ class TileKernel:
         """
         grad, q, k, v, out = widened(grad, q, k, v, out)
         mask, causal = _seen_in(tile, window, q)
-        kernel, heads = _kernel_of_tiles(q, mask), k.shape[1]
+        heads = k.shape[1]
         if mask is not None or q.dtype == torch.float32:
             k, v = _one_for_each_head(q, k, v)
+        kernel = _kernel_of_tiles(q, k, v, mask, causal)
         if kernel == SDPBackend.EFFICIENT_ATTENTION:
             lse = F.pad(lse, (0, -lse.shape[-1] % 32), value=torch.inf)  # the kernel's own length
         unused = [torch.zeros(shape, dtype=torch.uint64, device=q.device) for shape in ((2,), ())]
@@ -283,6 +291,8 @@ def varlen_forward(q: Tensor, k: Tensor, v: Tensor, pieces: Pieces) -> tuple[Ten
         q: [rows, heads, size], in 16 bits.
         k, v: [rows of keys, kv heads, size].
     """
+    if q.is_cuda:
+        _newest_flash_attention(q.device)
     lengths, window = _given(pieces)
     out, lse, *_ = _aten._flash_attention_forward(q, k, v, *lengths, False, **window)
     return out, lse
@@ -303,16 +313,43 @@ def varlen_backward(
 
 
 def _given(pieces: Pieces) -> tuple[tuple[Any, ...], dict[str, int]]:
-    """Arguments of flash attention's operators: lengths, dropout, whether causal; and the window."""
+    """Arguments of flash attention's operators: lengths, dropout, whether causal; and the window, where there is one."""
     *lengths, sight = pieces
     window = {"window_size_left": sight.before, "window_size_right": sight.after}
-    return (*lengths, 0.0, sight == CAUSAL), window
+    return (*lengths, 0.0, sight == CAUSAL), {} if sight in (EVERY_KEY, CAUSAL) else window
 
 
-def _kernel_of_tiles(q: Tensor, mask: Tensor | None) -> SDPBackend:
+@lru_cache
+def _newest_flash_attention(device: torch.device) -> None:
+    """Let torch's operators run FlashAttention 3 on Hopper and 4 on Blackwell, where that is installed; else say so."""
+    newest = {9: ("FA3", "flash_attn_interface"), 10: ("FA4", "flash-attn-4")}
+    name, package = newest.get(torch.cuda.get_device_capability(device)[0], ("", ""))
+    if name and current_flash_attention_impl() is None:
+        try:
+            activate_flash_attention_impl(name)
+        except Exception as error:
+            said = f"attention to documents and windows runs in FlashAttention 2, not in {name} of {package}: {error}"
+            warn(said, stacklevel=2)
+
+
+def _kernel_of_tiles(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool) -> SDPBackend:
     """A kernel that returns the log-sum-exp, and whose backward takes the one over more keys."""
-    plain = q.is_cpu or (mask is None and q.dtype != torch.float32)
-    return SDPBackend.FLASH_ATTENTION if plain else SDPBackend.EFFICIENT_ATTENTION
+    if q.is_cpu:
+        return SDPBackend.FLASH_ATTENTION
+    if mask is not None or q.dtype == torch.float32:
+        return SDPBackend.EFFICIENT_ATTENTION
+    cudnn = _torchs_choice(q, k, v, None, causal=causal) == SDPBackend.CUDNN_ATTENTION
+    return SDPBackend.CUDNN_ATTENTION if cudnn else SDPBackend.FLASH_ATTENTION
+
+
+def _laid_out(x: Tensor, q: Tensor) -> Tensor:
+    """x in the order of q in memory, as that kernel's `out` is.
+
+    Torch keeps what cuDNN compiled under the strides of q, k and v alone: every later backward reads `grad` and `out` with
+    the strides of the first (MHA.cpp, MHACacheKeyWrapper).
+    """
+    wanted = torch.empty_like(q, device="meta").stride()
+    return x if x.stride() == wanted else torch.empty_like(q).copy_(x)
 
 
 def _seen_in(tile: Tile, window: int | None, q: Tensor) -> tuple[Tensor | None, bool]:
@@ -335,15 +372,15 @@ def _forward(
     kernel: SDPBackend, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool
 ) -> tuple[Tensor, ...]:
     """out, lse, and on CUDA the state of random numbers."""
+    if kernel == SDPBackend.CUDNN_ATTENTION:
+        out, lse, *_, seed, offset, _ = _aten._scaled_dot_product_cudnn_attention(q, k, v, mask, True, 0.0, causal)
+        return out, lse, seed, offset
     if q.is_cpu:
         return tuple(_aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, attn_mask=mask))
     if kernel == SDPBackend.EFFICIENT_ATTENTION:
         mask = _of_each_head(mask, q)
         return tuple(_aten._scaled_dot_product_efficient_attention(q, k, v, mask, True, 0.0, causal))
-    if kernel == SDPBackend.CUDNN_ATTENTION:
-        out, lse, *_, seed, offset, _ = _aten._scaled_dot_product_cudnn_attention(q, k, v, mask, True, 0.0, causal)
-    else:
-        out, lse, *_, seed, offset, _ = _aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal)
+    out, lse, *_, seed, offset, _ = _aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal)
     return out, lse, seed, offset
 
 
@@ -360,15 +397,16 @@ def _backward(
     """Gradients of q, k and v."""
     tensors, out_lse, random = (grad, q, k, v), outputs[:2], outputs[2:]
     lengths = None, None, q.shape[2], k.shape[2], 0.0, causal
+    if kernel == SDPBackend.CUDNN_ATTENTION:
+        backward, (out, lse) = _aten._scaled_dot_product_cudnn_attention_backward, out_lse
+        given = _laid_out(grad, q), q, k, v, _laid_out(out, q), lse.reshape(*q.shape[:3], 1)
+        return tuple(backward(*given, *random, mask, *lengths))
     if q.is_cpu:
         backward = _aten._scaled_dot_product_flash_attention_for_cpu_backward
         return tuple(backward(*tensors, *out_lse, 0.0, causal, attn_mask=mask))
     if kernel == SDPBackend.EFFICIENT_ATTENTION:
         backward, wanted = _aten._scaled_dot_product_efficient_attention_backward, [True, True, True, False]
         return tuple(backward(*tensors, _of_each_head(mask, q), *out_lse, *random, 0.0, wanted, causal))[:3]
-    if kernel == SDPBackend.CUDNN_ATTENTION:
-        backward = _aten._scaled_dot_product_cudnn_attention_backward
-        return tuple(backward(*tensors, *out_lse, *random, mask, *lengths))
     return tuple(_aten._scaled_dot_product_flash_attention_backward(*tensors, *out_lse, *lengths, *random))
 
 

@@ -39,9 +39,9 @@ from torch import Tensor
 from megazero.comm.autograd import refuse_second_derivative
 from megazero.comm.collectives import Pending, largest, ring_shift, runs_by_itself
 from megazero.comm.head_exchange import SequenceForHeads, start_heads_for_sequence
-from megazero.layers.attention_kernels import TileKernel, merge, tile_kernel, uncompiled
-from megazero.layers.recompute import Tape
-from megazero.layers.sample_part import SamplePart
+from megazero.layers.attention_kernels import CausalAttention, TileKernel, merge, tile_kernel, uncompiled
+from megazero.layers.recompute import WHOLE, Tape
+from megazero.layers.sample_part import SamplePart, whole_samples
 from megazero.layers.tile_calls import EVERYTHING, Call, Rows, calls
 from megazero.layers.token_layout import HeadPiece, head_pieces
 from megazero.parallel_state import Axis
@@ -328,6 +328,19 @@ class ContextAttention:
         most = max(1, min(self._most_pieces, rows // self._least_rows))
         # pieces that share keys would send them round a ring each
         return head_pieces(heads, kv_heads, most, shares_keys=self.ring.axis.size == 1)
+
+
+class KernelWindow(CausalAttention):
+    """Causal attention to the last `size` positions, where kernels take a window: on CUDA in 16 bits."""
+
+    def __init__(self, size: int) -> None:
+        self._attention = ContextAttention(WHOLE, WHOLE, size, torch.float32, on_cuda=True)
+
+    def whole(self, q: Tensor, k: Tensor, v: Tensor, tape: Tape | None) -> Tensor:
+        return uncompiled(self._whole)(q, k, v, tape)
+
+    def _whole(self, q: Tensor, k: Tensor, v: Tensor, tape: Tape | None) -> Tensor:
+        return self._attention.attend(q, k, v, whole_samples(q.shape[2], 1, 0, 1, 0, q.device), tape=tape)
 
 
 class _Piece(NamedTuple):

@@ -124,7 +124,7 @@ def part_of(
     if lengths is None:
         if ulysses.size * ring.size == 1:
             return None
-        return _whole_samples(seq_len, ulysses.size, ulysses.index, ring.size, ring.index, device)
+        return whole_samples(seq_len, ulysses.size, ulysses.index, ring.size, ring.index, device)
     if wrong := [sum(documents) for documents in lengths if sum(documents) != seq_len]:
         raise ValueError(f"the documents of a sample must have model.seq_len={seq_len} tokens together: got {wrong[0]}")
     return _part(
@@ -133,7 +133,8 @@ def part_of(
 
 
 @lru_cache(maxsize=16)
-def _whole_samples(seq_len: int, *place: int | torch.device) -> SamplePart:
+def whole_samples(seq_len: int, *place: int | torch.device) -> SamplePart:
+    """The part of a rank in any samples of one document each.  `place`: as in `_part`."""
     return replace(_part([(seq_len,)], *place), of_any=True)  # type: ignore[arg-type]
 
 

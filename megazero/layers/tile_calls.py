@@ -190,7 +190,11 @@ def _few_calls(tables: Sequence[Ints], window: int | None, batch: int, seq: int,
     sights = [_sights(table, window) for table in tables]
     for sight in sorted({Sight(*sight_of_tile) for its in sights for sight_of_tile in its.tolist()}):
         chosen = [table[(its == sight).all(1)] for table, its in zip(tables, sights, strict=True)]
-        if sum(map(len, chosen)) == 1 and sight in (CAUSAL, EVERY_KEY):
+        if (
+            sight in (CAUSAL, EVERY_KEY)
+            and sum(map(len, chosen)) == 1
+            and _keeps_its_shape(np.concatenate(chosen), seq)
+        ):
             found += _one_by_one(chosen, window)
             continue
         chosen = chosen * batch if len(chosen) == 1 else chosen
@@ -198,6 +202,12 @@ def _few_calls(tables: Sequence[Ints], window: int | None, batch: int, seq: int,
         for tiles in _apart(sample * seq, table):
             found.append(PackedTiles.of(sample[tiles], table[tiles], (batch, seq), sight, device))
     return found
+
+
+def _keeps_its_shape(table: Ints, seq: int) -> bool:
+    """Whether a tile is of whole chunks of a sample: cuDNN compiles for each shape, and documents have many."""
+    sizes = table[:, (1, 3)] - table[:, (0, 2)]
+    return bool(np.isin(sizes, (seq, seq // 2, seq - seq // 2)).all())
 
 
 def _first_rows_apart(table: Ints, window: int | None) -> Ints:

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from megazero.layers.attention import Attention, AttentionCore, RotaryEmbedding, SharedKVHead
 from megazero.layers.attention_kernels import AttentionKernel, CausalAttention, SlidingWindow
-from megazero.layers.context_attention import ContextAttention
+from megazero.layers.context_attention import ContextAttention, KernelWindow
 from megazero.layers.counter_rng import Dropout, Residual
 from megazero.layers.linear import ColumnParallelLinear, RowParallelLinear, WeightGradQueue
 from megazero.layers.mlp import GELU, MLP, Gated, SwiGLU
@@ -92,6 +92,8 @@ class BuildContext:
             return self.context
         if size is None or size >= self.model.seq_len:
             return CausalAttention()
+        if self.device.type == "cuda" and self.dtype != torch.float32 and self.head_size % 8 == 0:
+            return KernelWindow(size)
         return SlidingWindow(size, self.dtype, self.device)
 
     @property

@@ -311,8 +311,9 @@ class _Bench:
         return pairs.index(max(pairs))
 
     def _part(self) -> SamplePart | None:
-        key = self._key
-        if len(key.ranks_of_cp) == 1 and not key.documents:
+        key, window = self._key, self._key.model.sliding_window or self._key.model.seq_len
+        in_kernel = key.on_cuda and key.dtype != torch.float32 and window < key.model.seq_len  # as KernelWindow
+        if len(key.ranks_of_cp) == 1 and not key.documents and not in_kernel:
             return None
         sizes = key.ulysses, 0, len(key.ranks_of_cp) // key.ulysses, self._busiest
         count = key.samples if key.documents else 1  # documents give each sample its positions
