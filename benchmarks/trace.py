@@ -82,5 +82,33 @@ def business_of(events: Iterable[Mapping[str, Any]]) -> Business:
 
 def read_business(path: Path) -> Business:
     """As `business_of`, of a file that `export_chrome_trace` wrote, packed or not."""
+    return business_of(_events(path))
+
+
+def hidden_share(path: Path) -> float:
+    """The share of the time of copies between host and device during which a kernel computes, of such a file.
+
+    Raises:
+        ValueError: nothing was copied.
+    """
+    changes = list[tuple[float, int, int]]()  # when, and how many kernels and copies more run then
+    for one in _events(path):
+        name, start = str(one.get("name")), float(one.get("ts", 0))
+        computes = one.get("cat") == "kernel" and not name.startswith("nccl")
+        copies = one.get("cat") == "gpu_memcpy" and ("HtoD" in name or "DtoH" in name)
+        if computes or copies:
+            changes += [(start, computes, copies), (start + float(one["dur"]), -computes, -copies)]
+    hidden = total = before = 0.0
+    kernels = copying = 0
+    for at, computes, copies in sorted(changes):
+        total += copying * (at - before)
+        hidden += copying * (at - before) * (kernels > 0)
+        before, kernels, copying = at, kernels + computes, copying + copies
+    if not total:
+        raise ValueError("the trace has no copies between host and device")
+    return hidden / total
+
+
+def _events(path: Path) -> Any:
     content = path.read_bytes()
-    return business_of(json.loads(gzip.decompress(content) if path.suffix == ".gz" else content)["traceEvents"])
+    return json.loads(gzip.decompress(content) if path.suffix == ".gz" else content)["traceEvents"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict, replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ from benchmarks.context import measure as measure_attention
 from benchmarks.hosts_net import NoHostsError
 from benchmarks.rows import FLOOR, KINDS, OURS, SHIPPED, measure, setting_of
 from benchmarks.setting import Setting
+from benchmarks.trace import hidden_share
 
 pytestmark = pytest.mark.slow  # starts whole runs
 
@@ -82,3 +84,13 @@ def test_contenders_of_a_gpus_step_train_the_same_model_on_a_cpu() -> None:
     for line in lines:
         assert line.tokens_per_second == pytest.approx(2 * 64 / line.median_ms * 1e3)
         assert len(line.losses) == gpu_step.CHECKED_STEPS
+
+
+def test_the_hidden_share_of_copies_is_the_time_in_which_a_kernel_computes(tmp_path: Path) -> None:
+    work = [("kernel", "gemm", 0, 10), ("kernel", "norm", 5, 10), ("kernel", "ncclDevKernel_AllGather", 20, 20)]
+    copies = [("HtoD (Pinned -> Device)", 3, 4), ("DtoH (Device -> Pinned)", 10, 10), ("HtoD", 30, 6), ("DtoD", 0, 40)]
+    work += [("gpu_memcpy", f"Memcpy {way}", start, us) for way, start, us in copies]
+    events = [{"cat": cat, "name": name, "ts": start, "dur": us} for cat, name, start, us in work]
+    trace = tmp_path / "trace.json"
+    trace.write_text(json.dumps({"traceEvents": [{"ph": "M"}, *events]}), encoding="utf-8")
+    assert hidden_share(trace) == pytest.approx((4 + 5 + 0) / (4 + 10 + 6))
