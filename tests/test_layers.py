@@ -28,6 +28,7 @@ from megazero.layers.vocabulary import (
     VocabParallelHead,
     grad_logits_of,
     statistics_of,
+    token_chunks,
 )
 from megazero.parallel_state import Axis, ParallelState, RankGrid
 
@@ -284,6 +285,21 @@ def test_logits_of_a_long_sequence_never_exist_whole() -> None:
     with Watch():
         head(x, torch.zeros(tokens, 1, dtype=torch.int64)).backward()
     assert largest == chunk * vocab
+
+
+def test_chunks_of_the_loss_are_equal_tiles_that_cover_all_tokens_within_the_bound() -> None:
+    cases = torch.randint(1, 3000, (500, 2), generator=torch.Generator().manual_seed(0)).tolist()
+    for tokens, most in [(1, 1), (128, 128), (150, 200), (8192, 4185), (300, 127), *cases]:
+        sizes = [part.stop - part.start for part in token_chunks(tokens, 10, 10 * most + 9)]
+        joined = [index for part in token_chunks(tokens, 10, 10 * most + 9) for index in range(tokens)[part]]
+        assert joined == list(range(tokens))
+        assert max(sizes) <= most
+        assert max(sizes) - min(sizes) <= (128 if most >= 128 else 1)
+        assert most < 128 or not any(size % 128 for size in sizes[:-1])
+        tile = 128 if most >= 128 else 1
+        assert len(sizes) == 1 if tokens <= most else len(sizes) == -(-tokens // (most // tile * tile))
+    assert token_chunks(3, 10, 1) == [slice(0, 1), slice(1, 2), slice(2, 3)]  # a bound below one token
+    assert token_chunks(8192, 128256 * 2, 2**30) == [slice(0, 4096), slice(4096, 8192)]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])

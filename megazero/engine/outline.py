@@ -131,8 +131,9 @@ def build_stages(config: RunConfig, state: ParallelState, placement: Placement) 
         arena = Arena(state.device, "set activations.contiguous=false") if in_arena else None
         offload = ActivationStore(state.device, arena)
     attention, queues, stages = _context_attention(config, state), [WeightGradQueue() for _ in layouts], []
+    logits = config.training.logits_chunk_bytes
     for layout, queue in zip(layouts, queues, strict=True):
-        context = BuildContext(config.model, state.tp, cuts, seed, state.device, queue, dtype, attention)
+        context = BuildContext(config.model, state.tp, cuts, seed, state.device, queue, dtype, attention, logits)
         with torch.device("meta"):
             stages.append(GPTStage(context, layout))
         save_by_policy(zip(stages[-1].blocks, map(policies.__getitem__, layout.layers), strict=True), whole, offload)

@@ -6,14 +6,15 @@ The head multiplies and computes the loss as one operation, a chunk of tokens at
                            peak, sum(exp), target logit   of each rank's rows, gathered over tp: one small collective
                            loss = log(sum) + peak - target
 
-The logits of a chunk take at most 1 GiB.  With several chunks only two numbers per token are saved, and the backward
-computes the logits again.  The logits of a single chunk are saved, in fp32 as probabilities, unless several micro-batches
-would save theirs at once (gpipe).  Saved or not, the gradients have the same bits.
+The logits of a chunk take at most `training.logits_chunk_bytes`.  With several chunks only two numbers per token are saved,
+and the backward computes the logits again.  The logits of a single chunk are saved, in fp32 as probabilities, unless several
+micro-batches would save theirs at once (gpipe).  Saved or not, the gradients have the same bits.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -135,7 +136,9 @@ IGNORED_LABEL = -100
 """Label of a token that does not count (torch's convention)."""
 
 LOGITS_BYTES = 2**30
-"""Largest size of one chunk's logits on a rank, in the dtype of the weights."""
+"""Largest size of one chunk's logits on a rank, in the dtype of the weights, unless a run says so."""
+
+_TILE = 128  # rows of a GPU's matrix product
 
 BLOCK_BYTES, _CPU_BLOCK_BYTES = 2**26, 2**22
 """What a pass over 16-bit logits takes for their fp32 copy.  On a CPU it stays in the cache; a GPU launches few kernels."""
@@ -207,6 +210,23 @@ def grad_logits_by_blocks(scores: Tensor, *others: Tensor, are_logits: bool, nby
     return scores
 
 
+def token_chunks(tokens: int, token_bytes: int, most_bytes: int) -> list[slice]:
+    """Cut tokens into chunks whose logits take `most_bytes` at most: one if all fit, else as few as there can be in tiles.
+
+    Chunks are whole tiles of 128 tokens, but for the end of the last, and differ by a tile at most.  Where a tile does not
+    fit, chunks differ by a token at most.
+
+    Args:
+        token_bytes: of the logits of one token.
+    """
+    most = max(1, most_bytes // token_bytes)
+    unit = _TILE if most >= _TILE else 1
+    units = -(-tokens // unit)
+    count = 1 if tokens <= most else -(-units // (most // unit))
+    borders = [min(unit * (units * number // count), tokens) for number in range(count + 1)]
+    return [slice(*pair) for pair in pairwise(borders)]
+
+
 class _LinearCrossEntropy(torch.autograd.Function):
     """Sum over tokens of -log softmax(x W^T)[label].  x: [tokens, hidden], labels: int64 [tokens] -> fp32 scalar."""
 
@@ -219,16 +239,15 @@ class _LinearCrossEntropy(torch.autograd.Function):
         local = local.where(here, 0)
         loss = x.new_zeros((), dtype=torch.float32)
         sums, label_logits, saved_logits = [], [], None
-        chunk = head.chunk_tokens(weight)
-        for start in range(0, x.shape[0], chunk):
-            part = slice(start, start + chunk)
+        chunks = head.chunks(x, weight)
+        for part in chunks:
             logits = head.logits_of(x[part], weight)
             peak, total, target = head.statistics_of(logits, local[part], here[part])
             log_sum, target = _over_vocabulary(peak, total, target, head.tp)
             loss += (log_sum - target).where(counted[part], 0.0).sum()
             sums.append(log_sum)
             label_logits.append(target)
-            if head.keeps_logits and chunk >= x.shape[0]:
+            if head.keeps_logits and len(chunks) == 1:
                 saved_logits = _kept_form(logits, peak, log_sum)
             del logits  # before the next chunk's
         ctx.save_for_backward(x, weight, local, here, counted, torch.cat(sums), torch.cat(label_logits), saved_logits)
@@ -243,7 +262,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         x, weight, *_ = saved
         grad_x = torch.empty_like(x)
         factors: Iterable[tuple[Tensor, Tensor]] = _grad_logits_by_chunk(ctx.head, saved, grad, grad_x)
-        if ctx.head.chunk_tokens(weight) >= x.shape[0]:  # one pair, which a weight in parts may use again
+        if len(ctx.head.chunks(x, weight)) == 1:  # one pair, which a weight in parts may use again
             factors = list(factors)
         if ctx.needs_input_grad[1]:
             queue = ctx.head.wgrad_queue
@@ -266,12 +285,11 @@ def _grad_logits_by_chunk(
     """Yield the two factors of the weight's gradient per chunk, and write the gradient of the input."""
     x, weight, local, here, counted, log_sum, target, saved_logits = saved
     scale, of_label = counted * grad, (target - log_sum).exp_()
-    chunk = head.chunk_tokens(weight)
-    for start in range(0, x.shape[0], chunk):
-        part = slice(start, start + chunk)
+    chunks = head.chunks(x, weight)
+    for part in chunks:
         # Kept logits may be overwritten: autograd frees them after this.
         scores = head.logits_of(x[part], weight) if saved_logits is None else saved_logits
-        are_logits = scores.dtype != torch.float32 or (saved_logits is None and chunk < x.shape[0])
+        are_logits = scores.dtype != torch.float32 or (saved_logits is None and len(chunks) > 1)
         if saved_logits is None and not are_logits:
             scores = _kept_form(scores, head.statistics_of(scores, local, here)[0], log_sum)
         grad_logits = head.grad_logits_of(
@@ -342,9 +360,9 @@ class VocabParallelHead(nn.Module):
         check_ids(labels.where(labels != IGNORED_LABEL, 0), self.vocab_size, "label")
         return _LinearCrossEntropy.apply(x.flatten(0, 1), self.weight, labels.flatten(), self)
 
-    def chunk_tokens(self, weight: Tensor) -> int:
-        """Tokens of a chunk; the same on every TP rank."""
-        return max(1, self.logits_bytes // (weight.shape[0] * weight.element_size()))
+    def chunks(self, x: Tensor, weight: Tensor) -> list[slice]:
+        """The chunks of the tokens of x, [tokens, hidden]; the same on every TP rank."""
+        return token_chunks(x.shape[0], weight.shape[0] * weight.element_size(), self.logits_bytes)
 
     def logits_of(self, x: Tensor, weight: Tensor) -> Tensor:
         """Logits of this rank's rows, past autograd; padded rows have probability 0.  [tokens, hidden] -> [tokens, rows]."""

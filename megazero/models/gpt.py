@@ -27,7 +27,7 @@ from megazero.layers.mlp import GELU, MLP, Gated, SwiGLU
 from megazero.layers.norm import HeadNorm, Heads, LayerNorm, RMSNorm, WidthNorm
 from megazero.layers.sample_part import SamplePart, TokenLayout
 from megazero.layers.spec import Initializer, NamedRows, ParamSpec, rows_spec
-from megazero.layers.vocabulary import PositionEmbedding, VocabParallelEmbedding, VocabParallelHead
+from megazero.layers.vocabulary import LOGITS_BYTES, PositionEmbedding, VocabParallelEmbedding, VocabParallelHead
 from megazero.models.activation_config import Region
 from megazero.models.config import ModelConfig
 from megazero.models.registry import FAMILIES
@@ -73,6 +73,7 @@ class BuildContext:
         wgrad_queue: takes the weight gradients; None returns them to autograd.
         dtype: of activations.
         context: attends where samples are cut over ranks, or hold several documents; None where none are.
+        logits_bytes: of a chunk of the loss, see `VocabParallelHead`.
     """
 
     model: ModelConfig
@@ -83,6 +84,7 @@ class BuildContext:
     wgrad_queue: WeightGradQueue | None = None
     dtype: torch.dtype = torch.float32
     context: ContextAttention | None = None
+    logits_bytes: int = LOGITS_BYTES
 
     @cached_property
     def kernel(self) -> AttentionKernel:
@@ -326,6 +328,7 @@ class Head(nn.Module):
             sequence_parallel=context.sequence_parallel,
             weight=tied_weight,
             wgrad_queue=context.wgrad_queue,
+            logits_bytes=context.logits_bytes,
         )
 
     def forward(self, x: Tensor, labels: Tensor | None) -> Tensor:

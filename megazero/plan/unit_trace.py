@@ -129,6 +129,7 @@ class TraceKey:
     holds_both_ends: bool  # the stage of the embedding has the head, and their weight may be one
     per_node: int
     on_cuda: bool
+    logits_bytes: int
     cuts: Cuts = ()
 
 
@@ -172,6 +173,7 @@ def trace_key(run: ResolvedRun, *, on_cuda: bool, per_node: int = 0, adds: bool 
         parallel.pp * schedule.chunks == 1 and bool(config.model.tie_embeddings),
         per_node or run.world_size,
         on_cuda,
+        config.training.logits_chunk_bytes,
     )
 
 
@@ -273,7 +275,9 @@ class _Bench:
         attends = None
         if part is not None:
             attends = ContextAttention(ulysses, ring, key.model.sliding_window, key.reduce_dtype, on_cuda=key.on_cuda)
-        context = BuildContext(key.model, self.tp, key.sequence_parallel, 0, cpu, self._queue, key.dtype, attends)
+        context = BuildContext(
+            key.model, self.tp, key.sequence_parallel, 0, cpu, self._queue, key.dtype, attends, key.logits_bytes
+        )
         with torch.device("meta"):
             self.stage = GPTStage(context, self._layout)
         self.gradients = self._queue.accumulator = _Gradients(self._queue, self.stage, key, self._fake)

@@ -12,7 +12,6 @@ from worlds import GPT2, LLAMA, difference, on_one_state, pairwise, run_of, trai
 
 from megazero.config import ResolvedRun
 from megazero.engine import Engine
-from megazero.layers.vocabulary import VocabParallelHead
 
 TOLERANCE = 1e-5
 CLIP = 0.5  # below the norm of the first steps, so that clipping acts
@@ -136,12 +135,9 @@ def test_more_shapes_give_the_plain_models_run(world: int, parallel: dict[str, A
     _assert_agrees(run_world(world, train, run)[0], _plain("llama", True, CLIP))
 
 
-def _train_in_parts(engine: Engine, run: ResolvedRun, chunk_tokens: int) -> dict[str, Any]:
+def _train_in_parts(engine: Engine, run: ResolvedRun) -> dict[str, Any]:
     if engine.share.tokens:  # this rank has the embedding
         assert any(len(bucket.gradient_parts) > 2 for bucket in engine.sharded_model.reducer.buckets)
-    for part in engine.chunks.modules():
-        if isinstance(part, VocabParallelHead):
-            part.logits_bytes = chunk_tokens * part.weight.shape[0] * 4
     return train_on(engine, run)
 
 
@@ -157,10 +153,10 @@ def test_weights_that_are_reduced_in_parts_have_the_plain_models_gradients(
     stages = parallel.get("pp", 1)
     model = (UNTIED if parallel or chunk_tokens == 8 else GPT2) | {"vocab_size": 961, "num_layers": 2 * stages}
     zeros = [{"stage": 2}, {"stage": 3, "offload": {} if parallel else {"optimizer": "cpu"}}]
-    training = {"accumulation": 2 * stages}
+    training = {"accumulation": 2 * stages, "logits_chunk_bytes": chunk_tokens * 961 * 4}
     runs = [run_of(2 * stages, model=model, parallel=parallel, zero=zero, training=training) for zero in zeros]
     plain = train_plainly(run_of(1, model=model))
-    results = run_world(2 * stages, on_one_state, runs, _train_in_parts, chunk_tokens)[0]
+    results = run_world(2 * stages, on_one_state, runs, _train_in_parts)[0]
     for zero, got in zip(zeros, results, strict=True):
         _assert_agrees(got, plain, str(zero))
 
