@@ -150,10 +150,6 @@ def _owned(qk: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     return qk, v
 
 
-def _view(v: Tensor) -> Tensor:
-    return v
-
-
 class AttentionCore(nn.Module):
     """Attention between its projections: [seq, batch, q | k | v] -> [seq, batch, heads * head_size] of this rank.
 
@@ -182,7 +178,6 @@ class AttentionCore(nn.Module):
         self.complete = SharedKVHead(heads) if heads.sharing > 1 else _owned
         # A view of v would save all of q | k | v for the backward.  Where something else saves it anyway, v stays a view.
         self.copies_v = rope is not None and (qk_norm is None or heads.sharing > 1)
-        self._v_to_save = Tensor.contiguous if self.copies_v else _view
 
     def forward(self, qkv: Tensor, layout: TokenLayout) -> Tensor:
         qk, v = qkv.split([qkv.shape[-1] - self.heads.v_features, self.heads.v_features], dim=-1)
@@ -191,7 +186,7 @@ class AttentionCore(nn.Module):
         qk = self.head_norm(qk)  # before dimensions change places: attention's output takes the order of q in memory
         qk, v = (rearrange(x, "s b h d -> b h s d") for x in (qk, v))
         q, k = self.rope.rotate(qk, layout.part).split([self.heads.queries, self.heads.keys], dim=1)
-        out = self.kernel.attend(q, k, self._v_to_save(v), layout.part, tape=self.tape)
+        out = self.kernel.attend(q, k, v.contiguous() if self.copies_v else v, layout.part, tape=self.tape)
         return rearrange(out, "b h s d -> s b (h d)")
 
 
