@@ -49,7 +49,7 @@ def write_sources(folder: Path, tokens: int) -> dict[str, Path]:
             left = int(tokens * share)
             while left > 0:
                 length = min(left, int(generator.integers(1, 2 * MEAN_DOCUMENT)))
-                writer.add_document(generator.integers(0, VOCABULARY, length, dtype=np.uint16))
+                writer.add_documents(generator.integers(0, VOCABULARY, length, dtype=np.uint16), [length])
                 left -= length
     return found
 

@@ -562,7 +562,7 @@ def _write_data(folder: Path) -> None:
         tokens[1::2] = (tokens[::2] * 7 + 3) % VOCAB  # something to learn
         where.mkdir(exist_ok=True)
         with IndexedWriter(where / "corpus", np.uint16) as writer:
-            writer.add_document(tokens)
+            writer.add_documents(tokens.astype(np.uint16), [len(tokens)])
 
 
 def _metrics(run_dir: Path) -> dict[int, dict[str, Any]]:

@@ -15,8 +15,7 @@ from megazero.data.writer import IndexedWriter
 
 def write_pair(prefix: Path, tokens: np.ndarray, lengths: list[int] | None = None, tokenizer: str = "") -> str:
     with IndexedWriter(prefix, np.int32, tokenizer) as writer:
-        for document in np.split(tokens, np.cumsum(lengths or [len(tokens)])[:-1]):
-            writer.add_document(document)
+        writer.add_documents(tokens.astype(np.int32), lengths or [len(tokens)])
     return str(prefix)
 
 

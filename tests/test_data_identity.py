@@ -16,8 +16,7 @@ from megazero.data.writer import IndexedWriter
 
 def write_pair(prefix: Path, ids: np.ndarray, tokenizer: str = "") -> Path:
     with IndexedWriter(prefix, ids.dtype, tokenizer) as writer:
-        for document in np.array_split(ids, 3):
-            writer.add_document(document)
+        writer.add_documents(ids, [len(document) for document in np.array_split(ids, 3)])
     return prefix
 
 

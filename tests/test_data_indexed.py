@@ -77,7 +77,7 @@ def test_documents_of_several_sequences_and_mode_bytes_are_read(tmp_path):
 def test_the_writer_writes_megatrons_bytes(tmp_path, dtype, code, letter):
     with IndexedWriter(tmp_path / "deep" / "out", dtype) as writer:
         for document in DOCUMENTS:
-            writer.add_document(np.array(document, np.int64))
+            writer.add_documents(np.array(document, dtype), [len(document)])
     assert (tmp_path / "deep" / "out.bin").read_bytes() == struct.pack(f"<6{letter}", 5, 6, 7, 65535, 1, 2)
     expected = idx_bytes(code, struct.calcsize(letter), [3, 0, 1, 2], [0, 1, 2, 3, 4])
     assert (tmp_path / "deep" / "out.idx").read_bytes() == expected
@@ -89,7 +89,7 @@ def test_what_is_written_is_read(tmp_path_factory, documents):
     prefix = tmp_path_factory.mktemp("round") / "trip"
     with IndexedWriter(prefix, token_dtype(65536)) as writer:
         for document in documents:
-            writer.add_document(np.array(document, np.int32))
+            writer.add_documents(np.array(document, writer.dtype), [len(document)])
     assert [sequence.tolist() for sequence in IndexedDataset(prefix)] == documents
 
 
@@ -158,13 +158,13 @@ def test_a_truncated_index_is_refused(tmp_path, kept):
 @pytest.mark.parametrize("ids", [[65536], [-1], [1.5]])
 def test_an_id_that_would_wrap_is_refused(tmp_path, ids):
     with pytest.raises(ValueError, match=r"ids|integer"), IndexedWriter(tmp_path / "x", np.uint16) as writer:
-        writer.add_document(np.array(ids))
+        writer.add_documents(np.array(ids), [1])
     assert os.listdir(tmp_path) == []
 
 
 def _write_and_be_interrupted(prefix: Path) -> None:
     with IndexedWriter(prefix, np.int32) as writer:
-        writer.add_document(np.arange(10))
+        writer.add_documents(np.arange(10, dtype=np.int32), [10])
         raise KeyboardInterrupt
 
 
@@ -179,7 +179,7 @@ def test_a_failed_writer_leaves_the_old_pair_and_nothing_else(tmp_path):
 
 def _write_and_die(prefix: Path) -> None:
     with IndexedWriter(prefix, np.uint16) as writer:
-        writer.add_document(np.arange(60_000))
+        writer.add_documents(np.arange(60_000, dtype=np.uint16), [60_000])
         os.kill(os.getpid(), signal.SIGKILL)
 
 
@@ -190,14 +190,14 @@ def test_a_killed_writer_leaves_nothing_under_the_final_name_and_the_next_one_su
     assert process.exitcode == -signal.SIGKILL
     assert not [path.name for path in tmp_path.iterdir() if path.suffix in (".bin", ".idx")]
     with IndexedWriter(tmp_path / "x", np.uint16) as writer:
-        writer.add_document(np.array([3]))
+        writer.add_documents(np.array([3], np.uint16), [1])
     assert sorted(os.listdir(tmp_path)) == ["x.bin", "x.identity.json", "x.idx"]
     assert IndexedDataset(tmp_path / "x").tokens.tolist() == [3]
 
 
 def test_of_two_writers_of_a_pair_the_second_is_refused_and_waits_for_nothing(tmp_path):
     with IndexedWriter(tmp_path / "x", np.uint16) as first:
-        first.add_document(np.array([3]))
+        first.add_documents(np.array([3], np.uint16), [1])
         with pytest.raises(FileExistsError, match=r"another process is writing .*x\.idx"):
             IndexedWriter(tmp_path / "x", np.uint16).__enter__()
     assert IndexedDataset(tmp_path / "x").tokens.tolist() == [3]

@@ -462,8 +462,7 @@ def test_of_two_commands_with_one_output_the_second_is_refused(tmp_path):
     with IndexedWriter(tmp_path / "out", np.uint16) as writer:
         with pytest.raises(FileExistsError, match=r"another process is writing .*out"):
             tokenize_files([tmp_path / "a.txt"], tmp_path / "out", "byte")
-        writer.add_document(np.frombuffer(b"theirs", np.uint8))
-        writer.add_document(np.array([EOD]))
+        writer.add_documents(np.array([*b"theirs", EOD], np.uint16), [6, 1])
     assert IndexedDataset(tmp_path / "out").tokens.tolist() == [*b"theirs", EOD]
 
 

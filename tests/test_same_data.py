@@ -26,7 +26,7 @@ from megazero.training.trainer import train
 def host_with(folder: Path, **sources: np.ndarray) -> Path:
     for name, ids in sources.items():
         with IndexedWriter(folder / name, np.uint16) as writer:
-            writer.add_document(ids)
+            writer.add_documents(ids.astype(np.uint16), [len(ids)])
     return folder
 
 

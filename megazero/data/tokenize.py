@@ -93,15 +93,6 @@ class _Tokenized:
     named_unread: list[Problem] = field(default_factory=list)  # the first of them
     named_empty: list[Problem] = field(default_factory=list)
 
-    def add(self, other: "_Tokenized") -> None:
-        """Count what became of another shard, too."""
-        self.documents += other.documents
-        self.tokens += other.tokens
-        self.unread += other.unread
-        self.empty += other.empty
-        self.named_unread += other.named_unread
-        self.named_empty += other.named_empty
-
 
 def tokenize_files(
     inputs: Sequence[str | os.PathLike[str]],
@@ -165,27 +156,29 @@ def tokenize_files(
         notes += [f"read {len(found):,} files as JSON lines, by their first line: {found[:_NAMED]}"] if found else []
         ask(len(unread), unread, "files or directories")
         done = _tokenize_shards(shards, job, workers, on_progress)
-        total = _Tokenized()
-        for tokenized in done:
-            total.add(tokenized)
-        ask(total.unread, total.named_unread, "documents or parts of files")
-        if not total.documents:
+        unread_documents, documents = sum(shard.unread for shard in done), sum(shard.documents for shard in done)
+        ask(
+            unread_documents,
+            [problem for shard in done for problem in shard.named_unread],
+            "documents or parts of files",
+        )
+        if not documents:
             raise ValueError(f"no text in {len(files):,} files under {[os.fspath(i) for i in inputs]}")
         for shard, tokenized in zip(shards, done, strict=True):
             ids, lengths = (_content(shard, job, suffix, tokenized.hashes[suffix]) for suffix in _CONTENTS)
             writer.add_documents(np.frombuffer(ids, dtype), array("i", lengths))
     _remove_shards(folder)
+    empty = sum(shard.empty for shard in done)
     counts = {
-        f"empty documents:{_listed(total.empty, total.named_empty)}": total.empty,
-        "files, directories or documents that cannot be read": len(unread) + total.unread,
+        f"empty documents:{_listed(empty, [problem for shard in done for problem in shard.named_empty])}": empty,
+        "files, directories or documents that cannot be read": len(unread) + unread_documents,
         "names that start with a dot": hidden,
     }
     if jsonl_key != "text" and not {".jsonl", ".parquet"} & {file_range.kind for file_range in ranges}:
         notes += [f"--jsonl-key {jsonl_key} chose nothing: no file holds JSON lines or a table"]
     notes += [f"left out {count:,} {what}" for what, count in counts.items() if count]
-    return TokenizeSummary(
-        total.documents, total.tokens, sum(p.bytes for p in ranges), time.monotonic() - began, tuple(notes)
-    )
+    tokens, read = sum(shard.tokens for shard in done), sum(part.bytes for part in ranges)
+    return TokenizeSummary(documents, tokens, read, time.monotonic() - began, tuple(notes))
 
 
 def _folder_of(prefix: str) -> Path:

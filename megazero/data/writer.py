@@ -12,8 +12,7 @@ from array import array
 from collections.abc import Sequence
 from io import BufferedWriter
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Final, Self
+from typing import Any, Self
 
 import numpy as np
 from filelock import FileLock, Timeout
@@ -21,8 +20,6 @@ from numpy.typing import DTypeLike, NDArray
 
 from megazero.data.identity import identity_path, read_identity, write_identity
 from megazero.data.indexed import DTYPE_OF_CODE, HEADER, MAGIC, VERSION, pair_paths
-
-_LARGEST_SEQUENCE: Final = 2**31 - 1  # sizes are int32
 
 
 def token_dtype(vocab_size: int) -> np.dtype[Any]:
@@ -80,36 +77,17 @@ class IndexedWriter:
         self._bin = self._partials[self._bin_path].open("wb")
         return self
 
-    def add_document(self, tokens: NDArray[Any]) -> None:
-        """Append one document, [length] integer ids that `dtype` can hold, at most 2**31 - 1.  Raises: ValueError."""
-        if self._bin is None:
-            raise RuntimeError("add_document belongs inside the writer's `with` block")
-        if tokens.ndim != 1 or tokens.dtype.kind not in "iu":
-            raise ValueError(f"a document is one row of integer ids, got shape {tokens.shape} of {tokens.dtype}")
-        if len(tokens) > _LARGEST_SEQUENCE:
-            raise ValueError(f"a document of {len(tokens):,} tokens; the format counts up to {_LARGEST_SEQUENCE:,}")
-        if tokens.dtype != self.dtype and len(tokens):
-            low, high, fits = int(tokens.min()), int(tokens.max()), np.iinfo(self.dtype)
-            if low < fits.min or high > fits.max:
-                raise ValueError(f"ids {low} to {high} do not fit {self.dtype.name} ({fits.min} to {fits.max})")
-        self._append(tokens, [len(tokens)])
-
     def add_documents(self, tokens: NDArray[Any], lengths: Sequence[int]) -> None:
-        """Append documents that lie end to end: ids [sum of `lengths`] of the writer's own dtype."""
-        if tokens.dtype != self.dtype or len(tokens) != sum(lengths):
+        """Append documents that lie end to end: ids [sum of `lengths`] of the writer's own dtype.  Raises: ValueError."""
+        assert self._bin is not None, "add_documents belongs inside the writer's `with` block"
+        if tokens.dtype != self.dtype or tokens.shape != (sum(lengths),):
             raise ValueError(
-                f"documents of {sum(lengths):,} ids of {self.dtype}, got {len(tokens):,} of {tokens.dtype}"
+                f"documents of {sum(lengths):,} ids of {self.dtype}, got {list(tokens.shape)} of {tokens.dtype}"
             )
-        self._append(tokens, lengths)
-
-    def _append(self, tokens: NDArray[Any], lengths: Sequence[int]) -> None:
-        assert self._bin is not None
-        self._bin.write(np.ascontiguousarray(tokens, self.dtype).data)
+        self._bin.write(np.ascontiguousarray(tokens).data)
         self._sizes.extend(lengths)
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         assert self._bin is not None
         try:
             with self._bin as bin_file:

@@ -38,20 +38,13 @@ _ADAM_PARAMETERS: dict[str, Any] = {
 # Of torch.optim; `OPTIMIZERS` has the others.
 _ELEMENTWISE = ("Adam", "AdamW", "SGD", "Adagrad", "Adadelta", "Adamax", "ASGD", "NAdam", "RAdam", "RMSprop", "Rprop")
 
-_MATRIX = "uses whole matrices; on shards it would compute something else"
-_NORM = "scales its step by the norm of whole parameters; on shards it would compute something else"
-_BLOCKS = "stores its state in quantised blocks, which shards would cut elsewhere"
-_REPLICAS = "communicates gradients itself and expects whole replicas"
-_NOT_ELEMENTWISE = {
-    **dict.fromkeys(("adafactor", "muon", "muonwithauxadam", "shampoo", "distributedshampoo", "soap", "kfac"), _MATRIX),
-    **dict.fromkeys(("galoreadamw", "adamuon", "dion"), _MATRIX),
-    **dict.fromkeys(("lamb", "fusedlamb", "lars", "fusedlars", "nvlamb", "novograd", "fusednovograd"), _NORM),
-    **dict.fromkeys(("onebitadam", "onebitlamb", "zerooneadam"), _REPLICAS),
-    **dict.fromkeys(("adam8bit", "adamw8bit", "lion8bit", "adagrad8bit", "rmsprop8bit", "sgd8bit"), _BLOCKS),
-    "lbfgs": "mixes all elements and needs a closure that computes the loss again",
-    "adahessian": "needs second derivatives, which shards do not have",
-    "sparseadam": "needs sparse gradients; shards have dense ones",
-}
+# Whole matrices, norms of whole parameters, quantised blocks, second derivatives or sparse gradients, or gradients that the
+# optimizer itself reduces over whole replicas.
+_MIXING = """adafactor muon muonwithauxadam shampoo distributedshampoo soap kfac galoreadamw adamuon dion
+    lamb fusedlamb lars fusedlars nvlamb novograd fusednovograd onebitadam onebitlamb zerooneadam
+    adam8bit adamw8bit lion8bit adagrad8bit rmsprop8bit sgd8bit lbfgs adahessian sparseadam"""
+_NOT_ELEMENTWISE = frozenset(_MIXING.split())
+_WHY = "acts on more than one element at a time (a matrix, a norm, a block): on shards it would compute something else"
 
 
 def recipe_by_name(name: str, params: dict[str, Any], groups: Sequence[dict[str, Any]]) -> OptimizerRecipe:
@@ -115,12 +108,11 @@ def check_elementwise(optimizer: torch.optim.Optimizer, allow_untested: bool) ->
     Raises: ValueError with the reason.
     """
     cls = type(optimizer)
-    for base in cls.__mro__:
-        if reason := _NOT_ELEMENTWISE.get(base.__name__.lower()):
-            raise ValueError(
-                f"{cls.__name__} {reason}. Weights are stepped as one-dimensional shards at every ZeRO stage, 0 included: "
-                "use an optimizer that acts element by element, such as AdamW or Lion"
-            )
+    if any(base.__name__.lower() in _NOT_ELEMENTWISE for base in cls.__mro__):
+        raise ValueError(
+            f"{cls.__name__} {_WHY}. Weights are stepped as one-dimensional shards at every ZeRO stage, 0 included: use an "
+            "optimizer that acts element by element, such as AdamW or Lion"
+        )
     known = {*(getattr(torch.optim, name) for name in _ELEMENTWISE), *(OPTIMIZERS[name].cls for name in OPTIMIZERS)}
     if cls not in known and not allow_untested:
         raise ValueError(
@@ -141,8 +133,8 @@ def _class_of(name: str) -> tuple[type[torch.optim.Optimizer], dict[str, Any]]:
         return _DEEPSPEED[name.lower()]
     if name in of_torch:
         return of_torch[name], {}
-    if reason := _NOT_ELEMENTWISE.get(name.lower().removeprefix("deepspeed")):
-        raise ValueError(f"optimizer type {name!r} is not offered: it {reason}. Use AdamW or Lion")
+    if name.lower().removeprefix("deepspeed") in _NOT_ELEMENTWISE:
+        raise ValueError(f"optimizer type {name!r} is not offered: it {_WHY}. Use AdamW or Lion")
     raise unknown_name("optimizer type", name, of_torch.keys() | {"Lion", "FusedAdam", "DeepSpeedCPUAdam", "FusedLion"})
 
 

@@ -47,7 +47,7 @@ def _run_in(folder: Path, world: int, **sections: dict[str, Any]) -> ResolvedRun
 
 def _write_data(folder: Path) -> None:
     with IndexedWriter(folder / "corpus", np.uint16) as writer:
-        writer.add_document(np.random.default_rng(5).integers(0, 257, 4000))
+        writer.add_documents(np.random.default_rng(5).integers(0, 257, 4000, np.uint16), [4000])
 
 
 def _files(folder: Path) -> dict[str, bytes]:
