@@ -397,6 +397,7 @@ precision.loss_scale_window=8  precision.dtype=fp16 precision.loss_scale=8
 precision.loss_scale=8         precision.dtype=bf16
 precision.accumulate_dtype=bf16 precision.dtype=fp32
 precision.reduce_dtype=bf16    precision.dtype=fp32
+precision.fp8=rowwise          precision.dtype=fp16
 model.rope_theta=5e5           model.family=gpt2
 model.head_dim=96              model.family=gpt2
 model.sliding_window=96        model.family=qwen2
@@ -424,6 +425,7 @@ elastic.shapes=[{world_size=8}] elastic.enabled=false
 TOLD = """
 zero.offload.optimizer=cpu      zero.offload.ratio=0
 parallel.order=pp-dp-cp-tp
+precision.fp8_layers=all       precision.fp8=none
 parallel.sequence_parallel=true parallel.tp=1
 parallel.cp_method=ring        parallel.cp=1
 parallel.cp_ulysses=2          parallel.cp_method=hybrid

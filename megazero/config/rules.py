@@ -474,6 +474,29 @@ def _what_is_cut_is_not_kept_whole(config: RunConfig) -> Iterator[Problem]:
         yield Problem("activations.partition", True, rule, "leave residual out of activations.recompute, or name block")
 
 
+def _fp8_layers_are_of_this_model(config: RunConfig) -> Iterator[Problem]:
+    precision, count = config.precision, config.model.num_layers
+    chosen = precision.fp8_of_layers(count)
+    if precision.fp8 != "none" and (not chosen or max(chosen) >= count):
+        rule = f"must name one layer or more, below model.num_layers={count}"
+        yield Problem("precision.fp8_layers", precision.fp8_layers, rule, 'write "all" for every layer')
+
+
+def _fp8_takes_the_sizes(config: RunConfig) -> Iterator[Problem]:
+    """Kernels take multiples of 16, and tp cuts between blocks of 128; a layer of a script's own checks itself."""
+    model, tp, scaling = config.model, config.parallel.tp, config.precision.fp8
+    if scaling == "none":
+        return
+    step = 128 * tp if scaling == "blockwise" and tp > 1 else 16 * tp
+    sizes = {"hidden_size": model.attention_size, "ffn_hidden_size": model.ffn_hidden_size}
+    if step > 16 * tp:  # q, k and v are one matrix
+        sizes["num_kv_heads"] = (model.num_kv_heads or model.num_heads) * model.head_size
+    for key, size in sizes.items():
+        if size is not None and size % step:
+            rule = f"must give multiples of {step} features where precision.fp8 = {scaling} and parallel.tp={tp}"
+            yield Problem(f"model.{key}", getattr(model, key), rule, f"it gives {size}")
+
+
 def _loss_scale_starts_above_its_least(config: RunConfig) -> Iterator[Problem]:
     least, start = config.precision.min_loss_scale, 2.0**config.precision.initial_scale_power
     if least > start:
@@ -495,6 +518,7 @@ _SHAPE_RULES: tuple[Rule, ...] = (
     _context_degrees_agree,
     _ulysses_splits_heads,
     _every_stage_has_a_layer,
+    _fp8_takes_the_sizes,
     _layout_is_of_this_model,
 )
 RULES: tuple[Rule, ...] = (
@@ -506,6 +530,7 @@ RULES: tuple[Rule, ...] = (
     _passes_can_be_listed,
     _elastic_runs_change_their_world,
     _what_is_cut_is_not_kept_whole,
+    _fp8_layers_are_of_this_model,
     _loss_scale_starts_above_its_least,
     _shapes_fill_their_worlds,
     _shard_groups_fill_dp,

@@ -79,6 +79,14 @@ def _layout(value: object) -> object:
     return tuple(stages)
 
 
+def _fp8_layers(value: object) -> object:
+    """Take "inner", "all" or a list of layers."""
+    listed = tuple(value) if _is_list(value) else ()
+    if value in ("inner", "all") or (listed and all(type(layer) is int and layer >= 0 for layer in listed)):
+        return listed or value
+    raise PydanticCustomError("layers", 'be "inner", "all" or a list of layers from 0 such as [1, 2, 5]')
+
+
 def _is_list(value: object) -> TypeGuard[list[object] | tuple[object, ...]]:
     return isinstance(value, list | tuple)
 
@@ -90,6 +98,7 @@ def _integer(value: object) -> object:
     return value
 
 
+Fp8Layers = Annotated[Literal["inner", "all"] | tuple[int, ...], BeforeValidator(_fp8_layers)]
 Stage = Annotated[Literal[0, 1, 2, 3], BeforeValidator(_integer)]
 Layout = Annotated[
     Literal["even", "cost"] | tuple[tuple[int | Literal["embed", "head"], ...], ...], BeforeValidator(_layout)
@@ -215,6 +224,15 @@ class PrecisionConfig(Section):
 
     dtype: Literal["fp32", "bf16", "fp16"] = "bf16"
     """Format of weights and activations. bf16 and fp16 keep fp32 master weights."""
+    fp8: Annotated[
+        Literal["none", "rowwise", "blockwise"],
+        ActsWhere("precision.dtype", ("fp32", "bf16"), "products in fp8 give bf16 or fp32"),
+    ] = "none"
+    """Products of the layers' matrices in fp8: a scale per row, or per block of 128. Weight gradients keep the format."""
+    fp8_layers: Annotated[
+        Fp8Layers, ActsWhere("precision.fp8", ("rowwise", "blockwise"), "no product is in fp8", told=True)
+    ] = "inner"
+    """Which layers multiply in fp8: "inner" (all but the first and the last), "all", or a list of layers from 0."""
     accumulate_dtype: Annotated[
         Literal["fp32", "bf16", "fp16"], _halves("gradients of fp32 weights are kept in fp32")
     ] = "fp32"
@@ -237,6 +255,12 @@ class PrecisionConfig(Section):
     """Whether a step without overflow restores the tolerance of `hysteresis`; otherwise only a growth does."""
     min_loss_scale: Annotated[Positive, _FP16, _ADAPTED_SCALE] = 1.0
     """Smallest adapted factor; an overflow there ends the run."""
+
+    def fp8_of_layers(self, num_layers: int) -> dict[int, Literal["rowwise", "blockwise"]]:
+        """Of so many layers those that multiply in fp8, and what shares a scale there."""
+        named = {"all": range(num_layers), "inner": range(1, num_layers - 1)}
+        layers = self.fp8_layers if isinstance(self.fp8_layers, tuple) else named[self.fp8_layers]
+        return {} if self.fp8 == "none" else dict.fromkeys(layers, self.fp8)
 
 
 class DataSource(Section):

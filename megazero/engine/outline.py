@@ -124,7 +124,8 @@ def build_stages(config: RunConfig, state: ParallelState, placement: Placement) 
     cuts, seed, dtype = config.parallel.sequence_parallel, config.training.seed, DTYPES[config.precision.dtype]
     whole = WHOLE if cuts else state.tp
     layers = [layer for layout in layouts for layer in layout.layers]
-    policies = layer_policies(config.activations, layers, state.at.pp, cuts=whole.size > 1)
+    fp8 = config.precision.fp8_of_layers(config.model.num_layers)
+    policies = layer_policies(config.activations, layers, state.at.pp, cuts=whole.size > 1, fp8=fp8)
     offload = None
     if any(policy.moves for policy in policies.values()):
         in_arena = any(policy.contiguous for policy in policies.values())
@@ -136,6 +137,11 @@ def build_stages(config: RunConfig, state: ParallelState, placement: Placement) 
         context = BuildContext(config.model, state.tp, cuts, seed, state.device, queue, dtype, attention, logits)
         with torch.device("meta"):
             stages.append(GPTStage(context, layout))
+        for layer, block in zip(layout.layers, stages[-1].blocks, strict=True):
+            if (scaling := policies[layer].fp8) is not None:
+                from megazero.layers.fp8 import multiply_on, use_fp8  # what few runs need
+
+                use_fp8(block, scaling, multiply_on(state.device, dtype, scaling))
         save_by_policy(zip(stages[-1].blocks, map(policies.__getitem__, layout.layers), strict=True), whole, offload)
     return RankStages(stages, queues, offload)
 

@@ -12,7 +12,8 @@ user's own model, and with tp = 1 a layer is a plain `F.linear`, except where an
     W apart              B             dx = dy W                     the queue keeps dy and this rank's shard of x
                          W  gather x (beside the dW before it) | dW = dy.T x
 
-Products run in torch's library, or in one that an annex adds for the CPU.
+Products run in torch's library, or in one that an annex adds for the CPU; the two that x and dy enter may be replaced by a
+`Product` of another number format (`fp8.py`), chosen when the model is built.
 
 Source: Shoeybi et al. 2019, section 3; Korthikanti et al. 2022, section 4.2.2; Qi et al. 2024, section 2.
 """
@@ -90,6 +91,35 @@ def product_t(a: Tensor, b: Tensor) -> Tensor:
     # as matmul does: a view, to autograd, could not be summed over tp in place
     result: Tensor = torch.ops.aten._unsafe_view(rows, [*a.shape[:-1], b.shape[0]])
     return result
+
+
+class Product(Protocol):
+    """The products of a linear layer that its input and its output's gradient pass through, without autograd."""
+
+    def forward(self, x: Tensor, weight: Tensor) -> Tensor:
+        """x @ weight.T.  [..., k], [n, k] -> [..., n]."""
+
+    def backward(self, grad: Tensor, weight: Tensor) -> Tensor:
+        """grad @ weight.  [..., n], [n, k] -> [..., k]."""
+
+    def compile(self, compiled: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+        """Replace functions of its own by compiled ones."""
+
+
+class PlainProduct:
+    """Products in the format of the factors."""
+
+    def forward(self, x: Tensor, weight: Tensor) -> Tensor:
+        return product_t(x, weight)
+
+    def backward(self, grad: Tensor, weight: Tensor) -> Tensor:
+        return product_t(grad, weight.t())
+
+    def compile(self, compiled: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+        """There are none."""
+
+
+PLAIN = PlainProduct()
 
 
 Entry: TypeAlias = Literal["local", "replicated", "sequence"]
@@ -212,15 +242,17 @@ class _ParallelLinear(torch.autograd.Function):
         entry: Entry,
         tp: Axis,
         wgrad_queue: WeightGradQueue | None,
+        product: Product,
     ) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.entry, ctx.tp, ctx.wgrad_queue, ctx.has_bias = entry, tp, wgrad_queue, bias is not None
+        ctx.product = product
         ctx.parameter = None if wgrad_queue is None else weight  # what was saved may come back as another object
         full = x
         if entry == "sequence":
             full, pending = start_gather_sequence(x, tp)
             pending.wait()
-        y = product_t(full, weight)
+        y = product.forward(full, weight)
         return y if bias is None else y.add_(bias)
 
     @staticmethod
@@ -237,7 +269,7 @@ class _ParallelLinear(torch.autograd.Function):
         now = start_input() if needs_weight and not defers else None  # while the input's gradient is computed
         grad_x, exchanging = None, Pending()
         if needs_x:
-            grad_x = product_t(grad, weight.t())
+            grad_x = ctx.product.backward(grad, weight)
             if ctx.entry == "replicated":
                 exchanging = all_reduce(grad_x, tp)
             elif ctx.entry == "sequence":
@@ -253,16 +285,23 @@ class _ParallelLinear(torch.autograd.Function):
             queue.defer_product(ctx.parameter, grad, start_input)
         grad_bias = _rows(grad).sum(0) if ctx.has_bias else None
         exchanging.wait()
-        return grad_x, grad_weight, grad_bias, None, None, None
+        return grad_x, grad_weight, grad_bias, None, None, None, None
 
 
 def parallel_linear(
-    x: Tensor, weight: Tensor, bias: Tensor | None, entry: Entry, tp: Axis, wgrad_queue: WeightGradQueue | None = None
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    entry: Entry,
+    tp: Axis,
+    wgrad_queue: WeightGradQueue | None = None,
+    product: Product = PLAIN,
 ) -> Tensor:
     """y = x @ weight.T + bias, with the exchange that `entry` names; weight and bias as this rank holds them."""
-    if wgrad_queue is None and (tp.size == 1 or entry == "local") and not bypasses_autograd(x):
+    is_plain = wgrad_queue is None and product is PLAIN and not bypasses_autograd(x)
+    if is_plain and (tp.size == 1 or entry == "local"):
         return F.linear(x, weight, bias)
-    return _ParallelLinear.apply(x, weight, bias, entry if tp.size > 1 else "local", tp, wgrad_queue)
+    return _ParallelLinear.apply(x, weight, bias, entry if tp.size > 1 else "local", tp, wgrad_queue, product)
 
 
 class ColumnParallelLinear(nn.Module):
@@ -294,6 +333,7 @@ class ColumnParallelLinear(nn.Module):
     ) -> None:
         super().__init__()
         self.tp, self.wgrad_queue, self.gather_output = tp, wgrad_queue, gather_output
+        self.product: Product = PLAIN
         self.entry: Entry = "sequence" if sequence_parallel else "replicated"
         spec = rows_spec(sections, in_features, 0, init or Initializer(), transposed=transposed, matrix=True)
         self.specs = {"weight": spec}
@@ -303,7 +343,7 @@ class ColumnParallelLinear(nn.Module):
         self.bias = drawn_parameter(self.specs["bias"], tp.index, tp.size) if bias_sections else None
 
     def forward(self, x: Tensor) -> Tensor:
-        y = parallel_linear(x, self.weight, self.bias, self.entry, self.tp, self.wgrad_queue)
+        y = parallel_linear(x, self.weight, self.bias, self.entry, self.tp, self.wgrad_queue, self.product)
         return gather_features(y, self.tp) if self.gather_output else y
 
 
@@ -336,6 +376,7 @@ class RowParallelLinear(nn.Module):
     ) -> None:
         super().__init__()
         self.tp, self.wgrad_queue, self.scatter_input = tp, wgrad_queue, scatter_input
+        self.product: Product = PLAIN
         self.reduce = scatter_sequence if sequence_parallel else reduce_from_tp
         spec = rows_spec((section,), in_features, 1, init or Initializer(), transposed=transposed, matrix=True)
         self.specs = {"weight": spec}
@@ -347,5 +388,6 @@ class RowParallelLinear(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         if self.scatter_input:
             x = split_features(x, self.tp)
-        y = self.reduce(parallel_linear(x, self.weight, None, "local", self.tp, self.wgrad_queue), self.tp)
+        y = parallel_linear(x, self.weight, None, "local", self.tp, self.wgrad_queue, self.product)
+        y = self.reduce(y, self.tp)
         return y if self.bias is None else y + self.bias

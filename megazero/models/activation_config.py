@@ -170,7 +170,7 @@ class ActivationsConfig(Section):
 
 @dataclass(frozen=True)
 class LayerPolicy:
-    """What one layer saves for its backward, and where.
+    """What one layer saves for its backward, and where; and whether it multiplies in fp8.
 
     Args:
         recompute: the regions that are recomputed; a region within another is not named beside it.
@@ -178,6 +178,7 @@ class LayerPolicy:
         partition: what is kept of a region's input is cut over tp.
         offload: what is kept waits on the host.
         contiguous: what is kept lies in one arena of the device's memory.
+        fp8: what shares a scale in products of its matrices; None: they are not in fp8.
     """
 
     recompute: frozenset[Region] = frozenset()
@@ -185,6 +186,7 @@ class LayerPolicy:
     partition: bool = False
     offload: bool = False
     contiguous: bool = False
+    fp8: Literal["rowwise", "blockwise"] | None = None
 
     @property
     def moves(self) -> bool:
@@ -198,11 +200,17 @@ class LayerPolicy:
         parts = [regions + (" but attention" if self.keep_attention else "")]
         parts += ["cut over tp"] if self.partition else []
         parts += ["on the host"] if self.offload else ["in one arena"] if self.contiguous else []
+        parts += [f"products in {self.fp8} fp8"] if self.fp8 else []
         return ", ".join(parts)
 
 
 def layer_policies(
-    activations: ActivationsConfig, layers: Sequence[int], stage: int, *, cuts: bool = True
+    activations: ActivationsConfig,
+    layers: Sequence[int],
+    stage: int,
+    *,
+    cuts: bool = True,
+    fp8: Mapping[int, Literal["rowwise", "blockwise"]] = MappingProxyType({}),
 ) -> dict[int, LayerPolicy]:
     """The policy of each layer of one pipeline rank.
 
@@ -211,6 +219,7 @@ def layer_policies(
         layers: those of the rank, all chunks, as indices in the whole model.
         stage: the pipeline rank.
         cuts: `partition` has something to cut: tp is above 1, and sequence parallelism has not cut it.
+        fp8: see `LayerPolicy`, of the layers that multiply in fp8.
     """
     own = activations.of_stage(stage)
     regions = frozenset(own.regions)
@@ -224,6 +233,7 @@ def layer_policies(
             partition=own.partition and cuts and bool(here - UNCUT),
             offload=own.offload == "host" and layer in offloaded,
             contiguous=own.offload == "none" and own.contiguous,
+            fp8=fp8.get(layer),
         )
     return policies
 

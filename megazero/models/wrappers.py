@@ -9,8 +9,9 @@ Each is set on the instance in front of the method of its class, so a block with
 [Note: compiled modules]  Norms, the core of attention, activations, residual sums and the loss are compiled.  The first
 block compiles them; the modules of other blocks have the same sizes and find that code by its guards.  A linear layer is not
 compiled: it communicates over tp and adds its weight gradient to the bucket inside an autograd function of its own, with
-handles and queues that a compiler must not record.  Nor are a norm over all heads and the exchange of a shared key and value
-head.  A recomputed module runs the same code, so it rounds at the same places.  Modules of a script are compiled whole.
+handles and queues that a compiler must not record; of it what rounds to fp8 is compiled.  Nor are a norm over all heads and
+the exchange of a shared key and value head.  A recomputed module runs the same code, so it rounds at the same places.
+Modules of a script are compiled whole.
 
 [Note: alignment]  Weights are stored in a bucket one after the other.  CUDA code that was compiled for aligned weights reads
 16 bytes at a time, and torch does not check the weights of the next block that runs it; so all must be aligned.
@@ -205,6 +206,9 @@ def compile_blocks(stage: GPTStage, backend: str = "inductor") -> None:
             compiled[code] = torch.compile(code, dynamic=False, backend=backend)
         return MethodType(compiled[code], function.__self__) if isinstance(function, MethodType) else compiled[code]
 
+    for part in stage.blocks.modules():
+        if isinstance(part, ColumnParallelLinear | RowParallelLinear):
+            part.product.compile(compile_once)
     for block in stage.blocks:
         for module in _compiled_modules(block):
             for inner in module.modules():

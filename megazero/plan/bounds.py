@@ -94,7 +94,9 @@ class Bounds:
         share = 1.0
         if device.calibration is None:
             share = max(device.product_share, device.attention_share, device.attention_backward_share)
-        return self.flops / (self.cluster.ranks * device.peak_flops[self.config.precision.dtype] * share)
+        precision = self.config.precision
+        peak = device.peak_of(precision.dtype if precision.fp8 == "none" else "fp8")
+        return self.flops / (self.cluster.ranks * peak * share)
 
     def _filling(self, choice: Choice) -> float:
         """Return a pipeline's idle time as a fraction of its work; 0 for schedules that split the backward."""

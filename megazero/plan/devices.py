@@ -59,7 +59,7 @@ class Device:
     Args:
         name: as `--gpu` has it.
         memory_bytes: as the driver reports it.
-        peak_flops: dense FLOP/s of matrix products by dtype: "bf16", "fp16", "fp32".
+        peak_flops: dense FLOP/s of matrix products by dtype: "bf16", "fp16", "fp32", and "fp8" where it has kernels.
         memory_bandwidth, host_bandwidth: bytes/s of its own memory; to the host's, one direction.
         link: within a node.
         multiprocessors: that products are dealt to in tiles; 0: not known.
@@ -82,6 +82,10 @@ class Device:
     memory_share: float = 0.88
     launch_seconds: float = 6e-6
     calibration: Calibration | None = field(default=None, hash=False, compare=False)
+
+    def peak_of(self, dtype: str) -> float:
+        """Return the peak for a dtype; for "fp8" without kernels that of bf16, in which it is emulated."""
+        return self.peak_flops.get(dtype) or self.peak_flops["bf16"]
 
 
 def _nvlink(gigabytes: float, share: float = 0.8) -> Link:
@@ -112,6 +116,7 @@ class _Maker(NamedTuple):
     ) -> Device:
         """`bandwidth` and `host` in GB/s."""
         peaks = {"bf16": half_tflops * 1e12, "fp16": half_tflops * 1e12, "fp32": fp32_tflops * 1e12}
+        peaks |= {"fp8": 2 * peaks["bf16"]} if self == _HOPPER else {}
         return Device(name, mib * MIB, peaks, bandwidth * 1e9, host * 1e9, link, units, *self)
 
 

@@ -34,6 +34,13 @@ from megazero.plan.unit_trace import UnitTrace
 from megazero.zero.bucket import DTYPE_NAMES
 
 _ALLOCATES = ("empty", "new_empty", "detach", "alias", "scalar_tensor")
+_PRODUCTS = (
+    ("aten.mm.", 0),
+    ("aten.addmm.", 1),
+    ("aten.bmm.", 0),
+    ("aten.baddbmm.", 1),
+    ("aten._scaled_mm.", 0),
+)  # and the first factor's place
 _READS_ROWS = (
     "embedding.default",
     "gather.default",
@@ -87,7 +94,7 @@ def product_of(operator: Operator) -> ProductShape | None:
     if name.startswith("mkldnn._linear_pointwise"):
         x, weight = inputs[0], inputs[1]
         return ProductShape(x.dtype, prod(x.shape[:-1]), weight.shape[0], x.shape[-1])
-    for prefix, first in (("aten.mm.", 0), ("aten.addmm.", 1), ("aten.bmm.", 0), ("aten.baddbmm.", 1)):
+    for prefix, first in _PRODUCTS:
         if name.startswith(prefix):
             a, b = inputs[first], inputs[first + 1]
             return ProductShape(a.dtype, a.shape[-2], b.shape[-1], a.shape[-1], prod(a.shape[:-2]))
@@ -254,12 +261,14 @@ def operator_seconds(operator: Operator, device: Device, table: OperatorTable | 
 
 
 def _product_seconds(shape: ProductShape, operator: Operator, device: Device, table: OperatorTable | None) -> float:
-    dtype = DTYPE_NAMES.get(shape.dtype, "fp32")
+    dtype = "fp8" if shape.dtype == torch.float8_e4m3fn else DTYPE_NAMES.get(shape.dtype, "fp32")
     if table is not None and (known := table.product(dtype, shape.m, shape.n, shape.k)) is not None:
         return known * shape.count
     moved = float(sum(value.nbytes for value in operator.inputs))
-    computing = shape.flops / (device.peak_flops[dtype] * device.product_share * wave_share(shape, device))
-    return max(computing, moved / (device.memory_bandwidth * device.memory_share)) + writing_seconds(shape, device)
+    computing = shape.flops / (device.peak_of(dtype) * device.product_share * wave_share(shape, device))
+    return max(computing, moved / (device.memory_bandwidth * device.memory_share)) + writing_seconds(
+        replace(shape, dtype=operator.outputs[0].dtype), device
+    )
 
 
 def writing_seconds(shape: ProductShape, device: Device) -> float:

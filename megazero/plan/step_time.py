@@ -18,14 +18,14 @@ from functools import lru_cache
 
 from megazero.config import ResolvedRun, RunConfig
 from megazero.engine.outline import elements_in, schedule_of, stages_of
-from megazero.models.activation_config import LayerPolicy, layer_policies
+from megazero.models.activation_config import LayerPolicy
 from megazero.models.stages import StageLayout, cut_by_rank
 from megazero.plan.cluster import Cluster
 from megazero.plan.collective_times import GroupLink, links_of
 from megazero.plan.pass_times import PassTime, UnitTime, added, unit_times
 from megazero.plan.shared_processors import simulate_shared
 from megazero.plan.timelines import Span, StepTime, assembled, reduced_behind
-from megazero.plan.unit_trace import EMBEDDING, HEAD, UnitKey, message_bytes
+from megazero.plan.unit_trace import EMBEDDING, HEAD, UnitKey, message_bytes, policies_by_layer
 from megazero.plan.zero_times import ZeroTimes, zero_times_of
 from megazero.schedules.action import Action, ActionKind, Schedule
 from megazero.schedules.proof import ActionCosts, simulate
@@ -89,11 +89,9 @@ def _chunks_of(run: ResolvedRun, schedule: Schedule) -> dict[tuple[int, int], _C
     """Return the chunks by (pipeline rank, chunk)."""
     config = run.config
     ends = unit_elements(run.config, is_one_stage=len(schedule.placement) == 1)
-    cuts = config.parallel.tp > 1 and not config.parallel.sequence_parallel
     found = {}
     for rank, own in enumerate(cut_by_rank(config.model, config.parallel.layout, schedule.placement)):
-        layers = [layer for layout in own for layer in layout.layers]
-        policies = layer_policies(config.activations, layers, rank, cuts=cuts)
+        policies = policies_by_layer(config, own, rank, moves=True)
         for chunk, layout in enumerate(own):
             found[rank, chunk] = _chunk(layout, policies, ends)
     return found

@@ -22,13 +22,15 @@ from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map
 
 from megazero.comm.memory import Arena
 from megazero.config import ResolvedRun, RunConfig
 from megazero.engine.outline import schedule_of
 from megazero.layers.activation_offload import ActivationStore
 from megazero.layers.context_attention import ContextAttention
-from megazero.layers.linear import WeightGradQueue
+from megazero.layers.fp8 import Scaling, emulated, scaled_mm, use_fp8
+from megazero.layers.linear import ColumnParallelLinear, RowParallelLinear, WeightGradQueue
 from megazero.layers.recompute import WHOLE
 from megazero.layers.sample_part import SamplePart, TokenLayout, _part
 from megazero.layers.spec import whole_spec
@@ -203,7 +205,8 @@ def policies_by_layer(
     """Return each layer's policy, the key of its trace; without `moves`, offloaded layers count as on the device."""
     layers = [layer for layout in chunks for layer in layout.layers]
     cuts = config.parallel.tp > 1 and not config.parallel.sequence_parallel
-    own = layer_policies(config.activations, layers, stage, cuts=cuts)
+    fp8 = config.precision.fp8_of_layers(config.model.num_layers)
+    own = layer_policies(config.activations, layers, stage, cuts=cuts, fp8=fp8)
     return {layer: policy if moves else replace(policy, offload=False) for layer, policy in own.items()}
 
 
@@ -220,6 +223,8 @@ def _layer(key: TraceKey, policy: LayerPolicy) -> UnitTrace:
     with _Bench(key, StageLayout(range(1), has_embedding=False, has_head=False)) as bench:
         block = bench.stage.blocks[0]
         store = ActivationStore(torch.device("cpu"), bench.arena) if policy.contiguous else None
+        if policy.fp8 is not None:
+            bench.multiply_in_fp8(block, policy.fp8)
         save_by_policy([(block, policy)], WHOLE if key.sequence_parallel else bench.tp, store)
         if store is not None:
             store.stay(block.parameters())
@@ -323,6 +328,28 @@ class _Bench:
         count = key.samples if key.documents else 1  # documents give each sample its positions
         each = [(key.model.seq_len,)] * count
         return replace(_part(each, *sizes, torch.device("cpu")), of_any=not key.documents)
+
+    def multiply_in_fp8(self, block: nn.Module, scaling: Scaling) -> None:
+        """Have a block multiply in fp8; on CUDA each rounding is a kernel without temporaries."""
+        has_kernels = self._key.on_cuda and self._key.dtype == torch.bfloat16
+        use_fp8(block, scaling, scaled_mm if has_kernels else emulated)
+        for part in block.modules() if self._key.on_cuda else ():
+            if isinstance(part, ColumnParallelLinear | RowParallelLinear):
+                part.product.compile(self._one_kernel)
+
+    def _one_kernel(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Return what allocates a function's results and counts as one operator."""
+
+        def run(x: Tensor, *more: Any) -> Any:
+            given = [one for one in (x, *more) if isinstance(one, Tensor)]
+            shapes = function(*(one.to("meta") if isinstance(one, Tensor) else one for one in (x, *more)))
+            made = tree_map(lambda one: torch.empty_strided(one.shape, one.stride(), dtype=one.dtype), shapes)
+            value = self._fake.value
+            operator = Operator("fp8.round", tuple(map(value, given)), tuple(map(value, tree_leaves(made))))
+            self._fake.operators.append(operator)
+            return made
+
+        return run
 
     def trace(
         self, unit: nn.Module, run: Callable[[Tensor | None], Tensor], shape: tuple[int, ...] | None

@@ -25,6 +25,7 @@ from megazero.data.corpus import PYTHON_STDLIB, repeats, tokenizer_of, without_b
 from megazero.data.indexed import pair_paths
 from megazero.engine.outline import elements_in, schedule_of, stages_of
 from megazero.engine.phases import Phase, trained_steps, unfinished_schedule
+from megazero.layers.fp8 import emulated, use_fp8
 from megazero.layers.recompute import WHOLE
 from megazero.layers.token_layout import balance, shards, work
 from megazero.models.activation_config import ActivationsConfig, layer_policies
@@ -196,7 +197,8 @@ def _pipeline(schedule: Schedule) -> str:
 def layer_problems(config: RunConfig) -> Iterator[Problem]:
     """Find what layers do not support: attention over sequence shards or documents, or the configured recomputation."""
     by_parts, own = config.parallel.cp > 1 or config.data.document_mask, config.activations
-    if not by_parts and own == ActivationsConfig():
+    fp8 = config.precision.fp8_of_layers(config.model.num_layers)
+    if not by_parts and own == ActivationsConfig() and not fp8:
         return
     blocks = [block for stage in stages_of(config) for block in stage.blocks]
     if by_parts:
@@ -204,6 +206,11 @@ def layer_problems(config: RunConfig) -> Iterator[Problem]:
             check_knows_parts(blocks, config.model.family)
         except ConfigError as error:
             yield from error.problems
+    try:
+        for layer, scaling in fp8.items():
+            use_fp8(blocks[layer], scaling, emulated)
+    except ConfigError as error:
+        yield from error.problems
     if own != ActivationsConfig():
         yield from _recompute_problems(config, blocks)
 

@@ -1,0 +1,186 @@
+"""Products of linear layers in fp8 (e4m3), the same bytes on every shape of a run.
+
+    y  = x  @ W.T     x:  a scale for each token      W: a scale for each output row
+    dx = dy @ W       dy: a scale for each token      W: a scale for each input column
+    dW = dy.T @ x     in the run's own format: it sums over tokens
+
+    rowwise     [ k elements, one scale                     ]      where tp cuts k, the maximum is that of all its ranks
+    blockwise   [ 128, a scale | 128, a scale | 64, a scale ]      where tp cuts k, it cuts between blocks
+
+So no scale depends on which tokens or which ranks share a tensor.  A scale is a power of two, the smallest that brings the
+largest element to at most 448: it is exact on every device, and so is a quantised element in bf16 and in fp32.  An infinite
+or undefined element makes its whole row, or block, infinite or undefined.
+
+Where there is no kernel for fp8, products of the same quantised elements run in the run's format.
+
+Source: Micikevicius et al. 2022 (e4m3); DeepSeek-AI 2024, section 3.3 (blocks of 128); Rouhani et al. 2023 (powers of two).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Literal, NamedTuple, TypeAlias
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from megazero.comm.collectives import all_reduce
+from megazero.layers.linear import ColumnParallelLinear, RowParallelLinear, product_t
+from megazero.parallel_state import Axis
+from megazero.settings import ConfigError, Problem
+
+Scaling: TypeAlias = Literal["rowwise", "blockwise"]
+
+BLOCK = 128
+_MULTIPLE = 16  # of which kernels need every size but that of the tokens
+_MANTISSA_ABOVE_448 = 0x1FFFFF  # carries into the exponent where a mantissa is above that of 448 = 1.75 * 2^8
+_EXPONENT, _INFINITY, _SMALLEST = 0x7F800000, 0x7F800000, 9 << 23  # a scale of 2^-126, of zeros too
+_CODES = 64
+_NO_AXIS = Axis("none")
+
+
+class Quantised(NamedTuple):
+    """A matrix as values * scales.
+
+    Args:
+        values: e4m3, [rows, k], contiguous.
+        scales: fp32, [rows, blocks of k], the rows contiguous.
+    """
+
+    values: Tensor
+    scales: Tensor
+
+
+Multiply: TypeAlias = Callable[[Quantised, Quantised, torch.dtype], Tensor]
+"""[m, k], [n, k] -> [m, n] in a dtype."""
+
+
+def _in_blocks(x: Tensor, block: int) -> Tensor:
+    """[rows, k] -> [rows, blocks, block], the last block filled up with zeros."""
+    return F.pad(x, (0, -x.shape[-1] % block)).unflatten(-1, (-1, block))
+
+
+def maxima(x: Tensor, block: int) -> Tensor:
+    """Largest magnitude in each block.  [rows, k] -> fp32 [rows, blocks]."""
+    return _in_blocks(x, block).abs().amax(-1).float()
+
+
+def quantise(x: Tensor, largest: Tensor, block: int) -> Quantised:
+    """Round a matrix to e4m3, to the nearest and ties to even; `largest`: magnitude in each block, fp32 [rows, blocks]."""
+    bits = largest.view(torch.int32).clamp(_SMALLEST, _INFINITY) + _MANTISSA_ABOVE_448
+    scales = bits.bitwise_and(_EXPONENT).view(torch.float32) * 2.0**-8
+    # 1 / scale by its exponent: a division would be rounded on some devices
+    inverse = (0x7F000000 - scales.view(torch.int32)).view(torch.float32)
+    values = (_in_blocks(x, block).float() * inverse.unsqueeze(-1)).flatten(-2)[..., : x.shape[-1]]
+    return Quantised(values.to(torch.float8_e4m3fn).contiguous(), scales.t().contiguous().t())
+
+
+def quantise_alone(x: Tensor, block: int) -> Quantised:
+    """Round a matrix of which this rank has all that shares a scale."""
+    return quantise(x, maxima(x, block), block)
+
+
+def dequantise(x: Quantised, block: int, dtype: torch.dtype) -> Tensor:
+    """The matrix that the quantised one stands for; exact in bf16 and fp32."""
+    blocks = _in_blocks(x.values.to(dtype), block) * x.scales.to(dtype).unsqueeze(-1)
+    return blocks.flatten(-2)[..., : x.values.shape[-1]]
+
+
+def scaled_mm(a: Quantised, b: Quantised, dtype: torch.dtype) -> Tensor:
+    """a @ b.T by torch's kernel for fp8; several blocks are summed in fp32, where there is no other kernel."""
+    fast = a.scales.shape[-1] == 1
+    return torch._scaled_mm(a.values, b.values.t(), a.scales, b.scales.t(), out_dtype=dtype, use_fast_accum=fast)
+
+
+def emulated(a: Quantised, b: Quantised, dtype: torch.dtype) -> Tensor:
+    """a @ b.T of the same quantised elements, by the kernel of a 16- or 32-bit product."""
+    block = BLOCK if a.scales.shape[-1] > 1 else max(1, a.values.shape[-1])
+    return product_t(dequantise(a, block, dtype), dequantise(b, block, dtype))
+
+
+class Fp8Product:
+    """The two products of a linear layer whose factors are quantised.
+
+    Args:
+        scaling: what shares a scale.
+        multiply: of quantised factors.
+        forward_axis: the ranks that cut the features of x among them, as in a row-parallel layer.
+        backward_axis: the ranks that cut those of y, as in a column-parallel layer.
+    """
+
+    def __init__(self, scaling: Scaling, multiply: Multiply, forward_axis: Axis, backward_axis: Axis) -> None:
+        self._block = 0 if scaling == "rowwise" else BLOCK  # 0: a row
+        self._multiply = multiply
+        self._axes = (_NO_AXIS, _NO_AXIS) if self._block else (forward_axis, backward_axis)
+        self._maxima, self._quantise, self._quantise_alone = maxima, quantise, quantise_alone
+
+    def compile(self, compiled: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+        import torch._dynamo.config as settings  # it takes a moment
+
+        # a code for each size of x, dy and the weights, and of their transposes
+        settings.recompile_limit = max(settings.recompile_limit, _CODES)
+        self._maxima, self._quantise = compiled(maxima), compiled(quantise)
+        self._quantise_alone = compiled(quantise_alone)
+
+    def forward(self, x: Tensor, weight: Tensor) -> Tensor:
+        return self._product(x, weight, self._axes[0])
+
+    def backward(self, grad: Tensor, weight: Tensor) -> Tensor:
+        return self._product(grad, weight.t(), self._axes[1])
+
+    def _product(self, x: Tensor, weight: Tensor, axis: Axis) -> Tensor:
+        a, b = x.detach().reshape(-1, x.shape[-1]), weight.detach()
+        block = self._block or a.shape[-1]
+        if axis.size == 1:
+            factors = self._quantise_alone(a, block), self._quantise_alone(b, block)
+        else:
+            largest = torch.cat([self._maxima(a, block), self._maxima(b, block)])
+            all_reduce(largest, axis, "max").wait()
+            of_a, of_b = largest.split([len(a), len(b)])
+            factors = self._quantise(a, of_a, block), self._quantise(b, of_b, block)
+        y = self._multiply(*factors, x.dtype)
+        # as matmul does: a view, to autograd, could not be summed over tp in place
+        result: Tensor = torch.ops.aten._unsafe_view(y, [*x.shape[:-1], len(b)])
+        return result
+
+
+def multiply_on(device: torch.device, dtype: torch.dtype, scaling: Scaling) -> Multiply:
+    """The product of a run: torch's kernel for fp8 where the device has it and the run is in bf16, else the emulation."""
+    if device.type != "cuda" or dtype != torch.bfloat16 or torch.version.cuda is None:
+        return emulated
+    major, cuda = torch.cuda.get_device_capability(device)[0], tuple(map(int, torch.version.cuda.split(".")))
+    has_kernel = major >= 9 if scaling == "rowwise" else major == 9 and cuda >= (12, 9)
+    return scaled_mm if has_kernel else emulated
+
+
+def use_fp8(block: nn.Module, scaling: Scaling, multiply: Multiply) -> None:
+    """Have the linear layers of a block multiply in fp8.
+
+    Raises: ConfigError: it has none, or one of a size that cannot.
+    """
+    layers = [part for part in block.modules() if isinstance(part, ColumnParallelLinear | RowParallelLinear)]
+    if not layers:
+        rule = f"must be none: no linear layer of a {type(block).__name__} is one of this package's"
+        raise ConfigError([Problem("precision.fp8", scaling, rule, "build them with `BuildContext.column` and `row`")])
+    for layer in layers:
+        _check_sizes(layer, scaling)
+        is_column = isinstance(layer, ColumnParallelLinear)
+        axes = (_NO_AXIS, layer.tp) if is_column else (layer.tp, _NO_AXIS)
+        layer.product = Fp8Product(scaling, multiply, *axes)
+
+
+def _check_sizes(layer: ColumnParallelLinear | RowParallelLinear, scaling: Scaling) -> None:
+    """Kernels take the sizes, and tp cuts between blocks.  Raises: ConfigError."""
+    spec, tp = layer.specs["weight"], layer.tp.size
+    out_features, in_features = layer.weight.shape
+    cut = [rows.rows for rows in spec.names.rows] if spec.split == 0 else [spec.shape[1]]
+    if scaling == "blockwise" and tp > 1 and (wrong := [size for size in cut if size % (BLOCK * tp)]):
+        rule = f"cuts {wrong[0]} features of {spec.name} over parallel.tp={tp} within a block of {BLOCK}"
+        hint = f'sizes must be multiples of {BLOCK} * tp, or write "rowwise"'
+    elif wrong := [size for size in (out_features, in_features) if size % _MULTIPLE]:
+        rule = f"needs multiples of {_MULTIPLE}, and a rank has {wrong[0]} features of {spec.name}"
+        hint = "take other sizes, or write none"
+    else:
+        return
+    raise ConfigError([Problem("precision.fp8", scaling, rule, hint)])
