@@ -51,7 +51,7 @@ from benchmarks.rows import (
     possible,
     setting_of,
 )
-from benchmarks.setting import DTYPES, MODELS, Setting, positive
+from benchmarks.setting import DTYPES, MODELS, Setting, positive, whole_numbers
 from benchmarks.worlds import ContenderFailedError
 
 RESULTS = Path(__file__).parent / "results"
@@ -271,13 +271,6 @@ def _write(rows: Sequence[dict[str, Any]], file: Path) -> None:
     draw(alone, file.with_suffix(".svg"))
 
 
-def _numbers(text: str) -> tuple[int, ...]:
-    try:
-        return tuple(map(positive, text.split(",")))
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} must be whole numbers from 1 on, comma-separated") from None
-
-
 def main() -> None:
     """Measure, print a table for each row, write them."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -287,10 +280,12 @@ def main() -> None:
 
     parser.add_argument("--kinds", type=names, default=list(KINDS), help=f"comma-separated, of {', '.join(KINDS)}")
     parser.add_argument("--models", type=names, default=[name for name in MODELS if name != "smoke"])
-    parser.add_argument("--worlds", type=_numbers, default=(2, 4), help="ranks, comma-separated; 3d takes 8")
+    parser.add_argument("--worlds", type=whole_numbers, default=(2, 4), help="ranks, comma-separated; 3d takes 8")
     parser.add_argument("--dtype", choices=DTYPES, default="fp32")
     parser.add_argument("--hosts", type=int, choices=(1, 2, 4), default=1, help="2, and 4 for 3d")
-    parser.add_argument("--mbit", type=_numbers, default=(1000,), help="of each direction of a link, comma-separated")
+    parser.add_argument(
+        "--mbit", type=whole_numbers, default=(1000,), help="of each direction of a link, comma-separated"
+    )
     parser.add_argument("--with", dest="variants", action="append", default=[], metavar="OPTIONS",
                         help="also megazero with options of the configuration, separated by spaces")  # fmt: skip
     parser.add_argument("--rounds", type=positive, default=7)

@@ -17,10 +17,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from benchmarks.setting import DTYPES, SEED
+from benchmarks.worlds import Given
 
 
 @dataclass(frozen=True)
-class AttentionWork:
+class AttentionWork(Given):
     """Causal attention of one layer.
 
     Args:
@@ -38,10 +39,6 @@ class AttentionWork:
     kv_heads: int = 2
     head_size: int = 64
     samples: int = 1
-
-    def batch(self, step: int, dp_index: int) -> tuple[()]:
-        """Nothing is new in a step: the contender has its inputs."""
-        return ()
 
     def inputs(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """q, k, v and the gradient of the output, of the whole sequence.  [samples, heads, length, head size]"""

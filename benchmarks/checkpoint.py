@@ -23,16 +23,14 @@ would pay for getting it again.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import shutil
-import statistics
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from statistics import mean
 from typing import Any
 
 import torch
@@ -44,61 +42,33 @@ from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
-from benchmarks.report import machine
+from benchmarks.contenders import Megazero
+from benchmarks.report import markdown, middle_of, number, spread
+from benchmarks.setting import MODELS, ModelSize, Setting, positive
 from megazero.checkpoint.save import gather_logical
 from megazero.checkpoint.saver import Saver
 from megazero.comm.collectives import gather_objects
-from megazero.config import RunConfig, resolve
-from megazero.engine import Engine, Position, initialize
-from megazero.models.gpt import MicroBatch
-from megazero.parallel_state import ParallelState, RankGrid
+from megazero.engine import Position
 from megazero.plan.processes import in_processes
 
-DP, LR, NORMAL_STEPS, MOST_STEPS_BEHIND = 2, 1e-5, 2, 20
+DP, NORMAL_STEPS, MOST_STEPS_BEHIND = 2, 2, 20
 HIDDEN, VOCABULARY = 768, 8192
 MOMENTS = ("exp_avg", "exp_avg_sq")
 LAYER_PARAMETERS = 4 * HIDDEN**2 + 3 * HIDDEN * 2048 + 2 * HIDDEN
+SLACK = "1.3 steps + copy"
 STATE_BYTES = 12  # of a parameter: the fp32 weight and two moments
-
-
-@dataclass(frozen=True)
-class Setting:
-    """What is the same for all rounds of a run."""
-
-    stage: int
-    layers: int
-    micro_batch_size: int
-    seq_len: int
-    rounds: int
-    directory: str
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Those that are timed
 
 
-class Ours:
+class Ours(Megazero):
     """The engine, and the saver that writes behind it."""
 
     def __init__(self, setting: Setting, rank: int) -> None:
-        config = {
-            "model": {
-                "family": "llama",
-                "hidden_size": HIDDEN,
-                "num_layers": setting.layers,
-                "num_heads": 12,
-                "ffn_hidden_size": 2048,
-                "vocab_size": VOCABULARY,
-                "seq_len": setting.seq_len,
-            },
-            "zero": {"stage": setting.stage},
-            "precision": {"dtype": "fp32"},
-            "optimizer": {"lr": LR},
-            "training": {"micro_batch_size": setting.micro_batch_size, "accumulation": 1, "seed": 7},
-        }
-        self.config = resolve(RunConfig.model_validate(config), DP).config
-        self.state = ParallelState(RankGrid(dp=DP), rank, timeout_seconds=120, local_world_size=DP)
-        self.engine: Engine = initialize(self.config, self.state)
+        super().__init__(setting, rank, Path(), products="fastest")
+        self.state, self.config, self._batch = self.engine.state, self.engine.config, setting.batch(0, rank)
         self.durable = threading.Event()
         self.saver = Saver(
             self.engine.sharded_model.sharded_state,
@@ -107,14 +77,10 @@ class Ours:
             axes=self.state.saving_axes(120),
             report=lambda _: self.durable.set(),
         )
-        shape = (setting.micro_batch_size, setting.seq_len + 1)
-        tokens = torch.randint(0, VOCABULARY, shape, generator=torch.Generator().manual_seed(rank))
-        ids = torch.arange(setting.micro_batch_size) + rank * setting.micro_batch_size
-        self._batch = MicroBatch(ids, tokens[:, :-1].t().contiguous(), tokens[:, 1:].t().contiguous())
 
-    def step(self) -> None:
-        """A training step."""
-        self.engine.train_step([self._batch], LR)
+    def train(self) -> None:
+        """A step."""
+        self.step(*self._batch)
 
     def begin_save(self, place: Path) -> None:
         """Until training may go on."""
@@ -218,12 +184,12 @@ def _timed(action: Callable[..., Any], *args: Any) -> float:
 
 def _train(ours: Ours, place: Path) -> dict[str, float]:
     """Steps before, at and behind a save."""
-    normal = [_timed(ours.step) for _ in range(NORMAL_STEPS)]
+    normal = [_timed(ours.train) for _ in range(NORMAL_STEPS)]
     call = 0.0
 
     def step_and_save() -> None:
         nonlocal call
-        ours.step()
+        ours.train()
         begin = time.perf_counter()
         ours.begin_save(place)
         call = time.perf_counter() - begin
@@ -231,21 +197,18 @@ def _train(ours: Ours, place: Path) -> dict[str, float]:
     saving = _timed(step_and_save)
     behind = []
     while len(behind) < MOST_STEPS_BEHIND and ours.is_writing():
-        behind.append(_timed(ours.step))
+        behind.append(_timed(ours.train))
     ours.saver.finish()
-    usual = statistics.mean(normal)
-    found = {"step": usual, "step that saves": saving, "save, call": call}
-    if behind:
-        found["step, writing behind"] = statistics.mean(behind)
-    return found
+    found = {"step": mean(normal), "step that saves": saving, "save, call": call}
+    return found | ({"step, writing behind": mean(behind)} if behind else {})
 
 
 class _Contest:
     """All that is timed on one rank."""
 
-    def __init__(self, rank: int, setting: Setting) -> None:
+    def __init__(self, rank: int, setting: Setting, root: Path) -> None:
         self.rank, self.ours = rank, Ours(setting, rank)
-        self.ours.step()  # AdamW has moments from now on
+        self.ours.train()  # AdamW has moments from now on
         self.plain = self.ours.written_here()
         self.bytes = sum(tensor.nbytes for tensor in self.plain.values())
         everyone = gather_objects({name: tuple(t.shape) for name, t in self.plain.items()}, self.ours.state.world)
@@ -253,7 +216,7 @@ class _Contest:
         self.peer = Peer(shapes, rank, shards_weights=False)
         self.sharded = Peer(shapes, rank, shards_weights=True)
         self._memory = torch.ones(2, self.bytes, dtype=torch.uint8)
-        self._kept = Path(setting.directory) / "sharded"  # only read, so one is enough
+        self._kept = root / "sharded"  # only read, so one is enough
         self.sharded.save(self._kept)
 
     def round(self, root: Path, *, forward: bool, checks: bool) -> dict[str, float]:
@@ -293,88 +256,47 @@ class _Contest:
         dist.barrier()
 
 
-def _measure(rank: int, setting: Setting) -> dict[str, Any]:
-    """Seconds of every round on one rank; the first round is not among them, but for what its save cost."""
-    contest = _Contest(rank, setting)
-    root = Path(setting.directory)
-    rounds = [contest.round(root, forward=n % 2 == 0, checks=n == 0) for n in range(setting.rounds + 1)]
-    return {"rounds": rounds[1:], "first": rounds[0], "bytes": contest.bytes}
+def _measure(rank: int, setting: Setting, rounds: int, root: Path) -> tuple[list[dict[str, float]], int]:
+    """Seconds of every round on one rank, one that warms up before them, and the bytes that it writes."""
+    contest = _Contest(rank, setting, root)
+    return [contest.round(root, forward=n % 2 == 0, checks=n == 0) for n in range(rounds + 1)], contest.bytes
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # What it says
 
 
-@dataclass(frozen=True)
-class Row:
-    """One quantity: milliseconds (median, least, most), and the same of its ratio to another, taken within a round.
-
-    Args:
-        name: what was timed.
-        ms: of the slower rank.
-        beside: what the ratio is to.
-        ratio: None where there is none.
-        promise: the ratio is to be at most that.
-    """
-
-    name: str
-    ms: tuple[float, float, float]
-    beside: str = ""
-    ratio: tuple[float, float, float] | None = None
-    promise: float | None = None
-
-
-def _spread(values: list[float]) -> tuple[float, float, float]:
-    return statistics.median(values), min(values), max(values)
+# What was timed, what its ratio is to, and what that ratio is to be at most.
+ROWS: Sequence[tuple[str, str, float | None]] = (
+    ("step", "", None),
+    ("copy", "", None),
+    ("save, call", "copy", None),
+    ("step that saves", SLACK, 1.0),
+    ("step, writing behind", "step", None),
+    ("save, plain", "", None),
+    ("save, ours", "save, plain", 1.2),
+    ("save, dcp", "save, plain", None),
+    ("save, dcp async", "save, plain", None),
+    ("save, dcp async, call", "copy", None),
+    ("load, dcp", "", None),
+    ("load, dcp sharded", "", None),
+    ("load, ours by hash", "load, dcp", 1.0),
+    ("load, ours by hash", "load, dcp sharded", None),
+    ("load, ours by size", "load, dcp", 1.0),
+    ("load, ours by size", "load, dcp sharded", None),
+)
 
 
-def rows_of(rounds: list[dict[str, float]]) -> list[Row]:
-    """Every quantity that was measured, with the ratios that matter."""
-
-    def row(
-        name: str, beside: str = "", of: Callable[[dict[str, float]], float] | None = None, most: Any = None
-    ) -> Row:
-        has = [one for one in rounds if name in one]
-        ms = _spread([one[name] * 1e3 for one in has]) if has else (0.0, 0.0, 0.0)
-        ratio = _spread([one[name] / of(one) for one in has]) if has and of is not None else None
-        return Row(name, ms, beside, ratio, most)
-
-    return [
-        row("step"),
-        row("copy"),
-        row("save, call", "copy", lambda one: one["copy"]),
-        row("step that saves", "1.3 steps + copy", lambda one: 1.3 * one["step"] + one["copy"], 1.0),
-        row("step, writing behind", "step", lambda one: one["step"]),
-        row("save, plain"),
-        row("save, ours", "plain", lambda one: one["save, plain"], 1.2),
-        row("save, dcp", "plain", lambda one: one["save, plain"]),
-        row("save, dcp async", "plain", lambda one: one["save, plain"]),
-        row("save, dcp async, call", "copy", lambda one: one["copy"]),
-        row("load, dcp"),
-        row("load, dcp sharded"),
-        row("load, ours by hash", "dcp", lambda one: one["load, dcp"], 1.0),
-        row("load, ours by hash", "dcp sharded", lambda one: one["load, dcp sharded"]),
-        row("load, ours by size", "dcp", lambda one: one["load, dcp"], 1.0),
-        row("load, ours by size", "dcp sharded", lambda one: one["load, dcp sharded"]),
-    ]
-
-
-HEADS = ("what", "ms", "beside", "ratio, by round", "promised")
-
-
-def _cells(row: Row) -> tuple[str, ...]:
-    median, least, most = row.ms
-    ratio = "" if row.ratio is None else "{:.3f} ({:.3f} to {:.3f})".format(*row.ratio)
-    promise = "" if row.promise is None else f"{row.promise:.1f}"
-    return row.name, f"{median:.0f} ({least:.0f} to {most:.0f})", row.beside, ratio, promise
-
-
-def table(rows: list[Row]) -> str:
-    """Markdown, aligned for the terminal."""
-    cells = [HEADS, *map(_cells, rows)]
-    widths = [max(len(line[column]) for line in cells) for column in range(len(HEADS))]
-    lines = ["| " + " | ".join(cell.ljust(w) for cell, w in zip(line, widths, strict=True)) + " |" for line in cells]
-    return "\n".join([lines[0], "|" + "|".join("-" * (w + 2) for w in widths) + "|", *lines[1:]])
+def table(rounds: Sequence[dict[str, float]]) -> str:
+    """Milliseconds, median and range, and the same of ratios within a round."""
+    rows = []
+    for name, beside, promise in ROWS:
+        has = [{**one, SLACK: 1.3 * one["step"] + one["copy"]} for one in rounds if name in one]
+        if has:
+            ms = spread(middle_of([one[name] * 1e3 for one in has]), 0)
+            ratio = spread(middle_of([one[name] / one[beside] for one in has]), 3) if beside else ""
+            rows.append((name, ms, beside, ratio, number(promise, 1)))
+    return markdown(("what", "ms", "beside", "ratio, by round", "promised"), rows)
 
 
 def file_system(path: Path) -> str:
@@ -385,32 +307,27 @@ def file_system(path: Path) -> str:
 
 
 def main() -> None:
-    """Measure, print one table and one JSON line."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    """Measure and print a table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--stage", type=int, default=1, help="of ZeRO")
     parser.add_argument("--megabytes", type=float, default=500, help="of weights and moments; whole layers of 85 MB")
-    parser.add_argument("--micro-batch-size", type=int, default=4, help="of each rank; its step should take about 1 s")
-    parser.add_argument("--seq-len", type=int, default=128)
-    parser.add_argument("--rounds", type=int, default=7, help="after one that warms up")
+    parser.add_argument("--rounds", type=positive, default=7, help="after one that warms up")
     parser.add_argument("--directory", default=tempfile.gettempdir(), help="where the files go, and are removed again")
     given = parser.parse_args()
-    rest = given.megabytes * 1e6 / STATE_BYTES - 2 * HIDDEN * VOCABULARY
-    layers = max(1, round(rest / LAYER_PARAMETERS))
+    layers = round((given.megabytes * 1e6 / STATE_BYTES - 2 * HIDDEN * VOCABULARY) / LAYER_PARAMETERS)
+    MODELS["saved"] = ModelSize(HIDDEN, max(1, layers), 12, VOCABULARY, seq_len=128, micro_batch_size=4)
+    os.environ["LOCAL_WORLD_SIZE"] = str(DP)
     with tempfile.TemporaryDirectory(dir=given.directory) as directory:
-        setting = Setting(given.stage, layers, given.micro_batch_size, given.seq_len, given.rounds, directory)
-        ranks = in_processes(2, _measure, setting, timeout=3600)
+        setting = Setting("saved", DP, zero_stage=given.stage, micro_batch_size=4)
+        ranks = in_processes(DP, _measure, setting, given.rounds, Path(directory), timeout=3600)
         kind = file_system(Path(directory))
     slower = [
         {name: max(one[name] for one in both) for name in both[0]}
-        for both in zip(*(rank["rounds"] for rank in ranks), strict=True)
+        for both in zip(*(rounds for rounds, _ in ranks), strict=True)
     ]
-    rows = rows_of(slower)
-    first = max(rank["first"]["save, call"] for rank in ranks)
-    size = sum(rank["bytes"] for rank in ranks)
+    size, first = sum(nbytes for _, nbytes in ranks), slower[0]["save, call"]
     print(f"{size / 1e6:.0f} MB on {kind}; the first save, whose memory is new, was called for {first * 1e3:.0f} ms")
-    print(table(rows))
-    result = {**machine(), **asdict(setting), "bytes": size, "file_system": kind, "first_call_ms": first * 1e3}
-    print(json.dumps(result | {"rows": [asdict(row) for row in rows]}))
+    print(table(slower[1:]))
 
 
 if __name__ == "__main__":

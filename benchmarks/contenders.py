@@ -95,9 +95,8 @@ class Plain:
     """One device, no framework."""
 
     def __init__(self, setting: Setting, rank: int, weights: Path) -> None:
-        if setting.world > 1:
-            raise ValueError("the plain loop runs on one device: --world 1")
-        _only_fp32(setting, "the plain loop")
+        if setting.dtype != "fp32":
+            raise ValueError(f"the plain loop computes in fp32 only, got dtype {setting.dtype}")
         self.dp_index = rank
         self.model = PlainStage(setting.model_config(), load_file(weights))
         self.optimizer = adamw(list(self.model.parameters()))
@@ -109,11 +108,6 @@ class Plain:
         self.optimizer.step()
         self.optimizer.zero_grad()
         return loss
-
-
-def _only_fp32(setting: Setting, name: str) -> None:
-    if setting.dtype != "fp32":
-        raise ValueError(f"{name} computes in fp32 only, got dtype {setting.dtype}")
 
 
 def passes(model: torch.nn.Module, tokens: Tensor, labels: Tensor, accumulation: int) -> float:

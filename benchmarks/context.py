@@ -12,7 +12,6 @@ torch ring               `_templated_ring_attention`, zigzag; keys and values ga
 DeepSpeed Ulysses        `DistributedAttention` around torch's attention
 gathered keys            keys and values all-gathered, their gradients reduce-scattered; zigzag
 floor, heads | tiles     a rank's share of the work, as Ulysses or as a ring has it, with nothing to send
-one rank                 the whole sequence on rank 0; only where --contenders names it
 
 above the floor          milliseconds of a step beyond the faster floor's in the same round, the median of the rounds
 processor                the same of processor time: per rank, all threads. What waits for a core is not in it, nor is what
@@ -31,8 +30,7 @@ from __future__ import annotations
 import argparse
 import json
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import product
@@ -43,9 +41,9 @@ import torch
 
 from benchmarks.attention_work import AttentionWork, worst_error
 from benchmarks.hosts_net import LOOPBACK, Network, NoHostsError, network_of
-from benchmarks.report import machine, markdown, megabytes, number, spread
-from benchmarks.setting import DTYPES, positive
-from benchmarks.worlds import ContenderFailedError, Turn, World, imported
+from benchmarks.report import machine, markdown, megabytes, middle_of, number, spread
+from benchmarks.setting import DTYPES, positive, whole_numbers
+from benchmarks.worlds import Build, ContenderFailedError, Turn, World, imported, started
 
 RESULTS = Path(__file__).parent / "results"
 LENGTHS = (2048, 4096, 8192, 16384)
@@ -53,7 +51,7 @@ LEAST_ROUNDS, WARMUP_STEPS = 3, 2
 TOLERANCE = {"fp32": 1e-4, "bf16": 3e-2}
 WORDS = "What contenders and columns are: the head of [context.py](../context.py).\n"
 FLOORS = ("floor, heads", "floor, tiles")
-ALONE, HYBRID = "one rank", "megazero 2 x ring"
+HYBRID = "megazero 2 x ring"
 
 # Where each contender is made: module and name; imported on first use, since the peers are optional.
 BUILDERS = {
@@ -67,9 +65,7 @@ BUILDERS = {
     "gathered keys": "peers.context_parallel:GatheredKeys",
     FLOORS[0]: "peers.context_parallel:HeadFloor",
     FLOORS[1]: "peers.context_parallel:TileFloor",
-    ALONE: "peers.context_parallel:Alone",
 }
-DEFAULT = [name for name in BUILDERS if name != ALONE]
 
 
 @dataclass(frozen=True)
@@ -111,8 +107,9 @@ def peaks_of(work: AttentionWork, names: Sequence[str], network: Network = LOOPB
     To be called before this process has computed anything: ranks are forked, and would fill what it has freed.
     """
     peaks: dict[str, int | None] = {}
+    build_of = partial(_builder, work)
     for name in names:  # one at a time
-        with _worlds(work, [name], network, keeps_no_gaps=True) as (worlds, _):
+        with started([name], build_of, work, network, steps=WARMUP_STEPS, keeps_no_gaps=True) as (worlds, _):
             peaks[name] = worlds[name].memory().own_peak if name in worlds else None
     return peaks
 
@@ -133,7 +130,7 @@ def measure(
         ContenderFailedError: one failed after its first steps; one that fails in them has a line that says so.
     """
     names = list(peaks)
-    with _worlds(work, names, network) as (worlds, failures):
+    with started(names, partial(_builder, work), work, network, steps=WARMUP_STEPS) as (worlds, failures):
         errors = _errors(work, worlds)
         turns: dict[str, list[Turn]] = {name: [] for name in worlds}
         end, rounds = time.monotonic() + seconds, 0
@@ -156,7 +153,7 @@ def measure(
         lines.append(
             Line(
                 name,
-                (median(its), min(its), max(its)),
+                middle_of(its),
                 None if floor is None else median(a - b for a, b in zip(its, floor, strict=True)),
                 median(worked[name]),
                 None if least is None else median(a - b for a, b in zip(worked[name], least, strict=True)),
@@ -170,27 +167,8 @@ def measure(
     return lines, rounds
 
 
-@contextmanager
-def _worlds(
-    work: AttentionWork, names: Sequence[str], network: Network, *, keeps_no_gaps: bool = False
-) -> Iterator[tuple[dict[str, World], dict[str, str]]]:
-    """Ranks of every contender after some steps, and why those that cannot run, cannot; ended afterwards."""
-    worlds: dict[str, World] = {}
-    failures: dict[str, str] = {}
-    try:
-        for name in names:
-            try:
-                build = partial(imported(BUILDERS[name]), work)
-                worlds[name] = World(name, build, work, network, keeps_no_gaps=keeps_no_gaps)
-                worlds[name].turn(range(WARMUP_STEPS))
-            except ContenderFailedError as error:
-                failures[name] = str(error)
-                if name in worlds:
-                    worlds.pop(name).close()
-        yield worlds, failures
-    finally:
-        for world in worlds.values():
-            world.close()
+def _builder(work: AttentionWork, name: str) -> Build:
+    return partial(imported(BUILDERS[name]), work)
 
 
 def _errors(work: AttentionWork, worlds: dict[str, World]) -> dict[str, float]:
@@ -232,13 +210,11 @@ def table(lines: Sequence[Line]) -> str:
 def main() -> None:
     """Measure, print a table for each row, write them."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--worlds", default="2,4", help="comma-separated")
-    parser.add_argument("--lengths", default=",".join(map(str, LENGTHS)), help="comma-separated")
+    parser.add_argument("--worlds", type=whole_numbers, default=(2, 4), help="comma-separated")
+    parser.add_argument("--lengths", type=whole_numbers, default=LENGTHS, help="comma-separated")
     parser.add_argument("--dtypes", default=",".join(DTYPES), help="comma-separated")
-    parser.add_argument("--heads", type=positive, default=8)
-    parser.add_argument("--kv-heads", type=positive, default=2)
     parser.add_argument("--seconds", type=positive, default=60, help="of each row's rounds; there are three at least")
-    parser.add_argument("--contenders", default=";".join(DEFAULT), help="separated by semicolons")
+    parser.add_argument("--contenders", default=";".join(BUILDERS), help="separated by semicolons")
     parser.add_argument("--hosts", type=int, choices=(1, 2), default=1)
     parser.add_argument(
         "--mbit", type=positive, default=1000, help="rate of the link between two hosts, each direction"
@@ -256,8 +232,8 @@ def main() -> None:
 
 
 def _measure_all(given: argparse.Namespace, names: Sequence[str]) -> None:
-    cases = product(given.dtypes.split(","), map(int, given.worlds.split(",")), map(int, given.lengths.split(",")))
-    works = [AttentionWork(length, world, dtype, given.heads, given.kv_heads) for dtype, world, length in cases]
+    cases = product(given.dtypes.split(","), given.worlds, given.lengths)
+    works = [AttentionWork(length, world, dtype) for dtype, world, length in cases]
     peaks = []
     for work in works:
         with network_of(given.hosts, given.mbit) as network:

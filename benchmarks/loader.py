@@ -15,18 +15,18 @@ All take turns within a round, in one process with one thread.  Tokens count onc
 from __future__ import annotations
 
 import argparse
-import json
-import os
-import statistics
 import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
+from statistics import median
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from benchmarks.report import markdown, middle_of, spread
+from benchmarks.setting import positive
 from megazero.data import Corpus, open_corpus
 from megazero.data.writer import IndexedWriter
 from megazero.engine import BatchShare
@@ -92,16 +92,14 @@ def seconds_of(step_of: Callable[[int], object], first: int) -> tuple[float, int
 
 
 def main() -> None:
-    """Measure, print one table and one JSON line."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--tokens", type=int, default=50_000_000)
-    parser.add_argument("--batch", type=int, default=32, help="samples of a step")
-    parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--directory", default=None, help="where the files go for the time being")
+    """Measure and print a table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    for name, default in (("tokens", 50_000_000), ("batch", 32), ("rounds", 7)):
+        parser.add_argument(f"--{name}", type=positive, default=default)
     given = parser.parse_args()
     torch.set_num_threads(1)
     rows = []
-    with tempfile.TemporaryDirectory(prefix="megazero-loader-", dir=given.directory) as folder:
+    with tempfile.TemporaryDirectory(prefix="megazero-loader-") as folder:
         files = write_sources(Path(folder), given.tokens)
         for seq_len in SEQUENCES:
             blend = [(str(files[name]), share) for name, share in SHARES.items()]
@@ -119,26 +117,10 @@ def main() -> None:
                         found[name].append(seconds)
             for name, values in found.items():
                 ratios = [mine / peer for mine, peer in zip(values, found["plain"], strict=True)]
-                rows.append(
-                    {
-                        "loader": name,
-                        "seq_len": seq_len,
-                        "tokens_per_second": given.batch * seq_len / statistics.median(values),
-                        "sample_us": statistics.median(values) / given.batch * 1e6,
-                        "time_over_plain": statistics.median(ratios),
-                        "time_over_plain_range": [min(ratios), max(ratios)],
-                    }
-                )
-    print(
-        "| loader           | sequence | million tokens/s | us per sample | time over plain     |\n|---|---|---|---|---|"
-    )
-    for row in rows:
-        low, high = row["time_over_plain_range"]
-        print(
-            f"| {row['loader']:16} | {row['seq_len']:8} | {row['tokens_per_second'] / 1e6:16.1f} "
-            f"| {row['sample_us']:13.1f} | {row['time_over_plain']:.2f} ({low:.2f} to {high:.2f}) |"
-        )
-    print(json.dumps({"tokens": given.tokens, "batch": given.batch, "cores": os.cpu_count(), "rows": rows}))
+                speed, sample = given.batch * seq_len / median(values), median(values) / given.batch
+                over = spread(middle_of(ratios), 2)
+                rows.append([name, str(seq_len), f"{speed / 1e6:.1f}", f"{sample * 1e6:.1f}", over])
+    print(markdown(("loader", "sequence", "million tokens/s", "us per sample", "time over plain"), rows))
 
 
 if __name__ == "__main__":

@@ -10,65 +10,36 @@ processor time of a rank and update, all threads, so ranks may share cores: per 
 from __future__ import annotations
 
 import argparse
-from dataclasses import dataclass
 from functools import partial
 from statistics import median
 
 import torch
 from torch import Tensor
 
-from benchmarks.report import markdown, spread
-from benchmarks.setting import positive
+from benchmarks.report import markdown, middle_of, spread
+from benchmarks.setting import MODELS, ModelSize, Setting, positive
 from benchmarks.worlds import World
-from megazero.config import RunConfig, resolve
 from megazero.engine import initialize
 from megazero.layers.spec import numel
 from megazero.parallel_state import ParallelState, RankGrid
 
 LR, DECAY = 1e-3, 0.1
-
-
-@dataclass(frozen=True)
-class Work:
-    """A Llama's update."""
-
-    hidden: int
-    layers: int
-    world: int = 1
-
-    def batch(self, step: int, dp_index: int) -> tuple[Tensor, ...]:
-        """An update needs none."""
-        return ()
-
-    def config(self) -> RunConfig:
-        """The run."""
-        model = {
-            "hidden_size": self.hidden,
-            "num_heads": 8,
-            "num_layers": self.layers,
-            "vocab_size": 1024,
-            "seq_len": 64,
-        }
-        sections = {
-            "model": model,
-            "precision": {"dtype": "bf16"},
-            "optimizer": {"name": "muon", "weight_decay": DECAY},
-        }
-        return resolve(RunConfig.model_validate({**sections, "training": {"compile": False}}), self.world).config
+OPTIONS = ("optimizer.name=muon", f"optimizer.weight_decay={DECAY}", "training.compile=false")
 
 
 class Ours:
     """One rank of the engine."""
 
-    def __init__(self, work: Work, rank: int) -> None:
-        self.dp_index, config = rank, work.config()
-        self.engine = initialize(config, ParallelState(RankGrid(dp=work.world), rank, local_world_size=work.world))
+    def __init__(self, work: Setting, rank: int) -> None:
+        self.dp_index = rank
+        state = ParallelState(RankGrid(dp=work.world), rank, local_world_size=work.world)
+        self.engine = initialize(work.config(OPTIONS), state)
         for bucket in self.engine.sharded_model.reducer.buckets:
             bucket.allocate_gradient().normal_()
         for group in self.engine.sharded_model.optimizer.torch_optimizer.param_groups:
             group["lr"] = LR
 
-    def step(self) -> None:
+    def step(self, *_: Tensor) -> None:
         """One update."""
         self.engine.sharded_model.update(1.0, 0.0)
         self.engine.sharded_model.parameters.gathers.wait()
@@ -77,9 +48,9 @@ class Ours:
 class Torchs:
     """torch's Muon for the matrices, AdamW for the rest."""
 
-    def __init__(self, work: Work, rank: int) -> None:
+    def __init__(self, work: Setting, rank: int) -> None:
         self.dp_index = rank
-        engine = initialize(work.config(), ParallelState(RankGrid()))
+        engine = initialize(work.config(OPTIONS), ParallelState(RankGrid()))
         matrices, others = list[Tensor](), list[Tensor]()
         for bucket in engine.sharded_model.reducer.buckets:
             for slot in bucket.layout.slots:
@@ -92,7 +63,7 @@ class Torchs:
         muon = torch.optim.Muon(matrices, lr=LR, weight_decay=DECAY, adjust_lr_fn="match_rms_adamw")
         self._optimizers = muon, torch.optim.AdamW(others, lr=LR, fused=True)
 
-    def step(self) -> None:
+    def step(self, *_: Tensor) -> None:
         """One update."""
         for optimizer in self._optimizers:
             optimizer.step()
@@ -104,7 +75,8 @@ def main() -> None:
     for name, default in (("hidden", 512), ("layers", 4), ("rounds", 9)):
         parser.add_argument(f"--{name}", type=positive, default=default)
     given = parser.parse_args()
-    works = {f"megazero, dp {world}": Work(given.hidden, given.layers, world) for world in (1, 2, 4)}
+    MODELS["muon"] = ModelSize(given.hidden, given.layers, num_heads=8, vocab_size=1024, seq_len=64, micro_batch_size=1)
+    works = {f"megazero, dp {world}": Setting("muon", world, zero_stage=1, dtype="bf16") for world in (1, 2, 4)}
     worlds = {name: World(name, partial(Ours, work), work) for name, work in works.items()}
     one = works["megazero, dp 1"]
     worlds["torch.optim.Muon"] = World("torch", partial(Torchs, one), one)
@@ -120,7 +92,7 @@ def main() -> None:
     rows = []
     for name, seconds in taken.items():
         ratios = [its / alone for its, alone in zip(seconds, taken["megazero, dp 1"], strict=True)]
-        shown = spread((median(ratios), min(ratios), max(ratios)), 3)
+        shown = spread(middle_of(ratios), 3)
         rows.append([name, f"{median(seconds) * 1e3:.1f}", shown])
     print(markdown(("update", "processor ms of a rank", "over dp 1"), rows))
 

@@ -24,7 +24,7 @@ from torch import Tensor
 from benchmarks.activations import REUSED_MEMORY
 from benchmarks.hosts_net import network_of
 from benchmarks.report import machine, markdown, write_whole
-from benchmarks.worlds import ContenderFailedError, World
+from benchmarks.worlds import ContenderFailedError, Given, World
 from megazero.config import ResolvedRun, RunConfig, resolve
 from megazero.engine import initialize
 from megazero.parallel_state import ParallelState
@@ -60,7 +60,7 @@ MODELS: dict[str, dict[str, Any]] = {
 
 
 @dataclass(frozen=True)
-class Shape:
+class Shape(Given):
     """One run.  `dp` is what the other degrees leave."""
 
     world: int
@@ -105,10 +105,6 @@ class Shape:
             "training": {"global_batch_size": GLOBAL_BATCH, "micro_batch_size": self.micro, "compile": False},
         }
         return resolve(RunConfig.model_validate(document), self.world)
-
-    def batch(self, step: int, dp_index: int) -> tuple[Tensor, ...]:
-        """Ranks draw their own."""
-        return ()
 
 
 def shapes() -> Iterator[Shape]:
@@ -159,14 +155,10 @@ def stay_on_host(hosts: int, rank: int, world: int) -> None:
 
 
 @dataclass(frozen=True)
-class Several:
+class Several(Given):
     """So many processes that measure something else than steps of a shape."""
 
     world: int
-
-    def batch(self, step: int, dp_index: int) -> tuple[Tensor, ...]:
-        """None."""
-        return ()
 
 
 class Probe:

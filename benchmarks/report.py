@@ -10,6 +10,7 @@ import re
 from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from statistics import median
 
 import torch
 
@@ -20,6 +21,11 @@ def spread(values: tuple[float, float, float] | None, digits: int) -> str:
         return ""
     middle, least, most = (f"{value:.{digits}f}" for value in values)
     return f"{middle} ({least} to {most})"
+
+
+def middle_of(values: Sequence[float]) -> tuple[float, float, float]:
+    """Median, least and most."""
+    return median(values), min(values), max(values)
 
 
 def number(value: float | None, digits: int = 2) -> str:

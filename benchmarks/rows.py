@@ -6,18 +6,19 @@ A kind is one way to split the work.  Its peers are what a user would pick for i
 from __future__ import annotations
 
 import os
-import statistics
 import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from math import isnan, nan
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from benchmarks.hosts_net import LOOPBACK, Network
+from benchmarks.report import middle_of
 from benchmarks.setting import MODELS, Setting
-from benchmarks.worlds import Contender, ContenderFailedError, Turn, World, imported
+from benchmarks.worlds import Contender, Turn, imported, started
 from megazero.config import ConfigError
 
 OURS, SHIPPED, OVER_GLOO, FLOOR = "megazero", "megazero, its own products", "megazero over gloo", "floor"
@@ -184,12 +185,16 @@ def measure(
     """
     from benchmarks.contenders import floor_seconds, idle_share, write_weights
 
-    worlds: dict[str, World] = {}
     with tempfile.TemporaryDirectory() as folder:
         weights = Path(folder) / "weights.safetensors"
         write_weights(setting, weights)
-        try:
-            failed = _start((OURS, FLOOR, *others), setting, weights, network, worlds)
+
+        def build_of(name: str) -> Callable[[int], Contender]:
+            build = builder(name)
+            return lambda rank: build(setting, rank, weights)
+
+        every = (OURS, FLOOR, *others)
+        with started(every, build_of, setting, network, required=every[:2]) as (worlds, failed):
             checked = {name: world.turn(range(1, 1 + CHECKED_STEPS)) for name, world in worlds.items()}
             for name in list(worlds):
                 if name not in (OURS, FLOOR):
@@ -203,35 +208,32 @@ def measure(
                 for name in names[first:] + names[:first]:  # everyone comes after everyone, and first in some round
                     turns[name].append(worlds[name].turn(range(99 + number, 100 + number + steps), run_in=1))
             memory = {name: world.memory() for name, world in worlds.items()}
-        finally:
-            for world in worlds.values():
-                world.close()
     idle = idle_share(setting)
     has_floor = setting.dtype == "fp32" and (setting.pp == 1 or setting.world <= (os.cpu_count() or 1))
     seconds = {
         name: [[floor_seconds(work, idle) for work in turn.works] if name == FLOOR else turn.seconds for turn in found]
         for name, found in turns.items()
     }
-    medians = {name: [statistics.median(values) for values in found] for name, found in seconds.items()}
+    medians = {name: [median(values) for values in found] for name, found in seconds.items()}
     lines = []
     for name in (OURS, *others, FLOOR):
         if name in failed:
             lines.append(Line(name, error=failed[name]))
             continue
         difference = None if name in (FLOOR, OURS) else _difference(checked[OURS], checked[name])
-        ms = _spread([value * 1e3 for values in seconds[name] for value in values])
+        ms = middle_of([value * 1e3 for values in seconds[name] for value in values])
         ratios = [ours / its for ours, its in zip(medians[OURS], medians[name], strict=True)]
         over = [its / floor for its, floor in zip(medians[name], medians[FLOOR], strict=True)]
         lines.append(
             Line(
                 name,
                 ms,
-                None if name == OURS else _spread(ratios),
-                statistics.median(over) if has_floor else None,
+                None if name == OURS else middle_of(ratios),
+                median(over) if has_floor else None,
                 setting.tokens / ms[0] * 1e3,
                 memory[name].state,
                 memory[name].peak,
-                statistics.median(turn.loopback_bytes for turn in turns[name]),
+                median(turn.loopback_bytes for turn in turns[name]),
                 turns[name][0].metered_bytes,
                 difference,
                 *_over_the_link(turns[name], network),
@@ -243,29 +245,7 @@ def measure(
 def _over_the_link(turns: Sequence[Turn], network: Network) -> tuple[float | None, float | None]:
     if not network.namespaces:
         return None, None
-    return statistics.median(turn.link_bytes for turn in turns), statistics.median(t.busiest_bytes for t in turns)
-
-
-def _start(
-    names: Sequence[str], setting: Setting, weights: Path, network: Network, worlds: dict[str, World]
-) -> dict[str, str]:
-    """Make the worlds and let each take a step; why those that cannot, cannot."""
-    failed: dict[str, str] = {}
-    for name in names:
-        try:
-            worlds[name] = World(name, partial(_built, builder(name), setting, weights), setting, network)
-            worlds[name].turn(range(1))  # some fail only when they run
-        except ContenderFailedError as error:
-            if name in (OURS, FLOOR):
-                raise
-            failed[name] = str(error)
-            if name in worlds:
-                worlds.pop(name).close()
-    return failed
-
-
-def _built(build: Build, setting: Setting, weights: Path, rank: int) -> Contender:
-    return build(setting, rank, weights)
+    return median(turn.link_bytes for turn in turns), median(t.busiest_bytes for t in turns)
 
 
 def _check_losses(name: str, its: Turn, ours: Turn, tolerance: float) -> None:
@@ -279,7 +259,3 @@ def _difference(a: Turn, b: Turn) -> float:
         nan if x is None or y is None else abs(x - y) / abs(y) for x, y in zip(a.losses, b.losses, strict=True)
     ]
     return nan if any(map(isnan, differences)) else max(differences)
-
-
-def _spread(values: Sequence[float]) -> tuple[float, float, float]:
-    return statistics.median(values), min(values), max(values)

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from benchmarks.worlds import Given
 from megazero.config import RunConfig, resolve
 from megazero.models.config import ModelConfig
 
@@ -23,6 +24,11 @@ def positive(text: str) -> int:
     if number < 1:
         raise ValueError(f"{number} is not positive")
     return number
+
+
+def whole_numbers(text: str) -> tuple[int, ...]:
+    """Whole numbers from 1 on, of a command line, comma-separated.  Raises: ValueError."""
+    return tuple(map(positive, text.split(",")))
 
 
 def _value(written: str) -> object:
@@ -64,7 +70,7 @@ MODELS = {
 
 
 @dataclass(frozen=True)
-class Setting:
+class Setting(Given):
     """One row's work.
 
     Args:

@@ -15,16 +15,17 @@ from __future__ import annotations
 import argparse
 import functools
 import importlib
-import json
-import os
-import statistics
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
+from statistics import median
 from typing import Any
+
+from benchmarks.report import markdown
+from benchmarks.setting import positive
 
 # What ends each phase, in the order of the run: (phase, module, attribute), and whether entering or leaving it counts.
 ENTERED, LEFT = "entered", "left"
@@ -100,33 +101,19 @@ def one_run(config: str, *, cold: bool) -> dict[str, float]:
 
 
 def main() -> None:
-    """Measure, print one table and one JSON line."""
+    """Measure and print a table."""
     if sys.argv[1:2] == ["--observe"]:
         observe(Path(sys.argv[2]), sys.argv[3:])
         return
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--runs", type=int, default=5)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--runs", type=positive, default=5)
     parser.add_argument("--config", default="examples/quickstart.toml")
     parser.add_argument("--cold", action="store_true", help="tokenize the corpus in every run")
     given = parser.parse_args()
     runs = [one_run(given.config, cold=given.cold) for _ in range(given.runs)]
-    print("| phase                         | median s |  least |   most |\n|---|---|---|---|")
-    summary = {}
-    for phase in runs[0]:
-        values = [run[phase] for run in runs]
-        summary[phase] = {"median": statistics.median(values), "least": min(values), "most": max(values)}
-        print(f"| {phase:29} | {statistics.median(values):8.2f} | {min(values):6.2f} | {max(values):6.2f} |")
-    print(
-        json.dumps(
-            {
-                "config": given.config,
-                "cold": given.cold,
-                "runs": given.runs,
-                "cores": os.cpu_count(),
-                "seconds": summary,
-            }
-        )
-    )
+    by_phase = {phase: [run[phase] for run in runs] for phase in runs[0]}
+    rows = [[phase, *(f"{of(values):.2f}" for of in (median, min, max))] for phase, values in by_phase.items()]
+    print(markdown(("phase", "median s", "least", "most"), rows))
 
 
 if __name__ == "__main__":

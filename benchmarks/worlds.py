@@ -20,7 +20,8 @@ import signal
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import import_module
 from multiprocessing.connection import Connection
@@ -63,15 +64,14 @@ class Contender(Protocol):
         """
 
 
-class Given(Protocol):
-    """The work of a row."""
+class Given:
+    """The work of a row, on `world` ranks."""
 
-    @property
-    def world(self) -> int:
-        """Ranks."""
+    world: int
 
     def batch(self, step: int, dp_index: int) -> tuple[Tensor, ...]:
-        """A data-parallel rank's part of a step."""
+        """A data-parallel rank's part of a step; none for contenders that have their own inputs."""
+        return ()
 
 
 Build = Callable[[int], Contender]
@@ -258,6 +258,46 @@ class World:
                 raise ContenderFailedError(f"{self.name}: rank {rank}: {short}") from RuntimeError(trace)
             found.append(answer)
         return found
+
+
+@contextmanager
+def started(
+    names: Sequence[str],
+    build_of: Callable[[str], Build],
+    setting: Given,
+    network: Network,
+    *,
+    steps: int = 1,
+    required: Sequence[str] = (),
+    keeps_no_gaps: bool = False,
+) -> Iterator[tuple[dict[str, World], dict[str, str]]]:
+    """Worlds of contenders after some steps, and why those that cannot run, cannot; all are ended at the end.
+
+    Args:
+        build_of: what makes a contender, by name.
+        setting, network, keeps_no_gaps: see `World`.
+        steps: some fail only when they run.
+        required: those whose failure is raised.
+
+    Raises: ContenderFailedError.
+    """
+    worlds: dict[str, World] = {}
+    failures: dict[str, str] = {}
+    try:
+        for name in names:
+            try:
+                worlds[name] = World(name, build_of(name), setting, network, keeps_no_gaps=keeps_no_gaps)
+                worlds[name].turn(range(steps))
+            except ContenderFailedError as error:
+                if name in required:
+                    raise
+                failures[name] = str(error)
+                if name in worlds:
+                    worlds.pop(name).close()
+        yield worlds, failures
+    finally:
+        for world in worlds.values():
+            world.close()
 
 
 def _rank_main(

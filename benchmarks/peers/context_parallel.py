@@ -189,15 +189,3 @@ class HeadFloor(AttentionRank):
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
-
-
-class Alone(AttentionRank):
-    """The whole sequence on rank 0, in one call."""
-
-    def __init__(self, work: AttentionWork, rank: int) -> None:
-        super().__init__(work, rank, torch.arange(0 if rank else work.length))
-
-    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        if not self._rows.numel():
-            return q + 0 * (k.sum() + v.sum())
-        return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
