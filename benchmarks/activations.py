@@ -33,7 +33,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import product
-from math import inf
 from pathlib import Path
 from statistics import median, quantiles
 from typing import Any
@@ -43,9 +42,9 @@ from torch import Tensor, nn
 from torch._functorch.partitioners import get_default_op_list
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from benchmarks.models import PlainBlock
+from benchmarks.models import PlainStage
 from benchmarks.report import machine, markdown
-from benchmarks.setting import DTYPES, Setting, positive
+from benchmarks.setting import DTYPES, Setting, positive, whole_numbers
 from megazero.layers import linear
 from megazero.layers.linear import WeightGradQueue
 from megazero.layers.recompute import WHOLE
@@ -54,6 +53,7 @@ from megazero.models.activation_config import PRESETS, LayerPolicy, Region
 from megazero.models.config import ModelConfig
 from megazero.models.gpt import Block, BuildContext
 from megazero.models.registry import FAMILIES
+from megazero.models.stages import StageLayout
 from megazero.models.wrappers import save_by_policy
 
 RESULTS = Path(__file__).parent / "results"
@@ -92,11 +92,6 @@ class Contender:
     def base(self) -> str:
         """The contender with the same blocks that keeps everything."""
         return "plain, none" if self.transposed else OURS
-
-    @property
-    def is_ours(self) -> bool:
-        """One of our policies."""
-        return "," not in self.name
 
     def forward(self, x: Tensor) -> Tensor:
         """[seq, batch, hidden], unchanged in shape."""
@@ -141,10 +136,10 @@ class Curve:
         """Milliseconds that a point takes beyond `base`."""
         return point.ms - self.points[base].ms
 
-    def rate(self, point: Point, base: str) -> float:
-        """Bytes freed per millisecond added."""
+    def rate(self, point: Point, base: str) -> str:
+        """MB freed per millisecond added, for tables; nothing where nothing is freed."""
         freed, added = self.freed(point, base), self.added(point, base)
-        return inf if freed > 0 and added <= 0 else freed / added if freed > 0 else 0.0
+        return "" if freed <= 0 else "no time" if added <= 0 else f"{freed / added / 1e6:.2f}"
 
     def ahead(self, peer: Point) -> Point | None:
         """The policy of ours that keeps no more than a peer in the least time, if it takes no more."""
@@ -170,12 +165,11 @@ def contenders(length: int, dtype: str, blocks: int) -> list[Contender]:
             spec.names.rows, getattr(module, key).split([s.rows for s in spec.names.rows]), strict=True
         )
     }
-    plain = [PlainBlock(model, layer, weights, _rope(model), 1).to(DTYPES[dtype]) for layer in range(blocks)]
+    no_ends = StageLayout(range(blocks), False, False)
+    plain = list(PlainStage(model, weights, no_ends).to(DTYPES[dtype]).blocks)
     made = [_under_policy(ours, policy) for policy in POLICIES]
-    layout, ours_parameters = (
-        TokenLayout(torch.zeros(1, dtype=torch.int64)),
-        [p for block in ours for p in block.parameters()],
-    )
+    layout = TokenLayout(torch.zeros(1, dtype=torch.int64))
+    ours_parameters = [p for block in ours for p in block.parameters()]
     for name, run in WITHIN_CHECKPOINT.items():
         layers = [partial(run, partial(_call, block, layout)) for block in ours]
         made.append(Contender(f"our blocks, {name}", layers, ours_parameters))
@@ -208,14 +202,6 @@ def _under_policy(blocks: Sequence[Block], policy: LayerPolicy) -> Contender:
 def _call(block: Block, layout: TokenLayout, x: Tensor) -> Tensor:
     result: Tensor = block(x, layout)
     return result
-
-
-def _rope(model: ModelConfig) -> tuple[Tensor, Tensor]:
-    """cos and sin, [seq, head size]."""
-    size = model.hidden_size // model.num_heads
-    frequency = model.rope_theta ** -(torch.arange(0, size, 2, dtype=torch.float64) / size)
-    angle = torch.outer(torch.arange(model.seq_len, dtype=torch.float64), frequency).repeat(1, 2)
-    return angle.cos().float(), angle.sin().float()
 
 
 def _checkpointed(run: Layer, x: Tensor, **options: Any) -> Tensor:
@@ -338,25 +324,18 @@ def table(curve: Curve) -> str:
                 f"{point.ms:.1f} ({point.low:.1f} to {point.high:.1f})",
                 f"{curve.freed(point, point.base) / 1e6:.2f}",
                 f"{curve.added(point, point.base):.1f}",
-                _rate(curve, point, point.base),
-                _rate(curve, point, OURS),
+                curve.rate(point, point.base),
+                curve.rate(point, OURS),
                 ("" if not is_peer else "none of ours" if ahead is None else ahead.name),
             )
         )
     return markdown(heads, rows)
 
 
-def _rate(curve: Curve, point: Point, base: str) -> str:
-    if point.name == base or curve.freed(point, base) <= 0:
-        return ""
-    rate = curve.rate(point, base)
-    return "no time" if rate == inf else f"{rate / 1e6:.2f}"
-
-
 def main() -> None:
     """Measure, print a table for each length and dtype, write them."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--lengths", default=",".join(map(str, LENGTHS)), help="comma-separated")
+    parser.add_argument("--lengths", type=whole_numbers, default=LENGTHS, help="comma-separated")
     parser.add_argument("--dtypes", default="fp32,bf16", help="comma-separated")
     parser.add_argument("--seconds", type=positive, default=40, help="of each curve; it has three rounds at least")
     parser.add_argument("--out", help="write benchmarks/results/NAME.md and NAME.jsonl")
@@ -367,7 +346,7 @@ def main() -> None:
     torch.set_num_threads(1)
     linear.cpu_product = lambda: None  # type: ignore[assignment]
     lines, pages = [json.dumps({"machine": machine(), "selective": PRESETS["selective"], **vars(given)})], []
-    for dtype, length in product(given.dtypes.split(","), map(int, given.lengths.split(","))):
+    for dtype, length in product(given.dtypes.split(","), given.lengths):
         curve = measure(length, dtype, max(1, min(4, 2048 // length)), given.seconds)
         pages.append(f"## {dtype}, {length} tokens, {curve.blocks} blocks, {curve.rounds} rounds\n\n{table(curve)}\n")
         lines.append(json.dumps(asdict(curve)))

@@ -10,7 +10,7 @@ The same model, initial weights, tokens and optimizer; the losses of the first s
 through memory, where the peers take gloo's sockets; `over gloo` is megazero on sockets too.
 
 --out NAME writes results/NAME.jsonl, .md and, for one host, .svg after every row, so that an interrupted run loses one row;
-rows that this machine has measured with these versions are kept unless --again is given.
+rows that this machine has measured with these versions are kept: remove the file to measure them anew.
 
 With --hosts, ranks lie in blocks, each host is a network namespace, and ours knows of it from LOCAL_WORLD_SIZE (see
 benchmarks/hosts_net.py; it needs root and iproute2).  `3d` takes 8 ranks, and 4 hosts on a switch: tp is within a host, dp
@@ -290,7 +290,6 @@ def main() -> None:
                         help="also megazero with options of the configuration, separated by spaces")  # fmt: skip
     parser.add_argument("--rounds", type=positive, default=7)
     parser.add_argument("--steps", type=positive, help="of each contender in a round (4 of tiny, 1 of small)")
-    parser.add_argument("--again", action="store_true", help="measure rows anew that --out has already")
     parser.add_argument("--out", metavar="NAME", help="write benchmarks/results/NAME.* after every row")
     given = parser.parse_args()
     if unknown := [*(set(given.models) - set(MODELS)), *(set(given.kinds) - set(KINDS))]:
@@ -302,7 +301,7 @@ def main() -> None:
     here = {key: value for key, value in machine().items() if key != "date"}
     for case in _cases(given):
         old = [row for row in rows if Case(**row["case"]) == case]
-        if old and old[0]["machine"].items() >= here.items() and not given.again:
+        if old and old[0]["machine"].items() >= here.items():
             continue
         print(case.title, flush=True)
         try:

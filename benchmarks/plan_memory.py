@@ -1,6 +1,6 @@
 """The plan's memory and traffic beside measured ones, over random shapes of small models on gloo ranks.
 
-    python -m benchmarks.plan_memory --shapes 200 --out page.md
+    python -m benchmarks.plan_memory --shapes 200 > page.md
 
 Each shape is drawn from its number; a draw that is no valid run is left out.  A run's third step is measured on every
 rank: all tensors that torch's allocator reports, and all bytes that the collectives count.
@@ -12,13 +12,15 @@ import argparse
 import gc
 import os
 import random
+import sys
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from itertools import count, islice
-from pathlib import Path
-from typing import NamedTuple
+from statistics import median
+from typing import Any, NamedTuple
 
 import torch
 
@@ -35,7 +37,7 @@ from megazero.plan.random_batches import random_batches
 from megazero.plan.traffic import traffic_of
 
 CPU = Device("cpu", 2**34, {"fp32": 1e11, "bf16": 1e11}, 1e10, 1e10, Link("memory", 1e10, 1e-6))
-BINS = (0.0005, 0.002, 0.005, 0.01, 0.02, 0.05, 1.0)
+BINS = (0.002, 0.01, 0.05)
 
 
 def cpus(ranks: int) -> Cluster:
@@ -43,7 +45,7 @@ def cpus(ranks: int) -> Cluster:
     return Cluster(CPU, ranks, ranks, CPU.link, CPU.link, processors=2)
 
 
-def draw(number: int) -> tuple[str, int]:  # noqa: PLR0912, PLR0915  each key may depend on those before it
+def draw(number: int) -> tuple[str, int]:  # each key may depend on those before it
     """(overrides, ranks) of a shape; not all are valid."""
     of = random.Random(number)
     pick = of.choice
@@ -78,46 +80,39 @@ def draw(number: int) -> tuple[str, int]:  # noqa: PLR0912, PLR0915  each key ma
             ["none", "none", "selective", "full", '["attention"]', '["mlp"]', '["norms","attention","residual"]']
         ),
     }
-    if family != "gpt2":
-        keys["model.num_kv_heads"] = pick([heads, heads // 2, heads // 4])
-    else:
-        keys["model.dropout"] = pick([0.0, 0.1])
-    if family == "mistral":
-        keys["model.sliding_window"] = pick([32, 64])
-    if tp > 1:
-        keys["parallel.sequence_parallel"] = pick(["true", "false"])
-    if schedule == "interleaved":
-        keys["parallel.virtual_stages"] = 2
+    sometimes = partial(_sometimes, of, keys)
+    sometimes("model.num_kv_heads", family != "gpt2", heads, heads // 2, heads // 4)
+    sometimes("model.dropout", family == "gpt2", 0.0, 0.1)
+    sometimes("model.sliding_window", family == "mistral", 32, 64)
+    sometimes("parallel.sequence_parallel", tp > 1, "true", "false")
+    sometimes("parallel.virtual_stages", schedule == "interleaved", 2)
+    sometimes("zero.gather_policy", keys["zero.stage"] == 3, "action", "action", "chunk", "step")
+    sometimes("zero.reduce", keys["zero.stage"] >= 2, "micro_batch", "micro_batch", "step")
+    sometimes("precision.reduce_dtype", keys["precision.dtype"] == "bf16", "fp32", "fp32", "bf16")
+    sometimes("precision.accumulate_dtype", keys["precision.dtype"] == "bf16", "fp32", "fp32", "bf16")
+    sometimes("data.document_mask", 0.2, "true")
+    sometimes("model.tie_embeddings", 0.3, "true")
+    sometimes("zero.bucket_bytes", 0.3, 2**20, 2**22)
+    if keys["activations.recompute"] in ("full", '["attention"]'):
+        sometimes("activations.keep_attention", 0.5, "true")
+    if keys["activations.recompute"] != "none":
+        sometimes("activations.layers", 0.3, 1)
+    sometimes("optimizer.name", 0.1, "lion", "sgd", "adagrad")
+    sometimes("zero.offload.optimizer", 0.15, "cpu", "nvme")
     if keys["zero.stage"] == 3:
-        keys["zero.gather_policy"] = pick(["action", "action", "chunk", "step"])
-    if keys["zero.stage"] >= 2:
-        keys["zero.reduce"] = pick(["micro_batch", "micro_batch", "step"])
-    if keys["precision.dtype"] == "bf16":
-        keys["precision.reduce_dtype"] = pick(["fp32", "fp32", "bf16"])
-        keys["precision.accumulate_dtype"] = pick(["fp32", "fp32", "bf16"])
-    if of.random() < 0.2:
-        keys["data.document_mask"] = "true"
-    if of.random() < 0.3:
-        keys["model.tie_embeddings"] = "true"
-    if of.random() < 0.3:
-        keys["zero.bucket_bytes"] = pick([2**20, 2**22])
-    if keys["activations.recompute"] in ("full", '["attention"]') and of.random() < 0.5:
-        keys["activations.keep_attention"] = "true"
-    if keys["activations.recompute"] != "none" and of.random() < 0.3:
-        keys["activations.layers"] = 1
-    if of.random() < 0.1:
-        keys["optimizer.name"] = pick(["lion", "sgd", "adagrad"])
-    if of.random() < 0.15:
-        keys["zero.offload.optimizer"] = pick(["cpu", "nvme"])
-    if keys["zero.stage"] == 3 and of.random() < 0.2:
-        keys["zero.offload.parameters"] = pick(["cpu", "nvme"])
-    if "nvme" in keys.values():
-        keys["zero.offload.nvme_path"] = "/tmp"
+        sometimes("zero.offload.parameters", 0.2, "cpu", "nvme")
+    sometimes("zero.offload.nvme_path", "nvme" in keys.values(), "/tmp")
     if ranks // (tp * pp) >= 4 and keys.get("zero.gather_policy") in ("action", "chunk") and of.random() < 0.5:
         keys["zero.secondary_shard_size"] = 2
     elif ranks // (tp * pp) > 1 and ranks < 8 and of.random() < 0.3:
         ranks = ranks // 2 * 3
     return " ".join(f"{key}={value}" for key, value in keys.items()), ranks
+
+
+def _sometimes(of: random.Random, keys: dict[str, Any], key: str, chance: bool | float, *values: object) -> None:
+    """Give a key one of the values: always, never, or with a probability."""
+    if chance if isinstance(chance, bool) else of.random() < chance:
+        keys[key] = of.choice(values) if len(values) > 1 else values[0]
 
 
 def run_of(case: str, ranks: int) -> ResolvedRun | None:
@@ -192,6 +187,11 @@ class Compared:
     peak: int = 0
     seconds: float = 0.0  # that the plan took
 
+    @property
+    def worst(self) -> float:
+        """Of the pipeline rank that is furthest off."""
+        return max(self.off, key=abs, default=0.0)
+
 
 def compare(number: int, case: str, run: ResolvedRun) -> Compared:
     """Plan a shape and run it."""
@@ -218,55 +218,42 @@ def compare(number: int, case: str, run: ResolvedRun) -> Compared:
 
 
 def main() -> None:
-    """Compare shapes and write the page."""
+    """Compare shapes and print the page."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shapes", type=int, default=200)
     parser.add_argument("--first", type=int, default=0)
-    parser.add_argument("--out", type=Path)
-    arguments = parser.parse_args()
+    given = parser.parse_args()
     found = []
-    for shape in shapes(arguments.first, arguments.shapes):
-        found.append(one := compare(*shape))
-        most = max(one.off, key=abs, default=0.0)
-        print(f"{one.number:4d} {most:+.2%} {one.error} {', '.join(one.wrong)}", flush=True)
-    text = page(found)
-    print(text)
-    if arguments.out:
-        arguments.out.write_text(text)
+    for shape in shapes(given.first, given.shapes):
+        found.append(compare(*shape))
+        last = found[-1]
+        print(f"{last.number} {last.worst:+.2%} {last.error} {', '.join(last.wrong)}", file=sys.stderr, flush=True)
+    print(page(found))
 
 
 def page(found: list[Compared]) -> str:
     """What was found, as the page of results."""
-    ran = [one for one in found if not one.error]
+    ran = sorted((one for one in found if not one.error), key=lambda one: -abs(one.worst))
     offs = [abs(off) for one in ran for off in one.off]
-    bins = Counter(next(limit for limit in BINS if off <= limit) for off in offs)
-    low = 0.0
-    lines = [
-        "# The plan's memory and traffic beside measured ones",
-        "",
-        f"{len(found)} random shapes, of which {len(ran)} ran, on 1 to 8 gloo ranks of one host; torch {torch.__version__}. "
-        "`python -m benchmarks.plan_memory`.",
-        "",
-        f"- model state, to the byte: {sum('state' not in one.wrong for one in ran)} of {len(ran)} shapes",
-        f"- buffers of gradients, to the byte: {sum('gradient_buffers' not in one.wrong for one in ran)} of {len(ran)}",
-        f"- traffic, bytes and calls by axis and operation: {sum('traffic' not in one.wrong for one in ran)} of {len(ran)}",
-        f"- the fullest pipeline rank named: {sum(one.fullest for one in ran)} of {len(ran)}",
-        f"- live peak within 1%: {sum(off <= 0.01 for off in offs)} of {len(offs)} pipeline ranks",
-        f"- time of a plan, median {sorted(one.seconds for one in ran)[len(ran) // 2]:.2f} s" if ran else "",
-        "",
-        "| off by at most | pipeline ranks |",
-        "|---|---|",
+    exact = {kind: sum(kind not in one.wrong for one in ran) for kind in ("state", "gradient_buffers", "traffic")}
+    within = ", ".join(f"{limit:.1%}: {sum(off <= limit for off in offs)}" for limit in BINS)
+    worst = [
+        f"- {one.worst:+.2%} of {one.peak / 1e6:.1f} MB in {one.moment}; shape {one.number}: `{one.case}`"
+        for one in ran
     ]
-    for limit in BINS:
-        lines.append(f"| {low:.2%} to {limit:.2%} | {bins.get(limit, 0)} |")
-        low = limit
-    worst = sorted(ran, key=lambda one: -max(map(abs, one.off)))[:8]
-    lines += ["", "The furthest off:", "", "| shape | off | measured MB | fullest at | keys |", "|---|---|---|---|---|"]
-    for one in worst:
-        most = max(one.off, key=abs)
-        lines.append(f"| {one.number} | {most:+.2%} | {one.peak / 1e6:.1f} | {one.moment} | `{one.case}` |")
-    errors = [f"- shape {one.number}: {one.error}" for one in found if one.error]
-    return "\n".join([*lines, *(["", "Not run:", "", *errors] if errors else []), ""])
+    lines = [
+        f"# The plan's memory and traffic beside measured ones\n\n{len(found)} random shapes, of which {len(ran)} ran, "
+        f"on 1 to 8 gloo ranks of one host; torch {torch.__version__}. `python -m benchmarks.plan_memory`.\n",
+        f"- model state, to the byte: {exact['state']} of {len(ran)} shapes",
+        f"- buffers of gradients, to the byte: {exact['gradient_buffers']} of {len(ran)}",
+        f"- traffic, bytes and calls by axis and operation: {exact['traffic']} of {len(ran)}",
+        f"- the fullest pipeline rank named: {sum(one.fullest for one in ran)} of {len(ran)}",
+        f"- live peak of {len(offs)} pipeline ranks, within {within}",
+        f"- time of a plan, median {median(one.seconds for one in ran):.2f} s\n\nThe furthest off:\n",
+        *worst[:8],
+        *(f"- shape {one.number} did not run: {one.error}" for one in found if one.error),
+    ]
+    return "\n".join(lines)
 
 
 if __name__ == "__main__":

@@ -13,7 +13,9 @@ import json
 import os
 import sys
 from collections.abc import Iterator
+from contextlib import closing
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from statistics import mean, median
 from typing import Any
@@ -193,19 +195,16 @@ class Part:
 
 def measured(shape: Shape, probes: World) -> list[Part]:
     """Some turns, with probes between them."""
-    with network_of(shape.hosts, MBIT) as network:
-        world = World(shape.title, lambda rank: Rank(shape, rank), shape, network)
-        try:
-            found, before = [], mean(probes.ask("seconds"))
-            for turn in range(TURNS):
-                run_in = RUN_IN[min(turn, 1)]
-                seconds = world.turn(range(run_in + STEPS), run_in).seconds
-                after = mean(probes.ask("seconds"))
-                found.append(Part(seconds, (before + after) / 2))
-                before = after
-            return found
-        finally:
-            world.close()
+    build = partial(Rank, shape)
+    with network_of(shape.hosts, MBIT) as network, closing(World(shape.title, build, shape, network)) as world:
+        found, before = [], mean(probes.ask("seconds"))
+        for turn in range(TURNS):
+            run_in = RUN_IN[min(turn, 1)]
+            seconds = world.turn(range(run_in + STEPS), run_in).seconds
+            after = mean(probes.ask("seconds"))
+            found.append(Part(seconds, (before + after) / 2))
+            before = after
+        return found
 
 
 def predicted(shape: Shape, calibration: Path) -> StepTime:
@@ -215,11 +214,11 @@ def predicted(shape: Shape, calibration: Path) -> StepTime:
     return step_time_of(shape.run(), replace(cluster, processors=processors))
 
 
-def measure(limit: int | None) -> None:
+def measure() -> None:
     """Calibrate, run all shapes in rounds, every other one backwards, write after every shape."""
     bare = calibrate()
     write_calibration(bare, CALIBRATION)
-    every, rounds = list(shapes())[:limit], dict[Shape, list[list[Part]]]()
+    every, rounds = list(shapes()), dict[Shape, list[list[Part]]]()
     probes = [World("probe", Probe, Several(count)) for count in (1, bare.processors)]
     for number in range(ROUNDS):
         for shape in every[:: -1 if number % 2 else 1]:
@@ -231,14 +230,8 @@ def measure(limit: int | None) -> None:
             rounds.setdefault(shape, []).append(parts)
             seconds, speed = found_of([parts], bare, shape)
             print(f"{shape.title}: {seconds * 1e3:.1f} ms, {speed:.2f} of the calibrated speed", flush=True)
-            lines = [
-                {
-                    "shape": asdict(one),
-                    "rounds": [[vars(part) for part in parts] for parts in each],
-                    "machine": machine(),
-                }
-                for one, each in rounds.items()
-            ]
+            found = {one: [[vars(part) for part in parts] for parts in each] for one, each in rounds.items()}
+            lines = [{"shape": asdict(one), "rounds": each, "machine": machine()} for one, each in found.items()]
             write_whole(MEASURED, "".join(json.dumps(line) + "\n" for line in lines))
     for world in probes:
         world.close()
@@ -298,14 +291,13 @@ def main() -> None:
     """As above."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--measure", action="store_true")
-    parser.add_argument("--limit", type=int, help="only the first so many shapes")
     given = parser.parse_args()
     if given.measure:
         if not MEMORY.items() <= os.environ.items():  # malloc reads them when a process starts
             os.execve(
                 sys.executable, [sys.executable, "-m", "benchmarks.plan_time", *sys.argv[1:]], os.environ | MEMORY
             )
-        measure(given.limit)
+        measure()
     text = report()
     print(text)
     write_whole(TABLE, text)
