@@ -33,7 +33,7 @@ from megazero.plan.devices import Device, Link
 from megazero.plan.measured_step import STATE_KINDS, _watched_step, live_memory
 from megazero.plan.memory import memory_of
 from megazero.plan.processes import in_processes
-from megazero.plan.random_batches import random_batches
+from megazero.plan.speed_probe import random_batches
 from megazero.plan.traffic import traffic_of
 
 CPU = Device("cpu", 2**34, {"fp32": 1e11, "bf16": 1e11}, 1e10, 1e10, Link("memory", 1e10, 1e-6))

@@ -33,8 +33,7 @@ from megazero.parallel_state import ParallelState
 from megazero.plan.calibrate import calibrate
 from megazero.plan.calibration import Calibration, read_calibration, write_calibration
 from megazero.plan.cluster import cluster_of
-from megazero.plan.random_batches import random_batches
-from megazero.plan.speed_probe import SpeedProbe
+from megazero.plan.speed_probe import SpeedProbe, random_batches
 from megazero.plan.step_time import StepTime, step_time_of
 
 CONDITIONS = """\

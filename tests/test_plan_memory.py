@@ -21,7 +21,7 @@ from megazero.plan.cluster import Cluster, cluster_of
 from megazero.plan.devices import Device, Link
 from megazero.plan.measured_step import STATE_KINDS, _watched_step, live_memory
 from megazero.plan.memory import RankMemory, memory_of
-from megazero.plan.random_batches import random_batches
+from megazero.plan.speed_probe import random_batches
 from megazero.plan.state_trace import trace_state
 from megazero.plan.traffic import busiest_links, traffic_of
 
@@ -154,9 +154,7 @@ def test_the_busiest_rank_sends_to_other_nodes_all_that_its_ring_sends() -> None
     """dp 4 x tp 2 over nodes of 4: rank 3's next on dp is 5, of another node; tp stays within a node."""
     words = "parallel.tp=2 zero.stage=1 training.accumulation=1 precision.dtype=bf16 parallel.sequence_parallel=true"
     run = load_config(os.devnull, [*MODEL.split(), *words.split()], 8)
-    (sent,) = [
-        busiest_links(run, nodes, 0, one) for nodes in [cluster_of("h100", 8, 4)] for one in traffic_of(run, nodes)
-    ]
+    (sent,) = [busiest_links(run, nodes, one) for nodes in [cluster_of("h100", 8, 4)] for one in traffic_of(run, nodes)]
     assert {axis for axis, _ in sent} >= {"tp", "dp"}
     for (axis, operation), one in sent.items():
         if axis in ("tp", "dp"):

@@ -8,7 +8,7 @@ ADDS = {
     },
     "callback": {
         "pipeline trace": "megazero.plan.pipeline_trace:PipelineTrace",
-        "plan check": "megazero.plan.plan_check:PlanCheck",
+        "plan check": "megazero.plan.correction:PlanCheck",
     },
     "check": {"memory": "megazero.plan.check_lines:memory_lines"},
     "start line": {"activations": "megazero.plan.check_lines:start_line"},

@@ -21,8 +21,7 @@ from megazero.parallel_state import ParallelState
 from megazero.plan.calibration import Calibration
 from megazero.plan.cluster import Cluster
 from megazero.plan.processes import in_processes
-from megazero.plan.random_batches import random_batches
-from megazero.plan.speed_probe import LR, SpeedProbe, step_seconds
+from megazero.plan.speed_probe import LR, SpeedProbe, random_batches, step_seconds
 from megazero.plan.step_time import step_time_of
 
 _MODEL = {"family": "llama", "hidden_size": 256, "num_layers": 6, "num_heads": 4, "vocab_size": 512, "seq_len": 128}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from itertools import groupby
 
@@ -10,12 +11,13 @@ import torch
 
 from megazero.config import ResolvedRun
 from megazero.engine.outline import chunks_of, elements_in, kind_of, stages_of
-from megazero.models.stages import by_rank, cut_by_rank
+from megazero.models.activation_config import LayerPolicy
+from megazero.models.stages import by_rank
 from megazero.plan.advice import advice_text
 from megazero.plan.cluster import Cluster, cluster_of, some_cluster, with_memory
 from megazero.plan.devices import size_text
 from megazero.plan.memory import RankMemory, memory_of, with_decided_offload
-from megazero.plan.unit_trace import policies_by_layer
+from megazero.plan.unit_trace import units_of
 from megazero.schedules.action import Schedule
 from megazero.schedules.kind import ScheduleKind
 from megazero.schedules.proof import peak_activations
@@ -82,11 +84,10 @@ def _kept(run: ResolvedRun, schedule: Schedule, ranks: Sequence[RankMemory], *, 
 
 def _kept_text(run: ResolvedRun, schedule: Schedule, rank: RankMemory) -> str:
     """Return `12.0 MiB, 4 micro-batches; 32 layers: norms+activation recomputed`."""
-    config = run.config
-    chunks = cut_by_rank(config.model, config.parallel.layout, schedule.placement)[rank.stage]
-    names = sorted(policy.name for policy in policies_by_layer(config, chunks, rank.stage, moves=True).values())
+    units = [(unit.key, unit.offloads) for own in units_of(run.config, schedule)[rank.stage] for unit in own]
+    names = sorted(replace(key, offload=moves).name for key, moves in units if isinstance(key, LayerPolicy))
     layers = "".join(f"; {counted(len(list(same)), 'layer')}: {_in_words(name)}" for name, same in groupby(names))
-    place = "in an arena" if config.activations.contiguous else "on the host"
+    place = "in an arena" if run.config.activations.contiguous else "on the host"
     away = f" and {size_text(rank.kept_off_device)} {place}" if rank.kept_off_device else ""
     batches = peak_activations(schedule, rank.stage) / schedule.chunks
     more = f"; {rank.again:.1%} more to compute" if rank.again else ""

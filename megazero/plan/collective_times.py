@@ -11,6 +11,7 @@ Source: NCCL's rings, one for each card; Thakur et al. 2005 (2 (n - 1) / n of th
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from math import ceil, log2
@@ -118,8 +119,13 @@ class _Place(NamedTuple):
     side_by_side: int = 1
 
 
+def link_of(links: Mapping[str, GroupLink], axis: str, operation: str) -> GroupLink:
+    """Return an operation's link.  Both parts of context parallelism are one axis of traffic; only the ring shifts."""
+    return links["cp_ring" if operation == "ring_shift" else axis]
+
+
 def links_of(run: ResolvedRun, cluster: Cluster) -> dict[str, GroupLink]:
-    """Return the link by axis: "tp", "cp", "cp_ring", "shard", "host", "hosts", "replica", "pp", "world"."""
+    """Return the link by axis, as `ParallelState` names them, and by "cp_ring", "host" and "hosts"."""
     parallel = run.config.parallel
     grid = RankGrid(parallel.tp, parallel.cp, run.dp, parallel.pp, parallel.order)
     places = _places(grid, parallel.ulysses, run.shards, run.config.zero.secondary_shard_size or 1, cluster.per_node)
@@ -137,6 +143,8 @@ def _places(grid: RankGrid, ulysses: int, shards: int, second: int, per_node: in
         "tp": (("tp",), tp[None]),
         "cp": (("cp",), cp.reshape(-1, ulysses)),
         "cp_ring": (("cp",), cp.reshape(-1, ulysses).T),
+        "dp": (("dp",), np.array(grid.group_of(0, "dp"))[None]),
+        "dp_cp": (("dp", "cp"), same[None]),
         "shard": (("dp", "cp"), same.reshape(-1, shards)),
         "replica": (("dp", "cp"), same.reshape(-1, shards).T),
         "secondary": (("dp", "cp"), same.reshape(-1, second)),

@@ -19,9 +19,8 @@ from dataclasses import dataclass, replace
 from megazero.config import ResolvedRun
 from megazero.parallel_state import RankGrid
 from megazero.plan.dry_rank import Build, DryRank, build_engine, fewest_micro_batches, run_rank
-from megazero.plan.lockstep import Lockstep
 from megazero.plan.silent_state import without_files
-from megazero.plan.simulated_world import SimulatedWorld
+from megazero.plan.simulated_world import Lockstep, SimulatedWorld
 from megazero.plan.state_trace import without_auto
 
 MOST_COMPARED, MOST_MICRO_BATCHES = 64, 256  # of a world of which all ranks are simulated; of all ranks together

@@ -31,7 +31,7 @@ from megazero.models.gpt import MicroBatch
 from megazero.parallel_state import ParallelState
 from megazero.plan.cluster import some_cluster
 from megazero.plan.memory import STATE_KINDS, memory_of
-from megazero.plan.random_batches import random_batches
+from megazero.plan.speed_probe import random_batches
 from megazero.plan.state_trace import trace_state
 from megazero.plan.unit_trace import trace_units
 from megazero.schedules.action import Action, ActionKind

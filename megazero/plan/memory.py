@@ -37,12 +37,12 @@ from megazero.plan.unit_trace import (
     PassTrace,
     Span,
     TraceKey,
-    UnitKey,
+    Unit,
     UnitTrace,
     message_bytes,
-    policies_by_layer,
     trace_key,
     trace_unit,
+    units_of,
 )
 from megazero.schedules.action import Action, ActionKind, Schedule
 from megazero.schedules.executor import steps_of, what_messages_confirm
@@ -182,17 +182,17 @@ class _Walk:
         self._key = of_others
         self._left_out = run.accumulation - schedule.microbatches
         config, self._message = run.config, message_bytes(run)
-        self._policies = policies_by_layer(config, chunks, stage)
-        own = policies_by_layer(config, chunks, stage, moves=True)
-        self._in_arena = any(policy.contiguous for policy in own.values())
-        self._moves = {f"layer {layer}" for layer, policy in own.items() if policy.offload}
+        units = units_of(config, schedule)[stage]
+        every = [unit for own in units for unit in own]
+        self._in_arena = any(isinstance(unit.key, LayerPolicy) and unit.key.contiguous for unit in every)
+        self._moves = {unit.name for unit in every if unit.offloads}
         self._most_moved = 0
         self._near: list[tuple[_Layer, int]] = []  # on the device, with what of it moves; the last one last
         passes = [one for one in schedule.ranks[stage] if one.kind is not ActionKind.WEIGHT]
         self._next = dict(pairwise(passes))
         # By whether a micro-batch adds its gradients to those of others, and by chunk.
         self._units = [
-            [self._units_of(chunk, layout, key) for chunk, layout in enumerate(chunks)] for key in (of_first, of_others)
+            [self._traces_of(chunk, own, key) for chunk, own in enumerate(units)] for key in (of_first, of_others)
         ]
         self._ledger, self._gradients, self._most_kept = _Ledger(), 0, 0
         self._most: tuple[int, dict[str, int], str] = (-1, {}, "")
@@ -202,12 +202,9 @@ class _Walk:
         self._tables = tables * (run.accumulation if config.data.document_mask else 1)
         self._base = sum(state.kinds.values()) + self._tokens + self._tables
 
-    def _units_of(self, chunk: int, layout: StageLayout, key: TraceKey) -> list[tuple[str, UnitTrace]]:
-        units: list[tuple[str, UnitKey]] = [(EMBEDDING, EMBEDDING)] if layout.has_embedding else []
-        units += [(f"layer {layer}", self._policies[layer]) for layer in layout.layers]
-        units += [(HEAD, HEAD)] if layout.has_head else []
+    def _traces_of(self, chunk: int, units: Sequence[Unit], key: TraceKey) -> list[tuple[str, UnitTrace]]:
         keys = [replace(key, cuts=self._state.cuts.get((chunk, at), ())) for at in range(len(units))]
-        return [(name, trace_unit(own, unit)) for own, (name, unit) in zip(keys, units, strict=True)]
+        return [(unit.name, trace_unit(own, unit.key)) for own, unit in zip(keys, units, strict=True)]
 
     def result(self) -> RankMemory:
         """Walk the schedule and return the fullest moment."""

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 
 from megazero.config import ResolvedRun
 from megazero.plan.cluster import Cluster
-from megazero.plan.collective_times import GroupLink
+from megazero.plan.collective_times import GroupLink, link_of
 from megazero.plan.fake_tensors import Event, Message
 from megazero.plan.operator_times import Kernel, events_on_cuda, kernels_of, operator_seconds
 from megazero.plan.unit_trace import PassTrace, UnitKey, UnitTrace, trace_units
@@ -119,17 +119,12 @@ def _on_calibrated(events: Sequence[Event], cluster: Cluster, links: Mapping[str
         exposed.clear()
         for part in parts:
             if isinstance(part, Message):
-                link = _link_of(part, links)
+                link = link_of(links, part.axis, part.operation)
                 exposed[part.axis] += link.seconds(part.operation, part.sent_bytes) + link.wait_seconds(alone)  # type: ignore[assignment]
                 alone = 0.0
             else:
                 alone += part
     return PassTime(sum(part for part in parts if not isinstance(part, Message)), exposed)
-
-
-def _link_of(message: Message, links: Mapping[str, GroupLink]) -> GroupLink:
-    """Return a message's link.  Both parts of context parallelism are one axis of traffic; only the ring shifts."""
-    return links["cp_ring" if message.operation == "ring_shift" else message.axis]
 
 
 class _Clock:
@@ -145,7 +140,8 @@ class _Clock:
 
     def start(self, message: Message) -> None:
         """Begin a collective."""
-        seconds = _link_of(message, self._links).seconds(message.operation, message.sent_bytes)
+        link = link_of(self._links, message.axis, message.operation)
+        seconds = link.seconds(message.operation, message.sent_bytes)
         end = max(self._now, self._free[message.axis]) + seconds
         self._free[message.axis] = end  # type: ignore[assignment]
         self._under_way.append((message.fills, message.axis, seconds, end))

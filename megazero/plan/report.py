@@ -116,7 +116,7 @@ def plan_of(run: ResolvedRun, cluster: Cluster, assumptions: Assumptions) -> Pla
     cost = run_cost(
         every, use.tokens_per_second, cluster.ranks, lost.lost_share if lost else 0.0, assumptions.dollars_per_hour
     )
-    sent = tuple(busiest_links(run, cluster, stage, one) for stage, one in enumerate(traffic_of(run, cluster)))
+    sent = tuple(busiest_links(run, cluster, one) for one in traffic_of(run, cluster))
     return Plan(run, cluster, parameters, memory_of(run, cluster), time, sent, use, saved, lost, cost)
 
 

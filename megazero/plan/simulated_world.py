@@ -6,21 +6,108 @@
 The ranks that are not simulated do as those of their pipeline rank.  Within a group the operations of one channel are
 compared by their numbers, as the real backends pair them; messages by sender, receiver and number.  A wait ends when all
 simulated ranks of the group have started the same operation, so that a hang of the real run is one here.
+
+Ranks are programs that wait for one another, one running at a time:
+
+    rank 0   runs ---- waits for rank 1 ............ runs
+    rank 1             runs ------ waits for rank 0        nobody can go on: that is a hang, with what each waits for
+
+Each has a thread of its own, because torch's modes are a thread's; since one runs at a time, what happens does not depend
+on their speed.
 """
 
 from __future__ import annotations
 
+import threading
 from collections import defaultdict
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from torch import Tensor
 
 from megazero.parallel_state import Axis, RankGrid
 from megazero.parallel_state.groups import Transfers, Wait
-from megazero.plan.lockstep import Lockstep
 
 _CHANNELS = {"all_gather": "gather", "broadcast": "broadcast"}  # all others in one; NCCL has one for all
+
+
+class StoppedError(BaseException):
+    """Another program has failed, so this one ends where it waits."""
+
+
+@dataclass(eq=False)
+class _Turn:
+    """One program: what it waits for, and the lock that lets it run."""
+
+    ready: Callable[[], bool] = lambda: True
+    doing: str = "has not begun"
+    may_run: threading.Semaphore = field(default_factory=lambda: threading.Semaphore(0))
+    is_done: bool = False
+    error: BaseException | None = None
+
+
+class Lockstep:
+    """Runs programs in turns.
+
+    Attributes:
+        failed: the first program that raised, and its error.
+        waiting: of programs that all wait and cannot go on, what each does; empty unless they hang.
+    """
+
+    def __init__(self) -> None:
+        self.failed: tuple[int, Exception] | None = None
+        self.waiting: dict[int, str] = {}
+        self._turns: dict[int, _Turn] = {}
+        self._ended = threading.Semaphore(0)  # of a turn
+        self._stops = False
+
+    def run(self, programs: Mapping[int, Callable[[], None]]) -> None:
+        """Run all programs until they end, one fails, or all that remain wait."""
+        self._turns = {number: _Turn() for number in programs}
+        threads = [
+            threading.Thread(target=self._run, args=(number, program), name=f"rank {number}", daemon=True)
+            for number, program in programs.items()
+        ]
+        for thread in threads:
+            thread.start()
+        while left := {number: turn for number, turn in self._turns.items() if not turn.is_done}:
+            able = [turn for turn in left.values() if self._stops or turn.ready()]
+            if not able:
+                self.waiting, self._stops = {number: turn.doing for number, turn in left.items()}, True
+            for turn in able:
+                turn.may_run.release()
+                self._ended.acquire()
+        for thread in threads:
+            thread.join()
+
+    def wait_until(self, number: int, ready: Callable[[], bool], doing: str) -> None:
+        """Let other programs run until `ready()`; a program passes its own number.  `doing` says what it waits for."""
+        if ready():
+            return
+        turn = self._turns[number]
+        turn.ready, turn.doing = ready, doing
+        self._ended.release()
+        turn.may_run.acquire()
+        if self._stops:
+            raise StoppedError
+        turn.doing = "runs"
+
+    def _run(self, number: int, program: Callable[[], None]) -> None:
+        turn = self._turns[number]
+        turn.may_run.acquire()
+        try:
+            if not self._stops:
+                program()
+        except StoppedError:
+            pass
+        except Exception as error:
+            if self.failed is None and not self._stops:
+                self.failed = number, error
+            self._stops = True
+        finally:
+            turn.is_done = True
+            self._ended.release()
 
 
 class DifferError(Exception):

@@ -12,13 +12,13 @@ from collections.abc import Callable
 from statistics import median
 from typing import Any
 
+import numpy as np
 import torch
 
 from megazero.config import ResolvedRun, RunConfig, resolve
-from megazero.engine import Engine, initialize
+from megazero.engine import BatchShare, Engine, initialize
 from megazero.models.gpt import MicroBatch
 from megazero.parallel_state import ParallelState, RankGrid
-from megazero.plan.random_batches import random_batches
 
 LR = 1e-4
 ON_GPU: dict[str, Any] = {"dtype": "bf16", "head_dim": 128, "longest": 4096}  # of `small_run`
@@ -48,6 +48,22 @@ def small_run(
         "training": {"micro_batch_size": max(1, tokens // longest), "accumulation": 2, "compile": False},
     }
     return resolve(RunConfig.model_validate(document), 1)
+
+
+def random_batches(run: ResolvedRun, share: BatchShare) -> list[MicroBatch]:
+    """This rank's micro-batches of random tokens, for steps that are measured.
+
+    Sample i is drawn from i alone, so ranks of tp and pp have the same.
+    """
+    model, size = run.config.model, run.micro_batch_size
+    batches = []
+    for number in range(run.accumulation):
+        ids = np.arange(size) + (share.dp.index * run.accumulation + number) * size
+        drawn = [np.random.default_rng(index).integers(model.vocab_size, size=model.seq_len + 1) for index in ids]
+        samples = torch.from_numpy(np.stack(drawn)).t().contiguous().to(share.device)  # [seq + 1, batch]
+        part = share.part_of([[model.seq_len]] * size if share.documents else None, model.seq_len)
+        batches.append(share.cut(torch.from_numpy(ids).to(share.device), samples[:-1], samples[1:], part))
+    return batches
 
 
 def started(run: ResolvedRun, device: torch.device) -> tuple[Engine, list[MicroBatch]]:

@@ -13,33 +13,21 @@ The step is that of the slowest pipeline rank; all replicas are alike.  The firs
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from megazero.config import ResolvedRun, RunConfig
 from megazero.engine.outline import elements_in, schedule_of, stages_of
-from megazero.models.activation_config import LayerPolicy
-from megazero.models.stages import StageLayout, cut_by_rank
 from megazero.plan.cluster import Cluster
 from megazero.plan.collective_times import GroupLink, links_of
 from megazero.plan.pass_times import PassTime, UnitTime, added, unit_times
 from megazero.plan.shared_processors import simulate_shared
 from megazero.plan.timelines import Span, StepTime, assembled, reduced_behind
-from megazero.plan.unit_trace import EMBEDDING, HEAD, UnitKey, message_bytes, policies_by_layer
+from megazero.plan.unit_trace import EMBEDDING, HEAD, Unit, UnitKey, message_bytes, units_of
 from megazero.plan.zero_times import ZeroTimes, zero_times_of
 from megazero.schedules.action import Action, ActionKind, Schedule
 from megazero.schedules.proof import ActionCosts, simulate
 
 __all__ = ["Span", "StepTime", "message_seconds", "reduced_behind", "step_time_of", "unit_elements"]
-
-
-@dataclass(frozen=True)
-class _Chunk:
-    """A virtual stage: its units in order, and the parameters of each."""
-
-    units: tuple[UnitKey, ...]
-    offloads: tuple[bool, ...]
-    elements: tuple[int, ...]
 
 
 def step_time_of(
@@ -59,13 +47,17 @@ def step_time_of(
         raise ValueError(f"the cluster has {cluster.ranks} ranks, the run {run.world_size}")
     schedule, links = schedule_of(run), links_of(run, cluster)
     units = units or unit_times(run, cluster, links)
-    chunks = _chunks_of(run, schedule)
+    ranks = units_of(run.config, schedule)
+    chunks = {(rank, chunk): own for rank, every in enumerate(ranks) for chunk, own in enumerate(every)}
     passes = {
-        (rank, chunk, kind): _chunk_pass(chunks[rank, chunk], kind, units, cluster)
-        for rank, chunk in schedule.placement
+        (*at, kind): added(_unit_pass(unit, kind, units[unit.key], cluster) for unit in own)
+        for at, own in chunks.items()
         for kind in (ActionKind.FORWARD, ActionKind.BACKWARD, ActionKind.WEIGHT)
     }
-    zero = zero_times_of(run, cluster, links, {at: one.elements for at, one in chunks.items()})
+    embedding, layer, head = unit_elements(run.config, is_one_stage=len(schedule.placement) == 1)
+    ends = {EMBEDDING: embedding, HEAD: head}
+    elements = {at: tuple(ends.get(unit.name, layer) for unit in own) for at, own in chunks.items()}
+    zero = zero_times_of(run, cluster, links, elements)
     actions = {
         (rank, action): _with_zero(passes[rank, action.chunk, action.kind], zero, schedule, rank, action)
         for rank, every in enumerate(schedule.ranks)
@@ -83,30 +75,6 @@ def step_time_of(
     costs = ActionCosts(actions={at: one.seconds for at, one in actions.items()}, starts=starts, hop=hop)
     timeline = simulate_shared(schedule, costs, cluster, run) if cluster.processors else simulate(schedule, costs)
     return assembled(run, timeline, actions, starts, zero)
-
-
-def _chunks_of(run: ResolvedRun, schedule: Schedule) -> dict[tuple[int, int], _Chunk]:
-    """Return the chunks by (pipeline rank, chunk)."""
-    config = run.config
-    ends = unit_elements(run.config, is_one_stage=len(schedule.placement) == 1)
-    found = {}
-    for rank, own in enumerate(cut_by_rank(config.model, config.parallel.layout, schedule.placement)):
-        policies = policies_by_layer(config, own, rank, moves=True)
-        for chunk, layout in enumerate(own):
-            found[rank, chunk] = _chunk(layout, policies, ends)
-    return found
-
-
-def _chunk(layout: StageLayout, policies: Mapping[int, LayerPolicy], elements: tuple[int, int, int]) -> _Chunk:
-    units: list[tuple[UnitKey, bool, int]] = []
-    if layout.has_embedding:
-        units.append((EMBEDDING, False, elements[0]))
-    for layer in layout.layers:
-        units.append((replace(policies[layer], offload=False), policies[layer].offload, elements[1]))
-    if layout.has_head:
-        units.append((HEAD, False, elements[2]))
-    keys, moves, numels = zip(*units, strict=True) if units else ((), (), ())
-    return _Chunk(keys, moves, numels)
 
 
 def unit_elements(config: RunConfig, *, is_one_stage: bool) -> tuple[int, int, int]:
@@ -127,21 +95,14 @@ def _unit_elements(config: RunConfig, is_one_stage: bool) -> tuple[int, int, int
     return elements_in(stages[0]) - layer, layer, elements_in(stages[1]) - layer
 
 
-def _chunk_pass(chunk: _Chunk, kind: ActionKind, units: Mapping[UnitKey, UnitTime], cluster: Cluster) -> PassTime:
-    passes = []
-    for key, offloads in zip(chunk.units, chunk.offloads, strict=True):
-        unit = units[key]
-        if kind is ActionKind.WEIGHT:
-            passes.append(unit.weight)
-            continue
-        one = unit.forward if kind is ActionKind.FORWARD else unit.backward
-        passes.append(_with_offload(one, unit.kept, cluster) if offloads else one)
-    return added(passes)
-
-
-def _with_offload(one: PassTime, kept: int, cluster: Cluster) -> PassTime:
-    """Add the transfer of a layer's activations to or from the host, which runs beside its computation."""
-    moving = kept / cluster.device.host_bandwidth
+def _unit_pass(unit: Unit, kind: ActionKind, time: UnitTime, cluster: Cluster) -> PassTime:
+    """Return the time of a unit's pass, with the transfer of its activations to or from the host beside it."""
+    if kind is ActionKind.WEIGHT:
+        return time.weight
+    one = time.forward if kind is ActionKind.FORWARD else time.backward
+    if not unit.offloads:
+        return one
+    moving = time.kept / cluster.device.host_bandwidth
     left = max(0.0, moving - one.seconds)
     return added([one, PassTime(0.0, {"offload": left}, {"offload": moving - left})])
 

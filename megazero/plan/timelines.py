@@ -94,9 +94,10 @@ def assembled(
         computed = spans[-1].end if spans else 0.0
         spans += _tail(computed, end, last_wait, together, done, one, zero.stretch)
         arriving = sum(span.end - span.start for span in spans if span.kind == "dp" and span.name == "weights")
-        own = Counter({"dp": gone + max(0.0, one.arriving - arriving)})
+        own = Counter[str]()
         for action in schedule.ranks[rank]:
             own.update(actions[rank, action].hidden)
+        own["dp"] += gone + max(0.0, one.arriving - arriving)  # type: ignore[assignment]
         hidden |= own  # the larger of both
         timelines.append(tuple(spans))
     model = run.config.model

@@ -46,7 +46,7 @@ from megazero.parallel_state.groups import Group
 from megazero.plan.fake_tensors import Event, FakeTensors, Message, Operator
 from megazero.plan.kernel_memory import kernel_bytes
 from megazero.plan.silent import Alone, RecordedTraffic, SilentBackend, kind_of, make_silent
-from megazero.schedules.action import ActionKind, Placement
+from megazero.schedules.action import ActionKind, Schedule
 from megazero.zero.bucket import DTYPES, ParamInfo, Pieces, Share, Slot
 from megazero.zero.gradients import GradientReducer
 
@@ -138,8 +138,8 @@ class TraceKey:
 def trace_units(run: ResolvedRun, *, on_cuda: bool, per_node: int = 0) -> Mapping[UnitKey, UnitTrace]:
     """Trace embedding, head and a layer of each policy, in a later micro-batch; `per_node`: see `trace_key`."""
     key = trace_key(run, on_cuda=on_cuda, per_node=per_node)
-    units: list[UnitKey] = [EMBEDDING, HEAD, *_policies_of(run.config, schedule_of(run).placement)]
-    return {unit: trace_unit(key, unit) for unit in units}
+    units = (unit.key for chunks in units_of(run.config, schedule_of(run)) for own in chunks for unit in own)
+    return {unit: trace_unit(key, unit) for unit in dict.fromkeys(units)}
 
 
 def trace_unit(key: TraceKey, unit: UnitKey) -> UnitTrace:
@@ -199,23 +199,34 @@ def order_of_gradients(traces: Iterable[UnitTrace]) -> tuple[tuple[str, bool], .
     return tuple(dict.fromkeys(one for one in names if one[0] not in ("", DY, ADDED)))
 
 
-def policies_by_layer(
-    config: RunConfig, chunks: Sequence[StageLayout], stage: int, *, moves: bool = False
-) -> dict[int, LayerPolicy]:
-    """Return each layer's policy, the key of its trace; without `moves`, offloaded layers count as on the device."""
+class Unit(NamedTuple):
+    """The embedding, the head or "layer 3", and the key of its trace, in which nothing is offloaded."""
+
+    name: str
+    key: UnitKey
+    offloads: bool = False  # its activations go to the host
+
+
+def units_of(config: RunConfig, schedule: Schedule) -> list[list[list[Unit]]]:
+    """Return the units of every chunk of every pipeline rank, in order."""
+    ranks = cut_by_rank(config.model, config.parallel.layout, schedule.placement)
+    return [
+        [_chunk(layout, _policies_of(config, chunks, rank)) for layout in chunks] for rank, chunks in enumerate(ranks)
+    ]
+
+
+def _policies_of(config: RunConfig, chunks: Sequence[StageLayout], rank: int) -> dict[int, LayerPolicy]:
     layers = [layer for layout in chunks for layer in layout.layers]
     cuts = config.parallel.tp > 1 and not config.parallel.sequence_parallel
     fp8 = config.precision.fp8_of_layers(config.model.num_layers)
-    own = layer_policies(config.activations, layers, stage, cuts=cuts, fp8=fp8)
-    return {layer: policy if moves else replace(policy, offload=False) for layer, policy in own.items()}
+    return layer_policies(config.activations, layers, rank, cuts=cuts, fp8=fp8)
 
 
-def _policies_of(config: RunConfig, placement: Placement) -> set[LayerPolicy]:
-    """Return the policies of all layers of a run."""
-    found: set[LayerPolicy] = set()
-    for stage, chunks in enumerate(cut_by_rank(config.model, config.parallel.layout, placement)):
-        found.update(policies_by_layer(config, chunks, stage).values())
-    return found
+def _chunk(layout: StageLayout, policies: Mapping[int, LayerPolicy]) -> list[Unit]:
+    first = [Unit(EMBEDDING, EMBEDDING)] * layout.has_embedding
+    last = [Unit(HEAD, HEAD)] * layout.has_head
+    own = [(f"layer {layer}", policies[layer]) for layer in layout.layers]
+    return [*first, *(Unit(name, replace(one, offload=False), one.offload) for name, one in own), *last]
 
 
 @lru_cache(maxsize=512)

@@ -17,8 +17,8 @@ from megazero.parallel_state import ParallelState
 from megazero.plan.dry_run import dry_run
 from megazero.plan.fake_tensors import Event, Message
 from megazero.plan.measured_step import START, live_memory
-from megazero.plan.random_batches import random_batches
 from megazero.plan.silent import RecordedTraffic
+from megazero.plan.speed_probe import random_batches
 
 SMALL = LLAMA | {"num_layers": 2, "num_heads": 8, "num_kv_heads": 4}
 LARGE = SMALL | {"hidden_size": 128, "ffn_hidden_size": 384, "seq_len": 64}
