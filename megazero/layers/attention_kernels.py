@@ -338,8 +338,12 @@ def _kernel_of_tiles(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causa
         return SDPBackend.FLASH_ATTENTION
     if mask is not None or q.dtype == torch.float32:
         return SDPBackend.EFFICIENT_ATTENTION
-    cudnn = _torchs_choice(q, k, v, None, causal=causal) == SDPBackend.CUDNN_ATTENTION
-    return SDPBackend.CUDNN_ATTENTION if cudnn else SDPBackend.FLASH_ATTENTION
+    return SDPBackend.CUDNN_ATTENTION if takes_cudnn(q, k, causal=causal) else SDPBackend.FLASH_ATTENTION
+
+
+def takes_cudnn(q: Tensor, k: Tensor, *, causal: bool = True) -> bool:
+    """Whether torch takes cuDNN's kernel: on an H100 nearly twice as fast as FlashAttention 2, for pieces of one length."""
+    return q.is_cuda and _torchs_choice(q, k, k, None, causal=causal) == SDPBackend.CUDNN_ATTENTION
 
 
 def _laid_out(x: Tensor, q: Tensor) -> Tensor:
@@ -348,8 +352,8 @@ def _laid_out(x: Tensor, q: Tensor) -> Tensor:
     Torch keeps what cuDNN compiled under the strides of q, k and v alone: every later backward reads `grad` and `out` with
     the strides of the first (MHA.cpp, MHACacheKeyWrapper).
     """
-    wanted = torch.empty_like(q, device="meta").stride()
-    return x if x.stride() == wanted else torch.empty_like(q).copy_(x)
+    strides = zip(x.shape, x.stride(), torch.empty_like(q, device="meta").stride(), strict=True)
+    return x if all(size == 1 or its == wanted for size, its, wanted in strides) else torch.empty_like(q).copy_(x)
 
 
 def _seen_in(tile: Tile, window: int | None, q: Tensor) -> tuple[Tensor | None, bool]:

@@ -7,6 +7,12 @@
 Tiles are packed where the kernel takes pieces of any length (`packs_tiles`); causal tiles, full ones, and those that a
 sliding window cuts at different distances go in separate calls.  No row occurs twice in a call, so results and gradients are
 added by index.
+
+    a long document     rows 0 ... 3000 | the 71 rows behind them, whatever these are
+    its own call        3072 rows, causal
+
+cuDNN's kernel is faster than the packed one and takes pieces of one length only; it compiles for each.  A long document
+goes there with some rows more: no row of its own sees them, and their gradients of zero add nothing.
 """
 
 from __future__ import annotations
@@ -17,6 +23,7 @@ from typing import Protocol, TypeAlias
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from megazero.layers.attention_kernels import (
@@ -26,6 +33,7 @@ from megazero.layers.attention_kernels import (
     Sight,
     TileKernel,
     packs_tiles,
+    takes_cudnn,
     varlen_backward,
     varlen_forward,
 )
@@ -35,6 +43,7 @@ from megazero.layers.token_layout import EVERY_HEAD, HeadPiece, Ints, Tile, tile
 Rows: TypeAlias = tuple[slice | Tensor, ...]  # indexes [batch, heads, seq, ...]
 EVERYTHING: Rows = (slice(None), slice(None), slice(None))
 _MOST_TILES = 65_535  # blocks that CUDA starts along one dimension of a grid
+_LEAST_ROWS = 1024  # of a document that has a call of its own
 
 
 _TORCHS = TileKernel()
@@ -77,7 +86,7 @@ def calls(
     def make() -> list[Call]:
         tables = part.plan.tables(source, window, masked=where is None)
         if where is not None:
-            return _few_calls(tables, window, *where)
+            return _few_calls(tables, window, *where, apart=takes_cudnn(q, k))
         one_by_one = _one_by_one(tables, window)
         return [part for tile in one_by_one for part in tile.in_parts(kernel, q, k)]
 
@@ -158,6 +167,64 @@ class PackedTiles:
         return _unpacked(dq, self.queries, q), _unpacked(dk, self.keys, k), _unpacked(dv, self.keys, k)
 
 
+@dataclass(frozen=True, eq=False)
+class Documents:
+    """All documents of some samples: each long one in a causal call of its own, the others packed.
+
+    Args:
+        long: (sample, first row, row behind the last) of each.
+        others: the calls of all others.
+    """
+
+    long: Sequence[tuple[int, int, int]]
+    others: Sequence[PackedTiles]
+    queries: Rows = EVERYTHING
+    keys: Rows = EVERYTHING
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        out, lse = torch.empty_like(q), torch.empty_like(q[..., 0], dtype=torch.promote_types(q.dtype, torch.float32))
+        for sample, start, stop in self.long:
+            tile = _tile_of(stop - start)
+            its_q, its_k, its_v = (_cut(x, sample, start, start + tile.q_stop, tile) for x in (q, k, v))
+            _fill((out, lse), _TORCHS.forward(its_q, its_k, its_v, tile, None), sample, start, stop)
+        for call in self.others:
+            out[call.queries], lse[call.queries] = call.forward(q, k, v)
+        return out, lse
+
+    def backward(
+        self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        dq, dk, dv = map(torch.empty_like, (q, k, v))
+        for sample, start, stop in self.long:
+            tile = _tile_of(stop - start)
+            its_lse = F.pad(lse[sample, None, :, start:stop], (0, tile.q_stop - (stop - start)), value=torch.inf)
+            its_q, its_k, its_v, its_out = (_cut(x, sample, start, start + tile.q_stop, tile) for x in (q, k, v, out))
+            given = _cut(grad, sample, start, stop, tile), its_q, its_k, its_v, its_out, its_lse
+            _fill((dq, dk, dv), _TORCHS.backward(*given, tile, None), sample, start, stop)
+        for call in self.others:
+            dq[call.queries], dk[call.keys], dv[call.keys] = call.backward(grad, q, k, v, out, lse)
+        return dq, dk, dv
+
+
+def _tile_of(rows: int) -> Tile:
+    """The tile of a long document: 16 shapes between one power of two and the next, in blocks of 128 rows."""
+    step = max(128, 1 << (rows - 1).bit_length() >> 5)
+    room = -(-rows // step) * step
+    return Tile(0, room, 0, room, 0)
+
+
+def _cut(x: Tensor, sample: int, start: int, stop: int, tile: Tile) -> Tensor:
+    """Rows of a sample, [1, heads, rows of the tile, size], with zeros where there are fewer."""
+    rows = x[sample : sample + 1, :, start:stop]
+    missing = tile.q_stop - rows.shape[2]
+    return F.pad(rows.transpose(1, 2), (0, 0, 0, 0, 0, missing)).transpose(1, 2) if missing else rows
+
+
+def _fill(whole: tuple[Tensor, ...], parts: tuple[Tensor, ...], sample: int, start: int, stop: int) -> None:
+    for tensor, part in zip(whole, parts, strict=True):
+        tensor[sample, :, start:stop] = part[0, :, : stop - start]
+
+
 def _packed(x: Tensor, rows: Rows) -> Tensor:
     """[batch, heads, seq, ...] -> [rows, heads, ...]; everything of one sample is not copied."""
     return x.transpose(1, 2).flatten(0, 1) if rows is EVERYTHING else x[rows]
@@ -183,8 +250,13 @@ def _one_by_one(tables: Sequence[Ints], window: int | None) -> list[OneTile]:
     return [OneTile(samples, tile, window) for samples, tiles in found for tile in tiles]
 
 
-def _few_calls(tables: Sequence[Ints], window: int | None, batch: int, seq: int, device: torch.device) -> list[Call]:
-    """One call for many tiles of one sight; a single table holds for all samples."""
+def _few_calls(
+    tables: Sequence[Ints], window: int | None, batch: int, seq: int, device: torch.device, *, apart: bool
+) -> list[Call]:
+    """One call for many tiles of one sight; a single table holds for all samples.
+
+    apart: long documents have calls of their own.
+    """
     found: list[Call] = []
     tables = [_first_rows_apart(table, window) for table in tables]
     sights = [_sights(table, window) for table in tables]
@@ -199,8 +271,15 @@ def _few_calls(tables: Sequence[Ints], window: int | None, batch: int, seq: int,
             continue
         chosen = chosen * batch if len(chosen) == 1 else chosen
         sample, table = np.repeat(np.arange(batch), [len(tiles) for tiles in chosen]), np.concatenate(chosen)
-        for tiles in _apart(sample * seq, table):
-            found.append(PackedTiles.of(sample[tiles], table[tiles], (batch, seq), sight, device))
+        rows = table[:, 1] - table[:, 0]
+        long = (rows >= _LEAST_ROWS) & (apart and sight == CAUSAL and rows.sum() == batch * seq)
+        others = np.flatnonzero(~long)
+        packed = [
+            PackedTiles.of(sample[tiles], table[tiles], (batch, seq), sight, device)
+            for tiles in (others[chosen] for chosen in _apart((sample * seq)[others], table[others]))
+        ]
+        documents = np.column_stack([sample, table[:, :2]])[long].tolist()
+        found += [Documents(documents, packed)] if documents else packed
     return found
 
 
