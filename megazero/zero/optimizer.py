@@ -134,17 +134,17 @@ class ShardedOptimizer:
         step = partial(self._step_parts, None if factor == 1.0 else 1.0 / factor)
         if self._on_device and stepped is None:
             step(self._on_device)
-        copying: deque[tuple[Bucket, Any]] = deque()  # with the mark of the copy to its weight shard
+        copying: deque[tuple[Bucket, Callable[[], object]]] = deque()  # with what waits for its weight shard
 
         def finish_all_but(count: int) -> None:
             while len(copying) > count:
-                bucket, mark = copying.popleft()
-                _finish_copy(bucket, mark)
+                bucket, wait = copying.popleft()
+                wait()
                 if stepped is not None:
                     stepped(bucket, None)
 
         for bucket, parts in (self._stepped_alone if stepped is None else self._calls).items():
-            location = bucket.master.location
+            location, on_host = bucket.master.location, "host" in (bucket.master.location, bucket.weight_shard.location)
             if bucket.summed != bucket.owned and stepped is not None:
                 finish_all_but(0)
                 stepped(bucket, partial(self._step_deferred, step, bucket, parts))
@@ -153,11 +153,9 @@ class ShardedOptimizer:
                 step(parts)
             if location != "file":
                 copying.append((bucket, _start_copy(bucket)))
-            finish_all_but(
-                1 if "host" in (location, bucket.weight_shard.location) else 0
-            )  # the next is stepped meanwhile
+            finish_all_but(1 if on_host else 0)  # the next is stepped meanwhile
         self._file.step(step, self.torch_optimizer)
-        copying.extend((bucket, None) for bucket in self._stepped_alone if bucket.master.location == "file")
+        copying.extend((bucket, lambda: None) for bucket in self._stepped_alone if bucket.master.location == "file")
         if self._matrices is not None:
             group = self._groups[-1]
             for bucket in self._matrices.finish(self, group["lr"], group["weight_decay"]):
@@ -189,7 +187,7 @@ class ShardedOptimizer:
             step(parts)
         for group, values, before in zip(self._groups, found, self._before_step, strict=True):
             group.update({key: value for key, value in values.items() if value is not before.get(key, nothing)})
-        _finish_copy(bucket, _start_copy(bucket))
+        _start_copy(bucket)()
 
     def _step_parts(self, scale: float | None, parts: Sequence[Part]) -> None:
         """Step some parts; a fused kernel divides their gradients by `scale`.
@@ -332,17 +330,16 @@ class ShardedOptimizer:
         return sizes
 
 
-def _start_copy(bucket: Bucket) -> Any:
-    """Start to copy new master weights to the weight shard; the copier's mark, or None where they are one."""
-    tensor, weights = bucket.master.tensor, bucket.weight_shard
+def _start_copy(bucket: Bucket) -> Callable[[], object]:
+    """Start to copy new master weights to the weight shard, unless they are one; what waits for it."""
+    tensor, weights, copier = bucket.master.tensor, bucket.weight_shard, bucket.policy.copier
     if bucket.master is weights or tensor is None:
-        return None
-    return bucket.policy.copier.run(partial(weights.start_write, 0, tensor), to_host=weights.location != "device")
-
-
-def _finish_copy(bucket: Bucket, mark: Any) -> None:
-    if mark is not None:
-        bucket.policy.copier.wait(mark).wait()
+        return lambda: None
+    start = partial(weights.start_write, 0, tensor)
+    if bucket.master.location == weights.location:
+        return start().wait
+    mark = copier.run(start, to_host=weights.location != "device")
+    return lambda: copier.wait(mark).wait()
 
 
 def _cut(buckets: Sequence[Bucket]) -> list[Part]:

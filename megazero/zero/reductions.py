@@ -13,6 +13,7 @@ import sys
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -332,8 +333,7 @@ class ReductionQueue:
 class HostGradientCopies:
     """Copies results to the host, each as soon as it is reduced, while the backward goes on.
 
-    A copy that adds goes through page-locked memory.  It is added only when later copies are under way, so that the host
-    does not wait for the device.
+    A copy that adds goes through page-locked memory, and a thread adds it, so that the host goes on to queue the backward.
 
     Args:
         pool: of the buffers that results lie in.
@@ -342,7 +342,8 @@ class HostGradientCopies:
     def __init__(self, policy: ShardingPolicy, pool: BufferPool) -> None:
         self._copier, self._pool = policy.copier, pool
         self._leaving: deque[tuple[Any, list[Tensor]]] = deque()  # the copier's mark, buffers
-        self._adding: deque[tuple[Any, Tensor, Tensor]] = deque()  # mark, staging, gradient
+        self._adding: deque[tuple[Future[None], Tensor]] = deque()  # with its staging buffer
+        self._thread = ThreadPoolExecutor(1, "gradients")
         self._staging = BufferPool(torch.device("cpu"), pinned=policy.device.type == "cuda")
 
     def start(self, chunk: _Chunk) -> None:
@@ -361,7 +362,7 @@ class HostGradientCopies:
         mark = self._copier.run(copy, to_host=True)
         self._leaving.append((mark, chunk.buffers))
         if chunk.reduced:
-            self._adding.append((mark, staging, chunk.gradient))
+            self._adding.append((self._thread.submit(self._add, mark, target, chunk.gradient), staging))
 
     def free_oldest(self) -> bool:
         """Release the buffers of the oldest copy, which the computation waits for; False if there is none."""
@@ -384,10 +385,14 @@ class HostGradientCopies:
 
     def _add_all_but(self, count: int) -> None:
         while len(self._adding) > count:
-            mark, staging, gradient = self._adding.popleft()
-            self._copier.finish(mark)
-            gradient.add_(staging[: gradient.numel()])
+            added, staging = self._adding[0]
+            added.result()
+            self._adding.popleft()
             self._staging.release(staging)
+
+    def _add(self, mark: Any, target: Tensor, gradient: Tensor) -> None:
+        self._copier.finish(mark)
+        gradient.add_(target)
 
 
 def sum_partial_over_tp(buckets: Sequence[Bucket], tp: Axis, device: torch.device) -> None:

@@ -9,6 +9,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
 from random import Random
+from threading import RLock
 from typing import Any
 from unittest.mock import patch
 
@@ -25,43 +26,44 @@ from megazero.zero.bucket import ShardingPolicy
 from megazero.zero.offload import give_cores
 
 
-class _Queued:
-    def __init__(self, work: Callable[[], Any], stream: deque[_Queued]) -> None:
-        self.work, self.stream, self.result = work, stream, None
+class _Stream:
+    def __init__(self, seed: int) -> None:
+        self.random, self.work, self.results, self.lock = Random(seed), deque[Callable[[], Any]](), list[Any](), RLock()
 
-    def end(self) -> None:
-        while self in self.stream:
-            first = self.stream.popleft()
-            first.result = first.work()
+    def end(self, count: int) -> None:
+        with self.lock:  # a thread of the host may wait, too
+            while len(self.results) < count and self.work:
+                self.results.append(self.work.popleft()())
 
 
 class LateStreams(Copier):
     """Work on each of two streams runs in its order, at a random later time or when it is waited for."""
 
     def __init__(self, seed: int) -> None:
-        self._random, self._streams = Random(seed), (deque[_Queued](), deque[_Queued]())
-        self.was_late = False
+        self._streams, self.was_late = [_Stream(seed), _Stream(seed)], False
 
-    def run(self, work: Callable[[], Any], *, to_host: bool) -> _Queued:
-        for stream in self._streams:
-            while stream and self._random.random() < 0.3:
-                stream[0].end()
-        queued = _Queued(work, self._streams[to_host])
-        queued.stream.append(queued)
-        self.was_late |= len(queued.stream) > 1
-        return queued
+    def run(self, work: Callable[[], Any], *, to_host: bool) -> tuple[_Stream, int]:
+        stream = self._streams[to_host]
+        with stream.lock:
+            stream.work.append(work)
+            mark = len(stream.results) + len(stream.work)
+            self.was_late |= len(stream.work) > 1
+        stream.end(mark - stream.random.randrange(4))
+        return stream, mark
 
-    def wait(self, mark: _Queued) -> Any:
-        mark.end()
-        return mark.result
+    def wait(self, mark: tuple[_Stream, int]) -> Any:
+        stream, number = mark
+        stream.end(number)
+        return stream.results[number - 1]
 
-    def finish(self, mark: _Queued) -> None:
-        mark.end()
+    def finish(self, mark: tuple[_Stream, int]) -> None:
+        self.wait(mark)
 
 
 def _train(rank: int, runs: list[ResolvedRun], copiers: list[Copier]) -> list[Any]:
     """What runs on a device that is not the host give, and the bytes that they take."""
-    plain, found, state = sharded_model._sharding_policy, [], state_on(rank, runs[0])
+    plain, found = sharded_model._sharding_policy, list[Any]()
+    state = state_on(rank, runs[0], shares_memory=False)
     for run, copier in zip(runs, copiers, strict=True):
 
         def policy(*args: Any, copier: Copier = copier) -> ShardingPolicy:
