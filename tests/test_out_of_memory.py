@@ -9,11 +9,14 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from harness import run_world
 from worlds import LLAMA, engine_on, run_of, state_on
 
+from megazero.comm.collectives import LostPeerError, _guarded
 from megazero.config import ResolvedRun, load_config
 from megazero.engine import Engine
+from megazero.parallel_state import Axis, ParallelState, RankGrid
 from megazero.plan import advice
 from megazero.plan.advice import fitting_changes, wanted_bytes
 from megazero.plan.cluster import some_cluster
@@ -31,10 +34,18 @@ OF_THE_CPU = (
 )
 
 
+OF_NCCL = (
+    "[Rank 1] NCCL error in: /pytorch/torch/csrc/distributed/c10d/ProcessGroupNCCL.cpp:3690, unhandled cuda error (run with "
+    "NCCL_DEBUG=INFO for details), NCCL version 2.28.9\nncclUnhandledCudaError: Call to CUDA function failed.\nLast error:\n"
+)
+OF_A_LOST_PEER = OF_NCCL.replace("ncclUnhandledCudaError: Call to CUDA function failed.", "ncclRemoteError: ...")
+
+
 def test_what_was_wanted_is_read_from_the_allocators_text() -> None:
     assert wanted_bytes(OF_CUDA) == int(20.5 * 2**30)
     assert wanted_bytes(OF_THE_CPU) == 2**42
     assert wanted_bytes("HIP out of memory. Tried to allocate 512.00 MiB") == 2**29
+    assert wanted_bytes(OF_NCCL + "Failed to CUDA calloc async 6291456 bytes") == 6291456
     assert wanted_bytes("out of memory") == 0
 
 
@@ -107,6 +118,21 @@ def test_the_rank_without_memory_says_which_settings_would_fit_and_the_others_na
     assert re.search(r"it holds: (parameters|optimizer|gradients) \d", said)
     assert "would fit, by the plan: " in said
     assert "rank 1 ended in step 2: OutOfMemoryError: out of memory on cpu of rank 1" in other
+
+
+@pytest.mark.parametrize("last", ["Cuda failure 2 'out of memory'", "Failed to CUDA calloc async 6291456 bytes"])
+def test_what_nccl_lacks_is_memory_and_no_peer_and_its_last_error_is_kept(last: str, monkeypatch: Any) -> None:
+    run, axis = run_of(2, model=LLAMA), Axis("tp", (0, 1))
+
+    def fail(text: str) -> None:
+        raise dist.DistBackendError(text)
+
+    with pytest.raises(LostPeerError), explained(run, ParallelState(RankGrid())):
+        _guarded("all_reduce", axis, lambda: fail(OF_A_LOST_PEER + "socketPollConnect: connection refused"))
+    monkeypatch.setattr(advice, "free_memory_bytes", lambda *_: 2**20)
+    wanted = rf"wanted 144\.0 MiB, free 1\.0 MiB(.|\n)*{last}\n(.|\n)*no one setting frees"
+    with pytest.raises(OutOfMemoryError, match=wanted), explained(run, ParallelState(RankGrid())):
+        _guarded("all_reduce", axis, lambda: fail(OF_NCCL + last))
 
 
 def test_where_no_setting_helps_that_is_said_and_other_errors_stay_what_they_are(monkeypatch: Any) -> None:

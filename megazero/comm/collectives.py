@@ -28,6 +28,14 @@ T = TypeVar("T")
 # These are RuntimeErrors too, but no peer is to blame.  (AcceleratorError: a kernel failed.)
 _OF_THE_DEVICE = (torch.OutOfMemoryError, *filter(None, [getattr(torch, "AcceleratorError", None)]))
 
+# NCCL allocates beside torch's allocator, at a communicator's first operations: its last lines say what failed.
+_NO_MEMORY = re.compile(r"out of memory|Failed to CUDA \w+( async)? \d+ bytes|CUBLAS_STATUS_ALLOC_FAILED")
+
+
+def lacks_memory(error: BaseException) -> bool:
+    """Whether this rank's device has no memory left, as torch, NCCL or cuBLAS say it."""
+    return not isinstance(error, LostPeerError) and bool(_NO_MEMORY.search(str(error)))
+
 
 class LostPeerError(RuntimeError):
     """A collective could not finish: a peer died, or did not come within the time limit."""
@@ -105,6 +113,8 @@ def _guarded(operation: str, axis: Axis, call: Callable[[], T]) -> T:
     except _OF_THE_DEVICE:
         raise
     except RuntimeError as error:  # gloo and NCCL report a lost peer and a time-out as RuntimeError
+        if lacks_memory(error):
+            raise
         raise LostPeerError(operation, axis, error) from error
     finally:
         axis.traffic.leave(entered)

@@ -24,7 +24,7 @@ from megazero.engine import Engine
 from megazero.parallel_state import ParallelState
 from megazero.plan.cluster import Cluster, some_cluster
 from megazero.plan.devices import size_text
-from megazero.plan.memory import STATE_KINDS, RankMemory, fullest_of, memory_of
+from megazero.plan.memory import COMMUNICATOR_BYTES, STATE_KINDS, RankMemory, fullest_of, memory_of
 from megazero.plan.step_time import step_time_of
 from megazero.settings import toml_value
 from megazero.zero.offload import free_memory_bytes
@@ -152,9 +152,12 @@ def explain(error: str, run: ResolvedRun, state: ParallelState, engine: Engine |
         held.update({kind: count for kind, count in engine.memory_bytes().items() if " on " not in kind})
     arena = held.pop("activation_arena", 0)  # it is no state
     to_come = max(sum(planned.state.get(kind, 0) for kind in STATE_KINDS) - held.total(), 0)
+    nccl = error.partition("Last error:")[2].strip()
+    if nccl:
+        wanted = max(wanted, COMMUNICATOR_BYTES)
     if on_cuda:
         allocated = torch.cuda.memory_allocated(device)
-        free += torch.cuda.memory_reserved(device) - allocated
+        free += 0 if nccl else torch.cuda.memory_reserved(device) - allocated  # NCCL cannot take what torch keeps
         if engine is not None:
             held["activations and working memory"] = max(allocated - held.total(), 0)
     elif arena:
@@ -163,6 +166,7 @@ def explain(error: str, run: ResolvedRun, state: ParallelState, engine: Engine |
     lines = [f"out of memory on {device} of rank {state.rank} ({socket.gethostname()}): wanted {size_text(wanted)}"]
     lines[0] += f", free {size_text(free)}{more}"
     kinds = [f"{kind.replace('_', ' ')} {size_text(count)}" for kind, count in held.most_common(_MOST_KINDS) if count]
+    lines += [f"  NCCL allocates beside torch: {' '.join(nccl.split())}"] if nccl else []
     lines += [f"  it holds: {', '.join(kinds)}"] if kinds else []
     missing = max(wanted - free + to_come, 1)
     return "\n".join([*lines, f"  {advice_text(run, cluster, planned, missing / _USABLE)}"])
@@ -170,5 +174,5 @@ def explain(error: str, run: ResolvedRun, state: ParallelState, engine: Engine |
 
 def wanted_bytes(error: str) -> int:
     """Return the bytes of the allocation that failed; 0 if the allocator does not say."""
-    found = re.search(r"tried to allocate ([\d.]+) ?(\w+)", error, re.IGNORECASE)
+    found = re.search(r"(?:tried to allocate|failed to cuda \w+(?: async)?) ([\d.]+) ?(\w+)", error, re.IGNORECASE)
     return int(float(found[1]) * _UNITS.get(found[2], 0)) if found else 0

@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 
 from megazero.annexes import added
-from megazero.comm.collectives import agree
+from megazero.comm.collectives import agree, lacks_memory
 from megazero.config import ResolvedRun, save_config
 from megazero.config.derive import micro_batch_multiple
 from megazero.data.corpus import repeats, without_borders
@@ -275,7 +275,7 @@ def explained(run: ResolvedRun, state: ParallelState, engine: Engine | None = No
         yield
     except (RuntimeError, MemoryError) as error:
         of_the_host = isinstance(error, MemoryError) or "can't allocate memory" in str(error)
-        if not (of_the_host or isinstance(error, torch.OutOfMemoryError)):
+        if not (of_the_host or isinstance(error, torch.OutOfMemoryError) or lacks_memory(error)):
             raise
         text = str(error)
         for explain in added("out of memory").values():
