@@ -14,6 +14,8 @@ from contextlib import suppress
 
 _LEAST = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 1, "LOCAL_WORLD_SIZE": 1}
 _ALL = "RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT (docs/elastic.md)"
+# What brings messages of gloo and NCCL onto the right network.
+SET_CARDS = "set GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME to the card that the hosts share (docs/elastic.md)"
 # How many tasks, which of them this is, and what starts one on each node.  The variables of Hydra and PMIx come last: other
 # launchers set them, too.
 _LAUNCHERS = (

@@ -148,6 +148,14 @@ def test_one_rank_alone_needs_no_process_group():
     assert not dist.is_initialized()
 
 
+def test_a_state_on_another_device_than_the_current_one_is_an_error_with_both(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    for device in (None, torch.device("cuda"), torch.device("cuda", 1)):
+        ParallelState(RankGrid(), device=device)
+    with pytest.raises(ValueError, match=r"cuda:0.* current device is cuda:1.* torch\.cuda\.set_device\(0\)"):
+        ParallelState(RankGrid(), device=torch.device("cuda", 0))
+
+
 @pytest.mark.parametrize("rank", range(12))
 def test_an_axis_has_a_group_exactly_when_it_has_peers(started, rank):
     started(rank, 12)

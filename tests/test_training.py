@@ -333,8 +333,20 @@ def test_a_skipped_step_is_reported_and_leaves_no_number_that_json_does_not_know
     shown: list[str] = []
     statistics = StepStatistics(nan, inf, 10, loss_scale=32768.0, skipped=True)
     overflow = replace(_record(3), statistics=statistics, skipped_steps=1)
-    ProgressLine(20, 10, shown.append).after_step(overflow)
+    ProgressLine(20, 10, shown.append, torch.device("cpu")).after_step(overflow)
     assert shown[0].endswith("| skipped (overflow, loss scale 32768)")
     values = json.loads(as_json(overflow), parse_constant=pytest.fail)
     assert (values["grad_norm"], values["loss"]) == (None, None)
     assert (values["loss_scale"], values["skipped_steps"]) == (32768.0, 1)
+
+
+def test_what_a_device_holds_beside_torch_is_told_once_after_the_first_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    shown: list[str] = []
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (70 * 2**30, 80 * 2**30))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda _: 9 * 2**30)
+    line = ProgressLine(20, 10, shown.append, torch.device("cuda", 0))
+    for step in (1, 2):
+        line.after_step(_record(step))
+    assert [text for text in shown if "communicators" in text] == [
+        "beside torch's memory the device holds 1,024 MiB: communicators, and CUDA's own"
+    ]

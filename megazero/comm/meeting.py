@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+from collections.abc import Mapping
 from datetime import timedelta
 from threading import Thread
 from typing import Any
@@ -12,7 +13,7 @@ import torch
 from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 
 from megazero.annexes import added
-from megazero.launchers import MeetingError
+from megazero.launchers import SET_CARDS, MeetingError
 from megazero.parallel_state.state import connect_on_demand
 
 
@@ -41,7 +42,25 @@ def open_meeting(rank: int, world: int, timeout: timedelta, *, waits: bool = Fal
     raise MeetingError(
         f"MASTER_ADDR={address}, MASTER_PORT={port}, where ranks meet, cannot be reached from rank {rank} on "
         f"{socket.gethostname()}: {found[0] if found else f'no answer in {seconds:g} s'}; MASTER_ADDR must be the host of "
-        "rank 0, by a name that every host resolves, and MASTER_PORT a port that is free there and open to all ranks"
+        "rank 0, by a name that every host resolves, and MASTER_PORT a port that is free there and open to all ranks; "
+        f"afterwards, on hosts with several network cards, {SET_CARDS}"
+    )
+
+
+def name_hint(environment: Mapping[str, str]) -> str:
+    """What to set where this host's name, by which gloo finds its address, leads to itself alone; empty elsewhere.
+
+    Debian writes such a line into /etc/hosts: 127.0.1.1 and the name.
+    """
+    one_host = environment.get("LOCAL_WORLD_SIZE") in (None, environment.get("WORLD_SIZE"))
+    if one_host or "GLOO_SOCKET_IFNAME" in environment:
+        return ""
+    try:
+        address = socket.gethostbyname(host := socket.gethostname())
+    except OSError:
+        return f"; this host's own name does not resolve: {SET_CARDS}"
+    return f"; {host} resolves to {address} here, where no other host reaches it: {SET_CARDS}" * address.startswith(
+        "127."
     )
 
 

@@ -56,7 +56,7 @@ class ParallelState:
 
     Raises:
         ValueError: `shard_group_size` does not divide dp*cp, or `cp_ulysses` cp; the grid does not have as many ranks as
-            were started, or a CUDA run has no backend for CPU tensors.
+            were started, a CUDA run has no backend for CPU tensors, or `device` is not the current CUDA device.
     """
 
     def __init__(
@@ -85,6 +85,11 @@ class ParallelState:
             raise ValueError(f"shard_group_size={shard_group_size} must divide {names}={same}")
         self.grid, self.rank, self.local_world_size = grid, rank, local_world_size
         self.device = device or torch.device("cpu")
+        if self.device.type == "cuda" and self.device.index not in (None, torch.cuda.current_device()):
+            raise ValueError(
+                f"this rank computes on {self.device}, but the current device is cuda:{torch.cuda.current_device()}: "
+                f"streams of both would not wait for one another; call torch.cuda.set_device({self.device.index}) first"
+            )
         if running > 1 and self.device.type != "cpu" and "gloo" not in str(dist.get_backend_config()):
             raise ValueError(
                 f"the process group was made with backend {dist.get_backend_config()}, but checkpoints travel as CPU "
@@ -271,7 +276,7 @@ def parallel_state_of(
 
     Args:
         grid: the rank grid; data parallelism over all ranks when None.
-        device: where this rank computes; `local_device()` when None.
+        device: where this rank computes; when None, `local_device()`, which becomes the current device.
         timeout_seconds, shard_group_size, cp_ulysses: as in `ParallelState`.
 
     Raises:
@@ -279,7 +284,9 @@ def parallel_state_of(
     """
     world, rank = joined_world()
     local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", str(world)))
-    grid, device = grid or RankGrid(dp=world), device or local_device()
+    if device is None and (device := local_device()).type == "cuda":
+        torch.cuda.set_device(device)
+    grid = grid or RankGrid(dp=world)
     make = partial(
         ParallelState, grid, rank, device, timeout_seconds, shard_group_size, local_world_size, cp_ulysses=cp_ulysses
     )

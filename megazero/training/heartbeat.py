@@ -14,6 +14,8 @@ from datetime import timedelta
 
 from torch._C._distributed_c10d import PrefixStore, Store
 
+from megazero.launchers import SET_CARDS
+
 STARTING, TRAINING, EVALUATING, SAVING, BETWEEN = "starting", "training", "evaluating", "saving", "between steps"
 
 # All ranks of these make the same collectives in the same order, so their counts can be compared.
@@ -76,7 +78,9 @@ def explain_missing_ranks(
         or [rank for rank in ranks if rank in missing or after[rank].ended]
     )
     if not causes:
-        return f"all ranks of the axis are alive and take part; look at the network between them ({axis})"
+        return (
+            f"all ranks of the axis are alive and take part; look at the network between them ({axis}), or {SET_CARDS}"
+        )
     return _listed([_text_of_living(rank, after[rank]) for rank in causes])
 
 

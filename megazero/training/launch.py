@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, NoReturn, TypeVar
 
 from megazero.checkpoint.index import CheckpointError, OwnerError
 from megazero.comm.collectives import LostPeerError
+from megazero.comm.meeting import name_hint
 from megazero.comm.memory import StorageError
 from megazero.config import ConfigError, ResolvedRun
 from megazero.config.load import import_extensions
@@ -158,7 +159,7 @@ def run_rank(run: ResolvedRun, work: Work[T]) -> T | Failed:
             raise SystemExit(wait_as_spare(store))
         answer = work(run, join_world(run, store))
     except LostPeerError as error:
-        _report(str(error), is_cause=False)
+        _report(f"{error}{name_hint(os.environ)}", is_cause=False)
         time.sleep(_CAUSE_FIRST_SECONDS)
         return Failed(has_cause=" ended in step " in str(error))  # by an error of its own, which the watchdog has found
     except (OwnerError, ConfigError) as error:

@@ -24,7 +24,7 @@ from counting_store import CountingStore, Counts
 from harness import free_port, run_world
 
 from megazero.cli._common import started_ranks
-from megazero.comm.meeting import open_meeting
+from megazero.comm.meeting import name_hint, open_meeting
 from megazero.config import ResolvedRun, RunConfig, resolve
 from megazero.deepspeed.script_setup import init_distributed
 from megazero.engine import Engine
@@ -187,6 +187,7 @@ def test_no_communicator_of_gpus_spans_the_world_and_none_has_gloo_under_it(monk
     monkeypatch.setattr(dist, "is_initialized", lambda: True)
     monkeypatch.setattr(dist, "get_world_size", lambda: 512)
     monkeypatch.setattr(dist, "get_backend_config", lambda: "cpu:gloo,cuda:nccl")
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     grid, ulysses, shards = GRIDS[512]
     state = ParallelState(grid, 300, torch.device("cuda", 0), shard_group_size=shards, cp_ulysses=ulysses)
     state.saving_axes(60)
@@ -278,3 +279,28 @@ def test_an_address_that_does_not_answer_ends_a_bounded_wait(address: str, monke
             open_meeting(1, 2, timedelta(seconds=0.5))
     for thread in [one for one in threading.enumerate() if "(connect)" in one.name]:
         thread.join(10)
+
+
+@pytest.mark.parametrize(
+    ("environment", "address", "is_told"),
+    [
+        ({"WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "4"}, "127.0.1.1", True),
+        ({"WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "4"}, None, True),
+        ({"WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "4"}, "10.0.0.7", False),
+        ({"WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "4", "GLOO_SOCKET_IFNAME": "eth0"}, "127.0.1.1", False),
+        ({"WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "8"}, "127.0.1.1", False),
+        ({}, "127.0.1.1", False),
+    ],
+)
+def test_a_host_whose_name_leads_to_itself_alone_is_told_which_variables_to_set(
+    environment: dict[str, str], address: str | None, is_told: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def resolve(_: str) -> str:
+        if address is None:
+            raise socket.gaierror
+        return address
+
+    monkeypatch.setattr(socket, "gethostbyname", resolve)
+    found = name_hint(environment)
+    assert bool(found) is is_told
+    assert all((name in found) is is_told for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"))

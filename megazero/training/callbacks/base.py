@@ -188,3 +188,9 @@ def peak_memory_bytes(device: torch.device) -> int:
         return torch.cuda.max_memory_allocated(device)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024
+
+
+def bytes_beside_torch(device: torch.device) -> int:
+    """Bytes in use on a CUDA device that torch's allocator does not hold: NCCL's, CUDA's own, and other processes'."""
+    free, total = torch.cuda.mem_get_info(device)
+    return total - free - torch.cuda.memory_reserved(device)

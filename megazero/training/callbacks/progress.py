@@ -4,17 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import torch
+
 from megazero.config import ResolvedRun
 from megazero.config.schema import ParallelConfig
 from megazero.engine import Engine
-from megazero.training.callbacks.base import Callback, StepRecord
+from megazero.training.callbacks.base import Callback, StepRecord, bytes_beside_torch
 
 
 class ProgressLine(Callback):
-    """Prints a line for every `every_steps`-th step, and for steps that need attention."""
+    """Prints a line for every `every_steps`-th step, and for steps that need attention.
 
-    def __init__(self, steps: int, every_steps: int, say: Callable[[str], None]) -> None:
-        self._steps, self._every, self._say = steps, every_steps, say
+    On CUDA it also prints, after the first step, what lies on the device beside torch's memory: by then NCCL has connected.
+    """
+
+    def __init__(self, steps: int, every_steps: int, say: Callable[[str], None], device: torch.device) -> None:
+        self._steps, self._every, self._say, self._device = steps, every_steps, say, device
         self._seconds_per_step = 0.0
 
     def after_step(self, record: StepRecord) -> None:
@@ -22,6 +27,9 @@ class ProgressLine(Callback):
         statistics, seconds = record.statistics, record.seconds
         if statistics is None or seconds is None:
             return
+        if self._device.type == "cuda" and not self._seconds_per_step:
+            beside = bytes_beside_torch(self._device) / 2**20
+            self._say(f"beside torch's memory the device holds {beside:,.0f} MiB: communicators, and CUDA's own")
         self._seconds_per_step = 0.9 * (self._seconds_per_step or seconds) + 0.1 * seconds
         is_due = record.step % self._every == 0 or record.step == self._steps
         losses = {} if record.val_loss is None else {"validation loss": record.val_loss}

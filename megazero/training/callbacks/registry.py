@@ -138,7 +138,7 @@ def callbacks_of(
     metrics: list[Callback] = [MetricsFile(run_dir / METRICS_FILE, context.start.step, say)] if is_first else []
     writers = [*metrics]
     if is_first:
-        writers.append(ProgressLine(training.steps, logging.every_steps, say))
+        writers.append(ProgressLine(training.steps, logging.every_steps, say, engine.state.device))
         if logging.tensorboard:
             writers.append(TensorBoard(run_dir / "tensorboard", context.start, to_toml(run), say))
     return [
