@@ -25,6 +25,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
@@ -37,7 +38,7 @@ from torch import Tensor, nn
 from benchmarks.models import PlainStage, adamw, loss_of
 from benchmarks.report import machine, markdown, write_whole
 from benchmarks.setting import GRAD_CLIP, LR, SEED, with_options
-from benchmarks.trace import read_business
+from benchmarks.trace import hidden_share, read_business
 from megazero.checkpoint.save import gather_logical
 from megazero.config import RunConfig, resolve
 from megazero.engine import initialize
@@ -363,6 +364,8 @@ def main() -> None:
     print(report)
     if given.profile is not None and device.type == "cuda":
         print(read_business(given.profile))
+        with suppress(ValueError):  # nothing is offloaded
+            print(f"{hidden_share(given.profile):.0%} of the time of copies between host and device a kernel computes")
     if given.out is not None:
         write_whole(given.out, report + "\n")
 

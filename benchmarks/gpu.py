@@ -1,0 +1,281 @@
+"""Every check that needs a GPU, the most valuable first: as many as fit into the minutes there are.
+
+    python -m benchmarks.gpu --minutes 12        on a CUDA device, from the repository's root
+    python -m benchmarks.gpu --only step         checks whose name begins so
+    python -m benchmarks.gpu --rehearse          the same queue in small on a CPU: does each check still run?
+
+A check is a command.  It is skipped where its last result is of this device and of the same files that it measures, and it
+passed.  A check that fails or takes too long ends alone; the queue goes on.  After each, `results/gpu/NAME.json` and
+the page `results/gpu/README.md` say what it found, with device, versions, commit and command.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from hashlib import sha256
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.report import machine, markdown, write_whole
+
+ROOT = Path(__file__).parent.parent
+RESULTS = Path(__file__).parent / "results" / "gpu"
+NEEDED = (
+    "pydantic",
+    "xxhash",
+    "filelock",
+    "einops",
+    "safetensors",
+    "tokenizers",
+    "pytest",
+    "xdist",
+    "pytest_timeout",
+    "hypothesis",
+)
+LAWS = "any_shape any_schedule activations long_context quantized precision_and_offload muon loss_scale pipeline"
+PATIENCE = 1.7  # a check may take so many times its expected seconds
+_TAIL = 4000  # characters of a check's output that are kept
+_PYTEST = ("-m", "pytest", "-q", "-rfE", "-p", "no:cacheprovider", "--timeout", "150")
+_STEP = ("-m", "benchmarks.gpu_step")
+_TINY = (*_STEP, "--model", "tiny", "--device", "cpu", "--rounds", "1", "--steps", "1", "--accumulation", "2")
+_LONG = ("--model", "8b", "--micro-batch-size", "1", "--accumulation", "4", "--apart", "--rounds", "3", "--steps", "2")
+_FP8 = tuple(
+    x for kind in ("rowwise", "blockwise") for x in ("--variant", f"precision.fp8={kind} precision.fp8_layers=all")
+)
+POLICIES = (
+    *("--variant", "activations.recompute=selective"),
+    *("--variant", "activations.recompute=full activations.keep_attention=true"),
+    *("--variant", "activations.recompute=full"),
+    *("--variant", "activations.offload=host"),
+)
+
+
+@dataclass(frozen=True)
+class Check:
+    """One command of the queue.
+
+    Args:
+        name: of its result's file.
+        title: what the page says of it.
+        seconds: that it takes on an H100, its compilation included.
+        command: arguments of Python; "{out}" stands for a file for its JSON.
+        rehearsal: the same in small, for a CPU; empty: nothing of it can run there.
+        measures: folders and files whose change makes its result old.
+    """
+
+    name: str
+    title: str
+    seconds: int
+    command: tuple[str, ...]
+    rehearsal: tuple[str, ...] = ()
+    measures: tuple[str, ...] = ("megazero",)
+
+    def version(self) -> str:
+        """A digest of the command and of all files that it measures."""
+        digest = sha256(" ".join(self.command).encode())
+        for name in self.measures:
+            path = ROOT / name
+            for file in sorted(path.rglob("*.py")) if path.is_dir() else [path]:
+                digest.update(file.read_bytes())
+        return digest.hexdigest()[:16]
+
+
+_TRUNK = tuple(
+    f"megazero/{room}"
+    for room in ("comm", "engine", "layers", "models", "optim", "parallel_state", "schedules", "zero")
+)
+_STEPS = (*_TRUNK, "benchmarks/gpu_step.py", "benchmarks/models.py")
+QUEUE = (
+    Check(
+        "laws", "Laws, several ranks on the one device over NCCL", 110,
+        (*_PYTEST, "-n", "10", "--dist", "worksteal", *(f"tests/laws/test_{law}.py" for law in LAWS.split())),
+        (*_PYTEST, "-n", "0", "--small", "tests/laws/test_loss_scale.py"),
+        (*_TRUNK, "tests/laws"),
+    ),
+    Check(
+        "step_1.3b", "A step of 1.3 billion parameters at 4K", 80,
+        (*_STEP, "--rounds", "5", "--steps", "3", "--out", "{out}"), (*_TINY, "--out", "{out}"), _STEPS,
+    ),
+    Check(
+        "step_8b_8k", "A step of 6 layers of Llama 3 8B's shape at 8K, vocabulary 128,256", 70,
+        (*_STEP, *_LONG, "--out", "{out}"),
+        (*_TINY, "--apart", "--set", "model.num_kv_heads=2", "--out", "{out}"), _STEPS,
+    ),
+    Check(
+        "fp8_8b_8k", "Linear layers in fp8, 8 such layers, vocabulary 32,768", 70,
+        (*_STEP, *_LONG, "--no-plain", "--set", "model.num_layers=8", "model.vocab_size=32768", *_FP8, "--out", "{out}"),
+        (*_TINY, "--apart", "--no-plain", *_FP8, "--out", "{out}"), _STEPS,
+    ),
+    Check(
+        "policies", "Activations: what each policy frees and costs, 4 layers of that shape at 8K", 100,
+        (*_STEP, *_LONG, "--no-plain", "--set", "model.num_layers=4", "--out", "{out}", *POLICIES),
+        (*_TINY, "--apart", "--no-plain", "--out", "{out}", *POLICIES), _STEPS,
+    ),
+    Check(
+        "attention", "Attention: documents, rings and windows beside one whole causal call", 50,
+        ("-m", "benchmarks.gpu_attention", "--out", "{out}"),
+        ("-m", "benchmarks.gpu_attention", "--device", "cpu", "--out", "{out}"),
+        ("megazero/layers", "benchmarks/gpu_attention.py"),
+    ),
+)  # fmt: skip
+
+
+@dataclass
+class Outcome:
+    """What a check found.
+
+    Args:
+        version: see `Check.version`.
+        where: device, driver, versions, commit.
+        lines: of its output that name failures, or its table.
+        report: the JSON that it wrote.
+    """
+
+    name: str
+    command: str
+    version: str
+    ended: str
+    seconds: float
+    where: dict[str, str]
+    lines: list[str] = field(default_factory=list)
+    report: dict[str, Any] | None = None
+
+
+def where_measured() -> dict[str, str]:
+    """Device, driver, versions and commit."""
+    found = machine()
+    commit = subprocess.run(
+        ["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    found["commit"] = commit.stdout.strip() or os.environ.get("MEGAZERO_COMMIT", "unknown")
+    if torch.cuda.is_available():
+        found |= {"gpu": torch.cuda.get_device_name(), "cuda": str(torch.version.cuda)}
+        found["cudnn"] = str(torch.backends.cudnn.version())
+        found["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
+        query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+        found["driver"] = subprocess.run(query, capture_output=True, text=True, check=False).stdout.strip()
+    return found
+
+
+def run_check(check: Check, folder: Path, where: dict[str, str], limit: float, *, rehearse: bool) -> Outcome:
+    """Run a check, with all that it starts, for `limit` seconds at most."""
+    out = folder / f"{check.name}.report.json"
+    command = [part.format(out=out) for part in (check.rehearsal if rehearse else check.command)]
+    more = (
+        {} if rehearse else {"MEGAZERO_TEST_DEVICE": "cuda", "MEGAZERO_SHARE_DEVICE": "1", "NCCL_SOCKET_IFNAME": "lo"}
+    )
+    begun = time.monotonic()
+    process = subprocess.Popen(
+        [sys.executable, *command], cwd=ROOT, env=os.environ | more, text=True, errors="replace",
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True,
+    )  # fmt: skip
+    try:
+        output, ended = process.communicate(timeout=limit)[0], "passed"
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        output, ended = process.communicate()[0], f"took over {limit:.0f} s"
+    if process.returncode and ended == "passed":
+        ended = f"failed ({process.returncode})"
+    write_whole(folder / f"{check.name}.log", output)
+    told = [
+        line for line in output[-_TAIL:].splitlines() if re.match(r"\||FAILED|ERROR|\w*Error|\d+ (passed|failed)", line)
+    ]
+    report = json.loads(out.read_text()) if out.exists() else None
+    out.unlink(missing_ok=True)
+    shown = " ".join(["python", *command]).replace(f" --out {out}", "")
+    return Outcome(check.name, shown, check.version(), ended, time.monotonic() - begun, where, told, report)
+
+
+def read_outcomes(folder: Path) -> dict[str, Outcome]:
+    """The results that a folder has, by name; one that cannot be read is left out."""
+    found = {}
+    for file in folder.glob("*.json"):
+        try:
+            found[file.stem] = Outcome(**json.loads(file.read_text()))
+        except (ValueError, TypeError):
+            print(f"{file} is not a result of this queue")
+    return found
+
+
+def page(outcomes: dict[str, Outcome]) -> str:
+    """The page of all results."""
+    heads = ("check", "ended", "seconds", "device", "commit")
+    known = [(check, outcomes[check.name]) for check in QUEUE if check.name in outcomes]
+    rows = [
+        (check.name, one.ended, f"{one.seconds:.0f}", one.where.get("gpu", "CPU"), one.where["commit"])
+        for check, one in known
+    ]
+    return "\n".join(
+        ["# On one GPU", "", "`python -m benchmarks.gpu` wrote this.", "", markdown(heads, rows), *_chapters(known)]
+    )
+
+
+def _chapters(known: Sequence[tuple[Check, Outcome]]) -> Iterator[str]:
+    for check, one in known:
+        versions = ", ".join(f"{key} {value}" for key, value in one.where.items() if key not in ("cpu", "cores", "gpu"))
+        yield f"\n## {check.title}\n\n    {one.command}\n\n{one.where.get('gpu', 'CPU')}; {versions}.\n"
+        yield "\n".join(line if line.startswith("|") else f"    {line}" for line in one.lines)
+    yield ""
+
+
+def queue_of(only: str, outcomes: dict[str, Outcome], where: dict[str, str], *, rehearse: bool) -> list[Check]:
+    """The checks to run; says which are skipped."""
+    chosen = []
+    for check in QUEUE:
+        last = outcomes.get(check.name)
+        if not check.name.startswith(only):
+            continue
+        if (
+            last
+            and last.ended == "passed"
+            and last.version == check.version()
+            and last.where.get("gpu") == where.get("gpu")
+        ):
+            print(f"{check.name}: measured on this device with the same code already")
+        elif not (rehearse and not check.rehearsal):
+            chosen.append(check)
+    return chosen
+
+
+def main() -> int:
+    """Run the queue; 1 where a check did not pass."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--minutes", type=float, default=12.0)
+    parser.add_argument("--only", default="", metavar="NAME", help="checks whose name begins so")
+    parser.add_argument("--rehearse", action="store_true", help="in small, on a CPU")
+    parser.add_argument("--folder", type=Path, default=RESULTS)
+    given = parser.parse_args()
+    if missing := [name for name in NEEDED if find_spec(name) is None]:
+        sys.exit(f"missing here: {', '.join(missing)}; pip install -e '.[test]'")
+    if not given.rehearse and not torch.cuda.is_available():
+        sys.exit("torch finds no CUDA device; --rehearse runs the queue in small on a CPU")
+    given.folder.mkdir(parents=True, exist_ok=True)
+    end, where, outcomes = time.monotonic() + 60 * given.minutes, where_measured(), read_outcomes(given.folder)
+    failed = 0
+    for check in queue_of(given.only, outcomes, where, rehearse=given.rehearse):
+        left = end - time.monotonic()
+        if left < check.seconds and not given.rehearse:
+            print(f"{check.name}: about {check.seconds} s, {left:.0f} s are left; skipped")
+            continue
+        outcome = run_check(check, given.folder, where, min(left, PATIENCE * check.seconds), rehearse=given.rehearse)
+        outcomes[check.name], failed = outcome, failed + (outcome.ended != "passed")
+        print(f"{check.name}: {outcome.ended} in {outcome.seconds:.0f} s", *outcome.lines, sep="\n  ", flush=True)
+        write_whole(given.folder / f"{check.name}.json", json.dumps(asdict(outcome), indent=1) + "\n")
+        write_whole(given.folder / "README.md", page(outcomes))
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
