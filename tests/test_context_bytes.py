@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from megazero.config import ConfigError, ResolvedRun, RunConfig, load_config, resolve, to_toml
-from megazero.config.rules import broken_rules
+from megazero.config.rules import check_rules
 from megazero.models.stages import context_bytes, heads_of_rank, ulysses_degrees
 from megazero.training.callbacks.progress import context_parallelism
 from megazero.training.world import join_world
@@ -139,7 +139,7 @@ def test_heads_must_be_those_that_flash_attention_takes(sections: dict[str, Any]
     for size, dtype, device in ((12, "bf16", "cuda"), (16, "bf16", "cuda"), (12, "fp32", "cuda"), (12, "bf16", "cpu")):
         model = {"num_heads": 4, "num_kv_heads": 4, "head_dim": size}
         whole = {"model": model, "precision": {"dtype": dtype}, "launch": {"device": device}, **sections}
-        lines = [str(one) for one in broken_rules(RunConfig.model_validate(whole), 2)]
+        lines = [str(one) for one in check_rules(RunConfig.model_validate(whole), 2)[1]]
         wrong = (size, dtype, device) == (12, "bf16", "cuda")
         assert [line for line in lines if "multiple of 8 on CUDA" in line] == lines[: int(wrong)]
 

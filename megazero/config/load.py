@@ -41,9 +41,6 @@ _LAUNCHERS = (
 
 _UNSET = "unset"  # written on the command line, as docs/config.md says: the key is left out
 
-# Run files may still have the old name of a key.
-RENAMED = {"zero.resident_elements": "zero.persistent_elements"}
-
 
 @dataclass(frozen=True)
 class ResolvedRun:
@@ -139,8 +136,7 @@ def load_config(
 def _checked(path: Path, overrides: Sequence[str] = ()) -> tuple[list[Problem], RunConfig, bool]:
     """Check the keys of a file by themselves: what is wrong, the run without the wrong keys, whether all keys are right."""
     tables = _read(path)
-    problems = _rename(tables)
-    problems += [problem for text in overrides if (problem := _override(tables, text))]
+    problems = [problem for text in overrides if (problem := _override(tables, text))]
     launch = tables.get("launch")
     if isinstance(launch, dict):  # before the checks: they accept the names that an extension registers
         problems += import_extensions(launch.get("extensions"))
@@ -235,24 +231,9 @@ def _read(path: Path) -> Tables:
         raise file_error(path, f"cannot be read: {error}", "it holds a number or a table that is too long") from None
 
 
-def _rename(tables: Tables) -> list[Problem]:
-    """Give keys under an old name their new one, or say that a file has both."""
-    problems = []
-    for old, new in RENAMED.items():
-        (section, last), name = old.split("."), new.partition(".")[2]
-        table = tables.get(section)
-        if isinstance(table, dict) and last in table:
-            value = table.pop(last)
-            if name in table:
-                problems.append(Problem(old, value, f"is the old name of {new}, which is given too", f"keep {new}"))
-            table.setdefault(name, value)
-    return problems
-
-
 def _override(tables: Tables, text: str) -> Problem | None:
     """Apply one `section.key=value` to the tables, or say why it cannot be."""
     name, separator, written = (part.strip() for part in text.partition("="))
-    name = RENAMED.get(name, name)
     *outer, key = name.split(".")
     if not separator or not all((*outer, key)) or "://" in name:  # a URL holds "=" where it has a query
         return Problem("override", text, "must have the form section.key=value", "for example training.steps=100")

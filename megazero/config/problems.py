@@ -136,7 +136,7 @@ def _hint(tables: dict[str, Any], path: Path, errors: list[ErrorDetails]) -> str
         _get(changed, path[:-1])[path[-1]] = candidate
         if not any(other[: len(path)] == path for other in _errors(changed)):
             taken.append(toml_value(candidate))
-    default = known[home]().model_dump()[str(path[-1])] if home in known else None
+    default = known[home]().model_dump().get(str(path[-1])) if home in known else None
     if not taken and any(error["type"] == "name" for error in errors):
         return "a name of your own must be registered by a script that launch.extensions lists"
     if taken or default is None:

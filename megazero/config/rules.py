@@ -53,11 +53,6 @@ Rule: TypeAlias = Callable[[RunConfig], Iterable[Problem]]
 """A run fitted to its world, `parallel.dp` a number -> what is wrong; it may raise this as a ConfigError."""
 
 
-def broken_rules(config: RunConfig, world_size: int) -> list[Problem]:
-    """What is wrong with a run on so many ranks."""
-    return check_rules(config, world_size)[1]
-
-
 def check_rules(
     config: RunConfig,
     world_size: int | None,

@@ -15,7 +15,7 @@ below each key is its documentation.
 from itertools import permutations
 from typing import Annotated, Literal, TypeGuard
 
-from pydantic import BeforeValidator, Field, field_validator, model_serializer
+from pydantic import AliasChoices, BeforeValidator, Field, field_validator, model_serializer
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticCustomError, PydanticKnownError
 
@@ -201,7 +201,9 @@ class ZeroConfig(Section):
         CountOrZero, ActsWhere("zero.stage", (1, 2, 3), "it has no effect where nothing is sharded")
     ] = 0
     """Neighbours among the dp * cp ranks that share one copy of the state; each such group has its own. 0: all of them."""
-    persistent_elements: Annotated[CountOrZero, _STAGE_3] = 0
+    persistent_elements: Annotated[
+        CountOrZero, _STAGE_3, Field(validation_alias=AliasChoices("persistent_elements", "resident_elements"))
+    ] = 0
     """Stage 3 keeps parameters of at most so many elements whole on every rank instead of gathering them."""
     secondary_shard_size: Annotated[
         CountOrZero,

@@ -16,9 +16,8 @@ from torch import Tensor, nn
 from megazero.comm.collectives import all_gather, all_reduce
 from megazero.deepspeed.meta_init import MetaParameter
 from megazero.deepspeed.training_engine import ENGINES, TrainingEngine
-from megazero.deepspeed.ungathered_parameter import UngatheredParameter, real
+from megazero.deepspeed.ungathered_parameter import UngatheredParameter, opened, real
 from megazero.zero.bucket import Bucket
-from megazero.zero.storage import FlatArray
 
 
 @contextmanager
@@ -46,7 +45,7 @@ def gathered_parameters(
     found = bound.home if names is None else bound.find([names] if isinstance(names, str) else names)
     if modifier_rank is not None and names is not None:
         _check_ties(engine, found)
-    masters = _Masters(engine)
+    masters = _Whole(engine)
     yield {name: masters.of(name) for name in found}
     if modifier_rank is not None:
         masters.overwrite(modifier_rank)
@@ -117,21 +116,13 @@ def _changing(engine: TrainingEngine, parameters: dict[str, nn.Parameter], modif
     if modifier is not None:
         _check_ties(engine, parameters)
     cut = {name: parameter for name, parameter in parameters.items() if isinstance(parameter, UngatheredParameter)}
-    flats: dict[Bucket, Tensor] = {}
+    weights = _Whole(engine, masters=False)
     for name, proxy in cut.items():
-        bucket, index = bound.home[name]
-        if bucket not in flats:
-            flats[bucket] = _whole(bucket, bucket.weight_shard, proxy.dtype)
-        proxy.whole = _slot(flats[bucket], bucket, index).clone()
-    flats.clear()
+        proxy.whole = weights.of(name).clone()
+    del weights
 
     def values() -> dict[str, Tensor]:
-        return {
-            name: parameter.whole
-            if isinstance(parameter, UngatheredParameter) and parameter.whole is not None
-            else parameter.detach()
-            for name, parameter in parameters.items()
-        }
+        return {name: opened(parameter).detach() for name, parameter in parameters.items()}
 
     now = values()
     before, versions = {name: value.clone() for name, value in now.items()}, {name: now[name]._version for name in cut}
@@ -153,7 +144,7 @@ def _changing(engine: TrainingEngine, parameters: dict[str, nn.Parameter], modif
 @torch.no_grad()
 def _apply(engine: TrainingEngine, before: dict[str, Tensor], now: dict[str, Tensor], modifier: int) -> None:
     """Broadcast the modifier's changes.  Changes of another rank are undone, since no master has them."""
-    state, masters = engine.parallel_state, _Masters(engine)
+    state, masters = engine.parallel_state, _Whole(engine)
     differs = [not torch.equal(now[name], before[name]) for name in now]
     changed = torch.tensor(differs, dtype=torch.float32, device=state.device)
     for axis in (state.dp, state.tp):  # the ranks that `overwrite` brings together
@@ -168,20 +159,27 @@ def _apply(engine: TrainingEngine, before: dict[str, Tensor], now: dict[str, Ten
         masters.overwrite(modifier)
 
 
-class _Masters:
-    """Whole fp32 master weights, a bucket gathered when a parameter of it is first asked for."""
+class _Whole:
+    """Whole parameters, of buckets that are gathered when they are first needed: fp32 masters, or the weights."""
 
-    def __init__(self, engine: TrainingEngine) -> None:
-        self._model, self._bound = engine.sharded_model, engine.bound
+    def __init__(self, engine: TrainingEngine, *, masters: bool = True) -> None:
+        self._model, self._bound, self._masters = engine.sharded_model, engine.bound, masters
         self._flats: dict[Bucket, Tensor] = {}  # by the first of this rank's copies
 
     def of(self, name: str) -> Tensor:
-        """Return the master of a parameter; it may be changed."""
+        """Return a whole parameter; a master may be changed."""
         bucket, index = self._bound.home[name]
         first = self._bound.copies[bucket][0]
         if first not in self._flats:
-            self._flats[first] = _whole(bucket, bucket.master, torch.float32)
-        return _slot(self._flats[first], bucket, index)
+            array, dtype = (first.master, torch.float32) if self._masters else (first.weight_shard, first.weights.dtype)
+            flat = torch.zeros(first.layout.padded_numel, dtype=dtype, device=first.policy.device)
+            mine = flat[first.owned.start : first.owned.stop]
+            mine.copy_(first.read(array, first.owned))
+            if first.owned != first.layout.interval:
+                all_gather(flat, mine, first.placement.shard).wait()
+            self._flats[first] = flat
+        slot = bucket.layout.slots[index]
+        return self._flats[first][slot.start : slot.stop].view(slot.info.shape)
 
     def overwrite(self, modifier: int) -> None:
         """Broadcast the masters of one data-parallel rank."""
@@ -195,11 +193,6 @@ class _Masters:
         model.parameters.all_gather_weights(changed=changed)
 
 
-def _slot(flat: Tensor, bucket: Bucket, index: int) -> Tensor:
-    slot = bucket.layout.slots[index]
-    return flat[slot.start : slot.stop].view(slot.info.shape)
-
-
 def _check_modifier(engine: TrainingEngine, modifier: int | None) -> None:
     size = engine.dp_world_size
     if modifier is not None and not 0 <= modifier < size:
@@ -210,14 +203,3 @@ def _check_ties(engine: TrainingEngine, names: Iterable[str]) -> None:
     for name, (bucket, _) in ((name, engine.bound.home[name]) for name in names):
         if bucket.layout.tie in engine.sharded_model.ties:
             raise ValueError(f"{name} has a copy on another stage; edit it with names=None, on all ranks")
-
-
-def _whole(bucket: Bucket, array: FlatArray, dtype: torch.dtype) -> Tensor:
-    """Gather the masters or the weight shards of every rank: [padded]."""
-    policy = bucket.policy
-    flat = torch.zeros(bucket.layout.padded_numel, dtype=dtype, device=policy.device)
-    mine = flat[bucket.owned.start : bucket.owned.stop]
-    mine.copy_(bucket.read(array, bucket.owned))
-    if bucket.owned != bucket.layout.interval:
-        all_gather(flat, mine, bucket.placement.shard).wait()
-    return flat

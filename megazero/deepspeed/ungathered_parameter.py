@@ -86,11 +86,9 @@ class UngatheredParameter(nn.Parameter):
         if func is torch.autograd.grad:  # the parameter is what a graph knows
             return func(*_pytree.tree_map(real, args), **_pytree.tree_map(real, kwargs))
         with torch._C.DisableTorchFunctionSubclass():
-            opened = [
-                leaf for leaf in _pytree.tree_leaves((args, kwargs)) if isinstance(leaf, cls) and leaf.whole is not None
-            ]
-        if opened:
-            return func(*_pytree.tree_map(_opened, args), **_pytree.tree_map(_opened, kwargs))
+            is_open = any(opened(leaf) is not leaf for leaf in _pytree.tree_leaves((args, kwargs)))
+        if is_open:
+            return func(*_pytree.tree_map(opened, args), **_pytree.tree_map(opened, kwargs))
         with torch._C.DisableTorchFunctionSubclass():
             field = func.__self__.__name__ if name == "__get__" else None
             asks_type = name == "type" and len(args) + len(kwargs) == 1  # with a dtype it converts the values
@@ -176,7 +174,8 @@ def _warn(value: Any) -> None:
         )
 
 
-def _opened(value: Any) -> Any:
+def opened(value: Any) -> Any:
+    """Return the tensor for which a proxy stands within GatheredParameters; anything else as it is."""
     return value if not isinstance(value, UngatheredParameter) or value.whole is None else value.whole
 
 
