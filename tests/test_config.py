@@ -315,8 +315,8 @@ BROKEN = """
 2 parallel.schedule=zbv parallel.pp=2 model.num_layers=3 -> model.num_layers: must be >= parallel.pp*chunks=2*2=4
 1 parallel.virtual_stages=2 -> parallel.virtual_stages: the schedule 1f1b has one chunk per rank
 1 checkpoint.directory=s4://bucket/run -> checkpoint.directory: must be the URL of a file system that fsspec knows and who
-1 activations.recompute=full activations.layers=[0,24] -> activations.layers: must name layers below model.num_layers=24;
-1 activations.recompute=full activations.layers=[1,1] -> activations.layers: must name each layer once
+1 activations.recompute=full activations.layers=[0,24] -> activations.layers: must name layers below model.num_layers=24,
+1 activations.recompute=full activations.layers=[1,1] -> activations.layers: must name layers below model.num_layers=24,
 1 activations.offload=host activations.offload_layers=25 -> activations.offload_layers: must be <= model.num_layers=24; wr
 1 activations.stages=[{stage=1,recompute='full'}] -> activations.stages[0].stage: must be below parallel.pp=1, a rank of t
 1 activations.recompute=['residual'] activations.partition=true -> activations.partition: must be false where residual is

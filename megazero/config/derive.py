@@ -193,10 +193,6 @@ def _with_context_method(config: RunConfig) -> tuple[RunConfig, tuple[str, ...]]
             f"of the Ulysses x ring degrees that fit {told} of a rank, {ulysses} x {cp // ulysses} sends the fewest bytes "
             f"per rank, layer and sample ({of_each})"
         )
-        if len(sent) == 1:
-            reason = (
-                f"no Ulysses degree above 1 divides cp and fits {told} of a rank ({of_each} bytes per layer and sample)"
-            )
         why = (f"cp_method auto takes {method}: {reason}",)
     elif method != "hybrid":
         ulysses = cp if method == "ulysses" else 1

@@ -286,10 +286,8 @@ def _layout_is_of_this_model(config: RunConfig) -> Iterator[Problem]:
 
 
 def _schedule_has_its_chunks(config: RunConfig) -> Iterator[Problem]:
-    chunks = config.parallel.virtual_stages
-    if config.parallel.schedule_file is not None:
-        return
-    if wrong := SCHEDULES[config.parallel.schedule].wrong_chunks(chunks):
+    parallel, chunks = config.parallel, config.parallel.virtual_stages
+    if parallel.schedule_file is None and (wrong := SCHEDULES[parallel.schedule].wrong_chunks(chunks)):
         yield Problem("parallel.virtual_stages", chunks, *wrong)
 
 
@@ -303,13 +301,8 @@ def _activations_name_layers_and_ranks(config: RunConfig) -> Iterator[Problem]:
             key, hint = f"{table}.{name}", f"model.num_layers={count}"
             if isinstance(chosen, int) and chosen > count:
                 yield Problem(key, chosen, f"must be <= {hint}", 'write "all" for every layer')
-            if isinstance(chosen, tuple) and (absent := [layer for layer in chosen if layer >= count]):
-                which = ", ".join(map(str, absent))
-                yield Problem(
-                    key, chosen, f"must name layers below {hint}", f"layers count from 0: there is no {which}"
-                )
-            if isinstance(chosen, tuple) and len(set(chosen)) < len(chosen):
-                yield Problem(key, chosen, "must name each layer once")
+            if isinstance(chosen, tuple) and len({*chosen} & {*range(count)}) != len(chosen):
+                yield Problem(key, chosen, f"must name layers below {hint}, each once", "layers count from 0")
     ranks = [table.stage for table in own.stages]
     for index, rank in enumerate(ranks):
         if rank in ranks[:index]:

@@ -129,17 +129,14 @@ def locked(
     """
     from filelock import FileLock, Timeout
 
-    is_told = False
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         lock = FileLock(f"{path}.lock")
-        while True:
-            try:
-                return lock.acquire(timeout=max(_TURN_SECONDS, poll_seconds), poll_interval=poll_seconds)
-            except Timeout:
-                if not is_told:
-                    say(f"waiting for the process that holds {path}.lock: it works on the same data")
-                is_told = True
+        try:
+            return lock.acquire(timeout=max(_TURN_SECONDS, poll_seconds), poll_interval=poll_seconds)
+        except Timeout:
+            say(f"waiting for the process that holds {path}.lock: it works on the same data")
+            return lock.acquire(poll_interval=poll_seconds)
     except OSError as error:
         raise OSError(
             f"{path.parent} cannot be written ({error}), where {what}; set data.cache_dir to a directory that can"

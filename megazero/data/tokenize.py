@@ -335,32 +335,28 @@ def _encoded(shard: Shard, job: _Job, done: _Tokenized) -> Iterator[NDArray[np.i
 
     for file_range in shard.ranges:
         count = 0
-        documents = documents_of(file_range, job.key)
-        while True:
-            try:
-                position, text = next(documents)
-            except StopIteration:
-                break
-            except Exception as error:
-                unread(file_range, -1, ValueError(f"{error}; only {count:,} documents before it were read"))
-                done.is_final &= not isinstance(error, OSError)
-                break
-            count += 1
-            try:
-                if isinstance(text, Exception):
-                    raise text
-                ids = encoder.encode(text)
-            except UnicodeEncodeError as error:  # JSON can spell half of a surrogate pair
-                unread(file_range, position, ValueError(f"text that UTF-8 cannot hold: {error}"))
-            except Exception as error:  # the tokenizers library raises nothing narrower
-                unread(file_range, position, error)
-            else:
+        try:
+            for position, text in documents_of(file_range, job.key):
+                count += 1
+                try:
+                    if isinstance(text, Exception):
+                        raise text
+                    ids = encoder.encode(text)
+                except UnicodeEncodeError as error:  # JSON can spell half of a surrogate pair
+                    unread(file_range, position, ValueError(f"text that UTF-8 cannot hold: {error}"))
+                    continue
+                except Exception as error:  # the tokenizers library raises nothing narrower
+                    unread(file_range, position, error)
+                    continue
                 if len(ids):
                     yield np.append(ids, np.int32(encoder.eod_id))
                     continue
                 done.empty += 1
                 if len(done.named_empty) < _NAMED:
                     done.named_empty.append(Problem(file_range.path, position, "empty"))
+        except Exception as error:  # of reading: whoever takes the ids raises nothing here
+            unread(file_range, -1, ValueError(f"{error}; only {count:,} documents before it were read"))
+            done.is_final &= not isinstance(error, OSError)
 
 
 def _is_done(shard: Shard, job: _Job) -> bool:

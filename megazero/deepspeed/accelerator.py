@@ -11,7 +11,7 @@ import resource
 import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from functools import cache, wraps
+from functools import cache
 from typing import Any
 
 import torch
@@ -41,7 +41,10 @@ class Accelerator:
         if not self._is_cuda:
             return _of_host(name)
         found = getattr(torch.cuda.nvtx if name.startswith("range_") else torch.cuda, name)
-        return found if name[0].isupper() else _with_index(found)
+        if name[0].isupper():
+            return found
+        theirs = {"device_index": "device"}  # DeepSpeed's name of an argument
+        return lambda *args, **kwargs: found(*args, **{theirs.get(key, key): value for key, value in kwargs.items()})
 
     def device_name(self, device_index: int | None = None) -> str:
         """Return the name for `Tensor.to`: "cuda", "cuda:1", "cpu"."""
@@ -150,16 +153,6 @@ def get_accelerator() -> Accelerator:
 def is_current_accelerator_supported() -> bool:
     """Return whether scripts may train on the device; always, as DeepSpeed says of CUDA and the CPU."""
     return True
-
-
-def _with_index(function: Callable[..., Any]) -> Callable[..., Any]:
-    """A function of torch.cuda that takes its argument `device` under DeepSpeed's name."""
-
-    @wraps(function)
-    def called(*args: Any, **kwargs: Any) -> Any:
-        return function(*args, **{"device" if key == "device_index" else key: value for key, value in kwargs.items()})
-
-    return called
 
 
 def _of_host(name: str) -> Any:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from functools import wraps
 from typing import Any
 
 import torch.distributed as dist
@@ -20,12 +19,7 @@ def __getattr__(name: str) -> Any:
     found = getattr(dist, name)
     if isinstance(found, type) or not callable(found):
         return found
-
-    @wraps(found)
-    def without_logging(*args: Any, **kwargs: Any) -> Any:
-        return found(*args, **{key: value for key, value in kwargs.items() if key not in _LOGGED})
-
-    return without_logging
+    return lambda *args, **kwargs: found(*args, **{key: kwargs[key] for key in kwargs.keys() - _LOGGED})
 
 
 def get_local_rank() -> int:

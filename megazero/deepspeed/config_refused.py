@@ -107,8 +107,9 @@ NO_EFFECT = {
     **_below("zero_optimization.offload_optimizer", {"buffer_count fast_init pipeline_read pipeline_write": _NVME}),
     **_below("zero_optimization.offload_optimizer", {"super_offload cpuadam_cores_perc": _OWN_UPDATE}),
     **_below("zero_optimization.offload_param", {"buffer_count buffer_size": _NVME, "max_in_cpu": _IN_FILES}),
-    **_below("aio", {"block_size queue_depth thread_count intra_op_parallelism single_submit": _NVME}),
-    **_below("aio", {"overlap_events use_gds": _NVME}),
+    **_below(
+        "aio", {"block_size queue_depth thread_count intra_op_parallelism single_submit overlap_events use_gds": _NVME}
+    ),
     **_below(
         "pipeline",
         {

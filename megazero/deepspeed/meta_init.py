@@ -31,6 +31,11 @@ _METADATA = {
     "get_device", "__len__", "__repr__", "__hash__", "__format__", "requires_grad_", "is_contiguous",
 }  # fmt: skip
 _VALUES = {"data", "T", "mT"}
+_OTHERS = {  # DeepSpeed's arguments of `Init`
+    "data_parallel_group", "mem_efficient_linear", "remote_device", "pin_memory", "config_dict_or_path", "config", "dtype",
+    "mpu", "zero_param_parallel_group", "zero_quantized_weights", "zero_quantized_nontrainable_weights",
+    "sequence_data_parallel_group", "param_swapper",
+}  # fmt: skip
 _READS = {"item", "tolist", "__bool__", "__float__", "__int__", "numpy"}
 
 
@@ -173,33 +178,17 @@ class Init(TorchFunctionMode):
     Args:
         module: built already; `initialize` cuts it as it is.
         enabled: False builds modules as usual.
-        config_dict_or_path, config, mpu, dtype, remote_device, pin_memory, data_parallel_group,
-        zero_param_parallel_group, sequence_data_parallel_group, mem_efficient_linear: without effect: what they choose is
-            read by `initialize`, and parameters have no memory before.
+        others: DeepSpeed's further arguments, without effect: what they choose is read by `initialize`, and parameters have
+            no memory before.
 
     Raises:
         ValueError: quantized weights are asked for.
     """
 
-    def __init__(
-        self,
-        module: nn.Module | None = None,
-        data_parallel_group: Any = None,
-        mem_efficient_linear: bool = True,
-        remote_device: str | None = None,
-        pin_memory: bool = False,
-        config_dict_or_path: Any = None,
-        config: Any = None,
-        enabled: bool = True,
-        dtype: torch.dtype | None = None,
-        mpu: Any = None,
-        zero_param_parallel_group: Any = None,
-        zero_quantized_weights: bool = False,
-        zero_quantized_nontrainable_weights: bool = False,
-        sequence_data_parallel_group: Any = None,
-        param_swapper: Any = None,
-    ) -> None:
-        if zero_quantized_weights or zero_quantized_nontrainable_weights:
+    def __init__(self, module: nn.Module | None = None, *, enabled: bool = True, **others: Any) -> None:
+        if unknown := others.keys() - _OTHERS:
+            raise TypeError(f"zero.Init has no argument {', '.join(sorted(unknown))}")
+        if others.get("zero_quantized_weights") or others.get("zero_quantized_nontrainable_weights"):
             raise ValueError(
                 "zero.Init quantizes no weights; leave zero_quantized_weights out, and write it in the configuration: "
                 "zero_optimization.zero_quantized_weights"

@@ -38,21 +38,17 @@ class PipelineEngine(TrainingEngine):
         self, module: PipelineModule, model: ScriptModel, config: DeepSpeedConfig, show: Callable[[str], None]
     ) -> None:
         super().__init__(module, model, config, show)
-        chunks = [chunk for chunk in module.chunks if isinstance(chunk, LayerChunk)]
         self._names = {
             f"chunks.{index}.{qualified}": canonical
-            for index, chunk in enumerate(chunks)
+            for index, chunk in enumerate(module.layer_chunks)
             for qualified, canonical in chunk.canonical_names.items()
         }
         if module.loss_fn is None:
             raise ValueError("the PipelineModule has no loss_fn; train_batch needs one")
-        self._pipeline, self._chunks, self._loss_fn = module, chunks, module.loss_fn
+        self._pipeline, self._chunks, self._loss_fn = module, module.layer_chunks, module.loss_fn
         self._inputs: dict[bool, Inputs] = {}  # by trains
         chunks_per_rank = len(module.placement) // self.parallel_state.pp.size
         self._executor = executors(module.schedule_kind, chunks_per_rank, self.parallel_state, self._new_message)
-
-    def _canonical(self, name: str) -> str:
-        return self._names[name]
 
     def is_first_stage(self) -> bool:
         """Return whether this rank reads inputs."""

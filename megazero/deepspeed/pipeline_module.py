@@ -65,7 +65,7 @@ class PipelineModule(nn.Module):
         device: where this rank computes; by default cuda:LOCAL_RANK if there is CUDA, else the CPU.
 
     Attributes:
-        chunks: nn.ModuleList of `LayerChunk`, in the order of the rank's chunks.
+        layer_chunks, chunks: this rank's, in their order, as a list and as a submodule.
         partition: the layers of each virtual stage.
         placement: virtual stage -> (pipeline rank, chunk).
         tied_copies: canonical name of every tied parameter -> the virtual stages that hold it; the first is the first copy.
@@ -135,12 +135,12 @@ class PipelineModule(nn.Module):
             for key, names in self._tied_names.items()
             for name in names
         }
-        self._chunks = [
+        self.layer_chunks = [
             self._build_chunk(stage, all_layers, activation_checkpoint_interval)
             for stage, (rank, _) in enumerate(self.placement)  # a rank's chunks come in order
             if rank == state.at.pp
         ]
-        self.chunks = nn.ModuleList(self._chunks)
+        self.chunks = nn.ModuleList(self.layer_chunks)
 
     def holders(self, name: str) -> tuple[int, ...]:
         """Return the pipeline ranks that hold a tied parameter, in order."""
@@ -160,13 +160,13 @@ class PipelineModule(nn.Module):
 
     def forward(self, x: Tensor | Tensors) -> Tensor | Tensors:
         """Run the whole model, if this rank holds it; otherwise the engine runs the chunks by the schedule."""
-        if len(self._chunks) < len(self.placement):
+        if len(self.layer_chunks) < len(self.placement):
             raise RuntimeError(
-                f"pipeline rank {self.parallel_state.at.pp} has {len(self._chunks)} of {len(self.placement)} stages and "
-                "cannot run the model alone; give the module to the engine"
+                f"pipeline rank {self.parallel_state.at.pp} has {len(self.layer_chunks)} of {len(self.placement)} stages "
+                "and cannot run the model alone; give the module to the engine"
             )
         passed: Tensors = (x,) if isinstance(x, Tensor) else x
-        for chunk in self._chunks:
+        for chunk in self.layer_chunks:
             passed = chunk(passed)
         return passed[0] if len(passed) == 1 else passed
 

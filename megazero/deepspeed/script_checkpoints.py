@@ -104,6 +104,7 @@ class CheckpointedEngine(nn.Module):
         self.local_rank = int(os.environ.get("LOCAL_RANK", "0"))  # without a launcher there is one
         self.bound, self.has_optimizer = BoundParameters(module, model), True
         self.optimizer = EngineOptimizer(model.optimizer.torch_optimizer)
+        self._names: Mapping[str, str] = {}  # in a checkpoint, by name in the module, where they differ
         self.lr_scheduler: Any = None
         self.training_dataloader: Any = None
         self.global_steps = self.global_samples = self.micro_steps = self.skipped_steps = 0
@@ -266,7 +267,7 @@ class CheckpointedEngine(nn.Module):
 
     def _canonical(self, name: str) -> str:
         """Return the name in a checkpoint of a tensor of the module."""
-        return name
+        return self._names.get(name, name)
 
     def _begun(self) -> str:
         """Say what has run of the step under way; empty between steps."""

@@ -25,7 +25,6 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDa
 from megazero.comm.collectives import agree, broadcast, gather_objects
 from megazero.comm.meeting import of_this_start, open_meeting, prepare_rank
 from megazero.deepspeed.config import DeepSpeedConfig, load_deepspeed_config
-from megazero.deepspeed.layer_specs import LayerChunk
 from megazero.deepspeed.lr_schedulers import make_lr_scheduler
 from megazero.deepspeed.meta_init import deferred_values
 from megazero.deepspeed.module_engine import ModuleEngine
@@ -273,8 +272,7 @@ def _describe(model: nn.Module, state: ParallelState) -> tuple[list[Described], 
     if not isinstance(model, PipelineModule):
         return list(describe(model)), {}
     described = []
-    for index, chunk in enumerate(model.chunks):
-        assert isinstance(chunk, LayerChunk)
+    for index, chunk in enumerate(model.layer_chunks):
         for info in describe(chunk):
             canonical = chunk.canonical_names[info.name]
             spec, tied = info.spec, canonical in model.tied_copies

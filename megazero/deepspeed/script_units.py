@@ -297,11 +297,6 @@ class ScriptGatherer(UnitGatherer):
             self._proxies[id(parameter)] = UngatheredParameter.of(slot.info.name, parameter, copy, is_there)
         return self._proxies[id(parameter)]
 
-    @property
-    def whole_bytes(self) -> int:
-        """Bytes of all weights that are gathered."""
-        return sum(bucket.weights.nbytes for bucket in self.buckets)
-
     def restore(self) -> None:
         """Give the modules their parameters back, with whole weights in memory of their own.  A collective call."""
         attributes = [attribute for unit in self.units for attribute in unit.attributes]
@@ -344,7 +339,8 @@ class ScriptModel(ShardedModel):
         free = free_memory_bytes(device) // (1 if device.type == "cuda" else self.state.local_world_size)
         if device.type == "cuda":
             free += torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-        fits = all(gather_objects(self.gatherer.whole_bytes < free, self.state.world))
+        whole_bytes = sum(bucket.weights.nbytes for bucket in self.gatherer.buckets)
+        fits = all(gather_objects(whole_bytes < free, self.state.world))
         if fits:
             self.gatherer.restore()
         return fits

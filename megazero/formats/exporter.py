@@ -14,7 +14,6 @@ import re
 import warnings
 from collections.abc import Callable, Mapping
 from functools import partial
-from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -128,14 +127,10 @@ def _state(
     state: dict[str, Any] = {}
     optimizer: dict[str, Any] = {}
     reads: dict[str, Callable[[], Tensor]] = {}
-    size = 0
 
     def described(stored: StoredTensors, ours: str, theirs: Theirs, wanted: torch.dtype | None) -> tuple[Tensor, Any]:
-        nonlocal size
-        dtype_written = wanted or stored[ours].dtype
-        read = partial(_given, stored, ours, theirs, model, dtype_written)
-        size += dtype_written.itemsize * prod(stored[ours].shape)
-        return torch.empty(stored[ours].shape, dtype=dtype_written, device="meta"), read
+        like = torch.empty(stored[ours].shape, dtype=wanted or stored[ours].dtype, device="meta")
+        return like, partial(_given, stored, ours, theirs, model, like.dtype)
 
     for ours, shape in logical_shapes(model).items():
         theirs = table.theirs(ours)
@@ -150,6 +145,10 @@ def _state(
         optimizer[f"state.{theirs.name}.step"] = torch.tensor(float(trainer.optimizer_steps))
         settings = _settings(trainer, decays=len(shape) > 1)
         optimizer |= {f"param_groups.{theirs.name}.{key}": value for key, value in settings.items()}
+    described_tensors = (
+        one for one in (*state.values(), *optimizer.values()) if isinstance(one, Tensor) and one.is_meta
+    )
+    size = sum(one.nbytes for one in described_tensors)
     if moments:
         state["optimizer"] = optimizer
     state["lr_scheduler"] = {"last_epoch": trainer.optimizer_steps}
