@@ -125,11 +125,11 @@ def _saved_by(block: Block, size: MicroBatchSize) -> Iterator[_Saved]:
     if after:
         yield _Saved("result of attention", stream, "residual block", "norms")
         yield _Saved("1 / rms after attention", norms[0], "norms residual block")
-    yield _Saved("dropout mask of attention", masks[0], "residual block")
+    yield _Saved("dropout mask of attention", masks[0], "residual block" + ("" if after else " norms mlp"))
     yield _Saved("input of the MLP", stream, "residual block", "mlp" + ("" if after else " norms"))
     if not after:
-        yield _Saved("1 / rms before the MLP", norms[1], "norms mlp block")
-        yield _Saved("normed input of the MLP", stream, "norms mlp block")
+        yield _Saved("1 / rms before the MLP", norms[1], "norms residual mlp block")
+        yield _Saved("normed input of the MLP", stream, "norms residual mlp block")
     yield _Saved("input of the activation", whole * sums, "mlp block")
     yield _Saved("product of the activation", whole * inner, "activation mlp block")
     if after:

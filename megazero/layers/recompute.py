@@ -346,7 +346,7 @@ class Recomputed:
     Args:
         function: runs; `compile_blocks` compiles it.
         tape: see `Recomputation`.
-        shards: each rank of this axis saves its shard of the first argument, which is equal on all of them.
+        shards: each rank of this axis saves its shard of the arguments, which are equal on all of them.
         draws: see `Recomputation`.
     """
 
@@ -360,7 +360,8 @@ class Recomputed:
         if not torch.is_grad_enabled():
             return self.function(*args)
         if self._shards.size > 1:
-            innermost().shard(args[0], self._shards)
+            for x in filter(torch.is_tensor, args):
+                innermost().shard(x, self._shards)
         return Recomputation(self.function, self._tape, draws=self._draws).run(*args)
 
 

@@ -20,7 +20,7 @@ Region = Literal["norms", "activation", "residual", "attention", "mlp", "block"]
 norms        the outputs of both norms                   mlp       norm and MLP, up to the down projection
 activation   the product before the down projection      block     all but the down projection
 attention    norm and attention, up to the projection
-residual     the residual stream after attention: its output projection and the sum
+residual     the residual stream after attention: its output projection, the sum, and the norm that follows it
 """
 
 REGIONS: tuple[Region, ...] = get_args(Region)

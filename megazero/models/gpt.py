@@ -235,8 +235,13 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor, layout: TokenLayout) -> Tensor:
         """[seq or seq / tp, batch, hidden], unchanged in shape."""
-        x = self.attention_residual(x, self.attention(self.attention_norm(x), layout), layout)
-        return self.mlp_residual(x, self.mlp(self.mlp_norm(x)), layout)
+        x, normed = self.join_attention(x, self.attention(self.attention_norm(x), layout), layout)
+        return self.mlp_residual(x, self.mlp(normed), layout)
+
+    def join_attention(self, x: Tensor, branch: Tensor, layout: TokenLayout) -> tuple[Tensor, Tensor]:
+        """The residual sum after attention, and its norm: one piece, which is compiled and recomputed as a whole."""
+        x = self.attention_residual(x, branch, layout)
+        return x, self.mlp_norm(x)
 
     def regions(self) -> dict[Region, list[nn.Module]]:
         """The submodules that each region of `[activations]` recomputes, in the order of the forward.
@@ -244,8 +249,9 @@ class Block(nn.Module):
         No backward reads the result of the last projection, so "block" leaves it out.
         """
         (attention, out), (mlp, _) = _parts(self.attention), _parts(self.mlp)
-        residual = [*out, self.attention_residual]
-        return self._regions([self.attention_norm, *attention], residual, [self.mlp_norm, *mlp])
+        joined = [self.attention_residual, self.mlp_norm]
+        regions = self._regions([self.attention_norm, *attention], [*out, *joined], mlp)
+        return regions | {"norms": [self.attention_norm, *joined], "mlp": [*joined, *mlp]}
 
     def _regions(
         self, attention: list[nn.Module], residual: list[nn.Module], mlp: list[nn.Module], *rest: nn.Module

@@ -6,8 +6,9 @@
 
 Each is set on the instance in front of the method of its class, so a block without a policy runs as it is written.
 
-[Note: compiled modules]  Norms, the core of attention, activations, residual sums and the loss are compiled.  The first
-block compiles them; the modules of other blocks have the same sizes and find that code by its guards.  A linear layer is not
+[Note: compiled modules]  Norms, the core of attention, activations, residual sums and the loss are compiled; the sum after
+attention and the norm behind it are one piece, which reads the sum once and adds up its gradients.  The first block compiles
+them; the modules of other blocks have the same sizes and find that code by its guards.  A linear layer is not
 compiled: it communicates over tp and adds its weight gradient to the bucket inside an autograd function of its own, with
 handles and queues that a compiler must not record; of it what rounds to fp8 is compiled.  Nor are a norm over all heads and
 the exchange of a shared key and value head.  A recomputed module runs the same code, so it rounds at the same places.
@@ -102,8 +103,9 @@ def _recompute(block: nn.Module, policy: LayerPolicy, tp: Axis) -> None:
         cores = [inner for inner in module.modules() if isinstance(inner, AttentionCore)]
         for core in cores:
             core.tape = tape
-        shards = tp if is_cut else WHOLE
-        module.__dict__["forward"] = Recomputed(module.forward, tape if cores else None, shards, draws=draws)
+        shards, (owner, name) = tp if is_cut else WHOLE, _piece_of(module, block)
+        if name not in vars(owner):  # else two modules are one piece
+            owner.__dict__[name] = Recomputed(getattr(owner, name), tape if cores else None, shards, draws=draws)
     if has_regions(block):
         block.mlp_residual.remakes_mask = "block" in policy.recompute
 
@@ -131,6 +133,12 @@ def recomputed_modules(block: nn.Module, policy: LayerPolicy) -> dict[nn.Module,
     order = regions["block"]
     starts = {module for before, module in pairwise([None, *order]) if before not in chosen}
     return {module: module in cut & starts for module in order if module in chosen}
+
+
+def _piece_of(module: nn.Module, block: nn.Module) -> tuple[nn.Module, str]:
+    """What runs a module of a block: an object and its method, which may run another module as well."""
+    joins = type(block).forward is Block.forward and module in (block.attention_residual, block.mlp_norm)
+    return (block, "join_attention") if joins else (module, "forward")
 
 
 def has_regions(block: nn.Module) -> TypeGuard[Block]:
@@ -210,11 +218,12 @@ def compile_blocks(stage: GPTStage, backend: str = "inductor") -> None:
         if isinstance(part, ColumnParallelLinear | RowParallelLinear):
             part.product.compile(compile_once)
     for block in stage.blocks:
-        for module in _compiled_modules(block):
-            for inner in module.modules():
-                if isinstance(inner, _COMMUNICATING):
-                    _replace_forward(inner, torch.compiler.disable)
-            _replace_forward(module, compile_once)
+        modules = list(_compiled_modules(block))
+        for inner in (inner for module in modules for inner in module.modules()):
+            if isinstance(inner, _COMMUNICATING):
+                _replace((inner, "forward"), torch.compiler.disable)
+        for piece in dict.fromkeys(_piece_of(module, block) for module in modules):
+            _replace(piece, compile_once)
     if stage.head is not None:
         output = stage.head.output
         output.statistics_of = torch.compile(statistics_of, dynamic=False, backend=backend)
@@ -230,10 +239,11 @@ def _compiled_modules(module: nn.Module) -> Iterator[nn.Module]:
         yield module
 
 
-def _replace_forward(module: nn.Module, change: Callable[[Any], Any]) -> None:
-    """Replace what runs as a module's forward, beneath recomputation and arenas."""
-    forward = module.forward
-    if isinstance(forward, SavingBlock | Recomputed):
-        forward.function = change(forward.function)
+def _replace(piece: tuple[nn.Module, str], change: Callable[[Any], Any]) -> None:
+    """Replace what runs as a module's forward or as a block's method, beneath recomputation and arenas."""
+    owner, name = piece
+    function = getattr(owner, name)
+    if isinstance(function, SavingBlock | Recomputed):
+        function.function = change(function.function)
     else:
-        module.__dict__["forward"] = change(forward)  # `nn.Module.__call__` calls it between the hooks
+        owner.__dict__[name] = change(function)  # of a forward: `nn.Module.__call__` calls it between the hooks
