@@ -471,7 +471,8 @@ def test_a_window_equals_a_masked_softmax_in_values_and_gradients(window: int, s
         return scores.softmax(dim=-1) @ v
 
     results = []
-    windows = SlidingWindow(window, torch.float64, torch.device("cpu")), KernelWindow(window)
+    cpu = torch.device("cpu")
+    windows = SlidingWindow(window, torch.float64, cpu), KernelWindow(window, cpu)
     for attend in (*(one.attend for one in windows), plainly):
         leaves = [x.clone().requires_grad_() for x in (q, k, v)]
         out = attend(*leaves)

@@ -18,7 +18,7 @@ from torch.nn.attention import SDPBackend, activate_flash_attention_impl
 
 from megazero.layers import attention_kernels, tile_calls
 from megazero.layers.attention_kernels import CAUSAL, EVERY_KEY, Pieces, Sight, TileKernel, merge, packs_tiles
-from megazero.layers.context_attention import ContextAttention
+from megazero.layers.context_attention import ContextAttention, KernelWindow
 from megazero.layers.sample_part import part_of
 from megazero.layers.tile_calls import EVERYTHING, OneTile, PackedTiles, calls
 from megazero.layers.token_layout import Tile
@@ -202,46 +202,43 @@ def test_a_sliding_window_is_the_kernels_own_and_never_a_mask(monkeypatch: pytes
 
 
 def test_flash_attention_is_given_its_window(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its operators know the names, and take them where the schema says; without a window they are given none."""
-    given: list[dict[str, int]] = []
+    """Its operators know the names, and take arguments where the schema says; without a window they are given none."""
+    given: list[dict[str, object]] = []
 
     class Operators:
-        def _flash_attention_forward(self, *_: object, **window: int) -> list[object]:
-            names = {one.name for one in torch.ops.aten._flash_attention_forward.default._schema.arguments}
-            assert window.keys() < names
-            given.append({"causal": bool(_[-2]), "count": len(_), **window})
-            return [None, None]
+        def __getattr__(self, operator: str) -> Any:
+            names = [one.name for one in getattr(torch.ops.aten, operator).default._schema.arguments]
 
-        def _flash_attention_backward(self, *_: object, **window: int) -> list[object]:
-            names = {one.name for one in torch.ops.aten._flash_attention_backward.default._schema.arguments}
-            assert window.keys() < names
-            given.append({"causal": bool(_[-3]), "count": len(_), **window})
-            return [None, None, None]
+            def call(*args: object, **window: int) -> list[None]:
+                assert set(window) <= {*names[len(args) :]}
+                given.append(
+                    {"causal": args[names.index("is_causal")], "longest": args[names.index("max_k")], **window}
+                )
+                return [None] * 3
+
+            return call
 
     monkeypatch.setattr(attention_kernels, "_aten", Operators())
     x, ends = torch.empty(4, 2, 8), torch.tensor([0, 4], dtype=torch.int32)
     sides = {"window_size_left": 4, "window_size_right": 0}
     for sight, window in ((EVERY_KEY, {}), (CAUSAL, {}), (Sight(4, 0), sides)):
-        pieces = Pieces(ends, ends, 4, 4, sight)
+        pieces = Pieces(ends, ends, 3, 4, sight)
         attention_kernels.varlen_forward(x, x, x, pieces)
         attention_kernels.varlen_backward(x, x, x, x, x, x, pieces)
-        assert given[-2:] == [{"causal": sight == CAUSAL, "count": count, **window} for count in (10, 14)]
+        assert given[-2:] == [{"causal": sight == CAUSAL, "longest": 4, **window}] * 2
 
 
 def test_a_newer_flash_attention_is_activated_or_its_lack_is_said_once(monkeypatch: pytest.MonkeyPatch) -> None:
     activated: list[str] = []
-    monkeypatch.setattr(attention_kernels, "current_flash_attention_impl", lambda: None)
     for (major, name), installed in product({8: None, 9: "FA3", 10: "FA4"}.items(), (True, False)):
         activate = activated.append if installed else activate_flash_attention_impl  # here it is not
         monkeypatch.setattr(attention_kernels, "activate_flash_attention_impl", activate)
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _, major=major: (major, 0))
-        attention_kernels._newest_flash_attention.cache_clear()
+        attention_kernels.activate_newest_flash_attention.cache_clear()
         with warnings.catch_warnings(record=True) as said:
             for _ in range(2):
-                attention_kernels._newest_flash_attention(torch.device("cuda"))
-        assert [f"not in {name} of" in str(one.message) for one in said] == [True] * (
-            name is not None and not installed
-        )
+                attention_kernels.activate_newest_flash_attention(torch.device("cuda"))
+        assert [f"{name}:" in str(one.message) for one in said] == [True] * (name is not None and not installed)
     assert activated == ["FA3", "FA4"]
 
 
@@ -314,6 +311,16 @@ def test_only_cuda_in_16_bits_packs_and_its_heads_are_multiples_of_8() -> None:
     assert packs_tiles(OnCuda(torch.bfloat16, 64))  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="head_dim to 16"):
         packs_tiles(OnCuda(torch.float16, 12))  # type: ignore[arg-type]
+
+
+@pytest.mark.skipif(DEVICE.type == "cpu", reason="a kernel of CUDA")
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_window_of_cudas_kernel_is_that_of_the_formula(compiled: bool) -> None:
+    given = [x.to(DEVICE, torch.bfloat16) for x in _inputs(2, 500)]
+    leaves, attend = [x.requires_grad_() for x in given[:3]], KernelWindow(100, DEVICE).attend
+    out = (torch.compile(attend, fullgraph=True) if compiled else attend)(*leaves)
+    for got, wanted in zip([out, *torch.autograd.grad(out, leaves, given[3])], _formula([[500]] * 2, 100), strict=True):
+        assert float((got.cpu() - wanted).abs().max() / wanted.abs().max()) < 2e-2
 
 
 @pytest.mark.parametrize("window", [None, 600])

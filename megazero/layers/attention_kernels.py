@@ -254,6 +254,14 @@ def packs_tiles(q: Tensor) -> bool:
     return True
 
 
+def windowed(q: Tensor, k: Tensor, v: Tensor, size: int) -> Tensor:
+    """Causal attention to the last `size` positions in flash attention, on CUDA in 16 bits; arguments as in `attention`."""
+    heads_last = (x.transpose(1, 2) for x in (q, k, v))
+    lengths = None, None, q.shape[2], k.shape[2], 0.0, False, False
+    out, *_ = _aten._flash_attention_forward(*heads_last, *lengths, window_size_left=size - 1, window_size_right=0)
+    return out.transpose(1, 2)
+
+
 class Sight(NamedTuple):
     """Which keys each row of a piece sees, as flash attention counts them: the last row stands beside the last key.
 
@@ -292,7 +300,7 @@ def varlen_forward(q: Tensor, k: Tensor, v: Tensor, pieces: Pieces) -> tuple[Ten
         k, v: [rows of keys, kv heads, size].
     """
     if q.is_cuda:
-        _newest_flash_attention(q.device)
+        activate_newest_flash_attention(q.device)
     lengths, window = _given(pieces)
     out, lse, *_ = _aten._flash_attention_forward(q, k, v, *lengths, False, **window)
     return out, lse
@@ -320,16 +328,16 @@ def _given(pieces: Pieces) -> tuple[tuple[Any, ...], dict[str, int]]:
 
 
 @lru_cache
-def _newest_flash_attention(device: torch.device) -> None:
+def activate_newest_flash_attention(device: torch.device) -> None:
     """Let torch's operators run FlashAttention 3 on Hopper and 4 on Blackwell, where that is installed; else say so."""
-    newest = {9: ("FA3", "flash_attn_interface"), 10: ("FA4", "flash-attn-4")}
-    name, package = newest.get(torch.cuda.get_device_capability(device)[0], ("", ""))
+    name = {9: "FA3", 10: "FA4"}.get(torch.cuda.get_device_capability(device)[0])
     if name and current_flash_attention_impl() is None:
         try:
             activate_flash_attention_impl(name)
         except Exception as error:
-            said = f"attention to documents and windows runs in FlashAttention 2, not in {name} of {package}: {error}"
-            warn(said, stacklevel=2)
+            warn(
+                f"short documents and windows run in FlashAttention 2: torch cannot load {name}: {error}", stacklevel=2
+            )
 
 
 def _kernel_of_tiles(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool) -> SDPBackend:

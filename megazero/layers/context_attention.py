@@ -39,7 +39,15 @@ from torch import Tensor
 from megazero.comm.autograd import refuse_second_derivative
 from megazero.comm.collectives import Pending, largest, ring_shift, runs_by_itself
 from megazero.comm.head_exchange import SequenceForHeads, start_heads_for_sequence
-from megazero.layers.attention_kernels import CausalAttention, TileKernel, merge, tile_kernel, uncompiled
+from megazero.layers.attention_kernels import (
+    CausalAttention,
+    TileKernel,
+    activate_newest_flash_attention,
+    merge,
+    tile_kernel,
+    uncompiled,
+    windowed,
+)
 from megazero.layers.recompute import WHOLE, Tape
 from megazero.layers.sample_part import SamplePart, whole_samples
 from megazero.layers.tile_calls import EVERYTHING, Call, Rows, calls
@@ -333,14 +341,16 @@ class ContextAttention:
 class KernelWindow(CausalAttention):
     """Causal attention to the last `size` positions, where kernels take a window: on CUDA in 16 bits."""
 
-    def __init__(self, size: int) -> None:
-        self._attention = ContextAttention(WHOLE, WHOLE, size, torch.float32, on_cuda=True)
+    def __init__(self, size: int, device: torch.device) -> None:
+        self.size, self._recorded = size, ContextAttention(WHOLE, WHOLE, size, torch.float32, on_cuda=True)
+        if device.type == "cuda":
+            activate_newest_flash_attention(device)
 
     def whole(self, q: Tensor, k: Tensor, v: Tensor, tape: Tape | None) -> Tensor:
-        return uncompiled(self._whole)(q, k, v, tape)
+        return windowed(q, k, v, self.size) if tape is None and q.is_cuda else uncompiled(self._through)(q, k, v, tape)
 
-    def _whole(self, q: Tensor, k: Tensor, v: Tensor, tape: Tape | None) -> Tensor:
-        return self._attention.attend(q, k, v, whole_samples(q.shape[2], 1, 0, 1, 0, q.device), tape=tape)
+    def _through(self, q: Tensor, k: Tensor, v: Tensor, tape: Tape | None) -> Tensor:
+        return self._recorded.attend(q, k, v, whole_samples(q.shape[2], 1, 0, 1, 0, q.device), tape=tape)
 
 
 class _Piece(NamedTuple):

@@ -95,7 +95,7 @@ class BuildContext:
         if size is None or size >= self.model.seq_len:
             return CausalAttention()
         if self.device.type == "cuda" and self.dtype != torch.float32 and self.head_size % 8 == 0:
-            return KernelWindow(size)
+            return KernelWindow(size, self.device)
         return SlidingWindow(size, self.dtype, self.device)
 
     @property
