@@ -10,6 +10,7 @@ from activation_formula import activations_of_ranks
 
 from megazero.comm.collectives import reduce_scatter
 from megazero.config import ResolvedRun, load_config
+from megazero.cpu.shared_memory import SharedMemoryBackend
 from megazero.engine.outline import schedule_of
 from megazero.parallel_state import Axis
 from megazero.parallel_state.groups import Group
@@ -103,7 +104,7 @@ def test_a_weight_pass_needs_the_gradient_that_came_unless_the_backward_has_gath
 
 def test_what_is_sent_lives_until_the_wait() -> None:
     group = Group(None, torch.device("cpu"), 0.0, False, 2, ())
-    make_silent(group, SilentBackend("shared memory", None, Alone()))
+    make_silent(group, SilentBackend(SharedMemoryBackend, None, Alone()))
     with FakeTensors() as fake:
         out, full = torch.zeros(100), torch.zeros(200)
         pending = reduce_scatter(out, full, Axis("tp", (0, 1), 0, group))

@@ -144,12 +144,12 @@ def _checked(path: Path, overrides: Sequence[str] = ()) -> tuple[list[Problem], 
     return [*problems, *wrong], config, not wrong
 
 
-def read_run_file(path: str | Path) -> RunConfig:
+def read_run_file(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
     """Read a run file for its model and data only, on any number of ranks; the model is resolved.
 
     Raises: ConfigError: a key is wrong by itself, or [model] on one rank.
     """
-    problems, config, _ = _checked(Path(path))
+    problems, config, _ = _checked(Path(path), overrides)
     if problems:
         raise ConfigError(problems, str(path))
     model = resolve(RunConfig(model=config.model), 1).config.model

@@ -10,7 +10,6 @@ Of a GPU without a data sheet the fastest product and copy are the peaks, of fp3
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable
 from dataclasses import replace
 from statistics import median
@@ -31,7 +30,7 @@ def gpu_here(_: int) -> Device | None:
         return None
     found = torch.cuda.get_device_properties(0)
     bare = Device(found.name, 0, {}, 0.0, PCIE4.bytes_per_second, PCIE4, found.multi_processor_count)
-    return replace(device_of(set(re.findall(r"\w+", found.name))) or bare, memory_bytes=found.total_memory)
+    return replace(device_of(found.name) or bare, memory_bytes=found.total_memory)
 
 
 def fitted(device: Device, table: OperatorTable) -> Device:

@@ -8,7 +8,6 @@ Ranks are numbered as `RankGrid` numbers them, so which axis crosses nodes is ar
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -124,5 +123,5 @@ def known_peak_flops(device_name: str, dtype: torch.dtype) -> float | None:
     """Return the dense FLOP/s of a device by torch's name for it; None for an unknown device and for fp32."""
     if dtype not in (torch.bfloat16, torch.float16):
         return None
-    device = device_of(set(re.findall(r"\w+", device_name)))
+    device = device_of(device_name)
     return None if device is None else device.peak_flops["bf16"]

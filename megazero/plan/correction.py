@@ -11,7 +11,6 @@ counts itself, its libraries and all.  Time is compared where the plan was made 
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -169,7 +168,7 @@ class PlanCheck(Callback):
         sent = {axis: count for axis, count in record.sent_bytes.items() if count}
         found = Measured(median(self._seconds), record.memory_bytes if on_cuda else None, sent)
         if on_cuda:
-            device = device_of(set(re.findall(r"\w+", torch.cuda.get_device_name(self._device))))
+            device = device_of(torch.cuda.get_device_name(self._device))
             name = device.name if device else ""
         else:  # a CPU that was calibrated, this one as far as can be known
             name = "" if plan.device in DEVICES else plan.device

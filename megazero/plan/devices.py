@@ -15,6 +15,7 @@ published table each, see benchmarks/results/plan_published.md; where there is n
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
@@ -127,9 +128,9 @@ _NVLINK3, _NVLINK4, _NVLINK5, PCIE4, _PCIE5 = _nvlink(300, 0.78), _nvlink(450), 
 DEVICES: Mapping[str, Device] = {
     one.name: one
     for one in (
-        _AMPERE.gpu("a100-40", 108, 40_536, 312, 19.5, 1_555, 32, _NVLINK3),
         _AMPERE.gpu("a100-80", 108, 81_920, 312, 19.5, 2_039, 32, _NVLINK3),
         _AMPERE.gpu("a100-pcie", 108, 81_920, 312, 19.5, 1_935, 32, PCIE4),
+        _AMPERE.gpu("a100-40", 108, 40_536, 312, 19.5, 1_555, 32, _NVLINK3),
         _AMPERE.gpu("a800", 108, 81_920, 312, 19.5, 2_039, 32, _nvlink(200, 0.78)),
         _HOPPER.gpu("h100", 132, 81_559, 989, 67, 3_350, 64, _NVLINK4),
         _HOPPER.gpu("h100-pcie", 114, 81_559, 756, 51, 2_000, 64, _PCIE5),
@@ -153,33 +154,16 @@ DEVICES: Mapping[str, Device] = {
 ALIASES: Mapping[str, str] = {"a100": "a100-80", "a100-sxm": "a100-80", "h100-sxm": "h100", "h200-sxm": "h200"}
 """What is said for short."""
 
-# By words of torch.cuda.get_device_name(); the first entry counts whose words are all in the name.
-_CUDA_NAMES: Mapping[str, str] = {
-    "GB200": "gb200",
-    "B200": "b200",
-    "GH200": "gh200",
-    "H200 NVL": "h200-nvl",
-    "H200": "h200",
-    "H100 PCIe": "h100-pcie",
-    "H100 NVL": "h100-nvl",
-    "H100": "h100",
-    "H800 PCIe": "h800-pcie",
-    "H800": "h800",
-    "A100 PCIe": "a100-pcie",
-    "A100 40GB": "a100-40",
-    "A100": "a100-80",
-    "A800": "a800",
-    "L40S": "l40s",
-    "L4": "l4",
-    "A40": "a40",
-    "A10": "a10",
-    "MI300X": "mi300x",
-}
 
+def device_of(cuda_name: str) -> Device | None:
+    """Return the device that torch calls so, such as "NVIDIA A100-SXM4-80GB"; None if it is unknown.
 
-def device_of(words: set[str]) -> Device | None:
-    """Return the device that has these words in its name; None if it is unknown."""
-    return next((DEVICES[short] for name, short in _CUDA_NAMES.items() if words.issuperset(name.split())), None)
+    All parts of one of its names above are words there; the name with most parts counts, of equals the last.
+    """
+    words = set(re.findall(r"\w+", cuda_name.upper()))
+    parts = {name: [part + "GB" * part.isdigit() for part in name.upper().split("-")] for name in (*ALIASES, *DEVICES)}
+    found = sorted((name for name in parts if words.issuperset(parts[name])), key=lambda name: len(parts[name]))
+    return DEVICES[ALIASES.get(found[-1], found[-1])] if found else None
 
 
 def _infiniband(gigabits: int) -> Link:

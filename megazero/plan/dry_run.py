@@ -3,8 +3,6 @@
     run file -> silent state -> engine -> train steps      the program is the real one; see silent_state.py
                      |             |
                  groups      operations, in order          compared among ranks: simulated_world.py
-                                   |
-                              live bytes -> peak           labelled_tensors.py
 
 What it cannot know: numbers that come from data (no overflow, no label that is masked), memory within a kernel, and what
 differs on a GPU because of the device: its kernels, and NCCL's order of messages, which `schedules/proof.py` proves.

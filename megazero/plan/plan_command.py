@@ -120,22 +120,6 @@ def plan(
         raise SystemExit(EXIT_REFUSED)
 
 
-_ON_ONE_RANK = (
-    *(f"parallel.{axis}=1" for axis in ("tp", "cp", "pp")),
-    "parallel.dp=auto",
-    "parallel.schedule=1f1b",
-    "parallel.virtual_stages=1",
-    "parallel.layout=even",
-    "zero.shard_group_size=0",
-    "zero.secondary_shard_size=0",
-    "activations.stages=[]",
-    "elastic.enabled=false",
-    "elastic.shapes=[]",
-    "training.micro_batch_size=1",
-    "training.accumulation=auto",
-)
-
-
 @dataclass(frozen=True)
 class _Asked:
     """The run file and the cluster as the user named them."""
@@ -155,27 +139,18 @@ class _Asked:
             self.config, self.overrides, ranks, rules=(callback_problems, schedule_problems), asks="--gpus"
         )
 
-    def run_for_search(self, ranks: int) -> ResolvedRun:
-        """Load the run for its model and global batch; on one rank if its own shape does not have so many ranks.
-
-        Raises: ConfigError, ValueError.
-        """
-        from megazero.config import ConfigError, load_config
+    def on_one_rank(self) -> ResolvedRun:
+        """Read the file for its model and global batch only.  Raises: ConfigError, ValueError."""
         from megazero.config.load import read_run_file
+        from megazero.plan.search import base_of
 
-        try:
-            return self.run(ranks)
-        except ConfigError:
-            on_one = load_config(
-                self.config, (*self.overrides, *_ON_ONE_RANK), 1, rules=(callback_problems,), asks="--gpus"
-            )
-        is_given = any(text.startswith("training.global_batch_size") for text in self.overrides)
-        if not is_given and read_run_file(self.config).training.global_batch_size == "auto":
+        config = read_run_file(self.config, self.overrides)
+        if config.training.global_batch_size == "auto":
             rule = (
                 "training.global_batch_size must be a number for a --search whose ranks do not fit the file's own shape"
             )
             raise ValueError(f"{rule}: it stays, and all else follows")
-        return on_one
+        return base_of(config, config.training.global_batch_size)
 
     def cluster(self) -> Cluster:
         """Return the cluster.  Raises: ValueError, OSError: `cluster_of`."""
@@ -245,13 +220,17 @@ def _search(
     asked: _Asked, cluster: Cluster, say: Callable[[str], None], write: Path | None, seconds: float, processes: int
 ) -> tuple[ResolvedRun | None, Found]:
     """Print the best shapes, and write the run file of the first."""
+    from megazero.config import ConfigError
     from megazero.plan.report import PlanJudge
     from megazero.plan.search import base_of, search
     from megazero.plan.text import search_text
 
-    run, ends = asked.run_for_search(cluster.ranks), time.monotonic() + seconds
-    base = base_of(run.config, run.global_batch_size)
-    own = run if run.world_size == cluster.ranks else None
+    ends, own = time.monotonic() + seconds, None
+    try:
+        run = own = asked.run(cluster.ranks)
+        base = base_of(own.config, own.global_batch_size)
+    except ConfigError:  # its own shape does not have so many ranks
+        run = base = asked.on_one_rank()
     found = search(
         base,
         cluster,

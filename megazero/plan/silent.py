@@ -1,6 +1,6 @@
 """Communication that moves nothing, among ranks that need not exist.
 
-    make_silent(group, SilentBackend("nccl", None, Alone()))
+    make_silent(group, SilentBackend(TorchBackend, None, Alone()))
     all_reduce(x, tp).wait()          over an axis of that group returns at once; traffic is counted as ever
 
 A silent backend has the properties of the one that a real run has there, because `comm` asks for them: whether it needs
@@ -12,11 +12,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, Literal, Protocol, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 from torch import Tensor
 
-from megazero.comm.backend import HostBackend, TorchBackend, over_contiguous
+from megazero.comm.backend import TorchBackend, over_contiguous
 from megazero.comm.messages import place_shard
 from megazero.cpu.shared_memory import SharedMemoryBackend
 from megazero.cpu.sockets import SocketBackend
@@ -27,14 +27,7 @@ from megazero.parallel_state.grid import Hosts, hosts_of
 from megazero.parallel_state.groups import Group, Traffic, Transfers, Wait
 from megazero.plan.fake_tensors import Event, Message
 
-Kind: TypeAlias = Literal["shared memory", "two levels", "gloo", "host", "nccl"]
-_REAL: dict[Kind, type[TorchBackend | SharedMemoryBackend]] = {
-    "shared memory": SharedMemoryBackend,
-    "two levels": TwoLevelBackend,
-    "gloo": SocketBackend,
-    "host": HostBackend,
-    "nccl": TorchBackend,
-}
+Real: TypeAlias = type[TorchBackend | SharedMemoryBackend]
 
 
 class RecordedTraffic(Traffic):
@@ -88,6 +81,7 @@ class SilentBackend:
     """A `parallel_state.Backend` with the properties of a real one.
 
     Args:
+        real: what a real run has there.
         hosts: of a group whose ranks share memory.
         fills: called with the result of each operation as it starts.
 
@@ -95,12 +89,11 @@ class SilentBackend:
     """
 
     def __init__(
-        self, kind: Kind, hosts: Hosts | None, meeting: Meeting, fills: Callable[[Tensor], None] = lambda _: None
+        self, real: Real, hosts: Hosts | None, meeting: Meeting, fills: Callable[[Tensor], None] = lambda _: None
     ) -> None:
-        real = _REAL[kind]
-        self.kind, self.meeting, self._fills = kind, meeting, fills
+        self._real, self._is_nccl, self.meeting, self._fills = real, real is TorchBackend, meeting, fills
         self.needs_scratch, self.runs_by_itself = real.needs_scratch, real.runs_by_itself
-        self.link_bytes = _link_bytes(kind, hosts)
+        self.link_bytes = _link_bytes(real, hosts)
 
     def all_reduce(self, tensor: Tensor, axis: Axis, op: str) -> Wait:
         self._fills(tensor)
@@ -108,9 +101,9 @@ class SilentBackend:
 
     def all_gather(self, out: Tensor, shard: Tensor, axis: Axis, label: str = "") -> Wait:
         self._fills(out)
-        if self.kind != "nccl":
+        if not self._is_nccl:
             place_shard(out, shard, axis)
-        sent = shard if self.kind == "nccl" else out
+        sent = shard if self._is_nccl else out
         return _holding(sent, self.meeting.operation("all_gather", shard, axis, label))
 
     def reduce_scatter(self, out: Tensor, full: Tensor, axis: Axis) -> Wait:
@@ -118,10 +111,10 @@ class SilentBackend:
         return _holding(full, self.meeting.operation("reduce_scatter", full, axis, ""))
 
     def all_to_all(self, out: Tensor, x: Tensor, axis: Axis) -> Wait:
-        if self.kind != "nccl":
+        if not self._is_nccl:
             out[axis.index].copy_(x[axis.index])
         start = partial(self._all_to_all, axis)
-        return start(out, x) if self.kind == "shared memory" else over_contiguous(out, x, start)
+        return start(out, x) if self._real is SharedMemoryBackend else over_contiguous(out, x, start)
 
     def _all_to_all(self, axis: Axis, out: Tensor, x: Tensor) -> Wait:
         self._fills(out)
@@ -161,16 +154,15 @@ class SilentMessages:
         return [max(of_ranks) for of_ranks in zip(*found, strict=True)]
 
 
-def _link_bytes(kind: Kind, hosts: Hosts | None) -> Callable[[str, Tensor, Axis], int]:
-    if kind == "two levels" and hosts is not None:
-        return lambda operation, full, axis: link_bytes_between(hosts, operation, full, axis)
-    if kind == "shared memory":
+def _link_bytes(real: Real, hosts: Hosts | None) -> Callable[[str, Tensor, Axis], int]:
+    if real is TwoLevelBackend and hosts is not None:
+        return partial(link_bytes_between, hosts)
+    if real is SharedMemoryBackend:
         return lambda *_: 0
-    real = TorchBackend() if kind == "nccl" else SocketBackend()
-    return real.link_bytes
+    return (TorchBackend() if real is TorchBackend else SocketBackend()).link_bytes
 
 
-def kind_of(ranks: Sequence[int], index: int, per_node: int, *, on_cuda: bool) -> tuple[Kind, Hosts | None]:
+def real_backend(ranks: Sequence[int], index: int, per_node: int, *, on_cuda: bool) -> tuple[Real, Hosts | None]:
     """Return what carries a group's tensors in a real run, and its hosts if they matter.
 
     Args:
@@ -178,11 +170,8 @@ def kind_of(ranks: Sequence[int], index: int, per_node: int, *, on_cuda: bool) -
         per_node: ranks of a node, which are neighbours.
         on_cuda: the run is on GPUs.
     """
-    if on_cuda:
-        return "nccl", None
-    hosts = hosts_of([str(rank // per_node) for rank in ranks], index)
-    real = backend_between(hosts)
-    return next(kind for kind, one in _REAL.items() if one is real), hosts
+    hosts = None if on_cuda else hosts_of([str(rank // per_node) for rank in ranks], index)
+    return (TorchBackend if on_cuda else backend_between(hosts)), hosts
 
 
 def make_silent(group: Group, backend: SilentBackend) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from unittest.mock import patch
 
 import torch
@@ -14,13 +14,20 @@ import torch
 from megazero.config import ResolvedRun
 from megazero.parallel_state import Axis, ParallelState
 from megazero.parallel_state.groups import Group, Traffic
-from megazero.plan.silent import Alone, Kind, Meeting, SilentBackend, kind_of, make_silent
+from megazero.plan.silent import Alone, Meeting, SilentBackend, make_silent, real_backend
 from megazero.plan.simulated_world import GroupMeeting, SimulatedWorld
 from megazero.zero import offload
 from megazero.zero.file_store import FileStore
 
 HOST = "host"
 """Purpose of the groups of a node's ranks."""
+
+
+class MadeGroup(NamedTuple):
+    """A process group that has this rank as a member."""
+
+    ranks: tuple[int, ...]
+    purpose: str
 
 
 class SilentState(ParallelState):
@@ -34,7 +41,7 @@ class SilentState(ParallelState):
         traffic: counts what is sent.
 
     Attributes:
-        made: ranks, purpose and backend of each group of this rank, in the order in which they are made.
+        made: the groups of this rank, in the order in which they are made.
     """
 
     def __init__(
@@ -48,7 +55,7 @@ class SilentState(ParallelState):
         on_cuda: bool,
     ) -> None:
         self._simulated, self._on_cuda, self._count = world, on_cuda, 0
-        self.made: list[tuple[tuple[int, ...], str, Kind]] = []
+        self.made: list[MadeGroup] = []
         parallel, zero = run.config.parallel, run.config.zero
         cpu, seconds = torch.device("cpu"), parallel.timeout_seconds
         grid = self._whole = run.grid
@@ -82,15 +89,15 @@ class SilentState(ParallelState):
 
     def _silenced(self, group: Group | None, ranks: tuple[int, ...], purpose: str) -> Group | None:
         if group is not None and group.messages is None and self.rank in ranks:
-            kind, hosts = kind_of(ranks, ranks.index(self.rank), self.local_world_size, on_cuda=self._on_cuda)
-            make_silent(group, SilentBackend(kind, hosts, self._meeting(ranks, purpose, kind)))
-            self.made.append((ranks, purpose, kind))
+            real, hosts = real_backend(ranks, ranks.index(self.rank), self.local_world_size, on_cuda=self._on_cuda)
+            make_silent(group, SilentBackend(real, hosts, self._meeting(ranks, purpose)))
+            self.made.append(MadeGroup(ranks, purpose))
         return group
 
-    def _meeting(self, ranks: tuple[int, ...], purpose: str, kind: Kind) -> Meeting:
+    def _meeting(self, ranks: tuple[int, ...], purpose: str) -> Meeting:
         if self._simulated is None:
             return Alone()
-        return GroupMeeting(self._simulated, self.rank, ranks, purpose, one_channel=kind == "nccl")
+        return GroupMeeting(self._simulated, self.rank, ranks, purpose, one_channel=self._on_cuda)
 
     def _process_group(self, ranks: tuple[int, ...], *_: object) -> Any:
         self._count += 1

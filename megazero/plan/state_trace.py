@@ -176,7 +176,7 @@ def _trace(
     here = {name: count for name, count in counted.items() if " on " not in name or not (on_cuda or "file" in name)}
     here["gradients"] -= absent
     kinds = here | {TABLES: tables, "other": other}
-    communicators = sum(len(ranks) > 1 and purpose != HOST for ranks, purpose, _ in state.made)
+    communicators = sum(len(ranks) > 1 and purpose != HOST for ranks, purpose in state.made)
     return short, StateTrace(kinds, counted, levels, end, sent, elements, communicators, cuts)
 
 

@@ -14,14 +14,15 @@ from math import prod
 from megazero.parallel_state import RankGrid
 from megazero.plan.cost import HOUR, MINUTE
 from megazero.plan.devices import size_text
-from megazero.plan.dry_rank import DryRank, MadeGroup
+from megazero.plan.dry_rank import DryRank
 from megazero.plan.dry_run import DryRun
 from megazero.plan.fake_tensors import Message
 from megazero.plan.report import Plan
 from megazero.plan.search import Candidate, Found, Ranked
+from megazero.plan.silent_state import MadeGroup
 from megazero.settings import counted
 
-_SHOWN_TENSORS, _SHOWN_MESSAGES = 12, 24
+_SHOWN_MESSAGES = 24
 _SURE = 0.02  # of a GPU's memory: what is stated of communicators and slack may be off by so much
 _SHOWN_RANKS = 9  # pipeline ranks of a table; of more the first, the last and the fullest
 NAMES = {
@@ -251,21 +252,15 @@ def dry_run_text(done: DryRun, rank: int | None) -> str:
 
 def _dry_rank(one: DryRank, grid: RankGrid) -> Iterator[str]:
     place = ", ".join(f"{axis} {getattr(one.at, axis)}" for axis in ("tp", "cp", "dp", "pp"))
-    yield f"rank {one.rank} ({place}): at most {size_text(one.peak)}, in the {one.moment}"
+    yield f"rank {one.rank} ({place}): at most {size_text(one.peak)}"
     for group in one.groups:
         ranks = ", ".join(map(str, group.ranks[:8])) + (f", ... {group.ranks[-1]}" if len(group.ranks) > 8 else "")
         yield f"{'group':<9}{_group_name(group, grid)}: {len(group.ranks)} ranks, {ranks}"
-    rows = [["at the peak, by what made it", "tensors", "MiB"]]
-    rows += [[own.what, f"{own.tensors:,}", f"{own.nbytes / 2**20:,.1f}"] for own in one.living[:_SHOWN_TENSORS]]
-    if rest := one.living[_SHOWN_TENSORS:]:
-        rows.append(
-            ["others", f"{sum(own.tensors for own in rest):,}", f"{sum(own.nbytes for own in rest) / 2**20:,.1f}"]
-        )
-    yield from table_lines("memory", rows, left=(0,))
     rows = [["in a step", "calls", "MiB", "to other nodes"]]
-    for key, calls in one.calls.items():
-        sent, linked = one.sent.get(key, 0), one.linked.get(key, 0)
-        rows.append([" ".join(key), f"{calls:,}", f"{sent / 2**20:,.1f}", f"{linked / 2**20:,.1f}"])
+    for key in dict.fromkeys((message.axis, message.operation) for message in one.step):
+        own = [message for message in one.step if (message.axis, message.operation) == key]
+        sent, linked = sum(message.sent_bytes for message in own), sum(message.link_bytes for message in own)
+        rows.append([" ".join(key), f"{len(own):,}", f"{sent / 2**20:,.1f}", f"{linked / 2**20:,.1f}"])
     yield from table_lines("sent", rows, left=(0,))
     yield f"{'order':<9}{' '.join(_in_order(one.step))}"
 

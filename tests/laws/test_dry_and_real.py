@@ -120,5 +120,4 @@ def test_live_memory_of_a_dry_rank_is_within_1_percent_of_the_real_one() -> None
     for number, run in enumerate(runs):
         for rank, found in dry_run(run, per_node=2, on_cuda=False).ranks.items():
             peak = real[rank][number][2]
-            assert sum(one.nbytes for one in found.living) == found.peak
             assert found.peak == pytest.approx(peak, rel=0.01), (number, rank)
