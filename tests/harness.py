@@ -17,6 +17,7 @@ import atexit
 import contextlib
 import gc
 import io
+import json
 import logging
 import multiprocessing as mp
 import os
@@ -48,6 +49,35 @@ DEVICE = torch.device(os.environ.get("MEGAZERO_TEST_DEVICE", "cpu"))
 # A server of its own: the process of the tests has used OpenMP, whose threads do not survive a fork.
 _COMMANDS = mp.get_context("forkserver")
 _COMMANDS.set_forkserver_preload(["warm", "megazero.training.launch", "torch.distributed.run"])
+
+
+def metrics_of(run_dir: Path) -> list[dict[str, Any]]:
+    """The whole lines of a run's metrics; none before there are any."""
+    path = run_dir / "metrics.jsonl"
+    text = path.read_text() if path.exists() else ""
+    return [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
+
+
+def children_of(pid: int) -> list[int]:
+    """Processes that a process has started; none of one that has ended."""
+    path = Path(f"/proc/{pid}/task/{pid}/children")
+    return [int(word) for word in path.read_text().split()] if path.exists() else []
+
+
+def without_launcher() -> dict[str, str]:
+    """This process's environment without a launcher's words, for ranks that talk over the loopback interface."""
+    given = {key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
+    # threads that spin starve the other ranks of a small machine
+    return given | {"GLOO_SOCKET_IFNAME": "lo0" if sys.platform == "darwin" else "lo", "OMP_WAIT_POLICY": "passive"}
+
+
+def wait_until(is_so: Callable[[], bool], run: Any = None, log: Callable[[], str] | None = None) -> None:
+    """Wait for it, as long as a program goes on; `log` gives what it has said, which else is read from its pipe."""
+    end = time.monotonic() + WORLD_TIMEOUT_SECONDS
+    while not is_so():
+        assert time.monotonic() < end, log and log()
+        assert run is None or run.poll() is None, log() if log else run.communicate()[0]
+        time.sleep(0.02)
 
 
 def free_port() -> int:

@@ -10,12 +10,11 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
+from harness import children_of, metrics_of, run_program, start_program, wait_until
 from harness import run_command as megazero
-from harness import run_program, start_program
 from quickstart import QUICKSTART, TINY
 from typer.testing import CliRunner, Result
 
@@ -33,7 +32,7 @@ def whole_process(*words: str | Path) -> subprocess.CompletedProcess[str]:
 
 def losses(run_dir: Path) -> list[float]:
     """Losses by step, from metrics.jsonl."""
-    lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    lines = metrics_of(run_dir)
     assert [line["step"] for line in lines] == list(range(1, len(lines) + 1))
     return [line["loss"] for line in lines]
 
@@ -83,7 +82,7 @@ def test_a_run_stopped_and_resumed_on_other_shapes_is_the_uninterrupted_run(tmp_
         )
         assert done.returncode == 0, done.stderr
         assert "at step 4" in done.stdout
-        lines = [json.loads(line) for line in (again / "metrics.jsonl").read_text().splitlines()]
+        lines = metrics_of(again)
         assert [line["step"] for line in lines] == [5, 6]
         assert [line["loss"] for line in lines] == pytest.approx(losses(whole)[4:], rel=1e-4)
 
@@ -98,7 +97,7 @@ def test_a_finished_run_says_where_things_lie_and_how_to_go_on(tmp_path: Path) -
     assert find_newest(tmp_path / "checkpoints") == folder_at(tmp_path / "checkpoints" / "step-00000003")
     assert (tmp_path / "checkpoints" / "latest").read_text().strip() == "step-00000003"
     assert list((tmp_path / "tensorboard").glob("events.*"))
-    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    lines = metrics_of(tmp_path)
     keys = {"step", "loss", "grad_norm", "lr", "tokens", "tokens_per_second", "step_seconds", "memory_bytes"}
     keys |= {"sent_bytes"}
     assert set(lines[0]) == keys
@@ -202,10 +201,6 @@ def test_a_missing_config_and_a_directory_that_is_no_checkpoint_are_told(tmp_pat
     assert "not a complete checkpoint" in empty.stderr
 
 
-def _children(pid: int) -> list[int]:
-    return [int(word) for word in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("words", ["train", "memory-report --out", "data tokenize x.txt --out", "schedule show --svg"])
 def test_a_url_makes_no_directory_where_a_command_takes_files_of_this_machine(
@@ -221,12 +216,8 @@ def test_a_killed_rank_ends_the_run_with_a_message_and_the_same_command_goes_on(
     words = [*TINY, *shape(1, 2, 4, 2), f"training.run_dir={tmp_path}", "checkpoint.save_every_steps=5"]
     killed = start_program("megazero", "train", QUICKSTART, *words, "training.steps=100000")
     try:
-        end = time.monotonic() + 300
-        while find_newest(tmp_path / "checkpoints") is None:
-            assert time.monotonic() < end
-            assert killed.poll() is None
-            time.sleep(0.05)
-        os.kill(_children(killed.pid)[2], signal.SIGKILL)
+        wait_until(lambda: find_newest(tmp_path / "checkpoints") is not None, killed)
+        os.kill(children_of(killed.pid)[2], signal.SIGKILL)
         errors, _ = killed.communicate(timeout=300)
     finally:
         killed.kill()
@@ -331,7 +322,7 @@ def test_a_script_registers_a_callback_that_the_run_file_names(tmp_path: Path) -
     words += ['training.callbacks=["mine"]']
     done = megazero("train", QUICKSTART, *words, f'launch.extensions=["{script}"]')
     assert done.returncode == 75, done.stderr
-    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    lines = metrics_of(tmp_path / "run")
     assert [line["twice"] for line in lines] == [2.0, 4.0]
     assert find_newest(tmp_path / "run" / "checkpoints") == folder_at(
         tmp_path / "run" / "checkpoints" / "step-00000002"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import signal
@@ -18,7 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from harness import Program, free_port, run_world, start_program
+from harness import Program, children_of, free_port, metrics_of, run_world, start_program, wait_until, without_launcher
 from numpy.typing import NDArray
 from quickstart import ONE_STAGE, QUICKSTART
 from quickstart import TINY as SMALL
@@ -248,13 +247,6 @@ def test_a_global_batch_that_dp_does_not_divide_gives_the_same_run(
 # torchrun
 
 
-def _environment() -> dict[str, str]:
-    given = {key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
-    loopback = "lo0" if sys.platform == "darwin" else "lo"
-    given |= {"OMP_WAIT_POLICY": "passive"}  # threads that spin starve the other ranks of a small machine
-    return given | {"GLOO_SOCKET_IFNAME": loopback, "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
-
-
 @contextmanager
 def _agent(
     run_dir: Path,
@@ -272,21 +264,19 @@ def _agent(
     launcher += ["--rdzv-id", "test", "--local-addr", "127.0.0.1", "--rdzv-conf", f"{RENDEZVOUS},is_host={int(hosts)}"]
     train = ["-m", "megazero.cli", "train", str(QUICKSTART), *TINY, f"training.run_dir={run_dir}", *words]
     with (run_dir.parent / f"{run_dir.name}-{time.monotonic_ns()}.log").open("w+") as log:
-        agent = start_program(*launcher, *train, stdout=log, env=_environment() | environment)
+        agent = start_program(
+            *launcher,
+            *train,
+            stdout=log,
+            env=without_launcher() | {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"} | environment,
+        )
         agent.log = log  # type: ignore[attr-defined]
         try:
             yield agent
         finally:
-            for pid in [*_children(agent.pid), agent.pid]:
+            for pid in [*children_of(agent.pid), agent.pid]:
                 _kill(pid)
             agent.wait()
-
-
-def _children(pid: int) -> list[int]:
-    try:
-        return [int(word) for word in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
-    except FileNotFoundError:
-        return []
 
 
 def _kill(pid: int) -> None:
@@ -302,30 +292,18 @@ def _log(agent: Program) -> str:
     return str(log.read())
 
 
-def _lines(run_dir: Path) -> list[dict[str, Any]]:
-    try:
-        text = (run_dir / "metrics.jsonl").read_text()
-    except FileNotFoundError:
-        return []
-    return [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
-
-
 def _is_asked_to_end(pid: int) -> bool:
     """Whether a process that is stopped will find a SIGTERM when it goes on."""
     pending = re.search(r"^ShdPnd:\s*(\w+)$", Path(f"/proc/{pid}/status").read_text(), re.MULTILINE)
     return pending is not None and bool(int(pending[1], 16) >> (signal.SIGTERM - 1) & 1)
 
 
-def _wait_until(agent: Program, is_so: Callable[[], bool], seconds: float = 300) -> None:
-    end = time.monotonic() + seconds
-    while not is_so():
-        assert time.monotonic() < end, _log(agent)
-        assert agent.poll() is None, _log(agent)
-        time.sleep(0.02)
+def _wait_until(agent: Program, is_so: Callable[[], bool]) -> None:
+    wait_until(is_so, agent, lambda: _log(agent))
 
 
 def _wait_for(agent: Program, run_dir: Path, step: int) -> None:
-    _wait_until(agent, lambda: any(line["step"] >= step for line in _lines(run_dir)))
+    _wait_until(agent, lambda: any(line["step"] >= step for line in metrics_of(run_dir)))
 
 
 def _end(agent: Program, seconds: float = 300) -> str:
@@ -350,7 +328,7 @@ def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
 
 
 def _losses(run_dir: Path) -> list[float]:
-    lines = _lines(run_dir)
+    lines = metrics_of(run_dir)
     assert [line["step"] for line in lines] == list(range(1, STEPS + 1))
     return [line["loss"] for line in lines]
 
@@ -362,7 +340,7 @@ def test_a_killed_rank_is_replaced_and_the_run_is_the_uninterrupted_one(
     # as torchrun is by default: it keeps one store over its restarts
     with _agent(run_dir, 2, "parallel.tp=2", TORCH_DISABLE_SHARE_RDZV_TCP_STORE="0") as agent:
         _wait_for(agent, run_dir, 6)
-        _kill(_children(agent.pid)[1])
+        _kill(children_of(agent.pid)[1])
         log = _end(agent)
     assert "resumed" in log
     assert _losses(run_dir) == pytest.approx(uninterrupted, rel=1e-4)
@@ -383,11 +361,11 @@ def test_a_run_goes_on_with_the_nodes_that_are_left_and_takes_in_a_new_one(
     with _agent(run_dir, 1, **node) as first:
         with _agent(run_dir, 1, **node, hosts=False) as second:
             _wait_for(first, run_dir, 6)
-            for pid in (second.pid, *_children(second.pid)):
+            for pid in (second.pid, *children_of(second.pid)):
                 _kill(pid)
         _wait_until(first, lambda: "dp 1," in _log(first))
         _wait_for(first, run_dir, 8)
-        (rank,) = _children(first.pid)
+        (rank,) = children_of(first.pid)
         os.kill(rank, signal.SIGSTOP)  # so that it has steps left when the new node comes
         with _agent(run_dir, 1, **node, hosts=False) as third:
             _wait_until(first, lambda: "Detected 1 new nodes" in _log(first) and _is_asked_to_end(rank))

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from harness import run_world
+from harness import metrics_of, run_world
 from numpy.typing import NDArray
-from plain_model import PlainTrainer, count, loss_sum
+from plain_model import count, loss_sum
 from test_data_corpus import write_pair
-from worlds import EPS, LLAMA, LR, initial_weights, plain_config, state_on
+from worlds import loop_of, plain_config, plain_trainer, state_on
 
 from megazero.config import ConfigError, ResolvedRun, RunConfig, load_config, resolve, to_toml
 from megazero.config.schema import ValidationSource
@@ -30,40 +29,20 @@ def _tokens(name: str) -> NDArray[Any]:
 
 def _run(folder: Path, world: int, parallel: dict[str, Any], stage: int) -> ResolvedRun:
     one, other = (write_pair(folder / name, _tokens(name)) for name in ("one", "other"))
-    config = {
-        "model": LLAMA
-        | {"hidden_size": 32, "num_layers": 2, "num_heads": 4, "ffn_hidden_size": 64, "vocab_size": VOCABULARY}
-        | {"seq_len": SEQ},
-        "parallel": parallel,
-        "zero": {"stage": stage, "bucket_bytes": 8192},
-        "precision": {"dtype": "fp32"},
-        "optimizer": {"lr": LR, "eps": EPS, "grad_clip": 0.5},
-        "lr_schedule": {"name": "constant"},
-        "data": {
-            "sources": [one],
-            "validation_fraction": 0.25,
-            "validation_sources": [{"path": one, "name": "held", "every_steps": 2, "samples": 6}, other],
-        },
-        "training": {
-            "run_dir": str(folder / "run"),
-            "steps": STEPS,
-            "global_batch_size": 8,
-            "seed": SEED,
-            "compile": False,
-            "eval_every_steps": 3,
-            "eval_samples": 9,
-        },
-        "logging": {"tensorboard": False, "straggler_every_steps": 0},
-    }
-    return resolve(RunConfig.model_validate(config), world)
+    named = [{"path": one, "name": "held", "every_steps": 2, "samples": 6}, other]
+    return loop_of(
+        folder / "run",
+        world,
+        parallel=parallel,
+        zero={"stage": stage},
+        data={"sources": [one], "validation_fraction": 0.25, "validation_sources": named},
+        training={"steps": STEPS, "eval_every_steps": 3, "eval_samples": 9},
+    )
 
 
 def _plainly(run: ResolvedRun) -> dict[int, dict[str, float]]:
     """After each step the mean loss on the windows that each evaluation reads: cut from the tokens, in their order."""
-    given, config = run.config.optimizer, plain_config(run)
-    trainer = PlainTrainer(
-        initial_weights(run), config, LR, given.betas, given.eps, given.weight_decay, given.grad_clip
-    )
+    trainer, config = plain_trainer(run), plain_config(run)
     corpus = open_corpus(
         [(run.config.data.sources[0].path, 1.0)],
         tokenizer="byte",
@@ -106,7 +85,7 @@ def test_each_source_has_the_plain_models_loss_at_its_own_interval(
     run = _run(tmp_path, world, parallel, stage)
     wanted = run_world(1, lambda _: _plainly(run))[0]
     shown = run_world(world, _train, run)[0]
-    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    lines = metrics_of(tmp_path / "run")
     due = {1: [], 2: ["held"], 3: ["", "other"], 4: ["held"], 5: ["", "held", "other"]}
     for line in lines:
         step = line["step"]

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import os
 import re
 import shlex
 import shutil
@@ -15,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 import typer.main
-from harness import free_port, run_command, run_program
+from harness import free_port, metrics_of, run_command, run_program, without_launcher
 from torch import nn
 from typer.testing import CliRunner
 
@@ -119,7 +117,7 @@ def test_the_long_example_trains_with_less_loss_on_another_cut_the_same(tmp_path
         words = [*small, *shape, *more, f"training.run_dir={run_dir}", "launch.device=cpu"]
         done = run_command("train", EXAMPLES / "long_context.toml", *words)
         assert done.returncode == 0, done.stderr
-        lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+        lines = metrics_of(run_dir)
         losses[name] = [*(line["loss"] for line in lines), lines[-1]["val_loss"]]
         if not shape:
             assert "cp_method auto takes ring" in done.stdout
@@ -156,9 +154,7 @@ def _losses(folder: Path, name: str, python: list[str], *overrides: str) -> list
     small += ["launch.device=cpu"]
     small += [f"data.sources=['{prefix}']", "data.validation_fraction=0.0", "training.eval_every_steps=0"]
     command = [*python, EXAMPLES / "pretrain_gpt.py", *small, f"training.run_dir={folder / name}", *overrides]
-    environment = {key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
-    environment |= {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo0" if sys.platform == "darwin" else "lo"}
-    ran = run_program(*command, timeout=RUN_SECONDS, env=environment, cwd=folder)
+    ran = run_program(*command, timeout=RUN_SECONDS, env=without_launcher() | {"OMP_NUM_THREADS": "1"}, cwd=folder)
     assert ran.returncode == 0, ran.stderr
     return [float(loss) for loss in re.findall(r"^step \d+ loss (\S+)", ran.stdout, re.MULTILINE)]
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import threading
 import time
@@ -14,10 +13,10 @@ from typing import Any
 
 import pytest
 import torch
-from harness import run_world
+from harness import metrics_of, run_world
 from torch import Tensor
 from torch.distributed import HashStore, Store, TCPStore  # type: ignore[attr-defined]
-from worlds import state_on
+from worlds import loop_of, state_on
 
 from megazero.checkpoint.folder import Folder
 from megazero.checkpoint.index import (
@@ -29,7 +28,7 @@ from megazero.checkpoint.index import (
     step_of,
     val_loss_of,
 )
-from megazero.config import ResolvedRun, RunConfig, resolve
+from megazero.config import ResolvedRun
 from megazero.config.schema import LoggingConfig, TrainingConfig
 from megazero.engine import Engine, NonFiniteError, Position, StepStatistics
 from megazero.models.gpt import MicroBatch
@@ -218,22 +217,14 @@ def _run(
     lr_schedule: Any = None,
     **training: Any,
 ) -> ResolvedRun:
-    config = {
-        "model": {
-            "hidden_size": 32,
-            "num_layers": 2,
-            "num_heads": 4,
-            "ffn_hidden_size": 64,
-            "vocab_size": 257,
-            "seq_len": 16,
-        },
-        "precision": {"dtype": "fp32"},
-        "lr_schedule": lr_schedule or {"name": "constant"},
-        "training": {"run_dir": str(run_dir), "steps": steps, "global_batch_size": BATCH} | training,
-        "checkpoint": {"save_every_steps": save} | (checkpoint or {}),
-        "logging": {"tensorboard": False, "straggler_every_steps": 0} | (logging or {}),
-    }
-    return resolve(RunConfig.model_validate(config), world)
+    return loop_of(
+        run_dir,
+        world,
+        lr_schedule=lr_schedule or {},
+        training={"steps": steps, **training},
+        checkpoint={"save_every_steps": save} | (checkpoint or {}),
+        logging=logging or {},
+    )
 
 
 def _spoil(step: int) -> None:
@@ -270,12 +261,8 @@ def _train(rank: int, run: ResolvedRun, health: tuple[int, ...] = (), stop_at: i
     return out
 
 
-def _lines(run_dir: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-
-
 def _losses_of(run_dir: Path) -> dict[int, float | None]:
-    return {line["step"]: line.get("loss") for line in _lines(run_dir)}
+    return {line["step"]: line.get("loss") for line in metrics_of(run_dir)}
 
 
 @pytest.fixture(scope="module")
@@ -288,7 +275,7 @@ def without_step_5(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_a_skipped_step_consumes_its_samples_and_changes_nothing(without_step_5: Path) -> None:
-    lines = _lines(without_step_5)
+    lines = metrics_of(without_step_5)
     assert [line["step"] for line in lines] == list(range(1, 10))
     assert lines[4] == {"step": 5, "tokens": lines[3]["tokens"], "sent_bytes": {}, "skipped": "passed over"}
     assert all("loss" in line for line in lines if line["step"] != 5)
@@ -303,7 +290,7 @@ def test_the_learning_rates_of_a_run_that_skips_steps_are_those_that_it_and_chec
     first, *more = [text for subject, text in describe(run, 1) if subject == "rate"]
     (stopped,) = run_world(1, _train, run, (), 7)
     (resumed,) = run_world(1, _train, run)
-    rates = {line["step"]: line["lr"] for line in _lines(tmp_path) if "lr" in line}
+    rates = {line["step"]: line["lr"] for line in metrics_of(tmp_path) if "lr" in line}
     told = re.findall(r"(\S+) at step (\d+)", first)
     assert [int(step) for _, step in told] == [1, 2, 10, 13]  # of updates 1, 2, 5 and 8
     assert [rate for rate, _ in told] == [f"{rates[int(step)]:.3g}" for _, step in told]
@@ -320,7 +307,7 @@ def test_a_step_that_is_not_finite_is_as_if_it_had_been_skipped(tmp_path: Path, 
     assert out["error"] == other["error"] == ""
     assert "step 5 is not finite: samples 32 to 39 are left out, no weight has changed" in out["shown"]
     assert _losses_of(tmp_path) == _losses_of(without_step_5)
-    assert _lines(tmp_path)[4]["skipped"] == "not finite"
+    assert metrics_of(tmp_path)[4]["skipped"] == "not finite"
 
 
 def test_too_many_health_in_a_row_stop_every_rank(tmp_path: Path) -> None:
@@ -343,8 +330,10 @@ def test_a_rollback_leaves_the_samples_out_and_every_step_once_in_the_metrics(tm
     assert _losses_of(tmp_path / "back") == {
         step: wanted[step if step <= back else step + shift] for step in range(1, 9)
     }
-    assert [line["step"] for line in _lines(tmp_path / "back")] == list(range(1, 9))
-    assert _lines(tmp_path / "back")[-1]["tokens"] == (8 + shift) * BATCH * 16  # those of the bad step were read, too
+    assert [line["step"] for line in metrics_of(tmp_path / "back")] == list(range(1, 9))
+    assert (
+        metrics_of(tmp_path / "back")[-1]["tokens"] == (8 + shift) * BATCH * 16
+    )  # those of the bad step were read, too
     assert out["step"] == 8
 
 
@@ -388,7 +377,7 @@ def test_an_evaluation_that_fails_loses_neither_its_step_nor_its_metrics(tmp_pat
     run = _run(2, tmp_path, steps=6, save=2, eval_every_steps=4)
     for newest in run_world(2, _evaluation_fails, run):
         assert newest.endswith("step-00000004")
-    assert [line["step"] for line in _lines(tmp_path)] == [1, 2, 3, 4]
+    assert [line["step"] for line in metrics_of(tmp_path)] == [1, 2, 3, 4]
     whole = tmp_path / "whole"
     run_world(2, _train, _run(2, whole, steps=6, save=2, eval_every_steps=4))
     run_world(2, _train, run)
@@ -398,7 +387,7 @@ def test_an_evaluation_that_fails_loses_neither_its_step_nor_its_metrics(tmp_pat
 def test_a_validation_loss_that_comes_after_the_save_decides_what_is_kept(tmp_path: Path) -> None:
     run = _run(2, tmp_path, steps=6, save=1, eval_every_steps=2, checkpoint={"keep_last": 1, "keep_best": 2})
     run_world(2, _train, run)
-    losses = {line["step"]: line["val_loss"] for line in _lines(tmp_path) if "val_loss" in line}
+    losses = {line["step"]: line["val_loss"] for line in metrics_of(tmp_path) if "val_loss" in line}
     assert sorted(losses) == [2, 4, 6]
     kept = {step_of(folder): val_loss_of(folder) for folder in step_folders(tmp_path / "checkpoints")}
     best = sorted(losses, key=lambda step: losses[step])[:2]
@@ -454,7 +443,7 @@ def test_a_step_that_is_rolled_back_after_its_evaluation_leaves_no_checkpoint(tm
     run = _run(2, tmp_path, steps=5, save=2, eval_every_steps=4, callbacks=["rolls-back"])
     out, _ = run_world(2, _train_with_rollback, run)
     assert any("step 4 is rolled back: samples 24 to 31 are left out; back to step 2" in line for line in out["shown"])
-    assert [line["step"] for line in _lines(tmp_path)] == [1, 2, 3, 4, 5]
+    assert [line["step"] for line in metrics_of(tmp_path)] == [1, 2, 3, 4, 5]
     state = read_trainer_state(tmp_path / "checkpoints" / "step-00000004")
     assert state.consumed_samples == 6 * BATCH  # of the second time
 
@@ -553,7 +542,7 @@ def test_a_wish_to_stop_that_only_an_evaluation_hears_stops_all(tmp_path: Path) 
     for out in run_world(2, _train, run, (), 2):
         assert (out["step"], out["stopped"], out["error"]) == (2, True, "")
         assert out["checkpoint"].endswith("step-00000002")
-    assert ["val_loss" in line for line in _lines(tmp_path)] == [False, True]
+    assert ["val_loss" in line for line in metrics_of(tmp_path)] == [False, True]
 
 
 def _train_slowly(rank: int, run: ResolvedRun) -> list[str]:
@@ -577,7 +566,7 @@ def test_a_slow_rank_is_named_with_its_host(tmp_path: Path) -> None:
     named = [line for line in shown if "is slow" in line]
     assert len(named) == 2
     assert all(line.startswith("rank 1 on ") and "s of its own work per step, the median is" in line for line in named)
-    lines = _lines(tmp_path)
+    lines = metrics_of(tmp_path)
     assert [line["step"] for line in lines if "own_seconds" in line] == [3, 4], "with the step after; the last at once"
     assert lines[2]["own_seconds"] == {"min": 0.1, "median": 0.1, "max": 0.4, "slowest_rank": 1}
     assert LoggingConfig().straggler_every_steps == 50

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shlex
 import signal
@@ -10,11 +9,10 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from harness import Program, free_port, start_program
+from harness import Program, children_of, free_port, metrics_of, start_program, wait_until, without_launcher
 from quickstart import ONE_STAGE, QUICKSTART, ROOT
 from quickstart import TINY as SMALL
 
@@ -74,37 +72,17 @@ def test_a_request_reaches_ranks_that_start_before_and_after_it(tmp_path: Path) 
 # Runs
 
 
-def _environment() -> dict[str, str]:
-    given = {key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
-    loopback = "lo0" if sys.platform == "darwin" else "lo"
-    return given | {"GLOO_SOCKET_IFNAME": loopback, "OMP_WAIT_POLICY": "passive"}
-
-
 def _start(run_dir: Path, ranks: int, *words: str) -> Program:
     """Start a run in a process group of its own, as a shell does."""
     words = (*TINY, f"training.run_dir={run_dir}", f"launch.nproc_per_node={ranks}", *words)
-    return start_program("megazero", "train", QUICKSTART, *words, env=_environment())
+    return start_program("megazero", "train", QUICKSTART, *words, env=without_launcher())
 
 
 ENDLESS = ["training.steps=1000000", "logging.every_steps=1000000"]
 
 
-def _wait_until(is_so: Callable[[], bool], run: Program | subprocess.Popen[str] | None = None) -> None:
-    """Wait for it, as long as the run goes on."""
-    end = time.monotonic() + 300
-    while not is_so():
-        assert time.monotonic() < end
-        assert run is None or run.poll() is None, run.communicate()[0]
-        time.sleep(0.02)
-
-
-def _lines(run_dir: Path) -> list[str]:
-    path = run_dir / "metrics.jsonl"
-    return path.read_text().splitlines() if path.exists() else []
-
-
 def _losses(run_dir: Path) -> list[float]:
-    lines = [json.loads(line) for line in _lines(run_dir)]
+    lines = metrics_of(run_dir)
     assert [line["step"] for line in lines] == list(range(1, len(lines) + 1))
     return [line["loss"] for line in lines]
 
@@ -128,14 +106,14 @@ def test_every_signal_saves_and_the_same_command_goes_on_to_the_uninterrupted_ru
         (2, signal.SIGINT, _to_all),  # Ctrl-C reaches the whole process group
     ):
         run = _start(run_dir, ranks, *ENDLESS)
-        _wait_until(lambda least=steps + 3: len(_lines(run_dir)) >= least, run)
+        wait_until(lambda least=steps + 3: len(metrics_of(run_dir)) >= least, run)
         send(run.pid, number)
         output, _ = run.communicate(timeout=300)
         assert run.returncode == EXIT_STOPPED, output
         name = signal.Signals(number).name
         assert output.count(f"{name}: finishing this step, then saving; a second signal ends at once") == 1
         steps = _newest_step(run_dir)
-        assert len(_lines(run_dir)) == steps
+        assert len(metrics_of(run_dir)) == steps
         assert f"stopped, and saved: step {steps}" in output
         command = next(line for line in output.splitlines() if " train " in line and "training.run_dir" in line)
         assert "training.steps=1000000" in shlex.split(command)
@@ -150,8 +128,8 @@ def test_every_signal_saves_and_the_same_command_goes_on_to_the_uninterrupted_ru
 
 def test_a_second_signal_ends_a_run_that_hangs_and_leaves_the_last_checkpoint(tmp_path: Path) -> None:
     run = _start(tmp_path, 2, *ENDLESS, "checkpoint.save_every_steps=2")
-    _wait_until(lambda: find_newest(tmp_path / "checkpoints") is not None, run)
-    children = [int(word) for word in Path(f"/proc/{run.pid}/task/{run.pid}/children").read_text().split()]
+    wait_until(lambda: find_newest(tmp_path / "checkpoints") is not None, run)
+    children = children_of(run.pid)
     os.kill(children[1], signal.SIGSTOP)  # the other rank waits for it inside a collective
     os.kill(run.pid, signal.SIGTERM)
     assert run.stdout is not None
@@ -175,12 +153,12 @@ def _is_running(pid: int) -> bool:
 
 def test_ranks_of_a_launcher_that_dies_save_and_end(tmp_path: Path) -> None:
     run = _start(tmp_path, 2, *ENDLESS)
-    _wait_until(lambda: len(_lines(tmp_path)) >= 3, run)
-    children = [int(word) for word in Path(f"/proc/{run.pid}/task/{run.pid}/children").read_text().split()]
+    wait_until(lambda: len(metrics_of(tmp_path)) >= 3, run)
+    children = children_of(run.pid)
     run.kill()
     run.communicate(timeout=300)  # ends when the last rank has let go of the pipe, just before it ends
-    _wait_until(lambda: not any(map(_is_running, children)))
-    assert _newest_step(tmp_path) == len(_lines(tmp_path))
+    wait_until(lambda: not any(map(_is_running, children)))
+    assert _newest_step(tmp_path) == len(metrics_of(tmp_path))
 
 
 def test_under_torchrun_a_warning_to_every_process_is_for_the_ranks_which_end_with_75(tmp_path: Path) -> None:
@@ -192,17 +170,16 @@ def test_under_torchrun_a_warning_to_every_process_is_for_the_ranks_which_end_wi
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        env=_environment() | given | path,
+        env=without_launcher() | given | path,
     )
-    _wait_until(lambda: len(_lines(tmp_path / "run")) >= 3, run)
-    ranks = [int(word) for word in Path(f"/proc/{run.pid}/task/{run.pid}/children").read_text().split()]
-    for pid in (run.pid, *ranks):
+    wait_until(lambda: len(metrics_of(tmp_path / "run")) >= 3, run)
+    for pid in (run.pid, *children_of(run.pid)):
         os.kill(pid, signal.SIGUSR1)
     output, _ = run.communicate(timeout=300)
     assert run.returncode == 1, output
     assert "exitcode  : 75" in output
     assert output.count("SIGUSR1: finishing this step") == 1
-    assert _newest_step(tmp_path / "run") == len(_lines(tmp_path / "run"))
+    assert _newest_step(tmp_path / "run") == len(metrics_of(tmp_path / "run"))
 
 
 def test_a_rank_that_waits_to_tell_others_of_a_wrong_run_file_ends_at_the_first_signal() -> None:
@@ -213,7 +190,7 @@ def test_a_rank_that_waits_to_tell_others_of_a_wrong_run_file_ends_at_the_first_
             [sys.executable, "-m", "megazero.cli", "train", str(QUICKSTART), "training.stepz=3"],
             stderr=subprocess.PIPE,
             text=True,
-            env=_environment() | address | {"RANK": "1", "WORLD_SIZE": "2"},
+            env=without_launcher() | address | {"RANK": "1", "WORLD_SIZE": "2"},
         )
         assert run.stderr is not None
         assert any("training.steps" in line for line in run.stderr)
@@ -248,7 +225,7 @@ def _submit(folder: Path, status: int, **environment: str) -> subprocess.Popen[s
 
 
 def _warn(job: subprocess.Popen[str], folder: Path) -> None:
-    _wait_until((folder / "log.step").exists)
+    wait_until((folder / "log.step").exists)
     time.sleep(0.1)
     job.send_signal(signal.SIGUSR1)
 

@@ -9,9 +9,8 @@ from typing import Any
 import pytest
 from eight_ranks import run_with, steps_of
 from harness import run_world
-from plain_model import PlainTrainer
 from test_any_shape import _assert_agrees
-from worlds import STEPS, global_batch, initial_weights, micro_batches, plain_config, whole
+from worlds import STEPS, global_batch, micro_batches, outcome, plain_trainer, whole
 
 from megazero.config import ResolvedRun
 from megazero.engine import Engine
@@ -49,18 +48,9 @@ def _train(engine: Engine, run: ResolvedRun) -> dict[str, Any]:
 
 
 def _plainly(run: ResolvedRun) -> dict[str, Any]:
-    given, weights = run.config.optimizer, initial_weights(run)
-    trainer = PlainTrainer(
-        weights, plain_config(run), given.lr, given.betas, given.eps, given.weight_decay, given.grad_clip
-    )
-    steps = [trainer.step(*global_batch(run, step), given.lr * FACTORS[step]) for step in range(STEPS)]
-    return {
-        "initial": weights,
-        "gradients": {},
-        "loss": [step.loss for step in steps],
-        "norm": [step.grad_norm for step in steps],
-        "weights": {name: weight.detach() for name, weight in trainer.weights.items()},
-    }
+    trainer, rate = plain_trainer(run), run.config.optimizer.lr
+    steps = [trainer.step(*global_batch(run, step), rate * FACTORS[step]) for step in range(STEPS)]
+    return outcome(run, trainer, steps) | {"gradients": {}}
 
 
 def test_a_registered_learning_rate_schedule_gives_the_plain_models_run(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from harness import DEVICE, run_world
-from plain_model import PlainTrainer, causal_attention, unseen_keys
+from plain_model import causal_attention, unseen_keys
 from test_any_shape import _assert_agrees, train_offloading
 from torch import Tensor
 from worlds import (
@@ -29,13 +29,13 @@ from worlds import (
     STEPS,
     engine_on,
     global_batch,
-    initial_weights,
     micro_batch,
     micro_batches,
     on_one_state,
+    outcome,
     pairwise,
-    plain_config,
     plain_steps,
+    plain_trainer,
     rows_of,
     run_of,
     state_on,
@@ -202,17 +202,10 @@ def test_a_packed_sample_equals_its_documents_trained_apart(shape: tuple[int, di
 
 
 def _train_apart(_: int, run: ResolvedRun, pattern: str) -> dict[str, Any]:
-    given, weights = run.config.optimizer, initial_weights(run)
-    plain = PlainTrainer(weights, plain_config(run), LR, given.betas, given.eps, given.weight_decay, given.grad_clip)
+    plain = plain_trainer(run)
     half = run.config.model.seq_len // 2
     steps = [plain.step(*(x.reshape(-1, half) for x in global_batch(run, step, pattern))) for step in range(STEPS)]
-    return {
-        "initial": weights,
-        "gradients": steps[0].gradients,
-        "loss": [step.loss for step in steps],
-        "norm": [step.grad_norm for step in steps],
-        "weights": {name: weight.detach() for name, weight in plain.weights.items()},
-    }
+    return outcome(run, plain, steps)
 
 
 def test_dropout_drops_the_same_elements_on_every_shape() -> None:

@@ -7,7 +7,6 @@ shape     dp 2   2 x 2 ...        the plain trainer's losses, whatever the shape
 
 from __future__ import annotations
 
-import json
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -16,12 +15,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from harness import run_world
-from plain_model import PlainTrainer
+from harness import metrics_of, run_world
 from test_checkpoint import _stored
 from test_data_corpus import write_pair
 from worlds import (
-    EPS,
     GPT2,
     LLAMA,
     LR,
@@ -30,16 +27,17 @@ from worlds import (
     documents_of,
     engine_on,
     global_batch,
-    initial_weights,
+    loop_of,
     micro_batches,
-    plain_config,
+    over,
+    plain_trainer,
     run_of,
     state_on,
     whole,
 )
 
 from megazero.checkpoint.index import read_trainer_state
-from megazero.config import ResolvedRun, RunConfig, resolve
+from megazero.config import ResolvedRun
 from megazero.engine import Position
 from megazero.training.batches import open_sources
 from megazero.training.trainer import train
@@ -83,10 +81,7 @@ def _one_step(rank: int, run: ResolvedRun, step: int, folder: Path) -> tuple[flo
 
 
 def _plain_by_step(_: int, run: ResolvedRun, steps: int) -> list[tuple[float, dict[str, Any]]]:
-    given = run.config.optimizer
-    trainer = PlainTrainer(
-        initial_weights(run), plain_config(run), LR, given.betas, given.eps, given.weight_decay, given.grad_clip
-    )
+    trainer = plain_trainer(run)
     found = []
     for step in range(steps):
         loss = trainer.step(*global_batch(run, step, "random"), documents=documents_of(run, step, "random")).loss
@@ -117,7 +112,7 @@ def test_a_checkpoint_does_not_know_how_samples_were_cut(tmp_path: Path) -> None
 # ---------------------------------------------------------------------------------------------------------------------
 # The loop: evaluation, checkpoints, phases
 
-VOCABULARY, SEED, PHASE_STEPS = 257, 7, (1, 3)
+VOCABULARY, PHASE_STEPS = 257, (1, 3)
 LENGTHENED = {"seq_len": 64, "rope_theta": 500.0}
 SCALED = {"seq_len": 64, "rope_scaling": {"type": "llama3", "factor": 4.0, "original_seq_len": 16}}
 
@@ -133,33 +128,21 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 def _run(corpus: str, run_dir: Path, shape: tuple[int, dict[str, Any], int], **sections: dict[str, Any]) -> ResolvedRun:
     world, parallel, stage = shape
-    sizes = {"hidden_size": 32, "num_layers": 2, "num_heads": 4, "ffn_hidden_size": 64, "vocab_size": VOCABULARY}
     config: dict[str, Any] = {
-        "model": UNTIED | sizes | {"seq_len": 16},
+        "model": UNTIED,
         "parallel": parallel,
-        "zero": {"stage": stage, "bucket_bytes": 8192},
-        "precision": {"dtype": "fp32"},
-        "optimizer": {"lr": LR, "eps": EPS, "grad_clip": 0.5},
-        "lr_schedule": {"name": "constant"},
+        "zero": {"stage": stage},
         "data": {"sources": [corpus], "validation_fraction": 0.25, "document_mask": True},
-        "training": {"run_dir": str(run_dir), "steps": PHASE_STEPS[0], "global_batch_size": 4, "seed": SEED}
-        | {"compile": False, "eval_every_steps": 1, "eval_samples": 6},
+        "training": {"steps": PHASE_STEPS[0], "global_batch_size": 4, "eval_every_steps": 1, "eval_samples": 6},
         "checkpoint": {"save_every_steps": 1},
-        "logging": {"tensorboard": False, "straggler_every_steps": 0},
     }
-    for section, keys in sections.items():
-        config[section] = config.get(section, {}) | keys
-    return resolve(RunConfig.model_validate(config), world)
+    return loop_of(run_dir, world, **over(config, sections))
 
 
 def _train(rank: int, run: ResolvedRun) -> list[str]:
     shown: list[str] = []
     train(run, state_on(rank, run), shown.append, lambda: False)
     return shown
-
-
-def _lines(run_dir: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
 
 
 def _second(model: dict[str, Any], **checkpoint: Any) -> dict[str, dict[str, Any]]:
@@ -175,7 +158,7 @@ def test_a_run_goes_from_short_samples_to_long_ones_as_the_plain_trainer(corpus:
         run_world(first[0], _train, _run(corpus, folder, first))
         shown = run_world(then[0], _train, _run(corpus, folder, then, **_second(LENGTHENED)))[0]
         assert [line for line in shown if line.startswith("phase 2 of the run begins")], shown
-        lines = _lines(folder)
+        lines = metrics_of(folder)
         for name in ("loss", "grad_norm", "val_loss"):
             assert [line[name] for line in lines] == pytest.approx(wanted[name], rel=1e-5), (name, first, then)
         assert [line["tokens"] for line in lines] == wanted["tokens"], "labels across borders are not counted"
@@ -190,10 +173,7 @@ def test_a_run_goes_from_short_samples_to_long_ones_as_the_plain_trainer(corpus:
 def _plainly(corpus: str, folder: Path) -> dict[str, Any]:
     """Both phases on the plain model, with the documents that the index has."""
     runs = [_run(corpus, folder, (1, {}, 0)), _run(corpus, folder, (1, {}, 0), **_second(LENGTHENED))]
-    given = runs[0].config.optimizer
-    trainer = PlainTrainer(
-        initial_weights(runs[0]), plain_config(runs[0]), LR, given.betas, given.eps, given.weight_decay, given.grad_clip
-    )
+    trainer = plain_trainer(runs[0])
     out: dict[str, Any] = {"loss": [], "grad_norm": [], "val_loss": [], "tokens": []}
     seen = 0
     for run, steps, theta in zip(runs, (range(1), range(2)), (10000.0, 500.0), strict=True):
@@ -240,7 +220,7 @@ def test_a_scaled_rotary_base_and_a_document_mask_begin_a_phase_on_any_cut(corpu
         folder = shutil.copytree(tmp_path / "short", tmp_path / str(index))
         shown = "\n".join(run_world(shape[0], _train, _run(corpus, folder, shape, **second))[0])
         assert "data.document_mask false -> true" in shown
-        measured.append([(line["loss"], line["grad_norm"], line["val_loss"]) for line in _lines(folder)])
+        measured.append([(line["loss"], line["grad_norm"], line["val_loss"]) for line in metrics_of(folder)])
     for got in measured[1:]:
         assert got == [pytest.approx(line, rel=1e-5) for line in measured[0]]
 
@@ -255,6 +235,6 @@ def test_an_elastic_run_changes_how_samples_are_cut_with_its_world(corpus: str, 
         assert (run.config.parallel.cp, run.dp, run.spare_ranks) == (cp, 1, spare)
         run_world(world - spare, _train, run)
     got, wanted = (
-        [(line["loss"], line["grad_norm"], line["val_loss"]) for line in _lines(one)] for one in (folder, alone)
+        [(line["loss"], line["grad_norm"], line["val_loss"]) for line in metrics_of(one)] for one in (folder, alone)
     )
     assert got == [pytest.approx(line, rel=1e-5) for line in wanted]

@@ -12,16 +12,16 @@ from typing import Any
 
 import numpy as np
 import pytest
-from harness import run_command, run_world
+from harness import metrics_of, run_command, run_world
 from quickstart import ONE_STAGE, QUICKSTART, TINY
-from worlds import state_on
+from worlds import loop_of, state_on
 
 from megazero.checkpoint import lock as locks
 from megazero.checkpoint.folder import LocalFolder, Output
 from megazero.checkpoint.index import CheckpointError, OwnerError, find_damage
 from megazero.checkpoint.lock import GONE_LOOKS, GONE_SECONDS, DirectoryLock
 from megazero.comm.collectives import LostPeerError
-from megazero.config import ResolvedRun, RunConfig, resolve
+from megazero.config import ResolvedRun
 from megazero.data.writer import IndexedWriter
 from megazero.engine.phases import Position
 from megazero.training import ownership
@@ -32,17 +32,15 @@ ELSEWHERE = "a-boot pid:[1] 4711 1000"  # the identity of a process on another h
 RECORD = StepRecord(Position(1, 8), SampleRange(0, 7))
 
 
-def _run_in(folder: Path, world: int, **sections: dict[str, Any]) -> ResolvedRun:
-    config = {
-        "model": {"family": "llama", "hidden_size": 32, "num_layers": 2, "num_heads": 4, "num_kv_heads": 2}
-        | {"ffn_hidden_size": 64, "vocab_size": 257, "seq_len": 16},
-        "precision": {"dtype": "fp32"},
-        "data": {"sources": [str(folder / "corpus")], "tokenizer": "byte"},
-        "logging": {"tensorboard": False, "every_steps": 1, "straggler_every_steps": 0},
-        "checkpoint": {"save_every_steps": 2, "asynchronous": False} | sections.get("checkpoint", {}),
-        "training": {"run_dir": str(folder / "run"), "steps": 6, "global_batch_size": 8, "compile": False},
-    }
-    return resolve(RunConfig.model_validate(config), world)
+def _run_in(folder: Path, world: int) -> ResolvedRun:
+    return loop_of(
+        folder / "run",
+        world,
+        data={"sources": [str(folder / "corpus")]},
+        logging={"every_steps": 1},
+        checkpoint={"save_every_steps": 2, "asynchronous": False},
+        training={"steps": 6},
+    )
 
 
 def _write_data(folder: Path) -> None:
@@ -57,7 +55,7 @@ def _files(folder: Path) -> dict[str, bytes]:
 
 
 def _losses(run_dir: Path) -> list[float]:
-    return [json.loads(line)["loss"] for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    return [line["loss"] for line in metrics_of(run_dir)]
 
 
 @pytest.mark.slow

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,14 +9,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from harness import run_command, run_world
-from plain_model import PlainTrainer
+from harness import metrics_of, run_command, run_world
 from test_checkpoint import _stored
 from test_data_corpus import write_pair
-from worlds import EPS, LLAMA, LR, difference, initial_weights, plain_config, state_on
+from worlds import LR, difference, loop_of, over, plain_trainer, state_on
 
 from megazero.checkpoint.index import CheckpointError, read_trainer_state
-from megazero.config import ResolvedRun, RunConfig, resolve
+from megazero.config import ResolvedRun
 from megazero.data import open_corpus
 from megazero.data.indexed import IndexedDataset
 from megazero.engine import Engine
@@ -73,23 +71,14 @@ def _run(
 ) -> ResolvedRun:
     """The run file of a phase, with further sections on top."""
     config: dict[str, Any] = {
-        "model": LLAMA
-        | {"hidden_size": 32, "num_layers": 2, "num_heads": 4, "ffn_hidden_size": 64, "vocab_size": VOCABULARY}
-        | {"seq_len": 16},
         "parallel": parallel or {},
-        "zero": {"stage": stage, "bucket_bytes": 8192},
-        "precision": {"dtype": "fp32"},
-        "optimizer": {"lr": LR, "eps": EPS, "grad_clip": 0.5},
-        "lr_schedule": {"name": "constant"},
+        "zero": {"stage": stage},
         "data": {"sources": ["one"], "validation_fraction": 0.0},
-        "training": {"run_dir": str(run_dir), "steps": 2, "global_batch_size": 8, "seed": SEED, "compile": False},
-        "logging": {"tensorboard": False, "straggler_every_steps": 0},
+        "training": {"steps": 2},
     }
-    for changed in [*CHANGES[: phase + 1], more]:
-        for section, keys in changed.items():
-            config[section] = config.get(section, {}) | keys
+    config = over(config, *CHANGES[: phase + 1], more)
     config["data"]["sources"] = [str(corpora / name) for name in config["data"]["sources"]]
-    return resolve(RunConfig.model_validate(config), world)
+    return loop_of(run_dir, world, **config)
 
 
 def _train(rank: int, run: ResolvedRun, stop_at: int = 0, bad_sample: int | None = None) -> dict[str, Any]:
@@ -116,21 +105,14 @@ def _train(rank: int, run: ResolvedRun, stop_at: int = 0, bad_sample: int | None
     return {"shown": shown, "error": ""}
 
 
-def _lines(run_dir: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-
-
 def _measured(run_dir: Path) -> list[tuple[Any, ...]]:
-    return [(one["step"], one["loss"], one["grad_norm"], one["lr"], one["tokens"]) for one in _lines(run_dir)]
+    return [(one["step"], one["loss"], one["grad_norm"], one["lr"], one["tokens"]) for one in metrics_of(run_dir)]
 
 
 def _plainly(corpora: Path, folder: Path) -> dict[str, Any]:
     """The three phases on the plain model: it swaps data, length, rotary base and rate, and keeps weights and moments."""
     runs = [_run(corpora, folder, phase) for phase in range(3)]
-    given = runs[0].config.optimizer
-    trainer = PlainTrainer(
-        initial_weights(runs[0]), plain_config(runs[0]), LR, given.betas, given.eps, given.weight_decay, given.grad_clip
-    )
+    trainer = plain_trainer(runs[0])
     opened = {
         (source, seq_len): open_corpus(
             [(str(corpora / source), 1.0)],
@@ -174,7 +156,7 @@ def test_a_run_that_changes_data_length_rope_batch_and_schedule_is_the_plain_tra
             assert out["error"] == ""
             begun = [line for line in out["shown"] if line.startswith(f"phase {phase + 1} of the run begins")]
             assert len(begun) == (phase > 0), out["shown"]
-        lines = _lines(run_dir)
+        lines = metrics_of(run_dir)
         assert [line["step"] for line in lines] == list(range(1, 8))
         assert [line["tokens"] for line in lines] == TOKENS
         assert [line["lr"] for line in lines] == pytest.approx(RATES, rel=1e-12)
@@ -267,7 +249,7 @@ def test_other_data_alone_begins_at_its_first_sample_while_the_schedule_goes_on(
     out = run_world(1, _train, _run(corpora, tmp_path / "run", 0, **schedule, training={"steps": 5}, **changed))[0]
     assert "its data is read from the first sample, which is sample 16 of the run" in out["shown"]
     assert not [line for line in out["shown"] if "schedule begins anew" in line]
-    rates = [[line["lr"] for line in _lines(tmp_path / name)] for name in ("all", "run")]
+    rates = [[line["lr"] for line in metrics_of(tmp_path / name)] for name in ("all", "run")]
     assert rates[0] == rates[1]
     state = read_trainer_state(tmp_path / "run" / "checkpoints" / "step-00000005")
     (phase,) = state.phases
@@ -291,8 +273,8 @@ def test_a_rollback_to_where_the_phase_began_reads_on_behind_the_bad_samples(cor
     out = run_world(1, _train, back, 0, 29)[0]  # in step 4
     assert "samples 24 to 31 are left out; back to step 2, continuing with sample 32" in "\n".join(out["shown"])
     run_world(1, _train, _run(corpora, tmp_path / "over", 0, **phase, training={"steps": 7, "skip_steps": [[3, 4]]}))
-    wanted = {line["step"] - 2: line.get("loss") for line in _lines(tmp_path / "over")}
-    assert {line["step"]: line["loss"] for line in _lines(tmp_path / "back")} == {
+    wanted = {line["step"] - 2: line.get("loss") for line in metrics_of(tmp_path / "over")}
+    assert {line["step"]: line["loss"] for line in metrics_of(tmp_path / "back")} == {
         step: wanted[step] for step in (3, 4, 5)
     }
     (recorded,) = read_trainer_state(tmp_path / "back" / "checkpoints" / "step-00000005").phases

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import combinations, product
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -41,18 +42,32 @@ def run_of(world: int, *, model: dict[str, Any], **sections: dict[str, Any]) -> 
     zero: dict[str, Any] = {"bucket_bytes": 8192}
     if sections.get("zero", {}).get("stage") == 3:
         zero["prefetch_bytes"] = 0  # two buffers, so that units take turns in them
-    config = {
-        "model": small | model,
-        "parallel": sections.get("parallel", {}),
-        "zero": zero | sections.get("zero", {}),
-        "precision": {"dtype": "fp32"} | sections.get("precision", {}),
-        "optimizer": {"lr": LR, "grad_clip": 0.5} | eps | optimizer,
-        "training": {"global_batch_size": SAMPLES, "seed": 7, "compile": False} | sections.get("training", {}),
-        "checkpoint": sections.get("checkpoint", {}),
-        "activations": sections.get("activations", {}),
-        "data": sections.get("data", {}),
+    config: dict[str, Any] = {
+        "zero": zero,
+        "precision": {"dtype": "fp32"},
+        "optimizer": {"lr": LR, "grad_clip": 0.5} | eps,
+        "training": {"global_batch_size": SAMPLES, "seed": 7, "compile": False},
     }
-    return resolve(RunConfig.model_validate(config), world)
+    whole = over(config, sections) | {"model": small | model}
+    return resolve(RunConfig.model_validate(whole), world)
+
+
+def over(config: dict[str, Any], *changes: dict[str, Any]) -> dict[str, Any]:
+    """Sections of a run file with the keys of others laid over theirs."""
+    for sections in changes:
+        config = config | {name: config.get(name, {}) | keys for name, keys in sections.items()}
+    return config
+
+
+def loop_of(run_dir: Path, world: int, **sections: dict[str, Any]) -> ResolvedRun:
+    """A small run of the whole loop: of bytes, at one learning rate, without TensorBoard."""
+    config: dict[str, Any] = {
+        "model": LLAMA | {"vocab_size": 257},
+        "lr_schedule": {"name": "constant"},
+        "training": {"run_dir": str(run_dir)},
+        "logging": {"tensorboard": False, "straggler_every_steps": 0},
+    }
+    return run_of(world, **over(config, sections))
 
 
 def plain_config(run: ResolvedRun) -> PlainConfig:
@@ -353,15 +368,22 @@ def plain_steps(
     run: ResolvedRun, trainer_class: type[PlainTrainer] = PlainTrainer, pattern: str = "none"
 ) -> dict[str, Any]:
     """What `train_plainly` gives, in this process and with any optimizer."""
+    trainer = plain_trainer(run, trainer_class)
+    batches = [(*global_batch(run, step, pattern), documents_of(run, step, pattern)) for step in range(STEPS)]
+    return outcome(run, trainer, [trainer.step(*given, documents=documents) for *given, documents in batches])
+
+
+def plain_trainer(run: ResolvedRun, trainer_class: type[PlainTrainer] = PlainTrainer) -> PlainTrainer:
+    """The plain model with its initial weights and a run's optimizer."""
     given = run.config.optimizer
-    weights, config = initial_weights(run), plain_config(run)
-    trainer = trainer_class(weights, config, LR, given.betas, given.eps, given.weight_decay, given.grad_clip)
-    steps = [
-        trainer.step(*global_batch(run, step, pattern), documents=documents_of(run, step, pattern))
-        for step in range(STEPS)
-    ]
+    weights, rates = initial_weights(run), (given.lr, given.betas, given.eps, given.weight_decay, given.grad_clip)
+    return trainer_class(weights, plain_config(run), *rates)
+
+
+def outcome(run: ResolvedRun, trainer: PlainTrainer, steps: Sequence[Any]) -> dict[str, Any]:
+    """What the laws compare of a plain trainer that has taken these steps."""
     return {
-        "initial": weights,
+        "initial": initial_weights(run),
         "gradients": steps[0].gradients,
         "loss": [step.loss for step in steps],
         "norm": [step.grad_norm for step in steps],
