@@ -179,6 +179,11 @@ def run_world(
                 process.join()
 
 
+def killed(body: Callable[[], Any]) -> None:
+    """Run something that kills its process, in a process of its own."""
+    assert run_world(1, lambda _: body(), may_die=(0,)) == [None], "it was not killed"
+
+
 def open_files() -> Counter[str]:
     """What this process has open."""
     found = Counter[str]()

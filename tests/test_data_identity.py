@@ -1,13 +1,13 @@
 """What a pair holds is known to the byte, read once, and part of the identity of a run."""
 
 import json
-import multiprocessing
 import os
 from pathlib import Path
 
 import numpy as np
 import pytest
 import xxhash
+from harness import run_world
 
 from megazero.data import IndexedDataset, identity
 from megazero.data.identity import Identity, changes_between, fingerprint_of, identity_path, verified_identity
@@ -173,26 +173,16 @@ def test_what_stands_in_the_way_is_named(tmp_path, monkeypatch):
             verify(prefix, tmp_path / "cache")
 
 
-def _verify_when_all_are_ready(prefix: Path, cache: Path, barrier, results) -> None:
+def _verify(_: int, prefix: Path, cache: Path) -> tuple[Identity, int]:
     reads = []
     inner = identity.read_identity
     identity.read_identity = lambda *args: reads.append(1) or inner(*args)
-    dataset = IndexedDataset(prefix)
-    barrier.wait(timeout=20)
-    results.put((verified_identity(dataset, cache), len(reads)))
+    return verify(prefix, cache), len(reads)
 
 
 def test_of_many_processes_one_reads(tmp_path):
     prefix = write_pair(tmp_path / "x", np.arange(500_000, dtype="<i4"))
-    fork = multiprocessing.get_context("fork")
-    barrier, results = fork.Barrier(5), fork.Queue()
-    arguments = (prefix, tmp_path / "cache", barrier, results)
-    processes = [fork.Process(target=_verify_when_all_are_ready, args=arguments) for _ in range(5)]
-    for process in processes:
-        process.start()
-    answers = [results.get(timeout=30) for _ in processes]
-    for process in processes:
-        process.join(timeout=20)
+    answers = run_world(5, _verify, prefix, tmp_path / "cache")
     assert len({answer for answer, _ in answers}) == 1
     assert sum(reads for _, reads in answers) == 1
 

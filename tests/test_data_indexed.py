@@ -1,6 +1,5 @@
 """The `.bin`/`.idx` pair: the bytes are Megatron's, and a pair under its final name is whole."""
 
-import multiprocessing
 import os
 import signal
 import struct
@@ -8,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from harness import killed
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -184,10 +184,7 @@ def _write_and_die(prefix: Path) -> None:
 
 
 def test_a_killed_writer_leaves_nothing_under_the_final_name_and_the_next_one_succeeds(tmp_path):
-    process = multiprocessing.get_context("fork").Process(target=_write_and_die, args=(tmp_path / "x",))
-    process.start()
-    process.join(timeout=20)
-    assert process.exitcode == -signal.SIGKILL
+    killed(lambda: _write_and_die(tmp_path / "x"))
     assert not [path.name for path in tmp_path.iterdir() if path.suffix in (".bin", ".idx")]
     with IndexedWriter(tmp_path / "x", np.uint16) as writer:
         writer.add_documents(np.array([3], np.uint16), [1])

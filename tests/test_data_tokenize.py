@@ -3,7 +3,6 @@
 import errno
 import gzip
 import json
-import multiprocessing
 import os
 import platform
 import re
@@ -12,6 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from harness import killed, run_world
 from tokenizer_files import write_tokenizer
 
 from megazero.data import IndexedDataset, tokenize
@@ -76,7 +76,7 @@ def test_every_document_is_written_once_in_order_and_ended(tmp_path):
 
 @pytest.mark.parametrize("range_bytes", [1, 7, 16, 17, 18, 1000])
 def test_every_line_belongs_to_one_piece_wherever_the_cuts_fall(tmp_path, shard_bytes, range_bytes):
-    texts = [str(i) * (i % 5) + "." for i in range(20)]
+    texts = [str(i) * (i % 5) + "." for i in range(10)]
     path = write_jsonl(tmp_path / "x.jsonl", texts)
     ranges, _ = cut_files([path], range_bytes)
     assert [file_range.start for file_range in ranges[1:]] == [file_range.stop for file_range in ranges[:-1]]
@@ -292,13 +292,12 @@ def test_one_bad_file_does_not_lose_the_rest(tmp_path, shard_bytes, workers):
     assert summary.notes == ("left out 6 files, directories or documents that cannot be read",)
 
 
-def _tokenize_as_nobody(tree: Path, out: Path) -> None:
+def _tokenize_as_nobody(_: int, tree: Path, out: Path) -> None:
     os.setuid(65534)
     with pytest.raises(
         ValueError, match=r"2 files or directories cannot be read:(.|\n)*Permission denied(.|\n)*Permission"
     ):
         tokenize_files([tree], out / "out", "byte")
-    os._exit(0)
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can become another user")
@@ -313,10 +312,7 @@ def test_directories_and_files_without_permission_are_named():
         (tree / "b.txt").chmod(0)
         (tree / "closed").chmod(0)
         Path(folder).chmod(0o777)
-        process = multiprocessing.get_context("fork").Process(target=_tokenize_as_nobody, args=(tree, Path(folder)))
-        process.start()
-        process.join(timeout=30)
-        assert process.exitcode == 0
+        run_world(1, _tokenize_as_nobody, tree, Path(folder))
 
 
 @pytest.mark.parametrize("done", [1, 3, 6])
@@ -331,12 +327,7 @@ def test_a_command_that_was_killed_goes_on_with_what_is_missing(tmp_path, monkey
         if finished >= done * 200:
             os.kill(os.getpid(), signal.SIGKILL)
 
-    fork = multiprocessing.get_context("fork")
-    arguments = {"args": ([path], tmp_path / "out", "byte"), "kwargs": {"on_progress": die_after_some}}
-    process = fork.Process(target=tokenize_files, **arguments)
-    process.start()
-    process.join(timeout=30)
-    assert process.exitcode == -signal.SIGKILL
+    killed(lambda: tokenize_files([path], tmp_path / "out", "byte", on_progress=die_after_some))
     assert not (tmp_path / "out.idx").exists()
     again, inner = [], tokenize._tokenize_shard
     monkeypatch.setattr(tokenize, "_tokenize_shard", lambda shard, job: again.append(shard) or inner(shard, job))
@@ -359,13 +350,8 @@ def test_a_command_that_was_killed_between_its_renames_is_repeated_as_it_is(tmp_
         return real(self, target)
 
     monkeypatch.setattr(Path, "replace", die_after_some)
-    process = multiprocessing.get_context("fork").Process(
-        target=tokenize_files, args=([path], tmp_path / "out", "byte")
-    )
-    process.start()
-    process.join(timeout=30)
+    killed(lambda: tokenize_files([path], tmp_path / "out", "byte"))
     monkeypatch.undo()
-    assert process.exitcode == -signal.SIGKILL
     assert (tmp_path / "out.bin").exists()
     tokenize_files([path], tmp_path / "out", "byte")
     assert (tmp_path / "out.idx").exists()
@@ -489,25 +475,15 @@ def test_inputs_that_hold_no_text_are_refused(tmp_path):
     assert not list(tmp_path.glob("out.[bi]*"))
 
 
-def _build_when_all_are_ready(cache_dir: Path, barrier, results) -> None:
-    from megazero.data import tokenize
-
+def _build(_: int, cache_dir: Path) -> tuple[str, int]:
     built = []
     inner = tokenize.tokenize_files
     tokenize.tokenize_files = lambda *args, **options: built.append(1) or inner(*args, **options)
-    barrier.wait(timeout=20)
-    results.put((str(build_python_stdlib(cache_dir, "byte")), len(built)))
+    return str(build_python_stdlib(cache_dir, "byte")), len(built)
 
 
 def test_of_many_processes_that_want_the_standard_library_one_builds_it(tmp_path):
-    fork = multiprocessing.get_context("fork")
-    barrier, results = fork.Barrier(5), fork.Queue()
-    processes = [fork.Process(target=_build_when_all_are_ready, args=(tmp_path, barrier, results)) for _ in range(5)]
-    for process in processes:
-        process.start()
-    answers = [results.get(timeout=30) for _ in processes]
-    for process in processes:
-        process.join(timeout=20)
+    answers = run_world(5, _build, tmp_path)
     prefix = tmp_path / f"python-stdlib-{platform.python_version()}-byte"
     assert {answer for answer, _ in answers} == {str(prefix)}
     assert sum(built for _, built in answers) == 1

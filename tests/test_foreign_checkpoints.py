@@ -28,7 +28,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimi
 from torch.distributed.fsdp import fully_shard
 from torch.nn import functional as F
 from typer.testing import CliRunner, Result
-from worlds import EPS, GPT2, LLAMA, LR, engine_on, global_batch, micro_batches, run_of
+from worlds import EPS, GPT2, LLAMA, LR, engine_on, global_batch, micro_batches, of_transformers, run_of
 
 from megazero.checkpoint.index import CheckpointError, read_trainer_state
 from megazero.checkpoint.tensor_file import StoredTensors
@@ -316,7 +316,7 @@ class Hub:
 
 
 def hub_model(family: str) -> Hub:
-    from transformers import AutoConfig, AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
+    from transformers import GPT2Config, GPT2LMHeadModel
 
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -328,11 +328,7 @@ def hub_model(family: str) -> Hub:
     else:
         own = {"head_dim": 16} if family == "qwen3" else {}
         run = shape(1, MODEL | {"family": family} | own)
-        sizes = {"vocab_size": 61, "max_position_embeddings": 16, "hidden_size": 32, "intermediate_size": 64}
-        heads = {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
-        rope = {"rope_type": "default", "rope_theta": 500.0}
-        config = AutoConfig.for_model(family, **sizes, **heads, **own, rms_norm_eps=1e-5, rope_parameters=rope)
-        model = AutoModelForCausalLM.from_config(config)
+        model = of_transformers(run.config.model, family, **own)
     optimizer = plain_adamw(model)
     steps_of(model, optimizer, run, 0, BEFORE)
     state = copy.deepcopy((model.state_dict(), get_optimizer_state_dict(model, optimizer)))

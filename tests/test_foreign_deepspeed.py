@@ -21,7 +21,7 @@ from test_hugging_face import stored
 from torch import Tensor
 from torch.nn import functional as F
 from typer.testing import CliRunner
-from worlds import EPS, LLAMA, LR, global_batch, micro_batches, on_one_state, run_of
+from worlds import EPS, LLAMA, LR, global_batch, micro_batches, of_transformers, on_one_state, run_of
 
 from megazero.checkpoint.index import CheckpointError, find_damage, read_trainer_state
 from megazero.cli.commands import app
@@ -82,25 +82,8 @@ CASES = {
 
 
 def model_of(case: Case) -> Any:
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    model = case.run.config.model
     torch.manual_seed(0)
-    made = LlamaForCausalLM(
-        LlamaConfig(
-            vocab_size=model.vocab_size,
-            hidden_size=model.hidden_size,
-            intermediate_size=model.ffn_hidden_size,
-            num_hidden_layers=model.num_layers,
-            num_attention_heads=model.num_heads,
-            num_key_value_heads=model.num_kv_heads,
-            max_position_embeddings=model.seq_len,
-            rms_norm_eps=model.norm_eps,
-            rope_parameters={"rope_type": "default", "rope_theta": model.rope_theta},
-            tie_word_embeddings=model.tie_embeddings,
-            attn_implementation="eager",
-        )
-    )
+    made = of_transformers(case.run.config.model)
     if case.frozen:
         made.get_parameter(FROZEN).requires_grad_(False)
     return made

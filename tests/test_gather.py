@@ -7,7 +7,7 @@ import gc
 import itertools
 import warnings
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -399,38 +399,34 @@ MODELS = [
     _FrozenFirst,
     _TwoContainers,
 ]
-NAMES = [make.__name__.strip("_<>") for make in MODELS]
 
 
 def _slow(groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
     return torch.optim.SGD(groups, lr=1e-3)
 
 
-def _trains(rank: int, make: Callable[[], nn.Module], stage: int, options: dict[str, Any]) -> None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        assert_trains_as_plain(rank, 2, make, stage, random_batches(3, 2, 2, 4, WIDTH), **options)
+def _train(rank: int, stage: int, cases: Iterable[tuple[Callable[[], nn.Module], dict[str, Any]]]) -> None:
+    for make, options in cases:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            try:
+                assert_trains_as_plain(rank, 2, make, stage, random_batches(3, 2, 2, 4, WIDTH), **options)
+            except Exception as error:
+                raise AssertionError(f"{make.__name__}, {options}: {error}") from error
 
 
-@pytest.mark.parametrize("make", MODELS, ids=NAMES)
-def test_stage_3_trains_any_module_as_plain_torch_does(make: Callable[[], nn.Module]) -> None:
-    run_world(2, _trains, make, 3, {})
+def test_stage_3_trains_any_module_as_plain_torch_does() -> None:
+    run_world(2, _train, 3, [(make, {}) for make in MODELS])
 
 
 @pytest.mark.parametrize("policy", ["chunk", "step"])
-@pytest.mark.parametrize(
-    "make", [_Twice, _RootParameters, _PartlyFrozen], ids=["Twice", "RootParameters", "PartlyFrozen"]
-)
-def test_how_long_a_unit_stays_changes_nothing(make: Callable[[], nn.Module], policy: str) -> None:
-    run_world(2, _trains, make, 3, {"gather_policy": policy})
+def test_how_long_a_unit_stays_changes_nothing(policy: str) -> None:
+    run_world(2, _train, 3, [(make, {"gather_policy": policy}) for make in (_Twice, _RootParameters, _PartlyFrozen)])
 
 
-@pytest.mark.parametrize(
-    ("make", "persistent"),
-    [(_RootParameters, 1), (_RootParameters, 12), (_RootParameters, 100), (_PartlyFrozen, 12), (_PartlyFrozen, 10_000)],
-)
-def test_persistent_parameters_change_nothing(make: Callable[[], nn.Module], persistent: int) -> None:
-    run_world(2, _trains, make, 3, {"persistent_elements": persistent})
+def test_persistent_parameters_change_nothing() -> None:
+    cases = [*((_RootParameters, number) for number in (1, 12, 100)), (_PartlyFrozen, 12), (_PartlyFrozen, 10_000)]
+    run_world(2, _train, 3, [(make, {"persistent_elements": persistent}) for make, persistent in cases])
 
 
 @pytest.mark.parametrize(
@@ -814,14 +810,7 @@ UNFOLLOWED = [
 
 @pytest.mark.parametrize(("stage", "policy"), [(0, "action"), (3, "action"), (3, "step")])
 def test_a_backward_finds_the_weights_of_its_own_unit(stage: int, policy: str) -> None:
-    def law(rank: int) -> None:
-        for make in UNFOLLOWED:
-            try:
-                _trains(rank, make, stage, {"gather_policy": policy, "optimizer": _slow})
-            except Exception as error:
-                raise AssertionError(f"{make.__name__}: {error}") from error
-
-    run_world(2, law)
+    run_world(2, _train, stage, [(make, {"gather_policy": policy, "optimizer": _slow}) for make in UNFOLLOWED])
 
 
 class _ChangesWhatItSaved(_Block):

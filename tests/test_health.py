@@ -310,13 +310,6 @@ def test_a_step_that_is_not_finite_is_as_if_it_had_been_skipped(tmp_path: Path, 
     assert metrics_of(tmp_path)[4]["skipped"] == "not finite"
 
 
-def test_too_many_health_in_a_row_stop_every_rank(tmp_path: Path) -> None:
-    run = _run(2, tmp_path, on_non_finite="skip", non_finite_limit=2)
-    for out in run_world(2, _train, run, (3, 4)):
-        assert "step 4, samples 24 to 31" in out["error"]
-        assert "2 such steps in a row" in out["error"]
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("back", [4, 3])
 def test_a_rollback_leaves_the_samples_out_and_every_step_once_in_the_metrics(tmp_path: Path, back: int) -> None:

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import errno
-import multiprocessing as mp
 import os
 import signal
 import socket
 import uuid
 from collections.abc import Callable
 from contextlib import suppress
-from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
 
 import pytest
+import torch.distributed as dist
+from harness import run_world
 
 from megazero.checkpoint import lock as locks
 from megazero.checkpoint.folder import Folder, LocalFolder, folder_at
@@ -22,7 +21,6 @@ from megazero.checkpoint.index import OwnerError
 from megazero.checkpoint.lock import GONE_LOOKS, DirectoryLock, has_ended, process_identity
 
 ELSEWHERE = "a-boot pid:[1] 4711 1000"  # the identity of a process on another host
-_CONTEXT = mp.get_context("fork")
 
 
 @pytest.fixture(params=["disk", "memory"])
@@ -297,38 +295,26 @@ def test_one_that_looked_long_ago_does_not_replace_a_later_owner(
     assert folder.child("owner").files() == ["00000003.json"]
 
 
-def _race(folder: LocalFolder, start: Connection, out: Connection) -> None:
-    start.recv()
+def _race(_: int, folder: LocalFolder) -> bool:
     mine = DirectoryLock(folder)
     try:
-        out.send(mine.try_to_take() is None)
+        return mine.try_to_take() is None
     except OwnerError:
-        out.send(False)
-    start.recv()  # no one ends before all have tried
-    os._exit(0)
+        return False
+    finally:
+        dist.barrier()  # no one ends before all have tried
 
 
 @pytest.mark.parametrize("before", ["nobody", "released", "killed"])
 def test_of_many_that_start_at_once_one_owns_it(tmp_path: Path, before: str) -> None:
     folder = LocalFolder(tmp_path)
-    if before != "nobody" and not (child := os.fork()):
+
+    def own(_: int) -> None:
         first = DirectoryLock(folder)
         first.try_to_take()
         if before == "released":
             first.release()
-        os._exit(0)
+
     if before != "nobody":
-        os.waitpid(child, 0)
-    racers: list[Any] = []
-    for _ in range(8):
-        (start, started), (out, sent) = _CONTEXT.Pipe(), _CONTEXT.Pipe()
-        process = _CONTEXT.Process(target=_race, args=(folder, started, sent), daemon=True)
-        process.start()
-        racers.append((process, start, out))
-    for number in range(2):
-        for _, start, _ in racers:
-            start.send(number)
-        if not number:
-            assert sorted(out.recv() for *_, out in racers) == [False] * 7 + [True]
-    for process, *_ in racers:
-        process.join()
+        run_world(1, own)
+    assert sorted(run_world(8, _race, folder)) == [False] * 7 + [True]

@@ -10,7 +10,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
-from harness import run_world
+from harness import killed, run_world
 from hypothesis import given
 from hypothesis import strategies as st
 from quickstart import ONE_STAGE, QUICKSTART, TINY
@@ -145,11 +145,12 @@ def test_a_reader_elsewhere_counts_until_it_has_been_seen_for_a_day_whatever_its
 def test_a_reader_that_was_killed_on_this_host_holds_nothing_back(tmp_path: Path) -> None:
     for step in (1, 2):
         _write(tmp_path, step)
-    child = os.fork()
-    if not child:
+
+    def read() -> None:
         with reading(step_folder(tmp_path, 1)):
             os.kill(os.getpid(), signal.SIGKILL)
-    os.waitpid(child, 0)
+
+    killed(read)
     assert len(list((tmp_path / "reading").iterdir())) == 1
     _prune(tmp_path, Retention(keep_last=1))
     assert _steps(tmp_path) == [2]

@@ -41,14 +41,14 @@ from megazero.schedules.zero_bubble import ZERO_BUBBLE_H1, ZERO_BUBBLE_V
 gpipe, interleaved, one_forward_one_backward = GPIPE.build, INTERLEAVED.build, ONE_F_ONE_B.build
 zero_bubble_h1, zero_bubble_v = ZERO_BUBBLE_H1.build, ZERO_BUBBLE_V.build
 
-SHAPES = [(pp, m) for pp in range(1, 9) for m in range(1, 25)]
+SHAPES = [(pp, m) for pp in range(1, 9) for m in (*range(1, 13), 14, 16, 24)]
 SPLIT = ("zb-h1", "zbv")
 
 every_kind = pytest.mark.parametrize("name", SCHEDULES)
 
 
 def shapes(name: str) -> Iterator[tuple[int, int, int]]:
-    """All (pp, m, chunks) up to (8, 24, 4) that a kind can have."""
+    """The (pp, m, chunks) up to (8, 24, 4) that a kind can have."""
     for pp, m in SHAPES:
         if name != "interleaved":
             yield pp, m, SCHEDULES[name].chunks
@@ -268,12 +268,6 @@ def test_a_given_schedule_evaluates_any_number_of_microbatches(name):
             GivenSchedule(training).build_forward(training.pp + 1, 1, training.chunks)
 
 
-@pytest.mark.parametrize("name", [name for name in SCHEDULES if name != "zbv"])
-def test_an_evaluation_is_idle_for_the_forwards_that_fill_and_drain_the_pipeline(name):
-    for schedule in map(forward_only, every(name)):
-        assert idle_times(schedule) == [schedule.pp - 1] * schedule.pp
-
-
 # ---- order, as in the papers
 
 
@@ -284,13 +278,6 @@ def test_1f1b_warms_up_with_one_forward_per_stage_that_follows():
             warmup = min(schedule.pp - stage - 1, schedule.microbatches)
             kinds = "".join(action.kind for action in rank)
             assert kinds == "F" * warmup + "FB" * (schedule.microbatches - warmup) + "B" * warmup
-
-
-def test_1f1b_with_fewer_microbatches_than_stages_is_gpipe_where_they_all_fit_the_warmup():
-    assert printed(one_forward_one_backward(4, 2)) == ["F0 F1 B0 B1"] * 3 + ["F0 B0 F1 B1"]
-    for pp, m in SHAPES:
-        waiting = max(pp - m, 0)
-        assert one_forward_one_backward(pp, m).ranks[:waiting] == gpipe(pp, m).ranks[:waiting]
 
 
 def test_interleaved_warms_up_with_two_forwards_per_stage_that_follows_and_a_group_per_further_chunk():
@@ -384,23 +371,6 @@ def test_zbv_is_idle_for_half_of_zb_h1_once_it_is_full():
         assert [timeline.idle(rank) for rank in range(pp)] == [max(2 * pp - 1 - m, (pp - 1) / 2)] * pp
 
 
-@every_kind
-def test_a_hop_never_shortens_a_step(name):
-    for schedule in every(name):
-        none, short, long = (simulate(schedule, chunk_time(schedule, hop)).makespan for hop in (0, 1, 3))
-        assert none <= short <= long
-        assert (none < short) == (short < long) == (schedule.pp > 1)
-
-
-def test_one_microbatch_crosses_the_pipeline_and_returns_with_a_hop_between_ranks():
-    costs = Costs(1, 1.5, 0.5, 0.25)
-    assert simulate(one_forward_one_backward(4, 1), costs).makespan == 4 * 3 + 6 * 0.25
-    assert simulate(one_forward_one_backward(1, 3), costs).makespan == 9
-    assert simulate(interleaved(1, 3, 2), costs).makespan == 9
-    assert simulate(zero_bubble_h1(4, 1), costs).makespan == 4 * 2.5 + 0.5 + 6 * 0.25
-    assert simulate(zero_bubble_v(4, 1), costs).makespan >= 4 * 2.5 + 0.5 / 2 + 12 * 0.25  # its turn costs no hop
-
-
 @settings(deadline=None, max_examples=150)
 @given(schedule=small_schedules(), times=st.tuples(*[st.integers(1, 9)] * 4))
 def test_each_action_starts_as_soon_as_its_rank_is_free_and_its_input_is_there(schedule, times):
@@ -443,7 +413,7 @@ def compute_between_receive_and_use(placed: Program, kind: ActionKind) -> list[l
 
 def test_1f1b_posts_the_receive_of_a_forward_before_the_backward_that_precedes_it():
     """So the activation travels while the backward runs: on every rank, for all but the first micro-batch."""
-    for pp, m in itertools.product(range(2, 9), range(1, 25)):
+    for pp, m in (shape for shape in SHAPES if shape[0] > 1):
         gaps = compute_between_receive_and_use(program(one_forward_one_backward(pp, m)), ActionKind.FORWARD)
         assert gaps[0] == []
         for rank in range(1, pp):
@@ -485,10 +455,6 @@ def test_interleaved_refuses_groups_that_are_not_full_and_names_the_nearest_that
 @pytest.mark.parametrize(
     ("ranks", "message"),
     [
-        (("F0 F1 B0", "F0 B0 F1 B1"), r"rank 0 never runs B1"),
-        (("F0 F1 B0 B1", "F0 B0 B1"), r"rank 1 never runs F1"),
-        (("F0 F1 B0 B0 B1", "F0 B0 F1 B1"), r"rank 0 runs B0 twice"),
-        (("F0 F1 B0 B1", "F0 B0 F1 F1 B1"), r"rank 1 runs F1 twice"),
         (("F0 F1 B0 B1 F2", "F0 B0 F1 B1"), r"rank 0 runs F2, which is no part"),
         (("F0 F1 B0 B1", "F0 B0 F1 B1 B1.1"), r"rank 1 runs B1.1, which is no part"),
         (("F0 F1 B0 B1", "F0 B1 F1 B0"), r"rank 1 runs B1 before F1"),
@@ -499,15 +465,6 @@ def test_interleaved_refuses_groups_that_are_not_full_and_names_the_nearest_that
 def test_a_damaged_schedule_is_refused_by_the_name_of_the_action(ranks, message):
     with pytest.raises(ScheduleError, match=message):
         program(schedule_of(*ranks))
-
-
-SPLIT_0, SPLIT_1 = "F0 F1 B0 W0 B1 W1", "F0 B0 F1 B1 W0 W1"
-
-
-def test_an_odd_order_that_can_run_is_not_refused():
-    """Rank 0 sends both forwards before it waits for anything, so rank 1 may take them in either order."""
-    assert can_run(program(schedule_of("F0 F1 B0 B1", "F1 B1 F0 B0")), loop(2))
-    assert can_run(program(schedule_of("F0 F1 B0 B1 W1 W0", "F1 B1 W1 F0 B0 W0")), loop(2))
 
 
 @settings(deadline=None, max_examples=150)
@@ -557,12 +514,6 @@ def index_of(steps: tuple[Action | MessageAction, ...], name: str) -> int:
     return [str(step) for step in steps].index(name)
 
 
-def swapped(placed: Program, rank: int, one: int, other: int) -> Program:
-    steps = list(placed[rank])
-    steps[one], steps[other] = steps[other], steps[one]
-    return (*placed[:rank], tuple(steps), *placed[rank + 1 :])
-
-
 def test_messages_of_the_two_directions_do_not_wait_for_each_other():
     """Each direction has its own communicator: a rank may post its first receive from above before all its sends.
 
@@ -582,22 +533,12 @@ def test_messages_of_the_two_directions_do_not_wait_for_each_other():
 
 def test_a_send_before_its_action_is_refused():
     schedule = gpipe(2, 2)
-    placed = program(schedule)
-    at = index_of(placed[0], "F1")
-    assert str(placed[0][at + 1]) == "SEND(F1->1)"
+    first, second = program(schedule)
+    at, steps = index_of(first, "F1"), list(first)
+    assert str(steps[at + 1]) == "SEND(F1->1)"
+    steps[at : at + 2] = steps[at + 1], steps[at]
     with pytest.raises(ScheduleError, match=r"rank 0 posts SEND\(F1->1\) before F1"):
-        prove(schedule, swapped(placed, 0, at, at + 1))
-
-
-def test_a_receive_after_its_use_is_refused():
-    schedule = gpipe(2, 2)
-    placed = program(schedule)
-    damaged = swapped(placed, 1, index_of(placed[1], "OPEN(F0<-0)"), index_of(placed[1], "F0"))
-    with pytest.raises(ScheduleError, match="deadlock; rank 0 stops at B0"):
-        prove(schedule, damaged)
-    damaged = swapped(placed, 1, index_of(placed[1], "RECV(F0<-0)"), index_of(placed[1], "F0"))
-    with pytest.raises(ScheduleError, match="deadlock where the host waits for the device; rank 0 stops at F1"):
-        prove(schedule, damaged)
+        prove(schedule, (tuple(steps), second))
 
 
 @settings(deadline=None, max_examples=300)

@@ -6,12 +6,14 @@ import gc
 import os
 import socket
 import time
+from itertools import product
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
 import pytest
 import torch
+from collective_law import assert_exact, values
 from harness import assert_nothing_is_left, open_files, run_world
 
 from megazero.comm import backend
@@ -37,6 +39,7 @@ from megazero.parallel_state import Axis, ParallelState, RankGrid
 
 LONG = 3 * HALF_BYTES // 4 + 40  # fp32 elements: several rounds, and the last one short
 LENGTHS = (0, 1, 7, 16_385, LONG)
+CASES = [*product((torch.float32,), LENGTHS), (torch.bfloat16, 7), (torch.bfloat16, LONG), (torch.int64, 16_385)]
 
 
 def _axis(rank: int, world: int, timeout_seconds: float = 60, shares: bool = True, device: str = "cpu") -> Axis:
@@ -44,53 +47,24 @@ def _axis(rank: int, world: int, timeout_seconds: float = 60, shares: bool = Tru
     return ParallelState(grid, rank, of, timeout_seconds=timeout_seconds, shares_memory=shares).dp
 
 
-def _values(rank: int, length: int, dtype: torch.dtype) -> torch.Tensor:
-    """Whole numbers, whose sums are exact in every format."""
-    return ((torch.arange(length) * 7 + rank * 3) % 11 - 5).to(dtype)
-
-
 def _collectives(rank: int, world: int, shares: bool) -> None:
     axis = _axis(rank, world, shares=shares)
     assert arriving_elements(64, axis) == (0 if shares else 64)
-    _every_collective(axis, rank, world)
+    assert_exact(axis, CASES)
     assert isinstance(axis.group.backends["cpu"], SharedMemoryBackend if shares else SocketBackend)
 
 
 def _without_the_annex(rank: int, world: int) -> None:
     with patch("megazero.comm.backend.added", lambda _: {}), patch("megazero.comm.collectives.added", lambda _: {}):
         axis = _axis(rank, world)
-        _every_collective(axis, rank, world)
+        assert_exact(axis, CASES)
         assert type(axis.group.backends["cpu"]) is TorchBackend
 
 
 def _on_the_host(rank: int, world: int) -> None:
     axis = _axis(rank, world, device="meta")  # a device that needs no options of its own
-    _every_collective(axis, rank, world)
+    assert_exact(axis, CASES)
     assert type(axis.group.backends["cpu"]) is HostBackend
-
-
-def _every_collective(axis: Axis, rank: int, world: int) -> None:
-    for dtype in (torch.float32, torch.bfloat16, torch.int64):
-        for length in LENGTHS:
-            every = [_values(one, length, dtype) for one in range(world)]
-            for op, wanted in (("sum", torch.stack(every).sum(0)), ("max", torch.stack(every).amax(0))):
-                got = every[rank].clone()
-                all_reduce(got, axis, op).wait()
-                assert torch.equal(got, wanted.to(dtype)), (dtype, length, op)
-            shifted = torch.zeros(length, dtype=dtype)
-            ring_shift(shifted, every[rank], axis).wait()
-            assert torch.equal(shifted, every[rank - 1]), (dtype, length)
-            whole = torch.zeros(world * length, dtype=dtype)
-            all_gather(whole, every[rank], axis).wait()
-            assert torch.equal(whole, torch.cat(every)), (dtype, length)
-            wanted = sum(_values(one, world * length, dtype) for one in range(world)).chunk(world)[rank]
-            full = _values(rank, world * length, dtype)
-            apart = torch.zeros(length, dtype=dtype)
-            reduce_scatter(apart, full, axis).wait()
-            assert torch.equal(apart, wanted), (dtype, length)
-            inside = full.chunk(world)[rank]
-            reduce_scatter(inside, full, axis).wait()
-            assert torch.equal(inside, wanted), (dtype, length)
 
 
 @pytest.mark.parametrize(("world", "shares"), [(2, True), (3, True), (4, True), (2, False), (4, False)])
@@ -131,12 +105,12 @@ def test_every_message_arrives_as_it_was_sent(world: int) -> None:
 def _many_under_way(rank: int, world: int) -> None:
     axis = _axis(rank, world)
     for first_waited in range(4):
-        sums = [_values(rank + index, LONG if index % 2 else 5, torch.float32) for index in range(4)]
+        sums = [values(rank + index, LONG if index % 2 else 5, torch.float32) for index in range(4)]
         gathered = torch.empty(world * LONG)
         pendings: list[Pending] = [all_reduce(one, axis) for one in sums]
-        pendings.append(all_gather(gathered, _values(rank, LONG, torch.float32), axis))
+        pendings.append(all_gather(gathered, values(rank, LONG, torch.float32), axis))
         shifted = torch.empty(LONG)
-        pendings.append(ring_shift(shifted, _values(rank, LONG, torch.float32), axis))
+        pendings.append(ring_shift(shifted, values(rank, LONG, torch.float32), axis))
         # ranks wait in different orders, and one of them comes late
         if rank == first_waited % world:
             time.sleep(0.01)
@@ -144,10 +118,10 @@ def _many_under_way(rank: int, world: int) -> None:
             pendings[(index + first_waited + rank) % 6].wait()
             pendings[(index + first_waited + rank) % 6].wait()
         for index, one in enumerate(sums):
-            wanted = sum(_values(other + index, len(one), torch.float32) for other in range(world))
+            wanted = sum(values(other + index, len(one), torch.float32) for other in range(world))
             assert torch.equal(one, wanted)
-        assert torch.equal(gathered, torch.cat([_values(one, LONG, torch.float32) for one in range(world)]))
-        assert torch.equal(shifted, _values((rank - 1) % world, LONG, torch.float32))
+        assert torch.equal(gathered, torch.cat([values(one, LONG, torch.float32) for one in range(world)]))
+        assert torch.equal(shifted, values((rank - 1) % world, LONG, torch.float32))
 
 
 @pytest.mark.parametrize("world", [2, 4])

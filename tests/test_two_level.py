@@ -14,17 +14,20 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from contextlib import closing
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from collective_law import assert_exact, values
 from harness import assert_nothing_is_left, open_files, run_world, start_program
 from torch import Tensor
 
 from benchmarks.hosts_net import NoHostsError, network_of
-from benchmarks.worlds import World
+from benchmarks.worlds import Given, World
 from megazero.comm.collectives import (
     LostPeerError,
     Pending,
@@ -60,11 +63,6 @@ def _backend(axis: Axis) -> Any:
     return axis.group.backends["cpu"]
 
 
-def _values(rank: int, length: int, dtype: torch.dtype) -> Tensor:
-    """Whole numbers, whose sums are exact in every format."""
-    return ((torch.arange(length) * 7 + rank * 3) % 11 - 5).to(dtype)
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # Results
 
@@ -73,28 +71,7 @@ def _every_collective(rank: int, world: int, local_world_size: int) -> None:
     axis = _axis(rank, world, local_world_size)
     assert arriving_elements(64, axis) == 0
     assert isinstance(_backend(axis), TwoLevelBackend)
-    cases = [*itertools.product((torch.float32,), LENGTHS), (torch.bfloat16, 4_097), (torch.int64, 7)]
-    for dtype, length in cases:
-        every = [_values(one, length, dtype) for one in range(world)]
-        for op, wanted in (("sum", torch.stack(every).sum(0)), ("max", torch.stack(every).amax(0))):
-            got = every[rank].clone()
-            all_reduce(got, axis, op).wait()
-            assert torch.equal(got, wanted.to(dtype)), (dtype, length, op)
-        whole = torch.zeros(world * length, dtype=dtype)
-        all_gather(whole, every[rank], axis, "weights").wait()
-        assert torch.equal(whole, torch.cat(every)), (dtype, length)
-        full = _values(rank, world * length, dtype)
-        wanted = sum(_values(one, world * length, dtype) for one in range(world)).chunk(world)[rank]
-        apart = torch.zeros(length, dtype=dtype)
-        reduce_scatter(apart, full, axis).wait()
-        assert torch.equal(apart, wanted), (dtype, length)
-        assert torch.equal(full, _values(rank, world * length, dtype)), "it is the caller's"
-        inside = full.chunk(world)[rank]
-        reduce_scatter(inside, full, axis).wait()
-        assert torch.equal(inside, wanted), (dtype, length)
-        sent, got = torch.stack([every[rank] + to for to in range(world)]), torch.zeros(world, length, dtype=dtype)
-        all_to_all(got, sent, axis).wait()
-        assert torch.equal(got, torch.stack([one + rank for one in every])), (dtype, length)
+    assert_exact(axis, [*itertools.product((torch.float32,), LENGTHS), (torch.bfloat16, 4_097), (torch.int64, 7)])
 
 
 @pytest.mark.parametrize(("world", "local_world_size"), SHAPES)
@@ -137,7 +114,7 @@ def _random_sequence(rank: int, seed: int) -> None:
         started: list[tuple[Pending, Tensor, Tensor]] = []
         queues: list[list[Callable[[], tuple[Pending, Tensor, Tensor]]]] = []
         for axis in (state.world, state.tp, state.dp):
-            every = [_values(one + shared.randrange(9), shared.choice(LENGTHS), torch.float32) for one in axis.ranks]
+            every = [values(one + shared.randrange(9), shared.choice(LENGTHS), torch.float32) for one in axis.ranks]
             every = [one[: len(every[0])] if len(one) >= len(every[0]) else every[0] for one in every]
             count = shared.randrange(1, 4)
             queues.append([lambda axis=axis, every=every: _started_sum(axis, every) for _ in range(count)])
@@ -172,8 +149,8 @@ def test_operations_of_several_axes_end_in_any_order() -> None:
 def _without_help(rank: int) -> None:
     axis, started = _axis(rank, 4), []
     for length in (3, LONG):
-        started.append(_started_sum(axis, [_values(one, length, torch.float32) for one in range(4)]))
-        started.append(_started_gather(axis, [_values(one, length, torch.float32) for one in range(4)]))
+        started.append(_started_sum(axis, [values(one, length, torch.float32) for one in range(4)]))
+        started.append(_started_gather(axis, [values(one, length, torch.float32) for one in range(4)]))
     end = time.monotonic() + 60
     while not all(torch.equal(got, wanted) for _, got, wanted in started):  # nobody waits for them
         assert time.monotonic() < end
@@ -224,6 +201,7 @@ def _takes(rank: int, world: int, local_world_size: tuple[int, ...]) -> tuple[st
     ("local_world_size", "wanted"),
     [
         ((2, 2, 2), "SocketBackend"),  # two and one
+        ((2, 2, 1), "SocketBackend"),  # what two of them take for one host the third takes for two
         ((3, 3, 3), "SharedMemoryBackend"),
         ((2, 2, 4, 4, 4, 4), "TwoLevelBackend"),  # a host of four passes for two hosts
         ((1, 1, 1), "SharedMemoryBackend"),  # nobody has said
@@ -420,11 +398,8 @@ class _Gathers:
         return sum(self.axis.traffic.link_bytes.values())
 
 
-class _Four:
+class _Four(Given):
     world = 4
-
-    def batch(self, step: int, dp_index: int) -> tuple[Tensor, ...]:
-        return ()
 
 
 def test_a_real_link_carries_the_bytes_that_are_counted() -> None:
@@ -433,32 +408,14 @@ def test_a_real_link_carries_the_bytes_that_are_counted() -> None:
     try:
         with network_of(2, 1000) as network:
             for shares in (False, True):
-                world = World("gathers", lambda rank, shares=shares: _Gathers(rank, shares), _Four(), network)
-                try:
+                build = partial(_Gathers, shares=shares)
+                with closing(World("gathers", build, _Four(), network)) as world:
                     world.turn(range(1))  # connects
                     counted = [sum(world.ask("counted"))]
                     carried[shares] = world.turn(range(3)).link_bytes
                     counted.append(sum(world.ask("counted")))
-                finally:
-                    world.close()
                 each = (counted[1] - counted[0]) / 3
                 assert each <= carried[shares] <= 1.04 * each
     except NoHostsError as error:
         pytest.skip(str(error))
     assert carried[True] < 0.52 * carried[False]
-
-
-def _on_uneven_hosts(rank: int, shares_memory: bool) -> list[float]:
-    local_world_size = 2 if rank < 2 else 1
-    state = ParallelState(
-        RankGrid(dp=3), rank, timeout_seconds=10, local_world_size=local_world_size, shares_memory=shares_memory
-    )
-    x = torch.full((100_000,), rank + 1.0)
-    all_reduce(x, state.dp).wait()
-    return x.unique().tolist()
-
-
-@pytest.mark.parametrize("shares_memory", [True, False])
-def test_ranks_of_hosts_with_different_numbers_of_ranks_reduce_alike(shares_memory: bool) -> None:
-    """Each knows how many ranks its own host has: what two of them take for one host the third takes for two."""
-    assert run_world(3, _on_uneven_hosts, shares_memory, timeout=40) == [[6.0]] * 3

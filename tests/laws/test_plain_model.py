@@ -20,6 +20,7 @@ from plain_model import (
     rope,
 )
 from torch import Tensor
+from worlds import of_transformers
 
 GROUPED = PlainConfig(
     family="llama",
@@ -50,32 +51,12 @@ both_families = pytest.mark.parametrize("config", [GROUPED, GPT2], ids=["llama",
 def hugging_face(config: PlainConfig) -> torch.nn.Module:
     """transformers' model with every weight random: at init norms are 1 and biases 0, which hides mistakes."""
     torch.manual_seed(0)
-    model = _hugging_face_llama(config) if config.family == "llama" else _hugging_face_gpt2(config)
+    model = of_transformers(config) if config.family == "llama" else _hugging_face_gpt2(config)
     with torch.no_grad():
         for parameter in model.parameters():
             offset = 1.0 if parameter.ndim == 1 else 0.0
             parameter.copy_(offset + 0.2 * torch.randn_like(parameter))
     return model.eval()
-
-
-def _hugging_face_llama(config: PlainConfig) -> torch.nn.Module:
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    return LlamaForCausalLM(
-        LlamaConfig(
-            hidden_size=config.hidden_size,
-            num_hidden_layers=config.num_layers,
-            num_attention_heads=config.num_heads,
-            num_key_value_heads=config.num_kv_heads,
-            intermediate_size=config.ffn_hidden_size,
-            vocab_size=config.vocab_size,
-            max_position_embeddings=config.seq_len,
-            tie_word_embeddings=config.tie_embeddings,
-            rms_norm_eps=config.norm_eps,
-            rope_parameters={"rope_type": "default", "rope_theta": config.rope_theta},
-            attn_implementation="eager",
-        )
-    )
 
 
 def _hugging_face_gpt2(config: PlainConfig) -> torch.nn.Module:
@@ -199,23 +180,8 @@ def test_a_packed_row_equals_its_documents_run_apart(config: PlainConfig) -> Non
 
 
 def test_a_window_is_that_of_hugging_face() -> None:
-    from transformers import MistralConfig, MistralForCausalLM
-
     config = replace(GROUPED, sliding_window=4)
-    theirs = MistralForCausalLM(
-        MistralConfig(
-            **{key: getattr(config, key) for key in ("hidden_size", "vocab_size", "sliding_window")},
-            num_hidden_layers=config.num_layers,
-            num_attention_heads=config.num_heads,
-            num_key_value_heads=config.num_kv_heads,
-            head_dim=config.head_dim,
-            intermediate_size=config.ffn_hidden_size,
-            max_position_embeddings=config.seq_len,
-            rms_norm_eps=config.norm_eps,
-            rope_parameters={"rope_type": "default", "rope_theta": config.rope_theta},
-            attn_implementation="eager",
-        )
-    ).eval()
+    theirs = of_transformers(config, "mistral", sliding_window=4, head_dim=config.head_dim).eval()
     weights = random_weights(config)
     theirs.load_state_dict(weights, strict=True)
     tokens, _ = random_batch(config)

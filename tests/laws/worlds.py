@@ -79,6 +79,28 @@ def plain_config(run: ResolvedRun) -> PlainConfig:
     return PlainConfig(family=family, **{name: getattr(model, name) for name in names + more})
 
 
+def of_transformers(model: Any, kind: str = "llama", **more: Any) -> torch.nn.Module:
+    """transformers' own Llama, or one of its relatives, of a model's sizes; `more` are keys of its configuration."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    sizes = {name: getattr(model, name) for name in ("hidden_size", "vocab_size")}
+    config = AutoConfig.for_model(
+        kind,
+        num_hidden_layers=model.num_layers,
+        num_attention_heads=model.num_heads,
+        num_key_value_heads=model.num_kv_heads,
+        intermediate_size=model.ffn_hidden_size,
+        max_position_embeddings=model.seq_len,
+        tie_word_embeddings=model.tie_embeddings,
+        rms_norm_eps=model.norm_eps,
+        rope_parameters={"rope_type": "default", "rope_theta": model.rope_theta},
+        **sizes,
+        **more,
+    )
+    made: torch.nn.Module = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+    return made
+
+
 def initial_weights(run: ResolvedRun) -> dict[str, Tensor]:
     """What the weights must be at step 0, from (seed, name, element) alone."""
     config = plain_config(run)
