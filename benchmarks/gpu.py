@@ -60,6 +60,10 @@ POLICIES = (
     *("--variant", "activations.recompute=full"),
     *("--variant", "activations.offload=host"),
 )
+_OFFLOADED = (
+    *("--variant", "activations.recompute=full activations.keep_attention=true activations.offload=host"),
+    *("--variant", "zero.stage=3 zero.offload.parameters=cpu zero.offload.optimizer=cpu"),
+)
 
 
 @dataclass(frozen=True)
@@ -122,6 +126,12 @@ QUEUE = (
         "policies", "Activations: what each policy frees and costs, 4 layers of that shape at 8K", 100,
         (*_STEP, *_LONG, "--no-plain", "--set", "model.num_layers=4", "--out", "{out}", *POLICIES),
         (*_TINY, "--apart", "--no-plain", "--out", "{out}", *POLICIES), _STEPS,
+    ),
+    Check(
+        "offload", "Offloading at 8K, 4 layers of that shape, two samples a step, not compiled: share of copies hidden", 60,
+        (*_STEP, *_LONG, "--micro-batch-size", "2", "--accumulation", "1", "--rounds", "1", "--no-plain", "--no-compile",
+         "--set", "model.num_layers=4", "model.vocab_size=8192", "--out", "{out}", *_OFFLOADED),
+        (*_TINY, "--apart", "--no-plain", "--out", "{out}", *_OFFLOADED), _STEPS,
     ),
     Check(
         "attention", "Attention: documents, rings and windows beside one whole causal call", 50,

@@ -13,7 +13,8 @@
                    clipped and stepped by torch's fused AdamW and copied back
 
 All start from the same weights, read the same tokens and live in one process.  The first losses must agree, or nothing is
-reported.  Nothing is written but with --out or --profile.
+reported.  Nothing is written but with --out or --profile.  Where something is offloaded, a trace of one more forward and
+backward says what share of the copies a computation hides.
 """
 
 from __future__ import annotations
@@ -25,11 +26,11 @@ import os
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
 from statistics import median
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -135,10 +136,21 @@ class Megazero:
 
     def step(self, tokens: Tensor, labels: Tensor) -> float:
         """One optimizer step; the mean loss."""
+        return self.engine.train_step(self._batches(tokens, labels), LR).loss
+
+    def hidden_copies(self, tokens: Tensor, labels: Tensor) -> float:
+        """Of the time of copies between host and device in a step's passes, the share in which a kernel computes."""
+        with TemporaryDirectory() as folder:
+            with torch.profiler.profile() as trace:
+                self.engine.compute_gradients(self._batches(tokens, labels))
+                torch.cuda.synchronize(self._device)
+            trace.export_chrome_trace(f"{folder}/trace.json")
+            return hidden_share(Path(folder, "trace.json"))
+
+    def _batches(self, tokens: Tensor, labels: Tensor) -> list[MicroBatch]:
         ids = torch.arange(len(tokens), device=self._device)
         parts = zip(ids.split(self._size), tokens.split(self._size), labels.split(self._size), strict=True)
-        batches = [MicroBatch(which, token.t().contiguous(), label.t().contiguous()) for which, token, label in parts]
-        return self.engine.train_step(batches, LR).loss
+        return [MicroBatch(which, token.t().contiguous(), label.t().contiguous()) for which, token, label in parts]
 
     def close(self) -> None:
         """Free what lies outside of the device."""
@@ -203,6 +215,7 @@ class Meter:
     losses: list[float] = field(default_factory=list)
     held_bytes: int = 0
     peak_bytes: int | None = None
+    hidden: float | None = None
 
     def run(self, work: Callable[[], object]) -> float:
         """Do some work on an idle device; milliseconds until it is idle again."""
@@ -235,6 +248,7 @@ class Line:
     mfu: float | None
     peak_bytes: int | None
     losses: list[float]
+    hidden: float | None  # of copies between host and device, where something is offloaded
 
 
 def line_of(name: str, meter: Meter, setting: Setting) -> Line:
@@ -244,7 +258,8 @@ def line_of(name: str, meter: Meter, setting: Setting) -> Line:
     per_second = 1e3 * tokens / median(meter.ms)
     peak = peak_flops(meter.device, DTYPES[setting.dtype], None)
     mfu = None if peak is None else per_second * model_flops_per_token(model) / peak
-    return Line(name, median(meter.ms), min(meter.ms), max(meter.ms), per_second, mfu, meter.peak_bytes, meter.losses)
+    times = median(meter.ms), min(meter.ms), max(meter.ms)
+    return Line(name, *times, per_second, mfu, meter.peak_bytes, meter.losses, meter.hidden)
 
 
 def _train(one: Megazero | Plain, batches: Sequence[tuple[Tensor, Tensor]]) -> None:
@@ -293,7 +308,9 @@ def measure(
             with torch.profiler.profile() as trace:
                 meters[Megazero.name].run(partial(made[Megazero.name].step, *settings[Megazero.name].batch(0, device)))
             trace.export_chrome_trace(str(profile))
-        for contender in made.values():
+        for name, contender in made.items():
+            if isinstance(contender, Megazero) and device.type == "cuda" and "offload" in str(settings[name].options):
+                meters[name].hidden = contender.hidden_copies(*settings[name].batch(0, device))
             contender.close()
         if apart:
             del made, contender
@@ -314,7 +331,7 @@ def _free(device: torch.device) -> None:
 
 def table(lines: Sequence[Line]) -> str:
     """Both contenders."""
-    heads = ("contender", "step ms (least to most)", "tokens/s", "MFU", "peak GB")
+    heads = ("contender", "step ms (least to most)", "tokens/s", "MFU", "peak GB", "copies hidden")
     rows = [
         (
             line.name,
@@ -322,6 +339,7 @@ def table(lines: Sequence[Line]) -> str:
             f"{line.tokens_per_second:,.0f}",
             "" if line.mfu is None else f"{line.mfu:.1%}",
             "" if line.peak_bytes is None else f"{line.peak_bytes / 1e9:.1f}",
+            "" if line.hidden is None else f"{line.hidden:.0%}",
         )
         for line in lines
     ]
@@ -364,8 +382,6 @@ def main() -> None:
     print(report)
     if given.profile is not None and device.type == "cuda":
         print(read_business(given.profile))
-        with suppress(ValueError):  # nothing is offloaded
-            print(f"{hidden_share(given.profile):.0%} of the time of copies between host and device a kernel computes")
     if given.out is not None:
         write_whole(given.out, report + "\n")
 
