@@ -197,7 +197,7 @@ def test_batch_sizes_that_cannot_be_name_the_numbers_and_the_nearest():
         "train_batch_size = 8: must be divisible by dp=3; the nearest are 6 and 9"
     ]
     (told,) = problems(dp=2, train_batch_size=8, train_micro_batch_size_per_gpu=2, gradient_accumulation_steps=3)
-    assert "=2*3*2=12; write 12, or leave one of the three out" in told
+    assert "=2*2*3=12; write 12, or leave one of the three out" in told
     for config in ({}, {"gradient_accumulation_steps": 4}):
         with pytest.raises(ConfigError, match="train_batch_size: must be given"):
             load_deepspeed_config(config, 2)

@@ -33,8 +33,6 @@ if TYPE_CHECKING:
 
 Tables = dict[str, Any]
 
-# A run of more ranks is meant for several machines.
-_RANKS_OF_A_MACHINE = 8
 _LAUNCHERS = (
     "on several machines start the ranks with torchrun (examples/launch_torchrun.sh) or srun (examples/pretrain.slurm)"
 )
@@ -118,9 +116,7 @@ def load_config(
             *_, each = ranks_of_a_sample(config.parallel)
             whole = each * (1 if config.parallel.dp == "auto" else config.parallel.dp)
             more = f"for more ranks say {asks} {whole}, or as many as there are" if asks else _LAUNCHERS
-            is_large = each > _RANKS_OF_A_MACHINE
-            if whole > ranks:
-                hint = more if is_large and key == source else f"{hint}; {more}"
+            hint = f"{hint}; {more}" if whole > ranks else hint
         problems.append(replace(problem, key=key, hint=hint))
     if problems:
         raise ConfigError(problems, str(path))

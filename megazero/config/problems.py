@@ -217,13 +217,9 @@ def _name(path: Path) -> str:
 # Names that do not exist
 
 
-def _all_keys() -> list[str]:
-    return [f"{section}.{key}" for section, fields in keys().items() for key in fields]
-
-
 def _unknown(key: str, home: str, last: str, value: object) -> list[tuple[Problem, list[str]]]:
     """Describe a name that does not exist; an unknown section has a problem for each key below it."""
-    known, paths = sections(), _all_keys()
+    known, paths = sections(), [f"{section}.{key}" for section, fields in keys().items() for key in fields]
     choices = f"the sections are {', '.join(known)}"
     if home and home not in known:
         name, item = _ITEMS[home.partition("[")[0]]

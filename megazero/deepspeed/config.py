@@ -15,9 +15,17 @@ from typing import Any
 
 from megazero.config.derive import complete_batch
 from megazero.config.rules import check_rules
-from megazero.config.schema import OffloadConfig, PrecisionConfig, RunConfig, ZeroConfig
+from megazero.config.schema import OffloadConfig, PrecisionConfig, RunConfig, TrainingConfig, ZeroConfig
 from megazero.deepspeed.config_check import check_keys
-from megazero.deepspeed.config_schema import RELATIONS, ZERO, DeepSpeedJson, TensorboardBlock
+from megazero.deepspeed.config_schema import (
+    ACCUMULATION,
+    MICRO,
+    RELATIONS,
+    TRAIN,
+    ZERO,
+    DeepSpeedJson,
+    TensorboardBlock,
+)
 from megazero.settings import LARGEST_COUNT, ConfigError, Problem, Section, file_error, read_text
 
 _SMALLEST_BUCKET = 1024  # bytes, as the schema has it
@@ -71,16 +79,12 @@ def load_deepspeed_config(source: str | Path | Mapping[str, Any], dp_size: int) 
     problems = checked.problems or [problem for relation in RELATIONS for problem in relation(config, dp_size)]
     if not problems:
         zero, precision = _zero(config), _precision(config)
-        problems = list(_broken_rules(RunConfig(zero=zero, precision=precision), dp_size))
+        sizes: dict[str, Any] = {ours: getattr(config, theirs) or "auto" for ours, theirs in _SIZES.items()}
+        run = RunConfig(zero=zero, precision=precision, training=TrainingConfig(**sizes))
+        problems = list(_broken_rules(run, dp_size))
     if problems:
         raise ConfigError(problems, name)
-    batch = complete_batch(
-        config.train_batch_size or "auto",
-        config.train_micro_batch_size_per_gpu or "auto",
-        config.gradient_accumulation_steps or "auto",
-        dp=dp_size,
-        pp=1,  # so that one accumulates only where that is written or implied
-    )
+    batch = complete_batch(**sizes, dp=dp_size, pp=1)  # one accumulates only where that is written or implied
     half = config.fp16 if config.fp16.enabled else config.bf16
     efficiency = config.data_efficiency
     return DeepSpeedConfig(
@@ -142,7 +146,10 @@ def _zero(config: DeepSpeedJson) -> ZeroConfig:
 
 
 # What a run file calls them.
+_SIZES = {"global_batch_size": TRAIN, "micro_batch_size": MICRO, "accumulation": ACCUMULATION}
 _KEYS = {
+    **{f"training.{ours}" if theirs == TRAIN else ours: theirs for ours, theirs in _SIZES.items()},
+    'make one of the three "auto"': "leave one of the three out",
     "zero.stage": f"{ZERO}.stage",
     "zero.offload.parameters": f"{ZERO}.offload_param.device",
     "zero.shard_group_size": f"{ZERO}.mics_shard_size",

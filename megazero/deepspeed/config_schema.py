@@ -8,25 +8,13 @@ written as 5e8. The line below each key says what it sets. `config_refused` has 
 """
 
 from collections.abc import Callable, Iterator
-from math import prod
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import BeforeValidator, Field
 from pydantic.fields import FieldInfo
 
 from megazero.config.schema import Stage, is_section
-from megazero.settings import (
-    LARGEST_COUNT,
-    Count,
-    CountOrZero,
-    PositiveOrZero,
-    Problem,
-    Section,
-    Share,
-    Spelling,
-    nearest_multiples,
-    nearest_text,
-)
+from megazero.settings import LARGEST_COUNT, Count, CountOrZero, PositiveOrZero, Problem, Section, Share, Spelling
 
 
 def _lower(value: object) -> object:
@@ -241,20 +229,10 @@ TRAIN, MICRO, ACCUMULATION = "train_batch_size", "train_micro_batch_size_per_gpu
 ZERO = "zero_optimization"
 
 
-def _batch_sizes_agree(config: DeepSpeedJson, dp: int) -> Iterator[Problem]:
-    train, micro = config.train_batch_size, config.train_micro_batch_size_per_gpu
-    known = {MICRO: micro, ACCUMULATION: config.gradient_accumulation_steps, "dp": dp}
-    factors = {name: value for name, value in known.items() if value is not None}
-    names, product = "*".join(factors), prod(factors.values())
-    if train is None and micro is None:
+def _a_batch_size_is_given(config: DeepSpeedJson, dp: int) -> Iterator[Problem]:
+    if config.train_batch_size is None and config.train_micro_batch_size_per_gpu is None:
         rule = f"must be given: samples in a step, {MICRO} * {ACCUMULATION} * dp={dp}"
         yield Problem(TRAIN, None, rule, f"write it, or {MICRO}, with {ACCUMULATION} or without")
-    elif train is not None and len(factors) == len(known) and train != product:
-        rule = f"must be {names}={'*'.join(map(str, factors.values()))}={product}"
-        yield Problem(TRAIN, train, rule, f"write {product}, or leave one of the three out")
-    elif train is not None and train % product:
-        nearest = nearest_text(nearest_multiples(train, product))
-        yield Problem(TRAIN, train, f"must be divisible by {names}={product}", nearest)
 
 
 def _there_is_one_format(config: DeepSpeedJson, _: int) -> Iterator[Problem]:
@@ -296,7 +274,7 @@ def _offload_names_device_and_path(config: DeepSpeedJson, _: int) -> Iterator[Pr
 
 # (configuration, dp) -> what is wrong; what the settings of a run file may be together, its own rules say
 RELATIONS: tuple[Callable[[DeepSpeedJson, int], Iterator[Problem]], ...] = (
-    _batch_sizes_agree,
+    _a_batch_size_is_given,
     _there_is_one_format,
     _half_gradients_have_half_weights,
     _parameters_have_a_type,
