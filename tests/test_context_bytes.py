@@ -191,12 +191,12 @@ SMALL = {"family": "mistral", "num_heads": 12, "num_kv_heads": 4, "head_dim": 8,
     [
         (6, {"cp": 4}, "world_size = 6", "the nearest are 4 and 8"),
         (8, {"cp": 2, "tp": 2, "dp": 3}, "parallel.dp = 3", 'write 2 or "auto"'),
-        (7, {"cp": 7}, "model.seq_len = 960", "the nearest seq_len are 959 and 966, the nearest cp is 1"),
+        (7, {"cp": 7}, "model.seq_len = 960", "the nearest seq_len are 959 and 966"),
         (
             128,
             {"cp": 64, "tp": 2, "sequence_parallel": True},
             "model.seq_len = 960",
-            "the nearest cp is 32, the nearest tp is 1",
+            "the nearest seq_len are 896 and 1024",
         ),
         (
             8,
@@ -213,7 +213,7 @@ SMALL = {"family": "mistral", "num_heads": 12, "num_kv_heads": 4, "head_dim": 8,
         (12, {"cp": 12, "cp_method": "hybrid", "cp_ulysses": 6}, "parallel.cp_ulysses = 6", "the nearest is 4"),
         (15, {"cp": 15, "cp_method": "hybrid", "cp_ulysses": 5}, "parallel.cp_ulysses = 5", "no degree does"),
         (8, {"cp": 8, "cp_method": "hybrid"}, "parallel.cp_ulysses", "write 2 or 4"),
-        (8, {"cp": 8, "cp_method": "hybrid", "cp_ulysses": 3}, "parallel.cp_ulysses = 3", "the nearest are 2 and 4"),
+        (8, {"cp": 8, "cp_method": "hybrid", "cp_ulysses": 3}, "parallel.cp_ulysses = 3", "write 2 or 4"),
         (3, {"cp": 3, "cp_method": "hybrid", "cp_ulysses": 3}, "parallel.cp_method", "two degrees above 1"),
         (
             4,

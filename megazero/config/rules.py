@@ -190,17 +190,12 @@ def _kernels_take_the_heads(config: RunConfig) -> Iterator[Problem]:
 
 
 def _ranks_split_sequence(config: RunConfig) -> Iterator[Problem]:
-    parallel, length, heads = config.parallel, config.model.seq_len, config.model.num_heads
+    parallel, length = config.parallel, config.model.seq_len
     degrees = {name: getattr(parallel, name) for name in ("cp", "tp")[: 1 + parallel.sequence_parallel]}
     degrees = {name: degree for name, degree in degrees.items() if degree > 1}
     if length % (each := prod(degrees.values())):
         by = f"parallel.{'*'.join(degrees)}={'*'.join(map(str, degrees.values()))}" + f"={each}" * (len(degrees) > 1)
         hint = nearest_text(nearest_multiples(length, each), "seq_len")
-        for name, degree in degrees.items():  # what may be changed alone
-            if length % (each // degree) == 0:
-                others = [other for other in divisors(length // (each // degree)) if name == "cp" or heads % other == 0]
-                others = [other for other in others if degree % other == 0 or other == 2 * degree]  # of so many ranks
-                hint += f", {nearest_text(nearest_of(degree, others), name)}"
         why = " (sequence_parallel)" if "tp" in degrees else ""
         yield Problem("model.seq_len", length, f"must be divisible by {by}{why}", hint)
 
@@ -215,16 +210,9 @@ def _context_degrees_agree(config: RunConfig) -> Iterator[Problem]:
     if method == "hybrid" and not between:
         rule = f'must be "ulysses" or "ring" where parallel.cp = {cp}, which is no product of two degrees above 1'
         yield Problem("parallel.cp_method", method, rule)
-    elif method == "hybrid" and ulysses is None:
-        heads = heads_of_rank(config.model.num_heads, config.model.num_kv_heads, config.parallel.tp)
-        fitting = [str(degree) for degree in between if degree in ulysses_degrees(*heads)]
-        hint = (
-            f"write {' or '.join(fitting)}" if fitting else 'no degree fits the heads, so parallel.cp_method = "ring"'
-        )
-        yield Problem(key, None, f"must be set {where}", hint)
     elif method == "hybrid" and ulysses not in between:
         rule = f"must divide parallel.cp={cp} and be neither 1 nor {cp} {where}"
-        yield Problem(key, ulysses, rule, nearest_text(nearest_of(ulysses or 1, between)))
+        yield Problem(key, ulysses, rule, f"write {' or '.join(map(str, between))}")
     elif method == "auto" and ulysses is not None:
         hint = f'leave it out ({key}=unset on the command line), or parallel.cp_method = "hybrid"'
         yield Problem(key, ulysses, f"must be unset {where}, which picks it", hint)

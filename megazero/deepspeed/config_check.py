@@ -34,6 +34,7 @@ _ARTICLES = {"integer": "an ", "number": "a ", "string": "a ", "table": "a "}
 _PREFIXED = """prefetch_bucket_size param_persistence_threshold model_persistence_threshold max_live_parameters
     max_reuse_distance gather_16bit_weights_on_model_save module_granularity_threshold use_all_reduce_for_fetch_params
     allgather_sequential"""
+_OFFLOADS = {"cpu_offload": "offload_optimizer", "cpu_offload_param": "offload_param"}
 _OTHER_NAMES = {name: f"stage3_{name}" for name in _PREFIXED.split()}
 
 
@@ -47,20 +48,14 @@ def check_keys(config: Mapping[str, Any]) -> tuple[DeepSpeedJson, KeyCheck]:
     check = KeyCheck()
     if isinstance(zero := modern.get("zero_optimization"), Mapping):
         names = {name: _OTHER_NAMES.get(name, name) for name in zero}
+        names |= {old: block for old, block in _OFFLOADS.items() if zero.get(old) is True}
         for name, key in names.items():
             if name != key and key in zero:
                 rule = f"is another name of {key}, which is written too"
                 check.problems.append(Problem(f"zero_optimization.{name}", zero[name], rule, "keep one of them"))
-        modern["zero_optimization"] = {names[name]: value for name, value in zero.items()}
-    values = check.read_table(modern, "")
-    zero = values.get("zero_optimization", {})
-    for block, old in {"offload_optimizer": "cpu_offload", "offload_param": "cpu_offload_param"}.items():
-        if zero.get(old) and block in zero:
-            rule, hint = f"cannot be together with zero_optimization.{block}", "leave it out, it is deprecated"
-            check.problems.append(Problem(f"zero_optimization.{old}", True, rule, hint))
-        elif zero.get(old):
-            zero[block] = {"device": "cpu"}
-    return DeepSpeedJson.model_validate(values), check
+        written = {key: {"device": "cpu"} if key == _OFFLOADS.get(name) else zero[name] for name, key in names.items()}
+        modern["zero_optimization"] = written
+    return DeepSpeedJson.model_validate(check.read_table(modern, "")), check
 
 
 @dataclass(frozen=True)
