@@ -79,9 +79,7 @@ class GatheredParameters:
         given: list[nn.Parameter] = [params] if isinstance(params, nn.Parameter) else list(params)
         self._given, self._modifier, self._open = given if enabled else [], modifier_rank, ExitStack()
         if modifier_rank and any(isinstance(parameter, MetaParameter) for parameter in self._given):
-            raise ValueError(
-                f"modifier_rank={modifier_rank} before initialize: what rank 0 does to a parameter under zero.Init counts"
-            )
+            raise ValueError(f"modifier_rank={modifier_rank} before initialize: under zero.Init rank 0's changes count")
 
     def __enter__(self) -> None:
         with ExitStack() as opened:
@@ -108,10 +106,8 @@ def _changing(engine: TrainingEngine, parameters: dict[str, nn.Parameter], modif
     bound = engine.bound
     for name in parameters.keys() & bound.modifiers.keys():  # an outer one makes the changes every rank's
         if modifier not in (None, bound.modifiers[name]):
-            raise ValueError(
-                f"{name} is already within GatheredParameters with modifier_rank={bound.modifiers[name]}; give that one "
-                f"modifier_rank={modifier}, too"
-            )
+            outer = f"GatheredParameters with modifier_rank={bound.modifiers[name]}"
+            raise ValueError(f"{name} is already within {outer}; give that one modifier_rank={modifier}, too")
         del parameters[name]
     if modifier is not None:
         _check_ties(engine, parameters)

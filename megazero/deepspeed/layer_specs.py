@@ -28,8 +28,7 @@ class LayerSpec:
     def __init__(self, typename: type[nn.Module], *module_args: Any, **module_kwargs: Any) -> None:
         if not (isinstance(typename, type) and issubclass(typename, nn.Module)):
             raise TypeError(
-                f"a LayerSpec takes a class of nn.Module and its arguments, got {typename!r}; "
-                "list a module or a callable as it is"
+                f"a LayerSpec takes a class of nn.Module, got {typename!r}; list a module or a callable as it is"
             )
         self.typename, self.module_args, self.module_kwargs = typename, module_args, module_kwargs
 
@@ -90,10 +89,8 @@ def partition_layers(
         return partition_balanced([trainable(index, layer) for index, layer in enumerate(layers)], stages)
     if lower.startswith("type:"):
         return partition_balanced(_matches(layers, method[len("type:") :]), stages)
-    known = f"it must be one of {', '.join(PARTITION_METHODS)}"
-    raise ValueError(
-        f"partition_method={method!r} is unknown; {did_you_mean(closest(method, PARTITION_METHODS), known)}"
-    )
+    hint = did_you_mean(closest(method, PARTITION_METHODS), f"it must be one of {', '.join(PARTITION_METHODS)}")
+    raise ValueError(f"partition_method={method!r} is unknown; {hint}")
 
 
 def partition_balanced(weights: Sequence[int], parts: int) -> list[range]:
@@ -141,10 +138,7 @@ def check_layers(layers: Iterable[Layer] | nn.Sequential) -> list[Layer]:
         for name, tensor in chain(layer.named_parameters(), layer.named_buffers()):
             first = owners.setdefault(id(tensor), index)
             if first != index:
-                raise ValueError(
-                    f"layers {first} and {index} share {name!r}, which different ranks cannot; write both as "
-                    "TiedLayerSpec with one key"
-                )
+                raise ValueError(f"layers {first} and {index} share {name!r}; write both as TiedLayerSpec with one key")
     return checked
 
 

@@ -81,17 +81,12 @@ class MetaParameter(nn.Parameter):
                 return func(*args, **kwargs)
             histories = {id(leaf.history): leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, cls)}
             if len(histories) > 1:
-                raise RuntimeError(
-                    f"{name} mixes two parameters while a model is built under zero.Init, which replays each alone; "
-                    "build it without zero.Init, or tie the modules' parameters by assignment"
-                )
+                text = "zero.Init replays each parameter alone; build the model without it, or tie parameters by assignment"
+                raise RuntimeError(f"{name} mixes two parameters: {text}")
             history = next(iter(histories.values())).history
             changed = (kwargs or {}).get("out", args[0] if args and _changes_first(name) else None)
             if isinstance(changed, Tensor) and not isinstance(changed, cls):
-                raise RuntimeError(
-                    f"{name} writes a parameter's values into another tensor; under zero.Init they are not known before "
-                    "initialize"
-                )
+                raise RuntimeError(f"{name} copies a parameter's values, which are not known under zero.Init")
             number = len(history.steps) + 1
             history.steps.append((func, tree_map(_record, args), tree_map(_record, kwargs), number))
             with torch.no_grad():
@@ -190,8 +185,7 @@ class Init(TorchFunctionMode):
             raise TypeError(f"zero.Init has no argument {', '.join(sorted(unknown))}")
         if others.get("zero_quantized_weights") or others.get("zero_quantized_nontrainable_weights"):
             raise ValueError(
-                "zero.Init quantizes no weights; leave zero_quantized_weights out, and write it in the configuration: "
-                "zero_optimization.zero_quantized_weights"
+                "zero.Init quantizes no weights; write zero_quantized_weights in the configuration instead"
             )
         super().__init__()
         self._enabled = enabled

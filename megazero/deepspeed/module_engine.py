@@ -148,15 +148,11 @@ class ModuleEngine(TrainingEngine):
         task = torch._C._current_graph_task_id()
         if task != self._graph_task:
             if self.sharded_model.scaler is not None and not self._is_scaled:
-                raise RuntimeError(
-                    "loss.backward() under fp16 lacks the loss scale; call engine.backward(loss), or "
-                    "engine.scale(loss).backward()"
-                )
+                raise RuntimeError("under fp16 call engine.backward(loss), or engine.scale(loss).backward()")
             if self.config.accumulation > 1 and self.sharded_model.policy.zero_stage < 2 and _is_within_backward():
                 raise RuntimeError(
-                    "a backward within the script's own loss.backward(), as of a checkpoint with use_reentrant=True: at "
-                    "ZeRO stages 0 and 1 its micro-batches cannot be counted; call engine.backward(loss), or use "
-                    "megazero.checkpoint"
+                    "a backward within loss.backward(), as of a checkpoint with use_reentrant=True, cannot be counted at "
+                    "ZeRO stages 0 and 1; call engine.backward(loss), or use megazero.checkpoint"
                 )
             if not self._is_scaled:
                 self._loss_sum += torch.nan  # the engine has not seen the loss

@@ -176,9 +176,9 @@ class PipelineEngine(TrainingEngine):
                     raise RuntimeError(f"virtual stage {stage} failed on inputs {found[-1]}: {text}")
                 passed = next(shapes for shapes, _ in answers if shapes)
                 if stage < last and not any(dtype.is_floating_point for _, dtype in passed):
+                    why = "nothing in it has a gradient; cut the layers elsewhere (partition_method)"
                     raise ValueError(
-                        f"virtual stage {stage} passes on {passed}, in which nothing has a gradient, so no stage up to it "
-                        "would train; cut the layers elsewhere (partition_method)"
+                        f"virtual stage {stage} passes on {passed}, and no stage up to it would train: {why}"
                     )
                 found.append(passed)
         return tuple(found[:-1])

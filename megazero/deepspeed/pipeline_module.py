@@ -98,8 +98,7 @@ class PipelineModule(nn.Module):
         super().__init__()
         if not seed_layers:
             raise ValueError(
-                "seed_layers=False would draw initial weights that depend on the number of stages; leave it out, and "
-                f"vary base_seed={base_seed} for other weights"
+                f"seed_layers=False is not supported; vary base_seed={base_seed} for other initial weights"
             )
         if activation_checkpoint_interval < 0:
             raise ValueError(f"{activation_checkpoint_interval=} must be 0 or more layers")
@@ -119,10 +118,8 @@ class PipelineModule(nn.Module):
             raise ValueError(f"the schedule is for another number of stages than num_stages={state.pp.size}")
         stages, per_rank = len(self.placement), len(self.placement) // state.pp.size
         if len(all_layers) < stages:
-            raise ValueError(
-                f"{len(all_layers)} layers are too few for {stages} virtual stages, {per_rank} on each of {state.pp.size} "
-                "ranks; every stage needs one"
-            )
+            each = f"{per_rank} on each of {state.pp.size} ranks"
+            raise ValueError(f"{len(all_layers)} layers are too few for {stages} virtual stages, {each}")
         self.partition = partition_layers(all_layers, stages, partition_method, self._trainable)
         self._ties: dict[str, list[tuple[int, TiedLayerSpec]]] = {}  # the layers of each key
         for index, layer in enumerate(all_layers):
@@ -161,10 +158,8 @@ class PipelineModule(nn.Module):
     def forward(self, x: Tensor | Tensors) -> Tensor | Tensors:
         """Run the whole model, if this rank holds it; otherwise the engine runs the chunks by the schedule."""
         if len(self.layer_chunks) < len(self.placement):
-            raise RuntimeError(
-                f"pipeline rank {self.parallel_state.at.pp} has {len(self.layer_chunks)} of {len(self.placement)} stages "
-                "and cannot run the model alone; give the module to the engine"
-            )
+            held = f"{len(self.layer_chunks)} of {len(self.placement)} stages"
+            raise RuntimeError(f"this rank has {held} and cannot run the model alone; give the module to the engine")
         passed: Tensors = (x,) if isinstance(x, Tensor) else x
         for chunk in self.layer_chunks:
             passed = chunk(passed)
@@ -237,10 +232,8 @@ class PipelineModule(nn.Module):
             shared[spec.key] = [_parameter_at(source, attribute, first) for attribute in first_spec.tied_weight_attr]
         for attribute, mine, theirs in zip(spec.tied_weight_attr, own, shared[spec.key], strict=True):
             if mine.shape != theirs.shape:
-                raise ValueError(
-                    f"layers {first} and {index} of key {spec.key!r} tie {attribute!r}, but their shapes are "
-                    f"{list(theirs.shape)} and {list(mine.shape)}"
-                )
+                shapes = f"{list(theirs.shape)} and {list(mine.shape)}"
+                raise ValueError(f"layers {first} and {index} of key {spec.key!r} tie {attribute!r} of shapes {shapes}")
             for part in module.modules():
                 for name, parameter in part._parameters.items():
                     if parameter is mine:
@@ -253,9 +246,7 @@ def _check_defaults(seed_fn: Any, checkpoint_func: Any, dynamic_shape: bool) -> 
     func = None if checkpoint_func is checkpoint_as_deepspeed else checkpoint_func
     given = {"seed_fn": seed_fn, "activation_checkpoint_func": func, "dynamic_shape": dynamic_shape}
     if names := [name for name, value in given.items() if value]:
-        raise ValueError(
-            f"PipelineModule does not support {', '.join(names)} other than DeepSpeed's default; leave it out"
-        )
+        raise ValueError(f"PipelineModule does not support {', '.join(names)} other than the default; leave it out")
 
 
 def _parameter_at(module: nn.Module, attribute: str, index: int) -> nn.Parameter:
@@ -265,9 +256,7 @@ def _parameter_at(module: nn.Module, attribute: str, index: int) -> nn.Parameter
         found = getattr(found, part, None)
     if not any(found is parameter for parameter in module.parameters()):
         names = ", ".join(name for name, _ in module.named_parameters())
-        raise ValueError(
-            f"layer {index} ({type(module).__name__}) has no parameter {attribute!r} to tie; its parameters: {names}"
-        )
+        raise ValueError(f"layer {index} ({type(module).__name__}) has no parameter {attribute!r} to tie, but {names}")
     return found
 
 

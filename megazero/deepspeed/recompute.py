@@ -89,9 +89,7 @@ def checkpoint(function: Callable[..., Any], *args: Any, use_reentrant: bool = F
             function, it calls `backward`; `torch.autograd.grad` is all right.
     """
     if use_reentrant:
-        raise ValueError(
-            "megazero.checkpoint runs no backward within a backward, so it takes no use_reentrant=True; leave it out"
-        )
+        raise ValueError("megazero.checkpoint takes no use_reentrant=True, a backward within a backward; leave it out")
     if not torch.is_grad_enabled():
         return function(*args, **kwargs)
     store = _NOW.store

@@ -226,8 +226,7 @@ class CheckpointedEngine(nn.Module):
         """
         if custom_load_fn is not None:
             raise ValueError(
-                "load_checkpoint does not support custom_load_fn: a checkpoint must have the module's weights, and no "
-                "others. For some of them, read its safetensors and load these into the module before megazero.initialize"
+                "custom_load_fn is not supported; load some of a checkpoint's safetensors before initialize"
             )
         world, model = self.parallel_state.world, self.sharded_model
         with_optimizer = load_optimizer_states and not load_module_only and self.has_optimizer
@@ -276,9 +275,7 @@ class CheckpointedEngine(nn.Module):
     def _check_savable(self, tag: str) -> None:
         """Refuse to save where something would be lost, or overwritten.  Raises: CheckpointError, RuntimeError."""
         if begun := self._begun():
-            raise CheckpointError(
-                f"{begun}, and a checkpoint does not hold their gradients; save after the engine.step() that ends the step"
-            )
+            raise CheckpointError(f"{begun}, whose gradients a checkpoint does not hold; save after the step has ended")
         for path, part in self.module.named_modules():
             if type(part).get_extra_state is not nn.Module.get_extra_state:
                 raise CheckpointError(
@@ -299,9 +296,7 @@ class CheckpointedEngine(nn.Module):
             name = self._canonical(path)
             found = f"one of shape {list(buffers[name].shape)}" if name in buffers else "none"
             if name not in buffers or buffers[name].shape != buffer.shape:
-                raise CheckpointError(
-                    f"buffer {name} has shape {list(buffer.shape)}, the checkpoint has {found}: it is of another model"
-                )
+                raise CheckpointError(f"buffer {name} has shape {list(buffer.shape)}, the checkpoint has {found}")
 
         if schedule_state is None:
             return
@@ -412,8 +407,6 @@ def _to_bytes(values: dict[str, Any], what: str) -> bytes:
         torch.save(values, file)
         _from_bytes(file.getvalue())
     except Exception as error:
-        raise CheckpointError(
-            f"{what} holds something that cannot be read back safely ({str(error).splitlines()[0]}); "
-            "give numbers, strings, tensors, and lists and dicts of them"
-        ) from error
+        why = f"({str(error).splitlines()[0]}); give numbers, strings, tensors, and lists and dicts of them"
+        raise CheckpointError(f"{what} holds something that cannot be read back safely {why}") from error
     return file.getvalue()

@@ -115,10 +115,8 @@ def check_elementwise(optimizer: torch.optim.Optimizer, allow_untested: bool) ->
         )
     known = {*(getattr(torch.optim, name) for name in _ELEMENTWISE), *(OPTIMIZERS[name].cls for name in OPTIMIZERS)}
     if cls not in known and not allow_untested:
-        raise ValueError(
-            f"{cls.__module__}.{cls.__name__} is not known to act element by element, as shards need it to; if it does, "
-            f"set zero_allow_untested_optimizer"
-        )
+        hint = "if it acts element by element, set zero_allow_untested_optimizer"
+        raise ValueError(f"{cls.__module__}.{cls.__name__} is not known to be an optimizer for shards; {hint}")
 
 
 def _class_of(name: str) -> tuple[type[torch.optim.Optimizer], dict[str, Any]]:

@@ -101,7 +101,7 @@ def initialize(
     ]
     if len(sources) != 1:
         raise ValueError(
-            f"initialize needs one of config= (a path or a dict), config_params, args.deepspeed_config; got {len(sources)}"
+            f"initialize needs one of config=, config_params and args.deepspeed_config, got {len(sources)}"
         )
     settings = load_deepspeed_config(sources[0], state.dp.size)
     size = settings.zero.shard_group_size
@@ -249,10 +249,8 @@ def _take_from_other_engines(model: nn.Module, state: ParallelState) -> None:
 
     def check() -> None:
         if name := _held(model):
-            raise ValueError(
-                f"parameter {name}: another engine holds it; close that engine first (engine.close()), or give both parts "
-                "to one engine"
-            )
+            hint = "close that engine first (engine.close()), or give both parts to one engine"
+            raise ValueError(f"parameter {name}: another engine holds it; {hint}")
 
     agree(check, state.world, ValueError)
     for part in model.modules():
@@ -290,10 +288,8 @@ def _check_ties(described: list[Described], state: ParallelState) -> None:
     treatment: dict[str, tuple[int, bool]] = {}
     for name, group, trains in (entry for entries in gather_objects(own, state.pp) for entry in entries):
         if treatment.setdefault(name, (group, trains)) != (group, trains):
-            raise ValueError(
-                f"the copies of the tied parameter {name} are in different optimizer groups, or some are frozen; "
-                "they would not stay equal. Give all of them to one group"
-            )
+            why = "are in different optimizer groups, or some are frozen; give all of them to one group"
+            raise ValueError(f"the copies of the tied parameter {name} {why}")
 
 
 def _optimizer(
@@ -357,10 +353,7 @@ def _move_buffers(model: nn.Module, settings: DeepSpeedConfig, state: ParallelSt
     moved: dict[int, tuple[Tensor, Tensor]] = {}  # by id: the old one, kept so that its id stays taken, and the new one
     for path, old in list(model.named_buffers(remove_duplicate=False)):
         if old.is_meta:
-            raise ValueError(
-                f"buffer {path} is on the meta device, without values; build the model under zero.Init(), which leaves "
-                "buffers as they are"
-            )
+            raise ValueError(f"buffer {path} is on the meta device, without values; build the model under zero.Init()")
         owner, _, name = path.rpartition(".")
         module = model.get_submodule(owner)
         if id(old) not in moved:
@@ -381,7 +374,6 @@ def _schedule(given: Any, engine: TrainingEngine) -> Any:
     of = getattr(given, "optimizer", None)
     if of is not None and of.param_groups is not engine.optimizer.param_groups:
         raise ValueError(
-            "the lr_scheduler is of another optimizer than the engine's, and would change nothing; give both to "
-            "initialize, or the schedule as a callable (optimizer) -> schedule"
+            "the lr_scheduler is of another optimizer; give both to initialize, or a callable that makes it"
         )
     return given

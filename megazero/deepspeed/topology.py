@@ -165,7 +165,6 @@ def _group(axes: list[Axis]) -> dist.ProcessGroup:
     several = [axis for axis in axes if axis.size > 1]
     if len(several) != 1:
         names = " and ".join(axis.name for axis in several or axes)
-        raise RuntimeError(
-            f"there is no process group over {names}, with {'several ranks each' if several else 'one rank'}"
-        )
+        what = "several ranks each" if several else "one rank"
+        raise RuntimeError(f"there is no process group over {names}, with {what}")
     return several[0].process_group

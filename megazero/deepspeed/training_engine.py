@@ -157,9 +157,7 @@ class TrainingEngine(CheckpointedEngine):
         """
         model, self._step_applied = self.sharded_model, False
         if self._is_closed:
-            raise RuntimeError(
-                "the engine is closed and takes no gradients; make another one of the module by initialize"
-            )
+            raise RuntimeError("the engine is closed and takes no gradients; make another one by initialize")
         try:
             with self._report.timed("reduce"):
                 self.bound.check()
@@ -291,9 +289,7 @@ class TrainingEngine(CheckpointedEngine):
         """
         micro_batches = self.config.micro_batch_size * self.dp_world_size
         if train_batch_size < micro_batches or train_batch_size % micro_batches:
-            raise ValueError(
-                f"train_batch_size={train_batch_size} must be a multiple of {micro_batches}, one micro-batch on each rank"
-            )
+            raise ValueError(f"{train_batch_size=} must be a multiple of {micro_batches}, one micro-batch on each rank")
         self._set_sizes(self.config.micro_batch_size, train_batch_size // micro_batches)
 
     def set_train_micro_batch_size(self, micro_batch_size: int) -> None:
@@ -302,9 +298,7 @@ class TrainingEngine(CheckpointedEngine):
 
     def _set_sizes(self, micro_batch_size: int, accumulation: int) -> None:
         if begun := self._begun():
-            raise RuntimeError(
-                f"{begun}: the sizes of a step cannot change within it; set them after the engine.step() that ends the step"
-            )
+            raise RuntimeError(f"{begun}: the sizes of a step cannot change within it; set them after it has ended")
         whole = micro_batch_size * accumulation * self.dp_world_size
         self.config = replace(
             self.config, micro_batch_size=micro_batch_size, accumulation=accumulation, train_batch_size=whole
