@@ -486,7 +486,7 @@ def test_a_master_that_does_not_round_to_its_weight_is_refused(megatron: Path, t
     shutil.copytree(megatron / "llama" / "fully_reshardable", tmp_path / "theirs")
     edit(tmp_path / "theirs", swaps_masters)
     toml = run_file(tmp_path / "run.toml", megatron_run("llama"))
-    with pytest.raises(CheckpointError, match=r"does not round to it; --ignore '\* of \*'"):
+    with pytest.raises(CheckpointError, match=r"does not round to it; .*--ignore '\* of \*'"):
         import_checkpoint(tmp_path / "theirs", tmp_path / "no", run_file=toml)
     made = import_checkpoint(tmp_path / "theirs", tmp_path / "ours", run_file=toml, ignore=["* of *"])
     assert made.trainer.optimizer_steps == 0

@@ -299,7 +299,7 @@ def test_what_is_wrong_is_named_and_nothing_is_left(made: tuple[Path, dict[str, 
     for stale, kept in ((f"bf16_{optimizer}", optimizer), ("zero_pp_rank_0_" + model, model)):  # of an older save
         mixed = shutil.copytree(origin, tmp_path / stale)
         shutil.copy(mixed / "global_step2" / kept, mixed / "global_step2" / stale)
-        refused(case, mixed, out, f"{min(stale, kept)} and {max(stale, kept)}, of one rank")
+        refused(case, mixed, out, f"{min(stale, kept)} and {max(stale, kept)} of one rank")
 
     def count_on(state: dict[str, Any]) -> None:
         state["global_steps"] += 3

@@ -71,8 +71,7 @@ def open_corpus(
     own = tokenizer_of(ends_as or [name for name, _ in sources], tokenizer, eod_token)
     if own.vocab_size > vocab_size:
         raise ValueError(
-            f"tokenizer {tokenizer!r} has {own.vocab_size:,} ids and the model's vocab_size is {vocab_size:,}; "
-            f"set vocab_size to {own.vocab_size:,} or more"
+            f"tokenizer {tokenizer!r} has {own.vocab_size:,} ids; raise model.vocab_size={vocab_size:,} to that"
         )
     training: list[Windows] = []
     validation: list[Windows] = []

@@ -138,9 +138,8 @@ def locked(
             say(f"waiting for the process that holds {path}.lock: it works on the same data")
             return lock.acquire(poll_interval=poll_seconds)
     except OSError as error:
-        raise OSError(
-            f"{path.parent} cannot be written ({error}), where {what}; set data.cache_dir to a directory that can"
-        ) from error
+        hint = "set data.cache_dir to a directory that can"
+        raise OSError(f"{path.parent} cannot be written ({error}), where {what}; {hint}") from error
 
 
 def _verify(dataset: IndexedDataset, pair: Sequence[Path]) -> Identity:
@@ -158,9 +157,8 @@ def _verify(dataset: IndexedDataset, pair: Sequence[Path]) -> Identity:
             write_identity(path, found)
         return found
     except (ValueError, TypeError, KeyError, AttributeError) as error:
-        raise ValueError(
-            f"{path} is damaged ({error}); copy it again, or remove it to trust the pair as it is"
-        ) from None
+        hint = "copy it again, or remove it to trust the pair as it is"
+        raise ValueError(f"{path} is damaged ({error}); {hint}") from None
     if stored.content != found.content:
         raise ValueError(
             f"{dataset.prefix}.bin or .idx is not what was written: its content has hash {found.content}, {path.name} "

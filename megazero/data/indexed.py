@@ -182,10 +182,8 @@ def _read_index(file: BufferedReader) -> tuple[np.dtype[Any], NDArray[np.int32],
         raise ValueError(f"{path} has dtype code {code}; token ids have one of {known}")
     expected = HEADER.size + 12 * sequences + 8 * documents
     if found not in (expected, expected + sequences):  # the latter: one multimodal mode byte for each sequence
-        raise ValueError(
-            f"{path} is damaged: {sequences:,} sequences and {documents:,} document indices take {expected:,} bytes, "
-            f"found {found:,}"
-        )
+        counted = f"{sequences:,} sequences and {documents:,} document indices"
+        raise ValueError(f"{path} is damaged: {counted} take {expected:,} bytes, found {found:,}")
     # The arrays start at byte 34 and so are unaligned, which numpy reads as they are.
     sizes = np.ndarray(sequences, "<i4", raw.data, HEADER.size)
     pointers = np.ndarray(sequences, "<i8", raw.data, HEADER.size + 4 * sequences)

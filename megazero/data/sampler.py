@@ -51,10 +51,8 @@ class Windows:
             raise ValueError(f"seq_len={seq_len} must be at least 1")
         count = (len(tokens) - 1) // seq_len
         if count < 1:
-            raise ValueError(
-                f"{name} holds {len(tokens):,} tokens, fewer than one sample of seq_len + 1 = {seq_len + 1:,}; "
-                "use more data or a shorter seq_len"
-            )
+            sample = f"one sample of seq_len + 1 = {seq_len + 1:,}; use more data or a shorter seq_len"
+            raise ValueError(f"{name} holds {len(tokens):,} tokens, fewer than {sample}")
         return cls(tokens, seq_len, 0, count, borders=borders)
 
     @property
@@ -104,10 +102,7 @@ def split(
         fix = f"it takes at least 1/{windows.count} = {1 / windows.count:.2g}, or 0 for no validation"
         if windows.count < 2:
             fix = "it takes two windows at least: use more data, a shorter seq_len, or 0"
-        raise ValueError(
-            f"validation_fraction={validation_fraction} of the {windows.count:,} windows of {name} leaves none for "
-            f"{side}; {fix}"
-        )
+        raise ValueError(f"{validation_fraction=} leaves none of {name}'s {windows.count:,} windows for {side}; {fix}")
     return replace(windows, count=kept), replace(windows, first=windows.first + kept, count=held_out)
 
 

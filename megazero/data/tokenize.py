@@ -271,10 +271,8 @@ def _over_processes(work: Callable[[T], R], items: Sequence[T], workers: int) ->
             for future in as_completed([pool.submit(work, item) for item in items]):
                 yield future.result()
         except BrokenProcessPool as error:
-            raise RuntimeError(
-                f"one of {workers} tokenizing processes died, perhaps for lack of memory; what is done is kept: "
-                "try again with fewer workers"
-            ) from error
+            hint = "perhaps for lack of memory; what is done is kept: try again with fewer workers"
+            raise RuntimeError(f"one of {workers} tokenizing processes died, {hint}") from error
         finally:
             pool.shutdown(cancel_futures=True)
 

@@ -81,9 +81,8 @@ class IndexedWriter:
         """Append documents that lie end to end: ids [sum of `lengths`] of the writer's own dtype.  Raises: ValueError."""
         assert self._bin is not None, "add_documents belongs inside the writer's `with` block"
         if tokens.dtype != self.dtype or tokens.shape != (sum(lengths),):
-            raise ValueError(
-                f"documents of {sum(lengths):,} ids of {self.dtype}, got {list(tokens.shape)} of {tokens.dtype}"
-            )
+            got = f"{list(tokens.shape)} of {tokens.dtype}"
+            raise ValueError(f"documents of {sum(lengths):,} ids of {self.dtype}, got {got}")
         self._bin.write(np.ascontiguousarray(tokens).data)
         self._sizes.extend(lengths)
 
@@ -127,9 +126,8 @@ def _locked(path: Path) -> FileLock | None:
     try:
         lock.acquire(timeout=0)
     except Timeout:
-        raise FileExistsError(
-            f"another process is writing {path}; wait until it ends, or name another output"
-        ) from None
+        hint = "wait until it ends, or name another output"
+        raise FileExistsError(f"another process is writing {path}; {hint}") from None
     except (OSError, NotImplementedError):
         return None
     return lock

@@ -206,9 +206,7 @@ class DcpFolder:
         except ValueError as error:
             raise CheckpointError(f"{path}: {name} cannot be read: {error}") from error
         if unknown:
-            raise CheckpointError(
-                f"{path}: {name} is made of {', '.join(unknown)}; only tensors and plain values are read"
-            )
+            raise CheckpointError(f"{path}: {name} is made of {', '.join(unknown)}, which is not read")
         return loaded
 
 

@@ -119,16 +119,12 @@ class _Reader:
             for pattern, files in ((_MODEL_FILE, self.models), (_OPTIMIZER_FILE, self.optimizers)):
                 if match := pattern.fullmatch(name):
                     if int(match["mp"]):
-                        raise CheckpointError(
-                            f"{folder} was written with tensor parallelism, for it holds {name}: make a universal "
-                            "checkpoint of it (deepspeed.checkpoint.ds_to_universal) and import that"
-                        )
+                        hint = "import a universal checkpoint of it (deepspeed.checkpoint.ds_to_universal)"
+                        raise CheckpointError(f"{folder} was written with tensor parallelism, see {name}: {hint}")
                     rank = int(match["rank"] or 0)
                     if rank in files:
-                        raise CheckpointError(
-                            f"{folder} holds {files[rank]} and {name}, of one rank: they are of two saves under one tag; "
-                            "move the files of the older one away"
-                        )
+                        hint = "of two saves under one tag; move the files of the older one away"
+                        raise CheckpointError(f"{folder} holds {files[rank]} and {name} of one rank, {hint}")
                     files[rank] = name
             if name.endswith(".pt") and name not in (*self.models.values(), *self.optimizers.values()):
                 self.found.unknown.append(f"file {name}")
@@ -207,10 +203,8 @@ class _Reader:
                 groups = [of_rank[kind] for of_rank in flat]
                 elements = sum(min(span.numel, groups[span.rank][span.group].numel() - span.start) for span in held)
                 if elements != prod(shape):
-                    raise CheckpointError(
-                        f"{self.folder}: the ranks' files hold {elements} elements of {kind} of {name}, whose shape is "
-                        f"{list(shape)}: they are not of one save, or a file is damaged"
-                    )
+                    held_by = f"{elements} elements of {kind} of {name}, whose shape is {list(shape)}"
+                    raise CheckpointError(f"{self.folder} is damaged, or of several saves: the ranks hold {held_by}")
                 tensor = LazyTensor(shape, groups[0][0].dtype, partial(_joined, groups, held, shape))
                 self.found.tensors.setdefault(kind, {})[name] = tensor
         self._check_moments(ranks, flat)
@@ -223,10 +217,9 @@ class _Reader:
                 for number, (state, master) in enumerate(zip(held, kinds[MASTER], strict=True)):
                     more = state.numel() - master.numel()
                     if more not in (0, paddings[number]) or not state.is_floating_point():
-                        raise CheckpointError(
-                            f"{self.folder}/{self.optimizers[rank]} is damaged: {kind} of group {number} has "
-                            f"{state.numel()} elements of {state.dtype}, and its masters {master.numel()}"
-                        )
+                        sizes = f"{state.numel()} elements of {state.dtype}, and its masters {master.numel()}"
+                        path = f"{self.folder}/{self.optimizers[rank]}"
+                        raise CheckpointError(f"{path} is damaged: {kind} of group {number} has {sizes}")
 
     def _flat_groups(self, rank: Mapping[str, Any]) -> dict[str, list[Tensor]]:
         """By kind, the flat groups of a rank."""
@@ -375,9 +368,8 @@ class _Reader:
         """A weight that lies there as its master, too: proof that it was put together as it was cut."""
         if master is not None and not torch.equal(master.read().to(weight.dtype).view(weight.shape), weight):
             raise CheckpointError(
-                f"{self.folder}: the fp32 master of {name} is not that of the weight, so the optimizer's state is of other "
-                "parameters. Universal checkpoints that DeepSpeed makes under round_robin_gradients are so: import the one "
-                "that it was made of"
+                f"{self.folder}: the fp32 master of {name} is not that of the weight, as in universal checkpoints that "
+                "DeepSpeed makes under round_robin_gradients: import the checkpoint that it was made of"
             )
         return weight.detach()
 

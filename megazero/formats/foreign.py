@@ -140,9 +140,8 @@ class Found:
             if not 0 <= count < _COUNTS:
                 raise CheckpointError(f"{path} counts {count} {what}, which no run has: it is damaged")
         if len(self.updates) > 1:
-            raise CheckpointError(
-                f"{path}: AdamW has updated some tensors {min(self.updates)} times and others {max(self.updates)}"
-            )
+            least, most = min(self.updates), max(self.updates)
+            raise CheckpointError(f"{path}: AdamW has updated some tensors {least} times and others {most}")
         updates = max(self.updates, default=0)
         return ForeignCheckpoint(
             path,
@@ -288,7 +287,5 @@ def _best_table(
         for other in candidates():
             if known(other) == known(best) and named(other) != named(best):
                 first, second = (f"{table.name!r} behind the prefix {table.prefix!r}" for table in (best, other))
-                raise CheckpointError(
-                    f"{path} holds two whole sets of tensors, {first} and {second}: leave one out by --ignore PATTERN"
-                )
+                raise CheckpointError(f"{path} holds two whole sets of tensors, {first} and {second}: --ignore PATTERN")
     return best

@@ -108,9 +108,7 @@ def import_checkpoint(
     if read is None:
         given = {"--run-file": run_file, "--step": step, "--samples": samples}
         if idle := [name for name, value in given.items() if value is not None]:
-            raise ValueError(
-                f"{', '.join(idle)}: a transformers model begins at step 0 and describes itself; leave it out"
-            )
+            raise ValueError(f"a transformers model begins at step 0 and describes itself; leave out {', '.join(idle)}")
         return import_model(
             folder.path, out, dtype=dtype, seq_len=seq_len, max_shard_bytes=max_shard_bytes, ignore=ignore
         )
@@ -143,20 +141,15 @@ def _recognised(folder: LocalFolder) -> str:
     if below:
         raise CheckpointError(f"{folder} holds several checkpoints; name one of them: {', '.join(below[-3:])}")
     forms = ", ".join(f"{name} ({form.about})" for name, form in FORMS.items())
-    raise CheckpointError(
-        f"{folder} is no checkpoint of a known form: it holds neither {HF_CONFIG} nor .metadata nor *_model_states.pt "
-        f"nor weights. Known: {forms}; --from says which"
-    )
+    raise CheckpointError(f"{folder} is no checkpoint of a known form. Known: {forms}; --from says which")
 
 
 def _has_moments(folder: LocalFolder, kinds: Iterable[str], updates: int) -> bool:
     """Whether the checkpoint has AdamW's moments.  Raises: CheckpointError: it has a part of them."""
     moments = [kind for kind in kinds if kind in ADAM]
     if moments and (len(moments) != len(ADAM) or updates < 1):
-        raise CheckpointError(
-            f"{folder} has {' and '.join(moments)} after {updates} updates: AdamW needs {' and '.join(ADAM)} and the number "
-            "of its updates"
-        )
+        found = f"{' and '.join(moments)} after {updates} updates"
+        raise CheckpointError(f"{folder} has {found}: AdamW needs {' and '.join(ADAM)} and the number of its updates")
     return bool(moments)
 
 

@@ -110,9 +110,8 @@ def read_megatron(folder: LocalFolder, model: ModelConfig, args: Mapping[str, An
         "consumed_train_samples", next((said[_NEMO_SAMPLES] for said in loaded if _NEMO_SAMPLES in said), None)
     )
     if any(not isinstance(count, int) or count < 0 for count in (step, samples or 0)):
-        raise CheckpointError(
-            f"{folder}/{COMMON}: iteration {step!r} and consumed_train_samples {samples!r} must be numbers from 0"
-        )
+        counts = f"iteration {step!r} and consumed_train_samples {samples!r}"
+        raise CheckpointError(f"{folder}/{COMMON}: {counts} must be numbers from 0")
     if differ := list(differences(args, model)):
         raise CheckpointError(f"{folder}/{COMMON} is of another model than the run file: {'; '.join(differ)}")
     source, found = DcpFolder(folder), Found(step=step, samples=samples)
@@ -244,9 +243,7 @@ def _master(name: str, master: LazyTensor, weight: LazyTensor) -> Tensor:
     """Read a master.  Raises: CheckpointError: it does not round to its weight."""
     tensor, model = master.read(), weight.read()
     if tensor.shape == model.shape and not torch.equal(tensor.to(model.dtype), model):
-        raise CheckpointError(
-            f"{name}: its fp32 master does not round to it; --ignore '* of *' leaves the optimizer's state out"
-        )
+        raise CheckpointError(f"{name}: its fp32 master does not round to it; leave the state out by --ignore '* of *'")
     return tensor
 
 
