@@ -101,6 +101,15 @@ def test_gpt2_blocks_compile() -> None:
     assert graphs == 5 + 2
 
 
+def test_each_layer_has_codes_of_its_own_for_what_it_rounds_to_fp8() -> None:
+    """For x, W, dy and W.T of four layers: torch compiles no code as often.  Blocks share them."""
+    fp8 = {"fp8": "rowwise", "fp8_layers": "all", "dtype": "bf16"}
+    runs = _runs(1, model=LLAMA | {"ffn_hidden_size": 80}, precision=fp8)
+    ((pairs, graphs),) = run_world(1, _with_and_without, [runs], "eager", False)
+    _check(pairs)
+    assert graphs == 4 + 2 + 4 * 4
+
+
 def test_a_norm_over_all_heads_compiles() -> None:
     """It communicates over tp, so tracing of attention stops there."""
     runs = _runs(2, model=LLAMA | {"num_layers": 1, "family": "olmo2"}, parallel={"tp": 2})

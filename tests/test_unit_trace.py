@@ -14,7 +14,8 @@ from megazero.cpu.shared_memory import SharedMemoryBackend
 from megazero.engine.outline import schedule_of
 from megazero.parallel_state import Axis
 from megazero.parallel_state.groups import Group
-from megazero.plan.fake_tensors import FakeTensors, Message
+from megazero.plan.fake_tensors import FakeTensors, Message, Operator
+from megazero.plan.operator_times import flops_of
 from megazero.plan.silent import Alone, SilentBackend, make_silent
 from megazero.plan.unit_trace import ADDED, DY, EMBEDDING, HEAD, PassTrace, UnitKey, UnitTrace, trace_units
 
@@ -28,6 +29,7 @@ CASES = [
     "parallel.tp=2 activations.recompute=full activations.partition=true",
     'parallel.tp=2 parallel.sequence_parallel=true activations.recompute=["attention"] activations.keep_attention=true',
     "parallel.cp=2 parallel.cp_method=ring",
+    "precision.fp8=rowwise precision.fp8_layers=all",
     "parallel.pp=2 parallel.schedule=zb-h1 model.family=gpt2 model.num_kv_heads=4 model.dropout=0.1",
 ]
 
@@ -80,6 +82,22 @@ def test_a_tensor_parallel_layer_sums_its_stream_twice_in_each_direction() -> No
     for passed in (layer.forward, layer.backward):
         sent = [event for event in passed.events if isinstance(event, Message)]
         assert [(one.operation, one.axis, one.sent_bytes) for one in sent] == [("all_reduce", "tp", stream)] * 2
+
+
+def test_fp8_has_the_products_of_bf16_and_sends_the_largest_of_each_row() -> None:
+    """Four of a layer's eight products are cut over tp: fp32 for each token and row or column of the hidden size.  On CUDA
+    these take four kernels, the others two, one for each factor."""
+    found = {}
+    for fp8 in ("none", "rowwise"):
+        run = run_of(f"parallel.tp=2 precision.fp8={fp8} precision.fp8_layers=all")
+        (layer,) = (trace for key, trace in trace_units(run, on_cuda=True).items() if not isinstance(key, str))
+        events = [*layer.forward.events, *layer.backward.events]
+        sent = sum(event.sent_bytes for event in events if isinstance(event, Message))
+        names = [event.name for event in events if isinstance(event, Operator)]
+        found[fp8] = flops_of(layer), sent, names.count("aten._scaled_mm.default"), names.count("fp8.round")
+    rows = run.micro_batch_size * run.config.model.seq_len + run.config.model.hidden_size
+    flops, sent, *_ = found["none"]
+    assert found == {"none": (flops, sent, 0, 0), "rowwise": (flops, sent + 4 * 4 * rows, 8, 4 * 4 + 4 * 2)}
 
 
 def names_of(passed: PassTrace) -> list[str]:

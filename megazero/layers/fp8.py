@@ -19,6 +19,8 @@ Source: Micikevicius et al. 2022 (e4m3); DeepSeek-AI 2024, section 3.3 (blocks o
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
+from types import FunctionType
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 import torch
@@ -36,7 +38,6 @@ BLOCK = 128
 _MULTIPLE = 16  # of which kernels need every size but that of the tokens
 _MANTISSA_ABOVE_448 = 0x1FFFFF  # carries into the exponent where a mantissa is above that of 448 = 1.75 * 2^8
 _EXPONENT, _INFINITY, _SMALLEST = 0x7F800000, 0x7F800000, 9 << 23  # a scale of 2^-126, of zeros too
-_CODES = 64
 _NO_AXIS = Axis("none")
 
 
@@ -99,6 +100,11 @@ def emulated(a: Quantised, b: Quantised, dtype: torch.dtype) -> Tensor:
     return product_t(dequantise(a, block, dtype), dequantise(b, block, dtype))
 
 
+@cache
+def _own_code(function: Callable[..., Any], name: str) -> Callable[..., Any]:
+    return FunctionType(function.__code__.replace(co_name=f"{function.__name__}_{name}"), globals())
+
+
 class Fp8Product:
     """The two products of a linear layer whose factors are quantised.
 
@@ -107,21 +113,23 @@ class Fp8Product:
         multiply: of quantised factors.
         forward_axis: the ranks that cut the features of x among them, as in a row-parallel layer.
         backward_axis: the ranks that cut those of y, as in a column-parallel layer.
+        name: of the layer within its block; equal layers of all blocks share compiled code.
     """
 
-    def __init__(self, scaling: Scaling, multiply: Multiply, forward_axis: Axis, backward_axis: Axis) -> None:
+    def __init__(
+        self, scaling: Scaling, multiply: Multiply, forward_axis: Axis, backward_axis: Axis, name: str
+    ) -> None:
+        self._name = name
         self._block = 0 if scaling == "rowwise" else BLOCK  # 0: a row
         self._multiply = multiply
         self._axes = (_NO_AXIS, _NO_AXIS) if self._block else (forward_axis, backward_axis)
         self._maxima, self._quantise, self._quantise_alone = maxima, quantise, quantise_alone
 
     def compile(self, compiled: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
-        import torch._dynamo.config as settings  # it takes a moment
-
-        # a code for each size of x, dy and the weights, and of their transposes
-        settings.recompile_limit = max(settings.recompile_limit, _CODES)
-        self._maxima, self._quantise = compiled(maxima), compiled(quantise)
-        self._quantise_alone = compiled(quantise_alone)
+        # For each layer a code of its own, which is compiled for x, W, dy and W.T: torch compiles no code for many sizes.
+        self._maxima, self._quantise, self._quantise_alone = (
+            compiled(_own_code(function, self._name)) for function in (maxima, quantise, quantise_alone)
+        )
 
     def forward(self, x: Tensor, weight: Tensor) -> Tensor:
         return self._product(x, weight, self._axes[0])
@@ -163,11 +171,11 @@ def use_fp8(block: nn.Module, scaling: Scaling, multiply: Multiply) -> None:
     if not layers:
         rule = f"must be none: no linear layer of a {type(block).__name__} is one of this package's"
         raise ConfigError([Problem("precision.fp8", scaling, rule, "build them with `BuildContext.column` and `row`")])
-    for layer in layers:
+    for number, layer in enumerate(layers):
         _check_sizes(layer, scaling)
         is_column = isinstance(layer, ColumnParallelLinear)
         axes = (_NO_AXIS, layer.tp) if is_column else (layer.tp, _NO_AXIS)
-        layer.product = Fp8Product(scaling, multiply, *axes)
+        layer.product = Fp8Product(scaling, multiply, *axes, str(number))
 
 
 def _check_sizes(layer: ColumnParallelLinear | RowParallelLinear, scaling: Scaling) -> None:
