@@ -378,7 +378,7 @@ class TrainingConfig(Section):
     """Number of such steps in a row (skip), or of rollbacks (rollback), after which the run stops all the same."""
     compile: bool | Auto = "auto"
     """Compile transformer blocks and loss with torch.compile, at the first step. "auto": on CUDA, not on a CPU."""
-    logits_chunk_bytes: Count = 2**30
+    logits_chunk_bytes: Count = 2**32
     """Largest logits of the loss on a rank: kept for the backward if a micro-batch fits, else computed twice, in chunks."""
     skip_steps: Annotated[tuple[Steps, ...], Field(strict=False)] = ()
     """Steps whose samples are not used, single or as [first, last]: skip_steps = [1200, [1500, 1510]]."""

@@ -135,7 +135,7 @@ class PositionEmbedding(nn.Module):
 IGNORED_LABEL = -100
 """Label of a token that does not count (torch's convention)."""
 
-LOGITS_BYTES = 2**30
+LOGITS_BYTES = 2**32
 """Largest size of one chunk's logits on a rank, in the dtype of the weights, unless a run says so."""
 
 _TILE = 128  # rows of a GPU's matrix product
