@@ -128,9 +128,9 @@ QUEUE = (
         (*_TINY, "--apart", "--no-plain", "--out", "{out}", *POLICIES), _STEPS,
     ),
     Check(
-        "offload", "Offloading at 8K, 4 layers of that shape, two samples a step, not compiled: share of copies hidden", 60,
+        "offload", "Offloading at 8K, 8 layers of that shape, two samples a step, not compiled: share of copies hidden", 70,
         (*_STEP, *_LONG, "--micro-batch-size", "2", "--accumulation", "1", "--rounds", "1", "--no-plain", "--no-compile",
-         "--set", "model.num_layers=4", "model.vocab_size=8192", "--out", "{out}", *_OFFLOADED),
+         "--set", "model.num_layers=8", "model.vocab_size=8192", "--out", "{out}", *_OFFLOADED),
         (*_TINY, "--apart", "--no-plain", "--out", "{out}", *_OFFLOADED), _STEPS,
     ),
     Check(
