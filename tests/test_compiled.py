@@ -12,6 +12,7 @@ from worlds import GPT2, LLAMA, counted, engine_on, micro_batches, run_of, state
 from megazero.config import ResolvedRun
 from megazero.engine import Engine
 from megazero.layers.attention_kernels import attention
+from megazero.models.gpt import MicroBatch
 from megazero.models.wrappers import compile_blocks, wants_compiling
 
 pytestmark = pytest.mark.slow  # starts whole runs
@@ -34,8 +35,13 @@ def _compile(engine: Engine, backend: str) -> None:
 
 
 def _losses(engine: Engine, run: ResolvedRun, evaluates: bool) -> list[float]:
-    losses = [engine.train_step(micro_batches(run, engine.state, step), LR).loss for step in range(2)]
-    return [*losses, engine.evaluate(micro_batches(run, engine.state, 50)).loss] if evaluates else losses
+    pattern = "random" if run.config.data.document_mask else "none"
+
+    def batches(step: int) -> list[MicroBatch]:
+        return micro_batches(run, engine.state, step, pattern)
+
+    losses = [engine.train_step(batches(step), LR).loss for step in range(2)]
+    return [*losses, engine.evaluate(batches(50)).loss] if evaluates else losses
 
 
 def _runs(world: int, **sections: Any) -> tuple[ResolvedRun, ResolvedRun]:
@@ -214,6 +220,51 @@ def test_tracing_stops_where_outputs_of_attention_are_kept() -> None:
         found.append(torch.autograd.grad(compiled(x, kept).sum(), x)[0])
     assert all(torch.equal(one, found[0]) for one in found)
     assert len(keeps.kept) == 2
+
+
+def _ahead(rank: int, runs: list[ResolvedRun]) -> list[tuple[Any, ...]]:
+    """Of each run, without and with what is compiled ahead: its numbers, and what changed meanwhile that must not."""
+    state, found = state_on(rank, runs[0]), []
+    for run in runs:
+        pairs = []
+        for is_ahead in (False, True):
+            torch.compiler.reset()
+            counters.clear()
+            engine = engine_on(rank, run, state=state)
+            if engine.offload is not None:
+                engine.offload.smallest_bytes = 64
+            _compile(engine, "aot_eager")
+            engine.compiles = is_ahead
+            calls, kept = dict(state.traffic.calls), torch.get_rng_state()
+            engine.compile_ahead(run.micro_batch_size, run.accumulation, evaluates=True)
+            assert dict(state.traffic.calls) == calls
+            assert torch.equal(torch.get_rng_state(), kept)
+            graphs = counters["stats"]["unique_graphs"]
+            pairs.append((_losses(engine, run, evaluates=True), graphs, counters["stats"]["unique_graphs"]))
+            engine.sharded_model.close()
+        found.append(tuple(pairs))
+    return found
+
+
+@pytest.mark.parametrize(
+    "sections",
+    [
+        [{"parallel": {"pp": 2, "schedule": "zbv"}}],
+        [
+            {"parallel": {"tp": 2}, "activations": {"recompute": "selective", "offload": "host"}, "zero": {"stage": 3}},
+            {"parallel": {"cp": 2, "cp_method": "ring"}, "data": {"document_mask": True}, "zero": {"stage": 2}},
+        ],
+    ],
+    ids=["pipeline", "others"],
+)
+def test_what_is_compiled_ahead_is_all_and_changes_no_bit(sections: list[dict[str, Any]]) -> None:
+    """On every stage at the same time: no message of the pipeline is sent meanwhile."""
+    model = LLAMA | {"dropout": 0.1, "num_layers": 4}
+    for one in sections:
+        for found in run_world(2, _ahead, [run_of(2, model=model, training={"compile": True}, **one)]):
+            for (without, none, later), (with_, ahead, after) in found:
+                assert with_ == without, one
+                assert (none, ahead, after) == (0, later, later), one
 
 
 def test_names_of_parameters_stay() -> None:

@@ -56,6 +56,7 @@ class Engine:
     Attributes:
         offload: holds in an arena what layers keep; None where none does.
         share: what this rank needs of each global batch.
+        compiles: whether blocks are compiled.
         on_action: called before and after every computed action, for traces.
         wants_stop: called at the end of every step and evaluation; see `StepStatistics.stop`.
     """
@@ -79,6 +80,7 @@ class Engine:
             ring=state.cp_ring,
             documents=config.data.document_mask,
         )
+        self.compiles = False
         self.on_action: Callable[[Action], None] | None = None
         self.wants_stop: Callable[[], bool] = lambda: False
         self._executor = executors(
@@ -191,24 +193,60 @@ class Engine:
             counting.wait()
             return global_tokens.clamp(min=1).reciprocal().float() * model.scale
 
+        runner = self._runner(batches, executor.schedule, loss_gradient if trains else None)
+        executor.run(runner)
+        counting.wait()
+        return runner.loss_sum, tokens
+
+    def _runner(
+        self, batches: Sequence[MicroBatch], schedule: Schedule, loss_gradient: Callable[[], Tensor] | None
+    ) -> StageRunner:
         for queue in self._wgrad_queues:
-            queue.defers = executor.schedule.splits_backward
+            queue.defers = schedule.splits_backward
         for head in self._heads:
-            head.keeps_logits = executor.schedule.waiting_losses <= 1
+            head.keeps_logits = schedule.waiting_losses <= 1
         chunks = [
             ChunkRunner(partial(_forward, stage, batches), stage.head is not None, queue)
             for stage, queue in zip(self._stages, self._wgrad_queues, strict=True)
         ]
-        runner = StageRunner(chunks, model, loss_gradient if trains else None, self.offload)
-        executor.run(runner)
-        counting.wait()
-        return runner.loss_sum, tokens
+        return StageRunner(chunks, self.sharded_model, loss_gradient, self.offload)
+
+    def compile_ahead(self, samples: int, count: int, *, evaluates: bool) -> None:
+        """Run the compiler on all stages at the same time, before the first step; no-op where nothing is compiled.
+
+        In a step each stage would compile while the next ones wait for its message, under the time limit of collectives.
+        A micro-batch of zeros goes through every chunk, without messages; what it leaves is forgotten like a failed step.
+
+        Args:
+            samples, count: of the micro-batches of a step.
+            evaluates: whether there will be evaluations, which compile once more.
+        """
+        if not self.compiles:
+            return
+        seq_len, device = self.config.model.seq_len, self.state.device
+        tokens = torch.zeros(seq_len, samples, dtype=torch.int64, device=device)
+        part = self.share.part_of([[seq_len]] * samples if self.share.documents else None, seq_len)
+        batches = [self.share.cut(torch.arange(samples, device=device), tokens, tokens, part)] * count
+        schedule, one = self._executor_of(batches, trains=True).schedule, torch.ones((), device=device)
+        with torch.random.fork_rng([device] if device.type == "cuda" else []), self.state.traffic.uncounted():
+            for trains in (True, False) if evaluates else (True,):
+                self._begin_step(batches)
+                self._chunks.train(trains)
+                runner = self._runner(batches, schedule, (lambda: one) if trains else None)
+                for chunk, stage in enumerate(self._stages):
+                    x = None if stage.embedding is not None else self._new_activation(samples, None)
+                    with torch.set_grad_enabled(trains):
+                        y = runner.forward(chunk, 0, x and (x[0].zero_(),))
+                    if trains:
+                        runner.backward(chunk, 0, y and tuple(map(torch.zeros_like, y)))
+                        runner.backward_weight(chunk, 0)
+            self._begin_step(batches)
 
     def _executor_of(self, batches: Sequence[MicroBatch], *, trains: bool) -> Executor:
         samples = check_shapes(batches, self.config.model.seq_len // self.state.cp.size)
         return self._executor(len(batches), samples, trains)
 
-    def _new_activation(self, samples: int, _: Action) -> Message:
+    def _new_activation(self, samples: int, _: Action | None) -> Message:
         """Allocate the activation that stages exchange: [seq / cp (/ tp with sequence parallelism), micro-batch, hidden]."""
         model, seq = self.config.model, self.config.model.seq_len // self.state.cp.size
         seq //= self.state.tp.size if self.config.parallel.sequence_parallel else 1
@@ -368,6 +406,7 @@ def initialize(
     parameters = engine.sharded_model.parameters
     weights = parameters.by_name.values()
     if agree(lambda: wants_compiling(config.training.compile, state.device, weights), state.world, ValueError):
+        engine.compiles = True
         for stage in engine._stages:
             compile_blocks(stage)
     if init_weights:

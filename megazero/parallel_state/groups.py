@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol, TypeAlias
 
@@ -167,6 +168,17 @@ class Traffic:
         now = time.perf_counter()
         self.waited_seconds += now - entered.since
         self.last = CollectiveCall(entered.operation, entered.axis, entered.ranks, False, now)
+
+    @contextmanager
+    def uncounted(self) -> Iterator[None]:
+        """Leave what happens within out of the counts."""
+        counts = [Counter(one) for one in (self.sent_bytes, self.link_bytes, self.calls)]
+        waited = self.waited_seconds
+        try:
+            yield
+        finally:
+            self.sent_bytes, self.link_bytes, self.calls = counts
+            self.waited_seconds = waited
 
     def by_axis(self) -> dict[str, int]:
         """Bytes sent over each axis, all operations together."""

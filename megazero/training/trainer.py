@@ -109,7 +109,10 @@ class Trainer:
     def run(self) -> RunSummary:
         """Do the steps that are left, or those until a rank wants to stop."""
         steps, is_done = self.resolved.config.training.steps, False
-        with self._closing, explained(self.resolved, self.state, self.engine):
+        run, config = self.resolved, self.resolved.config
+        with self._closing, explained(run, self.state, self.engine):
+            evaluates = bool(config.training.eval_every_steps or config.data.validation_sources)
+            self.engine.compile_ahead(run.micro_batch_size, run.accumulation, evaluates=evaluates)
             for callback in self.callbacks:
                 callback.on_start()
             started = time.perf_counter()
