@@ -32,6 +32,7 @@ from megazero.training.world import LAUNCH_FOLDER, SHARE_DEVICE, MissingRanksErr
 
 pytestmark = pytest.mark.slow  # starts whole runs
 
+ONE, TORCHRUN = {"CUDA_VISIBLE_DEVICES": "5"}, {"TORCHELASTIC_RUN_ID": "a"}
 TWO_RANKS = [*TINY, *ONE_STAGE, "launch.nproc_per_node=2", "training.steps=3"]
 
 
@@ -108,26 +109,17 @@ def test_the_command_itself_computes_on_the_cpu_beside_fewer_devices_and_says_so
 
 
 @pytest.mark.parametrize(
-    ("environment", "devices", "ranks", "index"),
-    [
-        ({}, 1, 1, 0),
-        ({}, 8, 8, 3),
-        ({}, 2, 8, None),
-        ({"CUDA_VISIBLE_DEVICES": "5"}, 1, 8, 0),  # srun --gpus-per-task=1; the next line is that with cgroups
-        ({"CUDA_VISIBLE_DEVICES": "0"}, 1, 8, 0),
-        ({"CUDA_VISIBLE_DEVICES": "0,1"}, 1, 8, None),  # one of two is lost
-        ({"CUDA_VISIBLE_DEVICES": "0", "TORCHELASTIC_RUN_ID": "a"}, 1, 8, None),  # all ranks see the same one
-        ({"CUDA_VISIBLE_DEVICES": "0", "TORCHELASTIC_RUN_ID": "a", "LOCAL_RANK": "0"}, 1, 8, 0),  # --virtual-local-rank
-        ({"CUDA_VISIBLE_DEVICES": "0", LAUNCH_FOLDER: "/tmp"}, 1, 8, None),  # of a command that starts its ranks
-        ({SHARE_DEVICE: "1"}, 1, 8, 0),
-        ({SHARE_DEVICE: "1"}, 2, 8, 1),
-        ({SHARE_DEVICE: "1"}, 0, 8, None),
-    ],
-)
+    ("environment", "devices", "index"),
+    [({}, 8, 3), ({}, 2, None), ({**ONE, "CUDA_VISIBLE_DEVICES": "0,1"}, 1, None),  # devices are lost
+     (ONE, 1, 0),  # srun --gpus-per-task=1
+     (ONE | TORCHRUN, 1, None), (ONE | {LAUNCH_FOLDER: "/tmp"}, 1, None),  # all ranks see the same device
+     (ONE | TORCHRUN | {"LOCAL_RANK": "0"}, 1, 0),  # --virtual-local-rank
+     ({SHARE_DEVICE: "1"}, 1, 0), ({SHARE_DEVICE: "1"}, 2, 1), ({SHARE_DEVICE: "1"}, 0, None)],
+)  # fmt: skip
 def test_a_rank_takes_the_device_of_its_number_or_the_only_one_that_its_launcher_shows_it(
-    environment: dict[str, str], devices: int, ranks: int, index: int | None
+    environment: dict[str, str], devices: int, index: int | None
 ) -> None:
-    assert device_index({"RANK": "11", "LOCAL_RANK": "3" if ranks > 1 else "0"} | environment, devices, ranks) == index
+    assert device_index({"RANK": "11", "LOCAL_RANK": "3"} | environment, devices, 8) == index
 
 
 def _places(rank: int, folder: Path, devices: tuple[int, int], wish: str, local: str | None) -> list[str]:
