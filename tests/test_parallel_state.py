@@ -70,18 +70,6 @@ def test_groups_of_any_axes_partition_the_ranks(grid, axes):
     assert all(grid.group_of(rank, *axes) == group for group in groups for rank in group)
 
 
-@pytest.mark.parametrize("order", ORDERS)
-def test_every_order_of_the_axes_keeps_members_apart_on_their_axis_only(order):
-    grid = RankGrid(tp=2, cp=3, dp=2, pp=3, order=order)
-    for axis in AXES:
-        for group in groups_of(grid, axis):
-            coordinates = [vars(grid.coordinate(rank)) for rank in group]
-            assert [at.pop(axis) for at in coordinates] == list(range(getattr(grid, axis)))
-            assert all(at == coordinates[0] for at in coordinates)
-    innermost = order.split("-")[0]
-    assert grid.group_of(0, innermost) == tuple(range(getattr(grid, innermost)))
-
-
 def test_a_grid_of_16384_ranks_lists_all_its_groups_in_a_second():
     grid = RankGrid(tp=8, cp=2, dp=64, pp=16)
     start = time.process_time()

@@ -135,26 +135,10 @@ def test_the_number_of_elements_drawn_at_a_time_leaves_no_trace(spec, monkeypatc
     assert all(torch.equal(drawn(spec, tp_rank, 3), whole[tp_rank]) for tp_rank in range(3))
 
 
-@pytest.mark.parametrize("kind", ["normal", "ones", "zeros"])
-def test_padding_is_zero_whatever_the_init(kind):
-    spec = rows_spec((NamedRows("wte", 5),), columns=3, split=0, init=Initializer(kind))
-    assert spec.local_shape(4) == (2, 3)
-    assert (drawn(spec, 2, 4)[0] == 0).all() == (kind == "zeros")  # row 4, the last
-    assert (drawn(spec, 2, 4)[1] == 0).all()
-    assert (drawn(spec, 3, 4) == 0).all()
-
-
 @every_spec
 def test_a_checkpoint_shape_is_the_logical_one_without_padding(spec):
     shapes = {name: tuple(tensor.shape) for name, tensor in stored(spec, 0).items()}
     assert spec.logical_shapes() == shapes
-
-
-def test_seeds_and_names_draw_different_weights():
-    spec = rows_spec((NamedRows("a", 8), NamedRows("b", 8)), columns=8)
-    one, other = drawn(spec, 0, 1, seed=1), drawn(spec, 0, 1, seed=2)
-    assert not (one == other).any()
-    assert not (one[:8] == one[8:]).any()
 
 
 def test_biases_and_norms_never_decay_and_follow_the_cut_of_their_weight():

@@ -136,19 +136,6 @@ def test_a_total_that_ranks_do_not_divide_is_refused() -> None:
 # ---- tiles
 
 
-@given(ranks_and_lengths, windows, st.data())
-def test_tiles_of_two_ranks_hold_every_visible_pair_once(
-    drawn: tuple[int, list[int]], window: int | None, data: st.DataObject
-) -> None:
-    ranks, lengths = drawn
-    parts = shards(lengths, ranks)
-    queries, keys = (parts[data.draw(st.integers(0, ranks - 1))] for _ in range(2))
-    made = tiles(queries, keys, window)
-    found = [cell for tile in made for cell in cells(tile, window)]
-    assert len(set(found)) == len(found)
-    assert set(found) == seen(queries, keys, window)
-
-
 @given(ranks_and_lengths, windows)
 def test_a_ranks_tiles_over_the_ring_are_its_work(drawn: tuple[int, list[int]], window: int | None) -> None:
     ranks, lengths = drawn

@@ -44,6 +44,10 @@ def _axis(rank: int, local_world_size: int = 1, timeout_seconds: float = 30) -> 
     return axis
 
 
+def _on_one_host(rank: int) -> ParallelState:
+    return ParallelState(RankGrid(dp=2), rank, timeout_seconds=30, local_world_size=2, shares_memory=True)
+
+
 def _exchanged(out: Tensor, x: Tensor, axis: Axis) -> Pending:
     """Both sides of a message to the next rank as one."""
     after, before = axis.ranks[(axis.index + 1) % axis.size], axis.ranks[axis.index - 1]
@@ -117,7 +121,7 @@ def test_after_an_interrupted_wait_the_next_operation_has_its_own_result(local_w
 
 def _interrupt_in_the_middle(rank: int) -> list[list[str]]:
     """On rank 0, as it reads what the other has written.  Returns: what each operation and the next two ended with."""
-    state = ParallelState(RankGrid(dp=2), rank, timeout_seconds=30, local_world_size=2, shares_memory=True)
+    state = _on_one_host(rank)
     start, found = Channel.start, list[list[str]]()
 
     def interrupted(rounds: Rounds) -> Rounds:
@@ -151,10 +155,7 @@ def test_an_interrupt_in_the_middle_of_shared_memory_ends_all_later_operations_o
 
 def _late(rank: int) -> list[str]:
     """Rank 1 comes after rank 0's time-out; rank 0 fills its tensor anew.  Returns: what each operation ended with."""
-    state, ends = (
-        ParallelState(RankGrid(dp=2), rank, timeout_seconds=30, local_world_size=2, shares_memory=True),
-        list[str](),
-    )
+    state, ends = _on_one_host(rank), list[str]()
     tensor, other = torch.empty(4), state.with_own_group(state.dp, "other")
     for axis in (state.dp, other):
         all_reduce(torch.zeros(1), axis).wait()
@@ -184,10 +185,7 @@ def test_a_time_out_in_shared_memory_ends_all_later_operations_on_both_ranks() -
 
 def _out_of_order(rank: int) -> list[str]:
     """Ranks start different operations, and then the same.  Returns: what each ended with."""
-    state, ends = (
-        ParallelState(RankGrid(dp=2), rank, timeout_seconds=30, local_world_size=2, shares_memory=True),
-        list[str](),
-    )
+    state, ends = _on_one_host(rank), list[str]()
     all_reduce(torch.zeros(1), state.dp).wait()
 
     def wait_for_peers(*_: object) -> bool:
