@@ -114,8 +114,9 @@ def _train_until_lost(
         if rank == 0:
             _take_over(folder / where)
             then.append(_files(folder))
+            # No step goes on before the lock was looked at, which is now done all the time.
+            ownership.GONE_SECONDS, ownership.HEARTBEAT_SECONDS = -1.0, 0.0
 
-    ownership.GONE_SECONDS = -1.0  # look after every step
     try:
         train(run, state_on(rank, run), watch(take_over))
     except (OwnerError, LostPeerError) as error:
