@@ -64,13 +64,13 @@ class Layer:
     size: int = 128
 
     def inputs(self, seq: int | None = None) -> list[Tensor]:
-        """q, k, v, which want gradients, and the gradient of the output; [1, heads, seq, size]."""
+        """q, k, v, which want gradients, and the gradient of the output; [1, heads, seq, size] as in a layer: by seq."""
         generator, dtype = torch.Generator(self.device).manual_seed(7), torch.bfloat16
         shapes = [
-            (1, heads, seq or self.seq, self.size) for heads in (self.heads, self.kv_heads, self.kv_heads, self.heads)
+            (1, seq or self.seq, heads, self.size) for heads in (self.heads, self.kv_heads, self.kv_heads, self.heads)
         ]
         drawn = [torch.randn(shape, generator=generator, device=self.device, dtype=dtype) for shape in shapes]
-        return [x.requires_grad_(number < 3) for number, x in enumerate(drawn)]
+        return [x.transpose(1, 2).requires_grad_(number < 3) for number, x in enumerate(drawn)]
 
 
 def seen_pairs(lengths: Sequence[int], window: int | None = None) -> int:
@@ -106,7 +106,9 @@ def cases_of(layer: Layer, documents: Sequence[int], windows: Sequence[int], rin
         found.append(Case(f"documents of {length}", seen_pairs(lengths), attend, lengths))
     for window in windows:
         on_cuda = layer.device.type == "cuda"
-        sliding: AttentionKernel = KernelWindow(window) if on_cuda else SlidingWindow(window, q.dtype, layer.device)
+        sliding: AttentionKernel = (
+            KernelWindow(window, layer.device) if on_cuda else SlidingWindow(window, q.dtype, layer.device)
+        )
         attend = through(lambda sliding=sliding: sliding.attend(q, k, v))
         found.append(Case(f"window of {window}", seen_pairs(whole, window), attend, whole, window))
     for ranks in rings:

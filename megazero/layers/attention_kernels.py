@@ -213,7 +213,7 @@ class TileKernel:
         kernel = _kernel_of_tiles(q, k, v, mask, causal)
         if kernel == SDPBackend.EFFICIENT_ATTENTION:
             lse = F.pad(lse, (0, -lse.shape[-1] % 32), value=torch.inf)  # the kernel's own length
-        unused = [torch.zeros(shape, dtype=torch.uint64, device=q.device) for shape in ((2,), ())]
+        unused = [q.new_empty(shape, dtype=torch.uint64) for shape in ((2,), ())]
         random = [] if q.is_cpu else unused  # state of random numbers: nothing is dropped out
         dq, dk, dv = _backward(kernel, grad, q, k, v, mask, causal, out, lse.contiguous(), *random)[:3]
         if k.shape[1] != heads:
@@ -360,8 +360,8 @@ def _laid_out(x: Tensor, q: Tensor) -> Tensor:
     Torch keeps what cuDNN compiled under the strides of q, k and v alone: every later backward reads `grad` and `out` with
     the strides of the first (MHA.cpp, MHACacheKeyWrapper).
     """
-    strides = zip(x.shape, x.stride(), torch.empty_like(q, device="meta").stride(), strict=True)
-    return x if all(size == 1 or its == wanted for size, its, wanted in strides) else torch.empty_like(q).copy_(x)
+    wanted = q.stride() if x.stride() == q.stride() else torch.empty_like(q, device="meta").stride()
+    return x if x.stride() == wanted else torch.empty_like(q).copy_(x)
 
 
 def _seen_in(tile: Tile, window: int | None, q: Tensor) -> tuple[Tensor | None, bool]:

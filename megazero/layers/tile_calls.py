@@ -43,7 +43,7 @@ from megazero.layers.token_layout import EVERY_HEAD, HeadPiece, Ints, Tile, tile
 Rows: TypeAlias = tuple[slice | Tensor, ...]  # indexes [batch, heads, seq, ...]
 EVERYTHING: Rows = (slice(None), slice(None), slice(None))
 _MOST_TILES = 65_535  # blocks that CUDA starts along one dimension of a grid
-_LEAST_ROWS = 1024  # of a document that has a call of its own
+_LEAST_ROWS = 3072  # of a document that has a call of its own, which takes an H100 longer than its host
 
 
 _TORCHS = TileKernel()
@@ -172,21 +172,20 @@ class Documents:
     """All documents of some samples: each long one in a causal call of its own, the others packed.
 
     Args:
-        long: (sample, first row, row behind the last) of each.
+        long: (sample, first row, rows, tile of the call) of each.
         others: the calls of all others.
     """
 
-    long: Sequence[tuple[int, int, int]]
+    long: Sequence[tuple[int, int, int, Tile]]
     others: Sequence[PackedTiles]
     queries: Rows = EVERYTHING
     keys: Rows = EVERYTHING
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         out, lse = torch.empty_like(q), torch.empty_like(q[..., 0], dtype=torch.promote_types(q.dtype, torch.float32))
-        for sample, start, stop in self.long:
-            tile = _tile_of(stop - start)
-            its_q, its_k, its_v = (_cut(x, sample, start, start + tile.q_stop, tile) for x in (q, k, v))
-            _fill((out, lse), _TORCHS.forward(its_q, its_k, its_v, tile, None), sample, start, stop)
+        for sample, start, rows, tile in self.long:
+            its_q, its_k, its_v = (_cut(x, sample, start, tile) for x in (q, k, v))
+            _fill((out, lse), _TORCHS.forward(its_q, its_k, its_v, tile, None), sample, start, rows)
         for call in self.others:
             out[call.queries], lse[call.queries] = call.forward(q, k, v)
         return out, lse
@@ -195,12 +194,13 @@ class Documents:
         self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
         dq, dk, dv = map(torch.empty_like, (q, k, v))
-        for sample, start, stop in self.long:
-            tile = _tile_of(stop - start)
-            its_lse = F.pad(lse[sample, None, :, start:stop], (0, tile.q_stop - (stop - start)), value=torch.inf)
-            its_q, its_k, its_v, its_out = (_cut(x, sample, start, start + tile.q_stop, tile) for x in (q, k, v, out))
-            given = _cut(grad, sample, start, stop, tile), its_q, its_k, its_v, its_out, its_lse
-            _fill((dq, dk, dv), _TORCHS.backward(*given, tile, None), sample, start, stop)
+        for sample, start, rows, tile in self.long:
+            its_q, its_k, its_v, its_out = (_cut(x, sample, start, tile) for x in (q, k, v, out))
+            its_grad, its_lse = torch.zeros_like(its_q), lse.new_full(its_q.shape[:3], torch.inf)
+            for padded, whole in ((its_grad, grad), (its_lse, lse)):
+                padded[0, :, :rows] = whole[sample, :, start : start + rows]
+            given = its_grad, its_q, its_k, its_v, its_out, its_lse
+            _fill((dq, dk, dv), _TORCHS.backward(*given, tile, None), sample, start, rows)
         for call in self.others:
             dq[call.queries], dk[call.keys], dv[call.keys] = call.backward(grad, q, k, v, out, lse)
         return dq, dk, dv
@@ -213,16 +213,16 @@ def _tile_of(rows: int) -> Tile:
     return Tile(0, room, 0, room, 0)
 
 
-def _cut(x: Tensor, sample: int, start: int, stop: int, tile: Tile) -> Tensor:
-    """Rows of a sample, [1, heads, rows of the tile, size], with zeros where there are fewer."""
-    rows = x[sample : sample + 1, :, start:stop]
+def _cut(x: Tensor, sample: int, start: int, tile: Tile) -> Tensor:
+    """The rows of a tile from `start` on, [1, heads, rows, size], with zeros where the sample ends before."""
+    rows = x[sample : sample + 1, :, start : start + tile.q_stop]
     missing = tile.q_stop - rows.shape[2]
     return F.pad(rows.transpose(1, 2), (0, 0, 0, 0, 0, missing)).transpose(1, 2) if missing else rows
 
 
-def _fill(whole: tuple[Tensor, ...], parts: tuple[Tensor, ...], sample: int, start: int, stop: int) -> None:
+def _fill(whole: tuple[Tensor, ...], parts: tuple[Tensor, ...], sample: int, start: int, rows: int) -> None:
     for tensor, part in zip(whole, parts, strict=True):
-        tensor[sample, :, start:stop] = part[0, :, : stop - start]
+        tensor[sample, :, start : start + rows] = part[0, :, :rows]
 
 
 def _packed(x: Tensor, rows: Rows) -> Tensor:
@@ -278,8 +278,8 @@ def _few_calls(
             PackedTiles.of(sample[tiles], table[tiles], (batch, seq), sight, device)
             for tiles in (others[chosen] for chosen in _apart((sample * seq)[others], table[others]))
         ]
-        documents = np.column_stack([sample, table[:, :2]])[long].tolist()
-        found += [Documents(documents, packed)] if documents else packed
+        documents = np.column_stack([sample, table[:, 0], rows])[long].tolist()
+        found += [Documents([(*one, _tile_of(one[2])) for one in documents], packed)] if documents else packed
     return found
 
 
