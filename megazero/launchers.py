@@ -11,9 +11,12 @@ import os
 import re
 from collections.abc import Mapping
 from contextlib import suppress
+from pathlib import Path
 
 _LEAST = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 1, "LOCAL_WORLD_SIZE": 1}
 _ALL = "RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT (docs/elastic.md)"
+# The settings of torch's CUDA allocator, and the older names that torch reads, too.
+ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
 # What brings messages of gloo and NCCL onto the right network.
 SET_CARDS = "set GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME to the card that the hosts share (docs/elastic.md)"
 # How many tasks, which of them this is, and what starts one on each node.  The variables of Hydra and PMIx come last: other
@@ -88,12 +91,27 @@ def _task_without_rank(environment: Mapping[str, str]) -> str | None:
 def cores_of_rank(local_world_size: int) -> int:
     """This rank's share of those that it may use: a container has some of the host's.
 
-    Where a launcher has bound it to some of its own cores (mpirun, srun, numactl), these are the rank's alone.
+    Where it is bound to some of its launcher's cores (mpirun, srun, numactl, `stay_near`), as many ranks share these as have
+    the same share there.
     """
     if not hasattr(os, "sched_getaffinity"):
         return max(1, (os.cpu_count() or 1) // local_world_size)
-    mine = os.sched_getaffinity(0)
-    is_bound = False
+    mine, ranks = os.sched_getaffinity(0), local_world_size
     with suppress(OSError):  # the launcher has ended, or is not to be seen
-        is_bound = mine < os.sched_getaffinity(os.getppid())
-    return len(mine) if is_bound else max(1, len(mine) // local_world_size)
+        if mine < (every := os.sched_getaffinity(os.getppid())):
+            ranks = max(1, round(local_world_size * len(mine) / len(every)))
+    return max(1, len(mine) // ranks)
+
+
+def stay_near(address: str, local_world_size: int, system: Path = Path("/sys")) -> None:
+    """Bind this thread, and those that it starts, to the cores of a PCI device's NUMA node, where that is known.
+
+    `address`: of the device, as "0000:1b:00.0".  Fewer cores than the rank's share of all are not worth their nearness.
+    """
+    with suppress(OSError, ValueError):  # the kernel does not say: the node of a device may be -1
+        node = int((system / "bus/pci/devices" / address / "numa_node").read_text())
+        listed = (system / f"devices/system/node/node{node}/cpulist").read_text().strip()
+        ranges = [list(map(int, part.split("-"))) for part in listed.split(",")]
+        near = os.sched_getaffinity(0) & {core for ends in ranges for core in range(ends[0], ends[-1] + 1)}
+        if near and len(near) >= cores_of_rank(local_world_size):
+            os.sched_setaffinity(0, near)

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 import threading
+from pathlib import Path
 
 import pytest
 import torch
 from harness import run_world
 
 from megazero.cpu.processor import prepare_cpu_rank, schedule_as_batch_job
+from megazero.launchers import stay_near
 
 
 def _policies(rank: int) -> dict[str, int]:
@@ -41,8 +43,16 @@ def test_threads_are_a_batch_jobs_but_for_those_with_a_policy_of_their_own() -> 
 
 @pytest.mark.parametrize(
     ("mine", "parents", "ranks", "threads"),
-    [(64, 64, 8, 8), (8, 8, 8, 1), (8, 64, 8, 8), (8, 8, 16, 1), (3, 4, 1, None)],
-    ids=["a host", "a container", "bound by a launcher", "more ranks than cores", "alone"],
+    [(64, 64, 8, 8), (8, 8, 8, 1), (8, 64, 8, 8), (2, 64, 8, 2), (32, 64, 8, 8), (8, 8, 16, 1), (3, 4, 1, None)],
+    ids=[
+        "a host",
+        "a container",
+        "bound by a launcher",
+        "bound to few",
+        "bound to a node",
+        "more ranks than cores",
+        "alone",
+    ],
 )
 def test_a_rank_takes_its_share_of_the_cores_that_it_may_use(
     mine: int, parents: int, ranks: int, threads: int | None, monkeypatch: pytest.MonkeyPatch
@@ -52,3 +62,38 @@ def test_a_rank_takes_its_share_of_the_cores_that_it_may_use(
     monkeypatch.setattr(os, "sched_getaffinity", lambda of: set(range(parents if of else mine)))
     prepare_cpu_rank(ranks)
     assert set_to == ([] if threads is None else [threads])
+
+
+NODES = {"numa_node": "1", "node1/cpulist": "4-7,12"}
+
+
+@pytest.mark.parametrize(
+    ("files", "may_use", "ranks", "bound"),
+    [
+        (NODES, 16, 4, [{4, 5, 6, 7, 12}]),
+        (NODES, 6, 4, [{4, 5}]),  # of a container
+        (NODES, 5, 2, []),  # one core is near, and the rank's share is two
+        (NODES, 4, 4, []),  # all that it may use are far
+        ({"numa_node": "-1"}, 16, 4, []),  # of a virtual machine
+        (NODES | {"node1/cpulist": ""}, 16, 4, []),  # a node of memory alone
+        ({}, 16, 4, []),
+    ],
+)
+def test_a_rank_stays_on_the_cores_near_its_device_if_they_are_its_share_at_least(
+    files: dict[str, str],
+    may_use: int,
+    ranks: int,
+    bound: list[set[int]],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for name, text in files.items():
+        folder = "devices/system/node" if "/" in name else "bus/pci/devices/0000:1b:00.0"
+        path = tmp_path / folder / name
+        path.parent.mkdir(parents=True)
+        path.write_text(f"{text}\n")
+    found: list[set[int]] = []
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(may_use)))
+    monkeypatch.setattr(os, "sched_setaffinity", lambda _, cores: found.append(cores))
+    stay_near("0000:1b:00.0", ranks, tmp_path)
+    assert found == bound

@@ -12,6 +12,7 @@ from itertools import count
 from math import cos, inf, nan, pi
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -19,6 +20,7 @@ import torch
 from harness import run_world
 from numpy.typing import NDArray
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from worlds import LLAMA, engine_on, run_of
 
 from megazero.config import RunConfig, save_config
 from megazero.engine import BatchShare, Position, StepStatistics
@@ -30,7 +32,7 @@ from megazero.training import batches as batches_module
 from megazero.training.batches import ReadAhead, placed, read_batches
 from megazero.training.callbacks.base import SampleRange, StepRecord
 from megazero.training.callbacks.metrics import MetricsFile, TensorBoard, as_json
-from megazero.training.callbacks.progress import ProgressLine
+from megazero.training.callbacks.progress import ProgressLine, describe_kernels, recompile_limit_in_a_line
 
 
 def _factors(steps: int, **keys: float | str) -> list[float]:
@@ -67,6 +69,34 @@ def test_wsd_is_flat_until_the_last_share_of_the_steps() -> None:
 @pytest.mark.parametrize(("steps", "warmup"), [(1, 0), (1, 5), (2, 2), (3, 10)])
 def test_short_runs_have_a_rate_at_every_step(name: str, steps: int, warmup: int) -> None:
     assert all(0 < factor <= 1 for factor in _factors(steps, name=name, warmup_steps=warmup, min_lr_ratio=0.1))
+
+
+@pytest.mark.parametrize(
+    ("sections", "line"),
+    [
+        ({}, "not compiled | attention flash | adamw fused"),
+        ({"data": {"document_mask": True}, "optimizer": {"name": "lion"}}, "flash in tiles | lion a tensor at a time"),
+        (
+            {"training": {"compile": True}, "optimizer": {"name": "adagrad"}},
+            "blocks and loss compiled | attention flash | a",
+        ),
+    ],
+)
+def test_a_line_says_what_computes_a_run(sections: dict[str, Any], line: str) -> None:
+    assert line in describe_kernels(engine_on(0, run_of(1, model=LLAMA, **sections)))
+
+
+def test_a_line_says_that_torch_compiles_a_function_no_more(caplog: pytest.LogCaptureFixture) -> None:
+    lines: list[str] = []
+    with recompile_limit_in_a_line(lines.append):
+        compiled = torch.compile(lambda x: x + 1, dynamic=False, backend="eager")
+        for size in range(1, 12):
+            compiled(torch.ones(size))
+    torch.compiler.reset()
+    (line,) = lines
+    assert "test_training.py" in line
+    assert "size mismatch" in line
+    assert "recompile_limit" not in caplog.text
 
 
 class _Counting:

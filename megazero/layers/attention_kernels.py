@@ -139,7 +139,7 @@ def _one_for_each_head(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]
 
 def _through(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, tape: Tape) -> Tensor | None:
     """Attention in the kernel that torch chooses for training, so that both runs use the same; None for torch's formula."""
-    kernel = _torchs_choice(q, k, v, mask, causal=mask is None)
+    kernel = torchs_choice(q, k, v, mask, causal=mask is None)
     odd = kernel == SDPBackend.FLASH_ATTENTION and q.is_cuda and q.shape[-1] % 8  # torch pads such heads
     if odd or kernel not in _KERNELS:
         return None
@@ -147,7 +147,7 @@ def _through(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, tape: Tape) -
     return result
 
 
-def _torchs_choice(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *, causal: bool) -> SDPBackend:
+def torchs_choice(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *, causal: bool) -> SDPBackend:
     """The kernel that torch takes for training: on Hopper and Blackwell cuDNN's, where that is new and takes the shape."""
     with torch.enable_grad():
         like, fewer = q.detach().requires_grad_(), q.shape[1] != k.shape[1]
@@ -351,7 +351,7 @@ def _kernel_of_tiles(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causa
 
 def takes_cudnn(q: Tensor, k: Tensor, *, causal: bool = True) -> bool:
     """Whether torch takes cuDNN's kernel: on an H100 nearly twice as fast as FlashAttention 2, for pieces of one length."""
-    return q.is_cuda and _torchs_choice(q, k, k, None, causal=causal) == SDPBackend.CUDNN_ATTENTION
+    return q.is_cuda and torchs_choice(q, k, k, None, causal=causal) == SDPBackend.CUDNN_ATTENTION
 
 
 def _laid_out(x: Tensor, q: Tensor) -> Tensor:

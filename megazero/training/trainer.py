@@ -41,7 +41,7 @@ from megazero.training.callbacks.base import (
     peak_memory_bytes,
 )
 from megazero.training.callbacks.checkpointing import Checkpointing
-from megazero.training.callbacks.progress import describe
+from megazero.training.callbacks.progress import describe, describe_kernels, recompile_limit_in_a_line
 from megazero.training.callbacks.registry import CallbackError, RegisteredCallback, callbacks_of, check_names
 from megazero.training.heartbeat import BETWEEN, SAVING, TRAINING
 from megazero.training.ownership import Ownership
@@ -90,6 +90,7 @@ class Trainer:
             with explained(run, state):
                 self.engine = initialize(config, state, init_weights=is_new, schedule=schedule)
             closing.callback(self.engine.sharded_model.close)
+            closing.enter_context(recompile_limit_in_a_line(say))
             closing.push(lambda _kind, error, _trace: self.checkpointing.finish_save(error))
             self.engine.wants_stop = wants_stop
             start = self.checkpointing.resume(self.engine, corpus.fingerprint, partial(fingerprint_of, config))
@@ -237,9 +238,10 @@ class Trainer:
         self.say(describe(run, self.engine))
         if self.state.rank:
             return
-        for line_of in added("start line").values():
+        more = [partial(line, run, schedule_of(run), self.state.device) for line in added("start line").values()]
+        for line_of in (partial(describe_kernels, self.engine), *more):
             try:
-                self.say(line_of(run, schedule_of(run), self.state.device))
+                self.say(line_of())
             except Exception as error:  # what is told of a run does not end it
                 self.say(f"a line about the start is missing: {error!r}")
         stream, samples = self.context.corpus.train, start.samples - start.phase.first_sample  # of this phase

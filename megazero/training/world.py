@@ -18,6 +18,7 @@ from datetime import timedelta
 from hashlib import sha256
 from itertools import groupby
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -26,6 +27,7 @@ from torch.distributed import FileStore, Store  # type: ignore[attr-defined]
 from megazero.comm.meeting import of_this_start, open_meeting, prepare_rank
 from megazero.config import ResolvedRun, RunConfig
 from megazero.engine.phases import values_by_key
+from megazero.launchers import ALLOCATOR, stay_near
 from megazero.parallel_state import ParallelState
 from megazero.training.heartbeat import missing_keys
 from megazero.training.signals import EXIT_FAILED, die_of_signals
@@ -49,8 +51,6 @@ _MOST_PROBLEMS = 64  # that a rank reads
 _ENDED = "megazero/ended"
 _LOOK_SECONDS = 0.5  # between two looks of a spare rank at the store
 _FAREWELL_SECONDS = 10.0  # rank 0 waits so long for spare ranks: the store may end with it
-# The settings of torch's CUDA allocator, and the older names that torch reads, too.
-_ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
 
 
 class DeviceError(RuntimeError):
@@ -123,8 +123,8 @@ def prefer_expandable_segments(environment: MutableMapping[str, str]) -> None:
 
     Buckets, activations and compiled kernels ask for blocks of many sizes; segments of fixed size would keep gaps.
     """
-    if not any(name in environment for name in _ALLOCATOR):
-        environment[_ALLOCATOR[0]] = "expandable_segments:True"
+    if not any(name in environment for name in ALLOCATOR):
+        environment[ALLOCATOR[0]] = "expandable_segments:True"
 
 
 def this_rank() -> int:
@@ -280,6 +280,9 @@ def join_world(run: ResolvedRun, store: Store | None = None) -> ParallelState:
         if SHARE_DEVICE in os.environ:
             os.environ["NCCL_HOSTID"] = f"machine {rank}"  # NCCL refuses two ranks on one device of one machine
     prepare_rank(device, local_world)
+    if device.type == "cuda" and local_world > 1:
+        place: Any = torch.cuda.get_device_properties(device)
+        stay_near(f"{place.pci_domain_id:04x}:{place.pci_bus_id:02x}:{place.pci_device_id:02x}.0", local_world)
     parallel = config.parallel
     if world > 1:
         timeout = timedelta(seconds=parallel.timeout_seconds)

@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import logging
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import torch
+from torch.nn.attention import SDPBackend
 
 from megazero.config import ResolvedRun
 from megazero.config.schema import ParallelConfig
 from megazero.engine import Engine
+from megazero.launchers import ALLOCATOR
+from megazero.layers.attention_kernels import torchs_choice
+from megazero.models.wrappers import may_compile
 from megazero.training.callbacks.base import Callback, StepRecord, bytes_beside_torch
+
+_OLD_CUDNN = 91500  # Source: torch's check_prefer_cudnn_attention, sdp_utils.cpp
 
 
 class ProgressLine(Callback):
@@ -79,3 +88,58 @@ def describe(run: ResolvedRun, engine: Engine) -> str:
         f" | global batch {run.global_batch_size} {relation} {run.micro_batch_size} x {run.accumulation} x dp {run.dp}"
         f" | model state {sum(memory.values()) / 2**20:,.1f} MiB on rank 0"
     )
+
+
+def describe_kernels(engine: Engine) -> str:
+    """What computes a run, as one line: what is compiled, the kernels of attention and of the optimizer, the allocator."""
+    config, device = engine.config, engine.state.device
+    compiled = "blocks and loss compiled" if engine.compiles else "not compiled"
+    if may_compile(config.training.compile, device) and not engine.compiles:
+        compiled += " (some weights do not begin at a multiple of 16 bytes)"
+    model, tp = config.model, engine.state.tp.size
+    kv_heads = model.num_heads if engine.dtype == torch.float32 else model.num_kv_heads or model.num_heads
+    q, k = (
+        torch.empty(1, max(heads // tp, 1), 128, model.head_size, dtype=engine.dtype, device=device)
+        for heads in (model.num_heads, kv_heads)
+    )
+    attention = _attention_text(torchs_choice(q, k, k, None, causal=True), device)
+    in_parts = engine.state.cp.size > 1 or config.data.document_mask
+    group = engine.sharded_model.optimizer.torch_optimizer.param_groups[0]
+    kernel = next((kind for kind in ("fused", "foreach") if group.get(kind)), "a tensor at a time")
+    parts = [compiled, f"attention {attention}{' in tiles' * in_parts}", f"{config.optimizer.name} {kernel}"]
+    if device.type == "cuda":
+        settings = next((os.environ[name] for name in ALLOCATOR if name in os.environ), "fixed segments")
+        parts.append(f"allocator {settings.replace('expandable_segments:True', 'expandable segments')}")
+    return " | ".join(parts)
+
+
+def _attention_text(kernel: SDPBackend, device: torch.device) -> str:
+    """The name of a kernel; where it is not cuDNN's on a GPU for which torch prefers that, why it may be."""
+    name = kernel.name.removesuffix("_ATTENTION").lower()
+    if device.type != "cuda" or kernel == SDPBackend.CUDNN_ATTENTION:
+        return name
+    version = torch.backends.cudnn.version() or 0
+    if torch.cuda.get_device_capability(device)[0] in (9, 10) and version <= _OLD_CUDNN:
+        name += f" (cuDNN {version} is too old for its own, which is faster: torch takes {_OLD_CUDNN + 1} or newer)"
+    return name
+
+
+@contextmanager
+def recompile_limit_in_a_line(say: Callable[[str], None]) -> Iterator[None]:
+    """A context in which a line says that torch compiles a function no more, in place of a warning on every rank."""
+
+    def is_shown(record: logging.LogRecord) -> bool:
+        if "recompile_limit" not in record.getMessage() or not isinstance(record.args, tuple):
+            return True
+        limit, count, function, reason, *_ = record.args
+        say(
+            f"slower from now on: {function} is not compiled any more, after {count} times ({limit}); the last: {reason}"
+        )
+        return False
+
+    logger = logging.getLogger("torch._dynamo.convert_frame")
+    logger.addFilter(is_shown)
+    try:
+        yield
+    finally:
+        logger.removeFilter(is_shown)
