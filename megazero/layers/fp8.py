@@ -29,6 +29,7 @@ from torch import Tensor, nn
 
 from megazero.comm.collectives import all_reduce
 from megazero.layers.linear import ColumnParallelLinear, RowParallelLinear, product_t
+from megazero.layers.recompute import WHOLE
 from megazero.parallel_state import Axis
 from megazero.settings import ConfigError, Problem
 
@@ -38,7 +39,6 @@ BLOCK = 128
 _MULTIPLE = 16  # of which kernels need every size but that of the tokens
 _MANTISSA_ABOVE_448 = 0x1FFFFF  # carries into the exponent where a mantissa is above that of 448 = 1.75 * 2^8
 _EXPONENT, _INFINITY, _SMALLEST = 0x7F800000, 0x7F800000, 9 << 23  # a scale of 2^-126, of zeros too
-_NO_AXIS = Axis("none")
 
 
 class Quantised(NamedTuple):
@@ -122,10 +122,12 @@ class Fp8Product:
         self._name = name
         self._block = 0 if scaling == "rowwise" else BLOCK  # 0: a row
         self._multiply = multiply
-        self._axes = (_NO_AXIS, _NO_AXIS) if self._block else (forward_axis, backward_axis)
+        self._axes = (WHOLE, WHOLE) if self._block else (forward_axis, backward_axis)
         self._maxima, self._quantise, self._quantise_alone = maxima, quantise, quantise_alone
 
     def compile(self, compiled: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+        if torch.cuda.is_available() and torch.cuda.get_device_capability() < (8, 9):
+            return  # the compiler writes no e4m3 there
         # For each layer a code of its own, which is compiled for x, W, dy and W.T: torch compiles no code for many sizes.
         self._maxima, self._quantise, self._quantise_alone = (
             compiled(_own_code(function, self._name)) for function in (maxima, quantise, quantise_alone)
@@ -174,7 +176,7 @@ def use_fp8(block: nn.Module, scaling: Scaling, multiply: Multiply) -> None:
     for number, layer in enumerate(layers):
         _check_sizes(layer, scaling)
         is_column = isinstance(layer, ColumnParallelLinear)
-        axes = (_NO_AXIS, layer.tp) if is_column else (layer.tp, _NO_AXIS)
+        axes = (WHOLE, layer.tp) if is_column else (layer.tp, WHOLE)
         layer.product = Fp8Product(scaling, multiply, *axes, str(number))
 
 
