@@ -40,7 +40,8 @@ NOTES = """## What is assumed, and what was added to model what they ran
 
 - Made with `python -m benchmarks.plan_published --out`; published seconds are the papers', or follow from their FLOP/s
   and their formula (Narayanan et al. 2021, equation 3; for Llama 3 causal attention counted).
-- Fitted: the share of the peak of large products, one number each for A100 (0.71) and H100 (0.59). Nothing else was.
+- Fitted: the share of the peak of large products, one number each for A100 (0.71) and H100 (0.59): of all hundredths those
+  with which most rows are within a tenth and the worst is least off. Nothing else was.
 - Megatron, both papers: no fused attention, so scores, softmax and dropout pass through memory and are not causal; full
   recomputation repeats the whole forward with its all-reduces (ours leaves the down projection out); selective recomputation
   repeats attention's core; gradients in 16 bits are reduced after the backward; each tensor-parallel rank sends its part of
@@ -306,38 +307,12 @@ def rows() -> list[Row]:
     return [*weak_scaling(), *recomputation(), *llama3()]
 
 
-def errors_at(share: float, of_gpu: Sequence[Row]) -> list[float]:
-    """Of the rows of a GPU whose large products reach such a share of its peak."""
-    found = []
-    for row in of_gpu:
-        device = replace(row.cluster.device, product_share=share)
-        cluster = replace(row.cluster, device=device, within=device.link)
-        changed = replace(row, cluster=cluster)
-        found.append(as_they_reduced(changed, step_of(changed)) / row.seconds - 1)
-    return found
-
-
-def fitted_share(of_gpu: Sequence[Row]) -> float:
-    """The one share, in hundredths, with which most rows of a GPU are within a tenth, and the worst of them is least off."""
-    start = of_gpu[0].cluster.device.product_share
-
-    def badness(share: float) -> tuple[int, float]:
-        sizes = [abs(one) for one in errors_at(share, of_gpu)]
-        return sum(size > 0.1 for size in sizes), max(sizes)
-
-    return min((round(start + step / 100, 2) for step in range(-3, 4)), key=badness)
-
-
 def main() -> None:
-    """Print the table; `--fit` prints the shares of the marked rows, `--out` writes the results."""
+    """Print the table; `--out` writes the results."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--fit", action="store_true")
     parser.add_argument("--out", action="store_true")
     given = parser.parse_args()
     lines, errors = [], []
-    if given.fit:
-        for name in ("a100-80", "h100"):
-            print(f"{name}: {fitted_share([row for row in rows() if row.cluster.device.name == name])}")
     for row in rows():
         found = step_of(row)
         seconds = as_they_reduced(row, found)

@@ -26,6 +26,7 @@ from torch import Tensor
 from benchmarks.activations import REUSED_MEMORY
 from benchmarks.hosts_net import network_of
 from benchmarks.report import machine, markdown, write_whole
+from benchmarks.setting import Setting
 from benchmarks.worlds import ContenderFailedError, Given, World
 from megazero.config import ResolvedRun, RunConfig, resolve
 from megazero.engine import initialize
@@ -155,13 +156,6 @@ def stay_on_host(hosts: int, rank: int, world: int) -> None:
         os.sched_setaffinity(int(thread.name), every[host * each :][:each])
 
 
-@dataclass(frozen=True)
-class Several(Given):
-    """So many processes that measure something else than steps of a shape."""
-
-    world: int
-
-
 class Probe:
     """How fast the machine is now."""
 
@@ -218,7 +212,7 @@ def measure() -> None:
     bare = calibrate()
     write_calibration(bare, CALIBRATION)
     every, rounds = list(shapes()), dict[Shape, list[list[Part]]]()
-    probes = [World("probe", Probe, Several(count)) for count in (1, bare.processors)]
+    probes = [World("probe", Probe, Setting("smoke", count)) for count in (1, bare.processors)]
     for number in range(ROUNDS):
         for shape in every[:: -1 if number % 2 else 1]:
             try:

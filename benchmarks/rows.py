@@ -45,26 +45,18 @@ class Kind:
     accumulation: int = 1
 
 
-def _data(stage: int) -> Callable[[int], dict[str, Any]]:
-    return lambda world: {"zero_stage": stage}
-
-
-def _tensor(sequence_parallel: bool) -> Callable[[int], dict[str, Any]]:
-    return lambda world: {"tp": world, "sequence_parallel": sequence_parallel}
-
-
 def _pipeline(schedule: str) -> Callable[[int], dict[str, Any]]:
     return lambda world: {"pp": world, "schedule": schedule}
 
 
 KINDS = {
-    "single": Kind("one device", ("plain",), lambda world: {}),
-    "dp": Kind("data parallel", ("ddp",), _data(0)),
-    "zero1": Kind("ZeRO-1", ("ddp-zero-redundancy", "deepspeed-1"), _data(1)),
-    "zero2": Kind("ZeRO-2", ("fsdp2-no-reshard", "deepspeed-2"), _data(2)),
-    "zero3": Kind("ZeRO-3", ("fsdp2", "deepspeed-3"), _data(3)),
-    "tp": Kind("TP", ("dtensor-tp",), _tensor(False)),
-    "tp-sp": Kind("TP with SP", ("dtensor-tp-sp",), _tensor(True)),
+    "single": Kind("one device", ("plain",), lambda _: {}),
+    "dp": Kind("data parallel", ("ddp",), lambda _: {"zero_stage": 0}),
+    "zero1": Kind("ZeRO-1", ("ddp-zero-redundancy", "deepspeed-1"), lambda _: {"zero_stage": 1}),
+    "zero2": Kind("ZeRO-2", ("fsdp2-no-reshard", "deepspeed-2"), lambda _: {"zero_stage": 2}),
+    "zero3": Kind("ZeRO-3", ("fsdp2", "deepspeed-3"), lambda _: {"zero_stage": 3}),
+    "tp": Kind("TP", ("dtensor-tp",), lambda world: {"tp": world, "sequence_parallel": False}),
+    "tp-sp": Kind("TP with SP", ("dtensor-tp-sp",), lambda world: {"tp": world, "sequence_parallel": True}),
     "gpipe": Kind("GPipe", ("torch-gpipe",), _pipeline("gpipe"), 8),
     "1f1b": Kind("1F1B", ("torch-1f1b",), _pipeline("1f1b"), 8),
     "interleaved": Kind("interleaved 1F1B", ("torch-interleaved",), _pipeline("interleaved"), 8),

@@ -158,16 +158,5 @@ class ResNet(nn.Module):
         return self.fc(self.blocks(self.stem(x)).mean((2, 3)))
 
 
-def alexnet(num_classes: int = 1000) -> AlexNet:
-    """A narrow AlexNet."""
-    return AlexNet(num_classes)
-
-
-def resnet18(num_classes: int = 1000) -> ResNet:
-    """A small residual network."""
-    return ResNet(num_classes)
-
-
-def vgg19(num_classes: int = 1000) -> AlexNet:
-    """As AlexNet here."""
-    return AlexNet(num_classes)
+alexnet = vgg19 = AlexNet
+resnet18 = ResNet
