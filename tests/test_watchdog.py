@@ -258,7 +258,7 @@ def test_a_rank_that_hangs_is_named_as_alive_and_is_ended_once_the_others_gave_u
 
 
 def _blocked_by_a_device(rank: int, folder: Path) -> tuple[bool, float, str]:
-    """Rank 2 is silent in step 2, as where it is dead.  Rank 0 keeps the others waiting first, in a callback."""
+    """Rank 2 is silent in step 2, as where it is dead.  Rank 0 keeps the others waiting first: a callback, then its data."""
     state, ended = ParallelState(RankGrid(dp=3), rank), threading.Event()
     sys.stderr = io.StringIO()
     watched = Watchdog(state, 600, folder, tick_seconds=0.1)
@@ -267,6 +267,7 @@ def _blocked_by_a_device(rank: int, folder: Path) -> tuple[bool, float, str]:
     with watched as watchdog:
         for step in (1, 2):
             watchdog.at(step, TRAINING)
+            state.traffic.advance()
             all_reduce(torch.ones(1), state.world).wait()
         if rank == 2:
             watchdog._over.set()  # its thread
@@ -275,8 +276,12 @@ def _blocked_by_a_device(rank: int, folder: Path) -> tuple[bool, float, str]:
             return False, 0.0, ""
         if rank == 0:
             watchdog.at(2, BETWEEN)
-        was_early = ended.wait(6.0)
+        was_early = ended.wait(5.0)
         watchdog.at(3, TRAINING)
+        if rank == 1:
+            state.traffic.advance()
+        was_early |= ended.wait(5.0)
+        state.traffic.advance()
         start = time.monotonic()
         ended.wait(100)  # a wait that no signal ends, as for a device
         watchdog._over.set()

@@ -135,7 +135,8 @@ class Watchdog:
                 begun[axis] += calls
         self._count += 1
         idle, now = round(self._seconds_without_progress(), 3), round(time.time(), 1)
-        waits = self._waits_for_others()
+        # Before the first pass of a step it reads data.
+        waits = self._waits_for_others() and (collective[2] or self.state.traffic.advanced > self._at[2])
         return Heartbeat(self._count, step, phase, *collective, idle, dict(begun), self._ended, self._lost, waits, now)
 
     def _seconds_without_progress(self) -> float:
