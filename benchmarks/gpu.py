@@ -45,6 +45,7 @@ NEEDED = (
     "hypothesis",
 )
 LAWS = "any_shape any_schedule activations long_context quantized precision_and_offload muon loss_scale pipeline"
+_SIGNALS = "every_signal or second_signal_ends or launcher_that_dies"
 PATIENCE = 1.7  # a check may take so many times its expected seconds
 _TAIL = 4000  # characters of a check's output that are kept
 _PYTEST = ("-m", "pytest", "-q", "-rfE", "-p", "no:cacheprovider", "--timeout", "150")
@@ -107,6 +108,12 @@ QUEUE = (
         (*_PYTEST, "-n", "10", "--dist", "worksteal", *(f"tests/laws/test_{law}.py" for law in LAWS.split())),
         (*_PYTEST, "-n", "0", "--small", "tests/laws/test_loss_scale.py"),
         (*_TRUNK, "tests/laws"),
+    ),
+    Check(
+        "train", "`megazero train` with several ranks on the device: signals, resumption, a rank that sleeps", 120,
+        (*_PYTEST, "-n", "3", "tests/test_signals.py", "-k", _SIGNALS),
+        (*_PYTEST, "-n", "0", "tests/test_signals.py", "-k", "second_signal_ends"),
+        (*_TRUNK, "megazero/training", "tests/test_signals.py"),
     ),
     Check(
         "step_1.3b", "A step of 1.3 billion parameters at 4K", 80,

@@ -11,6 +11,7 @@ TINY = [
     "model.seq_len=32",
     "training.global_batch_size=8",
     "training.eval_every_steps=0",
+    "training.compile=false",  # it takes a GPU half a minute
     "logging.tensorboard=false",
 ]
 ONE_STAGE = ["parallel.tp=1", "parallel.pp=1"]
