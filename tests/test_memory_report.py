@@ -19,12 +19,13 @@ from worlds import run_of, state_on
 from megazero.cli.commands import app
 from megazero.config import ResolvedRun
 from megazero.plan.measured_step import START, ActivationFigures, live_memory, measure_activations
-from megazero.plan.memory_report import CHOICES, not_measured, plan
+from megazero.plan.memory_report import not_measured, plan
 
 pytestmark = pytest.mark.slow  # starts whole runs
 
 EXAMPLE = Path(__file__).parent.parent / "examples" / "zero_memory_report.py"
 ODD_HIDDEN, ODD_FFN = 24, 40
+FIRST = {"stages": "0", "precision": ["bf16"], "offload": ["none"]}
 ODD = ["model.hidden_size=24", "model.num_layers=2", "model.num_heads=2", "model.ffn_hidden_size=40"]
 ODD += ["model.vocab_size=61", "model.seq_len=16", "zero.bucket_bytes=8192", "launch.device=cpu"]
 
@@ -156,8 +157,8 @@ def test_what_each_policy_keeps_is_planned_and_drawn(measured: tuple[str, Path])
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        (["--stages", "0,7"], "'7' is none of 0, 1, 2, 3"),
-        (["--precision", "bf61"], "did you mean bf16?"),
+        (["--stages", "0,7"], "zero.stage"),
+        (["--precision", "bf61"], 'write "bf16"'),
         (["--activations", "mpl"], 'write ["mlp"]'),
         (["activations.recompute=full"], "use --activations"),
         (["--ranks", "0"], "--ranks 0 must be at least 1"),
@@ -174,17 +175,15 @@ def test_a_bad_option_is_told_with_exit_code_2(options: list[str], said: str, tm
 def test_every_policy_has_a_row_of_its_own_and_is_counted_on_the_device() -> None:
     """Whatever the run file says of offloading and of single pipeline ranks."""
     words = ["activations.offload=host", "activations.stages=[{stage=0,recompute='full'}]"]
-    one = {option: choices[:1] for option, choices in CHOICES.items()}
-    _, policies = plan(one, words, policies=["none", "mlp"])
+    _, policies = plan(FIRST, words, policies=["none", "mlp"])
     found = {name: run.config.activations for name, run in policies.items()}
     assert {name: (own.offload, own.stages) for name, own in found.items()} == dict.fromkeys(found, ("none", ()))
     assert [own.recompute for own in found.values()] == ["none", ("mlp",)]
 
 
 def test_a_row_is_named_by_what_acts_on_its_policy_and_what_is_not_measured_is_told() -> None:
-    one = {option: choices[:1] for option, choices in CHOICES.items()}
     words = ["activations.contiguous=true", "activations.stages=[{stage=0,layers=1}]"]
-    runs, policies = plan(one, ["activations.keep_attention=true", *words], policies=["mlp", "full"])
+    runs, policies = plan(FIRST, ["activations.keep_attention=true", *words], policies=["mlp", "full"])
     assert [*policies] == ["mlp", "block but attention"]
     assert not_measured(next(iter(runs.values()))) == ["activations.contiguous", "activations.stages"]
 

@@ -27,8 +27,7 @@ from megazero.plan.operator_times import (
     wave_share,
 )
 from megazero.plan.pass_times import PassTime, UnitTime, pass_time
-from megazero.plan.shared_processors import played
-from megazero.plan.step_time import StepTime, reduced_behind, step_time_of, unit_elements
+from megazero.plan.step_time import StepTime, played, reduced_behind, step_time_of, unit_elements
 from megazero.plan.unit_trace import EMBEDDING, HEAD, PassTrace, UnitKey, trace_units
 from megazero.plan.zero_times import matrix_seconds, moments_of
 from megazero.schedules.proof import Costs, simulate

@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from megazero.config import ResolvedRun
 from megazero.parallel_state import RankGrid
 from megazero.plan.dry_rank import Build, DryRank, build_engine, fewest_micro_batches, run_rank
-from megazero.plan.silent_state import without_files
+from megazero.plan.silent_state import without_files_and_threads
 from megazero.plan.simulated_world import Lockstep, SimulatedWorld
 from megazero.plan.state_trace import without_auto
 
@@ -47,13 +47,7 @@ class DryRun:
 
 
 def dry_run(
-    run: ResolvedRun,
-    *,
-    per_node: int,
-    rank: int | None = None,
-    on_cuda: bool = True,
-    build: Build = build_engine,
-    runs: Mapping[int, ResolvedRun] | None = None,
+    run: ResolvedRun, *, per_node: int, rank: int | None = None, on_cuda: bool = True, build: Build = build_engine
 ) -> DryRun:
     """Run the steps of one rank, or compare those of a world's ranks.
 
@@ -63,7 +57,6 @@ def dry_run(
             of a large one those of a whole pipeline, and its first stages' first, second and last neighbours on each axis.
         on_cuda: groups, backends and their traffic are those of a run on GPUs.
         build: makes the engine, in place of the project's own function.
-        runs: other runs of some ranks.
     """
     began, grid = time.perf_counter(), run.grid
     pipeline = grid.group_of(rank or 0, "pp")
@@ -79,18 +72,16 @@ def dry_run(
         notes += (
             f"steps of {few} micro-batches in place of {run.accumulation}; for the peak of a step ask for a rank",
         )
-    others = {one: _prepared(own)[0] for one, own in (runs or {}).items()}
     found: dict[int, DryRank] = {}
 
     def program(one: int) -> None:
-        own = others.get(one, prepared)
-        result = run_rank(own, one, world, per_node, on_cuda, build, is_built_only=one not in steppers)
+        result = run_rank(prepared, one, world, per_node, on_cuda, build, is_built_only=one not in steppers)
         if result is None:
             world.left.add(one)
         else:
             found[one] = result
 
-    with without_files():
+    with without_files_and_threads():
         world.lockstep.run({one: lambda one=one: program(one) for one in simulated})  # type: ignore[misc]
     problems = tuple(_problems(world.lockstep))
     seconds = time.perf_counter() - began

@@ -12,14 +12,14 @@ from collections.abc import Iterable, Iterator
 from html import escape
 
 from megazero.plan.devices import size_text
+from megazero.plan.memory import RankMemory
 from megazero.plan.report import Plan
-from megazero.plan.schedule_drawing import ticks
 from megazero.plan.search import Found
 from megazero.plan.step_time import Span
-from megazero.plan.svg import rect, text
+from megazero.plan.svg import Bar, bars
 from megazero.plan.text import NAMES, fit_text, plain, plan_text, search_text, shown_kinds
 
-_WIDE, _LEFT, _ROW, _GAP = 1040, 120, 22, 6  # pixels: of a picture, of the names beside it, of a row
+_WIDE, _LEFT = 1040, 190  # pixels: of a picture, of the names beside it
 _KINDS = {  # of memory, in the order of a bar, and the variable of its colour
     "parameters": "weights",
     "gradients": "gradients",
@@ -29,6 +29,7 @@ _KINDS = {  # of memory, in the order of a bar, and the variable of its colour
     "activations": "activations",
     "working memory": "working",
 }
+_AXES = ("tp", "cp", "dp", "pp", "idle")
 _WORKS = {"F": ("forward", "forward"), "B": ("backward", "backward"), "W": ("weight", "weight gradients")}
 _STYLE = """
 :root { color-scheme: light dark; --page: #f6f7f9; --card: #ffffff; --ink: #1f2933; --dim: #5f6c7b; --line: #d9dde1;
@@ -49,7 +50,7 @@ pre { margin: 0; font: 12px/1.5 ui-monospace, "DejaVu Sans Mono", monospace; }
 .yes { color: var(--good); } .no { color: var(--mark); }
 svg { display: block; max-width: 100%; height: auto; } svg text { font-size: 12px; fill: var(--ink); }
 svg .small { font-size: 11px; fill: var(--dim); } svg .mid { text-anchor: middle; }
-.axis { stroke: var(--line); fill: none; } .limit { stroke: var(--mark); stroke-width: 2; fill: none; }
+.line { stroke: var(--line); fill: none; } .limit { stroke: var(--mark); stroke-width: 2; fill: none; }
 .legend { display: flex; flex-wrap: wrap; gap: 2px 18px; margin: 8px 0 0; font-size: 12px; color: var(--dim); }
 .legend i { display: inline-block; width: 12px; height: 12px; border-radius: 2px; margin-right: 6px; vertical-align: -1px; }
 """
@@ -75,16 +76,14 @@ def _section(heading: str, *parts: str) -> str:
     return f"<section><h2>{escape(heading)}</h2>\n" + "\n".join(parts) + "</section>"
 
 
-def _picture(body: Iterable[str], rows: int, end: float, scale: float, unit: str) -> str:
-    """Return a picture of rows above an axis from 0 to `end`."""
-    y, lines = rows * (_ROW + _GAP) + 6, [*body]
-    lines.append(f'<path class="axis" d="M{_LEFT} {y:.1f}h{end * scale:.1f}"/>')
-    for tick in ticks(end, 10):
-        x = _LEFT + tick * scale
-        lines.append(f'<path class="axis" d="M{x:.1f} {y:.1f}v4"/>' + text(x, y + 17, f"{tick:g}", "small mid"))
-    lines.append(text(0, y + 17, unit, "small"))
-    size = f'viewBox="0 0 {_WIDE + 10} {y + 28}" width="{_WIDE + 10}" height="{y + 28}"'
-    return f'<svg {size} role="img">{"".join(lines)}</svg>'
+def _picture(rows: Iterable[tuple[str, Iterable[Bar]]], end: float, unit: str, mark: float | None = None) -> str:
+    """Return a picture of rows above an axis from 0 to `end`, with a line at `mark`."""
+    wide = _WIDE - _LEFT
+    body, height = bars(rows, end, wide, unit, x=0, left=_LEFT)
+    if mark is not None:
+        body.append(f'<path class="limit" d="M{_LEFT + mark / end * wide:.1f} 0v{height - 20}"/>')
+    size = f'viewBox="0 0 {_WIDE + 10} {height}" width="{_WIDE + 10}" height="{height}"'
+    return f'<svg {size} role="img">{"".join(body)}</svg>'
 
 
 def _legend(entries: Iterable[tuple[str, str]]) -> str:
@@ -96,55 +95,46 @@ def _legend(entries: Iterable[tuple[str, str]]) -> str:
 def _memory(plan: Plan) -> str:
     order = list(_KINDS)
     kinds = sorted(shown_kinds(plan), key=lambda kind: order.index(kind) if kind in order else len(order))
-    capacity = plan.cluster.device.memory_bytes
-    most = max(plan.fullest.peak, capacity) * 1.02
-    scale, body = (_WIDE - _LEFT - 90) / most, list[str]()
-    for row, rank in enumerate(plan.memory):
-        x, y = float(_LEFT), row * (_ROW + _GAP) + 4
-        body.append(text(0, y + 15, f"pipeline rank {rank.stage}" if len(plan.memory) > 1 else "a rank"))
-        rest = rank.peak - sum(rank.kinds.get(kind, 0) for kind in kinds)
-        for kind, count in (*((kind, rank.kinds.get(kind, 0)) for kind in kinds), ("rest", rest)):
-            if count > 0:
-                paint = f'style="fill:var(--{_KINDS.get(kind, "other")})"'
-                body.append(rect(x, y, count * scale, _ROW, paint, f"{plain(kind)}: {size_text(count)}"))
-            x += count * scale
-        mark = "  fullest" if rank is plan.fullest and len(plan.memory) > 1 else ""
-        body.append(text(max(x, _LEFT) + 6, y + 15, size_text(rank.peak) + mark, "small"))
-    height = len(plan.memory) * (_ROW + _GAP)
-    body.append(f'<path class="limit" d="M{_LEFT + capacity * scale:.1f} 0v{height + 6}"/>')
+    capacity, size = plan.cluster.device.memory_bytes, 2**30
+
+    def row(rank: RankMemory) -> Iterator[Bar]:
+        at, rest = 0.0, rank.peak - sum(rank.kinds.get(kind, 0) for kind in kinds)
+        for kind, count in (*((kind, rank.kinds.get(kind, 0)) for kind in kinds), ("rest", max(rest, 0))):
+            about = f"{plain(kind)}: {size_text(count)}"
+            yield Bar(at, at + count / size, f'style="fill:var(--{_KINDS.get(kind, "other")})"', about)
+            at += count / size
+
+    rows = [
+        (f"{_name(plan, rank.stage)}: {size_text(rank.peak)}{', fullest' * (rank is plan.fullest)}", row(rank))
+        for rank in plan.memory
+    ]
     paints = [(_KINDS.get(kind, "other"), plain(kind)) for kind in kinds]
     colours = _legend([*paints, ("other", "rest"), ("mark", "memory of the device")])
-    picture = _picture(body, len(plan.memory), most / 2**30, scale * 2**30, "GiB")
+    picture = _picture(rows, max(plan.fullest.peak, capacity) * 1.02 / size, "GiB", capacity / size)
     return _section("Memory at each rank's fullest moment", picture, colours)
 
 
 def _timeline(plan: Plan) -> str:
-    time, body = plan.time, list[str]()
-    scale = (_WIDE - _LEFT) / time.seconds
-    for row, spans in enumerate(time.timelines):
-        y = row * (_ROW + _GAP) + 4
-        body.append(text(0, y + 15, f"pipeline rank {row}" if len(time.timelines) > 1 else "a rank"))
-        body.append(rect(_LEFT, y, time.seconds * scale, _ROW, 'style="fill:var(--idle)"'))
-        works = [span for span in spans if span.kind != "idle"]
-        body += _boxes(works, y, scale)
-    used = dict.fromkeys(_look(span) for spans in time.timelines for span in spans if span.kind != "idle")
-    picture = _picture(body, len(time.timelines), time.seconds, scale, "seconds")
-    return _section(f"One step: {time.seconds:.3f} s", picture, _legend([*used, ("idle", "idle")]))
+    time = plan.time
+    rows = [(_name(plan, rank), map(_bar, spans)) for rank, spans in enumerate(time.timelines)]
+    used = dict.fromkeys(_look(span) for spans in time.timelines for span in spans)
+    picture = _picture(rows, time.seconds, "seconds")
+    return _section(f"One step: {time.seconds:.3f} s", picture, _legend(used))
+
+
+def _name(plan: Plan, rank: int) -> str:
+    return f"rank {rank}" if len(plan.memory) > 1 else "a rank"
+
+
+def _bar(span: Span) -> Bar:
+    paint, meaning = _look(span)
+    about = f"{span.name or meaning}: {meaning} {span.start * 1e3:.1f} to {span.end * 1e3:.1f} ms"
+    return Bar(span.start, span.end, f'style="fill:var(--{paint})"', about)
 
 
 def _look(span: Span) -> tuple[str, str]:
     """Return a span's colour variable and its meaning."""
     if span.kind == "compute":
         return _WORKS.get(span.name[:1], ("forward", "compute"))
-    if span.kind == "optimizer":
-        return "step", "optimizer"
-    return (span.kind if span.kind in ("tp", "cp", "dp", "pp") else "other"), NAMES.get(span.kind, span.kind)
-
-
-def _boxes(spans: Iterable[Span], y: int, scale: float) -> Iterator[str]:
-    for span in spans:
-        paint, meaning = _look(span)
-        about = f"{span.name or meaning}: {meaning} {span.start * 1e3:.1f} to {span.end * 1e3:.1f} ms"
-        wide = (span.end - span.start) * scale
-        edge = ";stroke:var(--card);stroke-width:.6" if wide > 3 else ""
-        yield rect(_LEFT + span.start * scale, y, wide, _ROW, f'style="fill:var(--{paint}){edge}"', about)
+    paint = {"optimizer": "step"}.get(span.kind, span.kind if span.kind in _AXES else "other")
+    return paint, NAMES.get(span.kind, span.kind)

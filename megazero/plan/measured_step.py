@@ -35,7 +35,6 @@ from megazero.plan.speed_probe import random_batches
 from megazero.plan.state_trace import trace_state
 from megazero.plan.unit_trace import trace_units
 from megazero.schedules.action import Action, ActionKind
-from megazero.zero.bucket import Bucket
 from megazero.zero.loss_scaler import LossScaleError
 
 START = "start"
@@ -50,7 +49,6 @@ class RankFigures:
     """What one rank measured."""
 
     elements: int  # parameters in this rank's part of the model, without padding
-    distinct: int  # those of them that no other rank of tp or pp counts
     padding: int  # further elements of the flat buffers
     counted: dict[str, dict[str, int]]  # bytes of model state and ZeRO's buffers by point and kind, as the engine says
     gather_buffers: tuple[int, ...]  # by the formula, in bytes; see `BufferPlan`
@@ -119,7 +117,6 @@ def measure_step(run: ResolvedRun, state: ParallelState, steps: int, iterations:
     buckets = engine.sharded_model.parameters.buckets
     figures = RankFigures(
         elements=sum(bucket.layout.numel for bucket in buckets),
-        distinct=sum(_distinct(bucket, state.at.tp) for bucket in buckets),
         padding=sum(bucket.layout.padded_numel - bucket.layout.numel for bucket in buckets),
         counted=counted,
         gather_buffers=_gather_buffers(engine),
@@ -191,12 +188,6 @@ def _thinned(course: list[tuple[float, int]], points: int = 300) -> list[tuple[f
 def _gather_buffers(engine: Engine) -> tuple[int, ...]:
     parameters = engine.sharded_model.parameters
     return tuple(size * parameters.policy.dtype.itemsize for size in parameters.gather_plan.sizes)
-
-
-def _distinct(bucket: Bucket, tp_rank: int) -> int:
-    """Count the parameters of a bucket that no other tensor-parallel rank or stage counts."""
-    own = [slot for slot in bucket.layout.slots if slot.info.spec.split is not None or tp_rank == 0]
-    return 0 if bucket.is_duplicate else sum(slot.stop - slot.start for slot in own)
 
 
 def _watched_step(

@@ -7,7 +7,6 @@ import platform
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from difflib import get_close_matches
 from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -16,16 +15,12 @@ import torch
 
 from megazero.comm.collectives import gather_objects
 from megazero.config import ConfigError, ResolvedRun, load_config
+from megazero.engine.outline import elements_in, stages_of
 from megazero.models.activation_config import PRESETS, ActivationsConfig, layer_policies
 from megazero.parallel_state import ParallelState
 from megazero.plan.measured_step import ActivationFigures, RankFigures, measure_activations, measure_step
 from megazero.settings import Problem, counted, toml_value
 
-CHOICES: dict[str, tuple[str, ...]] = {
-    "stages": ("0", "1", "2", "3"),
-    "precision": ("bf16", "fp16", "fp32"),
-    "offload": ("none", "cpu", "nvme"),
-}
 SMALL = """
     model.hidden_size=128 model.num_layers=4 model.num_heads=4 model.ffn_hidden_size=384 model.vocab_size=512
     model.seq_len=32 zero.bucket_bytes=262144 zero.prefetch_bytes=0 training.micro_batch_size=1 training.accumulation=1
@@ -150,7 +145,7 @@ def plan(
     """Resolve the run of each combination, and one for each activation policy; all have the same shape.
 
     Args:
-        varied: for each of `CHOICES`, which of them to combine.
+        varied: by option, which values of its key to combine.
         config: a run file, for the model and the shape; without one the model is `SMALL`.
         ranks, started: how many to start, None for `launch.nproc_per_node`; how many run already.
         scratch: directory for the files of "nvme" with `SMALL`; a run file names its own.
@@ -158,8 +153,8 @@ def plan(
 
     Raises: ConfigError with everything that is wrong with any of the runs; ValueError for any other argument.
     """
-    for option, words in varied.items():
-        _check_choices(option, words)
+    if not all(varied.values()):
+        raise ValueError(f"{' and '.join(f'--{option}' for option in varied)} must name one or more each")
     for text in overrides:
         key = text.partition("=")[0].strip()
         if key in _OPTION_OF_KEY:
@@ -209,17 +204,6 @@ def not_measured(run: ResolvedRun) -> list[str]:
     return [f"activations.{key}" for key in _ON_DEVICE if getattr(own, key) != getattr(default, key)]
 
 
-def _check_choices(option: str, words: Sequence[str]) -> None:
-    choices = CHOICES[option]
-    for word in words:
-        if word not in choices:
-            close = get_close_matches(word, choices, n=1)
-            hint = f"; did you mean {close[0]}?" if close else ""
-            raise ValueError(f"--{option} {','.join(words)}: {word!r} is none of {', '.join(choices)}{hint}")
-    if not words or len(set(words)) != len(words):
-        raise ValueError(f"--{option} {','.join(words)!r} must name one or more of {', '.join(choices)}, each once")
-
-
 def measure(
     run: ResolvedRun,
     state: ParallelState,
@@ -252,7 +236,7 @@ def measure(
     return Report(
         machine=f"{name} ({platform.machine()}), torch {torch.__version__}",
         model=f"{model.family}, {model.num_layers} layers of {model.hidden_size}, vocabulary {model.vocab_size}",
-        parameters=sum(rank.distinct for rank in rows[0].ranks) // state.dp_cp.size,
+        parameters=sum(map(elements_in, stages_of(run.config, tp=1))),
         shape=f"{counted(grid.world_size, 'rank')}: tp {grid.tp}, {context}pp {grid.pp}, dp {grid.dp}",
         batch=f"{run.accumulation} x {run.micro_batch_size} samples of {model.seq_len} random tokens on each dp rank",
         on_cpu=device.type == "cpu",

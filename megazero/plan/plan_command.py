@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Annotated, TypeAlias
 import typer
 
 from megazero.cli._common import callback_problems, fail, schedule_problems
+from megazero.plan.cost import FAILURES_PER_DEVICE_HOUR, STORAGE_BANDWIDTH_PER_NODE
 from megazero.training.signals import EXIT_REFUSED
 
 if TYPE_CHECKING:
@@ -50,12 +51,12 @@ def plan(
     tokens: Annotated[float | None, typer.Option(help="Tokens of the run; those of training.steps by default.")] = None,
     dollars_per_hour: Annotated[float | None, typer.Option(help="Price of a device.")] = None,
     failures_per_million_hours: Annotated[
-        float | None, typer.Option(help="Failures in a million device hours; 19.7, as Llama 3 had, by default.")
-    ] = None,
+        float, typer.Option(help="Failures in a million device hours; as Llama 3 had by default.")
+    ] = FAILURES_PER_DEVICE_HOUR * 1e6,
     restart_minutes: Annotated[float, typer.Option(help="From a failure until the run trains again.")] = 10,
     storage_gb_per_second: Annotated[
-        float | None, typer.Option(help="What a node writes while all write; 0.98, as Llama 3 had, by default.")
-    ] = None,
+        float, typer.Option(help="What a node writes while all write; as Llama 3 had by default.")
+    ] = STORAGE_BANDWIDTH_PER_NODE / 1e9,
     corrected_by: Annotated[
         Path | None, typer.Option(help="The plan.json of a run that measured its steps: they take so much longer.")
     ] = None,
@@ -101,8 +102,7 @@ def plan(
         from megazero.plan.report import Assumptions, plan_of
         from megazero.plan.text import plan_text
 
-        failures = None if failures_per_million_hours is None else failures_per_million_hours / 1e6
-        storage = None if storage_gb_per_second is None else storage_gb_per_second * 1e9
+        failures, storage = failures_per_million_hours / 1e6, storage_gb_per_second * 1e9
         ratio = 1.0 if corrected_by is None else ratio_in(corrected_by, cluster.device.name)
         assumed = Assumptions(tokens, dollars_per_hour, failures, restart_minutes * 60, storage, ratio)
         made = plan_of(run, cluster, assumed)

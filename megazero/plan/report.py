@@ -41,16 +41,16 @@ class Assumptions:
     Args:
         tokens: of the whole run; None for those of `training.steps`.
         dollars_per_hour: of one device; None for no price.
-        failures_per_device_hour: 0 for none; None for those of the Llama team.
-        storage_bandwidth: bytes per second that each node writes while all do; None for those of the Llama team.
+        failures_per_device_hour: 0 for none.
+        storage_bandwidth: bytes per second that each node writes while all do.
         step_ratio: measured over planned seconds of a step, of another run.
     """
 
     tokens: float | None = None
     dollars_per_hour: float | None = None
-    failures_per_device_hour: float | None = None
+    failures_per_device_hour: float = FAILURES_PER_DEVICE_HOUR
     restart_seconds: float = RESTART_SECONDS
-    storage_bandwidth: float | None = None
+    storage_bandwidth: float = STORAGE_BANDWIDTH_PER_NODE
     step_ratio: float = 1.0
 
 
@@ -106,11 +106,10 @@ def plan_of(run: ResolvedRun, cluster: Cluster, assumptions: Assumptions) -> Pla
         ranks=cluster.ranks,
         nodes=cluster.nodes,
         host_bandwidth=device.host_bandwidth,
-        storage_bandwidth=assumptions.storage_bandwidth or STORAGE_BANDWIDTH_PER_NODE,
+        storage_bandwidth=assumptions.storage_bandwidth,
         asynchronous=run.config.checkpoint.asynchronous,
     )
-    given = assumptions.failures_per_device_hour
-    rate = FAILURES_PER_DEVICE_HOUR if given is None else given
+    rate = assumptions.failures_per_device_hour
     lost = failures(rate, cluster.ranks, saved, assumptions.restart_seconds, time.seconds)
     every = assumptions.tokens or run.config.training.steps * tokens
     cost = run_cost(

@@ -10,15 +10,15 @@ from collections.abc import Iterator
 from statistics import median
 from typing import Any
 
-from megazero.plan.schedule_drawing import kinds_of, number, spans_of_ranks, ticks, title
-from megazero.plan.svg import MARGIN, document, legend, rect, text
-from megazero.schedules.action import ActionKind
+from megazero.plan.schedule_drawing import kinds_of, number, spans_of_ranks, title
+from megazero.plan.svg import MARGIN, Bar, bars, document, legend
+from megazero.schedules.action import Action, ActionKind
 from megazero.schedules.proof import Timeline
 
 _FILL_RGB = {ActionKind.FORWARD: 0xCFE3F8, ActionKind.BACKWARD: 0xD5EDD3, ActionKind.WEIGHT: 0xFBE3C0}
 _EDGE_RGB = {ActionKind.FORWARD: 0x5B92C9, ActionKind.BACKWARD: 0x5F9E5A, ActionKind.WEIGHT: 0xC98F35}
 _IDLE = 'class="idle"'
-_LEFT, _TOP, _ROW, _GAP, _DIGIT = MARGIN + 54, 50, 24, 5, 7  # pixels
+_LEFT = MARGIN + 54  # pixels
 
 
 def draw_svg(timeline: Timeline, unit: str = "", about: str = "") -> str:
@@ -26,33 +26,30 @@ def draw_svg(timeline: Timeline, unit: str = "", about: str = "") -> str:
 
     `unit` is that of the times, as " ms"; `about` goes before the title.
 
-    Each action is one `<rect class="cell">` in the group of its rank; its `<title>` names the action and its times.
+    Each action is one `<rect class="cell">`, whose `<title>` names the action and its times.
     """
     schedule, makespan, chunks = timeline.schedule, timeline.makespan, timeline.schedule.chunks
     typical = median(end - start for start, end in timeline.spans.values()) or makespan
     wide = min(max(24 * makespan / typical, 720.0), 1600.0)
-    per_time = wide / makespan
-    body = []
-    for rank, spans in enumerate(spans_of_ranks(timeline)):
-        y = _TOP + rank * (_ROW + _GAP)
-        body += ["<g>", text(MARGIN, y + 16, f"rank {rank}"), rect(_LEFT, y, wide, _ROW, _IDLE)]
+
+    def row(spans: list[tuple[float, float, Action]]) -> Iterator[Bar]:
+        yield Bar(0, makespan, _IDLE)
         for start, end, action in spans:
-            x, width, label = _LEFT + start * per_time, (end - start) * per_time, str(action.microbatch)
             paint = f'class="cell" {_paint(action.kind, action.chunk, chunks)}'
-            body.append(rect(x, y, width, _ROW, paint, f"{action}: {number(start)} to {number(end)}{unit}"))
-            if len(label) * _DIGIT + 2 <= width:
-                body.append(text(x + width / 2, y + 16, label, "mid"))
-        body.append("</g>")
-    bottom = _TOP + schedule.pp * (_ROW + _GAP)
+            about = f"{action}: {number(start)} to {number(end)}{unit}"
+            yield Bar(start, end, paint, about, str(action.microbatch))
+
+    rows = ((f"rank {rank}", row(spans)) for rank, spans in enumerate(spans_of_ranks(timeline)))
+    body, bottom = bars(rows, makespan, wide, f"time{unit and f',{unit}'}", x=MARGIN, left=_LEFT, top=50)
     of_chunks = f", chunk 0{' and ' if chunks == 2 else ' to '}{chunks - 1}" if chunks > 1 else ""
     colours = [
         ([_paint(kind, chunk, chunks) for chunk in range(chunks)], meaning + of_chunks)
         for kind, meaning in kinds_of(schedule).items()
     ]
-    samples, end_of_samples = legend(_LEFT, bottom + 42, [*colours, ([_IDLE], "idle")])
+    samples, end_of_samples = legend(_LEFT, bottom + 20, [*colours, ([_IDLE], "idle")])
     heading = about + title(timeline, unit)
     width = max(_LEFT + wide, end_of_samples, MARGIN + 7.6 * len(heading)) + MARGIN
-    return document(width, bottom + 74, heading, [*body, *_time_axis(makespan, bottom, per_time, unit), *samples])
+    return document(width, bottom + 52, heading, [*body, *samples])
 
 
 def _paint(kind: ActionKind, chunk: int, chunks: int) -> str:
@@ -63,14 +60,6 @@ def _paint(kind: ActionKind, chunk: int, chunks: int) -> str:
         light, dark = _FILL_RGB[kind] >> shift & 255, _EDGE_RGB[kind] >> shift & 255
         fill |= round(light + (dark - light) * share) << shift
     return f'fill="#{fill:06x}" stroke="#{_EDGE_RGB[kind]:06x}" stroke-width="0.8"'
-
-
-def _time_axis(makespan: float, y: int, per_time: float, unit: str) -> Iterator[str]:
-    yield text(MARGIN, y + 18, f"time{unit and f',{unit}'}", "small")
-    yield f'<path class="line" d="M{_LEFT} {y + 2}h{makespan * per_time:.2f}"/>'
-    for tick in ticks(makespan, makespan * per_time / 60):
-        x = _LEFT + tick * per_time
-        yield f'<path class="line" d="M{x:.2f} {y + 2}v4"/>' + text(x, y + 18, number(tick), "small mid")
 
 
 def chrome_trace(timeline: Timeline, unit_us: float = 1000.0) -> dict[str, Any]:

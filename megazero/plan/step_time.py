@@ -7,6 +7,8 @@
     reductions             bucket by bucket behind the last backward of each chunk, or behind every one
     messages               behind other actions; the receiver waits for what has not arrived
 
+Ranks that share processors leave theirs to others while they wait; of three that compute on two, two take twice as long.
+
 The step is that of the slowest pipeline rank; all replicas are alike.  The first step, which records and compiles, is not.
 """
 
@@ -20,12 +22,13 @@ from megazero.engine.outline import elements_in, schedule_of, stages_of
 from megazero.plan.cluster import Cluster
 from megazero.plan.collective_times import GroupLink, links_of
 from megazero.plan.pass_times import PassTime, UnitTime, added, unit_times
-from megazero.plan.shared_processors import simulate_shared
 from megazero.plan.timelines import Span, StepTime, assembled, reduced_behind
 from megazero.plan.unit_trace import EMBEDDING, HEAD, Unit, UnitKey, message_bytes, units_of
 from megazero.plan.zero_times import ZeroTimes, zero_times_of
 from megazero.schedules.action import Action, ActionKind, Schedule
-from megazero.schedules.proof import ActionCosts, simulate
+from megazero.schedules.proof import ActionCosts, Costs, RankAction, Timeline, simulate
+
+_SAME = 1 + 1e-12  # times of a long step that differ by their last digits
 
 __all__ = ["Span", "StepTime", "message_seconds", "reduced_behind", "step_time_of", "unit_elements"]
 
@@ -127,3 +130,71 @@ def _with_zero(one: PassTime, zero: ZeroTimes, schedule: Schedule, rank: int, ac
 def message_seconds(run: ResolvedRun, link: GroupLink) -> float:
     """Return the seconds of a message between neighbouring stages."""
     return link.message_seconds(message_bytes(run)) if run.config.parallel.pp > 1 else 0.0
+
+
+# ---- where ranks share processors
+
+
+def simulate_shared(schedule: Schedule, costs: Costs, cluster: Cluster, run: ResolvedRun) -> Timeline:
+    """As `proof.simulate`, with fewer processors than ranks.  Pipeline ranks lie apart, so nodes have some of them each."""
+    node_of, copies = _nodes(cluster, run)
+    return played(schedule, costs, cluster.processors, node_of, copies)
+
+
+def _nodes(cluster: Cluster, run: ResolvedRun) -> tuple[list[int], list[int]]:
+    """Return each pipeline rank's node, and how many of its ranks are there."""
+    pp = run.config.parallel.pp
+    each = run.world_size // pp
+    return [rank * each // cluster.per_node for rank in range(pp)], [min(each, cluster.per_node)] * pp
+
+
+def played(schedule: Schedule, costs: Costs, processors: int, node_of: list[int], copies: list[int]) -> Timeline:
+    """Simulate events in order of time; between them, actions advance at their node's speed.
+
+    Args:
+        node_of: of each pipeline rank.
+        copies: ranks of it on its node.
+    """
+    at, left, now = [0] * schedule.pp, dict[int, float](), 0.0
+    known: dict[RankAction, float] = {}
+    begun: dict[int, float] = {}
+    spans: dict[RankAction, tuple[float, float]] = {}
+    while any(at[rank] < len(actions) for rank, actions in enumerate(schedule.ranks)):
+        arrivals = []
+        for rank, actions in enumerate(schedule.ranks):
+            if rank in left or at[rank] == len(actions):
+                continue
+            ready = _ready_at(schedule, costs, rank, actions[at[rank]], known)
+            if ready is not None and ready <= now * _SAME + 1e-15:
+                begun[rank], left[rank] = now, costs.of(actions[at[rank]], schedule, rank)
+            elif ready is not None:
+                arrivals.append(ready)
+        busy: dict[int, int] = {}
+        for rank in left:
+            busy[node_of[rank]] = busy.get(node_of[rank], 0) + copies[rank]
+        speed = {rank: 1.0 / -(-busy[node_of[rank]] // processors) for rank in left}
+        ends = {rank: now + left[rank] / speed[rank] for rank in left}
+        following = min([*ends.values(), *arrivals])
+        for rank in list(left):
+            left[rank] -= (following - now) * speed[rank]
+            if ends[rank] <= following * _SAME + 1e-12:
+                action = schedule.ranks[rank][at[rank]]
+                spans[rank, action] = (begun[rank], following)
+                known[rank, action] = following
+                del left[rank]
+                at[rank] += 1
+        now = following
+    return Timeline(schedule, spans)
+
+
+def _ready_at(
+    schedule: Schedule, costs: Costs, rank: int, action: Action, known: dict[RankAction, float]
+) -> float | None:
+    """Return when an action's input has arrived; None while it is not computed."""
+    source = schedule.source(rank, action)
+    earliest = costs.earliest(rank, action)
+    if source is None:
+        return earliest
+    if source not in known:
+        return None
+    return max(earliest, known[source] + (costs.hop if source[0] != rank else 0.0))

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 from xml.sax.saxutils import escape
 
+from megazero.plan.schedule_drawing import ticks
+
 MARGIN = 20  # pixels
+ROW, GAP, _DIGIT = 24, 5, 7
 
 _STYLE = """
     text { font: 12px ui-sans-serif, system-ui, "Segoe UI", Helvetica, Arial, sans-serif; fill: #1f2933; }
@@ -21,9 +25,9 @@ _STYLE = """
 """
 
 
-def document(width: float, height: int, title: str, body: Iterable[str]) -> str:
+def document(width: float, height: float, title: str, body: Iterable[str]) -> str:
     """Return the text of an SVG file with a heading."""
-    size = f'viewBox="0 0 {width:.0f} {height}" width="{width:.0f}" height="{height}"'
+    size = f'viewBox="0 0 {width:.0f} {height:.0f}" width="{width:.0f}" height="{height:.0f}"'
     lines = [
         f'<svg xmlns="http://www.w3.org/2000/svg" {size} role="img">',
         f"<title>{escape(title)}</title>",
@@ -58,3 +62,44 @@ def legend(x: float, y: float, entries: Iterable[tuple[Sequence[str], str]]) -> 
         lines.append(text(x + 6, y + 11, meaning, "small"))
         x += 22 + 6.2 * len(meaning)
     return lines, x
+
+
+class Bar(NamedTuple):
+    """A box of a row: `paint` is its further attributes, `title` is shown by the mouse, `label` inside where it has room."""
+
+    start: float
+    end: float
+    paint: str
+    title: str = ""
+    label: str = ""
+
+
+def bars(
+    rows: Iterable[tuple[str, Iterable[Bar]]],
+    end: float,
+    wide: float,
+    unit: str,
+    *,
+    x: float,
+    left: float,
+    top: float = 0,
+) -> tuple[list[str], float]:
+    """Return named rows of bars above an axis from 0 to `end`, `wide` pixels, and where the axis ends.
+
+    Args:
+        x, left, top: of the names, of the bars, and of the first row.
+    """
+    body, y, scale = list[str](), top, wide / end
+    for name, own in rows:
+        body.append(text(x, y + 16, name))
+        for bar in own:
+            at, width = left + bar.start * scale, (bar.end - bar.start) * scale
+            body.append(rect(at, y, width, ROW, bar.paint, bar.title))
+            if bar.label and len(bar.label) * _DIGIT + 2 <= width:
+                body.append(text(at + width / 2, y + 16, bar.label, "mid"))
+        y += ROW + GAP
+    body += [text(x, y + 18, unit, "small"), f'<path class="line" d="M{left} {y + 2}h{wide:.2f}"/>']
+    for tick in ticks(end, wide / 60):
+        at = left + tick * scale
+        body.append(f'<path class="line" d="M{at:.2f} {y + 2}v4"/>' + text(at, y + 18, f"{tick:g}", "small mid"))
+    return body, y + 22
