@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import replace
 from random import Random
 from threading import RLock
@@ -23,59 +24,49 @@ from megazero.comm.memory import Copier
 from megazero.config import ResolvedRun
 from megazero.config.schema import OffloadConfig
 from megazero.zero import sharded_model
-from megazero.zero.bucket import ShardingPolicy
 from megazero.zero.offload import give_cores
-
-
-class _Stream:
-    def __init__(self, seed: int) -> None:
-        self.random, self.work, self.results, self.lock = Random(seed), deque[Callable[[], Any]](), list[Any](), RLock()
-
-    def end(self, count: int) -> None:
-        with self.lock:  # a thread of the host may wait, too
-            while len(self.results) < count and self.work:
-                self.results.append(self.work.popleft()())
 
 
 class LateStreams(Copier):
     """Work on each of two streams runs in its order, at a random later time or when it is waited for."""
 
     def __init__(self, seed: int) -> None:
-        self._streams, self.was_late = [_Stream(seed), _Stream(seed)], False
+        self._streams = [(deque[tuple[Future[Any], Callable[[], Any]]](), Random(seed)) for _ in range(2)]
+        self._lock, self.was_late = RLock(), False  # a thread of the host may wait, too
 
-    def run(self, work: Callable[[], Any], *, to_host: bool) -> tuple[_Stream, int]:
-        stream = self._streams[to_host]
-        with stream.lock:
-            stream.work.append(work)
-            mark = len(stream.results) + len(stream.work)
-            self.was_late |= len(stream.work) > 1
-        stream.end(mark - stream.random.randrange(4))
+    def run(self, work: Callable[[], Any], *, to_host: bool) -> Any:
+        (stream, random), mark = self._streams[to_host], Future[Any]()
+        stream.append((mark, work))
+        self.was_late |= len(stream) > 1
+        most = random.randrange(4)
+        self._advance(stream, lambda: len(stream) <= most)
         return stream, mark
 
-    def wait(self, mark: tuple[_Stream, int]) -> Any:
-        stream, number = mark
-        stream.end(number)
-        return stream.results[number - 1]
+    def _advance(self, stream: deque[Any], is_far_enough: Callable[[], bool]) -> None:
+        with self._lock:
+            while not is_far_enough():
+                mark, work = stream.popleft()
+                mark.set_result(work())
 
-    def finish(self, mark: tuple[_Stream, int]) -> None:
+    def wait(self, mark: Any) -> Any:
+        self._advance(mark[0], mark[1].done)
+        return mark[1].result()
+
+    def finish(self, mark: Any) -> None:
         self.wait(mark)
 
 
 def _train(rank: int, runs: list[ResolvedRun], copiers: list[Copier]) -> list[Any]:
     """What runs on a device that is not the host give, and the bytes that they take."""
-    plain, found = sharded_model._sharding_policy, list[Any]()
-    state = state_on(rank, runs[0], shares_memory=False)
+    plain, found, state = sharded_model._sharding_policy, list[Any](), state_on(rank, runs[0], shares_memory=False)
     for run, copier in zip(runs, copiers, strict=True):
-
-        def policy(*args: Any, copier: Copier = copier) -> ShardingPolicy:
-            return replace(plain(*args), on_cpu=False, copier=copier)
-
-        with patch.object(sharded_model, "_sharding_policy", policy):
+        made = lambda *args, copier=copier: replace(plain(*args), on_cpu=False, copier=copier)  # noqa: E731
+        with patch.object(sharded_model, "_sharding_policy", made):
             engine = engine_on(rank, run, state=state)
-        got, reducer = train_on(engine, run, False, True), engine.sharded_model.reducer
+        found.append((train_on(engine, run, False, True), engine.memory_bytes()))
+        reducer = engine.sharded_model.reducer
         assert reducer.buffer_bytes <= reducer.most_buffer_bytes
         assert not isinstance(copier, LateStreams) or copier.was_late
-        found.append((got, engine.memory_bytes()))
         engine.sharded_model.close()
     return found
 
@@ -95,14 +86,10 @@ CASES: list[tuple[int, dict[str, Any]]] = [
 @pytest.mark.skipif(DEVICE.type != "cpu", reason="the stand-in knows no device")
 @pytest.mark.parametrize(("world", "zero"), CASES, ids=str)
 def test_whenever_copies_happen_a_run_has_its_bits_and_its_memory(world: int, zero: dict[str, Any]) -> None:
-    precision = {"dtype": "fp32" if zero["stage"] in (0, 1) else "bf16"}
-    training = {"accumulation": 2}
-    runs = [
-        run_of(world, model=LLAMA, zero=one, precision=precision, training=training)
-        for one in [zero | {"offload": {}}, *[zero] * 4]
-    ]
-    copiers = [Copier(), Copier(), *map(LateStreams, range(3))]
-    results = run_world(world, _train, runs, copiers)
+    precision, training = {"dtype": "fp32" if zero["stage"] in (0, 1) else "bf16"}, {"accumulation": 2}
+    cases = [zero | {"offload": {}}, *[zero] * 4]
+    runs = [run_of(world, model=LLAMA, zero=one, precision=precision, training=training) for one in cases]
+    results = run_world(world, _train, runs, [Copier(), Copier(), *map(LateStreams, range(3))])
     (wanted, _), (_, nbytes), *late = results[0]
     for got, taken in late:
         assert taken == nbytes
@@ -116,13 +103,6 @@ def test_the_hosts_optimizer_has_this_ranks_cores(monkeypatch: pytest.MonkeyPatc
     given: list[int] = []
     monkeypatch.setattr(torch, "set_num_threads", given.append)
     monkeypatch.setattr("megazero.zero.offload.cores_of_rank", lambda ranks: 64 // ranks)
-    cuda, cpu = torch.device("cuda"), torch.device("cpu")
-    for place, device, ranks in (
-        ("cpu", cuda, 8),
-        ("nvme", cuda, 4),
-        ("none", cuda, 8),
-        ("cpu", cpu, 8),
-        ("cpu", cuda, 1),
-    ):
-        give_cores(OffloadConfig(optimizer=place, nvme_path="."), device, ranks)
+    for place, device, ranks in (("cpu", "cuda", 8), ("nvme", "cuda", 4), ("none", "cuda", 8), ("cpu", "cpu", 8)):
+        give_cores(OffloadConfig(optimizer=place, nvme_path="."), torch.device(device), ranks)
     assert given == [8, 16]
