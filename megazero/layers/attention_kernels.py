@@ -213,6 +213,8 @@ class TileKernel:
         kernel = _kernel_of_tiles(q, k, v, mask, causal)
         if kernel == SDPBackend.EFFICIENT_ATTENTION:
             lse = F.pad(lse, (0, -lse.shape[-1] % 32), value=torch.inf)  # the kernel's own length
+        if kernel == SDPBackend.CUDNN_ATTENTION:
+            grad = _laid_out(grad, q)  # that of whole samples is laid out as torch's own calls have it
         unused = [q.new_empty(shape, dtype=torch.uint64) for shape in ((2,), ())]
         random = [] if q.is_cpu else unused  # state of random numbers: nothing is dropped out
         dq, dk, dv = _backward(kernel, grad, q, k, v, mask, causal, out, lse.contiguous(), *random)[:3]
@@ -360,8 +362,8 @@ def _laid_out(x: Tensor, q: Tensor) -> Tensor:
     Torch keeps what cuDNN compiled under the strides of q, k and v alone: every later backward reads `grad` and `out` with
     the strides of the first (MHA.cpp, MHACacheKeyWrapper).
     """
-    wanted = q.stride() if x.stride() == q.stride() else torch.empty_like(q, device="meta").stride()
-    return x if x.stride() == wanted else torch.empty_like(q).copy_(x)
+    strides = zip(x.shape, x.stride(), torch.empty_like(q, device="meta").stride(), strict=True)
+    return x if all(size == 1 or its == wanted for size, its, wanted in strides) else torch.empty_like(q).copy_(x)
 
 
 def _seen_in(tile: Tile, window: int | None, q: Tensor) -> tuple[Tensor | None, bool]:
@@ -411,7 +413,7 @@ def _backward(
     lengths = None, None, q.shape[2], k.shape[2], 0.0, causal
     if kernel == SDPBackend.CUDNN_ATTENTION:
         backward, (out, lse) = _aten._scaled_dot_product_cudnn_attention_backward, out_lse
-        given = _laid_out(grad, q), q, k, v, _laid_out(out, q), lse.reshape(*q.shape[:3], 1)
+        given = grad, q, k, v, _laid_out(out, q), lse.reshape(*q.shape[:3], 1)
         return tuple(backward(*given, *random, mask, *lengths))
     if q.is_cpu:
         backward = _aten._scaled_dot_product_flash_attention_for_cpu_backward
