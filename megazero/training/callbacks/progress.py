@@ -107,6 +107,11 @@ def describe_kernels(engine: Engine) -> str:
     group = engine.sharded_model.optimizer.torch_optimizer.param_groups[0]
     kernel = next((kind for kind in ("fused", "foreach") if group.get(kind)), "a tensor at a time")
     parts = [compiled, f"attention {attention}{' in tiles' * in_parts}", f"{config.optimizer.name} {kernel}"]
+    if (scaling := config.precision.fp8) != "none":
+        from megazero.layers.fp8 import emulated, multiply_on
+
+        is_emulated = multiply_on(device, engine.dtype, scaling) is emulated
+        parts.append(f"{scaling} fp8 {'emulated, no faster' if is_emulated else 'kernels'}")
     if device.type == "cuda":
         settings = next((os.environ[name] for name in ALLOCATOR if name in os.environ), "fixed segments")
         parts.append(f"allocator {settings.replace('expandable_segments:True', 'expandable segments')}")
