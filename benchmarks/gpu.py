@@ -32,18 +32,7 @@ from benchmarks.report import machine, markdown, write_whole
 
 ROOT = Path(__file__).parent.parent
 RESULTS = Path(__file__).parent / "results" / "gpu"
-NEEDED = (
-    "pydantic",
-    "xxhash",
-    "filelock",
-    "einops",
-    "safetensors",
-    "tokenizers",
-    "pytest",
-    "xdist",
-    "pytest_timeout",
-    "hypothesis",
-)
+NEEDED = "pydantic xxhash filelock einops safetensors tokenizers pytest xdist pytest_timeout hypothesis"
 LAWS = "any_shape any_schedule activations long_context quantized precision_and_offload muon loss_scale pipeline"
 _SIGNALS = "every_signal or second_signal_ends or launcher_that_dies"
 PATIENCE = 1.7  # a check may take so many times its expected seconds
@@ -274,7 +263,7 @@ def main() -> int:
     parser.add_argument("--rehearse", action="store_true", help="in small, on a CPU")
     parser.add_argument("--folder", type=Path, default=RESULTS)
     given = parser.parse_args()
-    if missing := [name for name in NEEDED if find_spec(name) is None]:
+    if missing := [name for name in NEEDED.split() if find_spec(name) is None]:
         sys.exit(f"missing here: {', '.join(missing)}; pip install -e '.[test]'")
     if not given.rehearse and not torch.cuda.is_available():
         sys.exit("torch finds no CUDA device; --rehearse runs the queue in small on a CPU")
