@@ -65,7 +65,7 @@ def test_the_world_is_what_the_command_starts_unless_told(write):
     assert load_config(path, ["launch.nproc_per_node=6"]).world_size == 6
     assert load_config(path, [], 4).notices == load_config(path).notices == ()
     (told,) = load_config(path, [], 16).notices
-    assert told == "launch.nproc_per_node = 4 has no effect where a launcher has started the ranks, 16 of them"
+    assert told == "launch.nproc_per_node = 4 has no effect where a launcher has started 16 ranks"
 
 
 @pytest.mark.parametrize(
@@ -342,7 +342,7 @@ BROKEN = """
 1 precision.dtype=fp16 precision.min_loss_scale=9 precision.initial_scale_power=3 -> precision.min_loss_scale: must be <=
 1 optimizer.momentum=0.9 -> optimizer.momentum: must be 0.0 where optimizer.name = "adamw": it does not read this key; lea
 8 parallel.tp=2 parallel.pp=3 -> world_size: must be divisible by tp*pp=6; the nearest are 6 and 12
-- parallel.tp=4 -> launch.nproc_per_node: must be divisible by tp*pp=4; the nearest is 4; on several machines start the ra
+- parallel.tp=4 -> launch.nproc_per_node: must be divisible by tp*pp=4; the nearest is 4; on several machines start torchru
 - parallel.tp=8 parallel.pp=4 -> launch.nproc_per_node: must be divisible by tp*pp=32; the nearest is 32; on several machine
 - parallel.tp=2 parallel.dp=32 -> parallel.dp: tp*pp*dp=2*1*32=64 must be the world size, 1; start 64 ranks; on several ma
 8 parallel.tp=2 parallel.dp=3 -> parallel.dp: tp*pp*dp=2*1*3=6 must be the world size, 8; write 4 or "auto"

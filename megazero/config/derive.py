@@ -149,15 +149,12 @@ def fit(config: RunConfig, world_size: int) -> Fit:
         notices.append(f"{spare} of {world_size} ranks do not train: {degrees} x dp {dp} = {each * dp}")
     if group and dp * shape.cp % group:
         among, every = (f"dp {dp}", "dp") if shape.cp == 1 else (f"dp {dp} x cp {shape.cp}", "dp x cp")
-        notices.append(
-            f"zero.shard_group_size={group} does not divide {among}: the state is sharded over all of {every}"
-        )
+        notices.append(f"zero.shard_group_size={group} does not divide {among}: state is sharded over all of {every}")
         group = 0
     second, shards = config.zero.secondary_shard_size, group or dp * shape.cp
     if second and (second >= shards or shards % second):
-        notices.append(
-            f"zero.secondary_shard_size={second} does not divide {shards} ranks into groups: weights have no second copy"
-        )
+        effect = f"does not divide {shards} ranks into groups: weights have no second copy"
+        notices.append(f"zero.secondary_shard_size={second} {effect}")
         second = 0
     shapes = config.elastic.shapes
     if shape.cp > 1 and parallel.cp_method == "auto":  # what is picked below is for this cp; the file keeps all shapes

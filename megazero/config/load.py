@@ -33,9 +33,7 @@ if TYPE_CHECKING:
 
 Tables = dict[str, Any]
 
-_LAUNCHERS = (
-    "on several machines start the ranks with torchrun (examples/launch_torchrun.sh) or srun (examples/pretrain.slurm)"
-)
+_LAUNCHERS = "on several machines start torchrun (examples/launch_torchrun.sh) or srun (examples/pretrain.slurm)"
 
 _UNSET = "unset"  # written on the command line, as docs/config.md says: the key is left out
 
@@ -123,9 +121,7 @@ def load_config(
     assert ranks is not None
     asked = config.launch.nproc_per_node
     if not asks and asked not in (1, ranks):
-        notes.append(
-            f"launch.nproc_per_node = {asked} has no effect where a launcher has started the ranks, {ranks} of them"
-        )
+        notes.append(f"launch.nproc_per_node = {asked} has no effect where a launcher has started {ranks} ranks")
     return _filled(config, ranks, fitted, notes)
 
 

@@ -268,9 +268,7 @@ def _layout_is_of_this_model(config: RunConfig) -> Iterator[Problem]:
     holds = {rank for (rank, _), count in zip(placement, counts, strict=True) if count}
     holds |= {placement[0][0], placement[-1][0]}  # those with the embedding and the head
     for rank in sorted(set(range(config.parallel.pp)) - holds):
-        yield Problem(
-            "parallel.layout", layout, f"must leave pipeline rank {rank} a part of the model", "give it a layer"
-        )
+        yield Problem("parallel.layout", layout, f"must leave pipeline rank {rank} a layer, or the embedding or head")
 
 
 def _schedule_has_its_chunks(config: RunConfig) -> Iterator[Problem]:
@@ -322,7 +320,7 @@ def _passes_can_be_listed(config: RunConfig) -> Iterator[Problem]:
         count = batch_sizes(config, dp_of(config)).accumulation
     if count * stages > _MOST_PASSES:
         rule = (
-            f"must be at most {_MOST_PASSES // stages:,} with {counted(stages, 'stage')}, of which each has all passes"
+            f"must be at most {_MOST_PASSES // stages:,} with {counted(stages, 'stage')}, each of which has all passes"
         )
         yield Problem("training.accumulation", count, rule, "larger micro-batches need fewer passes")
 
@@ -394,9 +392,8 @@ def _own_lr_schedule_answers(config: RunConfig) -> Iterator[Problem]:
             learning_rate_factor(section, step, steps)
         except Exception as error:
             text = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
-            yield Problem(
-                "lr_schedule.name", section.name, f"its function fails for step {step + 1} of {steps}: {text}"
-            )
+            rule = f"its function fails for step {step + 1} of {steps}: {text}"
+            yield Problem("lr_schedule.name", section.name, rule)
             return
 
 

@@ -135,9 +135,7 @@ class Channel:
             self._broken = str(error)
             raise
         except BaseException as error:
-            self._broken = (
-                f"{type(error).__name__} in the middle of an operation of this rank; no further one can follow"
-            )
+            self._broken = f"{type(error).__name__} in the middle of an operation of this rank; no other can follow"
             self.interrupt()
             raise
 

@@ -128,9 +128,8 @@ class IndexedDataset:
                 f"{self.dtype.name}, found {found:,}; copy the pair again or tokenize again"
             )
         # An empty file cannot be mapped.
-        self.tokens: NDArray[Any] = (
-            np.asarray(np.memmap(bin_file, dtype=self.dtype, mode="r")) if found else np.empty(0, self.dtype)
-        )
+        ids = np.memmap(bin_file, dtype=self.dtype, mode="r") if found else np.empty(0, self.dtype)
+        self.tokens: NDArray[Any] = np.asarray(ids)
         self.borders = DocumentBorders(self._pointers, self.document_indices, self.dtype.itemsize, len(self.tokens))
 
     def __len__(self) -> int:

@@ -157,11 +157,8 @@ def tokenize_files(
         ask(len(unread), unread, "files or directories")
         done = _tokenize_shards(shards, job, workers, on_progress)
         unread_documents, documents = sum(shard.unread for shard in done), sum(shard.documents for shard in done)
-        ask(
-            unread_documents,
-            [problem for shard in done for problem in shard.named_unread],
-            "documents or parts of files",
-        )
+        named = [problem for shard in done for problem in shard.named_unread]
+        ask(unread_documents, named, "documents or parts of files")
         if not documents:
             raise ValueError(f"no text in {len(files):,} files under {[os.fspath(i) for i in inputs]}")
         for shard, tokenized in zip(shards, done, strict=True):

@@ -37,9 +37,7 @@ def pass_local_rank(rank: str) -> None:
 
 def main(arguments: list[str]) -> None:
     """Run a script as `__main__`.  Raises: SystemExit with code 2, there is no script; and what the script raises."""
-    parser = argparse.ArgumentParser(
-        prog="python -m megazero.deepspeed", description="Run a script written for DeepSpeed."
-    )
+    parser = argparse.ArgumentParser("python -m megazero.deepspeed", description="Run a script written for DeepSpeed.")
     parser.add_argument("--no_local_rank", action="store_true", help="do not pass --local_rank=N to the script")
     parser.add_argument("script", help="path of a Python file")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help="what the script is given")

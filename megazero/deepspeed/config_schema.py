@@ -263,9 +263,7 @@ def _offload_names_device_and_path(config: DeepSpeedJson, _: int) -> Iterator[Pr
         if name in zero.model_fields_set and block.device is None:
             yield Problem(f"{ZERO}.{name}.device", None, "must be given", 'write "cpu", "nvme" or "none"')
         if block.device == "nvme" and not block.nvme_path:
-            yield Problem(
-                f"{ZERO}.{name}.nvme_path", None, "must be given for nvme", "name a directory on a local disk"
-            )
+            yield Problem(f"{ZERO}.{name}.nvme_path", None, "must be given for nvme", "name a local directory")
     paths = zero.nvme_paths()
     if len(paths) > 1:
         rule = f"must be {ZERO}.offload_optimizer.nvme_path={paths[0]}: one directory holds the files of both"

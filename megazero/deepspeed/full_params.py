@@ -179,12 +179,10 @@ class _Whole:
 
     def overwrite(self, modifier: int) -> None:
         """Broadcast the masters of one data-parallel rank."""
-        model, changed = self._model, list[Bucket]()
+        model, state, changed = self._model, self._model.state, list[Bucket]()
         for first, copies in self._bound.copies.items():
             if first in self._flats:
-                model.parameters.overwrite(
-                    copies, self._flats[first], model.state.dp, model.state.tp, model.ties, modifier
-                )
+                model.parameters.overwrite(copies, self._flats[first], state.dp, state.tp, model.ties, modifier)
                 changed += copies
         model.parameters.all_gather_weights(changed=changed)
 

@@ -215,11 +215,8 @@ class ModuleEngine(TrainingEngine):
         """
         state = self.module.state_dict(keep_vars=True)
         if exclude_frozen_parameters:
-            state = {
-                name: value
-                for name, value in state.items()
-                if value.requires_grad or not isinstance(value, nn.Parameter)
-            }
+            frozen = {name for name, held in state.items() if isinstance(held, nn.Parameter) and not held.requires_grad}
+            state = {name: held for name, held in state.items() if name not in frozen}
         buckets: dict[object, list[Tensor]] = {}
         for name, value in state.items():
             buckets.setdefault(self.bound.home.get(name, (None, 0))[0], []).append(value)

@@ -58,13 +58,11 @@ class PipelineEngine(TrainingEngine):
         """Return whether this rank computes the loss."""
         return any(chunk.is_last for chunk in self._chunks)
 
-    _WHOLE_STEPS = refuses(
-        "a pipeline runs whole steps; call engine.train_batch(data_iter) or engine.eval_batch(data_iter)"
-    )
+    _WHOLE_STEPS = refuses("a pipeline runs whole steps; call engine.train_batch(data_iter) or eval_batch(data_iter)")
     forward = backward = step = scale = no_sync = _WHOLE_STEPS  # a stage alone has no output
     is_gradient_accumulation_boundary = set_gradient_accumulation_boundary = _WHOLE_STEPS
     save_16bit_model = save_fp16_model = refuses(
-        "stages lie on several ranks; engine.save_checkpoint(dir) writes whole tensors"
+        "call engine.save_checkpoint(dir), which writes the tensors of all stages"
     )
 
     def train_batch(self, data_iter: Iterator[Any] | None = None) -> Tensor:

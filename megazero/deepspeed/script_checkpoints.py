@@ -59,13 +59,11 @@ class EngineOptimizer(torch.optim.Optimizer):
 
     def __init__(self, inner: torch.optim.Optimizer) -> None:
         self.inner = inner
-        self.__dict__.update(
-            {key: value for key, value in vars(inner).items() if key not in ("step", "profile_hook_step")}
-        )
+        self.__dict__.update({key: vars(inner)[key] for key in vars(inner).keys() - {"step", "profile_hook_step"}})
 
     step = refuses("call engine.step(): it reduces, unscales and clips the gradients before the optimizer steps")
     load_state_dict = refuses(
-        "the optimizer's state is cut over the ranks; engine.load_checkpoint(dir) reads it, on any number of ranks"
+        "the state is cut over the ranks; engine.load_checkpoint(dir) reads it, on any number of ranks"
     )
     add_param_group = refuses(
         "the parameters are in buckets already; give every group to megazero.initialize (model_parameters=, or an "
@@ -77,9 +75,7 @@ class EngineOptimizer(torch.optim.Optimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of this rank's shards, as DeepSpeed's ZeRO optimizers give it: to look at, and not to load."""
-        warn(
-            "optimizer.state_dict() is this rank's part and cannot be loaded; engine.save_checkpoint(dir) writes all of it"
-        )
+        warn("optimizer.state_dict() is this rank's part, to look at; engine.save_checkpoint(dir) writes all of it")
         return self.inner.state_dict()
 
     def count_step(self) -> None:
@@ -326,9 +322,8 @@ class CheckpointedEngine(nn.Module):
                 self._canonical(path): buffer.detach().cpu().clone(memory_format=torch.contiguous_format)
                 for path, buffer in self._named_buffers()
             }
-        return {
-            name: buffer for part in gather_objects(own, self.parallel_state.world) for name, buffer in part.items()
-        }
+        of_all = gather_objects(own, self.parallel_state.world)
+        return {name: buffer for of_rank in of_all for name, buffer in of_rank.items()}
 
 
 def _finish_at_exit(saver: Saver) -> None:

@@ -227,9 +227,8 @@ class Reach:
             if not self._nodes:
                 self._nodes = [get_gradient_edge(parameter).node for parameter in self.parameters]
             will_run = torch._C._will_engine_execute_node
-            found = [
-                parameter for parameter, node in zip(self.parameters, self._nodes, strict=True) if not will_run(node)
-            ]
+            pairs = zip(self.parameters, self._nodes, strict=True)
+            found = [parameter for parameter, node in pairs if not will_run(node)]
         except RuntimeError:  # torch.autograd.grad of parameters
             return []
         return found if len(found) < len(self.parameters) else []  # torch.autograd.grad

@@ -96,9 +96,8 @@ def initialize(
     if dist_init_required is not False:
         init_distributed(distributed_port=distributed_port)
     state = _parallel_state(model, mpu)
-    sources = [
-        source for source in (config, config_params, getattr(args, "deepspeed_config", None)) if source is not None
-    ]
+    places = config, config_params, getattr(args, "deepspeed_config", None)
+    sources = [source for source in places if source is not None]
     if len(sources) != 1:
         raise ValueError(
             f"initialize needs one of config=, config_params and args.deepspeed_config, got {len(sources)}"

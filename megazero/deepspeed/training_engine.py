@@ -296,13 +296,11 @@ class TrainingEngine(CheckpointedEngine):
         """Change the samples of a micro-batch, and with it those of a step; the data is the script's own."""
         self._set_sizes(micro_batch_size, self.config.accumulation)
 
-    def _set_sizes(self, micro_batch_size: int, accumulation: int) -> None:
+    def _set_sizes(self, micro: int, accumulation: int) -> None:
         if begun := self._begun():
             raise RuntimeError(f"{begun}: the sizes of a step cannot change within it; set them after it has ended")
-        whole = micro_batch_size * accumulation * self.dp_world_size
-        self.config = replace(
-            self.config, micro_batch_size=micro_batch_size, accumulation=accumulation, train_batch_size=whole
-        )
+        whole = micro * accumulation * self.dp_world_size
+        self.config = replace(self.config, micro_batch_size=micro, accumulation=accumulation, train_batch_size=whole)
 
     def allreduce_gradients(self) -> None:
         """Nothing to do: the backward reduces gradients as they come."""

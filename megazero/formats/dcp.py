@@ -102,11 +102,8 @@ class DcpFolder:
     def values(self) -> dict[str, Callable[[], Any]]:
         """What is no tensor, by name, read when it is called: plain values only."""
         listed = self._loaded[0].state_dict_metadata.items()
-        return {
-            name: partial(self._read, name, ())
-            for name, stored in listed
-            if not isinstance(stored, TensorStorageMetadata)
-        }
+        others = [name for name, stored in listed if not isinstance(stored, TensorStorageMetadata)]
+        return {name: partial(self._read, name, ()) for name in others}
 
     def slices(self, name: str) -> list[LazyTensor]:
         """The tensors that are stacked along dimension 0 of another one; only the chunks that hold one are read for it."""

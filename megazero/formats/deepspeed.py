@@ -65,9 +65,7 @@ def find_deepspeed(folder: LocalFolder) -> LocalFolder | None:
     """The folder, or the one that its `latest` names, if that holds a checkpoint of DeepSpeed."""
     tag = folder.read(LATEST).decode(errors="replace").strip() if folder.has(LATEST) else "."
     named = folder.child(tag) if tag == Path(tag).name and tag != ".." else folder
-    return next(
-        (candidate for candidate in (folder, named) if any(map(_MODEL_FILE.fullmatch, candidate.files()))), None
-    )
+    return next((at for at in (folder, named) if any(map(_MODEL_FILE.fullmatch, at.files()))), None)
 
 
 def read_deepspeed(folder: LocalFolder, _: ModelConfig) -> ForeignCheckpoint:
@@ -377,9 +375,8 @@ class _Reader:
         """A frozen parameter at stage 3, from the model files of all ranks."""
         fragments: list[Tensor] = []
         while sum(fragment.numel() for fragment in fragments) < prod(shape):
-            fragments.append(
-                self._load(self._file(self.models, len(fragments)))["frozen_param_fragments"][name].view(-1)
-            )
+            state = self._load(self._file(self.models, len(fragments)))
+            fragments.append(state["frozen_param_fragments"][name].view(-1))
         return torch.cat(fragments)[: prod(shape)].view(shape)
 
 
@@ -398,11 +395,8 @@ def _ranges_at_stages_1_and_2(ranks: Sequence[Mapping[str, Any]], listed: Sequen
         for number, (name, shape) in enumerate(shapes.items()):
             stop = start + prod(shape)
             held = ((rank, max(start, rank * size), min(stop, rank * size + size)) for rank in range(len(ranks)))
-            yield (
-                name,
-                shape,
-                [_FlatRange(rank, group, low - rank * size, high - low) for rank, low, high in held if low < high],
-            )
+            ranges = [_FlatRange(rank, group, low - rank * size, high - low) for rank, low, high in held if low < high]
+            yield name, shape, ranges
             start = stop + (padding[group][number] if padding else 0)
 
 

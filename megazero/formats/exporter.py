@@ -90,9 +90,8 @@ def export_dcp(path: Location, out: str | Path, *, dtype: str | None = None, nam
                 raise CheckpointError(f"{out} could not be written ({failed}); nothing was left there") from error
     dtype_written = next(tensor.dtype for name, tensor in state.items() if isinstance(tensor, Tensor))
     moments = "with AdamW's moments" if len(reads) > len(logical_shapes(model)) + 1 else "without moments"
-    return Exported(
-        DTYPE_NAMES[dtype_written], 1, elements, f"names of {table.name}, {moments}{_not_shown(model, table)}"
-    )
+    about = f"names of {table.name}, {moments}{_not_shown(model, table)}"
+    return Exported(DTYPE_NAMES[dtype_written], 1, elements, about)
 
 
 def _not_shown(model: ModelConfig, table: NameTable) -> str:
@@ -107,9 +106,7 @@ def _not_shown(model: ModelConfig, table: NameTable) -> str:
 
 def _table(family: str, name: str | None) -> NameTable:
     tables = {table.name: table for table in tables_of(family) if not table.dropped}
-    writable = [
-        name for name, table in tables.items() if all(place.give is not None for place in table.tensors.values())
-    ]
+    writable = [name for name, table in tables.items() if all(place.give for place in table.tensors.values())]
     if (name or writable[0]) not in writable:
         raise ValueError(f"--names {name} must be one of {', '.join(writable)}, which {family} has")
     return tables[name or writable[0]]

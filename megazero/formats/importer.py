@@ -104,14 +104,12 @@ def import_checkpoint(
     form = form or (_recognised(folder) if folder.path.is_dir() else "weights")
     if form not in FORMS:
         raise ValueError(f"--from {form} must be one of {', '.join(FORMS)}")
-    read = FORMS[form].read
+    read, sizes = FORMS[form].read, dict[str, Any](dtype=dtype, max_shard_bytes=max_shard_bytes)
     if read is None:
         given = {"--run-file": run_file, "--step": step, "--samples": samples}
         if idle := [name for name, value in given.items() if value is not None]:
             raise ValueError(f"a transformers model begins at step 0 and describes itself; leave out {', '.join(idle)}")
-        return import_model(
-            folder.path, out, dtype=dtype, seq_len=seq_len, max_shard_bytes=max_shard_bytes, ignore=ignore
-        )
+        return import_model(folder.path, out, seq_len=seq_len, ignore=ignore, **sizes)
     if run_file is None:
         raise ValueError(f"a checkpoint of {FORMS[form].about} does not describe its model: say --run-file RUN.toml")
     if seq_len is not None:
@@ -129,7 +127,6 @@ def import_checkpoint(
     with new_folder(out) as target:
         lines = [f"# {line}" for line in (f"Goes on from {folder}.", *notes, *more)]
         toml = "\n".join([*lines, "[checkpoint]", f"resume = {toml_value(str(target))}"]) + "\n"
-        sizes: dict[str, Any] = {"dtype": dtype, "max_shard_bytes": max_shard_bytes}
         return write_step(target, config.model, kinds, trainer, toml, {}, notes=(*notes, *more), **sizes)
 
 
@@ -166,7 +163,7 @@ def _check_optimizer(config: RunConfig, run_file: str | Path) -> None:
 
 def _trainer_state(
     found: ForeignCheckpoint, config: RunConfig, step: int | None, samples: int | None, *, has_moments: bool
-) -> tuple[TrainerState, tuple[str, ...]]:
+) -> tuple[TrainerState, list[str]]:
     """The trainer state to resume from, and lines for the user.  Without moments the step is 0 unless the user sets it."""
     if step is None:
         step = found.step if has_moments else 0
@@ -178,15 +175,13 @@ def _trainer_state(
             raise ValueError(f"{found.path} does not say how many samples its {step} steps took: say --samples N")
         samples = step * batch if isinstance(batch, int) else 0
     moments = f"AdamW's moments after {found.optimizer_steps} updates" if has_moments else "moments that begin anew"
-    lines: tuple[str, ...] = (
-        f"goes on after step {step} and sample {samples:,} of the run file's data, with {moments}",
-    )
+    lines = [f"goes on after step {step} and sample {samples:,} of the run file's data, with {moments}"]
     written: dict[str, Any] = hide_passwords(json.loads(config.model_dump_json()))
     theirs = {"name": "adamw"} | dict(found.optimizer)
     written["optimizer"] |= theirs if has_moments else found.optimizer
     if has_moments and theirs["name"] != (ours := config.optimizer.name):
         decay = "adam adds the weight decay to the gradient, adamw does not"
-        lines = (f"the moments are those of {theirs['name']}, the run file has {ours}: {decay}", *lines)
+        lines.insert(0, f"the moments are those of {theirs['name']}, the run file has {ours}: {decay}")
     updates = found.optimizer_steps if has_moments else 0
     tokens = samples * config.model.seq_len
     state = TrainerState(step, samples, tokens, updates, "", set_keys(config.model), written, {}, versions())
