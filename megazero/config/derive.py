@@ -186,11 +186,8 @@ def _with_context_method(config: RunConfig) -> tuple[RunConfig, tuple[str, ...]]
         ulysses = min(sent, key=lambda degree: (sent[degree], -degree))
         method = "ulysses" if ulysses == cp else "ring" if ulysses == 1 else "hybrid"
         of_each = "; ".join(f"{degree} x {cp // degree}: {count:,}" for degree, count in sent.items())
-        reason = (
-            f"of the Ulysses x ring degrees that fit {told} of a rank, {ulysses} x {cp // ulysses} sends the fewest bytes "
-            f"per rank, layer and sample ({of_each})"
-        )
-        why = (f"cp_method auto takes {method}: {reason}",)
+        fewest = f"{ulysses} x {cp // ulysses} sends the fewest bytes per rank, layer and sample ({of_each})"
+        why = (f"cp_method auto takes {method}: of the Ulysses x ring degrees that fit {told} of a rank, {fewest}",)
     elif method != "hybrid":
         ulysses = cp if method == "ulysses" else 1
     chosen = parallel.model_copy(update={"cp_method": method, "cp_ulysses": ulysses})

@@ -108,17 +108,11 @@ def tokenizer_of(sources: Sequence[str], tokenizer: str, eod_token: str | None =
 
 def without_borders(samples: Sequence[Sequence[int]]) -> list[str]:
     """A warning if a document mask would change nothing, or mask all.  `samples`: document lengths of a few samples."""
-    first = f"in the first {len(samples)} samples"
+    first, see = f"in the first {len(samples)} samples", 'is the .idx right? See "Documents" in docs/data.md'
     if samples and all(len(lengths) == 1 for lengths in samples):
-        return [
-            f"data.document_mask = true changes nothing {first}, each of which is one document: are documents longer, or "
-            'does the .idx not tell them apart? See "Documents" in docs/data.md'
-        ]
+        return [f"data.document_mask = true changes nothing {first}, each of which is one document: {see}"]
     if samples and all(max(lengths) == 1 for lengths in samples):
-        return [
-            f"data.document_mask = true leaves nothing to predict {first}, whose documents have one token each: a step "
-            'without a counted token changes no weight. Is the .idx right? See "Documents" in docs/data.md'
-        ]
+        return [f"data.document_mask = true leaves nothing to predict {first}, of documents of one token: {see}"]
     return []
 
 

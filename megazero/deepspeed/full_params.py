@@ -82,15 +82,11 @@ class GatheredParameters:
             raise ValueError(f"modifier_rank={modifier_rank} before initialize: under zero.Init rank 0's changes count")
 
     def __enter__(self) -> None:
+        changes = self._modifier is not None
+        given = {id(real(one)): one for one in self._given if changes or isinstance(one, UngatheredParameter)}
         with ExitStack() as opened:
             for engine in list(ENGINES.values()):
-                names = engine.sharded_model.names
-                own = {
-                    names[id(real(parameter))]: parameter
-                    for parameter in self._given
-                    if id(real(parameter)) in names
-                    and (self._modifier is not None or isinstance(parameter, UngatheredParameter))
-                }
+                own = {name: given[key] for key, name in engine.sharded_model.names.items() if key in given}
                 if own:
                     opened.enter_context(_changing(engine, own, self._modifier))
             self._open = opened.pop_all()

@@ -254,8 +254,6 @@ class LayerChunk(nn.Module):
             y = layer(x[0] if len(x) == 1 else x)
             x = (y,) if isinstance(y, Tensor) else tuple(y) if isinstance(y, tuple | list) else ()
             if not x or not all(isinstance(part, Tensor) for part in x):
-                raise TypeError(
-                    f"layer {index} ({name_of(layer)}) returned {describe_value(y)}; every layer of a pipeline returns a "
-                    "tensor or a tuple of tensors, since any two may be on different ranks"
-                )
+                rule = "every layer of a pipeline returns a tensor or a tuple of tensors"
+                raise TypeError(f"layer {index} ({name_of(layer)}) returned {describe_value(y)}; {rule}")
         return x

@@ -65,10 +65,7 @@ class EngineOptimizer(torch.optim.Optimizer):
     load_state_dict = refuses(
         "the state is cut over the ranks; engine.load_checkpoint(dir) reads it, on any number of ranks"
     )
-    add_param_group = refuses(
-        "the parameters are in buckets already; give every group to megazero.initialize (model_parameters=, or an "
-        "optimizer that has it)"
-    )
+    add_param_group = refuses("the parameters are in buckets already; give every group to megazero.initialize")
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Do nothing: the engine clears gradients when a step ends."""

@@ -109,10 +109,8 @@ def check_elementwise(optimizer: torch.optim.Optimizer, allow_untested: bool) ->
     """
     cls = type(optimizer)
     if any(base.__name__.lower() in _NOT_ELEMENTWISE for base in cls.__mro__):
-        raise ValueError(
-            f"{cls.__name__} {_WHY}. Weights are stepped as one-dimensional shards at every ZeRO stage, 0 included: use an "
-            "optimizer that acts element by element, such as AdamW or Lion"
-        )
+        hint = "use one that acts element by element, such as AdamW or Lion"
+        raise ValueError(f"{cls.__name__} {_WHY} at every ZeRO stage, 0 included; {hint}")
     known = {*(getattr(torch.optim, name) for name in _ELEMENTWISE), *(OPTIMIZERS[name].cls for name in OPTIMIZERS)}
     if cls not in known and not allow_untested:
         hint = "if it acts element by element, set zero_allow_untested_optimizer"

@@ -74,11 +74,8 @@ class ProcessTopology:
 
     def filter_match(self, **coordinates: int) -> list[int]:
         """Return the ranks at some coordinates, in order."""
-        return [
-            rank
-            for rank in range(self.world_size())
-            if all(getattr(self.get_coord(rank), axis) == index for axis, index in coordinates.items())
-        ]
+        ranks = range(self.world_size())
+        return [rank for rank in ranks if coordinates.items() <= self.get_coord(rank)._asdict().items()]
 
     def get_axis_list(self, axis: str, idx: int) -> list[int]:
         """Return the ranks at one index of an axis, in order."""

@@ -158,9 +158,9 @@ def _refuse_change(cls: type[UngatheredParameter | _ReadOnly], name: str, args: 
     changes = in_place or name in _CHANGES or name.startswith("register_")
     for leaf in _pytree.tree_leaves((args[:1] if changes else (), kwargs.get("out"))):
         if isinstance(leaf, cls):
+            hint = "change them inside `with megazero.zero.GatheredParameters(...)`"
             raise RuntimeError(
-                f"{name} on {leaf.label}, whose weights are spread over the ranks (ZeRO stage 3): the change would be lost; "
-                "make it inside `with megazero.zero.GatheredParameters(...)`"
+                f"{name} on {leaf.label}, whose weights are spread over the ranks (ZeRO stage 3); {hint}"
             )
 
 

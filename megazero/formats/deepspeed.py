@@ -248,10 +248,8 @@ class _Reader:
             if updates == expected + 1:  # some of its optimizers take a step, on gradients of zero, when they are made
                 self.found.notes[f"AdamW has counted {updates} updates, one more than the run"] = None
             elif updates != expected:
-                self.found.unknown.append(
-                    f"AdamW's count of {updates} updates (by global_steps and skipped_steps it is {expected}: are the "
-                    "files of two saves?)"
-                )
+                said = f"by global_steps and skipped_steps it is {expected}: are the files of two saves?"
+                self.found.unknown.append(f"AdamW's count of {updates} updates ({said})")
 
     def _add_groups(self, groups: Iterable[Mapping[str, Any]], state: Mapping[str, Any]) -> None:
         """Settings of the optimizer's groups; `state` is that of the ZeRO optimizer around it."""
