@@ -75,7 +75,6 @@ NODES = {"numa_node": "1", "node1/cpulist": "4-7,12"}
         (NODES, 5, 2, []),  # one core is near, and the rank's share is two
         (NODES, 4, 4, []),  # all that it may use are far
         ({"numa_node": "-1"}, 16, 4, []),  # of a virtual machine
-        (NODES | {"node1/cpulist": ""}, 16, 4, []),  # a node of memory alone
         ({}, 16, 4, []),
     ],
 )
