@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import gc
+import threading
+import time
 from collections.abc import Iterable
 
+import pytest
 import torch
+import torch.distributed as dist
+from harness import assert_nothing_is_left, open_files
 from torch import Tensor
 
-from megazero.comm.collectives import all_gather, all_reduce, all_to_all, reduce_scatter, ring_shift
-from megazero.parallel_state import Axis
+from megazero.comm.collectives import LostPeerError, all_gather, all_reduce, all_to_all, reduce_scatter, ring_shift
+from megazero.parallel_state import Axis, ParallelState, RankGrid
 
 
 def values(rank: int, length: int, dtype: torch.dtype) -> Tensor:
@@ -43,3 +49,28 @@ def assert_exact(axis: Axis, cases: Iterable[tuple[torch.dtype, int]]) -> None:
         sent, got = torch.stack([every[rank] + to for to in range(world)]), torch.zeros(world, length, dtype=dtype)
         all_to_all(got, sent, axis).wait()
         assert torch.equal(got, torch.stack([one + rank for one in every])), (dtype, length)
+
+
+def leave(rank: int, local_world_size: int, under_way: bool) -> None:
+    """A rank that leaves its groups ends their threads and closes everything, and what it left under way is lost."""
+    gc.disable()  # what waits for the collector stays, in a process that has switched it off
+    grid = RankGrid(dp=dist.get_world_size())
+    state = ParallelState(grid, rank, timeout_seconds=20, local_world_size=local_world_size)
+    before = open_files()
+    all_reduce(torch.zeros(3), state.dp).wait()
+    if under_way and rank == 0:
+        pending = all_reduce(torch.zeros(3), state.dp)
+    if rank > 0:
+        dist.barrier()  # rank 0 goes first
+    begin = time.monotonic()
+    state.leave()
+    assert time.monotonic() - begin < 10
+    if rank == 0:
+        dist.barrier()
+    if under_way and rank == 0:
+        with pytest.raises(LostPeerError, match="has left"):
+            pending.wait()
+        del pending
+        gc.collect()  # the frames of the error
+    assert_nothing_is_left(before)
+    assert not [one for one in threading.enumerate() if one.name.startswith("channel")]

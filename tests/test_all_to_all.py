@@ -10,7 +10,7 @@ import torch
 from harness import run_world
 from torch import Tensor
 
-from megazero.comm.collectives import Pending, all_reduce, all_to_all
+from megazero.comm.collectives import all_to_all
 from megazero.comm.head_exchange import SequenceForHeads, start_heads_for_sequence
 from megazero.comm.messages import OrderError
 from megazero.cpu.shared_memory import HALF_BYTES, SharedMemoryBackend
@@ -71,25 +71,6 @@ def test_what_does_not_fit_is_refused_before_anything_is_sent(out: Tensor, x: Te
     with pytest.raises(ValueError, match="over cp of 2 ranks"):
         all_to_all(out, x, axis)
     assert not axis.traffic.calls
-
-
-def _among_others(rank: int) -> None:
-    axis = _axis(rank, 3)
-    total, first, second = torch.full((LONG,), rank + 1.0), torch.empty(3, LONG), torch.empty(3, 2)
-    pendings: list[Pending] = [
-        all_to_all(first, torch.stack([_message(rank, to, (LONG,), torch.float32) for to in range(3)]), axis),
-        all_reduce(total, axis),
-        all_to_all(second, torch.tensor([[rank, to] for to in range(3)]).float(), axis),
-    ]
-    for index in range(3):  # every rank waits in another order
-        pendings[(index + rank) % 3].wait()
-    assert torch.equal(first, torch.stack([_message(by, rank, (LONG,), torch.float32) for by in range(3)]))
-    assert total.unique().tolist() == [6.0]
-    assert second.tolist() == [[by, rank] for by in range(3)]
-
-
-def test_several_under_way_end_in_any_order_of_waiting() -> None:
-    run_world(3, _among_others)
 
 
 def _shapes_differ(rank: int) -> str:

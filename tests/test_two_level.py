@@ -5,13 +5,11 @@ Ranks of one machine stand for those of several hosts: each block of `local_worl
 
 from __future__ import annotations
 
-import gc
 import itertools
 import os
 import random
 import signal
 import sys
-import threading
 import time
 from collections.abc import Callable
 from contextlib import closing
@@ -21,9 +19,8 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
-from collective_law import assert_exact, values
-from harness import assert_nothing_is_left, open_files, run_world, start_program
+from collective_law import assert_exact, leave, values
+from harness import run_world, start_program
 from torch import Tensor
 
 from benchmarks.hosts_net import NoHostsError, network_of
@@ -266,32 +263,9 @@ def test_a_lost_rank_fails_all_that_is_under_way(dies: bool) -> None:
 # The end
 
 
-def _after_leaving(rank: int, under_way: bool) -> None:
-    gc.disable()  # what waits for the collector stays, in a process that has switched it off
-    state = ParallelState(RankGrid(dp=4), rank, timeout_seconds=20, local_world_size=2)
-    before = open_files()
-    all_reduce(torch.zeros(3), state.dp).wait()
-    if under_way and rank == 0:
-        pending = all_reduce(torch.zeros(3), state.dp)
-    if rank > 0:
-        dist.barrier()  # rank 0 goes first
-    begin = time.monotonic()
-    state.leave()
-    assert time.monotonic() - begin < 10
-    if rank == 0:
-        dist.barrier()
-    if under_way and rank == 0:
-        with pytest.raises(LostPeerError, match="has left"):
-            pending.wait()
-        del pending
-        gc.collect()  # the frames of the error
-    assert_nothing_is_left(before)
-    assert not [one for one in threading.enumerate() if one.name.startswith("channel")]
-
-
 @pytest.mark.parametrize("under_way", [False, True])
 def test_leaving_ends_the_threads_and_closes_everything(under_way: bool) -> None:
-    run_world(4, _after_leaving, under_way)
+    run_world(4, leave, 2, under_way)
 
 
 def _beside_a_fork(rank: int) -> None:

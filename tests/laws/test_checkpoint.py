@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,13 +26,9 @@ from worlds import (
     state_on,
 )
 
-from megazero.checkpoint.index import HF_CONFIG, TrainerState, to_json
-from megazero.checkpoint.load import open_checkpoint
-from megazero.checkpoint.save import save_checkpoint
+from megazero.checkpoint.index import CheckpointError
 from megazero.config import ResolvedRun
-from megazero.engine import Engine
-from megazero.models.registry import FAMILIES
-from megazero.parallel_state import ParallelState
+from megazero.engine import Engine, Position
 
 TIED, UNTIED = LLAMA | {"tie_embeddings": True}, LLAMA | {"tie_embeddings": False}
 MODELS = {"untied": UNTIED, "tied": TIED, "gpt2": GPT2}
@@ -45,58 +42,56 @@ SHAPES: dict[str, tuple[int, dict[str, Any], int]] = {
 }
 
 
-def _save(engine: Engine, directory: Path, step: int) -> None:
-    config = engine.config
-    state = TrainerState(step, step * 8, 0, step, "data", config.model.model_dump(), {}, {}, {})
-    files = {
-        HF_CONFIG: to_json(FAMILIES[config.model.family].hugging_face_config(config.model, config.precision.dtype))
-    }
-    save_checkpoint(directory, engine.sharded_model.sharded_state, engine.state, state, files)
+@dataclass(frozen=True)
+class Part:
+    """A part of a run: load or draw, save again what was loaded if asked, do some steps, save."""
+
+    run: ResolvedRun
+    steps: range
+    origin: Path | None = None
+    save_to: Path | None = None
+    save_again_to: Path | None = None
 
 
-def _run(rank: int, run: ResolvedRun, origin: Path | None, steps: range, save_to: Path | None) -> list[float]:
-    """Load or draw, do some steps, save; the losses."""
-    return _run_on(state_on(rank, run), run, origin, steps, save_to)
+def do_parts(rank: int, parts: Sequence[Part]) -> list[tuple[list[float], str]]:
+    """Parts of runs of one shape, one after the other; of each the losses, or why its checkpoint was refused."""
+    state, done = state_on(rank, parts[0].run, on_one_machine=True), []
+    for part in parts:
+        engine = engine_on(rank, part.run, init_weights=part.origin is None, state=state)
+        try:
+            done.append((_do_on(engine, part), ""))
+        except CheckpointError as error:
+            done.append(([], str(error)))
+        engine.sharded_model.close()
+    return done
 
 
-def _run_on(
-    at: ParallelState,
-    run: ResolvedRun,
-    origin: Path | None,
-    steps: range,
-    save_to: Path | None,
-    again: Path | None = None,
-) -> list[float]:
-    engine = engine_on(at.rank, run, init_weights=origin is None, state=at)
-    if origin is not None:
-        found = open_checkpoint(origin, engine.sharded_model.sharded_state, engine.state)
-        assert found.trainer.step == steps.start
-        engine.sharded_model.load(found.read, None)
-    if again is not None:
-        _save(engine, again, steps.start)
-    losses = [engine.train_step(micro_batches(run, engine.state, step), LR).loss for step in steps]
-    if save_to is not None:
-        _save(engine, save_to, steps.stop)
+def _do_on(engine: Engine, part: Part) -> list[float]:
+    steps = part.steps
+    if part.origin is not None:
+        assert engine.load(part.origin, "data") == Position(steps.start, steps.start * 8, 0)
+    if part.save_again_to is not None:
+        engine.save(part.save_again_to, Position(steps.start, steps.start * 8, 0), "data")
+    losses = [engine.train_step(micro_batches(part.run, engine.state, step), LR).loss for step in steps]
+    if part.save_to is not None:
+        engine.save(part.save_to, Position(steps.stop, steps.stop * 8, 0), "data")
     return losses
 
 
-def _run_models(
-    name: str, steps: range, origin: Path | None = None, save_to: Path | None = None, again: Path | None = None
-) -> dict[str, list[float]]:
-    """Every model's losses on one shape, in one world; each has a folder of its own in `origin`, `save_to` and `again`,
-    where it is saved before the steps."""
+def losses_of(world: int, *parts: Part) -> list[list[float]]:
+    """What `do_parts` gives, on every rank the same."""
+    first, *others = run_world(world, do_parts, parts)
+    assert all(one == first for one in others)
+    assert not any(error for _, error in first)
+    return [losses for losses, _ in first]
 
-    def body(rank: int) -> dict[str, list[float]]:
-        runs = {model: _of(name, given)[1] for model, given in MODELS.items()}
-        at = state_on(rank, runs["tied"])
-        return {
-            model: _run_on(
-                at, run, origin and origin / model, steps, save_to and save_to / model, again and again / model
-            )
-            for model, run in runs.items()
-        }
 
-    return run_world(SHAPES[name][0], body)[0]
+def _losses_of_models(name: str, steps: range, **places: Path) -> dict[str, list[float]]:
+    """Every model's losses on one shape, in one world; each has a folder of its own in the places of `Part`."""
+    parts = []
+    for model, given in MODELS.items():
+        parts.append(Part(_of(name, given)[1], steps, **{place: path / model for place, path in places.items()}))
+    return dict(zip(MODELS, losses_of(SHAPES[name][0], *parts), strict=True))
 
 
 def _stored(directory: Path) -> dict[str, dict[str, torch.Tensor]]:
@@ -120,7 +115,7 @@ def test_step_0_is_bit_equal_from_every_shape(tmp_path: Path) -> None:
     for index, name in enumerate(SHAPES):
         model = list(MODELS)[index % 3]
         world, run = _of(name, MODELS[model])
-        run_world(world, _run, run, None, range(0), tmp_path / name)
+        losses_of(world, Part(run, range(0), save_to=tmp_path / name))
         stored, wanted = _stored(tmp_path / name), initial_weights(run)
         assert set(stored) == {"model", "exp_avg", "exp_avg_sq"}
         assert set(stored["model"]) == set(wanted)
@@ -133,9 +128,10 @@ def test_step_0_is_bit_equal_from_every_shape(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_a_run_resumed_on_any_shape_holds_every_bit_and_goes_on_as_if_uninterrupted(tmp_path: Path) -> None:
     """Loading on another shape and saving again changes no bit of weights and moments; the second loss sees the moments."""
-    wanted = _run_models("one rank", range(3))
-    first = _run_models("pp 2 dp 2, stage 2", range(1), save_to=tmp_path / "origin")
-    resumed = {name: _run_models(name, range(1, 3), tmp_path / "origin", again=tmp_path / name) for name in SHAPES}
+    wanted = _losses_of_models("one rank", range(3))
+    first = _losses_of_models("pp 2 dp 2, stage 2", range(1), save_to=tmp_path / "origin")
+    places = {name: {"origin": tmp_path / "origin", "save_again_to": tmp_path / name} for name in SHAPES}
+    resumed = {name: _losses_of_models(name, range(1, 3), **of_shape) for name, of_shape in places.items()}
     for model, losses in wanted.items():
         assert first[model] == pytest.approx(losses[:1], rel=1e-5), model
         origin = _stored(tmp_path / "origin" / model)
@@ -152,18 +148,18 @@ def test_masters_carry_a_run_between_precisions(tmp_path: Path) -> None:
     """bf16 saves its fp32 masters; fp32 resumes from them, and bf16 from fp32, without loss."""
     bf16 = {"precision": {"dtype": "bf16"}}
     world, run = _of("pp 2 dp 2, stage 2", TIED, **bf16)
-    run_world(world, _run, run, None, range(1), tmp_path / "bf16")
+    losses_of(world, Part(run, range(1), save_to=tmp_path / "bf16"))
     stored = _stored(tmp_path / "bf16")
     assert set(stored) == {"model", "master", "exp_avg", "exp_avg_sq"}
     for name, tensor in stored["model"].items():
         assert tensor.dtype == torch.bfloat16
         assert torch.equal(tensor, stored["master"][name].to(torch.bfloat16))
     world, run = _of("tp 2 with sp", TIED)
-    run_world(world, _run, run, tmp_path / "bf16", range(1, 1), tmp_path / "fp32")
+    losses_of(world, Part(run, range(1, 1), tmp_path / "bf16", tmp_path / "fp32"))
     for name, tensor in _stored(tmp_path / "fp32")["model"].items():
         assert torch.equal(tensor, stored["master"][name])
     world, run = _of("dp 2, stage 3", TIED, **bf16)
-    run_world(world, _run, run, tmp_path / "fp32", range(1, 1), tmp_path / "again")
+    losses_of(world, Part(run, range(1, 1), tmp_path / "fp32", tmp_path / "again"))
     again = _stored(tmp_path / "again")
     for kind in stored:
         for name, tensor in stored[kind].items():
@@ -175,7 +171,7 @@ def test_transformers_loads_a_step_directory_and_gives_our_logits(model: str, tm
     from transformers import AutoModelForCausalLM
 
     world, run = _of("pp 2 dp 2, stage 2", MODELS[model])
-    run_world(world, _run, run, None, range(1), tmp_path / "step")
+    losses_of(world, Part(run, range(1), save_to=tmp_path / "step"))
     tokens, _ = global_batch(run, 0)
     theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "step", attn_implementation="eager")
     with torch.no_grad():
@@ -189,8 +185,7 @@ def test_transformers_loads_a_step_directory_and_gives_our_logits(model: str, tm
 def _logits(rank: int, run: ResolvedRun, origin: Path) -> Any:
     """Our model's logits [batch, seq, vocab], computed over tp."""
     engine = engine_on(rank, run, init_weights=False)
-    found = open_checkpoint(origin, engine.sharded_model.sharded_state, engine.state)
-    engine.sharded_model.load(found.read, None)
+    engine.load(origin, "data")
     batches = [replace(batch, labels=None) for batch in micro_batches(run, engine.state, 0)]
     with torch.no_grad():
         parts = [engine.chunks[0](None, batch) for batch in batches]
@@ -208,5 +203,5 @@ def test_the_state_is_sent_to_its_writers_once(tmp_path: Path) -> None:
 def _bytes_of_a_save(rank: int, run: ResolvedRun, directory: Path) -> int:
     engine = engine_on(rank, run)
     engine.state.traffic.reset()
-    _save(engine, directory, 0)
+    engine.save(directory, Position(), "data")
     return engine.state.traffic.sent_bytes["stage", "send_recv"]

@@ -3,65 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from harness import run_world
-from test_checkpoint import _stored
-from worlds import LLAMA, LR, engine_on, micro_batches, run_of, state_on
-
-from megazero.checkpoint.index import CheckpointError
-from megazero.config import ResolvedRun
-from megazero.engine import Engine, Position
+from test_checkpoint import Part, _stored, do_parts, losses_of
+from worlds import LLAMA, run_of
 
 TIED = LLAMA | {"tie_embeddings": True, "num_layers": 4}
-
-
-@dataclass(frozen=True)
-class Part:
-    """A part of a run: load or draw, save again what was loaded if asked, do some steps, save."""
-
-    run: ResolvedRun
-    steps: range
-    origin: Path | None = None
-    save_to: Path | None = None
-    save_again_to: Path | None = None
-
-
-def _do(rank: int, parts: Sequence[Part]) -> list[tuple[list[float], str]]:
-    """Parts of runs of one shape, one after the other; of each the losses, or why its checkpoint was refused."""
-    state, done = state_on(rank, parts[0].run, on_one_machine=True), []
-    for part in parts:
-        engine = engine_on(rank, part.run, init_weights=part.origin is None, state=state)
-        try:
-            done.append((_do_on(engine, part), ""))
-        except CheckpointError as error:
-            done.append(([], str(error)))
-        engine.sharded_model.close()
-    return done
-
-
-def _do_on(engine: Engine, part: Part) -> list[float]:
-    steps = part.steps
-    if part.origin is not None:
-        assert engine.load(part.origin, "data") == Position(steps.start, steps.start * 8, 0)
-    if part.save_again_to is not None:
-        engine.save(part.save_again_to, Position(steps.start, steps.start * 8, 0), "data")
-    losses = [engine.train_step(micro_batches(part.run, engine.state, step), LR).loss for step in steps]
-    if part.save_to is not None:
-        engine.save(part.save_to, Position(steps.stop, steps.stop * 8, 0), "data")
-    return losses
-
-
-def _losses(world: int, *parts: Part) -> list[list[float]]:
-    """What `_do` gives, on every rank the same."""
-    first, *others = run_world(world, _do, parts)
-    assert all(one == first for one in others)
-    assert not any(error for _, error in first)
-    return [losses for losses, _ in first]
 
 
 def _everywhere(place: str, folder: Path, stage: int) -> dict[str, Any]:
@@ -109,7 +60,7 @@ def test_a_run_goes_on_in_other_places_groups_and_virtual_stages_as_if_uninterru
         zero = {"stage": 3, "offload": _everywhere(place, tmp_path, 3)}
         run, step = run_of(2, model=TIED, zero=zero, precision=precisions[origin]), tmp_path / origin
         first += [Part(run, range(3)), Part(run, range(1), save_to=step), Part(run, range(1, 3), step)]
-    wanted = dict(zip(ORIGINS, _batched(_losses(2, *first), 3), strict=True))
+    wanted = dict(zip(ORIGINS, _batched(losses_of(2, *first), 3), strict=True))
     for whole, begun, resumed in wanted.values():
         assert begun + resumed == whole, "the same shape goes on bit by bit"
     for index, (world, parallel, stage, to, group) in enumerate(DESTINATIONS):
@@ -125,7 +76,7 @@ def test_a_run_goes_on_in_other_places_groups_and_virtual_stages_as_if_uninterru
             )
             for origin in origins
         ]
-        for origin, losses in zip(origins, _losses(world, *parts), strict=True):
+        for origin, losses in zip(origins, losses_of(world, *parts), strict=True):
             tolerance = {"fp32": 1e-5, "bf16": 2.0**-12, "fp16": 2.0**-15}[ORIGINS[origin][0]]
             assert losses == pytest.approx(wanted[origin][0][1:], rel=tolerance), (origin, world, parallel, zero)
             if saved := again[origin]:
@@ -134,7 +85,7 @@ def test_a_run_goes_on_in_other_places_groups_and_virtual_stages_as_if_uninterru
 
 @pytest.mark.slow
 def test_a_run_goes_on_over_two_then_one_then_four_ranks(tmp_path: Path) -> None:
-    (wanted,) = _losses(1, Part(run_of(1, model=TIED), range(4)))
+    (wanted,) = losses_of(1, Part(run_of(1, model=TIED), range(4)))
     origin: Path | None = None
     for index, world in enumerate((2, 1, 4)):
         steps, after = range(index, 4 if index == 2 else index + 1), tmp_path / f"after {world}"
@@ -147,7 +98,7 @@ def test_a_run_goes_on_over_two_then_one_then_four_ranks(tmp_path: Path) -> None
             )
             for stage in range(4)
         ]
-        for losses in _losses(world, *parts):
+        for losses in losses_of(world, *parts):
             assert losses == pytest.approx(wanted[steps.start : steps.stop], rel=1e-5), world
         origin = after
 
@@ -163,7 +114,7 @@ def test_every_precision_goes_on_from_every_other(tmp_path: Path) -> None:
         for other in precisions[:index] + precisions[index + 1 :]:
             zero = {"stage": 3, "offload": _everywhere("cpu", tmp_path, 3)}
             parts.append(Part(run_of(2, model=TIED, precision=other, zero=zero), range(1, 3), origin))
-    for whole, _, *resumed in _batched(_losses(2, *parts), 4):
+    for whole, _, *resumed in _batched(losses_of(2, *parts), 4):
         for losses in resumed:
             assert losses == pytest.approx(whole[1:], rel=2.0**-12)
 
@@ -187,7 +138,7 @@ def test_another_optimizer_than_the_one_that_wrote_is_refused_with_what_each_kee
         Part(changed, range(1, 3), tmp_path / "adamw"),
         Part(adamw, range(1, 3), tmp_path / name),
     ]
-    for _, _, (resumed, _), (whole, _), of_adamw, of_other in run_world(2, _do, parts):
+    for _, _, (resumed, _), (whole, _), of_adamw, of_other in run_world(2, do_parts, parts):
         assert resumed == whole[1:]
         for (losses, error), held, kept in (
             (of_adamw, "exp_avg, exp_avg_sq", state),
