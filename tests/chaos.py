@@ -109,17 +109,8 @@ class Round:
 
 def _resolved(folder: Path, name: str, steps: int, world: int, **sections: dict[str, Any]) -> ResolvedRun:
     config = {
-        "model": {
-            "family": "llama",
-            "hidden_size": 32,
-            "num_layers": 4,
-            "num_heads": 4,
-            "num_kv_heads": 2,
-            "ffn_hidden_size": 64,
-            "vocab_size": VOCAB,
-            "seq_len": 16,
-            "dropout": 0.1,
-        },
+        "model": {"family": "llama", "hidden_size": 32, "num_layers": 4, "num_heads": 4, "num_kv_heads": 2}
+        | {"ffn_hidden_size": 64, "vocab_size": VOCAB, "seq_len": 16, "dropout": 0.1},
         "precision": {"dtype": "fp32"},
         "optimizer": {"lr": 1e-3, "eps": 1e-5},
         "data": {"sources": ["corpus"], "tokenizer": "byte"},  # below the rank's working directory

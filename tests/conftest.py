@@ -36,15 +36,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 # They import or keep what takes 100 MB: a process that has it is slow to fork, so it is forked no more than it must.
 LAST = (
-    "test_schedules",
-    "test_data_tokenize",
-    "test_plain_model",
-    "test_hugging_face",
-    "test_foreign",
-    "test_families",
-    "test_folder",
-    "test_compiled",
-)
+    "test_schedules", "test_data_tokenize", "test_plain_model", "test_hugging_face", "test_foreign", "test_families",
+    "test_folder", "test_compiled",
+)  # fmt: skip
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

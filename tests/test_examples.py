@@ -34,19 +34,10 @@ ROOT = Path(__file__).parent.parent
 EXAMPLES = ROOT / "examples"
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 WORLD_SIZES = {
-    "quickstart": 8,
-    "long_context": 8,
-    "llama_1.3b_8gpu": 8,
-    "llama_7b_64gpu": 64,
-    "llama_70b_512gpu": 512,
-    "llama3_8b_64gpu": 64,
-    "llama3_405b_128k": 16384,
-    "llama3_8b_128k_64gpu": 64,
-    "qwen2_7b_64gpu": 64,
-    "qwen3_4b_8gpu": 8,
-    "olmo2_7b_64gpu": 64,
-    "mistral_7b_64gpu": 64,
-}
+    "quickstart": 8, "long_context": 8, "llama_1.3b_8gpu": 8, "llama_7b_64gpu": 64, "llama_70b_512gpu": 512,
+    "llama3_8b_64gpu": 64, "llama3_405b_128k": 16384, "llama3_8b_128k_64gpu": 64, "qwen2_7b_64gpu": 64,
+    "qwen3_4b_8gpu": 8, "olmo2_7b_64gpu": 64, "mistral_7b_64gpu": 64,
+}  # fmt: skip
 RUN_SECONDS = 60
 
 

@@ -374,31 +374,10 @@ class _FrozenFirst(_Chain):
 
 
 MODELS = [
-    _Chain,
-    _Twice,
-    _OtherOrder,
-    _Branches,
-    _TiedProjection,
-    _SharedParameter,
-    _Penalty,
-    _UsesReturned,
-    _Attention,
-    _Recurrent,
-    _WeightNorm,
-    _RootParameters,
-    lambda: _Chain(_Odd, 3),
-    _Checkpointed,
-    _CheckpointedSpan,
-    _InPlace,
-    _ChangesInputs,
-    _Dicts,
-    _Skips,
-    _Outer,
-    _PartlyFrozen,
-    _Adapters,
-    _FrozenFirst,
-    _TwoContainers,
-]
+    _Chain, _Twice, _OtherOrder, _Branches, _TiedProjection, _SharedParameter, _Penalty, _UsesReturned, _Attention,
+    _Recurrent, _WeightNorm, _RootParameters, lambda: _Chain(_Odd, 3), _Checkpointed, _CheckpointedSpan, _InPlace,
+    _ChangesInputs, _Dicts, _Skips, _Outer, _PartlyFrozen, _Adapters, _FrozenFirst, _TwoContainers,
+]  # fmt: skip
 
 
 def _slow(groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
@@ -792,20 +771,9 @@ class _CheckpointedInPart(_Chain):
 
 
 UNFOLLOWED = [
-    _Results,
-    _GradientPenalty,
-    _Asides,
-    _Leaves,
-    _CheckpointedViews,
-    _SavedElsewhere,
-    _CallOneAnother,
-    _Forces,
-    _Conjugates,
-    _ForwardMode,
-    _OthersWeights,
-    _GradientNorm,
-    _CheckpointedInPart,
-]
+    _Results, _GradientPenalty, _Asides, _Leaves, _CheckpointedViews, _SavedElsewhere, _CallOneAnother, _Forces,
+    _Conjugates, _ForwardMode, _OthersWeights, _GradientNorm, _CheckpointedInPart,
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("stage", "policy"), [(0, "action"), (3, "action"), (3, "step")])

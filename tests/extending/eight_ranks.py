@@ -7,21 +7,14 @@ from pathlib import Path
 from typing import Any
 
 from harness import run_world
-from worlds import engine_on, train_on
+from worlds import engine_on, over, train_on
 
 from megazero.config import ResolvedRun, load_config
 from megazero.settings import toml_value
 
 SECTIONS: dict[str, dict[str, Any]] = {
-    "model": {
-        "hidden_size": 32,
-        "num_layers": 3,
-        "num_heads": 4,
-        "num_kv_heads": 2,
-        "ffn_hidden_size": 64,
-        "vocab_size": 61,
-        "seq_len": 16,
-    },
+    "model": {"hidden_size": 32, "num_layers": 3, "num_heads": 4, "num_kv_heads": 2, "ffn_hidden_size": 64}
+    | {"vocab_size": 61, "seq_len": 16},
     "parallel": {"tp": 2, "pp": 2, "dp": 2, "sequence_parallel": True},
     "zero": {"stage": 3, "bucket_bytes": 8192},
     "precision": {"dtype": "fp32"},
@@ -32,10 +25,9 @@ SECTIONS: dict[str, dict[str, Any]] = {
 
 def run_with(directory: Path, **sections: dict[str, Any]) -> ResolvedRun:
     """Write the file, with these keys in it, and load it for eight ranks."""
-    tables = {name: SECTIONS.get(name, {}) | sections.get(name, {}) for name in [*SECTIONS, *sections]}
     text = "\n".join(
         f"[{name}]\n" + "".join(f"{key} = {toml_value(value)}\n" for key, value in table.items())
-        for name, table in tables.items()
+        for name, table in over(SECTIONS, sections).items()
     )
     path = directory / "run.toml"
     path.write_text(text, encoding="utf-8")

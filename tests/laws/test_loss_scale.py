@@ -247,23 +247,8 @@ def test_an_overflow_at_the_smallest_scale_is_an_error_on_every_rank() -> None:
 
 
 OVERFLOWS = {0, 1, 2, 4, 9}
-TRACE = [
-    10,
-    10,
-    10,
-    9,
-    9,
-    8,
-    8,
-    8,
-    9,
-    9,
-    9,
-    9,
-    9,
-    10,
-    10,
-]  # powers of 2: tolerance 3, refilled by the growth after step 7
+# Powers of 2, with a tolerance of 3, refilled by the growth after step 7.
+TRACE = [10, 10, 10, 9, 9, 8, 8, 8, 9, 9, 9, 9, 9, 10, 10]
 SKIPPED = [step in OVERFLOWS for step in range(len(TRACE))]
 
 

@@ -22,10 +22,11 @@ import torch
 import torch.distributed as dist
 from counting_store import CountingStore, Counts
 from harness import free_port, run_world
+from worlds import loop_of
 
 from megazero.cli._common import started_ranks
 from megazero.comm.meeting import name_hint, open_meeting
-from megazero.config import ResolvedRun, RunConfig, resolve
+from megazero.config import ResolvedRun
 from megazero.deepspeed.script_setup import init_distributed
 from megazero.engine import Engine
 from megazero.launchers import MeetingError, start_problem
@@ -106,22 +107,8 @@ def test_a_mesh_writes_and_reads_what_the_note_says(world: int) -> None:
 
 
 def _resolved(world: int, folder: Path) -> ResolvedRun:
-    model = {
-        "hidden_size": 16,
-        "num_layers": 2,
-        "num_heads": 2,
-        "ffn_hidden_size": 32,
-        "vocab_size": 257,
-        "seq_len": 16,
-    }
-    config = {
-        "model": model,
-        "parallel": {"tp": 2, "pp": 2},
-        "precision": {"dtype": "fp32"},
-        "training": {"run_dir": str(folder), "steps": 1, "global_batch_size": world // 2, "compile": False},
-        "logging": {"tensorboard": False},
-    }
-    return resolve(RunConfig.model_validate(config), world)
+    training = {"steps": 1, "global_batch_size": world // 2}
+    return loop_of(folder, world, parallel={"tp": 2, "pp": 2}, training=training)
 
 
 def _start(rank: int, run: ResolvedRun, port: int) -> tuple[Counts, Counts, int]:

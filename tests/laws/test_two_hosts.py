@@ -81,14 +81,8 @@ def test_where_some_groups_lie_within_a_host_and_others_cross_all_are_the_same_r
 
     Gradients of norms are summed over tp: all its ranks must have whole sums, or all of them a shard.
     """
-    model = {
-        "num_heads": 3,
-        "num_kv_heads": 3,
-        "hidden_size": 24,
-        "ffn_hidden_size": 48,
-        "seq_len": 18,
-        "tie_embeddings": False,
-    }
+    model = {"num_heads": 3, "num_kv_heads": 3, "hidden_size": 24, "ffn_hidden_size": 48, "seq_len": 18}
+    model |= {"tie_embeddings": False}
     parallel = {"tp": 3, "sequence_parallel": True, "order": "dp-tp-cp-pp"}
     runs = [
         run_of(6, model=model, parallel=parallel, zero={"stage": stage, "bucket_bytes": 4096}) for stage in (0, 1, 3)
