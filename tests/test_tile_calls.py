@@ -243,33 +243,34 @@ def test_a_newer_flash_attention_is_activated_or_its_lack_is_said_once(monkeypat
 
 
 class _Cudnn:
-    """cuDNN's operators as torch calls them: what it has compiled for strides of q and k reads `grad` and `out` by the
-    strides that these had at that time."""
+    """cuDNN's operators as torch calls them, for one sample: what it has compiled for strides of q and k reads `grad` and
+    `out` by the strides that these had at that time."""
 
     def __init__(self) -> None:
         self.compiled: dict[object, list[tuple[int, ...]]] = {}
 
-    def _scaled_dot_product_cudnn_attention(self, q: Tensor, k: Tensor, v: Tensor, *rest: object) -> tuple[object, ...]:
+    def _scaled_dot_product_cudnn_attention(self, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[object, ...]:
         assert rest[:3] == (None, True, 0.0)  # no mask; computes the log-sum-exp; no dropout
-        scores = _scores(q, k, causal=bool(rest[3]))
-        out = torch.empty_like(q).copy_(scores.softmax(-1) @ v.repeat_interleave(HEADS // KV_HEADS, 1))
-        return out, scores.logsumexp(-1, keepdim=True), None, None, q.shape[2], k.shape[2], None, None, None
+        out, lse = _plain_forward(*_rows_first(q, k, v), _one_piece(q, k, causal=rest[3]))
+        return torch.empty_like(q).copy_(out.transpose(0, 1)), lse[None, ..., None], *[None] * 7
 
-    def _scaled_dot_product_cudnn_attention_backward(self, *given: Any) -> tuple[Tensor, ...]:
+    def _scaled_dot_product_cudnn_attention_backward(self, *given: Any) -> list[Tensor]:
         (grad, q, k, v, out, lse), (queries, keys, dropout, causal) = given[:6], given[-4:]
         assert (queries, keys, dropout, lse.shape) == (q.shape[2], k.shape[2], 0.0, (*q.shape[:3], 1))
         strides = self.compiled.setdefault((q.stride(), k.stride(), q.shape, causal), [grad.stride(), out.stride()])
         grad, out = (x.as_strided(x.shape, its) for x, its in zip((grad, out), strides, strict=True))
-        p = (_scores(q, k, causal=causal) - lse).exp()
-        each_k, each_v = (x.repeat_interleave(HEADS // KV_HEADS, 1) for x in (k, v))
-        ds = p * (grad @ each_v.mT - (grad * out).sum(-1, keepdim=True)) * SIZE**-0.5
-        return ds @ each_k, *(x.unflatten(1, (KV_HEADS, -1)).sum(2) for x in (ds.mT @ q, p.mT @ grad))
+        tensors = _rows_first(grad, q, k, v, out)
+        grads = _plain_backward(*tensors, lse[0, ..., 0], _one_piece(q, k, causal=causal))
+        return [x.transpose(0, 1)[None] for x in grads]
 
 
-def _scores(q: Tensor, k: Tensor, *, causal: bool) -> Tensor:
-    scores = q @ k.repeat_interleave(HEADS // KV_HEADS, 1).mT * SIZE**-0.5
-    after = torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1)
-    return scores.masked_fill(after, -torch.inf) if causal else scores
+def _rows_first(*tensors: Tensor) -> list[Tensor]:
+    return [x[0].transpose(0, 1) for x in tensors]
+
+
+def _one_piece(q: Tensor, k: Tensor, *, causal: bool) -> Pieces:
+    ends = (torch.tensor([0, x.shape[2]], dtype=torch.int32) for x in (q, k))
+    return Pieces(*ends, q.shape[2], k.shape[2], CAUSAL if causal else EVERY_KEY)
 
 
 def test_cudnns_tiles_give_plain_attention_in_whatever_order_gradients_come(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -279,8 +280,8 @@ def test_cudnns_tiles_give_plain_attention_in_whatever_order_gradients_come(monk
     kernel, half = TileKernel(), SEQ // 2
     early, late = slice(half), slice(half, SEQ)
     tiles = ((Tile(half, SEQ, 0, half), early), (Tile(half, SEQ, half, SEQ, 0), late))
-    q, k, v, grad = _inputs(2)
-    wanted = [x[:, :, late] for x in _formula([[SEQ]] * 2, None)]
+    q, k, v, grad = _inputs(1)
+    wanted = [x[:, :, late] for x in _formula([[SEQ]], None)]
     for given in (grad, grad.contiguous()):
         results = [kernel.forward(q[:, :, late], k[:, :, at], v[:, :, at], tile, None) for tile, at in tiles]
         (out, lse), other = results
