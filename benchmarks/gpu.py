@@ -94,9 +94,10 @@ _STEPS = (*_TRUNK, "benchmarks/gpu_step.py", "benchmarks/models.py")
 QUEUE = (
     Check(
         "laws", "Laws, several ranks on the one device over NCCL", 110,
-        (*_PYTEST, "-n", "10", "--dist", "worksteal", *(f"tests/laws/test_{law}.py" for law in LAWS.split())),
+        (*_PYTEST, "-n", "10", "--dist", "worksteal", *(f"tests/laws/test_{law}.py" for law in LAWS.split()),
+         "tests/test_tile_calls.py"),
         (*_PYTEST, "-n", "0", "--small", "tests/laws/test_loss_scale.py"),
-        (*_TRUNK, "tests/laws"),
+        (*_TRUNK, "tests/laws", "tests/test_tile_calls.py"),
     ),
     Check(
         "train", "`megazero train` with several ranks on the device: signals, resumption, a rank that sleeps", 120,
