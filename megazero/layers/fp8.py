@@ -59,7 +59,8 @@ Multiply: TypeAlias = Callable[[Quantised, Quantised, torch.dtype], Tensor]
 
 def _in_blocks(x: Tensor, block: int) -> Tensor:
     """[rows, k] -> [rows, blocks, block], the last block filled up with zeros."""
-    return F.pad(x, (0, -x.shape[-1] % block)).unflatten(-1, (-1, block))
+    missing = -x.shape[-1] % block
+    return (F.pad(x, (0, missing)) if missing else x).unflatten(-1, (-1, block))
 
 
 def maxima(x: Tensor, block: int) -> Tensor:
