@@ -104,13 +104,17 @@ def test_any_damaged_digit_of_a_calibration_is_told(tmp_path: Path) -> None:
             read_calibration(path)
 
 
-@pytest.mark.parametrize("value", [0, -1, float("nan"), float("inf")])
-def test_a_calibration_whose_times_are_not_positive_is_told(tmp_path: Path, value: float) -> None:
+@pytest.mark.parametrize("value", [0.0, -1.0, float("nan"), float("inf")])
+@pytest.mark.parametrize("name", ["memory_share", "product_share", "seconds"])
+def test_a_calibration_with_an_impossible_number_is_told(tmp_path: Path, name: str, value: float) -> None:
     path = tmp_path / "machine.json"
     write_calibration(_calibration(), path)
     found = json.loads(path.read_text())
     del found["sha256"]
-    found["alone"]["products"][0][4] = value
+    if name == "seconds":
+        found["alone"]["products"][0][4] = value
+    else:
+        found["device"][name] = min(value, 1.5)
     path.write_text(json.dumps(found))
     with pytest.raises(ValueError, match="megazero calibrate --out"):
         read_calibration(path)

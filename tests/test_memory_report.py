@@ -6,7 +6,6 @@ import json
 import os
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 from xml.etree import ElementTree
 
@@ -24,7 +23,6 @@ from megazero.plan.memory_report import not_measured, plan
 pytestmark = pytest.mark.slow  # starts whole runs
 
 EXAMPLE = Path(__file__).parent.parent / "examples" / "zero_memory_report.py"
-ODD_HIDDEN, ODD_FFN = 24, 40
 FIRST = {"stages": "0", "precision": ["bf16"], "offload": ["none"]}
 ODD = ["model.hidden_size=24", "model.num_layers=2", "model.num_heads=2", "model.ffn_hidden_size=40"]
 ODD += ["model.vocab_size=61", "model.seq_len=16", "zero.bucket_bytes=8192", "launch.device=cpu"]
@@ -59,59 +57,16 @@ def rows(measured: tuple[str, Path]) -> list[dict[str, Any]]:
     return json.loads((measured[1] / "memory.json").read_text())["rows"]
 
 
-def _kept(rank: dict[str, Any]) -> int:
-    counted = rank["counted"]["step"]
-    return sum(
-        size for kind, size in counted.items() if kind.split(" on ")[0] in ("parameters", "gradients", "optimizer")
-    )
-
-
 def test_every_stage_with_and_without_offload_is_measured(rows: list[dict[str, Any]]) -> None:
+    """The formulas are laws of tests/laws/test_memory.py and test_traffic.py; here the plan's figures are those measured."""
     assert [(row["stage"], row["offload"]) for row in rows] == [(s, o) for s in range(4) for o in ("none", "cpu")]
-
-
-def test_a_rank_keeps_the_papers_bytes_within_padding(rows: list[dict[str, Any]]) -> None:
-    """Rajbhandari et al. 2020, figure 1, with fp32 gradients."""
-    per_parameter = {0: 2 + 4 + 12, 1: 2 + 4 + 12 / 2, 2: 2 + (4 + 12) / 2, 3: 18 / 2}
     for row in rows:
-        if row["offload"] != "none":
-            continue
-        first, last = row["ranks"]
-        elements, padding = first["elements"], first["padding"]
-        assert 0 < padding < 0.02 * elements
-        paper = per_parameter[row["stage"]] * elements
-        assert _kept(first) + _kept(last) >= 2 * paper
-        assert paper <= _kept(first) <= paper + 18 * padding
-        assert row["state_over_plan"] == 1
-
-
-def test_offload_moves_masters_moments_and_the_gradient_that_steps_them(rows: list[dict[str, Any]]) -> None:
-    for row in rows:
-        counted = row["ranks"][0]["counted"]["step"]
-        away = sum(size for kind, size in counted.items() if " on " in kind)
-        owned = row["ranks"][0]["elements"] / (2 if row["stage"] else 1)
-        if row["offload"] == "none":
-            assert away == 0
-        else:
-            assert 16 * owned <= away <= 16 * (owned + row["ranks"][0]["padding"])
-
-
-def test_the_buffers_are_at_most_what_the_formula_allows(rows: list[dict[str, Any]]) -> None:
-    """bf16 weights, fp32 gradients, buckets of 8 KiB that every block is larger than; see docs/shapes.md."""
-    h, f = ODD_HIDDEN, ODD_FFN
-    block = 4 * h * h + 3 * h * f + 2 * h
-    for row in rows:
+        assert row["state_over_plan"] == row["sent_over_plan"] == 1
         assert row["measured"]["buffer_bytes"] <= row["planned"]["most_buffer_bytes"]
         for rank in row["ranks"]:
             counted = rank["counted"]["step"]
-            assert 0 <= counted["gradient_buffers"] <= rank["most_gradient_buffers"]
-            if row["stage"] == 3:
-                sizes = [2 * (block + -block % 32)] * 2  # two blocks, the embedding and the head take turns
-                assert row["planned"]["gather_buffers"] == sizes
-                assert counted["gather_buffers"] == sum(sizes)
-                assert 2 * 4 * block <= rank["most_gradient_buffers"] <= 2 * 4 * (block + 31)
-            elif row["stage"] == 2:
-                assert rank["most_gradient_buffers"] == 2 * 8192
+            assert sum(row["planned"]["gather_buffers"]) == counted["gather_buffers"]
+            assert any(" on " in kind for kind in counted) == (row["offload"] != "none")
 
 
 def test_live_tensors_are_what_is_counted_and_activations(rows: list[dict[str, Any]]) -> None:
@@ -123,18 +78,6 @@ def test_live_tensors_are_what_is_counted_and_activations(rows: list[dict[str, A
             assert rank["live"]["step"] < counted["step"] + 16384
             assert rank["live"]["forward"] - counted["forward"] > rank["live"]["step"] - counted["step"]
             assert rank["peak"] >= max(rank["live"].values())
-
-
-def test_a_step_sends_the_papers_bytes_within_padding(rows: list[dict[str, Any]]) -> None:
-    """Section 7, for gradients of 4 bytes, weights of 2, one micro-batch and 2 ranks; stage 3 may send less."""
-    per_parameter = {0: 2 * 4, 1: 4 + 2, 2: 4 + 2, 3: 4 + 2 * 2}
-    for row in rows:
-        rank = row["ranks"][0]
-        paper = per_parameter[row["stage"]] * rank["elements"] / 2
-        sent = sum(rank["sent"]["dp"].values())
-        assert sent <= paper + 8 * rank["padding"] + 16
-        assert sent >= (0.6 if row["stage"] == 3 else 1) * paper
-        assert row["sent_over_plan"] == 1
 
 
 def test_what_each_policy_keeps_is_planned_and_drawn(measured: tuple[str, Path]) -> None:
@@ -209,25 +152,11 @@ def test_what_a_step_allocates_holds_what_it_keeps(accumulation: int) -> None:
     assert min(count for _, count in figures.course) >= -4096  # nothing of before is freed
 
 
-def test_what_cannot_be_written_is_told_before_measuring_and_behind_the_tables(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_cannot_be_written_is_told_before_measuring(tmp_path: Path) -> None:
     (tmp_path / "memory.json").mkdir()
     done = CliRunner().invoke(app, ["memory-report", "--out", str(tmp_path)])
-    assert (done.exit_code, done.stderr) == (
-        2,
-        f"error: {tmp_path}/memory.json is a directory; remove it, or name another --out\n",
-    )
-
-    def full(*_: Any) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr("megazero.training.launch.run_ranks", lambda *_: SimpleNamespace(as_json=dict))
-    monkeypatch.setattr("megazero.plan.memory_chart.draw_text", lambda _: "the tables")
-    monkeypatch.setattr("megazero.schedules.action.write_text", full)
-    done = CliRunner().invoke(app, ["memory-report", "--out", str(tmp_path / "other"), *ODD])
-    assert (done.exit_code, done.stdout) == (2, "the tables\n")
-    assert done.stderr.endswith("error: [Errno 28] No space left on device\n")
+    assert done.exit_code == 2
+    assert done.stderr == f"error: {tmp_path}/memory.json is a directory; remove it, or name another --out\n"
 
 
 def test_live_memory_is_that_of_the_last_step() -> None:

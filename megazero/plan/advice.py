@@ -87,11 +87,11 @@ def fitting_changes(run: ResolvedRun, cluster: Cluster, full: RankMemory, missin
     return sorted(timed, key=lambda change: change.more or 0.0)[:_SHOWN]
 
 
-def advice_text(run: ResolvedRun, cluster: Cluster, full: RankMemory, missing: float) -> str:
+def advice_text(run: ResolvedRun, cluster: Cluster, full: RankMemory, missing: float, between: str = ", or ") -> str:
     """Say which settings free `missing` bytes on the device of a pipeline rank."""
     found = fitting_changes(run, cluster, full, missing)
     if found and found[0].frees >= missing:
-        return "would fit, by the plan: " + ", or ".join(map(str, found))
+        return "would fit, by the plan: " + between.join(map(str, found))
     most = f"; the most is {found[0]}" if found else ""
     return (
         f"no one setting frees the {size_text(missing)} that are missing{most}; more ranks for parallel.tp, parallel.cp, "

@@ -43,7 +43,7 @@ def plan(
     search: Annotated[bool, typer.Option("--search", help="Find the best shapes.")] = False,
     write: Annotated[Path | None, typer.Option(help="With --search: write the run file of the best.")] = None,
     seconds: Annotated[
-        float | None, typer.Option(help="With --search: no shape is begun after so long; 120 by default.")
+        float | None, typer.Option(help="With --search: about how long it may take; 120 by default.")
     ] = None,
     processes: Annotated[int | None, typer.Option(min=1, help="With --search: processes; one for each core.")] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Run the engine without memory and network.")] = False,
@@ -98,6 +98,7 @@ def plan(
             run, found = _search(asked, cluster, say, write, late, processes or os.cpu_count() or 1)
         if run is None:
             raise ValueError(f"no shape of this run fits {cluster.ranks} x {cluster.device.name}; nothing was written")
+        from megazero.plan.advice import advice_text
         from megazero.plan.correction import PLAN_FILE, ratio_in
         from megazero.plan.report import Assumptions, plan_of
         from megazero.plan.text import plan_text
@@ -108,7 +109,9 @@ def plan(
         made = plan_of(run, cluster, assumed)
         say(plan_text(made))
         if not made.fits and not search:
-            _say_advice(made, say)
+            missing = made.fullest.peak - cluster.device.memory_bytes
+            text = advice_text(made.run, cluster, made.fullest, missing, between=",\n         or ")
+            say(f"advice   {text}")
         kept = [Path(run.config.training.run_dir) / PLAN_FILE] if keep else []
         _write_files(made, found, html, [*kept, *([as_json] if as_json else [])], say)
     except ConfigError as error:
@@ -225,7 +228,7 @@ def _search(
     from megazero.plan.search import base_of, search
     from megazero.plan.text import search_text
 
-    ends, own = time.monotonic() + seconds, None
+    ends, own = time.monotonic() + seconds / 2, None  # what is said of the best takes as long as finding them
     try:
         run = own = asked.run(cluster.ranks)
         base = base_of(own.config, own.global_batch_size)
@@ -276,19 +279,6 @@ def _dry_run(asked: _Asked, rank: int | None, say: Callable[[str], None]) -> int
     done = dry_run(run, per_node=asked.per_node, rank=rank, on_cuda=run.config.launch.device != "cpu")
     say(dry_run_text(done, rank))
     return EXIT_REFUSED if done.problems else 0
-
-
-def _say_advice(made: Plan, say: Callable[[str], None]) -> None:
-    """Print which single settings would make the run fit, fastest first."""
-    from megazero.plan.advice import fitting_changes
-
-    missing = made.fullest.peak - made.cluster.device.memory_bytes
-    found = [
-        change for change in fitting_changes(made.run, made.cluster, made.fullest, missing) if change.frees >= missing
-    ]
-    lines = [str(change) for change in found] or ["no single key makes it fit: --search looks for a shape that does"]
-    for number, line in enumerate(lines):
-        say(f"{'' if number else 'advice':<9}{line}")
 
 
 def _write_files(

@@ -6,9 +6,10 @@
 
 The second step is measured: buffers exist by then; the fourth where weights are offloaded, for with what the steps before it
 have shown, more of them are read ahead.
-Communication moves nothing and is counted.  A step of many micro-batches repeats itself, so a further one, a bit shorter,
-shows the traffic that another micro-batch adds, which is added as often as needed.  Pipeline ranks with as many layers and
-no end of the model are alike where the order of their actions changes neither memory nor traffic: one is traced for all.
+Communication moves nothing and is counted.  A step of many micro-batches repeats itself, so the passes of a further one, a
+bit shorter, show the traffic that another micro-batch adds, which is added as often as needed.  Pipeline ranks with as many
+layers and no end of the model are alike where the order of their actions changes neither memory nor traffic: one is traced
+for all.
 What a run keeps in files has its arrays and its buffers, but no file is made.
 """
 
@@ -95,9 +96,9 @@ def trace_state(run: ResolvedRun, rank: int, *, per_node: int, on_cuda: bool) ->
     times = (run.accumulation - few) // step
     alike = _alike(run, rank, per_node)
     order = order_of_gradients(trace_units(run, on_cuda=on_cuda, per_node=per_node).values())
-    short, longer = _trace(_without_training(run), few, step if times else 0, alike, per_node, on_cuda, order)
+    more, longer = _trace(_without_training(run), few, step if times else 0, alike, per_node, on_cuda, order)
     traffic = {
-        key: Sent(*(a + (b - a) * times for a, b in zip(short.get(key, _NOTHING), sent, strict=True)))
+        key: Sent(*(a + b * (times - 1) for a, b in zip(sent, more.get(key, _NOTHING), strict=True)))
         for key, sent in longer.traffic.items()
     }
     return replace(longer, traffic=traffic)
@@ -149,7 +150,7 @@ def _alike(run: ResolvedRun, rank: int, per_node: int) -> int:
 def _trace(
     run: ResolvedRun, few: int, step: int, rank: int, per_node: int, on_cuda: bool, order: Order
 ) -> tuple[Mapping[tuple[str, str], Sent], StateTrace]:
-    """Trace a step of `few` micro-batches (its traffic) and one of `few + step` (everything)."""
+    """Trace a step of `few + step` micro-batches, and the traffic that `step` of them add to the passes of others."""
     config = run.config
     kind, parallel = schedule_kind_of(config), config.parallel
     with without_files_and_threads(), FakeTensors(kernel_bytes=kernel_bytes(on_cuda=on_cuda)) as fake:
@@ -159,17 +160,23 @@ def _trace(
         built, elements = fake.live, sum(one.layout.numel for one in driver.engine.sharded_model.parameters.buckets)
         tables = built - _in_memory(driver.counted()) + driver.absent()
 
-        def run_step(count: int) -> dict[tuple[str, str], Sent]:
+        def run_passes(count: int) -> dict[tuple[str, str], Sent]:
             traffic.reset()
             schedule = kind.build(parallel.pp, count, chunks_of(config, kind))
-            driver.run_step(schedule.ranks[state.at.pp], count)
+            driver.run_passes(schedule.ranks[state.at.pp], count)
             return _sent(traffic)
 
         for _ in range(2 if config.zero.offload.parameters == "none" else 4):
-            sent = run_step(few + step)
+            longer = run_passes(few + step)
+            driver.end_step()
+        sent = _sent(traffic)
         counted = driver.counted()
         base, levels, end, absent = driver.base, driver.levels, driver.end, driver.absent_at_start
-        short = run_step(few) if step else sent
+        short = run_passes(few) if step else longer
+        more = {
+            key: Sent(*(b - a for a, b in zip(short.get(key, _NOTHING), own, strict=True)))
+            for key, own in longer.items()
+        }
         other = base - _in_memory(counted) + absent - tables
         cuts = driver.cuts()
         driver.engine.sharded_model.close()
@@ -177,7 +184,7 @@ def _trace(
     here["gradients"] -= absent
     kinds = here | {TABLES: tables, "other": other}
     communicators = sum(len(ranks) > 1 and purpose != HOST for ranks, purpose in state.made)
-    return short, StateTrace(kinds, counted, levels, end, sent, elements, communicators, cuts)
+    return more, StateTrace(kinds, counted, levels, end, sent, elements, communicators, cuts)
 
 
 def _unnamed(share: Share) -> Share:
@@ -235,7 +242,8 @@ class _Driver:
         cut = ((short, [one.shares[at] for _, one, at in own]) for short, own in parts.items() if len(own) > 1)
         return tuple((short, tuple(map(_unnamed, shares))) for short, shares in cut)
 
-    def run_step(self, actions: Any, micro_batches: int) -> None:
+    def run_passes(self, actions: Any, micro_batches: int) -> None:
+        """Run a step up to its end."""
         engine, model = self.engine, self.engine.sharded_model
         model.begin_step(micro_batches)
         self.base, self.levels, self.absent_at_start = self._fake.live, {}, self.absent()
@@ -255,6 +263,10 @@ class _Driver:
                 model.reducer.close_pass(action.chunk)
         self._fake.peak = self._fake.live
         model.finish_gradients()
+
+    def end_step(self) -> None:
+        """Update the weights."""
+        engine, model = self.engine, self.engine.sharded_model
         model.square_sum()
         all_reduce(torch.zeros(4, dtype=torch.float64), engine.state.world).wait()
         model.update(1.0, engine.config.optimizer.grad_clip)
