@@ -29,6 +29,7 @@ from __future__ import annotations
 import weakref
 from bisect import bisect
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any, Final, NamedTuple
 
@@ -111,6 +112,12 @@ class Copier:
     def finish(self, mark: Any) -> None:
         """Have the host wait."""
 
+    def follow(self, mark: Any, work: Callable[[], object]) -> Callable[[], object]:
+        """Have the host do something when a copy has ended, after what else follows copies; what waits for that."""
+        self.finish(mark)
+        work()
+        return lambda: None
+
 
 class StreamCopier(Copier):
     """Copies of a CUDA device, on one stream for each direction; the host must be page-locked."""
@@ -118,6 +125,7 @@ class StreamCopier(Copier):
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._to_host, self._to_device = torch.cuda.Stream(device), torch.cuda.Stream(device)
+        self._thread = ThreadPoolExecutor(1, "after copies")
 
     def run(self, work: Callable[[], Any], *, to_host: bool) -> tuple[torch.cuda.Event, Any]:
         stream = self._to_host if to_host else self._to_device
@@ -132,6 +140,13 @@ class StreamCopier(Copier):
 
     def finish(self, mark: tuple[torch.cuda.Event, Any]) -> None:
         mark[0].synchronize()
+
+    def follow(self, mark: tuple[torch.cuda.Event, Any], work: Callable[[], object]) -> Callable[[], object]:
+        def wait_and_work() -> None:
+            self.finish(mark)
+            work()
+
+        return self._thread.submit(wait_and_work).result
 
 
 def copier_on(device: torch.device) -> Copier:

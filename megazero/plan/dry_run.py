@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from megazero.config import ResolvedRun
 from megazero.parallel_state import RankGrid
 from megazero.plan.dry_rank import Build, DryRank, build_engine, fewest_micro_batches, run_rank
-from megazero.plan.silent_state import without_files_and_threads
+from megazero.plan.silent_state import without_files
 from megazero.plan.simulated_world import Lockstep, SimulatedWorld
 from megazero.plan.state_trace import without_auto
 
@@ -81,7 +81,7 @@ def dry_run(
         else:
             found[one] = result
 
-    with without_files_and_threads():
+    with without_files():
         world.lockstep.run({one: lambda one=one: program(one) for one in simulated})  # type: ignore[misc]
     problems = tuple(_problems(world.lockstep))
     seconds = time.perf_counter() - began

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from concurrent.futures import Executor, Future
+from concurrent.futures import Future
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -16,7 +16,7 @@ from megazero.parallel_state import Axis, ParallelState
 from megazero.parallel_state.groups import Group, Traffic
 from megazero.plan.silent import Alone, Meeting, SilentBackend, make_silent, real_backend
 from megazero.plan.simulated_world import GroupMeeting, SimulatedWorld
-from megazero.zero import offload, reductions
+from megazero.zero import offload
 from megazero.zero.file_store import FileStore
 
 HOST = "host"
@@ -127,20 +127,8 @@ class UnmadeFile(FileStore):
         """There is nothing to free."""
 
 
-class InlineExecutor(Executor):
-    """Calls each function where it is submitted: tensors without data belong to one thread."""
-
-    def __init__(self, *_: object) -> None:
-        """It has no threads."""
-
-    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
-        done: Future[Any] = Future()
-        done.set_result(fn(*args, **kwargs))
-        return done
-
-
 @contextmanager
-def without_files_and_threads() -> Iterator[None]:
-    """A context in which no file is made for offloaded state, and no thread adds gradients to it."""
-    with patch.object(offload, "FileStore", UnmadeFile), patch.object(reductions, "ThreadPoolExecutor", InlineExecutor):
+def without_files() -> Iterator[None]:
+    """A context in which no file is made for offloaded state."""
+    with patch.object(offload, "FileStore", UnmadeFile):
         yield

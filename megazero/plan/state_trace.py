@@ -31,7 +31,7 @@ from megazero.models.stages import cut_by_rank
 from megazero.parallel_state.groups import Traffic
 from megazero.plan.fake_tensors import FakeTensors
 from megazero.plan.kernel_memory import kernel_bytes
-from megazero.plan.silent_state import HOST, SilentState, without_files_and_threads
+from megazero.plan.silent_state import HOST, SilentState, without_files
 from megazero.plan.unit_trace import Cuts, order_of_gradients, slot_of, trace_units
 from megazero.schedules.action import Action, ActionKind
 from megazero.zero.bucket import Share
@@ -153,7 +153,7 @@ def _trace(
     """Trace a step of `few + step` micro-batches, and the traffic that `step` of them add to the passes of others."""
     config = run.config
     kind, parallel = schedule_kind_of(config), config.parallel
-    with without_files_and_threads(), FakeTensors(kernel_bytes=kernel_bytes(on_cuda=on_cuda)) as fake:
+    with without_files(), FakeTensors(kernel_bytes=kernel_bytes(on_cuda=on_cuda)) as fake:
         traffic = Traffic()
         state = SilentState(run, rank, per_node, None, traffic, on_cuda=on_cuda)
         driver = _Driver(Engine(without_auto(config), state, kind), fake, order)

@@ -13,7 +13,6 @@ import sys
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -342,8 +341,7 @@ class HostGradientCopies:
     def __init__(self, policy: ShardingPolicy, pool: BufferPool) -> None:
         self._copier, self._pool = policy.copier, pool
         self._leaving: deque[tuple[Any, list[Tensor]]] = deque()  # the copier's mark, buffers
-        self._adding: deque[tuple[Future[None], Tensor]] = deque()  # with its staging buffer
-        self._thread = ThreadPoolExecutor(1, "gradients")
+        self._adding: deque[tuple[Callable[[], object], Tensor]] = deque()  # what waits for a sum, its staging buffer
         self._staging = BufferPool(torch.device("cpu"), pinned=policy.device.type == "cuda")
 
     def start(self, chunk: _Chunk) -> None:
@@ -362,7 +360,7 @@ class HostGradientCopies:
         mark = self._copier.run(copy, to_host=True)
         self._leaving.append((mark, chunk.buffers))
         if chunk.reduced:
-            self._adding.append((self._thread.submit(self._add, mark, target, chunk.gradient), staging))
+            self._adding.append((self._copier.follow(mark, lambda: chunk.gradient.add_(target)), staging))
 
     def free_oldest(self) -> bool:
         """Release the buffers of the oldest copy, which the computation waits for; False if there is none."""
@@ -385,14 +383,10 @@ class HostGradientCopies:
 
     def _add_all_but(self, count: int) -> None:
         while len(self._adding) > count:
-            added, staging = self._adding[0]
-            added.result()
+            wait, staging = self._adding[0]
+            wait()
             self._adding.popleft()
             self._staging.release(staging)
-
-    def _add(self, mark: Any, target: Tensor, gradient: Tensor) -> None:
-        self._copier.finish(mark)
-        gradient.add_(target)
 
 
 def sum_partial_over_tp(buckets: Sequence[Bucket], tp: Axis, device: torch.device) -> None:

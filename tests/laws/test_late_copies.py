@@ -1,7 +1,6 @@
 """Copies of offloaded state beside the computation: whenever they happen, the run keeps its bits and takes no more memory.
 
-A stand-in for a GPU's streams of copies runs on the CPU, whose "device" is then other memory than its host.  Ranks talk over
-gloo: a thread of the host may wait for a message.
+A stand-in for a GPU's streams of copies runs on the CPU, whose "device" is then other memory than its host.
 """
 
 from __future__ import annotations
@@ -11,7 +10,6 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import replace
 from random import Random
-from threading import RLock
 from typing import Any
 from unittest.mock import patch
 
@@ -32,7 +30,7 @@ class LateStreams(Copier):
 
     def __init__(self, seed: int) -> None:
         self._streams = [(deque[tuple[Future[Any], Callable[[], Any]]](), Random(seed)) for _ in range(2)]
-        self._lock, self.was_late = RLock(), False  # a thread of the host may wait, too
+        self.was_late = False
 
     def run(self, work: Callable[[], Any], *, to_host: bool) -> Any:
         (stream, random), mark = self._streams[to_host], Future[Any]()
@@ -43,10 +41,9 @@ class LateStreams(Copier):
         return stream, mark
 
     def _advance(self, stream: deque[Any], is_far_enough: Callable[[], bool]) -> None:
-        with self._lock:
-            while not is_far_enough():
-                mark, work = stream.popleft()
-                mark.set_result(work())
+        while not is_far_enough():
+            mark, work = stream.popleft()
+            mark.set_result(work())
 
     def wait(self, mark: Any) -> Any:
         self._advance(mark[0], mark[1].done)
@@ -55,10 +52,14 @@ class LateStreams(Copier):
     def finish(self, mark: Any) -> None:
         self.wait(mark)
 
+    def follow(self, mark: Any, work: Callable[[], object]) -> Callable[[], object]:
+        """At the last moment."""
+        return lambda: (self.finish(mark), work())
+
 
 def _train(rank: int, runs: list[ResolvedRun], copiers: list[Copier]) -> list[Any]:
     """What runs on a device that is not the host give, and the bytes that they take."""
-    plain, found, state = sharded_model._sharding_policy, list[Any](), state_on(rank, runs[0], shares_memory=False)
+    plain, found, state = sharded_model._sharding_policy, list[Any](), state_on(rank, runs[0])
     for run, copier in zip(runs, copiers, strict=True):
         made = lambda *args, copier=copier: replace(plain(*args), on_cpu=False, copier=copier)  # noqa: E731
         with patch.object(sharded_model, "_sharding_policy", made):
