@@ -372,7 +372,7 @@ def test_a_layer_that_returns_no_tensor_is_named():
     ("keywords", "message"),
     [
         ({"num_stages": 3}, "num_stages=3 must divide the world of 1 ranks; the nearest is 1"),
-        ({"topology": RankGrid(pp=2)}, "num_stages=1, but the topology has pp=2"),
+        ({"topology": RankGrid(pp=2)}, "num_stages=1, but the topology has 2"),
         ({"partition_method": "parameter"}, "'parameter' is unknown; did you mean parameters"),
         ({"partition_method": "type:transformer"}, "matches none of the layers, which are Linear, tanh, Draws"),
         ({"schedule": "1f1d"}, "schedule='1f1d' is unknown; did you mean 1f1b"),

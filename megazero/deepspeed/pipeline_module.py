@@ -279,25 +279,21 @@ def _find_parallel_state(
     state: ParallelState | None,
 ) -> ParallelState:
     """Return the given state, if it agrees with the rest; else make one over the ranks of torch.distributed."""
-    if isinstance(topology, ProcessTopology):
-        topology = topology.grid
-    if topology is not None and not isinstance(topology, RankGrid):
-        raise TypeError(f"topology must be a megazero RankGrid, got {describe_value(topology)}; or leave it out")
-    if state is not None:
-        given = {"topology": topology, "num_stages": num_stages, "device": device}
-        actual = {"topology": state.grid, "num_stages": state.grid.pp, "device": state.device}
-        for name, value in given.items():
-            if value not in (None, actual[name]):
-                raise ValueError(f"{name}={value}, but the parallel_state has {actual[name]}; leave {name} out")
-        return state
-    world, _ = joined_world()
-    if topology is not None and num_stages not in (None, topology.pp):
-        raise ValueError(f"num_stages={num_stages}, but the topology has pp={topology.pp}; leave num_stages out")
-    if topology is not None:
-        return parallel_state_of(topology, device)
-    if num_stages is None:
-        raise ValueError("num_stages, topology or parallel_state must say how many pipeline stages there are")
-    if num_stages < 1 or world % num_stages:
-        nearest = nearest_text(nearest_of(num_stages, divisors(world)))
-        raise ValueError(f"num_stages={num_stages} must divide the world of {world} ranks; {nearest}")
-    return parallel_state_of(RankGrid(pp=num_stages, dp=world // num_stages), device)
+    grid = topology.grid if isinstance(topology, ProcessTopology) else topology
+    if grid is not None and not isinstance(grid, RankGrid):
+        raise TypeError(f"topology must be a megazero RankGrid, got {describe_value(grid)}; or leave it out")
+    own, source = (grid, "topology") if state is None else (state.grid, "parallel_state")
+    if own is None:
+        world, _ = joined_world()
+        if num_stages is None:
+            raise ValueError("num_stages, topology or parallel_state must say how many pipeline stages there are")
+        if num_stages < 1 or world % num_stages:
+            nearest = nearest_text(nearest_of(num_stages, divisors(world)))
+            raise ValueError(f"num_stages={num_stages} must divide the world of {world} ranks; {nearest}")
+        own = RankGrid(pp=num_stages, dp=world // num_stages)
+    known: dict[str, tuple[object, object]] = {"topology": (grid, own), "num_stages": (num_stages, own.pp)}
+    known |= {} if state is None else {"device": (device, state.device)}
+    for name, (value, actual) in known.items():
+        if value not in (None, actual):
+            raise ValueError(f"{name}={value}, but the {source} has {actual}; leave {name} out")
+    return parallel_state_of(own, device) if state is None else state
