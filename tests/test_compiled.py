@@ -222,49 +222,36 @@ def test_tracing_stops_where_outputs_of_attention_are_kept() -> None:
     assert len(keeps.kept) == 2
 
 
-def _ahead(rank: int, runs: list[ResolvedRun]) -> list[tuple[Any, ...]]:
-    """Of each run, without and with what is compiled ahead: its numbers, and what changed meanwhile that must not."""
-    state, found = state_on(rank, runs[0]), []
-    for run in runs:
-        pairs = []
-        for is_ahead in (False, True):
-            torch.compiler.reset()
-            counters.clear()
-            engine = engine_on(rank, run, state=state)
-            if engine.offload is not None:
-                engine.offload.smallest_bytes = 64
-            _compile(engine, "aot_eager")
-            engine.compiles = is_ahead
-            calls, kept = dict(state.traffic.calls), torch.get_rng_state()
-            engine.compile_ahead(run.micro_batch_size, run.accumulation, evaluates=True)
-            assert dict(state.traffic.calls) == calls
-            assert torch.equal(torch.get_rng_state(), kept)
-            graphs = counters["stats"]["unique_graphs"]
-            pairs.append((_losses(engine, run, evaluates=True), graphs, counters["stats"]["unique_graphs"]))
-            engine.sharded_model.close()
-        found.append(tuple(pairs))
+def _ahead(rank: int, run: ResolvedRun) -> list[tuple[Any, ...]]:
+    """The numbers of a run without and with what is compiled ahead, and how many graphs there are before and after."""
+    state, found = state_on(rank, run), []
+    for is_ahead in (False, True):
+        torch.compiler.reset()
+        counters.clear()
+        engine = engine_on(rank, run, state=state)
+        if engine.offload is not None:
+            engine.offload.smallest_bytes = 64
+        _compile(engine, "aot_eager")
+        engine.compiles, calls, random = is_ahead, dict(state.traffic.calls), torch.get_rng_state()
+        engine.compile_ahead(run.micro_batch_size, run.accumulation, evaluates=True)
+        assert dict(state.traffic.calls) == calls
+        assert torch.equal(torch.get_rng_state(), random)
+        graphs = counters["stats"]["unique_graphs"]
+        found.append((_losses(engine, run, evaluates=True), graphs, counters["stats"]["unique_graphs"]))
     return found
 
 
-@pytest.mark.parametrize(
-    "sections",
-    [
-        [{"parallel": {"pp": 2, "schedule": "zbv"}}],
-        [
-            {"parallel": {"tp": 2}, "activations": {"recompute": "selective", "offload": "host"}, "zero": {"stage": 3}},
-            {"parallel": {"cp": 2, "cp_method": "ring"}, "data": {"document_mask": True}, "zero": {"stage": 2}},
-        ],
-    ],
-    ids=["pipeline", "others"],
-)
-def test_what_is_compiled_ahead_is_all_and_changes_no_bit(sections: list[dict[str, Any]]) -> None:
+@pytest.mark.parametrize("sections", [
+    {"parallel": {"pp": 2, "schedule": "zbv"}},
+    {"parallel": {"tp": 2}, "activations": {"recompute": "selective", "offload": "host"}, "zero": {"stage": 3}},
+    {"parallel": {"cp": 2, "cp_method": "ring"}, "data": {"document_mask": True}, "zero": {"stage": 2}},
+])  # fmt: skip
+def test_what_is_compiled_ahead_is_all_and_changes_no_bit(sections: dict[str, Any]) -> None:
     """On every stage at the same time: no message of the pipeline is sent meanwhile."""
-    model = LLAMA | {"dropout": 0.1, "num_layers": 4}
-    for one in sections:
-        for found in run_world(2, _ahead, [run_of(2, model=model, training={"compile": True}, **one)]):
-            for (without, none, later), (with_, ahead, after) in found:
-                assert with_ == without, one
-                assert (none, ahead, after) == (0, later, later), one
+    run = run_of(2, model=LLAMA | {"dropout": 0.1, "num_layers": 4}, **sections)
+    for (without, none, later), (with_, ahead, after) in run_world(2, _ahead, run):
+        assert with_ == without
+        assert (none, ahead, after) == (0, later, later)
 
 
 def test_names_of_parameters_stay() -> None:
