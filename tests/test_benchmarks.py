@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks import gpu_step
+from benchmarks import gpu, gpu_step
 from benchmarks.activations import _check
 from benchmarks.activations import contenders as policies
 from benchmarks.all import Case, exposed_share, lines_of, run
@@ -73,6 +73,16 @@ def test_activation_policies_give_the_same_gradients() -> None:
     x, slope = torch.randn(2, 8, 1, 512, generator=torch.Generator().manual_seed(0))
     kept = _check(policies(8, "fp32", 1), x, slope, "fp32")
     assert kept["block"] == 8 * 512 * 4  # the result
+
+
+def test_the_queue_of_a_gpu_rehearses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every check of it runs in small on a CPU, and is not run again for the same code."""
+    monkeypatch.setattr("sys.argv", ["gpu", "--rehearse", "--folder", str(tmp_path)])
+    assert gpu.main() == 0
+    found = gpu.read_outcomes(tmp_path)
+    assert {check.name for check in gpu.QUEUE} == set(found)
+    assert all(name in (tmp_path / "README.md").read_text() for name in found)
+    assert not gpu.queue_of("", found, gpu.where_measured(), rehearse=True)
 
 
 def test_contenders_of_a_gpus_step_train_the_same_model_on_a_cpu() -> None:
