@@ -19,6 +19,7 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 from warnings import warn
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor
@@ -337,6 +338,8 @@ def activate_newest_flash_attention(device: torch.device) -> None:
         try:
             activate_flash_attention_impl(name)
         except Exception as error:
+            if dist.is_initialized() and dist.get_rank() > 0:
+                return
             warn(
                 f"short documents and windows run in FlashAttention 2: torch cannot load {name}: {error}", stacklevel=2
             )

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
-from torch.nn.attention import SDPBackend
+from torch.nn.attention import SDPBackend, current_flash_attention_impl
 
 from megazero.config import ResolvedRun
 from megazero.config.schema import ParallelConfig
@@ -103,6 +103,12 @@ def describe_kernels(engine: Engine) -> str:
         for heads in (model.num_heads, kv_heads)
     )
     attention = _attention_text(torchs_choice(q, k, k, None, causal=True), device)
+    if (
+        device.type == "cuda"
+        and (model.sliding_window or model.seq_len) < model.seq_len
+        and engine.dtype != torch.float32
+    ):
+        attention = f"{current_flash_attention_impl() or 'FA2'}, which takes the window"
     in_parts = engine.state.cp.size > 1 or config.data.document_mask
     group = engine.sharded_model.optimizer.torch_optimizer.param_groups[0]
     kernel = next((kind for kind in ("fused", "foreach") if group.get(kind)), "a tensor at a time")
