@@ -87,15 +87,18 @@ LOOPBACK = Network()
 
 
 @contextlib.contextmanager
-def hosts_of(count: int, mbit: int) -> Iterator[Network]:
+def network_of(count: int, mbit: int) -> Iterator[Network]:
     """Hosts for the ranks that are started within; removed at the end.
 
     Args:
-        count: two, joined directly, or more, each joined to a switch.
+        count: one, which is the loopback; two, joined directly, or more, each joined to a switch.
         mbit: rate of each direction of each link, in 10^6 bits per second.
 
     Raises: NoHostsError.
     """
+    if count == 1:
+        yield LOOPBACK
+        return
     names = tuple(f"megazero-{os.getpid()}-{host}" for host in range(count))
     switch = f"megazero-{os.getpid()}-switch"
     if os.geteuid() != 0 or not (shutil.which("ip") and shutil.which("tc")):
@@ -145,16 +148,6 @@ def _join(one: tuple[str, str], other: tuple[str, str], mbit: int) -> None:
         _command("ip", "-n", namespace, "link", "set", interface, "up")
         limit = ["tbf", "rate", f"{mbit}mbit", "burst", "128kb", "latency", "200ms"]
         _command("tc", "-n", namespace, "qdisc", "add", "dev", interface, "root", *limit)
-
-
-@contextlib.contextmanager
-def network_of(hosts: int, mbit: int) -> Iterator[Network]:
-    """The loopback for one host, else `hosts_of`."""
-    if hosts == 1:
-        yield LOOPBACK
-    else:
-        with hosts_of(hosts, mbit) as network:
-            yield network
 
 
 def _command(*words: str) -> None:
