@@ -129,13 +129,12 @@ def initialize(
     chunks = list(model.chunks) if isinstance(model, PipelineModule) else [model]
     _move_buffers(model, settings, state)
     parts = ModelParts(script_units_of(chunks), described, ties)
-    kinds: tuple[type[ScriptModel], Any] = ScriptModule, ModuleEngine
-    if isinstance(model, PipelineModule):
-        kinds = ScriptModel, PipelineEngine
-    sharded = kinds[0](parts, state, ShardingSettings(settings.zero, settings.precision, recipe))
+    is_pipeline, how = isinstance(model, PipelineModule), ShardingSettings(settings.zero, settings.precision, recipe)
+    sharded = (ScriptModel if is_pipeline else ScriptModule)(parts, state, how)
     seed = _SEED if settings.seed is None else settings.seed
     sharded.parameters.load_from_module(state.dp, state.tp, ties, deferred_values(described, seed))
-    engine: TrainingEngine = kinds[1](model, sharded, settings, show)
+    engine_type: Any = PipelineEngine if is_pipeline else ModuleEngine
+    engine: TrainingEngine = engine_type(model, sharded, settings, show)
     engine.lr_scheduler = _schedule(lr_scheduler, engine)
     if only_evaluates:
         engine.only_evaluate(requires_grad)
