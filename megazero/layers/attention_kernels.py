@@ -333,7 +333,8 @@ def _given(pieces: Pieces) -> tuple[tuple[Any, ...], dict[str, int]]:
 @lru_cache
 def activate_newest_flash_attention(device: torch.device) -> None:
     """Let torch's operators run FlashAttention 3 on Hopper and 4 on Blackwell, where that is installed; else say so."""
-    name = {9: "FA3", 10: "FA4"}.get(torch.cuda.get_device_capability(device)[0])
+    takes_windows = torch.__version__ >= "2.13"  # in torch's wrapper of 4
+    name = {9: "FA3", 10: "FA4" if takes_windows else None}.get(torch.cuda.get_device_capability(device)[0])
     if name and current_flash_attention_impl() is None:
         try:
             activate_flash_attention_impl(name)
