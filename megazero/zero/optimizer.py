@@ -281,11 +281,10 @@ class ShardedOptimizer:
 
     def scalars(self) -> dict[str, dict[str, float]]:
         """State that is one number, by optimizer group: all parameters of a group step together."""
-        found: dict[str, dict[str, float]] = {}
-        for part in self._parts if self.steps_taken else ():
-            state = self.torch_optimizer.state[part.parameter]
-            found[str(part.group)] = {name: float(state[name]) for name in self._scalars if name in state}
-        return found
+        parts = self._parts if self.steps_taken else ()
+        states = {str(part.group): self.torch_optimizer.state[part.parameter] for part in parts}
+        # The host waits for the device here: once a group, not once a part.
+        return {group: {key: float(its[key]) for key in self._scalars if key in its} for group, its in states.items()}
 
     def resume(self, steps_taken: int, scalars: dict[str, dict[str, float]]) -> None:
         """Go on as after so many steps, with element-wise state that has been written and the `scalars` of all ranks."""
