@@ -18,8 +18,7 @@ from megazero.engine import Engine, initialize
 from megazero.layers.counter_rng import normal
 from megazero.parallel_state import RankGrid
 from megazero.plan import dry_run as dry_runs
-from megazero.plan.dry_rank import Build, build_engine
-from megazero.plan.dry_run import dry_run, some_ranks
+from megazero.plan.dry_run import Build, build_engine, dry_run, some_ranks
 from megazero.plan.silent_state import SilentState
 from megazero.plan.text import dry_run_text
 from megazero.schedules.action import ActionKind, MessageAction, Schedule

@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 from megazero.cli.commands import app
 from megazero.config import load_config
 from megazero.plan.cluster import cluster_of
-from megazero.plan.correction import Kept, Measured, add_measured, ratio_in, read_kept, shape_of
+from megazero.plan.correction import Kept, add_measured, ratio_in, read_kept, shape_of
 from megazero.plan.report import Assumptions, PlanJudge, plan_of
 from megazero.plan.step_time import step_time_of
 
@@ -179,16 +179,16 @@ def _kept(run_shape: Mapping[str, object], device: str = "h100") -> Kept:
 
 def test_a_plan_of_the_same_shape_is_compared(file: Path) -> None:
     run = load_config(file, (), 2)
-    line, found = _kept(shape_of(run)).compared(run, "h100", Measured(2.5, 5 * 2**30, {"dp": 100}))
+    line, found = _kept(shape_of(run)).compared(run, "h100", 2.5, 5 * 2**30, {"dp": 100})
     assert line == (
         "plan: step 2.000 s planned, 2.500 s measured (+25.0%) | memory 4.00 GiB planned, 5.00 GiB measured (+25.0%)"
         " | bytes sent: as planned"
     )
     assert (found["seconds_ratio"], found["peak_ratio"]) == (1.25, 1.25)
-    line, found = _kept(shape_of(run)).compared(run, "a100-80", Measured(2.5, None, {"dp": 90}))
+    line, found = _kept(shape_of(run)).compared(run, "a100-80", 2.5, None, {"dp": 90})
     assert line == "plan: bytes sent: dp 100 planned, 90 sent"
     assert "seconds_ratio" not in found
-    assert _kept(shape_of(load_config(file, (), 4))).compared(run, "h100", Measured(1, 1, {})) == ("", {})
+    assert _kept(shape_of(load_config(file, (), 4))).compared(run, "h100", 1, 1, {}) == ("", {})
 
 
 def test_the_measured_ratio_corrects_plans_of_that_device(file: Path, tmp_path: Path) -> None:

@@ -76,7 +76,6 @@ def test_two_buckets_behind_a_backward_leave_what_the_last_one_takes() -> None:
     assert reduced_behind(0.0, 10.0, 8.0, 2, 0.0) == 14.0
     assert reduced_behind(0.0, 10.0, 12.0, 2, 0.0) == 17.0
     assert reduced_behind(0.0, 10.0, 8.0, 2, 20.0) == 28.0
-    assert reduced_behind(0.0, 10.0, 8.0, 2, 0.0, overlaps=False) == 18.0
 
 
 def wire_seconds(found: StepTime, axis: str) -> float:

@@ -32,21 +32,6 @@ _NO_TENSORS = ("communicators", "allocator slack")  # of memory, which torch.cud
 
 
 @dataclass(frozen=True)
-class Measured:
-    """What rank 0 of a run measured; None for what cannot be compared.
-
-    Args:
-        seconds: median of some steps.
-        peak: most bytes of tensors on the device.
-        sent: bytes in a step, by axis.
-    """
-
-    seconds: float | None
-    peak: int | None
-    sent: Mapping[str, int]
-
-
-@dataclass(frozen=True)
 class Kept:
     """A plan read from `plan.json`.
 
@@ -62,26 +47,31 @@ class Kept:
     peak: int
     sent: Mapping[str, int]
 
-    def compared(self, run: ResolvedRun, device: str | None, found: Measured) -> tuple[str, dict[str, object]]:
-        """Return a line and the figures to store, empty for a plan of another shape.  `device`: in the plan's names."""
+    def compared(
+        self, run: ResolvedRun, device: str, seconds: float, peak: int | None, sent: Mapping[str, int]
+    ) -> tuple[str, dict[str, object]]:
+        """Return a line and the figures to store, empty for a plan of another shape.
+
+        Args:
+            device: that the run is on, in the plan's names.
+            seconds, peak, sent: measured on rank 0; no peak where it cannot be compared.
+        """
         if shape_of(run) != dict(self.shape):
             return "", {}
         parts, kept = [], dict[str, object]()
-        if found.seconds is not None and device == self.device:
-            ratio = found.seconds / self.seconds
-            parts.append(f"step {self.seconds:.3f} s planned, {found.seconds:.3f} s measured ({ratio - 1:+.1%})")
-            kept |= {"seconds": found.seconds, "seconds_ratio": ratio}
-        if found.peak is not None:
-            ratio = found.peak / self.peak
-            numbers = f"{self.peak / 2**30:.2f} GiB planned, {found.peak / 2**30:.2f} GiB measured ({ratio - 1:+.1%})"
+        if device == self.device:
+            ratio = seconds / self.seconds
+            parts.append(f"step {self.seconds:.3f} s planned, {seconds:.3f} s measured ({ratio - 1:+.1%})")
+            kept |= {"seconds": seconds, "seconds_ratio": ratio}
+        if peak is not None:
+            ratio = peak / self.peak
+            numbers = f"{self.peak / 2**30:.2f} GiB planned, {peak / 2**30:.2f} GiB measured ({ratio - 1:+.1%})"
             parts.append(f"memory {numbers}")
-            kept |= {"peak": found.peak, "peak_ratio": ratio}
-        differ = {axis for axis in {*self.sent, *found.sent} if self.sent.get(axis, 0) != found.sent.get(axis, 0)}
-        said = [
-            f"{axis} {self.sent.get(axis, 0):,} planned, {found.sent.get(axis, 0):,} sent" for axis in sorted(differ)
-        ]
+            kept |= {"peak": peak, "peak_ratio": ratio}
+        differ = {axis for axis in {*self.sent, *sent} if self.sent.get(axis, 0) != sent.get(axis, 0)}
+        said = [f"{axis} {self.sent.get(axis, 0):,} planned, {sent.get(axis, 0):,} sent" for axis in sorted(differ)]
         parts.append(f"bytes sent: {', '.join(said) or 'as planned'}")
-        return "plan: " + " | ".join(parts), kept | {"sent": dict(found.sent)}
+        return "plan: " + " | ".join(parts), kept | {"sent": dict(sent)}
 
 
 def shape_of(run: ResolvedRun) -> dict[str, object]:
@@ -166,13 +156,13 @@ class PlanCheck(Callback):
     def _compare(self, plan: Kept, record: StepRecord) -> None:
         on_cuda = self._device.type == "cuda"
         sent = {axis: count for axis, count in record.sent_bytes.items() if count}
-        found = Measured(median(self._seconds), record.memory_bytes if on_cuda else None, sent)
+        peak = record.memory_bytes if on_cuda else None
         if on_cuda:
             device = device_of(torch.cuda.get_device_name(self._device))
             name = device.name if device else ""
         else:  # a CPU that was calibrated, this one as far as can be known
             name = "" if plan.device in DEVICES else plan.device
-        line, kept = plan.compared(self._run, name, found)
+        line, kept = plan.compared(self._run, name, median(self._seconds), peak, sent)
         if not line:
             return
         self._say(line)

@@ -108,21 +108,16 @@ class FakeTensors:
             size, self._count = storage.nbytes(), self._count + 1
             self._storages[key] = self._count, size, weakref.ref(storage, lambda _: self._free(key))
             self.live += size
-            self._note(self._count, size)
-            self._reach(self.live)
+            self.peak = max(self.peak, self.live)
         return self._storages[key][0]
 
     def _free(self, key: int) -> None:
         number, size, _ = self._storages.pop(key)
         self.live -= size
-        self._note(-number, size)
+        self._freed(number)
 
-    def _reach(self, in_use: int) -> None:
-        """Update the peak: `in_use` bytes are in use, those within a kernel included."""
-        self.peak = max(self.peak, in_use)
-
-    def _note(self, number: int, size: int) -> None:
-        """Called when a storage is made or, with a negative number, freed."""
+    def _freed(self, number: int) -> None:
+        """Called when a storage is freed."""
 
 
 class _Watch(TorchDispatchMode):
@@ -142,7 +137,7 @@ class _Watch(TorchDispatchMode):
         result = func(*args, **(kwargs or {}))
         inside = self._owner.kernel_bytes(func, args, kwargs)
         outputs = [self._owner.value(one) for one in _tensors(result)]
-        self._owner._reach(self._owner.live + inside)
+        self._owner.peak = max(self._owner.peak, self._owner.live + inside)
         if self._owner.records:
             inputs = [self._owner.value(one) for one in _tensors((args, kwargs))]
             known = {one.storage for one in inputs}

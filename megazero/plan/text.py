@@ -14,8 +14,7 @@ from math import prod
 from megazero.parallel_state import RankGrid
 from megazero.plan.cost import HOUR, MINUTE
 from megazero.plan.devices import size_text
-from megazero.plan.dry_rank import DryRank
-from megazero.plan.dry_run import DryRun
+from megazero.plan.dry_run import DryRank, DryRun
 from megazero.plan.fake_tensors import Message
 from megazero.plan.report import Plan
 from megazero.plan.search import Candidate, Found, Ranked

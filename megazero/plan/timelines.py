@@ -129,7 +129,7 @@ def _reduced_at(
             continue
         seconds, count = one.reduction(action.chunk), one.buckets(action.chunk)
         start, end = timeline.spans[rank, action]
-        free = reduced_behind(start, end, seconds, count, free, overlaps=zero.overlaps)
+        free = reduced_behind(start, end, seconds, count, free)
         total += seconds
     if not zero.overlaps:  # whoever computes copies
         return computed + total * zero.stretch, 0.0
@@ -137,9 +137,7 @@ def _reduced_at(
     return computed + left, max(0.0, total - left)
 
 
-def reduced_behind(
-    start: float, end: float, seconds: float, buckets: int, free: float, *, overlaps: bool = True
-) -> float:
+def reduced_behind(start: float, end: float, seconds: float, buckets: int, free: float) -> float:
     """Return when a backward's reductions end; each of its equal buckets is complete after its part of the backward.
 
     Args:
@@ -150,7 +148,7 @@ def reduced_behind(
     if not seconds:
         return free
     for index in range(buckets):
-        complete = start + (end - start) * (index + 1) / buckets if overlaps else end
+        complete = start + (end - start) * (index + 1) / buckets
         free = max(free, complete) + seconds / buckets
     return free
 

@@ -403,8 +403,8 @@ class _Tensors(FakeTensors):
 
     marks: _Marks | None = None
 
-    def _note(self, number: int, size: int) -> None:  # noqa: ARG002
-        if self.marks is not None and -number == self.marks.dy:
+    def _freed(self, number: int) -> None:
+        if self.marks is not None and number == self.marks.dy:
             self.marks.arrive(DY)
 
 
