@@ -152,7 +152,7 @@ def test_packed_tiles_give_plain_attention(size: int, monkeypatch: pytest.Monkey
         monkeypatch.setattr(tile_calls, "varlen_forward", _plain_forward)
         monkeypatch.setattr(tile_calls, "varlen_backward", _plain_backward)
         monkeypatch.setattr(tile_calls, "takes_cudnn", lambda q, k: True)
-        monkeypatch.setattr(tile_calls, "_LEAST_ROWS", 16)
+    monkeypatch.setattr(tile_calls, "_LEAST_ROWS", 16)
     cases = [(lengths, window) for lengths in DOCUMENTS.values() for window in (None, 5, 17, 24)]
     for lengths, window in [*cases, *(([[300, 1, 211, 512]], window) for window in (None, 100, 400))]:
         for got, wanted in zip(_in_ring(size, lengths, window), _formula(lengths, window), strict=True):

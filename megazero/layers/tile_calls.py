@@ -196,7 +196,7 @@ class Documents:
         dq, dk, dv = map(torch.empty_like, (q, k, v))
         for sample, start, rows, tile in self.long:
             its_q, its_k, its_v, its_out = (_cut(x, sample, start, tile) for x in (q, k, v, out))
-            its_grad, its_lse = torch.zeros_like(its_q), lse.new_full(its_q.shape[:3], torch.inf)
+            its_grad, its_lse = torch.zeros_like(its_q), lse.new_full(its_q.shape[:3], 1e30)  # exp(score - lse) is 0
             for padded, whole in ((its_grad, grad), (its_lse, lse)):
                 padded[0, :, :rows] = whole[sample, :, start : start + rows]
             given = its_grad, its_q, its_k, its_v, its_out, its_lse
