@@ -312,6 +312,7 @@ def measure(
             if isinstance(contender, Megazero) and device.type == "cuda" and "offload" in str(settings[name].options):
                 meters[name].hidden = contender.hidden_copies(*settings[name].batch(0, device))
             contender.close()
+            print(line_of(name, meters[name], settings[name]), flush=True)  # what is known if another one fails
         if apart:
             del made, contender
             _free(device)
