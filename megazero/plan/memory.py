@@ -28,14 +28,12 @@ from megazero.models.stages import StageLayout, cut_by_rank
 from megazero.parallel_state.grid import Coordinate
 from megazero.plan.cluster import Cluster
 from megazero.plan.operator_times import flops_of
-from megazero.plan.state_trace import TABLES, Level, trace_state
+from megazero.plan.state_trace import TABLES, trace_state
 from megazero.plan.unit_trace import (
     DY,
     EMBEDDING,
     HEAD,
     PASS_NAMES,
-    PassTrace,
-    Span,
     TraceKey,
     Unit,
     UnitTrace,
@@ -261,7 +259,7 @@ class _Walk:
             self._ledger.kept += self._message
         held = 0  # of the gradient that came: who has started a backward has it until the end
         for number, (name, trace) in units if is_forward else reversed(units):
-            passed = _pass_of(trace, action.kind)
+            passed = trace.of(action.kind)
             if passed is None:
                 continue
             text = f"{PASS_NAMES[action.kind]} of {name}, micro-batch {self._number(action)}"
@@ -271,10 +269,11 @@ class _Walk:
             if self._moves and name not in (EMBEDDING, HEAD) and action.kind is not ActionKind.WEIGHT:
                 self._work_on(action, number)
             beside = sum(count for one, count in self._near if not (is_forward and one == own))
-            for span, level in self._spans(action, number, passed):
+            levels = self._state.levels.get((action.microbatch > 0, action.chunk, number), {})
+            for span in passed.spans:
                 held = max(held, self._message * (arrives and number == units[-1][0] and span.parameter == DY))
                 before = self._gradients
-                live, made, peak = level or Level(before, before, before)
+                live, made, peak = levels.get(span.parameter, (before, before, before))
                 self._gradients = live  # it falls where buckets are reduced
                 self._note(span.live + beside + held + peak - live, text)
                 self._note(span.peak + beside + held + max(made, before) - live, text)
@@ -314,11 +313,6 @@ class _Walk:
         is_last = action.microbatch == self._schedule.microbatches - 1
         return action.microbatch + self._left_out * is_last
 
-    def _spans(self, action: Action, unit: int, passed: PassTrace) -> list[tuple[Span, Level | None]]:
-        """Return a pass's spans, each with the memory of the gradient that begins it."""
-        levels = self._state.levels.get((action.microbatch > 0, action.chunk, unit), {})
-        return [(span, levels.get(span.parameter)) for span in passed.spans]
-
     def _arrives(self, action: Action) -> bool:
         """Whether another pipeline rank sends what an action needs."""
         source = self._schedule.source(self._stage, action) if action.kind is not ActionKind.WEIGHT else None
@@ -339,12 +333,6 @@ def _adds_up(run: ResolvedRun) -> bool:
     """Whether gradients of several micro-batches add up before they are reduced."""
     zero = run.config.zero
     return run.accumulation > 1 and not (zero.stage >= 2 and run.shards > 1 and zero.reduce == "micro_batch")
-
-
-def _pass_of(trace: UnitTrace, kind: ActionKind) -> PassTrace | None:
-    if kind is ActionKind.FORWARD:
-        return trace.forward
-    return trace.backward if kind is ActionKind.BACKWARD else trace.weight
 
 
 def _batch_bytes(run: ResolvedRun, chunks: Sequence[StageLayout]) -> int:

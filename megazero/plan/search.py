@@ -13,13 +13,13 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Executor, Future, ProcessPoolExecutor
-from contextlib import ExitStack
+from concurrent.futures import Future, ProcessPoolExecutor
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from math import gcd
 from multiprocessing import get_all_start_methods, get_context
-from typing import Generic, Protocol, TypeAlias, TypeVar
+from typing import Protocol, TypeAlias
 
 from megazero.config import ConfigError, ResolvedRun, RunConfig
 from megazero.config.load import import_extensions, resolve
@@ -149,7 +149,6 @@ def search(
     *,
     own: ResolvedRun | None = None,
     space: Space | None = None,
-    limit: int = LIMIT,
     processes: int = 1,
     say: Callable[[str], None] = lambda _: None,
     is_late: Callable[[], bool] = lambda: False,
@@ -161,7 +160,6 @@ def search(
         judge: is copied to the processes.
         own: the run as its file has it, where it has as many ranks: it is computed too, whatever the space is.
         space: the values of each key; None for what is worth comparing.
-        limit: shapes whose memory is computed at most.
         say: gets a line now and then.
         is_late: no shape is begun once it says so.
     """
@@ -172,8 +170,8 @@ def search(
     shapes = len(legal) + refused.total()
     small = [one for one in legal if _state_fits(bounds, one, space.reliefs, capacity)]
     small.sort(key=bounds.guess)
-    with Workers(partial(_compute, run.config, judge, cluster.ranks, capacity), processes) as workers:
-        looked = _Look(workers, bounds, space.reliefs, capacity, limit)
+    with computing(partial(_compute, run.config, judge, cluster.ranks, capacity), processes) as compute:
+        looked = _Look(compute, bounds, space.reliefs, capacity)
         looked.at(small, say, is_late)
         best = _best(looked.fitting)
         smallest = sorted(legal, key=lambda one: min(bounds.state_bytes(replace(one, relief=r)) for r in space.reliefs))
@@ -249,52 +247,46 @@ def _state_fits(bounds: Bounds, choice: Choice, reliefs: Sequence[Relief], capac
 # ---- what is computed
 
 
-T = TypeVar("T")
-Work: TypeAlias = tuple[Choice, Sequence[Relief]]
+Work: TypeAlias = Sequence[tuple[Choice, Sequence[Relief]]]
+Needs: TypeAlias = dict[Choice, Need]
 
 
-class Workers(Generic[T]):
-    """Processes that compute shapes; shapes with equal stages go to the same process, which caches their traces."""
+@contextmanager
+def computing(
+    compute: Callable[[Choice, Sequence[Relief], str], Needs], processes: int
+) -> Iterator[Callable[[Work, str], Iterator[Needs]]]:
+    """A context with a function that yields the needs of shapes, in order, computed by so many processes.
 
-    def __init__(self, compute: Callable[[Choice, Sequence[Relief], str], T], processes: int) -> None:
-        self._compute, self._count = compute, processes
-        self._stack, self._pools = ExitStack(), list[Executor]()
+    Shapes with equal stages go to the same process, which caches their traces.
+    """
+    if processes == 1:
+        yield lambda work, mode: (compute(shape, reliefs, mode) for shape, reliefs in work)
+        return
+    method = "fork" if "fork" in get_all_start_methods() else "spawn"
+    with ExitStack() as stack:
+        pools = [stack.enter_context(ProcessPoolExecutor(1, get_context(method))) for _ in range(processes)]
 
-    def __enter__(self) -> Workers[T]:
-        method = "fork" if "fork" in get_all_start_methods() else "spawn"
-        for _ in range(self._count if self._count > 1 else 0):
-            self._pools.append(self._stack.enter_context(ProcessPoolExecutor(1, get_context(method))))
-        return self
+        def computed(work: Work, mode: str) -> Iterator[Needs]:
+            waiting, loads, at = list[Future[Needs]](), [0] * processes, dict[object, int]()
+            for shape, reliefs in work:
+                layers = shape.tp, shape.cp, shape.pp, shape.schedule
+                index = at.setdefault(layers, loads.index(min(loads)))
+                loads[index] += 1
+                waiting.append(pools[index].submit(compute, shape, reliefs, mode))
+            yield from (one.result() for one in waiting)
 
-    def __exit__(self, *error: object) -> None:
-        self._stack.close()
-
-    def map(self, work: Sequence[Work], mode: str) -> Iterator[T]:
-        """Yield the needs of each shape, in order."""
-        if not self._pools:
-            yield from (self._compute(shape, reliefs, mode) for shape, reliefs in work)
-            return
-        waiting: list[Future[T]] = []
-        loads = [0] * len(self._pools)
-        at: dict[object, int] = {}
-        for shape, reliefs in work:
-            layers = shape.tp, shape.cp, shape.pp, shape.schedule
-            index = at.setdefault(layers, loads.index(min(loads)))
-            loads[index] += 1
-            waiting.append(self._pools[index].submit(self._compute, shape, reliefs, mode))
-        yield from (one.result() for one in waiting)
+        yield computed
 
 
 @dataclass
 class _Look:
     """The state of a search."""
 
-    workers: Workers[dict[Choice, Need]]
+    compute: Callable[[Work, str], Iterator[Needs]]
     bounds: Bounds
     reliefs: Sequence[Relief]
     capacity: int
-    limit: int
-    needs: dict[Choice, Need] = field(default_factory=dict)
+    needs: Needs = field(default_factory=dict)
     computed: int = 0
     slower: int = 0
     too_large: int = 0
@@ -321,7 +313,7 @@ class _Look:
                 one = waiting.pop(0)
                 if self.bounds.seconds(one) >= tenth:
                     self.slower += 1
-                elif self.computed + len(now) >= self.limit * (1 if best else _MORE) or is_late():
+                elif self.computed + len(now) >= LIMIT * (1 if best else _MORE) or is_late():
                     self.left_out += 1
                 else:
                     now.append(one)
@@ -343,8 +335,8 @@ class _Look:
             unknown = [one for one in near if one not in self.needs]
             self._compute([(replace(one, relief=Relief()), [one.relief]) for one in unknown], mode)
 
-    def _compute(self, work: Sequence[tuple[Choice, Sequence[Relief]]], mode: str) -> None:
-        for needs in self.workers.map(work, mode):
+    def _compute(self, work: Work, mode: str) -> None:
+        for needs in self.compute(work, mode):
             for choice, need in needs.items():
                 if choice not in self.needs or need.seconds is not None:
                     self.needs[choice] = need
@@ -364,10 +356,10 @@ def _best(fitting: Iterable[Candidate]) -> list[Candidate]:
 
 def _compute(
     config: RunConfig, judge: Judge, ranks: int, capacity: int, shape: Choice, reliefs: Sequence[Relief], mode: str
-) -> dict[Choice, Need]:
+) -> Needs:
     """Compute a shape's memory by relief, and the time of the "least" that fit, of "every" one that fits, or of none."""
     import_extensions(config.launch.extensions)  # in a process that was started anew
-    needs: dict[Choice, Need] = {}
+    needs: Needs = {}
     enough: list[Relief] = []
     ordered = sorted(reliefs, key=lambda one: one.order)
     for relief in ordered:

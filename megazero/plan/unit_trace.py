@@ -110,6 +110,10 @@ class UnitTrace:
     tables: int = 0
     in_arena: int = 0
 
+    def of(self, kind: ActionKind) -> PassTrace | None:
+        """Return the trace of an action's pass."""
+        return {ActionKind.FORWARD: self.forward, ActionKind.BACKWARD: self.backward}.get(kind, self.weight)
+
 
 @dataclass(frozen=True)
 class TraceKey:
