@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 
 from megazero.cli.commands import app
 from megazero.config import ResolvedRun
-from megazero.plan import calibrate_steps
+from megazero.plan import calibrate
 from megazero.plan.calibrate_collectives import mean_of
 from megazero.plan.calibration import (
     Calibration,
@@ -181,8 +181,8 @@ def test_whole_steps_stretch_what_their_parts_take(monkeypatch: pytest.MonkeyPat
         first = ([2 * 1.25 * planned] * 3, [2 * probe] * 3)
         return [first, *[([planned] * 3, [0.0] * 3)] * (count - 1)]
 
-    monkeypatch.setattr(calibrate_steps, "in_processes", steps)
-    assert calibrate_steps.step_stretch(bare) == pytest.approx(1.25)
+    monkeypatch.setattr(calibrate, "in_processes", steps)
+    assert calibrate.step_stretch(bare) == pytest.approx(1.25)
 
 
 def test_groups_that_cross_a_shared_link_side_by_side_wait_for_each_others_bytes() -> None:

@@ -29,20 +29,25 @@ import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_any_only, tree_iter
 
-from megazero.config import ResolvedRun
+from megazero.config import ResolvedRun, RunConfig, resolve
+from megazero.engine import initialize
 from megazero.engine.outline import elements_in, stages_of
+from megazero.parallel_state import ParallelState
 from megazero.plan.calibrate_collectives import collective_samples, mean_of
 from megazero.plan.calibrate_gpu import fitted, gpu_here
-from megazero.plan.calibrate_steps import step_stretch
 from megazero.plan.calibration import Calibration, OperatorTable, Product, Samples, with_itself
+from megazero.plan.cluster import Cluster
 from megazero.plan.devices import Device, Link
 from megazero.plan.fake_tensors import Operator, Value
 from megazero.plan.operator_times import attention_flops, moved_bytes, product_of
 from megazero.plan.processes import in_processes
-from megazero.plan.speed_probe import LR, ON_GPU, SpeedProbe, small_run, started, step_seconds
+from megazero.plan.speed_probe import LR, ON_GPU, SpeedProbe, random_batches, small_run, started, step_seconds
+from megazero.plan.step_time import step_time_of
 from megazero.zero.bucket import DTYPE_NAMES
 
 _STEPS = 5
+_MODEL = {"family": "llama", "hidden_size": 256, "num_layers": 6, "num_heads": 4, "vocab_size": 512, "seq_len": 128}
+_IN_A_ROW, _MOST_RANKS = 3, 8  # of whole steps
 _OPTIMIZER = ("aten._fused_adamw_", "aten.linalg_vector_norm", "aten._foreach")
 
 
@@ -223,3 +228,61 @@ def _device(table: OperatorTable, link: Link) -> Device:
     copies = [size / seconds for name in table.operators if "add" in name for size, seconds in table.operators[name]]
     memory, bandwidth = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), max(copies, default=1e10)
     return Device("cpu", memory, peaks, bandwidth, bandwidth, link)
+
+
+# ---- whole steps: how much longer they take than a plan of their parts says, which no timing of a part has seen
+# caches that others have used, buffers between actions, the kernel's own work: one number for a machine
+
+
+def step_stretch(bare: Calibration, turns: int = 3) -> float:
+    """Return the median ratio of measured to planned step time.  `turns`: how often each run's steps are measured."""
+    ratios = []
+    for run in _whole_runs(bare.processors):
+        cluster = Cluster(bare.device, run.world_size, run.world_size, bare.within, bare.within, bare.processors)
+        ranks = in_processes(run.world_size, _whole_steps, run, bare.processors, turns)
+        probe = bare.probe_seconds[run.world_size > 1]
+        slowest = [max(steps) for steps in zip(*(seconds for seconds, _ in ranks), strict=True)]
+        probes = [max(beside) for beside in zip(*(beside for _, beside in ranks), strict=True)]
+        found = median(seconds * probe / beside for seconds, beside in zip(slowest, probes, strict=True))
+        ratios.append(found / step_time_of(run, cluster).seconds)
+    return median(ratios)
+
+
+def _whole_runs(processors: int) -> Iterator[ResolvedRun]:
+    """Yield a run of one rank, then runs with one and two ranks per processor, each with and without a pipeline."""
+    shared = min(processors, _MOST_RANKS // 2)
+    worlds = [1, *(count for count in (shared, 2 * shared) if count > 1)]
+    for world, pp in product(worlds, (1, 2)):
+        if world % pp == 0:
+            document = {
+                "model": _MODEL,
+                "parallel": {"pp": pp},
+                "precision": {"dtype": "fp32"},
+                "training": {"micro_batch_size": 2, "accumulation": 4 * pp, "compile": False},
+            }
+            yield resolve(RunConfig.model_validate(document), world)
+
+
+def _whole_steps(rank: int, run: ResolvedRun, processors: int, turns: int) -> tuple[list[float], list[float]]:
+    """Measure steps, and the probe beside each of them on every processor; ranks without a probe report 0."""
+    device = torch.device("cpu")
+    state = ParallelState(run.grid, rank, device=device, local_world_size=run.world_size)
+    engine = initialize(run.config, state)
+    batches = random_batches(run, engine.share)
+    probe = SpeedProbe(device) if rank < processors else None
+
+    def probed() -> float:
+        dist.barrier()
+        seconds = 0.0 if probe is None else probe.seconds()
+        dist.barrier()
+        return seconds
+
+    engine.train_step(batches, LR)
+    seconds, beside, before = list[float](), list[float](), probed()
+    for _ in range(turns):
+        step_seconds(engine, batches)  # the probe's data left the caches
+        seconds += [step_seconds(engine, batches) for _ in range(_IN_A_ROW)]
+        after = probed()
+        beside += [(before + after) / 2] * _IN_A_ROW
+        before = after
+    return seconds, beside
