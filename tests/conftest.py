@@ -1,9 +1,13 @@
 """Test folders that hold shared modules, and how processes of the tests share the cores."""
 
+import multiprocessing
 import os
 import sys
-from collections.abc import Iterator
+import traceback
+from collections.abc import Callable, Iterator
+from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -22,7 +26,8 @@ schedule_as_batch_job()  # worlds have more ranks than there are cores
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-if os.environ.get("MEGAZERO_TEST_DEVICE", "cpu") == "cpu":
+ON_CPU = os.environ.get("MEGAZERO_TEST_DEVICE", "cpu") == "cpu"
+if ON_CPU:
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # ranks that a test starts compute where it says, on every machine
 
 # On a busy machine an example may wait for a core: no test depends on the wall clock.
@@ -52,6 +57,38 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     ]
     config.hook.pytest_deselected(items=[item for item in items if item not in kept])
     items[:] = kept
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
+    """On a GPU each test has a process of its own: the ranks of the next one cannot be forked from what has started CUDA."""
+    if ON_CPU:
+        return None
+    given = {name: pyfuncitem.funcargs[name] for name in pyfuncitem._fixtureinfo.argnames}
+    receiver, sender = multiprocessing.Pipe(duplex=False)
+    child = multiprocessing.get_context("fork").Process(target=_run_alone, args=(pyfuncitem.obj, given, sender))
+    child.start()
+    sender.close()
+    try:
+        kind, text = receiver.recv()
+    except EOFError:
+        kind, text = "failed", "the test's process died"
+    child.join()
+    if kind != "passed":
+        (pytest.skip if kind == "skipped" else pytest.fail)(text)
+    return True
+
+
+def _run_alone(test: Callable[..., Any], given: dict[str, Any], out: Connection) -> None:
+    try:
+        test(**given)
+        out.send(("passed", ""))
+    except pytest.skip.Exception as reason:
+        out.send(("skipped", str(reason)))
+    except BaseException:
+        out.send(("failed", traceback.format_exc()))
+    out.close()
+    os._exit(0)
 
 
 @pytest.fixture(scope="module")

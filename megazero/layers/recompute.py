@@ -346,7 +346,7 @@ class Recomputed:
     Args:
         function: runs; `compile_blocks` compiles it.
         tape: see `Recomputation`.
-        shards: each rank of this axis saves its shard of the arguments, which are equal on all of them.
+        shards: each rank of this axis saves its shard of the last tensor of the arguments, which are equal on all of them.
         draws: see `Recomputation`.
     """
 
@@ -360,8 +360,9 @@ class Recomputed:
         if not torch.is_grad_enabled():
             return self.function(*args)
         if self._shards.size > 1:
-            for x in filter(torch.is_tensor, args):
-                innermost().shard(x, self._shards)
+            # The x of a residual sum, before it, is an earlier module's, and saved or cut there.
+            *_, last = filter(torch.is_tensor, args)
+            innermost().shard(last, self._shards)
         return Recomputation(self.function, self._tape, draws=self._draws).run(*args)
 
 
