@@ -158,7 +158,10 @@ class Trainer:
         config, phase = self.resolved.config, record.position.phase
         self.watchdog.at(record.step, TRAINING)
         meter = StepMeter(self.state.traffic)
-        following = None if record.is_last else (record.samples.last + 1, phase.first_sample)
+        reads_ahead = (
+            self.state.device.type == "cuda" and not record.is_last
+        )  # on a CPU the thread would take the step's cores
+        following = (record.samples.last + 1, phase.first_sample) if reads_ahead else None
         on_host = self._batches.take((record.samples.first, phase.first_sample), following)
         batches = placed(on_host, engine.share, config.model.seq_len)
         # A step without an update keeps the learning rate and the weights, while its samples are consumed.
