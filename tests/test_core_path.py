@@ -36,11 +36,12 @@ def _entered(rank: int, run: ResolvedRun) -> list[str]:
             sys.setprofile(None)
 
     def read(self: Trainer, *step: int) -> Any:
+        before = sys.getprofile()
         sys.setprofile(note)
         try:
             return intact_read(self, *step)
         finally:
-            sys.setprofile(None)
+            sys.setprofile(before)  # on a CPU the step itself reads
 
     Trainer._compute, Trainer._read = compute, read  # type: ignore[method-assign]
     annexes._tables = list  # type: ignore[assignment]
