@@ -141,7 +141,7 @@ def ring_of(layer: Layer, ranks: int) -> Callable[[], Sequence[Tensor]]:
 
 
 def worst_error(layer: Layer, case: Case) -> float:
-    """How far out and the gradients are from those of the formula in fp32, by norm; two heads of keys at a time."""
+    """How far out and the gradients of the first key head, and of its query heads, are from the formula in fp32, by norm."""
     q, k, v, slope = layer.inputs()
     found, errors, groups = case.run(), [], layer.heads // layer.kv_heads
     at = torch.arange(layer.seq, device=layer.device)
