@@ -21,10 +21,11 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from hashlib import sha256
 from importlib.util import find_spec
 from pathlib import Path
+from tempfile import mkdtemp
 from typing import Any
 
 import torch
@@ -35,14 +36,15 @@ ROOT = Path(__file__).parent.parent
 RESULTS = Path(__file__).parent / "results" / "gpu"
 NEEDED = "pydantic xxhash filelock einops safetensors tokenizers pytest xdist pytest_timeout hypothesis"
 LAWS = "any_shape precision_and_offload any_schedule quantized muon fp8 loss_scale pipeline"
-_ON_CUDA = "MEGAZERO_TEST_DEVICE=cuda MEGAZERO_SHARE_DEVICE=1 NCCL_SOCKET_IFNAME=lo"
+_ON_CUDA = {"MEGAZERO_TEST_DEVICE": "cuda", "MEGAZERO_SHARE_DEVICE": "1", "NCCL_SOCKET_IFNAME": "lo"}
 _SIGNALS = "every_signal or second_signal_ends or launcher_that_dies"
 PATIENCE = 1.7  # a check may take so many times its expected seconds
-_TAIL = 4000  # characters of a check's output that are kept
-_PYTEST = ("-m", "pytest", "-q", "-rfE", "-p", "no:cacheprovider", "--timeout", "150")
+_MOST_LINES = 60  # of a check's output that are kept
+_PYTEST = ("-m", "pytest", "-rfE", "-p", "no:cacheprovider", "--timeout", "150")
 _STEP = ("-m", "benchmarks.gpu_step")
 _TINY = (*_STEP, "--model", "tiny", "--device", "cpu", "--rounds", "1", "--steps", "1", "--accumulation", "2")
-_LONG = ("--model", "8b", "--micro-batch-size", "1", "--accumulation", "4", "--apart", "--rounds", "3", "--steps", "2")
+_8B = ("--model", "8b", "--apart", "--steps", "2")
+_SAMPLES = ("--micro-batch-size", "1", "--accumulation", "4", "--rounds", "3")
 _FP8 = tuple(
     x for kind in ("rowwise", "blockwise") for x in ("--variant", f"precision.fp8={kind} precision.fp8_layers=all")
 )
@@ -67,7 +69,7 @@ class Check:
         title: what the page says of it.
         seconds: that it takes on an H100, its compilation included.
         command: arguments of Python; "{out}" stands for a file for its JSON.
-        rehearsal: the same in small, for a CPU; empty: nothing of it can run there.
+        rehearsal: the same in small, for a CPU.
         measures: folders and files whose change makes its result old.
     """
 
@@ -75,8 +77,8 @@ class Check:
     title: str
     seconds: int
     command: tuple[str, ...]
-    rehearsal: tuple[str, ...] = ()
-    measures: tuple[str, ...] = ("megazero",)
+    rehearsal: tuple[str, ...]
+    measures: tuple[str, ...]
 
     def version(self) -> str:
         """A digest of the command and of all files that it measures."""
@@ -113,22 +115,23 @@ QUEUE = (
     ),
     Check(
         "step_8b_8k", "A step of 6 layers of Llama 3 8B's shape at 8K, vocabulary 128,256", 100,
-        (*_STEP, *_LONG, *_FP8[:2], "--out", "{out}"),
+        (*_STEP, *_8B, *_SAMPLES, *_FP8[:2], "--out", "{out}"),
         (*_TINY, "--apart", "--set", "model.num_kv_heads=2", "--out", "{out}"), _STEPS,
     ),
     Check(
         "fp8_8b_8k", "Linear layers in fp8, 8 such layers, vocabulary 32,768", 70,
-        (*_STEP, *_LONG, "--no-plain", "--set", "model.num_layers=8", "model.vocab_size=32768", *_FP8, "--out", "{out}"),
+        (*_STEP, *_8B, *_SAMPLES, "--no-plain", "--set", "model.num_layers=8", "model.vocab_size=32768", *_FP8,
+         "--out", "{out}"),
         (*_TINY, "--apart", "--no-plain", *_FP8, "--out", "{out}"), _STEPS,
     ),
     Check(
         "policies", "Activations: what each policy frees and costs, 4 layers of that shape at 8K", 100,
-        (*_STEP, *_LONG, "--no-plain", "--set", "model.num_layers=4", "--out", "{out}", *POLICIES),
+        (*_STEP, *_8B, *_SAMPLES, "--no-plain", "--set", "model.num_layers=4", "--out", "{out}", *POLICIES),
         (*_TINY, "--apart", "--no-plain", "--out", "{out}", *POLICIES), _STEPS,
     ),
     Check(
         "offload", "Offloading at 8K, 8 layers of that shape, two samples a step, not compiled: share of copies hidden", 70,
-        (*_STEP, *_LONG, "--micro-batch-size", "2", "--accumulation", "1", "--rounds", "1", "--no-plain", "--no-compile",
+        (*_STEP, *_8B, "--micro-batch-size", "2", "--accumulation", "1", "--rounds", "1", "--no-plain", "--no-compile",
          "--set", "model.num_layers=8", "model.vocab_size=8192", "--out", "{out}", *_OFFLOADED),
         (*_TINY, "--apart", "--no-plain", "--out", "{out}", *_OFFLOADED), _STEPS,
     ),
@@ -178,17 +181,16 @@ def where_measured() -> dict[str, str]:
     return found
 
 
-def run_check(check: Check, folder: Path, where: dict[str, str], limit: float, *, rehearse: bool) -> Outcome:
-    """Run a check, with all that it starts, for `limit` seconds at most."""
+def run_check(check: Check, folder: Path, where: dict[str, str], limit: float, environment: dict[str, str]) -> Outcome:
+    """Run a check, with all that it starts, for `limit` seconds at most; `environment`: variables beside this process's."""
     out, log = folder / f"{check.name}.report.json", folder / f"{check.name}.log"
-    command = [part.format(out=out) for part in (check.rehearsal if rehearse else check.command)]
-    more = {} if rehearse else {name: value for name, _, value in (pair.partition("=") for pair in _ON_CUDA.split())}
+    command = [part.format(out=out) for part in check.command]
     begun, ended = time.monotonic(), "passed"
     with log.open("w") as file:
         process = subprocess.Popen(
             [sys.executable, *command],
             cwd=ROOT,
-            env=os.environ | more,
+            env=os.environ | environment,
             stdout=file,
             stderr=file,
             start_new_session=True,
@@ -202,14 +204,14 @@ def run_check(check: Check, folder: Path, where: dict[str, str], limit: float, *
             process.wait(10)
     with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)  # ranks that a test has left, too
-    output = log.read_text(errors="replace")
-    told = [
-        line for line in output[-_TAIL:].splitlines() if re.match(r"\||FAILED|ERROR|\w*Error|\d+ (passed|failed)", line)
-    ]
+    output = log.read_text(errors="replace").splitlines()
+    told = [line for line in output if re.match(r"\||FAILED|ERROR|\w*Error|\d+ (passed|failed|skipped)", line)]
     report = json.loads(out.read_text()) if out.exists() else None
     out.unlink(missing_ok=True)
     shown = " ".join(["python", *command]).replace(f" --out {out}", "")
-    return Outcome(check.name, shown, check.version(), ended, time.monotonic() - begun, where, told, report)
+    return Outcome(
+        check.name, shown, check.version(), ended, time.monotonic() - begun, where, told[-_MOST_LINES:], report
+    )
 
 
 def read_outcomes(folder: Path) -> dict[str, Outcome]:
@@ -244,21 +246,14 @@ def _chapters(known: Sequence[tuple[Check, Outcome]]) -> Iterator[str]:
     yield ""
 
 
-def queue_of(only: str, outcomes: dict[str, Outcome], where: dict[str, str], *, rehearse: bool) -> list[Check]:
+def queue_of(checks: Sequence[Check], outcomes: dict[str, Outcome], where: dict[str, str]) -> list[Check]:
     """The checks to run; says which are skipped."""
     chosen = []
-    for check in QUEUE:
-        last = outcomes.get(check.name)
-        if not check.name.startswith(only):
-            continue
-        if (
-            last
-            and last.ended == "passed"
-            and last.version == check.version()
-            and last.where.get("gpu") == where.get("gpu")
-        ):
+    for check in checks:
+        last, wanted = outcomes.get(check.name), ("passed", check.version(), where.get("gpu"))
+        if last and (last.ended, last.version, last.where.get("gpu")) == wanted:
             print(f"{check.name}: measured on this device with the same code already")
-        elif not (rehearse and not check.rehearsal):
+        else:
             chosen.append(check)
     return chosen
 
@@ -269,25 +264,32 @@ def main() -> int:
     parser.add_argument("--minutes", type=float, default=12.0)
     parser.add_argument("--only", default="", metavar="NAME", help="checks whose name begins so")
     parser.add_argument("--rehearse", action="store_true", help="in small, on a CPU")
-    parser.add_argument("--folder", type=Path, default=RESULTS)
+    parser.add_argument("--folder", type=Path, help=f"of the results; {RESULTS}, or a new one for a rehearsal")
     given = parser.parse_args()
     if missing := [name for name in NEEDED.split() if find_spec(name) is None]:
         sys.exit(f"missing here: {', '.join(missing)}; pip install -e '.[test]'")
     if not given.rehearse and not torch.cuda.is_available():
         sys.exit("torch finds no CUDA device; --rehearse runs the queue in small on a CPU")
-    given.folder.mkdir(parents=True, exist_ok=True)
-    end, where, outcomes = time.monotonic() + 60 * given.minutes, where_measured(), read_outcomes(given.folder)
+    checks = [check for check in QUEUE if check.name.startswith(given.only)]
+    if not checks:
+        parser.error(f"no check begins with {given.only!r}; there are {', '.join(check.name for check in QUEUE)}")
+    if given.rehearse:  # what is small is a check of its own, whose result stands for no other
+        checks = [replace(check, command=check.rehearsal) for check in checks]
+    folder: Path = given.folder or (Path(mkdtemp(prefix="rehearsal-")) if given.rehearse else RESULTS)
+    folder.mkdir(parents=True, exist_ok=True)
+    end, where, outcomes = time.monotonic() + 60 * given.minutes, where_measured(), read_outcomes(folder)
+    environment = {} if given.rehearse else _ON_CUDA
     failed = 0
-    for check in queue_of(given.only, outcomes, where, rehearse=given.rehearse):
+    for check in queue_of(checks, outcomes, where):
         left = end - time.monotonic()
-        if left < check.seconds and not given.rehearse:
+        if left < check.seconds:
             print(f"{check.name}: about {check.seconds} s, {left:.0f} s are left; skipped")
             continue
-        outcome = run_check(check, given.folder, where, min(left, PATIENCE * check.seconds), rehearse=given.rehearse)
+        outcome = run_check(check, folder, where, min(left, PATIENCE * check.seconds), environment)
         outcomes[check.name], failed = outcome, failed + (outcome.ended != "passed")
         print(f"{check.name}: {outcome.ended} in {outcome.seconds:.0f} s", *outcome.lines, sep="\n  ", flush=True)
-        write_whole(given.folder / f"{check.name}.json", json.dumps(asdict(outcome), indent=1) + "\n")
-        write_whole(given.folder / "README.md", page(outcomes))
+        write_whole(folder / f"{check.name}.json", json.dumps(asdict(outcome), indent=1) + "\n")
+        write_whole(folder / "README.md", page(outcomes))
     return 1 if failed else 0
 
 

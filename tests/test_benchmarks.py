@@ -82,7 +82,9 @@ def test_the_queue_of_a_gpu_rehearses(tmp_path: Path, monkeypatch: pytest.Monkey
     found = gpu.read_outcomes(tmp_path)
     assert {check.name for check in gpu.QUEUE} == set(found)
     assert all(name in (tmp_path / "README.md").read_text() for name in found)
-    assert not gpu.queue_of("", found, gpu.where_measured(), rehearse=True)
+    where = gpu.where_measured()
+    assert not gpu.queue_of([replace(check, command=check.rehearsal) for check in gpu.QUEUE], found, where)
+    assert gpu.queue_of(gpu.QUEUE, found, where) == list(gpu.QUEUE)  # what is small stands for nothing else
 
 
 def test_contenders_of_a_gpus_step_train_the_same_model_on_a_cpu() -> None:
