@@ -158,9 +158,8 @@ class Trainer:
         config, phase = self.resolved.config, record.position.phase
         self.watchdog.at(record.step, TRAINING)
         meter = StepMeter(self.state.traffic)
-        reads_ahead = (
-            self.state.device.type == "cuda" and not record.is_last
-        )  # on a CPU the thread would take the step's cores
+        # On a CPU the thread would take the step's cores.
+        reads_ahead = self.state.device.type == "cuda" and not record.is_last
         following = (record.samples.last + 1, phase.first_sample) if reads_ahead else None
         on_host = self._batches.take((record.samples.first, phase.first_sample), following)
         batches = placed(on_host, engine.share, config.model.seq_len)

@@ -341,6 +341,7 @@ class HostGradientCopies:
     def __init__(self, policy: ShardingPolicy, pool: BufferPool) -> None:
         self._copier, self._pool = policy.copier, pool
         self._leaving: deque[tuple[Any, list[Tensor]]] = deque()  # the copier's mark, buffers
+        self._newest: Any | None = None  # mark: copies end in their order
         self._adding: deque[tuple[Callable[[], object], Tensor]] = deque()  # what waits for a sum, its staging buffer
         self._staging = BufferPool(torch.device("cpu"), pinned=policy.device.type == "cuda")
 
@@ -357,7 +358,7 @@ class HostGradientCopies:
             chunk.pending.wait()
             target.copy_(result, non_blocking=True)
 
-        mark = self._copier.run(copy, to_host=True)
+        mark = self._newest = self._copier.run(copy, to_host=True)
         self._leaving.append((mark, chunk.buffers))
         if chunk.reduced:
             self._adding.append((self._copier.follow(mark, lambda: chunk.gradient.add_(target)), staging))
@@ -375,8 +376,8 @@ class HostGradientCopies:
 
     def finish(self) -> None:
         """Wait until every gradient on the host is complete."""
-        for mark, _ in self._leaving:
-            self._copier.finish(mark)
+        if self._newest is not None:
+            self._copier.finish(self._newest)
         while self.free_oldest():
             pass
         self._add_all_but(0)
