@@ -113,7 +113,7 @@ class Copier:
         """Have the host wait."""
 
     def follow(self, mark: Any, work: Callable[[], object]) -> Callable[[], object]:
-        """Have the host do something when a copy has ended, after what else follows copies; what waits for that."""
+        """Have the host call `work` once a copy has ended, in the order of the calls; what waits for it."""
         self.finish(mark)
         work()
         return lambda: None
@@ -139,7 +139,8 @@ class StreamCopier(Copier):
         return mark[1]
 
     def finish(self, mark: tuple[torch.cuda.Event, Any]) -> None:
-        mark[0].synchronize()
+        with torch.cuda.device(self._device):  # a thread's own is device 0, where waiting would start CUDA
+            mark[0].synchronize()
 
     def follow(self, mark: tuple[torch.cuda.Event, Any], work: Callable[[], object]) -> Callable[[], object]:
         def wait_and_work() -> None:

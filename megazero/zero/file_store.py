@@ -93,7 +93,7 @@ class InFile(FlatArray):
 
     def start_write(self, start: int, values: Tensor) -> PendingCopy:
         values = as_flat(values, self.dtype)
-        buffer, copied = values, None
+        buffer, copied, device = values, None, values.device
         if values.is_cuda:
             buffer = torch.empty(values.shape, dtype=self.dtype, pin_memory=True)
             buffer.copy_(values, non_blocking=True)
@@ -102,7 +102,8 @@ class InFile(FlatArray):
 
         def run() -> None:
             if copied is not None:
-                copied.synchronize()
+                with torch.cuda.device(device):  # a thread's own is device 0, where waiting would start CUDA
+                    copied.synchronize()
             move()
 
         wait, held = self._start("writing", self.access(start, start + values.numel(), writes=True), run), [buffer]
