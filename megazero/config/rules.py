@@ -461,7 +461,8 @@ def _fp8_takes_the_sizes(config: RunConfig) -> Iterator[Problem]:
     if scaling == "none":
         return
     step = 128 * tp if scaling == "blockwise" and tp > 1 else 16 * tp
-    sizes = {"hidden_size": model.attention_size, "ffn_hidden_size": model.ffn_hidden_size}
+    of_heads = "hidden_size" if model.head_dim is None else "head_dim"
+    sizes = {of_heads: model.attention_size, "ffn_hidden_size": model.ffn_hidden_size}
     if step > 16 * tp:  # q, k and v are one matrix
         sizes["num_kv_heads"] = (model.num_kv_heads or model.num_heads) * model.head_size
     for key, size in sizes.items():

@@ -191,7 +191,7 @@ def _check_sizes(layer: ColumnParallelLinear | RowParallelLinear, scaling: Scali
         hint = f'sizes must be multiples of {BLOCK} * tp, or write "rowwise"'
     elif wrong := [size for size in (out_features, in_features) if size % _MULTIPLE]:
         rule = f"needs multiples of {_MULTIPLE}, and a rank has {wrong[0]} features of {spec.name}"
-        hint = "take other sizes, or write none"
+        hint = 'take other sizes, or write "none"'
     else:
         return
     raise ConfigError([Problem("precision.fp8", scaling, rule, hint)])
