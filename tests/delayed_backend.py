@@ -17,7 +17,7 @@ from torch import Tensor
 
 from megazero.comm import collectives
 from megazero.parallel_state import Axis
-from megazero.parallel_state.groups import Backend, Wait
+from megazero.parallel_state.groups import Backend, Counts, Wait
 
 _LONGEST_DELAY = 1e-3
 
@@ -59,6 +59,11 @@ class DelayedBackend:
     def all_to_all(self, out: Tensor, x: Tensor, axis: Axis) -> Wait:
         arrived = torch.empty_like(out)
         return self._delayed(self._inner.all_to_all(arrived, x.clone(), axis), arrived, out, x)
+
+    def all_to_all_rows(self, out: Tensor, x: Tensor, axis: Axis, sends: Counts, receives: Counts) -> Wait:
+        arrived = torch.empty_like(out)
+        wait = self._inner.all_to_all_rows(arrived, x.clone(), axis, sends, receives)
+        return self._delayed(wait, arrived, out, x)
 
     def ring_shift(self, out: Tensor, x: Tensor, axis: Axis) -> Wait:
         arrived = torch.empty_like(out)

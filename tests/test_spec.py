@@ -9,7 +9,16 @@ from hypothesis import strategies as st
 
 from megazero.layers import spec as spec_module
 from megazero.layers.counter_rng import derive_key, normal
-from megazero.layers.spec import Initializer, NamedRows, ParamSpec, StoredNames, bias_spec, rows_spec, vector_spec
+from megazero.layers.spec import (
+    Initializer,
+    NamedRows,
+    ParamSpec,
+    StoredNames,
+    bias_spec,
+    expert_spec,
+    rows_spec,
+    vector_spec,
+)
 
 FUSED = rows_spec((NamedRows("q", 12), NamedRows("k", 4), NamedRows("v", 4)), columns=6, split=0)
 SECTIONS = (NamedRows("c_attn", 8, 0, 24), NamedRows("c_attn", 8, 8, 24), NamedRows("c_attn", 8, 16, 24))
@@ -33,6 +42,9 @@ SPECS = {
     "vector that does not divide": rows_spec((NamedRows("bias", 10),), None, 0, Initializer("ones")),
     "matrices of experts, cut by rows": ParamSpec(EXPERTS, (4, 24, 5), (None, "tp", None)),
     "matrices of experts, cut by columns": ParamSpec(EXPERTS, (4, 5, 24), (None, None, "tp")),
+    "experts that are dealt": expert_spec(
+        [(NamedRows(f"{expert}.gate", 3), NamedRows(f"{expert}.up", 2)) for expert in range(12)], columns=4
+    ),
     "experts that are cut": ParamSpec(EXPERTS, (4, 3, 5), ("tp", None, None)),
 }
 SIZES = (1, 2, 3, 4, 6)
@@ -60,12 +72,14 @@ def stored(spec: ParamSpec, seed: int) -> dict[str, torch.Tensor]:
 def held(spec: ParamSpec, tensors: dict[str, torch.Tensor], tp_rank: int, tp_size: int) -> torch.Tensor:
     """What a rank must hold: each section's rows, cut and padded with zeros, one under the other."""
     parts = []
-    for section in spec.names.rows:
+    each = len(spec.names.rows) // tp_size
+    dealt = spec.names.rows[tp_rank * each : (tp_rank + 1) * each]
+    for section in dealt if spec.of_experts else spec.names.rows:
         tensor = tensors[section.name]
         rows = (tensor.t() if spec.names.transposed else tensor)[section.offset : section.offset + section.rows]
         if spec.split:
             rows = rows.chunk(tp_size, dim=spec.split)[tp_rank]
-        elif spec.split == 0:
+        elif spec.split == 0 and not spec.of_experts:
             height = (section.rows + tp_size - 1) // tp_size
             padded = torch.cat([rows, rows.new_zeros(height * tp_size - section.rows, *rows.shape[1:])])
             rows = padded[height * tp_rank : height * (tp_rank + 1)]

@@ -8,6 +8,7 @@
                         scatter
     gather_features     all-gather  slice                 last dimension, for a column-parallel output
     split_features      slice       all-gather
+    exchange_rows       all-to-all  all-to-all            of uneven size: tokens to their experts, and back
 
 The sequence is dimension 0 of [seq, batch, hidden], so that a rank's part of it is contiguous.
 """
@@ -20,8 +21,9 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from megazero.comm.collectives import Pending, all_gather, all_reduce, reduce_scatter
+from megazero.comm.collectives import Pending, all_gather, all_reduce, all_to_all_rows, reduce_scatter
 from megazero.parallel_state import Axis
+from megazero.parallel_state.groups import Counts
 
 Collective: TypeAlias = Callable[[Tensor, Axis], Tensor]
 
@@ -122,3 +124,39 @@ def gather_features(x: Tensor, tp: Axis) -> Tensor:
 def split_features(x: Tensor, tp: Axis) -> Tensor:
     """[..., in] -> this rank's [..., in / tp]; gradients are gathered."""
     return _Differentiable.apply(x, tp, _slice_last, _gather_last) if tp.size > 1 else x
+
+
+def start_exchange_rows(rows: Tensor, sends: Counts, receives: Counts, axis: Axis) -> tuple[Tensor, Pending]:
+    """Begin sending [sum of sends, ...] to the ranks of the axis; the result is [sum of receives, ...], in rank order."""
+    arriving = rows.new_empty((sum(receives), *rows.shape[1:]))
+    return arriving, all_to_all_rows(arriving, rows.contiguous(), axis, sends, receives)
+
+
+class _ExchangeRows(torch.autograd.Function):
+    """Rows go to other ranks, their gradients come back."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, sends: Counts, receives: Counts, axis: Axis) -> Tensor:
+        ctx.counts, ctx.axis = (receives, sends), axis
+        arriving, pending = start_exchange_rows(rows, sends, receives, axis)
+        pending.wait()
+        return arriving
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        refuse_second_derivative("a collective")
+        sends, receives = ctx.counts
+        arriving, pending = start_exchange_rows(grad, sends, receives, ctx.axis)
+        pending.wait()
+        return arriving, None, None, None
+
+
+def exchange_rows(rows: Tensor, sends: Counts, receives: Counts, axis: Axis) -> Tensor:
+    """Send `sends[i]` rows to rank i of the axis, in rank order, and get `receives[i]` from it; gradients go back.
+
+    Args:
+        rows: [sum of sends, ...].
+
+    Returns: [sum of receives, ...].
+    """
+    return _ExchangeRows.apply(rows, sends, receives, axis) if axis.size > 1 else rows

@@ -29,7 +29,7 @@ from megazero.comm.messages import (
     wait_for,
 )
 from megazero.parallel_state import Axis
-from megazero.parallel_state.groups import Backend, Group, Wait
+from megazero.parallel_state.groups import Backend, Counts, Group, Wait
 
 GatherObjects: TypeAlias = Callable[[Any], list[Any]]  # gives every rank's value, in rank order, to every rank
 
@@ -75,6 +75,10 @@ class TorchBackend:
 
     def _all_to_all(self, axis: Axis, out: Tensor, x: Tensor) -> Wait:
         return dist.all_to_all_single(out, x, group=axis.process_group, async_op=True).wait
+
+    def all_to_all_rows(self, out: Tensor, x: Tensor, axis: Axis, sends: Counts, receives: Counts) -> Wait:
+        counts = list(receives), list(sends)
+        return dist.all_to_all_single(out, x, *counts, group=axis.process_group, async_op=True).wait
 
     def ring_shift(self, out: Tensor, x: Tensor, axis: Axis) -> Wait:
         return shift(out, x, axis)

@@ -21,7 +21,7 @@ from megazero.comm.memory import address_of
 from megazero.comm.messages import OrderError, combine
 from megazero.comm.process_groups import ProcessGroups
 from megazero.parallel_state import Axis
-from megazero.parallel_state.groups import Backend, Group, Messages, Transfers, Wait
+from megazero.parallel_state.groups import Backend, Counts, Group, Messages, Transfers, Wait
 
 T = TypeVar("T")
 
@@ -318,6 +318,34 @@ def all_to_all(out: Tensor, x: Tensor, axis: Axis) -> Pending:
         out.copy_(x)
         return Pending()
     return _start("all_to_all", axis, x, lambda backend: backend.all_to_all(out, x, axis))
+
+
+def all_to_all_rows(out: Tensor, x: Tensor, axis: Axis, sends: Counts, receives: Counts) -> Pending:
+    """Send the first `sends[0]` rows of `x` to rank 0, the next `sends[1]` to rank 1, ...; `out` has what they sent here.
+
+    Args:
+        out, x: [sum of receives, ...] and [sum of sends, ...]; contiguous.  `x` is not to be changed before `wait`.
+        sends, receives: rows for and from each rank of the axis; `receives[i]` is what rank i sends to this one.
+
+    Raises:
+        ValueError: the counts do not make up the tensors.
+    """
+    shapes = [(sum(counts), *x.shape[1:]) for counts in (receives, sends)]
+    if [out.shape, x.shape] != shapes or out.dtype != x.dtype or {len(sends), len(receives)} != {axis.size}:
+        raise ValueError(
+            f"over {axis.name} of {axis.size} ranks, rows {list(sends)} of {list(x.shape)} in {x.dtype} cannot be sent, nor "
+            f"{list(receives)} received into {list(out.shape)} in {out.dtype}"
+        )
+    if axis.size == 1:
+        out.copy_(x)
+        return Pending()
+    _check_contiguous("all_to_all", out, x)
+    row = x[:1].nbytes
+    sent = [count * row * (index != axis.index) for index, count in enumerate(sends)]
+    linked = sum(nbytes for index, nbytes in enumerate(sent) if axis.is_off_host(index))
+    backend = _backend(axis, x.device)
+    axis.traffic.add(axis.name, "all_to_all", sum(sent), linked)
+    return _started("all_to_all", axis, lambda: backend.all_to_all_rows(out, x, axis, sends, receives), None)
 
 
 def ring_shift(out: Tensor, x: Tensor, axis: Axis) -> Pending:

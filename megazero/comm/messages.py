@@ -72,9 +72,10 @@ def swap(arriving: Tensor | Sequence[Tensor], leaving: Tensor | Sequence[Tensor]
 
     A message reaches its socket without a thread of gloo's: as many as there are go both ways at once.
     """
-    others = [index for index in range(axis.size) if index != axis.index and arriving[index].numel()]
-    works: list[Any] = [dist.irecv(arriving[index], axis.ranks[index], axis.host_group, tag) for index in others]
-    works += [dist.isend(leaving[index], axis.ranks[index], axis.host_group, tag) for index in others]
+    others = [index for index in range(axis.size) if index != axis.index]
+    where, group = [(index, axis.ranks[index]) for index in others], axis.host_group
+    works: list[Any] = [dist.irecv(arriving[at], rank, group, tag) for at, rank in where if arriving[at].numel()]
+    works += [dist.isend(leaving[at], rank, group, tag) for at, rank in where if leaving[at].numel()]
     return works
 
 

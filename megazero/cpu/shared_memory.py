@@ -29,7 +29,7 @@ from torch import Tensor
 from megazero.comm.messages import LABEL_BYTES, REDUCTIONS, OrderError, check_labels, combine, encoded, place_shard
 from megazero.cpu.rendezvous import HostRanks, Poller
 from megazero.parallel_state import Axis
-from megazero.parallel_state.groups import Wait
+from megazero.parallel_state.groups import Counts, Wait
 
 HALF_BYTES = 1 << 19
 _LABELLED_BYTES = HALF_BYTES + LABEL_BYTES
@@ -194,6 +194,13 @@ class SharedMemoryBackend:
         out[axis.index].copy_(x[axis.index])  # while the peers write theirs
         return wait
 
+    def all_to_all_rows(self, out: Tensor, x: Tensor, axis: Axis, sends: Counts, receives: Counts) -> Wait:
+        width = prod(x.shape[1:])
+        counts = [[count * width for count in counts] for counts in (sends, receives)]
+        flat_out, flat_x = out.detach().view(-1), x.detach().view(-1)
+        label = f"all_to_all of rows of {list(x.shape[1:])} {x.dtype} over {axis.name}"
+        return self.reduce.start(label, uneven_all_to_all_rounds(self.reduce, flat_out, flat_x, *counts))
+
     def ring_shift(self, out: Tensor, x: Tensor, axis: Axis) -> Wait:
         rounds = _ring_shift(self.reduce, out.detach().view(-1), x.detach().view(-1))
         return self.reduce.start(label_of("ring_shift", x, axis), rounds)
@@ -301,6 +308,41 @@ def all_to_all_rounds(channel: Channel, out: Tensor, x: Tensor) -> Rounds:
         for index, area in enumerate(areas):
             if index != me:
                 results[index].copy_(area[me - (me > index)])
+
+
+def uneven_all_to_all_rounds(channel: Channel, out: Tensor, x: Tensor, sends: Counts, receives: Counts) -> Rounds:
+    """Fill `out`, 1-D, with what every rank has for this one, in rank order; counts are elements.
+
+    A rank's area begins with how much it sends to each rank, then come its elements in their order, but for its own.
+    """
+    me, first, mine = channel.index, sum(sends[: channel.index]), sends[channel.index]
+    leaving = [(0, x[:first]), (first, x[first + mine :])]
+    arriving = out.split(list(receives))
+    arriving[me].copy_(x[first : first + mine])
+    told = torch.tensor([count * (index != me) for index, count in enumerate(sends)])
+    header = told.nbytes // x.element_size()
+    at, end, length = 0, 1, HALF_BYTES // x.element_size() - header
+    while at < end:
+        counts = [area[: channel.size] for area in channel.areas(told.dtype)]
+        areas = [area[header:] for area in channel.areas(x.dtype)]
+        counts[me].copy_(told)
+        for start, part in leaving:
+            _copy_overlap(areas[me][:length], at, part, start)
+        yield
+        table = torch.stack(counts).tolist()
+        if [row[me] for row in table] != [count * (index != me) for index, count in enumerate(receives)]:
+            raise OrderError(f"ranks send {[row[me] for row in table]} elements where {list(receives)} are expected")
+        for index, row in enumerate(table):
+            if index != me:
+                _copy_overlap(arriving[index], sum(row[:me]), areas[index][:length], at)
+        at, end = at + length, max(map(sum, table))
+
+
+def _copy_overlap(target: Tensor, first: int, source: Tensor, start: int) -> None:
+    """Copy the elements that two pieces of one sequence share; `first`, `start`: where each piece begins in it."""
+    low, high = max(first, start), min(first + len(target), start + len(source))
+    if low < high:
+        target[low - first : high - first].copy_(source[low - start : high - start])
 
 
 def _blocks(shape: Sequence[int], longest: int) -> list[tuple[int | slice, ...]]:

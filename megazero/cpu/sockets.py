@@ -32,7 +32,7 @@ from megazero.comm.process_groups import ProcessGroups
 from megazero.cpu.shared_memory import SharedMemoryBackend
 from megazero.cpu.worker import Start, Worker
 from megazero.parallel_state import Axis
-from megazero.parallel_state.groups import Group, Transfers, Wait
+from megazero.parallel_state.groups import Counts, Group, Transfers, Wait
 
 _SMALL_BYTES = 2**16  # smaller all-reduces are gloo's own: fewer messages
 _MOST_ARRIVING_BYTES = 2**23  # of terms that wait to be added, in a group
@@ -116,6 +116,11 @@ class SocketBackend(TorchBackend):
 
     def all_to_all(self, out: Tensor, x: Tensor, axis: Axis) -> Wait:
         return over_contiguous(out, x, partial(self._swap_rows, axis, ALL_TO_ALL_TAG))
+
+    def all_to_all_rows(self, out: Tensor, x: Tensor, axis: Axis, sends: Counts, receives: Counts) -> Wait:
+        arriving, leaving = out.detach().split(list(receives)), x.detach().split(list(sends))
+        arriving[axis.index].copy_(leaving[axis.index])
+        return self._begin(axis, lambda: partial(wait_for, swap(arriving, leaving, axis, ALL_TO_ALL_TAG)))
 
     def _swap_rows(self, axis: Axis, tag: int, out: Tensor, x: Tensor) -> Wait:
         """Start to send row j of `x` to rank j, and to receive row i of `out` from rank i; contiguous."""

@@ -8,12 +8,14 @@ rows of logical tensors under their Hugging Face names.  Where TP splits dimensi
     rank 1  [ q1 | k1 | v1 ]      <->         k_proj = k0 k1
                                               v_proj = v0 v1
 
+Experts are whole on their rank of EP, which holds the sections of some of them: gate | up of experts 0 and 1, of 2 and 3.
+
 Random numbers are keyed by the position in the logical tensor, so neither fusing nor splitting changes them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Literal, NamedTuple, TypeAlias
@@ -22,6 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from megazero.layers.counter_rng import derive_key, normal
+from megazero.parallel_state import Axis, ParallelState
 
 _SEED = 1234  # of layers that a script builds for itself; `megazero train` draws with its own
 _DRAW_ELEMENTS = 1 << 17  # elements drawn at a time: a few MB of scratch, which a CPU keeps in its cache
@@ -35,7 +38,7 @@ class Initializer:
     std: float = 0.02
 
 
-Placement: TypeAlias = Literal["tp"] | None
+Placement: TypeAlias = Literal["tp", "ep"] | None
 """Of a dimension: split over this axis, or None for whole on every rank."""
 
 
@@ -45,7 +48,7 @@ class NamedRows:
 
     Args:
         name: canonical (Hugging Face) name of the logical tensor.
-        rows: how many, all TP ranks together.
+        rows: how many, all ranks together.
         offset: first of these rows in the logical tensor.
         logical_rows: rows of the whole logical tensor; None when these are all.
     """
@@ -57,7 +60,7 @@ class NamedRows:
 
 
 class LocalRows(NamedTuple):
-    """Rows [start, stop) of a section that one TP rank holds, from row `first` of its tensor on."""
+    """Rows [start, stop) of a section that one rank holds, from row `first` of its tensor on."""
 
     section: NamedRows
     first: int
@@ -126,7 +129,7 @@ class ParamSpec:
     Args:
         names: the logical tensors that hold its rows.
         shape: of all ranks together, any number of dimensions.
-        placement: of each dimension; of at most one "tp".
+        placement: of each dimension; of at most one "tp", or "ep" of the first: whole sections are dealt to the ranks of ep.
         init: its initial values.
         sum_over_tp: a replicated parameter whose gradient on each TP rank covers only part of the sequence.
         tied: the embedding that first and last pipeline stage share.
@@ -153,54 +156,72 @@ class ParamSpec:
 
     @property
     def split(self) -> int | None:
-        """The dimension that TP splits; None where every TP rank holds the parameter whole."""
-        return self.placement.index("tp") if "tp" in self.placement else None
+        """The dimension that TP or EP splits; None where every TP rank holds the parameter whole."""
+        return next((dim for dim, axis in enumerate(self.placement) if axis is not None), None)
 
-    def local_shape(self, tp_size: int) -> tuple[int, ...]:
-        """Shape of one TP rank's tensor."""
-        rows = sum(self._local_rows(section, tp_size) for section in self.names.rows)
-        return (rows, *self._local_row(tp_size)) if self.shape else ()
+    @property
+    def of_experts(self) -> bool:
+        """Whether EP splits it."""
+        return "ep" in self.placement
 
-    def _local_rows(self, section: NamedRows, tp_size: int) -> int:
-        return -(-section.rows // tp_size) if self.split == 0 else section.rows
+    def axis(self, state: ParallelState) -> Axis:
+        """The axis that splits it; below, `index` and `size` are this rank's number in it and how many ranks it has."""
+        return state.ep if self.of_experts else state.tp
 
-    def _local_row(self, tp_size: int) -> tuple[int, ...]:
-        """Shape of a row of a TP rank's tensor."""
-        for dim, size in enumerate(self.shape):
-            if 0 < dim == self.split and size % tp_size:
-                raise ValueError(f"{self.name}: its dimension {dim} of {size} must be divisible by tp={tp_size}")
-        return tuple(size // (tp_size if dim == self.split else 1) for dim, size in enumerate(self.shape) if dim)
+    def local_shape(self, size: int) -> tuple[int, ...]:
+        """Shape of one rank's tensor."""
+        rows = sum(self._local_rows(section, size) for section in self._sections(0, size))
+        return (rows, *self._local_row(size)) if self.shape else ()
+
+    def _sections(self, index: int, size: int) -> tuple[NamedRows, ...]:
+        """The sections of which a rank holds rows."""
+        if not self.of_experts:
+            return self.names.rows
+        each, surplus = divmod(len(self.names.rows), size)
+        if surplus:
+            raise ValueError(f"{self.name}: {len(self.names.rows)} matrices of experts must be divisible by ep={size}")
+        return self.names.rows[index * each : (index + 1) * each]
+
+    def _local_rows(self, section: NamedRows, size: int) -> int:
+        return -(-section.rows // size) if self.placement[:1] == ("tp",) else section.rows
+
+    def _local_row(self, size: int) -> tuple[int, ...]:
+        """Shape of a row of a rank's tensor."""
+        for dim, whole in enumerate(self.shape):
+            if 0 < dim == self.split and whole % size:
+                raise ValueError(f"{self.name}: its dimension {dim} of {whole} must be divisible by tp={size}")
+        return tuple(whole // (size if dim == self.split else 1) for dim, whole in enumerate(self.shape) if dim)
 
     def logical_shapes(self) -> dict[str, tuple[int, ...]]:
         """Shapes of the logical tensors as a checkpoint stores them, by name."""
         return {region.name: region.stored_shape for region in self.regions(0, 1)}
 
-    def regions(self, tp_rank: int, tp_size: int) -> Iterator[Region]:
-        """The regions of one TP rank's tensor; they cover it once, padding excepted."""
+    def regions(self, index: int, size: int) -> Iterator[Region]:
+        """The regions of one rank's tensor; they cover it once, padding excepted."""
         if not self.shape:
             yield Region(self.name, 0, (), (), (), transposed=False)
             return
-        row = self._local_row(tp_size)
-        corner = tuple(size * tp_rank * (dim == self.split) for dim, size in enumerate(row, 1))
-        for section, first, low, high in self.local_sections(tp_rank, tp_size):
+        row = self._local_row(size)
+        corner = tuple(part * index * (dim == self.split) for dim, part in enumerate(row, 1))
+        for section, first, low, high in self.local_sections(index, size):
             if high > low:
                 whole = (section.logical_rows or section.rows, *self.shape[1:])
                 place = (section.offset + low, *corner), (high - low, *row)
                 yield Region(section.name, first * prod(row), *place, whole, self.names.transposed)
 
-    def local_sections(self, tp_rank: int, tp_size: int) -> Iterator[LocalRows]:
-        """What one TP rank's tensor holds of each section, padding excepted."""
+    def local_sections(self, index: int, size: int) -> Iterator[LocalRows]:
+        """What one rank's tensor holds of each of its sections, padding excepted."""
         first = 0
-        for section in self.names.rows:
-            rows = self._local_rows(section, tp_size)
-            low = min(rows * tp_rank, section.rows) if self.split == 0 else 0
+        for section in self._sections(index, size):
+            rows = self._local_rows(section, size)
+            low = min(rows * index, section.rows) if self.placement[:1] == ("tp",) else 0
             yield LocalRows(section, first, low, min(low + rows, section.rows))
             first += rows
 
-    def init_weights(self, out: Tensor, start: int, tp_rank: int, tp_size: int, seed: int) -> None:
+    def init_weights(self, out: Tensor, start: int, index: int, size: int, seed: int) -> None:
         """Fill `out`, fp32 and 1-D: elements [start, start + len(out)) of the flattened local tensor."""
         out.zero_()
-        for region in self.regions(tp_rank, tp_size):
+        for region in self.regions(index, size):
             low = max(region.start, start)
             high = min(region.start + region.numel, start + out.numel())
             for at in range(low, high, _DRAW_ELEMENTS):
@@ -240,6 +261,13 @@ def rows_spec(
     return ParamSpec(StoredNames(rows, transposed), shape, placement, init, sum_over_tp, tied, decay, matrix)
 
 
+def expert_spec(experts: Sequence[tuple[NamedRows, ...]], columns: int, init: Initializer = Initializer()) -> ParamSpec:
+    """Spec of the stacked matrices of a layer's experts, each of named rows (gate | up): [all rows, columns]."""
+    sections = tuple(section for expert in experts for section in expert)
+    shape = sum(section.rows for section in sections), columns
+    return ParamSpec(StoredNames(sections), shape, ("ep", None), init, matrix=True)
+
+
 def vector_spec(name: str, size: int, init: Initializer, *, sum_over_tp: bool = False) -> ParamSpec:
     """Spec of the weight or bias of a norm: 1-D, never decayed."""
     return rows_spec((NamedRows(name, size),), init=init, sum_over_tp=sum_over_tp, decay=False)
@@ -257,11 +285,11 @@ def bias_spec(weight: ParamSpec, rows: tuple[NamedRows, ...], *, sum_over_tp: bo
     return rows_spec(rows, None, split, Initializer("zeros"), sum_over_tp=sum_over_tp, decay=False)
 
 
-def drawn_parameter(spec: ParamSpec, tp_rank: int = 0, tp_size: int = 1) -> nn.Parameter:
+def drawn_parameter(spec: ParamSpec, index: int = 0, size: int = 1) -> nn.Parameter:
     """A parameter with its initial values; on the meta device without values, to be filled shard by shard."""
-    values = torch.empty(spec.local_shape(tp_size))
+    values = torch.empty(spec.local_shape(size))
     if not values.is_meta:
-        spec.init_weights(values.view(-1), 0, tp_rank, tp_size, _SEED)
+        spec.init_weights(values.view(-1), 0, index, size, _SEED)
     return nn.Parameter(values)
 
 

@@ -34,9 +34,11 @@ class RankGrid:
     Args:
         tp, cp, dp, pp: degree of tensor, context, data and pipeline parallelism.
         order: the four axes joined by "-", innermost first.
+        ep: expert parallelism: blocks of so many consecutive ranks of a stage hold different experts.
 
     Raises:
-        ValueError: a degree below 1, or an order that is not a permutation of the axes.
+        ValueError: a degree below 1, `ep` does not divide the ranks of a stage, or an order that is not a permutation of the
+            axes.
 
     Source: Narayanan et al. 2021, section 3 (tensor parallelism inside a node, pipeline across nodes).
     """
@@ -46,6 +48,7 @@ class RankGrid:
     dp: int = 1
     pp: int = 1
     order: str = "tp-cp-dp-pp"
+    ep: int = 1
 
     def __post_init__(self) -> None:
         for axis in AXES:
@@ -53,6 +56,8 @@ class RankGrid:
                 raise ValueError(f"{axis}={self.size(axis)} must be at least 1")
         if sorted(self.order.split("-")) != sorted(AXES):
             raise ValueError(f"order={self.order!r} must name each of {', '.join(AXES)} once, joined by '-'")
+        if self.ep < 1 or self.tp * self.cp * self.dp % self.ep:
+            raise ValueError(f"ep={self.ep} must divide tp*cp*dp={self.tp * self.cp * self.dp}")
 
     def size(self, axis: str) -> int:
         """Degree of one axis."""
@@ -97,6 +102,14 @@ class RankGrid:
         at = self.coordinate(rank)
         steps = ([(i - getattr(at, axis)) * self._strides[axis] for i in range(self.size(axis))] for axis in axes)
         return tuple(sorted(rank + sum(combination) for combination in itertools.product(*steps)))
+
+    def expert_table(self, rank: int) -> tuple[tuple[int, ...], ...]:
+        """The ranks of this rank's stage, by the experts that they hold: row i has the replicas of the i-th experts.
+
+        A column holds all experts: consecutive ranks of the stage, so that tokens stay within a host where they can.
+        """
+        ranks = self.group_of(rank, "tp", "cp", "dp")
+        return tuple(ranks[index :: self.ep] for index in range(self.ep))
 
     def lies_within(self, axis: str, block: int, cut: int = 0) -> bool:
         """Whether no group over `axis` has ranks in two blocks of so many consecutive ranks.

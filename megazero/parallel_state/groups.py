@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 Wait: TypeAlias = Callable[[], object]
+Counts: TypeAlias = Sequence[int]  # by index of the other side on the axis
 Transfers: TypeAlias = Sequence[tuple[Tensor, int]]  # (tensor, global rank of the other side)
 
 
@@ -41,6 +42,8 @@ class Backend(Protocol):
     def reduce_scatter(self, out: Tensor, full: Tensor, axis: Axis) -> Wait: ...
 
     def all_to_all(self, out: Tensor, x: Tensor, axis: Axis) -> Wait: ...
+
+    def all_to_all_rows(self, out: Tensor, x: Tensor, axis: Axis, sends: Counts, receives: Counts) -> Wait: ...
 
     def ring_shift(self, out: Tensor, x: Tensor, axis: Axis) -> Wait: ...
 

@@ -24,7 +24,7 @@ from megazero.cpu.transport import backend_between
 from megazero.cpu.two_level import TwoLevelBackend, link_bytes_between
 from megazero.parallel_state import Axis
 from megazero.parallel_state.grid import Hosts, hosts_of
-from megazero.parallel_state.groups import Group, Traffic, Transfers, Wait
+from megazero.parallel_state.groups import Counts, Group, Traffic, Transfers, Wait
 from megazero.plan.fake_tensors import Event, Message
 
 Real: TypeAlias = type[TorchBackend | SharedMemoryBackend]
@@ -119,6 +119,9 @@ class SilentBackend:
     def _all_to_all(self, axis: Axis, out: Tensor, x: Tensor) -> Wait:
         self._fills(out)
         return _holding(x, self.meeting.operation("all_to_all", x, axis, ""))
+
+    def all_to_all_rows(self, out: Tensor, x: Tensor, axis: Axis, *_: Counts) -> Wait:
+        return self._all_to_all(axis, out, x)
 
     def ring_shift(self, out: Tensor, x: Tensor, axis: Axis) -> Wait:
         self._fills(out)
