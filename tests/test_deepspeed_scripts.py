@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import re
 from fnmatch import fnmatchcase
 from importlib import import_module
 from importlib.util import find_spec
@@ -20,7 +21,7 @@ from harness import run_world
 from torch import Tensor, nn
 
 import megazero.deepspeed
-from megazero.deepspeed.engine_names import NEVER, REFUSED, SETTINGS
+from megazero.deepspeed.engine_names import NEVER, SETTINGS
 from megazero.deepspeed.full_params import gathered_parameters
 from megazero.deepspeed.module_engine import ModuleEngine
 from megazero.deepspeed.pipeline_engine import PipelineEngine
@@ -30,6 +31,7 @@ pytestmark = pytest.mark.slow  # starts whole runs
 
 WIDTH, HIDDEN, BATCH = 6, 10, 8
 STAGES = (0, 1, 2, 3)
+PAGE = (Path(__file__).parent.parent / "docs" / "deepspeed.md").read_text(encoding="utf-8")
 Pair: TypeAlias = tuple[Any, Any]
 CLOSE = {"rtol": 1e-4, "atol": 1e-6}
 
@@ -405,20 +407,18 @@ def test_engines_of_one_shape_share_their_process_groups() -> None:
 
 
 class _Model(nn.Linear):
-    label = "of the module"
+    label = zero_padding = "of the module"  # no name of DeepSpeed's
 
 
 def test_an_engine_answers_for_deepspeeds_names_and_for_its_module() -> None:
     engine = engine_of(_Model(WIDTH, 2), settings(2, "bf16"))
-    assert engine.label == "of the module"
+    assert engine.label == engine.zero_padding == "of the module"
     assert engine.zero_offload_optimizer() is engine.zero_offload_param() is None
     assert engine.optimizer_name() == "AdamW"
     assert engine.get_data_types() == (torch.bfloat16, torch.float32)
     assert not hasattr(engine, "offload_states")
-    with pytest.raises(AttributeError, match=r"offload_states: .*offload_optimizer"):
+    with pytest.raises(AttributeError, match="nor its _Model has 'offload_states'"):
         engine.offload_states()
-    with pytest.raises(AttributeError, match="no_such_name"):
-        engine.no_such_name()
     with pytest.raises(ValueError, match=f"multiple of {BATCH}"):
         engine.set_train_batch_size(BATCH + 1)
     engine.set_train_batch_size(3 * BATCH)
@@ -444,13 +444,13 @@ def _check_names() -> None:
     from deepspeed.runtime.pipe.engine import PipelineEngine as TheirPipelineEngine
 
     known = {*SETTINGS, *NEVER}
-    refused = [pattern for patterns in REFUSED.values() for pattern in patterns.split()]
+    rows = (line for line in PAGE.splitlines() if "| refused: " in line)
+    refused = [pattern for line in rows for pattern in re.findall("`(.+?)`", line.split("|")[1])]
     for ours, theirs in ((ModuleEngine, DeepSpeedEngine), (PipelineEngine, TheirPipelineEngine)):
         names = {name for name in dir(theirs) if not name.startswith("_")}
         own = {name for name in dir(ours) if not name.startswith("_")}
         others = names - own - known
         assert not [name for name in others if not any(fnmatchcase(name, pattern) for pattern in refused)]
-        assert not [pattern for pattern in refused if "*" not in pattern and pattern in own]
         assert not own & known
         for call in ("save_checkpoint", "load_checkpoint", "save_16bit_model"):
             mine = signature(getattr(ModuleEngine, call)).parameters.values()
@@ -458,11 +458,8 @@ def _check_names() -> None:
             assert by_position == list(signature(getattr(theirs, call)).parameters), call
 
 
-def test_the_page_has_every_name_that_an_engine_answers_or_refuses() -> None:
-    page = (Path(__file__).parent.parent / "docs" / "deepspeed.md").read_text(encoding="utf-8")
-    names = [*SETTINGS, *NEVER, *(name for names in REFUSED.values() for name in names.split())]
-    assert len(set(names)) == len(names)
-    assert not [name for name in names if f"`{name}`" not in page]
+def test_the_page_has_every_name_that_an_engine_answers() -> None:
+    assert not [name for name in (*SETTINGS, *NEVER) if f"`{name}`" not in PAGE]
 
 
 # ---------------------------------------------------------------------------------------------------------------------

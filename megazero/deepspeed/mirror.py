@@ -2,7 +2,7 @@
 
     megazero.deepspeed.runtime.utils    a module made of HOMES["runtime.utils"]; a name is imported when it is asked for
     deepspeed.runtime.utils             the same module object, once `stand_for_deepspeed` was called
-    deepspeed.moe.layer.MoE             in UNSUPPORTED: can be imported; to call it is an error that says what to do
+    deepspeed.moe.layer.MoE             in UNSUPPORTED: can be imported; to call it is an error
 
 Scripts import at their top what only an option of theirs needs, so an import of what is not supported succeeds.
 """
@@ -34,7 +34,7 @@ def lookup(module: str, name: str) -> Any:
     if not name.startswith("__"):
         if _has_module(path):
             return import_module(f"{_ROOM}.{path}")
-        if _reason(path):
+        if _is_unsupported(path):
             return _unsupported(path)
     raise AttributeError(_unknown(path))
 
@@ -58,7 +58,7 @@ class _MirrorFinder(MetaPathFinder, Loader):
         if not fullname.startswith(_ROOM + "."):
             return None
         module = fullname.removeprefix(_ROOM + ".")
-        if not (_has_module(module) or _reason(module)):
+        if not (_has_module(module) or _is_unsupported(module)):
             raise ModuleNotFoundError(_unknown(module))
         return spec_from_loader(fullname, self, is_package=True)
 
@@ -111,7 +111,7 @@ class _Unsupported(type):
 @cache
 def _unsupported(path: str) -> type:
     module, _, name = f"deepspeed.{path}".rpartition(".")
-    text = f"megazero does not support deepspeed.{path}: {_reason(path)}"
+    text = f"megazero does not support deepspeed.{path}; docs/deepspeed.md says what to use instead"
     return _Unsupported(name, (), {"__module__": module, "__doc__": text})
 
 
@@ -131,13 +131,11 @@ def _has_module(path: str) -> bool:
 
 
 @cache
-def _reason(path: str) -> str | None:
-    """Why a name is not supported, and what to use instead: by the longest pattern; None if there is nothing to say."""
+def _is_unsupported(path: str) -> bool:
+    """Return whether a pattern names it, or a module that it is in."""
     parts = path.split(".")
     parents = [".".join(parts[:count]) for count in range(1, len(parts) + 1)]
-    reasons = {pattern: reason for reason, patterns in UNSUPPORTED.items() for pattern in patterns.split()}
-    found = [pattern for pattern in reasons if any(fnmatchcase(parent, pattern) for parent in parents)]
-    return reasons[max(found, key=len)] if found else None
+    return any(fnmatchcase(parent, pattern) for parent in parents for pattern in UNSUPPORTED)
 
 
 def _unknown(path: str) -> str:

@@ -1,7 +1,8 @@
 """Which of DeepSpeed's public names megazero has, and what it says of the others.
 
 HOMES: module of DeepSpeed -> file of this room, or module of the package -> names ("theirs=ours" where they differ).
-UNSUPPORTED: what to use instead -> modules and names of DeepSpeed, as patterns; all that is in a module is meant.
+UNSUPPORTED: modules and names of DeepSpeed, as patterns, that can be imported and not called; all that is in a module is
+meant.  docs/deepspeed.md says what to use instead of each.
 
 A name that is in neither is unknown.
 """
@@ -72,69 +73,16 @@ HOMES: dict[str, dict[str, str]] = {
     "zero": _ZERO,
 }
 
-UNSUPPORTED: dict[str, str] = {
-    "initialize reads the configuration; ask the engine, as in engine.train_batch_size()": (
-        "DeepSpeedConfig comm.config constants runtime.*config* runtime.constants utils.config"
-    ),
-    "initialize(training_data=...) returns a torch DataLoader": (
-        "DeepSpeedDataLoader runtime.dataloader.DeepSpeedDataLoader"
-    ),
-    "it only trains; export the checkpoint (`megazero checkpoint export`) and serve it with an inference engine": (
-        "DeepSpeedHybridEngine DeepSpeedInferenceConfig InferenceEngine default_inference_config inference "
-        "init_inference model_implementations runtime.hybrid_engine* runtime.rollout runtime.weight_quantizer"
-    ),
-    "initialize returns the torch optimizer that steps the shards": "DeepSpeedOptimizer*",
-    "it is a type; write Callable[[Optimizer], LRScheduler]": "DeepSpeedSchedulerCallable",
-    "it has no kernels for whole layers; use torch's, such as scaled_dot_product_attention": (
-        "DeepSpeedTransformer* module_inject ops.DeepSpeedTransformer* ops.fp_quantizer ops.quantizer "
-        "ops.deepspeed4science ops.transformer ops.triton_ops re*_transformer_layer"
-    ),
-    "schedules are values here; PipelineModule takes one, or a name such as schedule='zbv' (docs/schedules.md)": (
-        "DualPipeV* pipe.DualPipeV* runtime.pipe.dualpipev runtime.pipe.schedule"
-    ),
-    "build the model under zero.Init()": "OnDevice utils.OnDevice",
-    "choose the micro-batch by engine.memory_bytes() and the speed that steps_per_print shows": "autotuning",
-    "checkpoints hold whole tensors in safetensors, which any number of ranks reads": "checkpoint",
-    "compile the module with torch.compile before initialize": "compile ops.compile runtime.compiler",
-    "it prunes and quantizes nothing; use torchao on the trained model": "compression",
-    "engine.save_checkpoint writes checkpoints, behind the steps with asynchronous=True": "io",
-    "start scripts by `torchrun ... -m megazero.deepspeed script.py`": "launcher",
-    "it has no LoRA or quantized layers; apply peft to the module before initialize": "linear",
-    "it has no mixture-of-experts layers; train a dense model": "moe",
-    "set the tensorboard block of the configuration": "monitor",
-    "set zero_optimization.offload_optimizer in the configuration": (
-        "nvme ops.adam.ZenFlow* ops.adam.zenflow* ops.aio ops.gds runtime.superoffload runtime.swap_tensor runtime.zenflow"
-    ),
-    "use torch.optim.Adagrad": "ops.adagrad",
-    "use megazero.optim.optimizers.Lion, or Lion in the configuration": "ops.lion",
-    "ZeRO steps shards, so an optimizer must act element by element; use AdamW, Lion or Adagrad": "ops.lamb",
-    "it compiles no extensions": "ops.op_builder",
-    "it is a part within DeepSpeed that nothing here stands for": (
-        "accelerator.* comm.* compat datastates env_report git_version_info* ops.*_* runtime.*_* runtime.comm "
-        "runtime.pipe.p2p utils.*_* utils.bwc utils.debug utils.exceptions utils.numa utils.nvtx utils.torch.* utils.types"
-    ),
-    "its layers drop no tokens": "ops.random_ltd",
-    "it has no block-sparse attention; use torch's flex_attention": "ops.sparse_attention",
-    "count operations with torch.utils.flop_counter.FlopCounterMode, and time with torch.profiler": "profiling",
-    "the engine keeps fp32 masters itself; set bf16 or fp16 in the configuration": "runtime.*f*16*",
-    "it keeps no generators of its own; seed torch's through runtime.utils.set_random_seed": (
-        "*checkpointing.get_cuda_rng_tracker *checkpointing.model_parallel_* *checkpointing.CudaRNGStatesTracker"
-    ),
-    "call deepspeed.checkpointing.checkpoint": "*checkpointing.CheckpointFunction",
-    "it has no curriculum, data analyzer or layer drop; order the data set yourself": "runtime.data_pipeline",
-    "it rewrites no model; build it from the tensor-parallel layers of megazero.layers": (
-        "runtime.domino runtime.tensor_parallel set_autotp_mode tp_model_init"
-    ),
-    "set the scheduler block of the configuration": "runtime.lr_schedules.add_tuning_arguments",
-    "sequences are cut over tp by the layers of megazero.layers": "runtime.sequence_parallel sequence",
-    "gradients are not in .grad; set gradient_clipping in the configuration": "runtime.utils.clip_grad_norm_",
-    "shards are the engine's own; read and change whole weights through zero.gathered_parameters(engine, names)": (
-        "runtime.zero.* utils.*_hp_* utils.*fragment* utils.safe_* zero.*"
-    ),
-    "state is offloaded for the whole run, by the configuration": "runtime.zero.offload_config",
-    "engine.memory_bytes() says what each kind of state takes": "runtime.zero.stage*.estimate_*",
-    "a method units() of the model says what stage 3 gathers at once": "utils.*z3_leaf*",
-    "runtime.pipe.topology.PipelineParallelGrid has ranks and groups; so has engine.parallel_state": "utils.groups",
-    "set wall_clock_breakdown in the configuration, or use torch.profiler": "utils.timer",
-    "checkpoints hold whole fp32 tensors in safetensors; there is nothing to convert": "utils.zero_to_*",
-}
+_UNSUPPORTED = """*checkpointing.CheckpointFunction *checkpointing.CudaRNGStatesTracker
+    *checkpointing.get_cuda_rng_tracker *checkpointing.model_parallel_* DeepSpeedConfig DeepSpeedDataLoader
+    DeepSpeedHybridEngine DeepSpeedInferenceConfig DeepSpeedOptimizer* DeepSpeedSchedulerCallable DeepSpeedTransformer*
+    DualPipeV* InferenceEngine OnDevice accelerator.* autotuning checkpoint comm.* compat compile compression constants
+    datastates default_inference_config env_report git_version_info* inference init_inference io launcher linear
+    model_implementations module_inject moe monitor nvme ops.*_* ops.DeepSpeedTransformer* ops.adagrad ops.adam.ZenFlow*
+    ops.adam.zenflow* ops.aio ops.compile ops.deepspeed4science ops.gds ops.lamb ops.lion ops.quantizer ops.transformer
+    pipe.DualPipeV* profiling re*_transformer_layer runtime.*_* runtime.*config* runtime.*f*16* runtime.comm
+    runtime.compiler runtime.constants runtime.dataloader.DeepSpeedDataLoader runtime.domino runtime.pipe.dualpipev
+    runtime.pipe.p2p runtime.pipe.schedule runtime.rollout runtime.superoffload runtime.zenflow runtime.zero.* sequence
+    set_autotp_mode tp_model_init utils.*_* utils.*fragment* utils.OnDevice utils.bwc utils.config utils.debug
+    utils.exceptions utils.groups utils.numa utils.nvtx utils.timer utils.torch.* utils.types zero.*"""
+UNSUPPORTED = _UNSUPPORTED.split()
