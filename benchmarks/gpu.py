@@ -37,7 +37,7 @@ RESULTS = Path(__file__).parent / "results" / "gpu"
 NEEDED = "pydantic xxhash filelock einops safetensors tokenizers pytest xdist pytest_timeout hypothesis"
 LAWS = "any_shape precision_and_offload any_schedule quantized muon fp8 loss_scale pipeline"
 _ON_CUDA = {"MEGAZERO_TEST_DEVICE": "cuda", "MEGAZERO_SHARE_DEVICE": "1", "NCCL_SOCKET_IFNAME": "lo"}
-_SIGNALS = "every_signal or second_signal_ends or launcher_that_dies"
+_TROUBLES = "every_signal or second_signal_ends or launcher_that_dies or loses_a_rank or finds_no_memory"
 PATIENCE = 1.7  # a check may take so many times its expected seconds
 _MOST_LINES = 60  # of a check's output that are kept
 _PYTEST = ("-m", "pytest", "-rfE", "-p", "no:cacheprovider", "--timeout", "150")
@@ -104,10 +104,10 @@ QUEUE = (
         (*_TRUNK, "tests/laws", "tests/test_tile_calls.py"),
     ),
     Check(
-        "train", "`megazero train` with several ranks on the device: signals, resumption, a rank that sleeps", 120,
-        (*_PYTEST, "-n", "3", "tests/test_signals.py", "-k", _SIGNALS),
+        "train", "`megazero train` with several ranks on the device: signals, resumption, lost ranks, full memory", 120,
+        (*_PYTEST, "-n", "3", "tests/test_signals.py", "tests/test_out_of_memory.py", "-k", _TROUBLES),
         (*_PYTEST, "-n", "0", "tests/test_signals.py", "-k", "second_signal_ends"),
-        (*_TRUNK, "megazero/training", "tests/test_signals.py"),
+        (*_TRUNK, "megazero/training", "tests/test_signals.py", "tests/test_out_of_memory.py"),
     ),
     Check(
         "step_1.3b", "A step of 1.3 billion parameters at 4K", 80,
@@ -125,9 +125,11 @@ QUEUE = (
         (*_TINY, "--apart", "--no-plain", *_FP8, "--out", "{out}"), _STEPS,
     ),
     Check(
-        "policies", "Activations: what each policy frees and costs, 4 layers of that shape at 8K", 100,
-        (*_STEP, *_8B, *_SAMPLES, "--no-plain", "--set", "model.num_layers=4", "--out", "{out}", *POLICIES),
-        (*_TINY, "--apart", "--no-plain", "--out", "{out}", *POLICIES), _STEPS,
+        "policies", "Activations: what each policy frees and costs beside the plan, 4 layers of that shape at 8K", 130,
+        (*_STEP, *_8B, *_SAMPLES, "--no-plain", "--set", "model.num_layers=4", "--plan", "here", "--out", "{out}",
+         *POLICIES),
+        (*_TINY, "--apart", "--no-plain", "--plan", "h100", "--out", "{out}", *POLICIES),
+        (*_STEPS, "megazero/plan"),
     ),
     Check(
         "offload", "Offloading at 8K, 8 layers of that shape, two samples a step, not compiled: share of copies hidden", 70,

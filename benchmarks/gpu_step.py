@@ -26,11 +26,11 @@ import os
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from statistics import median
-from tempfile import TemporaryDirectory
+from tempfile import TemporaryDirectory, mkdtemp
 from typing import Any
 
 import torch
@@ -41,10 +41,15 @@ from benchmarks.report import machine, markdown, write_whole
 from benchmarks.setting import GRAD_CLIP, LR, SEED, with_options
 from benchmarks.trace import hidden_share, read_business
 from megazero.checkpoint.save import gather_logical
-from megazero.config import RunConfig, resolve
+from megazero.config import ResolvedRun, RunConfig, resolve
 from megazero.engine import initialize
 from megazero.models.gpt import MicroBatch
 from megazero.parallel_state import ParallelState, RankGrid
+from megazero.plan.calibrate import calibrate
+from megazero.plan.calibration import write_calibration
+from megazero.plan.cluster import Cluster, cluster_of
+from megazero.plan.memory import fullest_of
+from megazero.plan.step_time import step_time_of
 from megazero.training.callbacks.speed import model_flops_per_token, peak_flops
 from megazero.training.world import prefer_expandable_segments
 
@@ -92,8 +97,8 @@ class Setting:
         """Samples in a step."""
         return self.micro_batch_size * self.accumulation
 
-    def config(self) -> RunConfig:
-        """megazero's configuration."""
+    def run(self) -> ResolvedRun:
+        """megazero's run."""
         document: dict[str, dict[str, Any]] = {
             "model": {"family": "llama", **MODELS[self.model]},
             "zero": {"stage": 0},
@@ -106,11 +111,11 @@ class Setting:
                 "compile": self.compile,
             },
         }
-        return resolve(RunConfig.model_validate(with_options(document, self.options)), 1).config
+        return resolve(RunConfig.model_validate(with_options(document, self.options)), 1)
 
     def batch(self, step: int, device: torch.device) -> tuple[Tensor, Tensor]:
         """Tokens and labels of a step, int64 [samples, seq]."""
-        model = self.config().model
+        model = self.run().config.model
         generator = torch.Generator().manual_seed(step)
         samples = torch.randint(0, model.vocab_size, (self.samples, model.seq_len + 1), generator=generator)
         return samples[:, :-1].to(device), samples[:, 1:].to(device)
@@ -123,7 +128,7 @@ class Megazero:
 
     def __init__(self, setting: Setting, device: torch.device) -> None:
         self._size = setting.micro_batch_size
-        self.engine = initialize(setting.config(), ParallelState(RankGrid(), 0, device))
+        self.engine = initialize(setting.run().config, ParallelState(RankGrid(), 0, device))
         self._device = device
 
     def weights(self) -> dict[str, Tensor]:
@@ -164,7 +169,7 @@ class Plain:
 
     def __init__(self, setting: Setting, device: torch.device, weights: dict[str, Tensor]) -> None:
         self._accumulation, dtype = setting.accumulation, DTYPES[setting.dtype]
-        self.model = PlainStage(setting.config().model, weights).to(device, dtype)
+        self.model = PlainStage(setting.run().config.model, weights).to(device, dtype)
         for block in self.model.blocks:
             block.rope = tuple(table.to(device) for table in block.rope)
             if setting.compile:
@@ -172,7 +177,7 @@ class Plain:
         self._weights = list(self.model.parameters())
         self._masters = self._weights
         if dtype != torch.float32:
-            whole = dict(PlainStage(setting.config().model, weights).named_parameters())
+            whole = dict(PlainStage(setting.run().config.model, weights).named_parameters())
             self._masters = [nn.Parameter(whole[name].detach().to(device)) for name, _ in self.model.named_parameters()]
         self._optimizer = adamw(self._masters)
         # Weights are bf16 already; the rotation's result, in fp32 like its tables, is brought back for attention.
@@ -249,11 +254,20 @@ class Line:
     peak_bytes: int | None
     losses: list[float]
     hidden: float | None  # of copies between host and device, where something is offloaded
+    planned_ms: float | None = None
+    planned_bytes: int | None = None
+
+
+def with_plan(line: Line, setting: Setting, cluster: Cluster) -> Line:
+    """The line with what `megazero plan` predicts."""
+    run = setting.run()
+    seconds, memory = step_time_of(run, cluster).seconds, fullest_of(run, cluster)
+    return replace(line, planned_ms=1e3 * seconds, planned_bytes=memory.peak)
 
 
 def line_of(name: str, meter: Meter, setting: Setting) -> Line:
     """Sum a contender's steps up."""
-    model = setting.config().model
+    model = setting.run().config.model
     tokens = setting.samples * model.seq_len
     per_second = 1e3 * tokens / median(meter.ms)
     peak = peak_flops(meter.device, DTYPES[setting.dtype], None)
@@ -331,15 +345,26 @@ def _free(device: torch.device) -> None:
 
 
 def table(lines: Sequence[Line]) -> str:
-    """Both contenders."""
-    heads = ("contender", "step ms (least to most)", "tokens/s", "MFU", "peak GB", "copies hidden")
+    """All contenders."""
+    heads = (
+        "contender",
+        "step ms (least to most)",
+        "planned",
+        "tokens/s",
+        "MFU",
+        "peak GB",
+        "planned",
+        "copies hidden",
+    )
     rows = [
         (
             line.name,
             f"{line.median_ms:.1f} ({line.least_ms:.1f} to {line.most_ms:.1f})",
+            "" if line.planned_ms is None else f"{line.planned_ms:.1f}",
             f"{line.tokens_per_second:,.0f}",
             "" if line.mfu is None else f"{line.mfu:.1%}",
             "" if line.peak_bytes is None else f"{line.peak_bytes / 1e9:.1f}",
+            "" if line.planned_bytes is None else f"{line.planned_bytes / 1e9:.1f}",
             "" if line.hidden is None else f"{line.hidden:.0%}",
         )
         for line in lines
@@ -360,11 +385,17 @@ def main() -> None:
     parser.add_argument("--variant", action="append", default=[], metavar="'KEY=VALUE ...'", help="one more contender")
     parser.add_argument("--no-plain", action="store_true", help="leave the plain loop out")
     parser.add_argument("--apart", action="store_true", help="one contender after the other, not in turns")
+    parser.add_argument(
+        "--plan", metavar="GPU", help="show what `megazero plan --gpu GPU` predicts; 'here' calibrates first"
+    )
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--steps", type=int, default=4, help="of each contender in a round")
     parser.add_argument("--profile", type=Path, help="write a trace of one of megazero's steps here: ....json.gz")
     parser.add_argument("--out", type=Path, help="write the JSON here, too: benchmarks/results/....json")
     given = parser.parse_args()
+    if given.plan == "here":  # in forked processes, before this one starts CUDA
+        given.plan = str(Path(mkdtemp(), "calibration.json"))
+        write_calibration(calibrate(quick=True), Path(given.plan))
     if given.device == "cuda" and not torch.cuda.is_available():
         sys.exit("torch finds no CUDA device; to see whether the benchmark runs at all: --model tiny --device cpu")
     prefer_expandable_segments(os.environ)
@@ -376,6 +407,9 @@ def main() -> None:
     if not given.no_plain:
         settings[Plain.name] = settings[Megazero.name]
     lines = measure(settings, device, given.rounds, given.steps, apart=given.apart, profile=given.profile)
+    if given.plan is not None:
+        cluster = cluster_of(given.plan, 1)
+        lines = [line if line.name == Plain.name else with_plan(line, settings[line.name], cluster) for line in lines]
     where = machine() | ({"gpu": torch.cuda.get_device_name(device)} if device.type == "cuda" else {})
     described = {"machine": where, "settings": {name: asdict(setting) for name, setting in settings.items()}}
     report = json.dumps(described | {"lines": [asdict(line) for line in lines]})

@@ -132,6 +132,9 @@ def _main(
             )
             dist.barrier()  # one that ended before another had connected to it would fail that one
         answer = ("ok", body(rank, *args))
+        if world > 1 and DEVICE.type == "cuda":  # a peer may still wait for what this rank's device has not sent yet
+            torch.cuda.synchronize()
+            dist.all_reduce(torch.zeros(1))
     except BaseException:
         answer = ("error", traceback.format_exc())
     out.send_bytes(_pickled(answer))

@@ -161,6 +161,22 @@ def test_ranks_of_a_launcher_that_dies_save_and_end(tmp_path: Path) -> None:
     assert _newest_step(tmp_path) == len(metrics_of(tmp_path))
 
 
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["dies", "sleeps"])
+def test_a_run_that_loses_a_rank_names_it_and_the_same_command_goes_on(tmp_path: Path, number: int) -> None:
+    """Long before the default limit of ten minutes, on a GPU too, whose host waits where no signal reaches it."""
+    run = _start(tmp_path, 2, *ENDLESS, "checkpoint.save_every_steps=2", "parallel.timeout_seconds=10")
+    wait_until(lambda: find_newest(tmp_path / "checkpoints") is not None, run)
+    os.kill(children_of(run.pid)[1], number)
+    output, _ = run.communicate(timeout=120)
+    assert run.returncode == 1, output
+    assert "rank 1" in output
+    steps = _newest_step(tmp_path) + 2
+    run = _start(tmp_path, 2, f"training.steps={steps}")
+    output, _ = run.communicate(timeout=300)
+    assert run.returncode == 0, output
+    assert _newest_step(tmp_path) == steps
+
+
 def test_under_torchrun_a_warning_to_every_process_is_for_the_ranks_which_end_with_75(tmp_path: Path) -> None:
     words = [*TINY, *ENDLESS, f"training.run_dir={tmp_path / 'run'}"]
     given = {"NPROC_PER_NODE": "1", "HEAD": "127.0.0.1", "PORT": str(free_port()), "PET_LOCAL_ADDR": "127.0.0.1"}

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from harness import run_world
+from harness import DEVICE, run_world
 from test_any_shape import ACTIVATIONS, _assert_agrees, train_offloading
 from worlds import (
     GPT2,
@@ -118,8 +118,8 @@ def _gradients(rank: int, runs: dict[str, ResolvedRun], counts: Sequence[int]) -
             generator = torch.Generator().manual_seed(microbatches)
             samples = torch.randint(0, model.vocab_size, (microbatches, model.seq_len + 1, 1), generator=generator)
             batches = [
-                MicroBatch(torch.tensor([index]), sample[:-1].contiguous(), sample[1:].contiguous())
-                for index, sample in enumerate(samples)
+                MicroBatch(torch.tensor([index], device=DEVICE), sample[:-1].contiguous(), sample[1:].contiguous())
+                for index, sample in enumerate(samples.to(DEVICE))
             ]
             engine.compute_gradients(batches)
             by_schedule[schedule] = whole(engine, "gradient")

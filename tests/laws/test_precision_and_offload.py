@@ -315,9 +315,9 @@ def test_every_optimizer_follows_its_formula_on_every_stage_and_place(name: str,
         initial_weights(runs[0]), plain_config(runs[0]), LR, given.betas, given.eps, given.weight_decay, given.grad_clip
     )
     trainer.name = name
+    results = _train_each(2, runs)  # before this process computes a gradient, which starts CUDA where there is a device
     for step in range(STEPS):
         trainer.step(*global_batch(runs[0], step))
-    results = _train_each(2, runs)
     by_units = results[
         cases.index((3, "none"))
     ]  # buckets of stage 3 are cut otherwise, which rounds the norm otherwise
