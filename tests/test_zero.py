@@ -18,181 +18,15 @@ from zero_worlds import Sharded, assert_same, assert_trains_as_plain, numbers, p
 from megazero.comm import collectives
 from megazero.config.schema import PrecisionConfig, ZeroConfig
 from megazero.deepspeed.script_units import script_units_of as units_of
-from megazero.layers.spec import Initializer, NamedRows, rows_spec
-from megazero.parallel_state import ParallelState, RankGrid
-from megazero.zero.bucket import ALONE, Bucket, Interval, Placement, ShardingPolicy
-from megazero.zero.gradients import GradientReducer
-from megazero.zero.optimizer import ShardedOptimizer, recipe_of_class
+from megazero.layers.spec import whole_spec
+from megazero.parallel_state import ParallelState
+from megazero.zero.bucket import ALONE, Bucket, Interval, ShardingPolicy
 from megazero.zero.parameters import ShardedParameters
-from megazero.zero.reductions import ReductionQueue, gradient_square_sum, square_sum
+from megazero.zero.reductions import ReductionQueue, square_sum
 from megazero.zero.units import Described, UnitModule, describe
 
 STAGES = [0, 1, 2, 3]
 ZERO = ZeroConfig(bucket_bytes=1024, prefetch_bytes=0)
-
-
-class _Layer(nn.Module):
-    """Two weights, of which `extra` is used only when asked for; a prime number of elements, and one of none."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.empty(7, 7))
-        self.extra = nn.Parameter(torch.empty(13))
-        self.nothing = nn.Parameter(torch.empty(0))
-
-    def forward(self, x: Tensor, uses_extra: bool, fails: bool = False) -> Tensor:
-        if fails:
-            raise RuntimeError("on purpose")
-        x = torch.tanh(x @ self.weight)
-        return x * self.extra.sum() if uses_extra else x
-
-
-class _Model:
-    """Three layers under ZeRO, each part of it made by hand, and what a step needs."""
-
-    def __init__(self, rank: int, world: int, zero_stage: int, shares_memory: bool = True) -> None:
-        self.state = ParallelState(RankGrid(dp=world), rank, shares_memory=shares_memory)
-        self.layers = nn.ModuleList(_Layer() for _ in range(3))
-        described = []
-        for index, layer in enumerate(self.layers):
-            for name, parameter in layer.named_parameters():
-                section = NamedRows(f"{index}.{name}", parameter.shape[0])
-                columns = parameter.shape[1] if parameter.dim() == 2 else None
-                spec = rows_spec((section,), columns, init=Initializer("normal", 0.5))
-                described.append(Described(f"{index}.{name}", parameter, spec))
-        placement = Placement(self.state.shard, self.state.replica)
-        policy = ShardingPolicy(zero_stage, torch.float32, placement, torch.device("cpu"))
-        self.parameters = ShardedParameters(units_of([self.layers]), described, policy, ZERO, {})
-        buckets = self.parameters.buckets
-        self.reducer = GradientReducer(policy, buckets)
-        self.reducer.attach(self.parameters.by_name, {})
-        params = {"lr": 1e-2, "betas": (0.9, 0.95), "eps": 1e-6, "weight_decay": 0.0}
-        recipe = recipe_of_class(torch.optim.AdamW, params, [{}])
-        self.optimizer = ShardedOptimizer(buckets, recipe, self.parameters.offload)
-        self.parameters.init_weights(5, self.state.tp)
-
-    def forward(self, x: Tensor, uses_extra: bool = True, fails_at: int | None = None) -> Tensor:
-        for index, layer in enumerate(self.layers):
-            x = layer(x, uses_extra, index == fails_at)
-        return x.square().sum()
-
-    def step(self, inputs: list[Tensor], uses_extra: bool = True) -> None:
-        self.reducer.begin_step(len(inputs))
-        for x in inputs:
-            self.forward(x, uses_extra).backward()
-        self.reducer.finish()
-
-    def gradients(self) -> dict[str, list[float]]:
-        """This rank's shard of every gradient, by name, as (first element, values)."""
-        found = {}
-        for bucket in self.parameters.buckets:
-            for slot in bucket.layout.slots:
-                start, stop = max(slot.start, bucket.owned.start), min(slot.stop, bucket.owned.stop)
-                shard = bucket.gradient[start - bucket.owned.start : max(start, stop) - bucket.owned.start]
-                found[slot.info.name] = shard.tolist()
-        return found
-
-    def weights(self) -> list[Tensor]:
-        """All master shards of this rank."""
-        return [bucket.read(bucket.master, bucket.owned).clone() for bucket in self.parameters.buckets]
-
-
-def _input(rank: int, index: int) -> Tensor:
-    return numbers(4, 7, seed=10 * rank + index)
-
-
-def _unused(rank: int, world: int, zero_stage: int) -> dict[str, list[float]]:
-    model = _Model(rank, world, zero_stage)
-    model.step([_input(rank, 0), _input(rank, 1)])
-    model.step([_input(rank, 2), _input(rank, 3)], uses_extra=False)
-    return model.gradients()
-
-
-@pytest.mark.parametrize("zero_stage", STAGES)
-def test_a_parameter_unused_in_a_step_gets_no_gradient_of_an_earlier_one(zero_stage: int) -> None:
-    for gradients in run_world(2, _unused, 2, zero_stage):
-        for name, values in gradients.items():
-            assert any(values) == (name.endswith("weight") and bool(values)), name
-
-
-def _exists(model: _Model) -> set[bool]:
-    return {bucket.full_gradient is not None for bucket in model.parameters.buckets}
-
-
-def test_a_forward_without_gradients_to_add_to_has_their_memory() -> None:
-    model = _Model(0, 1, 0)
-    assert _exists(model) == {False}
-    for micro_batches in (1, 2):
-        model.step([_input(0, index) for index in range(micro_batches)])
-        assert _exists(model) == {True}
-    model.reducer.begin_step(2)
-    assert _exists(model) == {True}  # the second forward would find them there anyway
-    first = model.gradients()
-    model.reducer.begin_step(1)
-    assert _exists(model) == {False}
-    model.step([_input(0, 0)])
-    model.step([_input(0, 0), _input(0, 1)])
-    assert model.gradients() == first
-
-
-def _used_on_one_rank(rank: int, over_gloo: bool) -> list[list[dict[str, list[float]]]]:
-    found = []
-    for zero_stage in STAGES:
-        model = _Model(rank, 2, zero_stage, shares_memory=not over_gloo)
-        model.step([_input(rank, 0)])
-        model.step([_input(rank, 1)], uses_extra=rank == 0)
-        found.append(model.gradients())
-    return found
-
-
-def test_ranks_may_use_different_parameters() -> None:
-    """Then they gather and reduce in different orders."""
-    assert run_world(2, _used_on_one_rank, False) == run_world(2, _used_on_one_rank, True)
-
-
-def _three_steps(rank: int, world: int, zero_stage: int, disturbed: bool) -> tuple[list[Any], list[Any]]:
-    """Weights after three steps; in between evaluation and a failing forward, when disturbed."""
-    model = _Model(rank, world, zero_stage)
-    for step in range(3):
-        if disturbed:
-            with torch.no_grad():
-                model.forward(_input(rank, 50))
-            model.reducer.begin_step(1)
-            with pytest.raises(RuntimeError, match="on purpose"):
-                model.forward(_input(rank, 60), fails_at=step)
-        model.step([_input(rank, 2 * step), _input(rank, 2 * step + 1)])
-        norm = gradient_square_sum(model.reducer.buckets, model.state.tp, torch.device("cpu"))
-        model.optimizer.step(1.0)
-        model.parameters.all_gather_weights()
-    layouts = [(bucket.owned.start, bucket.layout.numel) for bucket in model.parameters.buckets]
-    return [weight.numpy() for weight in model.weights()], [*layouts, norm.item()]
-
-
-@pytest.mark.parametrize("zero_stage", STAGES)
-def test_evaluation_and_a_failed_forward_change_no_bit_of_a_run(zero_stage: int) -> None:
-    plain = run_world(2, _three_steps, 2, zero_stage, False)
-    disturbed = run_world(2, _three_steps, 2, zero_stage, True)
-    for (a, _), (b, _) in zip(plain, disturbed, strict=True):
-        for x, y in zip(a, b, strict=True):
-            assert (x == y).all()
-
-
-@pytest.mark.parametrize("world", [2, 4])
-def test_every_stage_takes_the_same_steps_on_any_module(world: int) -> None:
-    """fp32 sums of 2 and 4 numbers in rank order are equal on all stages; buckets may differ, elements may not."""
-    norms = {
-        stage: sum(extra[-1] for _, extra in run_world(world, _three_steps, world, stage, False)) for stage in STAGES
-    }
-    for stage in (1, 2, 3):
-        assert norms[stage] == pytest.approx(norms[0], rel=1e-6)
-
-
-def test_a_gradient_that_comes_too_often_is_refused() -> None:
-    model = _Model(0, 1, 1)
-    model.reducer.begin_step(1)
-    model.forward(_input(0, 0)).backward()
-    with pytest.raises(RuntimeError, match="came more than 1 times in 1 backward passes"):
-        model.forward(_input(0, 1)).backward()
 
 
 def _policy() -> ShardingPolicy:
@@ -200,10 +34,10 @@ def _policy() -> ShardingPolicy:
 
 
 def test_a_parameter_outside_every_unit_is_refused() -> None:
-    layer, stray = _Layer(), nn.Parameter(torch.empty(3))
+    layer, stray = nn.Linear(3, 3), nn.Parameter(torch.empty(3))
     unit = UnitModule(layer, tuple((layer, key) for key in layer._parameters), 0)
     with pytest.raises(ValueError, match="stray belongs to no unit"):
-        ShardedParameters([unit], [Described("stray", stray, rows_spec((NamedRows("stray", 3),)))], _policy(), ZERO, {})
+        ShardedParameters([unit], [Described("stray", stray, whole_spec("stray", (3,)))], _policy(), ZERO, {})
 
 
 def test_a_parameter_that_is_no_floating_point_is_refused() -> None:
@@ -376,6 +210,21 @@ class _Deep(nn.Module):
         for layer in self.layers:
             x = x + torch.tanh(layer(x))
         return x.square().mean()
+
+
+def test_a_forward_without_gradients_to_add_to_has_their_memory() -> None:
+    def exist() -> set[bool]:
+        return {bucket.full_gradient is not None for bucket in sharded.parameters.buckets}
+
+    sharded, inputs = Sharded(seeded(_Deep), 0), [numbers(4, 16, seed=seed) for seed in range(2)]
+    assert exist() == {False}
+    for micro_batches in (1, 2):
+        sharded.accumulate(inputs[:micro_batches])
+        assert exist() == {True}
+    sharded.zero.begin_step(2)
+    assert exist() == {True}  # the second forward would find them there anyway
+    sharded.zero.begin_step(1)
+    assert exist() == {False}
 
 
 def _reduced_bytes(sharded: Sharded) -> int:
