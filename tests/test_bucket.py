@@ -20,12 +20,10 @@ from megazero.zero.bucket import (
     ParamInfo,
     Pieces,
     Placement,
-    Residency,
     ShardingPolicy,
     intersect,
     plan_buckets,
 )
-from megazero.zero.storage import InMemory
 
 laws = settings(deadline=None, max_examples=75)
 shapes = st.lists(st.integers(0, 9), min_size=1, max_size=2).map(tuple)
@@ -406,24 +404,6 @@ def test_what_a_part_holds_is_at_most_three_strided_views_however_many_shards(in
                 assert values.tolist() == [row * x.shape[1] + element for element in elements_of(share.pieces)]
 
 
-def test_buckets_of_a_small_model_by_hand():
-    sizes = [40, 10, 30, 30, 4, 61]  # forward order
-    infos = [parameter(index, (size,), unit=index // 2) for index, size in enumerate(sizes)]
-    by_size = planned(infos, by_unit=False, bucket_elements=64, shards=4)
-    assert [sorted(info.name for info in members(layout)) for layout in by_size] == [
-        ["p4", "p5"],
-        ["p2", "p3"],
-        ["p0", "p1"],
-    ]
-    assert [(layout.numel, layout.shard_numel, layout.padded_numel) for layout in by_size] == [
-        (65, 32, 128),  # 4 elements are few enough beside 61: a sixteenth of 64
-        (60, 16, 64),
-        (50, 16, 64),
-    ]
-    by_unit = planned(infos, by_unit=True, bucket_elements=64, shards=1)
-    assert [(layout.unit, layout.padded_numel) for layout in by_unit] == [(0, 50), (1, 60), (2, 65)]
-
-
 @given(*[st.integers(0, 12)] * 4)
 def test_an_intersection_is_the_common_elements(a, b, c, d):
     common = set(range(a, b)) & set(range(c, d))
@@ -432,34 +412,6 @@ def test_an_intersection_is_the_common_elements(a, b, c, d):
 
 
 # ---- storage
-
-
-@pytest.mark.parametrize("zero_stage", [0, 1, 2, 3])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_rank_keeps_what_the_paper_says(zero_stage, dtype):
-    """Rajbhandari et al. 2020, figure 1: stage 1 shards the optimizer state, 2 the gradients too, 3 the weights too."""
-    dp = 4
-    (layout,) = planned([parameter(0, (10, 10)), parameter(1, (7,))], by_unit=True, bucket_elements=1, shards=dp)
-    whole, shard = 128, 32  # 107 elements in four shards of a multiple of 16
-    lent = torch.zeros(whole, dtype=dtype) if zero_stage == 3 else None
-    for rank in range(dp):
-        bucket = bucket_on(layout, policy(zero_stage, Axis("dp", tuple(range(dp)), rank), dtype), lent)
-        weights, master = bucket.weight_shard.tensor, bucket.master.tensor
-        assert bucket.holds_weights == (zero_stage < 3)
-        assert weights.untyped_storage().nbytes() // dtype.itemsize == (shard if zero_stage == 3 else whole)
-        if zero_stage < 2:
-            assert bucket.full_gradient is None  # before the first gradient of a step
-            assert bucket.allocate_gradient() is bucket.full_gradient
-            assert bucket.full_gradient_bytes == bucket.full_gradient.nbytes == whole * 4
-        assert bucket.gradient.untyped_storage().nbytes() // 4 == (shard if zero_stage >= 2 else whole)
-        assert bucket.master.numel == (shard if zero_stage >= 1 else whole)
-        assert bucket.gradient.numel() == bucket.weight_shard.numel == bucket.master.numel
-        assert bucket.master.dtype == bucket.gradient.dtype == torch.float32
-        bucket.free_gradient()
-        assert (bucket.full_gradient is not None) == (zero_stage < 2)  # blocks that are sent are large; they stay
-        assert (master.data_ptr() == weights.data_ptr()) == (dtype == torch.float32)
-        assert bucket.counted == Interval(rank * shard, (rank + 1) * shard)
-        assert bucket.owned == (Interval(0, whole) if zero_stage == 0 else bucket.counted)
 
 
 @pytest.mark.parametrize("zero_stage", [0, 1, 2, 3])
@@ -524,28 +476,6 @@ def test_frozen_parameters_have_weights_only(zero_stage):
     assert bucket.weight_shard.tensor.untyped_storage().nbytes() == 2 * (32 if zero_stage == 3 else 64)
 
 
-def test_state_beside_offloaded_master_weights_lies_where_they_are():
-    (layout,) = planned([parameter(0, (40,))], by_unit=True, bucket_elements=1, shards=2)
-    made = []
-
-    class InHost:
-        def residency(self, layout: BucketLayout) -> Residency:
-            return Residency.of(layout, 1, state_on="host")
-
-        def allocate(self, location: str, numel: int, dtype: torch.dtype) -> InMemory:
-            made.append((location, numel, dtype))
-            return InMemory(torch.zeros(numel), "host")
-
-    bucket = bucket_on(layout, policy(1, Axis("dp", (0, 1), 1)), None, InHost())
-    assert made == [("host", 32, torch.float32)]
-    assert bucket.master.location == "host"
-    assert bucket.weight_shard.location == "device"
-    assert bucket.gradient.data_ptr() != bucket.allocate_gradient()[32:].data_ptr()
-    assert not bucket.reduces_in_place
-    bucket.free_gradient()
-    assert bucket.gradient.numel() == 32
-
-
 def test_module_weights_are_views_of_the_bucket():
     infos = [parameter(0, (2, 3)), parameter(1, (4,), trait=(1, None, False)), parameter(2, (0, 3))]
     (layout,) = planned(infos, by_unit=True, bucket_elements=1, shards=1)
@@ -557,28 +487,6 @@ def test_module_weights_are_views_of_the_bucket():
     views["p0"].fill_(-1)
     views["p1"].fill_(-2)
     assert sorted(bucket.weights.tolist()) == [-2] * 4 + [-1] * 6
-
-
-def test_refilling_the_bucket_does_not_look_like_a_change_of_saved_weights():
-    (layout,) = planned([parameter(0, (3, 3))], by_unit=True, bucket_elements=1, shards=1)
-    bucket = bucket_on(layout, policy(3, Axis("dp")))
-    weight = bucket.module_view(layout.slots[0]).requires_grad_()
-    bucket.weights.fill_(2.0)
-    x = torch.ones(1, 3, requires_grad=True)
-    y = (x @ weight).sum()
-    bucket.weights.zero_()
-    bucket.weights.fill_(2.0)
-    y.backward()
-    assert x.grad.tolist() == [[6.0, 6.0, 6.0]]
-
-
-def test_owned_parts_are_addressed_by_their_place_in_the_bucket():
-    (layout,) = planned([parameter(0, (64,))], by_unit=True, bucket_elements=1, shards=4)
-    bucket = bucket_on(layout, policy(2, Axis("dp", (0, 1, 2, 3), 2)))
-    bucket.gradient.copy_(torch.arange(32.0, 48.0))
-    assert bucket.owned_part(bucket.gradient, Interval(35, 40)).tolist() == [35, 36, 37, 38, 39]
-    bucket.write(bucket.master, Interval(35, 37), torch.tensor([1.0, 2.0]))
-    assert bucket.read(bucket.master, Interval(34, 38)).tolist() == [0, 1, 2, 0]
 
 
 def test_a_norm_does_not_keep_a_large_weight_from_being_cut() -> None:

@@ -11,16 +11,9 @@ from typing import Any
 
 import pytest
 import torch
-from activation_formula import (
-    MicroBatchSize,
-    activations_of_ranks,
-    block_bytes,
-    micro_batch_size,
-    peak_bytes,
-    queued_bytes,
-)
+from activation_formula import MicroBatchSize, activations_of_ranks, block_bytes, micro_batch_size, queued_bytes
 from harness import run_world
-from saved_memory import SavedMemory, measure_saved
+from saved_memory import measure_saved
 from test_activation_offload import LateCopier
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -35,8 +28,6 @@ from megazero.layers.context_attention import ContextAttention
 from megazero.layers.linear import WeightGradQueue
 from megazero.layers.sample_part import part_of
 from megazero.models.activation_config import LayerPolicy
-from megazero.schedules.proof import peak_activations
-from megazero.schedules.registry import SCHEDULES
 
 POLICIES: dict[str, dict[str, Any]] = {
     "none": {},
@@ -435,27 +426,3 @@ def test_two_layers_are_on_the_device_and_the_rest_on_the_host() -> None:
             assert said["two layers"] / 2 < said["counted"] <= said["formula"], case
             most = said["two layers"] + said["input"]  # the input of a chunk is held while it runs
             assert parallel["schedule"].startswith("zb") or said["counted"] <= most, case
-
-
-def test_the_peak_is_that_of_equal_micro_batches_where_chunks_are_equal() -> None:
-    for name in ("gpipe", "1f1b", "interleaved", "zb-h1", "zbv"):
-        kind = SCHEDULES[name]
-        chunks = kind.chunks or (2 if name == "interleaved" else 1)
-        schedule = kind.build(4, 8, chunks)
-        for rank, actions in enumerate(schedule.ranks):
-            splits = schedule.splits_backward
-            equal = peak_bytes(actions, [7] * chunks, [7] * chunks, splits=splits)
-            assert equal == 7 * peak_activations(schedule, rank), name
-
-
-def test_what_is_saved_twice_is_counted_once_and_what_was_there_not_at_all() -> None:
-    x, weight = torch.ones(8, requires_grad=True), torch.ones(8, requires_grad=True)
-
-    def twice(tensor: Tensor) -> Tensor:
-        return (tensor * weight).sum() + (tensor.view(2, 4) * weight.view(2, 4)).sum()
-
-    with SavedMemory([weight]) as memory:
-        loss = twice(x.clone())
-    assert memory.live == 32
-    loss.backward()
-    assert (memory.live, memory.peak) == (0, 32)

@@ -4,28 +4,20 @@ from __future__ import annotations
 
 import gc
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from harness import run_world
-from torch import Tensor
 from worlds import LLAMA, LR, engine_on, micro_batches, on_one_state, run_of, state_on
 
 from megazero.config import ResolvedRun
 from megazero.engine import Engine
-from megazero.layers import attention_kernels
-from megazero.layers.attention import RotaryEmbedding
-from megazero.layers.attention_kernels import SlidingWindow
-from megazero.layers.linear import WeightGradQueue
-from megazero.layers.sample_part import TokenLayout
 from megazero.layers.spec import Initializer, NamedRows, rows_spec
 from megazero.layers.vocabulary import VocabParallelHead
-from megazero.models.config import ModelConfig
-from megazero.models.gpt import BuildContext, MicroBatch
-from megazero.models.registry import FAMILIES
+from megazero.models.gpt import MicroBatch
 from megazero.parallel_state import Axis
 
 UNTIED = LLAMA | {"tie_embeddings": False, "vocab_size": 64}  # divides by tp, so that no row is padding
@@ -335,121 +327,8 @@ def test_stage_2_saves_the_gradients_of_a_large_vocabulary_too() -> None:
 # What a block keeps for its backward
 
 
-def _kept_by_a_block(**keys: Any) -> tuple[int, ModelConfig]:
-    """Bytes that a bf16 block of `keys` in [model] saves of a micro-batch of two; the model."""
-    sizes = {"hidden_size": 64, "num_layers": 1, "num_heads": 4, "ffn_hidden_size": 96, "vocab_size": 61, "seq_len": 48}
-    model, cpu, batch = run_of(1, model=sizes | keys).config.model, torch.device("cpu"), 2
-    context = BuildContext(model, Axis("tp"), False, 1, cpu, dtype=torch.bfloat16)
-    (block,) = FAMILIES[model.family].blocks(context, [0])
-    block = block.to_empty(device="cpu").to(torch.bfloat16)
-    shared = [context.kernel.mask] if isinstance(context.kernel, SlidingWindow) else []
-    rope = block.attention.core.rope
-    shared += [rope.cos, rope.sin] if isinstance(rope, RotaryEmbedding) else []
-    known = {tensor.untyped_storage().data_ptr() for tensor in (*block.parameters(), *shared)}
-    kept: dict[int, Tensor] = {}
-
-    def keep(tensor: Tensor) -> Tensor:
-        if tensor.untyped_storage().data_ptr() not in known:
-            kept[tensor.untyped_storage().data_ptr()] = tensor
-        return tensor
-
-    x = torch.randn(model.seq_len, batch, model.hidden_size, dtype=torch.bfloat16, requires_grad=True)
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        block(x, TokenLayout(torch.arange(batch)))
-    return sum(tensor.untyped_storage().nbytes() for tensor in kept.values()), model
-
-
-@pytest.mark.parametrize("kv_heads", [4, 2])
-@pytest.mark.parametrize("on_cuda", [False, True], ids=["", "keys as on CUDA"])
-def test_a_block_keeps_the_bytes_of_docs_shapes(kv_heads: int, on_cuda: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    if on_cuda:  # there the kernel that takes a mask needs a key for each head
-        monkeypatch.setattr(
-            attention_kernels,
-            "_one_for_each_head",
-            lambda q, *kv: [x.repeat_interleave(4 // x.shape[1], dim=1) for x in kv],
-        )
-    for family in ("llama", "qwen2", "qwen3", "olmo2", "mistral"):
-        for keys in ({}, {"head_dim": 32}, {"sliding_window": 16}):
-            if not {*keys} <= {*FAMILIES[family].reads}:
-                continue
-            kept, model = _kept_by_a_block(family=family, num_kv_heads=kv_heads, **keys)
-            h, f, a, c = model.hidden_size, model.ffn_hidden_size or 0, model.num_heads, kv_heads
-            q, k, s, w = model.attention_size, c * model.head_size, model.seq_len, model.sliding_window
-            assert keys != {"head_dim": 32} or q == 2 * h
-            of_a_token = 8 * h + 4 * q + 4 * k + 6 * f + 4 * a + 8
-            of_a_token += {"qwen3": 2 * q + 2 * k + 4 * a + 4 * c, "olmo2": 2 * q + 2 * k + 8}.get(family, 0)
-            of_a_sample = s * of_a_token
-            if w:
-                of_a_sample += s * 2 * q + (s - w) * ((8 * q if on_cuda else 8 * k) - 4 * k)
-            assert kept == 2 * of_a_sample, (family, keys)
-    if kv_heads == 4:
-        kept, model = _kept_by_a_block(family="gpt2")
-        h, f, a = model.hidden_size, model.ffn_hidden_size or 0, model.num_heads
-        assert kept == 2 * model.seq_len * (16 * h + 4 * f + 4 * a + 8)  # q = k = h
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # What waits between a backward and its weight gradients
-
-
-class _InGrad:
-    """Gradients add up in `weight.grad`."""
-
-    def add(self, weight: Tensor, gradient: Tensor) -> None:
-        weight.grad += gradient
-
-    def add_products(self, weight: Tensor, factors: Iterable[tuple[Tensor, Tensor]]) -> None:
-        for a, b in factors:
-            weight.grad += a.T @ b
-
-
-def _kept_by_the_queue(rank: int, tp: int) -> tuple[int, int, ModelConfig]:
-    """Bytes that a block's backward leaves in its queue; those left when the weight gradients are done."""
-    sizes = {
-        "hidden_size": 64,
-        "num_layers": 1,
-        "num_heads": 8,
-        "num_kv_heads": 4,
-        "ffn_hidden_size": 96,
-        "seq_len": 32,
-    }
-    run = run_of(tp, model={"family": "llama"} | sizes, parallel={"tp": tp, "sequence_parallel": True})
-    model, cpu, queue = run.config.model, torch.device("cpu"), WeightGradQueue()
-    context = BuildContext(model, state_on(rank, run).tp, True, 1, cpu, queue, torch.bfloat16)
-    (block,) = FAMILIES[model.family].blocks(context, [0])
-    block = block.to_empty(device="cpu").to(torch.bfloat16)
-    for weight in block.parameters():
-        torch.nn.init.normal_(weight)
-        weight.grad = torch.zeros_like(weight)
-    queue.accumulator, queue.defers = _InGrad(), True
-
-    def backward() -> None:
-        x = torch.randn(model.seq_len // tp, 1, model.hidden_size, dtype=torch.bfloat16, requires_grad=True)
-        queue.begin_pass()
-        y = block(x, TokenLayout(torch.arange(1)))
-        y.backward(torch.randn_like(y))
-
-    backward(), queue.run_oldest()  # what is made once
-    kept = []
-    for part in (backward, queue.run_oldest):
-        gc.collect()
-        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
-            part()
-            gc.collect()
-        kept.append(sum(change for _, change in _events(profile)[1]))
-    return kept[0], sum(kept), model
-
-
-@pytest.mark.parametrize("tp", [1, 4])
-def test_a_queued_weight_gradient_keeps_its_shard_of_the_sequence(tp: int) -> None:
-    """Column-parallel layers: x as [seq / tp, hidden] and dy.  Row-parallel ones: x, and dy as the backward gathered it."""
-    for kept, left, model in run_world(tp, _kept_by_the_queue, tp):
-        h, f = model.hidden_size, model.ffn_hidden_size or 0
-        kv = model.num_kv_heads * model.head_size
-        columns = 2 * h // tp + (h + 2 * kv) // tp + 2 * f // tp
-        rows = (h + f) // tp + 2 * h
-        assert kept == 2 * model.seq_len * (columns + rows)
-        assert left == 0
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import os
 import re
 import shutil
-import signal
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -25,7 +22,6 @@ from megazero.checkpoint.index import (
 )
 from megazero.checkpoint.load import open_checkpoint
 from megazero.checkpoint.save import save_checkpoint
-from megazero.comm.collectives import LostPeerError
 from megazero.config import ResolvedRun
 from megazero.engine import NonFiniteError
 
@@ -210,27 +206,3 @@ def _masked(rank: int, run: ResolvedRun) -> str:
 
 def test_a_batch_without_a_counted_token_is_an_error_everywhere() -> None:
     assert len(set(run_world(2, _masked, run_of(2, model=TIED)))) == 1
-
-
-def _lose_a_rank(rank: int, run: ResolvedRun, victim: int) -> str:
-    engine = engine_on(rank, run)
-    engine.train_step(micro_batches(run, engine.state, 0), LR)
-    if rank == victim:
-        os.kill(os.getpid(), signal.SIGKILL)
-    try:
-        for step in range(1, 100):
-            engine.train_step(micro_batches(run, engine.state, step), LR)
-    except LostPeerError as error:
-        return str(error)
-    return "nothing was noticed"
-
-
-@pytest.mark.parametrize(
-    ("world", "parallel", "victim"), [(2, {}, 1), (2, {"tp": 2}, 0), (2, {"pp": 2}, 1), (4, {"pp": 2}, 3)]
-)
-def test_a_killed_rank_is_noticed_by_every_other(world: int, parallel: dict[str, Any], victim: int) -> None:
-    errors = run_world(world, _lose_a_rank, run_of(world, model=TIED, parallel=parallel), victim, may_die=(victim,))
-    for rank, error in enumerate(errors):
-        if rank != victim:
-            assert f"as rank {rank} of (" in error
-            assert "did not finish" in error
