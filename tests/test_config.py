@@ -233,6 +233,7 @@ batch.steps=3 -> batch.steps: unknown section [batch]; did you mean training.ste
 tp=3 -> tp: a key outside any section; did you mean parallel.tp?
 zero.offload.xyz=3 -> zero.offload.xyz: unknown key; the keys of [zero.offload] are optimizer, parameters, ratio, nvme_pat
 zero.optimizer=cpu -> zero.optimizer: unknown key in [zero]; did you mean zero.offload.optimizer?
+parallel.nccl_max_ctas.experts=4 -> parallel.nccl_max_ctas.experts: unknown key; the keys of [parallel.nccl_max_ctas]
 zero.ofload.pin_memry=true -> zero.ofload.pin_memry: unknown section [zero.ofload]; did you mean zero.offload.pin_memory?
 zero.ofload={} -> zero.ofload: unknown section; did you mean [zero.offload]?
 zero.offload.disk.ratio=1 -> zero.offload.disk.ratio: unknown section [zero.offload.disk]; did you mean zero.offload.ratio

@@ -105,6 +105,24 @@ Layout = Annotated[
 ]
 
 
+Ctas = Annotated[int, Field(ge=0, le=32)]
+
+
+class NcclMaxCtas(Section):
+    """How many cores of a GPU NCCL may take for the groups of an axis; 0: as many as it chooses. See docs/speed.md."""
+
+    tp: Ctas = 0
+    """Groups of tensor parallelism, for whose sums and gathers a layer waits."""
+    cp: Ctas = 0
+    """Groups that exchange heads, keys and values of attention."""
+    dp: Ctas = 0
+    """Groups that reduce gradients and gather weights, behind the computation."""
+    ep: Ctas = 0
+    """Groups that exchange tokens between experts, for which a layer waits."""
+    pp: Ctas = 4
+    """Messages between pipeline stages, behind the computation."""
+
+
 class ParallelConfig(Section):
     """How the model and the data are spread over the ranks: tp * cp * pp * dp = world size."""
 
@@ -142,6 +160,8 @@ class ParallelConfig(Section):
     """Axes from the one whose ranks lie closest together to the one whose ranks lie farthest apart."""
     timeout_seconds: Seconds = 600
     """How long a collective may wait for a rank before the run ends."""
+    nccl_max_ctas: NcclMaxCtas = NcclMaxCtas()
+    """How many cores of a GPU NCCL may take."""
 
     @field_validator("order")
     @classmethod

@@ -13,7 +13,7 @@ over the world goes over its axes in turn, so no communicator of GPUs spans the 
 from __future__ import annotations
 
 import os
-from collections.abc import MutableMapping, Sequence
+from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import replace
 from datetime import timedelta
 from functools import cached_property, partial
@@ -45,6 +45,7 @@ class ParallelState:
         groups: those of another state that was made with the same arguments.
         cp_ulysses: Ulysses degree of context parallelism; the ring has cp / cp_ulysses ranks.
         traffic: counts what this rank sends.
+        max_ctas: how many blocks of threads NCCL may use over tp, cp, dp, pp and ep; without a number as many as it likes.
 
     Attributes:
         cp, and dp where cp is above 1: ranks to count and to number, without a group.
@@ -71,6 +72,7 @@ class ParallelState:
         groups: Groups | None = None,
         cp_ulysses: int = 1,
         traffic: Traffic | None = None,
+        max_ctas: Mapping[str, int] | None = None,
     ) -> None:
         running = self._started()
         if grid.world_size != running:
@@ -98,7 +100,7 @@ class ParallelState:
         self.at = grid.coordinate(rank)
         self.traffic = traffic or Traffic()
         connect_on_demand(os.environ)
-        self._timeout_seconds = timeout_seconds
+        self._timeout_seconds, self._max_ctas = timeout_seconds, max_ctas or {}
         self._shares_memory = shares_memory and self.device.type == "cpu"
         self.groups = Groups() if groups is None else groups
         self.tp, self.pp = (self._axis(axis, grid.group_of(rank, axis)) for axis in ("tp", "pp"))
@@ -108,7 +110,7 @@ class ParallelState:
         self.dp = self._axis("dp", grid.group_of(rank, "dp"), communicates=is_whole)
         self.cp = self._axis("cp", grid.group_of(rank, "cp"), communicates=False)
         # Messages down and up the pipeline have communicators of their own, so that neither waits for the other.
-        self.pp_up = replace(self.pp, group=self._group(self.pp.ranks, "up"))
+        self.pp_up = replace(self.pp, group=self._group(self.pp.ranks, "up", "pp"))
         # Where dp is 1, ZeRO reduces over the ranks of cp: attention must not wait for its buckets.
         self.cp_ulysses, self.cp_ring = self.cut(self.cp, cp_ulysses, "cp", "cp", "attention")
         self.dp_cp = self.dp if is_whole else self._axis("dp_cp", grid.group_of(rank, "dp", "cp"))
@@ -153,7 +155,7 @@ class ParallelState:
         Every rank of the pipeline calls it, in the same order: those outside take part in making the group.
         """
         ranks = tuple(self.pp.ranks[stage] for stage in sorted(set(stages)))
-        self._group(ranks)
+        self._group(ranks, "", name)
         return self._axis(name, ranks if self.rank in ranks else (self.rank,))
 
     def saving_axes(self, timeout_seconds: float) -> SavingAxes:
@@ -178,7 +180,7 @@ class ParallelState:
 
         Every rank makes it, in the same order.
         """
-        return replace(axis, group=self._group(axis.ranks, purpose))
+        return replace(axis, group=self._group(axis.ranks, purpose, axis.name))
 
     def across_tp(self, axis: Axis, name: str) -> tuple[Axis, list[list[int]]]:
         """The ranks of an axis at every tensor-parallel index, over a communicator of their own; and they by that index.
@@ -199,7 +201,7 @@ class ParallelState:
         self.groups.close()
 
     def _axis(self, name: str, ranks: tuple[int, ...], purpose: str = "", *, communicates: bool = True) -> Axis:
-        group = self._group(ranks, purpose) if communicates else None
+        group = self._group(ranks, purpose, name) if communicates else None
         return Axis(name, ranks, ranks.index(self.rank), group, self.traffic)
 
     def cut(self, axis: Axis, size: int, inner: str, outer: str, purpose: str = "") -> tuple[Axis, Axis]:
@@ -218,13 +220,18 @@ class ParallelState:
         group = self.groups.setdefault((ranks, "host"), self._joined(None, dist.group.WORLD))
         return replace(axis, group=group)
 
-    def _group(self, ranks: tuple[int, ...], purpose: str = "") -> Group | None:
-        """The group of these ranks for this purpose, made at the first call, which every rank of the world makes."""
+    def _group(self, ranks: tuple[int, ...], purpose: str, name: str) -> Group | None:
+        """The group of these ranks for this purpose, made at the first call, which every rank of the world makes.
+
+        `name`: of the axis; one that `max_ctas` does not name sums gradients or gathers weights, as dp does.
+        """
         on_cpu, seconds = self.device.type == "cpu", self._timeout_seconds
         if len(ranks) > 1 and (ranks, purpose) not in self.groups:
             made = dist.group.WORLD
             if len(ranks) < self.grid.world_size or purpose or not on_cpu:
-                made = self._process_group(ranks, self.device, seconds, "nccl" if self.device.type == "cuda" else None)
+                backend = "nccl" if self.device.type == "cuda" else None
+                most = self._max_ctas.get(name if name in self._max_ctas else "dp", 0)
+                made = self._process_group(ranks, self.device, seconds, backend, most)
             self.groups[ranks, purpose] = self._joined(made, made if on_cpu else dist.group.WORLD)
         return self.groups.get((ranks, purpose))
 
@@ -232,7 +239,9 @@ class ParallelState:
         limits, siblings = (self._timeout_seconds, self._shares_memory, self.local_world_size), self.groups.values()
         return Group(made, self.device, *limits, siblings, host)
 
-    def _process_group(self, ranks: tuple[int, ...], device: torch.device, seconds: float, backend: str | None) -> Any:
+    def _process_group(
+        self, ranks: tuple[int, ...], device: torch.device, seconds: float, backend: str | None, max_ctas: int = 0
+    ) -> Any:
         # Only members wait for one another, so the time to make a group does not grow with the world.  torch names a group
         # by its ranks and by how many groups a rank has made: a rank outside makes one of its own to keep count.
         timeout = timedelta(seconds=seconds)
@@ -240,7 +249,7 @@ class ParallelState:
             list(ranks if self.rank in ranks else (self.rank,)),
             timeout=timeout,
             backend=backend,
-            pg_options=nccl_options(device, timeout),
+            pg_options=nccl_options(device, timeout, max_ctas),
             use_local_synchronization=True,
         )
         if device.type == "cuda":  # NCCL connects at the first call; here all members are certain to make it
@@ -257,15 +266,18 @@ def connect_on_demand(environment: MutableMapping[str, str]) -> None:
     environment.setdefault("TORCH_GLOO_LAZY_INIT", "1")
 
 
-def nccl_options(device: torch.device, timeout: timedelta) -> Any:
+def nccl_options(device: torch.device, timeout: timedelta, max_ctas: int) -> Any:
     """Options for process groups of a CUDA run: streams of high priority; None on other devices.
 
     A collective takes few of a GPU's cores and much computation depends on it, so it must not queue behind other kernels.
+    `max_ctas`: how many cores at most; 0: NCCL chooses.
     """
     if device.type != "cuda":
         return None
     options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
     options._timeout = timeout  # torch warns if it differs from the group's
+    if max_ctas:
+        options.config.max_ctas = max_ctas
     return options
 
 

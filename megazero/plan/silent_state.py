@@ -79,8 +79,8 @@ class SilentState(ParallelState):
     def _started(self) -> int:
         return self._whole.world_size
 
-    def _group(self, ranks: tuple[int, ...], purpose: str = "") -> Group | None:
-        return self._silenced(super()._group(ranks, purpose), ranks, purpose)
+    def _group(self, ranks: tuple[int, ...], purpose: str, name: str) -> Group | None:
+        return self._silenced(super()._group(ranks, purpose, name), ranks, purpose)
 
     def _host_axis(self, name: str, ranks: tuple[int, ...]) -> Axis:
         axis = super()._host_axis(name, ranks)

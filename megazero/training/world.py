@@ -296,6 +296,7 @@ def join_world(run: ResolvedRun, store: Store | None = None) -> ParallelState:
         config.zero.shard_group_size,
         local_world,
         cp_ulysses=parallel.ulysses,
+        max_ctas=parallel.nccl_max_ctas.model_dump(),
     )
 
 

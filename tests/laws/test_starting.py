@@ -166,7 +166,9 @@ def test_a_run_writes_and_reads_as_much_per_rank_in_a_world_four_times_as_large(
 def test_no_communicator_of_gpus_spans_the_world_and_none_has_gloo_under_it(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[tuple[tuple[int, ...], str | None]] = []
 
-    def record(_: Any, ranks: tuple[int, ...], device: torch.device, seconds: float, backend: str | None) -> Any:
+    def record(
+        _: Any, ranks: tuple[int, ...], device: torch.device, seconds: float, backend: str | None, *__: int
+    ) -> Any:
         asked.append((ranks, backend))
         return SimpleNamespace()
 
@@ -184,6 +186,50 @@ def test_no_communicator_of_gpus_spans_the_world_and_none_has_gloo_under_it(monk
     assert max(len(ranks) for ranks, _ in groups) == 16
     assert len(groups) == 7, "tp, pp in both directions, Ulysses, dp_cp, shard, replica"
     assert [part.size for part in state.world.parts] == [8, 16, 4]
+
+
+def test_each_communicator_takes_as_many_cores_as_its_axis_may(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Options of a stand-in for NCCL; nothing is asked of gloo, nor of NCCL where the number is 0."""
+    asked: dict[tuple[int, ...], list[int | None]] = {}
+
+    def record(ranks: list[int], *, pg_options: Any, **_: Any) -> Any:
+        assert pg_options.high_priority
+        asked.setdefault(tuple(ranks), []).append(getattr(pg_options.config, "max_ctas", None))
+        return SimpleNamespace()
+
+    def options(*, is_high_priority_stream: bool) -> Any:
+        return SimpleNamespace(high_priority=is_high_priority_stream, config=SimpleNamespace())
+
+    monkeypatch.setattr(dist, "ProcessGroupNCCL", SimpleNamespace(Options=options), raising=False)
+    monkeypatch.setattr(dist, "new_group", record)
+    monkeypatch.setattr(dist, "all_reduce", lambda *_, **__: None)
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(dist, "get_world_size", lambda: 48)
+    monkeypatch.setattr(dist, "get_backend_config", lambda: "cpu:gloo,cuda:nccl")
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch, "zeros", lambda *_, **__: None)
+    limits = {"tp": 3, "cp": 0, "dp": 7, "pp": 2, "ep": 5}
+    grid, device = RankGrid(tp=2, cp=2, dp=4, pp=3, ep=8), torch.device("cuda", 0)
+    state = ParallelState(grid, 0, device, shard_group_size=4, cp_ulysses=2, max_ctas=limits)
+    state.with_own_group(state.shard, "gathers")
+    tied = state.among_stages([0, 2], "embedding")
+    of = {
+        axis: asked[getattr(state, axis).ranks]
+        for axis in ("tp", "pp", "cp_ulysses", "dp_cp", "shard", "replica", "ep")
+    }
+    assert of == {
+        "tp": [3],
+        "pp": [2, 2],
+        "cp_ulysses": [None],
+        "dp_cp": [7],
+        "shard": [7, 7],
+        "replica": [7],
+        "ep": [5],
+    }
+    assert asked[tied.ranks] == [7], "a sum of gradients"
+    asked.clear()
+    ParallelState(grid, 0, device)
+    assert {value for values in asked.values() for value in values} == {None}
 
 
 # ---- Who has started this process
