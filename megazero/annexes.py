@@ -7,10 +7,8 @@
 The trunk imports no annex: it asks a seam, and trains the same where nothing was added to it.
 
     seam             what is added                                                                      asked by
-    command          a command of the command line                                                      cli
+    command          a command of the command line, or a group of commands (`typer.Typer`)              cli
     check            (ResolvedRun, gpu, device_gib, ranks of a node) -> Schedule -> `check.DeviceNeeds` cli
-    schedule view    Timeline -> text for the terminal; a table that compares all schedules             cli
-    schedule file    Timeline -> text of the file that an option names                                  cli
     import           a function with the arguments of `import_model`, and `form`, `run_file`, `step`, `samples`   cli
     pickled weights  path of a file of torch.save -> tensors, names of what else it holds, lines for the user   checkpoint
     export           (step, out, dtype, names) -> `Exported`, by the form that --to names                cli

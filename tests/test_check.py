@@ -17,8 +17,8 @@ from worlds import engine_on, run_of
 
 from megazero.cli.commands import app
 from megazero.config import ConfigError, ResolvedRun, load_config
-from megazero.data.tokenize import tokenize_files
 from megazero.engine.outline import kind_of
+from megazero.formats.tokenize import tokenize_files
 from megazero.plan.check_lines import elements_of_stages, lines_on
 from megazero.plan.cluster import Cluster, cluster_of, with_memory
 from megazero.plan.report import Assumptions, plan_of

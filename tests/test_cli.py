@@ -240,7 +240,7 @@ def test_tokenize_asks_before_it_leaves_out_or_replaces(tmp_path: Path, monkeypa
     words = ["data", "tokenize", str(tmp_path), "--out", str(tmp_path / "out"), "--workers", "1"]
 
     def tokenize(*more: str, answer: str | None = None) -> Result:
-        monkeypatch.setattr("megazero.cli.data._is_asked", lambda: answer is not None)
+        monkeypatch.setattr("megazero.formats.data_command._is_asked", lambda: answer is not None)
         return CliRunner().invoke(app, [*words, *more], input=answer)
 
     refused = tokenize()

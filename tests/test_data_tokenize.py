@@ -14,11 +14,12 @@ import pytest
 from harness import killed, run_world
 from tokenizer_files import write_tokenizer
 
-from megazero.data import IndexedDataset, tokenize
+from megazero.data import IndexedDataset, corpus
 from megazero.data.corpus import build_python_stdlib, stdlib_files
-from megazero.data.documents import cut_files, find_files
-from megazero.data.tokenize import _over_processes, tokenize_files
 from megazero.data.writer import IndexedWriter
+from megazero.formats import tokenize
+from megazero.formats.documents import cut_files, find_files
+from megazero.formats.tokenize import _over_processes, tokenize_files
 
 EOD = 256
 
@@ -173,7 +174,7 @@ def test_json_lines_are_read_as_such_under_any_name(tmp_path, shard_bytes, name,
 def test_an_error_while_the_kind_is_found_is_told_and_no_json_becomes_text(tmp_path, monkeypatch):
     path = write_jsonl(tmp_path / "x.txt", ["hello"])
     error = OSError(errno.EIO, "Input/output error")
-    monkeypatch.setattr("megazero.data.documents._opened", lambda *_: (_ for _ in ()).throw(error))
+    monkeypatch.setattr("megazero.formats.documents._opened", lambda *_: (_ for _ in ()).throw(error))
     with pytest.raises(ValueError, match="Input/output error"):
         tokenize_files([path], tmp_path / "out", "byte")
 
@@ -477,8 +478,8 @@ def test_inputs_that_hold_no_text_are_refused(tmp_path):
 
 def _build(_: int, cache_dir: Path) -> tuple[str, int]:
     built = []
-    inner = tokenize.tokenize_files
-    tokenize.tokenize_files = lambda *args, **options: built.append(1) or inner(*args, **options)
+    inner = corpus._tokenize
+    corpus._tokenize = lambda *arguments: built.append(1) or inner(*arguments)
     return str(build_python_stdlib(cache_dir, "byte")), len(built)
 
 
@@ -502,5 +503,5 @@ def test_a_damaged_cache_is_built_again_and_a_whole_one_is_kept(tmp_path, monkey
         Path(f"{prefix}.bin").write_bytes(damaged)
         assert build_python_stdlib(tmp_path, "byte") == prefix
         assert Path(f"{prefix}.bin").read_bytes() == whole
-    monkeypatch.setattr("megazero.data.tokenize.tokenize_files", None)  # a call would fail
+    monkeypatch.setattr("megazero.data.corpus._tokenize", None)  # a call would fail
     assert build_python_stdlib(tmp_path, "byte") == prefix

@@ -22,8 +22,8 @@ from megazero.checkpoint.index import TrainerState
 from megazero.cli.commands import app
 from megazero.config import load_config
 from megazero.config.document import to_markdown
-from megazero.data.tokenize import tokenize_files
 from megazero.engine.phases import check_same_run, phases_after
+from megazero.formats.tokenize import tokenize_files
 from megazero.layers.context_attention import ContextAttention
 from megazero.layers.sample_part import TokenLayout, part_of
 from megazero.models.gpt import BuildContext

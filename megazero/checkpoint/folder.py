@@ -25,7 +25,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import wraps
 from pathlib import Path
-from typing import Any, BinaryIO, TypeAlias, TypeGuard
+from typing import Any, BinaryIO, TypeAlias
 
 import torch
 import xxhash
@@ -44,11 +44,6 @@ CheckLock: TypeAlias = Callable[[], None]  # raises where this process may not w
 
 def _unlocked() -> None:
     """Every process may write."""
-
-
-def is_file_name(name: object) -> TypeGuard[str]:
-    """Whether a name read from a file is safe: that of a file directly within a folder, on any system."""
-    return isinstance(name, str) and name not in ("", ".", "..") and not any(letter in name for letter in "/\\\0")
 
 
 def partial_of(name: str) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import typer
 
 from megazero.annexes import added
-from megazero.cli import checkpoint, data, schedule
+from megazero.cli import checkpoint
 from megazero.cli._common import Local
 from megazero.cli.check import check
 from megazero.cli.train import train
@@ -19,8 +19,9 @@ app = typer.Typer(
 )
 app.command()(train)
 app.command()(check)
-for _name, _command in added("command").items():
-    app.command(_name)(_command)
-app.add_typer(data.app, name="data")
 app.add_typer(checkpoint.app, name="checkpoint")
-app.add_typer(schedule.app, name="schedule")
+for _name, _command in added("command").items():
+    if isinstance(_command, typer.Typer):
+        app.add_typer(_command, name=_name)
+    else:
+        app.command(_name)(_command)

@@ -10,9 +10,12 @@ import os
 import platform
 import sysconfig
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Final
+
+import numpy as np
 
 from megazero.data.identity import Identity, fingerprint_of, identity_path, locked, verified_identity
 from megazero.data.indexed import IndexedDataset
@@ -164,18 +167,26 @@ def build_python_stdlib(
 
     Raises: OSError: `cache_dir` cannot be written.
     """
-    fingerprint = load_tokenizer(os.fspath(tokenizer), eod_token).fingerprint
-    prefix = Path(cache_dir) / f"python-stdlib-{platform.python_version()}-{fingerprint}"
+    encoder = load_tokenizer(os.fspath(tokenizer), eod_token)
+    prefix = Path(cache_dir) / f"python-stdlib-{platform.python_version()}-{encoder.fingerprint}"
     if _is_complete(prefix):
         return prefix
     with locked(prefix, "python-stdlib is kept", say):
         if not _is_complete(prefix):  # it may have been built while this process waited
-            from megazero.data.tokenize import tokenize_files  # a run that finds its data imports no writer
-
-            tokenize_files(
-                stdlib_files(), prefix, tokenizer, eod_token=eod_token, overwrite=True, go_on_without=lambda _: True
-            )
+            _tokenize(stdlib_files(), prefix, encoder)
     return prefix
+
+
+def _tokenize(files: Sequence[Path], prefix: Path, encoder: Tokenizer) -> None:
+    """Write a pair in which every file that is UTF-8 text and not empty is a document."""
+    from megazero.data.writer import IndexedWriter, token_dtype  # a run that finds its data imports no writer
+
+    dtype = token_dtype(encoder.vocab_size)
+    with IndexedWriter(prefix, dtype, encoder.fingerprint) as writer:
+        for path in files:
+            with suppress(UnicodeDecodeError):
+                if len(ids := encoder.encode(path.read_bytes().decode("utf-8-sig"))):
+                    writer.add_documents(np.append(ids, encoder.eod_id).astype(dtype), [len(ids) + 1])
 
 
 def _is_complete(prefix: Path) -> bool:

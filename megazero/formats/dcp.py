@@ -19,13 +19,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from math import isfinite, prod
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeGuard
 
 import torch
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
-from megazero.checkpoint.folder import LocalFolder, ReadBytes, is_file_name
+from megazero.checkpoint.folder import LocalFolder, ReadBytes
 from megazero.checkpoint.hugging_face.match import LazyTensor
 from megazero.checkpoint.index import CheckpointError, foreign_errors
 from megazero.formats.foreign import ADAM, ForeignCheckpoint, Found
@@ -179,7 +179,7 @@ class DcpFolder:
         """The file of a chunk or value, and the bytes of it, which are there."""
         info: Any = self._chunks.get(name, {}).get(offset)
         file = getattr(info, "relative_path", None)
-        if not is_file_name(file):
+        if not _is_file_name(file):
             raise CheckpointError(f"{self.folder}/{METADATA} does not name a file of that folder for {name}: {file!r}")
         path = f"{self.folder}/{file}"
         with foreign_errors(path):
@@ -303,3 +303,8 @@ def read_dcp(folder: LocalFolder, _: ModelConfig) -> ForeignCheckpoint:
             with foreign_errors(f"{folder}: {name}"):
                 found.add(name, entry)
     return found.checkpoint(str(folder))
+
+
+def _is_file_name(name: object) -> TypeGuard[str]:
+    """Whether a name read from a file is safe: that of a file directly within a folder, on any system."""
+    return isinstance(name, str) and name not in ("", ".", "..") and not any(letter in name for letter in "/\\\0")

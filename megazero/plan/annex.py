@@ -5,6 +5,7 @@ ADDS = {
         "plan": "megazero.plan.plan_command:plan",
         "memory-report": "megazero.plan.memory_command:memory_report",
         "calibrate": "megazero.plan.calibrate_command:calibrate",
+        "schedule": "megazero.plan.schedule_command:app",
     },
     "callback": {
         "pipeline trace": "megazero.plan.pipeline_trace:PipelineTrace",
@@ -14,12 +15,4 @@ ADDS = {
     "start line": {"activations": "megazero.plan.check_lines:start_line"},
     "out of memory": {"explain": "megazero.plan.advice:explain"},
     "peak FLOP/s": {"devices": "megazero.plan.cluster:known_peak_flops"},
-    "schedule view": {
-        "timeline": "megazero.plan.schedule_drawing:terminal_text",
-        "comparison": "megazero.plan.schedule_drawing:comparison",
-    },
-    "schedule file": {
-        "--svg": "megazero.plan.schedule_picture:draw_svg",
-        "--trace": "megazero.plan.schedule_picture:trace_text",
-    },
 }

@@ -14,8 +14,8 @@ from megazero.comm.collectives import gather_objects
 from megazero.engine import Position
 from megazero.engine.outline import schedule_of
 from megazero.plan.schedule_picture import chrome_trace, draw_svg
-from megazero.schedules.action import Action, write_text
-from megazero.schedules.proof import Timeline, measured_costs, simulate
+from megazero.schedules.action import Action, ActionKind, write_text
+from megazero.schedules.proof import Costs, Timeline, simulate
 from megazero.training.callbacks.base import Callback, RunContext, StepRecord
 
 Spans = list[tuple[Action, tuple[float, float]]]
@@ -106,3 +106,13 @@ class PipelineTrace(Callback):
             f"{predicted.bubble_fraction:.1%}, if every pass took the mean time of its kind and messages none "
             f"| {files}"
         )
+
+
+def measured_costs(timeline: Timeline) -> Costs:
+    """Mean cost of each part of a rank's work in a timeline that was measured; without a hop, which it cannot tell."""
+
+    def mean(kind: ActionKind) -> float:
+        times = [end - start for (_, action), (start, end) in timeline.spans.items() if action.kind is kind]
+        return sum(times) / max(1, len(times)) * timeline.schedule.chunks
+
+    return Costs(mean(ActionKind.FORWARD), mean(ActionKind.BACKWARD), mean(ActionKind.WEIGHT))

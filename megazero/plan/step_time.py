@@ -15,6 +15,7 @@ The step is that of the slowest pipeline rank; all replicas are alike.  The firs
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from functools import lru_cache
 
 from megazero.config import ResolvedRun, RunConfig
@@ -26,11 +27,27 @@ from megazero.plan.timelines import Span, StepTime, assembled, reduced_behind
 from megazero.plan.unit_trace import EMBEDDING, HEAD, Unit, UnitKey, message_bytes, units_of
 from megazero.plan.zero_times import ZeroTimes, zero_times_of
 from megazero.schedules.action import Action, ActionKind, Schedule
-from megazero.schedules.proof import ActionCosts, Costs, RankAction, Timeline, simulate
+from megazero.schedules.proof import Costs, RankAction, Timeline, simulate
 
 _SAME = 1 + 1e-12  # times of a long step that differ by their last digits
 
 __all__ = ["Span", "StepTime", "message_seconds", "reduced_behind", "step_time_of", "unit_elements"]
+
+
+@dataclass(frozen=True)
+class ActionCosts(Costs):
+    """A time for every action, and for some the earliest at which they can start."""
+
+    actions: Mapping[RankAction, float] = field(default_factory=dict)
+    starts: Mapping[RankAction, float] = field(default_factory=dict)
+
+    def of(self, action: Action, schedule: Schedule, rank: int = 0) -> float:  # noqa: ARG002
+        """The given time."""
+        return self.actions[rank, action]
+
+    def earliest(self, rank: int, action: Action) -> float:
+        """The given time, else 0."""
+        return self.starts.get((rank, action), 0.0)
 
 
 def step_time_of(

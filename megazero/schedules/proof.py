@@ -30,7 +30,6 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import deque
-from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from itertools import zip_longest
 from typing import TypeAlias
@@ -78,22 +77,6 @@ class Costs:
 
 
 @dataclass(frozen=True)
-class ActionCosts(Costs):
-    """A time for every action, and for some the earliest at which they can start."""
-
-    actions: Mapping[RankAction, float] = field(default_factory=dict)
-    starts: Mapping[RankAction, float] = field(default_factory=dict)
-
-    def of(self, action: Action, schedule: Schedule, rank: int = 0) -> float:
-        """The given time."""
-        return self.actions[rank, action]
-
-    def earliest(self, rank: int, action: Action) -> float:
-        """The given time, else 0."""
-        return self.starts.get((rank, action), 0.0)
-
-
-@dataclass(frozen=True)
 class Timeline:
     """When every action of a schedule runs: (rank, action) -> (start, end)."""
 
@@ -114,16 +97,6 @@ class Timeline:
         """Idle time of all ranks over their total time."""
         ranks = range(self.schedule.pp)
         return sum(self.idle(rank) for rank in ranks) / (self.makespan * self.schedule.pp)
-
-
-def measured_costs(timeline: Timeline) -> Costs:
-    """Mean cost of each part of a rank's work in a timeline that was measured; without a hop, which it cannot tell."""
-
-    def mean(kind: ActionKind) -> float:
-        times = [end - start for (_, action), (start, end) in timeline.spans.items() if action.kind is kind]
-        return sum(times) / max(1, len(times)) * timeline.schedule.chunks
-
-    return Costs(mean(ActionKind.FORWARD), mean(ActionKind.BACKWARD), mean(ActionKind.WEIGHT))
 
 
 def peak_activations(schedule: Schedule, rank: int) -> int:

@@ -26,12 +26,12 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from megazero.data.documents import FileRange, Problem, cut_files, documents_of, find_files, kind_of
 from megazero.data.identity import identity_path
 from megazero.data.indexed import pair_paths
 from megazero.data.sealed import seal, unseal
 from megazero.data.tokenizer import FileTokenizer, load_tokenizer
 from megazero.data.writer import IndexedWriter, flush_to_disk, token_dtype
+from megazero.formats.documents import FileRange, Problem, cut_files, documents_of, find_files, kind_of
 
 _SHARDS: Final = 4096  # about so many, whose bytes are between these two powers of two
 _SHARD_BITS: Final = (20, 28)

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from megazero.annexes import added
 from megazero.cli._common import fail, load_extensions, print_table
 from megazero.training.signals import EXIT_REFUSED
 
@@ -38,16 +37,15 @@ def show(
     ] = None,
 ) -> None:
     """Prove a pipeline schedule, draw it, and show its idle time and memory."""
+    from megazero.plan.schedule_drawing import comparison, terminal_text
+    from megazero.plan.schedule_picture import draw_svg, trace_text
     from megazero.schedules.action import write_text
     from megazero.schedules.proof import check_runnable, simulate
 
-    writers, view = added("schedule file"), added("schedule view")
     files = {option: path for option, path in (("--svg", svg), ("--trace", trace)) if path is not None}
     try:
         load_extensions(extension)
         times = _parse_costs(costs)
-        if not view:
-            raise ValueError("schedule show needs megazero.plan, which is not installed")
         is_drawn = bool(schedule or file or files or not compare)
         shown = _read_own(file, placement, schedule, virtual_stages) if file else None
         pp, microbatches = _agreed_numbers(shown, pp, microbatches)
@@ -57,16 +55,16 @@ def show(
             shown = shown or _named_schedule(schedule or "1f1b", pp, microbatches, virtual_stages, compare)
             check_runnable(shown)
             timeline = simulate(shown, times)
-            print(view["timeline"](timeline))
+            print(terminal_text(timeline))
     except (ValueError, OSError) as error:
         fail(str(error), EXIT_REFUSED)
     if compare:
         chunks = 2 if virtual_stages is None else virtual_stages
         print(f"\npp {pp}, {microbatches} micro-batches; idle and peak activations of the rank that has most")
-        print_table(view["comparison"](pp, microbatches, chunks, times, [shown] if shown and file else []))
+        print_table(comparison(pp, microbatches, chunks, times, [shown] if shown and file else []))
     for option, path in files.items():
         try:
-            write_text(path, writers[option](timeline))
+            write_text(path, draw_svg(timeline) if option == "--svg" else trace_text(timeline))
         except (OSError, ValueError) as error:  # pathlib's own for a name that is none
             fail(f"{path} cannot be written: {error}", 1)
 

@@ -35,7 +35,7 @@ def tokenize(
     ] = False,
 ) -> None:
     """Turn text into the indexed format that training reads.  Stopped or failed, the same command goes on where it was."""
-    from megazero.data.tokenize import tokenize_files
+    from megazero.formats.tokenize import tokenize_files
 
     columns = ("{task.description}", BarColumn(), DownloadColumn(), TimeRemainingColumn())
     progress = Progress(*columns, console=Console(stderr=True), transient=True)
