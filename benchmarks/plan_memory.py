@@ -30,7 +30,7 @@ from megazero.layers.counter_rng import _quantiles
 from megazero.parallel_state import ParallelState
 from megazero.plan.cluster import Cluster
 from megazero.plan.devices import Device, Link
-from megazero.plan.measured_step import STATE_KINDS, _watched_step, live_memory
+from megazero.plan.measured_step import STATE_KINDS, live_memory, watched_step
 from megazero.plan.memory import memory_of
 from megazero.plan.processes import in_processes
 from megazero.plan.speed_probe import random_batches
@@ -155,7 +155,7 @@ def measure(rank: int, run: ResolvedRun) -> Measured:
         engine = initialize(run.config, state)
         batches = random_batches(run, engine.share)
         for _ in range(3):
-            counted, _ = _watched_step(engine, batches, live.mark)
+            counted, _ = watched_step(engine, batches, live.mark)
     traffic, at = state.traffic, state.at
     sent = {
         key: (traffic.sent_bytes[key], traffic.link_bytes[key], calls)

@@ -19,7 +19,7 @@ from megazero.parallel_state import ParallelState, RankGrid
 from megazero.plan import memory, state_trace
 from megazero.plan.cluster import Cluster, cluster_of
 from megazero.plan.devices import Device, Link
-from megazero.plan.measured_step import STATE_KINDS, _watched_step, live_memory
+from megazero.plan.measured_step import STATE_KINDS, live_memory, watched_step
 from megazero.plan.memory import RankMemory, memory_of
 from megazero.plan.speed_probe import random_batches
 from megazero.plan.state_trace import trace_state
@@ -99,7 +99,7 @@ def third_step(rank: int, run: ResolvedRun) -> tuple[int, int, dict, dict]:
         engine = initialize(run.config, state)
         batches = random_batches(run, engine.share)
         for _ in range(3):
-            counted, _ = _watched_step(engine, batches, live.mark)
+            counted, _ = watched_step(engine, batches, live.mark)
     if (state.at.tp, state.at.cp, state.at.dp) != (0, 0, 0):
         return state.at.pp, live.peak, {}, {}
     traffic = state.traffic

@@ -30,55 +30,73 @@ from megazero.engine import Engine, initialize
 from megazero.models.gpt import MicroBatch
 from megazero.parallel_state import ParallelState
 from megazero.plan.cluster import some_cluster
-from megazero.plan.memory import STATE_KINDS, memory_of
+from megazero.plan.memory import STATE_KINDS, RankMemory, memory_of
 from megazero.plan.speed_probe import random_batches
-from megazero.plan.state_trace import trace_state
+from megazero.plan.traffic import traffic_of
 from megazero.plan.unit_trace import trace_units
 from megazero.schedules.action import Action, ActionKind
 from megazero.zero.loss_scaler import LossScaleError
 
 START = "start"
 POINTS = FORWARD, BACKWARD, STEP = ("forward", "backward", "step")
-_OVERFLOWS = 30  # that fp16 may have before its first step
+_MOST_STEPS = 32  # in which fp16 may overflow before the first that updates the weights
 _LR = 1e-4
 _MARK = "megazero: "
 
 
 @dataclass(frozen=True)
 class RankFigures:
-    """What one rank measured."""
+    """One rank's step, planned and measured.
 
-    elements: int  # parameters in this rank's part of the model, without padding
-    padding: int  # further elements of the flat buffers
-    counted: dict[str, dict[str, int]]  # bytes of model state and ZeRO's buffers by point and kind, as the engine says
-    gather_buffers: tuple[int, ...]  # by the formula, in bytes; see `BufferPlan`
-    most_gradient_buffers: int  # by the formula, in bytes; see `ReductionQueue`
-    live: dict[str, int]  # bytes of all live tensors, by point
-    peak: int  # most bytes of live tensors within the step
-    sent: dict[str, dict[str, int]]  # bytes sent in the step, by axis and collective
-    planned: dict[str, int]  # bytes after a step by kind
-    planned_sent: int  # over the sharding axis
-    seconds: float  # of all timed steps
-    skipped: int  # steps before the measured one that overflowed
+    Args:
+        elements, padding: parameters of this rank's part of the model, and further elements of the flat buffers.
+        planned: memory by the plan; planned_sent: bytes of a step over the sharding axis.
+        layer: planned bytes that the largest layer saves for its backward, in one micro-batch.
+        counted: bytes of model state and ZeRO's buffers by point and kind, as the engine counts them.
+        live: bytes of all live tensors by point; peak: most of them within the step.
+        allocated: most bytes that the step added to those before it; course: (share of the step, bytes), empty on CUDA.
+        sent: bytes sent in the step, by axis and collective.
+        seconds: of all timed steps.
+        skipped: steps before the measured one that overflowed.
+    """
 
+    elements: int
+    padding: int
+    planned: RankMemory
+    planned_sent: int
+    layer: int
+    counted: dict[str, dict[str, int]]
+    live: dict[str, int]
+    peak: int
+    allocated: int
+    course: list[tuple[float, int]]
+    sent: dict[str, dict[str, int]]
+    seconds: float
+    skipped: int
+
+    @property
     def state_bytes(self) -> int:
         """Model state after a step, on the device and off it."""
         return _state_of(self.counted[STEP])
 
+    @property
     def planned_bytes(self) -> int:
         """Model state after a step by the plan."""
-        return _state_of(self.planned)
+        return _state_of(self.planned.state)
 
+    @property
     def buffer_bytes(self) -> int:
         """ZeRO's buffers after a step."""
-        return sum(self.counted[STEP].values()) - self.state_bytes()
+        return sum(self.counted[STEP].values()) - self.state_bytes
 
-    def most_buffer_bytes(self) -> int:
-        """The largest that ZeRO's buffers may get: those of gradients grow up to their limit, others do not change."""
-        return self.buffer_bytes() - self.counted[STEP]["gradient_buffers"] + self.most_gradient_buffers
+    @property
+    def planned_buffers(self) -> int:
+        """ZeRO's buffers after a step by the plan."""
+        return sum(self.planned.state.values()) - self.planned_bytes
 
+    @property
     def off_device_bytes(self) -> int:
-        """Bytes of state and buffers in host memory or files."""
+        """State and buffers in host memory or files."""
         return sum(count for kind, count in self.counted[STEP].items() if " on " in kind)
 
 
@@ -86,47 +104,47 @@ def _state_of(kinds: Mapping[str, int]) -> int:
     return sum(count for kind, count in kinds.items() if kind.split(" on ")[0] in STATE_KINDS)
 
 
-def measure_step(run: ResolvedRun, state: ParallelState, steps: int, iterations: int) -> RankFigures:
-    """Build an engine, measure its step number `steps`, and time as many `iterations` after it.  Called on every rank.
+def measure_step(run: ResolvedRun, state: ParallelState, iterations: int) -> RankFigures:
+    """Build an engine, measure its second step, and time `iterations` steps after it.  Called on every rank.
+
+    Without iterations the figures have the course of the measured step.
 
     Raises: LossScaleError where fp16 overflowed in every step.
     """
-    on_cuda = state.device.type == "cuda"
-    planned = trace_state(run, state.rank, per_node=state.local_world_size, on_cuda=on_cuda)
+    cluster = some_cluster(run, state.local_world_size, on_cuda=state.device.type == "cuda")
+    (planned,) = memory_of(run, cluster, {state.at.pp})
+    traffic = traffic_of(run, cluster)[state.at.pp]
+    units = trace_units(run, on_cuda=cluster.processors == 0, per_node=cluster.per_node)
     gc.collect()
     with live_memory(state.device) as live:
         engine = initialize(run.config, state)
         batches = random_batches(run, engine.share)
-        for step in range(steps + _OVERFLOWS):
-            counted, updated = _watched_step(engine, batches, live.mark)
-            if step + 1 >= steps and updated:
+        for step in range(_MOST_STEPS):
+            counted, updated = watched_step(engine, batches, live.mark)
+            if step and updated:
                 break
         else:
             raise LossScaleError(
-                f"{steps + _OVERFLOWS} steps and each overflowed; set precision.initial_scale_power to a smaller number"
+                f"{_MOST_STEPS} steps and each overflowed; set precision.initial_scale_power to a smaller number"
             )
     sent: dict[str, dict[str, int]] = {}
     for (axis, operation), count in sorted(state.traffic.sent_bytes.items()):
         if count:
             sent.setdefault(axis, {})[operation] = count
-    engine.train_step(batches, _LR)  # the first step after measuring also cleans up
-    start = _synchronized(state)
-    for _ in range(iterations):
-        engine.train_step(batches, _LR)
-    seconds = _synchronized(state) - start
     buckets = engine.sharded_model.parameters.buckets
     figures = RankFigures(
         elements=sum(bucket.layout.numel for bucket in buckets),
         padding=sum(bucket.layout.padded_numel - bucket.layout.numel for bucket in buckets),
+        planned=planned,
+        planned_sent=sum(one.sent_bytes for (axis, _), one in traffic.items() if axis == state.shard.name),
+        layer=max((trace.forward.kept for key, trace in units.items() if not isinstance(key, str)), default=0),
         counted=counted,
-        gather_buffers=_gather_buffers(engine),
-        most_gradient_buffers=engine.sharded_model.reducer.most_buffer_bytes,
         live={point: live.live[point] for point in POINTS},
         peak=live.peak,
+        allocated=live.peak - live.live[START],
+        course=[] if iterations else _thinned(live),
         sent=sent,
-        planned={**planned.kinds, **planned.off_device},
-        planned_sent=sum(sent.sent_bytes for (axis, _), sent in planned.traffic.items() if axis == state.shard.name),
-        seconds=seconds,
+        seconds=_timed(engine, batches, state, iterations),
         skipped=engine.sharded_model.skipped_steps,
     )
     engine.sharded_model.close()
@@ -135,65 +153,37 @@ def measure_step(run: ResolvedRun, state: ParallelState, steps: int, iterations:
     return figures
 
 
-@dataclass(frozen=True)
-class ActivationFigures:
-    """What one rank saves for its backward passes by the plan, and what its step allocates, in bytes."""
-
-    layer: int  # planned: of the largest layer, for one micro-batch
-    planned: int  # most that is kept at once
-    again: float  # planned: FLOPs that recomputation adds, over those of a step
-    live: int  # measured: most bytes of all tensors that the step allocated
-    course: list[tuple[float, int]]  # of `live`: (share of the step, bytes); empty on CUDA
-
-
-def measure_activations(run: ResolvedRun, state: ParallelState) -> ActivationFigures:
-    """Plan what an engine keeps, and watch the allocator in its second step.  Called on every rank."""
-    on_cuda = state.device.type == "cuda"
-    (planned,) = memory_of(run, some_cluster(run, state.local_world_size, on_cuda=on_cuda), {state.at.pp})
-    traces = trace_units(run, on_cuda=on_cuda, per_node=state.local_world_size)
-    gc.collect()
-    with live_memory(state.device) as live:
-        engine = initialize(run.config, state)
-        batches = random_batches(run, engine.share)
-        engine.train_step(batches, _LR, raises_non_finite=False)
-        gc.collect()
-        engine.sharded_model.reducer.begin_step(len(batches))  # frees the gradients that the step will allocate anew
-        live.mark(START)
-        engine.train_step(batches, _LR, raises_non_finite=False)
-    start = live.live[START]
-    first, last = (live.course[0][0], live.course[-1][0]) if live.course else (0.0, 1.0)
-    figures = ActivationFigures(
-        layer=max((trace.forward.kept for key, trace in traces.items() if not isinstance(key, str)), default=0),
-        planned=planned.kept,
-        again=planned.again,
-        live=live.peak - start,
-        course=_thinned([((at - first) / (last - first), count - start) for at, count in live.course]),
-    )
-    engine.sharded_model.close()
-    del engine, batches
-    gc.collect()
-    return figures
+def _timed(engine: Engine, batches: list[MicroBatch], state: ParallelState, iterations: int) -> float:
+    """Return the seconds of `iterations` steps; one before them cleans up after measuring."""
+    if not iterations:
+        return 0.0
+    engine.train_step(batches, _LR)
+    start = _synchronized(state)
+    for _ in range(iterations):
+        engine.train_step(batches, _LR)
+    return _synchronized(state) - start
 
 
-def _thinned(course: list[tuple[float, int]], points: int = 300) -> list[tuple[float, int]]:
-    """Thin a course to the least and the most of each of `points` equal parts of a step."""
+def _thinned(memory: LiveMemory, points: int = 300) -> list[tuple[float, int]]:
+    """Thin what a step allocates to the least and the most of each of `points` equal parts of the step."""
+    if not memory.course:
+        return []
+    first, last, start = memory.course[0][0], memory.course[-1][0], memory.live[START]
+    course = [((at - first) / (last - first), count - start) for at, count in memory.course]
     found = []
-    for _, part in groupby(course, lambda one: min(int(one[0] * points), points - 1)):
-        within = list(part)
-        ends = {min(within, key=lambda one: one[1]), max(within, key=lambda one: one[1])}
+    for _, samples in groupby(course, lambda sample: min(int(sample[0] * points), points - 1)):
+        within = list(samples)
+        ends = {min(within, key=lambda sample: sample[1]), max(within, key=lambda sample: sample[1])}
         found += sorted(ends)
     return found
 
 
-def _gather_buffers(engine: Engine) -> tuple[int, ...]:
-    parameters = engine.sharded_model.parameters
-    return tuple(size * parameters.policy.dtype.itemsize for size in parameters.gather_plan.sizes)
-
-
-def _watched_step(
+def watched_step(
     engine: Engine, batches: list[MicroBatch], mark: Callable[[str], None]
 ) -> tuple[dict[str, dict[str, int]], bool]:
     """Run a step; return bytes by point and kind as the engine counts them, and whether weights changed."""
+    gc.collect()
+    engine.sharded_model.reducer.begin_step(len(batches))  # frees the gradients that the step allocates anew
     counted: dict[str, dict[str, int]] = {}
     running: list[Action] = []
 

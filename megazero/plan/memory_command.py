@@ -21,15 +21,16 @@ def memory_report(
     config: Annotated[
         Path | None, typer.Option(help="A run file, for its model and shape; a small Llama by default.")
     ] = None,
-    ranks: Annotated[int | None, typer.Option(help="Ranks to start; launch.nproc_per_node (4) by default.")] = None,
+    ranks: Annotated[
+        int | None, typer.Option(min=1, help="Ranks to start; launch.nproc_per_node (4) by default.")
+    ] = None,
     stages: Annotated[str, typer.Option(help="ZeRO stages, by commas.")] = "0,1,2,3",
     precision: Annotated[str, typer.Option(help="Of bf16, fp16 and fp32, by commas.")] = "bf16,fp16",
     offload: Annotated[str, typer.Option(help="Of the optimizer, of none, cpu and nvme, by commas.")] = "none,cpu",
     activations: Annotated[
         str, typer.Option(help="Policies, by commas: none, selective, full, or regions with + between them.")
     ] = "none,selective,mlp,full",
-    steps: Annotated[int, typer.Option(help="Steps up to and with the measured one.")] = 2,
-    iterations: Annotated[int, typer.Option(help="Steps to time after it.")] = 20,
+    iterations: Annotated[int, typer.Option(min=1, help="Steps to time after the measured one.")] = 20,
     out: Annotated[Path, typer.Option(help="Directory for memory.json and activations.svg.")] = Path(
         "runs/memory-report"
     ),
@@ -45,9 +46,6 @@ def memory_report(
     texts = {"stages": stages, "precision": precision, "offload": offload}
     varied = {option: [word.strip() for word in text.split(",") if word.strip()] for option, text in texts.items()}
     try:
-        for option, count in (("steps", steps), ("iterations", iterations), ("ranks", ranks)):
-            if count is not None and count < 1:
-                raise ValueError(f"--{option} {count} must be at least 1")
         words = list(dict.fromkeys(word.strip() for word in activations.split(",") if word.strip()))
         runs, policies = plan(
             varied, overrides or [], config=config, ranks=ranks, started=started, scratch=out, policies=words
@@ -60,7 +58,7 @@ def memory_report(
         if prints:
             print(f"error: {error}", file=sys.stderr)
         raise SystemExit(EXIT_REFUSED) from None
-    work = partial(measure, runs=runs, policies=policies, steps=steps, iterations=iterations)
+    work = partial(measure, runs=runs, policies=policies, iterations=iterations)
     report = run_ranks(next(iter(runs.values())), work)
     if isinstance(report, Failed):
         leave_at_once(report.status)

@@ -18,7 +18,7 @@ from megazero.config import ConfigError, ResolvedRun, load_config
 from megazero.engine.outline import elements_in, stages_of
 from megazero.models.activation_config import PRESETS, ActivationsConfig, layer_policies
 from megazero.parallel_state import ParallelState
-from megazero.plan.measured_step import ActivationFigures, RankFigures, measure_activations, measure_step
+from megazero.plan.measured_step import RankFigures, measure_step
 from megazero.settings import Problem, counted, toml_value
 
 SMALL = """
@@ -43,22 +43,29 @@ class Combination(NamedTuple):
     stage: int
     offload: str
 
-    def __str__(self) -> str:
-        return f"{self.precision}, ZeRO {self.stage}, offload {self.offload}"
-
 
 @dataclass(frozen=True)
 class Row:
-    """One combination's figures, planned and measured, by rank; `axis` is the one over which it shards."""
+    """The figures of one run, planned and measured, by rank.
 
-    combination: Combination
+    Args:
+        about: what the run is, by name: a combination's values, or a policy.
+        axis: the one over which it shards.
+    """
+
+    about: Mapping[str, str | int]
     axis: str
     ranks: tuple[RankFigures, ...]
 
     @property
     def worst(self) -> RankFigures:
         """The rank with most model state."""
-        return max(self.ranks, key=RankFigures.state_bytes)
+        return max(self.ranks, key=lambda rank: rank.state_bytes)
+
+    @property
+    def fullest(self) -> RankFigures:
+        """The rank that saves most for its backward passes."""
+        return max(self.ranks, key=lambda rank: rank.planned.kept)
 
     @property
     def sent(self) -> int:
@@ -77,59 +84,37 @@ class Row:
 
     def as_json(self) -> dict[str, Any]:
         """Return the largest figures, planned and measured, and every rank's."""
-        state, planned = self.worst.state_bytes(), self.worst.planned_bytes()
-        return self.combination._asdict() | {
-            "planned": {
-                "state_bytes": planned,
-                "sent_bytes": self.planned_sent,
-                "gather_buffers": self.worst.gather_buffers,
-                "most_buffer_bytes": self.worst.most_buffer_bytes(),
-            },
-            "measured": {
-                "state_bytes": state,
-                "buffer_bytes": self.worst.buffer_bytes(),
-                "sent_bytes": self.sent,
-                "seconds": self.seconds,
-            },
-            "state_over_plan": state / planned if planned else None,
-            "sent_over_plan": self.sent / self.planned_sent if self.planned_sent else None,
+        worst = self.worst
+        planned = {"state": worst.planned_bytes, "buffer": worst.planned_buffers, "sent": self.planned_sent}
+        measured = {"state": worst.state_bytes, "buffer": worst.buffer_bytes, "sent": self.sent}
+        return {
+            **self.about,
+            "planned": {f"{kind}_bytes": count for kind, count in planned.items()},
+            "measured": {f"{kind}_bytes": count for kind, count in measured.items()} | {"seconds": self.seconds},
+            **{f"{kind}_over_plan": measured[kind] / planned[kind] for kind in planned if planned[kind]},
             "sharded_over": self.axis,
             "ranks": [asdict(rank) for rank in self.ranks],
         }
 
 
 @dataclass(frozen=True)
-class PolicyRow:
-    """A policy for activations, and each rank's figures under it."""
-
-    policy: str
-    ranks: tuple[ActivationFigures, ...]
-
-    @property
-    def fullest(self) -> ActivationFigures:
-        """The rank that keeps most."""
-        return max(self.ranks, key=lambda rank: rank.planned)
-
-
-@dataclass(frozen=True)
 class Report:
-    """Everything that was measured, and on what."""
+    """Everything that was measured, and on what.
 
-    machine: str
-    model: str
-    parameters: int
-    shape: str
-    batch: str
+    Args:
+        on: the ranks and the machine; of: the model and the batch.
+    """
+
+    on: str
+    of: str
     on_cpu: bool
-    steps: int
     iterations: int
     rows: tuple[Row, ...]
-    policies: tuple[PolicyRow, ...]
+    policies: tuple[Row, ...]
 
     def as_json(self) -> dict[str, Any]:
         """Return the report as plain values."""
-        rows = {"rows": [row.as_json() for row in self.rows], "policies": [asdict(row) for row in self.policies]}
-        return vars(self) | rows
+        return vars(self) | {name: [row.as_json() for row in getattr(self, name)] for name in ("rows", "policies")}
 
 
 def plan(
@@ -210,38 +195,37 @@ def measure(
     *,
     runs: dict[Combination, ResolvedRun],
     policies: dict[str, ResolvedRun],
-    steps: int,
     iterations: int,
 ) -> Report:
     """Measure every planned run, one engine after another over the same groups.  Called on every rank.
 
-    `run` is any of them, for the shape; `steps` and `iterations` as for `measure_step`.
+    `run` is any of them, for the shape; `iterations` as for `measure_step`.
     """
-    rows = []
+
+    def measured(name: str, about: Mapping[str, str | int], own: ResolvedRun, iterations: int) -> Row:
+        if state.rank == 0:
+            print(name, file=sys.stderr, flush=True)
+        return Row(about, state.shard.name, tuple(gather_objects(measure_step(own, state, iterations), state.world)))
+
     # What torch allocates at its first use, and holds, would otherwise be counted in the first row.
-    measure_step(run, state, steps=1, iterations=1)
-    for number, (combination, one) in enumerate(runs.items(), 1):
-        if state.rank == 0:
-            print(f"{number}/{len(runs)} {combination}", file=sys.stderr, flush=True)
-        ranks = gather_objects(measure_step(one, state, steps, iterations), state.world)
-        rows.append(Row(combination, state.shard.name, tuple(ranks)))
-    kept = []
-    for policy, one in policies.items():
-        if state.rank == 0:
-            print(f"activations {policy}", file=sys.stderr, flush=True)
-        kept.append(PolicyRow(policy, tuple(gather_objects(measure_activations(one, state), state.world))))
+    measure_step(run, state, 1)
+    rows = []
+    for number, (combination, own) in enumerate(runs.items(), 1):
+        name = "{}/{} {}, ZeRO {}, offload {}".format(number, len(runs), *combination)
+        rows.append(measured(name, combination._asdict(), own, iterations))
+    by_policy = [measured(f"activations {policy}", {"policy": policy}, own, 0) for policy, own in policies.items()]
     model, grid, device = run.config.model, state.grid, state.device
+    parameters = sum(map(elements_in, stages_of(run.config, tp=1)))
     context = f"cp {grid.cp}, " if grid.cp > 1 else ""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"{os.cpu_count()} CPU cores"
     return Report(
-        machine=f"{name} ({platform.machine()}), torch {torch.__version__}",
-        model=f"{model.family}, {model.num_layers} layers of {model.hidden_size}, vocabulary {model.vocab_size}",
-        parameters=sum(map(elements_in, stages_of(run.config, tp=1))),
-        shape=f"{counted(grid.world_size, 'rank')}: tp {grid.tp}, {context}pp {grid.pp}, dp {grid.dp}",
-        batch=f"{run.accumulation} x {run.micro_batch_size} samples of {model.seq_len} random tokens on each dp rank",
+        on=f"{counted(grid.world_size, 'rank')}: tp {grid.tp}, {context}pp {grid.pp}, dp {grid.dp} on {name} "
+        f"({platform.machine()}), torch {torch.__version__}",
+        of=f"{model.family}, {model.num_layers} layers of {model.hidden_size}, vocabulary {model.vocab_size}: "
+        f"{parameters:,} parameters; {run.accumulation} x {run.micro_batch_size} samples of {model.seq_len} random tokens "
+        "on each dp rank",
         on_cpu=device.type == "cpu",
-        steps=steps,
         iterations=iterations,
         rows=tuple(rows),
-        policies=tuple(kept),
+        policies=tuple(by_policy),
     )

@@ -11,14 +11,13 @@ from statistics import median
 from typing import Any
 
 from megazero.plan.schedule_drawing import kinds_of, number, spans_of_ranks, title
-from megazero.plan.svg import MARGIN, Bar, bars, document, legend
+from megazero.plan.svg import Bar, picture
 from megazero.schedules.action import Action, ActionKind
 from megazero.schedules.proof import Timeline
 
 _FILL_RGB = {ActionKind.FORWARD: 0xCFE3F8, ActionKind.BACKWARD: 0xD5EDD3, ActionKind.WEIGHT: 0xFBE3C0}
 _EDGE_RGB = {ActionKind.FORWARD: 0x5B92C9, ActionKind.BACKWARD: 0x5F9E5A, ActionKind.WEIGHT: 0xC98F35}
 _IDLE = 'class="idle"'
-_LEFT = MARGIN + 54  # pixels
 
 
 def draw_svg(timeline: Timeline, unit: str = "", about: str = "") -> str:
@@ -39,17 +38,14 @@ def draw_svg(timeline: Timeline, unit: str = "", about: str = "") -> str:
             about = f"{action}: {number(start)} to {number(end)}{unit}"
             yield Bar(start, end, paint, about, str(action.microbatch))
 
-    rows = ((f"rank {rank}", row(spans)) for rank, spans in enumerate(spans_of_ranks(timeline)))
-    body, bottom = bars(rows, makespan, wide, f"time{unit and f',{unit}'}", x=MARGIN, left=_LEFT, top=50)
+    rows = [(f"rank {rank}", row(spans)) for rank, spans in enumerate(spans_of_ranks(timeline))]
     of_chunks = f", chunk 0{' and ' if chunks == 2 else ' to '}{chunks - 1}" if chunks > 1 else ""
     colours = [
         ([_paint(kind, chunk, chunks) for chunk in range(chunks)], meaning + of_chunks)
         for kind, meaning in kinds_of(schedule).items()
     ]
-    samples, end_of_samples = legend(_LEFT, bottom + 20, [*colours, ([_IDLE], "idle")])
-    heading = about + title(timeline, unit)
-    width = max(_LEFT + wide, end_of_samples, MARGIN + 7.6 * len(heading)) + MARGIN
-    return document(width, bottom + 52, heading, [*body, *samples])
+    heading, axis = about + title(timeline, unit), f"time{unit and f',{unit}'}"
+    return picture(heading, rows, makespan, axis, [*colours, ([_IDLE], "idle")], wide=wide)
 
 
 def _paint(kind: ActionKind, chunk: int, chunks: int) -> str:

@@ -1,4 +1,4 @@
-"""What the pictures have in common: one style, a document on a light ground, boxes, a legend."""
+"""The pictures as SVG: one style, a document on a light ground, rows of bars above an axis, a legend."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from xml.sax.saxutils import escape
 from megazero.plan.schedule_drawing import ticks
 
 MARGIN = 20  # pixels
-ROW, GAP, _DIGIT = 24, 5, 7
+ROW, GAP, _DIGIT, _TOP = 24, 5, 7, 50
 
 _STYLE = """
     text { font: 12px ui-sans-serif, system-ui, "Segoe UI", Helvetica, Arial, sans-serif; fill: #1f2933; }
@@ -21,7 +21,7 @@ _STYLE = """
     .idle { fill: #f0f2f4; }
     .line { stroke: #9aa5b1; fill: none; }
     .grid { stroke: #d9dde1; fill: none; }
-    .formula { stroke: #b3261e; stroke-width: 2; fill: none; }
+    .limit { stroke: #b3261e; stroke-width: 2; fill: none; }
 """
 
 
@@ -74,32 +74,39 @@ class Bar(NamedTuple):
     label: str = ""
 
 
-def bars(
-    rows: Iterable[tuple[str, Iterable[Bar]]],
+def picture(
+    title: str,
+    rows: Sequence[tuple[str, Iterable[Bar]]],
     end: float,
-    wide: float,
     unit: str,
+    meanings: Iterable[tuple[Sequence[str], str]],
     *,
-    x: float,
-    left: float,
-    top: float = 0,
-) -> tuple[list[str], float]:
-    """Return named rows of bars above an axis from 0 to `end`, `wide` pixels, and where the axis ends.
+    wide: float = 720.0,
+    mark: float | None = None,
+) -> str:
+    """Return an SVG document of named rows of bars above an axis from 0 to `end`.
 
     Args:
-        x, left, top: of the names, of the bars, and of the first row.
+        meanings: (paints, meaning) of the legend.
+        wide: pixels of the axis.
+        mark: where a line crosses all rows.
     """
-    body, y, scale = list[str](), top, wide / end
-    for name, own in rows:
-        body.append(text(x, y + 16, name))
-        for bar in own:
+    left = MARGIN + 12 + _DIGIT * max(len(name) for name, _ in rows)
+    body, y, scale = list[str](), float(_TOP), wide / end
+    for name, row in rows:
+        body.append(text(MARGIN, y + 16, name))
+        for bar in row:
             at, width = left + bar.start * scale, (bar.end - bar.start) * scale
             body.append(rect(at, y, width, ROW, bar.paint, bar.title))
             if bar.label and len(bar.label) * _DIGIT + 2 <= width:
                 body.append(text(at + width / 2, y + 16, bar.label, "mid"))
         y += ROW + GAP
-    body += [text(x, y + 18, unit, "small"), f'<path class="line" d="M{left} {y + 2}h{wide:.2f}"/>']
+    if mark is not None:
+        body.append(f'<path class="limit" d="M{left + mark * scale:.1f} {_TOP}V{y}"/>')
+    body += [text(MARGIN, y + 18, unit, "small"), f'<path class="line" d="M{left} {y + 2}h{wide:.2f}"/>']
     for tick in ticks(end, wide / 60):
         at = left + tick * scale
         body.append(f'<path class="line" d="M{at:.2f} {y + 2}v4"/>' + text(at, y + 18, f"{tick:g}", "small mid"))
-    return body, y + 22
+    samples, end_of_samples = legend(left, y + 42, meanings)
+    width = max(left + wide, end_of_samples, MARGIN + 7.6 * len(title)) + MARGIN
+    return document(width, y + 74, title, [*body, *samples])
