@@ -150,13 +150,19 @@ def test_where_no_setting_helps_that_is_said_and_other_errors_stay_what_they_are
 
 
 def _without_room_for_nccl(rank: int, run: ResolvedRun) -> tuple[bool, str]:
-    hog = torch.empty(torch.cuda.mem_get_info()[0] - 2**26, dtype=torch.uint8, device=DEVICE) if rank == 0 else None
-    dist.all_reduce(torch.zeros(1))  # over gloo
+    taken = torch.zeros(1, device=DEVICE)
+    dist.all_reduce(torch.zeros(1))  # over gloo; each rank has its context now
+    if rank == 0:
+        taken = torch.empty(torch.cuda.mem_get_info()[0] - 2**26, dtype=torch.uint8, device=DEVICE)
+    dist.all_reduce(torch.zeros(1))
     try:
         state_on(rank, run)
     except RuntimeError as error:
         return lacks_memory(error), str(error)
-    return False, f"NCCL took less than was left beside {hog is not None}"
+    finally:
+        del taken
+        torch.cuda.empty_cache()
+    return False, "NCCL needed less than was left"
 
 
 @pytest.mark.skipif(DEVICE.type != "cuda", reason="needs a device whose memory ends")

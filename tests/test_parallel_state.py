@@ -140,6 +140,7 @@ def test_a_state_on_another_device_than_the_current_one_is_an_error_with_both(mo
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
     for device in (None, torch.device("cuda"), torch.device("cuda", 1)):
         ParallelState(RankGrid(), device=device)
+    assert ParallelState(RankGrid(), device=torch.device("cuda")).device == torch.device("cuda:1")  # as tensors say it
     with pytest.raises(ValueError, match=r"cuda:0.* current device is cuda:1.* torch\.cuda\.set_device\(0\)"):
         ParallelState(RankGrid(), device=torch.device("cuda", 0))
 

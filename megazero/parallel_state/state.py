@@ -87,11 +87,14 @@ class ParallelState:
             raise ValueError(f"shard_group_size={shard_group_size} must divide {names}={same}")
         self.grid, self.rank, self.local_world_size = grid, rank, local_world_size
         self.device = device or torch.device("cpu")
-        if self.device.type == "cuda" and self.device.index not in (None, torch.cuda.current_device()):
-            raise ValueError(
-                f"this rank computes on {self.device}, but the current device is cuda:{torch.cuda.current_device()}: "
-                f"streams of both would not wait for one another; call torch.cuda.set_device({self.device.index}) first"
-            )
+        if self.device.type == "cuda":
+            current = torch.device("cuda", torch.cuda.current_device())
+            if self.device.index not in (None, current.index):
+                raise ValueError(
+                    f"this rank computes on {self.device}, but the current device is {current}: streams of both would not "
+                    f"wait for one another; call torch.cuda.set_device({self.device.index}) first"
+                )
+            self.device = current  # as its tensors say it
         if running > 1 and self.device.type != "cpu" and "gloo" not in str(dist.get_backend_config()):
             raise ValueError(
                 f"the process group was made with backend {dist.get_backend_config()}, but checkpoints travel as CPU "
