@@ -99,10 +99,8 @@ def test_every_documented_key_is_known(path):
     assert path in KNOWN
 
 
-def test_no_key_is_known_twice_and_each_says_what_becomes_of_it():
+def test_no_key_is_known_twice():
     assert len(set(KNOWN)) == len(KNOWN)
-    texts = [info.description for info in HONOURED.values()]
-    assert all([*texts, *NO_EFFECT.values(), *(refusal.reason for refusal in REFUSED.values())])
     for block in UNCHECKED:  # each has a key of its own that says what becomes of the others
         assert any(path.startswith(f"{block}.") for path in KNOWN)
 
@@ -118,7 +116,6 @@ def test_no_key_is_known_twice_and_each_says_what_becomes_of_it():
 )
 def test_a_key_takes_its_own_default_and_asks_for_nothing_refused(path, value):
     notes = load(**only(path, value)).notes
-    assert all(note.startswith(f"{path} has no effect: ") for note in notes)
     # whose stage is 0 and whose device is none; and what is not enabled
     assert not notes or path.startswith(("zero_optimization", "fp16", "tensorboard"))
 
@@ -138,19 +135,12 @@ def test_a_refused_key_is_an_error_with_its_reason(path, asked):
 def test_a_key_without_effect_changes_nothing_but_the_notes(path, value):
     read, plain = load(**only(path, value)), load()
     if not path.endswith("enabled"):
-        assert read.notes == (f"{path} has no effect: {NO_EFFECT[path]}",)
+        assert read.notes[0].endswith(f": {path}")
     assert (read.zero, read.precision, read.json.gradient_clipping) == (
         plain.zero,
         plain.precision,
         plain.json.gradient_clipping,
     )
-
-
-def test_activation_checkpointing_says_where_arguments_are_stored():
-    parts = {"contiguous_memory_optimization": True, "cpu_checkpointing": True}
-    found = load(activation_checkpointing=parts | {"partition_activations": True, "number_checkpoints": 4})
-    assert found.json.activation_checkpointing.model_dump() == parts
-    assert len(found.notes) == 2
 
 
 @pytest.mark.parametrize("block", UNCHECKED)
@@ -169,8 +159,9 @@ def test_blocks_of_older_versions_are_refused_unless_they_are_off(name):
 
 
 def test_the_page_of_keys_is_the_tables():
-    page = PAGE.read_text(encoding="utf-8")
-    assert page[page.index("\n## ") + 1 :] == to_markdown_deepspeed(), "out of date: run the command at its top"
+    head, _, tables = PAGE.read_text(encoding="utf-8").partition("\n## Honoured")
+    assert f"## Honoured{tables}" == to_markdown_deepspeed(), "out of date: run the command at its top"
+    assert sorted(re.findall(r"^\| `(.+)` \|", head, re.MULTILINE)) == sorted(NO_EFFECT)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -344,7 +335,7 @@ def test_what_is_reported_and_logged():
     unnamed = load(tensorboard={"enabled": True}).tensorboard
     assert (unnamed.output_path, unnamed.job_name) == (None, "DeepSpeedJobName")
     assert load(tensorboard={"enabled": False, "output_path": "logs"}).tensorboard is None
-    assert load(wandb={"enabled": True, "project": "p"}).notes[0].startswith("wandb.enabled has no effect: ")
+    assert load(wandb={"enabled": True, "project": "p"}).notes[0].endswith("wandb.enabled")
     assert load(data_efficiency={"seed": 5}, dataloader_drop_last=True).seed == 5
 
 
@@ -370,15 +361,13 @@ def test_a_wrong_key_says_what_to_write(config, told):
     assert found.startswith(told)
 
 
-def test_auto_is_an_error_that_says_what_it_stands_for_unless_deepspeed_takes_it():
+def test_auto_is_an_error_that_says_what_it_stands_for_where_a_key_has_an_effect():
     (told,) = problems(train_micro_batch_size_per_gpu="auto")
     assert "Hugging Face" in told
     assert "write the value itself: integer >= 1" in told
     (told,) = problems(optimizer={"type": "AdamW", "params": {"lr": "auto"}})
     assert told.startswith('optimizer.params.lr = "auto": is a placeholder')
-    (told,) = problems(zero_optimization={"stage3_max_live_parameters": "auto"})
-    assert told.endswith("leave it out")
-    assert load(pipeline={"stages": "auto"}, expert_parallel={"top_k": "auto"}).notes[0].startswith("pipeline.stages")
+    assert load(pipeline={"stages": "auto"}, expert_parallel={"top_k": "auto"}).notes[0].endswith(" pipeline.stages")
 
 
 def test_all_problems_are_told_at_once_and_no_rule_is_judged_over_a_wrong_key():

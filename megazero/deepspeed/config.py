@@ -16,7 +16,7 @@ from typing import Any
 from megazero.config.derive import complete_batch
 from megazero.config.rules import check_rules
 from megazero.config.schema import OffloadConfig, PrecisionConfig, RunConfig, TrainingConfig, ZeroConfig
-from megazero.deepspeed.config_check import check_keys
+from megazero.deepspeed.config_check import check_keys, note_on
 from megazero.deepspeed.config_schema import (
     ACCUMULATION,
     MICRO,
@@ -32,7 +32,9 @@ _SMALLEST_BUCKET = 1024  # bytes, as the schema has it
 _BYTES_PER_ELEMENT = 4  # buckets hold fp32 gradients
 # of fp16: how a loss scale of 0 is adapted
 _ADAPTED_SCALE = {"initial_scale_power", "loss_scale_window", "hysteresis", "consecutive_hysteresis", "min_loss_scale"}
-_TENSORBOARD = {"output_path", "job_name"}
+_OFFLOAD = {"nvme_path", "pin_memory", "ratio"}
+_OF_STAGE_3 = {"stage3_param_persistence_threshold", "zero_quantized_weights"}
+_OF_STAGE_3 |= {"stage3_prefetch_bucket_size", "zero_hpz_partition_size"}
 
 
 @dataclass(frozen=True)
@@ -45,7 +47,7 @@ class DeepSpeedConfig(Mapping[str, Any]):
         casts_inputs: whether inputs are cast to the format of the weights; None where it is not written.
         seed: of the data order; None where it is not written.
         tensorboard: None where it is not enabled.
-        notes: one line for each key that was written but has no effect here, saying why.
+        notes: lines on what was written and has no effect here, or is taken otherwise.
     """
 
     given: Mapping[str, Any]
@@ -99,7 +101,7 @@ def load_deepspeed_config(source: str | Path | Mapping[str, Any], dp_size: int) 
         seed=efficiency.seed if "seed" in efficiency.model_fields_set else None,
         tensorboard=config.tensorboard if config.tensorboard.enabled else None,
         wall_clock_breakdown=config.wall_clock_breakdown or config.flops_profiler.enabled,
-        notes=(*checked.notes, *_conditional_notes(config)),
+        notes=(*note_on([*checked.idle, *_idle_beside_others(config)]), *_notes(config)),
     )
 
 
@@ -199,31 +201,28 @@ def _precision(config: DeepSpeedJson) -> PrecisionConfig:
     return PrecisionConfig.model_validate(given)
 
 
-def _conditional_notes(config: DeepSpeedJson) -> Iterator[str]:
-    """Note the keys that are honoured, but not as these values or beside these others."""
-    zero, fp16, bucket = config.zero_optimization, config.fp16, _bucket_bytes(config)
+def _idle_beside_others(config: DeepSpeedJson) -> Iterator[str]:
+    """Yield the keys that are written, and have no effect beside the others."""
+    zero, fp16 = config.zero_optimization, config.fp16
+    rows: list[tuple[bool, str, Section, set[str]]] = [
+        (zero.stage != 3, ZERO, zero, _OF_STAGE_3),
+        (zero.stage == 0, ZERO, zero, {"mics_shard_size", "zero_quantized_gradients"}),
+        *((not block.if_on, f"{ZERO}.{name}", block, _OFFLOAD) for name, block in zero.offloads.items()),
+        (not fp16.enabled, "fp16", fp16, fp16.model_fields_set - {"enabled"}),
+        (fp16.enabled, "bf16", config.bf16, {"auto_cast"}),  # it is read in fp32, too
+        (fp16.enabled and fp16.loss_scale > 0, "fp16", fp16, _ADAPTED_SCALE),
+        (not config.tensorboard.enabled, "tensorboard", config.tensorboard, {"output_path", "job_name"}),
+    ]
+    for is_idle, path, section, keys in rows:
+        yield from (f"{path}.{key}" for key in sorted(section.model_fields_set & keys) if is_idle)
+
+
+def _notes(config: DeepSpeedJson) -> Iterator[str]:
+    """Yield notes on keys that are honoured, but not as these values or beside these others."""
+    zero, bucket = config.zero_optimization, _bucket_bytes(config)
     if "reduce_bucket_size" in zero.model_fields_set and bucket != _BYTES_PER_ELEMENT * zero.reduce_bucket_size:
         taken = bucket // _BYTES_PER_ELEMENT
         yield f"{ZERO}.reduce_bucket_size is taken as {taken}, the nearest that a bucket can have"
-    of_weights = {"stage3_param_persistence_threshold", "zero_quantized_weights"}
-    of_gathers = {"stage3_prefetch_bucket_size", "zero_hpz_partition_size"}
-    of_shards = {"mics_shard_size", "zero_quantized_gradients"}
-    rows: list[tuple[bool, str, Section, set[str], str]] = [
-        (zero.stage != 3, ZERO, zero, of_weights, f"stage {zero.stage} keeps all weights whole"),
-        (zero.stage != 3, ZERO, zero, of_gathers, f"stage {zero.stage} gathers no weights for a forward"),
-        (zero.stage == 0, ZERO, zero, of_shards, "stage 0 shards nothing"),
-        *(
-            (not block.if_on, f"{ZERO}.{name}", block, block.model_fields_set - {"device"}, "its device is none")
-            for name, block in zero.offloads.items()
-        ),
-        (not fp16.enabled, "fp16", fp16, fp16.model_fields_set - {"enabled"}, "fp16 is not enabled"),
-        (fp16.enabled, "bf16", config.bf16, {"auto_cast"}, "bf16 is not enabled"),  # it is read in fp32, too
-        (fp16.enabled and fp16.loss_scale > 0, "fp16", fp16, _ADAPTED_SCALE, "a fixed loss_scale is not adapted"),
-        (not config.tensorboard.enabled, "tensorboard", config.tensorboard, _TENSORBOARD, "tensorboard is not enabled"),
-    ]
-    for applies, path, section, keys, why in rows:
-        for key in sorted(section.model_fields_set & keys) if applies else ():
-            yield f"{path}.{key} has no effect: {why}"
     if config.flops_profiler.enabled:
         yield "flops_profiler.enabled is taken as wall_clock_breakdown: operations are not counted by module"
     if zero.zero_quantized_gradients and zero.stage and config.communication_data_type is not None:

@@ -2,7 +2,7 @@
 
     {"zero_optimization": {"stage": 2, "overlap_comm": true, "overlap_com": true}}
         zero_optimization.stage           sets something (config_schema)      -> its value, checked by pydantic
-        zero_optimization.overlap_comm    has no effect (config_refused)      -> a note
+        zero_optimization.overlap_comm    has no effect (config_refused)      -> the note on such keys
         zero_optimization.overlap_com     unknown                             -> a problem, with the likeliest key
 
 Relations between keys are judged once every key holds.
@@ -11,7 +11,7 @@ Relations between keys are judged once every key holds.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -63,11 +63,11 @@ class KeyCheck:
     """Reads tables, and gathers what is found beside their values.
 
     Args:
-        notes: a line for each key that is written and has no effect.
+        idle: the keys that are written and have no effect.
     """
 
     problems: list[Problem] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)
+    idle: list[str] = field(default_factory=list)
     honoured: dict[str, FieldInfo] = field(default_factory=honoured_keys)
 
     def read_table(self, table: Mapping[str, Any], path: str) -> dict[str, Any]:
@@ -79,7 +79,8 @@ class KeyCheck:
                 if self._is_value(value, key):
                     values[name] = value
             elif key in NO_EFFECT:
-                self._note(value, key)
+                if value is not None and not (key.endswith(".enabled") and value is (key == _ON_BY_DEFAULT)):
+                    self.idle.append(key)
             elif key in REFUSED:
                 if not _asks_for_nothing(value, REFUSED[key]):
                     problem = Problem(key, value, f"is not supported: {REFUSED[key].reason}", "leave it out")
@@ -115,12 +116,6 @@ class KeyCheck:
         hint = f"write {' or '.join(dict.fromkeys(near))}" if near else default
         self.problems.append(Problem(key, value, f"must be {_ARTICLES.get(taken.split()[0], '')}{taken}", hint))
         return False
-
-    def _note(self, value: object, key: str) -> None:
-        if isinstance(value, str) and value.lower() == "auto" and key != "pipeline.stages":
-            self.problems.append(_placeholder(key, value, "leave it out"))
-        elif value is not None and not (key.endswith(".enabled") and value is (key == _ON_BY_DEFAULT)):
-            self.notes.append(f"{key} has no effect: {NO_EFFECT[key]}")
 
     def _unknown(self, key: str, name: str, home: str, value: object) -> None:
         """Report a key that does not exist."""
@@ -159,15 +154,17 @@ def _placeholder(key: str, value: str, hint: str) -> Problem:
     return Problem(key, value, "is a placeholder that Hugging Face's Trainer fills in", hint)
 
 
+def note_on(idle: Sequence[str]) -> list[str]:
+    """Return the note on keys that have no effect; none without any."""
+    return [f"without effect here, as docs/deepspeed_config.md explains: {', '.join(idle)}"] if idle else []
+
+
 def to_markdown_deepspeed() -> str:
-    """Give every key as Markdown: three tables, by what becomes of the key."""
-    keys = honoured_keys().items()
-    honoured = "".join(f"| `{key}` | {_taken(info)} | {info.description} |\n" for key, info in keys)
-    no_effect = "".join(f"| `{key}` | {note} |\n" for key, note in NO_EFFECT.items())
+    """Give the keys that set something, and those that are refused, as two tables in Markdown."""
+    honoured = "".join(f"| `{key}` | {_taken(info)} | {info.description} |\n" for key, info in honoured_keys().items())
     refused = "".join(f"| `{key}` | {refusal.reason} |\n" for key, refusal in REFUSED.items())
     return (
         f"## Honoured\n\n| key | type and default | what it sets |\n|---|---|---|\n{honoured}\n"
-        f"## No effect\n\n| key | why |\n|---|---|\n{no_effect}\n"
         f"## Refused\n\n| key | why |\n|---|---|\n{refused}"
     )
 

@@ -1,16 +1,14 @@
 """The keys of a DeepSpeed configuration that set nothing here: without effect, or refused.
 
-NO_EFFECT    it tunes what is done another way here; the line says how, and so does a note when the key is written
+NO_EFFECT    it tunes what is done another way here; a note lists those that are written
 REFUSED      ignoring it would change the numbers or break a promise; any value but a harmless one is an error
 UNCHECKED    the other keys of these blocks say how to do what is refused or has no effect, so nobody reads them
+
+docs/deepspeed_config.md has the reason of each.
 """
 
 from dataclasses import dataclass
 
-_NVME = "files are read and written by threads, with buffers of their own size"
-_IN_FILES = "under nvme all of the shard lies in files"
-_OWN_UPDATE = "the update of offloaded state has one way to run"
-_WHOLE = "saved weights are always whole, gathered one by one on rank 0"
 _EXPERTS = "there is no mixture of experts"
 _REMOVED = {
     "amp": "write bf16 or fp16",
@@ -24,8 +22,6 @@ _REMOVED = {
     "nebula": "checkpoints go to a directory",
     "zero_optimization.zeropp_loco_param": "errors of rounding are not fed back",
 }
-_BUCKETS = "parameters and gradients lie in flat buckets of reduce_bucket_size, and are gathered and reduced by these"
-_PREFETCH = "stage 3 holds the unit in use and stage3_prefetch_bucket_size of what follows"
 _TP = "build the model from megazero.layers and pass the parallel state as mpu; a model is not rewritten for you"
 
 
@@ -41,101 +37,43 @@ class Refusal:
     harmless: tuple[object, ...] = (False,)
 
 
-def _below(block: str, notes: dict[str, str]) -> dict[str, str]:
-    """Give each key of a block its note; names with spaces between them share one."""
-    return {f"{block}.{name}": note for names, note in notes.items() for name in names.split()}
-
-
-NO_EFFECT = {
-    "optimizer.legacy_fusion": "the update runs over flat shards, always fused",
-    "zero_force_ds_cpu_optimizer": _OWN_UPDATE,
-    **dict.fromkeys(
-        ("prescale_gradients", "gradient_predivide_factor"), "losses are divided by dp before the backward"
+# The keys without effect, by the block that they are in.
+_BLOCKS = {
+    "optimizer": "legacy_fusion",
+    "": (
+        "zero_force_ds_cpu_optimizer prescale_gradients gradient_predivide_factor disable_allgather allgather_size "
+        "sparse_gradients seq_parallel_communication_data_type use_data_before_expert_parallelism memory_breakdown "
+        "disable_python_gc log_level cuda_visible_devices vocabulary_size comms_config monitor_config "
+        "graph_harvesting datastates_ckpt"
     ),
-    "disable_allgather": "updated parameters are always all-gathered",
-    "allgather_size": _BUCKETS,
-    "sparse_gradients": "gradients of embeddings are reduced whole; the sum is the same",
-    "seq_parallel_communication_data_type": "no samples are split over ranks",
-    "use_data_before_expert_parallelism": _EXPERTS,
-    "memory_breakdown": "memory is not reported by phase",
-    "disable_python_gc": "Python's garbage collector is left as it is",
-    "log_level": "logging is set up by the script",
-    "cuda_visible_devices": "the launcher and the environment choose the devices",
-    "vocabulary_size": "tables are padded where tensor parallelism needs it",
-    "timers.throughput.enabled": "throughput is part of every report",
-    "timers.throughput.synchronized": "steps are timed from report to report",
-    "bf16.immediate_grad_update": "a gradient is added to its bucket as soon as it exists",
-    "bf16.check_grad_overflow": "every step checks that the gradient norm is finite",
-    **_below(
-        "zero_optimization",
-        {
-            "mics_hierarchical_params_gather": "a shard group gathers in one collective",
-            "cpu_offload_use_pin_memory": "write offload_optimizer.pin_memory",
-            "allgather_partitions": "updated parameters are always all-gathered",
-            "allgather_bucket_size": _BUCKETS,
-            "overlap_comm": "gradients are always reduced beside the backward",
-            "reduce_scatter": "stages 1 to 3 always reduce-scatter, stage 0 all-reduces",
-            "use_multi_rank_bucket_allreduce": "one collective reduces a bucket for all ranks",
-            "contiguous_gradients": "gradients always lie in flat buckets",
-            "round_robin_gradients": "shards are even, so ranks copy as much as each other",
-            "parameter_alignment": "a bucket has a layout of its own",
-            "compute_grad_norm": "the norm is part of every step",
-            "sub_group_size": "the update runs bucket by bucket",
-            "stage3_max_live_parameters stage3_max_reuse_distance": _PREFETCH,
-            "stage3_model_persistence_threshold": "what stays whole is bounded by parameter only",
-            "stage3_module_granularity_threshold": "weights are gathered by unit of the model",
-            "stage3_use_all_reduce_for_fetch_params": "weights are gathered by all-gather",
-            "stage3_allgather_sequential": "a unit is gathered straight into its weights",
-            "stage3_gather_16bit_weights_on_model_save stage3_gather_fp16_weights_on_model_save": _WHOLE,
-            "load_from_fp32_weights": "master weights are always loaded in fp32",
-            "elastic_checkpoint": "a checkpoint of any shape loads on any other",
-            "pipeline_loading_checkpoint": "each rank reads only what it keeps",
-            "memory_efficient_linear": "the backward reads weights from the same gather buffers",
-            "override_module_apply": "no method of your modules is replaced",
-            "log_trace_cache_warnings": "nothing is traced",
-            "enable_sanity_checks": "checks are always on",
-            "legacy_stage1": "there is one stage 1",
-            "save_muon_momentum_buffer_in_memory": "Muon is for run files (optimizer.name), not for scripts",
-        },
+    "timers.throughput": "enabled synchronized",
+    "bf16": "immediate_grad_update check_grad_overflow",
+    "zero_optimization": (
+        "mics_hierarchical_params_gather cpu_offload_use_pin_memory allgather_partitions allgather_bucket_size "
+        "overlap_comm reduce_scatter use_multi_rank_bucket_allreduce contiguous_gradients round_robin_gradients "
+        "parameter_alignment compute_grad_norm sub_group_size stage3_max_live_parameters stage3_max_reuse_distance "
+        "stage3_model_persistence_threshold stage3_module_granularity_threshold "
+        "stage3_use_all_reduce_for_fetch_params stage3_allgather_sequential stage3_gather_16bit_weights_on_model_save "
+        "stage3_gather_fp16_weights_on_model_save load_from_fp32_weights elastic_checkpoint "
+        "pipeline_loading_checkpoint memory_efficient_linear override_module_apply log_trace_cache_warnings "
+        "enable_sanity_checks legacy_stage1 save_muon_momentum_buffer_in_memory"
     ),
-    **_below("activation_checkpointing", {"synchronize_checkpoint_boundary profile": "time with torch.profiler"}),
-    "activation_checkpointing.partition_activations": "sequence parallelism of the tensor-parallel layers cuts activations",
-    "activation_checkpointing.number_checkpoints": "the buffer takes the size that a step needs",
-    **_below(
-        "zero_optimization.leaf_module", {"classes names name_suffixes": "a unit is gathered whole, whatever is in it"}
+    "activation_checkpointing": "synchronize_checkpoint_boundary profile number_checkpoints",
+    "zero_optimization.leaf_module": "classes names name_suffixes",
+    "zero_optimization.offload_optimizer": (
+        "buffer_count fast_init pipeline_read pipeline_write super_offload cpuadam_cores_perc"
     ),
-    **_below("zero_optimization.offload_optimizer", {"buffer_count fast_init pipeline_read pipeline_write": _NVME}),
-    **_below("zero_optimization.offload_optimizer", {"super_offload cpuadam_cores_perc": _OWN_UPDATE}),
-    **_below("zero_optimization.offload_param", {"buffer_count buffer_size": _NVME, "max_in_cpu": _IN_FILES}),
-    **_below(
-        "aio", {"block_size queue_depth thread_count intra_op_parallelism single_submit overlap_events use_gds": _NVME}
-    ),
-    **_below(
-        "pipeline",
-        {
-            "stages": "the model that you pass says its stages",
-            "partition": "the model that you pass says how its layers are cut",
-            "seed_layers": "the model that you pass says how it is initialised",
-            "use_reentrant": "what is recomputed never runs a backward within a backward",
-            "pipe_partitioned": "stages send activations as they are",
-            "grad_partitioned": "stages send gradients as they are",
-        },
-    ),
-    "csv_monitor.enabled": "no CSV files are written; tensorboard writes the same values",
-    **dict.fromkeys(
-        ("wandb.enabled", "comet.enabled"), "nothing is sent elsewhere; tensorboard writes the same values"
-    ),
-    "comms_logger.enabled": "collectives are not printed one by one",
-    "checkpoint.tag_validation": "pass the same tag on every rank",
-    "checkpoint.load_universal": "checkpoints hold whole tensors, so each loads on any shape",
-    "checkpoint.parallel_write.pipeline_stage": "the ranks always share the writing",
-    "checkpoint.checkpoint_serialization": "files are safetensors",
-    "checkpoint.writer": "files are safetensors, written as they are",
-    "comms_config": "DeepSpeed reads comms_logger alone",
-    "monitor_config": "DeepSpeed reads tensorboard, csv_monitor, wandb and comet at the top of the file",
-    "graph_harvesting": "no graph is captured; DeepSpeed 0.19 removed it too",
-    "datastates_ckpt": "checkpoints have one writer",
+    "zero_optimization.offload_param": "buffer_count buffer_size max_in_cpu",
+    "aio": "block_size queue_depth thread_count intra_op_parallelism single_submit overlap_events use_gds",
+    "pipeline": "stages partition seed_layers use_reentrant pipe_partitioned grad_partitioned",
+    "csv_monitor": "enabled",
+    "wandb": "enabled",
+    "comet": "enabled",
+    "comms_logger": "enabled",
+    "checkpoint": "tag_validation load_universal checkpoint_serialization writer",
+    "checkpoint.parallel_write": "pipeline_stage",
 }
+NO_EFFECT = [f"{block}.{name}".lstrip(".") for block, names in _BLOCKS.items() for name in names.split()]
 
 REFUSED = {
     "managed_gradient_accumulation": Refusal("micro-batches are counted by the engine", (True,)),

@@ -151,6 +151,8 @@ class CheckpointingBlock(Section):
     """arguments of 64 KiB and more are stored in host memory, in one buffer, and copied beside the computation"""
     contiguous_memory_optimization: bool = False
     """they are stored in one buffer of the device, which stays allocated"""
+    partition_activations: bool = False
+    """an error with tensor parallelism, whose layers cut activations themselves; without it there is nothing to cut"""
 
 
 class TensorboardBlock(Section):

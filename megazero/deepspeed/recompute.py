@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_leaves
 
 from megazero.comm.memory import Arena
 from megazero.deepspeed.config import read_json
-from megazero.deepspeed.config_check import check_keys
+from megazero.deepspeed.config_check import check_keys, note_on
 from megazero.deepspeed.config_schema import CheckpointingBlock
 from megazero.deepspeed.script_utils import log_dist
 from megazero.layers.activation_offload import ActivationStore
@@ -194,16 +194,22 @@ def configure(
     config, checked = check_keys({"activation_checkpointing": block})
     if checked.problems:
         raise ConfigError(checked.problems, "deepspeed.checkpointing.configure")
-    for note in checked.notes:
+    for note in note_on(checked.idle):
         log_dist(f"note: {note}", [0])
     _NOW.apply(config.activation_checkpointing)
     _NOW.by_script = True
 
 
-def configure_by_block(block: CheckpointingBlock) -> None:
-    """Apply the `activation_checkpointing` block of the JSON, unless the script has called `configure`."""
+def configure_by_block(block: CheckpointingBlock, tp: int) -> None:
+    """Apply the `activation_checkpointing` block of the JSON, unless the script has called `configure`.
+
+    Raises: ValueError: arguments are to be cut over several tensor-parallel ranks.
+    """
     if not _NOW.by_script:
         _NOW.apply(block)
+    if tp > 1 and _NOW.options.partition_activations:
+        why = f"{tp=} ranks may have different arguments, since their layers cut activations themselves"
+        raise ValueError(f"activation_checkpointing.partition_activations is not supported: {why}; leave it out")
 
 
 def is_configured() -> bool:

@@ -108,7 +108,7 @@ def initialize(
         if mpu is not None or isinstance(model, PipelineModule):
             raise ValueError(f"state in groups of {size} ranks: make the parallel state with shard_group_size={size}")
         state = parallel_state_of(shard_group_size=size)
-    configure_by_block(settings.json.activation_checkpointing)
+    configure_by_block(settings.json.activation_checkpointing, state.tp.size)
     show = Terminal()
     if dist.is_initialized():
         _GROUPS[id(state.groups)] = state.groups
