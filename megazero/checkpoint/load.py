@@ -118,7 +118,7 @@ class OpenCheckpoint:
         """
         copies = {bucket: None if self._shares_pages else copies_of(bucket, self.at) for bucket in self.state.buckets}
         reads = plan_reads(self.state, copies, tuple(self.needed), self.at.tp.index)
-        counts = agree(lambda: _read_all(reads, self.stored, self.state, self.at.tp), self.at.world, CheckpointError)
+        counts = agree(lambda: _read_all(reads, self.stored, self.state, self.at), self.at.world, CheckpointError)
         for kind in self.needed:
             for bucket, axis in copies.items():
                 if axis is not None and _holds(self.state, kind, bucket):
@@ -216,7 +216,8 @@ class Read:
 
 def copies_of(bucket: Bucket, at: ParallelState) -> Axis | None:
     """The ranks that hold the same elements of a bucket; None if only this one does."""
-    axis = at.dp_cp if bucket.policy.zero_stage == 0 else bucket.placement.replica
+    same = bucket.placement.shard if bucket.layout.of_experts else at.dp_cp
+    axis = same if bucket.policy.zero_stage == 0 else bucket.placement.replica
     return axis if axis.size > 1 else None
 
 
@@ -277,7 +278,7 @@ def _cut(whole: Interval | None, counted: Interval) -> Iterator[tuple[Interval, 
 
 
 def _read_all(
-    reads: Iterable[Read], stored: Mapping[str, StoredTensors], state: ShardedState, tp: Axis
+    reads: Iterable[Read], stored: Mapping[str, StoredTensors], state: ShardedState, at: ParallelState
 ) -> Counter[str]:
     """Carry out a plan, straight into the state where that is in memory.  Returns the counted elements by kind."""
     counts, scratch = Counter[str](), torch.empty(0)
@@ -288,7 +289,7 @@ def _read_all(
             scratch = torch.empty(numel)
         values = scratch[:numel] if memory is None else memory
         source = _source(stored, read.kind, spec)
-        count = _read_range(source, spec, values, read.elements.start - read.slot.start, tp)
+        count = _read_range(source, spec, values, read.elements.start - read.slot.start, spec.axis(at))
         if memory is None:
             state.write(read.kind, read.bucket, read.elements, values)
         counts[read.kind] += count if read.is_counted else 0
@@ -302,14 +303,14 @@ def _source(stored: Mapping[str, StoredTensors], kind: str, spec: ParamSpec) -> 
     return stored[kind]
 
 
-def _read_range(stored: StoredTensors, spec: ParamSpec, out: Tensor, start: int, tp: Axis) -> int:
+def _read_range(stored: StoredTensors, spec: ParamSpec, out: Tensor, start: int, axis: Axis) -> int:
     """Read elements [start, start + len(out)) of a flattened local tensor; padding becomes zero.
 
     Returns: elements read; all but the padding.
     """
     stop = start + out.numel()
     read, done = 0, start  # elements before `done` are read or cleared
-    for region in spec.regions(tp.index, tp.size):
+    for region in spec.regions(axis.index, axis.size):
         low, high = max(region.start, start), min(region.start + region.numel, stop)
         if low >= high:
             continue

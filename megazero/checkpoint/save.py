@@ -40,7 +40,7 @@ from megazero.checkpoint.index import (
 )
 from megazero.checkpoint.tensor_file import SafetensorsWriter
 from megazero.comm.collectives import Pending, agree, exchange, gather_objects
-from megazero.layers.spec import ParamSpec, numel
+from megazero.layers.spec import numel
 from megazero.parallel_state import Axis, ParallelState
 from megazero.parallel_state.groups import SavingAxes
 from megazero.zero.bucket import Bucket, BucketLayout, Interval, Slot
@@ -126,17 +126,17 @@ def _write_own(
     written, buffers, open_files = _Written(), HostBuffers(), dict[str, SafetensorsWriter]()
     for kind in source.kinds:
         held = [entry for entry in plan.assignments if source.holds(kind, source.buckets[entry.bucket])]
-        specs, dtype = [entry.slot.info.spec for entry in held if entry.writer == at.rank], source.dtype(kind)
-        shapes = {name: shape for spec in specs for name, shape in spec.logical_shapes().items()}
-        file, metadata = plan.file(kind, at.rank) if specs else "", {"kind": kind, "step": str(step)}
+        own, dtype = [entry for entry in held if entry.writer == at.rank], source.dtype(kind)
+        shapes = {name: shape for entry in own for name, shape in entry.logical_shapes().items()}
+        file, metadata = plan.file(kind, at.rank) if own else "", {"kind": kind, "step": str(step)}
         written.tensors[kind] = {name: (file, dtype.itemsize * numel(shape)) for name, shape in shapes.items()}
         layout = {name: (dtype, shape) for name, shape in shapes.items()}
         begin = partial(SafetensorsWriter, folder, file, layout, metadata)
-        writer = written.attempt(f"{folder}/{file}", begin) if specs else None
+        writer = written.attempt(f"{folder}/{file}", begin) if own else None
         if writer is not None:
             open_files[file] = writer
         for assignment, local in gather_locals(source, kind, held, at, stage, buffers):
-            for name, tensor in assemble(assignment.slot.info.spec, local).items():
+            for name, tensor in assemble(assignment, local).items():
                 if writer is not None:
                     written.attempt(f"{folder}/{file}", partial(writer.write, name, tensor))
     for file, writer in open_files.items():  # only now, so that the disk works while the other kinds are gathered
@@ -240,12 +240,19 @@ def _commit(
 
 @dataclass(frozen=True)
 class Assignment:
-    """One parameter and the rank that writes it."""
+    """One parameter, or the experts of one rank of ep, and the rank that writes it."""
 
     bucket: int
     slot: Slot
     writer: int
-    parts: tuple[tuple[int, int, Interval], ...]  # (rank, tp index, elements of the bucket), once each
+    parts: tuple[tuple[int, int, Interval], ...]  # (rank, place in `places`, elements of the bucket), once each
+    places: tuple[tuple[int, int], ...]  # of the local tensors: index and size of the axis that splits the parameter
+
+    def logical_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Shapes of the tensors to be written, by name."""
+        spec = self.slot.info.spec
+        regions = spec.regions(*self.places[0]) if spec.of_experts else spec.regions(0, 1)
+        return {region.name: region.stored_shape for region in regions}
 
 
 def assign_writers(buckets: Sequence[Bucket], at: ParallelState) -> tuple[Assignment, ...]:
@@ -260,11 +267,25 @@ def assign_writers(buckets: Sequence[Bucket], at: ParallelState) -> tuple[Assign
     heapify(loads)
     found = []
     first_copies = [(index, bucket) for index, bucket in enumerate(buckets) if not bucket.is_duplicate]
-    slots = [(index, slot, bucket.layout) for index, bucket in first_copies for slot in bucket.layout.slots]
     same = cache(lambda tp: at.grid.group_of(at.grid.rank(replace(at.at, tp=tp)), "dp", "cp"))  # as `at.dp_cp`
-    most = _SLACK * sum(numel(slot.info.shape) for _, slot, _ in slots) / len(load)
-    for index, slot, layout in sorted(slots, key=lambda entry: -numel(entry[1].info.shape)):
-        size, parts = numel(slot.info.shape), tuple(_parts(slot, layout, at.tp.size, same))
+    experts = at.grid.expert_table(at.rank)
+
+    def holders(slot: Slot) -> list[tuple[tuple[tuple[int, int], ...], list[tuple[int, ...]]]]:
+        """Of each assignment, the places of its local tensors and the ranks that share each of them."""
+        if slot.info.spec.of_experts:
+            return [(((index, len(experts)),), [ranks]) for index, ranks in enumerate(experts)]
+        size = 1 if slot.info.spec.split is None else at.tp.size
+        return [(tuple((tp, size) for tp in range(size)), [same(tp) for tp in range(size)])]
+
+    slots = [
+        (index, slot, bucket.layout, *places)
+        for index, bucket in first_copies
+        for slot in bucket.layout.slots
+        for places in holders(slot)
+    ]
+    most = _SLACK * sum(numel(slot.info.shape) for _, slot, *_ in slots) / len(load)
+    for index, slot, layout, places, ranks in sorted(slots, key=lambda entry: -numel(entry[1].info.shape)):
+        size, parts = numel(slot.info.shape), tuple(_parts(slot, layout, ranks))
         held: Counter[int] = Counter()
         for rank, _, run in parts:
             held[rank] += run.stop - run.start
@@ -276,20 +297,20 @@ def assign_writers(buckets: Sequence[Bucket], at: ParallelState) -> tuple[Assign
         load[writer] += size
         heappush(loads, (load[writer], writer))
         if at.rank == writer or at.rank in held:
-            found.append(Assignment(index, slot, writer, parts))
-    return tuple(sorted(found, key=lambda entry: (entry.bucket, entry.slot.start)))
+            found.append(Assignment(index, slot, writer, parts, places))
+    return tuple(sorted(found, key=lambda entry: (entry.bucket, entry.slot.start, entry.places)))
 
 
-def _parts(
-    slot: Slot, layout: BucketLayout, tp_size: int, same: Callable[[int], tuple[int, ...]]
-) -> Iterator[tuple[int, int, Interval]]:
-    """(rank, tp index, elements of the bucket) of each shard of a parameter, each once."""
+def _parts(slot: Slot, layout: BucketLayout, ranks: Sequence[tuple[int, ...]]) -> Iterator[tuple[int, int, Interval]]:
+    """(rank, number of the local tensor, elements of the bucket) of each shard of a parameter, each once.
+
+    `ranks`: of each local tensor, those that share it: the first of them are the first group that shares one copy.
+    """
     each = layout.shard_numel
-    for tp in range(1 if slot.info.spec.split is None else tp_size):
-        # the ranks of the first group that shares one copy of the state
+    for number, same in enumerate(ranks):
         for index in range(slot.start // each, -(-slot.stop // each)):
             run = Interval(max(slot.start, index * each), min(slot.stop, (index + 1) * each))
-            yield same(tp)[index], tp, run
+            yield same[index], number, run
 
 
 class HostBuffers:
@@ -358,9 +379,9 @@ def _transfers(
     nbytes = numel(slot.info.shape) * dtype.itemsize
     sends: Messages = []
     receives: Messages = []
-    flats = [torch.empty(0) for _ in range(1 if slot.info.spec.split is None else at.tp.size)]
+    flats = [torch.empty(0) for _ in assignment.places]
     taken: list[Tensor] = []
-    for rank, tp, run in assignment.parts:
+    for rank, number, run in assignment.parts:
         if at.rank not in (rank, assignment.writer):
             continue
         own = source.read(kind, bucket, run).detach() if rank == at.rank else None
@@ -368,12 +389,12 @@ def _transfers(
             sends.append((own.to("cpu", copy=own.device.type != "cpu"), assignment.writer))
             continue
         if own is not None and run == slot.interval:
-            flats[tp] = own.cpu()
+            flats[number] = own.cpu()
             continue
-        if not flats[tp].numel():
+        if not flats[number].numel():
             taken.append(buffers.take(nbytes))
-            flats[tp] = taken[-1][:nbytes].view(dtype)
-        target = flats[tp][run.start - slot.start : run.stop - slot.start]
+            flats[number] = taken[-1][:nbytes].view(dtype)
+        target = flats[number][run.start - slot.start : run.stop - slot.start]
         if own is None:
             receives.append((target, rank))
         else:
@@ -386,15 +407,15 @@ def _wait(pendings: Sequence[Pending]) -> None:
         pending.wait()
 
 
-def assemble(spec: ParamSpec, local: Sequence[Tensor]) -> dict[str, Tensor]:
+def assemble(assignment: Assignment, local: Sequence[Tensor]) -> dict[str, Tensor]:
     """Whole logical tensors, as a checkpoint stores them; views of `local` if they are contiguous there.
 
-    `local` are the local tensors of all TP ranks; one if every rank holds the same.
+    `local` are the local tensors of all places of the assignment.
     """
-    shapes = spec.logical_shapes()
+    spec, shapes = assignment.slot.info.spec, assignment.logical_shapes()
     whole: dict[str, Tensor] = {}
-    for tp, tensor in enumerate(local):
-        for region in spec.regions(tp, len(local)) if tensor.numel() else ():
+    for place, tensor in zip(assignment.places, local, strict=True):
+        for region in spec.regions(*place) if tensor.numel() else ():
             source = tensor.view(-1)[region.start : region.start + region.numel].view(region.shape)
             if not region.transposed and region.shape == region.whole:  # all of it, in the order of the file
                 whole[region.name] = source
@@ -407,4 +428,4 @@ def assemble(spec: ParamSpec, local: Sequence[Tensor]) -> dict[str, Tensor]:
 def gather_logical(source: ShardedState, kind: str, at: ParallelState) -> Iterator[tuple[str, Tensor]]:
     """Every logical tensor of this rank's stage, on its writer only.  All ranks must iterate to the end."""
     for assignment, local in gather_locals(source, kind, assign_writers(source.buckets, at), at, at.model):
-        yield from assemble(assignment.slot.info.spec, local).items()
+        yield from assemble(assignment, local).items()

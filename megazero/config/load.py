@@ -78,7 +78,7 @@ class ResolvedRun:
         from megazero.parallel_state import RankGrid  # imports torch, which reading a run file does not need
 
         parallel = self.config.parallel
-        return RankGrid(tp=parallel.tp, cp=parallel.cp, dp=self.dp, pp=parallel.pp, order=parallel.order)
+        return RankGrid(parallel.tp, parallel.cp, self.dp, parallel.pp, parallel.order, parallel.ep)
 
 
 def load_config(

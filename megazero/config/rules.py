@@ -246,6 +246,38 @@ def _ulysses_splits_heads(config: RunConfig) -> Iterator[Problem]:
     yield Problem("parallel.cp_ulysses", degree, rule, f'{hint} parallel.cp_method = "ring"')
 
 
+def num_experts(config: RunConfig) -> int:
+    """Experts of a layer; 0 where a model has none."""
+    return getattr(config.model, "num_experts", None) or 0
+
+
+def _experts_are_dealt(config: RunConfig) -> Iterator[Problem]:
+    """Experts are whole on their rank of ep, and each rank brings tokens of its own."""
+    count, ep, tp = num_experts(config), config.parallel.ep, config.parallel.tp
+    if not count and ep > 1:
+        yield Problem("parallel.ep", ep, "must be 1 where model.num_experts is unset", "leave it out")
+    elif count % ep:
+        hint = nearest_text(nearest_of(ep, divisors(count)))
+        yield Problem("parallel.ep", ep, f"must divide model.num_experts={count}", hint)
+    if count and tp > 1 and not config.parallel.sequence_parallel:
+        rule = (
+            f"must be true where model.num_experts={count} and parallel.tp={tp}: ranks of tp route tokens of their own"
+        )
+        yield Problem("parallel.sequence_parallel", False, rule, "write true, or parallel.tp = 1")
+    if count and config.precision.fp8 != "none":
+        rule = "must be none where model.num_experts is set: products of experts have no fp8 yet"
+        yield Problem("precision.fp8", config.precision.fp8, rule, "leave it out")
+
+
+def _experts_fill_the_stage(config: RunConfig) -> Iterator[Problem]:
+    parallel, dp = config.parallel, dp_of(config)
+    ranks = parallel.tp * parallel.cp * dp
+    if ranks % parallel.ep:
+        hint = nearest_text(nearest_of(parallel.ep, divisors(ranks)))
+        rule = f"must divide tp*cp*dp={parallel.tp}*{parallel.cp}*{dp}={ranks}"
+        yield Problem("parallel.ep", parallel.ep, rule, hint)
+
+
 def _every_stage_has_a_layer(config: RunConfig) -> Iterator[Problem]:
     layers, pp, chunks = config.model.num_layers, config.parallel.pp, _chunks(config)
     if layers < pp * chunks and isinstance(config.parallel.layout, str):  # a list says which stages have none
@@ -491,6 +523,7 @@ _SHAPE_RULES: tuple[Rule, ...] = (
     _ranks_split_sequence,
     _context_degrees_agree,
     _ulysses_splits_heads,
+    _experts_are_dealt,
     _every_stage_has_a_layer,
     _fp8_takes_the_sizes,
     _layout_is_of_this_model,
@@ -507,6 +540,7 @@ RULES: tuple[Rule, ...] = (
     _fp8_layers_are_of_this_model,
     _loss_scale_starts_above_its_least,
     _shapes_fill_their_worlds,
+    _experts_fill_the_stage,
     _shard_groups_fill_dp,
     _second_copies_fill_shard_groups,
     _validation_sources_are_apart,

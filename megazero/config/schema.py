@@ -138,6 +138,8 @@ class ParallelConfig(Section):
     """Pipeline-parallel degree: number of stages the layers are cut into."""
     dp: Count | Auto = "auto"
     """Data-parallel degree: number of model replicas. "auto" fills the world."""
+    ep: Count = 1
+    """Expert-parallel degree: neighbours among the tp * cp * dp ranks of a stage that hold different experts."""
     sequence_parallel: Annotated[bool, ActsWhere("parallel.tp", (), "nothing is split over tp", above=1)] = False
     """Split activations between the tensor-parallel regions over tp, by sequence position."""
     schedule: Annotated[str, NameIn(SCHEDULES), _OWN_SCHEDULE] = "1f1b"

@@ -23,6 +23,7 @@ from megazero.checkpoint.save import save_checkpoint
 from megazero.checkpoint.saver import Saver
 from megazero.comm.collectives import Pending, agree, all_reduce, gather_objects
 from megazero.config import RunConfig
+from megazero.config.rules import num_experts
 from megazero.engine.outline import RankStages, build_stages, chunks_of, optimizer_of
 from megazero.engine.phases import Position, check_same_run, position_after, trainer_state
 from megazero.engine.stage_runner import ChunkRunner, StageRunner, executors
@@ -45,8 +46,9 @@ from megazero.schedules.executor import Executor, Message
 from megazero.schedules.kind import GivenSchedule, ScheduleKind
 from megazero.schedules.registry import SCHEDULES
 from megazero.settings import hide_passwords
+from megazero.zero.bucket import Placement as ZeroPlacement
 from megazero.zero.optimizer import OptimizerRecipe
-from megazero.zero.sharded_model import ModelParts, ShardedModel, ShardingSettings
+from megazero.zero.sharded_model import ModelParts, ShardedModel, ShardingSettings, expert_placement_of
 from megazero.zero.units import Described, describe, units_of
 
 
@@ -353,7 +355,8 @@ def _shard(config: RunConfig, state: ParallelState, built: RankStages, placement
     """Shard a rank's stages as `[zero]` and `[precision]` say."""
     modules = nn.ModuleList(built.stages)
     recipe = optimizer_of(config.optimizer)
-    described = [_in_its_group(param, recipe) for param in describe(modules)]
+    experts = expert_placement_of(state, config.zero) if num_experts(config) else None
+    described = [_in_its_group(param, recipe, experts) for param in describe(modules)]
     queue_of = {
         f"{index}.{name}": queue
         for index, (stage, queue) in enumerate(zip(built.stages, built.wgrad_queues, strict=True))
@@ -373,7 +376,8 @@ def _shard(config: RunConfig, state: ParallelState, built: RankStages, placement
     return sharded
 
 
-def _in_its_group(param: Described, recipe: OptimizerRecipe) -> Described:
+def _in_its_group(param: Described, recipe: OptimizerRecipe, experts: ZeroPlacement | None) -> Described:
+    param = replace(param, placement=experts if param.spec.of_experts else None)
     if recipe.matrices is not None and param.spec.matrix:
         return replace(param, group=2, matrix=True)
     return replace(param, group=0 if param.spec.decay else 1)
@@ -410,5 +414,5 @@ def initialize(
         for stage in engine._stages:
             compile_blocks(stage)
     if init_weights:
-        parameters.init_weights(config.training.seed, state.tp)
+        parameters.init_weights(config.training.seed, state)
     return engine

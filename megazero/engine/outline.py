@@ -12,6 +12,7 @@ from torch import nn
 
 from megazero.comm.memory import Arena
 from megazero.config import ResolvedRun, RunConfig
+from megazero.config.rules import num_experts
 from megazero.layers.activation_offload import ActivationStore
 from megazero.layers.context_attention import ContextAttention
 from megazero.layers.linear import WeightGradQueue
@@ -132,9 +133,9 @@ def build_stages(config: RunConfig, state: ParallelState, placement: Placement) 
         arena = Arena(state.device, "set activations.contiguous=false") if in_arena else None
         offload = ActivationStore(state.device, arena)
     attention, queues, stages = _context_attention(config, state), [WeightGradQueue() for _ in layouts], []
-    logits = config.training.logits_chunk_bytes
+    logits, ep = config.training.logits_chunk_bytes, expert_axis(config, state)
     for layout, queue in zip(layouts, queues, strict=True):
-        context = BuildContext(config.model, state.tp, cuts, seed, state.device, queue, dtype, attention, logits)
+        context = BuildContext(config.model, state.tp, cuts, seed, state.device, queue, dtype, attention, logits, ep)
         with torch.device("meta"):
             stages.append(GPTStage(context, layout))
         for layer, block in zip(layout.layers, stages[-1].blocks, strict=True):
@@ -144,6 +145,11 @@ def build_stages(config: RunConfig, state: ParallelState, placement: Placement) 
                 use_fp8(block, scaling, multiply_on(state.device, dtype, scaling))
         save_by_policy(zip(stages[-1].blocks, map(policies.__getitem__, layout.layers), strict=True), whole, offload)
     return RankStages(stages, queues, offload)
+
+
+def expert_axis(config: RunConfig, state: ParallelState) -> Axis:
+    """The axis over which a model's experts are dealt.  Every rank asks for it, also one whose stage has no experts."""
+    return state.ep if num_experts(config) else Axis("ep")
 
 
 def _context_attention(config: RunConfig, state: ParallelState) -> ContextAttention | None:

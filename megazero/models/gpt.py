@@ -10,8 +10,8 @@ block:  x + attention(norm(x)),  then  x + mlp(norm(x))        activations: [seq
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import dataclass, field
+from functools import cached_property, partial
 from math import sqrt
 from typing import Literal, NamedTuple, Protocol, TypeVar
 
@@ -74,6 +74,7 @@ class BuildContext:
         dtype: of activations.
         context: attends where samples are cut over ranks, or hold several documents; None where none are.
         logits_bytes: of a chunk of the loss, see `VocabParallelHead`.
+        ep: the axis over which experts are dealt.
     """
 
     model: ModelConfig
@@ -85,6 +86,7 @@ class BuildContext:
     dtype: torch.dtype = torch.float32
     context: ContextAttention | None = None
     logits_bytes: int = LOGITS_BYTES
+    ep: Axis = field(default_factory=partial(Axis, "ep"))
 
     @cached_property
     def kernel(self) -> AttentionKernel:

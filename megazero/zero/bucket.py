@@ -201,6 +201,11 @@ class BucketLayout:
         return self.slots[0].info.matrix
 
     @property
+    def of_experts(self) -> bool:
+        """Whether EP splits the parameters."""
+        return self.slots[0].info.spec.of_experts
+
+    @property
     def placement(self) -> Placement:
         """The ranks that share the bucket."""
         return self.slots[0].info.placement
@@ -380,10 +385,10 @@ def plan_buckets(
 
     placements = list(dict.fromkeys(info.placement for info in parameters))
 
-    def scope(info: ParamInfo) -> tuple[float, int, bool, bool]:
+    def scope(info: ParamInfo) -> tuple[float, int, bool, bool, bool]:
         """What a bucket does not leave."""
         unit = info.unit if by_unit and not info.persistent else inf
-        return unit, placements.index(info.placement), info.trains, info.matrix
+        return unit, placements.index(info.placement), info.spec.of_experts, info.trains, info.matrix
 
     groups, backward = list[list[ParamInfo]](), free[::-1]
     for (unit, *_), members in groupby(sorted(backward, key=scope), key=scope):

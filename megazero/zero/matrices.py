@@ -6,7 +6,8 @@
 Momentum is sharded like all state: every rank advances its own elements.  Each matrix then meets whole on one owner, which
 computes its update once and sends every rank the elements that it steps.  Fused matrices (q | k | v) are apart, the parts of
 tensor-parallel ranks are joined.  Owners are chosen by FLOPs, the largest matrix first, over the ranks of a stage that share
-one copy of the state; where groups of ranks repeat the state (`zero.shard_group_size`), each group iterates for itself.
+one copy of the state, or that hold the same experts; where groups of ranks repeat the state (`zero.shard_group_size`), each
+group iterates for itself.
 
 Invariant: nothing here depends on where shards begin, so equal gradients give bit-equal weights on every number of ranks.
 One matrix is one product: products of stacked matrices round differently with the number that is stacked.
@@ -76,7 +77,12 @@ class Matrix:
 
 
 def plan_matrices(
-    layouts: Sequence[BucketLayout], ranks: Sequence[Sequence[int]], flops: Callable[[int, int], int], *, sharded: bool
+    layouts: Sequence[BucketLayout],
+    ranks: Sequence[Sequence[int]],
+    flops: Callable[[int, int], int],
+    *,
+    sharded: bool,
+    experts: tuple[int, int] | None = None,
 ) -> list[Matrix]:
     """Choose an owner for every matrix of some buckets, and list who sends and who steps which elements.
 
@@ -84,6 +90,7 @@ def plan_matrices(
         ranks: global ranks by tensor-parallel index and index of the shard.
         flops: of the update of a matrix, from its rows and columns.
         sharded: each rank steps its shard alone; otherwise all elements.
+        experts: of buckets of experts, the index of `ranks`, one row, in ep and the size of ep.
 
     Returns: in the order of the buckets, the same on every rank.
     """
@@ -91,7 +98,7 @@ def plan_matrices(
         piece
         for index, layout in enumerate(layouts)
         for slot in layout.slots
-        for piece in _pieces(index, slot, len(ranks))
+        for piece in _pieces(index, slot, len(ranks), experts)
     ]
     loads = [(0, tp, shard) for tp in range(len(ranks)) for shard in range(len(ranks[0]))]
     heapify(loads)
@@ -136,17 +143,16 @@ class _Piece(NamedTuple):
     dim: int
 
 
-def _pieces(bucket: int, slot: Slot, tp_size: int) -> Iterator[_Piece]:
+def _pieces(bucket: int, slot: Slot, tp_size: int, experts: tuple[int, int] | None) -> Iterator[_Piece]:
     """The logical matrices of one parameter."""
     spec = slot.info.spec
-    width, parts = spec.local_shape(tp_size)[1], range(tp_size if spec.split is not None else 1)
-    local = [list(spec.local_sections(tp, tp_size)) for tp in parts]
-    for number, section in enumerate(spec.names.rows):
-        rows = [own[number] for own in local]
+    places = [experts] if experts else [(tp, tp_size) for tp in range(tp_size if spec.split is not None else 1)]
+    width, local = spec.local_shape(places[0][1])[1], [spec.local_sections(*place) for place in places]
+    for rows in zip(*local, strict=True):
         firsts = [slot.start + one.first * width for one in rows]
         shapes = tuple((one.stop - one.start, width) for one in rows)
         elements = tuple(Interval(at, at + size[0] * width) for at, size in zip(firsts, shapes, strict=True))
-        yield _Piece(bucket, (section.rows, spec.shape[1]), shapes, elements, 1 if spec.split == 1 else 0)
+        yield _Piece(bucket, (rows[0].section.rows, spec.shape[1]), shapes, elements, 1 if spec.split == 1 else 0)
 
 
 class MatrixState(Protocol):
@@ -166,30 +172,29 @@ class MatrixStepper:
     """Steps the buckets of matrices: `begin` sends the momentum to the owners, `finish` brings the updates back.
 
     Args:
-        matrices: of `plan_matrices`, of these buckets.
-        axis: all ranks in the plan.
+        plans: buckets in the order of their use, each with its matrices, of `plan_matrices`, and all ranks in their plan.
         dtype: in which matrices travel and updates are computed.
         optimizer: what computes them.
     """
 
     def __init__(
         self,
-        buckets: Sequence[Bucket],
-        matrices: Sequence[Matrix],
-        axis: Axis,
+        plans: Mapping[Bucket, tuple[Sequence[Matrix], Axis]],
+        rank: int,
         dtype: torch.dtype,
         optimizer: MatrixRecipe,
     ) -> None:
-        self.buckets, self._axis, self._dtype, self._optimizer = list(buckets), axis, dtype, optimizer
-        self._rank = axis.ranks[axis.index]
-        self._matrices: dict[Bucket, list[Matrix]] = {bucket: [] for bucket in buckets}
-        for matrix in matrices:
-            sources, holders = (
-                tuple(one for one in fragments if self._rank in (one.rank, matrix.owner))
-                for fragments in (matrix.sources, matrix.holders)
-            )
-            if sources or holders:  # in which this rank takes part
-                self._matrices[self.buckets[matrix.bucket]].append(replace(matrix, sources=sources, holders=holders))
+        self.buckets, self._rank, self._dtype, self._optimizer = list(plans), rank, dtype, optimizer
+        self._axes = {bucket: axis for bucket, (_, axis) in plans.items()}
+        self._matrices: dict[Bucket, list[Matrix]] = {bucket: [] for bucket in plans}
+        for bucket, (matrices, _) in plans.items():
+            for matrix in matrices:
+                sources, holders = (
+                    tuple(one for one in fragments if rank in (one.rank, matrix.owner))
+                    for fragments in (matrix.sources, matrix.holders)
+                )
+                if sources or holders:  # in which this rank takes part
+                    self._matrices[bucket].append(replace(matrix, sources=sources, holders=holders))
         self._under_way: list[tuple[Tensor, dict[Matrix, Tensor], list[Pending]]] = []
 
     @property
@@ -269,7 +274,7 @@ class MatrixStepper:
                     (sends if to_owner else receives).append((shard, matrix.owner))
                 elif whole is not None:
                     (receives if to_owner else sends).append((whole, rank))
-        return exchange(sends, receives, self._axis)
+        return exchange(sends, receives, self._axes[bucket])
 
     def _compute(self, matrix: Matrix, buffer: Tensor) -> None:
         """Replace a whole matrix of momentum by its update."""
@@ -285,7 +290,18 @@ def matrix_stepper(
 ) -> MatrixStepper:
     """What steps the matrices among some buckets.  Every rank calls it, in the same order."""
     own = in_order_of_use([bucket for bucket in buckets if bucket.layout.trains and bucket.layout.matrices])
-    axis, ranks = state.across_tp(state.shard, "matrices")
-    matrices = plan_matrices([one.layout for one in own], ranks, optimizer.flops, sharded=policy.zero_stage >= 1)
+    joined, table = state.across_tp(state.shard, "matrices")
+    plans: dict[Bucket, tuple[list[Matrix], Axis]] = {bucket: ([], joined) for bucket in own}
+
+    def plan(members: Sequence[Bucket], ranks: Sequence[Sequence[int]], experts: tuple[int, int] | None = None) -> None:
+        layouts, sharded = [bucket.layout for bucket in members], policy.zero_stage >= 1
+        for matrix in plan_matrices(layouts, ranks, optimizer.flops, sharded=sharded, experts=experts):
+            plans[members[matrix.bucket]][0].append(matrix)
+
+    plan([bucket for bucket in own if not bucket.layout.of_experts], table)
+    if experts := [bucket for bucket in own if bucket.layout.of_experts]:
+        among = experts[0].placement.shard
+        plans |= {bucket: ([], among) for bucket in experts}
+        plan(experts, [among.ranks], (state.ep.index, state.ep.size))
     dtype = torch.float32 if policy.dtype == torch.float32 else torch.bfloat16
-    return MatrixStepper(own, matrices, axis, dtype, optimizer)
+    return MatrixStepper(plans, state.rank, dtype, optimizer)

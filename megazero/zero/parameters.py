@@ -23,7 +23,7 @@ from megazero.comm.collectives import agree, broadcast, largest, runs_by_itself
 from megazero.comm.memory import StorageError
 from megazero.config.schema import ZeroConfig
 from megazero.layers.spec import numel
-from megazero.parallel_state import Axis
+from megazero.parallel_state import Axis, ParallelState
 from megazero.zero.bucket import Bucket, BucketLayout, ParamInfo, ShardingPolicy, intersect, plan_buckets
 from megazero.zero.bucket_sizes import BucketSizes, bucket_sizes
 from megazero.zero.gather import UnitGatherer
@@ -166,15 +166,15 @@ class ShardedParameters:
                 parameter = part._parameters[key]
                 part._parameters[key] = bound.get(id(parameter), parameter)
 
-    def init_weights(self, seed: int, tp: Axis) -> None:
+    def init_weights(self, seed: int, state: ParallelState) -> None:
         """Give every parameter its initial value, a function of (seed, canonical name, element) alone."""
         self.gathers.wait()
         for bucket in self.buckets:
             for slot in bucket.layout.slots:
                 run = intersect(slot.interval, bucket.owned)
                 if run is not None:
-                    part = torch.empty(run.stop - run.start, device=self.policy.device)
-                    slot.info.spec.init_weights(part, run.start - slot.start, tp.index, tp.size, seed)
+                    part, axis = torch.empty(run.size, device=self.policy.device), slot.info.spec.axis(state)
+                    slot.info.spec.init_weights(part, run.start - slot.start, axis.index, axis.size, seed)
                     bucket.write(bucket.master, run, part)
         self.sync_from_master()
 

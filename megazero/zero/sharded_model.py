@@ -293,6 +293,17 @@ def placement_of(state: ParallelState, zero: ZeroConfig) -> Placement:
     return Placement(state.shard, state.replica, gather, secondary, levels)
 
 
+def expert_placement_of(state: ParallelState, zero: ZeroConfig) -> Placement | None:
+    """The placement of experts: all ranks with the same ones share their state.  Every rank makes it, in the same order.
+
+    Returns: None where these are the ranks that share all other parameters.
+    """
+    if state.grid.ep == state.grid.tp == 1:
+        return None
+    gather = state.with_own_group(state.edp, "gathers") if zero.stage == 3 and state.device.type == "cuda" else None
+    return Placement(state.edp, Axis("replica", (state.rank,), traffic=state.traffic), gather)
+
+
 def _levels(state: ParallelState) -> tuple[Axis, Axis] | None:
     """`shard` within a host and between hosts, where there are several, each with as many ranks of it; None elsewhere."""
     hosts = hosts_of([str(rank // state.local_world_size) for rank in state.shard.ranks], state.shard.index)
