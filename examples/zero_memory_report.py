@@ -7,7 +7,7 @@ torchrun --nproc_per_node 4 examples/zero_memory_report.py
 
 import typer
 
-from megazero.plan.memory_command import memory_report
+from megazero.plan.commands import memory_report
 
 if __name__ == "__main__":
     typer.run(memory_report)

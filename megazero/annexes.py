@@ -1,6 +1,6 @@
 """What rooms that no training needs add to the others: commands, callbacks, readers of checkpoints.
 
-    megazero/plan/annex.py     ADDS = {"command": {"plan": "megazero.plan.plan_command:plan", ...}, ...}
+    megazero/plan/annex.py     ADDS = {"command": {"plan": "megazero.plan.commands:plan", ...}, ...}
                                  |
     added("command")  <----------+     every room with an `annex.py` adds to a seam, by name
 

@@ -85,7 +85,7 @@ def test_the_page_shows_what_its_command_prints() -> None:
 
 def test_a_search_writes_a_run_file_that_check_accepts(file: Path, tmp_path: Path) -> None:
     best = tmp_path / "best.toml"
-    words = ["--gpu", "h100", "--gpus", 2, "--per-node", 1, "--network", "ib200", "--processes", 1]
+    words = ["--gpu", "h100", "--gpus", 2, "--per-node", 1, "--network", "ib200"]
     words += ["elastic.enabled=true", "elastic.shapes=[{world_size=2,tp=1,pp=1}]"]
     words += ["activations.contiguous=true"]
     status, out, err = _plan(file, *words, "--search", "--write", best, "--html", tmp_path / "page.html")
@@ -117,8 +117,8 @@ def test_a_search_writes_a_run_file_that_check_accepts(file: Path, tmp_path: Pat
             ["--gpu", "h100", "parallel.tp=16", "model.num_heads=16", "model.num_kv_heads=16"],
             "for more ranks say --gpus",
         ),
-        (["--gpu", "h100", "--tokens", "nan"], "--tokens nan must be above 0"),
-        (["--gpu", "h100", "--json", "/no/such/plan.json"], "there is no folder /no/such"),
+        (["--gpu", "h100", "--tokens", "nan"], "Invalid value for '--tokens'"),
+        (["--gpu", "h100", "--json", "/no/such/plan.json"], "cannot be written"),
     ],
 )
 def test_what_is_wrong_is_said_in_a_line(file: Path, words: list[object], said: str) -> None:

@@ -2,9 +2,9 @@
 
 ADDS = {
     "command": {
-        "plan": "megazero.plan.plan_command:plan",
-        "memory-report": "megazero.plan.memory_command:memory_report",
-        "calibrate": "megazero.plan.calibrate_command:calibrate",
+        "plan": "megazero.plan.commands:plan",
+        "memory-report": "megazero.plan.commands:memory_report",
+        "calibrate": "megazero.plan.commands:calibrate",
         "schedule": "megazero.plan.schedule_command:app",
     },
     "callback": {

@@ -153,7 +153,7 @@ class PlanJudge:
         return first + (second - first) * (run.accumulation - some) / some
 
 
-def as_json(plan: Plan, found: Found | None = None) -> dict[str, object]:
+def as_plain(plan: Plan, found: Found | None = None) -> dict[str, object]:
     """Return a plan as plain values, in seconds and bytes; docs/plan.md lists the keys."""
     time, run = plan.time, plan.run
     return {

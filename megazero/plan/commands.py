@@ -1,0 +1,354 @@
+"""The commands of the plan: what a run will need, what it needs beside that, and the machine that plans are for."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from math import inf
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from megazero.cli._common import callback_problems, fail, schedule_problems, started_ranks
+from megazero.plan.cost import FAILURES_PER_DEVICE_HOUR, STORAGE_BANDWIDTH_PER_NODE
+from megazero.training.signals import EXIT_REFUSED
+
+if TYPE_CHECKING:
+    from megazero.config import ResolvedRun
+    from megazero.plan.cluster import Cluster
+    from megazero.plan.report import Plan
+    from megazero.plan.search import Found
+
+_FOUND_BY = "# Found by megazero plan"  # how a run file begins that a search has written
+
+
+def _number(text: str) -> float:
+    """Parse a number that is finite and not negative."""
+    if not 0 <= (value := float(text)) < inf:
+        raise typer.BadParameter(f"{text} must be finite and not below 0")
+    return value
+
+
+def _positive(text: str) -> float:
+    """Parse a number that is finite and above 0."""
+    if not (value := _number(text)):
+        raise typer.BadParameter("it must be above 0")
+    return value
+
+
+def _new_file(text: str) -> Path:
+    """Parse the path of a file that can be written, before minutes of work; - is the terminal."""
+    path = Path(text)
+    if text != "-" and (path.is_dir() or not os.access(path.parent, os.W_OK)):
+        raise typer.BadParameter(f"{text} cannot be written; name a file in a folder that there is")
+    return path
+
+
+_NUMBER = partial(typer.Option, parser=_number, metavar="NUMBER")
+_POSITIVE = partial(typer.Option, parser=_positive, metavar="NUMBER ABOVE 0")
+_FILE = partial(typer.Option, parser=_new_file, metavar="FILE")
+
+
+def plan(
+    config: Annotated[Path, typer.Argument(help="The run's TOML file.")],
+    overrides: Annotated[list[str] | None, typer.Argument(help="key.sub=value, over what the file says.")] = None,
+    gpu: Annotated[
+        str | None, typer.Option(help="A device by name, such as h100 or h200, or the file of megazero calibrate.")
+    ] = None,
+    gpus: Annotated[int | None, typer.Option(help="Ranks; launch.nproc_per_node by default.")] = None,
+    per_node: Annotated[int, typer.Option(help="Devices of a node.")] = 8,
+    network: Annotated[
+        str, typer.Option(help="Between nodes: ib100 to ib800, roce100 to roce800, 1gbit to 100gbit.")
+    ] = "ib400",
+    search: Annotated[bool, typer.Option("--search", help="Find the best shapes.")] = False,
+    write: Annotated[Path | None, _FILE(help="With --search: write the run file of the best.")] = None,
+    seconds: Annotated[float | None, _NUMBER(help="With --search: about how long it may take; 120 by default.")] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Run the engine without memory and network.")] = False,
+    rank: Annotated[int | None, typer.Option(help="With --dry-run: the rank to look at.")] = None,
+    tokens: Annotated[float | None, _POSITIVE(help="Tokens of the run; those of training.steps by default.")] = None,
+    dollars_per_hour: Annotated[float | None, _NUMBER(help="Price of a device.")] = None,
+    failures_per_million_hours: Annotated[
+        float, _NUMBER(help="Failures in a million device hours; as Llama 3 had by default.")
+    ] = FAILURES_PER_DEVICE_HOUR * 1e6,
+    restart_minutes: Annotated[float, _NUMBER(help="From a failure until the run trains again.")] = 10,
+    storage_gb_per_second: Annotated[
+        float, _POSITIVE(help="What a node writes while all write; as Llama 3 had by default.")
+    ] = STORAGE_BANDWIDTH_PER_NODE / 1e9,
+    corrected_by: Annotated[
+        Path | None, typer.Option(help="The plan.json of a run that measured its steps: they take so much longer.")
+    ] = None,
+    keep: Annotated[
+        bool, typer.Option("--keep", help="Write all numbers to plan.json in training.run_dir, where train compares.")
+    ] = False,
+    html: Annotated[Path | None, _FILE(help="Write a page for a browser.")] = None,
+    as_json: Annotated[Path | None, _FILE("--json", help="Write all numbers; - for the terminal, alone.")] = None,
+) -> None:
+    """Say what a run needs on any cluster: memory, time, traffic, cost; the best shape; whether it starts.  Needs no GPU."""
+    from megazero.config import ConfigError
+
+    asked = _Asked(config, tuple(overrides or ()), gpu, gpus, per_node, network)
+    say: Callable[[str], None] = (lambda _: None) if as_json == Path("-") else print
+    of_plan = {"--html": html, "--json": as_json, "--corrected-by": corrected_by, "--tokens": tokens}
+    of_plan |= {"--dollars-per-hour": dollars_per_hour, "--keep": keep or None}
+    try:
+        _check_read({"--rank": rank}, "a --dry-run", applies=dry_run)
+        _check_read({"--write": write, "--seconds": seconds}, "a --search", applies=search)
+        _check_read(of_plan, "a plan; a --dry-run prints what it found", applies=not dry_run)
+        if search and dry_run:
+            raise ValueError("--search and --dry-run are two questions; ask one")
+        if write is not None and write.exists() and not write.read_bytes().startswith(_FOUND_BY.encode()):
+            raise ValueError(f"--write {write} is a file that no search has written; name another, or remove it")
+        cluster = asked.cluster("h200" if dry_run else None)
+        if dry_run:
+            raise SystemExit(_dry_run(asked, rank, say))
+        run, found = asked.run(cluster.ranks) if not search else None, None
+        if search:
+            run, found = _search(asked, cluster, say, write, 120.0 if seconds is None else seconds)
+        if run is None:
+            raise ValueError(f"no shape of this run fits {cluster.ranks} x {cluster.device.name}; nothing was written")
+        from megazero.plan.advice import advice_text
+        from megazero.plan.correction import PLAN_FILE, ratio_in
+        from megazero.plan.report import Assumptions, plan_of
+        from megazero.plan.text import plan_text
+
+        failures, storage = failures_per_million_hours / 1e6, storage_gb_per_second * 1e9
+        ratio = 1.0 if corrected_by is None else ratio_in(corrected_by, cluster.device.name)
+        assumed = Assumptions(tokens, dollars_per_hour, failures, restart_minutes * 60, storage, ratio)
+        made = plan_of(run, cluster, assumed)
+        say(plan_text(made))
+        if not made.fits and not search:
+            missing = made.fullest.peak - cluster.device.memory_bytes
+            text = advice_text(made.run, cluster, made.fullest, missing, between=",\n         or ")
+            say(f"advice   {text}")
+        numbers = [Path(made.run.config.training.run_dir) / PLAN_FILE] if keep else []
+        _write(made, found, html, [*numbers, *([as_json] if as_json else [])], say)
+    except ConfigError as error:
+        print(error, file=sys.stderr)
+        raise SystemExit(EXIT_REFUSED) from None
+    except (ValueError, OSError) as error:
+        fail(str(error), EXIT_REFUSED)
+    if not made.fits:
+        raise SystemExit(EXIT_REFUSED)
+
+
+def _check_read(options: Mapping[str, object], what: str, *, applies: bool) -> None:
+    """Check that no option was given that only something else reads.  Raises: ValueError."""
+    if not applies and (given := [name for name, value in options.items() if value is not None]):
+        raise ValueError(f"{' and '.join(given)} {'is' if len(given) == 1 else 'are'} for {what}")
+
+
+@dataclass(frozen=True)
+class _Asked:
+    """The run file and the cluster as the user named them."""
+
+    config: Path
+    overrides: tuple[str, ...]
+    gpu: str | None
+    gpus: int | None
+    per_node: int
+    network: str
+
+    def run(self, ranks: int | None) -> ResolvedRun:
+        """Load the run file for so many ranks.  Raises: ConfigError."""
+        from megazero.config import load_config
+
+        rules = callback_problems, schedule_problems
+        return load_config(self.config, self.overrides, ranks, rules=rules, asks="--gpus")
+
+    def on_one_rank(self) -> ResolvedRun:
+        """Read the file for its model and global batch only.  Raises: ConfigError, ValueError."""
+        from megazero.config.load import read_run_file
+        from megazero.plan.search import base_of
+
+        config = read_run_file(self.config, self.overrides)
+        if config.training.global_batch_size == "auto":
+            rule = (
+                "training.global_batch_size must be a number for a --search whose ranks do not fit the file's own shape"
+            )
+            raise ValueError(f"{rule}: it stays, and all else follows")
+        return base_of(config, config.training.global_batch_size)
+
+    def cluster(self, default: str | None) -> Cluster:
+        """Return the cluster, of `default` where no device is named.  Raises: ValueError, OSError: `cluster_of`."""
+        from megazero.plan.cluster import cluster_of
+        from megazero.plan.devices import DEVICES
+
+        gpu = self.gpu or default
+        if gpu is None:
+            known = ", ".join(DEVICES)
+            raise ValueError(f"--gpu is missing: one of {known}, or the file of megazero calibrate")
+        ranks = self.gpus
+        if ranks is None or not self.config.exists():  # loading says what is there instead
+            ranks = self.run(None).world_size
+        return cluster_of(gpu, ranks, self.per_node, self.network)
+
+
+def _search(
+    asked: _Asked, cluster: Cluster, say: Callable[[str], None], write: Path | None, seconds: float
+) -> tuple[ResolvedRun | None, Found]:
+    """Print the best shapes, and write the run file of the first."""
+    from megazero.config import ConfigError, to_toml
+    from megazero.engine.phases import changed_keys, changes_text
+    from megazero.plan.report import PlanJudge
+    from megazero.plan.search import base_of, search
+    from megazero.plan.text import search_text
+    from megazero.schedules.action import write_text
+
+    def show_progress(line: str) -> None:
+        if sys.stderr.isatty():
+            print(line, file=sys.stderr, flush=True)
+
+    ends, own = time.monotonic() + seconds / 2, None  # what is said of the best takes as long as finding them
+    try:
+        run = own = asked.run(cluster.ranks)
+        base = base_of(own.config, own.global_batch_size)
+    except ConfigError:  # its own shape does not have so many ranks
+        run = base = asked.on_one_rank()
+    found = search(
+        base,
+        cluster,
+        PlanJudge(cluster),
+        own=own,
+        processes=os.cpu_count() or 1,
+        say=show_progress,
+        is_late=lambda: time.monotonic() > ends,
+    )
+    say(search_text(found, cluster.device.memory_bytes))
+    best, words = own, "as the run file has it"
+    if not found.beats_best(cluster.device.memory_bytes):
+        if not found.best:
+            return None, found
+        best, words = found.best[0].run, str(found.best[0].candidate.choice)
+    if write is not None and best is not None:
+        changed = changes_text(changed_keys(run.written, best.written)) or "nothing"
+        head = f"{_FOUND_BY} {asked.config} --search for {cluster}:\n# {words}\n# changed: {changed}\n\n"
+        write_text(write, head + to_toml(best))
+        say(f"\nwritten  {write}: megazero check {write} --world-size {cluster.ranks}\nchanged  {changed}")
+    say("\nthe best of them\n")
+    return best, found
+
+
+def _dry_run(asked: _Asked, rank: int | None, say: Callable[[str], None]) -> int:
+    """Print what a dry run of the engine did.  Returns: the exit code."""
+    from megazero.plan.dry_run import dry_run
+    from megazero.plan.text import dry_run_text
+
+    run = asked.run(asked.gpus)
+    if rank is not None and not 0 <= rank < run.world_size:
+        raise ValueError(f"--rank {rank} must be from 0 to {run.world_size - 1}: the run has {run.world_size} ranks")
+    done = dry_run(run, per_node=asked.per_node, rank=rank, on_cuda=run.config.launch.device != "cpu")
+    say(dry_run_text(done, rank))
+    return EXIT_REFUSED if done.problems else 0
+
+
+def _write(
+    made: Plan, found: Found | None, html: Path | None, numbers: Sequence[Path], say: Callable[[str], None]
+) -> None:
+    from megazero.plan.html import plan_html
+    from megazero.plan.report import as_plain
+    from megazero.schedules.action import write_text
+
+    if html is not None:
+        write_text(html, plan_html(made, found))
+        say(f"\npage     {html}: open it in a browser")
+    for path in numbers:
+        text = json.dumps(as_plain(made, found))
+        if path == Path("-"):
+            print(text)
+        else:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write_text(path, text + "\n")
+            say(f"numbers  {path}")
+
+
+def memory_report(
+    overrides: Annotated[list[str] | None, typer.Argument(help="key.sub=value, over what the model says.")] = None,
+    config: Annotated[
+        Path | None, typer.Option(help="A run file, for its model and shape; a small Llama by default.")
+    ] = None,
+    ranks: Annotated[
+        int | None, typer.Option(min=1, help="Ranks to start; launch.nproc_per_node (4) by default.")
+    ] = None,
+    stages: Annotated[str, typer.Option(help="ZeRO stages, by commas.")] = "0,1,2,3",
+    precision: Annotated[str, typer.Option(help="Of bf16, fp16 and fp32, by commas.")] = "bf16,fp16",
+    offload: Annotated[str, typer.Option(help="Of the optimizer, of none, cpu and nvme, by commas.")] = "none,cpu",
+    activations: Annotated[
+        str, typer.Option(help="Policies, by commas: none, selective, full, or regions with + between them.")
+    ] = "none,selective,mlp,full",
+    iterations: Annotated[int, typer.Option(min=1, help="Steps to time after the measured one.")] = 20,
+    out: Annotated[Path, typer.Option(help="Directory for memory.json and activations.svg.")] = Path(
+        "runs/memory-report"
+    ),
+) -> None:
+    """Measure memory, traffic and time of each ZeRO stage, and activations by policy, beside the plan."""
+    from megazero.config import ConfigError
+    from megazero.plan.memory_chart import draw_course, draw_text
+    from megazero.plan.memory_report import measure, not_measured, plan
+    from megazero.schedules.action import write_text
+    from megazero.training.launch import Failed, leave_at_once, run_ranks
+
+    prints, started = os.environ.get("RANK", "0") == "0", started_ranks()
+    texts = {"stages": stages, "precision": precision, "offload": offload, "activations": activations}
+    varied = {option: [word.strip() for word in text.split(",") if word.strip()] for option, text in texts.items()}
+    policies = list(dict.fromkeys(varied.pop("activations")))
+    try:
+        runs, by_policy = plan(
+            varied, overrides or [], config=config, ranks=ranks, started=started, scratch=out, policies=policies
+        )
+        if prints and by_policy and (keys := not_measured(next(iter(runs.values())))):
+            print(f"the rows of activations are measured without {', '.join(keys)}", file=sys.stderr)
+        written = [out / name for name in ("memory.json", "activations.svg")[: 1 + bool(by_policy)]]
+        _try_to_write(out, written)
+    except (ConfigError, ValueError, OSError) as error:
+        if prints:
+            print(f"error: {error}", file=sys.stderr)
+        raise SystemExit(EXIT_REFUSED) from None
+    work = partial(measure, runs=runs, policies=by_policy, iterations=iterations)
+    report = run_ranks(next(iter(runs.values())), work)
+    if isinstance(report, Failed):
+        leave_at_once(report.status)
+    if prints:
+        print(draw_text(report))
+        try:
+            write_text(written[0], json.dumps(report.as_json(), indent=1) + "\n")
+            for path in written[1:]:
+                write_text(path, draw_course(report))
+        except OSError as error:
+            fail(str(error), EXIT_REFUSED)
+        print(f"every rank's figures: {'   a picture of activations: '.join(map(str, written))}")
+
+
+def _try_to_write(folder: Path, files: list[Path]) -> None:
+    """Make the folder and try to write into it before measuring takes minutes.  Raises: OSError."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for path in files:
+        if path.is_dir():
+            raise IsADirectoryError(f"{path} is a directory; remove it, or name another --out")
+    with tempfile.TemporaryFile(dir=folder) as file:
+        file.write(bytes(2**16))
+
+
+def calibrate(
+    out: Annotated[Path, _FILE(help="The file, for `megazero plan --gpu FILE`.")] = Path("calibration.json"),
+    quick: Annotated[bool, typer.Option("--quick", help="Fewer sizes: a minute instead of four, on a CPU.")] = False,
+) -> None:
+    """Measure this machine's processors, or its one GPU, for `megazero plan`; nothing else should run meanwhile."""
+    from megazero.plan.calibrate import calibrate as measure
+    from megazero.plan.calibration import write_calibration
+
+    if out.suffix != ".json":
+        fail(f"--out {out} must end in .json, by which --gpu knows a file from a name", EXIT_REFUSED)
+    try:
+        found = measure(quick=quick, say=lambda text: print(text, flush=True))
+        write_calibration(found, out)
+    except (OSError, RuntimeError) as error:
+        fail(str(error), 1)
+    fastest = max(found.device.peak_flops.values()) * (1.0 if found.processors else found.device.product_share)
+    print(f"{out}: {found.device.name}, up to {fastest / 1e9:.0f} GFLOP/s; megazero plan RUN.toml --gpu {out}")
