@@ -225,7 +225,7 @@ def test_the_message_is_a_numbered_list(write):
 
 # Overrides, and the key and the beginning of what is told about it.
 UNKNOWN = """
-model.num_experts=8 -> model.num_experts: unknown key; the keys of [model] are family, hidden_size, num_layers, num_heads,
+model.zq=8 -> model.zq: unknown key; the keys of [model] are family, hidden_size, num_layers, num_heads,
 model.lr=3 -> model.lr: unknown key in [model]; did you mean optimizer.lr?
 training.zero_stage=3 -> training.zero_stage: unknown key in [training]; did you mean zero.stage?
 modle.num_heads=3 -> modle.num_heads: unknown section [modle]; did you mean model.num_heads?
@@ -233,7 +233,7 @@ batch.steps=3 -> batch.steps: unknown section [batch]; did you mean training.ste
 tp=3 -> tp: a key outside any section; did you mean parallel.tp?
 zero.offload.xyz=3 -> zero.offload.xyz: unknown key; the keys of [zero.offload] are optimizer, parameters, ratio, nvme_pat
 zero.optimizer=cpu -> zero.optimizer: unknown key in [zero]; did you mean zero.offload.optimizer?
-parallel.nccl_max_ctas.experts=4 -> parallel.nccl_max_ctas.experts: unknown key; the keys of [parallel.nccl_max_ctas]
+parallel.nccl_max_ctas.zq=4 -> parallel.nccl_max_ctas.zq: unknown key; the keys of [parallel.nccl_max_ctas]
 zero.ofload.pin_memry=true -> zero.ofload.pin_memry: unknown section [zero.ofload]; did you mean zero.offload.pin_memory?
 zero.ofload={} -> zero.ofload: unknown section; did you mean [zero.offload]?
 zero.offload.disk.ratio=1 -> zero.offload.disk.ratio: unknown section [zero.offload.disk]; did you mean zero.offload.ratio
@@ -252,8 +252,8 @@ training.run_dir= -> training.run_dir: must not be empty; the default is "runs/d
 training.accumulation=0 -> training.accumulation: must be >= 1 or "auto"; write 1
 training.accumulation=Auto -> training.accumulation: must be an integer or "auto"; write "auto"
 zero.stage=true -> zero.stage: must be an integer; the default is 1
-model.family=lama -> model.family: must be "llama", "gpt2", "qwen2", "qwen3", "olmo2" or "mistral"; write "llama"
-model.family=mine -> model.family: must be "llama", "gpt2", "qwen2", "qwen3", "olmo2" or "mistral"; a name of your own
+model.family=lama -> model.family: must be "llama", "gpt2", "qwen2", "qwen3", "olmo2", "mistral", "mixtral",
+model.family=mine -> model.family: must be "llama", "gpt2", "qwen2", "qwen3", "olmo2", "mistral", "mixtral",
 model.dropout=1 -> model.dropout: must be < 1; the default is 0.0
 optimizer.lr=nan -> optimizer.lr: must be a finite number; the default is 0.0003
 optimizer.betas=[0.9] -> optimizer.betas: must have 2 values; the default is [0.9, 0.95]
@@ -310,6 +310,8 @@ BROKEN = """
 1 model.family=gpt2 model.hidden_size=1000 -> model.hidden_size: must be divisible by num_heads=16
 3 parallel.tp=3 model.ffn_hidden_size=3 -> model.num_heads: must be divisible by parallel.tp=3
 1 model.num_kv_heads=5 -> model.num_kv_heads: must divide num_heads=16; the nearest are 4 and 8
+1 model.family=olmoe model.num_experts=4 model.experts_per_token=5 -> model.experts_per_token: must be at most num_experts=4
+1 model.family=mixtral model.renormalize_gates=false -> model.renormalize_gates: must be true for mixtral, which
 4 model.num_kv_heads=1 model.head_dim=6 parallel.tp=4 -> model.num_kv_heads: must divide num_heads=16 and be a multiple of
 1 model.family=gpt2 model.num_kv_heads=4 -> model.num_kv_heads: must be num_heads=16: gpt2 has no
 1 model.family=gpt2 model.tie_embeddings=false -> model.tie_embeddings: must be true for gpt2
@@ -407,6 +409,10 @@ precision.fp8=rowwise          precision.dtype=fp16
 model.rope_theta=5e5           model.family=gpt2
 model.head_dim=96              model.family=gpt2
 model.sliding_window=96        model.family=qwen2
+model.num_experts=4            model.family=mistral
+model.experts_per_token=4      model.family=mistral
+model.expert_hidden_size=4     model.family=mixtral
+model.renormalize_gates=true   model.family=qwen3
 model.rope_scaling={type="linear",factor=2.0} model.family=gpt2
 zero.gather_policy=step        zero.stage=1
 zero.reduce=step               zero.stage=0
@@ -487,6 +493,10 @@ FAMILY_KEYS = {
     "rope_scaling": '{ type = "linear", factor = 2.0 }',
     "head_dim": "96",
     "sliding_window": "96",
+    "num_experts": "6",
+    "experts_per_token": "2",
+    "expert_hidden_size": "96",
+    "renormalize_gates": "true",
 }
 
 

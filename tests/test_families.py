@@ -65,6 +65,25 @@ CASES: dict[str, dict[str, Any]] = {
     # a window that does not divide the samples, and none
     "mistral": {"model_type": "mistral", "sliding_window": 7, "head_dim": 16, "rope_parameters": DEFAULT},
     "mistral no window": {"model_type": "mistral", "sliding_window": None, "rope_parameters": DEFAULT},
+    "mixtral": {"model_type": "mixtral", "num_local_experts": 4, "head_dim": 16, "rope_parameters": DEFAULT},
+    "qwen3_moe": {
+        "model_type": "qwen3_moe",
+        "num_experts": 8,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 24,
+        "norm_topk_prob": True,
+        "head_dim": 16,
+        "rope_parameters": YARN | {"rope_theta": 1e6},
+    },
+    "olmoe": {
+        "model_type": "olmoe",
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "norm_topk_prob": False,
+        "pad_token_id": None,
+        "tie_word_embeddings": True,
+        "rope_parameters": DEFAULT,
+    },
 }
 # (ranks, [parallel], [zero])
 SHAPES: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
@@ -103,6 +122,7 @@ def save_theirs(name: str, directory: Path) -> None:
 def theirs(directory: Path, run: ResolvedRun, step: int) -> Result:
     """What transformers computes with the weights of a directory."""
     from transformers import AutoModelForCausalLM
+    from transformers.core_model_loading import revert_weight_conversion
 
     model, about = AutoModelForCausalLM.from_pretrained(
         directory, attn_implementation="eager", dtype=torch.float32, output_loading_info=True
@@ -113,6 +133,7 @@ def theirs(directory: Path, run: ResolvedRun, step: int) -> Result:
     loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
     loss.backward()
     gradients = {name: one.grad for name, one in model.named_parameters() if one.grad is not None}
+    gradients = revert_weight_conversion(model, gradients)  # stacked experts are one tensor each on the disk
     return Result(loss.item(), logits.detach(), gradients)
 
 
@@ -160,6 +181,8 @@ def logits_of(engine: Engine, run: ResolvedRun, step: int) -> Tensor | None:
 def run_on(shape: str, model: ModelConfig) -> ResolvedRun:
     world, parallel, zero = SHAPES[shape]
     sizes = model.model_dump(exclude_none=True)
+    if model.num_experts and "tp" in parallel:
+        parallel = parallel | {"sequence_parallel": True}
     return run_of(world, model=sizes, parallel=parallel, zero=zero, training={"accumulation": 2})
 
 
@@ -303,12 +326,31 @@ PUBLISHED = {
         intermediate_size=14336, vocab_size=32000, max_position_embeddings=32768, rms_norm_eps=1e-5, rope_theta=10000.0,
         sliding_window=4096,
     ),
+    "mixtral_8x7b_64gpu": published(
+        model_type="mixtral", hidden_size=4096, num_hidden_layers=32, num_attention_heads=32, num_key_value_heads=8,
+        intermediate_size=14336, vocab_size=32000, max_position_embeddings=32768, rms_norm_eps=1e-5, rope_theta=1000000.0,
+        sliding_window=None, num_local_experts=8, num_experts_per_tok=2, output_router_logits=False,
+        router_aux_loss_coef=0.02,
+    ),
+    "qwen3_30b_a3b_64gpu": published(
+        model_type="qwen3_moe", hidden_size=2048, num_hidden_layers=48, num_attention_heads=32, num_key_value_heads=4,
+        head_dim=128, intermediate_size=6144, moe_intermediate_size=768, vocab_size=151936, max_position_embeddings=40960,
+        rope_theta=1000000.0, attention_bias=False, **QWEN | {"sliding_window": None, "max_window_layers": 48},
+        num_experts=128, num_experts_per_tok=8, norm_topk_prob=True, decoder_sparse_step=1, mlp_only_layers=[],
+        output_router_logits=False, router_aux_loss_coef=0.001,
+    ),
+    "olmoe_1b_7b_8gpu": published(
+        model_type="olmoe", hidden_size=2048, num_hidden_layers=16, num_attention_heads=16, num_key_value_heads=16,
+        intermediate_size=1024, vocab_size=50304, max_position_embeddings=4096, rms_norm_eps=1e-5, rope_theta=10000.0,
+        attention_bias=False, clip_qkv=None, num_experts=64, num_experts_per_tok=8, norm_topk_prob=False,
+        output_router_logits=False, router_aux_loss_coef=0.01, pad_token_id=1,
+    ),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_a_published_configuration_is_the_model_of_its_run_file(name: str) -> None:
-    """Llama 3.1 8B, Qwen2.5 7B, Qwen3 4B, OLMo 2 7B, Mistral 7B v0.1."""
+    """Llama 3.1 8B, Qwen2.5 7B, Qwen3 4B, OLMo 2 7B, Mistral 7B v0.1; Mixtral 8x7B v0.1, Qwen3 30B A3B, OLMoE 1B 7B."""
     example = Path(__file__).parent.parent / "examples" / f"{name}.toml"
     model = load_config(example, [], int(name.rpartition("_")[2].removesuffix("gpu"))).config.model
     assert model_section(PUBLISHED[name], model.seq_len) == model
@@ -328,6 +370,13 @@ REFUSED = [
     ("qwen2", {"num_key_value_heads": None}, "num_key_value_heads is missing"),
     ("olmo2", {"attention_bias": True}, "attention_bias=True is not supported in a olmo2"),
     ("qwen3", {"attention_bias": True}, "attention_bias=True is not supported in a qwen3"),
+    ("mixtral", {"sliding_window": 4096}, "sliding_window=4096 is not supported in a mixtral"),
+    ("mixtral", {"router_jitter_noise": 0.1}, "router_jitter_noise=0.1 is not supported in a mixtral"),
+    ("mixtral", {"num_experts_per_tok": 5}, "model.experts_per_token = 5"),
+    ("qwen3_moe", {"mlp_only_layers": [1]}, "mlp_only_layers=[1] is not supported in a qwen3_moe"),
+    ("qwen3_moe", {"decoder_sparse_step": 2}, "decoder_sparse_step=2 is not supported in a qwen3_moe"),
+    ("olmoe", {"clip_qkv": 8.0}, "clip_qkv=8.0 is not supported in a olmoe"),
+    ("olmoe", {"head_dim": 16}, "head_dim=16 is not supported in an olmoe"),
 ]
 
 
@@ -366,6 +415,7 @@ def test_every_name_of_the_activation_that_we_compute_is_taken_and_no_other(name
 def test_what_the_check_lets_through_loads_in_transformers(tmp_path: Path) -> None:
     """Of a llama nothing else is refused that a mistral may be, which has the same sizes and no such rules there."""
     from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers.core_model_loading import revert_weight_conversion
 
     def fits(sizes: dict[str, Any]) -> ModelConfig | None:
         with suppress(ConfigError):
@@ -382,7 +432,8 @@ def test_what_the_check_lets_through_loads_in_transformers(tmp_path: Path) -> No
         try:
             with torch.device("meta"):
                 model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(tmp_path))
-            found = {name: tuple(one.shape) for name, one in model.named_parameters()}
+            stored = revert_weight_conversion(model, dict(model.named_parameters()))
+            found = {name: tuple(one.shape) for name, one in stored.items()}
         except Exception:  # of several classes
             found = None
         assert found == (logical_shapes(like) if fits(sizes) else None), sizes

@@ -210,3 +210,7 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor, layout: TokenLayout) -> Tensor:
         return self.out(self.core(self.qkv(x), layout))
+
+    def parts(self) -> tuple[list[nn.Module], list[nn.Module]]:
+        """The modules before the last projection, and the projection."""
+        return [self.qkv, self.core], [self.out]

@@ -23,7 +23,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable
 from functools import cache, partial
-from typing import Any, Literal, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias
 
 import torch
 import torch.nn.functional as F
@@ -42,6 +42,9 @@ from megazero.comm.autograd import (
 from megazero.comm.collectives import Pending, all_reduce
 from megazero.layers.spec import Initializer, NamedRows, bias_spec, drawn_parameter, rows_spec
 from megazero.parallel_state import Axis
+
+if TYPE_CHECKING:
+    from megazero.layers.experts import Groups
 
 
 @cache
@@ -135,6 +138,9 @@ class GradientAccumulator(Protocol):
     def add_products(self, weight: Tensor, factors: Iterable[tuple[Tensor, Tensor]]) -> None:
         """Take one micro-batch's gradient as a sum of a.T @ b; in parts if `factors` is a list."""
 
+    def add_stacked(self, weight: Tensor, a: Tensor, b: Tensor, groups: Groups) -> None:
+        """Take one micro-batch's gradient of the stacked matrices of all experts: of each one's rows a.T @ b."""
+
     def add_rows(self, weight: Tensor, rows: Tensor, gradient: Tensor) -> None:
         """Take one micro-batch's gradient of some rows: int64 [k] and [k, n]; of a row that is named twice the sum."""
 
@@ -193,6 +199,16 @@ class WeightGradQueue:
             return finish
 
         self._passes[-1].append(start)
+
+    def take_stacked(self, weight: Tensor, a: Tensor, b: Tensor, groups: Groups) -> Tensor | None:
+        """Add the gradient of experts' matrices, at once or later; see `GradientAccumulator.add_stacked`."""
+        if self.defers:
+            self._passes[-1].append(lambda: lambda accumulator: accumulator.add_stacked(weight, a, b, groups))
+        elif self.accumulator is not None:
+            self.accumulator.add_stacked(weight, a, b, groups)
+        else:
+            return groups.sum_products(a, b).view_as(weight)
+        return None
 
     def run_oldest(self) -> None:
         """Compute the weight gradients of the oldest backward pass in the queue.

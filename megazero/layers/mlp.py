@@ -65,6 +65,10 @@ class MLP(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return self.down(self.activation(self.up(x)))
 
+    def parts(self) -> tuple[list[nn.Module], list[nn.Module]]:
+        """The modules before the last projection, and the projection."""
+        return [self.up, self.activation], [self.down]
+
 
 class SwiGLU(MLP):
     """down(silu(gate(x)) * up(x)) (Shazeer 2020), with gate | up fused."""

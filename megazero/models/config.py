@@ -123,6 +123,14 @@ class ModelConfig(Section):
     """Size of one head; even where positions are rotary. Unset: hidden_size / num_heads."""
     ffn_hidden_size: Count | None = None
     """Inner width of the MLP. Unset: 4*hidden_size (gpt2), or 8/3 of it up to a multiple of 256 (all others)."""
+    num_experts: Annotated[Count | None, _of_families("num_experts")] = None
+    """Experts of each layer. Unset: 8 (mixtral), 64 (olmoe) or 128 (qwen3_moe)."""
+    experts_per_token: Annotated[Count | None, _of_families("experts_per_token")] = None
+    """Experts that a token goes to; at most num_experts. Unset: 2 (mixtral) or 8."""
+    expert_hidden_size: Annotated[Count | None, _of_families("expert_hidden_size")] = None
+    """Inner width of an expert. Unset: ffn_hidden_size."""
+    renormalize_gates: Annotated[bool | None, _of_families("renormalize_gates")] = None
+    """Whether a token's gates are divided by their sum. Unset: true for mixtral, which has no other form; else false."""
     vocab_size: Count = 50304
     """Number of token ids; any number, since the table is padded where tensor parallelism needs it."""
     seq_len: Count = 1024
@@ -151,6 +159,11 @@ class ModelConfig(Section):
     def attention_size(self) -> int:
         """Elements of all heads together: the width of the queries, and of what the output projection takes."""
         return self.num_heads * self.head_size
+
+    @property
+    def expert_size(self) -> int:
+        """Inner width of an expert of a resolved model."""
+        return self.expert_hidden_size or self.ffn_hidden_size or 0
 
     @property
     def mean_reach(self) -> float:

@@ -67,6 +67,7 @@ class HuggingFaceFormat:
         read_extra: further keys of our section, read from a configuration.
         problems: what else in a configuration our model does not compute; also given `seq_len` of the import, or None.
         lost: a line for the user on each thing that an import cannot keep.
+        aliases: further spellings of their keys -> the key, which is what we write.
         reads: the keys that the three functions above look at; an import tells those that nothing reads.
     """
 
@@ -83,6 +84,7 @@ class HuggingFaceFormat:
     read_extra: Callable[[Mapping[str, Any]], dict[str, Any]] = field(default=lambda _: {})
     problems: Callable[[Mapping[str, Any], int | None], Iterator[str]] = field(default=lambda _, __: iter(()))
     lost: Callable[[Mapping[str, Any]], Iterator[str]] = field(default=lambda _: iter(()))
+    aliases: Mapping[str, str] = field(default_factory=dict)
     reads: tuple[str, ...] = ()
 
     def config(self, model: ModelConfig, dtype: str) -> dict[str, Any]:
@@ -114,6 +116,7 @@ class HuggingFaceFormat:
         Raises:
             ValueError: our model does not compute what this one does; the message lists every reason.
         """
+        config = self._in_one_spelling(config)
         problems = [f"{key} is missing" for key in self.sizes if config.get(key) is None]
         for key, value in (*self.constants.items(), *self.assumed.items()):
             if value != _SAME_FUNCTION.get(str(config.get(key)), config.get(key, value)):
@@ -128,8 +131,12 @@ class HuggingFaceFormat:
         section |= self.read_extra(config)
         return section if seq_len is None else section | {"seq_len": seq_len}
 
+    def _in_one_spelling(self, config: Mapping[str, Any]) -> Mapping[str, Any]:
+        return {self.aliases.get(key, key): value for key, value in config.items()}
+
     def told(self, config: Mapping[str, Any], seq_len: int | None = None) -> tuple[str, ...]:
         """A line for each setting of a supported `config.json` that our model drops, and one for all unknown keys."""
+        config = self._in_one_spelling(config)
         lines = list(self.lost(config))
         positions = next((key for key, ours in self.sizes.items() if ours == "seq_len"), "")
         most = config.get(positions)

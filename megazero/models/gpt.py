@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from math import sqrt
-from typing import Literal, NamedTuple, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -23,7 +23,7 @@ from megazero.layers.attention_kernels import AttentionKernel, CausalAttention, 
 from megazero.layers.context_attention import ContextAttention, KernelWindow
 from megazero.layers.counter_rng import Dropout, Residual
 from megazero.layers.linear import ColumnParallelLinear, RowParallelLinear, WeightGradQueue
-from megazero.layers.mlp import GELU, MLP, Gated, SwiGLU
+from megazero.layers.mlp import GELU, Gated, SwiGLU
 from megazero.layers.norm import HeadNorm, Heads, LayerNorm, RMSNorm, WidthNorm
 from megazero.layers.sample_part import SamplePart, TokenLayout
 from megazero.layers.spec import Initializer, NamedRows, ParamSpec, rows_spec
@@ -34,6 +34,9 @@ from megazero.models.registry import FAMILIES
 from megazero.models.stages import StageLayout
 from megazero.parallel_state import Axis
 from megazero.settings import ConfigError, Problem
+
+if TYPE_CHECKING:
+    from megazero.layers.experts import MixtureOfExperts
 
 D = TypeVar("D", bound=Dropout)
 
@@ -147,6 +150,24 @@ class BuildContext:
             wgrad_queue=self.wgrad_queue,
         )
 
+    def experts(self, prefix: str, keys: tuple[str, str, str]) -> MixtureOfExperts:
+        """A mixture of experts named `prefix`; `keys` names an expert's gate, up and down projection."""
+        from megazero.layers.experts import ExpertLinear, MixtureOfExperts, Router  # which dense models do not load
+
+        model, names = self.model, [f"{prefix}.experts.{expert}" for expert in range(self.model.num_experts or 0)]
+        gate, up, down = keys
+        inner = [NamedRows(f"{name}.{key}.weight", model.expert_size) for name in names for key in (gate, up)]
+        outer = [NamedRows(f"{name}.{down}.weight", model.hidden_size) for name in names]
+        common: dict[str, Any] = {"sum_over_tp": self._cuts_sequence, "wgrad_queue": self.wgrad_queue}
+        sizes = model.hidden_size, len(names), model.experts_per_token or 1
+        router = Router(
+            f"{prefix}.gate.weight", sizes, renormalize=bool(model.renormalize_gates), init=self.init, **common
+        )
+        gate_up = ExpertLinear(tuple(inner), model.hidden_size, init=self.init, **common)
+        return MixtureOfExperts(
+            router, gate_up, ExpertLinear(tuple(outer), model.expert_size, init=self._onto_residual, **common)
+        )
+
     def row(
         self, weight: NamedRows, in_features: int, bias: NamedRows | None = None, *, transposed: bool = False
     ) -> RowParallelLinear:
@@ -157,7 +178,7 @@ class BuildContext:
             self.tp,
             bias_section=bias,
             sequence_parallel=self.sequence_parallel,
-            init=Initializer("normal", self.model.init_std / sqrt(2 * self.model.num_layers)),
+            init=self._onto_residual,
             transposed=transposed,
             wgrad_queue=self.wgrad_queue,
         )
@@ -179,6 +200,10 @@ class BuildContext:
     def layer_norm(self, name: str) -> LayerNorm:
         """LayerNorm of the hidden size."""
         return LayerNorm(name, self.model.hidden_size, self.model.norm_eps, sum_over_tp=self._cuts_sequence)
+
+    @property
+    def _onto_residual(self) -> Initializer:
+        return Initializer("normal", self.model.init_std / sqrt(2 * self.model.num_layers))
 
     @property
     def _cuts_sequence(self) -> bool:
@@ -228,7 +253,7 @@ class Block(nn.Module):
         sites: tuple[str, str],
         norms: tuple[nn.Module, nn.Module],
         attention: Attention,
-        mlp: MLP,
+        mlp: nn.Module,
     ) -> None:
         super().__init__()
         self.attention_norm, self.mlp_norm = norms
@@ -261,7 +286,7 @@ class Block(nn.Module):
         """As `regions`; `rest`: what else a recomputed block runs again."""
         return {
             "norms": [self.attention_norm, self.mlp_norm],
-            "activation": _parts(self.mlp)[0][1:],
+            "activation": [part for part in _parts(self.mlp)[0] if part is getattr(self.mlp, "activation", None)],
             "attention": attention,
             "residual": residual,
             "mlp": mlp,
@@ -284,11 +309,8 @@ class PostNormBlock(Block):
 
 def _parts(branch: nn.Module) -> tuple[list[nn.Module], list[nn.Module]]:
     """The modules of a branch before its last projection, and the projection; a script's own branch is one module."""
-    if isinstance(branch, Attention) and type(branch).forward is Attention.forward:
-        return [branch.qkv, branch.core], [branch.out]
-    if isinstance(branch, MLP) and type(branch).forward is MLP.forward:
-        return [branch.up, branch.activation], [branch.down]
-    return [branch], []
+    owner = next(base for base in type(branch).__mro__ if "forward" in vars(base))
+    return branch.parts() if "parts" in vars(owner) else ([branch], [])  # type: ignore[operator]
 
 
 class Embedding(nn.Module):

@@ -18,6 +18,9 @@ FAMILIES: Registry[ModelFamily] = Registry(
         "qwen3": "megazero.models.qwen3:QWEN3",
         "olmo2": "megazero.models.olmo2:OLMO2",
         "mistral": "megazero.models.mistral:MISTRAL",
+        "mixtral": "megazero.models.mixtral:MIXTRAL",
+        "qwen3_moe": "megazero.models.qwen3_moe:QWEN3_MOE",
+        "olmoe": "megazero.models.olmoe:OLMOE",
     },
     "megazero.models.family:ModelFamily",
 )

@@ -235,7 +235,7 @@ def _compiled_modules(module: nn.Module) -> Iterator[nn.Module]:
     if has_regions(module) or type(module) in _CONTAINERS:
         for child in module.children():
             yield from _compiled_modules(child)
-    elif not isinstance(module, _COMMUNICATING):
+    elif not isinstance(module, _COMMUNICATING) and getattr(module, "compiles", True):
         yield module
 
 

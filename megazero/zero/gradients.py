@@ -22,6 +22,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
+from typing import TYPE_CHECKING
 from weakref import ref
 
 import torch
@@ -31,6 +32,9 @@ from torch.utils.hooks import RemovableHandle
 from megazero.layers.linear import WeightGradQueue, add_product, product_t
 from megazero.zero.bucket import Bucket, Interval, ShardingPolicy, Share
 from megazero.zero.reductions import ReductionQueue
+
+if TYPE_CHECKING:
+    from megazero.layers.experts import Groups
 
 embedding_dense_backward = torch.ops.aten.embedding_dense_backward
 
@@ -284,6 +288,16 @@ class GradientReducer:
                 _add_product(*opened, a, b, at)
             del a, b  # before the next are computed
         self._launch(weight)
+
+    def add_stacked(self, weight: Tensor, a: Tensor, b: Tensor, groups: Groups) -> None:
+        """Add one micro-batch's gradient of experts' matrices, stacked as [experts * m, n]: of each one's rows a.T @ b."""
+        whole = None
+        for share, view, is_first in self._open(weight):
+            if share.is_whole:
+                groups.add_products(view.view(-1, a.shape[1], b.shape[1]), a, b, is_first=is_first)
+                continue
+            whole = groups.sum_products(a, b) if whole is None else whole
+            _add_elements(share, view, whole, is_first=is_first)
 
     def add_rows(self, weight: Tensor, rows: Tensor, gradient: Tensor) -> None:
         """Add one micro-batch's gradient of a parameter [m, n]: `gradient` [k, n], of these `rows`, int64 [k]."""

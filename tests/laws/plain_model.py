@@ -42,6 +42,8 @@ class PlainConfig:
     norm_eps: float
     rope_theta: float  # Llama only
     sliding_window: int | None = None  # Llama only: how many positions a token sees, its own among them (Mistral)
+    num_experts: int = 0  # Llama only: MLPs of a layer, of which each token takes some (Mixtral); 0 for one MLP
+    experts_per_token: int = 0
 
     def __post_init__(self) -> None:
         if self.family not in ("llama", "gpt2"):
@@ -82,16 +84,23 @@ def _llama_shapes(config: PlainConfig) -> dict[str, tuple[int, ...]]:
             f"{layer}.self_attn.k_proj.weight": (kv, d),
             f"{layer}.self_attn.v_proj.weight": (kv, d),
             f"{layer}.self_attn.o_proj.weight": (d, d),
-            f"{layer}.mlp.gate_proj.weight": (f, d),
-            f"{layer}.mlp.up_proj.weight": (f, d),
-            f"{layer}.mlp.down_proj.weight": (d, f),
-            f"{layer}.input_layernorm.weight": (d,),
-            f"{layer}.post_attention_layernorm.weight": (d,),
         }
+        if config.num_experts:
+            shapes[f"{layer}.block_sparse_moe.gate.weight"] = (config.num_experts, d)
+        for mlp, (gate, up, down) in _mlps(layer, config):
+            shapes |= {f"{mlp}.{gate}.weight": (f, d), f"{mlp}.{up}.weight": (f, d), f"{mlp}.{down}.weight": (d, f)}
+        shapes |= {f"{layer}.input_layernorm.weight": (d,), f"{layer}.post_attention_layernorm.weight": (d,)}
     shapes["model.norm.weight"] = (d,)
     if not config.tie_embeddings:
         shapes["lm_head.weight"] = (config.vocab_size, d)
     return shapes
+
+
+def _mlps(layer: str, config: PlainConfig) -> list[tuple[str, tuple[str, str, str]]]:
+    """The prefix of each MLP of a layer, and what its gate, up and down projections are called."""
+    if not config.num_experts:
+        return [(f"{layer}.mlp", ("gate_proj", "up_proj", "down_proj"))]
+    return [(f"{layer}.block_sparse_moe.experts.{e}", ("w1", "w3", "w2")) for e in range(config.num_experts)]
 
 
 def _gpt2_shapes(config: PlainConfig) -> dict[str, tuple[int, ...]]:
@@ -154,9 +163,12 @@ def _llama_logits(weights: Mapping[str, Tensor], config: PlainConfig, tokens: Te
         x = x + mixed @ weights[f"{layer}.self_attn.o_proj.weight"].T
 
         normed = rms_norm(x, weights[f"{layer}.post_attention_layernorm.weight"], config.norm_eps)
-        gate = normed @ weights[f"{layer}.mlp.gate_proj.weight"].T
-        up = normed @ weights[f"{layer}.mlp.up_proj.weight"].T
-        x = x + (gate * torch.sigmoid(gate) * up) @ weights[f"{layer}.mlp.down_proj.weight"].T
+        shares = torch.ones_like(x[..., :1])
+        if config.num_experts:
+            shares = expert_shares(normed, weights[f"{layer}.block_sparse_moe.gate.weight"], config.experts_per_token)
+        for e, (mlp, keys) in enumerate(_mlps(layer, config)):
+            gate, up, down = (weights[f"{mlp}.{key}.weight"].T for key in keys)
+            x = x + shares[..., e, None] * ((swish(normed @ gate) * (normed @ up)) @ down)
 
     x = rms_norm(x, weights["model.norm.weight"], config.norm_eps)
     head = embedding if config.tie_embeddings else weights["lm_head.weight"]
@@ -185,6 +197,23 @@ def _gpt2_logits(weights: Mapping[str, Tensor], config: PlainConfig, tokens: Ten
         up = linear(norm(x, f"{layer}.ln_2"), f"{layer}.mlp.c_fc")
         x = x + linear(gelu_tanh(up), f"{layer}.mlp.c_proj")
     return norm(x, "transformer.ln_f") @ embedding.T
+
+
+def expert_shares(x: Tensor, router: Tensor, k: int) -> Tensor:
+    """How much of each expert's output a token takes: the softmax of its scores over its k best experts, 0 for all others.
+    Of equal scores the first expert's is the better one.  x: [b, s, d]; router: [experts, d] -> [b, s, experts].
+    Source: Jiang et al. 2024, section 2.1."""
+    scores = x @ router.T
+    expert = torch.arange(len(router))
+    one, other = scores[..., :, None], scores[..., None, :]
+    before = (one > other) | ((one == other) & (expert[:, None] < expert))  # [b, s, one, other]
+    chosen = before.sum(dim=-2) < k
+    return scores.masked_fill(~chosen, -math.inf).softmax(dim=-1)
+
+
+def swish(x: Tensor) -> Tensor:
+    """x * sigmoid(x)."""
+    return x * torch.sigmoid(x)
 
 
 def split_heads(x: Tensor, heads: int) -> Tensor:

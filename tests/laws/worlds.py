@@ -31,6 +31,7 @@ LR, STEPS, SAMPLES = 3e-3, 2, 8
 EPS = 1e-5
 
 LLAMA = {"family": "llama", "num_kv_heads": 2}
+MIXTRAL = {"family": "mixtral", "num_kv_heads": 2, "num_experts": 4, "experts_per_token": 2}
 GPT2 = {"family": "gpt2", "num_kv_heads": 4}
 
 
@@ -75,8 +76,9 @@ def plain_config(run: ResolvedRun) -> PlainConfig:
     model = run.config.model
     names = ("hidden_size", "num_layers", "num_heads", "num_kv_heads", "ffn_hidden_size", "vocab_size", "seq_len")
     more = ("tie_embeddings", "norm_eps", "rope_theta", "sliding_window")
-    family = "llama" if model.family == "mistral" else model.family  # the same but for its window
-    return PlainConfig(family=family, **{name: getattr(model, name) for name in names + more})
+    family = "gpt2" if model.family == "gpt2" else "llama"  # the others are the same but for a window and experts
+    experts = {key: getattr(model, key) or 0 for key in ("num_experts", "experts_per_token")}
+    return PlainConfig(family=family, **experts, **{name: getattr(model, name) for name in names + more})
 
 
 def of_transformers(model: Any, kind: str = "llama", **more: Any) -> torch.nn.Module:
@@ -110,7 +112,7 @@ def initial_weights(run: ResolvedRun) -> dict[str, Tensor]:
             is_gain = name.endswith("weight")
             weights[name] = torch.ones(shape) if is_gain else torch.zeros(shape)
             continue
-        onto_residual = any(part in name for part in ("o_proj", "down_proj", "c_proj"))
+        onto_residual = any(part in name for part in ("o_proj", "down_proj", "c_proj", "w2"))
         std = run.config.model.init_std / ((2 * config.num_layers) ** 0.5 if onto_residual else 1.0)
         numbers = normal(derive_key(run.config.training.seed, name), torch.arange(torch.Size(shape).numel()))
         weights[name] = (numbers * std).view(shape)

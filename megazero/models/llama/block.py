@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from megazero.layers.attention import Attention, RotaryEmbedding
 from megazero.layers.mlp import SwiGLU
 from megazero.layers.norm import HeadNorm, WidthNorm
 from megazero.layers.spec import NamedRows
 from megazero.models.gpt import Block, BuildContext, PostNormBlock
 from megazero.models.llama.family import LLAMA_2, Variant
+
+if TYPE_CHECKING:
+    from megazero.layers.experts import MixtureOfExperts
 
 
 def rotary_embedding(context: BuildContext) -> RotaryEmbedding:
@@ -19,13 +24,20 @@ def rotary_embedding(context: BuildContext) -> RotaryEmbedding:
 
 def llama_block(layer: int, context: BuildContext, rope: RotaryEmbedding, variant: Variant = LLAMA_2) -> Block:
     """One layer; q | k | v and gate | up are fused."""
-    prefix, hidden = f"model.layers.{layer}", context.model.hidden_size
-    gate_up = tuple(NamedRows(f"{prefix}.mlp.{key}_proj.weight", context.ffn_hidden_size) for key in ("gate", "up"))
-    down = context.row(NamedRows(f"{prefix}.mlp.down_proj.weight", hidden), context.ffn_hidden_size)
-    attention, mlp = llama_attention(prefix, context, rope, variant), SwiGLU(context.column(gate_up), down)
+    prefix = f"model.layers.{layer}"
+    attention, mlp = llama_attention(prefix, context, rope, variant), _mlp(prefix, context, variant)
     first, second = (context.rms_norm(f"{prefix}.{name}") for name in variant.norms)
     kind = PostNormBlock if variant.norms_after else Block
     return kind(context, (f"{prefix}.self_attn", f"{prefix}.mlp"), (first, second), attention, mlp)
+
+
+def _mlp(prefix: str, context: BuildContext, variant: Variant) -> SwiGLU | MixtureOfExperts:
+    if variant.experts is not None:
+        module, keys = variant.experts
+        return context.experts(f"{prefix}.{module}", keys)
+    gate_up = tuple(NamedRows(f"{prefix}.mlp.{key}_proj.weight", context.ffn_hidden_size) for key in ("gate", "up"))
+    down = NamedRows(f"{prefix}.mlp.down_proj.weight", context.model.hidden_size)
+    return SwiGLU(context.column(gate_up), context.row(down, context.ffn_hidden_size))
 
 
 def llama_attention(prefix: str, context: BuildContext, rope: RotaryEmbedding, variant: Variant = LLAMA_2) -> Attention:

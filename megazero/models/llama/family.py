@@ -30,12 +30,14 @@ class Variant:
         qk_norm: RMSNorm of queries and keys before they are rotated: of each "head", or over the "width" of all heads.
         norms_after: attention and MLP are normed after instead of before.
         norms: names of a layer's two norms, of attention and of the MLP.
+        experts: names of a mixture of experts in place of the MLP, and of an expert's gate, up and down projection.
     """
 
     qkv_bias: bool = False
     qk_norm: Literal["none", "head", "width"] = "none"
     norms_after: bool = False
     norms: tuple[str, str] = ("input_layernorm", "post_attention_layernorm")
+    experts: tuple[str, tuple[str, str, str]] | None = None
 
 
 LLAMA_2 = Variant()

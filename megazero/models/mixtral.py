@@ -1,0 +1,120 @@
+"""Mixtral: Mistral with a mixture of experts in place of each MLP (Jiang et al. 2024); the families like it are values."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from megazero.models.config import ModelConfig
+from megazero.models.family import HuggingFaceFormat, ModelRule, attention_weights
+from megazero.models.llama.family import LLAMA_FORMAT, LlamaFamily, Variant, read_rope
+from megazero.models.qwen2 import QWEN2_FORMAT
+from megazero.settings import Problem, nearest_text
+
+EXPERT_KEYS = "num_experts", "experts_per_token", "renormalize_gates"
+# Keys about the balance of experts, which here are the run file's.
+BALANCE_KEYS = "output_router_logits", "router_aux_loss_coef"
+
+
+@dataclass(frozen=True)
+class ExpertDefaults:
+    """What is taken where a run file leaves the keys of experts out, as transformers does.
+
+    Args:
+        count, per_token: experts of a layer, and of a token.
+        renormalizes: see `ModelConfig.renormalize_gates`; `fixed`: there is no other form.
+    """
+
+    count: int
+    per_token: int
+    renormalizes: bool = False
+    fixed: bool = False
+
+
+class ExpertFamily(LlamaFamily):
+    """A family like Llama with a mixture of experts in every layer.
+
+    Args:
+        variant, hugging_face: see `LlamaFamily`.
+        defaults: see `ExpertDefaults`.
+        reads: see `ModelFamily`.
+    """
+
+    def __init__(
+        self, variant: Variant, hugging_face: HuggingFaceFormat, defaults: ExpertDefaults, reads: tuple[str, ...]
+    ) -> None:
+        super().__init__(variant, hugging_face)
+        self.defaults, self.reads = defaults, reads
+
+    def complete(self, model: ModelConfig) -> ModelConfig:
+        model, defaults = super().complete(model), self.defaults
+        unset: dict[str, object] = {
+            "num_experts": defaults.count,
+            "experts_per_token": min(defaults.per_token, model.num_experts or defaults.count),
+            "renormalize_gates": defaults.renormalizes,
+        }
+        if "expert_hidden_size" in self.reads:
+            unset["expert_hidden_size"] = model.ffn_hidden_size
+        return model.model_copy(update={key: value for key, value in unset.items() if getattr(model, key) is None})
+
+    def rules(self) -> tuple[ModelRule, ...]:
+        """The rules of Llama-like families, and those of experts."""
+        per_token = ModelRule(("model.num_experts", "model.experts_per_token"), self.check_per_token)
+        return (*super().rules(), per_token, ModelRule(("model.renormalize_gates",), self.check_gates))
+
+    def check_ffn(self, _: ModelConfig, __: int) -> Iterator[Problem]:
+        """No expert is cut over tp."""
+        return iter(())
+
+    def check_per_token(self, model: ModelConfig, _: int) -> Iterator[Problem]:
+        """A token goes to k of the experts."""
+        count = model.num_experts or self.defaults.count
+        if model.experts_per_token is not None and model.experts_per_token > count:
+            rule = f"must be at most num_experts={count}"
+            yield Problem("model.experts_per_token", model.experts_per_token, rule, nearest_text([count]))
+
+    def check_gates(self, model: ModelConfig, _: int) -> Iterator[Problem]:
+        """The family has the form of gates that is asked for."""
+        fixed = self.defaults.renormalizes
+        if self.defaults.fixed and model.renormalize_gates not in (None, fixed):
+            rule = f"must be {str(fixed).lower()} for {model.family}, which has no other form"
+            yield Problem("model.renormalize_gates", model.renormalize_gates, rule, "leave it out")
+
+    def layer_weights(self, model: ModelConfig) -> int:
+        """q, k, v, out; the router; gate, up, down of a token's experts."""
+        experts, per_token = model.num_experts or 0, model.experts_per_token or 0
+        return attention_weights(model) + model.hidden_size * (experts + 3 * per_token * model.expert_size)
+
+
+def lost_balance(config: Mapping[str, Any]) -> Iterator[str]:
+    """Lines on what an import drops: transformers' auxiliary loss is over all layers and a whole batch."""
+    yield from LLAMA_FORMAT.lost(config)
+    if config.get("output_router_logits"):
+        coefficient = config.get("router_aux_loss_coef")
+        yield f"router_aux_loss_coef = {coefficient!r}: transformers adds this loss over a whole batch; here none is added"
+
+
+def _read_extra(config: Mapping[str, Any]) -> dict[str, Any]:
+    return LLAMA_FORMAT.read_extra(config) | read_rope(config, theta=1e6)
+
+
+MIXTRAL_FORMAT = replace(
+    QWEN2_FORMAT,  # as there, num_key_value_heads must be in the file
+    architecture="MixtralForCausalLM",
+    sizes={**QWEN2_FORMAT.sizes, "num_local_experts": "num_experts", "num_experts_per_tok": "experts_per_token"},
+    defaults={**QWEN2_FORMAT.defaults, "rms_norm_eps": ("norm_eps", 1e-5)},
+    constants={"hidden_act": "silu"},
+    assumed={**QWEN2_FORMAT.assumed, "sliding_window": None, "router_jitter_noise": 0.0},
+    extra=LLAMA_FORMAT.extra,
+    read_extra=_read_extra,
+    problems=LLAMA_FORMAT.problems,
+    lost=lost_balance,
+    reads=(*LLAMA_FORMAT.reads, *BALANCE_KEYS),
+)
+MIXTRAL = ExpertFamily(
+    Variant(experts=("block_sparse_moe", ("w1", "w3", "w2"))),
+    MIXTRAL_FORMAT,
+    ExpertDefaults(8, 2, renormalizes=True, fixed=True),
+    (*LlamaFamily.reads, *EXPERT_KEYS),
+)

@@ -1,0 +1,47 @@
+"""OLMoE: Llama with RMSNorm over all queries and all keys, and a mixture of experts (Muennighoff et al. 2024)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from typing import Any
+
+from megazero.models.config import ModelConfig
+from megazero.models.llama.family import LLAMA_FORMAT, Variant, read_rope, written_rope
+from megazero.models.mixtral import BALANCE_KEYS, EXPERT_KEYS, ExpertDefaults, ExpertFamily, lost_balance
+
+
+def _extra(model: ModelConfig) -> dict[str, Any]:
+    return written_rope(model.rope_theta, model.rope_scaling)
+
+
+def _unsupported(config: Mapping[str, Any], seq_len: int | None) -> Iterator[str]:
+    heads, size = config.get("num_attention_heads"), config.get("head_dim")
+    if size is not None and heads and size * heads != config.get("hidden_size"):
+        yield f"head_dim={size!r} is not supported in an olmoe; it must be hidden_size / num_attention_heads"
+    yield from LLAMA_FORMAT.problems(config, seq_len)
+
+
+OLMOE_FORMAT = replace(
+    LLAMA_FORMAT,
+    architecture="OlmoeForCausalLM",
+    sizes={**LLAMA_FORMAT.sizes, "num_experts": "num_experts", "num_experts_per_tok": "experts_per_token"},
+    defaults={
+        **LLAMA_FORMAT.defaults,
+        "rms_norm_eps": ("norm_eps", 1e-5),
+        "norm_topk_prob": ("renormalize_gates", False),
+    },
+    constants={"hidden_act": "silu", "attention_bias": False},
+    assumed={**LLAMA_FORMAT.assumed, "clip_qkv": None},
+    extra=_extra,
+    read_extra=read_rope,
+    problems=_unsupported,
+    lost=lost_balance,
+    reads=(*LLAMA_FORMAT.reads, *BALANCE_KEYS),
+)
+OLMOE = ExpertFamily(
+    Variant(qk_norm="width", experts=("mlp", ("gate_proj", "up_proj", "down_proj"))),
+    OLMOE_FORMAT,
+    ExpertDefaults(64, 8),
+    ("rope_theta", "rope_scaling", *EXPERT_KEYS),
+)
