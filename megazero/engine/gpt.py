@@ -364,12 +364,13 @@ def _shard(config: RunConfig, state: ParallelState, built: RankStages, placement
     }
     offload = built.offload
     # a compiled block waits as a whole: hooks of its layers would break its graph
-    units = units_of(built.stages, by_layer=not may_compile(config.training.compile, state.device))
+    compiles = may_compile(config.training.compile, state.device)
+    units = units_of(built.stages, by_layer=not compiles)
     arena = None if offload is None or offload.on_host else offload.pool
     sharded = ShardedModel(
         ModelParts(units, described, _tied_axes(described, state, placement), queue_of),
         state,
-        ShardingSettings(config.zero, config.precision, recipe, arena),
+        ShardingSettings(config.zero, config.precision, recipe, arena, compiles),
     )
     if offload is not None:
         offload.stay(bucket.weights for bucket in sharded.parameters.buckets)

@@ -424,6 +424,7 @@ class ShardingPolicy:
         arena: holds the working buffers of gradients; None: each buffer has memory of its own.
         quantizes_weights: stage 3 gathers weights in blocks of 8 bits.
         gradient_bits: of the blocks in which gradients are reduced over the shard axis; 0: they are not quantized.
+        compiles: what quantizes is compiled.
     """
 
     zero_stage: int
@@ -438,6 +439,7 @@ class ShardingPolicy:
     arena: Arena | None = None
     quantizes_weights: bool = False
     gradient_bits: int = 0
+    compiles: bool = False
 
     @property
     def align(self) -> int:

@@ -23,13 +23,19 @@ ranks, a host's ranks sum theirs first, as they are, so that only one of them se
 
 The second step begins when the next bucket is reduced, while the backward goes on.  The random numbers are a function of
 step, micro-batch, sender, bucket and element: the same run, interrupted or not, has the same bits.
+
+[Note: passes over memory]  In torch's operations a number is read and written some twenty times, piece by piece so that the
+caches of a CPU hold it.  A run that compiles its blocks compiles these functions too: one kernel reads numbers and writes
+integers, one kernel reads them back, whatever the size.
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -53,11 +59,10 @@ class Noise:
     first: int
     stride: int
 
-    def draw(self, rows: int, start: int, count: int, device: torch.device) -> Tensor:
-        """[rows, count]: fp32, above 0 and below 1, of the elements from `start` on; all are multiples of a block."""
-        row, column = (torch.arange(size, device=device) for size in (rows, count // _DRAWS))
-        words = row.unsqueeze(1) * (self.stride // _DRAWS) + (self.first + start) // _DRAWS + column
-        return random_bits(self.key, words).view(torch.int16).float().add_(2**15 + 0.5).mul_(2.0**-16)
+    def words(self, rows: int, start: int, device: torch.device) -> tuple[Tensor, Tensor]:
+        """The key, and [rows, 1]: the random word of each row's element `start`; all are multiples of a block."""
+        first = torch.arange(rows, device=device).mul_(self.stride // _DRAWS).add_((self.first + start) // _DRAWS)
+        return torch.full((), self.key, device=device), first.unsqueeze(1)
 
 
 def noise_of(step: int, round_: int, sender: int, bucket: str, first: int, stride: int) -> Noise:
@@ -65,19 +70,79 @@ def noise_of(step: int, round_: int, sender: int, bucket: str, first: int, strid
     return Noise(derive_key(step, f"rounding of {bucket} in {round_} by {sender}"), first, stride)
 
 
+def _most(bits: int) -> int:
+    return 127 if bits == 8 else 7
+
+
+def rounded(blocks: Tensor, words: tuple[Tensor, Tensor] | None, integers: Tensor, bits: int) -> Tensor:
+    """Round to `integers`; the scales.  [rows, blocks, 256], [rows, blocks, bytes] -> fp32 [rows, blocks, 1].
+
+    `words`: see `Noise`; None rounds to the nearest.
+    """
+    most, blocks = _most(bits), blocks.float()
+    largest = blocks.abs().amax(dim=2, keepdim=True)
+    scale = (largest / most).clamp_(min=torch.finfo(torch.float32).tiny)  # a nan stays one
+    ratio = blocks / scale
+    if words is None:
+        ratio.round_()
+    else:
+        key, first = words
+        drawn = random_bits(key, first + torch.arange(ratio[0].numel() // _DRAWS, device=ratio.device))
+        # above 0 and below 1
+        ratio.add_(drawn.view(torch.int16).float().add_(2**15 + 0.5).mul_(2.0**-16).view_as(ratio)).floor_()
+    ratio.clamp_(-most, most)
+    if bits == 8:
+        integers.copy_(ratio)
+    else:
+        low, high = ratio.to(torch.int8).chunk(2, dim=2)
+        integers.copy_(high << 4 | low & 15)
+    return scale
+
+
+def restored(integers: Tensor, scale: Tensor, bits: int) -> Tensor:
+    """The numbers, fp32 [rows, blocks, 256]."""
+    # of int8: the sign comes along
+    return (integers if bits == 8 else torch.cat([integers << 4 >> 4, integers >> 4], dim=2)) * scale
+
+
+def restored_to(out: Tensor, integers: Tensor, scale: Tensor, bits: int) -> None:
+    """Fill `out`, [rows, blocks, 256]."""
+    out.copy_(restored(integers, scale, bits))
+
+
+def summed_to(out: Tensor, integers: Tensor, scale: Tensor, bits: int) -> None:
+    """Fill `out`, fp32 [blocks, 256], with the sum of the rows."""
+    torch.sum(restored(integers, scale, bits), dim=0, out=out)
+
+
+def _as_it_is(function: Callable[..., Any]) -> Callable[..., Any]:
+    return function
+
+
+@cache
+def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    """One code for all sizes: the buckets of a model have many."""
+    return torch.compile(function, dynamic=True)
+
+
 @dataclass(frozen=True)
 class BlockFormat:
     """Blocks of numbers of 4 or 8 `bits`; about `at_once` numbers are computed with at a time, to need little memory.
+
+    `compiled` gives what runs in place of a function; see [Note: passes over memory].
 
     Numbers come in rows [rows, numel], one for each rank, of any floating-point type; numel is a multiple of a block.
     """
 
     bits: int
     at_once: int = 2**18
+    compiled: Callable[[Callable[..., Any]], Callable[..., Any]] = _as_it_is
 
     @classmethod
     def on(cls, policy: ShardingPolicy, bits: int) -> BlockFormat:
         """As the device of a policy is used best: a GPU's kernels take microseconds to start."""
+        if policy.compiles:
+            return cls(bits, sys.maxsize, _compiled)
         return cls(bits, 2**18 if policy.on_cpu else 2**22)
 
     def nbytes(self, numel: int) -> int:
@@ -86,38 +151,22 @@ class BlockFormat:
 
     def quantize(self, x: Tensor, packed: Tensor, noise: Noise | None = None) -> None:
         """Pack x into `packed`, uint8 [rows, nbytes].  Without `noise` to the nearest."""
-        most = 2 ** (self.bits - 1) - 1
+        function = self.compiled(rounded)
         for at, scale, integers in self._pieces(packed):
-            blocks = x.unflatten(1, (-1, BLOCK))[:, at].float()
-            largest = blocks.abs().amax(dim=2, keepdim=True)
-            scale.copy_((largest / most).clamp_(min=torch.finfo(torch.float32).tiny))  # a nan stays one
-            ratio = blocks / scale
-            if noise is None:
-                ratio.round_()
-            else:
-                first, count = at.start * BLOCK, (at.stop - at.start) * BLOCK
-                ratio.add_(noise.draw(x.shape[0], first, count, x.device).view_as(ratio)).floor_()
-            ratio.clamp_(-most, most)
-            if self.bits == 8:
-                integers.copy_(ratio)
-            else:
-                low, high = ratio.to(torch.int8).chunk(2, dim=2)
-                integers.copy_(high << 4 | low & 15)
+            words = None if noise is None else noise.words(x.shape[0], at.start * BLOCK, x.device)
+            scale.copy_(function(x.unflatten(1, (-1, BLOCK))[:, at], words, integers, self.bits))
 
     def dequantize(self, packed: Tensor, out: Tensor) -> None:
         """Fill `out` from `packed`."""
+        function = self.compiled(restored_to)
         for at, scale, integers in self._pieces(packed):
-            out.unflatten(1, (-1, BLOCK))[:, at].copy_(self._unpack(integers) * scale)
+            function(out.unflatten(1, (-1, BLOCK))[:, at], integers, scale, self.bits)
 
     def sum(self, packed: Tensor, out: Tensor) -> None:
         """Fill `out`, fp32 [numel], with the sum of the rows that are in `packed`."""
+        function = self.compiled(summed_to)
         for at, scale, integers in self._pieces(packed):
-            torch.sum(self._unpack(integers) * scale, dim=0, out=out.view(-1, BLOCK)[at])
-
-    def _unpack(self, integers: Tensor) -> Tensor:
-        if self.bits == 8:
-            return integers
-        return torch.cat([integers << 4 >> 4, integers >> 4], dim=2)  # of int8: the sign comes along
+            function(out.view(-1, BLOCK)[at], integers, scale, self.bits)
 
     def _pieces(self, packed: Tensor) -> Iterator[tuple[slice, Tensor, Tensor]]:
         """Piece by piece: which blocks, their scales fp32 [rows, blocks, 1], their integers int8 [rows, blocks, bytes]."""

@@ -59,12 +59,13 @@ class ModelParts:
 
 @dataclass(frozen=True)
 class ShardingSettings:
-    """How a model is sharded and stepped.  `arena`: see `ShardingPolicy`."""
+    """How a model is sharded and stepped.  `arena`, `compiles`: see `ShardingPolicy`."""
 
     zero: ZeroConfig
     precision: PrecisionConfig
     recipe: OptimizerRecipe
     arena: Arena | None = None
+    compiles: bool = False
 
 
 class ShardedModel:
@@ -270,6 +271,7 @@ def _sharding_policy(state: ParallelState, settings: ShardingSettings) -> Shardi
         arena=settings.arena,
         quantizes_weights=zero.quantized_weights,
         gradient_bits=zero.quantized_gradients,
+        compiles=settings.compiles,
     )
 
 

@@ -13,6 +13,7 @@ import pytest
 import torch
 from harness import run_world
 from torch import Tensor, nn
+from torch._dynamo.utils import counters
 from worlds import (
     LLAMA,
     LR,
@@ -32,7 +33,8 @@ from megazero.config import ResolvedRun
 from megazero.config.schema import PrecisionConfig
 from megazero.deepspeed.script_units import ScriptGatherer
 from megazero.engine import Position
-from megazero.zero.bucket import BLOCK
+from megazero.parallel_state import Axis
+from megazero.zero.bucket import BLOCK, Placement, ShardingPolicy
 from megazero.zero.quantized import BlockFormat, Noise, noise_of
 from megazero.zero.reductions import QuantizedScatter
 
@@ -117,6 +119,35 @@ def test_what_is_not_finite_is_not_hidden_and_stays_in_its_block(bits: int, wron
         assert not finite[BLOCK : 2 * BLOCK].any()
         assert finite[:BLOCK].all()
         assert finite[2 * BLOCK :].all()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("bits", "rows", "dtype"), [(8, 1, torch.bfloat16), (4, 3, torch.float32)])
+def test_compiled_functions_give_the_same_bytes_and_one_code_serves_all_sizes(
+    bits: int, rows: int, dtype: torch.dtype
+) -> None:
+    axis = Axis("dp", (0, 1))
+    policy = ShardingPolicy(3, dtype, Placement(axis, Axis("replica")), torch.device("cpu"), compiles=True)
+    plain, compiled = BlockFormat(bits), BlockFormat.on(policy, bits)
+    torch.compiler.reset()
+    counters.clear()
+    for size in (BLOCK * 5, BLOCK * 9, BLOCK * 2000):
+        x, noise, found = numbers(rows * size).view(rows, size).to(dtype), noise_of(3, 0, 1, "a", 512, size), []
+        for blocks in (plain, compiled):
+            packed = torch.full((rows, blocks.nbytes(size)), 77, dtype=torch.uint8)
+            back, total = torch.empty(rows, size, dtype=dtype), torch.empty(size)
+            blocks.quantize(x, packed, noise if rows > 1 else None)
+            blocks.dequantize(packed, back)
+            blocks.sum(packed, total)
+            found.append((packed, back.view(torch.uint8), total.view(torch.uint8)))
+        assert all(map(torch.equal, *found))
+    x[0, BLOCK + 5] = torch.nan
+    compiled.quantize(x, packed, noise if rows > 1 else None)
+    compiled.dequantize(packed, back)
+    finite = back[0].isfinite()
+    assert not finite[BLOCK : 2 * BLOCK].any()
+    assert finite.sum() == size - BLOCK
+    assert counters["stats"]["unique_graphs"] == 3
 
 
 # ---------------------------------------------------------------------------------------------------------------------
