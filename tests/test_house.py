@@ -75,8 +75,13 @@ def test_the_page_of_silent_errors_names_tests_that_exist() -> None:
     assert not [test for file, test in named if f"\ndef {test}(" not in (ROOT / file).read_text(encoding="utf-8")]
 
 
-@pytest.mark.parametrize("page", ["CONTRIBUTING.md", "README.md", "docs/architecture.md"])
+PAGES = ["CONTRIBUTING.md", "README.md", *(f"docs/{page.name}" for page in sorted((ROOT / "docs").glob("*.md")))]
+
+
+@pytest.mark.parametrize("page", PAGES)
 def test_pages_name_files_that_exist(page: str) -> None:
-    text = (ROOT / page).read_text(encoding="utf-8")
-    named = set(re.findall(r"`((?:megazero|tests|docs|examples)/[A-Za-z0-9_./]+\.(?:py|md|toml))`", text))
-    assert not [name for name in sorted(named) if not (ROOT / name).exists()]
+    """Whole paths, and those within a folder of the package."""
+    named = re.findall(r"`([\w.]+/[\w/.]+\.(?:py|md|toml))`", (ROOT / page).read_text(encoding="utf-8"))
+    ours = [name for name in sorted({*named}) if not name.endswith("NAME.py")]
+    places = [ROOT, PACKAGE, ROOT / "docs", *(ROOT / folder for folder in ("tests", "examples", "benchmarks"))]
+    assert not [name for name in ours if not any((place / name).exists() for place in places)]
