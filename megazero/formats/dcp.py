@@ -15,20 +15,23 @@ Source: torch/distributed/checkpoint (metadata.py, filesystem.py); torchtitan/co
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from math import isfinite, prod
-from typing import Any, TypeAlias, TypeGuard
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed._shard._utils import narrow_tensor_by_index
+from torch.distributed.checkpoint.default_planner import _check_box_bounds
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
 from megazero.checkpoint.folder import LocalFolder, ReadBytes
 from megazero.checkpoint.hugging_face.match import LazyTensor
 from megazero.checkpoint.index import CheckpointError, foreign_errors
-from megazero.formats.foreign import ADAM, ForeignCheckpoint, Found
+from megazero.formats.foreign import ADAM, ForeignCheckpoint
 from megazero.formats.pickles import load_metadata, load_tensors
 from megazero.models.config import ModelConfig
 from megazero.zero.state import MODEL
@@ -42,7 +45,6 @@ _NOT_TAKEN = {
     r"((?:.+\.)?dataloader)\..+": "samples come in the order of the run file, see --samples",
     r"((?:.+\.)?train_state\.ntokens_seen)": "it counts the tokens of one rank",
 }
-_Box: TypeAlias = tuple[tuple[int, int], ...]  # of a chunk, where it begins and ends in each dimension
 
 
 @dataclass(frozen=True)
@@ -54,7 +56,7 @@ class DcpFolder:
 
     folder: LocalFolder
     _files: dict[str, tuple[ReadBytes, int]] = field(default_factory=dict)  # how to read a file, and its size
-    _tiled: dict[str, list[tuple[_Box, tuple[int, ...]]]] = field(default_factory=dict)  # the chunks of checked tensors
+    _tiled: dict[str, TensorStorageMetadata] = field(default_factory=dict)  # those whose chunks are checked
 
     @cached_property
     def _loaded(self) -> tuple[Metadata, list[str]]:
@@ -108,7 +110,7 @@ class DcpFolder:
     def slices(self, name: str) -> list[LazyTensor]:
         """The tensors that are stacked along dimension 0 of another one; only the chunks that hold one are read for it."""
         about: Any = self._loaded[0].state_dict_metadata[name]
-        if not self._checked(name, about):  # their bytes are there, so the list is not longer than these
+        if not self._tiles(name, about).chunks:  # their bytes are there, so the list is not longer than these
             raise CheckpointError(f"{self.folder}/{METADATA}: {name} has no elements")
         shape, dtype = tuple(about.size[1:]), about.properties.dtype
 
@@ -122,56 +124,46 @@ class DcpFolder:
         about: Any = self._loaded[0].state_dict_metadata[name]
         return self._tensor(name, about, (start, stop))
 
-    def _checked(self, name: str, about: TensorStorageMetadata) -> list[tuple[_Box, tuple[int, ...]]]:
-        """The chunks of a tensor that have elements, each with its offset: they fill it, and the files are as long."""
+    def _tiles(self, name: str, about: TensorStorageMetadata) -> TensorStorageMetadata:
+        """The same tensor with those of its chunks that have elements: they fill it, and the files are as long."""
         if name in self._tiled:
             return self._tiled[name]
         path, item = f"{self.folder}/{METADATA}", about.properties.dtype.itemsize
-        boxes: set[_Box] = set()
-        for chunk in about.chunks:
-            box = tuple((start, start + size) for start, size in zip(chunk.offsets, chunk.sizes, strict=True))
-            if len(box) != len(about.size) or any(
-                not 0 <= start <= stop <= size for (start, stop), size in zip(box, about.size, strict=True)
+        tiles = replace(about, chunks=[chunk for chunk in about.chunks if prod(chunk.sizes)])
+        for chunk in tiles.chunks:
+            if not len(chunk.offsets) == len(chunk.sizes) == len(about.size) or not _check_box_bounds(
+                about.size, chunk
             ):
                 raise CheckpointError(f"{path}: a chunk of {name} does not lie within its shape {list(about.size)}")
-            elements = _elements(box)
-            if elements == 0:
-                continue
-            _, start, stop = self._place(name, offset := tuple(chunk.offsets))
-            if elements * item > stop - start:
-                raise CheckpointError(f"{path}: {name} at {list(offset)} has fewer bytes than elements")
-            boxes.add(box)
-        if missing := prod(about.size) - sum(map(_elements, boxes)):
+            _, start, stop = self._place(name, tuple(chunk.offsets))
+            if prod(chunk.sizes) * item > stop - start:
+                raise CheckpointError(f"{path}: {name} at {list(chunk.offsets)} has fewer bytes than elements")
+        if missing := prod(about.size) - sum(prod(chunk.sizes) for chunk in tiles.chunks):
             how = f"leave out {missing}" if missing > 0 else f"have {-missing} too many"
             raise CheckpointError(f"{path}: the chunks of {name} {how} elements")
-        if _overlap(sorted(boxes)):
+        if len(create_read_items_for_chunk_list(name, tiles, tiles.chunks)) != len(tiles.chunks):  # each meets itself
             raise CheckpointError(f"{path}: chunks of {name} overlap")
-        self._tiled[name] = [(box, tuple(start for start, _ in box)) for box in sorted(boxes)]
-        return self._tiled[name]
+        self._tiled[name] = tiles
+        return tiles
 
     def _tensor(self, name: str, about: TensorStorageMetadata, rows: tuple[int, int] | None = None) -> Tensor:
         """All of a tensor, or only some rows; one that lies in one chunk is that chunk, without a copy."""
-        chunks = self._checked(name, about)
+        tiles = self._tiles(name, about)
         first, last = rows or (0, about.size[0] if about.size else 0)
-        shape = (last - first, *about.size[1:]) if about.size else ()
+        offsets = torch.Size((first, *(0 for _ in about.size[1:])) if about.size else ())
+        shape = torch.Size((last - first, *about.size[1:]) if about.size else ())
         whole: Tensor | None = None
-        for box, offset in chunks:
-            low, high = (max(first, box[0][0]), min(last, box[0][1])) if box else (0, 0)
-            if box and low >= high:
-                continue
-            chunk, sizes = self._read(name, offset), tuple(stop - start for start, stop in box)
-            if not isinstance(chunk, Tensor) or chunk.shape != sizes or chunk.dtype != about.properties.dtype:
-                raise CheckpointError(f"{self.folder}: {name} at {list(offset)} is not what {METADATA} says")
+        for item in create_read_items_for_chunk_list(name, tiles, [ChunkStorageMetadata(offsets, shape)]):
+            tile = tiles.chunks[item.storage_index.index or 0]
+            chunk = self._read(name, tuple(tile.offsets))
+            if not isinstance(chunk, Tensor) or chunk.shape != tile.sizes or chunk.dtype != about.properties.dtype:
+                raise CheckpointError(f"{self.folder}: {name} at {list(tile.offsets)} is not what {METADATA} says")
             with foreign_errors(f"{self.folder}: {name}"):
-                chunk = chunk.detach()
-                if box:
-                    chunk = chunk[low - box[0][0] : high - box[0][0]]
+                chunk = narrow_tensor_by_index(chunk.detach(), item.storage_offsets, item.lengths)
                 if chunk.shape == shape and chunk.layout == torch.strided and chunk.device.type == "cpu":
                     return chunk
-                if whole is None:
-                    whole = torch.empty(shape, dtype=chunk.dtype)
-                at = [slice(low - first, high - first), *(slice(*edges) for edges in box[1:])] if box else []
-                whole[tuple(at)] = chunk
+                whole = torch.empty(shape, dtype=chunk.dtype) if whole is None else whole
+                narrow_tensor_by_index(whole, item.dest_offsets, item.lengths).copy_(chunk)
             del chunk
         return torch.empty(shape, dtype=about.properties.dtype) if whole is None else whole
 
@@ -220,23 +212,6 @@ def _check_types(name: str, about: TensorStorageMetadata) -> None:
         raise TypeError(f"the shape or dtype of {name}")
 
 
-def _elements(box: _Box) -> int:
-    return prod(stop - start for start, stop in box)
-
-
-def _overlap(boxes: Sequence[_Box]) -> bool:
-    """Whether two of the boxes, in order, have an element in common."""
-    open_: list[_Box] = []  # those that have not ended in dimension 0
-    for box in boxes:
-        if box:
-            open_ = [other for other in open_ if other[0][1] > box[0][0]]
-        for other in open_:
-            if all(max(a[0], b[0]) < min(a[1], b[1]) for a, b in zip(other, box, strict=True)):
-                return True
-        open_.append(box)
-    return False
-
-
 def _plain(name: str, value: Any) -> Any:
     """A setting as a plain value.  Raises: CheckpointError for a number that is none."""
     if isinstance(value, list | tuple):
@@ -261,7 +236,7 @@ def _count(name: str, entry: LazyTensor | Callable[[], Any]) -> int:
     return found
 
 
-class _Entries(Found):
+class _Entries(ForeignCheckpoint):
     """What the entries of a checkpoint say, gathered one by one."""
 
     def add(self, name: str, entry: LazyTensor | Callable[[], Any]) -> None:
@@ -297,12 +272,14 @@ def dcp_folders(folder: LocalFolder) -> list[LocalFolder]:
 def read_dcp(folder: LocalFolder, _: ModelConfig) -> ForeignCheckpoint:
     """What a checkpoint of torch.distributed.checkpoint holds, or the two of accelerate.  Raises: CheckpointError."""
     sources = [DcpFolder(source) for source in dcp_folders(folder)]
-    found = _Entries(unknown=[f"{name} (named in {METADATA})" for source in sources for name in source.unknown])
+    found = _Entries(
+        str(folder), unknown=[f"{name} (named in {METADATA})" for source in sources for name in source.unknown]
+    )
     for entries in (entries for source in sources for entries in (source.tensors(), source.values())):
         for name, entry in entries.items():
             with foreign_errors(f"{folder}: {name}"):
                 found.add(name, entry)
-    return found.checkpoint(str(folder))
+    return found.finished()
 
 
 def _is_file_name(name: object) -> TypeGuard[str]:

@@ -34,7 +34,7 @@ from torch import Tensor
 from megazero.checkpoint.folder import LocalFolder
 from megazero.checkpoint.hugging_face.match import LazyTensor
 from megazero.checkpoint.index import LATEST, CheckpointError
-from megazero.formats.foreign import ADAM, ForeignCheckpoint, Found
+from megazero.formats.foreign import ADAM, ForeignCheckpoint
 from megazero.formats.pickles import load_tensors
 from megazero.models.config import ModelConfig
 from megazero.zero.state import MASTER, MODEL
@@ -110,7 +110,7 @@ class _Reader:
     """Reads the folder of one step."""
 
     def __init__(self, folder: LocalFolder) -> None:
-        self.folder, self.found = folder, Found()
+        self.folder, self.found = folder, ForeignCheckpoint(str(folder))
         self.models: dict[int, str] = {}  # by rank, names of files
         self.optimizers: dict[int, str] = {}
         for name in folder.files():
@@ -144,7 +144,7 @@ class _Reader:
         self._read_weights(state, shapes)
         if set(found.tensors) & set(ADAM):
             self._check_updates(found.step - int(state["skipped_steps"]))
-        return found.checkpoint(str(self.folder))
+        return found.finished()
 
     # -- files
 

@@ -37,53 +37,34 @@ _COUNTS = 2**53  # none is as large: a float does not count that far
 _CONSTANT = {"amsgrad": False, "maximize": False, "bias_correction": True}
 
 
-@dataclass(frozen=True)
+@dataclass
 class ForeignCheckpoint:
-    """The contents of a checkpoint of another framework.
+    """The contents of a checkpoint of another framework, as a reader finds them; `finished` fills in what follows.
 
     Args:
         path: of it, for messages.
         tensors: by kind ("model", "master", "exp_avg", "exp_avg_sq"), then by their name.
-        optimizer_steps: updates of the weights, which AdamW's bias correction counts; 0 without moments.
-        step: steps of the run.
-        samples: consumed; None where the checkpoint does not say.
-        optimizer: what it says of the optimizer, by keys of our [optimizer] section.
-        notes: lines about what was understood and is not taken over.
+        step, samples: steps of the run and samples consumed; None where the checkpoint does not say.
+        notes: lines about what was understood and is not taken over; in order, each once.
         unknown: names of what was met and not understood.
+        updates: the counts of updates that the tensors' state has; they must agree.
+        settings: of AdamW by key, each value of a group once.
+        entries: by kind and name, the entry of the checkpoint that says it.
+        optimizer_steps: updates of the weights, which AdamW's bias correction counts; 0 without moments.
+        optimizer: what the checkpoint says of the optimizer, by keys of our [optimizer] section.
     """
 
     path: str
-    tensors: Mapping[str, Mapping[str, LazyTensor]]
-    optimizer_steps: int = 0
-    step: int = 0
-    samples: int | None = None
-    optimizer: Mapping[str, Any] = field(default_factory=dict)
-    notes: Sequence[str] = ()
-    unknown: Sequence[str] = ()
-
-
-@dataclass
-class Found:
-    """Collects what a reader finds in a checkpoint: tensors, optimizer settings, counts, notes for the user.
-
-    Args:
-        tensors: by kind.
-        updates: the counts of updates that the tensors' state has; they must agree.
-        step, samples: steps of the run and samples consumed; None where the checkpoint does not say.
-        notes: lines about what was understood and is not taken over; in order, each once.
-        unknown: names of what was not understood.
-        settings: by key, each value of a group once.
-        entries: by kind and name, the entry of the checkpoint that says it.
-    """
-
     tensors: dict[str, dict[str, LazyTensor]] = field(default_factory=lambda: {MODEL: {}})
-    updates: set[int] = field(default_factory=set)
     step: int | None = None
     samples: int | None = None
     notes: dict[str, None] = field(default_factory=dict)
     unknown: list[str] = field(default_factory=list)
+    updates: set[int] = field(default_factory=set)
     settings: dict[str, list[Any]] = field(default_factory=dict)
     entries: dict[tuple[str, str], str] = field(default_factory=dict)
+    optimizer_steps: int = 0
+    optimizer: dict[str, Any] = field(default_factory=dict)
 
     def add_tensor(self, kind: str, name: str, tensor: LazyTensor, *, entry: str) -> None:
         """Add the tensor of an entry; a second one of the same name is noted as not understood."""
@@ -133,26 +114,19 @@ class Found:
                 return True
         return False
 
-    def checkpoint(self, path: str) -> ForeignCheckpoint:
-        """The finished checkpoint.  Raises: CheckpointError if counts of updates differ between tensors, or are wrong."""
-        counts = {"steps": self.step or 0, "samples": self.samples or 0, "updates": max(self.updates, default=0)}
+    def finished(self) -> ForeignCheckpoint:
+        """The same, complete.  Raises: CheckpointError if counts of updates differ between tensors, or are wrong."""
+        self.optimizer_steps = max(self.updates, default=0)
+        counts = {"steps": self.step or 0, "samples": self.samples or 0, "updates": self.optimizer_steps}
         for what, count in counts.items():
             if not 0 <= count < _COUNTS:
-                raise CheckpointError(f"{path} counts {count} {what}, which no run has: it is damaged")
+                raise CheckpointError(f"{self.path} counts {count} {what}, which no run has: it is damaged")
         if len(self.updates) > 1:
             least, most = min(self.updates), max(self.updates)
-            raise CheckpointError(f"{path}: AdamW has updated some tensors {least} times and others {most}")
-        updates = max(self.updates, default=0)
-        return ForeignCheckpoint(
-            path,
-            self.tensors,
-            optimizer_steps=updates,
-            step=updates if self.step is None else self.step,
-            samples=self.samples,
-            optimizer=self._optimizer(),
-            notes=list(self.notes),
-            unknown=self.unknown,
-        )
+            raise CheckpointError(f"{self.path}: AdamW has updated some tensors {least} times and others {most}")
+        self.step = self.optimizer_steps if self.step is None else self.step
+        self.optimizer = self._optimizer()
+        return self
 
     def _optimizer(self) -> dict[str, Any]:
         """Keys of our [optimizer]; a value that differs between tensors gets a note and is left to the run file."""

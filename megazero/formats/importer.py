@@ -51,7 +51,10 @@ class Form:
 def read_weights(folder: LocalFolder, _: ModelConfig) -> ForeignCheckpoint:
     """Weights without an optimizer.  Raises: CheckpointError."""
     found = open_weights(folder)
-    return ForeignCheckpoint(found.path, {MODEL: found.tensors}, notes=found.notes, unknown=found.unknown)
+    notes = dict.fromkeys(found.notes)
+    return ForeignCheckpoint(
+        found.path, {MODEL: dict(found.tensors)}, notes=notes, unknown=list(found.unknown)
+    ).finished()
 
 
 def _is_megatron(folder: LocalFolder) -> bool:
@@ -166,7 +169,7 @@ def _trainer_state(
 ) -> tuple[TrainerState, list[str]]:
     """The trainer state to resume from, and lines for the user.  Without moments the step is 0 unless the user sets it."""
     if step is None:
-        step = found.step if has_moments else 0
+        step = found.step or 0 if has_moments else 0
     if samples is None and step == found.step:
         samples = found.samples
     if samples is None:

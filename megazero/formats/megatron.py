@@ -45,7 +45,7 @@ from megazero.checkpoint.folder import LocalFolder
 from megazero.checkpoint.hugging_face.match import LazyTensor
 from megazero.checkpoint.index import CheckpointError, foreign_errors
 from megazero.formats.dcp import METADATA, DcpFolder
-from megazero.formats.foreign import ADAM, ForeignCheckpoint, Found
+from megazero.formats.foreign import ADAM, ForeignCheckpoint
 from megazero.formats.pickles import load_tensors
 from megazero.models.config import ModelConfig, RopeScaling
 from megazero.models.registry import FAMILIES
@@ -114,7 +114,7 @@ def read_megatron(folder: LocalFolder, model: ModelConfig, args: Mapping[str, An
         raise CheckpointError(f"{folder}/{COMMON}: {counts} must be numbers from 0")
     if differ := list(differences(args, model)):
         raise CheckpointError(f"{folder}/{COMMON} is of another model than the run file: {'; '.join(differ)}")
-    source, found = DcpFolder(folder), Found(step=step, samples=samples)
+    source, found = DcpFolder(folder), ForeignCheckpoint(str(folder), step=step, samples=samples)
     found.notes |= dict.fromkeys(
         f"{name}, a class in {COMMON}, is not read" for name in named
     )  # `_is` takes plain values
@@ -130,10 +130,11 @@ def read_megatron(folder: LocalFolder, model: ModelConfig, args: Mapping[str, An
             value() for name, value in source.values().items() if re.fullmatch(r"optimizer\..+\.optimizer/.*", name)
         ]
         _add_updates(found, [common.get("optimizer"), *states], args)
-    return replace(found.checkpoint(str(folder)), optimizer=_settings(args))
+    found.finished().optimizer = _settings(args)
+    return found
 
 
-def _add_updates(found: Found, states: list[Any], args: Mapping[str, Any]) -> None:
+def _add_updates(found: ForeignCheckpoint, states: list[Any], args: Mapping[str, Any]) -> None:
     """How often AdamW has updated the tensors."""
     if not _is(said := args.get("optimizer", "adam"), "adam"):
         raise CheckpointError(f"{COMMON}: optimizer={said!r}, supported is 'adam'")
@@ -213,7 +214,7 @@ def _layers(source: DcpFolder, name: str, short: str, tensor: LazyTensor) -> dic
     return {f"{stacked['before']}.{layer}.{stacked['after']}": one for layer, one in enumerate(source.slices(name))}
 
 
-def _add_tensors(found: Found, source: DcpFolder, model: ModelConfig) -> None:
+def _add_tensors(found: ForeignCheckpoint, source: DcpFolder, model: ModelConfig) -> None:
     """Weights, moments and masters, by the names of weights."""
     weights, sizes, tensors = found.tensors[MODEL], {}, source.tensors()
     for name, tensor in sorted(tensors.items(), key=lambda item: item[0].startswith("optimizer.")):
