@@ -116,12 +116,8 @@ def read_json(path: Path) -> Mapping[str, Any]:
 
     try:
         config = json.loads(text, object_pairs_hook=read)
-    except json.JSONDecodeError as error:
-        shown = error.doc.split("\n")[error.lineno - 1].strip()
-        raise file_error(path, f"is not JSON: {error.msg}", f"the line reads: {shown}", error.lineno) from None
     except (ValueError, RecursionError) as error:
-        why = "it is nested too deep" if isinstance(error, RecursionError) else error
-        raise file_error(path, f"cannot be read as JSON: {why}") from None
+        raise file_error(path, f"is not JSON: {error}") from None
     if twice:
         raise file_error(path, f"{' and '.join(dict.fromkeys(twice))} is written twice", "keep one")
     if not isinstance(config, dict):

@@ -11,7 +11,7 @@ Relations between keys are judged once every key holds.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,7 +21,7 @@ from pydantic_core import ErrorDetails
 
 from megazero.config.document import type_text
 from megazero.config.problems import candidates, likely_keys
-from megazero.deepspeed.config_refused import NO_EFFECT, REFUSED, UNCHECKED, Refusal
+from megazero.deepspeed.config_refused import NO_EFFECT, REFUSED, UNCHECKED
 from megazero.deepspeed.config_schema import DeepSpeedJson, honoured_keys
 from megazero.registry import closest, did_you_mean
 from megazero.settings import Problem
@@ -83,8 +83,8 @@ class KeyCheck:
                     self.idle.append(key)
             elif key in REFUSED:
                 if not _asks_for_nothing(value, REFUSED[key]):
-                    problem = Problem(key, value, f"is not supported: {REFUSED[key].reason}", "leave it out")
-                    self.problems.append(problem)
+                    rule = "is not supported, as docs/deepspeed_config.md explains"
+                    self.problems.append(Problem(key, value, rule, "leave it out"))
             elif names := self._names(key):
                 if isinstance(value, Mapping):
                     inner = self.read_table(value, key)
@@ -143,11 +143,11 @@ def _errors(key: str, value: object) -> list[ErrorDetails]:
     return []
 
 
-def _asks_for_nothing(value: object, refusal: Refusal) -> bool:
+def _asks_for_nothing(value: object, harmless: Iterable[object]) -> bool:
     if isinstance(value, Mapping):
         return not value or value.get("enabled") is False
     written = value.lower() if isinstance(value, str) else list(value) if isinstance(value, tuple) else value
-    return value is None or any(type(written) is type(item) and written == item for item in refusal.harmless)
+    return value is None or any(type(written) is type(item) and written == item for item in harmless)
 
 
 def _placeholder(key: str, value: str, hint: str) -> Problem:
@@ -157,21 +157,3 @@ def _placeholder(key: str, value: str, hint: str) -> Problem:
 def note_on(idle: Sequence[str]) -> list[str]:
     """Return the note on keys that have no effect; none without any."""
     return [f"without effect here, as docs/deepspeed_config.md explains: {', '.join(idle)}"] if idle else []
-
-
-def to_markdown_deepspeed() -> str:
-    """Give the keys that set something, and those that are refused, as two tables in Markdown."""
-    honoured = "".join(f"| `{key}` | {_taken(info)} | {info.description} |\n" for key, info in honoured_keys().items())
-    refused = "".join(f"| `{key}` | {refusal.reason} |\n" for key, refusal in REFUSED.items())
-    return (
-        f"## Honoured\n\n| key | type and default | what it sets |\n|---|---|---|\n{honoured}\n"
-        f"## Refused\n\n| key | why |\n|---|---|\n{refused}"
-    )
-
-
-def _taken(info: FieldInfo) -> str:
-    taken, default = type_text(info), json.dumps(info.default)
-    if info.default is None:
-        return taken
-    power = len(default) - 1
-    return f"{taken}; `{default[0]}e{power}`" if default[1:] == "0" * power and power > 4 else f"{taken}; `{default}`"

@@ -7,36 +7,6 @@ UNCHECKED    the other keys of these blocks say how to do what is refused or has
 docs/deepspeed_config.md has the reason of each.
 """
 
-from dataclasses import dataclass
-
-_EXPERTS = "there is no mixture of experts"
-_REMOVED = {
-    "amp": "write bf16 or fp16",
-    "compression_training": "weights are not compressed",
-    "quantize_training": "weights are not quantized",
-    "eigenvalue": "it serves quantize_training",
-    "sparse_attention": "attention is what your model computes",
-    "progressive_layer_drop": "every layer runs in every step",
-    "curriculum_learning": "sequences have their full length",
-    "elasticity": "write the batch sizes",
-    "nebula": "checkpoints go to a directory",
-    "zero_optimization.zeropp_loco_param": "errors of rounding are not fed back",
-}
-_TP = "build the model from megazero.layers and pass the parallel state as mpu; a model is not rewritten for you"
-
-
-@dataclass(frozen=True)
-class Refusal:
-    """Why a key is refused.
-
-    Args:
-        harmless: values that ask for nothing, so that they are no error; null, {} and {"enabled": false} are never one.
-    """
-
-    reason: str
-    harmless: tuple[object, ...] = (False,)
-
-
 # The keys without effect, by the block that they are in.
 _BLOCKS = {
     "optimizer": "legacy_fusion",
@@ -75,37 +45,27 @@ _BLOCKS = {
 }
 NO_EFFECT = [f"{block}.{name}".lstrip(".") for block, names in _BLOCKS.items() for name in names.split()]
 
-REFUSED = {
-    "managed_gradient_accumulation": Refusal("micro-batches are counted by the engine", (True,)),
-    "gradient_allreduce_op": Refusal("gradients are averaged over dp", ("mean",)),
-    "sequence_parallel_size": Refusal("no samples are split over ranks (Ulysses)", (1,)),
-    "fp16.fp16_master_weights_and_grads": Refusal("master weights are fp32"),
-    "bf16.bf16_master_weights_and_grads": Refusal("master weights are fp32"),
-    "bf16.bf16_optimizer_states": Refusal("optimizer state is fp32"),
-    "torch_autocast.enabled": Refusal("weights and activations have one format; write bf16 or fp16"),
-    "data_types.param_dtype": Refusal("fp16 and bf16 say the format of the weights", ()),
-    "data_types.buffer_dtype": Refusal("buffers keep theirs; cast in forward, as self.table.to(x.dtype)", ()),
-    "data_types.keep_in_fp32_modules": Refusal("a model has one format throughout", ("auto",)),
-    "zero_optimization.ignore_unused_parameters": Refusal("nothing checks this; no gradient counts as zero", (True,)),
-    "zero_optimization.zero_quantized_nontrainable_weights": Refusal("weights are kept in their own format"),
-    "zero_optimization.zenflow": Refusal("every gradient takes part in every update", ()),
-    "tensor_parallel.autotp_size": Refusal(_TP, (0, 1)),
-    "tensor_parallel.tp_size": Refusal(_TP, (1,)),
-    "tensor_parallel.tp.tp_size": Refusal(_TP, (1,)),
-    "tensor_parallel.tensor_parallel.tp_size": Refusal(_TP, (1,)),
-    "pipeline.activation_checkpoint_interval": Refusal("give it to the PipelineModule that you pass", (0,)),
-    "expert_parallel.enabled": Refusal(_EXPERTS),
-    "compile.deepcompile": Refusal("no graph is compiled; torch.compile your modules before you pass them"),
-    "compile.passes": Refusal("no graph is compiled", ([],)),
-    "compile.autoep_non_moe": Refusal(_EXPERTS),
-    "hybrid_engine.enabled": Refusal("the engine trains; it does not generate"),
-    "data_efficiency.enabled": Refusal("samples are drawn evenly and every layer sees every token"),
-    "autotuning.enabled": Refusal("a run has the settings that it is given"),
-    "checkpoint.use_node_local_storage": Refusal("a checkpoint is one directory that all ranks share"),
-    "msamp": Refusal("weights and activations have one format; write bf16 or fp16", ()),
-    "weight_quantization": Refusal("weights are not quantized", ()),
-    **{name: Refusal(f"{why}; DeepSpeed 0.19 removed it too", ()) for name, why in _REMOVED.items()},
+# Refused with any value but these.
+_HARMLESS: dict[str, tuple[object, ...]] = {
+    "managed_gradient_accumulation": (True,),
+    "gradient_allreduce_op": ("mean",),
+    "sequence_parallel_size": (1,),
+    "data_types.keep_in_fp32_modules": ("auto",),
+    "zero_optimization.ignore_unused_parameters": (True,),
+    "tensor_parallel.autotp_size": (0, 1),
+    **dict.fromkeys((f"tensor_parallel.{block}tp_size" for block in ("", "tp.", "tensor_parallel.")), (1,)),
+    "pipeline.activation_checkpoint_interval": (0,),
+    "compile.passes": ([],),
 }
+_REFUSED_UNLESS_FALSE = """fp16.fp16_master_weights_and_grads bf16.bf16_master_weights_and_grads
+    bf16.bf16_optimizer_states torch_autocast.enabled zero_optimization.zero_quantized_nontrainable_weights
+    expert_parallel.enabled compile.deepcompile compile.autoep_non_moe hybrid_engine.enabled data_efficiency.enabled
+    autotuning.enabled checkpoint.use_node_local_storage"""
+_REFUSED = """data_types.param_dtype data_types.buffer_dtype zero_optimization.zenflow msamp weight_quantization amp
+    compression_training quantize_training eigenvalue sparse_attention progressive_layer_drop curriculum_learning
+    elasticity nebula zero_optimization.zeropp_loco_param"""
+REFUSED = _HARMLESS | dict.fromkeys(_REFUSED_UNLESS_FALSE.split(), (False,)) | dict.fromkeys(_REFUSED.split(), ())
+"""By key, the values that ask for nothing; null, {} and {"enabled": false} never do."""
 
 UNCHECKED = (
     *("torch_autocast", "tensor_parallel", "expert_parallel", "compile", "hybrid_engine"),

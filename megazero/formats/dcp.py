@@ -18,7 +18,7 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
-from math import isfinite, prod
+from math import prod
 from typing import Any, TypeGuard
 
 import torch
@@ -212,28 +212,8 @@ def _check_types(name: str, about: TensorStorageMetadata) -> None:
         raise TypeError(f"the shape or dtype of {name}")
 
 
-def _plain(name: str, value: Any) -> Any:
-    """A setting as a plain value.  Raises: CheckpointError for a number that is none."""
-    if isinstance(value, list | tuple):
-        return [_plain(name, item) for item in value]
-    value = value.item() if isinstance(value, Tensor) else value
-    if isinstance(value, float) and not isfinite(value):
-        raise CheckpointError(f"{name} is {value}")
-    return value
-
-
-def _setting(name: str, entry: LazyTensor | Callable[[], Any]) -> Any:
-    if isinstance(entry, LazyTensor) and prod(entry.shape) != 1:
-        raise CheckpointError(f"{name} has shape {list(entry.shape)}, it must be one number")
-    return _plain(name, entry.read() if isinstance(entry, LazyTensor) else entry())
-
-
-def _count(name: str, entry: LazyTensor | Callable[[], Any]) -> int:
-    """A number of steps."""
-    found = int(_setting(name, entry))
-    if found < 0:
-        raise CheckpointError(f"{name} is {found}")
-    return found
+def _value(entry: LazyTensor | Callable[[], Any]) -> Any:
+    return entry.read() if isinstance(entry, LazyTensor) else entry()
 
 
 class _Entries(ForeignCheckpoint):
@@ -243,18 +223,18 @@ class _Entries(ForeignCheckpoint):
         """Understand an entry, or note that it is not understood."""
         if state := _STATE.fullmatch(name):
             if state["kind"] == "step":
-                self.updates.add(_count(name, entry))
+                self.updates.add(int(_value(entry)))
             elif state["kind"] in ADAM and isinstance(entry, LazyTensor):
                 self.add_tensor(state["kind"], state["name"], entry, entry=name)
             else:
                 self.unknown.append(name)
         elif group := _GROUP.fullmatch(name):
-            self.add_setting(name, group["key"], _setting(name, entry))
+            self.add_setting(name, group["key"], _value(entry))
         elif name.endswith("param_groups") and callable(entry):  # as releases of torch before 2.4 wrote them
             for key, value in (item for group in entry() for item in group.items()):
-                self.add_setting(name, key, _plain(name, value))
+                self.add_setting(name, key, value)
         elif _STEP.fullmatch(name):
-            self.add_step(_count(name, entry), entry=name)
+            self.add_step(int(_value(entry)), entry=name)
         elif self.is_not_taken(name, _NOT_TAKEN):
             pass
         elif isinstance(entry, LazyTensor):

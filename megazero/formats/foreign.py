@@ -91,8 +91,9 @@ class ForeignCheckpoint:
             return
         if key == "decoupled_weight_decay":
             key, value = "name", "adamw" if value else "adam"
-        value = value.item() if isinstance(value, Tensor) else list(value) if isinstance(value, tuple) else value
-        numbers = value if isinstance(value, list) else [value]
+        items = value if (is_list := isinstance(value, list | tuple)) else [value]
+        numbers = [item.item() if isinstance(item, Tensor) else item for item in items]
+        value = numbers if is_list else numbers[0]
         if not all(isfinite(number) for number in numbers if isinstance(number, float)):
             self.unknown.append(f"{name}={value}")
         elif key in _SETTINGS:
