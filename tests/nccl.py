@@ -16,7 +16,6 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from graphlib import CycleError, TopologicalSorter
-from itertools import groupby
 from typing import TypeAlias
 
 from megazero.schedules.action import Action, ActionKind, MessageAction, Schedule
@@ -34,29 +33,9 @@ def one_by_one(steps: Iterable[Step]) -> list[Operation]:
     return [step if isinstance(step, Action) else (step,) for step in steps]
 
 
-def coalesced(steps: Iterable[Step], rank: int) -> list[Operation]:
-    """Neighbouring messages of a direction are one batch, those that go down first; no memory is opened earlier."""
-    operations: list[Operation] = []
-    posted = [step for step in steps if step.kind is not ActionKind.OPEN]
-    for is_action, run in groupby(posted, key=lambda step: isinstance(step, Action)):
-        neighbours = list(run)
-        if is_action:
-            operations += neighbours
-            continue
-        for down in (True, False):
-            batch = tuple(one for one in neighbours if one.goes_down(rank) is down)
-            operations += [batch] if batch else []
-    return operations
-
-
 def waiting(operations: Operations) -> list[Operation]:
     """The host waits before every operation, and at the end."""
     return [one for operation in operations for one in (WAIT, operation)] + [WAIT]
-
-
-def waiting_around_actions(operations: Operations) -> list[Operation]:
-    """The host waits before and after every action, as for a measurement."""
-    return [one for op in operations for one in ((WAIT, op, WAIT) if isinstance(op, Action) else (op,))]
 
 
 def makespan(schedule: Schedule, ranks: Sequence[Operations], costs: Costs | None = None) -> float:

@@ -13,7 +13,6 @@ import io
 import itertools
 import json
 import sys
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -364,84 +363,6 @@ def _accumulates(rank: int) -> None:
 @pytest.mark.parametrize("world", [1, 2])
 def test_every_way_to_accumulate_gives_the_plain_weights(world: int) -> None:
     run_world(world, _accumulates)
-
-
-class Branches(nn.Module):
-    """Uses `second` only where it is told to."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.parts = nn.ModuleList([nn.Linear(WIDTH, OUT), nn.Linear(WIDTH, OUT)])
-
-    def forward(self, x: Tensor, uses_second: bool) -> Tensor:
-        y = self.parts[0](x)
-        return y + self.parts[1](x) if uses_second else y
-
-
-def _unused(rank: int, dtype: str, tolerance: dict[str, float]) -> None:
-    """Steps: used in both micro-batches, in none, in the first only, in the last only."""
-    plan = [(True, True), (False, False), (True, False), (False, True)]
-    plain = seeded(Branches)
-    optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
-    for step, uses in enumerate(plan):
-        optimizer.zero_grad()
-        for index, second in enumerate(uses):
-            x, y = batch(2 * step + index)
-            (F.mse_loss(plain(x, second), y) / 2).backward()
-        optimizer.step()
-    for stage in STAGES:
-        engine = bring(Branches, settings(stage, dtype, 2, optimizer={"type": "SGD", "params": {"lr": 0.1}}))
-        for step, uses in enumerate(plan):
-            before = weights(engine)["parts.1.weight"]
-            for index, second in enumerate(uses):
-                x, y = part(engine, *batch(2 * step + index))
-                engine.backward(F.mse_loss(engine(x, second).float(), y))
-                engine.step()
-            assert torch.equal(before, weights(engine)["parts.1.weight"]) is not any(uses)
-        assert engine.skipped_steps == 0
-        assert_equal(engine, plain, (stage, dtype), **tolerance)
-
-
-@pytest.mark.parametrize("world", [1, 2])
-@pytest.mark.parametrize(("dtype", "tolerance"), [("fp32", CLOSE), ("fp16", {"rtol": 5e-3, "atol": 2e-3})])
-def test_a_parameter_that_a_step_does_not_use_gets_no_gradient_from_an_earlier_one(
-    world: int, dtype: str, tolerance: dict[str, float]
-) -> None:
-    run_world(world, _unused, dtype, tolerance)
-
-
-def _uneven_in_no_sync(rank: int) -> None:
-    """The last micro-batch of a step stays in no_sync, and uses the second branch on rank 0 alone."""
-    for stage in STAGES:
-        engine = bring(Branches, settings(stage, accumulation=2, optimizer={"type": "SGD", "params": {"lr": 0.1}}))
-        plain = seeded(Branches)
-        for index in range(2):
-            x, y = batch(index)
-            for of_rank, (x_part, y_part) in enumerate(zip(x.chunk(2), y.chunk(2), strict=True)):
-                (F.mse_loss(plain(x_part, index == 0 or of_rank == 0), y_part) / 4).backward()
-        torch.optim.SGD(plain.parameters(), lr=0.1).step()
-        x, y = part(engine, *batch(0))
-        engine.backward(F.mse_loss(engine(x, True), y))
-        engine.step()
-        x, y = part(engine, *batch(1))
-        with engine.no_sync():
-            engine.backward(F.mse_loss(engine(x, rank == 0) if stage < 3 else _touch(engine, x, rank == 0), y))
-        engine.step()
-        assert_equal(engine, plain, stage)
-
-
-def _touch(engine: Any, x: Tensor, uses_second: bool) -> Tensor:
-    """Under stage 3 all ranks must run the same modules; one that does not count runs without gradients."""
-    if uses_second:
-        return engine(x, True)
-    parts = engine.module.parts
-    with torch.no_grad():
-        parts[1](x)
-    return parts[0](x)
-
-
-def test_ranks_may_use_different_parameters_in_a_micro_batch_that_no_sync_holds() -> None:
-    run_world(2, _uneven_in_no_sync, timeout=30)
 
 
 class Leaky(nn.Module):
@@ -1332,56 +1253,6 @@ def test_a_model_on_the_meta_device_without_values_is_an_error() -> None:
     with torch.device("meta"):
         model = Net()
     refuses(ValueError, "zero.Init", lambda: megazero.initialize(model=model, config=settings()))
-
-
-class Zoo(nn.Module):
-    """Attention, a recurrent layer, batch norm, and an output tied to the embedding."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(11, 8)
-        self.attention = nn.MultiheadAttention(8, 2, batch_first=True)
-        self.recurrent = nn.LSTM(8, 8, batch_first=True)
-        self.norm = nn.BatchNorm1d(8)
-        self.blocks = nn.ModuleList([nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)])
-        self.out = nn.Linear(8, 11, bias=False)
-        self.out.weight = self.embed.weight
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        x = self.embed(tokens)
-        x = x + self.attention(x, x, x, need_weights=False)[0]
-        x = self.recurrent(x)[0]
-        for block in self.blocks:
-            x = block(x)
-        return self.out(self.norm(x.transpose(1, 2)).transpose(1, 2))
-
-
-def _zoo(rank: int, world: int) -> None:
-    plain = seeded(Zoo).eval()  # BatchNorm by its running statistics: those of a batch are each rank's own
-    optimizer = sgd(plain.parameters())
-    tokens = [torch.randint(11, (BATCH, 5), generator=torch.Generator().manual_seed(step)) for step in range(3)]
-    for batch_ in tokens:
-        optimizer.zero_grad()
-        F.cross_entropy(plain(batch_).flatten(0, 1), batch_.flatten()).backward()
-        optimizer.step()
-    for stage in (1, 3):
-        engine = bring(Zoo, settings(stage)).eval()
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", UserWarning)
-            for batch_ in tokens:
-                (mine,) = part(engine, batch_)
-                engine.backward(F.cross_entropy(engine(mine).flatten(0, 1), mine.flatten()))
-                engine.step()
-        assert_equal(engine, plain, stage)
-        state = engine.module_state_dict()
-        assert state.keys() == plain.state_dict().keys()
-        for name, value in plain.state_dict().items():
-            torch.testing.assert_close(state[name], value, **CLOSE)
-
-
-@pytest.mark.parametrize("world", [1, 2])
-def test_attention_recurrence_batch_norm_and_tied_weights_train_as_in_plain_torch(world: int) -> None:
-    run_world(world, _zoo, world)
 
 
 class ParallelMlp(nn.Module):

@@ -11,7 +11,7 @@ import pytest
 
 from megazero.config import ConfigError, ResolvedRun, RunConfig, load_config, resolve, to_toml
 from megazero.config.rules import check_rules
-from megazero.models.stages import context_bytes, heads_of_rank, ulysses_degrees
+from megazero.models.stages import context_bytes, ulysses_degrees
 from megazero.training.callbacks.progress import context_parallelism
 from megazero.training.world import join_world
 
@@ -49,29 +49,6 @@ def test_bytes_are_those_of_every_message(u: int, r: int, kv_heads: int) -> None
         )
         assert sum(counted.values()) == sent(96, 8, kv_heads, 6, u, r, itemsize, gradient, batch=3)
         assert [counted["all_to_all"] > 0, counted["ring_shift"] > 0] == [u > 1, r > 1]
-
-
-@pytest.mark.parametrize("c", [2, 4, 8])
-def test_the_formulas_of_16_bits(c: int) -> None:
-    """Ring 12 k b S (c-1)/c, 16 with fp32 gradients; Ulysses 8 (h + k') b S (c-1)/c^2."""
-    length, batch, size, heads, kv_heads = 1024, 2, 16, 8, 2
-    h, k, rest = heads * size, kv_heads * size, Fraction(c - 1, c)
-
-    def counted(u: int, r: int, gradient: int) -> int:
-        widths = {"heads": heads, "kv_heads": kv_heads, "head_size": size}
-        return sum(context_bytes(length, batch, **widths, ulysses=u, ring=r, gradient_itemsize=gradient).values())
-
-    assert counted(1, c, 2) == 12 * k * batch * length * rest
-    assert counted(1, c, 4) == 16 * k * batch * length * rest
-    replicated = size * max(kv_heads, c)
-    for gradient in (2, 4):  # it has no sums of gradients on their way
-        assert counted(c, 1, gradient) == 8 * (h + replicated) * batch * length * rest / c
-
-
-def test_a_tensor_parallel_rank_has_its_part_of_the_heads_and_never_less_than_one_key_value_head() -> None:
-    assert heads_of_rank(16, None, 4) == (4, 4)
-    assert heads_of_rank(16, 8, 4) == (4, 2)
-    assert heads_of_rank(16, 2, 4) == (4, 1)
 
 
 def test_a_ulysses_degree_gives_every_rank_the_key_value_heads_of_its_queries() -> None:

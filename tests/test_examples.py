@@ -32,7 +32,7 @@ from megazero.parallel_state import Axis
 
 ROOT = Path(__file__).parent.parent
 EXAMPLES = ROOT / "examples"
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 # Ranks, and parameters as published: Sheared-LLaMA-1.3B; Llama 2 7B and 70B; Llama 3.1 8B, Qwen2.5 7B, Qwen3 4B, OLMo 2 7B,
 # Mistral 7B, Mixtral 8x7B, Qwen3 30B A3B, OLMoE 1B 7B.
 SIZES: dict[str, tuple[int, float | None]] = {

@@ -160,18 +160,6 @@ def test_no_rank_waits_for_a_reduction_that_another_starts_after_it_has_gathered
     run_world(2, law, timeout=30)
 
 
-def test_a_second_derivative_within_a_pass_counts_nothing_as_unused() -> None:
-    """torch.autograd.grad runs a backward of its own through the units."""
-
-    class Penalized(_Deep):
-        def forward(self, x: Tensor) -> Tensor:
-            x = x.clone().requires_grad_()
-            (slope,) = torch.autograd.grad(super().forward(x), x, create_graph=True)
-            return slope.square().sum()
-
-    run_world(2, lambda rank: assert_trains_as_plain(rank, 2, Penalized, 3, random_batches(2, 2, 2, 3, 16)) and None)
-
-
 @pytest.mark.parametrize("zero_stage", STAGES)
 def test_reductions_start_in_one_order_whichever_parameters_are_used(zero_stage: int) -> None:
     def law(rank: int) -> list[tuple[str, int]]:

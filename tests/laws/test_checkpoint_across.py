@@ -84,26 +84,6 @@ def test_a_run_goes_on_in_other_places_groups_and_virtual_stages_as_if_uninterru
 
 
 @pytest.mark.slow
-def test_a_run_goes_on_over_two_then_one_then_four_ranks(tmp_path: Path) -> None:
-    (wanted,) = losses_of(1, Part(run_of(1, model=TIED), range(4)))
-    origin: Path | None = None
-    for index, world in enumerate((2, 1, 4)):
-        steps, after = range(index, 4 if index == 2 else index + 1), tmp_path / f"after {world}"
-        parts = [
-            Part(
-                run_of(world, model=TIED, zero={"stage": stage}),
-                steps,
-                origin and origin / str(stage),
-                after / str(stage),
-            )
-            for stage in range(4)
-        ]
-        for losses in losses_of(world, *parts):
-            assert losses == pytest.approx(wanted[steps.start : steps.stop], rel=1e-5), world
-        origin = after
-
-
-@pytest.mark.slow
 def test_every_precision_goes_on_from_every_other(tmp_path: Path) -> None:
     """Masters and moments are fp32 in all of them, so that nothing is lost on the way."""
     precisions = [{"dtype": "fp32"}, {"dtype": "bf16"}, {"dtype": "fp16", "initial_scale_power": 8}]

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from harness import run_world
-from nccl import coalesced, is_stuck, makespan, one_by_one, waiting, waiting_around_actions
+from nccl import is_stuck, makespan, one_by_one, waiting
 from test_any_schedule import MODELS, SCHEDULES, _gradients
 from worlds import run_of, state_on
 
@@ -70,22 +70,6 @@ def random_costs(random: Random) -> Costs:
 
 
 # ---- what the emulation says of a program whose neighbouring messages are one batch
-
-
-@pytest.mark.parametrize("name", list(kinds.SCHEDULES))
-def test_batches_of_several_messages_make_a_step_longer(name: str) -> None:
-    """Where receives are posted ahead: the first forward waits for the second one's message."""
-    schedule = built_in(name, 4, 8)
-    ranks = [coalesced(steps, rank) for rank, steps in enumerate(of_gloo(program(schedule)))]
-    assert makespan(schedule, ranks) > 1.05 * simulate(schedule).makespan
-
-
-@pytest.mark.parametrize("name", ["1f1b", "interleaved", "zb-h1", "zbv"])
-def test_a_host_that_waits_around_actions_is_stuck_if_it_has_posted_receives_ahead(name: str) -> None:
-    schedule = built_in(name, 4, 8)
-    placed = program(schedule)
-    assert is_stuck(schedule, [waiting_around_actions(one_by_one(steps)) for steps in of_gloo(placed)])
-    assert not is_stuck(schedule, [waiting_around_actions(one_by_one(steps)) for steps in placed])
 
 
 # ---- what it says of ours
