@@ -3,8 +3,9 @@
     x [tokens, hidden]
       |  router        scores in fp32 -> k experts of each token, and their gates
       |  dispatch      rows [tokens * k, hidden], sorted by expert:   | expert 0 | expert 2 |   expert 3   |   (1 has none)
+      |                with ep > 1 they travel to the ranks of their experts
       |  up, down      grouped products: each expert multiplies its own rows
-      v  combine       of each token the sum of its k rows, weighted by the gates
+      v  combine       they travel back; of each token the sum of its k rows, weighted by the gates
 
 A pair (token t, choice j) has number t * k + j.  `Routing.order` sorts the pairs by expert, and `Routing.place` says where
 in that order each pair stands.  Dispatch, combine and their backwards only read rows by these two, so their sums do not
@@ -16,6 +17,7 @@ Source: Shazeer et al. 2017; Fedus et al. 2021, section 2.1; Gale et al. 2022 (d
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -24,11 +26,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megazero.comm.autograd import refuse_second_derivative
-from megazero.comm.collectives import Pending
+from megazero.comm.autograd import exchange_rows, refuse_second_derivative
+from megazero.comm.collectives import Pending, all_to_all
 from megazero.layers.linear import WeightGradQueue, add_product, product_t
 from megazero.layers.mlp import Gated
-from megazero.layers.spec import Initializer, NamedRows, drawn_parameter, rows_spec
+from megazero.layers.spec import Initializer, NamedRows, drawn_parameter, expert_spec, rows_spec
+from megazero.parallel_state import Axis
 
 _ALIGNED = 16  # bytes at which each row must begin for torch's grouped kernel
 
@@ -54,10 +57,7 @@ class Groups:
     def sizes(self) -> list[int]:
         """The counts as numbers; on a GPU this waits for the device.  A trace, which knows none, takes equal ones."""
         sizes: list[int] = self.counts.tolist()
-        if sum(sizes) != self.rows:
-            each, rest = divmod(self.rows, len(sizes))
-            sizes = [each + (expert < rest) for expert in range(len(sizes))]
-        return sizes
+        return sizes if sum(sizes) == self.rows else _equal_parts(self.rows, len(sizes))
 
     def times(self, x: Tensor, weights: Tensor) -> Tensor:
         """Each row of x times the transposed matrix of its expert.  [rows, k], [experts, n, k] -> [rows, n]."""
@@ -95,6 +95,90 @@ def _has_kernel(*factors: Tensor) -> bool:
 
 
 @dataclass(frozen=True, eq=False)
+class Stay:
+    """All experts are on this rank.  `groups`: the rows of each."""
+
+    groups: Groups
+
+    def to_experts(self, rows: Tensor) -> Tensor:
+        """The rows, unchanged."""
+        return rows
+
+    to_tokens = to_experts
+
+
+@dataclass(frozen=True, eq=False)
+class Travel:
+    """The way of rows to the ranks of their experts, and back.
+
+        rows of this rank's tokens      | for rank 0 | for rank 1 |          each part sorted by expert
+        exchanged, of its experts       | from rank 0  | from rank 1 |       likewise
+        in `order`                      | expert 0 | expert 1 | expert 2 |   as grouped products take them
+
+    Args:
+        ep: the ranks with different experts.
+        sends, receives: rows for each rank of ep, and from it.
+        order, place: int64 [rows that arrive], sorts them by expert; and the inverse.
+        groups: those rows, sorted, of each expert of this rank.
+    """
+
+    ep: Axis
+    sends: list[int]
+    receives: list[int]
+    order: Tensor
+    place: Tensor
+    groups: Groups
+
+    @staticmethod
+    def of(counts: Tensor, rows: int, ep: Axis) -> Travel:
+        """Exchange how many rows each rank has for each expert; `counts` has this rank's `rows`."""
+        leaving = counts.view(ep.size, -1)
+        arriving = torch.empty_like(leaving)
+        all_to_all(arriving, leaving, ep).wait()
+        sends, receives = torch.stack([leaving.sum(1), arriving.sum(1)]).tolist()
+        if sum(sends) != rows:  # a trace, which knows no numbers
+            sends = receives = _equal_parts(rows, ep.size)
+        expert = torch.arange(arriving.shape[1], device=counts.device).repeat(ep.size)
+        order = expert.repeat_interleave(arriving.flatten(), output_size=sum(receives)).argsort(stable=True)
+        return Travel(ep, sends, receives, order, _inverse(order), Groups(arriving.sum(0), sum(receives)))
+
+    def to_experts(self, rows: Tensor) -> Tensor:
+        """[rows of this rank's tokens, ...] -> [rows of its experts, ...], both sorted by expert."""
+        arrived = exchange_rows(rows, self.sends, self.receives, self.ep)
+        result: Tensor = _Reordered.apply(arrived, self.order, self.place)
+        return result
+
+    def to_tokens(self, rows: Tensor) -> Tensor:
+        """The inverse of `to_experts`."""
+        return exchange_rows(_Reordered.apply(rows, self.place, self.order), self.receives, self.sends, self.ep)
+
+
+class _Reordered(torch.autograd.Function):
+    """rows[order].  `place` is the inverse of `order`."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, order: Tensor, place: Tensor) -> Tensor:
+        ctx.place = place
+        return rows[order]
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        refuse_second_derivative("a dispatch to experts")
+        return grad[ctx.place], None, None
+
+
+def _inverse(order: Tensor) -> Tensor:
+    place = torch.empty_like(order)
+    place[order] = torch.arange(len(order), device=order.device)
+    return place
+
+
+def _equal_parts(rows: int, parts: int) -> list[int]:
+    each, rest = divmod(rows, parts)
+    return [each + (part < rest) for part in range(parts)]
+
+
+@dataclass(frozen=True, eq=False)
 class Routing:
     """Which experts the tokens of a micro-batch go to.
 
@@ -102,23 +186,24 @@ class Routing:
         experts: int64 [tokens, k].
         order: int64 [tokens * k], the numbers of all pairs sorted by expert, and by token within one.
         place: int64 [tokens * k], where each pair stands in that order.
-        groups: the sorted rows of each expert.
+        counts: int64 [experts], the sorted rows of each expert of the layer.
+        travel: of the sorted rows to the ranks of their experts.
     """
 
     experts: Tensor
     order: Tensor
     place: Tensor
-    groups: Groups
+    counts: Tensor
+    travel: Stay | Travel
 
     @staticmethod
-    def of(experts: Tensor, count: int) -> Routing:
-        """Sort the choices of all tokens; `count`: experts of the layer."""
+    def of(experts: Tensor, count: int, ep: Axis) -> Routing:
+        """Sort the choices of all tokens; `count`: experts of the layer.  A collective call over `ep`."""
         flat = experts.flatten()
         order = flat.argsort(stable=True)
-        place = torch.empty_like(order)
-        place[order] = torch.arange(len(order), device=order.device)
         counts = torch.zeros(count, dtype=torch.int64, device=flat.device).scatter_add_(0, flat, torch.ones_like(flat))
-        return Routing(experts, order, place, Groups(counts, len(flat)))
+        travel = Stay(Groups(counts, len(flat))) if ep.size == 1 else Travel.of(counts, len(flat), ep)
+        return Routing(experts, order, _inverse(order), counts, travel)
 
     @cached_property
     def tokens(self) -> Tensor:
@@ -222,7 +307,8 @@ class Router(nn.Module):
         renormalize: a token's gates are divided by their sum.
         sum_over_tp: each TP rank sees some of the tokens, so the weight's gradient is partial.
         init: of the weight.
-        wgrad_queue: takes its gradient; None returns it to autograd.
+        ep: the ranks over which the experts are dealt.
+        wgrad_queue: takes the weight's gradient; None returns it to autograd.
     """
 
     def __init__(
@@ -233,11 +319,12 @@ class Router(nn.Module):
         renormalize: bool,
         sum_over_tp: bool,
         init: Initializer,
+        ep: Axis,
         wgrad_queue: WeightGradQueue | None = None,
     ) -> None:
         super().__init__()
         hidden, self.experts, self.k = sizes
-        self.renormalize, self.wgrad_queue = renormalize, wgrad_queue
+        self.renormalize, self.ep, self.wgrad_queue = renormalize, ep, wgrad_queue
         spec = rows_spec((NamedRows(name, self.experts),), hidden, init=init, sum_over_tp=sum_over_tp)
         self.specs, self.weight = {"weight": spec}, drawn_parameter(spec)
 
@@ -247,50 +334,52 @@ class Router(nn.Module):
         gates = scores.gather(1, chosen)
         if self.renormalize:
             gates = gates / gates.sum(-1, keepdim=True)
-        return gates, Routing.of(chosen, self.experts)
+        return gates, Routing.of(chosen, self.experts, self.ep)
 
 
 class Dispatch(nn.Module):
-    """A row for each choice of each token, sorted by expert.  [tokens, hidden] -> [tokens * k, hidden]."""
+    """A row for each choice of each token, on the rank of its expert.  [tokens, hidden] -> [rows, hidden], sorted by expert.
+
+    Over one rank of ep there are tokens * k rows.
+    """
 
     def forward(self, x: Tensor, routing: Routing) -> Tensor:
-        rows: Tensor = _Dispatch.apply(x, routing)
-        return rows
+        return routing.travel.to_experts(_Dispatch.apply(x, routing))
 
 
 class ExpertLinear(nn.Module):
     """Each row times the matrix of its expert.  [rows, in], sorted by expert -> [rows, out].
 
     Args:
-        sections: rows of the matrices: all of the first expert, then all of the second, ...
+        experts: the rows of each expert's matrix, of all experts of the layer.
         in_features: columns of each matrix.
-        sum_over_tp, init, wgrad_queue: see `Router`.
+        init, ep, wgrad_queue: see `Router`.
     """
 
     def __init__(
         self,
-        sections: tuple[NamedRows, ...],
+        experts: Sequence[tuple[NamedRows, ...]],
         in_features: int,
         *,
-        sum_over_tp: bool,
         init: Initializer,
+        ep: Axis,
         wgrad_queue: WeightGradQueue | None = None,
     ) -> None:
         super().__init__()
         self.wgrad_queue = wgrad_queue
-        spec = rows_spec(sections, in_features, init=init, sum_over_tp=sum_over_tp, matrix=True)
-        self.specs, self.weight = {"weight": spec}, drawn_parameter(spec)
+        spec = expert_spec(experts, in_features, init)
+        self.specs, self.weight = {"weight": spec}, drawn_parameter(spec, ep.index, ep.size)
 
     def forward(self, rows: Tensor, routing: Routing) -> Tensor:
-        result: Tensor = _GroupedProduct.apply(rows, self.weight, routing.groups, self.wgrad_queue)
+        result: Tensor = _GroupedProduct.apply(rows, self.weight, routing.travel.groups, self.wgrad_queue)
         return result
 
 
 class Combine(nn.Module):
-    """Of each token the sum of its experts' rows, weighted by the gates.  [tokens * k, hidden] -> [tokens, hidden]."""
+    """Of each token the sum of its experts' rows, weighted by the gates.  [rows, hidden] -> [tokens, hidden]."""
 
     def forward(self, rows: Tensor, gates: Tensor, routing: Routing) -> Tensor:
-        result: Tensor = _Combine.apply(rows, gates, routing)
+        result: Tensor = _Combine.apply(routing.travel.to_tokens(rows), gates, routing)
         return result
 
 

@@ -156,16 +156,20 @@ class BuildContext:
 
         model, names = self.model, [f"{prefix}.experts.{expert}" for expert in range(self.model.num_experts or 0)]
         gate, up, down = keys
-        inner = [NamedRows(f"{name}.{key}.weight", model.expert_size) for name in names for key in (gate, up)]
-        outer = [NamedRows(f"{name}.{down}.weight", model.hidden_size) for name in names]
-        common: dict[str, Any] = {"sum_over_tp": self._cuts_sequence, "wgrad_queue": self.wgrad_queue}
-        sizes = model.hidden_size, len(names), model.experts_per_token or 1
+        inner = [tuple(NamedRows(f"{name}.{key}.weight", model.expert_size) for key in (gate, up)) for name in names]
+        outer = [(NamedRows(f"{name}.{down}.weight", model.hidden_size),) for name in names]
+        common: dict[str, Any] = {"ep": self.ep, "wgrad_queue": self.wgrad_queue}
         router = Router(
-            f"{prefix}.gate.weight", sizes, renormalize=bool(model.renormalize_gates), init=self.init, **common
+            f"{prefix}.gate.weight",
+            (model.hidden_size, len(names), model.experts_per_token or 1),
+            renormalize=bool(model.renormalize_gates),
+            sum_over_tp=self._cuts_sequence,
+            init=self.init,
+            **common,
         )
-        gate_up = ExpertLinear(tuple(inner), model.hidden_size, init=self.init, **common)
+        gate_up = ExpertLinear(inner, model.hidden_size, init=self.init, **common)
         return MixtureOfExperts(
-            router, gate_up, ExpertLinear(tuple(outer), model.expert_size, init=self._onto_residual, **common)
+            router, gate_up, ExpertLinear(outer, model.expert_size, init=self._onto_residual, **common)
         )
 
     def row(

@@ -10,15 +10,18 @@ import torch
 from harness import run_world
 from plain_model import expert_shares, swish
 from test_any_shape import _assert_agrees
-from worlds import MIXTRAL, on_one_state, run_of, train_on, train_plainly
+from worlds import MIXTRAL, on_one_state, pairwise, run_of, train_on, train_plainly
 
+from megazero.config import ResolvedRun
+from megazero.engine import Engine
 from megazero.layers.experts import ExpertLinear, MixtureOfExperts, Router
+from megazero.layers.recompute import WHOLE
 from megazero.layers.spec import Initializer, NamedRows
 
 
 @lru_cache(maxsize=8)
-def _plain(**model: Any) -> dict[str, Any]:
-    return train_plainly(run_of(1, model=MIXTRAL | model))
+def _plain(pattern: str = "none", **model: Any) -> dict[str, Any]:
+    return train_plainly(run_of(1, model=MIXTRAL | model), pattern)
 
 
 @pytest.mark.parametrize("experts", [(4, 2), (4, 1), (4, 4), (16, 3)], ids=str)
@@ -26,6 +29,53 @@ def test_one_rank_is_the_plain_model_with_any_number_of_experts(experts: tuple[i
     model = dict(zip(("num_experts", "experts_per_token"), experts, strict=True))
     run = run_of(1, model=MIXTRAL | model)
     _assert_agrees(run_world(1, on_one_state, [run], train_on)[0][0], _plain(**model))
+
+
+SHAPES: dict[str, tuple[int, dict[str, Any]]] = {
+    "dp2": (2, {}),
+    "dp2 ep2": (2, {"ep": 2}),
+    "tp2 sp": (2, {"tp": 2, "sequence_parallel": True}),
+    "tp2 sp ep2": (2, {"tp": 2, "sequence_parallel": True, "ep": 2}),
+    "cp2 ep2 dp2": (4, {"cp": 2, "ep": 2}),
+    "pp2 dp2 ep2": (4, {"pp": 2, "ep": 2}),
+}
+SCHEDULES = {"1f1b": {}, "interleaved": {"virtual_stages": 2}, "zb-h1": {}, "zbv": {}}
+CASES = pairwise(
+    shape=list(SHAPES),
+    zero_stage=range(4),
+    schedule=list(SCHEDULES),  # without a pipeline zb-h1 instead of one with chunks
+    accumulation=[2, 4],
+    recompute=["none", "selective", "full", ["mlp", "norms"]],
+    pattern=["none", "random"],
+)
+
+
+def _train(engine: Engine, run: ResolvedRun) -> dict[str, Any] | None:
+    return train_on(engine, run, pattern="random" if run.config.data.document_mask else "none")
+
+
+def _run_of(case: dict[str, Any]) -> ResolvedRun:
+    (world, parallel), schedule = SHAPES[case["shape"]], case["schedule"]
+    if "pp" not in parallel and schedule in ("interleaved", "zbv"):
+        schedule = "zb-h1"
+    return run_of(
+        world,
+        model=MIXTRAL | {"num_layers": 4 if "pp" in parallel else 2},
+        parallel=parallel | {"schedule": schedule} | SCHEDULES[schedule],
+        zero={"stage": case["zero_stage"]},
+        training={"accumulation": case["accumulation"]},
+        activations={"recompute": case["recompute"]},
+        data={"document_mask": case["pattern"] != "none"},
+    )
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_any_shape_with_experts_is_the_plain_model(shape: str) -> None:
+    """Shapes, ZeRO stages, schedules, micro-batches, recomputation and documents, pairwise."""
+    cases = [case for case in CASES if case["shape"] == shape]
+    runs = [_run_of(case) for case in cases]
+    for case, run, got in zip(cases, runs, run_world(SHAPES[shape][0], on_one_state, runs, _train)[0], strict=True):
+        _assert_agrees(got, _plain(case["pattern"], num_layers=run.config.model.num_layers), str(case))
 
 
 HIDDEN, INNER = 12, 5
@@ -42,12 +92,12 @@ ROUTERS = {
 def test_whatever_the_router_does_gradients_are_those_of_a_sum_over_all_experts(router: str, k: int) -> None:
     """Experts without a token and with all of them, and ties: of two that are equal the first is taken."""
     torch.manual_seed(3)
-    names = [NamedRows(f"{expert} {key}", INNER) for expert in range(4) for key in ("gate", "up")]
-    common = {"sum_over_tp": False, "init": Initializer(std=0.5)}
+    inner = [(NamedRows(f"{expert} gate", INNER), NamedRows(f"{expert} up", INNER)) for expert in range(4)]
+    outer, common = [(NamedRows(f"{expert} down", HIDDEN),) for expert in range(4)], {"init": Initializer(std=0.5)}
     module = MixtureOfExperts(
-        Router("router", (HIDDEN, 4, k), renormalize=True, **common),
-        ExpertLinear(tuple(names), HIDDEN, **common),
-        ExpertLinear(tuple(NamedRows(f"{expert} down", HIDDEN) for expert in range(4)), INNER, **common),
+        Router("router", (HIDDEN, 4, k), renormalize=True, sum_over_tp=False, ep=WHOLE, **common),
+        ExpertLinear(inner, HIDDEN, ep=WHOLE, **common),
+        ExpertLinear(outer, INNER, ep=WHOLE, **common),
     )
     with torch.no_grad():
         module.router.weight.copy_(ROUTERS[router](module.router.weight))
