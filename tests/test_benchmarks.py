@@ -14,13 +14,10 @@ from benchmarks.activations import _check
 from benchmarks.activations import contenders as policies
 from benchmarks.all import Case, exposed_share, lines_of, run
 from benchmarks.attention_work import AttentionWork
-from benchmarks.contenders import idle_share
 from benchmarks.context import BUILDERS, FLOORS, peaks_of
 from benchmarks.context import measure as measure_attention
 from benchmarks.hosts_net import NoHostsError
 from benchmarks.rows import FLOOR, KINDS, OURS, SHIPPED, measure, setting_of
-from benchmarks.setting import Setting
-from benchmarks.trace import hidden_share
 
 pytestmark = pytest.mark.slow  # starts whole runs
 
@@ -34,12 +31,6 @@ def test_contenders_that_do_the_same_work_are_measured_side_by_side() -> None:
     assert peer["ratio"][0] == pytest.approx(ours["ms"][0] / peer["ms"][0])
     assert peer["over_floor"] == pytest.approx(peer["ms"][0] / floor["ms"][0])
     assert min(ours["state_bytes"], peer["state_bytes"], peer["loopback_bytes"], ours["metered_bytes"]) > 0
-
-
-@pytest.mark.parametrize(("pp", "microbatches"), [(2, 8), (4, 4)])
-def test_a_pipeline_idles_for_pp_minus_1_of_its_micro_batches(pp: int, microbatches: int) -> None:
-    setting = Setting("small", pp, pp=pp, schedule="1f1b", accumulation=microbatches)
-    assert idle_share(setting) == pytest.approx((pp - 1) / microbatches)
 
 
 def test_contenders_of_two_hosts_are_measured_side_by_side() -> None:
@@ -96,13 +87,3 @@ def test_contenders_of_a_gpus_step_train_the_same_model_on_a_cpu() -> None:
     for line in lines:
         assert line.tokens_per_second == pytest.approx(2 * 64 / line.median_ms * 1e3)
         assert len(line.losses) == gpu_step.CHECKED_STEPS
-
-
-def test_the_hidden_share_of_copies_is_the_time_in_which_a_kernel_computes(tmp_path: Path) -> None:
-    work = [("kernel", "gemm", 0, 10), ("kernel", "norm", 5, 10), ("kernel", "ncclDevKernel_AllGather", 20, 20)]
-    copies = [("HtoD (Pinned -> Device)", 3, 4), ("DtoH (Device -> Pinned)", 10, 10), ("HtoD", 30, 6), ("DtoD", 0, 40)]
-    work += [("gpu_memcpy", f"Memcpy {way}", start, us) for way, start, us in copies]
-    events = [{"cat": cat, "name": name, "ts": start, "dur": us} for cat, name, start, us in work]
-    trace = tmp_path / "trace.json"
-    trace.write_text(json.dumps({"traceEvents": [{"ph": "M"}, *events]}), encoding="utf-8")
-    assert hidden_share(trace) == pytest.approx((4 + 5 + 0) / (4 + 10 + 6))
