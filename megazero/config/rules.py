@@ -248,7 +248,7 @@ def _ulysses_splits_heads(config: RunConfig) -> Iterator[Problem]:
 
 def num_experts(config: RunConfig) -> int:
     """Experts of a layer; 0 where a model has none."""
-    return getattr(config.model, "num_experts", None) or 0
+    return FAMILIES[config.model.family].complete(config.model).num_experts or 0
 
 
 def _experts_are_dealt(config: RunConfig) -> Iterator[Problem]:

@@ -3,17 +3,44 @@
 from __future__ import annotations
 
 import itertools
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from harness import run_world
+from plain_model import parameter_shapes
+from test_any_shape import _assert_agrees
+from test_checkpoint import Part, _do_on, _stored
+from test_checkpoint_across import _same_bits
+from torch import Tensor
+from worlds import (
+    LLAMA,
+    LR,
+    MIXTRAL,
+    engine_on,
+    micro_batches,
+    on_one_state,
+    pairwise,
+    plain_config,
+    run_of,
+    state_on,
+    train_on,
+    train_plainly,
+)
 
 from megazero.comm.autograd import exchange_rows
 from megazero.comm.collectives import all_to_all_rows
+from megazero.config import ResolvedRun
 from megazero.cpu.shared_memory import HALF_BYTES, SharedMemoryBackend
 from megazero.cpu.sockets import SocketBackend
+from megazero.engine import Engine
+from megazero.layers.experts import Router
 from megazero.parallel_state import Axis, ParallelState, RankGrid
-from megazero.settings import divisors
+from megazero.settings import ConfigError, divisors
+
+MODEL = MIXTRAL | {"num_layers": 4, "num_experts": 8, "experts_per_token": 3}
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Groups
@@ -76,3 +103,187 @@ def test_counts_that_do_not_make_up_the_rows_are_refused_before_anything_is_sent
         with pytest.raises(ValueError, match="over ep of 2 ranks"):
             all_to_all_rows(torch.zeros(3, 2), rows, axis, sends, receives)
     assert not axis.traffic.calls
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Law 1: what test_experts.py leaves out
+
+TP = {"tp": 2, "sequence_parallel": True}
+SHAPES = {
+    "dp4 ep2": (4, {"ep": 2}),
+    "tp2 cp2 dp2 ep8": (8, TP | {"cp": 2, "ep": 8}),
+    "cp2 pp2 dp2 ep4": (8, {"cp": 2, "pp": 2, "ep": 4, "order": "dp-pp-cp-tp"}),
+}
+HOST = {"optimizer": "cpu", "parameters": "cpu"}
+KINDS: dict[str, dict[str, Any]] = {
+    "offloaded in part": {"stage": 1, "offload": {"optimizer": "cpu", "ratio": 0.5}},
+    "in groups": {"stage": 2, "shard_group_size": 2, "reduce": "step"},
+    "some stay whole": {"stage": 3, "persistent_elements": 600, "gather_policy": "step"},
+    "second shards": {"stage": 3, "secondary_shard_size": 2},
+    "offloaded": {"stage": 3, "offload": HOST},
+}
+CASES = pairwise(
+    shape=list(SHAPES),
+    kind=list(KINDS),
+    order=[("1f1b", 1), ("zbv", 2)],  # schedule and accumulation
+    pattern=["none", "masked"],
+    recompute=["none", "full"],
+)
+
+
+def _run(shape: str, kind: str, order: tuple[str, int], pattern: str, recompute: str) -> ResolvedRun:
+    world, parallel = SHAPES[shape]
+    return run_of(
+        world,
+        model=MODEL,
+        parallel=parallel | ({"schedule": order[0]} if "pp" in parallel else {}),
+        zero=KINDS[kind],
+        training={"accumulation": order[1]},
+        data={"document_mask": pattern != "none"},
+        activations={"recompute": recompute},
+    )
+
+
+def _train_all(rank: int, runs: list[ResolvedRun], patterns: list[str]) -> list[dict[str, Any] | None]:
+    state, results = state_on(rank, runs[0]), []
+    for run, pattern in zip(runs, patterns, strict=True):
+        engine = engine_on(rank, run, state=state)
+        results.append(train_on(engine, run, pattern=pattern))
+        engine.sharded_model.close()
+    return results
+
+
+@lru_cache(maxsize=4)
+def _plain(pattern: str) -> dict[str, Any]:
+    return train_plainly(run_of(1, model=MODEL), pattern)
+
+
+@pytest.mark.parametrize("in_groups", [False, True])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_experts_are_the_plain_models_wherever_their_state_is(shape: str, in_groups: bool) -> None:
+    cases = [case for case in CASES if case["shape"] == shape and (case["kind"] == "in groups") == in_groups]
+    runs, patterns = [_run(**case) for case in cases], [case["pattern"] for case in cases]
+    for case, got in zip(cases, run_world(SHAPES[shape][0], _train_all, runs, patterns)[0], strict=True):
+        _assert_agrees(got, _plain(case["pattern"]), str(case))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Law 2
+
+PLACES: list[tuple[int, dict[str, Any], dict[str, Any]]] = [
+    (1, {}, {"stage": 0}),
+    (4, {"ep": 4}, {"stage": 3}),
+    (4, TP | {"ep": 2}, {"stage": 0}),
+    (4, {"pp": 2, "ep": 2}, {"stage": 2, "offload": {"optimizer": "cpu"}}),
+]
+
+
+def _go_on(rank: int, parts: list[Part], on_one_machine: bool) -> list[list[float]]:
+    state, losses = state_on(rank, parts[0].run, on_one_machine=on_one_machine), []
+    for part in parts:
+        engine = engine_on(rank, part.run, init_weights=part.origin is None, state=state)
+        losses.append(_do_on(engine, part))
+        engine.sharded_model.close()
+    return losses
+
+
+def test_any_shape_goes_on_from_the_experts_of_any_other(tmp_path: Path) -> None:
+    runs = [run_of(world, model=MODEL, parallel=given, zero=zero) for world, given, zero in PLACES]
+    saved = [tmp_path / f"saved {number}" for number in range(len(runs))]
+    wanted = run_world(1, _go_on, [Part(runs[0], range(3))], True)[0][0]
+    for number, ((world, _, _), run) in enumerate(zip(PLACES, runs, strict=True)):
+        before = saved[number - 1]
+        parts = [Part(run, range(1), save_to=saved[number])]
+        parts += [Part(run, range(1, 3), before, save_again_to=tmp_path / f"again {number}")] * (number > 0)
+        for losses, steps in zip(
+            run_world(world, _go_on, parts, number % 2 == 0)[0], (range(1), range(1, 3)), strict=False
+        ):
+            assert losses == pytest.approx(wanted[steps.start : steps.stop], rel=1e-5), PLACES[number]
+        if number > 0:
+            _same_bits(before, tmp_path / f"again {number}")
+        assert _stored(saved[number])["model"].keys() == parameter_shapes(plain_config(run)).keys()
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Laws 3 and 4
+
+
+def _measure(engine: Engine, run: ResolvedRun) -> dict[str, Any]:
+    """Of a step: memory, elements of buckets without and with experts, bytes over ep, and rows that leave and arrive."""
+    chosen: list[Tensor] = []
+    for module in engine.chunks.modules():
+        if isinstance(module, Router):
+            module.register_forward_hook(lambda _, __, result: chosen.append(result[1].experts))
+    engine.state.traffic.reset()
+    engine.train_step(micro_batches(run, engine.state, 0), LR)
+    each, model = engine.state.ep.size, run.config.model
+    homes = torch.stack(chosen).flatten() * each // (model.num_experts or 1)
+    buckets = engine.sharded_model.parameters.buckets
+    return {
+        "memory": engine.memory_bytes(),
+        "stored": [
+            sum(b.layout.padded_numel for b in buckets if b.layout.of_experts is kind) for kind in (False, True)
+        ],
+        "held": [sum(b.layout.numel for b in buckets if b.layout.of_experts is kind) for kind in (False, True)],
+        "sent": engine.state.traffic.by_axis().get("ep", 0),
+        "rows": homes.bincount(minlength=each).tolist(),
+        "index": engine.state.ep.index,
+        "routings": len(chosen),
+    }
+
+
+@pytest.mark.parametrize(("world", "parallel"), [(4, {"ep": 4}), (4, {"ep": 2}), (4, TP | {"ep": 2})], ids=str)
+def test_memory_and_bytes_over_ep_equal_the_formulas(world: int, parallel: dict[str, Any]) -> None:
+    """A rank holds 1 / ep of the experts, and of their state the replicas 1 / edp each.  A row crosses four times in a step,
+    and so 8 T k h (ep - 1) / ep bytes of a layer leave a rank in bf16 if all experts have as many; and counts."""
+    runs = [run_of(world, model=MIXTRAL, parallel=parallel, zero={"stage": stage}) for stage in range(4)]
+    shapes, ep = parameter_shapes(plain_config(runs[0])), parallel["ep"]
+    experts = sum(torch.Size(shape).numel() for name, shape in shapes.items() if ".experts." in name)
+    for stage, of_ranks in enumerate(zip(*run_world(world, on_one_state, runs, _measure), strict=True)):
+        edp = world // ep
+        for measured in of_ranks:
+            dense, dealt = measured["stored"]
+            assert measured["held"][1] == experts // ep
+            weights = [4 * dense // (runs[0].dp if stage == 3 else 1), 4 * dealt // (edp if stage == 3 else 1)]
+            assert measured["memory"]["parameters"] == sum(weights)
+            moments = 8 * measured["held"][0] // (runs[0].dp if stage else 1) + 8 * experts // ep // (
+                edp if stage else 1
+            )
+            assert abs(measured["memory"]["optimizer"] - moments) <= 8 * 16 * world
+        for first in range(0, world, ep):
+            block = sorted(of_ranks[first : first + ep], key=lambda measured: measured["index"])
+            for me, measured in enumerate(block):
+                leaves = sum(measured["rows"]) - measured["rows"][me]
+                arrives = sum(other["rows"][me] for other in block) - measured["rows"][me]
+                counts = measured["routings"] * 8 * 4 * (ep - 1) // ep
+                assert measured["sent"] == 2 * (leaves + arrives) * 4 * runs[0].config.model.hidden_size + counts, stage
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What cannot be
+
+
+@pytest.mark.parametrize(
+    ("world", "sections", "said"),
+    [
+        (
+            4,
+            {"parallel": {"ep": 3}},
+            ("parallel.ep = 3: must divide tp*cp*dp=1*1*4=4", "must divide model.num_experts=4"),
+        ),
+        (8, {"parallel": {"ep": 8}}, ("parallel.ep = 8: must divide model.num_experts=4",)),
+        (2, {"parallel": {"ep": 2}, "model": LLAMA}, ("parallel.ep = 2: must be 1 where model.num_experts is unset",)),
+        (2, {"parallel": {"tp": 2}}, ("parallel.sequence_parallel = false: must be true where",)),
+        (
+            1,
+            {"precision": {"fp8": "rowwise"}, "model": MODEL},
+            ('precision.fp8 = "rowwise": must be none where model.num_experts',),
+        ),
+    ],
+)
+def test_what_experts_cannot_be_is_one_error_each(world: int, sections: dict[str, Any], said: tuple[str, ...]) -> None:
+    with pytest.raises(ConfigError) as caught:
+        run_of(world, **{"model": MIXTRAL} | sections)
+    assert len(caught.value.problems) == len(said), str(caught.value)
+    for text in said:
+        assert text in str(caught.value)

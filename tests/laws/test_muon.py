@@ -11,7 +11,19 @@ import pytest
 import torch
 from harness import DEVICE, run_world
 from torch import Tensor
-from worlds import GPT2, LLAMA, difference, engine_on, initial_weights, micro_batches, run_of, state_on, train, whole
+from worlds import (
+    GPT2,
+    LLAMA,
+    MIXTRAL,
+    difference,
+    engine_on,
+    initial_weights,
+    micro_batches,
+    run_of,
+    state_on,
+    train,
+    whole,
+)
 
 from megazero.config import ResolvedRun
 from megazero.engine import Engine
@@ -20,12 +32,12 @@ from megazero.engine.phases import Position
 LR, DECAY, BETA, STEPS = 0.02, 0.1, 0.95, 3
 MUON = {"name": "muon", "grad_clip": 0.0, "weight_decay": DECAY, "adamw_lr": 0.004, "lr": LR}
 UNEVEN = LLAMA | {"num_layers": 3, "ffn_hidden_size": 72}
-MODELS = {"llama": UNEVEN, "gpt2": GPT2}
+MODELS, EXPERTS = {"llama": UNEVEN, "gpt2": GPT2}, MIXTRAL | {"ffn_hidden_size": 40}
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 
 
 def _run(world: int, name: str = "llama", **sections: dict[str, Any]) -> ResolvedRun:
-    return run_of(world, model=MODELS[name], optimizer=MUON, **sections)
+    return run_of(world, model=MODELS.get(name, EXPERTS), optimizer=MUON, **sections)
 
 
 def gradients(run: ResolvedRun, step: int) -> dict[str, Tensor]:
@@ -44,7 +56,9 @@ def _orthogonal(x: Tensor) -> Tensor:
 
 
 def _is_matrix(name: str) -> bool:
-    return name.endswith(("proj.weight", "c_attn.weight", "c_proj.weight", "c_fc.weight"))
+    return name.endswith(
+        ("proj.weight", "c_attn.weight", "c_proj.weight", "c_fc.weight", "w1.weight", "w2.weight", "w3.weight")
+    )
 
 
 def plain(run: ResolvedRun, steps: int = STEPS) -> dict[str, Tensor]:
@@ -79,8 +93,8 @@ def _step(engine: Engine, run: ResolvedRun, step: int) -> None:
     engine._grad_norm = 1.0
     for bucket in engine.sharded_model.reducer.buckets:
         for slot in bucket.layout.slots:
-            values = torch.empty(slot.stop - slot.start)
-            slot.info.spec.init_weights(values, 0, engine.state.tp.index, engine.state.tp.size, 100 + step)
+            values, axis = torch.empty(slot.stop - slot.start), slot.info.spec.axis(engine.state)
+            slot.info.spec.init_weights(values, 0, axis.index, axis.size, 100 + step)
             start, stop = max(slot.start, bucket.owned.start), min(slot.stop, bucket.owned.stop)
             if start < stop:
                 part = values[start - slot.start : stop - slot.start]
@@ -138,6 +152,17 @@ def test_a_matrix_that_ranks_share_is_stepped_whole(name: str, parallel: dict[st
     runs = [_run(4, name, parallel=parallel, **kind) for kind in STAGES]
     found = run_world(4, _steps, runs)[0]
     _check(found, wanted, found[0])
+
+
+def test_each_matrix_of_an_expert_is_stepped_whole_wherever_it_is() -> None:
+    wanted, first = plain(_run(1, "mixtral")), run_world(1, _steps, [_run(1, "mixtral")])[0][0]
+    tp = {"tp": 2, "sequence_parallel": True}
+    for parallel in ({"ep": 4}, {"ep": 2, "pp": 2, "schedule": "zb-h1"}, tp | {"ep": 2}):
+        _check(
+            run_world(4, _steps, [_run(4, "mixtral", parallel=parallel, **kind) for kind in STAGES])[0], wanted, first
+        )
+    in_groups = {"zero": {"stage": 1, "shard_group_size": 2}, "parallel": {"ep": 2}}
+    _check(run_world(4, _steps, [_run(4, "mixtral", **in_groups)])[0], wanted, first)
 
 
 def _save(rank: int, run: ResolvedRun, path: str) -> Any:
