@@ -20,11 +20,11 @@ from megazero.deepspeed.config_check import check_keys, note_on
 from megazero.deepspeed.config_schema import (
     ACCUMULATION,
     MICRO,
-    RELATIONS,
     TRAIN,
     ZERO,
     DeepSpeedJson,
     TensorboardBlock,
+    relations,
 )
 from megazero.settings import LARGEST_COUNT, ConfigError, Problem, Section, file_error, read_text
 
@@ -78,7 +78,7 @@ def load_deepspeed_config(source: str | Path | Mapping[str, Any], dp_size: int) 
     name = "the DeepSpeed configuration" if isinstance(source, Mapping) else str(source)
     given = source if isinstance(source, Mapping) else read_json(Path(source))
     config, checked = check_keys(given)
-    problems = checked.problems or [problem for relation in RELATIONS for problem in relation(config, dp_size)]
+    problems = checked.problems or list(relations(config, dp_size))
     if not problems:
         zero, precision = _zero(config), _precision(config)
         sizes: dict[str, Any] = {ours: getattr(config, theirs) or "auto" for ours, theirs in _SIZES.items()}

@@ -7,7 +7,7 @@ older versions. Types are strict, as in a run file. JSON has one type of number,
 written as 5e8. The line below each key says what it sets. `config_refused` has the keys that set nothing.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import BeforeValidator, Field
@@ -231,52 +231,30 @@ TRAIN, MICRO, ACCUMULATION = "train_batch_size", "train_micro_batch_size_per_gpu
 ZERO = "zero_optimization"
 
 
-def _a_batch_size_is_given(config: DeepSpeedJson, dp: int) -> Iterator[Problem]:
+def relations(config: DeepSpeedJson, dp: int) -> Iterator[Problem]:
+    """Yield what is wrong with keys together; what the settings of a run file may be together, its own rules say."""
+    zero, has_half_weights = config.zero_optimization, config.fp16.enabled or config.bf16.enabled
     if config.train_batch_size is None and config.train_micro_batch_size_per_gpu is None:
-        rule = f"must be given: samples in a step, {MICRO} * {ACCUMULATION} * dp={dp}"
+        rule = f"must be given: samples in a step, {MICRO} * {ACCUMULATION} * {dp=}"
         yield Problem(TRAIN, None, rule, f"write it, or {MICRO}, with {ACCUMULATION} or without")
-
-
-def _there_is_one_format(config: DeepSpeedJson, _: int) -> Iterator[Problem]:
     if config.fp16.enabled and config.bf16.enabled:
         yield Problem("bf16.enabled", True, "cannot be together with fp16.enabled", "keep one of them")
-
-
-def _half_gradients_have_half_weights(config: DeepSpeedJson, _: int) -> Iterator[Problem]:
     formats = {
         "communication_data_type": config.communication_data_type,
         "data_types.grad_accum_dtype": config.data_types.grad_accum_dtype,
     }
     for key, value in formats.items():
-        if value not in (None, "fp32") and not (config.fp16.enabled or config.bf16.enabled):
+        if value not in (None, "fp32") and not has_half_weights:
             rule = "must be fp32 where neither fp16 nor bf16 is enabled: gradients of fp32 weights stay in fp32"
             yield Problem(key, value, rule, "leave it out")
-
-
-def _parameters_have_a_type(config: DeepSpeedJson, _: int) -> Iterator[Problem]:
-    for name, block in (("optimizer", config.optimizer), ("scheduler", config.scheduler)):
-        if block.params is not None and not block.type:
+    for name, named in (("optimizer", config.optimizer), ("scheduler", config.scheduler)):
+        if named.params is not None and not named.type:
             yield Problem(f"{name}.type", None, "must be given, since parameters are", "name it")
-
-
-def _offload_names_device_and_path(config: DeepSpeedJson, _: int) -> Iterator[Problem]:
-    zero = config.zero_optimization
     for name, block in zero.offloads.items():
         if name in zero.model_fields_set and block.device is None:
             yield Problem(f"{ZERO}.{name}.device", None, "must be given", 'write "cpu", "nvme" or "none"')
         if block.device == "nvme" and not block.nvme_path:
             yield Problem(f"{ZERO}.{name}.nvme_path", None, "must be given for nvme", "name a local directory")
-    paths = zero.nvme_paths()
-    if len(paths) > 1:
+    if len(paths := zero.nvme_paths()) > 1:
         rule = f"must be {ZERO}.offload_optimizer.nvme_path={paths[0]}: one directory holds the files of both"
         yield Problem(f"{ZERO}.offload_param.nvme_path", paths[1], rule, "write the same directory twice")
-
-
-# (configuration, dp) -> what is wrong; what the settings of a run file may be together, its own rules say
-RELATIONS: tuple[Callable[[DeepSpeedJson, int], Iterator[Problem]], ...] = (
-    _a_batch_size_is_given,
-    _there_is_one_format,
-    _half_gradients_have_half_weights,
-    _parameters_have_a_type,
-    _offload_names_device_and_path,
-)

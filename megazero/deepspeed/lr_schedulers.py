@@ -123,6 +123,8 @@ class LRSchedule(ABC):
 
 
 class _WarmupSchedule(LRSchedule):
+    """A warm-up, after which `factor_at` says how far the rate is above where it ends."""
+
     warmup_num_steps: int
     warmup_type: str
 
@@ -144,11 +146,11 @@ class _WarmupBetween(_WarmupSchedule):
 
     def _prepare(self) -> None:
         super()._prepare()
-        self._min_lrs = self._per_group("warmup_min_lr")
-        self._max_lrs = self._own_lrs() if self.warmup_max_lr is None else self._per_group("warmup_max_lr")
+        own = self.warmup_max_lr is None
+        self._ends = self._per_group("warmup_min_lr"), self._own_lrs() if own else self._per_group("warmup_max_lr")
 
     def lr_at(self, step: int) -> list[float]:
-        return _between(self._min_lrs, self._max_lrs, self.factor_at(step))
+        return _between(*self._ends, self.factor_at(step))
 
 
 @dataclass(eq=False, repr=False)
@@ -261,38 +263,33 @@ class OneCycle(LRSchedule):
             self.cycle_momentum = False
 
     def lr_at(self, step: int) -> list[float]:
-        units = self._decay_units(step)
-        if units is None:
-            return _between(*self._lrs, cycle_height(step, *self._shape))
-        return [low / (1.0 + self.decay_lr_rate * units) for low in self._lrs[0]]
+        return self._value_at(step, self._lrs, lambda low, units: low / (1.0 + self.decay_lr_rate * units))
 
     def get_mom(self) -> list[Any] | None:
         """Return the betas of each group at the current step; None where momentum stays as it is."""
         return [group["betas"] for group in self.optimizer.param_groups] if self.cycle_momentum else None
 
-    def _beta1(self) -> list[float]:
-        step = self.last_batch_iteration
-        units = self._decay_units(step)
-        if units is None:
-            return _between(*self._moms, cycle_height(step, *self._shape))
-        momenta = [high * (1.0 + self.decay_mom_rate * units) for high in self._moms[0]]
-        if not all(0 <= momentum < 1 for momentum in momenta):
-            rate = f"decay_mom_rate={self.decay_mom_rate}"
-            raise ValueError(f"{rate} takes momentum to {momenta} at step {step}, out of [0, 1); 0 keeps cycle_max_mom")
-        return momenta
+    def _value_at(
+        self, step: int, ends: tuple[list[float], list[float]], decayed: Callable[[float, float], float]
+    ) -> list[float]:
+        """Values between the ends of a cycle, or after it the first ends, decayed by so many units."""
+        after = step + 1 - sum(self._shape[:2])
+        if after < 1:
+            return _between(*ends, cycle_height(step, *self._shape))
+        units = after / self.decay_step_size if self.decay_step_size else 0.0
+        return [decayed(end, units) for end in ends[0]]
 
     def _write(self) -> None:
         super()._write()
-        groups = self.optimizer.param_groups if self.cycle_momentum else ()
-        for group, momentum in zip(groups, self._beta1(), strict=False):
+        if not self.cycle_momentum:
+            return
+        step, rate = self.last_batch_iteration, self.decay_mom_rate
+        momenta = self._value_at(step, self._moms, lambda high, units: high * (1.0 + rate * units))
+        if not all(0 <= momentum < 1 for momentum in momenta):
+            takes = f"decay_mom_rate={rate} takes momentum to {momenta} at step {step}, out of [0, 1)"
+            raise ValueError(f"{takes}; 0 keeps cycle_max_mom")
+        for group, momentum in zip(self.optimizer.param_groups, momenta, strict=True):
             group["betas"] = (momentum, *group["betas"][1:])
-
-    def _decay_units(self, step: int) -> float | None:
-        """How far the decay has come; None within the cycle."""
-        after = step - sum(self._shape[:2])
-        if after < 0:
-            return None
-        return (after + 1) / self.decay_step_size if self.decay_step_size else 0.0
 
 
 @dataclass(eq=False, repr=False)
