@@ -100,16 +100,12 @@ class ModuleEngine(TrainingEngine):
         loss = loss.reshape(())
         counted = loss / self.config.accumulation if scale_wrt_gas else loss
         self._begin_pass()
-        self.runs_backward, reducer = True, self.reducer
+        self.runs_backward = True
         try:
             with self._report.timed("backward"):
                 # Divided by dp before the backward: the sum over ranks is the mean.
                 scale = self.sharded_model.scale / self.parallel_state.dp.size
-                scaled = counted.float() * scale
-                root = scaled.grad_fn
-                if root is not None:
-                    scaled.register_hook(lambda _: reducer.leave_out(0, root))
-                scaled.backward(retain_graph=retain_graph)
+                (counted.float() * scale).backward(retain_graph=retain_graph)
                 self._end_pass()
         except BaseException:
             forget_failed_backward()

@@ -1,13 +1,9 @@
 """Gradients of a script's own modules, of which a backward may reach some only, in an order that is known only as it runs.
 
-A parameter that the backward does not reach need not wait for the end of the pass: autograd says so (`Reach`), and it counts
-as zero
-
-    at stage 2   when the backward begins, so the buffers stay within their limit.  A backward within the backward may reach
-                 more: so only where no function of the graph can run one
-    at stage 3   when the backward leaves its unit: a rank that waits for a reduction, for its memory, does not take part in
-                 the next gather, so every rank starts a unit's reduction before it waits for a gather that is two units
-                 further; and none starts it while other ranks have yet to come to the unit
+A parameter that the backward does not reach counts as zero at the end of its pass.  Not so under stage 3, where autograd
+says what will not be reached (`Reach`), and it counts as zero when the backward leaves its unit: a rank that waits for a
+reduction, for its memory, does not take part in the next gather.  So every rank starts a unit's reduction before it waits
+for a gather that is two units further, and none starts it while other ranks have yet to come to the unit.
 
 `ScriptReducer` serves pipelines of layers, `ModuleReducer` one module, whose backward the script itself may call.
 """
@@ -29,10 +25,6 @@ from megazero.zero.gradients import BucketGradients, GradientReducer, LaunchOrde
 
 if TYPE_CHECKING:
     from megazero.deepspeed.script_units import ScriptGatherer
-
-
-# Modules whose autograd.Functions run no backward of their own; compiled graphs are of the last.
-_RUN_NO_BACKWARD = ("megazero.", "torch.nn.", "torch.distributed.", "torch._functorch._aot_autograd.")
 
 
 class _Graph:
@@ -58,7 +50,6 @@ class ScriptReducer(GradientReducer):
         super().__init__(*arguments)
         self.accumulates = False
         self._mark_end_of_pass: Callable[[], None] = lambda: None  # so that ranks that gather other units get an error
-        self._leaves_out_by_unit = False
         self._graphs: dict[tuple[int, int], _Graph] = {}  # by chunk, and autograd's number of the backward
         self._reach: dict[int, Reach] = {}  # by chunk
 
@@ -67,7 +58,6 @@ class ScriptReducer(GradientReducer):
         self._mark_end_of_pass = gatherer.buffers.mark_end_of_pass
         if any(bucket.layout.shards > 1 for bucket in self.buckets):  # else all ranks use the same parameters
             gatherer.on_backward = self.close_unused
-            self._leaves_out_by_unit = True
 
     @property
     def reduces_soon(self) -> bool:
@@ -97,18 +87,6 @@ class ScriptReducer(GradientReducer):
                 _skip(gradients, indices, order.passes)
         graph.visited.add(unit)  # its own may come until the next unit's turn, of a backward within
         self.reduce_due(order)
-
-    def leave_out(self, chunk: int, root: Node) -> None:
-        """At stage 2, set to zero the gradients that the backward which begins at `root` cannot reach."""
-        order = self.orders.get(chunk)
-        if order is None or not self.every_round or self._leaves_out_by_unit:
-            return
-        unused = self._graph(chunk).unused
-        if unused and not may_run_backward(root):
-            for gradients, indices in unused.items():
-                if not gradients.bucket.sums_whole:
-                    _skip(gradients, indices, order.passes)
-            self.reduce_due(order)
 
     def _graph(self, chunk: int) -> _Graph:
         key = chunk, torch._C._current_graph_task_id()  # a backward within has a graph of its own
@@ -232,16 +210,3 @@ class Reach:
         except RuntimeError:  # torch.autograd.grad of parameters
             return []
         return found if len(found) < len(self.parameters) else []  # torch.autograd.grad
-
-
-def may_run_backward(root: Node) -> bool:
-    """Return whether the graph has a function of Python that is not known to run no backward of its own."""
-    seen, found = {root}, [root]
-    for node in found:  # it grows
-        function = getattr(type(node), "_forward_cls", None)
-        if function is not None and not function.__module__.startswith(_RUN_NO_BACKWARD):
-            return True
-        new = {after for after, _ in node.next_functions if after is not None} - seen
-        seen |= new
-        found += new
-    return False
