@@ -45,7 +45,8 @@ def test_what_was_wanted_is_read_from_the_allocators_text() -> None:
     assert wanted_bytes(OF_CUDA) == int(20.5 * 2**30)
     assert wanted_bytes(OF_THE_CPU) == 2**42
     assert wanted_bytes("HIP out of memory. Tried to allocate 512.00 MiB") == 2**29
-    assert wanted_bytes(OF_NCCL + "Failed to CUDA calloc async 6291456 bytes") == 6291456
+    for call in ("calloc async", "host alloc", "malloc"):
+        assert wanted_bytes(OF_NCCL + f"Failed to CUDA {call} 6291456 bytes") == 6291456
     assert wanted_bytes("out of memory") == 0
 
 
@@ -120,7 +121,14 @@ def test_the_rank_without_memory_says_which_settings_would_fit_and_the_others_na
     assert "rank 1 ended in step 2: OutOfMemoryError: out of memory on cpu of rank 1" in other
 
 
-@pytest.mark.parametrize("last", ["Cuda failure 2 'out of memory'", "Failed to CUDA calloc async 6291456 bytes"])
+@pytest.mark.parametrize(
+    "last",
+    [
+        "Cuda failure 2 'out of memory'",
+        "Failed to CUDA calloc async 6291456 bytes",
+        "Failed to CUDA host alloc 6291456 bytes",
+    ],
+)
 def test_what_nccl_lacks_is_memory_and_no_peer_and_its_last_error_is_kept(last: str, monkeypatch: Any) -> None:
     run, axis = run_of(2, model=LLAMA), Axis("tp", (0, 1))
 

@@ -29,7 +29,7 @@ T = TypeVar("T")
 _OF_THE_DEVICE = (torch.OutOfMemoryError, *filter(None, [getattr(torch, "AcceleratorError", None)]))
 
 # NCCL allocates beside torch's allocator, at a communicator's first operations: its last lines say what failed.
-_NO_MEMORY = re.compile(r"out of memory|Failed to CUDA \w+( async)? \d+ bytes|CUBLAS_STATUS_ALLOC_FAILED")
+_NO_MEMORY = re.compile(r"out of memory|Failed to CUDA [a-z ]+ \d+ bytes|CUBLAS_STATUS_ALLOC_FAILED")
 
 
 def lacks_memory(error: BaseException) -> bool:

@@ -174,5 +174,5 @@ def explain(error: str, run: ResolvedRun, state: ParallelState, engine: Engine |
 
 def wanted_bytes(error: str) -> int:
     """Return the bytes of the allocation that failed; 0 if the allocator does not say."""
-    found = re.search(r"(?:tried to allocate|failed to cuda \w+(?: async)?) ([\d.]+) ?(\w+)", error, re.IGNORECASE)
+    found = re.search(r"(?:tried to allocate|failed to cuda [a-z ]+) ([\d.]+) ?(\w+)", error, re.IGNORECASE)
     return int(float(found[1]) * _UNITS.get(found[2], 0)) if found else 0
