@@ -38,10 +38,11 @@ from torch import Tensor, nn
 
 from benchmarks.models import PlainStage, adamw, loss_of
 from benchmarks.report import machine, markdown, write_whole
-from benchmarks.setting import GRAD_CLIP, LR, SEED, with_options
+from benchmarks.setting import DTYPES, GRAD_CLIP, LR, SEED, with_options
 from benchmarks.trace import hidden_share, read_business
 from megazero.checkpoint.save import gather_logical
-from megazero.config import ResolvedRun, RunConfig, resolve
+from megazero.config import ConfigError, ResolvedRun, resolve
+from megazero.config.problems import validate
 from megazero.engine import initialize
 from megazero.models.gpt import MicroBatch
 from megazero.parallel_state import ParallelState, RankGrid
@@ -55,8 +56,6 @@ from megazero.training.world import prefer_expandable_segments
 
 CHECKED_STEPS = 3  # the first of them compiles
 LOSS_TOLERANCE = {"fp32": 1e-4, "bf16": 2e-2}
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
-
 # Memory of 1.3b at its default batch, in bytes a parameter: megazero 2 + 4 + 4 + 8 (weights, masters, gradients, moments),
 # plain 2 + 2 + 4 + 4 + 8 (and bf16 gradients): 51 GB together, and 7 to 11 GB of activations and logits a sample.
 MODELS: dict[str, dict[str, int]] = {
@@ -98,7 +97,7 @@ class Setting:
         return self.micro_batch_size * self.accumulation
 
     def run(self) -> ResolvedRun:
-        """megazero's run."""
+        """megazero's run.  Raises: ConfigError."""
         document: dict[str, dict[str, Any]] = {
             "model": {"family": "llama", **MODELS[self.model]},
             "zero": {"stage": 0},
@@ -111,7 +110,10 @@ class Setting:
                 "compile": self.compile,
             },
         }
-        return resolve(RunConfig.model_validate(with_options(document, self.options)), 1)
+        problems, config = validate(with_options(document, self.options))
+        if problems:
+            raise ConfigError(problems)
+        return resolve(config, 1)
 
     def batch(self, step: int, device: torch.device) -> tuple[Tensor, Tensor]:
         """Tokens and labels of a step, int64 [samples, seq]."""
@@ -276,11 +278,6 @@ def line_of(name: str, meter: Meter, setting: Setting) -> Line:
     return Line(name, *times, per_second, mfu, meter.peak_bytes, meter.losses, meter.hidden)
 
 
-def _train(one: Megazero | Plain, batches: Sequence[tuple[Tensor, Tensor]]) -> None:
-    for batch in batches:
-        one.step(*batch)
-
-
 def measure(
     settings: Mapping[str, Setting], device: torch.device, rounds: int, steps: int, *, apart: bool, profile: Path | None
 ) -> list[Line]:
@@ -316,7 +313,7 @@ def measure(
         for round_ in range(rounds):
             for name in group if round_ % 2 == 0 else group[::-1]:
                 batches = [settings[name].batch(CHECKED_STEPS + round_ * steps + step, device) for step in range(steps)]
-                whole = meters[name].run(partial(_train, made[name], batches))
+                whole = meters[name].run(lambda one=made[name], all_=batches: [one.step(*batch) for batch in all_])
                 meters[name].ms.append(whole / steps)
         if profile is not None and Megazero.name in made:
             with torch.profiler.profile() as trace:
@@ -329,7 +326,7 @@ def measure(
             print(line_of(name, meters[name], settings[name]), flush=True)  # what is known if another one fails
         if apart:
             del made, contender
-            _free(device)
+            _free()
     losses = {name: meter.losses for name, meter in meters.items()}
     worst = max(abs(a - b) for its in losses.values() for a, b in zip(losses[Megazero.name], its, strict=True))
     if not worst <= LOSS_TOLERANCE[settings[Megazero.name].dtype]:
@@ -337,11 +334,10 @@ def measure(
     return [line_of(name, meters[name], setting) for name, setting in settings.items()]
 
 
-def _free(device: torch.device) -> None:
+def _free() -> None:
     torch._dynamo.reset()  # compiled blocks hold what they were compiled for
     gc.collect()
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
+    torch.cuda.empty_cache()
 
 
 def table(lines: Sequence[Line]) -> str:
@@ -406,13 +402,18 @@ def main() -> None:
     settings |= {f"megazero, {variant}": Setting(*sizes, (*given.set, *variant.split())) for variant in given.variant}
     if not given.no_plain:
         settings[Plain.name] = settings[Megazero.name]
+    try:
+        for setting in settings.values():
+            setting.run()
+    except ConfigError as error:
+        sys.exit(str(error))
     lines = measure(settings, device, given.rounds, given.steps, apart=given.apart, profile=given.profile)
     if given.plan is not None:
         cluster = cluster_of(given.plan, 1)
         lines = [line if line.name == Plain.name else with_plan(line, settings[line.name], cluster) for line in lines]
     where = machine() | ({"gpu": torch.cuda.get_device_name(device)} if device.type == "cuda" else {})
-    described = {"machine": where, "settings": {name: asdict(setting) for name, setting in settings.items()}}
-    report = json.dumps(described | {"lines": [asdict(line) for line in lines]})
+    asked = {name: asdict(setting) for name, setting in settings.items()}
+    report = json.dumps({"machine": where, "settings": asked, "lines": [asdict(line) for line in lines]})
     print(table(lines))
     print(report)
     if given.profile is not None and device.type == "cuda":

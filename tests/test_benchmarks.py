@@ -87,3 +87,10 @@ def test_contenders_of_a_gpus_step_train_the_same_model_on_a_cpu() -> None:
     for line in lines:
         assert line.tokens_per_second == pytest.approx(2 * 64 / line.median_ms * 1e3)
         assert len(line.losses) == gpu_step.CHECKED_STEPS
+
+
+def test_a_wrong_variant_is_told_before_the_first_contender_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu_step, "measure", None)
+    monkeypatch.setattr("sys.argv", ["gpu_step", "--model=tiny", "--device=cpu", "--variant=training.stps=3"])
+    with pytest.raises(SystemExit, match=r"training\.stps = 3: unknown key; did you mean training\.steps\?"):
+        gpu_step.main()
