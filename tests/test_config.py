@@ -342,6 +342,8 @@ BROKEN = """
 1 precision.dtype=fp32 precision.accumulate_dtype=bf16 -> precision.accumulate_dtype: must be "fp32" where precision.dtype
 1 precision.dtype=fp32 precision.reduce_dtype=fp16 -> precision.reduce_dtype: must be "fp32" where precision.dtype = "fp32
 1 precision.loss_scale=128 -> precision.loss_scale: must be 0.0 where precision.dtype = "bf16": only fp16 scales the loss;
+1 training.logits_chunk_bytes=1 model.vocab_size=1000 model.seq_len=4096 -> training.logits_chunk_bytes: must be >= 256000:
+2 training.logits_chunk_bytes=63999 model.vocab_size=1000 parallel.tp=2 -> training.logits_chunk_bytes: must be >= 64000:
 1 precision.dtype=fp16 precision.min_loss_scale=9 precision.initial_scale_power=3 -> precision.min_loss_scale: must be <=
 1 optimizer.momentum=0.9 -> optimizer.momentum: must be 0.0 where optimizer.name = "adamw": it does not read this key; lea
 8 parallel.tp=2 parallel.pp=3 -> world_size: must be divisible by tp*pp=6; the nearest are 6 and 12

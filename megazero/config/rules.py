@@ -488,19 +488,36 @@ def _fp8_layers_are_of_this_model(config: RunConfig) -> Iterator[Problem]:
 
 
 def _fp8_takes_the_sizes(config: RunConfig) -> Iterator[Problem]:
-    """Kernels take multiples of 16, and tp cuts between blocks of 128; a layer of a script's own checks itself."""
+    """See `wrong_size`; a layer of a script's own checks itself."""
     model, tp, scaling = config.model, config.parallel.tp, config.precision.fp8
     if scaling == "none":
         return
-    step = 128 * tp if scaling == "blockwise" and tp > 1 else 16 * tp
+    from megazero.layers.fp8_sizes import wrong_size  # what few runs need
+
     of_heads = "hidden_size" if model.head_dim is None else "head_dim"
-    sizes = {of_heads: model.attention_size, "ffn_hidden_size": model.ffn_hidden_size}
-    if step > 16 * tp:  # q, k and v are one matrix
-        sizes["num_kv_heads"] = (model.num_kv_heads or model.num_heads) * model.head_size
-    for key, size in sizes.items():
-        if size is not None and size % step:
+    keys_and_values = [(model.num_kv_heads or model.num_heads) * model.head_size] * 2
+    matrices: dict[str, tuple[list[int], int]] = {
+        "hidden_size": ([], model.hidden_size),
+        of_heads: ([model.attention_size], 0),
+        "num_kv_heads": (keys_and_values, 0),
+        "ffn_hidden_size": ([model.ffn_hidden_size or 0], 0),
+    }
+    for key, sizes in matrices.items():
+        if wrong := wrong_size(*sizes, tp, scaling):
+            size, step = wrong
             rule = f"must give multiples of {step} features where precision.fp8 = {scaling} and parallel.tp={tp}"
             yield Problem(f"model.{key}", getattr(model, key), rule, f"it gives {size}")
+
+
+def _logits_come_in_chunks(config: RunConfig) -> Iterator[Problem]:
+    """A chunk is a product of some 20 microseconds at least: hundreds of them for a sample take minutes."""
+    training, model = config.training, config.model
+    tokens = min(128, -(-model.seq_len // 16))
+    rows = -(-model.vocab_size // config.parallel.tp)
+    least = tokens * rows * (4 if config.precision.dtype == "fp32" else 2)
+    if training.logits_chunk_bytes < least:
+        rule = f"must be >= {least}: the logits of {tokens} tokens, {rows} on a rank for each"
+        yield Problem("training.logits_chunk_bytes", training.logits_chunk_bytes, rule, f"write {least} or more")
 
 
 def _loss_scale_starts_above_its_least(config: RunConfig) -> Iterator[Problem]:
@@ -526,6 +543,7 @@ _SHAPE_RULES: tuple[Rule, ...] = (
     _experts_are_dealt,
     _every_stage_has_a_layer,
     _fp8_takes_the_sizes,
+    _logits_come_in_chunks,
     _layout_is_of_this_model,
 )
 RULES: tuple[Rule, ...] = (

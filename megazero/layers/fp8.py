@@ -28,6 +28,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megazero.comm.collectives import all_reduce
+from megazero.layers.fp8_sizes import BLOCK, wrong_size
 from megazero.layers.linear import ColumnParallelLinear, RowParallelLinear, product_t
 from megazero.layers.recompute import WHOLE
 from megazero.parallel_state import Axis
@@ -35,8 +36,6 @@ from megazero.settings import ConfigError, Problem
 
 Scaling: TypeAlias = Literal["rowwise", "blockwise"]
 
-BLOCK = 128
-_MULTIPLE = 16  # of which kernels need every size but that of the tokens
 _MANTISSA_ABOVE_448 = 0x1FFFFF  # carries into the exponent where a mantissa is above that of 448 = 1.75 * 2^8
 _EXPONENT, _INFINITY, _SMALLEST = 0x7F800000, 0x7F800000, 9 << 23  # a scale of 2^-126, of zeros too
 
@@ -182,16 +181,10 @@ def use_fp8(block: nn.Module, scaling: Scaling, multiply: Multiply) -> None:
 
 
 def _check_sizes(layer: ColumnParallelLinear | RowParallelLinear, scaling: Scaling) -> None:
-    """Kernels take the sizes, and tp cuts between blocks.  Raises: ConfigError."""
+    """Raises: ConfigError: no kernel takes the sizes, or tp cuts within blocks."""
     spec, tp = layer.specs["weight"], layer.tp.size
-    out_features, in_features = layer.weight.shape
-    cut = [rows.rows for rows in spec.names.rows] if spec.split == 0 else [spec.shape[1]]
-    if scaling == "blockwise" and tp > 1 and (wrong := [size for size in cut if size % (BLOCK * tp)]):
-        rule = f"cuts {wrong[0]} features of {spec.name} over parallel.tp={tp} within a block of {BLOCK}"
-        hint = f'sizes must be multiples of {BLOCK} * tp, or write "rowwise"'
-    elif wrong := [size for size in (out_features, in_features) if size % _MULTIPLE]:
-        rule = f"needs multiples of {_MULTIPLE}, and a rank has {wrong[0]} features of {spec.name}"
-        hint = 'take other sizes, or write "none"'
-    else:
-        return
-    raise ConfigError([Problem("precision.fp8", scaling, rule, hint)])
+    sections = [rows.rows for rows in spec.names.rows] if spec.split == 0 else [spec.shape[1]]
+    if wrong := wrong_size(sections, spec.shape[1 if spec.split == 0 else 0], tp, scaling):
+        size, step = wrong
+        rule = f"needs multiples of {step} features where parallel.tp={tp}, and {spec.name} has {size}"
+        raise ConfigError([Problem("precision.fp8", scaling, rule, 'take other sizes, or write "none"')])
