@@ -16,8 +16,9 @@ from megazero.engine.outline import elements_in, stages_of
 from megazero.models.registry import FAMILIES
 from megazero.plan.choices import Choice
 from megazero.plan.cluster import Cluster
-from megazero.plan.zero_times import ElementBytes, element_bytes, moments_of
+from megazero.plan.zero_times import moments_of
 from megazero.schedules.registry import SCHEDULES
+from megazero.zero.bucket import DTYPES
 
 _FP32 = 4
 _RECOMPUTED = 1.25  # of a guess: what does not fit computes much again
@@ -32,7 +33,8 @@ class Bounds:
         parameters: of the whole model.
         flops: of the model, for a step.
         forward_share: of these, by what recomputation adds at most: the layers' forward.
-        widths, moments: of the model state.
+        weight_bytes, gradient_bytes: of an element, as gradients are summed up.
+        moments: numbers that the optimizer holds for each parameter, at least.
     """
 
     config: RunConfig
@@ -40,17 +42,18 @@ class Bounds:
     samples: int
     parameters: int
     flops: float
-    widths: ElementBytes
+    weight_bytes: int
+    gradient_bytes: int
     moments: int
 
     def state_bytes(self, choice: Choice) -> float:
         """Lower bound of the model state on the mean rank's device (Rajbhandari et al. 2020, figure 1)."""
         stage, shards = choice.zero_stage, choice.shard_group or self._dp(choice) * choice.cp
         offloads = choice.relief.offload in ("optimizer", "both") and self.config.zero.offload.ratio == 1.0
-        optimizer = 0 if offloads else _FP32 * (self.moments + (self.widths.weights < _FP32))
+        optimizer = 0 if offloads else _FP32 * (self.moments + (self.weight_bytes < _FP32))
         each = (
-            self.widths.weights / (shards if stage == 3 else 1)
-            + self.widths.accumulated * (stage < 2)
+            self.weight_bytes / (shards if stage == 3 else 1)
+            + self.gradient_bytes * (stage < 2)
             + optimizer / (shards if stage >= 1 else 1)
         )
         return each * (self.parameters // (choice.tp * choice.pp))
@@ -64,9 +67,9 @@ class Bounds:
         within, between = self.cluster.within, self.cluster.between
         model, ranks_of_dp = self.config.model, self._dp(choice)
         tokens = self.samples * model.seq_len / (ranks_of_dp * choice.cp)
-        exchanged = 8 * tokens * model.hidden_size * self.widths.weights * (choice.tp - 1) / choice.tp
+        exchanged = 8 * tokens * model.hidden_size * self.weight_bytes * (choice.tp - 1) / choice.tp
         layers = model.num_layers / choice.pp
-        weights = self.parameters * self.widths.weights / (choice.tp * choice.pp)
+        weights = self.parameters * self.weight_bytes / (choice.tp * choice.pp)
         gathers = 2 * self._count(choice) if choice.zero_stage == 3 and choice.gather_policy == "action" else 1
         reduces = self._count(choice) if choice.zero_stage >= 2 else 1
         link = within if choice.shard_group else between
@@ -117,6 +120,7 @@ def bounds_of(run: ResolvedRun, cluster: Cluster) -> Bounds:
         samples=run.global_batch_size,
         parameters=whole,
         flops=per_token * run.global_batch_size * config.model.seq_len,
-        widths=element_bytes(config),
-        moments=int(moments_of(config)),  # at least
+        weight_bytes=DTYPES[config.precision.dtype].itemsize,
+        gradient_bytes=DTYPES[config.precision.accumulate_dtype].itemsize,
+        moments=int(moments_of(config)),
     )

@@ -31,7 +31,8 @@ from megazero.plan.search import Candidate, Found
 from megazero.plan.state_trace import Sent
 from megazero.plan.step_time import StepTime, step_time_of
 from megazero.plan.traffic import busiest_links, traffic_of
-from megazero.plan.zero_times import element_bytes, moments_of
+from megazero.plan.zero_times import moments_of
+from megazero.zero.bucket import DTYPES
 
 
 @dataclass(frozen=True)
@@ -101,7 +102,7 @@ def plan_of(run: ResolvedRun, cluster: Cluster, assumptions: Assumptions) -> Pla
     use = throughput(time.seconds, tokens, time.flops, cluster.ranks, peak)
     saved = checkpoint_cost(
         parameters,
-        weight_bytes=element_bytes(run.config).weights,
+        weight_bytes=DTYPES[run.config.precision.dtype].itemsize,
         moments=moments_of(run.config),
         ranks=cluster.ranks,
         nodes=cluster.nodes,
@@ -147,9 +148,7 @@ class PlanJudge:
         some = -(-fills * parallel.pp // step) * step
         if run.accumulation <= 2 * some or parallel.schedule_file is not None:
             return step_time_of(run, self.cluster).seconds
-        first, second = (
-            step_time_of(replace(run, accumulation=count), self.cluster).seconds for count in (some, 2 * some)
-        )
+        first, second = (step_time_of(run, self.cluster, micro_batches=count).seconds for count in (some, 2 * some))
         return first + (second - first) * (run.accumulation - some) / some
 
 

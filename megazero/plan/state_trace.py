@@ -29,15 +29,16 @@ from megazero.engine.outline import chunks_of
 from megazero.engine.outline import kind_of as schedule_kind_of
 from megazero.models.stages import cut_by_rank
 from megazero.parallel_state.groups import Traffic
-from megazero.plan.fake_tensors import FakeTensors
+from megazero.plan.fake_tensors import FakeTensors, Message
 from megazero.plan.kernel_memory import kernel_bytes
+from megazero.plan.silent import RecordedTraffic
 from megazero.plan.silent_state import HOST, SilentState, without_files
 from megazero.plan.unit_trace import Cuts, order_of_gradients, slot_of, trace_units
 from megazero.schedules.action import Action, ActionKind
 from megazero.zero.bucket import Share
 from megazero.zero.gather import UnitGatherer
 
-TABLES = "tables"
+TABLES, END_OF_PASSES, UPDATE = "tables", "end of the passes", "update"
 
 
 class Sent(NamedTuple):
@@ -70,9 +71,10 @@ class StateTrace:
         levels: of the first micro-batch or of a later one, by chunk, unit of the chunk and parameter of the unit.
         end: most bytes beyond these while the step ends.
         traffic: of a step, by (axis, operation), but for what layers send and messages of the pipeline.
-        elements: parameters, as this rank has them.
+        elements: parameters of each unit, by chunk, as this rank has them.
         communicators: groups of several ranks that this rank is in.
         cuts: by chunk and unit of the chunk.
+        messages: what starts in each action of a short step, after them all, and while the weights are updated.
     """
 
     kinds: Mapping[str, int]
@@ -80,9 +82,10 @@ class StateTrace:
     levels: Mapping[LevelKey, Mapping[str, Level]]
     end: int
     traffic: Mapping[tuple[str, str], Sent]
-    elements: int
+    elements: Mapping[int, tuple[int, ...]]
     communicators: int = 0
     cuts: Mapping[tuple[int, int], Cuts] = field(default_factory=dict)
+    messages: Mapping[Action | str, tuple[Message, ...]] = field(default_factory=dict)
 
     @property
     def off_device(self) -> dict[str, int]:
@@ -154,10 +157,10 @@ def _trace(
     config = run.config
     kind, parallel = schedule_kind_of(config), config.parallel
     with without_files(), FakeTensors(kernel_bytes=kernel_bytes(on_cuda=on_cuda)) as fake:
-        traffic = Traffic()
+        traffic = RecordedTraffic(fake.operators)
         state = SilentState(run, rank, per_node, None, traffic, on_cuda=on_cuda)
         driver = _Driver(Engine(without_auto(config), state, kind), fake, order)
-        built, elements = fake.live, sum(one.layout.numel for one in driver.engine.sharded_model.parameters.buckets)
+        built, elements = fake.live, driver.elements()
         tables = built - _in_memory(driver.counted()) + driver.absent()
 
         def run_passes(count: int) -> dict[tuple[str, str], Sent]:
@@ -170,7 +173,7 @@ def _trace(
             longer = run_passes(few + step)
             driver.end_step()
         sent = _sent(traffic)
-        counted = driver.counted()
+        counted, messages = driver.counted(), driver.messages
         base, levels, end, absent = driver.base, driver.levels, driver.end, driver.absent_at_start
         short = run_passes(few) if step else longer
         more = {
@@ -184,7 +187,7 @@ def _trace(
     here["gradients"] -= absent
     kinds = here | {TABLES: tables, "other": other}
     communicators = sum(len(ranks) > 1 and purpose != HOST for ranks, purpose in state.made)
-    return more, StateTrace(kinds, counted, levels, end, sent, elements, communicators, cuts)
+    return more, StateTrace(kinds, counted, levels, end, sent, elements, communicators, cuts, messages)
 
 
 def _unnamed(share: Share) -> Share:
@@ -218,6 +221,7 @@ class _Driver:
         self.engine, self._fake = engine, fake
         self.base = self.end = self.absent_at_start = 0
         self.levels: dict[LevelKey, dict[str, Level]] = {}
+        self.messages: dict[Action | str, tuple[Message, ...]] = {}
         self._units = [
             [self._names(chunk, unit, order) for unit in stage.units()] for chunk, stage in enumerate(engine._stages)
         ]
@@ -242,11 +246,25 @@ class _Driver:
         cut = ((short, [one.shares[at] for _, one, at in own]) for short, own in parts.items() if len(own) > 1)
         return tuple((short, tuple(map(_unnamed, shares))) for short, shares in cut)
 
+    def elements(self) -> dict[int, tuple[int, ...]]:
+        """Count the parameters of each unit, by chunk."""
+        home = self.engine.sharded_model.parameters.by_name
+        return {
+            chunk: tuple(sum(home[name].numel() for name, _ in names.values()) for names in units)
+            for chunk, units in enumerate(self._units)
+        }
+
+    def _note_messages(self, moment: Action | str) -> None:
+        """Record the messages that started since the moment before."""
+        self.messages[moment] = tuple(event for event in self._fake.operators if isinstance(event, Message))
+        self._fake.operators.clear()
+
     def run_passes(self, actions: Any, micro_batches: int) -> None:
         """Run a step up to its end."""
         engine, model = self.engine, self.engine.sharded_model
         model.begin_step(micro_batches)
         self.base, self.levels, self.absent_at_start = self._fake.live, {}, self.absent()
+        self.messages = {}
         if engine.share.labels:
             all_reduce(torch.zeros((), dtype=torch.float64), engine.state.dp_cp).wait()
         gatherer = model.parameters.gatherer
@@ -261,8 +279,10 @@ class _Driver:
             self._visit(gathers, action)
             if action.kind is last:
                 model.reducer.close_pass(action.chunk)
+            self._note_messages(action)
         self._fake.peak = self._fake.live
         model.finish_gradients()
+        self._note_messages(END_OF_PASSES)
 
     def end_step(self) -> None:
         """Update the weights."""
@@ -271,6 +291,7 @@ class _Driver:
         all_reduce(torch.zeros(4, dtype=torch.float64), engine.state.world).wait()
         model.update(1.0, engine.config.optimizer.grad_clip)
         self.end = self._fake.peak - self.base
+        self._note_messages(UPDATE)
 
     def _visit(self, gatherer: UnitGatherer | None, action: Action) -> None:
         model, chunk, units = self.engine.sharded_model, action.chunk, list(enumerate(self._units[action.chunk]))
