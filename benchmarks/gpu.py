@@ -35,7 +35,7 @@ from benchmarks.report import machine, markdown, write_whole
 ROOT = Path(__file__).parent.parent
 RESULTS = Path(__file__).parent / "results" / "gpu"
 NEEDED = "pydantic xxhash filelock einops safetensors tokenizers pytest xdist pytest_timeout hypothesis"
-LAWS = "any_shape precision_and_offload any_schedule quantized muon fp8 loss_scale pipeline"
+LAWS = "any_shape precision_and_offload any_schedule quantized muon fp8 loss_scale pipeline experts expert_parallel"
 _ON_CUDA = {"MEGAZERO_TEST_DEVICE": "cuda", "MEGAZERO_SHARE_DEVICE": "1", "NCCL_SOCKET_IFNAME": "lo"}
 _TROUBLES = "every_signal or second_signal_ends or launcher_that_dies or loses_a_rank or finds_no_memory"
 PATIENCE = 1.7  # a check may take so many times its expected seconds
@@ -142,6 +142,12 @@ QUEUE = (
         ("-m", "benchmarks.gpu_attention", "--out", "{out}"),
         ("-m", "benchmarks.gpu_attention", "--device", "cpu", "--out", "{out}"),
         ("megazero/layers", "benchmarks/gpu_attention.py"),
+    ),
+    Check(
+        "experts", "A layer of experts beside a dense one of equal FLOPs", 30,
+        ("-m", "benchmarks.gpu_experts", "--out", "{out}"),
+        ("-m", "benchmarks.gpu_experts", "--device", "cpu", "--out", "{out}"),
+        ("megazero/layers", "benchmarks/gpu_experts.py"),
     ),
 )  # fmt: skip
 
