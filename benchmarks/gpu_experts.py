@@ -19,6 +19,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -28,9 +29,11 @@ from benchmarks.report import markdown, write_whole
 from megazero.layers.experts import ExpertLinear, MixtureOfExperts, Router, Routing
 from megazero.layers.mlp import gated
 from megazero.layers.spec import Initializer, NamedRows
+from megazero.parallel_state import Axis
 
 # hidden size, inner size of an expert, experts, experts of a token
 SIZES = {"Qwen3-30B-A3B": (2048, 768, 128, 8), "Mixtral 8x7B": (4096, 14336, 8, 2)}
+WHOLE = Axis("ep")
 SMALL = {"tiny": (32, 16, 4, 2)}
 
 
@@ -42,22 +45,20 @@ def halved(experts: int, pairs: int) -> Tensor:
 def cases_of(sizes: tuple[int, int, int, int], tokens: int, device: torch.device) -> dict[str, Callable[[], None]]:
     """What is timed: each does a forward and a backward."""
     hidden, inner, experts, k = sizes
-    rows = [NamedRows(f"{expert} {key}", inner) for expert in range(experts) for key in ("gate", "up")]
-    common = {"sum_over_tp": False, "init": Initializer()}
+    up = [tuple(NamedRows(f"{expert} {key}", inner) for key in ("gate", "up")) for expert in range(experts)]
+    down = [(NamedRows(f"{expert} down", hidden),) for expert in range(experts)]
+    common: dict[str, Any] = {"init": Initializer(), "ep": WHOLE}
     layer = MixtureOfExperts(
-        Router("router", (hidden, experts, k), renormalize=True, **common),
-        ExpertLinear(tuple(rows), hidden, **common),
-        ExpertLinear(tuple(NamedRows(f"{expert} down", hidden) for expert in range(experts)), inner, **common),
+        Router("router", (hidden, experts, k), renormalize=True, sum_over_tp=False, **common),
+        ExpertLinear(up, hidden, **common),
+        ExpertLinear(down, inner, **common),
     ).to(device, torch.bfloat16)
     x = torch.randn(tokens, 1, hidden, device=device, dtype=torch.bfloat16, requires_grad=True)
-    up, down = (
-        torch.randn(shape, device=device).bfloat16() for shape in ((2 * k * inner, hidden), (hidden, k * inner))
-    )
-    dense = [weight.mul_(0.02).requires_grad_() for weight in (up, down)]
+    shapes = (2 * k * inner, hidden), (hidden, k * inner)
+    dense = [torch.randn(shape, device=device).bfloat16().mul_(0.02).requires_grad_() for shape in shapes]
     each = torch.arange(tokens * k, device=device) % experts
-    routings = [
-        Routing.of(chosen.view(tokens, k), experts) for chosen in (each, halved(experts, tokens * k).to(device))
-    ]
+    choices = each, halved(experts, tokens * k).to(device)
+    routings = [Routing.of(chosen.view(tokens, k), experts, WHOLE) for chosen in choices]
     many = torch.randn(tokens * k, hidden, device=device, dtype=torch.bfloat16, requires_grad=True)
     slope, wide = torch.randn_like(x), torch.randn_like(many)
 

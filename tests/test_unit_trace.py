@@ -15,7 +15,7 @@ from megazero.engine.outline import schedule_of
 from megazero.parallel_state import Axis
 from megazero.parallel_state.groups import Group
 from megazero.plan.fake_tensors import FakeTensors, Message, Operator
-from megazero.plan.operator_times import flops_of
+from megazero.plan.operator_times import flops_of, product_of
 from megazero.plan.silent import Alone, SilentBackend, make_silent
 from megazero.plan.unit_trace import ADDED, DY, EMBEDDING, HEAD, PassTrace, UnitKey, UnitTrace, trace_units
 
@@ -130,3 +130,20 @@ def test_what_is_sent_lives_until_the_wait() -> None:
         assert fake.live == 1200
         pending.wait()
         assert fake.live == 400
+
+
+@pytest.mark.parametrize("ep", [1, 2, 4])
+def test_a_layer_of_experts_sends_and_multiplies_the_formulas_where_all_get_equally_many_rows(ep: int) -> None:
+    run = run_of(
+        f"model.family=mixtral model.num_experts=8 model.experts_per_token=2 parallel.ep={ep} precision.dtype=bf16", 4
+    )
+    for on_cuda in (False, True):
+        (trace,) = (one for key, one in trace_units(run, on_cuda=on_cuda).items() if not isinstance(key, str))
+        events = [event for one in (trace.forward, trace.backward) for event in one.events]
+        tokens, rows = run.config.model.seq_len * run.micro_batch_size, 2
+        counts = 8 * 8 * (ep - 1) // ep  # int64 for each expert
+        sent = sum(event.sent_bytes for event in events if isinstance(event, Message) and event.axis == "ep")
+        assert sent == 8 * tokens * rows * 64 * (ep - 1) // ep + counts
+        shapes = [product_of(event) for event in events if isinstance(event, Operator)]
+        flops = sum(shape.flops for shape in shapes if shape and {96, 192} & {shape.m, shape.n, shape.k})
+        assert flops == 18 * tokens * rows * 64 * 96

@@ -55,20 +55,19 @@ class Groups:
 
     @cached_property
     def sizes(self) -> list[int]:
-        """The counts as numbers; on a GPU this waits for the device.  A trace, which knows none, takes equal ones."""
-        sizes: list[int] = self.counts.tolist()
-        return sizes if sum(sizes) == self.rows else _equal_parts(self.rows, len(sizes))
+        """The counts as numbers."""
+        return numbers_of(self.counts, self.rows)
 
     def times(self, x: Tensor, weights: Tensor) -> Tensor:
         """Each row of x times the transposed matrix of its expert.  [rows, k], [experts, n, k] -> [rows, n]."""
-        if _has_kernel(x, weights):
+        if has_kernel(x, weights):
             return F.grouped_mm(x, weights.transpose(1, 2), offs=self.ends)
         parts = zip(x.split(self.sizes), weights, strict=True)
         return torch.cat([product_t(rows, weight) for rows, weight in parts])
 
     def sum_products(self, a: Tensor, b: Tensor) -> Tensor:
         """Of each expert's rows a.T @ b.  [rows, m], [rows, n] -> [experts, m, n]."""
-        if _has_kernel(a, b):
+        if has_kernel(a, b):
             sums = F.grouped_mm(a.t(), b, offs=self.ends)
             return sums.masked_fill_((self.counts == 0).view(-1, 1, 1), 0)
         sums = a.new_empty(len(self.counts), a.shape[1], b.shape[1])
@@ -77,7 +76,7 @@ class Groups:
 
     def add_products(self, out: Tensor, a: Tensor, b: Tensor, *, is_first: bool) -> None:
         """Add `sum_products` to `out` [experts, m, n], or overwrite it if `is_first`; `out` may be of a wider dtype."""
-        if _has_kernel(a, b):
+        if has_kernel(a, b):
             (out.copy_ if is_first else out.add_)(self.sum_products(a, b))
             return
         for matrix, rows_a, rows_b in zip(out, a.split(self.sizes), b.split(self.sizes), strict=True):
@@ -87,7 +86,7 @@ class Groups:
                 matrix.zero_()
 
 
-def _has_kernel(*factors: Tensor) -> bool:
+def has_kernel(*factors: Tensor) -> bool:
     """Whether torch multiplies all groups in one kernel; elsewhere a loop over experts is as fast."""
     return all(
         x.is_cuda and x.dtype == torch.bfloat16 and x.shape[-1] * x.element_size() % _ALIGNED == 0 for x in factors
@@ -135,9 +134,8 @@ class Travel:
         leaving = counts.view(ep.size, -1)
         arriving = torch.empty_like(leaving)
         all_to_all(arriving, leaving, ep).wait()
-        sends, receives = torch.stack([leaving.sum(1), arriving.sum(1)]).tolist()
-        if sum(sends) != rows:  # a trace, which knows no numbers
-            sends = receives = _equal_parts(rows, ep.size)
+        both = numbers_of(torch.cat([leaving.sum(1), arriving.sum(1)]), 2 * rows)
+        sends, receives = both[: ep.size], both[ep.size :]
         expert = torch.arange(arriving.shape[1], device=counts.device).repeat(ep.size)
         order = expert.repeat_interleave(arriving.flatten(), output_size=sum(receives)).argsort(stable=True)
         return Travel(ep, sends, receives, order, _inverse(order), Groups(arriving.sum(0), sum(receives)))
@@ -173,9 +171,13 @@ def _inverse(order: Tensor) -> Tensor:
     return place
 
 
-def _equal_parts(rows: int, parts: int) -> list[int]:
-    each, rest = divmod(rows, parts)
-    return [each + (part < rest) for part in range(parts)]
+def numbers_of(counts: Tensor, total: int) -> list[int]:
+    """Counts of rows as numbers; on a GPU this waits for the device.
+
+    `total`: their sum where all experts get equally many rows.  A plan, whose tensors hold no numbers, deals it out instead.
+    """
+    numbers: list[int] = counts.tolist()
+    return numbers
 
 
 @dataclass(frozen=True, eq=False)

@@ -127,8 +127,9 @@ def link_of(links: Mapping[str, GroupLink], axis: str, operation: str) -> GroupL
 def links_of(run: ResolvedRun, cluster: Cluster) -> dict[str, GroupLink]:
     """Return the link by axis, as `ParallelState` names them, and by "cp_ring", "host" and "hosts"."""
     parallel = run.config.parallel
-    grid = RankGrid(parallel.tp, parallel.cp, run.dp, parallel.pp, parallel.order)
-    places = _places(grid, parallel.ulysses, run.shards, run.config.zero.secondary_shard_size or 1, cluster.per_node)
+    places = _places(
+        run.grid, parallel.ulysses, run.shards, run.config.zero.secondary_shard_size or 1, cluster.per_node
+    )
     return {
         axis: GroupLink(cluster, place.ranks, place.most, place.side_by_side, place.fewest)
         for axis, place in places.items()
@@ -139,6 +140,7 @@ def links_of(run: ResolvedRun, cluster: Cluster) -> dict[str, GroupLink]:
 def _places(grid: RankGrid, ulysses: int, shards: int, second: int, per_node: int) -> dict[str, _Place]:
     """Return the slowest group of each axis."""
     tp, cp, same, pp = (np.array(grid.group_of(0, *axes)) for axes in (("tp",), ("cp",), ("dp", "cp"), ("pp",)))
+    stage, experts = ("tp", "cp", "dp"), np.array(grid.expert_table(0))
     groups = {
         "tp": (("tp",), tp[None]),
         "cp": (("cp",), cp.reshape(-1, ulysses)),
@@ -148,6 +150,8 @@ def _places(grid: RankGrid, ulysses: int, shards: int, second: int, per_node: in
         "shard": (("dp", "cp"), same.reshape(-1, shards)),
         "replica": (("dp", "cp"), same.reshape(-1, shards).T),
         "secondary": (("dp", "cp"), same.reshape(-1, second)),
+        "ep": (stage, experts.T),
+        "edp": (stage, experts),
         "pp": (("pp",), np.stack([pp[:-1], pp[1:]], 1) if len(pp) > 1 else pp[None]),
         "world": (("tp", "cp", "dp", "pp"), np.arange(grid.world_size)[None]),
     }

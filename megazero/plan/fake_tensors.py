@@ -5,9 +5,9 @@
     fake.operators                               Operator and Message, in order
     fake.live, fake.peak                         bytes of all storages that are referenced, now and at most
 
-A number that the program asks of a tensor is 0 where it is an integer and 1 where it is not.  The tensors are said to be on
-the CPU: torch without CUDA ends the process in the backward pass of others.  Memory within kernels is added by rules
-(`kernel_memory`).
+A number that the program asks of a tensor is 0 where it is an integer and 1 where it is not; experts get equally many
+rows.  The tensors are said to be on the CPU: torch without CUDA ends the process in the backward pass of others.  Memory
+within kernels is added by rules (`kernel_memory`).
 
 Source: torch's `FakeTensorMode` and the accounting of `torch.distributed._tools.mem_tracker`.
 """
@@ -18,6 +18,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
+from types import ModuleType
 from typing import Any, NamedTuple, Self, TypeAlias
 
 import torch
@@ -26,6 +27,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
+from megazero.layers import experts
 from megazero.plan.kernel_memory import cpu_kernel_bytes
 
 
@@ -91,7 +93,13 @@ class FakeTensors:
     def __enter__(self) -> Self:
         self._stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
         self._stack.enter_context(self._watch)
+        self.put(experts, "numbers_of", _dealt)
         return self
+
+    def put(self, module: ModuleType, name: str, value: object) -> None:
+        """Replace a function of the trunk until the end of the context."""
+        self._stack.callback(setattr, module, name, getattr(module, name))
+        setattr(module, name, value)
 
     def __exit__(self, *error: object) -> None:
         self._stack.close()
@@ -118,6 +126,12 @@ class FakeTensors:
 
     def _freed(self, number: int) -> None:
         """Called when a storage is freed."""
+
+
+def _dealt(counts: Tensor, total: int) -> list[int]:
+    """Return equal parts of a total in place of its counts."""
+    parts = counts.numel()
+    return [(part + 1) * total // parts - part * total // parts for part in range(parts)]
 
 
 class _Watch(TorchDispatchMode):

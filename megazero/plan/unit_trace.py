@@ -27,6 +27,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from megazero.comm.memory import Arena
 from megazero.config import ResolvedRun, RunConfig
 from megazero.engine.outline import schedule_of
+from megazero.layers import experts
 from megazero.layers.activation_offload import ActivationStore
 from megazero.layers.context_attention import ContextAttention
 from megazero.layers.fp8 import Scaling, emulated, scaled_mm, use_fp8
@@ -136,6 +137,7 @@ class TraceKey:
     per_node: int
     on_cuda: bool
     logits_bytes: int
+    ranks_of_ep: tuple[int, ...]
     cuts: Cuts = ()
 
 
@@ -180,6 +182,7 @@ def trace_key(run: ResolvedRun, *, on_cuda: bool, per_node: int = 0, adds: bool 
         per_node or run.world_size,
         on_cuda,
         config.training.logits_chunk_bytes,
+        next(zip(*grid.expert_table(0), strict=True)),
     )
 
 
@@ -286,6 +289,8 @@ class _Bench:
         key, cpu = self._key, torch.device("cpu")
         part = self._part()  # made of real tensors: they are cached
         self._fake.__enter__()
+        if key.on_cuda and key.dtype == torch.bfloat16:
+            self._fake.put(experts, "has_kernel", lambda *_: True)
         self.arena.reserve(_MUCH)
         traffic = RecordedTraffic(self._fake.operators)
         of_cp = [key.ranks_of_cp[: key.ulysses], key.ranks_of_cp[:: key.ulysses]]
@@ -295,9 +300,8 @@ class _Bench:
         attends = None
         if part is not None:
             attends = ContextAttention(ulysses, ring, key.model.sliding_window, key.reduce_dtype, on_cuda=key.on_cuda)
-        context = BuildContext(
-            key.model, self.tp, key.sequence_parallel, 0, cpu, self._queue, key.dtype, attends, key.logits_bytes
-        )
+        of_all = key.model, self.tp, key.sequence_parallel, 0, cpu, self._queue, key.dtype, attends, key.logits_bytes
+        context = BuildContext(*of_all, ep=self._axis("ep", key.ranks_of_ep, traffic))
         with torch.device("meta"):
             self.stage = GPTStage(context, self._layout)
         self.gradients = self._queue.accumulator = _Gradients(self._queue, self.stage, key, self._fake)
