@@ -110,8 +110,8 @@ QUEUE = (
         (*_TRUNK, "megazero/training", "tests/test_signals.py", "tests/test_out_of_memory.py"),
     ),
     Check(
-        "step_1.3b", "A step of 1.3 billion parameters at 4K", 80,
-        (*_STEP, "--rounds", "5", "--steps", "3", "--out", "{out}"), (*_TINY, "--out", "{out}"), _STEPS,
+        "step_1.3b", "A step of 1.3 billion parameters at 4K", 100,
+        (*_STEP, "--rounds", "3", "--steps", "3", "--out", "{out}"), (*_TINY, "--out", "{out}"), _STEPS,
     ),
     Check(
         "step_8b_8k", "A step of 6 layers of Llama 3 8B's shape at 8K, vocabulary 128,256", 100,
