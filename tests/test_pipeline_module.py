@@ -301,7 +301,7 @@ def test_layers_that_share_parameters_without_a_key_are_refused():
         ),
         (
             TiedLayerSpec("embed", nn.Linear, VOCAB, WIDTH, tied_weight_attr=["weight", "bias"]),
-            "layers 0 and 1 of key 'embed' must tie the same number",
+            "layers 0 and 1 of key 'embed' must tie as many",
         ),
     ],
 )

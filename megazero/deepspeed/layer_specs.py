@@ -27,9 +27,7 @@ class LayerSpec:
 
     def __init__(self, typename: type[nn.Module], *module_args: Any, **module_kwargs: Any) -> None:
         if not (isinstance(typename, type) and issubclass(typename, nn.Module)):
-            raise TypeError(
-                f"a LayerSpec takes a class of nn.Module, got {typename!r}; list a module or a callable as it is"
-            )
+            raise TypeError(f"a LayerSpec takes a class of nn.Module, got {typename!r}; list anything else as it is")
         self.typename, self.module_args, self.module_kwargs = typename, module_args, module_kwargs
 
     def build(self) -> nn.Module:

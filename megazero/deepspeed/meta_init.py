@@ -184,9 +184,7 @@ class Init(TorchFunctionMode):
         if unknown := others.keys() - _OTHERS:
             raise TypeError(f"zero.Init has no argument {', '.join(sorted(unknown))}")
         if others.get("zero_quantized_weights") or others.get("zero_quantized_nontrainable_weights"):
-            raise ValueError(
-                "zero.Init quantizes no weights; write zero_quantized_weights in the configuration instead"
-            )
+            raise ValueError("zero.Init quantizes no weights; write zero_quantized_weights in the configuration")
         super().__init__()
         self._enabled = enabled
         self._made: dict[int, tuple[Tensor, Callable[[], Tensor]]] = {}  # by storage, the last factory call's result

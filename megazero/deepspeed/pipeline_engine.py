@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
-from megazero.comm.collectives import all_reduce, gather_objects
+from megazero.comm.collectives import agree, all_reduce, gather_objects
 from megazero.deepspeed.config import DeepSpeedConfig
 from megazero.deepspeed.layer_specs import LayerChunk
 from megazero.deepspeed.pipeline_module import PipelineModule
@@ -111,10 +111,8 @@ class PipelineEngine(TrainingEngine):
             expected = self._inputs[trains][0] if trains in self._inputs else _shapes_of(batches[0][0])
             for inputs, _ in batches:
                 if _shapes_of(inputs) != expected:
-                    raise ValueError(
-                        f"a micro-batch has inputs {_shapes_of(inputs)}, those before had {expected}; stages exchange "
-                        "tensors of fixed shapes. Call engine.reset_activation_shape() on every rank, or pad the batch"
-                    )
+                    hint = "pad them, or call engine.reset_activation_shape() on every rank"
+                    raise ValueError(f"a micro-batch has inputs {_shapes_of(inputs)}, not {expected} as before; {hint}")
         return batches
 
     def _split(self, batch: Any) -> tuple[Message, Any]:
@@ -166,23 +164,16 @@ class PipelineEngine(TrainingEngine):
         found = [next(shapes for shapes in gather_objects(first, pp) if shapes)]
         with self._evaluating(), torch.random.fork_rng(devices=[self.device] if self.device.type == "cuda" else []):
             for stage in range(last + 1):  # the last one too, so that all ranks hear of an error in it
-                failure, outputs = self._try_stage(stage, found[-1], batches)
-                answers = gather_objects((outputs, "" if failure is None else str(failure) or repr(failure)), pp)
-                if failure is not None:
-                    raise failure
-                for text in (text for _, text in answers if text):
-                    raise RuntimeError(f"virtual stage {stage} failed on inputs {found[-1]}: {text}")
-                passed = next(shapes for shapes, _ in answers if shapes)
+                outputs = agree(partial(self._try_stage, stage, found[-1], batches), pp, RuntimeError)
+                passed = next(shapes for shapes in gather_objects(outputs, pp) if shapes)
                 if stage < last and not any(dtype.is_floating_point for _, dtype in passed):
-                    why = "nothing in it has a gradient; cut the layers elsewhere (partition_method)"
-                    raise ValueError(
-                        f"virtual stage {stage} passes on {passed}, and no stage up to it would train: {why}"
-                    )
+                    rule = f"virtual stage {stage} passes on {passed}, of which nothing has a gradient"
+                    raise ValueError(f"{rule}; cut the layers elsewhere (partition_method)")
                 found.append(passed)
         return tuple(found[:-1])
 
-    def _try_stage(self, stage: int, shapes: Shapes, batches: Batches) -> tuple[Exception | None, Shapes]:
-        """Run a virtual stage on zeros, if it is here: what it raised, and the shapes of its outputs."""
+    def _try_stage(self, stage: int, shapes: Shapes, batches: Batches) -> Shapes:
+        """Run a virtual stage on zeros, if it is here: the shapes of its outputs.  Raises: RuntimeError, it failed."""
         y: Message = ()
         try:
             for chunk in (chunk for chunk in self._chunks if chunk.stage == stage):
@@ -190,8 +181,8 @@ class PipelineEngine(TrainingEngine):
                 if chunk.is_last:
                     self._loss_of(y, batches[0][1])
         except Exception as error:
-            return error, ()
-        return None, _shapes_of(y)
+            raise RuntimeError(f"virtual stage {stage} failed on inputs {shapes}: {error!r}") from error
+        return _shapes_of(y)
 
 
 def _shapes_of(message: Message) -> Shapes:

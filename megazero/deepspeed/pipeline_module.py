@@ -97,9 +97,7 @@ class PipelineModule(nn.Module):
     ) -> None:
         super().__init__()
         if not seed_layers:
-            raise ValueError(
-                f"seed_layers=False is not supported; vary base_seed={base_seed} for other initial weights"
-            )
+            raise ValueError(f"seed_layers=False is not supported; vary {base_seed=} for other initial weights")
         if activation_checkpoint_interval < 0:
             raise ValueError(f"{activation_checkpoint_interval=} must be 0 or more layers")
         _check_defaults(seed_fn, activation_checkpoint_func, dynamic_shape)
@@ -193,10 +191,8 @@ class PipelineModule(nn.Module):
         first, spec = self._ties[key][0]
         for index, other in self._ties[key]:
             if len(other.tied_weight_attr) != len(spec.tied_weight_attr) or not spec.tied_weight_attr:
-                raise ValueError(
-                    f"layers {first} and {index} of key {key!r} must tie the same number of parameters, one at least; their "
-                    f"tied_weight_attr are {list(spec.tied_weight_attr)} and {list(other.tied_weight_attr)}"
-                )
+                given = f"tied_weight_attr {list(spec.tied_weight_attr)} and {list(other.tied_weight_attr)}"
+                raise ValueError(f"layers {first} and {index} of key {key!r} must tie as many parameters, not {given}")
         module = self._skeleton(first, spec)
         name_of = {id(parameter): name for name, parameter in module.named_parameters()}
         shared = [_parameter_at(module, attribute, first) for attribute in spec.tied_weight_attr]

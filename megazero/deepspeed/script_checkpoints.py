@@ -218,9 +218,7 @@ class CheckpointedEngine(nn.Module):
             ValueError: an argument of DeepSpeed's that is not supported.
         """
         if custom_load_fn is not None:
-            raise ValueError(
-                "custom_load_fn is not supported; load some of a checkpoint's safetensors before initialize"
-            )
+            raise ValueError("custom_load_fn is not supported; load a checkpoint's safetensors before initialize")
         world, model = self.parallel_state.world, self.sharded_model
         with_optimizer = load_optimizer_states and not load_module_only and self.has_optimizer
         self._wait_for_saver()
@@ -271,10 +269,8 @@ class CheckpointedEngine(nn.Module):
             raise CheckpointError(f"{begun}, whose gradients a checkpoint does not hold; save after the step has ended")
         for path, part in self.module.named_modules():
             if type(part).get_extra_state is not nn.Module.get_extra_state:
-                raise CheckpointError(
-                    f"module {path or type(part).__name__} has a get_extra_state(), which a checkpoint does not hold: keep "
-                    "the state in a buffer, or give it in client_state and remove the method"
-                )
+                rule = "has a get_extra_state(), which a checkpoint does not hold: keep the state in a buffer"
+                raise CheckpointError(f"module {path or type(part).__name__} {rule}")
         self.bound.check()
         if tag in ("", ".", "..", LATEST) or Path(tag).name != tag:
             raise CheckpointError(f"tag={tag!r} must be the name of one directory, not a path; it is made in save_dir")
@@ -295,10 +291,8 @@ class CheckpointedEngine(nn.Module):
             return
         differ = sorted(map(str, schedule_state.keys() ^ self.lr_scheduler.state_dict().keys()))
         if differ:
-            raise CheckpointError(
-                f"the checkpoint's schedule is of another class than this run's {type(self.lr_scheduler).__name__}: only "
-                f"one of them has {', '.join(differ)}. Give the same schedule, or load_lr_scheduler_states=False"
-            )
+            found = f"and this run's {type(self.lr_scheduler).__name__}: only one of them has {', '.join(differ)}"
+            raise CheckpointError(f"the checkpoint's schedule differs from {found}; or load_lr_scheduler_states=False")
 
     def _named_buffers(self) -> list[tuple[str, Tensor]]:
         """Return the persistent buffers."""
@@ -357,11 +351,8 @@ def _read(directory: Folder) -> _Saved:
     """Read what a checkpoint holds beside the sharded state.  Raises: CheckpointError."""
     if not is_complete(directory):
         if any(name.endswith("_model_states.pt") for name in directory.files()):
-            raise CheckpointError(
-                f"{directory} is a checkpoint of DeepSpeed, whose pickles are not read here. For the weights, run the "
-                "zero_to_fp32.py that lies beside it and load what it writes into the module before initialize; a GPT goes "
-                "on with its moments through `megazero checkpoint import` and `megazero train`"
-            )
+            hint = "docs/deepspeed.md says how a script takes its weights, and a GPT goes on with its moments"
+            raise CheckpointError(f"{directory} is a checkpoint of DeepSpeed, which an engine does not read; {hint}")
         raise CheckpointError(f"{directory} is not a complete checkpoint")
     trainer = read_trainer_state(directory)
     if not trainer.script:

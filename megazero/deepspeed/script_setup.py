@@ -99,9 +99,7 @@ def initialize(
     places = config, config_params, getattr(args, "deepspeed_config", None)
     sources = [source for source in places if source is not None]
     if len(sources) != 1:
-        raise ValueError(
-            f"initialize needs one of config=, config_params and args.deepspeed_config, got {len(sources)}"
-        )
+        raise ValueError(f"initialize needs one of config, config_params and args.deepspeed_config, got {len(sources)}")
     settings = load_deepspeed_config(sources[0], state.dp.size)
     size = settings.zero.shard_group_size
     if size not in (0, state.shard.size):
@@ -371,7 +369,5 @@ def _schedule(given: Any, engine: TrainingEngine) -> Any:
         return given(engine.optimizer)
     of = getattr(given, "optimizer", None)
     if of is not None and of.param_groups is not engine.optimizer.param_groups:
-        raise ValueError(
-            "the lr_scheduler is of another optimizer; give both to initialize, or a callable that makes it"
-        )
+        raise ValueError("the lr_scheduler is of another optimizer; give that too, or a callable that makes a schedule")
     return given

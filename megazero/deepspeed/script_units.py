@@ -36,6 +36,7 @@ from megazero.zero.saved_weights import SavedWeight, SavingForward
 from megazero.zero.sharded_model import ModelParts, ShardedModel, ShardingSettings
 from megazero.zero.units import UnitModule, in_backward, parameter_attributes, units_of
 
+_ONLY_WITHIN = "under stage 3 weights are there only within their module's forward; keep a copy (weight.clone())"
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 _Visit: TypeAlias = tuple[str, int]  # ("forward", "evaluation", "recomputation" or "backward", unit)
 
@@ -169,13 +170,9 @@ class ScriptBuffers(GatherBuffers):
         self._wait_for_marks()
         super().forget()
 
-    def holds_exactly(self, bucket: Bucket) -> bool:
-        """Return whether a whole copy of a bucket's weights costs no gather."""
-        return self.source.is_exact and self.holds(bucket)
-
     def whole_copy(self, bucket: Bucket, slot: Slot) -> Tensor:
         """A whole copy of one parameter, in memory of its own; from the bucket's buffer while its weights are there."""
-        if self.holds_exactly(bucket):
+        if self.source.is_exact and self.holds(bucket):
             self.wait(bucket)
             flat = bucket.weights
         else:
@@ -208,10 +205,8 @@ class _ScriptForward(SavingForward):
         weight = super().pack_weight(tensor)
         place = self.unit.gatherer.places.get(id(tensor if tensor._base is None else tensor._base))
         if weight is not None and place is not None and place[0] is not weight.bucket:
-            raise RuntimeError(
-                f"a view of weights in {place[0].layout.name} is used where their memory holds {weight.bucket.layout.name}: "
-                "under ZeRO stage 3 a module's weights are there only within its forward; keep a copy (weight.clone())"
-            )
+            places = f"weights in {place[0].layout.name} is used where their memory holds {weight.bucket.layout.name}"
+            raise RuntimeError(f"a view of {places}: {_ONLY_WITHIN}")
         return weight
 
 
@@ -245,10 +240,8 @@ class ScriptUnit(Unit):
         if not isinstance(result, Tensor):
             held = [value for value in getattr(result, "__dict__", {}).values() if isinstance(value, Tensor)]
             if any(self.buffers.bucket_at(value) is not None for value in held):
-                raise TypeError(
-                    f"{type(self.module).__name__} returned its weights within a {type(result).__name__}; under ZeRO stage "
-                    "3 they are there only within its forward: return a copy (weight.clone())"
-                )
+                within = f"{type(self.module).__name__} returned its weights within a {type(result).__name__}"
+                raise TypeError(f"{within}: {_ONLY_WITHIN}")
             return result
         if self.buffers.bucket_at(result) is not None:
             result = result.clone()  # the next unit will use the buffer
@@ -264,11 +257,9 @@ class ScriptUnit(Unit):
         for attribute, version in zip(self.attributes, versions, strict=True):
             if attribute.parameter._version != version:
                 self.gatherer.forget()  # what the buffers hold
-                raise RuntimeError(
-                    f"{self.gatherer.name_of(attribute.parameter)} was changed in place within a forward; its weights are "
-                    "spread over the ranks (ZeRO stage 3): the change would be lost. Change a copy, or change it between "
-                    "steps inside `with megazero.zero.GatheredParameters(...)`"
-                )
+                name = self.gatherer.name_of(attribute.parameter)
+                hint = "change a copy, or between steps the parameter within GatheredParameters"
+                raise RuntimeError(f"{name} was changed in place within a forward, which stage 3 would lose; {hint}")
 
 
 class ScriptGatherer(UnitGatherer):
@@ -293,8 +284,8 @@ class ScriptGatherer(UnitGatherer):
     def placeholder(self, parameter: nn.Parameter) -> UngatheredParameter:
         if id(parameter) not in self._proxies:
             bucket, slot = self.places[id(parameter)]
-            copy, is_there = partial(self.buffers.whole_copy, bucket, slot), partial(self.buffers.holds_exactly, bucket)
-            self._proxies[id(parameter)] = UngatheredParameter.of(slot.info.name, parameter, copy, is_there)
+            copy = partial(self.buffers.whole_copy, bucket, slot)
+            self._proxies[id(parameter)] = UngatheredParameter.of(slot.info.name, parameter, copy)
         return self._proxies[id(parameter)]
 
     def restore(self) -> None:
@@ -400,12 +391,10 @@ class BoundParameters:
                 if not is_here or parameter.requires_grad != slot.info.trains:
                     changed.append(slot.info.name)
         if changed:
+            how = "was frozen, unfrozen, tied, added, replaced or given other data since initialize"
+            hint = "do that before, and later change values within zero.GatheredParameters(parameters, modifier_rank=0)"
             raise RuntimeError(
-                f"parameter {changed[0]} was frozen, unfrozen, tied, added, replaced or given other data since "
-                "megazero.initialize, so what is trained is no longer what the module computes with. Do that before. Later "
-                "write in place (p.copy_(new) under torch.no_grad(), or load_state_dict without assign=True), weights with "
-                "masters of their own, as of bf16, fp16 and an offloaded optimizer, within "
-                "zero.GatheredParameters(parameters, modifier_rank=0); a group with lr=0 and weight_decay=0 stands still"
+                f"parameter {changed[0]} {how}, so the module computes with others than are trained; {hint}"
             )
 
 

@@ -8,7 +8,6 @@ that tensor, which may be changed.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 from typing import Any, TypeAlias
 
@@ -48,24 +47,16 @@ class UngatheredParameter(nn.Parameter):
     label: str
     stands_for: nn.Parameter
     whole_copy: Gather
-    is_there: Callable[[], bool]
-    warned: bool
     whole: Tensor | None
 
     @staticmethod
-    def of(
-        name: str, parameter: nn.Parameter, gather: Gather, is_there: Callable[[], bool] = lambda: False
-    ) -> UngatheredParameter:
-        """Return the proxy of a parameter; `gather` makes a whole copy, by all ranks that share the weights together.
-
-        `is_there`: the copy costs no traffic now, as in the backward of the parameter's unit.
-        """
+    def of(name: str, parameter: nn.Parameter, gather: Gather) -> UngatheredParameter:
+        """Return the proxy of a parameter; `gather` makes a whole copy, by all ranks that share the weights together."""
         device = parameter.device
         with torch._C._DisableTorchDispatch():  # of a mode's own tensors there are no others
             empty = torch.empty((), dtype=parameter.dtype, device=device).expand(parameter.shape)
             made: UngatheredParameter = torch.Tensor._make_subclass(UngatheredParameter, empty, parameter.requires_grad)
-        made.label, made.stands_for, made.whole_copy, made.is_there = name, parameter, gather, is_there
-        made.warned, made.whole = False, None
+        made.label, made.stands_for, made.whole_copy, made.whole = name, parameter, gather, None
         return made
 
     def restore(self) -> nn.Parameter:
@@ -104,9 +95,6 @@ class UngatheredParameter(nn.Parameter):
             _refuse_change(cls, name, args, kwargs)
             if name == "__set__" and not isinstance(args[0], cls):
                 raise RuntimeError("an ungathered parameter cannot be made another tensor's data; gather it first")
-            if name != "detach" and field is None and torch.is_grad_enabled():
-                for leaf in _pytree.tree_leaves((args, kwargs)):
-                    _warn(leaf)
             result = func(*_pytree.tree_map(_whole, args), **_pytree.tree_map(_whole, kwargs))
             if field is None and name not in _VIEWS:
                 return result
@@ -158,20 +146,9 @@ def _refuse_change(cls: type[UngatheredParameter | _ReadOnly], name: str, args: 
     changes = in_place or name in _CHANGES or name.startswith("register_")
     for leaf in _pytree.tree_leaves((args[:1] if changes else (), kwargs.get("out"))):
         if isinstance(leaf, cls):
-            hint = "change them inside `with megazero.zero.GatheredParameters(...)`"
             raise RuntimeError(
-                f"{name} on {leaf.label}, whose weights are spread over the ranks (ZeRO stage 3); {hint}"
+                f"{name} on {leaf.label}, whose weights are spread over the ranks; use GatheredParameters"
             )
-
-
-def _warn(value: Any) -> None:
-    if isinstance(value, UngatheredParameter) and not (value.warned or value.is_there()):
-        value.warned = True
-        warnings.warn(
-            f"{value.label} is used outside the forward of the module that ZeRO-3 gathers it for; each such use gathers it "
-            "once more (zero.persistent_elements keeps small ones whole)",
-            stacklevel=3,
-        )
 
 
 def opened(value: Any) -> Any:

@@ -363,10 +363,8 @@ class _Reader:
     def _checked(self, name: str, weight: Tensor, master: LazyTensor | None) -> Tensor:
         """A weight that lies there as its master, too: proof that it was put together as it was cut."""
         if master is not None and not torch.equal(master.read().to(weight.dtype).view(weight.shape), weight):
-            raise CheckpointError(
-                f"{self.folder}: the fp32 master of {name} is not that of the weight, as in universal checkpoints that "
-                "DeepSpeed makes under round_robin_gradients: import the checkpoint that it was made of"
-            )
+            hint = "of a universal one, made under round_robin_gradients, import what it was made of"
+            raise CheckpointError(f"{self.folder}: the fp32 master of {name} is not that of its weight; {hint}")
         return weight.detach()
 
     def _frozen(self, name: str, shape: tuple[int, ...]) -> Tensor:
