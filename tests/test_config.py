@@ -415,6 +415,8 @@ model.num_experts=4            model.family=mistral
 model.experts_per_token=4      model.family=mistral
 model.expert_hidden_size=4     model.family=mixtral
 model.renormalize_gates=true   model.family=qwen3
+model.router_aux_coef=0.01     model.family=qwen3
+model.router_z_coef=0.001      model.family=qwen3
 model.rope_scaling={type="linear",factor=2.0} model.family=gpt2
 zero.gather_policy=step        zero.stage=1
 zero.reduce=step               zero.stage=0
@@ -499,6 +501,8 @@ FAMILY_KEYS = {
     "experts_per_token": "2",
     "expert_hidden_size": "96",
     "renormalize_gates": "true",
+    "router_aux_coef": "0.01",
+    "router_z_coef": "0.001",
 }
 
 

@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from math import isfinite
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -51,6 +52,9 @@ from megazero.zero.optimizer import OptimizerRecipe
 from megazero.zero.sharded_model import ModelParts, ShardedModel, ShardingSettings, expert_placement_of
 from megazero.zero.units import Described, describe, units_of
 
+if TYPE_CHECKING:
+    from megazero.engine.balance import Routers
+
 
 class Engine:
     """One rank of a training run; see `initialize`.  Every method is called on every rank, in the same order.
@@ -58,6 +62,7 @@ class Engine:
     Attributes:
         offload: holds in an arena what layers keep; None where none does.
         share: what this rank needs of each global batch.
+        routers: of this rank; None where the model has no experts.
         compiles: whether blocks are compiled.
         on_action: called before and after every computed action, for traces.
         wants_stop: called at the end of every step and evaluation; see `StepStatistics.stop`.
@@ -73,11 +78,17 @@ class Engine:
         self._heads = [module for module in self._chunks.modules() if isinstance(module, VocabParallelHead)]
         self.sharded_model = _shard(config, state, built, placement)
         self.dtype = self.sharded_model.policy.dtype
+        self.routers: Routers | None = None
+        if num_experts(config):
+            from megazero.engine.balance import Routers  # which dense models do not load
+
+            self.routers = Routers(config, state, self._stages)
+        self._has_head = any(stage.head is not None for stage in self._stages)
         self.share = BatchShare(
             state.dp,
             state.device,
             tokens=any(stage.embedding is not None for stage in self._stages),
-            labels=any(stage.head is not None for stage in self._stages),
+            labels=self._has_head or (self.routers is not None and self.routers.needs_labels),
             ulysses=state.cp_ulysses,
             ring=state.cp_ring,
             documents=config.data.document_mask,
@@ -174,6 +185,8 @@ class Engine:
             self.offload.begin_step()  # before any message of the step: it may wait for the device
         for queue in self._wgrad_queues:
             queue.clear()
+        if self.routers is not None:
+            self.routers.begin_step()
 
     def _run(self, batches: Sequence[MicroBatch], *, trains: bool) -> tuple[Tensor, Tensor]:
         """Run the schedule, and return this rank's sums of losses and counted tokens, fp64; 0 without the last stage."""
@@ -198,13 +211,15 @@ class Engine:
         runner = self._runner(batches, executor.schedule, loss_gradient if trains else None)
         executor.run(runner)
         counting.wait()
-        return runner.loss_sum, tokens
+        return runner.loss_sum, tokens * self._has_head
 
     def _runner(
         self, batches: Sequence[MicroBatch], schedule: Schedule, loss_gradient: Callable[[], Tensor] | None
     ) -> StageRunner:
         for queue in self._wgrad_queues:
             queue.defers = schedule.splits_backward
+        if self.routers is not None and loss_gradient is not None:
+            self.routers.set_slope(loss_gradient)
         for head in self._heads:
             head.keeps_logits = schedule.waiting_losses <= 1
         chunks = [

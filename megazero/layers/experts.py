@@ -17,7 +17,7 @@ Source: Shazeer et al. 2017; Fedus et al. 2021, section 2.1; Gale et al. 2022 (d
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -27,9 +27,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megazero.comm.autograd import exchange_rows, refuse_second_derivative
-from megazero.comm.collectives import Pending, all_to_all
+from megazero.comm.collectives import Pending, all_reduce, all_to_all
 from megazero.layers.linear import WeightGradQueue, add_product, product_t
 from megazero.layers.mlp import Gated
+from megazero.layers.sample_part import TokenLayout
 from megazero.layers.spec import Initializer, NamedRows, drawn_parameter, expert_spec, rows_spec
 from megazero.parallel_state import Axis
 
@@ -300,8 +301,76 @@ def _stack(weight: Tensor, groups: Groups) -> Tensor:
     return weight.unflatten(0, (len(groups.counts), -1))
 
 
+class _WithLoss(torch.autograd.Function):
+    """The gates, unchanged, such that their backward begins that of another loss: with the gradient `slope()`."""
+
+    @staticmethod
+    def forward(ctx: Any, gates: Tensor, _: Tensor, slope: Callable[[], Tensor]) -> Tensor:
+        ctx.slope = slope
+        return gates.view_as(gates)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
+        return grad, ctx.slope(), None
+
+
+@dataclass
+class Balance:
+    """Losses that keep a router balanced, and what a step saw of it.
+
+        auxiliary loss  aux * E / k * sum over samples of n * sum over experts of f * P
+        z-loss          z * sum over tokens of logsumexp(logits)^2
+
+    Only counted tokens enter them: of a sample n, of which the share f goes to an expert, and P is its mean score.  Both are
+    sums over the global batch, divided like the loss of the model, so neither depends on the cluster or the micro-batches.
+
+    Args:
+        aux, z: the coefficients.
+        across: axes whose ranks have other tokens of the same samples.
+        tp: cuts the labels of a rank by sequence.
+        tally: fp32 [experts + 3], adds up: tokens of each expert; sums of the entropy, in nats, and of both losses.
+        slope: the gradient of the step's scaled loss by a sum over tokens.
+
+    Source: DeepSeek-AI 2024, equations 17 to 20, for each sequence; Zoph et al. 2022, equation 5.
+    """
+
+    aux: float
+    z: float
+    across: Sequence[Axis]
+    tp: Axis
+    tally: Tensor
+    slope: Callable[[], Tensor] = lambda: torch.ones(())
+
+    def __call__(self, gates: Tensor, logits: Tensor, scores: Tensor, routing: Routing, layout: TokenLayout) -> Tensor:
+        """The gates, to which the losses are tied.  logits, scores: [tokens, experts]."""
+        experts = scores.shape[1]
+        self.tally[:experts] += routing.counts
+        self.tally[experts] += torch.special.entr(scores.detach()).sum()
+        if layout.labels is None or not (self.aux or self.z):
+            return gates
+        counted = (layout.labels.chunk(self.tp.size)[self.tp.index] >= 0).to(scores.dtype)
+        aux = self._aux(scores, routing.experts, counted) if self.aux else scores.new_zeros(())
+        z = self.z * (counted.flatten() * logits.logsumexp(1).square()).sum()
+        self.tally[experts + 1 :] += torch.stack([aux, z]).detach()
+        tied: Tensor = _WithLoss.apply(gates, aux + z, self.slope)
+        return tied
+
+    def _aux(self, scores: Tensor, chosen: Tensor, counted: Tensor) -> Tensor:
+        """`counted`: [seq, samples]."""
+        (samples, experts), k = (counted.shape[1], scores.shape[1]), chosen.shape[1]
+        sample = torch.arange(samples, device=chosen.device).repeat(len(counted)).unsqueeze(1)
+        chosen_of = scores.new_zeros(samples * experts)
+        chosen_of.scatter_add_(0, (sample * experts + chosen).flatten(), counted.flatten().repeat_interleave(k))
+        sums = torch.cat([chosen_of.view(samples, experts), counted.sum(0).unsqueeze(1)], dim=1)
+        for axis in self.across:
+            all_reduce(sums, axis).wait()
+        share = sums[:, :experts] / sums[:, experts:].clamp(min=1)
+        score = (scores.view(*counted.shape, experts) * counted.unsqueeze(2)).sum(0)
+        return self.aux * experts / k * (share * score).sum()
+
+
 class Router(nn.Module):
-    """Chooses k experts for each token.  [tokens, hidden] -> gates, fp32 [tokens, k], and the `Routing`.
+    """Chooses k experts for each token.  [seq, batch, hidden] -> gates, fp32 [tokens, k], and the `Routing`.
 
     Args:
         name: canonical name of the weight.
@@ -311,6 +380,9 @@ class Router(nn.Module):
         init: of the weight.
         ep: the ranks over which the experts are dealt.
         wgrad_queue: takes the weight's gradient; None returns it to autograd.
+
+    Attributes:
+        balance: of training; None without.
     """
 
     def __init__(
@@ -329,24 +401,29 @@ class Router(nn.Module):
         self.renormalize, self.ep, self.wgrad_queue = renormalize, ep, wgrad_queue
         spec = rows_spec((NamedRows(name, self.experts),), hidden, init=init, sum_over_tp=sum_over_tp)
         self.specs, self.weight = {"weight": spec}, drawn_parameter(spec)
+        self.balance: Balance | None = None
 
-    def forward(self, x: Tensor) -> tuple[Tensor, Routing]:
-        scores = _Logits.apply(x, self.weight, self.wgrad_queue).softmax(-1)
+    def forward(self, x: Tensor, layout: TokenLayout) -> tuple[Tensor, Routing]:
+        logits = _Logits.apply(x.flatten(0, 1), self.weight, self.wgrad_queue)
+        scores = logits.softmax(-1)
         chosen = scores.detach().sort(dim=-1, descending=True, stable=True).indices[:, : self.k]
         gates = scores.gather(1, chosen)
         if self.renormalize:
             gates = gates / gates.sum(-1, keepdim=True)
-        return gates, Routing.of(chosen, self.experts, self.ep)
+        routing = Routing.of(chosen, self.experts, self.ep)
+        if self.balance is not None and torch.is_grad_enabled():
+            gates = self.balance(gates, logits, scores, routing, layout)
+        return gates, routing
 
 
 class Dispatch(nn.Module):
-    """A row for each choice of each token, on the rank of its expert.  [tokens, hidden] -> [rows, hidden], sorted by expert.
+    """A row for each choice of each token, on the rank of its expert.  [seq, batch, hidden] -> [rows, hidden], by expert.
 
     Over one rank of ep there are tokens * k rows.
     """
 
     def forward(self, x: Tensor, routing: Routing) -> Tensor:
-        return routing.travel.to_experts(_Dispatch.apply(x, routing))
+        return routing.travel.to_experts(_Dispatch.apply(x.flatten(0, 1), routing))
 
 
 class ExpertLinear(nn.Module):
@@ -398,11 +475,13 @@ class MixtureOfExperts(nn.Module):
         self.router, self.dispatch, self.combine = router, Dispatch(), Combine()
         self.up, self.activation, self.down = gate_up, Gated(), down
 
-    def forward(self, x: Tensor) -> Tensor:
-        tokens = x.flatten(0, 1)
-        gates, routing = self.router(tokens)
-        rows = self.activation(self.up(self.dispatch(tokens, routing), routing))
-        return self.combine(self.down(rows, routing), gates, routing).view_as(x)
+    def forward(self, x: Tensor, layout: TokenLayout) -> Tensor:
+        gates, routing = self.router(x, layout)
+        return self.combine(self.experts(self.dispatch(x, routing), routing), gates, routing).view_as(x)
+
+    def experts(self, rows: Tensor, routing: Routing) -> Tensor:
+        """Each row through its expert.  [rows, hidden], unchanged in shape."""
+        return self.down(self.activation(self.up(rows, routing)), routing)
 
     def parts(self) -> tuple[list[nn.Module], list[nn.Module]]:
         """What recomputation may run again: not the router, whose choice must stay, and not the last sum."""

@@ -102,10 +102,12 @@ class TokenLayout:
     Args:
         sample_ids: int64 [batch], the global index of each sample in the run.
         part: None where a rank has whole samples of one document each.
+        labels: int64 [seq, batch], below 0 where none is to be learned; None where the rank has none.
     """
 
     sample_ids: Tensor
     part: SamplePart | None = None
+    labels: Tensor | None = None
 
 
 def part_of(

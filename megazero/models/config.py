@@ -11,7 +11,7 @@ from pydantic_core import PydanticCustomError
 
 from megazero.models.registry import FAMILIES
 from megazero.registry import NameIn
-from megazero.settings import ActsWhere, Count, Epsilon, Positive, Section, ShareBelowOne, toml_value
+from megazero.settings import ActsWhere, Count, Epsilon, Positive, PositiveOrZero, Section, ShareBelowOne, toml_value
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -131,6 +131,10 @@ class ModelConfig(Section):
     """Inner width of an expert. Unset: ffn_hidden_size."""
     renormalize_gates: Annotated[bool | None, _of_families("renormalize_gates")] = None
     """Whether a token's gates are divided by their sum. Unset: true for mixtral, which has no other form; else false."""
+    router_aux_coef: Annotated[PositiveOrZero, _of_families("router_aux_coef")] = 0.0
+    """Weight of the auxiliary loss that balances the experts of each sample; see docs/models.md."""
+    router_z_coef: Annotated[PositiveOrZero, _of_families("router_z_coef")] = 0.0
+    """Weight of the loss that keeps the router's scores small."""
     vocab_size: Count = 50304
     """Number of token ids; any number, since the table is padded where tensor parallelism needs it."""
     seq_len: Count = 1024

@@ -48,7 +48,7 @@ class MicroBatch:
     Args:
         sample_ids: int64 [batch], the global index of each sample in the run; keys dropout.
         tokens: int64 [seq, batch]; None on stages without the embedding.
-        labels: int64 [seq, batch]; None on stages without the head, and to have logits instead of a loss.
+        labels: int64 [seq, batch]; None where neither head nor routers need them, and to have logits instead of a loss.
         part: which tokens of the samples these are; None for all, of one document each.
     """
 
@@ -60,7 +60,7 @@ class MicroBatch:
     @property
     def layout(self) -> TokenLayout:
         """Which tokens the micro-batch has, for the layers."""
-        return TokenLayout(self.sample_ids, self.part)
+        return TokenLayout(self.sample_ids, self.part, self.labels)
 
 
 @dataclass(frozen=True)
@@ -227,10 +227,10 @@ class BuildContext:
 
 
 class Stage(NamedTuple):
-    """A part of a block's forward between two exchanges.  `run` takes and returns the tensors in flight."""
+    """A part of a block's forward between two exchanges.  `run` takes and returns what is in flight."""
 
     name: Literal["attention", "dispatch", "experts", "combine", "join"]
-    run: Callable[[tuple[Tensor, ...], TokenLayout], tuple[Tensor, ...]]
+    run: Callable[[tuple[Any, ...], TokenLayout], tuple[Any, ...]]
 
 
 class StagedBlock(Protocol):
@@ -267,7 +267,11 @@ class Block(nn.Module):
     def forward(self, x: Tensor, layout: TokenLayout) -> Tensor:
         """[seq or seq / tp, batch, hidden], unchanged in shape."""
         x, normed = self.join_attention(x, self.attention(self.attention_norm(x), layout), layout)
-        return self.mlp_residual(x, self.mlp(normed), layout)
+        return self.mlp_residual(x, self.run_mlp(normed, layout), layout)
+
+    def run_mlp(self, normed: Tensor, _: TokenLayout) -> Tensor:
+        """The second branch, without its residual sum."""
+        return self.mlp(normed)
 
     def join_attention(self, x: Tensor, branch: Tensor, layout: TokenLayout) -> tuple[Tensor, Tensor]:
         """The residual sum after attention, and its norm: one piece, which is compiled and recomputed as a whole."""
@@ -384,6 +388,7 @@ class GPTStage(nn.Module):
         super().__init__()
         family = FAMILIES[context.model.family]
         self.embedding = family.embedding(context) if layout.has_embedding else None
+        self.layers = layout.layers
         self.blocks = nn.ModuleList(family.blocks(context, layout.layers))
         if context.context is not None:
             check_knows_parts(self.blocks, context.model.family)

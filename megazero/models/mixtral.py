@@ -12,7 +12,7 @@ from megazero.models.llama.family import LLAMA_FORMAT, LlamaFamily, Variant, rea
 from megazero.models.qwen2 import QWEN2_FORMAT
 from megazero.settings import Problem, nearest_text
 
-EXPERT_KEYS = "num_experts", "experts_per_token", "renormalize_gates"
+EXPERT_KEYS = "num_experts", "experts_per_token", "renormalize_gates", "router_aux_coef", "router_z_coef"
 # Keys about the balance of experts, which here are the run file's.
 BALANCE_KEYS = "output_router_logits", "router_aux_loss_coef"
 

@@ -44,6 +44,8 @@ class PlainConfig:
     sliding_window: int | None = None  # Llama only: how many positions a token sees, its own among them (Mistral)
     num_experts: int = 0  # Llama only: MLPs of a layer, of which each token takes some (Mixtral); 0 for one MLP
     experts_per_token: int = 0
+    router_aux_coef: float = 0.0  # of the two losses of `balance_sum`
+    router_z_coef: float = 0.0
 
     def __post_init__(self) -> None:
         if self.family not in ("llama", "gpt2"):
@@ -139,14 +141,23 @@ def decays(name: str, shape: tuple[int, ...]) -> bool:
 
 
 def logits(
-    weights: Mapping[str, Tensor], config: PlainConfig, tokens: Tensor, documents: Tensor | None = None
+    weights: Mapping[str, Tensor],
+    config: PlainConfig,
+    tokens: Tensor,
+    documents: Tensor | None = None,
+    routed: list[Tensor] | None = None,
 ) -> Tensor:
-    """Scores of the next token.  tokens, documents: [b, s] -> [b, s, v], in the dtype of the weights."""
-    forward = _llama_logits if config.family == "llama" else _gpt2_logits
-    return forward(weights, config, tokens, torch.zeros_like(tokens) if documents is None else documents)
+    """Scores of the next token.  tokens, documents: [b, s] -> [b, s, v], in the dtype of the weights.  `routed` gets the
+    scores of each layer's router, [b, s, experts]."""
+    documents = torch.zeros_like(tokens) if documents is None else documents
+    if config.family == "gpt2":
+        return _gpt2_logits(weights, config, tokens, documents)
+    return _llama_logits(weights, config, tokens, documents, [] if routed is None else routed)
 
 
-def _llama_logits(weights: Mapping[str, Tensor], config: PlainConfig, tokens: Tensor, documents: Tensor) -> Tensor:
+def _llama_logits(
+    weights: Mapping[str, Tensor], config: PlainConfig, tokens: Tensor, documents: Tensor, routed: list[Tensor]
+) -> Tensor:
     """Touvron et al. 2023: RMSNorm before each block, RoPE, SwiGLU, no biases."""
     embedding = weights["model.embed_tokens.weight"]
     unseen, positions = unseen_keys(documents, config.sliding_window), positions_in(documents)
@@ -165,7 +176,8 @@ def _llama_logits(weights: Mapping[str, Tensor], config: PlainConfig, tokens: Te
         normed = rms_norm(x, weights[f"{layer}.post_attention_layernorm.weight"], config.norm_eps)
         shares = torch.ones_like(x[..., :1])
         if config.num_experts:
-            shares = expert_shares(normed, weights[f"{layer}.block_sparse_moe.gate.weight"], config.experts_per_token)
+            routed.append(normed @ weights[f"{layer}.block_sparse_moe.gate.weight"].T)
+            shares = expert_shares(routed[-1], config.experts_per_token)
         for e, (mlp, keys) in enumerate(_mlps(layer, config)):
             gate, up, down = (weights[f"{mlp}.{key}.weight"].T for key in keys)
             x = x + shares[..., e, None] * ((swish(normed @ gate) * (normed @ up)) @ down)
@@ -199,16 +211,19 @@ def _gpt2_logits(weights: Mapping[str, Tensor], config: PlainConfig, tokens: Ten
     return norm(x, "transformer.ln_f") @ embedding.T
 
 
-def expert_shares(x: Tensor, router: Tensor, k: int) -> Tensor:
+def expert_shares(scores: Tensor, k: int) -> Tensor:
     """How much of each expert's output a token takes: the softmax of its scores over its k best experts, 0 for all others.
-    Of equal scores the first expert's is the better one.  x: [b, s, d]; router: [experts, d] -> [b, s, experts].
+    [b, s, experts], unchanged in shape.
     Source: Jiang et al. 2024, section 2.1."""
-    scores = x @ router.T
-    expert = torch.arange(len(router))
+    return scores.masked_fill(~best_experts(scores, k), -math.inf).softmax(dim=-1)
+
+
+def best_experts(scores: Tensor, k: int) -> Tensor:
+    """Whether a token goes to an expert.  Of equal scores the first expert's is the better one.  [b, s, experts] -> bool."""
+    expert = torch.arange(scores.shape[-1])
     one, other = scores[..., :, None], scores[..., None, :]
     before = (one > other) | ((one == other) & (expert[:, None] < expert))  # [b, s, one, other]
-    chosen = before.sum(dim=-2) < k
-    return scores.masked_fill(~chosen, -math.inf).softmax(dim=-1)
+    return before.sum(dim=-2) < k
 
 
 def swish(x: Tensor) -> Tensor:
@@ -289,7 +304,12 @@ def gelu_tanh(x: Tensor) -> Tensor:
 
 
 def loss_sum(
-    weights: Mapping[str, Tensor], config: PlainConfig, tokens: Tensor, labels: Tensor, documents: Tensor | None = None
+    weights: Mapping[str, Tensor],
+    config: PlainConfig,
+    tokens: Tensor,
+    labels: Tensor,
+    documents: Tensor | None = None,
+    routed: list[Tensor] | None = None,
 ) -> Tensor:
     """Sum of -log p(label) over the positions whose label is not -100; a scalar, in nats.
 
@@ -298,11 +318,31 @@ def loss_sum(
         labels: [b, s], already shifted: labels[:, t] is what position t should predict.  The caller masks those across a
             document's border.
         documents: [b, s]; left out, each row is one document.
+        routed: see `logits`.
     """
     kept = labels != IGNORED
-    scores = logits(weights, config, tokens, documents)[kept]
+    scores = logits(weights, config, tokens, documents, routed)[kept]
     of_label = scores.gather(-1, labels[kept].unsqueeze(-1)).squeeze(-1)
     return (scores.logsumexp(dim=-1) - of_label).sum()
+
+
+def balance_sum(config: PlainConfig, routed: list[Tensor], labels: Tensor) -> Tensor:
+    """Losses on the routers' scores [b, s, experts] of each layer, over positions whose label is not -100; a scalar.
+
+    Of each sample with n such positions: n * aux * sum over experts of f * P, where P is the mean probability of an expert,
+    and f is how many of the positions go to it, over how many would if all experts had as many.  And of each position
+    z * logsumexp^2.
+    Source: DeepSeek-AI 2024, equations 17 to 20; Zoph et al. 2022, equation 5.
+    """
+    total, k = torch.zeros(()), config.experts_per_token
+    for scores in routed:
+        for sample, kept in zip(scores, labels != IGNORED, strict=True):
+            chosen, n = best_experts(sample[kept], k), int(kept.sum())
+            frequency = chosen.sum(0) * config.num_experts / (k * n) if n else torch.zeros(())
+            probability = sample[kept].softmax(dim=-1).sum(0)  # n times the mean
+            total = total + config.router_aux_coef * (frequency * probability).sum()
+            total = total + config.router_z_coef * sample[kept].logsumexp(dim=-1).square().sum()
+    return total
 
 
 def count(labels: Tensor) -> int:
@@ -360,15 +400,18 @@ class PlainTrainer:
     def gradients(
         self, tokens: Tensor, labels: Tensor, documents: Tensor | None = None
     ) -> tuple[float, dict[str, Tensor]]:
-        """The mean loss over all unmasked tokens of the batch, and its gradient by name.  As `loss_sum` otherwise.
+        """The mean loss over all unmasked tokens of the batch, and by name its gradient, with that of the routers' losses.
+        As `loss_sum` otherwise.
 
         Raises: ValueError when every label is masked, for then there is no mean.
         """
         unmasked = count(labels)
         if unmasked == 0:
             raise ValueError(f"all {labels.numel()} labels are {IGNORED}; a batch needs at least one token to learn")
-        loss = loss_sum(self.weights, self.config, tokens, labels, documents) / unmasked
-        by_weight = torch.autograd.grad(loss, list(self.weights.values()))
+        routed: list[Tensor] = []
+        loss = loss_sum(self.weights, self.config, tokens, labels, documents, routed) / unmasked
+        balanced = loss + balance_sum(self.config, routed, labels) / unmasked
+        by_weight = torch.autograd.grad(balanced, list(self.weights.values()))
         return loss.item(), dict(zip(self.weights, by_weight, strict=True))
 
     @staticmethod

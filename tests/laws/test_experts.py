@@ -8,25 +8,27 @@ from typing import Any
 import pytest
 import torch
 from harness import run_world
-from plain_model import expert_shares, swish
+from plain_model import best_experts, expert_shares, swish
 from test_any_shape import _assert_agrees
-from worlds import MIXTRAL, on_one_state, pairwise, run_of, train_on, train_plainly
+from torch.distributions import Categorical
+from worlds import MIXTRAL, SAMPLES, on_one_state, pairwise, run_of, train_on, train_plainly
 
 from megazero.config import ResolvedRun
 from megazero.engine import Engine
-from megazero.layers.experts import ExpertLinear, MixtureOfExperts, Router
+from megazero.layers.experts import Balance, ExpertLinear, MixtureOfExperts, Router
 from megazero.layers.recompute import WHOLE
+from megazero.layers.sample_part import TokenLayout
 from megazero.layers.spec import Initializer, NamedRows
 
 
-@lru_cache(maxsize=8)
+@lru_cache(maxsize=16)
 def _plain(pattern: str = "none", **model: Any) -> dict[str, Any]:
     return train_plainly(run_of(1, model=MIXTRAL | model), pattern)
 
 
 @pytest.mark.parametrize("experts", [(4, 2), (4, 1), (4, 4), (16, 3)], ids=str)
 def test_one_rank_is_the_plain_model_with_any_number_of_experts(experts: tuple[int, int]) -> None:
-    model = dict(zip(("num_experts", "experts_per_token"), experts, strict=True))
+    model = BALANCE | dict(zip(("num_experts", "experts_per_token"), experts, strict=True))
     run = run_of(1, model=MIXTRAL | model)
     _assert_agrees(run_world(1, on_one_state, [run], train_on)[0][0], _plain(**model))
 
@@ -39,6 +41,7 @@ SHAPES: dict[str, tuple[int, dict[str, Any]]] = {
     "cp2 ep2 dp2": (4, {"cp": 2, "ep": 2}),
     "pp2 dp2 ep2": (4, {"pp": 2, "ep": 2}),
 }
+BALANCE = {"router_aux_coef": 0.3, "router_z_coef": 0.05}
 SCHEDULES = {"1f1b": {}, "interleaved": {"virtual_stages": 2}, "zb-h1": {}, "zbv": {}}
 CASES = pairwise(
     shape=list(SHAPES),
@@ -46,12 +49,16 @@ CASES = pairwise(
     schedule=list(SCHEDULES),  # without a pipeline zb-h1 instead of one with chunks
     accumulation=[2, 4],
     recompute=["none", "selective", "full", ["mlp", "norms"]],
+    balance=[{}, BALANCE],
     pattern=["none", "random"],
 )
 
 
 def _train(engine: Engine, run: ResolvedRun) -> dict[str, Any] | None:
-    return train_on(engine, run, pattern="random" if run.config.data.document_mask else "none")
+    got = train_on(engine, run, pattern="random" if run.config.data.document_mask else "none")
+    tokens = engine.routers.load(1).tokens
+    assert tokens.sum(1).tolist() == [SAMPLES * run.config.model.seq_len * 2] * run.config.model.num_layers
+    return got
 
 
 def _run_of(case: dict[str, Any]) -> ResolvedRun:
@@ -60,7 +67,7 @@ def _run_of(case: dict[str, Any]) -> ResolvedRun:
         schedule = "zb-h1"
     return run_of(
         world,
-        model=MIXTRAL | {"num_layers": 4 if "pp" in parallel else 2},
+        model=MIXTRAL | case["balance"] | {"num_layers": 4 if "pp" in parallel else 2},
         parallel=parallel | {"schedule": schedule} | SCHEDULES[schedule],
         zero={"stage": case["zero_stage"]},
         training={"accumulation": case["accumulation"]},
@@ -75,7 +82,9 @@ def test_any_shape_with_experts_is_the_plain_model(shape: str) -> None:
     cases = [case for case in CASES if case["shape"] == shape]
     runs = [_run_of(case) for case in cases]
     for case, run, got in zip(cases, runs, run_world(SHAPES[shape][0], on_one_state, runs, _train)[0], strict=True):
-        _assert_agrees(got, _plain(case["pattern"], num_layers=run.config.model.num_layers), str(case))
+        _assert_agrees(
+            got, _plain(case["pattern"], num_layers=run.config.model.num_layers, **case["balance"]), str(case)
+        )
 
 
 HIDDEN, INNER = 12, 5
@@ -102,13 +111,18 @@ def test_whatever_the_router_does_gradients_are_those_of_a_sum_over_all_experts(
     with torch.no_grad():
         module.router.weight.copy_(ROUTERS[router](module.router.weight))
     x, seed = torch.rand(7, 3, HIDDEN, requires_grad=True), torch.randn(7, 3, HIDDEN)
-    module(x).backward(seed)
+    module.router.balance = Balance(0.0, 0.0, [], WHOLE, torch.zeros(7))
+    module(x, TokenLayout(torch.arange(3))).backward(seed)
 
     exact = [tensor.detach().double().requires_grad_() for tensor in (x, *module.parameters())]
     plain_x, plain_router, gate_up, down = exact
-    shares = expert_shares(plain_x, plain_router, k)
+    shares = expert_shares(plain_x @ plain_router.T, k)
     given = zip(gate_up.unflatten(0, (4, 2, -1)), down.unflatten(0, (4, -1)), strict=True)
     outs = [(swish(plain_x @ gate.T) * (plain_x @ up.T)) @ out.T for (gate, up), out in given]
     sum(shares[..., e, None] * out for e, out in enumerate(outs)).backward(seed.double())
+    scores = (plain_x @ plain_router.T).detach()
+    assert module.router.balance.tally[:4].tolist() == best_experts(scores, k).sum((0, 1)).tolist()
+    entropy = float(Categorical(logits=scores).entropy().sum())
+    assert float(module.router.balance.tally[4]) == pytest.approx(entropy, rel=1e-5, abs=1e-6)
     for got, wanted in zip((x, *module.parameters()), exact, strict=True):
         assert float((got.grad.double() - wanted.grad).norm()) < 1e-5 * float(exact[0].grad.norm())

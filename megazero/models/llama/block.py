@@ -27,7 +27,11 @@ def llama_block(layer: int, context: BuildContext, rope: RotaryEmbedding, varian
     prefix = f"model.layers.{layer}"
     attention, mlp = llama_attention(prefix, context, rope, variant), _mlp(prefix, context, variant)
     first, second = (context.rms_norm(f"{prefix}.{name}") for name in variant.norms)
-    kind = PostNormBlock if variant.norms_after else Block
+    kind: type[Block] = PostNormBlock if variant.norms_after else Block
+    if variant.experts is not None:
+        from megazero.models.expert_block import ExpertBlock  # which dense models do not load
+
+        kind = ExpertBlock
     return kind(context, (f"{prefix}.self_attn", f"{prefix}.mlp"), (first, second), attention, mlp)
 
 

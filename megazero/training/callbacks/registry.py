@@ -20,7 +20,7 @@ from megazero.training.callbacks.evaluation import Evaluation
 from megazero.training.callbacks.health import LossSpikes, NonFinitePolicy, SkipSteps
 from megazero.training.callbacks.metrics import METRICS_FILE, MetricsFile, TensorBoard
 from megazero.training.callbacks.progress import ProgressLine
-from megazero.training.callbacks.speed import GarbageCollection, Stragglers, Utilization
+from megazero.training.callbacks.speed import ExpertLoads, GarbageCollection, Stragglers, Utilization
 from megazero.training.watchdog import Watchdog
 
 T = TypeVar("T")
@@ -146,6 +146,7 @@ def callbacks_of(
         NonFinitePolicy(training, say),
         Stragglers(logging, engine.state, watchdog.open_store(), say),
         LossSpikes(logging.loss_spike_sigmas, training.skip_steps, say),
+        *([] if engine.routers is None else [ExpertLoads(engine, logging.every_steps)]),
         Utilization(run, engine.state.device, engine.dtype, context.corpus.train),
         Evaluation(context, [*metrics, checkpointing], watchdog),
         *registered,

@@ -1,4 +1,4 @@
-"""What a step's time was worth: model FLOP/s utilization, ranks that are slow, and garbage collected between steps.
+"""What a step's time was worth: model FLOP/s utilization, ranks and experts that are slow, garbage collected between steps.
 
     MFU = tokens / second * FLOPs per token / (devices * peak FLOP/s)
 
@@ -23,6 +23,7 @@ from megazero.annexes import added
 from megazero.config import ResolvedRun
 from megazero.config.schema import LoggingConfig
 from megazero.data.sampler import SampleStream
+from megazero.engine import Engine
 from megazero.models.config import ModelConfig
 from megazero.models.registry import FAMILIES
 from megazero.parallel_state import ParallelState
@@ -53,6 +54,18 @@ class Utilization(Callback):
     def after_step(self, record: StepRecord) -> None:
         if record.seconds is not None and self._seconds_at_peak is not None:
             record.mfu = self._seconds_at_peak / record.seconds
+
+
+class ExpertLoads(Callback):
+    """Reports how evenly tokens went to experts, every so many steps; see `engine.balance.ExpertLoad`."""
+
+    def __init__(self, engine: Engine, every_steps: int) -> None:
+        self._engine, self._every = engine, every_steps
+
+    def after_step(self, record: StepRecord) -> None:
+        routers, measured = self._engine.routers, record.statistics
+        if routers is not None and measured is not None and record.step % self._every == 0:
+            record.metrics |= routers.load(measured.tokens).metrics()
 
 
 def model_flops_per_token(model: ModelConfig, lengths: Collection[int] | None = None) -> float:

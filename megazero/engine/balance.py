@@ -1,0 +1,86 @@
+"""The routers of a rank: what ties their balance to a step, and what a step saw of them.
+
+forward of a router     tally of its layer: tokens of each expert, entropy, losses     (layers/experts.py, `Balance`)
+end of a step           summed over all ranks when somebody asks
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from megazero.comm.collectives import all_reduce
+from megazero.config import RunConfig
+from megazero.layers.experts import Balance, Router
+from megazero.models.gpt import GPTStage
+from megazero.parallel_state import ParallelState
+
+
+@dataclass(frozen=True)
+class ExpertLoad:
+    """What the experts of a model did in a step.
+
+    Args:
+        tokens: int64 [layers, experts], how many tokens went to each.
+        entropy: [layers], of the router's scores, mean nats of a token.
+        aux, z: both losses, summed over layers, per counted token.
+    """
+
+    tokens: Tensor
+    entropy: Tensor
+    aux: float
+    z: float
+
+    def metrics(self) -> dict[str, float | Mapping[str, float]]:
+        """For metrics.jsonl: by layer the largest and the smallest load, of a mean of 1, and the entropy; and the losses."""
+        load = self.tokens / self.tokens.double().mean(1, keepdim=True)
+        by_layer = {"expert_load_max": load.amax(1), "expert_load_min": load.amin(1), "router_entropy": self.entropy}
+        named: dict[str, float | Mapping[str, float]] = {
+            key: {str(layer): value for layer, value in enumerate(row.tolist())} for key, row in by_layer.items()
+        }
+        return named | {"router_aux_loss": self.aux, "router_z_loss": self.z}
+
+
+class Routers:
+    """The routers of this rank's stages.
+
+    Args:
+        config: of the run.
+        state: this rank.
+        stages: its chunks.
+    """
+
+    def __init__(self, config: RunConfig, state: ParallelState, stages: Sequence[GPTStage]) -> None:
+        self._state, model = state, config.model
+        self._per_token = model.experts_per_token or 1
+        self._tallies = torch.zeros(model.num_layers, (model.num_experts or 0) + 3, device=state.device)
+        across = [axis for axis in (state.tp, state.cp_ulysses, state.cp_ring) if axis.size > 1]
+        self._balances = []
+        for stage in stages:
+            for layer, block in zip(stage.layers, stage.blocks, strict=True):
+                for router in (module for module in block.modules() if isinstance(module, Router)):
+                    coefficients = model.router_aux_coef, model.router_z_coef
+                    router.balance = Balance(*coefficients, across, state.tp, self._tallies[layer])
+                    self._balances.append(router.balance)
+        self.needs_labels = bool(model.router_aux_coef or model.router_z_coef)
+
+    def begin_step(self) -> None:
+        """Forget the last step."""
+        self._tallies.zero_()
+
+    def set_slope(self, slope: Callable[[], Tensor]) -> None:
+        """Set the gradient of the step's scaled loss by a sum over tokens."""
+        for balance in self._balances:
+            balance.slope = slope
+
+    def load(self, tokens: int) -> ExpertLoad:
+        """What the last step saw, in all layers.  A collective call of the world.  `tokens`: those that were counted."""
+        sums = self._tallies.double()
+        all_reduce(sums, self._state.world).wait()
+        sums = sums.cpu()
+        counts, (entropy, aux, z) = sums[:, :-3], sums[:, -3:].t()
+        routed = counts.sum(1) / self._per_token
+        return ExpertLoad(counts.long(), entropy / routed, float(aux.sum()) / tokens, float(z.sum()) / tokens)
