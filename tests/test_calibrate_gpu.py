@@ -1,6 +1,7 @@
 """A calibrated GPU: its shares come back from the times that they make, and a plan takes them as it takes a data sheet's."""
 
 import os
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from itertools import product
@@ -13,7 +14,7 @@ import torch
 
 from megazero.config import ResolvedRun, RunConfig, resolve
 from megazero.plan import calibrate as calibrating
-from megazero.plan.calibrate import _keep, _Record, _table, calibrate, sizes
+from megazero.plan.calibrate import Record, calibrate, note_step, sizes, table_of
 from megazero.plan.calibrate_gpu import fitted, gpu_here
 from megazero.plan.calibration import Calibration, OperatorTable, write_calibration
 from megazero.plan.cluster import Cluster, cluster_of
@@ -52,22 +53,22 @@ def _operators_of(run: ResolvedRun) -> Iterator[Operator]:
     yield _operator("add.Tensor", [(1,), (1,)], (1,))  # nothing but a launch and a wait
 
 
-def _record_of(device: Device, runs: list[ResolvedRun]) -> Any:
+def _record_of(device: Device, runs: list[ResolvedRun]) -> Record:
     """As if the steps of these runs had been timed on a device; a host that is faster than it waits for it.
 
     Of the small first run only the host's time is true: what its operators seem to take may be less than any device needs.
     """
-    record = _Record(on_gpu=True, probes=[1.0])
+    record: Record = defaultdict(list, {("probe",): [1.0]})
     for run in runs:
         part = 0.1 if run is runs[0] else 1.0
         timed = [(one, part * operator_seconds(one, device) + WAITED) for one in _operators_of(run)]
         computing = sum(seconds - WAITED for _, seconds in timed)
-        _keep(record, run, [timed], max(computing, len(timed) * LAUNCH), (1.0, 1.0))
+        note_step(record, run, timed, max(computing, len(timed) * LAUNCH), on_gpu=True)
     return record
 
 
 def _table_of(device: Device) -> OperatorTable:
-    return _table(_record_of(device, sizes(on_gpu=True)))
+    return table_of([_record_of(device, sizes(on_gpu=True))], on_gpu=True)
 
 
 def _with_cuda(monkeypatch: pytest.MonkeyPatch, name: str, multiprocessors: int, check: Callable[[], None]) -> None:

@@ -17,10 +17,10 @@ from worlds import engine_on, run_of
 
 from megazero.cli.commands import app
 from megazero.config import ConfigError, ResolvedRun, load_config
-from megazero.engine.outline import kind_of
 from megazero.formats.tokenize import tokenize_files
-from megazero.plan.check_lines import elements_of_stages, lines_on
-from megazero.plan.cluster import Cluster, cluster_of, with_memory
+from megazero.plan.check_lines import lines_on
+from megazero.plan.cluster import Cluster, cluster_of, some_cluster, with_memory
+from megazero.plan.memory import memory_of
 from megazero.plan.report import Assumptions, plan_of
 from megazero.training.check import FILE_RULES, Lines, describe
 
@@ -379,8 +379,8 @@ def test_the_parameters_that_memory_is_reckoned_with_are_those_of_the_engine(sch
         engine = engine_on(rank, run)
         return engine.state.at.pp, sum(one.layout.numel for one in engine.sharded_model.parameters.buckets)
 
-    elements = elements_of_stages(run, kind_of(run.config))
-    assert all(elements[pp] == numel for pp, numel in run_world(4, count))
+    planned = memory_of(run, some_cluster(run, 4, on_cuda=False))
+    assert all(planned[pp].elements == numel for pp, numel in run_world(4, count))
 
 
 def test_layers_with_a_forward_of_their_own_are_recomputed_as_a_whole_or_not_at_all(

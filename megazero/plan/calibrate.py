@@ -17,12 +17,11 @@ import gc
 import os
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
-from functools import partial, reduce
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 from itertools import product
 from statistics import median
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -51,25 +50,9 @@ _IN_A_ROW, _MOST_RANKS = 3, 8  # of whole steps
 _OPTIMIZER = ("aten._fused_adamw_", "aten.linalg_vector_norm", "aten._foreach")
 
 
-@dataclass
-class _Record:
-    """Measured times of operators, divided by the probe's time at that moment, and the probe's seconds."""
-
-    on_gpu: bool
-    products: dict[tuple[str, int, int, int], list[float]] = field(default_factory=partial(defaultdict, list))
-    operators: dict[tuple[str, float], list[float]] = field(default_factory=partial(defaultdict, list))
-    optimizer: list[tuple[float, float]] = field(default_factory=list)
-    host: list[float] = field(default_factory=list)
-    probes: list[float] = field(default_factory=list)
-
-    def add(self, other: _Record) -> _Record:
-        """Add the times of another process to this record and return it."""
-        for own, others in ((self.products, other.products), (self.operators, other.operators)):
-            for key, times in others.items():
-                own[key] += times  # type: ignore[index]
-        for name in ("optimizer", "host", "probes"):
-            getattr(self, name).extend(getattr(other, name))
-        return self
+Record: TypeAlias = dict[tuple[Any, ...], list[float]]
+"""Measured seconds by what took them: ("product", dtype, m, n, k), ("operator", name, size), ("optimizer", elements) and
+("host",), divided by the probe's at that moment; and ("probe",)."""
 
 
 class _Timed(TorchDispatchMode):
@@ -111,10 +94,11 @@ def sizes(*, quick: bool = False, on_gpu: bool = False) -> list[ResolvedRun]:
     ]
 
 
-def _measured(_: int, runs: list[ResolvedRun], device: torch.device) -> _Record:
+def _measured(_: int, runs: list[ResolvedRun], device: torch.device) -> Record:
     """Time the operators of these runs' steps while the other processes do the same."""
-    record = _Record(on_gpu=device.type == "cuda")
-    synchronize = torch.cuda.synchronize if record.on_gpu else lambda: None
+    record: Record = defaultdict(list)
+    on_gpu = device.type == "cuda"
+    synchronize = torch.cuda.synchronize if on_gpu else lambda: None
     probe = SpeedProbe(device, synchronize)
     for run in runs:
         engine, batches = started(run, device)
@@ -128,64 +112,52 @@ def _measured(_: int, runs: list[ResolvedRun], device: torch.device) -> _Record:
                 engine.train_step(batches, LR)
             timed.append(mode.found)
         after = probe.seconds()
-        record.probes += [before, between, after]
-        _keep(record, run, timed, whole, ((before + between) / 2, (between + after) / 2))
+        record["probe",] += [before, between, after]
+        unit = (between + after) / 2
+        medians = [(same[0][0], median(seconds for _, seconds in same) / unit) for same in zip(*timed, strict=True)]
+        note_step(record, run, medians, whole / ((before + between) / 2), on_gpu=on_gpu)
         del engine
         gc.collect()
     return record
 
 
-def _keep(
-    record: _Record,
-    run: ResolvedRun,
-    timed: list[list[tuple[Operator, float]]],
-    whole: float,
-    probes: tuple[float, float],
+def note_step(
+    record: Record, run: ResolvedRun, medians: list[tuple[Operator, float]], whole: float, *, on_gpu: bool
 ) -> None:
-    """Record the median time of each operator over the steps, all of which call the same operators.
-
-    Args:
-        probes: the probe's seconds beside the whole steps, and beside those whose operators were timed.
-    """
-    medians = [(same[0][0], median(seconds for _, seconds in same) / probes[1]) for same in zip(*timed, strict=True)]
-    whole, count, stepped = whole / probes[0], len(medians), 0.0
-    if record.on_gpu:  # the least is a launch and a wait, between which each was timed
+    """Record the time of each operator of a step, and what the whole step takes beyond them."""
+    count, stepped = len(medians), 0.0
+    if on_gpu:  # the least is a launch and a wait, between which each was timed
         least = min(seconds for operator, seconds in medians if moved_bytes(operator))
         medians = [(operator, seconds - least) for operator, seconds in medians if seconds > least]
     for operator, seconds in medians:
         if operator.name.startswith(_OPTIMIZER):
             stepped += seconds
         elif (shape := product_of(operator)) is not None:
-            key = (DTYPE_NAMES.get(shape.dtype, "fp32"), shape.m, shape.n, shape.k)
-            record.products[key].append(seconds / shape.count)
+            key = ("product", DTYPE_NAMES.get(shape.dtype, "fp32"), shape.m, shape.n, shape.k)
+            record[key].append(seconds / shape.count)
         else:
-            size = attention_flops(operator) or moved_bytes(operator)
-            record.operators[operator.name, size].append(seconds)
-    elements = sum(map(elements_in, stages_of(run.config)))
-    record.optimizer.append((float(elements), stepped))
-    own = 0.0 if record.on_gpu else sum(seconds for _, seconds in medians)  # a GPU's is beside the host's
-    record.host.append(max(0.0, whole - own) / count)
+            record["operator", operator.name, attention_flops(operator) or moved_bytes(operator)].append(seconds)
+    record["optimizer", float(sum(map(elements_in, stages_of(run.config))))].append(stepped)
+    own = 0.0 if on_gpu else sum(seconds for _, seconds in medians)  # a GPU's is beside the host's
+    record["host",].append(max(0.0, whole - own) / count)
 
 
-def _table(record: _Record) -> OperatorTable:
-    """Convert a record to seconds, at the speed of the median probe."""
-    by_name: dict[str, list[tuple[float, float]]] = defaultdict(list)
-    for (name, size), times in record.operators.items():
-        if size:
-            by_name[name].append((size, median(times)))
-    by_name["optimizer"] = record.optimizer
-    products = tuple(Product(*key, median(times)) for key, times in sorted(record.products.items()))
-    host = (min if record.on_gpu else median)(record.host)
-    relative = OperatorTable(products, {name: _samples(found) for name, found in by_name.items()}, host)
-    return relative.scaled(median(record.probes))
-
-
-def _samples(found: list[tuple[float, float]]) -> Samples:
-    """Sort samples by size; samples of equal size become their median."""
-    by_size: dict[float, list[float]] = defaultdict(list)
-    for size, seconds in found:
-        by_size[size].append(seconds)
-    return tuple(sorted((size, median(seconds)) for size, seconds in by_size.items()))
+def table_of(records: Iterable[Record], *, on_gpu: bool) -> OperatorTable:
+    """Convert the records of all processes to seconds, at the speed of the median probe."""
+    times: Record = defaultdict(list)
+    for record in records:
+        for key, found in record.items():
+            times[key] += found
+    samples: dict[str, list[tuple[float, float]]] = defaultdict(list)
+    for kind, *about in times:
+        if (kind == "operator" and about[1]) or kind == "optimizer":
+            name = about[0] if kind == "operator" else kind
+            samples[name].append((about[-1], median(times[kind, *about])))
+    keys = sorted(key[1:] for key in times if key[0] == "product")
+    products = tuple(Product(dtype, m, n, k, median(times["product", dtype, m, n, k])) for dtype, m, n, k in keys)
+    host = (min if on_gpu else median)(times["host",])
+    operators = {name: tuple(sorted(found)) for name, found in samples.items()}
+    return OperatorTable(products, operators, host).scaled(median(times["probe",]))
 
 
 def calibrate(*, quick: bool = False, say: Callable[[str], None] = print) -> Calibration:
@@ -195,7 +167,7 @@ def calibrate(*, quick: bool = False, say: Callable[[str], None] = print) -> Cal
     runs, kind = sizes(quick=quick, on_gpu=gpu is not None), torch.device("cpu" if gpu is None else "cuda")
     say(f"{len(runs)} models in one process")
     (record,) = in_processes(1, _measured, runs, kind)
-    alone, probes = _table(record), [median(record.probes)]
+    alone, probes = table_of([record], on_gpu=gpu is not None), [median(record["probe",])]
     if gpu is not None:
         if not gpu.peak_flops:
             say(f"{gpu.name} has no data sheet here: what was fastest are its peaks, and its link is taken for PCIe")
@@ -205,9 +177,9 @@ def calibrate(*, quick: bool = False, say: Callable[[str], None] = print) -> Cal
     processors, crowded, collectives = len(os.sched_getaffinity(0)), alone, dict[str, Samples]()
     if processors > 1:
         say(f"the same in {processors} processes")
-        record = reduce(_Record.add, in_processes(processors, _measured, runs, kind))
-        crowded = _table(record)
-        probes.append(median(record.probes))
+        records = in_processes(processors, _measured, runs, kind)
+        crowded = table_of(records, on_gpu=False)
+        probes.append(median(seconds for record in records for seconds in record["probe",]))
     for ranks in (2, 4) if quick else (2, 4, 8):
         say(f"collectives of {ranks} ranks")
         collectives |= mean_of(in_processes(ranks, collective_samples, 3 if quick else 12))

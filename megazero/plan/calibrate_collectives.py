@@ -42,8 +42,9 @@ def collective_samples(rank: int, rounds: int = 12) -> dict[str, Samples]:
             (float(sent), _seconds([call] * _CALLS, rounds)[0] / _CALLS) for call, sent in calls
         )
 
-    for name, make in _CALLS_OF.items():
-        sample(name, (make(size // 4 // world * world or world, state.dp) for size in _SIZES))
+    by_size = [_calls(size // 4 // world * world or world, state.dp) for size in _SIZES]
+    for name in by_size[0]:
+        sample(name, [calls[name] for calls in by_size])
     if world == 2:
         sample("send_recv", ((_message(size // 4, state.dp), size) for size in _SIZES))
     return found
@@ -62,7 +63,7 @@ def mean_of(ranks: Sequence[dict[str, Samples]]) -> dict[str, Samples]:
 def _waits(axis: Axis, rounds: int) -> Iterator[tuple[float, float]]:
     rows, inner, columns = _WORK
     a, b = torch.rand(rows, inner), torch.rand(inner, columns)
-    meet, _ = _reduced(axis.size, axis)
+    meet, _ = _calls(axis.size, axis)["all_reduce"]
     alone, _ = _seconds([meet] * _CALLS, rounds)
     for products in _BEHIND:
         meetings = max(1, 2 * _CALLS // products)
@@ -87,38 +88,17 @@ def _seconds(calls: Sequence[Callable[[], object]], rounds: int) -> tuple[float,
     return median(seconds for seconds, _ in found), median(work for _, work in found)
 
 
-def _reduced(count: int, axis: Axis) -> tuple[Callable[[], None], int]:
-    x = torch.zeros(count)
-    return lambda: all_reduce(x, axis).wait(), 2 * 4 * count * (axis.size - 1) // axis.size
-
-
-def _gathered(count: int, axis: Axis) -> tuple[Callable[[], None], int]:
-    whole, shard = torch.zeros(count), torch.zeros(count // axis.size)
-    return lambda: all_gather(whole, shard, axis).wait(), 4 * count * (axis.size - 1) // axis.size
-
-
-def _scattered(count: int, axis: Axis) -> tuple[Callable[[], None], int]:
-    whole, shard = torch.zeros(count), torch.zeros(count // axis.size)
-    return lambda: reduce_scatter(shard, whole, axis).wait(), 4 * count * (axis.size - 1) // axis.size
-
-
-def _exchanged(count: int, axis: Axis) -> tuple[Callable[[], None], int]:
-    x, out = (torch.zeros(axis.size, count // axis.size) for _ in range(2))
-    return lambda: all_to_all(out, x, axis).wait(), 4 * count * (axis.size - 1) // axis.size
-
-
-def _shifted(count: int, axis: Axis) -> tuple[Callable[[], None], int]:
-    x, out = torch.zeros(count), torch.zeros(count)
-    return lambda: ring_shift(out, x, axis).wait(), 4 * count
-
-
-_CALLS_OF: dict[str, Callable[[int, Axis], tuple[Callable[[], None], int]]] = {
-    "all_reduce": _reduced,
-    "all_gather": _gathered,
-    "reduce_scatter": _scattered,
-    "all_to_all": _exchanged,
-    "ring_shift": _shifted,
-}
+def _calls(count: int, axis: Axis) -> dict[str, tuple[Callable[[], None], int]]:
+    """Return each collective over a buffer of `count` fp32 elements, and the bytes that a rank sends in it."""
+    whole, other, shard = torch.zeros(count), torch.zeros(count), torch.zeros(count // axis.size)
+    x, out, sent = whole.view(axis.size, -1), other.view(axis.size, -1), 4 * count * (axis.size - 1) // axis.size
+    return {
+        "all_reduce": (lambda: all_reduce(whole, axis).wait(), 2 * sent),
+        "all_gather": (lambda: all_gather(whole, shard, axis).wait(), sent),
+        "reduce_scatter": (lambda: reduce_scatter(shard, whole, axis).wait(), sent),
+        "all_to_all": (lambda: all_to_all(out, x, axis).wait(), sent),
+        "ring_shift": (lambda: ring_shift(other, whole, axis).wait(), 4 * count),
+    }
 
 
 def _message(count: int, axis: Axis) -> Callable[[], None]:

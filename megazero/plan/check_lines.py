@@ -10,16 +10,13 @@ from itertools import groupby
 import torch
 
 from megazero.config import ResolvedRun
-from megazero.engine.outline import chunks_of, elements_in, kind_of, stages_of
 from megazero.models.activation_config import LayerPolicy
-from megazero.models.stages import by_rank
 from megazero.plan.advice import advice_text
 from megazero.plan.cluster import Cluster, cluster_of, some_cluster, with_memory
 from megazero.plan.devices import size_text
 from megazero.plan.memory import RankMemory, memory_of, with_decided_offload
 from megazero.plan.unit_trace import units_of
 from megazero.schedules.action import Schedule
-from megazero.schedules.kind import ScheduleKind
 from megazero.schedules.proof import peak_activations
 from megazero.settings import counted
 from megazero.training.check import DeviceNeeds
@@ -65,10 +62,9 @@ def _state(run: ResolvedRun, ranks: Sequence[RankMemory]) -> str:
     kinds = sorted(largest.state.items(), key=lambda item: -item[1])
     parts = ", ".join(f"{kind.replace('_', ' ')} {size_text(count)}" for kind, count in kinds if count)
     where = f"pipeline rank {largest.stage}" if len(ranks) > 1 else "a rank"
-    elements = elements_of_stages(run, kind_of(run.config))[largest.stage]
     return (
         f"{size_text(sum(largest.state.values()))} of model state on {where}: {parts}; ZeRO {run.config.zero.stage}, "
-        f"{elements:.4g} parameters; what it keeps for backward passes comes on top"
+        f"{largest.elements:.4g} parameters; what it keeps for backward passes comes on top"
     )
 
 
@@ -124,11 +120,3 @@ def _plan(run: ResolvedRun, cluster: Cluster, ranks: Sequence[RankMemory]) -> tu
     if fullest.peak <= has:
         return True, f"{text}: fits, {size_text(has - fullest.peak)} are left"
     return False, f"{text}: does not fit; {advice_text(run, cluster, fullest, fullest.peak - has)}"
-
-
-def elements_of_stages(run: ResolvedRun, kind: ScheduleKind) -> list[int]:
-    """Count the parameters on one tensor-parallel rank of each pipeline rank."""
-    config, parallel = run.config, run.config.parallel
-    placement = kind.placement(parallel.pp, chunks_of(config, kind))
-    counts = list(map(elements_in, stages_of(config, len(placement))))
-    return [sum(own) for own in by_rank(counts, placement)]

@@ -69,6 +69,7 @@ class RankMemory:
         peak: bytes of all tensors at that moment; on GPUs with what is stated of communicators and of the allocator.
         moment: `backward of layer 3, micro-batch 7`.
         state: model state and ZeRO's buffers after a step, as the engine counts them.
+        elements: parameters of a rank.
         kept: most bytes at once that forward passes leave for their backward passes, on the device.
         kept_off_device: the same, on the host or in an arena.
         again: FLOPs that recomputation adds, over those of the rank's own step without it.
@@ -80,6 +81,7 @@ class RankMemory:
     peak: int
     moment: str
     state: Mapping[str, int]
+    elements: int = 0
     kept: int = 0
     kept_off_device: int = 0
     again: float = 0.0
@@ -234,8 +236,9 @@ class _Walk:
             counted["activation_arena"] = counted.get("activation_arena", 0) + self._most_moved
         away = self._state.off_device
         away |= {f"{ACTIVATIONS} on host": self._most_moved} if self._most_moved and not on_device else {}
+        elements, kept = sum(map(sum, self._state.elements.values())), self._most_kept
         return RankMemory(
-            self._stage, kinds, away, peak, moment, counted, self._most_kept, self._most_moved, self._again()
+            self._stage, kinds, away, peak, moment, counted, elements, kept, self._most_moved, self._again()
         )
 
     def _again(self) -> float:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
+import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+from rich.console import Console
 
 from megazero.cli._common import fail, load_extensions, print_table
 from megazero.training.signals import EXIT_REFUSED
@@ -37,7 +39,7 @@ def show(
     ] = None,
 ) -> None:
     """Prove a pipeline schedule, draw it, and show its idle time and memory."""
-    from megazero.plan.schedule_drawing import comparison, terminal_text
+    from megazero.plan.schedule_drawing import MIN_WIDTH, comparison, draw_text
     from megazero.plan.schedule_picture import draw_svg, trace_text
     from megazero.schedules.action import write_text
     from megazero.schedules.proof import check_runnable, simulate
@@ -55,7 +57,8 @@ def show(
             shown = shown or _named_schedule(schedule or "1f1b", pp, microbatches, virtual_stages, compare)
             check_runnable(shown)
             timeline = simulate(shown, times)
-            print(terminal_text(timeline))
+            width = max(shutil.get_terminal_size(fallback=(100, 24)).columns, MIN_WIDTH)
+            Console(width=width, highlight=False).print(draw_text(timeline, width))
     except (ValueError, OSError) as error:
         fail(str(error), EXIT_REFUSED)
     if compare:

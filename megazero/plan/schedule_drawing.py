@@ -10,15 +10,13 @@ Times count from 0.  Activations are counted in micro-batches on all chunks of a
 
 from __future__ import annotations
 
-import os
-import shutil
-import sys
 from collections.abc import Callable, Iterable
 from math import ceil, floor, log10
 from textwrap import wrap
 from typing import NamedTuple
 
 from rich.table import Column, Table
+from rich.text import Text
 
 from megazero.schedules.action import Action, ActionKind, Schedule
 from megazero.schedules.proof import Costs, Timeline, peak_activations, simulate
@@ -26,7 +24,7 @@ from megazero.schedules.registry import SCHEDULES
 
 MIN_WIDTH = 40
 _FILL = {ActionKind.FORWARD: "-", ActionKind.BACKWARD: "=", ActionKind.WEIGHT: "~"}
-_SHADES = {  # of 256 colours
+_SHADES = {  # of 256 colours, by chunk
     ActionKind.FORWARD: (153, 74, 25),
     ActionKind.BACKWARD: (157, 71, 28),
     ActionKind.WEIGHT: (223, 179, 130),
@@ -76,46 +74,35 @@ def ticks(end: float, at_most: float) -> list[float]:
 # ---- text
 
 
-def terminal_text(timeline: Timeline) -> str:
-    """`draw_text` as wide as the terminal, with colours where it shows them."""
-    colour = sys.stdout.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
-    width = max(shutil.get_terminal_size(fallback=(100, 24)).columns, MIN_WIDTH)
-    return draw_text(timeline, width, colour)
-
-
-def draw_text(timeline: Timeline, width: int, colour: bool) -> str:
+def draw_text(timeline: Timeline, width: int) -> Text:
     """A row of cells per rank, a scale, a legend, and what each rank does and holds.
 
     Args:
         width: columns that the rows and the scale fill, `MIN_WIDTH` or more; no line is longer.
-        colour: use a terminal's 256 colours; without them the text is ASCII, apart from the schedule's name.
     """
-    if width < MIN_WIDTH:
-        raise ValueError(f"width={width} must be at least {MIN_WIDTH} columns")
     schedule, makespan = timeline.schedule, timeline.makespan
     margin = len(f"rank {schedule.pp - 1} ")
     columns = width - margin
     per_time = _columns_per_time(timeline, columns)
-    cell = _coloured_cell if colour else _plain_cell
 
     def column(time: float) -> int:
         return min(ceil(time * per_time - 0.5), columns)  # the first one whose middle is not before `time`
 
-    lines = wrap(title(timeline), width)
+    lines = [Text(line) for line in wrap(title(timeline), width)]
     for rank, spans in enumerate(spans_of_ranks(timeline)):
-        row, at = f"rank {rank}".ljust(margin), 0
+        row, at = Text(f"rank {rank}".ljust(margin)), 0
         for start, end, action in spans:
             first = max(column(start), at)
             last = max(column(end), first)
-            row += "." * (first - at) + cell(action, last - first, schedule.chunks)
+            row.append("." * (first - at)).append_text(_cell(action, last - first, schedule.chunks))
             at = last
-        lines.append(row + "." * (column(makespan) - at) + " " * (columns - max(column(makespan), at)))
-    lines.append("time".ljust(margin) + _scale(makespan, column, columns))
-    lines += [*_legend(schedule, cell, width), "", "rank    busy        idle   peak activations"]
+        lines.append(row.append("." * (column(makespan) - at) + " " * (columns - max(column(makespan), at))))
+    lines.append(Text("time".ljust(margin) + _scale(makespan, column, columns)))
+    lines += [*_legend(schedule, width), Text(), Text("rank    busy        idle   peak activations")]
     for rank in range(schedule.pp):
         idle, peak = timeline.idle(rank), peak_activations(schedule, rank) / schedule.chunks
-        lines.append(f"{rank:<4}  {1 - idle / makespan:>6.1%}  {number(idle):>10}   {number(peak)}")
-    return "\n".join(lines)
+        lines.append(Text(f"{rank:<4}  {1 - idle / makespan:>6.1%}  {number(idle):>10}   {number(peak)}"))
+    return Text("\n").join(lines)
 
 
 def _columns_per_time(timeline: Timeline, columns: int) -> float:
@@ -131,23 +118,16 @@ def _columns_per_time(timeline: Timeline, columns: int) -> float:
     return columns // round(makespan / measure) / measure
 
 
-def _plain_cell(action: Action, columns: int, chunks: int) -> str:
-    """F0--, B0==, W0~~; small letters for chunks above 0; without what does not fit."""
+def _cell(action: Action, columns: int, chunks: int) -> Text:
+    """F0--, B0==, W0~~; small letters and darker colours for chunks above 0; without what does not fit."""
     letter = action.kind.value.lower() if action.chunk else action.kind.value
     short = f"{letter}{action.microbatch}"
     long = f"{short}.{action.chunk}" if action.chunk and chunks > 2 else short
     label = next(label for label in (long, short, letter, "") if len(label) <= columns)
-    return label.ljust(columns, _FILL[action.kind])
-
-
-def _coloured_cell(action: Action, columns: int, chunks: int) -> str:
-    """The number of the micro-batch if it fits; the background shows kind and chunk."""
-    if not columns:
-        return ""
-    shade, label = min(action.chunk, 2), str(action.microbatch)
+    shade = min(action.chunk, 2)
     ink = 231 if shade == 2 else 16
-    label = label if len(label) <= columns else ""
-    return f"\x1b[38;5;{ink};48;5;{_SHADES[action.kind][shade]}m{label.ljust(columns)}\x1b[0m"
+    style = f"color({ink}) on color({_SHADES[action.kind][shade]})"
+    return Text().append(label.ljust(columns, _FILL[action.kind]), style)
 
 
 def _scale(makespan: float, column: Callable[[float], int], columns: int) -> str:
@@ -159,23 +139,20 @@ def _scale(makespan: float, column: Callable[[float], int], columns: int) -> str
     return line.ljust(columns)
 
 
-def _legend(schedule: Schedule, cell: Callable[[Action, int, int], str], width: int) -> list[str]:
+def _legend(schedule: Schedule, width: int) -> list[Text]:
     """Sample cells with their meaning, as many in a line as fit."""
     chunks = schedule.chunks
-    entries = [(cell(Action(kind, 0), 3, chunks), meaning) for kind, meaning in kinds_of(schedule).items()]
+    entries = [(_cell(Action(kind, 0), 3, chunks), meaning) for kind, meaning in kinds_of(schedule).items()]
     if chunks > 1:
-        entries.append((cell(Action(ActionKind.FORWARD, 0, 1), 3, 2), "chunk 1" if chunks == 2 else "chunks from 1 on"))
-    entries.append(("...", "idle"))
-    lines: list[str] = []
-    used = width
-    for sample, meaning in entries:
-        wide = 4 + len(meaning)  # of the terminal's columns: the sample may hold colours
-        if used + 3 + wide > width:
-            lines.append(f"{sample} {meaning}")
-            used = wide
+        sample = _cell(Action(ActionKind.FORWARD, 0, 1), 3, 2)
+        entries.append((sample, "chunk 1" if chunks == 2 else "chunks from 1 on"))
+    lines: list[Text] = []
+    for sample, meaning in [*entries, (Text("..."), "idle")]:
+        entry = sample.append(f" {meaning}")
+        if lines and len(lines[-1]) + 3 + len(entry) <= width:
+            lines[-1].append("   ").append_text(entry)
         else:
-            lines[-1] += f"   {sample} {meaning}"
-            used += 3 + wide
+            lines.append(entry)
     return lines
 
 
