@@ -266,6 +266,14 @@ def _losses_of(run_dir: Path) -> dict[int, float | None]:
 
 
 @pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[int, float | None]:
+    """Losses of six steps."""
+    run_dir = tmp_path_factory.mktemp("undisturbed")
+    run_world(2, _train, _run(2, run_dir, steps=6))
+    return _losses_of(run_dir)
+
+
+@pytest.fixture(scope="module")
 def without_step_5(tmp_path_factory: pytest.TempPathFactory) -> Path:
     run_dir = tmp_path_factory.mktemp("without")
     run = _run(2, run_dir, steps=9, skip_steps=[5])
@@ -345,15 +353,15 @@ def test_a_rollback_needs_a_checkpoint_and_has_a_limit(tmp_path: Path) -> None:
         assert "already rolled back 1 times" in out["error"]
 
 
-def test_one_rank_that_wants_to_stop_stops_all_after_the_step_and_the_run_can_go_on(tmp_path: Path) -> None:
-    whole, parts = tmp_path / "whole", tmp_path / "parts"
-    run_world(2, _train, _run(2, whole, steps=6))
-    for out in run_world(2, _train, _run(2, parts, steps=6), (), 3):
+def test_one_rank_that_wants_to_stop_stops_all_after_the_step_and_the_run_can_go_on(
+    tmp_path: Path, undisturbed: dict[int, float | None]
+) -> None:
+    for out in run_world(2, _train, _run(2, tmp_path, steps=6), (), 3):
         assert (out["step"], out["stopped"], out["error"]) == (3, True, "")
         assert out["checkpoint"].endswith("step-00000003")
-    for out in run_world(2, _train, _run(2, parts, steps=6)):
+    for out in run_world(2, _train, _run(2, tmp_path, steps=6)):
         assert (out["step"], out["stopped"]) == (6, False)
-    assert _losses_of(parts) == _losses_of(whole)
+    assert _losses_of(tmp_path) == undisturbed
 
 
 def _evaluation_fails(rank: int, run: ResolvedRun) -> str:
@@ -366,15 +374,15 @@ def _evaluation_fails(rank: int, run: ResolvedRun) -> str:
     return str(find_newest(Path(run.config.training.run_dir) / "checkpoints"))
 
 
-def test_an_evaluation_that_fails_loses_neither_its_step_nor_its_metrics(tmp_path: Path) -> None:
+def test_an_evaluation_that_fails_loses_neither_its_step_nor_its_metrics(
+    tmp_path: Path, undisturbed: dict[int, float | None]
+) -> None:
     run = _run(2, tmp_path, steps=6, save=2, eval_every_steps=4)
     for newest in run_world(2, _evaluation_fails, run):
         assert newest.endswith("step-00000004")
     assert [line["step"] for line in metrics_of(tmp_path)] == [1, 2, 3, 4]
-    whole = tmp_path / "whole"
-    run_world(2, _train, _run(2, whole, steps=6, save=2, eval_every_steps=4))
     run_world(2, _train, run)
-    assert _losses_of(tmp_path) == _losses_of(whole)
+    assert _losses_of(tmp_path) == undisturbed
 
 
 def test_a_validation_loss_that_comes_after_the_save_decides_what_is_kept(tmp_path: Path) -> None:
@@ -488,40 +496,46 @@ class _Misspelt(Callback):
         return self.after
 
 
-def _train_with(rank: int, run: ResolvedRun, made: Any) -> str | list[str]:
-    CALLBACKS.register("mine", lambda context: made)
-    try:
-        shown: list[str] = _train(rank, run)["shown"]
-        return shown
-    except CallbackError as error:
-        return str(error)
+def _told(tmp_path: Path, *made: Any) -> list[str]:
+    """What a run of one step says of each of these callbacks."""
+
+    def body(rank: int) -> list[str]:
+        found = []
+        for number, callback in enumerate(made):
+            run = _run(1, tmp_path / str(number), steps=1, callbacks=[f"mine {number}"])
+            CALLBACKS.register(f"mine {number}", lambda context, callback=callback: callback)
+            try:
+                found.append(" ".join(_train(rank, run)["shown"]))
+            except CallbackError as error:
+                found.append(str(error))
+        return found
+
+    return run_world(1, body)[0]
 
 
 def test_a_value_that_is_no_metric_a_class_that_is_no_callback_and_a_misspelt_hook_are_told(tmp_path: Path) -> None:
-    run = _run(1, tmp_path, steps=1, callbacks=["mine"])
-    (told,) = run_world(1, _train_with, run, _Misspelt(torch.tensor(3.0)))
-    assert "callback 'mine' (training.callbacks) failed" in told
-    assert "record.metrics['mine'] must be a number, a text or a table of numbers, got tensor(3.)" in told
-    (told,) = run_world(1, _train_with, run, object())
-    assert "callback 'mine' (training.callbacks) failed" in told
-    assert "must derive from" in told
-    for value in ({"a": 1.5}, None):  # None: this step has none
-        (told,) = run_world(1, _train_with, run, _Misspelt(value))
-        assert "note: callback 'mine' has after_stp, which a run never calls; did you mean after_step?" in told
+    # of the last one: this step has none
+    value, other, *hooks = _told(
+        tmp_path, *map(_Misspelt, [torch.tensor(3.0)]), object(), *map(_Misspelt, [{"a": 1.5}, None])
+    )
+    for text in (value, other):
+        assert "(training.callbacks) failed" in text
+    assert "record.metrics['mine'] must be a number, a text or a table of numbers, got tensor(3.)" in value
+    assert "must derive from" in other
+    for text in hooks:
+        assert "has after_stp, which a run never calls; did you mean after_step?" in text
 
 
-@pytest.mark.parametrize("decision", ["STOP", StepDecision.SKIP, StepDecision.STOP])
-def test_a_decision_that_is_none_is_told(decision: Any, tmp_path: Path) -> None:
-    run = _run(1, tmp_path, steps=1, callbacks=["mine"])
-    if decision is not StepDecision.SKIP:
-        (told,) = run_world(1, _train_with, run, _Misspelt(1.0, before=decision))
-        assert "callback 'mine' (training.callbacks) failed" in told
-        assert "before_step returned" in told
-        assert "must return None or StepDecision.SKIP" in told
-    if decision is not StepDecision.STOP:
-        (told,) = run_world(1, _train_with, run, _Misspelt(1.0, after=decision))
-        assert "after_step returned" in told
-        assert "must return None or StepDecision.STOP or StepDecision.ROLL_BACK" in told
+def test_a_decision_that_is_none_is_told(tmp_path: Path) -> None:
+    before = [_Misspelt(1.0, before=decision) for decision in ("STOP", StepDecision.STOP)]
+    after = [_Misspelt(1.0, after=decision) for decision in ("STOP", StepDecision.SKIP)]
+    told = _told(tmp_path, *before, *after)
+    for text in told[:2]:
+        assert "before_step returned" in text
+        assert "must return None or StepDecision.SKIP" in text
+    for text in told[2:]:
+        assert "after_step returned" in text
+        assert "must return None or StepDecision.STOP or StepDecision.ROLL_BACK" in text
 
 
 def test_every_hook_of_a_registered_callback_is_called() -> None:

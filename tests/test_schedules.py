@@ -2,7 +2,7 @@
 
 [Note: the second proof]  `simulate` and `prove` play a schedule step by step.  The tests ask another question of the
 same program: are its events (a step is reached, a message passes) free of cycles?  A program that can run is exactly
-one whose events can be put in an order, on gloo and on NCCL where every host waits at every step.
+one whose events can be put in an order, on gloo and on NCCL where every host waits at every step; `nccl.py` orders them.
 
 [Note: chunk time]  With costs of `chunks` each, every forward, backward and weight gradient of a chunk takes 1, so that
 idle times are whole numbers.  Divided by the chunks they are in units of a rank's work on one micro-batch.
@@ -18,6 +18,7 @@ from graphlib import CycleError, TopologicalSorter
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
+from nccl import is_stuck, one_by_one, waiting
 
 from megazero.schedules.action import Action, ActionKind, MessageAction, Placement, Schedule, loop
 from megazero.schedules.gpipe import GPIPE
@@ -129,54 +130,24 @@ def has_order(before: dict) -> bool:
     return True
 
 
-def can_run(placed: Program, placement: Placement) -> bool:
-    """Whether the events of a program have an order on both machines."""
-    return all(can_run_on(placed, placement, host_waits) for host_waits in (False, True))
-
-
-def can_run_on(placed: Program, placement: Placement, host_waits: bool) -> bool:
-    """Whether the events have an order where a receive counts from its OPEN; or from its RECV, and hosts wait.
-
-    A message is (F or B, micro-batch, the virtual stage that it comes from, the rank that it goes to).  It has two
-    sides; those of a rank that go to higher ranks pass in the order in which the rank posts them, and so do the others.
-    A host that waits takes a step after all messages that its rank has posted.
-    """
-    before: dict[object, set[object]] = {}  # event -> events that must come first
-    sides: dict[object, list[bool]] = {}
-    for rank, steps in enumerate(placed):
-        previous_step, previous_message, opened = None, {}, set()
-        for index, step in enumerate(steps):
-            here = (rank, index)
-            before[here] = {previous_step} - {None}
-            if host_waits:
-                before[here].update(previous_message.values())
-            previous_step = here
-            if isinstance(step, MessageAction):
-                sends = step.kind is ActionKind.SEND
-                if step.kind is ActionKind.OPEN:
-                    opened.add(step.lands)
-                elif step.lands not in opened and not sends and host_waits:
-                    return False
-                if not sends and (step.kind is ActionKind.OPEN) is host_waits:
-                    continue
-                sender, receiver = (rank, step.peer) if sends else (step.peer, rank)
-                stage = placement.index((sender, step.carries.chunk))
-                message = (step.carries.kind, step.carries.microbatch, stage, receiver)
-                sides.setdefault(message, []).append(sends)
-                before.setdefault(message, set()).update({here, previous_message.get(sender < receiver, here)})
-                previous_message[sender < receiver] = message
-                if sends:
-                    before[here].add(("computed", *message[:3]))
-            else:
-                stage = placement.index((rank, step.chunk))
-                before["computed", step.kind, step.microbatch, stage] = {here}
-                source = needed(step.kind, step.microbatch, stage, len(placement))
-                if source is not None:
-                    is_local = placement[source[2]][0] == rank
-                    before[here].add(("computed", *source) if is_local else (*source, rank))
-    known = all(event in before for first in before.values() for event in first)
-    paired = all(sorted(sent) == [False, True] for sent in sides.values())
-    return known and paired and has_order(before)
+def can_run(schedule: Schedule, placed: Program) -> bool:
+    """Whether the events of a program have an order on both machines, of which `nccl.py` is the emulation."""
+    for steps in placed:
+        done, opened = set(), set()
+        for step in steps:
+            if isinstance(step, Action):
+                done.add(step)
+            elif step.kind is ActionKind.OPEN:
+                opened.add(step.lands)
+            elif (step.carries not in done) if step.kind is ActionKind.SEND else (step.lands not in opened):
+                return False
+    gloo = [one_by_one(steps) for steps in map(received_when_opened, placed)]
+    try:
+        return not any(
+            is_stuck(schedule, machine) for machine in (gloo, [waiting(one_by_one(steps)) for steps in placed])
+        )
+    except (KeyError, ValueError):  # a message that is used before it is received, or has one side
+        return False
 
 
 # ---- every schedule, exhaustively
@@ -190,8 +161,8 @@ def test_every_shape_is_proved(name):
 @every_kind
 def test_a_second_proof_agrees(name):
     for schedule, placed in every_program(name):
-        if schedule.pp in (1, 2, 3, 5, 8) and schedule.microbatches in (1, 2, 4, 6, 10, 16):
-            assert can_run(placed, schedule.placement)
+        if schedule.pp in (1, 2, 3, 5, 8) and schedule.microbatches in (1, 4, 10):
+            assert can_run(schedule, placed)
 
 
 @every_kind
@@ -501,7 +472,7 @@ def test_any_order_of_actions_is_run_or_refused_as_its_dependencies_say(schedule
             before[name] = {previous, needed(*name, len(schedule.placement))} - {None}
     moved = replace(schedule, ranks=tuple(map(tuple, ranks)))
     if has_order(before):
-        assert can_run(program(moved), schedule.placement)
+        assert can_run(moved, program(moved))
     else:
         with pytest.raises(ScheduleError, match=r"rank \d (runs|stops at) [FBW]\d"):
             program(moved)
@@ -524,8 +495,8 @@ def test_messages_of_the_two_directions_do_not_wait_for_each_other():
     names = ("OPEN(B0<-1)", "RECV(B0<-1)")
     moved = [first[index_of(first, name)] for name in names]
     early = ((*moved, *(step for step in first if str(step) not in names)), second)
-    assert can_run_on(early, schedule.placement, host_waits=False)
-    assert not can_run_on(early, schedule.placement, host_waits=True)
+    assert not is_stuck(schedule, [one_by_one(steps) for steps in map(received_when_opened, early)])
+    assert is_stuck(schedule, [waiting(one_by_one(steps)) for steps in early])
     play(schedule, tuple(map(received_when_opened, early)))
     with pytest.raises(ScheduleError, match="deadlock where the host waits for the device; rank 0 stops at F0"):
         prove(schedule, early)
@@ -559,7 +530,7 @@ def test_prove_and_the_second_proof_agree_on_any_damage(schedule, moves, data):
         if data.draw(st.integers(0, 5)) > 0:
             steps.insert(data.draw(st.integers(0, len(steps))), step)
         placed = (*placed[:rank], tuple(steps), *placed[rank + 1 :])
-    if can_run(placed, schedule.placement):
+    if can_run(schedule, placed):
         prove(schedule, placed)
     else:
         with pytest.raises(ScheduleError):

@@ -69,10 +69,7 @@ def random_costs(random: Random) -> Costs:
     return Costs(*(random.randint(1, 9) for _ in range(3)), hop=random.choice([0, 0, 1, 5]))
 
 
-# ---- what the emulation says of a program whose neighbouring messages are one batch
-
-
-# ---- what it says of ours
+# ---- what the emulation says of our programs
 
 
 def test_every_schedule_has_the_makespan_of_its_paper_on_both_machines() -> None:
@@ -84,11 +81,6 @@ def test_every_schedule_has_the_makespan_of_its_paper_on_both_machines() -> None
             assert makespan(schedule, [*map(one_by_one, machine)]) == pytest.approx(wanted.makespan, rel=1e-12)
             found = play(schedule, machine).spans
             assert all(found[key] == pytest.approx(span, rel=1e-12) for key, span in wanted.spans.items())
-
-
-def test_no_schedule_gets_stuck_wherever_the_host_waits() -> None:
-    for schedule in every_built_in():
-        assert not is_stuck(schedule, [waiting(one_by_one(steps)) for steps in program(schedule)])
 
 
 def check_random(seed: int, most: tuple[int, int, int] = (4, 5, 2)) -> bool:
@@ -105,8 +97,8 @@ def check_random(seed: int, most: tuple[int, int, int] = (4, 5, 2)) -> bool:
 
 
 def test_any_schedule_that_can_run_runs_on_both_machines() -> None:
-    """150 at random: none gets stuck, and the order of the posts costs no time.  Gloo's order would be stuck on NCCL."""
-    assert sum(check_random(seed) for seed in range(150)) > 25
+    """75 at random: none gets stuck, and the order of the posts costs no time.  Gloo's order would be stuck on NCCL."""
+    assert sum(check_random(seed) for seed in range(75)) > 12
 
 
 def test_a_program_that_only_nccl_cannot_run_is_refused() -> None:
