@@ -115,17 +115,6 @@ def test_a_document_is_a_zigzag_of_chunks_of_even_length(drawn: tuple[int, list[
         assert all(2 * least <= counts[rank] <= 2 * most for rank in range(ranks))
 
 
-def test_packed_documents_have_the_positions_of_their_own_zigzag() -> None:
-    """Of each document on its own: [0, 3, 4, 7] is what a sample of two documents of 4 has in it, not one of 8."""
-    assert [runs.positions.tolist() for runs in shards([8], 2)] == [[0, 1, 6, 7], [2, 3, 4, 5]]
-    assert [runs.positions.tolist() for runs in shards([8, 8], 2)] == [[0, 1, 6, 7] * 2, [2, 3, 4, 5] * 2]
-    first, second = shards([4, 4], 2)
-    assert first.positions.tolist() == [0, 3, 0, 3]
-    assert [4 * run.document + run.first for run in rows_of(first)] == [0, 3, 4, 7]
-    assert second.positions.tolist() == [1, 2, 1, 2]
-    assert rows_of(second) == [Run(0, 1, 0, 2), Run(1, 1, 2, 2)]  # the last rank's chunks touch: one run
-
-
 def test_a_total_that_ranks_do_not_divide_is_refused() -> None:
     with pytest.raises(ValueError, match="2 ring ranks"):
         shards([2, 1], 2)
@@ -170,18 +159,6 @@ def test_tiles_of_any_runs_hold_every_visible_pair_once(
         found = [cell for tile in made for cell in cells(tile, window)]
         assert len(set(found)) == len(found)
         assert set(found) == seen(queries, other, window)
-
-
-@given(ranks_and_lengths, windows)
-def test_a_tile_stays_within_a_document(drawn: tuple[int, list[int]], window: int | None) -> None:
-    ranks, lengths = drawn
-    parts = shards(lengths, ranks)
-    for queries in parts:
-        for keys in parts:
-            for tile in tiles(queries, keys, window):
-                rows = queries.documents[tile.q_start : tile.q_stop]
-                assert {*rows.tolist()} == {*keys.documents[tile.k_start : tile.k_stop].tolist()}
-                assert len({*rows.tolist()}) == 1
 
 
 def test_a_rank_has_one_tile_for_each_document_of_a_source() -> None:

@@ -41,7 +41,6 @@ GRIDS = {
     512: (RankGrid(tp=8, cp=2, dp=8, pp=4), 2, 8),
     16384: (RankGrid(tp=8, cp=2, dp=64, pp=16), 1, 64),
 }
-MESH_BYTES = 154, 8  # of a rank in gloo's full mesh: 154 + 8 n; other lengths of host names change the first number
 
 
 # ---- Groups, and what each rank keeps in the store for them
@@ -78,29 +77,6 @@ def test_groups_keys_and_bytes_of_a_rank_do_not_grow_with_the_world() -> None:
             assert (counts.read_keys, counts.added, counts.waited) == (0, 0, 0), (
                 "nobody is met before the first message"
             )
-
-
-def _mesh(rank: int) -> Counts:
-    """A group that connects any two ranks at once, as torch does by default."""
-    os.environ["TORCH_GLOO_LAZY_INIT"] = "0"
-    inner = dist.distributed_c10d._get_default_store()
-    store = CountingStore(dist.PrefixStore("mesh", inner))
-    size = dist.get_world_size()
-    mesh = dist.ProcessGroupGloo(store, rank, size, timedelta(seconds=60))
-    dist.barrier()
-    del mesh
-    return store.counts
-
-
-@pytest.mark.parametrize("world", [2, 6])
-def test_a_mesh_writes_and_reads_what_the_note_says(world: int) -> None:
-    """So at 16,384 ranks one mesh of the world is 16,384 x 16,384 x 131,226 bytes = 35 TB out of one store."""
-    each = len(socket.gethostname()) - 64  # gloo writes the host's name
-    first, per_rank = MESH_BYTES
-    for counts in run_world(world, _mesh):
-        assert counts.written_keys == 1
-        assert abs(counts.written_bytes - (first + per_rank * world)) <= abs(each)
-        assert counts.read_bytes >= (world - 1) * per_rank * world
 
 
 # ---- A whole start
