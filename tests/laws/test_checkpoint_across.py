@@ -32,7 +32,6 @@ DESTINATIONS: list[tuple[int, dict[str, Any], int, str, int]] = [
     (4, {"pp": 2}, 2, "cpu", 0),
     (4, {}, 3, "nvme", 2),
     (4, {}, 1, "none", 2),
-    (1, {}, 0, "none", 0),
     (2, {"pp": 2, "schedule": "interleaved", "virtual_stages": 2}, 2, "none", 0),
     (4, {"pp": 2, "schedule": "zbv"}, 3, "cpu", 0),
 ]

@@ -61,7 +61,8 @@ def _two_steps(engine: Engine, run: ResolvedRun) -> tuple[list[Tensor], tuple[in
     return [bucket.gradient.clone() for bucket in engine.sharded_model.reducer.buckets], _memory(engine)
 
 
-def _fail(rank: int, run: ResolvedRun) -> None:
+def _fail(rank: int, run: ResolvedRun, number: int) -> None:
+    """In each place once: at its first call in every second case, else at its third."""
     state = state_on(rank, run)
 
     def fresh() -> Engine:
@@ -71,32 +72,33 @@ def _fail(rank: int, run: ResolvedRun) -> None:
         return engine
 
     wanted, memory = _two_steps(fresh(), run)
-    for owner, name in PLACES:
-        for fails_at in (1, 3):
-            engine, real, calls = fresh(), getattr(owner, name), [0]
+    for place, (owner, name) in enumerate(PLACES):
+        engine, real, calls, fails_at = fresh(), getattr(owner, name), [0], (1, 3)[(place + number) % 2]
 
-            def failing(*args: Any, real: Any = real, calls: Any = calls, at: int = fails_at, **more: Any) -> Any:
-                calls[0] += 1
-                if calls[0] == at:
-                    raise _PlannedError
-                return real(*args, **more)
+        def failing(*args: Any, real: Any = real, calls: Any = calls, at: int = fails_at, **more: Any) -> Any:
+            calls[0] += 1
+            if calls[0] == at:
+                raise _PlannedError
+            return real(*args, **more)
 
-            setattr(owner, name, failing)
-            try:
-                engine.compute_gradients(micro_batches(run, state, 7))
-            except _PlannedError:
-                pass  # the last one only where the place is called so often
-            finally:
-                setattr(owner, name, real)
-            found, held = _two_steps(engine, run)
-            case = f"{run.config.activations} {run.config.zero}: {name}, call {fails_at}"
-            assert all(map(torch.equal, found, wanted)), case
-            assert held == memory, case
+        setattr(owner, name, failing)
+        try:
+            engine.compute_gradients(micro_batches(run, state, 7))
+        except _PlannedError:
+            pass
+        else:
+            continue  # the place is not called so often
+        finally:
+            setattr(owner, name, real)
+        found, held = _two_steps(engine, run)
+        case = f"{run.config.activations} {run.config.zero}: {name}, call {fails_at}"
+        assert all(map(torch.equal, found, wanted)), case
+        assert held == memory, case
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
-def test_a_failed_step_leaves_no_memory_taken(case: dict[str, Any]) -> None:
-    run_world(2, _fail, run_of(2, model=LLAMA, training={"accumulation": 2}, **case))
+@pytest.mark.parametrize("number", range(len(CASES)), ids=lambda number: str(CASES[number]))
+def test_a_failed_step_leaves_no_memory_taken(number: int) -> None:
+    run_world(2, _fail, run_of(2, model=LLAMA, training={"accumulation": 2}, **CASES[number]), number)
 
 
 def _without_gradients(rank: int, run: ResolvedRun) -> bool:
@@ -176,7 +178,7 @@ def _interrupted_updates(rank: int, runs: list[ResolvedRun], shares_memory: bool
         with _Interrupts(state.world.size) as whole:
             engine.update(LR)
         new, count = state_of(engine), 0
-        for at in range(1, whole.places + 1, max(1, whole.places // 10)):
+        for at in range(1, whole.places + 1, max(1, whole.places // 6)):
             engine.load(saved, "data")
             engine.compute_gradients(micro_batches(run, state, 1))
             with pytest.raises(KeyboardInterrupt), _Interrupts(state.world.size, at):
@@ -210,7 +212,7 @@ def test_an_update_that_was_interrupted_is_not_seen_saved_or_gone_on_with(
     zeros.append({"stage": 2, "offload": {"optimizer": "nvme", "nvme_path": str(tmp_path), "ratio": 0.5}})
     runs = [run_of(world, model=LLAMA, zero=zero) for zero in zeros]
     for told in run_world(world, _interrupted_updates, runs, shares_memory, tmp_path / "saved", timeout=120):
-        assert min(told) > 3
+        assert min(told) > 1
 
 
 def _broken_off_loads(rank: int, runs: list[ResolvedRun], folder: Path) -> None:
