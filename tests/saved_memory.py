@@ -2,18 +2,23 @@
 
 RankActivations     plan/activation_bytes.py, for each layer's policy, walked through the rank's actions
 SavedMemory         hooks around a step: every tensor that autograd saves, each storage once
+Alive               every tensor that operators make, each storage once
 """
 
 from __future__ import annotations
 
+import weakref
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
+import torch
 from activation_formula import window_of
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from megazero.comm.memory import storage_of
 from megazero.engine import Engine
@@ -95,6 +100,47 @@ class SavedMemory(SavedTensorHooks):
                 stack.enter_context(module.register_forward_pre_hook(partial(begin, name)))
                 stack.enter_context(module.register_forward_hook(end))
             yield
+
+
+class Alive(TorchDispatchMode):
+    """Counts what operators make while this is entered and lives at once: bytes, and storages by type and shape.
+
+    Args:
+        least: storages of fewer bytes are left out.
+
+    Attributes:
+        largest: elements of the largest tensor that was made.
+    """
+
+    def __init__(self, least: int = 0) -> None:
+        super().__init__()
+        self._least, self._known = least, set[int]()
+        self._now, self._bytes = Counter[tuple[torch.dtype, torch.Size]](), 0
+        self.most, self.most_bytes, self.largest = Counter[tuple[torch.dtype, torch.Size]](), 0, 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = function(*args, **(kwargs or {}))
+        given = {storage_of(one) for one in tree_leaves((args, kwargs)) if isinstance(one, Tensor)}
+        for one in tree_leaves(result):
+            if isinstance(one, Tensor) and one.device.type == "cpu" and storage_of(one) not in self._known | given:
+                self._count(one)
+        self.most |= self._now
+        self.most_bytes = max(self.most_bytes, self._bytes)
+        return result
+
+    def _count(self, one: Tensor) -> None:
+        self.largest = max(self.largest, one.numel())
+        storage, what = one.untyped_storage(), (one.dtype, one.shape)
+        if storage.nbytes() >= self._least:
+            self._known.add(storage_of(one))
+            self._now[what] += 1
+            self._bytes += storage.nbytes()
+            weakref.finalize(storage, self._gone, storage_of(one), what, storage.nbytes())
+
+    def _gone(self, at: int, what: tuple[torch.dtype, torch.Size], size: int) -> None:
+        self._known.remove(at)
+        self._now[what] -= 1
+        self._bytes -= size
 
 
 class _Counted:

@@ -23,12 +23,10 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from harness import run_program, run_world
+from saved_memory import Alive
 from torch import Tensor, nn
-from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.utils import parametrize
 from torch.optim import lr_scheduler
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 from torch.utils.data import TensorDataset
 
@@ -1216,37 +1214,18 @@ def test_whole_parameters_may_be_asked_for_within_each_other_and_send_what_chang
     run_world(2, _whole_within_whole)
 
 
-class LiveBytes(TorchDispatchMode):
-    """Greatest number of bytes in tensors of at least `least` bytes that were alive at once."""
-
-    def __init__(self, least: int) -> None:
-        super().__init__()
-        self.least, self.peak = least, 0
-        self._live: dict[int, tuple[StorageWeakRef, int]] = {}
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        for leaf in tree_leaves(result):
-            if isinstance(leaf, Tensor) and leaf.device.type == "cpu" and leaf.untyped_storage().nbytes() >= self.least:
-                storage = leaf.untyped_storage()
-                self._live[storage._cdata] = (StorageWeakRef(storage), storage.nbytes())
-        self._live = {key: one for key, one in self._live.items() if not one[0].expired()}
-        self.peak = max(self.peak, sum(size for _, size in self._live.values()))
-        return result
-
-
 def _wide() -> nn.Module:
     return nn.Sequential(*(nn.Linear(200, 200) for _ in range(12)))
 
 
 def test_under_init_no_two_parameters_are_whole_at_once() -> None:
     weight = 4 * 200 * 200
-    with LiveBytes(weight) as plain:
+    with Alive(weight) as plain:
         _wide()
-    with LiveBytes(weight) as live, megazero.zero.Init():
+    with Alive(weight) as live, megazero.zero.Init():
         _wide()
-    assert plain.peak >= 12 * weight
-    assert live.peak <= weight
+    assert plain.most_bytes >= 12 * weight
+    assert live.most_bytes <= weight
 
 
 def test_a_model_on_the_meta_device_without_values_is_an_error() -> None:

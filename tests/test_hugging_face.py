@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import tomllib
-import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,8 +14,8 @@ import torch
 from harness import run_world
 from plain_model import logits
 from safetensors.torch import load_file, save_file
+from saved_memory import Alive
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 from typer.testing import CliRunner, Result
 from worlds import GPT2, LLAMA, LR, engine_on, global_batch, micro_batches, plain_config, run_of
 
@@ -512,25 +511,6 @@ def test_two_conversions_into_one_directory_do_not_meet(protocol: str, tmp_path:
     assert folder_at(out).files() == ["model.safetensors"]
 
 
-class _LiveBytes(TorchDispatchMode):
-    """The most bytes of tensors that lived at one time, those of mapped files left out."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.peak, self._live = 0, dict[int, int]()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        views = {one.untyped_storage()._cdata for one in args if isinstance(one, Tensor)}
-        if isinstance(out, Tensor) and out.device.type == "cpu":
-            storage = out.untyped_storage()
-            if storage._cdata not in views:
-                self._live[id(out)] = storage.nbytes()
-                weakref.finalize(out, self._live.pop, id(out))
-                self.peak = max(self.peak, sum(self._live.values()))
-        return out
-
-
 def test_one_tensor_is_in_memory_at_a_time(tmp_path: Path) -> None:
     """Conversion of dtypes, which copies: the largest tensor twice at most, once more in halves, not the model."""
     wide = MODELS["untied"] | {"hidden_size": 64, "num_layers": 12, "ffn_hidden_size": 256, "vocab_size": 300}
@@ -542,9 +522,9 @@ def test_one_tensor_is_in_memory_at_a_time(tmp_path: Path) -> None:
         (export_model, tmp_path / "step", tmp_path / "out"),
         (import_model, tmp_path / "out", tmp_path / "again"),
     ):
-        with _LiveBytes() as memory:
+        with Alive() as memory:
             convert(source, out, dtype="bf16" if convert is export_model else "fp32")
-        assert largest / 2 <= memory.peak <= 3 * largest
+        assert largest / 2 <= memory.most_bytes <= 3 * largest
 
 
 def test_weights_go_through_an_object_store(hub_models: dict[str, Path], tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from harness import run_world
+from saved_memory import Alive
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
@@ -271,20 +272,10 @@ def test_logits_of_a_long_sequence_never_exist_whole() -> None:
     """Peak size of any tensor made on the way, forward and backward, is that of a chunk."""
     vocab, tokens, chunk = 512, 64, 8
     head = _untied_head(vocab, chunk, Axis("tp"), hidden=4)
-    largest = 0
-
-    class Watch(torch.utils._python_dispatch.TorchDispatchMode):
-        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            nonlocal largest
-            result = func(*args, **(kwargs or {}))
-            if isinstance(result, Tensor) and result.shape[-1:] == (vocab,):
-                largest = max(largest, result.numel())
-            return result
-
     x = torch.randn(tokens, 1, 4, requires_grad=True)
-    with Watch():
+    with Alive() as alive:
         head(x, torch.zeros(tokens, 1, dtype=torch.int64)).backward()
-    assert largest == chunk * vocab
+    assert alive.largest == chunk * vocab
 
 
 def test_chunks_of_the_loss_are_equal_tiles_that_cover_all_tokens_within_the_bound() -> None:
@@ -489,21 +480,11 @@ def test_a_window_takes_memory_by_its_size_and_not_by_the_square_of_the_sequence
     window, largest = SlidingWindow(16, dtype, torch.device("cpu")), []
     for seq in (512, 1024):
         q, k, v = (torch.randn(1, heads, seq, 8, dtype=dtype, requires_grad=True) for heads in (2, 1, 1))
-        with _LargestTensor() as seen:
+        with Alive() as seen:
             window.attend(q, k, v).sum().backward()
-        assert seen.numel < seq * seq // 8
-        largest.append(seen.numel)
+        assert seen.largest < seq * seq // 8
+        largest.append(seen.largest)
     assert largest[1] <= 2 * largest[0]
-
-
-class _LargestTensor(TorchDispatchMode):
-    numel = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        for one in out if isinstance(out, tuple | list) else (out,):
-            self.numel = max(self.numel, one.numel() if isinstance(one, Tensor) else 0)
-        return out
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])

@@ -54,39 +54,21 @@ def _two_groups(module: nn.Module) -> list[dict[str, Any]]:
     return [{"params": matrices, "weight_decay": 0.2, "lr": 0.02}, {"params": vectors, "weight_decay": 0.0}]
 
 
-class _PlainLion(torch.optim.Optimizer):
-    """Lion as algorithm 2 of Chen et al. 2023 has it, on whole tensors."""
-
-    def __init__(self, groups: Any, lr: float = 1e-4, weight_decay: float = 0.0) -> None:
-        super().__init__(groups, {"lr": lr, "weight_decay": weight_decay})
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
-        for group in self.param_groups:
-            for p in group["params"]:
-                if p.grad is None:
-                    continue
-                m = self.state[p].setdefault("m", torch.zeros_like(p))
-                update = torch.sign(0.9 * m + 0.1 * p.grad)
-                p.sub_(group["lr"] * (update + group["weight_decay"] * p))
-                m.copy_(0.99 * m + 0.01 * p.grad)
-
-
 Make = Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
-# ours, and torch's (of Lion: a plain one); fused kernels among them
-OPTIMIZERS: dict[str, tuple[Make, Make | None]] = {
-    "AdamW": (lambda groups: torch.optim.AdamW(groups, lr=1e-2, eps=1e-5), None),
-    "AdamW fused": (lambda groups: torch.optim.AdamW(groups, lr=1e-2, eps=1e-5, fused=True), None),
-    "AdamW amsgrad": (lambda groups: torch.optim.AdamW(groups, lr=1e-2, eps=1e-5, amsgrad=True), None),
-    "Adam": (lambda groups: torch.optim.Adam(groups, lr=1e-2, eps=1e-5), None),
-    "SGD": (lambda groups: torch.optim.SGD(groups, lr=1e-2), None),
-    "SGD momentum": (lambda groups: torch.optim.SGD(groups, lr=1e-2, momentum=0.9, nesterov=True), None),
-    "SGD fused": (lambda groups: torch.optim.SGD(groups, lr=1e-2, momentum=0.9, dampening=0.5, fused=True), None),
-    "Lion": (lambda groups: Lion(groups, lr=1e-3), lambda groups: _PlainLion(groups, lr=1e-3)),
-    "Adagrad": (lambda groups: torch.optim.Adagrad(groups, lr=1e-2, initial_accumulator_value=0.3), None),
-    "RMSprop": (lambda groups: torch.optim.RMSprop(groups, lr=1e-2, eps=1e-5, momentum=0.9, centered=True), None),
-    "ASGD": (lambda groups: torch.optim.ASGD(groups, lr=1e-2), None),
-    "NAdam": (lambda groups: torch.optim.NAdam(groups, lr=1e-2, eps=1e-5), None),
+# torch's, fused kernels among them, and one of ours
+OPTIMIZERS: dict[str, Make] = {
+    "AdamW": lambda groups: torch.optim.AdamW(groups, lr=1e-2, eps=1e-5),
+    "AdamW fused": lambda groups: torch.optim.AdamW(groups, lr=1e-2, eps=1e-5, fused=True),
+    "AdamW amsgrad": lambda groups: torch.optim.AdamW(groups, lr=1e-2, eps=1e-5, amsgrad=True),
+    "Adam": lambda groups: torch.optim.Adam(groups, lr=1e-2, eps=1e-5),
+    "SGD": lambda groups: torch.optim.SGD(groups, lr=1e-2),
+    "SGD momentum": lambda groups: torch.optim.SGD(groups, lr=1e-2, momentum=0.9, nesterov=True),
+    "SGD fused": lambda groups: torch.optim.SGD(groups, lr=1e-2, momentum=0.9, dampening=0.5, fused=True),
+    "Lion": lambda groups: Lion(groups, lr=1e-3),
+    "Adagrad": lambda groups: torch.optim.Adagrad(groups, lr=1e-2, initial_accumulator_value=0.3),
+    "RMSprop": lambda groups: torch.optim.RMSprop(groups, lr=1e-2, eps=1e-5, momentum=0.9, centered=True),
+    "ASGD": lambda groups: torch.optim.ASGD(groups, lr=1e-2),
+    "NAdam": lambda groups: torch.optim.NAdam(groups, lr=1e-2, eps=1e-5),
 }
 PLACES: dict[str, dict[str, Any]] = {
     "device": {},
@@ -98,16 +80,16 @@ PLACES: dict[str, dict[str, Any]] = {
 
 
 def _steps(rank: int, world: int, name: str, stages: Sequence[int], offload: dict[str, Any], **options: Any) -> None:
-    ours, plain = OPTIMIZERS[name]
+    make = OPTIMIZERS[name]
     batches = random_batches(3, world, 2, 4, WIDTH)
     for stage in stages:
         expected = seeded(_Model)
-        gradients = plain_steps(expected, batches, optimizer=plain or ours, groups=_two_groups(expected), max_norm=1.5)
+        gradients = plain_steps(expected, batches, optimizer=make, groups=_two_groups(expected), max_norm=1.5)
         norms = [torch.cat([gradient.flatten() for gradient in step.values()]).norm() for step in gradients]
         assert min(norms) > 2 * 1.5  # or clipping would go untested
         module = seeded(_Model)
         sharded = Sharded(
-            module, stage, rank, world, optimizer=ours, groups=_two_groups(module), offload=offload, **options
+            module, stage, rank, world, optimizer=make, groups=_two_groups(module), offload=offload, **options
         )
         for step in batches:
             assert sharded.step(step[rank], max_norm=1.5)
@@ -160,7 +142,7 @@ def test_half_precision_weights_are_their_rounded_masters(place: str, dtype: str
                 stage,
                 rank,
                 2,
-                optimizer=OPTIMIZERS["AdamW"][0],
+                optimizer=OPTIMIZERS["AdamW"],
                 precision=precision,
                 offload=PLACES[place] | {"nvme_path": str(tmp_path)},
             )
@@ -190,7 +172,7 @@ def test_state_that_is_read_and_written_to_another_run_goes_on_as_if_never_stopp
         sharded = Sharded(
             module,
             2,
-            optimizer=OPTIMIZERS[name][0],
+            optimizer=OPTIMIZERS[name],
             groups=_two_groups(module),
             offload=PLACES[place] | {"nvme_path": str(tmp_path)},
         )
@@ -324,7 +306,7 @@ def test_weights_in_a_file_train_after_an_evaluation_in_inference_mode(tmp_path:
 def test_an_optimizer_that_is_reset_steps_as_a_new_one(optimizer: str, place: str, tmp_path: Path) -> None:
     def new() -> Sharded:
         offload = PLACES[place] | {"nvme_path": str(tmp_path)}
-        return Sharded(seeded(_Model), 1, optimizer=OPTIMIZERS[optimizer][0], offload=offload)
+        return Sharded(seeded(_Model), 1, optimizer=OPTIMIZERS[optimizer], offload=offload)
 
     used, fresh = new(), new()
     start = fresh.whole("model")
@@ -385,7 +367,7 @@ def test_an_optimizer_by_name_takes_what_each_group_says() -> None:
 def test_a_full_disk_is_one_clear_error(optimizer: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     module = seeded(_Model)
     offload = {"optimizer": "nvme", "nvme_path": str(tmp_path)}
-    sharded = Sharded(module, 1, optimizer=OPTIMIZERS[optimizer][0], offload=offload)
+    sharded = Sharded(module, 1, optimizer=OPTIMIZERS[optimizer], offload=offload)
     sharded.step([numbers(4, WIDTH)])
     sharded.accumulate([numbers(4, WIDTH)])
 

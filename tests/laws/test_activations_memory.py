@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from functools import partial
 from itertools import product
@@ -13,11 +11,9 @@ import pytest
 import torch
 from activation_formula import MicroBatchSize, activations_of_ranks, block_bytes, micro_batch_size, queued_bytes
 from harness import run_world
-from saved_memory import measure_saved
+from saved_memory import Alive, measure_saved
 from test_activation_offload import LateCopier
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 from worlds import engine_on, micro_batches, run_of, state_on
 
 from megazero.comm.collectives import ring_shift
@@ -245,34 +241,6 @@ def test_documents_on_one_rank_keep_what_one_document_does() -> None:
     assert run_world(1, _differences, runs) == [{}]
 
 
-class _Alive(TorchDispatchMode):
-    """Counts what is made while it is entered and lives at once: bytes, and storages by type and shape."""
-
-    def __init__(self, given: Sequence[Tensor]) -> None:
-        super().__init__()
-        self._known = {one.untyped_storage().data_ptr() for one in given}
-        self._now, self._bytes = Counter[tuple[torch.dtype, torch.Size]](), 0
-        self.most, self.most_bytes = Counter[tuple[torch.dtype, torch.Size]](), 0
-
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = function(*args, **(kwargs or {}))
-        for one in tree_leaves(result):
-            if isinstance(one, Tensor) and one.untyped_storage().data_ptr() not in self._known:
-                storage, what = one.untyped_storage(), (one.dtype, one.shape)
-                self._known.add(storage.data_ptr())
-                self._now[what] += 1
-                self._bytes += storage.nbytes()
-                weakref.finalize(storage, self._gone, storage.data_ptr(), what, storage.nbytes())
-        self.most |= self._now
-        self.most_bytes = max(self.most_bytes, self._bytes)
-        return result
-
-    def _gone(self, at: int, what: tuple[torch.dtype, torch.Size], size: int) -> None:
-        self._known.remove(at)
-        self._now[what] -= 1
-        self._bytes -= size
-
-
 def _buffers_of_ring(rank: int, cp: int, rows: int, shares_memory: bool) -> list[tuple[int, int, int]]:
     """Of the forward and of the backward: chunks of keys and values, the same of gradients, most bytes."""
     run = run_of(cp, model=_llama(seq_len=cp * rows), parallel={"cp": cp, "cp_method": "ring"})
@@ -284,11 +252,9 @@ def _buffers_of_ring(rank: int, cp: int, rows: int, shares_memory: bool) -> list
     chunk, found = torch.Size([2, *k.shape]), []
     number = torch.zeros(1)
     ring_shift(number.clone(), number, state.cp_ring).wait()  # maps the memory that the ranks share
-    channel = getattr(state.cp_ring.group.backends["cpu"], "reduce", None)
-    given = (q, k, v, grad, *(area for half in channel._halves for area in half)) if channel else (q, k, v, grad)
-    with _Alive(given) as forward:
+    with Alive() as forward:
         out = attention.attend(q, k, v, part)
-    with _Alive((*given, out)) as backward:
+    with Alive() as backward:
         out.backward(grad)
     for one in (forward, backward):
         found.append((one.most[torch.bfloat16, chunk], one.most[torch.float32, chunk], one.most_bytes))
