@@ -28,6 +28,20 @@ Operations: TypeAlias = Sequence[Operation]
 Step: TypeAlias = Action | MessageAction
 
 
+def pair_of(schedule: Schedule, rank: int, action: Action) -> tuple[Action, ...]:
+    """The parts of the pair that an action is in, or it alone: a forward, the backward behind it, its weight gradient."""
+    order = schedule.ranks[rank]
+    at = order.index(action)
+    for first in range(max(0, at - 2), at + 1):
+        if (rank, order[first]) in schedule.beside:
+            backward, *rest = order[first + 1 : first + 3]
+            weight = Action(ActionKind.WEIGHT, backward.microbatch, backward.chunk)
+            parts = order[first : first + 2 + (rest == [weight])]
+            if action in parts:
+                return parts
+    return (action,)
+
+
 def one_by_one(steps: Iterable[Step]) -> list[Operation]:
     """Every message is a batch of its own."""
     return [step if isinstance(step, Action) else (step,) for step in steps]
@@ -83,10 +97,12 @@ def _events(
         host = {here}
         if isinstance(operation, Action):
             event = ("action", rank, operation)
-            source = schedule.source(rank, operation)
+            together = pair_of(schedule, rank, operation)
             needs = set()
-            if source is not None:
-                needs = {brings[operation] if source[0] != rank else ("action", *source)}
+            for part in together if operation == together[0] else ():  # the parts of a pair start together
+                source = schedule.source(rank, part)
+                if source is not None and (source[0] != rank or source[1] not in together):
+                    needs.add(brings[part] if source[0] != rank else ("action", *source))
             yield event, host | action | needs
             action = {event}
             queued.add(event)

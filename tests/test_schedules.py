@@ -11,6 +11,7 @@ idle times are whole numbers.  Divided by the chunks they are in units of a rank
 import itertools
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import cache
 from graphlib import CycleError, TopologicalSorter
@@ -18,7 +19,7 @@ from graphlib import CycleError, TopologicalSorter
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
-from nccl import is_stuck, one_by_one, waiting
+from nccl import is_stuck, one_by_one, pair_of, waiting
 
 from megazero.schedules.action import Action, ActionKind, MessageAction, Placement, Schedule, loop
 from megazero.schedules.gpipe import GPIPE
@@ -43,7 +44,7 @@ gpipe, interleaved, one_forward_one_backward = GPIPE.build, INTERLEAVED.build, O
 zero_bubble_h1, zero_bubble_v = ZERO_BUBBLE_H1.build, ZERO_BUBBLE_V.build
 
 SHAPES = [(pp, m) for pp in range(1, 9) for m in (*range(1, 13), 14, 16, 24)]
-SPLIT = ("zb-h1", "zbv")
+SPLIT = ("zb-h1", "zbv", "dualpipev")
 
 every_kind = pytest.mark.parametrize("name", SCHEDULES)
 
@@ -132,11 +133,13 @@ def has_order(before: dict) -> bool:
 
 def can_run(schedule: Schedule, placed: Program) -> bool:
     """Whether the events of a program have an order on both machines, of which `nccl.py` is the emulation."""
-    for steps in placed:
+    for rank, steps in enumerate(placed):
         done, opened = set(), set()
-        for step in steps:
+        for step, following in itertools.zip_longest(steps, steps[1:]):
             if isinstance(step, Action):
                 done.add(step)
+                if isinstance(following, MessageAction) and pair_of(schedule, rank, step)[-1] != step:
+                    return False
             elif step.kind is ActionKind.OPEN:
                 opened.add(step.lands)
             elif (step.carries not in done) if step.kind is ActionKind.SEND else (step.lands not in opened):
@@ -218,7 +221,9 @@ def test_an_evaluation_is_the_forwards_of_the_training_schedule_in_its_order(nam
     for training in every(name):
         schedule = forward_only(training)
         forwards = tuple(tuple(a for a in rank if a.kind is ActionKind.FORWARD) for rank in training.ranks)
-        assert schedule == replace(training, name=f"{name}, forward only", ranks=forwards, has_backward=False)
+        assert schedule == replace(
+            training, name=f"{name}, forward only", ranks=forwards, has_backward=False, beside=frozenset()
+        )
         assert not schedule.splits_backward
         assert not any(peak_activations(schedule, rank) for rank in range(schedule.pp))
 
@@ -303,6 +308,15 @@ def test_zbv_holds_as_much_as_the_first_rank_of_1f1b_in_chunks_of_half_the_size(
         assert max(peaks) <= 2 * min(schedule.pp, schedule.microbatches)
 
 
+def test_dualpipev_holds_a_chunk_more_than_a_v_of_zero_bubble():
+    """DeepSeek-AI: PP + 1 activations of one of PP = 2 pp stages."""
+    for schedule in every("dualpipev"):
+        peaks = [peak_activations(schedule, rank) for rank in range(schedule.pp)]
+        assert max(peaks) <= min(2 * schedule.pp + 1, 2 * schedule.microbatches)
+        if schedule.microbatches >= 2 * schedule.pp:
+            assert set(peaks) == {2 * schedule.pp + 1}
+
+
 # ---- idle time
 
 
@@ -342,6 +356,19 @@ def test_zbv_is_idle_for_half_of_zb_h1_once_it_is_full():
         assert [timeline.idle(rank) for rank in range(pp)] == [max(2 * pp - 1 - m, (pp - 1) / 2)] * pp
 
 
+def test_dualpipev_is_idle_as_its_authors_say_and_pairs_its_steady_state():
+    """(PP/2 - 1)(F&B + B - 3W) in times of a chunk, PP = 2 pp stages and B whole, for 2 pp micro-batches or more."""
+    for schedule in every("dualpipev"):
+        pp, m = schedule.pp, schedule.microbatches
+        forward, whole, weight, together = 1, 2, 1, 3
+        full = (pp - 1) * (together + whole - 3 * weight)
+        assert idle_times(schedule) == [max(2 * (2 * pp - 1 - m), full)] * pp
+        for rank in range(pp) if m >= 2 * pp else ():
+            steady = 2 * (m - 2 * pp + rank + 1) - (rank == pp - 1)  # the first of the last rank is none
+            assert sum(at == rank for at, _ in schedule.beside) == steady + (pp - rank - 1)
+            assert forward + whole == together
+
+
 @settings(deadline=None, max_examples=150)
 @given(schedule=small_schedules(), times=st.tuples(*[st.integers(1, 9)] * 4))
 def test_each_action_starts_as_soon_as_its_rank_is_free_and_its_input_is_there(schedule, times):
@@ -354,9 +381,13 @@ def test_each_action_starts_as_soon_as_its_rank_is_free_and_its_input_is_there(s
         free = 0
         for action in order:
             there = 0
-            if source := needed(action.kind, action.microbatch, placement.index((rank, action.chunk)), len(placement)):
-                at, chunk = placement[source[2]]
-                there = spans[at, Action(source[0], source[1], chunk)][1] + (hop if at != rank else 0)
+            parts = pair_of(schedule, rank, action)
+            for part in parts if action == parts[0] else ():  # all of a pair waits for all that it needs
+                source = needed(part.kind, part.microbatch, placement.index((rank, part.chunk)), len(placement))
+                at, chunk = placement[source[2]] if source else (0, 0)
+                if source and (at != rank or Action(source[0], source[1], chunk) not in parts):
+                    *_, last = pair_of(schedule, at, Action(source[0], source[1], chunk))
+                    there = max(there, spans[at, last][1] + (hop if at != rank else 0))
             assert spans[rank, action][0] == max(free, there)
             free = spans[rank, action][1]
             length = {ActionKind.FORWARD: forward, ActionKind.BACKWARD: backward, ActionKind.WEIGHT: weight}[
@@ -476,6 +507,34 @@ def test_any_order_of_actions_is_run_or_refused_as_its_dependencies_say(schedule
     else:
         with pytest.raises(ScheduleError, match=r"rank \d (runs|stops at) [FBW]\d"):
             program(moved)
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "message"),
+    [
+        ("F0 F1&B0 B1", "F0 B0 F1 B1", ""),
+        ("F0 F1&B0 B1", "F0 F1 B0 B1", "deadlock; rank 0 stops at F1, which waits for B0 on rank 1"),
+        ("F0 F1 B0 B1", "F0&B0 F1 B1", "deadlock; rank 0 stops at B0, which waits for B0 on rank 1"),
+        ("F0&F1 B0 B1", "F0 B0 F1 B1", "rank 0 runs F0 beside F1, which is no backward"),
+    ],
+)
+def test_a_pair_waits_for_all_that_it_needs(first, second, message):
+    """Rank 1 sends B0 after F0, or after F1, which is of the pair that waits for it."""
+    schedule = schedule_of(first.replace("&", " "), second.replace("&", " "))
+    words = [(rank, word) for rank, text in enumerate((first, second)) for word in text.split() if "&" in word]
+    paired = replace(schedule, beside=frozenset((rank, *actions(word[: word.index("&")])) for rank, word in words))
+    with pytest.raises(ScheduleError, match=message) if message else nullcontext():
+        program(paired)
+
+
+def test_a_message_within_a_pair_is_refused():
+    schedule = SCHEDULES["dualpipev"].build(2, 4, 2)
+    (first, second) = program(schedule)
+    at, steps = index_of(first, "F3"), list(first)
+    posted = next(index for index in range(at, len(steps)) if isinstance(steps[index], MessageAction))
+    steps.insert(at + 1, steps.pop(posted))
+    with pytest.raises(ScheduleError, match=r"rank 0 posts .* within the pair of F3$"):
+        prove(schedule, (tuple(steps), second))
 
 
 # ---- damaged programs are refused

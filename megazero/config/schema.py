@@ -153,7 +153,7 @@ class ParallelConfig(Section):
     ] = "loop"
     """Order of the ranks that the chunks of `schedule_file` are on: the same each time, or down and back up."""
     virtual_stages: Annotated[Count, _OWN_SCHEDULE] = 1
-    """Model chunks on each pipeline rank, for the schedule interleaved (2 or more); zbv always has two, the others one."""
+    """Model chunks on each pipeline rank, for interleaved (2 or more); zbv and dualpipev have two, others one."""
     layout: Annotated[Layout, ActsWhere("parallel.pp parallel.virtual_stages", (), "there is one stage", above=1)] = (
         "even"
     )

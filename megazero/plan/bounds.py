@@ -22,7 +22,7 @@ from megazero.zero.bucket import DTYPES
 
 _FP32 = 4
 _RECOMPUTED = 1.25  # of a guess: what does not fit computes much again
-_FILLS = {"zb-h1": 1 / 3, "zbv": 1 / 6}  # of 1F1B's idle time, where all passes take as long
+_FILLS = {"zb-h1": 1 / 3, "zbv": 1 / 6, "dualpipev": 1 / 3}  # of 1F1B's idle time, where all passes take as long
 
 
 @dataclass(frozen=True)

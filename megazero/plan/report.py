@@ -144,7 +144,7 @@ class PlanJudge:
         """Return a step's seconds.  Once a pipeline is full every micro-batch adds the same, so only some are simulated."""
         kind, parallel = kind_of(run.config), run.config.parallel
         step = kind.microbatch_multiple(parallel.pp)
-        fills = 2 if parallel.schedule == "zbv" else 1  # pipelines' worth of micro-batches until it is full
+        fills = 2 if kind.chunks == 2 else 1  # pipelines' worth of micro-batches until it is full
         some = -(-fills * parallel.pp // step) * step
         if run.accumulation <= 2 * some or parallel.schedule_file is not None:
             return step_time_of(run, self.cluster).seconds

@@ -23,7 +23,7 @@ app = typer.Typer(no_args_is_help=True, help="Look at pipeline schedules.")
 @app.command()
 def show(
     schedule: Annotated[
-        str | None, typer.Option(help="gpipe, 1f1b, interleaved, zb-h1 or zbv; 1f1b by default.")
+        str | None, typer.Option(help="gpipe, 1f1b, interleaved, zb-h1, zbv or dualpipev; 1f1b by default.")
     ] = None,
     pp: Annotated[int | None, typer.Option(help="Pipeline ranks.")] = None,
     microbatches: Annotated[int | None, typer.Option(help="Micro-batches of one step.")] = None,

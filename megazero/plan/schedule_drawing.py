@@ -94,7 +94,10 @@ def draw_text(timeline: Timeline, width: int) -> Text:
         for start, end, action in spans:
             first = max(column(start), at)
             last = max(column(end), first)
-            row.append("." * (first - at)).append_text(_cell(action, last - first, schedule.chunks))
+            columns_of = last - first
+            together = "&" if columns_of > 2 and (rank, action) in schedule.beside else ""
+            row.append("." * (first - at)).append_text(_cell(action, columns_of - len(together), schedule.chunks))
+            row.append(together)
             at = last
         lines.append(row.append("." * (column(makespan) - at) + " " * (columns - max(column(makespan), at))))
     lines.append(Text("time".ljust(margin) + _scale(makespan, column, columns)))
@@ -146,6 +149,8 @@ def _legend(schedule: Schedule, width: int) -> list[Text]:
     if chunks > 1:
         sample = _cell(Action(ActionKind.FORWARD, 0, 1), 3, 2)
         entries.append((sample, "chunk 1" if chunks == 2 else "chunks from 1 on"))
+    if schedule.beside:
+        entries.append((Text("F0&"), "beside the next"))
     lines: list[Text] = []
     for sample, meaning in [*entries, (Text("..."), "idle")]:
         entry = sample.append(f" {meaning}")

@@ -6,12 +6,16 @@
     rank 0   F0 F1 B0 W0 B1 W1              a schedule with W splits the backward: B computes the gradient of the input,
                                             W that of the weights
 
+    rank 0   F2&B0.1&W0.1                   a pair: F2 runs beside B0.1, so that exchanges of one lie behind products of the
+                                            other; with the weight gradient, if it follows
+
 Virtual stages are numbered along the model; `placement` says which (rank, chunk) runs each.
 
 A user's own schedule is a file of comma-separated values, one line per pipeline rank in the order in which it computes:
 
     F0,F1,B0,W0,B1,W1        F0 = forward of micro-batch 0, B0 = its backward, W0 = its weight gradient
     ,F0,B0,W0,F1,B1,W1       empty cells and lines are skipped
+    F0,F1,F0.1,F1.1&B0.1     what runs together is one cell
 
 Ranks, micro-batches and chunks are counted from the cells.  A file with forwards alone is for evaluation.  A schedule that
 was read is not proved yet: `program` does that, as for every schedule.
@@ -23,7 +27,7 @@ import csv
 import os
 import re
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import cached_property
 from itertools import accumulate
@@ -90,6 +94,8 @@ class Schedule:
         placement: where each virtual stage runs.
         ranks: the actions of each pipeline rank.
         has_backward: False for evaluation.
+        beside: (rank, forward) of each pair: the forward runs beside the backward that follows it, and beside that one's
+            weight gradient if it is next.
     """
 
     name: str
@@ -97,6 +103,7 @@ class Schedule:
     placement: Placement
     ranks: tuple[tuple[Action, ...], ...]
     has_backward: bool = True
+    beside: frozenset[tuple[int, Action]] = frozenset()
 
     @property
     def pp(self) -> int:
@@ -124,6 +131,34 @@ class Schedule:
         rank, chunk = self.placement[-1]
         change = {ActionKind.FORWARD: 1, ActionKind.BACKWARD: -1}
         return max(accumulate(change.get(action.kind, 0) for action in self.ranks[rank] if action.chunk == chunk))
+
+    @cached_property
+    def _together(self) -> dict[tuple[int, Action], tuple[Action, ...]]:
+        """The parts of a pair, in order, by (rank, part)."""
+        pairs: dict[tuple[int, Action], tuple[Action, ...]] = {}
+        for rank, actions in enumerate(self.ranks):
+            for index, action in enumerate(actions):
+                if (rank, action) in self.beside:
+                    parts = actions[index : index + 3]
+                    is_weight = parts[2:] == (replace(parts[1], kind=ActionKind.WEIGHT),)
+                    parts = parts if is_weight else parts[:2]
+                    pairs |= {(rank, part): parts for part in parts}
+        return pairs
+
+    def together(self, rank: int, action: Action) -> tuple[Action, ...]:
+        """What runs together, in order: the parts of the pair that an action is in, or it alone."""
+        return self._together.get((rank, action), (action,))
+
+    def needs(self, rank: int, action: Action) -> list[tuple[int, Action]]:
+        """The (rank, action)s that must have ended before an action starts; the first part of a pair waits for all parts."""
+        parts = self.together(rank, action)
+        sources = [self.source(rank, part) for part in parts] if action == parts[0] else []
+        own = {(rank, part) for part in parts[1:]}
+        return [self.last_part(*source) for source in sources if source is not None and source not in own]
+
+    def last_part(self, rank: int, action: Action) -> tuple[int, Action]:
+        """The (rank, action) at the end of which a result is there; those of a pair are there when all of it has ended."""
+        return rank, self.together(rank, action)[-1]
 
     def source(self, rank: int, action: Action) -> tuple[int, Action] | None:
         """The (rank, action) whose result `action` needs, or None for the first forward.
@@ -164,6 +199,7 @@ def v_shape(pp: int) -> Placement:
 
 
 _CELL = re.compile(r"([FBW])([0-9]{1,7})(?:\.([0-9]{1,3}))?")
+_TOGETHER = ("F", "B", "W", "FB", "FBW")
 _EXPECTED = "expected F, B or W with a micro-batch, as F0, and after a dot the chunk where it is not 0, as F0.1"
 _PLACEMENTS: dict[str, Callable[[int, int], Placement]] = {"loop": loop, "v": lambda pp, _: v_shape(pp)}
 
@@ -189,7 +225,7 @@ def read_schedule(path: Path, placement: str = "loop") -> Schedule:
         raise ValueError(f"{path} is no UTF-8 text; expected lines such as F0,F1,B0,B1") from None
     except csv.Error as error:
         raise ValueError(f"{path} is no table of comma-separated values: {error}") from None
-    cells = [cell for row in rows for cell in row]
+    cells = [cell for row in rows for joined in row for cell in joined]
     if not cells:
         raise ValueError(f"{path} holds no action; a line is a rank, such as F0,F1,B0,B1")
     microbatches = _count("micro-batch", ((action.microbatch, at, action) for at, action in cells))
@@ -200,21 +236,24 @@ def read_schedule(path: Path, placement: str = "loop") -> Schedule:
         name=path.stem,
         microbatches=microbatches,
         placement=_PLACEMENTS[placement](len(rows), chunks),
-        ranks=tuple(tuple(action for _, action in row) for row in rows),
+        ranks=tuple(tuple(action for joined in row for _, action in joined) for row in rows),
         has_backward=any(action.kind is not ActionKind.FORWARD for _, action in cells),
+        beside=frozenset((rank, joined[0][1]) for rank, row in enumerate(rows) for joined in row if len(joined) > 1),
     )
 
 
-def _row(line: str, texts: list[str]) -> list[tuple[str, Action]]:
-    """The actions of a line, each with its position in words."""
+def _row(line: str, texts: list[str]) -> list[list[tuple[str, Action]]]:
+    """The actions of a line, those of a cell together, each with its position in words."""
     row = []
     for number, text in enumerate(map(str.strip, texts), 1):
         at = f"{line}, cell {number}"
-        if found := _CELL.fullmatch(text):
-            kind, microbatch, chunk = found.groups()
-            row.append((at, Action(ActionKind(kind), int(microbatch), int(chunk or 0))))
-        elif text:
+        found = [_CELL.fullmatch(part) for part in text.split("&")]
+        if not text:
+            continue
+        if not all(found) or "".join(one[1] for one in found if one) not in _TOGETHER:
             raise ValueError(f"{at}: got {text[:40]!r}; {_EXPECTED}")
+        parts = [one.groups() for one in found if one]
+        row.append([(at, Action(ActionKind(kind), int(index), int(chunk or 0))) for kind, index, chunk in parts])
     return row
 
 

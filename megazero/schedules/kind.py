@@ -6,11 +6,13 @@ gpipe           1    whole     loop       3 (pp - 1)                            
 interleaved   v > 1  whole     loop       3 (pp - 1) / v of a rank's work       2 (pp - s - 1) + (v - 1) pp + 1 chunks
 zb-h1           1    split     loop       pp - 1 for m >= pp                    at most pp
 zbv             2    split     V          as simulated                          at most 2 pp chunks of half size
+dualpipev       2    split     V          pp - 1 for m >= 2 pp                  at most 2 pp + 1 chunks of half size
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections import Counter
 from dataclasses import replace
 
 from megazero.schedules.action import Action, ActionKind, Placement, Schedule, loop
@@ -98,6 +100,22 @@ def check_counts(pp: int, microbatches: int) -> None:
         raise ValueError(f"pp={pp} and microbatches={microbatches} must both be at least 1")
 
 
+class Words:
+    """Actions of a rank written as words: "F0 B1" is a forward of chunk 0 and a backward of chunk 1, each of the next
+    micro-batch of its kind and chunk."""
+
+    def __init__(self) -> None:
+        self.actions: list[Action] = []
+        self.done: Counter[tuple[ActionKind, int]] = Counter()
+
+    def run(self, text: str, times: int = 1) -> None:
+        """Append the actions of some words, several times."""
+        for word in text.split() * times:
+            kind, chunk = ActionKind(word[0]), int(word[1])
+            self.actions.append(Action(kind, self.done[kind, chunk], chunk))
+            self.done[kind, chunk] += 1
+
+
 def alternate(forwards: list[Action], backwards: list[Action], warmup: int) -> tuple[Action, ...]:
     """Warm-up forwards, then one forward and one backward at a time, then the backwards that are left."""
     steady = len(forwards) - warmup
@@ -123,4 +141,4 @@ def forward_only(schedule: Schedule, microbatches: int | None = None) -> Schedul
 
     ranks = tuple(map(forwards, schedule.ranks))
     name = f"{schedule.name}, forward only"
-    return replace(schedule, name=name, microbatches=count, ranks=ranks, has_backward=False)
+    return replace(schedule, name=name, microbatches=count, ranks=ranks, has_backward=False, beside=frozenset())

@@ -83,6 +83,11 @@ class Timeline:
     schedule: Schedule
     spans: dict[RankAction, tuple[float, float]]
 
+    def whole_span(self, rank: int, action: Action) -> tuple[float, float]:
+        """(start, end) of an action, or of the pair that it is a part of."""
+        parts = self.schedule.together(rank, action)
+        return self.spans[rank, parts[0]][0], self.spans[rank, parts[-1]][1]
+
     @property
     def makespan(self) -> float:
         """From time 0 to the last end."""
@@ -130,7 +135,9 @@ def _check_complete(schedule: Schedule) -> None:
             raise ScheduleError(f"{text} never runs {missing[0]}", rank, missing[0])
         if surplus := sorted(set(actions) - wanted, key=str):
             raise ScheduleError(f"{text} runs {surplus[0]}, which is no part of a step", rank, surplus[0])
-        for action in actions:
+        for action, following in zip_longest(actions, actions[1:]):
+            if (rank, action) in schedule.beside and (following is None or following.kind is not ActionKind.BACKWARD):
+                raise ScheduleError(f"{text} runs {action} beside {following}, which is no backward", rank, action)
             before = Action(_BEFORE.get(action.kind, action.kind), action.microbatch, action.chunk)
             if index_of[before] > index_of[action]:
                 raise ScheduleError(f"{text} runs {action} before {before}", rank, action)
@@ -152,11 +159,11 @@ def simulate(schedule: Schedule, costs: Costs | None = None) -> Timeline:
         for rank, actions in enumerate(schedule.ranks):
             while at[rank] < len(actions):
                 action = actions[at[rank]]
-                source = schedule.source(rank, action)
-                if source is not None:
-                    if source not in spans:
-                        break
-                    clock[rank] = max(clock[rank], spans[source][1] + (costs.hop if source[0] != rank else 0.0))
+                needs = schedule.needs(rank, action)
+                if not all(need in spans for need in needs):
+                    break
+                there = (spans[need][1] + (costs.hop if need[0] != rank else 0.0) for need in needs)
+                clock[rank] = max((clock[rank], *there))
                 start = max(clock[rank], costs.earliest(rank, action))
                 clock[rank] = start + costs.of(action, schedule, rank)
                 spans[rank, action] = (start, clock[rank])
@@ -165,7 +172,7 @@ def simulate(schedule: Schedule, costs: Costs | None = None) -> Timeline:
     for rank, actions in enumerate(schedule.ranks):
         if at[rank] < len(actions):
             action = actions[at[rank]]
-            source = schedule.source(rank, action)
+            source = next((need for need in schedule.needs(rank, action) if need not in spans), None)
             waits = "" if source is None else f", which waits for {source[1]} on rank {source[0]}"
             raise ScheduleError(f"{schedule.name}: deadlock; rank {rank} stops at {action}{waits}", rank, action)
     return Timeline(schedule, spans)
@@ -178,16 +185,17 @@ def program(schedule: Schedule) -> Program:
         ScheduleError: as `simulate` and `prove`.
     """
     whole_numbers = Costs(schedule.chunks, schedule.chunks, schedule.chunks)  # of time, so that sums are exact
-    spans = simulate(schedule, whole_numbers).spans
+    timeline = simulate(schedule, whole_numbers)
     messages = []
-    for (sender, action), (_, time) in spans.items():
+    for sender, action in timeline.spans:
+        _, time = timeline.whole_span(sender, action)
         target = schedule.target(sender, action)
         if target is not None and target[0] != sender:
             down = sender < target[0]
             # Of those produced at one time a rank receives first, so that it can open the memory before its own action.
             messages.append(((time, down, sender if down else -sender), sender, action, target))
-    starts = [[spans[rank, action][0] for action in actions] for rank, actions in enumerate(schedule.ranks)]
-    ends = [[spans[rank, action][1] for action in actions] for rank, actions in enumerate(schedule.ranks)]
+    wholes = [[timeline.whole_span(rank, action) for action in own] for rank, own in enumerate(schedule.ranks)]
+    starts, ends = ([[span[side] for span in own] for own in wholes] for side in (0, 1))
     # Per rank: (index of the action that follows, step), the messages of an index in the agreed order.
     steps: list[list[tuple[int, Action | MessageAction]]] = [[] for _ in schedule.ranks]
     for (time, *_), sender, action, (receiver, use) in sorted(messages, key=lambda message: message[0]):
@@ -235,7 +243,7 @@ class _Rank:
     at: int = 0  # index of the next step
     clock: float = 0.0  # when the last action ends
     opened: dict[Action, float] = field(default_factory=dict)  # by the action that uses the message
-    known: dict[RankAction | None, float] = field(default_factory=lambda: {None: 0.0})  # results, computed or received
+    known: dict[RankAction, float] = field(default_factory=dict)  # results, computed or received
     # By direction, up and down: what is posted and has not passed, with the time from which on it may; the last one's end.
     posted: tuple[Stream, Stream] = field(default_factory=lambda: (deque(), deque()))
     passed: list[float] = field(default_factory=lambda: [0.0, 0.0])
@@ -264,15 +272,16 @@ def play(schedule: Schedule, placed: Program, costs: Costs | None = None, *, hos
                 step = placed[index][rank.at]
                 if isinstance(step, MessageAction):
                     _post(rank, index, step, schedule.name, host_waits=host_waits)
-                elif (source := schedule.source(index, step)) in rank.known:
-                    start = max(rank.clock, rank.known[source], costs.earliest(index, step))
+                elif all(need in rank.known for need in schedule.needs(index, step)):
+                    there = (rank.known[need] for need in schedule.needs(index, step))
+                    start = max((rank.clock, *there, costs.earliest(index, step)))
                     rank.clock = rank.known[index, step] = start + costs.of(step, schedule, index)
                     spans[index, step] = (start, rank.clock)
                 else:
                     break
                 rank.at += 1
                 moved = True
-            moved |= _pass_messages(ranks, index, costs.hop)
+            moved |= _pass_messages(schedule, ranks, index, costs.hop)
     when = " where the host waits for the device" if host_waits else ""
     for index, rank in enumerate(ranks):
         if rank.at < len(placed[index]):
@@ -296,7 +305,7 @@ def _post(rank: _Rank, index: int, step: MessageAction, name: str, *, host_waits
     rank.posted[step.goes_down(index)].append((step, ready))
 
 
-def _pass_messages(ranks: list[_Rank], index: int, hop: float) -> bool:
+def _pass_messages(schedule: Schedule, ranks: list[_Rank], index: int, hop: float) -> bool:
     """Pass the messages that are first on both of their ranks, one of which is `index`."""
     moved = False
     for down in (False, True):
@@ -310,7 +319,7 @@ def _pass_messages(ranks: list[_Rank], index: int, hop: float) -> bool:
                 break
             end = max(ready, other_ready, ranks[index].passed[down], peer.passed[down]) + hop
             receiver, sender = (index, head.peer) if head.kind is ActionKind.RECV else (head.peer, index)
-            ranks[receiver].known[sender, head.carries] = end
+            ranks[receiver].known[schedule.last_part(sender, head.carries)] = end
             for rank in (ranks[index], peer):
                 rank.posted[down].popleft()
                 rank.passed[down] = end
@@ -326,8 +335,11 @@ def _check_faithful(schedule: Schedule, placed: Program) -> None:
         for found, wanted in zip_longest(computed, schedule.ranks[rank]):
             if found != wanted:
                 raise ScheduleError(f"{text} runs {found} where the schedule has {wanted}")
-        for step in steps:
-            if isinstance(step, MessageAction):
+        for step, following in zip_longest(steps, steps[1:]):
+            if isinstance(step, Action):
+                if isinstance(following, MessageAction) and schedule.last_part(rank, step) != (rank, step):
+                    raise ScheduleError(f"{text} posts {following} within the pair of {step}")
+            else:
                 sender, receiver = (rank, step.peer) if step.kind is ActionKind.SEND else (step.peer, rank)
                 if schedule.target(sender, step.carries) != (receiver, step.lands):
                     raise ScheduleError(f"{text} posts {step} for {step.lands}, which is no message")

@@ -17,6 +17,7 @@ SCHEDULES: Registry[ScheduleKind] = Registry(
         "interleaved": "megazero.schedules.interleaved:INTERLEAVED",
         "zb-h1": "megazero.schedules.zero_bubble:ZERO_BUBBLE_H1",
         "zbv": "megazero.schedules.zero_bubble:ZERO_BUBBLE_V",
+        "dualpipev": "megazero.schedules.dualpipev:DUAL_PIPE_V",
     },
     "megazero.schedules.kind:ScheduleKind",
 )

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections import Counter
-
 from megazero.schedules.action import Action, ActionKind, Placement, Schedule, v_shape
-from megazero.schedules.kind import ScheduleKind, check_counts
+from megazero.schedules.kind import ScheduleKind, Words, check_counts
 
 
 class ZeroBubbleH1(ScheduleKind):
@@ -56,17 +54,8 @@ class ZeroBubbleV(ScheduleKind):
 
 def _rank_of_v(rank: int, pp: int, microbatches: int) -> tuple[Action, ...]:
     count = max(2 * pp - 1, microbatches)
-    done: Counter[tuple[ActionKind, int]] = Counter()
-    actions: list[Action] = []
-
-    def run(pattern: str, times: int = 1) -> None:
-        """Append the next micro-batch of each word: "F1" is a forward of chunk 1."""
-        for word in pattern.split() * times:
-            key = (ActionKind(word[0]), int(word[1]))
-            actions.append(Action(key[0], done[key], key[1]))
-            done[key] += 1
-
-    forward = ActionKind.FORWARD
+    words, forward = Words(), ActionKind.FORWARD
+    run, done = words.run, words.done
     run("F0", 2 * (pp - rank) - 1)
     run("F1 F0", rank)
     run("F1 B1 W1", pp - rank)
@@ -76,7 +65,7 @@ def _rank_of_v(rank: int, pp: int, microbatches: int) -> tuple[Action, ...]:
     run("B0 W0", pp - rank)
     for chunk in (1, 0):
         run(f"W{chunk}", done[ActionKind.BACKWARD, chunk] - done[ActionKind.WEIGHT, chunk])
-    return tuple(action for action in actions if action.microbatch < microbatches)
+    return tuple(action for action in words.actions if action.microbatch < microbatches)
 
 
 ZERO_BUBBLE_H1 = ZeroBubbleH1()

@@ -45,6 +45,7 @@ SCHEDULES: dict[str, dict[str, Any]] = {
     "interleaved": {"schedule": "interleaved", "virtual_stages": 2},
     "zb-h1": {"schedule": "zb-h1"},
     "zbv": {"schedule": "zbv"},
+    "dualpipev": {"schedule": "dualpipev"},
 }
 
 
@@ -61,9 +62,10 @@ CASES = pairwise(
     model=list(MODELS),
     policy=[("action", "selective"), ("chunk", "full, on the host"), ("step", "none")],  # of weights and of activations
 )
-CASES.append(
-    {"schedule": "zbv", "degrees": (2, 2), "zero_stage": 3, "model": "tied", "policy": ("action", "selective")}
-)
+CASES += [
+    {"schedule": name, "degrees": (2, 2), "zero_stage": 3, "model": "tied", "policy": ("action", "selective")}
+    for name in ("zbv", "dualpipev")
+]
 
 
 @pytest.mark.parametrize(("tp", "dp"), [(1, 2), (2, 1), (2, 2)])
@@ -94,7 +96,7 @@ def test_every_schedule_takes_every_zero_stage(tp: int, dp: int) -> None:
         _assert_agrees(got, _plain(case["model"]), str(case))
 
 
-@pytest.mark.parametrize("schedule", ["interleaved", "zb-h1", "zbv"])
+@pytest.mark.parametrize("schedule", ["interleaved", "zb-h1", "zbv", "dualpipev"])
 def test_tied_or_not_on_two_ranks_and_two_replicas(schedule: str) -> None:
     parallel, models = {"pp": 2, **SCHEDULES[schedule]}, ("untied", "tied")
     runs = [

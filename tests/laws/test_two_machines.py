@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from harness import run_world
-from nccl import is_stuck, makespan, one_by_one, waiting
+from nccl import is_stuck, makespan, one_by_one, pair_of, waiting
 from test_any_schedule import MODELS, SCHEDULES, _gradients
 from worlds import run_of, state_on
 
@@ -51,18 +51,26 @@ def random_schedule(random: Random, most: tuple[int, int, int] = (4, 5, 2)) -> S
     stages = range(len(placement))
     ready = [("F", microbatch, 0) for microbatch in range(microbatches)]
     ranks: list[list[Action]] = [[] for _ in range(pp)]
+    beside, pairs = set[tuple[int, Action]](), random.choice([0.0, 0.7])
     favour = [random.random() for _ in range(pp)]  # some ranks run ahead
     while ready:
         weights = [favour[placement[stage][0]] + 0.05 for _, _, stage in ready]
         kind, microbatch, stage = ready.pop(random.choices(range(len(ready)), weights)[0])
         rank, chunk = placement[stage]
         ranks[rank].append(Action(ActionKind(kind), microbatch, chunk))
-        if kind == "F":
-            ready.append(("F", microbatch, stage + 1) if stage + 1 in stages else ("B", microbatch, stage))
-        elif kind == "B":
-            ready += [("B", microbatch, stage - 1)] if stage else []
-            ready += [("W", microbatch, stage)] if splits else []
-    return Schedule("random", microbatches, tuple(placement), tuple(map(tuple, ranks)))
+        backwards = [one for one in ready if one[0] == "B" and placement[one[2]][0] == rank]
+        chosen = [(kind, microbatch, stage)]
+        if kind == "F" and backwards and random.random() < pairs:
+            beside.add((rank, ranks[rank][-1]))
+            chosen.append(ready.pop(ready.index(backwards[0])))
+            ranks[rank].append(Action(ActionKind.BACKWARD, chosen[1][1], placement[chosen[1][2]][1]))
+        for kind, microbatch, stage in chosen:
+            if kind == "F":
+                ready.append(("F", microbatch, stage + 1) if stage + 1 in stages else ("B", microbatch, stage))
+            elif kind == "B":
+                ready += [("B", microbatch, stage - 1)] if stage else []
+                ready += [("W", microbatch, stage)] if splits else []
+    return Schedule("random", microbatches, tuple(placement), tuple(map(tuple, ranks)), beside=frozenset(beside))
 
 
 def random_costs(random: Random) -> Costs:
@@ -118,11 +126,13 @@ def test_between_open_and_receive_lies_at_most_one_action_and_the_message_arrive
             for (kind, use), received in at.items():
                 if kind is not ActionKind.RECV:
                     continue
-                between = [one for one in steps[at[ActionKind.OPEN, use] : received] if isinstance(one, Action)]
+                actions = [one for one in steps[at[ActionKind.OPEN, use] : received] if isinstance(one, Action)]
+                between = {pair_of(schedule, rank, action) for action in actions}
                 assert len(between) <= 1
-                for action in between:
-                    start, end = spans[rank, action]
-                    assert start < spans[schedule.source(rank, use)][1] <= end + 1e-9
+                for parts in between:
+                    start, end = spans[rank, parts[0]][0], spans[rank, parts[-1]][1]
+                    at_rank, source = schedule.source(rank, use)
+                    assert start < spans[at_rank, pair_of(schedule, at_rank, source)[-1]][1] <= end + 1e-9
 
 
 # ---- the executor
