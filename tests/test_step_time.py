@@ -1,7 +1,5 @@
 """Step times: what follows from the schedule, the links and the operators by hand; no clock is read."""
 
-import random
-from collections import Counter
 from collections.abc import Mapping
 from dataclasses import replace
 from itertools import pairwise
@@ -13,9 +11,8 @@ import torch
 from benchmarks import plan_published
 from megazero.config import ResolvedRun, RunConfig, resolve
 from megazero.engine.outline import elements_in, stages_of
-from megazero.parallel_state import RankGrid
 from megazero.plan.cluster import Cluster, cluster_of
-from megazero.plan.collective_times import GroupLink, _places, links_of
+from megazero.plan.collective_times import GroupLink, links_of
 from megazero.plan.devices import Link
 from megazero.plan.fake_tensors import Message, Operator, Value
 from megazero.plan.operator_times import (
@@ -156,24 +153,6 @@ def test_of_an_axis_the_slowest_group_counts(
     link = links_of(run, bare(ranks, per_node))[axis]
     assert [(link.per_node, link.fewest)] == counts
     assert link.crosses == (link.ranks > link.per_node)
-
-
-@pytest.mark.parametrize("seed", range(40))
-def test_cards_are_shared_by_the_groups_that_leave_a_node(seed: int) -> None:
-    """Against every group of the axis, one by one: those that have a rank on the node and one elsewhere."""
-    pick = random.Random(seed)
-    sizes = {axis: pick.choice((1, 2, 3, 4)) for axis in ("tp", "cp", "dp", "pp")}
-    per_node, order = pick.choice((2, 3, 4, 8)), "-".join(pick.sample(["tp", "cp", "dp", "pp"], 4))
-    grid = RankGrid(**sizes, order=order)
-    places = _places(grid, 1, sizes["dp"] * sizes["cp"], 1, per_node)
-    for name, axes in (("tp", ("tp",)), ("cp_ring", ("cp",)), ("shard", ("dp", "cp"))):
-        groups = {grid.group_of(rank, *axes) for rank in range(grid.world_size)}
-        on = [Counter(rank // per_node for rank in group) for group in groups]
-        beside = Counter(node for counts in on if len(counts) > 1 for node in counts)
-        place = places[name]
-        assert (place.ranks > place.most) == bool(beside), name
-        assert not beside or place.side_by_side == max(beside.values()), name
-        assert place.fewest == min(min(counts.values()) for counts in on if len(counts) > 1 or not beside), name
 
 
 def test_a_collective_is_exposed_until_the_first_operator_that_reads_it() -> None:

@@ -11,14 +11,12 @@ Source: NCCL's rings, one for each card; Thakur et al. 2005 (2 (n - 1) / n of th
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import pairwise
 from math import ceil, log2
-from typing import NamedTuple
-
-import numpy as np
-from numpy.typing import NDArray
 
 from megazero.config import ResolvedRun
 from megazero.parallel_state import RankGrid
@@ -110,15 +108,6 @@ class GroupLink:
         return linked / between.rate(self.side_by_side * self.per_node) + ceil(log2(nodes)) * between.latency_seconds
 
 
-class _Place(NamedTuple):
-    """A group's ranks, the most and the fewest of them on one node, and how many groups run beside it."""
-
-    ranks: int
-    most: int
-    fewest: int
-    side_by_side: int = 1
-
-
 def link_of(links: Mapping[str, GroupLink], axis: str, operation: str) -> GroupLink:
     """Return an operation's link.  Both parts of context parallelism are one axis of traffic; only the ring shifts."""
     return links["cp_ring" if operation == "ring_shift" else axis]
@@ -126,66 +115,53 @@ def link_of(links: Mapping[str, GroupLink], axis: str, operation: str) -> GroupL
 
 def links_of(run: ResolvedRun, cluster: Cluster) -> dict[str, GroupLink]:
     """Return the link by axis, as `ParallelState` names them, and by "cp_ring", "host" and "hosts"."""
-    parallel = run.config.parallel
-    places = _places(
-        run.grid, parallel.ulysses, run.shards, run.config.zero.secondary_shard_size or 1, cluster.per_node
-    )
-    return {
-        axis: GroupLink(cluster, place.ranks, place.most, place.side_by_side, place.fewest)
-        for axis, place in places.items()
-    }
+    parallel, per_node = run.config.parallel, cluster.per_node
+    groups = _groups(run.grid, parallel.ulysses, run.shards, run.config.zero.secondary_shard_size or 1, per_node)
+    return {axis: GroupLink(cluster, *place) for axis, place in groups.items()}
 
 
 @lru_cache(maxsize=512)
-def _places(grid: RankGrid, ulysses: int, shards: int, second: int, per_node: int) -> dict[str, _Place]:
-    """Return the slowest group of each axis."""
-    tp, cp, same, pp = (np.array(grid.group_of(0, *axes)) for axes in (("tp",), ("cp",), ("dp", "cp"), ("pp",)))
-    stage, experts = ("tp", "cp", "dp"), np.array(grid.expert_table(0))
-    groups = {
-        "tp": (("tp",), tp[None]),
-        "cp": (("cp",), cp.reshape(-1, ulysses)),
-        "cp_ring": (("cp",), cp.reshape(-1, ulysses).T),
-        "dp": (("dp",), np.array(grid.group_of(0, "dp"))[None]),
-        "dp_cp": (("dp", "cp"), same[None]),
-        "shard": (("dp", "cp"), same.reshape(-1, shards)),
-        "replica": (("dp", "cp"), same.reshape(-1, shards).T),
-        "secondary": (("dp", "cp"), same.reshape(-1, second)),
-        "ep": (stage, experts.T),
-        "edp": (stage, experts),
-        "pp": (("pp",), np.stack([pp[:-1], pp[1:]], 1) if len(pp) > 1 else pp[None]),
-        "world": (("tp", "cp", "dp", "pp"), np.arange(grid.world_size)[None]),
-    }
-    places = {name: _slowest(grid, axes, parts, per_node) for name, (axes, parts) in groups.items()}
-    shard = same[:shards]
-    hosts = hosts_of([str(rank // per_node) for rank in shard], 0)
+def _groups(grid: RankGrid, ulysses: int, shards: int, second: int, per_node: int) -> dict[str, tuple[int, ...]]:
+    """Return ranks, most and fewest on one node, and groups side by side, of the slowest group of each axis."""
+    at = [grid.coordinate(rank) for rank in range(grid.world_size)]
+
+    def cut(size: int, *axes: str, across: bool = False) -> list[tuple[int, ...]]:
+        """All groups over the axes, cut into groups of `size` ranks: neighbours, or `across` them."""
+        found = []
+        for rank in (rank for rank, place in enumerate(at) if not any(getattr(place, axis) for axis in axes)):
+            whole = grid.group_of(rank, *axes)
+            count = len(whole) // size
+            found += [whole[i::count] if across else whole[i * size : (i + 1) * size] for i in range(count)]
+        return found
+
+    same, cp, pp = grid.dp * grid.cp, grid.cp, cut(grid.pp, "pp")
+    experts = [grid.expert_table(ranks[0]) for ranks in cut(grid.tp * same, "tp", "cp", "dp")]
+    first = grid.group_of(0, "dp", "cp")[:shards]
+    hosts = hosts_of([str(rank // per_node) for rank in first], 0)
     size = hosts.size if hosts is not None and hosts.count > 1 else 1
-    on_node = min(per_node, grid.world_size)
-    for name, ranks in (("host", shard[:size]), ("hosts", shard[::size])):
-        place = _place(ranks // per_node)
-        places[name] = place._replace(side_by_side=max(1, on_node // place.most))
-    return places
+    groups = {
+        "tp": cut(grid.tp, "tp"),
+        "cp": cut(ulysses, "cp"),
+        "cp_ring": cut(cp // ulysses, "cp", across=True),
+        "dp": cut(grid.dp, "dp"),
+        "dp_cp": cut(same, "dp", "cp"),
+        "shard": cut(shards, "dp", "cp"),
+        "replica": cut(same // shards, "dp", "cp", across=True),
+        "secondary": cut(second, "dp", "cp"),
+        "host": cut(size, "dp", "cp"),
+        "hosts": [ranks[i::size] for ranks in cut(shards, "dp", "cp") for i in range(size)],
+        "ep": [column for table in experts for column in zip(*table, strict=True)],
+        "edp": [row for table in experts for row in table],
+        "pp": [pair for ranks in pp for pair in pairwise(ranks)] if grid.pp > 1 else pp,
+        "world": [tuple(range(grid.world_size))],
+    }
+    return {axis: _slowest(own, per_node) for axis, own in groups.items()}
 
 
-def _slowest(grid: RankGrid, axes: tuple[str, ...], parts: NDArray[np.int64], per_node: int) -> _Place:
-    """Return the slowest group of an axis: one that leaves its node, with the fewest ranks on one node.
-
-    parts: [groups, ranks] those into which the axis' group of rank 0 is cut.  Others begin elsewhere on a node.
-    """
-    firsts = np.arange(grid.world_size)
-    for axis in axes:
-        if len(own := grid.group_of(0, axis)) > 1:
-            firsts = firsts[firsts // own[1] % len(own) == 0]
-    nodes = (firsts[:, None, None] + parts).reshape(-1, parts.shape[1]) // per_node
-    places = map(_place, np.unique(nodes - nodes[:, :1], axis=0))
-    slowest = max(places, key=lambda one: (one.ranks > one.most, -one.fewest, -one.most))
-    leaving = nodes[nodes.min(1) < nodes.max(1)]
-    if not len(leaving):
-        return slowest._replace(side_by_side=max(1, min(per_node, grid.world_size) // slowest.most))
-    apart = np.unique(leaving + np.arange(len(leaving))[:, None] * grid.world_size)  # each node of each group once
-    return slowest._replace(side_by_side=int(np.bincount(apart % grid.world_size).max()))
-
-
-def _place(nodes: NDArray[np.int64]) -> _Place:
-    """Describe a group by the nodes of its ranks."""
-    _, counts = np.unique(nodes, return_counts=True)
-    return _Place(len(nodes), int(counts.max()), int(counts.min()))
+def _slowest(groups: Iterable[Sequence[int]], per_node: int) -> tuple[int, ...]:
+    """Of an axis the group that leaves its node with the fewest ranks on one; of none that leaves, that with the fewest."""
+    nodes = [Counter(rank // per_node for rank in group) for group in groups]
+    leaving = [own for own in nodes if len(own) > 1] or nodes
+    slowest = min(leaving, key=lambda own: (min(own.values()), max(own.values())))
+    beside = Counter(node for own in leaving for node in own)
+    return slowest.total(), max(slowest.values()), max(beside.values()), min(slowest.values())
