@@ -8,9 +8,8 @@ The trunk imports no annex: it asks a seam, and trains the same where nothing wa
 
     seam             what is added                                                                      asked by
     command          a command of the command line, or a group of commands (`typer.Typer`)              cli
+    checkpoint command   a command of `megazero checkpoint`                                             cli
     check            (ResolvedRun, gpu, device_gib, ranks of a node) -> Schedule -> `check.DeviceNeeds` cli
-    import           a function with the arguments of `import_model`, and `form`, `run_file`, `step`, `samples`   cli
-    pickled weights  path of a file of torch.save -> tensors, names of what else it holds, lines for the user   checkpoint
     export           (step, out, dtype, names) -> `Exported`, by the form that --to names                cli
     start line       (ResolvedRun, Schedule, torch.device) -> a line for the terminal                   training
     callback         RunContext -> Callback, after the metrics are written             training

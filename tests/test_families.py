@@ -17,13 +17,13 @@ from harness import run_world
 from torch import Tensor
 from worlds import LR, difference, engine_on, global_batch, micro_batches, run_of, state_on, whole
 
-from megazero.checkpoint.hugging_face.config import logical_shapes, model_section
+from megazero.checkpoint.hugging_face.config import logical_shapes
 from megazero.checkpoint.hugging_face.exporter import export_model
-from megazero.checkpoint.hugging_face.importer import import_model
 from megazero.checkpoint.index import HF_CONFIG
 from megazero.config import ConfigError, ResolvedRun, RunConfig, load_config, resolve
 from megazero.engine import Engine
 from megazero.engine.phases import Position
+from megazero.formats.hugging_face import import_model, model_section
 from megazero.models.config import ModelConfig, RopeScaling
 from megazero.models.registry import FAMILIES
 

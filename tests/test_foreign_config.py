@@ -13,8 +13,8 @@ from test_hugging_face import MODELS, command, hub_model, linked, run_of, saved
 
 from megazero.checkpoint.hugging_face.config import format_of
 from megazero.checkpoint.hugging_face.exporter import export_model
-from megazero.checkpoint.hugging_face.importer import MODEL_TOML, import_model
 from megazero.checkpoint.index import HF_CONFIG, CheckpointError
+from megazero.formats.hugging_face import MODEL_TOML, import_model
 
 pytestmark = pytest.mark.slow  # starts whole runs
 

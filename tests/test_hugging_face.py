@@ -22,7 +22,6 @@ from worlds import GPT2, LLAMA, LR, engine_on, global_batch, micro_batches, plai
 from megazero.checkpoint.folder import Folder, LocalFolder, folder_at
 from megazero.checkpoint.hugging_face.config import logical_shapes
 from megazero.checkpoint.hugging_face.exporter import export_model
-from megazero.checkpoint.hugging_face.importer import import_model
 from megazero.checkpoint.index import (
     HF_CONFIG,
     MANIFEST,
@@ -42,6 +41,7 @@ from megazero.cli.commands import app
 from megazero.config import ResolvedRun, load_config, to_toml
 from megazero.data.identity import fingerprint_of
 from megazero.data.tokenizer import FileTokenizer
+from megazero.formats.hugging_face import import_model
 from megazero.formats.importer import import_checkpoint
 from megazero.models.registry import FAMILIES
 from megazero.training.resuming import foresee

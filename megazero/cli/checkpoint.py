@@ -1,4 +1,4 @@
-"""`megazero checkpoint`: look at checkpoints, bring weights in and take them out."""
+"""`megazero checkpoint`: look at checkpoints and take weights out; an annex brings weights in."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ ShardOption = Annotated[str | None, typer.Option(help="Largest file of weights, 
 
 
 @contextmanager
-def _user_errors(status: int = 1) -> Iterator[None]:
+def user_errors(status: int = 1) -> Iterator[None]:
     """Errors that a user can act on, as one message and this exit code."""
     from megazero.checkpoint.index import CheckpointError
 
@@ -42,7 +42,7 @@ def _user_errors(status: int = 1) -> Iterator[None]:
         fail(str(error), status)
 
 
-def _options(
+def options_of(
     what: str, function: Callable[..., Any], dtype: str | None, max_shard_size: str | None, **given: Any
 ) -> dict[str, Any]:
     """The options that the user gave, as arguments of `function`.  Raises: ValueError: it does not take one of them."""
@@ -54,8 +54,7 @@ def _options(
     given |= {"dtype": dtype, "max_shard_bytes": None if max_shard_size is None else parse_size(max_shard_size)}
     given = {name: value for name, value in given.items() if value is not None}
     if idle := given.keys() - signature(function).parameters.keys():
-        named = {"form": "from", "max_shard_bytes": "max-shard-size"}
-        shown = ", ".join(f"--{named.get(name, name.replace('_', '-'))}" for name in sorted(idle))
+        shown = ", ".join(f"--{name.replace('_', '-').replace('shard-bytes', 'shard-size')}" for name in sorted(idle))
         raise ValueError(f"{what} does not take {shown} here")
     return given
 
@@ -66,7 +65,7 @@ def inspect(directory: Annotated[str, typer.Argument(help="A step directory, or 
     from megazero.checkpoint.index import is_complete, kinds_of, read_manifest, read_trainer_state, step_folders
     from megazero.checkpoint.tensor_file import StoredTensors
 
-    with _user_errors():
+    with user_errors():
         if not is_complete(directory) and (steps := step_folders(directory)):
             _list_steps(steps)
             return
@@ -121,7 +120,7 @@ def verify(directory: Annotated[str, typer.Argument(help="A step directory, or o
     def was_begun(folder: Folder) -> bool:  # a checkpoint that was not finished has no manifest
         return is_complete(folder) or any(partial_of(name).endswith(".safetensors") for name in folder.files())
 
-    with _user_errors():
+    with user_errors():
         folder = folder_at(directory)
         steps = [folder] if was_begun(folder) else list(filter(was_begun, map(folder.child, folder.folders())))
         if not steps:
@@ -171,7 +170,7 @@ def diff(
     """Compare two checkpoints, whatever clusters wrote them.  Exit code 0: equal, 1: different, 2: not compared."""
     from megazero.checkpoint.compare import compare
 
-    with _user_errors(NOT_COMPARED):
+    with user_errors(NOT_COMPARED):
         if not (rtol >= 0 and atol >= 0):
             raise ValueError(f"--rtol {rtol} and --atol {atol} must not be below 0")
         found = compare(a, b, rtol=rtol, atol=atol)
@@ -203,37 +202,6 @@ def _print_differences(found: Comparison, rows: int | None) -> None:
     print("the states are equal" if found.is_equal else "the states differ")
 
 
-@app.command(name="import")
-def import_(
-    source: Annotated[
-        str, typer.Argument(help="Directory of a transformers model, or directory or file of another checkpoint.")
-    ],
-    out: Annotated[str, typer.Argument(help="New directory of the checkpoint, or a URL.")],
-    form: Annotated[str | None, typer.Option("--from", help="Its form, such as hf; None: as the files tell.")] = None,
-    run_file: Annotated[str | None, typer.Option(help="Run file that has its model section; hf needs none.")] = None,
-    dtype: DtypeOption = None,
-    seq_len: Annotated[
-        int | None, typer.Option(help="Tokens in a sample, hf; the model's own number by default.")
-    ] = None,
-    step: Annotated[int | None, typer.Option(help="Steps done; what the checkpoint says by default.", min=0)] = None,
-    samples: Annotated[int | None, typer.Option(help="Samples consumed; by default as --step.", min=0)] = None,
-    ignore: Annotated[list[str] | None, typer.Option(help="Name, or pattern, of what may be left out.")] = None,
-    max_shard_size: ShardOption = None,
-    extension: ExtensionOption = None,
-) -> None:
-    """Make a checkpoint of what another framework has written, to continue training from it."""
-    from megazero.checkpoint.hugging_face.importer import MODEL_TOML, import_model
-
-    with _user_errors():
-        load_extensions(extension)
-        read = added("import").get("checkpoints", import_model)
-        own = {"form": form, "run_file": run_file, "step": step, "samples": samples}
-        options = _options("import", read, dtype=dtype, max_shard_size=max_shard_size, seq_len=seq_len, **own)
-        made = read(source, out, ignore=ignore or (), **options)
-    print(f"{out}: {made.tensors} tensors in {made.dtype}, {made.bytes / 2**20:,.1f} MiB; for the run file")
-    print(f"(the same text is in {out}/{MODEL_TOML}):\n\n{made.toml}", end="")
-
-
 @app.command()
 def export(
     directory: Step,
@@ -249,12 +217,12 @@ def export(
     """Write a checkpoint's model for transformers, with its tokenizer; or its whole state for other trainers."""
     from megazero.checkpoint.hugging_face.exporter import export_model
 
-    with _user_errors():
+    with user_errors():
         load_extensions(extension)
         writers = {"hf": export_model} | added("export")
         if to not in writers:
             raise ValueError(f"--to {to} must be {' or '.join(writers)}")
-        options = _options(f"--to {to}", writers[to], dtype=dtype, max_shard_size=max_shard_size, names=names)
+        options = options_of(f"--to {to}", writers[to], dtype=dtype, max_shard_size=max_shard_size, names=names)
         made = writers[to](directory, out, **options)
     files = "1 file" if made.files == 1 else f"{made.files} files"
     print(f"{out}: weights in {made.dtype}, {files}, {made.bytes / 2**20:,.1f} MiB; {made.about}")

@@ -20,6 +20,8 @@ app = typer.Typer(
 app.command()(train)
 app.command()(check)
 app.add_typer(checkpoint.app, name="checkpoint")
+for _name, _command in added("checkpoint command").items():
+    checkpoint.app.command(_name)(_command)
 for _name, _command in added("command").items():
     if isinstance(_command, typer.Typer):
         app.add_typer(_command, name=_name)

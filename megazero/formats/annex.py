@@ -2,7 +2,6 @@
 
 ADDS = {
     "command": {"data": "megazero.formats.data_command:app"},
-    "import": {"checkpoints": "megazero.formats.importer:import_checkpoint"},
-    "pickled weights": {"torch.save": "megazero.formats.pickles:open_pickled_weights"},
+    "checkpoint command": {"import": "megazero.formats.import_command:import_"},
     "export": {"dcp": "megazero.formats.exporter:export_dcp"},
 }

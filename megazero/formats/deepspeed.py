@@ -32,9 +32,9 @@ import torch
 from torch import Tensor
 
 from megazero.checkpoint.folder import LocalFolder
-from megazero.checkpoint.hugging_face.match import LazyTensor
 from megazero.checkpoint.index import LATEST, CheckpointError
 from megazero.formats.foreign import ADAM, ForeignCheckpoint
+from megazero.formats.match import LazyTensor
 from megazero.formats.pickles import load_tensors
 from megazero.models.config import ModelConfig
 from megazero.zero.state import MASTER, MODEL

@@ -15,15 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megazero.checkpoint.hugging_face.match import (
-    LazyTensor,
-    is_named,
-    is_same,
-    match,
-    raise_problems,
-    without_wrappers,
-)
 from megazero.checkpoint.index import CheckpointError
+from megazero.formats.match import LazyTensor, is_named, is_same, match, raise_problems, without_wrappers
 from megazero.formats.tables import NameTable
 from megazero.models.config import ModelConfig, RopeScaling
 from megazero.settings import toml_value

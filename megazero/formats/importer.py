@@ -16,8 +16,6 @@ from typing import Any
 
 from megazero.checkpoint.folder import LocalFolder, Location
 from megazero.checkpoint.hugging_face.config import logical_shapes
-from megazero.checkpoint.hugging_face.importer import Imported, import_model, set_keys, write_step
-from megazero.checkpoint.hugging_face.weights import has_weights, local_source, open_weights
 from megazero.checkpoint.index import HF_CONFIG, CheckpointError, TrainerState, foreign_errors, versions
 from megazero.checkpoint.shards import new_folder
 from megazero.config import RunConfig
@@ -26,8 +24,10 @@ from megazero.engine.outline import optimizer_of
 from megazero.formats.dcp import dcp_folders, read_dcp
 from megazero.formats.deepspeed import find_deepspeed, read_deepspeed
 from megazero.formats.foreign import ADAM, ForeignCheckpoint, match_kinds
+from megazero.formats.hugging_face import Imported, import_model, set_keys, write_step
 from megazero.formats.megatron import read_megatron, read_nemo
 from megazero.formats.tables import tables_of
+from megazero.formats.weights import has_weights, local_source, open_weights
 from megazero.models.config import ModelConfig
 from megazero.settings import hide_passwords, toml_value
 from megazero.zero.state import MODEL

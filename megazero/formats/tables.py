@@ -21,7 +21,7 @@ from typing import Any
 
 from torch import Tensor
 
-from megazero.checkpoint.hugging_face.match import Move, Names
+from megazero.formats.match import Move, Names
 from megazero.models.config import ModelConfig, RopeScaling
 from megazero.models.registry import FAMILIES
 

@@ -4,7 +4,7 @@ transformers          model.safetensors, pytorch_model.bin, or shards and their 
 accelerate            the same from `save_state`, or pytorch_model_fsdp.bin
 Lightning, scripts    one file of torch.save, *.ckpt
 
-Files of torch.save are pickles, which an annex reads.
+Files of torch.save are pickles; see `pickles`.
 """
 
 from __future__ import annotations
@@ -15,15 +15,14 @@ from pathlib import Path
 
 from safetensors import SafetensorError, safe_open
 
-from megazero.annexes import added
 from megazero.checkpoint.folder import LocalFolder
-from megazero.checkpoint.hugging_face.match import LazyTensor
 from megazero.checkpoint.index import CheckpointError
 from megazero.data.sealed import LFS_HINT, LFS_POINTER, parse_json
+from megazero.formats.match import NOT_RESUMED, LazyTensor
+from megazero.formats.pickles import open_pickled_weights
 
 _WEIGHTS = ("model.safetensors", "pytorch_model.bin", "pytorch_model_fsdp.bin")
 _FROM_HUB = "a model of the Hugging Face hub is fetched first: hf download NAME --local-dir DIRECTORY"
-NOT_RESUMED = "not taken over: weights alone are read, and moments begin anew"
 
 
 @dataclass(frozen=True)
@@ -126,11 +125,7 @@ def _open_safetensors(path: Path) -> dict[str, LazyTensor]:
 
 def _open_pickled(path: Path, found: Weights) -> dict[str, LazyTensor]:
     """The tensors of a file of `torch.save`; what is no tensor is added to `found`."""
-    readers = added("pickled weights")
-    if not readers:
-        raise ValueError("it is a pickle, which the annex megazero.formats reads: save the weights as safetensors")
-    (read,) = readers.values()
-    tensors, unknown, notes = read(path)
+    tensors, unknown, notes = open_pickled_weights(path)
     found.unknown.extend(f"{name} (in {path.name})" for name in unknown)
     found.notes.extend(notes)
     return tensors

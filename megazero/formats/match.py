@@ -25,6 +25,7 @@ from megazero.zero.bucket import DTYPE_NAMES
 
 Move: TypeAlias = "Callable[[Tensor, ModelConfig], Tensor]"  # moves elements; the model is resolved; may return a view
 
+NOT_RESUMED = "not taken over: weights alone are read, and moments begin anew"
 _SHOWN = 5  # problems in an error
 # Modules that torch.compile, DDP, FSDP, recomputation and Lightning wrap around parts of a model.
 _WRAPPERS = re.compile(r"(?<![^.])(?:module|_orig_mod|_forward_module|_(?:fsdp|checkpoint)_wrapped_module)\.")

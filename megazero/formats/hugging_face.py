@@ -18,20 +18,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from pydantic import ValidationError
 from torch import Tensor
 
 from megazero.checkpoint.folder import FileRecord, Folder, Location
-from megazero.checkpoint.hugging_face.config import format_of, logical_shapes, model_section
-from megazero.checkpoint.hugging_face.match import (
-    LazyTensor,
-    is_named,
-    match,
-    names_of_transformers,
-    raise_problems,
-    without_wrappers,
-)
+from megazero.checkpoint.hugging_face.config import format_of, logical_shapes
 from megazero.checkpoint.hugging_face.tokenizer import TOKEN_IDS, TOKENIZER, tokenizer_files
-from megazero.checkpoint.hugging_face.weights import local_source, open_weights
 from megazero.checkpoint.index import (
     HF_CONFIG,
     TRAINER_STATE,
@@ -45,7 +37,10 @@ from megazero.checkpoint.index import (
     write_manifest,
 )
 from megazero.checkpoint.shards import CHUNK_ELEMENTS, Layout, new_folder, write_shards
+from megazero.config import ConfigError, RunConfig, resolve
 from megazero.data.sealed import parse_json
+from megazero.formats.match import LazyTensor, is_named, match, names_of_transformers, raise_problems, without_wrappers
+from megazero.formats.weights import local_source, open_weights
 from megazero.models.config import ModelConfig
 from megazero.models.registry import FAMILIES
 from megazero.settings import toml_value
@@ -131,6 +126,23 @@ def import_model(
         sizes: dict[str, Any] = {"dtype": dtype, "max_shard_bytes": max_shard_bytes}
         kinds = {MODEL: matched.tensors}
         return write_step(target, model, kinds, trainer, toml, tokenizer, config=ids, notes=notes, **sizes)
+
+
+def model_section(config: Mapping[str, Any], seq_len: int | None = None) -> ModelConfig:
+    """The resolved [model] section of a `config.json`, with `seq_len` or as many positions as it names.
+
+    Raises:
+        ValueError: our models do not compute what this one does; the message lists every reason.
+    """
+    family = config.get("model_type")
+    section = format_of(family).section(str(family), config, seq_len)
+    try:
+        return resolve(RunConfig.model_validate({"model": section}), 1).config.model
+    except ConfigError as error:
+        raise ValueError("; ".join(map(str, error.problems))) from error
+    except ValidationError as error:
+        wrong = [f"{'.'.join(map(str, one['loc']))}={one['input']!r}: {one['msg']}" for one in error.errors()]
+        raise ValueError("; ".join(wrong)) from error
 
 
 def _read_config(folder: Folder) -> dict[str, Any]:

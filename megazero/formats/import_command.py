@@ -1,0 +1,40 @@
+"""`megazero checkpoint import`."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from megazero.cli._common import load_extensions
+from megazero.cli.checkpoint import DtypeOption, ExtensionOption, ShardOption, options_of, user_errors
+
+
+def import_(
+    source: Annotated[
+        str, typer.Argument(help="Directory of a transformers model, or directory or file of another checkpoint.")
+    ],
+    out: Annotated[str, typer.Argument(help="New directory of the checkpoint, or a URL.")],
+    form: Annotated[str | None, typer.Option("--from", help="Its form, such as hf; None: as the files tell.")] = None,
+    run_file: Annotated[str | None, typer.Option(help="Run file that has its model section; hf needs none.")] = None,
+    dtype: DtypeOption = None,
+    seq_len: Annotated[
+        int | None, typer.Option(help="Tokens in a sample, hf; the model's own number by default.")
+    ] = None,
+    step: Annotated[int | None, typer.Option(help="Steps done; what the checkpoint says by default.", min=0)] = None,
+    samples: Annotated[int | None, typer.Option(help="Samples consumed; by default as --step.", min=0)] = None,
+    ignore: Annotated[list[str] | None, typer.Option(help="Name, or pattern, of what may be left out.")] = None,
+    max_shard_size: ShardOption = None,
+    extension: ExtensionOption = None,
+) -> None:
+    """Make a checkpoint of what another framework has written, to continue training from it."""
+    from megazero.formats.hugging_face import MODEL_TOML
+    from megazero.formats.importer import import_checkpoint
+
+    with user_errors():
+        load_extensions(extension)
+        own = {"form": form, "run_file": run_file, "step": step, "samples": samples, "seq_len": seq_len}
+        options = options_of("import", import_checkpoint, dtype, max_shard_size, **own)
+        made = import_checkpoint(source, out, ignore=ignore or (), **options)
+    print(f"{out}: {made.tensors} tensors in {made.dtype}, {made.bytes / 2**20:,.1f} MiB; for the run file")
+    print(f"(the same text is in {out}/{MODEL_TOML}):\n\n{made.toml}", end="")
