@@ -174,7 +174,7 @@ def trainer_state(sharded: ShardedModel, position: Position, **more: Any) -> Tra
         phases=[asdict(phase) for phase in position.phases],
         trained=dict(position.trained),
         optimizer_steps=sharded.optimizer.steps_taken,
-        shape={"tp": grid.tp, "cp": grid.cp, "pp": grid.pp, "dp": grid.dp, "zero_stage": stage},
+        shape={"tp": grid.tp, "cp": grid.cp, "ep": grid.ep, "pp": grid.pp, "dp": grid.dp, "zero_stage": stage},
         versions=versions(),
         optimizer_scalars=sharded.optimizer_scalars(),
         loss_scaler=None if scaler is None else scaler.state_dict(),

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import os
+import random
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -19,6 +21,7 @@ from worlds import (
     LLAMA,
     LR,
     MIXTRAL,
+    PATTERNS,
     engine_on,
     micro_batches,
     on_one_state,
@@ -153,7 +156,7 @@ def _train_all(rank: int, runs: list[ResolvedRun], patterns: list[str]) -> list[
     return results
 
 
-@lru_cache(maxsize=4)
+@lru_cache(maxsize=16)
 def _plain(pattern: str) -> dict[str, Any]:
     return train_plainly(run_of(1, model=MODEL), pattern)
 
@@ -165,6 +168,60 @@ def test_experts_are_the_plain_models_wherever_their_state_is(shape: str, in_gro
     runs, patterns = [_run(**case) for case in cases], [case["pattern"] for case in cases]
     for case, got in zip(cases, run_world(SHAPES[shape][0], _train_all, runs, patterns)[0], strict=True):
         _assert_agrees(got, _plain(case["pattern"]), str(case))
+
+
+RANDOM_RUNS = int(os.environ.get("MEGAZERO_RANDOM_RUNS", "12"))
+
+
+def _random_run(draw: random.Random) -> tuple[int, ResolvedRun, str, bool]:
+    """A world, a run in it, the documents of its samples, and whether its ranks share memory; drawn until it can be."""
+    while True:
+        world, pattern = draw.choice([1, 2, 4, 8]), draw.choice(PATTERNS)
+        tp, cp, pp = draw.choice([1, 1, 2]), draw.choice([1, 1, 2]), draw.choice([1, 1, 2])
+        schedule = draw.choice(["1f1b", "gpipe", "interleaved", "zb-h1", "zbv"]) if pp > 1 else "1f1b"
+        order = "-".join(draw.sample(["tp", "cp", "dp", "pp"], 4))
+        zero: dict[str, Any] = {"stage": draw.randrange(4), "bucket_bytes": draw.choice([1024, 8192, "auto"])}
+        if zero["stage"]:
+            zero["shard_group_size"] = draw.choice([0, 0, 2])
+            zero["offload"] = {"optimizer": draw.choice(["none", "none", "cpu"])}
+        if zero["stage"] == 3:
+            zero["offload"]["parameters"] = draw.choice(["none", "cpu"])
+            zero |= {"secondary_shard_size": draw.choice([0, 0, 2]), "gather_policy": draw.choice(["action", "chunk"])}
+            zero |= {"persistent_elements": draw.choice([0, 600]), "prefetch_bytes": draw.choice([0, 20000])}
+        try:
+            run = run_of(
+                world,
+                model=MODEL,
+                parallel={"tp": tp, "cp": cp, "pp": pp, "order": order, "ep": draw.choice([1, 2, 4, 8])}
+                | {
+                    "sequence_parallel": tp > 1,
+                    "schedule": schedule,
+                    "virtual_stages": 1 + (schedule == "interleaved"),
+                },
+                zero=zero,
+                training={"micro_batch_size": draw.choice([1, 2, 4])},
+                data={"document_mask": pattern != "none"},
+                activations={"recompute": draw.choice(["none", "selective", "full", ["mlp"], ["mlp", "norms"]])},
+            )
+        except ConfigError:
+            continue
+        return world, run, pattern, draw.random() < 0.5
+
+
+def _train_one(rank: int, run: ResolvedRun, pattern: str, shares_memory: bool) -> dict[str, Any] | None:
+    engine = engine_on(rank, run, state=state_on(rank, run, shares_memory=shares_memory))
+    return train_on(engine, run, pattern=pattern)
+
+
+@pytest.mark.slow
+def test_random_runs_are_the_plain_models() -> None:
+    """MEGAZERO_RANDOM_RUNS says how many, MEGAZERO_RANDOM_SEED which."""
+    seed = int(os.environ.get("MEGAZERO_RANDOM_SEED", "0"))
+    for number in range(seed, seed + RANDOM_RUNS):
+        world, run, pattern, shares_memory = _random_run(random.Random(number))
+        got = run_world(world, _train_one, run, pattern, shares_memory)[0]
+        case = f"run {number}: {world} ranks, {pattern}, {run.config.parallel}, {run.config.zero}, {run.config.activations}"
+        _assert_agrees(got, _plain(pattern), case)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -82,8 +82,9 @@ def describe(run: ResolvedRun, engine: Engine) -> str:
     grid, memory, parallel = engine.state.grid, engine.memory_bytes(), run.config.parallel
     capacity = run.micro_batch_size * run.accumulation * run.dp
     relation = "=" if capacity == run.global_batch_size else "in"
+    experts = f"ep {grid.ep}, " if grid.ep > 1 else ""
     return (
-        f"tp {grid.tp}, {context_parallelism(parallel)}pp {grid.pp}, dp {grid.dp}, ZeRO {run.config.zero.stage}, "
+        f"tp {grid.tp}, {context_parallelism(parallel)}{experts}pp {grid.pp}, dp {grid.dp}, ZeRO {run.config.zero.stage}, "
         f"schedule {parallel.schedule}"
         f" | global batch {run.global_batch_size} {relation} {run.micro_batch_size} x {run.accumulation} x dp {run.dp}"
         f" | model state {sum(memory.values()) / 2**20:,.1f} MiB on rank 0"
