@@ -16,7 +16,7 @@ import os
 from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import replace
 from datetime import timedelta
-from functools import cached_property, partial
+from functools import partial
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -123,14 +123,14 @@ class ParallelState:
         self.model = self._host_axis("stage", grid.group_of(rank, "tp", "cp", "dp"))
         self.world = self._world()
 
-    @cached_property
+    @property
     def ep(self) -> Axis:
-        """Ranks that hold different experts.  Every rank asks for it, and for `edp`, once, in the same order."""
+        """Ranks that hold different experts.  Every rank asks for it first, and for `edp`, in the same order."""
         columns = zip(*self.grid.expert_table(self.rank), strict=True)
         # Tokens must not wait for gradients, whatever the other axes are.
         return self._axis("ep", next(ranks for ranks in columns if self.rank in ranks), "experts")
 
-    @cached_property
+    @property
     def edp(self) -> Axis:
         """Ranks that hold the same experts, whose gradients add up."""
         return self._axis("edp", next(row for row in self.grid.expert_table(self.rank) if self.rank in row))
