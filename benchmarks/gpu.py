@@ -179,7 +179,9 @@ def where_measured() -> dict[str, str]:
     commit = subprocess.run(
         ["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False
     )
-    found["commit"] = commit.stdout.strip() or os.environ.get("MEGAZERO_COMMIT", "unknown")
+    found["commit"] = (
+        os.environ.get("MEGAZERO_COMMIT") or commit.stdout.strip() or "unknown"
+    )  # a copy may have no history
     if torch.cuda.is_available():
         found |= {"gpu": torch.cuda.get_device_name(), "cuda": str(torch.version.cuda)}
         found["cudnn"] = str(torch.backends.cudnn.version())

@@ -28,6 +28,7 @@ from torch import Tensor
 from benchmarks.report import markdown, write_whole
 from megazero.layers.experts import ExpertLinear, MixtureOfExperts, Router, Routing
 from megazero.layers.mlp import gated
+from megazero.layers.sample_part import TokenLayout
 from megazero.layers.spec import Initializer, NamedRows
 from megazero.parallel_state import Axis
 
@@ -47,12 +48,14 @@ def cases_of(sizes: tuple[int, int, int, int], tokens: int, device: torch.device
     hidden, inner, experts, k = sizes
     up = [tuple(NamedRows(f"{expert} {key}", inner) for key in ("gate", "up")) for expert in range(experts)]
     down = [(NamedRows(f"{expert} down", hidden),) for expert in range(experts)]
-    common: dict[str, Any] = {"init": Initializer(), "ep": WHOLE}
+    common: dict[str, Any] = {"init": Initializer("zeros"), "ep": WHOLE}
     layer = MixtureOfExperts(
         Router("router", (hidden, experts, k), renormalize=True, sum_over_tp=False, **common),
         ExpertLinear(up, hidden, **common),
         ExpertLinear(down, inner, **common),
     ).to(device, torch.bfloat16)
+    for weight in layer.parameters():  # drawn here: on a CPU a billion take half a minute
+        weight.data.normal_(std=0.02)
     x = torch.randn(tokens, 1, hidden, device=device, dtype=torch.bfloat16, requires_grad=True)
     shapes = (2 * k * inner, hidden), (hidden, k * inner)
     dense = [torch.randn(shape, device=device).bfloat16().mul_(0.02).requires_grad_() for shape in shapes]
@@ -60,6 +63,7 @@ def cases_of(sizes: tuple[int, int, int, int], tokens: int, device: torch.device
     choices = each, halved(experts, tokens * k).to(device)
     routings = [Routing.of(chosen.view(tokens, k), experts, WHOLE) for chosen in choices]
     many = torch.randn(tokens * k, hidden, device=device, dtype=torch.bfloat16, requires_grad=True)
+    layout = TokenLayout(torch.zeros(1, dtype=torch.int64, device=device))
     slope, wide = torch.randn_like(x), torch.randn_like(many)
 
     def products(routing: Routing) -> Callable[[], None]:
@@ -69,7 +73,7 @@ def cases_of(sizes: tuple[int, int, int, int], tokens: int, device: torch.device
         "dense": lambda: F.linear(gated(F.linear(x, dense[0])), dense[1]).backward(slope),
         "products, even": products(routings[0]),
         "products, halved": products(routings[1]),
-        "layer": lambda: layer(x).backward(slope),
+        "layer": lambda: layer(x, layout).backward(slope),
     }
 
 

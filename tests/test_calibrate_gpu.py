@@ -14,7 +14,7 @@ import torch
 
 from megazero.config import ResolvedRun, RunConfig, resolve
 from megazero.plan import calibrate as calibrating
-from megazero.plan.calibrate import Record, calibrate, note_step, sizes, table_of
+from megazero.plan.calibrate import Record, calibrate, medians_of, note_step, sizes, table_of
 from megazero.plan.calibrate_gpu import fitted, gpu_here
 from megazero.plan.calibration import Calibration, OperatorTable, write_calibration
 from megazero.plan.cluster import Cluster, cluster_of
@@ -33,6 +33,12 @@ def _operator(
 ) -> Operator:
     values = tuple(Value(0, shape, torch.bfloat16) for shape in inputs)
     return Operator(f"aten.{name}", values, (Value(0, output, torch.bfloat16),), is_causal)
+
+
+def test_an_operator_that_not_every_step_calls_has_no_time() -> None:
+    add, copy = (_operator(name, [(8,)], (8,)) for name in ("add.Tensor", "copy_.default"))
+    steps = [[(add, 1.0), (add, 5.0)], [(add, 3.0), (copy, 9.0), (add, 4.0)], [(add, 2.0), (add, 6.0)]]
+    assert medians_of(steps) == [(add, 2.0), (add, 5.0)]
 
 
 def _operators_of(run: ResolvedRun) -> Iterator[Operator]:

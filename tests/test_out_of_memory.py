@@ -127,6 +127,7 @@ def test_the_rank_without_memory_says_which_settings_would_fit_and_the_others_na
         "Cuda failure 2 'out of memory'",
         "Failed to CUDA calloc async 6291456 bytes",
         "Failed to CUDA host alloc 6291456 bytes",
+        "Cuda failure 1 'invalid argument'",
     ],
 )
 def test_what_nccl_lacks_is_memory_and_no_peer_and_its_last_error_is_kept(last: str, monkeypatch: Any) -> None:
@@ -138,6 +139,7 @@ def test_what_nccl_lacks_is_memory_and_no_peer_and_its_last_error_is_kept(last: 
     with pytest.raises(LostPeerError), explained(run, ParallelState(RankGrid())):
         _guarded("all_reduce", axis, lambda: fail(OF_A_LOST_PEER + "socketPollConnect: connection refused"))
     monkeypatch.setattr(advice, "free_memory_bytes", lambda *_: 2**20)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (2**20, 2**36))
     wanted = rf"wanted 144\.0 MiB, free 1\.0 MiB(.|\n)*{last}\n(.|\n)*no one setting frees"
     with pytest.raises(OutOfMemoryError, match=wanted), explained(run, ParallelState(RankGrid())):
         _guarded("all_reduce", axis, lambda: fail(OF_NCCL + last))

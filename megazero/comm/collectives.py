@@ -30,11 +30,20 @@ _OF_THE_DEVICE = (torch.OutOfMemoryError, *filter(None, [getattr(torch, "Acceler
 
 # NCCL allocates beside torch's allocator, at a communicator's first operations: its last lines say what failed.
 _NO_MEMORY = re.compile(r"out of memory|Failed to CUDA [a-z ]+ \d+ bytes|CUBLAS_STATUS_ALLOC_FAILED")
+_OF_A_FULL_DEVICE = re.compile(
+    r"unhandled cuda error(.|\n)*invalid argument"
+)  # what NCCL says now and then (seen: 2.28.9)
+_LEAST_FREE = 2**28  # bytes; a communicator takes about half of it at once
 
 
 def lacks_memory(error: BaseException) -> bool:
-    """Whether this rank's device has no memory left, as torch, NCCL or cuBLAS say it."""
-    return not isinstance(error, LostPeerError) and bool(_NO_MEMORY.search(str(error)))
+    """Whether this rank's device has no memory left, as torch, NCCL or cuBLAS say it, or where NCCL does not, as it is."""
+    if isinstance(error, LostPeerError):
+        return False
+    text = str(error)
+    return bool(_NO_MEMORY.search(text)) or (
+        bool(_OF_A_FULL_DEVICE.search(text)) and torch.cuda.mem_get_info()[0] < _LEAST_FREE
+    )
 
 
 class LostPeerError(RuntimeError):

@@ -16,7 +16,7 @@ from __future__ import annotations
 import gc
 import os
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from itertools import product
@@ -114,11 +114,22 @@ def _measured(_: int, runs: list[ResolvedRun], device: torch.device) -> Record:
         after = probe.seconds()
         record["probe",] += [before, between, after]
         unit = (between + after) / 2
-        medians = [(same[0][0], median(seconds for _, seconds in same) / unit) for same in zip(*timed, strict=True)]
+        medians = [(operator, seconds / unit) for operator, seconds in medians_of(timed)]
         note_step(record, run, medians, whole / ((before + between) / 2), on_gpu=on_gpu)
         del engine
         gc.collect()
     return record
+
+
+def medians_of(steps: list[list[tuple[Operator, float]]]) -> list[tuple[Operator, float]]:
+    """The median seconds of each operator that every step calls, once for each call; on a GPU steps may differ by a few."""
+    found: dict[tuple[Operator, int], list[float]] = defaultdict(list)
+    for step in steps:
+        calls = Counter[Operator]()
+        for operator, seconds in step:
+            calls[operator] += 1
+            found[operator, calls[operator]].append(seconds)
+    return [(operator, median(times)) for (operator, _), times in found.items() if len(times) == len(steps)]
 
 
 def note_step(
