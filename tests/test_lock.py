@@ -203,15 +203,6 @@ def test_a_start_on_a_full_disk_leaves_nothing(tmp_path: Path, monkeypatch: pyte
     assert DirectoryLock(folder).try_to_take() is None
 
 
-def test_a_disk_without_links_has_one_owner_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(os, "link", _fail(OSError(errno.EPERM, "Operation not permitted")))
-    folder = LocalFolder(tmp_path)
-    assert DirectoryLock(folder).try_to_take() is None
-    with pytest.raises(OwnerError):
-        DirectoryLock(folder).try_to_take()
-    assert folder.child("owner").files() == ["00000001.json"]
-
-
 def test_an_owner_whose_lock_file_was_removed_creates_it_again(folder: Folder) -> None:
     """As by `rm -r owner`, or by moving the directory."""
     first = DirectoryLock(folder)

@@ -260,16 +260,6 @@ def test_a_directory_that_is_missing_or_closed_is_reported(tmp_path: Path, monke
         FileStore(tmp_path, 0, 8192)
 
 
-def test_without_fallocate_the_file_is_written_with_zeros(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    failing(monkeypatch, "posix_fallocate", errno.EOPNOTSUPP)
-    monkeypatch.setattr("megazero.zero.file_store._ZEROS", 10_000)
-    with closing(FileStore(tmp_path, 0, 6 * ALIGN_BYTES)) as store:
-        status = os.fstat(store.descriptor)
-        assert status.st_size == 6 * ALIGN_BYTES
-        assert status.st_blocks * 512 >= 6 * ALIGN_BYTES
-        assert not store.allocate(6 * 1024, torch.float32).read(0, 6 * 1024).any()
-
-
 def test_a_full_store_says_how_much_is_left(store: FileStore) -> None:
     store.allocate(60 * 1024 - 1, torch.float32)
     with pytest.raises(StorageError, match=r"5000 elements of torch.float32 take 20480 bytes and 16384 of the file's"):

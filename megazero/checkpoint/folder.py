@@ -159,7 +159,10 @@ class Folder(ABC):
 
     @abstractmethod
     def create_new(self, name: str, data: bytes) -> bool:
-        """Create a small file if there is none; of several processes one succeeds.  Returns whether it holds `data`."""
+        """Create a small file if there is none; of several processes one succeeds.  Returns whether it holds `data`.
+
+        On a disk others may see it while it is written.
+        """
 
     @abstractmethod
     def _remove(self, names: Sequence[str]) -> None:
@@ -289,17 +292,14 @@ class LocalFolder(Folder):
         return _LocalOutput(self.path / name, self.check_lock)
 
     def create_new(self, name: str, data: bytes) -> bool:
-        path = self.path / name
-        partial = path.with_name(f"{name}.{secrets.token_hex(4)}{_PARTIAL}")
-        try:
-            _write_new(partial, data)
-            with suppress(FileExistsError):
-                os.link(partial, path)
-        except OSError:  # a file system without links, where the file is seen while it is written; or one that is full
-            with suppress(FileExistsError):
-                _write_new(path, data)
-        finally:
-            partial.unlink(missing_ok=True)
+        with suppress(FileExistsError), (self.path / name).open("xb") as file:
+            try:
+                file.write(data)
+                file.flush()
+                os.fsync(file.fileno())
+            except BaseException:  # such as of a full disk
+                (self.path / name).unlink(missing_ok=True)
+                raise
         return self.read(name) == data
 
     def open(self, name: str) -> ReadBytes:
@@ -332,18 +332,6 @@ def _read_only(data: mmap.mmap) -> Tensor:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "The given buffer is not writable")
         return torch.frombuffer(data, dtype=torch.uint8)
-
-
-def _write_new(path: Path, data: bytes) -> None:
-    """Raises: FileExistsError, OSError; nothing is left then."""
-    with path.open("xb") as file:
-        try:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        except BaseException:
-            path.unlink(missing_ok=True)
-            raise
 
 
 class _LocalOutput(Output):

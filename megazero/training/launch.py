@@ -1,4 +1,4 @@
-"""Starts the ranks of a run: joins torchrun if it started this process, else uses torch's elastic launcher.
+"""Starts the ranks of a run: joins torchrun if it started this process, else starts them itself.
 
 Ranks that this module starts use the loopback interface only and meet through a file, so nothing listens to the network.
 On the CPU they are forked: torch is imported once instead of once per rank.
@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import logging
 import os
-import signal
+import pickle
 import sys
 import tempfile
 import time
 import traceback
-import uuid
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -58,8 +57,7 @@ from megazero.training.world import (
 from megazero.zero.loss_scaler import LossScaleError
 
 if TYPE_CHECKING:
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-    from torch.distributed.launcher.api import LaunchConfig
+    from torch.multiprocessing.spawn import ProcessException
 
 T = TypeVar("T")
 Work = Callable[[ResolvedRun, ParallelState], T]  # what each rank does; picklable, as is its result
@@ -79,18 +77,14 @@ _WITHOUT_TRACEBACK = (
     SpareRankError,
     StorageError,
 )
-# Files in which ranks that are started here report why they failed.
-_CAUSE, _CONSEQUENCE = "error-0", "error-1"
+# Files in which ranks that are started here report why they failed, and rank 0 what it has found.
+_CAUSE, _CONSEQUENCE, _ANSWER = "error-0", "error-1", "answer"
 # How long a rank that cannot read its configuration waits for the others.
 _MEETING_TIME = timedelta(seconds=600)
-# So that nothing of a run of this machine listens to the network, whatever a profile exports; torch's launcher would open
-# a store on all interfaces for its ranks, which meet through a file.
+# So that nothing of a run of this machine listens to the network, whatever a profile exports.
 _LOOPBACK = dict.fromkeys(("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"), "lo0" if sys.platform == "darwin" else "lo")
-_LOOPBACK["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
 # A rank that lost a peer ends this much later, so that the launcher sees the cause before its consequences.
 _CAUSE_FIRST_SECONDS = 1.0
-# Signals that end the launcher and its ranks at once; a `StopRequest` handles the others.
-_DEADLY = "SIGHUP,SIGQUIT"
 
 
 @dataclass(frozen=True)
@@ -214,7 +208,12 @@ def _report(text: str, *, is_cause: bool) -> None:
         (Path(folder) / f"{_CAUSE if is_cause else _CONSEQUENCE}-{rank:06d}").write_text(text)
 
 
-def _run_started_rank(run: ResolvedRun, work: Work[T], stop: StopRequest | None, launcher: int) -> T:
+def _run_started_rank(
+    rank: int, run: ResolvedRun, work: Work[T], stop: StopRequest | None, folder: Path, launcher: int
+) -> None:
+    numbers = dict.fromkeys(("RANK", "LOCAL_RANK"), str(rank))
+    numbers |= dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), str(run.world_size))
+    os.environ |= {**numbers, **_LOOPBACK, LAUNCH_FOLDER: str(folder)}
     if stop is not None:
         stop.listen()
     answer = run_rank(run, work)
@@ -222,8 +221,9 @@ def _run_started_rank(run: ResolvedRun, work: Work[T], stop: StopRequest | None,
         die_of_signals()  # one arrives when the launcher dies; then nobody reads the result
     if isinstance(answer, Failed) or os.getppid() != launcher:
         leave_at_once(answer.status if isinstance(answer, Failed) else EXIT_FAILED)
+    if rank == 0:
+        (folder / _ANSWER).write_bytes(pickle.dumps(answer))
     drain()
-    return answer
 
 
 def leave_at_once(status: int = EXIT_FAILED) -> NoReturn:
@@ -234,9 +234,7 @@ def leave_at_once(status: int = EXIT_FAILED) -> NoReturn:
 
 def _launch(run: ResolvedRun, work: Work[T], stop: StopRequest | None) -> T | Failed:
     """Start the ranks on this machine and wait for them."""
-    from torch.distributed.elastic.multiprocessing import SignalException
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-    from torch.distributed.launcher.api import elastic_launch
+    from torch.multiprocessing.spawn import ProcessException, start_processes
 
     count = run.world_size
     try:
@@ -245,69 +243,36 @@ def _launch(run: ResolvedRun, work: Work[T], stop: StopRequest | None) -> T | Fa
         return refuse([str(error)])
     if on_cpu:
         import torch._dynamo  # noqa: F401  every optimizer imports it: once here instead of once per rank
-    for name in ("torch.distributed.elastic", "torch.multiprocessing.spawn"):
-        logging.getLogger(name).setLevel(logging.CRITICAL)  # failures are printed below
-    with tempfile.TemporaryDirectory(prefix="megazero-") as folder, _environment({LAUNCH_FOLDER: folder, **_LOOPBACK}):
-        config = _launcher_config(folder, count, "fork" if on_cpu else "spawn")
+    logging.getLogger("torch.multiprocessing.spawn").setLevel(logging.CRITICAL)  # failures are printed below
+    with tempfile.TemporaryDirectory(prefix="megazero-") as name:
+        folder = Path(name)
         if stop is not None:
-            stop.spread(Path(folder))
-            config.signals_to_handle = _DEADLY
+            stop.spread(folder)
+        arguments, method = (run, work, stop, folder, os.getpid()), "fork" if on_cpu else "spawn"
+        ranks = start_processes(_run_started_rank, arguments, count, join=False, start_method=method)
         try:
-            answers = elastic_launch(config, _run_started_rank)(run, work, stop, os.getpid())
-        except ChildFailedError as error:
-            return _report_failures(Path(folder), error)
-        except SignalException as error:
-            warn(f"{error.sigval.name}: the ranks were stopped")
-            return Failed(has_cause=False)
-    return answers[0]
+            while not ranks.join():
+                pass
+        except ProcessException as error:
+            return _report_failures(folder, error)
+        finally:
+            for process in ranks.processes:  # where an interrupt has ended the wait
+                process.kill()
+        answer: T = pickle.loads((folder / _ANSWER).read_bytes())
+    return answer
 
 
-@contextmanager
-def _environment(values: Mapping[str, str]) -> Iterator[None]:
-    """Set variables for this process and those it starts, and restore them."""
-    before = {name: os.environ.get(name) for name in values}
-    os.environ.update(values)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            os.environ.pop(name) if value is None else os.environ.update({name: value})
-
-
-def _launcher_config(folder: str, count: int, start_method: str) -> LaunchConfig:
-    """Configure torch's launcher for one node, whose ranks rendezvous through a file in `folder`."""
-    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
-    from torch.distributed.launcher.api import LaunchConfig
-
-    return LaunchConfig(
-        min_nodes=1,
-        max_nodes=1,
-        nproc_per_node=count,
-        run_id=uuid.uuid4().hex,
-        rdzv_backend="c10d",
-        rdzv_endpoint=str(Path(folder) / "agent"),
-        rdzv_configs={"store_type": "file"},
-        local_addr="127.0.0.1",
-        max_restarts=0,
-        monitor_interval=0.2,
-        start_method=start_method,
-        logs_specs=DefaultLogsSpecs(log_dir=folder),
-    )
-
-
-def _report_failures(folder: Path, error: ChildFailedError) -> Failed:
-    """Print each cause once, with the ranks that reported it."""
-    # The launcher ends the remaining ranks with SIGTERM.
-    by_signal = {rank: failure for rank, failure in error.failures.items() if failure.exitcode < 0}
-    killed = {rank: failure for rank, failure in by_signal.items() if failure.exitcode != -signal.SIGTERM}
-    for rank in sorted(killed):
-        warn(f"rank {rank} was killed by {killed[rank].signal_name()}; the other ranks were stopped")
+def _report_failures(folder: Path, error: ProcessException) -> Failed:
+    """Print each cause once, with the ranks that reported it; `error` is of the rank that ended first."""
+    status, killed_by = getattr(error, "exit_code", EXIT_FAILED), getattr(error, "signal_name", None)
+    if killed_by:
+        warn(f"rank {error.error_index} was killed by {killed_by}; the other ranks were stopped")
     reported: dict[str, list[int]] = {}
     for path in sorted(folder.glob("error-*")):
         reported.setdefault(path.read_text(), []).append(int(path.name.split("-")[2]))
     for text, ranks in reported.items():
         warn(f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}: {text}")
-    if not killed and not reported:
+    if not killed_by and not reported:
         warn(str(error))
-    is_refused = any(failure.exitcode == EXIT_REFUSED for failure in error.failures.values())
-    return Failed(EXIT_REFUSED if is_refused else EXIT_FAILED, has_cause=any(folder.glob(f"{_CAUSE}-*")))
+    status = EXIT_REFUSED if status == EXIT_REFUSED else EXIT_FAILED
+    return Failed(status, has_cause=any(folder.glob(f"{_CAUSE}-*")))

@@ -29,7 +29,6 @@ from megazero.zero.storage import Access, FlatArray, PendingCopy, as_flat, check
 
 ALIGN_BYTES: Final = 4096  # a page of memory and a block of most disks
 WORKERS: Final = 2  # one reads while the other writes
-_ZEROS: Final = 8 * 2**20  # bytes written at once where the file system cannot preallocate
 _OTHERWISE: Final = " or set zero.offload.nvme_path to another disk; the newest checkpoint is untouched"
 
 
@@ -203,7 +202,8 @@ class FileStore:
         except OSError as error:
             raise StorageError(_failed(self.path, f"creating a file of {self.nbytes} bytes", error)) from error
         try:
-            _preallocate(descriptor, self.nbytes)
+            if self.nbytes:
+                os.posix_fallocate(descriptor, 0, self.nbytes)  # zeros; no later write can find the disk full
         except OSError as error:
             os.close(descriptor)
             what = f"reserving {self.nbytes} bytes ({free} bytes were free)"
@@ -260,18 +260,3 @@ class FileStore:
         failures = [array.failure for array in self._arrays if array.failure is not None]
         if failures and not self.is_failure_raised:  # one disk, one error
             raise StorageError(failures[0])
-
-
-def _preallocate(descriptor: int, nbytes: int) -> None:
-    """Reserve zeroed blocks, so that no later write can find the disk full."""
-    if nbytes == 0:
-        return
-    try:
-        os.posix_fallocate(descriptor, 0, nbytes)
-    except OSError as error:
-        if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS):
-            raise
-        os.ftruncate(descriptor, nbytes)
-        zeros = memoryview(bytes(min(_ZEROS, nbytes)))
-        for offset in range(0, nbytes, _ZEROS):
-            _move(os.pwritev, descriptor, zeros[: nbytes - offset], offset)
