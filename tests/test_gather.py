@@ -35,7 +35,7 @@ from megazero.comm.backend import TorchBackend
 from megazero.comm.messages import OrderError
 from megazero.deepspeed.script_units import VisitHistory
 from megazero.parallel_state import ParallelState
-from megazero.zero.gather import ScheduleOrder, Unit, UnitState
+from megazero.zero.gather import ScheduleOrder
 
 WIDTH = 8
 
@@ -113,7 +113,10 @@ class _TiedProjection(nn.Module):
         h = self.embed(tokens)
         for block in self.blocks:
             h = block(h)
-        return F.cross_entropy(F.linear(h, self.embed.weight), tokens)
+        return F.cross_entropy(self.logits(h), tokens)
+
+    def logits(self, h: Tensor) -> Tensor:
+        return F.linear(h, self.embed.weight)
 
 
 class _SharedParameter(_TiedProjection):
@@ -124,12 +127,8 @@ class _SharedParameter(_TiedProjection):
         self.head = nn.Linear(WIDTH, 11)
         self.head.weight = self.embed.weight
 
-    def forward(self, x: Tensor) -> Tensor:
-        tokens = (x[..., 0] * 3).long().remainder(11)
-        h = self.embed(tokens)
-        for block in self.blocks:
-            h = block(h)
-        return F.cross_entropy(self.head(h), tokens)
+    def logits(self, h: Tensor) -> Tensor:
+        return self.head(h)
 
 
 class _Returns(nn.Module):
@@ -894,33 +893,6 @@ def test_evaluation_between_steps_changes_nothing_and_sees_the_new_weights(stage
 # ---- prefetch and traffic
 
 
-def test_from_the_second_step_on_every_unit_but_the_first_has_been_started_when_it_is_needed() -> None:
-    def law(rank: int) -> list[list[tuple[int, bool]]]:
-        sharded = Sharded(seeded(_Twice), 3, rank, 2)
-        steps: list[list[tuple[int, bool]]] = []
-
-        def wait(self: Unit) -> None:
-            steps[-1].append((self.index, self.state is not UnitState.SHARDED))
-            plain_wait(self)
-
-        plain_wait, Unit.wait = Unit.wait, wait
-        for step in random_batches(3, 2, 2, 4, WIDTH):
-            steps.append([])
-            sharded.step(step[rank])
-        return steps
-
-    for first, *others in run_world(2, law):
-        assert len(first) == 2 * 2 * 8
-        for later in others:
-            assert [index for index, _ in later] == [index for index, _ in first]
-            # 2, 2 and 4 follow one another in one buffer: 2 is there the second time, 4 can only come when 2 is done
-            late = [place for place, (_, started) in enumerate(later) if not started]
-            assert late[0] == 0
-            for place in late[1:]:
-                before, index = later[place - 1][0], later[place][0]
-                assert before % 2 == index % 2, (place, later)
-
-
 @pytest.mark.parametrize("make", [_Chain, _Twice, _RootParameters, _Skips], ids=["Chain", "Twice", "Root", "Skips"])
 def test_prefetching_gathers_nothing_more_than_the_first_step_does(make: Callable[[], nn.Module]) -> None:
     def law(rank: int) -> list[int]:
@@ -936,23 +908,6 @@ def test_prefetching_gathers_nothing_more_than_the_first_step_does(make: Callabl
         assert first > 0
         assert all(later <= first for later in others)
         assert len(set(others)) == 1
-
-
-def test_a_chain_gathers_every_unit_once_for_its_forward_and_once_for_its_backward() -> None:
-    """2 Ψ a micro-batch (Rajbhandari et al. 2020, section 7), less the last unit, which is still there."""
-
-    def law(rank: int) -> int:
-        sharded = Sharded(seeded(_Chain), 3, rank, 2)
-        batches = random_batches(2, 2, 1, 4, WIDTH)
-        sharded.step(batches[0][rank])
-        sharded.state.traffic.reset()
-        sharded.step(batches[1][rank])
-        return sharded.state.traffic.sent_bytes["dp", "all_gather"]
-
-    unit = sum(p.numel() for p in _Block().parameters())
-    shard_bytes = -(-unit // 32) * 16 * 4
-    # the forward leaves the last two units in the two buffers
-    assert run_world(2, law) == [(5 + 3) * shard_bytes] * 2
 
 
 @pytest.mark.parametrize("order", [ScheduleOrder, VisitHistory])

@@ -81,21 +81,21 @@ class _Router(nn.Module):
 
 
 class _Experts(nn.Module):
-    """Under ZeRO-3 all ranks must run the same units, so the experts of a layer are one."""
+    """Under ZeRO-3 all ranks must run the same units, so the experts of a layer are one; a list chooses for each layer."""
 
-    def __init__(self) -> None:
+    def __init__(self, depth: int = 3) -> None:
         super().__init__()
         self.first = nn.Linear(8, 8)
-        self.layers = nn.ModuleList(_Router() for _ in range(3))
+        self.layers = nn.ModuleList(_Router() for _ in range(depth))
 
     def units(self) -> list[nn.Module]:
         return [self.first, *self.layers]
 
-    def forward(self, batch: tuple[tuple[int, ...], Tensor]) -> Tensor:
+    def forward(self, batch: tuple[tuple[int, ...] | list[tuple[int, ...]], Tensor]) -> Tensor:
         chosen, x = batch
         x = self.first(x)
-        for layer in self.layers:
-            x = layer(chosen, x)
+        for number, layer in enumerate(self.layers):
+            x = layer(chosen[number] if isinstance(chosen, list) else chosen, x)
         return x.square().mean()
 
 
@@ -119,25 +119,6 @@ def test_parameters_that_only_one_rank_uses_get_the_sum_of_all_ranks(zero_stage:
     run_world(2, law, timeout=30)
 
 
-class _DeepExperts(nn.Module):
-    """A batch (chosen, x) goes through other experts in each of its layers."""
-
-    def __init__(self, depth: int) -> None:
-        super().__init__()
-        self.first = nn.Linear(8, 8)
-        self.layers = nn.ModuleList(_Router() for _ in range(depth))
-
-    def units(self) -> list[nn.Module]:
-        return [self.first, *self.layers]
-
-    def forward(self, batch: tuple[list[tuple[int, ...]], Tensor]) -> Tensor:
-        chosen, x = batch
-        x = self.first(x)
-        for layer, of_layer in zip(self.layers, chosen, strict=True):
-            x = layer(of_layer, x)
-        return x.square().mean()
-
-
 @pytest.mark.parametrize("over_gloo", [False, True], ids=["shared memory", "gloo"])
 def test_no_rank_waits_for_a_reduction_that_another_starts_after_it_has_gathered_more(over_gloo: bool) -> None:
     """With memory for two buckets, a rank waits for the reduction of its last block within its backward."""
@@ -155,7 +136,7 @@ def test_no_rank_waits_for_a_reduction_that_another_starts_after_it_has_gathered
     def law(rank: int) -> None:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(zero_worlds, "ParallelState", partial(ParallelState, shares_memory=not over_gloo))
-            assert_trains_as_plain(rank, 2, lambda: _DeepExperts(depth), 3, batches)
+            assert_trains_as_plain(rank, 2, lambda: _Experts(depth), 3, batches)
 
     run_world(2, law, timeout=30)
 
