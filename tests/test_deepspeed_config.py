@@ -101,16 +101,6 @@ def test_a_block_is_refused_by_its_name_alone(block):
     assert load(**{block: {"anything": {"of": ["DeepSpeed's"]}}}).notes == ()
 
 
-@pytest.mark.parametrize(
-    "name", ["elasticity", "amp", "compression_training", "sparse_attention", "curriculum_learning"]
-)
-def test_blocks_of_older_versions_are_refused_unless_they_are_off(name):
-    assert load(**{name: {"enabled": False, "anything": 1}}).notes == ()
-    assert load(**{name: {}}).notes == ()
-    assert "is not supported" in problems(**{name: {"enabled": True}})[0]
-    assert "is not supported" in problems(**{name: {"mode": "fixed"}})[0]
-
-
 def test_the_page_has_every_key_in_the_table_of_what_becomes_of_it():
     honoured, idle, refused = re.split(r"\n## No effect|\n## Refused", PAGE.read_text(encoding="utf-8"))
     for table, keys in ((honoured, HONOURED), (idle, NO_EFFECT), (refused, REFUSED)):

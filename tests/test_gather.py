@@ -470,11 +470,6 @@ class _Held:
     x: Tensor
 
 
-class _ReturnsHeld(_Block):
-    def forward(self, x: Tensor) -> Any:
-        return _Held(super().forward(x))
-
-
 # ---- results and backwards that no hook on a result can follow
 
 
@@ -517,37 +512,6 @@ class _GradientPenalty(_Chain):
         y = super().forward(x)
         (slope,) = torch.autograd.grad(y, x, create_graph=True)
         return y + (slope.norm(dim=1) - 0.1).square().mean()
-
-
-class _KeepsAside(_Block):
-    """What counts leaves by an attribute; the result only passes through the weights."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = super().forward(x)
-        self.aside = torch.sin(self.b(torch.tanh(self.a(x))))
-        return y.detach()
-
-
-class _Asides(_Chain):
-    def __init__(self) -> None:
-        super().__init__(_KeepsAside)
-
-    def forward(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            x = block(x)
-        return sum(block.aside.square().mean() for block in self.blocks)
-
-
-class _Leaves(_Chain):
-    """Results in an object that nobody can look into, on the way to the next block."""
-
-    def __init__(self) -> None:
-        super().__init__(_ReturnsHeld)
-
-    def forward(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            x = block(x).x
-        return x.square().mean()
 
 
 class _CheckpointedViews(_Results):
@@ -606,26 +570,6 @@ class _CallOneAnother(_Chain):
         self.blocks[1].others = (self.blocks[3],)
 
 
-class _Forces(_Chain):
-    """A gradient within the forward, of which the loss knows nothing."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        with torch.enable_grad():
-            x = x.clone().requires_grad_()
-            (force,) = torch.autograd.grad(super().forward(x), x)
-        return super().forward(x.detach() + force)
-
-
-class _OthersWeights(_Chain):
-    """A block runs with weights made of another one's."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.blocks[0](x)
-        weights = {name: 0.5 * weight for name, weight in self.blocks[1].named_parameters()}
-        x = torch.func.functional_call(self.blocks[2], weights, (x,))
-        return self.blocks[4](self.blocks[3](self.blocks[2](x))).square().mean()
-
-
 def _saves_products(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
     products = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
     return CheckpointPolicy.MUST_SAVE if op in products else CheckpointPolicy.PREFER_RECOMPUTE
@@ -641,10 +585,7 @@ class _CheckpointedInPart(_Chain):
         return x.square().mean()
 
 
-UNFOLLOWED = [
-    _Results, _GradientPenalty, _Asides, _Leaves, _CheckpointedViews, _SavedElsewhere, _CallOneAnother, _Forces,
-    _OthersWeights, _CheckpointedInPart,
-]  # fmt: skip
+UNFOLLOWED = [_Results, _GradientPenalty, _CheckpointedViews, _SavedElsewhere, _CallOneAnother, _CheckpointedInPart]
 
 
 @pytest.mark.parametrize(("stage", "policy"), [(0, "action"), (3, "action"), (3, "step")])

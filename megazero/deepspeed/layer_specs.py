@@ -7,6 +7,7 @@ stages        range(3)   | range(3,5) | range(5,7) | range(7,8)  balanced by par
 from __future__ import annotations
 
 import re
+from bisect import bisect_left
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import chain
 from typing import Any, TypeAlias
@@ -99,7 +100,18 @@ def partition_balanced(weights: Sequence[int], parts: int) -> list[range]:
     """
     if not 1 <= parts <= len(weights):
         raise ValueError(f"{parts} pipeline stages must be at least 1 and at most the number of layers, {len(weights)}")
-    limit, stop, found = _lightest_limit(weights, parts), len(weights), list[range]()
+
+    def fits(limit: int) -> bool:
+        """Whether filling runs greedily needs no more than `parts`; more runs never need a higher limit."""
+        runs, filled = 1, 0
+        for weight in weights:
+            filled += weight
+            if filled > limit:
+                runs, filled = runs + 1, weight
+        return runs <= parts
+
+    low = max(weights)
+    limit, stop, found = low + bisect_left(range(low, sum(weights)), True, key=fits), len(weights), list[range]()
     for before in reversed(range(parts)):  # so many stages come before, and each needs a layer
         start = stop - 1
         while start > before and sum(weights[start - 1 : stop]) <= limit:
@@ -107,20 +119,6 @@ def partition_balanced(weights: Sequence[int], parts: int) -> list[range]:
         found.append(range(start, stop))
         stop = start
     return found[::-1]
-
-
-def _lightest_limit(weights: Sequence[int], parts: int) -> int:
-    """The least limit under which filling runs greedily needs no more than `parts`; more runs never need a higher one."""
-    low, high = max(weights), sum(weights)
-    while low < high:
-        limit = (low + high) // 2
-        runs, filled = 1, 0
-        for weight in weights:
-            filled += weight
-            if filled > limit:
-                runs, filled = runs + 1, weight
-        low, high = (low, limit) if runs <= parts else (limit + 1, high)
-    return low
 
 
 def check_layers(layers: Iterable[Layer] | nn.Sequential) -> list[Layer]:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 from weakref import ref
 
 import torch
@@ -114,16 +114,6 @@ class ScriptReducer(GradientReducer):
             self.accumulates = False
 
 
-class Passes(Protocol):
-    """An engine that runs the backward passes of a module."""
-
-    def admits(self, gradient: Tensor) -> bool:
-        """Return whether a parameter's gradient is this step's; those of another model's backward are dropped."""
-
-    def is_in_pass(self) -> bool:
-        """Return whether the backward under way is one of this step's."""
-
-
 class ModuleReducer(ScriptReducer):
     """A gradient comes once in a pass, and its pass ends before the next one begins.
 
@@ -133,24 +123,24 @@ class ModuleReducer(ScriptReducer):
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
-        self._served: Callable[[], Passes | None] = lambda: None
+        self._served: Callable[[], Any] = lambda: None
         # What the first pass has brought gradients to, the last one last; an order that is learned is no longer here.
         self._came: dict[LaunchOrder, dict[BucketGradients, None]] = {order: {} for order in self.orders.values()}
 
-    def serve(self, passes: Passes) -> None:
-        """Take only the gradients that an engine admits, without keeping the engine alive."""
-        self._served = ref(passes)
+    def serve(self, engine: Any) -> None:
+        """Take only the gradients that a `ModuleEngine` admits, without keeping the engine alive."""
+        self._served = ref(engine)
 
     def take(self, parameter: Tensor) -> None:
-        passes = self._served()
-        if passes is not None and parameter.grad is not None and passes.admits(parameter.grad):
+        engine = self._served()
+        if engine is not None and parameter.grad is not None and engine.admits(parameter.grad):
             super().take(parameter)
         else:
             parameter.grad = None
 
     def is_in_pass(self) -> bool:
-        passes = self._served()
-        return passes is not None and passes.is_in_pass()
+        engine = self._served()
+        return engine is not None and engine.is_in_pass()
 
     def count(self, order: LaunchOrder, gradients: BucketGradients, index: int) -> None:
         gradients.count(index, order.passes + 1)

@@ -205,19 +205,6 @@ class _Reader:
                     raise CheckpointError(f"{self.folder} is damaged, or of several saves: the ranks hold {found}")
                 tensor = LazyTensor(shape, groups[0][0].dtype, partial(_joined, groups, held, shape))
                 self.found.tensors.setdefault(kind, {})[name] = tensor
-        self._check_moments(ranks, flat)
-
-    def _check_moments(self, ranks: Sequence[Mapping[str, Any]], flat: Sequence[Mapping[str, list[Tensor]]]) -> None:
-        """A group's moments are floats and as long as its masters, from which its padding may have been cut."""
-        for rank, kinds in enumerate(flat):
-            paddings = ranks[rank].get("group_paddings", [0] * len(kinds[MASTER]))
-            for kind, held in ((kind, groups) for kind, groups in kinds.items() if kind != MASTER):
-                for number, (state, master) in enumerate(zip(held, kinds[MASTER], strict=True)):
-                    more = state.numel() - master.numel()
-                    if more not in (0, paddings[number]) or not state.is_floating_point():
-                        sizes = f"{state.numel()} elements of {state.dtype}, and its masters {master.numel()}"
-                        path = f"{self.folder}/{self.optimizers[rank]}"
-                        raise CheckpointError(f"{path} is damaged: {kind} of group {number} has {sizes}")
 
     def _flat_groups(self, rank: Mapping[str, Any]) -> dict[str, list[Tensor]]:
         """By kind, the flat groups of a rank."""
