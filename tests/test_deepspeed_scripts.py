@@ -228,7 +228,7 @@ def _gathered(rank: int) -> None:
         if rank == 0:
             nn.init.constant_(model.weight, 0.5)
     with pytest.raises(ValueError, match="rank 0"):
-        GatheredParameters(model.weight, modifier_rank=1)
+        GatheredParameters(model.weight, modifier_rank=1).__enter__()
     with gathered_parameters(engine_of(model, settings(3))) as whole:
         assert whole["weight"].eq(0.5).all()
 

@@ -21,10 +21,20 @@ __path__: list[str] = []  # modules of DeepSpeed below this file are the mirror'
 _OF_TORCH = {
     "BFloat16Tensor", "ByteTensor", "DoubleTensor", "Event", "FloatTensor", "HalfTensor", "IntTensor", "LongTensor",
     "Stream", "current_stream", "default_stream", "device_count", "empty_cache", "get_rng_state", "initial_seed",
-    "is_available", "manual_seed", "manual_seed_all", "max_memory_allocated", "max_memory_reserved", "memory_allocated",
-    "memory_reserved", "memory_stats", "reset_max_memory_allocated", "reset_max_memory_cached", "reset_peak_memory_stats",
-    "range_pop", "range_push", "set_rng_state", "stream", "synchronize",
+    "is_available", "is_bf16_supported", "manual_seed", "manual_seed_all", "max_memory_allocated",
+    "max_memory_reserved", "memory_allocated", "memory_reserved", "memory_stats", "range_pop", "range_push",
+    "reset_max_memory_allocated", "reset_max_memory_cached", "reset_peak_memory_stats", "set_device", "set_rng_state",
+    "stream", "synchronize",
 }  # fmt: skip
+# What the calls without arguments return, on CUDA and on the CPU.
+_ANSWERS: dict[str, tuple[Any, Any]] = {
+    "communication_backend_name": ("nccl", "gloo"),
+    "random": (torch.random, torch.random),
+    "visible_devices_envs": (["CUDA_VISIBLE_DEVICES"], ["CUDA_VISIBLE_DEVICES"]),
+    **dict.fromkeys(("is_fp16_supported", "is_fp64_supported"), (True, True)),
+    **dict.fromkeys(("is_synchronized_device", "use_host_timers"), (False, True)),
+    **dict.fromkeys(("resolves_data_dependency", "handles_memory_backpressure"), (False, True)),
+}
 _OLD_NAMES = {"memory_cached": "memory_reserved", "max_memory_cached": "max_memory_reserved"}
 
 
@@ -35,6 +45,8 @@ class Accelerator:
         self._name, self._is_cuda = kind, kind == "cuda"
 
     def __getattr__(self, name: str) -> Any:
+        if name in _ANSWERS:
+            return lambda: _ANSWERS[name][not self._is_cuda]
         name = _OLD_NAMES.get(name, name)
         if name not in _OF_TORCH:
             raise AttributeError(f"megazero's accelerator has no {name!r}; docs/deepspeed.md lists what it has")
@@ -54,11 +66,6 @@ class Accelerator:
         """A context in which the device is the current one."""
         return torch.cuda.device(device_index) if self._is_cuda else nullcontext()
 
-    def set_device(self, device_index: int) -> None:
-        """Make a device the current one."""
-        if self._is_cuda:
-            torch.cuda.set_device(device_index)
-
     def current_device(self) -> int:
         """Its index; LOCAL_RANK on the CPU."""
         return torch.cuda.current_device() if self._is_cuda else int(os.environ.get("LOCAL_RANK", "0"))
@@ -67,23 +74,9 @@ class Accelerator:
         """Return the name of the current device, with its index."""
         return self.device_name(self.current_device())
 
-    def communication_backend_name(self) -> str:
-        """Return the backend of torch.distributed for its tensors."""
-        return "nccl" if self._is_cuda else "gloo"
-
     def on_accelerator(self, tensor: Tensor) -> bool:
         """Return whether a tensor lies on this kind of device."""
         return tensor.device.type == self._name
-
-    def is_bf16_supported(self) -> bool:
-        """Return whether it computes in bf16."""
-        return not self._is_cuda or torch.cuda.is_bf16_supported()
-
-    def is_fp16_supported(self) -> bool:
-        """Return whether it computes in fp16."""
-        return True
-
-    is_fp64_supported = is_fp16_supported
 
     def supported_dtypes(self) -> list[torch.dtype]:
         """Formats to train in."""
@@ -117,19 +110,9 @@ class Accelerator:
         """Return whether a tensor lies in page-locked memory."""
         return self._is_cuda and tensor.is_pinned()
 
-    def is_synchronized_device(self) -> bool:
-        """Return whether a call returns when its work is done."""
-        return not self._is_cuda
-
-    use_host_timers = resolves_data_dependency = handles_memory_backpressure = is_synchronized_device
-
     def is_triton_supported(self) -> bool:
         """Return whether Triton's kernels run on it."""
         return self._is_cuda and torch.cuda.is_available() and torch.cuda.get_device_capability() >= (8, 0)
-
-    def random(self) -> Any:
-        """Return the module `torch.random`."""
-        return torch.random
 
     def default_generator(self, device_index: int) -> torch.Generator:
         """Return the generator from which a device draws by itself."""
@@ -138,10 +121,6 @@ class Accelerator:
     def lazy_call(self, callback: Callable[[], Any]) -> Any:
         """Call something once the device is initialised."""
         return torch.cuda._lazy_call(callback) if self._is_cuda else callback()
-
-    def visible_devices_envs(self) -> list[str]:
-        """Return the variables that say which devices a process sees."""
-        return ["CUDA_VISIBLE_DEVICES"]
 
 
 @cache
@@ -164,6 +143,8 @@ def _of_host(name: str) -> Any:
         "synchronize": torch.cpu.synchronize,
         "get_rng_state": torch.get_rng_state,
         "initial_seed": torch.initial_seed,
+        "is_bf16_supported": lambda: True,
+        "set_device": lambda: None,
         "device_count": lambda: int(os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("LOCAL_SIZE", "1"))),
     }
     if name in without_index:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -51,7 +50,13 @@ def gathered_parameters(
         masters.overwrite(modifier_rank)
 
 
-class GatheredParameters:
+@contextmanager
+def GatheredParameters(  # noqa: N802  as DeepSpeed has it
+    params: nn.Parameter | Iterable[nn.Parameter],
+    modifier_rank: int | None = None,
+    fwd_module: nn.Module | None = None,
+    enabled: bool = True,
+) -> Iterator[None]:
     """A context that gathers parameters; what `modifier_rank` changes in them is broadcast to every rank.
 
     A collective call of all ranks.  Only elements that change leave their fp32 master.  A module's own forward does not see
@@ -68,31 +73,17 @@ class GatheredParameters:
         ValueError: `modifier_rank` is no data-parallel rank, or is not 0 before `initialize`, or an outer one has another.
         RuntimeError: a parameter that stage 3 has cut was changed without a `modifier_rank`.
     """
-
-    def __init__(
-        self,
-        params: nn.Parameter | Iterable[nn.Parameter],
-        modifier_rank: int | None = None,
-        fwd_module: nn.Module | None = None,
-        enabled: bool = True,
-    ) -> None:
-        given: list[nn.Parameter] = [params] if isinstance(params, nn.Parameter) else list(params)
-        self._given, self._modifier, self._open = given if enabled else [], modifier_rank, ExitStack()
-        if modifier_rank and any(isinstance(parameter, MetaParameter) for parameter in self._given):
-            raise ValueError(f"modifier_rank={modifier_rank} before initialize: under zero.Init rank 0's changes count")
-
-    def __enter__(self) -> None:
-        changes = self._modifier is not None
-        given = {id(real(one)): one for one in self._given if changes or isinstance(one, UngatheredParameter)}
-        with ExitStack() as opened:
-            for engine in list(ENGINES.values()):
-                own = {name: given[key] for key, name in engine.sharded_model.names.items() if key in given}
-                if own:
-                    opened.enter_context(_changing(engine, own, self._modifier))
-            self._open = opened.pop_all()
-
-    def __exit__(self, *error: Any) -> None:
-        self._open.__exit__(*error)
+    given: list[nn.Parameter] = [params] if isinstance(params, nn.Parameter) else list(params)
+    if modifier_rank and any(isinstance(parameter, MetaParameter) for parameter in given):
+        raise ValueError(f"{modifier_rank=} before initialize: under zero.Init rank 0's changes count")
+    changes = enabled and modifier_rank is not None
+    held = {id(real(one)): one for one in given if changes or (enabled and isinstance(one, UngatheredParameter))}
+    with ExitStack() as contexts:
+        for engine in list(ENGINES.values()):
+            own = {name: held[key] for key, name in engine.sharded_model.names.items() if key in held}
+            if own:
+                contexts.enter_context(_changing(engine, own, modifier_rank))
+        yield
 
 
 @contextmanager

@@ -13,7 +13,7 @@ import io
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -192,11 +192,9 @@ class ModuleEngine(TrainingEngine):
         """Set whether the current micro-batch is the last, in place of the count; holds until the next call."""
         self._boundary = is_boundary
 
-    @contextmanager
-    def no_sync(self) -> Iterator[None]:
+    def no_sync(self) -> AbstractContextManager[None]:
         """Accumulate the micro-batches in here locally, without communication; at stages 2 and 3 in whole-size buffers."""
-        with self.reducer.accumulating():
-            yield
+        return self.reducer.accumulating()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Discard the micro-batches since the last step; the next one is the first of a step."""

@@ -71,11 +71,11 @@ class DcpFolder:
             named = f"; it names {', '.join(unknown)}, which was not run" if unknown else ""
             raise CheckpointError(f"{path} is no metadata of torch.distributed.checkpoint{named}")
         with foreign_errors(path):
-            for name, stored in loaded.state_dict_metadata.items():
-                if not isinstance(name, str):
-                    raise TypeError(f"{name!r} is no name")
+            for stored in loaded.state_dict_metadata.values():
                 if isinstance(stored, TensorStorageMetadata):
-                    _check_types(name, stored)
+                    extents = [stored.size, *(it for chunk in stored.chunks for it in (chunk.offsets, chunk.sizes))]
+                    if any(size < 0 for extent in extents for size in torch.Size(extent)):
+                        raise ValueError("an extent below zero")
         return loaded, unknown
 
     @property
@@ -180,11 +180,9 @@ class DcpFolder:
                 raise CheckpointError(f"{path} is written with {how}, which is not supported")
             if file not in self._files:
                 self._files[file] = self.folder.open(file), self.folder.size(file) or 0
-            if not (_is_count(info.offset) and _is_count(info.length)):
-                raise ValueError(f"{name} at byte {info.offset!r} of length {info.length!r}")
-            start, stop = info.offset, info.offset + info.length
-            if stop > self._files[file][1]:
-                raise ValueError(f"it ends before byte {stop}")
+            start, stop = int(info.offset), int(info.offset + info.length)
+            if not 0 <= start <= stop <= self._files[file][1]:
+                raise ValueError(f"it begins after byte {start}, or ends before byte {stop}")
         return file, start, stop
 
     def _read(self, name: str, offset: tuple[int, ...]) -> Any:
@@ -197,19 +195,6 @@ class DcpFolder:
         if unknown:
             raise CheckpointError(f"{path}: {name} is made of {', '.join(unknown)}, which is not read")
         return loaded
-
-
-def _is_count(value: object) -> bool:
-    return type(value) is int and value >= 0
-
-
-def _check_types(name: str, about: TensorStorageMetadata) -> None:
-    """Raises: TypeError."""
-    sizes = [about.size, *(extent for chunk in about.chunks for extent in (chunk.offsets, chunk.sizes))]
-    if any(not isinstance(extent, tuple) or not all(type(size) is int for size in extent) for extent in sizes):
-        raise TypeError(f"the shape of {name} or of a chunk of it")
-    if not all(map(_is_count, about.size)) or not isinstance(about.properties.dtype, torch.dtype):
-        raise TypeError(f"the shape or dtype of {name}")
 
 
 def _value(entry: LazyTensor | Callable[[], Any]) -> Any:

@@ -11,7 +11,6 @@ that it has made, never those of a class.  The sums of a zip, which torch does n
 from __future__ import annotations
 
 import io
-import os
 import pickle
 import zipfile
 from argparse import Namespace
@@ -132,30 +131,6 @@ def load_metadata(data: bytes) -> tuple[Any, list[str]]:
         raise ValueError(f"{str(error) or type(error).__name__}{named}") from error
 
 
-class _View(io.RawIOBase):
-    """A readable file over bytes in memory, without a copy."""
-
-    def __init__(self, data: memoryview) -> None:
-        self._data, self._at = data, 0
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        base = {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: len(self._data)}[whence]
-        self._at = max(0, base + offset)
-        return self._at
-
-    def readinto(self, buffer: Any) -> int:
-        found = self._data[self._at : self._at + len(buffer)]
-        buffer[: len(found)] = found
-        self._at += len(found)
-        return len(found)
-
-
 def load_tensors(file: Path | memoryview) -> tuple[Any, list[str]]:
     """The value of a file of `torch.save`, and the names in it that are not on the list; tensors of a path are mapped.
 
@@ -164,8 +139,12 @@ def load_tensors(file: Path | memoryview) -> tuple[Any, list[str]]:
         ValueError: it is damaged, or names what torch refuses to read at all.
     """
 
+    copy = None if isinstance(file, Path) else io.BytesIO(file)
+
     def source() -> Any:
-        return file if isinstance(file, Path) else io.BufferedReader(_View(file))
+        if copy is not None:
+            copy.seek(0)
+        return file if copy is None else copy
 
     def load(*stand_ins: tuple[Any, str]) -> Any:
         with safe_globals([*((cls, name) for name, cls in _PLAIN.items()), *stand_ins]):
