@@ -385,6 +385,8 @@ class Router(nn.Module):
         balance: of training; None without.
     """
 
+    reads_weights = True  # see `GPTStage.readers`
+
     def __init__(
         self,
         name: str,
@@ -422,6 +424,8 @@ class Dispatch(nn.Module):
     Over one rank of ep there are tokens * k rows.
     """
 
+    reads_weights = False  # see `GPTStage.readers`
+
     def forward(self, x: Tensor, routing: Routing) -> Tensor:
         return routing.travel.to_experts(_Dispatch.apply(x.flatten(0, 1), routing))
 
@@ -434,6 +438,8 @@ class ExpertLinear(nn.Module):
         in_features: columns of each matrix.
         init, ep, wgrad_queue: see `Router`.
     """
+
+    reads_weights = True  # see `GPTStage.readers`
 
     def __init__(
         self,
@@ -457,6 +463,8 @@ class ExpertLinear(nn.Module):
 class Combine(nn.Module):
     """Of each token the sum of its experts' rows, weighted by the gates.  [rows, hidden] -> [tokens, hidden]."""
 
+    reads_weights = False  # see `GPTStage.readers`
+
     def forward(self, rows: Tensor, gates: Tensor, routing: Routing) -> Tensor:
         result: Tensor = _Combine.apply(routing.travel.to_tokens(rows), gates, routing)
         return result
@@ -468,6 +476,7 @@ class MixtureOfExperts(nn.Module):
     Each expert is down(silu(gate(x)) * up(x)) (Shazeer 2020), with gate | up fused.
     """
 
+    reads_weights = False  # see `GPTStage.readers`
     compiles = False  # the rows of an expert are others in every step, and compiled code is of one size
 
     def __init__(self, router: Router, gate_up: ExpertLinear, down: ExpertLinear) -> None:

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
+from itertools import compress
 from math import sqrt
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, TypeVar
 
@@ -375,10 +376,10 @@ class Head(nn.Module):
 
 
 # Layers read their weights within their own forward alone, the others only call layers.  Exact types: a subclass may read
-# them elsewhere.
-_LAYERS = {ColumnParallelLinear, RowParallelLinear, RMSNorm, LayerNorm, HeadNorm, WidthNorm}
-_KNOWN = _LAYERS | {Block, PostNormBlock, Attention, AttentionCore, SharedKVHead, SwiGLU, GELU, Gated, Residual}
-_KNOWN |= {nn.GELU, nn.Identity}
+# them elsewhere.  Layers of experts, which dense models do not load, say so themselves: `reads_weights`.
+_LAYERS = (ColumnParallelLinear, RowParallelLinear, RMSNorm, LayerNorm, HeadNorm, WidthNorm)
+_OTHERS = (Block, PostNormBlock, Attention, AttentionCore, SharedKVHead, SwiGLU, GELU, Gated, Residual)
+_READS = dict.fromkeys(_LAYERS, True) | dict.fromkeys((*_OTHERS, nn.GELU, nn.Identity), False)
 
 
 class GPTStage(nn.Module):
@@ -405,8 +406,9 @@ class GPTStage(nn.Module):
         None of the embedding and of the head, nor where a block holds a module of another class: it may read the weights of
         its layers itself.
         """
-        kinds = [(module, type(module)) for module in unit.modules()]
-        return [module for module, kind in kinds if kind in _LAYERS] if {kind for _, kind in kinds} <= _KNOWN else []
+        modules = list(unit.modules())
+        reads = [vars(type(module)).get("reads_weights", _READS.get(type(module))) for module in modules]
+        return [] if None in reads else list(compress(modules, reads))
 
     def forward(self, x: Tensor | None, batch: MicroBatch) -> Tensor:
         """Hidden states for the next stage; on the last stage the loss summed over counted tokens, or without labels logits.

@@ -190,6 +190,7 @@ FAMILIES: list[dict[str, Any]] = [
     {"family": "gpt2"},
     {"family": "qwen3"},  # a norm of each head
     {"family": "olmo2"},  # norms of all heads, and behind each branch
+    {"family": "mixtral", "num_experts": 4},
 ]
 
 
