@@ -19,7 +19,7 @@ from megazero.layers.counter_rng import normal
 from megazero.parallel_state import RankGrid
 from megazero.plan import dry_run as dry_runs
 from megazero.plan.dry_run import Build, build_engine, dry_run, some_ranks
-from megazero.plan.silent_state import SilentState
+from megazero.plan.fake_ranks import FakeState
 from megazero.plan.text import dry_run_text
 from megazero.schedules.action import ActionKind, MessageAction, Schedule
 from megazero.schedules.one_f_one_b import OneFOneB
@@ -42,10 +42,10 @@ def _problem(run: ResolvedRun, build: Build = build_engine) -> str:
     return "\n".join(found.problems)
 
 
-def _changed(change: Callable[[Engine, SilentState], object]) -> Build:
+def _changed(change: Callable[[Engine, FakeState], object]) -> Build:
     """The engine, but changed."""
 
-    def build(run: ResolvedRun, state: SilentState) -> Engine:
+    def build(run: ResolvedRun, state: FakeState) -> Engine:
         engine = build_engine(run, state)
         change(engine, state)
         return engine
@@ -74,7 +74,7 @@ def test_a_run_that_works_has_no_problem(parallel: dict[str, int]) -> None:
 
 
 def test_one_more_collective_of_one_rank_is_told() -> None:
-    def change(engine: Engine, state: SilentState) -> None:
+    def change(engine: Engine, state: FakeState) -> None:
         finish = engine.sharded_model.finish_gradients
 
         def more() -> None:
@@ -91,7 +91,7 @@ def test_one_more_collective_of_one_rank_is_told() -> None:
 def test_collectives_of_which_some_ranks_leave_one_out_are_told() -> None:
     """`any` of a generator ends at the first that is true: ranks 2 and 3 alone come to the second."""
 
-    def change(_: Engine, state: SilentState) -> None:
+    def change(_: Engine, state: FakeState) -> None:
         any(gather_objects(state.rank, axis)[0] == 0 for axis in (state.tp, state.dp))
 
     problem = _problem(_run(4, {"tp": 2}), _changed(change))
@@ -106,7 +106,7 @@ def test_ranks_with_other_bucket_sizes_are_told() -> None:
 
 
 def test_groups_made_in_another_order_are_told() -> None:
-    def change(_: Engine, state: SilentState) -> None:
+    def change(_: Engine, state: FakeState) -> None:
         axes = [state.tp, state.dp]
         for axis in reversed(axes) if state.rank == 3 else axes:
             state.with_own_group(axis, "more")
@@ -116,7 +116,7 @@ def test_groups_made_in_another_order_are_told() -> None:
 
 
 def test_a_message_that_is_never_sent_is_told_with_who_waits_for_it() -> None:
-    def change(engine: Engine, state: SilentState) -> None:
+    def change(engine: Engine, state: FakeState) -> None:
         executor_of = engine._executor_of
 
         def without_sends(*args: Any, **more: Any) -> Any:
@@ -140,7 +140,7 @@ def test_a_schedule_whose_messages_cross_is_told() -> None:
     first.sort(key=lambda action: action.kind is ActionKind.FORWARD)
     crossed = Schedule(**{**vars(given), "ranks": (tuple(first), given.ranks[1])})
 
-    def build(run: ResolvedRun, state: SilentState) -> Engine:
+    def build(run: ResolvedRun, state: FakeState) -> Engine:
         return initialize(run.config, state, init_weights=False, schedule=crossed)
 
     assert "ScheduleError" in _problem(_run(2, {"pp": 2}, zero={"stage": 3}), build)  # all steps have all micro-batches

@@ -14,9 +14,9 @@ from megazero.cpu.shared_memory import SharedMemoryBackend
 from megazero.engine.outline import schedule_of
 from megazero.parallel_state import Axis
 from megazero.parallel_state.groups import Group
+from megazero.plan.fake_ranks import Alone, FakeBackend, make_fake
 from megazero.plan.fake_tensors import FakeTensors, Message, Operator
 from megazero.plan.operator_times import flops_of, product_of
-from megazero.plan.silent import Alone, SilentBackend, make_silent
 from megazero.plan.unit_trace import ADDED, DY, EMBEDDING, HEAD, PassTrace, UnitKey, UnitTrace, trace_units
 
 MODEL = """
@@ -122,7 +122,7 @@ def test_a_weight_pass_needs_the_gradient_that_came_unless_the_backward_has_gath
 
 def test_what_is_sent_lives_until_the_wait() -> None:
     group = Group(None, torch.device("cpu"), 0.0, False, 2, ())
-    make_silent(group, SilentBackend(SharedMemoryBackend, None, Alone()))
+    make_fake(group, FakeBackend(SharedMemoryBackend, None, Alone()))
     with FakeTensors() as fake:
         out, full = torch.zeros(100), torch.zeros(200)
         pending = reduce_scatter(out, full, Axis("tp", (0, 1), 0, group))

@@ -1,6 +1,6 @@
 """A dry run: the engine's own code for ranks of any world, with tensors that hold nothing and messages that move nothing.
 
-    run file -> silent state -> engine -> train steps      the program is the real one; see silent_state.py
+    run file -> fake state -> engine -> train steps      the program is the real one; see fake_ranks.py
                      |             |
                  groups      operations, in order          compared among ranks: simulated_world.py
 
@@ -26,17 +26,16 @@ from megazero.layers.sample_part import part_of
 from megazero.models.gpt import MicroBatch
 from megazero.parallel_state import RankGrid
 from megazero.parallel_state.grid import Coordinate
+from megazero.plan.fake_ranks import FakeState, MadeGroup, RecordedTraffic, without_files
 from megazero.plan.fake_tensors import FakeTensors, Message
 from megazero.plan.kernel_memory import kernel_bytes
-from megazero.plan.silent import RecordedTraffic
-from megazero.plan.silent_state import MadeGroup, SilentState, without_files
 from megazero.plan.simulated_world import Lockstep, SimulatedWorld
 from megazero.plan.state_trace import without_auto
 from megazero.schedules.action import read_schedule
 
 MOST_COMPARED, MOST_MICRO_BATCHES = 64, 256  # of a world of which all ranks are simulated; of all ranks together
 _LR = 1e-4
-Build: TypeAlias = Callable[[ResolvedRun, SilentState], Engine]
+Build: TypeAlias = Callable[[ResolvedRun, FakeState], Engine]
 
 
 @dataclass(frozen=True)
@@ -78,7 +77,7 @@ class DryRun:
     seconds: float
 
 
-def build_engine(run: ResolvedRun, state: SilentState) -> Engine:
+def build_engine(run: ResolvedRun, state: FakeState) -> Engine:
     """Build the engine as training does, without drawing initial weights."""
     parallel = run.config.parallel
     own = None
@@ -184,7 +183,7 @@ def run_rank(
     Args: as for `dry_run`; `world` has the other simulated ranks.
     """
     with FakeTensors(kernel_bytes=kernel_bytes(on_cuda=on_cuda)) as fake:
-        state = SilentState(run, rank, per_node, world, RecordedTraffic(fake.operators), on_cuda=on_cuda)
+        state = FakeState(run, rank, per_node, world, RecordedTraffic(fake.operators), on_cuda=on_cuda)
         engine = build(run, state)
         start = tuple(one for one in fake.operators if isinstance(one, Message))
         if is_built_only:

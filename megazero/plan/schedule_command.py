@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -49,8 +50,13 @@ def show(
         load_extensions(extension)
         times = _parse_costs(costs)
         is_drawn = bool(schedule or file or files or not compare)
-        shown = _read_own(file, placement, schedule, virtual_stages) if file else None
-        pp, microbatches = _agreed_numbers(shown, pp, microbatches)
+        shown = None
+        if file is not None:
+            given = {"pp": pp, "microbatches": microbatches, "virtual_stages": virtual_stages}
+            shown = _read_own(file, placement, schedule, given)
+            pp, microbatches = shown.pp, shown.microbatches
+        if pp is None or microbatches is None:
+            raise ValueError("a named schedule needs --pp and --microbatches, such as --pp 4 --microbatches 8")
         if placement is not None and file is None:
             raise ValueError(f"placement={placement} is for the schedule of a --file; a named one has its own")
         if is_drawn:
@@ -84,26 +90,17 @@ def _parse_costs(text: str) -> Costs:
     return Costs(*times)
 
 
-def _read_own(file: Path, placement: str | None, schedule: str | None, virtual_stages: int | None) -> Schedule:
+def _read_own(file: Path, placement: str | None, schedule: str | None, given: Mapping[str, int | None]) -> Schedule:
+    """Read the schedule of a file.  Raises: ValueError: an option says something else; OSError."""
     from megazero.schedules.action import read_schedule
 
     if schedule is not None:
         raise ValueError(f"--schedule {schedule} and --file {file} are two schedules; give one")
     own = read_schedule(file, placement or "loop")
-    if virtual_stages not in (None, own.chunks):
-        raise ValueError(f"virtual_stages={virtual_stages}, but the schedule in {file} has {own.chunks}; leave it out")
+    for name, found in (("pp", own.pp), ("microbatches", own.microbatches), ("virtual_stages", own.chunks)):
+        if given[name] not in (None, found):
+            raise ValueError(f"{name}={given[name]}, but the schedule {own.name} has {found}; leave it out")
     return own
-
-
-def _agreed_numbers(own: Schedule | None, pp: int | None, microbatches: int | None) -> tuple[int, int]:
-    if own is None:
-        if pp is None or microbatches is None:
-            raise ValueError("a named schedule needs --pp and --microbatches, such as --pp 4 --microbatches 8")
-        return pp, microbatches
-    for name, given, found in (("pp", pp, own.pp), ("microbatches", microbatches, own.microbatches)):
-        if given not in (None, found):
-            raise ValueError(f"{name}={given}, but the schedule {own.name} has {found}; leave it out")
-    return own.pp, own.microbatches
 
 
 def _named_schedule(name: str, pp: int, microbatches: int, virtual_stages: int | None, compares: bool) -> Schedule:

@@ -203,7 +203,7 @@ class SimulatedWorld:
 
 
 class GroupMeeting:
-    """A `silent.Meeting` of one simulated rank with the others of one of its groups.
+    """A `fake_ranks.Meeting` of one simulated rank with the others of one of its groups.
 
     Args:
         purpose: of the group, where ranks have more than one.

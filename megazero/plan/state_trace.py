@@ -29,10 +29,9 @@ from megazero.engine.outline import chunks_of
 from megazero.engine.outline import kind_of as schedule_kind_of
 from megazero.models.stages import cut_by_rank
 from megazero.parallel_state.groups import Traffic
+from megazero.plan.fake_ranks import HOST, FakeState, RecordedTraffic, without_files
 from megazero.plan.fake_tensors import FakeTensors, Message
 from megazero.plan.kernel_memory import kernel_bytes
-from megazero.plan.silent import RecordedTraffic
-from megazero.plan.silent_state import HOST, SilentState, without_files
 from megazero.plan.unit_trace import Cuts, order_of_gradients, slot_of, trace_units
 from megazero.schedules.action import Action, ActionKind
 from megazero.zero.bucket import Share
@@ -158,7 +157,7 @@ def _trace(
     kind, parallel = schedule_kind_of(config), config.parallel
     with without_files(), FakeTensors(kernel_bytes=kernel_bytes(on_cuda=on_cuda)) as fake:
         traffic = RecordedTraffic(fake.operators)
-        state = SilentState(run, rank, per_node, None, traffic, on_cuda=on_cuda)
+        state = FakeState(run, rank, per_node, None, traffic, on_cuda=on_cuda)
         driver = _Driver(Engine(without_auto(config), state, kind), fake, order)
         built, elements = fake.live, driver.elements()
         tables = built - _in_memory(driver.counted()) + driver.absent()

@@ -15,10 +15,10 @@ from megazero.parallel_state import RankGrid
 from megazero.plan.cost import HOUR, MINUTE
 from megazero.plan.devices import size_text
 from megazero.plan.dry_run import DryRank, DryRun
+from megazero.plan.fake_ranks import MadeGroup
 from megazero.plan.fake_tensors import Message
 from megazero.plan.report import Plan
 from megazero.plan.search import Candidate, Found, Ranked
-from megazero.plan.silent_state import MadeGroup
 from megazero.settings import counted
 
 _SHOWN_MESSAGES = 24

@@ -44,9 +44,9 @@ from megazero.models.stages import StageLayout, cut_by_rank
 from megazero.models.wrappers import save_by_policy
 from megazero.parallel_state import Axis
 from megazero.parallel_state.groups import Group
+from megazero.plan.fake_ranks import Alone, FakeBackend, RecordedTraffic, make_fake, real_backend
 from megazero.plan.fake_tensors import Event, FakeTensors, Message, Operator
 from megazero.plan.kernel_memory import kernel_bytes
-from megazero.plan.silent import Alone, RecordedTraffic, SilentBackend, make_silent, real_backend
 from megazero.schedules.action import ActionKind, Schedule
 from megazero.zero.bucket import DTYPES, ParamInfo, Pieces, Share, Slot
 from megazero.zero.gradients import GradientReducer
@@ -321,8 +321,8 @@ class _Bench:
             return Axis(name, ranks, traffic=traffic)
         per_node = self._key.per_node
         group = Group(None, torch.device("cpu"), 0.0, False, per_node, ())
-        make_silent(
-            group, SilentBackend(*real_backend(ranks, 0, per_node, on_cuda=self._key.on_cuda), Alone(), self._fills)
+        make_fake(
+            group, FakeBackend(*real_backend(ranks, 0, per_node, on_cuda=self._key.on_cuda), Alone(), self._fills)
         )
         return Axis(name, ranks, 0, group, traffic)
 

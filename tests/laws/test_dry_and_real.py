@@ -15,9 +15,9 @@ from megazero.config import ResolvedRun
 from megazero.engine import initialize
 from megazero.parallel_state import ParallelState
 from megazero.plan.dry_run import dry_run
+from megazero.plan.fake_ranks import RecordedTraffic
 from megazero.plan.fake_tensors import Event, Message
 from megazero.plan.measured_step import START, live_memory
-from megazero.plan.silent import RecordedTraffic
 from megazero.plan.speed_probe import random_batches
 
 SMALL = LLAMA | {"num_layers": 2, "num_heads": 8, "num_kv_heads": 4}
