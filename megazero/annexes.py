@@ -10,6 +10,7 @@ The trunk imports no annex: it asks a seam, and trains the same where nothing wa
     command          a command of the command line, or a group of commands (`typer.Typer`)              cli
     checkpoint command   a command of `megazero checkpoint`                                             cli
     check            (ResolvedRun, gpu, device_gib, ranks of a node) -> Schedule -> `check.DeviceNeeds` cli
+    context          (ResolvedRun, document lengths of some samples | None) -> lines of `check` on attention   training
     export           (step, out, dtype, names) -> `Exported`, by the form that --to names                cli
     start line       (ResolvedRun, Schedule, torch.device) -> a line for the terminal                   training
     callback         RunContext -> Callback, after the metrics are written             training

@@ -12,6 +12,7 @@ ADDS = {
         "plan check": "megazero.plan.correction:PlanCheck",
     },
     "check": {"memory": "megazero.plan.check_lines:memory_lines"},
+    "context": {"attention": "megazero.plan.context_lines:describe_context"},
     "start line": {"activations": "megazero.plan.check_lines:start_line"},
     "out of memory": {"explain": "megazero.plan.advice:explain"},
     "peak FLOP/s": {"devices": "megazero.plan.cluster:known_peak_flops"},

@@ -17,17 +17,17 @@ from typing import NamedTuple, TypeAlias
 
 import torch
 
+from megazero.annexes import added
 from megazero.config import ConfigError, ResolvedRun, RunConfig
-from megazero.config.derive import batch_sizes, sent_by_attention
+from megazero.config.derive import batch_sizes
 from megazero.config.rules import Rule, dp_of
 from megazero.data import Corpus
-from megazero.data.corpus import PYTHON_STDLIB, repeats, tokenizer_of, without_borders
+from megazero.data.corpus import PYTHON_STDLIB, repeats, tokenizer_of
 from megazero.data.indexed import pair_paths
 from megazero.engine.outline import elements_in, schedule_of, stages_of
 from megazero.engine.phases import Phase, trained_steps, unfinished_schedule
 from megazero.layers.fp8 import emulated, use_fp8
 from megazero.layers.recompute import WHOLE
-from megazero.layers.token_layout import balance, shards, work
 from megazero.models.activation_config import ActivationsConfig, layer_policies
 from megazero.models.gpt import check_knows_parts
 from megazero.models.wrappers import save_by_policy
@@ -164,7 +164,7 @@ def describe(run: ResolvedRun, ranks_per_node: int, of_device: Callable[[Schedul
         None if not_here(config) else _open(config, [(source.path, source.weight) for source in config.data.sources])
     )
     samples = corpus.train.first_documents() if corpus is not None and config.data.document_mask else None
-    yield from (("context", line) for line in describe_context(run, samples))
+    yield from (("context", line) for lines_of in added("context").values() for line in lines_of(run, samples))
     yield from (("data", line) for line in _data(run, corpus))
     yield from (("imported", name) for name in config.launch.extensions)
     yield from (("note", line) for line in run.notices)
@@ -271,54 +271,3 @@ def _data(run: ResolvedRun, corpus: Corpus | None) -> Iterator[str]:
         yield f"{source.label}: {len(stream) if stream else 0:,} samples for evaluation"
     if not config.checkpoint.accept_changes:  # else a phase may begin: its samples are known where it does
         yield from repeats(names, corpus.train, config.training.steps * run.global_batch_size)
-
-
-def describe_context(run: ResolvedRun, samples: Sequence[Sequence[int]] | None) -> Iterator[str]:
-    """Describe context parallelism, and the documents that attention stays within, a line each.
-
-    Args:
-        samples: lengths of the documents of some samples; None where the data is not on this machine.
-    """
-    config = run.config
-    masks, whole = config.data.document_mask, [[config.model.seq_len]]
-    if config.parallel.cp > 1:
-        yield _sent(run) + _balance(run, samples if masks else whole)
-    if masks:
-        yield "documents: not known, the data is not on this machine" if samples is None else _documents(run, samples)
-        yield from without_borders(samples or ())
-
-
-def _sent(run: ResolvedRun) -> str:
-    parallel, ulysses = run.config.parallel, run.config.parallel.ulysses
-    sent = sent_by_attention(run.config, run.micro_batch_size, ulysses)
-    parts = " + ".join(f"{operation} {count:,}" for operation, count in sent.items() if count)
-    return (
-        f"cp {parallel.cp}, {parallel.cp_method}: Ulysses {ulysses} x ring {parallel.cp // ulysses}; for each layer and "
-        f"micro-batch a rank sends {sum(sent.values()):,} bytes ({parts}), forward and backward"
-    )
-
-
-def _balance(run: ResolvedRun, samples: Sequence[Sequence[int]] | None) -> str:
-    """Load balance of a ring: query-key pairs of the busiest rank over the mean of all ranks, for each sample."""
-    ring = run.config.parallel.cp // run.config.parallel.ulysses
-    if ring == 1:
-        return "; ranks have equal work"
-    if samples is None:
-        return ""
-    found = [balance(lengths, ring, run.config.model.sliding_window) for lengths in samples]
-    most = f", {max(found):.3f} at most" if len(found) > 1 else ""
-    return f"; pairs on the busiest ring rank over their mean: {sum(found) / len(found):.3f}{most}"
-
-
-def _documents(run: ResolvedRun, samples: Sequence[Sequence[int]]) -> str:
-    model, every = run.config.model, [length for lengths in samples for length in lengths]
-
-    def pairs(lengths: Sequence[int]) -> int:
-        return work(shards(lengths, 1)[0], model.sliding_window)
-
-    seen = sum(map(pairs, samples)) / (len(samples) * pairs([model.seq_len]))
-    return (
-        f"documents: {len(every) / len(samples):.1f} in a sample, of {sum(every) / len(every):,.0f} tokens on average and "
-        f"{max(every):,} at most; attention sees {seen:.1%} of the pairs of whole samples "
-        f"(the first {counted(len(samples), 'sample')})"
-    )
