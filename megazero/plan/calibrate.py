@@ -69,23 +69,23 @@ class _Timed(TorchDispatchMode):
         result = func(*args, **(kwargs or {}))
         self._synchronize()
         seconds = time.perf_counter() - begin
-        here = tree_any_only(torch.Tensor, lambda one: one.device.type == self._kind, (args, kwargs, result))
+        here = tree_any_only(torch.Tensor, lambda value: value.device.type == self._kind, (args, kwargs, result))
         if here and not func.is_view:
-            inputs, outputs = (tuple(_values(one)) for one in ((args, kwargs), result))
-            causal = "attention" in str(func) and any(one is True for one in tree_iter((args, kwargs)))
+            inputs, outputs = (tuple(_values(values)) for values in ((args, kwargs), result))
+            causal = "attention" in str(func) and any(value is True for value in tree_iter((args, kwargs)))
             self.found.append((Operator(str(func), inputs, outputs, causal), seconds))
         return result
 
 
 def _values(found: Any) -> Iterator[Value]:
-    return (Value(0, tuple(one.shape), one.dtype) for one in tree_iter(found) if isinstance(one, torch.Tensor))
+    return (Value(0, tuple(x.shape), x.dtype) for x in tree_iter(found) if isinstance(x, torch.Tensor))
 
 
 def sizes(*, quick: bool = False, on_gpu: bool = False) -> list[ResolvedRun]:
     """Return one-rank runs whose layers are as large as those of tensor-parallel ranks; on a GPU, a host-bound run first."""
     if on_gpu:
         every = product((2048,) if quick else (2048, 4096), (1,) if quick else (1, 4), (2048, 4096))
-        return [small_run("llama", *one, **ON_GPU) for one in ((256, 1, 128), *every)]
+        return [small_run("llama", *shape, **ON_GPU) for shape in ((256, 1, 128), *every)]
     hidden, cuts, tokens = ((256,), (1, 2), (128, 512)) if quick else ((128, 256, 512), (1, 2, 4), (64, 128, 256, 512))
     return [
         small_run(family, width, cut, count)
@@ -206,7 +206,7 @@ def calibrate(*, quick: bool = False, say: Callable[[str], None] = print) -> Cal
 
 def _device(table: OperatorTable, link: Link) -> Device:
     """Describe a host as a device, by its fastest fp32 product and its fastest copy."""
-    fastest = max(2.0 * one.m * one.n * one.k / one.seconds for one in table.products)
+    fastest = max(2.0 * product.m * product.n * product.k / product.seconds for product in table.products)
     peaks = dict.fromkeys(("bf16", "fp16", "fp32"), fastest)
     copies = [size / seconds for name in table.operators if "add" in name for size, seconds in table.operators[name]]
     memory, bandwidth = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), max(copies, default=1e10)

@@ -58,8 +58,8 @@ class OperatorTable:
     @cached_property
     def _by_dtype(self) -> dict[str, list[Product]]:
         found: dict[str, list[Product]] = {}
-        for one in self.products:
-            found.setdefault(one.dtype, []).append(one)
+        for product in self.products:
+            found.setdefault(product.dtype, []).append(product)
         return found
 
     def product(self, dtype: str, m: int, n: int, k: int) -> float | None:
@@ -68,20 +68,20 @@ class OperatorTable:
         if not known:
             return None
 
-        def distance(one: Product) -> float:
-            return abs(log(m / one.m)) + abs(log(n / one.n)) + abs(log(k / one.k))
+        def distance(product: Product) -> float:
+            return abs(log(m / product.m)) + abs(log(n / product.n)) + abs(log(k / product.k))
 
         near = sorted(known, key=distance)[:_NEAREST]
         if distance(near[0]) < 1e-9:
             return near[0].seconds
-        weights = [distance(one) ** -2 for one in near]
-        rates = [log(one.m * one.n * one.k / one.seconds) for one in near]
+        weights = [distance(product) ** -2 for product in near]
+        rates = [log(product.m * product.n * product.k / product.seconds) for product in near]
         rate = exp(sum(w * r for w, r in zip(weights, rates, strict=True)) / sum(weights))
         return m * n * k / rate
 
     def scaled(self, factor: float) -> OperatorTable:
         """Return the table with every time multiplied by `factor`."""
-        products = tuple(replace(one, seconds=one.seconds * factor) for one in self.products)
+        products = tuple(replace(product, seconds=product.seconds * factor) for product in self.products)
         operators = {
             name: tuple((size, seconds * factor) for size, seconds in samples)
             for name, samples in self.operators.items()
@@ -154,7 +154,7 @@ class Calibration:
 
 
 def _table_of(value: Mapping[str, Any]) -> OperatorTable:
-    products = tuple(Product(*one) for one in value["products"])
+    products = tuple(Product(*product) for product in value["products"])
     return OperatorTable(products, _samples_of(value["operators"]), value["host_seconds"])
 
 
@@ -164,7 +164,7 @@ def _samples_of(value: Mapping[str, Sequence[Sequence[float]]]) -> dict[str, Sam
 
 def _plain(table: OperatorTable) -> dict[str, Any]:
     return {
-        "products": [[one.dtype, one.m, one.n, one.k, one.seconds] for one in table.products],
+        "products": [[product.dtype, product.m, product.n, product.k, product.seconds] for product in table.products],
         "operators": table.operators,
         "host_seconds": table.host_seconds,
     }
@@ -228,15 +228,15 @@ def _checksum(found: Mapping[str, Any]) -> str:
 def _check_numbers(found: Mapping[str, Any]) -> None:
     """Check that sizes and times are positive and samples sorted by size.  Raises: ValueError."""
     tables = [found["alone"], found["crowded"]]
-    samples = [*found["collectives"].items(), *(one for table in tables for one in table["operators"].items())]
+    samples = [*found["collectives"].items(), *(named for table in tables for named in table["operators"].items())]
     for name, pairs in samples:
         sizes = [size for size, _ in pairs]
-        if not pairs or sizes != sorted(set(sizes)) or not all(0 < one < inf for pair in pairs for one in pair):
+        if not pairs or sizes != sorted(set(sizes)) or not all(0 < number < inf for pair in pairs for number in pair):
             raise ValueError(f"the samples of {name} are not positive, or not sorted by size")
-    numbers = [one for table in tables for product in table["products"] for one in product[1:]]
+    numbers = [number for table in tables for product in table["products"] for number in product[1:]]
     device = found["device"]
     numbers += [found["within"]["bytes_per_second"], found["within"]["share"], device["launch_seconds"]]
     numbers += [*device["peak_flops"].values(), *(device[key] for key in ("memory_bytes", "memory_bandwidth"))]
     shares = [share for name, share in device.items() if name.endswith("_share")]
-    if not all(0 < one < inf for one in numbers + shares) or max(shares) > 1:
+    if not all(0 < number < inf for number in numbers + shares) or max(shares) > 1:
         raise ValueError("a number in it is not positive, or a share is above 1")

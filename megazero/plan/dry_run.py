@@ -116,15 +116,15 @@ def dry_run(
         )
     found: dict[int, DryRank] = {}
 
-    def program(one: int) -> None:
-        result = run_rank(prepared, one, world, per_node, on_cuda, build, is_built_only=one not in steppers)
+    def program(own_rank: int) -> None:
+        result = run_rank(prepared, own_rank, world, per_node, on_cuda, build, is_built_only=own_rank not in steppers)
         if result is None:
-            world.left.add(one)
+            world.left.add(own_rank)
         else:
-            found[one] = result
+            found[own_rank] = result
 
     with without_files():
-        world.lockstep.run({one: lambda one=one: program(one) for one in simulated})  # type: ignore[misc]
+        world.lockstep.run({own_rank: lambda own_rank=own_rank: program(own_rank) for own_rank in simulated})  # type: ignore[misc]
     problems = tuple(_problems(world.lockstep))
     seconds = time.perf_counter() - began
     return DryRun(grid, simulated, steppers, dict(sorted(found.items())), problems, notes, seconds)
@@ -159,7 +159,7 @@ def _prepared(run: ResolvedRun) -> tuple[ResolvedRun, tuple[str, ...]]:
         config = config.model_copy(update={"training": training})
     without = without_auto(config)
     for key in ("optimizer", "parameters"):
-        old, new = (getattr(one.zero.offload, key) for one in (config, without))
+        old, new = (getattr(own.zero.offload, key) for own in (config, without))
         if old != new:
             notes.append(f"zero.offload.{key} is {new} here, in place of {old}")
     return replace(run, config=without), tuple(notes)
@@ -185,7 +185,7 @@ def run_rank(
     with FakeTensors(kernel_bytes=kernel_bytes(on_cuda=on_cuda)) as fake:
         state = FakeState(run, rank, per_node, world, RecordedTraffic(fake.operators), on_cuda=on_cuda)
         engine = build(run, state)
-        start = tuple(one for one in fake.operators if isinstance(one, Message))
+        start = tuple(event for event in fake.operators if isinstance(event, Message))
         if is_built_only:
             return None
         batches = [_batch(run, engine.share) for _ in range(run.accumulation)]
@@ -194,7 +194,7 @@ def run_rank(
         gc.collect()
         fake.peak = fake.live
         engine.train_step(batches, _LR)
-        step = tuple(one for one in fake.operators if isinstance(one, Message))
+        step = tuple(event for event in fake.operators if isinstance(event, Message))
         return DryRank(rank, state.at, tuple(state.made), start, step, fake.peak)
 
 

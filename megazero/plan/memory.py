@@ -188,7 +188,7 @@ class _Walk:
         self._moves = {unit.name for unit in every if unit.offloads}
         self._most_moved = 0
         self._near: list[tuple[_Layer, int]] = []  # on the device, with what of it moves; the last one last
-        passes = [one for one in schedule.ranks[stage] if one.kind is not ActionKind.WEIGHT]
+        passes = [action for action in schedule.ranks[stage] if action.kind is not ActionKind.WEIGHT]
         self._next = dict(pairwise(passes))
         # By whether a micro-batch adds its gradients to those of others, and by chunk.
         self._units = [
@@ -271,7 +271,7 @@ class _Walk:
             own: _Layer = action.chunk, action.microbatch, number
             if self._moves and name not in (EMBEDDING, HEAD) and action.kind is not ActionKind.WEIGHT:
                 self._work_on(action, number)
-            beside = sum(count for one, count in self._near if not (is_forward and one == own))
+            beside = sum(count for layer, count in self._near if not (is_forward and layer == own))
             levels = self._state.levels.get((action.microbatch > 0, action.chunk, number), {})
             for span in passed.spans:
                 held = max(held, self._message * (arrives and number == units[-1][0] and span.parameter == DY))
@@ -284,7 +284,7 @@ class _Walk:
             if action.kind is not ActionKind.WEIGHT:
                 self._ledger.moved += (moved + trace.in_arena) * (1 if is_forward else -1)
             self._most_moved = max(self._most_moved, self._ledger.moved)
-            self._near = [(one, 0 if not is_forward and one == own else count) for one, count in self._near]
+            self._near = [(layer, 0 if not is_forward and layer == own else count) for layer, count in self._near]
 
     def _work_on(self, action: Action, number: int) -> None:
         """Bring the activations of a layer and its neighbour to the device, as `ActivationStore` does."""
@@ -300,9 +300,9 @@ class _Walk:
                 and (last := self._layers_of(following))
             ):
                 near.append((following, last[-1]))
-        for one, at in near:
-            name, trace = self._units[one.microbatch > 0][one.chunk][at]
-            key = one.chunk, one.microbatch, at
+        for passed, at in near:
+            name, trace = self._units[passed.microbatch > 0][passed.chunk][at]
+            key = passed.chunk, passed.microbatch, at
             count = trace.forward.kept if name in self._moves else 0
             self._near = [*(other for other in self._near if other[0] != key), (key, count)][-NEAR:]
 
@@ -341,7 +341,7 @@ def _adds_up(run: ResolvedRun) -> bool:
 def _batch_bytes(run: ResolvedRun, chunks: Sequence[StageLayout]) -> int:
     """Return the bytes of a step's tokens, labels and sample ids; of parts of samples, tokens and labels are apart."""
     config, ids = run.config, run.micro_batch_size * _INT64
-    uses = [any(one.has_embedding for one in chunks), any(one.has_head for one in chunks)]
+    uses = [any(layout.has_embedding for layout in chunks), any(layout.has_head for layout in chunks)]
     cp, by_parts = config.parallel.cp, config.parallel.cp > 1 or config.data.document_mask
     each = sum(uses) * config.model.seq_len // cp if by_parts else (config.model.seq_len + 1) * any(uses)
     return run.accumulation * (each * run.micro_batch_size * _INT64 + ids)

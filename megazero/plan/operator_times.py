@@ -119,7 +119,7 @@ def attention_flops(operator: Operator) -> float | None:
 def flops_of(trace: UnitTrace) -> float:
     """Return the FLOPs of a unit's products and attention in one micro-batch, recomputation included."""
     passes = filter(None, (trace.forward, trace.backward, trace.weight))
-    operators = [event for one in passes for event in one.events if isinstance(event, Operator)]
+    operators = [event for passed in passes for event in passed.events if isinstance(event, Operator)]
     products = sum(shape.flops for operator in operators if (shape := product_of(operator)) is not None)
     return products + sum(attention_flops(operator) or 0.0 for operator in operators)
 
@@ -129,14 +129,14 @@ def moved_bytes(operator: Operator) -> float:
     short = operator.name.partition(".")[2]
     if short.startswith(_ALLOCATES):
         return 0.0
-    written = sum(one.nbytes for one in operator.outputs)
+    written = sum(value.nbytes for value in operator.outputs)
     if short.startswith(_READS_ROWS):
         return 2.0 * (
             written
             if short.startswith(("embedding", "gather", "index_select", "index."))
             else operator.inputs[-1].nbytes
         )
-    return float(sum(one.nbytes for one in operator.inputs) + written)
+    return float(sum(value.nbytes for value in operator.inputs) + written)
 
 
 def events_on_cuda(events: Sequence[Event]) -> list[Event]:
@@ -145,30 +145,30 @@ def events_on_cuda(events: Sequence[Event]) -> list[Event]:
     Copies in front of attention and behind it go; of several tiles of the same queries only what communicates lies between
     the first and the last, since a GPU has a call for many tiles, which also merges them.
     """
-    seen = {at: one for at, one in enumerate(events) if isinstance(one, Operator) and attention_flops(one) is not None}
-    read = {value.storage for one in seen.values() for value in one.inputs}
-    made = {value.storage for one in seen.values() for value in one.outputs}
+    seen = {at: event for at, event in enumerate(events) if isinstance(event, Operator) and attention_flops(event)}
+    read = {value.storage for attention in seen.values() for value in attention.inputs}
+    made = {value.storage for attention in seen.values() for value in attention.outputs}
     same: dict[int, int] = {}  # storage of a copy: that of what was copied
     left_out = set[int]()
-    for at, one in enumerate(events):
-        if isinstance(one, Operator) and one.name.startswith("aten._to_copy") and one.inputs:
-            source = one.inputs[0].storage
-            if one.outputs[0].storage in read or source in made:
-                same[one.outputs[0].storage] = same.get(source, source)
+    for at, event in enumerate(events):
+        if isinstance(event, Operator) and event.name.startswith("aten._to_copy") and event.inputs:
+            source = event.inputs[0].storage
+            if event.outputs[0].storage in read or source in made:
+                same[event.outputs[0].storage] = same.get(source, source)
                 left_out.add(at)
     tiles: dict[tuple[bool, int], list[int]] = {}  # by direction and queries
-    for at, one in seen.items():
-        is_backward = "backward" in one.name
-        query = one.inputs[1 if is_backward else 0].storage
+    for at, attention in seen.items():
+        is_backward = "backward" in attention.name
+        query = attention.inputs[1 if is_backward else 0].storage
         tiles.setdefault((is_backward, same.get(query, query)), []).append(at)
     left_out |= {at for of_queries in tiles.values() for at in range(of_queries[0], of_queries[-1])} - seen.keys()
     found: list[Event] = []
-    for at, one in enumerate(events):
-        if isinstance(one, Message):
-            found.append(replace(one, fills=frozenset(same.get(storage, storage) for storage in one.fills)))
+    for at, event in enumerate(events):
+        if isinstance(event, Message):
+            found.append(replace(event, fills=frozenset(same.get(storage, storage) for storage in event.fills)))
         elif at not in left_out:
-            inputs = tuple(value._replace(storage=same.get(value.storage, value.storage)) for value in one.inputs)
-            found.append(replace(one, inputs=inputs))
+            inputs = tuple(value._replace(storage=same.get(value.storage, value.storage)) for value in event.inputs)
+            found.append(replace(event, inputs=inputs))
     return found
 
 
@@ -204,7 +204,7 @@ def kernels_of(events: Sequence[Event], device: Device, later: Iterable[Event], 
 
 def _last_reads(events: Sequence[Event]) -> dict[int, int]:
     """Return the last event that reads each storage."""
-    return {one.storage: at for at, event in enumerate(events) if isinstance(event, Operator) for one in event.inputs}
+    return {read.storage: at for at, event in enumerate(events) if isinstance(event, Operator) for read in event.inputs}
 
 
 def _ends_product(operator: Operator, product: int) -> bool:
@@ -218,7 +218,7 @@ def _fused(chain: Sequence[Operator], device: Device, last_read: dict[int, int],
         fused_bytes(chain, {storage for storage, at in last_read.items() if at >= end})
         / (device.memory_bandwidth * device.memory_share),
         1,
-        frozenset(one.storage for operator in chain for one in operator.inputs),
+        frozenset(value.storage for operator in chain for value in operator.inputs),
     )
 
 
@@ -228,21 +228,21 @@ def fused_bytes(chain: Sequence[Operator], used_later: set[int]) -> float:
     read: dict[int, int] = {}
     for operator in chain:
         if operator.name.partition(".")[2].startswith(_ALLOCATES):
-            made.update((one.storage, 0) for one in operator.outputs)
+            made.update((value.storage, 0) for value in operator.outputs)
             continue
         rows = operator.name.partition(".")[2].startswith(_READS_ROWS)
-        for one in operator.inputs:
-            if one.storage not in made:
-                size = min(one.nbytes, 2 * operator.outputs[0].nbytes) if rows and operator.outputs else one.nbytes
-                read[one.storage] = max(read.get(one.storage, 0), size)
-        for one in operator.outputs:
-            made[one.storage] = max(made.get(one.storage, 0), one.nbytes)
-    final = {one.storage for one in chain[-1].outputs}
+        for value in operator.inputs:
+            if value.storage not in made:
+                size = min(value.nbytes, 2 * operator.outputs[0].nbytes) if rows and operator.outputs else value.nbytes
+                read[value.storage] = max(read.get(value.storage, 0), size)
+        for value in operator.outputs:
+            made[value.storage] = max(made.get(value.storage, 0), value.nbytes)
+    final = {value.storage for value in chain[-1].outputs}
     return float(sum(read.values()) + sum(size for storage, size in made.items() if storage in used_later | final))
 
 
 def _kernel(operator: Operator, device: Device) -> Kernel:
-    reads = frozenset(one.storage for one in operator.inputs)
+    reads = frozenset(value.storage for value in operator.inputs)
     return Kernel(operator.name, operator_seconds(operator, device), 1, reads)
 
 

@@ -53,10 +53,10 @@ class UnitTime:
 def added(times: Iterable[PassTime]) -> PassTime:
     """Add up passes that run one after another."""
     compute, exposed, hidden = 0.0, Counter[str](), Counter[str]()
-    for one in times:
-        compute += one.compute
-        exposed.update(one.exposed)
-        hidden.update(one.hidden)
+    for passed in times:
+        compute += passed.compute
+        exposed.update(passed.exposed)
+        hidden.update(passed.hidden)
     return PassTime(compute, exposed, hidden)
 
 
@@ -75,11 +75,11 @@ def unit_times(
 
 
 def _unit_time(trace: UnitTrace, cluster: Cluster, links: Mapping[str, GroupLink], *, is_compiled: bool) -> UnitTime:
-    passes = [one for one in (trace.forward, trace.backward, trace.weight) if one is not None]
+    passes = [passed for passed in (trace.forward, trace.backward, trace.weight) if passed is not None]
     times = []
-    for at, one in enumerate(passes):
+    for at, passed in enumerate(passes):
         later = [event for after in passes[at + 1 :] for event in after.events]
-        times.append(pass_time(one, cluster, links, later, is_compiled=is_compiled))
+        times.append(pass_time(passed, cluster, links, later, is_compiled=is_compiled))
     return UnitTime(times[0], times[1], times[2] if len(times) > 2 else PassTime(), trace.forward.kept)
 
 
@@ -111,8 +111,8 @@ def _on_calibrated(events: Sequence[Event], cluster: Cluster, links: Mapping[str
     table = cluster.table
     assert table is not None
     parts = [
-        one if isinstance(one, Message) else operator_seconds(one, cluster.device, table) + table.host_seconds
-        for one in events
+        event if isinstance(event, Message) else operator_seconds(event, cluster.device, table) + table.host_seconds
+        for event in events
     ]
     exposed, alone = Counter[str](), 0.0
     for _ in range(2):
@@ -148,7 +148,7 @@ class _Clock:
 
     def run(self, kernel: Kernel) -> None:
         """Wait for what a kernel reads, then run it."""
-        self._finish([one for one in self._under_way if one[0] & kernel.reads])
+        self._finish([collective for collective in self._under_way if collective[0] & kernel.reads])
         self._now += kernel.seconds
         self.compute += kernel.seconds
         self.operators += kernel.operators
@@ -158,10 +158,10 @@ class _Clock:
         self._finish(list(self._under_way))
 
     def _finish(self, ended: Sequence[tuple[frozenset[int], str, float, float]]) -> None:
-        for one in ended:
-            _, axis, seconds, end = one
+        for collective in ended:
+            _, axis, seconds, end = collective
             waited = min(max(0.0, end - self._now), seconds)
             self.exposed[axis] += waited  # type: ignore[assignment]
             self.hidden[axis] += seconds - waited  # type: ignore[assignment]
             self._now = max(self._now, end)
-            self._under_way.remove(one)
+            self._under_way.remove(collective)

@@ -78,7 +78,7 @@ class Plan:
     @property
     def fullest(self) -> RankMemory:
         """The pipeline rank that needs the most memory."""
-        return max(self.memory, key=lambda one: one.peak)
+        return max(self.memory, key=lambda rank: rank.peak)
 
     @property
     def fits(self) -> bool:
@@ -116,14 +116,15 @@ def plan_of(run: ResolvedRun, cluster: Cluster, assumptions: Assumptions) -> Pla
     cost = run_cost(
         every, use.tokens_per_second, cluster.ranks, lost.lost_share if lost else 0.0, assumptions.dollars_per_hour
     )
-    sent = tuple(busiest_links(run, cluster, one) for one in traffic_of(run, cluster))
+    sent = tuple(busiest_links(run, cluster, traffic) for traffic in traffic_of(run, cluster))
     return Plan(run, cluster, parameters, memory_of(run, cluster), time, sent, use, saved, lost, cost)
 
 
 def scaled(time: StepTime, ratio: float) -> StepTime:
     """Stretch a step and all its parts by `ratio`."""
     timelines = tuple(
-        tuple(replace(one, start=one.start * ratio, end=one.end * ratio) for one in spans) for spans in time.timelines
+        tuple(replace(span, start=span.start * ratio, end=span.end * ratio) for span in spans)
+        for spans in time.timelines
     )
     hidden = {axis: seconds * ratio for axis, seconds in time.hidden.items()}
     return replace(time, seconds=time.seconds * ratio, timelines=timelines, hidden=hidden)
@@ -166,7 +167,9 @@ def as_plain(plan: Plan, found: Found | None = None) -> dict[str, object]:
         },
         "run": {"parameters": plan.parameters, **shape_of(run)},
         "fits": plan.fits,
-        "memory": [asdict(one) | {"kinds": dict(one.kinds), "off_device": dict(one.off_device)} for one in plan.memory],
+        "memory": [
+            asdict(rank) | {"kinds": dict(rank.kinds), "off_device": dict(rank.off_device)} for rank in plan.memory
+        ],
         "step": {
             "seconds": time.seconds,
             "breakdown": plan.breakdown,
@@ -190,15 +193,15 @@ def as_plain(plan: Plan, found: Found | None = None) -> dict[str, object]:
 def found_as_json(found: Found) -> dict[str, object]:
     """Return a search's result as plain values."""
 
-    def one(candidate: Candidate) -> dict[str, object]:
+    def plain(candidate: Candidate) -> dict[str, object]:
         choice, need = candidate.choice, candidate.need
         return asdict(choice) | {"text": str(choice), "peak": need.peak, "where": need.where, "seconds": need.seconds}
 
     return {
-        "best": [one(ranked.candidate) | {"limits": list(ranked.limits)} for ranked in found.best],
-        "front": [one(candidate) for candidate in found.front],
-        "computed": [one(candidate) for candidate in found.computed],
-        "least": None if found.least is None else one(found.least),
+        "best": [plain(ranked.candidate) | {"limits": list(ranked.limits)} for ranked in found.best],
+        "front": [plain(candidate) for candidate in found.front],
+        "computed": [plain(candidate) for candidate in found.computed],
+        "least": None if found.least is None else plain(found.least),
         "own": None if found.own is None else asdict(found.own),
         "counted": asdict(found.counted),
     }

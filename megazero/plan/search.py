@@ -168,17 +168,19 @@ def search(
     refused: Counter[str] = Counter()
     legal = list(_legal(run.config, space, cluster.ranks, refused))
     shapes = len(legal) + refused.total()
-    small = [one for one in legal if _state_fits(bounds, one, space.reliefs, capacity)]
+    small = [choice for choice in legal if _state_fits(bounds, choice, space.reliefs, capacity)]
     small.sort(key=bounds.guess)
     with computing(partial(_compute, run.config, judge, cluster.ranks, capacity), processes) as compute:
         looked = _Look(compute, bounds, space.reliefs, capacity)
         looked.at(small, say, is_late)
         best = _best(looked.fitting)
-        smallest = sorted(legal, key=lambda one: min(bounds.state_bytes(replace(one, relief=r)) for r in space.reliefs))
+        smallest = sorted(
+            legal, key=lambda shape: min(bounds.state_bytes(replace(shape, relief=r)) for r in space.reliefs)
+        )
         if not best or not is_late():
-            looked.all_reliefs_of([one.choice for one in best[:_TOLD]] or smallest[:_BEST])
-        looked.neighbours_of([one.choice for one in best], space, is_late=is_late())
-        ranked = tuple(_ranked(run.config, one, looked, space, cluster) for one in best)
+            looked.all_reliefs_of([candidate.choice for candidate in best[:_TOLD]] or smallest[:_BEST])
+        looked.neighbours_of([candidate.choice for candidate in best], space, is_late=is_late())
+        ranked = tuple(_ranked(run.config, candidate, looked, space, cluster) for candidate in best)
     counted = Counted(
         shapes,
         dict(refused.most_common()),
@@ -209,10 +211,10 @@ def base_of(config: RunConfig, global_batch_size: int) -> ResolvedRun:
 def front_of(candidates: Iterable[Candidate]) -> Iterator[Candidate]:
     """Yield the Pareto front of time and memory, by time."""
     least = float("inf")
-    for one in sorted(candidates, key=lambda one: (one.seconds, one.need.peak)):
-        if one.need.peak < least:
-            least = one.need.peak
-            yield one
+    for candidate in sorted(candidates, key=lambda candidate: (candidate.seconds, candidate.need.peak)):
+        if candidate.need.peak < least:
+            least = candidate.need.peak
+            yield candidate
 
 
 # ---- what can run
@@ -221,13 +223,13 @@ def front_of(candidates: Iterable[Candidate]) -> Iterator[Candidate]:
 def _legal(config: RunConfig, space: Space, ranks: int, refused: Counter[str]) -> Iterator[Choice]:
     """Yield the shapes that the run file's rules allow; count the others by the key that a rule names."""
     known: dict[Choice, str | None] = {}  # sharding breaks no rule that its shape keeps
-    for one in groups_in(space, config, ranks):
-        frame = replace(one, zero_stage=1, gather_policy="action", shard_group=0)
+    for choice in groups_in(space, config, ranks):
+        frame = replace(choice, zero_stage=1, gather_policy="action", shard_group=0)
         if frame not in known:
             known[frame] = _refusal(config, frame, ranks)
         key = known[frame]
         if key is None:
-            yield one
+            yield choice
         else:
             refused[key] += 1
 
@@ -273,7 +275,7 @@ def computing(
                 index = at.setdefault(layers, loads.index(min(loads)))
                 loads[index] += 1
                 waiting.append(pools[index].submit(compute, shape, reliefs, mode))
-            yield from (one.result() for one in waiting)
+            yield from (future.result() for future in waiting)
 
         yield computed
 
@@ -300,7 +302,7 @@ class _Look:
     @property
     def fitting(self) -> list[Candidate]:
         """The timed candidates that fit."""
-        return [one for one in self.timed if one.need.peak <= self.capacity]
+        return [candidate for candidate in self.timed if candidate.need.peak <= self.capacity]
 
     def at(self, shapes: Sequence[Choice], say: Callable[[str], None], is_late: Callable[[], bool]) -> None:
         """Compute shapes in this order, except those that cannot be among the best."""
@@ -310,30 +312,30 @@ class _Look:
             tenth = best[-1].seconds if len(best) == _BEST else float("inf")
             now: list[Choice] = []
             while waiting and len(now) < _ROUND:
-                one = waiting.pop(0)
-                if self.bounds.seconds(one) >= tenth:
+                shape = waiting.pop(0)
+                if self.bounds.seconds(shape) >= tenth:
                     self.slower += 1
                 elif self.computed + len(now) >= LIMIT * (1 if best else _MORE) or is_late():
                     self.left_out += 1
                 else:
-                    now.append(one)
-            self._compute([(one, self.reliefs) for one in now], "least")
+                    now.append(shape)
+            self._compute([(shape, self.reliefs) for shape in now], "least")
             self.computed += len(now)
             if best and now:
                 say(f"{self.computed} shapes computed, the best takes {best[0].seconds:.3f} s: {best[0].choice}")
 
     def all_reliefs_of(self, choices: Iterable[Choice]) -> None:
         """Compute every relief of these shapes, for the front; if nothing fits, for the least memory that any needs."""
-        shapes = dict.fromkeys(replace(one, relief=Relief()) for one in choices)
-        self._compute([(one, self.reliefs) for one in shapes], "every")
+        shapes = dict.fromkeys(replace(shape, relief=Relief()) for shape in choices)
+        self._compute([(shape, self.reliefs) for shape in shapes], "every")
 
     def neighbours_of(self, best: Sequence[Choice], space: Space, *, is_late: bool) -> None:
         """Compute the neighbours of the best choices, to say why these are not better; time only those of the first few."""
         first, others = best[:_TOLD], best[_TOLD:]
         for part, mode in ((first, "memory"),) if is_late else ((first, "every"), (others, "memory")):
-            near = dict.fromkeys(other for one in part for _, other in _neighbours(one, space))
-            unknown = [one for one in near if one not in self.needs]
-            self._compute([(replace(one, relief=Relief()), [one.relief]) for one in unknown], mode)
+            near = dict.fromkeys(other for choice in part for _, other in _neighbours(choice, space))
+            unknown = [choice for choice in near if choice not in self.needs]
+            self._compute([(replace(choice, relief=Relief()), [choice.relief]) for choice in unknown], mode)
 
     def _compute(self, work: Work, mode: str) -> None:
         for needs in self.compute(work, mode):
@@ -347,8 +349,8 @@ class _Look:
 def _best(fitting: Iterable[Candidate]) -> list[Candidate]:
     """Return the ten fastest shapes, each once."""
     found: dict[Choice, Candidate] = {}
-    for one in sorted(fitting, key=lambda one: (one.seconds, one.need.peak, one.choice)):
-        found.setdefault(replace(one.choice, relief=Relief()), one)
+    for candidate in sorted(fitting, key=lambda candidate: (candidate.seconds, candidate.need.peak, candidate.choice)):
+        found.setdefault(replace(candidate.choice, relief=Relief()), candidate)
         if len(found) == _BEST:
             break
     return list(found.values())
@@ -361,13 +363,13 @@ def _compute(
     import_extensions(config.launch.extensions)  # in a process that was started anew
     needs: Needs = {}
     enough: list[Relief] = []
-    ordered = sorted(reliefs, key=lambda one: one.order)
+    ordered = sorted(reliefs, key=lambda relief: relief.order)
     for relief in ordered:
         if mode == "least" and len(needs) == 1 and not enough and relief != ordered[-1]:
             last = _compute(config, judge, ranks, capacity, shape, ordered[-1:], "memory")
             if last and all(need.peak > capacity for need in last.values()):  # all of it is not enough
                 return needs | last
-        if mode == "least" and any(one.needs_no_more_than(relief) for one in enough):
+        if mode == "least" and any(known.needs_no_more_than(relief) for known in enough):
             continue
         choice = replace(shape, relief=relief)
         try:
@@ -384,16 +386,16 @@ def _compute(
 # ---- why not better
 
 
-def _ranked(config: RunConfig, one: Candidate, looked: _Look, space: Space, cluster: Cluster) -> Ranked:
-    limits = (_limit(config, one, words, other, looked, cluster) for words, other in _neighbours(one.choice, space))
-    return Ranked(one, resolve(config_of(config, one.choice), cluster.ranks), tuple(filter(None, limits)))
+def _ranked(config: RunConfig, best: Candidate, looked: _Look, space: Space, cluster: Cluster) -> Ranked:
+    limits = (_limit(config, best, words, other, looked, cluster) for words, other in _neighbours(best.choice, space))
+    return Ranked(best, resolve(config_of(config, best.choice), cluster.ranks), tuple(filter(None, limits)))
 
 
 def _neighbours(choice: Choice, space: Space) -> Iterator[tuple[str, Choice]]:
     """Yield choices with one key changed to the next value that promises less time, and the change in words."""
     for name, values in (("tp", space.tp), ("cp", space.cp), ("pp", space.pp)):
         own = getattr(choice, name)
-        for value in [max((one for one in values if one < own), default=0)]:
+        for value in [max((size for size in values if size < own), default=0)]:
             if value:
                 changes: dict[str, object] = {name: value}
                 if name == "cp":
@@ -401,21 +403,22 @@ def _neighbours(choice: Choice, space: Space) -> Iterator[tuple[str, Choice]]:
                 if name == "pp" and value == 1:
                     changes |= {"schedule": "1f1b", "virtual_stages": 1}
                 yield f"{name} {value} instead of {own}", replace(choice, **changes)  # type: ignore[arg-type]
-    larger = min((one for one in space.micro_batch if one > choice.micro_batch), default=0)
+    larger = min((size for size in space.micro_batch if size > choice.micro_batch), default=0)
     if larger:
         yield f"micro-batch {larger} instead of {choice.micro_batch}", replace(choice, micro_batch=larger)
-    lower = max((one for one in space.zero_stages if one < choice.zero_stage), default=None)
+    lower = max((stage for stage in space.zero_stages if stage < choice.zero_stage), default=None)
     if lower is not None:
         other = replace(choice, zero_stage=lower, gather_policy="action", shard_group=0)
         yield f"ZeRO {lower} instead of {choice.zero_stage}", other
-    lighter = [one for one in space.reliefs if one != choice.relief and one.needs_no_more_than(choice.relief)]
+    own = choice.relief
+    lighter = [relief for relief in space.reliefs if relief != own and relief.needs_no_more_than(own)]
     if lighter:
-        relief = max(lighter, key=lambda one: one.order)
+        relief = max(lighter, key=lambda relief: relief.order)
         words = " and ".join(relief_words(relief)) or "nothing recomputed or offloaded"
         yield words, replace(choice, relief=relief)
 
 
-def _limit(config: RunConfig, one: Candidate, words: str, other: Choice, looked: _Look, cluster: Cluster) -> str:
+def _limit(config: RunConfig, best: Candidate, words: str, other: Choice, looked: _Look, cluster: Cluster) -> str:
     """Say why a neighbour is not better."""
     need = looked.needs.get(other)
     if need is None:
@@ -428,5 +431,5 @@ def _limit(config: RunConfig, one: Candidate, words: str, other: Choice, looked:
         return f"{words} would fit with {size_text(need.peak)}; its time was not computed"
     if need.seconds is None:
         return f"{words} would need {size_text(need.peak)} of {size_text(looked.capacity)}"
-    change = need.seconds / one.seconds - 1
+    change = need.seconds / best.seconds - 1
     return f"{words} would take {abs(change):.1%} {'more' if change >= 0 else 'less'}"

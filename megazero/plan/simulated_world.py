@@ -176,10 +176,10 @@ class SimulatedWorld:
     def wait_for(self, key: Any, number: int, rank: int, ranks: Sequence[int], doing: str) -> None:
         """Wait until all simulated ranks of a group have started an operation."""
         posts = self._posts[key]
-        others = [one for one in ranks if one in self.ranks and one != rank]
+        others = [other for other in ranks if other in self.ranks and other != rank]
 
         def is_there() -> bool:
-            return all(len(posts[one]) > number or one in self.left for one in others)
+            return all(len(posts[other]) > number or other in self.left for other in others)
 
         self.lockstep.wait_until(rank, is_there, doing)
 
@@ -189,17 +189,17 @@ class SimulatedWorld:
         number = len(mine)
         mine.append((name, value))
         of_ranks = self.stand_ins(axis.ranks)
-        boards = {one: self._values[one, axis.name] for one in dict.fromkeys(of_ranks)}
+        boards = {other: self._values[other, axis.name] for other in dict.fromkeys(of_ranks)}
 
         def is_there() -> bool:
-            return all(len(board) > number or one in self.left for one, board in boards.items())
+            return all(len(board) > number or other in self.left for other, board in boards.items())
 
         self.lockstep.wait_until(rank, is_there, f"{name} over {axis.name}, number {number + 1}")
-        found = {one: board[number] if len(board) > number else (name, value) for one, board in boards.items()}
-        for one, (theirs, _) in found.items():
+        found = {other: board[number] if len(board) > number else (name, value) for other, board in boards.items()}
+        for other, (theirs, _) in found.items():
             if theirs != name:
-                raise DifferError(f"rank {rank} starts {name} over {axis.name}, where rank {one} starts {theirs}")
-        return [found[one][1] for one in of_ranks]
+                raise DifferError(f"rank {rank} starts {name} over {axis.name}, where rank {other} starts {theirs}")
+        return [found[other][1] for other in of_ranks]
 
 
 class GroupMeeting:

@@ -235,14 +235,16 @@ class _Driver:
 
     def cuts(self) -> dict[tuple[int, int], Cuts]:
         """By chunk and unit."""
-        return {(chunk, at): self._cuts_of(one) for chunk, own in enumerate(self._units) for at, one in enumerate(own)}
+        return {
+            (chunk, at): self._cuts_of(unit) for chunk, own in enumerate(self._units) for at, unit in enumerate(own)
+        }
 
     def _cuts_of(self, names: Mapping[str, tuple[str, ActionKind]]) -> Cuts:
         model = self.engine.sharded_model
         parts = {
             short: model.reducer.parts_of[id(model.parameters.by_name[name])] for short, (name, _) in names.items()
         }
-        cut = ((short, [one.shares[at] for _, one, at in own]) for short, own in parts.items() if len(own) > 1)
+        cut = ((short, [bucket.shares[at] for _, bucket, at in own]) for short, own in parts.items() if len(own) > 1)
         return tuple((short, tuple(map(_unnamed, shares))) for short, shares in cut)
 
     def elements(self) -> dict[int, tuple[int, ...]]:
@@ -267,7 +269,7 @@ class _Driver:
         if engine.share.labels:
             all_reduce(torch.zeros((), dtype=torch.float64), engine.state.dp_cp).wait()
         gatherer = model.parameters.gatherer
-        passes = [one for one in actions if one.kind is not ActionKind.WEIGHT]
+        passes = [action for action in actions if action.kind is not ActionKind.WEIGHT]
         last = ActionKind.WEIGHT if len(passes) < len(actions) else ActionKind.BACKWARD
         following = dict(zip(passes, [*passes[1:], None], strict=True))
         for action in actions:
@@ -294,7 +296,7 @@ class _Driver:
 
     def _visit(self, gatherer: UnitGatherer | None, action: Action) -> None:
         model, chunk, units = self.engine.sharded_model, action.chunk, list(enumerate(self._units[action.chunk]))
-        first, is_forward = sum(len(one) for one in self._units[:chunk]), action.kind is ActionKind.FORWARD
+        first, is_forward = sum(len(names) for names in self._units[:chunk]), action.kind is ActionKind.FORWARD
         for number, names in units if is_forward else reversed(units):
             if gatherer is not None:
                 unit = gatherer.units[first + number]

@@ -142,14 +142,14 @@ def step_time_of(
     }
     hop = hop_seconds
     if hop is None:
-        mean_action = sum(one.compute for one in actions.values()) / len(actions)
+        mean_action = sum(passed.compute for passed in actions.values()) / len(actions)
         hop = message_seconds(run, links["pp"]) + links["pp"].wait_seconds(mean_action)
     starts = {
         (rank, action): zero.ranks[rank].arrival(action.chunk, actions[rank, action].seconds)
         for rank, action in actions
         if action.microbatch == 0 and action.kind is ActionKind.FORWARD
     }
-    costs = ActionCosts(actions={at: one.seconds for at, one in actions.items()}, starts=starts, hop=hop)
+    costs = ActionCosts(actions={at: passed.seconds for at, passed in actions.items()}, starts=starts, hop=hop)
     timeline = simulate_shared(schedule, costs, cluster, run) if cluster.processors else simulate(schedule, costs)
     return _assembled(run, timeline, actions, starts, zero)
 
@@ -158,24 +158,24 @@ def _unit_pass(unit: Unit, kind: ActionKind, time: UnitTime, cluster: Cluster) -
     """Return the time of a unit's pass, with the transfer of its activations to or from the host beside it."""
     if kind is ActionKind.WEIGHT:
         return time.weight
-    one = time.forward if kind is ActionKind.FORWARD else time.backward
+    passed = time.forward if kind is ActionKind.FORWARD else time.backward
     if not unit.offloads:
-        return one
+        return passed
     moving = time.kept / cluster.device.host_bandwidth
-    left = max(0.0, moving - one.seconds)
-    return added([one, PassTime(0.0, {"offload": left}, {"offload": moving - left})])
+    left = max(0.0, moving - passed.seconds)
+    return added([passed, PassTime(0.0, {"offload": left}, {"offload": moving - left})])
 
 
-def _with_zero(one: PassTime, zero: ZeroTimes, schedule: Schedule, rank: int, action: Action) -> PassTime:
+def _with_zero(passed: PassTime, zero: ZeroTimes, schedule: Schedule, rank: int, action: Action) -> PassTime:
     """Add to a pass the waits for its weights and for reductions whose buffers it needs."""
     wire, calls = zero.ranks[rank].cost(action, schedule.microbatches - 1)
     if not wire:
-        return one
+        return passed
     if not zero.overlaps:  # whoever computes copies
-        left = wire + calls * zero.sharing.wait_seconds(one.compute / calls)
-        return added([one, PassTime(0.0, {"dp": left})])
-    left = max(0.0, wire - one.seconds)
-    return added([one, PassTime(0.0, {"dp": left}, {"dp": wire - left})])
+        left = wire + calls * zero.sharing.wait_seconds(passed.compute / calls)
+        return added([passed, PassTime(0.0, {"dp": left})])
+    left = max(0.0, wire - passed.seconds)
+    return added([passed, PassTime(0.0, {"dp": left}, {"dp": wire - left})])
 
 
 def message_seconds(run: ResolvedRun, link: GroupLink) -> float:
@@ -198,18 +198,18 @@ def _assembled(
     ends = [_reduced_at(schedule, timeline, zero.ranks[rank], rank, zero) for rank in range(schedule.pp)]
     last_wait = _last_wait(schedule, actions, zero)
     together = max(end for end, *_ in ends) + last_wait + zero.sum_seconds
-    done = together + max(one.optimizer + one.gather_exposed for one in zero.ranks) * zero.stretch
+    done = together + max(rank_zero.optimizer + rank_zero.gather_exposed for rank_zero in zero.ranks) * zero.stretch
     timelines, hidden = [], Counter[str]()
-    for rank, one in enumerate(zero.ranks):
+    for rank, rank_zero in enumerate(zero.ranks):
         end, gone = ends[rank]
         spans = list(_spans(rank, timeline, actions, starts))
         computed = spans[-1].end if spans else 0.0
-        spans += _tail(computed, end, last_wait, together, done, one, zero.stretch)
+        spans += _tail(computed, end, last_wait, together, done, rank_zero, zero.stretch)
         arriving = sum(span.end - span.start for span in spans if span.kind == "dp" and span.name == "weights")
         own = Counter[str]()
         for action in schedule.ranks[rank]:
             own.update(actions[rank, action].hidden)
-        own["dp"] += gone + max(0.0, one.arriving - arriving)  # type: ignore[assignment]
+        own["dp"] += gone + max(0.0, rank_zero.arriving - arriving)  # type: ignore[assignment]
         hidden |= own  # the larger of both
         timelines.append(tuple(spans))
     model = run.config.model
@@ -219,14 +219,14 @@ def _assembled(
 
 def _last_wait(schedule: Schedule, actions: Mapping[RankAction, PassTime], zero: ZeroTimes) -> float:
     """Return how long a rank waits for the slowest of those that share its state."""
-    computed = max(sum(actions[rank, one].compute for one in own) for rank, own in enumerate(schedule.ranks))
-    meets = not zero.overlaps and any(one.meets for one in zero.ranks)
+    computed = max(sum(actions[rank, action].compute for action in own) for rank, own in enumerate(schedule.ranks))
+    meets = not zero.overlaps and any(rank_zero.meets for rank_zero in zero.ranks)
     behind = computed / len(schedule.ranks[0]) if meets else computed
     return zero.sharing.wait_seconds(behind) * zero.stretch
 
 
 def _reduced_at(
-    schedule: Schedule, timeline: Timeline, one: RankZero, rank: int, zero: ZeroTimes
+    schedule: Schedule, timeline: Timeline, rank_zero: RankZero, rank: int, zero: ZeroTimes
 ) -> tuple[float, float]:
     """Return when a rank's gradients are reduced, and the hidden seconds of it.
 
@@ -239,7 +239,7 @@ def _reduced_at(
     for action in own:
         if action.kind is not kind or action.microbatch != schedule.microbatches - 1:
             continue
-        seconds, count = one.reductions.get(action.chunk, Cost())
+        seconds, count = rank_zero.reductions.get(action.chunk, Cost())
         start, end = timeline.spans[rank, action]
         free = reduced_behind(start, end, seconds, count, free)
         total += seconds
@@ -274,11 +274,11 @@ def _spans(
         start, end = timeline.spans[rank, action]
         if start > clock + 1e-12:
             yield from _idle(rank, action, clock, start, starts.get((rank, action), 0.0), timeline)
-        one = actions[rank, action]
-        stretch = (end - start) / one.seconds if one.seconds else 1.0
-        clock = start + one.compute * stretch
+        passed = actions[rank, action]
+        stretch = (end - start) / passed.seconds if passed.seconds else 1.0
+        clock = start + passed.compute * stretch
         yield Span(start, clock, "compute", str(action))
-        for axis, seconds in one.exposed.items():
+        for axis, seconds in passed.exposed.items():
             if seconds:
                 yield Span(clock, clock + seconds * stretch, _AXES.get(axis, axis), str(action))
                 clock += seconds * stretch
@@ -300,7 +300,7 @@ def _idle(rank: int, action: Action, clock: float, start: float, arrival: float,
 
 
 def _tail(
-    computed: float, reduced: float, last_wait: float, together: float, done: float, one: RankZero, stretch: float
+    computed: float, reduced: float, last_wait: float, together: float, done: float, rank_zero: RankZero, stretch: float
 ) -> Sequence[Span]:
     """Return the spans at the end of a step: reductions, the slowest rank, optimizer, weights."""
     spans = []
@@ -311,10 +311,10 @@ def _tail(
         reduced += last_wait
     if together > reduced:
         spans.append(Span(reduced, together, "idle", "norm, loss"))
-    stepped = together + one.optimizer * stretch
-    gathered = stepped + one.gather_exposed * stretch
+    stepped = together + rank_zero.optimizer * stretch
+    gathered = stepped + rank_zero.gather_exposed * stretch
     spans.append(Span(together, stepped, "optimizer", ""))
-    if one.gather_exposed:
+    if rank_zero.gather_exposed:
         spans.append(Span(stepped, gathered, "dp", "weights"))
     if done > gathered:
         spans.append(Span(gathered, done, "idle", ""))

@@ -82,14 +82,14 @@ def _memory(plan: Plan) -> Iterator[str]:
     rows = [[unit, *map(plain, kinds), "rest", "in all", "off the device", "fullest in"]]
     shown = plan.memory
     if len(shown) > _SHOWN_RANKS:
-        shown = tuple(one for one in shown if one.stage in (0, len(shown) - 1) or one is fullest)
-    for one in shown:
-        numbers = [one.kinds.get(kind, 0) for kind in kinds]
-        away = sum(one.off_device.values()) / size
-        mark = "  <- the fullest" if one is fullest and len(plan.memory) > 1 else ""
-        name = f"pipeline rank {one.stage}" if len(plan.memory) > 1 else "a rank"
-        columns = [f"{count / size:.2f}" for count in (*numbers, one.peak - sum(numbers), one.peak)]
-        rows.append([name, *columns, f"{away:.2f}" if away else "-", one.moment + mark])
+        shown = tuple(rank for rank in shown if rank.stage in (0, len(shown) - 1) or rank is fullest)
+    for rank in shown:
+        numbers = [rank.kinds.get(kind, 0) for kind in kinds]
+        away = sum(rank.off_device.values()) / size
+        mark = "  <- the fullest" if rank is fullest and len(plan.memory) > 1 else ""
+        name = f"pipeline rank {rank.stage}" if len(plan.memory) > 1 else "a rank"
+        columns = [f"{count / size:.2f}" for count in (*numbers, rank.peak - sum(numbers), rank.peak)]
+        rows.append([name, *columns, f"{away:.2f}" if away else "-", rank.moment + mark])
     yield from table_lines("memory", rows, left=(0, len(kinds) + 4))
     yield f"         {fit_text(plan)}"
 
@@ -101,8 +101,8 @@ def plain(kind: str) -> str:
 
 def shown_kinds(plan: Plan) -> list[str]:
     """Return the kinds of memory that make up at least 0.5% of a rank's memory."""
-    every = dict.fromkeys(kind for one in plan.memory for kind in one.kinds)
-    return [kind for kind in every if any(200 * one.kinds.get(kind, 0) >= one.peak for one in plan.memory)]
+    every = dict.fromkeys(kind for rank in plan.memory for kind in rank.kinds)
+    return [kind for kind in every if any(200 * rank.kinds.get(kind, 0) >= rank.peak for rank in plan.memory)]
 
 
 def _step(plan: Plan) -> Iterator[str]:
@@ -180,18 +180,20 @@ def search_text(found: Found, capacity: int, *, is_whole: bool = False) -> str:
             lines.append(f"         the least that any needs: {size_text(least.need.peak)}, with {least.choice}")
         return "\n".join(lines)
     rows = [["", "s a step", "GiB", ""]]
-    for index, one in enumerate(found.best, 1):
-        need = one.candidate.need
-        rows.append([f"{index}", f"{one.candidate.seconds:.3f}", f"{need.peak / 2**30:.2f}", str(one.candidate.choice)])
+    rows += [[f"{index}", *_cells(ranked.candidate)] for index, ranked in enumerate(found.best, 1)]
     own = found.own_row(capacity)
     lines += ["", *table_lines("best", [*rows, own] if own else rows, left=(3,))]
     lines += ["", *_limits(found.best if is_whole else found.best[:3])]
     shown = _thinned(found.front, len(found.front) if is_whole else 12)
     more = f"{len(shown)} of {len(found.front)}, all in --json" if len(shown) < len(found.front) else ""
     rows = [["s a step", "GiB", more]]
-    rows += [[f"{one.seconds:.3f}", f"{one.need.peak / 2**30:.2f}", str(one.choice)] for one in shown]
+    rows += map(_cells, shown)
     lines += ["", *table_lines("front", rows, left=(2,))]
     return "\n".join(lines)
+
+
+def _cells(candidate: Candidate) -> list[str]:
+    return [f"{candidate.seconds:.3f}", f"{candidate.need.peak / 2**30:.2f}", str(candidate.choice)]
 
 
 def _counts(found: Found) -> str:
@@ -205,8 +207,8 @@ def _counts(found: Found) -> str:
 
 
 def _limits(best: Iterable[Ranked]) -> Iterator[str]:
-    for index, one in enumerate(best, 1):
-        for number, line in enumerate(one.limits):
+    for index, ranked in enumerate(best, 1):
+        for number, line in enumerate(ranked.limits):
             yield f"{f'why {index}' if not number else '':<9}{line}"
 
 
@@ -244,30 +246,30 @@ def dry_run_text(done: DryRun, rank: int | None) -> str:
     lines += [f"{'problem':<9}{text}" for text in done.problems] or [f"         {agree}: no problem was found"]
     lines += [f"{'note':<9}{text}" for text in done.notes]
     shown = [rank] if rank is not None else list(done.ranks)[:1]
-    for one in (done.ranks[number] for number in shown if number in done.ranks):
-        lines += ["", *_dry_rank(one, done.grid)]
+    for dry_rank in (done.ranks[number] for number in shown if number in done.ranks):
+        lines += ["", *_dry_rank(dry_rank, done.grid)]
     return "\n".join(lines)
 
 
-def _dry_rank(one: DryRank, grid: RankGrid) -> Iterator[str]:
-    place = ", ".join(f"{axis} {getattr(one.at, axis)}" for axis in ("tp", "cp", "dp", "pp"))
-    yield f"rank {one.rank} ({place}): at most {size_text(one.peak)}"
-    for group in one.groups:
+def _dry_rank(dry_rank: DryRank, grid: RankGrid) -> Iterator[str]:
+    place = ", ".join(f"{axis} {getattr(dry_rank.at, axis)}" for axis in ("tp", "cp", "dp", "pp"))
+    yield f"rank {dry_rank.rank} ({place}): at most {size_text(dry_rank.peak)}"
+    for group in dry_rank.groups:
         ranks = ", ".join(map(str, group.ranks[:8])) + (f", ... {group.ranks[-1]}" if len(group.ranks) > 8 else "")
         yield f"{'group':<9}{_group_name(group, grid)}: {len(group.ranks)} ranks, {ranks}"
     rows = [["in a step", "calls", "MiB", "to other nodes"]]
-    for key in dict.fromkeys((message.axis, message.operation) for message in one.step):
-        own = [message for message in one.step if (message.axis, message.operation) == key]
+    for key in dict.fromkeys((message.axis, message.operation) for message in dry_rank.step):
+        own = [message for message in dry_rank.step if (message.axis, message.operation) == key]
         sent, linked = sum(message.sent_bytes for message in own), sum(message.link_bytes for message in own)
         rows.append([" ".join(key), f"{len(own):,}", f"{sent / 2**20:,.1f}", f"{linked / 2**20:,.1f}"])
     yield from table_lines("sent", rows, left=(0,))
-    yield f"{'order':<9}{' '.join(_in_order(one.step))}"
+    yield f"{'order':<9}{' '.join(_in_order(dry_rank.step))}"
 
 
 def _group_name(group: MadeGroup, grid: RankGrid) -> str:
     """Name a group by the axes along which its ranks differ and by its purpose: `cp x dp, host`."""
     at = [grid.coordinate(rank) for rank in group.ranks]
-    axes = [axis for axis in ("tp", "cp", "pp", "dp") if len({getattr(one, axis) for one in at}) > 1]
+    axes = [axis for axis in ("tp", "cp", "pp", "dp") if len({getattr(place, axis) for place in at}) > 1]
     name = "world" if len(at) == grid.world_size else " x ".join(axes)
     part = "" if len(at) == prod(grid.size(axis) for axis in axes) else "a part"
     return ", ".join(filter(None, (name, part, group.purpose)))
@@ -275,7 +277,8 @@ def _group_name(group: MadeGroup, grid: RankGrid) -> str:
 
 def _in_order(messages: Sequence[Message]) -> Iterator[str]:
     """Yield messages in order, equal neighbours together: `tp all_gather x 4`."""
-    runs = [(name, len(list(same))) for name, same in groupby(f"{one.axis} {one.operation}" for one in messages)]
+    names = [f"{message.axis} {message.operation}" for message in messages]
+    runs = [(name, len(list(same))) for name, same in groupby(names)]
     for name, count in runs[:_SHOWN_MESSAGES]:
         yield f"{name}{f' x {count}' if count > 1 else ''},"
     if len(runs) > _SHOWN_MESSAGES:
