@@ -15,6 +15,7 @@ from megazero.models.gpt import Block, Stage
 class ExpertBlock(Block):
     """As `Block`, with a `MixtureOfExperts`; its `stages` in a row are its forward."""
 
+    reads_weights = False  # see `GPTStage.readers`
     mlp: MixtureOfExperts
 
     def run_mlp(self, normed: Tensor, layout: TokenLayout) -> Tensor:
