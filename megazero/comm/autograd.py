@@ -139,6 +139,7 @@ class _ExchangeRows(torch.autograd.Function):
     def forward(ctx: Any, rows: Tensor, sends: Counts, receives: Counts, axis: Axis) -> Tensor:
         ctx.counts, ctx.axis = (receives, sends), axis
         arriving, pending = start_exchange_rows(rows, sends, receives, axis)
+        axis.traffic.pass_on()
         pending.wait()
         return arriving
 
@@ -147,6 +148,7 @@ class _ExchangeRows(torch.autograd.Function):
         refuse_second_derivative("a collective")
         sends, receives = ctx.counts
         arriving, pending = start_exchange_rows(grad, sends, receives, ctx.axis)
+        ctx.axis.traffic.pass_on()
         pending.wait()
         return arriving, None, None, None
 

@@ -25,7 +25,7 @@ from megazero.checkpoint.saver import Saver
 from megazero.comm.collectives import Pending, agree, all_reduce, gather_objects
 from megazero.config import RunConfig
 from megazero.config.rules import num_experts
-from megazero.engine.outline import RankStages, build_stages, chunks_of, optimizer_of
+from megazero.engine.outline import RankStages, build_stages, chunks_of, expert_axis, optimizer_of
 from megazero.engine.phases import Position, check_same_run, position_after, trainer_state
 from megazero.engine.stage_runner import ChunkRunner, StageRunner, executors
 from megazero.engine.step import (
@@ -76,7 +76,15 @@ class Engine:
         self._stages, self._wgrad_queues, self.offload = built.stages, built.wgrad_queues, built.offload
         self._chunks = nn.ModuleList(self._stages)
         self._heads = [module for module in self._chunks.modules() if isinstance(module, VocabParallelHead)]
-        self.sharded_model = _shard(config, state, built, placement)
+        # What an arena holds comes back in the order of the actions, so the parts of a pair then run one after the other.
+        beside = kind.has_pairs and expert_axis(config, state).size > 1 and self.offload is None
+        self._turns: Turns | None = None
+        if beside:
+            from megazero.engine.turns import Turns
+
+            self._turns = Turns()
+            state.traffic.pass_on = self._turns.pass_on
+        self.sharded_model = _shard(config, state, built, placement, beside=beside)
         self.dtype = self.sharded_model.policy.dtype
         self.routers: Routers | None = None
         if num_experts(config):
@@ -226,7 +234,7 @@ class Engine:
             ChunkRunner(partial(_forward, stage, batches), stage.head is not None, queue)
             for stage, queue in zip(self._stages, self._wgrad_queues, strict=True)
         ]
-        return StageRunner(chunks, self.sharded_model, loss_gradient, self.offload)
+        return StageRunner(chunks, self.sharded_model, loss_gradient, self.offload, self._turns)
 
     def compile_ahead(self, samples: int, count: int, *, evaluates: bool) -> None:
         """Run the compiler on all stages at the same time, before the first step; no-op where nothing is compiled.
@@ -366,8 +374,10 @@ def _forward(stage: GPTStage, batches: Sequence[MicroBatch], microbatch: int, x:
     return (stage(None if x is None else x[0], batches[microbatch]),)
 
 
-def _shard(config: RunConfig, state: ParallelState, built: RankStages, placement: Placement) -> ShardedModel:
-    """Shard a rank's stages as `[zero]` and `[precision]` say."""
+def _shard(
+    config: RunConfig, state: ParallelState, built: RankStages, placement: Placement, *, beside: bool
+) -> ShardedModel:
+    """Shard a rank's stages as `[zero]` and `[precision]` say; `beside`: two of them run at the same time."""
     modules = nn.ModuleList(built.stages)
     recipe = optimizer_of(config.optimizer)
     experts = expert_placement_of(state, config.zero) if num_experts(config) else None
@@ -380,7 +390,7 @@ def _shard(config: RunConfig, state: ParallelState, built: RankStages, placement
     offload = built.offload
     # a compiled block waits as a whole: hooks of its layers would break its graph
     compiles = may_compile(config.training.compile, state.device)
-    units = units_of(built.stages, by_layer=not compiles)
+    units = units_of(built.stages, by_layer=not compiles, beside=beside)
     arena = None if offload is None or offload.on_host else offload.pool
     sharded = ShardedModel(
         ModelParts(units, described, _tied_axes(described, state, placement), queue_of),

@@ -3,6 +3,7 @@
 forward(chunk, m, x)      keeps the graph, neither x nor the output: of x remains what the operations on it have saved
 backward(chunk, m, grad)  runs the graph; on the last stage it starts from the loss, with a gradient that makes sums means
 backward_weight(chunk, m) computes the weight gradients that a schedule with W has deferred
+beside(pair, x, grad)     a forward and a backward take turns where one waits for an exchange (`turns.py`)
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from functools import cache, partial
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -24,6 +25,9 @@ from megazero.schedules.action import Action, ActionKind
 from megazero.schedules.executor import Executor, Message, connect
 from megazero.schedules.kind import ScheduleKind
 from megazero.zero.sharded_model import ShardedModel
+
+if TYPE_CHECKING:
+    from megazero.engine.turns import Turns
 
 SampleShape = TypeVar("SampleShape", bound=Hashable)
 
@@ -92,6 +96,10 @@ class StageRunner:
         loss_gradient: gradient of the step's scaled loss by each micro-batch's; called when the first backward begins.  None
             in an evaluation, which saves nothing for a backward.
         offload: of the chunks' layers.
+        turns: run the parts of pairs beside each other; None: one after the other.
+
+    Attributes:
+        interleaves: whether they run beside each other.
     """
 
     def __init__(
@@ -100,7 +108,9 @@ class StageRunner:
         model: ShardedModel,
         loss_gradient: Callable[[], Tensor] | None,
         offload: ActivationStore | None = None,
+        turns: Turns | None = None,
     ) -> None:
+        self._turns, self.interleaves = turns, turns is not None
         self._chunks, self._model, self._loss_gradient = chunks, model, loss_gradient
         self._trains = loss_gradient is not None
         self._offload = offload if self._trains else None
@@ -154,6 +164,24 @@ class StageRunner:
         if wgrad_queue.defers:  # otherwise `backward` has computed all gradients
             wgrad_queue.run_oldest()
             self._model.reducer.close_pass(chunk)
+
+    def beside(self, pair: Sequence[Action], x: Message | None, grad: Message | None) -> Sequence[Message | None]:
+        forward, backward, *weight = pair
+        assert self._turns is not None
+        queue = self._chunks[backward.chunk].wgrad_queue
+        device = torch.get_device_module(self._model.policy.device)
+        stream, defers = device.current_stream(), queue.defers
+
+        def run_backward() -> Message | None:
+            with device.stream(stream):  # of this thread; another thread has its own
+                return self.backward(backward.chunk, backward.microbatch, grad)
+
+        queue.defers = defers and not weight
+        try:
+            result, y = self._turns.run(run_backward, partial(self.forward, forward.chunk, forward.microbatch, x))
+        finally:
+            queue.defers = defers
+        return y, result
 
     def expect(self, following: Action) -> None:
         is_forward, gatherer = following.kind is ActionKind.FORWARD, self._model.parameters.gatherer

@@ -139,6 +139,7 @@ class Traffic:
 
     Attributes:
         link_bytes: of the messages that this rank truly sends, those to other hosts.
+        pass_on: called where a pass would wait for rows that travel; see `engine/turns.py`.
 
     Source: ring collectives send (n-1)/n of the full buffer per pass (Rajbhandari et al. 2020, section 7).
     """
@@ -148,6 +149,7 @@ class Traffic:
         self.link_bytes: Counter[tuple[str, str]] = Counter()
         self.calls: Counter[tuple[str, str]] = Counter()
         self.waited_seconds = 0.0
+        self.pass_on: Callable[[], None] = lambda: None
         self.last: CollectiveCall | None = None
         self.advanced = 0.0  # when the host last began or ended a pass of a micro-batch; of `time.perf_counter`
 

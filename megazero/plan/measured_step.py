@@ -195,9 +195,11 @@ def watched_step(
             counted[point] = now
 
     def watch(action: Action) -> None:  # before and after every action
-        if not (running and running.pop() == action):
+        if action not in running:
             running.append(action)
-        elif action.kind == ActionKind.FORWARD:
+            return
+        running.remove(action)
+        if action.kind == ActionKind.FORWARD:
             note(FORWARD)
 
     engine.state.traffic.reset()

@@ -39,8 +39,16 @@ class ActionClock:
 
     def spans(self) -> Spans:
         """(start, end) of each action, in seconds from the start of the clock.  Waits for the device."""
-        times = [(action, self._seconds_to(moment)) for action, moment in self._marks]
-        return [(action, (begin, end)) for (action, begin), (_, end) in zip(times[::2], times[1::2], strict=True)]
+        spans, marks = Spans(), [(action, self._seconds_to(moment)) for action, moment in self._marks]
+        while marks:
+            first, begin = marks[0]
+            count = [action for action, _ in marks[1:]].index(first) + 1  # more than one: of a pair
+            share = (marks[2 * count - 1][1] - begin) / count  # its parts cannot be told apart
+            spans += [
+                (action, (begin + i * share, begin + (i + 1) * share)) for i, (action, _) in enumerate(marks[:count])
+            ]
+            del marks[: 2 * count]
+        return spans
 
     def _now(self) -> Any:
         if not self._on_cuda:

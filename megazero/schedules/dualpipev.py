@@ -29,6 +29,7 @@ class DualPipeV(ScheduleKind):
 
     name = "dualpipev"
     chunks = 2
+    has_pairs = True
 
     def placement(self, pp: int, chunks: int) -> Placement:
         """First and last stage are on rank 0."""

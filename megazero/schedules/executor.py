@@ -1,7 +1,7 @@
 """The one executor: walks a proved program on one pipeline rank.
 
-It knows a stage only by `forward`, `backward` and `backward_weight`.  Receives are posted ahead of their use.  Sends are not
-waited for: their tensors are kept until the send is done, or until a message from the peer shows that it has used them.
+It knows a stage only by its passes.  Receives are posted ahead of their use.  Sends are not waited for: their tensors are
+kept until the send is done, or until a message from the peer shows that it has used them.
 
 [Note: a receive on a GPU]  The host runs ahead of the device.  Before an action it opens what arrives meanwhile: it takes
 memory and records an event.  After the action is queued it posts the receive, in a stream that waits for the event alone.
@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
+from itertools import chain, pairwise
 from typing import Any, Protocol, TypeAlias
 
 import torch
@@ -41,6 +41,12 @@ class Stage(Protocol):
 
     def backward_weight(self, chunk: int, microbatch: int) -> None:
         """Compute the weight gradients that `backward` left."""
+
+    interleaves: bool
+    """Whether pairs run by `beside`; else their parts run one after the other."""
+
+    def beside(self, pair: Sequence[Action], x: Message | None, grad: Message | None) -> Sequence[Message | None]:
+        """Run the parts of a pair together, with the input of the first and of the second; returns what each one gives."""
 
     def expect(self, following: Action) -> None:
         """Called before a forward or backward, with the action that follows it."""
@@ -101,7 +107,9 @@ class Executor:
         messages = _InFlight()
         for step in self._steps:
             if isinstance(step, Action):
-                self._compute(step, stage, messages)
+                parts = self.schedule.together(self._rank, step) if stage.interleaves else (step,)
+                if step == parts[0]:
+                    self._compute(parts, stage, messages)
             elif step.kind is ActionKind.SEND:
                 self._send(step, messages)
             elif step.kind is ActionKind.OPEN:
@@ -111,25 +119,23 @@ class Executor:
         for pendings, _ in messages.sending.values():
             _wait(pendings)
 
-    def _compute(self, action: Action, stage: Stage, messages: _InFlight) -> None:
-        given = messages.take(action)
-        for sent in self._received.get(action, ()):
+    def _compute(self, parts: Sequence[Action], stage: Stage, messages: _InFlight) -> None:
+        """Run an action, or the parts of a pair."""
+        given = [messages.take(action) for action in parts]
+        for sent in chain.from_iterable(self._received.get(action, ()) for action in parts):
             _wait(messages.sending.pop(sent)[0])
-        self._watch(action)
-        result = None
-        if following := self._next.get(action):
+        for action in parts:
+            self._watch(action)
+        if following := self._next.get(parts[1] if len(parts) > 1 else parts[0]):
             stage.expect(following)
-        if action.kind is ActionKind.FORWARD:
-            result = stage.forward(action.chunk, action.microbatch, given)
-        elif action.kind is ActionKind.BACKWARD:
-            result = stage.backward(action.chunk, action.microbatch, given)
-        else:
-            stage.backward_weight(action.chunk, action.microbatch)
-        self._watch(action)
-        target = self.schedule.target(self._rank, action)
-        if target is not None and result is not None:
-            rank, use = target
-            messages.results[use if rank == self._rank else action] = tuple(tensor.detach() for tensor in result)
+        results = _run(parts, stage, given)
+        for action, result in zip(parts, results, strict=False):
+            target = self.schedule.target(self._rank, action)
+            if target is not None and result is not None:
+                rank, use = target
+                messages.results[use if rank == self._rank else action] = tuple(tensor.detach() for tensor in result)
+        for action in parts:
+            self._watch(action)
 
     def _send(self, step: MessageAction, messages: _InFlight) -> None:
         axis = self._axes[step.goes_down(self._rank)]
@@ -149,6 +155,17 @@ class Executor:
             opened.wait()
             pendings = exchange([], [(tensor, axis.ranks[step.peer]) for tensor in message], axis)
         messages.arriving[step.lands] = (pendings, message)
+
+
+def _run(parts: Sequence[Action], stage: Stage, given: Sequence[Message | None]) -> Sequence[Message | None]:
+    if len(parts) > 1:
+        return stage.beside(parts, given[0], given[1])
+    (action,), (message,) = parts, given
+    if action.kind is ActionKind.WEIGHT:
+        stage.backward_weight(action.chunk, action.microbatch)
+        return ()
+    run = stage.forward if action.kind is ActionKind.FORWARD else stage.backward
+    return (run(action.chunk, action.microbatch, message),)
 
 
 def steps_of(placed: Program, rank: int, device: torch.device) -> Steps:

@@ -26,10 +26,12 @@ class ScheduleKind(ABC):
     Attributes:
         name: for messages and drawings.
         chunks: model chunks on each rank; None for as many as `virtual_stages` says, from 2 on.
+        has_pairs: forwards run beside backwards of another chunk.
     """
 
     name: str
     chunks: int | None = 1
+    has_pairs: bool = False
 
     @abstractmethod
     def build(self, pp: int, microbatches: int, chunks: int) -> Schedule:
@@ -74,6 +76,7 @@ class GivenSchedule(ScheduleKind):
 
     def __init__(self, schedule: Schedule) -> None:
         self.schedule, self.name, self.chunks = schedule, schedule.name, schedule.chunks
+        self.has_pairs = bool(schedule.beside)
 
     def placement(self, pp: int, chunks: int) -> Placement:
         """The placement of the schedule."""

@@ -14,7 +14,8 @@ A gather policy says how long a gathered unit stays:
     action    units take turns in the buffers: every forward and backward gathers anew what has made room; least memory
     chunk     units at the same position of different chunks share: a chunk stays until another chunk runs
     step      each unit has its own: gathered once per step; the memory of whole weights
-A parameter that several units use, or that is in use while other units run, has a buffer of its own.
+A parameter that several units use, or that is in use while other units run, has a buffer of its own.  Chunks that run
+beside each other share none, so each has that many.
 
 [Note: fixed addresses]  A bucket is always gathered to the same address.  Storage of its own, freed between uses with
 `resize_(0)`, would hold the same bytes; but a CPU maps a block of more than 32 MiB anew each time, page by page: a step with
@@ -65,32 +66,42 @@ class BufferPlan:
         return found
 
 
+class UnitPlace(NamedTuple):
+    """Where a unit is used; see `UnitModule`."""
+
+    chunk: int
+    beside: int = 0
+
+
 def plan_buffers(
-    layouts: Sequence[BucketLayout], chunk_of_unit: Sequence[int], gather_policy: str, prefetch_elements: int
+    layouts: Sequence[BucketLayout], units: Sequence[UnitPlace], gather_policy: str, prefetch_elements: int
 ) -> BufferPlan:
     """Give every bucket that is gathered a buffer.
 
     Args:
         layouts: all buckets; persistent ones are not gathered.
-        chunk_of_unit: the model chunk of each unit, in forward order.
+        units: in forward order.
         gather_policy: "action", "chunk" or "step".
-        prefetch_elements: elements of weights that may lie in the buffers beside the largest unit.
+        prefetch_elements: elements of weights that may lie in the buffers beside the largest unit, of each set of units that
+            share buffers.
     """
+    chunks = [unit.chunk for unit in units]
     alone, sharing = list[BucketLayout](), list[_Shared]()
     of_units = Counter[tuple[int, bool]]()
     for layout in layouts:
         if layout.tie is not None or gather_policy == "step" or layout.slots[0].info.alone:
             alone += [] if layout.persistent else [layout]
         elif not layout.persistent:
-            position = layout.unit - chunk_of_unit.index(chunk_of_unit[layout.unit])
-            sharing.append(_Shared(position, of_units[layout.unit, layout.trains], layout))
+            chunk, beside = units[layout.unit]
+            number = of_units[layout.unit, layout.trains]
+            sharing.append(_Shared(beside, layout.unit - chunks.index(chunk), number, layout))
             of_units[layout.unit, layout.trains] += 1
     count = max((shared.position + 1 for shared in sharing), default=0)
     if gather_policy == "action":
-        units = Counter[int]()
+        elements = Counter[int]()
         for shared in sharing:
-            units[shared.layout.unit] += shared.layout.padded_numel
-        most = max(units.values(), default=0) + prefetch_elements
+            elements[shared.layout.unit] += shared.layout.padded_numel
+        most = (max(elements.values(), default=0) + prefetch_elements) * len({shared.beside for shared in sharing})
         count = next((n for n in range(count, 2, -1) if sum(_in_turn(sharing, n).sizes) <= most), 2)
     return BufferPlan((*_in_turn(sharing, count).buffers, *((layout,) for layout in alone)))
 
@@ -98,6 +109,7 @@ def plan_buffers(
 class _Shared(NamedTuple):
     """A bucket that shares its buffer with the bucket of the same number in other units."""
 
+    beside: int  # of its unit
     position: int  # of its unit in its chunk
     number: int  # among the buckets of the unit
     layout: BucketLayout
@@ -105,9 +117,9 @@ class _Shared(NamedTuple):
 
 def _in_turn(sharing: Sequence[_Shared], count: int) -> BufferPlan:
     """Units whose positions are equal modulo `count` share buffers; frozen buckets have other buffers than trained ones."""
-    members: dict[tuple[int, int, bool], list[BucketLayout]] = {}
-    for position, number, layout in sharing:
-        members.setdefault((position % count, number, layout.trains), []).append(layout)
+    members: dict[tuple[int, int, int, bool], list[BucketLayout]] = {}
+    for beside, position, number, layout in sharing:
+        members.setdefault((beside, position % count, number, layout.trains), []).append(layout)
     return BufferPlan(tuple(map(tuple, members.values())))
 
 

@@ -27,7 +27,7 @@ from megazero.parallel_state import Axis, ParallelState
 from megazero.zero.bucket import Bucket, BucketLayout, ParamInfo, ShardingPolicy, intersect, plan_buckets
 from megazero.zero.bucket_sizes import BucketSizes, bucket_sizes
 from megazero.zero.gather import UnitGatherer
-from megazero.zero.gather_buffers import BufferPlan, plan_buffers
+from megazero.zero.gather_buffers import BufferPlan, UnitPlace, plan_buffers
 from megazero.zero.offload import Offload
 from megazero.zero.storage import Location
 from megazero.zero.units import Described, UnitModule
@@ -83,7 +83,8 @@ class ShardedParameters:
         infos = _describe_parameters(units, described, policy, zero)
         cuts = policy.zero_stage >= 2 and (shards > 1 or zero.offload.optimizer != "none")
         self.sizes = self._sizes(zero, sum(numel(info.shape) for info in infos), world, cuts=cuts)
-        chunks, ahead = [unit.chunk for unit in units], zero.prefetch_bytes // policy.dtype.itemsize
+        chunks = [UnitPlace(unit.chunk, unit.beside) for unit in units]
+        ahead = zero.prefetch_bytes // policy.dtype.itemsize
 
         def planned(*, cuts_units: bool) -> tuple[tuple[BucketLayout, ...], BufferPlan]:
             layouts = plan_buckets(

@@ -35,6 +35,7 @@ class UnitModule:
     attributes: tuple[tuple[nn.Module, str], ...]  # (module, attribute) of each parameter that belongs to it
     chunk: int  # the model chunk of this rank that it lies in
     spans_others: bool = False  # other units run within its forward
+    beside: int = 0  # those of another number are in use at the same time: they have gather buffers of their own
     readers: tuple[nn.Module, ...] = ()  # layers that wait for their own weights; none: the module waits for all
 
     def reads(self) -> Iterator[tuple[nn.Module, list[nn.Parameter]]]:
@@ -68,16 +69,17 @@ def is_hooked(module: nn.Module) -> bool:
     return not all(hasattr(hook, "reads_no_weights") for hook in module._forward_pre_hooks.values())
 
 
-def units_of(chunks: Sequence[Any], *, by_layer: bool = False) -> list[UnitModule]:
+def units_of(chunks: Sequence[Any], *, by_layer: bool = False, beside: bool = False) -> list[UnitModule]:
     """The units of this rank's chunks, in forward order.
 
-    `by_layer`: let the layers that `model.readers` lists wait for themselves.
+    `by_layer`: let the layers that `model.readers` lists wait for themselves.  `beside`: two chunks run at the same time.
     """
     found = []
     for chunk, model in enumerate(chunks):
         for module in dict.fromkeys(model.units()):
             readers = tuple(model.readers(module)) if by_layer else ()
-            found.append(UnitModule(module, parameter_attributes(module.modules()), chunk, readers=readers))
+            places = parameter_attributes(module.modules())
+            found.append(UnitModule(module, places, chunk, beside=chunk if beside else 0, readers=readers))
     return found
 
 

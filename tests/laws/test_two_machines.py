@@ -190,6 +190,8 @@ def test_on_a_gpu_a_receive_waits_for_what_was_queued_before_the_action_it_is_po
         return [Pending(lambda: log.append(f"wait for {what} in {gpu.current}"))]
 
     class Logging:
+        interleaves = False
+
         def expect(self, following: Action) -> None:
             pass
 
@@ -284,4 +286,8 @@ def test_a_clock_on_a_gpu_never_waits_for_it_within_the_step(monkeypatch: pytest
         clock.mark(action)
     assert not log
     assert clock.spans() == [(first, (0.25, 0.5)), (second, (1.5, 2.0))]
+    for action, at in ((first, 3000.0), (second, 3000.0), (first, 4000.0), (second, 4000.0)):  # a pair
+        now[0] = at
+        clock.mark(action)
+    assert clock.spans()[2:] == [(first, (3.0, 3.5)), (second, (3.5, 4.0))]
     assert log
