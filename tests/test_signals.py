@@ -164,7 +164,8 @@ def test_ranks_of_a_launcher_that_dies_save_and_end(tmp_path: Path) -> None:
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["dies", "sleeps"])
 def test_a_run_that_loses_a_rank_names_it_and_the_same_command_goes_on(tmp_path: Path, number: int) -> None:
     """Long before the default limit of ten minutes, on a GPU too, whose host waits where no signal reaches it."""
-    run = _start(tmp_path, 2, *ENDLESS, "checkpoint.save_every_steps=2", "parallel.timeout_seconds=10")
+    # The next save is far: a rank that sleeps within one is waited for, for checkpoint.timeout_seconds.
+    run = _start(tmp_path, 2, *ENDLESS, "checkpoint.save_every_steps=100", "parallel.timeout_seconds=10")
     wait_until(lambda: find_newest(tmp_path / "checkpoints") is not None, run)
     os.kill(children_of(run.pid)[1], number)
     output, _ = run.communicate(timeout=120)
