@@ -217,20 +217,6 @@ def read_errors(path: str) -> Iterator[None]:
         raise DamagedError(f"{path} is damaged ({error!r}); resume from another step directory") from error
 
 
-@contextmanager
-def foreign_errors(path: str) -> Iterator[None]:
-    """Turn errors of parsing a file of another program, which may hold anything, into a CheckpointError that names it."""
-    try:
-        yield
-    except CheckpointError:
-        raise
-    except OSError as error:
-        raise CheckpointError(f"{path} cannot be read: {error}") from error
-    except Exception as error:
-        said = f"{type(error).__name__}: {(str(error) or 'nothing').splitlines()[0][:200]}"
-        raise CheckpointError(f"{path} is damaged, or laid out in a way that is not understood ({said})") from error
-
-
 def read_manifest(location: Location) -> dict[str, FileRecord]:
     """Files of a complete checkpoint.  Raises: as `read_errors`; CheckpointError if there is no manifest."""
     folder = folder_at(location)

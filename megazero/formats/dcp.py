@@ -29,9 +29,9 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
 from megazero.checkpoint.folder import LocalFolder, ReadBytes
-from megazero.checkpoint.index import CheckpointError, foreign_errors
+from megazero.checkpoint.index import CheckpointError
 from megazero.formats.foreign import ADAM, ForeignCheckpoint
-from megazero.formats.match import LazyTensor
+from megazero.formats.match import LazyTensor, foreign_errors
 from megazero.formats.pickles import load_metadata, load_tensors
 from megazero.models.config import ModelConfig
 from megazero.zero.state import MODEL

@@ -29,7 +29,6 @@ from megazero.checkpoint.index import (
     TRAINER_STATE,
     CheckpointError,
     TrainerState,
-    foreign_errors,
     index_name,
     is_complete,
     to_json,
@@ -39,7 +38,15 @@ from megazero.checkpoint.index import (
 from megazero.checkpoint.shards import CHUNK_ELEMENTS, Layout, new_folder, write_shards
 from megazero.config import ConfigError, RunConfig, resolve
 from megazero.data.sealed import parse_json
-from megazero.formats.match import LazyTensor, is_named, match, names_of_transformers, raise_problems, without_wrappers
+from megazero.formats.match import (
+    LazyTensor,
+    foreign_errors,
+    is_named,
+    match,
+    names_of_transformers,
+    raise_problems,
+    without_wrappers,
+)
 from megazero.formats.weights import local_source, open_weights
 from megazero.models.config import ModelConfig
 from megazero.models.registry import FAMILIES

@@ -16,7 +16,7 @@ from typing import Any
 
 from megazero.checkpoint.folder import LocalFolder, Location
 from megazero.checkpoint.hugging_face.config import logical_shapes
-from megazero.checkpoint.index import HF_CONFIG, CheckpointError, TrainerState, foreign_errors, versions
+from megazero.checkpoint.index import HF_CONFIG, CheckpointError, TrainerState, versions
 from megazero.checkpoint.shards import new_folder
 from megazero.config import RunConfig
 from megazero.config.load import read_run_file
@@ -25,6 +25,7 @@ from megazero.formats.dcp import dcp_folders, read_dcp
 from megazero.formats.deepspeed import find_deepspeed, read_deepspeed
 from megazero.formats.foreign import ADAM, ForeignCheckpoint, match_kinds
 from megazero.formats.hugging_face import Imported, import_model, set_keys, write_step
+from megazero.formats.match import foreign_errors
 from megazero.formats.megatron import read_megatron, read_nemo
 from megazero.formats.tables import tables_of
 from megazero.formats.weights import has_weights, local_source, open_weights

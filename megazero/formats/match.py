@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from functools import partial
@@ -66,6 +67,20 @@ class Matched:
     problems: list[str] = field(default_factory=list)
     unknown: dict[str, str] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
+
+
+@contextmanager
+def foreign_errors(path: str) -> Iterator[None]:
+    """Turn errors of parsing a file of another program, which may hold anything, into a CheckpointError that names it."""
+    try:
+        yield
+    except CheckpointError:
+        raise
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error}") from error
+    except Exception as error:
+        said = f"{type(error).__name__}: {(str(error) or 'nothing').splitlines()[0][:200]}"
+        raise CheckpointError(f"{path} is damaged, or laid out in a way that is not understood ({said})") from error
 
 
 def names_of_transformers(form: HuggingFaceFormat, ours: Collection[str], stored: Collection[str]) -> Names:
