@@ -430,12 +430,14 @@ parallel.schedule_file=x.csv   elastic.enabled=true training.global_batch_size=8
 training.non_finite_limit=9    training.on_non_finite=stop
 training.accumulation=1        elastic.enabled=true training.global_batch_size=8
 elastic.shapes=[{world_size=8}] elastic.enabled=false
+parallel.tp_overlap=pieces     precision.fp8=rowwise parallel.sequence_parallel=true
 """
 TOLD = """
 zero.offload.optimizer=cpu      zero.offload.ratio=0
 parallel.order=pp-dp-cp-tp
 precision.fp8_layers=all       precision.fp8=none
 parallel.sequence_parallel=true parallel.tp=1
+parallel.tp_overlap=pieces     parallel.sequence_parallel=false
 parallel.cp_method=ring        parallel.cp=1
 parallel.cp_ulysses=2          parallel.cp_method=hybrid
 parallel.layout=cost           parallel.pp=1

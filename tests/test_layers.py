@@ -23,6 +23,7 @@ from megazero.layers.mlp import gated
 from megazero.layers.norm import rms_norm
 from megazero.layers.sample_part import TokenLayout
 from megazero.layers.spec import Initializer, NamedRows, ParamSpec, rows_spec
+from megazero.layers.tp_overlap import Pieces, hide_exchanges
 from megazero.layers.vocabulary import (
     IGNORED_LABEL,
     VocabParallelEmbedding,
@@ -66,12 +67,10 @@ def _part(x: Tensor, tp: Axis, cut: bool, dim: int = 0) -> Tensor:
     return x.chunk(tp.size, dim)[tp.index].clone() if cut else x.clone()
 
 
-def _linear_pair(
-    rank: int, world: int, sequence_parallel: bool, whole_between: bool, wgrad_queue: bool
-) -> dict[str, Any]:
+def _linear_pair(rank: int, world: int, exchange: str, whole_between: bool, wgrad_queue: bool) -> dict[str, Any]:
     """column -> gelu -> row, forward and backward; whole tensors of what each rank saw."""
     tp = ParallelState(RankGrid(tp=world), rank).tp
-    waiting = WeightGradQueue() if wgrad_queue else None
+    waiting, sequence_parallel = WeightGradQueue() if wgrad_queue else None, exchange != "replicated"
     init = Initializer("normal", 0.3)
     column = ColumnParallelLinear(
         (NamedRows("column", OUT),),
@@ -95,6 +94,8 @@ def _linear_pair(
     )
     for module in (column, row):
         _fill(module, tp)
+        if exchange == "pieces":
+            hide_exchanges(module, Pieces(3))
     x = _part(_given((SEQ, BATCH, HIDDEN)), tp, sequence_parallel).requires_grad_()
     if waiting is not None:
         waiting.defers = True
@@ -113,12 +114,13 @@ def _linear_pair(
 
 @pytest.mark.parametrize("wgrad_queue", [False, True], ids=["at once", "deferred"])
 @pytest.mark.parametrize("whole_between", [False, True], ids=["cut between", "whole between"])
-@pytest.mark.parametrize("sequence_parallel", [False, True], ids=["replicated", "sequence"])
+@pytest.mark.parametrize("exchange", ["replicated", "sequence", "pieces"])
 @pytest.mark.parametrize("world", [1, 2])
 def test_a_column_and_a_row_layer_equal_plain_linear_layers(
-    world: int, sequence_parallel: bool, whole_between: bool, wgrad_queue: bool
+    world: int, exchange: str, whole_between: bool, wgrad_queue: bool
 ) -> None:
-    results = run_world(world, _linear_pair, world, sequence_parallel, whole_between, wgrad_queue)
+    results = run_world(world, _linear_pair, world, exchange, whole_between, wgrad_queue)
+    sequence_parallel = exchange != "replicated"
     weights = {}
     for name, rows, columns in (("column", OUT, HIDDEN), ("row", HIDDEN, OUT)):
         flat = torch.empty(rows * columns)

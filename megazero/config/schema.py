@@ -142,6 +142,12 @@ class ParallelConfig(Section):
     """Expert-parallel degree: neighbours among the tp * cp * dp ranks of a stage that hold different experts."""
     sequence_parallel: Annotated[bool, ActsWhere("parallel.tp", (), "nothing is split over tp", above=1)] = False
     """Split activations between the tensor-parallel regions over tp, by sequence position."""
+    tp_overlap: Annotated[
+        Literal["none", "pieces"],
+        ActsWhere("parallel.sequence_parallel", (), "nothing is gathered or scattered over tp"),
+        ActsWhere("precision.fp8", ("none",), "each piece would round its weight to fp8 anew"),
+    ] = "none"
+    """Cut the forward's gathers and scatters over tp into pieces beside products: worth it where tp crosses a network."""
     schedule: Annotated[str, NameIn(SCHEDULES), _OWN_SCHEDULE] = "1f1b"
     """Order of forward and backward passes in the pipeline."""
     schedule_file: Annotated[

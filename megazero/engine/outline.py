@@ -143,6 +143,10 @@ def build_stages(config: RunConfig, state: ParallelState, placement: Placement) 
                 from megazero.layers.fp8 import multiply_on, use_fp8  # what few runs need
 
                 use_fp8(block, scaling, multiply_on(state.device, dtype, scaling))
+            if config.parallel.tp_overlap == "pieces":
+                from megazero.layers.tp_overlap import Pieces, hide_exchanges
+
+                hide_exchanges(block, Pieces())
         save_by_policy(zip(stages[-1].blocks, map(policies.__getitem__, layout.layers), strict=True), whole, offload)
     return RankStages(stages, queues, offload)
 

@@ -125,8 +125,20 @@ class PlainProduct:
 PLAIN = PlainProduct()
 
 
-Entry: TypeAlias = Literal["local", "replicated", "sequence"]
-"""How x arrives: no exchange; whole, its gradients are summed over tp; as [seq / tp, batch, in], gathered and scattered."""
+Exchange: TypeAlias = Callable[[Tensor, Tensor, Axis, Product], Tensor]
+"""A product x @ weight.T of a forward, with the exchange over tp before or after it; see `tp_overlap.py` for others."""
+
+
+def gathered(x: Tensor, weight: Tensor, tp: Axis, product: Product) -> Tensor:
+    """The product of all ranks' x.  [seq / tp, batch, in], [out / tp, in] -> [seq, batch, out / tp]."""
+    full, pending = start_gather_sequence(x, tp)
+    pending.wait()
+    return product.forward(full, weight)
+
+
+Entry: TypeAlias = Literal["local", "replicated", "sequence", "scattered"]
+"""How x arrives: no exchange; whole, its gradients are summed over tp; as [seq / tp, batch, in], gathered and scattered;
+no exchange, but y leaves summed over tp, as [seq / tp, batch, out]."""
 
 
 class GradientAccumulator(Protocol):
@@ -259,16 +271,14 @@ class _ParallelLinear(torch.autograd.Function):
         tp: Axis,
         wgrad_queue: WeightGradQueue | None,
         product: Product,
+        exchange: Exchange,
     ) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.entry, ctx.tp, ctx.wgrad_queue, ctx.has_bias = entry, tp, wgrad_queue, bias is not None
         ctx.product = product
         ctx.parameter = None if wgrad_queue is None else weight  # what was saved may come back as another object
-        full = x
-        if entry == "sequence":
-            full, pending = start_gather_sequence(x, tp)
-            pending.wait()
-        y = product.forward(full, weight)
+        exchanges = entry in ("sequence", "scattered")
+        y = exchange(x, weight, tp, product) if exchanges else product.forward(x, weight)
         return y if bias is None else y.add_(bias)
 
     @staticmethod
@@ -279,6 +289,9 @@ class _ParallelLinear(torch.autograd.Function):
         )  # a queue must not keep the graph that x came from
         tp, queue = ctx.tp, ctx.wgrad_queue
         needs_x, needs_weight = ctx.needs_input_grad[:2]
+        if ctx.entry == "scattered":
+            grad, arriving = start_gather_sequence(grad, tp)
+            arriving.wait()
         # Only a shard of the sequence was saved; the weight's gradient alone needs the whole, now or when it is computed.
         start_input = partial(start_gather_sequence, x, tp) if ctx.entry == "sequence" else lambda: (x, Pending())
         defers = queue is not None and queue.defers
@@ -301,7 +314,7 @@ class _ParallelLinear(torch.autograd.Function):
             queue.defer_product(ctx.parameter, grad, start_input)
         grad_bias = _rows(grad).sum(0) if ctx.has_bias else None
         exchanging.wait()
-        return grad_x, grad_weight, grad_bias, None, None, None, None
+        return grad_x, grad_weight, grad_bias, None, None, None, None, None
 
 
 def parallel_linear(
@@ -312,12 +325,14 @@ def parallel_linear(
     tp: Axis,
     wgrad_queue: WeightGradQueue | None = None,
     product: Product = PLAIN,
+    exchange: Exchange = gathered,
 ) -> Tensor:
     """y = x @ weight.T + bias, with the exchange that `entry` names; weight and bias as this rank holds them."""
     is_plain = wgrad_queue is None and product is PLAIN and not bypasses_autograd(x)
     if is_plain and (tp.size == 1 or entry == "local"):
         return F.linear(x, weight, bias)
-    return _ParallelLinear.apply(x, weight, bias, entry if tp.size > 1 else "local", tp, wgrad_queue, product)
+    entry = entry if tp.size > 1 else "local"
+    return _ParallelLinear.apply(x, weight, bias, entry, tp, wgrad_queue, product, exchange)
 
 
 class ColumnParallelLinear(nn.Module):
@@ -350,6 +365,7 @@ class ColumnParallelLinear(nn.Module):
         super().__init__()
         self.tp, self.wgrad_queue, self.gather_output = tp, wgrad_queue, gather_output
         self.product: Product = PLAIN
+        self.exchange: Exchange = gathered
         self.entry: Entry = "sequence" if sequence_parallel else "replicated"
         spec = rows_spec(sections, in_features, 0, init or Initializer(), transposed=transposed, matrix=True)
         self.specs = {"weight": spec}
@@ -359,7 +375,8 @@ class ColumnParallelLinear(nn.Module):
         self.bias = drawn_parameter(self.specs["bias"], tp.index, tp.size) if bias_sections else None
 
     def forward(self, x: Tensor) -> Tensor:
-        y = parallel_linear(x, self.weight, self.bias, self.entry, self.tp, self.wgrad_queue, self.product)
+        how = self.entry, self.tp, self.wgrad_queue, self.product, self.exchange
+        y = parallel_linear(x, self.weight, self.bias, *how)
         return gather_features(y, self.tp) if self.gather_output else y
 
 
@@ -393,6 +410,8 @@ class RowParallelLinear(nn.Module):
         super().__init__()
         self.tp, self.wgrad_queue, self.scatter_input = tp, wgrad_queue, scatter_input
         self.product: Product = PLAIN
+        self.exchange: Exchange = gathered  # another one where y leaves scattered
+        self.entry: Entry = "local"
         self.reduce = scatter_sequence if sequence_parallel else reduce_from_tp
         spec = rows_spec((section,), in_features, 1, init or Initializer(), transposed=transposed, matrix=True)
         self.specs = {"weight": spec}
@@ -404,6 +423,6 @@ class RowParallelLinear(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         if self.scatter_input:
             x = split_features(x, self.tp)
-        y = parallel_linear(x, self.weight, None, "local", self.tp, self.wgrad_queue, self.product)
-        y = self.reduce(y, self.tp)
+        y = parallel_linear(x, self.weight, None, self.entry, self.tp, self.wgrad_queue, self.product, self.exchange)
+        y = y if self.entry == "scattered" else self.reduce(y, self.tp)
         return y if self.bias is None else y + self.bias

@@ -22,6 +22,7 @@ SHAPES = {
     "dp2": (2, {}),
     "tp2": (2, {"tp": 2}),
     "tp2 sp": (2, {"tp": 2, "sequence_parallel": True}),
+    "tp2 sp in pieces": (2, {"tp": 2, "sequence_parallel": True, "tp_overlap": "pieces"}),
     "pp2": (2, {"pp": 2}),
     "tp2 pp2": (4, {"tp": 2, "pp": 2}),
 }
