@@ -250,7 +250,7 @@ def measure(length: int, dtype: str, blocks: int, seconds: float) -> Curve:
     hidden = Setting("small", 1).size.hidden_size
     x, slope = (torch.randn(length, 1, hidden).to(DTYPES[dtype]) for _ in range(2))
     made = contenders(length, dtype, blocks)
-    kept = _check(made, x, slope, dtype)
+    kept = check_same(made, x, slope, dtype)
     taken: dict[str, list[float]] = {one.name: [] for one in made}
     end, number = time.monotonic() + seconds, 0
     gc.disable()
@@ -279,7 +279,7 @@ def _timed(one: Contender, x: Tensor, slope: Tensor) -> float:
     return end - begin
 
 
-def _check(made: Sequence[Contender], x: Tensor, slope: Tensor, dtype: str) -> dict[str, int]:
+def check_same(made: Sequence[Contender], x: Tensor, slope: Tensor, dtype: str) -> dict[str, int]:
     """By name the bytes that each keeps; the allocator tells the profiler."""
     expected: dict[str, list[Tensor]] = {}
     kept = {}

@@ -9,9 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks import gpu, gpu_step
-from benchmarks.activations import _check
-from benchmarks.activations import contenders as policies
+from benchmarks import activations, gpu, gpu_step
 from benchmarks.all import Case, exposed_share, lines_of, run
 from benchmarks.attention_work import AttentionWork
 from benchmarks.context import BUILDERS, FLOORS, peaks_of
@@ -62,7 +60,7 @@ def test_every_way_computes_attention_of_the_whole_sequence() -> None:
 
 def test_activation_policies_give_the_same_gradients() -> None:
     x, slope = torch.randn(2, 8, 1, 512, generator=torch.Generator().manual_seed(0))
-    kept = _check(policies(8, "fp32", 1), x, slope, "fp32")
+    kept = activations.check_same(activations.contenders(8, "fp32", 1), x, slope, "fp32")
     assert kept["block"] == 8 * 512 * 4  # the result
 
 
@@ -87,10 +85,3 @@ def test_contenders_of_a_gpus_step_train_the_same_model_on_a_cpu() -> None:
     for line in lines:
         assert line.tokens_per_second == pytest.approx(2 * 64 / line.median_ms * 1e3)
         assert len(line.losses) == gpu_step.CHECKED_STEPS
-
-
-def test_a_wrong_variant_is_told_before_the_first_contender_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gpu_step, "measure", None)
-    monkeypatch.setattr("sys.argv", ["gpu_step", "--model=tiny", "--device=cpu", "--variant=training.stps=3"])
-    with pytest.raises(SystemExit, match=r"training\.stps = 3: unknown key; did you mean training\.steps\?"):
-        gpu_step.main()

@@ -476,19 +476,6 @@ def test_frozen_parameters_have_weights_only(zero_stage):
     assert bucket.weight_shard.tensor.untyped_storage().nbytes() == 2 * (32 if zero_stage == 3 else 64)
 
 
-def test_module_weights_are_views_of_the_bucket():
-    infos = [parameter(0, (2, 3)), parameter(1, (4,), trait=(1, None, False)), parameter(2, (0, 3))]
-    (layout,) = planned(infos, by_unit=True, bucket_elements=1, shards=1)
-    bucket = bucket_on(layout, policy(0, Axis("dp")))
-    bucket.weights.copy_(torch.arange(10))
-    views = {slot.info.name: bucket.module_view(slot) for slot in layout.slots}
-    assert {name: tuple(view.shape) for name, view in views.items()} == {"p0": (2, 3), "p1": (4,), "p2": (0, 3)}
-    assert sorted(torch.cat([view.flatten() for view in views.values()]).tolist()) == list(range(10))
-    views["p0"].fill_(-1)
-    views["p1"].fill_(-2)
-    assert sorted(bucket.weights.tolist()) == [-2] * 4 + [-1] * 6
-
-
 def test_a_norm_does_not_keep_a_large_weight_from_being_cut() -> None:
     """28,672 rows can be cut over 512 shards; with a norm's row among them they could not without much padding."""
 

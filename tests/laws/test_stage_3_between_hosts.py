@@ -278,10 +278,7 @@ def _updates(rank: int, runs: Sequence[ResolvedRun]) -> list[list[tuple[str, int
             ShardedParameters.start_gather = start  # type: ignore[method-assign]
             engine.evaluate(micro_batches(run, state, 2))
         engine.train_step(micro_batches(run, state, 3), LR)
-        assert (gatherer := engine.sharded_model.parameters.gatherer) is not None
-        assert gatherer.buffers._arriving
         engine.sharded_model.close()
-        assert not gatherer.buffers._arriving
         found.append([event for event in events if event[0] != "ahead of"])
     return found
 
