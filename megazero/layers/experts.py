@@ -90,7 +90,8 @@ class Groups:
 def has_kernel(*factors: Tensor) -> bool:
     """Whether torch multiplies all groups in one kernel; elsewhere a loop over experts is as fast."""
     return all(
-        x.is_cuda and x.dtype == torch.bfloat16 and x.shape[-1] * x.element_size() % _ALIGNED == 0 for x in factors
+        x.is_cuda and x.dtype == torch.bfloat16 and x.numel() and x.shape[-1] * x.element_size() % _ALIGNED == 0
+        for x in factors
     )
 
 
