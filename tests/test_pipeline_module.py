@@ -255,7 +255,7 @@ def test_a_layer_that_returns_no_tensor_is_named():
         ({"partition_method": "type:transformer"}, "matches none of the layers, which are Linear, tanh, Draws"),
         ({"schedule": "1f1d"}, "schedule='1f1d' is unknown; did you mean 1f1b"),
         ({"virtual_stages": 2}, "virtual_stages=2: the schedule 1f1b has one chunk"),
-        ({"schedule": "interleaved", "virtual_stages": 9}, "8 layers are too few for 9 virtual stages, 9 on each of 1"),
+        ({"schedule": "interleaved", "virtual_stages": 9}, "8 layers are too few for 9 virtual stages"),
         ({"parallel_state": ParallelState(RankGrid()), "num_stages": 2}, "num_stages=2, but the parallel_state has 1"),
     ],
 )

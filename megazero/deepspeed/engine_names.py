@@ -70,5 +70,4 @@ def answer(engine: TrainingEngine, name: str) -> Any:
         return getattr(engine.module, name)
     except AttributeError as error:
         owners = f"neither megazero's engine nor its {type(engine.module).__name__}"
-        hint = "docs/deepspeed.md says what to do instead of DeepSpeed's calls"
-        raise AttributeError(f"{owners} has {name!r}; {hint}") from error
+        raise AttributeError(f"{owners} has {name!r}; docs/deepspeed.md says what to do instead") from error

@@ -250,6 +250,5 @@ class LayerChunk(nn.Module):
             y = layer(x[0] if len(x) == 1 else x)
             x = (y,) if isinstance(y, Tensor) else tuple(y) if isinstance(y, tuple | list) else ()
             if not x or not all(isinstance(part, Tensor) for part in x):
-                rule = "every layer of a pipeline returns a tensor or a tuple of tensors"
-                raise TypeError(f"layer {index} ({name_of(layer)}) returned {describe_value(y)}; {rule}")
+                raise TypeError(f"layer {index} ({name_of(layer)}) returned {describe_value(y)}, not tensors")
         return x

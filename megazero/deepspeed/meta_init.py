@@ -74,15 +74,13 @@ class MetaParameter(nn.Parameter):
             if name == "__set__" and func.__self__.__name__ == "data":
                 raise RuntimeError("under zero.Init change a parameter's values in place, not by assigning to .data")
             if name in _READS:
-                text = "under zero.Init no values are known; change the model before it, or before TrainingArguments is made"
-                raise RuntimeError(f"{name}: {text}")
+                raise RuntimeError(f"{name}: under zero.Init no values are known; change the model before it")
             is_field = name in ("__get__", "__set__") and func.__self__.__name__ not in _VALUES
             if is_field or name in _METADATA:
                 return func(*args, **kwargs)
             histories = {id(leaf.history): leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, cls)}
             if len(histories) > 1:
-                text = "zero.Init replays each parameter alone; build the model without it, or tie parameters by assignment"
-                raise RuntimeError(f"{name} mixes two parameters: {text}")
+                raise RuntimeError(f"{name} mixes two parameters, and zero.Init replays each alone; build without it")
             history = next(iter(histories.values())).history
             changed = (kwargs or {}).get("out", args[0] if args and _changes_first(name) else None)
             if isinstance(changed, Tensor) and not isinstance(changed, cls):

@@ -146,10 +146,8 @@ class ModuleEngine(TrainingEngine):
             if self.sharded_model.scaler is not None and not self._is_scaled:
                 raise RuntimeError("under fp16 call engine.backward(loss), or engine.scale(loss).backward()")
             if self.config.accumulation > 1 and self.sharded_model.policy.zero_stage < 2 and _is_within_backward():
-                hint = "call engine.backward(loss), or use megazero.checkpoint"
-                raise RuntimeError(
-                    f"a backward within loss.backward() cannot be counted at ZeRO stages 0 and 1; {hint}"
-                )
+                how = "call engine.backward(loss), or use megazero.checkpoint"
+                raise RuntimeError(f"stages 0 and 1 cannot count a backward within loss.backward(): {how}")
             if not self._is_scaled:
                 self._loss_sum += torch.nan  # the engine has not seen the loss
             self._graph_task, self._is_scaled = task, False
@@ -289,6 +287,5 @@ class ModuleEngine(TrainingEngine):
             output = self(*batch) if isinstance(batch, tuple | list) else self(batch)
         loss = output[0] if isinstance(output, tuple | list) else getattr(output, "loss", output)
         if not isinstance(loss, Tensor) or loss.numel() != 1:
-            found = f"{type(self.module).__name__} returned {type(output).__name__}, which is no scalar loss"
-            raise TypeError(f"{found}; call engine(x), engine.backward(loss) and engine.step() instead of train_batch")
+            raise TypeError(f"train_batch needs a module that returns a scalar loss, not a {type(output).__name__}")
         return loss.reshape(())

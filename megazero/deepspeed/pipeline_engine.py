@@ -111,8 +111,8 @@ class PipelineEngine(TrainingEngine):
             expected = self._inputs[trains][0] if trains in self._inputs else _shapes_of(batches[0][0])
             for inputs, _ in batches:
                 if _shapes_of(inputs) != expected:
-                    hint = "pad them, or call engine.reset_activation_shape() on every rank"
-                    raise ValueError(f"a micro-batch has inputs {_shapes_of(inputs)}, not {expected} as before; {hint}")
+                    found = f"{_shapes_of(inputs)}, not {expected} as before"
+                    raise ValueError(f"a micro-batch has inputs {found}; call engine.reset_activation_shape()")
         return batches
 
     def _split(self, batch: Any) -> tuple[Message, Any]:
@@ -167,8 +167,7 @@ class PipelineEngine(TrainingEngine):
                 outputs = agree(partial(self._try_stage, stage, found[-1], batches), pp, RuntimeError)
                 passed = next(shapes for shapes in gather_objects(outputs, pp) if shapes)
                 if stage < last and not any(dtype.is_floating_point for _, dtype in passed):
-                    rule = f"virtual stage {stage} passes on {passed}, of which nothing has a gradient"
-                    raise ValueError(f"{rule}; cut the layers elsewhere (partition_method)")
+                    raise ValueError(f"virtual stage {stage} passes on {passed}, without a gradient: cut elsewhere")
                 found.append(passed)
         return tuple(found[:-1])
 

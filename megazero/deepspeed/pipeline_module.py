@@ -114,10 +114,8 @@ class PipelineModule(nn.Module):
         self.placement = self.schedule_kind.placement(state.pp.size, chunks)
         if len({rank for rank, _ in self.placement}) != state.pp.size:
             raise ValueError(f"the schedule is for another number of stages than num_stages={state.pp.size}")
-        stages, per_rank = len(self.placement), len(self.placement) // state.pp.size
-        if len(all_layers) < stages:
-            each = f"{per_rank} on each of {state.pp.size} ranks"
-            raise ValueError(f"{len(all_layers)} layers are too few for {stages} virtual stages, {each}")
+        if len(all_layers) < (stages := len(self.placement)):
+            raise ValueError(f"{len(all_layers)} layers are too few for {stages} virtual stages")
         self.partition = partition_layers(all_layers, stages, partition_method, self._trainable)
         self._ties: dict[str, list[tuple[int, TiedLayerSpec]]] = {}  # the layers of each key
         for index, layer in enumerate(all_layers):
@@ -156,8 +154,7 @@ class PipelineModule(nn.Module):
     def forward(self, x: Tensor | Tensors) -> Tensor | Tensors:
         """Run the whole model, if this rank holds it; otherwise the engine runs the chunks by the schedule."""
         if len(self.layer_chunks) < len(self.placement):
-            held = f"{len(self.layer_chunks)} of {len(self.placement)} stages"
-            raise RuntimeError(f"this rank has {held} and cannot run the model alone; give the module to the engine")
+            raise RuntimeError("this rank has not all stages and cannot run the model alone; give it to an engine")
         passed: Tensors = (x,) if isinstance(x, Tensor) else x
         for chunk in self.layer_chunks:
             passed = chunk(passed)
@@ -191,8 +188,7 @@ class PipelineModule(nn.Module):
         first, spec = self._ties[key][0]
         for index, other in self._ties[key]:
             if len(other.tied_weight_attr) != len(spec.tied_weight_attr) or not spec.tied_weight_attr:
-                given = f"tied_weight_attr {list(spec.tied_weight_attr)} and {list(other.tied_weight_attr)}"
-                raise ValueError(f"layers {first} and {index} of key {key!r} must tie as many parameters, not {given}")
+                raise ValueError(f"layers {first} and {index} of key {key!r} must tie as many parameters, at least one")
         module = self._skeleton(first, spec)
         name_of = {id(parameter): name for name, parameter in module.named_parameters()}
         shared = [_parameter_at(module, attribute, first) for attribute in spec.tied_weight_attr]

@@ -208,8 +208,7 @@ def configure_by_block(block: CheckpointingBlock, tp: int) -> None:
     if not _NOW.by_script:
         _NOW.apply(block)
     if tp > 1 and _NOW.options.partition_activations:
-        why = f"{tp=} ranks may have different arguments, since their layers cut activations themselves"
-        raise ValueError(f"activation_checkpointing.partition_activations is not supported: {why}; leave it out")
+        raise ValueError(f"partition_activations is not supported with {tp=}, whose layers cut activations themselves")
 
 
 def is_configured() -> bool:

@@ -351,8 +351,7 @@ def _read(directory: Folder) -> _Saved:
     """Read what a checkpoint holds beside the sharded state.  Raises: CheckpointError."""
     if not is_complete(directory):
         if any(name.endswith("_model_states.pt") for name in directory.files()):
-            hint = "docs/deepspeed.md says how a script takes its weights, and a GPT goes on with its moments"
-            raise CheckpointError(f"{directory} is a checkpoint of DeepSpeed, which an engine does not read; {hint}")
+            raise CheckpointError(f"{directory} is a checkpoint of DeepSpeed: docs/deepspeed.md says how it comes in")
         raise CheckpointError(f"{directory} is not a complete checkpoint")
     trainer = read_trainer_state(directory)
     if not trainer.script:

@@ -109,8 +109,7 @@ def check_elementwise(optimizer: torch.optim.Optimizer, allow_untested: bool) ->
     """
     cls = type(optimizer)
     if any(base.__name__.lower() in _NOT_ELEMENTWISE for base in cls.__mro__):
-        hint = "use one that acts element by element, such as AdamW or Lion"
-        raise ValueError(f"{cls.__name__} {_WHY} at every ZeRO stage, 0 included; {hint}")
+        raise ValueError(f"{cls.__name__} {_WHY}, at stage 0, too; use AdamW or Lion")
     known = {*(getattr(torch.optim, name) for name in _ELEMENTWISE), *(OPTIMIZERS[name].cls for name in OPTIMIZERS)}
     if cls not in known and not allow_untested:
         hint = "if it acts element by element, set zero_allow_untested_optimizer"

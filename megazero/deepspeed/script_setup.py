@@ -245,8 +245,7 @@ def _take_from_other_engines(model: nn.Module, state: ParallelState) -> None:
 
     def check() -> None:
         if name := _held(model):
-            hint = "close that engine first (engine.close()), or give both parts to one engine"
-            raise ValueError(f"parameter {name}: another engine holds it; {hint}")
+            raise ValueError(f"parameter {name}: another engine holds it; close that engine first, or use one for both")
 
     agree(check, state.world, ValueError)
     for part in model.modules():
@@ -284,8 +283,7 @@ def _check_ties(described: list[Described], state: ParallelState) -> None:
     treatment: dict[str, tuple[int, bool]] = {}
     for name, group, trains in (entry for entries in gather_objects(own, state.pp) for entry in entries):
         if treatment.setdefault(name, (group, trains)) != (group, trains):
-            why = "are in different optimizer groups, or some are frozen; give all of them to one group"
-            raise ValueError(f"the copies of the tied parameter {name} {why}")
+            raise ValueError(f"copies of the tied parameter {name} must be in one optimizer group, or all frozen")
 
 
 def _optimizer(

@@ -391,11 +391,8 @@ class BoundParameters:
                 if not is_here or parameter.requires_grad != slot.info.trains:
                     changed.append(slot.info.name)
         if changed:
-            how = "was frozen, unfrozen, tied, added, replaced or given other data since initialize"
-            hint = "do that before, and later change values within zero.GatheredParameters(parameters, modifier_rank=0)"
-            raise RuntimeError(
-                f"parameter {changed[0]} {how}, so the module computes with others than are trained; {hint}"
-            )
+            how = "was frozen, unfrozen, tied, added, replaced or given other data since initialize: do it before"
+            raise RuntimeError(f"parameter {changed[0]} {how}, or change values within zero.GatheredParameters")
 
 
 def _held_in(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:

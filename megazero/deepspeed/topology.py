@@ -161,7 +161,6 @@ def _group(axes: list[Axis]) -> dist.ProcessGroup:
     """Return the process group of the only axis that has several ranks.  Raises: RuntimeError: none or two have."""
     several = [axis for axis in axes if axis.size > 1]
     if len(several) != 1:
-        names = " and ".join(axis.name for axis in several or axes)
-        what = "several ranks each" if several else "one rank"
-        raise RuntimeError(f"there is no process group over {names}, with {what}")
+        names = " and ".join(f"{axis.name} of {axis.size}" for axis in several or axes)
+        raise RuntimeError(f"there is no process group over {names} ranks")
     return several[0].process_group

@@ -139,8 +139,7 @@ class DcpFolder:
             if prod(chunk.sizes) * item > stop - start:
                 raise CheckpointError(f"{path}: {name} at {list(chunk.offsets)} has fewer bytes than elements")
         if missing := prod(about.size) - sum(prod(chunk.sizes) for chunk in tiles.chunks):
-            how = f"leave out {missing}" if missing > 0 else f"have {-missing} too many"
-            raise CheckpointError(f"{path}: the chunks of {name} {how} elements")
+            raise CheckpointError(f"{path}: the chunks of {name} leave out {missing} elements")
         if len(create_read_items_for_chunk_list(name, tiles, tiles.chunks)) != len(tiles.chunks):  # each meets itself
             raise CheckpointError(f"{path}: chunks of {name} overlap")
         self._tiled[name] = tiles
@@ -176,8 +175,7 @@ class DcpFolder:
         path = f"{self.folder}/{file}"
         with foreign_errors(path):
             if info.transform_descriptors:
-                how = ", ".join(map(str, info.transform_descriptors))
-                raise CheckpointError(f"{path} is written with {how}, which is not supported")
+                raise CheckpointError(f"{path} is written with {info.transform_descriptors}, which is not supported")
             if file not in self._files:
                 self._files[file] = self.folder.open(file), self.folder.size(file) or 0
             start, stop = int(info.offset), int(info.offset + info.length)

@@ -201,8 +201,8 @@ class _Reader:
                 groups = [of_rank[kind] for of_rank in flat]
                 elements = sum(min(span.numel, groups[span.rank][span.group].numel() - span.start) for span in held)
                 if elements != prod(shape):
-                    found = f"{elements} elements of {kind} of {name}, whose shape is {list(shape)}"
-                    raise CheckpointError(f"{self.folder} is damaged, or of several saves: the ranks hold {found}")
+                    few = f"{elements} elements of {kind} of {name}, of shape {list(shape)}"
+                    raise CheckpointError(f"{self.folder} is damaged, or of several saves: its ranks hold {few}")
                 tensor = LazyTensor(shape, groups[0][0].dtype, partial(_joined, groups, held, shape))
                 self.found.tensors.setdefault(kind, {})[name] = tensor
 
