@@ -474,7 +474,7 @@ def test_a_configuration_is_read_and_options_overrule_it() -> None:
     assert (found.cpu_checkpointing, found.contiguous_memory_optimization) == (True, False)
     recompute.configure_by_block(recompute.CheckpointingBlock(), tp=1)  # as `initialize` does
     assert recompute._NOW.options == found
-    with pytest.raises(ValueError, match="partition_activations is not supported: tp=2"):
+    with pytest.raises(ValueError, match="partition_activations is not supported with tp=2"):
         recompute.configure_by_block(recompute.CheckpointingBlock(), tp=2)
     with pytest.raises(ValueError, match="cpu_checkpointing"):
         deepspeed.checkpointing.configure(None, checkpoint_in_cpu="no")

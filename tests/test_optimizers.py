@@ -191,7 +191,7 @@ def test_optimizers_that_mix_elements_are_refused_with_the_reason() -> None:
     kinds = torch.optim.Muon, _OwnMuon, torch.optim.Adafactor, torch.optim.LBFGS, torch.optim.SparseAdam, Lamb
     for kind in kinds:
         for allow_untested in (False, True):
-            with pytest.raises(ValueError, match=f"{kind.__name__} acts on more .* at every ZeRO stage, 0 included"):
+            with pytest.raises(ValueError, match=f"{kind.__name__} acts on more .* at stage 0, too"):
                 check_elementwise(kind(matrix), allow_untested)
 
 
