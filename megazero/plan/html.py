@@ -29,7 +29,8 @@ _KINDS = {  # of memory, in the order of a bar
     "working memory": "#c8553d",
 }
 _WORKS = {"F": ("forward", "#7fb0de"), "B": ("backward", "#86c07f"), "W": ("weight gradients", "#e3c16f")}
-_WAITS = {"tp": "#b3261e", "cp": "#d2691e", "dp": "#8e44ad", "pp": "#d81b78", "optimizer": "#34507a", "idle": "#e9ecef"}
+_WAITS = {"tp": "#b3261e", "cp": "#d2691e", "ep": "#c9a227", "dp": "#8e44ad", "pp": "#d81b78"}
+_WAITS |= {"optimizer": "#34507a", "idle": "#e9ecef"}
 _STYLE = """
 body { margin: 24px auto; max-width: 1100px; color: #1f2933; font: 14px/1.5 ui-sans-serif, system-ui, sans-serif; }
 h1 { font-size: 20px; } h2 { font-size: 15px; } svg { max-width: 100%; height: auto; }

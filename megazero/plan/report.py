@@ -167,9 +167,7 @@ def as_plain(plan: Plan, found: Found | None = None) -> dict[str, object]:
         },
         "run": {"parameters": plan.parameters, **shape_of(run)},
         "fits": plan.fits,
-        "memory": [
-            asdict(rank) | {"kinds": dict(rank.kinds), "off_device": dict(rank.off_device)} for rank in plan.memory
-        ],
+        "memory": [asdict(rank) for rank in plan.memory],
         "step": {
             "seconds": time.seconds,
             "breakdown": plan.breakdown,

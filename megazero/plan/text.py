@@ -28,6 +28,7 @@ NAMES = {
     "compute": "computes",
     "tp": "waits for tp",
     "cp": "waits for cp",
+    "ep": "waits for ep",
     "dp": "waits for dp",
     "pp": "waits for pp",
     "offload": "waits for the host",
