@@ -750,24 +750,6 @@ def test_what_is_loaded_can_be_chosen(tmp_path: Path) -> None:
             assert_equal(anew, plain, stage)
 
 
-def test_a_checkpoint_takes_deepspeeds_arguments_in_its_order(tmp_path: Path) -> None:
-    engine = bring(Net, settings(1, optimizer=ADAM))
-    train(engine, range(2))
-    engine.save_checkpoint(tmp_path, "a", {"n": 1}, False, False)
-    assert not (tmp_path / "latest").exists()
-    strict, states, schedule, module_only = True, False, True, False
-    for given, steps, moments in (((strict, True), 2, 2), ((strict, states, schedule, module_only, None), 2, 0)):
-        resumed = bring(Net, settings(1, optimizer=ADAM))
-        assert resumed.load_checkpoint(tmp_path, "a", *given)[1] == {"n": 1}
-        assert (resumed.global_steps, resumed.sharded_model.optimizer.steps_taken) == (steps, moments)
-    assert engine.load_checkpoint(tmp_path, "a", False)[1] == {"n": 1}
-    refuses(ValueError, "custom_load_fn", lambda: engine.load_checkpoint(tmp_path, "a", custom_load_fn=print))
-    engine.save_checkpoint(tmp_path, "whole", exclude_frozen_parameters=True)
-    refuses(TypeError, "positional", lambda: engine.save_checkpoint(tmp_path, "b", None, True, False, True))
-    refuses(ValueError, "needs a directory, not ''", lambda: engine.save_checkpoint(""))
-    assert not (tmp_path / "b").exists()
-
-
 def _names(rank: int, folder: Path) -> None:
     engine = bring(Net, settings(2))
     assert engine.load_checkpoint(folder / "none") == (None, {})

@@ -26,7 +26,6 @@ from megazero.deepspeed.__main__ import main
 from megazero.deepspeed.accelerator import _OF_TORCH, Accelerator
 from megazero.deepspeed.mirror import _names_of, lookup, stand_for_deepspeed
 from megazero.deepspeed.names import HOMES, UNSUPPORTED
-from megazero.deepspeed.pipeline_module import PipelineModule
 from megazero.deepspeed.topology import PipelineParallelGrid, PipeModelDataParallelTopology, ProcessTopology
 from megazero.parallel_state import RankGrid
 
@@ -435,19 +434,6 @@ def _grid(rank: int) -> None:
 
 def test_a_grid_knows_its_groups() -> None:
     run_world(4, _grid)
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"seed_fn": torch.manual_seed},
-        {"dynamic_shape": True},
-        {"activation_checkpoint_func": torch.utils.checkpoint.checkpoint},
-    ],
-)
-def test_a_pipeline_refuses_what_would_act_otherwise(options: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match=f"does not support {next(iter(options))} other"):
-        PipelineModule([nn.Linear(2, 2)], num_stages=1, **options)
 
 
 def test_optimizers_have_deepspeed_s_defaults_and_refuse_another_update() -> None:

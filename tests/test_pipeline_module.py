@@ -264,12 +264,6 @@ def test_numbers_and_names_that_do_not_fit_are_told(keywords, message):
         PipelineModule(plain_specs(), **({"num_stages": 1} | keywords))
 
 
-def test_ranks_without_a_process_group_are_told(monkeypatch):
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(ValueError, match=r"2 ranks were started but .*init_process_group"):
-        PipelineModule(plain_specs(), 2)
-
-
 @pytest.mark.parametrize(
     ("layers", "message"),
     [
@@ -308,9 +302,3 @@ def test_layers_that_share_parameters_without_a_key_are_refused():
 def test_layers_that_cannot_be_tied_are_told(second, message):
     with pytest.raises(ValueError, match=message):
         PipelineModule([TiedLayerSpec("embed", nn.Embedding, VOCAB, WIDTH), second], 1)
-
-
-def test_a_layer_that_cannot_be_built_is_named():
-    with pytest.raises(TypeError) as error:
-        PipelineModule([LayerSpec(nn.ReLU), LayerSpec(nn.Linear, 3)], 1)
-    assert "while building layer 1, Linear(3)" in error.value.__notes__[0]

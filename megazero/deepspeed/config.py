@@ -17,15 +17,7 @@ from megazero.config.derive import complete_batch
 from megazero.config.rules import check_rules
 from megazero.config.schema import OffloadConfig, PrecisionConfig, RunConfig, TrainingConfig, ZeroConfig
 from megazero.deepspeed.config_check import check_keys, note_on
-from megazero.deepspeed.config_schema import (
-    ACCUMULATION,
-    MICRO,
-    TRAIN,
-    ZERO,
-    DeepSpeedJson,
-    TensorboardBlock,
-    relations,
-)
+from megazero.deepspeed.config_schema import ACCUMULATION, MICRO, TRAIN, ZERO, DeepSpeedJson, relations
 from megazero.settings import LARGEST_COUNT, ConfigError, Problem, Section, file_error, read_text
 
 _SMALLEST_BUCKET = 1024  # bytes, as the schema has it
@@ -46,7 +38,6 @@ class DeepSpeedConfig(Mapping[str, Any]):
         train_batch_size: samples in an optimizer step: micro_batch_size * accumulation * dp.
         casts_inputs: whether inputs are cast to the format of the weights; None where it is not written.
         seed: of the data order; None where it is not written.
-        tensorboard: None where it is not enabled.
         notes: lines on what was written and has no effect here, or is taken otherwise.
     """
 
@@ -59,7 +50,6 @@ class DeepSpeedConfig(Mapping[str, Any]):
     precision: PrecisionConfig
     casts_inputs: bool | None
     seed: int | None
-    tensorboard: TensorboardBlock | None
     wall_clock_breakdown: bool
     notes: tuple[str, ...]
 
@@ -99,7 +89,6 @@ def load_deepspeed_config(source: str | Path | Mapping[str, Any], dp_size: int) 
         precision=precision,
         casts_inputs=half.auto_cast if "auto_cast" in half.model_fields_set else None,
         seed=efficiency.seed if "seed" in efficiency.model_fields_set else None,
-        tensorboard=config.tensorboard if config.tensorboard.enabled else None,
         wall_clock_breakdown=config.wall_clock_breakdown or config.flops_profiler.enabled,
         notes=(*note_on([*checked.idle, *_idle_beside_others(config)]), *_notes(config)),
     )

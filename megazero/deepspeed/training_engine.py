@@ -71,11 +71,10 @@ class StepReport:
         self._shown_at = time.perf_counter()
         self._seconds: defaultdict[str, float] = defaultdict(float)
         self._writer: Any = None
-        if config.tensorboard is not None and model.state.rank == 0:
+        if (block := config.json.tensorboard).enabled and model.state.rank == 0:
             from torch.utils.tensorboard import SummaryWriter
 
-            folder = Path(config.tensorboard.output_path or ".").expanduser()
-            self._writer = SummaryWriter(str(folder / config.tensorboard.job_name))
+            self._writer = SummaryWriter(str(Path(block.output_path or ".").expanduser() / block.job_name))
 
     @contextmanager
     def timed(self, phase: str) -> Iterator[None]:
