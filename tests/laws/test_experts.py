@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import lru_cache
+from math import log
 from typing import Any
 
 import pytest
@@ -57,8 +58,9 @@ CASES = pairwise(
 
 def _train(engine: Engine, run: ResolvedRun) -> dict[str, Any] | None:
     got = train_on(engine, run, pattern="random" if run.config.data.document_mask else "none")
-    tokens = engine.routers.load(1).tokens
-    assert tokens.sum(1).tolist() == [SAMPLES * run.config.model.seq_len * 2] * run.config.model.num_layers
+    load = engine.routers.load(1)  # each token is counted once on every layer, whoever computes it and however often
+    assert load.tokens.sum(1).tolist() == [SAMPLES * run.config.model.seq_len * 2] * run.config.model.num_layers
+    assert all(0 < entropy < log(4) for entropy in load.metrics()["router_entropy"].values())
     return got
 
 
