@@ -82,7 +82,7 @@ def plan_matrices(
     flops: Callable[[int, int], int],
     *,
     sharded: bool,
-    experts: tuple[int, int] | None = None,
+    ep: int | None = None,
 ) -> list[Matrix]:
     """Choose an owner for every matrix of some buckets, and list who sends and who steps which elements.
 
@@ -90,7 +90,7 @@ def plan_matrices(
         ranks: global ranks by tensor-parallel index and index of the shard.
         flops: of the update of a matrix, from its rows and columns.
         sharded: each rank steps its shard alone; otherwise all elements.
-        experts: of buckets of experts, the index of `ranks`, one row, in ep and the size of ep.
+        ep: of buckets of experts, over how many ranks these are dealt; `ranks` has one row, with the same ones.
 
     Returns: in the order of the buckets, the same on every rank.
     """
@@ -98,7 +98,7 @@ def plan_matrices(
         piece
         for index, layout in enumerate(layouts)
         for slot in layout.slots
-        for piece in _pieces(index, slot, len(ranks), experts)
+        for piece in _pieces(index, slot, len(ranks), ep)
     ]
     loads = [(0, tp, shard) for tp in range(len(ranks)) for shard in range(len(ranks[0]))]
     heapify(loads)
@@ -143,10 +143,11 @@ class _Piece(NamedTuple):
     dim: int
 
 
-def _pieces(bucket: int, slot: Slot, tp_size: int, experts: tuple[int, int] | None) -> Iterator[_Piece]:
+def _pieces(bucket: int, slot: Slot, tp_size: int, ep: int | None) -> Iterator[_Piece]:
     """The logical matrices of one parameter."""
     spec = slot.info.spec
-    places = [experts] if experts else [(tp, tp_size) for tp in range(tp_size if spec.split is not None else 1)]
+    # the experts of all ranks have the same shapes
+    places = [(0, ep)] if ep else [(tp, tp_size) for tp in range(tp_size if spec.split is not None else 1)]
     width, local = spec.local_shape(places[0][1])[1], [spec.local_sections(*place) for place in places]
     for rows in zip(*local, strict=True):
         firsts = [slot.start + one.first * width for one in rows]
@@ -293,15 +294,15 @@ def matrix_stepper(
     joined, table = state.across_tp(state.shard, "matrices")
     plans: dict[Bucket, tuple[list[Matrix], Axis]] = {bucket: ([], joined) for bucket in own}
 
-    def plan(members: Sequence[Bucket], ranks: Sequence[Sequence[int]], experts: tuple[int, int] | None = None) -> None:
+    def plan(members: Sequence[Bucket], ranks: Sequence[Sequence[int]], ep: int | None = None) -> None:
         layouts, sharded = [bucket.layout for bucket in members], policy.zero_stage >= 1
-        for matrix in plan_matrices(layouts, ranks, optimizer.flops, sharded=sharded, experts=experts):
+        for matrix in plan_matrices(layouts, ranks, optimizer.flops, sharded=sharded, ep=ep):
             plans[members[matrix.bucket]][0].append(matrix)
 
     plan([bucket for bucket in own if not bucket.layout.of_experts], table)
     if experts := [bucket for bucket in own if bucket.layout.of_experts]:
         among = experts[0].placement.shard
         plans |= {bucket: ([], among) for bucket in experts}
-        plan(experts, [among.ranks], (state.ep.index, state.ep.size))
+        plan(experts, [among.ranks], state.ep.size)
     dtype = torch.float32 if policy.dtype == torch.float32 else torch.bfloat16
     return MatrixStepper(plans, state.rank, dtype, optimizer)

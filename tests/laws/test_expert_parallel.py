@@ -41,6 +41,7 @@ from megazero.cpu.sockets import SocketBackend
 from megazero.engine import Engine
 from megazero.layers.experts import Router
 from megazero.parallel_state import Axis, ParallelState, RankGrid
+from megazero.plan.dry_run import dry_run
 from megazero.settings import ConfigError, divisors
 
 MODEL = MIXTRAL | {"num_layers": 4, "num_experts": 8, "experts_per_token": 3}
@@ -229,8 +230,8 @@ def test_random_runs_are_the_plain_models() -> None:
 
 PLACES: list[tuple[int, dict[str, Any], dict[str, Any]]] = [
     (1, {}, {"stage": 0}),
+    (4, TP | {"ep": 4}, {"stage": 0}),
     (4, {"ep": 4}, {"stage": 3}),
-    (4, TP | {"ep": 2}, {"stage": 0}),
     (4, {"pp": 2, "ep": 2}, {"stage": 2, "offload": {"optimizer": "cpu"}}),
 ]
 
@@ -245,7 +246,7 @@ def _go_on(rank: int, parts: list[Part], on_one_machine: bool) -> list[list[floa
 
 
 def test_any_shape_goes_on_from_the_experts_of_any_other(tmp_path: Path) -> None:
-    runs = [run_of(world, model=MODEL, parallel=given, zero=zero) for world, given, zero in PLACES]
+    runs = [run_of(world, model=MIXTRAL, parallel=given, zero=zero) for world, given, zero in PLACES]
     saved = [tmp_path / f"saved {number}" for number in range(len(runs))]
     wanted = run_world(1, _go_on, [Part(runs[0], range(3))], True)[0][0]
     for number, ((world, _, _), run) in enumerate(zip(PLACES, runs, strict=True)):
@@ -314,6 +315,12 @@ def test_memory_and_bytes_over_ep_equal_the_formulas(world: int, parallel: dict[
                 arrives = sum(other["rows"][me] for other in block) - measured["rows"][me]
                 counts = measured["routings"] * 8 * 4 * (ep - 1) // ep
                 assert measured["sent"] == 2 * (leaves + arrives) * 4 * runs[0].config.model.hidden_size + counts, stage
+
+
+def test_a_dry_run_finds_the_ranks_of_experts_in_step() -> None:
+    found = dry_run(run_of(2, model=MIXTRAL | {"num_layers": 1}, parallel={"ep": 2}), per_node=2)
+    assert not found.problems
+    assert len(found.ranks) == 2
 
 
 # ---------------------------------------------------------------------------------------------------------------------
