@@ -349,14 +349,6 @@ def pairwise(**axes: Sequence[Any]) -> list[dict[str, Any]]:
     return chosen
 
 
-def shapes_of(world: int) -> Iterator[dict[str, int]]:
-    """Every (tp, pp, dp) of a world up to 8 ranks that the small model allows (tp divides its 2 kv heads, pp <= 3)."""
-    for tp in (1, 2):
-        for pp in (1, 2):
-            if world % (tp * pp) == 0:
-                yield {"tp": tp, "pp": pp}
-
-
 def train(rank: int, run: ResolvedRun, evaluates: bool = False) -> dict[str, Any] | None:
     """Some steps, if asked with an evaluation in between; rank 0 returns what they gave."""
     return train_on(engine_on(rank, run), run, evaluates)
