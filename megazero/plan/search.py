@@ -27,6 +27,7 @@ from megazero.plan.bounds import Bounds, bounds_of
 from megazero.plan.choices import Choice, Relief, Space, config_of, groups_in, relief_words, space_of
 from megazero.plan.cluster import Cluster
 from megazero.plan.devices import size_text
+from megazero.settings import Problem
 
 LIMIT = 400  # shapes whose memory is computed
 _BEST = 10
@@ -202,6 +203,11 @@ def search(
 
 def base_of(config: RunConfig, global_batch_size: int) -> ResolvedRun:
     """Return the run with every searched key at its default, on one rank.  Raises: ConfigError."""
+    if config.parallel.ep > 1:
+        hint = "write parallel.ep=1 behind the run file; a plan without --search takes any"
+        raise ConfigError(
+            [Problem("parallel.ep", config.parallel.ep, "must be 1 in a search, which does not vary it", hint)]
+        )
     training = config.training.model_copy(update={"global_batch_size": global_batch_size})
     elastic = type(config.elastic)()
     base = config.model_copy(update={"training": training, "elastic": elastic})
