@@ -32,13 +32,7 @@ class PlainBlock(nn.Module):
         self, model: ModelConfig, layer: int, weights: Mapping[str, Tensor], rope: tuple[Tensor, Tensor], tp: int
     ) -> None:
         super().__init__()
-
-        def linear(*names: str) -> nn.Linear:
-            wholes = [weights[f"model.layers.{layer}.{name}.weight"] for name in names]
-            value = torch.cat([whole.chunk(tp)[part] for part in range(tp) for whole in wholes])
-            made = nn.Linear(value.shape[1], value.shape[0], bias=False, device="meta")
-            made.weight = nn.Parameter(value.clone())
-            return made
+        self._weights, self._prefix, self._tp = weights, f"model.layers.{layer}.", tp
 
         def gain(name: str) -> nn.RMSNorm:
             made = nn.RMSNorm(model.hidden_size, model.norm_eps)
@@ -47,10 +41,28 @@ class PlainBlock(nn.Module):
 
         self.head_size, self.rope = model.hidden_size // model.num_heads, rope
         self.kv_share = (model.num_kv_heads or model.num_heads) / model.num_heads
-        self.qkv = linear("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
-        self.out = linear("self_attn.o_proj")
-        self.gate_up, self.down = linear("mlp.gate_proj", "mlp.up_proj"), linear("mlp.down_proj")
+        self.qkv = self.linear("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
+        self.out = self.linear("self_attn.o_proj")
+        self.build_mlp(model)
         self.attention_norm, self.mlp_norm = gain("input_layernorm"), gain("post_attention_layernorm")
+
+    def linear(self, *names: str) -> nn.Linear:
+        """A layer of the fused matrices of these names."""
+        wholes = [self._weights[f"{self._prefix}{name}.weight"] for name in names]
+        value = torch.cat([whole.chunk(self._tp)[part] for part in range(self._tp) for whole in wholes])
+        made = nn.Linear(value.shape[1], value.shape[0], bias=False, device="meta")
+        made.weight = nn.Parameter(value.clone())
+        return made
+
+    def build_mlp(self, _: ModelConfig) -> None:
+        """Make the layers of `mlp`."""
+        self.gate_up, self.down = self.linear("mlp.gate_proj", "mlp.up_proj"), self.linear("mlp.down_proj")
+
+    def mlp(self, x: Tensor) -> Tensor:
+        """The second branch."""
+        gate, up = self.gate_up(x).chunk(2, dim=-1)
+        result: Tensor = self.down(F.silu(gate) * up)
+        return result
 
     def _rotate(self, x: Tensor) -> Tensor:
         low, high = x.chunk(2, dim=-1)
@@ -69,8 +81,29 @@ class PlainBlock(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         x = x + self.out(self.mix(self.qkv(self.attention_norm(x))))
-        gate, up = self.gate_up(self.mlp_norm(x)).chunk(2, dim=-1)
-        return x + self.down(F.silu(gate) * up)
+        return x + self.mlp(self.mlp_norm(x))
+
+
+class PlainExpertBlock(PlainBlock):
+    """A layer of Mixtral: a loop over experts, each of which takes its tokens' rows out and adds its results to them."""
+
+    def build_mlp(self, model: ModelConfig) -> None:
+        self.k, own = model.experts_per_token or 1, "block_sparse_moe"
+        self.router = self.linear(f"{own}.gate")
+        experts = [f"{own}.experts.{expert}" for expert in range(model.num_experts or 0)]
+        self.gate_ups = nn.ModuleList(self.linear(f"{name}.w1", f"{name}.w3") for name in experts)
+        self.downs = nn.ModuleList(self.linear(f"{name}.w2") for name in experts)
+
+    def mlp(self, x: Tensor) -> Tensor:
+        rows = x.flatten(0, 1)
+        gates, chosen = self.router(rows).float().softmax(-1).topk(self.k)
+        gates = (gates / gates.sum(-1, keepdim=True)).to(x.dtype)
+        out = torch.zeros_like(rows)
+        for expert, (gate_up, down) in enumerate(zip(self.gate_ups, self.downs, strict=True)):
+            token, choice = torch.where(chosen == expert)
+            gate, up = gate_up(rows[token]).chunk(2, dim=-1)
+            out = out.index_add(0, token, down(F.silu(gate) * up) * gates[token, choice, None])
+        return out.view_as(x)
 
 
 class PlainStage(nn.Module):
@@ -97,7 +130,8 @@ class PlainStage(nn.Module):
         self.head: nn.Linear | None = None
         if layout.has_embedding:
             self.embedding = nn.Embedding.from_pretrained(weights["model.embed_tokens.weight"].clone(), freeze=False)
-        self.blocks = nn.ModuleList(PlainBlock(model, layer, weights, rope, tp) for layer in layout.layers)
+        block = PlainExpertBlock if model.num_experts else PlainBlock
+        self.blocks = nn.ModuleList(block(model, layer, weights, rope, tp) for layer in layout.layers)
         if layout.has_head:
             self.norm = nn.RMSNorm(model.hidden_size, model.norm_eps)
             self.norm.weight.data.copy_(weights["model.norm.weight"])

@@ -52,6 +52,7 @@ def _pipeline(schedule: str) -> Callable[[int], dict[str, Any]]:
 KINDS = {
     "single": Kind("one device", ("plain",), lambda _: {}),
     "dp": Kind("data parallel", ("ddp",), lambda _: {"zero_stage": 0}),
+    "ep": Kind("experts over ep", ("ddp",), lambda world: {"zero_stage": 0, "ep": world}),
     "zero1": Kind("ZeRO-1", ("ddp-zero-redundancy", "deepspeed-1"), lambda _: {"zero_stage": 1}),
     "zero2": Kind("ZeRO-2", ("fsdp2-no-reshard", "deepspeed-2"), lambda _: {"zero_stage": 2}),
     "zero3": Kind("ZeRO-3", ("fsdp2", "deepspeed-3"), lambda _: {"zero_stage": 3}),

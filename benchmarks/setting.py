@@ -52,7 +52,7 @@ def with_options(document: dict[str, Any], options: Sequence[str]) -> dict[str, 
 
 @dataclass(frozen=True)
 class ModelSize:
-    """A Llama, and how many samples of it a micro-batch has here."""
+    """A Llama, or with experts a Mixtral, and how many samples of it a micro-batch has here."""
 
     hidden_size: int
     num_layers: int
@@ -60,12 +60,14 @@ class ModelSize:
     vocab_size: int
     seq_len: int
     micro_batch_size: int
+    num_experts: int | None = None
 
 
 MODELS = {
     "smoke": ModelSize(64, 2, 2, 128, 32, 2),
     "tiny": ModelSize(256, 4, 4, 512, 128, 4),
     "small": ModelSize(512, 8, 8, 8192, 256, 2),
+    "experts": ModelSize(256, 4, 4, 512, 128, 4, 8),
 }
 
 
@@ -77,6 +79,7 @@ class Setting(Given):
         model: a key of `MODELS`.
         world: ranks.
         tp, pp: of the ranks; the rest is data-parallel.
+        ep: ours, with experts.
         sequence_parallel: with tp.
         zero_stage: ours.
         schedule: ours, a name of the configuration.
@@ -95,6 +98,7 @@ class Setting(Given):
     dtype: str = "fp32"
     micro_batch_size: int = 1
     accumulation: int = 1
+    ep: int = 1
 
     @property
     def size(self) -> ModelSize:
@@ -127,14 +131,22 @@ class Setting(Given):
         Args:
             options: "section.key=value" each, with a value of JSON or a word.
         """
-        model = {key: value for key, value in asdict(self.size).items() if key != "micro_batch_size"}
-        parallel: dict[str, Any] = {"tp": self.tp, "pp": self.pp, "sequence_parallel": self.sequence_parallel}
+        model = {
+            key: value for key, value in asdict(self.size).items() if key != "micro_batch_size" and value is not None
+        }
+        model |= {"family": "mixtral" if self.size.num_experts else "llama"}
+        parallel: dict[str, Any] = {
+            "ep": self.ep,
+            "tp": self.tp,
+            "pp": self.pp,
+            "sequence_parallel": self.sequence_parallel,
+        }
         if self.pp > 1:
             parallel["schedule"] = self.schedule
             if self.virtual_stages > 1:
                 parallel["virtual_stages"] = self.virtual_stages
         document: dict[str, dict[str, Any]] = {
-            "model": {"family": "llama", **model},
+            "model": model,
             "parallel": parallel,
             "zero": {"stage": self.zero_stage},
             "precision": {"dtype": self.dtype},
