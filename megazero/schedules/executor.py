@@ -43,7 +43,7 @@ class Stage(Protocol):
         """Compute the weight gradients that `backward` left."""
 
     interleaves: bool
-    """Whether pairs run by `beside`; else their parts run one after the other."""
+    """Whether pairs of two chunks run by `beside`; else their parts run one after the other."""
 
     def beside(self, pair: Sequence[Action], x: Message | None, grad: Message | None) -> Sequence[Message | None]:
         """Run the parts of a pair together, with the input of the first and of the second; returns what each one gives."""
@@ -95,6 +95,9 @@ class Executor:
         self.schedule, self._rank, self._axes = schedule, down.index, (up, down)
         self._new_message, self._watch = new_message, watch
         self._next = dict(pairwise(a for a in schedule.ranks[self._rank] if a.kind is not ActionKind.WEIGHT))
+        pairs = {action: schedule.together(self._rank, action) for action in schedule.ranks[self._rank]}
+        # Of one chunk they would use the same weights, which stage 3 shows to one pass at a time.
+        self._pairs = {action: parts for action, parts in pairs.items() if parts[0].chunk != parts[-1].chunk}
         placed = program(schedule)
         self._received = what_messages_confirm(placed, self._rank)
         device = torch.device("cpu") if down.group is None else down.group.device
@@ -107,7 +110,7 @@ class Executor:
         messages = _InFlight()
         for step in self._steps:
             if isinstance(step, Action):
-                parts = self.schedule.together(self._rank, step) if stage.interleaves else (step,)
+                parts = self._pairs.get(step, (step,)) if stage.interleaves else (step,)
                 if step == parts[0]:
                     self._compute(parts, stage, messages)
             elif step.kind is ActionKind.SEND:
