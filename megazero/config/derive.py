@@ -14,7 +14,7 @@ An elastic run is first fitted to its world: the global batch stays, dp is as la
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
-from math import prod
+from math import gcd, prod
 from pathlib import Path
 
 from megazero.config.schema import Auto, DataConfig, ElasticShape, ParallelConfig, RunConfig
@@ -156,12 +156,19 @@ def fit(config: RunConfig, world_size: int) -> Fit:
         effect = f"does not divide {shards} ranks into groups: weights have no second copy"
         notices.append(f"zero.secondary_shard_size={second} {effect}")
         second = 0
+    ep = gcd(parallel.ep, ranks := shape.tp * shape.cp * dp)
+    if ep < parallel.ep:
+        notices.append(
+            f"parallel.ep={parallel.ep} does not divide the {ranks} ranks of a stage: experts are dealt to {ep}"
+        )
     shapes = config.elastic.shapes
     if shape.cp > 1 and parallel.cp_method == "auto":  # what is picked below is for this cp; the file keeps all shapes
         shapes = tuple(other for other in shapes if other.cp == shape.cp)
     fitted = {
         "elastic": config.elastic.model_copy(update={"shapes": shapes}),
-        "parallel": parallel.model_copy(update={"tp": shape.tp, "cp": shape.cp, "pp": shape.pp, "dp": "auto"}),
+        "parallel": parallel.model_copy(
+            update={"tp": shape.tp, "cp": shape.cp, "pp": shape.pp, "dp": "auto", "ep": ep}
+        ),
         "zero": config.zero.model_copy(update={"shard_group_size": group, "secondary_shard_size": second}),
     }
     chosen, why = _with_context_method(config.model_copy(update=fitted))

@@ -313,7 +313,8 @@ def all_to_all_rounds(channel: Channel, out: Tensor, x: Tensor) -> Rounds:
 def uneven_all_to_all_rounds(channel: Channel, out: Tensor, x: Tensor, sends: Counts, receives: Counts) -> Rounds:
     """Fill `out`, 1-D, with what every rank has for this one, in rank order; counts are elements.
 
-    A rank's area begins with how much it sends to each rank, then come its elements in their order, but for its own.
+    In the first round a rank's area begins with how much it sends to each rank; then come its elements in their order, but
+    for its own.
     """
     me, first, mine = channel.index, sum(sends[: channel.index]), sends[channel.index]
     leaving = [(0, x[:first]), (first, x[first + mine :])]
@@ -321,17 +322,20 @@ def uneven_all_to_all_rounds(channel: Channel, out: Tensor, x: Tensor, sends: Co
     arriving[me].copy_(x[first : first + mine])
     told = torch.tensor([count * (index != me) for index, count in enumerate(sends)])
     header = told.nbytes // x.element_size()
-    at, end, length = 0, 1, HALF_BYTES // x.element_size() - header
+    at, end, length, table = 0, 1, HALF_BYTES // x.element_size() - header, list[list[int]]()
     while at < end:
-        counts = [area[: channel.size] for area in channel.areas(told.dtype)]
-        areas = [area[header:] for area in channel.areas(x.dtype)]
-        counts[me].copy_(told)
+        areas, counts = [area[header:] for area in channel.areas(x.dtype)], channel.areas(told.dtype)
+        if not table:
+            counts[me][: channel.size].copy_(told)
         for start, part in leaving:
             _copy_overlap(areas[me][:length], at, part, start)
         yield
-        table = torch.stack(counts).tolist()
-        if [row[me] for row in table] != [count * (index != me) for index, count in enumerate(receives)]:
-            raise OrderError(f"ranks send {[row[me] for row in table]} elements where {list(receives)} are expected")
+        if not table:
+            table = [area[: channel.size].tolist() for area in counts]
+            if [row[me] for row in table] != [count * (index != me) for index, count in enumerate(receives)]:
+                raise OrderError(
+                    f"ranks send {[row[me] for row in table]} elements where {list(receives)} are expected"
+                )
         for index, row in enumerate(table):
             if index != me:
                 _copy_overlap(arriving[index], sum(row[:me]), areas[index][:length], at)

@@ -351,3 +351,10 @@ def test_what_experts_cannot_be_is_one_error_each(world: int, sections: dict[str
     assert len(caught.value.problems) == len(said), str(caught.value)
     for text in said:
         assert text in str(caught.value)
+
+
+def test_an_elastic_run_deals_experts_to_as_many_ranks_as_its_world_allows() -> None:
+    for world, ep in ((8, 4), (6, 2), (5, 1)):
+        run = run_of(world, model=MIXTRAL, parallel={"ep": 4}, elastic={"enabled": True})
+        assert (run.grid.ep, run.written.parallel.ep) == (ep, 4)
+        assert any("parallel.ep=4" in notice for notice in run.notices) == (ep < 4)
