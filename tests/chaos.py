@@ -127,7 +127,7 @@ def _resolved(folder: Path, name: str, steps: int, world: int, **sections: dict[
 def _random_run(folder: Path, steps: int, random_: random.Random) -> ResolvedRun:
     """Any shape of 1, 2 or 4 ranks, and any way to keep checkpoints."""
     while True:
-        schedule = random_.choice(("gpipe", "1f1b", "interleaved", "zb-h1", "zbv"))
+        schedule = random_.choice(("gpipe", "1f1b", "interleaved", "zb-h1", "zbv", "dualpipev"))
         sections: dict[str, dict[str, Any]] = {
             "parallel": {
                 "tp": random_.choice((1, 2)),
