@@ -13,7 +13,8 @@ asked of the rules of the run file, not decided here.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from itertools import product
 from typing import Literal
 
 from megazero.config import RunConfig
@@ -137,27 +138,12 @@ def space_of(config: RunConfig, ranks: int, per_node: int) -> Space:
 
 def groups_in(space: Space, config: RunConfig, ranks: int) -> Iterator[Choice]:
     """Yield every distinct choice, without recomputation and offloading."""
-    for tp in space.tp:
-        for cp in space.cp:
-            for pp in space.pp:
-                if ranks % (tp * cp * pp) == 0:
-                    for ulysses in space.ulysses(tp, cp):
-                        yield from _of_shape(space, config, Choice(tp, cp, ulysses, pp), ranks // (tp * cp * pp))
-
-
-def _of_shape(space: Space, config: RunConfig, shape: Choice, dp: int) -> Iterator[Choice]:
-    for schedule, chunks in _schedules(space, config, shape.pp):
-        for micro_batch in space.micro_batch:
-            for stage, policy, group in _sharding(space, dp * shape.cp, shape.tp):
-                yield replace(
-                    shape,
-                    micro_batch=micro_batch,
-                    schedule=schedule,
-                    virtual_stages=chunks,
-                    zero_stage=stage,
-                    gather_policy=policy,
-                    shard_group=group,
-                )
+    for tp, cp, pp in product(space.tp, space.cp, space.pp):
+        if ranks % (tp * cp * pp) == 0:
+            every = product(space.ulysses(tp, cp), _schedules(space, config, pp), space.micro_batch)
+            for ulysses, (schedule, chunks), micro_batch in every:
+                for sharding in _sharding(space, ranks // (tp * pp), tp):
+                    yield Choice(tp, cp, ulysses, pp, micro_batch, schedule, chunks, *sharding)
 
 
 def _schedules(space: Space, config: RunConfig, pp: int) -> Iterator[tuple[str, int]]:

@@ -166,25 +166,14 @@ def device_of(cuda_name: str) -> Device | None:
     return DEVICES[ALIASES.get(found[-1], found[-1])] if found else None
 
 
-def _infiniband(gigabits: int) -> Link:
-    return Link(f"ib{gigabits}", gigabits / 8 * 1e9, 8e-6, 0.92)
-
-
-def _roce(gigabits: int) -> Link:
-    return Link(f"roce{gigabits}", gigabits / 8 * 1e9, 12e-6, 0.85)
-
-
-def _ethernet(gigabits: int) -> Link:
-    """One card of a node, over sockets: TCP over Ethernet carries 94% of the line in frames of 1,500 bytes."""
-    return Link(f"{gigabits}gbit", gigabits / 8 * 1e9, 60e-6, 0.94, is_shared=True)
-
-
+_NETWORKS = {  # gigabits per second, latency, share, whether a node has one card
+    "ib{}": ((100, 200, 400, 800), 8e-6, 0.92, False),
+    "roce{}": ((100, 200, 400, 800), 12e-6, 0.85, False),
+    "{}gbit": ((1, 10, 25, 100), 60e-6, 0.94, True),  # sockets: TCP carries 94% of the line in frames of 1,500 bytes
+}
 NETWORKS: Mapping[str, Link] = {
-    one.name: one
-    for one in (
-        *map(_infiniband, (100, 200, 400, 800)),
-        *map(_roce, (100, 200, 400, 800)),
-        *map(_ethernet, (1, 10, 25, 100)),
-    )
+    name.format(gigabits): Link(name.format(gigabits), gigabits / 8 * 1e9, latency, share, is_shared)
+    for name, (speeds, latency, share, is_shared) in _NETWORKS.items()
+    for gigabits in speeds
 }
 """By the names of `--network`: ib and roce have a card for each GPU, Ethernet one for the node."""

@@ -88,7 +88,7 @@ class Ranked:
     limits: tuple[str, ...]
 
 
-@dataclass(frozen=True)
+@dataclass
 class Counted:
     """How many shapes (choices without recomputation and offloading) ended in each way.
 
@@ -104,9 +104,9 @@ class Counted:
     shapes: int
     refused: dict[str, int]
     too_large: int
-    slower: int
-    computed: int
-    left_out: int
+    slower: int = 0
+    computed: int = 0
+    left_out: int = 0
 
 
 @dataclass(frozen=True)
@@ -168,11 +168,11 @@ def search(
     bounds, capacity = bounds_of(run, cluster), cluster.device.memory_bytes
     refused: Counter[str] = Counter()
     legal = list(_legal(run.config, space, cluster.ranks, refused))
-    shapes = len(legal) + refused.total()
     small = [choice for choice in legal if _state_fits(bounds, choice, space.reliefs, capacity)]
     small.sort(key=bounds.guess)
+    counted = Counted(len(legal) + refused.total(), dict(refused.most_common()), len(legal) - len(small))
     with computing(partial(_compute, run.config, judge, cluster.ranks, capacity), processes) as compute:
-        looked = _Look(compute, bounds, space.reliefs, capacity)
+        looked = _Look(compute, bounds, space.reliefs, capacity, counted)
         looked.at(small, say, is_late)
         best = _best(looked.fitting)
         smallest = sorted(
@@ -182,14 +182,6 @@ def search(
             looked.all_reliefs_of([candidate.choice for candidate in best[:_TOLD]] or smallest[:_BEST])
         looked.neighbours_of([candidate.choice for candidate in best], space, is_late=is_late())
         ranked = tuple(_ranked(run.config, candidate, looked, space, cluster) for candidate in best)
-    counted = Counted(
-        shapes,
-        dict(refused.most_common()),
-        len(legal) - len(small) + looked.too_large,
-        looked.slower,
-        looked.computed,
-        looked.left_out,
-    )
     least = min(looked.needs.items(), key=lambda item: item[1].peak, default=None)
     return Found(
         ranked,
@@ -294,11 +286,8 @@ class _Look:
     bounds: Bounds
     reliefs: Sequence[Relief]
     capacity: int
+    counted: Counted
     needs: Needs = field(default_factory=dict)
-    computed: int = 0
-    slower: int = 0
-    too_large: int = 0
-    left_out: int = 0
 
     @property
     def timed(self) -> list[Candidate]:
@@ -320,15 +309,17 @@ class _Look:
             while waiting and len(now) < _ROUND:
                 shape = waiting.pop(0)
                 if self.bounds.seconds(shape) >= tenth:
-                    self.slower += 1
-                elif self.computed + len(now) >= LIMIT * (1 if best else _MORE) or is_late():
-                    self.left_out += 1
+                    self.counted.slower += 1
+                elif self.counted.computed + len(now) >= LIMIT * (1 if best else _MORE) or is_late():
+                    self.counted.left_out += 1
                 else:
                     now.append(shape)
             self._compute([(shape, self.reliefs) for shape in now], "least")
-            self.computed += len(now)
+            self.counted.computed += len(now)
             if best and now:
-                say(f"{self.computed} shapes computed, the best takes {best[0].seconds:.3f} s: {best[0].choice}")
+                say(
+                    f"{self.counted.computed} shapes computed, the best takes {best[0].seconds:.3f} s: {best[0].choice}"
+                )
 
     def all_reliefs_of(self, choices: Iterable[Choice]) -> None:
         """Compute every relief of these shapes, for the front; if nothing fits, for the least memory that any needs."""
@@ -349,7 +340,7 @@ class _Look:
                 if choice not in self.needs or need.seconds is not None:
                     self.needs[choice] = need
             if mode == "least" and not any(need.seconds is not None for need in needs.values()):
-                self.too_large += 1
+                self.counted.too_large += 1
 
 
 def _best(fitting: Iterable[Candidate]) -> list[Candidate]:
