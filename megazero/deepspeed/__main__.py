@@ -56,9 +56,8 @@ def main(arguments: list[str]) -> None:
         if "local_rank" in text or "local-rank" in text:  # it may be read without argparse
             sys.argv.insert(1, f"--local_rank={os.environ['LOCAL_RANK']}")
         pass_local_rank(os.environ["LOCAL_RANK"])
-    sys.path[: not sys.flags.safe_path] = [
-        os.path.dirname(os.path.abspath(given.script))
-    ]  # as Python does with a script
+    # as Python does with a script
+    sys.path[: not sys.flags.safe_path] = [os.path.dirname(os.path.abspath(given.script))]
     stand_for_deepspeed()
     try:
         runpy.run_path(given.script, run_name="__main__")

@@ -32,9 +32,7 @@ _OF_CONFIG = """communication_data_type=precision.reduce_dtype dataloader_drop_l
 SETTINGS: dict[str, Callable[[TrainingEngine], Any]] = {
     **{name: attrgetter(f"config.{path}") for name, _, path in (pair.partition("=") for pair in _OF_CONFIG.split())},
     "bfloat16_enabled": lambda engine: engine.config.precision.dtype == "bf16",
-    "dynamic_loss_scale": lambda engine: (
-        engine.sharded_model.scaler is not None and not engine.config.json.fp16.loss_scale
-    ),
+    "dynamic_loss_scale": lambda engine: bool(engine.sharded_model.scaler) and not engine.config.json.fp16.loss_scale,
     "fp16_enabled": lambda engine: engine.config.precision.dtype == "fp16",
     "get_batch_info": attrgetter("config.train_batch_size", "config.micro_batch_size", "config.accumulation"),
     "get_data_parallel_rank": attrgetter("parallel_state.dp.index"),

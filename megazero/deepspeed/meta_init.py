@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
 from megazero.layers.counter_rng import derive_key
 from megazero.zero.parameters import DeferredValues
@@ -92,9 +92,7 @@ class MetaParameter(nn.Parameter):
             target = args[0] if args else None
             if isinstance(target, cls) and _changes_first(name) and not name.startswith("__"):
                 return target  # in place: the same object
-            return tree_map(
-                lambda value: _proxy(value, history, number, False) if isinstance(value, Tensor) else value, result
-            )
+            return tree_map_only(Tensor, lambda value: _proxy(value, history, number, False), result)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> MetaParameter:
         if id(self) not in memo:

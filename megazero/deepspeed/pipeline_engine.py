@@ -61,9 +61,7 @@ class PipelineEngine(TrainingEngine):
     _WHOLE_STEPS = refuses("a pipeline runs whole steps; call engine.train_batch(data_iter) or eval_batch(data_iter)")
     forward = backward = step = scale = no_sync = _WHOLE_STEPS  # a stage alone has no output
     is_gradient_accumulation_boundary = set_gradient_accumulation_boundary = _WHOLE_STEPS
-    save_16bit_model = save_fp16_model = refuses(
-        "call engine.save_checkpoint(dir), which writes the tensors of all stages"
-    )
+    save_16bit_model = save_fp16_model = refuses("call engine.save_checkpoint(dir); it writes tensors of all stages")
 
     def train_batch(self, data_iter: Iterator[Any] | None = None) -> Tensor:
         """Train one step; return the mean loss over all micro-batches and ranks, a scalar tensor.

@@ -63,7 +63,7 @@ class EngineOptimizer(torch.optim.Optimizer):
 
     step = refuses("call engine.step(): it reduces, unscales and clips the gradients before the optimizer steps")
     load_state_dict = refuses(
-        "the state is cut over the ranks; engine.load_checkpoint(dir) reads it, on any number of ranks"
+        "the state is cut over ranks; engine.load_checkpoint(dir) reads it, on any number of them"
     )
     add_param_group = refuses("the parameters are in buckets already; give every group to megazero.initialize")
 

@@ -133,12 +133,10 @@ def _class_of(name: str) -> tuple[type[torch.optim.Optimizer], dict[str, Any]]:
     raise unknown_name("optimizer type", name, of_torch.keys() | {"Lion", "FusedAdam", "DeepSpeedCPUAdam", "FusedLion"})
 
 
-def _adam_class(
-    name: str, bias_correction: bool, fp32_optimizer_states: bool, decoupled: bool
-) -> type[torch.optim.Adam]:
+def _adam_class(name: str, bias_correction: bool, fp32_states: bool, decoupled: bool) -> type[torch.optim.Adam]:
     if not bias_correction:
         raise ValueError(f"{name}: bias_correction=false is not offered; torch's kernels always correct")
-    if not fp32_optimizer_states:
+    if not fp32_states:
         raise ValueError(f"{name}: fp32_optimizer_states=false is not offered; state has the dtype of what is stepped")
     return torch.optim.AdamW if decoupled else torch.optim.Adam
 

@@ -114,11 +114,8 @@ class VisitHistory(ScheduleOrder):
         while visit is not None:
             direction, unit = visit
             after = self._successor.get((before, visit))
-            if (
-                self._is_scheduled
-                and direction != "recomputation"
-                and not self.rest_of_chunk(unit, direction != "backward")
-            ):
+            is_in_order = self._is_scheduled and direction != "recomputation"
+            if is_in_order and not self.rest_of_chunk(unit, direction != "backward"):
                 forward = "evaluation" if direction == "evaluation" else "forward"
                 after = None if following is None else (forward if following.is_forward else "backward", following.unit)
                 following = None

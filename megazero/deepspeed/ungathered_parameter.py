@@ -146,9 +146,7 @@ def _refuse_change(cls: type[UngatheredParameter | _ReadOnly], name: str, args: 
     changes = in_place or name in _CHANGES or name.startswith("register_")
     for leaf in _pytree.tree_leaves((args[:1] if changes else (), kwargs.get("out"))):
         if isinstance(leaf, cls):
-            raise RuntimeError(
-                f"{name} on {leaf.label}, whose weights are spread over the ranks; use GatheredParameters"
-            )
+            raise RuntimeError(f"{name} on {leaf.label}, whose weights are spread over ranks; use GatheredParameters")
 
 
 def opened(value: Any) -> Any:

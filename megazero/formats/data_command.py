@@ -17,22 +17,14 @@ app = typer.Typer(no_args_is_help=True, help="Prepare data.")
 
 @app.command()
 def tokenize(
-    inputs: Annotated[
-        list[str], typer.Argument(help="Text, JSON lines or .parquet files, or directories of them; .gz, .zst.")
-    ],
+    inputs: Annotated[list[str], typer.Argument(help="Text, JSON lines, .parquet files, or directories; .gz, .zst.")],
     out: Annotated[str, typer.Option(help="Prefix of the .bin and .idx files to write.")],
     tokenizer: Annotated[str, typer.Option(help="'byte', or a Hugging Face tokenizers file.")] = "byte",
     workers: Annotated[int, typer.Option(help="Processes; 0 uses every core.")] = 0,
-    jsonl_key: Annotated[
-        str, typer.Option(help="Field of a line of JSON, or .parquet column, that holds the text.")
-    ] = "text",
-    eod_token: Annotated[
-        str | None, typer.Option(help="Token that ends a document, if not the tokenizer's own.")
-    ] = None,
+    jsonl_key: Annotated[str, typer.Option(help="Field of a JSON line, or .parquet column, with the text.")] = "text",
+    eod_token: Annotated[str | None, typer.Option(help="Token that ends a document, if not the tokenizer's.")] = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a pair that exists.")] = False,
-    skip_bad: Annotated[
-        bool, typer.Option("--skip-bad", help="Leave out what cannot be read, without asking.")
-    ] = False,
+    skip_bad: Annotated[bool, typer.Option("--skip-bad", help="Leave out what cannot be read; do not ask.")] = False,
 ) -> None:
     """Turn text into the indexed format that training reads.  Stopped or failed, the same command goes on where it was."""
     from megazero.formats.tokenize import tokenize_files

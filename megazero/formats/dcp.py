@@ -131,9 +131,8 @@ class DcpFolder:
         path, item = f"{self.folder}/{METADATA}", about.properties.dtype.itemsize
         tiles = replace(about, chunks=[chunk for chunk in about.chunks if prod(chunk.sizes)])
         for chunk in tiles.chunks:
-            if not len(chunk.offsets) == len(chunk.sizes) == len(about.size) or not _check_box_bounds(
-                about.size, chunk
-            ):
+            is_of_rank = len(chunk.offsets) == len(chunk.sizes) == len(about.size)
+            if not is_of_rank or not _check_box_bounds(about.size, chunk):
                 raise CheckpointError(f"{path}: a chunk of {name} does not lie within its shape {list(about.size)}")
             _, start, stop = self._place(name, tuple(chunk.offsets))
             if prod(chunk.sizes) * item > stop - start:
@@ -235,9 +234,8 @@ def dcp_folders(folder: LocalFolder) -> list[LocalFolder]:
 def read_dcp(folder: LocalFolder, _: ModelConfig) -> ForeignCheckpoint:
     """What a checkpoint of torch.distributed.checkpoint holds, or the two of accelerate.  Raises: CheckpointError."""
     sources = [DcpFolder(source) for source in dcp_folders(folder)]
-    found = _Entries(
-        str(folder), unknown=[f"{name} (named in {METADATA})" for source in sources for name in source.unknown]
-    )
+    unknown = [f"{name} (named in {METADATA})" for source in sources for name in source.unknown]
+    found = _Entries(str(folder), unknown=unknown)
     for entries in (entries for source in sources for entries in (source.tensors(), source.values())):
         for name, entry in entries.items():
             with foreign_errors(f"{folder}: {name}"):

@@ -91,9 +91,8 @@ class _FlatRange:
     numel: int
 
 
-_Place: TypeAlias = tuple[
-    str, tuple[int, ...], list[_FlatRange]
-]  # name of a parameter, its shape, where its elements lie
+# Name of a parameter, its shape, where its elements lie.
+_Place: TypeAlias = tuple[str, tuple[int, ...], list[_FlatRange]]
 
 
 def _joined(flat: Sequence[Sequence[Tensor]], ranges: Sequence[_FlatRange], shape: tuple[int, ...]) -> Tensor:

@@ -97,11 +97,9 @@ def export_dcp(path: Location, out: str | Path, *, dtype: str | None = None, nam
 def _not_shown(model: ModelConfig, table: NameTable) -> str:
     """What the model computes with and no tensor shows, unless the reader's own models have it."""
     own = {"sliding_window": None, "rope_scaling": None} | dict(table.own)
-    unlike = {key: getattr(model, key) for key, value in own.items() if getattr(model, key) != value}
-    shown = ", ".join(
-        f"model.{key} = {toml_value(value) if value else table.unscaled}" for key, value in unlike.items()
-    )
-    return f"; the file does not carry {shown}: set it there" if unlike else ""
+    other = {key: getattr(model, key) for key, value in own.items() if getattr(model, key) != value}
+    shown = ", ".join(f"model.{key} = {toml_value(value) if value else table.unscaled}" for key, value in other.items())
+    return f"; the file does not carry {shown}: set it there" if other else ""
 
 
 def _table(family: str, name: str | None) -> NameTable:
@@ -142,10 +140,7 @@ def _state(
         optimizer[f"state.{theirs.name}.step"] = torch.tensor(float(trainer.optimizer_steps))
         settings = _settings(trainer, decays=len(shape) > 1)
         optimizer |= {f"param_groups.{theirs.name}.{key}": value for key, value in settings.items()}
-    described_tensors = (
-        one for one in (*state.values(), *optimizer.values()) if isinstance(one, Tensor) and one.is_meta
-    )
-    size = sum(one.nbytes for one in described_tensors)
+    size = sum(one.nbytes for one in (*state.values(), *optimizer.values()) if isinstance(one, Tensor) and one.is_meta)
     if moments:
         state["optimizer"] = optimizer
     state["lr_scheduler"] = {"last_epoch": trainer.optimizer_steps}

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from megazero.checkpoint.index import CheckpointError
-from megazero.formats.match import LazyTensor, is_named, is_same, match, raise_problems, without_wrappers
+from megazero.formats.match import LazyTensor, is_same, match, raise_problems, wanted
 from megazero.formats.tables import NameTable
 from megazero.models.config import ModelConfig, RopeScaling
 from megazero.settings import toml_value
@@ -157,14 +157,9 @@ def match_kinds(
         CheckpointError: a tensor is missing, of another shape or dtype, or something is not understood; the message lists
             all of it.
     """
-
-    def wanted(kind: str, tensors: Mapping[str, LazyTensor]) -> Mapping[str, LazyTensor]:
-        return without_wrappers({n: tensor for n, tensor in tensors.items() if not is_named(_label(kind) + n, ignore)})
-
-    kinds = {kind: wanted(kind, tensors) for kind, tensors in found.tensors.items()}
-    kinds = {
-        kind: tensors for kind, tensors in kinds.items() if tensors or kind == MODEL
-    }  # all of a kind may be ignored
+    kinds = {kind: wanted(tensors, ignore, _label(kind)) for kind, tensors in found.tensors.items()}
+    # all of a kind may be ignored
+    kinds = {kind: tensors for kind, tensors in kinds.items() if tensors or kind == MODEL}
     # A script may keep the model behind a prefix of its own, and the state of the optimizer not.
     others = [tensors for kind, tensors in kinds.items() if kind != MODEL]
     weights, of_model = kinds[MODEL], _best_table([kinds[MODEL]], tables, shapes, found.path)

@@ -38,15 +38,7 @@ from megazero.checkpoint.index import (
 from megazero.checkpoint.shards import CHUNK_ELEMENTS, Layout, new_folder, write_shards
 from megazero.config import ConfigError, RunConfig, resolve
 from megazero.data.sealed import parse_json
-from megazero.formats.match import (
-    LazyTensor,
-    foreign_errors,
-    is_named,
-    match,
-    names_of_transformers,
-    raise_problems,
-    without_wrappers,
-)
+from megazero.formats.match import LazyTensor, foreign_errors, match, names_of_transformers, raise_problems, wanted
 from megazero.formats.weights import local_source, open_weights
 from megazero.models.config import ModelConfig
 from megazero.models.registry import FAMILIES
@@ -120,7 +112,7 @@ def import_model(
         raise CheckpointError(f"{folder}/{HF_CONFIG} is of {model.num_layers} layers, there are {count} tensors")
     with foreign_errors(f"{folder}/{HF_CONFIG}"):
         shapes = logical_shapes(model)
-    tensors = without_wrappers({name: one for name, one in found.tensors.items() if not is_named(name, ignore)})
+    tensors = wanted(found.tensors, ignore)
     matched = match(tensors, names_of_transformers(form, shapes, tensors), model, shapes)
     unknown = {name: f"{name} is not understood" for name in found.unknown} | matched.unknown
     raise_problems(found.path, f"its {HF_CONFIG}", matched.problems, unknown, ignore)

@@ -11,16 +11,12 @@ from megazero.cli.checkpoint import DtypeOption, ExtensionOption, ShardOption, o
 
 
 def import_(
-    source: Annotated[
-        str, typer.Argument(help="Directory of a transformers model, or directory or file of another checkpoint.")
-    ],
+    source: Annotated[str, typer.Argument(help="Directory of a transformers model; directory or file of others.")],
     out: Annotated[str, typer.Argument(help="New directory of the checkpoint, or a URL.")],
     form: Annotated[str | None, typer.Option("--from", help="Its form, such as hf; None: as the files tell.")] = None,
     run_file: Annotated[str | None, typer.Option(help="Run file that has its model section; hf needs none.")] = None,
     dtype: DtypeOption = None,
-    seq_len: Annotated[
-        int | None, typer.Option(help="Tokens in a sample, hf; the model's own number by default.")
-    ] = None,
+    seq_len: Annotated[int | None, typer.Option(help="Tokens in a sample, hf; the model's own by default.")] = None,
     step: Annotated[int | None, typer.Option(help="Steps done; what the checkpoint says by default.", min=0)] = None,
     samples: Annotated[int | None, typer.Option(help="Samples consumed; by default as --step.", min=0)] = None,
     ignore: Annotated[list[str] | None, typer.Option(help="Name, or pattern, of what may be left out.")] = None,

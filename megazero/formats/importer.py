@@ -53,9 +53,7 @@ def read_weights(folder: LocalFolder, _: ModelConfig) -> ForeignCheckpoint:
     """Weights without an optimizer.  Raises: CheckpointError."""
     found = open_weights(folder)
     notes = dict.fromkeys(found.notes)
-    return ForeignCheckpoint(
-        found.path, {MODEL: dict(found.tensors)}, notes=notes, unknown=list(found.unknown)
-    ).finished()
+    return ForeignCheckpoint(found.path, {MODEL: found.tensors}, notes=notes, unknown=found.unknown).finished()
 
 
 def _is_megatron(folder: LocalFolder) -> bool:

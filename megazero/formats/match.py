@@ -90,8 +90,13 @@ def names_of_transformers(form: HuggingFaceFormat, ours: Collection[str], stored
     return Names(theirs, theirs[form.embedding], form.head, form.buffers.fullmatch)
 
 
-def without_wrappers(tensors: Mapping[str, LazyTensor]) -> Mapping[str, LazyTensor]:
-    """Tensors by their names without wrapping modules, unless two names would become one."""
+def wanted(tensors: Mapping[str, LazyTensor], ignore: Iterable[str], label: str = "") -> Mapping[str, LazyTensor]:
+    """Tensors that no pattern of `ignore` names, without wrapping modules in their names unless two would become one.
+
+    Args:
+        label: stands before a name when it is compared with the patterns, as "exp_avg of ".
+    """
+    tensors = {name: tensor for name, tensor in tensors.items() if not is_named(label + name, ignore)}
     plain = {_WRAPPERS.sub("", name): tensor for name, tensor in tensors.items()}
     return plain if len(plain) == len(tensors) else tensors
 
@@ -128,9 +133,7 @@ def match(
     if model.tie_embeddings and head in rest and embedding in tensors:
         rest.remove(head)
         if not is_same(tensors[head], tensors[embedding]):
-            found.problems.append(
-                f"{label}{head} differs from {embedding}, though they are tied: tied weights are one tensor"
-            )
+            found.problems.append(f"{label}{head} differs from {embedding}, but tied weights are one tensor")
     for name in sorted(rest):
         if not names.is_buffer(name):
             line = f"belongs to no parameter of a {model.family} of this configuration"

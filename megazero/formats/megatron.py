@@ -106,18 +106,16 @@ def read_megatron(folder: LocalFolder, model: ModelConfig, args: Mapping[str, An
     args = (vars(common["args"]) if hasattr(common.get("args"), "__dict__") else {}) if args is None else args
     step = common.get("iteration", common.get("global_step", 0))
     loaded = [said for said in common.values() if isinstance(said, Mapping)]  # NeMo: of the module of the data
-    samples = args.get(
-        "consumed_train_samples", next((said[_NEMO_SAMPLES] for said in loaded if _NEMO_SAMPLES in said), None)
-    )
+    by_nemo = next((said[_NEMO_SAMPLES] for said in loaded if _NEMO_SAMPLES in said), None)
+    samples = args.get("consumed_train_samples", by_nemo)
     if any(not isinstance(count, int) or count < 0 for count in (step, samples or 0)):
         counts = f"iteration {step!r} and consumed_train_samples {samples!r}"
         raise CheckpointError(f"{folder}/{COMMON}: {counts} must be numbers from 0")
     if differ := list(differences(args, model)):
         raise CheckpointError(f"{folder}/{COMMON} is of another model than the run file: {'; '.join(differ)}")
     source, found = DcpFolder(folder), ForeignCheckpoint(str(folder), step=step, samples=samples)
-    found.notes |= dict.fromkeys(
-        f"{name}, a class in {COMMON}, is not read" for name in named
-    )  # `_is` takes plain values
+    # `_is` takes plain values
+    found.notes |= dict.fromkeys(f"{name}, a class in {COMMON}, is not read" for name in named)
     found.unknown += [f"{name} (named in {METADATA})" for name in source.unknown if not name.startswith("megatron.")]
     for name in (*(f"{COMMON}: {key}" for key in common), *source.values()):
         if not found.is_not_taken(name, _NOT_TAKEN):
@@ -126,10 +124,8 @@ def read_megatron(folder: LocalFolder, model: ModelConfig, args: Mapping[str, An
     if not args:
         found.notes[f"{COMMON} has no args: nothing but names and shapes was compared with the run file"] = None
     if ADAM[0] in found.tensors:
-        states = [
-            value() for name, value in source.values().items() if re.fullmatch(r"optimizer\..+\.optimizer/.*", name)
-        ]
-        _add_updates(found, [common.get("optimizer"), *states], args)
+        own = [read() for name, read in source.values().items() if re.fullmatch(r"optimizer\..+\.optimizer/.*", name)]
+        _add_updates(found, [common.get("optimizer"), *own], args)
     found.finished().optimizer = _settings(args)
     return found
 
@@ -219,9 +215,8 @@ def _add_tensors(found: ForeignCheckpoint, source: DcpFolder, model: ModelConfig
     weights, sizes, tensors = found.tensors[MODEL], {}, source.tensors()
     for name, tensor in sorted(tensors.items(), key=lambda item: item[0].startswith("optimizer.")):
         state, bucket = _STATE.fullmatch(name), _BUCKET.fullmatch(name)
-        if bucket and {getattr(tensors.get(bucket[1] + kind), "shape", None) for kind in ("param", *ADAM)} == {
-            tensor.shape
-        }:
+        beside = [tensors.get(bucket[1] + kind) for kind in ("param", *ADAM)] if bucket else []
+        if bucket and all(one is not None and one.shape == tensor.shape for one in beside):
             sizes[int(bucket[2]), int(bucket[3]), int(bucket[4]), bucket[1]] = prod(tensor.shape)
         elif bucket or (state and state["kind"] not in _KINDS):
             found.unknown.append(name)
@@ -278,13 +273,10 @@ _LAYER = re.compile(r"decoder\.layers\.(\d+)\.")
 _EMBEDDING, _PROBE = "embedding.word_embeddings.weight", "decoder.layers.0.self_attention.linear_proj.weight"
 _NORM = "linear_qkv.layer_norm"  # as a module by itself it comes first in its layer
 _MODULES = f"word_emb position_emb linear_proj {_NORM} linear_qkv q_layer k_layer fc1.layer_norm fc1 fc2 final_ output_"
-_SPLIT = re.compile(
-    r".*(?:(?:word_embeddings|output_layer|qkv|fc1)\.(?:weight|bias)|(?P<columns>(?:proj|fc2)\.weight))"
-)
+_SPLIT = re.compile(r".*((word_embeddings|output_layer|qkv|fc1)\.(weight|bias)|(?P<columns>(proj|fc2)\.weight))")
 _Sizes: TypeAlias = Mapping[tuple[int, int, int, str], int]
-_Places: TypeAlias = dict[
-    tuple[str, int], tuple[str, int]
-]  # by name and rank of tensor parallelism: a bucket, and where it begins there
+# By name and rank of tensor parallelism: a bucket, and where it begins there.
+_Places: TypeAlias = dict[tuple[str, int], tuple[str, int]]
 
 
 def _places(sizes: _Sizes, weights: Mapping[str, LazyTensor], tp: int, norms_apart: bool) -> _Places:

@@ -206,9 +206,8 @@ def open_pickled_weights(path: Path) -> tuple[dict[str, LazyTensor], list[str], 
     only = len(tensors_in) == 1  # such as {"state_dict": ...}: its key says nothing
     within = {n if only else f"{key}.{n}": tensor for key, held in tensors_in.items() for n, tensor in held.items()}
     notes = []
-    if len(within) > sum(
-        isinstance(value, Tensor) for value in found.values()
-    ):  # as {"state_dict": ..., "best_loss": ...}
+    # as {"state_dict": ..., "best_loss": ...}
+    if len(within) > sum(isinstance(value, Tensor) for value in found.values()):
         found, unknown, notes = within, [], [f"all but tensors of {path.name}: {NOT_RESUMED}"]
     tensors: dict[str, LazyTensor] = {}
     for name, value in found.items():

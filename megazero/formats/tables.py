@@ -270,13 +270,7 @@ def _megatron_gpt2() -> NameTable:
 GPT2 = (_megatron_gpt2(),)
 
 
-TABLES: dict[str, tuple[NameTable, ...]] = {
-    "llama": LLAMA,
-    "mistral": LLAMA,
-    "qwen2": QWEN2,
-    "qwen3": QWEN3,
-    "gpt2": GPT2,
-}
+TABLES = {"llama": LLAMA, "mistral": LLAMA, "qwen2": QWEN2, "qwen3": QWEN3, "gpt2": GPT2}
 """By family.  A script adds those of its own family."""
 
 
