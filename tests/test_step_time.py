@@ -234,15 +234,15 @@ def test_the_last_wave_of_tiles_leaves_multiprocessors_without_work() -> None:
 
 def test_ranks_that_share_a_processor_take_the_sum_of_their_work() -> None:
     schedule, costs = SCHEDULES["1f1b"].build(2, 4, 1), Costs(1.0, 2.0, 0.0)
-    assert played(schedule, costs, 1, [0, 0], [1, 1]).makespan == pytest.approx(2 * 4 * 3)
-    assert played(schedule, costs, 2, [0, 0], [1, 1]).makespan == simulate(schedule, costs).makespan
-    assert played(schedule, costs, 1, [0, 1], [1, 1]).makespan == simulate(schedule, costs).makespan  # a node each
+    assert played(schedule, costs, 1, [0, 0], 1).makespan == pytest.approx(2 * 4 * 3)
+    assert played(schedule, costs, 2, [0, 0], 1).makespan == simulate(schedule, costs).makespan
+    assert played(schedule, costs, 1, [0, 1], 1).makespan == simulate(schedule, costs).makespan  # a node each
 
 
 def test_a_step_of_days_ends() -> None:
     """Its times differ by less than a clock of that size can hold."""
     schedule, costs = SCHEDULES["1f1b"].build(4, 64, 1), Costs(1e6 / 3, 1e6 / 7, 1e-9)
-    assert played(schedule, costs, 2, [0] * 4, [1] * 4).makespan > 64 * 1e6 / 3
+    assert played(schedule, costs, 2, [0] * 4, 1).makespan > 64 * 1e6 / 3
 
 
 @pytest.mark.parametrize(("method", "degree"), [("ring", 1), ("ulysses", 4), ("hybrid", 2)])

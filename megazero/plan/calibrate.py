@@ -29,9 +29,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_any_only, tree_iter
 
 from megazero.config import ResolvedRun, RunConfig, resolve
-from megazero.engine import initialize
 from megazero.engine.outline import elements_in, stages_of
-from megazero.parallel_state import ParallelState
+from megazero.parallel_state import ParallelState, RankGrid
 from megazero.plan.calibrate_collectives import collective_samples, mean_of
 from megazero.plan.calibrate_gpu import fitted, gpu_here
 from megazero.plan.calibration import Calibration, OperatorTable, Product, Samples, with_itself
@@ -40,7 +39,7 @@ from megazero.plan.devices import Device, Link
 from megazero.plan.fake_tensors import Operator, Value
 from megazero.plan.operator_times import attention_flops, moved_bytes, product_of
 from megazero.plan.processes import in_processes
-from megazero.plan.speed_probe import LR, ON_GPU, SpeedProbe, random_batches, small_run, started, step_seconds
+from megazero.plan.speed_probe import LR, ON_GPU, Alone, SpeedProbe, small_run, started, step_seconds
 from megazero.plan.step_time import step_time_of
 from megazero.zero.bucket import DTYPE_NAMES
 
@@ -101,7 +100,7 @@ def _measured(_: int, runs: list[ResolvedRun], device: torch.device) -> Record:
     synchronize = torch.cuda.synchronize if on_gpu else lambda: None
     probe = SpeedProbe(device, synchronize)
     for run in runs:
-        engine, batches = started(run, device)
+        engine, batches = started(run, Alone(RankGrid(), device=device))
         dist.barrier()
         before = probe.seconds()
         whole = median(step_seconds(engine, batches, synchronize) for _ in range(_STEPS))
@@ -250,8 +249,6 @@ def _whole_steps(rank: int, run: ResolvedRun, processors: int, turns: int) -> tu
     """Measure steps, and the probe beside each of them on every processor; ranks without a probe report 0."""
     device = torch.device("cpu")
     state = ParallelState(run.grid, rank, device=device, local_world_size=run.world_size)
-    engine = initialize(run.config, state)
-    batches = random_batches(run, engine.share)
     probe = SpeedProbe(device) if rank < processors else None
 
     def probed() -> float:
@@ -260,7 +257,7 @@ def _whole_steps(rank: int, run: ResolvedRun, processors: int, turns: int) -> tu
         dist.barrier()
         return seconds
 
-    engine.train_step(batches, LR)
+    engine, batches = started(run, state)
     seconds, beside, before = list[float](), list[float](), probed()
     for _ in range(turns):
         step_seconds(engine, batches)  # the probe's data left the caches

@@ -13,12 +13,12 @@ from __future__ import annotations
 import json
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from hashlib import sha256
 from math import exp, inf, log
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 from megazero.plan.devices import Device, Link
 from megazero.schedules.action import write_text
@@ -30,8 +30,7 @@ Samples: TypeAlias = tuple[tuple[float, float], ...]
 """(size, seconds), by size."""
 
 
-@dataclass(frozen=True)
-class Product:
+class Product(NamedTuple):
     """A measured matrix product [m, k] x [k, n]."""
 
     dtype: str
@@ -81,7 +80,7 @@ class OperatorTable:
 
     def scaled(self, factor: float) -> OperatorTable:
         """Return the table with every time multiplied by `factor`."""
-        products = tuple(replace(product, seconds=product.seconds * factor) for product in self.products)
+        products = tuple(product._replace(seconds=product.seconds * factor) for product in self.products)
         operators = {
             name: tuple((size, seconds * factor) for size, seconds in samples)
             for name, samples in self.operators.items()
@@ -162,14 +161,6 @@ def _samples_of(value: Mapping[str, Sequence[Sequence[float]]]) -> dict[str, Sam
     return {name: tuple((float(size), float(seconds)) for size, seconds in samples) for name, samples in value.items()}
 
 
-def _plain(table: OperatorTable) -> dict[str, Any]:
-    return {
-        "products": [[product.dtype, product.m, product.n, product.k, product.seconds] for product in table.products],
-        "operators": table.operators,
-        "host_seconds": table.host_seconds,
-    }
-
-
 def read_calibration(path: Path) -> Calibration:
     """Read a file of `write_calibration`.
 
@@ -206,18 +197,8 @@ def with_itself(bare: Calibration) -> Calibration:
 
 def write_calibration(calibration: Calibration, path: Path) -> None:
     """Write a file beside `path` and rename it."""
-    device = {key: value for key, value in vars(calibration.device).items() if key not in ("calibration", "link")}
-    found = {
-        "version": VERSION,
-        "conditions": calibration.conditions,
-        "device": device | {"peak_flops": dict(calibration.device.peak_flops)},
-        "processors": calibration.processors,
-        "within": vars(calibration.within),
-        "alone": _plain(calibration.alone),
-        "crowded": _plain(calibration.crowded),
-        "collectives": calibration.collectives,
-        "probe_seconds": calibration.probe_seconds,
-    }
+    found = {"version": VERSION, **asdict(replace(calibration, device=replace(calibration.device, calibration=None)))}
+    del found["device"]["calibration"], found["device"]["link"]  # itself, and `within`
     write_text(path, json.dumps(found | {"sha256": _checksum(found)}))
 
 

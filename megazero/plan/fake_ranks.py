@@ -109,8 +109,7 @@ class FakeBackend:
         self.link_bytes = _link_bytes(real, hosts)
 
     def all_reduce(self, tensor: Tensor, axis: Axis, op: str) -> Wait:
-        self._fills(tensor)
-        return _holding(tensor, self.meeting.operation("all_reduce", tensor, axis, op))
+        return self._start("all_reduce", tensor, tensor, axis, op)
 
     def all_gather(self, out: Tensor, shard: Tensor, axis: Axis, label: str = "") -> Wait:
         self._fills(out)
@@ -120,25 +119,23 @@ class FakeBackend:
         return _holding(sent, self.meeting.operation("all_gather", shard, axis, label))
 
     def reduce_scatter(self, out: Tensor, full: Tensor, axis: Axis) -> Wait:
-        self._fills(out)
-        return _holding(full, self.meeting.operation("reduce_scatter", full, axis, ""))
+        return self._start("reduce_scatter", out, full, axis)
 
     def all_to_all(self, out: Tensor, x: Tensor, axis: Axis) -> Wait:
         if not self._is_nccl:
             out[axis.index].copy_(x[axis.index])
-        start = partial(self._all_to_all, axis)
+        start = partial(self._start, "all_to_all", axis=axis)
         return start(out, x) if self._real is SharedMemoryBackend else over_contiguous(out, x, start)
 
-    def _all_to_all(self, axis: Axis, out: Tensor, x: Tensor) -> Wait:
-        self._fills(out)
-        return _holding(x, self.meeting.operation("all_to_all", x, axis, ""))
-
     def all_to_all_rows(self, out: Tensor, x: Tensor, axis: Axis, *_: Counts) -> Wait:
-        return self._all_to_all(axis, out, x)
+        return self._start("all_to_all", out, x, axis)
 
     def ring_shift(self, out: Tensor, x: Tensor, axis: Axis) -> Wait:
+        return self._start("ring_shift", out, x, axis)
+
+    def _start(self, name: str, out: Tensor, sent: Tensor, axis: Axis, label: str = "") -> Wait:
         self._fills(out)
-        return _holding(x, self.meeting.operation("ring_shift", x, axis, ""))
+        return _holding(sent, self.meeting.operation(name, sent, axis, label))
 
     def check_order(self) -> None:
         """Labels are compared when an operation starts."""

@@ -31,7 +31,7 @@ from megazero.models.gpt import MicroBatch
 from megazero.parallel_state import ParallelState
 from megazero.plan.cluster import some_cluster
 from megazero.plan.memory import STATE_KINDS, RankMemory, memory_of
-from megazero.plan.speed_probe import random_batches
+from megazero.plan.speed_probe import LR, random_batches
 from megazero.plan.traffic import traffic_of
 from megazero.plan.unit_trace import trace_units
 from megazero.schedules.action import Action, ActionKind
@@ -40,7 +40,6 @@ from megazero.zero.loss_scaler import LossScaleError
 START = "start"
 POINTS = FORWARD, BACKWARD, STEP = ("forward", "backward", "step")
 _MOST_STEPS = 32  # in which fp16 may overflow before the first that updates the weights
-_LR = 1e-4
 _MARK = "megazero: "
 
 
@@ -157,10 +156,10 @@ def _timed(engine: Engine, batches: list[MicroBatch], state: ParallelState, iter
     """Return the seconds of `iterations` steps; one before them cleans up after measuring."""
     if not iterations:
         return 0.0
-    engine.train_step(batches, _LR)
+    engine.train_step(batches, LR)
     start = _synchronized(state)
     for _ in range(iterations):
-        engine.train_step(batches, _LR)
+        engine.train_step(batches, LR)
     return _synchronized(state) - start
 
 
@@ -210,7 +209,7 @@ def watched_step(
     finally:
         engine.on_action = None
     note(BACKWARD)
-    updated = engine.update(_LR)
+    updated = engine.update(LR)
     note(STEP)
     return counted, updated
 

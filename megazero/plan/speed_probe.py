@@ -66,9 +66,9 @@ def random_batches(run: ResolvedRun, share: BatchShare) -> list[MicroBatch]:
     return batches
 
 
-def started(run: ResolvedRun, device: torch.device) -> tuple[Engine, list[MicroBatch]]:
+def started(run: ResolvedRun, state: ParallelState) -> tuple[Engine, list[MicroBatch]]:
     """Build an engine and run its first step; return it with the batches of every step."""
-    engine = initialize(run.config, Alone(RankGrid(), device=device))
+    engine = initialize(run.config, state)
     batches = random_batches(run, engine.share)
     engine.train_step(batches, LR)
     return engine, batches
@@ -87,7 +87,7 @@ class SpeedProbe:
 
     def __init__(self, device: torch.device, synchronize: Callable[[], None] = lambda: None) -> None:
         run = small_run("llama", 256, 1, 128) if device.type == "cpu" else small_run("llama", 2048, 1, 2048, **ON_GPU)
-        self._engine, self._batches = started(run, device)
+        self._engine, self._batches = started(run, Alone(RankGrid(), device=device))
         self._synchronize = synchronize
 
     def seconds(self) -> float:

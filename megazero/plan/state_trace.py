@@ -160,7 +160,9 @@ def _trace(
         state = FakeState(run, rank, per_node, None, traffic, on_cuda=on_cuda)
         driver = _Driver(Engine(without_auto(config), state, kind), fake, order)
         built, elements = fake.live, driver.elements()
-        tables = built - _in_memory(driver.counted()) + driver.absent()
+        engine = driver.engine
+        absent = engine.sharded_model.parameters.absent_gradient_bytes()
+        tables = built - _in_memory(engine.memory_bytes()) + absent
 
         def run_passes(count: int) -> dict[tuple[str, str], Sent]:
             traffic.reset()
@@ -172,7 +174,7 @@ def _trace(
             longer = run_passes(few + step)
             driver.end_step()
         sent = _sent(traffic)
-        counted, messages = driver.counted(), driver.messages
+        counted, messages = engine.memory_bytes(), driver.messages
         base, levels, end, absent = driver.base, driver.levels, driver.end, driver.absent_at_start
         short = run_passes(few) if step else longer
         more = {
@@ -181,7 +183,7 @@ def _trace(
         }
         other = base - _in_memory(counted) + absent - tables
         cuts = driver.cuts()
-        driver.engine.sharded_model.close()
+        engine.sharded_model.close()
     here = {name: count for name, count in counted.items() if " on " not in name or not (on_cuda or "file" in name)}
     here["gradients"] -= absent
     kinds = here | {TABLES: tables, "other": other}
@@ -225,14 +227,6 @@ class _Driver:
             [self._names(chunk, unit, order) for unit in stage.units()] for chunk, stage in enumerate(engine._stages)
         ]
 
-    def counted(self) -> dict[str, int]:
-        """Bytes by kind, as the engine counts them."""
-        return self.engine.memory_bytes()
-
-    def absent(self) -> int:
-        """Bytes of gradients that are counted but not allocated."""
-        return self.engine.sharded_model.parameters.absent_gradient_bytes()
-
     def cuts(self) -> dict[tuple[int, int], Cuts]:
         """By chunk and unit."""
         return {
@@ -264,8 +258,8 @@ class _Driver:
         """Run a step up to its end."""
         engine, model = self.engine, self.engine.sharded_model
         model.begin_step(micro_batches)
-        self.base, self.levels, self.absent_at_start = self._fake.live, {}, self.absent()
-        self.messages = {}
+        self.base, self.levels, self.messages = self._fake.live, {}, {}
+        self.absent_at_start = model.parameters.absent_gradient_bytes()
         if engine.share.labels:
             all_reduce(torch.zeros((), dtype=torch.float64), engine.state.dp_cp).wait()
         gatherer = model.parameters.gatherer

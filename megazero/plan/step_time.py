@@ -326,23 +326,17 @@ def _tail(
 
 def simulate_shared(schedule: Schedule, costs: Costs, cluster: Cluster, run: ResolvedRun) -> Timeline:
     """As `proof.simulate`, with fewer processors than ranks.  Pipeline ranks lie apart, so nodes have some of them each."""
-    node_of, copies = _nodes(cluster, run)
-    return played(schedule, costs, cluster.processors, node_of, copies)
+    each = run.world_size // schedule.pp
+    node_of = [rank * each // cluster.per_node for rank in range(schedule.pp)]
+    return played(schedule, costs, cluster.processors, node_of, min(each, cluster.per_node))
 
 
-def _nodes(cluster: Cluster, run: ResolvedRun) -> tuple[list[int], list[int]]:
-    """Return each pipeline rank's node, and how many of its ranks are there."""
-    pp = run.config.parallel.pp
-    each = run.world_size // pp
-    return [rank * each // cluster.per_node for rank in range(pp)], [min(each, cluster.per_node)] * pp
-
-
-def played(schedule: Schedule, costs: Costs, processors: int, node_of: list[int], copies: list[int]) -> Timeline:
+def played(schedule: Schedule, costs: Costs, processors: int, node_of: list[int], copies: int) -> Timeline:
     """Simulate events in order of time; between them, actions advance at their node's speed.
 
     Args:
         node_of: of each pipeline rank.
-        copies: ranks of it on its node.
+        copies: ranks of a pipeline rank on its node.
     """
     at, left, now = [0] * schedule.pp, dict[int, float](), 0.0
     known: dict[RankAction, float] = {}
@@ -358,10 +352,8 @@ def played(schedule: Schedule, costs: Costs, processors: int, node_of: list[int]
                 begun[rank], left[rank] = now, costs.of(actions[at[rank]], schedule, rank)
             elif ready is not None:
                 arrivals.append(ready)
-        busy: dict[int, int] = {}
-        for rank in left:
-            busy[node_of[rank]] = busy.get(node_of[rank], 0) + copies[rank]
-        speed = {rank: 1.0 / -(-busy[node_of[rank]] // processors) for rank in left}
+        busy = Counter(node_of[rank] for rank in left)
+        speed = {rank: 1.0 / -(-busy[node_of[rank]] * copies // processors) for rank in left}
         ends = {rank: now + left[rank] / speed[rank] for rank in left}
         following = min([*ends.values(), *arrivals])
         for rank in list(left):
