@@ -519,7 +519,7 @@ def test_args_of_megatron_are_compared_with_the_run_file(megatron: Path, tmp_pat
     torch.save({"args": run, "iteration": 2}, theirs / "common.pt")
     evil = command("import", theirs, tmp_path / "no", "--run-file", toml)
     assert (evil.exit_code, (tmp_path / "ran").exists()) == (1, False)
-    assert "common.pt is damaged" in evil.stderr
+    assert "common.pt cannot be read: it is damaged" in evil.stderr
 
 
 @pytest.mark.parametrize(

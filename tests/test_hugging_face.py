@@ -363,7 +363,7 @@ def test_files_that_are_missing_or_broken_are_named(hub_models: dict[str, Path],
     (hub / "model.safetensors").unlink()
     refused(hub, "hub has no weights: neither model.safetensors nor pytorch_model.bin")
     (hub / "model.safetensors").write_bytes(weights.read_bytes()[:-7])
-    refused(hub, "model.safetensors cannot be read")
+    refused(hub, "model.safetensors is damaged")
     (hub / "model.safetensors").unlink()
     (hub / "pytorch_model.bin").write_bytes(b"no pickle")
     refused(hub, "pytorch_model.bin cannot be read")
@@ -651,7 +651,7 @@ def test_one_file_comes_before_an_index_and_what_is_no_tensor_is_named(tmp_path:
         (hub / file).unlink()
     for content, message in (
         (weights | {"lora": {"a": torch.ones(3)}}, r"lora \(in pytorch_model.bin\) is not understood.*--ignore"),
-        ([1, 2], "pytorch_model.bin cannot be read .it holds a list"),
+        ([1, 2], "pytorch_model.bin cannot be read: it holds a list"),
     ):
         torch.save(content, hub / "pytorch_model.bin")
         with pytest.raises(CheckpointError, match=message):

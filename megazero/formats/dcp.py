@@ -19,7 +19,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from math import prod
-from typing import Any, TypeGuard
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -62,11 +62,7 @@ class DcpFolder:
     def _loaded(self) -> tuple[Metadata, list[str]]:
         path = f"{self.folder}/{METADATA}"
         with foreign_errors(path):
-            data = self.folder.read(METADATA)
-        try:
-            loaded, unknown = load_metadata(data)
-        except ValueError as error:
-            raise CheckpointError(f"{path} cannot be read: {error}") from error
+            loaded, unknown = load_metadata(self.folder.read(METADATA))
         if not isinstance(loaded, Metadata) or not isinstance(loaded.storage_data, dict):
             named = f"; it names {', '.join(unknown)}, which was not run" if unknown else ""
             raise CheckpointError(f"{path} is no metadata of torch.distributed.checkpoint{named}")
@@ -113,11 +109,10 @@ class DcpFolder:
         if not self._tiles(name, about).chunks:  # their bytes are there, so the list is not longer than these
             raise CheckpointError(f"{self.folder}/{METADATA}: {name} has no elements")
         shape, dtype = tuple(about.size[1:]), about.properties.dtype
+        return [LazyTensor(shape, dtype, partial(self._row, name, index)) for index in range(about.size[0])]
 
-        def row(index: int) -> LazyTensor:
-            return LazyTensor(shape, dtype, lambda: self.rows(name, index, index + 1)[0])
-
-        return list(map(row, range(about.size[0])))
+    def _row(self, name: str, index: int) -> Tensor:
+        return self.rows(name, index, index + 1)[0]
 
     def rows(self, name: str, start: int, stop: int) -> Tensor:
         """Some rows of a tensor; only the chunks that hold them are read."""
@@ -169,7 +164,8 @@ class DcpFolder:
         """The file of a chunk or value, and the bytes of it, which are there."""
         info: Any = self._chunks.get(name, {}).get(offset)
         file = getattr(info, "relative_path", None)
-        if not _is_file_name(file):
+        # It must be that of a file directly within the folder, on any system.
+        if not isinstance(file, str) or file in ("", ".", "..") or any(letter in file for letter in "/\\\0"):
             raise CheckpointError(f"{self.folder}/{METADATA} does not name a file of that folder for {name}: {file!r}")
         path = f"{self.folder}/{file}"
         with foreign_errors(path):
@@ -185,10 +181,8 @@ class DcpFolder:
     def _read(self, name: str, offset: tuple[int, ...]) -> Any:
         file, start, stop = self._place(name, offset)
         path = f"{self.folder}/{file}"
-        try:
+        with foreign_errors(f"{path}: {name}"):
             loaded, unknown = load_tensors(self._files[file][0](start, stop).numpy().data)
-        except ValueError as error:
-            raise CheckpointError(f"{path}: {name} cannot be read: {error}") from error
         if unknown:
             raise CheckpointError(f"{path}: {name} is made of {', '.join(unknown)}, which is not read")
         return loaded
@@ -241,8 +235,3 @@ def read_dcp(folder: LocalFolder, _: ModelConfig) -> ForeignCheckpoint:
             with foreign_errors(f"{folder}: {name}"):
                 found.add(name, entry)
     return found.finished()
-
-
-def _is_file_name(name: object) -> TypeGuard[str]:
-    """Whether a name read from a file is safe: that of a file directly within a folder, on any system."""
-    return isinstance(name, str) and name not in ("", ".", "..") and not any(letter in name for letter in "/\\\0")

@@ -34,7 +34,7 @@ from torch import Tensor
 from megazero.checkpoint.folder import LocalFolder
 from megazero.checkpoint.index import LATEST, CheckpointError
 from megazero.formats.foreign import ADAM, ForeignCheckpoint
-from megazero.formats.match import LazyTensor
+from megazero.formats.match import LazyTensor, foreign_errors
 from megazero.formats.pickles import load_tensors
 from megazero.models.config import ModelConfig
 from megazero.zero.state import MASTER, MODEL
@@ -73,12 +73,8 @@ def read_deepspeed(folder: LocalFolder, _: ModelConfig) -> ForeignCheckpoint:
     at = find_deepspeed(folder)
     if at is None:
         raise CheckpointError(f"{folder} holds no *_model_states.pt, nor does a folder that its {LATEST!r} names")
-    try:
+    with foreign_errors(str(at)):
         return _Reader(at).read()
-    except (KeyError, TypeError, AttributeError, IndexError, ValueError, RuntimeError) as error:
-        if isinstance(error, CheckpointError):
-            raise
-        raise CheckpointError(f"{at} is not laid out as checkpoints of DeepSpeed are ({error!r})") from error
 
 
 @dataclass(frozen=True)
@@ -148,12 +144,8 @@ class _Reader:
     # -- files
 
     def _load(self, name: str) -> Any:
-        try:
+        with foreign_errors(f"{self.folder}/{name}"):
             loaded, classes = load_tensors(self.folder.path / name)
-        except FileNotFoundError as error:
-            raise CheckpointError(f"{self.folder}/{name} is missing") from error
-        except ValueError as error:
-            raise CheckpointError(f"{self.folder}/{name} cannot be read: {error}") from error
         for known in classes:
             if not (known.startswith("deepspeed.") and known.rpartition(".")[2] in _KNOWN_CLASSES):
                 note = f"{name} names {known}, which is neither a tensor nor a plain value and was not run"

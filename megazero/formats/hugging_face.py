@@ -145,12 +145,10 @@ def model_section(config: Mapping[str, Any], seq_len: int | None = None) -> Mode
 
 
 def _read_config(folder: Folder) -> dict[str, Any]:
-    try:
+    if not folder.has(HF_CONFIG):
+        raise CheckpointError(f"{folder} is not a transformers model directory: it has no {HF_CONFIG}")
+    with foreign_errors(f"{folder}/{HF_CONFIG}"):
         found = parse_json(folder.read(HF_CONFIG))
-    except FileNotFoundError as error:
-        raise CheckpointError(f"{folder} is not a transformers model directory: it has no {HF_CONFIG}") from error
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{folder}/{HF_CONFIG} cannot be read ({error})") from error
     if not isinstance(found, dict):
         raise CheckpointError(f"{folder}/{HF_CONFIG} must hold an object, it holds a {type(found).__name__}")
     return found

@@ -76,7 +76,9 @@ def foreign_errors(path: str) -> Iterator[None]:
         yield
     except CheckpointError:
         raise
-    except OSError as error:
+    except FileNotFoundError as error:
+        raise CheckpointError(f"{path} is missing") from error
+    except (OSError, ValueError) as error:
         raise CheckpointError(f"{path} cannot be read: {error}") from error
     except Exception as error:
         said = f"{type(error).__name__}: {(str(error) or 'nothing').splitlines()[0][:200]}"

@@ -13,12 +13,12 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 
 from megazero.checkpoint.folder import LocalFolder
 from megazero.checkpoint.index import CheckpointError
 from megazero.data.sealed import LFS_HINT, LFS_POINTER, parse_json
-from megazero.formats.match import NOT_RESUMED, LazyTensor
+from megazero.formats.match import NOT_RESUMED, LazyTensor, foreign_errors
 from megazero.formats.pickles import open_pickled_weights
 
 _WEIGHTS = ("model.safetensors", "pytorch_model.bin", "pytorch_model_fsdp.bin")
@@ -69,13 +69,9 @@ def open_weights(folder: LocalFolder) -> Weights:
     found.notes.extend(f"{name}: {NOT_RESUMED}" for name in ("optimizer.bin", "optimizer.pt") if folder.has(name))
     for file in files:
         path = folder.path / file
-        try:
+        with foreign_errors(str(path)):
             _check_fetched(path)
             opened = _open_safetensors(path) if file.endswith(".safetensors") else _open_pickled(path, found)
-        except FileNotFoundError as error:
-            raise CheckpointError(f"{path} is missing") from error
-        except (OSError, ValueError, RuntimeError, SafetensorError) as error:
-            raise CheckpointError(f"{path} cannot be read ({error})") from error
         if twice := [name for name in opened if name in found.tensors]:
             raise CheckpointError(f"{path} holds {twice[0]}, which another of its files holds too")
         found.tensors.update(opened)
@@ -91,24 +87,18 @@ def _find(folder: LocalFolder) -> tuple[list[str], dict[str, str]]:
             return [name], {}
         index = f"{name}.index.json"
         if folder.has(index):
-            try:
+            with foreign_errors(f"{folder}/{index}"):
                 listed = dict(parse_json(folder.read(index))["weight_map"])
-            except (ValueError, KeyError, TypeError) as error:
-                raise CheckpointError(f"{folder}/{index} cannot be read ({error!r})") from error
+            # An index from outside must not make us read what is not part of the model; a link in it is the owner's.
             for tensor, file in listed.items():
-                _check_inside(folder, index, tensor, file)
+                if not isinstance(file, str) or not file or Path(file).is_absolute() or ".." in Path(file).parts:
+                    raise CheckpointError(f"{folder}/{index} names {file!r} for {tensor}, no file in that folder")
             return sorted(set(listed.values())), listed
     pickles = [name for name in folder.files() if name.endswith(".ckpt")]
     if len(pickles) == 1:
         return pickles, {}
     neither = f"neither {_WEIGHTS[0]} nor {_WEIGHTS[1]}, nor their index, nor one *.ckpt"
     raise CheckpointError(f"{folder} has no weights: {neither}" + "".join(f"; name {one}" for one in pickles[-3:]))
-
-
-def _check_inside(folder: LocalFolder, index: str, tensor: str, file: object) -> None:
-    """An index from outside must not make us read what is not part of the model; a link in the folder is the owner's."""
-    if not isinstance(file, str) or not file or Path(file).is_absolute() or ".." in Path(file).parts:
-        raise CheckpointError(f"{folder}/{index} names {file!r} for {tensor}; it must be a file in {folder}")
 
 
 def _open_safetensors(path: Path) -> dict[str, LazyTensor]:
