@@ -12,7 +12,7 @@ from __future__ import annotations
 import io
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
 from types import FrameType
@@ -26,10 +26,8 @@ from torch.utils._pytree import tree_map
 from megazero.checkpoint.folder import folder_at
 from megazero.checkpoint.index import CheckpointError
 from megazero.comm.collectives import agree
-from megazero.deepspeed.config import DeepSpeedConfig
 from megazero.deepspeed.full_params import GatheredParameters
 from megazero.deepspeed.script_reducer import ModuleReducer
-from megazero.deepspeed.script_units import ScriptModel
 from megazero.deepspeed.training_engine import ENGINES, TrainingEngine
 from megazero.layers.saved_tensors import forget_failed_backward
 from megazero.zero.units import in_backward
@@ -52,10 +50,9 @@ class ModuleEngine(TrainingEngine):
     Arguments as `TrainingEngine`.
     """
 
-    def __init__(
-        self, module: nn.Module, model: ScriptModel, config: DeepSpeedConfig, show: Callable[[str], None]
-    ) -> None:
-        super().__init__(module, model, config, show)
+    def _prepare(self) -> None:
+        super()._prepare()
+        model, config = self.sharded_model, self.config
         self._casts = config.precision.dtype != "fp32" if config.casts_inputs is None else config.casts_inputs
         self._boundary: bool | None = None  # what the script says instead of the count
         self._passes = 0  # backward passes of this step

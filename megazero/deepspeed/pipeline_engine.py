@@ -6,7 +6,7 @@ loss on the first micro-batch's labels.  After that every micro-batch must have 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any, TypeAlias
 
@@ -15,12 +15,10 @@ from torch import Tensor
 from torch.utils._pytree import tree_map
 
 from megazero.comm.collectives import agree, all_reduce, gather_objects
-from megazero.deepspeed.config import DeepSpeedConfig
 from megazero.deepspeed.layer_specs import LayerChunk
 from megazero.deepspeed.pipeline_module import PipelineModule
 from megazero.deepspeed.recompute import pipeline_step
 from megazero.deepspeed.script_checkpoints import refuses
-from megazero.deepspeed.script_units import ScriptModel
 from megazero.deepspeed.training_engine import TrainingEngine
 from megazero.engine.stage_runner import ChunkRunner, StageRunner, executors
 from megazero.schedules.action import Action, ActionKind
@@ -34,10 +32,11 @@ Batches: TypeAlias = Sequence[tuple[Message, Any]]  # (inputs, labels) of each m
 class PipelineEngine(TrainingEngine):
     """Training of a `PipelineModule`; arguments as `TrainingEngine`."""
 
-    def __init__(
-        self, module: PipelineModule, model: ScriptModel, config: DeepSpeedConfig, show: Callable[[str], None]
-    ) -> None:
-        super().__init__(module, model, config, show)
+    module: PipelineModule
+
+    def _prepare(self) -> None:
+        super()._prepare()
+        module = self.module
         self._names = {
             f"chunks.{index}.{qualified}": canonical
             for index, chunk in enumerate(module.layer_chunks)
@@ -45,7 +44,7 @@ class PipelineEngine(TrainingEngine):
         }
         if module.loss_fn is None:
             raise ValueError("the PipelineModule has no loss_fn; train_batch needs one")
-        self._pipeline, self._chunks, self._loss_fn = module, module.layer_chunks, module.loss_fn
+        self._chunks, self._loss_fn = module.layer_chunks, module.loss_fn
         self._inputs: dict[bool, Inputs] = {}  # by trains
         chunks_per_rank = len(module.placement) // self.parallel_state.pp.size
         self._executor = executors(module.schedule_kind, chunks_per_rank, self.parallel_state, self._new_message)
@@ -157,7 +156,7 @@ class PipelineEngine(TrainingEngine):
 
     def _find_inputs(self, batches: Batches) -> Inputs:
         """Return the inputs of each virtual stage: every stage runs once on zeros, in evaluation mode, one after another."""
-        pp, last = self.parallel_state.pp, len(self._pipeline.placement) - 1
+        pp, last = self.parallel_state.pp, len(self.module.placement) - 1
         first = _shapes_of(batches[0][0]) if self.is_first_stage() else ()
         found = [next(shapes for shapes in gather_objects(first, pp) if shapes)]
         with self._evaluating(), torch.random.fork_rng(devices=[self.device] if self.device.type == "cuda" else []):

@@ -103,6 +103,10 @@ class CheckpointedEngine(nn.Module):
         self.global_steps = self.global_samples = self.micro_steps = self.skipped_steps = 0
         self._show = show if state.rank == 0 else lambda _: None
         self._saver: Saver | None = None
+        self._prepare()
+
+    def _prepare(self) -> None:
+        """Set what a subclass adds, the last part of the constructor."""
 
     def save_checkpoint(
         self,

@@ -134,17 +134,16 @@ class TrainingEngine(CheckpointedEngine):
         device, global_rank, local_rank, world_size, dp_world_size, mp_world_size: this rank's place.
     """
 
-    def __init__(
-        self, module: nn.Module, model: ScriptModel, config: DeepSpeedConfig, show: Callable[[str], None]
-    ) -> None:
-        super().__init__(module, model, config, show)
-        self._report = StepReport(config, model, self._show)
+    def _prepare(self) -> None:
+        self._report = StepReport(self.config, self.sharded_model, self._show)
         self._last_step: StepStatistics | None = None
         self._repeating: RepeatingLoader | None = None
         self._thaw: Callable[[], object] = lambda: None
         self.runs_backward = self._is_closed = self._step_applied = False
         ENGINES[id(self)] = self
-        weakref.finalize(self, model.detach).atexit = False  # an engine that is dropped takes no gradients either
+        weakref.finalize(
+            self, self.sharded_model.detach
+        ).atexit = False  # an engine that is dropped takes no gradients either
 
     # --- The end of a step.
 
