@@ -771,6 +771,24 @@ def test_where_labels_wait_for_the_end_of_a_pass_wrong_weights_reach_no_step(mon
         assert "blocks.2.a.weight" in text
 
 
+@pytest.mark.parametrize("stage", [0, 3])
+def test_what_is_frozen_or_unfrozen_later_is_refused_until_it_is_undone(stage: int) -> None:
+    def law(rank: int) -> None:
+        module = seeded(_Chain)
+        module.blocks[2].b.bias.requires_grad_(False)
+        sharded, batch = Sharded(module, stage, rank, 2), [numbers(4, WIDTH)]
+        sharded.step(batch)
+        for name, trains in (("blocks.1.a.weight", True), ("blocks.2.b.bias", False)):
+            weight = dict(sharded.module.named_parameters())[name]
+            weight.requires_grad_(not trains)
+            with pytest.raises(RuntimeError, match=f"{name} was frozen, unfrozen"):
+                sharded.step(batch)
+            weight.requires_grad_(trains)
+            sharded.step(batch)
+
+    run_world(2, law)
+
+
 # ---- between steps
 
 

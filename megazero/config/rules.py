@@ -510,7 +510,7 @@ def _fp8_takes_the_sizes(config: RunConfig) -> Iterator[Problem]:
 
 
 def _logits_come_in_chunks(config: RunConfig) -> Iterator[Problem]:
-    """A chunk is a product of some 20 microseconds at least: hundreds of them for a sample take minutes."""
+    """A chunk is a pass of the head: of a few tokens each a sample has thousands, which check would trace for minutes."""
     training, model = config.training, config.model
     tokens = min(128, -(-model.seq_len // 16))
     rows = -(-model.vocab_size // config.parallel.tp)

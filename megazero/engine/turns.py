@@ -3,9 +3,9 @@
     backward   start | pass on         wait, experts, start | pass on                 wait, attention ...
     forward          attention, start | pass on             wait, experts, start | pass on
 
-Only one of them runs at any time.  It changes where a pass would wait for an exchange, so the order of all that they start
-follows from what they compute, and is the same on every rank.  Each pass has a thread of its own, for a backward cannot be
-left on the way otherwise; on CUDA that is how the host queues them, and both use one stream.
+Exactly one of them runs at any time, and hands over only where it would wait for an exchange, so every rank starts its
+work in the same order.  Each pass has a thread of its own, for a backward cannot be left on the way otherwise; on CUDA
+that is how the host queues them, and both use one stream.
 """
 
 from __future__ import annotations

@@ -9,12 +9,12 @@ block:  x + attention(norm(x)),  then  x + mlp(norm(x))        activations: [seq
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from itertools import compress
 from math import sqrt
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -225,20 +225,6 @@ class BuildContext:
     def _dropout(self, cls: type[D], site: str) -> D:
         part = self.tp.index if self.sequence_parallel else 0
         return cls(self.model.dropout, site, self.seed, self.model.seq_len, part, self.device)
-
-
-class Stage(NamedTuple):
-    """A part of a block's forward between two exchanges.  `run` takes and returns what is in flight."""
-
-    name: Literal["attention", "dispatch", "experts", "combine", "join"]
-    run: Callable[[tuple[Any, ...], TokenLayout], tuple[Any, ...]]
-
-
-class StagedBlock(Protocol):
-    """A block whose forward a schedule may interleave with a backward of another micro-batch."""
-
-    def stages(self) -> Sequence[Stage]:
-        """The parts of the forward in order; the first takes (x,), the last returns (x,)."""
 
 
 class Block(nn.Module):

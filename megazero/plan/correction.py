@@ -78,7 +78,7 @@ def shape_of(run: ResolvedRun) -> dict[str, object]:
     """Return what a plan depends on, as its file has it."""
     parallel = run.config.parallel
     return {
-        **{axis: getattr(parallel, axis) for axis in ("tp", "cp", "pp")},
+        **{axis: getattr(parallel, axis) for axis in ("tp", "cp", "pp", "ep")},
         "dp": run.dp,
         "zero_stage": run.config.zero.stage,
         "schedule": parallel.schedule,

@@ -48,6 +48,7 @@ def shape_text(plan: Plan) -> str:
     run, parallel = plan.run, plan.run.config.parallel
     degrees = [("tp", parallel.tp), ("cp", parallel.cp), ("pp", parallel.pp), ("dp", run.dp)]
     shape = " x ".join(f"{name} {size}" for name, size in degrees if size > 1) or "one rank"
+    shape += f", of these ranks ep {parallel.ep}" if parallel.ep > 1 else ""
     virtual = f" x {parallel.virtual_stages}" if parallel.virtual_stages > 1 else ""
     pipeline = f", {parallel.schedule}{virtual}" if parallel.pp > 1 else ""
     batches = f"{run.accumulation} micro-batch{'es' if run.accumulation > 1 else ''} of {run.micro_batch_size}"

@@ -131,16 +131,9 @@ def test_whatever_the_router_does_gradients_are_those_of_a_sum_over_all_experts(
         assert float((got.grad.double() - wanted.grad).norm()) < 1e-5 * float(exact[0].grad.norm())
 
 
-def test_the_parts_of_a_block_in_a_row_are_its_forward() -> None:
-    """Bit for bit, gradients too, so a schedule may run them one by one; and each layer of it waits for its own weights."""
+def test_each_layer_of_a_block_waits_for_its_own_weights() -> None:
     context = BuildContext(run_of(1, model=MIXTRAL).config.model, WHOLE, False, 0, torch.device("cpu"))
     stage = GPTStage(context, cut_evenly(2, 1)[0])
-    block, x, layout = stage.blocks[0], torch.randn(16, 3, 32, requires_grad=True), TokenLayout(torch.arange(3))
-    held = (x,)
-    for part in block.stages():
-        held = part.run(held, layout)
-    inputs = [x, *block.parameters()]
-    found = [[y, *torch.autograd.grad(y.square().sum(), inputs)] for y in (held[0], block(x, layout))]
-    assert all(map(torch.equal, *found))
+    block = stage.blocks[0]
     read = [weight for reader in stage.readers(block) for weight in reader.parameters()]
     assert set(read) == set(block.parameters())
