@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from key_page import to_markdown
 from pydantic import ValidationError
 
 from megazero.config import ConfigError, RunConfig, load_config, resolve, save_config, to_toml
 from megazero.config.derive import cache_directory, complete_batch
-from megazero.config.document import to_markdown
 from megazero.config.schema import DataConfig, DataSource, keys, sections
 from megazero.models.config import RopeScaling
 from megazero.models.registry import FAMILIES

@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 import torch
 from harness import Program, children_of, free_port, metrics_of, run_world, start_program, wait_until, without_launcher
+from key_page import to_markdown
 from numpy.typing import NDArray
 from quickstart import ONE_STAGE, QUICKSTART
 from quickstart import TINY as SMALL
@@ -25,7 +26,6 @@ from worlds import state_on
 
 from megazero.config import ConfigError, ResolvedRun, RunConfig, load_config, resolve, to_toml
 from megazero.config.derive import complete_batch, micro_batch_multiple, padded_batch
-from megazero.config.document import to_markdown
 from megazero.engine import BatchShare, Position, initialize
 from megazero.layers.vocabulary import IGNORED_LABEL
 from megazero.parallel_state import Axis

@@ -14,6 +14,7 @@ import pytest
 import torch
 import typer.main
 from harness import free_port, metrics_of, run_command, run_program, without_launcher
+from key_page import to_markdown
 from torch import nn
 from typer.testing import CliRunner
 
@@ -21,7 +22,6 @@ from megazero.checkpoint.hugging_face.config import logical_shapes
 from megazero.checkpoint.index import TrainerState
 from megazero.cli.commands import app
 from megazero.config import load_config
-from megazero.config.document import to_markdown
 from megazero.engine.phases import check_same_run, phases_after
 from megazero.formats.tokenize import tokenize_files
 from megazero.layers.context_attention import ContextAttention

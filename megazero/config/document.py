@@ -1,7 +1,7 @@
-"""Writing: a run as a TOML file, which loads as the same run, and the documentation of every key, from the schema.
+"""Writing: a run as a TOML file, which loads as the same run, and what a key takes, in words.
 
-    [parallel]        | key  | type         | default | meaning                      |
-    tp = 2            | `tp` | integer >= 1 | `1`     | Tensor-parallel degree: ...  |
+    [parallel]
+    tp = 2            integer >= 1
 
 A file has every key that has a value; an unset one is left out, and is unset again when read.
 """
@@ -18,9 +18,9 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 from pydantic.fields import FieldInfo
 
 from megazero.config.load import ResolvedRun
-from megazero.config.schema import RunConfig, is_section, keys, sections
+from megazero.config.schema import RunConfig, is_section, keys
 from megazero.registry import NameIn
-from megazero.settings import LARGEST_COUNT, LARGEST_NUMBER, ActsWhere, Spelling, hide_passwords, toml_value
+from megazero.settings import LARGEST_COUNT, LARGEST_NUMBER, Spelling, hide_passwords, toml_value
 
 _OURS = "# Written by megazero when a run starts, with every key: a later start writes it anew.\n"
 _NAMES = {int: "integer", float: "number", str: "string", bool: "true or false"}
@@ -81,31 +81,6 @@ def save_config(run: RunConfig | ResolvedRun, path: str | Path) -> Path | None:
     finally:
         beside.unlink(missing_ok=True)
     return aside
-
-
-def to_markdown() -> str:
-    """Give the documentation of every key as Markdown: a heading and a table for each section."""
-    classes, parts = sections(), []
-    for name, fields in keys().items():
-        part = f"## [{name}]\n\n{classes[name].__doc__}\n\n| key | type | default | meaning |\n|---|---|---|---|\n"
-        for key, value in classes[name]().model_dump(include=set(fields)).items():
-            default = "unset" if value is None else toml_value(value)
-            meaning = f"{fields[key].description}{_where(fields[key])}"
-            part += f"| `{key}` | {type_text(fields[key])} | `{default}` | {meaning} |\n"
-        parts.append(part)
-    return "\n".join(parts)
-
-
-def _where(field: FieldInfo) -> str:
-    """Say where a key acts; nothing for one that always does."""
-    parts = []
-    for item in field.metadata:
-        if isinstance(item, ActsWhere):
-            values = item.values_in(RunConfig())
-            is_one = f"= {' or '.join('unset' if value is None else toml_value(value) for value in values)}"
-            above = f"> {item.above}" if item.above else "is set"
-            parts.append(f"{' or '.join(item.keys.split())} {is_one if values else above}")
-    return f" Only where {' and '.join(parts)}." if parts else ""
 
 
 def type_text(field: FieldInfo) -> str:
