@@ -1,4 +1,4 @@
-"""The routers of a rank: what ties their balance to a step, and what a step saw of them.
+"""The routers of a rank: the scale of their balance losses in a step, and the statistics that a step gathers of them.
 
 forward of a router     tally of its layer: tokens of each expert, entropy, losses     (layers/experts.py, `Balance`)
 end of a step           summed over all ranks when somebody asks
@@ -21,7 +21,7 @@ from megazero.parallel_state import ParallelState
 
 @dataclass(frozen=True)
 class ExpertLoad:
-    """What the experts of a model did in a step.
+    """How a step's tokens were spread over experts.
 
     Args:
         tokens: int64 [layers, experts], how many tokens went to each.
@@ -35,7 +35,7 @@ class ExpertLoad:
     z: float
 
     def metrics(self) -> dict[str, float | Mapping[str, float]]:
-        """For metrics.jsonl: by layer the largest and the smallest load, of a mean of 1, and the entropy; and the losses."""
+        """Values for metrics.jsonl: by layer the largest and smallest load, 1 if even, and the entropy; both losses."""
         load = self.tokens / self.tokens.double().mean(1, keepdim=True)
         by_layer = {"expert_load_max": load.amax(1), "expert_load_min": load.amin(1), "router_entropy": self.entropy}
         named: dict[str, float | Mapping[str, float]] = {
@@ -71,13 +71,16 @@ class Routers:
         """Forget the last step."""
         self._tallies.zero_()
 
-    def set_slope(self, slope: Callable[[], Tensor]) -> None:
+    def set_grad_scale(self, grad_scale: Callable[[], Tensor]) -> None:
         """Set the gradient of the step's scaled loss by a sum over tokens."""
         for balance in self._balances:
-            balance.slope = slope
+            balance.grad_scale = grad_scale
 
     def load(self, tokens: int) -> ExpertLoad:
-        """What the last step saw, in all layers.  A collective call of the world.  `tokens`: those that were counted."""
+        """Sum the tallies of the last step over all ranks: a collective call of the world.
+
+        tokens: that the step counted, all ranks together.
+        """
         sums = self._tallies.double()
         all_reduce(sums, self._state.world).wait()
         sums = sums.cpu()

@@ -227,7 +227,7 @@ class Engine:
         for queue in self._wgrad_queues:
             queue.defers = schedule.splits_backward
         if self.routers is not None and loss_gradient is not None:
-            self.routers.set_slope(loss_gradient)
+            self.routers.set_grad_scale(loss_gradient)
         for head in self._heads:
             head.keeps_logits = schedule.waiting_losses <= 1
         chunks = [

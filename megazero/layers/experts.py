@@ -57,7 +57,7 @@ class Groups:
     @cached_property
     def sizes(self) -> list[int]:
         """The counts as numbers."""
-        return numbers_of(self.counts, self.rows)
+        return row_counts(self.counts, self.rows)
 
     def times(self, x: Tensor, weights: Tensor) -> Tensor:
         """Each row of x times the transposed matrix of its expert.  [rows, k], [experts, n, k] -> [rows, n]."""
@@ -136,7 +136,7 @@ class Travel:
         leaving = counts.view(ep.size, -1)
         arriving = torch.empty_like(leaving)
         all_to_all(arriving, leaving, ep).wait()
-        both = numbers_of(torch.cat([leaving.sum(1), arriving.sum(1)]), 2 * rows)
+        both = row_counts(torch.cat([leaving.sum(1), arriving.sum(1)]), 2 * rows)
         sends, receives = both[: ep.size], both[ep.size :]
         expert = torch.arange(arriving.shape[1], device=counts.device).repeat(ep.size)
         order = expert.repeat_interleave(arriving.flatten(), output_size=sum(receives)).argsort(stable=True)
@@ -173,7 +173,7 @@ def _inverse(order: Tensor) -> Tensor:
     return place
 
 
-def numbers_of(counts: Tensor, total: int) -> list[int]:
+def row_counts(counts: Tensor, total: int) -> list[int]:
     """Counts of rows as numbers; on a GPU this waits for the device.
 
     `total`: their sum where all experts get equally many rows.  A plan, whose tensors hold no numbers, deals it out instead.
@@ -303,21 +303,21 @@ def _stack(weight: Tensor, groups: Groups) -> Tensor:
 
 
 class _WithLoss(torch.autograd.Function):
-    """The gates, unchanged, such that their backward begins that of another loss: with the gradient `slope()`."""
+    """Return the gates unchanged; their backward also starts the backward of a loss, with the gradient `grad_scale()`."""
 
     @staticmethod
-    def forward(ctx: Any, gates: Tensor, _: Tensor, slope: Callable[[], Tensor]) -> Tensor:
-        ctx.slope = slope
+    def forward(ctx: Any, gates: Tensor, _: Tensor, grad_scale: Callable[[], Tensor]) -> Tensor:
+        ctx.grad_scale = grad_scale
         return gates.view_as(gates)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
-        return grad, ctx.slope(), None
+        return grad, ctx.grad_scale(), None
 
 
 @dataclass
 class Balance:
-    """Losses that keep a router balanced, and what a step saw of it.
+    """Losses that keep a router balanced, and its statistics in a step.
 
         auxiliary loss  aux * E / k * sum over samples of n * sum over experts of f * P
         z-loss          z * sum over tokens of logsumexp(logits)^2
@@ -330,7 +330,7 @@ class Balance:
         across: axes whose ranks have other tokens of the same samples.
         tp: cuts the labels of a rank by sequence.
         tally: fp32 [experts + 3], adds up: tokens of each expert; sums of the entropy, in nats, and of both losses.
-        slope: the gradient of the step's scaled loss by a sum over tokens.
+        grad_scale: the gradient of the step's scaled loss by a sum over tokens.
 
     Source: DeepSeek-AI 2024, equations 17 to 20, for each sequence; Zoph et al. 2022, equation 5.
     """
@@ -340,10 +340,10 @@ class Balance:
     across: Sequence[Axis]
     tp: Axis
     tally: Tensor
-    slope: Callable[[], Tensor] = lambda: torch.ones(())
+    grad_scale: Callable[[], Tensor] = lambda: torch.ones(())
 
     def __call__(self, gates: Tensor, logits: Tensor, scores: Tensor, routing: Routing, layout: TokenLayout) -> Tensor:
-        """The gates, to which the losses are tied.  logits, scores: [tokens, experts]."""
+        """Add to the statistics, and tie the losses to the gates returned.  logits, scores: fp32 [tokens, experts]."""
         experts = scores.shape[1]
         self.tally[:experts] += routing.counts
         self.tally[experts] += torch.special.entr(scores.detach()).sum()
@@ -353,7 +353,7 @@ class Balance:
         aux = self._aux(scores, routing.experts, counted) if self.aux else scores.new_zeros(())
         z = self.z * (counted.flatten() * logits.logsumexp(1).square()).sum()
         self.tally[experts + 1 :] += torch.stack([aux, z]).detach()
-        tied: Tensor = _WithLoss.apply(gates, aux + z, self.slope)
+        tied: Tensor = _WithLoss.apply(gates, aux + z, self.grad_scale)
         return tied
 
     def _aux(self, scores: Tensor, chosen: Tensor, counted: Tensor) -> Tensor:

@@ -64,18 +64,18 @@ class ExpertFamily(LlamaFamily):
         return (*super().rules(), per_token, ModelRule(("model.renormalize_gates",), self.check_gates))
 
     def check_ffn(self, _: ModelConfig, __: int) -> Iterator[Problem]:
-        """No expert is cut over tp."""
+        """tp cuts no expert, so any inner size goes."""
         return iter(())
 
     def check_per_token(self, model: ModelConfig, _: int) -> Iterator[Problem]:
-        """A token goes to k of the experts."""
+        """experts_per_token is at most num_experts."""
         count = model.num_experts or self.defaults.count
         if model.experts_per_token is not None and model.experts_per_token > count:
             rule = f"must be at most num_experts={count}"
             yield Problem("model.experts_per_token", model.experts_per_token, rule, nearest_text([count]))
 
     def check_gates(self, model: ModelConfig, _: int) -> Iterator[Problem]:
-        """The family has the form of gates that is asked for."""
+        """renormalize_gates has a value that the family supports."""
         fixed = self.defaults.renormalizes
         if self.defaults.fixed and model.renormalize_gates not in (None, fixed):
             rule = f"must be {str(fixed).lower()} for {model.family}, which has no other form"

@@ -93,7 +93,7 @@ class FakeTensors:
     def __enter__(self) -> Self:
         self._stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
         self._stack.enter_context(self._watch)
-        self.put(experts, "numbers_of", _dealt)
+        self.put(experts, "row_counts", _dealt)
         return self
 
     def put(self, module: ModuleType, name: str, value: object) -> None:
