@@ -36,10 +36,7 @@ _BLOCKS = {
     "zero_optimization.offload_param": "buffer_count buffer_size max_in_cpu",
     "aio": "block_size queue_depth thread_count intra_op_parallelism single_submit overlap_events use_gds",
     "pipeline": "stages partition seed_layers use_reentrant pipe_partitioned grad_partitioned",
-    "csv_monitor": "enabled",
-    "wandb": "enabled",
-    "comet": "enabled",
-    "comms_logger": "enabled",
+    **dict.fromkeys(("csv_monitor", "wandb", "comet", "comms_logger"), "enabled"),
     "checkpoint": "tag_validation load_universal checkpoint_serialization writer",
     "checkpoint.parallel_write": "pipeline_stage",
 }

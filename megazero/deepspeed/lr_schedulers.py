@@ -15,7 +15,6 @@ from __future__ import annotations
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from inspect import isclass
 from math import cos, log, pi
 from typing import Annotated, Any, Literal
 
@@ -325,12 +324,8 @@ VALID_LR_SCHEDULES = list(SCHEDULES)
 
 def make_lr_scheduler(type: str, params: dict[str, Any], optimizer: Any) -> Any:
     """Make a schedule by name: a key of SCHEDULES, or a class of torch.optim.lr_scheduler.  Raises: ValueError."""
-    base = (lr_scheduler.LRScheduler, lr_scheduler.ReduceLROnPlateau)
-    known: dict[str, Callable[..., Any]] = SCHEDULES | {
-        name: item
-        for name, item in vars(lr_scheduler).items()
-        if isclass(item) and issubclass(item, base) and name[0] != "_" and item is not lr_scheduler.LRScheduler
-    }
+    of_torch = {name: getattr(lr_scheduler, name) for name in lr_scheduler.__all__ if name != "LRScheduler"}
+    known: dict[str, Callable[..., Any]] = SCHEDULES | of_torch
     if type not in known:
         raise unknown_name("scheduler type", type, known)
     check_keywords(type, params, keywords_of(known[type], positional=1))

@@ -62,9 +62,7 @@ class EngineOptimizer(torch.optim.Optimizer):
         self.__dict__.update({key: vars(inner)[key] for key in vars(inner).keys() - {"step", "profile_hook_step"}})
 
     step = refuses("call engine.step(): it reduces, unscales and clips the gradients before the optimizer steps")
-    load_state_dict = refuses(
-        "the state is cut over ranks; engine.load_checkpoint(dir) reads it, on any number of them"
-    )
+    load_state_dict = refuses("the state is cut over ranks; engine.load_checkpoint(dir) reads it, on any number")
     add_param_group = refuses("the parameters are in buckets already; give every group to megazero.initialize")
 
     def zero_grad(self, set_to_none: bool = True) -> None:

@@ -298,9 +298,8 @@ def _optimizer(
     if isinstance(optimizer, torch.optim.Optimizer):
         owner = type(optimizer).__name__
         return _grouped(described, optimizer.param_groups, owner), recipe_of(optimizer, allow_untested=allow_untested)
-    given: list[Any] = [p for p in model.parameters() if p.requires_grad]
-    if model_parameters is not None:
-        given = list(model_parameters)
+    trained = (p for p in model.parameters() if p.requires_grad)
+    given: list[Any] = list(trained if model_parameters is None else model_parameters)
     groups = [{"params": given}]
     if given and all(isinstance(group, dict) for group in given):
         groups = [{**group, "params": list(group["params"])} for group in given]
@@ -328,8 +327,7 @@ def _grouped(described: list[Described], groups: Iterable[Mapping[str, Any]], ow
             if first != number:
                 name = known.get(id(parameter), "(of another model)")
                 raise ValueError(f"parameter {name} is in groups {first} and {number} of the {owner}; give it to one")
-    foreign = [parameter for parameter in group_of if parameter not in known]
-    if foreign:
+    if foreign := group_of.keys() - known.keys():
         raise ValueError(f"{len(foreign)} parameters of the {owner} are not parameters of the model")
     for info in described:
         if id(info.parameter) not in group_of:

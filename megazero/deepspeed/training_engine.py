@@ -141,9 +141,8 @@ class TrainingEngine(CheckpointedEngine):
         self._thaw: Callable[[], object] = lambda: None
         self.runs_backward = self._is_closed = self._step_applied = False
         ENGINES[id(self)] = self
-        weakref.finalize(
-            self, self.sharded_model.detach
-        ).atexit = False  # an engine that is dropped takes no gradients either
+        # an engine that is dropped takes no gradients either
+        weakref.finalize(self, self.sharded_model.detach).atexit = False
 
     # --- The end of a step.
 

@@ -119,11 +119,6 @@ class ForeignCheckpoint:
             least, most = min(self.updates), max(self.updates)
             raise CheckpointError(f"{self.path}: AdamW has updated some tensors {least} times and others {most}")
         self.step = self.optimizer_steps if self.step is None else self.step
-        self.optimizer = self._optimizer()
-        return self
-
-    def _optimizer(self) -> dict[str, Any]:
-        """Keys of our [optimizer]; a value that differs between tensors gets a note and is left to the run file."""
         found = dict(self.settings)
         found["lr"] = found.pop("initial_lr", found.get("lr", []))  # `lr` is that of the last step
         for key, values in found.items():
@@ -132,7 +127,9 @@ class ForeignCheckpoint:
         decay = found.get("weight_decay", [])
         if len(decay) == 1 and decay[0]:
             self.notes[f"weight_decay {decay[0]} fell on all tensors there, here on matrices only"] = None
-        return {key: values[0] for key, values in found.items() if len(values) == 1}
+        # a value that differs between tensors is left to the run file
+        self.optimizer = {key: values[0] for key, values in found.items() if len(values) == 1}
+        return self
 
 
 def match_kinds(

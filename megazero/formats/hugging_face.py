@@ -108,11 +108,11 @@ def import_model(
         notes = form.told(config, seq_len)
     tokenizer = tokenizer_files(folder)
     found = open_weights(folder)
-    if model.num_layers > (count := len(found.tensors)):
+    if model.num_layers > (count := len(found.tensors[MODEL])):
         raise CheckpointError(f"{folder}/{HF_CONFIG} is of {model.num_layers} layers, there are {count} tensors")
     with foreign_errors(f"{folder}/{HF_CONFIG}"):
         shapes = logical_shapes(model)
-    tensors = wanted(found.tensors, ignore)
+    tensors = wanted(found.tensors[MODEL], ignore)
     matched = match(tensors, names_of_transformers(form, shapes, tensors), model, shapes)
     unknown = {name: f"{name} is not understood" for name in found.unknown} | matched.unknown
     raise_problems(found.path, f"its {HF_CONFIG}", matched.problems, unknown, ignore)

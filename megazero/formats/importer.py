@@ -31,7 +31,6 @@ from megazero.formats.tables import tables_of
 from megazero.formats.weights import has_weights, local_source, open_weights
 from megazero.models.config import ModelConfig
 from megazero.settings import hide_passwords, toml_value
-from megazero.zero.state import MODEL
 
 
 @dataclass(frozen=True)
@@ -51,9 +50,7 @@ class Form:
 
 def read_weights(folder: LocalFolder, _: ModelConfig) -> ForeignCheckpoint:
     """Weights without an optimizer.  Raises: CheckpointError."""
-    found = open_weights(folder)
-    notes = dict.fromkeys(found.notes)
-    return ForeignCheckpoint(found.path, {MODEL: found.tensors}, notes=notes, unknown=found.unknown).finished()
+    return open_weights(folder).finished()
 
 
 def _is_megatron(folder: LocalFolder) -> bool:

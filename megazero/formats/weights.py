@@ -9,7 +9,6 @@ Files of torch.save are pickles; see `pickles`.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
@@ -18,21 +17,13 @@ from safetensors import safe_open
 from megazero.checkpoint.folder import LocalFolder
 from megazero.checkpoint.index import CheckpointError
 from megazero.data.sealed import LFS_HINT, LFS_POINTER, parse_json
+from megazero.formats.foreign import ForeignCheckpoint
 from megazero.formats.match import NOT_RESUMED, LazyTensor, foreign_errors
 from megazero.formats.pickles import open_pickled_weights
+from megazero.zero.state import MODEL
 
 _WEIGHTS = ("model.safetensors", "pytorch_model.bin", "pytorch_model_fsdp.bin")
 _FROM_HUB = "a model of the Hugging Face hub is fetched first: hf download NAME --local-dir DIRECTORY"
-
-
-@dataclass(frozen=True)
-class Weights:
-    """The tensors of a model directory by their names, names of what is no tensor, and lines for the user."""
-
-    path: str
-    tensors: dict[str, LazyTensor] = field(default_factory=dict)
-    unknown: list[str] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)
 
 
 def local_source(source: str | Path) -> LocalFolder:
@@ -57,7 +48,7 @@ def has_weights(folder: LocalFolder) -> bool:
     return any(name.removesuffix(".index.json") in _WEIGHTS or name.endswith(".ckpt") for name in folder.files())
 
 
-def open_weights(folder: LocalFolder) -> Weights:
+def open_weights(folder: LocalFolder) -> ForeignCheckpoint:
     """The tensors of a model directory, or of one file.
 
     Raises:
@@ -65,17 +56,18 @@ def open_weights(folder: LocalFolder) -> Weights:
             index names is in none of them; which file the index gives it does not matter.
     """
     folder, (files, listed) = (folder, _find(folder)) if folder.path.is_dir() else (folder.parent, ([folder.name], {}))
-    found = Weights(str(folder))
-    found.notes.extend(f"{name}: {NOT_RESUMED}" for name in ("optimizer.bin", "optimizer.pt") if folder.has(name))
+    states = [name for name in ("optimizer.bin", "optimizer.pt") if folder.has(name)]
+    found = ForeignCheckpoint(str(folder), notes=dict.fromkeys(f"{name}: {NOT_RESUMED}" for name in states))
+    tensors = found.tensors[MODEL]
     for file in files:
         path = folder.path / file
         with foreign_errors(str(path)):
             _check_fetched(path)
             opened = _open_safetensors(path) if file.endswith(".safetensors") else _open_pickled(path, found)
-        if twice := [name for name in opened if name in found.tensors]:
+        if twice := [name for name in opened if name in tensors]:
             raise CheckpointError(f"{path} holds {twice[0]}, which another of its files holds too")
-        found.tensors.update(opened)
-    if lost := [name for name in listed if name not in found.tensors]:
+        tensors.update(opened)
+    if lost := [name for name in listed if name not in tensors]:
         raise CheckpointError(f"{folder}/{listed[lost[0]]} does not hold {lost[0]}, which its index says it does")
     return found
 
@@ -113,9 +105,9 @@ def _open_safetensors(path: Path) -> dict[str, LazyTensor]:
     return {name: stored(name) for name in file.keys()}  # noqa: SIM118 - it is no dict
 
 
-def _open_pickled(path: Path, found: Weights) -> dict[str, LazyTensor]:
+def _open_pickled(path: Path, found: ForeignCheckpoint) -> dict[str, LazyTensor]:
     """The tensors of a file of `torch.save`; what is no tensor is added to `found`."""
     tensors, unknown, notes = open_pickled_weights(path)
     found.unknown.extend(f"{name} (in {path.name})" for name in unknown)
-    found.notes.extend(notes)
+    found.notes |= dict.fromkeys(notes)
     return tensors
