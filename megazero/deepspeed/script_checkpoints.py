@@ -232,7 +232,7 @@ class CheckpointedEngine(nn.Module):
         saved = agree(lambda: _read(directory), world, CheckpointError)
         schedule_state = self._schedule_state(saved) if load_lr_scheduler_states and not load_module_only else None
         groups = saved.trainer.script["groups"] if with_optimizer else None
-        agree(lambda: self._check_loadable(groups, saved.buffers, schedule_state), world, CheckpointError)
+        agree(lambda: self._check_loadable(saved, groups, schedule_state), world, CheckpointError)
         found = open_checkpoint(directory, model.sharded_state, self.parallel_state, with_optimizer=with_optimizer)
         model.load(found.read, None if load_module_only else saved.trainer.loss_scaler)
         for path, buffer in self._named_buffers():
@@ -277,10 +277,8 @@ class CheckpointedEngine(nn.Module):
         if tag in ("", ".", "..", LATEST) or Path(tag).name != tag:
             raise CheckpointError(f"tag={tag!r} must be the name of one directory, not a path; it is made in save_dir")
 
-    def _check_loadable(
-        self, groups: Sequence[Any] | None, buffers: Mapping[str, Tensor], schedule_state: Mapping[str, Any] | None
-    ) -> None:
-        own = len(self.optimizer.param_groups)
+    def _check_loadable(self, saved: _Saved, groups: Sequence[Any] | None, schedule: Mapping[str, Any] | None) -> None:
+        buffers, own = saved.buffers, len(self.optimizer.param_groups)
         if groups is not None and len(groups) != own:
             raise CheckpointError(f"the checkpoint has {len(groups)} optimizer groups, this optimizer has {own}")
         for path, buffer in self._named_buffers():
@@ -289,9 +287,9 @@ class CheckpointedEngine(nn.Module):
             if name not in buffers or buffers[name].shape != buffer.shape:
                 raise CheckpointError(f"buffer {name} has shape {list(buffer.shape)}, the checkpoint has {found}")
 
-        if schedule_state is None:
+        if schedule is None:
             return
-        differ = sorted(map(str, schedule_state.keys() ^ self.lr_scheduler.state_dict().keys()))
+        differ = sorted(map(str, schedule.keys() ^ self.lr_scheduler.state_dict().keys()))
         if differ:
             found = f"and this run's {type(self.lr_scheduler).__name__}: only one of them has {', '.join(differ)}"
             raise CheckpointError(f"the checkpoint's schedule differs from {found}; or load_lr_scheduler_states=False")

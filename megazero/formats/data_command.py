@@ -60,10 +60,8 @@ def tokenize(
         fail(str(error), 1)
     except KeyboardInterrupt:
         fail("stopped; the same command goes on with what is not done yet", 130)
-    print(
-        f"{out}.bin and {out}.idx: {summary.documents:,} documents, {summary.tokens:,} tokens "
-        f"from {summary.bytes:,} bytes in {summary.seconds:.1f} s"
-    )
+    read = f"{summary.bytes:,} bytes in {summary.seconds:.1f} s"
+    print(f"{out}.bin and {out}.idx: {summary.documents:,} documents, {summary.tokens:,} tokens from {read}")
     for note in summary.notes:
         print(note)
 

@@ -282,10 +282,9 @@ class _Reader:
                 groups.setdefault(shape, set()).add(place)
         for shape, found in numbers.items():
             if len(names.get(shape, ())) != len(found) or len(groups[shape]) > 1:
-                self.found.unknown.append(
-                    f"optimizer state of shape {list(shape)} (at stage 0 it has numbers and no names, and the "
-                    f"{len(found)} of it are not the {len(names.get(shape, ()))} weights in order; save at ZeRO stage 1)"
-                )
+                few = f"the {len(found)} of it are not the {len(names.get(shape, ()))} weights in order"
+                why = f"at stage 0 it has numbers and no names, and {few}; save at ZeRO stage 1"
+                self.found.unknown.append(f"optimizer state of shape {list(shape)} ({why})")
                 continue
             for name, number in zip(names[shape], found, strict=True):
                 own = base["state"].get(number, {})

@@ -154,9 +154,9 @@ def _check_optimizer(config: RunConfig, run_file: str | Path) -> None:
     name = config.optimizer.name
     kept = optimizer_of(config.optimizer).known_states
     if set(kept) != set(ADAM):
+        ours = f"optimizer.name={name} of {run_file} keeps {' and '.join(kept) or 'no state'}"
         raise CheckpointError(
-            f"the checkpoint has AdamW's {' and '.join(ADAM)}, and optimizer.name={name} of {run_file} keeps "
-            f"{' and '.join(kept) or 'no state'}: say optimizer.name = 'adamw' or 'adam' there"
+            f"the checkpoint has AdamW's {' and '.join(ADAM)}, and {ours}: say 'adamw' or 'adam' there"
         )
 
 

@@ -102,7 +102,11 @@ def read_nemo(folder: LocalFolder, model: ModelConfig) -> ForeignCheckpoint:
 
 def read_megatron(folder: LocalFolder, model: ModelConfig, args: Mapping[str, Any] | None = None) -> ForeignCheckpoint:
     """What a checkpoint of Megatron-Core holds.  Raises: CheckpointError, also where its args are of another model."""
-    common, named = _common(folder)
+    path = folder.path / COMMON
+    with foreign_errors(str(path)):
+        common, named = load_tensors(path)
+    if not isinstance(common, dict):
+        raise CheckpointError(f"{path} must hold a dictionary, it holds a {type(common).__name__}")
     args = (vars(common["args"]) if hasattr(common.get("args"), "__dict__") else {}) if args is None else args
     step = common.get("iteration", common.get("global_step", 0))
     loaded = [said for said in common.values() if isinstance(said, Mapping)]  # NeMo: of the module of the data
@@ -140,16 +144,6 @@ def _add_updates(found: ForeignCheckpoint, states: list[Any], args: Mapping[str,
         found.updates = {found.step or 0}
         note = f"{COMMON} does not say how many updates AdamW has done: taken as its {found.step} steps"
         found.notes[note] = None
-
-
-def _common(folder: LocalFolder) -> tuple[dict[str, Any], list[str]]:
-    """The contents of common.pt, and the names of classes in it that were not loaded."""
-    path = folder.path / COMMON
-    with foreign_errors(str(path)):
-        common, named = load_tensors(path)
-    if not isinstance(common, dict):
-        raise CheckpointError(f"{path} must hold a dictionary, it holds a {type(common).__name__}")
-    return common, named
 
 
 def differences(args: Mapping[str, Any], model: ModelConfig) -> Iterator[str]:

@@ -82,9 +82,9 @@ def _find(folder: LocalFolder) -> tuple[list[str], dict[str, str]]:
             with foreign_errors(f"{folder}/{index}"):
                 listed = dict(parse_json(folder.read(index))["weight_map"])
             # An index from outside must not make us read what is not part of the model; a link in it is the owner's.
-            for tensor, file in listed.items():
+            for held, file in listed.items():
                 if not isinstance(file, str) or not file or Path(file).is_absolute() or ".." in Path(file).parts:
-                    raise CheckpointError(f"{folder}/{index} names {file!r} for {tensor}, no file in that folder")
+                    raise CheckpointError(f"{folder}/{index} names {file!r} for {held}; it must be a file in {folder}")
             return sorted(set(listed.values())), listed
     pickles = [name for name in folder.files() if name.endswith(".ckpt")]
     if len(pickles) == 1:
