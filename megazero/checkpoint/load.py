@@ -22,7 +22,7 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from megazero.checkpoint.folder import FileRecord, Folder, LocalFolder, Location, folder_at
+from megazero.checkpoint.folder import Folder, LocalFolder, Location, folder_at
 from megazero.checkpoint.index import (
     CheckpointError,
     DamagedError,
@@ -145,16 +145,12 @@ def find_damage_together(folder: Folder, world: Axis, *, by_hash: bool = True) -
             files = read_manifest(folder)
         except DamagedError as error:
             return [str(error)]
-        return find_damage(folder, _files_of_rank(files, world), by_hash=by_hash)
+        by_size = sorted(files, key=lambda name: (-files[name].bytes, name))  # all ranks have about as many bytes
+        mine = {name: files[name] for name in by_size[world.index :: world.size]}
+        return find_damage(folder, mine, by_hash=by_hash)
 
     found = gather_objects(agree(look, world, CheckpointError), world)
     return list(dict.fromkeys(line for lines in found for line in lines))
-
-
-def _files_of_rank(files: Mapping[str, FileRecord], world: Axis) -> dict[str, FileRecord]:
-    """The files that this rank checks, dealt out by size: all ranks have about as many bytes."""
-    by_size = sorted(files, key=lambda name: (-files[name].bytes, name))
-    return {name: files[name] for name in by_size[world.index :: world.size]}
 
 
 def check_kinds(folder: Folder, moments: Sequence[str] | None) -> list[str]:

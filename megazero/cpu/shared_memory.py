@@ -29,7 +29,7 @@ from torch import Tensor
 from megazero.comm.messages import LABEL_BYTES, REDUCTIONS, OrderError, check_labels, combine, encoded, place_shard
 from megazero.cpu.rendezvous import HostRanks, Poller
 from megazero.parallel_state import Axis
-from megazero.parallel_state.groups import Counts, Wait
+from megazero.parallel_state.groups import Counts, Group, Wait
 
 HALF_BYTES = 1 << 19
 _LABELLED_BYTES = HALF_BYTES + LABEL_BYTES
@@ -217,6 +217,15 @@ class SharedMemoryBackend:
         self.reduce.close()
         self.gather.close()
         self.poller.forget()
+
+
+def poller_of(group: Group) -> Poller | None:
+    """The one poller of all groups of this rank in which ranks of one host share memory; None if there is no such group."""
+    for sibling in group.siblings:
+        for backend in sibling.backends.values():
+            if isinstance(backend, SharedMemoryBackend):
+                return backend.poller
+    return None
 
 
 def label_of(operation: str, tensor: Tensor, axis: Axis, what: str = "") -> str:

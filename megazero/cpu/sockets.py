@@ -29,7 +29,7 @@ from megazero.comm.messages import (
     wait_for,
 )
 from megazero.comm.process_groups import ProcessGroups
-from megazero.cpu.shared_memory import SharedMemoryBackend
+from megazero.cpu.shared_memory import poller_of
 from megazero.cpu.worker import Start, Worker
 from megazero.parallel_state import Axis
 from megazero.parallel_state.groups import Counts, Group, Transfers, Wait
@@ -157,8 +157,5 @@ def progress(group: Group | None) -> None:
 
     So its sender must not wait for one of them.  Groups that do not share memory may belong to another thread.
     """
-    for sibling in group.siblings if group is not None and group.shares_memory else ():
-        for backend in sibling.backends.values():
-            if isinstance(backend, SharedMemoryBackend):
-                backend.poller.poll(0.0)  # of all channels of this rank
-                return
+    if group is not None and group.shares_memory and (poller := poller_of(group)) is not None:
+        poller.poll(0.0)  # of all channels of this rank

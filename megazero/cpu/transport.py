@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from megazero.comm.backend import GatherObjects
 from megazero.cpu.rendezvous import Offer, Poller, rendezvous, this_host
-from megazero.cpu.shared_memory import AREA_BYTES, Channel, SharedMemoryBackend
+from megazero.cpu.shared_memory import AREA_BYTES, Channel, SharedMemoryBackend, poller_of
 from megazero.cpu.sockets import SocketBackend
 from megazero.cpu.two_level import ThreadedChannel, TwoLevelBackend
 from megazero.parallel_state import Axis
@@ -49,17 +49,8 @@ def cpu_backend(axis: Axis, group: Group, gather: GatherObjects) -> Backend:
                     for peers in connected
                 ]
                 return TwoLevelBackend(axis.name, hosts, *threads)
-            poller = _poller(group)
+            poller = poller_of(group) or Poller()
             reducing, gathering = (Channel(peers, axis.index, group.timeout_seconds, poller) for peers in connected)
             return SharedMemoryBackend(reducing, gathering, poller)
     # Hosts may have started different numbers of ranks, and so differ in what they know of others.
     return SocketBackend(axis.name, shares_hosts=any(gather(shares_hosts)))
-
-
-def _poller(group: Group) -> Poller:
-    """The one poller of all groups of this rank in which ranks of one host share memory."""
-    for sibling in group.siblings:
-        for backend in sibling.backends.values():
-            if isinstance(backend, SharedMemoryBackend):
-                return backend.poller
-    return Poller()

@@ -168,16 +168,16 @@ def search(
     bounds, capacity = bounds_of(run, cluster), cluster.device.memory_bytes
     refused: Counter[str] = Counter()
     legal = list(_legal(run.config, space, cluster.ranks, refused))
-    small = [choice for choice in legal if _state_fits(bounds, choice, space.reliefs, capacity)]
-    small.sort(key=bounds.guess)
+    states = {
+        shape: min(bounds.state_bytes(replace(shape, relief=relief)) for relief in space.reliefs) for shape in legal
+    }
+    small = sorted((shape for shape in legal if states[shape] <= capacity), key=bounds.guess)
     counted = Counted(len(legal) + refused.total(), dict(refused.most_common()), len(legal) - len(small))
     with computing(partial(_compute, run.config, judge, cluster.ranks, capacity), processes) as compute:
         looked = _Look(compute, bounds, space.reliefs, capacity, counted)
         looked.at(small, say, is_late)
         best = _best(looked.fitting)
-        smallest = sorted(
-            legal, key=lambda shape: min(bounds.state_bytes(replace(shape, relief=r)) for r in space.reliefs)
-        )
+        smallest = sorted(legal, key=states.__getitem__)
         if not best or not is_late():
             looked.all_reliefs_of([candidate.choice for candidate in best[:_TOLD]] or smallest[:_BEST])
         looked.neighbours_of([candidate.choice for candidate in best], space, is_late=is_late())
@@ -224,24 +224,16 @@ def _legal(config: RunConfig, space: Space, ranks: int, refused: Counter[str]) -
     for choice in groups_in(space, config, ranks):
         frame = replace(choice, zero_stage=1, gather_policy="action", shard_group=0)
         if frame not in known:
-            known[frame] = _refusal(config, frame, ranks)
+            known[frame] = None
+            try:
+                resolve(config_of(config, frame), ranks)
+            except ConfigError as error:
+                known[frame] = error.problems[0].key
         key = known[frame]
         if key is None:
             yield choice
         else:
             refused[key] += 1
-
-
-def _refusal(config: RunConfig, choice: Choice, ranks: int) -> str | None:
-    try:
-        resolve(config_of(config, choice), ranks)
-    except ConfigError as error:
-        return error.problems[0].key
-    return None
-
-
-def _state_fits(bounds: Bounds, choice: Choice, reliefs: Sequence[Relief], capacity: int) -> bool:
-    return any(bounds.state_bytes(replace(choice, relief=relief)) <= capacity for relief in reliefs)
 
 
 # ---- what is computed
