@@ -110,6 +110,17 @@ def test_whole_matrices_add_their_iterations_and_two_trips() -> None:
     assert moments_of(run.config) == pytest.approx(2 - sent / 3 * 4 / elements_in(stages_of(run.config)[0]))
 
 
+@pytest.mark.parametrize("offload", ["none", "cpu"])
+def test_ranks_that_own_as_much_state_step_it_as_long_whatever_ep_and_tp(offload: str) -> None:
+    model = MODEL | {"family": "mixtral", "num_layers": 2, "num_experts": 8, "ffn_hidden_size": 2048}
+    shapes = {"ep": 1}, {"ep": 8}, {"ep": 2, "tp": 4, "sequence_parallel": True}
+    runs = [
+        run_of(8, 1, model=model, parallel=one, zero={"stage": 1, "offload": {"optimizer": offload}}) for one in shapes
+    ]
+    took = [step_time_of(run, bare(8)).by_kind[0]["optimizer"] for run in runs]
+    assert took == pytest.approx([took[0]] * 3, rel=0.02)
+
+
 def test_a_group_across_nodes_uses_the_cards_of_all_its_ranks_of_a_node() -> None:
     """8 ranks in 2 nodes: tp within one, dp over 4 x 2 ranks: a card for each of the 4; or the one that all share."""
     run, fast = run_of(8, parallel={"tp": 2}), replace(BARE, bytes_per_second=1e12)

@@ -71,6 +71,7 @@ class StateTrace:
         end: most bytes beyond these while the step ends.
         traffic: of a step, by (axis, operation), but for what layers send and messages of the pipeline.
         elements: parameters of each unit, by chunk, as this rank has them.
+        stepped: elements, padding included, whose optimizer state this rank owns.
         communicators: groups of several ranks that this rank is in.
         cuts: by chunk and unit of the chunk.
         messages: what starts in each action of a short step, after them all, and while the weights are updated.
@@ -82,6 +83,7 @@ class StateTrace:
     end: int
     traffic: Mapping[tuple[str, str], Sent]
     elements: Mapping[int, tuple[int, ...]]
+    stepped: int
     communicators: int = 0
     cuts: Mapping[tuple[int, int], Cuts] = field(default_factory=dict)
     messages: Mapping[Action | str, tuple[Message, ...]] = field(default_factory=dict)
@@ -161,6 +163,7 @@ def _trace(
         driver = _Driver(Engine(without_auto(config), state, kind), fake, order)
         built, elements = fake.live, driver.elements()
         engine = driver.engine
+        stepped = sum(one.owned.size for one in engine.sharded_model.parameters.buckets if one.layout.trains)
         absent = engine.sharded_model.parameters.absent_gradient_bytes()
         tables = built - _in_memory(engine.memory_bytes()) + absent
 
@@ -188,7 +191,7 @@ def _trace(
     here["gradients"] -= absent
     kinds = here | {TABLES: tables, "other": other}
     communicators = sum(len(ranks) > 1 and purpose != HOST for ranks, purpose in state.made)
-    return more, StateTrace(kinds, counted, levels, end, sent, elements, communicators, cuts, messages)
+    return more, StateTrace(kinds, counted, levels, end, sent, elements, stepped, communicators, cuts, messages)
 
 
 def _unnamed(share: Share) -> Share:

@@ -169,7 +169,7 @@ def _rank_zero(
         {action.chunk: cost(sent) for action, sent in reduced.items()},
         arriving if overlaps else 0.0,
         trace.elements,
-        optimizer=optimizer_seconds(run, cluster, sum(map(sum, trace.elements.values()))) + of_matrices,
+        optimizer=optimizer_seconds(run, cluster, trace.stepped) + of_matrices,
         gather_exposed=0.0 if overlaps else arriving,
     )
 
@@ -190,10 +190,9 @@ def matrix_seconds(run: ResolvedRun, cluster: Cluster, shard: GroupLink) -> floa
     return products + 2 * shard.seconds("send_recv", sent)
 
 
-def optimizer_seconds(run: ResolvedRun, cluster: Cluster, elements: int) -> float:
-    """Return the seconds for stepping a rank's optimizer state."""
+def optimizer_seconds(run: ResolvedRun, cluster: Cluster, own: int) -> float:
+    """Return the seconds for stepping a rank's optimizer state, of so many elements."""
     zero, device = run.config.zero, cluster.device
-    own = elements / (run.shards if zero.stage else 1)
     weights = DTYPES[run.config.precision.dtype].itemsize
     numbers = 3 + 2 * (moments_of(run.config) + 1)  # gradient for the norm, then all; weights are written
     moved = own * _FP32 * (numbers - 1) + own * weights
