@@ -73,9 +73,8 @@ class TrainerState:
     script: dict[str, Any] = field(default_factory=dict)  # a DeepSpeed-style engine's counters, groups and schedule
     val_loss: float | None = None  # mean nats per token, if this very step was evaluated
     phases: list[dict[str, Any]] = field(default_factory=list)  # see engine/phases.py
-    trained: dict[str, int] = field(
-        default_factory=dict
-    )  # by content of a source, the token up to which it is trained on
+    # By content of a source, the token up to which it is trained on.
+    trained: dict[str, int] = field(default_factory=dict)
 
 
 _TRAINER_STATE: Final = TypeAdapter(TrainerState)

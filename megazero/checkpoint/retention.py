@@ -58,9 +58,8 @@ class Retention:
     keep_last: int = 0  # how many of the newest; 0 keeps everything
     keep_every_steps: int = 0  # every step that is a multiple of this; 0 for none
     keep_best: int = 0  # how many with the lowest validation loss, of each data that a run has read
-    by_hash: bool = (
-        True  # verify the hashes of a retained one before others are removed, not only the sizes of its files
-    )
+    # Verify the hashes of a retained one before others are removed, not only the sizes of its files.
+    by_hash: bool = True
 
 
 def kept_steps(

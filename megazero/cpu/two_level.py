@@ -55,9 +55,8 @@ from megazero.parallel_state import Axis
 from megazero.parallel_state.grid import Hosts
 from megazero.parallel_state.groups import Wait
 
-_SMALL_BYTES = (
-    1 << 14
-)  # up to here an all-reduce sends each host's sum whole: more bytes, but one message instead of two
+# Up to here an all-reduce sends each host's sum whole: more bytes, but one message instead of two.
+_SMALL_BYTES = 1 << 14
 _SLICE_BYTES = 1 << 18  # of a reduce-scatter's message
 _WINDOW = 4  # such slices that travel at once
 _SCRATCH_BYTES = 1 << 23  # for all that travels, at most

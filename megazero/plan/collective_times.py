@@ -75,9 +75,8 @@ class GroupLink:
             return self._to_the_next(sent_bytes, self.side_by_side)
         rounds = 2 if operation == "all_reduce" else 1
         wire = sent_bytes / self.bytes_per_second
-        if (
-            operation == "all_to_all" and self.crosses
-        ):  # what is for another node's ranks goes through the rank's own card
+        if operation == "all_to_all" and self.crosses:
+            # What is for another node's ranks goes through the rank's own card.
             apart = sent_bytes * (self.ranks - self.per_node) / (self.ranks - 1)
             wire = max(wire, apart / self.cluster.between.rate(self.side_by_side * self.per_node))
         return rounds * self.latency_seconds + wire

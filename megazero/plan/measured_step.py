@@ -230,9 +230,8 @@ class LiveMemory:
     """What `live_memory` measures; complete after its context."""
 
     mark: Callable[[str], None]  # notes what is live at a point of the step
-    live: dict[str, int] = field(
-        default_factory=dict
-    )  # bytes at each point of the last step: the most, if marked again
+    # Bytes at each point of the last step: the most, if marked again.
+    live: dict[str, int] = field(default_factory=dict)
     peak: int = 0  # most bytes at any time since the last start
     course: list[tuple[float, int]] = field(default_factory=list)  # (microseconds, bytes) since then; empty on CUDA
 

@@ -34,13 +34,8 @@ from megazero.plan.unit_trace import UnitTrace
 from megazero.zero.bucket import DTYPE_NAMES
 
 _ALLOCATES = ("empty", "new_empty", "detach", "alias", "scalar_tensor")
-_PRODUCTS = (
-    ("aten.mm.", 0),
-    ("aten.addmm.", 1),
-    ("aten.bmm.", 0),
-    ("aten.baddbmm.", 1),
-    ("aten._scaled_mm.", 0),
-)  # and the first factor's place
+# Products, and the place of their first factor.
+_PRODUCTS = (("aten.mm.", 0), ("aten.addmm.", 1), ("aten.bmm.", 0), ("aten.baddbmm.", 1), ("aten._scaled_mm.", 0))
 _READS_ROWS = (
     "embedding.default",
     "gather.default",

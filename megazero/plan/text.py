@@ -26,11 +26,7 @@ _SURE = 0.02  # of a GPU's memory: what is stated of communicators and slack may
 _SHOWN_RANKS = 9  # pipeline ranks of a table; of more the first, the last and the fullest
 NAMES = {
     "compute": "computes",
-    "tp": "waits for tp",
-    "cp": "waits for cp",
-    "ep": "waits for ep",
-    "dp": "waits for dp",
-    "pp": "waits for pp",
+    **{axis: f"waits for {axis}" for axis in ("tp", "cp", "ep", "dp", "pp")},
     "offload": "waits for the host",
     "optimizer": "steps the optimizer",
     "idle": "idle (bubble)",
