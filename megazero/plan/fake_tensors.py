@@ -93,7 +93,7 @@ class FakeTensors:
     def __enter__(self) -> Self:
         self._stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
         self._stack.enter_context(self._watch)
-        self.put(experts, "row_counts", _dealt)
+        experts.row_counts = _row_counts  # for good, since other threads may have contexts of their own
         return self
 
     def put(self, module: ModuleType, name: str, value: object) -> None:
@@ -128,8 +128,13 @@ class FakeTensors:
         """Called when a storage is freed."""
 
 
-def _dealt(counts: Tensor, total: int) -> list[int]:
-    """Return equal parts of a total in place of its counts."""
+_COUNTED = experts.row_counts
+
+
+def _row_counts(counts: Tensor, total: int) -> list[int]:
+    """Return equal parts of a total in place of counts that hold no numbers."""
+    if not isinstance(counts, FakeTensor):
+        return _COUNTED(counts, total)
     parts = counts.numel()
     return [(part + 1) * total // parts - part * total // parts for part in range(parts)]
 

@@ -39,6 +39,7 @@ from megazero.config import ResolvedRun
 from megazero.cpu.shared_memory import HALF_BYTES, SharedMemoryBackend
 from megazero.cpu.sockets import SocketBackend
 from megazero.engine import Engine
+from megazero.layers import experts
 from megazero.layers.experts import Router
 from megazero.parallel_state import Axis, ParallelState, RankGrid
 from megazero.plan.dry_run import dry_run
@@ -321,6 +322,7 @@ def test_a_dry_run_finds_the_ranks_of_experts_in_step() -> None:
     found = dry_run(run_of(2, model=MIXTRAL | {"num_layers": 1}, parallel={"ep": 2}), per_node=2)
     assert not found.problems
     assert len(found.ranks) == 2
+    assert experts.row_counts(torch.tensor([3, 0]), 3) == [3, 0]  # what holds numbers still gives them
 
 
 # ---------------------------------------------------------------------------------------------------------------------
