@@ -149,7 +149,7 @@ class Traffic:
         self.link_bytes: Counter[tuple[str, str]] = Counter()
         self.calls: Counter[tuple[str, str]] = Counter()
         self.waited_seconds = 0.0
-        self.pass_on: Callable[[], None] = lambda: None
+        self.pass_on: Callable[[], None] = _go_on
         self.last: CollectiveCall | None = None
         self.advanced = 0.0  # when the host last began or ended a pass of a micro-batch; of `time.perf_counter`
 
@@ -197,6 +197,10 @@ class Traffic:
         self.sent_bytes.clear()
         self.link_bytes.clear()
         self.calls.clear()
+
+
+def _go_on() -> None:
+    """Nothing else has a turn.  (A function of the module: modules that hold an axis can be pickled.)"""
 
 
 @dataclass(frozen=True, eq=False)

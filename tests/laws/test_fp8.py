@@ -70,7 +70,7 @@ class _Linear(torch.autograd.Function):
 
 
 def _logits(
-    block: int, layers: tuple[int, ...], weights: dict[str, Tensor], config: PlainConfig, tokens: Tensor, _: Tensor
+    block: int, layers: tuple[int, ...], weights: dict[str, Tensor], config: PlainConfig, tokens: Tensor, *_: Any
 ) -> Tensor:
     """Llama in plain formulas, of which some layers multiply in fp8; q, k and v are one product, as are gate and up."""
 
