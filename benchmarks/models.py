@@ -6,7 +6,7 @@ every rank whole heads; a peer then cuts nothing but rows and columns.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -32,7 +32,13 @@ class PlainBlock(nn.Module):
         self, model: ModelConfig, layer: int, weights: Mapping[str, Tensor], rope: tuple[Tensor, Tensor], tp: int
     ) -> None:
         super().__init__()
-        self._weights, self._prefix, self._tp = weights, f"model.layers.{layer}.", tp
+
+        def linear(*names: str) -> nn.Linear:
+            wholes = [weights[f"model.layers.{layer}.{name}.weight"] for name in names]
+            value = torch.cat([whole.chunk(tp)[part] for part in range(tp) for whole in wholes])
+            made = nn.Linear(value.shape[1], value.shape[0], bias=False, device="meta")
+            made.weight = nn.Parameter(value.clone())
+            return made
 
         def gain(name: str) -> nn.RMSNorm:
             made = nn.RMSNorm(model.hidden_size, model.norm_eps)
@@ -41,22 +47,14 @@ class PlainBlock(nn.Module):
 
         self.head_size, self.rope = model.hidden_size // model.num_heads, rope
         self.kv_share = (model.num_kv_heads or model.num_heads) / model.num_heads
-        self.qkv = self.linear("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
-        self.out = self.linear("self_attn.o_proj")
-        self.build_mlp(model)
+        self.qkv = linear("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
+        self.out = linear("self_attn.o_proj")
+        self.build_mlp(model, linear)
         self.attention_norm, self.mlp_norm = gain("input_layernorm"), gain("post_attention_layernorm")
 
-    def linear(self, *names: str) -> nn.Linear:
-        """A layer of the fused matrices of these names."""
-        wholes = [self._weights[f"{self._prefix}{name}.weight"] for name in names]
-        value = torch.cat([whole.chunk(self._tp)[part] for part in range(self._tp) for whole in wholes])
-        made = nn.Linear(value.shape[1], value.shape[0], bias=False, device="meta")
-        made.weight = nn.Parameter(value.clone())
-        return made
-
-    def build_mlp(self, _: ModelConfig) -> None:
-        """Make the layers of `mlp`."""
-        self.gate_up, self.down = self.linear("mlp.gate_proj", "mlp.up_proj"), self.linear("mlp.down_proj")
+    def build_mlp(self, _: ModelConfig, linear: Callable[..., nn.Linear]) -> None:
+        """Make the layers of `mlp`; `linear` gives that of the fused matrices of some names."""
+        self.gate_up, self.down = linear("mlp.gate_proj", "mlp.up_proj"), linear("mlp.down_proj")
 
     def mlp(self, x: Tensor) -> Tensor:
         """The second branch."""
@@ -87,12 +85,12 @@ class PlainBlock(nn.Module):
 class PlainExpertBlock(PlainBlock):
     """A layer of Mixtral: a loop over experts, each of which takes its tokens' rows out and adds its results to them."""
 
-    def build_mlp(self, model: ModelConfig) -> None:
+    def build_mlp(self, model: ModelConfig, linear: Callable[..., nn.Linear]) -> None:
         self.k, own = model.experts_per_token or 1, "block_sparse_moe"
-        self.router = self.linear(f"{own}.gate")
+        self.router = linear(f"{own}.gate")
         experts = [f"{own}.experts.{expert}" for expert in range(model.num_experts or 0)]
-        self.gate_ups = nn.ModuleList(self.linear(f"{name}.w1", f"{name}.w3") for name in experts)
-        self.downs = nn.ModuleList(self.linear(f"{name}.w2") for name in experts)
+        self.gate_ups = nn.ModuleList(linear(f"{name}.w1", f"{name}.w3") for name in experts)
+        self.downs = nn.ModuleList(linear(f"{name}.w2") for name in experts)
 
     def mlp(self, x: Tensor) -> Tensor:
         rows = x.flatten(0, 1)

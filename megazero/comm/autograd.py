@@ -126,10 +126,12 @@ def split_features(x: Tensor, tp: Axis) -> Tensor:
     return _Differentiable.apply(x, tp, _slice_last, _gather_last) if tp.size > 1 else x
 
 
-def start_exchange_rows(rows: Tensor, sends: Counts, receives: Counts, axis: Axis) -> tuple[Tensor, Pending]:
-    """Begin sending [sum of sends, ...] to the ranks of the axis; the result is [sum of receives, ...], in rank order."""
+def _exchange_rows(rows: Tensor, sends: Counts, receives: Counts, axis: Axis) -> Tensor:
     arriving = rows.new_empty((sum(receives), *rows.shape[1:]))
-    return arriving, all_to_all_rows(arriving, rows.contiguous(), axis, sends, receives)
+    pending = all_to_all_rows(arriving, rows.contiguous(), axis, sends, receives)
+    axis.traffic.pass_on()
+    pending.wait()
+    return arriving
 
 
 class _ExchangeRows(torch.autograd.Function):
@@ -138,19 +140,13 @@ class _ExchangeRows(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows: Tensor, sends: Counts, receives: Counts, axis: Axis) -> Tensor:
         ctx.counts, ctx.axis = (receives, sends), axis
-        arriving, pending = start_exchange_rows(rows, sends, receives, axis)
-        axis.traffic.pass_on()
-        pending.wait()
-        return arriving
+        return _exchange_rows(rows, sends, receives, axis)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         refuse_second_derivative("a collective")
         sends, receives = ctx.counts
-        arriving, pending = start_exchange_rows(grad, sends, receives, ctx.axis)
-        ctx.axis.traffic.pass_on()
-        pending.wait()
-        return arriving, None, None, None
+        return _exchange_rows(grad, sends, receives, ctx.axis), None, None, None
 
 
 def exchange_rows(rows: Tensor, sends: Counts, receives: Counts, axis: Axis) -> Tensor:

@@ -30,9 +30,8 @@ _OF_THE_DEVICE = (torch.OutOfMemoryError, *filter(None, [getattr(torch, "Acceler
 
 # NCCL allocates beside torch's allocator, at a communicator's first operations: its last lines say what failed.
 _NO_MEMORY = re.compile(r"out of memory|Failed to CUDA [a-z ]+ \d+ bytes|CUBLAS_STATUS_ALLOC_FAILED")
-_OF_A_FULL_DEVICE = re.compile(
-    r"unhandled cuda error(.|\n)*invalid argument"
-)  # what NCCL says now and then (seen: 2.28.9)
+# NCCL 2.28.9 has said this on a full device, where it may mean something else, too.
+_OF_A_FULL_DEVICE = re.compile(r"unhandled cuda error(.|\n)*invalid argument")
 _LEAST_FREE = 2**28  # bytes; a communicator takes about half of it at once
 
 

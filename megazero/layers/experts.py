@@ -487,11 +487,8 @@ class MixtureOfExperts(nn.Module):
 
     def forward(self, x: Tensor, layout: TokenLayout) -> Tensor:
         gates, routing = self.router(x, layout)
-        return self.combine(self.experts(self.dispatch(x, routing), routing), gates, routing).view_as(x)
-
-    def experts(self, rows: Tensor, routing: Routing) -> Tensor:
-        """Each row through its expert.  [rows, hidden], unchanged in shape."""
-        return self.down(self.activation(self.up(rows, routing)), routing)
+        rows = self.activation(self.up(self.dispatch(x, routing), routing))
+        return self.combine(self.down(rows, routing), gates, routing).view_as(x)
 
     def parts(self) -> tuple[list[nn.Module], list[nn.Module]]:
         """What recomputation may run again: not the router, whose choice must stay, and not the last sum."""

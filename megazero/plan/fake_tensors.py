@@ -18,7 +18,6 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
-from types import ModuleType
 from typing import Any, NamedTuple, Self, TypeAlias
 
 import torch
@@ -75,15 +74,23 @@ Event: TypeAlias = Operator | Message
 class FakeTensors:
     """A context in which tensors have shapes and storages but no data.
 
-    `kernel_bytes`: what an operator, called with these arguments, takes inside while it runs.
+    `kernel_bytes`: what an operator, called with these arguments, takes inside while it runs.  `groups_products`: one kernel
+    multiplies the rows of all experts.
 
     Attributes:
         operators: what was called, if `records`; may be cleared at any time.
         live, peak: bytes of storages; `peak` may be set to `live`.
     """
 
-    def __init__(self, *, records: bool = False, kernel_bytes: Callable[..., int] = cpu_kernel_bytes) -> None:
-        self.records, self.kernel_bytes = records, kernel_bytes
+    def __init__(
+        self,
+        *,
+        records: bool = False,
+        kernel_bytes: Callable[..., int] = cpu_kernel_bytes,
+        groups_products: bool = False,
+    ) -> None:
+        self.records, self.kernel_bytes, self._mode = records, kernel_bytes, _Mode(allow_non_fake_inputs=True)
+        self._mode.groups_products = groups_products
         self.operators: list[Event] = []
         self.live = self.peak = 0
         self._watch, self._stack = _Watch(self), ExitStack()
@@ -91,15 +98,11 @@ class FakeTensors:
         self._count = 0
 
     def __enter__(self) -> Self:
-        self._stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
+        self._stack.enter_context(self._mode)
         self._stack.enter_context(self._watch)
-        experts.row_counts = _row_counts  # for good, since other threads may have contexts of their own
+        # For good, since other threads may have contexts of their own: both ask the tensors.
+        experts.row_counts, experts.has_kernel = _row_counts, _has_kernel
         return self
-
-    def put(self, module: ModuleType, name: str, value: object) -> None:
-        """Replace a function of the trunk until the end of the context."""
-        self._stack.callback(setattr, module, name, getattr(module, name))
-        setattr(module, name, value)
 
     def __exit__(self, *error: object) -> None:
         self._stack.close()
@@ -128,7 +131,18 @@ class FakeTensors:
         """Called when a storage is freed."""
 
 
-_COUNTED = experts.row_counts
+class _Mode(FakeTensorMode):
+    groups_products = False
+
+
+_COUNTED, _HAS_KERNEL = experts.row_counts, experts.has_kernel
+
+
+def _has_kernel(*factors: Tensor) -> bool:
+    first = factors[0]
+    if not isinstance(first, FakeTensor):
+        return _HAS_KERNEL(*factors)
+    return first.fake_mode.groups_products  # type: ignore[attr-defined]
 
 
 def _row_counts(counts: Tensor, total: int) -> list[int]:

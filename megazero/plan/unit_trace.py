@@ -27,7 +27,6 @@ from torch.utils._pytree import tree_leaves, tree_map
 from megazero.comm.memory import Arena
 from megazero.config import ResolvedRun, RunConfig
 from megazero.engine.outline import schedule_of
-from megazero.layers import experts
 from megazero.layers.activation_offload import ActivationStore
 from megazero.layers.context_attention import ContextAttention
 from megazero.layers.fp8 import Scaling, emulated, scaled_mm, use_fp8
@@ -281,7 +280,10 @@ class _Bench:
 
     def __init__(self, key: TraceKey, layout: StageLayout) -> None:
         self._key, self._layout = key, layout
-        self._fake = _Tensors(records=True, kernel_bytes=kernel_bytes(on_cuda=key.on_cuda))
+        self._has_kernels = key.on_cuda and key.dtype == torch.bfloat16
+        self._fake = _Tensors(
+            records=True, kernel_bytes=kernel_bytes(on_cuda=key.on_cuda), groups_products=self._has_kernels
+        )
         self._queue = WeightGradQueue()
         self.arena = Arena(torch.device("cpu"))
 
@@ -289,8 +291,6 @@ class _Bench:
         key, cpu = self._key, torch.device("cpu")
         part = self._part()  # made of real tensors: they are cached
         self._fake.__enter__()
-        if key.on_cuda and key.dtype == torch.bfloat16:
-            self._fake.put(experts, "has_kernel", lambda *_: True)
         self.arena.reserve(_MUCH)
         traffic = RecordedTraffic(self._fake.operators)
         of_cp = [key.ranks_of_cp[: key.ulysses], key.ranks_of_cp[:: key.ulysses]]
@@ -352,8 +352,7 @@ class _Bench:
 
     def multiply_in_fp8(self, block: nn.Module, scaling: Scaling) -> None:
         """Have a block multiply in fp8; on CUDA each rounding is a kernel without temporaries."""
-        has_kernels = self._key.on_cuda and self._key.dtype == torch.bfloat16
-        use_fp8(block, scaling, scaled_mm if has_kernels else emulated)
+        use_fp8(block, scaling, scaled_mm if self._has_kernels else emulated)
         for part in block.modules() if self._key.on_cuda else ():
             if isinstance(part, ColumnParallelLinear | RowParallelLinear):
                 part.product.compile(self._one_kernel)
