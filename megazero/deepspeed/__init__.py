@@ -3,7 +3,7 @@
     import megazero.deepspeed as deepspeed                  # was: import deepspeed
     from megazero.deepspeed.utils import RepeatingLoader    # was: from deepspeed.utils import RepeatingLoader
 
-Names and modules are made when they are first asked for (`mirror.py`), from the tables in `names.py`.
+Names and modules are made when they are first asked for (`mirror.py`), from the tables in `names.toml`.
 `torchrun ... -m megazero.deepspeed script.py` runs a script that has not been changed.
 """
 

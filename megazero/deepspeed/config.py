@@ -2,7 +2,7 @@
 
     file or dict --> each key by itself (config_check) --> relations between keys (config_schema) --> DeepSpeedConfig
 
-What becomes of each key is in `config_schema` and `config_refused`, and for readers in docs/deepspeed_config.md. Nothing
+What becomes of each key is in `config_schema` and `config_keys.toml`, and for readers in docs/deepspeed_config.md. Nothing
 that is written is dropped in silence: a key is honoured, or a note says why it has no effect, or it is an error.
 """
 

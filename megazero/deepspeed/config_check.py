@@ -2,7 +2,7 @@
 
     {"zero_optimization": {"stage": 2, "overlap_comm": true, "overlap_com": true}}
         zero_optimization.stage           sets something (config_schema)      -> its value, checked by pydantic
-        zero_optimization.overlap_comm    has no effect (config_refused)      -> the note on such keys
+        zero_optimization.overlap_comm    has no effect (config_keys.toml)    -> the note on such keys
         zero_optimization.overlap_com     unknown                             -> a problem, with the likeliest key
 
 Relations between keys are judged once every key holds.
@@ -21,21 +21,22 @@ from pydantic_core import ErrorDetails
 
 from megazero.config.document import type_text
 from megazero.config.problems import candidates, likely_keys
-from megazero.deepspeed.config_refused import NO_EFFECT, REFUSED, UNCHECKED
 from megazero.deepspeed.config_schema import DeepSpeedJson, honoured_keys
+from megazero.deepspeed.names import read_table
 from megazero.registry import closest, did_you_mean
 from megazero.settings import Problem
 
+_KEYS = read_table("config_keys.toml")
+UNCHECKED: list[str] = _KEYS["unchecked"].split()
+NO_EFFECT = [f"{block}.{name}".lstrip(".") for block, names in _KEYS["no_effect"].items() for name in names.split()]
+REFUSED: dict[str, list[object]] = _KEYS["refused"]
+"""By key, the values that ask for nothing; null, {} and {"enabled": false} never do."""
 _OFF_WHEN_FALSE = ("zero_optimization.offload_optimizer", "zero_optimization.offload_param")
 _ON_BY_DEFAULT = "timers.throughput.enabled"
 _ARTICLES = {"integer": "an ", "number": "a ", "string": "a ", "table": "a "}
 
-# DeepSpeed's zero block takes the fields behind these names without the prefix, too (their aliases in its zero/config.py).
-_PREFIXED = """prefetch_bucket_size param_persistence_threshold model_persistence_threshold max_live_parameters
-    max_reuse_distance gather_16bit_weights_on_model_save module_granularity_threshold use_all_reduce_for_fetch_params
-    allgather_sequential"""
 _OFFLOADS = {"cpu_offload": "offload_optimizer", "cpu_offload_param": "offload_param"}
-_OTHER_NAMES = {name: f"stage3_{name}" for name in _PREFIXED.split()}
+_OTHER_NAMES = {name: f"stage3_{name}" for name in _KEYS["prefixed"].split()}
 
 
 def check_keys(config: Mapping[str, Any]) -> tuple[DeepSpeedJson, KeyCheck]:

@@ -4,7 +4,7 @@
 
 Names, types and defaults are those of the reference of DeepSpeed 0.19 (docs/_pages/config-json.md), with a few keys of
 older versions. Types are strict, as in a run file. JSON has one type of number, so numbers of elements may also be
-written as 5e8. The line below each key says what it sets. `config_refused` has the keys that set nothing.
+written as 5e8. docs/deepspeed_config.md says what each key sets, and config_keys.toml has the keys that set nothing.
 """
 
 from collections.abc import Iterator
@@ -42,57 +42,41 @@ class NamedBlock(Section):
     """An optimizer or a learning-rate schedule; whoever builds it checks the name and the parameters."""
 
     type: str | None = None
-    """its name"""
     params: Parameters | None = None
-    """its parameters"""
 
 
 class Fp16Block(Section):
     """The format fp16 and its loss scale."""
 
     enabled: bool = False
-    """`precision.dtype = "fp16"`; an error together with bf16; without either the format is fp32"""
     auto_cast: bool = False
-    """whether the engine casts floating-point inputs to fp16"""
     loss_scale: PositiveOrZero = 0.0
-    """`precision.loss_scale`; 0: adapted to the run"""
     initial_scale_power: Annotated[int, Field(ge=0, le=64)] = 16
-    """`precision.initial_scale_power`"""
     loss_scale_window: Count = 1000
-    """`precision.loss_scale_window`"""
     hysteresis: Count = 2
-    """`precision.hysteresis`"""
     consecutive_hysteresis: bool = False
-    """`precision.consecutive_hysteresis`"""
     min_loss_scale: Count = 1
-    """`precision.min_loss_scale`"""
 
 
 class Bf16Block(Section):
     """The format bf16."""
 
     enabled: bool = False
-    """`precision.dtype = "bf16"`; an error together with fp16; without either the format is fp32"""
     auto_cast: bool = False
-    """whether the engine casts floating-point inputs to bf16 (DeepSpeed has this key for fp16 only)"""
 
 
 class DataTypesBlock(Section):
     """The format of gradients."""
 
     grad_accum_dtype: Format | None = None
-    """`precision.accumulate_dtype`; fp32 if left out"""
 
 
 class OffloadParamBlock(Section):
     """Where stage 3 keeps its shard of the weights."""
 
     device: Device | None = None
-    """where it is: `zero.offload.optimizer`, at stage 3 `zero.offload.parameters`"""
     nvme_path: str | None = None
-    """`zero.offload.nvme_path`; one directory for both blocks"""
     pin_memory: bool = True
-    """`zero.offload.pin_memory`; false in either block is false for both"""
 
     @property
     def if_on(self) -> Self | None:
@@ -104,32 +88,21 @@ class OffloadOptimizerBlock(OffloadParamBlock):
     """Where optimizer state is kept."""
 
     ratio: Share = 1.0
-    """`zero.offload.ratio`, at every stage"""
 
 
 class ZeroBlock(Section):
     """What data-parallel ranks shard."""
 
     stage: Stage = 0
-    """`zero.stage`; stages 2 and 3 have `zero.reduce = "micro_batch"`"""
     reduce_bucket_size: BucketElements = 500_000_000
-    """`zero.bucket_bytes`, 4 bytes for each element; chosen by the number of ranks and what carries messages if left out"""
     stage3_param_persistence_threshold: Elements = 100_000
-    """`zero.persistent_elements` at stage 3; no effect at other stages"""
     stage3_prefetch_bucket_size: Elements = 50_000_000
-    """`zero.prefetch_bytes` at stage 3, so many elements of the weights' format; 32 MiB if left out"""
     mics_shard_size: Annotated[int, Field(ge=-1)] = -1
-    """`zero.shard_group_size` where > 0 (DeepSpeed 0.19 removed it)"""
     zero_hpz_partition_size: Annotated[int, Field(ge=0)] = 1
-    """`zero.secondary_shard_size` at stage 3 where > 1; no effect at other stages"""
     zero_quantized_weights: bool = False
-    """`zero.quantized_weights` at stage 3; no effect at other stages"""
     zero_quantized_gradients: bool = False
-    """`zero.quantized_gradients = 4` at stages 1 to 3; no effect at stage 0"""
     cpu_offload: bool | None = None
-    """the same as `offload_optimizer.device = "cpu"` (deprecated)"""
     cpu_offload_param: bool | None = None
-    """the same as `offload_param.device = "cpu"` (deprecated)"""
     offload_optimizer: OffloadOptimizerBlock = OffloadOptimizerBlock()
     offload_param: OffloadParamBlock = OffloadParamBlock()
 
@@ -148,63 +121,45 @@ class CheckpointingBlock(Section):
     """Where arguments of `deepspeed.checkpointing.checkpoint`, and of layers that a pipeline recomputes, are stored."""
 
     cpu_checkpointing: bool = False
-    """arguments of 64 KiB and more are stored in host memory, in one buffer, and copied beside the computation"""
     contiguous_memory_optimization: bool = False
-    """they are stored in one buffer of the device, which stays allocated"""
     partition_activations: bool = False
-    """an error with tensor parallelism, whose layers cut activations themselves; without it there is nothing to cut"""
 
 
 class TensorboardBlock(Section):
     """TensorBoard events."""
 
     enabled: bool = False
-    """whether events are written"""
     output_path: str | None = None
-    """directory of the events; the working directory of the script if left out"""
     job_name: str = "DeepSpeedJobName"
-    """directory of this run within it"""
 
 
 class FlopsProfilerBlock(Section):
     """The profiler of DeepSpeed."""
 
     enabled: bool = False
-    """the same as `wall_clock_breakdown`; operations are not counted by module"""
 
 
 class DataEfficiencyBlock(Section):
     """The order of samples."""
 
     seed: CountOrZero = 1234
-    """seed of the order in which the engine's loader draws samples"""
 
 
 class DeepSpeedJson(Section):
     """The keys that set something."""
 
     train_batch_size: Count | None = None
-    """samples in an optimizer step; from the two below if left out"""
     train_micro_batch_size_per_gpu: Count | None = None
-    """samples in one forward pass; from the others if left out"""
     gradient_accumulation_steps: Count | None = None
-    """micro-batches in a step; from the others, or 1, if left out"""
     dataloader_drop_last: bool = False
-    """whether the engine's loader drops an incomplete batch"""
     optimizer: NamedBlock = NamedBlock()
     scheduler: NamedBlock = NamedBlock()
     gradient_clipping: PositiveOrZero = 1.0
-    """largest global gradient norm; 0: no clipping"""
     zero_allow_untested_optimizer: bool = False
-    """whether ZeRO takes an optimizer of your own"""
     communication_data_type: Format | None = None
-    """`precision.reduce_dtype`; fp32 if left out"""
     steps_per_print: PrintSteps = 10
-    """steps between two reports; null or Infinity: never"""
     wall_clock_breakdown: bool = False
-    """whether the reports have the times of forward, backward and update"""
     dump_state: bool = False
-    """whether this configuration is printed once the engine is built"""
     fp16: Fp16Block = Fp16Block()
     bf16: Bf16Block = Bf16Block()
     data_types: DataTypesBlock = DataTypesBlock()

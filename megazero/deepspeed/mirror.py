@@ -1,8 +1,8 @@
-"""DeepSpeed's modules as scripts import them, made of the tables in `names.py`.
+"""DeepSpeed's modules as scripts import them, made of the tables in `names.toml`.
 
     megazero.deepspeed.runtime.utils    a module made of HOMES["runtime.utils"]; a name is imported when it is asked for
     deepspeed.runtime.utils             the same module object, once `stand_for_deepspeed` was called
-    deepspeed.moe.layer.MoE             in UNSUPPORTED: can be imported; to call it is an error
+    deepspeed.moe.layer.MoE             unsupported: can be imported; to call it is an error
 
 Scripts import at their top what only an option of theirs needs, so an import of what is not supported succeeds.
 """
@@ -20,7 +20,7 @@ from importlib.util import find_spec, spec_from_loader
 from types import ModuleType
 from typing import Any
 
-from megazero.deepspeed.names import HOMES, UNSUPPORTED
+from megazero.deepspeed.names import HOMES, NAMES
 
 _ROOM = "megazero.deepspeed"
 
@@ -52,7 +52,7 @@ def stand_for_deepspeed() -> None:
 
 
 class _MirrorFinder(MetaPathFinder, Loader):
-    """Makes the modules that `names.py` describes; asked after Python's own finders."""
+    """Makes the modules that `names.toml` describes; asked after Python's own finders."""
 
     def find_spec(self, fullname: str, *_: Any) -> ModuleSpec | None:
         if not fullname.startswith(_ROOM + "."):
@@ -135,7 +135,7 @@ def _is_unsupported(path: str) -> bool:
     """Return whether a pattern names it, or a module that it is in."""
     parts = path.split(".")
     parents = [".".join(parts[:count]) for count in range(1, len(parts) + 1)]
-    return any(fnmatchcase(parent, pattern) for parent in parents for pattern in UNSUPPORTED)
+    return any(fnmatchcase(parent, pattern) for parent in parents for pattern in NAMES["unsupported"].split())
 
 
 def _unknown(path: str) -> str:
