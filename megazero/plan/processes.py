@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pickle
+import signal
 import tempfile
 import time
 from collections.abc import Callable
@@ -14,7 +15,7 @@ from typing import Any
 import torch
 import torch._dynamo  # imported by every optimizer; once here instead of once in each process
 import torch.distributed as dist
-from torch.multiprocessing.spawn import ProcessException, start_processes
+from torch.multiprocessing.spawn import ProcessContext, ProcessException, start_processes
 
 
 class ProcessFailedError(RuntimeError):
@@ -40,12 +41,33 @@ def in_processes(count: int, work: Callable[..., Any], *arguments: Any, timeout:
                 if time.monotonic() >= ends:
                     raise ProcessFailedError(f"{count} processes did not all finish within {timeout} s")
         except ProcessException as error:
-            last = str(error).strip().splitlines()[-1]
-            raise ProcessFailedError(f"process {error.error_index} of {count}: {last}") from error
+            rank, reason = _first_failure(group, error.error_index)
+            raise ProcessFailedError(f"process {rank} of {count}: {reason}") from error
         finally:
             for process in group.processes:
                 process.kill()
         return [pickle.loads((folder / str(rank)).read_bytes()) for rank in range(count)]
+
+
+def _first_failure(group: ProcessContext, found: int) -> tuple[int, str]:
+    """Return the rank that failed first and why: the others lose their connection to it and fail, too.
+
+    A process that died left no traceback, and its end is what the tracebacks of the others are about.
+
+    Args:
+        found: a rank that failed.
+    """
+    raised = {rank: trace for rank, path in enumerate(group.error_files) if (trace := Path(path)).exists()}
+    died = [
+        rank
+        for rank, process in enumerate(group.processes)
+        if rank not in raised and process.exitcode not in (0, -signal.SIGTERM)  # SIGTERM: torch ended it
+    ]
+    if died or not raised:
+        rank = died[0] if died else found
+        return rank, f"exit code {group.processes[rank].exitcode}"
+    rank = min(raised, key=lambda rank: raised[rank].stat().st_mtime_ns)
+    return rank, str(pickle.loads(raised[rank].read_bytes())).strip().splitlines()[-1]
 
 
 def _main(
