@@ -18,7 +18,7 @@ from megazero.plan.calibrate import Record, calibrate, medians_of, note_step, si
 from megazero.plan.calibrate_gpu import fitted, gpu_here
 from megazero.plan.calibration import Calibration, OperatorTable, write_calibration
 from megazero.plan.cluster import Cluster, cluster_of
-from megazero.plan.devices import DEVICES, NETWORKS, PCIE4, Device
+from megazero.plan.devices import DEVICES, LINKS, NETWORKS, Device
 from megazero.plan.fake_tensors import Operator, Value
 from megazero.plan.operator_times import operator_seconds
 from megazero.plan.processes import in_processes
@@ -113,7 +113,7 @@ def test_operators_of_a_device_without_a_data_sheet_take_what_they_took(
     bare = gpu_here(0)
     assert bare is not None
     found = fitted(bare, _table_of(device))
-    assert (found.name, found.memory_bytes, found.link) == ("NVIDIA Another 1", 7 << 30, PCIE4)
+    assert (found.name, found.memory_bytes, found.link) == ("NVIDIA Another 1", 7 << 30, LINKS["pcie4"])
     assert all(0 < getattr(found, share) <= 1 for share in SHARES)
     assert found.peak_flops["bf16"] == pytest.approx(device.peak_flops["bf16"] * device.product_share, rel=0.02)
     for operator in _operators_of(sizes(on_gpu=True)[-3]):  # the largest

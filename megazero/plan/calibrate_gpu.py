@@ -17,7 +17,7 @@ from statistics import median
 import torch
 
 from megazero.plan.calibration import OperatorTable
-from megazero.plan.devices import PCIE4, Device, device_of
+from megazero.plan.devices import LINKS, Device, device_of
 from megazero.plan.operator_times import ProductShape, wave_share, writing_seconds
 
 _LARGE = 4  # times smaller than the largest, an operator still shows the device and not its own start
@@ -29,7 +29,8 @@ def gpu_here(_: int) -> Device | None:
     if not torch.cuda.is_available():
         return None
     found = torch.cuda.get_device_properties(0)
-    bare = Device(found.name, 0, {}, 0.0, PCIE4.bytes_per_second, PCIE4, found.multi_processor_count)
+    link = LINKS["pcie4"]
+    bare = Device(found.name, 0, {}, 0.0, link.bytes_per_second, link, found.multi_processor_count)
     return replace(device_of(found.name) or bare, memory_bytes=found.total_memory)
 
 

@@ -27,6 +27,12 @@ _KINDS = {  # of memory, in the order of a bar
     "gradient_buffers": "#57b8ac",
     "activations": "#e08e2b",
     "working memory": "#c8553d",
+    "pipeline messages": "#d81b78",
+    "tokens": "#c9a227",
+    "tables": "#6b8e23",
+    "other": "#34507a",
+    "communicators": "#8b95a1",
+    "allocator slack": "#c3cad1",
 }
 _WORKS = {"F": ("forward", "#7fb0de"), "B": ("backward", "#86c07f"), "W": ("weight gradients", "#e3c16f")}
 _WAITS = {"tp": "#b3261e", "cp": "#d2691e", "ep": "#c9a227", "dp": "#8e44ad", "pp": "#d81b78"}

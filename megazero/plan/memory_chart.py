@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import pairwise
 from textwrap import fill
 
-from megazero.plan.measured_step import POINTS
+from megazero.plan.measured_step import POINTS, RankFigures
 from megazero.plan.memory_report import Report
-from megazero.plan.schedule_drawing import ticks
-from megazero.plan.svg import MARGIN, document, legend, text
+from megazero.plan.svg import Bar, picture
 from megazero.plan.text import table_lines
 
 _NOTES_WIDTH = 120
 _NAMES = "dtype", "ZeRO", "offload"
+_PAINT = 'fill="#5b92c9"'
 
 
 def draw_text(report: Report) -> str:
@@ -93,38 +94,24 @@ def _ratio(measured: float, formula: float) -> str:
 
 # ---- picture
 
-_LEFT = MARGIN + 44  # pixels
-_COURSES = "#1f2933", "#5b92c9", "#c98f35", "#5f9e5a", "#8a6bb8", "#b3261e"
-
 
 def draw_course(report: Report) -> str:
-    """A picture of memory over one step for each policy, as the text of an SVG file.
+    """Draw memory over one step for each policy, as the text of an SVG file.
 
-    A line for each: all that the step has allocated on the rank that keeps most, from its start to its end.  Where the
-    allocator tells no course, on CUDA, the line is level at the most.
+    A row for each: all that the step has allocated on the rank that saves most for its backward passes.  Where the allocator
+    tells no course, on CUDA, the row is level at the most.
     """
-    wide, high, top = 720, 300, 112
-    fullest = [row.fullest for row in report.policies]
-    courses = [rank.course or [(0.0, rank.allocated), (1.0, rank.allocated)] for rank in fullest]
-    most = max(count for course in courses for _, count in course) * 1.05
-    paints = [_COURSES[index % len(_COURSES)] for index in range(len(courses))]
-    body = [text(MARGIN, 50 + 16 * index, line, "small") for index, line in enumerate((report.on, report.of))]
-    meanings = [
-        ([f'fill="{paint}"'], f"{row.about['policy']}, {_mib(row.fullest.allocated)} MiB at most")
-        for row, paint in zip(report.policies, paints, strict=True)
+    most = max(row.fullest.allocated for row in report.policies)
+
+    def bars(rank: RankFigures) -> Iterator[Bar]:
+        course = [*(rank.course or [(0.0, rank.allocated)]), (1.0, 0)]
+        for (start, count), (end, _) in pairwise(course):
+            yield Bar(start, end, _PAINT, f"{_mib(count)} MiB", share=max(count, 0) / most)
+
+    rows = [
+        (f"{row.about['policy']}, {_mib(row.fullest.allocated)} MiB at most", bars(row.fullest))
+        for row in report.policies
     ]
-    samples, end = legend(MARGIN, 78, meanings)
-    body += samples
-    for value in ticks(most / 2**20, 5):
-        y = top + high * (1 - value * 2**20 / most)
-        body.append(f'<path class="grid" d="M{_LEFT} {y:.2f}h{wide}"/>')
-        body.append(text(_LEFT - 6, y + 4, f"{value:g}", "small end"))
-    for row, course, paint in zip(report.policies, courses, paints, strict=True):
-        points = " ".join(f"{_LEFT + wide * at:.1f},{top + high * (1 - count / most):.1f}" for at, count in course)
-        title = f"<title>{row.about['policy']}: keeps {_mib(row.fullest.planned.kept)} MiB by the plan</title>"
-        body.append(f'<polyline points="{points}" fill="none" stroke="{paint}" stroke-width="1.5">{title}</polyline>')
-    body.append(
-        text(_LEFT + wide / 2, top + high + 22, "one step, from its start to its end; MiB that it allocates", "mid")
-    )
-    width = max(_LEFT + wide + MARGIN, end, 2 * MARGIN + 5.9 * max(len(report.on), len(report.of)))
-    return document(width, top + high + 40, "Memory over one step, by what is recomputed", body)
+    meanings = [([_PAINT], f"allocated; a row is {_mib(most)} MiB high"), ([], report.on), ([], report.of)]
+    title = "Memory over one step, from its start to its end, by what is recomputed"
+    return picture(title, rows, 1.0, "step", meanings, high=96.0)

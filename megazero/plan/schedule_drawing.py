@@ -109,16 +109,10 @@ def draw_text(timeline: Timeline, width: int) -> Text:
 
 
 def _columns_per_time(timeline: Timeline, columns: int) -> float:
-    """Columns per unit of time: a whole number for every cell if the times have a common measure, else all there are."""
-    makespan = timeline.makespan
-    measure = 0.0
-    for time in sorted({time for span in timeline.spans.values() for time in span}, reverse=True):
-        rest = time
-        while rest > makespan * 1e-6:  # Euclid's algorithm on floats; the nearest multiple, not the one below
-            measure, rest = rest, abs(measure - rest * round(measure / rest))
-        if measure * columns < makespan * (1 - 1e-6):
-            return columns / makespan
-    return columns // round(makespan / measure) / measure
+    """Columns per unit of time: a whole number of them for the shortest action, if it has any."""
+    per_time = columns / timeline.makespan
+    shortest = min((end - start for start, end in timeline.spans.values() if end > start), default=timeline.makespan)
+    return floor(per_time * shortest + 1e-9) / shortest if per_time * shortest >= 1 else per_time
 
 
 def _cell(action: Action, columns: int, chunks: int) -> Text:

@@ -15,8 +15,7 @@ from megazero.plan.svg import Bar, picture
 from megazero.schedules.action import Action, ActionKind
 from megazero.schedules.proof import Timeline
 
-_FILL_RGB = {ActionKind.FORWARD: 0xCFE3F8, ActionKind.BACKWARD: 0xD5EDD3, ActionKind.WEIGHT: 0xFBE3C0}
-_EDGE_RGB = {ActionKind.FORWARD: 0x5B92C9, ActionKind.BACKWARD: 0x5F9E5A, ActionKind.WEIGHT: 0xC98F35}
+_COLOURS = {ActionKind.FORWARD: "#5b92c9", ActionKind.BACKWARD: "#5f9e5a", ActionKind.WEIGHT: "#c98f35"}
 _IDLE = 'class="idle"'
 
 
@@ -49,13 +48,9 @@ def draw_svg(timeline: Timeline, unit: str = "", about: str = "") -> str:
 
 
 def _paint(kind: ActionKind, chunk: int, chunks: int) -> str:
-    """Fill and stroke of a cell; the higher the chunk, the nearer its fill is to the stroke."""
-    share = 0.75 * chunk / max(chunks - 1, 1)
-    fill = 0
-    for shift in (16, 8, 0):
-        light, dark = _FILL_RGB[kind] >> shift & 255, _EDGE_RGB[kind] >> shift & 255
-        fill |= round(light + (dark - light) * share) << shift
-    return f'fill="#{fill:06x}" stroke="#{_EDGE_RGB[kind]:06x}" stroke-width="0.8"'
+    """Fill and stroke of a cell; the higher the chunk, the more solid its fill."""
+    colour, share = _COLOURS[kind], 0.3 + 0.5 * chunk / max(chunks - 1, 1)
+    return f'fill="{colour}" fill-opacity="{share:.2f}" stroke="{colour}" stroke-width="0.8"'
 
 
 def chrome_trace(timeline: Timeline, unit_us: float = 1000.0) -> dict[str, Any]:
