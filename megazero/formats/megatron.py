@@ -28,6 +28,7 @@ training/checkpointing.py; NeMo: nemo/lightning/io/pl.py and pytorch/strategies/
 from __future__ import annotations
 
 import re
+import tomllib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
@@ -35,6 +36,7 @@ from importlib import import_module
 from importlib.util import find_spec
 from itertools import product
 from math import prod
+from pathlib import Path
 from typing import Any, TypeAlias
 
 import torch
@@ -56,35 +58,9 @@ _FLAG = "save once with Megatron's --dist-ckpt-optim-fully-reshardable"
 _STATE = re.compile(r"optimizer\.state\.(?P<kind>\w+)\.(?P<name>.+)")
 _KINDS = {"exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq", "fp32_param": MASTER, "param": MASTER}
 _STACKED = re.compile(r"(?P<before>(?:.+\.)?decoder\.layers)\.(?P<after>\D.*)")
-_NOT_TAKEN = {  # no note on what is read, or says nothing about the run
-    rf"{COMMON}: (args|checkpoint_version|iteration|optimizer|num_floating_point_operations_so_far|content_metadata)": "",
-    rf"{COMMON}: (epoch|global_step|pytorch-lightning_version|\w*state_dict|optimizer_states|hparams_name)": "",
-    rf"{COMMON}: (loops|callbacks|hyper_parameters|\w*Data\w*|\w*Precision\w*)": "",
-    rf"{COMMON}: (opt_param_scheduler|lr_schedulers)": "the schedule is that of the run file, at the same update",
-    r".*\.(_extra_state)/.*": "the state of TransformerEngine's kernels",
-    r"optimizer\.distributed\.dp_group_idx_\d+\.(optimizer|grad_scaler|per_bucket_numel(_unpadded)?)/.*": "",
-    r"rng_state/.*": "random numbers here follow from the seed and the position",
-    r"rerun_state_machine_state/.*": "what it found in steps that are done",
-}
-# args that must say what the run file says, and args that our models compute in one way only
-_SIZES = {"num_layers": "num_layers", "hidden_size": "hidden_size", "ffn_hidden_size": "ffn_hidden_size"}
-_SIZES |= {"num_attention_heads": "num_heads", "num_query_groups": "num_kv_heads", "kv_channels": "head_size"}
-_SIZES |= {"norm_epsilon": "norm_eps", "rotary_base": "rope_theta"}
-_OFF = """rotary_interleaved apply_layernorm_1p apply_residual_connection_post_layernorm qk_l2_norm use_mup squared_relu
-    quick_geglu attention_output_gate multi_latent_attention glu_linear_offset"""
-_UNSET = """num_experts no_rope_freq window_attn_skip_freq softmax_scale activation_func_clamp_value
-    hybrid_override_pattern heterogeneous_layers_config_path experimental_attention_variant"""
-_CONSTANT: dict[str, Any] = dict.fromkeys(_OFF.split(), False) | dict.fromkeys(_UNSET.split())
-_CONSTANT |= {"rotary_percent": 1.0, "softmax_type": "vanilla"}
-# and those that follow from the family; without its fusion Megatron's GELU is that of erf
-_AS_LLAMA = {"normalization": "RMSNorm", "position_embedding_type": "rope", "swiglu": True, "activation_func": "silu"}
-_AS_GPT2 = {"normalization": "LayerNorm", "position_embedding_type": "learned_absolute", "swiglu": False}
-_AS_GPT2 |= {"bias_gelu_fusion": True, "activation_func": "gelu"}
-# The names of args in NeMo's configuration.
-_NEMO = {"layernorm_epsilon": "norm_epsilon", "gated_linear_unit": "swiglu", "num_moe_experts": "num_experts"}
-_NEMO |= {"layernorm_zero_centered_gamma": "apply_layernorm_1p", "scale_factor": "rope_scaling_factor"}
-_NEMO |= {"seq_len_interpolation_factor": "rotary_seq_len_interpolation_factor"}
-_NEMO |= {"bias_activation_fusion": "bias_gelu_fusion"}
+_ARGS = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
+_OFF, _UNSET = _ARGS["constant"]["off"].split(), _ARGS["constant"]["unset"].split()
+_CONSTANT: dict[str, Any] = dict.fromkeys(_OFF, False) | dict.fromkeys(_UNSET) | _ARGS["constant"]["values"]
 
 
 def read_nemo(folder: LocalFolder, model: ModelConfig) -> ForeignCheckpoint:
@@ -93,7 +69,7 @@ def read_nemo(folder: LocalFolder, model: ModelConfig) -> ForeignCheckpoint:
     if (context := folder.child("context")).has("model.yaml") and find_spec("yaml"):
         with foreign_errors(f"{context}/model.yaml"):
             said = import_module("yaml").safe_load(context.read("model.yaml"))["config"]
-    args = {_NEMO.get(key, str(key)): value for key, value in dict(said).items() if value is not None}
+    args = {_ARGS["nemo"].get(key, str(key)): value for key, value in dict(said).items() if value is not None}
     if isinstance(function := args.get("activation_func"), dict):
         args["activation_func"] = str(function.get("_target_")).rpartition(".")[2]
     args |= {"use_rope_scaling": True} if "rope_scaling_factor" in args else {}
@@ -122,7 +98,7 @@ def read_megatron(folder: LocalFolder, model: ModelConfig, args: Mapping[str, An
     found.notes |= dict.fromkeys(f"{name}, a class in {COMMON}, is not read" for name in named)
     found.unknown += [f"{name} (named in {METADATA})" for name in source.unknown if not name.startswith("megatron.")]
     for name in (*(f"{COMMON}: {key}" for key in common), *source.values()):
-        if not found.is_not_taken(name, _NOT_TAKEN):
+        if not found.is_not_taken(name, _ARGS["not_taken"]):
             found.unknown.append(f"{name} ({_FLAG})" if ".param_state/" in name else name)
     _add_tensors(found, source, model)
     if not args:
@@ -153,10 +129,10 @@ def differences(args: Mapping[str, Any], model: ModelConfig) -> Iterator[str]:
         said["num_query_groups"] = said.get("num_attention_heads")
     if said.get("position_embedding_type", "rope") != "rope":
         said = {key: value for key, value in said.items() if not key.startswith("rotary")}
-    for key, ours in _SIZES.items():
+    for key, ours in _ARGS["sizes"].items():
         if said.get(key) is not None and not _is(said[key], getattr(model, ours)):
             yield f"{key}={said[key]!r}, model.{ours} is {getattr(model, ours)!r}"
-    for key, value in (_CONSTANT | (_AS_LLAMA if _turns(model) else _AS_GPT2)).items():
+    for key, value in (_CONSTANT | _ARGS["constant"]["llama" if _turns(model) else "gpt2"]).items():
         if key in said and not _is(said[key], value):
             yield f"{key}={said[key]!r}, supported is {value!r}"
     if said and (window := _window(said.get("window_size"))) != model.sliding_window:

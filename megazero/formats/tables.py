@@ -7,16 +7,16 @@
 A tensor of ours is made of one tensor of theirs by moving elements only, so moments move as the weights do.  `{}` stands
 for the number of the layer.
 
-Sources: torchtitan/models/{llama3,qwen3}/state_dict_adapter.py, of today and of its releases up to 0.2; Megatron-LM's
-megatron/core: transformer/attention.py (linear_qkv), transformer/mlp.py (linear_fc1), models/gpt/gpt_layer_specs.py (a
-separate norm is saved under the name of the fused one).
+The tables themselves are data: tables.toml.
 """
 
 from __future__ import annotations
 
 import re
+import tomllib
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 from torch import Tensor
@@ -68,7 +68,7 @@ class NameTable:
 
     name: str
     embedding: str
-    tensors: Mapping[str, Theirs] = field(default_factory=dict)
+    tensors: dict[str, Theirs] = field(default_factory=dict)
     dropped: str = ""
     head: str = "lm_head.weight"
     buffers: re.Pattern[str] = _NOTHING
@@ -147,130 +147,48 @@ def without_padding(tensor: Tensor, model: ModelConfig) -> Tensor:
     return tensor[: model.vocab_size]
 
 
-# What torchtitan's own models compute with; releases from 0.2 on scale the frequencies of every Llama, and 0.1 of none.
-_SCALED = RopeScaling(type="llama3", factor=8.0, original_seq_len=8192)
-_TITAN_LLAMA = {"rope_theta": 500000.0, "rope_scaling": _SCALED, "norm_eps": 1e-5, "sliding_window": None}
-_TITAN_QWEN3 = {"rope_theta": 1000000.0, "rope_scaling": None, "norm_eps": 1e-6}
-EMBEDDING, LAYER = "model.embed_tokens.weight", "model.layers.{}."
-
-
-def torchtitan(
-    name: str, qkv: str, head: str, *, unscaled: str = "", of_layer: Mapping[str, Theirs] | None = None
-) -> NameTable:
-    """torchtitan's names for a family of which the tensors are named like a Llama's.
-
-    Args:
-        name: of the table.
-        qkv: the module of q, k and v.
-        head: the output layer.
-        unscaled: how to leave rotary positions unscaled there; of Llama alone, whose rotary positions turn neighbours there,
-            not halves of a head.
-        of_layer: further tensors of a layer, by our name without the layer.
-    """
-    q, k = (Theirs(f"layers.{{}}.{qkv}.{one}.weight") for one in ("wq", "wk"))
-    if unscaled:
-        q = Theirs(q.name, *rows_of_pairs(lambda model: model.num_heads))
-        k = Theirs(k.name, *rows_of_pairs(kv_heads))
-    layer = {
-        "self_attn.q_proj.weight": q,
-        "self_attn.k_proj.weight": k,
-        "self_attn.v_proj.weight": Theirs(f"layers.{{}}.{qkv}.wv.weight"),
-        "self_attn.o_proj.weight": Theirs("layers.{}.attention.wo.weight"),
-        "mlp.gate_proj.weight": Theirs("layers.{}.feed_forward.w1.weight"),
-        "mlp.up_proj.weight": Theirs("layers.{}.feed_forward.w3.weight"),
-        "mlp.down_proj.weight": Theirs("layers.{}.feed_forward.w2.weight"),
-        "input_layernorm.weight": Theirs("layers.{}.attention_norm.weight"),
-        "post_attention_layernorm.weight": Theirs("layers.{}.ffn_norm.weight"),
-    }
-    top = {EMBEDDING: "tok_embeddings.weight", "model.norm.weight": "norm.weight", "lm_head.weight": head}
-    table = _table(name, {ours: Theirs(theirs) for ours, theirs in top.items()}, layer | dict(of_layer or {}), head)
-    own = _TITAN_LLAMA if unscaled else _TITAN_QWEN3
-    return replace(table, own=own, unscaled=unscaled, rotations="freqs_cis", buffers=re.compile("freqs_cis"))
-
-
-def megatron(of_layer: Mapping[str, Theirs] | None = None) -> NameTable:
-    """The table of a family that is named as a Llama, with further tensors of a layer by our name without the layer."""
-    qkv, fc1 = "decoder.layers.{}.self_attention.linear_qkv.", "decoder.layers.{}.mlp.linear_fc1."
-    head = "output_layer.weight"
-    layer = {f"self_attn.{one}_proj.weight": Theirs(f"{qkv}weight", of_query_groups(one), None) for one in "qkv"}
-    layer |= {
-        "self_attn.o_proj.weight": Theirs("decoder.layers.{}.self_attention.linear_proj.weight"),
-        "mlp.gate_proj.weight": Theirs(f"{fc1}weight", half(0), None),
-        "mlp.up_proj.weight": Theirs(f"{fc1}weight", half(1), None),
-        "mlp.down_proj.weight": Theirs("decoder.layers.{}.mlp.linear_fc2.weight"),
-        "input_layernorm.weight": Theirs(f"{qkv}layer_norm_weight"),
-        "post_attention_layernorm.weight": Theirs(f"{fc1}layer_norm_weight"),
-    }
-    top = {
-        EMBEDDING: Theirs("embedding.word_embeddings.weight", without_padding, None),
-        "model.norm.weight": Theirs("decoder.final_layernorm.weight"),
-        "lm_head.weight": Theirs(head, without_padding, None),
-    }
-    return _table("megatron", top, layer | dict(of_layer or {}), head)
-
-
-def _table(name: str, top: Mapping[str, Theirs], layer: Mapping[str, Theirs], head: str) -> NameTable:
-    return NameTable(name, EMBEDDING, {**top, **{LAYER + ours: theirs for ours, theirs in layer.items()}}, head=head)
-
-
-_UNSCALED, _UNSCALED_0_2 = 'none (scaling="none" in ComplexRoPE.Config)', "none (RoPEScalingArgs(scaling_factor=1.0))"
-LLAMA = (
-    torchtitan("torchtitan", "attention.qkv_linear", "lm_head.weight", unscaled=_UNSCALED),
-    torchtitan("torchtitan-0.2", "attention", "output.weight", unscaled=_UNSCALED_0_2),
-    megatron(),
-)
-
-_QKV = "decoder.layers.{}.self_attention.linear_qkv."
-QWEN2 = (megatron({f"self_attn.{one}_proj.bias": Theirs(f"{_QKV}bias", of_query_groups(one), None) for one in "qkv"}),)
-
-_TITAN_NORMS = {f"self_attn.{one}_norm.weight": Theirs(f"layers.{{}}.attention.{one}_norm.weight") for one in "qk"}
-_MEGATRON_NORMS = {
-    f"self_attn.{one}_norm.weight": Theirs(f"decoder.layers.{{}}.self_attention.{one}_layernorm.weight") for one in "qk"
-}
-QWEN3 = (  # rotary positions turn halves there, too
-    torchtitan("torchtitan", "attention.qkv_linear", "lm_head.weight", of_layer=_TITAN_NORMS),
-    torchtitan("torchtitan-0.2", "attention", "output.weight", of_layer=_TITAN_NORMS),
-    megatron(_MEGATRON_NORMS),
-)
-
-
-# GPT-2: matrices are [out, in] there and [in, out] here, as transformers stores them.
-
-
-def _transposed(tensor: Tensor, _: ModelConfig) -> Tensor:
-    return tensor.t()
-
-
-def _qkv(tensor: Tensor, model: ModelConfig) -> Tensor:
-    """q | k | v of all heads, from q, k, v of each head."""
+def of_heads(tensor: Tensor, model: ModelConfig) -> Tensor:
+    """q | k | v of all heads, from q, k, v of each head: GPT-2's, whose matrices are [in, out] here and [out, in] there."""
     rows = tensor.unflatten(0, (model.num_heads, 3, -1)).transpose(0, 1).flatten(0, 2)
     return rows.t() if rows.dim() == 2 else rows
 
 
-def _megatron_gpt2() -> NameTable:
-    layer = "decoder.layers.{}."
-    qkv, proj = f"{layer}self_attention.linear_qkv.", f"{layer}self_attention.linear_proj."
-    fc1, fc2 = f"{layer}mlp.linear_fc1.", f"{layer}mlp.linear_fc2."
-    tensors = {
-        "transformer.wte.weight": Theirs("embedding.word_embeddings.weight", without_padding, None),
-        "transformer.wpe.weight": Theirs("embedding.position_embeddings.weight"),
-        "transformer.h.{}.attn.c_attn.weight": Theirs(f"{qkv}weight", _qkv, None),
-        "transformer.h.{}.attn.c_attn.bias": Theirs(f"{qkv}bias", _qkv, None),
-    }
-    for ours, theirs in {"attn.c_proj": proj, "mlp.c_fc": fc1, "mlp.c_proj": fc2}.items():
-        tensors[f"transformer.h.{{}}.{ours}.weight"] = Theirs(f"{theirs}weight", _transposed, _transposed)
-        tensors[f"transformer.h.{{}}.{ours}.bias"] = Theirs(f"{theirs}bias")
-    for of in ("weight", "bias"):
-        tensors[f"transformer.h.{{}}.ln_1.{of}"] = Theirs(f"{qkv}layer_norm_{of}")
-        tensors[f"transformer.h.{{}}.ln_2.{of}"] = Theirs(f"{fc1}layer_norm_{of}")
-        tensors[f"transformer.ln_f.{of}"] = Theirs(f"decoder.final_layernorm.{of}")
-    return NameTable("megatron", "transformer.wte.weight", tensors, head="output_layer.weight")
+def transposed(tensor: Tensor, model: ModelConfig) -> Tensor:
+    """[out, in] <-> [in, out]."""
+    return tensor.t()
 
 
-GPT2 = (_megatron_gpt2(),)
+MOVES: dict[str, tuple[Move, Move | None]] = {
+    "": (unmoved, unmoved),
+    "pairs of q": rows_of_pairs(lambda model: model.num_heads),
+    "pairs of k": rows_of_pairs(kv_heads),
+    **{f"{projection} of groups": (of_query_groups(projection), None) for projection in "qkv"},
+    "first half": (half(0), None),
+    "second half": (half(1), None),
+    "unpadded": (without_padding, None),
+    "qkv of heads": (of_heads, None),
+    "transposed": (transposed, transposed),
+}
+"""(take, give) by their name in tables.toml."""
 
 
-TABLES = {"llama": LLAMA, "mistral": LLAMA, "qwen2": QWEN2, "qwen3": QWEN3, "gpt2": GPT2}
+def _read_table(tables: Mapping[str, Any], key: str) -> NameTable:
+    """The table of a key of tables.toml."""
+    given = dict(tables[key])
+    base = _read_table(tables, given.pop("base")) if "base" in given else NameTable("", "")
+    own = {name: None if value == "none" else value for name, value in given.pop("own", base.own).items()}
+    if isinstance(scaling := own.get("rope_scaling"), dict):
+        own["rope_scaling"] = RopeScaling(**scaling)
+    places = {ours: theirs.partition(" | ") for ours, theirs in given.pop("tensors").items()}
+    tensors = {ours: Theirs(name, *MOVES[move]) for ours, (name, _, move) in places.items()}
+    buffers = re.compile(given.pop("buffers", base.buffers))
+    return replace(base, **given, own=own, buffers=buffers, tensors=base.tensors | tensors)
+
+
+_DATA = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
+TABLES = {
+    family: tuple(_read_table(_DATA["tables"], key) for key in keys) for family, keys in _DATA["families"].items()
+}
 """By family.  A script adds those of its own family."""
 
 
