@@ -71,6 +71,10 @@ def test_a_plan_says_memory_step_traffic_and_run(file: Path, tmp_path: Path) -> 
     out = _plan(Path(__file__).parents[1] / "examples" / "quickstart.toml", *words)[1]
     assert re.search("^memory .* gradient buffers  ", out, re.MULTILINE), out
     assert "gradient_buffers" not in page.read_text()
+    samples = re.findall(
+        r'width="14.00" height="14.00" fill="(#\w+)"', page.read_text().partition("<h1>")[2].partition("</svg>")[0]
+    )
+    assert len(samples) == len({*samples}) >= 5  # of the legend of memory: no two kinds share a colour
 
 
 @pytest.mark.slow

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from html import escape
+from itertools import cycle
 
 from megazero.plan.devices import size_text
 from megazero.plan.memory import RankMemory
@@ -31,9 +32,11 @@ _KINDS = {  # of memory, in the order of a bar
     "tokens": "#c9a227",
     "tables": "#6b8e23",
     "other": "#34507a",
-    "communicators": "#8b95a1",
+    "secondary_shard": "#8a6bb8",
+    "communicators": "#5c4033",
     "allocator slack": "#c3cad1",
 }
+_OTHER_KINDS = "#a1887f", "#3e6b6b", "#b39ddb", "#2f3b4a"  # such as `optimizer on host`
 _WORKS = {"F": ("forward", "#7fb0de"), "B": ("backward", "#86c07f"), "W": ("weight gradients", "#e3c16f")}
 _WAITS = {"tp": "#b3261e", "cp": "#d2691e", "ep": "#c9a227", "dp": "#8e44ad", "pp": "#d81b78"}
 _WAITS |= {"optimizer": "#34507a", "idle": "#e9ecef"}
@@ -61,19 +64,21 @@ def plan_html(plan: Plan, found: Found | None = None) -> str:
 def _memory(plan: Plan) -> str:
     order = list(_KINDS)
     kinds = sorted(shown_kinds(plan), key=lambda kind: order.index(kind) if kind in order else len(order))
+    others = cycle(_OTHER_KINDS)
+    paints = {kind: _paint(_KINDS.get(kind) or next(others)) for kind in kinds} | {"rest": _paint(_OTHER)}
     capacity, size = plan.cluster.device.memory_bytes, 2**30
 
     def row(rank: RankMemory) -> Iterator[Bar]:
         at, rest = 0.0, rank.peak - sum(rank.kinds.get(kind, 0) for kind in kinds)
         for kind, count in (*((kind, rank.kinds.get(kind, 0)) for kind in kinds), ("rest", max(rest, 0))):
-            yield Bar(at, at + count / size, _paint(_KINDS.get(kind, _OTHER)), f"{plain(kind)}: {size_text(count)}")
+            yield Bar(at, at + count / size, paints[kind], f"{plain(kind)}: {size_text(count)}")
             at += count / size
 
     rows = [
         (f"{_name(plan, rank.stage)}: {size_text(rank.peak)}{', fullest' * (rank is plan.fullest)}", row(rank))
         for rank in plan.memory
     ]
-    meanings = [([_paint(_KINDS.get(kind, _OTHER))], plain(kind)) for kind in (*kinds, "rest")]
+    meanings = [([paint], plain(kind)) for kind, paint in paints.items()]
     end = max(plan.fullest.peak, capacity) * 1.02 / size
     heading = f"Memory at each rank's fullest moment; the line is the device's {size_text(capacity)}"
     return picture(heading, rows, end, "GiB", meanings, wide=_WIDE, mark=capacity / size)
