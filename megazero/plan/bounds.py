@@ -95,7 +95,7 @@ class Bounds:
     def _products(self) -> float:
         device = self.cluster.device
         share = 1.0
-        if device.calibration is None:
+        if self.cluster.calibration is None:
             share = max(device.product_share, device.attention_share, device.attention_backward_share)
         precision = self.config.precision
         peak = device.peak_of(precision.dtype if precision.fp8 == "none" else "fp8")

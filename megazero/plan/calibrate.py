@@ -33,7 +33,7 @@ from megazero.engine.outline import elements_in, stages_of
 from megazero.parallel_state import ParallelState, RankGrid
 from megazero.plan.calibrate_collectives import collective_samples, mean_of
 from megazero.plan.calibrate_gpu import fitted, gpu_here
-from megazero.plan.calibration import Calibration, OperatorTable, Product, Samples, with_itself
+from megazero.plan.calibration import Calibration, OperatorTable, Product, Samples
 from megazero.plan.cluster import Cluster
 from megazero.plan.devices import Device, Link
 from megazero.plan.fake_tensors import Operator, Value
@@ -196,11 +196,11 @@ def calibrate(*, quick: bool = False, say: Callable[[str], None] = print) -> Cal
     (_, first), *_, (size, last) = collectives["send_recv 2"]
     within, both = Link("this machine", size / last, first), (probes[0], probes[-1])
     device = _device(alone, within)
-    bare = with_itself(Calibration(device, processors, within, alone, crowded, collectives, both, conditions))
+    bare = Calibration(device, processors, within, alone, crowded, collectives, both, conditions)
     say("steps of runs beside their plans")
     stretch = step_stretch(bare, 1 if quick else 3)
     say(f"{stretch:.3f} times as long as planned; {time.perf_counter() - begin:.0f} s")
-    return with_itself(replace(bare, alone=alone.scaled(stretch), crowded=crowded.scaled(stretch)))
+    return replace(bare, alone=alone.scaled(stretch), crowded=crowded.scaled(stretch))
 
 
 def _device(table: OperatorTable, link: Link) -> Device:
@@ -220,7 +220,8 @@ def step_stretch(bare: Calibration, turns: int = 3) -> float:
     """Return the median ratio of measured to planned step time.  `turns`: how often each run's steps are measured."""
     ratios = []
     for run in _whole_runs(bare.processors):
-        cluster = Cluster(bare.device, run.world_size, run.world_size, bare.within, bare.within, bare.processors)
+        world, link = run.world_size, bare.within
+        cluster = Cluster(bare.device, world, world, link, link, bare.processors, bare)
         ranks = in_processes(run.world_size, _whole_steps, run, bare.processors, turns)
         probe = bare.probe_seconds[run.world_size > 1]
         slowest = [max(steps) for steps in zip(*(seconds for seconds, _ in ranks), strict=True)]

@@ -12,21 +12,30 @@ from __future__ import annotations
 
 import json
 from bisect import bisect_left
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from hashlib import sha256
-from math import exp, inf, log
+from math import exp, log
 from pathlib import Path
-from typing import Any, NamedTuple, TypeAlias
+from typing import Annotated, Any, NamedTuple, TypeAlias
 
-from megazero.plan.devices import Device, Link
+from pydantic import AfterValidator, Field, TypeAdapter
+
+from megazero.plan.devices import Device, Link, Positive
 from megazero.schedules.action import write_text
 
 VERSION = 4
 _NEAREST = 4  # measured products that stand for one that was not
 
-Samples: TypeAlias = tuple[tuple[float, float], ...]
+
+def _by_size(samples: Samples) -> Samples:
+    if not samples or [size for size, _ in samples] != sorted({size for size, _ in samples}):
+        raise ValueError("samples are missing, or not sorted by size")
+    return samples
+
+
+Samples: TypeAlias = Annotated[tuple[tuple[Positive, Positive], ...], AfterValidator(_by_size)]
 """(size, seconds), by size."""
 
 
@@ -34,10 +43,10 @@ class Product(NamedTuple):
     """A measured matrix product [m, k] x [k, n]."""
 
     dtype: str
-    m: int
-    n: int
-    k: int
-    seconds: float
+    m: Annotated[int, Field(gt=0)]
+    n: Annotated[int, Field(gt=0)]
+    k: Annotated[int, Field(gt=0)]
+    seconds: Positive
 
 
 @dataclass(frozen=True)
@@ -111,7 +120,7 @@ class Calibration:
     """Everything that `megazero calibrate` measured on a machine.
 
     Args:
-        device: a host as a device, with this calibration in it; or a GPU with the shares that were fitted, and without.
+        device: a host as a device, or a GPU with the shares that were fitted.
         processors: cores that the ranks of a node share; 0: a GPU, whose plans need the device alone.
         within: between ranks of one node.
         alone, crowded: see above; equal where nothing is shared.
@@ -152,15 +161,6 @@ class Calibration:
         return min(known, key=lambda count: abs(log(count / ranks)), default=None)
 
 
-def _table_of(value: Mapping[str, Any]) -> OperatorTable:
-    products = tuple(Product(*product) for product in value["products"])
-    return OperatorTable(products, _samples_of(value["operators"]), value["host_seconds"])
-
-
-def _samples_of(value: Mapping[str, Sequence[Sequence[float]]]) -> dict[str, Samples]:
-    return {name: tuple((float(size), float(seconds)) for size, seconds in samples) for name, samples in value.items()}
-
-
 def read_calibration(path: Path) -> Calibration:
     """Read a file of `write_calibration`.
 
@@ -174,50 +174,21 @@ def read_calibration(path: Path) -> Calibration:
             raise ValueError(f"it has version {found['version']}, this program reads {VERSION}")
         if found.pop("sha256", None) not in (None, _checksum(found)):  # files of before have none
             raise ValueError("it was damaged or changed: its checksum is another")
-        _check_numbers(found)
-        alone, crowded = _table_of(found["alone"]), _table_of(found["crowded"])
-        values = dict(found["device"])
-        within = Link(**found["within"])
-        collectives, conditions = _samples_of(found["collectives"]), str(found["conditions"])
-        alone_probe, crowded_probe = map(float, found["probe_seconds"])
-        shared = Device(**values, link=within), found["processors"], within, alone, crowded
-        bare = Calibration(*shared, collectives, (alone_probe, crowded_probe), conditions)
+        found["device"]["link"] = found["within"]
+        return TypeAdapter(Calibration).validate_python(found)
     except (LookupError, TypeError, ValueError, AttributeError, RecursionError) as error:
-        why = f"it lacks {error}" if isinstance(error, KeyError) else str(error) or repr(error)
+        why = f"it lacks {error}" if isinstance(error, KeyError) else " ".join(str(error).split())
         raise ValueError(
             f"{path} is no calibration ({why}); write one with: megazero calibrate --out {path}"
         ) from error
-    return with_itself(bare) if bare.processors else bare
-
-
-def with_itself(bare: Calibration) -> Calibration:
-    """Return the calibration with a reference to itself in its device."""
-    return replace(bare, device=replace(bare.device, calibration=bare))
 
 
 def write_calibration(calibration: Calibration, path: Path) -> None:
     """Write a file beside `path` and rename it."""
-    found = {"version": VERSION, **asdict(replace(calibration, device=replace(calibration.device, calibration=None)))}
-    del found["device"]["calibration"], found["device"]["link"]  # itself, and `within`
+    found = {"version": VERSION, **asdict(calibration)}
+    del found["device"]["link"]  # it is `within`
     write_text(path, json.dumps(found | {"sha256": _checksum(found)}))
 
 
 def _checksum(found: Mapping[str, Any]) -> str:
     return sha256(json.dumps(found, sort_keys=True).encode()).hexdigest()
-
-
-def _check_numbers(found: Mapping[str, Any]) -> None:
-    """Check that sizes and times are positive and samples sorted by size.  Raises: ValueError."""
-    tables = [found["alone"], found["crowded"]]
-    samples = [*found["collectives"].items(), *(named for table in tables for named in table["operators"].items())]
-    for name, pairs in samples:
-        sizes = [size for size, _ in pairs]
-        if not pairs or sizes != sorted(set(sizes)) or not all(0 < number < inf for pair in pairs for number in pair):
-            raise ValueError(f"the samples of {name} are not positive, or not sorted by size")
-    numbers = [number for table in tables for product in table["products"] for number in product[1:]]
-    device = found["device"]
-    numbers += [found["within"]["bytes_per_second"], found["within"]["share"], device["launch_seconds"]]
-    numbers += [*device["peak_flops"].values(), *(device[key] for key in ("memory_bytes", "memory_bandwidth"))]
-    shares = [share for name, share in device.items() if name.endswith("_share")]
-    if not all(0 < number < inf for number in numbers + shares) or max(shares) > 1:
-        raise ValueError("a number in it is not positive, or a share is above 1")

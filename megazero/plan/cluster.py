@@ -8,13 +8,13 @@ Ranks are numbered as `RankGrid` numbers them, so which axis crosses nodes is ar
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
 
 from megazero.config import ResolvedRun
-from megazero.plan.calibration import OperatorTable, read_calibration
+from megazero.plan.calibration import Calibration, OperatorTable, read_calibration
 from megazero.plan.devices import ALIASES, DEVICES, NETWORKS, Device, Link, device_of
 from megazero.registry import unknown_name
 
@@ -32,6 +32,7 @@ class Cluster:
         within, between: the links of ranks of one node, and of ranks of two.
         processors: cores that the ranks of a node share, which may be fewer than were calibrated, where one machine stands
             for several nodes; 0: every rank has a device of its own.
+        calibration: of a host whose processors its ranks share: it goes before the device's shares.
     """
 
     device: Device
@@ -40,6 +41,7 @@ class Cluster:
     within: Link
     between: Link
     processors: int = 0
+    calibration: Calibration | None = field(default=None, hash=False, compare=False)
 
     @property
     def nodes(self) -> int:
@@ -49,7 +51,7 @@ class Cluster:
     @property
     def table(self) -> OperatorTable | None:
         """Operator times measured with as many busy processors as here; None without a calibration."""
-        if (calibration := self.device.calibration) is None:
+        if (calibration := self.calibration) is None:
             return None
         return calibration.table(max(min(self.ranks, self.per_node), calibration.processors // self.processors))
 
@@ -92,9 +94,9 @@ def cluster_of(
     if gpu.endswith(".json"):
         if not Path(gpu).exists():
             raise ValueError(f"--gpu {gpu}: there is no such file; megazero calibrate --out {gpu} writes one")
-        calibration = read_calibration(Path(gpu))
-        within, device = calibration.within, calibration.device
-        return Cluster(device, gpus, min(per_node, gpus), within, between, calibration.processors)
+        found = read_calibration(Path(gpu))
+        shared = found if found.processors else None
+        return Cluster(found.device, gpus, min(per_node, gpus), found.within, between, found.processors, shared)
     short = ALIASES.get(gpu.lower(), gpu.lower())
     if short not in DEVICES:
         error = unknown_name("GPU", gpu, [*DEVICES, *ALIASES])

@@ -66,7 +66,7 @@ class GroupLink:
         """Return the seconds of a collective in which each rank sends `sent_bytes`."""
         if self.ranks == 1:
             return 0.0
-        if (calibration := self.cluster.device.calibration) is not None:
+        if (calibration := self.cluster.calibration) is not None:
             inner = min(self.ranks, self.per_node)
             here = calibration.collective(operation, inner, sent_bytes) if inner > 1 else 0.0
             own = (here or 0.0) * min(1.0, calibration.processors / inner)  # the ranks were slowed by one another
@@ -83,7 +83,7 @@ class GroupLink:
 
     def wait_seconds(self, behind: float) -> float:
         """Return how long ranks of a calibrated host wait for the slowest one after `behind` seconds of computation."""
-        calibration = self.cluster.device.calibration
+        calibration = self.cluster.calibration
         if calibration is None or self.ranks == 1:
             return 0.0
         here = calibration.wait(self.ranks, behind)
@@ -91,7 +91,7 @@ class GroupLink:
 
     def message_seconds(self, size: float) -> float:
         """Return the seconds of a message from one rank of the group to the next."""
-        if not self.crosses and (calibration := self.cluster.device.calibration) is not None:
+        if not self.crosses and (calibration := self.cluster.calibration) is not None:
             return calibration.collective("send_recv", 2, size) or 0.0
         return self._to_the_next(size, min(self.cluster.per_node, self.cluster.ranks))
 

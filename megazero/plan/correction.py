@@ -11,6 +11,7 @@ counts itself, its libraries and all.  Time is compared where the plan was made 
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -39,6 +40,7 @@ class Kept:
         shape: of the run: degrees, ZeRO stage, schedule, batches, as `shape_of`.
         device: that it was made for.
         seconds, peak, sent: of a step, for rank 0.
+        ratio: measured over planned seconds; None where no run has measured its steps.
     """
 
     shape: Mapping[str, object]
@@ -46,6 +48,7 @@ class Kept:
     seconds: float
     peak: int
     sent: Mapping[str, int]
+    ratio: float | None = None
 
     def compared(
         self, run: ResolvedRun, device: str, seconds: float, peak: int | None, sent: Mapping[str, int]
@@ -89,45 +92,40 @@ def shape_of(run: ResolvedRun) -> dict[str, object]:
     }
 
 
-def read_kept(path: Path) -> Kept | None:
-    """Read a plan of `--keep` or `--json`; None if there is none or it cannot be read."""
-    with suppress(OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError):
+def read_kept(path: Path) -> Kept:
+    """Read a plan of `--keep` or `--json`.  Raises: ValueError: it is no plan, or damaged; OSError."""
+    try:
         written: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-        sent: dict[str, int] = {}
+        sent = Counter[str]()
         for name, numbers in written["traffic"][0].items():
-            axis = name.split()[0]
-            sent[axis] = sent.get(axis, 0) + numbers["sent_bytes"]
+            sent[name.split()[0]] += int(numbers["sent_bytes"])
         shape = {key: written["run"][key] for key in written["run"] if key != "parameters"}
         first = written["memory"][0]["peak"] - sum(written["memory"][0]["kinds"].get(kind, 0) for kind in _NO_TENSORS)
-        seconds, device = float(written["step"]["seconds"]), str(written["cluster"]["device"])
-        if 0 < seconds < inf and 0 < first < inf:
-            return Kept(shape, device, seconds, first, {axis: int(count) for axis, count in sent.items() if count})
-    return None
+        seconds, ratio = float(written["step"]["seconds"]), written.get("measured", {}).get("seconds_ratio")
+        if not all(0 < number < inf for number in (seconds, first, 1.0 if ratio is None else ratio)):
+            raise ValueError
+        return Kept(shape, str(written["cluster"]["device"]), seconds, first, dict(+sent), ratio)
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
+        wrong = "is no plan: megazero plan --keep writes one, and train adds what it measured"
+        raise ValueError(f"{path} {wrong}") from None
 
 
-def add_measured(path: Path, kept: Mapping[str, object]) -> None:
+def add_measured(path: Path, found: Mapping[str, object]) -> None:
     """Add measurements to a plan's file.  Raises: OSError, ValueError, TypeError: there is no such plan any more."""
     written = json.loads(path.read_text(encoding="utf-8"))
-    write_text(path, json.dumps(written | {"measured": dict(kept)}) + "\n")
+    write_text(path, json.dumps(written | {"measured": dict(found)}) + "\n")
 
 
 def ratio_in(path: Path, device: str) -> float:
     """Return measured over planned seconds.  Raises: ValueError: nothing was measured, or on another device; OSError."""
-    wrong = f"{path} is no plan: megazero plan --keep writes one, and train adds what it measured"
     if not path.exists():
         raise ValueError(f"{path} is not there: megazero plan --keep writes a plan, and train adds what it measured")
-    try:
-        written = json.loads(path.read_text(encoding="utf-8"))
-        planned_for, ratio = str(written["cluster"]["device"]), written.get("measured", {}).get("seconds_ratio")
-    except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
-        raise ValueError(wrong) from None
-    if ratio is None:
+    plan = read_kept(path)
+    if plan.ratio is None:
         raise ValueError(f"{path} has no measured step: train prints plan against measured at step 10 and adds it")
-    if not isinstance(ratio, int | float) or not 0 < ratio < inf:
-        raise ValueError(f"{path} has a measured step that took {ratio!r} times as long as planned; that is damaged")
-    if planned_for != device:
-        raise ValueError(f"{path} was measured on {planned_for}, and the plan is for {device}")
-    return float(ratio)
+    if plan.device != device:
+        raise ValueError(f"{path} was measured on {plan.device}, and the plan is for {device}")
+    return plan.ratio
 
 
 class PlanCheck(Callback):
@@ -144,7 +142,8 @@ class PlanCheck(Callback):
         self._seconds: list[float] = []
 
     def on_start(self) -> None:
-        self._plan = read_kept(self._path) if self._is_first else None
+        with suppress(OSError, ValueError):
+            self._plan = read_kept(self._path) if self._is_first else None
 
     def after_step(self, record: StepRecord) -> None:
         if self._plan is None or not _FIRST <= record.step <= _LAST or record.seconds is None:

@@ -15,12 +15,13 @@ import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Annotated
 
-if TYPE_CHECKING:
-    from megazero.plan.calibration import Calibration
+from pydantic import Field
 
 MIB = 2**20
+Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+Share = Annotated[float, Field(gt=0, le=1)]
 
 
 def size_text(count: float) -> str:
@@ -40,9 +41,9 @@ class Link:
     """
 
     name: str
-    bytes_per_second: float
+    bytes_per_second: Positive
     latency_seconds: float
-    share: float = 1.0
+    share: Share = 1.0
     is_shared: bool = False
 
     def rate(self, senders: int = 1) -> float:
@@ -64,22 +65,20 @@ class Device:
         product_share, attention_share, attention_backward_share: of the peak, of large products and of fused attention.
         memory_share: of the bandwidth, of operators that only move data.
         launch_seconds: host time of an operator that is not compiled.
-        calibration: of a host whose processors its ranks share: it goes before the shares.  None: nothing.
     """
 
     name: str
-    memory_bytes: int
-    peak_flops: Mapping[str, float] = field(hash=False)
-    memory_bandwidth: float
+    memory_bytes: Annotated[int, Field(gt=0)]
+    peak_flops: Mapping[str, Positive] = field(hash=False)
+    memory_bandwidth: Positive
     host_bandwidth: float
     link: Link
     multiprocessors: int = 0
-    product_share: float = 0.7
-    attention_share: float = 0.5
-    attention_backward_share: float = 0.45
-    memory_share: float = 0.88
-    launch_seconds: float = 6e-6
-    calibration: Calibration | None = field(default=None, hash=False, compare=False)
+    product_share: Share = 0.7
+    attention_share: Share = 0.5
+    attention_backward_share: Share = 0.45
+    memory_share: Share = 0.88
+    launch_seconds: Positive = 6e-6
 
     def peak_of(self, dtype: str) -> float:
         """Return the peak for a dtype; for "fp8" without kernels that of bf16, in which it is emulated."""

@@ -251,7 +251,7 @@ def operator_seconds(operator: Operator, device: Device, table: OperatorTable | 
             return known
         is_backward = "backward" in operator.name
         share = device.attention_backward_share if is_backward else device.attention_share
-        peak = device.peak_flops["bf16" if device.calibration is None else "fp32"]  # fp32 runs, too: as TF32 at best
+        peak = device.peak_flops["bf16"]  # fp32 runs, too: as TF32 at best
         return max(flops / (peak * share), moved_bytes(operator) / bytes_per_second)
     moved = moved_bytes(operator)
     if table is not None and moved and (known := table.operator(operator.name, moved)) is not None:

@@ -92,7 +92,7 @@ def pass_time(
     is_compiled: bool,
 ) -> PassTime:
     """Return the time of a pass; `later`: events that follow it in the same unit."""
-    if cluster.device.calibration is not None:
+    if cluster.calibration is not None:
         return _on_calibrated(trace.events, cluster, links)
     device = cluster.device
     events, clock = events_on_cuda(trace.events), _Clock(links)

@@ -132,7 +132,7 @@ class ZeroTimes:
 
 def zero_times_of(run: ResolvedRun, cluster: Cluster, links: Mapping[str, GroupLink]) -> ZeroTimes:
     """Return ZeRO's times of a run, from what its engine sends."""
-    overlaps = cluster.device.calibration is None or links["shard"].crosses  # sockets have threads of their own
+    overlaps = cluster.calibration is None or links["shard"].crosses  # sockets have threads of their own
     busy = min(cluster.ranks, cluster.per_node)
     stretch = max(1.0, busy / cluster.processors) if cluster.processors else 1.0
     units = units_of(run.config, schedule_of(run))
