@@ -458,6 +458,7 @@ activations.offload_layers=3
 activations.contiguous=true    activations.offload=host
 logging.straggler_every_steps=5
 logging.straggler_ratio=2.0    logging.straggler_every_steps=0
+logging.project=mine
 """
 # Those that are too large for training.steps.
 EXCEEDING = """
@@ -544,6 +545,7 @@ activations.recompute=full activations.keep_attention=true activations.layers=1 
 activations.offload_layers=[0,1] training.eval_every_steps=5 training.eval_samples=3 training.on_non_finite=skip
 training.non_finite_limit=9 checkpoint.host_memory_bytes=5 checkpoint.keep_last=2 checkpoint.keep_every_steps=7
 checkpoint.keep_best=3 logging.straggler_every_steps=5 logging.straggler_ratio=2.0 logging.pipeline_trace_step=20
+logging.loggers=['wandb'] logging.project=mine
 """
 
 

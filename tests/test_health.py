@@ -28,7 +28,7 @@ from megazero.checkpoint.index import (
     step_of,
     val_loss_of,
 )
-from megazero.config import ResolvedRun
+from megazero.config import ResolvedRun, RunConfig
 from megazero.config.schema import LoggingConfig, TrainingConfig
 from megazero.engine import Engine, NonFiniteError, Position, StepStatistics
 from megazero.models.gpt import MicroBatch
@@ -588,6 +588,6 @@ def test_a_callback_that_cannot_be_made_of_the_context_is_told_before_a_run_star
 ) -> None:
     monkeypatch.setitem(CALLBACKS._registered, "mine", _WithoutContext)
     monkeypatch.setitem(CALLBACKS._registered, "right", lambda context: _WithoutContext())
-    (problem,) = name_problems(TrainingConfig(callbacks=("mine", "right")))
+    (problem,) = name_problems(RunConfig(training=TrainingConfig(callbacks=("mine", "right"))))
     assert "mine(context)" in str(problem)
     assert "__init__(self, context)" in str(problem)

@@ -54,12 +54,12 @@ def load_extensions(names: list[str] | None) -> None:
 
 
 def callback_problems(config: RunConfig) -> Iterable[Problem]:
-    """What is wrong with the names in `training.callbacks`; torch is loaded only where there are some."""
-    if not config.training.callbacks:
+    """What is wrong with the names of callbacks and loggers; torch is loaded only where there are some."""
+    if not (config.training.callbacks or config.logging.loggers):
         return []
     from megazero.training.callbacks.registry import name_problems
 
-    return name_problems(config.training)
+    return name_problems(config)
 
 
 def schedule_problems(config: RunConfig) -> Iterable[Problem]:

@@ -482,6 +482,10 @@ class LoggingConfig(Section):
     """Step whose pipeline is measured: a picture and a trace go to the run directory. 0: none."""
     tensorboard: bool = True
     """Also write TensorBoard events to run_dir."""
+    loggers: Annotated[tuple[Text, ...], Field(strict=False)] = ()
+    """What else gets every number: "wandb", "mlflow", "trackio", or loggers of your own by name (docs/logging.md)."""
+    project: Annotated[Text, ActsWhere("logging.loggers", (), "no logger has projects")] = "megazero"
+    """Project of wandb and trackio, experiment of mlflow."""
     loss_spike_sigmas: PositiveOrZero = 6.0
     """Report a loss that exceeds the recent mean by so many standard deviations; 0: none."""
     peak_flops: Positive | None = None

@@ -60,14 +60,14 @@ def train(
         wants_stop: asked after every step and evaluation; where any rank says so, all ranks save and end after that step.
 
     Raises:
-        ConfigError: `training.callbacks` names a callback that nobody has registered.
+        ConfigError: `training.callbacks` or `logging.loggers` has a name that nobody has registered.
         DataError: the corpus cannot be opened, is not the same on all ranks, or all to be evaluated was trained on.
         OwnerError: another run owns the directories of this one, or has taken them.
         CheckpointError: the checkpoint that `checkpoint.resume` names cannot be used, or none can be written.
         NonFiniteError, LostPeerError: see `Engine.train_step`.
         OutOfMemoryError: on the rank that has no memory left.
     """
-    check_names(run.config.training)
+    check_names(run.config)
     return Trainer(run, state, show if state.rank == 0 else lambda _: None, wants_stop).run()
 
 

@@ -14,15 +14,15 @@ import json
 import os
 from abc import abstractmethod
 from array import array
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from math import isfinite
 from pathlib import Path
 
-from megazero.config import check_regular, copy_aside
+from megazero.config import check_regular, copy_aside, to_toml
 from megazero.data.sealed import parse_json
 from megazero.engine import Position
-from megazero.training.callbacks.base import Callback, Metric, StepRecord
+from megazero.training.callbacks.base import Callback, Metric, RunContext, StepRecord
 
 METRICS_FILE = "metrics.jsonl"
 _PROBE_BYTES = 1 << 16
@@ -147,6 +147,15 @@ def as_json(record: StepRecord) -> str:
     return json.dumps({key: _finite(value) for key, value in record.reported().items()})
 
 
+def numbers_of(record: StepRecord) -> Iterator[tuple[str, float]]:
+    """(name, number) of every metric of a step that is a number; of one with several numbers, each as name/part."""
+    for name, value in record.reported().items():
+        parts = value if isinstance(value, Mapping) else {"": value}
+        for part, number in parts.items():
+            if name != "step" and not isinstance(number, str):
+                yield f"{name}/{part}" if part else name, number
+
+
 def _finite(value: Metric) -> object:
     if isinstance(value, Mapping):
         return {key: _finite(number) for key, number in value.items()}
@@ -196,12 +205,9 @@ class TensorBoard(RecordFile):
         self._writer.add_text("config", self._config, after_step)
 
     def _write(self, record: StepRecord) -> None:
-        """Add one step's scalars; a metric of several numbers has a curve for each."""
-        for name, value in record.reported().items():
-            parts = value if isinstance(value, Mapping) else {"": value}
-            for part, number in parts.items():
-                if name != "step" and not isinstance(number, str):
-                    self._writer.add_scalar(f"{name}/{part}" if part else name, number, record.step)
+        """Add one step's scalars."""
+        for name, number in numbers_of(record):
+            self._writer.add_scalar(name, number, record.step)
         for name, loss in (("loss", record.loss), ("val_loss", record.val_loss)):
             if loss is not None:
                 self._by_tokens.add_scalar(f"{name}_by_tokens", loss, record.position.tokens)
@@ -219,3 +225,9 @@ class TensorBoard(RecordFile):
     def _shut(self) -> None:
         self._writer.close()
         self._by_tokens.close()
+
+
+def tensorboard_of(context: RunContext) -> TensorBoard:
+    """The TensorBoard of a run, in its directory."""
+    folder = Path(context.run.config.training.run_dir) / "tensorboard"
+    return TensorBoard(folder, context.start, to_toml(context.run), context.say)

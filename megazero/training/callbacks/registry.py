@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from importlib.util import find_spec
 from inspect import signature
 from pathlib import Path
 from typing import TypeVar
 
 from megazero.annexes import added
 from megazero.comm.collectives import LostPeerError
-from megazero.config import ConfigError, to_toml
-from megazero.config.schema import TrainingConfig
+from megazero.config import ConfigError, RunConfig
 from megazero.engine import Position
 from megazero.registry import Registry, closest
 from megazero.settings import Problem
@@ -18,7 +19,7 @@ from megazero.training.callbacks.base import Callback, RunContext, StepDecision,
 from megazero.training.callbacks.checkpointing import Checkpointing
 from megazero.training.callbacks.evaluation import Evaluation
 from megazero.training.callbacks.health import LossSpikes, NonFinitePolicy, SkipSteps
-from megazero.training.callbacks.metrics import METRICS_FILE, MetricsFile, TensorBoard
+from megazero.training.callbacks.metrics import METRICS_FILE, MetricsFile
 from megazero.training.callbacks.progress import ProgressLine
 from megazero.training.callbacks.speed import ExpertLoads, GarbageCollection, Stragglers, Utilization
 from megazero.training.watchdog import Watchdog
@@ -26,35 +27,52 @@ from megazero.training.watchdog import Watchdog
 T = TypeVar("T")
 
 CALLBACKS: Registry[Callable[[RunContext], Callback]] = Registry("callback", {})
+LOGGERS: Registry[Callable[[RunContext], Callback]] = Registry(
+    "logger",
+    {
+        "tensorboard": "megazero.training.callbacks.metrics:tensorboard_of",
+        "wandb": "megazero.training.callbacks.loggers:WANDB",
+        "mlflow": "megazero.training.callbacks.loggers:MLFLOW",
+        "trackio": "megazero.training.callbacks.loggers:TRACKIO",
+    },
+)
 
 
 class CallbackError(RuntimeError):
     """A callback that a script registered has raised an error, which is the cause of this one."""
 
 
-def check_names(training: TrainingConfig) -> None:
-    """Make sure that every callback of `training.callbacks` is registered.  Raises: ConfigError."""
-    if problems := name_problems(training):
+def check_names(config: RunConfig) -> None:
+    """Make sure that every callback and logger that a run names is registered.  Raises: ConfigError."""
+    if problems := name_problems(config):
         raise ConfigError(problems)
 
 
-def name_problems(training: TrainingConfig) -> list[Problem]:
-    """Find the names in `training.callbacks` that are not registered, or there twice."""
-    twice = {name for name in training.callbacks if training.callbacks.count(name) > 1}
-    problems = [Problem("training.callbacks", name, "must be named once") for name in sorted(twice)]
-    known = f"registered are {', '.join(CALLBACKS)}" if list(CALLBACKS) else "no callback is registered"
+def name_problems(config: RunConfig) -> list[Problem]:
+    """Find the names in `training.callbacks` and `logging.loggers` that are not registered, or there twice."""
+    callbacks = _problems_of("training.callbacks", config.training.callbacks, CALLBACKS)
+    return callbacks + _problems_of("logging.loggers", config.logging.loggers, LOGGERS)
+
+
+def _problems_of(key: str, names: Sequence[str], registry: Registry[Callable[[RunContext], Callback]]) -> list[Problem]:
+    twice, what = {name for name in names if names.count(name) > 1}, registry.what
+    problems = [Problem(key, name, "must be named once") for name in sorted(twice)]
+    known = f"registered are {', '.join(registry)}" if list(registry) else f"no {what} is registered"
     hint, rule = (
         f"{known}; list the file that registers it in launch.extensions",
-        "must be the name of a registered callback",
+        f"must be the name of a registered {what}",
     )
-    unknown = [name for name in training.callbacks if name not in CALLBACKS]
-    problems += [Problem("training.callbacks", name, rule, hint) for name in unknown]
-    for name in sorted(set(training.callbacks) - set(unknown)):
+    unknown = [name for name in names if name not in registry]
+    problems += [Problem(key, name, rule, hint) for name in unknown]
+    for name in sorted(set(names) - set(unknown)):
+        if registry.is_built_in(name) and find_spec(name) is None:
+            problems.append(Problem(key, name, "must be installed", f"pip install 'megazero[{name}]'"))
+            continue
         try:
-            signature(CALLBACKS[name]).bind(None)
+            signature(registry[name]).bind(None)
         except (TypeError, ValueError) as error:
             rule = f"must be made of the run's context, as {name}(context): {error}"
-            problems.append(Problem("training.callbacks", name, rule, "give its class an __init__(self, context)"))
+            problems.append(Problem(key, name, rule, "give its class an __init__(self, context)"))
     return problems
 
 
@@ -112,6 +130,40 @@ class RegisteredCallback(Callback):
         self._named(self._own.close)
 
 
+class SafeLogger(Callback):
+    """Wraps a logger.  Where it fails, a line says so once, and the run goes on without it."""
+
+    def __init__(self, name: str, context: RunContext) -> None:
+        self._name, self._say, self._own = name, context.say, Callback()
+        self._own = self._safe(lambda: _checked(LOGGERS[name](context))) or self._own
+
+    def _safe(self, call: Callable[[], T]) -> T | None:
+        try:
+            return call()
+        except Exception as error:
+            self._say(f"logger {self._name!r} failed ({error!r}): the run goes on without it")
+            failed, self._own = self._own, Callback()
+            with suppress(Exception):  # the first error says more
+                failed.close()
+            return None
+
+    def on_start(self) -> None:
+        self._safe(self._own.on_start)
+
+    def after_step(self, record: StepRecord) -> None:
+        self._safe(lambda: self._own.after_step(record))
+
+    def on_rollback(self, position: Position) -> None:
+        self._safe(lambda: self._own.on_rollback(position))
+
+    def on_end(self, position: Position) -> None:
+        self._safe(lambda: self._own.on_end(position))
+
+    def close(self) -> None:
+        own, self._own = self._own, Callback()
+        self._safe(own.close)
+
+
 def _checked(made: Callback) -> Callback:
     if not isinstance(made, Callback):
         raise TypeError(f"it made {made!r}; its class must derive from megazero.training.callbacks.base.Callback")
@@ -139,8 +191,8 @@ def callbacks_of(
     writers = [*metrics]
     if is_first:
         writers.append(ProgressLine(training.steps, logging.every_steps, say, engine.state.device))
-        if logging.tensorboard:
-            writers.append(TensorBoard(run_dir / "tensorboard", context.start, to_toml(run), say))
+        names = dict.fromkeys([*["tensorboard"] * logging.tensorboard, *logging.loggers])
+        writers += [SafeLogger(name, context) for name in names]
     return [
         SkipSteps(context),
         NonFinitePolicy(training, say),

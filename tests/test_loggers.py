@@ -1,0 +1,189 @@
+"""W&B, MLflow and trackio, offline: what each has kept, read with its own library, beside metrics.jsonl."""
+
+from __future__ import annotations
+
+import json
+import struct
+import subprocess
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from harness import metrics_of, run_command
+from quickstart import ONE_STAGE, QUICKSTART, TINY
+from test_training import _record
+from worlds import LLAMA, run_of
+
+from megazero.engine import Position
+from megazero.training.callbacks import loggers
+from megazero.training.callbacks.metrics import as_json
+from megazero.training.callbacks.registry import LOGGERS
+
+Numbers = dict[str, list[tuple[int, float]]]  # (step, value) of each metric, in the order in which they were logged
+SERVICES = ["wandb", "mlflow", "trackio"]
+
+
+def _wandb_records(path: Path) -> Iterator[Any]:
+    """A file of an offline run: 7 bytes, then blocks of 32 KiB of (crc, length, type) and a record, or a piece of one."""
+    from wandb.proto.wandb_internal_pb2 import Record
+
+    data, at, piece = path.read_bytes(), 7, b""
+    while at + 7 <= len(data):
+        if 32768 - at % 32768 < 7:
+            at += 32768 - at % 32768
+            continue
+        _, length, kind = struct.unpack_from("<IHB", data, at)
+        piece += data[at + 7 : at + 7 + length]
+        at += 7 + length
+        if kind in (1, 4):  # whole, or the last piece
+            yield Record.FromString(piece)
+            piece = b""
+
+
+def _of_wandb(folder: Path, id_: str) -> tuple[Numbers, dict[str, Any]]:
+    found, config = Numbers(), {}
+    for path in sorted(folder.glob(f"wandb/offline-run-*/run-{id_}.wandb")):
+        for record in _wandb_records(path):
+            config |= {item.key: json.loads(item.value_json) for item in record.run.config.update}
+            row = {item.nested_key[0] or item.key: json.loads(item.value_json) for item in record.history.item}
+            for key, value in row.items():
+                found.setdefault(key, []).append((row["step"], value))
+    return found, config
+
+
+def _of_mlflow(folder: Path, id_: str) -> tuple[Numbers, dict[str, Any]]:
+    from mlflow import MlflowClient
+
+    client = MlflowClient((folder / "mlruns").as_uri())
+    run = client.get_run(id_)
+    found = {key: [(one.step, one.value) for one in client.get_metric_history(id_, key)] for key in run.data.metrics}
+    params: dict[str, Any] = {"model": {"hidden_size": int(run.data.params["model.hidden_size"])}}
+    assert run.data.tags["mlflow.source.git.commit"] == run.data.params["commit"]
+    return found, params | {"commit": run.data.params["commit"]}
+
+
+def _of_trackio(_: Path, id_: str) -> tuple[Numbers, dict[str, Any]]:
+    import trackio
+    from trackio.sqlite_storage import SQLiteStorage
+
+    found = Numbers()
+    for row in SQLiteStorage.get_logs("megazero", id_):
+        for key, value in row.items():
+            found.setdefault(key, []).append((row["step"], value))
+    (config,) = [run.config for run in trackio.Api().runs("megazero") if run.name == id_]
+    return found, config
+
+
+@pytest.fixture(autouse=True)
+def _offline(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for name, value in {"WANDB_MODE": "offline", "MLFLOW_ALLOW_FILE_STORE": "true", "HF_HUB_OFFLINE": "1"}.items():
+        monkeypatch.setenv(name, value)
+    for name in ("MLFLOW_TRACKING_URI", "TRACKIO_SPACE_ID", "TRACKIO_SERVER_URL"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))
+
+
+@pytest.mark.parametrize("name", SERVICES)
+def test_a_service_has_the_numbers_of_metrics_jsonl_under_one_id_after_a_rollback_and_a_resume(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    if name == "trackio":
+        monkeypatch.setattr("trackio.sqlite_storage.TRACKIO_DIR", tmp_path)
+    subprocess.run(["git", "init", "-q", tmp_path], check=True)
+    author = ["-c", "user.name=a", "-c", "user.email=a@b", "commit", "-q", "--allow-empty", "-m", "first"]
+    subprocess.run(["git", "-C", tmp_path, *author], check=True)
+    monkeypatch.chdir(tmp_path)
+    run, lines, ids = run_of(1, model=LLAMA, training={"run_dir": str(tmp_path / "run")}), [], []
+    for start, rolled_back in ((0, 4), (4, None)):
+        context: Any = SimpleNamespace(run=run, start=Position(start), say=print)
+        logger = LOGGERS[name](context)
+        for step in range(start + 1, start + 5):
+            record = replace(_record(step, val_loss=step / 8), sent_bytes={"dp": 48 * step})
+            lines.append(json.loads(as_json(record)))
+            logger.after_step(record)
+            if step == rolled_back:
+                logger.on_rollback(Position(2))
+                for again in (3, 4):
+                    logger.after_step(replace(_record(again), seconds=2.0))
+                    lines.append(json.loads(as_json(replace(_record(again), seconds=2.0))))
+        logger.on_end(Position(start + 4))
+        logger.close()
+        for folder in (tmp_path / "run/loggers/wandb").glob("offline-run-*_*"):  # W&B names it by the second
+            folder.rename(folder.with_name(f"offline-run-of-step-{start}"))
+        ids.append((tmp_path / "run" / "loggers" / f"{name}.id").read_text())
+    assert ids[0] == ids[1]
+    read = {"wandb": _of_wandb, "mlflow": _of_mlflow, "trackio": _of_trackio}[name]
+    found, config = read(tmp_path / "run" / "loggers", ids[0])
+    for key in ("loss", "lr", "tokens", "step_seconds", "val_loss"):
+        wanted = [(line["step"], line[key]) for line in lines if key in line]
+        assert sorted(found[key]) == sorted(wanted), key
+    wanted = [(line["step"], line["sent_bytes"]["dp"]) for line in lines if line["sent_bytes"]]
+    assert sorted(found["sent_bytes/dp"]) == wanted
+    assert config["model"]["hidden_size"] == run.config.model.hidden_size
+    head = subprocess.run(["git", "rev-parse", "HEAD"], check=True, capture_output=True, text=True).stdout.strip()
+    assert config["commit"].removesuffix("-dirty") == head
+
+
+def test_a_new_run_in_the_directory_has_a_new_id_and_a_service_that_fails_says_what_it_raised(tmp_path: Path) -> None:
+    known: list[str | None] = []
+
+    def open_run(run: loggers.LoggedRun) -> loggers.Service:
+        known.append(run.known)
+        return loggers.Service(run.id, lambda step, numbers: 1 / 0, lambda is_well: None)
+
+    run = run_of(1, model=LLAMA, training={"run_dir": str(tmp_path)})
+    for start in (0, 0, 4):
+        context: Any = SimpleNamespace(run=run, start=Position(start), say=print)
+        logger = loggers.ServiceLogger("some", open_run, context)
+        logger.after_step(_record(start + 1))
+        with pytest.raises(ZeroDivisionError):
+            logger.close()
+    assert known[:2] == [None, None]
+    assert known[2] == (tmp_path / "loggers" / "some.id").read_text()
+
+
+FAILING = """
+from megazero.training.callbacks.base import Callback
+from megazero.training.callbacks.registry import LOGGERS
+
+class Failing(Callback):
+    def __init__(self, context):
+        if context.engine.state.rank: raise AssertionError("a logger is on rank 0 alone")
+    def after_step(self, record):
+        raise OSError("no service")
+
+LOGGERS.register("failing", Failing)
+"""
+
+
+@pytest.mark.slow
+def test_a_logger_that_fails_is_one_line_and_the_run_goes_on_with_the_others(tmp_path: Path) -> None:
+    script, run_dir = tmp_path / "failing.py", tmp_path / "run"
+    script.write_text(FAILING)
+    words = [*TINY, *ONE_STAGE, "launch.nproc_per_node=2", f"training.run_dir={run_dir}", "training.steps=3"]
+    words += [f'launch.extensions=["{script}"]', 'logging.loggers=["failing", "wandb"]']
+    done = run_command("train", QUICKSTART, *words)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("logger 'failing' failed (OSError('no service')): the run goes on without it") == 1
+    lines = metrics_of(run_dir)
+    folder = run_dir / "loggers"
+    found, _ = _of_wandb(folder, (folder / "wandb.id").read_text())
+    assert found["loss"] == [(line["step"], line["loss"]) for line in lines]
+    assert len(lines) == 3
+
+
+def test_a_logger_that_is_not_there_is_refused_before_the_run(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("megazero.training.callbacks.registry.find_spec", lambda name: None)
+    from typer.testing import CliRunner
+
+    from megazero.cli.commands import app
+
+    said = CliRunner().invoke(app, ["train", str(QUICKSTART), 'logging.loggers=["wandb","mflow"]'])
+    assert said.exit_code == 2
+    assert "pip install 'megazero[wandb]'" in said.output
+    assert "registered are tensorboard, wandb, mlflow, trackio" in said.output
