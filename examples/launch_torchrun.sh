@@ -31,7 +31,8 @@ trap '' USR1
 
 # The ranks of a node get consecutive numbers and tp is the innermost axis, so a tp group of up to NPROC_PER_NODE ranks
 # never leaves its node.
-exec torchrun \
+# megazero.torchrun is torchrun that ends with its ranks' exit code.
+exec python -m megazero.torchrun \
     --nnodes "$NNODES" \
     --nproc_per_node "$NPROC_PER_NODE" \
     --max_restarts "$MAX_RESTARTS" \
