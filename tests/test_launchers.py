@@ -84,8 +84,8 @@ def test_pods_end_with_the_code_of_their_ranks(tmp_path: Path) -> None:
         return [start_program(*train, env=environment | {"PET_NODE_RANK": str(node)}, cwd=ROOT) for node in (0, 1)]
 
     def ends(running: list[Program]) -> list[int]:
-        said = [pod.communicate()[0] for pod in running]
-        assert all(said)
+        for pod in running:
+            pod.communicate()
         return [pod.wait() for pod in running]
 
     running = pods("training.steps=100000")
