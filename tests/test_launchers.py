@@ -1,4 +1,4 @@
-"""Launchers of examples/launch: each fits its engine's published schema, and starts, stops and fails as docs/clusters.md says."""
+"""Launchers of examples/launch: each fits its engine's published schema, and ends as docs/clusters.md says."""
 
 from __future__ import annotations
 
