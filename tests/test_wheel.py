@@ -15,7 +15,7 @@ from quickstart import ONE_STAGE, QUICKSTART, ROOT, TINY
 
 @pytest.mark.slow
 def test_the_wheel_trains_in_a_fresh_environment(tmp_path: Path) -> None:
-    """With the tested versions of what it needs, which a .pth shows: their folder, not the .pth files in it (editable packages)."""
+    """With the tested versions of what it needs: a .pth shows their folder, and none of the .pth files in it is read."""
     source, environment, python = tmp_path / "source", tmp_path / "env", tmp_path / "env" / "bin" / "python"
     shutil.copytree(ROOT / "megazero", source / "megazero", ignore=shutil.ignore_patterns("__pycache__"))
     for name in ("pyproject.toml", "README.md", "LICENSE"):
