@@ -384,6 +384,7 @@ def test_keys_that_fit_each_other_make_a_run(write, overrides, world_size):
 
 # A value other than the default, and what makes it idle.  By hand: the declarations in the schema are what is tested.
 REFUSED = """
+logging.memory_snapshot=2      launch.device=cpu
 lr_schedule.decay_fraction=0.5 lr_schedule.name=cosine
 lr_schedule.min_lr_ratio=0.5   lr_schedule.name=constant
 optimizer.betas=[0.8,0.9]      optimizer.name=sgd
@@ -464,6 +465,7 @@ logging.project=mine
 EXCEEDING = """
 lr_schedule.warmup_steps=2000  training.steps=10
 logging.pipeline_trace_step=20 training.steps=10
+logging.memory_snapshot=20     training.steps=10
 """
 
 

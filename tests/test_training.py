@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import io
 import json
 import multiprocessing
 import os
+import re
 import resource
+import sys
 import threading
 from dataclasses import replace
 from itertools import count
@@ -16,6 +19,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import rich
 import torch
 from harness import run_world
 from numpy.typing import NDArray
@@ -32,7 +36,13 @@ from megazero.training import batches as batches_module
 from megazero.training.batches import ReadAhead, placed, read_batches
 from megazero.training.callbacks.base import SampleRange, StepRecord
 from megazero.training.callbacks.metrics import MetricsFile, TensorBoard, as_json
-from megazero.training.callbacks.progress import ProgressLine, describe_kernels, recompile_limit_in_a_line
+from megazero.training.callbacks.progress import (
+    ProgressDisplay,
+    ProgressLine,
+    describe_kernels,
+    on_terminal,
+    recompile_limit_in_a_line,
+)
 
 
 def _factors(steps: int, **keys: float | str) -> list[float]:
@@ -363,6 +373,48 @@ def test_a_skipped_step_is_reported_and_leaves_no_number_that_json_does_not_know
     values = json.loads(as_json(overflow), parse_constant=pytest.fail)
     assert (values["grad_norm"], values["loss"]) == (None, None)
     assert (values["loss_scale"], values["skipped_steps"]) == (32768.0, 1)
+
+
+class _Screen(io.StringIO):
+    """A terminal that keeps its rows: rich moves up and clears rows, and all else is written where the cursor is."""
+
+    def isatty(self) -> bool:
+        return True
+
+    def rows(self) -> list[str]:
+        rows, row = [""], 0
+        for piece in re.findall(r"\x1b\[[0-9;?]*[A-Za-z]|\n|\r|[^\x1b\n\r]+", self.getvalue()):
+            if piece == "\x1b[1A":
+                row -= 1
+            elif piece == "\x1b[2K":
+                rows[row] = ""
+            elif piece == "\n":
+                row += 1
+                rows += [""] * (row == len(rows))
+            elif piece[0] not in "\x1b\r":
+                rows[row] += piece
+        return rows
+
+
+def test_a_terminal_of_60_columns_shows_the_newest_step_below_what_was_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    screen = _Screen()
+    for name, value in {"COLUMNS": "60", "TERM": "xterm"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(sys, "stdout", screen)
+    monkeypatch.setattr(rich, "_console", None)
+    assert on_terminal()
+    display = ProgressDisplay(500, 10, print, torch.device("cpu"))
+    display.on_start()
+    for step in range(1, 301):
+        display.after_step(replace(_record(step, val_loss=2.5 if step == 100 else None), mfu=0.4))
+    display.close()
+    rows = [row for row in screen.rows() if row]
+    assert max(map(len, rows)) <= 60
+    assert "".join(rows[:2]).startswith("step 100/500 | loss 1.5000 |")
+    assert "".join(rows[:2]).endswith("| validation loss 2.5000")
+    assert set(rows[2]) <= set("━╸╺")
+    assert "".join(rows[3:]).startswith("step 300/500 | loss 1.5000 |")
+    assert len(rows) == 5
 
 
 def test_what_a_device_holds_beside_torch_is_told_once_after_the_first_step(monkeypatch: pytest.MonkeyPatch) -> None:

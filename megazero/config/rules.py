@@ -47,6 +47,7 @@ _MOST_PASSES = 2**20  # of a step's micro-batches through all stages
 _MOST_STEPS = {
     "lr_schedule.warmup_steps": "the learning rate does not reach its peak",
     "logging.pipeline_trace_step": "no pipeline is measured",
+    "logging.memory_snapshot": "no memory is recorded",
 }
 
 Rule: TypeAlias = Callable[[RunConfig], Iterable[Problem]]

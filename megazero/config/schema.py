@@ -476,10 +476,16 @@ class ElasticConfig(Section):
 class LoggingConfig(Section):
     """What is reported during the run."""
 
-    every_steps: Count = 1
-    """Steps between two reports."""
+    every_steps: Count = 10
+    """Steps between two lines of the run, where it does not write to a terminal, which it redraws at every step."""
     pipeline_trace_step: CountOrZero = 0
     """Step whose pipeline is measured: a picture and a trace go to the run directory. 0: none."""
+    profile_steps: Annotated[Steps | None, Spelling("step or [first, last]")] = None
+    """Steps to profile: traces of rank 0 and of the slowest rank for Perfetto go to the run directory (docs/logging.md)."""
+    memory_snapshot: Annotated[
+        CountOrZero, ActsWhere("launch.device", ("auto", "cuda"), "torch has snapshots of CUDA's memory only")
+    ] = 0
+    """Step of which CUDA's memory is recorded, for pytorch.org/memory_viz; then also where memory runs out. 0: none."""
     tensorboard: bool = True
     """Also write TensorBoard events to run_dir."""
     loggers: Annotated[tuple[Text, ...], Field(strict=False)] = ()

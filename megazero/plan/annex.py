@@ -10,10 +10,12 @@ ADDS = {
     "callback": {
         "pipeline trace": "megazero.plan.pipeline_trace:PipelineTrace",
         "plan check": "megazero.plan.correction:PlanCheck",
+        "step profile": "megazero.plan.step_profile:StepProfile",
+        "memory snapshot": "megazero.plan.step_profile:MemorySnapshot",
     },
     "check": {"memory": "megazero.plan.check_lines:memory_lines"},
     "context": {"attention": "megazero.plan.context_lines:describe_context"},
     "start line": {"activations": "megazero.plan.check_lines:start_line"},
-    "out of memory": {"explain": "megazero.plan.advice:explain"},
+    "out of memory": {"explain": "megazero.plan.advice:explain", "snapshot": "megazero.plan.step_profile:add_snapshot"},
     "peak FLOP/s": {"devices": "megazero.plan.cluster:known_peak_flops"},
 }

@@ -41,7 +41,7 @@ _CHOICES, _SEARCHED, _MISSING = "choices", "searched", "missing"
 _OF_SOME_RANKS = ("data.", "logging.", "launch.")
 _OF_ALL_RANKS = {
     *("data.document_mask", "data.validation_fraction"),
-    *("logging.every_steps", "logging.straggler_every_steps", "logging.pipeline_trace_step"),
+    *("logging.every_steps", "logging.straggler_every_steps", "logging.pipeline_trace_step", "logging.profile_steps"),
 }
 _OF_A_HOST = {
     *("zero.offload.nvme_path", "zero.offload.pin_memory", "parallel.schedule_file", "parallel.timeout_seconds"),

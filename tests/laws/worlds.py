@@ -66,7 +66,7 @@ def loop_of(run_dir: Path, world: int, **sections: dict[str, Any]) -> ResolvedRu
         "model": LLAMA | {"vocab_size": 257},
         "lr_schedule": {"name": "constant"},
         "training": {"run_dir": str(run_dir)},
-        "logging": {"tensorboard": False, "straggler_every_steps": 0},
+        "logging": {"every_steps": 1, "tensorboard": False, "straggler_every_steps": 0},
     }
     return run_of(world, **over(config, sections))
 

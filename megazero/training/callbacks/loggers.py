@@ -13,7 +13,7 @@ import json
 import os
 import subprocess
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -26,6 +26,7 @@ from uuid import uuid4
 
 from megazero.checkpoint.index import versions
 from megazero.engine import Position
+from megazero.engine.phases import values_by_key
 from megazero.settings import hide_passwords
 from megazero.training.callbacks.base import Callback, RunContext, StepRecord
 from megazero.training.callbacks.metrics import numbers_of
@@ -106,7 +107,7 @@ def open_mlflow(run: LoggedRun) -> Service:
         experiment = client.create_experiment(run.project) if found is None else found.experiment_id
         tags = {"mlflow.source.git.commit": run.config["commit"]}
         id_ = client.create_run(experiment, run_name=run.name, tags=tags).info.run_id
-        params = [Param(key, value) for key, value in _flat(run.config)]
+        params = [Param(key, str(value)) for key, value in values_by_key(run.config).items()]
         for start in range(0, len(params), _MOST_PARAMS):
             client.log_batch(id_, params=params[start : start + _MOST_PARAMS])
 
@@ -116,14 +117,6 @@ def open_mlflow(run: LoggedRun) -> Service:
 
     client.update_run(id_, status="RUNNING")
     return Service(id_, log, lambda is_well: client.set_terminated(id_, "FINISHED" if is_well else "FAILED"))
-
-
-def _flat(config: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
-    for key, value in config.items():
-        if isinstance(value, dict):
-            yield from _flat(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}", value if isinstance(value, str) else json.dumps(value)
 
 
 def open_trackio(run: LoggedRun) -> Service:

@@ -1,13 +1,19 @@
-"""What a run prints: its shape at the start, then a line per step."""
+"""What a run prints: its shape at the start, then lines of its steps; on a terminal the newest step is redrawn in place."""
 
 from __future__ import annotations
 
 import logging
 import os
+import sys
+import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from functools import cached_property
 
 import torch
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.table import Table
 from torch.nn.attention import SDPBackend, current_flash_attention_impl
 
 from megazero.config import ResolvedRun
@@ -18,11 +24,13 @@ from megazero.layers.attention_kernels import torchs_choice
 from megazero.models.wrappers import may_compile
 from megazero.training.callbacks.base import Callback, StepRecord, bytes_beside_torch
 
+_REDRAW_SECONDS = 0.1
+_COLUMNS = 60  # of a bar, at most
 _OLD_CUDNN = 91500  # Source: torch's check_prefer_cudnn_attention, sdp_utils.cpp
 
 
 class ProgressLine(Callback):
-    """Prints a line for every `every_steps`-th step, and for steps that need attention.
+    """Prints a line for the first step, for every `every_steps`-th, and for steps that need attention.
 
     On CUDA it also prints, after the first step, what lies on the device beside torch's memory: by then NCCL has connected.
     """
@@ -36,26 +44,68 @@ class ProgressLine(Callback):
         statistics, seconds = record.statistics, record.seconds
         if statistics is None or seconds is None:
             return
-        if self._device.type == "cuda" and not self._seconds_per_step:
+        is_first = not self._seconds_per_step
+        if self._device.type == "cuda" and is_first:
             beside = bytes_beside_torch(self._device) / 2**20
             self._say(f"beside torch's memory the device holds {beside:,.0f} MiB: communicators, and CUDA's own")
         self._seconds_per_step = 0.9 * (self._seconds_per_step or seconds) + 0.1 * seconds
-        is_due = record.step % self._every == 0 or record.step == self._steps
+        left = (self._steps - record.step) * self._seconds_per_step
+        parts = [
+            f"step {record.step:>{len(str(self._steps))}}/{self._steps}",
+            f"loss {statistics.loss:.4f}",
+            f"grad norm {statistics.grad_norm:.3f}",
+            f"lr {record.lr or 0:.2e}",
+            f"{record.tokens_per_second or 0:,.0f} tokens/s",
+            *([] if record.mfu is None else [f"MFU {record.mfu:.1%}"]),
+            f"ETA {readable_seconds(left)}",
+        ]
+        is_due = self._shows(record, parts, is_first=is_first)
         losses = {} if record.val_loss is None else {"validation loss": record.val_loss}
         losses |= {f"{name} loss": loss for name, loss in record.val_losses.items()}
         if not (is_due or record.skipped or losses):
             return
-        left = (self._steps - record.step) * self._seconds_per_step
-        mfu = "" if record.mfu is None else f" | MFU {record.mfu:.1%}"
-        line = (
-            f"step {record.step:>{len(str(self._steps))}}/{self._steps} | loss {statistics.loss:.4f}"
-            f" | grad norm {statistics.grad_norm:.3f} | lr {record.lr or 0:.2e}"
-            f" | {record.tokens_per_second or 0:,.0f} tokens/s{mfu} | ETA {readable_seconds(left)}"
-        )
         if record.skipped:
             scale = "" if record.skipped_steps is None else f", loss scale {statistics.loss_scale:g}"
-            line += f" | skipped ({record.skipped}{scale})"
-        self._say(" | ".join([line, *(f"{name} {loss:.4f}" for name, loss in losses.items())]))
+            parts.append(f"skipped ({record.skipped}{scale})")
+        self._say(" | ".join([*parts, *(f"{name} {loss:.4f}" for name, loss in losses.items())]))
+
+    def _shows(self, record: StepRecord, parts: list[str], *, is_first: bool) -> bool:  # noqa: ARG002
+        """Whether a step has a line, be there anything to say of it or not."""
+        return is_first or record.step % self._every == 0 or record.step == self._steps
+
+
+class ProgressDisplay(ProgressLine):
+    """Redraws the newest step at the bottom of a terminal; lines scroll above it, of steps that need attention alone."""
+
+    _drawn = 0.0
+
+    @cached_property
+    def _live(self) -> Live:
+        return Live(auto_refresh=False)
+
+    def on_start(self) -> None:
+        with suppress(OSError, ValueError):  # nobody may be looking any more
+            self._live.start()
+            self._live.console.show_cursor(True)  # a run that is killed cannot bring it back
+
+    def _shows(self, record: StepRecord, parts: list[str], *, is_first: bool) -> bool:
+        shown = Table.grid()
+        shown.add_row(ProgressBar(self._steps, record.step, width=min(_COLUMNS, self._live.console.width)))
+        shown.add_row(" | ".join(parts))
+        is_due = is_first or time.monotonic() - self._drawn > _REDRAW_SECONDS
+        self._drawn = time.monotonic() if is_due else self._drawn
+        with suppress(OSError, ValueError):
+            self._live.update(shown, refresh=is_due)
+        return False
+
+    def close(self) -> None:
+        with suppress(OSError, ValueError):
+            self._live.stop()
+
+
+def on_terminal() -> bool:
+    """Whether the output goes to a terminal that can be redrawn."""
+    return sys.stdout.isatty() and os.environ.get("TERM", "dumb") not in ("dumb", "unknown")
 
 
 def readable_seconds(seconds: float) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from importlib.util import find_spec
 from inspect import signature
 from pathlib import Path
@@ -20,7 +19,7 @@ from megazero.training.callbacks.checkpointing import Checkpointing
 from megazero.training.callbacks.evaluation import Evaluation
 from megazero.training.callbacks.health import LossSpikes, NonFinitePolicy, SkipSteps
 from megazero.training.callbacks.metrics import METRICS_FILE, MetricsFile
-from megazero.training.callbacks.progress import ProgressLine
+from megazero.training.callbacks.progress import ProgressDisplay, ProgressLine, on_terminal
 from megazero.training.callbacks.speed import ExpertLoads, GarbageCollection, Stragglers, Utilization
 from megazero.training.watchdog import Watchdog
 
@@ -82,14 +81,16 @@ class RegisteredCallback(Callback):
     A hook may read parameters that it has kept, so the weights of the last step are here before it is called.
     """
 
+    _registry = CALLBACKS
+
     def __init__(self, name: str, context: RunContext) -> None:
-        self._name, self._gathers = name, context.engine.sharded_model.parameters.gathers
-        self._own = self._named(lambda: _checked(CALLBACKS[name](context)))
+        self._name, self._say, self._gathers = name, context.say, context.engine.sharded_model.parameters.gathers
+        self._own = self._named(lambda: _checked(self._registry[name](context))) or Callback()
         for method in sorted(set(dir(self._own)) - set(dir(Callback))):
             if method.startswith(("on_", "before_", "after_")) and (meant := closest(method, dir(Callback))):
                 context.say(f"note: callback {name!r} has {method}, which a run never calls; did you mean {meant[0]}?")
 
-    def _named(self, call: Callable[[], T]) -> T:
+    def _named(self, call: Callable[[], T]) -> T | None:
         try:
             return call()
         except LostPeerError:  # the watchdog explains it
@@ -97,7 +98,7 @@ class RegisteredCallback(Callback):
         except (Exception, SystemExit) as error:
             raise CallbackError(f"callback {self._name!r} (training.callbacks) failed: {error!r}") from error
 
-    def _hook(self, call: Callable[[], T]) -> T:
+    def _hook(self, call: Callable[[], T]) -> T | None:
         self._gathers.wait()
         return self._named(call)
 
@@ -130,38 +131,20 @@ class RegisteredCallback(Callback):
         self._named(self._own.close)
 
 
-class SafeLogger(Callback):
+class SafeLogger(RegisteredCallback):
     """Wraps a logger.  Where it fails, a line says so once, and the run goes on without it."""
 
-    def __init__(self, name: str, context: RunContext) -> None:
-        self._name, self._say, self._own = name, context.say, Callback()
-        self._own = self._safe(lambda: _checked(LOGGERS[name](context))) or self._own
+    _registry = LOGGERS
 
-    def _safe(self, call: Callable[[], T]) -> T | None:
+    def _named(self, call: Callable[[], T]) -> T | None:
         try:
             return call()
         except Exception as error:
             self._say(f"logger {self._name!r} failed ({error!r}): the run goes on without it")
-            failed, self._own = self._own, Callback()
-            with suppress(Exception):  # the first error says more
-                failed.close()
+            self._own = Callback()
             return None
 
-    def on_start(self) -> None:
-        self._safe(self._own.on_start)
-
-    def after_step(self, record: StepRecord) -> None:
-        self._safe(lambda: self._own.after_step(record))
-
-    def on_rollback(self, position: Position) -> None:
-        self._safe(lambda: self._own.on_rollback(position))
-
-    def on_end(self, position: Position) -> None:
-        self._safe(lambda: self._own.on_end(position))
-
-    def close(self) -> None:
-        own, self._own = self._own, Callback()
-        self._safe(own.close)
+    _hook = _named
 
 
 def _checked(made: Callback) -> Callback:
@@ -190,7 +173,8 @@ def callbacks_of(
     metrics: list[Callback] = [MetricsFile(run_dir / METRICS_FILE, context.start.step, say)] if is_first else []
     writers = [*metrics]
     if is_first:
-        writers.append(ProgressLine(training.steps, logging.every_steps, say, engine.state.device))
+        progress = ProgressDisplay if on_terminal() else ProgressLine
+        writers.append(progress(training.steps, logging.every_steps, say, engine.state.device))
         names = dict.fromkeys([*["tensorboard"] * logging.tensorboard, *logging.loggers])
         writers += [SafeLogger(name, context) for name in names]
     return [
