@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+import pydoc
 import re
 import shlex
 import shutil
 import subprocess
 import sys
+import tomllib
 from math import prod
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import typer.main
 from harness import free_port, metrics_of, run_command, run_program, without_launcher
 from key_page import to_markdown
+from quickstart import ONE_STAGE, QUICKSTART, TINY
 from torch import nn
 from typer.testing import CliRunner
+from worlds import over
 
 from megazero.checkpoint.hugging_face.config import logical_shapes
 from megazero.checkpoint.index import TrainerState
@@ -29,6 +34,7 @@ from megazero.layers.sample_part import TokenLayout, part_of
 from megazero.models.gpt import BuildContext
 from megazero.models.llama.block import llama_attention, rotary_embedding
 from megazero.parallel_state import Axis
+from megazero.settings import toml_value
 
 ROOT = Path(__file__).parent.parent
 EXAMPLES = ROOT / "examples"
@@ -164,6 +170,58 @@ def test_the_attention_that_the_page_on_models_shows_is_llamas() -> None:
         shown, x = names["MyAttention"](context, llamas.qkv, llamas.out, rope), torch.randn(64, 2, model.hidden_size)
         layout = TokenLayout(torch.arange(2), part)
         torch.testing.assert_close(shown(x, layout), llamas(x, layout))
+
+
+def _blocks(page: str, language: str) -> list[str]:
+    return re.findall(rf"```{language}\n(.*?)```", (ROOT / "docs" / page).read_text(encoding="utf-8"), re.DOTALL)
+
+
+def _small_run(folder: Path, **sections: dict[str, Any]) -> None:
+    """Write quickstart.toml: the quickstart made small, for two ranks, with these sections of a page over it."""
+    given = tomllib.loads(QUICKSTART.read_text(encoding="utf-8"))
+    for override in [
+        *TINY,
+        *ONE_STAGE,
+        "parallel.sequence_parallel=false",
+        "launch.nproc_per_node=2",
+        "launch.device='cpu'",
+    ]:
+        section, key, value = re.split("[.=]", override, maxsplit=2)
+        given[section][key] = tomllib.loads(f"value = {value}")["value"]
+    lines = [
+        f"[{section}]\n" + "".join(f"{key} = {toml_value(value)}\n" for key, value in table.items())
+        for section, table in over(given, sections).items()
+    ]
+    (folder / "quickstart.toml").write_text("\n".join(lines))
+
+
+@pytest.mark.slow
+def test_the_code_of_the_page_on_the_library_runs_and_its_names_are_public(tmp_path: Path) -> None:
+    code, api = "\n".join(_blocks("library.md", "python")), (ROOT / "docs" / "api.md").read_text(encoding="utf-8")
+    _small_run(tmp_path)
+    (tmp_path / "library.py").write_text(code)
+    ran = run_program(sys.executable, tmp_path / "library.py", env=without_launcher(), cwd=tmp_path)
+    assert ran.returncode == 0, ran.stderr
+    before, after = re.findall(r"^loss (\S+) -> (\S+)$", ran.stdout, re.MULTILINE)[0]
+    assert float(after) < 0.8 * float(before)
+    for text in (code, *_blocks("extending.md", "python")):
+        for module, names in re.findall(r"^from (megazero\S*) import (.*)", text, re.MULTILINE):
+            for name in names.split(", "):
+                assert f"::: {module}.{name}\n" in api
+    for name in re.findall("^::: (.*)", api, re.MULTILINE):
+        assert pydoc.locate(name) is not None, name
+
+
+@pytest.mark.slow
+def test_the_script_of_the_page_on_extending_trains(tmp_path: Path) -> None:
+    (tmp_path / "my_run.py").write_text("\n".join(_blocks("extending.md", "python")))
+    _small_run(tmp_path, **tomllib.loads(_blocks("extending.md", "toml")[-1]))
+    ran = run_command("train", "quickstart.toml", "training.steps=3", cwd=tmp_path)
+    assert ran.returncode == 0, ran.stderr
+    metrics = metrics_of(tmp_path / "runs" / "quickstart")
+    assert all(line["weight_norm"] > 0 for line in metrics)
+    losses = (tmp_path / "runs" / "quickstart" / "losses.csv").read_text().splitlines()
+    assert losses == [f"{line['step']},{line['loss']}" for line in metrics]
 
 
 def test_every_phase_of_the_page_can_be_loaded(tmp_path: Path) -> None:

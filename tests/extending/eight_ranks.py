@@ -1,15 +1,19 @@
-"""One TOML file on eight ranks: tp 2 with sequence parallelism, pp 2, dp 2, ZeRO 3; each test changes a few keys of it."""
+"""The script of docs/extending.md, and one TOML file on eight ranks: tp 2 with sequence parallelism, pp 2, dp 2, ZeRO 3."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from harness import run_world
+from quickstart import ROOT
 from worlds import engine_on, over, train_on
 
 from megazero.config import ResolvedRun, load_config
+from megazero.registry import Registry
 from megazero.settings import toml_value
 
 SECTIONS: dict[str, dict[str, Any]] = {
@@ -21,6 +25,19 @@ SECTIONS: dict[str, dict[str, Any]] = {
     "optimizer": {"lr": 3e-3, "eps": 1e-5, "grad_clip": 0.5},
     "training": {"global_batch_size": 8, "accumulation": 4, "seed": 7, "compile": False, "steps": 3},
 }
+
+
+BLOCKS = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "extending.md").read_text(encoding="utf-8"), re.DOTALL)
+
+
+@contextmanager
+def registered(registry: Registry[Any], *names: str) -> Iterator[None]:
+    """Run the block of the page that registers these names, which end with the tests of a file."""
+    (block,) = [block for block in BLOCKS if f'register("{names[0]}"' in block]
+    exec(block, {"__name__": "my_run"})
+    yield
+    for name in names:
+        registry._registered.pop(name)
 
 
 def run_with(directory: Path, **sections: dict[str, Any]) -> ResolvedRun:

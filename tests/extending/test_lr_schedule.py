@@ -1,4 +1,4 @@
-"""A script adds a learning-rate schedule: the inverse square root of the step."""
+"""The learning-rate schedule of docs/extending.md: the inverse square root of the step."""
 
 from __future__ import annotations
 
@@ -7,31 +7,23 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from eight_ranks import run_with, steps_of
+from eight_ranks import registered, run_with, steps_of
 from harness import run_world
 from test_any_shape import _assert_agrees
 from worlds import STEPS, global_batch, micro_batches, outcome, plain_trainer, whole
 
 from megazero.config import ResolvedRun
 from megazero.engine import Engine
-from megazero.optim.config import LrScheduleConfig
 from megazero.optim.lr_schedule import learning_rate_factor
 from megazero.optim.registry import LR_SCHEDULES
 
 pytestmark = pytest.mark.slow  # starts whole runs
 
 
-def inverse_sqrt(step: int, steps: int, section: LrScheduleConfig) -> float:
-    """1 / sqrt(step + 1), but not below the smallest rate."""
-    return max(section.min_lr_ratio, (step + 1) ** -0.5)
-
-
 @pytest.fixture(autouse=True, scope="module")
 def _registered() -> Iterator[None]:
-    """A script says this line at its top; here the name ends with the tests of this file."""
-    LR_SCHEDULES.register("inverse-sqrt", inverse_sqrt)
-    yield
-    LR_SCHEDULES._registered.pop("inverse-sqrt")
+    with registered(LR_SCHEDULES, "inverse-sqrt"):
+        yield
 
 
 FACTORS = (0.5, 2**-0.5, 3**-0.5)  # by hand: the first of two warm-up steps, then the inverse square root

@@ -1,15 +1,15 @@
-"""A script adds a model family: Llama with an ungated GELU in its MLP, and LayerNorm at the end."""
+"""The model family of docs/extending.md: Llama with an ungated GELU in its MLP, and LayerNorm at the end."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from eight_ranks import run_with, steps_of
+from eight_ranks import registered, run_with, steps_of
 from harness import run_world
 from plain_model import causal_attention, gelu_tanh, layer_norm, rms_norm, rope, split_heads
 from test_any_shape import _assert_agrees
@@ -18,53 +18,16 @@ from worlds import LR, STEPS, global_batch
 
 from megazero.config import ConfigError, ResolvedRun
 from megazero.layers.counter_rng import derive_key, normal
-from megazero.layers.mlp import GELU
-from megazero.layers.spec import NamedRows
 from megazero.models.config import ModelConfig
-from megazero.models.family import ModelFamily, attention_weights
-from megazero.models.gpt import Block, BuildContext, Embedding, Head
-from megazero.models.llama.block import llama_attention, rotary_embedding
 from megazero.models.registry import FAMILIES
 
 pytestmark = pytest.mark.slow  # starts whole runs
 
 
-class GeluLlama(ModelFamily):
-    """Rotary positions, RMSNorm, down(gelu(up(x))), no biases but that of the final norm."""
-
-    reads = ("rope_theta",)
-
-    def layer_weights(self, model: ModelConfig) -> int:
-        return attention_weights(model) + 2 * model.hidden_size * (model.ffn_hidden_size or self.ffn_hidden_size(model))
-
-    def embedding(self, context: BuildContext) -> Embedding:
-        return Embedding(context, "embed.weight")
-
-    def blocks(self, context: BuildContext, layers: Sequence[int]) -> list[Block]:
-        rotary, hidden, ffn = rotary_embedding(context), context.model.hidden_size, context.ffn_hidden_size
-
-        def block(prefix: str) -> Block:
-            mlp = GELU(
-                context.column((NamedRows(f"{prefix}.up.weight", ffn),)),
-                context.row(NamedRows(f"{prefix}.down_proj.weight", hidden), ffn),
-            )
-            norms = context.rms_norm(f"{prefix}.norm_1"), context.rms_norm(f"{prefix}.norm_2")
-            attention = llama_attention(prefix, context, rotary)
-            return Block(context, (f"{prefix}.attention", f"{prefix}.mlp"), norms, attention, mlp)
-
-        return [block(f"layers.{layer}") for layer in layers]
-
-    def head(self, context: BuildContext, tied_weight: nn.Parameter | None) -> Head:
-        name = "embed.weight" if context.model.tie_embeddings else "head.weight"
-        return Head(context, context.layer_norm("norm"), name, tied_weight)
-
-
 @pytest.fixture(autouse=True, scope="module")
 def _registered() -> Iterator[None]:
-    """A script says this line at its top; here the name ends with the tests of this file."""
-    FAMILIES.register("gelu-llama", GeluLlama())
-    yield
-    FAMILIES._registered.pop("gelu-llama")
+    with registered(FAMILIES, "gelu-llama"):
+        yield
 
 
 def _shapes(model: ModelConfig) -> dict[str, tuple[int, ...]]:

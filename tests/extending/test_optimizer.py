@@ -1,14 +1,13 @@
-"""A script adds an element-wise optimizer, a soft sign of the momentum, and one of matrices, of unit norm."""
+"""The optimizers of docs/extending.md: a soft sign of the momentum, element by element, and matrices of unit norm."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from eight_ranks import run_with, steps_of
+from eight_ranks import registered, run_with, steps_of
 from harness import run_world
 from plain_model import PlainTrainer, decays
 from test_any_shape import _assert_agrees
@@ -16,7 +15,7 @@ from torch import Tensor
 from worlds import plain_steps
 
 from megazero.config import ConfigError
-from megazero.optim.optimizers import ElementwiseOptimizer, MatrixOptimizer
+from megazero.optim.optimizers import ElementwiseOptimizer
 from megazero.optim.registry import OPTIMIZERS
 
 pytestmark = pytest.mark.slow  # starts whole runs
@@ -24,41 +23,10 @@ pytestmark = pytest.mark.slow  # starts whole runs
 MOMENTUM, SOFTNESS = 0.8, 1e-2
 
 
-class SoftSign(torch.optim.Optimizer):
-    """m <- momentum m + g;  w <- w - lr (m / (|m| + softness) + weight_decay w)."""
-
-    def __init__(
-        self, params: Any, lr: float, momentum: float = 0.9, softness: float = 1e-3, weight_decay: float = 0.0
-    ) -> None:
-        defaults = {"lr": lr, "momentum": momentum, "softness": softness, "weight_decay": weight_decay}
-        super().__init__(params, defaults)
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
-        for group in self.param_groups:
-            for weight in group["params"]:
-                momentum = self.state[weight].setdefault("momentum", torch.zeros_like(weight))
-                momentum.mul_(group["momentum"]).add_(weight.grad)
-                update = momentum / (momentum.abs() + group["softness"]) + group["weight_decay"] * weight
-                weight.sub_(update, alpha=group["lr"])
-
-
-def unit_norm(momentum: Tensor, scale: float = 1.0) -> Tensor:
-    return momentum * (scale / momentum.norm())
-
-
-def _flops(rows: int, columns: int) -> int:
-    return 2 * rows * columns
-
-
 @pytest.fixture(autouse=True, scope="module")
 def _registered() -> Iterator[None]:
-    """A script says these lines at its top; here the names end with the tests of this file."""
-    OPTIMIZERS.register("softsign", ElementwiseOptimizer(SoftSign, elementwise=True))
-    OPTIMIZERS.register("unit-norm", MatrixOptimizer(unit_norm, _flops))
-    yield
-    for name in ("softsign", "unit-norm"):
-        OPTIMIZERS._registered.pop(name)
+    with registered(OPTIMIZERS, "softsign", "unit-norm"):
+        yield
 
 
 class PlainSoftSign(PlainTrainer):
@@ -122,6 +90,6 @@ def test_a_key_that_it_does_not_take_is_refused(tmp_path: Path) -> None:
 
 def test_a_registration_says_that_it_acts_element_by_element() -> None:
     with pytest.raises(ValueError, match="say elementwise=True"):
-        ElementwiseOptimizer(SoftSign, elementwise=False)
+        ElementwiseOptimizer(torch.optim.SGD, elementwise=False)
     with pytest.raises(ValueError, match="'adamw' is already registered"):
-        OPTIMIZERS.register("adamw", ElementwiseOptimizer(SoftSign, elementwise=True))
+        OPTIMIZERS.register("adamw", ElementwiseOptimizer(torch.optim.SGD, elementwise=True))
