@@ -16,7 +16,8 @@ from megazero.cli.commands import app
 from megazero.config import load_config
 from megazero.plan.cluster import cluster_of
 from megazero.plan.correction import Kept, add_measured, ratio_in, read_kept, shape_of
-from megazero.plan.report import Assumptions, PlanJudge, plan_of
+from megazero.plan.report import Assumptions, plan_of
+from megazero.plan.search import Judge
 from megazero.plan.step_time import step_time_of
 
 RUN = """
@@ -171,7 +172,7 @@ def test_a_search_plays_some_micro_batches_for_all(file: Path, words: tuple[str,
     cluster = cluster_of("h100", 8, 4)
     run = load_config(file, ("training.global_batch_size=128", *words), 8)
     assert run.accumulation >= 16
-    assert PlanJudge(cluster).seconds(run) == pytest.approx(step_time_of(run, cluster).seconds, rel=0.005)
+    assert Judge(cluster).seconds(run) == pytest.approx(step_time_of(run, cluster).seconds, rel=0.005)
 
 
 # ---- step 10

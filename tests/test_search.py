@@ -12,10 +12,10 @@ from megazero.config import ConfigError, ResolvedRun, load_config
 from megazero.config.document import save_config
 from megazero.config.load import resolve
 from megazero.models.registry import FAMILIES
-from megazero.plan.bounds import bounds_of
+from megazero.plan.bounds import Bounds
 from megazero.plan.choices import Choice, Relief, Space, config_of, groups_in, space_of
 from megazero.plan.cluster import Cluster, cluster_of
-from megazero.plan.search import Found, Need, base_of, front_of, search
+from megazero.plan.search import Found, Judge, Need, base_of, front_of, search
 
 RUN = """
 [model]
@@ -31,7 +31,7 @@ global_batch_size = 16
 
 
 @dataclass(frozen=True)
-class PlainJudge:
+class PlainJudge(Judge):
     """State and what a micro-batch keeps; FLOPs over the peak with the bubble, and what each key costs."""
 
     peak_flops: float
@@ -131,7 +131,7 @@ def test_a_front_is_a_front(base: ResolvedRun) -> None:
 
 
 def _judge(cluster: Cluster) -> PlainJudge:
-    return PlainJudge(cluster.device.peak_flops["bf16"] * cluster.device.product_share)
+    return PlainJudge(cluster, cluster.device.peak_flops["bf16"] * cluster.device.product_share)
 
 
 def _found(base: ResolvedRun, megabytes: float, processes: int = 1) -> Found:
@@ -166,7 +166,7 @@ def test_every_choice_is_a_run_file(base: ResolvedRun, tmp_path: Path) -> None:
 def test_no_bound_is_above_what_it_bounds(base: ResolvedRun) -> None:
     cluster = _cluster(1e9)
     judge = _judge(cluster)
-    bounds = bounds_of(base, cluster)
+    bounds = Bounds(base, cluster)
     for choice, run in _all_runs(base, 8):
         assert bounds.seconds(replace(choice, relief=Relief())) <= judge.seconds(run) * (1 + 1e-9), choice
 

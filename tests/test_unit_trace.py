@@ -14,9 +14,10 @@ from megazero.cpu.shared_memory import SharedMemoryBackend
 from megazero.engine.outline import schedule_of
 from megazero.parallel_state import Axis
 from megazero.parallel_state.groups import Group
-from megazero.plan.fake_ranks import Alone, FakeBackend, make_fake
+from megazero.plan.fake_ranks import FakeBackend, make_fake
 from megazero.plan.fake_tensors import FakeTensors, Message, Operator
 from megazero.plan.operator_times import flops_of, product_of
+from megazero.plan.simulated_world import Alone
 from megazero.plan.unit_trace import ADDED, DY, EMBEDDING, HEAD, PassTrace, UnitKey, UnitTrace, trace_units
 
 MODEL = """

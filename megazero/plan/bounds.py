@@ -9,9 +9,7 @@ A bound only leaves out what cannot win; a guess decides nothing.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
-from megazero.config import ResolvedRun, RunConfig
+from megazero.config import ResolvedRun
 from megazero.engine.outline import elements_in, stages_of
 from megazero.models.registry import FAMILIES
 from megazero.plan.choices import Choice
@@ -25,26 +23,22 @@ _RECOMPUTED = 1.25  # of a guess: what does not fit computes much again
 _FILLS = {"zb-h1": 1 / 3, "zbv": 1 / 6, "dualpipev": 1 / 3}  # of 1F1B's idle time, where all passes take as long
 
 
-@dataclass(frozen=True)
 class Bounds:
     """Lower bounds and guesses for every choice of one model on one cluster.
 
     Args:
-        parameters: of the whole model.
-        flops: of the model, for a step.
-        forward_share: of these, by what recomputation adds at most: the layers' forward.
-        weight_bytes, gradient_bytes: of an element, as gradients are summed up.
-        moments: numbers that the optimizer holds for each parameter, at least.
+        run: on one rank.
     """
 
-    config: RunConfig
-    cluster: Cluster
-    samples: int
-    parameters: int
-    flops: float
-    weight_bytes: int
-    gradient_bytes: int
-    moments: int
+    def __init__(self, run: ResolvedRun, cluster: Cluster) -> None:
+        config = self.config = run.config
+        self.cluster, self.samples = cluster, run.global_batch_size
+        (self.parameters,) = map(elements_in, stages_of(config, tp=1))
+        per_token = FAMILIES[config.model.family].flops_per_token(config.model, None)
+        self.flops = per_token * self.samples * config.model.seq_len
+        self.weight_bytes = DTYPES[config.precision.dtype].itemsize
+        self.gradient_bytes = DTYPES[config.precision.accumulate_dtype].itemsize  # as gradients are summed up
+        self.moments = int(moments_of(config))  # for each parameter, at least
 
     def state_bytes(self, choice: Choice) -> float:
         """Lower bound of the model state on the mean rank's device (Rajbhandari et al. 2020, figure 1)."""
@@ -107,20 +101,3 @@ class Bounds:
             return 0.0
         chunks = SCHEDULES[choice.schedule].chunks or choice.virtual_stages
         return (choice.pp - 1) / (self._count(choice) * chunks)
-
-
-def bounds_of(run: ResolvedRun, cluster: Cluster) -> Bounds:
-    """Return the bounds of a search, from its run on one rank."""
-    config = run.config
-    (whole,) = map(elements_in, stages_of(config, tp=1))
-    per_token = FAMILIES[config.model.family].flops_per_token(config.model, None)
-    return Bounds(
-        config=config,
-        cluster=cluster,
-        samples=run.global_batch_size,
-        parameters=whole,
-        flops=per_token * run.global_batch_size * config.model.seq_len,
-        weight_bytes=DTYPES[config.precision.dtype].itemsize,
-        gradient_bytes=DTYPES[config.precision.accumulate_dtype].itemsize,
-        moments=int(moments_of(config)),
-    )

@@ -196,8 +196,7 @@ def _search(
     """Print the best shapes, and write the run file of the first."""
     from megazero.config import ConfigError, to_toml
     from megazero.engine.phases import changed_keys, changes_text
-    from megazero.plan.report import PlanJudge
-    from megazero.plan.search import base_of, search
+    from megazero.plan.search import Judge, base_of, search
     from megazero.plan.text import search_text
     from megazero.schedules.action import write_text
 
@@ -214,7 +213,7 @@ def _search(
     found = search(
         base,
         cluster,
-        PlanJudge(cluster),
+        Judge(cluster),
         own=own,
         processes=os.cpu_count() or 1,
         say=show_progress,

@@ -5,7 +5,7 @@
 
 A fake backend has the properties of the one that a real run has there, because `comm` asks for them: whether it needs
 scratch memory, whether it works by itself, what it sends to other hosts.  Whether the ranks of a group agree about what they
-do is asked of a `Meeting`; of ranks that are not simulated, the others are believed to do as one does.
+do is asked of a `GroupMeeting`; a rank that is simulated alone takes it that the others do as it does.
 
 `FakeState` is the `ParallelState` of a simulated rank: the real one's axes and groups, in the real order.
 """
@@ -17,7 +17,7 @@ from concurrent.futures import Future
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 from unittest.mock import patch
 
 import torch
@@ -32,9 +32,9 @@ from megazero.cpu.transport import backend_between
 from megazero.cpu.two_level import TwoLevelBackend, link_bytes_between
 from megazero.parallel_state import Axis, ParallelState
 from megazero.parallel_state.grid import Hosts, hosts_of
-from megazero.parallel_state.groups import Counts, Group, Traffic, Transfers, Wait
+from megazero.parallel_state.groups import Counts, Group, Traffic, Wait
 from megazero.plan.fake_tensors import Event, Message
-from megazero.plan.simulated_world import GroupMeeting, SimulatedWorld
+from megazero.plan.simulated_world import Alone, GroupMeeting, SimulatedWorld
 from megazero.zero import offload
 from megazero.zero.file_store import FileStore
 
@@ -55,36 +55,6 @@ class RecordedTraffic(Traffic):
         self.events.append(Message(operation, axis, sent_bytes, link_bytes))
 
 
-class Meeting(Protocol):
-    """How the ranks of one group learn what the others do."""
-
-    def operation(self, name: str, tensor: Tensor, axis: Axis, label: str) -> Wait:
-        """This rank starts a collective operation of tensors."""
-
-    def messages(self, sends: Transfers, receives: Transfers, axis: Axis) -> Sequence[Wait]:
-        """This rank posts messages; one wait for each, sends first."""
-
-    def values(self, name: str, value: Any, axis: Axis) -> list[Any]:
-        """The values of all ranks, in rank order."""
-
-
-class Alone:
-    """A meeting in which every other rank does as this one does."""
-
-    def operation(self, *_: object) -> Wait:
-        return _nothing
-
-    def messages(self, sends: Transfers, receives: Transfers, axis: Axis) -> Sequence[Wait]:  # noqa: ARG002
-        return [_nothing] * (len(sends) + len(receives))
-
-    def values(self, name: str, value: Any, axis: Axis) -> list[Any]:  # noqa: ARG002
-        return [value] * axis.size
-
-
-def _nothing() -> None:
-    """The operation is done."""
-
-
 def _holding(tensor: Tensor, wait: Wait) -> Wait:
     """Return a wait that holds a tensor's storage until then, but not the tensor, whose hooks may hold the wait."""
     return partial(lambda wait, _: wait(), wait, tensor.untyped_storage())
@@ -102,7 +72,7 @@ class FakeBackend:
     """
 
     def __init__(
-        self, real: Real, hosts: Hosts | None, meeting: Meeting, fills: Callable[[Tensor], None] = lambda _: None
+        self, real: Real, hosts: Hosts | None, meeting: Alone, fills: Callable[[Tensor], None] = lambda _: None
     ) -> None:
         self._real, self._is_nccl, self.meeting, self._fills = real, real is TorchBackend, meeting, fills
         self.needs_scratch, self.runs_by_itself = real.needs_scratch, real.runs_by_itself
@@ -144,29 +114,6 @@ class FakeBackend:
         """There is nothing to release."""
 
 
-class FakeMessages:
-    """A `parallel_state.Messages` whose values come from a meeting."""
-
-    def __init__(self, meeting: Meeting) -> None:
-        self._meeting = meeting
-
-    def broadcast(self, tensor: Tensor, axis: Axis, source: int) -> Wait:
-        return self._meeting.operation("broadcast", tensor, axis, f"from number {source}")
-
-    def exchange(self, sends: Transfers, receives: Transfers, axis: Axis) -> Sequence[Wait]:
-        return self._meeting.messages(sends, receives, axis)
-
-    def gather(self, values: list[Any], axis: Axis) -> list[Any]:
-        return [one for of_rank in self._meeting.values("gather_objects", values, axis) for one in of_rank]
-
-    def from_first(self, value: Any, axis: Axis) -> Any:
-        return self._meeting.values("from_first", value, axis)[0]
-
-    def largest(self, numbers: Sequence[float], axis: Axis) -> list[float]:
-        found = self._meeting.values("largest", list(numbers), axis)
-        return [max(of_ranks) for of_ranks in zip(*found, strict=True)]
-
-
 def _link_bytes(real: Real, hosts: Hosts | None) -> Callable[[str, Tensor, Axis], int]:
     if real is TwoLevelBackend and hosts is not None:
         return partial(link_bytes_between, hosts)
@@ -190,7 +137,7 @@ def real_backend(ranks: Sequence[int], index: int, per_node: int, *, on_cuda: bo
 def make_fake(group: Group, backend: FakeBackend) -> None:
     """Replace a group's communication by one that moves nothing."""
     group.backends["cpu"] = backend
-    group.messages = FakeMessages(backend.meeting)
+    group.messages = backend.meeting
 
 
 # ---- the state of a rank
@@ -267,7 +214,7 @@ class FakeState(ParallelState):
             self.made.append(MadeGroup(ranks, purpose))
         return group
 
-    def _meeting(self, ranks: tuple[int, ...], purpose: str) -> Meeting:
+    def _meeting(self, ranks: tuple[int, ...], purpose: str) -> Alone:
         if self._simulated is None:
             return Alone()
         return GroupMeeting(self._simulated, self.rank, ranks, purpose, one_channel=self._on_cuda)

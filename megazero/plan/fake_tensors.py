@@ -80,6 +80,7 @@ class FakeTensors:
     Attributes:
         operators: what was called, if `records`; may be cleared at any time.
         live, peak: bytes of storages; `peak` may be set to `live`.
+        on_free: called with the number of a storage that is freed.
     """
 
     def __init__(
@@ -96,6 +97,7 @@ class FakeTensors:
         self._watch, self._stack = _Watch(self), ExitStack()
         self._storages: dict[int, tuple[int, int, weakref.ref[Any]]] = {}  # by address: number, bytes, itself
         self._count = 0
+        self.on_free: Callable[[int], object] = lambda _: None
 
     def __enter__(self) -> Self:
         self._stack.enter_context(self._mode)
@@ -125,10 +127,7 @@ class FakeTensors:
     def _free(self, key: int) -> None:
         number, size, _ = self._storages.pop(key)
         self.live -= size
-        self._freed(number)
-
-    def _freed(self, number: int) -> None:
-        """Called when a storage is freed."""
+        self.on_free(number)
 
 
 class _Mode(FakeTensorMode):

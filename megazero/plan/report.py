@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 
 from megazero.config import ResolvedRun
-from megazero.engine.outline import elements_in, kind_of, stages_of
+from megazero.engine.outline import elements_in, stages_of
 from megazero.plan.cluster import Cluster
 from megazero.plan.correction import shape_of
 from megazero.plan.cost import (
@@ -26,7 +26,7 @@ from megazero.plan.cost import (
     run_cost,
     throughput,
 )
-from megazero.plan.memory import RankMemory, fullest_of, memory_of, with_decided_offload
+from megazero.plan.memory import RankMemory, memory_of, with_decided_offload
 from megazero.plan.search import Candidate, Found
 from megazero.plan.state_trace import Sent
 from megazero.plan.step_time import StepTime, step_time_of
@@ -128,29 +128,6 @@ def scaled(time: StepTime, ratio: float) -> StepTime:
     )
     hidden = {axis: seconds * ratio for axis, seconds in time.hidden.items()}
     return replace(time, seconds=time.seconds * ratio, timelines=timelines, hidden=hidden)
-
-
-@dataclass(frozen=True)
-class PlanJudge:
-    """Tells a search what a run needs: the plan's memory and time."""
-
-    cluster: Cluster
-
-    def memory(self, run: ResolvedRun) -> tuple[int, str]:
-        """Return the peak of the fullest pipeline rank, and where and when it is."""
-        fullest = fullest_of(run, self.cluster)
-        return fullest.peak, f"pipeline rank {fullest.stage}, {fullest.moment}"
-
-    def seconds(self, run: ResolvedRun) -> float:
-        """Return a step's seconds.  Once a pipeline is full every micro-batch adds the same, so only some are simulated."""
-        kind, parallel = kind_of(run.config), run.config.parallel
-        step = kind.microbatch_multiple(parallel.pp)
-        fills = 2 if kind.chunks == 2 else 1  # pipelines' worth of micro-batches until it is full
-        some = -(-fills * parallel.pp // step) * step
-        if run.accumulation <= 2 * some or parallel.schedule_file is not None:
-            return step_time_of(run, self.cluster).seconds
-        first, second = (step_time_of(run, self.cluster, micro_batches=count).seconds for count in (some, 2 * some))
-        return first + (second - first) * (run.accumulation - some) / some
 
 
 def as_plain(plan: Plan, found: Found | None = None) -> dict[str, object]:

@@ -5,28 +5,31 @@
     best <---- time of the least relief that fits <---- memory of each relief <-+   until no bound is below the tenth
 
 A relief (recomputation, offloading) costs time, so of one shape only those are timed without which it does not fit.  The
-front of memory and time is that of everything computed, with all reliefs of the best shapes.  A `Judge` knows what a run
-needs: the plan's memory and step time.
+front of memory and time is that of everything computed, with all reliefs of the best shapes.
 """
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import cycle
 from math import gcd
 from multiprocessing import get_all_start_methods, get_context
-from typing import Protocol, TypeAlias
+from typing import TypeAlias
 
 from megazero.config import ConfigError, ResolvedRun, RunConfig
 from megazero.config.load import import_extensions, resolve
-from megazero.plan.bounds import Bounds, bounds_of
+from megazero.engine.outline import kind_of
+from megazero.plan.bounds import Bounds
 from megazero.plan.choices import Choice, Relief, Space, config_of, groups_in, relief_words, space_of
 from megazero.plan.cluster import Cluster
 from megazero.plan.devices import size_text
+from megazero.plan.memory import fullest_of
+from megazero.plan.step_time import step_time_of
 from megazero.settings import Problem
 
 LIMIT = 400  # shapes whose memory is computed
@@ -51,14 +54,27 @@ class Need:
     seconds: float | None = None
 
 
-class Judge(Protocol):
-    """Computes what a run needs on the cluster."""
+@dataclass(frozen=True)
+class Judge:
+    """Computes what a run needs on a cluster: the plan's memory and time."""
+
+    cluster: Cluster
 
     def memory(self, run: ResolvedRun) -> tuple[int, str]:
-        """Return the most bytes on a rank's device, and where and when that is."""
+        """Return the peak of the fullest pipeline rank, and where and when it is."""
+        fullest = fullest_of(run, self.cluster)
+        return fullest.peak, f"pipeline rank {fullest.stage}, {fullest.moment}"
 
     def seconds(self, run: ResolvedRun) -> float:
-        """Of a step."""
+        """Return a step's seconds.  Once a pipeline is full every micro-batch adds the same, so only some are simulated."""
+        kind, parallel = kind_of(run.config), run.config.parallel
+        step = kind.microbatch_multiple(parallel.pp)
+        fills = 2 if kind.chunks == 2 else 1  # pipelines' worth of micro-batches until it is full
+        some = -(-fills * parallel.pp // step) * step
+        if run.accumulation <= 2 * some or parallel.schedule_file is not None:
+            return step_time_of(run, self.cluster).seconds
+        first, second = (step_time_of(run, self.cluster, micro_batches=count).seconds for count in (some, 2 * some))
+        return first + (second - first) * (run.accumulation - some) / some
 
 
 @dataclass(frozen=True)
@@ -165,7 +181,7 @@ def search(
         is_late: no shape is begun once it says so.
     """
     space = space or space_of(run.config, cluster.ranks, cluster.per_node)
-    bounds, capacity = bounds_of(run, cluster), cluster.device.memory_bytes
+    bounds, capacity = Bounds(run, cluster), cluster.device.memory_bytes
     refused: Counter[str] = Counter()
     legal = list(_legal(run.config, space, cluster.ranks, refused))
     states = {
@@ -257,14 +273,13 @@ def computing(
     method = "fork" if "fork" in get_all_start_methods() else "spawn"
     with ExitStack() as stack:
         pools = [stack.enter_context(ProcessPoolExecutor(1, get_context(method))) for _ in range(processes)]
+        pool_of = defaultdict[object, ProcessPoolExecutor](cycle(pools).__next__)
 
         def computed(work: Work, mode: str) -> Iterator[Needs]:
-            waiting, loads, at = list[Future[Needs]](), [0] * processes, dict[object, int]()
-            for shape, reliefs in work:
-                layers = shape.tp, shape.cp, shape.pp, shape.schedule
-                index = at.setdefault(layers, loads.index(min(loads)))
-                loads[index] += 1
-                waiting.append(pools[index].submit(compute, shape, reliefs, mode))
+            waiting = [
+                pool_of[shape.tp, shape.cp, shape.pp, shape.schedule].submit(compute, shape, reliefs, mode)
+                for shape, reliefs in work
+            ]
             yield from (future.result() for future in waiting)
 
         yield computed
@@ -350,25 +365,25 @@ def _compute(
 ) -> Needs:
     """Compute a shape's memory by relief, and the time of the "least" that fit, of "every" one that fits, or of none."""
     import_extensions(config.launch.extensions)  # in a process that was started anew
-    needs: Needs = {}
-    enough: list[Relief] = []
-    ordered = sorted(reliefs, key=lambda relief: relief.order)
-    for relief in ordered:
-        if mode == "least" and len(needs) == 1 and not enough and relief != ordered[-1]:
-            last = _compute(config, judge, ranks, capacity, shape, ordered[-1:], "memory")
-            if last and all(need.peak > capacity for need in last.values()):  # all of it is not enough
-                return needs | last
-        if mode == "least" and any(known.needs_no_more_than(relief) for known in enough):
+    needs, fitting = Needs(), dict[Relief, ResolvedRun]()
+    first, *others = sorted(reliefs, key=lambda relief: relief.order)
+    for relief in (first, *others[-1:], *others[:-1]):
+        if mode == "least" and any(known.needs_no_more_than(relief) for known in fitting):
             continue
         choice = replace(shape, relief=relief)
         try:
             run = resolve(config_of(config, choice), ranks)
         except ConfigError:  # sharding or relief that this shape does not know
             continue
-        peak, where = judge.memory(run)
-        fits = peak <= capacity
-        needs[choice] = Need(peak, where, judge.seconds(run) if fits and mode != "memory" else None)
-        enough += [relief] if fits else []
+        needs[choice] = Need(*judge.memory(run))
+        if needs[choice].peak <= capacity:
+            fitting[relief] = run
+        elif mode == "least" and [relief] == others[-1:]:  # all of it is not enough
+            break
+    for relief, run in fitting.items() if mode != "memory" else ():
+        if mode == "every" or not any(other.needs_no_more_than(relief) for other in fitting if other != relief):
+            choice = replace(shape, relief=relief)
+            needs[choice] = replace(needs[choice], seconds=judge.seconds(run))
     return needs
 
 

@@ -202,8 +202,43 @@ class SimulatedWorld:
         return [found[other][1] for other in of_ranks]
 
 
-class GroupMeeting:
-    """A `fake_ranks.Meeting` of one simulated rank with the others of one of its groups.
+class Alone:
+    """The `parallel_state.Messages` of a rank of one group, and what its operations wait for: nothing.
+
+    Every other rank does as this one does.
+    """
+
+    def operation(self, name: str, tensor: Tensor, axis: Axis, label: str) -> Wait:  # noqa: ARG002
+        """Start a collective operation of tensors."""
+        return _nothing
+
+    def exchange(self, sends: Transfers, receives: Transfers, axis: Axis) -> Sequence[Wait]:  # noqa: ARG002
+        """Post messages; one wait for each, sends first."""
+        return [_nothing] * (len(sends) + len(receives))
+
+    def values(self, name: str, value: Any, axis: Axis) -> list[Any]:  # noqa: ARG002
+        """The values of all ranks, in rank order."""
+        return [value] * axis.size
+
+    def broadcast(self, tensor: Tensor, axis: Axis, source: int) -> Wait:
+        return self.operation("broadcast", tensor, axis, f"from number {source}")
+
+    def gather(self, values: list[Any], axis: Axis) -> list[Any]:
+        return [value for of_rank in self.values("gather_objects", values, axis) for value in of_rank]
+
+    def from_first(self, value: Any, axis: Axis) -> Any:
+        return self.values("from_first", value, axis)[0]
+
+    def largest(self, numbers: Sequence[float], axis: Axis) -> list[float]:
+        return [max(of_ranks) for of_ranks in zip(*self.values("largest", list(numbers), axis), strict=True)]
+
+
+def _nothing() -> None:
+    """The operation is done."""
+
+
+class GroupMeeting(Alone):
+    """Meets the other simulated ranks of a group.
 
     Args:
         purpose: of the group, where ranks have more than one.
@@ -230,7 +265,7 @@ class GroupMeeting:
         doing = f"{post} over {where}, as its operation {number + 1} there"
         return lambda: self._world.wait_for(key, number, self._rank, self._ranks, doing)
 
-    def messages(self, sends: Transfers, receives: Transfers, axis: Axis) -> Sequence[Wait]:
+    def exchange(self, sends: Transfers, receives: Transfers, axis: Axis) -> Sequence[Wait]:
         to = [self._message(tensor, self._rank, peer, axis) for tensor, peer in sends]
         return to + [self._message(tensor, peer, self._rank, axis) for tensor, peer in receives]
 

@@ -43,9 +43,10 @@ from megazero.models.stages import StageLayout, cut_by_rank
 from megazero.models.wrappers import save_by_policy
 from megazero.parallel_state import Axis
 from megazero.parallel_state.groups import Group
-from megazero.plan.fake_ranks import Alone, FakeBackend, RecordedTraffic, make_fake, real_backend
+from megazero.plan.fake_ranks import FakeBackend, RecordedTraffic, make_fake, real_backend
 from megazero.plan.fake_tensors import Event, FakeTensors, Message, Operator
 from megazero.plan.kernel_memory import kernel_bytes
+from megazero.plan.simulated_world import Alone
 from megazero.schedules.action import ActionKind, Schedule
 from megazero.zero.bucket import DTYPES, ParamInfo, Pieces, Share, Slot
 from megazero.zero.gradients import GradientReducer
@@ -281,7 +282,7 @@ class _Bench:
     def __init__(self, key: TraceKey, layout: StageLayout) -> None:
         self._key, self._layout = key, layout
         self._has_kernels = key.on_cuda and key.dtype == torch.bfloat16
-        self._fake = _Tensors(
+        self._fake = FakeTensors(
             records=True, kernel_bytes=kernel_bytes(on_cuda=key.on_cuda), groups_products=self._has_kernels
         )
         self._queue = WeightGradQueue()
@@ -384,7 +385,7 @@ class _Bench:
 
     def _passes(self, run: Callable[[Tensor | None], Tensor], shape: tuple[int, ...] | None) -> UnitTrace:
         fake, queue, key = self._fake, self._queue, self._key
-        self.gradients.marks = fake.marks = marks = _Marks(fake)
+        self.gradients.marks = marks = _Marks(fake)
         received = None if shape is None else torch.empty(shape, dtype=key.dtype)
         marks.begin()
         x = None if received is None else _Input.apply(received, torch.empty(0, requires_grad=True), marks)
@@ -405,16 +406,6 @@ class _Bench:
         return UnitTrace(forward, backward, marks.end(), in_arena=in_arena)
 
 
-class _Tensors(FakeTensors):
-    """Fake tensors that mark where dy is freed."""
-
-    marks: _Marks | None = None
-
-    def _freed(self, number: int) -> None:
-        if self.marks is not None and number == self.marks.dy:
-            self.marks.arrive(DY)
-
-
 class _Marks:
     """Begins and ends the measurement of a pass."""
 
@@ -422,26 +413,24 @@ class _Marks:
         self._fake, self._start = fake, 0
         self._spans: list[Span] = []
         self.backward: PassTrace | None = None
-        self.dy = 0  # its storage
+        self._dy = 0  # its storage
+        fake.on_free = lambda number: self.arrive(DY) if number == self._dy else None
 
     def begin(self, dy: Tensor | None = None) -> None:
         """Start to measure a pass."""
-        self.dy = 0 if dy is None else self._fake.value(dy).storage
+        self._dy = 0 if dy is None else self._fake.value(dy).storage
         self._fake.operators.clear()
         self._start, self._spans = self._fake.live, []
-        self._begin_span("")
+        self.arrive("")
 
     def arrive(self, parameter: str) -> None:
-        """Mark that a parameter's gradient reaches its bucket."""
+        """Mark that a parameter's gradient reaches its bucket: a span ends, and the next begins."""
         self._end_span()
-        self._begin_span(parameter)
-
-    def _begin_span(self, parameter: str) -> None:
         self._fake.peak = self._fake.live
         self._spans.append(Span(parameter, self._fake.live - self._start, 0))
 
     def _end_span(self) -> None:
-        self._spans[-1] = self._spans[-1]._replace(peak=self._fake.peak - self._start)
+        self._spans[-1:] = [span._replace(peak=self._fake.peak - self._start) for span in self._spans[-1:]]
 
     def end(self) -> PassTrace:
         """End the pass and return its trace."""
