@@ -7,7 +7,7 @@ INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c c
 # Processes that run tests at once; each test starts up to 8 ranks of its own.
 JOBS ?= 2
 
-.PHONY: help quickstart test test-fast chaos lint types bench clean
+.PHONY: help quickstart test test-fast chaos lint types bench docs clean
 .DEFAULT_GOAL := help
 
 help: ## what the targets do
@@ -35,6 +35,9 @@ types: $(VENV)/.dev ## mypy, strict
 bench: $(VENV)/.bench ## time a step beside DDP, FSDP2, DeepSpeed, DTensor and torch pipelines
 	$(BIN)/python -m benchmarks.all --out speed_$(shell nproc)cpu
 
+docs: $(VENV)/.docs ## build the site of docs/ into site/, with search and the API
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
+
 $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)
 
@@ -60,5 +63,9 @@ $(VENV)/.bench: $(VENV)/.deepspeed
 	$(INSTALL) -e '.[bench]'
 	touch $@
 
+$(VENV)/.docs: pyproject.toml constraints.txt | $(VENV)/bin/python
+	$(INSTALL) -e '.[docs]'
+	touch $@ $(VENV)/.run
+
 clean: ## remove the environment, runs and caches
-	rm -rf $(VENV) runs .pytest_cache .mypy_cache .ruff_cache *.egg-info
+	rm -rf $(VENV) runs site .pytest_cache .mypy_cache .ruff_cache *.egg-info
