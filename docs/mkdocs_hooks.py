@@ -1,4 +1,4 @@
-"""Puts what lies above docs/ on the site, README, CONTRIBUTING, CHANGELOG and benchmarks/results, and turns links to and from it."""
+"""Puts README, CONTRIBUTING, CHANGELOG and benchmarks/results, which lie above docs/, on the site, and turns their links."""
 
 import re
 from pathlib import Path
@@ -19,7 +19,7 @@ def on_files(files, config):
 
 
 def on_page_markdown(markdown, page, **_):
-    """docs/zero.md -> zero.md; ../README.md -> index.md; ../benchmarks/results/ -> results/.  Links to code become its name."""
+    """docs/zero.md -> zero.md; ../README.md -> index.md; ../benchmarks/results/ -> results/.  Code has no link."""
     for source, name in ABOVE.items():
         markdown = re.sub(rf"\]\((?:\.\./)?{source}", f"]({name}", markdown)
     markdown = re.sub(r"\[([^]]*)\]\(\.\./\w+\.py\)", r"\1", markdown)
