@@ -2,19 +2,20 @@
 
     parameters   | w0      | w1   | b1 |pad|
     flat buffer  [---------+------+----+---]
-    shards       [  rank 0   |   rank 1    ]      borders fall anywhere, so memory is even
+    shards       [  rank 0   |   rank 1    ]      a border may fall within a parameter, so all shards are equal
 
-Parameters are sorted by their traits, so that each optimizer group, the gradient norm and the sums over tp act on a few
-contiguous runs of a bucket instead of on parameters, and one collective serves the whole bucket.
+Parameters are sorted by their properties, so that each optimizer group, the gradient norm and the sums over tp work on
+a few contiguous intervals of a bucket instead of on single parameters, and one collective serves the whole bucket.
 
-[Note: parts]  A parameter that is larger than a bucket should be is reduced in parts, so that no buffer is as large as it.
-A part has the same rows of every shard, and so each rank owns as much of it:
+[Note: parts]  A parameter larger than the bucket size is reduced in parts, so that no buffer must hold all of it.  A
+part covers the same rows of every shard, so every rank owns an equal amount of it:
 
     flat buffer  [ a b c | a b c | a b c ]      three shards, parts a, b and c
     part b       [b|b|b]                        reduced into elements b of each rank's shard
 
-All buffers for gradients have the size of the largest part.  Under stage 3 that is a block, which is not cut, or between
-hosts of CPUs the largest bucket of one: so an embedding goes in parts as large, however small buckets should be.
+All gradient buffers have the size of the largest part.  Under stage 3 that is at least a transformer block, which is
+not cut (between CPU hosts: the largest bucket of a block).  An embedding is cut into parts of that size, even if
+buckets are smaller.
 """
 
 from __future__ import annotations
@@ -39,34 +40,34 @@ K = TypeVar("K", bound=Hashable)
 
 DTYPES: Final = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 DTYPE_NAMES: Final = {dtype: name for name, dtype in DTYPES.items()}
-ALIGN_ELEMENTS = 16  # a shard begins on a 64-byte border in fp32
-BLOCK = 256  # elements that travel with one scale where they are quantized: see `quantized`, [Note: blocks]
-_SMALL_PARTS = 16  # beside a parameter that is larger than a bucket should be, others have 1/16 of a bucket in all
-_ROWS_OF_PADDING = 32  # a bucket is cut into parts only if padding to whole rows adds at most 1/32 to it: see shapes.md
+ALIGN_ELEMENTS = 16  # a shard begins at a multiple of 64 bytes in fp32
+BLOCK = 256  # elements that share one scale when they are quantized: see `quantized`, [Note: blocks]
+_SMALL_PARTS = 16  # together with an oversized parameter, others may fill 1/16 of a bucket in all
+_ROWS_OF_PADDING = 32  # cut a bucket only if padding to whole rows adds at most 1/32 to it: see shapes.md
 
 
 @dataclass(frozen=True)
 class Placement:
-    """The ranks that share a parameter, as this rank sees them."""
+    """The ranks that share a parameter, seen from this rank."""
 
     shard: Axis  # ranks that hold different shards
-    replica: Axis  # ranks that hold the same shard; `shard` and `replica` together sum the gradients
-    gather: Axis | None = (
-        None  # `shard` over a communicator of its own, for stage 3's gathers; None takes that of `shard`
+    replica: Axis  # ranks that hold the same shard; gradients are summed over `shard` and `replica`
+    gather: Axis | None = None  # `shard` with a communicator of its own for stage 3's gathers; None: use `shard`
+    secondary: Axis | None = (
+        None  # ranks of `shard` that share a secondary shard of stage 3's weights; None: no such shard
     )
-    secondary: Axis | None = None  # neighbours on `shard` with a second copy of stage 3's weights; None: there is none
     levels: tuple[Axis, Axis] | None = (
-        None  # `shard` within a host and between hosts: only between them are gradients quantized
+        None  # `shard` within a host and between hosts: gradients are quantized only between hosts
     )
 
     @property
     def gathers_over(self) -> Axis:
-        """The axis of stage 3's gathers."""
+        """The axis over which stage 3 gathers."""
         return self.gather or self.shard
 
     @property
     def sends(self) -> bool:
-        """Whether gradients go to other ranks."""
+        """Whether gradients are sent to other ranks."""
         return self.shard.size > 1 or self.replica.size > 1
 
 
@@ -77,16 +78,16 @@ ALONE = Placement(Axis("shard"), Axis("replica"))
 class ParamInfo:
     """One parameter of this rank's model."""
 
-    name: str  # qualified name of the module's parameter
+    name: str  # qualified name in the module
     shape: tuple[int, ...]  # local shape, after TP
-    spec: ParamSpec  # what the parameter is, globally
+    spec: ParamSpec  # the parameter as a whole, over all ranks
     unit: int  # index of the first unit that uses it, in forward order
     chunk: int = 0  # the model chunk of this rank that holds it
-    group: int = 0  # the optimizer group that steps it
-    trains: bool = True  # it has a gradient; a frozen parameter is only sharded and saved
+    group: int = 0  # index of its optimizer group
+    trains: bool = True  # has a gradient; a frozen parameter is only sharded and saved
     persistent: bool = False  # stage 3 keeps it whole on every rank
-    alone: bool = False  # under stage 3 it has a bucket of its own
-    matrix: bool = False  # the optimizer steps it whole; its bucket holds nothing else
+    alone: bool = False  # stage 3 gives it a bucket of its own
+    matrix: bool = False  # the optimizer updates it as a whole matrix; its bucket holds only such parameters
     placement: Placement = ALONE  # the ranks that share it
 
 
@@ -105,7 +106,7 @@ class Interval:
 
 @dataclass(frozen=True)
 class Slot:
-    """Elements [start, stop) of a bucket that are one parameter."""
+    """The elements [start, stop) of a bucket that belong to one parameter."""
 
     info: ParamInfo
     start: int
@@ -117,13 +118,13 @@ class Slot:
 
     @property
     def interval(self) -> Interval:
-        """The slot's elements."""
+        """The slot as an interval."""
         return Interval(self.start, self.stop)
 
 
 @dataclass(frozen=True)
 class Pieces:
-    """Elements of a parameter: `count` runs of `length`, each of which begins `stride` after the one before."""
+    """A strided set of elements: `count` blocks of `length`, which start `stride` elements apart."""
 
     start: int
     length: int
@@ -132,11 +133,11 @@ class Pieces:
 
     @property
     def numel(self) -> int:
-        """All elements."""
+        """Number of elements in all blocks."""
         return self.length * self.count
 
     def of(self, x: Tensor) -> Tensor:
-        """[..., count, length]: these of the last dimension of x; a view."""
+        """Return these elements of the last dimension of x as a view [..., count, length]."""
         step = x.stride(-1)
         strides = (*x.stride()[:-1], self.stride * step, step)
         return x.as_strided((*x.shape[:-1], self.count, self.length), strides, x.storage_offset() + self.start * step)
@@ -144,15 +145,17 @@ class Pieces:
 
 @dataclass(frozen=True)
 class Share:
-    """What a part of a bucket holds of a parameter: `pieces` of its elements, one after another in the part's buffer.
+    """The elements of one parameter that lie in one part of a bucket, in the order in which they lie in the part's
+    buffer.
 
-    They are those of whole shards, at equal distances, and of one that the parameter begins or ends in: three at most.
+    There are at most three `pieces`: of the shard in which the parameter begins, of the shards that it fills (one piece
+    with equal distances), and of the shard in which it ends.
     """
 
     slot: Slot
     pieces: tuple[Pieces, ...]
     start: int  # of the first piece in the buffer
-    part: Interval  # of every shard
+    part: Interval  # elements of every shard
     shard_numel: int
 
     @cached_property
@@ -162,12 +165,12 @@ class Share:
 
     @property
     def is_whole(self) -> bool:
-        """Whether the part holds all of the parameter."""
+        """Whether the part holds the whole parameter."""
         return self.stop - self.start == numel(self.slot.info.shape)
 
     @cached_property
     def rows(self) -> tuple[Pieces, ...] | None:
-        """The rows of the parameter that the pieces are; None if a piece begins or ends within a row."""
+        """The pieces in units of the parameter's rows; None if a piece begins or ends within a row."""
         width = numel(self.slot.info.shape[1:])
         every = [(piece.start, piece.length, piece.stride) for piece in self.pieces]
         if any(number % width for numbers in every for number in numbers):
@@ -178,7 +181,15 @@ class Share:
         )
 
     def row_in_buffer(self, rows: Tensor) -> tuple[Tensor, int]:
-        """Where rows of the parameter, int64, lie among those of the share, and how many it has: that stands for no row."""
+        """Map rows of the parameter to rows of this share.
+
+        Args:
+            rows: int64, indices of rows of the parameter.
+
+        Returns:
+            The index of each row within the share, and the number of rows of the share.  A row that lies outside gets
+            that number.
+        """
         width, held = numel(self.slot.info.shape[1:]), self.part.stop - self.part.start
         element, count = rows * width + self.slot.start, (self.stop - self.start) // width
         within = element % self.shard_numel - self.part.start
@@ -188,21 +199,23 @@ class Share:
 
 @dataclass(frozen=True)
 class BucketLayout:
-    """Where each parameter lies in a bucket.  Its parameters have one placement and chunk; all are frozen or all train."""
+    """Where each parameter lies in a bucket.  All its parameters have the same placement and chunk, and all train or
+    none does.
+    """
 
     name: str  # for messages
-    slots: tuple[Slot, ...]  # the parameters, contiguous from element 0; before a block there may be zeros
-    step: int = 1  # a shard's elements are a multiple of it; in a bucket of several parts these are whole rows
+    slots: tuple[Slot, ...]  # in order, from element 0; padding may precede a slot that begins a quantization block
+    step: int = 1  # shards are a multiple of this; in a bucket that is cut into parts it is a multiple of whole rows
     part_count: int = 1
 
     @property
     def matrices(self) -> bool:
-        """Whether the optimizer steps the parameters as whole matrices."""
+        """Whether the optimizer updates the parameters as whole matrices."""
         return self.slots[0].info.matrix
 
     @property
     def of_experts(self) -> bool:
-        """Whether EP splits the parameters."""
+        """Whether expert parallelism splits the parameters."""
         return self.slots[0].info.spec.of_experts
 
     @property
@@ -212,7 +225,7 @@ class BucketLayout:
 
     @property
     def shards(self) -> int:
-        """Number of equal parts of the padded bucket."""
+        """Number of shards."""
         return self.placement.shard.size
 
     @property
@@ -232,58 +245,64 @@ class BucketLayout:
 
     @property
     def tie(self) -> str | None:
-        """The logical name of a parameter that several stages or chunks hold; it has a bucket of its own."""
+        """The logical name of a parameter that several stages or chunks hold.  Such a parameter has a bucket of its
+        own.
+        """
         spec = self.slots[0].info.spec
         return spec.name if spec.tied else None
 
     @cached_property
     def unit(self) -> int:
-        """The first unit that uses one of the parameters."""
+        """Index of the first unit that uses one of the parameters."""
         return min(slot.info.unit for slot in self.slots)
 
     @property
     def numel(self) -> int:
-        """Elements that are parameters."""
+        """Number of elements up to the end of the last parameter."""
         return self.slots[-1].stop
 
     @cached_property
     def shard_numel(self) -> int:
-        """Elements of one shard, padding included."""
+        """Elements of one shard, with padding."""
         return -(-max(self.numel, 1) // (self.shards * self.step)) * self.step
 
     @property
     def padded_numel(self) -> int:
-        """Elements of the flat buffer."""
+        """Elements of the flat buffer, with padding."""
         return self.shard_numel * self.shards
 
     @property
     def interval(self) -> Interval:
-        """All elements, padding included."""
+        """All elements, with padding."""
         return Interval(0, self.padded_numel)
 
     def shard(self, index: int) -> Interval:
-        """Elements that shard `index` holds."""
+        """Return the elements of shard `index`."""
         return Interval(index * self.shard_numel, (index + 1) * self.shard_numel)
 
     def in_parts_of(self, limit: int) -> BucketLayout:
-        """The same elements, in as few parts as have at most `limit` elements, or a row of each shard."""
+        """Return the layout cut into the fewest parts of at most `limit` elements.  A part has at least one row of each
+        shard.
+        """
         smallest = self.shards * self.step
         return replace(self, part_count=-(-self.padded_numel // max(limit // smallest * smallest, smallest)))
 
     @property
     def parts(self) -> tuple[Interval, ...]:
-        """The elements of every shard that are reduced at once; see [Note: parts]."""
+        """For each part, the elements of every shard that are reduced at once; see [Note: parts]."""
         each = -(-self.shard_numel // (self.part_count * self.step)) * self.step
         return tuple(Interval(at, min(at + each, self.shard_numel)) for at in range(0, self.shard_numel, each))
 
     def shares(self, part: Interval) -> Iterator[Share]:
-        """What a part holds of the parameters; one without elements is in the part of a bucket that has no other."""
+        """Yield the share of each parameter that has elements in a part.  A bucket of one part yields empty parameters,
+        too.
+        """
         each, held = self.shard_numel, part.stop - part.start
         for slot in self.slots:
             if held == each:
                 yield Share(slot, (Pieces(0, slot.stop - slot.start),), slot.start, part, each)
                 continue
-            first, last = slot.start // each, -(-slot.stop // each) - 1  # shards
+            first, last = slot.start // each, -(-slot.stop // each) - 1  # indices of shards
             ends = [
                 intersect(slot.interval, Interval(at * each + part.start, at * each + part.stop))
                 for at in (first, last)
@@ -298,20 +317,20 @@ class BucketLayout:
                 yield Share(slot, inside, at // each * held + at % each - part.start, part, each)
 
     def intervals(self, key: Callable[[ParamInfo], K]) -> Iterator[tuple[K, Interval]]:
-        """Maximal runs of parameters with an equal key; padding at the end belongs to none."""
+        """Yield the longest intervals of parameters with an equal key.  Padding at the end belongs to none."""
         for value, slots in groupby(self.slots, key=lambda slot: key(slot.info)):
             members = list(slots)
             yield value, Interval(members[0].start, members[-1].stop)
 
 
 def intersect(a: Interval, b: Interval) -> Interval | None:
-    """Common elements, or None."""
+    """Return the common elements, or None."""
     start, stop = max(a.start, b.start), min(a.stop, b.stop)
     return Interval(start, stop) if start < stop else None
 
 
 def _over_tp(info: ParamInfo) -> tuple[bool, bool]:
-    """Whether ranks of tp hold different parts of a parameter, or of the gradient of what each holds whole."""
+    """Whether the parameter is split over tp, and whether its gradient is to be summed over tp."""
     return info.spec.split is not None, info.spec.sum_over_tp
 
 
@@ -335,9 +354,9 @@ def _layout(members: Sequence[ParamInfo], limit: int, *, cuts: bool, align: int)
 
 
 def _fits(members: Sequence[ParamInfo], limit: int) -> bool:
-    """Whether parameters may share a bucket: all fit, or all but the largest are small, and lie in one part of it.
+    """Whether parameters may share a bucket: all fit, or all but the largest are small and lie in one of its parts.
 
-    More would wait for the largest, and it for them.
+    If more parameters shared it, they would wait for the largest, and it for them.
     """
     sizes, shards = [numel(info.shape) for info in members], members[0].placement.shard.size
     return sum(sizes) <= limit or (sum(sizes) - max(sizes)) * max(shards, _SMALL_PARTS) <= limit
@@ -353,22 +372,22 @@ def plan_buckets(
     cuts_units: bool = False,
     align: int = ALIGN_ELEMENTS,
 ) -> tuple[BucketLayout, ...]:
-    """Assign every parameter, given in forward order, to one bucket.
+    """Assign every parameter to one bucket.
 
-    `by_unit`: one bucket per unit, in forward order (what ZeRO-3 gathers at once), or with `cuts_units` as many as
-    `bucket_elements` ask for, in the order of a unit's backward.  Otherwise, and for persistent parameters, buckets are
-    filled in the order in which the backward completes gradients, with at most `bucket_elements`: a parameter that is larger
-    has a bucket with others that are small beside one (`_fits`).
+    No bucket spans two chunks or placements, or holds both frozen and trainable parameters.  A tied parameter has its
+    own bucket, with an equal layout on all stages that hold it.
 
-    `cuts`: buckets of more than `part_elements`, nearly all of one parameter, are reduced in parts of so many at most, or as
-    large as the largest bucket that cannot be cut, but of a row of each shard at least.
-
-    `align`: shards have a multiple of so many elements; with `BLOCK` what is split over tp begins at such a multiple, too.
-
-    `bucket_elements`, `part_elements`: of whole buckets, all shards together; `part_elements` None: as `bucket_elements`.
-
-    No bucket spans two chunks or placements, or holds both frozen and trained parameters.  A tied parameter has its own
-    bucket, equal on all stages that hold it.
+    Args:
+        parameters: in forward order.
+        by_unit: one bucket per unit, in forward order: what ZeRO-3 gathers at once.  Otherwise, and for persistent
+            parameters, buckets are filled in the order in which the backward completes gradients.  A parameter larger
+            than a bucket shares one only with small ones (`_fits`).
+        bucket_elements: most elements of a bucket, all shards together.
+        cuts: reduce an oversized bucket that is nearly all one parameter in parts.
+        part_elements: most elements of a part, all shards together, but at least one row of each shard, or the largest
+            bucket that cannot be cut; None: `bucket_elements`.
+        cuts_units: `by_unit` gives a unit several buckets of at most `bucket_elements`, in the order of its backward.
+        align: shards are a multiple of this.  With `BLOCK`, parameters that tp splits begin at a multiple, too.
     """
     single = [[info] for info in parameters if info.spec.tied or (by_unit and info.alone)]
     free = [info for info in parameters if [info] not in single]
@@ -386,7 +405,7 @@ def plan_buckets(
     placements = list(dict.fromkeys(info.placement for info in parameters))
 
     def scope(info: ParamInfo) -> tuple[float, int, bool, bool, bool]:
-        """What a bucket does not leave."""
+        """Return what all parameters of a bucket have in common."""
         unit = info.unit if by_unit and not info.persistent else inf
         return unit, placements.index(info.placement), info.spec.of_experts, info.trains, info.matrix
 
@@ -411,20 +430,21 @@ _AT_ONCE: Final = Copier()
 
 @dataclass(frozen=True)
 class ShardingPolicy:
-    """What is the same for all buckets of a model.
+    """Settings that all buckets of a model share.
 
     Attributes:
-        placement: of every parameter that names no other.
+        placement: of every parameter that has none of its own.
         dtype: of the weights that modules compute with.
         device: where modules compute.
-        accumulate_dtype, reduce_dtype: in which a step's gradients add up, and travel.
+        accumulate_dtype: in which a step's gradients add up.
+        reduce_dtype: in which gradients are sent.
         on_cpu: whether the run's modules compute on a CPU.
         pins_memory: whether the host memory of offloaded state is page-locked.
         copier: moves offloaded state between host and device.
-        arena: holds the working buffers of gradients; None: each buffer has memory of its own.
+        arena: holds the working buffers of gradients; None: each buffer has its own memory.
         quantizes_weights: stage 3 gathers weights in blocks of 8 bits.
-        gradient_bits: of the blocks in which gradients are reduced over the shard axis; 0: they are not quantized.
-        compiles: what quantizes is compiled.
+        gradient_bits: bits per gradient when they are reduced over the shard axis in blocks; 0: not quantized.
+        compiles: whether quantization is compiled.
     """
 
     zero_stage: int
@@ -443,12 +463,12 @@ class ShardingPolicy:
 
     @property
     def align(self) -> int:
-        """A shard has a multiple of so many elements."""
+        """Shards are a multiple of this."""
         return BLOCK if self.quantizes_weights or self.gradient_bits else ALIGN_ELEMENTS
 
 
 class Extent(Enum):
-    """How much of a bucket's weights, gradients or optimizer state a rank holds between their uses."""
+    """How much of a bucket's weights, gradients or optimizer state a rank holds between uses."""
 
     WHOLE = "whole"
     SHARD = "shard"
@@ -467,7 +487,7 @@ _EXTENTS: Final = {
 class Residency:
     """What a rank holds of a bucket, and where: weights, gradients, and state (master weights and moments).
 
-    Whole weights lie on the device.  The gradient that is stepped lies on the host unless the state is on the device.
+    Full weights are on the device.  The reduced gradient is on the host, unless the state is on the device.
     """
 
     weights: Extent
@@ -480,10 +500,11 @@ class Residency:
     def of(
         cls, layout: BucketLayout, zero_stage: int, weights_on: Location = "device", state_on: Location = "device"
     ) -> Residency:
-        """The table's row for a stage.  Over one rank a shard is the whole, unless it is offloaded.
+        """Return the table's row for a stage.  On one rank a shard is the whole bucket, unless it is offloaded.
 
         Args:
-            weights_on, state_on: where stage 3's shards and the optimizer's state are to lie.
+            weights_on: location of stage 3's shards of the weights.
+            state_on: location of the optimizer state.
         """
         weights, gradients, state = _EXTENTS[zero_stage]
         if layout.persistent or (layout.shards == 1 and weights_on == "device"):
@@ -500,7 +521,7 @@ class Residency:
 
 
 class Arrays(Protocol):
-    """Where the arrays of buckets lie, and what makes those that are not on the device; see `Offload`."""
+    """Creates the arrays of buckets that are not on the device, and names their locations; see `Offload`."""
 
     def residency(self, layout: BucketLayout, /) -> Residency: ...
 
@@ -511,23 +532,26 @@ class Bucket:
     """The tensors of one bucket on one rank.
 
     Args:
-        weights: buffer of the whole weights, [padded]; stage 3 gives a gather buffer, None makes a new one.
-        arrays: makes the arrays that lie in host memory or in a file; None keeps everything on the device.
+        weights: buffer for the full weights, [padded]; stage 3 passes a gather buffer.  None: allocate one.
+        arrays: creates the arrays in host memory or in a file; None: everything is on the device.
 
     Attributes:
-        is_duplicate: of a tied parameter whose first copy is elsewhere: not counted in the norm, not saved.
-        placement, residency: the ranks that share the bucket, and what this one holds of it.
+        is_duplicate: holds a tied parameter whose first copy is elsewhere; not counted in the norm and not saved.
+        placement: the ranks that share the bucket.
+        residency: what this rank holds of it.
         owned: the elements whose master weights and moments this rank holds.
-        counted: what this rank counts in the gradient norm and writes to a checkpoint; the ranks' are disjoint.
-        weights: [padded]; where the residency has shards of them, valid only while gathered.
+        counted: the elements that this rank counts in the gradient norm and writes to a checkpoint; ranks do not
+            overlap.
+        weights: [padded]; if weights are sharded, valid only while they are gathered.
         weight_shard: [owned], in the weights' dtype.
-        master: fp32 [owned]; of fp32 or frozen weights it may be `weight_shard`.
-        full_gradient: [padded] in the accumulation dtype, from a step's first gradient on, where gradients are whole.
-        gradient: fp32 [owned], the reduced gradient that the optimizer steps, beside the master weights.
-        gradient_leaves: the device, when it is reduced, for the host.
-        reduces_in_place: `gradient` is a view of `full_gradient`, and exists only together with it.
-        summed: the elements whose gradients this rank has summed when the reductions end: those that it owns, or fewer of a
-            bucket that is stepped when the others' sums have come; see `WeightGathers.defer_steps`.
+        master: fp32 [owned]; the same memory as `weight_shard` for fp32 or frozen weights.
+        full_gradient: [padded] in the accumulation dtype, if gradients are not sharded; exists from a step's first
+            gradient on.
+        gradient: fp32 [owned], the reduced gradient for the optimizer, in the same location as the master weights.
+        gradient_leaves: reduced gradients are copied from the device to the host.
+        reduces_in_place: `gradient` is a view of `full_gradient` and exists only together with it.
+        summed: the elements whose gradients are complete on this rank when reductions end: all owned ones, or fewer if
+            the bucket is updated later; see `WeightGathers.defer_steps`.
     """
 
     def __init__(
@@ -570,22 +594,22 @@ class Bucket:
 
     @property
     def holds_weights(self) -> bool:
-        """Whether the whole weights stay on this rank."""
+        """Whether this rank always holds the full weights."""
         return self.residency.weights is Extent.WHOLE
 
     @property
     def sums_whole(self) -> bool:
-        """Whether a step's gradients add up whole, and are reduced at its end."""
+        """Whether a step's gradients add up unsharded and are reduced at its end."""
         return self.layout.trains and self.residency.gradients is Extent.WHOLE
 
     @property
     def gathers_weights(self) -> bool:
-        """Whether this rank holds the whole weights and steps a shard of them: they are gathered after every step."""
+        """Whether this rank updates a shard but holds the full weights, which are then gathered after every step."""
         return self.holds_weights and self.owned != self.layout.interval
 
     @property
     def gradient_parts(self) -> tuple[Interval, ...]:
-        """The elements of every shard that are reduced at once."""
+        """For each part, the elements of every shard that are reduced at once."""
         return (self.layout.shard(0),) if self.sums_whole else self.layout.parts
 
     @property
@@ -594,7 +618,7 @@ class Bucket:
         return self.layout.padded_numel * self.policy.accumulate_dtype.itemsize if self.sums_whole else 0
 
     def allocate_gradient(self) -> Tensor:
-        """Memory for the whole gradients of a step, [padded]; its content is undefined."""
+        """Return memory for a step's full gradients, [padded], with undefined content."""
         full = torch.empty(self.layout.padded_numel, dtype=self.policy.accumulate_dtype, device=self.policy.device)
         self.full_gradient = full
         if self.reduces_in_place:
@@ -602,19 +626,20 @@ class Bucket:
         return full
 
     def free_gradient(self) -> None:
-        """Free that memory for the activations of a forward, if nothing else holds the sums.
+        """Free the gradients' memory for the activations of a forward, if no sum is stored there.
 
-        A CPU maps large blocks page by page every time, so there it stays; blocks that are not sent are small.
+        On a CPU it stays, since large blocks would be mapped page by page every time.  So do blocks that are not sent:
+        they are small.
         """
         if self.reduces_in_place and not (self.policy.on_cpu and self.placement.sends):
             self.full_gradient, self.gradient = None, torch.zeros(0)
 
     def owned_part(self, flat: Tensor, interval: Interval) -> Tensor:
-        """Elements `interval` of a tensor that covers the owned elements."""
+        """Return elements `interval` of a tensor that covers the owned elements."""
         return flat[interval.start - self.owned.start : interval.stop - self.owned.start]
 
     def read(self, array: FlatArray, interval: Interval) -> Tensor:
-        """Elements `interval` of an array that covers the owned elements; a copy where the array is a file."""
+        """Return elements `interval` of an array that covers the owned elements; from a file, a copy."""
         return array.read(interval.start - self.owned.start, interval.stop - self.owned.start)
 
     def write(self, array: FlatArray, interval: Interval, values: Tensor) -> None:
@@ -622,20 +647,22 @@ class Bucket:
         array.write(interval.start - self.owned.start, values)
 
     def module_view(self, slot: Slot) -> Tensor:
-        """The slot's part of the whole weights, in the parameter's shape, for a module to compute with.
+        """Return the slot's part of the full weights in the parameter's shape, for a module to compute with.
 
-        `.data` gives the view a version counter of its own.  Gathering into the buffer again must not look to autograd
-        like a change of weights it has saved: only an update is one.
+        `.data` gives the view its own version counter.  When weights are gathered into the buffer again, autograd must
+        not see that as a change of the weights it saved: only an update is one.
         """
         return self.weights.data[slot.start : slot.stop].view(slot.info.shape)
 
 
 def shares_weights(residency: Residency, dtype: torch.dtype) -> bool:
-    """Whether weights are their own masters: fp32, in the same memory."""
+    """Whether weights are their own master weights: fp32, in the same memory."""
     return dtype == torch.float32 and residency.weights_on == residency.state_on != "file"
 
 
 def in_order_of_use(buckets: Sequence[Bucket]) -> list[Bucket]:
-    """Buckets as a forward uses them; those of one unit are given in the order of its backward."""
+    """Sort buckets in the order in which a forward uses them.  Buckets of one unit are given in the order of its
+    backward.
+    """
     forward = buckets[::-1]
     return sorted(forward, key=lambda bucket: bucket.layout.unit)

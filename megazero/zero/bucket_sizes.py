@@ -1,16 +1,16 @@
-"""How large buckets are: large enough for the network, small enough that the backward hides all but the last one.
+"""Bucket sizes: large enough for the network, small enough that the backward hides all reductions but the last.
 
     backward     | w3 w2 | w1 | w0 |
-    network              [ bucket 1  ][ bucket 0  ]        exposed: what the last bucket takes
+    network              [ bucket 1  ][ bucket 0  ]        exposed: the time of the last bucket
     with more buckets
     backward     | w3 | w2 | w1 | w0 |
     network           [ 3 ][ 2 ][ 1 ][ 0 ]
 
-`zero.bucket_bytes = "auto"` follows from the number of ranks, the size of the model and what carries the messages, and from
-no clock: the gradient norm is rounded bucket by bucket, so a run with a measured layout could not be repeated.
+`zero.bucket_bytes = "auto"` is computed from the number of ranks, the size of the model and the transport, never from a
+measured time: the gradient norm is rounded bucket by bucket, so a run with a measured layout could not be repeated.
 
-Where a rank's messages reach the network without its help, a bucket is no larger than needed.  In the memory of one host
-ranks copy for themselves when they wait, so that nothing is hidden, and large buckets cost least.
+If the network sends without the rank's help, a bucket is no larger than it needs to be.  In the memory of one host
+ranks copy the data themselves while they wait: nothing is hidden, and large buckets cost least.
 """
 
 from __future__ import annotations
@@ -40,13 +40,13 @@ _PART_BUCKETS = 4
 
 @dataclass(frozen=True)
 class BucketSizes:
-    """How large a bucket is, and the working buffers that it passes through.
+    """Bucket sizes, and the size of the working buffers.
 
     Args:
-        elements: most of a bucket; a larger parameter has one of its own, with small ones beside it.
-        part_elements: most of a part in which such a parameter is reduced, where it can be cut; None: as `elements`.
-        bucket_bytes: `zero.bucket_bytes`, or what "auto" has chosen: working buffers take two of them at most.
-        cuts_units: what stage 3 gathers of a unit has buckets of this size, too.
+        elements: most elements of a bucket; a larger parameter has a bucket of its own, with small ones beside it.
+        part_elements: most elements of a part in which such a parameter is reduced, if it can be cut; None: `elements`.
+        bucket_bytes: `zero.bucket_bytes`, or the choice of "auto"; working buffers take at most twice as much.
+        cuts_units: stage 3's units have buckets of this size, too.
     """
 
     elements: int
@@ -58,10 +58,12 @@ class BucketSizes:
 def bucket_sizes(
     setting: int | Literal["auto"], policy: ShardingPolicy, numel: int, *, cuts: bool, hides: bool
 ) -> BucketSizes:
-    """The sizes of buckets that together hold `numel` parameters.
+    """Return the sizes for buckets that together hold `numel` parameters.  All ranks must pass the same `numel` and
+    `hides`.
 
-    `cuts`: a bucket passes through working buffers, in parts.  `hides`: its messages reach the network without this rank's
-    help.  All ranks must give the same `numel` and `hides`.
+    Args:
+        cuts: large buckets pass through working buffers in parts.
+        hides: the network sends messages without this rank's help.
     """
     ranks, on_cpu = policy.placement.shard.size * policy.placement.replica.size, policy.on_cpu
     if setting != "auto":
@@ -84,5 +86,5 @@ def bucket_sizes(
 
 
 def _with_buffers(nbytes: int, cuts: bool) -> int:
-    """The bucket size of which so many bytes are sent at once."""
+    """Return the bucket size at which `nbytes` are sent at once."""
     return nbytes * _BUFFERS // 2 if cuts else nbytes

@@ -1,4 +1,4 @@
-"""Working buffers, used again and again: the allocator is not asked for large blocks within a step.
+"""Working buffers that are reused, so that no step asks the allocator for large blocks.
 
 acquire(numel, dtype)  ->  a free buffer of this size and dtype, or a new one
 release(buffer)        ->  free for the next acquire
@@ -15,28 +15,30 @@ from megazero.comm.memory import Arena, address_of
 
 
 class BufferPool:
-    """Buffers of one device, by size and dtype; `pinned` ones on the host are page-locked, for a GPU to read and write.
+    """Buffers of one device, by size and dtype.  `pinned` ones are page-locked host memory that a GPU reads and writes.
 
-    They are parts of `arena`, if there is one, which others use too.
+    With an `arena`, buffers are blocks of it, and other pools use it, too.
     """
 
     def __init__(self, device: torch.device, arena: Arena | None = None, *, pinned: bool = False) -> None:
         self._device, self._arena, self._pinned = device, arena, pinned
         self._free: list[Tensor] = []
-        # By address, and whether it is free again after its use.
+        # By address; whether the buffer is reused after its release.
         self._in_use: dict[tuple[int, int], tuple[Tensor, bool]] = {}
 
     def acquire(self, numel: int, dtype: torch.dtype, *, or_larger: bool = False, reusable: bool = True) -> Tensor:
-        """A flat buffer; its content is undefined.  `or_larger`: a larger free one will do.
+        """Return a flat buffer with undefined content.
 
-        One that is not `reusable`, of a size that is not asked for again soon, is new, and `release` forgets it.
+        Args:
+            or_larger: accept a larger free buffer.
+            reusable: False for a size that is not needed again soon: the buffer is new, and `release` drops it.
         """
         fits = ge if or_larger else eq
         fitting = [at for at, free in enumerate(self._free) if free.dtype == dtype and fits(free.numel(), numel)]
         if fitting and reusable:
             buffer = self._free.pop(fitting[-1])
         else:
-            with torch.inference_mode(False):  # it is used again, and not only in an evaluation
+            with torch.inference_mode(False):  # an evaluation may create a buffer that training uses later
                 buffer = self._new(numel, dtype)
         self._in_use[address_of(buffer)] = (buffer, reusable)
         return buffer
@@ -47,24 +49,26 @@ class BufferPool:
         return torch.empty(numel, dtype=dtype, device=self._device, pin_memory=self._pinned)
 
     def bytes_after(self, numel: int, dtype: torch.dtype) -> int:
-        """Bytes of all buffers if this one were acquired now."""
+        """Return the bytes of all buffers after such an `acquire`."""
         is_free = any(free.dtype == dtype and free.numel() == numel for free in self._free)
         return self.nbytes + (0 if is_free else numel * dtype.itemsize)
 
     def free_above(self, nbytes: int) -> None:
-        """Give free buffers back to the allocator until all have so many bytes at most."""
+        """Return free buffers to the allocator until all together have at most `nbytes` bytes."""
         while self._free and self.nbytes > nbytes:
             self._forget(self._free.pop(0))
 
     def begin_step(self) -> None:
-        """Take back what a step that failed has not released; an arena, which becomes one piece between steps, gets all."""
+        """Release the buffers that a failed step left in use.  With an arena, return every free buffer to it, so that
+        the step starts with one contiguous block.
+        """
         for buffer, _ in list(self._in_use.values()):
             self.release(buffer)
         if self._arena is not None:
             self.free_above(0)
 
     def release(self, buffer: Tensor) -> None:
-        """Take a buffer back, as `acquire` gave it."""
+        """Take back a buffer that `acquire` returned."""
         _, is_reusable = self._in_use.pop(address_of(buffer))
         if is_reusable:
             self._free.append(buffer)

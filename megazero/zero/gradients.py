@@ -1,18 +1,20 @@
-"""From gradients of micro-batches to the reduced gradient of the step, bucket by bucket, while the backward runs.
+"""Gradients of a step: add up micro-batches bucket by bucket, and start each reduction while the backward is running.
 
-    backward of one micro-batch      add(w1) add(w0)  -> every parameter of the bucket has come: its round is complete
-    stages 0, 1                      rounds add up in the whole buffer; the last one starts the reduction
-    stages 2, 3                      each round starts a reduce-scatter; the shards add up; the buffer goes back to the pool
+    backward of one micro-batch      add(w1) add(w0)  -> every parameter of the bucket has its gradient: one round is
+    complete stages 0, 1                      rounds add up in the full buffer; the last round starts the reduction
+    stages 2, 3                      each round starts a reduce-scatter; the shards add up; the buffer returns to the
+    pool
                                      (or the whole step adds up in the buffer, and one reduce-scatter follows)
-    finish                           what has not come counts as zero; wait (the sums that follow: `reductions`)
+    finish                           missing gradients count as zero; wait for all reductions (the sums after them:
+    `reductions`)
 
-A large bucket goes through all of this part by part (`bucket`, [Note: parts]): a part is filled and its reduction started
-before the next has memory.
+A large bucket is handled part by part (`bucket`, [Note: parts]): each part is filled and its reduction started before
+the next part gets memory.
 
-[Note: one order]  Collectives pair up by their order, so every rank must start the reductions of a chunk in one order,
-whichever parameters its micro-batch happens to use.  A complete bucket therefore waits for those before it, and at the end
-of a pass what has not come counts as zero.  A zero is reduced like any other value, so no other rank has to know.  The order
-is the reverse of that in which parameters were registered.
+[Note: one order]  Ranks match collectives by their order, so every rank must start the reductions of a model chunk in
+the same order, whichever parameters its micro-batch used.  A complete bucket therefore waits for the buckets before it,
+and at the end of a pass missing gradients count as zero.  A zero is reduced like any other value, so no other rank has
+to know.  The order is the reverse of the order in which parameters were registered.
 
 Volume per step, in parameters Ψ and rounds G: stage 0 2Ψ, stage 1 reduce-scatter Ψ, stages 2 and 3 ΨG or Ψ
 (Rajbhandari et al. 2020, section 7).
@@ -40,18 +42,18 @@ embedding_dense_backward = torch.ops.aten.embedding_dense_backward
 
 
 class BucketGradients:
-    """The gradients of one part of a bucket in this step, until they are reduced.
+    """This step's gradients of one part of a bucket, until they are reduced.
 
-    The bucket's own `full_gradient` is used where it keeps one; otherwise the memory comes from `reductions`, with as many
-    elements as serve any part.
+    They lie in the bucket's own `full_gradient` if it has one, otherwise in a buffer that `reductions` lends; every
+    such buffer is large enough for any part.
 
     Attributes:
-        part: elements of every shard.
-        shares: what the part holds of the bucket's parameters.
-        counts: how many gradients of each share have come in this step.
-        complete: rounds of which all gradients have come; a round is one micro-batch.
-        launched: rounds whose reduction was started, or left for a later one.
-        reduced: rounds that are in `bucket.gradient`, or on their way there.
+        part: elements of every shard that this part covers.
+        shares: the parameters' elements that lie in this part.
+        counts: number of gradients of each share received in this step.
+        complete: number of rounds (micro-batches) of which every gradient has been received.
+        launched: number of rounds whose reduction was started, or postponed to a later round.
+        reduced: number of rounds that `bucket.gradient` contains, or will contain when running reductions end.
     """
 
     def __init__(self, bucket: Bucket, part: Interval, reductions: ReductionQueue) -> None:
@@ -64,7 +66,7 @@ class BucketGradients:
         self.begin_step(frees=False)
 
     def begin_step(self, *, frees: bool) -> None:
-        """Forget all gradients; `frees` lets the bucket free its memory until the first one comes."""
+        """Discard all gradients.  With `frees`, the bucket may free its memory until the first gradient arrives."""
         if not self.bucket.sums_whole and self._memory is not None:
             self._reductions.working.pool.release(self._memory)
         if frees:
@@ -83,10 +85,10 @@ class BucketGradients:
 
     def _advance_to(self, rounds: int) -> None:
         self.complete = rounds
-        self._missing = self.counts.count(rounds)  # gradients that have not come in the next round
+        self._missing = self.counts.count(rounds)  # gradients still missing in the next round
 
     def count(self, index: int, expected: int) -> None:
-        """Count a gradient.  Raises: RuntimeError, it came more than `expected` times."""
+        """Count a gradient.  Raises: RuntimeError: this is more than the `expected` number of them."""
         if self.counts[index] == expected:
             raise RuntimeError(
                 f"gradient of {self.shares[index].slot.info.name} came more than {expected} times in {expected} backward "
@@ -100,13 +102,15 @@ class BucketGradients:
                 self._advance_to(self.complete + 1)
 
     def close(self, rounds: int) -> None:
-        """Count what has not come in the first `rounds` rounds as zero."""
+        """Count gradients that are missing in the first `rounds` rounds as zero."""
         if self.complete < rounds:
             self.counts = [max(count, rounds) for count in self.counts]
             self._advance_to(rounds)
 
     def open(self, *, is_reduced_soon: bool) -> None:
-        """Have memory; what is reduced only at the end of the step gets memory of the part's own size."""
+        """Make sure that there is memory.  A part that is reduced only at the end of the step gets a buffer of exactly
+        its own size.
+        """
         if self._memory is not None:
             return
         if self.bucket.sums_whole:
@@ -115,7 +119,9 @@ class BucketGradients:
             self._use(self._reductions.buffer(None if is_reduced_soon else self._numel))
 
     def reopen(self) -> None:
-        """Let gradients be added to what is reduced already: each rank keeps its own shard of that and counts it once."""
+        """Allow more gradients after a reduction.  Each rank keeps only its own shard of the reduced sum, so that the
+        sum counts once.
+        """
         if self.reduced and self.bucket.reduces_in_place and self._memory is not None:
             own = self.bucket.layout.shard(self.bucket.placement.shard.index)
             self._memory[: own.start].zero_()
@@ -123,12 +129,12 @@ class BucketGradients:
             self._is_empty, self.reduced = [False] * len(self._is_empty), 0
 
     def view(self, index: int) -> tuple[Tensor, bool]:
-        """A share's elements, flat, and whether they are empty: to be overwritten, not added to."""
+        """Return a share's elements, flat, and whether the caller must overwrite them instead of adding to them."""
         is_empty, self._is_empty[index] = self._is_empty[index], False
         return self._views[index], is_empty
 
     def take(self) -> Tensor:
-        """The memory, with zeros in the padding and where no gradient has come; the next gradients overwrite it."""
+        """Return the memory with zeros in padding and for missing gradients.  The next gradients will overwrite it."""
         memory = self._memory
         assert memory is not None
         for view, is_empty in zip(self._views, self._is_empty, strict=True):
@@ -137,13 +143,14 @@ class BucketGradients:
         for padding in self._padding:
             memory[padding].zero_()
         self._is_empty = [True] * len(self._is_empty)
-        if not self.bucket.sums_whole:  # whoever has taken it releases it
+        if not self.bucket.sums_whole:  # the caller releases it
             self._use(None)
         return memory
 
 
 class LaunchOrder:
-    """The one order in which a chunk's buckets are reduced, round by round: about that in which a backward completes them.
+    """The fixed order in which a chunk's bucket parts are reduced, round by round.  It is close to the order of the
+    backward.
 
     Attributes:
         passes: backward passes of this step that have ended.
@@ -154,24 +161,24 @@ class LaunchOrder:
         self.begin_step()
 
     def begin_step(self) -> None:
-        """Begin with the first bucket's first round."""
+        """Start again at the first round of the first bucket."""
         self._round = self._next = self.passes = 0
 
     def close_pass(self) -> None:
-        """Close the next round of every bucket."""
+        """Close the next round of every bucket part."""
         self.passes += 1
         self.close(self.passes)
 
     def close(self, rounds: int) -> None:
-        """Count what has not come in the first `rounds` rounds as zero."""
+        """Count gradients that are missing in the first `rounds` rounds as zero."""
         for one in self.buckets:
             one.close(rounds)
 
     def due(self, rounds: int) -> Iterator[BucketGradients]:
-        """Buckets that are complete and come next, until one is incomplete or `rounds` rounds are launched."""
+        """Yield the complete parts whose turn it is, until one is incomplete or `rounds` rounds have been launched."""
         while self._round < rounds:
             one = self.buckets[self._next]
-            if one.launched <= self._round:  # else it was complete several rounds ahead of the others
+            if one.launched <= self._round:  # otherwise it was complete several rounds ahead of the others
                 if one.complete <= self._round:
                     return
                 one.launched = one.complete
@@ -181,16 +188,16 @@ class LaunchOrder:
 
 
 class GradientReducer:
-    """Adds gradients up in buckets, and starts the reduction of a bucket over dp as soon as it is complete.
+    """Adds up gradients in buckets, and starts the reduction of a bucket over dp as soon as the bucket is complete.
 
     Args:
         every_micro_batch: stages 2 and 3 reduce after each micro-batch; otherwise once per step.
         bucket_bytes: `zero.bucket_bytes`; see `ReductionQueue`.
 
     Attributes:
-        buckets: those that train.
-        most_buffer_bytes: the limit of `buffer_bytes`; see `ReductionQueue`.
-        rounds: how many the step has; the last one starts what is reduced once per step.
+        buckets: the buckets that train.
+        most_buffer_bytes: upper limit of `buffer_bytes`; see `ReductionQueue`.
+        rounds: number of micro-batches in this step.  What is reduced once per step is reduced in the last round.
     """
 
     def __init__(
@@ -200,28 +207,32 @@ class GradientReducer:
         self.reductions = ReductionQueue(policy, self.buckets, bucket_bytes)
         self.most_buffer_bytes = self.reductions.working.most_bytes + self.reductions.replicas.most_bytes
         self.every_round, self.rounds = every_micro_batch, 1
-        # A backward runs the units in reverse; a bucket is complete with the gradients of its first unit.
+        # A backward runs the units in reverse, so a bucket is complete when its first unit has its gradients.
         order: dict[int, list[BucketGradients]] = {}
         for bucket in sorted(self.buckets, key=lambda bucket: -bucket.layout.unit):
             parts = [BucketGradients(bucket, part, self.reductions) for part in bucket.gradient_parts]
-            # those that wait for other parameters than the largest come last
+            # a part that holds more than the largest parameter is complete later, so it comes last
             order.setdefault(bucket.layout.chunk, []).extend(sorted(parts, key=lambda one: len(one.shares)))
         self.orders = {chunk: LaunchOrder(buckets) for chunk, buckets in order.items()}
-        self.parts_of: dict[int, list[tuple[LaunchOrder, BucketGradients, int]]] = {}  # by identity of a parameter
-        self.parameters: dict[int, list[nn.Parameter]] = {}  # that train, by chunk
-        self._deferring: dict[int, WeightGradQueue | None] = {}  # of vectors, by identity of a parameter
+        self.parts_of: dict[int, list[tuple[LaunchOrder, BucketGradients, int]]] = {}  # by id() of a parameter
+        self.parameters: dict[int, list[nn.Parameter]] = {}  # trainable parameters by chunk
+        self._deferring: dict[int, WeightGradQueue | None] = {}  # a vector's queue, by id() of it
         self._hooks: list[RemovableHandle] = []
 
     @property
     def buffer_bytes(self) -> int:
-        """Bytes of the working buffers through which gradients pass on their way to the shards."""
+        """Bytes of the working buffers that gradients pass through before they reach the shards."""
         return self.reductions.working.pool.nbytes + self.reductions.replicas.nbytes
 
     def attach(self, parameters: Mapping[str, nn.Parameter], wgrad_queues: Mapping[str, WeightGradQueue]) -> None:
-        """Take every gradient that autograd and the chunks' queues compute for these parameters, both by qualified name.
+        """Receive every gradient that autograd and the chunks' queues compute for these parameters.
 
-        When the schedule splits backwards, vectors wait in the queue, too: alone they would keep every bucket of the chunk
-        incomplete.
+        When the schedule splits backward passes, the gradients of vectors wait in the queue like those of matrices.
+        Otherwise they alone would arrive early and keep every bucket of the chunk incomplete.
+
+        Args:
+            parameters: by qualified name.
+            wgrad_queues: the queue of each parameter, by the same names.
         """
         for queue in set(wgrad_queues.values()):
             queue.accumulator = self
@@ -238,13 +249,13 @@ class GradientReducer:
                     self.parts_of.setdefault(id(parameter), []).append((order, one, index))
 
     def detach(self) -> None:
-        """Take no more gradients: autograd leaves them in the parameters again."""
+        """Stop receiving gradients: autograd leaves them in `parameter.grad` again."""
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
 
     def take(self, parameter: Tensor) -> None:
-        """Take the gradient that autograd has left in a parameter."""
+        """Move the gradient that autograd left in `parameter.grad` into the buckets."""
         gradient, parameter.grad = parameter.grad, None
         if gradient is None:
             return
@@ -252,30 +263,36 @@ class GradientReducer:
         if wgrad_queue is not None and wgrad_queue.defers:
             wgrad_queue.defer(parameter, gradient)
         else:
-            self.add(parameter, gradient.to_dense())  # of Embedding(sparse=True)
+            self.add(parameter, gradient.to_dense())  # Embedding(sparse=True) gives a sparse one
 
     def begin_step(self, micro_batches: int, step: int = 0) -> None:
-        """Forget the last step.  Each parameter is expected once per micro-batch.  `step`: see `ReductionQueue`."""
+        """Discard the last step's gradients.  Every parameter is expected once per micro-batch.  `step`: see
+        `ReductionQueue`.
+        """
         self.reductions.begin_step(step)
         for parameters in self.parameters.values():
             for parameter in parameters:
-                parameter.grad = None  # autograd leaves one where a signal ends a backward before the hook
+                parameter.grad = None  # autograd leaves one if a signal ended a backward before the hook
         for order in self.orders.values():
             order.begin_step()
-            for one in order.buckets:  # with more, gradients lie there in all forwards but one
+            for one in order.buckets:  # with more, forwards but the first find gradients there
                 one.begin_step(frees=micro_batches == 1)
         self.reductions.working.pool.begin_step()
         self.rounds = micro_batches
 
     def add(self, weight: Tensor, gradient: Tensor) -> None:
-        """Add one micro-batch's gradient of a parameter; its memory may be used again afterwards."""
+        """Add one micro-batch's gradient of a parameter.  The caller may reuse the gradient's memory afterwards."""
         for share, view, is_first in self._open(weight):
             _add_elements(share, view, gradient, is_first=is_first)
 
     def add_products(self, weight: Tensor, factors: Iterable[tuple[Tensor, Tensor]]) -> None:
-        """Add one micro-batch's gradient of a parameter [m, n], a sum of a.T @ b of [k, m] and [k, n], without a copy.
+        """Add one micro-batch's gradient of a parameter [m, n] without a copy: the sum of a.T @ b over `factors`.
 
-        A weight that has several parts has one after the other in memory if `factors` is a list, else all at once.
+        If `factors` is a list, the parts of a large weight are computed one after the other, so that only one needs
+        memory.
+
+        Args:
+            factors: pairs of a [k, m] and b [k, n].
         """
         if isinstance(factors, list):
             for opened in self._open(weight):
@@ -286,11 +303,13 @@ class GradientReducer:
         for at, (a, b) in enumerate(factors):
             for opened in every:
                 _add_product(*opened, a, b, at)
-            del a, b  # before the next are computed
+            del a, b  # free them before the next pair is computed
         self._launch(weight)
 
     def add_stacked(self, weight: Tensor, a: Tensor, b: Tensor, groups: Groups) -> None:
-        """Add one micro-batch's gradient of experts' matrices, stacked as [experts * m, n]: of each one's rows a.T @ b."""
+        """Add one micro-batch's gradient of stacked expert matrices [experts * m, n]: a.T @ b over the rows of each
+        expert.
+        """
         whole = None
         for share, view, is_first in self._open(weight):
             if share.is_whole:
@@ -300,7 +319,12 @@ class GradientReducer:
             _add_elements(share, view, whole, is_first=is_first)
 
     def add_rows(self, weight: Tensor, rows: Tensor, gradient: Tensor) -> None:
-        """Add one micro-batch's gradient of a parameter [m, n]: `gradient` [k, n], of these `rows`, int64 [k]."""
+        """Add one micro-batch's gradient of some rows of a parameter [m, n].
+
+        Args:
+            rows: int64 [k], indices of the rows.
+            gradient: [k, n].
+        """
         for share, view, is_first in self._open(weight):
             if share.is_whole or share.rows is None:
                 dense = embedding_dense_backward(gradient, rows, weight.shape[0], -1, False)
@@ -311,13 +335,15 @@ class GradientReducer:
             (view.copy_ if is_first else view.add_)(dense.view(-1))
 
     def close_pass(self, chunk: int) -> None:
-        """Count the gradients of one micro-batch of a chunk that have not come as zero; see [Note: one order]."""
+        """End one micro-batch of a chunk: its missing gradients count as zero; see [Note: one order]."""
         if (order := self.orders.get(chunk)) is not None:
             order.close_pass()
             self.reduce_due(order)
 
     def finish(self) -> None:
-        """Have every bucket's gradient summed over all ranks that share it, including parameters that never came."""
+        """Reduce every bucket over all ranks that share it, including parameters without a gradient, and wait for the
+        results.
+        """
         for order in self.orders.values():
             order.close(self.rounds)
             self.reduce_due(order)
@@ -327,9 +353,9 @@ class GradientReducer:
         self.reductions.finish()
 
     def _open(self, weight: Tensor, *, launches: bool = True) -> Iterator[tuple[Share, Tensor, bool]]:
-        """What each part holds of a parameter: its elements in the buffer, and whether they are empty.
+        """Yield each share of a parameter with its view of the buffer, and whether the caller must overwrite the view.
 
-        A part that is complete after its use is reduced before the next one is opened, if `launches`.
+        With `launches`, a part that is complete after its use is reduced before the next part is opened.
         """
         for order, one, index in self.parts_of[id(weight)]:
             self.count(order, one, index)
@@ -344,16 +370,16 @@ class GradientReducer:
                 self.reduce_due(order)
 
     def count(self, _: LaunchOrder, one: BucketGradients, index: int) -> None:
-        """Count a gradient of this step.  In a pipeline, weight gradients may wait for a later pass."""
+        """Count a gradient.  In a pipeline with split backwards, it may belong to an earlier micro-batch."""
         one.count(index, self.rounds)
 
     @property
     def reduces_soon(self) -> bool:
-        """Whether a complete bucket is reduced after every micro-batch, not only after the last."""
+        """Whether complete buckets are reduced after every micro-batch, not only after the last."""
         return self.every_round
 
     def is_due(self, one: BucketGradients) -> bool:
-        """Whether a part whose round is complete is reduced now: after each round, or after the last."""
+        """Whether a complete part is reduced now: after each round, or only after the last."""
         return (self.every_round and not one.bucket.sums_whole) or one.launched == self.rounds
 
     def reduce_due(self, order: LaunchOrder) -> None:
@@ -370,7 +396,7 @@ class GradientReducer:
 
 
 def _hand_over(reducer: ref[GradientReducer], parameter: Tensor) -> None:
-    """Autograd's hook.  Python's collector cannot follow it, so what it held would never be freed."""
+    """Autograd's hook.  It holds a weak reference: Python's garbage collector cannot see a strong one inside autograd."""
     if (taker := reducer()) is not None:
         taker.take(parameter)
 
@@ -389,7 +415,7 @@ def _add_elements(share: Share, view: Tensor, gradient: Tensor, *, is_first: boo
 
 
 def _add_product(share: Share, view: Tensor, is_empty: bool, a: Tensor, b: Tensor, at: int) -> None:
-    """Add the share's part of term number `at`, a.T @ b."""
+    """Add this share's elements of term number `at`, a.T @ b."""
     is_first = is_empty and at == 0
     if share.is_whole:
         add_product(view.view(share.slot.info.shape), a, b, is_first=is_first)

@@ -1,9 +1,9 @@
-"""How gradients are summed over ranks: each bucket while the backward runs, and the sums that end a step.
+"""Sums of gradients over ranks: each bucket while the backward runs, and the few sums that end a step.
 
 full [n * chunk] --reduce_dtype--> `AllReduce` or `ReduceScatter` over the bucket's shard axis -----> result
 full [n * chunk] --quantized-----> `QuantizedScatter`: an all-to-all over the axis, summed in fp32 -> result
-result --set or add--> bucket.gradient, on the device, or on the host where the optimizer state is offloaded
-the last result of a step -> summed over the ranks that hold the same shard (`replica_sums`)
+result --copy or add--> bucket.gradient, on the device, or on the host if the optimizer state is offloaded
+last result of a step -> summed over the ranks that hold the same shard (`replica_sums`)
 reduced shards -> partial gradients over tp -> copies of tied parameters -> square_sum
 """
 
@@ -27,22 +27,23 @@ from megazero.zero.buffer_pool import BufferPool
 from megazero.zero.quantized import BlockFormat, InTwo, noise_of
 from megazero.zero.replica_sums import ReplicaSums
 
-_NORM_BLOCK = 256  # as fast as longer blocks here, and 30 times closer
-_IN_FLIGHT = 2  # where results are added on the host, or this rank must help: more would hide no more
+_NORM_BLOCK = 256  # as fast as longer blocks, and 30 times more exact
+_IN_FLIGHT = 2  # if the host adds results, or this rank takes part itself: more in flight would hide no more
 
 
 class WorkingBuffers:
-    """Lends the buffers that gradients come to and are sent from, within a limit.
+    """Lends the buffers that gradients are collected in and sent from, up to a limit of bytes.
 
-    Those for whole gradients have one size, so that each serves any part of any bucket.  Before one is made beyond the
-    limit, reductions are finished, whose buffers are then free.
+    All buffers for unreduced gradients have one size, so that each can hold any part of any bucket.  At the limit, the
+    oldest reductions are finished first, which frees their buffers.
 
     Args:
-        finish_oldest: finishes the oldest reduction under way; False if there is none.
+        finish_oldest: finish the oldest running reduction; returns False if there is none.
 
     Attributes:
-        pool: all of them.
-        most_bytes: the limit; what is more, while several parts fill at once, is freed at the end of the step.
+        pool: all buffers.
+        most_bytes: the limit.  Several parts that fill at once may exceed it; the excess is freed at the end of the
+            step.
         largest: elements of the largest part of a bucket.
     """
 
@@ -55,39 +56,39 @@ class WorkingBuffers:
         self.fills = not all(bucket.sums_whole for bucket in buckets)
 
     def size_for(self, numel: int) -> int:
-        """Elements of a buffer for `numel` gradients; where gradients add up elsewhere, it need not serve any other part."""
+        """Return the size of a buffer for `numel` gradients: the largest part's, unless gradients add up elsewhere."""
         return self.largest if self.fills else max(numel, self._usual)
 
     def acquire(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """A buffer of exactly so many elements."""
+        """Return a buffer of exactly `numel` elements."""
         while self.pool.bytes_after(numel, dtype) > self.most_bytes and self._finish_oldest():
             pass
-        if self.pool.bytes_after(numel, dtype) > self.most_bytes:  # what is free has another size
+        if self.pool.bytes_after(numel, dtype) > self.most_bytes:  # free buffers have another size
             self.pool.free_above(self.most_bytes - numel * dtype.itemsize)
         return self.pool.acquire(numel, dtype)
 
 
 @dataclass
 class _Chunk:
-    """Gradients of some elements of every shard of a bucket, and what has become of them."""
+    """The gradients of one part of a bucket, and the state of their reduction."""
 
     bucket: Bucket
     elements: Interval  # of every shard
     full: Tensor  # [shards * elements]: this rank's gradients
-    gradient: Tensor  # of the bucket: the result is copied there, or added
-    reduced: int  # micro-batches of this step that are in `gradient` already
-    is_last: bool  # no other reduction of these elements follows in the step
-    buffers: list[Tensor] = field(default_factory=list)  # to be released afterwards
+    gradient: Tensor  # of the bucket: the result is copied or added to it
+    reduced: int  # micro-batches of this step that `gradient` already contains
+    is_last: bool  # no other reduction of these elements follows in this step
+    buffers: list[Tensor] = field(default_factory=list)  # to release afterwards
     pending: Pending | InTwo = field(default_factory=Pending)
-    result: Tensor | None = None  # still to be copied to `gradient`; None where the collective writes there
+    result: Tensor | None = None  # still to be copied to `gradient`; None if the collective writes there
 
 
 class Reduction(ABC):
-    """One way in which buckets of one placement are reduced.
+    """How buckets of one placement are reduced.
 
     Attributes:
-        dtype: in which gradients travel.
-        step: updates so far.
+        dtype: format in which gradients travel.
+        step: number of optimizer updates so far.
     """
 
     def __init__(self, placement: Placement, policy: ShardingPolicy, working: WorkingBuffers) -> None:
@@ -101,30 +102,30 @@ class Reduction(ABC):
 
     @abstractmethod
     def start(self, chunk: _Chunk) -> None:
-        """Start to reduce a chunk: set what is under way, its result, and the buffers it needs until it is finished."""
+        """Start reducing a chunk: set its pending collective, its result, and the buffers to hold until it is finished."""
 
     def working_bytes(self, numel: int) -> int:
-        """Bytes of the buffers that a reduction of so many elements needs beside them."""
+        """Bytes of extra buffers that a reduction of `numel` elements needs."""
         casts = self.dtype != self.policy.accumulate_dtype and self.axis.size > 1
         return numel * casts * self.dtype.itemsize
 
     def _narrowed(self, chunk: _Chunk) -> Tensor:
-        """The gradients in the format in which they travel."""
+        """Return the gradients in the format in which they travel."""
         if self.dtype == chunk.full.dtype or self.axis.size == 1:
             return chunk.full
         filled, chunk.buffers = chunk.buffers, []
         sent = self._lend_whole(chunk).copy_(chunk.full)
-        for buffer in filled:  # what comes next on this device comes after the copy
+        for buffer in filled:  # later work on this device is ordered after the copy
             self.working.pool.release(buffer)
         return sent
 
     def _lend_whole(self, chunk: _Chunk) -> Tensor:
-        """A working buffer for as many elements as the chunk has, which holds it until it is finished."""
+        """Return a working buffer as large as the chunk's gradients; the chunk holds it until it is finished."""
         chunk.buffers.append(self.working.acquire(self.working.size_for(chunk.full.numel()), self.dtype))
         return chunk.buffers[-1][: chunk.full.numel()]
 
     def _scatter(self, chunk: _Chunk, out: Tensor, full: Tensor, axis: Axis) -> Pending:
-        """Start a reduce-scatter; what the others send comes to a working buffer, where it is added up."""
+        """Start a reduce-scatter.  What other ranks send arrives in a working buffer and is summed there."""
         arrives = self._lend_whole(chunk) if arriving_elements(full.numel(), axis) else None
         return reduce_scatter(out, full, axis, arrives)
 
@@ -148,16 +149,16 @@ class ReduceScatter(Reduction):
     def start(self, chunk: _Chunk) -> None:
         sent, gradient = self._narrowed(chunk), chunk.gradient
         if chunk.reduced or gradient.dtype != sent.dtype or chunk.bucket.gradient_leaves:
-            chunk.result = sent.view(self.axis.size, -1)[self.axis.index]  # which no other rank needs any more
+            chunk.result = sent.view(self.axis.size, -1)[self.axis.index]  # no other rank needs this shard any more
         out = gradient if chunk.result is None else chunk.result
         chunk.pending = self._scatter(chunk, out, sent, self.axis)
 
 
 class QuantizedScatter(Reduction):
-    """As `ReduceScatter`, in blocks of a few bits; see `quantized`, [Note: one sum].
+    """Like `ReduceScatter`, but gradients travel in blocks of a few bits; see `quantized`, [Note: one sum].
 
     Attributes:
-        sender: number of this rank among those that send gradients of its shards.
+        sender: index of this rank among the ranks that send gradients of its shards.
     """
 
     def __init__(self, placement: Placement, policy: ShardingPolicy, working: WorkingBuffers) -> None:
@@ -165,7 +166,7 @@ class QuantizedScatter(Reduction):
         self.dtype = torch.float32
         self._blocks = BlockFormat.on(policy, policy.gradient_bits)
         self._host, self._hosts = placement.levels or (Axis("host"), placement.shard)
-        self.sender = placement.replica.index * self._hosts.size + self._hosts.index  # groups round on their own
+        self.sender = placement.replica.index * self._hosts.size + self._hosts.index  # each group rounds independently
         self._newest: InTwo | None = None
 
     def working_bytes(self, numel: int) -> int:
@@ -201,27 +202,28 @@ class QuantizedScatter(Reduction):
             mine = whole[host.index]
             summed = self._scatter(chunk, mine, whole.view(-1), host)
             chunk.pending = self._newest = InTwo(summed, partial(send, mine))
-        for buffer in filled:  # what comes next on this device comes after this
+        for buffer in filled:  # later work on this device is ordered after this
             self.working.pool.release(buffer)
 
 
 def reduction_of(bucket: Bucket) -> type[Reduction]:
-    """The way in which a bucket is reduced."""
+    """Return the class that reduces a bucket."""
     if bucket.summed == bucket.layout.interval:
         return AllReduce
     return QuantizedScatter if bucket.policy.gradient_bits else ReduceScatter
 
 
 class ReductionQueue:
-    """Starts the reductions of buckets, and finishes them in the order of their start.
+    """Starts the reductions of buckets, and finishes them in the order in which they started.
 
-    As many are under way as have buffers: on a slow network a backward that waited for the first would stand still.  Where
-    sums over replicas follow, two are: each sum begins while the backward runs.
+    As many run at once as there are buffers for: on a slow network, a backward that waited for the first would stand
+    still.  If sums over replicas follow, two run at once, so that each of these sums begins while the backward is
+    running.
 
     Attributes:
-        working: the buffers through which gradients pass; their limit is two buckets' worth: `bucket_bytes`, or the largest
-            part of a bucket.
-        replicas: sums what is reduced over the ranks that hold the same shards.
+        working: the buffers that gradients pass through.  Their limit is twice `bucket_bytes`, or twice the largest
+            part.
+        replicas: sums reduced gradients over the ranks that hold the same shards.
         ways: how each bucket is reduced.
     """
 
@@ -242,13 +244,13 @@ class ReductionQueue:
         axes = dict.fromkeys(way.axis for way in self._made) if stays else ()
         by_themselves = [
             runs_by_itself(axis) for axis in axes
-        ]  # without short-circuiting: all ranks of an axis take part
+        ]  # no short-circuit: every rank of an axis must take part
         by_itself = stays and all(by_themselves)
         self._most_in_flight = sys.maxsize if by_itself else _IN_FLIGHT
         self.working.most_bytes = self._limit(policy, bucket_bytes)
 
     def _limit(self, policy: ShardingPolicy, bucket_bytes: int) -> int:
-        """The most bytes of working buffers."""
+        """Return the limit of the working buffers, in bytes."""
         largest, kept = self.working.largest, policy.accumulate_dtype.itemsize
         sent = max((way.working_bytes(largest) for way in self._made), default=0)
         if self.working.fills:
@@ -257,17 +259,22 @@ class ReductionQueue:
         return max(_IN_FLIGHT * sent, 2 * bucket_bytes if sent and self._most_in_flight > _IN_FLIGHT else 0)
 
     def buffer(self, numel: int | None = None) -> Tensor:
-        """Memory for the gradients of a part; `numel`: of a size of its own, for gradients that stay until the step ends."""
+        """Return memory for the gradients of a part.
+
+        Args:
+            numel: exact size, for gradients that stay until the end of the step; None: the size that fits any part.
+        """
         if numel is not None:
             return self.working.pool.acquire(numel, self._kept_dtype, reusable=False)
         return self.working.acquire(self.working.largest, self._kept_dtype)
 
     def start(self, bucket: Bucket, part: Interval, buffer: Tensor, *, reduced: int, is_last: bool) -> None:
-        """Start the reduction of a part of a bucket: its `gradient` is replaced by the result, or the result is added to it.
+        """Start the reduction of a part of a bucket.  Its result replaces `bucket.gradient`, or is added to it.
 
-        `buffer` begins with the part's whole gradients; it is released afterwards unless the bucket keeps it.  `reduced`:
-        micro-batches of this step whose sum is in `gradient`.  `is_last`: no other reduction of the part follows in this
-        step.
+        Args:
+            buffer: begins with the part's unreduced gradients; released afterwards unless the bucket owns it.
+            reduced: micro-batches of this step whose sum `bucket.gradient` already contains; 0: the result replaces it.
+            is_last: no other reduction of the part follows in this step.
         """
         self._finish_all_but(self._most_in_flight - 1)
         full = buffer[: part.size * bucket.layout.shards]
@@ -290,9 +297,10 @@ class ReductionQueue:
         self.working.pool.free_above(self.working.most_bytes)
 
     def begin_step(self, step: int) -> None:
-        """Forget the last step, after its reductions: those of one that was given up must not be added to this one's.
+        """Finish the reductions of the last step, so that those of an aborted step are not added to the new one.
 
-        `step`: updates so far; it keys the random numbers that round quantized gradients.
+        Args:
+            step: number of optimizer updates so far; seeds the random rounding of quantized gradients.
         """
         self.finish()
         for way in self._made:
@@ -300,7 +308,7 @@ class ReductionQueue:
         self.replicas.begin_step()
 
     def reopen(self) -> None:
-        """Let further reductions be added to those that were the last."""
+        """Allow more reductions after those that were marked as the last."""
         self.finish()
         self.replicas.reopen()
 
@@ -312,7 +320,7 @@ class ReductionQueue:
         if not self._in_flight:
             return False
         chunk = self._in_flight[0]
-        chunk.pending.wait()  # one that is interrupted is waited for again, before its buffer is filled anew
+        chunk.pending.wait()  # if a signal interrupts this, the chunk is still first and is waited for again
         self._in_flight.popleft()
         if chunk.result is not None:
             (chunk.gradient.add_ if chunk.reduced else chunk.gradient.copy_)(chunk.result)
@@ -330,23 +338,26 @@ class ReductionQueue:
 
 
 class HostGradientCopies:
-    """Copies results to the host, each as soon as it is reduced, while the backward goes on.
+    """Copies each result to the host as soon as it is reduced, while the backward goes on.
 
-    A copy that adds goes through page-locked memory, and a thread adds it, so that the host goes on to queue the backward.
+    If a result must be added, it is copied to page-locked memory and a thread adds it: the main thread keeps queueing
+    work.
 
     Args:
-        pool: of the buffers that results lie in.
+        pool: the pool of the buffers that hold the results.
     """
 
     def __init__(self, policy: ShardingPolicy, pool: BufferPool) -> None:
         self._copier, self._pool = policy.copier, pool
-        self._leaving: deque[tuple[Any, list[Tensor]]] = deque()  # the copier's mark, buffers
-        self._newest: Any | None = None  # mark: copies end in their order
-        self._adding: deque[tuple[Callable[[], object], Tensor]] = deque()  # what waits for a sum, its staging buffer
+        self._leaving: deque[tuple[Any, list[Tensor]]] = deque()  # the copy's mark, and its buffers
+        self._newest: Any | None = None  # mark of the last copy; copies end in order
+        self._adding: deque[tuple[Callable[[], object], Tensor]] = (
+            deque()
+        )  # wait for an addition, and its staging buffer
         self._staging = BufferPool(torch.device("cpu"), pinned=policy.device.type == "cuda")
 
     def start(self, chunk: _Chunk) -> None:
-        """Set the chunk's gradient to its result, or add the result to it; the chunk's buffers are released afterwards."""
+        """Copy the chunk's result to its gradient, or add it.  The chunk's buffers are released afterwards."""
         result, target = chunk.result, chunk.gradient
         assert result is not None
         if chunk.reduced:
@@ -354,7 +365,7 @@ class HostGradientCopies:
             staging = self._staging.acquire(result.numel(), result.dtype, or_larger=True)
             target = staging[: result.numel()]
 
-        def copy() -> None:  # behind the reduction, which the computation does not wait for
+        def copy() -> None:  # waits for the reduction on the copy stream, not on the compute stream
             chunk.pending.wait()
             target.copy_(result, non_blocking=True)
 
@@ -364,7 +375,7 @@ class HostGradientCopies:
             self._adding.append((self._copier.follow(mark, lambda: chunk.gradient.add_(target)), staging))
 
     def free_oldest(self) -> bool:
-        """Release the buffers of the oldest copy, which the computation waits for; False if there is none."""
+        """Make the compute stream wait for the oldest copy and release its buffers.  Returns False if there is none."""
         if not self._leaving:
             return False
         mark, buffers = self._leaving[0]
@@ -391,7 +402,11 @@ class HostGradientCopies:
 
 
 def sum_partial_over_tp(buckets: Sequence[Bucket], tp: Axis, device: torch.device) -> None:
-    """Sum the gradients of which every tp rank has computed only a part.  `device`: where tensors travel, for all ranks."""
+    """Sum the gradients of which each tp rank has computed only a part.
+
+    Args:
+        device: where the sum runs; the same kind on all ranks.
+    """
     parts = [
         bucket.owned_part(bucket.gradient, run)
         for bucket in buckets
@@ -400,21 +415,27 @@ def sum_partial_over_tp(buckets: Sequence[Bucket], tp: Axis, device: torch.devic
     ]
     if not parts or tp.size == 1:
         return
-    flat = torch.cat([part.to(device) for part in parts])  # offloaded ones lie on the host
+    flat = torch.cat([part.to(device) for part in parts])  # offloaded gradients are on the host
     all_reduce(flat, tp).wait()
     for part, summed in zip(parts, flat.split([part.numel() for part in parts]), strict=True):
         part.copy_(summed)
 
 
 def sum_tied(buckets: Sequence[Bucket], ties: Mapping[str, Axis], device: torch.device) -> None:
-    """Sum the gradients of all copies of each tied parameter, on this rank and on those of `ties`, by logical name."""
+    """Sum the gradients of all copies of each tied parameter, over this rank's copies and over the ranks that hold
+    others.
+
+    Args:
+        ties: the ranks that hold a tied parameter, by its logical name.
+        device: where the sum runs; the same kind on all ranks.
+    """
     copies: dict[str, list[Tensor]] = {}
     for bucket in buckets:
         if (tie := bucket.layout.tie) is not None:
             copies.setdefault(tie, []).append(bucket.gradient)
     for name in sorted(copies):
-        # On the device, wherever each rank's own copies lie: all ranks must use one backend.
-        total = copies[name][0].to(device)  # itself, where it lies there
+        # On the device, wherever each rank's own copies are: all ranks must use the same backend.
+        total = copies[name][0].to(device)  # no copy if it is already there
         for other in copies[name][1:]:
             total.add_(other.to(total.device))
         if name in ties:
@@ -425,10 +446,10 @@ def sum_tied(buckets: Sequence[Bucket], ties: Mapping[str, Axis], device: torch.
 
 
 def gradient_square_sum(buckets: Sequence[Bucket], tp: Axis, device: torch.device) -> Tensor:
-    """fp64 scalar: this rank's share of the squared gradient norm.
+    """Return this rank's contribution to the squared gradient norm, an fp64 scalar.
 
-    Over all ranks every logical element is counted once: each rank counts its own part of the shards, the first tp rank
-    the parameters that every one of them holds, and the first copy of a tied parameter stands for all.
+    Summed over all ranks, every logical element counts once: each rank counts its own shards, only the first tp rank
+    counts parameters that all tp ranks hold, and only the first copy of a tied parameter counts.
     """
     parts = [
         bucket.owned_part(bucket.gradient, run)
@@ -441,9 +462,10 @@ def gradient_square_sum(buckets: Sequence[Bucket], tp: Axis, device: torch.devic
 
 
 def square_sum(parts: Sequence[Tensor], device: torch.device) -> Tensor:
-    """fp64 sum of squares of flat fp32 tensors, in blocks: one long fp32 sum would lose digits.  A scalar on `device`.
+    """Return the sum of squares of flat fp32 tensors, an fp64 scalar on `device`.
 
-    Two kernels a part and a few in all: a GPU would wait for the launches of more.
+    Squares are summed in blocks, since one long fp32 sum would lose digits.  Two kernels per tensor and a few in all:
+    with more, a GPU would wait for launches.
     """
     norms: dict[torch.device, list[Tensor]] = {device: []}
     for part in parts:

@@ -1,11 +1,11 @@
-"""Hybrid sharding: the sums of a shard's gradients over the ranks that hold it.
+"""Hybrid sharding: sums of a shard's gradients over the ranks that hold the same shard.
 
     group 0    rank 0: shard a    rank 1: shard b       each group reduces the gradients of its own ranks
     group 1    rank 2: shard a    rank 3: shard b
-               replica axis: 0, 2 | 1, 3                and the sums over groups make them those of all ranks
+               replica axis: 0, 2 | 1, 3                the sums over this axis add up all groups
 
-A part of a bucket is summed once a step: after its last reduction within the group, while the backward goes on.  It travels
-in `reduce_dtype`.  A gradient on the host comes to the device for this, when its copies have arrived.
+A part of a bucket is summed once per step: after its last reduction within the group, while the backward goes on.  It
+is sent in `reduce_dtype`.  A gradient on the host is copied to the device for its sum, at the end of the step.
 
 Source: Zhao et al. 2023 (PyTorch FSDP), section 3.2.2.
 """
@@ -27,17 +27,19 @@ _IN_FLIGHT = 2
 
 
 class ReplicaSums:
-    """Starts the sums of reduced gradients over the replica axis, and finishes them in the order of their start.
+    """Starts the sums of reduced gradients over the replica axis, and finishes them in the order in which they started.
 
     Attributes:
-        most_bytes: limit of the buffers in which gradients travel that lie elsewhere, or in another format.
+        most_bytes: limit of the buffers for gradients that are on the host or are sent in another format.
     """
 
     def __init__(self, policy: ShardingPolicy, buckets: Sequence[Bucket]) -> None:
         self._device, self._dtype = policy.device, policy.reduce_dtype
         self._pool = BufferPool(policy.device, policy.arena)
-        self._in_flight: deque[tuple[Pending, Tensor, Tensor | None]] = deque()  # with the buffer that travels
-        self._on_host: list[tuple[Tensor, Axis]] = []  # to be summed at the end of the step
+        self._in_flight: deque[tuple[Pending, Tensor, Tensor | None]] = (
+            deque()
+        )  # pending, gradient, the buffer that is sent
+        self._on_host: list[tuple[Tensor, Axis]] = []  # summed at the end of the step
         self._summed: list[tuple[Tensor, Axis]] = []
         summed = [bucket for bucket in buckets if bucket.placement.replica.size > 1]
         moves = policy.device.type != "cpu"
@@ -53,7 +55,7 @@ class ReplicaSums:
         return self._pool.nbytes
 
     def start(self, bucket: Bucket, gradient: Tensor) -> None:
-        """Sum this rank's part of a bucket's gradient, which is complete within its group."""
+        """Start to sum this rank's part of a bucket's gradient, which is already reduced within the group."""
         axis = bucket.placement.replica
         if axis.size == 1:
             return
@@ -64,20 +66,20 @@ class ReplicaSums:
             self._start(gradient, axis)
 
     def finish(self) -> None:
-        """Have every sum.  What lies on the host has arrived there."""
+        """Finish every sum.  Gradients on the host must have arrived there."""
         for gradient, axis in self._on_host:
             self._start(gradient, axis)
         self._on_host.clear()
         self._finish_all_but(0)
 
     def begin_step(self) -> None:
-        """Forget what was summed."""
+        """Finish the last step's sums and forget which gradients were summed."""
         self.finish()
         self._pool.begin_step()
         self._summed.clear()
 
     def reopen(self) -> None:
-        """Let further gradients be added to what is summed, and summed with it: one rank keeps the sums, for all."""
+        """Allow more gradients after the sums.  Only the first replica keeps the sums, so that they count once."""
         self.finish()
         for gradient, axis in self._summed:
             if axis.index > 0:

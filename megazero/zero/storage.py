@@ -1,12 +1,13 @@
-"""Where a rank's flat state lies between its uses: on the device, in host memory, or in a file on a local disk.
+"""Locations of a rank's flat state between uses: the device, host memory, or a file on a local disk.
 
     location  elements                          a copy to or from the device
     device    a tensor                          on the current stream
-    host      a tensor, page-locked if asked    on the current stream: a copier's, beside the computation (`comm/memory.py`)
-    file      a region of the rank's file       by a worker thread, through page-locked memory (`file_store`)
+    host      a tensor, page-locked if asked    on the current stream; on a copier's stream beside the compute
+    (`comm/memory.py`) file      a region of the rank's file       by a worker thread, through page-locked memory
+    (`file_store`)
 
-Invariant: the accesses of one array take effect in the order in which they were started.  Two of them run side by side
-only if they touch different elements or both read, so the array can be streamed: part k is written while part k + 1 is
+Invariant: the accesses of one array take effect in the order in which they were started.  Two accesses overlap in time
+only if they touch different elements or both read.  So an array can be streamed: part k is written while part k + 1 is
 read (Rajbhandari et al. 2021, ZeRO-Infinity, section 6).
 """
 
@@ -25,15 +26,16 @@ Location: TypeAlias = Literal["device", "host", "file"]
 
 
 class PendingCopy:
-    """A copy that runs in the background; `finish` is what is left to do after the first wait that succeeds."""
+    """A copy that runs in the background.  `finish` runs after the first wait that succeeds."""
 
     def __init__(self, wait: Callable[[], None], finish: Callable[[], None] | None = None) -> None:
         self._wait, self._finish = wait, finish
 
     def wait(self) -> None:
-        """Make the result visible to the current stream if it lies on a CUDA device, else to the host.
+        """Make the result visible: to the current stream if it is on a CUDA device, otherwise to the host.
 
-        Raises: StorageError, at every call, if the copy failed.
+        Raises:
+            StorageError: the copy failed; at every call.
         """
         self._wait()
         if self._finish is not None:
@@ -49,7 +51,7 @@ class Access(NamedTuple):
     writes: bool
 
     def conflicts(self, other: Access) -> bool:
-        """Whether the order of the two matters."""
+        """Whether the order of the two accesses matters."""
         return (self.writes or other.writes) and self.start < other.stop and other.start < self.stop
 
 
@@ -59,7 +61,7 @@ class FlatArray(ABC):
     numel: int
     dtype: torch.dtype
     location: Location
-    tensor: Tensor | None  # [numel], where they are addressable; whoever changes them in place calls `flush` before it
+    tensor: Tensor | None  # [numel] if addressable; call `flush` before changing it in place
 
     @property
     def nbytes(self) -> int:
@@ -67,34 +69,36 @@ class FlatArray(ABC):
         return self.numel * self.dtype.itemsize
 
     def write(self, start: int, values: Tensor) -> None:
-        """Set the elements from `start` on.  `values` may lie on any device and have any dtype."""
+        """Set the elements from `start` on.  `values` may be on any device and of any dtype."""
         self.start_write(start, values).wait()
 
     @abstractmethod
     def read(self, start: int, stop: int) -> Tensor:
-        """Elements [start, stop), after all earlier writes: themselves (device, host) or a CPU copy (file)."""
+        """Return elements [start, stop) after all earlier writes: a view (device, host) or a CPU copy (file)."""
 
     @abstractmethod
     def start_read(self, out: Tensor, start: int) -> PendingCopy:
-        """Copy the elements from `start` on into `out`, [n] contiguous in `dtype`, not to be touched before `wait`."""
+        """Start to copy the elements from `start` on into `out`, contiguous [n] of `dtype`.  Do not touch `out` before
+        `wait`.
+        """
 
     @abstractmethod
     def start_write(self, start: int, values: Tensor) -> PendingCopy:
-        """As `write`, but `values` must not change before `wait`.  Later reads see them without a `wait` between."""
+        """Like `write`, but `values` must not change before `wait`.  Later reads see the new values without a `wait`."""
 
     @abstractmethod
     def flush(self) -> None:
-        """Block the host until every access is complete, and raise the error of any write that failed."""
+        """Block until every access is complete.  Raises the error of a write that failed."""
 
     def access(self, start: int, stop: int, *, writes: bool) -> Access:
-        """Elements [start, stop).  Raises: ValueError, the array does not have them all."""
+        """Return elements [start, stop) as an access.  Raises: ValueError: the array has no such elements."""
         if not 0 <= start <= stop <= self.numel:
             raise ValueError(f"elements [{start}, {stop}) are not within an array of {self.numel} elements")
         return Access(start, stop, writes)
 
 
 def check_out(out: Tensor, dtype: torch.dtype) -> None:
-    """Raises: ValueError, `out` cannot be filled by one copy of elements of `dtype`."""
+    """Raises: ValueError: one copy of elements of `dtype` cannot fill `out`."""
     if out.dtype != dtype or out.dim() != 1 or not out.is_contiguous():
         raise ValueError(
             f"out must be contiguous, [n] and {dtype}; it is {list(out.shape)} with strides {out.stride()}, {out.dtype}"
@@ -102,12 +106,14 @@ def check_out(out: Tensor, dtype: torch.dtype) -> None:
 
 
 def as_flat(values: Tensor, dtype: torch.dtype) -> Tensor:
-    """The values, [n] contiguous in `dtype`, on their device: a copy that also converts would not run behind the host."""
+    """Return the values as contiguous [n] of `dtype` on their device, since a copy that also converts would block the
+    host.
+    """
     return values.detach().to(dtype).reshape(-1).contiguous()
 
 
 class InMemory(FlatArray):
-    """A flat array that is a contiguous tensor; `location` says what it is for: without a GPU both are CPU memory."""
+    """A flat array that is a contiguous tensor.  `location` names its purpose: without a GPU both kinds are CPU memory."""
 
     tensor: Tensor
 
@@ -127,10 +133,10 @@ class InMemory(FlatArray):
 
     def start_write(self, start: int, values: Tensor) -> PendingCopy:
         access = self.access(start, start + values.numel(), writes=True)
-        # Between memories the narrower format travels; within one a conversion is part of the copy.
+        # Between memories, the narrower format is sent; within one memory, the copy converts.
         dtype = values.dtype if values.device == self.tensor.device else self.dtype
         if self.tensor.is_cuda and not values.is_cuda and not (values.dtype == dtype and values.is_pinned()):
-            # What is not page-locked would block the host; torch keeps this until the stream has read it.
+            # Memory that is not page-locked would block the host.  torch keeps this until the stream has read it.
             values = torch.empty(values.shape, dtype=dtype, pin_memory=True).copy_(values.detach())
         return self._copy(self.tensor[access.start : access.stop], as_flat(values, dtype), access)
 
@@ -140,7 +146,9 @@ class InMemory(FlatArray):
         self._under_way.clear()
 
     def _wait_for_conflicts(self, access: Access, device: torch.device) -> None:
-        """Have what comes next on `device`'s current stream, or on the host, wait for the copies it conflicts with."""
+        """Make later work on `device`'s current stream, or the host, wait for the copies that conflict with this
+        access.
+        """
         self._under_way = [(copy, event) for copy, event in self._under_way if not event.query()]
         for copy, event in self._under_way:
             if not copy.conflicts(access):
@@ -161,9 +169,9 @@ class InMemory(FlatArray):
         self._under_way.append((access, event))
         if target.is_cuda and (source.is_cuda or not access.writes):
             return PendingCopy(lambda: torch.cuda.current_stream(device).wait_event(event))
-        return PendingCopy(event.synchronize)  # the host may read the target, or change the source, after the wait
+        return PendingCopy(event.synchronize)  # after the wait, the host may read the target or change the source
 
 
 def in_host_memory(numel: int, dtype: torch.dtype, *, pin: bool, remedy: str | None = None) -> InMemory:
-    """Zeros in host memory; see `host_tensor`.  Raises: StorageError."""
+    """Return zeros in host memory; see `host_tensor`.  Raises: StorageError."""
     return InMemory(host_tensor(numel, dtype, pin=pin, remedy=remedy), "host")

@@ -1,13 +1,13 @@
-"""The units of a model: the modules whose weights stage 3 gathers together, and each forward waits for.
+"""The units of a model: modules whose weights stage 3 gathers together before each forward.
 
     GPTStage                    units
       embedding                 embedding
       blocks: ModuleList        blocks.0   blocks.1
       head                      head
 
-A model lists them: its `units()` gives modules in forward order, which together hold every parameter.  Its `readers(unit)`
-lists the layers of a unit, each of which reads its weights within its own forward alone, and can wait for those alone; none
-where the unit waits as a whole.
+A model lists them: `units()` returns modules in forward order that together hold every parameter.  `readers(unit)`
+returns layers of a unit that read their weights only in their own forward and so can wait for those alone; none if the
+unit must wait for all its weights.
 """
 
 from __future__ import annotations
@@ -24,22 +24,22 @@ from megazero.zero.bucket import Placement
 
 Hook = TypeVar("Hook", bound=Callable[..., Any])
 
-_NO_TASK = -1  # torch's number of the backward under way, where there is none
+_NO_TASK = -1  # torch's task number outside any backward
 
 
 @dataclass(frozen=True, eq=False)
 class UnitModule:
-    """A module whose parameters are gathered together, for its forward and for its backward."""
+    """A module whose parameters are gathered together for its forward and its backward."""
 
     module: nn.Module
-    attributes: tuple[tuple[nn.Module, str], ...]  # (module, attribute) of each parameter that belongs to it
-    chunk: int  # the model chunk of this rank that it lies in
+    attributes: tuple[tuple[nn.Module, str], ...]  # (module, attribute) of each of its parameters
+    chunk: int  # the model chunk of this rank that contains it
     spans_others: bool = False  # other units run within its forward
-    beside: int = 0  # those of another number are in use at the same time: they have gather buffers of their own
-    readers: tuple[nn.Module, ...] = ()  # layers that wait for their own weights; none: the module waits for all
+    beside: int = 0  # units with different numbers run at the same time and so have separate gather buffers
+    readers: tuple[nn.Module, ...] = ()  # layers that wait for their own weights; empty: the module waits for all
 
     def reads(self) -> Iterator[tuple[nn.Module, list[nn.Parameter]]]:
-        """The modules whose forward reads parameters of the unit, each with those."""
+        """Yield each module that reads parameters of the unit in its forward, with those parameters."""
         if not self.readers:
             yield self.module, [param for part, key in self.attributes if (param := part._parameters[key]) is not None]
         for reader in self.readers:
@@ -48,31 +48,33 @@ class UnitModule:
 
 @dataclass(frozen=True, eq=False)
 class Described:
-    """A parameter as the engine hands it over."""
+    """A parameter as the engine passes it to ZeRO."""
 
     name: str  # qualified name in the model
     parameter: nn.Parameter  # the module's own; may be on the meta device
-    spec: ParamSpec  # what it is, globally
-    group: int = 0  # the optimizer group that steps it
-    matrix: bool = False  # which steps it whole
-    placement: Placement | None = None  # the ranks that share it; None: those that share most parameters
+    spec: ParamSpec  # the parameter as a whole, over all ranks
+    group: int = 0  # index of its optimizer group
+    matrix: bool = False  # the optimizer updates it as a whole matrix
+    placement: Placement | None = None  # the ranks that share it; None: the model's default
 
 
 def reading_no_weights(hook: Hook) -> Hook:
-    """Say of a hook before a unit's forward that it reads no weights: its layers may still wait for theirs one by one."""
+    """Mark a pre-forward hook as one that reads no weights, so that the unit's layers may still wait one by one."""
     hook.reads_no_weights = True  # type: ignore[attr-defined]
     return hook
 
 
 def is_hooked(module: nn.Module) -> bool:
-    """Whether a script's hooks run before a unit's forward: they may read all its weights."""
+    """Whether a script has put pre-forward hooks on the unit, which may read all its weights."""
     return not all(hasattr(hook, "reads_no_weights") for hook in module._forward_pre_hooks.values())
 
 
 def units_of(chunks: Sequence[Any], *, by_layer: bool = False, beside: bool = False) -> list[UnitModule]:
-    """The units of this rank's chunks, in forward order.
+    """Return the units of this rank's chunks, in forward order.
 
-    `by_layer`: let the layers that `model.readers` lists wait for themselves.  `beside`: two chunks run at the same time.
+    Args:
+        by_layer: let the layers of `model.readers` wait for their own weights.
+        beside: two chunks run at the same time.
     """
     found = []
     for chunk, model in enumerate(chunks):
@@ -84,12 +86,14 @@ def units_of(chunks: Sequence[Any], *, by_layer: bool = False, beside: bool = Fa
 
 
 def parameter_attributes(modules: Iterable[nn.Module]) -> tuple[tuple[nn.Module, str], ...]:
-    """(module, attribute) of every parameter that one of these modules holds itself."""
+    """Return (module, attribute) of every parameter that one of these modules holds directly."""
     return tuple((part, key) for part in modules for key, value in part._parameters.items() if value is not None)
 
 
 def describe(model: nn.Module) -> Iterator[Described]:
-    """Every parameter of a module once, in module order; one that `specs` does not name is whole on every tp rank."""
+    """Yield every parameter of a module once, in module order.  A parameter without an entry in `specs` is whole on
+    every tp rank.
+    """
     seen: set[int] = set()
     for prefix, part in model.named_modules():
         specs = getattr(part, "specs", {})
@@ -102,5 +106,5 @@ def describe(model: nn.Module) -> Iterator[Described]:
 
 
 def in_backward() -> bool:
-    """Whether this thread runs in a backward, as hooks do."""
+    """Whether this thread is in a backward, as hooks may be."""
     return torch._C._current_graph_task_id() != _NO_TASK
