@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from harness import metrics_of, run_world
+from harness import metrics_of, run_command, run_world
 from numpy.typing import NDArray
 from plain_model import count, loss_sum
+from quickstart import QUICKSTART, TINY
 from test_data_corpus import write_pair
+from transformers import AutoModelForCausalLM
 from worlds import loop_of, plain_config, plain_trainer, state_on
 
 from megazero.config import ConfigError, ResolvedRun, RunConfig, load_config, resolve, to_toml
@@ -146,3 +149,45 @@ def test_validation_sources_that_cannot_be_evaluated_are_told(data: dict[str, An
     assert told in str(error.value)
     fine = {"validation_fraction": 0.0, "validation_sources": ["a/x"]}
     resolve(RunConfig.model_validate({"data": fine, "training": {"eval_every_steps": 5}}), 1)
+
+
+SMALL = [*TINY, "launch.device=cpu", "parallel.tp=2", "zero.stage=3"]
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The directory of a run on tp 2, pp 2, ZeRO 3, with the checkpoints of steps 1 and 2."""
+    run_dir = tmp_path_factory.mktemp("trained")
+    words = ["training.steps=2", "checkpoint.save_every_steps=1", "training.eval_every_steps=1", "optimizer.lr=0.01"]
+    words += ["lr_schedule.warmup_steps=0", "training.eval_samples=8", f"training.run_dir={run_dir}"]
+    done = run_command("train", QUICKSTART, *SMALL, "parallel.pp=2", "launch.nproc_per_node=4", *words)
+    assert done.returncode == 0, done.stderr
+    return run_dir
+
+
+def test_a_checkpoint_has_the_loss_of_its_step_on_another_shape_and_the_run_is_as_it_was(trained: Path) -> None:
+    def content() -> dict[str, bytes]:
+        return {str(path): path.read_bytes() for path in trained.rglob("*") if path.is_file()}
+
+    before = content()
+    for step, words in ((2, []), (1, ["1"])):
+        other = ["parallel.pp=1", "parallel.tp=1", "parallel.sequence_parallel=false", "launch.nproc_per_node=1"]
+        done = run_command("evaluate", trained / "config.toml", *words, *other)
+        assert done.returncode == 0, done.stderr
+        loss = float(re.search(r"held out +8 +256 +([\d.]+) ", done.stdout)[1])
+        assert loss == pytest.approx(metrics_of(trained)[step - 1]["val_loss"], abs=1e-4)
+    assert content() == before
+    done = run_command("evaluate", trained / "config.toml", "7")
+    assert done.returncode == 1
+    assert "name the directory or the number of a step" in done.stderr
+
+
+def test_a_step_continues_a_text_as_transformers_does(trained: Path) -> None:
+    step = trained / "checkpoints" / "step-00000002"
+    done = run_command("generate", step, "--prompt", "import", "--max-new-tokens", "5", "--temperature", "0")
+    assert done.returncode == 0, done.stderr
+    ids = torch.tensor([list(b"import")])
+    made = AutoModelForCausalLM.from_pretrained(step).generate(ids, max_new_tokens=5, do_sample=False, eos_token_id=256)
+    assert done.stdout == bytes(made[0].tolist()).decode(errors="replace") + "\n"
+    done = run_command("generate", step, "--prompt", "import" * 6)
+    assert "so shorten the prompt" in done.stderr

@@ -18,7 +18,9 @@ from megazero.settings import Problem, without_passwords
 from megazero.training.signals import EXIT_REFUSED
 
 if TYPE_CHECKING:
-    from megazero.config import RunConfig
+    from pathlib import Path
+
+    from megazero.config import ResolvedRun, RunConfig
 
 
 class Local(TyperGroup):
@@ -42,6 +44,23 @@ def started_ranks() -> int | None:
     if problem := start_problem(os.environ):
         fail(problem, EXIT_REFUSED)
     return int(os.environ["WORLD_SIZE"]) if "WORLD_SIZE" in os.environ else None
+
+
+def load_run(path: Path, overrides: list[str] | None) -> ResolvedRun:
+    """The run of a file on the ranks that there are, or that will be started.  Ends the command where it is wrong."""
+    from megazero.config import ConfigError, load_config
+    from megazero.terminal import warn
+
+    world = started_ranks()
+    try:
+        return load_config(path, overrides or [], world, rules=[callback_problems, schedule_problems])
+    except ConfigError as error:
+        if world is None:  # torch is not loaded yet
+            warn(str(error))
+            raise SystemExit(EXIT_REFUSED) from None
+        from megazero.training.launch import tell_others
+
+        raise SystemExit(tell_others(str(error)).status) from None
 
 
 def load_extensions(names: list[str] | None) -> None:

@@ -8,6 +8,7 @@ from megazero.annexes import added
 from megazero.cli import checkpoint
 from megazero.cli._common import Local
 from megazero.cli.check import check
+from megazero.cli.evaluate import evaluate, generate
 from megazero.cli.train import train
 
 app = typer.Typer(
@@ -19,6 +20,8 @@ app = typer.Typer(
 )
 app.command()(train)
 app.command()(check)
+app.command()(evaluate)
+app.command()(generate)
 app.add_typer(checkpoint.app, name="checkpoint")
 for _name, _command in added("checkpoint command").items():
     checkpoint.app.command(_name)(_command)

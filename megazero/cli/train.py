@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from megazero.cli._common import callback_problems, schedule_problems, started_ranks
+from megazero.cli._common import load_run
 from megazero.training.signals import EXIT_REFUSED, EXIT_STOPPED, StopRequest
 
 if TYPE_CHECKING:
@@ -29,18 +29,7 @@ def train(
 
     stop = StopRequest()
     stop.listen()  # from here on: torch takes seconds to load
-    from megazero.config import ConfigError, load_config
-
-    world = started_ranks()
-    try:
-        run = load_config(config, overrides or [], world, rules=[callback_problems, schedule_problems])
-    except ConfigError as error:
-        if world is None:  # torch is not loaded yet
-            warn(str(error))
-            raise SystemExit(EXIT_REFUSED) from None
-        from megazero.training.launch import tell_others
-
-        raise SystemExit(tell_others(str(error)).status) from None
+    run = load_run(config, overrides)
     from megazero.training.launch import Failed, leave_at_once, run_ranks, train_rank
 
     summary = run_ranks(run, partial(train_rank, stop=stop), stop)

@@ -320,7 +320,12 @@ class Engine:
             saver.save(folder_at(path), trainer, files)
 
     def load(
-        self, path: Location, data_fingerprint: str, *, fingerprint_at: Callable[[int], str] | None = None
+        self,
+        path: Location,
+        data_fingerprint: str,
+        *,
+        fingerprint_at: Callable[[int], str] | None = None,
+        with_optimizer: bool = True,
     ) -> Position:
         """Load the state that a run of any shape saved, and return that run's position.
 
@@ -328,6 +333,7 @@ class Engine:
             path: a complete step directory.
             data_fingerprint: of the data that the samples will come from.
             fingerprint_at: of the same data, cut into samples of another `seq_len`; to accept a change of this alone.
+            with_optimizer: load the optimizer's state too; otherwise it starts anew.
 
         Raises:
             DamagedError: on every rank, and nothing has changed: a file is not what was written.
@@ -340,6 +346,7 @@ class Engine:
             self.sharded_model.sharded_state,
             self.state,
             check=partial(check_same_run, path, self.config, data_fingerprint, fingerprint_at=fingerprint_at),
+            with_optimizer=with_optimizer,
             by_hash=self.config.checkpoint.verify == "hash",
         )
         self.sharded_model.load(found.read, found.trainer.loss_scaler)

@@ -11,7 +11,7 @@ from megazero.checkpoint.folder import Folder, LocalFolder
 from megazero.checkpoint.index import HF_CONFIG, CheckpointError, TrainerState, to_json
 from megazero.data.identity import tokenizer_part
 from megazero.data.sealed import parse_json
-from megazero.data.tokenizer import ByteTokenizer, FileTokenizer
+from megazero.data.tokenizer import ByteTokenizer, FileTokenizer, Tokenizer
 
 TOKENIZER, TOKENIZER_CONFIG, GENERATION = "tokenizer.json", "tokenizer_config.json", "generation_config.json"
 TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
@@ -62,6 +62,16 @@ def tokenizer_of(folder: Folder, trainer: TrainerState) -> tuple[dict[str, bytes
         changed = "is no longer the file that the run read; copy that one beside the weights yourself"
         return own, f"no tokenizer: {named} {changed}"
     return _completed(files, trainer), f"the tokenizer {path}"
+
+
+def load_tokenizer_of(folder: Folder, trainer: TrainerState) -> Tokenizer:
+    """The tokenizer that reads and writes text for a checkpoint.  Raises: CheckpointError: it has none."""
+    files, about = tokenizer_of(folder, trainer)
+    if TOKENIZER in files:
+        return _read(files, trainer)
+    if trainer.config.get("data", {}).get("tokenizer") != "byte":
+        raise CheckpointError(f"{folder} has {about}")
+    return ByteTokenizer()
 
 
 def _completed(files: dict[str, bytes], trainer: TrainerState) -> dict[str, bytes]:

@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from megazero.config import ResolvedRun
 from megazero.config.derive import micro_batch_multiple
 from megazero.config.schema import RunConfig
 from megazero.data.sampler import ValidationStream
+from megazero.engine import Engine, StepStatistics
 from megazero.training.batches import read_batches
 from megazero.training.callbacks.base import Callback, RunContext, StepDecision, StepRecord
 from megazero.training.heartbeat import BETWEEN, EVALUATING
@@ -26,6 +28,12 @@ class Validation:
     def is_due(self, step: int, last: int) -> bool:
         """Whether it is evaluated after `step` of `last` steps."""
         return step % self.every_steps == 0 or step == last
+
+    def evaluate(self, run: ResolvedRun, engine: Engine) -> StepStatistics:
+        """The mean loss on its samples; see `Engine.evaluate`.  Called on every rank."""
+        multiple = micro_batch_multiple(run.config.parallel)
+        batches = read_batches(self.stream, 0, self.samples, run.micro_batch_size, engine.share, multiple=multiple)
+        return engine.evaluate(batches)
 
 
 def validations_of(
@@ -62,12 +70,8 @@ class Evaluation(Callback):
         for callback in self._before:
             callback.after_step(record)
         self._watchdog.at(record.step, EVALUATING)
-        multiple = micro_batch_multiple(run.config.parallel)
         for source in due:
-            batches = read_batches(
-                source.stream, 0, source.samples, run.micro_batch_size, self._engine.share, multiple=multiple
-            )
-            statistics = self._engine.evaluate(batches)
+            statistics = source.evaluate(run, self._engine)
             if not statistics.tokens:
                 self._say(
                     f"step {record.step}: {source.name or 'what is held out'} has no val_loss: no token of it is counted"

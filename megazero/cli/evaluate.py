@@ -1,0 +1,112 @@
+"""`megazero evaluate` and `megazero generate`: what a checkpoint has learned."""
+
+from __future__ import annotations
+
+import os
+from functools import partial
+from math import exp
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.table import Column, Table
+
+from megazero.cli._common import fail, load_run, print_table
+from megazero.cli.checkpoint import user_errors
+from megazero.training.signals import EXIT_REFUSED
+
+if TYPE_CHECKING:
+    from megazero.training.evaluating import Evaluated
+
+
+def evaluate(
+    config: Annotated[Path, typer.Argument(help="The run's TOML file.")],
+    words: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[STEP] [OVERRIDES]...", help="A step directory or number, the newest by default; key.sub=value."
+        ),
+    ] = None,
+) -> None:
+    """Evaluate a checkpoint on the run's validation data, on any shape.  Ranks are started as by `megazero train`."""
+    overrides = [word for word in words or [] if "=" in word]
+    steps = [word for word in words or [] if "=" not in word]
+    if len(steps) > 1:
+        fail(f"name one step, not {', '.join(steps)}; what sets a key has the form key.sub=value", EXIT_REFUSED)
+    run = load_run(config, overrides)
+    from megazero.training.evaluating import evaluate_rank
+    from megazero.training.launch import Failed, leave_at_once, run_ranks
+
+    found = run_ranks(run, partial(evaluate_rank, wish=steps[0] if steps else None))
+    if isinstance(found, Failed):
+        leave_at_once(found.status)
+    if os.environ.get("RANK", "0") == "0":
+        _print_losses(found)
+
+
+def _print_losses(found: Evaluated) -> None:
+    names = ("samples", "tokens", "loss", "perplexity")
+    table = Table("validation data", *(Column(name, justify="right") for name in names), box=None)
+    for name, (samples, measured) in found.sources.items():
+        losses = (f"{measured.loss:.4f}", f"{exp(measured.loss):,.2f}") if measured.tokens else ("no token counts", "-")
+        table.add_row(name or "held out", f"{samples:,}", f"{measured.tokens:,}", *losses)
+    print(found.step)
+    print_table(table)
+
+
+def generate(
+    step: Annotated[str, typer.Argument(help="A step directory.")],
+    prompt: Annotated[str, typer.Option(help="The text to continue.")],
+    max_new_tokens: Annotated[
+        int | None, typer.Option(min=1, help="Most tokens to add: 100 by default, or as many as the model reads.")
+    ] = None,
+    temperature: Annotated[float, typer.Option(min=0, help="Below 1: likelier tokens; 0: the likeliest.")] = 1.0,
+    top_k: Annotated[int, typer.Option(min=0, help="Draw from so many likeliest tokens; 0: from all.")] = 0,
+    top_p: Annotated[float, typer.Option(min=0, max=1, help="Draw from the likeliest with this probability.")] = 1.0,
+    seed: Annotated[int, typer.Option(help="The same seed draws the same text.")] = 0,
+) -> None:
+    """Continue a text with a checkpoint's model, by transformers: tokens are printed as they come."""
+    with user_errors():
+        ids, model, tokenizer = _loaded(step, prompt)
+        left = model.config.max_position_embeddings - ids.shape[1]
+        if (asked := max_new_tokens or min(100, left)) > left or left < 1:
+            raise ValueError(
+                f"the prompt has {ids.shape[1]:,} tokens, and the model reads {left + ids.shape[1]:,}: "
+                f"--max-new-tokens can be {max(left, 0):,} at most{'' if left > 0 else ', so shorten the prompt'}"
+            )
+        import torch
+        from transformers import TextStreamer, set_seed
+
+        set_seed(seed)
+        drawn = {"temperature": temperature, "top_k": top_k, "top_p": top_p} if temperature else {}
+        ends = {"eos_token_id": tokenizer.eod_id, "pad_token_id": tokenizer.eod_id}
+        model.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            streamer=TextStreamer(tokenizer),  # asks for `decode` alone
+            max_new_tokens=asked,
+            do_sample=bool(drawn),
+            **drawn,
+            **ends,
+        )
+
+
+def _loaded(step: str, prompt: str) -> tuple[Any, Any, Any]:
+    """The ids of a prompt, [1, tokens], the model of a step directory, and its tokenizer."""
+    try:
+        import transformers
+    except ImportError:
+        raise ValueError("megazero generate needs transformers: pip install transformers") from None
+    import torch
+
+    from megazero.checkpoint.folder import folder_at
+    from megazero.checkpoint.hugging_face.tokenizer import load_tokenizer_of
+    from megazero.checkpoint.index import read_manifest, read_trainer_state
+
+    read_manifest(step)
+    tokenizer = load_tokenizer_of(folder_at(step), read_trainer_state(step))
+    transformers.utils.logging.disable_progress_bar()
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    model: Any = transformers.AutoModelForCausalLM.from_pretrained(step, dtype="auto", local_files_only=True)
+    ids = torch.tensor([tokenizer.encode(prompt).tolist() or [tokenizer.eod_id]], device=device)
+    return ids, model.to(device), tokenizer

@@ -1,0 +1,87 @@
+"""Evaluates a checkpoint on the validation data of a run file, on any shape.  It writes nothing into the run."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from dataclasses import dataclass
+
+from megazero.checkpoint.folder import Folder, folder_at
+from megazero.checkpoint.index import CheckpointError, find_newest, is_complete, read_trainer_state, step_folder
+from megazero.checkpoint.retention import reading
+from megazero.comm.collectives import agree, on_first
+from megazero.config import ResolvedRun, RunConfig
+from megazero.engine import Engine, StepStatistics, initialize
+from megazero.engine.outline import read_own_schedule
+from megazero.engine.phases import KEYS_OF
+from megazero.parallel_state import ParallelState
+from megazero.schedules.proof import ScheduleError
+from megazero.training.batches import DataError, open_same_corpus, without_trained
+from megazero.training.callbacks.evaluation import validations_of
+from megazero.training.resuming import checkpoints_of
+from megazero.training.trainer import explained
+
+
+@dataclass(frozen=True)
+class Evaluated:
+    """What was measured of a checkpoint: by name of a source its samples and its loss."""
+
+    step: str  # the step directory
+    sources: dict[str, tuple[int, StepStatistics]]
+
+
+def evaluate_rank(run: ResolvedRun, state: ParallelState, wish: str | None) -> Evaluated:
+    """Evaluate a checkpoint on every validation source of a run.  Called on every rank.
+
+    Args:
+        wish: a step directory, or the number of a step of the run; None for the newest one.
+
+    Raises:
+        CheckpointError: there is no such checkpoint, or it is of another model.
+        DataError: as `open_same_corpus`; or the run keeps no sample for evaluation.
+    """
+    corpus = open_same_corpus(run.config, state.world)
+    if corpus.validation is None and not corpus.named_validation:
+        raise DataError(
+            "there is nothing to evaluate on: name data in data.validation_sources, or hold some out by "
+            "data.validation_fraction"
+        )
+    path = on_first(lambda: str(_find(run.config, wish)), state.world, CheckpointError)
+    with explained(run, state), ExitStack() as closing:
+        if state.rank == 0:
+            closing.enter_context(reading(path))
+        engine = load_engine(run, state, path, corpus.fingerprint)
+        closing.callback(engine.sharded_model.close)
+        trained = read_trainer_state(path).trained
+        corpus = without_trained(corpus, trained, lambda _: None)
+        # a run that evaluates nothing is asked here for all
+        training = run.config.training.model_copy(
+            update={"eval_every_steps": run.config.training.eval_every_steps or 1}
+        )
+        config = run.config.model_copy(update={"training": training})
+        due = validations_of(config, corpus.validation, corpus.named_validation)
+        return Evaluated(path, {source.name: (source.samples, source.evaluate(run, engine)) for source in due})
+
+
+def load_engine(run: ResolvedRun, state: ParallelState, path: str, fingerprint: str) -> Engine:
+    """An engine with the weights of a checkpoint of the same model, whatever it was trained on.  Raises: CheckpointError."""
+    checkpoint = run.config.checkpoint.model_copy(update={"accept_changes": tuple(KEYS_OF)})
+    schedule = agree(lambda: read_own_schedule(run), state.world, ScheduleError)
+    config = run.config.model_copy(update={"checkpoint": checkpoint})
+    engine = initialize(config, state, init_weights=False, schedule=schedule)
+    engine.load(path, fingerprint, with_optimizer=False)
+    return engine
+
+
+def _find(config: RunConfig, wish: str | None) -> Folder:
+    root = checkpoints_of(config)
+    if wish is None:
+        if (newest := find_newest(root)) is None:
+            raise CheckpointError(f"{root} holds no complete checkpoint: train the run first, or name a step directory")
+        return newest
+    folder = step_folder(root, int(wish)) if wish.isdigit() else folder_at(wish)
+    if not is_complete(folder):
+        raise CheckpointError(
+            f"{folder} is not a complete checkpoint (it has no manifest.json): name the directory or the number of a step "
+            f"of {root}; megazero checkpoint inspect {root} lists them"
+        )
+    return folder
