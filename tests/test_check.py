@@ -9,18 +9,14 @@ from pathlib import Path
 
 import pytest
 from harness import run_command as megazero
-from harness import run_world
 from quickstart import QUICKSTART, ROOT, TINY
-from test_any_shape import UNTIED
 from typer.testing import CliRunner
-from worlds import engine_on, run_of
 
 from megazero.cli.commands import app
 from megazero.config import ConfigError, ResolvedRun, load_config
 from megazero.formats.tokenize import tokenize_files
 from megazero.plan.check_lines import lines_on
-from megazero.plan.cluster import Cluster, cluster_of, some_cluster, with_memory
-from megazero.plan.memory import memory_of
+from megazero.plan.cluster import Cluster, cluster_of, with_memory
 from megazero.plan.report import Assumptions, plan_of
 from megazero.training.check import FILE_RULES, Lines, describe
 
@@ -367,20 +363,6 @@ def test_an_axis_is_within_a_node_only_if_each_of_its_groups_is() -> None:
     run = load_config(QUICKSTART, [*SMALL, *words, "parallel.tp=3", "model.seq_len=33"], 12)
     (shape,) = [text for subject, text in told_of(run) if subject == "shape"]
     assert shape == "12 ranks on 2 nodes of up to 8: tp 3 (across nodes) x dp 4 (across nodes)"
-
-
-@pytest.mark.parametrize("schedule", ["1f1b", "zbv"])
-@pytest.mark.parametrize("tied", [False, True])
-def test_the_parameters_that_memory_is_reckoned_with_are_those_of_the_engine(schedule: str, tied: bool) -> None:
-    model = UNTIED | {"tie_embeddings": tied, "num_layers": 4}
-    run = run_of(4, model=model, parallel={"tp": 2, "pp": 2, "schedule": schedule})
-
-    def count(rank: int) -> tuple[int, int]:
-        engine = engine_on(rank, run)
-        return engine.state.at.pp, sum(one.layout.numel for one in engine.sharded_model.parameters.buckets)
-
-    planned = memory_of(run, some_cluster(run, 4, on_cuda=False))
-    assert all(planned[pp].elements == numel for pp, numel in run_world(4, count))
 
 
 def test_layers_with_a_forward_of_their_own_are_recomputed_as_a_whole_or_not_at_all(

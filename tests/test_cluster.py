@@ -10,7 +10,6 @@ from typer.testing import CliRunner
 from megazero.cli.commands import app
 from megazero.config import ResolvedRun
 from megazero.plan import calibrate
-from megazero.plan.calibrate_collectives import mean_of
 from megazero.plan.calibration import Calibration, OperatorTable, Product, read_calibration, write_calibration
 from megazero.plan.cluster import Cluster, cluster_of
 from megazero.plan.collective_times import GroupLink
@@ -35,9 +34,7 @@ def test_links_are_one_direction_and_of_one_rank() -> None:
     assert (cluster.within.bytes_per_second, cluster.between.bytes_per_second) == (450e9, 50e9)
     assert cluster.nodes == 64
 
-
-def test_an_ethernet_card_is_shared_by_the_ranks_of_its_node() -> None:
-    link = cluster_of("a100", 16, 8, "10gbit").between
+    link = cluster_of("a100", 16, 8, "10gbit").between  # the ranks of a node share an Ethernet card
     assert link.rate(4) == link.rate() / 4
     infiniband = NETWORKS["ib200"]
     assert infiniband.rate(4) == infiniband.rate()
@@ -83,31 +80,22 @@ def test_a_file_that_is_no_calibration_is_told(tmp_path: Path) -> None:
         read_calibration(path)
 
 
-def test_any_damaged_digit_of_a_calibration_is_told(tmp_path: Path) -> None:
+def test_damage_and_impossible_numbers_in_a_calibration_are_told(tmp_path: Path) -> None:
     path = tmp_path / "machine.json"
     write_calibration(_calibration(), path)
     good = path.read_bytes()
-    whole = good.index(b'"sha256"')
-    for at in range(0, whole, 7):
+    for at in range(0, good.index(b'"sha256"'), 31):
         path.write_bytes(good[:at] + bytes([good[at] ^ 1]) + good[at + 1 :])
         with pytest.raises(ValueError, match="megazero calibrate --out"):
             read_calibration(path)
-
-
-@pytest.mark.parametrize("value", [0.0, -1.0, float("nan"), float("inf")])
-@pytest.mark.parametrize("name", ["memory_share", "product_share", "seconds"])
-def test_a_calibration_with_an_impossible_number_is_told(tmp_path: Path, name: str, value: float) -> None:
-    path = tmp_path / "machine.json"
-    write_calibration(_calibration(), path)
-    found = json.loads(path.read_text())
-    del found["sha256"]
-    if name == "seconds":
-        found["alone"]["products"][0][4] = value
-    else:
-        found["device"][name] = min(value, 1.5)
-    path.write_text(json.dumps(found))
-    with pytest.raises(ValueError, match="megazero calibrate --out"):
-        read_calibration(path)
+    for value in (0.0, -1.0, float("nan"), float("inf")):
+        found = json.loads(good)
+        for place, key in ((found["device"], "memory_share"), (found["alone"]["products"][0], 4)):
+            before, place[key] = place[key], value
+            path.write_text(json.dumps({key: found[key] for key in found if key != "sha256"}))
+            with pytest.raises(ValueError, match="megazero calibrate --out"):
+                read_calibration(path)
+            place[key] = before
 
 
 @pytest.mark.parametrize("out", ["machine", "none/machine.json"])
@@ -123,12 +111,6 @@ def test_times_between_two_measured_sizes_lie_on_a_line_in_logarithms() -> None:
     assert table.operator("aten.add.Tensor", 1) == pytest.approx(1e-6)  # below: what starting costs
     assert table.product("fp32", 64, 64, 64) == 1e-5
     assert table.product("fp32", 128, 64, 64) == pytest.approx(2e-5)  # at the rate of the nearest
-
-
-def test_a_collective_takes_what_its_ranks_found_on_average_and_never_no_time() -> None:
-    """A difference of times that scatter may fall below zero."""
-    found = mean_of([{"all_reduce 2": ((8.0, 3e-3), (64.0, -2e-5))}, {"all_reduce 2": ((8.0, 5e-3), (64.0, 1e-5))}])
-    assert found == {"all_reduce 2": ((8.0, pytest.approx(4e-3)), (64.0, 1e-6))}
 
 
 def test_ranks_wait_for_the_last_of_them_the_longer_the_more_they_computed() -> None:

@@ -45,10 +45,8 @@ def measured(timeline: Timeline) -> Timeline:
     return replace(timeline, spans={key: (at(start), at(end)) for key, (start, end) in timeline.spans.items()})
 
 
-SOME = [simulate(schedule) for pp, m in ((1, 1), (2, 4), (3, 5), (4, 4)) for schedule in schedules(pp, m)]
-SOME += [simulate(schedule, Costs(1.0, 2.1, 0.7, 0.3)) for schedule in schedules(4, 8)]
-SOME += [measured(timeline) for timeline in SOME[-6:]]
-
+SOME = [simulate(schedule, Costs(1.0, 2.1, 0.7, 0.3)) for schedule in schedules(4, 8)]
+SOME += map(measured, SOME[:2])
 every_timeline = pytest.mark.parametrize("timeline", SOME, ids=lambda t: f"{t.schedule.name} {t.schedule.pp}")
 
 
@@ -77,26 +75,15 @@ def test_every_span_is_once_in_the_trace_at_its_time(timeline: Timeline) -> None
 # ---- comparison
 
 
-def test_the_comparison_has_a_row_for_every_schedule_with_the_figures_of_the_papers() -> None:
-    for pp, m, v in ((2, 4, 2), (4, 8, 2), (4, 8, 4), (3, 9, 3)):
+def test_the_comparison_has_a_row_for_every_schedule_whose_figures_agree() -> None:
+    """`test_schedules.py` holds idle time and activations to the papers."""
+    for pp, m, v in ((2, 4, 2), (4, 8, 4), (3, 9, 3)):
         rows = {name: figures for name, _, figures in compare_table(pp, m, v, Costs(1, 2, 1))}
         assert list(rows) == list(SCHEDULES)
-        idle = {"gpipe": 4 * (pp - 1), "1f1b": 4 * (pp - 1), "interleaved": 4 * (pp - 1) / v, "zb-h1": 2 * (pp - 1)}
-        peak = {
-            "gpipe": m,
-            "1f1b": pp,
-            "interleaved": (2 * (pp - 1) + (v - 1) * pp + 1) / v,
-            "zb-h1": pp,
-            "zbv": pp,
-            "dualpipev": pp + 0.5,
-        }
-        for name, figures in rows.items():
+        for figures in rows.values():
             assert isinstance(figures, Figures)
-            assert figures.peak_activations == pytest.approx(peak[name])
             assert figures.makespan == pytest.approx(4 * m + figures.idle)
             assert figures.bubble_fraction == pytest.approx(figures.idle / figures.makespan)
-            if name in idle:
-                assert figures.idle == pytest.approx(idle[name])
 
 
 def test_the_formulas_of_the_page_hold_on_every_shape() -> None:
@@ -153,8 +140,6 @@ def table(path: Path, text: str) -> Path:
     [
         ("F0,B0\nF0,X0\n", "loop", r"line 2, cell 2: got 'X0'; expected F, B or W"),
         ("F0,F2,B0,B2\n", "loop", r"line 1, cell 4: got B2, but micro-batch 1 is nowhere"),
-        ("F0.1,B0.1\n", "loop", r"line 1, cell 2: got B0.1, but chunk 0 is nowhere"),
-        ("F0,B0\n", "v", r"placement v has two chunks on each rank, 0 and 1; the file has 1"),
         ("F0,B0\n", "ring", r"placement=ring must be loop or v"),
         (",\n\n", "loop", r"holds no action"),
     ],
@@ -175,17 +160,10 @@ def show(*words: str | Path, columns: int = 100) -> Result:
     ("words", "told"),
     [
         ("--schedule interleved --pp 4 --microbatches 8", "unknown schedule interleved; did you mean interleaved?"),
-        (
-            "--schedule interleaved --virtual-stages 2 --pp 4 --microbatches 6",
-            "multiples of pp=4, got 6; nearest: 4 and 8",
-        ),
-        ("--schedule 1f1b --virtual-stages 2 --pp 4 --microbatches 8", "virtual_stages=2: the schedule 1f1b has one"),
-        ("--pp 0 --microbatches 8", "pp=0 and microbatches=8 must both be at least 1"),
         ("--pp 4", "needs --pp and --microbatches"),
         ("--pp 4 --microbatches 8 --costs 1,2", "costs=1,2 must be four numbers F,B,W,hop"),
         ("--pp 4 --microbatches 8 --placement v", "placement=v is for the schedule of a --file"),
         ("--file none.csv", "none.csv"),
-        ("--file none.csv --schedule 1f1b", "are two schedules; give one"),
     ],
 )
 def test_a_bad_value_is_one_error_and_exit_code_2(words: str, told: str) -> None:

@@ -11,13 +11,11 @@ from xml.etree import ElementTree
 
 import pytest
 import torch
-from harness import run_program, run_world
+from harness import run_program
 from typer.testing import CliRunner
-from worlds import run_of, state_on
 
 from megazero.cli.commands import app
-from megazero.config import ResolvedRun
-from megazero.plan.measured_step import START, RankFigures, live_memory, measure_step
+from megazero.plan.measured_step import START, live_memory
 from megazero.plan.memory_report import not_measured, plan
 
 pytestmark = pytest.mark.slow  # starts whole runs
@@ -115,27 +113,6 @@ def test_a_row_is_named_by_what_acts_on_its_policy_and_what_is_not_measured_is_t
     runs, policies = plan(FIRST, ["activations.keep_attention=true", *words], policies=["mlp", "full"])
     assert [*policies] == ["mlp", "block but attention"]
     assert not_measured(next(iter(runs.values()))) == ["activations.contiguous", "activations.stages"]
-
-
-def _figures_of(rank: int, run: ResolvedRun) -> RankFigures:
-    return measure_step(run, state_on(rank, run), 0)
-
-
-@pytest.mark.parametrize("accumulation", [1, 2])
-def test_what_a_step_allocates_holds_what_it_keeps(accumulation: int) -> None:
-    """One micro-batch alone lets the step begin with the memory of the last gradients freed: they are allocated anew."""
-    model = {
-        "hidden_size": 64,
-        "num_layers": 4,
-        "num_heads": 2,
-        "ffn_hidden_size": 256,
-        "vocab_size": 61,
-        "seq_len": 16,
-    }
-    run = run_of(1, model=model, training={"micro_batch_size": 1, "global_batch_size": accumulation})
-    (figures,) = run_world(1, _figures_of, run)
-    assert 0 < figures.planned.kept <= figures.allocated
-    assert min(count for _, count in figures.course) >= -4096  # nothing of before is freed
 
 
 def test_what_cannot_be_written_is_told_before_measuring(tmp_path: Path) -> None:

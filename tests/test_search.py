@@ -180,19 +180,6 @@ def test_where_nothing_fits_the_least_need_is_told(base: ResolvedRun) -> None:
     assert found.least.need.peak == min(judge.memory(run)[0] for _, run in _all_runs(base, 8))
 
 
-def test_more_recomputed_is_no_more_memory_of_a_relief() -> None:
-    """The order of reliefs is a partial order with nothing at its bottom and everything at its top."""
-    reliefs = [Relief(r, o) for r in range(4) for o in ("none", "activations", "optimizer", "both")]
-    for a in reliefs:
-        assert Relief().needs_no_more_than(a)
-        assert a.needs_no_more_than(Relief(3, "both"))
-        for b in reliefs:
-            if a != b and a.needs_no_more_than(b):
-                assert not b.needs_no_more_than(a)
-    assert not Relief(1, "none").needs_no_more_than(Relief(0, "both"))
-    assert not Relief(0, "activations").needs_no_more_than(Relief(3, "optimizer"))
-
-
 def test_the_files_own_shape_is_told_and_wins_where_it_is_faster(base: ResolvedRun) -> None:
     """A search took another method of context parallelism than the file, and never looked at the file's."""
     cluster = _cluster(30e6)

@@ -44,7 +44,11 @@ WORLDS: dict[tuple[int, int], list[dict[str, Any]]] = {
             "precision": {"dtype": "bf16"},
             "activations": {"recompute": "full"},
         },
-        {"parallel": {"cp": 4, "cp_ulysses": 2, "cp_method": "hybrid"}, "zero": {"stage": 2, "bucket_bytes": "auto"}},
+        {
+            "parallel": {"cp": 4, "cp_ulysses": 2, "cp_method": "hybrid"},
+            "zero": {"stage": 2, "bucket_bytes": "auto"},
+            "training": {"accumulation": 1},
+        },
         {"zero": QUANTIZED | {"secondary_shard_size": 2}, "training": {"accumulation": 2}},
     ],
     (8, 4): [
