@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from math import cos, log, pi
 from typing import Annotated, Any, Literal
 
@@ -66,16 +66,30 @@ class LRSchedule(ABC):
     def __post_init__(self) -> None:
         if not hasattr(self.optimizer, "param_groups"):
             raise TypeError(f"a schedule needs an optimizer with param_groups, got {type(self.optimizer).__name__}")
-        self._prepare()
+        groups = self.optimizer.param_groups
+        for name, value in vars(self).items():
+            if isinstance(value, list) and len(value) != len(groups):
+                raise ValueError(
+                    f"{name} has {len(value)} numbers for {len(groups)} parameter groups; give one for each"
+                )
+        for group in groups:  # as torch's schedulers do, so that a group's own rate survives a resume
+            group.setdefault("initial_lr", float(group["lr"]))
         self._write()
 
     @abstractmethod
-    def _prepare(self) -> None:
-        """Check the parameters and give each group its own.  Raises: ValueError."""
+    def rate(self, step: int, group: int) -> float:
+        """Return the learning rate of a group at a step; -1 is before the first one."""
 
-    @abstractmethod
+    def of_group(self, name: str, group: int) -> float:
+        """Return the number that a parameter of the schedule has for a group; where it is None, the group's own rate."""
+        value = getattr(self, name)
+        if value is None:
+            return float(self.optimizer.param_groups[group]["initial_lr"])
+        return float(value[group] if isinstance(value, list) else value)
+
     def lr_at(self, step: int) -> list[float]:
-        """Return the learning rate of each group at a step; -1 is before the first one."""
+        """Return the learning rate of each group at a step."""
+        return [self.rate(step, group) for group in range(len(self.optimizer.param_groups))]
 
     def get_lr(self) -> list[float]:
         """Return the learning rate of each group at the current step."""
@@ -107,53 +121,21 @@ class LRSchedule(ABC):
             else:
                 group["lr"] = lr
 
-    def _per_group(self, name: str) -> list[float]:
-        value, groups = getattr(self, name), len(self.optimizer.param_groups)
-        values: list[float] = value if isinstance(value, list) else [value] * groups
-        if len(values) != groups:
-            raise ValueError(f"{name} has {len(values)} numbers for {groups} parameter groups; give one for each")
-        return values
-
-    def _own_lrs(self) -> list[float]:
-        """Return the groups' initial rates, stored in the groups as torch's schedulers do, so that they survive a resume."""
-        for group in self.optimizer.param_groups:
-            group.setdefault("initial_lr", float(group["lr"]))
-        return [float(group["initial_lr"]) for group in self.optimizer.param_groups]
-
 
 class _WarmupSchedule(LRSchedule):
-    """A warm-up, after which `factor_at` says how far the rate is above where it ends."""
-
     warmup_num_steps: int
-    warmup_type: str
 
-    def _prepare(self) -> None:
+    def __post_init__(self) -> None:
         total = getattr(self, "total_num_steps", self.warmup_num_steps)
         if total < self.warmup_num_steps:
             lengths = f"total_num_steps={total} is less than warmup_num_steps={self.warmup_num_steps}"
             warnings.warn(f"{lengths}: the rate ends before its peak", stacklevel=4)
         self.warmup_num_steps = max(2, self.warmup_num_steps)
-
-    def factor_at(self, step: int) -> float:
-        """Share of the way from the least to the greatest rate."""
-        return warmup_factor(step, self.warmup_num_steps, self.warmup_type)
-
-
-class _WarmupBetween(_WarmupSchedule):
-    warmup_min_lr: PerGroup
-    warmup_max_lr: PerGroup | None
-
-    def _prepare(self) -> None:
-        super()._prepare()
-        own = self.warmup_max_lr is None
-        self._ends = self._per_group("warmup_min_lr"), self._own_lrs() if own else self._per_group("warmup_max_lr")
-
-    def lr_at(self, step: int) -> list[float]:
-        return _between(*self._ends, self.factor_at(step))
+        super().__post_init__()
 
 
 @dataclass(eq=False, repr=False)
-class WarmupLR(_WarmupBetween):
+class WarmupLR(_WarmupSchedule):
     """From warmup_min_lr up to warmup_max_lr over warmup_num_steps steps, then constant.
 
     Args:
@@ -169,9 +151,13 @@ class WarmupLR(_WarmupBetween):
     warmup_type: Warmup = "log"
     last_batch_iteration: LastStep = -1
 
+    def rate(self, step: int, group: int) -> float:
+        share = warmup_factor(step, self.warmup_num_steps, self.warmup_type)
+        return _between(self.of_group("warmup_min_lr", group), self.of_group("warmup_max_lr", group), share)
+
 
 @dataclass(eq=False, repr=False)
-class WarmupDecayLR(_WarmupBetween):
+class WarmupDecayLR(_WarmupSchedule):
     """As WarmupLR, then linearly down to warmup_min_lr at total_num_steps, where it stays."""
 
     optimizer: Any
@@ -182,11 +168,11 @@ class WarmupDecayLR(_WarmupBetween):
     warmup_type: Warmup = "log"
     last_batch_iteration: LastStep = -1
 
-    def factor_at(self, step: int) -> float:
-        if step < self.warmup_num_steps:
-            return super().factor_at(step)
-        left, steps = self.total_num_steps - step, self.total_num_steps - self.warmup_num_steps
-        return max(0.0, left / max(1, steps))
+    def rate(self, step: int, group: int) -> float:
+        share = warmup_factor(step, self.warmup_num_steps, self.warmup_type)
+        if step >= self.warmup_num_steps:
+            share = max(0.0, (self.total_num_steps - step) / max(1, self.total_num_steps - self.warmup_num_steps))
+        return _between(self.of_group("warmup_min_lr", group), self.of_group("warmup_max_lr", group), share)
 
 
 @dataclass(eq=False, repr=False)
@@ -205,19 +191,15 @@ class WarmupCosineLR(_WarmupSchedule):
     warmup_type: Warmup = "log"
     last_batch_iteration: LastStep = -1
 
-    def _prepare(self) -> None:
-        super()._prepare()
-        self._min_ratios = self._per_group("warmup_min_ratio")
-        self._base_lrs = self._own_lrs()
-
-    def lr_at(self, step: int) -> list[float]:
-        if step < self.warmup_num_steps:
-            ratios = _between(self._min_ratios, [1.0] * len(self._base_lrs), self.factor_at(step))
-        else:
+    def rate(self, step: int, group: int) -> float:
+        low, share = (
+            self.of_group("warmup_min_ratio", group),
+            warmup_factor(step, self.warmup_num_steps, self.warmup_type),
+        )
+        if step >= self.warmup_num_steps:
             done, steps = step - self.warmup_num_steps + 1, self.total_num_steps - self.warmup_num_steps
-            left = (1.0 + cos(pi * min(1.0, done / max(1, steps)))) / 2.0
-            ratios = [self.cos_min_ratio + (1.0 - self.cos_min_ratio) * left] * len(self._base_lrs)
-        return [lr * ratio for lr, ratio in zip(self._base_lrs, ratios, strict=True)]
+            low, share = self.cos_min_ratio, (1.0 + cos(pi * min(1.0, done / max(1, steps)))) / 2.0
+        return float(self.optimizer.param_groups[group]["initial_lr"]) * _between(low, 1.0, share)
 
 
 @dataclass(eq=False, repr=False)
@@ -251,43 +233,40 @@ class OneCycle(LRSchedule):
     decay_mom_rate: float = 0.0
     last_batch_iteration: LastStep = -1
 
-    def _prepare(self) -> None:
-        up, down = self.cycle_first_step_size, self.cycle_second_step_size
-        stairs_up, stairs_down = self.cycle_first_stair_count, self.cycle_second_stair_count
-        self._shape = (up, up if down is None else down, stairs_up, stairs_up if stairs_down is None else stairs_down)
-        self._lrs = self._per_group("cycle_min_lr"), self._per_group("cycle_max_lr")
-        self._moms = self._per_group("cycle_max_mom"), self._per_group("cycle_min_mom")
-        if self.cycle_momentum and not all("betas" in group for group in self.optimizer.param_groups):
-            warnings.warn("OneCycle leaves momentum alone: the optimizer's groups have no betas", stacklevel=4)
+    def __post_init__(self) -> None:
+        groups = getattr(self.optimizer, "param_groups", ())
+        if self.cycle_momentum and not all("betas" in group for group in groups):
+            warnings.warn("OneCycle leaves momentum alone: the optimizer's groups have no betas", stacklevel=3)
             self.cycle_momentum = False
+        super().__post_init__()
 
-    def lr_at(self, step: int) -> list[float]:
-        return self._value_at(step, self._lrs, lambda low, units: low / (1.0 + self.decay_lr_rate * units))
+    def rate(self, step: int, group: int) -> float:
+        height, decay = self._position(step)
+        rate = _between(self.of_group("cycle_min_lr", group), self.of_group("cycle_max_lr", group), height)
+        return rate / (1.0 + self.decay_lr_rate * decay)
 
     def get_mom(self) -> list[Any] | None:
         """Return the betas of each group at the current step; None where momentum stays as it is."""
         return [group["betas"] for group in self.optimizer.param_groups] if self.cycle_momentum else None
 
-    def _value_at(
-        self, step: int, ends: tuple[list[float], list[float]], decayed: Callable[[float, float], float]
-    ) -> list[float]:
-        """Values between the ends of a cycle, or after it the first ends, decayed by so many units."""
-        after = step + 1 - sum(self._shape[:2])
-        if after < 1:
-            return _between(*ends, cycle_height(step, *self._shape))
-        units = after / self.decay_step_size if self.decay_step_size else 0.0
-        return [decayed(end, units) for end in ends[0]]
+    def _position(self, step: int) -> tuple[float, float]:
+        """Return the height in the cycle, and the units of decay after it."""
+        up, stairs_up = self.cycle_first_step_size, self.cycle_first_stair_count
+        down = up if self.cycle_second_step_size is None else self.cycle_second_step_size
+        stairs_down = stairs_up if self.cycle_second_stair_count is None else self.cycle_second_stair_count
+        if (after := step + 1 - up - down) < 1:
+            return cycle_height(step, up, down, stairs_up, stairs_down), 0.0
+        return 0.0, after / self.decay_step_size if self.decay_step_size else 0.0
 
     def _write(self) -> None:
         super()._write()
-        if not self.cycle_momentum:
-            return
-        step, rate = self.last_batch_iteration, self.decay_mom_rate
-        momenta = self._value_at(step, self._moms, lambda high, units: high * (1.0 + rate * units))
-        if not all(0 <= momentum < 1 for momentum in momenta):
-            takes = f"decay_mom_rate={rate} takes momentum to {momenta} at step {step}, out of [0, 1)"
-            raise ValueError(f"{takes}; 0 keeps cycle_max_mom")
-        for group, momentum in zip(self.optimizer.param_groups, momenta, strict=True):
+        height, decay = self._position(self.last_batch_iteration)
+        for number, group in enumerate(self.optimizer.param_groups if self.cycle_momentum else ()):
+            momentum = _between(self.of_group("cycle_max_mom", number), self.of_group("cycle_min_mom", number), height)
+            momentum *= 1.0 + self.decay_mom_rate * decay
+            if not 0 <= momentum < 1:
+                takes = f"decay_mom_rate={self.decay_mom_rate} takes momentum to {momentum}"
+                raise ValueError(f"{takes} at step {self.last_batch_iteration}, out of [0, 1); 0 keeps cycle_max_mom")
             group["betas"] = (momentum, *group["betas"][1:])
 
 
@@ -307,13 +286,10 @@ class LRRangeTest(LRSchedule):
     lr_range_test_staircase: bool = False
     last_batch_iteration: LastStep = -1
 
-    def _prepare(self) -> None:
-        self._min_lrs = self._per_group("lr_range_test_min_lr")
-
-    def lr_at(self, step: int) -> list[float]:
+    def rate(self, step: int, group: int) -> float:
         size = self.lr_range_test_step_size
         intervals = (step + 1) // size if self.lr_range_test_staircase else (step + 1) / size
-        return [low * (1.0 + self.lr_range_test_step_rate * intervals) for low in self._min_lrs]
+        return self.of_group("lr_range_test_min_lr", group) * (1.0 + self.lr_range_test_step_rate * intervals)
 
 
 SCHEDULES: dict[str, Callable[..., LRSchedule]] = {
@@ -332,9 +308,8 @@ def make_lr_scheduler(type: str, params: dict[str, Any], optimizer: Any) -> Any:
     return known[type](optimizer, **params)
 
 
-def _between(starts: Sequence[float], ends: Sequence[float], share: float) -> list[float]:
-    """Interpolate between pairs of numbers."""
-    return [start + (end - start) * share for start, end in zip(starts, ends, strict=True)]
+def _between(start: float, end: float, share: float) -> float:
+    return start + (end - start) * share
 
 
 def __getattr__(name: str) -> str:
