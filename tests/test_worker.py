@@ -148,7 +148,7 @@ def _interrupted_start(rank: int) -> list[list[float]]:
         partial(reduce_scatter, torch.empty(2), torch.zeros(4), axis),
     ]
     for start in starts:
-        with patch("megazero.cpu.worker._Posted.wait_until_made", interrupt), pytest.raises(KeyboardInterrupt):
+        with patch("megazero.cpu.worker.futures.wait", interrupt), pytest.raises(KeyboardInterrupt):
             start()
         whole = torch.empty(2)
         all_gather(whole, torch.full((1,), float(rank)), axis, "weights").wait()
