@@ -167,15 +167,15 @@ def match_kinds(
         unknown |= {name: line} if name else {}
         notes += [] if name else [line]
     for kind, tensors in kinds.items():
-        names = (of_model if kind == MODEL else of_others).names(shapes)
-        matched_kind = match(tensors, names, model, shapes, label=_label(kind))
+        table = of_model if kind == MODEL else of_others
+        matched_kind = match(tensors, table, model, shapes, label=_label(kind))
         matched[kind] = matched_kind.tensors
         problems += matched_kind.problems
         unknown |= matched_kind.unknown
-    names = of_model.names(shapes)
-    pair = [weights[name] for name in (names.head, names.embedding) if name in weights]
+    head, embedding = of_model.prefix + of_model.head, of_model.theirs(of_model.embedding).name
+    pair = [weights[name] for name in (head, embedding) if name in weights]
     if not model.tie_embeddings and len(pair) == 2 and is_same(*pair):
-        notes.append(f"{names.head} equals {names.embedding}: if they were tied there, set model.tie_embeddings = true")
+        notes.append(f"{head} equals {embedding}: if they were tied there, set model.tie_embeddings = true")
     hint = ""
     if not matched[MODEL]:
         known = ", ".join(dict.fromkeys(table.name for table in tables))
@@ -235,7 +235,7 @@ def _best_table(
             yield from (replace(table, prefix=prefix) for prefix in [*valid, ""])
 
     def named(table: NameTable) -> list[str]:
-        return list(table.names(shapes).theirs.values())
+        return [table.theirs(ours).name for ours in shapes]
 
     def known(table: NameTable) -> int:
         return sum(name in tensors for name in named(table) for tensors in kinds)

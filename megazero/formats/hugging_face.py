@@ -38,7 +38,9 @@ from megazero.checkpoint.index import (
 from megazero.checkpoint.shards import CHUNK_ELEMENTS, Layout, new_folder, write_shards
 from megazero.config import ConfigError, RunConfig, resolve
 from megazero.data.sealed import parse_json
-from megazero.formats.match import LazyTensor, foreign_errors, match, names_of_transformers, raise_problems, wanted
+from megazero.formats.foreign import match_kinds
+from megazero.formats.match import LazyTensor, foreign_errors
+from megazero.formats.tables import names_of_transformers
 from megazero.formats.weights import local_source, open_weights
 from megazero.models.config import ModelConfig
 from megazero.models.registry import FAMILIES
@@ -112,18 +114,15 @@ def import_model(
         raise CheckpointError(f"{folder}/{HF_CONFIG} is of {model.num_layers} layers, there are {count} tensors")
     with foreign_errors(f"{folder}/{HF_CONFIG}"):
         shapes = logical_shapes(model)
-    tensors = wanted(found.tensors[MODEL], ignore)
-    matched = match(tensors, names_of_transformers(form, shapes, tensors), model, shapes)
-    unknown = {name: f"{name} is not understood" for name in found.unknown} | matched.unknown
-    raise_problems(found.path, f"its {HF_CONFIG}", matched.problems, unknown, ignore)
-    notes = (*notes, *found.notes)
+    tables = names_of_transformers(form)
+    kinds, more = match_kinds(found, model, shapes, tables, described_by=f"its {HF_CONFIG}", ignore=ignore)
+    notes = (*notes, *more)
     # before the first step, on data that is not chosen yet
     trainer = TrainerState(0, 0, 0, 0, "", set_keys(model), {}, {}, versions())
     ids = {key: config[key] for key in TOKEN_IDS if key in config}
     with new_folder(out) as target:
         toml = _toml(model, folder, target, notes, has_tokenizer=TOKENIZER in tokenizer)
         sizes: dict[str, Any] = {"dtype": dtype, "max_shard_bytes": max_shard_bytes}
-        kinds = {MODEL: matched.tensors}
         return write_step(target, model, kinds, trainer, toml, tokenizer, config=ids, notes=notes, **sizes)
 
 

@@ -8,23 +8,20 @@ Nothing is skipped: what belongs to no parameter is an error, unless the user sa
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from functools import partial
-from typing import TypeAlias
 
 import torch
 from torch import Tensor
 
 from megazero.checkpoint.index import CheckpointError
 from megazero.checkpoint.shards import CHUNK_ELEMENTS
+from megazero.formats.tables import Move, NameTable, unmoved
 from megazero.models.config import ModelConfig
-from megazero.models.family import HuggingFaceFormat
 from megazero.zero.bucket import DTYPE_NAMES
-
-Move: TypeAlias = "Callable[[Tensor, ModelConfig], Tensor]"  # moves elements; the model is resolved; may return a view
 
 NOT_RESUMED = "not taken over: weights alone are read, and moments begin anew"
 _SHOWN = 5  # problems in an error
@@ -41,32 +38,13 @@ class LazyTensor:
     read: Callable[[], Tensor]
 
 
-@dataclass(frozen=True)
-class Names:
-    """How a checkpoint names and lays out the tensors of a model.
-
-    Args:
-        theirs: their name, by ours.
-        embedding, head: their names of the embedding table and the output layer.
-        is_buffer: whether a name of theirs is a stored tensor that is no parameter.
-        moves: by our name, how the elements of their tensor move to ours; they stay where they are if it is not listed.
-    """
-
-    theirs: Mapping[str, str]
-    embedding: str
-    head: str
-    is_buffer: Callable[[str], object]
-    moves: Mapping[str, Move] = field(default_factory=dict)
-
-
 @dataclass
 class Matched:
-    """What `match` found: our tensors by our names, and lines about what is wrong, unknown (by name) or worth a note."""
+    """What `match` found: our tensors by our names, and lines about what is wrong or unknown (by name)."""
 
     tensors: dict[str, LazyTensor] = field(default_factory=dict)
     problems: list[str] = field(default_factory=list)
     unknown: dict[str, str] = field(default_factory=dict)
-    notes: list[str] = field(default_factory=list)
 
 
 @contextmanager
@@ -85,13 +63,6 @@ def foreign_errors(path: str) -> Iterator[None]:
         raise CheckpointError(f"{path} is damaged, or laid out in a way that is not understood ({said})") from error
 
 
-def names_of_transformers(form: HuggingFaceFormat, ours: Collection[str], stored: Collection[str]) -> Names:
-    """The names that transformers gives a family; all lack the prefix in a model that was saved without its head."""
-    whole, bare = ({name: name.removeprefix(prefix) for name in ours} for prefix in ("", form.prefix))
-    theirs = max((whole, bare), key=lambda names: sum(name in stored for name in names.values()))
-    return Names(theirs, theirs[form.embedding], form.head, form.buffers.fullmatch)
-
-
 def wanted(tensors: Mapping[str, LazyTensor], ignore: Iterable[str], label: str = "") -> Mapping[str, LazyTensor]:
     """Tensors that no pattern of `ignore` names, without wrapping modules in their names unless two would become one.
 
@@ -105,7 +76,7 @@ def wanted(tensors: Mapping[str, LazyTensor], ignore: Iterable[str], label: str 
 
 def match(
     tensors: Mapping[str, LazyTensor],
-    names: Names,
+    table: NameTable,
     model: ModelConfig,
     shapes: Mapping[str, tuple[int, ...]],
     *,
@@ -115,21 +86,23 @@ def match(
 
     Args:
         tensors: by their name.
+        table: says which name and layout a tensor of ours has there.
         model: resolved.
         shapes: of our logical tensors, by our name; the result has their order.
         label: stands before names in lines, as "exp_avg of ".
     """
-    found, theirs = Matched(), dict(names.theirs)
-    embedding, head = names.embedding, names.head
+    found, places = Matched(), {ours: table.theirs(ours) for ours in shapes}
+    theirs = {ours: place.name for ours, place in places.items()}
+    embedding, head = theirs.get(table.embedding, ""), table.prefix + table.head
     if model.tie_embeddings and head in tensors and embedding not in tensors:
         # safetensors' `save_model` keeps one name of a shared tensor
         theirs = {ours: head if name == embedding else name for ours, name in theirs.items()}
     for ours, shape in shapes.items():
-        stored, move = tensors.get(theirs[ours]), names.moves.get(ours)
+        stored, move = tensors.get(theirs[ours]), places[ours].take
         wrong = ["is missing"] if stored is None else _wrong(stored, move, model, shape)
         found.problems += (f"{label}{theirs[ours]} {line}" for line in wrong)
         if stored is not None:
-            read = stored.read if move is None else partial(_moved, stored, move, model)
+            read = stored.read if move is unmoved else partial(_moved, stored, move, model)
             found.tensors[ours] = LazyTensor(shape, stored.dtype, read)
     rest = tensors.keys() - set(theirs.values())
     if model.tie_embeddings and head in rest and embedding in tensors:
@@ -137,7 +110,7 @@ def match(
         if not is_same(tensors[head], tensors[embedding]):
             found.problems.append(f"{label}{head} differs from {embedding}, but tied weights are one tensor")
     for name in sorted(rest):
-        if not names.is_buffer(name):
+        if not table.buffers.fullmatch(name.removeprefix(table.prefix)):
             line = f"belongs to no parameter of a {model.family} of this configuration"
             found.unknown[label + name] = f"{label}{name} {line}"
     return found
@@ -179,15 +152,13 @@ def is_same(a: LazyTensor, b: LazyTensor) -> bool:
     return all(torch.equal(x, y.to(x.dtype)) for x, y in zip(*chunks, strict=True))
 
 
-def _wrong(stored: LazyTensor, move: Move | None, model: ModelConfig, shape: tuple[int, ...]) -> Iterator[str]:
+def _wrong(stored: LazyTensor, move: Move, model: ModelConfig, shape: tuple[int, ...]) -> Iterator[str]:
     """What is wrong with a stored tensor, in words."""
     if stored.dtype not in DTYPE_NAMES:
         yield f"is of {stored.dtype}; float32, bfloat16 and float16 are supported"
         return
-    moved = stored.shape
     try:
-        if move is not None:
-            moved = tuple(move(torch.empty(stored.shape, dtype=stored.dtype, device="meta"), model).shape)
+        moved = tuple(move(torch.empty(stored.shape, dtype=stored.dtype, device="meta"), model).shape)
     except (RuntimeError, ValueError, IndexError) as error:
         yield f"has shape {list(stored.shape)}, which no model of this configuration has ({str(error).splitlines()[0]})"
         return

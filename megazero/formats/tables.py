@@ -14,19 +14,22 @@ from __future__ import annotations
 
 import re
 import tomllib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 from torch import Tensor
 
-from megazero.formats.match import Move, Names
 from megazero.models.config import ModelConfig, RopeScaling
+from megazero.models.family import HuggingFaceFormat
 from megazero.models.registry import FAMILIES
 
 _LAYER = re.compile(r"\.(\d+)\.")
 _NOTHING = re.compile(r"(?!)")
+
+
+Move: TypeAlias = Callable[[Tensor, ModelConfig], Tensor]  # moves elements; the model is resolved; may return a view
 
 
 def unmoved(tensor: Tensor, model: ModelConfig) -> Tensor:
@@ -78,22 +81,11 @@ class NameTable:
     prefix: str = ""
 
     def theirs(self, ours: str) -> Theirs:
-        """Where a tensor of ours lies, without the prefix."""
+        """Where a tensor of ours lies."""
         layer = _LAYER.search(ours)
         pattern = ours if layer is None else f"{ours[: layer.start(1)]}{{}}{ours[layer.end(1) :]}"
         found = self.tensors.get(pattern) or Theirs(pattern.removeprefix(self.dropped))
-        return found if layer is None else Theirs(found.name.replace("{}", layer[1]), found.take, found.give)
-
-    def names(self, ours: Iterable[str]) -> Names:
-        """Where all tensors of a model lie."""
-        places = {name: self.theirs(name) for name in ours}
-        theirs = {name: self.prefix + place.name for name, place in places.items()}
-        moves = {name: place.take for name, place in places.items() if place.take is not unmoved}
-        return Names(theirs, theirs.get(self.embedding, ""), self.prefix + self.head, self.is_buffer, moves)
-
-    def is_buffer(self, name: str) -> bool:
-        """Whether a stored tensor of theirs is no parameter."""
-        return self.buffers.fullmatch(name.removeprefix(self.prefix)) is not None
+        return replace(found, name=self.prefix + found.name.replace("{}", layer[1] if layer else ""))
 
 
 def rows_of_pairs(heads: Callable[[ModelConfig], int]) -> tuple[Move, Move]:
@@ -192,9 +184,13 @@ TABLES = {
 """By family.  A script adds those of its own family."""
 
 
-def tables_of(family: str) -> tuple[NameTable, ...]:
-    """The tables of a family, the likeliest first; transformers' names come with the model's prefix and without it."""
-    if (form := FAMILIES[family].hugging_face) is None:
-        return (*TABLES.get(family, ()), NameTable("own", ""))
+def names_of_transformers(form: HuggingFaceFormat) -> tuple[NameTable, NameTable]:
+    """The names of transformers, with the model's prefix and without it, as of a model that was saved without its head."""
     whole = NameTable("hugging-face", form.embedding, head=form.head, buffers=form.buffers)
-    return (*TABLES.get(family, ()), whole, replace(whole, dropped=form.prefix))
+    return whole, replace(whole, dropped=form.prefix)
+
+
+def tables_of(family: str) -> tuple[NameTable, ...]:
+    """The tables of a family, the likeliest first; last are the names of transformers, or our own."""
+    form = FAMILIES[family].hugging_face
+    return (*TABLES.get(family, ()), *([NameTable("own", "")] if form is None else names_of_transformers(form)))
