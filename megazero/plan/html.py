@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from html import escape
-from itertools import cycle
 
 from megazero.plan.devices import size_text
 from megazero.plan.memory import RankMemory
@@ -64,8 +63,8 @@ def plan_html(plan: Plan, found: Found | None = None) -> str:
 def _memory(plan: Plan) -> str:
     order = list(_KINDS)
     kinds = sorted(shown_kinds(plan), key=lambda kind: order.index(kind) if kind in order else len(order))
-    others = cycle(_OTHER_KINDS)
-    paints = {kind: _paint(_KINDS.get(kind) or next(others)) for kind in kinds} | {"rest": _paint(_OTHER)}
+    others = iter(_OTHER_KINDS)
+    paints = {kind: _paint(_KINDS.get(kind) or next(others, _OTHER)) for kind in kinds} | {"rest": _paint(_OTHER)}
     capacity, size = plan.cluster.device.memory_bytes, 2**30
 
     def row(rank: RankMemory) -> Iterator[Bar]:
