@@ -84,7 +84,11 @@ def test_it_is_told_whether_a_sample_fits_and_what_is_named_then_does() -> None:
     """2 layers of Llama 3 8B at 128K on 64 GPUs: (6 + 12/32) N bytes of state over tp 2, and what 16K tokens keep."""
 
     def told(gib: float, *words: str) -> str:
-        run = load_config(ROOT / "examples" / "llama3_8b_128k_64gpu.toml", ["model.num_layers=2", *words], 64)
+        run = load_config(
+            ROOT / "examples" / "llama3_8b_128k_64gpu.toml",
+            ["model.num_layers=2", f"zero.bucket_bytes={2**27}", *words],
+            64,
+        )
         cluster = with_memory(cluster_of("h100", 64, 8), gib)
         (line,) = [text for subject, text in told_of(run, cluster) if subject == "plan"]
         return line

@@ -137,6 +137,7 @@ def test_a_search_overwrites_only_what_a_search_wrote(file: Path) -> None:
 def test_what_does_not_fit_is_refused_with_what_would(file: Path) -> None:
     """ZeRO 1 on two: (2 + 4 + 12/2) bytes of 4.0e9 parameters are 48 GB of 42.5.  Cut in two by tp they are 36."""
     big = ["model.hidden_size=8192", "model.num_layers=5", "model.num_heads=64", "model.num_kv_heads=64"]
+    big += [f"zero.bucket_bytes={2**28}"]  # few buckets are traced sooner
     status, out, _ = _plan(file, "--gpu", "a100-40", "--gpus", 2, *big, "precision.dtype=bf16")
     assert status == 2
     assert "does not fit" in out

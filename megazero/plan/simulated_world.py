@@ -21,7 +21,6 @@ from __future__ import annotations
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -36,19 +35,8 @@ class StoppedError(BaseException):
     """Another program has failed, so this one ends where it waits."""
 
 
-@dataclass(eq=False)
-class _Turn:
-    """One program: what it waits for, and the lock that lets it run."""
-
-    ready: Callable[[], bool] = lambda: True
-    doing: str = "has not begun"
-    may_run: threading.Semaphore = field(default_factory=lambda: threading.Semaphore(0))
-    is_done: bool = False
-    error: BaseException | None = None
-
-
 class Lockstep:
-    """Runs programs in turns.
+    """Runs programs in turns: one that waits or ends passes its turn on.
 
     Attributes:
         failed: the first program that raised, and its error.
@@ -58,26 +46,18 @@ class Lockstep:
     def __init__(self) -> None:
         self.failed: tuple[int, Exception] | None = None
         self.waiting: dict[int, str] = {}
-        self._turns: dict[int, _Turn] = {}
-        self._ended = threading.Semaphore(0)  # of a turn
+        self._turns: dict[int, threading.Semaphore] = {}
+        self._waits: dict[int, tuple[Callable[[], bool], str]] = {}  # until when, and what each does meanwhile
         self._stops = False
 
     def run(self, programs: Mapping[int, Callable[[], None]]) -> None:
         """Run all programs until they end, one fails, or all that remain wait."""
-        self._turns = {number: _Turn() for number in programs}
-        threads = [
-            threading.Thread(target=self._run, args=(number, program), name=f"rank {number}", daemon=True)
-            for number, program in programs.items()
-        ]
+        self._turns = {number: threading.Semaphore(0) for number in programs}
+        self._waits = dict.fromkeys(programs, (lambda: True, "has not begun"))
+        threads = [threading.Thread(target=self._run, args=item, daemon=True) for item in programs.items()]
         for thread in threads:
             thread.start()
-        while left := {number: turn for number, turn in self._turns.items() if not turn.is_done}:
-            able = [turn for turn in left.values() if self._stops or turn.ready()]
-            if not able:
-                self.waiting, self._stops = {number: turn.doing for number, turn in left.items()}, True
-            for turn in able:
-                turn.may_run.release()
-                self._ended.acquire()
+        self._pass_on()
         for thread in threads:
             thread.join()
 
@@ -85,17 +65,24 @@ class Lockstep:
         """Let other programs run until `ready()`; a program passes its own number.  `doing` says what it waits for."""
         if ready():
             return
-        turn = self._turns[number]
-        turn.ready, turn.doing = ready, doing
-        self._ended.release()
-        turn.may_run.acquire()
+        self._waits[number] = ready, doing
+        self._pass_on()
+        self._turns[number].acquire()
         if self._stops:
             raise StoppedError
-        turn.doing = "runs"
+
+    def _pass_on(self) -> None:
+        """Give the turn to the first program that can go on.  If none can, all are stopped, one after another."""
+        able = next((number for number, (ready, _) in self._waits.items() if self._stops or ready()), None)
+        if able is None and self._waits:
+            self.waiting, self._stops = {number: doing for number, (_, doing) in self._waits.items()}, True
+            able = next(iter(self._waits))
+        if able is not None:
+            del self._waits[able]
+            self._turns[able].release()
 
     def _run(self, number: int, program: Callable[[], None]) -> None:
-        turn = self._turns[number]
-        turn.may_run.acquire()
+        self._turns[number].acquire()
         try:
             if not self._stops:
                 program()
@@ -106,8 +93,7 @@ class Lockstep:
                 self.failed = number, error
             self._stops = True
         finally:
-            turn.is_done = True
-            self._ended.release()
+            self._pass_on()
 
 
 class DifferError(Exception):

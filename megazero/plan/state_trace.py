@@ -43,9 +43,13 @@ TABLES, END_OF_PASSES, UPDATE = "tables", "end of the passes", "update"
 class Sent(NamedTuple):
     """What one rank sends over one axis in one operation of a step.  `link_bytes`: the part that goes to other nodes."""
 
-    sent_bytes: int
-    link_bytes: int
-    calls: int
+    sent_bytes: int = 0
+    link_bytes: int = 0
+    calls: int = 0
+
+    def plus(self, more: Sent, times: int = 1) -> Sent:
+        """Add `more`, so many times."""
+        return Sent(*(own + other * times for own, other in zip(self, more, strict=True)))
 
 
 Order: TypeAlias = tuple[tuple[str, bool], ...]
@@ -101,14 +105,10 @@ def trace_state(run: ResolvedRun, rank: int, *, per_node: int, on_cuda: bool) ->
     alike = _alike(run, rank, per_node)
     order = order_of_gradients(trace_units(run, on_cuda=on_cuda, per_node=per_node).values())
     more, longer = _trace(_without_training(run), few, step if times else 0, alike, per_node, on_cuda, order)
-    traffic = {
-        key: Sent(*(a + b * (times - 1) for a, b in zip(sent, more.get(key, _NOTHING), strict=True)))
-        for key, sent in longer.traffic.items()
-    }
+    traffic = {key: sent.plus(more.get(key, Sent()), times - 1) for key, sent in longer.traffic.items()}
     return replace(longer, traffic=traffic)
 
 
-_NOTHING = Sent(0, 0, 0)
 _GIVES = (ActionKind.BACKWARD, ActionKind.WEIGHT)
 
 
@@ -180,10 +180,7 @@ def _trace(
         counted, messages = engine.memory_bytes(), driver.messages
         base, levels, end, absent = driver.base, driver.levels, driver.end, driver.absent_at_start
         short = run_passes(few) if step else longer
-        more = {
-            key: Sent(*(b - a for a, b in zip(short.get(key, _NOTHING), own, strict=True)))
-            for key, own in longer.items()
-        }
+        more = {key: own.plus(short.get(key, Sent()), -1) for key, own in longer.items()}
         other = base - _in_memory(counted) + absent - tables
         cuts = driver.cuts()
         engine.sharded_model.close()

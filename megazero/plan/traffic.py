@@ -9,8 +9,8 @@ Ring collectives send (n - 1)/n of the full buffer per pass (Rajbhandari et al. 
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Mapping
 
 from megazero.config import ResolvedRun
 from megazero.engine.outline import schedule_of
@@ -19,7 +19,7 @@ from megazero.plan.cluster import Cluster
 from megazero.plan.collective_times import link_of, links_of
 from megazero.plan.fake_tensors import Message
 from megazero.plan.state_trace import Sent, trace_state
-from megazero.plan.unit_trace import Unit, UnitKey, UnitTrace, message_bytes, trace_units, units_of
+from megazero.plan.unit_trace import message_bytes, trace_units, units_of
 from megazero.schedules.action import ActionKind, Schedule
 
 Traffic = Mapping[tuple[str, str], Sent]
@@ -32,13 +32,16 @@ def traffic_of(run: ResolvedRun, cluster: Cluster) -> tuple[Traffic, ...]:
     found = []
     for stage, chunks in enumerate(units_of(run.config, schedule)):
         first = run.grid.rank(Coordinate(0, 0, 0, stage))
-        total = Counter[tuple[str, str, int]]()
-        for (axis, operation), sent in trace_state(run, first, per_node=per_node, on_cuda=on_cuda).traffic.items():
-            total.update({(axis, operation, field): count for field, count in enumerate(sent)})
-        _add_layers(total, run.accumulation, chunks, traces)
-        _add_messages(total, run, schedule, stage, per_node)
-        keys = dict.fromkeys((axis, operation) for axis, operation, _ in total)
-        found.append({key: Sent(total[*key, 0], total[*key, 1], total[*key, 2]) for key in keys})
+        total = defaultdict(Sent, trace_state(run, first, per_node=per_node, on_cuda=on_cuda).traffic)
+        for key, units in Counter(unit.key for own in chunks for unit in own).items():
+            trace = traces[key]
+            for passed in filter(None, (trace.forward, trace.backward, trace.weight)):
+                for event in passed.events:
+                    if isinstance(event, Message):
+                        place, sent = (event.axis, event.operation), Sent(event.sent_bytes, event.link_bytes, 1)
+                        total[place] = total[place].plus(sent, units * run.accumulation)
+        messages = _messages(run, schedule, stage, per_node)
+        found.append(total | ({("pp", "send_recv"): messages} if messages.calls else {}))
     return tuple(found)
 
 
@@ -66,32 +69,15 @@ def busiest_links(run: ResolvedRun, cluster: Cluster, traffic: Traffic) -> Traff
     return {key: sent._replace(link_bytes=busiest(*key, sent)) for key, sent in traffic.items()}
 
 
-def _add_layers(
-    total: Counter[tuple[str, str, int]],
-    micro_batches: int,
-    chunks: Sequence[Sequence[Unit]],
-    traces: Mapping[UnitKey, UnitTrace],
-) -> None:
-    for key, units in Counter(unit.key for own in chunks for unit in own).items():
-        trace, times = traces[key], units * micro_batches
-        for passed in filter(None, (trace.forward, trace.backward, trace.weight)):
-            for event in passed.events:
-                if isinstance(event, Message):
-                    for field, count in enumerate((event.sent_bytes, event.link_bytes, 1)):
-                        total[event.axis, event.operation, field] += count * times
-
-
-def _add_messages(
-    total: Counter[tuple[str, str, int]], run: ResolvedRun, schedule: Schedule, stage: int, per_node: int
-) -> None:
-    """Count the messages that a stage sends, and the calls that receive one."""
-    nbytes, ranks = message_bytes(run), run.grid.group_of(0, "pp")
+def _messages(run: ResolvedRun, schedule: Schedule, stage: int, per_node: int) -> Sent:
+    """Sum up the messages that a stage sends in a step, and count the calls that receive one."""
+    nbytes, ranks, total = message_bytes(run), run.grid.group_of(0, "pp"), Sent()
     for action in schedule.ranks[stage]:
         target = schedule.target(stage, action)
         if target is not None and target[0] != stage:
-            total["pp", "send_recv", 0] += nbytes
-            total["pp", "send_recv", 1] += nbytes * (ranks[target[0]] // per_node != ranks[stage] // per_node)
-            total["pp", "send_recv", 2] += 1
+            crosses = ranks[target[0]] // per_node != ranks[stage] // per_node
+            total = total.plus(Sent(nbytes, nbytes * crosses, 1))
         source = None if action.kind is ActionKind.WEIGHT else schedule.source(stage, action)
         if source is not None and source[0] != stage:
-            total["pp", "send_recv", 2] += 1
+            total = total.plus(Sent(calls=1))
+    return total
