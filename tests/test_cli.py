@@ -99,10 +99,12 @@ def test_a_finished_run_says_where_things_lie_and_how_to_go_on(tmp_path: Path) -
     assert list((tmp_path / "tensorboard").glob("events.*"))
     lines = metrics_of(tmp_path)
     keys = {"step", "loss", "grad_norm", "lr", "tokens", "tokens_per_second", "step_seconds", "memory_bytes"}
-    keys |= {"sent_bytes"}
+    keys |= {"sent_bytes", "source_samples", "source_tokens"}
     assert set(lines[0]) == keys
     assert set(lines[1]) == set(lines[2]) == keys | {"val_loss"}
     assert lines[-1]["tokens"] == 3 * 8 * 32
+    assert [line["source_samples"] for line in lines] == [{"python-stdlib": 8 * step} for step in (1, 2, 3)]
+    assert lines[-1]["source_tokens"] == {"python-stdlib": 3 * 8 * 32}
     # the same in every step, and without what the evaluation of the second one sends
     assert set(lines[0]["sent_bytes"]) == {"dp", "world"}
     assert [line["sent_bytes"] for line in lines] == [lines[0]["sent_bytes"]] * 3

@@ -69,6 +69,7 @@ def test_shares_stay_within_the_bound_and_indices_have_no_gap(weights):
     for n, (number, index) in enumerate(zip(source.tolist(), within.tolist(), strict=True), start=1):
         assert index == seen[number]
         seen[number] += 1
+        assert Blend(weights).counts(n) == seen
         for count, weight in zip(seen, weights, strict=True):
             assert abs(count - n * Fraction(weight) / total) <= bound
 

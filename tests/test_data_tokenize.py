@@ -12,14 +12,19 @@ from pathlib import Path
 import numpy as np
 import pytest
 from harness import killed, run_world
+from quickstart import ONE_STAGE, QUICKSTART
 from tokenizer_files import write_tokenizer
+from typer.testing import CliRunner
 
+from megazero.cli.commands import app
 from megazero.data import IndexedDataset, corpus
 from megazero.data.corpus import build_python_stdlib, stdlib_files
+from megazero.data.tokenizer import load_tokenizer
 from megazero.data.writer import IndexedWriter
 from megazero.formats import tokenize
 from megazero.formats.documents import cut_files, find_files
 from megazero.formats.tokenize import _over_processes, tokenize_files
+from megazero.formats.train_tokenizer import train_tokenizer
 
 EOD = 256
 
@@ -362,8 +367,9 @@ def test_a_command_that_was_killed_between_its_renames_is_repeated_as_it_is(tmp_
 def test_a_shard_of_which_a_bit_flipped_is_tokenized_again(tmp_path, suffix):
     (tmp_path / "a.txt").write_text("hello world")
 
-    def interrupt(*_) -> None:
-        raise KeyboardInterrupt
+    def interrupt(done: int, _: int) -> None:
+        if done:
+            raise KeyboardInterrupt
 
     for number in range(0, 25, 3):
         with pytest.raises(KeyboardInterrupt):
@@ -505,3 +511,44 @@ def test_a_damaged_cache_is_built_again_and_a_whole_one_is_kept(tmp_path, monkey
         assert Path(f"{prefix}.bin").read_bytes() == whole
     monkeypatch.setattr("megazero.data.corpus._tokenize", None)  # a call would fail
     assert build_python_stdlib(tmp_path, "byte") == prefix
+
+
+def test_a_tokenizer_that_was_trained_spells_any_text_and_tokenizes_it(tmp_path):
+    text, out = ("the cat sat on the mat; die Katze saß auf der Matte\n" * 50), tmp_path / "new" / "tokenizer.json"
+    (tmp_path / "a.txt").write_text(text)
+    assert train_tokenizer([str(tmp_path / "a.txt")], out, 280) == 280
+    encoder = load_tokenizer(out)
+    assert (encoder.vocab_size, encoder.eod_token) == (280, "<|endoftext|>")
+    for each in (text, "漢字 \U0001f600\t\0 <|endoftext|>"):
+        assert encoder.decode(encoder.encode(each)) == each
+    assert len(encoder.encode(text)) < len(text) / 2
+    assert tokenize_files([tmp_path / "a.txt"], tmp_path / "pair", out).tokens == len(encoder.encode(text)) + 1
+    with pytest.raises(FileExistsError, match="name another file"):
+        train_tokenizer([str(tmp_path / "a.txt")], out, 280)
+    with pytest.raises(ValueError, match="at least 257"):
+        train_tokenizer([str(tmp_path / "a.txt")], tmp_path / "b.json", 256)
+
+
+def test_samples_are_shown_as_training_reads_them(tmp_path):
+    """Each of two sources has documents of one letter; at their borders nothing counts where the mask keeps them apart."""
+    for name, letters in (("a", "abcdef"), ("z", "uvwxyz")):
+        write_jsonl(tmp_path / f"{name}.jsonl", [letter * 5 for letter in letters] * 4)
+        tokenize_files([tmp_path / f"{name}.jsonl"], tmp_path / name, "byte")
+    sources = f'data.sources=["{tmp_path / "a"}", "{tmp_path / "z"}"]'
+    words = ["data", "show", QUICKSTART, *ONE_STAGE, "launch.nproc_per_node=1", "model.seq_len=12", "--samples", 4]
+    words += ["data.validation_fraction=0", sources]
+    masks = [f"data.document_mask={mask}" for mask in ("false", "true")]
+    shown = [CliRunner().invoke(app, [*map(str, words), mask]) for mask in masks]
+    for result, counts in zip(shown, (6, 5), strict=True):
+        assert result.exit_code == 0, result.output
+        samples = re.split(r"^sample ", result.output, flags=re.MULTILINE)[1:]
+        assert {sample.split(",")[0].rpartition("/")[2] for sample in samples} == {"a", "z"}
+        for sample in samples:
+            assert sample.splitlines()[0].endswith("12 tokens")
+            found = re.findall(r"document of (\d+) tokens(?:, (\d+) count)?: '((\w)\4*)'", sample)
+            assert sum(int(length) for length, *_ in found) == 12
+            for length, counted, text, _ in found:
+                assert int(length) in (len(text), len(text) + 1)
+                assert int(counted or length) == min(int(length), counts)
+    missing = CliRunner().invoke(app, ["data", "show", str(tmp_path / "none.toml")])
+    assert missing.exit_code == 2

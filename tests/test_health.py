@@ -285,7 +285,9 @@ def without_step_5(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_skipped_step_consumes_its_samples_and_changes_nothing(without_step_5: Path) -> None:
     lines = metrics_of(without_step_5)
     assert [line["step"] for line in lines] == list(range(1, 10))
-    assert lines[4] == {"step": 5, "tokens": lines[3]["tokens"], "sent_bytes": {}, "skipped": "passed over"}
+    consumed = {"source_samples": {"python-stdlib": 40}, "source_tokens": {"python-stdlib": 40 * 16}}
+    own = {"step": 5, "tokens": lines[3]["tokens"], "sent_bytes": {}, "skipped": "passed over"}
+    assert lines[4] == own | consumed
     assert all("loss" in line for line in lines if line["step"] != 5)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import tomllib
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -41,6 +42,7 @@ from megazero.cli.commands import app
 from megazero.config import ResolvedRun, load_config, to_toml
 from megazero.data.identity import fingerprint_of
 from megazero.data.tokenizer import FileTokenizer
+from megazero.formats.exporter import export_dcp
 from megazero.formats.hugging_face import import_model
 from megazero.formats.importer import import_checkpoint
 from megazero.models.registry import FAMILIES
@@ -657,3 +659,23 @@ def test_one_file_comes_before_an_index_and_what_is_no_tensor_is_named(tmp_path:
         with pytest.raises(CheckpointError, match=message):
             import_model(hub, tmp_path / "no")
     assert not (tmp_path / "no").exists()
+
+
+def test_all_bytes_that_a_bar_waits_for_are_checked_or_written(tmp_path: Path) -> None:
+    saved(run_of(1, model=LLAMA), tmp_path / "step")
+
+    def watched(*places: str) -> tuple[Counter[str], list[Folder]]:
+        counts = Counter[str]()
+
+        def count(more: int, done: int) -> None:
+            counts.update(more=more, done=done)
+
+        return counts, [folder_at(tmp_path / place).watched(count) for place in places]
+
+    for places, work in ((("step",), find_damage), (("step", "out"), export_model), (("step", "dcp"), export_dcp)):
+        counts, folders = watched(*places)
+        work(*folders)
+        assert counts["more"] == counts["done"] > 0
+    counts, folders = watched("again")
+    import_model(tmp_path / "out", folders[0])
+    assert counts["more"] == counts["done"] > 0

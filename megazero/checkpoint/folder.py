@@ -46,6 +46,10 @@ def _unlocked() -> None:
     """Every process may write."""
 
 
+def _unwatched(more: int, done: int) -> None:
+    """Nobody looks on."""
+
+
 def partial_of(name: str) -> str:
     """The final name of a half-written file; any other name as it is."""
     parts = name.rsplit(".", 2)
@@ -102,6 +106,7 @@ class Folder(ABC):
 
     check_lock: CheckLock = field(default=_unlocked, compare=False, repr=False)
     created: list[str] | None = field(default=None, compare=False, repr=False)  # takes names of files as they begin
+    on_bytes: Callable[[int, int], None] = field(default=_unwatched, compare=False, repr=False)  # see `watched`
 
     def locked(self, check: CheckLock) -> Folder:
         """This folder and its children, with a check that runs before anything in them changes."""
@@ -110,6 +115,10 @@ class Folder(ABC):
     def noting(self, created: list[str]) -> Folder:
         """This folder, which appends the name of every file that it creates to a list."""
         return replace(self, created=created)
+
+    def watched(self, on_bytes: Callable[[int, int], None]) -> Folder:
+        """This folder, which tells (bytes more to do, bytes done) of what is checked and written in it."""
+        return replace(self, on_bytes=on_bytes)
 
     def _note(self, name: str) -> None:
         if self.created is not None:
@@ -215,6 +224,7 @@ class Folder(ABC):
         with self._stream(name) as file:
             while block := file.read(_READ_BYTES):
                 digest.update(block)
+                self.on_bytes(0, len(block))
         return digest.hexdigest()
 
     def free_bytes(self) -> int | None:

@@ -247,8 +247,9 @@ def find_damage(
         CheckpointError: the manifest is missing or damaged, or the storage does not answer, which says nothing of files.
     """
     folder = folder_at(location)
-    damage = []
-    for name, record in sorted(read_manifest(folder).items()) if files is None else files.items():
+    damage, listed = [], sorted(read_manifest(folder).items()) if files is None else files.items()
+    folder.on_bytes(sum(record.bytes for _, record in listed), 0)
+    for name, record in listed:
         try:
             size = folder.size(name)
             if size is None:

@@ -85,18 +85,20 @@ def write_shards(
     files = cut(tensors, limit)
     records: dict[str, FileRecord] = {}
     weight_map: dict[str, str] = {}
+    tensor_bytes = sum(dtype.itemsize * prod(shape) for dtype, shape in tensors.values())
+    folder.on_bytes(tensor_bytes, 0)
     for number, held in enumerate(files, 1):
         file = single if single and len(files) == 1 else f"{kind}-{number:05d}-of-{len(files):05d}.safetensors"
         writer = SafetensorsWriter(folder, file, held, metadata)
         try:
-            for name, (dtype, _) in held.items():
+            for name, (dtype, shape) in held.items():
                 writer.write(name, _converted(name, read(name), dtype))
+                folder.on_bytes(0, dtype.itemsize * prod(shape))
             records[file] = writer.finish()
         except BaseException:
             writer.abandon()
             raise
         weight_map |= dict.fromkeys(held, file)
-    tensor_bytes = sum(dtype.itemsize * prod(shape) for dtype, shape in tensors.values())
     return ModelFiles(records, to_index(weight_map, tensor_bytes), tensor_bytes)
 
 

@@ -10,6 +10,15 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    DownloadColumn,
+    MofNCompleteColumn,
+    Progress,
+    TextColumn,
+    TimeRemainingColumn,
+    TransferSpeedColumn,
+)
 from rich.table import Table
 from typer.core import TyperGroup
 
@@ -88,6 +97,29 @@ def schedule_problems(config: RunConfig) -> Iterable[Problem]:
     from megazero.training.check import schedule_problems
 
     return schedule_problems(config)
+
+
+class Bar(Progress):
+    """A bar on stderr with the rate and the time that is left; silent where that is no terminal.
+
+    Args:
+        what: what is done, as in "exporting".
+        of_bytes: whether bytes are counted, or things.
+        is_shown: False on ranks that show none.
+    """
+
+    def __init__(self, what: str, *, of_bytes: bool = True, is_shown: bool = True) -> None:
+        counts = (DownloadColumn(), TransferSpeedColumn()) if of_bytes else (MofNCompleteColumn(),)
+        columns = (TextColumn("{task.description}"), BarColumn(16), *counts, TimeRemainingColumn())
+        is_shown = is_shown and sys.stderr.isatty()
+        own: dict[str, Any] = {"auto_refresh": of_bytes, "transient": True, "disable": not is_shown}
+        super().__init__(*columns, console=Console(stderr=True), **own)  # things have no thread: they may be measured
+        self.add_task(what, total=None)
+
+    def add(self, more: int, done: int) -> None:
+        """Count so much more work, and so much of it as done."""
+        total = (self.tasks[0].total or 0) + more
+        self.update(self.task_ids[0], total=total, advance=done, refresh=not self.live.auto_refresh)
 
 
 def print_table(table: Table) -> None:

@@ -12,7 +12,7 @@ import typer
 from rich.table import Column, Table
 
 from megazero.annexes import added
-from megazero.cli._common import fail, load_extensions, print_table
+from megazero.cli._common import Bar, fail, load_extensions, print_table
 
 if TYPE_CHECKING:
     from megazero.checkpoint.compare import Comparison
@@ -142,7 +142,8 @@ def _verify(folder: Folder) -> bool | None:
         print(f"{folder}: incomplete (no {index.MANIFEST}): not finished, or marked as damaged")
         return None
     try:
-        with reading(folder):
+        with Bar(f"verifying {folder.name}") as bar, reading(folder):
+            folder = folder.watched(bar.add)
             files, damage = index.read_manifest(folder), index.find_damage(folder)
             try:
                 index.val_loss_of(folder)
@@ -215,14 +216,15 @@ def export(
     extension: ExtensionOption = None,
 ) -> None:
     """Write a checkpoint's model for transformers, with its tokenizer; or its whole state for other trainers."""
+    from megazero.checkpoint.folder import folder_at
     from megazero.checkpoint.hugging_face.exporter import export_model
 
-    with user_errors():
+    with user_errors(), Bar("exporting") as bar:
         load_extensions(extension)
         writers = {"hf": export_model} | added("export")
         if to not in writers:
             raise ValueError(f"--to {to} must be {' or '.join(writers)}")
         options = options_of(f"--to {to}", writers[to], dtype=dtype, max_shard_size=max_shard_size, names=names)
-        made = writers[to](directory, out, **options)
+        made = writers[to](*(folder_at(place).watched(bar.add) for place in (directory, out)), **options)
     files = "1 file" if made.files == 1 else f"{made.files} files"
     print(f"{out}: weights in {made.dtype}, {files}, {made.bytes / 2**20:,.1f} MiB; {made.about}")

@@ -159,6 +159,10 @@ class SampleStream(Stream):
         pairs = zip(self._blend.weights, self._sources, strict=True)
         return [samples * weight / (total * source.count) for weight, source in pairs]
 
+    def counts(self, samples: int) -> list[int]:
+        """How many of the first so many samples are of each source."""
+        return self._blend.counts(samples)
+
     def first_documents(self) -> list[list[int]]:
         """Lengths of the documents in each of the first samples, which stand for all in what is said about a run."""
         count = min(_DESCRIBED_SAMPLES, sum(source.count for source in self._sources))
@@ -264,6 +268,19 @@ class Blend:
 
         descend(0, len(self.weights), np.arange(len(indices)), np.asarray(indices, np.int64))
         return source, within
+
+    def counts(self, samples: int) -> list[int]:
+        """Of the first so many samples, how many each source has."""
+
+        def descend(first: int, last: int, count: int) -> list[int]:
+            if last - first == 1:
+                return [count]
+            middle = (first + last) // 2
+            weights = sum(self.weights[first:middle]), sum(self.weights[first:last])
+            left = int(_count_left(np.asarray(count, np.int64), *weights))
+            return descend(first, middle, left) + descend(middle, last, count - left)
+
+        return descend(0, len(self.weights), samples)
 
 
 def _count_left(n: NDArray[np.int64], left: int, both: int) -> NDArray[np.int64]:

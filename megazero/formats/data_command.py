@@ -1,18 +1,20 @@
-"""`megazero data`: prepare data."""
+"""`megazero data`: prepare data, and look at it."""
 
 from __future__ import annotations
 
 import os
 import sys
+from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn
 
-from megazero.cli._common import fail
+from megazero.cli._common import Bar, fail
+from megazero.training.signals import EXIT_REFUSED
 
-app = typer.Typer(no_args_is_help=True, help="Prepare data.")
+app = typer.Typer(no_args_is_help=True, help="Prepare data, and look at it.")
+
+JsonlKey = Annotated[str, typer.Option(help="Field of a JSON line, or .parquet column, with the text.")]
 
 
 @app.command()
@@ -21,7 +23,7 @@ def tokenize(
     out: Annotated[str, typer.Option(help="Prefix of the .bin and .idx files to write.")],
     tokenizer: Annotated[str, typer.Option(help="'byte', or a Hugging Face tokenizers file.")] = "byte",
     workers: Annotated[int, typer.Option(help="Processes; 0 uses every core.")] = 0,
-    jsonl_key: Annotated[str, typer.Option(help="Field of a JSON line, or .parquet column, with the text.")] = "text",
+    jsonl_key: JsonlKey = "text",
     eod_token: Annotated[str | None, typer.Option(help="Token that ends a document, if not the tokenizer's.")] = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a pair that exists.")] = False,
     skip_bad: Annotated[bool, typer.Option("--skip-bad", help="Leave out what cannot be read; do not ask.")] = False,
@@ -29,8 +31,7 @@ def tokenize(
     """Turn text into the indexed format that training reads.  Stopped or failed, the same command goes on where it was."""
     from megazero.formats.tokenize import tokenize_files
 
-    columns = ("{task.description}", BarColumn(), DownloadColumn(), TimeRemainingColumn())
-    progress = Progress(*columns, console=Console(stderr=True), transient=True)
+    progress = Bar("tokenizing")
 
     def go_on_without(named: str) -> bool:
         if not skip_bad and not _is_asked():
@@ -44,7 +45,6 @@ def tokenize(
 
     try:
         with progress:
-            task = progress.add_task("tokenizing", total=None)
             summary = tokenize_files(
                 inputs,
                 out,
@@ -54,7 +54,7 @@ def tokenize(
                 eod_token=eod_token,
                 overwrite=overwrite,
                 go_on_without=go_on_without,
-                on_progress=lambda done, total: progress.update(task, completed=done, total=total),
+                on_progress=lambda done, total: progress.update(progress.task_ids[0], completed=done, total=total),
             )
     except (ValueError, OSError, RuntimeError, ImportError) as error:
         fail(str(error), 1)
@@ -64,6 +64,45 @@ def tokenize(
     print(f"{out}.bin and {out}.idx: {summary.documents:,} documents, {summary.tokens:,} tokens from {read}")
     for note in summary.notes:
         print(note)
+
+
+@app.command()
+def tokenizer(
+    inputs: Annotated[list[str], typer.Argument(help="Text, as for tokenize.")],
+    out: Annotated[Path, typer.Option(help="File to write, such as data/tokenizer.json.")],
+    vocab_size: Annotated[int, typer.Option(help="Tokens, at most.")],
+    jsonl_key: JsonlKey = "text",
+) -> None:
+    """Train a byte-level BPE on text."""
+    from megazero.formats.train_tokenizer import train_tokenizer
+
+    try:
+        size = train_tokenizer(inputs, out, vocab_size, jsonl_key)
+    except (ValueError, OSError, ImportError) as error:
+        fail(str(error), 1)
+    print(f"{out}: {size:,} tokens; next: megazero data tokenize TEXT --out PREFIX --tokenizer {out}")
+
+
+@app.command()
+def show(
+    config: Annotated[Path, typer.Argument(help="The run's TOML file.")],
+    overrides: Annotated[list[str] | None, typer.Argument(help="key.sub=value, over what the file says.")] = None,
+    first: Annotated[int, typer.Option(min=0, help="Number of the first sample; the run reads them in order.")] = 0,
+    samples: Annotated[int, typer.Option(min=1, help="How many.")] = 3,
+) -> None:
+    """Show training samples as text, with their source, the borders of documents, and how many tokens count."""
+    from megazero.config import ConfigError
+    from megazero.config.load import read_run_file
+    from megazero.formats.samples import describe_samples
+
+    try:
+        for line in describe_samples(read_run_file(config, overrides or []), first, samples):
+            print(line)
+    except ConfigError as error:
+        print(error, file=sys.stderr)
+        raise SystemExit(EXIT_REFUSED) from None
+    except (ValueError, OSError) as error:
+        fail(str(error), 1)
 
 
 def _is_asked() -> bool:

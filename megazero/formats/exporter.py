@@ -14,7 +14,6 @@ import re
 import warnings
 from collections.abc import Callable, Mapping
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -46,16 +45,19 @@ _WRITTEN = re.compile(r"__\d+_\d+\.distcp|\.metadata(?:\.tmp)?")  # what torch's
 class _Planner(DefaultSavePlanner):
     """torch's plan of a state whose tensors are described on the meta device, and read when they are written."""
 
-    def __init__(self, reads: Mapping[str, Callable[[], Tensor]]) -> None:
+    def __init__(self, reads: Mapping[str, Callable[[], Tensor]], on_bytes: Callable[[int, int], None]) -> None:
         super().__init__()
-        self.reads = reads
+        self.reads, self.on_bytes = reads, on_bytes
 
     def lookup_object(self, index: MetadataIndex) -> Any:
-        read = self.reads.get(index.fqn)
-        return super().lookup_object(index) if read is None else read()
+        if (read := self.reads.get(index.fqn)) is None:
+            return super().lookup_object(index)
+        tensor = read()
+        self.on_bytes(0, tensor.nbytes)
+        return tensor
 
 
-def export_dcp(path: Location, out: str | Path, *, dtype: str | None = None, names: str | None = None) -> Exported:
+def export_dcp(path: Location, out: Location, *, dtype: str | None = None, names: str | None = None) -> Exported:
     """Write a checkpoint so that torch.distributed.checkpoint.load reads it.
 
     Args:
@@ -77,9 +79,10 @@ def export_dcp(path: Location, out: str | Path, *, dtype: str | None = None, nam
         state, reads, elements = _state(folder, trainer, model, table, DTYPES[dtype] if dtype else None)
         with new_folder(out) as target, warnings.catch_warnings():
             warnings.simplefilter("ignore")  # that there is no process group, which is meant
+            target.on_bytes(elements, 0)
             try:
                 writer = FileSystemWriter(str(out), overwrite=False)
-                save(state, storage_writer=writer, planner=_Planner(reads), no_dist=True)
+                save(state, storage_writer=writer, planner=_Planner(reads, target.on_bytes), no_dist=True)
             except BaseException as error:
                 target.remove(*filter(_WRITTEN.fullmatch, target.files()))
                 if not isinstance(error, CheckpointException):

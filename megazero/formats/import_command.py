@@ -6,7 +6,8 @@ from typing import Annotated
 
 import typer
 
-from megazero.cli._common import load_extensions
+from megazero.checkpoint.folder import folder_at
+from megazero.cli._common import Bar, load_extensions
 from megazero.cli.checkpoint import DtypeOption, ExtensionOption, ShardOption, options_of, user_errors
 
 
@@ -27,10 +28,10 @@ def import_(
     from megazero.formats.hugging_face import MODEL_TOML
     from megazero.formats.importer import import_checkpoint
 
-    with user_errors():
+    with user_errors(), Bar("importing") as bar:
         load_extensions(extension)
         own = {"form": form, "run_file": run_file, "step": step, "samples": samples, "seq_len": seq_len}
         options = options_of("import", import_checkpoint, dtype, max_shard_size, **own)
-        made = import_checkpoint(source, out, ignore=ignore or (), **options)
+        made = import_checkpoint(source, folder_at(out).watched(bar.add), ignore=ignore or (), **options)
     print(f"{out}: {made.tensors} tensors in {made.dtype}, {made.bytes / 2**20:,.1f} MiB; for the run file")
     print(f"(the same text is in {out}/{MODEL_TOML}):\n\n{made.toml}", end="")

@@ -244,6 +244,8 @@ def _tokenize_shards(
     total = sum(shard.bytes for shard in shards)
     finished = total - sum(shard.bytes for shard in missing)
     missing.sort(key=lambda shard: -shard.bytes)  # nobody waits for a large one at the end
+    if on_progress is not None:
+        on_progress(finished, total)
     with closing(_over_processes(functools.partial(_tokenize_shard, job=job), missing, workers)) as results:
         for count in results:
             finished += count

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from megazero.cli._common import Bar
 from megazero.comm.collectives import gather_objects
 from megazero.config import ConfigError, ResolvedRun, load_config
 from megazero.engine.outline import elements_in, stages_of
@@ -205,15 +206,19 @@ def measure(
     def measured(name: str, about: Mapping[str, str | int], own: ResolvedRun, iterations: int) -> Row:
         if state.rank == 0:
             print(name, file=sys.stderr, flush=True)
-        return Row(about, state.shard.name, tuple(gather_objects(measure_step(own, state, iterations), state.world)))
+        row = Row(about, state.shard.name, tuple(gather_objects(measure_step(own, state, iterations), state.world)))
+        bar.add(0, 1)
+        return row
 
     # What torch allocates at its first use, and holds, would otherwise be counted in the first row.
     measure_step(run, state, 1)
     rows = []
-    for number, (combination, own) in enumerate(runs.items(), 1):
-        name = "{}/{} {}, ZeRO {}, offload {}".format(number, len(runs), *combination)
-        rows.append(measured(name, combination._asdict(), own, iterations))
-    by_policy = [measured(f"activations {policy}", {"policy": policy}, own, 0) for policy, own in policies.items()]
+    with Bar("measuring", of_bytes=False, is_shown=state.rank == 0) as bar:
+        bar.add(len(runs) + len(policies), 0)
+        for number, (combination, own) in enumerate(runs.items(), 1):
+            name = "{}/{} {}, ZeRO {}, offload {}".format(number, len(runs), *combination)
+            rows.append(measured(name, combination._asdict(), own, iterations))
+        by_policy = [measured(f"activations {policy}", {"policy": policy}, own, 0) for policy, own in policies.items()]
     model, grid, device = run.config.model, state.grid, state.device
     parameters = sum(map(elements_in, stages_of(run.config, tp=1)))
     context = f"cp {grid.cp}, " if grid.cp > 1 else ""

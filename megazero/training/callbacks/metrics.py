@@ -94,6 +94,19 @@ class RecordFile(Callback):
                 self._shut()
 
 
+class SourceCounts(Callback):
+    """Reports the samples and tokens that the run has consumed of each source since its phase began."""
+
+    def __init__(self, context: RunContext) -> None:
+        self._stream, self._names = context.corpus.train, [s.path for s in context.run.config.data.sources]
+
+    def after_step(self, record: StepRecord) -> None:
+        consumed = record.position.samples - record.position.phase.first_sample
+        samples = dict(zip(self._names, self._stream.counts(consumed), strict=True))
+        tokens = {name: count * self._stream.seq_len for name, count in samples.items()}
+        record.metrics |= {"source_samples": samples, "source_tokens": tokens}
+
+
 class MetricsFile(RecordFile):
     """Appends a line per step.  A step that is written again, after its evaluation, replaces its line.
 

@@ -18,7 +18,7 @@ from megazero.training.callbacks.base import Callback, RunContext, StepDecision,
 from megazero.training.callbacks.checkpointing import Checkpointing
 from megazero.training.callbacks.evaluation import Evaluation
 from megazero.training.callbacks.health import LossSpikes, NonFinitePolicy, SkipSteps
-from megazero.training.callbacks.metrics import METRICS_FILE, MetricsFile
+from megazero.training.callbacks.metrics import METRICS_FILE, MetricsFile, SourceCounts
 from megazero.training.callbacks.progress import ProgressDisplay, ProgressLine, on_terminal
 from megazero.training.callbacks.speed import ExpertLoads, GarbageCollection, Stragglers, Utilization
 from megazero.training.watchdog import Watchdog
@@ -183,6 +183,7 @@ def callbacks_of(
         Stragglers(logging, engine.state, watchdog.open_store(), say),
         LossSpikes(logging.loss_spike_sigmas, training.skip_steps, say),
         *([] if engine.routers is None else [ExpertLoads(engine, logging.every_steps)]),
+        SourceCounts(context),
         Utilization(run, engine.state.device, engine.dtype, context.corpus.train),
         Evaluation(context, [*metrics, checkpointing], watchdog),
         *registered,
