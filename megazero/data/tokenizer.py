@@ -28,7 +28,7 @@ TOKENIZER: Final = "tokenizer.json"
 _BESIDE: Final = [f"{name}.json" for name in ("tokenizer_config", "special_tokens_map", "generation_config", "config")]
 _NEXT_STEP: Final = (
     "fetch a published one, hf download {} tokenizer.json tokenizer_config.json --local-dir FOLDER, or let transformers "
-    "write one from others, AutoTokenizer.from_pretrained(FOLDER).save_pretrained(NEW)"
+    "write one from others, AutoTokenizer.from_pretrained(FOLDER).save_pretrained(NEW); or train one, megazero data tokenizer"
 )
 
 
