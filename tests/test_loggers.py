@@ -44,6 +44,9 @@ def _wandb_records(path: Path) -> Iterator[Any]:
 
 
 def _of_wandb(folder: Path, id_: str) -> tuple[Numbers, dict[str, Any]]:
+    import wandb
+
+    wandb.teardown()  # its process writes behind
     found, config = Numbers(), {}
     for path in sorted(folder.glob(f"wandb/offline-run-*/run-{id_}.wandb")):
         for record in _wandb_records(path):

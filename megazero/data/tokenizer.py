@@ -27,8 +27,8 @@ TOKENIZER: Final = "tokenizer.json"
 # What may name the end of a text beside it, in the order in which it is asked.
 _BESIDE: Final = [f"{name}.json" for name in ("tokenizer_config", "special_tokens_map", "generation_config", "config")]
 _NEXT_STEP: Final = (
-    "fetch a published one, hf download {} tokenizer.json tokenizer_config.json --local-dir FOLDER, or let transformers "
-    "write one from others, AutoTokenizer.from_pretrained(FOLDER).save_pretrained(NEW); or train one, megazero data tokenizer"
+    "fetch a published one, hf download {} tokenizer.json tokenizer_config.json --local-dir FOLDER, let transformers "
+    "write one of others, AutoTokenizer.from_pretrained(FOLDER).save_pretrained(NEW); or train one: megazero data tokenizer"
 )
 
 
