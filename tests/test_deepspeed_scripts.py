@@ -350,27 +350,6 @@ def test_a_closed_engine_leaves_a_plain_module_and_a_live_one_keeps_its_paramete
     run_world(world, _one_after_another)
 
 
-def _held() -> int:
-    return len(os.listdir("/proc/self/fd"))
-
-
-def _many_engines(rank: int) -> None:
-    held = []
-    for _ in range(3):
-        engine = engine_of(network(2, 1), settings(2))
-        engine.backward(engine(data(1)).sum())
-        engine.step()
-        engine.close()
-        pipeline = megazero.deepspeed.PipelineModule(
-            [nn.Linear(2, 2), nn.Linear(2, 2)], num_stages=2, loss_fn=F.mse_loss
-        )
-        engine = engine_of(pipeline, settings(0))
-        engine.train_batch(iter([(torch.zeros(BATCH, 2), torch.zeros(BATCH, 2))]))
-        engine.close()
-        held.append((_held(), len(os.listdir("/proc/self/task"))))
-    assert held[0] == held[2]
-
-
 @pytest.mark.parametrize("stage", [0, 3])
 def test_an_engine_without_an_optimizer_evaluates_frozen_and_trained_models_alike(stage: int) -> None:
     for trains in (True, False):
@@ -383,23 +362,6 @@ def test_an_engine_without_an_optimizer_evaluates_frozen_and_trained_models_alik
         engine.close()
         assert optimizer is None
         assert {one.requires_grad for one in model.parameters()} == {trains}
-
-
-@pytest.mark.parametrize("stage", [0, 3])
-def test_a_module_whose_evaluating_engine_was_dropped_trains_whole(stage: int) -> None:
-    model, plain = network(2, 1), network(2, 1)
-    engine, *_ = megazero.deepspeed.initialize(model=model, config=settings(stage))
-    del engine
-    gc.collect()
-    engine = engine_of(model, settings(stage))
-    engine.backward(engine(data(0)).square().sum())
-    engine.step()
-    with gathered_parameters(engine) as whole:
-        assert not [name for name, one in plain.named_parameters() if torch.equal(whole[name], one)]
-
-
-def test_engines_of_one_shape_share_their_process_groups() -> None:
-    run_world(2, _many_engines)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

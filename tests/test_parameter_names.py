@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 import torch
-from harness import run_world
 from torch import nn
 
-from megazero.config import ResolvedRun, RunConfig, resolve
-from megazero.engine import gpt, initialize
 from megazero.layers.spec import NamedRows, rows_spec
-from megazero.parallel_state import Axis, ParallelState
+from megazero.parallel_state import Axis
 from megazero.zero.sharded_model import Rows, check_parameters, logical_rows
-from megazero.zero.units import Described, describe
+from megazero.zero.units import Described
 
 
 def _described(*rows: NamedRows, tied: bool = False) -> list[Described]:
@@ -61,33 +56,3 @@ def test_one_name_for_two_parameters_is_refused(held: dict[int, Rows], stages: t
         check_parameters(_described(A), 0, held)
     assert f"of pipeline stage {stages[0]} and" in str(caught.value)
     assert f"of stage {stages[1]}." in str(caught.value)
-
-
-def _run(pp: int) -> ResolvedRun:
-    model = {"family": "llama", "hidden_size": 16, "num_layers": 2, "num_heads": 2, "vocab_size": 32, "seq_len": 8}
-    document = {"model": model, "parallel": {"pp": pp}, "training": {"micro_batch_size": 1, "accumulation": pp}}
-    return resolve(RunConfig.model_validate(document), pp)
-
-
-def _without_layer_numbers(rank: int, pp: int) -> str:
-    def forgetful(chunks: nn.Module) -> list[Described]:
-        def named(one: Described) -> Described:
-            rows = [replace(part, name=part.name.replace("layers.1.", "layers.0.")) for part in one.spec.names.rows]
-            return replace(one, spec=replace(one.spec, names=replace(one.spec.names, rows=tuple(rows))))
-
-        return [named(one) for one in describe(chunks)]
-
-    run = _run(pp)
-    initialize(run.config, ParallelState(run.grid, rank, timeout_seconds=30))  # with their numbers
-    gpt.describe = forgetful
-    with pytest.raises(ValueError, match="two parameters have the logical name") as caught:
-        initialize(run.config, ParallelState(run.grid, rank, timeout_seconds=30))
-    return str(caught.value)
-
-
-@pytest.mark.parametrize("pp", [1, 2])
-def test_an_engine_refuses_a_family_whose_layers_have_the_same_names(pp: int) -> None:
-    for told in run_world(pp, _without_layer_numbers, pp):
-        assert "'model.layers.0." in told
-        assert "of pipeline stage 0 and" in told
-        assert f"of stage {pp - 1}." in told

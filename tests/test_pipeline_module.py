@@ -107,10 +107,6 @@ def test_a_balanced_partition_has_the_lightest_heaviest_part_of_all(data):
     assert max(sums) == best
 
 
-def test_a_long_row_of_layers_is_cut_at_once():
-    assert [len(part) for part in partition_balanced([12_000_000] * 512, 64)] == [8] * 64
-
-
 def virtual(layers, stages, **keywords):
     """A pipeline of several virtual stages on this one rank."""
     keywords = {"base_seed": SEED, "schedule": "interleaved", "virtual_stages": stages} | keywords
@@ -128,11 +124,6 @@ def test_methods_cut_by_what_they_name():
     assert cut("type:^linear$") == cut("type:LINEAR") == [range(1), range(1, 8)]
     assert cut("type:draws|split") == [range(3), range(3, 8)]
     assert cut(r"type:^layer\S+|tanh") == [range(2), range(2, 8)]
-
-
-def test_frozen_parameters_do_not_count():
-    layers = [nn.Linear(50, 50).requires_grad_(False), nn.Linear(5, 5), nn.Linear(5, 5)]
-    assert virtual(layers, 2).partition == [range(2), range(2, 3)]
 
 
 # ---- weights and names
@@ -234,15 +225,6 @@ def test_activation_checkpoints_recompute_so_many_layers_at_a_time():
     assert runs == [0, 1, 2, 3, 4]
 
 
-def test_a_layer_that_returns_no_tensor_is_named():
-    def bad(x):
-        return x, None
-
-    module = PipelineModule([torch.tanh, bad], 1)
-    with pytest.raises(TypeError, match=r"layer 1 \(bad\) returned a tuple of \(Tensor, NoneType\)"):
-        module(torch.zeros(1))
-
-
 # ---- errors
 
 
@@ -250,11 +232,8 @@ def test_a_layer_that_returns_no_tensor_is_named():
     ("keywords", "message"),
     [
         ({"num_stages": 3}, "num_stages=3 must divide the world of 1 ranks; the nearest is 1"),
-        ({"topology": RankGrid(pp=2)}, "num_stages=1, but the topology has 2"),
         ({"partition_method": "parameter"}, "'parameter' is unknown; did you mean parameters"),
         ({"partition_method": "type:transformer"}, "matches none of the layers, which are Linear, tanh, Draws"),
-        ({"schedule": "1f1d"}, "schedule='1f1d' is unknown; did you mean 1f1b"),
-        ({"virtual_stages": 2}, "virtual_stages=2: the schedule 1f1b has one chunk"),
         ({"schedule": "interleaved", "virtual_stages": 9}, "8 layers are too few for 9 virtual stages"),
         ({"parallel_state": ParallelState(RankGrid()), "num_stages": 2}, "num_stages=2, but the parallel_state has 1"),
     ],
@@ -264,19 +243,6 @@ def test_numbers_and_names_that_do_not_fit_are_told(keywords, message):
         PipelineModule(plain_specs(), **({"num_stages": 1} | keywords))
 
 
-@pytest.mark.parametrize(
-    ("layers", "message"),
-    [
-        ([torch.tanh, 3], "layer 1 is a int; a layer is a LayerSpec, an nn.Module or a callable"),
-        ([PipelineModule([torch.tanh], 1)], "layer 0 is a pipeline itself"),
-        (nn.Linear(2, 2), "layers must be a list of layers or an nn.Sequential, got a Linear"),
-    ],
-)
-def test_what_is_no_layer_is_named(layers, message):
-    with pytest.raises(TypeError, match=message):
-        PipelineModule(layers, 1)
-
-
 def test_layers_that_share_parameters_without_a_key_are_refused():
     embedding, head = nn.Embedding(VOCAB, WIDTH), nn.Linear(WIDTH, VOCAB, bias=False)
     head.weight = embedding.weight
@@ -284,21 +250,3 @@ def test_layers_that_share_parameters_without_a_key_are_refused():
         PipelineModule([embedding, nn.ReLU(), head], 1)
     relu = nn.ReLU()
     assert PipelineModule([relu, relu], 1)(torch.tensor([-1.0])) == 0
-
-
-@pytest.mark.parametrize(
-    ("second", "message"),
-    [
-        (
-            TiedLayerSpec("embed", nn.Embedding, VOCAB, WIDTH + 1),
-            r"layers 0 and 1 of key 'embed' tie 'weight' of shapes \[11, 6\] and \[11, 7\]",
-        ),
-        (
-            TiedLayerSpec("embed", nn.Linear, VOCAB, WIDTH, tied_weight_attr=["weight", "bias"]),
-            "layers 0 and 1 of key 'embed' must tie as many",
-        ),
-    ],
-)
-def test_layers_that_cannot_be_tied_are_told(second, message):
-    with pytest.raises(ValueError, match=message):
-        PipelineModule([TiedLayerSpec("embed", nn.Embedding, VOCAB, WIDTH), second], 1)

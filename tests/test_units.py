@@ -88,18 +88,6 @@ def test_every_parameter_is_in_one_unit(make) -> None:
     assert {id(part._parameters[key]) for part, key in places} == {id(p) for p in model.parameters()}
 
 
-def test_a_module_that_two_containers_hold_is_one_unit() -> None:
-    class Own(_Model):
-        def units(self) -> list[nn.Module]:
-            return [self.embedding, *self.blocks, *self.blocks[1:], self]
-
-    model = _Model()
-    model.tail = nn.Sequential(*model.blocks[1:], nn.Dropout())
-    assert [unit.module for unit in units_of([model])] == [model, model.embedding, *model.blocks, model.head]
-    own = Own()
-    assert [unit.module for unit in units_of([own])] == [own.embedding, *own.blocks, own]
-
-
 def test_a_shared_parameter_is_in_each_unit_that_has_it_and_described_once() -> None:
     model = _Model()
     model.head.weight = model.embedding.weight
@@ -112,11 +100,6 @@ def test_a_shared_parameter_is_in_each_unit_that_has_it_and_described_once() -> 
     assert {one.name for one in described} == {name for name, _ in model.named_parameters()}
 
 
-def test_units_of_later_chunks_follow_and_name_their_chunk() -> None:
-    found = _found(_Flat(), _Flat())
-    assert [(name, chunk) for name, chunk, _, _ in found] == [("0.a", 0), ("0.b", 0), ("1.a", 1), ("1.b", 1)]
-
-
 def test_a_model_may_say_its_units_itself() -> None:
     class Own(_Model):
         def units(self) -> list[nn.Module]:
@@ -124,11 +107,6 @@ def test_a_model_may_say_its_units_itself() -> None:
 
     model = Own()
     assert [unit.module for unit in units_of([model])] == [model.head, model]
-
-
-def test_modules_without_parameters_are_no_units() -> None:
-    assert units_of([nn.Sequential(nn.ReLU(), nn.Identity())]) == []
-    assert list(describe(nn.ReLU())) == []
 
 
 def test_a_module_may_describe_its_parameters_itself() -> None:
