@@ -441,9 +441,12 @@ def test_the_tokenizer_travels_out_and_in(tmp_path: Path) -> None:
 
 
 def test_what_cannot_be_exported_is_refused(tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
     run = run_of(1, model=MODELS["tied"])
     saved(run, tmp_path / "step")
     saved(run, tmp_path / "script", steps=0, model={"module": "Net"})
+    saved(run_of(1, model=MODELS["tied"] | {"final_logit_softcapping": 20.0}), tmp_path / "capped", steps=0)
 
     def refused(step: Path, message: str) -> None:
         shown = command("export", step, tmp_path / "no")
@@ -452,6 +455,9 @@ def test_what_cannot_be_exported_is_refused(tmp_path: Path) -> None:
         assert not (tmp_path / "no").exists()
 
     refused(tmp_path / "script", "holds a script's own module, Net, which transformers does not have")
+    refused(tmp_path / "capped", "model.final_logit_softcapping = 20.0, which transformers does not compute in a llama")
+    with pytest.raises(ValueError, match="megazero-llama"):  # nor does it load the step, as another model
+        AutoModelForCausalLM.from_pretrained(tmp_path / "capped")
     refused(tmp_path / "nowhere", "is not a complete checkpoint: it has no manifest.json; name a step")
     assert "is not empty: it holds" in command("export", tmp_path / "step", tmp_path / "script").stderr
     moments = next((tmp_path / "step").glob("exp_avg-*.safetensors"))

@@ -297,15 +297,16 @@ def test_chunks_of_the_loss_are_equal_tiles_that_cover_all_tokens_within_the_bou
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("blocks", [1, 5])
+@pytest.mark.parametrize("cap", [None, 2.0])
 def test_a_head_gives_the_same_bits_with_kept_logits_and_without_and_in_blocks(
-    dtype: torch.dtype, blocks: int, monkeypatch: pytest.MonkeyPatch
+    dtype: torch.dtype, blocks: int, cap: float | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As with passes over all logits at once."""
     vocab, found = 11, []
     monkeypatch.setattr(vocabulary, "_CPU_BLOCK_BYTES", 4 * vocab * -(-SEQ * BATCH // blocks))
     for keeps in (None, True, False):
         head = _untied_head(vocab, 2048, Axis("tp"), dtype=dtype)
-        head.keeps_logits = keeps is not False
+        head.keeps_logits, head.cap, head.z_loss_coef = keeps is not False, cap, 0.1 * bool(cap)
         if keeps is None:
             head.statistics_of, head.grad_logits_of = statistics_of, grad_logits_of
         x = _given((SEQ, BATCH, HIDDEN)).to(dtype).requires_grad_()

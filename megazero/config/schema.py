@@ -408,6 +408,8 @@ class TrainingConfig(Section):
     """Compile transformer blocks and loss with torch.compile, at the first step. "auto": on CUDA, not on a CPU."""
     logits_chunk_bytes: Count = 2**32
     """Largest logits of the loss on a rank: kept for the backward if a micro-batch fits, else computed twice, in chunks."""
+    z_loss_coef: PositiveOrZero = 0.0
+    """Weight of the z-loss, the mean of logsumexp(logits)^2, which keeps logits near 0 (PaLM: 1e-4); not in `loss`."""
     skip_steps: Annotated[tuple[Steps, ...], Field(strict=False)] = ()
     """Steps whose samples are not used, single or as [first, last]: skip_steps = [1200, [1500, 1510]]."""
     callbacks: Annotated[tuple[Text, ...], Field(strict=False)] = ()

@@ -76,6 +76,8 @@ class Engine:
         self._stages, self._wgrad_queues, self.offload = built.stages, built.wgrad_queues, built.offload
         self._chunks = nn.ModuleList(self._stages)
         self._heads = [module for module in self._chunks.modules() if isinstance(module, VocabParallelHead)]
+        for head in self._heads:
+            head.z_loss_coef = config.training.z_loss_coef
         # What an arena holds comes back in the order of the actions, so the parts of a pair then run one after the other.
         beside = kind.has_pairs and expert_axis(config, state).size > 1 and self.offload is None
         self._turns: Turns | None = None
@@ -145,7 +147,8 @@ class Engine:
             batches, trains=True
         )  # forward and backward; complete buckets are reduced meanwhile
         model.finish_gradients()  # the last reductions; sums over tp and over the copies of tied weights
-        statistics = sum_over_ranks(model, model.square_sum(), loss_sum, tokens, stop=self.wants_stop())
+        z_sum = sum((head.z_sum for head in self._heads), 0.0)
+        statistics = sum_over_ranks(model, model.square_sum(), loss_sum, tokens, z_sum, stop=self.wants_stop())
         if raises_non_finite:
             check_finite(statistics)
         self._grad_norm = statistics.grad_norm
@@ -191,6 +194,8 @@ class Engine:
         self.sharded_model.begin_step(len(batches))
         if self.offload is not None:
             self.offload.begin_step()  # before any message of the step: it may wait for the device
+        for head in self._heads:
+            head.z_sum = 0.0
         for queue in self._wgrad_queues:
             queue.clear()
         if self.routers is not None:

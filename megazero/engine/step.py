@@ -3,7 +3,7 @@
     global batch    [ dp 0 | dp 1 ]     its samples: the slice of this rank of dp, cut into micro-batches
     one sample      [ cp 0 | cp 1 ]     its tokens: the sequence shard of this rank of context parallelism
 
-    buckets hold the gradients -> one all-reduce over the world: (squared norm, loss, tokens, stop)
+    buckets hold the gradients -> one all-reduce over the world: (squared norm, loss, tokens, z-loss, stop)
         -> not finite, no loss scale:     no update; NonFiniteError, or `StepStatistics.finite` says so
         -> overflow under a loss scale:   no update, a smaller scale
         -> otherwise:                     unscale, clip, sharded optimizer step, start of the weights' all-gather
@@ -120,6 +120,7 @@ class StepStatistics:
         finite: there is a loss, and loss and norm are numbers.  Under fp16 the loss scale handles overflows: where there is
             a loss it is always true.
         stop: a rank wants the run to end after this step; the same on all ranks.
+        z_loss: mean over counted tokens, weighted; it is no part of `loss`.
     """
 
     loss: float
@@ -129,6 +130,7 @@ class StepStatistics:
     skipped: bool = False
     finite: bool = True
     stop: bool = False
+    z_loss: float = 0.0
 
     @property
     def problem(self) -> str:
@@ -142,7 +144,13 @@ class StepStatistics:
 
 
 def sum_over_ranks(
-    model: ShardedModel, square_sum: Tensor, loss_sum: Tensor, count: Tensor, *, stop: bool = False
+    model: ShardedModel,
+    square_sum: Tensor,
+    loss_sum: Tensor,
+    count: Tensor,
+    z_sum: float | Tensor = 0.0,
+    *,
+    stop: bool = False,
 ) -> StepStatistics:
     """The one collective at the end of a step.
 
@@ -150,16 +158,19 @@ def sum_over_ranks(
         square_sum: this rank's share of the squared norm of the scaled gradients, fp64 scalar.
         loss_sum: sum of this rank's losses, fp64 scalar; 0 where another stage computes the loss.
         count: this rank's counted tokens, fp64 scalar.
+        z_sum: of this rank's z-losses; 0 where there is none.
         stop: this rank wants the run to end.
     """
-    total = torch.stack([square_sum, loss_sum, count, torch.full_like(count, stop)])
+    total = torch.stack([square_sum, loss_sum, count, z_sum + torch.zeros_like(count), torch.full_like(count, stop)])
     if model.state.at.tp:  # all tensor-parallel ranks have the same losses and tokens; the first one counts
-        total[1:3].zero_()
+        total[1:4].zero_()
     all_reduce(total, model.state.world).wait()
-    squared, loss, tokens, stops = numbers_of(total, model.state.world)
+    squared, loss, tokens, z_sum, stops = numbers_of(total, model.state.world)
     loss, norm = loss / tokens if tokens else nan, model.norm_of(squared)
     finite = tokens > 0 and (model.scaler is not None or (isfinite(loss) and isfinite(norm)))
-    return StepStatistics(loss, norm, int(tokens), model.scale, finite=finite, stop=stops > 0)
+    return StepStatistics(
+        loss, norm, int(tokens), model.scale, finite=finite, stop=stops > 0, z_loss=z_sum / max(tokens, 1)
+    )
 
 
 def check_finite(statistics: StepStatistics) -> StepStatistics:

@@ -6,9 +6,14 @@ The head multiplies and computes the loss as one operation, a chunk of tokens at
                            peak, sum(exp), target logit   of each rank's rows, gathered over tp: one small collective
                            loss = log(sum) + peak - target
 
+    with a soft cap        logits = cap tanh(logits / cap)
+    z-loss                 coefficient (log(sum) + peak)^2 in the gradient; its sum is kept beside the loss
+
 The logits of a chunk take at most `training.logits_chunk_bytes`.  With several chunks only two numbers per token are saved,
 and the backward computes the logits again.  The logits of a single chunk are saved, in fp32 as probabilities, unless several
-micro-batches would save theirs at once (gpipe).  Saved or not, the gradients have the same bits.
+micro-batches would save theirs at once (gpipe), or capped ones are in fp32.  Saved or not, the gradients have the same bits.
+
+Source: Chowdhery et al. 2022, section 5 (z-loss); Gemma Team 2024, section 2 (soft cap).
 """
 
 from __future__ import annotations
@@ -161,26 +166,47 @@ def statistics_of(logits: Tensor, local: Tensor, here: Tensor) -> tuple[Tensor, 
 
 
 def grad_logits_of(
-    scores: Tensor, shift: Tensor, of_label: Tensor, local: Tensor, here: Tensor, scale: Tensor, *, are_logits: bool
+    scores: Tensor,
+    shift: Tensor,
+    of_label: Tensor,
+    local: Tensor,
+    here: Tensor,
+    scale: Tensor,
+    weight: Tensor,
+    *,
+    are_logits: bool,
+    cap: float | None = None,
 ) -> Tensor:
-    """Gradient of the loss with respect to the logits: (probability - 1 at the label) * scale.  [tokens, rows], as `scores`.
+    """Gradient of the loss with respect to the logits: (weight * probability - 1 at the label) * scale; through a soft cap.
 
     Args:
-        scores: logits, or probabilities that are overwritten.
+        scores: [tokens, rows], logits as `soft_cap` returns them, or probabilities that are overwritten.
         shift: fp32 [tokens], log(sum(exp(logits))).
         of_label: fp32 [tokens], the label's probability.
         local, here: see `statistics_of`.
         scale: fp32 [tokens].
+        weight: fp32 [tokens], 1 + 2 * coefficient * shift where there is a z-loss.
+        are_logits: what `scores` are; with a cap always logits.
+        cap: None where logits are not capped.
+
+    Returns: [tokens, rows], in the dtype of `scores`.
     """
     wide = scores.float()
+    slope = None if cap is None else (1 - (wide / cap).square()).clamp_(min=0)  # of padding 0, not -inf
     if are_logits:
         wide = wide.sub_(shift.unsqueeze(-1)).exp_()
-    grad_logits = wide.mul_(scale.unsqueeze(-1))
+    grad_logits = wide.mul_((scale * weight).unsqueeze(-1))
     at = local.unsqueeze(-1)
-    of_labels = ((of_label - 1) * scale).unsqueeze(-1)
-    return grad_logits.scatter_(-1, at, of_labels.where(here.unsqueeze(-1), grad_logits.gather(-1, at))).to(
-        scores.dtype
-    )
+    of_labels = ((of_label * weight - 1) * scale).unsqueeze(-1)
+    grad_logits.scatter_(-1, at, of_labels.where(here.unsqueeze(-1), grad_logits.gather(-1, at)))
+    return (grad_logits if slope is None else grad_logits.mul_(slope)).to(scores.dtype)
+
+
+def soft_cap(logits: Tensor, cap: float) -> Tensor:
+    """cap * tanh(logits / cap), in fp32; the logits are overwritten.  [tokens, rows], unchanged in shape."""
+    for (block,) in _blocks(None, logits):
+        block.copy_(block.float().div_(cap).tanh_().mul_(cap))
+    return logits
 
 
 def _blocks(nbytes: int | None, logits: Tensor, *others: Tensor) -> list[tuple[Tensor, ...]]:
@@ -203,10 +229,12 @@ def statistics_by_blocks(
     return peak, total, target
 
 
-def grad_logits_by_blocks(scores: Tensor, *others: Tensor, are_logits: bool, nbytes: int | None = None) -> Tensor:
+def grad_logits_by_blocks(
+    scores: Tensor, *others: Tensor, are_logits: bool, cap: float | None = None, nbytes: int | None = None
+) -> Tensor:
     """`grad_logits_of`, a block of tokens at a time; it overwrites the logits."""
     for block, *rest in _blocks(nbytes, scores, *others):
-        block.copy_(grad_logits_of(block, *rest, are_logits=are_logits))
+        block.copy_(grad_logits_of(block, *rest, are_logits=are_logits, cap=cap))
     return scores
 
 
@@ -247,7 +275,9 @@ class _LinearCrossEntropy(torch.autograd.Function):
             loss += (log_sum - target).where(counted[part], 0.0).sum()
             sums.append(log_sum)
             label_logits.append(target)
-            if head.keeps_logits and len(chunks) == 1:
+            if head.z_loss_coef:
+                head.z_sum += head.z_loss_coef * log_sum.square().where(counted[part], 0.0).sum().double()
+            if head.keeps_logits and len(chunks) == 1 and not (head.cap and logits.dtype == torch.float32):
                 saved_logits = _kept_form(logits, peak, log_sum)
             del logits  # before the next chunk's
         ctx.save_for_backward(x, weight, local, here, counted, torch.cat(sums), torch.cat(label_logits), saved_logits)
@@ -285,16 +315,17 @@ def _grad_logits_by_chunk(
     """Yield the two factors of the weight's gradient per chunk, and write the gradient of the input."""
     x, weight, local, here, counted, log_sum, target, saved_logits = saved
     scale, of_label = counted * grad, (target - log_sum).exp_()
+    weight_of = 1 + 2 * head.z_loss_coef * log_sum
     chunks = head.chunks(x, weight)
     for part in chunks:
         # Kept logits may be overwritten: autograd frees them after this.
         scores = head.logits_of(x[part], weight) if saved_logits is None else saved_logits
-        are_logits = scores.dtype != torch.float32 or (saved_logits is None and len(chunks) > 1)
+        recomputed = saved_logits is None and (len(chunks) > 1 or head.cap is not None)
+        are_logits = scores.dtype != torch.float32 or recomputed
         if saved_logits is None and not are_logits:
             scores = _kept_form(scores, head.statistics_of(scores, local, here)[0], log_sum)
-        grad_logits = head.grad_logits_of(
-            scores, log_sum[part], of_label[part], local[part], here[part], scale[part], are_logits=are_logits
-        )
+        of_tokens = [tensor[part] for tensor in (log_sum, of_label, local, here, scale, weight_of)]
+        grad_logits = head.grad_logits_of(scores, *of_tokens, are_logits=are_logits, cap=head.cap)
         del scores
         grad_x[part] = product_t(grad_logits, weight.t())
         yield grad_logits, x[part]
@@ -321,8 +352,11 @@ class VocabParallelHead(nn.Module):
         weight: the embedding's parameter when this rank holds both; None makes one.
         wgrad_queue: takes the weight gradient if the weight is used here alone; None returns it to autograd.
         logits_bytes: of the logits of one chunk.
+        cap: of the logits, see `soft_cap`; None for none.
 
     Attributes:
+        z_loss_coef: of the z-loss, which the backward adds.
+        z_sum: coefficient * logsumexp^2 of the tokens counted since someone set it to 0.
         keeps_logits: a single chunk's logits wait for the backward; else they are computed again, at one product more.
     """
 
@@ -335,10 +369,13 @@ class VocabParallelHead(nn.Module):
         weight: nn.Parameter | None = None,
         wgrad_queue: WeightGradQueue | None = None,
         logits_bytes: int = LOGITS_BYTES,
+        cap: float | None = None,
     ) -> None:
         super().__init__()
-        self.tp, self.vocab_size, self.logits_bytes = tp, spec.shape[0], logits_bytes
+        self.tp, self.vocab_size, self.logits_bytes, self.cap = tp, spec.shape[0], logits_bytes, cap
         self.keeps_logits = True
+        self.z_loss_coef = 0.0
+        self.z_sum: float | Tensor = 0.0
         # The two passes over logits; `models/wrappers.py` compiles them, which needs no blocks.
         self.statistics_of: Any = statistics_by_blocks
         self.grad_logits_of: Any = grad_logits_by_blocks
@@ -356,7 +393,8 @@ class VocabParallelHead(nn.Module):
         """
         x = self.enter(x, self.tp)
         if labels is None:
-            return gather_features(F.linear(x, self.weight), self.tp)[..., : self.vocab_size]
+            logits = gather_features(F.linear(x, self.weight), self.tp)[..., : self.vocab_size]
+            return logits if self.cap is None else (logits.float() / self.cap).tanh().mul(self.cap).to(logits.dtype)
         check_ids(labels.where(labels != IGNORED_LABEL, 0), self.vocab_size, "label")
         return _LinearCrossEntropy.apply(x.flatten(0, 1), self.weight, labels.flatten(), self)
 
@@ -367,6 +405,8 @@ class VocabParallelHead(nn.Module):
     def logits_of(self, x: Tensor, weight: Tensor) -> Tensor:
         """Logits of this rank's rows, past autograd; padded rows have probability 0.  [tokens, hidden] -> [tokens, rows]."""
         logits = product_t(x, weight)
+        if self.cap is not None:
+            logits = soft_cap(logits, self.cap)
         real_rows = max(0, min(weight.shape[0], self.vocab_size - self.tp.index * weight.shape[0]))
         if real_rows < weight.shape[0]:
             logits[:, real_rows:] = float("-inf")

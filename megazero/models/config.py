@@ -141,6 +141,8 @@ class ModelConfig(Section):
     """Tokens in a sample."""
     tie_embeddings: bool | None = None
     """Whether the output layer is the embedding table. Unset: true for gpt2, which has no other form; else false."""
+    final_logit_softcapping: Positive | None = None
+    """Logits become cap * tanh(logits / cap); unset: they stay. Families without it in transformers cannot be exported."""
     norm_eps: Epsilon = 1e-5
     """Added to the variance in every norm."""
     rope_theta: Annotated[Positive, _of_families("rope_theta")] = 10000.0

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from megazero.models.config import ModelConfig
-from megazero.settings import Problem, divisors, nearest_multiples, nearest_of, nearest_text
+from megazero.settings import Problem, divisors, nearest_multiples, nearest_of, nearest_text, toml_value
 
 if TYPE_CHECKING:
     from torch import nn
@@ -34,6 +34,8 @@ _SAY_NOTHING = """
 _TANH_FORMS = "pytorch_tanh", "python_tanh", "fast", "accurate"
 _SAME_FUNCTION = {"swish": "silu"} | {f"gelu_{form}": "gelu_new" for form in _TANH_FORMS}
 _MOST_SHOWN = 20
+# Keys of [model] that any family here computes where they are set, and transformers only where a `config.json` has them.
+_OPTIONS = ("final_logit_softcapping",)
 _HEADS = ("model.hidden_size", "model.num_heads", "model.head_dim")
 
 
@@ -104,6 +106,16 @@ class HuggingFaceFormat:
             **self.constants,
             **self.extra(model),
         }
+
+    def not_computed(self, model: ModelConfig) -> list[str]:
+        """The options of a model that transformers does not compute in this family, as they are written in a run file."""
+        theirs = {ours for ours, _ in self.defaults.values()}
+        chosen = {key: getattr(model, key) for key in _OPTIONS if key not in theirs}
+        return [
+            f"model.{key} = {toml_value(value)}"
+            for key, value in chosen.items()
+            if value != type(model).model_fields[key].default
+        ]
 
     def section(self, family: str, config: Mapping[str, Any], seq_len: int | None = None) -> dict[str, Any]:
         """The [model] section of a `config.json`, as written in a run file.
@@ -269,9 +281,11 @@ class ModelFamily(ABC):
         return 6.0 * weights + 12.0 * model.num_layers * reach * model.attention_size
 
     def hugging_face_config(self, model: ModelConfig, dtype: str) -> dict[str, Any]:
-        """The `config.json` beside the weights; our own section where transformers does not have the family."""
+        """The `config.json` beside the weights; our own section where transformers lacks the family or an option."""
         if self.hugging_face is None:
             return model.model_dump() | {"model_type": model.family, "dtype": dtype}
+        if self.hugging_face.not_computed(model):  # under another name, or transformers would compute another model
+            return model.model_dump() | {"model_type": f"megazero-{model.family}", "dtype": dtype}
         return self.hugging_face.config(model, dtype)
 
 

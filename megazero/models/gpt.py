@@ -354,6 +354,7 @@ class Head(nn.Module):
             weight=tied_weight,
             wgrad_queue=context.wgrad_queue,
             logits_bytes=context.logits_bytes,
+            cap=context.model.final_logit_softcapping,
         )
 
     def forward(self, x: Tensor, labels: Tensor | None) -> Tensor:

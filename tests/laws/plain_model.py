@@ -46,6 +46,8 @@ class PlainConfig:
     experts_per_token: int = 0
     router_aux_coef: float = 0.0  # of the two losses of `balance_sum`
     router_z_coef: float = 0.0
+    final_logit_softcapping: float | None = None  # of the scores of the next token (Gemma 2)
+    z_loss_coef: float = 0.0  # of the loss on the scores' logsumexp (PaLM)
 
     @property
     def head_dim(self) -> int:
@@ -137,8 +139,11 @@ def logits(
     scores of each layer's router, [b, s, experts]."""
     documents = torch.zeros_like(tokens) if documents is None else documents
     if config.family == "gpt2":
-        return _gpt2_logits(weights, config, tokens, documents)
-    return _llama_logits(weights, config, tokens, documents, [] if routed is None else routed)
+        scores = _gpt2_logits(weights, config, tokens, documents)
+    else:
+        scores = _llama_logits(weights, config, tokens, documents, [] if routed is None else routed)
+    cap = config.final_logit_softcapping
+    return scores if cap is None else cap * torch.tanh(scores / cap)
 
 
 def _llama_logits(
@@ -304,10 +309,13 @@ def loss_sum(
         documents: [b, s]; left out, each row is one document.
         routed: see `logits`.
     """
+    return _loss_of(logits(weights, config, tokens, documents, routed), labels)
+
+
+def _loss_of(scores: Tensor, labels: Tensor) -> Tensor:
     kept = labels != IGNORED
-    scores = logits(weights, config, tokens, documents, routed)[kept]
-    of_label = scores.gather(-1, labels[kept].unsqueeze(-1)).squeeze(-1)
-    return (scores.logsumexp(dim=-1) - of_label).sum()
+    of_label = scores[kept].gather(-1, labels[kept].unsqueeze(-1)).squeeze(-1)
+    return (scores[kept].logsumexp(dim=-1) - of_label).sum()
 
 
 def balance_sum(config: PlainConfig, routed: list[Tensor], labels: Tensor) -> Tensor:
@@ -388,8 +396,13 @@ class PlainTrainer:
         """
         routed: list[Tensor] = []
         unmasked = count(labels)
-        loss = loss_sum(self.weights, self.config, tokens, labels, documents, routed) / unmasked
+        scores = logits(self.weights, self.config, tokens, documents, routed)
+        loss = _loss_of(scores, labels) / unmasked
         balanced = loss + balance_sum(self.config, routed, labels) / unmasked
+        # Chowdhery et al. 2022, section 5: z * log^2 Z
+        balanced = (
+            balanced + self.config.z_loss_coef * scores[labels != IGNORED].logsumexp(-1).square().sum() / unmasked
+        )
         by_weight = torch.autograd.grad(balanced, list(self.weights.values()))
         return loss.item(), dict(zip(self.weights, by_weight, strict=True))
 

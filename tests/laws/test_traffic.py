@@ -261,8 +261,8 @@ def _second_step(engine: Engine, run: ResolvedRun) -> dict[str, Any]:
     sent["dp", "all_reduce"] = sent.get(("dp", "all_reduce"), 0) - 2 * TOKEN_COUNT_BYTES * (run.dp - 1) // run.dp
     ranks = (
         run.world_size
-    )  # one all-reduce tells norm, loss, tokens, whether a rank wants to stop, and whether documents agree
-    assert sent.pop(("world", "all_reduce")) == 2 * 4 * 8 * (ranks - 1) // ranks
+    )  # one all-reduce tells norm, loss, tokens, z-loss, whether a rank wants to stop, and whether documents agree
+    assert sent.pop(("world", "all_reduce")) == 2 * 5 * 8 * (ranks - 1) // ranks
     layouts = [bucket.layout for bucket in engine.sharded_model.parameters.buckets]
     return {
         "sent": {key: value for key, value in sent.items() if value},

@@ -75,10 +75,11 @@ def plain_config(run: ResolvedRun) -> PlainConfig:
     """The same model for the plain implementation."""
     model = run.config.model
     names = ("hidden_size", "num_layers", "num_heads", "num_kv_heads", "ffn_hidden_size", "vocab_size", "seq_len")
-    more = ("tie_embeddings", "norm_eps", "rope_theta", "sliding_window")
+    more = ("tie_embeddings", "norm_eps", "rope_theta", "sliding_window", "final_logit_softcapping")
     family = "gpt2" if model.family == "gpt2" else "llama"  # the others are the same but for a window and experts
     keys = "num_experts", "experts_per_token", "router_aux_coef", "router_z_coef"
     experts = {key: getattr(model, key) or 0 for key in keys}
+    experts["z_loss_coef"] = run.config.training.z_loss_coef
     return PlainConfig(family=family, **experts, **{name: getattr(model, name) for name in names + more})
 
 

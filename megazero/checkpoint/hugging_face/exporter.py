@@ -76,6 +76,11 @@ def export_model(
 
 def _export(folder: Folder, out: Location, dtype: str | None, max_shard_bytes: int) -> Exported:
     trainer, model = intact_model(folder)
+    if options := format_of(model.family).not_computed(model):
+        raise CheckpointError(
+            f"{folder} was trained with {' and '.join(options)}, which transformers does not compute in a {model.family}: "
+            "it cannot be exported, and goes on in megazero"
+        )
     weights = StoredTensors(folder, MODEL)
     kept = reduce(torch.promote_types, [weights[name].dtype for name in weights.files])
     wanted = DTYPES[dtype] if dtype else kept

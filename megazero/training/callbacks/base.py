@@ -92,6 +92,7 @@ class StepRecord:
         found = {
             "step": self.step,
             "loss": self.loss,
+            "z_loss": None if measured is None else measured.z_loss or None,
             "grad_norm": None if measured is None else measured.grad_norm,
             "lr": self.lr,
             "tokens": self.position.tokens,
