@@ -130,22 +130,19 @@ def test_a_service_has_the_numbers_of_metrics_jsonl_under_one_id_after_a_rollbac
     assert config["commit"].removesuffix("-dirty") == head
 
 
-def test_a_new_run_in_the_directory_has_a_new_id_and_a_service_that_fails_says_what_it_raised(tmp_path: Path) -> None:
-    known: list[str | None] = []
-
-    def open_run(run: loggers.LoggedRun) -> loggers.Service:
-        known.append(run.known)
-        return loggers.Service(run.id, lambda step, numbers: 1 / 0, lambda is_well: None)
-
+def test_a_run_that_begins_at_step_0_has_a_new_id_and_what_a_service_raises_is_raised(tmp_path: Path) -> None:
     run = run_of(1, model=LLAMA, training={"run_dir": str(tmp_path)})
+    known: list[str | None] = []
     for start in (0, 0, 4):
         context: Any = SimpleNamespace(run=run, start=Position(start), say=print)
-        logger = loggers.ServiceLogger("some", open_run, context)
+        logger = loggers.ServiceLogger(
+            "some", lambda own: loggers.Service(own.id, lambda step, _: 1 / 0, print), context
+        )
+        known.append(logger.known)
         logger.after_step(_record(start + 1))
         with pytest.raises(ZeroDivisionError):
             logger.close()
-    assert known[:2] == [None, None]
-    assert known[2] == (tmp_path / "loggers" / "some.id").read_text()
+    assert known == [None, None, (tmp_path / "loggers" / "some.id").read_text()]
 
 
 FAILING = """

@@ -9,16 +9,8 @@ from collections.abc import Iterable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from rich import progress as bars
 from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    DownloadColumn,
-    MofNCompleteColumn,
-    Progress,
-    TextColumn,
-    TimeRemainingColumn,
-    TransferSpeedColumn,
-)
 from rich.table import Table
 from typer.core import TyperGroup
 
@@ -99,7 +91,7 @@ def schedule_problems(config: RunConfig) -> Iterable[Problem]:
     return schedule_problems(config)
 
 
-class Bar(Progress):
+class Bar(bars.Progress):
     """A bar on stderr with the rate and the time that is left; silent where that is no terminal.
 
     Args:
@@ -109,8 +101,8 @@ class Bar(Progress):
     """
 
     def __init__(self, what: str, *, of_bytes: bool = True, is_shown: bool = True) -> None:
-        counts = (DownloadColumn(), TransferSpeedColumn()) if of_bytes else (MofNCompleteColumn(),)
-        columns = (TextColumn("{task.description}"), BarColumn(16), *counts, TimeRemainingColumn())
+        counted = [bars.DownloadColumn(), bars.TransferSpeedColumn()] if of_bytes else [bars.MofNCompleteColumn()]
+        columns = ["{task.description}", bars.BarColumn(16), *counted, bars.TimeRemainingColumn()]
         is_shown = is_shown and sys.stderr.isatty()
         own: dict[str, Any] = {"auto_refresh": of_bytes, "transient": True, "disable": not is_shown}
         super().__init__(*columns, console=Console(stderr=True), **own)  # things have no thread: they may be measured

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 from megazero.data.tokenizer import END_OF_DOCUMENT_TOKENS
 from megazero.formats.documents import Problem, cut_files, documents_of, find_files
@@ -29,26 +29,23 @@ def train_tokenizer(inputs: Sequence[str], out: Path, vocab_size: int, jsonl_key
         raise ValueError(f"--vocab-size {vocab_size} must be at least {_LEAST}: the bytes, and the end of a document")
     if out.exists():
         raise FileExistsError(f"{out} exists: data that it has tokenized needs it; name another file")
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from tokenizers import ByteLevelBPETokenizer
 
     files, unread, _ = find_files(inputs)
     ranges, uncut = cut_files(files, _RANGE_BYTES)
-    for problem in (*unread, *uncut):
-        raise ValueError(f"{problem}; mend it, or leave it out")
 
     def texts() -> Iterator[str]:
+        for problem in (*unread, *uncut):
+            raise ValueError(problem)
         for each in ranges:
             for position, text in documents_of(each, jsonl_key):
                 if isinstance(text, Exception):
-                    raise ValueError(f"{Problem(each.path, position, str(text))}; mend it, or leave the file out")
+                    raise ValueError(Problem(each.path, position, str(text)))
                 yield text
 
-    alphabet, special = pre_tokenizers.ByteLevel.alphabet(), [END_OF_DOCUMENT_TOKENS[0]]
-    own: dict[str, Any] = {"special_tokens": special, "initial_alphabet": alphabet}
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(vocab_size=vocab_size, show_progress=sys.stderr.isatty(), **own)
-    tokenizer.train_from_iterator(texts(), trainer)
+    tokenizer, special = ByteLevelBPETokenizer(), [END_OF_DOCUMENT_TOKENS[0]]
+    shows = sys.stderr.isatty()
+    tokenizer.train_from_iterator(texts(), vocab_size, special_tokens=special, show_progress=shows)
     out.parent.mkdir(parents=True, exist_ok=True)
     tokenizer.save(str(out))
     return int(tokenizer.get_vocab_size())

@@ -8,8 +8,8 @@ Every other step runs as if neither key were set.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -73,27 +73,18 @@ class MemorySnapshot(Callback):
     def __init__(self, context: RunContext) -> None:
         state, step = context.engine.state, context.run.config.logging.memory_snapshot
         self._step = step if state.rank == 0 and state.device.type == "cuda" else 0
-        self._run, self._say, self._is_on = context.run, context.say, False
-        if step and not self._step:
+        self._run, self._say = context.run, context.say
+        if step and state.device.type != "cuda":
             context.say("logging.memory_snapshot: torch has snapshots of CUDA's memory only, and this run is on a CPU")
 
     def before_step(self, position: Position) -> None:
         if position.step + 1 == self._step:
-            self._is_on = True
             torch.cuda.memory._record_memory_history()
 
     def after_step(self, record: StepRecord) -> None:
-        if self._is_on:
+        if record.step == self._step:
             self._say(f"memory of step {record.step}: {_write_snapshot(self._run, f'step-{record.step:08d}-rank-0')}")
-            self.close()
-
-    def on_rollback(self, position: Position) -> None:  # noqa: ARG002
-        self.close()
-
-    def close(self) -> None:
-        if self._is_on:
             torch.cuda.memory._record_memory_history(enabled=None)
-        self._is_on = False
 
 
 def add_snapshot(text: str, run: ResolvedRun, state: ParallelState, engine: Any) -> str:
@@ -104,8 +95,8 @@ def add_snapshot(text: str, run: ResolvedRun, state: ParallelState, engine: Any)
 
 
 def _write_snapshot(run: ResolvedRun, what: str) -> str:
+    path = _path(run, f"memory-{what}.pickle")
     try:
-        path = _path(run, f"memory-{what}.pickle")
         torch.cuda.memory._dump_snapshot(path)
     except Exception as error:  # what is known must not hide behind it
         return f"a snapshot could not be written ({error!r})"
@@ -113,6 +104,5 @@ def _write_snapshot(run: ResolvedRun, what: str) -> str:
 
 
 def _path(run: ResolvedRun, name: str) -> str:
-    folder = Path(run.config.training.run_dir)
-    folder.mkdir(parents=True, exist_ok=True)
-    return str(folder / name)
+    os.makedirs(folder := run.config.training.run_dir, exist_ok=True)  # it may be a host's own
+    return os.path.join(folder, name)

@@ -15,7 +15,6 @@ import subprocess
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import partial
 from math import isfinite
 from pathlib import Path
@@ -35,64 +34,107 @@ _LAST_SECONDS = 60.0  # a run that has ended waits so long for what has not been
 _INIT_SECONDS = 30.0  # W&B is tried so long before its files are written offline
 _MOST_PARAMS = 100  # in a request to MLflow
 
-
-@dataclass(frozen=True)
-class LoggedRun:
-    """A run as a service shows it.
-
-    Args:
-        known: the id that the service knows it by; None for a new run.
-        folder: for files of the service.
-        config: every key of the run file, with the commit and the versions.
-    """
-
-    known: str | None
-    project: str
-    name: str
-    folder: Path
-    config: dict[str, Any]
-    say: Callable[[str], None]
-
-    @property
-    def id(self) -> str:
-        """The known id, or a new one."""
-        return self.known or f"{self.name}-{uuid4().hex[:8]}"
+Numbers = dict[str, float]
 
 
 class Service(NamedTuple):
     """A run opened at a service: its id, what takes the numbers of a step, and what ends it (True: all went well)."""
 
     id: str
-    log: Callable[[int, dict[str, float]], object]
+    log: Callable[[int, Numbers], object]
     finish: Callable[[bool], object]
 
 
-def open_wandb(run: LoggedRun) -> Service:
+class ServiceLogger(Callback):
+    """Sends the numbers of every step to a service.
+
+    Attributes:
+        known: the id that the service knows the run by; None for a new run.
+        name, folder, config: the run's name, a directory for files, and every key with the commit and the versions.
+    """
+
+    def __init__(self, service: str, open_run: Callable[[ServiceLogger], Service], context: RunContext) -> None:
+        config, run_dir = context.run.config, Path(context.run.config.training.run_dir)
+        self.folder, self.name, self.say = run_dir / "loggers", run_dir.resolve().name, context.say
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self._id = self.folder / f"{service}.id"
+        self.known = self._id.read_text().strip() if context.start.step and self._id.exists() else None
+        self.config: dict[str, Any] = hide_passwords(json.loads(config.model_dump_json()))
+        self.config |= {"commit": commit_of(Path()), "versions": versions(), "world_size": context.run.world_size}
+        self.project = config.logging.project
+        self._error: Exception | None = None
+        self._is_well = False
+        self._queue = SimpleQueue[tuple[int, Numbers] | None]()
+        self._thread = Thread(target=self._serve, args=(open_run,), daemon=True)
+        self._thread.start()
+
+    @property
+    def id(self) -> str:
+        """The known id, or a new one."""
+        return self.known or f"{self.name}-{uuid4().hex[:8]}"
+
+    def _serve(self, open_run: Callable[[ServiceLogger], Service]) -> None:
+        try:
+            service = open_run(self)
+            self._id.write_text(service.id)
+            while step := self._queue.get():
+                service.log(*step)
+            service.finish(self._is_well)
+        except Exception as error:
+            self._error = error
+
+    def after_step(self, record: StepRecord) -> None:
+        """Put the numbers of a step into the queue.  Raises: what the service has raised."""
+        self._queue.put((record.step, {key: value for key, value in numbers_of(record) if isfinite(value)}))
+        if self._error is not None:
+            raise self._error
+
+    def on_end(self, position: Position) -> None:  # noqa: ARG002
+        self._is_well = True
+
+    def close(self) -> None:
+        """Send what has not been sent.  Raises: what the service has raised, or TimeoutError."""
+        self._queue.put(None)
+        self._thread.join(_LAST_SECONDS)
+        if self._thread.is_alive():
+            raise TimeoutError(f"the last steps were not sent within {_LAST_SECONDS:g} s")
+        if self._error is not None:
+            raise self._error
+
+
+def commit_of(folder: Path) -> str:
+    """The commit that is checked out, with -dirty where files differ from it; empty outside of a repository."""
+    describe = ["git", "-C", str(folder), "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
+    with suppress(OSError, subprocess.SubprocessError):
+        return subprocess.run(describe, capture_output=True, text=True, timeout=10, check=True).stdout.strip()
+    return ""
+
+
+def open_wandb(run: ServiceLogger) -> Service:
     """A run at W&B; offline without credentials or network, to be sent by `wandb sync`."""
     import wandb
 
     given: dict[str, Any] = {"id": run.id, "project": run.project, "name": run.name, "config": run.config}
     given |= {"dir": str(run.folder), "resume": "allow"}
-    settings = wandb.Settings(console="off", silent=True, init_timeout=_INIT_SECONDS)
-    has_mode = "WANDB_MODE" in os.environ
+    given["settings"] = wandb.Settings(console="off", silent=True, init_timeout=_INIT_SECONDS)
     try:
-        may_send = has_mode or wandb.login(prompt=False, verify=False)
-        opened = wandb.init(mode=None if may_send else "offline", settings=settings, **given)
+        may_send = "WANDB_MODE" in os.environ or wandb.login(prompt=False, verify=False)
+        opened = wandb.init(mode=None if may_send else "offline", **given)
     except wandb.Error as error:
         run.say(f"W&B does not answer ({error}): it is logged offline")
         wandb.teardown()  # its service still holds the id
-        opened = wandb.init(mode="offline", settings=settings, **given)
+        opened = wandb.init(mode="offline", **given)
     if opened.offline:
         run.say(f"W&B is logged offline; to send it: wandb sync --append {run.folder}/wandb/offline-run-*")
     opened.define_metric("*", step_metric="step")  # W&B's own step never goes back
     return Service(
         opened.id,
         lambda step, numbers: opened.log({"step": step, **numbers}),
-        lambda is_well: opened.finish(exit_code=0 if is_well else 1),
+        lambda is_well: opened.finish(exit_code=int(not is_well)),
     )
 
 
-def open_mlflow(run: LoggedRun) -> Service:
+def open_mlflow(run: ServiceLogger) -> Service:
     """A run at the MLflow that MLFLOW_TRACKING_URI names; without one, in files."""
     uri = None
     if not os.environ.get("MLFLOW_TRACKING_URI"):
@@ -111,7 +153,7 @@ def open_mlflow(run: LoggedRun) -> Service:
         for start in range(0, len(params), _MOST_PARAMS):
             client.log_batch(id_, params=params[start : start + _MOST_PARAMS])
 
-    def log(step: int, numbers: dict[str, float]) -> None:
+    def log(step: int, numbers: Numbers) -> None:
         now = time.time_ns() // 10**6
         client.log_batch(id_, metrics=[Metric(key, value, now, step) for key, value in numbers.items()])
 
@@ -119,68 +161,13 @@ def open_mlflow(run: LoggedRun) -> Service:
     return Service(id_, log, lambda is_well: client.set_terminated(id_, "FINISHED" if is_well else "FAILED"))
 
 
-def open_trackio(run: LoggedRun) -> Service:
+def open_trackio(run: ServiceLogger) -> Service:
     """A run of trackio, on this machine unless TRACKIO_SPACE_ID or TRACKIO_SERVER_URL names another place."""
     import trackio
 
     own: dict[str, Any] = {"embed": False, "auto_log_gpu": False, "auto_log_cpu": False}
     opened = trackio.init(run.project, run.id, config=run.config, resume="allow", **own)
     return Service(opened.name, lambda step, numbers: opened.log(numbers, step=step), lambda _: opened.finish())
-
-
-def commit_of(folder: Path) -> str:
-    """The commit that is checked out, with -dirty where files differ from it; empty outside of a repository."""
-    describe = ["git", "-C", str(folder), "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
-    with suppress(OSError, subprocess.SubprocessError):
-        return subprocess.run(describe, capture_output=True, text=True, timeout=10, check=True).stdout.strip()
-    return ""
-
-
-class ServiceLogger(Callback):
-    """Sends the numbers of every step to a service."""
-
-    def __init__(self, name: str, open_run: Callable[[LoggedRun], Service], context: RunContext) -> None:
-        config = context.run.config
-        folder = Path(config.training.run_dir) / "loggers"
-        folder.mkdir(parents=True, exist_ok=True)
-        self._id = folder / f"{name}.id"
-        known = self._id.read_text().strip() if context.start.step and self._id.exists() else None
-        described: dict[str, Any] = hide_passwords(json.loads(config.model_dump_json()))
-        described |= {"commit": commit_of(Path()), "versions": versions(), "world_size": context.run.world_size}
-        title = Path(config.training.run_dir).resolve().name
-        run = LoggedRun(known, config.logging.project, title, folder, described, context.say)
-        self._error: Exception | None = None
-        self._is_well = False
-        self._queue = SimpleQueue[tuple[int, dict[str, float]] | None]()
-        self._thread = Thread(target=self._serve, args=(open_run, run), daemon=True)
-        self._thread.start()
-
-    def _serve(self, open_run: Callable[[LoggedRun], Service], run: LoggedRun) -> None:
-        try:
-            service = open_run(run)
-            self._id.write_text(service.id)
-            while step := self._queue.get():
-                service.log(*step)
-            service.finish(self._is_well)
-        except Exception as error:
-            self._error = error
-
-    def after_step(self, record: StepRecord) -> None:
-        if self._error is not None:
-            raise self._error
-        self._queue.put((record.step, {key: value for key, value in numbers_of(record) if isfinite(value)}))
-
-    def on_end(self, position: Position) -> None:  # noqa: ARG002
-        self._is_well = True
-
-    def close(self) -> None:
-        """Send what has not been sent.  Raises: what the service has raised, or TimeoutError."""
-        self._queue.put(None)
-        self._thread.join(_LAST_SECONDS)
-        if self._thread.is_alive():
-            raise TimeoutError(f"the last steps were not sent within {_LAST_SECONDS:g} s")
-        if self._error is not None:
-            raise self._error
 
 
 WANDB = partial(ServiceLogger, "wandb", open_wandb)
