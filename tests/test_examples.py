@@ -146,10 +146,7 @@ def _losses(folder: Path, name: str, python: list[str], *overrides: str) -> list
 # Pages
 
 
-def test_the_site_has_every_page_and_builds_without_a_warning(tmp_path: Path) -> None:
-    pages = re.findall(r": (\w+\.md)$", (ROOT / "mkdocs.yml").read_text(encoding="utf-8"), re.MULTILINE)
-    above = ["index.md", "contributing.md", "changelog.md"]
-    assert sorted(pages) == sorted([*above, *(path.name for path in (ROOT / "docs").glob("*.md"))])
+def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
     pytest.importorskip("mkdocstrings", reason="pip install 'megazero[docs]'")
     build = [sys.executable, "-m", "mkdocs", "build", "--quiet", "--strict", "--site-dir", tmp_path]
     built = subprocess.run(build, cwd=ROOT, capture_output=True, text=True, check=False)

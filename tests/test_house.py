@@ -78,6 +78,16 @@ def test_pages_name_tests_that_exist() -> None:
     assert not sorted(named - known)
 
 
+def test_the_site_and_the_readme_list_every_page() -> None:
+    """`nav` of mkdocs.yml, and the tables of the README."""
+    listed = re.findall(r": (\w+\.md)$", (ROOT / "mkdocs.yml").read_text(encoding="utf-8"), re.MULTILINE)
+    pages = {path.name for path in (ROOT / "docs").glob("*.md")}
+    assert sorted(listed) == sorted({*pages, "index.md", "contributing.md", "changelog.md"})
+    assert pages == set(
+        re.findall(r"^\| \[docs/(\S+)\]", (ROOT / "README.md").read_text(encoding="utf-8"), re.MULTILINE)
+    )
+
+
 PAGES = ["CONTRIBUTING.md", "README.md", *(f"docs/{page.name}" for page in sorted((ROOT / "docs").glob("*.md")))]
 
 
