@@ -355,7 +355,7 @@ class Recomputed:
     ) -> None:
         self.function, self._tape, self._shards, self._draws = function, tape, shards, draws
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    @torch._disable_dynamo  # as torch.compiler.disable, but loads the compiler at the first call
     def __call__(self, *args: Any) -> Any:
         if not torch.is_grad_enabled():
             return self.function(*args)

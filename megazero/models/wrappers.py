@@ -60,7 +60,7 @@ class SavingBlock:
     def __init__(self, function: Callable[..., Any], offload: Callable[[], SavedTensorHooks] | None = None) -> None:
         self.function, self._offload = function, offload
 
-    @torch.compiler.disable(recursive=False)  # type: ignore[untyped-decorator]
+    @torch._disable_dynamo(recursive=False)  # as torch.compiler.disable, but loads the compiler at the first call
     def __call__(self, *args: Any) -> Any:
         if not torch.is_grad_enabled():
             return self.function(*args)
