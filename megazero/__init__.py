@@ -12,6 +12,8 @@ from typing import Any
 
 from megazero.annexes import added_name
 
+__version__ = "0.1.0"
+
 
 def __getattr__(name: str) -> Any:
     if name in ("checkpoint", "pipe", "zero"):

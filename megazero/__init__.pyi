@@ -8,3 +8,5 @@ from megazero.deepspeed.script_setup import initialize as initialize
 from megazero.deepspeed.training_engine import RepeatingLoader as RepeatingLoader
 from megazero.parallel_state import RankGrid as RankGrid
 from megazero.parallel_state import parallel_state_of as parallel_state_of
+
+__version__: str

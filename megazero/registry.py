@@ -15,7 +15,8 @@ from importlib import import_module
 from inspect import Parameter, signature
 from typing import Any, Generic, TypeVar
 
-from pydantic import GetCoreSchemaHandler
+from pydantic import GetCoreSchemaHandler, GetJsonSchemaHandler
+from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
 T = TypeVar("T")
@@ -94,6 +95,10 @@ class NameIn:
 
     def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
         return core_schema.no_info_before_validator_function(self._check, handler(source))
+
+    def __get_pydantic_json_schema__(self, schema: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
+        """Editors complete the names that there are, and take any other: a script may register it."""
+        return {"anyOf": [{"type": "string", "enum": list(self.registry)}, handler(schema)]}
 
     def _check(self, value: object) -> object:
         names = list(self.registry)

@@ -28,7 +28,11 @@ class Local(TyperGroup):
     """Commands that read and write files of this machine; those of checkpoints take URLs, too."""
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-        """As in click.  Ends the command for a URL, of which pathlib would make a directory."""
+        """As in click.  Ends the command for a URL, of which pathlib would make a directory, and for a key like an option."""
+        for word, after in zip(args, [*args[1:], "VALUE"], strict=True):
+            if key := re.fullmatch(r"--(\w+(?:\.\w+)+)(=.*)?", word):
+                value = key[2] or f"={'VALUE' if after.startswith('--') else after}"
+                fail(f"{word} is no option: keys of the run file have no dashes; write {key[1]}{value}", EXIT_REFUSED)
         if args[0] != "checkpoint" and (urls := [arg for arg in args if re.match(r"(--\w+=)?\w[\w+.-]*:/", arg)]):
             fail(f"{urls[0]} is a URL, and megazero {args[0]} takes files of this machine: copy it here", EXIT_REFUSED)
         return super().resolve_command(ctx, args)

@@ -2,26 +2,39 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+
 import typer
 
+import megazero
 from megazero.annexes import added
 from megazero.cli import checkpoint
 from megazero.cli._common import Local
 from megazero.cli.check import check
 from megazero.cli.evaluate import evaluate, generate
+from megazero.cli.reference import config, models
 from megazero.cli.train import train
 
-app = typer.Typer(
-    no_args_is_help=True,
-    add_completion=False,
-    pretty_exceptions_enable=False,
-    help="The command `megazero`: parse, call, print.",
-    cls=Local,
-)
-app.command()(train)
-app.command()(check)
-app.command()(evaluate)
-app.command()(generate)
+app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False, cls=Local)
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        print(f"megazero {megazero.__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _megazero(
+    version: Annotated[
+        bool, typer.Option("--version", help="Print the version.", callback=_print_version, is_eager=True)
+    ] = False,
+) -> None:
+    """Pretrain GPTs on any shape of cluster: one TOML file is one run.  `megazero config` prints all that it may say."""
+
+
+for _function in (train, check, evaluate, generate, config, models):
+    app.command()(_function)
 app.add_typer(checkpoint.app, name="checkpoint")
 for _name, _command in added("checkpoint command").items():
     checkpoint.app.command(_name)(_command)

@@ -1,7 +1,7 @@
-"""Writing: a run as a TOML file, which loads as the same run, and what a key takes, in words.
+"""Writing: a run as a TOML file, which loads as the same run, and what a key takes, in words and as a JSON schema.
 
     [parallel]
-    tp = 2            integer >= 1
+    tp = 2            integer >= 1            {"type": "integer", "minimum": 1}
 
 A file has every key that has a value; an unset one is left out, and is unset again when read.
 """
@@ -18,9 +18,9 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 from pydantic.fields import FieldInfo
 
 from megazero.config.load import ResolvedRun
-from megazero.config.schema import RunConfig, is_section, keys
+from megazero.config.schema import RunConfig, is_section, keys, sections
 from megazero.registry import NameIn
-from megazero.settings import LARGEST_COUNT, LARGEST_NUMBER, Spelling, hide_passwords, toml_value
+from megazero.settings import LARGEST_COUNT, LARGEST_NUMBER, ActsWhere, Spelling, hide_passwords, toml_value
 
 _OURS = "# Written by megazero when a run starts, with every key: a later start writes it anew.\n"
 _NAMES = {int: "integer", float: "number", str: "string", bool: "true or false"}
@@ -81,6 +81,55 @@ def save_config(run: RunConfig | ResolvedRun, path: str | Path) -> Path | None:
     finally:
         beside.unlink(missing_ok=True)
     return aside
+
+
+def reference(name: str = "") -> str:
+    """Write a run file in which every key has its default, with its text and type above it; "" where no key has the name.
+
+    Args:
+        name: of a section or of a key, as "zero.offload" or "training.steps"; empty for all.
+    """
+    classes, tables = sections(), []
+    for section, fields in keys().items():
+        own = [key for key in fields if f"{section}.{key}.".startswith(f"{name}." if name else "")]
+        if not own:
+            continue
+        defaults = classes[section]().model_dump()
+        tables.append(f"# {classes[section].__doc__}\n[{section}]\n")
+        for key in own:
+            text = f"# {fields[key].description}{where_text(fields[key])}\n# {type_text(fields[key])}\n"
+            unset = defaults[key] is None
+            tables.append(text + (f"# {key} is unset\n" if unset else f"{key} = {toml_value(defaults[key])}\n"))
+    return "\n".join(tables)
+
+
+def json_schema() -> dict[str, Any]:
+    """The JSON schema of a run file, by which editors check and complete it."""
+    schema: dict[str, Any] = _for_toml(RunConfig.model_json_schema())
+    return {"$schema": "http://json-schema.org/draft-07/schema#"} | schema  # which the TOML plug-ins of editors know
+
+
+def _for_toml(schema: Any) -> Any:
+    """A schema without null, which TOML does not have, and without titles and the defaults of whole sections."""
+    if isinstance(schema, list):
+        return [_for_toml(item) for item in schema if item != {"type": "null"}]
+    if not isinstance(schema, dict):
+        return schema
+    names = {"prefixItems": "items"}  # as draft 7 has it
+    left_out = {"title"} | ({"default"} if isinstance(schema.get("default"), dict | list | None) else set())
+    return {names.get(key, key): _for_toml(value) for key, value in schema.items() if key not in left_out}
+
+
+def where_text(field: FieldInfo) -> str:
+    """Say where a key acts; nothing for one that always does."""
+    parts = []
+    for item in field.metadata:
+        if isinstance(item, ActsWhere):
+            values = item.values_in(RunConfig())
+            is_one = f"= {' or '.join('unset' if value is None else toml_value(value) for value in values)}"
+            above = f"> {item.above}" if item.above else "is set"
+            parts.append(f"{' or '.join(item.keys.split())} {is_one if values else above}")
+    return f" Only where {' and '.join(parts)}." if parts else ""
 
 
 def type_text(field: FieldInfo) -> str:

@@ -240,6 +240,8 @@ def _override(tables: Tables, text: str) -> Problem | None:
             return None if home in sections() else Problem("override", text, f"{home} is no section")
     if written == _UNSET and key in keys().get(".".join(outer), {}):
         table.pop(key, None)
+        if outer == ["model"]:
+            table[key] = None  # also where a preset has it
     else:
         table[key] = _override_value(written)
     return None

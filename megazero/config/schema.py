@@ -329,19 +329,20 @@ class ValidationSource(Section):
         return self.path if len(written) == 1 else written
 
 
-def _source_of(keys: str) -> tuple[BeforeValidator, Spelling]:
-    """Accept a source as its path, or as a table of these keys."""
+def _source_of(kind: type[Section]) -> tuple[BeforeValidator, Spelling]:
+    """Accept a source as its path, or as a table of the keys of its class."""
+    keys = ", ".join(kind.model_fields)
 
     def table(value: object) -> object:
         if not isinstance(value, str | dict | Section):
             raise PydanticCustomError("source", f"be a string or a table {{ {keys} }}")
         return {"path": value} if isinstance(value, str) else value
 
-    return BeforeValidator(table), Spelling(f"string or {{ {keys} }}")
+    return BeforeValidator(table, json_schema_input_type=str | kind), Spelling(f"string or {{ {keys} }}")
 
 
-Source = Annotated[DataSource, *_source_of("path, weight")]
-Validated = Annotated[ValidationSource, *_source_of("path, name, every_steps, samples")]
+Source = Annotated[DataSource, *_source_of(DataSource)]
+Validated = Annotated[ValidationSource, *_source_of(ValidationSource)]
 
 
 class DataConfig(Section):
@@ -372,7 +373,7 @@ def _steps(value: object) -> object:
     return first_last
 
 
-Steps = Annotated[tuple[int, int], BeforeValidator(_steps)]
+Steps = Annotated[tuple[int, int], BeforeValidator(_steps, json_schema_input_type=int | tuple[int, int])]
 
 
 class TrainingConfig(Section):

@@ -4,14 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from math import ceil, floor, log, pi
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import BeforeValidator, Field, WithJsonSchema, model_validator
 from pydantic_core import PydanticCustomError
 
-from megazero.models.registry import FAMILIES
+from megazero.models.registry import FAMILIES, PRESETS
 from megazero.registry import NameIn
-from megazero.settings import ActsWhere, Count, Epsilon, Positive, PositiveOrZero, Section, ShareBelowOne, toml_value
+from megazero.settings import (
+    ActsWhere,
+    Count,
+    Epsilon,
+    Positive,
+    PositiveOrZero,
+    Section,
+    ShareBelowOne,
+    Spelling,
+    Text,
+    toml_value,
+)
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -106,9 +117,25 @@ def _of_families(key: str) -> ActsWhere:
     return ActsWhere("model.family", reading, "this family does not read it (ModelFamily.reads)")
 
 
+def _published(name: object) -> object:
+    if name not in [*PRESETS]:
+        raise PydanticCustomError("preset", "be a name that `megazero models` lists", {"choices": [*PRESETS]})
+    return name
+
+
+Preset = Annotated[
+    Text,
+    Spelling("name that `megazero models` lists"),
+    BeforeValidator(_published),
+    WithJsonSchema({"type": "string", "enum": [*PRESETS]}),
+]
+
+
 class ModelConfig(Section):
     """The network: its family and its sizes."""
 
+    preset: Preset | None = None
+    """A published model, of which the keys below are where they are unset; seq_len is its whole context (docs/models.md)."""
     family: Annotated[str, NameIn(FAMILIES)] = "llama"
     """The layers and their names; see docs/models.md."""
     hidden_size: Annotated[int, Field(ge=1, le=2**20)] = 1024
@@ -155,6 +182,16 @@ class ModelConfig(Section):
     """Probability of dropping an element after the embedding and after each residual branch."""
     init_std: Positive = 0.02
     """Standard deviation of the initial weights."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _above_the_preset(cls, values: Any) -> Any:
+        """The keys of the preset where none are given, and no preset; None leaves a key of the preset out."""
+        if not isinstance(values, dict):
+            return values
+        preset = PRESETS.get(str(values.get("preset")), {})
+        merged = preset | values | ({"preset": None} if preset else {})
+        return {key: value for key, value in merged.items() if value is not None}
 
     @property
     def head_size(self) -> int:

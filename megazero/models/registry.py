@@ -1,8 +1,10 @@
-"""The model families that `model.family` may name; a script may register its own, see `ModelFamily`."""
+"""The model families that `model.family` may name, of which a script may register its own (`ModelFamily`); and `presets.toml`."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import tomllib
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from megazero.registry import Registry
 
@@ -24,3 +26,7 @@ FAMILIES: Registry[ModelFamily] = Registry(
     },
     "megazero.models.family:ModelFamily",
 )
+
+# Published models by name, as keys of [model], and how many parameters each has.
+PRESETS: dict[str, dict[str, Any]] = tomllib.loads(Path(__file__).with_name("presets.toml").read_text(encoding="utf-8"))
+PARAMETERS: dict[str, int] = {name: preset.pop("parameters") for name, preset in PRESETS.items()}

@@ -35,7 +35,12 @@ def _of_lr_schedules(key: str) -> ActsWhere:
     return ActsWhere("lr_schedule.name", lambda _: lr_schedules_reading(key), "it does not read this key")
 
 
-Options = Annotated[tuple[tuple[str, object], ...], BeforeValidator(_pairs), PlainSerializer(dict), Spelling("table")]
+Options = Annotated[
+    tuple[tuple[str, object], ...],
+    BeforeValidator(_pairs, json_schema_input_type=dict[str, object]),
+    PlainSerializer(dict),
+    Spelling("table"),
+]
 
 
 class OptimizerConfig(Section):
