@@ -18,6 +18,7 @@ from harness import run_command as megazero
 from quickstart import QUICKSTART, TINY
 from typer.testing import CliRunner, Result
 
+import megazero as megazero_package
 from megazero.checkpoint.folder import folder_at
 from megazero.checkpoint.index import find_damage, find_newest
 from megazero.cli.commands import app
@@ -329,6 +330,26 @@ def test_a_script_registers_a_callback_that_the_run_file_names(tmp_path: Path) -
     assert find_newest(tmp_path / "run" / "checkpoints") == folder_at(
         tmp_path / "run" / "checkpoints" / "step-00000002"
     )
+
+
+@pytest.mark.parametrize(
+    ("words", "status", "said"),
+    [
+        ("--version", 0, f"megazero {megazero_package.__version__}\n"),
+        ("--show-completion bash", 0, "complete"),
+        ("models", 0, r"llama-3\.1-8b +llama +8,030,261,248 +32 +4,096 +32 +128,256 +131,072"),
+        ("config zero.stage", 0, r"^# .*\n\[zero\]\n\n# .*\n# 0 or 1 or 2 or 3\nstage = 1\n$"),
+        ("config lr", 2, r"no section or key is named lr: did you mean optimizer\.lr\?"),
+        ("train run.toml --training.steps 10", 2, r"write training\.steps=10$"),
+        ("check run.toml --zero.stage=3", 2, r"write zero\.stage=3$"),
+    ],
+)
+def test_what_a_run_file_may_say_is_printed_and_a_key_with_dashes_is_told_without(
+    words: str, status: int, said: str
+) -> None:
+    told = megazero(*words.split())
+    assert told.returncode == status
+    assert re.search(said, told.stdout or told.stderr.strip()), told
 
 
 def test_commands_without_a_run_file_load_extensions_by_option(tmp_path: Path) -> None:

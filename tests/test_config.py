@@ -16,6 +16,7 @@ from pydantic import ValidationError
 
 from megazero.config import ConfigError, RunConfig, load_config, resolve, save_config, to_toml
 from megazero.config.derive import cache_directory, complete_batch
+from megazero.config.document import reference
 from megazero.config.schema import DataConfig, DataSource, keys, sections
 from megazero.models.config import RopeScaling
 from megazero.models.registry import FAMILIES
@@ -225,7 +226,7 @@ def test_the_message_is_a_numbered_list(write):
 
 # Overrides, and the key and the beginning of what is told about it.
 UNKNOWN = """
-model.zq=8 -> model.zq: unknown key; the keys of [model] are family, hidden_size, num_layers, num_heads,
+model.zq=8 -> model.zq: unknown key; the keys of [model] are preset, family, hidden_size, num_layers, num_heads,
 model.lr=3 -> model.lr: unknown key in [model]; did you mean optimizer.lr?
 training.zero_stage=3 -> training.zero_stage: unknown key in [training]; did you mean zero.stage?
 modle.num_heads=3 -> modle.num_heads: unknown section [modle]; did you mean model.num_heads?
@@ -839,6 +840,30 @@ def test_a_password_of_any_characters_leaves_a_run_file_valid_and_is_not_in_it(u
     read = tomllib.loads(to_toml(RunConfig.model_validate({"checkpoint": {"directory": url, "resume": url}})))
     assert read["checkpoint"] | {"directory": shown, "resume": shown} == read["checkpoint"]
     assert "s3c" not in str(Problem("checkpoint.directory", [url], "must be shorter"))
+
+
+def test_a_preset_lies_below_the_keys_of_the_run_and_the_resolved_run_has_its_keys(write):
+    path = write('[model]\npreset = "mistral-7b-v0.1"\nnum_layers = 4\n')
+    run = load_config(path, ["model.sliding_window=unset", "model.seq_len=2048"])
+    model = run.config.model
+    assert (model.hidden_size, model.num_layers, model.seq_len) == (4096, 4, 2048)
+    assert (model.sliding_window, model.preset) == (None, None)
+    assert load_config(path).config.model.sliding_window == 4096
+    assert "preset" not in to_toml(run)
+    other = load_config(path, ["model.seq_len=512", "model.preset=gpt2"]).config.model
+    assert (other.family, other.num_layers, other.seq_len) == ("gpt2", 12, 512)
+    assert load_config(write(to_toml(run))) == run
+    (problem,) = problems(path, "model.preset=mistral-7b")
+    assert 'model.preset = "mistral-7b": must be a name that `megazero models` lists; write "mistral-7b-v0.' in problem
+
+
+def test_the_reference_is_a_run_file_with_every_key_at_its_default():
+    assert RunConfig.model_validate(tomllib.loads(reference())) == RunConfig()
+    assert re.findall(r"^(?:# )?(\w+) (?:=|is unset)", reference(), re.MULTILINE) == [
+        k for f in keys().values() for k in f
+    ]
+    assert re.findall(r"^\[(.*)\]$", reference("zero"), re.MULTILINE) == ["zero", "zero.offload"]
+    assert reference("training.steps").endswith("# Optimizer steps.\n# integer >= 1\nsteps = 1000\n")
 
 
 def test_every_key_is_documented_and_every_default_stands():

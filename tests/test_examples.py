@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import pydoc
 import re
 import shlex
@@ -17,7 +18,8 @@ import pytest
 import torch
 import typer.main
 from harness import free_port, metrics_of, run_command, run_program, without_launcher
-from key_page import to_markdown
+from jsonschema import Draft7Validator
+from key_page import SCHEMA, to_markdown
 from quickstart import ONE_STAGE, QUICKSTART, TINY
 from torch import nn
 from typer.testing import CliRunner
@@ -26,13 +28,16 @@ from worlds import over
 from megazero.checkpoint.hugging_face.config import logical_shapes
 from megazero.checkpoint.index import TrainerState
 from megazero.cli.commands import app
-from megazero.config import load_config
+from megazero.config import RunConfig, load_config, resolve
+from megazero.config.document import json_schema, reference
 from megazero.engine.phases import check_same_run, phases_after
 from megazero.formats.tokenize import tokenize_files
 from megazero.layers.context_attention import ContextAttention
 from megazero.layers.sample_part import TokenLayout, part_of
+from megazero.models.config import ModelConfig
 from megazero.models.gpt import BuildContext
 from megazero.models.llama.block import llama_attention, rotary_embedding
+from megazero.models.registry import FAMILIES, PARAMETERS, PRESETS
 from megazero.parallel_state import Axis
 from megazero.settings import toml_value
 
@@ -69,6 +74,39 @@ def test_an_example_resolves_on_its_cluster_and_has_the_size_in_its_name(name: s
     if parameters is not None:
         shapes = logical_shapes(run.config.model).values()
         assert sum(prod(shape) for shape in shapes) == pytest.approx(parameters, rel=1e-3)
+
+
+def test_a_preset_has_as_many_parameters_as_the_published_weights() -> None:
+    for name, published in PARAMETERS.items():
+        model = resolve(RunConfig(model=ModelConfig(preset=name)), 1).config.model
+        assert sum(map(prod, logical_shapes(model).values())) == published, name
+    assert {preset["family"] for preset in PRESETS.values()} == {
+        name for name in FAMILIES if FAMILIES.is_built_in(name)
+    }
+
+
+def test_editors_take_every_example_and_refuse_what_is_wrong_by_itself() -> None:
+    schema = json.loads(SCHEMA.read_text(encoding="utf-8"))
+    assert schema == json_schema(), "examples/run.schema.json is out of date: run tests/key_page.py"
+    Draft7Validator.check_schema(schema)
+    editor = Draft7Validator(schema)
+    for path in EXAMPLES.glob("*.toml"):
+        text = path.read_text(encoding="utf-8")
+        assert text.startswith("#:schema ./run.schema.json\n"), path
+        editor.validate(tomllib.loads(text))
+    for kept in (
+        '[optimizer]\nname = "mine"\noptions = { a = 1 }',
+        "[training]\nskip_steps = [12, [15, 16]]",
+        reference(),
+    ):
+        editor.validate(tomllib.loads(kept))
+    for wrong in (
+        "[model]\nhidden = 1",
+        "[parallel]\ntp = '2'",
+        "[precision]\ndtype = 'fp23'",
+        "[model]\npreset = 'gpt5'",
+    ):
+        assert not editor.is_valid(tomllib.loads(wrong)), wrong
 
 
 def test_the_run_at_128k_goes_on_with_the_one_at_8k() -> None:

@@ -25,7 +25,7 @@ from megazero.engine import Engine
 from megazero.engine.phases import Position
 from megazero.formats.hugging_face import import_model, model_section
 from megazero.models.config import ModelConfig, RopeScaling
-from megazero.models.registry import FAMILIES
+from megazero.models.registry import FAMILIES, PRESETS
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_thread")]  # starts whole runs
 
@@ -354,6 +354,10 @@ def test_a_published_configuration_is_the_model_of_its_run_file(name: str) -> No
     example = Path(__file__).parent.parent / "examples" / f"{name}.toml"
     model = load_config(example, [], int(name.rpartition("_")[2].removesuffix("gpu"))).config.model
     assert model_section(PUBLISHED[name], model.seq_len) == model
+    presets = [
+        RunConfig(model=ModelConfig(preset=preset)) for preset in PRESETS if PRESETS[preset]["family"] == model.family
+    ]
+    assert model_section(PUBLISHED[name]) in [resolve(preset, 1).config.model for preset in presets]
     form = FAMILIES[model.family].hugging_face
     assert form is not None
     assert form.told(PUBLISHED[name], model.seq_len) == ()  # nothing of it is lost

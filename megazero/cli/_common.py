@@ -28,7 +28,7 @@ class Local(TyperGroup):
     """Commands that read and write files of this machine; those of checkpoints take URLs, too."""
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-        """As in click.  Ends the command for a URL, of which pathlib would make a directory, and for a key like an option."""
+        """As in click.  Ends the command for a URL, of which pathlib would make a directory, and for a key with dashes."""
         for word, after in zip(args, [*args[1:], "VALUE"], strict=True):
             if key := re.fullmatch(r"--(\w+(?:\.\w+)+)(=.*)?", word):
                 value = key[2] or f"={'VALUE' if after.startswith('--') else after}"

@@ -17,7 +17,9 @@ def models() -> None:
     from megazero.models.config import ModelConfig
     from megazero.models.registry import PARAMETERS
 
-    numbers = (Column(name, justify="right") for name in ("parameters", "layers", "hidden", "heads", "vocab", "context"))
+    numbers = (
+        Column(name, justify="right") for name in ("parameters", "layers", "hidden", "heads", "vocab", "context")
+    )
     table = Table("model.preset", "family", *numbers, box=None)
     for name, parameters in PARAMETERS.items():
         model = ModelConfig(preset=name)
@@ -27,8 +29,12 @@ def models() -> None:
 
 
 def config(
-    name: Annotated[str, typer.Argument(help="A section or a key, such as zero or training.steps; all by default.")] = "",
-    schema: Annotated[bool, typer.Option("--schema", help="Write the JSON schema, for editors (docs/config.md).")] = False,
+    name: Annotated[
+        str, typer.Argument(help="A section or a key, such as zero or training.steps; all by default.")
+    ] = "",
+    schema: Annotated[
+        bool, typer.Option("--schema", help="Write the JSON schema, for editors (docs/config.md).")
+    ] = False,
 ) -> None:
     """Print every key of a run file with its text, type and default: itself a run file."""
     from megazero.config.document import json_schema, reference

@@ -24,7 +24,21 @@ def train(
     config: Annotated[Path, typer.Argument(help="The run's TOML file.")],
     overrides: Annotated[list[str] | None, typer.Argument(help="key.sub=value, over what the file says.")] = None,
 ) -> None:
-    """Train a GPT.  Joins torchrun where it started this process; otherwise starts launch.nproc_per_node ranks itself."""
+    """Train a GPT.  Joins torchrun where it started this process; otherwise starts launch.nproc_per_node ranks itself.
+
+    \b
+    Example:
+      megazero train examples/quickstart.toml training.steps=50 zero.stage=3
+
+    \b
+    Exit codes:
+      0   the run is done
+      1   it failed; the last line says whether the same command goes on
+      2   the configuration is wrong, or another run owns its directories
+      75  a signal stopped it after everything was saved; the same command goes on
+
+    The same command goes on from the newest checkpoint.  Keys: `megazero config`, or docs/config.md.
+    """
     from megazero.terminal import Terminal, drain, warn
 
     stop = StopRequest()

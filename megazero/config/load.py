@@ -128,7 +128,8 @@ def load_config(
 def _checked(path: Path, overrides: Sequence[str] = ()) -> tuple[list[Problem], RunConfig, bool]:
     """Check the keys of a file by themselves: what is wrong, the run without the wrong keys, whether all keys are right."""
     tables = _read(path)
-    problems = [problem for text in overrides if (problem := _override(tables, text))]
+    ordered = sorted(overrides, key=lambda text: not text.startswith("model.preset="))  # other keys go over it
+    problems = [problem for text in ordered if (problem := _override(tables, text))]
     launch = tables.get("launch")
     if isinstance(launch, dict):  # before the checks: they accept the names that an extension registers
         problems += import_extensions(launch.get("extensions"))
@@ -243,6 +244,8 @@ def _override(tables: Tables, text: str) -> Problem | None:
         if outer == ["model"]:
             table[key] = None  # also where a preset has it
     else:
+        if name == "model.preset":
+            table.clear()  # the file's whole [model] is another model
         table[key] = _override_value(written)
     return None
 

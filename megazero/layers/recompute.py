@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch._compile import _disable_dynamo
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from megazero.comm.collectives import all_gather
@@ -355,7 +356,7 @@ class Recomputed:
     ) -> None:
         self.function, self._tape, self._shards, self._draws = function, tape, shards, draws
 
-    @torch._disable_dynamo  # as torch.compiler.disable, but loads the compiler at the first call
+    @_disable_dynamo  # as torch.compiler.disable, but loads the compiler at the first call
     def __call__(self, *args: Any) -> Any:
         if not torch.is_grad_enabled():
             return self.function(*args)

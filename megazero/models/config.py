@@ -119,7 +119,8 @@ def _of_families(key: str) -> ActsWhere:
 
 def _published(name: object) -> object:
     if name not in [*PRESETS]:
-        raise PydanticCustomError("preset", "be a name that `megazero models` lists", {"choices": [*PRESETS]})
+        begun = [preset for preset in PRESETS if preset.startswith(str(name))]
+        raise PydanticCustomError("preset", "be a name that `megazero models` lists", {"choices": begun or [*PRESETS]})
     return name
 
 

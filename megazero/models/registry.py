@@ -1,4 +1,4 @@
-"""The model families that `model.family` may name, of which a script may register its own (`ModelFamily`); and `presets.toml`."""
+"""What `model.family` and `model.preset` may name; a script may register a family of its own, see `ModelFamily`."""
 
 from __future__ import annotations
 

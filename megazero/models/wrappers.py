@@ -32,6 +32,7 @@ from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
+from torch._compile import _disable_dynamo
 
 from megazero.layers.activation_offload import PLAIN_TENSORS, ActivationStore
 from megazero.layers.attention import Attention, AttentionCore, RotaryEmbedding, SharedKVHead
@@ -60,7 +61,7 @@ class SavingBlock:
     def __init__(self, function: Callable[..., Any], offload: Callable[[], SavedTensorHooks] | None = None) -> None:
         self.function, self._offload = function, offload
 
-    @torch._disable_dynamo(recursive=False)  # as torch.compiler.disable, but loads the compiler at the first call
+    @_disable_dynamo(recursive=False)  # as torch.compiler.disable, but loads the compiler at the first call
     def __call__(self, *args: Any) -> Any:
         if not torch.is_grad_enabled():
             return self.function(*args)
