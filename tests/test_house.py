@@ -83,9 +83,8 @@ def test_the_site_and_the_readme_list_every_page() -> None:
     listed = re.findall(r": (\w+\.md)$", (ROOT / "mkdocs.yml").read_text(encoding="utf-8"), re.MULTILINE)
     pages = {path.name for path in (ROOT / "docs").glob("*.md")}
     assert sorted(listed) == sorted({*pages, "index.md", "contributing.md", "changelog.md"})
-    assert pages == set(
-        re.findall(r"^\| \[docs/(\S+)\]", (ROOT / "README.md").read_text(encoding="utf-8"), re.MULTILINE)
-    )
+    rows = re.findall(r"^\| \[docs/(\S+)\]", (ROOT / "README.md").read_text(encoding="utf-8"), re.MULTILINE)
+    assert sorted(rows) == sorted(pages)
 
 
 PAGES = ["CONTRIBUTING.md", "README.md", *(f"docs/{page.name}" for page in sorted((ROOT / "docs").glob("*.md")))]
