@@ -42,13 +42,16 @@ def _lines(*overrides: str) -> dict[str, list[str]]:
     return found
 
 
+def _tokenized(folder: Path, documents: int, length: int) -> Path:
+    (folder / "text.jsonl").write_text("\n".join([json.dumps({"text": "a" * length})] * documents))
+    tokenize_files([folder / "text.jsonl"], folder / "pair", "byte")
+    return folder / "pair"
+
+
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """34 documents of 100 bytes and their end: 3,434 tokens, 107 windows of 32."""
-    folder = tmp_path_factory.mktemp("corpus")
-    (folder / "text.jsonl").write_text("\n".join(json.dumps({"text": "a" * 100}) for _ in range(34)))
-    tokenize_files([folder / "text.jsonl"], folder / "pair", "byte")
-    return folder / "pair"
+    return _tokenized(tmp_path_factory.mktemp("corpus"), 34, 100)
 
 
 def test_the_command_says_what_64_gpus_would_do() -> None:
@@ -66,18 +69,14 @@ def test_the_command_says_what_64_gpus_would_do() -> None:
     assert told.endswith("can run on 64 ranks, if what was not checked is there\n")
     wide = megazero("check", QUICKSTART, "--world-size", "64").stdout
     assert wide.endswith("can run on 64 ranks\n")
-    assert "nproc_per_node" not in wide
     refused = megazero("check", QUICKSTART, "--world-size", "8", "--device-gib", "0.001", "launch.device=cpu")
     small = refused.stdout
     assert refused.returncode == 2
     assert small.endswith("quickstart.toml is right for 8 ranks, but does not fit the device\n"), small
     assert "no one setting frees the " in small
-    assert "offload" not in small  # a CPU's memory is the host's
     alone = megazero("check", ROOT / "examples" / "llama_70b_512gpu.toml")
     assert alone.returncode == 2
-    assert "torchrun" not in alone.stderr
     assert "say --world-size 32, or as many as there are" in alone.stderr
-    assert "nproc_per_node = 32" not in alone.stderr
 
 
 def test_it_is_told_whether_a_sample_fits_and_what_is_named_then_does() -> None:
@@ -97,29 +96,21 @@ def test_it_is_told_whether_a_sample_fits_and_what_is_named_then_does() -> None:
     kept = tokens * (layers * (12 * h + 4 * k + 6 * f + 4 * a + 8) + 2 * 128256) / 2  # and logits, all over tp 2
     parameters = layers * (2 * h * h + 2 * h * k + 3 * h * f) + 2 * 128256 * h
     gib = ((6 + 12 / 32) * parameters / 2 + kept) / 2**30
-    needed = float(told(80).split()[0])
+    needed = float(told(80).split()[1])
     assert gib < needed < gib * 1.6, (gib, needed)  # buffers and working memory come on top
-    assert ": fits, " in told(needed * 1.01)
+    assert told(needed * 1.01).startswith("fits: ")
     short = told(needed * 0.8)
-    assert ": does not fit; would fit, by the plan: " in short
+    assert short.startswith("does not fit: ")
     remedy = short.partition("by the plan: ")[2].partition(" (frees ")[0]
-    assert ": fits, " in told(needed * 0.8, *shlex.split(remedy)), remedy
-    assert ": does not fit; no one setting frees the " in told(3)
+    assert told(needed * 0.8, *shlex.split(remedy)).startswith("fits: "), remedy
+    assert "; no one setting frees the " in told(3)
 
 
-@pytest.fixture(scope="module")
-def packed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Documents of 7 bytes and their end: four in each of 34 windows of 32."""
-    folder = tmp_path_factory.mktemp("packed")
-    (folder / "text.jsonl").write_text("\n".join(json.dumps({"text": "a" * 7}) for _ in range(137)))
-    tokenize_files([folder / "text.jsonl"], folder / "pair", "byte")
-    return folder / "pair"
-
-
-def test_what_context_parallelism_sends_is_told_and_how_even_its_work_is(packed: Path) -> None:
+def test_what_context_parallelism_sends_is_told_and_how_even_its_work_is(tmp_path: Path) -> None:
     """2 micro-batches of samples of 32 tokens, 4 heads of 8, 2 of keys, 4 bytes: the ring passes K, V, and again with
     their gradients; Ulysses exchanges q, k, v, out and their gradients."""
     words = ["parallel.cp=4", "launch.nproc_per_node=4", "training.micro_batch_size=2"]
+    packed = _tokenized(tmp_path, 137, 7)  # documents of 7 bytes and their end: four in each of 34 windows of 32
     words += [f"data.sources=['{packed}']", "data.validation_fraction=0"]
     ring, both, one = [*words, "parallel.cp_method=ring"], [*words, "parallel.cp_method=hybrid"], "data.document_mask"
     (line,) = _lines(*ring)["context"]
@@ -131,8 +122,6 @@ def test_what_context_parallelism_sends_is_told_and_how_even_its_work_is(packed:
     exchanged, passed = 4 * (4 + 2) * 8 * tokens // 4 * 4 // 2, 6 * 8 * tokens * 4 // 2
     assert f"Ulysses 2 x ring 2; for each layer and micro-batch a rank sends {exchanged + passed:,} bytes" in line
     assert f"(all_to_all {exchanged:,} + ring_shift {passed:,})" in line
-    (line,) = _lines(*words, "parallel.cp_method=ulysses")["context"]
-    assert line.endswith("; ranks have equal work")
     sent, documents = _lines(*ring, f"{one}=true")["context"]
     # documents of 8 tokens over 4 ranks: chunks of one, of which a rank has numbers i and 7 - i
     assert sent.endswith("over their mean: 1.000, 1.000 at most")
@@ -140,12 +129,8 @@ def test_what_context_parallelism_sends_is_told_and_how_even_its_work_is(packed:
         "documents: 4.0 in a sample, of 8 tokens on average and 8 at most; "
         f"attention sees {4 * 8 * 9 / (32 * 33):.1%} of the pairs of whole samples (the first 34 samples)"
     )
-    assert "one document" not in documents
-    (alone,) = _lines(*words[3:], f"{one}=true")["context"]
-    assert alone == documents
     (away,) = _lines("data.sources=['none']", f"{one}=true")["context"]
     assert away == "documents: not known, the data is not on this machine"
-    assert "context" not in _lines(*words[3:])
 
 
 def test_a_mask_that_finds_no_borders_is_told(tmp_path: Path) -> None:
@@ -236,44 +221,33 @@ def test_the_checkpoint_that_a_run_goes_on_from_is_compared_as_the_run_would(tmp
     assert megazero("train", *words).returncode == 0
     before = sorted(run_dir.rglob("*"))
 
-    def check(*more: str) -> tuple[int, str]:
-        done = megazero("check", *words, *more)
-        return done.returncode, done.stdout + done.stderr
+    def check(words_of: str, status: int, told: str) -> str:
+        done = megazero("check", *words, *words_of.split())
+        text = done.stdout + done.stderr
+        assert (done.returncode, told in text) == (status, True), text
+        return text
 
-    status, told = check("training.steps=4", "optimizer.weight_decay=0.3")
-    assert status == 0, told
-    assert f"resume    goes on from {run_dir / 'checkpoints' / 'step-00000002'}, step 2" in told
-    assert "resume    changed since the checkpoint was written: optimizer.weight_decay" in told
-    status, told = check("model.seq_len=16", "training.steps=4")
-    assert (status, 'checkpoint.accept_changes = ["seq_len"] begins a new phase' in told) == (2, True), told
-    status, told = check("model.seq_len=16", "training.steps=4", "checkpoint.accept_changes=['seq_len']")
-    assert (status, "resume    phase 2 of the run begins" in told) == (0, True), told
-    assert check("training.steps=4", "optimizer.name=adam")[0] == 0, "it keeps the same state"
-    for other, kept in (("lion", "exp_avg"), ("sgd", "nothing"), ("sgd", "momentum_buffer")):
-        options = ["optimizer.momentum=0.9"] if kept == "momentum_buffer" else []
-        status, told = check("training.steps=4", f"optimizer.name={other}", *options)
-        assert (status, f"it holds exp_avg, exp_avg_sq, this one keeps {kept}. Go on" in told) == (2, True), told
-    status, told = check("data.sources=['python-stdlib']")
-    assert (status, "was trained on other data" in told) == (2, True), told
-    status, told = check("data.sources=['not here']", "training.steps=4")
-    assert (status, "not on this machine" in told) == (0, True), told
-    for resume, problem in (("never", "holds the run that wrote step-00000002"), ("none", "not a complete checkpoint")):
-        status, told = check(f"checkpoint.resume={resume}")
-        assert (status, problem in told) == (2, True), told
-    status, told = check("checkpoint.directory=s3://bucket/run")
-    assert (status, "were not looked at" in told) == (0, True), told
-    status, told = check("checkpoint.directory=s3://bucket/run", "checkpoint.resume=none")
-    assert (status, "not a complete checkpoint" in told) == (2, True), told
-    status, told = check("model.hidden_size=48", "model.seq_len=16")
-    assert (status, "a training.run_dir of its own" in told, "accept_changes =" in told) == (2, True, False), told
-    written = run_dir / "checkpoints" / "step-00000002" / "trainer_state.json"
-    for text, problem in (("{", "damaged"), ('{"step": "x", "model": null}', "cannot be read")):
-        written.write_text(text)
-        status, told = check()
-        assert (status, "Traceback" in told) == (2, False), (problem, told)
-    written.write_text("{")
-    status, told = check("checkpoint.on_damage=fallback")
-    assert (status, "goes back to an older one" in told) == (0, True), told
+    more, step = "training.steps=4", run_dir / "checkpoints" / "step-00000002"
+    changed = check(f"{more} optimizer.weight_decay=0.3", 0, f"resume    goes on from {step}, step 2")
+    assert "resume    changed since the checkpoint was written: optimizer.weight_decay" in changed
+    for words_of, status, told in (
+        (f"{more} model.seq_len=16", 2, 'checkpoint.accept_changes = ["seq_len"] begins a new phase'),
+        (f"{more} model.seq_len=16 checkpoint.accept_changes=['seq_len']", 0, "resume    phase 2 of the run begins"),
+        (f"{more} optimizer.name=adam", 0, "can run"),  # it keeps the same state
+        (f"{more} optimizer.name=lion", 2, "it holds exp_avg, exp_avg_sq, this one keeps exp_avg. Go on"),
+        (f"{more} optimizer.name=sgd", 2, "this one keeps nothing. Go on"),
+        ("data.sources=['python-stdlib']", 2, "was trained on other data"),
+        (f"{more} data.sources=['none']", 0, "not on this machine"),
+        ("checkpoint.resume=never", 2, "holds the run that wrote step-00000002"),
+        ("checkpoint.resume=none", 2, "not a complete checkpoint"),
+        ("checkpoint.directory=s3://bucket/run", 0, "were not looked at"),
+        ("model.hidden_size=48 model.seq_len=16", 2, "a training.run_dir of its own"),
+    ):
+        check(words_of, status, told)
+    for text in ('{"step": "x", "model": null}', "{"):
+        (step / "trainer_state.json").write_text(text)
+        assert "Traceback" not in check("", 2, "step-00000002")
+    check("checkpoint.on_damage=fallback", 0, "goes back to an older one")
     assert sorted(run_dir.rglob("*")) == before
 
 

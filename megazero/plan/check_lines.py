@@ -61,9 +61,8 @@ def _state(run: ResolvedRun, ranks: Sequence[RankMemory]) -> str:
     largest = max(ranks, key=lambda rank: sum(rank.state.values()))
     kinds = sorted(largest.state.items(), key=lambda item: -item[1])
     parts = ", ".join(f"{kind.replace('_', ' ')} {size_text(count)}" for kind, count in kinds if count)
-    where = f"pipeline rank {largest.stage}" if len(ranks) > 1 else "a rank"
     return (
-        f"{size_text(sum(largest.state.values()))} of model state on {where}: {parts}; ZeRO {run.config.zero.stage}, "
+        f"{size_text(sum(largest.state.values()))} of model state on {largest.name}: {parts}; ZeRO {run.config.zero.stage}, "
         f"{largest.elements:.4g} parameters; what it keeps for backward passes comes on top"
     )
 
@@ -72,10 +71,9 @@ def _kept(run: ResolvedRun, schedule: Schedule, ranks: Sequence[RankMemory], *, 
     """Describe what each pipeline rank saves for its backward passes, and name the fullest."""
     fullest = max(ranks, key=lambda rank: rank.kept)
     for rank in ranks:
-        where = f"pipeline rank {rank.stage}" if len(ranks) > 1 else "a rank"
         most = "; the fullest" if len(ranks) > 1 and rank is fullest else ""
         device = " on CUDA" if on_cuda else ""
-        yield f"{where} keeps for its backward passes{device} at most {_kept_text(run, schedule, rank)}{most}"
+        yield f"{rank.name} keeps for its backward passes{device} at most {_kept_text(run, schedule, rank)}{most}"
 
 
 def _kept_text(run: ResolvedRun, schedule: Schedule, rank: RankMemory) -> str:
@@ -103,20 +101,15 @@ def start_line(run: ResolvedRun, schedule: Schedule, device: torch.device) -> st
     except Exception as error:  # of layers of a script's own; a run does without a plan
         return f"activations: not known ({type(error).__name__}: {error})"
     fullest = max(ranks, key=lambda rank: rank.kept)
-    where = f"pipeline rank {fullest.stage}" if len(ranks) > 1 else "a rank"
-    return f"activations on {where}, at most {_kept_text(run, schedule, fullest)}"
+    return f"activations on {fullest.name}, at most {_kept_text(run, schedule, fullest)}"
 
 
 def _plan(run: ResolvedRun, cluster: Cluster, ranks: Sequence[RankMemory]) -> tuple[bool, str]:
     """Return whether the fullest rank fits its device, and a line that says so with its memory by kind."""
     fullest, has = max(ranks, key=lambda rank: rank.peak), cluster.device.memory_bytes
-    of = f"pipeline rank {fullest.stage}" if len(ranks) > 1 else "a rank"
     ordered = sorted(fullest.kinds.items(), key=lambda item: -item[1])
     kinds = ", ".join(f"{size_text(count)} {kind.replace('_', ' ')}" for kind, count in ordered if count >= 2**20)
-    text = (
-        f"{size_text(fullest.peak)} at most on {of}, in the {fullest.moment}: {kinds}; of the {size_text(has)} of "
-        f"{cluster.device.name}"
-    )
+    text = f"{fullest.fit_text(has)}: {kinds}"
     if fullest.peak <= has:
-        return True, f"{text}: fits, {size_text(has - fullest.peak)} are left"
-    return False, f"{text}: does not fit; {advice_text(run, cluster, fullest, fullest.peak - has)}"
+        return True, text
+    return False, f"{text}; {advice_text(run, cluster, fullest, fullest.peak - has)}"

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -304,7 +303,9 @@ def memory_report(
         if prints and by_policy and (keys := not_measured(next(iter(runs.values())))):
             print(f"the rows of activations are measured without {', '.join(keys)}", file=sys.stderr)
         written = [out / name for name in ("memory.json", "activations.svg")[: 1 + bool(by_policy)]]
-        _try_to_write(out, written)
+        out.mkdir(parents=True, exist_ok=True)  # before measuring takes minutes
+        if taken := [path for path in written if path.is_dir()]:
+            raise IsADirectoryError(f"{taken[0]} is a directory; remove it, or name another --out")
     except (ConfigError, ValueError, OSError) as error:
         if prints:
             print(f"error: {error}", file=sys.stderr)
@@ -322,16 +323,6 @@ def memory_report(
         except OSError as error:
             fail(str(error), EXIT_REFUSED)
         print(f"every rank's figures: {'   a picture of activations: '.join(map(str, written))}")
-
-
-def _try_to_write(folder: Path, files: list[Path]) -> None:
-    """Make the folder and try to write into it before measuring takes minutes.  Raises: OSError."""
-    folder.mkdir(parents=True, exist_ok=True)
-    for path in files:
-        if path.is_dir():
-            raise IsADirectoryError(f"{path} is a directory; remove it, or name another --out")
-    with tempfile.TemporaryFile(dir=folder) as file:
-        file.write(bytes(2**16))
 
 
 def calibrate(

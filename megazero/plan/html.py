@@ -15,7 +15,7 @@ from megazero.plan.report import Plan
 from megazero.plan.search import Found
 from megazero.plan.step_time import Span
 from megazero.plan.svg import Bar, picture
-from megazero.plan.text import NAMES, fit_text, plain, plan_text, search_text, shown_kinds
+from megazero.plan.text import NAMES, plain, plan_text, search_text, shown_kinds
 
 _WIDE = 840.0  # pixels of an axis
 _OTHER = "#8b95a1"
@@ -52,7 +52,12 @@ def plan_html(plan: Plan, found: Found | None = None) -> str:
     texts = {"The plan": plan_text(plan)}
     if found is not None:
         texts["Search"] = search_text(found, plan.cluster.device.memory_bytes, is_whole=True)
-    body = [f"<h1>{title}</h1>", f"<p>{escape(fit_text(plan))}</p>", _memory(plan), _timeline(plan)]
+    body = [
+        f"<h1>{title}</h1>",
+        f"<p>{escape(plan.fullest.fit_text(plan.cluster.device.memory_bytes))}</p>",
+        _memory(plan),
+        _timeline(plan),
+    ]
     body += [f"<h2>{heading}</h2>\n<pre>{escape(text)}</pre>" for heading, text in texts.items()]
     page = "\n".join(body)
     head = f'<meta charset="utf-8"><meta name="viewport" content="width=device-width"><title>{title}</title>'

@@ -14,6 +14,7 @@ from __future__ import annotations
 import gc
 import os
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
@@ -74,33 +75,19 @@ class RankFigures:
     skipped: int
 
     @property
-    def state_bytes(self) -> int:
-        """Model state after a step, on the device and off it."""
-        return _state_of(self.counted[STEP])
+    def measured_state(self) -> tuple[int, int]:
+        """Model state and ZeRO's buffers after a step, on the device and off it."""
+        return _state_and_buffers(self.counted[STEP])
 
     @property
-    def planned_bytes(self) -> int:
-        """Model state after a step by the plan."""
-        return _state_of(self.planned.state)
-
-    @property
-    def buffer_bytes(self) -> int:
-        """ZeRO's buffers after a step."""
-        return sum(self.counted[STEP].values()) - self.state_bytes
-
-    @property
-    def planned_buffers(self) -> int:
-        """ZeRO's buffers after a step by the plan."""
-        return sum(self.planned.state.values()) - self.planned_bytes
-
-    @property
-    def off_device_bytes(self) -> int:
-        """State and buffers in host memory or files."""
-        return sum(count for kind, count in self.counted[STEP].items() if " on " in kind)
+    def planned_state(self) -> tuple[int, int]:
+        """The same by the plan."""
+        return _state_and_buffers(self.planned.state)
 
 
-def _state_of(kinds: Mapping[str, int]) -> int:
-    return sum(count for kind, count in kinds.items() if kind.split(" on ")[0] in STATE_KINDS)
+def _state_and_buffers(kinds: Mapping[str, int]) -> tuple[int, int]:
+    state = sum(count for kind, count in kinds.items() if kind.split(" on ")[0] in STATE_KINDS)
+    return state, sum(kinds.values()) - state
 
 
 def measure_step(run: ResolvedRun, state: ParallelState, iterations: int) -> RankFigures:
@@ -126,10 +113,9 @@ def measure_step(run: ResolvedRun, state: ParallelState, iterations: int) -> Ran
             raise LossScaleError(
                 f"{_MOST_STEPS} steps and each overflowed; set precision.initial_scale_power to a smaller number"
             )
-    sent: dict[str, dict[str, int]] = {}
+    sent: dict[str, dict[str, int]] = defaultdict(dict)
     for (axis, operation), count in sorted(state.traffic.sent_bytes.items()):
-        if count:
-            sent.setdefault(axis, {})[operation] = count
+        sent[axis] |= {operation: count} if count else {}
     buckets = engine.sharded_model.parameters.buckets
     figures = RankFigures(
         elements=sum(bucket.layout.numel for bucket in buckets),
@@ -141,9 +127,9 @@ def measure_step(run: ResolvedRun, state: ParallelState, iterations: int) -> Ran
         live={point: live.live[point] for point in POINTS},
         peak=live.peak,
         allocated=live.peak - live.live[START],
-        course=[] if iterations else _thinned(live),
-        sent=sent,
-        seconds=_timed(engine, batches, state, iterations),
+        course=[] if iterations or not live.course else _thinned(live),
+        sent=dict(sent),
+        seconds=_timed(engine, batches, state, iterations) if iterations else 0.0,
         skipped=engine.sharded_model.skipped_steps,
     )
     engine.sharded_model.close()
@@ -154,8 +140,6 @@ def measure_step(run: ResolvedRun, state: ParallelState, iterations: int) -> Ran
 
 def _timed(engine: Engine, batches: list[MicroBatch], state: ParallelState, iterations: int) -> float:
     """Return the seconds of `iterations` steps; one before them cleans up after measuring."""
-    if not iterations:
-        return 0.0
     engine.train_step(batches, LR)
     start = _synchronized(state)
     for _ in range(iterations):
@@ -164,17 +148,11 @@ def _timed(engine: Engine, batches: list[MicroBatch], state: ParallelState, iter
 
 
 def _thinned(memory: LiveMemory, points: int = 300) -> list[tuple[float, int]]:
-    """Thin what a step allocates to the least and the most of each of `points` equal parts of the step."""
-    if not memory.course:
-        return []
+    """Thin what a step allocates to the most of each of `points` equal parts of the step."""
     first, last, start = memory.course[0][0], memory.course[-1][0], memory.live[START]
     course = [((at - first) / (last - first), count - start) for at, count in memory.course]
-    found = []
-    for _, samples in groupby(course, lambda sample: min(int(sample[0] * points), points - 1)):
-        within = list(samples)
-        ends = {min(within, key=lambda sample: sample[1]), max(within, key=lambda sample: sample[1])}
-        found += sorted(ends)
-    return found
+    parts = groupby(course, lambda sample: int(sample[0] * points))
+    return [max(samples, key=lambda sample: sample[1]) for _, samples in parts]
 
 
 def watched_step(

@@ -27,6 +27,7 @@ from megazero.models.activation_config import LayerPolicy
 from megazero.models.stages import StageLayout, cut_by_rank
 from megazero.parallel_state.grid import Coordinate
 from megazero.plan.cluster import Cluster
+from megazero.plan.devices import size_text
 from megazero.plan.operator_times import flops_of
 from megazero.plan.state_trace import TABLES, trace_state
 from megazero.plan.unit_trace import (
@@ -56,6 +57,7 @@ COMMUNICATOR_BYTES = 16 * (4 + 5) * 2**20
 ALLOCATOR_SLACK = 0.02
 """Share of the tensors' bytes that a GPU's caching allocator holds beside them, with expandable segments: an assumption."""
 _INT64 = 8
+_SURE = 0.02  # of a GPU's memory: what is stated of communicators and slack may be off by so much
 
 
 @dataclass(frozen=True)
@@ -73,6 +75,7 @@ class RankMemory:
         kept: most bytes at once that forward passes leave for their backward passes, on the device.
         kept_off_device: the same, on the host or in an arena.
         again: FLOPs that recomputation adds, over those of the rank's own step without it.
+        name: `pipeline rank 2`, or `a rank` where there is no pipeline.
     """
 
     stage: int
@@ -85,6 +88,15 @@ class RankMemory:
     kept: int = 0
     kept_off_device: int = 0
     again: float = 0.0
+    name: str = "a rank"
+
+    def fit_text(self, capacity: int) -> str:
+        """Say whether a device of `capacity` bytes is enough, by how much, and when it is fullest."""
+        when = f"{size_text(self.peak)} of {size_text(capacity)} on {self.name}, most in the {self.moment}"
+        if self.peak > capacity:
+            return f"does not fit: {when}; {size_text(self.peak - capacity)} too much"
+        left = 1 - self.peak / capacity
+        return f"fits: {when}" + (f"; only {left:.1%} is left, less than a plan is sure of" if left < _SURE else "")
 
 
 def memory_of(run: ResolvedRun, cluster: Cluster, stages: Collection[int] | None = None) -> tuple[RankMemory, ...]:
@@ -237,9 +249,10 @@ class _Walk:
         away = self._state.off_device
         away |= {f"{ACTIVATIONS} on host": self._most_moved} if self._most_moved and not on_device else {}
         elements, kept = sum(map(sum, self._state.elements.values())), self._most_kept
-        return RankMemory(
+        found = RankMemory(
             self._stage, kinds, away, peak, moment, counted, elements, kept, self._most_moved, self._again()
         )
+        return found if self._schedule.pp == 1 else replace(found, name=f"pipeline rank {self._stage}")
 
     def _again(self) -> float:
         plain, extra = 0.0, 0.0

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from itertools import pairwise
 from textwrap import fill
 
-from megazero.plan.measured_step import POINTS, RankFigures
+from megazero.plan.measured_step import POINTS, STEP, RankFigures
 from megazero.plan.memory_report import Report
 from megazero.plan.svg import Bar, picture
 from megazero.plan.text import table_lines
@@ -28,11 +28,16 @@ def _memory(report: Report) -> Iterator[str]:
     after = (f"after {point}" for point in POINTS)
     rows = [[*_NAMES, "state", "off device", "planned", "ratio", "buffers", "planned", *after, "peak", "planned"]]
     for row in report.rows:
-        worst = row.worst
-        state, live = worst.state_bytes, (worst.live[point] for point in POINTS)
-        sizes = map(_mib, (worst.buffer_bytes, worst.planned_buffers, *live, worst.peak, worst.planned.peak))
-        about = [_mib(state), _mib(worst.off_device_bytes), _mib(worst.planned_bytes)]
-        rows.append([*map(str, row.about.values()), *about, _ratio(state, worst.planned_bytes), *sizes])
+        worst, (state, buffers), (planned, planned_buffers) = (
+            row.worst,
+            row.worst.measured_state,
+            row.worst.planned_state,
+        )
+        away = sum(count for kind, count in worst.counted[STEP].items() if " on " in kind)
+        live = (worst.live[point] for point in POINTS)
+        sizes = map(_mib, (buffers, planned_buffers, *live, worst.peak, worst.planned.peak))
+        about = [*map(_mib, (state, away, planned)), _ratio(state, planned)]
+        rows.append([*map(str, row.about.values()), *about, *sizes])
     yield from table_lines("", rows, range(3))
     yield ""
 

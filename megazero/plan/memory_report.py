@@ -61,7 +61,7 @@ class Row:
     @property
     def worst(self) -> RankFigures:
         """The rank with most model state."""
-        return max(self.ranks, key=lambda rank: rank.state_bytes)
+        return max(self.ranks, key=lambda rank: rank.measured_state)
 
     @property
     def fullest(self) -> RankFigures:
@@ -85,9 +85,9 @@ class Row:
 
     def as_json(self) -> dict[str, Any]:
         """Return the largest figures, planned and measured, and every rank's."""
-        worst = self.worst
-        planned = {"state": worst.planned_bytes, "buffer": worst.planned_buffers, "sent": self.planned_sent}
-        measured = {"state": worst.state_bytes, "buffer": worst.buffer_bytes, "sent": self.sent}
+        kinds = "state", "buffer", "sent"
+        planned = dict(zip(kinds, (*self.worst.planned_state, self.planned_sent), strict=True))
+        measured = dict(zip(kinds, (*self.worst.measured_state, self.sent), strict=True))
         return {
             **self.about,
             "planned": {f"{kind}_bytes": count for kind, count in planned.items()},

@@ -63,7 +63,7 @@ class Judge:
     def memory(self, run: ResolvedRun) -> tuple[int, str]:
         """Return the peak of the fullest pipeline rank, and where and when it is."""
         fullest = fullest_of(run, self.cluster)
-        return fullest.peak, f"pipeline rank {fullest.stage}, {fullest.moment}"
+        return fullest.peak, f"{fullest.name}, {fullest.moment}"
 
     def seconds(self, run: ResolvedRun) -> float:
         """Return a step's seconds.  Once a pipeline is full every micro-batch adds the same, so only some are simulated."""

@@ -22,7 +22,6 @@ from megazero.plan.search import Candidate, Found, Ranked
 from megazero.settings import counted
 
 _SHOWN_MESSAGES = 24
-_SURE = 0.02  # of a GPU's memory: what is stated of communicators and slack may be off by so much
 _SHOWN_RANKS = 9  # pipeline ranks of a table; of more the first, the last and the fullest
 NAMES = {
     "compute": "computes",
@@ -51,17 +50,6 @@ def shape_text(plan: Plan) -> str:
     return f"{shape}, ZeRO {run.config.zero.stage}{pipeline}, {batches}"
 
 
-def fit_text(plan: Plan) -> str:
-    """Say whether the run fits, by how much, where and when."""
-    fullest, capacity = plan.fullest, plan.cluster.device.memory_bytes
-    rank = f"pipeline rank {fullest.stage}" if len(plan.memory) > 1 else "a rank"
-    when = f"{size_text(fullest.peak)} of {size_text(capacity)} on {rank}, most in the {fullest.moment}"
-    if plan.fits:
-        left = 1 - fullest.peak / capacity
-        return f"fits: {when}" + (f"; only {left:.1%} is left, less than a plan is sure of" if left < _SURE else "")
-    return f"does not fit: {when}; {size_text(fullest.peak - capacity)} too much"
-
-
 def _head(plan: Plan) -> Iterator[str]:
     model, run = plan.run.config.model, plan.run
     yield f"model    {model.family}, {plan.parameters:,} parameters, {model.seq_len:,} tokens a sample"
@@ -85,11 +73,10 @@ def _memory(plan: Plan) -> Iterator[str]:
         numbers = [rank.kinds.get(kind, 0) for kind in kinds]
         away = sum(rank.off_device.values()) / size
         mark = "  <- the fullest" if rank is fullest and len(plan.memory) > 1 else ""
-        name = f"pipeline rank {rank.stage}" if len(plan.memory) > 1 else "a rank"
         columns = [f"{count / size:.2f}" for count in (*numbers, rank.peak - sum(numbers), rank.peak)]
-        rows.append([name, *columns, f"{away:.2f}" if away else "-", rank.moment + mark])
+        rows.append([rank.name, *columns, f"{away:.2f}" if away else "-", rank.moment + mark])
     yield from table_lines("memory", rows, left=(0, len(kinds) + 4))
-    yield f"         {fit_text(plan)}"
+    yield f"         {fullest.fit_text(plan.cluster.device.memory_bytes)}"
 
 
 def plain(kind: str) -> str:
