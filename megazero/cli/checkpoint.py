@@ -142,7 +142,7 @@ def _verify(folder: Folder) -> bool | None:
         print(f"{folder}: incomplete (no {index.MANIFEST}): not finished, or marked as damaged")
         return None
     try:
-        with Bar(f"verifying {folder.name}") as bar, reading(folder):
+        with Bar("verifying") as bar, reading(folder):
             folder = folder.watched(bar.add)
             files, damage = index.read_manifest(folder), index.find_damage(folder)
             try:

@@ -26,14 +26,9 @@ from megazero.training.watchdog import Watchdog
 T = TypeVar("T")
 
 CALLBACKS: Registry[Callable[[RunContext], Callback]] = Registry("callback", {})
+_SERVICES = {name: f"megazero.training.callbacks.loggers:{name.upper()}" for name in ("wandb", "mlflow", "trackio")}
 LOGGERS: Registry[Callable[[RunContext], Callback]] = Registry(
-    "logger",
-    {
-        "tensorboard": "megazero.training.callbacks.metrics:tensorboard_of",
-        "wandb": "megazero.training.callbacks.loggers:WANDB",
-        "mlflow": "megazero.training.callbacks.loggers:MLFLOW",
-        "trackio": "megazero.training.callbacks.loggers:TRACKIO",
-    },
+    "logger", {"tensorboard": "megazero.training.callbacks.metrics:tensorboard_of"} | _SERVICES
 )
 
 
@@ -57,10 +52,8 @@ def _problems_of(key: str, names: Sequence[str], registry: Registry[Callable[[Ru
     twice, what = {name for name in names if names.count(name) > 1}, registry.what
     problems = [Problem(key, name, "must be named once") for name in sorted(twice)]
     known = f"registered are {', '.join(registry)}" if list(registry) else f"no {what} is registered"
-    hint, rule = (
-        f"{known}; list the file that registers it in launch.extensions",
-        f"must be the name of a registered {what}",
-    )
+    hint = f"{known}; list the file that registers it in launch.extensions"
+    rule = f"must be the name of a registered {what}"
     unknown = [name for name in names if name not in registry]
     problems += [Problem(key, name, rule, hint) for name in unknown]
     for name in sorted(set(names) - set(unknown)):
@@ -144,7 +137,8 @@ class SafeLogger(RegisteredCallback):
             self._own = Callback()
             return None
 
-    _hook = _named
+    def _hook(self, call: Callable[[], T]) -> None:
+        self._named(call)  # on rank 0 alone: it decides nothing
 
 
 def _checked(made: Callback) -> Callback:
