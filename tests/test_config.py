@@ -407,6 +407,15 @@ model.rope_theta=5e5           model.family=gpt2
 model.head_dim=96              model.family=gpt2
 model.sliding_window=96        model.family=qwen2
 model.num_experts=4            model.family=mistral
+model.full_attention_every=2   model.family=mistral
+model.rope_local_theta=2e4     model.family=llama
+model.no_rope_every=4          model.family=llama
+model.attention_bias=true      model.family=qwen2
+model.mlp_bias=true            model.family=glm4
+model.embedding_multiplier=12.0 model.family=llama
+model.residual_multiplier=0.2  model.family=llama
+model.attention_multiplier=0.1 model.family=llama
+model.logits_scaling=8.0       model.family=llama
 model.experts_per_token=4      model.family=mistral
 model.expert_hidden_size=4     model.family=mixtral
 model.renormalize_gates=true   model.family=qwen3
@@ -496,6 +505,15 @@ FAMILY_KEYS = {
     "rope_scaling": '{ type = "linear", factor = 2.0 }',
     "head_dim": "96",
     "sliding_window": "96",
+    "full_attention_every": "2\nsliding_window = 96",
+    "rope_local_theta": "3e4",
+    "no_rope_every": "4",
+    "attention_bias": "true",
+    "mlp_bias": "true",
+    "embedding_multiplier": "12.0",
+    "residual_multiplier": "0.2",
+    "attention_multiplier": "0.01",
+    "logits_scaling": "8.0",
     "num_experts": "6",
     "experts_per_token": "2",
     "expert_hidden_size": "96",

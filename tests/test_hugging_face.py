@@ -280,7 +280,7 @@ REFUSED = [
     ("llama", {"rope_parameters": YARN | {"factor": 0.5}}, "model.rope_scaling.factor.* greater than or equal to 1"),
     ("llama", {"rope_scaling": {"type": "dynamic"}, "rope_parameters": None}, "'dynamic'.*must be 'default', 'linear'"),
     ("llama", {"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5 is not supported; it must be 1.0"),
-    ("llama", {"mlp_bias": True, "hidden_act": "gelu"}, "hidden_act='gelu' is not.*'silu'; mlp_bias=True is not"),
+    ("llama", {"hidden_act": "gelu", "partial_rotary_factor": 0.5}, "hidden_act='gelu'.*; partial_"),
     ("llama", {"head_dim": 7}, r"model\.head_dim = 7: must be even"),
     ("llama", {"vocab_size": None}, "vocab_size is missing"),
     ("llama", {"quantization_config": {"bits": 4}}, "quantization_config=.* leave it out"),

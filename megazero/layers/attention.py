@@ -13,10 +13,12 @@ So no weight is stored or multiplied twice, and storage, norms and checkpoints s
 
 from __future__ import annotations
 
+from math import sqrt
 from typing import Protocol
 from weakref import WeakKeyDictionary, finalize
 
 import torch
+import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor, nn
 
@@ -50,6 +52,9 @@ class RotaryEmbedding:
         head_size: even.
         seq_len: of whole samples.
         theta: the base of the wavelengths.
+        scaling: see `FrequencyScaling`.
+        rotated: elements of a head that are rotated; None for all.
+        score_scale: a factor on all products of queries and keys.
         by_parts: every micro-batch has a `SamplePart`; tables of positions 0 ... seq_len - 1 are made for the first without.
 
     Attributes:
@@ -64,13 +69,17 @@ class RotaryEmbedding:
         device: torch.device,
         scaling: FrequencyScaling | None = None,
         *,
+        rotated: int | None = None,
+        score_scale: float = 1.0,
         by_parts: bool = False,
     ) -> None:
+        rotated = head_size if rotated is None else rotated
         # on the host: the same bits for every device
-        even = torch.arange(0, head_size, 2, dtype=torch.float64, device="meta" if device.type == "meta" else "cpu")
-        frequency = theta ** -(even / head_size)
-        self._frequency = frequency if scaling is None else scaling.scaled(frequency, theta)
-        self._amplitude = 1.0 if scaling is None else scaling.amplitude
+        even = torch.arange(0, rotated, 2, dtype=torch.float64, device="meta" if device.type == "meta" else "cpu")
+        frequency = theta ** -(even / rotated)
+        frequency = frequency if scaling is None else scaling.scaled(frequency, theta)
+        self._frequency = F.pad(frequency, (0, head_size // 2 - len(even)))  # of 0 does not rotate
+        self._amplitude = (1.0 if scaling is None else scaling.amplitude) * sqrt(score_scale)  # of queries and of keys
         self._seq_len, self._device, self._on_device = seq_len, device, self._frequency.to(device)
         # The part does not own its tables: that of whole samples outlives the model.
         self._of_parts: WeakKeyDictionary[SamplePart, tuple[Tensor, Tensor]] = WeakKeyDictionary()
@@ -116,6 +125,16 @@ class RotaryEmbedding:
         angle = positions.unsqueeze(-1) * frequency
         cos, sin = ((self._amplitude * values).float() for values in (angle.cos(), angle.sin()))
         return torch.cat([cos, cos], dim=-1), torch.cat([sin, sin], dim=-1)
+
+
+class NeighbourRotary(RotaryEmbedding):
+    """Rotates neighbouring elements of a head together.
+
+    It returns heads with even elements before odd ones, of queries and of keys, so that their products are the same.
+    """
+
+    def rotate(self, x: Tensor, part: SamplePart | None = None) -> Tensor:
+        return super().rotate(rearrange(x, "... (pairs two) -> ... (two pairs)", two=2), part)
 
 
 class NoRotation:

@@ -29,6 +29,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Iterator
+from copy import copy
 from functools import partial
 from itertools import groupby
 from typing import Any, NamedTuple, TypeAlias
@@ -295,6 +296,12 @@ class ContextAttention:
         # Each message of a ring is of one piece, so all its ranks need one answer; their exchanges are in other groups.
         (waits,) = largest([float(not runs_by_itself(ulysses))], ring)
         self._most_pieces, self._least_rows = 1 if waits else _MOST_PIECES, _LEAST_CUDA_ROWS if on_cuda else 1
+
+    def without_window(self) -> ContextAttention:
+        """Attention of layers that see all of their document, where others see a window of it."""
+        other, ring = copy(self), self.ring
+        other.ring = Ring(ring.axis, None, ring.gradient_dtype, ring.tiles)
+        return other
 
     def attend(
         self, q: Tensor, k: Tensor, v: Tensor, part: SamplePart | None = None, *, tape: Tape | None = None

@@ -150,7 +150,9 @@ class Dropout(nn.Module):
 
 
 class Residual(Dropout):
-    """x + dropout(branch): the residual stream after a branch.  Arguments as `Dropout`."""
+    """x + scale * dropout(branch): the residual stream after a branch.  Arguments as `Dropout`."""
+
+    scale = 1.0
 
     def forward(self, x: Tensor, branch: Tensor, layout: TokenLayout) -> Tensor:  # type: ignore[override]
-        return x + super().forward(branch, layout)
+        return torch.add(x, super().forward(branch, layout), alpha=self.scale)

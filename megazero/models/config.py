@@ -117,6 +117,9 @@ def _of_families(key: str) -> ActsWhere:
     return ActsWhere("model.family", reading, "this family does not read it (ModelFamily.reads)")
 
 
+_WINDOWED = ActsWhere("model.sliding_window", (), "no layer has a window")
+
+
 def _published(name: object) -> object:
     if name not in [*PRESETS]:
         begun = [preset for preset in PRESETS if preset.startswith(str(name))]
@@ -167,6 +170,10 @@ class ModelConfig(Section):
     """Number of token ids; any number, since the table is padded where tensor parallelism needs it."""
     seq_len: Count = 1024
     """Tokens in a sample."""
+    attention_bias: Annotated[bool, _of_families("attention_bias")] = False
+    """Whether the projections of attention have biases: of q, k, v and output, in glm4 of q, k and v."""
+    mlp_bias: Annotated[bool, _of_families("mlp_bias")] = False
+    """Whether the projections of the MLP have biases."""
     tie_embeddings: bool | None = None
     """Whether the output layer is the embedding table. Unset: true for gpt2, which has no other form; else false."""
     final_logit_softcapping: Positive | None = None
@@ -177,8 +184,22 @@ class ModelConfig(Section):
     """Base of the rotary frequencies."""
     rope_scaling: Annotated[RopeScaling | None, _of_families("rope_scaling")] = None
     """Rotary frequencies for more positions than before: type = "linear", "yarn" or "llama3"; see docs/models.md."""
+    rope_local_theta: Annotated[Positive | None, _of_families("rope_local_theta")] = None
+    """Base of the rotary frequencies in layers with a window, which are not scaled. Unset: rope_theta."""
+    no_rope_every: Annotated[Count | None, _of_families("no_rope_every")] = None
+    """With n, every n-th layer has no positions: it does not rotate queries and keys. Unset: all layers rotate."""
     sliding_window: Annotated[Count | None, _of_families("sliding_window")] = None
     """Positions that a token attends to, its own included. Unset: all up to its own."""
+    full_attention_every: Annotated[Count | None, _of_families("full_attention_every"), _WINDOWED] = None
+    """With n, every n-th layer attends to all positions in spite of sliding_window. Unset: no layer does."""
+    embedding_multiplier: Annotated[Positive, _of_families("embedding_multiplier")] = 1.0
+    """Factor on the embeddings."""
+    residual_multiplier: Annotated[Positive, _of_families("residual_multiplier")] = 1.0
+    """Factor on what attention and MLP add to the residual stream."""
+    attention_multiplier: Annotated[Positive | None, _of_families("attention_multiplier")] = None
+    """Factor on the products of queries and keys. Unset: 1 / sqrt(size of a head)."""
+    logits_scaling: Annotated[Positive, _of_families("logits_scaling")] = 1.0
+    """Divisor of the logits."""
     dropout: ShareBelowOne = 0.0
     """Probability of dropping an element after the embedding and after each residual branch."""
     init_std: Positive = 0.02
@@ -210,12 +231,36 @@ class ModelConfig(Section):
         return self.expert_hidden_size or self.ffn_hidden_size or 0
 
     @property
+    def full_attention_layers(self) -> int:
+        """Layers that attend to all positions in spite of the window."""
+        return self.num_layers // self.full_attention_every if self.full_attention_every else 0
+
+    def window_of(self, layer: int) -> int | None:
+        """Positions that a token attends to in a layer; None for all."""
+        is_full = self.full_attention_every and (layer + 1) % self.full_attention_every == 0
+        return None if is_full else self.sliding_window
+
+    def rope_of(self, layer: int) -> tuple[float, RopeScaling | None] | None:
+        """Base and scaling of the rotary frequencies of a layer; None where it does not rotate."""
+        if self.no_rope_every and (layer + 1) % self.no_rope_every == 0:
+            return None
+        if self.rope_local_theta is not None and self.window_of(layer) is not None:
+            return self.rope_local_theta, None
+        return self.rope_theta, self.rope_scaling
+
+    @property
     def mean_reach(self) -> float:
-        """Positions that a token attends to, averaged over a sample: seq_len / 2, fewer with a window."""
+        """Positions that a token attends to, averaged over a sample and the layers: seq_len / 2, fewer with a window."""
         return self.reach_in([self.seq_len])
 
     def reach_in(self, lengths: Collection[int]) -> float:
         """As `mean_reach`, where attention stays within documents of these lengths."""
-        windows = [min(self.sliding_window or length, length) for length in lengths]
-        seen = sum(length * window - window**2 / 2 for length, window in zip(lengths, windows, strict=True))
-        return seen / sum(lengths)
+
+        def seen(window: int | None) -> float:
+            windows = [min(window or length, length) for length in lengths]
+            return sum(length * size - size**2 / 2 for length, size in zip(lengths, windows, strict=True)) / sum(
+                lengths
+            )
+
+        full = self.full_attention_layers / self.num_layers
+        return (1 - full) * seen(self.sliding_window) + full * seen(None)

@@ -131,7 +131,8 @@ class HuggingFaceFormat:
         config = self._in_one_spelling(config)
         problems = [f"{key} is missing" for key in self.sizes if config.get(key) is None]
         for key, value in (*self.constants.items(), *self.assumed.items()):
-            if value != _SAME_FUNCTION.get(str(config.get(key)), config.get(key, value)):
+            given = config.get(key, value)
+            if _SAME_FUNCTION.get(str(value), value) != _SAME_FUNCTION.get(str(given), given):
                 supported = "leave it out" if value is None else f"it must be {value!r}"
                 problems.append(f"{key}={config[key]!r} is not supported in a {family}; {supported}")
         problems += self.problems(config, seq_len)
@@ -212,12 +213,16 @@ class ModelFamily(ABC):
             "num_kv_heads": model.num_heads,
             "ffn_hidden_size": self.ffn_hidden_size(model),
             "tie_embeddings": self.ties_embeddings,
+            "rope_local_theta": model.rope_theta if "rope_local_theta" in self.reads else None,
+            "attention_multiplier": model.head_size**-0.5 if "attention_multiplier" in self.reads else None,
         }
         update = {key: value for key, value in unset.items() if getattr(model, key) is None}
         if "head_dim" not in self.reads or model.attention_size == model.hidden_size:
             update["head_dim"] = None
         if "sliding_window" not in self.reads:
             update["sliding_window"] = None
+        if update.get("sliding_window", model.sliding_window) is None:
+            update["full_attention_every"] = None
         return model.model_copy(update=update)
 
     def rules(self) -> tuple[ModelRule, ...]:

@@ -94,10 +94,17 @@ class BuildContext:
 
     @cached_property
     def kernel(self) -> AttentionKernel:
-        """The attention kernel of all layers of a stage."""
-        size = self.model.sliding_window
+        """The attention kernel of the layers of a stage."""
+        return self._kernel(self.model.sliding_window)
+
+    @cached_property
+    def whole_kernel(self) -> AttentionKernel:
+        """The attention kernel of layers without a window, where others have one."""
+        return self._kernel(None)
+
+    def _kernel(self, size: int | None) -> AttentionKernel:
         if self.context is not None:
-            return self.context
+            return self.context if size else self.context.without_window()
         if size is None or size >= self.model.seq_len:
             return CausalAttention()
         if self.device.type == "cuda" and self.dtype != torch.float32 and self.head_size % 8 == 0:
@@ -194,9 +201,10 @@ class BuildContext:
         out: RowParallelLinear,
         rope: RotaryEmbedding | None = None,
         qk_norm: HeadNorm | WidthNorm | None = None,
+        kernel: AttentionKernel | None = None,
     ) -> Attention:
-        """Grouped-query attention between two projections."""
-        return Attention(qkv, AttentionCore(self.heads, self.kernel, rope, qk_norm), out)
+        """Grouped-query attention between two projections; in `kernel` where one is given."""
+        return Attention(qkv, AttentionCore(self.heads, kernel or self.kernel, rope, qk_norm), out)
 
     def rms_norm(self, name: str) -> RMSNorm:
         """RMSNorm of the hidden size."""
@@ -220,7 +228,9 @@ class BuildContext:
 
     def residual(self, site: str) -> Residual:
         """The residual sum of a branch, with dropout under the name `site`."""
-        return self._dropout(Residual, site)
+        residual = self._dropout(Residual, site)
+        residual.scale = self.model.residual_multiplier
+        return residual
 
     def _dropout(self, cls: type[D], site: str) -> D:
         part = self.tp.index if self.sequence_parallel else 0
@@ -242,12 +252,12 @@ class Block(nn.Module):
         self,
         context: BuildContext,
         sites: tuple[str, str],
-        norms: tuple[nn.Module, nn.Module],
+        norms: tuple[nn.Module, ...],
         attention: Attention,
         mlp: nn.Module,
     ) -> None:
         super().__init__()
-        self.attention_norm, self.mlp_norm = norms
+        self.attention_norm, self.mlp_norm = norms[:2]
         self.attention, self.mlp = attention, mlp
         self.attention_residual, self.mlp_residual = map(context.residual, sites)
 
@@ -302,6 +312,29 @@ class PostNormBlock(Block):
         return self._regions(attention, residual, mlp, *down, self.mlp_norm)
 
 
+class AroundNormBlock(Block):
+    """As `Block`, with norms after attention and after the MLP, too, before each residual sum (Gemma 2, GLM-4).
+
+    `norms`: before attention and before the MLP, then after attention and after the MLP.
+    """
+
+    def __init__(
+        self, context: BuildContext, sites: tuple[str, str], norms: tuple[nn.Module, ...], *branches: Any
+    ) -> None:
+        super().__init__(context, sites, norms, *branches)
+        self.attention_out_norm, self.mlp_out_norm = norms[2:]
+
+    def forward(self, x: Tensor, layout: TokenLayout) -> Tensor:
+        branch = self.attention(self.attention_norm(x), layout)
+        x = self.attention_residual(x, self.attention_out_norm(branch), layout)
+        return self.mlp_residual(x, self.mlp_out_norm(self.mlp(self.mlp_norm(x))), layout)
+
+    def regions(self) -> dict[Region, list[nn.Module]]:
+        (attention, out), (mlp, down) = _parts(self.attention), _parts(self.mlp)
+        residual = [*out, self.attention_out_norm, self.attention_residual, self.mlp_norm]
+        return self._regions([self.attention_norm, *attention], residual, mlp, *down, self.mlp_out_norm)
+
+
 def _parts(branch: nn.Module) -> tuple[list[nn.Module], list[nn.Module]]:
     """The modules of a branch before its last projection, and the projection; a script's own branch is one module."""
     owner = next(base for base in type(branch).__mro__ if "forward" in vars(base))
@@ -334,6 +367,17 @@ class Embedding(nn.Module):
         return self.dropout(x if self.positions is None else self.positions(x, layout), layout)
 
 
+class ScaledEmbedding(Embedding):
+    """As `Embedding` without learned positions, times `scale`."""
+
+    def __init__(self, context: BuildContext, name: str, scale: float) -> None:
+        super().__init__(context, name)
+        self.scale = scale
+
+    def forward(self, tokens: Tensor, layout: TokenLayout) -> Tensor:
+        return self.dropout(self.tokens(tokens) * self.scale, layout)
+
+
 class Head(nn.Module):
     """Final norm, logits and loss: the last unit of the last stage.
 
@@ -362,10 +406,22 @@ class Head(nn.Module):
         return self.output(self.norm(x), labels)
 
 
+class ScaledHead(Head):
+    """As `Head`, with the logits of `model.logits_scaling`."""
+
+    def __init__(self, context: BuildContext, *of_head: Any) -> None:
+        super().__init__(context, *of_head)
+        self.scale = 1.0 / context.model.logits_scaling
+
+    def forward(self, x: Tensor, labels: Tensor | None) -> Tensor:
+        return self.output(self.norm(x) * self.scale, labels)
+
+
 # Layers read their weights within their own forward alone, the others only call layers.  Exact types: a subclass may read
 # them elsewhere.  Layers of experts, which dense models do not load, say so themselves: `reads_weights`.
 _LAYERS = (ColumnParallelLinear, RowParallelLinear, RMSNorm, LayerNorm, HeadNorm, WidthNorm)
-_OTHERS = (Block, PostNormBlock, Attention, AttentionCore, SharedKVHead, SwiGLU, GELU, Gated, Residual)
+_BLOCKS = (Block, PostNormBlock, AroundNormBlock)
+_OTHERS = (*_BLOCKS, Attention, AttentionCore, SharedKVHead, SwiGLU, GELU, Gated, Residual)
 _READS = dict.fromkeys(_LAYERS, True) | dict.fromkeys((*_OTHERS, nn.GELU, nn.Identity), False)
 
 

@@ -7,16 +7,10 @@ from dataclasses import replace
 from typing import Any
 
 from megazero.models.config import ModelConfig
-from megazero.models.llama.family import LLAMA_2, LLAMA_FORMAT, LlamaFamily
+from megazero.models.llama.family import LLAMA_2, LLAMA_FORMAT, ROTARY_READS, LlamaFamily
 from megazero.models.qwen2 import QWEN2_FORMAT
 
 _WINDOW = 4096  # what transformers takes where the key is missing; null is none
-
-
-class MistralFamily(LlamaFamily):
-    """Llama that reads `sliding_window`."""
-
-    reads = (*LlamaFamily.reads, "sliding_window")
 
 
 def _extra(model: ModelConfig) -> dict[str, Any]:
@@ -51,4 +45,4 @@ MISTRAL_FORMAT = replace(
     problems=_unsupported,
     reads=(*LLAMA_FORMAT.reads, "sliding_window"),
 )
-MISTRAL = MistralFamily(LLAMA_2, MISTRAL_FORMAT)
+MISTRAL = LlamaFamily(LLAMA_2, MISTRAL_FORMAT, (*ROTARY_READS, "sliding_window"))

@@ -8,7 +8,7 @@ from typing import Any
 
 from megazero.models.config import ModelConfig
 from megazero.models.family import HuggingFaceFormat, ModelRule, attention_weights
-from megazero.models.llama.family import LLAMA_FORMAT, LlamaFamily, Variant, read_rope
+from megazero.models.llama.family import LLAMA_FORMAT, ROTARY_READS, LlamaFamily, Variant, read_rope
 from megazero.models.qwen2 import QWEN2_FORMAT
 from megazero.settings import Problem, nearest_text
 
@@ -44,8 +44,8 @@ class ExpertFamily(LlamaFamily):
     def __init__(
         self, variant: Variant, hugging_face: HuggingFaceFormat, defaults: ExpertDefaults, reads: tuple[str, ...]
     ) -> None:
-        super().__init__(variant, hugging_face)
-        self.defaults, self.reads = defaults, reads
+        super().__init__(variant, hugging_face, reads)
+        self.defaults = defaults
 
     def complete(self, model: ModelConfig) -> ModelConfig:
         model, defaults = super().complete(model), self.defaults
@@ -116,5 +116,5 @@ MIXTRAL = ExpertFamily(
     Variant(experts=("block_sparse_moe", ("w1", "w3", "w2"))),
     MIXTRAL_FORMAT,
     ExpertDefaults(8, 2, renormalizes=True, fixed=True),
-    (*LlamaFamily.reads, *EXPERT_KEYS),
+    (*ROTARY_READS, *EXPERT_KEYS),
 )

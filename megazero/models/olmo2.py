@@ -11,4 +11,4 @@ OLMO2_FORMAT = replace(
     constants={"hidden_act": "silu", "attention_bias": False},
 )
 _NORMS = "post_attention_layernorm", "post_feedforward_layernorm"
-OLMO2 = LlamaFamily(Variant(qk_norm="width", norms_after=True, norms=_NORMS), OLMO2_FORMAT)
+OLMO2 = LlamaFamily(Variant(qk_norm="width", norm_place="after", norms=_NORMS), OLMO2_FORMAT)

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
-from megazero.models.llama.family import LlamaFamily, Variant
+from megazero.models.llama.family import ROTARY_READS, Variant
 from megazero.models.mixtral import BALANCE_KEYS, EXPERT_KEYS, ExpertDefaults, ExpertFamily, lost_balance
 from megazero.models.qwen3 import QWEN3_FORMAT
 
@@ -37,5 +37,5 @@ QWEN3_MOE = ExpertFamily(
     Variant(qk_norm="head", experts=("mlp", ("gate_proj", "up_proj", "down_proj"))),
     QWEN3_MOE_FORMAT,
     ExpertDefaults(128, 8),
-    (*LlamaFamily.reads, *EXPERT_KEYS, "expert_hidden_size"),
+    (*ROTARY_READS, *EXPERT_KEYS, "expert_hidden_size"),
 )

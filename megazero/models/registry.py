@@ -23,6 +23,11 @@ FAMILIES: Registry[ModelFamily] = Registry(
         "mixtral": "megazero.models.mixtral:MIXTRAL",
         "qwen3_moe": "megazero.models.qwen3_moe:QWEN3_MOE",
         "olmoe": "megazero.models.olmoe:OLMOE",
+        "olmo3": "megazero.models.olmo3:OLMO3",
+        "smollm3": "megazero.models.smollm3:SMOLLM3",
+        "granite": "megazero.models.granite:GRANITE",
+        "phi3": "megazero.models.phi3:PHI3",
+        "glm4": "megazero.models.glm4:GLM4",
     },
     "megazero.models.family:ModelFamily",
 )

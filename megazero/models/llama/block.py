@@ -2,59 +2,109 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from functools import cache
+from itertools import accumulate
+from math import sqrt
 from typing import TYPE_CHECKING
 
-from megazero.layers.attention import Attention, RotaryEmbedding
+from megazero.layers.attention import Attention, NeighbourRotary, RotaryEmbedding
+from megazero.layers.attention_kernels import AttentionKernel
+from megazero.layers.linear import ColumnParallelLinear, RowParallelLinear
 from megazero.layers.mlp import SwiGLU
 from megazero.layers.norm import HeadNorm, WidthNorm
 from megazero.layers.spec import NamedRows
-from megazero.models.gpt import Block, BuildContext, PostNormBlock
+from megazero.models.config import RopeScaling
+from megazero.models.gpt import AroundNormBlock, Block, BuildContext, PostNormBlock
 from megazero.models.llama.family import LLAMA_2, Variant
 
 if TYPE_CHECKING:
     from megazero.layers.experts import MixtureOfExperts
 
 
+_BLOCKS: dict[str, type[Block]] = {"before": Block, "after": PostNormBlock, "around": AroundNormBlock}
+
+
 def rotary_embedding(context: BuildContext) -> RotaryEmbedding:
     """The tables that the layers of a stage share."""
-    model, by_parts = context.model, context.context is not None
-    sizes = context.head_size, model.seq_len, model.rope_theta
-    return RotaryEmbedding(*sizes, context.device, model.rope_scaling, by_parts=by_parts)
+    (rope,) = rotary_embeddings(context, [0], LLAMA_2)
+    assert rope is not None
+    return rope
 
 
-def llama_block(layer: int, context: BuildContext, rope: RotaryEmbedding, variant: Variant = LLAMA_2) -> Block:
+def rotary_embeddings(
+    context: BuildContext, layers: Sequence[int], variant: Variant
+) -> Sequence[RotaryEmbedding | None]:
+    """The tables of each layer, which layers of equal frequencies share; None where a layer does not rotate."""
+    model, size = context.model, context.head_size
+    kind = NeighbourRotary if variant.turns_neighbours else RotaryEmbedding
+    scale = 1.0 if model.attention_multiplier is None else model.attention_multiplier * sqrt(size)
+
+    @cache
+    def tables(theta: float, scaling: RopeScaling | None) -> RotaryEmbedding:
+        by_parts, rotated = context.context is not None, size // 2 if variant.turns_neighbours else size
+        sizes = size, model.seq_len, theta, context.device, scaling
+        return kind(*sizes, rotated=rotated, score_scale=scale, by_parts=by_parts)
+
+    return [None if (rope := model.rope_of(layer)) is None else tables(*rope) for layer in layers]
+
+
+def llama_block(layer: int, context: BuildContext, rope: RotaryEmbedding | None, variant: Variant = LLAMA_2) -> Block:
     """One layer; q | k | v and gate | up are fused."""
     prefix = f"model.layers.{layer}"
-    attention, mlp = llama_attention(prefix, context, rope, variant), _mlp(prefix, context, variant)
-    first, second = (context.rms_norm(f"{prefix}.{name}") for name in variant.norms)
-    kind: type[Block] = PostNormBlock if variant.norms_after else Block
+    kernel = context.kernel if context.model.window_of(layer) else context.whole_kernel
+    attention, mlp = llama_attention(prefix, context, rope, variant, kernel), _mlp(prefix, context, variant)
+    norms = tuple(context.rms_norm(f"{prefix}.{name}") for name in variant.norms)
+    kind = _BLOCKS[variant.norm_place]
     if variant.experts is not None:
         from megazero.models.expert_block import ExpertBlock  # which dense models do not load
 
         kind = ExpertBlock
-    return kind(context, (f"{prefix}.self_attn", f"{prefix}.mlp"), (first, second), attention, mlp)
+    return kind(context, (f"{prefix}.self_attn", f"{prefix}.mlp"), norms, attention, mlp)
 
 
 def _mlp(prefix: str, context: BuildContext, variant: Variant) -> SwiGLU | MixtureOfExperts:
     if variant.experts is not None:
         module, keys = variant.experts
         return context.experts(f"{prefix}.{module}", keys)
-    gate_up = tuple(NamedRows(f"{prefix}.mlp.{key}_proj.weight", context.ffn_hidden_size) for key in ("gate", "up"))
-    down = NamedRows(f"{prefix}.mlp.down_proj.weight", context.model.hidden_size)
-    return SwiGLU(context.column(gate_up), context.row(down, context.ffn_hidden_size))
+    prefix, ffn, biased = f"{prefix}.mlp", context.ffn_hidden_size, context.model.mlp_bias
+    gate_up = _column(prefix, "gate_up", context, {"gate": ffn, "up": ffn}, variant, biased=biased)
+    return SwiGLU(gate_up, _row(f"{prefix}.down_proj", context, ffn, biased=biased))
 
 
-def llama_attention(prefix: str, context: BuildContext, rope: RotaryEmbedding, variant: Variant = LLAMA_2) -> Attention:
+def llama_attention(
+    prefix: str,
+    context: BuildContext,
+    rope: RotaryEmbedding | None,
+    variant: Variant = LLAMA_2,
+    kernel: AttentionKernel | None = None,
+) -> Attention:
     """Grouped-query attention with rotary positions; `prefix` is the layer's."""
-    model, kv_rows = context.model, context.kv_heads * context.head_size
-    rows = {"q": model.attention_size, "k": kv_rows, "v": kv_rows}
+    model, kv_rows, prefix = context.model, context.kv_heads * context.head_size, f"{prefix}.self_attn"
+    rows, biased = {"q": model.attention_size, "k": kv_rows, "v": kv_rows}, variant.qkv_bias or model.attention_bias
+    qkv = _column(prefix, "qkv", context, rows, variant, biased=biased)
+    out = _row(f"{prefix}.o_proj", context, model.attention_size, biased=model.attention_bias and variant.out_bias)
+    return context.attention(qkv, out, rope, _qk_norm(prefix, context, variant), kernel)
+
+
+def _column(
+    prefix: str, name: str, context: BuildContext, rows: Mapping[str, int], variant: Variant, *, biased: bool
+) -> ColumnParallelLinear:
+    """Projections into a block; `name` is that of their one stored matrix in families that fuse them."""
 
     def named(kind: str) -> tuple[NamedRows, ...]:
-        return tuple(NamedRows(f"{prefix}.self_attn.{key}_proj.{kind}", rows[key]) for key in rows)
+        if name not in variant.fused:
+            return tuple(NamedRows(f"{prefix}.{key}_proj.{kind}", count) for key, count in rows.items())
+        *firsts, total = accumulate(rows.values(), initial=0)
+        stored = f"{prefix}.{name}_proj.{kind}"
+        return tuple(NamedRows(stored, count, first, total) for count, first in zip(rows.values(), firsts, strict=True))
 
-    qkv = context.column(named("weight"), named("bias") if variant.qkv_bias else ())
-    out = context.row(NamedRows(f"{prefix}.self_attn.o_proj.weight", model.hidden_size), model.attention_size)
-    return context.attention(qkv, out, rope, _qk_norm(f"{prefix}.self_attn", context, variant))
+    return context.column(named("weight"), named("bias") if biased else ())
+
+
+def _row(name: str, context: BuildContext, in_features: int, *, biased: bool) -> RowParallelLinear:
+    weight, bias = (NamedRows(f"{name}.{kind}", context.model.hidden_size) for kind in ("weight", "bias"))
+    return context.row(weight, in_features, bias if biased else None)
 
 
 def _qk_norm(prefix: str, context: BuildContext, variant: Variant) -> HeadNorm | WidthNorm | None:

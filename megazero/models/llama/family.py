@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import log
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -26,17 +26,22 @@ class Variant:
     """The layers of one family.
 
     Args:
-        qkv_bias: q, k and v have biases.
+        qkv_bias: q, k and v have biases; `out_bias`: with `model.attention_bias` the output projection has one, too.
         qk_norm: RMSNorm of queries and keys before they are rotated: of each "head", or over the "width" of all heads.
-        norms_after: attention and MLP are normed after instead of before.
-        norms: names of a layer's two norms, of attention and of the MLP.
+        norm_place: attention and MLP are normed before, after, or both.
+        norms: names of a layer's norms, of attention and of the MLP; where there are four, those before come first.
+        fused: which of "qkv" and "gate_up" are one stored matrix.
+        turns_neighbours: rotary positions turn the first half of each head only, and neighbouring elements together.
         experts: names of a mixture of experts in place of the MLP, and of an expert's gate, up and down projection.
     """
 
     qkv_bias: bool = False
+    out_bias: bool = True
     qk_norm: Literal["none", "head", "width"] = "none"
-    norms_after: bool = False
-    norms: tuple[str, str] = ("input_layernorm", "post_attention_layernorm")
+    norm_place: Literal["before", "after", "around"] = "before"
+    norms: tuple[str, ...] = ("input_layernorm", "post_attention_layernorm")
+    fused: tuple[str, ...] = ()
+    turns_neighbours: bool = False
     experts: tuple[str, tuple[str, str, str]] | None = None
 
 
@@ -55,8 +60,9 @@ def _read_extra(config: Mapping[str, Any]) -> dict[str, Any]:
     return size | read_rope(config)
 
 
-def _unsupported(config: Mapping[str, Any], _: int | None) -> Iterator[str]:
-    yield from rope_problems(config)
+def llama_problems(config: Mapping[str, Any], _: int | None = None, *, rotated: float = 1.0) -> Iterator[str]:
+    """What a `config.json` says about layers that we do not compute; `rotated`: the share of a head that turns."""
+    yield from rope_problems(config, rotated)
     layers = config.get("layer_types") or ()
     if other := sorted({str(kind) for kind in layers} - {"full_attention"}):
         yield f"layer_types has {', '.join(map(repr, other))}, which is not supported; each must be 'full_attention'"
@@ -85,14 +91,14 @@ LLAMA_FORMAT = HuggingFaceFormat(
         "tie_word_embeddings": ("tie_embeddings", False),
         "initializer_range": ("init_std", 0.02),
     },
-    constants={"hidden_act": "silu", "attention_bias": False, "mlp_bias": False},
+    constants={"hidden_act": "silu"},
     assumed={"quantization_config": None},
     prefix="model.",
     buffers=re.compile(r".*\.rotary_emb\.inv_freq"),
     embedding="model.embed_tokens.weight",
     extra=_extra,
     read_extra=_read_extra,
-    problems=_unsupported,
+    problems=llama_problems,
     lost=_lost,
     reads=(
         *("head_dim", "rope_theta", "rope_scaling", "rope_parameters", "partial_rotary_factor", "layer_types"),
@@ -101,18 +107,23 @@ LLAMA_FORMAT = HuggingFaceFormat(
 )
 
 
+ROTARY_READS = "rope_theta", "rope_scaling", "head_dim"
+BIASES = {key: (key, False) for key in ("attention_bias", "mlp_bias")}
+
+
 class LlamaFamily(ModelFamily):
     """Llama or a family like it; a new one is a value of this class (`models/qwen2.py`).
 
     Args:
         variant: its layers.
         hugging_face: its form in transformers.
+        reads: see `ModelFamily`.
     """
 
-    reads: tuple[str, ...] = ("rope_theta", "rope_scaling", "head_dim")
-
-    def __init__(self, variant: Variant, hugging_face: HuggingFaceFormat) -> None:
-        self.variant, self.hugging_face = variant, hugging_face
+    def __init__(
+        self, variant: Variant, hugging_face: HuggingFaceFormat, reads: tuple[str, ...] = ROTARY_READS
+    ) -> None:
+        self.variant, self.hugging_face, self.reads = variant, hugging_face, reads
 
     def ffn_hidden_size(self, model: ModelConfig) -> int:
         """8/3 of the hidden size, up to a multiple of 256."""
@@ -137,21 +148,23 @@ class LlamaFamily(ModelFamily):
         return attention_weights(model) + 3 * model.hidden_size * (model.ffn_hidden_size or self.ffn_hidden_size(model))
 
     def embedding(self, context: BuildContext) -> Embedding:
-        from megazero.models.gpt import Embedding
+        from megazero.models.gpt import Embedding, ScaledEmbedding
 
-        return Embedding(context, "model.embed_tokens.weight")
+        name, scale = "model.embed_tokens.weight", context.model.embedding_multiplier
+        return Embedding(context, name) if scale == 1.0 else ScaledEmbedding(context, name, scale)
 
     def blocks(self, context: BuildContext, layers: Sequence[int]) -> list[Block]:
-        from megazero.models.llama.block import llama_block, rotary_embedding
+        from megazero.models.llama.block import llama_block, rotary_embeddings
 
-        rope = rotary_embedding(context)
-        return [llama_block(layer, context, rope, self.variant) for layer in layers]
+        ropes = rotary_embeddings(context, layers, self.variant)
+        return [llama_block(layer, context, rope, self.variant) for layer, rope in zip(layers, ropes, strict=True)]
 
     def head(self, context: BuildContext, tied_weight: nn.Parameter | None) -> Head:
-        from megazero.models.gpt import Head
+        from megazero.models.gpt import Head, ScaledHead
 
         name = "model.embed_tokens.weight" if context.model.tie_embeddings else "lm_head.weight"
-        return Head(context, context.rms_norm("model.norm"), name, tied_weight)
+        kind = Head if context.model.logits_scaling == 1.0 else ScaledHead
+        return kind(context, context.rms_norm("model.norm"), name, tied_weight)
 
 
 class LlamaItself(LlamaFamily):
@@ -176,6 +189,14 @@ class LlamaItself(LlamaFamily):
             yield Problem("model.init_std", model.init_std, "must be at most 1: transformers loads no other llama")
 
 
+def every_nth(differs: Sequence[bool], key: str) -> int | None:
+    """n, where every n-th layer differs and no other does; None where none does.  Raises: ValueError: there is no such n."""
+    n = [*differs, True].index(True) + 1
+    if list(differs) != [(layer + 1) % n == 0 for layer in range(len(differs))]:
+        raise ValueError(f"{key} is not supported where another layer than every n-th differs")
+    return n if n <= len(differs) else None
+
+
 # transformers' names of the same numbers.
 _THEIRS = {"type": "rope_type", "original_seq_len": "original_max_position_embeddings"}
 
@@ -183,18 +204,19 @@ _THEIRS = {"type": "rope_type", "original_seq_len": "original_max_position_embed
 def rope_keys(config: Mapping[str, Any]) -> dict[str, Any]:
     """All keys about rotary positions of a `config.json`; transformers 5 nests what its predecessors kept apart."""
     flat = {key: config[key] for key in ("rope_theta", "partial_rotary_factor") if config.get(key) is not None}
-    return flat | dict(config.get("rope_scaling") or config.get("rope_parameters") or {})
+    given = dict(config.get("rope_scaling") or config.get("rope_parameters") or {})
+    return flat | dict(given.get("full_attention", given))  # where layers with a window have their own
 
 
-def rope_problems(config: Mapping[str, Any]) -> list[str]:
-    """What a `config.json` says about rotary positions that we do not compute."""
+def rope_problems(config: Mapping[str, Any], rotated: float = 1.0) -> list[str]:
+    """What a `config.json` says about rotary positions that we do not compute; `rotated`: the share of a head that turns."""
     rope, problems = rope_keys(config), []
     kind, key = _kind(rope), "rope_scaling" if config.get("rope_scaling") else "rope_parameters"
     if kind != "default" and kind not in ROPE_READS:
         known = ", ".join(map(repr, ("default", *ROPE_READS)))
         problems.append(f"{key}={config[key]!r} is not supported; the rope_type must be {known}")
-    if rope.get("partial_rotary_factor", 1.0) != 1.0:
-        problems.append(f"partial_rotary_factor={rope['partial_rotary_factor']!r} is not supported; it must be 1.0")
+    if (share := rope.get("partial_rotary_factor", rotated)) != rotated:
+        problems.append(f"partial_rotary_factor={share!r} is not supported; it must be {rotated}")
     known_keys = {_THEIRS.get(name, name) for name in RopeScaling.model_fields}
     known_keys |= {"type", "rope_theta", "partial_rotary_factor"}
     if kind in ROPE_READS and rope.get("factor") is None:
@@ -249,4 +271,6 @@ def _kind(rope: Mapping[str, Any]) -> str:
     return str(rope.get("rope_type", rope.get("type", "default")) or "default")
 
 
-LLAMA = LlamaItself(LLAMA_2, LLAMA_FORMAT)
+LLAMA = LlamaItself(
+    LLAMA_2, replace(LLAMA_FORMAT, defaults={**LLAMA_FORMAT.defaults, **BIASES}), (*ROTARY_READS, *BIASES)
+)

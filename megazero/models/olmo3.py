@@ -1,0 +1,65 @@
+"""OLMo 3: OLMo 2 in which most layers attend to a window (Team OLMo et al. 2025)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from typing import Any
+
+from megazero.models.config import ModelConfig
+from megazero.models.llama.family import LLAMA_FORMAT, ROTARY_READS, LlamaFamily, every_nth, read_rope
+from megazero.models.olmo2 import OLMO2, OLMO2_FORMAT
+
+WINDOWS = "sliding_window", "full_attention_every"
+_FULL, _LOCAL, _WINDOW = "full_attention", "sliding_attention", 4096
+
+
+def window_problems(config: Mapping[str, Any], seq_len: int | None) -> Iterator[str]:
+    """What a `config.json` with windows says about layers that we do not compute."""
+    kinds = {str(kind) for kind in config.get("layer_types") or ()}
+    if config.get("sliding_window", _WINDOW) is None and kinds != {_FULL}:
+        yield "sliding_window is null, and layers need one; write layer_types that are all 'full_attention'"
+    if _rope_of_windows(config).get("rope_type", "default") != "default":
+        yield f"rope_parameters: {_LOCAL} is scaled, which is not supported"
+    yield from LLAMA_FORMAT.problems({**config, "layer_types": kinds - {_LOCAL}}, seq_len)
+
+
+def written_windows(model: ModelConfig) -> dict[str, Any]:
+    """Keys about windows and rotary positions, which differ between the kinds of layers."""
+    kinds = [_LOCAL if model.window_of(layer) else _FULL for layer in range(model.num_layers)]
+    written, plain = LLAMA_FORMAT.extra(model), {"rope_type": "default"}
+    full = plain | {"rope_theta": model.rope_theta} | written.get("rope_scaling", {})
+    rope = {_FULL: full, _LOCAL: plain | {"rope_theta": model.rope_local_theta}}
+    return written | {"layer_types": kinds, "sliding_window": model.sliding_window, "rope_parameters": rope}
+
+
+def read_windows(config: Mapping[str, Any], every: int, theta: float, local: float) -> dict[str, Any]:
+    """Keys of [model] about windows and rotary positions.
+
+    Args:
+        every: every layer of this number has no window where `layer_types` are left out.
+        theta, local: bases of rotary positions in layers without and with a window, where they are left out.
+
+    Raises: ValueError: layers differ in another way.
+    """
+    kinds = config.get("layer_types")
+    period = every if kinds is None else every_nth([kind == _FULL for kind in kinds], "layer_types")
+    windows = (None, None) if period == 1 else (config.get("sliding_window", _WINDOW), period)
+    local = _rope_of_windows(config).get("rope_theta", config.get("rope_local_base_freq", local))
+    rope = read_rope(config, theta) | {"rope_local_theta": local}
+    return LLAMA_FORMAT.read_extra(config) | rope | dict(zip(WINDOWS, windows, strict=True))
+
+
+def _rope_of_windows(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    return (config.get("rope_parameters") or {}).get(_LOCAL) or {}
+
+
+OLMO3_FORMAT = replace(
+    OLMO2_FORMAT,
+    architecture="Olmo3ForCausalLM",
+    extra=written_windows,
+    read_extra=lambda config: read_windows(config, 4, 5e5, 5e5),
+    problems=window_problems,
+    reads=(*OLMO2_FORMAT.reads, "sliding_window"),
+)
+OLMO3 = LlamaFamily(OLMO2.variant, OLMO3_FORMAT, (*ROTARY_READS, "rope_local_theta", *WINDOWS))
