@@ -17,15 +17,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megazero.deepspeed.names import NAMES
+
 __path__: list[str] = []  # modules of DeepSpeed below this file are the mirror's
-_OF_TORCH = {
-    "BFloat16Tensor", "ByteTensor", "DoubleTensor", "Event", "FloatTensor", "HalfTensor", "IntTensor", "LongTensor",
-    "Stream", "current_stream", "default_stream", "device_count", "empty_cache", "get_rng_state", "initial_seed",
-    "is_available", "is_bf16_supported", "manual_seed", "manual_seed_all", "max_memory_allocated",
-    "max_memory_reserved", "memory_allocated", "memory_reserved", "memory_stats", "range_pop", "range_push",
-    "reset_max_memory_allocated", "reset_max_memory_cached", "reset_peak_memory_stats", "set_device", "set_rng_state",
-    "stream", "synchronize",
-}  # fmt: skip
+_OF_TORCH = NAMES["accelerator"].split()
 # What the calls without arguments return, on CUDA and on the CPU.
 _ANSWERS: dict[str, tuple[Any, Any]] = {
     "communication_backend_name": ("nccl", "gloo"),
@@ -136,27 +131,24 @@ def is_current_accelerator_supported() -> bool:
 
 def _of_host(name: str) -> Any:
     """Return the CPU's counterpart of a function or class of torch.cuda."""
-    without_index: dict[str, Callable[..., Any]] = {
+    of_cpu: dict[str, Callable[[], Any]] = {
         "memory_stats": lambda: {f"allocated_bytes.all.{which}": _resident_bytes() for which in ("current", "peak")},
-        "current_stream": torch.cpu.current_stream,
-        "default_stream": torch.cpu.current_stream,
+        **dict.fromkeys(("current_stream", "default_stream"), torch.cpu.current_stream),
         "synchronize": torch.cpu.synchronize,
         "get_rng_state": torch.get_rng_state,
         "initial_seed": torch.initial_seed,
         "is_bf16_supported": lambda: True,
-        "set_device": lambda: None,
         "device_count": lambda: int(os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("LOCAL_SIZE", "1"))),
     }
-    if name in without_index:
-        return lambda *_, **__: without_index[name]()
+    if name in of_cpu:  # which know no index of a device
+        return lambda *_, **__: of_cpu[name]()
     if name == "set_rng_state":
         return lambda new_state, *_, **__: torch.set_rng_state(new_state)
-    if name.startswith(("reset_", "empty_", "range_")):
+    if name.startswith(("reset_", "empty_", "range_", "set_device")):
         return lambda *_, **__: None
     if "memory" in name:
         return _resident_bytes
-    home = torch.cpu if hasattr(torch.cpu, name) else torch
-    return getattr(home, name.removesuffix("_all"))
+    return getattr(torch.cpu if hasattr(torch.cpu, name) else torch, name.removesuffix("_all"))
 
 
 def _resident_bytes(*_: Any, **__: Any) -> int:

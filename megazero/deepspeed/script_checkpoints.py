@@ -296,12 +296,9 @@ class CheckpointedEngine(nn.Module):
 
     def _named_buffers(self) -> list[tuple[str, Tensor]]:
         """Return the persistent buffers."""
-        found: dict[int, tuple[str, Tensor]] = {}  # by identity: a shared buffer counts once
-        for path, part in self.module.named_modules():
-            for key, buffer in part._buffers.items():
-                if buffer is not None and key not in part._non_persistent_buffers_set:
-                    found.setdefault(id(buffer), (f"{path}.{key}" if path else key, buffer))
-        return list(found.values())
+        parts = self.module.named_modules()
+        left_out = {f"{path}.{key}".lstrip(".") for path, part in parts for key in part._non_persistent_buffers_set}
+        return [(name, buffer) for name, buffer in self.module.named_buffers() if name not in left_out]
 
     def _gather_buffers(self) -> dict[str, Tensor]:
         """Return the buffers of all stages, as the first rank of each stage has them, on every rank."""

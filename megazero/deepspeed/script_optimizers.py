@@ -26,15 +26,6 @@ _DEEPSPEED: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
     "sgd": (torch.optim.SGD, {}),
 }
 
-# What DeepSpeed's Adams take that torch's do not, with its defaults.
-_ADAM_PARAMETERS: dict[str, Any] = {
-    "torch_adam": False,  # torch's Adam instead of DeepSpeed's: here only torch's default weight_decay
-    "adam_w_mode": True,
-    "adamw_mode": True,  # the same, for DeepSpeedCPUAdam
-    "bias_correction": True,
-    "fp32_optimizer_states": True,
-    "set_grad_none": True,  # means nothing here: gradients belong to the engine
-}
 # Of torch.optim; `OPTIMIZERS` has the others.
 _ELEMENTWISE = ("Adam", "AdamW", "SGD", "Adagrad", "Adadelta", "Adamax", "ASGD", "NAdam", "RAdam", "RMSprop", "Rprop")
 
@@ -68,9 +59,12 @@ def recipe_by_name(name: str, params: dict[str, Any], groups: Sequence[dict[str,
     cls, defaults = _class_of(name)
     known = keywords_of(cls, positional=1)
     if name.lower() in _DEEPSPEED_ADAM:
-        optional = Parameter("keyword", Parameter.KEYWORD_ONLY, default=None)
-        check_keywords(name, params, known | dict.fromkeys(_ADAM_PARAMETERS, optional))
-        own = {key: params.pop(key, default) for key, default in _ADAM_PARAMETERS.items()}
+        # torch's Adam instead of DeepSpeed's: here only torch's default weight_decay
+        torch_adam = Parameter("torch_adam", Parameter.KEYWORD_ONLY, default=False)
+        theirs = {key: option for key, option in keywords_of(adam, positional=1).items() if key not in known}
+        theirs["torch_adam"] = torch_adam
+        check_keywords(name, params, known | theirs)
+        own = {key: params.pop(key, option.default) for key, option in theirs.items()}
         decoupled = name.lower() == "adamw" or (own["adam_w_mode"] and own["adamw_mode"])
         cls = _adam_class(name, own["bias_correction"], own["fp32_optimizer_states"], decoupled)
         defaults = {} if own["torch_adam"] else defaults

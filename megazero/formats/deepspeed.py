@@ -21,6 +21,7 @@ utils/zero_to_fp32.py.
 from __future__ import annotations
 
 import re
+import tomllib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -45,20 +46,7 @@ _MODEL_FILE = re.compile(r"(?:zero_pp_rank_(?P<rank>\d+)_)?mp_rank_(?P<mp>\d+)_m
 _OPTIMIZER_FILE = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(?P<rank>\d+)_mp_rank_(?P<mp>\d+)_optim_states\.pt")
 _STATE = "optimizer_state_dict"
 _FP32 = "fp32"  # of universal checkpoints
-# Classes of DeepSpeed in these files, which say nothing that is needed.
-_KNOWN_CLASSES = {"LossScaler", "fragment_address", "DynamicLossScaler", "ZeroStageEnum"}
-# Keys of the model file; everything else in it is the script's client_state.
-_KNOWN_KEYS = {
-    *("module", "buffer_names", "param_shapes", "shared_params", "frozen_param_shapes", "frozen_param_fragments"),
-    *("optimizer", "lr_scheduler", "data_sampler", "random_ltd", "skipped_steps", "global_steps", "global_samples"),
-    *("dp_world_size", "mp_world_size", "checkpoint_parallel_dimensions", "ds_config", "ds_version"),
-    *("universal_checkpoint_info", "sparse_tensor_module_names", "csr_tensor_module_names"),
-}
-_NOT_TAKEN = {
-    "lr_scheduler": "the schedule is that of the run file, at the same step",
-    "data_sampler": "samples come in the order of the run file",
-    "random_ltd": "there is no such option",
-}
+_KNOWN = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
 
 
 def find_deepspeed(folder: LocalFolder) -> LocalFolder | None:
@@ -147,7 +135,7 @@ class _Reader:
         with foreign_errors(f"{self.folder}/{name}"):
             loaded, classes = load_tensors(self.folder.path / name)
         for known in classes:
-            if not (known.startswith("deepspeed.") and known.rpartition(".")[2] in _KNOWN_CLASSES):
+            if not (known.startswith("deepspeed.") and known.rpartition(".")[2] in _KNOWN["classes"].split()):
                 note = f"{name} names {known}, which is neither a tensor nor a plain value and was not run"
                 self.found.notes[note] = None
         return loaded
@@ -160,15 +148,15 @@ class _Reader:
         return files[rank]
 
     def _note(self, state: Mapping[str, Any]) -> None:
-        for key in _NOT_TAKEN:
+        for key, why in _KNOWN["not_taken"].items():
             if state.get(key) is not None:
-                self.found.is_not_taken(key, _NOT_TAKEN)
+                self.found.notes[f"{key} is not taken over: {why}"] = None
         config = (state.get("ds_config") or {}).get("optimizer") or {}
         if str(config.get("type")).lower() == "adam":
             given = config.get("params") or {}
             decoupled = given.get("adam_w_mode", True) and given.get("adamw_mode", True)
             self.found.add_setting("ds_config.optimizer", "decoupled_weight_decay", decoupled)
-        if own := sorted(str(key) for key in state.keys() - _KNOWN_KEYS):
+        if own := sorted(str(key) for key in state.keys() - {*_KNOWN["keys"].split(), *_KNOWN["not_taken"]}):
             self.found.notes[f"client_state is not taken over: {', '.join(own)}"] = None
 
     # -- the optimizer

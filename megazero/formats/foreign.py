@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from megazero.checkpoint.index import CheckpointError
-from megazero.formats.match import LazyTensor, is_same, match, raise_problems, wanted
+from megazero.formats.match import LazyTensor, is_named, is_same, match, wanted
 from megazero.formats.tables import NameTable
 from megazero.models.config import ModelConfig, RopeScaling
 from megazero.settings import toml_value
@@ -26,6 +26,7 @@ ADAM = ("exp_avg", "exp_avg_sq")
 # The keys of AdamW's groups: its settings; how it is computed; and what ours computes in one way only.
 _SETTINGS = ("name", "betas", "eps", "weight_decay", "lr", "initial_lr")
 _COMPUTED = ("params", "param_names", "foreach", "fused", "capturable", "differentiable", "step")
+_SHOWN = 5  # problems in an error
 _COUNTS = 2**53  # none is as large: a float does not count that far
 _CONSTANT = {"amsgrad": False, "maximize": False, "bias_correction": True}
 
@@ -168,19 +169,21 @@ def match_kinds(
         notes += [] if name else [line]
     for kind, tensors in kinds.items():
         table = of_model if kind == MODEL else of_others
-        matched_kind = match(tensors, table, model, shapes, label=_label(kind))
-        matched[kind] = matched_kind.tensors
-        problems += matched_kind.problems
-        unknown |= matched_kind.unknown
+        matched[kind], wrong, unmatched = match(tensors, table, model, shapes, label=_label(kind))
+        problems += wrong
+        unknown |= unmatched
     head, embedding = of_model.prefix + of_model.head, of_model.theirs(of_model.embedding).name
     pair = [weights[name] for name in (head, embedding) if name in weights]
     if not model.tie_embeddings and len(pair) == 2 and is_same(*pair):
         notes.append(f"{head} equals {embedding}: if they were tied there, set model.tie_embeddings = true")
-    hint = ""
-    if not matched[MODEL]:
-        known = ", ".join(dict.fromkeys(table.name for table in tables))
-        hint = f". {model.family} is known under the names of {known}, and no tensor has one"
-    raise_problems(found.path, described_by, problems, unknown, ignore, hint=hint)
+    left = [line for name, line in unknown.items() if not is_named(name, ignore)]
+    if lines := [*problems, *left]:
+        shown = "; ".join(lines[:_SHOWN]) + (f"; and {len(lines) - _SHOWN} more" if len(lines) > _SHOWN else "")
+        hint = "" if problems else ". --ignore NAME leaves out what is not needed"
+        if not matched[MODEL]:
+            known = ", ".join(dict.fromkeys(table.name for table in tables))
+            hint = f". {model.family} is known under the names of {known}, and no tensor has one"
+        raise CheckpointError(f"the weights in {found.path} are not those of {described_by}: {shown}{hint}")
     return matched, notes
 
 

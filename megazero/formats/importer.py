@@ -48,11 +48,6 @@ class Form:
     read: Callable[[LocalFolder, ModelConfig], ForeignCheckpoint] | None
 
 
-def read_weights(folder: LocalFolder, _: ModelConfig) -> ForeignCheckpoint:
-    """Weights without an optimizer.  Raises: CheckpointError."""
-    return open_weights(folder).finished()
-
-
 def _is_megatron(folder: LocalFolder) -> bool:
     return folder.has(".metadata") and folder.has("common.pt")
 
@@ -63,7 +58,7 @@ FORMS = {  # the first that recognises a folder
     "dcp": Form("torch.distributed.checkpoint", dcp_folders, read_dcp),
     "deepspeed": Form("DeepSpeed", find_deepspeed, read_deepspeed),
     "hf": Form("transformers", lambda folder: folder.has(HF_CONFIG), None),
-    "weights": Form("weights alone", has_weights, read_weights),
+    "weights": Form("weights alone", has_weights, lambda folder, _: open_weights(folder).finished()),
 }
 
 
@@ -119,9 +114,7 @@ def import_checkpoint(
     described = f"the [model] of {run_file}"
     shapes, tables = logical_shapes(config.model), tables_of(config.model.family)
     kinds, notes = match_kinds(found, config.model, shapes, tables, described_by=described, ignore=ignore)
-    has_moments = _has_moments(folder, kinds, found.optimizer_steps)
-    if has_moments:
-        _check_optimizer(config, run_file)
+    has_moments = _check_moments(found, kinds, config, run_file)
     trainer, more = _trainer_state(found, config, step, samples, has_moments=has_moments)
     with new_folder(out) as target:
         lines = [f"# {line}" for line in (f"Goes on from {folder}.", *notes, *more)]
@@ -140,24 +133,25 @@ def _recognised(folder: LocalFolder) -> str:
     raise CheckpointError(f"{folder} is no checkpoint of a known form. Known: {forms}; --from says which")
 
 
-def _has_moments(folder: LocalFolder, kinds: Iterable[str], updates: int) -> bool:
-    """Whether the checkpoint has AdamW's moments.  Raises: CheckpointError: it has a part of them."""
+def _check_moments(found: ForeignCheckpoint, kinds: Iterable[str], config: RunConfig, run_file: str | Path) -> bool:
+    """Whether the checkpoint has AdamW's moments.
+
+    Raises: CheckpointError: it has a part of them, or the optimizer of the run file keeps others.
+    """
     moments = [kind for kind in kinds if kind in ADAM]
-    if moments and (len(moments) != len(ADAM) or updates < 1):
-        found = f"{' and '.join(moments)} after {updates} updates"
-        raise CheckpointError(f"{folder} has {found}: AdamW needs {' and '.join(ADAM)} and the number of its updates")
-    return bool(moments)
-
-
-def _check_optimizer(config: RunConfig, run_file: str | Path) -> None:
-    """The optimizer of the run file must keep the moments that AdamW has.  Raises: CheckpointError."""
-    name = config.optimizer.name
-    kept = optimizer_of(config.optimizer).known_states
-    if set(kept) != set(ADAM):
-        ours = f"optimizer.name={name} of {run_file} keeps {' and '.join(kept) or 'no state'}"
+    if not moments:
+        return False
+    if len(moments) != len(ADAM) or found.optimizer_steps < 1:
+        holds = f"{' and '.join(moments)} after {found.optimizer_steps} updates"
+        raise CheckpointError(
+            f"{found.path} has {holds}: AdamW needs {' and '.join(ADAM)} and the number of its updates"
+        )
+    if set(kept := optimizer_of(config.optimizer).known_states) != set(ADAM):
+        ours = f"optimizer.name={config.optimizer.name} of {run_file} keeps {' and '.join(kept) or 'no state'}"
         raise CheckpointError(
             f"the checkpoint has AdamW's {' and '.join(ADAM)}, and {ours}: say 'adamw' or 'adam' there"
         )
+    return True
 
 
 def _trainer_state(

@@ -8,9 +8,9 @@ Nothing is skipped: what belongs to no parameter is an error, unless the user sa
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import partial
 
@@ -24,7 +24,6 @@ from megazero.models.config import ModelConfig
 from megazero.zero.bucket import DTYPE_NAMES
 
 NOT_RESUMED = "not taken over: weights alone are read, and moments begin anew"
-_SHOWN = 5  # problems in an error
 # Modules that torch.compile, DDP, FSDP, recomputation and Lightning wrap around parts of a model.
 _WRAPPERS = re.compile(r"(?<![^.])(?:module|_orig_mod|_forward_module|_(?:fsdp|checkpoint)_wrapped_module)\.")
 
@@ -36,15 +35,6 @@ class LazyTensor:
     shape: tuple[int, ...]
     dtype: torch.dtype
     read: Callable[[], Tensor]
-
-
-@dataclass
-class Matched:
-    """What `match` found: our tensors by our names, and lines about what is wrong or unknown (by name)."""
-
-    tensors: dict[str, LazyTensor] = field(default_factory=dict)
-    problems: list[str] = field(default_factory=list)
-    unknown: dict[str, str] = field(default_factory=dict)
 
 
 @contextmanager
@@ -81,7 +71,7 @@ def match(
     shapes: Mapping[str, tuple[int, ...]],
     *,
     label: str = "",
-) -> Matched:
+) -> tuple[dict[str, LazyTensor], list[str], dict[str, str]]:
     """Find each tensor of a model among stored ones.
 
     Args:
@@ -90,8 +80,12 @@ def match(
         model: resolved.
         shapes: of our logical tensors, by our name; the result has their order.
         label: stands before names in lines, as "exp_avg of ".
+
+    Returns: our tensors by our names; lines about what is wrong; and about what is unknown, by its name.
     """
-    found, places = Matched(), {ours: table.theirs(ours) for ours in shapes}
+    found: dict[str, LazyTensor] = {}
+    problems: list[str] = []
+    places = {ours: table.theirs(ours) for ours in shapes}
     theirs = {ours: place.name for ours, place in places.items()}
     embedding, head = theirs.get(table.embedding, ""), table.prefix + table.head
     if model.tie_embeddings and head in tensors and embedding not in tensors:
@@ -100,43 +94,18 @@ def match(
     for ours, shape in shapes.items():
         stored, move = tensors.get(theirs[ours]), places[ours].take
         wrong = ["is missing"] if stored is None else _wrong(stored, move, model, shape)
-        found.problems += (f"{label}{theirs[ours]} {line}" for line in wrong)
+        problems += (f"{label}{theirs[ours]} {line}" for line in wrong)
         if stored is not None:
             read = stored.read if move is unmoved else partial(_moved, stored, move, model)
-            found.tensors[ours] = LazyTensor(shape, stored.dtype, read)
+            found[ours] = LazyTensor(shape, stored.dtype, read)
     rest = tensors.keys() - set(theirs.values())
     if model.tie_embeddings and head in rest and embedding in tensors:
         rest.remove(head)
         if not is_same(tensors[head], tensors[embedding]):
-            found.problems.append(f"{label}{head} differs from {embedding}, but tied weights are one tensor")
-    for name in sorted(rest):
-        if not table.buffers.fullmatch(name.removeprefix(table.prefix)):
-            line = f"belongs to no parameter of a {model.family} of this configuration"
-            found.unknown[label + name] = f"{label}{name} {line}"
-    return found
-
-
-def raise_problems(
-    path: str,
-    described_by: str,
-    problems: Sequence[str],
-    unknown: Mapping[str, str],
-    ignore: Iterable[str],
-    *,
-    hint: str = "",
-) -> None:
-    """Raise a CheckpointError that lists the problems, and the unknown names that no pattern of `ignore` names.
-
-    Args:
-        described_by: the file that describes the model.
-        hint: what to do; None names --ignore where that is enough.
-    """
-    left = [line for name, line in unknown.items() if not is_named(name, ignore)]
-    lines = [*problems, *left]
-    if lines:
-        shown = "; ".join(lines[:_SHOWN]) + (f"; and {len(lines) - _SHOWN} more" if len(lines) > _SHOWN else "")
-        hint = hint or ("" if problems else ". --ignore NAME leaves out what is not needed")
-        raise CheckpointError(f"the weights in {path} are not those of {described_by}: {shown}{hint}")
+            problems.append(f"{label}{head} differs from {embedding}, but tied weights are one tensor")
+    line = f"belongs to no parameter of a {model.family} of this configuration"
+    others = [name for name in sorted(rest) if not table.buffers.fullmatch(name.removeprefix(table.prefix))]
+    return found, problems, {label + name: f"{label}{name} {line}" for name in others}
 
 
 def is_named(name: str, patterns: Iterable[str]) -> bool:
