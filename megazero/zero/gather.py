@@ -1,20 +1,22 @@
-"""Stage 3: each unit's weights are gathered before its forward and before its backward, those of the next units meanwhile.
+"""Stage 3: gather each unit's weights before its forward and its backward, and the next units' weights meanwhile.
 
-    forward      unshard(0) wait(0) unshard(1) | wait(1) unshard(2) | ...      backward: the same, downward
-    buffers      A: 0                B: 1        A: 2                          few buffers serve all units (`gather_buffers`)
+    forward      unshard(0) wait(0) unshard(1) | wait(1) unshard(2) | ...      backward: the same, in reverse
+    buffers      A: 0                B: 1        A: 2                          a few buffers serve all units
+        (`gather_buffers`)
 
                unshard              wait            another unit takes the buffer, or the weights change
     SHARDED ------------> GATHERING ----> READY --------------------------------------------------------> SHARDED
 
-A unit of several buckets starts all of them, and in a forward each of its layers waits for its own (`UnitModule.readers`).
+A unit with several buckets starts all of their gathers.  In a forward, each of its layers waits only for its own bucket
+(`UnitModule.readers`).
 
-[Note: gathers ahead]  When a unit is to run, those that follow are gathered, in the order of their use: the next one
-always, and as many more as `prefetch_bytes` hold and have buffers that no unit before them needs.  So the network always has
-a gather to carry, also where a unit computes for longer than its neighbours' weights travel, or shorter.  What follows is a
-guess, the same on all ranks (`ScheduleOrder`); a wrong one costs a gather.
+[Note: gathers ahead]  When a unit starts, the units after it are gathered in the order of their use: always the next
+one, and as many more as fit `prefetch_bytes` and have buffers that no earlier unit needs.  So the network always has a
+gather to carry, even if a unit computes for longer or shorter than its neighbours' weights travel.  The order is
+predicted, equally on all ranks (`ScheduleOrder`); a wrong prediction costs one gather.
 
-[Note: a unit's own results]  A unit's backward begins when the gradient of one of its results arrives, so a hook on the
-result gathers the unit in time, and the next one.
+[Note: a unit's own results]  A unit's backward begins when the gradient of one of its results arrives.  A hook on each
+result therefore gathers the unit in time, and the next one.
 """
 
 from __future__ import annotations
@@ -38,32 +40,32 @@ from megazero.zero.saved_weights import SavingForward
 from megazero.zero.units import UnitModule, in_backward, is_hooked, reading_no_weights
 
 Places: TypeAlias = Mapping[int, tuple[Bucket, Slot]]
-"""Where each parameter lies, by the identity of the parameter."""
+"""Bucket and slot of each parameter, by id() of the parameter."""
 
 
 class UnitState(Enum):
-    """Where the weights of a unit are."""
+    """State of a unit's weights."""
 
     SHARDED = auto()  # at least one of its buckets is not in its buffer
-    GATHERING = auto()  # they are on their way
-    READY = auto()  # in their buffers
+    GATHERING = auto()  # gathers are running
+    READY = auto()  # all are in their buffers
 
 
 class _Attribute(NamedTuple):
-    """An attribute of a module that is a gathered parameter."""
+    """An attribute of a module that holds a gathered parameter."""
 
     module: nn.Module
     key: str
     parameter: nn.Parameter
-    placeholder: nn.Parameter  # what the module has while the weights are not there
+    placeholder: nn.Parameter  # the attribute's value while the weights are not gathered
 
 
 class Unit:
     """A module whose weights are gathered together.
 
     Attributes:
-        index: of the unit, in forward order.
-        buckets: of its weights; frozen and trained weights have different buckets.
+        index: position in forward order.
+        buckets: hold its weights; frozen and trainable weights are in different buckets.
     """
 
     def __init__(self, index: int, described: UnitModule, gatherer: UnitGatherer) -> None:
@@ -84,8 +86,8 @@ class Unit:
         self.reshard()
 
     def _attach(self) -> None:
-        # Functions instead of methods: a deep copy of the module must not copy this object.  A compiled module breaks its
-        # graph here: what gathers is not traced.
+        # Functions, not methods: a deep copy of the module must not copy this object.  A compiled module breaks its
+        # graph here: gathers are not traced.
         before = torch.compiler.disable(lambda *_: self.pre_forward())
         after = torch.compiler.disable(lambda _, __, output: self.post_forward(output))
         self._hooks.append(self.module.register_forward_pre_hook(reading_no_weights(before)))
@@ -96,25 +98,25 @@ class Unit:
             self._hooks.append(layer.register_forward_pre_hook(lambda *_, waited=waited: self._wait_for(waited)))
 
     def detach(self) -> None:
-        """Take the hooks off the module: its forwards gather no more."""
+        """Remove the hooks from the module: its forwards gather no more."""
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
 
     @property
     def state(self) -> UnitState:
-        """Where the weights are."""
+        """State of the weights."""
         if not all(map(self.buffers.holds, self.buckets)):
             return UnitState.SHARDED
         return UnitState.GATHERING if any(map(self.buffers.is_arriving, self.buckets)) else UnitState.READY
 
     def unshard(self) -> None:
-        """Start to gather the weights, unless they are there or on their way."""
+        """Start to gather the weights, unless they are gathered or a gather is running."""
         for bucket in self.buckets:
             self.buffers.unshard(bucket)
 
     def wait(self) -> None:
-        """Have the weights in their buffers."""
+        """Gather the weights and wait for them."""
         self.unshard()
         self._wait_for(self.buckets)
 
@@ -123,9 +125,11 @@ class Unit:
             self.buffers.wait(bucket)
 
     def pre_forward(self) -> None:
-        """Have the weights, or on their way where each layer waits for its own, and start on what follows."""
+        """Gather the weights, and wait for them unless each layer waits for its own.  Start the gathers of the next
+        units.
+        """
         if in_backward() and self.gatherer.order.is_in_backward_of(self.index):
-            self.wait()  # a recomputation: what follows has been started
+            self.wait()  # a recomputation: the next units' gathers have been started
         else:
             by_layer = self._waits_by_layer and not in_backward() and not is_hooked(self.module)
             (self.unshard if by_layer else self.wait)()
@@ -136,15 +140,15 @@ class Unit:
         self.gatherer.running.append((self, saving))
 
     def post_forward(self, output: Any) -> Any:
-        """Hide the weights, and have the gradient of each result call `pre_backward`; see [Note: a unit's own results]."""
+        """Hide the weights.  The gradient of each result will call `pre_backward`; see [Note: a unit's own results]."""
         self.reshard()
         running = self.gatherer.running
-        if running and running[-1][0] is self:  # else it has not begun
+        if running and running[-1][0] is self:  # otherwise its forward has not begun
             running.pop()[1].leave()
         return tree_map(self.watch, output)
 
     def pre_backward(self) -> None:
-        """Have the weights, and start on what follows."""
+        """Gather the weights, wait for them, and start the gathers of the next units."""
         self.wait()
         self.gatherer.run(self, is_forward=False)
 
@@ -155,18 +159,18 @@ class Unit:
         return result
 
     def saving(self) -> SavingForward:
-        """The hooks through which what autograd saves in a forward passes."""
+        """Return the hooks for the tensors that autograd saves in a forward."""
         return SavingForward(self)
 
     def reshard(self) -> None:
-        """Hide the weights from the module: another unit may take their buffers."""
+        """Hide the weights from the module, since another unit may take their buffers."""
         for module, key, parameter, placeholder in self.attributes:
             if module._parameters[key] is parameter:
                 module._parameters[key] = placeholder
 
     def _show(self) -> list[_Attribute]:
-        """Give the module its weights; the attributes that had hidden them."""
-        # another tensor is the caller's own (functional_call)
+        """Give the module its weights.  Returns the attributes that had placeholders."""
+        # any other tensor was put there by the caller (functional_call)
         hidden = [one for one in self.attributes if one.module._parameters[one.key] is one.placeholder]
         for module, key, parameter, _ in hidden:
             module._parameters[key] = parameter
@@ -174,7 +178,7 @@ class Unit:
 
     @contextmanager
     def shown(self) -> Iterator[None]:
-        """A context in which a part of the forward runs again, for the backward."""
+        """Context in which a part of the forward runs again for the backward."""
         if self.state is UnitState.SHARDED:
             self.pre_backward()
         self.wait()
@@ -192,38 +196,42 @@ class _Visit(NamedTuple):
 
 
 class ScheduleOrder:
-    """Which units run next: the others of a chunk, up in a forward and down in a backward, and then those of the chunk that
-    the schedule runs next.  `chunk_of`: the model chunk of each unit."""
+    """Predicts which units run next: the rest of the chunk, upward in a forward and downward in a backward, then the
+    units of the chunk that the schedule runs next.
+
+    Args:
+        chunk_of: the model chunk of each unit.
+    """
 
     def __init__(self, chunk_of: Sequence[int]) -> None:
         first = {chunk: chunk_of.index(chunk) for chunk in chunk_of}
         spans = {chunk: range(start, start + chunk_of.count(chunk)) for chunk, start in first.items()}
         self._spans, self._span_of = spans, [spans[chunk] for chunk in chunk_of]
         self._last: _Visit | None = None
-        self._announced: _Visit | None = None  # the first unit of the chunk that runs after this one
-        self._following: _Visit | None = None  # the same, until the next unit runs
+        self._announced: _Visit | None = None  # first unit of the chunk that the schedule announced
+        self._following: _Visit | None = None  # the same, until the next unit starts
 
     def expect(self, chunk: int, is_forward: bool) -> None:
-        """Note the chunk that the schedule runs after the current one."""
+        """Record which chunk the schedule runs after the current one."""
         span = self._spans.get(chunk)  # None for a chunk without parameters
         self._announced = None if span is None else _Visit(span[0 if is_forward else -1], is_forward)
 
     def forget(self) -> None:
-        """Drop what the schedule has announced."""
+        """Drop the schedule's announcements."""
         self._announced = self._following = None
 
     def visit(self, unit: int, is_forward: bool) -> None:
-        """Note that a unit runs now."""
+        """Record that a unit starts now."""
         self._last, self._following = _Visit(unit, is_forward), self._announced
         if not self.rest_of_chunk(*self._last):
-            self._announced = None  # it holds once
+            self._announced = None  # an announcement is valid once
 
     def is_in_backward_of(self, unit: int) -> bool:
-        """Whether the last unit to run was this one, in a backward."""
+        """Whether the last unit to start was this one, in a backward."""
         return self._last == (unit, False)
 
     def upcoming(self) -> Iterator[int]:
-        """The units that will probably run after the last one, in order, as far as that is known."""
+        """Yield the units that will probably run after the last one, in order, as far as they are known."""
         if self._last is not None:
             yield from self.rest_of_chunk(*self._last)
         if self._following is not None:
@@ -231,23 +239,23 @@ class ScheduleOrder:
             yield from self.rest_of_chunk(*self._following)
 
     def rest_of_chunk(self, unit: int, is_forward: bool) -> range:
-        """The units of a chunk that run after this one in the same pass."""
+        """Return the units of the chunk that run after this one in the same pass."""
         span = self._span_of[unit]
         return range(unit + 1, span.stop) if is_forward else range(unit - 1, span.start - 1, -1)
 
 
 class UnitGatherer:
-    """The units of a model under stage 3, and what they share.
+    """The units of a model under stage 3, and their shared buffers.
 
     Args:
-        modules: what is gathered together, in forward order, chunk after chunk.
-        places: where each parameter lies.
-        policy: of the buckets.
-        prefetch_bytes: of the units that are gathered ahead of the one in use; the next one always is.
+        modules: the units, in forward order, chunk after chunk.
+        places: bucket and slot of each parameter.
+        policy: settings of the buckets.
+        prefetch_bytes: limit for the units that are gathered ahead of the one in use; one unit always is.
 
     Attributes:
-        running: the forwards under way, outermost first.
-        unit_type, buffers_type, order_type: of what it makes.
+        running: the units whose forward is running, outermost first.
+        unit_type, buffers_type, order_type: classes of what it creates; subclasses replace them.
     """
 
     unit_type: ClassVar[type[Unit]] = Unit
@@ -268,24 +276,29 @@ class UnitGatherer:
         self._first = frozenset(self._first_of_a_forward())
 
     def placeholder(self, parameter: nn.Parameter) -> nn.Parameter:
-        """What a module has in place of a parameter that is not gathered: it has a shape and no values, so no operation
-        computes with another unit's weights."""
+        """Return a parameter on the meta device, which a module holds while its weights are not gathered.
+
+        It has a shape but no values, so no operation can compute with another unit's weights by mistake.
+        """
         return nn.Parameter(torch.empty_like(parameter, device="meta"), requires_grad=parameter.requires_grad)
 
     def forget(self) -> None:
-        """Drop all that was gathered: the shards have changed."""
+        """Drop everything that was gathered, since the shards have changed."""
         self.buffers.forget()
         self.order.forget()
 
     def begin_step(self) -> None:
-        """Forget the forwards that an interrupt has left, for torch calls no hook after one, and end the gathers that a
-        failed step has left under way: beside those of a step their staging buffers would be more than are planned."""
+        """Clean up after an interrupted or failed step.
+
+        torch calls no hook after an interrupted forward.  Gathers of a failed step must end before new ones start: the
+        staging buffers of both would exceed the plan.
+        """
         while self.running:
             self.running.pop()[1].leave()
         for bucket in self.buckets:
             if bucket not in self._first and self.buffers.holds(
                 bucket
-            ):  # the update has begun those of the first units
+            ):  # the update has started the gathers of the first units
                 self.buffers.wait(bucket)
 
     def detach(self) -> None:
@@ -294,11 +307,14 @@ class UnitGatherer:
             unit.detach()
 
     def run(self, unit: Unit, *, is_forward: bool) -> None:
-        """Note that a unit runs, and start gathering those that will probably follow; see [Note: gathers ahead]."""
+        """Record that a unit starts, and start the gathers of the next units; see [Note: gathers ahead]."""
         self.order.visit(unit.index, is_forward)
         if self.buffers.is_full and not self._takes_turns:
             return
-        running = [*(one for one, _ in self.running), unit]  # where they share a buffer, `unit` has it
+        running = [
+            *(one for one, _ in self.running),
+            unit,
+        ]  # `unit` comes last: if it shares a buffer with another, it holds the buffer
         needed = {storage_of(bucket.weights): bucket for one in running for bucket in one.buckets}
         ahead, waiting = self._fitting(needed, self.order.upcoming())
         for bucket in ahead:
@@ -308,9 +324,13 @@ class UnitGatherer:
                 self.buffers.source.read_ahead(bucket)
 
     def _fitting(self, needed: dict[int, Bucket], following: Iterable[int]) -> tuple[list[Bucket], list[Bucket]]:
-        """The buckets to gather ahead for the units that follow, and those of the first unit that has to wait.
+        """Choose the buckets to gather ahead for the following units.
 
-        `needed`: by address the buckets whose buffers no other may have; those to gather are added.
+        Args:
+            needed: buckets whose buffers must not be overwritten, by address; the chosen buckets are added.
+
+        Returns:
+            The chosen buckets, and the buckets of the first unit that has to wait.
         """
         fitting, nbytes = list[Bucket](), 0
         for index in following:
@@ -325,13 +345,15 @@ class UnitGatherer:
         return fitting, []
 
     def _first_of_a_forward(self) -> list[Bucket]:
-        """As many of the buckets that a forward uses first as it has under way at once: staging buffers hold no more."""
+        """Return the buckets that a forward gathers first, as many as it gathers at once: the staging buffers hold no
+        more.
+        """
         chunk = [index for index, owner in enumerate(self._chunk_of) if owner == self._chunk_of[0]]
         own = self.units[chunk[0]].buckets if chunk else []
         ahead, _ = self._fitting({storage_of(bucket.weights): bucket for bucket in own}, chunk[1:])
         return [*own, *ahead][: max(len(own), len(ahead))]
 
     def unshard_stepped(self, bucket: Bucket) -> None:
-        """Start gathering a bucket that has been stepped, if it is one of the first that a forward uses."""
+        """Start to gather an updated bucket if it is one of the first that a forward uses."""
         if bucket in self._first:
             self.buffers.unshard(bucket)
