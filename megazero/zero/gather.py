@@ -311,10 +311,7 @@ class UnitGatherer:
         self.order.visit(unit.index, is_forward)
         if self.buffers.is_full and not self._takes_turns:
             return
-        running = [
-            *(one for one, _ in self.running),
-            unit,
-        ]  # `unit` comes last: if it shares a buffer with another, it holds the buffer
+        running = [*(one for one, _ in self.running), unit]  # last: it holds a shared buffer
         needed = {storage_of(bucket.weights): bucket for one in running for bucket in one.buckets}
         ahead, waiting = self._fitting(needed, self.order.upcoming())
         for bucket in ahead:

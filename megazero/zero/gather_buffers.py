@@ -1,25 +1,26 @@
-"""The buffers that stage 3 gathers weights into, and which units share one.
+"""The buffers into which stage 3 gathers weights, and which units share one.
 
     position of a unit in its chunk    0   1   2   3   4   5   6
     three buffers                      A   B   C   A   B   C   A
 
-While the unit in one buffer is computed with, the others are filled with those that follow.  All buffers together hold the
-largest unit and at most `prefetch_bytes` more; there are always two.  Each is as large as the largest of its units:
+While one buffer's unit computes, the other buffers are filled with the next units.  All buffers together hold the
+largest unit and at most `prefetch_bytes` more; there are at least two.  Each is as large as the largest of its units:
 
     bytes = sum over buffers of the largest unit in it
 
-Where a unit has several buckets, the i-th buckets of its units share a buffer; if that takes 1/32 more, each unit has one.
+If units have several buckets, the i-th buckets of all units share a buffer; if that would take 1/32 more memory, each
+unit has a single bucket.
 
-A gather policy says how long a gathered unit stays:
-    action    units take turns in the buffers: every forward and backward gathers anew what has made room; least memory
+The gather policy decides how long a gathered unit stays:
+    action    units take turns in the buffers: every forward and backward gathers what was overwritten; least memory
     chunk     units at the same position of different chunks share: a chunk stays until another chunk runs
-    step      each unit has its own: gathered once per step; the memory of whole weights
+    step      each unit has its own buffer: gathered once per step; memory of the full weights
 A parameter that several units use, or that is in use while other units run, has a buffer of its own.  Chunks that run
-beside each other share none, so each has that many.
+at the same time share no buffers, so each has this many.
 
-[Note: fixed addresses]  A bucket is always gathered to the same address.  Storage of its own, freed between uses with
-`resize_(0)`, would hold the same bytes; but a CPU maps a block of more than 32 MiB anew each time, page by page: a step with
-such an embedding took 3.5 times as long.
+[Note: fixed addresses]  A bucket is always gathered to the same address.  A storage of its own, freed between uses with
+`resize_(0)`, would need as many bytes.  But a CPU maps blocks of more than 32 MiB anew each time, page by page: with
+such an embedding, a step took 3.5 times as long.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ from megazero.zero.quantized import WEIGHT_BITS, BlockFormat, QuantizedGather
 
 @dataclass(frozen=True)
 class BufferPlan:
-    """The buckets of each gather buffer."""
+    """The buckets that use each gather buffer."""
 
     buffers: tuple[tuple[BucketLayout, ...], ...]
 
@@ -54,11 +55,11 @@ class BufferPlan:
 
     @property
     def elements(self) -> int:
-        """Of all buffers together."""
+        """Elements of all buffers together."""
         return sum(self.sizes)
 
     def allocate(self, dtype: torch.dtype, device: torch.device) -> dict[str, Tensor]:
-        """By name of each bucket its buffer, [padded]."""
+        """Allocate the buffers.  Returns the buffer [padded] of each bucket, by the bucket's name."""
         found = {}
         for members, size in zip(self.buffers, self.sizes, strict=True):
             buffer = torch.zeros(size, dtype=dtype, device=device)
@@ -67,7 +68,7 @@ class BufferPlan:
 
 
 class UnitPlace(NamedTuple):
-    """Where a unit is used; see `UnitModule`."""
+    """When a unit is used; see `UnitModule`."""
 
     chunk: int
     beside: int = 0
@@ -76,14 +77,14 @@ class UnitPlace(NamedTuple):
 def plan_buffers(
     layouts: Sequence[BucketLayout], units: Sequence[UnitPlace], gather_policy: str, prefetch_elements: int
 ) -> BufferPlan:
-    """Give every bucket that is gathered a buffer.
+    """Assign a buffer to every bucket that is gathered.
 
     Args:
         layouts: all buckets; persistent ones are not gathered.
         units: in forward order.
         gather_policy: "action", "chunk" or "step".
-        prefetch_elements: elements of weights that may lie in the buffers beside the largest unit, of each set of units that
-            share buffers.
+        prefetch_elements: elements that the buffers may hold beyond the largest unit, for each set of units that share
+            buffers.
     """
     chunks = [unit.chunk for unit in units]
     alone, sharing = list[BucketLayout](), list[_Shared]()
@@ -109,14 +110,16 @@ def plan_buffers(
 class _Shared(NamedTuple):
     """A bucket that shares its buffer with the bucket of the same number in other units."""
 
-    beside: int  # of its unit
-    position: int  # of its unit in its chunk
-    number: int  # among the buckets of the unit
+    beside: int  # `beside` of its unit
+    position: int  # position of its unit in the chunk
+    number: int  # its index among the unit's buckets
     layout: BucketLayout
 
 
 def _in_turn(sharing: Sequence[_Shared], count: int) -> BufferPlan:
-    """Units whose positions are equal modulo `count` share buffers; frozen buckets have other buffers than trained ones."""
+    """Let units share buffers whose positions are equal modulo `count`.  Frozen and trainable buckets have separate
+    buffers.
+    """
     members: dict[tuple[int, int, int, bool], list[BucketLayout]] = {}
     for beside, position, number, layout in sharing:
         members.setdefault((beside, position % count, number, layout.trains), []).append(layout)
@@ -124,12 +127,12 @@ def _in_turn(sharing: Sequence[_Shared], count: int) -> BufferPlan:
 
 
 class ShardSource:
-    """All-gathers a bucket from the shards of its ranks; an offloaded shard reaches the device through a staging buffer."""
+    """Gathers a bucket from its ranks' shards.  An offloaded shard reaches the device through a staging buffer."""
 
     def __init__(self, buckets: Sequence[Bucket], policy: ShardingPolicy) -> None:
         self._staging, self._copier, self._on_cpu = BufferPool(policy.device), policy.copier, policy.on_cpu
         self._largest = max((bucket.weight_shard.numel for bucket in buckets), default=0)
-        self._reading: dict[Bucket, tuple[Any, Tensor]] = {}  # the copier's mark, and a staging buffer
+        self._reading: dict[Bucket, tuple[Any, Tensor]] = {}  # the copier's mark and the staging buffer
         self._all_gather: Callable[..., Pending] = all_gather
         self.is_exact = not policy.quantizes_weights or all(bucket.layout.shards == 1 for bucket in buckets)
         if not self.is_exact:
@@ -138,7 +141,7 @@ class ShardSource:
 
     @property
     def staging_bytes(self) -> int:
-        """Bytes of the buffers through which offloaded shards and quantized weights pass."""
+        """Bytes of the staging buffers for offloaded shards and quantized weights."""
         return self._staging.nbytes
 
     @property
@@ -154,7 +157,7 @@ class ShardSource:
         self.read_ahead(bucket)
         read, staging = self._reading[bucket]
 
-        def gather() -> Pending:  # behind the copy, not behind the computation that goes on meanwhile
+        def gather() -> Pending:  # waits for the copy to the device, not for the compute stream
             self._copier.wait(read).wait()
             return self._all_gather(bucket.weights, staging[: bucket.weight_shard.numel], axis, label)
 
@@ -170,7 +173,7 @@ class ShardSource:
             self._reading[bucket] = self._copier.run(read, to_host=False), staging
 
     def forget(self) -> None:
-        """Drop the copies under way: the shards have changed."""
+        """Drop running copies, since the shards have changed."""
         reading, self._reading = self._reading, {}
         for read, staging in reading.values():
             self._copier.wait(read).wait()
@@ -182,17 +185,18 @@ class ShardSource:
 
 
 class SecondarySource(ShardSource):
-    """Keeps a secondary shard within each host, so that only the first all-gather after an update crosses between hosts.
+    """Keeps a secondary shard within each host, so that only the first all-gather after an update crosses between
+    hosts.
 
-        shard axis        | rank 0 | rank 1 || rank 2 | rank 3 |     1/4 each: what the optimizer steps
+        shard axis        | rank 0 | rank 1 || rank 2 | rank 3 |     1/4 each: what the optimizer updates
         secondary axis    | rank 0   rank 1 |  one host
                                              | rank 2   rank 3 |  another
-        secondary shard   | half a | half b || half a | half b |     whole within each host
+        secondary shard   | half a | half b || half a | half b |     complete within each host
 
-        first gather of a bucket after an update    over the shard axis; each rank then keeps its secondary shard
-        every later one                             over the secondary axis
+        first gather of a bucket after an update    over the shard axis; each rank then saves its secondary shard
+        every later gather                          over the secondary axis
 
-    Both give the same bits.  It takes the bytes of the weights, divided by the ranks of the secondary axis, on every rank.
+    Both give the same bits.  Each rank needs the bytes of the weights divided by the size of the secondary axis.
 
     Source: Wang et al. 2023 (ZeRO++), section 3.2: hierarchical weight partition, hpZ.
     """
@@ -208,7 +212,9 @@ class SecondarySource(ShardSource):
         return sum(shard.nbytes for shard in self._shards.values())
 
     def is_fresh(self, bucket: Bucket) -> bool:
-        """Whether the secondary shard holds a bucket's weights; the same on every rank, since all gather alike."""
+        """Whether the secondary shard holds a bucket's current weights.  The same on every rank, since all gather in
+        one order.
+        """
         return bucket in self._fresh
 
     def start(self, bucket: Bucket, label: str) -> Pending:
@@ -232,12 +238,12 @@ class SecondarySource(ShardSource):
 
 
 def _shard_on(axis: Axis, weights: Tensor) -> Tensor:
-    """This rank's shard of whole weights over the secondary axis, whose size divides that of the shard axis."""
+    """Return this rank's shard of full weights on the secondary axis, the size of which divides that of the shard axis."""
     return weights.view(axis.size, -1)[axis.index]
 
 
 class GatherBuffers:
-    """Which bucket each buffer holds, and the all-gathers into buffers that are under way."""
+    """Tracks which bucket each buffer holds, and the running all-gathers."""
 
     def __init__(self, buckets: Sequence[Bucket], policy: ShardingPolicy) -> None:
         has_secondary = any(bucket.placement.secondary is not None for bucket in buckets)
@@ -245,41 +251,41 @@ class GatherBuffers:
         self._bytes = {  # by address of a buffer
             storage_of(bucket.weights): bucket.weights.untyped_storage().nbytes() for bucket in buckets
         }
-        self._holder: dict[int, Bucket] = {}  # by address of a buffer: the bucket whose weights it holds or gets
+        self._holder: dict[int, Bucket] = {}  # by address of a buffer: the bucket that it holds or is being filled with
         self._arriving: dict[int, Pending] = {}  # by address of a buffer
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the buffers, and of those through which weights pass to them."""
+        """Bytes of the gather buffers and of the staging buffers."""
         return sum(self._bytes.values()) + self.source.staging_bytes
 
     @property
     def is_full(self) -> bool:
-        """Whether every buffer holds weights, or a gather that brings them is under way."""
+        """Whether every buffer holds weights or is being filled."""
         return len(self._holder) == len(self._bytes)
 
     def bucket_at(self, tensor: Tensor) -> Bucket | None:
-        """The bucket held by the buffer that a tensor lies in; None if it lies in none."""
+        """Return the bucket in whose buffer a tensor lies, or None."""
         # the zeros of forward-mode differentiation have no memory
         if tensor.layout is not torch.strided or tensor._is_zerotensor() or not torch._C._has_storage(tensor):
             return None
         return self._holder.get(storage_of(tensor))
 
     def holds(self, bucket: Bucket) -> bool:
-        """Whether a bucket's buffer holds its weights, or a gather that brings them is under way."""
+        """Whether a bucket's buffer holds its weights or is being filled with them."""
         return self._holder.get(storage_of(bucket.weights)) is bucket
 
     def is_arriving(self, bucket: Bucket) -> bool:
-        """Whether a gather into a bucket's buffer is under way."""
+        """Whether a gather into a bucket's buffer is running."""
         return storage_of(bucket.weights) in self._arriving
 
     def unshard(self, bucket: Bucket) -> None:
-        """Start the all-gather of a bucket, unless its buffer holds it."""
+        """Start the all-gather of a bucket, unless its buffer already holds it."""
         if self.holds(bucket):
             return
         address = storage_of(bucket.weights)
         self.wait(bucket)
-        self._holder.pop(address, None)  # until a gather has begun: one that fails leaves nothing in the buffer
+        self._holder.pop(address, None)  # until the gather has started: a failed one leaves nothing in the buffer
         self._arriving[address] = self.start(bucket)
         self._holder[address] = bucket
 
@@ -288,15 +294,15 @@ class GatherBuffers:
         return self.source.start(bucket, "")
 
     def wait(self, bucket: Bucket) -> None:
-        """Wait for the gather into a bucket's buffer, if one is under way."""
+        """Wait for the gather into a bucket's buffer, if one is running."""
         address = storage_of(bucket.weights)
         if address in self._arriving:
-            holder = self._holder.pop(address)  # a wait that fails leaves nothing in the buffer
+            holder = self._holder.pop(address)  # a failed wait leaves nothing in the buffer
             self._arriving.pop(address).wait()
             self._holder[address] = holder
 
     def forget(self) -> None:
-        """Drop all that was gathered or read: the shards have changed.  Nothing stays, also where a wait is interrupted."""
+        """Drop everything gathered or read, since the shards have changed; also when a signal interrupts a wait here."""
         arriving, self._arriving = self._arriving, {}
         self._holder.clear()
         for pending in arriving.values():

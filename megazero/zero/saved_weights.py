@@ -1,9 +1,9 @@
-"""What autograd saves in the forward of a unit whose weights will make room for others.
+"""What autograd saves in the forward of a unit whose weights will be overwritten.
 
-    forward     op(x, w)        saves x as it is, and w together with the bucket that it is a part of
-    backward    op needs w      the bucket is gathered again, unless it is there: to the same address, so w has its values
+    forward     op(x, w)        saves x unchanged, and w as a reference to its bucket
+    backward    op needs w      the bucket is gathered again if necessary: to the same address, so w has its values
 
-What a backward computes with `create_graph` is saved outside of any unit's forward, so it gets copies.
+What a backward with `create_graph` computes is saved outside any unit's forward, so it saves copies.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class SavedWeight:
-    """A weight, or a view of it, in the buffer of its bucket.  Two are equal if they show the same elements alike."""
+    """A weight, or a view of it, in its bucket's buffer.  Two are equal if they show the same elements in the same way."""
 
     bucket: Bucket
-    version: int  # a change of the weights raises it
+    version: int  # every change of the weights increases it
     shape: torch.Size
     offset: int
     tensor: Tensor = field(compare=False)
 
 
 class SavingForward(SavedTensorHooks):
-    """The hooks through which all that autograd saves in one forward of a unit passes."""
+    """The hooks for all tensors that autograd saves in one forward of a unit."""
 
     def __init__(self, unit: Unit) -> None:
         super().__init__()
@@ -63,7 +63,7 @@ class SavingForward(SavedTensorHooks):
             yield
 
     def _weight_of(self, saved: SavedWeight) -> Tensor:
-        """The weight that was saved, gathered again if necessary.  Raises: RuntimeError: it has changed."""
+        """Return the saved weight, gathered again if necessary.  Raises: RuntimeError: it has changed since."""
         bucket, buffers = saved.bucket, self.unit.buffers
         if saved.tensor._version != saved.version:
             raise RuntimeError(
@@ -72,8 +72,6 @@ class SavingForward(SavedTensorHooks):
             )
         if not buffers.holds(bucket):
             self.unit.pre_backward()
-            buffers.unshard(bucket)  # of a unit around this one
+            buffers.unshard(bucket)  # it belongs to a unit around this one
         buffers.wait(bucket)
-        return (
-            saved.tensor.clone() if torch.is_grad_enabled() else saved.tensor
-        )  # autograd saves it once more if it may
+        return saved.tensor.clone() if torch.is_grad_enabled() else saved.tensor  # autograd may save it once more

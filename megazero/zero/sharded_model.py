@@ -1,8 +1,9 @@
-"""A model's parameters, gradients and optimizer under ZeRO, and the one order in which a step ends.
+"""A model's parameters, gradients and optimizer under ZeRO, and the order in which a step ends.
 
-begin_step -> backward passes, gradients reduced as they come -> finish_gradients
-           -> square_sum (every rank's share; the engine sums it over the world with what else it wants to know)
-           -> update: overflow? skip : unscale, clip, step a bucket and start to gather its weights -> adapt the loss scale
+begin_step -> backward passes, gradients reduced as they become ready -> finish_gradients
+           -> square_sum (each rank's contribution; the engine sums it over the world together with other values)
+           -> update: overflow? skip : unscale, clip, update each bucket and start to gather its weights -> adapt the
+           loss scale
 """
 
 from __future__ import annotations
@@ -37,18 +38,18 @@ from megazero.zero.units import Described, UnitModule
 from megazero.zero.weight_gathers import HalfSteppedError
 
 Rows: TypeAlias = list[tuple[str, int, int, str]]
-"""Rows of logical tensors: the tensor's name, the first row, the end, and the parameter that holds them."""
+"""Rows of logical tensors: the tensor's name, first row, end row, and the parameter that holds them."""
 
 
 @dataclass(frozen=True)
 class ModelParts:
-    """This rank's part of a model, before it is sharded.
+    """This rank's part of a model, before sharding.
 
     Args:
         units: see `ShardedParameters`.
         described: every parameter once, in forward order, with its optimizer group.
-        ties: by logical name of a tied parameter, the ranks that hold a copy.
-        wgrad_queues: by name of a parameter, the queue that takes its chunk's weight gradients past autograd.
+        ties: the ranks that hold a copy of a tied parameter, by its logical name.
+        wgrad_queues: the queue that takes a parameter's weight gradients past autograd, by the parameter's name.
     """
 
     units: Sequence[UnitModule]
@@ -59,7 +60,7 @@ class ModelParts:
 
 @dataclass(frozen=True)
 class ShardingSettings:
-    """How a model is sharded and stepped.  `arena`, `compiles`: see `ShardingPolicy`."""
+    """How a model is sharded and updated.  `arena`, `compiles`: see `ShardingPolicy`."""
 
     zero: ZeroConfig
     precision: PrecisionConfig
@@ -69,16 +70,16 @@ class ShardingSettings:
 
 
 class ShardedModel:
-    """What one rank holds of a model, and how it is stepped.
+    """One rank's share of a model, with its gradients and optimizer.
 
     Attributes:
-        scale: what the losses of this step are multiplied by.
+        scale: factor on the losses of this step.
         hides_gathers: see `ShardedParameters`.
-        gatherer_type: makes what gathers the units of stage 3.
-        reducer_type: makes what reduces the gradients.
+        gatherer_type: class that gathers the units of stage 3.
+        reducer_type: class that reduces gradients.
 
     Raises:
-        ValueError, StorageError: on every rank, the configuration does not fit this machine.
+        ValueError, StorageError: on every rank: the configuration does not fit this machine.
     """
 
     hides_gathers: ClassVar[bool] = True
@@ -119,48 +120,56 @@ class ShardedModel:
 
     @property
     def skipped_steps(self) -> int:
-        """Updates that were skipped for an overflow."""
+        """Number of updates skipped because of an overflow."""
         return 0 if self.scaler is None else self.scaler.skipped_steps
 
     def begin_step(self, micro_batches: int) -> None:
-        """Forget the last step's gradients.  Each parameter is expected once per micro-batch."""
-        self.reducer.begin_step(micro_batches, self.optimizer.steps_taken + self.skipped_steps)  # of a checkpoint, too
+        """Discard the last step's gradients.  Every parameter is expected once per micro-batch."""
+        self.reducer.begin_step(
+            micro_batches, self.optimizer.steps_taken + self.skipped_steps
+        )  # includes steps before a resume
         if self.parameters.gatherer is not None:
             self.parameters.gatherer.begin_step()
         self.scale = 1.0 if self.scaler is None else self.scaler.scale
 
     def finish_gradients(self) -> None:
-        """Have the whole step's gradients, times `scale`, in the buckets; of each, the elements that are `summed`."""
+        """Complete the step's gradients, times `scale`, in the buckets (of each bucket, the elements `summed`)."""
         buckets = self.reducer.buckets
         self.reducer.finish()
         sum_partial_over_tp(buckets, self.state.tp, self.policy.device)
         sum_tied(buckets, self.ties, self.policy.device)
 
     def square_sum(self) -> Tensor:
-        """fp64 scalar: this rank's share of the squared norm of gradients times `scale`; see `gradient_square_sum`."""
+        """Return this rank's contribution to the squared norm of gradients times `scale`, an fp64 scalar; see
+        `gradient_square_sum`.
+        """
         return gradient_square_sum(self.reducer.buckets, self.state.tp, self.policy.device)
 
     def norm_of(self, square_sum: float) -> float:
-        """The gradient norm, of the squared norm of scaled gradients over all ranks; not finite after an overflow."""
+        """Return the gradient norm from the squared norm of scaled gradients over all ranks.  Not finite after an
+        overflow.
+        """
         return sqrt(square_sum) / self.scale if isfinite(square_sum) else square_sum
 
     def update(self, norm: float, max_norm: float) -> bool:
-        """Unscale, clip to `max_norm` if it is not 0, step and gather the weights; False if `norm` is not finite.
+        """Unscale, clip to `max_norm` unless it is 0, update the weights and gather them.  Returns False if `norm` is
+        not finite.
 
-        With `hides_gathers` gathers are under way afterwards, and buckets of stage 0 may be unstepped: see `WeightGathers`.
+        With `hides_gathers`, gathers are still running afterwards, and buckets of stage 0 may not be updated yet: see
+        `WeightGathers`.
 
         Raises:
-            LossScaleError: on every rank, an overflow at the smallest loss scale.
-            StorageError: an offloaded state could not be read or written.
-            LostPeerError, HalfSteppedError: the last update did not come to its end.  After an error of any kind while
-                weights are stepped nobody sees them before a checkpoint is loaded.
+            LossScaleError: on every rank: an overflow at the smallest loss scale.
+            StorageError: offloaded state could not be read or written.
+            LostPeerError, HalfSteppedError: the previous update was not completed.  After any error during an update,
+                the weights cannot be read until a checkpoint is loaded.
         """
         overflowed = not isfinite(norm)
         if not overflowed:
             clip = min(1.0, max_norm / (norm + 1e-6)) if max_norm else 1.0
-            # Unscaled by the scale that was used; it changes only afterwards.
+            # Unscale by the scale that the losses had; it changes only afterwards.
             parameters, trained = self.parameters, self.reducer.buckets
-            parameters.gathers.wait()  # what no forward has used
+            parameters.gathers.wait()  # gathers that no forward has used
             parameters.note_change(trained)
             with parameters.gathers.changing():
                 if parameters.hides_gathers:
@@ -173,9 +182,9 @@ class ShardedModel:
         return not overflowed
 
     def load(self, read: Callable[[], object], loss_scaler: dict[str, Any] | None) -> None:
-        """Go on from a checkpoint that `read` writes into the state; for `loss_scaler` see `loaded`.
+        """Continue from a checkpoint, which `read` writes into the state.  For `loss_scaler` see `loaded`.
 
-        After an error of any kind nobody sees weights before another checkpoint is loaded: some are the old ones.
+        After any error the weights cannot be read until another checkpoint is loaded: some of them are the old ones.
         """
         with self.parameters.gathers.renewing():
             self.parameters.note_change(self.parameters.buckets)
@@ -183,7 +192,8 @@ class ShardedModel:
             self.loaded(loss_scaler)
 
     def loaded(self, loss_scaler: dict[str, Any] | None) -> None:
-        """Go on from a checkpoint that was read: let modules see the master weights, and take its loss scale.
+        """Continue from a checkpoint that was read: update the modules' weights from the master weights, and restore
+        the loss scale.
 
         Args:
             loss_scaler: a scaler's `state_dict`, or None.
@@ -194,15 +204,17 @@ class ShardedModel:
         self.begin_step(1)
 
     def optimizer_scalars(self) -> dict[str, dict[str, float]]:
-        """State of the optimizer that is one number, by group, of all ranks together.  A collective call."""
-        self.parameters.gathers.wait()  # buckets may be unstepped
+        """Return the scalar state of the optimizer by group, over all ranks.  A collective call."""
+        self.parameters.gathers.wait()  # buckets may not be updated yet
         merged: dict[str, dict[str, float]] = {}
         for one in gather_objects(self.optimizer.scalars(), self.state.world):
             merged |= one
         return merged
 
     def memory_bytes(self) -> dict[str, int]:
-        """Bytes of model state and of the working buffers of ZeRO, by kind; a kind off the device names its location."""
+        """Return the bytes of model state and of ZeRO's working buffers, by kind; kinds off the device have the
+        location in their name.
+        """
         return {
             **self.parameters.memory_bytes(),
             **self.optimizer.memory_bytes(),
@@ -210,7 +222,7 @@ class ShardedModel:
         }
 
     def detach(self) -> None:
-        """Take all hooks off the module and its parameters."""
+        """Remove all hooks from the module and its parameters."""
         self.reducer.detach()
         with suppress(HalfSteppedError):
             self.parameters.gathers.wait()
@@ -219,17 +231,17 @@ class ShardedModel:
             self.parameters.gatherer.detach()
 
     def close(self) -> None:
-        """Wait for the weights under way, as far as their ranks are there, and free what the state holds outside memory."""
-        with suppress(LostPeerError, HalfSteppedError):  # whoever noticed has raised it
+        """Wait for running gathers of ranks that are still alive, and release files and other state outside memory."""
+        with suppress(LostPeerError, HalfSteppedError):  # whoever noticed it first has raised it
             self.parameters.gathers.wait()
         if self.parameters.hides_gathers and self.parameters.gatherer is not None:
             with suppress(LostPeerError):
-                self.parameters.gatherer.forget()  # waits for what the last update has begun to gather
+                self.parameters.gatherer.forget()  # waits for the gathers of the last update
         self.parameters.offload.close()
 
 
 def logical_rows(described: Sequence[Described], ties: Mapping[str, Axis]) -> Rows:
-    """The rows of logical tensors that parameters hold, but for those that stages share."""
+    """Yield the rows of logical tensors that parameters hold, except for tensors that several stages share."""
     return [
         (rows.name, rows.offset, rows.offset + rows.rows, param.name)
         for param in described
@@ -240,7 +252,14 @@ def logical_rows(described: Sequence[Described], ties: Mapping[str, Axis]) -> Ro
 
 
 def check_parameters(described: Sequence[Described], stage: int, held: Mapping[int, Rows]) -> None:
-    """`held`: by pipeline stage.  Raises: ValueError: nothing trains here, or two parameters are one in a checkpoint."""
+    """Check that something trains and that no two parameters have one name in a checkpoint.
+
+    Args:
+        held: the rows that each pipeline stage holds.
+
+    Raises:
+        ValueError: nothing trains on this rank, or two parameters would be one tensor in a checkpoint.
+    """
     if not any(param.parameter.requires_grad for param in described):
         raise ValueError(
             f"pipeline stage {stage} has no parameter that requires a gradient: there is nothing to train there"
@@ -256,7 +275,7 @@ def check_parameters(described: Sequence[Described], stage: int, held: Mapping[i
 
 
 def _sharding_policy(state: ParallelState, settings: ShardingSettings) -> ShardingPolicy:
-    """How buckets are spread over the ranks of this state.  A collective call.  Raises: ValueError."""
+    """Return the settings that all buckets share.  A collective call.  Raises: ValueError."""
     zero, precision = settings.zero, settings.precision
     return ShardingPolicy(
         zero.stage,
@@ -276,9 +295,10 @@ def _sharding_policy(state: ParallelState, settings: ShardingSettings) -> Shardi
 
 
 def placement_of(state: ParallelState, zero: ZeroConfig) -> Placement:
-    """The placement of a model's parameters.  Every rank makes it, in the same order.
+    """Return the placement of a model's parameters.  A collective call.
 
-    Raises: ValueError: the ranks of the secondary axis do not divide those that share the state.
+    Raises:
+        ValueError: the size of the secondary axis does not divide the number of ranks that share the state.
     """
     levels = _levels(state) if zero.quantized_gradients else None
     if zero.stage < 3:
@@ -289,16 +309,18 @@ def placement_of(state: ParallelState, zero: ZeroConfig) -> Placement:
             f"zero.secondary_shard_size={size} must divide the {shards} ranks that share the state into two groups or more, "
             f"of 2 or more: choose among {', '.join(map(str, [0, *divisors(shards)[1:-1]]))}"
         )
-    # Operations on one communicator of NCCL run in their order: a gather would wait for the reductions before it.
+    # NCCL runs operations of one communicator in order: without its own, a gather would wait for earlier reductions.
     gather = state.with_own_group(state.shard, "gathers") if state.device.type == "cuda" else None
     secondary = state.block_on(state.shard, size, "secondary", "gathers") if size else None
     return Placement(state.shard, state.replica, gather, secondary, levels)
 
 
 def expert_placement_of(state: ParallelState, zero: ZeroConfig) -> Placement | None:
-    """The placement of experts: all ranks with the same ones share their state.  Every rank makes it, in the same order.
+    """Return the placement of experts, the state of which is shared by all ranks with the same experts.  A collective
+    call.
 
-    Returns: None where these are the ranks that share all other parameters.
+    Returns:
+        None if these are the ranks that share all other parameters.
     """
     if state.grid.ep == state.grid.tp == 1:
         return None
@@ -307,7 +329,7 @@ def expert_placement_of(state: ParallelState, zero: ZeroConfig) -> Placement | N
 
 
 def _levels(state: ParallelState) -> tuple[Axis, Axis] | None:
-    """`shard` within a host and between hosts, where there are several, each with as many ranks of it; None elsewhere."""
+    """Return `shard` within a host and between hosts if several hosts have equally many of its ranks, otherwise None."""
     hosts = hosts_of([str(rank // state.local_world_size) for rank in state.shard.ranks], state.shard.index)
     size = hosts.size if hosts is not None and hosts.count > 1 else 1
     if set(gather_objects(size, state.world)) != {size} or size == 1:

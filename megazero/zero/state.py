@@ -1,4 +1,4 @@
-"""The model state of one rank by kind, as flat parts of buckets: what a checkpoint reads and writes."""
+"""The model state of one rank by kind, as intervals of buckets: what checkpoints read and write."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class ShardedState:
     """Everything a rank holds for its parameters.  A kind is "model", "master", or the name of an optimizer state.
 
     Args:
-        wait_for_step: called before every read and write: buckets of the last step may be unstepped; see `WeightGathers`.
+        wait_for_step: called before every read and write, since buckets may not be updated yet; see `WeightGathers`.
     """
 
     def __init__(
@@ -32,12 +32,14 @@ class ShardedState:
 
     @property
     def kinds(self) -> tuple[str, ...]:
-        """What must be saved: the weights, fp32 masters where they say more than the weights, and the optimizer's state."""
+        """The kinds to save: the weights, fp32 masters if they are more exact than the weights, and the optimizer's
+        state.
+        """
         return (*self._weights, *self.optimizer.states)
 
     @property
     def known_kinds(self) -> tuple[str, ...]:
-        """What there will be to save once the optimizer has stepped."""
+        """The kinds to save after the optimizer's first step."""
         return (*self._weights, *self.optimizer.known_states)
 
     @property
@@ -45,16 +47,18 @@ class ShardedState:
         return (MODEL,) if self.dtype(MODEL) == torch.float32 else (MODEL, MASTER)
 
     def dtype(self, kind: str) -> torch.dtype:
-        """Dtype of a kind."""
+        """Return the dtype of a kind."""
         return self.policy.dtype if kind == MODEL else torch.float32
 
     def holds(self, kind: str, bucket: Bucket) -> bool:
-        """Whether a bucket has this kind; frozen parameters have weights only."""
+        """Whether a bucket has this kind; frozen parameters have only weights."""
         kinds = (MASTER, GRADIENT, *self.optimizer.states_of(bucket.layout))
         return kind == MODEL or (bucket.layout.trains and kind in kinds)
 
     def read(self, kind: str, bucket: Bucket, run: Interval) -> Tensor:
-        """Elements `run`, which this rank owns, 1-D: themselves, or a copy where they lie in a file; also "gradient"."""
+        """Return owned elements of a bucket, 1-D: a view, or a copy if they are in a file.  `kind` may also be
+        "gradient".
+        """
         self._wait_for_step()
         if kind == GRADIENT:
             if bucket.gradient.numel() < run.stop - run.start:
@@ -66,7 +70,7 @@ class ShardedState:
         return self.optimizer.read(kind, bucket, run) if array is None else bucket.read(array, run)
 
     def memory(self, kind: str, bucket: Bucket, run: Interval) -> Tensor | None:
-        """The elements themselves, to be overwritten; None where they lie in a file or do not exist yet."""
+        """Return a view of the elements for overwriting; None if they are in a file or do not exist yet."""
         self._wait_for_step()
         array = _weights(kind, bucket)
         if array is None:
@@ -85,5 +89,5 @@ class ShardedState:
 
 
 def _weights(kind: str, bucket: Bucket) -> FlatArray | None:
-    """The array of weights or masters; None for state of the optimizer."""
+    """Return the array of weights or masters; None for optimizer state."""
     return {MODEL: bucket.weight_shard, MASTER: bucket.master}.get(kind)
