@@ -35,14 +35,11 @@ def main(overrides: list[str]) -> None:
     position = engine.load(newest, corpus.fingerprint) if newest else Position()
 
     while position.step < steps:
-        batches = read_batches(
-            corpus.train, position.samples, run.global_batch_size, run.micro_batch_size, engine.share
-        )
+        first, end = position.samples, run.samples_after(position.samples)
+        batches = read_batches(corpus.train, first, end - first, run.micro_batch_size, engine.share)
         lr = config.optimizer.lr * learning_rate_factor(config.lr_schedule, position.step, steps)
         statistics = engine.train_step(batches, lr)
-        position = Position(
-            position.step + 1, position.samples + run.global_batch_size, position.tokens + statistics.tokens
-        )
+        position = Position(position.step + 1, end, position.tokens + statistics.tokens)
         if state.rank == 0:
             print(f"step {position.step} loss {statistics.loss:.6f} grad norm {statistics.grad_norm:.4f}", flush=True)
 

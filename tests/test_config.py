@@ -325,6 +325,7 @@ BROKEN = """
 1 activations.stages=[{stage=0,layers=1},{stage=0,layers=2}] activations.recompute=full -> activations.stages[1].stage: mu
 1 elastic.enabled=true -> training.global_batch_size: must be a number where elastic.enabled = true: it stays while dp
 1 elastic.enabled=true training.global_batch_size=8 checkpoint.resume=never -> checkpoint.resume: must not be never where
+1 training.batch_ramp={start=4,increment=5,samples=9} training.global_batch_size=32 -> training.batch_ramp.increment: must
 12 zero.shard_group_size=5 -> zero.shard_group_size: must divide dp=12; the nearest are 4 and 6
 12 zero.stage=3 zero.secondary_shard_size=12 -> zero.secondary_shard_size: must divide the 12 ranks that share the state i
 2 zero.shard_group_size=2 zero.stage=0 -> zero.shard_group_size: must be 0 where zero.stage = 0: it has no effect where no
@@ -437,6 +438,7 @@ zero.offload.ratio=0.5         zero.offload.optimizer=none
 zero.offload.pin_memory=false  zero.offload.optimizer=none
 parallel.schedule=gpipe        parallel.schedule_file=x.csv
 parallel.virtual_stages=2      parallel.schedule_file=x.csv
+training.batch_ramp={start=2,increment=2,samples=9} parallel.schedule_file=x.csv
 parallel.schedule_file=x.csv   elastic.enabled=true training.global_batch_size=8
 training.non_finite_limit=9    training.on_non_finite=stop
 training.accumulation=1        elastic.enabled=true training.global_batch_size=8

@@ -16,6 +16,7 @@ from dataclasses import asdict, dataclass, field, replace
 from datetime import date, time
 from importlib import import_module
 from importlib.util import module_from_spec, spec_from_file_location
+from math import gcd
 from pathlib import Path
 from traceback import extract_tb
 from typing import TYPE_CHECKING, Any
@@ -23,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 from megazero.config.derive import BatchSizes, Fit, batch_sizes, ranks_of_a_sample
 from megazero.config.problems import validate
 from megazero.config.rules import Rule, check_rules
-from megazero.config.schema import RunConfig, keys, sections
+from megazero.config.schema import BatchRamp, RunConfig, keys, sections
 from megazero.models.registry import FAMILIES
 from megazero.registry import closest, did_you_mean
 from megazero.settings import ConfigError, Problem, file_error, read_text, without_passwords
@@ -49,7 +50,7 @@ class ResolvedRun:
         written: as `config`, but an elastic run has the degrees of its file, which are for any world.
         world_size: number of ranks that train: tp * cp * pp * dp.
         dp: data-parallel degree.
-        global_batch_size: samples in an optimizer step.
+        global_batch_size: samples in an optimizer step; fewer while `training.batch_ramp` grows it, see `samples_after`.
         micro_batch_size: samples in one forward pass.
         accumulation: micro-batches in a step on each data-parallel rank.
         spare_ranks: ranks of an elastic run beyond those that train.
@@ -71,6 +72,13 @@ class ResolvedRun:
     def shards(self) -> int:
         """Ranks that share one copy of the state where ZeRO shards it."""
         return self.config.zero.shard_group_size or self.dp * self.config.parallel.cp
+
+    def samples_after(self, consumed: int, steps: int = 1) -> int:
+        """Samples consumed after further steps: each takes the global batch, or less while it ramps up."""
+        ramp = self.config.training.batch_ramp
+        while ramp is not None and steps and consumed < ramp.samples:
+            consumed, steps = consumed + ramp.size(consumed, self.global_batch_size), steps - 1
+        return consumed + steps * self.global_batch_size
 
     @property
     def grid(self) -> "RankGrid":
@@ -168,7 +176,7 @@ def resolve(config: RunConfig, world_size: int) -> ResolvedRun:
 def _filled(config: RunConfig, world_size: int, fitted: Fit, notes: Sequence[str]) -> ResolvedRun:
     """The run with the model and batch sizes that were left open; `notes` on keys without effect come last."""
     batch, dp, zero = batch_sizes(fitted.config, fitted.dp), fitted.dp, fitted.config.zero
-    notices = [*fitted.notices, *_empty_samples(batch, dp), *notes]
+    notices = [*fitted.notices, *_empty_samples(batch, dp, config.training.batch_ramp), *notes]
     quantized = [name for name in ("quantized_weights", "quantized_gradients") if getattr(zero, name)]
     if quantized and world_size > 1 and (zero.shard_group_size or dp * fitted.config.parallel.cp) == 1:
         notices.append(f"zero.{' and '.join(quantized)} have no effect: no other rank shares this rank's state")
@@ -191,8 +199,11 @@ def _filled(config: RunConfig, world_size: int, fitted: Fit, notes: Sequence[str
     )
 
 
-def _empty_samples(batch: BatchSizes, dp: int) -> Iterator[str]:
-    """A notice where an elastic run fills up its micro-batches."""
+def _empty_samples(batch: BatchSizes, dp: int, ramp: BatchRamp | None) -> Iterator[str]:
+    """A notice where an elastic run, or a batch that ramps up, fills up its micro-batches."""
+    if ramp and gcd(ramp.start, ramp.increment) % (batch.micro_batch_size * dp):
+        sizes = f"start {ramp.start} and increment {ramp.increment} are not divisible by dp {dp} x micro_batch_size"
+        yield f"training.batch_ramp: {sizes} {batch.micro_batch_size}: samples that are missing are empty"
     samples, slots = batch.global_batch_size, batch.micro_batch_size * batch.accumulation * dp
     if slots > samples:
         product = f"dp {dp} x micro_batch_size {batch.micro_batch_size}"

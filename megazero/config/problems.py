@@ -21,7 +21,16 @@ from typing import Any
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
-from megazero.config.schema import DataSource, ElasticShape, RunConfig, ValidationSource, keys, sections, without_key
+from megazero.config.schema import (
+    BatchRamp,
+    DataSource,
+    ElasticShape,
+    RunConfig,
+    ValidationSource,
+    keys,
+    sections,
+    without_key,
+)
 from megazero.models.activation_config import StageActivations
 from megazero.models.config import RopeScaling
 from megazero.registry import closest, did_you_mean
@@ -35,6 +44,7 @@ _ITEMS: dict[str, tuple[str, type[Section]]] = {
     "data.validation_sources": ("validation source", ValidationSource),
     "elastic.shapes": ("shape", ElasticShape),
     "activations.stages": ("stage", StageActivations),
+    "training.batch_ramp": ("batch ramp", BatchRamp),
     "model.rope_scaling": ("rope scaling", RopeScaling),
 }
 

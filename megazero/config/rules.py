@@ -336,6 +336,20 @@ def _batch_sizes_agree(config: RunConfig) -> Iterable[Problem]:
     return ()
 
 
+def _batch_ramp_ends_at_the_batch(config: RunConfig) -> Iterator[Problem]:
+    ramp, full = config.training.batch_ramp, 0
+    with suppress(ConfigError):
+        full = batch_sizes(config, dp_of(config)).global_batch_size
+    if ramp is None or not full:
+        return
+    if ramp.start >= full:
+        yield Problem("training.batch_ramp.start", ramp.start, f"must be below training.global_batch_size={full}")
+    elif (missing := full - ramp.start) % ramp.increment:
+        rule = f"must divide global_batch_size - start = {full} - {ramp.start} = {missing}"
+        hint = nearest_text(nearest_of(ramp.increment, divisors(missing)))
+        yield Problem("training.batch_ramp.increment", ramp.increment, rule, hint)
+
+
 def _micro_batches_fill_the_schedule(config: RunConfig) -> Iterator[Problem]:
     multiple, count = micro_batch_multiple(config.parallel), 0
     with suppress(ConfigError):  # the rule above reports it
@@ -552,6 +566,7 @@ RULES: tuple[Rule, ...] = (
     _schedule_has_its_chunks,
     _activations_name_layers_and_ranks,
     _batch_sizes_agree,
+    _batch_ramp_ends_at_the_batch,
     _micro_batches_fill_the_schedule,
     _passes_can_be_listed,
     _elastic_runs_change_their_world,

@@ -376,6 +376,26 @@ def _steps(value: object) -> object:
 Steps = Annotated[tuple[int, int], BeforeValidator(_steps, json_schema_input_type=int | tuple[int, int])]
 
 
+class BatchRamp(Section):
+    """A global batch that grows to `training.global_batch_size` in equal increments, each for equally many samples.
+
+    Source: Megatron-LM, `--rampup-batch-size start increment samples`.
+    """
+
+    start: Count
+    """Samples in the first steps."""
+    increment: Count
+    """Samples by which the batch grows; it divides what is missing to global_batch_size."""
+    samples: Count
+    """Samples of the run after which the batch is as large as it gets."""
+
+    def size(self, consumed: int, full: int) -> int:
+        """The global batch after so many samples; `full`: `global_batch_size`."""
+        return min(
+            full, self.start + self.increment * (consumed * ((full - self.start) // self.increment) // self.samples)
+        )
+
+
 class TrainingConfig(Section):
     """The run: its length, its directory, its batches. global_batch_size = micro_batch_size * dp * accumulation."""
 
@@ -387,6 +407,10 @@ class TrainingConfig(Section):
     """Seed of initial weights, data order and dropout."""
     global_batch_size: Count | Auto = "auto"
     """Samples in an optimizer step. "auto": from the two below."""
+    batch_ramp: Annotated[
+        BatchRamp | None, ActsWhere("parallel.schedule_file", (None,), "a schedule of your own fixes accumulation")
+    ] = None
+    """Grow the global batch from `start` by `increment` until `samples` are consumed. Unset: it is constant; recipes.md."""
     micro_batch_size: Count | Auto = "auto"
     """Samples in one forward pass. "auto": from the other two, or 1."""
     accumulation: Annotated[Count | Auto, ActsWhere("elastic.enabled", (False,), "it follows dp, which changes")] = (

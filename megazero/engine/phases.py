@@ -35,7 +35,7 @@ KEYS_OF = {
     "seq_len": ("model.seq_len",),
     "rope": ("model.rope_theta", "model.rope_scaling"),
     "lr_schedule": (*(f"lr_schedule.{key}" for key in LrScheduleConfig.model_fields), "optimizer.lr", "training.steps"),
-    "batch": ("training.global_batch_size",),
+    "batch": ("training.global_batch_size", "training.batch_ramp"),
 }
 _SHOWN_LETTERS = 200  # of a value
 _FREE_TO_CHANGE = {"dropout", "init_std"}  # model keys that a resumed run may set anew

@@ -156,7 +156,12 @@ def describe(run: ResolvedRun, ranks_per_node: int, of_device: Callable[[Schedul
     product = f"micro_batch_size {run.micro_batch_size} x accumulation {run.accumulation} x dp {run.dp}"
     tokens = run.global_batch_size * model.seq_len
     yield "batch", f"{run.global_batch_size:,} samples = {product}; {tokens:,} tokens a step"
-    yield "length", f"{training.steps:,} steps, {training.steps * tokens:.4g} tokens"
+    if ramp := training.batch_ramp:
+        yield (
+            "ramp",
+            f"from {ramp.start:,} by {ramp.increment:,} to {run.global_batch_size:,} samples, within {ramp.samples:,}",
+        )
+    yield "length", f"{training.steps:,} steps, {run.samples_after(0, training.steps) * model.seq_len:.4g} tokens"
     yield "schedule", _pipeline(schedule)
     yield from (("rate", line) for line in _rate(config))
     yield from of_device(schedule)
@@ -270,4 +275,4 @@ def _data(run: ResolvedRun, corpus: Corpus | None) -> Iterator[str]:
         stream = _open(config, [(source.path, 1.0)], 0.0).train.in_order().behind(corpus.train.ends())
         yield f"{source.label}: {len(stream) if stream else 0:,} samples for evaluation"
     if not config.checkpoint.accept_changes:  # else a phase may begin: its samples are known where it does
-        yield from repeats(names, corpus.train, config.training.steps * run.global_batch_size)
+        yield from repeats(names, corpus.train, run.samples_after(0, config.training.steps))

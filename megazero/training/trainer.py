@@ -135,10 +135,12 @@ class Trainer:
     def _step(self) -> bool:
         """Do the next step and call the callbacks; return whether the run ends with it."""
         decisions = [callback.before_step(self.position) for callback in self.callbacks]
-        first, count = self.position.samples, self.resolved.global_batch_size
-        position = replace(self.position, step=self.position.step + 1, samples=first + count)
+        first, end = self.position.samples, self.resolved.samples_after(self.position.samples)
+        position = replace(self.position, step=self.position.step + 1, samples=end)
         is_last = position.step == self.resolved.config.training.steps
-        record = StepRecord(position, SampleRange(first, first + count - 1), is_last=is_last)
+        record = StepRecord(position, SampleRange(first, end - 1), is_last=is_last)
+        if self.resolved.config.training.batch_ramp:
+            record.metrics["global_batch_size"] = len(record.samples)
         if StepDecision.SKIP not in decisions:  # else its samples are consumed, and nothing is computed
             self._compute(record)
         for callback in self.callbacks:
@@ -177,9 +179,9 @@ class Trainer:
 
     def _read(self, first: int, stream_starts_at: int) -> list[MicroBatch]:
         """The micro-batches of the step whose first sample is `first`, on the host."""
-        sizes, share = (self.resolved.global_batch_size, self.resolved.micro_batch_size), self.engine.share
+        count, share = self.resolved.samples_after(first) - first, self.engine.share
         where = {"multiple": self._multiple, "stream_starts_at": stream_starts_at}
-        return read_on_host(self.context.corpus.train, first, *sizes, share, **where)
+        return read_on_host(self.context.corpus.train, first, count, self.resolved.micro_batch_size, share, **where)
 
     def _roll_back(self, record: StepRecord) -> Position:
         """Load the newest checkpoint, to continue from its step with the samples after those of a bad step."""
@@ -246,8 +248,8 @@ class Trainer:
                 self.say(line_of())
             except Exception as error:  # what is told of a run does not end it
                 self.say(f"a line about the start is missing: {error!r}")
-        stream, samples = self.context.corpus.train, start.samples - start.phase.first_sample  # of this phase
-        samples += (config.training.steps - start.step) * run.global_batch_size
+        stream, steps = self.context.corpus.train, config.training.steps - start.step
+        samples = run.samples_after(start.samples, steps) - start.phase.first_sample  # of this phase
         borders = without_borders(stream.first_documents()) if config.data.document_mask else []
         for line in (*repeats([source.path for source in config.data.sources], stream, samples), *borders):
             self.say(line)

@@ -2,27 +2,35 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
-from harness import run_world
+import torch
+from harness import metrics_of, run_world
 from plain_model import logits
 from test_any_shape import _assert_agrees
 from worlds import (
     GPT2,
     LLAMA,
+    LR,
     global_batch,
     initial_weights,
+    loop_of,
     micro_batches,
     on_one_state,
     plain_config,
+    plain_trainer,
     run_of,
+    state_on,
     train_on,
     train_plainly,
 )
 
 from megazero.config import ResolvedRun
 from megazero.engine import Engine
+from megazero.training.batches import open_corpus_of
+from megazero.training.trainer import Trainer
 
 SHAPES: list[tuple[int, dict[str, Any]]] = [
     (1, {}),
@@ -35,6 +43,37 @@ HEADS = [
     (GPT2, {"z_loss_coef": 0.02, "logits_chunk_bytes": 4096}),
     (LLAMA | {"tie_embeddings": True, "final_logit_softcapping": 0.3}, {"logits_chunk_bytes": 4096}),
 ]
+
+
+RAMP = {"start": 2, "increment": 2, "samples": 16}
+SIZES = [2, 2, 2, 4, 4, 6, 8, 8]  # 3 increments, each for 16 / 3 samples
+
+
+def _train_until(rank: int, run: ResolvedRun, end: int) -> None:
+    state = state_on(rank, run)
+    trainer = Trainer(run, state, lambda _: None, lambda: trainer.position.step + 1 >= end)
+    trainer.run()
+
+
+def test_a_batch_that_ramps_up_goes_on_in_the_middle_on_any_shape(tmp_path: Path) -> None:
+    """Also where dp does not divide it.  Sizes are Megatron-LM's, and rates follow the steps."""
+
+    def run_on(world: int, **sections: dict[str, Any]) -> ResolvedRun:
+        training = {"batch_ramp": RAMP, "micro_batch_size": 1, "steps": 8}
+        schedule = {"name": "linear", "min_lr_ratio": 0.0}
+        return loop_of(tmp_path, world, training=training, lr_schedule=schedule, **sections)
+
+    cuts = {"parallel": {"tp": 2, "pp": 2, "schedule": "zb-h1"}, "zero": {"stage": 2}}
+    for world, end, sections in ((4, 4, {"zero": {"stage": 3}}), (4, 7, cuts), (1, 8, {})):
+        run_world(world, _train_until, run_on(world, **sections), end)
+    run = run_on(1)
+    trainer, stream, first = plain_trainer(run), open_corpus_of(run.config).train, 0
+    for step, (size, got) in enumerate(zip(SIZES, metrics_of(tmp_path), strict=True)):
+        samples = torch.from_numpy(stream.batch(range(first, first + size)))
+        wanted = trainer.step(samples[:, :-1], samples[:, 1:], LR * (1 - step / 7))
+        assert (got["step"], got["global_batch_size"]) == (step + 1, size)
+        assert [got["loss"], got["grad_norm"]] == pytest.approx([wanted.loss, wanted.grad_norm], rel=2e-5)
+        first += size
 
 
 def _with_z_loss(engine: Engine, run: ResolvedRun) -> Any:

@@ -39,6 +39,9 @@ class SampleRange:
     first: int
     last: int
 
+    def __len__(self) -> int:
+        return self.last + 1 - self.first
+
     def __str__(self) -> str:
         return f"samples {self.first} to {self.last}"
 

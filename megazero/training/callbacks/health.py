@@ -21,7 +21,6 @@ class SkipSteps(Callback):
     def __init__(self, context: RunContext) -> None:
         run = context.run
         self._context, self._training, self._say = context, run.config.training, context.say
-        self._batch = run.global_batch_size
         self._announced = 0  # the last step that was announced
 
     def on_start(self) -> None:
@@ -38,7 +37,7 @@ class SkipSteps(Callback):
         if step > self._announced:
             count = min(count, self._training.steps - position.step)
             self._announced = position.step + count
-            samples = SampleRange(position.samples, position.samples + count * self._batch - 1)
+            samples = SampleRange(position.samples, self._context.run.samples_after(position.samples, count) - 1)
             which = f"step {step} is" if count == 1 else f"steps {step} to {self._announced} are"
             self._say(f"{which} skipped (training.skip_steps): {samples}")
         return StepDecision.SKIP

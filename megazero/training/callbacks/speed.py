@@ -48,12 +48,12 @@ class Utilization(Callback):
         lengths = None
         if samples is not None and run.config.data.document_mask:
             lengths = [length for each in samples.first_documents() for length in each]
-        flops = model_flops_per_token(run.config.model, lengths) * run.global_batch_size * run.config.model.seq_len
-        self._seconds_at_peak = None if peak is None else flops / (peak * run.world_size)
+        flops = model_flops_per_token(run.config.model, lengths) * run.config.model.seq_len
+        self._seconds_at_peak = None if peak is None else flops / (peak * run.world_size)  # of a sample
 
     def after_step(self, record: StepRecord) -> None:
         if record.seconds is not None and self._seconds_at_peak is not None:
-            record.mfu = self._seconds_at_peak / record.seconds
+            record.mfu = self._seconds_at_peak * len(record.samples) / record.seconds
 
 
 class ExpertLoads(Callback):
