@@ -39,6 +39,11 @@ class PassTime:
         """From its begin to its end."""
         return self.compute + sum(self.exposed.values())
 
+    def beside(self, axis: str, seconds: float) -> PassTime:
+        """Add communication that runs beside the pass: what takes longer than the pass is exposed."""
+        left = max(0.0, seconds - self.seconds)
+        return added([self, PassTime(0.0, {axis: left}, {axis: seconds - left})])
+
 
 @dataclass(frozen=True)
 class UnitTime:

@@ -10,9 +10,8 @@ Times count from 0.  Activations are counted in micro-batches on all chunks of a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from math import ceil, floor, log10
-from textwrap import wrap
 from typing import NamedTuple
 
 from rich.table import Column, Table
@@ -78,7 +77,7 @@ def draw_text(timeline: Timeline, width: int) -> Text:
     """A row of cells per rank, a scale, a legend, and what each rank does and holds.
 
     Args:
-        width: columns that the rows and the scale fill, `MIN_WIDTH` or more; no line is longer.
+        width: columns that the rows and the scale fill, `MIN_WIDTH` or more.
     """
     schedule, makespan = timeline.schedule, timeline.makespan
     margin = len(f"rank {schedule.pp - 1} ")
@@ -88,7 +87,7 @@ def draw_text(timeline: Timeline, width: int) -> Text:
     def column(time: float) -> int:
         return min(ceil(time * per_time - 0.5), columns)  # the first one whose middle is not before `time`
 
-    lines = [Text(line) for line in wrap(title(timeline), width)]
+    lines = [Text(title(timeline))]
     for rank, spans in enumerate(spans_of_ranks(timeline)):
         row, at = Text(f"rank {rank}".ljust(margin)), 0
         for start, end, action in spans:
@@ -101,7 +100,7 @@ def draw_text(timeline: Timeline, width: int) -> Text:
             at = last
         lines.append(row.append("." * (column(makespan) - at) + " " * (columns - max(column(makespan), at))))
     lines.append(Text("time".ljust(margin) + _scale(makespan, column, columns)))
-    lines += [*_legend(schedule, width), Text(), Text("rank    busy        idle   peak activations")]
+    lines += [_legend(schedule), Text(), Text("rank    busy        idle   peak activations")]
     for rank in range(schedule.pp):
         idle, peak = timeline.idle(rank), peak_activations(schedule, rank) / schedule.chunks
         lines.append(Text(f"{rank:<4}  {1 - idle / makespan:>6.1%}  {number(idle):>10}   {number(peak)}"))
@@ -136,23 +135,15 @@ def _scale(makespan: float, column: Callable[[float], int], columns: int) -> str
     return line.ljust(columns)
 
 
-def _legend(schedule: Schedule, width: int) -> list[Text]:
-    """Sample cells with their meaning, as many in a line as fit."""
+def _legend(schedule: Schedule) -> Text:
+    """Sample cells with their meaning."""
     chunks = schedule.chunks
-    entries = [(_cell(Action(kind, 0), 3, chunks), meaning) for kind, meaning in kinds_of(schedule).items()]
+    entries = [_cell(Action(kind, 0), 3, chunks).append(f" {meaning}") for kind, meaning in kinds_of(schedule).items()]
     if chunks > 1:
-        sample = _cell(Action(ActionKind.FORWARD, 0, 1), 3, 2)
-        entries.append((sample, "chunk 1" if chunks == 2 else "chunks from 1 on"))
-    if schedule.beside:
-        entries.append((Text("F0&"), "beside the next"))
-    lines: list[Text] = []
-    for sample, meaning in [*entries, (Text("..."), "idle")]:
-        entry = sample.append(f" {meaning}")
-        if lines and len(lines[-1]) + 3 + len(entry) <= width:
-            lines[-1].append("   ").append_text(entry)
-        else:
-            lines.append(entry)
-    return lines
+        meaning = "chunk 1" if chunks == 2 else "chunks from 1 on"
+        entries.append(_cell(Action(ActionKind.FORWARD, 0, 1), 3, 2).append(f" {meaning}"))
+    entries += [Text("F0& beside the next")] if schedule.beside else []
+    return Text("   ").join([*entries, Text("... idle")])
 
 
 # ---- comparison
@@ -166,24 +157,35 @@ class Figures(NamedTuple):
     bubble_fraction: float
     peak_activations: float
 
+    @classmethod
+    def of(cls, schedule: Schedule, costs: Costs | None) -> Figures:
+        """Simulate a schedule."""
+        timeline, ranks = simulate(schedule, costs), range(schedule.pp)
+        idle = max(timeline.idle(rank) for rank in ranks)
+        peak = max(peak_activations(schedule, rank) for rank in ranks) / schedule.chunks
+        return cls(timeline.makespan, idle, timeline.bubble_fraction, peak)
+
+    def cells(self) -> list[str]:
+        """The row of the table."""
+        return [number(self.makespan), number(self.idle), f"{self.bubble_fraction:.1%}", number(self.peak_activations)]
+
 
 def compare_table(
     pp: int, microbatches: int, virtual_stages: int = 1, costs: Costs | None = None, own: Iterable[Schedule] = ()
-) -> list[tuple[str, int, Figures | str]]:
-    """(name, chunks, figures) of every named schedule, then of the user's own.
+) -> Iterator[tuple[str, int, Figures | str]]:
+    """Yield (name, chunks, figures) of every named schedule, then of the user's own.
 
     In place of figures stands why a schedule is impossible for these numbers.  `virtual_stages` are the chunks per rank
     of schedules that do not fix their number.
     """
-    rows: list[tuple[str, int, Figures | str]] = []
     for name in SCHEDULES:
         kind = SCHEDULES[name]
         chunks = kind.chunks or virtual_stages
         try:
-            rows.append((name, chunks, _figures(kind.build(pp, microbatches, chunks), costs)))
+            yield name, chunks, Figures.of(kind.build(pp, microbatches, chunks), costs)
         except ValueError as error:
-            rows.append((name, chunks, str(error)))
-    return [*rows, *((schedule.name, schedule.chunks, _figures(schedule, costs)) for schedule in own)]
+            yield name, chunks, str(error)
+    yield from ((schedule.name, schedule.chunks, Figures.of(schedule, costs)) for schedule in own)
 
 
 def comparison(pp: int, microbatches: int, virtual_stages: int, costs: Costs, own: Iterable[Schedule]) -> Table:
@@ -191,16 +193,5 @@ def comparison(pp: int, microbatches: int, virtual_stages: int, costs: Costs, ow
     numbers = ("chunks", "makespan", "idle", "bubble", "peak activations")
     table = Table("schedule", *(Column(name, justify="right") for name in numbers), "", box=None)
     for name, count, found in compare_table(pp, microbatches, virtual_stages, costs, own):
-        if isinstance(found, str):
-            table.add_row(name, str(count), *"----", found)
-        else:
-            makespan, idle, bubble, peak = found
-            table.add_row(name, str(count), number(makespan), number(idle), f"{bubble:.1%}", number(peak))
+        table.add_row(name, str(count), *(["-"] * 4 + [found] if isinstance(found, str) else found.cells()))
     return table
-
-
-def _figures(schedule: Schedule, costs: Costs | None) -> Figures:
-    timeline, ranks = simulate(schedule, costs), range(schedule.pp)
-    idle = max(timeline.idle(rank) for rank in ranks)
-    peak = max(peak_activations(schedule, rank) for rank in ranks) / schedule.chunks
-    return Figures(timeline.makespan, idle, timeline.bubble_fraction, peak)

@@ -20,7 +20,7 @@ The step is that of the slowest pipeline rank; all replicas are alike.  The firs
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import reduce
 from operator import or_
@@ -161,9 +161,7 @@ def _unit_pass(unit: Unit, kind: ActionKind, time: UnitTime, cluster: Cluster) -
     passed = time.forward if kind is ActionKind.FORWARD else time.backward
     if not unit.offloads:
         return passed
-    moving = time.kept / cluster.device.host_bandwidth
-    left = max(0.0, moving - passed.seconds)
-    return added([passed, PassTime(0.0, {"offload": left}, {"offload": moving - left})])
+    return passed.beside("offload", time.kept / cluster.device.host_bandwidth)
 
 
 def _with_zero(passed: PassTime, zero: ZeroTimes, schedule: Schedule, rank: int, action: Action) -> PassTime:
@@ -174,8 +172,7 @@ def _with_zero(passed: PassTime, zero: ZeroTimes, schedule: Schedule, rank: int,
     if not zero.overlaps:  # whoever computes copies
         left = wire + calls * zero.sharing.wait_seconds(passed.compute / calls)
         return added([passed, PassTime(0.0, {"dp": left})])
-    left = max(0.0, wire - passed.seconds)
-    return added([passed, PassTime(0.0, {"dp": left}, {"dp": wire - left})])
+    return passed.beside("dp", wire)
 
 
 def message_seconds(run: ResolvedRun, link: GroupLink) -> float:
@@ -301,24 +298,21 @@ def _idle(rank: int, action: Action, clock: float, start: float, arrival: float,
 
 def _tail(
     computed: float, reduced: float, last_wait: float, together: float, done: float, rank_zero: RankZero, stretch: float
-) -> Sequence[Span]:
-    """Return the spans at the end of a step: reductions, the slowest rank, optimizer, weights."""
-    spans = []
-    if reduced > computed:
-        spans.append(Span(computed, reduced, "dp", "gradients"))
-    if last_wait:
-        spans.append(Span(reduced, reduced + last_wait, "dp", "the last rank"))
-        reduced += last_wait
-    if together > reduced:
-        spans.append(Span(reduced, together, "idle", "norm, loss"))
+) -> Iterable[Span]:
+    """Yield the spans at the end of a step: reductions, the slowest rank, optimizer, weights."""
     stepped = together + rank_zero.optimizer * stretch
-    gathered = stepped + rank_zero.gather_exposed * stretch
-    spans.append(Span(together, stepped, "optimizer", ""))
-    if rank_zero.gather_exposed:
-        spans.append(Span(stepped, gathered, "dp", "weights"))
-    if done > gathered:
-        spans.append(Span(gathered, done, "idle", ""))
-    return spans
+    clock = computed
+    for end, kind, name in (
+        (reduced, "dp", "gradients"),
+        (reduced + last_wait, "dp", "the last rank"),
+        (together, "idle", "norm, loss"),
+        (stepped, "optimizer", ""),
+        (stepped + rank_zero.gather_exposed * stretch, "dp", "weights"),
+        (done, "idle", ""),
+    ):
+        if end > clock:
+            yield Span(clock, end, kind, name)
+            clock = end
 
 
 # ---- where ranks share processors
