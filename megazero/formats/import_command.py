@@ -6,7 +6,6 @@ from typing import Annotated
 
 import typer
 
-from megazero.checkpoint.folder import folder_at
 from megazero.cli._common import Bar, load_extensions
 from megazero.cli.checkpoint import DtypeOption, ExtensionOption, ShardOption, options_of, user_errors
 
@@ -25,6 +24,7 @@ def import_(
     extension: ExtensionOption = None,
 ) -> None:
     """Make a checkpoint of what another framework has written, to continue training from it."""
+    from megazero.checkpoint.folder import folder_at
     from megazero.formats.hugging_face import MODEL_TOML
     from megazero.formats.importer import import_checkpoint
 
