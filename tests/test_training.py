@@ -73,6 +73,17 @@ def test_wsd_is_flat_until_the_last_share_of_the_steps() -> None:
     factors = _factors(101, name="wsd", decay_fraction=0.2, min_lr_ratio=0.0)
     assert factors[:81] == [1.0] * 81
     assert factors[81:] == pytest.approx([1 - k / 20 for k in range(1, 21)])
+    for shape, left in {"cosine": lambda x: (1 + cos(pi * x)) / 2, "exponential": lambda x: 2 * 0.5**x - 1}.items():
+        decayed = _factors(101, name="wsd", decay_fraction=0.2, min_lr_ratio=0.1, decay_shape=shape)[80:]
+        assert decayed == pytest.approx([0.1 + 0.9 * left(k / 20) for k in range(21)])
+    decayed = _factors(101, name="wsd", decay_fraction=0.2, min_lr_ratio=0.1, decay_shape="1-sqrt")[80:]
+    assert decayed == pytest.approx([0.1 + 0.9 * (1 - (k / 20) ** 0.5) for k in range(21)])
+
+
+@pytest.mark.parametrize("name", ["linear", "cosine", "wsd"])
+def test_a_decay_that_ends_before_the_run_is_that_of_a_shorter_run_and_stays(name: str) -> None:
+    shorter, keys = _factors(40, name=name), {"name": name, "end_step": 40}
+    assert _factors(60, **keys) == [*shorter, *[shorter[-1]] * 20]
 
 
 @pytest.mark.parametrize("name", ["constant", "linear", "cosine", "wsd"])

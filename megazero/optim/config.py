@@ -1,6 +1,6 @@
 """The `[optimizer]` and `[lr_schedule]` sections of a run file."""
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field, PlainSerializer
 from pydantic_core import PydanticCustomError
@@ -9,6 +9,7 @@ from megazero.optim.registry import LR_SCHEDULES, OPTIMIZERS, lr_schedules_readi
 from megazero.registry import NameIn
 from megazero.settings import (
     ActsWhere,
+    Count,
     CountOrZero,
     Epsilon,
     Positive,
@@ -79,3 +80,9 @@ class LrScheduleConfig(Section):
     """Learning rate of the last update, as a share of the peak; steps without an update keep it from there."""
     decay_fraction: Annotated[Share, _of_lr_schedules("decay_fraction")] = 0.2
     """Last share of the updates, in which the rate decays."""
+    decay_shape: Annotated[Literal["linear", "cosine", "exponential", "1-sqrt"], _of_lr_schedules("decay_shape")] = (
+        "linear"
+    )
+    """Form of that decay; exponential is 2 * 0.5^x - 1 (Megatron-LM), 1-sqrt is 1 - sqrt(x) (Hägele et al. 2024)."""
+    end_step: Annotated[Count | None, _of_lr_schedules("end_step")] = None
+    """Update at which the decay ends, as if the run did; min_lr_ratio from there. Unset: with training.steps."""

@@ -6,21 +6,35 @@
 
 from __future__ import annotations
 
-from math import cos, isfinite, pi
+from collections.abc import Callable
+from math import cos, isfinite, pi, sqrt
 
 from megazero.optim.config import LrScheduleConfig
 from megazero.optim.registry import LR_SCHEDULES
+
+DECAYS: dict[str, Callable[[float], float]] = {
+    "linear": lambda done: done,
+    "cosine": lambda done: 0.5 * (1.0 - cos(pi * done)),
+    "exponential": lambda done: 2.0 - 2.0 * 0.5**done,
+    "1-sqrt": sqrt,
+}
+"""How far wsd has come down, of 1, after a fraction of its decay."""
 
 
 def learning_rate_factor(schedule: LrScheduleConfig, step: int, steps: int) -> float:
     """Factor on the peak learning rate; `step` is 0 for the first and steps - 1 for the last, which has the smallest factor.
 
     During warm-up the factor grows linearly to 1 at step warmup_steps - 1; where warm-up and decay overlap the smaller
-    counts.  Source: Loshchilov and Hutter 2017 (cosine), Hu et al. 2024 (wsd: warm-up, stable, decay).
+    counts.  Where the decay ends before the run, the factor stays at the floor from there.
+
+    Source: Loshchilov and Hutter 2017 (cosine), Hu et al. 2024 (wsd: warm-up, stable, decay), Hägele et al. 2024 (1-sqrt);
+    Megatron-LM, optimizer_param_scheduler.py (the four decays).
 
     Raises: ValueError: a script's schedule has returned something else.
     """
     warmup = min(1.0, (step + 1) / schedule.warmup_steps) if schedule.warmup_steps else 1.0
+    steps = schedule.end_step or steps
+    step = min(step, steps - 1)
     factor: object = LR_SCHEDULES[schedule.name](step, steps, schedule)
     if not (isinstance(factor, int | float) and isfinite(factor) and factor >= 0.0):
         raise ValueError(
@@ -47,10 +61,10 @@ def cosine(step: int, steps: int, schedule: LrScheduleConfig) -> float:
 
 
 def wsd(step: int, steps: int, schedule: LrScheduleConfig) -> float:
-    """Constant, then linear decay to the floor over the last part of the steps."""
+    """Constant, then decay to the floor over the last part of the steps, in a form of `DECAYS`."""
     start = (steps - 1) * (1.0 - schedule.decay_fraction)
     falling = max(0.0, step - start) / max(1e-9, steps - 1 - start)
-    return 1.0 - (1.0 - schedule.min_lr_ratio) * min(1.0, falling)
+    return 1.0 - (1.0 - schedule.min_lr_ratio) * DECAYS[schedule.decay_shape](min(1.0, falling))
 
 
 def _done(step: int, steps: int, schedule: LrScheduleConfig) -> float:

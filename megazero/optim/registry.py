@@ -35,9 +35,9 @@ OPTIMIZERS: Registry[ElementwiseOptimizer | MatrixOptimizer] = Registry(
 # The keys of [lr_schedule] that each of the package's shapes reads, besides warmup_steps.
 LR_SCHEDULE_KEYS: dict[str, tuple[str, ...]] = {
     "constant": (),
-    "linear": ("min_lr_ratio",),
-    "cosine": ("min_lr_ratio",),
-    "wsd": ("min_lr_ratio", "decay_fraction"),
+    "linear": ("min_lr_ratio", "end_step"),
+    "cosine": ("min_lr_ratio", "end_step"),
+    "wsd": ("min_lr_ratio", "end_step", "decay_fraction", "decay_shape"),
 }
 LR_SCHEDULES: Registry[LrShape] = Registry(
     "learning-rate schedule", {name: f"megazero.optim.lr_schedule:{name}" for name in LR_SCHEDULE_KEYS}
