@@ -177,7 +177,7 @@ def callbacks_of(
         Stragglers(logging, engine.state, watchdog.open_store(), say),
         LossSpikes(logging.loss_spike_sigmas, training.skip_steps, say),
         *([] if engine.routers is None else [ExpertLoads(engine, logging.every_steps)]),
-        SourceCounts(context),
+        *([SourceCounts(context)] if is_first else []),
         Utilization(run, engine.state.device, engine.dtype, context.corpus.train),
         Evaluation(context, [*metrics, checkpointing], watchdog),
         *registered,
