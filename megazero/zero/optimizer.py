@@ -1,14 +1,16 @@
-"""The optimizer step on flat fp32 shards, wherever they lie, with one factor for clipping and loss scaling.
+"""The optimizer step on flat fp32 shards in any location, with one factor for clipping and loss scaling.
 
-    location of a bucket's state   stepped at once
-    device                         all of them: torch's fused kernel sees a few long tensors
-    host                           a bucket, followed by the copy of its new weights to the device
-    file                           a part of a bucket (`FileStepper`); the next is read and the last written meanwhile
+    location of a bucket's state   updated in one call
+    device                         all buckets: torch's fused kernel sees a few long tensors
+    host                           one bucket, followed by the copy of its new weights to the device
+    file                           part of a bucket (`FileStepper`); the next part is read and the last written
+    meanwhile
 
-Where the weights of a bucket travel as soon as it is stepped, buckets on the device are stepped one after the other, too, in
-the order in which a forward uses them, and those in a file last.  Small ones next to each other share a call.
+If the weights of a bucket are gathered as soon as it is updated, buckets on the device are also updated one after the
+other, in the order in which a forward uses them, and those in a file last.  Small adjacent buckets share a call.
 
-Each group of the user's optimizer stays its own: a bucket is stepped run by run, and a run belongs to one group.
+Each group of the user's optimizer stays a group: a bucket is updated interval by interval, and an interval belongs to
+one group.
 """
 
 from __future__ import annotations
@@ -29,36 +31,41 @@ from megazero.zero.matrices import MOMENTUM, MatrixRecipe, MatrixStepper
 from megazero.zero.offload import FILE_PART_ELEMENTS, Offload
 from megazero.zero.parameters import memory_kind
 
-# torch's fused kernels of these divide gradients by `grad_scale`; another class may only say that it is fused.
+# torch's fused kernels of these classes divide gradients by `grad_scale`; another class that is fused may not.
 _SCALE_INSIDE = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad)
 
-# Their state at the start is known, so it can exist, and be counted, before the first step.
+# The initial state of these is known, so it can be allocated, and counted, before the first step.
 _KNOWN_START = (torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagrad, Lion)
 
-# Most elements of buckets on the device that are stepped in one call: about as much work as the call takes the host, 0.1 ms.
+# Update at most this many elements on the device in one call: that takes about as long as the call itself on the host,
+# 0.1 ms.
 CALL_ELEMENTS = {"cpu": 2**17, "cuda": 2**24}
 
 
 @dataclass(frozen=True)
 class OptimizerRecipe:
-    """How to make an optimizer once its flat parts are known."""
+    """Builds an optimizer when its flat parts are known."""
 
     groups: int  # number of parameter groups
-    states: tuple[str, ...]  # names of the state that has an element for each parameter's
+    states: tuple[str, ...]  # names of the element-wise state
     scalars: tuple[str, ...]  # names of the state that is one number
-    build: Callable[[list[list[nn.Parameter]]], torch.optim.Optimizer]  # from the parts of each group
-    matrices: MatrixRecipe | None = None  # steps the last group, matrix by matrix
+    build: Callable[[list[list[nn.Parameter]]], torch.optim.Optimizer]  # takes the parts of each group
+    matrices: MatrixRecipe | None = None  # if not None, updates the last group, matrix by matrix
 
     @property
     def known_states(self) -> tuple[str, ...]:
-        """Names of all state that has an element for each parameter's."""
+        """Names of all element-wise state."""
         return self.states if self.matrices is None else (*self.states, MOMENTUM)
 
 
 def recipe_of_class(
     cls: type[torch.optim.Optimizer], params: dict[str, Any], groups: Sequence[dict[str, Any]]
 ) -> OptimizerRecipe:
-    """Recipe for an optimizer of a class, as `make_optimizer` takes it; `groups`: what each sets for itself."""
+    """Return the recipe for an optimizer class.  For `cls` and `params` see `make_optimizer`.
+
+    Args:
+        groups: settings of each group.
+    """
 
     def build(parts: list[list[nn.Parameter]]) -> torch.optim.Optimizer:
         return make_optimizer(cls, params, [{**own, "params": part} for own, part in zip(groups, parts, strict=True)])
@@ -68,16 +75,16 @@ def recipe_of_class(
 
 
 Stepped: TypeAlias = Callable[[Bucket, Callable[[], None] | None], None]
-"""(bucket, what is still to be called to step it; None if it has been stepped)."""
+"""Called as (bucket, step): the bucket is updated if `step` is None, otherwise `step` has yet to update it."""
 
 
 class ShardedOptimizer:
-    """Any element-wise optimizer over the owned elements of every bucket, but for those that `matrices` steps.
+    """Any element-wise optimizer over the owned elements of every bucket.  `matrices` updates the buckets of matrices.
 
     Attributes:
-        torch_optimizer: torch's own, or the user's, with the flat parts as its parameters.
-        steps_taken: steps that changed the weights.
-        known_states: names of all element-wise state, whether it exists already or not.
+        torch_optimizer: torch's or the user's optimizer, whose parameters are the flat parts.
+        steps_taken: number of steps that changed the weights.
+        known_states: names of all element-wise state, even if it does not exist yet.
     """
 
     def __init__(
@@ -89,7 +96,7 @@ class ShardedOptimizer:
     ) -> None:
         self._elementwise, self._scalars, self._matrices = recipe.states, recipe.scalars, matrices
         self.known_states = recipe.known_states
-        # This rank may own nothing of a bucket but padding.
+        # A bucket can be without parts: if this rank owns only padding of it.
         trained = in_order_of_use([one for one in buckets if one.layout.trains])
         self._parts = _cut(trained)
         self._of_bucket: dict[Bucket, list[Part]] = {bucket: [] for bucket in trained}
@@ -100,7 +107,7 @@ class ShardedOptimizer:
         self.torch_optimizer = recipe.build(parts)
         self.steps_taken = 0
         self._groups = self.torch_optimizer.param_groups
-        self._before_step: list[dict[str, Any]] = []  # they as they were
+        self._before_step: list[dict[str, Any]] = []  # the groups before the step
         is_fused = all(group.get("fused") for group in self.torch_optimizer.param_groups)
         self._scales_inside = type(self.torch_optimizer) in _SCALE_INSIDE and is_fused
         for part in self._parts:
@@ -116,25 +123,29 @@ class ShardedOptimizer:
         self._on_device = [part for part in elementwise if part.location == "device"]
 
     def step(self, factor: float, stepped: Stepped | None = None) -> None:
-        """Step every owned element with `factor` times its gradient, and copy the new values to the weight shards.
+        """Update every owned element with `factor` times its gradient, and copy the new values to the weight shards.
 
-        `stepped`: called with each bucket as soon as its weight shard is complete, in the same order on all ranks that
-        share buckets; with one of which it has a part of the gradients, and with what steps it when it has them all.
+        Args:
+            stepped: called with each bucket when its weight shard is complete, in the same order on all ranks that
+                share buckets.  A bucket of which this rank has only some of the gradients is passed together with the
+                function that updates it when they are complete.
         """
         self.steps_taken += 1
         self._before_step = [dict(group) for group in self._groups]
         for bucket in self._of_bucket:
-            if bucket.master.location == "host":  # where it is stepped in place
+            if bucket.master.location == "host":  # because it is updated in place
                 bucket.master.flush()
         if self._matrices is not None:
             self._matrices.begin(self, factor)
-        if factor != 1.0 and not self._scales_inside:  # inside, clipping and unscaling cost no pass of their own
+        if (
+            factor != 1.0 and not self._scales_inside
+        ):  # inside the kernel, clipping and unscaling need no pass of their own
             for bucket in self._stepped_alone:
                 bucket.gradient.mul_(factor)
         step = partial(self._step_parts, None if factor == 1.0 else 1.0 / factor)
         if self._on_device and stepped is None:
             step(self._on_device)
-        copying: deque[tuple[Bucket, Callable[[], object]]] = deque()  # with what waits for its weight shard
+        copying: deque[tuple[Bucket, Callable[[], object]]] = deque()  # each with the wait for its weight shard
 
         def finish_all_but(count: int) -> None:
             while len(copying) > count:
@@ -153,7 +164,7 @@ class ShardedOptimizer:
                 step(parts)
             if location != "file":
                 copying.append((bucket, _start_copy(bucket)))
-            finish_all_but(1 if on_host else 0)  # the next is stepped meanwhile
+            finish_all_but(1 if on_host else 0)  # the next bucket is updated while the last is copied
         self._file.step(step, self.torch_optimizer)
         copying.extend((bucket, lambda: None) for bucket in self._stepped_alone if bucket.master.location == "file")
         if self._matrices is not None:
@@ -165,7 +176,9 @@ class ShardedOptimizer:
 
     @cached_property
     def _calls(self) -> dict[Bucket, list[Part]]:
-        """By bucket, what is stepped before its weights travel: its parts and those of the buckets that share its call."""
+        """The parts to update before the weights of a bucket are sent: its own and those of the buckets that share its
+        call.
+        """
         most = CALL_ELEMENTS["cuda" if any(part.parameter.is_cuda for part in self._parts) else "cpu"]
         calls, call, room = dict[Bucket, list[Part]](), list[Part](), 0
         for bucket, parts in self._stepped_alone.items():
@@ -181,19 +194,22 @@ class ShardedOptimizer:
         return calls
 
     def _step_deferred(self, step: Callable[[Sequence[Part]], None], bucket: Bucket, parts: Sequence[Part]) -> None:
-        """Step a bucket whose gradients have come as in the step that began last; what was set in the groups since stays."""
+        """Update a bucket whose gradients arrived late, with the groups' settings at the start of the last step.
+        Settings that have changed since then stay.
+        """
         found, nothing = [dict(group) for group in self._groups], object()
-        with torch.inference_mode(False):  # an evaluation may be who waits: what it made could not be stepped again
+        # An evaluation may be waiting: tensors created in its inference mode could not be updated later.
+        with torch.inference_mode(False):
             step(parts)
         for group, values, before in zip(self._groups, found, self._before_step, strict=True):
             group.update({key: value for key, value in values.items() if value is not before.get(key, nothing)})
         _start_copy(bucket)()
 
     def _step_parts(self, scale: float | None, parts: Sequence[Part]) -> None:
-        """Step some parts; a fused kernel divides their gradients by `scale`.
+        """Update some parts.  A fused kernel divides their gradients by `scale`.
 
-        The optimizer sees these parts alone, as it would all parameters of a step: it need not expect one without gradient,
-        and what it counts in a group it counts once a step.
+        The optimizer sees only these parts, with gradients, as if they were all its parameters.  Values that it counts
+        in a group are counted once per step.
         """
         optimizer: Any = self.torch_optimizer
         of_groups: dict[int, list[nn.Parameter]] = {}
@@ -201,11 +217,11 @@ class ShardedOptimizer:
             part.parameter.grad = part.bucket.owned_part(part.bucket.gradient, part.run)
             of_groups.setdefault(part.group, []).append(part.parameter)
         if self._scales_inside:
-            # Made where it is used: a copy from the device would not wait for the host's kernel to read it.
+            # Create it on the parts' device: the host's kernel would not wait for a copy from a GPU.
             device = parts[0].parameter.device
             optimizer.grad_scale = None if scale is None else torch.full((), scale, device=device)
         groups = {number: {**self._before_step[number], "params": of_groups[number]} for number in sorted(of_groups)}
-        optimizer.param_groups = list(groups.values())  # copies: an interrupt leaves the groups themselves whole
+        optimizer.param_groups = list(groups.values())  # copies: an interrupt leaves the groups themselves intact
         try:
             optimizer.step()
         finally:
@@ -216,10 +232,10 @@ class ShardedOptimizer:
             self._groups[number].update(group, params=self._groups[number]["params"])
 
     def _start_state(self, part: Part) -> None:
-        """Give a part the state it has before its first step."""
+        """Give a part its state before the first step."""
         on_device = self._scales_inside and part.parameter.device.type != "cpu"
         device = part.parameter.device if on_device else torch.device("cpu")
-        value = self.torch_optimizer.param_groups[part.group].get("initial_accumulator_value", 0.0)  # of Adagrad
+        value = self.torch_optimizer.param_groups[part.group].get("initial_accumulator_value", 0.0)  # Adagrad has it
         state = self.torch_optimizer.state[part.parameter]
         state.update({name: torch.full_like(part.parameter, value) for name in self.states_of(part.bucket.layout)})
         if not part.bucket.layout.matrices:
@@ -233,40 +249,44 @@ class ShardedOptimizer:
         return (MOMENTUM,) if layout.matrices else self._elementwise
 
     def intervals_of(self, bucket: Bucket) -> list[Interval]:
-        """The owned elements of a bucket, in pieces whose state can be read at once."""
+        """Return the owned elements of a bucket, in intervals whose state can be read at once."""
         return [part.run for part in self._of_bucket.get(bucket, ())]
 
     @property
     def states(self) -> tuple[str, ...]:
-        """Names of the element-wise state that exists now: before the first step not every optimizer has any."""
+        """Names of the element-wise state that exists now: some optimizers have none before the first step."""
         return self.known_states if self._known_start or self.steps_taken else ()
 
     def read(self, name: str, bucket: Bucket, run: Interval) -> Tensor:
-        """Elements `run` of one state, owned by this rank; a copy where they lie in a file or in several parts."""
+        """Return elements `run` of a state, which this rank must own: a copy if they are in a file or in several parts."""
         pieces = [self._state_of(part, name, piece) for part, piece in self._covering(bucket, run)]
         return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
 
     def memory(self, name: str, bucket: Bucket, run: Interval) -> Tensor | None:
-        """Elements `run` of one state, to be overwritten; None where they do not exist, or not in one piece of memory."""
+        """Return elements `run` of a state as memory to overwrite; None if they do not exist or are not contiguous in
+        memory.
+        """
         (part, piece), *others = self._covering(bucket, run)
         if others or part.location == "file" or name not in self.torch_optimizer.state[part.parameter]:
             return None
         return self._state_of(part, name, piece)
 
     def write(self, name: str, bucket: Bucket, run: Interval, values: Tensor) -> None:
-        """Overwrite elements `run` of one state; state that does not exist yet begins to."""
+        """Overwrite elements `run` of a state, which is created if it does not exist yet."""
         for part, piece in self._covering(bucket, run):
             mine = values[piece.start - run.start : piece.stop - run.start]
             if part.location == "file":
                 part.arrays[name].write(piece.start - part.run.start, mine)
-                self.torch_optimizer.state[part.parameter].setdefault(name, torch.empty(0))  # it exists from now on
+                self.torch_optimizer.state[part.parameter].setdefault(
+                    name, torch.empty(0)
+                )  # marks the state as existing
                 continue
             if name not in self.torch_optimizer.state[part.parameter]:
                 self._start_state(part)
             self._state_of(part, name, piece).copy_(mine)
 
     def _covering(self, bucket: Bucket, run: Interval) -> list[tuple[Part, Interval]]:
-        """The parts that hold elements `run` of a bucket, and which of the elements each holds."""
+        """Return the parts that hold elements `run` of a bucket, each with the interval that it holds."""
         found = [(part, piece) for part in self._of_bucket.get(bucket, ()) if (piece := intersect(part.run, run))]
         if sum(piece.stop - piece.start for _, piece in found) != run.stop - run.start:
             raise KeyError(f"elements {run.start}..{run.stop} of {bucket.layout.name} are not owned by this rank")
@@ -280,14 +300,18 @@ class ShardedOptimizer:
         return state[start:stop]
 
     def scalars(self) -> dict[str, dict[str, float]]:
-        """State that is one number, by optimizer group: all parameters of a group step together."""
+        """Return state that is one number, by optimizer group: all parameters of a group have the same number of steps."""
         parts = self._parts if self.steps_taken else ()
         states = {str(part.group): self.torch_optimizer.state[part.parameter] for part in parts}
-        # The host waits for the device here: once a group, not once a part.
+        # The host waits for the device here: once for each group, not for each part.
         return {group: {key: float(its[key]) for key in self._scalars if key in its} for group, its in states.items()}
 
     def resume(self, steps_taken: int, scalars: dict[str, dict[str, float]]) -> None:
-        """Go on as after so many steps, with element-wise state that has been written and the `scalars` of all ranks."""
+        """Continue as after `steps_taken` steps.  Element-wise state must have been written.
+
+        Args:
+            scalars: `scalars()` of all ranks, joined.
+        """
         self.steps_taken, self.torch_optimizer.param_groups = steps_taken, self._groups
         for part in self._parts:
             state = self.torch_optimizer.state[part.parameter]
@@ -302,7 +326,7 @@ class ShardedOptimizer:
                     state[name] = torch.tensor(value)
 
     def reset(self) -> None:
-        """Forget all state: what follows is the first step."""
+        """Forget all state: the next step is the first."""
         self.steps_taken = 0
         self.torch_optimizer.state.clear()
         for part in self._parts:
@@ -312,7 +336,7 @@ class ShardedOptimizer:
                 self._start_state(part)
 
     def memory_bytes(self) -> dict[str, int]:
-        """Bytes of the element-wise state, by location, and of the buffers through which a file is stepped."""
+        """Bytes of the element-wise state, by location, and of the buffers for state in a file and for matrices."""
         sizes = {"optimizer": 0}
         for part in self._parts:
             key = memory_kind("optimizer", part.location)
@@ -330,7 +354,9 @@ class ShardedOptimizer:
 
 
 def _start_copy(bucket: Bucket) -> Callable[[], object]:
-    """Start to copy new master weights to the weight shard, unless they are one; what waits for it."""
+    """Start to copy new master weights to the weight shard, unless they are the same memory.  Returns the wait for the
+    copy.
+    """
     tensor, weights, copier = bucket.master.tensor, bucket.weight_shard, bucket.policy.copier
     if bucket.master is weights or tensor is None:
         return lambda: None
@@ -342,7 +368,7 @@ def _start_copy(bucket: Bucket) -> Callable[[], object]:
 
 
 def _cut(buckets: Sequence[Bucket]) -> list[Part]:
-    """The owned elements of every bucket, by optimizer group; what lies in a file is cut to bounded sizes."""
+    """Cut the owned elements of every bucket by optimizer group, and elements in a file into parts of bounded size."""
     parts = []
     for bucket in buckets:
         in_file = bucket.master.location == "file"

@@ -1,10 +1,10 @@
-"""A model's parameters in flat buckets: how they get there, how modules see them, what of them a rank holds.
+"""Flat buckets that hold a model's parameters: how values get there, and how modules and ranks see them.
 
 modules --describe--> buckets --bind--> every module's parameter is a view of its bucket
 init_weights          new values, or
 load_from_module      the module's own values, into the shards that this rank owns
 sync_from_master      master weights -> weight shards, and then
-all_gather_weights    weight shards -> weights, where every rank holds them whole; after a step, behind the next forward
+all_gather_weights    weight shards -> full weights, unless they stay sharded; after a step, behind the next forward
 """
 
 from __future__ import annotations
@@ -34,10 +34,11 @@ from megazero.zero.units import Described, UnitModule
 from megazero.zero.weight_gathers import WeightGathers
 
 _ALONE = Axis("world")
-_MORE_FOR_BUCKETS = 1 / 32  # of gather buffers, at most, for several buckets in a unit
-SECONDARY_SHARD = "secondary_shard"  # the kind of memory
+_MORE_FOR_BUCKETS = 1 / 32  # gather buffers may grow by this fraction so that units have several buckets
+SECONDARY_SHARD = "secondary_shard"  # the key in `memory_bytes`
 
-# Initial values of a parameter that has no memory yet, by name, asked for once; None if they are not known here.
+# Returns the initial values of a parameter that has no memory yet, by its name; None if they are not known.  It is
+# called once for each.
 DeferredValues: TypeAlias = Callable[[str], Tensor | None]
 
 
@@ -45,21 +46,22 @@ class ShardedParameters:
     """Moves a model's parameters into buckets and holds the buckets.
 
     Args:
-        units: the modules that stage 3 gathers one at a time, in forward order; together they hold every parameter.
+        units: modules that stage 3 gathers one at a time, in forward order; together they hold every parameter.
         described: every parameter once, in forward order; those on the meta device get their values shard by shard.
         zero: sizes and policies; no key of `zero.offload` is "auto".
-        ties: by logical name of a tied parameter, the ranks that hold a copy.
-        moments: arrays of optimizer state per element, for which a file has space.
-        rank: for the file's name.
-        world: all ranks: their buckets have one size, and they fail together if one cannot allocate.
-        gatherer_type: makes what gathers the units of stage 3.
-        hides_gathers: nobody reads weights between an update and the next forward of their unit without `wait`.
+        ties: the ranks that hold a copy of each tied parameter, by logical name.
+        moments: arrays of optimizer state per element; a file reserves space for them.
+        rank: part of the file's name.
+        world: all ranks.  Their buckets have one size, and if one rank cannot allocate, all fail together.
+        gatherer_type: gathers the units of stage 3.
+        hides_gathers: gathers may run behind the next forward: nothing reads weights after an update without `wait`,
+            except a unit's own forward.
 
     Attributes:
-        sizes: of buckets and of the buffers that gradients pass through.
-        gathers: brings stepped weights to every rank.
-        hides_gathers: whether they may travel behind the next forward, over ranks that need no call of this one for it.
-        gather_plan: which buckets share a gather buffer.
+        sizes: sizes of buckets and of the working buffers of gradients.
+        gathers: brings updated weights to every rank.
+        hides_gathers: the request above, and the network sends without this rank's help.
+        gather_plan: the buckets that share a gather buffer.
     """
 
     def __init__(
@@ -129,8 +131,9 @@ class ShardedParameters:
             self.gatherer = gatherer_type(units, places, policy, zero.prefetch_bytes)
 
     def _sizes(self, zero: ZeroConfig, elements: int, world: Axis, *, cuts: bool) -> BucketSizes:
-        """How large buckets are: the same on all ranks, also where only some of them share the memory of their host: over
-        dp, replicas, tp and ties they sum what their buckets hold."""
+        """Return the bucket sizes, the same on all ranks, even if only some ranks share their host's memory:
+        collectives over dp, replicas, tp and ties sum over whole buckets.
+        """
         policy, placement, hides = self.policy, self.policy.placement, False
         if zero.bucket_bytes == "auto":
             # Call both, without short-circuiting: every rank of an axis must take part, and the axes may disagree.
@@ -151,12 +154,12 @@ class ShardedParameters:
             self.buckets.append(bucket)
 
     def _bind(self, originals: dict[str, nn.Parameter], units: Sequence[UnitModule]) -> None:
-        """Make every module's parameter a view of its bucket; a shared parameter stays shared."""
+        """Make every module's parameter a view of its bucket.  A shared parameter stays shared."""
         bound: dict[int, nn.Parameter] = {}
         for bucket in self.buckets:
             for slot in bucket.layout.slots:
                 original, view = originals[slot.info.name], bucket.module_view(slot)
-                # The user's own object stays the module's parameter, unless it has no memory that could be exchanged.
+                # Keep the user's parameter object, unless its memory cannot be replaced by the view.
                 same_kind = not original.is_meta and original.device == view.device
                 if same_kind:
                     original.data = view
@@ -168,7 +171,7 @@ class ShardedParameters:
                 part._parameters[key] = bound.get(id(parameter), parameter)
 
     def init_weights(self, seed: int, state: ParallelState) -> None:
-        """Give every parameter its initial value, a function of (seed, canonical name, element) alone."""
+        """Give every parameter its initial value, a function of (seed, canonical name, element) only."""
         self.gathers.wait()
         for bucket in self.buckets:
             for slot in bucket.layout.slots:
@@ -182,9 +185,12 @@ class ShardedParameters:
     def load_from_module(
         self, dp: Axis, tp: Axis, ties: Mapping[str, Axis], deferred: DeferredValues = lambda _: None
     ) -> None:
-        """Take the values that the model was built with; those of the first data-parallel rank count.
+        """Copy the values that the model was built with to the buckets.  All ranks get those of the first data-parallel
+        rank.
 
-        `deferred` gives the values of parameters on the meta device; for the other arguments see `overwrite`.
+        Args:
+            dp, tp, ties: see `overwrite`.
+            deferred: returns the values of a parameter on the meta device.
 
         Raises:
             ValueError: a parameter has no values.
@@ -195,7 +201,9 @@ class ShardedParameters:
         self.all_gather_weights()
 
     def _whole_values(self, bucket: Bucket, deferred: DeferredValues, *, is_source: bool) -> Tensor:
-        """fp32 [padded]: the values that a bucket's parameters were built with; zeros where this rank is no source."""
+        """Return the values that a bucket's parameters were built with, fp32 [padded]; zeros unless this rank is the
+        source.
+        """
         flat = torch.zeros(bucket.layout.padded_numel, device=self.policy.device)
         for slot in bucket.layout.slots:
             name = slot.info.name
@@ -210,9 +218,11 @@ class ShardedParameters:
         return flat
 
     def distinct_buckets(self) -> list[list[Bucket]]:
-        """Buckets that hold different values, each with all copies of it on this rank, in an order that all ranks share."""
+        """Return the buckets that hold different values, each with all its copies on this rank, in an order that all
+        ranks share.
+        """
         found: dict[str, list[Bucket]] = {}
-        # Ranks meet tied parameters in different orders of their own; the order of their names is the same for all.
+        # Ranks have tied parameters at different places; sorted by name, the order is the same on all.
         for bucket in sorted(self.buckets, key=lambda bucket: bucket.layout.tie or ""):
             key = bucket.layout.name if bucket.layout.tie is None else f"tied {bucket.layout.tie}"
             found.setdefault(key, []).append(bucket)
@@ -223,8 +233,12 @@ class ShardedParameters:
     ) -> None:
         """Make one data-parallel rank's values the master weights and weight shards of every rank.  A collective call.
 
-        `copies`: one of `distinct_buckets`.  `flat`: its whole values, fp32 [padded].  Ranks of `tp` become equal in what
-        each of them holds whole, ranks of `ties` in the parameter of this logical name.
+        Args:
+            copies: one list of `distinct_buckets`.
+            flat: full values of the bucket, fp32 [padded].
+            tp: ranks that become equal in the parameters that tp does not split.
+            ties: ranks that become equal in a tied parameter, by logical name.
+            source: index of the rank in `dp` that sends its values.
         """
         self.gathers.wait()
         layout = copies[0].layout
@@ -241,7 +255,7 @@ class ShardedParameters:
                 bucket.write(bucket.weight_shard, bucket.owned, mine)
 
     def sync_from_master(self) -> None:
-        """Let modules see master weights that were initialised or loaded; see `all_gather_weights`."""
+        """Copy initialised or loaded master weights to the modules' weights, and gather them."""
         self._originals.clear()
         self.gathers.wait()
         for bucket in self.buckets:
@@ -250,34 +264,36 @@ class ShardedParameters:
         self.all_gather_weights()
 
     def all_gather_weights(self, *, changed: Sequence[Bucket] | None = None) -> None:
-        """Let modules see the changed weights of all ranks.
+        """Make the changed weights of all ranks visible to modules.
 
-        `changed`: the buckets that have changed; None for all.
+        Args:
+            changed: the changed buckets; None: all.
         """
         buckets = self.buckets if changed is None else changed
         self.note_change(buckets)
         self.gathers.gather(buckets)
 
     def start_gather(self, bucket: Bucket, step: Callable[[], object] | None = None) -> None:
-        """Start to gather a bucket that was stepped, for the next forward; `step`: see `WeightGathers.start`."""
+        """Start to gather an updated bucket for the next forward.  For `step` see `WeightGathers.start`."""
         self.gathers.start(bucket, step)
         if self.gatherer is not None:
             self.gatherer.unshard_stepped(bucket)
 
     def note_change(self, buckets: Sequence[Bucket]) -> None:
-        """The weights of these buckets have changed, or will before the next forward of their units begins: what has been
-        gathered is forgotten."""
+        """Forget the gathered weights of these buckets: they have changed, or will change before the next forward of
+        their units.
+        """
         parameters = [self.by_name[slot.info.name] for bucket in buckets for slot in bucket.layout.slots]
-        increment_version(parameters)  # a backward of an earlier forward must not use them
+        increment_version(parameters)  # so that autograd refuses the backward of an earlier forward
         if self.gatherer is not None:
             self.gatherer.forget()
 
     def absent_gradient_bytes(self) -> int:
-        """Of the bytes in `memory_bytes`, those of gradients that are not allocated yet in this step."""
+        """Bytes in `memory_bytes` of gradients that are not allocated yet in this step."""
         return sum(bucket.full_gradient_bytes for bucket in self.buckets if bucket.full_gradient is None)
 
     def memory_bytes(self) -> dict[str, int]:
-        """Bytes of model state at the end of a step, by kind and, but for the device, location."""
+        """Bytes of model state at the end of a step, by kind, and by location unless it is the device."""
         sizes = Counter(parameters=0, gradients=0, gather_buffers=self.gatherer.buffers.nbytes if self.gatherer else 0)
         if self.policy.placement.secondary is not None and self.gatherer is not None:
             sizes[SECONDARY_SHARD] = self.gatherer.buffers.source.secondary_bytes
@@ -296,14 +312,14 @@ class ShardedParameters:
 
 
 def memory_kind(kind: str, location: Location) -> str:
-    """Key of a kind of memory in a location: `optimizer` on the device, `optimizer on host` elsewhere."""
+    """Return the key of a kind of memory: `optimizer` on the device, `optimizer on host` elsewhere."""
     return kind if location == "device" else f"{kind} on {location}"
 
 
 def _describe_parameters(
     units: Sequence[UnitModule], described: Sequence[Described], policy: ShardingPolicy, zero: ZeroConfig
 ) -> list[ParamInfo]:
-    """What each parameter is to its bucket."""
+    """Return what the bucket planner must know of each parameter."""
     users: dict[int, set[int]] = {}
     for index, unit in enumerate(units):
         for part, key in unit.attributes:

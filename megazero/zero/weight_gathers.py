@@ -1,15 +1,15 @@
-"""The all-gathers of stepped weights behind the next forward.
+"""All-gathers of updated weights that run behind the next forward.
 
     update         step(0) start(0)   step(1) start(1)   step(2) start(2)
     network                [ bucket 0 ][ bucket 1 ][ bucket 2 ]
     next forward                                       wait(0) unit 0   wait(1) unit 1   wait(2) unit 2
 
-Buckets start in the order in which a forward uses them, so that the first unit waits for one bucket and not for all.  On a
-slow link they travel for longer than a forward takes.  So where a model names a unit's readers, each layer waits for its own
-buckets, and the first computes while the others are on their way.
+Buckets are gathered in the order in which a forward uses them, so the first unit waits for one bucket and not for all.
+On a slow link the gathers take longer than a forward.  If a model lists a unit's readers, each of these layers
+therefore waits only for its own buckets, and the first layer computes while the other buckets arrive.
 
-Invariant: from `start` to the wait for a bucket nobody reads its whole weights, and nobody writes the part that this rank
-owns, which travels.
+Invariant: between `start` and the wait for a bucket, nothing reads its full weights, and nothing writes this rank's
+shard, which is being sent.
 """
 
 from __future__ import annotations
@@ -27,33 +27,37 @@ from megazero.zero.units import UnitModule, is_hooked, reading_no_weights
 
 
 class HalfSteppedError(RuntimeError):
-    """Something ended an update or a load half-way: weights are neither the old nor the new ones."""
+    """An update or a load was interrupted: some weights are old and some are new."""
 
 
 class WeightGathers:
-    """Gathers that are under way; after an update or a load that did not come to its end nobody sees weights."""
+    """The all-gathers that are running.  After an interrupted update or load, every wait raises, so nothing computes
+    with mixed weights.
+    """
 
     def __init__(self) -> None:
         self._under_way: dict[Bucket, Pending] = {}
-        self._broken: RuntimeError | None = None  # what has left weights that are neither the old nor the new ones
+        self._broken: RuntimeError | None = None  # why weights are neither the old nor the new ones
         self._hooks: list[RemovableHandle] = []
 
     def defer_steps(self, buckets: Sequence[Bucket], bucket_elements: int, world: Axis, *, can: bool) -> None:
-        """Choose the buckets that are stepped only when a forward needs them: none.  All ranks of the world call this.
+        """Choose the buckets that are updated only when a forward needs them: here, none.  All ranks of the world must
+        call this.
 
         Args:
-            bucket_elements: how large buckets should be.
-            can: whether gathers may travel behind the next forward of this rank.
+            bucket_elements: the desired size of buckets, in elements.
+            can: whether gathers may run behind the next forward of this rank.
         """
 
     def arrives(self, bucket: Bucket) -> bool:
-        """Whether a forward has to wait for a bucket."""
+        """Whether a forward has to wait for this bucket."""
         return bucket.gathers_weights
 
     def attach(self, units: Sequence[UnitModule], home: Mapping[int, Bucket]) -> None:
-        """Have every unit, or each of its readers, wait for its weights before its forward.
+        """Let every unit, or each of its readers, wait for its weights before its forward.
 
-        `home`: bucket by identity of a parameter.
+        Args:
+            home: the bucket of each parameter, by id() of the parameter.
         """
         for unit in units:
             of_unit = dict[Bucket, None]()
@@ -67,13 +71,13 @@ class WeightGathers:
                 self._hooks.append(unit.module.register_forward_pre_hook(self._before_other_hooks(list(of_unit))))
 
     def _before_forward(self, buckets: Sequence[Bucket]) -> Any:
-        return lambda *_: self.wait_for(buckets)  # a function: a copy of the module must not copy `self`
+        return lambda *_: self.wait_for(buckets)  # a function, not a method: a copy of the module must not copy `self`
 
     def _before_other_hooks(self, buckets: Sequence[Bucket]) -> Any:
         return reading_no_weights(lambda module, _: self.wait_for(buckets) if is_hooked(module) else None)
 
     def detach(self) -> None:
-        """Have no unit wait any more."""
+        """Remove the hooks: no unit waits any more."""
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
@@ -81,32 +85,42 @@ class WeightGathers:
     def start(self, bucket: Bucket, step: Callable[[], object] | None = None) -> None:
         """Start the all-gather of a bucket after this rank has updated its shard.  No-op if the bucket is not sharded.
 
-        `step`: of a bucket of which this rank has a part of the gradients: steps it, once, when it has them all.
+        Args:
+            step: updates a bucket of which this rank does not have all gradients yet; to be called once, when it has
+                them all.
         """
-        assert step is None  # `defer_steps` has chosen no such bucket
+        assert step is None  # `defer_steps` chose no such bucket
         if bucket.gathers_weights:
             mine = bucket.weights[bucket.owned.start : bucket.owned.stop]
             self._under_way[bucket] = all_gather(bucket.weights, mine, bucket.placement.shard)
 
     def gather(self, buckets: Iterable[Bucket]) -> None:
-        """Gather some buckets now."""
+        """Gather these buckets and wait for them."""
         for bucket in buckets:
             self.start(bucket)
         self.wait()
 
     def check(self) -> None:
-        """Raises: LostPeerError, HalfSteppedError: the last update or load did not come to its end."""
+        """Raise if the last update or load did not finish.
+
+        Raises:
+            LostPeerError, HalfSteppedError: it did not.
+        """
         if self._broken is not None:
             raise self._broken
 
     def wait_for(self, buckets: Iterable[Bucket]) -> None:
-        """Wait until the whole weights of some buckets are here.  Raises: as `check`."""
+        """Wait until the full weights of these buckets have arrived.
+
+        Raises:
+            LostPeerError, HalfSteppedError: as `check`.
+        """
         self.check()
         try:
             for bucket in buckets:
                 if bucket in self._under_way:
                     self.finish(bucket)
-                    del self._under_way[bucket]  # not before: after an interrupt whoever reads it must wait
+                    del self._under_way[bucket]  # only now: after an interrupt, the next reader still has to wait
         except RuntimeError as error:
             self.forget()
             self._broken = self._broken or error
@@ -117,16 +131,21 @@ class WeightGathers:
         self._under_way[bucket].wait()
 
     def forget(self) -> None:
-        """Drop all gathers under way."""
+        """Drop all running gathers."""
         self._under_way.clear()
 
     def wait(self) -> None:
-        """Wait until all weights are here."""
+        """Wait until all weights have arrived."""
         self.wait_for(list(self._under_way))
 
     @contextmanager
     def changing(self, what: str = "an update") -> Iterator[None]:
-        """A context that changes weights, and has changed all of them unless it raises.  `what`: for the error."""
+        """Context that changes the weights.  If it raises, some have changed and some have not, and `check` raises from
+        then on.
+
+        Args:
+            what: the change, for the error message.
+        """
         try:
             yield
         except BaseException as error:
@@ -138,7 +157,7 @@ class WeightGathers:
 
     @contextmanager
     def renewing(self) -> Iterator[None]:
-        """A context that writes all weights anew: what has become of the last update does not matter."""
+        """Context that overwrites all weights, so an earlier failed update no longer matters."""
         for gather in self._under_way.values():
             gather.wait()
         self.forget()
