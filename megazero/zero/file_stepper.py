@@ -1,7 +1,7 @@
-"""Steps optimizer state that lies in a file, part by part, through three sets of buffers.
+"""Updates optimizer state in a file, part by part, through three sets of buffers.
 
 set 0   read part 0 | step 0  | write 0 | read 3  ...
-set 1               | read 1  | step 1  | write 1 ...      one set is read, one stepped, one written
+set 1               | read 1  | step 1  | write 1 ...      one set is read, one updated, one written
 set 2                         | read 2  | step 2  ...
 """
 
@@ -21,13 +21,13 @@ _SETS = 3
 
 @dataclass(eq=False)
 class Part:
-    """Elements of one bucket that one optimizer group steps."""
+    """Elements of one bucket that belong to one optimizer group."""
 
     bucket: Bucket
     run: Interval
     group: int
-    parameter: nn.Parameter  # their master weights, as the optimizer sees them
-    arrays: dict[str, FlatArray] = field(default_factory=dict)  # their state by name, where it lies in a file
+    parameter: nn.Parameter  # the master weights of these elements, as the optimizer's parameter
+    arrays: dict[str, FlatArray] = field(default_factory=dict)  # their state by name, if it is in a file
 
     @property
     def numel(self) -> int:
@@ -36,15 +36,20 @@ class Part:
 
     @property
     def location(self) -> Location:
-        """Where the master weights and the state lie."""
+        """Location of the master weights and the state."""
         return self.bucket.master.location
 
 
 class FileStepper:
-    """Reads those of the parts that lie in a file, has them stepped, and writes them back.  `states`: element-wise ones."""
+    """Reads the parts that are in a file, updates them and writes them back.
+
+    Args:
+        parts: all parts; those in other locations are ignored.
+        states: names of the element-wise state.
+    """
 
     def __init__(self, parts: Sequence[Part], states: Sequence[str]) -> None:
-        # Large ones first: a part that a group's border cuts off a shard then needs little beside the rest of it.
+        # Largest first: each set has the size of its first part, and later parts must fit.
         self._parts = sorted((part for part in parts if part.location == "file"), key=lambda part: -part.numel)
         self._states = tuple(states)
         names = "master", *states
@@ -56,14 +61,15 @@ class FileStepper:
         return sum(buffer.nbytes for buffers in self._sets for buffer in buffers.values())
 
     def step(self, step_parts: Callable[[Sequence[Part]], None], optimizer: torch.optim.Optimizer) -> None:
-        """Step every part with `step_parts`, while its parameter and its state in `optimizer` are bound to buffers.
+        """Update every part with `step_parts`.  Meanwhile its parameter and its state in `optimizer` are views of
+        buffers.
 
         Raises: StorageError, the file could not be read or written.
         """
         reading = [self._read(0)] if self._parts else []
         writing: list[list[PendingCopy]] = []
         for index, part in enumerate(self._parts):
-            if len(writing) > 1:  # the set that the next part is read into
+            if len(writing) > 1:  # the next part is read into the same set
                 _wait(writing.pop(0))
             if index + 1 < len(self._parts):
                 reading.append(self._read(index + 1))
@@ -76,7 +82,7 @@ class FileStepper:
                 state.update({name: buffers[name] for name in self._states})
             step_parts([part])
             for name in self._states:
-                if is_new:  # the optimizer has made its state itself
+                if is_new:  # the optimizer created its state itself
                     buffers[name].copy_(state[name])
                 state[name] = torch.empty(0)
             part.parameter.data = torch.empty(0)

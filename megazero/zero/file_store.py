@@ -1,9 +1,9 @@
-"""Flat arrays in one file per rank, read and written by two worker threads.
+"""Flat arrays in one file per rank.  Two worker threads read and write them.
 
     file of rank 3   [ array 0   |pad| array 1 |pad| ... | free ]      regions begin at multiples of 4096 bytes
 
-[Note: a file without a name] The file is unlinked as soon as it is open.  The kernel then frees the space when the last
-descriptor closes, however the process ends; `df` counts the space meanwhile, `ls` shows nothing.
+[Note: a file without a name] The file is unlinked as soon as it is open.  The kernel then frees its space when the last
+descriptor closes, however the process ends.  Until then `df` counts the space, and `ls` does not list the file.
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ def _failed(path: Path, what: str, error: OSError) -> str:
 
 
 def _memory(tensor: Tensor) -> memoryview:
-    """The bytes of a contiguous CPU tensor; numpy knows no bf16, so every dtype goes as bytes."""
+    """Return the bytes of a contiguous CPU tensor.  numpy has no bf16, so every dtype is viewed as bytes."""
     return tensor.detach().view(torch.uint8).numpy().data
 
 
 def _move(
     operation: Callable[[int, list[memoryview], int], int], descriptor: int, memory: memoryview, offset: int
 ) -> None:
-    """Repeat a read or a write, which may do less than asked, until all of `memory` has moved."""
+    """Repeat a read or a write until all of `memory` is transferred, since a call may transfer less."""
     done = 0
     while done < len(memory):
         try:
@@ -59,9 +59,9 @@ def _move(
 
 
 class InFile(FlatArray):
-    """A flat array in a region of a FileStore, zero at first; made by `FileStore.allocate`.
+    """A flat array in a region of a FileStore, initially zero.  Created by `FileStore.allocate`.
 
-    After a write failed the elements are unknown, so every later operation of the array fails with the same message.
+    If a write fails, the elements are undefined: every later operation on the array fails with the same message.
     """
 
     tensor: None = None
@@ -101,7 +101,7 @@ class InFile(FlatArray):
 
         def run() -> None:
             if copied is not None:
-                with torch.cuda.device(device):  # a thread's own is device 0, where waiting would start CUDA
+                with torch.cuda.device(device):  # a new thread has device 0, where waiting would create a CUDA context
                     copied.synchronize()
             move()
 
@@ -116,7 +116,7 @@ class InFile(FlatArray):
         return self.offset + element * self.dtype.itemsize
 
     def _start(self, verb: str, access: Access, run: Callable[[], None]) -> Callable[[], None]:
-        """Have a worker do it; the result waits for it."""
+        """Let a worker call `run`.  Returns the function that waits for it and raises if it failed."""
         what = f"{verb} {(access.stop - access.start) * self.dtype.itemsize} bytes at byte {self._byte(access.start)}"
         future = self.store.submit(self, access, what, run)
 
@@ -132,7 +132,7 @@ class InFile(FlatArray):
 def _execute(
     array: InFile, access: Access, what: str, run: Callable[[], None], after: Sequence[Future[str | None]]
 ) -> str | None:
-    """Run an operation after those that it conflicts with; returns why it failed."""
+    """Run an operation after the operations that it conflicts with.  Returns the message of the failure, or None."""
     wait_for_all(after)  # they left the queue before this one, so a worker is running them
     if array.failure is not None:
         return array.failure
@@ -156,31 +156,34 @@ def _work(queue: SimpleQueue[Job | None]) -> None:
     while (job := queue.get()) is not None:
         future, execute = job
         failure = execute()
-        del job, execute  # who waits has the last reference to a buffer: its thread's allocator sees that it is freed
+        del job, execute  # the waiting thread must free the buffer: its allocator would miss it here
         future.set_result(failure)
         del future
 
 
 def region_bytes(numel: int, dtype: torch.dtype) -> int:
-    """Bytes of a FileStore that an array takes, padding included."""
+    """Return the bytes of a FileStore that an array takes, with padding."""
     return -(-numel * dtype.itemsize // ALIGN_BYTES) * ALIGN_BYTES
 
 
 class FileStore:
-    """One file of a rank, as large as the sum of `region_bytes` over its arrays, in an existing directory of a local disk.
+    """The file of one rank, in an existing directory of a local disk.
+
+    Args:
+        nbytes: size of the file: the sum of `region_bytes` over its arrays.
 
     Raises:
-        StorageError: the directory is missing or not writable, or `nbytes` do not fit.  Free space is compared first, but
-            all ranks of one node see the same free space, so only the preallocation is certain.
+        StorageError: the directory is missing or not writable, or the file does not fit.  Free space is checked first,
+            but all ranks of a host see the same free space, so only the preallocation is reliable.
     """
 
     def __init__(self, directory: Path, rank: int, nbytes: int) -> None:
         self.path, self.nbytes = directory / f"megazero-{os.getpid()}-rank{rank}.bin", nbytes
         self.descriptor = self._open(directory, f"megazero-{os.getpid()}-rank{rank}-")
-        self.is_failure_raised = False  # the error of a write that failed
+        self.is_failure_raised = False  # whether a caller has seen the error of a failed write
         self._used, self._is_closed, self._lock = 0, False, threading.Lock()
         self._arrays: list[InFile] = []
-        # daemon threads: an interpreter that exits does not wait for a disk that does not answer
+        # daemon threads: the interpreter can exit although a disk does not respond
         self._queue: SimpleQueue[Job | None] = SimpleQueue()
         self._workers = [threading.Thread(target=_work, args=(self._queue,), daemon=True) for _ in range(WORKERS)]
         for worker in self._workers:
@@ -211,7 +214,7 @@ class FileStore:
         return descriptor
 
     def allocate(self, numel: int, dtype: torch.dtype) -> InFile:
-        """A new array of zeros.  Raises: StorageError, the store is full."""
+        """Allocate an array of zeros.  Raises: StorageError, the store is full."""
         needed, free = region_bytes(numel, dtype), self.nbytes - self._used
         if needed > free:
             raise StorageError(
@@ -226,16 +229,18 @@ class FileStore:
     def move(
         self, operation: Callable[[int, list[memoryview], int], int], tensor: Tensor, offset: int
     ) -> Callable[[], None]:
-        """A call, for a worker, that reads a tensor's elements from the file or writes them to it.
+        """Return a function, for a worker, that reads a tensor's elements from the file or writes them to it.
 
-        It stays out of torch: an interpreter that exits stops a thread where it next takes the interpreter's lock, and where
-        that is in C++ the whole process aborts.
+        The function calls nothing of torch: when the interpreter exits, it stops each thread that asks for its lock,
+        and if that happens in C++ code, the process aborts.
         """
         return partial(_move, operation, self.descriptor, _memory(tensor), offset)
 
     def submit(self, array: InFile, access: Access, what: str, run: Callable[[], None]) -> Future[str | None]:
-        """Queue an operation for the workers, behind those that it conflicts with; the result says why it failed."""
-        with self._lock:  # an operation must enter the queue after those that it waits for
+        """Queue an operation for the workers, behind those that it conflicts with.  The future's result is the message
+        of its failure, or None.
+        """
+        with self._lock:  # under the lock, so that an operation enters the queue after those that it waits for
             if self._is_closed:
                 raise StorageError(f"{self.path}: {what} failed: the file is closed")
             array.under_way = [(earlier, future) for earlier, future in array.under_way if not future.done()]
@@ -246,7 +251,9 @@ class FileStore:
         return future
 
     def close(self) -> None:
-        """Wait for every operation and free the space.  Raises: StorageError, of a write that no call has raised yet."""
+        """Wait for every operation and free the space.  Raises: StorageError, a write failed and no call has raised its
+        error.
+        """
         with self._lock:
             if self._is_closed:
                 return
@@ -255,8 +262,8 @@ class FileStore:
             self._queue.put(None)
         for worker in self._workers:
             worker.join()
-        os.ftruncate(self.descriptor, 0)  # a forked process, of a data loader say, may hold the file open
+        os.ftruncate(self.descriptor, 0)  # frees the space even if a forked process holds the file open
         os.close(self.descriptor)
         failures = [array.failure for array in self._arrays if array.failure is not None]
-        if failures and not self.is_failure_raised:  # one disk, one error
+        if failures and not self.is_failure_raised:  # report a disk's failure once
             raise StorageError(failures[0])

@@ -1,10 +1,10 @@
-"""The factor on an fp16 loss that keeps small gradients from vanishing and large ones from overflowing.
+"""The factor on an fp16 loss that protects small gradients from underflow and large ones from overflow.
 
     window 3, hysteresis 2       . clean step    ! overflow: the step is skipped
 
     step    .   .   .   .   .   !   .   !   !   .   .   .   .
     scale   8   8   8  16  16  16  16  16   8   4   4   4   8      in use during the step
-    left    2   2   2   2   2   2   1   1   1   1   1   1   2      overflows until one halves
+    left    2   2   2   2   2   2   1   1   1   1   1   1   2      overflows until the scale is halved
 
 The scale is a plain number, equal on every rank because every rank sees the same overflow; nothing here communicates.
 """
@@ -17,16 +17,16 @@ from megazero.config.schema import PrecisionConfig
 
 
 class LossScaleError(RuntimeError):
-    """Gradients are not finite at the smallest loss scale."""
+    """Gradients are not finite even at the smallest loss scale."""
 
 
 class LossScaler:
     """Loss scale of the current step (Micikevicius et al. 2018, section 3.2), with DeepSpeed's parameters.
 
-    `hysteresis` is the overflow that halves the scale, counted since the last refill; those before it only skip their step,
-    those after it halve again.  With a constant `loss_scale` the other keys have no effect.
+    After `hysteresis` overflows since the last refill, the scale is halved, and again by each further one.  Earlier
+    overflows only skip their step.  With a constant `loss_scale` the other keys have no effect.
 
-    Unscale with `scale` first, then call `update`: the next step's scale must not touch this step's gradients.
+    Unscale the gradients with `scale` first, then call `update`, which sets the next step's scale.
 
     One difference from DeepSpeed 0.19: there the first growth after the start or after an overflow takes window + 1
     clean steps and later ones take `window`.  Here it is always `window`, as documented.
@@ -39,7 +39,10 @@ class LossScaler:
         self._hysteresis_left = config.hysteresis
 
     def update(self, overflowed: bool) -> None:
-        """Set the scale of the next step; `overflowed`: some gradient of some rank was not finite, the step was skipped.
+        """Set the scale of the next step.
+
+        Args:
+            overflowed: a gradient of some rank was not finite, and the step was skipped.
 
         Raises:
             LossScaleError: the scale would have to fall below its minimum.
@@ -74,7 +77,7 @@ class LossScaler:
             self._hysteresis_left = self._config.hysteresis
 
     def state_dict(self) -> dict[str, Any]:
-        """Plain numbers from which a run goes on as if it had never stopped."""
+        """Return the plain numbers from which a run resumes as if it had not stopped."""
         return {
             "scale": self.scale,
             "skipped_steps": self.skipped_steps,
@@ -83,7 +86,7 @@ class LossScaler:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from a `state_dict`; limits that this run was given anew count before the saved numbers."""
+        """Resume from a `state_dict`.  This run's configured limits take precedence over the saved numbers."""
         self.skipped_steps = int(state["skipped_steps"])
         if self.dynamic:
             self.scale = max(float(state["scale"]), self._config.min_loss_scale)

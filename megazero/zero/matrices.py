@@ -1,16 +1,16 @@
-"""The step of whole matrices, such as Muon's, on buckets that are sharded.
+"""The step of optimizers that update whole matrices, such as Muon, on sharded buckets.
 
     rank 0   [== A ==|= B     momentum        A whole  -> update of A      [== A ==|= B     weights
     rank 1    B =|== C ==]    of shards  -->  B, C     -> of B, of C  -->   B =|== C ==]    of shards
 
-Momentum is sharded like all state: every rank advances its own elements.  Each matrix then meets whole on one owner, which
-computes its update once and sends every rank the elements that it steps.  Fused matrices (q | k | v) are apart, the parts of
-tensor-parallel ranks are joined.  Owners are chosen by FLOPs, the largest matrix first, over the ranks of a stage that share
-one copy of the state, or that hold the same experts; where groups of ranks repeat the state (`zero.shard_group_size`), each
-group iterates for itself.
+Momentum is sharded like all state: every rank updates its own elements.  Each matrix is then assembled on one rank, its
+owner, which computes the update and sends every rank the elements of its shard.  Fused matrices (q | k | v) are updated
+separately, and the parts of tensor-parallel ranks are joined.  Owners are chosen by FLOPs, the largest matrix first,
+among the ranks of a stage that share one copy of the state, or that hold the same experts.  If groups of ranks hold
+copies of the state (`zero.shard_group_size`), each group computes every update for itself.
 
-Invariant: nothing here depends on where shards begin, so equal gradients give bit-equal weights on every number of ranks.
-One matrix is one product: products of stacked matrices round differently with the number that is stacked.
+Invariant: nothing here depends on where shards begin, so equal gradients give bit-equal weights on every number of
+ranks. Matrices are not stacked: a product of stacked matrices is rounded differently for different numbers of matrices.
 """
 
 from __future__ import annotations
@@ -31,7 +31,9 @@ MOMENTUM = "momentum_buffer"
 
 
 class MatrixRecipe(NamedTuple):
-    """How matrices are stepped: `beta` of their momentum; for the others see `megazero.optim.optimizers.MatrixOptimizer`."""
+    """How matrices are updated.  `beta` is that of their momentum; for the others see
+    `megazero.optim.optimizers.MatrixOptimizer`.
+    """
 
     update: Callable[[Tensor], Tensor]
     flops: Callable[[int, int], int]
@@ -39,7 +41,7 @@ class MatrixRecipe(NamedTuple):
 
 
 class Fragment(NamedTuple):
-    """Elements of a bucket that are elements of a matrix, from `start` on of the buffer in which it meets."""
+    """Elements of a rank's bucket that belong to a matrix.  In the buffer of the whole matrix they begin at `start`."""
 
     rank: int
     elements: Interval
@@ -48,14 +50,15 @@ class Fragment(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Matrix:
-    """One logical matrix and its way to its owner and back.
+    """One logical matrix, and the elements that are sent to its owner and back.
 
     Args:
         bucket: index of its bucket.
-        parts: shapes of what tensor-parallel ranks hold, one after another in the buffer.
-        dim: along which the parts are joined.
-        sources: each element once, from the rank that sends it to the owner.
-        holders: all elements that ranks step.
+        owner: global rank that computes its update.
+        parts: shapes of the parts of tensor-parallel ranks, one after another in the buffer.
+        dim: dimension along which the parts are joined.
+        sources: every element once, on the rank that sends it to the owner.
+        holders: every element on every rank that updates it.
     """
 
     bucket: int
@@ -67,11 +70,11 @@ class Matrix:
 
     @property
     def numel(self) -> int:
-        """Elements of the whole matrix."""
+        """Number of elements of the whole matrix."""
         return sum(rows * columns for rows, columns in self.parts)
 
     def split(self, buffer: Tensor) -> list[Tensor]:
-        """The parts in the buffer, 2-D views."""
+        """Return the parts in the buffer as 2-D views."""
         flats = buffer.split([rows * columns for rows, columns in self.parts])
         return [flat.view(shape) for flat, shape in zip(flats, self.parts, strict=True)]
 
@@ -84,15 +87,16 @@ def plan_matrices(
     sharded: bool,
     ep: int | None = None,
 ) -> list[Matrix]:
-    """Choose an owner for every matrix of some buckets, and list who sends and who steps which elements.
+    """Choose an owner for every matrix of some buckets, and list which ranks send and update which elements.
 
     Args:
         ranks: global ranks by tensor-parallel index and index of the shard.
-        flops: of the update of a matrix, from its rows and columns.
-        sharded: each rank steps its shard alone; otherwise all elements.
-        ep: of buckets of experts, over how many ranks these are dealt; `ranks` has one row, with the same ones.
+        flops: the FLOPs of the update of a matrix, from its rows and columns.
+        sharded: each rank updates only its shard; otherwise all elements.
+        ep: number of ranks that buckets of experts are spread over; `ranks` then has one row, of ranks that hold the
+            same experts.
 
-    Returns: in the order of the buckets, the same on every rank.
+    Returns: the matrices in the order of the buckets, the same on every rank.
     """
     pieces = [
         piece
@@ -109,10 +113,14 @@ def plan_matrices(
         heapreplace(loads, (load + flops(*pieces[number].shape), *owners[number]))
 
     def fragments(piece: _Piece, tp: int, only_shard: int | None) -> Iterator[Fragment]:
-        """What ranks of one tensor-parallel index hold: all of them, or one that holds all elements."""
+        """Yield the elements on the ranks of one tensor-parallel index.
+
+        Args:
+            only_shard: the shard whose rank is the only one listed if ranks hold all elements; None: list all of them.
+        """
         layout, part = layouts[piece.bucket], 0 if len(piece.parts) == 1 else tp
         elements, start = piece.elements[part], sum(one.stop - one.start for one in piece.elements[:part])
-        if elements.start == elements.stop:  # fewer rows than ranks
+        if elements.start == elements.stop:  # tensor parallelism over more ranks than rows
             return
         if not sharded:
             for shard in range(len(ranks[0])) if only_shard is None else [only_shard]:
@@ -134,7 +142,7 @@ def plan_matrices(
 
 
 class _Piece(NamedTuple):
-    """A matrix before it has an owner: its shape, and of each part the shape and the elements of its rank's bucket."""
+    """A matrix without an owner: its shape, the shape of each part, and the elements of each part in its rank's bucket."""
 
     bucket: int
     shape: tuple[int, int]
@@ -144,9 +152,9 @@ class _Piece(NamedTuple):
 
 
 def _pieces(bucket: int, slot: Slot, tp_size: int, ep: int | None) -> Iterator[_Piece]:
-    """The logical matrices of one parameter."""
+    """Yield the logical matrices of one parameter."""
     spec = slot.info.spec
-    # the experts of all ranks have the same shapes
+    # experts have the same shapes on all ranks
     places = [(0, ep)] if ep else [(tp, tp_size) for tp in range(tp_size if spec.split is not None else 1)]
     width, local = spec.local_shape(places[0][1])[1], [spec.local_sections(*place) for place in places]
     for rows in zip(*local, strict=True):
@@ -157,25 +165,26 @@ def _pieces(bucket: int, slot: Slot, tp_size: int, ep: int | None) -> Iterator[_
 
 
 class MatrixState(Protocol):
-    """Where a bucket's momentum lies."""
+    """Reads and writes the momentum of a bucket."""
 
     def intervals_of(self, bucket: Bucket) -> list[Interval]:
-        """The owned elements of a bucket, in pieces that may be read at once."""
+        """Return the owned elements of a bucket, in intervals that can be read at once."""
 
     def read(self, name: str, bucket: Bucket, run: Interval) -> Tensor:
-        """Elements of one state: themselves, or a copy where they lie in a file."""
+        """Return elements of a state: a view, or a copy if they are in a file."""
 
     def write(self, name: str, bucket: Bucket, run: Interval, values: Tensor) -> None:
-        """Overwrite elements of one state."""
+        """Overwrite elements of a state."""
 
 
 class MatrixStepper:
-    """Steps the buckets of matrices: `begin` sends the momentum to the owners, `finish` brings the updates back.
+    """Updates the buckets of matrices: `begin` sends the momentum to the owners, `finish` brings the updates back.
 
     Args:
-        plans: buckets in the order of their use, each with its matrices, of `plan_matrices`, and all ranks in their plan.
-        dtype: in which matrices travel and updates are computed.
-        optimizer: what computes them.
+        plans: buckets in the order of their use; for each, its matrices (see `plan_matrices`) and all ranks of its
+            plan.
+        dtype: in which matrices are sent and updates are computed.
+        optimizer: computes the updates.
     """
 
     def __init__(
@@ -194,13 +203,15 @@ class MatrixStepper:
                     tuple(one for one in fragments if rank in (one.rank, matrix.owner))
                     for fragments in (matrix.sources, matrix.holders)
                 )
-                if sources or holders:  # in which this rank takes part
+                if sources or holders:  # this rank takes part
                     self._matrices[bucket].append(replace(matrix, sources=sources, holders=holders))
         self._under_way: list[tuple[Tensor, dict[Matrix, Tensor], list[Pending]]] = []
 
     @property
     def buffer_bytes(self) -> int:
-        """Bytes of the matrices that meet on this rank, and of what it sends where that is not the gradient's memory."""
+        """Bytes of the matrices that are assembled on this rank, and of buffers to send from unless it sends from the
+        gradient's memory.
+        """
         every = [matrix for of_bucket in self._matrices.values() for matrix in of_bucket if matrix.owner == self._rank]
         own = sum(matrix.numel for matrix in every if not self._is_here(matrix))
         sent = sum(bucket.gradient.numel() for bucket in self.buckets if not self._sends_gradient(bucket))
@@ -211,7 +222,7 @@ class MatrixStepper:
 
     @torch.no_grad()
     def begin(self, state: MatrixState, factor: float) -> None:
-        """Advance the momentum by `factor` times the gradients, and start to send it; gradients are overwritten."""
+        """Update the momentum with `factor` times the gradients, and start to send it.  Overwrites the gradients."""
         self._under_way.clear()
         beta = self._optimizer.beta
         for bucket, matrices in self._matrices.items():
@@ -229,10 +240,12 @@ class MatrixStepper:
 
     @torch.no_grad()
     def finish(self, state: MatrixState, lr: float, weight_decay: float) -> Iterator[Bucket]:
-        """Compute the updates of this rank's matrices, exchange them and step; each bucket when its shard is stepped."""
+        """Compute the updates of this rank's matrices, exchange them and update the weights.  Yields each bucket when
+        its shard is updated.
+        """
         returning = []
         for bucket, (flat, own, arriving) in zip(self.buckets, self._under_way, strict=True):
-            for pending in arriving:  # what was sent, too: its memory takes the updates
+            for pending in arriving:  # sends too: the updates overwrite the memory that they read
                 pending.wait()
             for matrix, buffer in own.items():
                 self._compute(matrix, buffer)
@@ -251,17 +264,21 @@ class MatrixStepper:
         self._under_way.clear()
 
     def _is_here(self, matrix: Matrix) -> bool:
-        """Whether this rank steps all elements of a matrix that it owns."""
+        """Whether this rank holds all elements of a matrix that it owns."""
         return len(matrix.sources) == 1 and matrix.sources[0].rank == self._rank
 
     def _buffer(self, matrix: Matrix, bucket: Bucket, flat: Tensor) -> Tensor:
-        """Where a matrix meets: among this rank's elements if these are all of it."""
+        """Return memory for a whole matrix: this rank's own elements if they are all of it."""
         if self._is_here(matrix):
             return bucket.owned_part(flat, matrix.sources[0].elements)
         return torch.empty(matrix.numel, dtype=flat.dtype, device=flat.device)
 
     def _exchange(self, bucket: Bucket, flat: Tensor, own: Mapping[Matrix, Tensor], *, to_owner: bool) -> list[Pending]:
-        """Start to bring the owned elements, `flat`, to the matrices in `own`, or their updates back."""
+        """Start to send the owned elements `flat` to the owners of their matrices, or the updates back to the holders.
+
+        Args:
+            own: the buffer of each matrix that this rank owns.
+        """
         sends, receives = list[tuple[Tensor, int]](), list[tuple[Tensor, int]]()
         for matrix in self._matrices[bucket]:
             for rank, elements, start in matrix.sources if to_owner else matrix.holders:
@@ -269,7 +286,7 @@ class MatrixStepper:
                 shard = bucket.owned_part(flat, elements) if holds else None
                 whole = own[matrix][start : start + elements.stop - elements.start] if is_owner else None
                 if shard is not None and whole is not None:
-                    if not self._is_here(matrix):  # else they are one
+                    if not self._is_here(matrix):  # otherwise they are the same memory
                         (whole if to_owner else shard).copy_(shard if to_owner else whole)
                 elif shard is not None:
                     (sends if to_owner else receives).append((shard, matrix.owner))
@@ -278,7 +295,7 @@ class MatrixStepper:
         return exchange(sends, receives, self._axes[bucket])
 
     def _compute(self, matrix: Matrix, buffer: Tensor) -> None:
-        """Replace a whole matrix of momentum by its update."""
+        """Replace the momentum of a whole matrix by its update."""
         parts = matrix.split(buffer)
         whole = parts[0] if len(parts) == 1 else torch.cat(parts, matrix.dim)
         update = self._optimizer.update(whole)
@@ -289,7 +306,7 @@ class MatrixStepper:
 def matrix_stepper(
     policy: ShardingPolicy, buckets: Sequence[Bucket], optimizer: MatrixRecipe, state: ParallelState
 ) -> MatrixStepper:
-    """What steps the matrices among some buckets.  Every rank calls it, in the same order."""
+    """Return the stepper for the matrices among these buckets.  Every rank must call this, in the same order."""
     own = in_order_of_use([bucket for bucket in buckets if bucket.layout.trains and bucket.layout.matrices])
     joined, table = state.across_tp(state.shard, "matrices")
     plans: dict[Bucket, tuple[list[Matrix], Axis]] = {bucket: ([], joined) for bucket in own}

@@ -1,10 +1,10 @@
 """Which part of a rank's state leaves the device, and where it goes.
 
-    optimizer = "cpu"     master weights, moments and the gradient that steps them lie in host memory
-                "nvme"    master weights and moments lie in a file, the gradient in host memory
-    parameters = ...      stage 3's shard of the weights; its units come to the device to be gathered
+    optimizer = "cpu"     master weights, moments and the gradient for the optimizer are in host memory
+                "nvme"    master weights and moments are in a file, the gradient is in host memory
+    parameters = ...      stage 3's shards of the weights; gathered weights are on the device
 
-`ratio` takes whole buckets, in order, until that share of the elements is offloaded.  (Rajbhandari et al. 2021.)
+`ratio` selects whole buckets, in order, until that fraction of the elements is offloaded.  (Rajbhandari et al. 2021.)
 `auto` means the fastest of device, host and disk that has space at the start of the run.
 """
 
@@ -26,8 +26,9 @@ from megazero.zero.bucket import BucketLayout, Extent, Residency, ShardingPolicy
 from megazero.zero.file_store import FileStore, region_bytes
 from megazero.zero.storage import FlatArray, Location, in_host_memory
 
-FILE_PART_ELEMENTS = 1 << 22  # how many elements of a file are stepped at a time
-# Below the root of the control groups: limit, use, statistics, and the statistic of page cache that is given up first.
+FILE_PART_ELEMENTS = 1 << 22  # elements of a file that are updated at a time
+# Paths below the root of the control groups: limit, usage, statistics.  Then the statistic of the page cache that the
+# kernel frees first.
 _CGROUPS: Final = (
     ("memory.max", "memory.current", "memory.stat", "inactive_file"),
     ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes", "memory/memory.stat", "total_inactive_file"),
@@ -36,11 +37,12 @@ _LOCATIONS: Final[dict[str, Location]] = {"none": "device", "cpu": "host", "nvme
 
 
 class Offload:
-    """Where the state of each of this rank's buckets lies, and what allocates it; no key of `config` is "auto".
+    """Locations of the state of this rank's buckets, and its memory.
 
     Args:
+        config: no key is "auto".
         moments: arrays of optimizer state per element.
-        rank: for the file's name.
+        rank: part of the file's name.
 
     Raises: StorageError, the file does not fit on its disk.
     """
@@ -54,7 +56,7 @@ class Offload:
         rank: int = 0,
     ) -> None:
         self._config, self._policy = config, policy
-        self._state_on: dict[str, Location] = {}  # by name of a bucket, where it is not the device
+        self._state_on: dict[str, Location] = {}  # by name of a bucket; on the device if absent
         trained = [layout for layout in layouts if layout.trains]
         left = config.ratio * sum(layout.numel for layout in trained) if config.optimizer != "none" else 0.0
         for layout in trained:
@@ -67,7 +69,7 @@ class Offload:
             self.store = FileStore(Path(config.nvme_path or "."), rank, size)
 
     def residency(self, layout: BucketLayout) -> Residency:
-        """What this rank holds of a bucket, and where."""
+        """Return what this rank holds of a bucket, and where."""
         weights_on, state_on = _LOCATIONS[self._config.parameters], self._state_on.get(layout.name, "device")
         return Residency.of(layout, self._policy.zero_stage, weights_on, state_on)
 
@@ -75,7 +77,7 @@ class Offload:
         held, total = self.residency(layout), 0
         owned = layout.shard_numel if held.state is Extent.SHARD else layout.padded_numel
         if held.state_on == "file":
-            # moments are stored for parts of a bucket: each optimizer group's, cut to what is stepped at a time
+            # moments are stored by parts of a bucket: one for each optimizer group, cut to FILE_PART_ELEMENTS
             parts = len(list(layout.intervals(lambda info: info.group))) + owned // FILE_PART_ELEMENTS
             total += region_bytes(owned, torch.float32) * (1 + moments) + parts * moments * region_bytes(1, torch.int8)
         if held.weights_on == "file":
@@ -83,30 +85,32 @@ class Offload:
         return total
 
     def moment(self, numel: int) -> FlatArray:
-        """An array of zeros in the file, for optimizer state."""
+        """Allocate an array of zeros in the file, for optimizer state."""
         return self.allocate("file", numel, torch.float32)
 
     def allocate(self, location: Location, numel: int, dtype: torch.dtype) -> FlatArray:
-        """An array of zeros in host memory or in the file.  Raises: StorageError."""
+        """Allocate an array of zeros in host memory or in the file.  Raises: StorageError."""
         if location == "host":
             return in_host_memory(numel, dtype, pin=self._config.pin_memory)
         assert self.store is not None
         return self.store.allocate(numel, dtype)
 
     def close(self) -> None:
-        """Free the file."""
+        """Free the space of the file."""
         if self.store is not None:
             self.store.close()
 
 
 def give_cores(config: OffloadConfig, device: torch.device, local_world_size: int) -> None:
-    """Let the host's optimizer use this rank's cores: a launcher gives a rank on a GPU one thread, or all of the host's."""
+    """Let the optimizer on the host use this rank's cores.  A launcher gives a rank on a GPU either one thread or as
+    many as the host has.
+    """
     if config.optimizer != "none" and device.type == "cuda" and local_world_size > 1:
         torch.set_num_threads(cores_of_rank(local_world_size))
 
 
 def _fields(path: Path) -> dict[str, int]:
-    """The first number of each line, by the line's first word."""
+    """Return the first number of each line, by the line's first word."""
     lines = [line.split() for line in path.read_text().splitlines()]
     return {words[0].rstrip(":"): int(words[1]) for words in lines}
 
@@ -114,7 +118,9 @@ def _fields(path: Path) -> dict[str, int]:
 def free_memory_bytes(
     device: torch.device, meminfo: Path = Path("/proc/meminfo"), cgroup: Path = Path("/sys/fs/cgroup")
 ) -> int:
-    """Free memory of a CUDA device, or of the host within the limit of this container; a node's ranks share the latter."""
+    """Return the free memory of a CUDA device, or of the host within this container's limit.  All ranks of a host share
+    the latter.
+    """
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
     free = _fields(meminfo)["MemAvailable"] * 1024
@@ -128,14 +134,18 @@ def free_memory_bytes(
 def choose_location(
     needed: int, offloadable: int, free_device: int, free_host: int, free_disk: int | None, undecided: int = 0
 ) -> str:
-    """The fastest location that the state fits in: "none", "cpu" or "nvme".
+    """Return the fastest location that the state fits in: "none", "cpu" or "nvme".
 
-    A tenth of device and host memory stays free, for allocators lose some and a full host kills without an error.  The file
-    is preallocated, so the disk may fill up.
+    A tenth of device and host memory stays free: allocators lose some, and a full host kills processes without an
+    error.  The file is preallocated, so the disk may be filled.
 
     Args:
-        needed: bytes on the device with nothing offloaded, the offloadable ones included.
-        undecided: bytes that the next decision may offload, too; it is an error only if both together do not help.
+        needed: bytes on the device if nothing is offloaded, with the offloadable ones.
+        offloadable: bytes that can be offloaded.
+        free_disk: free bytes; None: no disk is configured.
+        undecided: bytes that the next decision may also offload; only if both together do not help is it an error.
+
+    Raises: ValueError, no location has enough space.
     """
     if needed * 10 <= free_device * 9:
         return "none"
@@ -171,11 +181,17 @@ def without_auto(
     local_world_size: int,
     free: Callable[[torch.device], int] = free_memory_bytes,
 ) -> OffloadConfig:
-    """Choose what the configuration leaves to the memory that is free now, on all ranks alike.
+    """Replace "auto" by the choice that fits the memory that is free now, the same on all ranks.
 
-    The rank with the least free memory decides.  `local_world_size`: ranks of this machine, which share memory and disk.
+    The rank with the least free memory decides.
 
-    Raises: ValueError, on every rank, when it fits nowhere on one.
+    Args:
+        elements: elements of all parameters of this rank, before ZeRO shards them.
+        moments: arrays of optimizer state per element.
+        local_world_size: ranks of this host, which share its memory and disk.
+        free: returns the free bytes of a device.
+
+    Raises: ValueError, on every rank, if the state fits nowhere on one of them.
     """
     if "auto" not in (config.optimizer, config.parameters):
         return config
@@ -190,7 +206,7 @@ def without_auto(
     whole_weights = 0 if stage == 3 else elements * policy.dtype.itemsize
     needed = whole_weights + (0 if stage >= 2 else 4 * elements)
     needed += sum(size for key, size in movable.items() if getattr(config, key) in ("none", "auto"))
-    # More than leaves the device: on the host, gradients and, with fp32 weights, masters that are then separate.
+    # The host needs more bytes than the device frees: gradients and, with fp32 weights, masters are then separate arrays.
     more = owned * 4 * (moments + 1) - movable["optimizer"]
     host = free(torch.device("cpu")) // local_world_size
     path = config.nvme_path

@@ -1,32 +1,33 @@
-"""Weights and gradients that travel in blocks of 8 or 4 bits (ZeRO++: Wang et al. 2023, sections 3.1 and 3.3).
+"""Weights and gradients that are sent in blocks of 8 or 4 bits (ZeRO++: Wang et al. 2023, sections 3.1 and 3.3).
 
     numbers   | block of 256           | block of 256           |
     packed    [ scale 0 | scale 1 | 256 integers | 256 integers ]      bytes = numbers * bits / 8 + 4 * blocks
 
     scale = max |x| of the block / (2^(bits - 1) - 1)       in fp32: a loss scale makes gradients large
-    x     = scale * integer, up to scale / 2                rounded to the nearest, as weights are
-                          up to scale, and unbiased         rounded up or down at random, as gradients are
+    x     = scale * integer, +- scale / 2                   weights: rounded to nearest
+                             +- scale, unbiased             gradients: rounded up or down at random
 
-A block that holds an inf or a nan holds nothing finite afterwards: an overflow is seen as ever.
+A block with an inf or a nan contains no finite number afterwards, so overflows are detected as without quantization.
 
-[Note: equal weights]  Every rank computes with the weights that have travelled, also where they are its own; the shard
-itself, from which masters are stepped or which is the master, stays as it is.
+[Note: equal weights]  Every rank computes with the dequantized weights, also for its own shard.  The shard itself, from
+which the master weights are updated or which is the master, keeps its precision.
 
-[Note: blocks]  Blocks begin at multiples of 256 elements of a bucket, and so do shards, what is split over tp and that whose
-gradients are summed over tp afterwards (`bucket`): no block holds parts of two shards, and what all ranks of tp hold has the
-same blocks, integers and gradients on each.
+[Note: blocks]  Blocks begin at multiples of 256 elements of a bucket.  So do shards, parameters that are split over tp,
+and parameters whose gradients are summed over tp afterwards (`bucket`).  So no block spans two shards, and parameters
+that all tp ranks hold have the same blocks, integers and gradients on each of them.
 
-[Note: one sum]  A gradient is sent once, by an all-to-all, and added up in fp32.  Where there are several hosts with several
-ranks, a host's ranks sum theirs first, as they are, so that only one of them sends an element to each other host:
+[Note: one sum]  A gradient is sent once, by an all-to-all, and summed in fp32.  If there are several hosts with several
+ranks each, the ranks of a host first sum their gradients without quantization, so that only one of them sends an
+element to each other host:
 
-    full [hosts, ranks of one, part] --reduce-scatter within the host--> [hosts, part] --all-to-all--> [part]
+    full [hosts, ranks per host, part] --reduce-scatter within the host--> [hosts, part] --all-to-all--> [part]
 
-The second step begins when the next bucket is reduced, while the backward goes on.  The random numbers are a function of
-step, micro-batch, sender, bucket and element: the same run, interrupted or not, has the same bits.
+The second operation starts when the next bucket is reduced, while the backward continues.  The random numbers are a
+function of step, micro-batch, sender, bucket and element, so a resumed run gives the same bits as an uninterrupted one.
 
-[Note: passes over memory]  In torch's operations a number is read and written some twenty times, piece by piece so that the
-caches of a CPU hold it.  A run that compiles its blocks compiles these functions too: one kernel reads numbers and writes
-integers, one kernel reads them back, whatever the size.
+[Note: passes over memory]  torch's operations read and write a number about twenty times, in pieces that fit a CPU's
+caches.  A run that compiles its blocks also compiles these functions: one kernel reads numbers and writes integers, one
+kernel reads them back, in a single piece of any size.
 """
 
 from __future__ import annotations
@@ -48,25 +49,27 @@ from megazero.zero.buffer_pool import BufferPool
 
 WEIGHT_BITS = 8
 _SCALE_BYTES = 4
-_DRAWS = 4  # numbers of 16 bits in a random word
+_DRAWS = 4  # 16-bit numbers in a random word
 
 
 @dataclass(frozen=True)
 class Noise:
-    """Random numbers for rounding rows of a bucket: element i of row r draws number `first` + r `stride` + i under `key`."""
+    """Random numbers for rounding rows of a bucket.  Element i of row r uses number `first` + r `stride` + i of `key`."""
 
     key: int
     first: int
     stride: int
 
     def words(self, rows: int, start: int, device: torch.device) -> tuple[Tensor, Tensor]:
-        """The key, and [rows, 1]: the random word of each row's element `start`; all are multiples of a block."""
+        """Return the key and the random word of each row's element `start`, [rows, 1].  All numbers must be multiples
+        of a block.
+        """
         first = torch.arange(rows, device=device).mul_(self.stride // _DRAWS).add_((self.first + start) // _DRAWS)
         return torch.full((), self.key, device=device), first.unsqueeze(1)
 
 
 def noise_of(step: int, round_: int, sender: int, bucket: str, first: int, stride: int) -> Noise:
-    """Of what a rank, number `sender` of its axis, sends of a bucket in a micro-batch of a step."""
+    """Return the noise for a bucket that rank number `sender` of an axis sends in micro-batch `round_` of a step."""
     return Noise(derive_key(step, f"rounding of {bucket} in {round_} by {sender}"), first, stride)
 
 
@@ -75,20 +78,25 @@ def _most(bits: int) -> int:
 
 
 def rounded(blocks: Tensor, words: tuple[Tensor, Tensor] | None, integers: Tensor, bits: int) -> Tensor:
-    """Round to `integers`; the scales.  [rows, blocks, 256], [rows, blocks, bytes] -> fp32 [rows, blocks, 1].
+    """Write rounded numbers to `integers` and return the scales.
 
-    `words`: see `Noise`; None rounds to the nearest.
+    Args:
+        blocks: [rows, blocks, 256].
+        words: see `Noise`; None: round to nearest.
+        integers: [rows, blocks, bytes].
+
+    Returns: fp32 [rows, blocks, 1].
     """
     most, blocks = _most(bits), blocks.float()
     largest = blocks.abs().amax(dim=2, keepdim=True)
-    scale = (largest / most).clamp_(min=torch.finfo(torch.float32).tiny)  # a nan stays one
+    scale = (largest / most).clamp_(min=torch.finfo(torch.float32).tiny)  # a nan stays a nan
     ratio = blocks / scale
     if words is None:
         ratio.round_()
     else:
         key, first = words
         drawn = random_bits(key, first + torch.arange(ratio[0].numel() // _DRAWS, device=ratio.device))
-        # above 0 and below 1
+        # the random numbers are above 0 and below 1
         ratio.add_(drawn.view(torch.int16).float().add_(2**15 + 0.5).mul_(2.0**-16).view_as(ratio)).floor_()
     ratio.clamp_(-most, most)
     if bits == 8:
@@ -100,18 +108,18 @@ def rounded(blocks: Tensor, words: tuple[Tensor, Tensor] | None, integers: Tenso
 
 
 def restored(integers: Tensor, scale: Tensor, bits: int) -> Tensor:
-    """The numbers, fp32 [rows, blocks, 256]."""
-    # of int8: the sign comes along
+    """Return the dequantized numbers, fp32 [rows, blocks, 256]."""
+    # shifts of int8 extend the sign
     return (integers if bits == 8 else torch.cat([integers << 4 >> 4, integers >> 4], dim=2)) * scale
 
 
 def restored_to(out: Tensor, integers: Tensor, scale: Tensor, bits: int) -> None:
-    """Fill `out`, [rows, blocks, 256]."""
+    """Write the dequantized numbers to `out`, [rows, blocks, 256]."""
     out.copy_(restored(integers, scale, bits))
 
 
 def summed_to(out: Tensor, integers: Tensor, scale: Tensor, bits: int) -> None:
-    """Fill `out`, fp32 [blocks, 256], with the sum of the rows."""
+    """Write the sum of the dequantized rows to `out`, fp32 [blocks, 256]."""
     torch.sum(restored(integers, scale, bits), dim=0, out=out)
 
 
@@ -121,17 +129,19 @@ def _as_it_is(function: Callable[..., Any]) -> Callable[..., Any]:
 
 @cache
 def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    """One code for all sizes: the buckets of a model have many."""
+    """Compile once for all sizes, since buckets have many."""
     return torch.compile(function, dynamic=True)
 
 
 @dataclass(frozen=True)
 class BlockFormat:
-    """Blocks of numbers of 4 or 8 `bits`; about `at_once` numbers are computed with at a time, to need little memory.
+    """Packs and unpacks rows of numbers, [rows, numel], one row for each rank.  They may have any floating-point type;
+    numel is a multiple of a block.
 
-    `compiled` gives what runs in place of a function; see [Note: passes over memory].
-
-    Numbers come in rows [rows, numel], one for each rank, of any floating-point type; numel is a multiple of a block.
+    Args:
+        bits: 4 or 8, of each packed number.
+        at_once: process about this many numbers at a time, which bounds temporary memory.
+        compiled: returns the function to call instead of a given one; see [Note: passes over memory].
     """
 
     bits: int
@@ -140,36 +150,40 @@ class BlockFormat:
 
     @classmethod
     def on(cls, policy: ShardingPolicy, bits: int) -> BlockFormat:
-        """As the device of a policy is used best: a GPU's kernels take microseconds to start."""
+        """Return the format for the device of a policy.  A GPU gets larger pieces, since each kernel takes microseconds
+        to start.
+        """
         if policy.compiles:
             return cls(bits, sys.maxsize, _compiled)
         return cls(bits, 2**18 if policy.on_cpu else 2**22)
 
     def nbytes(self, numel: int) -> int:
-        """Bytes of so many numbers."""
+        """Return the bytes of `numel` packed numbers."""
         return numel * self.bits // 8 + numel // BLOCK * _SCALE_BYTES
 
     def quantize(self, x: Tensor, packed: Tensor, noise: Noise | None = None) -> None:
-        """Pack x into `packed`, uint8 [rows, nbytes].  Without `noise` to the nearest."""
+        """Pack x into `packed`, uint8 [rows, nbytes].  Without `noise`, round to nearest."""
         function = self.compiled(rounded)
         for at, scale, integers in self._pieces(packed):
             words = None if noise is None else noise.words(x.shape[0], at.start * BLOCK, x.device)
             scale.copy_(function(x.unflatten(1, (-1, BLOCK))[:, at], words, integers, self.bits))
 
     def dequantize(self, packed: Tensor, out: Tensor) -> None:
-        """Fill `out` from `packed`."""
+        """Unpack `packed` into `out`."""
         function = self.compiled(restored_to)
         for at, scale, integers in self._pieces(packed):
             function(out.unflatten(1, (-1, BLOCK))[:, at], integers, scale, self.bits)
 
     def sum(self, packed: Tensor, out: Tensor) -> None:
-        """Fill `out`, fp32 [numel], with the sum of the rows that are in `packed`."""
+        """Write the sum of the rows of `packed` to `out`, fp32 [numel]."""
         function = self.compiled(summed_to)
         for at, scale, integers in self._pieces(packed):
             function(out.view(-1, BLOCK)[at], integers, scale, self.bits)
 
     def _pieces(self, packed: Tensor) -> Iterator[tuple[slice, Tensor, Tensor]]:
-        """Piece by piece: which blocks, their scales fp32 [rows, blocks, 1], their integers int8 [rows, blocks, bytes]."""
+        """Yield pieces of the blocks: their slice, scales fp32 [rows, blocks, 1] and integers int8 [rows, blocks,
+        bytes].
+        """
         rows, count = packed.shape[0], packed.shape[1] // self.nbytes(BLOCK)
         scales = packed[:, : count * _SCALE_BYTES].view(torch.float32).unsqueeze(2)
         integers = packed[:, count * _SCALE_BYTES :].view(torch.int8).unflatten(1, (count, -1))
@@ -180,31 +194,36 @@ class BlockFormat:
 
 
 class InTwo:
-    """An operation that another follows, which `advance` starts when the first has ended; waited for as a `Pending`."""
+    """Two operations of which the second starts after the first, in `advance` or `wait`.  Used like a `Pending`."""
 
     def __init__(self, first: Pending, then: Callable[[], Pending]) -> None:
         self._pending, self._then = first, [then]
 
     def advance(self) -> None:
-        """Wait for the first operation and start the second, once."""
+        """Wait for the first operation and start the second.  Further calls do nothing."""
         if self._then:
             self._pending.wait()
             self._pending = self._then.pop()()
 
     def wait(self) -> None:
-        """Wait for both."""
+        """Wait for both operations."""
         self.advance()
         self._pending.wait()
 
 
 class QuantizedGather:
-    """All-gathers of weights of 8 bits, through buffers of one size from `pool`.  `largest`: numbers gathered at once."""
+    """All-gathers of weights in 8 bits.
+
+    Args:
+        pool: provides the buffers, all of one size.
+        largest: most numbers that are gathered at once.
+    """
 
     def __init__(self, blocks: BlockFormat, pool: BufferPool, largest: int) -> None:
         self._blocks, self._pool, self._numel = blocks, pool, blocks.nbytes(largest) // _SCALE_BYTES
 
     def start(self, out: Tensor, shard: Tensor, axis: Axis, label: str) -> Pending:
-        """As `all_gather`; see [Note: equal weights]."""
+        """Start a gather like `all_gather`; see [Note: equal weights]."""
         buffer, ranks, at = self._pool.acquire(self._numel, torch.float32), axis.size, axis.index
         packed = buffer.view(torch.uint8)[: ranks * self._blocks.nbytes(shard.numel())].view(ranks, -1)
         mine = packed[at : at + 1]
