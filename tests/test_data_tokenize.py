@@ -464,7 +464,7 @@ def _die(item: int) -> None:
 
 
 def test_a_worker_that_dies_is_an_error_and_no_hang():
-    with pytest.raises(RuntimeError, match="one of 2 tokenizing processes died"):
+    with pytest.raises(RuntimeError, match="one of 2 processes died"):
         list(_over_processes(_die, range(20), workers=2))
 
 

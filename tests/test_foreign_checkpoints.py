@@ -543,7 +543,7 @@ def test_what_megatron_computes_otherwise_and_keeps_in_no_tensor_is_refused(key:
     windowed = model.model_copy(update={"family": "mistral", "sliding_window": 5})
     assert not list(differences({"window_size": (4, 0)}, windowed))
     assert list(differences({"num_layers": 2}, windowed)) == [
-        "window_size=None, as model.sliding_window None, which is 5"
+        "window_size=None, model.sliding_window is 5"
     ]
 
 

@@ -84,8 +84,7 @@ class KeyCheck:
                     self.idle.append(key)
             elif key in REFUSED:
                 if not _asks_for_nothing(value, REFUSED[key]):
-                    rule = "is not supported, as docs/deepspeed_config.md explains"
-                    self.problems.append(Problem(key, value, rule, "leave it out"))
+                    self.problems.append(Problem(key, value, "is not supported (deepspeed_config.md)", "leave it out"))
             elif names := self._names(key):
                 if isinstance(value, Mapping):
                     inner = self.read_table(value, key)

@@ -200,8 +200,7 @@ def relations(config: DeepSpeedJson, dp: int) -> Iterator[Problem]:
     }
     for key, value in formats.items():
         if value not in (None, "fp32") and not has_half_weights:
-            rule = "must be fp32 where neither fp16 nor bf16 is enabled: gradients of fp32 weights stay in fp32"
-            yield Problem(key, value, rule, "leave it out")
+            yield Problem(key, value, "must be fp32: gradients of fp32 weights stay in fp32", "leave it out")
     for name, named in (("optimizer", config.optimizer), ("scheduler", config.scheduler)):
         if named.params is not None and not named.type:
             yield Problem(f"{name}.type", None, "must be given, since parameters are", "name it")

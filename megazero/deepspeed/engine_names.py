@@ -49,5 +49,4 @@ def answer(engine: TrainingEngine, name: str) -> Any:
     try:
         return getattr(engine.module, name)
     except AttributeError as error:
-        owners = f"neither megazero's engine nor its {type(engine.module).__name__}"
-        raise AttributeError(f"{owners} has {name!r}; docs/deepspeed.md says what to do instead") from error
+        raise AttributeError(f"neither the engine nor its module has {name!r}: see docs/deepspeed.md") from error

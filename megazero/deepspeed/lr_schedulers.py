@@ -128,8 +128,7 @@ class _WarmupSchedule(LRSchedule):
     def __post_init__(self) -> None:
         total = getattr(self, "total_num_steps", self.warmup_num_steps)
         if total < self.warmup_num_steps:
-            lengths = f"total_num_steps={total} is less than warmup_num_steps={self.warmup_num_steps}"
-            warnings.warn(f"{lengths}: the rate ends before its peak", stacklevel=4)
+            warnings.warn(f"total_num_steps={total} ends the rate before its peak", stacklevel=4)
         self.warmup_num_steps = max(2, self.warmup_num_steps)
         super().__post_init__()
 

@@ -143,8 +143,7 @@ class ModuleEngine(TrainingEngine):
             if self.sharded_model.scaler is not None and not self._is_scaled:
                 raise RuntimeError("under fp16 call engine.backward(loss), or engine.scale(loss).backward()")
             if self.config.accumulation > 1 and self.sharded_model.policy.zero_stage < 2 and _is_within_backward():
-                how = "call engine.backward(loss), or use megazero.checkpoint"
-                raise RuntimeError(f"stages 0 and 1 cannot count a backward within loss.backward(): {how}")
+                raise RuntimeError("a backward within one: call engine.backward(loss), or use megazero.checkpoint")
             if not self._is_scaled:
                 self._loss_sum += torch.nan  # the engine has not seen the loss
             self._graph_task, self._is_scaled = task, False

@@ -108,8 +108,7 @@ class PipelineEngine(TrainingEngine):
             expected = self._inputs[trains][0] if trains in self._inputs else _shapes_of(batches[0][0])
             for inputs, _ in batches:
                 if _shapes_of(inputs) != expected:
-                    found = f"{_shapes_of(inputs)}, not {expected} as before"
-                    raise ValueError(f"a micro-batch has inputs {found}; call engine.reset_activation_shape()")
+                    raise ValueError(f"a micro-batch has inputs {_shapes_of(inputs)}: call reset_activation_shape()")
         return batches
 
     def _split(self, batch: Any) -> tuple[Message, Any]:

@@ -224,8 +224,7 @@ class PipelineModule(nn.Module):
             shared[spec.key] = [_parameter_at(source, attribute, first) for attribute in first_spec.tied_weight_attr]
         for attribute, mine, theirs in zip(spec.tied_weight_attr, own, shared[spec.key], strict=True):
             if mine.shape != theirs.shape:
-                shapes = f"{list(theirs.shape)} and {list(mine.shape)}"
-                raise ValueError(f"layers {first} and {index} of key {spec.key!r} tie {attribute!r} of shapes {shapes}")
+                raise ValueError(f"layers {first} and {index} of key {spec.key!r} tie {attribute!r} of other shapes")
             for part in module.modules():
                 for name, parameter in part._parameters.items():
                     if parameter is mine:

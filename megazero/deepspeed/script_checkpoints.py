@@ -271,8 +271,7 @@ class CheckpointedEngine(nn.Module):
             raise CheckpointError(f"{begun}, whose gradients a checkpoint does not hold; save after the step has ended")
         for path, part in self.module.named_modules():
             if type(part).get_extra_state is not nn.Module.get_extra_state:
-                rule = "has a get_extra_state(), which a checkpoint does not hold: keep the state in a buffer"
-                raise CheckpointError(f"module {path or type(part).__name__} {rule}")
+                raise CheckpointError(f"module {path} has a get_extra_state(), which no checkpoint holds: use a buffer")
         self.bound.check()
         if tag in ("", ".", "..", LATEST) or Path(tag).name != tag:
             raise CheckpointError(f"tag={tag!r} must be the name of one directory, not a path; it is made in save_dir")
@@ -386,6 +385,5 @@ def _to_bytes(values: dict[str, Any], what: str) -> bytes:
         torch.save(values, file)
         _from_bytes(file.getvalue())
     except Exception as error:
-        why = f"({str(error).splitlines()[0]}); give numbers, strings, tensors, and lists and dicts of them"
-        raise CheckpointError(f"{what} holds something that cannot be read back safely {why}") from error
+        raise CheckpointError(f"{what} must hold numbers, strings, tensors, lists and dicts: {error}") from error
     return file.getvalue()

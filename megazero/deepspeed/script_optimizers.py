@@ -106,8 +106,7 @@ def check_elementwise(optimizer: torch.optim.Optimizer, allow_untested: bool) ->
         raise ValueError(f"{cls.__name__} {_WHY}, at stage 0, too; use AdamW or Lion")
     known = {*(getattr(torch.optim, name) for name in _ELEMENTWISE), *(OPTIMIZERS[name].cls for name in OPTIMIZERS)}
     if cls not in known and not allow_untested:
-        hint = "if it acts element by element, set zero_allow_untested_optimizer"
-        raise ValueError(f"{cls.__module__}.{cls.__name__} is not known to be an optimizer for shards; {hint}")
+        raise ValueError(f"{cls.__name__} is unknown; if it acts element by element, set zero_allow_untested_optimizer")
 
 
 def _class_of(name: str) -> tuple[type[torch.optim.Optimizer], dict[str, Any]]:

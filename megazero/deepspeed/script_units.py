@@ -202,8 +202,7 @@ class _ScriptForward(SavingForward):
         weight = super().pack_weight(tensor)
         place = self.unit.gatherer.places.get(id(tensor if tensor._base is None else tensor._base))
         if weight is not None and place is not None and place[0] is not weight.bucket:
-            places = f"weights in {place[0].layout.name} is used where their memory holds {weight.bucket.layout.name}"
-            raise RuntimeError(f"a view of {places}: {_ONLY_WITHIN}")
+            raise RuntimeError(f"a view of weights in {place[0].layout.name} outlives their forward: {_ONLY_WITHIN}")
         return weight
 
 
@@ -237,8 +236,7 @@ class ScriptUnit(Unit):
         if not isinstance(result, Tensor):
             held = [value for value in getattr(result, "__dict__", {}).values() if isinstance(value, Tensor)]
             if any(self.buffers.bucket_at(value) is not None for value in held):
-                within = f"{type(self.module).__name__} returned its weights within a {type(result).__name__}"
-                raise TypeError(f"{within}: {_ONLY_WITHIN}")
+                raise TypeError(f"{type(self.module).__name__} returns weights in an object: {_ONLY_WITHIN}")
             return result
         if self.buffers.bucket_at(result) is not None:
             result = result.clone()  # the next unit will use the buffer
@@ -255,8 +253,7 @@ class ScriptUnit(Unit):
             if attribute.parameter._version != version:
                 self.gatherer.forget()  # what the buffers hold
                 name = self.gatherer.name_of(attribute.parameter)
-                hint = "change a copy, or between steps the parameter within GatheredParameters"
-                raise RuntimeError(f"{name} was changed in place within a forward, which stage 3 would lose; {hint}")
+                raise RuntimeError(f"{name} was changed in place within a forward: use GatheredParameters")
 
 
 class ScriptGatherer(UnitGatherer):
@@ -388,8 +385,7 @@ class BoundParameters:
                 if not is_here or parameter.requires_grad != slot.info.trains:
                     changed.append(slot.info.name)
         if changed:
-            how = "was frozen, unfrozen, tied, added, replaced or given other data since initialize: do it before"
-            raise RuntimeError(f"parameter {changed[0]} {how}, or change values within zero.GatheredParameters")
+            raise RuntimeError(f"parameter {changed[0]} was frozen, unfrozen, tied, added, replaced: initialize anew")
 
 
 def _held_in(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:

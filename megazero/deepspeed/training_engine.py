@@ -173,8 +173,7 @@ class TrainingEngine(CheckpointedEngine):
         self.global_samples += self.config.train_batch_size
         if not self._step_applied:
             self.skipped_steps += 1
-            scales = f"at loss scale {measured.loss_scale:g}; the next has {self.loss_scale:g}"
-            self._show(f"step {self.global_steps}: skipped, gradients overflow {scales}")
+            self._show(f"step {self.global_steps}: skipped, gradients overflow at loss scale {measured.loss_scale:g}")
         else:
             self.optimizer.count_step()
             if isinstance(self.lr_scheduler, ReduceLROnPlateau):

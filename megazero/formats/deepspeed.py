@@ -100,12 +100,10 @@ class _Reader:
             for pattern, files in ((_MODEL_FILE, self.models), (_OPTIMIZER_FILE, self.optimizers)):
                 if match := pattern.fullmatch(name):
                     if int(match["mp"]):
-                        hint = "import a universal checkpoint of it (deepspeed.checkpoint.ds_to_universal)"
-                        raise CheckpointError(f"{folder} was written with tensor parallelism, see {name}: {hint}")
+                        raise CheckpointError(f"{name} is of tensor parallelism: import what ds_to_universal makes")
                     rank = int(match["rank"] or 0)
                     if rank in files:
-                        hint = "of two saves under one tag; move the files of the older one away"
-                        raise CheckpointError(f"{folder} holds {files[rank]} and {name} of one rank, {hint}")
+                        raise CheckpointError(f"{folder} holds {files[rank]} and {name}: move the older save away")
                     files[rank] = name
             if name.endswith(".pt") and name not in (*self.models.values(), *self.optimizers.values()):
                 self.found.unknown.append(f"file {name}")
@@ -136,8 +134,7 @@ class _Reader:
             loaded, classes = load_tensors(self.folder.path / name)
         for known in classes:
             if not (known.startswith("deepspeed.") and known.rpartition(".")[2] in _KNOWN["classes"].split()):
-                note = f"{name} names {known}, which is neither a tensor nor a plain value and was not run"
-                self.found.notes[note] = None
+                self.found.notes[f"{name} names {known}, which was not run"] = None
         return loaded
 
     def _file(self, files: Mapping[int, str], rank: int) -> str:
@@ -180,8 +177,7 @@ class _Reader:
                 groups = [of_rank[kind] for of_rank in flat]
                 elements = sum(min(span.numel, groups[span.rank][span.group].numel() - span.start) for span in held)
                 if elements != prod(shape):
-                    few = f"{elements} elements of {kind} of {name}, of shape {list(shape)}"
-                    raise CheckpointError(f"{self.folder} is damaged, or of several saves: its ranks hold {few}")
+                    raise CheckpointError(f"{self.folder}: ranks hold {elements} elements of {kind} of {name}, {shape}")
                 tensor = LazyTensor(shape, groups[0][0].dtype, partial(_joined, groups, held, shape))
                 self.found.tensors.setdefault(kind, {})[name] = tensor
 
@@ -214,8 +210,7 @@ class _Reader:
             if updates == expected + 1:  # some of its optimizers take a step, on gradients of zero, when they are made
                 self.found.notes[f"AdamW has counted {updates} updates, one more than the run"] = None
             elif updates != expected:
-                said = f"by global_steps and skipped_steps it is {expected}: are the files of two saves?"
-                self.found.unknown.append(f"AdamW's count of {updates} updates ({said})")
+                self.found.unknown.append(f"AdamW's count of {updates} updates (the run counts {expected})")
 
     def _add_groups(self, groups: Iterable[Mapping[str, Any]], state: Mapping[str, Any]) -> None:
         """Settings of the optimizer's groups; `state` is that of the ZeRO optimizer around it."""
@@ -280,8 +275,7 @@ class _Reader:
                     self.found.tensors.setdefault(kind, {})[name] = _whole(own[kind])
                 if fp32:
                     self.found.tensors.setdefault(MASTER, {})[name] = _whole(fp32[number])
-        note = "at stage 0 moments have numbers: they were named in the order of the module's parameters"
-        self.found.notes[note] = None
+        self.found.notes["moments of stage 0 were named in the order of the module's parameters"] = None
 
     # -- the weights
 

@@ -314,8 +314,7 @@ def _text_of_line(content: bytes, key: str) -> str:
     except ValueError as error:  # also covers bytes that are no UTF-8
         raise ValueError(f"not a line of JSON: {error}") from None
     if not isinstance(record, dict) or key not in record:
-        found = f"the keys {sorted(record)}" if isinstance(record, dict) else f"a {type(record).__name__}"
-        raise ValueError(f"no {key!r} in it, found {found}; name the field with --jsonl-key")
+        raise ValueError(f"no {key!r} in it; name the field with --jsonl-key")
     text = record[key]
     if not isinstance(text, str):
         raise ValueError(_no_string(key, text))

@@ -193,8 +193,7 @@ def _not_shown(table: NameTable, rotations: LazyTensor | None, model: ModelConfi
     Yields (name, line): `name` is what `--ignore` must list, or "" where the line is only a note.
     """
     if rotations is not None and not _rotates_as(rotations.read(), model):
-        why = "is of another model.rope_theta or model.rope_scaling: write those of that run"
-        yield table.rotations, f"{table.rotations} {why}"
+        yield table.rotations, f"{table.rotations} is of another model.rope_theta or model.rope_scaling"
     for key, own in table.own.items():
         if (ours := getattr(model, key)) == own or (rotations is not None and key.startswith("rope_")):
             continue

@@ -49,8 +49,7 @@ def foreign_errors(path: str) -> Iterator[None]:
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{path} cannot be read: {error}") from error
     except Exception as error:
-        said = f"{type(error).__name__}: {(str(error) or 'nothing').splitlines()[0][:200]}"
-        raise CheckpointError(f"{path} is damaged, or laid out in a way that is not understood ({said})") from error
+        raise CheckpointError(f"{path} is damaged, or laid out in another way ({error!r:.200})") from error
 
 
 def wanted(tensors: Mapping[str, LazyTensor], ignore: Iterable[str], label: str = "") -> Mapping[str, LazyTensor]:

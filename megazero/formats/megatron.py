@@ -89,8 +89,7 @@ def read_megatron(folder: LocalFolder, model: ModelConfig, args: Mapping[str, An
     by_nemo = next((said[_NEMO_SAMPLES] for said in loaded if _NEMO_SAMPLES in said), None)
     samples = args.get("consumed_train_samples", by_nemo)
     if any(not isinstance(count, int) or count < 0 for count in (step, samples or 0)):
-        counts = f"iteration {step!r} and consumed_train_samples {samples!r}"
-        raise CheckpointError(f"{folder}/{COMMON}: {counts} must be numbers from 0")
+        raise CheckpointError(f"{folder}/{COMMON}: iteration and consumed_train_samples must be numbers from 0")
     if differ := list(differences(args, model)):
         raise CheckpointError(f"{folder}/{COMMON} is of another model than the run file: {'; '.join(differ)}")
     source, found = DcpFolder(folder), ForeignCheckpoint(str(folder), step=step, samples=samples)
@@ -118,8 +117,7 @@ def _add_updates(found: ForeignCheckpoint, states: list[Any], args: Mapping[str,
     found.updates = {int(value) for key, value in leaves if key in ("step", "common_step") and value is not None}
     if not found.updates:
         found.updates = {found.step or 0}
-        note = f"{COMMON} does not say how many updates AdamW has done: taken as its {found.step} steps"
-        found.notes[note] = None
+        found.notes[f"AdamW's updates are taken as the {found.step} steps, since {COMMON} does not say"] = None
 
 
 def differences(args: Mapping[str, Any], model: ModelConfig) -> Iterator[str]:
@@ -135,9 +133,8 @@ def differences(args: Mapping[str, Any], model: ModelConfig) -> Iterator[str]:
     for key, value in (_CONSTANT | _ARGS["constant"]["llama" if _turns(model) else "gpt2"]).items():
         if key in said and not _is(said[key], value):
             yield f"{key}={said[key]!r}, supported is {value!r}"
-    if said and (window := _window(said.get("window_size"))) != model.sliding_window:
-        theirs = f"window_size={said.get('window_size')!r}, as model.sliding_window {window!r}"
-        yield f"{theirs}, which is {model.sliding_window!r}"
+    if said and _window(said.get("window_size")) != model.sliding_window:
+        yield f"window_size={said.get('window_size')!r}, model.sliding_window is {model.sliding_window!r}"
     if said and _scaling(said) != model.rope_scaling:
         scales = [f"{key}={said[key]!r}" for key in said if "rope_scaling" in key or "interpolation" in key]
         yield f"{', '.join(scales) or 'no scaling of rotary positions'}, model.rope_scaling is {model.rope_scaling!r}"

@@ -270,8 +270,7 @@ def _over_processes(work: Callable[[T], R], items: Sequence[T], workers: int) ->
             for future in as_completed([pool.submit(work, item) for item in items]):
                 yield future.result()
         except BrokenProcessPool as error:
-            hint = "perhaps for lack of memory; what is done is kept: try again with fewer workers"
-            raise RuntimeError(f"one of {workers} tokenizing processes died, {hint}") from error
+            raise RuntimeError(f"one of {workers} processes died: try fewer; what is done is kept") from error
         finally:
             pool.shutdown(cancel_futures=True)
 
