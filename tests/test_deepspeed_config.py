@@ -15,8 +15,7 @@ from hypothesis import strategies as st
 
 from megazero.config import ConfigError, RunConfig
 from megazero.config.document import type_text
-from megazero.deepspeed.config import load_deepspeed_config
-from megazero.deepspeed.config_check import NO_EFFECT, REFUSED, UNCHECKED
+from megazero.deepspeed.config import NO_EFFECT, REFUSED, UNCHECKED, load_deepspeed_config
 from megazero.deepspeed.config_schema import NamedBlock, honoured_keys
 
 PAGE = Path(__file__).parent.parent / "docs" / "deepspeed_config.md"

@@ -21,10 +21,10 @@ from harness import run_world
 from torch import Tensor, nn
 
 import megazero.deepspeed
-from megazero.deepspeed.engine_names import NEVER, SETTINGS
 from megazero.deepspeed.full_params import gathered_parameters
 from megazero.deepspeed.module_engine import ModuleEngine
 from megazero.deepspeed.pipeline_engine import PipelineEngine
+from megazero.deepspeed.training_engine import NEVER, SETTINGS
 from megazero.zero import GatheredParameters, Init
 
 pytestmark = pytest.mark.slow  # starts whole runs

@@ -542,9 +542,7 @@ def test_what_megatron_computes_otherwise_and_keeps_in_no_tensor_is_refused(key:
     assert list(differences({"bias_gelu_fusion": False}, megatron_run("gpt2").config.model))  # then it is that of erf
     windowed = model.model_copy(update={"family": "mistral", "sliding_window": 5})
     assert not list(differences({"window_size": (4, 0)}, windowed))
-    assert list(differences({"num_layers": 2}, windowed)) == [
-        "window_size=None, model.sliding_window is 5"
-    ]
+    assert list(differences({"num_layers": 2}, windowed)) == ["window_size=None, model.sliding_window is 5"]
 
 
 # ---------------------------------------------------------------------------------------------------------------------

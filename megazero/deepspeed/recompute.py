@@ -21,8 +21,7 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from megazero.comm.memory import Arena
-from megazero.deepspeed.config import read_json
-from megazero.deepspeed.config_check import check_keys, note_on
+from megazero.deepspeed.config import check_keys, note_on, read_json
 from megazero.deepspeed.config_schema import CheckpointingBlock
 from megazero.deepspeed.script_utils import log_dist
 from megazero.layers.activation_offload import ActivationStore

@@ -17,6 +17,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from math import isfinite
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, TypeVar
 from weakref import WeakValueDictionary
@@ -29,13 +30,37 @@ from torch.utils.data import DistributedSampler
 
 from megazero.comm.collectives import all_reduce, gather_objects
 from megazero.deepspeed.config import DeepSpeedConfig
-from megazero.deepspeed.engine_names import answer
+from megazero.deepspeed.names import NAMES
 from megazero.deepspeed.script_checkpoints import CheckpointedEngine, refuses
 from megazero.deepspeed.script_units import ScriptModel
 from megazero.deepspeed.ungathered_parameter import real
 from megazero.engine.step import StepStatistics, check_finite, sum_over_ranks
+from megazero.zero.bucket import DTYPES
 
 T = TypeVar("T")
+
+_TABLE = NAMES["engine"]
+SETTINGS: dict[str, Callable[[Any], Any]] = {
+    **{name: attrgetter(path) for name, path in _TABLE["settings"].items()},
+    "bfloat16_enabled": lambda engine: engine.config.precision.dtype == "bf16",
+    "dynamic_loss_scale": lambda engine: bool(engine.sharded_model.scaler) and not engine.config.json.fp16.loss_scale,
+    "fp16_enabled": lambda engine: engine.config.precision.dtype == "fp16",
+    "get_batch_info": attrgetter("config.train_batch_size", "config.micro_batch_size", "config.accumulation"),
+    "get_data_types": lambda engine: (
+        DTYPES[engine.config.precision.dtype],
+        DTYPES[engine.config.precision.accumulate_dtype],
+    ),
+    "optimizer_name": lambda engine: engine.config.json.optimizer.type or type(engine.optimizer.inner).__name__,
+    "zero_cpu_offload": lambda engine: engine.config.zero.offload.optimizer == "cpu",
+    "zero_gather_16bit_weights_on_model_save": lambda _: True,
+    "zero_optimization": lambda engine: engine.config.zero.stage > 0,
+    "zero_optimization_partition_gradients": lambda engine: engine.config.zero.stage >= 2,
+    "zero_optimization_partition_weights": lambda engine: engine.config.zero.stage >= 3,
+}
+"""Methods without arguments that return what the configuration says, or where this rank is."""
+
+NEVER = frozenset(_TABLE["never"].split())
+"""Methods that ask whether something is on that does not exist here: False."""
 
 ENGINES: WeakValueDictionary[int, TrainingEngine] = WeakValueDictionary()
 """The engines of this process, in the order they were made: a parameter finds its own, a backward knows of another's."""
@@ -311,7 +336,14 @@ class TrainingEngine(CheckpointedEngine):
         except AttributeError:
             if name.startswith("_") or "module" not in self._modules or "config" not in self.__dict__:
                 raise
-            return answer(self, name)
+        if name in SETTINGS:
+            return partial(SETTINGS[name], self)
+        if name in NEVER:
+            return bool
+        try:
+            return getattr(self.module, name)
+        except AttributeError as error:
+            raise AttributeError(f"neither the engine nor its module has {name!r}: see docs/deepspeed.md") from error
 
     @property
     def data_parallel_group(self) -> Any:
