@@ -1,19 +1,21 @@
-"""What the forward keeps waits for the backward in an arena: in the memory of the host, or on the device in one piece.
+"""Store what the forward saves in an arena until the backward: in host memory, or on the device in one contiguous
+block.
 
-    forward     layer i saves     its copies to the host start                 layer i - 2 leaves the device
-    backward    layer i begins    the copies of layer i - 1 back to it start   layer i + 1 leaves the device
+    forward     layer i saves     copies of its tensors to the host start      layer i - 2 leaves the device
+    backward    layer i begins    copies of layer i - 1 to the device start    layer i + 1 leaves the device
 
-The layer that is worked on and one neighbour are on the device, in both directions: two layers' worth.  "Leaves" means
-that the computation waits for the copies of that layer, long started, before its memory is given back: see `comm/memory.py`.
+Two layers are on the device in both directions: the current one and a neighbour.  "Leaves" means that the compute
+stream waits for that layer's copies, which started long before, and then its memory is freed: see `comm/memory.py`.
 
-With an arena on the device a saved tensor is copied there at once, and its own memory is free.  The backward of a layer
-copies it out again.  Nothing is prefetched: each copy runs on the compute stream when its tensor is asked for.
+With an arena on the device, a saved tensor is copied into it at once and its own memory is freed.  The backward of a
+layer copies it out again.  Nothing is prefetched: each copy runs on the compute stream when its tensor is needed.
 
-[Note: once]  A storage is kept once, whatever views of it are saved and by whatever layers of a pass.  It is known by the
-address of torch's object for it, of which a weak reference is held: no other storage gets that address meanwhile.
+[Note: once]  A storage is stored once, however many views of it are saved, by whichever layers of a pass.  It is
+identified by the address of torch's storage object; a weak reference to that object keeps the address from being
+reused.
 
-[Note: the first step]  What does not fit into the arena of the steps before gets memory that is not page-locked, and
-copies to it block the host.  Before the next step begins the arena becomes one buffer of that size, and is locked: see
+[Note: the first step]  What does not fit into the previous steps' arena gets memory that is not page-locked, and copies
+to it block the host.  Before the next step the arena is reallocated as one page-locked buffer of the new size: see
 `comm/memory.py`.
 """
 
@@ -32,21 +34,21 @@ from megazero.comm.memory import Arena, Copier, copier_on
 from megazero.layers.saved_tensors import SavedTensorHooks, keep, kept_tensor
 
 PLAIN_TENSORS = (Tensor, FakeTensor)
-NEAR = 2  # layers on the device, beside an arena on the host
+NEAR = 2  # layers on the device if the arena is on the host
 _REMEDY = "offload fewer layers (activations.offload_layers), or recompute more of them"
 
 
 class ArenaStorage:
-    """One storage in an arena, mostly on the host, until no saved tensor refers to it."""
+    """One storage in an arena, usually on the host, until no saved tensor refers to it."""
 
     def __init__(self, tensor: Tensor, pool: Arena, copier: Copier) -> None:
         self._device, self._pool, self._copier = tensor.device, pool, copier
         whole = (tensor.untyped_storage().nbytes() // tensor.itemsize,)
         memory = tensor.data.as_strided(whole, (1,), 0).view(torch.uint8)
-        self._memory: Tensor | None = memory  # on the device, all bytes
-        self._original: tuple[Tensor, int] | None = keep(tensor)  # None when that has left the device
-        self._error: str | None = None  # without the traceback, which would hold this object
-        self._mark: Any | None = None  # of the copy that reads or writes the memory
+        self._memory: Tensor | None = memory  # all its bytes on the device
+        self._original: tuple[Tensor, int] | None = keep(tensor)  # None after it has left the device
+        self._error: str | None = None  # no traceback, which would hold this object
+        self._mark: Any | None = None  # mark of the copy that reads or writes the memory
         self._host = pool.acquire(memory.numel())
         self._mark = copier.start(self._host, memory)
 
@@ -55,10 +57,10 @@ class ArenaStorage:
         if self._memory is None:
             memory = torch.empty_like(self._host, device=self._device)
             self._mark = self._copier.start(memory, self._host)
-            self._memory = memory  # not if the copy has failed
+            self._memory = memory  # not set if the copy fails
 
     def on_device(self) -> Tensor:
-        """The bytes.  Raises: RuntimeError: they were changed between the operation that saved them and their copy."""
+        """Return the bytes.  Raises: RuntimeError: they changed between the operation that saved them and their copy."""
         self._check()
         if self._error is not None:
             raise RuntimeError(self._error)
@@ -69,7 +71,7 @@ class ArenaStorage:
         return self._memory
 
     def leave(self) -> None:
-        """Release the memory on the device."""
+        """Free the memory on the device."""
         self._check()
         self._wait()
         self._memory = self._original = None
@@ -87,7 +89,7 @@ class ArenaStorage:
                 self._error = str(error)
 
     def __del__(self) -> None:
-        if hasattr(self, "_host"):  # else there was no buffer for it
+        if hasattr(self, "_host"):  # otherwise there was no buffer for it
             self._wait()
             self._pool.release(self._host)
 
@@ -102,14 +104,14 @@ class ArenaView(NamedTuple):
     offset: int
 
     def tensor(self) -> Tensor:
-        """The tensor on the device."""
+        """Return the tensor on the device."""
         elements = self.storage.on_device().view(self.dtype)
         view = elements.as_strided(self.size, self.stride, self.offset)
-        return view.data  # whose changes are not those of the others
+        return view.data  # with a version counter of its own
 
 
 def is_its_memory(tensor: Tensor) -> bool:
-    """Whether a tensor is nothing but a strided view of its storage, so that copying the bytes copies the tensor."""
+    """Whether a tensor is a plain strided view of its storage, so that copying the bytes copies the tensor."""
     if type(tensor) not in (*PLAIN_TENSORS, torch.nn.Parameter) or tensor.layout is not torch.strided:
         return False
     if tensor.untyped_storage().nbytes() % tensor.itemsize:
@@ -118,7 +120,7 @@ def is_its_memory(tensor: Tensor) -> bool:
 
 
 class OffloadedLayer(SavedTensorHooks):
-    """The hooks of one forward of a layer; `offloads`: its saved tensors go to the arena."""
+    """The hooks for one forward of a layer.  With `offloads`, its saved tensors go to the arena."""
 
     def __init__(self, offload: ActivationStore, before: OffloadedLayer | None, *, offloads: bool) -> None:
         super().__init__()
@@ -141,23 +143,23 @@ class OffloadedLayer(SavedTensorHooks):
 
     @property
     def kept(self) -> list[ArenaStorage]:
-        """The storages that it has saved and still needs, in the order of the forward."""
+        """The storages that the layer saved and still needs, in the order of the forward."""
         return list(dict.fromkeys(one for reference in self._kept if (one := reference()) is not None))
 
 
 class ActivationStore:
-    """Stores the saved tensors of the layers of one rank in an arena.
+    """Stores the saved tensors of one rank's layers in an arena.
 
     Args:
         device: of the activations.
-        arena: on that device; None makes one on the host.
+        arena: on that device; None: create one on the host.
 
     Attributes:
-        pool: where it is kept.
-        on_host: whether that is the host.
-        copier: moves it.
+        pool: the arena.
+        on_host: whether the arena is on the host.
+        copier: copies between device and arena.
         smallest_bytes: smaller storages stay where they are.
-        shared: by identity, sets of storages that micro-batches hold for all their layers; they stay, too.
+        shared: sets of storages, by id(), that a micro-batch shares among all its layers; they stay, too.
     """
 
     def __init__(self, device: torch.device, arena: Arena | None = None) -> None:
@@ -168,8 +170,8 @@ class ActivationStore:
         self._most_near = NEAR if self.on_host else 1
         self._stay: set[int] = set()
         self.shared: dict[int, set[int]] = {}
-        self._near: list[OffloadedLayer] = []  # on the device, or on their way there; the one worked on last is last
-        self._last: OffloadedLayer | None = None  # of the pass whose forward runs
+        self._near: list[OffloadedLayer] = []  # layers on the device or on their way there, the current one last
+        self._last: OffloadedLayer | None = None  # in the running forward
         self._in_backward: OffloadedLayer | None = None
         self._pass: Hashable = None
         self._expected: Hashable = None
@@ -177,7 +179,9 @@ class ActivationStore:
         self._storages: dict[tuple[int, int], tuple[weakref.ref[ArenaStorage], StorageWeakRef]] = {}
 
     def stay(self, tensors: Iterable[Tensor]) -> None:
-        """Leave these tensors and all that share their memory on the device: weights, tables.  They outlive this object."""
+        """Leave these tensors, and all that share their memory, on the device: weights and tables.  They outlive this
+        object.
+        """
         self._stay.update(tensor.untyped_storage()._cdata for tensor in tensors)
 
     def begin_step(self) -> None:
@@ -196,9 +200,11 @@ class ActivationStore:
         self._expected = name
 
     def layer(self, *, offloads: bool = True, is_last: bool = False) -> OffloadedLayer:
-        """Hooks for one forward of a layer; called for every layer of a pass, in order.
+        """Return the hooks for one forward of a layer.  Call it for every layer of a pass, in order.
 
-        `offloads`: what it keeps goes to the arena.  `is_last`: of its pass.
+        Args:
+            offloads: what the layer saves goes to the arena.
+            is_last: the layer is the last of its pass.
         """
         layer = OffloadedLayer(self, self._last, offloads=offloads)
         self._last = self._passes[self._pass] = layer
@@ -208,7 +214,7 @@ class ActivationStore:
         return layer
 
     def begin_backward(self, layer: OffloadedLayer) -> None:
-        """Have the tensors of a layer on the device, and start to prefetch those of the layer that runs backward next."""
+        """Wait for a layer's tensors, and start to prefetch those of the layer whose backward comes next."""
         if layer is not self._in_backward:
             self._in_backward = layer
             if self.on_host:
@@ -226,7 +232,7 @@ class ActivationStore:
         return storage.nbytes() >= self.smallest_bytes and not stays
 
     def keep(self, tensor: Tensor) -> ArenaStorage:
-        """Store the storage of a tensor in the arena, or find it there if it was saved before and has not changed since."""
+        """Store a tensor's storage in the arena, or return the stored one if it was saved before and has not changed."""
         storage = tensor.untyped_storage()
         key = storage._cdata, tensor._version
         known, _ = self._storages.get(key, (None, None))
@@ -245,7 +251,7 @@ class ActivationStore:
                 storage.bring()
 
     def _work_on(self, layer: OffloadedLayer) -> None:
-        """Release the device memory of layers that are no longer near this one."""
+        """Free the device memory of layers that are no longer neighbours of this one."""
         near = [other for other in self._near if other is not layer] + [layer]
         gone, self._near = near[: -self._most_near], near[-self._most_near :]
         stay = {storage for other in self._near for storage in other.kept}

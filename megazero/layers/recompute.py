@@ -1,15 +1,17 @@
-"""Recomputation: tensors that a function would save for its backward are dropped, and a second run makes them again.
+"""Recomputation: drop the tensors that a function would save for its backward, and run the function again to get them
+back.
 
-    forward     y = f(x)         saves x (and what `tape` records), drops what the operations of f save, and y on request
-    backward    y' = f(x)        once, when the first dropped tensor is needed; then the backward of f goes on
+    forward     y = f(x)         saves x (and what `tape` records), drops what the operations of f save, and y on
+    request backward    y' = f(x)        once, when the first dropped tensor is needed; then the backward of f goes on
 
-    x --[norm]--> n --[linear]-->      norm is recomputed: the linear layer saves n, which norm can make again from x
+    x --[norm]--> n --[linear]-->      norm is recomputed: the linear layer saves n, which norm can compute again from x
 
-So recomputed functions form chains: where f's argument is the dropped result of g, f saves no argument, and its second run
-runs g again first.  The graph of a second run only collects what it saves; the backward runs on the first graph.
+Recomputed functions form chains: if f's argument is the dropped result of g, f does not save the argument, and its
+second run first runs g again.  The graph of a second run only collects what it saves; the backward runs on the first
+graph.
 
-Source: Chen et al. 2016; Korthikanti et al. 2022, section 5, for recomputing parts of a layer; the mechanism of saved-tensor
-hooks is that of torch.utils.checkpoint without re-entrance.
+Source: Chen et al. 2016; Korthikanti et al. 2022, section 5, for recomputing parts of a layer; the saved-tensor hooks
+work like those of torch.utils.checkpoint without re-entrance.
 """
 
 from __future__ import annotations
@@ -34,7 +36,7 @@ WHOLE = Axis("none")
 
 
 class _Dropped:
-    """A tensor that was dropped; after the second run it holds the tensor that takes its place."""
+    """A dropped tensor.  After the second run it holds the recomputed tensor."""
 
     __slots__ = ("__weakref__", "remade", "source")
 
@@ -43,7 +45,7 @@ class _Dropped:
         self.remade: tuple[Tensor, int] | None = None
 
     def tensor(self) -> Tensor:
-        """The tensor.  The first call makes everything again that the source has dropped."""
+        """Return the tensor.  The first call recomputes everything that the source has dropped."""
         if self.remade is None:
             self.source.run_again()
         assert self.remade is not None
@@ -51,7 +53,7 @@ class _Dropped:
 
 
 class _View(NamedTuple):
-    """A tensor in the memory of a dropped one."""
+    """A view of a dropped tensor."""
 
     base: _Dropped
     size: Sequence[int]
@@ -60,7 +62,7 @@ class _View(NamedTuple):
 
 
 class _Saved(NamedTuple):
-    """Properties of a saved tensor that both runs must agree on; of a parameter also its address and version."""
+    """Properties of a saved tensor that both runs must agree on.  Those of a parameter include address and version."""
 
     shape: torch.Size
     dtype: torch.dtype
@@ -73,40 +75,44 @@ class _Saved(NamedTuple):
         return _Saved(tensor.shape, tensor.dtype, found)
 
     def is_again(self, now: _Saved) -> bool:
-        """Whether the second run saved the same; a parameter among the arguments is a plain tensor there."""
+        """Whether the second run saved the same.  A parameter among the arguments is a plain tensor there."""
         return self[:2] == now[:2] and now.parameter in (None, self.parameter)
 
 
 class Recomputation(SavedTensorHooks):
-    """One call of a function whose saved tensors are dropped and made again in the backward.
+    """One call of a function whose saved tensors are dropped and recomputed in the backward.
 
     Args:
-        function: with the same arguments it must do the same again.
+        function: must do the same again when it is called with the same arguments.
         tape: records results within the function, which the second run replays.
-        draws: the function may use torch's default generators, whose states are saved if it did.
+        draws: the function may use torch's default generators; if it does, their states are saved.
     """
 
     def __init__(self, function: Callable[..., Any], tape: Tape | None = None, *, draws: bool = False) -> None:
         super().__init__()
         self._function, self._tape = function, tape or Tape()
         self._generators = _default_generators() if draws else []
-        self._drawn: list[tuple[torch.Generator, Tensor]] = []  # generators that were used: state before
+        self._drawn: list[
+            tuple[torch.Generator, Tensor]
+        ] = []  # the generators that were used, with their states before
         self._dropped: list[weakref.ref[_Dropped]] = []
         self._signature: list[_Saved] = []
         self._weights: list[Any] = []  # saved weights, which are stored elsewhere
-        self._leaves: list[Tensor] = []  # leaves that were saved, until the function has ended
+        self._leaves: list[Tensor] = []  # saved leaves, until the function ends
         self._has_ended = False
         self._outputs: dict[int, weakref.ref[_Dropped]] = {}
         self._recorded: list[list[Any]] = []
 
     def run(self, *args: Any) -> Any:
-        """The function's result.  Arguments may be nested in any way; their tensors are saved."""
+        """Return the function's result.  Arguments may be nested in any way; their tensors are saved."""
         leaves, self._structure = tree_flatten(args)
-        # A tensor that is passed twice is one tensor in both runs, and saved once.
+        # A tensor that is passed twice is one tensor in both runs, and is saved once.
         tensors = {id(leaf): leaf for leaf in leaves if isinstance(leaf, Tensor)}
         saved = {key: _Argument(self.beneath.pack(tensor), tensor.requires_grad) for key, tensor in tensors.items()}
         self._args = [saved.get(id(leaf), leaf) for leaf in leaves]
-        self._drawn = [(rng, rng.get_state()) for rng in self._generators]  # a backward within may need them already
+        self._drawn = [
+            (rng, rng.get_state()) for rng in self._generators
+        ]  # a backward within the function may need them already
         self.enter()
         try:
             self._tape.record()
@@ -149,13 +155,13 @@ class Recomputation(SavedTensorHooks):
         self.beneath.note_leaf(leaf)
 
     def output(self, number: int) -> _Dropped:
-        """A result of the function, dropped."""
+        """Return a result of the function as a dropped tensor."""
         dropped = _Dropped(self)
         self._outputs[number] = weakref.ref(dropped)
         return dropped
 
     def run_again(self) -> None:
-        """Run the function again and fill in the dropped tensors.  Raises: RuntimeError: it did not do the same again."""
+        """Run the function again and fill in the dropped tensors.  Raises: RuntimeError: the second run was different."""
         arguments = dict.fromkeys(arg for arg in self._args if isinstance(arg, _Argument))
         tensors = {arg: self.beneath.unpack(arg.saved).detach().requires_grad_(arg.requires_grad) for arg in arguments}
         args = tree_unflatten(
@@ -188,14 +194,14 @@ class Recomputation(SavedTensorHooks):
 
 
 def _default_generators() -> list[torch.Generator]:
-    """torch's own: the CPU's, and that of the current device."""
+    """Return torch's own generators: the CPU's and the current device's."""
     on_device = [torch.cuda.default_generators[torch.cuda.current_device()]] if torch.cuda.is_initialized() else []
     return [torch.default_generator, *on_device]
 
 
 @contextmanager
 def _random_states(states: Sequence[tuple[torch.Generator, Tensor]]) -> Iterator[None]:
-    """A context in which generators start from these states; it restores them at the end."""
+    """Context in which generators start from these states; their own states are restored at the end."""
     before = [(generator, generator.get_state()) for generator, _ in states]
     for generator, state in states:
         generator.set_state(state)
@@ -207,15 +213,15 @@ def _random_states(states: Sequence[tuple[torch.Generator, Tensor]]) -> Iterator
 
 
 def _accumulates(leaf: Tensor) -> bool:
-    """Whether the backward that runs now adds to the gradient of a leaf; `torch.autograd.grad` adds to none."""
+    """Whether the running backward adds to a leaf's gradient.  `torch.autograd.grad` adds to none."""
     try:
         return torch._C._will_engine_execute_node(torch.autograd.graph.get_gradient_edge(leaf).node)
-    except RuntimeError:  # it is the leaf's gradient that is asked for
+    except RuntimeError:  # torch.autograd.grad was asked for this leaf's gradient
         return False
 
 
 class _Argument:
-    """A tensor among the arguments of a call, as it was saved."""
+    """A tensor argument of a call, as it was saved."""
 
     __slots__ = ("requires_grad", "saved")
 
@@ -232,7 +238,7 @@ class _Shard:
         self._dropped: weakref.ref[_Dropped] | None = None
 
     def dropped(self) -> _Dropped:
-        """The whole tensor, dropped."""
+        """Return the full tensor as a dropped tensor."""
         dropped = _Dropped(self)
         self._dropped = weakref.ref(dropped)
         return dropped
@@ -268,27 +274,27 @@ class _Collection(SavedTensorHooks):
 
 
 class Tape:
-    """Results within a recomputed function, recorded in its first run and replayed in its second one."""
+    """Results within a recomputed function: recorded in the first run, replayed in the second."""
 
     def __init__(self) -> None:
         self._recorded: list[list[tuple[Tensor, int]]] | None = None
         self._replayed: list[Sequence[Tensor]] = []
 
     def record(self) -> None:
-        """Record the results from now on."""
+        """Start to record results."""
         self._recorded = []
 
     def replay(self, results: Sequence[Sequence[Tensor]]) -> None:
-        """Give these results, first to last, instead of computing them."""
+        """Return these results in order instead of computing them."""
         self._recorded, self._replayed = None, list(results)
 
     def stop(self) -> list[list[tuple[Tensor, int]]]:
-        """Stop, and return what was recorded, for `kept_tensor`: a caller may have changed it."""
+        """Stop, and return the recorded tensors in the form of `kept_tensor`, since a caller may change them."""
         recorded, self._recorded, self._replayed = self._recorded or [], None, []
         return recorded
 
     def through(self, compute: Callable[[], tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
-        """The result of `compute`, or in a second run the next recorded one."""
+        """Return the result of `compute`, or in a second run the next recorded result."""
         if self._replayed:
             return tuple(tensor.detach() for tensor in self._replayed.pop(0))
         results = compute()
@@ -302,8 +308,8 @@ class DroppingOutputs(SavedTensorHooks):
 
     def __init__(self) -> None:
         super().__init__()
-        # By address of torch's object for the storage, which exists for tensors without memory too (empty ones, meta).
-        # With the tensor, so that no other storage gets the address as long as it is looked for here, and its version.
+        # By address of torch's storage object, which tensors without memory have, too (empty tensors, meta tensors).
+        # Holding the tensor keeps the address from being reused by another storage; the version shows later changes.
         self._outputs: dict[int, tuple[_Dropped, Tensor, int]] = {}
 
     def leave(self) -> None:
@@ -312,11 +318,13 @@ class DroppingOutputs(SavedTensorHooks):
 
     def drop(self, source: Recomputation, outputs: Sequence[Tensor]) -> None:
         for number, tensor in enumerate(outputs):
-            if tensor.layout is torch.strided:  # others have no storage
+            if tensor.layout is torch.strided:  # other layouts have no storage
                 self._outputs[tensor.untyped_storage()._cdata] = source.output(number), tensor, tensor._version
 
     def shard(self, tensor: Tensor, axis: Axis) -> None:
-        """Save this rank's shard of a tensor for everyone who saves it; it is equal on all ranks of the axis."""
+        """Save only this rank's shard of a tensor that is equal on all ranks of the axis, for every operation that
+        saves it.
+        """
         key = tensor.untyped_storage()._cdata
         if tensor.numel() % axis.size == 0 and tensor.is_contiguous() and key not in self._outputs:
             self._outputs[key] = _Shard(tensor, axis, self.beneath).dropped(), tensor, tensor._version
@@ -337,7 +345,9 @@ class DroppingOutputs(SavedTensorHooks):
 
 
 def _shows(tensor: Tensor, output: Tensor, version: int) -> bool:
-    """Whether a view of an output still has its dtype and first values: what was changed in place cannot be made again."""
+    """Whether a view of an output still has its dtype and first values.  An output changed in place cannot be
+    recomputed.
+    """
     return tensor.dtype == output.dtype and output._version == version
 
 
@@ -345,9 +355,9 @@ class Recomputed:
     """A function of tensors that is recomputed in each backward; see `Recomputation`.
 
     Args:
-        function: runs; `compile_blocks` compiles it.
+        function: what runs; `compile_blocks` compiles it.
         tape: see `Recomputation`.
-        shards: each rank of this axis saves its shard of the last tensor of the arguments, which are equal on all of them.
+        shards: each rank of this axis saves its shard of the last tensor argument, which is equal on all of them.
         draws: see `Recomputation`.
     """
 
@@ -356,12 +366,12 @@ class Recomputed:
     ) -> None:
         self.function, self._tape, self._shards, self._draws = function, tape, shards, draws
 
-    @_disable_dynamo  # as torch.compiler.disable, but loads the compiler at the first call
+    @_disable_dynamo  # like torch.compiler.disable, but imports the compiler only at the first call
     def __call__(self, *args: Any) -> Any:
         if not torch.is_grad_enabled():
             return self.function(*args)
         if self._shards.size > 1:
-            # The x of a residual sum, before it, is an earlier module's, and saved or cut there.
+            # The x of a residual sum belongs to an earlier module, and is saved or sharded there.
             *_, last = filter(torch.is_tensor, args)
             innermost().shard(last, self._shards)
         return Recomputation(self.function, self._tape, draws=self._draws).run(*args)

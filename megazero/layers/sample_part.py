@@ -1,14 +1,14 @@
-"""Which tokens of which samples a rank computes, as layers are told it.
+"""The tokens of a micro-batch that this rank computes, in the form in which layers receive them.
 
     cp 1, one document a sample     TokenLayout(sample_ids)            positions are 0 ... seq - 1 on every rank
     cp 4 as 2 x 2, documents        TokenLayout(sample_ids, part)
 
     sample            [ A0 A1 A2 A3 A4 A5 A6 A7 | B0 B1 B2 B3 ]
-    ring rank 0       [ A0 A1 A6 A7 | B0 B3 ]   ring rank 1   [ A2 A3 A4 A5 | B1 B2 ]     see `shards` in token_layout.py
-    ulysses rank 0    [ A0 A1 A6 ]              ulysses rank 1  [ A7 B0 B3 ]              of ring rank 0
+    ring rank 0       [ A0 A1 A6 A7 | B0 B3 ]   ring rank 1   [ A2 A3 A4 A5 | B1 B2 ]     see `shards` in
+    token_layout.py ulysses rank 0    [ A0 A1 A6 ]              ulysses rank 1  [ A7 B0 B3 ]              of ring rank 0
 
-Whatever depends on where a token stands in its sample or document reads it here: rotary and learned positions, dropout,
-labels, attention.
+Everything that depends on a token's position in its sample or document reads it here: rotary and learned positions,
+dropout, labels and attention.
 """
 
 from __future__ import annotations
@@ -31,14 +31,15 @@ T = TypeVar("T")
 
 
 class AttentionPlan:
-    """Which keys of every ring rank the queries of this rank see.
+    """Which keys of each ring rank this rank's queries attend to.
 
     Args:
-        samples: the runs of every ring rank, for each sample of the micro-batch; one alone stands for all samples.
+        samples: the intervals of tokens of every ring rank, for each sample of the micro-batch; one entry is valid for
+            all samples.
         index: this rank's index on the ring.
 
     Attributes:
-        documents: a hash of the documents' lengths in 32 bits.
+        documents: 32-bit hash of the documents' lengths.
     """
 
     def __init__(self, samples: Sequence[Shards], index: int) -> None:
@@ -47,9 +48,11 @@ class AttentionPlan:
         self._tables: dict[tuple[int, int | None, bool], list[Ints]] = {}
 
     def tables(self, source: int, window: int | None, *, masked: bool = True) -> list[Ints]:
-        """The `tile_table` of this rank's queries with the keys of ring rank `source`: of each sample, or one of all.
+        """Return the `tile_table` of this rank's queries and the keys of ring rank `source`: one per sample, or one for
+        all.
 
-        masked: the kernel takes a window as a mask, see `tile_table`.
+        Args:
+            masked: the kernel takes a window as a mask, see `tile_table`.
         """
         key = source, window, masked
         if key not in self._tables:
@@ -60,13 +63,14 @@ class AttentionPlan:
 
 @dataclass(frozen=True, eq=False)
 class SamplePart:
-    """The tokens that a rank has of each sample of a micro-batch.
+    """The tokens of each sample of a micro-batch that a rank holds.
 
     Args:
-        rows: int64 [seq of the rank, 1 or batch], the index of each token in its sample; one column holds for all samples.
-        positions: as `rows`, the position of each token in its document.
+        rows: int64 [seq of the rank, 1 or batch], the index of each token in its sample; one column is valid for all
+            samples.
+        positions: like `rows`, the position of each token in its document.
         plan: which keys the tokens attend to.
-        of_any: it is of any samples, whole ones of one document each; else of as many as it has columns.
+        of_any: valid for any number of samples of one document each; otherwise for as many as there are columns.
     """
 
     rows: Tensor
@@ -76,11 +80,13 @@ class SamplePart:
     _derived: dict[Hashable, object] = field(default_factory=dict)
 
     def is_of(self, samples: int) -> bool:
-        """Whether it fits a micro-batch of so many samples."""
+        """Whether this part is valid for a micro-batch of `samples` samples."""
         return self.of_any or samples == self.rows.shape[1]
 
     def cut(self, whole: Tensor) -> Tensor:
-        """[seq of a sample, batch] -> [seq of the rank, batch].  Raises: ValueError: it is of other samples."""
+        """[seq of a sample, batch] -> [seq of the rank, batch].  Raises: ValueError: the batch has another number of
+        samples.
+        """
         if not self.is_of(whole.shape[1]):
             raise ValueError(
                 f"the documents of {self.rows.shape[1]} samples were given for {whole.shape[1]} samples; give "
@@ -89,7 +95,7 @@ class SamplePart:
         return whole.take_along_dim(self.rows, 0)
 
     def derived(self, key: Hashable, make: Callable[[], T]) -> T:
-        """The result of `make`, computed once for this part and shared by all layers."""
+        """Return the result of `make`, computed once for this part and shared by all layers."""
         if key not in self._derived:
             self._derived[key] = make()
         return self._derived[key]  # type: ignore[return-value]
@@ -97,12 +103,12 @@ class SamplePart:
 
 @dataclass(frozen=True, eq=False)
 class TokenLayout:
-    """Which tokens of which samples a rank has in a micro-batch.
+    """Which tokens of which samples a rank holds in a micro-batch.
 
     Args:
         sample_ids: int64 [batch], the global index of each sample in the run.
-        part: None where a rank has whole samples of one document each.
-        labels: int64 [seq, batch], below 0 where none is to be learned; None where the rank has none.
+        part: None if the rank has whole samples of one document each.
+        labels: int64 [seq, batch], negative where nothing is to be learned; None if the rank has none.
     """
 
     sample_ids: Tensor
@@ -113,15 +119,17 @@ class TokenLayout:
 def part_of(
     lengths: Sequence[Sequence[int]] | None, seq_len: int, ulysses: Axis, ring: Axis, device: torch.device
 ) -> SamplePart | None:
-    """This rank's part of the samples of a micro-batch; None where it has whole samples of one document each.
+    """Return this rank's part of the samples of a micro-batch; None if it has whole samples of one document each.
 
     Args:
-        lengths: of the documents of each sample, in order; each sample's sum is `seq_len`.  None: one document a sample.
+        lengths: of the documents of each sample, in order; each sample's sum is `seq_len`.  None: one document a
+            sample.
         seq_len: of a sample, divisible by ulysses x ring.
         ulysses, ring: the two axes of context parallelism.
         device: of the tensors.
 
-    Raises: ValueError where a sample's documents have another sum.
+    Raises:
+        ValueError: the documents of a sample have another sum.
     """
     if lengths is None:
         if ulysses.size * ring.size == 1:
@@ -136,7 +144,7 @@ def part_of(
 
 @lru_cache(maxsize=16)
 def whole_samples(seq_len: int, *place: int | torch.device) -> SamplePart:
-    """The part of a rank in any samples of one document each.  `place`: as in `_part`."""
+    """Return a rank's part of any samples of one document each.  `place`: as in `_part`."""
     return replace(_part([(seq_len,)], *place), of_any=True)  # type: ignore[arg-type]
 
 
@@ -160,9 +168,9 @@ def _part(
 
 
 def copied_to(device: torch.device, array: NDArray[Any]) -> Tensor:
-    """Copy an array to a device; on CUDA the host does not wait for the copy.
+    """Copy an array to a device.  On CUDA the host does not wait for the copy.
 
-    No inference tensor, also where an evaluation is the first to ask: training uses what is kept.
+    The result is never an inference tensor, even if an evaluation asks first, since training uses it, too.
     """
     with torch.inference_mode(False):
         tensor = torch.from_numpy(array)

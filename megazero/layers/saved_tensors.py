@@ -1,11 +1,11 @@
-"""What autograd saves for the backward, on its way there and back.
+"""Hooks on the tensors that autograd saves for the backward.
 
-    op saves x  ->  pack   of the innermost hooks  ->  ... of those beneath  ->  kept
-    op needs x  <-  unpack of the same hooks       <-                        <-
+    op saves x  ->  pack   of the innermost hooks  ->  ... of the hooks below  ->  stored
+    op needs x  <-  unpack of the same hooks       <-                          <-
 
-Autograd knows only the innermost pair of hooks.  Hooks of this package know those beneath them and pass on what is not
-theirs, so a recomputation (`recompute.py`) runs inside a ZeRO-3 unit, which keeps no weights (`zero/saved_weights.py`),
-inside whatever a script has put around both.
+Autograd calls only the innermost pair of hooks.  Hooks of this package know the pair below them and pass on what they
+do not handle.  So a recomputation (`recompute.py`) works inside a ZeRO-3 unit, which stores references to weights
+(`zero/saved_weights.py`), inside any hooks that a script has put around both.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 
 class SavedTensorHooks:
-    """A pair of hooks, from `enter` to `leave`; beneath them lie those that were innermost when this was made."""
+    """A pair of hooks, active from `enter` to `leave`.  Below it are the hooks that were innermost when it was created."""
 
     def __init__(self) -> None:
         self.beneath = innermost()
@@ -29,11 +29,11 @@ class SavedTensorHooks:
 
     @abstractmethod
     def pack(self, tensor: Tensor) -> Any:
-        """What to save for a tensor."""
+        """Return what to save for a tensor."""
 
     @abstractmethod
     def unpack(self, saved: Any) -> Tensor:
-        """The tensor of what was saved."""
+        """Return the tensor that was saved."""
 
     def __enter__(self) -> Self:
         self.enter()
@@ -43,42 +43,42 @@ class SavedTensorHooks:
         self.leave()
 
     def enter(self) -> None:
-        """Let what is saved from now on pass through these hooks."""
+        """Pass everything that is saved from now on through these hooks."""
         self._hooks = saved_tensors_hooks(self.pack, self.unpack)
         self._hooks.__enter__()
 
     def leave(self) -> None:
-        """The last that entered leaves first."""
+        """End the hooks.  The last pair that entered must leave first."""
         self._hooks.__exit__()
         self._hooks = None  # they refer to this object
 
     def pack_weight(self, tensor: Tensor) -> Any | None:
-        """What to save for a weight that will not stay where it lies; None for every other tensor."""
+        """Return what to save for a weight whose memory will be overwritten; None for any other tensor."""
         return self.beneath.pack_weight(tensor)
 
     def note_weight(self, weight: Any) -> None:
-        """A weight was saved that hooks above keep: what a second run has to save again."""
+        """Record that hooks above saved this weight, so that a second run must save it again."""
         self.beneath.note_weight(weight)
 
     def note_leaf(self, leaf: Tensor) -> None:
-        """A leaf whose gradient adds up was saved, by these hooks or by some above."""
+        """Record that a leaf with an accumulated gradient was saved, by these hooks or by hooks above."""
         self.beneath.note_leaf(leaf)
 
     def drop(self, source: Any, outputs: Sequence[Tensor]) -> None:
-        """Save no copy of these results, which `source` can make again."""
+        """Save no copy of these results, which `source` can recompute."""
 
     def shard(self, tensor: Tensor, axis: Any) -> None:
-        """Save this rank's shard of a tensor that is equal on all ranks of an axis, where these hooks can."""
+        """Save only this rank's shard of a tensor that is equal on all ranks of an axis, if these hooks can."""
 
     @contextmanager
     def again(self, hooks: SavedTensorHooks) -> Iterator[None]:
-        """A context that runs a part of the same forward once more; what it saves passes through `hooks`."""
+        """Context that runs a part of the same forward again; what it saves passes through `hooks`."""
         with self.beneath.again(hooks):
             yield
 
 
 class _Outermost(SavedTensorHooks):
-    """Beneath all hooks of this package: those of a script, or none."""
+    """What is below all hooks of this package: a script's hooks, or none."""
 
     def __init__(self, script: Any) -> None:
         self._script = script
@@ -109,29 +109,29 @@ class _Outermost(SavedTensorHooks):
 
 
 def innermost() -> SavedTensorHooks:
-    """The hooks that autograd calls now."""
+    """Return the hooks that autograd calls now."""
     found = torch._C._autograd._top_saved_tensors_default_hooks(True)
     owner = getattr(found[0], "__self__", None) if found else None
     return owner if isinstance(owner, SavedTensorHooks) else _Outermost(found)
 
 
 def forget_failed_backward() -> None:
-    """Let go of the graph of a backward on the host that has raised, and so of what it saved.
+    """Free the graph of a failed backward on the host, and so everything that it saved.
 
-    torch leaves the operations that were to run next in a queue of the thread; its next backward there drops them.
+    torch leaves the operations that were to run next in a queue of the thread; the thread's next backward drops them.
     """
     torch.zeros((), device="cpu", requires_grad=True).backward()
 
 
 def keep(tensor: Tensor) -> tuple[Tensor, int]:
-    """A tensor as it is now."""
+    """Save a tensor together with its version."""
     return tensor.detach(), tensor._version  # detached: a result that its own node holds would never be freed
 
 
 def kept_tensor(kept: tuple[Tensor, int]) -> Tensor:
-    """The tensor of `keep`.  Raises: RuntimeError: it was changed since."""
+    """Return the tensor that `keep` saved.  Raises: RuntimeError: it has changed since."""
     tensor, version = kept
-    if tensor._version != version:  # autograd itself does not check what passes through hooks
+    if tensor._version != version:  # autograd does not check tensors that pass through hooks
         raise RuntimeError(
             "one of the variables needed for gradient computation has been modified by an inplace operation: a tensor "
             f"of shape {list(tensor.shape)} is at version {tensor._version}; expected version {version} instead"
