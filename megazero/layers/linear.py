@@ -1,19 +1,19 @@
-"""Linear layers cut over tensor parallelism, with sequence parallelism and weight gradients that can be computed later.
+"""Linear layers split by tensor parallelism, with sequence parallelism and weight gradients that can be computed later.
 
-    column-parallel  y = x @ W.T, W cut by rows            row-parallel  W cut by columns, x arrives cut
+    column-parallel  y = x @ W.T, W split by rows          row-parallel  W split by columns, x arrives split
       x  replicated --- copy -------+                        y  partial --- all-reduce ----> replicated
          or [seq/tp] -- all-gather -+--> y [.., out/tp]          or ----- reduce-scatter --> [seq/tp]
 
-One autograd function serves both.  Its backward starts the exchange of the input gradient, computes the weight gradient
-meanwhile, straight into its bucket (or `WeightGradQueue` queues it), then waits for the exchange.  Without a queue, as in a
-user's own model, and with tp = 1 a layer is a plain `F.linear`, except where an annex adds a faster product.
+One autograd function serves both.  Its backward starts the exchange of the input gradient, meanwhile computes the
+weight gradient directly into its bucket (or queues it in `WeightGradQueue`), then waits for the exchange.  Without a
+queue, as in a user's own model, and with tp = 1, a layer is a plain `F.linear`, unless an annex adds a faster product.
 
     B and W together     B  gather x | dx = dy W  | dW = dy.T x      the gather runs beside the product
-    W apart              B             dx = dy W                     the queue keeps dy and this rank's shard of x
+    W apart              B             dx = dy W                     the queue holds dy and this rank's shard of x
                          W  gather x (beside the dW before it) | dW = dy.T x
 
-Products run in torch's library, or in one that an annex adds for the CPU; the two that x and dy enter may be replaced by a
-`Product` of another number format (`fp8.py`), chosen when the model is built.
+Products run in torch's library, or in one that an annex adds for the CPU.  The two products that read x and dy can be
+replaced by a `Product` of another number format (`fp8.py`), chosen when the model is built.
 
 Source: Shoeybi et al. 2019, section 3; Korthikanti et al. 2022, section 4.2.2; Qi et al. 2024, section 2.
 """
@@ -49,7 +49,7 @@ if TYPE_CHECKING:
 
 @cache
 def cpu_product() -> Callable[[Tensor, Tensor], Tensor] | None:
-    """A product x @ w.T of fp32 tensors that is faster than torch's on this CPU, if an annex adds one.
+    """Return a product x @ w.T of fp32 tensors that is faster than torch's on this CPU, if an annex adds one.
 
     [rows, k], [n, k] -> [rows, n]; any strides.  Autograd cannot differentiate it.
     """
@@ -63,10 +63,11 @@ def bypasses_autograd(x: Tensor) -> bool:
 
 
 def add_product(out: Tensor, a: Tensor, b: Tensor, *, is_first: bool) -> None:
-    """out = a.T @ b, or out += a.T @ b unless `is_first`; without a temporary where the library can.
+    """out = a.T @ b, or out += a.T @ b unless `is_first`; without a temporary if the library can.
 
     Args:
-        out: [m, n], contiguous, in the dtype of the sum; on CUDA 16-bit factors lose nothing in an fp32 sum.
+        out: [m, n], contiguous, in the dtype of the sum; on CUDA, products of 16-bit factors are summed in fp32 without
+            loss.
         a, b: [k, m] and [k, n], in the dtype of the computation; any strides.
     """
     a = a.t()
@@ -91,13 +92,13 @@ def product_t(a: Tensor, b: Tensor) -> Tensor:
     if product is None:
         return torch.matmul(a, b.t())
     rows = product(a.reshape(-1, a.shape[-1]), b)
-    # as matmul does: a view, to autograd, could not be summed over tp in place
+    # the result must not be a view, like matmul's: autograd could not sum a view over tp in place
     result: Tensor = torch.ops.aten._unsafe_view(rows, [*a.shape[:-1], b.shape[0]])
     return result
 
 
 class Product(Protocol):
-    """The products of a linear layer that its input and its output's gradient pass through, without autograd."""
+    """The two products of a linear layer that read its input and its output gradient, without autograd."""
 
     def forward(self, x: Tensor, weight: Tensor) -> Tensor:
         """x @ weight.T.  [..., k], [n, k] -> [..., n]."""
@@ -106,7 +107,7 @@ class Product(Protocol):
         """grad @ weight.  [..., n], [n, k] -> [..., k]."""
 
     def compile(self, compiled: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
-        """Replace functions of its own by compiled ones."""
+        """Replace own functions by compiled ones."""
 
 
 class PlainProduct:
@@ -119,26 +120,27 @@ class PlainProduct:
         return product_t(grad, weight.t())
 
     def compile(self, compiled: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
-        """There are none."""
+        """No-op: there is nothing to compile."""
 
 
 PLAIN = PlainProduct()
 
 
 Exchange: TypeAlias = Callable[[Tensor, Tensor, Axis, Product], Tensor]
-"""A product x @ weight.T of a forward, with the exchange over tp before or after it; see `tp_overlap.py` for others."""
+"""A forward's product x @ weight.T, with the exchange over tp before or after it; see `tp_overlap.py` for others."""
 
 
 def gathered(x: Tensor, weight: Tensor, tp: Axis, product: Product) -> Tensor:
-    """The product of all ranks' x.  [seq / tp, batch, in], [out / tp, in] -> [seq, batch, out / tp]."""
+    """Gather x over tp and multiply.  [seq / tp, batch, in], [out / tp, in] -> [seq, batch, out / tp]."""
     full, pending = start_gather_sequence(x, tp)
     pending.wait()
     return product.forward(full, weight)
 
 
 Entry: TypeAlias = Literal["local", "replicated", "sequence", "scattered"]
-"""How x arrives: no exchange; whole, its gradients are summed over tp; as [seq / tp, batch, in], gathered and scattered;
-no exchange, but y leaves summed over tp, as [seq / tp, batch, out]."""
+"""Exchange over tp at a layer's input: none; none, with the gradient of x summed over tp; x arrives as [seq / tp,
+batch, in] and is gathered, its gradient scattered; none, but y is summed over tp and leaves as [seq / tp, batch, out].
+"""
 
 
 class GradientAccumulator(Protocol):
@@ -148,29 +150,32 @@ class GradientAccumulator(Protocol):
         """Add the gradient of a micro-batch."""
 
     def add_products(self, weight: Tensor, factors: Iterable[tuple[Tensor, Tensor]]) -> None:
-        """Take one micro-batch's gradient as a sum of a.T @ b; in parts if `factors` is a list."""
+        """Add one micro-batch's gradient, a sum of a.T @ b; part by part if `factors` is a list."""
 
     def add_stacked(self, weight: Tensor, a: Tensor, b: Tensor, groups: Groups) -> None:
-        """Take one micro-batch's gradient of the stacked matrices of all experts: of each one's rows a.T @ b."""
+        """Add one micro-batch's gradient of the stacked expert matrices: a.T @ b over the rows of each expert."""
 
     def add_rows(self, weight: Tensor, rows: Tensor, gradient: Tensor) -> None:
-        """Take one micro-batch's gradient of some rows: int64 [k] and [k, n]; of a row that is named twice the sum."""
+        """Add one micro-batch's gradient of some rows: int64 [k] and [k, n].  A row that is listed twice gets the sum."""
 
 
 _Start: TypeAlias = Callable[[], Callable[[GradientAccumulator], None]]
-"""Starts the exchange that a weight gradient needs, if any, and returns what waits for it and adds the gradient."""
+"""Starts the exchange that a weight gradient needs, if any.  Returns a function that waits for it and adds the
+gradient.
+"""
 
 
 class WeightGradQueue:
-    """Passes weight gradients of linear layers to the gradient accumulator, past autograd: at once, or later on request.
+    """Passes weight gradients of linear layers to the gradient accumulator, past autograd: at once, or later on
+    request.
 
-    While `defers` is set a backward pass computes input gradients only and queues the rest; `run_oldest` computes the
-    queued gradients of one backward pass, oldest first, so that they accumulate in micro-batch order.  What `add_now`
-    returns is left for autograd.
+    While `defers` is set, a backward pass computes only input gradients and queues the rest.  `run_oldest` computes the
+    queued gradients of one backward pass, oldest first, so that gradients add up in micro-batch order.  Autograd gets
+    what `add_now` returns.
 
     Attributes:
-        defers: queue the gradients instead of computing them at once.
-        accumulator: adds them up; without it those that are not queued are returned to autograd.
+        defers: queue gradients instead of computing them at once.
+        accumulator: adds gradients up; None: gradients that are not queued are returned to autograd.
     """
 
     def __init__(self) -> None:
@@ -179,7 +184,7 @@ class WeightGradQueue:
         self._passes: deque[deque[_Start]] = deque()
 
     def clear(self) -> None:
-        """Drop the gradients that a failed step has left."""
+        """Drop the gradients that a failed step left."""
         self._passes.clear()
 
     def begin_pass(self) -> None:
@@ -188,18 +193,24 @@ class WeightGradQueue:
             self._passes.append(deque())
 
     def add_now(self, weight: Tensor, factors: Iterable[tuple[Tensor, Tensor]]) -> Tensor | None:
-        """Add a weight gradient that is a sum of a.T @ b, at once."""
+        """Add a weight gradient, a sum of a.T @ b, at once."""
         if self.accumulator is None:
             return sum_of_products(weight, factors)
         self.accumulator.add_products(weight, factors)
         return None
 
     def defer(self, weight: Tensor, gradient: Tensor) -> None:
-        """Queue a gradient that is computed already, after those of the same backward pass."""
+        """Queue a gradient that is already computed, after those of the same backward pass."""
         self._passes[-1].append(lambda: lambda accumulator: accumulator.add(weight, gradient))
 
     def defer_product(self, weight: Tensor, a: Tensor, start_b: Callable[[], tuple[Tensor, Pending]]) -> None:
-        """Queue the gradient a.T @ b.  weight: [m, n], a: [..., m]; `start_b` begins to bring b, [..., n]."""
+        """Queue the gradient a.T @ b.
+
+        Args:
+            weight: [m, n].
+            a: [..., m].
+            start_b: starts the exchange that brings b, [..., n].
+        """
 
         def start() -> Callable[[GradientAccumulator], None]:
             b, pending = start_b()
@@ -213,7 +224,7 @@ class WeightGradQueue:
         self._passes[-1].append(start)
 
     def take_stacked(self, weight: Tensor, a: Tensor, b: Tensor, groups: Groups) -> Tensor | None:
-        """Add the gradient of experts' matrices, at once or later; see `GradientAccumulator.add_stacked`."""
+        """Add the gradient of expert matrices, at once or later; see `GradientAccumulator.add_stacked`."""
         if self.defers:
             self._passes[-1].append(lambda: lambda accumulator: accumulator.add_stacked(weight, a, b, groups))
         elif self.accumulator is not None:
@@ -225,10 +236,10 @@ class WeightGradQueue:
     def run_oldest(self) -> None:
         """Compute the weight gradients of the oldest backward pass in the queue.
 
-        The exchange of the next one runs while one is computed, so two gathered inputs at most are held.  Every tp rank
-        starts the exchanges in the order of the queue.
+        The exchange for one gradient runs while the gradient before it is computed, so at most two gathered inputs are
+        in memory. Every tp rank starts the exchanges in the order of the queue.
         """
-        if not (entries := self._passes.popleft()):  # as of a stage without a layer, which has no accumulator
+        if not (entries := self._passes.popleft()):  # a stage without layers has no accumulator
             return
         assert self.accumulator is not None
         with torch.no_grad():
@@ -246,7 +257,7 @@ def _rows(x: Tensor) -> Tensor:
 
 
 def sum_of_products(weight: Tensor, factors: Iterable[tuple[Tensor, Tensor]]) -> Tensor:
-    """The sum of a.T @ b, one term at least, as a gradient of `weight`; terms add up in fp32."""
+    """Return the sum of a.T @ b over at least one term, as a gradient of `weight`.  Terms add up in fp32."""
     terms = iter(factors)
     a, b = next(terms)
     total = product_t(a.t(), b.t())
@@ -254,7 +265,7 @@ def sum_of_products(weight: Tensor, factors: Iterable[tuple[Tensor, Tensor]]) ->
     for a, b in terms:
         total = total.float()
         add_product(total, a, b, is_first=False)
-        del a, b  # before the next are computed
+        del a, b  # free them before the next pair is computed
     return total.to(weight.dtype)
 
 
@@ -276,7 +287,9 @@ class _ParallelLinear(torch.autograd.Function):
         ctx.save_for_backward(x, weight)
         ctx.entry, ctx.tp, ctx.wgrad_queue, ctx.has_bias = entry, tp, wgrad_queue, bias is not None
         ctx.product = product
-        ctx.parameter = None if wgrad_queue is None else weight  # what was saved may come back as another object
+        ctx.parameter = (
+            None if wgrad_queue is None else weight
+        )  # autograd may return the saved weight as another object
         exchanges = entry in ("sequence", "scattered")
         y = exchange(x, weight, tp, product) if exchanges else product.forward(x, weight)
         return y if bias is None else y.add_(bias)
@@ -284,18 +297,16 @@ class _ParallelLinear(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         refuse_second_derivative("a parallel linear layer")
-        x, weight = (
-            tensor.detach() for tensor in ctx.saved_tensors
-        )  # a queue must not keep the graph that x came from
+        x, weight = (tensor.detach() for tensor in ctx.saved_tensors)  # detached: a queue must not hold the graph of x
         tp, queue = ctx.tp, ctx.wgrad_queue
         needs_x, needs_weight = ctx.needs_input_grad[:2]
         if ctx.entry == "scattered":
             grad, arriving = start_gather_sequence(grad, tp)
             arriving.wait()
-        # Only a shard of the sequence was saved; the weight's gradient alone needs the whole, now or when it is computed.
+        # Only a shard of the sequence was saved.  The weight gradient alone needs the full x, now or when it is computed.
         start_input = partial(start_gather_sequence, x, tp) if ctx.entry == "sequence" else lambda: (x, Pending())
         defers = queue is not None and queue.defers
-        now = start_input() if needs_weight and not defers else None  # while the input's gradient is computed
+        now = start_input() if needs_weight and not defers else None  # runs beside the product of the input gradient
         grad_x, exchanging = None, Pending()
         if needs_x:
             grad_x = ctx.product.backward(grad, weight)
@@ -327,7 +338,7 @@ def parallel_linear(
     product: Product = PLAIN,
     exchange: Exchange = gathered,
 ) -> Tensor:
-    """y = x @ weight.T + bias, with the exchange that `entry` names; weight and bias as this rank holds them."""
+    """y = x @ weight.T + bias, with the exchange that `entry` names.  Weight and bias are this rank's."""
     is_plain = wgrad_queue is None and product is PLAIN and not bypasses_autograd(x)
     if is_plain and (tp.size == 1 or entry == "local"):
         return F.linear(x, weight, bias)
@@ -336,10 +347,10 @@ def parallel_linear(
 
 
 class ColumnParallelLinear(nn.Module):
-    """y = x @ W.T + b with W cut by rows over tp.  x: [seq, batch, in] -> [seq, batch, out / tp].
+    """y = x @ W.T + b with W split by rows over tp.  x: [seq, batch, in] -> [seq, batch, out / tp].
 
     Args:
-        sections: the fused outputs (one, or q|k|v, or gate|up), each cut over tp on its own.
+        sections: the fused outputs (one, or q|k|v, or gate|up), each split over tp by itself.
         in_features: size of the input.
         tp: the tensor-parallel axis.
         bias_sections: logical names of the biases; empty for none.
@@ -381,15 +392,15 @@ class ColumnParallelLinear(nn.Module):
 
 
 class RowParallelLinear(nn.Module):
-    """y = x @ W.T + b with W cut by columns over tp.  x: [seq, batch, in / tp] -> [seq, batch, out].
+    """y = x @ W.T + b with W split by columns over tp.  x: [seq, batch, in / tp] -> [seq, batch, out].
 
     Args:
         section: the logical tensor.
-        in_features: size of the whole input; must be divisible by tp.
+        in_features: size of the full input; must be divisible by tp.
         tp: the tensor-parallel axis.
         bias_section: logical name of the bias, or None.  It is added once, after the sum.
         sequence_parallel: return [seq / tp, batch, out].
-        scatter_input: x arrives whole, [seq, batch, in], and is cut here.
+        scatter_input: x arrives as [seq, batch, in] and is split here.
         init, transposed: see `ParamSpec`.
         wgrad_queue: takes the weight gradients; None returns them to autograd.
     """
@@ -410,7 +421,7 @@ class RowParallelLinear(nn.Module):
         super().__init__()
         self.tp, self.wgrad_queue, self.scatter_input = tp, wgrad_queue, scatter_input
         self.product: Product = PLAIN
-        self.exchange: Exchange = gathered  # another one where y leaves scattered
+        self.exchange: Exchange = gathered  # replaced if y leaves scattered
         self.entry: Entry = "local"
         self.reduce = scatter_sequence if sequence_parallel else reduce_from_tp
         spec = rows_spec((section,), in_features, 1, init or Initializer(), transposed=transposed, matrix=True)
