@@ -1,4 +1,4 @@
-"""Collectives that autograd differentiates through: each is the other's backward.
+"""Collectives that autograd differentiates through: the backward of each is another collective.
 
     forward                         backward
     copy_to_tp          identity    all-reduce            "f" of Shoeybi et al. 2019
@@ -29,13 +29,13 @@ Collective: TypeAlias = Callable[[Tensor, Axis], Tensor]
 
 
 def start_gather_sequence(x: Tensor, tp: Axis) -> tuple[Tensor, Pending]:
-    """Begin gathering [seq / tp, ...] -> [seq, ...]."""
+    """Start to gather [seq / tp, ...] -> [seq, ...]."""
     full = x.new_empty((x.shape[0] * tp.size, *x.shape[1:]))
     return full, all_gather(full, x.contiguous(), tp)
 
 
 def start_scatter_sequence(x: Tensor, tp: Axis) -> tuple[Tensor, Pending]:
-    """Begin summing [seq, ...] over tp; the result is this rank's [seq / tp, ...]."""
+    """Start to sum [seq, ...] over tp.  The result is this rank's [seq / tp, ...]."""
     part = x.new_empty((x.shape[0] // tp.size, *x.shape[1:]))
     return part, reduce_scatter(part, x.contiguous(), tp)
 
@@ -71,7 +71,7 @@ def _sum(x: Tensor, tp: Axis) -> Tensor:
 
 
 def refuse_second_derivative(what: str) -> None:
-    """Raise where a backward pass is recorded: one that is written by hand would be taken for a constant.
+    """Raise if autograd records the backward pass: it would treat a backward that is written by hand as a constant.
 
     Raises: RuntimeError.
     """
@@ -80,7 +80,7 @@ def refuse_second_derivative(what: str) -> None:
 
 
 class _Differentiable(torch.autograd.Function):
-    """One collective forward and another backward."""
+    """One collective in the forward and another in the backward."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, tp: Axis, forward: Collective, backward: Collective) -> Tensor:
@@ -97,32 +97,32 @@ class _Differentiable(torch.autograd.Function):
 
 
 def copy_to_tp(x: Tensor, tp: Axis) -> Tensor:
-    """Pass a replicated tensor to tensor-parallel work; its gradients are summed over tp."""
+    """Return x for a computation that tp splits.  Gradients are summed over tp."""
     return _Differentiable.apply(x, tp, lambda x, _: x.view_as(x), _sum) if tp.size > 1 else x
 
 
 def reduce_from_tp(x: Tensor, tp: Axis) -> Tensor:
-    """Sum partial results over tp, in place if contiguous; the gradient passes unchanged."""
+    """Sum partial results over tp, in place if contiguous.  Gradients pass unchanged."""
     return _Differentiable.apply(x, tp, _sum_in_place, lambda grad, _: grad) if tp.size > 1 else x
 
 
 def gather_sequence(x: Tensor, tp: Axis) -> Tensor:
-    """[seq / tp, ...] -> [seq, ...]; gradients are summed and scattered."""
+    """Gather [seq / tp, ...] -> [seq, ...].  Gradients are summed over tp and scattered."""
     return _Differentiable.apply(x, tp, _gather_first, _scatter_first) if tp.size > 1 else x
 
 
 def scatter_sequence(x: Tensor, tp: Axis) -> Tensor:
-    """Sum partial [seq, ...] over tp and keep [seq / tp, ...]; gradients are gathered."""
+    """Sum partial [seq, ...] over tp and return this rank's [seq / tp, ...].  Gradients are gathered."""
     return _Differentiable.apply(x, tp, _scatter_first, _gather_first) if tp.size > 1 else x
 
 
 def gather_features(x: Tensor, tp: Axis) -> Tensor:
-    """[..., out / tp] -> [..., out] on every rank; each keeps its slice of the gradient."""
+    """Gather [..., out / tp] -> [..., out] on every rank.  Each rank takes its slice of the gradient."""
     return _Differentiable.apply(x, tp, _gather_last, _slice_last) if tp.size > 1 else x
 
 
 def split_features(x: Tensor, tp: Axis) -> Tensor:
-    """[..., in] -> this rank's [..., in / tp]; gradients are gathered."""
+    """Return this rank's slice: [..., in] -> [..., in / tp].  Gradients are gathered."""
     return _Differentiable.apply(x, tp, _slice_last, _gather_last) if tp.size > 1 else x
 
 
@@ -135,7 +135,7 @@ def _exchange_rows(rows: Tensor, sends: Counts, receives: Counts, axis: Axis) ->
 
 
 class _ExchangeRows(torch.autograd.Function):
-    """Rows go to other ranks, their gradients come back."""
+    """Sends rows to other ranks, and their gradients back."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, sends: Counts, receives: Counts, axis: Axis) -> Tensor:
@@ -150,7 +150,8 @@ class _ExchangeRows(torch.autograd.Function):
 
 
 def exchange_rows(rows: Tensor, sends: Counts, receives: Counts, axis: Axis) -> Tensor:
-    """Send `sends[i]` rows to rank i of the axis, in rank order, and get `receives[i]` from it; gradients go back.
+    """Send `sends[i]` rows to rank i of the axis, in rank order, and receive `receives[i]` rows from it.  Gradients are
+    sent back.
 
     Args:
         rows: [sum of sends, ...].

@@ -1,8 +1,8 @@
-"""What carries the collectives of a group's tensors: the trunk's implementations of `parallel_state.Backend`.
+"""Implementations of the collectives: the trunk's classes for `parallel_state.Backend`.
 
-tensors of the run's device                  TorchBackend    torch's collectives, over NCCL or gloo
+tensors on the run's device                  TorchBackend    torch's collectives, over NCCL or gloo
 tensors in host memory of a run on GPUs      HostBackend     messages over the gloo group of all ranks
-tensors of a device that an annex serves     the annex's own, at the seam "backend"
+tensors on a device that an annex supports   the annex's backend, at the seam "backend"
 """
 
 from __future__ import annotations
@@ -31,31 +31,31 @@ from megazero.comm.messages import (
 from megazero.parallel_state import Axis
 from megazero.parallel_state.groups import Backend, Counts, Group, Wait
 
-GatherObjects: TypeAlias = Callable[[Any], list[Any]]  # gives every rank's value, in rank order, to every rank
+GatherObjects: TypeAlias = Callable[[Any], list[Any]]  # returns every rank's value, in rank order, on every rank
 
-# torch 2.13 renamed both; 2.11 has the old names only.
+# torch 2.13 renamed both; 2.11 has only the old names.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 _TORCH_OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
-_MOST_UNCHECKED = 1000  # gathers whose labels are not yet compared; the oldest ones' arrived long ago
+_MOST_UNCHECKED = 1000  # gathers with labels that are not compared yet; messages of the oldest ones arrived long ago
 
 
 class TorchBackend:
-    """torch's own collectives.
+    """torch's collectives.
 
-    [Note: labels of a GPU's gathers]  The wait for a collective orders the GPU's work and returns; the host goes on and
-    keeps the GPU busy.  The wait for a label would hold the host until its neighbour's host has started the same gather,
-    so that every delay of one host would become a delay of all.  So labels are compared together, in `check_order`, which
-    comes at the end of every backward pass: what wrong weights have computed until then has not reached a weight.
+    [Note: labels of a GPU's gathers]  Waiting for a collective only orders work on the GPU, and the host continues and
+    keeps the GPU busy.  Waiting for a label would block the host until its neighbour's host has started the same
+    gather, so every delay of one host would delay all of them.  So labels are compared together, in `check_order`, at
+    the end of every backward pass: results of wrong weights have not changed a weight by then.
     """
 
     needs_scratch = False
     runs_by_itself = True
-    _rings: tuple[str, ...] = ("all_reduce", "all_gather", "reduce_scatter")  # each rank sends to the next one alone
+    _rings: tuple[str, ...] = ("all_reduce", "all_gather", "reduce_scatter")  # each rank sends only to the next one
 
     def __init__(self) -> None:
-        self._unchecked: deque[Wait] = deque()  # in the order of their gathers
+        self._unchecked: deque[Wait] = deque()  # label comparisons, in the order of their gathers
 
     def all_reduce(self, tensor: Tensor, axis: Axis, op: str) -> Wait:
         return dist.all_reduce(tensor, op=_TORCH_OPS[op], group=axis.process_group, async_op=True).wait
@@ -95,13 +95,14 @@ class TorchBackend:
             self._unchecked.popleft()()
 
     def close(self) -> None:
-        """There is nothing to release."""
+        """Do nothing: there is nothing to release."""
 
 
 class HostBackend(TorchBackend):
-    """Host memory of a run on GPUs, whose groups are NCCL's alone: messages over the gloo group of all ranks.
+    """Collectives in host memory of a run on GPUs, whose groups use only NCCL: messages over the gloo group of all
+    ranks.
 
-    Only gathers and sums meet host memory there: of gradients that are offloaded, and of what a checkpoint's reader has.
+    Only gathers and sums are needed there: of offloaded gradients, and of the data of a checkpoint's readers.
     """
 
     _rings = ()
@@ -112,7 +113,7 @@ class HostBackend(TorchBackend):
         return in_turn(start_comparing(label, axis), partial(wait_for, messages))
 
     def all_reduce(self, tensor: Tensor, axis: Axis, op: str) -> Wait:
-        """Gathers every rank's tensor and reduces in rank order."""
+        """Gather every rank's tensor and reduce in rank order."""
         every = tensor.new_empty(axis.size, tensor.numel())
         parts = every.view(axis.size, *tensor.shape).unbind(0)
         arrive = self.all_gather(every, tensor.view(-1), axis)
@@ -124,7 +125,7 @@ class HostBackend(TorchBackend):
 
 
 def over_contiguous(out: Tensor, x: Tensor, start: Callable[[Tensor, Tensor], Wait]) -> Wait:
-    """Start an operation that needs contiguous tensors: `x` is copied where it is not, and so is the result to `out`."""
+    """Start an operation that needs contiguous tensors.  Copies `x` before and the result after it if they are not."""
     if out.is_contiguous():
         return start(out, x.contiguous())
     arriving = out.new_empty(out.shape)
@@ -132,7 +133,9 @@ def over_contiguous(out: Tensor, x: Tensor, start: Callable[[Tensor, Tensor], Wa
 
 
 def choose_backend(axis: Axis, group: Group, device: torch.device, gather: GatherObjects) -> Backend:
-    """The backend for a group's tensors of a device.  All its ranks call this at the same operation and choose the same."""
+    """Return the backend for a group's tensors on a device.  All its ranks call this at the same operation, and their
+    choices agree.
+    """
     if group.device.type != device.type:
         return HostBackend()
     backend = added("backend").get(device.type)

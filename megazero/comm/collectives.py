@@ -1,8 +1,9 @@
-"""Every collective call of the project, asynchronous, counted, and with an error that names the lost peer.
+"""All collective calls of the project: asynchronous, counted, and with an error that names the lost peer.
 
-A call starts the operation and returns a `Pending`; its result may be used after `wait()`.  Over an axis of one rank there
-is no call and the `Pending` is already done, so that callers write one path.  A backend carries what layers and ZeRO call
-(see `comm/backend.py`), torch's process groups all else (see `comm/process_groups.py`).
+A call starts the operation and returns a `Pending`; its result may be used after `wait()`.  Over an axis of one rank
+nothing is sent and the `Pending` is already done, so callers need no special case.  A backend implements the
+collectives of layers and ZeRO (see `comm/backend.py`), torch's process groups all others (see
+`comm/process_groups.py`).
 """
 
 from __future__ import annotations
@@ -25,18 +26,21 @@ from megazero.parallel_state.groups import Backend, Counts, Group, Messages, Tra
 
 T = TypeVar("T")
 
-# These are RuntimeErrors too, but no peer is to blame.  (AcceleratorError: a kernel failed.)
+# These are RuntimeErrors too, but not the fault of a peer.  (AcceleratorError: a kernel failed.)
 _OF_THE_DEVICE = (torch.OutOfMemoryError, *filter(None, [getattr(torch, "AcceleratorError", None)]))
 
-# NCCL allocates beside torch's allocator, at a communicator's first operations: its last lines say what failed.
+# NCCL allocates outside torch's allocator, at the first operations of a communicator.  The last lines of its message
+# tell what failed.
 _NO_MEMORY = re.compile(r"out of memory|Failed to CUDA [a-z ]+ \d+ bytes|CUBLAS_STATUS_ALLOC_FAILED")
-# NCCL 2.28.9 has said this on a full device, where it may mean something else, too.
+# NCCL 2.28.9 reported this on a full device, but it can also mean something else.
 _OF_A_FULL_DEVICE = re.compile(r"unhandled cuda error(.|\n)*invalid argument")
-_LEAST_FREE = 2**28  # bytes; a communicator takes about half of it at once
+_LEAST_FREE = 2**28  # bytes; a new communicator takes about half of it
 
 
 def lacks_memory(error: BaseException) -> bool:
-    """Whether this rank's device has no memory left, as torch, NCCL or cuBLAS say it, or where NCCL does not, as it is."""
+    """Whether this rank's device is out of memory, according to torch, NCCL or cuBLAS, or its free memory if NCCL's
+    message is unclear.
+    """
     if isinstance(error, LostPeerError):
         return False
     text = str(error)
@@ -46,12 +50,12 @@ def lacks_memory(error: BaseException) -> bool:
 
 
 class LostPeerError(RuntimeError):
-    """A collective could not finish: a peer died, or did not come within the time limit."""
+    """A collective did not finish: a peer died, or did not join within the time limit."""
 
     def __init__(self, operation: str, axis: Axis, error: RuntimeError) -> None:
         # not the axis itself: the error may outlive its process group
         self.operation, self.axis, self.ranks, self.rank = operation, axis.name, axis.ranks, axis.ranks[axis.index]
-        # the first sentence of torch's text, without the line of its source
+        # the first sentence of torch's message, without its source line
         line = (str(error).strip().splitlines() or [type(error).__name__])[0]
         self.reason = re.sub(r"^\[[^\[\]]*:\d+\] ", "", line).split(". ")[0]
         super().__init__(self._text("", "a rank was lost or is stuck. The first rank to fail holds the cause."))
@@ -64,23 +68,23 @@ class LostPeerError(RuntimeError):
         )
 
     def explain(self, step: int, found: str) -> None:
-        """Add the step in which it happened, and what is known about the peers."""
+        """Add the step of the failure, and what is known about the peers."""
         self.args = (self._text(f" in step {step}", found),)
 
 
 class Pending:
-    """An operation under way; done already when made without `wait`.
+    """A running operation; already done if `wait` is None.
 
-    An operation that is dropped before its end, as by a step that fails, goes on: `Group.unfinished` holds it and its memory
-    until the group's next operation.
+    If it is dropped before its end, for example by a failed step, the operation continues.  `Group.unfinished` then
+    holds it and its memory until the group's next operation.
 
     Args:
-        wait: for the operation.
+        wait: waits for the operation.
         finish: this rank's own work after the wait.
-        group: of the operation.
+        group: the operation's group.
     """
 
-    _wait: Wait | None = None  # where an interrupt has kept `__init__` from its end
+    _wait: Wait | None = None  # needed by `__del__` if an interrupt stopped `__init__`
     _group: Group | None = None
 
     def __init__(
@@ -89,11 +93,11 @@ class Pending:
         self._wait, self._finish, self._group = wait, finish, group
 
     def wait(self) -> None:
-        """Wait until the result may be used; more than once is harmless.  Raises: LostPeerError."""
+        """Wait until the result may be used.  Calling it again is harmless.  Raises: LostPeerError."""
         if self._wait is not None:
             try:
                 self._wait()
-            except RuntimeError:  # it has ended
+            except RuntimeError:  # the operation has ended
                 self._group = None
                 raise
             self._wait = None
@@ -102,7 +106,7 @@ class Pending:
             self._finish = None
 
     def leave(self) -> None:
-        """Give the wait up: the group's next operation waits instead."""
+        """Drop the wait: the group's next operation waits instead."""
         if self._wait is not None and self._group is not None:
             self._group.unfinished.append(self._wait)
         self._wait = None
@@ -136,7 +140,7 @@ def _start(
     finish: Callable[[], object] | None = None,
     label: str = "",
 ) -> Pending:
-    """Start a collective of a backend; `full` is the longer of its buffers."""
+    """Start a backend's collective.  `full` is the larger of its buffers."""
     backend = _backend(axis, full.device)
     if operation == "ring_shift":
         sent, linked = full.nbytes, full.nbytes * axis.is_off_host((axis.index + 1) % axis.size)
@@ -156,17 +160,19 @@ def _started(operation: str, axis: Axis, start: Callable[[], Wait], finish: Call
 def _end_unfinished(axis: Axis) -> None:
     """Wait for collectives of this group whose `Pending` was dropped without `wait()`."""
     unfinished = axis.group.unfinished if axis.group is not None else ()
-    while unfinished:  # in the order of their start; while one is waited for, garbage that is collected may add others
+    while unfinished:  # in the order of their start; garbage collection during a wait may append more
         try:
             unfinished[0]()
-        except RuntimeError:  # it has ended
+        except RuntimeError:  # the operation has ended
             unfinished.popleft()
             raise
         unfinished.popleft()
 
 
 def _backend(axis: Axis, device: torch.device) -> Backend:
-    """The backend for tensors of a device, chosen by all ranks of the axis at their first operation that needs it."""
+    """Return the backend for tensors on a device.  All ranks of the axis choose it at their first operation on that
+    device.
+    """
     if axis.group is None:
         raise RuntimeError(f"{axis.name} has {axis.size} ranks but no process group")
     backends = axis.group.backends
@@ -176,7 +182,7 @@ def _backend(axis: Axis, device: torch.device) -> Backend:
 
 
 def _messages(axis: Axis) -> Messages:
-    """Get what carries broadcasts, messages between two ranks and small values."""
+    """Return what implements broadcasts, messages between two ranks and exchanges of small values."""
     group = axis.group
     if group is None:
         return ProcessGroups()
@@ -186,9 +192,11 @@ def _messages(axis: Axis) -> Messages:
 
 
 def runs_by_itself(axis: Axis) -> bool:
-    """Whether operations over an axis of several ranks go on while this one computes.  All ranks of the axis call this.
+    """Whether operations over an axis of several ranks continue while this rank computes.  All ranks of the axis must
+    call this.
 
-    Those in the memory of one host do not: each rank copies its part when it waits, and would only wait at more places.
+    Operations in the memory of one host do not: each rank copies its part when it waits, so splitting them only adds
+    waits.
     """
     return axis.group is not None and _backend(axis, axis.group.device).runs_by_itself
 
@@ -209,7 +217,7 @@ def all_reduce(tensor: Tensor, axis: Axis, op: str = "sum") -> Pending:
         op: "sum" or "max".
 
     Raises:
-        ValueError: it is not contiguous; so for the other operations.
+        ValueError: it is not contiguous; also raised by the other operations.
     """
     if axis.size == 1:
         return Pending()
@@ -227,7 +235,7 @@ def all_reduce(tensor: Tensor, axis: Axis, op: str = "sum") -> Pending:
 
 
 def numbers_of(reduced: Tensor, axis: Axis) -> list[float]:
-    """A finished `all_reduce` as numbers.  On CUDA the host waits for its peers here, not in `Pending.wait`."""
+    """Return the numbers of a finished `all_reduce`.  On CUDA the host waits for its peers here, not in `Pending.wait`."""
     return list(_guarded("all_reduce", axis, reduced.tolist) if axis.size > 1 else reduced.tolist())
 
 
@@ -235,7 +243,7 @@ def broadcast(tensor: Tensor, axis: Axis, source: int = 0) -> Pending:
     """Replace `tensor` by the tensor of one rank.
 
     Args:
-        tensor: contiguous, equal shape and dtype on every rank; overwritten but on the source.
+        tensor: contiguous, equal shape and dtype on every rank; overwritten, except on the source.
         source: index of the sending rank on the axis.
     """
     if axis.size == 1:
@@ -257,10 +265,10 @@ def all_gather(out: Tensor, shard: Tensor, axis: Axis, label: str = "") -> Pendi
     """Concatenate every rank's `shard` into `out`, in rank order.
 
     Args:
-        out: 1-D or leading dimension n * shard's; contiguous.
+        out: n times as long as `shard` in dimension 0; contiguous.
         shard: contiguous; may be this rank's own part of `out`.
-        label: what is gathered, the same on every rank; if it differs, `wait`, or on a GPU the next `check_order`, raises
-            OrderError, with both.
+        label: describes the gather.  Ranks must gather in the same order: if their labels differ, `wait`, or on a GPU
+            the next `check_order`, raises OrderError with both labels.
     """
     _check_parts(out, shard, axis)
     if axis.size == 1:
@@ -272,7 +280,7 @@ def all_gather(out: Tensor, shard: Tensor, axis: Axis, label: str = "") -> Pendi
 
 
 def check_order(axis: Axis) -> None:
-    """Compare what the ranks have gathered since the last call, as far as the waits have not; see `comm/backend.py`.
+    """Compare the gathers of all ranks since the last call, unless their waits have done it; see `comm/backend.py`.
 
     Raises: OrderError.
     """
@@ -281,17 +289,19 @@ def check_order(axis: Axis) -> None:
 
 
 def arriving_elements(full: int, axis: Axis) -> int:
-    """Elements of `scratch` that a `reduce_scatter` of `full` elements uses.  All ranks of the axis call this."""
+    """Return the elements of `scratch` that a `reduce_scatter` of `full` elements uses.  All ranks of the axis must
+    call this.
+    """
     return full if axis.group is not None and _backend(axis, axis.group.device).needs_scratch else 0
 
 
 def reduce_scatter(out: Tensor, full: Tensor, axis: Axis, scratch: Tensor | None = None) -> Pending:
-    """Sum `full` over the axis and keep this rank's part in `out`.
+    """Sum `full` over the axis and write this rank's part to `out`.
 
     Args:
-        out: this rank's 1/n of `full`'s leading dimension; contiguous; may be this rank's own part of `full`.
-        full: contiguous; its leading dimension is divisible by the axis size. Not to be changed before `wait`.
-        scratch: 1-D, at least `arriving_elements`; allocated here when None. `out` may be its beginning.
+        out: 1/n of `full` in dimension 0; contiguous; may be this rank's own part of `full`.
+        full: contiguous; dimension 0 is divisible by the axis size.  Do not change it before `wait`.
+        scratch: 1-D, at least `arriving_elements`; allocated if None.  `out` may be its beginning.
     """
     _check_parts(full, out, axis)
     if axis.size == 1:
@@ -308,14 +318,14 @@ def reduce_scatter(out: Tensor, full: Tensor, axis: Axis, scratch: Tensor | None
 
 
 def all_to_all(out: Tensor, x: Tensor, axis: Axis) -> Pending:
-    """Send part j of `x` to rank j; part i of `out` is what rank i sent to this one.
+    """Send part j of `x` to rank j, and receive part i of `out` from rank i.
 
     Args:
-        out: [axis size, ...]; of any strides, and apart from `x`.
-        x: shape and dtype of `out`, the same on every rank; of any strides. Not to be changed before `wait`.
+        out: [axis size, ...]; with any strides, and in other memory than `x`.
+        x: shape and dtype of `out`, the same on every rank; with any strides.  Do not change it before `wait`.
 
     Raises:
-        ValueError: other shapes or types.
+        ValueError: the shapes or types differ.
     """
     if out.shape != x.shape or out.dtype != x.dtype or x.shape[:1] != (axis.size,):
         raise ValueError(
@@ -329,14 +339,15 @@ def all_to_all(out: Tensor, x: Tensor, axis: Axis) -> Pending:
 
 
 def all_to_all_rows(out: Tensor, x: Tensor, axis: Axis, sends: Counts, receives: Counts) -> Pending:
-    """Send the first `sends[0]` rows of `x` to rank 0, the next `sends[1]` to rank 1, ...; `out` has what they sent here.
+    """Send the first `sends[0]` rows of `x` to rank 0, the next `sends[1]` to rank 1, and so on; receive `out`
+    likewise.
 
     Args:
-        out, x: [sum of receives, ...] and [sum of sends, ...]; contiguous.  `x` is not to be changed before `wait`.
-        sends, receives: rows for and from each rank of the axis; `receives[i]` is what rank i sends to this one.
+        out, x: [sum of receives, ...] and [sum of sends, ...]; contiguous.  Do not change `x` before `wait`.
+        sends, receives: number of rows to and from each rank of the axis; `receives[i]` rows come from rank i.
 
     Raises:
-        ValueError: the counts do not make up the tensors.
+        ValueError: the counts do not match the tensors.
     """
     shapes = [(sum(counts), *x.shape[1:]) for counts in (receives, sends)]
     if [out.shape, x.shape] != shapes or out.dtype != x.dtype or {len(sends), len(receives)} != {axis.size}:
@@ -357,11 +368,12 @@ def all_to_all_rows(out: Tensor, x: Tensor, axis: Axis, sends: Counts, receives:
 
 
 def ring_shift(out: Tensor, x: Tensor, axis: Axis) -> Pending:
-    """Send `x` to the next rank of the axis, the last rank's to the first; `out` is what the rank before has sent.
+    """Send `x` to the next rank of the axis, and receive `out` from the previous one.  The last rank sends to the
+    first.
 
     Args:
-        out: contiguous, apart from `x`.
-        x: contiguous, shape and dtype the same on every rank. Not to be changed before `wait`.
+        out: contiguous, in other memory than `x`.
+        x: contiguous, shape and dtype the same on every rank.  Do not change it before `wait`.
     """
     if axis.size == 1:
         out.copy_(x)
@@ -371,7 +383,7 @@ def ring_shift(out: Tensor, x: Tensor, axis: Axis) -> Pending:
 
 
 def gather_objects(value: T, axis: Axis) -> list[T]:
-    """Every rank's `value`, in rank order, on every rank.  For small picklable values."""
+    """Return every rank's `value`, in rank order, on every rank.  For small picklable values."""
     return _gather([value], axis)
 
 
@@ -382,31 +394,32 @@ def _gather(values: list[T], axis: Axis) -> list[T]:
 
 
 def _of_values(operation: str, axis: Axis, call: Callable[[Messages], T]) -> T:
-    """Exchange small values, which count no bytes."""
+    """Exchange small values, which are not counted as bytes."""
     axis.traffic.add(axis.name, operation, 0)
     return _guarded(operation, axis, lambda: call(_messages(axis)))
 
 
 def from_first(value: T, axis: Axis) -> T:
-    """The `value` of the axis's first rank, on every rank; no other one is sent.  For picklable values."""
+    """Return the `value` of the axis's first rank on every rank.  Other values are not sent.  For picklable values."""
     return (
         value if axis.size == 1 else _of_values("from_first", axis, lambda messages: messages.from_first(value, axis))
     )
 
 
 def largest(numbers: Sequence[float], axis: Axis) -> list[float]:
-    """The elementwise maximum of every rank's numbers, on every rank."""
+    """Return the elementwise maximum of every rank's numbers, on every rank."""
     return list(
         numbers if axis.size == 1 else _of_values("largest", axis, lambda messages: messages.largest(numbers, axis))
     )
 
 
 def agree(action: Callable[[], T], axis: Axis, raises: type[Exception]) -> T:
-    """Run an action that may fail on some ranks only; if it fails on any, every rank raises.
+    """Run an action that may fail on some ranks only.  If it fails on any, every rank raises.
 
     Args:
         action: makes no collective call.
-        raises: what all ranks raise, with the texts of the failures; a subclass of it if that was raised first.
+        raises: the type of the error that all ranks raise, with the texts of all failures; the type of the first
+            failure if that is a subclass.
     """
     answer: list[T] = []
     failure: tuple[str, type[Exception]] | None = None
@@ -414,27 +427,27 @@ def agree(action: Callable[[], T], axis: Axis, raises: type[Exception]) -> T:
     try:
         answer.append(action())
     except Exception as error:
-        # an error with other arguments cannot be made from a text
+        # an error with further arguments cannot be created from a text
         is_plain = isinstance(error, raises) and type(error).__init__ is raises.__init__
         failure, cause = (str(error) or repr(error), type(error) if is_plain else raises), error
-    if found := _gather([] if failure is None else [failure], axis):  # of many ranks, next to nothing is sent
+    if found := _gather([] if failure is None else [failure], axis):  # without failures, almost nothing is sent
         raise found[0][1]("\n".join(dict.fromkeys(text for text, _ in found))) from cause
     return answer[0]
 
 
 def on_first(action: Callable[[], T], axis: Axis, raises: type[Exception]) -> T:
-    """Run an action on the axis's first rank; every rank gets its result, or raises its error.  For picklable results."""
+    """Run an action on the axis's first rank.  Every rank gets its result, or raises its error.  For picklable results."""
     answer = agree(action if axis.index == 0 else lambda: None, axis, raises)
     return from_first(answer, axis)  # type: ignore[return-value]  # the first rank's is one
 
 
 def exchange(sends: Transfers, receives: Transfers, axis: Axis) -> list[Pending]:
-    """Post point-to-point operations together.
+    """Start point-to-point operations together.
 
     Args:
-        sends: (tensor, global rank to send to); contiguous; must not change before its `Pending` was waited for.
+        sends: (tensor, global rank to send to); contiguous.  Do not change a tensor before the wait for its `Pending`.
         receives: (buffer, global rank to receive from); contiguous.
-        axis: the ranks among which messages travel; both sides must post a pair's messages in the same order.
+        axis: the ranks that exchange messages; both sides must post the messages of a pair in the same order.
 
     Returns: one `Pending` per operation, sends first.
     """

@@ -1,12 +1,12 @@
-"""Ulysses' exchanges (Jacobs et al. 2023, section 3): all heads of a part of the sequence for some heads of all of it.
+"""Exchanges of Ulysses (Jacobs et al. 2023, section 3): all heads of part of the sequence for some heads of all of it.
 
                      rank 0's sequence | rank 1's             rank 0's sequence | rank 1's
              rank 0:  all heads        |             rank 0:  its heads         | its heads
              rank 1:                   | all heads   rank 1:  its heads         | its heads
 
-Heads may go a few at a time, so that attention to the first ones hides the exchange of the others: `heads` counts among
-those that a rank has after the exchange.  The sequence is dimension 0 in memory: attention's [batch, heads, seq, size] is a
-view of [seq, batch, heads, size], and remains one.
+Heads may be exchanged a few at a time, so that attention to the first ones hides the exchange of the others.  `heads`
+are indices among a rank's heads after the exchange.  The sequence is dimension 0 in memory: attention's [batch, heads,
+seq, size] is a view of [seq, batch, heads, size], before and after.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from megazero.parallel_state import Axis
 
 
 def start_heads_for_sequence(x: Tensor, axis: Axis, heads: slice) -> tuple[Tensor, Pending]:
-    """Begin exchanging [batch, heads, seq, size] for the chosen ones of [batch, heads / n, seq * n, size].
+    """Start to exchange [batch, heads, seq, size] for some heads of [batch, heads / n, seq * n, size].
 
     Args:
-        x: of any strides; rank i has the i-th piece of the sequence, and gets the i-th group of heads.
-        axis: of n ranks.
-        heads: with a start and a stop, among the heads of a group; all of them where the axis has one rank.
+        x: with any strides; rank i has the i-th part of the sequence, and gets the i-th group of heads.
+        axis: n ranks.
+        heads: a slice of a rank's group, with a start and a stop; ignored if the axis has one rank.
 
     Returns: the result, a view of [seq * n, batch, chosen heads, size], and the wait after which it may be used.
     """
@@ -40,8 +40,8 @@ class SequenceForHeads:
     """Exchanges [batch, heads / n, seq * n, size] back to [batch, heads, seq, size], some heads at a time.
 
     Args:
-        axis: of n ranks.
-        heads: of a rank, heads / n.
+        axis: n ranks.
+        heads: number of heads of a rank, heads / n.
     """
 
     def __init__(self, axis: Axis, heads: int) -> None:
@@ -50,11 +50,11 @@ class SequenceForHeads:
         self._under_way: list[Pending] = []
 
     def start(self, x: Tensor, heads: slice) -> None:
-        """Begin with some heads; with all of them where the axis has one rank.
+        """Start to exchange some heads; all of them if the axis has one rank.
 
         Args:
-            x: [batch, chosen heads, seq * n, size], of any strides.
-            heads: with a start and a stop, where these are among the heads of a rank.
+            x: [batch, chosen heads, seq * n, size], with any strides.
+            heads: their slice among the heads of a rank, with a start and a stop.
         """
         ranks = self._axis.size
         if ranks == 1:
@@ -67,7 +67,7 @@ class SequenceForHeads:
         self._under_way.append(all_to_all(self._whole[:, :, :, heads].movedim(2, 0), parts, self._axis))
 
     def result(self) -> Tensor:
-        """All heads, a view of [seq, batch, heads, size], when they have arrived.  Raises: LostPeerError."""
+        """Wait for all heads and return them as a view of [seq, batch, heads, size].  Raises: LostPeerError."""
         if self._whole is None:
             raise ValueError("no heads have been exchanged")
         for pending in self._under_way:

@@ -1,4 +1,4 @@
-"""How a rank starts: the store at which the ranks meet, and what a rank sets before process groups are made."""
+"""Start of a rank: the store through which ranks find each other, and settings that must precede process groups."""
 
 from __future__ import annotations
 
@@ -18,11 +18,16 @@ from megazero.parallel_state.state import connect_on_demand
 
 
 def open_meeting(rank: int, world: int, timeout: timedelta, *, waits: bool = False) -> Store:
-    """The store at MASTER_ADDR and MASTER_PORT through which the ranks meet; rank 0 serves it, unless torchrun does.
+    """Return the store at MASTER_ADDR and MASTER_PORT through which the ranks meet.  Rank 0 serves it, unless torchrun
+    does.
 
-    A thread connects, and is left behind if it is late: torch waits without limit for a server that accepts and is silent.
+    A thread connects, and is abandoned if it takes too long: torch waits without limit for a server that accepts the
+    connection but never answers.
 
-    waits: whether rank 0 waits here until all others have come.  Raises: MeetingError.
+    Args:
+        waits: whether rank 0 waits here until all other ranks have connected.
+
+    Raises: MeetingError, the store cannot be reached.
     """
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     serves, seconds = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True", timeout.total_seconds()
@@ -36,7 +41,7 @@ def open_meeting(rank: int, world: int, timeout: timedelta, *, waits: bool = Fal
 
     thread = Thread(target=connect, daemon=True)
     thread.start()
-    thread.join(seconds + min(seconds, 30) + 1)  # torch's own error says more, and comes later than it was asked for
+    thread.join(seconds + min(seconds, 30) + 1)  # torch's own error tells more, and comes after its timeout
     if found and isinstance(found[0], Store):
         return found[0]
     raise MeetingError(
@@ -48,7 +53,8 @@ def open_meeting(rank: int, world: int, timeout: timedelta, *, waits: bool = Fal
 
 
 def name_hint(environment: Mapping[str, str]) -> str:
-    """What to set where this host's name, by which gloo finds its address, leads to itself alone; empty elsewhere.
+    """Return advice for an error message if this host's name, by which gloo finds its address, leads only to the host
+    itself; otherwise "".
 
     Debian writes such a line into /etc/hosts: 127.0.1.1 and the name.
     """
@@ -65,19 +71,20 @@ def name_hint(environment: Mapping[str, str]) -> str:
 
 
 def of_this_start(store: Store) -> Store:
-    """The store as this start of the ranks sees it.
+    """Return the store with a prefix for this start of the ranks.
 
-    A torchrun that keeps one store over its restarts still has in it what the ranks of the last start wrote.  With a single
-    agent all ranks see the same restart count; for several agents see docs/elastic.md.
+    A torchrun that keeps one store over its restarts still has in it what the ranks of the last start wrote.  With a
+    single agent all ranks see the same restart count; for several agents see docs/elastic.md.
     """
     count = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") if os.environ.get("GROUP_WORLD_SIZE") == "1" else ""
     return PrefixStore(f"megazero/start{count}", store)
 
 
 def prepare_rank(device: torch.device, local_world_size: int) -> None:
-    """Set what a rank needs before process groups are made.
+    """Prepare the process of a rank for process groups.
 
-    local_world_size: ranks of this host, this one included.
+    Args:
+        local_world_size: ranks of this host, with this one.
     """
     connect_on_demand(os.environ)
     if device.type == "cuda":

@@ -1,7 +1,7 @@
-"""Messages between pairs of ranks: tags that keep operations apart, waits, and labels that ranks compare.
+"""Messages between pairs of ranks: tags that separate operations, waits, and labels that ranks compare.
 
-Messages of one tag between two ranks arrive in the order in which they were sent.  A message of another length than expected
-ends the process, so messages of different operations must not meet.
+Messages with one tag between two ranks arrive in the order in which they were sent.  A message of unexpected length
+ends the process, so messages of different operations must not be confused.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from megazero.comm.memory import address_of
 from megazero.parallel_state import Axis
 from megazero.parallel_state.groups import Wait
 
-# 0 is torch's own: `exchange`.
+# torch uses 0, as does `exchange`.
 LABEL_TAG = 1
 _FIRST_LABELLED_TAG, _LABELLED_TAGS = 2, 2**24
 REDUCE_TAG, ALL_TO_ALL_TAG, OBJECT_TAG, RING_TAG, SUMS_TAG = range(2**25, 2**25 + 5)
@@ -29,28 +29,28 @@ REDUCTIONS: dict[str, Callable[..., Tensor]] = {"sum": torch.add, "max": torch.m
 
 
 class OrderError(RuntimeError):
-    """Ranks have started different operations where each should have started the same one."""
+    """Ranks have started different operations although each should have started the same one."""
 
 
 def tag_of(label: str) -> int:
-    """A tag for the messages of an operation with a label; the same for all without one."""
+    """Return a tag for the messages of an operation with this label.  All operations without a label share one."""
     return _FIRST_LABELLED_TAG + (crc32(label.encode()) % _LABELLED_TAGS if label else 0)
 
 
 def group_of(tensor: Tensor, axis: Axis) -> dist.ProcessGroup:
-    """The group that carries messages of such a tensor."""
+    """Return the process group that sends messages of such a tensor."""
     return axis.host_group if tensor.device.type == "cpu" else axis.process_group
 
 
 def wait_for(works: Sequence[Any]) -> None:
-    """Wait for messages, also after an interrupted wait: with gloo a second wait for the same message never ends."""
+    """Wait for messages, even after an interrupted wait: with gloo, a second wait for the same message never ends."""
     for work in works:
         if not (work.is_completed() and work.is_success()):
             work.wait()
 
 
 def wait_of(work: Any, tensor: Tensor) -> Wait:
-    """Return the function that waits for a tensor's message; NCCL allows a second wait, gloo needs `wait_for`."""
+    """Return the function that waits for a tensor's message.  NCCL allows a second wait; gloo needs `wait_for`."""
     return partial(wait_for, [work]) if tensor.device.type == "cpu" else work.wait
 
 
@@ -60,7 +60,7 @@ def in_turn(*waits: Wait) -> Wait:
 
 
 def shift(out: Tensor, x: Tensor, axis: Axis) -> Wait:
-    """Start to send `x` to the next rank of the axis, and to receive `out` from the one before."""
+    """Start to send `x` to the next rank of the axis, and to receive `out` from the previous one."""
     after, before = axis.ranks[(axis.index + 1) % axis.size], axis.ranks[axis.index - 1]
     group = group_of(x, axis)
     sides = [dist.P2POp(dist.isend, x, after, group, RING_TAG), dist.P2POp(dist.irecv, out, before, group, RING_TAG)]
@@ -70,7 +70,7 @@ def shift(out: Tensor, x: Tensor, axis: Axis) -> Wait:
 def swap(arriving: Tensor | Sequence[Tensor], leaving: Tensor | Sequence[Tensor], axis: Axis, tag: int) -> list[Any]:
     """Start to send `leaving[i]` to rank i and to receive `arriving[i]` from it, for all other ranks; in host memory.
 
-    A message reaches its socket without a thread of gloo's: as many as there are go both ways at once.
+    gloo writes messages to sockets without its threads, so any number of them can travel both ways at once.
     """
     others = [index for index in range(axis.size) if index != axis.index]
     where, group = [(index, axis.ranks[index]) for index in others], axis.host_group
@@ -96,12 +96,21 @@ def combine(out: Tensor, parts: Sequence[Tensor], op: Callable[..., Tensor]) -> 
 
 
 def encoded(label: str) -> bytes:
-    """A label as ranks compare it, `LABEL_BYTES` long; what identifies the operation comes first."""
+    """Return a label in the form that ranks compare, `LABEL_BYTES` long.  What identifies the operation must come
+    first.
+    """
     return label.encode()[:LABEL_BYTES].ljust(LABEL_BYTES)
 
 
 def check_labels(labels: Mapping[int, bytes], expected: bytes) -> None:
-    """Raises: OrderError: a rank, by its number in the group, is in an operation with another label."""
+    """Check that all ranks are in the same operation.
+
+    Args:
+        labels: encoded labels of other ranks, by their index in the group.
+        expected: this rank's label.
+
+    Raises: OrderError, a label differs.
+    """
     for index, found in labels.items():
         if found != expected:
             theirs, mine = (label.decode(errors="replace").strip() for label in (found, expected))
@@ -114,9 +123,10 @@ def check_labels(labels: Mapping[int, bytes], expected: bytes) -> None:
 def start_comparing(
     label: str, axis: Axis, step: int = 1, wait_for: Callable[[Sequence[Any]], object] = wait_for
 ) -> Wait:
-    """Send the label to the rank `step` places ahead; the wait compares it with the label of the rank as far behind.
+    """Send the label to the rank `step` places ahead.  The wait compares it with the label of the rank `step` places
+    behind.
 
-    One message over host memory, however many ranks there are; none if the label is empty.
+    This is one message over host memory, however many ranks there are; none if the label is empty.
     """
     if not label:
         return lambda: None

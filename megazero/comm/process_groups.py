@@ -1,6 +1,6 @@
-"""torch's process groups carry broadcasts, messages between two ranks, and small values: see `parallel_state.Messages`.
+"""Broadcasts, messages between two ranks and small values over torch's process groups: see `parallel_state.Messages`.
 
-Small picklable values go along a tree over host memory.
+Small picklable values are sent along a tree over host memory.
 
     eight ranks, by index          0           the parent of a rank: its index without the lowest bit that is set
                                /   |   \\        a subtree: adjacent ranks, so that lists stay in rank order
@@ -10,8 +10,8 @@ Small picklable values go along a tree over host memory.
                                           |
                                           7
 
-A rank has at most log2(n) children, so with groups that connect on demand nobody connects to more, and every rank knows a
-value after 2 log2(n) messages.  torch's own gathers go round a ring of n.
+A rank has at most log2(n) children, so if groups connect on demand, no rank connects to more.  Every rank has a value
+after 2 log2(n) messages; torch's own gathers need n, around a ring.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ from megazero.parallel_state import Axis
 from megazero.parallel_state.groups import Transfers, Wait
 
 T = TypeVar("T")
-# of a message whose length the other side does not know: its length, and what follows; most end in it
+# bytes of the first message; it begins with the length, which the receiver does not know, and most values fit in it
 _FIRST_BYTES = 1024
 
 
 class ProcessGroups:
-    """Sends over the process groups of the axis that is given."""
+    """Sends over the process groups of the given axis."""
 
     def broadcast(self, tensor: Tensor, axis: Axis, source: int) -> Wait:
         wait: Wait = dist.broadcast(tensor, src=axis.ranks[source], group=axis.process_group, async_op=True).wait
@@ -46,7 +46,7 @@ class ProcessGroups:
         operations += [dist.P2POp(dist.irecv, buffer, peer, group=group) for buffer, peer in receives]
         works = dist.batch_isend_irecv(operations)
         waits = [wait_of(work, operation.tensor) for work, operation in zip(works, operations, strict=False)]
-        return waits if len(waits) == len(operations) else waits * len(operations)  # NCCL has one for the whole batch
+        return waits if len(waits) == len(operations) else waits * len(operations)  # NCCL: one wait for all
 
     def gather(self, values: list[Any], axis: Axis) -> list[Any]:
         found = _joined([pickle.dumps(value) for value in values], lambda ours, theirs: ours + theirs, axis)
@@ -61,19 +61,19 @@ class ProcessGroups:
 
 
 def parent(index: int) -> int:
-    """The parent of a rank that is not the first."""
+    """Return the parent of a rank other than the first."""
     return index & (index - 1)
 
 
 def children(index: int, size: int) -> list[int]:
-    """The children of a rank, nearest first."""
+    """Return the children of a rank, nearest first."""
     reach = index & -index or size
     steps = (1 << bit for bit in range(reach.bit_length()))
     return [index + step for step in steps if step < reach and index + step < size]
 
 
 def _joined(value: T, join: Callable[[T, T], T], axis: Axis) -> T:
-    """Join the values of all ranks in rank order, up the tree; every rank gets the result."""
+    """Join the values of all ranks in rank order, up the tree.  Every rank gets the result."""
     for child in children(axis.index, axis.size):
         value = join(value, pickle.loads(_receive(axis, child)))
     message = pickle.dumps(value)
@@ -84,7 +84,7 @@ def _joined(value: T, join: Callable[[T, T], T], axis: Axis) -> T:
 
 
 def _spread(message: bytes, axis: Axis) -> bytes:
-    """The first rank's message, on every rank."""
+    """Return the first rank's message on every rank."""
     if axis.index:
         message = _receive(axis, parent(axis.index))
     for child in reversed(children(axis.index, axis.size)):  # the largest subtree first
