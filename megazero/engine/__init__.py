@@ -1,4 +1,4 @@
-"""One training step, whoever calls it: a GPT by its configuration, or a script's own module."""
+"""One training step: of a configured GPT, or of a script's own module."""
 
 from megazero.engine.gpt import Engine, initialize
 from megazero.engine.phases import Position

@@ -1,7 +1,7 @@
-"""The routers of a rank: the scale of their balance losses in a step, and the statistics that a step gathers of them.
+"""Routers of a rank: the scale of their balance losses in a step, and statistics of a step over all ranks.
 
 forward of a router     tally of its layer: tokens of each expert, entropy, losses     (layers/experts.py, `Balance`)
-end of a step           summed over all ranks when somebody asks
+end of a step           summed over all ranks, on request
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from megazero.parallel_state import ParallelState
 
 @dataclass(frozen=True)
 class ExpertLoad:
-    """How a step's tokens were spread over experts.
+    """Distribution of a step's tokens over experts.
 
     Args:
-        tokens: int64 [layers, experts], how many tokens went to each.
-        entropy: [layers], of the router's scores, mean nats of a token.
-        aux, z: both losses, summed over layers, per counted token.
+        tokens: int64 [layers, experts], number of tokens that each expert received.
+        entropy: [layers], of the router's scores, mean nats per token.
+        aux, z: the two losses, summed over layers, per counted token.
     """
 
     tokens: Tensor
@@ -35,7 +35,9 @@ class ExpertLoad:
     z: float
 
     def metrics(self) -> dict[str, float | Mapping[str, float]]:
-        """Values for metrics.jsonl: by layer the largest and smallest load, 1 if even, and the entropy; both losses."""
+        """Return values for metrics.jsonl: for each layer the largest and smallest load (1 if even) and the entropy,
+        and both losses.
+        """
         load = self.tokens / self.tokens.double().mean(1, keepdim=True)
         by_layer = {"expert_load_max": load.amax(1), "expert_load_min": load.amin(1), "router_entropy": self.entropy}
         named: dict[str, float | Mapping[str, float]] = {
@@ -48,9 +50,9 @@ class Routers:
     """The routers of this rank's stages.
 
     Args:
-        config: of the run.
+        config: the run.
         state: this rank.
-        stages: its chunks.
+        stages: its model chunks.
     """
 
     def __init__(self, config: RunConfig, state: ParallelState, stages: Sequence[GPTStage]) -> None:
@@ -68,18 +70,19 @@ class Routers:
         self.needs_labels = bool(model.router_aux_coef or model.router_z_coef)
 
     def begin_step(self) -> None:
-        """Forget the last step."""
+        """Clear the tallies of the last step."""
         self._tallies.zero_()
 
     def set_grad_scale(self, grad_scale: Callable[[], Tensor]) -> None:
-        """Set the gradient of the step's scaled loss by a sum over tokens."""
+        """Set the function that returns the gradient of the step's scaled loss with respect to a sum over tokens."""
         for balance in self._balances:
             balance.grad_scale = grad_scale
 
     def load(self, tokens: int) -> ExpertLoad:
-        """Sum the tallies of the last step over all ranks: a collective call of the world.
+        """Sum the tallies of the last step over all ranks.  A collective call of the world.
 
-        tokens: that the step counted, all ranks together.
+        Args:
+            tokens: number of tokens that the step counted, over all ranks.
         """
         sums = self._tallies.double()
         all_reduce(sums, self._state.world).wait()

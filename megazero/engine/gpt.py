@@ -1,6 +1,7 @@
-"""One training step of a GPT: model, schedule, ZeRO and precision bound together on one rank.
+"""One training step of a GPT on one rank: model, schedule, ZeRO and precision together.
 
-micro-batches -> executor(schedule, stages)   forward and backward; buckets of gradients are reduced as they become complete
+micro-batches -> executor(schedule, stages)   forward and backward; each bucket of gradients is reduced once it is
+complete
               -> sum_over_ranks (step.py)     one all-reduce: norm, loss, tokens, stop
               -> clip, sharded optimizer      the weights are gathered behind the next forward (zero/weight_gathers.py)
 """
@@ -57,12 +58,12 @@ if TYPE_CHECKING:
 
 
 class Engine:
-    """One rank of a training run; see `initialize`.  Every method is called on every rank, in the same order.
+    """One rank of a training run; see `initialize`.  Call every method on every rank, in the same order.
 
     Attributes:
-        offload: holds in an arena what layers keep; None where none does.
-        share: what this rank needs of each global batch.
-        routers: of this rank; None where the model has no experts.
+        offload: stores activations that layers move off the device or into an arena; None if no layer does.
+        share: the part of each global batch that this rank needs.
+        routers: routers of this rank; None if the model has no experts.
         compiles: whether blocks are compiled.
         on_action: called before and after every computed action, for traces.
         wants_stop: called at the end of every step and evaluation; see `StepStatistics.stop`.
@@ -78,7 +79,7 @@ class Engine:
         self._heads = [module for module in self._chunks.modules() if isinstance(module, VocabParallelHead)]
         for head in self._heads:
             head.z_loss_coef = config.training.z_loss_coef
-        # What an arena holds comes back in the order of the actions, so the parts of a pair then run one after the other.
+        # An arena returns activations in the order of the actions, so with one the two passes of a pair cannot overlap.
         beside = kind.has_pairs and expert_axis(config, state).size > 1 and self.offload is None
         self._turns: Turns | None = None
         if beside:
@@ -90,7 +91,7 @@ class Engine:
         self.dtype = self.sharded_model.policy.dtype
         self.routers: Routers | None = None
         if num_experts(config):
-            from megazero.engine.balance import Routers  # which dense models do not load
+            from megazero.engine.balance import Routers  # not loaded for dense models
 
             self.routers = Routers(config, state, self._stages)
         self._has_head = any(stage.head is not None for stage in self._stages)
@@ -113,14 +114,14 @@ class Engine:
             self._new_activation,
             lambda action: None if self.on_action is None else self.on_action(action),
         )
-        self._grad_norm = 0.0  # of the gradients that the buckets hold
+        self._grad_norm = 0.0  # norm of the gradients in the buckets
         self._documents_are_compared = not config.data.document_mask
 
     @property
     def chunks(self) -> nn.ModuleList:
-        """This rank's part of the model, with the weights of the last step: those under way are waited for.
+        """This rank's part of the model, after a wait for the gathers of the last step's weights.
 
-        Ask again after every step: parameters that were kept from before it may still be on their way.
+        Access it again after every step: with a reference from before the step, weights may still be arriving.
         """
         self.sharded_model.parameters.gathers.wait()
         return self._chunks
@@ -128,16 +129,17 @@ class Engine:
     def train_step(
         self, batches: Sequence[MicroBatch], lr: float | None, *, raises_non_finite: bool = True
     ) -> StepStatistics:
-        """One optimizer step on this rank's micro-batches.
+        """Run one optimizer step on this rank's micro-batches.
 
         Args:
             batches: this dp rank's slice of the global batch, as micro-batches of equal size.
-            lr: learning rate of this step; None to stop before the update (see `update`).
-            raises_non_finite: False to return where loss or norm is not finite, with the update left out.
+            lr: learning rate of this step; None: stop before the update (see `update`).
+            raises_non_finite: False: if loss or norm is not finite, skip the update and return.
 
         Raises:
-            NonFiniteError: on every rank, before any weight has changed; under fp16 such a step is skipped instead.
-            RuntimeError: gradients are switched off.
+            NonFiniteError: loss or norm is not finite; on every rank, before any weight has changed.  Under fp16 such a
+                step is skipped instead.
+            RuntimeError: gradients are disabled.
             LossScaleError: an overflow at the smallest loss scale.
             LostPeerError: a rank has died.
         """
@@ -146,7 +148,7 @@ class Engine:
         loss_sum, tokens = self._run(
             batches, trains=True
         )  # forward and backward; complete buckets are reduced meanwhile
-        model.finish_gradients()  # the last reductions; sums over tp and over the copies of tied weights
+        model.finish_gradients()  # the last reductions; sums over tp and over copies of tied weights
         z_sum = sum((head.z_sum for head in self._heads), 0.0)
         statistics = sum_over_ranks(model, model.square_sum(), loss_sum, tokens, z_sum, stop=self.wants_stop())
         if raises_non_finite:
@@ -158,42 +160,50 @@ class Engine:
         return replace(statistics, skipped=not updated)
 
     def compute_gradients(self, batches: Sequence[MicroBatch]) -> StepStatistics:
-        """A `train_step` without the update: the buckets hold the global batch's mean gradient, each rank its share."""
+        """Run a `train_step` without the update.  The buckets then hold the global batch's mean gradient, each rank its
+        shard.
+        """
         return self.train_step(batches, None)
 
     def update(self, lr: float) -> bool:
-        """Clip by the norm of the computed gradients and step; False after an overflow under fp16.
+        """Clip by the norm of the computed gradients and update the weights.  Returns False after an overflow under
+        fp16.
 
-        Weights, and gradients of stage 0, may travel until the next forward; `chunks` waits for them.
+        Gathers of weights, and reductions of gradients at stage 0, may run until the next forward; `chunks` waits for
+        them.
         """
         for group in self.sharded_model.optimizer.torch_optimizer.param_groups:
             group["lr"] = lr * group.get("lr_ratio", 1.0)
         return self.sharded_model.update(self._grad_norm, self.config.optimizer.grad_clip)
 
     def evaluate(self, batches: Sequence[MicroBatch]) -> StepStatistics:
-        """Evaluate micro-batches without gradients and dropout: their mean loss over all ranks, nan if no token is counted.
+        """Evaluate micro-batches without gradients and dropout.  The loss is the mean over all ranks, nan if no token
+        is counted.
 
-        An evaluation may take long, so its statistics tell of a `stop`, too.  Raises: NonFiniteError: it is not finite.
+        The statistics also report a `stop`, since an evaluation may take long.
+
+        Raises:
+            NonFiniteError: the loss is not finite.
         """
         self._chunks.eval()
         with torch.no_grad():
             loss_sum, tokens = self._run(batches, trains=False)
         square_sum = torch.zeros_like(loss_sum)
         statistics = sum_over_ranks(self.sharded_model, square_sum, loss_sum, tokens, stop=self.wants_stop())
-        # The loss scale does not handle a loss that is not finite here.
+        # In an evaluation, the loss scale does not handle a loss that is not finite.
         return check_finite(replace(statistics, finite=isfinite(statistics.loss))) if statistics.tokens else statistics
 
     def _begin_step(self, batches: Sequence[MicroBatch]) -> None:
-        """Forget the last step's gradients, also those of one that failed."""
+        """Discard the gradients of the last step, even if it failed."""
         if not torch.is_grad_enabled():
             raise RuntimeError(
                 "a training step within torch.no_grad or inference_mode has no gradients; use evaluate there"
             )
-        if not self._chunks.training:  # it walks all modules
+        if not self._chunks.training:  # because it walks all modules
             self._chunks.train()
         self.sharded_model.begin_step(len(batches))
         if self.offload is not None:
-            self.offload.begin_step()  # before any message of the step: it may wait for the device
+            self.offload.begin_step()  # before any message of the step, since it may wait for the device
         for head in self._heads:
             head.z_sum = 0.0
         for queue in self._wgrad_queues:
@@ -202,7 +212,9 @@ class Engine:
             self.routers.begin_step()
 
     def _run(self, batches: Sequence[MicroBatch], *, trains: bool) -> tuple[Tensor, Tensor]:
-        """Run the schedule, and return this rank's sums of losses and counted tokens, fp64; 0 without the last stage."""
+        """Run the schedule.  Returns this rank's sum of losses and its counted tokens, fp64; 0 unless it has the last
+        stage.
+        """
         model, executor = self.sharded_model, self._executor_of(batches, trains=trains)
         if not self._documents_are_compared:
             check_same_documents(batches, self.state)
@@ -212,12 +224,14 @@ class Engine:
         for batch in batches:
             if self.share.labels and batch.labels is not None:
                 tokens += (batch.labels != IGNORED_LABEL).sum()
-        # The global count arrives while the first forwards run: behind the weights, which these need anyway.
+        # The global count arrives during the first forwards.  They wait for weights anyway, and it is queued behind those.
         global_tokens = tokens.clone()
         counting = all_reduce(global_tokens, self.state.dp_cp) if self.share.labels else Pending()
 
         def loss_gradient() -> Tensor:
-            """scale / tokens of the global batch, fp32: makes the gradient of a sum that of the global mean."""
+            """Return scale / tokens of the global batch, fp32, which turns the gradient of a sum into that of the
+            global mean.
+            """
             counting.wait()
             return global_tokens.clamp(min=1).reciprocal().float() * model.scale
 
@@ -242,14 +256,15 @@ class Engine:
         return StageRunner(chunks, self.sharded_model, loss_gradient, self.offload, self._turns)
 
     def compile_ahead(self, samples: int, count: int, *, evaluates: bool) -> None:
-        """Run the compiler on all stages at the same time, before the first step; no-op where nothing is compiled.
+        """Compile all stages at the same time, before the first step.  No-op if nothing is compiled.
 
-        In a step each stage would compile while the next ones wait for its message, under the time limit of collectives.
-        A micro-batch of zeros goes through every chunk, without messages; what it leaves is forgotten like a failed step.
+        Otherwise, in the first step, each stage would compile while the next ones wait for its message, under the time
+        limit of collectives.  A micro-batch of zeros passes through every chunk, without messages, and its results are
+        discarded like those of a failed step.
 
         Args:
-            samples, count: of the micro-batches of a step.
-            evaluates: whether there will be evaluations, which compile once more.
+            samples, count: samples of a micro-batch and number of micro-batches in a step.
+            evaluates: whether the run evaluates, which compiles once more.
         """
         if not self.compiles:
             return
@@ -277,7 +292,7 @@ class Engine:
         return self._executor(len(batches), samples, trains)
 
     def _new_activation(self, samples: int, _: Action | None) -> Message:
-        """Allocate the activation that stages exchange: [seq / cp (/ tp with sequence parallelism), micro-batch, hidden]."""
+        """Allocate the activation that stages exchange: [seq / cp (/ tp if sequence-parallel), micro-batch, hidden]."""
         model, seq = self.config.model, self.config.model.seq_len // self.state.cp.size
         seq //= self.state.tp.size if self.config.parallel.sequence_parallel else 1
         return (torch.empty(seq, samples, model.hidden_size, dtype=self.dtype, device=self.state.device),)
@@ -297,12 +312,12 @@ class Engine:
 
         Args:
             path: the step directory, which all ranks share: a path or a URL.
-            data_fingerprint: of the data that the samples came from.
-            val_loss: of this step, if it was evaluated.
-            saver: writes in the background; None to wait until everything is durable.
+            data_fingerprint: identifies the data that the samples came from.
+            val_loss: this step's validation loss, if it was evaluated.
+            saver: writes in the background; None: wait until everything is durable.
 
         Raises:
-            NonFiniteError: a weight is not a number; nothing was written.
+            NonFiniteError: a weight is not finite; nothing was written.
             CheckpointError: see `save_checkpoint`.
         """
         self.sharded_model.parameters.gathers.wait()
@@ -336,15 +351,16 @@ class Engine:
 
         Args:
             path: a complete step directory.
-            data_fingerprint: of the data that the samples will come from.
-            fingerprint_at: of the same data, cut into samples of another `seq_len`; to accept a change of this alone.
+            data_fingerprint: identifies the data that the samples will come from.
+            fingerprint_at: returns the fingerprint of the same data with another `seq_len`; used to accept a change of
+                `seq_len` only.
             with_optimizer: load the optimizer's state too; otherwise it starts anew.
 
         Raises:
-            DamagedError: on every rank, and nothing has changed: a file is not what was written.
-            CheckpointError: on every rank: it is of another model or other data, and `checkpoint.accept_changes` does not
-                allow it, and nothing has changed.  Or the storage fails while the state is read: then every look at the
-                weights is a HalfSteppedError until a checkpoint is loaded.
+            DamagedError: a file is not as it was written; on every rank, and nothing has changed.
+            CheckpointError: the checkpoint has another model or other data, and `checkpoint.accept_changes` does not
+                allow it; on every rank, and nothing has changed.  Or the storage fails during the read: any later use
+                of the weights raises HalfSteppedError until a checkpoint is loaded.
         """
         found = open_checkpoint(
             path,
@@ -359,11 +375,11 @@ class Engine:
         return position_after(found.trainer, self.config, data_fingerprint)
 
     def _check_weights(self) -> None:
-        """Make sure that every weight is a number.  Raises: NonFiniteError."""
+        """Check that every weight is finite.  Raises: NonFiniteError."""
         wrong = torch.zeros((), device=self.state.device)
         for bucket in self.sharded_model.parameters.buckets:
             values = bucket.read(bucket.master, bucket.owned)
-            if values.numel():  # aminmax: one pass; isfinite() on all would allocate a second tensor, 60 times slower
+            if values.numel():  # aminmax: one pass; isfinite() would allocate a second tensor, 60 times slower
                 wrong += torch.isfinite(torch.stack(torch.aminmax(values))).all().logical_not().to(wrong.device)
         all_reduce(wrong, self.state.world).wait()
         if wrong.item():
@@ -373,11 +389,11 @@ class Engine:
             )
 
     def memory_bytes(self) -> dict[str, int]:
-        """Bytes of model state on this rank and of working buffers, by kind; host and disk are named."""
+        """Bytes of this rank's model state and working buffers, by kind; on host or disk, the key names the location."""
         found = self.sharded_model.memory_bytes()
         if self.offload is not None and self.offload.on_host:
             found["activations on host"] = self.offload.pool.nbytes
-        elif self.offload is not None:  # the buffers are counted already
+        elif self.offload is not None:  # the buffers are already counted
             found["activation_arena"] = self.offload.pool.nbytes - self.sharded_model.reducer.buffer_bytes
         return found
 
@@ -389,7 +405,11 @@ def _forward(stage: GPTStage, batches: Sequence[MicroBatch], microbatch: int, x:
 def _shard(
     config: RunConfig, state: ParallelState, built: RankStages, placement: Placement, *, beside: bool
 ) -> ShardedModel:
-    """Shard a rank's stages as `[zero]` and `[precision]` say; `beside`: two of them run at the same time."""
+    """Shard a rank's stages according to `[zero]` and `[precision]`.
+
+    Args:
+        beside: two stages run at the same time.
+    """
     modules = nn.ModuleList(built.stages)
     recipe = optimizer_of(config.optimizer)
     experts = expert_placement_of(state, config.zero) if num_experts(config) else None
@@ -400,7 +420,7 @@ def _shard(
         for name, _ in stage.named_parameters()
     }
     offload = built.offload
-    # a compiled block waits as a whole: hooks of its layers would break its graph
+    # a compiled block waits for all its weights: hooks of its layers would break its graph
     compiles = may_compile(config.training.compile, state.device)
     units = units_of(built.stages, by_layer=not compiles, beside=beside)
     arena = None if offload is None or offload.on_host else offload.pool
@@ -422,7 +442,7 @@ def _in_its_group(param: Described, recipe: OptimizerRecipe, experts: ZeroPlacem
 
 
 def _tied_axes(described: Sequence[Described], state: ParallelState, placement: Placement) -> Mapping[str, Axis]:
-    """By name of a tied parameter, the pipeline ranks that hold a copy.  A collective call of the pipeline's ranks."""
+    """Return the pipeline ranks that hold a copy of each tied parameter, by its name.  A collective call over pp."""
     first, last = placement[0][0], placement[-1][0]
     tied = [param.spec.name for param in described if param.spec.tied]
     if first == last or not any(gather_objects(bool(tied), state.pp)):
@@ -433,16 +453,16 @@ def _tied_axes(described: Sequence[Described], state: ParallelState, placement: 
 def initialize(
     config: RunConfig, state: ParallelState, *, init_weights: bool = True, schedule: Schedule | None = None
 ) -> Engine:
-    """Build this rank's part of the model and bind it to its schedule, its ZeRO stage and its precision.
+    """Build this rank's part of the model with its schedule, ZeRO stage and precision.
 
     Args:
         config: a resolved run.
         state: this rank's groups and device.
         init_weights: give the parameters their initial values; False if a checkpoint is loaded next.
-        schedule: the user's own, instead of what `parallel.schedule` names; proved before the first step like any other.
+        schedule: the user's own schedule instead of `parallel.schedule`; checked before the first step like any other.
 
     Raises:
-        ScheduleError, ValueError: the schedule cannot run, or not with these numbers.
+        ScheduleError, ValueError: the schedule cannot run, or does not fit these sizes.
     """
     engine = Engine(config, state, SCHEDULES[config.parallel.schedule] if schedule is None else GivenSchedule(schedule))
     parameters = engine.sharded_model.parameters

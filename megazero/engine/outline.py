@@ -1,4 +1,4 @@
-"""The outline of a run, from its configuration: its schedule, its optimizer, and its stages on the meta device."""
+"""Parts of a run that follow from its configuration: schedule, optimizer, and stages on the meta device."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from megazero.zero.optimizer import OptimizerRecipe, recipe_of_class
 
 
 def kind_of(config: RunConfig) -> ScheduleKind:
-    """The schedule that a run names, or that of its file."""
+    """Return the run's schedule, by name or from its file."""
     parallel = config.parallel
     if parallel.schedule_file is None:
         return SCHEDULES[parallel.schedule]
@@ -43,10 +43,11 @@ def kind_of(config: RunConfig) -> ScheduleKind:
 
 
 def read_own_schedule(run: ResolvedRun) -> Schedule | None:
-    """Read and prove `parallel.schedule_file`; None where the run has none.
+    """Read `parallel.schedule_file` and check that it can run; None if the run has no such file.
 
-    Raises: ScheduleError: it cannot run, with a drawing of the place; ValueError, OSError: it cannot be read, or is not for
-        this run's numbers.
+    Raises:
+        ScheduleError: it cannot run; the message draws the place.
+        ValueError, OSError: it cannot be read, or does not fit this run's sizes.
     """
     parallel = run.config.parallel
     if parallel.schedule_file is None:
@@ -57,12 +58,12 @@ def read_own_schedule(run: ResolvedRun) -> Schedule | None:
 
 
 def chunks_of(config: RunConfig, kind: ScheduleKind) -> int:
-    """Model chunks of each pipeline rank."""
+    """Return the number of model chunks of each pipeline rank."""
     return kind.chunks or config.parallel.virtual_stages
 
 
 def schedule_of(run: ResolvedRun) -> Schedule:
-    """The pipeline schedule of a run: built by name, or read from `parallel.schedule_file`."""
+    """Return the pipeline schedule of a run, built by name or read from `parallel.schedule_file`."""
     kind = kind_of(run.config)
     build = kind.build if run.config.parallel.schedule_file else partial(_built, kind)
     return build(run.config.parallel.pp, run.accumulation, chunks_of(run.config, kind))
@@ -74,7 +75,9 @@ def _built(kind: ScheduleKind, pp: int, microbatches: int, chunks: int) -> Sched
 
 
 def optimizer_of(config: OptimizerConfig) -> OptimizerRecipe:
-    """The configured optimizer, with a parameter group that decays, one that does not, and one of matrices stepped whole."""
+    """Return the recipe of the configured optimizer.  It has a parameter group with weight decay, one without, and, for
+    an optimizer of matrices, one of matrices.
+    """
     decays, plain = {"weight_decay": config.weight_decay}, {"weight_decay": 0.0}
     optimizer = OPTIMIZERS[config.name]
     if isinstance(optimizer, ElementwiseOptimizer):
@@ -87,9 +90,10 @@ def optimizer_of(config: OptimizerConfig) -> OptimizerRecipe:
 
 
 def stages_of(config: RunConfig, count: int = 1, tp: int | None = None) -> list[GPTStage]:
-    """The model cut into `count` stages on the meta device, as the first tensor-parallel rank builds them.
+    """Return the model cut into `count` stages on the meta device, as the first tensor-parallel rank builds them.
 
-    tp: number of tensor-parallel ranks; that of the run by default.
+    Args:
+        tp: number of tensor-parallel ranks; None: the run's.
     """
     layouts = cut(config.model, "even" if count == 1 else config.parallel.layout, count)
     device, axis = torch.device("meta"), Axis("tp", tuple(range(tp or config.parallel.tp)))
@@ -100,18 +104,18 @@ def stages_of(config: RunConfig, count: int = 1, tp: int | None = None) -> list[
 
 
 def elements_in(module: nn.Module) -> int:
-    """Number of parameters of a stage, or of a module in it."""
+    """Return the number of parameters of a stage, or of a module in it."""
     return sum(weight.numel() for weight in module.parameters())
 
 
 @dataclass(frozen=True)
 class RankStages:
-    """The chunks of the model that one rank runs, on the meta device.
+    """The model chunks of one rank, on the meta device.
 
     Args:
         stages: one for each chunk.
-        wgrad_queues: of each chunk, takes its weight gradients.
-        offload: where layers put activations that they do not keep on the device; None if there are none.
+        wgrad_queues: for each chunk, the queue of its weight gradients.
+        offload: stores activations that layers move off the device or into an arena; None if no layer does.
     """
 
     stages: Sequence[GPTStage]
@@ -120,7 +124,9 @@ class RankStages:
 
 
 def build_stages(config: RunConfig, state: ParallelState, placement: Placement) -> RankStages:
-    """Build this rank's chunks.  On the meta device: no rank holds more of the model than its shards and its buffers."""
+    """Build this rank's chunks on the meta device, so that no rank allocates more of the model than its shards and
+    buffers.
+    """
     layouts = cut_by_rank(config.model, config.parallel.layout, placement)[state.at.pp]
     cuts, seed, dtype = config.parallel.sequence_parallel, config.training.seed, DTYPES[config.precision.dtype]
     whole = WHOLE if cuts else state.tp
@@ -140,7 +146,7 @@ def build_stages(config: RunConfig, state: ParallelState, placement: Placement) 
             stages.append(GPTStage(context, layout))
         for layer, block in zip(layout.layers, stages[-1].blocks, strict=True):
             if (scaling := policies[layer].fp8) is not None:
-                from megazero.layers.fp8 import multiply_on, use_fp8  # what few runs need
+                from megazero.layers.fp8 import multiply_on, use_fp8  # few runs need it
 
                 use_fp8(block, scaling, multiply_on(state.device, dtype, scaling))
             if config.parallel.tp_overlap == "pieces":
@@ -152,12 +158,14 @@ def build_stages(config: RunConfig, state: ParallelState, placement: Placement) 
 
 
 def expert_axis(config: RunConfig, state: ParallelState) -> Axis:
-    """The axis over which a model's experts are dealt.  Every rank asks for it, also one whose stage has no experts."""
+    """Return the axis that a model's experts are spread over.  Every rank must call this, even if its stage has no
+    experts.
+    """
     return state.ep if num_experts(config) else Axis("ep")
 
 
 def _context_attention(config: RunConfig, state: ParallelState) -> ContextAttention | None:
-    """Attention over sequence shards or within documents; None where a rank attends to whole samples."""
+    """Return attention over sequence shards or within documents; None if a rank attends to whole samples."""
     if state.cp.size == 1 and not config.data.document_mask:
         return None
     return ContextAttention(

@@ -1,13 +1,13 @@
-"""What a run changes on purpose: its phases, as checkpoints record them.
+"""Phases of a run, which begin with intended changes and are recorded in checkpoints.
 
     steps      0 ------------- 1000 ------------- 1200 ----------- 1500
-    data       web             web and books      long documents           read from its first sample where it changes
-    schedule   wsd             linear to 0                                 begins anew where it changes
+    data       web             web and books      long documents           new data is read from its first sample
+    schedule   wsd             linear to 0                                 a new schedule begins at its start
     phases     ()              (a,)               (a, b)
 
-Steps, samples and tokens count on over the whole run.  A phase begins where a run goes on from a checkpoint with something
-changed that `checkpoint.accept_changes` names.  The checkpoints of the phase record the changed configuration, so the same
-command, repeated, goes on within the phase.
+Steps, samples and tokens are counted over the whole run.  A phase begins when a run resumes from a checkpoint with a
+change that `checkpoint.accept_changes` names.  The checkpoints of the phase record the changed configuration, so the
+same command, repeated, resumes within the phase.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from megazero.optim.lr_schedule import learning_rate_factor
 from megazero.settings import toml_value
 from megazero.zero.sharded_model import ShardedModel
 
-# The keys that each name of checkpoint.accept_changes stands for.
+# The keys that each name in checkpoint.accept_changes allows to change.
 KEYS_OF = {
     "data": ("data.sources", "data.tokenizer", "data.eod_token", "data.validation_fraction", "training.seed"),
     "document_mask": ("data.document_mask",),
@@ -37,43 +37,44 @@ KEYS_OF = {
     "lr_schedule": (*(f"lr_schedule.{key}" for key in LrScheduleConfig.model_fields), "optimizer.lr", "training.steps"),
     "batch": ("training.global_batch_size", "training.batch_ramp"),
 }
-_SHOWN_LETTERS = 200  # of a value
-_FREE_TO_CHANGE = {"dropout", "init_std"}  # model keys that a resumed run may set anew
-FINGERPRINT = "data fingerprint"  # among the changes of a phase, where its samples are others
+_SHOWN_LETTERS = 200  # of a value in a message
+_FREE_TO_CHANGE = {"dropout", "init_std"}  # model keys that a resumed run may change
+FINGERPRINT = "data fingerprint"  # key in the changes of a phase with other samples
 
 
 @dataclass(frozen=True)
 class Phase:
-    """A part of a run with data and a learning-rate schedule of its own, or those of the phase before."""
+    """A part of a run in which nothing changes but the step.  Its data and schedule may be those of the previous phase."""
 
-    step: int = 0  # steps done before it
+    step: int = 0  # steps before it
     changed: Mapping[str, list[Any]] = field(default_factory=dict)  # [old, new] by key
-    first_sample: int = 0  # global index of the sample that is the first of its data
-    schedule_step: int = 0  # steps done before its schedule began
-    schedule_update: int = 0  # updates of the weights done before its schedule began
+    first_sample: int = 0  # global index of the first sample of its data
+    schedule_step: int = 0  # steps before its schedule began
+    schedule_update: int = 0  # updates of the weights before its schedule began
 
 
 def current(phases: tuple[Phase, ...]) -> Phase:
-    """The current phase of a run; the first phase, which begins at step 0, is not recorded."""
+    """Return the current phase of a run.  The first phase, which begins at step 0, is not recorded."""
     return phases[-1] if phases else Phase()
 
 
 def recorded_phases(trainer: TrainerState) -> tuple[Phase, ...]:
-    """The phases that a checkpoint records."""
+    """Return the phases that a checkpoint records."""
     return tuple(Phase(**table) for table in trainer.phases)
 
 
 def phases_after(trainer: TrainerState, config: RunConfig, data_fingerprint: str) -> tuple[Phase, ...]:
-    """The phases of a run that resumes from a checkpoint: the recorded ones, and a new one if an accepted change was made.
+    """Return the phases of a run that resumes from a checkpoint: the recorded ones, and a new one after an accepted
+    change.
 
     Args:
-        trainer: of a checkpoint whose model and data this run may go on with; see `check_same_run`.
-        data_fingerprint: of the data that the samples will come from.
+        trainer: state in a checkpoint that `check_same_run` has accepted.
+        data_fingerprint: identifies the data that the samples will come from.
     """
     phases, found = recorded_phases(trainer), changes(trainer, config)
     last, accepted = current(phases), config.checkpoint.accept_changes
     is_same = is_same_data(trainer.data_fingerprint, data_fingerprint)
-    # the same data under another path is no change
+    # the same data in another path is not a change
     names = [name for name in accepted if name != "data" or not is_same]
     changed = {key: found[key] for name in names for key in KEYS_OF[name] if key in found}
     if not is_same:
@@ -103,9 +104,9 @@ def is_same_data(stored: str, fingerprint: str) -> bool:
 
 
 def changes(trainer: TrainerState, config: RunConfig) -> dict[str, list[Any]]:
-    """[old, new] of every key that differs from the run that wrote a checkpoint.
+    """Return [old, new] of every key that differs from the run that wrote a checkpoint.
 
-    A key that the checkpoint does not know had its default; an imported model has no configuration but `[model]`.
+    A key that is not in the checkpoint had its default.  An imported model has only the section `[model]`.
     """
     new = values_by_key(config.model_dump(mode="json"))
     defaults = RunConfig().model_dump(mode="json")
@@ -114,7 +115,7 @@ def changes(trainer: TrainerState, config: RunConfig) -> dict[str, list[Any]]:
 
 
 def changed_keys(before: RunConfig, after: RunConfig) -> dict[str, list[Any]]:
-    """[old, new] of every key that differs."""
+    """Return [old, new] of every key that differs."""
     return _differing(*(values_by_key(config.model_dump(mode="json")) for config in (before, after)))
 
 
@@ -123,7 +124,7 @@ def _differing(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, list
 
 
 def changes_text(changed: Mapping[str, Sequence[Any]]) -> str:
-    """a.b 1 -> 2, c.d "x" -> "y" """
+    """Return changes as text, such as: a.b 1 -> 2, c.d "x" -> 3"""
 
     def shown(value: Any) -> str:
         text = "unset" if value is None else toml_value(value)
@@ -133,7 +134,7 @@ def changes_text(changed: Mapping[str, Sequence[Any]]) -> str:
 
 
 def values_by_key(tables: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """{"zero.offload.ratio": 1.0, ...}; a key whose value is a table is one key."""
+    """Flatten sections: {"zero.offload.ratio": 1.0, ...}.  A key with a table as its value stays one key."""
     known, found = sections(), dict[str, Any]()
     for name, value in tables.items():
         is_section = prefix + name in known and isinstance(value, dict)
@@ -143,28 +144,28 @@ def values_by_key(tables: Mapping[str, Any], prefix: str = "") -> dict[str, Any]
 
 @dataclass(frozen=True)
 class Position:
-    """The position of a run: optimizer steps done, samples consumed (the next global index), and tokens counted."""
+    """Position of a run: optimizer steps, samples (the next global index) and counted tokens so far."""
 
     step: int = 0
     samples: int = 0
     tokens: int = 0
     phases: tuple[Phase, ...] = ()
-    trained: Mapping[str, int] = field(default_factory=dict)  # the token up to which any phase trains on a source
+    trained: Mapping[str, int] = field(default_factory=dict)  # by source, the end of the tokens that some phase trains on
 
     @property
     def phase(self) -> Phase:
-        """The phase that the run is in."""
+        """The current phase."""
         return current(self.phases)
 
 
 def position_after(trainer: TrainerState, config: RunConfig, data_fingerprint: str) -> Position:
-    """The position of a run that resumes from a checkpoint which `check_same_run` has accepted."""
+    """Return the position of a run that resumes from a checkpoint that `check_same_run` has accepted."""
     phases = phases_after(trainer, config, data_fingerprint)
     return Position(trainer.step, trainer.consumed_samples, trainer.consumed_tokens, phases, trainer.trained)
 
 
 def trainer_state(sharded: ShardedModel, position: Position, **more: Any) -> TrainerState:
-    """The trainer state to be saved; `more` are its other fields.  Called on every rank."""
+    """Return the trainer state to save; `more` are its other fields.  Call it on every rank."""
     grid, scaler = sharded.state.grid, sharded.scaler
     stage = sharded.policy.zero_stage
     return TrainerState(
@@ -190,12 +191,12 @@ def check_same_run(
     *,
     fingerprint_at: Callable[[int], str] | None = None,
 ) -> None:
-    """Check that a checkpoint has this model and this data, except for accepted changes, before anything is loaded.
+    """Check, before anything is loaded, that a checkpoint has this run's model and data, except for accepted changes.
 
     Args:
-        fingerprint_at: of this run's data, cut into samples of another `seq_len`.
+        fingerprint_at: returns the fingerprint of this run's data with another `seq_len`.
 
-    Raises: CheckpointError.
+    Raises: CheckpointError, it differs.
     """
     accepted, (model, differs) = config.checkpoint.accept_changes, _model_changes(path, config, trainer)
     free = _FREE_TO_CHANGE | {key.removeprefix("model.") for name in accepted for key in KEYS_OF[name]}
@@ -221,15 +222,15 @@ def check_same_run(
     if faults:
         together = [name for name in KEYS_OF if name in names or name in accepted]
         hint = f"checkpoint.accept_changes = {toml_value(together)} begins a new phase of it"
-        if changed.keys() - {key for keys in KEYS_OF.values() for key in keys}:  # nothing accepts them
+        if changed.keys() - {key for keys in KEYS_OF.values() for key in keys}:  # no name accepts these
             hint = "give it a training.run_dir of its own; to go on, set the keys back"
         raise CheckpointError(f"{path} {' and '.join(faults)}. If the run is to change here, {hint}")
 
 
 def _model_changes(path: Location, config: RunConfig, trainer: TrainerState) -> tuple[dict[str, Any], list[str]]:
-    """The [model] of a checkpoint, and its keys that differ from those of a run.  Raises: CheckpointError."""
+    """Return the [model] of a checkpoint, and its keys that differ from the run's.  Raises: CheckpointError."""
     family, wanted = FAMILIES[config.model.family], config.model.model_dump()
-    # a key that the writer did not know yet has its default
+    # a key that the writer did not know has its default
     model = family.complete(type(config.model).model_construct(**trainer.model)).model_dump(warnings=False)
     differs = [key for key in wanted if model[key] != wanted[key]]
     if family.learns_positions and "seq_len" in differs and "family" not in differs:
@@ -241,7 +242,9 @@ def _model_changes(path: Location, config: RunConfig, trainer: TrainerState) -> 
 
 
 def _end_of(config: RunConfig, stored: str) -> str:
-    """Hint at the `data.eod_token` that reproduces the tokenizer of a checkpoint's fingerprint; empty if none does."""
+    """Return advice to set the `data.eod_token` that reproduces the tokenizer of a checkpoint's fingerprint; "" if none
+    does.
+    """
     try:
         then = load_tokenizer(config.data.tokenizer, None, stored)
     except (OSError, ValueError):
@@ -255,18 +258,18 @@ def _shown(value: object) -> str:
 
 
 def learning_rate(schedule: LrScheduleConfig, peak: float, steps: int, phase: Phase, updates: int) -> float:
-    """The learning rate of the next update, by the schedule that began with the phase.
+    """Return the learning rate of the next update, by the schedule that began with the phase.
 
     Args:
         peak: `optimizer.lr`.
-        steps: of the whole run, all phases together.
-        updates: of the weights, done so far in the whole run.
+        steps: steps of the whole run, all phases together.
+        updates: updates of the weights so far, in the whole run.
     """
     return peak * learning_rate_factor(schedule, updates - phase.schedule_update, steps - phase.schedule_step)
 
 
 def trained_steps(first: int, last: int, skipped: Sequence[tuple[int, int]]) -> list[range]:
-    """The steps from `first` to `last` without the (first, last) ranges of `training.skip_steps`."""
+    """Return the steps from `first` to `last` without the (first, last) ranges of `training.skip_steps`."""
     left = []
     for begin, end in sorted(skipped):
         left.append(range(first, min(begin, last + 1)))
@@ -275,7 +278,11 @@ def trained_steps(first: int, last: int, skipped: Sequence[tuple[int, int]]) -> 
 
 
 def unfinished_schedule(config: RunConfig, phase: Phase, step: int, updates: int) -> list[str]:
-    """Warn if `training.skip_steps` keeps the learning rate from the end of its schedule, with `updates` done at `step`."""
+    """Return a warning if `training.skip_steps` stops the learning rate before the end of its schedule.
+
+    Args:
+        updates: updates of the weights up to `step`.
+    """
     steps, skipped = config.training.steps, config.training.skip_steps
     updates += sum(map(len, trained_steps(step + 1, steps, skipped)))
     due = phase.schedule_update + steps - phase.schedule_step

@@ -1,9 +1,9 @@
-"""Runs a rank's chunks on the micro-batches of one step: the stage of an executor, and the executors of an engine.
+"""Runs a rank's chunks on the micro-batches of one step, for the schedule's executor.
 
-forward(chunk, m, x)      keeps the graph, neither x nor the output: of x remains what the operations on it have saved
-backward(chunk, m, grad)  runs the graph; on the last stage it starts from the loss, with a gradient that makes sums means
-backward_weight(chunk, m) computes the weight gradients that a schedule with W has deferred
-beside(pair, x, grad)     a forward and a backward take turns where one waits for an exchange (`turns.py`)
+forward(chunk, m, x)      saves the graph, but neither x nor the output, beyond what operations saved for the backward
+backward(chunk, m, grad)  runs the graph; the last stage starts from the loss, with the gradient that turns sums into
+means backward_weight(chunk, m) computes the weight gradients that a schedule with W deferred beside(pair, x, grad)
+a forward and a backward take turns while one waits for an exchange (`turns.py`)
 """
 
 from __future__ import annotations
@@ -39,10 +39,16 @@ def executors(
     new_message: Callable[[SampleShape, Action], Message],
     on_action: Callable[[Action], None] = lambda _: None,
 ) -> Callable[[int, SampleShape, bool], Executor]:
-    """Make a cache (micro-batches, shape, trains) -> executor, proved when first used.  Raises: ScheduleError.
+    """Return a cached function (micro-batches, shape, trains) -> executor.  Each executor's schedule is checked once.
 
-    `chunks` are those of each rank; `new_message` makes empty tensors for what an action receives; `on_action` is called
-    before and after every action.  All ranks of a pipeline call this, and ask in the same order.
+    All ranks of a pipeline must call this, and then the function, in the same order.
+
+    Args:
+        chunks: model chunks of each rank.
+        new_message: allocates the tensors that an action receives, from their shape.
+        on_action: called before and after every action.
+
+    Raises: ScheduleError, by the returned function.
     """
     connect(kind.placement(state.pp.size, chunks), state.pp, state.pp_up)
 
@@ -61,12 +67,13 @@ def executors(
 
 @dataclass(frozen=True)
 class ChunkRunner:
-    """One chunk of this rank, as a step runs it.
+    """One model chunk of this rank in a step.
 
     Args:
-        forward: (micro-batch, what the previous stage sent or None) -> what the next stage needs, or the loss, a scalar.
+        forward: (micro-batch, message of the previous stage or None) -> message for the next stage, or the loss, a
+            scalar.
         is_last: its result is the loss.
-        wgrad_queue: takes its weight gradients to the buckets; a schedule that splits backwards defers them.
+        wgrad_queue: passes its weight gradients to the buckets; if the schedule splits backwards, it defers them.
     """
 
     forward: Callable[[int, Message | None], Message]
@@ -75,7 +82,9 @@ class ChunkRunner:
 
 
 class _Received(torch.autograd.Function):
-    """A received activation as a leaf of the graph: its gradient is appended to a list, and the graph does not hold x."""
+    """Makes a received activation a leaf of the graph.  Its gradient is appended to a list, and the graph does not hold
+    x.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, gradients: list[Tensor], _: Tensor) -> Tensor:
@@ -93,13 +102,13 @@ class StageRunner:
 
     Args:
         model: reduces the gradients, and gathers the weights under ZeRO-3.
-        loss_gradient: gradient of the step's scaled loss by each micro-batch's; called when the first backward begins.  None
-            in an evaluation, which saves nothing for a backward.
-        offload: of the chunks' layers.
-        turns: run the parts of pairs beside each other; None: one after the other.
+        loss_gradient: returns the gradient of the step's scaled loss with respect to each micro-batch's loss; called
+            when the first backward begins.  None in an evaluation, which saves nothing for a backward.
+        offload: stores activations of the chunks' layers.
+        turns: runs the two passes of a pair in turns; None: one after the other.
 
     Attributes:
-        interleaves: whether they run beside each other.
+        interleaves: whether the passes of a pair take turns.
     """
 
     def __init__(
@@ -114,7 +123,8 @@ class StageRunner:
         self._chunks, self._model, self._loss_gradient = chunks, model, loss_gradient
         self._trains = loss_gradient is not None
         self._offload = offload if self._trains else None
-        # Of each input the gradient, if there is one, and what it is like; of each output where its gradient goes.
+        # For each input, its gradient once it exists, and a meta tensor like it.  For each output, the edge that takes its
+        # gradient.
         self._saved: dict[tuple[int, int], tuple[list[tuple[list[Tensor], Tensor]], list[GradientEdge | None]]] = {}
         self.loss_sum = torch.zeros((), dtype=torch.float64, device=model.policy.device)  # 0 without a last stage
 
@@ -152,7 +162,7 @@ class StageRunner:
         try:
             torch.autograd.backward([edge for edge, _ in paired], [one for _, one in paired])
         except BaseException:
-            forget_failed_backward()  # else what it has saved stays until the next backward
+            forget_failed_backward()  # otherwise the tensors it saved stay until the next backward
             raise
         if not wgrad_queue.defers:
             self._model.reducer.close_pass(chunk)
@@ -161,7 +171,7 @@ class StageRunner:
 
     def backward_weight(self, chunk: int, microbatch: int) -> None:  # noqa: ARG002  they come in order
         wgrad_queue = self._chunks[chunk].wgrad_queue
-        if wgrad_queue.defers:  # otherwise `backward` has computed all gradients
+        if wgrad_queue.defers:  # otherwise `backward` computed all gradients
             wgrad_queue.run_oldest()
             self._model.reducer.close_pass(chunk)
 
@@ -173,7 +183,7 @@ class StageRunner:
         stream, defers = device.current_stream(), queue.defers
 
         def run_backward() -> Message | None:
-            with device.stream(stream):  # of this thread; another thread has its own
+            with device.stream(stream):  # the current stream is per thread, and this is another thread
                 return self.backward(backward.chunk, backward.microbatch, grad)
 
         queue.defers = defers and not weight

@@ -1,10 +1,10 @@
-"""What a step takes of each global batch, and how it ends, for a GPT and for a script's own module alike.
+"""Begin and end of a step, for a GPT and for a script's own module: its part of each global batch, and the reduction.
 
     global batch    [ dp 0 | dp 1 ]     its samples: the slice of this rank of dp, cut into micro-batches
     one sample      [ cp 0 | cp 1 ]     its tokens: the sequence shard of this rank of context parallelism
 
     buckets hold the gradients -> one all-reduce over the world: (squared norm, loss, tokens, z-loss, stop)
-        -> not finite, no loss scale:     no update; NonFiniteError, or `StepStatistics.finite` says so
+        -> not finite, no loss scale:     no update; NonFiniteError, or `StepStatistics.finite` is False
         -> overflow under a loss scale:   no update, a smaller scale
         -> otherwise:                     unscale, clip, sharded optimizer step, start of the weights' all-gather
 
@@ -30,12 +30,14 @@ from megazero.zero.sharded_model import ShardedModel
 
 @dataclass(frozen=True)
 class BatchShare:
-    """What a rank needs of each global batch: its slice over `dp`, and its sequence shard over context parallelism.
+    """The part of each global batch that a rank needs: its slice over `dp`, and its sequence shard of context
+    parallelism.
 
     Args:
         dp: the data-parallel axis.
-        device: of the tensors.
-        tokens, labels: whether this rank embeds tokens, and computes a loss.
+        device: where the tensors are.
+        tokens: whether this rank embeds tokens.
+        labels: whether this rank computes a loss.
         ulysses, ring: the axes of context parallelism.
         documents: whether attention stays within documents.
     """
@@ -49,9 +51,11 @@ class BatchShare:
     documents: bool = False
 
     def part_of(self, lengths: Sequence[Sequence[int]] | None, seq_len: int) -> SamplePart | None:
-        """This rank's shard of the samples of a micro-batch; arguments as in `layers.sample_part.part_of`.
+        """Return this rank's shard of the samples of a micro-batch.  For the arguments see
+        `layers.sample_part.part_of`.
 
-        Raises: ValueError: the lengths of documents are missing under `data.document_mask`, or given without it.
+        Raises:
+            ValueError: `data.document_mask` is set without lengths of documents, or there are lengths without it.
         """
         if (lengths is None) == self.documents:
             raise ValueError(
@@ -62,16 +66,20 @@ class BatchShare:
         return part_of(lengths, seq_len, self.ulysses, self.ring, self.device)
 
     def cut(self, sample_ids: Tensor, tokens: Tensor, labels: Tensor, part: SamplePart | None) -> MicroBatch:
-        """Cut this rank's micro-batch out of whole samples; tokens, labels: [seq, batch]."""
+        """Cut this rank's micro-batch out of whole samples.  tokens, labels: [seq, batch]."""
         if part is not None:
             tokens, labels = part.cut(tokens), part.cut(labels)
         return MicroBatch(sample_ids, tokens if self.tokens else None, labels if self.labels else None, part)
 
 
 def check_shapes(batches: Sequence[MicroBatch], seq_len: int) -> int:
-    """The number of samples in each micro-batch; `seq_len`: tokens of a sample on this rank, at most.
+    """Return the number of samples in each micro-batch.
 
-    Raises: ValueError: micro-batches have different numbers of samples, or tensors that do not fit these.
+    Args:
+        seq_len: most tokens of a sample on this rank.
+
+    Raises:
+        ValueError: micro-batches have different numbers of samples, or the shapes of their tensors do not match.
     """
     for batch in batches:
         samples, shapes = batch.sample_ids.numel(), set[tuple[int, ...]]()
@@ -90,7 +98,7 @@ def check_shapes(batches: Sequence[MicroBatch], seq_len: int) -> int:
 
 
 def check_same_documents(batches: Sequence[MicroBatch], state: ParallelState) -> None:
-    """Make sure that all ranks of one index of dp, which share samples, have the same documents.  A collective call.
+    """Check that all ranks with the same index in dp, which share samples, have the same documents.  A collective call.
 
     Raises: ValueError, on every rank.
     """
@@ -104,23 +112,23 @@ def check_same_documents(batches: Sequence[MicroBatch], state: ParallelState) ->
 
 
 class NonFiniteError(RuntimeError):
-    """The loss or the gradient norm is not a number, or there is no loss; no weight has changed."""
+    """The loss or the gradient norm is not finite, or there is no loss.  No weight has changed."""
 
 
 @dataclass(frozen=True)
 class StepStatistics:
-    """What a step measured over the whole global batch.
+    """Results of a step over the whole global batch.
 
     Args:
-        loss: mean nats per counted token, nan where none is counted; for a script's own module, its mean loss.
+        loss: mean nats per counted token, nan if none is counted; for a script's own module, its mean loss.
         grad_norm: global L2 norm before clipping; 0 in evaluation, not finite after an overflow under fp16.
         tokens: counted (unmasked) tokens; for a script's own module, the number of losses.
-        loss_scale: what the loss was multiplied by, under fp16.
+        loss_scale: factor on the loss, under fp16.
         skipped: the weights did not change, because of an overflow or a number that is not finite.
-        finite: there is a loss, and loss and norm are numbers.  Under fp16 the loss scale handles overflows: where there is
-            a loss it is always true.
+        finite: there is a loss, and loss and norm are finite.  Under fp16 it is True whenever there is a loss, since
+            the loss scale handles overflows.
         stop: a rank wants the run to end after this step; the same on all ranks.
-        z_loss: mean over counted tokens, weighted; it is no part of `loss`.
+        z_loss: mean over counted tokens, with its coefficient; not part of `loss`.
     """
 
     loss: float
@@ -134,7 +142,7 @@ class StepStatistics:
 
     @property
     def problem(self) -> str:
-        """Why the step is not finite, as a sentence."""
+        """A sentence that explains why the step is not finite."""
         if not self.tokens:
             return (
                 "no token is counted, so there is no loss (with data.document_mask a document of one token has none); the "
@@ -152,17 +160,17 @@ def sum_over_ranks(
     *,
     stop: bool = False,
 ) -> StepStatistics:
-    """The one collective at the end of a step.
+    """Run the one collective at the end of a step.
 
     Args:
-        square_sum: this rank's share of the squared norm of the scaled gradients, fp64 scalar.
-        loss_sum: sum of this rank's losses, fp64 scalar; 0 where another stage computes the loss.
+        square_sum: this rank's part of the squared norm of the scaled gradients, fp64 scalar.
+        loss_sum: sum of this rank's losses, fp64 scalar; 0 if another stage computes the loss.
         count: this rank's counted tokens, fp64 scalar.
-        z_sum: of this rank's z-losses; 0 where there is none.
+        z_sum: sum of this rank's z-losses; 0 if there are none.
         stop: this rank wants the run to end.
     """
     total = torch.stack([square_sum, loss_sum, count, z_sum + torch.zeros_like(count), torch.full_like(count, stop)])
-    if model.state.at.tp:  # all tensor-parallel ranks have the same losses and tokens; the first one counts
+    if model.state.at.tp:  # all tp ranks have the same losses and tokens, so only the first one counts
         total[1:4].zero_()
     all_reduce(total, model.state.world).wait()
     squared, loss, tokens, z_sum, stops = numbers_of(total, model.state.world)
@@ -174,7 +182,7 @@ def sum_over_ranks(
 
 
 def check_finite(statistics: StepStatistics) -> StepStatistics:
-    """Return the statistics unchanged.  Raises: NonFiniteError if they are not finite."""
+    """Return the statistics unchanged.  Raises: NonFiniteError, they are not finite."""
     if not statistics.finite:
         raise NonFiniteError(
             f"{statistics.problem}Resume from the last checkpoint with "

@@ -1,11 +1,11 @@
-"""Two passes of a rank that take turns: while an exchange of one is under way, the other computes.
+"""Two passes of a rank that take turns: while one waits for an exchange, the other computes.
 
     backward   start | pass on         wait, experts, start | pass on                 wait, attention ...
     forward          attention, start | pass on             wait, experts, start | pass on
 
-Exactly one of them runs at any time, and hands over only where it would wait for an exchange, so every rank starts its
-work in the same order.  Each pass has a thread of its own, for a backward cannot be left on the way otherwise; on CUDA
-that is how the host queues them, and both use one stream.
+Exactly one of them runs at any time, and it passes on only where it would wait for an exchange, so every rank starts
+its work in the same order.  Each pass has its own thread, since torch cannot suspend a backward.  On CUDA the host
+queues the passes' kernels in this order, on one stream.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ B = TypeVar("B")
 
 
 class AbandonedError(RuntimeError):
-    """The pass beside this one has failed."""
+    """The pass that this one takes turns with has failed."""
 
 
 class Turns:
@@ -29,17 +29,17 @@ class Turns:
 
     def __init__(self) -> None:
         self._gates = (Semaphore(0), Semaphore(0))
-        self._running = 0  # which of both
-        self._both = False  # none has ended
+        self._running = 0  # index of the function whose turn it is
+        self._both = False  # neither has ended
         self._failed = False
 
     @cached_property
     def _thread(self) -> ThreadPoolExecutor:
-        """One that stays: a new thread would start its own threads for products."""
+        """A permanent thread: each new thread would start its own threads for matrix products."""
         return ThreadPoolExecutor(1, "turns")
 
     def pass_on(self) -> None:
-        """Let the other function run until it passes on or ends; no-op where there is none.  Raises: AbandonedError."""
+        """Let the other function run until it passes on or ends.  No-op if there is none.  Raises: AbandonedError."""
         if self._failed:
             raise AbandonedError("the pass beside this one has failed")
         if self._both:
@@ -51,9 +51,9 @@ class Turns:
                 raise AbandonedError("the pass beside this one has failed")
 
     def run(self, aside: Callable[[], A], here: Callable[[], B]) -> tuple[A, B]:
-        """The results of both; `aside` begins, in another thread.
+        """Run both functions and return their results.  `aside` begins, in another thread.
 
-        Raises: what one of them raises; the other is left where it next passes on.
+        Raises: the error of the first that fails; the other is stopped where it next passes on.
         """
         self._gates = (Semaphore(0), Semaphore(0))
         self._running, self._both, self._failed = 0, True, False
@@ -67,7 +67,7 @@ class Turns:
             raise
         except BaseException:
             self._end(failed=True)
-            found.exception()  # it has ended
+            found.exception()  # wait until it has ended
             raise
         finally:
             self._failed = False
@@ -82,7 +82,7 @@ class Turns:
         return result
 
     def _end(self, *, failed: bool) -> None:
-        """The running function has ended: the other one runs on."""
+        """Record that the running function has ended, and let the other one run."""
         self._both, self._failed = False, self._failed or failed
         for gate in self._gates:
             gate.release()
