@@ -44,7 +44,7 @@ FINGERPRINT = "data fingerprint"  # key in the changes of a phase with other sam
 
 @dataclass(frozen=True)
 class Phase:
-    """A part of a run in which nothing changes but the step.  Its data and schedule may be those of the previous phase."""
+    """A part of a run, with its own data and learning-rate schedule or those of the previous phase."""
 
     step: int = 0  # steps before it
     changed: Mapping[str, list[Any]] = field(default_factory=dict)  # [old, new] by key
@@ -150,7 +150,7 @@ class Position:
     samples: int = 0
     tokens: int = 0
     phases: tuple[Phase, ...] = ()
-    trained: Mapping[str, int] = field(default_factory=dict)  # by source, the end of the tokens that some phase trains on
+    trained: Mapping[str, int] = field(default_factory=dict)  # by source, the end of its tokens in any phase
 
     @property
     def phase(self) -> Phase:
