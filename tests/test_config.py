@@ -406,6 +406,8 @@ precision.loss_scale=8         precision.dtype=bf16
 precision.accumulate_dtype=bf16 precision.dtype=fp32
 precision.reduce_dtype=bf16    precision.dtype=fp32
 precision.fp8=rowwise          precision.dtype=fp16
+model.mup_base_width=64        optimizer.name=muon
+model.mup_base_head_dim=16     model.family=gpt2 model.mup_base_width=64
 model.rope_theta=5e5           model.family=gpt2
 model.head_dim=96              model.family=gpt2
 model.sliding_window=96        model.family=qwen2

@@ -270,6 +270,12 @@ def _experts_are_dealt(config: RunConfig) -> Iterator[Problem]:
         yield Problem("precision.fp8", config.precision.fp8, rule, "leave it out")
 
 
+def _widths_transfer(config: RunConfig) -> Iterator[Problem]:
+    if config.model.mup_base_width and num_experts(config):
+        rule = "must be unset where model.num_experts is set: rates by width are for dense models"
+        yield Problem("model.mup_base_width", config.model.mup_base_width, rule, "leave it out")
+
+
 def _experts_fill_the_stage(config: RunConfig) -> Iterator[Problem]:
     parallel, dp = config.parallel, dp_of(config)
     ranks = parallel.tp * parallel.cp * dp
@@ -552,6 +558,7 @@ def _elastic_runs_change_their_world(config: RunConfig) -> Iterator[Problem]:
 
 
 _SHAPE_RULES: tuple[Rule, ...] = (
+    _widths_transfer,
     _ranks_split_sequence,
     _context_degrees_agree,
     _ulysses_splits_heads,

@@ -411,7 +411,7 @@ def _shard(
         beside: two stages run at the same time.
     """
     modules = nn.ModuleList(built.stages)
-    recipe = optimizer_of(config.optimizer)
+    recipe = optimizer_of(config.optimizer, config.model.width_ratio)
     experts = expert_placement_of(state, config.zero) if num_experts(config) else None
     described = [_in_its_group(param, recipe, experts) for param in describe(modules)]
     queue_of = {
@@ -436,8 +436,8 @@ def _shard(
 
 def _in_its_group(param: Described, recipe: OptimizerRecipe, experts: ZeroPlacement | None) -> Described:
     param = replace(param, placement=experts if param.spec.of_experts else None)
-    if recipe.matrices is not None and param.spec.matrix:
-        return replace(param, group=2, matrix=True)
+    if recipe.groups == 3 and param.spec.matrix:
+        return replace(param, group=2, matrix=recipe.matrices is not None)
     return replace(param, group=0 if param.spec.decay else 1)
 
 

@@ -74,14 +74,20 @@ def _built(kind: ScheduleKind, pp: int, microbatches: int, chunks: int) -> Sched
     return kind.build(pp, microbatches, chunks)
 
 
-def optimizer_of(config: OptimizerConfig) -> OptimizerRecipe:
+def optimizer_of(config: OptimizerConfig, width_ratio: float = 1.0) -> OptimizerRecipe:
     """Return the recipe of the configured optimizer.  It has a parameter group with weight decay, one without, and, for
-    an optimizer of matrices, one of matrices.
+    an optimizer of matrices or with muP, one of matrices.  With muP its rate falls with the width, and its product with the
+    weight decay stays.
+
+    Source: Yang et al. 2022, table 8, and `MuAdam` of their package `mup` (the decay).
     """
     decays, plain = {"weight_decay": config.weight_decay}, {"weight_decay": 0.0}
     optimizer = OPTIMIZERS[config.name]
     if isinstance(optimizer, ElementwiseOptimizer):
-        return recipe_of_class(optimizer.cls, optimizer.settings(config), [decays, plain])
+        groups = [decays, plain]
+        if width_ratio != 1.0:
+            groups.append({"weight_decay": config.weight_decay * width_ratio, "lr_ratio": 1.0 / width_ratio})
+        return recipe_of_class(optimizer.cls, optimizer.settings(config), groups)
     others = {"lr_ratio": (config.adamw_lr or config.lr) / config.lr}
     groups = [decays | others, plain | others, decays]
     recipe = recipe_of_class(ADAMW.cls, ADAMW.settings(config.model_copy(update={"options": ()})), groups)

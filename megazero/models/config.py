@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from math import ceil, floor, log, pi
+from math import ceil, floor, log, pi, sqrt
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, WithJsonSchema, model_validator
@@ -117,6 +117,7 @@ def _of_families(key: str) -> ActsWhere:
     return ActsWhere("model.family", reading, "this family does not read it (ModelFamily.reads)")
 
 
+_ADAM_LIKE = ActsWhere("optimizer.name", ("adamw", "adam", "lion"), "its rates are for updates of Adam's size")
 _WINDOWED = ActsWhere("model.sliding_window", (), "no layer has a window")
 
 
@@ -200,6 +201,17 @@ class ModelConfig(Section):
     """Factor on the products of queries and keys. Unset: 1 / sqrt(size of a head)."""
     logits_scaling: Annotated[Positive, _of_families("logits_scaling")] = 1.0
     """Divisor of the logits."""
+    mup_base_width: Annotated[Count | None, _ADAM_LIKE] = None
+    """muP: lr and init_std are those of this hidden_size, and follow the width. Unset: they do not; see docs/recipes.md."""
+    mup_base_head_dim: Annotated[
+        Count | None,
+        _of_families("rope_theta"),
+        ActsWhere("model.mup_base_width", (), "there is no base"),
+        ActsWhere(
+            "model.no_rope_every", (None,), "layers that do not rotate queries would keep 1 / sqrt(size of a head)"
+        ),
+    ] = None
+    """muP: head size at the base width; products of queries and keys get sqrt(it) / head size. Unset: it stays."""
     dropout: ShareBelowOne = 0.0
     """Probability of dropping an element after the embedding and after each residual branch."""
     init_std: Positive = 0.02
@@ -214,6 +226,17 @@ class ModelConfig(Section):
         preset = PRESETS.get(str(values.get("preset")), {})
         merged = preset | values | ({"preset": None} if preset else {})
         return {key: value for key, value in merged.items() if value is not None}
+
+    @property
+    def width_ratio(self) -> float:
+        """Times the width for which rates and init_std are; 1 without muP."""
+        return self.hidden_size / (self.mup_base_width or self.hidden_size)
+
+    @property
+    def score_scale(self) -> float:
+        """Factor on the products of queries and keys, beside 1 / sqrt(size of a head)."""
+        own = 1.0 if self.attention_multiplier is None else self.attention_multiplier * sqrt(self.head_size)
+        return own if self.mup_base_head_dim is None else own * sqrt(self.mup_base_head_dim / self.head_size)
 
     @property
     def head_size(self) -> int:

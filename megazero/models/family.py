@@ -35,7 +35,7 @@ _TANH_FORMS = "pytorch_tanh", "python_tanh", "fast", "accurate"
 _SAME_FUNCTION = {"swish": "silu"} | {f"gelu_{form}": "gelu_new" for form in _TANH_FORMS}
 _MOST_SHOWN = 20
 # Keys of [model] that any family here computes where they are set, and transformers only where a `config.json` has them.
-_OPTIONS = ("final_logit_softcapping",)
+_OPTIONS = ("final_logit_softcapping", "mup_base_width", "mup_base_head_dim")
 _HEADS = ("model.hidden_size", "model.num_heads", "model.head_dim")
 
 
@@ -219,6 +219,8 @@ class ModelFamily(ABC):
         update = {key: value for key, value in unset.items() if getattr(model, key) is None}
         if "head_dim" not in self.reads or model.attention_size == model.hidden_size:
             update["head_dim"] = None
+        if model.mup_base_head_dim == model.head_size:
+            update["mup_base_head_dim"] = None
         if "sliding_window" not in self.reads:
             update["sliding_window"] = None
         if update.get("sliding_window", model.sliding_window) is None:

@@ -135,7 +135,7 @@ class BuildContext:
 
     @property
     def init(self) -> Initializer:
-        """Initial values of embeddings and of projections into a block."""
+        """Initial values of embeddings, head and router."""
         return Initializer("normal", self.model.init_std)
 
     def vocabulary(self, name: str) -> ParamSpec:
@@ -153,7 +153,7 @@ class BuildContext:
             self.tp,
             bias_sections=bias,
             sequence_parallel=self.sequence_parallel,
-            init=self.init,
+            init=Initializer("normal", self._matrix_std),
             transposed=transposed,
             wgrad_queue=self.wgrad_queue,
         )
@@ -216,7 +216,12 @@ class BuildContext:
 
     @property
     def _onto_residual(self) -> Initializer:
-        return Initializer("normal", self.model.init_std / sqrt(2 * self.model.num_layers))
+        return Initializer("normal", self._matrix_std / sqrt(2 * self.model.num_layers))
+
+    @property
+    def _matrix_std(self) -> float:
+        """Of a block's matrices: with muP their variance falls with the width (Yang et al. 2022, table 8)."""
+        return self.model.init_std / sqrt(self.model.width_ratio)
 
     @property
     def _cuts_sequence(self) -> bool:
@@ -407,14 +412,20 @@ class Head(nn.Module):
 
 
 class ScaledHead(Head):
-    """As `Head`, with the logits of `model.logits_scaling`."""
+    """As `Head`, with logits times `scale`."""
 
-    def __init__(self, context: BuildContext, *of_head: Any) -> None:
+    def __init__(self, scale: float, context: BuildContext, *of_head: Any) -> None:
         super().__init__(context, *of_head)
-        self.scale = 1.0 / context.model.logits_scaling
+        self.scale = scale
 
     def forward(self, x: Tensor, labels: Tensor | None) -> Tensor:
         return self.output(self.norm(x) * self.scale, labels)
+
+
+def head_of(context: BuildContext, *of_head: Any) -> Head:
+    """A head with logits divided by `model.logits_scaling`, and by the width ratio of muP (Yang et al. 2022, table 8)."""
+    divisor = context.model.logits_scaling * context.model.width_ratio
+    return Head(context, *of_head) if divisor == 1.0 else ScaledHead(1.0 / divisor, context, *of_head)
 
 
 # Layers read their weights within their own forward alone, the others only call layers.  Exact types: a subclass may read

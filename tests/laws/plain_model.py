@@ -47,6 +47,8 @@ class PlainConfig:
     router_aux_coef: float = 0.0  # of the two losses of `balance_sum`
     router_z_coef: float = 0.0
     final_logit_softcapping: float | None = None  # of the scores of the next token (Gemma 2)
+    width_ratio: float = 1.0  # muP: times as wide as the model whose rates and initial values are given
+    base_head_dim: int | None = None  # muP: that model's head size; None for the same
     z_loss_coef: float = 0.0  # of the loss on the scores' logsumexp (PaLM)
 
     @property
@@ -124,6 +126,11 @@ def decays(name: str, shape: tuple[int, ...]) -> bool:
     return len(shape) >= 2
 
 
+def is_hidden(name: str, shape: tuple[int, ...]) -> bool:
+    """Whether both dimensions of a weight grow with the width: those of the blocks' matrices."""
+    return len(shape) == 2 and not any(key in name for key in ("embed", "wte", "wpe", "lm_head"))
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # Model
 
@@ -142,7 +149,7 @@ def logits(
         scores = _gpt2_logits(weights, config, tokens, documents)
     else:
         scores = _llama_logits(weights, config, tokens, documents, [] if routed is None else routed)
-    cap = config.final_logit_softcapping
+    scores, cap = scores / config.width_ratio, config.final_logit_softcapping
     return scores if cap is None else cap * torch.tanh(scores / cap)
 
 
@@ -161,7 +168,7 @@ def _llama_logits(
         k = split_heads(normed @ weights[f"{layer}.self_attn.k_proj.weight"].T, config.num_kv_heads)
         v = split_heads(normed @ weights[f"{layer}.self_attn.v_proj.weight"].T, config.num_kv_heads)
         q, k = rope(q, config.rope_theta, positions), rope(k, config.rope_theta, positions)
-        mixed = causal_attention(q, k, v, unseen)
+        mixed = causal_attention(q * attention_factor(config), k, v, unseen)
         x = x + mixed @ weights[f"{layer}.self_attn.o_proj.weight"].T
 
         normed = rms_norm(x, weights[f"{layer}.post_attention_layernorm.weight"], config.norm_eps)
@@ -213,6 +220,12 @@ def best_experts(scores: Tensor, k: int) -> Tensor:
     one, other = scores[..., :, None], scores[..., None, :]
     before = (one > other) | ((one == other) & (expert[:, None] < expert))  # [b, s, one, other]
     return before.sum(dim=-2) < k
+
+
+def attention_factor(config: PlainConfig) -> float:
+    """muP: scores of attention fall with the size of a head, not with its root: sqrt(base) / d in place of 1 / sqrt(d).
+    Source: Yang et al. 2022, definition 4.1."""
+    return 1.0 if config.base_head_dim is None else math.sqrt(config.base_head_dim / config.head_dim)
 
 
 def swish(x: Tensor) -> Tensor:
@@ -433,10 +446,12 @@ class PlainTrainer:
         t, (b1, b2) = self.steps_taken, self.betas
         for name, p in self.weights.items():
             g, m, v = gradients[name], self.first_moment[name], self.second_moment[name]
+            # muP: Yang et al. 2022, table 8, row "Adam LR"; lr * decay stays, as in their package's MuAdam
+            rate = lr / self.config.width_ratio if is_hidden(name, tuple(p.shape)) else lr
             if decays(name, tuple(p.shape)):
                 p.copy_(p * (1 - lr * self.weight_decay))
             m.copy_(b1 * m + (1 - b1) * g)
             v.copy_(b2 * v + (1 - b2) * g * g)
             m_hat = m / (1 - b1**t)
             v_hat = v / (1 - b2**t)
-            p.copy_(p - lr * m_hat / (v_hat.sqrt() + self.eps))
+            p.copy_(p - rate * m_hat / (v_hat.sqrt() + self.eps))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from worlds import (
     GPT2,
     LLAMA,
     LR,
+    engine_on,
     global_batch,
     initial_weights,
     loop_of,
@@ -27,8 +29,9 @@ from worlds import (
     train_plainly,
 )
 
+from megazero.checkpoint.hugging_face.exporter import export_model
 from megazero.config import ResolvedRun
-from megazero.engine import Engine
+from megazero.engine import Engine, Position
 from megazero.training.batches import open_corpus_of
 from megazero.training.trainer import Trainer
 
@@ -41,6 +44,8 @@ SHAPES: list[tuple[int, dict[str, Any]]] = [
 HEADS = [
     (LLAMA | {"tie_embeddings": False, "final_logit_softcapping": 0.3}, {"z_loss_coef": 0.02}),
     (GPT2, {"z_loss_coef": 0.02, "logits_chunk_bytes": 4096}),
+    (LLAMA | {"tie_embeddings": False, "mup_base_width": 8, "mup_base_head_dim": 2}, {}),
+    (GPT2 | {"mup_base_width": 16}, {}),
     (LLAMA | {"tie_embeddings": True, "final_logit_softcapping": 0.3}, {"logits_chunk_bytes": 4096}),
 ]
 
@@ -88,7 +93,7 @@ def _plain_z_loss(run: ResolvedRun) -> float:
     return run.config.training.z_loss_coef * float(scores.logsumexp(-1).square().mean())
 
 
-def test_a_soft_cap_and_a_z_loss_are_those_of_the_plain_model_on_every_shape() -> None:
+def test_a_soft_cap_a_z_loss_and_mup_are_those_of_the_plain_model_on_every_shape() -> None:
     def runs(world: int, **sections: dict[str, Any]) -> list[ResolvedRun]:
         return [run_of(world, model=model, **sections, training=training) for model, training in HEADS]
 
@@ -98,3 +103,44 @@ def test_a_soft_cap_and_a_z_loss_are_those_of_the_plain_model_on_every_shape() -
         for got, plain in zip(found, wanted, strict=True):
             _assert_agrees(got, plain, str(sections))
             assert got["z"] == pytest.approx(plain["z"], rel=1e-5)
+
+
+def _change_of_logits(rank: int, runs: list[ResolvedRun]) -> list[float]:
+    """Root mean square by which four steps change the logits of a batch."""
+    state, found = state_on(rank, runs[0]), []
+    for run in runs:
+        engine, batches = engine_on(rank, run, state=state), micro_batches(run, state, 0)
+        asked = [replace(batch, labels=None) for batch in batches]
+        before = [engine.chunks[0](None, batch).detach() for batch in asked]
+        for step in range(4):
+            engine.train_step(micro_batches(run, state, step), LR)
+        after = [engine.chunks[0](None, batch).detach() for batch in asked]
+        found.append(float(torch.cat([b - a for a, b in zip(before, after, strict=True)]).square().mean().sqrt()))
+        engine.sharded_model.close()
+    return found
+
+
+def test_with_mup_steps_change_logits_as_much_at_every_width() -> None:
+    """The coordinate check of Yang et al. 2022, appendix D.1; without muP wider models change more."""
+
+    def changes(**mup: int) -> list[float]:
+        sizes = [{"hidden_size": width, "ffn_hidden_size": 2 * width, "num_kv_heads": 4} for width in (32, 256)]
+        runs = [run_of(1, model={"family": "llama"} | size | mup) for size in sizes]
+        return run_world(1, _change_of_logits, runs)[0]
+
+    narrow, wide = changes(mup_base_width=32, mup_base_head_dim=8)
+    assert 0.5 * narrow < wide < 1.1 * narrow
+    narrow, wide = changes()
+    assert wide > 4 * narrow
+
+
+def test_an_export_of_mup_is_a_plain_model_that_computes_the_same(tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    run = run_of(1, model=LLAMA | {"mup_base_width": 8, "tie_embeddings": False})
+    engine = engine_on(0, run)
+    engine.save(tmp_path / "step", Position(), "data")
+    export_model(tmp_path / "step", tmp_path / "out")
+    tokens, _ = global_batch(run, 0)
+    ours = logits(initial_weights(run), plain_config(run), tokens)
+    torch.testing.assert_close(AutoModelForCausalLM.from_pretrained(tmp_path / "out")(tokens).logits, ours)

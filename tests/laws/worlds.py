@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from harness import DEVICE, run_world
-from plain_model import PlainConfig, PlainTrainer, parameter_shapes
+from plain_model import PlainConfig, PlainTrainer, is_hidden, parameter_shapes
 from torch import Tensor
 
 from megazero.checkpoint.save import gather_logical
@@ -79,6 +79,8 @@ def plain_config(run: ResolvedRun) -> PlainConfig:
     family = "gpt2" if model.family == "gpt2" else "llama"  # the others are the same but for a window and experts
     keys = "num_experts", "experts_per_token", "router_aux_coef", "router_z_coef"
     experts = {key: getattr(model, key) or 0 for key in keys}
+    experts |= {"width_ratio": model.hidden_size / (model.mup_base_width or model.hidden_size)}
+    experts |= {"base_head_dim": model.mup_base_head_dim}
     experts["z_loss_coef"] = run.config.training.z_loss_coef
     return PlainConfig(family=family, **experts, **{name: getattr(model, name) for name in names + more})
 
@@ -116,6 +118,8 @@ def initial_weights(run: ResolvedRun) -> dict[str, Tensor]:
             continue
         onto_residual = any(part in name for part in ("o_proj", "down_proj", "c_proj", "w2"))
         std = run.config.model.init_std / ((2 * config.num_layers) ** 0.5 if onto_residual else 1.0)
+        if is_hidden(name, shape) and config.width_ratio != 1.0:
+            std /= config.width_ratio**0.5
         numbers = normal(derive_key(run.config.training.seed, name), torch.arange(torch.Size(shape).numel()))
         weights[name] = (numbers * std).view(shape)
     return weights

@@ -23,7 +23,17 @@ def format_of(family: object) -> HuggingFaceFormat:
 
 def logical_shapes(model: ModelConfig) -> dict[str, tuple[int, ...]]:
     """Shapes of a resolved model's logical tensors by name, in the order of the layers."""
+    return {name: shape for one in describe(_whole(model)) for name, shape in one.spec.logical_shapes().items()}
+
+
+def folded(model: ModelConfig) -> tuple[ModelConfig, dict[str, float]]:
+    """A model without muP that computes the same if these tensors, of the final norm, take the factor of its logits."""
+    head = None if model.mup_base_width is None else _whole(model).head
+    names = [] if head is None else [one.spec.name for one in describe(head.norm)]
+    return model.model_copy(update={"mup_base_width": None}), dict.fromkeys(names, 1.0 / model.width_ratio)
+
+
+def _whole(model: ModelConfig) -> GPTStage:
     context = BuildContext(model, Axis("tp"), False, 0, torch.device("meta"))
     with torch.device("meta"):
-        stage = GPTStage(context, cut_evenly(model.num_layers, 1)[0])
-    return {name: shape for one in describe(stage) for name, shape in one.spec.logical_shapes().items()}
+        return GPTStage(context, cut_evenly(model.num_layers, 1)[0])

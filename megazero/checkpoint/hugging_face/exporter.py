@@ -20,7 +20,7 @@ from pydantic import ValidationError
 from torch import Tensor
 
 from megazero.checkpoint.folder import Folder, Location
-from megazero.checkpoint.hugging_face.config import format_of, logical_shapes
+from megazero.checkpoint.hugging_face.config import folded, format_of, logical_shapes
 from megazero.checkpoint.hugging_face.tokenizer import GENERATION, token_ids, tokenizer_of
 from megazero.checkpoint.index import (
     HF_CONFIG,
@@ -76,6 +76,7 @@ def export_model(
 
 def _export(folder: Folder, out: Location, dtype: str | None, max_shard_bytes: int) -> Exported:
     trainer, model = intact_model(folder)
+    model, factors = folded(model)
     if options := format_of(model.family).not_computed(model):
         raise CheckpointError(
             f"{folder} was trained with {' and '.join(options)}, which transformers does not compute in a {model.family}: "
@@ -88,7 +89,9 @@ def _export(folder: Folder, out: Location, dtype: str | None, max_shard_bytes: i
     tensors: Layout = {name: (wanted, shape) for name, shape in logical_shapes(model).items()}
 
     def read(name: str) -> Tensor:
-        return masters[name].whole() if masters is not None and name in masters.files else weights[name].whole()
+        source = masters if masters is not None and name in masters.files else weights
+        values = source[name].whole()
+        return values * factors[name] if name in factors else values
 
     with new_folder(out) as target:
         written = write_shards(target, tensors, read, max_shard_bytes, single=_SINGLE)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from functools import cache
 from itertools import accumulate
-from math import sqrt
 from typing import TYPE_CHECKING
 
 from megazero.layers.attention import Attention, NeighbourRotary, RotaryEmbedding
@@ -38,13 +37,12 @@ def rotary_embeddings(
     """The tables of each layer, which layers of equal frequencies share; None where a layer does not rotate."""
     model, size = context.model, context.head_size
     kind = NeighbourRotary if variant.turns_neighbours else RotaryEmbedding
-    scale = 1.0 if model.attention_multiplier is None else model.attention_multiplier * sqrt(size)
 
     @cache
     def tables(theta: float, scaling: RopeScaling | None) -> RotaryEmbedding:
         by_parts, rotated = context.context is not None, size // 2 if variant.turns_neighbours else size
         sizes = size, model.seq_len, theta, context.device, scaling
-        return kind(*sizes, rotated=rotated, score_scale=scale, by_parts=by_parts)
+        return kind(*sizes, rotated=rotated, score_scale=model.score_scale, by_parts=by_parts)
 
     return [None if (rope := model.rope_of(layer)) is None else tables(*rope) for layer in layers]
 

@@ -160,11 +160,10 @@ class LlamaFamily(ModelFamily):
         return [llama_block(layer, context, rope, self.variant) for layer, rope in zip(layers, ropes, strict=True)]
 
     def head(self, context: BuildContext, tied_weight: nn.Parameter | None) -> Head:
-        from megazero.models.gpt import Head, ScaledHead
+        from megazero.models.gpt import head_of
 
         name = "model.embed_tokens.weight" if context.model.tie_embeddings else "lm_head.weight"
-        kind = Head if context.model.logits_scaling == 1.0 else ScaledHead
-        return kind(context, context.rms_norm("model.norm"), name, tied_weight)
+        return head_of(context, context.rms_norm("model.norm"), name, tied_weight)
 
 
 class LlamaItself(LlamaFamily):
