@@ -18,19 +18,22 @@ DECAYS: dict[str, Callable[[float], float]] = {
     "exponential": lambda done: 2.0 - 2.0 * 0.5**done,
     "1-sqrt": sqrt,
 }
-"""How far wsd has come down, of 1, after a fraction of its decay."""
+"""Completed fraction of wsd's fall, by completed fraction of its decay."""
 
 
 def learning_rate_factor(schedule: LrScheduleConfig, step: int, steps: int) -> float:
-    """Factor on the peak learning rate; `step` is 0 for the first and steps - 1 for the last, which has the smallest factor.
+    """Return the factor on the peak learning rate.
 
-    During warm-up the factor grows linearly to 1 at step warmup_steps - 1; where warm-up and decay overlap the smaller
-    counts.  Where the decay ends before the run, the factor stays at the floor from there.
+    During warm-up the factor grows linearly to 1 at step warmup_steps - 1.  If warm-up and decay overlap, the smaller
+    factor applies.  If the decay ends before the run, the factor then stays at the floor.
 
-    Source: Loshchilov and Hutter 2017 (cosine), Hu et al. 2024 (wsd: warm-up, stable, decay), Hägele et al. 2024 (1-sqrt);
-    Megatron-LM, optimizer_param_scheduler.py (the four decays).
+    Args:
+        step: 0 is the first, steps - 1 the last, which has the smallest factor.
 
-    Raises: ValueError: a script's schedule has returned something else.
+    Raises: ValueError, a script's schedule returned something other than a finite factor from 0 on.
+
+    Source: Loshchilov and Hutter 2017 (cosine), Hu et al. 2024 (wsd: warm-up, stable, decay), Hägele et al. 2024
+    (1-sqrt); Megatron-LM, optimizer_param_scheduler.py (the four decays).
     """
     warmup = min(1.0, (step + 1) / schedule.warmup_steps) if schedule.warmup_steps else 1.0
     steps = schedule.end_step or steps
@@ -61,13 +64,13 @@ def cosine(step: int, steps: int, schedule: LrScheduleConfig) -> float:
 
 
 def wsd(step: int, steps: int, schedule: LrScheduleConfig) -> float:
-    """Constant, then decay to the floor over the last part of the steps, in a form of `DECAYS`."""
+    """Constant, then decay to the floor over the last fraction of the steps, with a shape of `DECAYS`."""
     start = (steps - 1) * (1.0 - schedule.decay_fraction)
     falling = max(0.0, step - start) / max(1e-9, steps - 1 - start)
     return 1.0 - (1.0 - schedule.min_lr_ratio) * DECAYS[schedule.decay_shape](min(1.0, falling))
 
 
 def _done(step: int, steps: int, schedule: LrScheduleConfig) -> float:
-    """Completed fraction of the steps after the warm-up."""
+    """Return the completed fraction of the steps after the warm-up."""
     last = max(1, steps - 1 - schedule.warmup_steps)
     return min(1.0, max(0.0, (step - schedule.warmup_steps) / last))

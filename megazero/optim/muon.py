@@ -1,13 +1,13 @@
-"""Muon: the update of a matrix is its momentum, made orthogonal.
+"""Muon: the update of a matrix is its orthogonalized momentum.
 
     m <- beta m + (1 - beta) g          u = beta m + (1 - beta) g  (Nesterov)
     W <- W - lr (0.2 sqrt(max(rows, columns)) orthogonal(u) + weight_decay W)
 
-`orthogonal(u)` has the singular vectors of u and singular values near 1.  The factor gives its elements the root mean square
-of AdamW's updates, so that AdamW's learning rates and decays serve both.
+`orthogonal(u)` has the singular vectors of u and singular values near 1.  With the factor, its elements have the root
+mean square of AdamW's updates, so that AdamW's learning rates and weight decays suit both.
 
-Source: Jordan et al. 2024 (the iteration and its coefficients); Liu et al. 2025, "Muon is scalable for LLM training" (the
-factor).
+Source: Jordan et al. 2024 (the iteration and its coefficients); Liu et al. 2025, "Muon is scalable for LLM training"
+(the factor).
 """
 
 from math import sqrt
@@ -22,9 +22,11 @@ _RMS_OF_ADAMW = 0.2
 
 
 def orthogonalize(x: Tensor, scale: float = 1.0) -> Tensor:
-    """Newton-Schulz iteration on a whole matrix.  x: [rows, columns] -> the same, with singular values near `scale`.
+    """Newton-Schulz iteration on a whole matrix.  x: [rows, columns] -> the same shape, with singular values near
+    `scale`.
 
-    They lie within about 0.7 to 1.2 of it.  It needs 20 m^2 n + 10 m^3 FLOPs, where m is the smaller side.
+    They lie between about 0.7 and 1.2 times `scale`.  It takes 20 m^2 n + 10 m^3 FLOPs; m is the smaller side, n the
+    larger.
     """
     is_tall = x.shape[0] > x.shape[1]
     y = x.t() if is_tall else x
@@ -37,11 +39,11 @@ def orthogonalize(x: Tensor, scale: float = 1.0) -> Tensor:
 
 
 def muon_update(momentum: Tensor) -> Tensor:
-    """The update of one matrix, to be multiplied by the learning rate.  momentum: [rows, columns], Nesterov's."""
+    """Return the update of one matrix, before the learning rate.  momentum: [rows, columns], Nesterov's."""
     return orthogonalize(momentum, _RMS_OF_ADAMW * sqrt(max(momentum.shape)))
 
 
 def iteration_flops(rows: int, columns: int) -> int:
-    """FLOPs of `orthogonalize`."""
+    """Return the FLOPs of `orthogonalize`."""
     m, n = sorted((rows, columns))
     return STEPS * (4 * m * m * n + 2 * m**3)

@@ -1,11 +1,11 @@
 """Optimizers that act element by element, so that they may run on flat shards of parameters.
 
     parameters   | w0      | w1   | b1 |
-    shards       |   rank 0    | rank 1 |     the update of an element reads that element's weight, gradient and state,
-                                              and numbers of the whole group: where the borders fall changes nothing
+    shards       |   rank 0    | rank 1 |     the update of an element reads only its weight, gradient and state, and
+                                              numbers of the whole group, so it does not matter where shards begin
 
-An optimizer that looks at a matrix, or at the norm of a parameter, would compute something else on a shard, without any
-error.  `OPTIMIZERS` holds those that a run file may name.
+An optimizer that reads a whole matrix, or the norm of a parameter, would compute something else on a shard, without an
+error.  `OPTIMIZERS` holds the optimizers that a run file may name.
 """
 
 from __future__ import annotations
@@ -24,12 +24,13 @@ from megazero.registry import check_keywords, keywords_of
 
 
 class Lion(torch.optim.Optimizer):
-    """Lion: the step is the sign of an interpolated momentum, with decoupled weight decay (Chen et al. 2023, alg. 2).
+    """Lion: the update is the sign of an interpolated momentum, with decoupled weight decay (Chen et al. 2023, alg. 2).
 
         w <- w - lr * (sign(beta1 * m + (1 - beta1) * g) + weight_decay * w)
         m <- beta2 * m + (1 - beta2) * g
 
-    The momentum is all the state there is.  lr is about a third to a tenth of AdamW's, weight_decay three to ten times.
+    The momentum is its only state.  Use about a third to a tenth of AdamW's lr, and three to ten times its
+    weight_decay.
     """
 
     def __init__(
@@ -49,7 +50,7 @@ class Lion(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """Step every parameter that has a gradient; `closure` computes the loss again, with gradients."""
+        """Update every parameter that has a gradient.  `closure` computes the loss again, with gradients."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -71,14 +72,14 @@ class Lion(torch.optim.Optimizer):
 
 @dataclass(frozen=True)
 class ElementwiseOptimizer:
-    """An optimizer for `OPTIMIZERS`, and how it is made from the section [optimizer].
+    """An optimizer for `OPTIMIZERS`, and how it is constructed from the section [optimizer].
 
     Args:
-        cls: made as `cls(groups, lr=..., **keywords)`; a group says its own weight_decay.
-        elementwise: True says that the update of an element reads only that element's weight, gradient and state, so that it
-            may run on shards.  Nothing checks it.
-        keys: of the section, besides lr and weight_decay, that are keywords of the class under the same names.
-        keywords: further ones, always the same.
+        cls: called as `cls(groups, lr=..., **keywords)`; each group has its own weight_decay.
+        elementwise: must be True, which declares that the update of an element reads only that element's weight,
+            gradient and state, so that it may run on shards.  Nothing checks this.
+        keys: keys of the section, besides lr and weight_decay, that are keywords of the class under the same names.
+        keywords: further keywords, which are always the same.
 
     Raises:
         ValueError: elementwise is not True.
@@ -97,19 +98,21 @@ class ElementwiseOptimizer:
             )
 
     def settings(self, section: OptimizerConfig) -> dict[str, Any]:
-        """Keywords of the class, for all groups."""
+        """Return the keywords of the class, for all groups."""
         of_section = {key: getattr(section, key) for key in ("lr", *self.keys)}
         return of_section | dict(self.keywords) | dict(section.options)
 
 
 @dataclass(frozen=True)
 class MatrixOptimizer:
-    """An optimizer for `OPTIMIZERS` that steps each matrix of a block whole, from its momentum; AdamW steps the rest.
+    """An optimizer for `OPTIMIZERS` that updates each matrix of a block as a whole, from its momentum.  AdamW updates
+    the rest.
 
     Args:
-        update: [rows, columns], Nesterov's momentum of a whole matrix -> what the learning rate multiplies; the section's
-            `options` are its keywords.  It is called once for each matrix, on one rank, however the state is sharded.
-        flops: of `update` from rows and columns; ranks share the matrices by it.
+        update: maps Nesterov's momentum of a whole matrix, [rows, columns], to the update before the learning rate; the
+            section's `options` are its keywords.  It is called once for each matrix, on one rank, however the state is
+            sharded.
+        flops: the FLOPs of `update` from rows and columns, by which matrices are divided among ranks.
     """
 
     update: Callable[[Tensor], Tensor]
@@ -118,11 +121,11 @@ class MatrixOptimizer:
 
     @property
     def cls(self) -> Callable[[Tensor], Tensor]:
-        """What takes the options."""
+        """The function that takes the options."""
         return self.update
 
     def settings(self, section: OptimizerConfig) -> dict[str, Any]:
-        """Keywords of `update`."""
+        """Return the keywords of `update`."""
         return dict(section.options)
 
 
@@ -137,8 +140,9 @@ ADAGRAD = ElementwiseOptimizer(torch.optim.Adagrad, elementwise=True, keys=BUILT
 
 
 def _blocks(*tensors: Tensor) -> Iterable[tuple[Tensor, ...]]:
-    """The same elements of each tensor at a time: as many as stay in a CPU's cache over the passes of one update (2.4 to
-    0.7 ns per parameter), on other devices few enough to bound the temporary memory."""
+    """Split tensors into blocks of the same elements: on a CPU, as many as stay in the cache over the passes of one
+    update (2.4 to 0.7 ns per parameter); on other devices, few enough to bound the temporary memory.
+    """
     if not all(tensor.is_contiguous() for tensor in tensors):
         return [tensors]
     size = 2**18 if tensors[0].is_cpu else 2**26
@@ -148,13 +152,13 @@ def _blocks(*tensors: Tensor) -> Iterable[tuple[Tensor, ...]]:
 def make_optimizer(
     cls: type[torch.optim.Optimizer], params: dict[str, Any], groups: list[dict[str, Any]]
 ) -> torch.optim.Optimizer:
-    """Make an optimizer of a class.
+    """Construct an optimizer of a class.
 
     Args:
-        params: keywords of the class; "fused" and "foreach" choose the kernel, else the fastest is.
+        params: keywords of the class; "fused" and "foreach" choose the kernel, otherwise it is the fastest.
         groups: these dicts become the optimizer's `param_groups`.
 
-    Raises: ValueError: a keyword that does not exist, with a guess at what was meant.
+    Raises: ValueError, a keyword does not exist; the message suggests a similar one.
     """
     check_keywords(cls.__name__, params, keywords_of(cls, positional=1))
     if not {"fused", "foreach"} & params.keys():
@@ -163,12 +167,12 @@ def make_optimizer(
 
 
 def state_names(optimizer: torch.optim.Optimizer) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Names of an optimizer's state with an element for each of the parameter's, and of its scalar state.
+    """Return the names of an optimizer's element-wise state, and of its scalar state.
 
-    It is not stepped: a twin of it with the options of each group is, on two elements.
+    The optimizer itself is not stepped: for each group, another one with the same options is, on two elements.
 
     Raises:
-        ValueError: some state is neither, or the class can not be constructed from the options of its groups.
+        ValueError: some state is neither, or the class cannot be constructed from the options of its groups.
     """
     elementwise: dict[str, None] = {}  # in order, each once
     scalar: dict[str, None] = {}
@@ -188,7 +192,7 @@ def state_names(optimizer: torch.optim.Optimizer) -> tuple[tuple[str, ...], tupl
 
 
 def _kernel(cls: type[torch.optim.Optimizer], params: dict[str, Any], tensors: list[Tensor]) -> dict[str, bool]:
-    """The fastest way to run the update that works for these tensors, found by trying it on one element of each kind."""
+    """Return the option for the fastest kernel that works for these tensors, found by trying each on one element."""
     kinds = {(tensor.device, tensor.dtype) for tensor in tensors}
     dummies = [torch.zeros(1, device=device, dtype=dtype, requires_grad=True) for device, dtype in kinds]
     for dummy in dummies:
@@ -204,7 +208,9 @@ def _kernel(cls: type[torch.optim.Optimizer], params: dict[str, Any], tensors: l
 
 
 def _state_of_twin(cls: type[torch.optim.Optimizer], group: dict[str, Any]) -> dict[str, Any]:
-    """State after one step of a two-element parameter on the CPU, with the options of a group and the plainest kernel."""
+    """Return the state after one step of a two-element parameter on the CPU, with a group's options and the plainest
+    kernel.
+    """
     plain = {"fused": None, "foreach": None, "capturable": False, "differentiable": False}
     options = {key: plain.get(key, group[key]) for key in keywords_of(cls, positional=1) if key in group}
     options |= {key: value.item() for key, value in options.items() if isinstance(value, Tensor)}

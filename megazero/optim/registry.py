@@ -1,4 +1,4 @@
-"""The optimizers that `optimizer.name` and the shapes that `lr_schedule.name` may name; a script may register its own.
+"""The optimizers that `optimizer.name` and the shapes that `lr_schedule.name` may name.  A script may register its own.
 
 OPTIMIZERS.register("signsgd", ElementwiseOptimizer(SignSGD, elementwise=True))
 LR_SCHEDULES.register("inverse-sqrt", lambda step, steps, section: (step + 1) ** -0.5)
@@ -42,15 +42,15 @@ LR_SCHEDULE_KEYS: dict[str, tuple[str, ...]] = {
 LR_SCHEDULES: Registry[LrShape] = Registry(
     "learning-rate schedule", {name: f"megazero.optim.lr_schedule:{name}" for name in LR_SCHEDULE_KEYS}
 )
-"""(step from 0, steps of the run, section) -> factor on the peak rate; the warm-up is applied to every one of them."""
+"""Called as (step from 0, steps of the run, section) -> factor on the peak rate; the warm-up is applied to all of them."""
 
 
 def optimizers_reading(key: str) -> tuple[str, ...]:
-    """Give the optimizers that read a key of [optimizer]; torch is not imported for those of the package."""
+    """Return the optimizers that read a key of [optimizer].  For those of the package this does not import torch."""
     read = {name: BUILT_IN_KEYS.get(name) or OPTIMIZERS[name].keys for name in OPTIMIZERS}
     return tuple(name for name, keys in read.items() if key in keys)
 
 
 def lr_schedules_reading(key: str) -> tuple[str, ...]:
-    """Give the learning-rate schedules that read a key of [lr_schedule]; a script's own may read each of them."""
+    """Return the learning-rate schedules that read a key of [lr_schedule].  A script's own may read all of them."""
     return tuple(name for name in LR_SCHEDULES if key in LR_SCHEDULE_KEYS.get(name, (key,)))

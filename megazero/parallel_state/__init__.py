@@ -1,4 +1,4 @@
-"""Which ranks communicate with which: the grid (arithmetic), the groups, and the state of one rank that is handed down.
+"""Which ranks communicate: the grid (arithmetic), the groups, and the state of one rank.
 
 RankGrid ---> ParallelState ---> Axis "tp", "dp", "pp", ...      every parallel layer and every collective takes an axis
 """

@@ -1,4 +1,4 @@
-"""Which ranks belong together: a grid of ranks, as arithmetic without a process.
+"""The grid of ranks, and which ranks belong together; arithmetic only, without processes.
 
 order "tp-cp-dp-pp", tp=2 dp=2 pp=2            pp 0            pp 1
 rank = tp + 2*dp + 4*pp                     dp 0   dp 1     dp 0   dp 1
@@ -34,11 +34,11 @@ class RankGrid:
     Args:
         tp, cp, dp, pp: degree of tensor, context, data and pipeline parallelism.
         order: the four axes joined by "-", innermost first.
-        ep: expert parallelism: blocks of so many consecutive ranks of a stage hold different experts.
+        ep: degree of expert parallelism: `ep` consecutive ranks of a stage together hold all experts.
 
     Raises:
-        ValueError: a degree below 1, `ep` does not divide the ranks of a stage, or an order that is not a permutation of the
-            axes.
+        ValueError: a degree is below 1, `ep` does not divide the ranks of a stage, or `order` is not a permutation of
+            the axes.
 
     Source: Narayanan et al. 2021, section 3 (tensor parallelism inside a node, pipeline across nodes).
     """
@@ -60,7 +60,7 @@ class RankGrid:
             raise ValueError(f"ep={self.ep} must divide tp*cp*dp={self.tp * self.cp * self.dp}")
 
     def size(self, axis: str) -> int:
-        """Degree of one axis."""
+        """Return the degree of one axis."""
         return int(getattr(self, axis))
 
     @property
@@ -77,23 +77,23 @@ class RankGrid:
         return strides
 
     def coordinate(self, rank: int) -> Coordinate:
-        """Position of `rank` on each axis.  Raises: ValueError for a rank outside the grid."""
+        """Return the position of `rank` on each axis.  Raises: ValueError, the rank is outside the grid."""
         if not 0 <= rank < self.world_size:
             raise ValueError(f"rank {rank} is outside the grid of {self.world_size} ranks")
         return Coordinate(**{axis: rank // self._strides[axis] % self.size(axis) for axis in AXES})
 
     def rank(self, at: Coordinate) -> int:
-        """The rank at a coordinate.  Raises: ValueError for a coordinate outside the grid."""
+        """Return the rank at a coordinate.  Raises: ValueError, the coordinate is outside the grid."""
         for axis in AXES:
             if not 0 <= getattr(at, axis) < self.size(axis):
                 raise ValueError(f"{axis}={getattr(at, axis)} is outside the grid, whose {axis} is {self.size(axis)}")
         return sum(getattr(at, axis) * self._strides[axis] for axis in AXES)
 
     def group_of(self, rank: int, *axes: str) -> tuple[int, ...]:
-        """`rank` and the ranks that differ from it only on `axes`, in rank order.
+        """Return `rank` and the ranks that differ from it only on `axes`, in rank order.
 
         Raises:
-            ValueError: an unknown or repeated axis.
+            ValueError: an axis is unknown or repeated.
         """
         if unknown := [axis for axis in axes if axis not in AXES]:
             raise ValueError(f"unknown axis {unknown[0]!r}; the axes are {', '.join(AXES)}")
@@ -104,19 +104,21 @@ class RankGrid:
         return tuple(sorted(rank + sum(combination) for combination in itertools.product(*steps)))
 
     def expert_table(self, rank: int) -> tuple[tuple[int, ...], ...]:
-        """The ranks of this rank's stage, by the experts that they hold: row i has the replicas of the i-th experts.
+        """Return the ranks of this rank's stage by the experts that they hold: row i has the ranks with the i-th group
+        of experts.
 
-        A column holds all experts: consecutive ranks of the stage, so that tokens stay within a host where they can.
+        A column has all experts.  It consists of consecutive ranks, so that tokens stay within a host where possible.
         """
         ranks = self.group_of(rank, "tp", "cp", "dp")
         return tuple(ranks[index :: self.ep] for index in range(self.ep))
 
     def lies_within(self, axis: str, block: int, cut: int = 0) -> bool:
-        """Whether no group over `axis` has ranks in two blocks of so many consecutive ranks.
+        """Whether every group over `axis` lies within one block of `block` consecutive ranks.
 
-        cut: look at groups of so many consecutive ranks of the axis; 0 for whole groups.
+        Args:
+            cut: divide groups into this many consecutive ranks of the axis first; 0: whole groups.
         """
-        # Groups fill stretches of stride x size ranks, and any border inside a stretch divides one of its groups.
+        # Groups fill stretches of stride x size ranks, and any block border inside a stretch splits one of its groups.
         size = cut or self.size(axis)
         stretch = self._strides[axis] * size
         return size == 1 or self.world_size <= block or block % stretch == 0
@@ -124,7 +126,9 @@ class RankGrid:
 
 @dataclass(frozen=True)
 class Hosts:
-    """Where a rank of a group is: number `local` of host `host`, among `count` hosts of `size` ranks of the group."""
+    """Position of a rank in a group: rank `local` of host `host`, among `count` hosts with `size` ranks of the group
+    each.
+    """
 
     count: int
     size: int
@@ -133,16 +137,16 @@ class Hosts:
 
     @property
     def others(self) -> list[int]:
-        """The other hosts, the next one first, so that not all ranks begin with the same host."""
+        """The other hosts, the next one first, so that the ranks do not all begin with the same host."""
         return [(self.host + step) % self.count for step in range(1, self.count)]
 
 
 def hosts_of(names: Sequence[object], index: int) -> Hosts | None:
-    """The hosts of a group; None unless each has as many ranks as the others, in a row.
+    """Return the hosts of a group; None unless every host has equally many ranks, next to each other.
 
     Args:
         names: each rank's host, by name or number.
-        index: number of this rank in the group.
+        index: index of this rank in the group.
     """
     sizes = [len(list(ranks)) for _, ranks in itertools.groupby(names)]
     if len(sizes) > len(set(names)) or len(set(sizes)) > 1:

@@ -1,10 +1,10 @@
-r"""Ranks that communicate: a group carries their messages, an axis is one rank's view of it.
+r"""Ranks that communicate: a group sends their messages, an axis is one rank's view of it.
 
-    Axis ("tp", ranks, index) ---> Group ---> Backend     collectives of tensors: shared memory, two hosts, process group
+    Axis ("tp", ranks, index) ---> Group ---> Backend     collectives of tensors: shared memory, two hosts, torch
                                         \---> Messages    broadcasts, messages between two ranks, small values
 
-A parallel layer gets the one axis over which it communicates.  An axis of one rank has no group, and a collective over it
-makes no call.  `Traffic` counts what a rank sends, and knows the collective for which it waits.
+A parallel layer takes the one axis over which it communicates.  An axis of one rank has no group, and a collective over
+it sends nothing.  `Traffic` counts what a rank sends, and records the collective that it waits for.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ Transfers: TypeAlias = Sequence[tuple[Tensor, int]]  # (tensor, global rank of t
 
 
 class Backend(Protocol):
-    """Carries the collectives of tensors of one group of at least two ranks; see `comm/backend.py`.
+    """Collectives of tensors for one group of at least two ranks; see `comm/backend.py`.
 
-    Arguments are those of the functions of the same names in `comm/collectives.py`.  Every method starts an operation and
-    returns the call that waits for it and completes it.
+    Arguments are those of the functions with the same names in `comm/collectives.py`.  Every method starts an operation
+    and returns the function that waits for it and completes it.
     """
 
     needs_scratch: bool  # `reduce_scatter` only receives the terms, into memory as long as `full`; the caller sums them
-    runs_by_itself: bool  # operations go on while this rank computes; otherwise only while it waits for one
+    runs_by_itself: bool  # operations continue while this rank computes; otherwise only while it waits for one
 
     def all_reduce(self, tensor: Tensor, axis: Axis, op: str) -> Wait: ...
 
@@ -48,19 +48,21 @@ class Backend(Protocol):
     def ring_shift(self, out: Tensor, x: Tensor, axis: Axis) -> Wait: ...
 
     def link_bytes(self, operation: str, full: Tensor, axis: Axis, /) -> int:
-        """Bytes that this rank sends to other hosts in an operation; `full` is the longer of its two buffers."""
+        """Return the bytes that this rank sends to other hosts in an operation; `full` is the longer of its two
+        buffers.
+        """
 
     def check_order(self) -> None:
-        """Compare the labels of gathers that their waits have not compared.  Raises: OrderError."""
+        """Compare the labels of gathers, unless their waits have done it.  Raises: OrderError."""
 
     def close(self) -> None:
-        """Release what it holds; operations that are not finished fail."""
+        """Release all resources.  Unfinished operations fail."""
 
 
 class Messages(Protocol):
-    """Broadcasts, point-to-point messages and small objects of a group, for which no `Backend` has a collective.
+    """Broadcasts, point-to-point messages and small objects of a group, which are not collectives of a `Backend`.
 
-    Arguments are those of the functions of the same names in `comm/collectives.py`.
+    Arguments are those of the functions with the same names in `comm/collectives.py`.
     """
 
     def broadcast(self, tensor: Tensor, axis: Axis, source: int, /) -> Wait: ...
@@ -68,7 +70,7 @@ class Messages(Protocol):
     def exchange(self, sends: Transfers, receives: Transfers, axis: Axis, /) -> Sequence[Wait]: ...
 
     def gather(self, values: list[Any], axis: Axis, /) -> list[Any]:
-        """The lists of all ranks as one, in rank order."""
+        """Return the lists of all ranks as one list, in rank order."""
 
     def from_first(self, value: Any, axis: Axis, /) -> Any: ...
 
@@ -77,18 +79,18 @@ class Messages(Protocol):
 
 @dataclass(eq=False)
 class Group:
-    """The communication of one set of ranks.  Axes with equal ranks share it; `ParallelState.leave` closes it."""
+    """Communication of one set of ranks.  Axes with equal ranks share it; `ParallelState.leave` closes it."""
 
-    process_group: dist.ProcessGroup | None  # None where only host memory travels, and once closed
+    process_group: dist.ProcessGroup | None  # None if only host memory is sent, or after `close`
     device: torch.device  # where the ranks compute
     timeout_seconds: float  # how long an operation may wait for a peer
-    shares_memory: bool  # whether ranks of one host may communicate through memory
-    local_world_size: int  # ranks of a host: rank // local_world_size numbers the hosts
+    shares_memory: bool  # whether ranks of one host may communicate through shared memory
+    local_world_size: int  # ranks of a host; rank // local_world_size is the host
     siblings: Collection[Group]  # all groups of this rank
-    host: dist.ProcessGroup | None = None  # of gloo, with at least these ranks: carries their messages of host memory
-    backends: dict[str, Backend] = field(default_factory=dict)  # by type of the tensors' device; `comm` chooses them
-    messages: Messages | None = None  # None: the process groups carry them
-    # Of operations under way that nobody waits for.  gloo stops reading from a peer if a message's memory is gone, too.
+    host: dist.ProcessGroup | None = None  # gloo group with at least these ranks, for messages of host memory
+    backends: dict[str, Backend] = field(default_factory=dict)  # by type of the tensors' device; chosen by `comm`
+    messages: Messages | None = None  # None: the process groups send them
+    # Waits of operations whose `Pending` was dropped: gloo stops reading from a peer if a message's memory is freed.
     unfinished: deque[Wait] = field(default_factory=deque)
 
     def close(self) -> None:
@@ -101,11 +103,11 @@ class Group:
 
 
 class Groups(dict[tuple[tuple[int, ...], str], Group]):
-    """This rank's groups by their ranks and purpose; the first who needs one makes it.
+    """This rank's groups by their ranks and purpose, each created when it is first needed.
 
     Attributes:
-        is_reusable: whether further states may use them: they are open, and no operation was left under way.
-        savers: how many states have communicators for saving.
+        is_reusable: whether further states may use them: they are open, and no operation was left running.
+        savers: number of states that have communicators for saving.
     """
 
     def __init__(self) -> None:
@@ -120,26 +122,28 @@ class Groups(dict[tuple[tuple[int, ...], str], Group]):
 
 
 class CollectiveCall(NamedTuple):
-    """The collective for which this rank started or stopped waiting last.
+    """The collective that this rank last started or stopped waiting for.
 
-    `is_inside`: the host waits for it; an operation that runs beside the computation does not count.
+    Args:
+        is_inside: the host is waiting for it; an operation that runs beside the computation does not count.
     """
 
     operation: str
     axis: str
     ranks: tuple[int, ...]
     is_inside: bool
-    since: float  # of `time.perf_counter`
+    since: float  # by `time.perf_counter`
 
 
 class Traffic:
-    """Counts the bytes that this rank sent, by (axis, operation), as ring volume, and the time that it waited for peers.
+    """Counts the bytes that this rank sent, by (axis, operation), as ring volume, and the time that it waited for
+    peers.
 
-    One thread at a time makes the calls that are counted here; any thread may read.
+    Only one thread at a time may make the counted calls; any thread may read.
 
     Attributes:
-        link_bytes: of the messages that this rank truly sends, those to other hosts.
-        pass_on: called where a pass would wait for rows that travel; see `engine/turns.py`.
+        link_bytes: bytes of the messages that this rank really sends to other hosts.
+        pass_on: called when a pass would wait for rows to arrive; see `engine/turns.py`.
 
     Source: ring collectives send (n-1)/n of the full buffer per pass (Rajbhandari et al. 2020, section 7).
     """
@@ -151,32 +155,32 @@ class Traffic:
         self.waited_seconds = 0.0
         self.pass_on: Callable[[], None] = _go_on
         self.last: CollectiveCall | None = None
-        self.advanced = 0.0  # when the host last began or ended a pass of a micro-batch; of `time.perf_counter`
+        self.advanced = 0.0  # when the host last began or ended a pass of a micro-batch, by `time.perf_counter`
 
     def advance(self) -> None:
-        """The host makes progress without a collective."""
+        """Record that the host makes progress without a collective."""
         self.advanced = time.perf_counter()
 
     def add(self, axis: str, operation: str, sent_bytes: int, link_bytes: int = 0) -> None:
-        """Count an operation that begins."""
+        """Count an operation that starts."""
         self.sent_bytes[axis, operation] += sent_bytes
         self.link_bytes[axis, operation] += link_bytes
         self.calls[axis, operation] += 1
 
     def enter(self, axis: Axis, operation: str) -> CollectiveCall:
-        """The host starts to wait for an operation."""
+        """Record that the host starts to wait for an operation."""
         self.last = CollectiveCall(operation, axis.name, axis.ranks, True, time.perf_counter())
         return self.last
 
     def leave(self, entered: CollectiveCall) -> None:
-        """The host has stopped waiting."""
+        """Record that the host has stopped waiting."""
         now = time.perf_counter()
         self.waited_seconds += now - entered.since
         self.last = CollectiveCall(entered.operation, entered.axis, entered.ranks, False, now)
 
     @contextmanager
     def uncounted(self) -> Iterator[None]:
-        """Leave what happens within out of the counts."""
+        """Context in which nothing is counted."""
         counts = [Counter(one) for one in (self.sent_bytes, self.link_bytes, self.calls)]
         waited = self.waited_seconds
         try:
@@ -186,7 +190,7 @@ class Traffic:
             self.waited_seconds = waited
 
     def by_axis(self) -> dict[str, int]:
-        """Bytes sent over each axis, all operations together."""
+        """Return the bytes sent over each axis, all operations together."""
         totals: Counter[str] = Counter()
         for (axis, _), sent in self.sent_bytes.items():
             totals[axis] += sent
@@ -200,19 +204,19 @@ class Traffic:
 
 
 def _go_on() -> None:
-    """Nothing else has a turn.  (A function of the module: modules that hold an axis can be pickled.)"""
+    """Do nothing: no other pass has a turn.  (Defined in the module, so that modules that hold an axis can be pickled.)"""
 
 
 @dataclass(frozen=True, eq=False)
 class Axis:
     """One rank's view of a group: the argument of every parallel layer and every collective."""
 
-    name: str  # "tp", "dp", ...; the key under which traffic is counted
+    name: str  # "tp", "dp", ...; the key of its traffic
     ranks: tuple[int, ...] = (0,)  # global ranks of the group, in order
     index: int = 0  # position of this rank among them
-    group: Group | None = None  # None when the axis has one rank
+    group: Group | None = None  # None if the axis has one rank
     traffic: Traffic = field(default_factory=Traffic)
-    parts: tuple[Axis, ...] = ()  # axes whose product it is, where `all_reduce` goes over these in turn
+    parts: tuple[Axis, ...] = ()  # if not empty, axes whose product it is: `all_reduce` sums over each in turn
 
     @property
     def size(self) -> int:
@@ -225,20 +229,20 @@ class Axis:
 
     @property
     def shares_hosts(self) -> bool:
-        """Whether a host has several of these ranks, if all hosts run as many ranks.  Without a group each is alone."""
+        """Whether a host has several of these ranks, if all hosts have equally many ranks.  False without a group."""
         block = self.group.local_world_size if self.group is not None else 1
         return len({rank // block for rank in self.ranks}) < len(self.ranks)
 
     @property
     def process_group(self) -> dist.ProcessGroup:
-        """torch's process group of these ranks.  Raises: RuntimeError where there is none, or no longer."""
+        """torch's process group of these ranks.  Raises: RuntimeError, there is none, or it was closed."""
         if self.group is None or self.group.process_group is None:
             raise RuntimeError(f"this rank has left the process group of {self.name}, or never joined one")
         return self.group.process_group
 
     @property
     def host_group(self) -> dist.ProcessGroup:
-        """What carries messages of host memory among these ranks.  Raises: RuntimeError as `process_group`."""
+        """The process group for messages of host memory among these ranks.  Raises: RuntimeError, as `process_group`."""
         return self.process_group if self.group is None or self.group.host is None else self.group.host
 
 

@@ -1,13 +1,13 @@
-"""One rank of a grid with its process groups, handed down by argument.
+"""One rank of a grid with its process groups, passed as an argument.
 
     context parallelism, cp = 6 = 2 (Ulysses) x 3 (ring)      cp_ulysses 0   1
     cp index = ring index * 2 + ulysses index      cp_ring 0         0   1      Ulysses neighbours are nearest
                                                            1         2   3
                                                            2         4   5
 
-What a rank writes into the store of the process groups, and reads there, does not grow with the world: gloo connects two
-ranks when they first have a message, the groups of GPUs are NCCL's alone, host memory travels over one gloo group, and a sum
-over the world goes over its axes in turn, so no communicator of GPUs spans the world.
+What a rank writes to and reads from the process groups' store does not grow with the world.  gloo connects two ranks at
+their first message.  Groups of GPUs use only NCCL, and all host memory is sent over one gloo group.  A sum over the
+world sums over its axes in turn, so no communicator of GPUs spans the world.
 """
 
 from __future__ import annotations
@@ -28,36 +28,39 @@ from megazero.parallel_state.grid import RankGrid
 from megazero.parallel_state.groups import Axis, Group, Groups, SavingAxes, Traffic
 
 TIMEOUT = timedelta(minutes=30)  # for scripts that start their ranks themselves
-MOST_SHARING_RANKS = 16  # of a group that reduces through shared memory: every rank signals every other
+MOST_SHARING_RANKS = 16  # in a group that reduces through shared memory: every rank signals every other
 
 
 class ParallelState:
-    """One rank of a grid with its process groups, made up front, once per distinct set of ranks.
+    """One rank of a grid with its process groups, which are created at once, one for each distinct set of ranks.
 
     Args:
         grid: the rank grid; its world size must equal the number of running ranks.
         rank: this rank.
         device: where this rank computes.
         timeout_seconds: how long a collective may wait for a peer.
-        shard_group_size: consecutive ranks of dp_cp that share one copy of the sharded state; 0 for all of them.
-        local_world_size: ranks that run on this host, this one included.
-        shares_memory: CPU ranks of one host reduce and gather through shared memory; False always takes process groups.
-        groups: those of another state that was made with the same arguments.
+        shard_group_size: consecutive ranks of dp_cp that share one copy of the sharded state; 0: all of them.
+        local_world_size: ranks on this host, with this one.
+        shares_memory: CPU ranks of one host reduce and gather through shared memory; False: always use process groups.
+        groups: groups of another state that was created with the same arguments.
         cp_ulysses: Ulysses degree of context parallelism; the ring has cp / cp_ulysses ranks.
         traffic: counts what this rank sends.
-        max_ctas: how many blocks of threads NCCL may use over tp, cp, dp, pp and ep; without a number as many as it likes.
+        max_ctas: most thread blocks that NCCL may use over tp, cp, dp, pp and ep; no limit for axes without a number.
 
     Attributes:
-        cp, and dp where cp is above 1: ranks to count and to number, without a group.
-        model, world: ranks of this stage, and all; both send host memory and objects, and only `world` sums tensors.
-        cp_ulysses, cp_ring: cp cut in two: ranks that exchange heads for tokens, and ranks that pass keys and values on.
-        dp_cp: ranks with the same parameters, whose gradients add up; dp itself where cp is 1.
-        shard, replica: dp_cp cut in two: ranks that hold different shards, and ranks that hold the same one.
-        groups: its process groups, of which another state may use the same.
+        cp, and dp if cp is above 1: only sizes and indices of ranks, without a group.
+        model, world: ranks of this stage, and all ranks; both send host memory and objects, and only `world` sums
+            tensors.
+        cp_ulysses, cp_ring: the two factors of cp: ranks that exchange heads for tokens, and ranks that pass on keys
+            and values.
+        dp_cp: ranks with the same parameters, over which gradients are summed; dp itself if cp is 1.
+        shard, replica: the two factors of dp_cp: ranks that hold different shards, and ranks that hold the same one.
+        groups: its process groups, which another state may share.
 
     Raises:
-        ValueError: `shard_group_size` does not divide dp*cp, or `cp_ulysses` cp; the grid does not have as many ranks as
-            were started, a CUDA run has no backend for CPU tensors, or `device` is not the current CUDA device.
+        ValueError: `shard_group_size` does not divide dp*cp, or `cp_ulysses` does not divide cp; the grid has another
+            number of ranks than were started; a CUDA run has no backend for CPU tensors; or `device` is not the current
+            CUDA device.
     """
 
     def __init__(
@@ -94,7 +97,7 @@ class ParallelState:
                     f"this rank computes on {self.device}, but the current device is {current}: streams of both would not "
                     f"wait for one another; call torch.cuda.set_device({self.device.index}) first"
                 )
-            self.device = current  # as its tensors say it
+            self.device = current  # with an index, as tensors report it
         if running > 1 and self.device.type != "cpu" and "gloo" not in str(dist.get_backend_config()):
             raise ValueError(
                 f"the process group was made with backend {dist.get_backend_config()}, but checkpoints travel as CPU "
@@ -107,14 +110,14 @@ class ParallelState:
         self._shares_memory = shares_memory and self.device.type == "cpu"
         self.groups = Groups() if groups is None else groups
         self.tp, self.pp = (self._axis(axis, grid.group_of(rank, axis)) for axis in ("tp", "pp"))
-        # Gradients are summed over dp_cp, and attention exchanges over the two parts of cp: a communicator of NCCL takes
-        # memory of the device whether it is used or not.
+        # Gradients need dp_cp, attention the two factors of cp.  Others get no communicator: NCCL's takes device memory even
+        # if it is unused.
         is_whole = grid.cp == 1
         self.dp = self._axis("dp", grid.group_of(rank, "dp"), communicates=is_whole)
         self.cp = self._axis("cp", grid.group_of(rank, "cp"), communicates=False)
-        # Messages down and up the pipeline have communicators of their own, so that neither waits for the other.
+        # Messages down and up the pipeline have separate communicators, so that neither waits for the other.
         self.pp_up = replace(self.pp, group=self._group(self.pp.ranks, "up", "pp"))
-        # Where dp is 1, ZeRO reduces over the ranks of cp: attention must not wait for its buckets.
+        # If dp is 1, ZeRO reduces over the ranks of cp: attention has its own groups so as not to wait for buckets.
         self.cp_ulysses, self.cp_ring = self.cut(self.cp, cp_ulysses, "cp", "cp", "attention")
         self.dp_cp = self.dp if is_whole else self._axis("dp_cp", grid.group_of(rank, "dp", "cp"))
         self.shard, self.replica = self.dp_cp, Axis("replica", (rank,), traffic=self.traffic)
@@ -125,27 +128,29 @@ class ParallelState:
 
     @property
     def ep(self) -> Axis:
-        """Ranks that hold different experts.  Every rank asks for it first, and for `edp`, in the same order."""
+        """Ranks that hold different experts.  Every rank must first access `ep` and `edp` in the same order."""
         columns = zip(*self.grid.expert_table(self.rank), strict=True)
-        # Tokens must not wait for gradients, whatever the other axes are.
+        # A group of its own: tokens must not wait for gradients, even if another axis has the same ranks.
         return self._axis("ep", next(ranks for ranks in columns if self.rank in ranks), "experts")
 
     @property
     def edp(self) -> Axis:
-        """Ranks that hold the same experts, whose gradients add up."""
+        """Ranks that hold the same experts, over which their gradients are summed."""
         return self._axis("edp", next(row for row in self.grid.expert_table(self.rank) if self.rank in row))
 
     @property
     def device_type(self) -> str:
-        """Type of the device that the run computes on; in a plan, tensors lie on another one."""
+        """Type of the device that the run computes on; a plan has its tensors on another device."""
         return self.device.type
 
     def _started(self) -> int:
-        """How many ranks run."""
+        """Return the number of running ranks."""
         return dist.get_world_size() if dist.is_initialized() else 1
 
     def _world(self) -> Axis:
-        """All ranks.  Up to 16 that may share memory sum in one operation, others over one axis after another."""
+        """Return the axis of all ranks.  Up to 16 ranks that share memory sum in one operation, others over one axis
+        after another.
+        """
         ranks = tuple(range(self.grid.world_size))
         if self._shares_memory and len(ranks) <= MOST_SHARING_RANKS:
             return self._axis("world", ranks)
@@ -153,25 +158,27 @@ class ParallelState:
         return replace(self._host_axis("world", ranks), parts=parts)
 
     def among_stages(self, stages: Sequence[int], name: str = "tied") -> Axis:
-        """The ranks of some pipeline stages at this rank's other coordinates; this rank alone if it is in none of them.
+        """Return the ranks of some pipeline stages at this rank's other coordinates; this rank alone if it is in none
+        of them.
 
-        Every rank of the pipeline calls it, in the same order: those outside take part in making the group.
+        Every rank of the pipeline must call this, in the same order: ranks outside take part in creating the group.
         """
         ranks = tuple(self.pp.ranks[stage] for stage in sorted(set(stages)))
         self._group(ranks, "", name)
         return self._axis(name, ranks if self.rank in ranks else (self.rank,))
 
     def saving_axes(self, timeout_seconds: float) -> SavingAxes:
-        """A communicator of host memory, for saving in a thread while training goes on.  Every rank makes it, once.
+        """Return axes with a communicator for host memory, for saving in a thread during training.  Every rank must
+        call this once.
 
-        Make it before the first step: in the middle of a run the ranks would wait for one that has died meanwhile.
+        Call it before the first step: later, if a rank has died, the others would wait for it.
         """
-        traffic, group = Traffic(), None  # of another thread
+        traffic, group = Traffic(), None  # another thread counts its own traffic
         if self.world.size > 1:
-            self.groups.savers += 1  # engines that share groups save in threads of their own
+            self.groups.savers += 1  # engines that share groups each save in a thread of their own
             ranks, purpose = self.world.ranks, f"save {self.groups.savers}"
             made = self._process_group(ranks, torch.device("cpu"), timeout_seconds, "gloo")
-            # A channel of shared memory serves one thread.
+            # no shared memory, which serves only one thread
             cpu, siblings = torch.device("cpu"), self.groups.values()
             group = Group(None, cpu, timeout_seconds, False, self.local_world_size, siblings, made)
             self.groups[ranks, purpose] = group
@@ -179,28 +186,31 @@ class ParallelState:
         return SavingAxes(stage, replace(self.world, name="saving world", group=group, traffic=traffic, parts=()))
 
     def with_own_group(self, axis: Axis, purpose: str) -> Axis:
-        """The ranks of an axis over a communicator of their own, where operations do not queue behind those of the axis.
+        """Return the axis with a communicator of its own, whose operations do not queue behind those of the axis.
 
-        Every rank makes it, in the same order.
+        Every rank must call this, in the same order.
         """
         return replace(axis, group=self._group(axis.ranks, purpose, axis.name))
 
     def across_tp(self, axis: Axis, name: str) -> tuple[Axis, list[list[int]]]:
-        """The ranks of an axis at every tensor-parallel index, over a communicator of their own; and they by that index.
+        """Return an axis of these ranks at every tensor-parallel index, with its own communicator, and its ranks by
+        tensor-parallel index.
 
-        Every rank makes it, in the same order.
+        Every rank must call this, in the same order.
         """
         at = [self.grid.coordinate(rank) for rank in axis.ranks]
         table = [[self.grid.rank(replace(one, tp=tp)) for one in at] for tp in range(self.tp.size)]
         return self._axis(name, tuple(rank for row in table for rank in row), name), table
 
     def block_on(self, axis: Axis, size: int, name: str, purpose: str = "") -> Axis:
-        """This rank's block of `size` consecutive ranks of an axis, as an axis.  Every rank makes it, in the same order."""
+        """Return this rank's block of `size` consecutive ranks of an axis.  Every rank must call this, in the same
+        order.
+        """
         first = axis.index // size * size
         return self._axis(name, axis.ranks[first : first + size], purpose)
 
     def leave(self) -> None:
-        """Release every process group: one that is still referenced when the interpreter exits aborts the process."""
+        """Release every process group: if one is still referenced when the interpreter exits, the process aborts."""
         self.groups.close()
 
     def _axis(self, name: str, ranks: tuple[int, ...], purpose: str = "", *, communicates: bool = True) -> Axis:
@@ -208,15 +218,16 @@ class ParallelState:
         return Axis(name, ranks, ranks.index(self.rank), group, self.traffic)
 
     def cut(self, axis: Axis, size: int, inner: str, outer: str, purpose: str = "") -> tuple[Axis, Axis]:
-        """This rank's axes over its block of `size` consecutive ranks of `axis`, and over the ranks at its place in theirs.
+        """Return this rank's block of `size` consecutive ranks of `axis`, and the ranks at the same position in the
+        other blocks.
 
-        Every rank makes them, in the same order.
+        Every rank must call this, in the same order.
         """
         others = axis.ranks[axis.index % size :: size]
         return self.block_on(axis, size, inner, purpose), self._axis(outer, others, purpose)
 
     def _host_axis(self, name: str, ranks: tuple[int, ...]) -> Axis:
-        """An axis whose ranks have messages of host memory for one another, but no communicator of their own."""
+        """Return an axis for messages of host memory only, without a communicator of its own."""
         axis = self._axis(name, ranks, communicates=False)
         if axis.size == 1:
             return axis
@@ -224,9 +235,10 @@ class ParallelState:
         return replace(axis, group=group)
 
     def _group(self, ranks: tuple[int, ...], purpose: str, name: str) -> Group | None:
-        """The group of these ranks for this purpose, made at the first call, which every rank of the world makes.
+        """Return the group of these ranks for this purpose.  The first call, by every rank of the world, creates it.
 
-        `name`: of the axis; one that `max_ctas` does not name sums gradients or gathers weights, as dp does.
+        Args:
+            name: the axis.  Axes without a limit in `max_ctas` sum gradients or gather weights, and have that of dp.
         """
         on_cpu, seconds = self.device.type == "cpu", self._timeout_seconds
         if len(ranks) > 1 and (ranks, purpose) not in self.groups:
@@ -245,8 +257,9 @@ class ParallelState:
     def _process_group(
         self, ranks: tuple[int, ...], device: torch.device, seconds: float, backend: str | None, max_ctas: int = 0
     ) -> Any:
-        # Only members wait for one another, so the time to make a group does not grow with the world.  torch names a group
-        # by its ranks and by how many groups a rank has made: a rank outside makes one of its own to keep count.
+        # Only members wait for each other, so the time to create a group does not grow with the world.  torch names a
+        # group by its ranks and the number of groups that a rank has created: a rank outside creates one of its own to
+        # stay in step.
         timeout = timedelta(seconds=seconds)
         group = dist.new_group(
             list(ranks if self.rank in ranks else (self.rank,)),
@@ -255,25 +268,29 @@ class ParallelState:
             pg_options=nccl_options(device, timeout, max_ctas),
             use_local_synchronization=True,
         )
-        if device.type == "cuda":  # NCCL connects at the first call; here all members are certain to make it
+        if device.type == "cuda":  # NCCL connects at the first call, and here all members are sure to make it
             dist.all_reduce(torch.zeros(1, device=device), group=group)
         return group
 
 
 def connect_on_demand(environment: MutableMapping[str, str]) -> None:
-    """Let gloo connect two ranks when they first have a message, unless the user has chosen; before groups are made.
+    """Let gloo connect two ranks at their first message, unless the user has set this.  Call it before groups are
+    created.
 
-    Otherwise every group begins with a connection between any two of its ranks, for which each rank writes 154 + 8 n bytes
-    into the store and reads what all others have written.
+    Otherwise a new group connects all pairs of its ranks, for which each rank writes 154 + 8 n bytes to the store and
+    reads what all others have written.
     """
     environment.setdefault("TORCH_GLOO_LAZY_INIT", "1")
 
 
 def nccl_options(device: torch.device, timeout: timedelta, max_ctas: int) -> Any:
-    """Options for process groups of a CUDA run: streams of high priority; None on other devices.
+    """Return the options for process groups of a CUDA run, with streams of high priority; None on other devices.
 
-    A collective takes few of a GPU's cores and much computation depends on it, so it must not queue behind other kernels.
-    `max_ctas`: how many cores at most; 0: NCCL chooses.
+    A collective takes few of a GPU's cores and much computation depends on it, so it must not queue behind other
+    kernels.
+
+    Args:
+        max_ctas: most cores to use; 0: NCCL chooses.
     """
     if device.type != "cuda":
         return None
@@ -285,7 +302,7 @@ def nccl_options(device: torch.device, timeout: timedelta, max_ctas: int) -> Any
 
 
 _MADE: WeakValueDictionary[tuple[Any, ...], Groups] = WeakValueDictionary()
-"""Groups by the arguments of their states: torch never gives the sockets and threads of a process group back."""
+"""Groups by the arguments of their states, for reuse: torch never frees the sockets and threads of a process group."""
 
 
 def parallel_state_of(
@@ -296,14 +313,14 @@ def parallel_state_of(
     shard_group_size: int = 0,
     cp_ulysses: int = 1,
 ) -> ParallelState:
-    """The state of this rank, started by a launcher such as torchrun or alone.
+    """Return the state of this rank, which a launcher such as torchrun started, or which runs alone.
 
-    The same arguments give the same process groups, as long as torch's default one is the same.  Every rank makes its
-    calls in one order, whichever engine makes them.
+    The same arguments give the same process groups, while torch's default group is the same.  Every rank must make
+    these calls in the same order, for all engines together.
 
     Args:
-        grid: the rank grid; data parallelism over all ranks when None.
-        device: where this rank computes; when None, `local_device()`, which becomes the current device.
+        grid: the rank grid; None: data parallelism over all ranks.
+        device: where this rank computes; None: `local_device()`, which becomes the current device.
         timeout_seconds, shard_group_size, cp_ulysses: as in `ParallelState`.
 
     Raises:
@@ -327,7 +344,9 @@ def parallel_state_of(
 
 
 def local_device() -> torch.device:
-    """cuda:LOCAL_RANK, or the one device that this rank sees, if the ranks can communicate over CUDA; else the CPU."""
+    """Return cuda:LOCAL_RANK, or the only device that this rank sees, if the ranks can communicate over CUDA; else the
+    CPU.
+    """
     talks = not dist.is_initialized() or dist.get_world_size() == 1 or "nccl" in str(dist.get_backend_config())
     if not (talks and torch.cuda.is_available()):
         return torch.device("cpu")

@@ -6,19 +6,19 @@
     rank 0   F0 F1 B0 W0 B1 W1              a schedule with W splits the backward: B computes the gradient of the input,
                                             W that of the weights
 
-    rank 0   F2&B0.1&W0.1                   a pair: F2 runs beside B0.1, so that exchanges of one lie behind products of the
+    rank 0   F2&B0.1&W0.1                   a pair: F2 runs beside B0.1, so that products of one hide exchanges of the
                                             other; with the weight gradient, if it follows
 
-Virtual stages are numbered along the model; `placement` says which (rank, chunk) runs each.
+Virtual stages are numbered along the model; `placement` maps each to its (rank, chunk).
 
-A user's own schedule is a file of comma-separated values, one line per pipeline rank in the order in which it computes:
+A user's own schedule is a file of comma-separated values, with one line per pipeline rank, in the order of execution:
 
     F0,F1,B0,W0,B1,W1        F0 = forward of micro-batch 0, B0 = its backward, W0 = its weight gradient
     ,F0,B0,W0,F1,B1,W1       empty cells and lines are skipped
-    F0,F1,F0.1,F1.1&B0.1     what runs together is one cell
+    F0,F1,F0.1,F1.1&B0.1     actions that run together are one cell
 
-Ranks, micro-batches and chunks are counted from the cells.  A file with forwards alone is for evaluation.  A schedule that
-was read is not proved yet: `program` does that, as for every schedule.
+The cells determine the number of ranks, micro-batches and chunks.  A file with only forwards is for evaluation.
+Reading a schedule does not prove that it can run: `program` does that, as for every schedule.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ from pathlib import Path
 
 
 class ActionKind(StrEnum):
-    """What an action does."""
+    """Type of an action."""
 
     FORWARD = "F"
     BACKWARD = "B"
     WEIGHT = "W"
     SEND = "SEND"
-    OPEN = "OPEN"  # the memory for a message is there: it may arrive as soon as it is received
+    OPEN = "OPEN"  # allocate the memory for a message, which may arrive once the receive is posted
     RECV = "RECV"
 
 
@@ -63,8 +63,8 @@ class MessageAction:
 
     Args:
         kind: SEND, OPEN or RECV.
-        carries: the forward or backward whose result travels, as the sender names it.
-        lands: the action that uses it, as the receiver names it.
+        carries: the forward or backward whose result is sent, in the sender's numbering of chunks.
+        lands: the action that uses it, in the receiver's numbering.
         peer: the other pipeline rank.
     """
 
@@ -74,7 +74,7 @@ class MessageAction:
     peer: int
 
     def goes_down(self, rank: int) -> bool:
-        """Whether the message travels from a lower to a higher rank; `rank` is the side that this is."""
+        """Whether the message is sent from a lower to a higher rank, if `rank` is the rank of this side."""
         return (rank < self.peer) == (self.kind is ActionKind.SEND)
 
     def __str__(self) -> str:
@@ -82,19 +82,19 @@ class MessageAction:
 
 
 Placement = tuple[tuple[int, int], ...]
-"""Virtual stage -> (pipeline rank, chunk)."""
+"""(pipeline rank, chunk) of each virtual stage."""
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """What every pipeline rank computes, in order.
+    """The actions of every pipeline rank, in order.
 
     Args:
-        microbatches: of one step.
+        microbatches: number of micro-batches in a step.
         placement: where each virtual stage runs.
         ranks: the actions of each pipeline rank.
         has_backward: False for evaluation.
-        beside: (rank, forward) of each pair: the forward runs beside the backward that follows it, and beside that one's
+        beside: (rank, forward) of each pair: the forward runs beside the backward after it, and beside that backward's
             weight gradient if it is next.
     """
 
@@ -107,34 +107,34 @@ class Schedule:
 
     @property
     def pp(self) -> int:
-        """Pipeline ranks."""
+        """Number of pipeline ranks."""
         return len(self.ranks)
 
     @property
     def chunks(self) -> int:
-        """Model chunks of each rank."""
+        """Number of model chunks of each rank."""
         return len(self.placement) // self.pp
 
     @cached_property
     def splits_backward(self) -> bool:
-        """Whether backwards give the input's gradient only and weight gradients are actions of their own."""
+        """Whether backwards compute only the input's gradient, and weight gradients are separate actions."""
         return any(action.kind is ActionKind.WEIGHT for actions in self.ranks for action in actions)
 
     @cached_property
     def _stage_of(self) -> dict[tuple[int, int], int]:
-        """(Pipeline rank, chunk) -> virtual stage."""
+        """Virtual stage by (pipeline rank, chunk)."""
         return {place: stage for stage, place in enumerate(self.placement)}
 
     @cached_property
     def waiting_losses(self) -> int:
-        """The most micro-batches whose loss is computed and whose backward is not, at any time."""
+        """The most micro-batches at any time whose loss is computed and whose backward is not."""
         rank, chunk = self.placement[-1]
         change = {ActionKind.FORWARD: 1, ActionKind.BACKWARD: -1}
         return max(accumulate(change.get(action.kind, 0) for action in self.ranks[rank] if action.chunk == chunk))
 
     @cached_property
     def _together(self) -> dict[tuple[int, Action], tuple[Action, ...]]:
-        """The parts of a pair, in order, by (rank, part)."""
+        """The actions of each pair, in order, by (rank, action)."""
         pairs: dict[tuple[int, Action], tuple[Action, ...]] = {}
         for rank, actions in enumerate(self.ranks):
             for index, action in enumerate(actions):
@@ -146,25 +146,29 @@ class Schedule:
         return pairs
 
     def together(self, rank: int, action: Action) -> tuple[Action, ...]:
-        """What runs together, in order: the parts of the pair that an action is in, or it alone."""
+        """Return the actions that run together, in order: those of the pair that contains `action`, or `action` alone."""
         return self._together.get((rank, action), (action,))
 
     def needs(self, rank: int, action: Action) -> list[tuple[int, Action]]:
-        """The (rank, action)s that must have ended before an action starts; the first part of a pair waits for all parts."""
+        """Return the (rank, action)s that must end before an action starts.  The first action of a pair waits for the
+        inputs of all.
+        """
         parts = self.together(rank, action)
         sources = [self.source(rank, part) for part in parts] if action == parts[0] else []
         own = {(rank, part) for part in parts[1:]}
         return [self.last_part(*source) for source in sources if source is not None and source not in own]
 
     def last_part(self, rank: int, action: Action) -> tuple[int, Action]:
-        """The (rank, action) at the end of which a result is there; those of a pair are there when all of it has ended."""
+        """Return the (rank, action) after which the result of `action` exists: that of a pair exists when the whole
+        pair has ended.
+        """
         return rank, self.together(rank, action)[-1]
 
     def source(self, rank: int, action: Action) -> tuple[int, Action] | None:
-        """The (rank, action) whose result `action` needs, or None for the first forward.
+        """Return the (rank, action) whose result `action` needs, or None for the first forward.
 
-        A forward needs the forward of the stage before; a backward the backward of the stage after, or on the last stage its
-        own forward; a weight gradient its own backward.
+        A forward needs the forward of the previous stage.  A backward needs the backward of the next stage, or on the
+        last stage its own forward.  A weight gradient needs its own backward.
         """
         if action.kind is ActionKind.WEIGHT:
             return rank, Action(ActionKind.BACKWARD, action.microbatch, action.chunk)
@@ -174,13 +178,13 @@ class Schedule:
         return None if is_forward else (rank, Action(ActionKind.FORWARD, action.microbatch, action.chunk))
 
     def target(self, rank: int, action: Action) -> tuple[int, Action] | None:
-        """The (rank, action) that uses the result of `action` through a message or on the same rank, or None."""
+        """Return the (rank, action) that uses the result of `action`, on another rank or the same one, or None."""
         if action.kind is ActionKind.WEIGHT:
             return None
         return self._neighbour(rank, action, 1 if action.kind is ActionKind.FORWARD else -1)
 
     def _neighbour(self, rank: int, action: Action, step: int) -> tuple[int, Action] | None:
-        """The same action `step` stages on, where there is such a stage."""
+        """Return the same action on the virtual stage `step` further on, or None if there is no such stage."""
         stage = self._stage_of[rank, action.chunk] + step
         if not 0 <= stage < len(self.placement):
             return None
@@ -189,12 +193,12 @@ class Schedule:
 
 
 def loop(pp: int, chunks: int = 1) -> Placement:
-    """Stages are dealt to the ranks in order, once per chunk (Narayanan et al. 2021, section 2.2)."""
+    """Return the placement that assigns stages to ranks in order, once per chunk (Narayanan et al. 2021, section 2.2)."""
     return tuple((rank, chunk) for chunk in range(chunks) for rank in range(pp))
 
 
 def v_shape(pp: int) -> Placement:
-    """Stages go down the ranks and back up: first and last stage share a rank (Qi et al. 2024b)."""
+    """Return the placement down the ranks and back up: the first and last stage share a rank (Qi et al. 2024b)."""
     return (*((rank, 0) for rank in range(pp)), *((rank, 1) for rank in reversed(range(pp))))
 
 
@@ -205,15 +209,15 @@ _PLACEMENTS: dict[str, Callable[[int, int], Placement]] = {"loop": loop, "v": la
 
 
 def read_schedule(path: Path, placement: str = "loop") -> Schedule:
-    """Read a table; the schedule's name is the file's, without its suffix.
+    """Read a schedule from a file.  Its name is the file's, without the suffix.
 
     Args:
-        path: of the file.
-        placement: of the stages: "loop" deals them to the ranks once per chunk, "v" goes down the ranks and back up.
+        path: the file.
+        placement: "loop" assigns stages to the ranks in order, once per chunk; "v" goes down the ranks and back up.
 
     Raises:
         OSError: the file cannot be read.
-        ValueError: it is not such a table; the message names line and cell.
+        ValueError: it is not a table of actions; the message names line and cell.
     """
     if placement not in _PLACEMENTS:
         raise ValueError(f"placement={placement} must be {' or '.join(_PLACEMENTS)}")
@@ -243,7 +247,7 @@ def read_schedule(path: Path, placement: str = "loop") -> Schedule:
 
 
 def _row(line: str, texts: list[str]) -> list[list[tuple[str, Action]]]:
-    """The actions of a line, those of a cell together, each with its position in words."""
+    """Return the actions of a line, grouped by cell, each with its position in words."""
     row = []
     for number, text in enumerate(map(str.strip, texts), 1):
         at = f"{line}, cell {number}"
@@ -258,7 +262,12 @@ def _row(line: str, texts: list[str]) -> list[list[tuple[str, Action]]]:
 
 
 def _count(what: str, cells: Iterable[tuple[int, str, Action]]) -> int:
-    """How many micro-batches or chunks (index, position, action) there are; every index below the highest is used."""
+    """Return the number of micro-batches or chunks, and check that every number below the highest is used.
+
+    Args:
+        what: "micro-batch" or "chunk", for the message.
+        cells: (number, position in words, action) of each cell.
+    """
     found = {index: (at, action) for index, at, action in cells}
     highest = max(found)
     if len(found) <= highest:

@@ -1,4 +1,4 @@
-"""DualPipeV: a V of two chunks on each rank, where forwards run beside backwards (DeepSeek-AI 2024, cut in half)."""
+"""DualPipeV: a V of two chunks on each rank, in which forwards run beside backwards (DeepSeek-AI 2024, cut in half)."""
 
 from __future__ import annotations
 
@@ -9,22 +9,23 @@ from megazero.schedules.kind import ScheduleKind, Words, check_counts
 
 
 class DualPipeV(ScheduleKind):
-    """Pairs of a forward on one chunk and a backward on the other, each with an exchange that the other's products hide.
+    """Pairs of a forward on one chunk and a backward on the other; the products of each hide the exchanges of the
+    other.
 
-    Rank s of the published order (github.com/deepseek-ai/DualPipe, `dualpipev.py`), for at least 2 pp micro-batches; with
-    fewer, those that do not exist are left out:
+    Rank s of the published order (github.com/deepseek-ai/DualPipe, `dualpipev.py`), for at least 2 pp micro-batches;
+    with fewer, actions of missing micro-batches are left out:
 
         2 (pp - s - 1) x F0             warm-up of chunk 0
                (s + 1) x F0 F1          and of both chunks
           (pp - s - 1) x B1 W1 F1       the backward comes back up the V
     (m - 2 pp + s + 1) x F0&B1 F1&B0    the steady state, all of it pairs
           (pp - s - 1) x B1 F1&B0       the forwards end
-               (s + 1) x B1 B0          cool-down; from its second half on weight gradients wait, and
-          (pp - s - 1) x W B0           fill
-               (s + 1) x W              the end
+               (s + 1) x B1 B0          cool-down; from its second half on weight gradients are deferred,
+          (pp - s - 1) x W B0           and fill idle time
+               (s + 1) x W              until the end
 
-    A backward there that does not wait with its weight gradient is B and then W here: the rank before need not wait for W.
-    In a pair the weight gradient is a third part.
+    If a published backward does not defer its weight gradient, it is B and then W here: the previous rank need not wait
+    for W.  In a pair the weight gradient is a third action.
     """
 
     name = "dualpipev"
@@ -32,7 +33,7 @@ class DualPipeV(ScheduleKind):
     has_pairs = True
 
     def placement(self, pp: int, chunks: int) -> Placement:
-        """First and last stage are on rank 0."""
+        """Return the V: the first and last stage are on rank 0."""
         return v_shape(pp)
 
     def build(self, pp: int, microbatches: int, chunks: int = 2) -> Schedule:
@@ -48,9 +49,9 @@ class DualPipeV(ScheduleKind):
 
 
 def _rank_of(rank: int, pp: int, microbatches: int) -> tuple[list[Action], set[Action]]:
-    """The actions of a rank, and the forwards that run beside the backward that follows."""
+    """Return the actions of a rank, and the forwards that run beside the backward after them."""
     words, pairs = Words(), set[Action]()
-    after = pp - rank - 1  # ranks
+    after = pp - rank - 1  # number of later ranks
 
     def pair(forward: int, backward: int) -> None:
         words.run(f"F{forward}")
@@ -62,7 +63,7 @@ def _rank_of(rank: int, pp: int, microbatches: int) -> tuple[list[Action], set[A
     words.run("B1 W1 F1", after)
     for index in range(microbatches - 2 * pp + rank + 1):
         if index == 0 and after == 0:
-            words.run("F0 B1 W1")  # the chunk's first backward: the rank before waits for F0 alone
+            words.run("F0 B1 W1")  # the chunk's first backward: the previous rank waits only for F0
         else:
             pair(0, 1)
         pair(1, 0)
@@ -72,7 +73,7 @@ def _rank_of(rank: int, pp: int, microbatches: int) -> tuple[list[Action], set[A
     last = [1, 0] * (rank + 1)
     for number, chunk in enumerate(last):
         words.run(f"B{chunk}" if number > rank else f"B{chunk} W{chunk}")
-    waiting = [*last[rank + 1 :], *[0] * after]  # chunks of the weight gradients that wait, in order
+    waiting = [*last[rank + 1 :], *[0] * after]  # chunks of the deferred weight gradients, in order
     for chunk in waiting[:after]:
         words.run(f"W{chunk} B0")
     words.run(" ".join(f"W{chunk}" for chunk in waiting[after:]))

@@ -1,11 +1,12 @@
-"""The one executor: walks a proved program on one pipeline rank.
+"""The one executor: runs a proved program on one pipeline rank.
 
-It knows a stage only by its passes.  Receives are posted ahead of their use.  Sends are not waited for: their tensors are
-kept until the send is done, or until a message from the peer shows that it has used them.
+It uses only the passes of a stage.  Receives are posted before they are needed.  Sends are not waited for: their
+tensors are held until the send is done, or until a message from the peer shows that it has used them.
 
-[Note: a receive on a GPU]  The host runs ahead of the device.  Before an action it opens what arrives meanwhile: it takes
-memory and records an event.  After the action is queued it posts the receive, in a stream that waits for the event alone.
-So the message travels while the action runs, but an action in which the host waits for the device does not wait for it.
+[Note: a receive on a GPU]  The host runs ahead of the device.  Before an action, it opens each message that arrives
+during it: it allocates memory and records an event.  After it has queued the action, it posts the receive, in a stream
+that waits only for the event.  So the message travels while the action runs.  But if the host waits for the device
+within the action, that wait does not include the message.
 """
 
 from __future__ import annotations
@@ -24,46 +25,55 @@ from megazero.schedules.action import Action, ActionKind, MessageAction, Placeme
 from megazero.schedules.proof import Program, Steps, program, received_when_opened
 
 Message: TypeAlias = tuple[Tensor, ...]
-"""What passes between stages: the tensors of an activation, or a gradient for each of them that is floating-point."""
+"""A message between stages: the tensors of an activation, or a gradient for each floating-point one."""
 
 
 class Stage(Protocol):
-    """A rank's part of the model, as the executor sees it."""
+    """A rank's part of the model, as the executor uses it."""
 
     def forward(self, chunk: int, microbatch: int, x: Message | None) -> Message | None:
-        """Run a chunk; x is None on the first virtual stage.  Returns what the next stage needs, None on the last."""
+        """Run a chunk's forward.  x is None on the first virtual stage.  Returns the input of the next stage, None on
+        the last.
+        """
 
     def backward(self, chunk: int, microbatch: int, grad: Message | None) -> Message | None:
-        """Run a chunk's backward; grad is None on the last virtual stage.  Returns what the previous stage needs.
+        """Run a chunk's backward.  grad is None on the last virtual stage.  Returns the gradient for the previous
+        stage.
 
-        In a schedule that splits the backward it leaves the weight gradients to `backward_weight`.
+        In a schedule that splits the backward, it defers the weight gradients to `backward_weight`.
         """
 
     def backward_weight(self, chunk: int, microbatch: int) -> None:
-        """Compute the weight gradients that `backward` left."""
+        """Compute the weight gradients that `backward` deferred."""
 
     interleaves: bool
-    """Whether pairs of two chunks run by `beside`; else their parts run one after the other."""
+    """Whether `beside` runs pairs of two chunks; otherwise their actions run one after the other."""
 
     def beside(self, pair: Sequence[Action], x: Message | None, grad: Message | None) -> Sequence[Message | None]:
-        """Run the parts of a pair together, with the input of the first and of the second; returns what each one gives."""
+        """Run the actions of a pair together.
+
+        Args:
+            x, grad: input of the first action, and of the second.
+
+        Returns: the results of the first and the second action.
+        """
 
     def expect(self, following: Action) -> None:
-        """Called before a forward or backward, with the action that follows it."""
+        """Learn which action follows the forward or backward that is about to run."""
 
 
 @dataclass
 class _InFlight:
-    """Messages of one step."""
+    """The messages of one step."""
 
-    # By the action whose result is sent, or by the one that uses it: on this rank, or as it arrives.
+    # Results to be sent, by the action that computed them; results for this rank, by the action that uses them.
     results: dict[Action, Message] = field(default_factory=dict)
-    opened: dict[Action, tuple[Message, Any]] = field(default_factory=dict)  # event: from then on the memory is free
+    opened: dict[Action, tuple[Message, Any]] = field(default_factory=dict)  # event: memory may be written after it
     arriving: dict[Action, tuple[list[Pending], Message]] = field(default_factory=dict)
     sending: dict[Action, tuple[list[Pending], Message]] = field(default_factory=dict)
 
     def take(self, use: Action) -> Message | None:
-        """The input of an action, from another rank or from this one; None if it needs none."""
+        """Return the input of an action, from another rank or this one; None if it has none."""
         if use not in self.arriving:
             return self.results.pop(use, None)
         pendings, message = self.arriving.pop(use)
@@ -72,12 +82,12 @@ class _InFlight:
 
 
 class Executor:
-    """Runs one schedule on one pipeline rank, any number of times.  All ranks of the pipeline make it together.
+    """Runs one schedule on one pipeline rank, any number of times.  All ranks of the pipeline must create it together.
 
     Args:
-        schedule: proved when the executor is made.
+        schedule: checked here before it runs.
         down, up: the pipeline axis, with the communicator for messages to higher and to lower ranks.
-        new_message: makes empty tensors for what an action of this rank receives.
+        new_message: allocates the tensors that an action of this rank receives.
         watch: called with each computed action before it starts and after it has ended; for traces.
 
     Raises:
@@ -96,7 +106,7 @@ class Executor:
         self._new_message, self._watch = new_message, watch
         self._next = dict(pairwise(a for a in schedule.ranks[self._rank] if a.kind is not ActionKind.WEIGHT))
         pairs = {action: schedule.together(self._rank, action) for action in schedule.ranks[self._rank]}
-        # Of one chunk they would use the same weights, which stage 3 shows to one pass at a time.
+        # Actions of one chunk use the same weights, which stage 3 shows to one pass at a time: they are not run together.
         self._pairs = {action: parts for action, parts in pairs.items() if parts[0].chunk != parts[-1].chunk}
         placed = program(schedule)
         self._received = what_messages_confirm(placed, self._rank)
@@ -106,7 +116,7 @@ class Executor:
         self._steps = steps_of(placed, self._rank, device)
 
     def run(self, stage: Stage) -> None:
-        """Run one step's actions.  Raises: LostPeerError."""
+        """Run the actions of one step.  Raises: LostPeerError."""
         messages = _InFlight()
         for step in self._steps:
             if isinstance(step, Action):
@@ -123,7 +133,7 @@ class Executor:
             _wait(pendings)
 
     def _compute(self, parts: Sequence[Action], stage: Stage, messages: _InFlight) -> None:
-        """Run an action, or the parts of a pair."""
+        """Run an action, or the actions of a pair."""
         given = [messages.take(action) for action in parts]
         for sent in chain.from_iterable(self._received.get(action, ()) for action in parts):
             _wait(messages.sending.pop(sent)[0])
@@ -172,14 +182,15 @@ def _run(parts: Sequence[Action], stage: Stage, given: Sequence[Message | None])
 
 
 def steps_of(placed: Program, rank: int, device: torch.device) -> Steps:
-    """The steps of a rank: on NCCL as in the program, on gloo with every receive as early as possible."""
+    """Return the steps of a rank: on NCCL those of the program, on gloo with every receive as early as possible."""
     return placed[rank] if device.type == "cuda" else received_when_opened(placed[rank])
 
 
 def what_messages_confirm(placed: Program, rank: int) -> dict[Action, list[Action]]:
-    """For each action that uses a message of a peer: the sends whose data the peer had used before it sent that message.
+    """For each action that uses a message of a peer, return the sends that this message confirms: the peer had used
+    their data before it sent the message.
 
-    Their tensors can be freed then, without a wait.  Not every backend can say by itself that a send is done.
+    Their tensors can then be freed without a wait.  Not every backend can tell that a send is done.
     """
     confirmed: dict[Action, list[Action]] = {}
     for steps in placed:
@@ -200,14 +211,14 @@ def _wait(pendings: Sequence[Pending]) -> None:
 
 
 def connect(placement: Placement, down: Axis, up: Axis) -> None:
-    """Send a number between every two ranks that will exchange messages.  All ranks of the pipeline call it.
+    """Send a number between every two ranks that will exchange messages.  All ranks of the pipeline must call this.
 
-    NCCL connects two ranks at their first message, and their hosts wait for each other: in a step, one of them may have to
-    post something else first.
+    NCCL connects two ranks at their first message, and their hosts wait for each other.  In a step, that could
+    deadlock: one of them may have to post something else first.
 
     Args:
-        placement: of the stages; messages pass between those that follow each other.
-        down, up: as for `Executor`.
+        placement: where stages run; consecutive stages exchange messages.
+        down, up: see `Executor`.
 
     Raises: LostPeerError.
     """

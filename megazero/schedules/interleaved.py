@@ -17,7 +17,7 @@ class Interleaved(ScheduleKind):
     chunks = None
 
     def microbatch_multiple(self, pp: int) -> int:
-        """pp: a group that is not full would leave ranks waiting for each other."""
+        """Return pp: with a partial group, ranks would wait for each other."""
         return pp
 
     def build(self, pp: int, microbatches: int, chunks: int) -> Schedule:

@@ -1,4 +1,4 @@
-"""What the rest of the package asks of a kind of schedule; everything about a kind is known to its class alone.
+"""Base class of pipeline schedules; everything about a schedule is in its own class.
 
 name         chunks  backward  placement  idle time per rank for F = B = W = 1  activations of rank s
 gpipe           1    whole     loop       3 (pp - 1)                            m
@@ -19,13 +19,14 @@ from megazero.schedules.action import Action, ActionKind, Placement, Schedule, l
 
 
 class ScheduleKind(ABC):
-    """A way to order the actions of a step, for any number of ranks and micro-batches.
+    """Orders the actions of a step, for any number of ranks and micro-batches.
 
-    A script adds one with `SCHEDULES.register("mine", Mine())`, and its run file says `parallel.schedule = "mine"`.
+    To add one, call `SCHEDULES.register("mine", Mine())` in a script and set `parallel.schedule = "mine"` in its run
+    file.
 
     Attributes:
         name: for messages and drawings.
-        chunks: model chunks on each rank; None for as many as `virtual_stages` says, from 2 on.
+        chunks: model chunks on each rank; None: `virtual_stages`, at least 2.
         has_pairs: forwards run beside backwards of another chunk.
     """
 
@@ -35,26 +36,28 @@ class ScheduleKind(ABC):
 
     @abstractmethod
     def build(self, pp: int, microbatches: int, chunks: int) -> Schedule:
-        """The schedule for these numbers.
+        """Return the schedule for these sizes.
 
         Raises:
-            ValueError: there is none for them.
+            ValueError: there is none.
         """
 
     def build_forward(self, pp: int, microbatches: int, chunks: int) -> Schedule:
-        """The forwards alone, for evaluation.  Raises: ValueError, as `build`."""
+        """Return only the forwards, for evaluation.  Raises: ValueError, as `build`."""
         return forward_only(self.build(pp, microbatches, chunks))
 
     def placement(self, pp: int, chunks: int) -> Placement:
-        """Where each virtual stage runs; the model is cut by it."""
+        """Return where each virtual stage runs, by which the model is cut."""
         return loop(pp, chunks)
 
     def microbatch_multiple(self, pp: int) -> int:
-        """The number of micro-batches must be a multiple of it."""
+        """Return a number that must divide the number of micro-batches."""
         return 1
 
     def wrong_chunks(self, virtual_stages: int) -> tuple[str, str] | None:
-        """What is wrong with a number of virtual stages, and what to write instead; 1 means that it was left out."""
+        """Return what is wrong with a number of virtual stages and what to write instead; None if nothing.  1 counts as
+        unset.
+        """
         if self.chunks is None:
             return (f"{self.name} needs at least 2 chunks per rank", "write 2") if virtual_stages < 2 else None
         if virtual_stages in (1, self.chunks):
@@ -65,25 +68,25 @@ class ScheduleKind(ABC):
         return f"{self.name} has {self.chunks} chunks per rank", f"write {self.chunks}, or leave it out"
 
     def chunks_of(self, virtual_stages: int) -> int:
-        """Chunks per rank.  Raises: ValueError where there are none for this number of virtual stages."""
+        """Return the chunks per rank.  Raises: ValueError, this number of virtual stages does not fit."""
         if wrong := self.wrong_chunks(virtual_stages):
             raise ValueError(f"virtual_stages={virtual_stages}: {wrong[0]}; {wrong[1]}")
         return self.chunks or virtual_stages
 
 
 class GivenSchedule(ScheduleKind):
-    """A user's own schedule, from a file for example: it fits only its own numbers of ranks and micro-batches."""
+    """A user's own schedule, for example from a file.  It fits only its own numbers of ranks and micro-batches."""
 
     def __init__(self, schedule: Schedule) -> None:
         self.schedule, self.name, self.chunks = schedule, schedule.name, schedule.chunks
         self.has_pairs = bool(schedule.beside)
 
     def placement(self, pp: int, chunks: int) -> Placement:
-        """The placement of the schedule."""
+        """Return the schedule's own placement."""
         return self.schedule.placement
 
     def build(self, pp: int, microbatches: int, chunks: int) -> Schedule:
-        """The schedule itself.  Raises: ValueError for other numbers than its own."""
+        """Return the schedule itself.  Raises: ValueError, the sizes are not its own."""
         own = self.schedule
         if (pp, microbatches) != (own.pp, own.microbatches):
             raise ValueError(
@@ -93,26 +96,27 @@ class GivenSchedule(ScheduleKind):
         return own
 
     def build_forward(self, pp: int, microbatches: int, chunks: int) -> Schedule:
-        """For any number of micro-batches: its own forwards, again and again.  Raises: ValueError for another pp."""
+        """Return its forwards, repeated for any number of micro-batches.  Raises: ValueError, pp is not its own."""
         return forward_only(self.build(pp, self.schedule.microbatches, chunks), microbatches)
 
 
 def check_counts(pp: int, microbatches: int) -> None:
-    """Raises: ValueError for no rank or no micro-batch."""
+    """Raises: ValueError, there is no rank or no micro-batch."""
     if pp < 1 or microbatches < 1:
         raise ValueError(f"pp={pp} and microbatches={microbatches} must both be at least 1")
 
 
 class Words:
-    """Actions of a rank written as words: "F0 B1" is a forward of chunk 0 and a backward of chunk 1, each of the next
-    micro-batch of its kind and chunk."""
+    """Writes a rank's actions as words: "F0 B1" is a forward of chunk 0 and a backward of chunk 1, each of the next
+    micro-batch of its kind and chunk.
+    """
 
     def __init__(self) -> None:
         self.actions: list[Action] = []
         self.done: Counter[tuple[ActionKind, int]] = Counter()
 
     def run(self, text: str, times: int = 1) -> None:
-        """Append the actions of some words, several times."""
+        """Append the actions of some words, `times` times."""
         for word in text.split() * times:
             kind, chunk = ActionKind(word[0]), int(word[1])
             self.actions.append(Action(kind, self.done[kind, chunk], chunk))
@@ -120,16 +124,18 @@ class Words:
 
 
 def alternate(forwards: list[Action], backwards: list[Action], warmup: int) -> tuple[Action, ...]:
-    """Warm-up forwards, then one forward and one backward at a time, then the backwards that are left."""
+    """Return warm-up forwards, then one forward and one backward in turn, then the remaining backwards."""
     steady = len(forwards) - warmup
     pairs = [action for pair in zip(forwards[warmup:], backwards[:steady], strict=True) for action in pair]
     return (*forwards[:warmup], *pairs, *backwards[steady:])
 
 
 def forward_only(schedule: Schedule, microbatches: int | None = None) -> Schedule:
-    """The forwards of a training schedule, for evaluation.  Without the backwards it is free of deadlock as well.
+    """Return the forwards of a training schedule, for evaluation.  Without the backwards they cannot deadlock either.
 
-    `microbatches`: None for as many as the schedule has; for more it begins again, and the last round may be cut short.
+    Args:
+        microbatches: None: as many as the schedule has; if more, its forwards repeat, and the last round may be
+            shorter.
     """
     count, per_round = microbatches or schedule.microbatches, schedule.microbatches
 

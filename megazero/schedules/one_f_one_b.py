@@ -7,7 +7,7 @@ from megazero.schedules.kind import ScheduleKind, alternate, check_counts
 
 
 class OneFOneB(ScheduleKind):
-    """Warm-up forwards, then one forward and one backward at a time, then the rest.
+    """Warm-up forwards, then one forward and one backward in turn, then the remaining backwards.
 
     Rank s holds the activations of at most min(pp - s, microbatches) micro-batches.
     """

@@ -1,29 +1,30 @@
-"""The proof of a schedule: it is simulated before it runs, and its messages are put in an order that cannot deadlock.
+"""Proof that a schedule can run: it is simulated first, and its messages are put in an order that cannot deadlock.
 
-    simulate   who computes what when; refuses a schedule with a dependency that is never met
+    simulate   when each rank computes what; refuses a schedule with a dependency that is never met
     program    the same actions with OPEN, RECV and SEND between them, every message in one agreed order
-    play       when the actions of a program run on a machine where the messages of a direction pass one after the other
-    prove      plays a program on the two machines that there are
+    play       when a program's actions run on a machine where the messages of a direction pass one after the other
+    prove      plays a program on the two machines that exist
 
-[Note: two machines]  Messages from lower to higher ranks ("down") and back ("up") travel over communicators of their own.
-A message passes once both sides have posted it, after all earlier ones of its direction on both ranks.
+[Note: two machines]  Messages from lower to higher ranks ("down") and back ("up") have separate communicators.  A
+message passes once both sides have posted it, after all earlier ones of its direction on both ranks.
 
-    gloo   threads of its own carry the messages while the host computes; a receive is posted when its memory is opened
-    NCCL   the host only queues work for the device: actions in one stream, each direction in another, where a message is a
-           batch of its own, since a batch ends as a whole.  A send waits for the actions queued before it, a receive for
-           those before its OPEN, an action for what it needs.  And wherever the host waits for the device (a synchronize,
-           cudaFree when memory is short, a kernel that is loaded or measured at its first use), no later step is queued
-           until all earlier ones of its rank have ended, messages included.  The proof lets every host wait at every step.
+    gloo   its own threads send messages while the host computes; a receive is posted when its memory is opened
+    NCCL   the host only queues work for the device: actions in one stream, each direction in another.  A message is a
+           batch of its own, since a batch ends as a whole.  A send waits for the actions queued before it, a receive
+           for those before its OPEN, an action for its inputs.  And wherever the host waits for the device (a
+           synchronize, cudaFree when memory is short, a kernel that is loaded or measured at its first use), no later
+           step is queued until all earlier ones of its rank have ended, messages included.  The proof lets every host
+           wait at every step.
 
 Sources: NCCL's user guide, "Point-to-point communication" (a call in a group ends with its group) and "CUDA stream
-semantics"; torch's ProcessGroupNCCL, where batched messages take the group's communicator and its one stream, which first
-waits for the current stream (`syncStream`).
+semantics"; torch's ProcessGroupNCCL, where batched messages use the group's communicator and its one stream, which
+first waits for the current stream (`syncStream`).
 
-[Note: agreed order]  All messages are put in the order of the simulated time t at which they are produced.  A rank sends
-and receives a message before its first action that starts at t or later, and opens it before the first that ends at t or
-later: at most one action, the one that runs while the message arrives, lies between OPEN and RECV.  Now order everything by
-simulated time, an action by its start and a message before it: a step waits for earlier ones only, even where every host
-waits at every step.  So nothing can be stuck, on either machine; `prove` plays it all the same.
+[Note: agreed order]  All messages are sorted by the simulated time t at which they are produced.  A rank sends and
+receives a message before its first action that starts at t or later, and opens it before its first action that ends at
+t or later. So at most one action, the one that runs while the message arrives, lies between OPEN and RECV.  Now order
+everything by simulated time, an action by its start and a message before it: a step waits only for earlier ones, even
+if every host waits at every step.  So neither machine can deadlock; `prove` plays the program all the same.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ _BEFORE = {ActionKind.BACKWARD: ActionKind.FORWARD, ActionKind.WEIGHT: ActionKin
 
 
 class ScheduleError(ValueError):
-    """A schedule that cannot run.  `rank` and `action` are the first offending ones, where there are any."""
+    """A schedule that cannot run.  `rank` and `action` are the first wrong ones, if the error concerns any."""
 
     def __init__(self, message: str, rank: int | None = None, action: Action | None = None) -> None:
         super().__init__(message)
@@ -54,15 +55,15 @@ class ScheduleError(ValueError):
 
 @dataclass(frozen=True)
 class Costs:
-    """Times of a rank's forward, backward and weight gradient on one micro-batch, over all its chunks; any unit."""
+    """Times of a rank's forward, backward and weight gradient on one micro-batch, over all its chunks; in any unit."""
 
     forward: float = 1.0
     backward: float = 1.0  # gradient of the input
     weight: float = 1.0
-    hop: float = 0.0  # from one rank to another
+    hop: float = 0.0  # a message from one rank to another
 
     def of(self, action: Action, schedule: Schedule, rank: int = 0) -> float:
-        """Time that an action takes; a chunk has its share of the rank's work, and all ranks have as much."""
+        """Return the time of an action.  The chunks of a rank, and all ranks, have equal work."""
         if action.kind is ActionKind.FORWARD:
             whole = self.forward
         elif action.kind is ActionKind.WEIGHT:
@@ -72,7 +73,7 @@ class Costs:
         return whole / schedule.chunks
 
     def earliest(self, rank: int, action: Action) -> float:
-        """Before this time an action cannot start."""
+        """Return the time before which an action cannot start."""
         return 0.0
 
 
@@ -84,30 +85,31 @@ class Timeline:
     spans: dict[RankAction, tuple[float, float]]
 
     def whole_span(self, rank: int, action: Action) -> tuple[float, float]:
-        """(start, end) of an action, or of the pair that it is a part of."""
+        """Return (start, end) of an action, or of the whole pair that contains it."""
         parts = self.schedule.together(rank, action)
         return self.spans[rank, parts[0]][0], self.spans[rank, parts[-1]][1]
 
     @property
     def makespan(self) -> float:
-        """From time 0 to the last end."""
+        """Time from 0 to the last end."""
         return max(end for _, end in self.spans.values())
 
     def idle(self, rank: int) -> float:
-        """Time within the makespan in which a rank computes nothing."""
+        """Return the time within the makespan in which a rank computes nothing."""
         return self.makespan - sum(end - start for (at, _), (start, end) in self.spans.items() if at == rank)
 
     @property
     def bubble_fraction(self) -> float:
-        """Idle time of all ranks over their total time."""
+        """Idle time of all ranks divided by their total time."""
         ranks = range(self.schedule.pp)
         return sum(self.idle(rank) for rank in ranks) / (self.makespan * self.schedule.pp)
 
 
 def peak_activations(schedule: Schedule, rank: int) -> int:
-    """Most activations that a rank holds at once, each of one micro-batch on one chunk; 0 without a backward.
+    """Return the most activations that a rank holds at once, each of one micro-batch on one chunk; 0 without a
+    backward.
 
-    They are held from the forward to the end of the backward, its weight gradient included.
+    An activation is held from its forward to the end of its backward, with the weight gradient.
     """
     if not schedule.has_backward:
         return 0
@@ -179,12 +181,12 @@ def simulate(schedule: Schedule, costs: Costs | None = None) -> Timeline:
 
 
 def program(schedule: Schedule) -> Program:
-    """Put the steps of the messages among the actions, and prove the result.  [Note: agreed order]
+    """Insert the steps of the messages between the actions, and prove the result; see [Note: agreed order].
 
     Raises:
         ScheduleError: as `simulate` and `prove`.
     """
-    whole_numbers = Costs(schedule.chunks, schedule.chunks, schedule.chunks)  # of time, so that sums are exact
+    whole_numbers = Costs(schedule.chunks, schedule.chunks, schedule.chunks)  # so that sums of times are exact
     timeline = simulate(schedule, whole_numbers)
     messages = []
     for sender, action in timeline.spans:
@@ -192,11 +194,11 @@ def program(schedule: Schedule) -> Program:
         target = schedule.target(sender, action)
         if target is not None and target[0] != sender:
             down = sender < target[0]
-            # Of those produced at one time a rank receives first, so that it can open the memory before its own action.
+            # Of messages produced at the same time, a rank receives first, so it can open the memory before its own action.
             messages.append(((time, down, sender if down else -sender), sender, action, target))
     wholes = [[timeline.whole_span(rank, action) for action in own] for rank, own in enumerate(schedule.ranks)]
     starts, ends = ([[span[side] for span in own] for own in wholes] for side in (0, 1))
-    # Per rank: (index of the action that follows, step), the messages of an index in the agreed order.
+    # For each rank: (index of the next action, step); messages with the same index are in the agreed order.
     steps: list[list[tuple[int, Action | MessageAction]]] = [[] for _ in schedule.ranks]
     for (time, *_), sender, action, (receiver, use) in sorted(messages, key=lambda message: message[0]):
         for rank, kind, peer, times in (
@@ -214,7 +216,7 @@ def program(schedule: Schedule) -> Program:
 
 
 def received_when_opened(steps: Steps) -> Steps:
-    """One rank's part of a program for gloo: every receive directly after its OPEN."""
+    """Return one rank's steps for gloo: every receive directly after its OPEN."""
     moved: list[Action | MessageAction] = []
     for step in steps:
         if step.kind is not ActionKind.RECV:
@@ -225,11 +227,11 @@ def received_when_opened(steps: Steps) -> Steps:
 
 
 def prove(schedule: Schedule, placed: Program) -> None:
-    """Play a program of `schedule` on gloo, and on NCCL where every host waits at every step.  [Note: two machines]
+    """Play a program of `schedule` on gloo, and on NCCL with hosts that wait at every step; see [Note: two machines].
 
     Raises:
-        ScheduleError: a rank waits forever, a message is used before it was received or sent before it was computed, or a
-            message has only one side.
+        ScheduleError: a rank waits forever, a message is used before it is received or sent before it is computed, or
+            only one side of a message is posted.
     """
     _check_faithful(schedule, placed)
     play(schedule, tuple(map(received_when_opened, placed)))
@@ -238,23 +240,24 @@ def prove(schedule: Schedule, placed: Program) -> None:
 
 @dataclass
 class _Rank:
-    """The state of a rank while a program is played."""
+    """State of a rank while a program is played."""
 
     at: int = 0  # index of the next step
-    clock: float = 0.0  # when the last action ends
+    clock: float = 0.0  # end of the last action
     opened: dict[Action, float] = field(default_factory=dict)  # by the action that uses the message
-    known: dict[RankAction, float] = field(default_factory=dict)  # results, computed or received
-    # By direction, up and down: what is posted and has not passed, with the time from which on it may; the last one's end.
+    known: dict[RankAction, float] = field(default_factory=dict)  # times of results, computed or received
+    # By direction (up, down): posted messages, each with the earliest time at which it may pass; and when the last one
+    # passed.
     posted: tuple[Stream, Stream] = field(default_factory=lambda: (deque(), deque()))
     passed: list[float] = field(default_factory=lambda: [0.0, 0.0])
 
 
 def play(schedule: Schedule, placed: Program, costs: Costs | None = None, *, host_waits: bool = False) -> Timeline:
-    """Compute when every action of a program runs.  [Note: two machines]
+    """Compute when every action of a program runs; see [Note: two machines].
 
     Args:
-        placed: as `program` makes it, for NCCL; with every rank's steps from `received_when_opened`, for gloo.
-        host_waits: before every step a rank waits until all that it has posted has passed.
+        placed: for NCCL, from `program`; for gloo, with every rank's steps from `received_when_opened`.
+        host_waits: before every step, a rank waits until all that it has posted has passed.
 
     Raises:
         ScheduleError: as `prove`.
@@ -306,7 +309,7 @@ def _post(rank: _Rank, index: int, step: MessageAction, name: str, *, host_waits
 
 
 def _pass_messages(schedule: Schedule, ranks: list[_Rank], index: int, hop: float) -> bool:
-    """Pass the messages that are first on both of their ranks, one of which is `index`."""
+    """Pass messages that are first on both of their ranks, one of which is `index`.  Returns whether any passed."""
     moved = False
     for down in (False, True):
         while posted := ranks[index].posted[down]:
@@ -328,7 +331,7 @@ def _pass_messages(schedule: Schedule, ranks: list[_Rank], index: int, hop: floa
 
 
 def _check_faithful(schedule: Schedule, placed: Program) -> None:
-    """Check that a program computes the actions of its schedule, and sends each message where the schedule says."""
+    """Check that a program runs the actions of its schedule, and sends each message where the schedule needs it."""
     for rank, steps in enumerate(placed):
         text = f"{schedule.name}: rank {rank}"
         computed = [step for step in steps if isinstance(step, Action)]
@@ -346,7 +349,7 @@ def _check_faithful(schedule: Schedule, placed: Program) -> None:
 
 
 def check_runnable(schedule: Schedule) -> None:
-    """Make sure that `program` takes a schedule.  Raises: ScheduleError, whose text has a drawing of the place."""
+    """Check that `program` accepts a schedule.  Raises: ScheduleError, with a drawing of the place."""
     try:
         program(schedule)
     except ScheduleError as error:
@@ -354,9 +357,9 @@ def check_runnable(schedule: Schedule) -> None:
 
 
 def draw_refused(schedule: Schedule, error: ScheduleError) -> str:
-    """The actions around the refused one, >F3<, and around the action that it depends on, (F3); "" if the error names none.
+    """Draw the actions around the refused one, >F3<, and around its input, (F3).  "" if the error names no action.
 
-    A line for each of the two ranks.  The refused action may be missing from its list.
+    There is one line for each of the two ranks.  The refused action may be missing from its rank's list.
     """
     rank, action = error.rank, error.action
     if rank is None or action is None:

@@ -1,4 +1,4 @@
-"""The schedules that `parallel.schedule` may name; a script may register its own, see `ScheduleKind`."""
+"""The schedules that `parallel.schedule` may name.  A script may register its own; see `ScheduleKind`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Zero-bubble schedules, whose weight gradients are actions of their own that fill idle time (Qi et al. 2024)."""
+"""Zero-bubble schedules: weight gradients are separate actions, which fill idle time (Qi et al. 2024)."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from megazero.schedules.kind import ScheduleKind, Words, check_counts
 
 
 class ZeroBubbleH1(ScheduleKind):
-    """1F1B with weight gradients apart: rank s delays s of them to fill its idle time (section 2.1).
+    """1F1B with separate weight gradients: rank s defers s of them to fill its idle time (section 2.1).
 
-    Rank s holds pp - s micro-batches as in 1F1B and s that lack their weight gradient: at most pp.
+    Rank s holds pp - s micro-batches as in 1F1B, and s that lack their weight gradient: at most pp.
     """
 
     name = "zb-h1"
@@ -32,18 +32,18 @@ class ZeroBubbleH1(ScheduleKind):
 
 
 class ZeroBubbleV(ScheduleKind):
-    """Two chunks per rank in a V and split backwards, at 1F1B's memory ("ZB-V", section 6).
+    """Two chunks per rank in a V, and split backwards, at 1F1B's memory ("ZB-V", section 6).
 
-    Down the V and up again, chunk 1 runs on rank s long before chunk 0's backward comes back: 2 (pp - s) - 1 forwards of
-    chunk 0 warm up, chunk 1 follows, then F0 B0 W0 F1 B1 W1 repeat, and the weight gradients left over fill the end.  Made
-    for at least 2 pp - 1 micro-batches; with fewer, those that do not exist are left out.
+    In a V, rank s runs chunk 1 long before chunk 0's backward returns.  So 2 (pp - s) - 1 forwards of chunk 0 warm up,
+    chunk 1 follows, then F0 B0 W0 F1 B1 W1 repeat, and the remaining weight gradients fill the end.  The order is for
+    at least 2 pp - 1 micro-batches; with fewer, actions of missing micro-batches are left out.
     """
 
     name = "zbv"
     chunks = 2
 
     def placement(self, pp: int, chunks: int) -> Placement:
-        """First and last stage are on rank 0."""
+        """Return the V: the first and last stage are on rank 0."""
         return v_shape(pp)
 
     def build(self, pp: int, microbatches: int, chunks: int = 2) -> Schedule:
