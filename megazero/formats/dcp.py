@@ -30,8 +30,7 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 
 from megazero.checkpoint.folder import LocalFolder, ReadBytes
 from megazero.checkpoint.index import CheckpointError
-from megazero.formats.foreign import ADAM, ForeignCheckpoint
-from megazero.formats.match import LazyTensor, foreign_errors
+from megazero.formats.foreign import ADAM, ForeignCheckpoint, LazyTensor, foreign_errors
 from megazero.formats.pickles import load_metadata, load_tensors
 from megazero.models.config import ModelConfig
 from megazero.zero.state import MODEL

@@ -34,8 +34,7 @@ from torch import Tensor
 
 from megazero.checkpoint.folder import LocalFolder
 from megazero.checkpoint.index import LATEST, CheckpointError
-from megazero.formats.foreign import ADAM, ForeignCheckpoint
-from megazero.formats.match import LazyTensor, foreign_errors
+from megazero.formats.foreign import ADAM, ForeignCheckpoint, LazyTensor, foreign_errors
 from megazero.formats.pickles import load_tensors
 from megazero.models.config import ModelConfig
 from megazero.zero.state import MASTER, MODEL

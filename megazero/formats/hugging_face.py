@@ -38,8 +38,7 @@ from megazero.checkpoint.index import (
 from megazero.checkpoint.shards import CHUNK_ELEMENTS, Layout, new_folder, write_shards
 from megazero.config import ConfigError, RunConfig, resolve
 from megazero.data.sealed import parse_json
-from megazero.formats.foreign import match_kinds
-from megazero.formats.match import LazyTensor, foreign_errors
+from megazero.formats.foreign import LazyTensor, foreign_errors, match_kinds
 from megazero.formats.tables import names_of_transformers
 from megazero.formats.weights import local_source, open_weights
 from megazero.models.config import ModelConfig

@@ -23,9 +23,8 @@ from megazero.config.load import read_run_file
 from megazero.engine.outline import optimizer_of
 from megazero.formats.dcp import dcp_folders, read_dcp
 from megazero.formats.deepspeed import find_deepspeed, read_deepspeed
-from megazero.formats.foreign import ADAM, ForeignCheckpoint, match_kinds
+from megazero.formats.foreign import ADAM, ForeignCheckpoint, foreign_errors, match_kinds
 from megazero.formats.hugging_face import Imported, import_model, set_keys, write_step
-from megazero.formats.match import foreign_errors
 from megazero.formats.megatron import read_megatron, read_nemo
 from megazero.formats.tables import tables_of
 from megazero.formats.weights import has_weights, local_source, open_weights

@@ -46,8 +46,7 @@ from torch.utils._pytree import tree_leaves_with_path
 from megazero.checkpoint.folder import LocalFolder
 from megazero.checkpoint.index import CheckpointError
 from megazero.formats.dcp import METADATA, DcpFolder
-from megazero.formats.foreign import ADAM, ForeignCheckpoint
-from megazero.formats.match import LazyTensor, foreign_errors
+from megazero.formats.foreign import ADAM, ForeignCheckpoint, LazyTensor, foreign_errors
 from megazero.formats.pickles import load_tensors
 from megazero.models.config import ModelConfig, RopeScaling
 from megazero.models.registry import FAMILIES

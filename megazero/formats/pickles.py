@@ -27,7 +27,7 @@ from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.serialization import _get_layout, get_unsafe_globals_in_checkpoint, safe_globals
 from torch.utils._pytree import tree_leaves
 
-from megazero.formats.match import NOT_RESUMED, LazyTensor
+from megazero.formats.foreign import NOT_RESUMED, LazyTensor
 
 # Classes that hold values and do nothing when they are made.  torch's own list for torch.save is `weights_only`.
 _RECORDS = (

@@ -17,8 +17,7 @@ from safetensors import safe_open
 from megazero.checkpoint.folder import LocalFolder
 from megazero.checkpoint.index import CheckpointError
 from megazero.data.sealed import LFS_HINT, LFS_POINTER, parse_json
-from megazero.formats.foreign import ForeignCheckpoint
-from megazero.formats.match import NOT_RESUMED, LazyTensor, foreign_errors
+from megazero.formats.foreign import NOT_RESUMED, ForeignCheckpoint, LazyTensor, foreign_errors
 from megazero.formats.pickles import open_pickled_weights
 from megazero.zero.state import MODEL
 
