@@ -363,18 +363,17 @@ def test_a_command_that_was_killed_between_its_renames_is_repeated_as_it_is(tmp_
     assert (tmp_path / "out.idx").exists()
 
 
-@pytest.mark.parametrize("suffix", [".bin", ".lengths", ".json"])
-def test_a_shard_of_which_a_bit_flipped_is_tokenized_again(tmp_path, suffix):
+def test_a_shard_of_which_a_bit_flipped_is_tokenized_again(tmp_path):
     (tmp_path / "a.txt").write_text("hello world")
 
     def interrupt(done: int, _: int) -> None:
         if done:
             raise KeyboardInterrupt
 
-    for number in range(0, 25, 3):
+    for number in range(0, 600, 41):
         with pytest.raises(KeyboardInterrupt):
             tokenize_files([tmp_path / "a.txt"], tmp_path / "out", "byte", overwrite=True, on_progress=interrupt)
-        (kept,) = (tmp_path / "out.tokenizing").glob(f"*{suffix}")
+        (kept,) = (tmp_path / "out.tokenizing").glob("*.zip")
         whole = kept.read_bytes()
         at = number % len(whole)
         kept.write_bytes(whole[:at] + bytes([whole[at] ^ 1 << at % 8]) + whole[at + 1 :])

@@ -1,8 +1,8 @@
 """Tokenizing text files into one `.bin`/`.idx` pair, in several processes; stopped at any moment, it goes on where it was.
 
-    files, sorted -> ranges -> shards --workers--> prefix.tokenizing/KEY.bin, .lengths, .json --in order--> prefix.bin, .idx
-                               a megabyte of       KEY is a hash of all that decides the shard,  the output depends on
-                               text, or more       so a finished one serves the next start       the inputs alone
+    files, sorted -> ranges -> shards --workers--> prefix.tokenizing/KEY.zip        --in order--> prefix.bin, .idx
+                               a megabyte of       KEY is a hash of all that decides the shard,   the output depends on
+                               text, or more       so a finished one serves the next start        the inputs alone
 
 Every document ends with the tokenizer's end-of-document id; an empty document is left out and counted.
 """
@@ -21,6 +21,7 @@ from contextlib import closing, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Final, NamedTuple, TypeVar
+from zipfile import ZipFile
 
 import numpy as np
 import xxhash
@@ -28,15 +29,14 @@ from numpy.typing import NDArray
 
 from megazero.data.identity import identity_path
 from megazero.data.indexed import pair_paths
-from megazero.data.sealed import seal, unseal
 from megazero.data.tokenizer import FileTokenizer, load_tokenizer
 from megazero.data.writer import IndexedWriter, flush_to_disk, token_dtype
 from megazero.formats.documents import FileRange, Problem, cut_files, documents_of, find_files, kind_of
 
 _SHARDS: Final = 4096  # about so many, whose bytes are between these two powers of two
 _SHARD_BITS: Final = (20, 28)
-_CONTENTS: Final = (".bin", ".lengths")  # of a shard; its `.json` says what they hold
-_SHARD_FILE: Final = re.compile(r"([0-9a-f]{32})\.(?:bin|lengths|json)(\.[0-9a-f]{8}\.partial)?")
+# A shard, as it is written today and as earlier versions wrote it.
+_SHARD_FILE: Final = re.compile(r"([0-9a-f]{32})\.(?:zip|bin|lengths|json)(\.[0-9a-f]{8}\.partial)?")
 _NAMED: Final = 20  # problems that a message names; the others are counted
 
 T = TypeVar("T")
@@ -64,8 +64,8 @@ class _Job:
     dtype: str
     key: str  # of JSON lines or a `.parquet`
 
-    def path(self, shard: "Shard", suffix: str) -> Path:
-        return self.folder / f"{shard.key}{suffix}"
+    def path(self, shard: "Shard") -> Path:
+        return self.folder / f"{shard.key}.zip"
 
 
 class Shard(NamedTuple):
@@ -86,7 +86,6 @@ class _Tokenized:
 
     documents: int = 0
     tokens: int = 0
-    hashes: dict[str, str] = field(default_factory=dict)  # of its `.bin` and `.lengths`
     unread: int = 0
     empty: int = 0
     is_final: bool = True  # False after an I/O error, which the next start may not meet
@@ -161,8 +160,8 @@ def tokenize_files(
         ask(unread_documents, named, "documents or parts of files")
         if not documents:
             raise ValueError(f"no text in {len(files):,} files under {[os.fspath(i) for i in inputs]}")
-        for shard, tokenized in zip(shards, done, strict=True):
-            ids, lengths = (_content(shard, job, suffix, tokenized.hashes[suffix]) for suffix in _CONTENTS)
+        for shard in shards:
+            ids, lengths = _content(shard, job)
             writer.add_documents(np.frombuffer(ids, dtype), array("i", lengths))
     _remove_shards(folder)
     empty = sum(shard.empty for shard in done)
@@ -220,7 +219,7 @@ def make_shards(files: Sequence[Path], job: _Job) -> tuple[list[Shard], list[Pro
             room = limit
         groups[-1].append(file_range)
         room -= file_range.bytes
-    settings = (2, job.fingerprint, job.dtype, job.key)
+    settings = (3, job.fingerprint, job.dtype, job.key)
 
     def shard(group: list[FileRange]) -> Shard:
         found = [(os.path.abspath(p.path), *states[p.path], *p[1:]) for p in group]
@@ -251,7 +250,7 @@ def _tokenize_shards(
             finished += count
             if on_progress is not None:
                 on_progress(finished, total)
-    return [_read_tokenized(job.path(shard, ".json")) for shard in shards]
+    return [_read_tokenized(job.path(shard)) for shard in shards]
 
 
 def _over_processes(work: Callable[[T], R], items: Sequence[T], workers: int) -> Generator[R, None, None]:
@@ -294,29 +293,24 @@ _tokenizer_of_process = functools.cache(load_tokenizer)
 
 
 def _tokenize_shard(shard: Shard, job: _Job) -> int:
-    """Tokenize a shard into its files, the `.json` last; its bytes of input."""
+    """Tokenize a shard into a zip, whose sums are checked when it is read; its bytes of input."""
     done, lengths = _Tokenized(), array("i")
-    own = f".{secrets.token_hex(4)}.partial"  # a worker whose command was killed may still be writing
-    names = {suffix: job.path(shard, suffix + own) for suffix in (*_CONTENTS, ".json")}
-    written = xxhash.xxh3_128()
-    with names[".bin"].open("wb") as file:
-        for ids in _encoded(shard, job, done):
-            tokens = ids.astype(job.dtype)
-            written.update(tokens.data)
-            file.write(tokens.data)
-            lengths.append(len(ids))
+    # its own: a worker whose command was killed may still be writing
+    partial = job.path(shard).with_suffix(f".zip.{secrets.token_hex(4)}.partial")
+    with partial.open("wb") as file:
+        with ZipFile(file, "w") as content:
+            with content.open("ids", "w", force_zip64=True) as written:
+                for ids in _encoded(shard, job, done):
+                    written.write(ids.astype(job.dtype).data)
+                    lengths.append(len(ids))
+            done.documents, done.tokens = len(lengths), sum(lengths)
+            content.writestr("lengths", lengths.tobytes())
+            content.writestr("tokenized", json.dumps(asdict(done)))
         flush_to_disk(file)
     for file_range, state in zip(shard.ranges, shard.states, strict=True):
         if _state_of(file_range.path) != state:  # two versions of it would be in one pair
             raise ValueError(f"{file_range.path} changed while it was read; start again when it is complete")
-    done.documents, done.tokens = len(lengths), sum(lengths)
-    done.hashes = {".bin": written.hexdigest(), ".lengths": xxhash.xxh3_128_hexdigest(lengths.tobytes())}
-    for suffix, content in ((".lengths", lengths.tobytes()), (".json", json.dumps(seal(asdict(done))).encode())):
-        with names[suffix].open("wb") as file:
-            file.write(content)
-            flush_to_disk(file)
-    for suffix, path in names.items():
-        path.replace(job.path(shard, suffix))
+    partial.replace(job.path(shard))
     return shard.bytes
 
 
@@ -357,28 +351,25 @@ def _encoded(shard: Shard, job: _Job, done: _Tokenized) -> Iterator[NDArray[np.i
 
 def _is_done(shard: Shard, job: _Job) -> bool:
     """Whether an earlier command has tokenized a shard; `_content` checks what it holds."""
-    with suppress(OSError, ValueError):
-        return all(job.path(shard, suffix).exists() for suffix in _CONTENTS) and (
-            _read_tokenized(job.path(shard, ".json")).is_final
-        )
+    with suppress(ValueError):
+        return _read_tokenized(job.path(shard)).is_final
     return False
 
 
-def _content(shard: Shard, job: _Job, suffix: str, written: str) -> bytes:
-    """A file of a shard, which is tokenized again where the disk has not kept what was written."""
+def _content(shard: Shard, job: _Job) -> tuple[bytes, bytes]:
+    """The ids and lengths of a shard, which is tokenized again where the disk has not kept what was written."""
     for _ in range(2):
-        with suppress(OSError):
-            content = job.path(shard, suffix).read_bytes()
-            if xxhash.xxh3_128_hexdigest(content) == written:
-                return content
+        with suppress(Exception), ZipFile(job.path(shard)) as content:  # of damage zipfile raises errors of many kinds
+            return content.read("ids"), content.read("lengths")
         _tokenize_shard(shard, job)
-    raise OSError(f"{job.path(shard, suffix)} is not what was written, twice: does the disk fail?")
+    raise OSError(f"{job.path(shard)} is not what was written, twice: does the disk fail?")
 
 
 def _read_tokenized(path: Path) -> _Tokenized:
     try:
-        known = unseal(path.read_bytes())
-    except ValueError as error:
+        with ZipFile(path) as content:
+            known = json.loads(content.read("tokenized"))
+    except Exception as error:  # as in `_content`
         raise ValueError(f"{path} is damaged ({error}); the same command writes it again") from None
     named = {key: [Problem(*each) for each in known[key]] for key in ("named_unread", "named_empty")}
     return _Tokenized(**{**known, **named})
