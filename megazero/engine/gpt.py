@@ -1,7 +1,6 @@
 """One training step of a GPT on one rank: model, schedule, ZeRO and precision together.
 
-micro-batches -> executor(schedule, stages)   forward and backward; each bucket of gradients is reduced once it is
-complete
+micro-batches -> executor(schedule, stages)   forward and backward; each complete bucket of gradients is reduced
               -> sum_over_ranks (step.py)     one all-reduce: norm, loss, tokens, stop
               -> clip, sharded optimizer      the weights are gathered behind the next forward (zero/weight_gathers.py)
 """

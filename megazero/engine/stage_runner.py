@@ -1,9 +1,9 @@
 """Runs a rank's chunks on the micro-batches of one step, for the schedule's executor.
 
 forward(chunk, m, x)      saves the graph, but neither x nor the output, beyond what operations saved for the backward
-backward(chunk, m, grad)  runs the graph; the last stage starts from the loss, with the gradient that turns sums into
-means backward_weight(chunk, m) computes the weight gradients that a schedule with W deferred beside(pair, x, grad)
-a forward and a backward take turns while one waits for an exchange (`turns.py`)
+backward(chunk, m, grad)  runs the graph; the last stage starts from the loss, with the gradient that makes sums means
+backward_weight(chunk, m) computes the weight gradients that a schedule with W deferred
+beside(pair, x, grad)     a forward and a backward take turns while one waits for an exchange (`turns.py`)
 """
 
 from __future__ import annotations

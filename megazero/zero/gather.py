@@ -1,8 +1,7 @@
 """Stage 3: gather each unit's weights before its forward and its backward, and the next units' weights meanwhile.
 
     forward      unshard(0) wait(0) unshard(1) | wait(1) unshard(2) | ...      backward: the same, in reverse
-    buffers      A: 0                B: 1        A: 2                          a few buffers serve all units
-        (`gather_buffers`)
+    buffers      A: 0                B: 1        A: 2                          a few buffers serve all (`gather_buffers`)
 
                unshard              wait            another unit takes the buffer, or the weights change
     SHARDED ------------> GATHERING ----> READY --------------------------------------------------------> SHARDED

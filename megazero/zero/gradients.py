@@ -2,11 +2,9 @@
 
     backward of one micro-batch      add(w1) add(w0)  -> every parameter of the bucket has its gradient: one round is
     complete stages 0, 1                      rounds add up in the full buffer; the last round starts the reduction
-    stages 2, 3                      each round starts a reduce-scatter; the shards add up; the buffer returns to the
-    pool
+    stages 2, 3                      each round starts a reduce-scatter; the shards add up; the buffer is released
                                      (or the whole step adds up in the buffer, and one reduce-scatter follows)
-    finish                           missing gradients count as zero; wait for all reductions (the sums after them:
-    `reductions`)
+    finish                           missing gradients count as zero; wait for all reductions (then sums: `reductions`)
 
 A large bucket is handled part by part (`bucket`, [Note: parts]): each part is filled and its reduction started before
 the next part gets memory.

@@ -3,8 +3,7 @@
     location of a bucket's state   updated in one call
     device                         all buckets: torch's fused kernel sees a few long tensors
     host                           one bucket, followed by the copy of its new weights to the device
-    file                           part of a bucket (`FileStepper`); the next part is read and the last written
-    meanwhile
+    file                           part of a bucket (`FileStepper`); the next is read and the last written meanwhile
 
 If the weights of a bucket are gathered as soon as it is updated, buckets on the device are also updated one after the
 other, in the order in which a forward uses them, and those in a file last.  Small adjacent buckets share a call.

@@ -2,9 +2,8 @@
 
     location  elements                          a copy to or from the device
     device    a tensor                          on the current stream
-    host      a tensor, page-locked if asked    on the current stream; on a copier's stream beside the compute
-    (`comm/memory.py`) file      a region of the rank's file       by a worker thread, through page-locked memory
-    (`file_store`)
+    host      a tensor, page-locked if asked    on the current stream; beside the compute on a copier's (`comm/memory.py`)
+    file      a region of the rank's file       by a worker thread, through page-locked memory (`file_store`)
 
 Invariant: the accesses of one array take effect in the order in which they were started.  Two accesses overlap in time
 only if they touch different elements or both read.  So an array can be streamed: part k is written while part k + 1 is
