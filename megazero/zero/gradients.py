@@ -1,7 +1,7 @@
 """Gradients of a step: add up micro-batches bucket by bucket, and start each reduction while the backward is running.
 
-    backward of one micro-batch      add(w1) add(w0)  -> every parameter of the bucket has its gradient: one round is
-    complete stages 0, 1                      rounds add up in the full buffer; the last round starts the reduction
+    backward of one micro-batch      add(w1) add(w0)  -> every parameter of the bucket has its gradient: a round ends
+    stages 0, 1                      rounds add up in the full buffer; the last round starts the reduction
     stages 2, 3                      each round starts a reduce-scatter; the shards add up; the buffer is released
                                      (or the whole step adds up in the buffer, and one reduce-scatter follows)
     finish                           missing gradients count as zero; wait for all reductions (then sums: `reductions`)
