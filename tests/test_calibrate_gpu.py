@@ -74,7 +74,7 @@ def _record_of(device: Device, runs: list[ResolvedRun]) -> Record:
 
 
 def _table_of(device: Device) -> OperatorTable:
-    return table_of([_record_of(device, sizes(on_gpu=True))], on_gpu=True)
+    return table_of(_record_of(device, sizes(on_gpu=True)), on_gpu=True)
 
 
 def _with_cuda(monkeypatch: pytest.MonkeyPatch, name: str, multiprocessors: int, not_by: int | None = None) -> None:
@@ -125,7 +125,7 @@ def test_no_share_is_above_one_and_what_was_not_measured_stays() -> None:
 
 def _calibration(device: Device) -> Calibration:
     table = _table_of(device)
-    return Calibration(device, 0, device.link, table, table)
+    return Calibration(device, 0, device.link, table)
 
 
 @pytest.mark.parametrize("compiles", [True, False])

@@ -60,8 +60,8 @@ def _calibration() -> Calibration:
     table = OperatorTable(
         (Product("fp32", 64, 64, 64, 1e-5),), {"aten.add.Tensor": ((100.0, 1e-6), (400.0, 4e-6))}, 1e-5
     )
-    collectives = {"all_reduce 2": ((10.0, 1e-3),), "wait 2": ((1.0, 0.01), (100.0, 0.1))}
-    return Calibration(device, 2, link, table, table, collectives, (0.04, 0.05))
+    collectives = {"all_reduce 2": ((10.0, 1e-3),)}
+    return Calibration(device, 2, link, table, collectives, (0.04, 0.05))
 
 
 def test_a_calibration_comes_back_from_its_file(tmp_path: Path) -> None:
@@ -90,7 +90,7 @@ def test_damage_and_impossible_numbers_in_a_calibration_are_told(tmp_path: Path)
             read_calibration(path)
     for value in (0.0, -1.0, float("nan"), float("inf")):
         found = json.loads(good)
-        for place, key in ((found["device"], "memory_share"), (found["alone"]["products"][0], 4)):
+        for place, key in ((found["device"], "memory_share"), (found["table"]["products"][0], 4)):
             before, place[key] = place[key], value
             path.write_text(json.dumps({key: found[key] for key in found if key != "sha256"}))
             with pytest.raises(ValueError, match="megazero calibrate --out"):
@@ -105,7 +105,7 @@ def test_calibrate_refuses_a_file_that_it_could_not_write_or_plan_not_read(tmp_p
 
 
 def test_times_between_two_measured_sizes_lie_on_a_line_in_logarithms() -> None:
-    table = _calibration().alone
+    table = _calibration().table
     assert table.operator("aten.add.Tensor", 200) == pytest.approx(2e-6)
     assert table.operator("aten.add.Tensor", 4000) == pytest.approx(4e-5)  # beyond: in proportion
     assert table.operator("aten.add.Tensor", 1) == pytest.approx(1e-6)  # below: what starting costs
@@ -113,35 +113,24 @@ def test_times_between_two_measured_sizes_lie_on_a_line_in_logarithms() -> None:
     assert table.product("fp32", 128, 64, 64) == pytest.approx(2e-5)  # at the rate of the nearest
 
 
-def test_ranks_wait_for_the_last_of_them_the_longer_the_more_they_computed() -> None:
-    """Between measured times on a line in logarithms, below and beyond in proportion."""
-    here = _calibration()
-    device = here.device
-
-    def wait(ranks: int, per_node: int, behind: float, processors: int = 2) -> float:
-        cluster = Cluster(device, ranks, per_node, device.link, device.link, processors, here)
-        return GroupLink(cluster, ranks, per_node, 1).wait_seconds(behind)
-
-    assert [wait(2, 2, behind) for behind in (0.0, 0.5, 1.0, 10.0, 200.0)] == pytest.approx(
-        [0, 5e-3, 0.01, 10**-1.5, 0.2]
-    )
-    assert wait(2, 2, 1.0, processors=1) == pytest.approx(0.01 / 2)  # a rank's own part: two that share take turns
-    assert wait(8, 8, 1.0) == pytest.approx(0.01 / 4)  # of the nearest group on one host
-    assert wait(1, 1, 1.0) == 0.0
-    assert GroupLink(cluster_of("h100"), 2, 2, 1).wait_seconds(1.0) == 0.0
-
-
-def test_a_rank_waits_behind_what_it_computed_since_the_last_exchange() -> None:
-    """Units follow one another: what is computed behind the last exchange of a pass comes before the first of the next."""
+def test_a_pass_on_a_calibrated_host_is_its_operators_and_then_its_collectives() -> None:
     here = _calibration()
     cluster = Cluster(here.device, 2, 2, here.within, here.within, 2, here)
     value = Value(1, (25,), torch.float32)
     add = Operator("aten.add.Tensor", (value,), (value,))  # 200 bytes: 2 us, and 10 us of the host
-    message = Message("all_reduce", "tp", 10)
-    link = GroupLink(cluster, 2, 2, 1)
-    found = pass_time(PassTrace((add, message, add, add, message, add)), cluster, {"tp": link}, is_compiled=False)
-    assert found.compute == pytest.approx(4 * 12e-6)
-    assert found.exposed == {"tp": pytest.approx(2 * link.seconds("all_reduce", 10) + 2 * link.wait_seconds(2 * 12e-6))}
+    message, link = Message("all_reduce", "tp", 10), GroupLink(cluster, 2, 2, 1)
+    found = pass_time(PassTrace((add, message, add, add, message)), cluster, {"tp": link}, is_compiled=False)
+    assert found.compute == pytest.approx(3 * 12e-6)
+    assert found.exposed == {"tp": pytest.approx(2 * 1e-3)}
+
+
+def test_a_calibration_of_version_4_is_read_as_what_it_measured_in_one_process(tmp_path: Path) -> None:
+    write_calibration(_calibration(), path := tmp_path / "machine.json")
+    found = json.loads(path.read_text())
+    found |= {"version": 4, "alone": found["table"], "crowded": found.pop("table")}
+    del found["sha256"]
+    path.write_text(json.dumps(found))
+    assert read_calibration(path) == _calibration()
 
 
 def test_whole_steps_stretch_what_their_parts_take(monkeypatch: pytest.MonkeyPatch) -> None:

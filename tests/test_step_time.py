@@ -24,7 +24,7 @@ from megazero.plan.operator_times import (
     wave_share,
 )
 from megazero.plan.pass_times import PassTime, UnitTime, pass_time
-from megazero.plan.step_time import StepTime, played, reduced_behind, step_time_of
+from megazero.plan.step_time import StepTime, reduced_behind, step_time_of, taking_turns
 from megazero.plan.unit_trace import EMBEDDING, HEAD, PassTrace, UnitKey, trace_units
 from megazero.plan.zero_times import matrix_seconds, moments_of
 from megazero.schedules.proof import Costs, simulate
@@ -232,9 +232,11 @@ def test_the_last_wave_of_tiles_leaves_multiprocessors_without_work() -> None:
 
 def test_ranks_that_share_a_processor_take_the_sum_of_their_work() -> None:
     schedule, costs = SCHEDULES["1f1b"].build(2, 4, 1), Costs(1.0, 2.0, 0.0)
-    assert played(schedule, costs, 1, [0, 0], 1).makespan == pytest.approx(2 * 4 * 3)
-    assert played(schedule, costs, 2, [0, 0], 1).makespan == simulate(schedule, costs).makespan
-    assert played(schedule, costs, 1, [0, 1], 1).makespan == simulate(schedule, costs).makespan  # a node each
+    timeline = simulate(schedule, costs)
+    assert taking_turns(timeline, costs, 1, [0, 0], 1).makespan == pytest.approx(2 * 4 * 3)
+    for processors, node_of in ((2, [0, 0]), (1, [0, 1])):  # one for each rank
+        assert taking_turns(timeline, costs, processors, node_of, 1).makespan == timeline.makespan
+    assert taking_turns(timeline, costs, 2, [0, 0], 4).makespan > 4 * 4 * 3
 
 
 def test_timelines_have_no_gap_and_end_with_the_step() -> None:

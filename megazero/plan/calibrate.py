@@ -1,10 +1,9 @@
 """Measuring this machine for plans: operators as the project's own steps call them, then collectives.
 
     sizes        a layer, the ends and the optimizer of small Llamas and GPT-2s, whole and cut as tp cuts them
-    alone        one process: every operator of a step is timed, then the step: the rest is the host's, per operator
-    crowded      the same on every processor at once
-    collectives  of 2, 4 and 8 ranks, and how long these wait for the last of them
-    steps        of runs beside their plans: what is left stretches every operator
+    operators    one process: every operator of a step is timed, then the step: the rest is the host's, per operator
+    collectives  of 2, 4 and 8 ranks
+    steps        of runs on all processors beside their plans: what is left stretches every operator
 
 Every measurement runs in forked processes of one thread each, since ranks on a CPU have one.  Minutes; `quick`: one.
 Of a GPU the operators of large Llamas tell the shares (calibrate_gpu.py).  Its host runs ahead, so a whole step bounds the
@@ -17,7 +16,7 @@ import gc
 import os
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from itertools import product
 from statistics import median
@@ -94,14 +93,13 @@ def sizes(*, quick: bool = False, on_gpu: bool = False) -> list[ResolvedRun]:
 
 
 def _measured(_: int, runs: list[ResolvedRun], device: torch.device) -> Record:
-    """Time the operators of these runs' steps while the other processes do the same."""
+    """Time the operators of these runs' steps."""
     record: Record = defaultdict(list)
     on_gpu = device.type == "cuda"
     synchronize = torch.cuda.synchronize if on_gpu else lambda: None
     probe = SpeedProbe(device, synchronize)
     for run in runs:
         engine, batches = started(run, Alone(RankGrid(), device=device))
-        dist.barrier()
         before = probe.seconds()
         whole = median(step_seconds(engine, batches, synchronize) for _ in range(_STEPS))
         between = probe.seconds()
@@ -152,12 +150,15 @@ def note_step(
     record["host",].append(max(0.0, whole - own) / count)
 
 
-def table_of(records: Iterable[Record], *, on_gpu: bool) -> OperatorTable:
-    """Convert the records of all processes to seconds, at the speed of the median probe."""
-    times: Record = defaultdict(list)
-    for record in records:
-        for key, found in record.items():
-            times[key] += found
+def _probed(_: int) -> float:
+    """Return the probe's seconds while the other processes run theirs."""
+    probe = SpeedProbe(torch.device("cpu"))
+    dist.barrier()
+    return probe.seconds()
+
+
+def table_of(times: Record, *, on_gpu: bool) -> OperatorTable:
+    """Convert a record to seconds, at the speed of the median probe."""
     samples: dict[str, list[tuple[float, float]]] = defaultdict(list)
     for kind, *about in times:
         if (kind == "operator" and about[1]) or kind == "optimizer":
@@ -177,30 +178,25 @@ def calibrate(*, quick: bool = False, say: Callable[[str], None] = print) -> Cal
     runs, kind = sizes(quick=quick, on_gpu=gpu is not None), torch.device("cpu" if gpu is None else "cuda")
     say(f"{len(runs)} models in one process")
     (record,) = in_processes(1, _measured, runs, kind)
-    alone, probes = table_of([record], on_gpu=gpu is not None), [median(record["probe",])]
+    table, probe = table_of(record, on_gpu=gpu is not None), median(record["probe",])
     if gpu is not None:
         if not gpu.peak_flops:
             say(f"{gpu.name} has no data sheet here: what was fastest are its peaks, and its link is taken for PCIe")
-        device = fitted(gpu, alone)
+        device = fitted(gpu, table)
         say(", ".join(f"{name} {value:.3f}" for name, value in vars(device).items() if name.endswith("_share")))
-        return Calibration(device, 0, device.link, alone, alone, {}, (probes[0], probes[0]), conditions)
-    processors, crowded, collectives = len(os.sched_getaffinity(0)), alone, dict[str, Samples]()
-    if processors > 1:
-        say(f"the same in {processors} processes")
-        records = in_processes(processors, _measured, runs, kind)
-        crowded = table_of(records, on_gpu=False)
-        probes.append(median(seconds for record in records for seconds in record["probe",]))
+        return Calibration(device, 0, device.link, table, {}, (probe, probe), conditions)
+    processors, collectives = len(os.sched_getaffinity(0)), dict[str, Samples]()
     for ranks in (2, 4) if quick else (2, 4, 8):
         say(f"collectives of {ranks} ranks")
         collectives |= mean_of(in_processes(ranks, collective_samples, 3 if quick else 12))
     (_, first), *_, (size, last) = collectives["send_recv 2"]
-    within, both = Link("this machine", size / last, first), (probes[0], probes[-1])
-    device = _device(alone, within)
-    bare = Calibration(device, processors, within, alone, crowded, collectives, both, conditions)
+    within, probes = Link("this machine", size / last, first), (probe, median(in_processes(processors, _probed)))
+    device = _device(table, within)
+    bare = Calibration(device, processors, within, table, collectives, probes, conditions)
     say("steps of runs beside their plans")
     stretch = step_stretch(bare, 1 if quick else 3)
     say(f"{stretch:.3f} times as long as planned; {time.perf_counter() - begin:.0f} s")
-    return replace(bare, alone=alone.scaled(stretch), crowded=crowded.scaled(stretch))
+    return replace(bare, table=table.scaled(stretch))
 
 
 def _device(table: OperatorTable, link: Link) -> Device:

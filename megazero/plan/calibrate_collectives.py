@@ -1,15 +1,12 @@
-"""Times of collectives by what each rank sends, and of the wait for the last rank by what ranks computed before it.
+"""Times of collectives by what each rank sends.
 
-    all_reduce 4   | all-reduce | all-reduce | all-reduce |               ranks that meet anyway
-    wait 4         | product | product | all-reduce | product ...         beyond both: whoever comes first waits
-
-Two ranks that compute the same never take equally long, and ranks that share processors less so.
+all_reduce 4   | all-reduce | all-reduce | all-reduce |
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from statistics import mean, median
 
 import torch
@@ -22,25 +19,19 @@ from megazero.plan.calibration import Samples
 
 _SIZES = (64, 16_384, 131_072, 524_288, 2_097_152, 8_388_608)  # bytes of the whole buffer
 _CALLS = 8
-_WORK = (256, 512, 512)  # a product of about 2 ms on a core
-_BEHIND = (1, 4, 16, 64)  # products between two meetings
-_LEAST = 1e-6  # seconds; what a difference of noisy times may fall below
 
 
 def collective_samples(rank: int, rounds: int = 12) -> dict[str, Samples]:
     """ "all_reduce 4" and so on, for the ranks of the default process group, which are on one host.
 
-    "wait 4" has seconds of a rank's own computation, and of the wait for the last rank behind it.
     A collective's times are the mean of those of its ranks: `mean_of`.
     """
     world = dist.get_world_size()
     state = ParallelState(RankGrid(dp=world), rank, local_world_size=world)
-    found = {f"wait {world}": tuple(_waits(state.dp, rounds))}
+    found = dict[str, Samples]()
 
     def sample(name: str, calls: Iterable[tuple[Callable[[], None], int]]) -> None:
-        found[f"{name} {world}"] = tuple(
-            (float(sent), _seconds([call] * _CALLS, rounds)[0] / _CALLS) for call, sent in calls
-        )
+        found[f"{name} {world}"] = tuple((float(sent), _seconds(call, rounds)) for call, sent in calls)
 
     by_size = [_calls(size // 4 // world * world or world, state.dp) for size in _SIZES]
     for name in by_size[0]:
@@ -55,37 +46,23 @@ def mean_of(ranks: Sequence[dict[str, Samples]]) -> dict[str, Samples]:
 
     def over_ranks(name: str) -> Samples:
         columns = zip(*(found[name] for found in ranks), strict=True)
-        return tuple((column[0][0], max(_LEAST, mean(seconds for _, seconds in column))) for column in columns)
+        return tuple((column[0][0], mean(seconds for _, seconds in column)) for column in columns)
 
     return {name: over_ranks(name) for name in ranks[0]}
 
 
-def _waits(axis: Axis, rounds: int) -> Iterator[tuple[float, float]]:
-    rows, inner, columns = _WORK
-    a, b = torch.rand(rows, inner), torch.rand(inner, columns)
-    meet, _ = _calls(axis.size, axis)["all_reduce"]
-    alone, _ = _seconds([meet] * _CALLS, rounds)
-    for products in _BEHIND:
-        meetings = max(1, 2 * _CALLS // products)
-        work: list[Callable[[], object]] = [lambda: a @ b] * products
-        bare, behind = _seconds(work * meetings, rounds)
-        both, _ = _seconds([*work, meet] * meetings, rounds)
-        yield behind / meetings, (both - bare) / meetings - alone / _CALLS
+def _seconds(call: Callable[[], object], rounds: int) -> float:
+    """Return the seconds of a call among several in a row, of the median round."""
 
-
-def _seconds(calls: Sequence[Callable[[], object]], rounds: int) -> tuple[float, float]:
-    """Return seconds and processor seconds of these calls in a row, of the median round."""
-
-    def taken() -> tuple[float, float]:
+    def taken() -> float:
         dist.barrier()
-        begin, work = time.perf_counter(), time.process_time()
-        for call in calls:
+        begin = time.perf_counter()
+        for _ in range(_CALLS):
             call()
-        return time.perf_counter() - begin, time.process_time() - work
+        return (time.perf_counter() - begin) / _CALLS
 
     taken()
-    found = [taken() for _ in range(rounds)]
-    return median(seconds for seconds, _ in found), median(work for _, work in found)
+    return median(taken() for _ in range(rounds))
 
 
 def _calls(count: int, axis: Axis) -> dict[str, tuple[Callable[[], None], int]]:

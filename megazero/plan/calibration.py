@@ -4,7 +4,8 @@
     operators    name -> (bytes, seconds)...      straight lines between measured sizes, in logarithms
     collectives  (operation, ranks) -> (bytes, seconds)...
 
-Ranks that share processors slow each other down: `crowded` was measured with a process on every processor, `alone` with one.
+Operators were measured in one process; what ranks on every processor take from one another is in the whole steps that
+stretch them.
 The file is JSON with its own checksum, written beside and renamed.
 """
 
@@ -25,7 +26,7 @@ from pydantic import AfterValidator, Field, TypeAdapter
 from megazero.plan.devices import Device, Link, Positive
 from megazero.schedules.action import write_text
 
-VERSION = 4
+VERSION = 5
 _NEAREST = 4  # measured products that stand for one that was not
 
 
@@ -123,42 +124,25 @@ class Calibration:
         device: a host as a device, or a GPU with the shares that were fitted.
         processors: cores that the ranks of a node share; 0: a GPU, whose plans need the device alone.
         within: between ranks of one node.
-        alone, crowded: see above; equal where nothing is shared.
-        collectives: seconds by operation and ranks of one host, "all_reduce 4".  "wait 4" has seconds of a rank's own
-            computation in place of bytes, and how long it then waits for the last of the ranks.
-        probe_seconds: of `SpeedProbe` while `alone`, and while `crowded` was measured: the speed that the times are for.
+        table: of operators.
+        collectives: seconds by operation and ranks of one host, "all_reduce 4".
+        probe_seconds: of `SpeedProbe` alone, and on every processor at once: the speed that the times are for.
         conditions: what was measured where, for people.
     """
 
     device: Device
     processors: int
     within: Link
-    alone: OperatorTable
-    crowded: OperatorTable
+    table: OperatorTable
     collectives: Mapping[str, Samples] = field(default_factory=dict)
     probe_seconds: tuple[float, float] = (0.0, 0.0)
     conditions: str = ""
 
-    def table(self, busy: int) -> OperatorTable:
-        """Return the table for `busy` ranks that compute at once on a node."""
-        return self.crowded if busy > 1 else self.alone
-
     def collective(self, operation: str, ranks: int, size: float) -> float | None:
         """Return the seconds of a collective within one host, scaled from the nearest measured number of ranks."""
-        nearest = self._nearest(operation, ranks)
-        return nearest and interpolated(self.collectives[f"{operation} {nearest}"], size) * ranks / nearest
-
-    def wait(self, ranks: int, behind: float) -> float:
-        """Return how long ranks wait for the slowest after `behind` seconds of computation, as the nearest group did."""
-        if behind <= 0 or (nearest := self._nearest("wait", ranks)) is None:
-            return 0.0
-        samples = self.collectives[f"wait {nearest}"]
-        return interpolated(samples, behind) * min(1.0, behind / samples[0][0])
-
-    def _nearest(self, operation: str, ranks: int) -> int | None:
-        """Return the measured number of ranks that is nearest to `ranks`; None if the operation was not measured."""
         known = sorted(int(key.split()[1]) for key in self.collectives if key.split()[0] == operation)
-        return min(known, key=lambda count: abs(log(count / ranks)), default=None)
+        nearest = min(known, key=lambda count: abs(log(count / ranks)), default=None)
+        return nearest and interpolated(self.collectives[f"{operation} {nearest}"], size) * ranks / nearest
 
 
 def read_calibration(path: Path) -> Calibration:
@@ -170,11 +154,12 @@ def read_calibration(path: Path) -> Calibration:
     """
     try:
         found = json.loads(path.read_text("utf-8"))
-        if found["version"] != VERSION:
-            raise ValueError(f"it has version {found['version']}, this program reads {VERSION}")
+        if found["version"] not in (4, VERSION):
+            raise ValueError(f"it has version {found['version']}, this program reads 4 and {VERSION}")
         if found.pop("sha256", None) not in (None, _checksum(found)):  # files of before have none
             raise ValueError("it was damaged or changed: its checksum is another")
         found["device"]["link"] = found["within"]
+        found.setdefault("table", found.get("alone"))  # as version 4 had it
         return TypeAdapter(Calibration).validate_python(found)
     except (LookupError, TypeError, ValueError, AttributeError, RecursionError) as error:
         why = f"it lacks {error}" if isinstance(error, KeyError) else " ".join(str(error).split())

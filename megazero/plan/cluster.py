@@ -50,10 +50,8 @@ class Cluster:
 
     @property
     def table(self) -> OperatorTable | None:
-        """Operator times measured with as many busy processors as here; None without a calibration."""
-        if (calibration := self.calibration) is None:
-            return None
-        return calibration.table(max(min(self.ranks, self.per_node), calibration.processors // self.processors))
+        """Operator times that were measured; None without a calibration."""
+        return None if self.calibration is None else self.calibration.table
 
     def __str__(self) -> str:
         links = self.within.name + (f", {self.between.name} between nodes" if self.nodes > 1 else "")

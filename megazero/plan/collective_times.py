@@ -81,14 +81,6 @@ class GroupLink:
             wire = max(wire, apart / self.cluster.between.rate(self.side_by_side * self.per_node))
         return rounds * self.latency_seconds + wire
 
-    def wait_seconds(self, behind: float) -> float:
-        """Return how long ranks of a calibrated host wait for the slowest one after `behind` seconds of computation."""
-        calibration = self.cluster.calibration
-        if calibration is None or self.ranks == 1:
-            return 0.0
-        here = calibration.wait(self.ranks, behind)
-        return here * min(1.0, self.cluster.processors / self.per_node)  # the ranks were slowed by one another
-
     def message_seconds(self, size: float) -> float:
         """Return the seconds of a message from one rank of the group to the next."""
         if not self.crosses and (calibration := self.cluster.calibration) is not None:

@@ -112,24 +112,17 @@ def pass_time(
 
 
 def _on_calibrated(events: Sequence[Event], cluster: Cluster, links: Mapping[str, GroupLink]) -> PassTime:
-    """Time a pass on a calibrated host, where ranks meet at every collective."""
+    """Time a pass on a calibrated host, where nothing runs beside anything."""
     table = cluster.table
     assert table is not None
-    parts = [
-        event if isinstance(event, Message) else operator_seconds(event, cluster.device, table) + table.host_seconds
-        for event in events
-    ]
-    exposed, alone = Counter[str](), 0.0
-    for _ in range(2):
-        exposed.clear()
-        for part in parts:
-            if isinstance(part, Message):
-                link = link_of(links, part.axis, part.operation)
-                exposed[part.axis] += link.seconds(part.operation, part.sent_bytes) + link.wait_seconds(alone)  # type: ignore[assignment]
-                alone = 0.0
-            else:
-                alone += part
-    return PassTime(sum(part for part in parts if not isinstance(part, Message)), exposed)
+    compute, exposed = 0.0, Counter[str]()
+    for event in events:
+        if isinstance(event, Message):
+            link = link_of(links, event.axis, event.operation)
+            exposed[event.axis] += link.seconds(event.operation, event.sent_bytes)  # type: ignore[assignment]
+        else:
+            compute += operator_seconds(event, cluster.device, table) + table.host_seconds
+    return PassTime(compute, exposed)
 
 
 class _Clock:

@@ -12,7 +12,7 @@ A timeline has no gap, and its spans end with the step:
     | idle | F0 | tp | F1 | tp | pp | B0 | ... | B7 | dp | idle | optimizer |
                                                      ^ what is left of the reductions; then all ranks meet for the norm
 
-Ranks that share processors leave theirs to others while they wait; of three that compute on two, two take twice as long.
+Ranks that share processors leave theirs to others while they wait; three that compute on two take twice as long.
 
 The step is that of the slowest pipeline rank; all replicas are alike.  The first step, which records and compiles, is not.
 """
@@ -20,9 +20,10 @@ The step is that of the slowest pipeline rank; all replicas are alike.  The firs
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import reduce
+from math import ceil
 from operator import or_
 
 from megazero.config import ResolvedRun
@@ -36,7 +37,6 @@ from megazero.plan.zero_times import Cost, RankZero, ZeroTimes, zero_times_of
 from megazero.schedules.action import Action, ActionKind, Schedule
 from megazero.schedules.proof import Costs, RankAction, Timeline, simulate
 
-_SAME = 1 + 1e-12  # times of a long step that differ by their last digits
 _AXES = {"cp_ring": "cp", "shard": "dp", "replica": "dp"}
 
 
@@ -140,17 +140,18 @@ def step_time_of(
         for rank, every in enumerate(schedule.ranks)
         for action in every
     }
-    hop = hop_seconds
-    if hop is None:
-        mean_action = sum(passed.compute for passed in actions.values()) / len(actions)
-        hop = message_seconds(run, links["pp"]) + links["pp"].wait_seconds(mean_action)
+    hop = message_seconds(run, links["pp"]) if hop_seconds is None else hop_seconds
     starts = {
         (rank, action): zero.ranks[rank].arrival(action.chunk, actions[rank, action].seconds)
         for rank, action in actions
         if action.microbatch == 0 and action.kind is ActionKind.FORWARD
     }
     costs = ActionCosts(actions={at: passed.seconds for at, passed in actions.items()}, starts=starts, hop=hop)
-    timeline = simulate_shared(schedule, costs, cluster, run) if cluster.processors else simulate(schedule, costs)
+    timeline = simulate(schedule, costs)
+    if cluster.processors:  # pipeline ranks lie apart, so nodes have some of them each
+        each = run.world_size // schedule.pp
+        node_of = [rank * each // cluster.per_node for rank in range(schedule.pp)]
+        timeline = taking_turns(timeline, costs, cluster.processors, node_of, min(each, cluster.per_node))
     return _assembled(run, timeline, actions, starts, zero)
 
 
@@ -166,12 +167,9 @@ def _unit_pass(unit: Unit, kind: ActionKind, time: UnitTime, cluster: Cluster) -
 
 def _with_zero(passed: PassTime, zero: ZeroTimes, schedule: Schedule, rank: int, action: Action) -> PassTime:
     """Add to a pass the waits for its weights and for reductions whose buffers it needs."""
-    wire, calls = zero.ranks[rank].cost(action, schedule.microbatches - 1)
-    if not wire:
-        return passed
+    wire = zero.ranks[rank].cost(action, schedule.microbatches - 1).wire
     if not zero.overlaps:  # whoever computes copies
-        left = wire + calls * zero.sharing.wait_seconds(passed.compute / calls)
-        return added([passed, PassTime(0.0, {"dp": left})])
+        return added([passed, PassTime(0.0, {"dp": wire})])
     return passed.beside("dp", wire)
 
 
@@ -193,15 +191,14 @@ def _assembled(
     """Add the end of the step to the timelines."""
     schedule = timeline.schedule
     ends = [_reduced_at(schedule, timeline, zero.ranks[rank], rank, zero) for rank in range(schedule.pp)]
-    last_wait = _last_wait(schedule, actions, zero)
-    together = max(end for end, *_ in ends) + last_wait + zero.sum_seconds
+    together = max(end for end, _ in ends) + zero.sum_seconds
     done = together + max(rank_zero.optimizer + rank_zero.gather_exposed for rank_zero in zero.ranks) * zero.stretch
     timelines, hidden = [], Counter[str]()
     for rank, rank_zero in enumerate(zero.ranks):
         end, gone = ends[rank]
         spans = list(_spans(rank, timeline, actions, starts))
         computed = spans[-1].end if spans else 0.0
-        spans += _tail(computed, end, last_wait, together, done, rank_zero, zero.stretch)
+        spans += _tail(computed, end, together, done, rank_zero, zero.stretch)
         arriving = sum(span.end - span.start for span in spans if span.kind == "dp" and span.name == "weights")
         own = Counter[str]()
         for action in schedule.ranks[rank]:
@@ -212,14 +209,6 @@ def _assembled(
     model = run.config.model
     flops = FAMILIES[model.family].flops_per_token(model) * run.global_batch_size * model.seq_len
     return StepTime(done, tuple(timelines), dict(hidden), flops)
-
-
-def _last_wait(schedule: Schedule, actions: Mapping[RankAction, PassTime], zero: ZeroTimes) -> float:
-    """Return how long a rank waits for the slowest of those that share its state."""
-    computed = max(sum(actions[rank, action].compute for action in own) for rank, own in enumerate(schedule.ranks))
-    meets = not zero.overlaps and any(rank_zero.meets for rank_zero in zero.ranks)
-    behind = computed / len(schedule.ranks[0]) if meets else computed
-    return zero.sharing.wait_seconds(behind) * zero.stretch
 
 
 def _reduced_at(
@@ -297,14 +286,13 @@ def _idle(rank: int, action: Action, clock: float, start: float, arrival: float,
 
 
 def _tail(
-    computed: float, reduced: float, last_wait: float, together: float, done: float, rank_zero: RankZero, stretch: float
+    computed: float, reduced: float, together: float, done: float, rank_zero: RankZero, stretch: float
 ) -> Iterable[Span]:
-    """Yield the spans at the end of a step: reductions, the slowest rank, optimizer, weights."""
+    """Yield the spans at the end of a step: reductions, optimizer, weights."""
     stepped = together + rank_zero.optimizer * stretch
     clock = computed
     for end, kind, name in (
         (reduced, "dp", "gradients"),
-        (reduced + last_wait, "dp", "the last rank"),
         (together, "idle", "norm, loss"),
         (stepped, "optimizer", ""),
         (stepped + rank_zero.gather_exposed * stretch, "dp", "weights"),
@@ -318,58 +306,20 @@ def _tail(
 # ---- where ranks share processors
 
 
-def simulate_shared(schedule: Schedule, costs: Costs, cluster: Cluster, run: ResolvedRun) -> Timeline:
-    """As `proof.simulate`, with fewer processors than ranks.  Pipeline ranks lie apart, so nodes have some of them each."""
-    each = run.world_size // schedule.pp
-    node_of = [rank * each // cluster.per_node for rank in range(schedule.pp)]
-    return played(schedule, costs, cluster.processors, node_of, min(each, cluster.per_node))
-
-
-def played(schedule: Schedule, costs: Costs, processors: int, node_of: list[int], copies: int) -> Timeline:
-    """Simulate events in order of time; between them, actions advance at their node's speed.
+def taking_turns(timeline: Timeline, costs: Costs, processors: int, node_of: Sequence[int], copies: int) -> Timeline:
+    """Stretch a timeline to fewer processors than ranks: those of a node take turns, and while the pipeline fills fewer do.
 
     Args:
+        processors: of a node.
         node_of: of each pipeline rank.
         copies: ranks of a pipeline rank on its node.
     """
-    at, left, now = [0] * schedule.pp, dict[int, float](), 0.0
-    known: dict[RankAction, float] = {}
-    begun: dict[int, float] = {}
-    spans: dict[RankAction, tuple[float, float]] = {}
-    while any(at[rank] < len(actions) for rank, actions in enumerate(schedule.ranks)):
-        arrivals = []
-        for rank, actions in enumerate(schedule.ranks):
-            if rank in left or at[rank] == len(actions):
-                continue
-            ready = _ready_at(schedule, costs, rank, actions[at[rank]], known)
-            if ready is not None and ready <= now * _SAME + 1e-15:
-                begun[rank], left[rank] = now, costs.of(actions[at[rank]], schedule, rank)
-            elif ready is not None:
-                arrivals.append(ready)
-        busy = Counter(node_of[rank] for rank in left)
-        speed = {rank: 1.0 / -(-busy[node_of[rank]] * copies // processors) for rank in left}
-        ends = {rank: now + left[rank] / speed[rank] for rank in left}
-        following = min([*ends.values(), *arrivals])
-        for rank in list(left):
-            left[rank] -= (following - now) * speed[rank]
-            if ends[rank] <= following * _SAME + 1e-12:
-                action = schedule.ranks[rank][at[rank]]
-                spans[rank, action] = (begun[rank], following)
-                known[rank, action] = following
-                del left[rank]
-                at[rank] += 1
-        now = following
+    schedule, whole, stages = timeline.schedule, timeline.makespan, Counter[int](node_of)
+    work = [sum(costs.of(action, schedule, rank) for action in own) for rank, own in enumerate(schedule.ranks)]
+    of_node = {node: sum(own for own, at in zip(work, node_of, strict=True) if at == node) for node in stages}
+    busy = max(work / stages[node] * ceil(stages[node] * copies / processors) for node, work in of_node.items())
+    turns, every = ceil(copies / processors), processors * len(stages)
+    filling = (whole - max(work)) * turns * (every - 1) / every
+    ratio = max(whole * turns, busy + filling) / whole
+    spans = {action: (start * ratio, end * ratio) for action, (start, end) in timeline.spans.items()}
     return Timeline(schedule, spans)
-
-
-def _ready_at(
-    schedule: Schedule, costs: Costs, rank: int, action: Action, known: dict[RankAction, float]
-) -> float | None:
-    """Return when an action's input has arrived; None while it is not computed."""
-    source = schedule.source(rank, action)
-    earliest = costs.earliest(rank, action)
-    if source is None:
-        return earliest
-    if source not in known:
-        return None
-    return max(earliest, known[source] + (costs.hop if source[0] != rank else 0.0))

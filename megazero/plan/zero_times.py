@@ -89,15 +89,6 @@ class RankZero:
     optimizer: float
     gather_exposed: float
 
-    @property
-    def meets(self) -> bool:
-        """Whether ranks meet for gathers or reductions in every micro-batch."""
-        return any(
-            cost.calls
-            for action, cost in self.beside.items()
-            if action.microbatch or action.kind is not ActionKind.FORWARD
-        )
-
     def cost(self, action: Action, last: int) -> Cost:
         """Return the cost of what runs beside an action of a step, the last micro-batch of which is `last`."""
         played = max(known.microbatch for known in self.beside)
@@ -119,14 +110,12 @@ class ZeroTimes:
     Args:
         overlaps: communication runs beside computation.
         sum_seconds: of the step's numbers.
-        sharing: between the ranks that share the state.
         stretch: how many ranks share a processor, where they do.
     """
 
     ranks: tuple[RankZero, ...]
     overlaps: bool
     sum_seconds: float
-    sharing: GroupLink
     stretch: float = 1.0
 
 
@@ -141,7 +130,7 @@ def zero_times_of(run: ResolvedRun, cluster: Cluster, links: Mapping[str, GroupL
         first = units.index(own)  # stages of the same units send the same
         found.append(found[first] if first < stage else _rank_zero(run, cluster, links, stage, overlaps=overlaps))
     world = links["world"]
-    return ZeroTimes(tuple(found), overlaps, world.seconds("all_reduce", 80.0) * stretch, links["shard"], stretch)
+    return ZeroTimes(tuple(found), overlaps, world.seconds("all_reduce", 80.0) * stretch, stretch)
 
 
 def _rank_zero(
