@@ -10,6 +10,7 @@ from tokenizer_files import write_tokenizer
 
 from megazero.data import load_tokenizer, open_corpus
 from megazero.data.corpus import build_python_stdlib
+from megazero.data.indexed import IndexedDataset
 from megazero.data.writer import IndexedWriter
 
 
@@ -133,3 +134,47 @@ def test_a_cache_that_cannot_be_made_names_its_key(tmp_path: Path) -> None:
     (tmp_path / "cache").touch()
     with pytest.raises(OSError, match=r"cache cannot be written .*, where python-stdlib is kept; set data\.cache_dir"):
         build_python_stdlib(tmp_path / "cache", "byte")
+
+
+def _llm_c(path: Path, ids: np.ndarray) -> None:
+    """As llm.c's dev/data/data_common.py writes a data file."""
+    header = np.zeros(256, dtype=np.int32)
+    header[:3] = 20240520, 1, len(ids)
+    path.write_bytes(header.tobytes() + ids.astype(np.uint16).tobytes())
+
+
+def _datatrove(path: Path, ids: np.ndarray) -> None:
+    ids.astype("<u2").tofile(path)
+    np.array([300, 300, 1000], "<u8").tofile(f"{path}.index")
+
+
+RAW = {
+    "nanogpt.bin": lambda path, ids: ids.astype(np.uint16).tofile(path),
+    "llm_c.bin": _llm_c,
+    "olmo.npy": lambda path, ids: ids.astype(np.uint16).tofile(path),
+    "numpy.npy": lambda path, ids: np.save(path, ids.astype(np.uint32), allow_pickle=False),
+    "datatrove.ds": _datatrove,
+}
+
+
+@pytest.mark.parametrize("name", RAW)
+def test_a_raw_token_file_is_a_source_whose_documents_end_as_it_says(name: str, tmp_path: Path) -> None:
+    ids = np.random.default_rng(0).integers(0, 256, 1000)
+    ids[[99, 499, 500]] = 256  # what ends a document in "byte"
+    RAW[name](tmp_path / name, ids)
+    fingerprints = {open_with([(str(tmp_path / name), 1.0)], tmp_path).fingerprint for _ in range(2)}
+    assert len(fingerprints) == 1  # written, then found in the cache
+    (index,) = (tmp_path / "cache").glob("*.idx")
+    dataset = IndexedDataset(index.with_suffix(""))
+    assert dataset.tokens.tolist() == ids.tolist()
+    lengths = [300, 700] if name == "datatrove.ds" else [100, 400, 1, 499]
+    assert dataset.borders.lengths(0, 1000) == lengths
+
+
+def test_a_raw_token_file_that_is_cut_is_refused(tmp_path: Path) -> None:
+    for name in ("llm_c.bin", "datatrove.ds", "nanogpt.bin"):
+        RAW[name](tmp_path / name, np.arange(1000) % 256)
+        with (tmp_path / name).open("rb+") as file:
+            file.truncate((tmp_path / name).stat().st_size - (1 if name == "nanogpt.bin" else 2))
+        with pytest.raises(ValueError, match=name):
+            open_with([(str(tmp_path / name), 1.0)], tmp_path)

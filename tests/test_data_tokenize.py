@@ -145,13 +145,17 @@ def write_packed(path: Path, content: bytes) -> Path:
     return path
 
 
-@pytest.mark.parametrize("kind", [".jsonl.gz", ".jsonl.zst", ".parquet", ".txt.gz", ".TXT.zst"])
+@pytest.mark.parametrize("kind", [".jsonl.gz", ".jsonl.zst", ".parquet", ".arrow", ".txt.gz", ".TXT.zst"])
 def test_every_format_gives_the_tokens_of_its_plain_text(tmp_path, shard_bytes, kind):
     texts = [f"document {i} é\n" * (i % 9 + 1) for i in range(40)]
     whole = kind.lower().startswith(".txt")
     plain = write_jsonl(tmp_path / "plain.jsonl", ["".join(texts)] if whole else texts)
     if kind == ".parquet":
         path = write_parquet(tmp_path / f"x{kind}", texts)
+    elif kind == ".arrow":
+        datasets = pytest.importorskip("datasets", reason="needs datasets")
+        datasets.Dataset.from_dict({"text": texts}).save_to_disk(tmp_path / "set")
+        (path,) = (tmp_path / "set").glob("*.arrow")
     else:
         path = write_packed(tmp_path / f"x{kind}", "".join(texts).encode() if whole else plain.read_bytes())
     tokenize_files([plain], tmp_path / "plain", "byte")
@@ -159,6 +163,21 @@ def test_every_format_gives_the_tokens_of_its_plain_text(tmp_path, shard_bytes, 
     tokenize_files([path], tmp_path / "out", "byte", workers=2)
     for suffix in (".bin", ".idx"):
         assert (tmp_path / f"out{suffix}").read_bytes() == (tmp_path / f"plain{suffix}").read_bytes()
+
+
+def test_a_url_is_read_as_the_file_it_names_and_a_dotted_key_reaches_into_objects(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    (tmp_path / "in").mkdir()
+    for name in ("a", "b"):
+        lines = [{"data": {"text": f"{name}{number}"}} for number in range(3)] + [{"data.text": "plain"}]
+        (tmp_path / "in" / f"{name}.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    tokenize_files([f"file://{tmp_path}/in/*.jsonl"], tmp_path / "out", "byte", jsonl_key="data.text")
+    assert texts_of(tmp_path / "out") == ["a0", "a1", "a2", "plain", "b0", "b1", "b2", "plain"]
+    with pytest.raises(ValueError, match="no 'body' in it"):
+        tokenize_files([f"file://{tmp_path}/in/a.jsonl"], tmp_path / "no", "byte", jsonl_key="data.body")
+    for url, said in ((f"file://{tmp_path}/none.jsonl", "none.jsonl cannot be fetched"), ("nope://x", "nope")):
+        with pytest.raises(OSError, match=said):
+            tokenize_files([url], tmp_path / "no", "byte")
 
 
 @pytest.mark.parametrize("kind", ["", ".gz", ".zst"])

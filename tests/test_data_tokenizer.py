@@ -28,6 +28,23 @@ def test_bytes_cut_in_the_middle_of_a_character_still_decode():
     assert ByteTokenizer().decode(ByteTokenizer().encode("aé")[:-1]) == "a�"
 
 
+def test_a_repository_of_the_hub_is_a_tokenizer_and_one_that_cannot_be_fetched_is_said_so(tmp_path, monkeypatch):
+    """The cache is as huggingface_hub leaves it after a download, and there is no network."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    cached = tmp_path / "models--org--model"
+    (cached / "refs").mkdir(parents=True)
+    (cached / "refs" / "main").write_text("0" * 40)
+    folder = cached / "snapshots" / ("0" * 40)
+    folder.mkdir(parents=True)
+    path = write_tokenizer(folder / "tokenizer.json", {"a": 0, "b": 1, "c": 2})
+    assert load_tokenizer("org/model").fingerprint == load_tokenizer(path).fingerprint
+    with pytest.raises(
+        FileNotFoundError, match=r"none could be fetched from the Hugging Face hub.*hf download org/none"
+    ):
+        load_tokenizer("org/none")
+
+
 def test_a_tokenizer_file_encodes_whole_documents_without_padding(tmp_path):
     path = write_tokenizer(tmp_path / "t.json", {"a": 0, "b": 1, "c": 2}, truncate=2)
     tokenizer = load_tokenizer(path)

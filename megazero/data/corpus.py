@@ -17,6 +17,7 @@ from typing import Final
 
 import numpy as np
 
+from megazero.annexes import added
 from megazero.data.identity import Identity, fingerprint_of, identity_path, locked, verified_identity
 from megazero.data.indexed import IndexedDataset
 from megazero.data.sampler import Blend, SampleStream, ValidationStream, Windows, split
@@ -54,7 +55,7 @@ def open_corpus(
     """Open the sources of a run, check them against the model, and give each sample an index.
 
     Args:
-        sources: (source, weight) pairs; a source is "python-stdlib" or the prefix of a `.bin`/`.idx` pair.
+        sources: (source, weight) pairs; a source is "python-stdlib", the prefix of a pair, or a raw token file.
         tokenizer, eod_token: arguments of `load_tokenizer`.
         ends_as: sources whose end-of-document token is taken where none is given; empty for `sources`.
         seq_len: tokens that a sample predicts.
@@ -81,7 +82,11 @@ def open_corpus(
     contents: list[str] = []
     weights = Blend([weight for _, weight in sources]).weights
     for name, _ in sources:
-        prefix = build_python_stdlib(cache_dir, tokenizer, own.eod_token, say) if name == PYTHON_STDLIB else Path(name)
+        prefix = Path(name)
+        if name == PYTHON_STDLIB:
+            prefix = build_python_stdlib(cache_dir, tokenizer, own.eod_token, say)
+        elif is_raw(prefix):
+            prefix = added("token file")[prefix.suffix](prefix, cache_dir, own, say)
         dataset = IndexedDataset(prefix)
         windows = Windows.over(dataset.tokens, seq_len, name, dataset.borders)
         identity = verified_identity(dataset, cache_dir, say)
@@ -101,6 +106,11 @@ def open_corpus(
     by_source = dict(zip((name for name, _ in sources), contents, strict=True))
     held_out = ValidationStream(validation) if validation else None
     return Corpus(SampleStream(training, weights, seed), held_out, fingerprint, by_source)
+
+
+def is_raw(path: Path) -> bool:
+    """Whether a source is a file of token ids that an annex reads, and no prefix of a pair."""
+    return path.suffix in added("token file") and path.is_file() and not path.with_suffix(".idx").is_file()
 
 
 def tokenizer_of(sources: Sequence[str], tokenizer: str, eod_token: str | None = None) -> Tokenizer:

@@ -1,7 +1,7 @@
 """Converting text to ids and back: one protocol, two tokenizers.
 
     "byte"                  ByteTokenizer   UTF-8 bytes 0..255 and an end-of-document id 256; needs no file
-    path/to/tokenizer.json  FileTokenizer   any fast Hugging Face tokenizer
+    path/to/tokenizer.json  FileTokenizer   any fast Hugging Face tokenizer; also by its repository on the hub
 
 A tokenizer is passed by its name: each process calls `load_tokenizer` for itself.
 """
@@ -9,6 +9,7 @@ A tokenizer is passed by its name: each process calls `load_tokenizer` for itsel
 import json
 import os
 import re
+from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Final, Protocol
@@ -26,6 +27,7 @@ END_OF_DOCUMENT_TOKENS: Final = tuple(
 TOKENIZER: Final = "tokenizer.json"
 # What may name the end of a text beside it, in the order in which it is asked.
 _BESIDE: Final = [f"{name}.json" for name in ("tokenizer_config", "special_tokens_map", "generation_config", "config")]
+_HUB_ID: Final = re.compile(r"[\w.-]+/[\w.-]+(?<!\.json)")
 _NEXT_STEP: Final = (
     "fetch a published one, hf download {} tokenizer.json tokenizer_config.json --local-dir FOLDER, let transformers "
     "write one of others, AutoTokenizer.from_pretrained(FOLDER).save_pretrained(NEW); or train one: megazero data tokenizer"
@@ -163,11 +165,27 @@ def _tokenizer_in(content: bytes, path: str | Path) -> Any:
     return inner
 
 
+def tokenizer_path(name: str) -> str:
+    """The file that a name stands for: itself, that of a folder, or of a repository of the hub, which is fetched once."""
+    if os.path.isdir(name):
+        return os.path.join(name, TOKENIZER)
+    if os.path.exists(name) or not _HUB_ID.fullmatch(name):
+        return name
+    from huggingface_hub import snapshot_download
+
+    for is_local in (True, False):  # a repository in the cache needs no network
+        with suppress(Exception):  # of several libraries
+            folder = snapshot_download(name, allow_patterns=[TOKENIZER, *_BESIDE], local_files_only=is_local)
+            if os.path.isfile(path := os.path.join(folder, TOKENIZER)):
+                return path
+    return name
+
+
 def load_tokenizer(name: str | Path, eod_token: str | None = None, written: str = "") -> Tokenizer:
     """The tokenizer of a name.
 
     Args:
-        name: "byte", a `tokenizer.json`, or a directory that holds one.
+        name: "byte", a `tokenizer.json`, a directory that holds one, or the id of a repository on the Hugging Face hub.
         eod_token: the token that ends a document in a tokenizer file.  None takes that of `written`, else what
             the files beside a `tokenizer.json` name, else the only special token among `END_OF_DOCUMENT_TOKENS`.
         written: text that holds the fingerprints of the tokenized data that the tokenizer has to fit.
@@ -180,10 +198,11 @@ def load_tokenizer(name: str | Path, eod_token: str | None = None, written: str 
         if eod_token is not None:
             raise ValueError(f'the "byte" tokenizer ends documents with id 256; leave out eod_token={eod_token!r}')
         return ByteTokenizer()
-    path = os.path.join(name, TOKENIZER) if os.path.isdir(name) else os.fspath(name)
+    path = tokenizer_path(os.fspath(name))
     if not os.path.isfile(path):
         meant = did_you_mean([f'"{one}"' for one in closest(str(name), ["byte"])], f"there is no file {path}")
         is_id = re.fullmatch(r"[\w.-]+(/[\w.-]+)?(?<!\.json)", str(name))
+        meant += ", and none could be fetched from the Hugging Face hub" * bool(_HUB_ID.fullmatch(str(name)))
         step = _NEXT_STEP.format("ORG/MODEL" if os.path.isdir(name) or not is_id else name)
         raise FileNotFoundError(f'tokenizer {str(name)!r} is neither "byte" nor a tokenizer.json file: {meant}; {step}')
     return FileTokenizer(path, eod_token, written)

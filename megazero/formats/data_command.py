@@ -14,14 +14,18 @@ from megazero.training.signals import EXIT_REFUSED
 
 app = typer.Typer(no_args_is_help=True, help="Prepare data, and look at it.")
 
-JsonlKey = Annotated[str, typer.Option(help="Field of a JSON line, or .parquet column, with the text.")]
+JsonlKey = Annotated[
+    str, typer.Option(help="Field of a JSON line (a.b reaches into objects), or column, with the text.")
+]
 
 
 @app.command()
 def tokenize(
-    inputs: Annotated[list[str], typer.Argument(help="Text, JSON lines, .parquet files, or directories; .gz, .zst.")],
+    inputs: Annotated[
+        list[str], typer.Argument(help="Text, JSON lines, .parquet or .arrow, directories, URLs; .gz, .zst.")
+    ],
     out: Annotated[str, typer.Option(help="Prefix of the .bin and .idx files to write.")],
-    tokenizer: Annotated[str, typer.Option(help="'byte', or a Hugging Face tokenizers file.")] = "byte",
+    tokenizer: Annotated[str, typer.Option(help="'byte', a Hugging Face tokenizers file, or a hub id.")] = "byte",
     workers: Annotated[int, typer.Option(help="Processes; 0 uses every core.")] = 0,
     jsonl_key: JsonlKey = "text",
     eod_token: Annotated[str | None, typer.Option(help="Token that ends a document, if not the tokenizer's.")] = None,

@@ -2,6 +2,7 @@
 
     name.jsonl, .ndjson     a document on each line, in one field       cut into ranges by bytes
     name.parquet            a document in each row, in one column       cut into ranges by row groups
+    name.arrow              the same, as `datasets` writes it           one range
     any other name          JSON lines if the first line is a JSON      by bytes
                             object, else one document, in UTF-8         one range
     name.jsonl.gz, .zst     the same, compressed                        one range
@@ -19,12 +20,18 @@ import stat
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from itertools import accumulate, chain
 from pathlib import Path
 from typing import IO, Any, Final, NamedTuple
 
+import xxhash
+
+from megazero.config.derive import cache_directory
+from megazero.config.schema import DataConfig
 from megazero.data.sealed import LFS_HINT, LFS_POINTER
 
-_PACKAGE_OF: Final = {".parquet": "pyarrow", ".zst": "zstandard"}
+_PACKAGE_OF: Final = {".parquet": "pyarrow", ".arrow": "pyarrow", ".zst": "zstandard"}
+_TABLES: Final = ".parquet", ".arrow"
 _CHUNK_BYTES: Final = 1 << 20
 _COUNTED_BYTES: Final = 1 << 28  # lines are counted so far into a file to name one
 _parsed: Final = partial(json.loads, parse_int=len)  # integers stand for any: Python reads no 4,301 digits
@@ -57,8 +64,8 @@ class Problem(NamedTuple):
         if self.position < 0:
             return f"{self.path}: {self.why}"
         kind, packed = kind_of(self.path)
-        if kind == ".parquet" or (not packed and self.position > _COUNTED_BYTES):
-            return f"{self.path}, {'row' if kind == '.parquet' else 'byte'} {self.position:,}: {self.why}"
+        if kind in _TABLES or (not packed and self.position > _COUNTED_BYTES):
+            return f"{self.path}, {'row' if kind in _TABLES else 'byte'} {self.position:,}: {self.why}"
         return f"{self.path}:{(self.position if packed else _lines_before(self.path, self.position)) + 1}: {self.why}"
 
 
@@ -68,8 +75,9 @@ def find_files(
     """The files that inputs stand for, what among them cannot be read, and how many hidden names were passed over.
 
     Args:
-        inputs: files and directories; a directory stands for its files in sorted order, without names that start with a dot
-            and without what `tokenize_files` has written: whole pairs with their identity, and folders of shards.
+        inputs: files, URLs as fsspec reads them, and directories; a directory stands for its files in sorted order, without
+            names that start with a dot and without what `tokenize_files` has written: whole pairs with their identity, and
+            folders of shards.
         without: files to pass over.
 
     Raises:
@@ -84,7 +92,8 @@ def find_files(
     def note(error: OSError) -> None:
         problems.append(Problem(str(error.filename), -1, error.strerror or str(error)))
 
-    for name in map(str, inputs):
+    local = [_fetched(name) if "://" in name else [name] for name in map(str, inputs)]
+    for name in chain.from_iterable(local):
         if not (entry := Path(name)).exists():
             raise FileNotFoundError(f"no file or directory {name} to tokenize; copy it to this machine")
         found = [] if entry.is_dir() else [entry]
@@ -103,6 +112,25 @@ def find_files(
             if importlib.util.find_spec(package) is None:
                 raise ModuleNotFoundError(f"{path} needs the package {package}: pip install 'megazero[data]'")
     return files, problems, hidden
+
+
+def _fetched(url: str) -> list[str]:
+    """Copies of the files of a URL, which may have wildcards, in the cache.  Raises: OSError."""
+    import fsspec
+    from fsspec.implementations.cache_mapper import BasenameCacheMapper
+
+    folder = cache_directory(DataConfig()) / "inputs" / xxhash.xxh3_64_hexdigest(url.encode())
+    how = {
+        "cache_storage": str(folder),
+        "cache_mapper": BasenameCacheMapper(8),
+        "expiry_time": None,
+        "check_files": True,
+    }
+    try:
+        found = fsspec.open_local(f"filecache::{url}", filecache=how)
+    except Exception as error:  # each file system has its own
+        raise OSError(f"{url} cannot be fetched: {str(error) or repr(error)}") from error
+    return [found] if isinstance(found, str) else found
 
 
 def _without_pairs(names: Sequence[str]) -> list[str]:
@@ -156,7 +184,7 @@ def _held_by(path: str) -> str:
     """
     kind, packed = kind_of(path)
     raw = _first_line(path, "")
-    is_named = kind in (".jsonl", ".parquet")
+    is_named = kind in (".jsonl", *_TABLES)
     start = _first_line(path, packed) if packed and not (is_named or raw.startswith(LFS_POINTER)) else raw
     for magic, what in _REFUSED.items():
         if start.startswith(magic):
@@ -196,8 +224,10 @@ def documents_of(file_range: FileRange, key: str) -> Iterator[tuple[int, str | E
     Raises: whatever reading the file raises; what follows in the range is lost.
     """
     packed = kind_of(file_range.path)[1]
-    if file_range.kind == ".parquet":
-        yield from _rows(file_range, key)
+    if file_range.kind in _TABLES:
+        for first, column in (_parquet if file_range.kind == ".parquet" else _arrow)(file_range, key):
+            for row, text in enumerate(column.to_pylist(), first):
+                yield row, text if isinstance(text, str) else ValueError(_no_string(key, text))
         return
     with _opened(file_range.path, packed) as file:
         if file_range.kind != ".jsonl":
@@ -216,17 +246,35 @@ def _attempt(read: Any, *arguments: Any) -> Any:
         return error
 
 
-def _rows(file_range: FileRange, key: str) -> Iterator[tuple[int, str | Exception]]:
+def _parquet(file_range: FileRange, key: str) -> Iterator[tuple[int, Any]]:
+    """Pieces of the column of a range, with the number of their first row."""
     from pyarrow.parquet import ParquetFile
 
     with ParquetFile(file_range.path) as table:
-        if (count := (names := table.schema_arrow.names).count(key)) != 1:
-            raise ValueError(f"{count} columns are named {key!r}, found {names}; name a single column with --jsonl-key")
+        _check_column(table.schema_arrow.names, key)
         row = sum(table.metadata.row_group(number).num_rows for number in range(file_range.start))
         for batch in table.iter_batches(1024, list(range(file_range.start, file_range.stop)), [key], use_threads=False):
-            for text in batch.column(0).to_pylist():
-                yield row, text if isinstance(text, str) else ValueError(_no_string(key, text))
-                row += 1
+            yield row, batch.column(0)
+            row += len(batch)
+
+
+def _arrow(file_range: FileRange, key: str) -> Iterator[tuple[int, Any]]:
+    """As `_parquet`, of a stream or a file."""
+    from pyarrow import ArrowInvalid, ipc, memory_map
+
+    file = memory_map(file_range.path)
+    try:
+        table = ipc.open_stream(file).read_all()
+    except ArrowInvalid:
+        table = ipc.open_file(file).read_all()
+    _check_column(table.column_names, key)
+    chunks = table.column(key).chunks
+    yield from zip(accumulate(map(len, chunks), initial=0), chunks, strict=False)
+
+
+def _check_column(names: Sequence[str], key: str) -> None:
+    if (count := names.count(key)) != 1:
+        raise ValueError(f"{count} columns are named {key!r}, found {names}; name a single column with --jsonl-key")
 
 
 def kind_of(path: str) -> tuple[str, str]:
@@ -313,12 +361,13 @@ def _text_of_line(content: bytes, key: str) -> str:
         record = _parsed(content)
     except ValueError as error:  # also covers bytes that are no UTF-8
         raise ValueError(f"not a line of JSON: {error}") from None
-    if not isinstance(record, dict) or key not in record:
-        raise ValueError(f"no {key!r} in it; name the field with --jsonl-key")
-    text = record[key]
-    if not isinstance(text, str):
-        raise ValueError(_no_string(key, text))
-    return text
+    for name in [key] if isinstance(record, dict) and key in record else key.split("."):
+        if not isinstance(record, dict) or name not in record:
+            raise ValueError(f"no {name!r} in it; name the field with --jsonl-key")
+        record = record[name]
+    if not isinstance(record, str):
+        raise ValueError(_no_string(key, record))
+    return record
 
 
 def _no_string(key: str, value: Any) -> str:

@@ -22,8 +22,9 @@ from megazero.config import ConfigError, ResolvedRun, RunConfig
 from megazero.config.derive import batch_sizes
 from megazero.config.rules import Rule, dp_of
 from megazero.data import Corpus
-from megazero.data.corpus import PYTHON_STDLIB, repeats, tokenizer_of
+from megazero.data.corpus import PYTHON_STDLIB, is_raw, repeats, tokenizer_of
 from megazero.data.indexed import pair_paths
+from megazero.data.tokenizer import tokenizer_path
 from megazero.engine.outline import elements_in, schedule_of, stages_of
 from megazero.engine.phases import Phase, trained_steps, unfinished_schedule
 from megazero.layers.fp8 import emulated, use_fp8
@@ -130,9 +131,11 @@ def not_here(config: RunConfig) -> list[str]:
         [source.path for source in data.sources] + [source.path for source in data.validation_sources]
     )
     missing = [
-        name for name in sources if name != PYTHON_STDLIB and not any(path.exists() for path in pair_paths(name))
+        name
+        for name in sources
+        if not (name == PYTHON_STDLIB or is_raw(Path(name)) or any(path.exists() for path in pair_paths(name)))
     ]
-    return missing if tokenizer == "byte" or Path(tokenizer).exists() else [tokenizer, *missing]
+    return missing if tokenizer == "byte" or Path(tokenizer_path(tokenizer)).exists() else [tokenizer, *missing]
 
 
 def _open(config: RunConfig, sources: list[tuple[str, float]], validation_fraction: float | None = None) -> Corpus:

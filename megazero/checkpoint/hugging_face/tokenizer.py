@@ -11,7 +11,7 @@ from megazero.checkpoint.folder import Folder, LocalFolder
 from megazero.checkpoint.index import HF_CONFIG, CheckpointError, TrainerState, to_json
 from megazero.data.identity import tokenizer_part
 from megazero.data.sealed import parse_json
-from megazero.data.tokenizer import ByteTokenizer, FileTokenizer, Tokenizer
+from megazero.data.tokenizer import ByteTokenizer, FileTokenizer, Tokenizer, tokenizer_path
 
 TOKENIZER, TOKENIZER_CONFIG, GENERATION = "tokenizer.json", "tokenizer_config.json", "generation_config.json"
 TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
@@ -48,7 +48,7 @@ def tokenizer_of(folder: Folder, trainer: TrainerState) -> tuple[dict[str, bytes
     named = str(trainer.config.get("data", {}).get("tokenizer", ""))
     if named in ("", "byte"):
         return own, "no tokenizer: the run read bytes" if named else "no tokenizer: the checkpoint names none"
-    path = Path(named) / TOKENIZER if Path(named).is_dir() else Path(named)
+    path = Path(tokenizer_path(named))
     if not path.is_file():
         missing = f"data.tokenizer={named} of the run does not exist; copy it beside the weights yourself"
         return own, f"no tokenizer: {missing}"

@@ -1,0 +1,89 @@
+"""Raw files of token ids become pairs in the cache, once; documents end where the format says so, or at the tokenizer's end.
+
+    name.bin    nanoGPT: ids alone, 16 bits    llm.c: 1,024 bytes of header, whose first number says how wide ids are
+    name.npy    OLMo: ids alone                numpy: a header with the type
+    name.ds     datatrove: ids alone, and name.ds.index with the ends of documents
+
+Where nothing says so, ids have 16 bits if all of the tokenizer's fit, else 32.
+Sources: karpathy/nanoGPT, data/openwebtext/prepare.py; karpathy/llm.c, dev/data/data_common.py; allenai/OLMo,
+olmo/data/memmap_dataset.py; huggingface/datatrove, pipeline/tokens/tokenizer.py (`TokenizedFile`).
+"""
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+import xxhash
+from numpy.typing import NDArray
+
+from megazero.data.identity import locked
+from megazero.data.tokenizer import Tokenizer
+from megazero.data.writer import IndexedWriter, token_dtype
+
+_LLM_C: Final = {20240520: "<u2", 20240801: "<u4"}  # by the first number of the header
+_AT_ONCE: Final = 1 << 24  # ids
+
+
+def pair_of(path: Path, cache_dir: str | os.PathLike[str], tokenizer: Tokenizer, say: Callable[[str], None]) -> Path:
+    """The prefix of a pair with the tokens of a raw file, which is written if it is not in the cache yet.
+
+    Raises:
+        ValueError: the file is damaged, or of another form.
+        OSError: it cannot be read, or the cache not be written.
+    """
+    files = [file for file in (path, Path(f"{path}.index")) if file.exists()]
+    state = path.absolute(), tokenizer.fingerprint, [(one.st_size, one.st_mtime_ns) for one in map(Path.stat, files)]
+    prefix = Path(cache_dir) / f"{path.name}-{xxhash.xxh3_64_hexdigest(repr(state).encode())}"
+    with locked(prefix, "token files are kept as pairs", say):
+        if not Path(f"{prefix}.idx").exists():
+            tokens = _ids_of(path, tokenizer)
+            say(f"writing {path}, {len(tokens):,} tokens, as {prefix}.bin and .idx, once")
+            _write(prefix, tokens, _ends_of(path, tokens, tokenizer.eod_id))
+    return prefix
+
+
+def _ids_of(path: Path, tokenizer: Tokenizer) -> NDArray[Any]:
+    with path.open("rb") as file:
+        start = file.read(1024)
+    if start.startswith(b"\x93NUMPY"):
+        ids: NDArray[Any] = np.load(path, mmap_mode="r").reshape(-1)
+        if ids.dtype not in ("<u2", "<i4", "<u4"):
+            raise ValueError(f"{path} holds {ids.dtype}; token ids are uint16, uint32 or int32")
+        return ids
+    kind, header = token_dtype(tokenizer.vocab_size), 0
+    magic, _, count = np.frombuffer(start[:12].ljust(12), "<i4").tolist()
+    if path.suffix == ".bin" and magic in _LLM_C:
+        kind, header = np.dtype(_LLM_C[magic]), 1024
+    found = (path.stat().st_size - header) / kind.itemsize
+    if found != (count if header else int(found)):
+        said = f"its header says {count:,}" if header else "a whole number was expected"
+        raise ValueError(
+            f"{path} has {found:,} tokens of {kind}, and {said}; copy it again, or name its data.tokenizer"
+        )
+    return np.memmap(path, kind, "r", header)
+
+
+def _ends_of(path: Path, tokens: NDArray[Any], eod: int) -> NDArray[np.int64]:
+    """One past the last token of each document."""
+    if (index := Path(f"{path}.index")).exists():
+        ends = np.fromfile(index, "<i8")
+    else:
+        starts = range(0, len(tokens), _AT_ONCE)
+        found = [np.flatnonzero(tokens[start : start + _AT_ONCE] == eod) + start + 1 for start in starts]
+        ends = np.unique(np.concatenate([*found, [len(tokens)]]))
+    lengths = np.diff(ends, prepend=0)
+    if ends[-1:] != len(tokens) or lengths.min() < 0 or lengths.max() >= 2**31:
+        where = f"the documents of {index}" if index.exists() else f"documents that end with id {eod}"
+        raise ValueError(f"{where} do not fit {path} of {len(tokens):,} tokens; is data.tokenizer its own?")
+    return ends
+
+
+def _write(prefix: Path, tokens: NDArray[Any], ends: NDArray[np.int64]) -> None:
+    dtype, start = np.dtype("<u2" if tokens.dtype.itemsize == 2 else "<i4"), 0
+    with IndexedWriter(prefix, dtype) as writer:
+        for some in np.split(ends, np.flatnonzero(np.diff(ends // _AT_ONCE)) + 1):
+            lengths = np.diff(some, prepend=start)
+            writer.add_documents(tokens[start : some[-1]].astype(dtype), lengths[lengths > 0].tolist())
+            start = int(some[-1])
