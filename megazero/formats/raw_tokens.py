@@ -46,23 +46,21 @@ def pair_of(path: Path, cache_dir: str | os.PathLike[str], tokenizer: Tokenizer,
 
 def _ids_of(path: Path, tokenizer: Tokenizer) -> NDArray[Any]:
     with path.open("rb") as file:
-        start = file.read(1024)
+        start = file.read(12).ljust(12)
     if start.startswith(b"\x93NUMPY"):
         ids: NDArray[Any] = np.load(path, mmap_mode="r").reshape(-1)
-        if ids.dtype not in ("<u2", "<i4", "<u4"):
-            raise ValueError(f"{path} holds {ids.dtype}; token ids are uint16, uint32 or int32")
-        return ids
-    kind, header = token_dtype(tokenizer.vocab_size), 0
-    magic, _, count = np.frombuffer(start[:12].ljust(12), "<i4").tolist()
-    if path.suffix == ".bin" and magic in _LLM_C:
-        kind, header = np.dtype(_LLM_C[magic]), 1024
-    found = (path.stat().st_size - header) / kind.itemsize
-    if found != (count if header else int(found)):
-        said = f"its header says {count:,}" if header else "a whole number was expected"
-        raise ValueError(
-            f"{path} has {found:,} tokens of {kind}, and {said}; copy it again, or name its data.tokenizer"
-        )
-    return np.memmap(path, kind, "r", header)
+    else:
+        magic, _, said = np.frombuffer(start, "<i4").tolist()
+        kind, header = (_LLM_C[magic], 1024) if magic in _LLM_C else (token_dtype(tokenizer.vocab_size).str, 0)
+        found = (path.stat().st_size - header) / np.dtype(kind).itemsize
+        if found != (said if header else int(found)):
+            raise ValueError(
+                f"{path} is cut: it has {found:,} tokens of {kind}; copy it again, or name its data.tokenizer"
+            )
+        ids = np.memmap(path, kind, "r", header)
+    if ids.dtype not in ("<u2", "<i4", "<u4"):
+        raise ValueError(f"{path} holds {ids.dtype}; token ids are uint16, uint32 or int32")
+    return ids
 
 
 def _ends_of(path: Path, tokens: NDArray[Any], eod: int) -> NDArray[np.int64]:

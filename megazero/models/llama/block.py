@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from functools import cache
+from collections.abc import Mapping
 from itertools import accumulate
 from typing import TYPE_CHECKING
 
@@ -13,7 +12,6 @@ from megazero.layers.linear import ColumnParallelLinear, RowParallelLinear
 from megazero.layers.mlp import SwiGLU
 from megazero.layers.norm import HeadNorm, WidthNorm
 from megazero.layers.spec import NamedRows
-from megazero.models.config import RopeScaling
 from megazero.models.gpt import AroundNormBlock, Block, BuildContext, PostNormBlock
 from megazero.models.llama.family import LLAMA_2, Variant
 
@@ -24,27 +22,13 @@ if TYPE_CHECKING:
 _BLOCKS: dict[str, type[Block]] = {"before": Block, "after": PostNormBlock, "around": AroundNormBlock}
 
 
-def rotary_embedding(context: BuildContext) -> RotaryEmbedding:
-    """The tables that the layers of a stage share."""
-    (rope,) = rotary_embeddings(context, [0], LLAMA_2)
-    assert rope is not None
-    return rope
-
-
-def rotary_embeddings(
-    context: BuildContext, layers: Sequence[int], variant: Variant
-) -> Sequence[RotaryEmbedding | None]:
-    """The tables of each layer, which layers of equal frequencies share; None where a layer does not rotate."""
+def rotary_embedding(context: BuildContext, variant: Variant = LLAMA_2, layer: int = 0) -> RotaryEmbedding:
+    """The tables of a layer, which the layers of a stage with the same frequencies share."""
     model, size = context.model, context.head_size
-    kind = NeighbourRotary if variant.turns_neighbours else RotaryEmbedding
-
-    @cache
-    def tables(theta: float, scaling: RopeScaling | None) -> RotaryEmbedding:
-        by_parts, rotated = context.context is not None, size // 2 if variant.turns_neighbours else size
-        sizes = size, model.seq_len, theta, context.device, scaling
-        return kind(*sizes, rotated=rotated, score_scale=model.score_scale, by_parts=by_parts)
-
-    return [None if (rope := model.rope_of(layer)) is None else tables(*rope) for layer in layers]
+    theta, scaling = model.rope_of(layer) or (model.rope_theta, None)
+    kind, rotated = (NeighbourRotary, size // 2) if variant.turns_neighbours else (RotaryEmbedding, size)
+    sizes, by_parts = (size, model.seq_len, theta, context.device, scaling), context.context is not None
+    return kind(*sizes, rotated=rotated, score_scale=model.score_scale, by_parts=by_parts)
 
 
 def llama_block(layer: int, context: BuildContext, rope: RotaryEmbedding | None, variant: Variant = LLAMA_2) -> Block:

@@ -154,10 +154,13 @@ class LlamaFamily(ModelFamily):
         return Embedding(context, name) if scale == 1.0 else ScaledEmbedding(context, name, scale)
 
     def blocks(self, context: BuildContext, layers: Sequence[int]) -> list[Block]:
-        from megazero.models.llama.block import llama_block, rotary_embeddings
+        from megazero.models.llama.block import llama_block, rotary_embedding
 
-        ropes = rotary_embeddings(context, layers, self.variant)
-        return [llama_block(layer, context, rope, self.variant) for layer, rope in zip(layers, ropes, strict=True)]
+        kinds = {context.model.rope_of(layer): layer for layer in layers}
+        ropes = {
+            kind: rotary_embedding(context, self.variant, layer) if kind else None for kind, layer in kinds.items()
+        }
+        return [llama_block(layer, context, ropes[context.model.rope_of(layer)], self.variant) for layer in layers]
 
     def head(self, context: BuildContext, tied_weight: nn.Parameter | None) -> Head:
         from megazero.models.gpt import head_of
