@@ -5,7 +5,8 @@ from __future__ import annotations
 import gc
 import re
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeAlias
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -18,12 +19,13 @@ from megazero.engine import Engine, initialize
 from megazero.layers.counter_rng import normal
 from megazero.parallel_state import RankGrid
 from megazero.plan import dry_run as dry_runs
-from megazero.plan.dry_run import Build, build_engine, dry_run, some_ranks
+from megazero.plan.dry_run import build_engine, dry_run, some_ranks
 from megazero.plan.fake_ranks import FakeState
 from megazero.plan.text import dry_run_text
 from megazero.schedules.action import ActionKind, MessageAction
 
 SMALL = LLAMA | {"num_layers": 2}
+Build: TypeAlias = Callable[[ResolvedRun, FakeState], Engine]
 
 
 def _run(world: int, parallel: dict[str, Any], **sections: dict[str, Any]) -> ResolvedRun:
@@ -31,7 +33,8 @@ def _run(world: int, parallel: dict[str, Any], **sections: dict[str, Any]) -> Re
 
 
 def _problem(run: ResolvedRun, build: Build = build_engine) -> str:
-    found = dry_run(run, per_node=run.world_size, on_cuda=False, build=build)
+    with patch.object(dry_runs, "build_engine", build):
+        found = dry_run(run, per_node=run.world_size, on_cuda=False)
     assert bool(found.problems) != bool(set(found.ranks) == set(found.compared))
     said = dry_run_text(found, None)
     assert all(problem in said for problem in found.problems)
@@ -60,9 +63,7 @@ def test_a_dry_run_leaves_no_tensor_behind() -> None:
         return [one for one in gc.get_objects() if type(one) is FakeTensor]
 
     before = alive()  # what torch.compile has kept
-    found = dry_run(_run(2, {}), per_node=2, build=lambda run, state: initialize(run.config, state))
-    assert found.problems == ()
-    del found
+    assert _problem(_run(2, {}), lambda run, state: initialize(run.config, state)) == ""
     assert len(alive()) == len(before)
     assert type(normal(1, torch.arange(2))) is torch.Tensor
 

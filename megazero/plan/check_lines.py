@@ -80,18 +80,15 @@ def _kept_text(run: ResolvedRun, schedule: Schedule, rank: RankMemory) -> str:
     """Return `12.0 MiB, 4 micro-batches; 32 layers: norms+activation recomputed`."""
     units = [(unit.key, unit.offloads) for own in units_of(run.config, schedule)[rank.stage] for unit in own]
     names = sorted(replace(key, offload=moves).name for key, moves in units if isinstance(key, LayerPolicy))
-    layers = "".join(f"; {counted(len(list(same)), 'layer')}: {_in_words(name)}" for name, same in groupby(names))
+    layers = "".join(
+        f"; {counted(len(list(same)), 'layer')}: {'nothing' if policy == 'none' else policy} recomputed{comma}{rest}"
+        for (policy, comma, rest), same in groupby(name.partition(", ") for name in names)
+    )
     place = "in an arena" if run.config.activations.contiguous else "on the host"
     away = f" and {size_text(rank.kept_off_device)} {place}" if rank.kept_off_device else ""
     batches = peak_activations(schedule, rank.stage) / schedule.chunks
     more = f"; {rank.again:.1%} more to compute" if rank.again else ""
     return f"{size_text(rank.kept)}{away}, {counted(batches, 'micro-batch')}{layers or '; no layer'}{more}"
-
-
-def _in_words(name: str) -> str:
-    """Describe a policy in words: `nothing recomputed, on the host`."""
-    regions, comma, rest = name.partition(", ")
-    return f"{'nothing' if regions == 'none' else regions} recomputed{comma}{rest}"
 
 
 def start_line(run: ResolvedRun, schedule: Schedule, device: torch.device) -> str:

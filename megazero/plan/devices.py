@@ -88,11 +88,7 @@ class Device:
 _TABLES = tomllib.loads((Path(__file__).parent / "devices.toml").read_text(encoding="utf-8"))
 
 
-def _link(name: str, gigabytes: float, microseconds: float, share: float, is_shared: bool = False) -> Link:
-    return Link(name, gigabytes * 1e9, microseconds * 1e-6, share, is_shared)
-
-
-LINKS: Mapping[str, Link] = {name: _link(**values) for name, values in _TABLES["links"].items()}
+LINKS: Mapping[str, Link] = {name: Link(**values) for name, values in _TABLES["links"].items()}
 NETWORKS: Mapping[str, Link] = {name: link for name, link in LINKS.items() if link.name == name}
 """By the names of `--network`: ib and roce have a card for each GPU, Ethernet one for the node."""
 

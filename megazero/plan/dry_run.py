@@ -12,10 +12,9 @@ from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TypeAlias
 
 import torch
 
@@ -35,7 +34,6 @@ from megazero.schedules.action import read_schedule
 
 MOST_COMPARED, MOST_MICRO_BATCHES = 64, 256  # of a world of which all ranks are simulated; of all ranks together
 _LR = 1e-4
-Build: TypeAlias = Callable[[ResolvedRun, FakeState], Engine]
 
 
 @dataclass(frozen=True)
@@ -88,9 +86,7 @@ def build_engine(run: ResolvedRun, state: FakeState) -> Engine:
     return engine
 
 
-def dry_run(
-    run: ResolvedRun, *, per_node: int, rank: int | None = None, on_cuda: bool = True, build: Build = build_engine
-) -> DryRun:
+def dry_run(run: ResolvedRun, *, per_node: int, rank: int | None = None, on_cuda: bool = True) -> DryRun:
     """Run the steps of one rank, or compare those of a world's ranks.
 
     Args:
@@ -98,7 +94,6 @@ def dry_run(
         rank: whose steps to run, with all ranks of its pipeline built beside it.  None: those of all ranks of a small world,
             of a large one those of a whole pipeline, and its first stages' first, second and last neighbours on each axis.
         on_cuda: groups, backends and their traffic are those of a run on GPUs.
-        build: makes the engine, in place of the project's own function.
     """
     began, grid = time.perf_counter(), run.grid
     pipeline = grid.group_of(rank or 0, "pp")
@@ -117,7 +112,7 @@ def dry_run(
     found: dict[int, DryRank] = {}
 
     def program(own_rank: int) -> None:
-        result = run_rank(prepared, own_rank, world, per_node, on_cuda, build, is_built_only=own_rank not in steppers)
+        result = run_rank(prepared, own_rank, world, per_node, on_cuda, is_built_only=own_rank not in steppers)
         if result is None:
             world.left.add(own_rank)
         else:
@@ -169,14 +164,7 @@ def _prepared(run: ResolvedRun) -> tuple[ResolvedRun, tuple[str, ...]]:
 
 
 def run_rank(
-    run: ResolvedRun,
-    rank: int,
-    world: SimulatedWorld,
-    per_node: int,
-    on_cuda: bool,
-    build: Build,
-    *,
-    is_built_only: bool,
+    run: ResolvedRun, rank: int, world: SimulatedWorld, per_node: int, on_cuda: bool, *, is_built_only: bool
 ) -> DryRank | None:
     """Build a rank's engine and, unless `is_built_only`, run two steps, of which the second counts.
 
@@ -184,7 +172,7 @@ def run_rank(
     """
     with FakeTensors(kernel_bytes=kernel_bytes(on_cuda=on_cuda)) as fake:
         state = FakeState(run, rank, per_node, world, RecordedTraffic(fake.operators), on_cuda=on_cuda)
-        engine = build(run, state)
+        engine = build_engine(run, state)
         start = tuple(event for event in fake.operators if isinstance(event, Message))
         if is_built_only:
             return None

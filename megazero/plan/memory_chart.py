@@ -86,11 +86,7 @@ def _mib(count: float) -> str:
 
 
 def _size(count: float) -> str:
-    if not count:
-        return "-"
-    if count < 2**10:
-        return f"{count:.0f} B"
-    return f"{count / 2**20:,.2f} MiB" if count >= 2**20 else f"{count / 2**10:,.1f} KiB"
+    return f"{count / 2**10:,.1f} KiB" if count else "-"
 
 
 def _ratio(measured: float, formula: float) -> str:

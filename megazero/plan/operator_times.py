@@ -52,15 +52,11 @@ class Kernel:
     """One kernel on a device.
 
     Args:
-        name: the operator, or "fused".
         seconds: on the device.
-        operators: how many of torch's it is; each takes host time where nothing is compiled.
         reads: storages.
     """
 
-    name: str
     seconds: float
-    operators: int
     reads: frozenset[int]
 
 
@@ -183,7 +179,8 @@ def kernels_of(events: Sequence[Event], device: Device, later: Iterable[Event], 
     product: int | None = None  # storage of the last product's result
     for at, event in enumerate(events):
         if isinstance(event, Operator) and product_of(event) is None and attention_flops(event) is None:
-            if not chain and product is not None and _ends_product(event, product):
+            ends_sum = event.name in ("aten.add_.Tensor", "aten.copy_.default")  # of a product, to a gradient
+            if not chain and product is not None and ends_sum and event.inputs[-1].storage == product:
                 product = None
                 continue
             chain.append(event)
@@ -202,19 +199,10 @@ def _last_reads(events: Sequence[Event]) -> dict[int, int]:
     return {read.storage: at for at, event in enumerate(events) if isinstance(event, Operator) for read in event.inputs}
 
 
-def _ends_product(operator: Operator, product: int) -> bool:
-    """Whether an operator only adds a product's result to a gradient."""
-    return operator.name in ("aten.add_.Tensor", "aten.copy_.default") and operator.inputs[-1].storage == product
-
-
 def _fused(chain: Sequence[Operator], device: Device, last_read: dict[int, int], end: int) -> Kernel:
-    return Kernel(
-        "fused",
-        fused_bytes(chain, {storage for storage, at in last_read.items() if at >= end})
-        / (device.memory_bandwidth * device.memory_share),
-        1,
-        frozenset(value.storage for operator in chain for value in operator.inputs),
-    )
+    moved = fused_bytes(chain, {storage for storage, at in last_read.items() if at >= end})
+    reads = frozenset(value.storage for operator in chain for value in operator.inputs)
+    return Kernel(moved / (device.memory_bandwidth * device.memory_share), reads)
 
 
 def fused_bytes(chain: Sequence[Operator], used_later: set[int]) -> float:
@@ -237,8 +225,7 @@ def fused_bytes(chain: Sequence[Operator], used_later: set[int]) -> float:
 
 
 def _kernel(operator: Operator, device: Device) -> Kernel:
-    reads = frozenset(value.storage for value in operator.inputs)
-    return Kernel(operator.name, operator_seconds(operator, device), 1, reads)
+    return Kernel(operator_seconds(operator, device), frozenset(value.storage for value in operator.inputs))
 
 
 def operator_seconds(operator: Operator, device: Device, table: OperatorTable | None = None) -> float:

@@ -149,7 +149,7 @@ class _Clock:
         self._finish([collective for collective in self._under_way if collective[0] & kernel.reads])
         self._now += kernel.seconds
         self.compute += kernel.seconds
-        self.operators += kernel.operators
+        self.operators += 1
 
     def wait(self) -> None:
         """Wait for all that is under way."""

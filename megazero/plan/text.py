@@ -169,7 +169,7 @@ def search_text(found: Found, capacity: int, *, is_whole: bool = False) -> str:
     own = found.own_row(capacity)
     lines += ["", *table_lines("best", [*rows, own] if own else rows, left=(3,))]
     lines += ["", *_limits(found.best if is_whole else found.best[:3])]
-    shown = _thinned(found.front, len(found.front) if is_whole else 12)
+    shown = found.front if is_whole else found.front[:: -(-len(found.front) // 12) or 1]
     more = f"{len(shown)} of {len(found.front)}, all in --json" if len(shown) < len(found.front) else ""
     rows = [["s a step", "GiB", more]]
     rows += map(_cells, shown)
@@ -195,13 +195,6 @@ def _limits(best: Iterable[Ranked]) -> Iterator[str]:
     for index, ranked in enumerate(best, 1):
         for number, line in enumerate(ranked.limits):
             yield f"{f'why {index}' if not number else '':<9}{line}"
-
-
-def _thinned(front: Sequence[Candidate], most: int) -> list[Candidate]:
-    """Return `most` candidates of the front, evenly spaced, both ends included."""
-    if len(front) <= most:
-        return list(front)
-    return [front[round(index * (len(front) - 1) / (most - 1))] for index in range(most)]
 
 
 def table_lines(title: str, rows: Sequence[Sequence[str]], left: Sequence[int]) -> Iterator[str]:
