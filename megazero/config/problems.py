@@ -16,6 +16,7 @@ import tomllib
 from collections.abc import Collection, Iterator
 from contextlib import suppress
 from copy import deepcopy
+from importlib.resources import files
 from typing import Any
 
 from pydantic import ValidationError
@@ -48,24 +49,9 @@ _ITEMS: dict[str, tuple[str, type[Section]]] = {
     "model.rope_scaling": ("rope scaling", RopeScaling),
 }
 
-# Each completes "must ...". An error with no line here has a message that does so itself.
-_MUST = {
-    "int_type": "be an integer",
-    "float_type": "be a number",
-    "finite_number": "be a finite number",
-    "string_type": "be a string",
-    "string_too_short": "not be empty",
-    "bool_type": "be true or false",
-    "tuple_type": "be a list",
-    "too_short": "not be empty",
-    "too_long": "have {max_length} values",
-    "model_type": "be a table",
-    "literal_error": "be {expected}",
-    "greater_than": "be > {gt}",
-    "greater_than_equal": "be >= {ge}",
-    "less_than": "be < {lt}",
-    "less_than_equal": "be <= {le}",
-}
+# Each rule completes "must ..."; an error with none has a message that does so itself.  Then what others say for a value or
+# a key of ours.
+_MUST, _OTHER_WORDS, _OTHER_NAMES = tomllib.loads(files(__package__).joinpath("words.toml").read_text()).values()
 
 
 def validate(tables: dict[str, Any]) -> tuple[list[Problem], RunConfig]:
@@ -185,30 +171,6 @@ def candidates(value: object, errors: list[ErrorDetails]) -> Iterator[object]:
         yield value if isinstance(value, str) else toml_value(value)
     if not (isinstance(value, float) and math.isnan(value)):
         yield from (context[bound] for context in contexts for bound in ("ge", "le") if bound in context)
-
-
-# What others say for a value or a key of ours.
-_OTHER_WORDS = {
-    "gpu": "cuda",
-    "float32": "fp32",
-    "float": "fp32",
-    "float16": "fp16",
-    "half": "fp16",
-    "bfloat16": "bf16",
-}
-_OTHER_NAMES = {
-    "learning_rate": "optimizer.lr",
-    "epochs": "training.steps",
-    "max_steps": "training.steps",
-    "batch_size": "training.global_batch_size",
-    "gradient_accumulation_steps": "training.accumulation",
-    "gradient_clipping": "optimizer.grad_clip",
-    "max_grad_norm": "optimizer.grad_clip",
-} | {
-    f"{prefix}_parallel{suffix}": f"parallel.{degree}"
-    for prefix, degree in (("tensor", "tp"), ("context", "cp"), ("pipeline", "pp"), ("data", "dp"))
-    for suffix in ("", "_size", "_degree")
-}
 
 
 def _get(tables: dict[str, Any], path: Path) -> Any:

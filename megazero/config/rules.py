@@ -182,7 +182,7 @@ def _chunks(config: RunConfig) -> int:
     return len(_placement(config) or ()) // config.parallel.pp
 
 
-def _kernels_take_the_heads(config: RunConfig) -> Iterator[Problem]:
+def _rule_kernels_take_the_heads(config: RunConfig) -> Iterator[Problem]:
     """Attention over sequence shards or documents uses flash attention's operators in 16 bits on CUDA."""
     size, by_parts = config.model.head_size, config.parallel.cp > 1 or config.data.document_mask
     if by_parts and config.launch.device == "cuda" and config.precision.dtype != "fp32" and size % 8:
@@ -190,7 +190,7 @@ def _kernels_take_the_heads(config: RunConfig) -> Iterator[Problem]:
         yield Problem("model.head_dim", config.model.head_dim, rule, nearest_text(nearest_multiples(size, 8)))
 
 
-def _ranks_split_sequence(config: RunConfig) -> Iterator[Problem]:
+def _shape_rule_ranks_split_sequence(config: RunConfig) -> Iterator[Problem]:
     parallel, length = config.parallel, config.model.seq_len
     degrees = {name: getattr(parallel, name) for name in ("cp", "tp")[: 1 + parallel.sequence_parallel]}
     degrees = {name: degree for name, degree in degrees.items() if degree > 1}
@@ -201,7 +201,7 @@ def _ranks_split_sequence(config: RunConfig) -> Iterator[Problem]:
         yield Problem("model.seq_len", length, f"must be divisible by {by}{why}", hint)
 
 
-def _context_degrees_agree(config: RunConfig) -> Iterator[Problem]:
+def _shape_rule_context_degrees_agree(config: RunConfig) -> Iterator[Problem]:
     """A method has its Ulysses degree: cp, 1, or of a hybrid one in between that divides cp."""
     cp, method, ulysses = config.parallel.cp, config.parallel.cp_method, config.parallel.cp_ulysses
     between, key = divisors(cp)[1:-1], "parallel.cp_ulysses"
@@ -221,7 +221,7 @@ def _context_degrees_agree(config: RunConfig) -> Iterator[Problem]:
         yield Problem(key, ulysses, f"must be {degree} {where}", 'leave it out, or parallel.cp_method = "hybrid"')
 
 
-def _ulysses_splits_heads(config: RunConfig) -> Iterator[Problem]:
+def _shape_rule_ulysses_splits_heads(config: RunConfig) -> Iterator[Problem]:
     """Ulysses splits the query heads of a tensor-parallel rank; key/value heads are split too, or replicated."""
     parallel, model = config.parallel, config.model
     is_whole = parallel.cp_method == "ulysses"
@@ -252,7 +252,7 @@ def num_experts(config: RunConfig) -> int:
     return FAMILIES[config.model.family].complete(config.model).num_experts or 0
 
 
-def _experts_are_dealt(config: RunConfig) -> Iterator[Problem]:
+def _shape_rule_experts_are_dealt(config: RunConfig) -> Iterator[Problem]:
     """Experts are whole on their rank of ep, and each rank brings tokens of its own."""
     count, ep, tp = num_experts(config), config.parallel.ep, config.parallel.tp
     if not count and ep > 1:
@@ -270,13 +270,13 @@ def _experts_are_dealt(config: RunConfig) -> Iterator[Problem]:
         yield Problem("precision.fp8", config.precision.fp8, rule, "leave it out")
 
 
-def _widths_transfer(config: RunConfig) -> Iterator[Problem]:
+def _shape_rule_widths_transfer(config: RunConfig) -> Iterator[Problem]:
     if config.model.mup_base_width and num_experts(config):
         rule = "must be unset where model.num_experts is set: rates by width are for dense models"
         yield Problem("model.mup_base_width", config.model.mup_base_width, rule, "leave it out")
 
 
-def _experts_fill_the_stage(config: RunConfig) -> Iterator[Problem]:
+def _rule_experts_fill_the_stage(config: RunConfig) -> Iterator[Problem]:
     parallel, dp = config.parallel, dp_of(config)
     ranks = parallel.tp * parallel.cp * dp
     if ranks % parallel.ep:
@@ -285,7 +285,7 @@ def _experts_fill_the_stage(config: RunConfig) -> Iterator[Problem]:
         yield Problem("parallel.ep", parallel.ep, rule, hint)
 
 
-def _every_stage_has_a_layer(config: RunConfig) -> Iterator[Problem]:
+def _shape_rule_every_stage_has_a_layer(config: RunConfig) -> Iterator[Problem]:
     layers, pp, chunks = config.model.num_layers, config.parallel.pp, _chunks(config)
     if layers < pp * chunks and isinstance(config.parallel.layout, str):  # a list says which stages have none
         stages = f"parallel.pp={pp}" if chunks == 1 else f"parallel.pp*chunks={pp}*{chunks}={pp * chunks}"
@@ -294,7 +294,7 @@ def _every_stage_has_a_layer(config: RunConfig) -> Iterator[Problem]:
         yield Problem("model.num_layers", layers, f"must be >= {stages}, a layer for each stage", hint)
 
 
-def _layout_is_of_this_model(config: RunConfig) -> Iterator[Problem]:
+def _shape_rule_layout_is_of_this_model(config: RunConfig) -> Iterator[Problem]:
     layout, stages, layers = config.parallel.layout, config.parallel.pp * _chunks(config), config.model.num_layers
     counts = [] if isinstance(layout, str) else layer_counts(layout)
     if not counts or not stages:
@@ -310,13 +310,13 @@ def _layout_is_of_this_model(config: RunConfig) -> Iterator[Problem]:
         yield Problem("parallel.layout", layout, f"must leave pipeline rank {rank} a layer, or the embedding or head")
 
 
-def _schedule_has_its_chunks(config: RunConfig) -> Iterator[Problem]:
+def _rule_schedule_has_its_chunks(config: RunConfig) -> Iterator[Problem]:
     parallel, chunks = config.parallel, config.parallel.virtual_stages
     if parallel.schedule_file is None and (wrong := SCHEDULES[parallel.schedule].wrong_chunks(chunks)):
         yield Problem("parallel.virtual_stages", chunks, *wrong)
 
 
-def _activations_name_layers_and_ranks(config: RunConfig) -> Iterator[Problem]:
+def _rule_activations_name_layers_and_ranks(config: RunConfig) -> Iterator[Problem]:
     """[activations] names existing layers and pipeline ranks, each once."""
     own, count, pp = config.activations, config.model.num_layers, config.parallel.pp
     tables = {"activations": own, **{f"activations.stages[{index}]": one for index, one in enumerate(own.stages)}}
@@ -337,12 +337,12 @@ def _activations_name_layers_and_ranks(config: RunConfig) -> Iterator[Problem]:
             yield Problem(f"activations.stages[{index}].stage", rank, rule, "ranks count from 0")
 
 
-def _batch_sizes_agree(config: RunConfig) -> Iterable[Problem]:
+def _rule_batch_sizes_agree(config: RunConfig) -> Iterable[Problem]:
     batch_sizes(config, dp_of(config))  # raises what is wrong
     return ()
 
 
-def _batch_ramp_ends_at_the_batch(config: RunConfig) -> Iterator[Problem]:
+def _rule_batch_ramp_ends_at_the_batch(config: RunConfig) -> Iterator[Problem]:
     ramp, full = config.training.batch_ramp, 0
     with suppress(ConfigError):
         full = batch_sizes(config, dp_of(config)).global_batch_size
@@ -356,7 +356,7 @@ def _batch_ramp_ends_at_the_batch(config: RunConfig) -> Iterator[Problem]:
         yield Problem("training.batch_ramp.increment", ramp.increment, rule, hint)
 
 
-def _micro_batches_fill_the_schedule(config: RunConfig) -> Iterator[Problem]:
+def _rule_micro_batches_fill_the_schedule(config: RunConfig) -> Iterator[Problem]:
     multiple, count = micro_batch_multiple(config.parallel), 0
     with suppress(ConfigError):  # the rule above reports it
         count = batch_sizes(config, dp_of(config)).accumulation
@@ -366,7 +366,7 @@ def _micro_batches_fill_the_schedule(config: RunConfig) -> Iterator[Problem]:
         yield Problem("training.accumulation", count, rule, nearest_text(nearest_multiples(count, multiple)))
 
 
-def _passes_can_be_listed(config: RunConfig) -> Iterator[Problem]:
+def _rule_passes_can_be_listed(config: RunConfig) -> Iterator[Problem]:
     """A schedule is a list of them, which is proved before it runs."""
     stages, count = config.parallel.pp * max(1, _chunks(config)), 0
     with suppress(ConfigError):
@@ -378,7 +378,7 @@ def _passes_can_be_listed(config: RunConfig) -> Iterator[Problem]:
         yield Problem("training.accumulation", count, rule, "larger micro-batches need fewer passes")
 
 
-def _shard_groups_fill_dp(config: RunConfig) -> Iterator[Problem]:
+def _rule_shard_groups_fill_dp(config: RunConfig) -> Iterator[Problem]:
     size, cp, dp = config.zero.shard_group_size, config.parallel.cp, dp_of(config)
     if size and dp * cp % size:
         nearest = nearest_text(nearest_of(size, divisors(dp * cp)))
@@ -386,7 +386,7 @@ def _shard_groups_fill_dp(config: RunConfig) -> Iterator[Problem]:
         yield Problem("zero.shard_group_size", size, rule, nearest)
 
 
-def _second_copies_fill_shard_groups(config: RunConfig) -> Iterator[Problem]:
+def _rule_second_copies_fill_shard_groups(config: RunConfig) -> Iterator[Problem]:
     zero = config.zero
     shards = zero.shard_group_size or dp_of(config) * config.parallel.cp
     size = zero.secondary_shard_size
@@ -397,7 +397,7 @@ def _second_copies_fill_shard_groups(config: RunConfig) -> Iterator[Problem]:
         yield Problem("zero.secondary_shard_size", size, rule, hint)
 
 
-def _storage_is_known(config: RunConfig) -> Iterator[Problem]:
+def _rule_storage_is_known(config: RunConfig) -> Iterator[Problem]:
     for key in ("directory", "resume"):
         url = getattr(config.checkpoint, key)
         if url is None or "://" not in url:
@@ -411,7 +411,7 @@ def _storage_is_known(config: RunConfig) -> Iterator[Problem]:
             yield Problem(f"checkpoint.{key}", url, rule, str(error))
 
 
-def _nvme_has_a_path(config: RunConfig) -> Iterator[Problem]:
+def _rule_nvme_has_a_path(config: RunConfig) -> Iterator[Problem]:
     offload = config.zero.offload
     users = [key for key in ("optimizer", "parameters") if getattr(offload, key) == "nvme"]
     if users and offload.nvme_path is None:
@@ -419,7 +419,7 @@ def _nvme_has_a_path(config: RunConfig) -> Iterator[Problem]:
         yield Problem("zero.offload.nvme_path", None, rule, "name a directory on a local disk of each node")
 
 
-def _options_are_of_a_registered_optimizer(config: RunConfig) -> Iterator[Problem]:
+def _rule_options_are_of_a_registered_optimizer(config: RunConfig) -> Iterator[Problem]:
     optimizer = config.optimizer
     if not OPTIMIZERS.is_built_in(optimizer.name):
         own = OPTIMIZERS[optimizer.name]
@@ -435,7 +435,7 @@ def _options_are_of_a_registered_optimizer(config: RunConfig) -> Iterator[Proble
         yield Problem("optimizer.options", dict(optimizer.options), rule, "write the keys of [optimizer]")
 
 
-def _own_lr_schedule_answers(config: RunConfig) -> Iterator[Problem]:
+def _rule_own_lr_schedule_answers(config: RunConfig) -> Iterator[Problem]:
     """Call a learning-rate schedule of a script for some steps, to report its errors before the run starts."""
     section, steps = config.lr_schedule, config.training.steps
     if LR_SCHEDULES.is_built_in(section.name):
@@ -450,7 +450,7 @@ def _own_lr_schedule_answers(config: RunConfig) -> Iterator[Problem]:
             return
 
 
-def _validation_sources_are_apart(config: RunConfig) -> Iterator[Problem]:
+def _rule_validation_sources_are_apart(config: RunConfig) -> Iterator[Problem]:
     data, key = config.data, "data.validation_sources"
     trained_on = {source.path for source in data.sources}
     labels = Counter(source.label for source in data.validation_sources)
@@ -465,7 +465,7 @@ def _validation_sources_are_apart(config: RunConfig) -> Iterator[Problem]:
             yield Problem(f"{key}[{index}].path", source.path, rule)
 
 
-def _shapes_fill_their_worlds(config: RunConfig) -> Iterator[Problem]:
+def _rule_shapes_fill_their_worlds(config: RunConfig) -> Iterator[Problem]:
     for index, shape in enumerate(config.elastic.shapes):
         names, numbers, each = ranks_of_a_sample(shape)
         if each > shape.world_size:
@@ -491,7 +491,7 @@ def _shapes_fit_the_model(config: RunConfig) -> Iterator[Problem]:
                 yield Problem(f"elastic.shapes[{index}]", shape, f"{key} {problem.rule}", problem.hint)
 
 
-def _what_is_cut_is_not_kept_whole(config: RunConfig) -> Iterator[Problem]:
+def _rule_what_is_cut_is_not_kept_whole(config: RunConfig) -> Iterator[Problem]:
     """Recomputing the residual stream starts from the whole input of a layer; a shard of it would be saved in addition."""
     own = config.activations
     regions = [own.of_stage(rank).regions for rank in (-1, *(table.stage for table in own.stages))]
@@ -500,7 +500,7 @@ def _what_is_cut_is_not_kept_whole(config: RunConfig) -> Iterator[Problem]:
         yield Problem("activations.partition", True, rule, "leave residual out of activations.recompute, or name block")
 
 
-def _fp8_layers_are_of_this_model(config: RunConfig) -> Iterator[Problem]:
+def _rule_fp8_layers_are_of_this_model(config: RunConfig) -> Iterator[Problem]:
     precision, count = config.precision, config.model.num_layers
     chosen = precision.fp8_of_layers(count)
     if precision.fp8 != "none" and (not chosen or max(chosen) >= count):
@@ -508,7 +508,7 @@ def _fp8_layers_are_of_this_model(config: RunConfig) -> Iterator[Problem]:
         yield Problem("precision.fp8_layers", precision.fp8_layers, rule, 'write "all" for every layer')
 
 
-def _fp8_takes_the_sizes(config: RunConfig) -> Iterator[Problem]:
+def _shape_rule_fp8_takes_the_sizes(config: RunConfig) -> Iterator[Problem]:
     """See `wrong_size`; a layer of a script's own checks itself."""
     model, tp, scaling = config.model, config.parallel.tp, config.precision.fp8
     if scaling == "none":
@@ -530,7 +530,7 @@ def _fp8_takes_the_sizes(config: RunConfig) -> Iterator[Problem]:
             yield Problem(f"model.{key}", getattr(model, key), rule, f"it gives {size}")
 
 
-def _logits_come_in_chunks(config: RunConfig) -> Iterator[Problem]:
+def _shape_rule_logits_come_in_chunks(config: RunConfig) -> Iterator[Problem]:
     """A chunk is a pass of the head: of a few tokens each a sample has thousands, which check would trace for minutes."""
     training, model = config.training, config.model
     tokens = min(128, -(-model.seq_len // 16))
@@ -541,14 +541,14 @@ def _logits_come_in_chunks(config: RunConfig) -> Iterator[Problem]:
         yield Problem("training.logits_chunk_bytes", training.logits_chunk_bytes, rule, f"write {least} or more")
 
 
-def _loss_scale_starts_above_its_least(config: RunConfig) -> Iterator[Problem]:
+def _rule_loss_scale_starts_above_its_least(config: RunConfig) -> Iterator[Problem]:
     least, start = config.precision.min_loss_scale, 2.0**config.precision.initial_scale_power
     if least > start:
         rule = f"must be <= 2**initial_scale_power={start}"
         yield Problem("precision.min_loss_scale", least, rule, f"write {start} or less")
 
 
-def _elastic_runs_change_their_world(config: RunConfig) -> Iterator[Problem]:
+def _rule_elastic_runs_change_their_world(config: RunConfig) -> Iterator[Problem]:
     if config.elastic.enabled and config.training.global_batch_size == "auto":
         rule = "must be a number where elastic.enabled = true: it stays while dp changes"
         yield Problem("training.global_batch_size", "auto", rule, "write the samples of an optimizer step")
@@ -557,36 +557,6 @@ def _elastic_runs_change_their_world(config: RunConfig) -> Iterator[Problem]:
         yield Problem("checkpoint.resume", "never", rule, "write auto, or elastic.enabled = false")
 
 
-_SHAPE_RULES: tuple[Rule, ...] = (
-    _widths_transfer,
-    _ranks_split_sequence,
-    _context_degrees_agree,
-    _ulysses_splits_heads,
-    _experts_are_dealt,
-    _every_stage_has_a_layer,
-    _fp8_takes_the_sizes,
-    _logits_come_in_chunks,
-    _layout_is_of_this_model,
-)
-RULES: tuple[Rule, ...] = (
-    _kernels_take_the_heads,
-    _schedule_has_its_chunks,
-    _activations_name_layers_and_ranks,
-    _batch_sizes_agree,
-    _batch_ramp_ends_at_the_batch,
-    _micro_batches_fill_the_schedule,
-    _passes_can_be_listed,
-    _elastic_runs_change_their_world,
-    _what_is_cut_is_not_kept_whole,
-    _fp8_layers_are_of_this_model,
-    _loss_scale_starts_above_its_least,
-    _shapes_fill_their_worlds,
-    _experts_fill_the_stage,
-    _shard_groups_fill_dp,
-    _second_copies_fill_shard_groups,
-    _validation_sources_are_apart,
-    _storage_is_known,
-    _nvme_has_a_path,
-    _own_lr_schedule_answers,
-    _options_are_of_a_registered_optimizer,
-)
+# Whoever writes a rule has it checked: of a shape, which an elastic run has several of, or of the run.
+_SHAPE_RULES: tuple[Rule, ...] = tuple(rule for name, rule in [*globals().items()] if name.startswith("_shape_rule_"))
+RULES: tuple[Rule, ...] = tuple(rule for name, rule in [*globals().items()] if name.startswith("_rule_"))

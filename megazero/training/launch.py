@@ -20,25 +20,20 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn, TypeVar
 
-from megazero.checkpoint.index import CheckpointError, OwnerError
+from megazero.checkpoint.index import OwnerError
 from megazero.comm.collectives import LostPeerError
 from megazero.comm.meeting import name_hint
-from megazero.comm.memory import StorageError
 from megazero.config import ConfigError, ResolvedRun
 from megazero.config.load import import_extensions
-from megazero.engine import NonFiniteError
 from megazero.parallel_state import ParallelState
-from megazero.schedules.proof import ScheduleError
 from megazero.terminal import Terminal, drain, warn
-from megazero.training.batches import DataError
 from megazero.training.callbacks.base import RunSummary
+from megazero.training.callbacks.registry import CallbackError
 from megazero.training.signals import EXIT_FAILED, EXIT_REFUSED, EXIT_STOPPED, StopRequest, die_of_signals
-from megazero.training.trainer import OutOfMemoryError, train
+from megazero.training.trainer import train
 from megazero.training.world import (
     LAUNCH_FOLDER,
     DeviceError,
-    MissingRanksError,
-    SpareRankError,
     choices_of,
     cuda_devices,
     device_type,
@@ -54,7 +49,6 @@ from megazero.training.world import (
     this_rank,
     wait_as_spare,
 )
-from megazero.zero.loss_scaler import LossScaleError
 
 if TYPE_CHECKING:
     from torch.multiprocessing.spawn import ProcessException
@@ -63,20 +57,6 @@ T = TypeVar("T")
 Work = Callable[[ResolvedRun, ParallelState], T]  # what each rank does; picklable, as is its result
 
 
-# Errors whose text says everything; any other is shown with its traceback.
-_WITHOUT_TRACEBACK = (
-    CheckpointError,
-    DataError,
-    DeviceError,
-    LossScaleError,
-    MissingRanksError,
-    NonFiniteError,
-    OSError,
-    OutOfMemoryError,
-    ScheduleError,
-    SpareRankError,
-    StorageError,
-)
 # Files in which ranks that are started here report why they failed, and rank 0 what it has found.
 _CAUSE, _CONSEQUENCE, _ANSWER = "error-0", "error-1", "answer"
 # How long a rank that cannot read its configuration waits for the others.
@@ -160,13 +140,19 @@ def run_rank(run: ResolvedRun, work: Work[T]) -> T | Failed:
         _report(str(error), is_cause=True)
         return Failed(EXIT_REFUSED)
     except Exception as error:
-        _report(str(error) if isinstance(error, _WITHOUT_TRACEBACK) else traceback.format_exc(), is_cause=True)
+        _report(str(error) if _is_explained(error) else traceback.format_exc(), is_cause=True)
         return Failed()
     leave_world()
     if store is not None and this_rank() == 0:
         status = EXIT_STOPPED if isinstance(answer, RunSummary) and answer.stopped else 0
         release_spare_ranks(store, range(run.world_size, started_ranks()), status)
     return answer
+
+
+def _is_explained(error: Exception) -> bool:
+    """Whether the text of an error says everything, as that of our own does, unless a script's callback is the cause."""
+    is_own = type(error).__module__.startswith("megazero.") and not isinstance(error, CallbackError)
+    return is_own or isinstance(error, OSError)
 
 
 def _problem_and_place(run: ResolvedRun) -> tuple[str | None, dict[str, str]]:

@@ -61,10 +61,6 @@ class MissingRanksError(RuntimeError):
     """Not all ranks have started in time; the message says which."""
 
 
-class SpareRankError(RuntimeError):
-    """The run has fewer ranks than were started, and this one is left over."""
-
-
 def device_type(config: RunConfig, local_ranks: int) -> str:
     """Where so many ranks of this machine compute, "cpu" or "cuda".
 
@@ -264,14 +260,9 @@ def _listed(places: Sequence[str]) -> str:
 def join_world(run: ResolvedRun, store: Store | None = None) -> ParallelState:
     """Join the process group that the environment describes; a world of one rank without a launcher.
 
-    `store` is that of `open_store`, if the caller has opened it already.  Raises: DeviceError, SpareRankError.
+    `store` is that of `open_store`, if the caller has opened it already.  Raises: DeviceError.
     """
     config, world, rank = run.config, run.world_size, this_rank()
-    if rank >= world:
-        raise SpareRankError(
-            f"rank {rank} is spare: tp*cp*pp*dp={world} ranks train. `megazero train` lets such ranks wait; "
-            f"here start {world}"
-        )
     local_world = local_world_size(world)
     device, backend = torch.device("cpu"), "gloo"
     if device_type(config, local_world) == "cuda":
