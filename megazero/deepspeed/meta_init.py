@@ -19,23 +19,15 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
+from megazero.deepspeed.names import NAMES
 from megazero.layers.counter_rng import derive_key
 from megazero.zero.parameters import DeferredValues
 from megazero.zero.units import Described
 
-_FACTORIES = {
-    "empty", "zeros", "ones", "full", "randn", "rand", "normal", "empty_like", "zeros_like", "ones_like", "eye",
-}  # fmt: skip
-_METADATA = {
-    "size", "dim", "ndimension", "numel", "nelement", "element_size", "is_floating_point", "is_complex", "stride",
-    "get_device", "__len__", "__repr__", "__hash__", "__format__", "requires_grad_", "is_contiguous",
-}  # fmt: skip
+_FACTORIES = frozenset(NAMES["init"]["factories"].split())
+_METADATA = frozenset(NAMES["init"]["metadata"].split())
 _VALUES = {"data", "T", "mT"}
-_OTHERS = {  # DeepSpeed's arguments of `Init`
-    "data_parallel_group", "mem_efficient_linear", "remote_device", "pin_memory", "config_dict_or_path", "config", "dtype",
-    "mpu", "zero_param_parallel_group", "zero_quantized_weights", "zero_quantized_nontrainable_weights",
-    "sequence_data_parallel_group", "param_swapper",
-}  # fmt: skip
+_OTHERS = frozenset(NAMES["init"]["arguments"].split())
 _READS = {"item", "tolist", "__bool__", "__float__", "__int__", "numpy"}
 
 

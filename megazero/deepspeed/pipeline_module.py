@@ -100,7 +100,9 @@ class PipelineModule(nn.Module):
             raise ValueError(f"seed_layers=False is not supported; vary {base_seed=} for other initial weights")
         if activation_checkpoint_interval < 0:
             raise ValueError(f"{activation_checkpoint_interval=} must be 0 or more layers")
-        _check_defaults(seed_fn, activation_checkpoint_func, dynamic_shape)
+        func = None if activation_checkpoint_func is checkpoint_as_deepspeed else activation_checkpoint_func
+        if seed_fn or func or dynamic_shape:
+            raise ValueError("seed_fn, activation_checkpoint_func and dynamic_shape have only DeepSpeed's defaults")
         all_layers = check_layers(layers)
         for index, layer in enumerate(all_layers):
             if isinstance(layer, PipelineModule | LayerChunk):
@@ -230,14 +232,6 @@ class PipelineModule(nn.Module):
                     if parameter is mine:
                         part._parameters[name] = theirs
         return module
-
-
-def _check_defaults(seed_fn: Any, checkpoint_func: Any, dynamic_shape: bool) -> None:
-    """Refuse what DeepSpeed's scripts may give and pipelines here do otherwise."""
-    func = None if checkpoint_func is checkpoint_as_deepspeed else checkpoint_func
-    given = {"seed_fn": seed_fn, "activation_checkpoint_func": func, "dynamic_shape": dynamic_shape}
-    if names := [name for name, value in given.items() if value]:
-        raise ValueError(f"PipelineModule does not support {', '.join(names)} other than the default; leave it out")
 
 
 def _parameter_at(module: nn.Module, attribute: str, index: int) -> nn.Parameter:

@@ -12,13 +12,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from megazero.deepspeed.names import NAMES
 from megazero.optim.optimizers import Lion, MatrixOptimizer, make_optimizer, state_names
 from megazero.optim.registry import OPTIMIZERS
 from megazero.registry import check_keywords, keywords_of, unknown_name
 from megazero.zero.optimizer import OptimizerRecipe, recipe_of_class
 
 # The names of a DeepSpeed configuration, in any case, and what they mean there without further parameters.
-_DEEPSPEED_ADAM = ("adam", "adamw", "fusedadam", "cpuadam", "deepspeedcpuadam")
+_DEEPSPEED_ADAM = NAMES["optimizers"]["adam"].split()
 _DEEPSPEED: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
     **dict.fromkeys(_DEEPSPEED_ADAM, (torch.optim.AdamW, {"weight_decay": 0.0})),
     **dict.fromkeys(("lion", "fusedlion", "cpulion", "deepspeedcpulion"), (Lion, {"lr": 1e-3, "betas": (0.9, 0.999)})),
@@ -27,14 +28,11 @@ _DEEPSPEED: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
 }
 
 # Of torch.optim; `OPTIMIZERS` has the others.
-_ELEMENTWISE = ("Adam", "AdamW", "SGD", "Adagrad", "Adadelta", "Adamax", "ASGD", "NAdam", "RAdam", "RMSprop", "Rprop")
+_ELEMENTWISE = NAMES["optimizers"]["elementwise"].split()
 
 # Whole matrices, norms of whole parameters, quantised blocks, second derivatives or sparse gradients, or gradients that the
 # optimizer itself reduces over whole replicas.
-_MIXING = """adafactor muon muonwithauxadam shampoo distributedshampoo soap kfac galoreadamw adamuon dion
-    lamb fusedlamb lars fusedlars nvlamb novograd fusednovograd onebitadam onebitlamb zerooneadam
-    adam8bit adamw8bit lion8bit adagrad8bit rmsprop8bit sgd8bit lbfgs adahessian sparseadam"""
-_NOT_ELEMENTWISE = frozenset(_MIXING.split())
+_NOT_ELEMENTWISE = frozenset(NAMES["optimizers"]["mixing"].split())
 _WHY = "acts on more than one element at a time (a matrix, a norm, a block): on shards it would compute something else"
 
 

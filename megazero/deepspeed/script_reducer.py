@@ -84,7 +84,9 @@ class ScriptReducer(GradientReducer):
         graph = self._graph(chunk)
         for gradients, indices in graph.unused.items():
             if gradients.bucket.layout.unit in graph.visited:
-                _skip(gradients, indices, order.passes)
+                for index in indices:  # which have not arrived in this pass
+                    if gradients.counts[index] == order.passes:
+                        gradients.count(index, order.passes + 1)
         graph.visited.add(unit)  # its own may come until the next unit's turn, of a backward within
         self.reduce_due(order)
 
@@ -158,13 +160,6 @@ class ModuleReducer(ScriptReducer):
             if came:  # else the next step's
                 _follow(order, came)
                 del self._came[order]
-
-
-def _skip(gradients: BucketGradients, indices: Sequence[int], round_: int) -> None:
-    """Count the gradients that have not arrived in a round as zero."""
-    for index in indices:
-        if gradients.counts[index] == round_:
-            gradients.count(index, round_ + 1)
 
 
 def _follow(order: LaunchOrder, came: Sequence[int]) -> None:

@@ -15,7 +15,6 @@ result in an attribute goes past the hook, the unit is gathered when autograd as
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from difflib import get_close_matches
 from functools import partial
 from itertools import islice
 from typing import Any, TypeAlias
@@ -28,6 +27,7 @@ from megazero.comm.memory import address_of, storage_of
 from megazero.deepspeed.script_reducer import ModuleReducer, ScriptReducer
 from megazero.deepspeed.ungathered_parameter import UngatheredParameter, real
 from megazero.parallel_state import Axis, ParallelState
+from megazero.registry import closest, did_you_mean
 from megazero.zero.bucket import Bucket, ShardingPolicy, Slot
 from megazero.zero.gather import ScheduleOrder, Unit, UnitGatherer, UnitState
 from megazero.zero.gather_buffers import GatherBuffers, SecondarySource
@@ -367,9 +367,8 @@ class BoundParameters:
         tied = {name: self._names[id(held)] for name, held in self._held.items() if id(held) in self._names}
         found = {name: self.home.get(tied.get(name, name)) for name in names}
         if missing := [name for name, home in found.items() if home is None]:
-            close = get_close_matches(missing[0], self.home, n=3, cutoff=0.4)
-            near = f"; near it are {', '.join(close)}" if close else ""
-            raise KeyError(f"{missing[0]} is no parameter of this rank's model{near}")
+            near = did_you_mean(closest(missing[0], self.home))
+            raise KeyError(f"{missing[0]} is no parameter of this rank's model; {near}")
         return {name: home for name, home in found.items() if home is not None}
 
     def check(self) -> None:

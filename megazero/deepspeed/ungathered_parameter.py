@@ -15,16 +15,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree
 
+from megazero.deepspeed.names import NAMES
+
 Gather: TypeAlias = Callable[[], Tensor]
 
-_METADATA = {
-    "numel", "nelement", "size", "dim", "ndimension", "element_size", "is_floating_point", "is_complex", "get_device",
-    "__len__", "has_names", "stride", "is_contiguous", "storage_offset", "data_ptr", "untyped_storage",
-    "is_same_size", "__hash__",
-}  # fmt: skip
-_VIEWS = {
-    "view", "view_as", "reshape", "flatten", "__getitem__", "select", "narrow", "t", "transpose", "squeeze", "unsqueeze",
-}  # fmt: skip
+_METADATA = frozenset(NAMES["ungathered"]["metadata"].split())
+_VIEWS = frozenset(NAMES["ungathered"]["views"].split())
 _VALUES = {"data", "T", "H", "mT", "mH", "real", "imag"}  # attributes that are tensors; others describe the parameter
 _CHANGES = {"__set__", "__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__", "__ipow__"}
 
