@@ -396,6 +396,7 @@ optimizer.eps=1e-5             optimizer.name=lion
 optimizer.momentum=0.9         optimizer.name=adagrad
 optimizer.matrix_momentum=0.9   optimizer.name=lion
 optimizer.adamw_lr=0.001        optimizer.name=lion
+optimizer.qk_clip=100          optimizer.name=adamw
 precision.initial_scale_power=9  precision.dtype=bf16
 precision.loss_scale_window=7  precision.dtype=fp32
 precision.hysteresis=4         precision.dtype=bf16

@@ -276,6 +276,22 @@ def _shape_rule_widths_transfer(config: RunConfig) -> Iterator[Problem]:
         yield Problem("model.mup_base_width", config.model.mup_base_width, rule, "leave it out")
 
 
+def _shape_rule_qk_clip_sees_plain_attention(config: RunConfig) -> Iterator[Problem]:
+    """Scores must follow the weights of q and k, and each rank must see all keys of its heads."""
+    model, parallel = FAMILIES[config.model.family].complete(config.model), config.parallel
+    variant = getattr(FAMILIES[model.family], "variant", None)
+    is_changed = variant is None or variant.qk_norm != "none" or variant.qkv_bias or model.attention_bias
+    is_cut = (
+        model.sliding_window or config.data.document_mask or parallel.cp > 1 or (model.num_kv_heads or 1) % parallel.tp
+    )
+    if config.optimizer.qk_clip and (is_changed or is_cut):
+        rule = (
+            "must be unset with biases or norms of queries and keys, windows, data.document_mask, parallel.cp above 1 or "
+            "parallel.tp above num_kv_heads: only plain attention is clipped"
+        )
+        yield Problem("optimizer.qk_clip", config.optimizer.qk_clip, rule, "leave it out")
+
+
 def _rule_experts_fill_the_stage(config: RunConfig) -> Iterator[Problem]:
     parallel, dp = config.parallel, dp_of(config)
     ranks = parallel.tp * parallel.cp * dp

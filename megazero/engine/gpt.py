@@ -54,6 +54,7 @@ from megazero.zero.units import Described, describe, units_of
 
 if TYPE_CHECKING:
     from megazero.engine.balance import Routers
+    from megazero.engine.qk_clip import QKClip
 
 
 class Engine:
@@ -74,6 +75,11 @@ class Engine:
         placement = kind.placement(state.pp.size, chunks)
         built = build_stages(config, state, placement)
         self._stages, self._wgrad_queues, self.offload = built.stages, built.wgrad_queues, built.offload
+        self.qk_clip: QKClip | None = None
+        if config.optimizer.qk_clip is not None:
+            from megazero.engine.qk_clip import QKClip  # few runs need it
+
+            self.qk_clip = QKClip(self._stages, config.optimizer.qk_clip, state.dp)
         self._chunks = nn.ModuleList(self._stages)
         self._heads = [module for module in self._chunks.modules() if isinstance(module, VocabParallelHead)]
         for head in self._heads:
@@ -173,6 +179,8 @@ class Engine:
         """
         for group in self.sharded_model.optimizer.torch_optimizer.param_groups:
             group["lr"] = lr * group.get("lr_ratio", 1.0)
+        if self.qk_clip is not None:
+            self.sharded_model.optimizer.row_factors = self.qk_clip.row_factors()
         return self.sharded_model.update(self._grad_norm, self.config.optimizer.grad_clip)
 
     def evaluate(self, batches: Sequence[MicroBatch]) -> StepStatistics:
@@ -209,6 +217,8 @@ class Engine:
             queue.clear()
         if self.routers is not None:
             self.routers.begin_step()
+        if self.qk_clip is not None:
+            self.qk_clip.begin_step()
 
     def _run(self, batches: Sequence[MicroBatch], *, trains: bool) -> tuple[Tensor, Tensor]:
         """Run the schedule.  Returns this rank's sum of losses and its counted tokens, fp64; 0 unless it has the last

@@ -88,6 +88,34 @@ class CausalAttention:
         return attention(q, k, v, tape=tape)
 
 
+_SHARPNESS = 64.0  # of queries and of keys; fp16 holds both
+
+
+class WatchedAttention(CausalAttention):
+    """As `CausalAttention`, with the largest score s of each key head, from a second call of the kernel where it trains.
+
+    No kernel returns it, but all return log(sum(exp(s))), and log(sum(exp(4096 s))) / 4096 is the largest s, up to
+    log(keys) / 4096 above it.  No [seq, seq] matrix is stored.
+
+    Attributes:
+        largest: fp32 [key heads], over all calls since someone set it to None.
+    """
+
+    largest: Tensor | None = None
+
+    def whole(self, q: Tensor, k: Tensor, v: Tensor, tape: Tape | None) -> Tensor:
+        """As `CausalAttention.whole`."""
+        if torch.is_grad_enabled():
+            uncompiled(self._watch)(q.detach() * _SHARPNESS, k.detach() * _SHARPNESS)
+        return super().whole(q, k, v, tape)
+
+    def _watch(self, q: Tensor, k: Tensor) -> None:
+        each, _ = _one_for_each_head(q, k, k)
+        lse = _forward(_kernel_of_tiles(q, each, each, None, True), q, each, each, None, True)[1]
+        found = lse.flatten(2)[..., : q.shape[2]].amax((0, 2)).unflatten(0, (k.shape[1], -1)).amax(1) / _SHARPNESS**2
+        self.largest = found if self.largest is None else torch.maximum(self.largest, found)
+
+
 class SlidingWindow(CausalAttention):
     """Causal attention to the last `size` positions, the token's own among them (Beltagy et al. 2020, section 3.1).
 

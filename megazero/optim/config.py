@@ -57,6 +57,8 @@ class OptimizerConfig(Section):
     """Share of the last update that is added to the next."""
     matrix_momentum: Annotated[ShareBelowOne, _of_optimizers("matrix_momentum")] = 0.95
     """Decay of the running mean of a matrix's gradient, which muon makes orthogonal."""
+    qk_clip: Annotated[Positive | None, _of_optimizers("qk_clip")] = None
+    """Largest attention score beyond which muon shrinks a head's q and k (QK-clip; Kimi K2: 100). See docs/recipes.md."""
     adamw_lr: Annotated[Positive | None, _of_optimizers("adamw_lr")] = None
     """Peak learning rate of what muon leaves to AdamW: embeddings, head, norms and biases; None for `lr`."""
     eps: Annotated[Epsilon, _of_optimizers("eps")] = 1e-8

@@ -24,7 +24,7 @@ BUILT_IN_KEYS = {
     "sgd": ("momentum",),
     "lion": ("betas",),
     "adagrad": ("eps",),
-    "muon": ("betas", "eps", "matrix_momentum", "adamw_lr"),
+    "muon": ("betas", "eps", "matrix_momentum", "adamw_lr", "qk_clip"),
 }
 OPTIMIZERS: Registry[ElementwiseOptimizer | MatrixOptimizer] = Registry(
     "optimizer",

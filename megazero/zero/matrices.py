@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from megazero.comm.collectives import Pending, exchange
+from megazero.layers.spec import numel
 from megazero.parallel_state import Axis, ParallelState
 from megazero.zero.bucket import Bucket, BucketLayout, Interval, ShardingPolicy, Slot, in_order_of_use, intersect
 
@@ -239,7 +240,9 @@ class MatrixStepper:
             self._under_way.append((flat, own, self._exchange(bucket, flat, own, to_owner=True)))
 
     @torch.no_grad()
-    def finish(self, state: MatrixState, lr: float, weight_decay: float) -> Iterator[Bucket]:
+    def finish(
+        self, state: MatrixState, lr: float, weight_decay: float, row_factors: Mapping[str, Tensor]
+    ) -> Iterator[Bucket]:
         """Compute the updates of this rank's matrices, exchange them and update the weights.  Yields each bucket when
         its shard is updated.
         """
@@ -256,6 +259,12 @@ class MatrixStepper:
             for run in state.intervals_of(bucket):
                 weights, update = bucket.read(bucket.master, run), bucket.owned_part(flat, run)
                 weights.mul_(1.0 - lr * weight_decay).add_(update.to(weights.device), alpha=-lr)
+                for slot in bucket.layout.slots if row_factors else ():
+                    rows, shared = row_factors.get(slot.info.name), intersect(slot.interval, run)
+                    if rows is not None and shared is not None:
+                        each = rows.to(weights.device).repeat_interleave(numel(slot.info.shape) // len(rows))
+                        part = weights[shared.start - run.start : shared.stop - run.start]
+                        part.mul_(each[shared.start - slot.start : shared.stop - slot.start])
                 if bucket.master.location == "file":
                     bucket.write(bucket.master, run, weights)
                     if bucket.weight_shard is not bucket.master:

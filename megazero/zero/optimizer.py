@@ -15,7 +15,7 @@ one group.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any, TypeAlias
@@ -82,6 +82,7 @@ class ShardedOptimizer:
 
     Attributes:
         torch_optimizer: torch's or the user's optimizer, whose parameters are the flat parts.
+        row_factors: by name of a matrix, what multiplies each of its rows after the next update.
         steps_taken: number of steps that changed the weights.
         known_states: names of all element-wise state, even if it does not exist yet.
     """
@@ -105,6 +106,7 @@ class ShardedOptimizer:
             parts[part.group].append(part.parameter)
         self.torch_optimizer = recipe.build(parts)
         self.steps_taken = 0
+        self.row_factors: Mapping[str, Tensor] = {}
         self._groups = self.torch_optimizer.param_groups
         self._before_step: list[dict[str, Any]] = []  # the groups before the step
         is_fused = all(group.get("fused") for group in self.torch_optimizer.param_groups)
@@ -168,7 +170,7 @@ class ShardedOptimizer:
         copying.extend((bucket, lambda: None) for bucket in self._stepped_alone if bucket.master.location == "file")
         if self._matrices is not None:
             group = self._groups[-1]
-            for bucket in self._matrices.finish(self, group["lr"], group["weight_decay"]):
+            for bucket in self._matrices.finish(self, group["lr"], group["weight_decay"], self.row_factors):
                 copying.append((bucket, _start_copy(bucket)))
                 finish_all_but(1 if bucket.master.location == "host" else 0)
         finish_all_but(0)

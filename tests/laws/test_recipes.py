@@ -9,12 +9,14 @@ from typing import Any
 import pytest
 import torch
 from harness import metrics_of, run_world
-from plain_model import logits
+from plain_model import causal_attention, logits
 from test_any_shape import _assert_agrees
+from torch import Tensor
 from worlds import (
     GPT2,
     LLAMA,
     LR,
+    difference,
     engine_on,
     global_batch,
     initial_weights,
@@ -27,6 +29,7 @@ from worlds import (
     state_on,
     train_on,
     train_plainly,
+    whole,
 )
 
 from megazero.checkpoint.hugging_face.exporter import export_model
@@ -144,3 +147,44 @@ def test_an_export_of_mup_is_a_plain_model_that_computes_the_same(tmp_path: Path
     tokens, _ = global_batch(run, 0)
     ours = logits(initial_weights(run), plain_config(run), tokens)
     torch.testing.assert_close(AutoModelForCausalLM.from_pretrained(tmp_path / "out")(tokens).logits, ours)
+
+
+CLIP = 1.0
+
+
+def _largest_scores(run: ResolvedRun, monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
+    """Of the first batch in the plain model, by layer and key head."""
+    found = []
+
+    def watched(q: Tensor, k: Tensor, v: Tensor, unseen: Tensor) -> Tensor:
+        scores = q @ k.repeat_interleave(q.shape[1] // k.shape[1], 1).transpose(-1, -2) / q.shape[-1] ** 0.5
+        largest = scores.masked_fill(unseen, -torch.inf).amax((0, 2, 3))
+        found.append(largest.unflatten(0, (k.shape[1], -1)).amax(1))
+        return causal_attention(q, k, v, unseen)
+
+    monkeypatch.setattr("plain_model.causal_attention", watched)
+    logits(initial_weights(run), plain_config(run), global_batch(run, 0)[0])
+    return found
+
+
+def _one_step(engine: Engine, run: ResolvedRun) -> Any:
+    engine.train_step(micro_batches(run, engine.state, 0), LR)
+    return whole(engine, "master")
+
+
+def test_qk_clip_shrinks_queries_and_keys_of_the_same_heads_on_every_shape(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = LLAMA | {"tie_embeddings": False, "init_std": 0.1}
+    scores = _largest_scores(run_of(1, model=model), monkeypatch)
+    assert {bool(score > CLIP) for layer in scores for score in layer} == {True, False}
+    offload = {"zero": {"stage": 2, "offload": {"optimizer": "cpu"}}, "activations": {"recompute": "full"}}
+    for world, sections in [*SHAPES[:-1], (2, offload)]:
+        muon = {"name": "muon", "lr": LR}
+        runs = [run_of(world, model=model, optimizer=muon | clip, **sections) for clip in ({}, {"qk_clip": CLIP})]
+        plain, clipped = run_world(world, on_one_state, runs, _one_step)[0]
+        for layer, largest in enumerate(scores):
+            factors = (CLIP / largest.clamp(min=CLIP)).sqrt()
+            for key, repeated in (("q_proj", 2 * 8), ("k_proj", 8)):
+                name = f"model.layers.{layer}.self_attn.{key}.weight"
+                plain[name] = plain[name] * factors.repeat_interleave(repeated)[:, None]
+        for name, wanted in plain.items():
+            assert difference(clipped[name], wanted) < 1e-4, f"{name} {sections}"
