@@ -1,14 +1,16 @@
 """The one place that chooses a kernel for attention.
 
-    no `tape`      torch's scaled_dot_product_attention chooses, and has its own derivative
-    a `tape`       the kernel that torch would choose, called by its name.  It gives `out` and for each query `lse`, the log
-                   of the sum of exponentials; the backward needs q, k, v, out and lse, wherever these come from.
+    without a `tape`   torch's scaled_dot_product_attention chooses the kernel and provides the backward
+    with a `tape`      the kernel that torch would choose is called by name.  It returns `out` and, for each query,
+                       `lse`, the log of the sum of exponentials
 
-So a recomputed layer can save `out` and `lse` of its first forward, and the second one runs no kernel.
+The backward needs q, k, v, out and lse, however they were computed.  So a recomputed layer can save `out` and `lse` of
+its first forward, and the second forward runs no kernel.
 
-    a `Tile`       a part of the keys: `TileKernel.forward` gives out and lse of these alone, to be merged with those of
-                   others; its `backward` takes out and lse of all keys, and gives this part of the gradients
-    many tiles     `varlen_forward` and `varlen_backward`, as torch.nn.attention.varlen calls the operators
+    one `Tile`         attention to a subset of the keys.  `TileKernel.forward` returns out and lse over this subset
+                       alone, to be merged with those of other subsets; `TileKernel.backward` takes out and lse over
+                       all keys and returns this subset's contribution to the gradients
+    many tiles         `varlen_forward` and `varlen_backward` call the operators as torch.nn.attention.varlen does
 """
 
 from __future__ import annotations
@@ -37,16 +39,21 @@ _aten = torch.ops.aten
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, *, mask: Tensor | None = None, tape: Tape | None = None) -> Tensor:
-    """softmax(q k^T / sqrt(size)) v.  q: [batch, heads, seq, size], k and v: [batch, kv heads, seq, size] -> as q.
+    """Compute softmax(q k^T / sqrt(size)) v.
 
-    On CUDA torch uses flash attention (or cuDNN's, where that is faster) in bf16 and fp16; it needs only the last dimension
-    contiguous, and takes fewer kv heads than heads.  In fp32, or with a mask, the one kernel that stores no [seq, seq]
-    matrix needs as many.  The output has the order of q in memory.
+    On CUDA, in bf16 and fp16, torch uses flash attention (or cuDNN's kernel, where that is faster).  Both need only the
+    last dimension to be contiguous, and accept fewer kv heads than query heads.  In fp32 or with a mask, the only
+    kernel that does not store a [seq, seq] matrix needs as many kv heads as query heads, so they are repeated.
 
     Args:
-        mask: added to the scores, [seq of q, seq of k]; attention is causal without one.
-        tape: records or replays the outputs of the kernel.  Tensors that no kernel takes without storing a [seq, seq]
-            matrix go through torch's formula, and nothing is recorded.
+        q: [batch, heads, seq, size].
+        k, v: [batch, kv heads, seq, size].
+        mask: added to the scores, [seq of q, seq of k]; None for causal attention.
+        tape: records or replays the kernel's outputs.  If every kernel for these tensors would store a [seq, seq]
+            matrix, torch's formula is used and nothing is recorded.
+
+    Returns:
+        [batch, heads, seq, size], with the memory layout of q.
     """
     if mask is not None or q.dtype == torch.float32:
         k, v = _one_for_each_head(q, k, v)
@@ -57,26 +64,34 @@ def attention(q: Tensor, k: Tensor, v: Tensor, *, mask: Tensor | None = None, ta
 
 
 class AttentionKernel(Protocol):
-    """Causal attention of one rank's heads, chosen when a model is built."""
+    """Causal attention for the heads of one rank.  The implementation is chosen when the model is built."""
 
     def attend(
         self, q: Tensor, k: Tensor, v: Tensor, part: SamplePart | None = None, *, tape: Tape | None = None
     ) -> Tensor:
-        """q: [batch, heads, seq, size], k and v: [batch, kv heads, seq, size] -> as q.
+        """Attend from each query to the earlier tokens of its document.
 
         Args:
-            part: where the tokens stand in their samples and documents; None for whole samples of one document each.
-            tape: records or replays the results of the kernel.
+            q: [batch, heads, seq, size].
+            k, v: [batch, kv heads, seq, size].
+            part: the position of each token in its sample and document; None if each sample is whole and a single
+                document.
+            tape: records or replays the kernel's results.
+
+        Returns:
+            The same shape as q.
         """
 
 
 class CausalAttention:
-    """An `AttentionKernel` for whole samples of one document each."""
+    """An `AttentionKernel` for whole samples that are one document each."""
 
     def attend(
         self, q: Tensor, k: Tensor, v: Tensor, part: SamplePart | None = None, *, tape: Tape | None = None
     ) -> Tensor:
-        """As `attention`.  Raises: ValueError: the micro-batch has parts of samples, or documents."""
+        """Attend as in `attention`.  Raises: ValueError: the micro-batch has split samples or several documents per
+        sample.
+        """
         if part is not None:
             raise ValueError(
                 "this attention was built without `context`: it knows neither documents nor parts of samples"
@@ -84,7 +99,7 @@ class CausalAttention:
         return self.whole(q, k, v, tape)
 
     def whole(self, q: Tensor, k: Tensor, v: Tensor, tape: Tape | None) -> Tensor:
-        """Attention within whole samples."""
+        """Attend within whole samples."""
         return attention(q, k, v, tape=tape)
 
 
@@ -117,15 +132,16 @@ class WatchedAttention(CausalAttention):
 
 
 class SlidingWindow(CausalAttention):
-    """Causal attention to the last `size` positions, the token's own among them (Beltagy et al. 2020, section 3.1).
+    """Causal attention to the last `size` positions, including the token's own (Beltagy et al. 2020, section 3.1).
 
-        queries of block i      blocks are of `size` positions
+        queries of block i      a block has `size` positions
         keys    [ block i - 1   |   block i     ]
         row 0   [ . x x x x x x | x . . . . . . ]      row p sees keys p + 1 ... p + size of the two blocks
         row p   [ . . . . x x x | x x x x . . . ]
 
-    All blocks share one mask, so time grows with seq * size, not with seq * seq. Half of each block is masked but
-    computed, so up to 3 * size positions it takes no less than causal attention does (docs/shapes.md).
+    All blocks share one mask, so the time grows with seq * size instead of seq * seq.  Half of each block is masked but
+    still computed, so for sequences of up to 3 * size positions this is no faster than causal attention
+    (docs/shapes.md).
 
     Args:
         size: of the window, in tokens.
@@ -142,7 +158,8 @@ class SlidingWindow(CausalAttention):
         seq, size, batch = q.shape[2], self.size, q.shape[0]
         if seq <= size:
             return attention(q, k, v, tape=tape)
-        # The first block has none before it.  It is copied: a view would keep all of q, k and v in memory for the backward.
+        # The first block has no block before it.  Copy it: a view would keep all of q, k and v in memory until the
+        # backward.
         own = (x[:, :, :size].clone(memory_format=torch.contiguous_format) for x in (q, k, v))
         first = attention(*own, tape=tape)
         missing = -seq % size  # zeros that no query sees
@@ -154,12 +171,12 @@ class SlidingWindow(CausalAttention):
 
 
 def uncompiled(function: Callable[..., T]) -> Callable[..., T]:
-    """Exclude a function from compilation while a compiler traces its caller."""
+    """Exclude a function from compilation, if a compiler is tracing the caller."""
     return torch.compiler.disable(function) if torch.compiler.is_compiling() else function
 
 
 def _one_for_each_head(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """Repeat keys and values to one per query head on CUDA; elsewhere every kernel takes fewer."""
+    """Repeat keys and values so that each query head has its own on CUDA.  On other devices every kernel accepts fewer."""
     groups = q.shape[1] // k.shape[1]
     if groups == 1 or q.device.type != "cuda":
         return k, v
@@ -167,7 +184,11 @@ def _one_for_each_head(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]
 
 
 def _through(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, tape: Tape) -> Tensor | None:
-    """Attention in the kernel that torch chooses for training, so that both runs use the same; None for torch's formula."""
+    """Attend with the kernel that torch chooses for training, so that the first run and the recomputation use the same
+    one.
+
+    Returns None if torch's formula must be used instead.
+    """
     kernel = torchs_choice(q, k, v, mask, causal=mask is None)
     odd = kernel == SDPBackend.FLASH_ATTENTION and q.is_cuda and q.shape[-1] % 8  # torch pads such heads
     if odd or kernel not in _KERNELS:
@@ -177,14 +198,17 @@ def _through(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, tape: Tape) -
 
 
 def torchs_choice(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *, causal: bool) -> SDPBackend:
-    """The kernel that torch takes for training: on Hopper and Blackwell cuDNN's, where that is new and takes the shape."""
+    """Return the kernel that torch uses for training.
+
+    On Hopper and Blackwell this is cuDNN's, if its version is new enough and supports the shape.
+    """
     with torch.enable_grad():
         like, fewer = q.detach().requires_grad_(), q.shape[1] != k.shape[1]
         return SDPBackend(torch._fused_sdp_choice(like, k, v, mask, 0.0, causal, enable_gqa=fewer))
 
 
 class _TapedAttention(torch.autograd.Function):
-    """Attention whose kernel's outputs come through a tape."""
+    """Attention that records its kernel's outputs on a tape, or replays them."""
 
     @staticmethod
     def forward(
@@ -193,7 +217,7 @@ class _TapedAttention(torch.autograd.Function):
         outputs = tape.through(lambda: _forward(kernel, q, k, v, mask, mask is None))
         ctx.save_for_backward(q, k, v, mask, *outputs)
         ctx.kernel = kernel
-        return outputs[0].detach()  # the graph holds this tensor; the tape holds no graph
+        return outputs[0].detach()  # autograd attaches the graph to this tensor; the tape's tensor has no graph
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
@@ -203,20 +227,23 @@ class _TapedAttention(torch.autograd.Function):
 
 
 class TileKernel:
-    """Attention to a tile, in torch's kernels."""
+    """Attention to one tile, with torch's kernels."""
 
     def cut(self, tile: Tile, window: int | None, q: Tensor, k: Tensor) -> list[tuple[Tile, HeadPiece]]:  # noqa: ARG002
-        """The kernel calls for a tile: a part of it each, with the heads that the call computes."""
+        """Split a tile into kernel calls.  Return the sub-tile and the heads of each call."""
         return [(tile, EVERY_HEAD)]
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, tile: Tile, window: int | None) -> tuple[Tensor, Tensor]:
-        """(out as q, lse fp32 [batch, heads, seq of q]) of queries over the keys of a tile; each query sees one at least.
+        """Attend from the queries of a tile to its keys.  Each query must see at least one key.
 
         Args:
             q: [batch, heads, seq, size], the tile's queries.
-            k, v: [batch, kv heads, seq of k, size], its keys and values.
+            k, v: [batch, kv heads, seq of k, size], the tile's keys and values.
             tile: which queries see which keys.
-            window: how far a position sees; None without one.
+            window: how many positions a query sees, including its own; None for no window.
+
+        Returns:
+            out with the shape of q, and lse in fp32, [batch, heads, seq of q].
         """
         q, k, v = widened(q, k, v)
         mask, causal = _seen_in(tile, window, q)
@@ -228,11 +255,12 @@ class TileKernel:
     def backward(
         self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, tile: Tile, window: int | None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """This tile's part of the gradients of its queries, keys and values; other arguments as in `forward`.
+        """Compute this tile's contribution to the gradients of its queries, keys and values.
 
         Args:
-            grad, out: as q; of all keys that the queries see.
-            lse: of all these keys, [batch, heads, seq of q].
+            grad, out: with the shape of q, for attention over all keys that the queries see.
+            q, k, v, tile, window: as in `forward`.
+            lse: over all keys that the queries see, [batch, heads, seq of q].
         """
         grad, q, k, v, out = widened(grad, q, k, v, out)
         mask, causal = _seen_in(tile, window, q)
@@ -241,11 +269,11 @@ class TileKernel:
             k, v = _one_for_each_head(q, k, v)
         kernel = _kernel_of_tiles(q, k, v, mask, causal)
         if kernel == SDPBackend.EFFICIENT_ATTENTION:
-            lse = F.pad(lse, (0, -lse.shape[-1] % 32), value=torch.inf)  # the kernel's own length
+            lse = F.pad(lse, (0, -lse.shape[-1] % 32), value=torch.inf)  # the kernel expects lse padded to this length
         if kernel == SDPBackend.CUDNN_ATTENTION:
-            grad = _laid_out(grad, q)  # that of whole samples is laid out as torch's own calls have it
+            grad = _laid_out(grad, q)  # for whole samples torch's own calls already give `grad` this layout
         unused = [q.new_empty(shape, dtype=torch.uint64) for shape in ((2,), ())]
-        random = [] if q.is_cpu else unused  # state of random numbers: nothing is dropped out
+        random = [] if q.is_cpu else unused  # random-number state, unused because nothing is dropped out
         dq, dk, dv = _backward(kernel, grad, q, k, v, mask, causal, out, lse.contiguous(), *random)[:3]
         if k.shape[1] != heads:
             dk, dv = (rearrange(x, "b (kv g) s d -> b kv g s d", kv=heads).sum(2) for x in (dk, dv))
@@ -253,23 +281,26 @@ class TileKernel:
 
 
 def tile_kernel(*, on_cpu: bool) -> TileKernel:
-    """The kernel for tiles, of an annex where it has one for the CPU."""
+    """Return the kernel for tiles.  On the CPU, use the one of an annex if an annex provides one."""
     made: TileKernel = added("kernel").get("attention tiles", TileKernel)() if on_cpu else TileKernel()
     return made
 
 
 def merge(out: Tensor, lse: Tensor, more: Tensor, more_lse: Tensor) -> None:
-    """Add the result over further keys to `out` and `lse`, in place.
+    """Merge the result over further keys into `out` and `lse`, in place.
 
-    out - s (out - more), with s = sigmoid(lse of more - lse): no exponential of a large number.
+    Computed as out - s (out - more) with s = sigmoid(more_lse - lse), which avoids the exponential of a large number.
     """
     out.lerp_(more.to(out.dtype), torch.sigmoid(more_lse - lse).unsqueeze(-1))
     lse.copy_(torch.logaddexp(lse, more_lse))
 
 
 def widened(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """On the CPU in fp32: the kernel there gives a tile's result in the type of its input, and every rounding of a part
-    would add to the error that one call for all keys has."""
+    """Convert 16-bit tensors on the CPU to fp32.
+
+    The CPU kernel returns a tile's result in the type of its input.  In 16 bits each tile's result would be rounded,
+    and these errors would add to the error of a single call over all keys.
+    """
     return tuple(x.float() if x.is_cpu and x.dtype in (torch.bfloat16, torch.float16) else x for x in tensors)
 
 
@@ -286,7 +317,9 @@ def packs_tiles(q: Tensor) -> bool:
 
 
 def windowed(q: Tensor, k: Tensor, v: Tensor, size: int) -> Tensor:
-    """Causal attention to the last `size` positions in flash attention, on CUDA in 16 bits; arguments as in `attention`."""
+    """Attend causally to the last `size` positions with flash attention, on CUDA in 16 bits.  Arguments as in
+    `attention`.
+    """
     heads_last = (x.transpose(1, 2) for x in (q, k, v))
     lengths = None, None, q.shape[2], k.shape[2], 0.0, False, False
     out, *_ = _aten._flash_attention_forward(*heads_last, *lengths, window_size_left=size - 1, window_size_right=0)
@@ -294,10 +327,11 @@ def windowed(q: Tensor, k: Tensor, v: Tensor, size: int) -> Tensor:
 
 
 class Sight(NamedTuple):
-    """Which keys each row of a piece sees, as flash attention counts them: the last row stands beside the last key.
+    """Which keys each row of a piece sees, in flash attention's convention: the last query row is aligned with the last
+    key.
 
     Args:
-        before, after: how many keys before the one that it stands beside, and after it; -1 for all.
+        before, after: how many keys before and after its aligned key a row sees; -1 for all.
     """
 
     before: int
@@ -308,12 +342,12 @@ EVERY_KEY, CAUSAL = Sight(-1, -1), Sight(-1, 0)
 
 
 class Pieces(NamedTuple):
-    """Pieces of queries, none of them empty, each over its own keys.
+    """Pieces of queries, each over its own keys.  None is empty.
 
     Args:
-        q_ends, k_ends: int32 [pieces + 1], where each piece ends among all rows, from 0 on.
-        most_queries, most_keys: of a piece.
-        sight: what its rows see of its keys.
+        q_ends, k_ends: int32 [pieces + 1], cumulative lengths of the pieces, beginning with 0.
+        most_queries, most_keys: length of the longest piece.
+        sight: which of its keys each row of a piece sees.
     """
 
     q_ends: Tensor
@@ -324,11 +358,15 @@ class Pieces(NamedTuple):
 
 
 def varlen_forward(q: Tensor, k: Tensor, v: Tensor, pieces: Pieces) -> tuple[Tensor, Tensor]:
-    """(out as q, lse fp32 [heads, rows of q]) of pieces that lie one after the other.
+    """Attend within pieces that lie one after the other in memory.
 
     Args:
         q: [rows, heads, size], in 16 bits.
         k, v: [rows of keys, kv heads, size].
+        pieces: which rows form a piece, and which keys its queries see.
+
+    Returns:
+        out with the shape of q, and lse in fp32, [heads, rows of q].
     """
     if q.is_cuda:
         activate_newest_flash_attention(q.device)
@@ -340,10 +378,11 @@ def varlen_forward(q: Tensor, k: Tensor, v: Tensor, pieces: Pieces) -> tuple[Ten
 def varlen_backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, pieces: Pieces
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """These pieces' part of the gradients of q, k and v; other arguments as in `varlen_forward`.
+    """Compute these pieces' contribution to the gradients of q, k and v.
 
     Args:
-        grad, out, lse: of all keys that the queries see.
+        grad, out, lse: for attention over all keys that the queries see.
+        q, k, v, pieces: as in `varlen_forward`.
     """
     lengths, window = _given(pieces)
     random = torch.zeros(2, dtype=torch.uint64, device=q.device), torch.empty(0, device=q.device)  # not used
@@ -352,7 +391,7 @@ def varlen_backward(
 
 
 def _given(pieces: Pieces) -> tuple[tuple[Any, ...], dict[str, int]]:
-    """Arguments of flash attention's operators: lengths, dropout, whether causal; and the window, where there is one."""
+    """Build the arguments of flash attention's operators: lengths, dropout, is causal; and the window, if there is one."""
     *lengths, sight = pieces
     window = {"window_size_left": sight.before, "window_size_right": sight.after}
     return (*lengths, 0.0, sight == CAUSAL), {} if sight in (EVERY_KEY, CAUSAL) else window
@@ -360,8 +399,8 @@ def _given(pieces: Pieces) -> tuple[tuple[Any, ...], dict[str, int]]:
 
 @lru_cache
 def activate_newest_flash_attention(device: torch.device) -> None:
-    """Let torch's operators run FlashAttention 3 on Hopper and 4 on Blackwell, where that is installed; else say so."""
-    takes_windows = torch.__version__ >= "2.13"  # in torch's wrapper of 4
+    """Let torch's operators run FlashAttention 3 on Hopper and 4 on Blackwell.  Warn if it cannot be loaded."""
+    takes_windows = torch.__version__ >= "2.13"  # in torch's wrapper of FlashAttention 4
     name = {9: "FA3", 10: "FA4" if takes_windows else None}.get(torch.cuda.get_device_capability(device)[0])
     if name and current_flash_attention_impl() is None:
         try:
@@ -375,7 +414,7 @@ def activate_newest_flash_attention(device: torch.device) -> None:
 
 
 def _kernel_of_tiles(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool) -> SDPBackend:
-    """A kernel that returns the log-sum-exp, and whose backward takes the one over more keys."""
+    """Choose a kernel that returns the log-sum-exp and whose backward accepts a log-sum-exp over more keys."""
     if q.is_cpu:
         return SDPBackend.FLASH_ATTENTION
     if mask is not None or q.dtype == torch.float32:
@@ -384,22 +423,28 @@ def _kernel_of_tiles(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causa
 
 
 def takes_cudnn(q: Tensor, k: Tensor, *, causal: bool = True) -> bool:
-    """Whether torch takes cuDNN's kernel: on an H100 nearly twice as fast as FlashAttention 2, for pieces of one length."""
+    """Whether torch chooses cuDNN's kernel.
+
+    For pieces of equal length on an H100 it is nearly twice as fast as FlashAttention 2.
+    """
     return q.is_cuda and torchs_choice(q, k, k, None, causal=causal) == SDPBackend.CUDNN_ATTENTION
 
 
 def _laid_out(x: Tensor, q: Tensor) -> Tensor:
-    """x in the order of q in memory, as that kernel's `out` is.
+    """Copy x to the memory layout of q, which is also the layout of cuDNN's `out`, unless x has this layout already.
 
-    Torch keeps what cuDNN compiled under the strides of q, k and v alone: every later backward reads `grad` and `out` with
-    the strides of the first (MHA.cpp, MHACacheKeyWrapper).
+    Torch caches what cuDNN compiled under the strides of q, k and v alone, so every later backward reads `grad` and
+    `out` with the strides of the first backward (MHA.cpp, MHACacheKeyWrapper).
     """
     strides = zip(x.shape, x.stride(), torch.empty_like(q, device="meta").stride(), strict=True)
     return x if all(size == 1 or its == wanted for size, its, wanted in strides) else torch.empty_like(q).copy_(x)
 
 
 def _seen_in(tile: Tile, window: int | None, q: Tensor) -> tuple[Tensor | None, bool]:
-    """(mask added to the scores, is causal) of a tile; (None, False) where every query sees every key."""
+    """Return the mask that is added to a tile's scores, and whether the tile is causal.
+
+    (None, False) if every query sees every key.
+    """
     if tile.offset is None or tile.is_causal(window):
         return None, tile.offset is not None
     queries, keys = tile.q_stop - tile.q_start, tile.k_stop - tile.k_start
@@ -409,15 +454,15 @@ def _seen_in(tile: Tile, window: int | None, q: Tensor) -> tuple[Tensor | None, 
     return torch.zeros_like(unseen, dtype=q.dtype).masked_fill_(unseen, -torch.inf), False
 
 
-# The operators, called as torch's attention.cpp and derivatives.yaml do.  Nothing is dropped out, so the state of random
-# numbers is not used; samples are of one length, so lengths are not cumulated.
+# Call the operators as torch's attention.cpp and derivatives.yaml do.  Nothing is dropped out, so the random-number
+# state is unused.  All samples have one length, so no cumulative lengths are given.
 _KERNELS = (SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.CUDNN_ATTENTION)
 
 
 def _forward(
     kernel: SDPBackend, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool
 ) -> tuple[Tensor, ...]:
-    """out, lse, and on CUDA the state of random numbers."""
+    """Return out, lse, and on CUDA the random-number state."""
     if kernel == SDPBackend.CUDNN_ATTENTION:
         out, lse, *_, seed, offset, _ = _aten._scaled_dot_product_cudnn_attention(q, k, v, mask, True, 0.0, causal)
         return out, lse, seed, offset
@@ -440,7 +485,7 @@ def _backward(
     causal: bool,
     *outputs: Tensor,
 ) -> tuple[Tensor, ...]:
-    """Gradients of q, k and v."""
+    """Return the gradients of q, k and v."""
     tensors, out_lse, random = (grad, q, k, v), outputs[:2], outputs[2:]
     lengths = None, None, q.shape[2], k.shape[2], 0.0, causal
     if kernel == SDPBackend.CUDNN_ATTENTION:
@@ -457,6 +502,9 @@ def _backward(
 
 
 def _of_each_head(mask: Tensor | None, q: Tensor) -> Tensor | None:
-    """[seq, seq of k] -> [batch, heads, seq, seq of k], a view whose rows begin at multiples of 16 elements."""
+    """Expand a mask: [seq, seq of k] -> [batch, heads, seq, seq of k].
+
+    The result is a view whose rows begin at multiples of 16 elements.
+    """
     size = 0 if mask is None else mask.shape[-1]
     return None if mask is None else F.pad(mask, (0, -size % 16))[..., :size].expand(*q.shape[:3], size)

@@ -1,18 +1,19 @@
-"""The kernel calls of a ring step: one for each tile, or one for many.
+"""The kernel calls of a ring step: one per tile, or one for many tiles.
 
     tiles               rows 0-3 see keys 0-3 | rows 4-9 see keys 6-7
     packed queries      [ 0 1 2 3 | 4 5 6 7 8 9 ]      ends 0 4 10
     packed keys         [ 0 1 2 3 | 6 7 ]              ends 0 4 6
 
-Tiles are packed where the kernel takes pieces of any length (`packs_tiles`); causal tiles, full ones, and those that a
-sliding window cuts at different distances go in separate calls.  No row occurs twice in a call, so results and gradients are
-added by index.
+Tiles are packed into one call if the kernel accepts pieces of any length (`packs_tiles`).  Causal tiles, full tiles,
+and tiles that a sliding window cuts at different distances go into separate calls.  No row occurs twice in a call, so
+results and gradients can be added by index.
 
-    a long document     rows 0 ... 3000 | the 71 rows behind them, whatever these are
+    a long document     rows 0 ... 3000 | the 71 rows behind them, whatever they are
     its own call        3072 rows, causal
 
-cuDNN's kernel is faster than the packed one and takes pieces of one length only; it compiles for each.  A long document
-goes there with some rows more: no row of its own sees them, and their gradients of zero add nothing.
+cuDNN's kernel is faster than the packed kernel, but it accepts only pieces of equal length and compiles once per
+length. So a long document goes to cuDNN with some extra rows, up to one of a few lengths.  No row of the document sees
+the extra rows, and their gradients are zero, so they add nothing.
 """
 
 from __future__ import annotations
@@ -40,10 +41,10 @@ from megazero.layers.attention_kernels import (
 from megazero.layers.sample_part import SamplePart, copied_to
 from megazero.layers.token_layout import EVERY_HEAD, HeadPiece, Ints, Tile, tiles_of
 
-Rows: TypeAlias = tuple[slice | Tensor, ...]  # indexes [batch, heads, seq, ...]
+Rows: TypeAlias = tuple[slice | Tensor, ...]  # index into [batch, heads, seq, ...]
 EVERYTHING: Rows = (slice(None), slice(None), slice(None))
-_MOST_TILES = 65_535  # blocks that CUDA starts along one dimension of a grid
-_LEAST_ROWS = 3072  # of a document that has a call of its own, which takes an H100 longer than its host
+_MOST_TILES = 65_535  # CUDA's limit of blocks along one grid dimension
+_LEAST_ROWS = 3072  # shortest document with its own call: it keeps an H100 busy longer than the host needs to launch it
 
 
 _TORCHS = TileKernel()
@@ -53,7 +54,8 @@ class Call(Protocol):
     """One kernel call.
 
     Attributes:
-        queries, keys: which rows it reads of this rank's queries, and of the keys of a ring step.
+        queries: the rows that the call reads of this rank's queries.
+        keys: the rows that it reads of the keys of a ring step.
     """
 
     @property
@@ -62,22 +64,27 @@ class Call(Protocol):
     def keys(self) -> Rows: ...
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """out and lse of its queries, of the shape that `queries` gives of all out and lse."""
+        """Return out and lse of the call's queries, with the shapes that indexing all out and lse by `queries` gives."""
 
     def backward(
         self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Gradients of its queries, keys and values from this tile; `out` and `lse` are over all keys."""
+        """Return this call's gradients of its queries, keys and values.  `out` and `lse` are over all keys."""
 
 
 def calls(
     part: SamplePart, source: int, window: int | None, q: Tensor, k: Tensor, kernel: TileKernel = _TORCHS
 ) -> list[Call]:
-    """The calls of this rank's queries over the keys of ring rank `source`, made once for all layers.
+    """Return the kernel calls for this rank's queries over the keys of ring rank `source`.
+
+    The calls are made once and reused by all layers.
 
     Args:
-        q, k: [batch, heads or kv heads, seq, size]; their shapes, type and device choose the kernel.
-        kernel: of tiles that are called one by one.
+        part: the tokens of the samples that this rank holds.
+        source: the ring rank that owns the keys.
+        window: how many positions a query sees, including its own; None for no window.
+        q, k: [batch, heads or kv heads, seq, size]; their shapes, type and device decide which kernel is used.
+        kernel: for tiles that are called one by one.
 
     Raises: ValueError: as `packs_tiles`.
     """
@@ -96,7 +103,7 @@ def calls(
 
 @dataclass(frozen=True, eq=False)
 class OneTile:
-    """A tile of some samples and heads, in a kernel for pieces of one length."""
+    """One tile of some samples and heads, for a kernel that takes pieces of one length."""
 
     samples: slice
     tile: Tile
@@ -113,7 +120,7 @@ class OneTile:
         return self.samples, self.heads.keys, slice(self.tile.k_start, self.tile.k_stop)
 
     def in_parts(self, kernel: TileKernel, q: Tensor, k: Tensor) -> list[OneTile]:
-        """The calls of a kernel for this tile."""
+        """Split this tile into the calls of a kernel."""
         parts = kernel.cut(self.tile, self.window, q, k)
         return [replace(self, tile=tile, kernel=kernel, heads=piece) for tile, piece in parts]
 
@@ -131,11 +138,11 @@ class OneTile:
 
 @dataclass(frozen=True, eq=False)
 class PackedTiles:
-    """Tiles of any samples in one call of a kernel for pieces of any length.
+    """Tiles of any samples in one call of a kernel that takes pieces of any length.
 
     Args:
-        queries, keys: rows of all tiles, one tile after the other; `EVERYTHING` where these are all rows in order.
-        pieces: the tiles among these rows.
+        queries, keys: the rows of all tiles, one tile after the other; `EVERYTHING` if these are all rows in order.
+        pieces: where each tile begins and ends among these rows.
     """
 
     queries: Rows
@@ -144,7 +151,15 @@ class PackedTiles:
 
     @staticmethod
     def of(sample: Ints, table: Ints, shape: tuple[int, int], sight: Sight, device: torch.device) -> PackedTiles:
-        """Tiles of a `tile_table`, each of a sample.  `shape`: samples and rows of each."""
+        """Pack the rows of a `tile_table`.
+
+        Args:
+            sample: the sample of each tile.
+            table: the tiles.
+            shape: number of samples, and of rows in each.
+            sight: which keys the rows of these tiles see.
+            device: of the indices.
+        """
         q_start, q_stop, k_start, k_stop, _ = table.T
         q_size, k_size = q_stop - q_start, k_stop - k_start
         q_ends, k_ends = (copied_to(device, np.append(0, size.cumsum()).astype(np.int32)) for size in (q_size, k_size))
@@ -169,11 +184,11 @@ class PackedTiles:
 
 @dataclass(frozen=True, eq=False)
 class Documents:
-    """All documents of some samples: each long one in a causal call of its own, the others packed.
+    """All documents of some samples.  Each long document has its own causal call; the others are packed.
 
     Args:
-        long: (sample, first row, rows, tile of the call) of each.
-        others: the calls of all others.
+        long: (sample, first row, rows, tile of the call) of each long document.
+        others: the calls of all other documents.
     """
 
     long: Sequence[tuple[int, int, int, Tile]]
@@ -196,7 +211,7 @@ class Documents:
         dq, dk, dv = map(torch.empty_like, (q, k, v))
         for sample, start, rows, tile in self.long:
             its_q, its_k, its_v, its_out = (_cut(x, sample, start, tile) for x in (q, k, v, out))
-            its_grad, its_lse = torch.zeros_like(its_q), lse.new_full(its_q.shape[:3], 1e30)  # exp(score - lse) is 0
+            its_grad, its_lse = torch.zeros_like(its_q), lse.new_full(its_q.shape[:3], 1e30)  # so exp(score - lse) = 0
             for padded, whole in ((its_grad, grad), (its_lse, lse)):
                 padded[0, :, :rows] = whole[sample, :, start : start + rows]
             given = its_grad, its_q, its_k, its_v, its_out, its_lse
@@ -207,14 +222,18 @@ class Documents:
 
 
 def _tile_of(rows: int) -> Tile:
-    """The tile of a long document: 16 shapes between one power of two and the next, in blocks of 128 rows."""
+    """Return the tile of a long document, with its length rounded up.
+
+    Lengths are rounded to blocks of at least 128 rows, at most 16 lengths between two powers of two, so that few shapes
+    are compiled.
+    """
     step = max(128, 1 << (rows - 1).bit_length() >> 5)
     room = -(-rows // step) * step
     return Tile(0, room, 0, room, 0)
 
 
 def _cut(x: Tensor, sample: int, start: int, tile: Tile) -> Tensor:
-    """The rows of a tile from `start` on, [1, heads, rows, size], with zeros where the sample ends before."""
+    """Return the rows of a tile from `start` on, [1, heads, rows, size], padded with zeros if the sample ends earlier."""
     rows = x[sample : sample + 1, :, start : start + tile.q_stop]
     missing = tile.q_stop - rows.shape[2]
     return F.pad(rows.transpose(1, 2), (0, 0, 0, 0, 0, missing)).transpose(1, 2) if missing else rows
@@ -226,17 +245,17 @@ def _fill(whole: tuple[Tensor, ...], parts: tuple[Tensor, ...], sample: int, sta
 
 
 def _packed(x: Tensor, rows: Rows) -> Tensor:
-    """[batch, heads, seq, ...] -> [rows, heads, ...]; everything of one sample is not copied."""
+    """Return [batch, heads, seq, ...] as [rows, heads, ...].  All rows of a single sample are returned without a copy."""
     return x.transpose(1, 2).flatten(0, 1) if rows is EVERYTHING else x[rows]
 
 
 def _unpacked(x: Tensor, rows: Rows, like: Tensor) -> Tensor:
-    """As `like[rows]`, of [rows, heads, ...]."""
+    """Return [rows, heads, ...] in the shape of `like[rows]`."""
     return x.unflatten(0, (like.shape[0], like.shape[2])).transpose(1, 2) if rows is EVERYTHING else x
 
 
 def _rows(sample: Ints, start: Ints, size: Ints, shape: tuple[int, int], device: torch.device) -> Rows:
-    """`size` rows from `start` on of each sample, one after the other."""
+    """Return the index of `size` rows from `start` on in each sample, one sample after the other."""
     rows = np.arange(size.sum()) + np.repeat(start - (size.cumsum() - size), size)
     samples = np.repeat(sample, size)
     if len(rows) == shape[0] * shape[1] and (samples * shape[1] + rows == np.arange(len(rows))).all():
@@ -253,9 +272,9 @@ def _one_by_one(tables: Sequence[Ints], window: int | None) -> list[OneTile]:
 def _few_calls(
     tables: Sequence[Ints], window: int | None, batch: int, seq: int, device: torch.device, *, apart: bool
 ) -> list[Call]:
-    """One call for many tiles of one sight; a single table holds for all samples.
+    """Make one call for all tiles with the same `Sight`.  A single table applies to all samples.
 
-    apart: long documents have calls of their own.
+    apart: give long documents their own calls.
     """
     found: list[Call] = []
     tables = [_first_rows_apart(table, window) for table in tables]
@@ -284,16 +303,20 @@ def _few_calls(
 
 
 def _keeps_its_shape(table: Ints, seq: int) -> bool:
-    """Whether a tile is of whole chunks of a sample: cuDNN compiles for each shape, and documents have many."""
+    """Whether a tile consists of whole chunks of a sample.
+
+    cuDNN compiles for each shape, and tiles of documents would have many shapes.
+    """
     sizes = table[:, (1, 3)] - table[:, (0, 2)]
     return bool(np.isin(sizes, (seq, seq // 2, seq - seq // 2)).all())
 
 
 def _first_rows_apart(table: Ints, window: int | None) -> Ints:
-    """The rows that see every key of a tile as a tile of their own, where the kernel would take keys from them.
+    """Split off the rows that see every key of a tile, if the kernel would hide keys from them.
 
-    Told how many keys before a row are seen, and of those after it all, it takes as many after it as its longest piece has
-    (set_params_fprop): too few for the first rows of a piece with more queries than keys.
+    The kernel is given how many keys before a row are seen, and "all" for the keys after it.  It replaces "all" by the
+    length of its longest piece of keys (set_params_fprop), which is too few for the first rows of a piece with more
+    queries than keys.
     """
     if window is None:
         return table
@@ -310,14 +333,15 @@ def _first_rows_apart(table: Ints, window: int | None) -> Ints:
 
 
 def _sights(table: Ints, window: int | None) -> Ints:
-    """The `Sight` of each tile, [tiles, 2].
+    """Return the `Sight` of each tile, [tiles, 2].
 
-    Queries and keys of a tile are of one run, or of two that share no position (see `shards`): so its last query stands at
-    its last key, or every query sees that one.  The former go in one call: a tile that the window does not cut, and one of
-    one query and one key, have the numbers of the others.
+    The queries and keys of a tile are of the same range of tokens, or of two ranges that share no position (see
+    `shards`). So either the last query is at the position of the last key, or every query sees the last key.  Tiles of
+    the first kind share one call: a tile that the window does not cut, and a tile of one query and one key, get the
+    numbers of the others.
     """
     queries, keys, offset = table[:, 1] - table[:, 0], table[:, 3] - table[:, 2], table[:, 4]
-    behind = offset + queries - keys  # how far the last query stands behind the last key
+    behind = offset + queries - keys  # distance from the last key to the last query
     sees_first = (offset < 0) | (offset + queries <= (window or offset + queries))
     sees_last = (offset < 0) | (offset >= keys - 1)
     before = np.where(sees_first, EVERY_KEY.before, (window or 0) - 1 - behind)
@@ -329,9 +353,9 @@ def _sights(table: Ints, window: int | None) -> Ints:
 
 
 def _apart(first_row: Ints, table: Ints) -> list[Ints]:
-    """Indices of tiles in groups such that no row of queries or of keys occurs twice in a group.
+    """Group tiles such that no row of queries or keys occurs twice in a group.  Return the indices of each group.
 
-    first_row: of each tile's sample, among the rows of all samples.
+    first_row: first row of each tile's sample, among the rows of all samples.
     """
     starts, stops = table[:, (0, 2)] + first_row[:, None], table[:, (1, 3)] + first_row[:, None]
     groups, left = [], np.arange(len(table))
