@@ -12,6 +12,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 from harness import children_of, metrics_of, run_program, start_program, wait_until
 from harness import run_command as megazero
@@ -21,7 +22,9 @@ from typer.testing import CliRunner, Result
 import megazero as megazero_package
 from megazero.checkpoint.folder import folder_at
 from megazero.checkpoint.index import find_damage, find_newest
+from megazero.checkpoint.lock import DirectoryLock
 from megazero.cli.commands import app
+from megazero.data.writer import IndexedWriter
 
 COMMAND = [sys.executable, "-m", "megazero.cli"]
 
@@ -350,6 +353,30 @@ def test_what_a_run_file_may_say_is_printed_and_a_key_with_dashes_is_told_withou
     told = megazero(*words.split())
     assert told.returncode == status
     assert re.search(said, told.stdout or told.stderr.strip()), told
+
+
+def test_what_is_wrong_with_the_files_of_a_run_is_told_before_torch_is_loaded(tmp_path: Path) -> None:
+    """With what mends it, by one process before it starts ranks; one that runs owns its directory."""
+    with IndexedWriter(tmp_path / "other", np.dtype("<u2"), "its fingerprint") as writer:
+        writer.add_documents(np.arange(300, dtype=np.uint16), [300])
+    (run_dir := tmp_path / "run").mkdir()
+    lock = DirectoryLock(folder_at(run_dir))
+    assert lock.try_to_take() is None
+    code = "import sys\nfrom megazero.cli import main\ntry:\n    main()\nfinally:\n    print('torch' in sys.modules)"
+    for key, value, said, needs_torch in (
+        ("data.sources", '["none"]', "`megazero data tokenize TEXT --out none --tokenizer FILE` writes", False),
+        ("data.sources", f'["{tmp_path}/other"]', f"data tokenize TEXT --out {tmp_path}/other --tokenizer byte", False),
+        ("data.tokenizer", "none.json", "there is no file none.json", False),
+        ("model.vocab_size", "100", "must be >= 257, the ids of data.tokenizer=byte; write 257", False),
+        ("training.run_dir", str(run_dir), "belongs to a run that is still running: process", True),
+    ):
+        words = ["train", QUICKSTART, *TINY, f"training.run_dir={tmp_path / 'free'}", f"{key}={value}"]
+        told = subprocess.run([sys.executable, "-c", code, *words], capture_output=True, text=True, check=False)
+        assert told.returncode == 2, told.stderr
+        assert f"1. {key} = " in told.stderr
+        assert said in told.stderr
+        assert told.stdout in ("False\n", f"{needs_torch}\n")
+    assert not (tmp_path / "free").exists()
 
 
 def test_commands_without_a_run_file_load_extensions_by_option(tmp_path: Path) -> None:

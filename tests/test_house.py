@@ -57,6 +57,7 @@ def test_a_run_loads_few_files() -> None:
     """Tiny files of one idea that are always loaded together are one file.  The number only falls; 110 are wanted."""
     code = (
         "import sys, megazero.training.trainer; print(*(one for one in sys.modules if one.split('.')[0] == 'megazero'))"
+        "; assert 'torch._dynamo' not in sys.modules, 'the compiler is loaded before anything compiles'"
     )
     loaded = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout.split()
     assert len(loaded) <= MOST_LOADED, f"{len(loaded)} files of the package are loaded: {', '.join(sorted(loaded))}"

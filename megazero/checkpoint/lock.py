@@ -134,6 +134,11 @@ class DirectoryLock:
         self._seen: tuple[str, bytes] | None = None  # the lock file of an owner elsewhere, and its heartbeat
         self._looks = 0  # that have found them unchanged
 
+    def look(self) -> None:
+        """Raises: OwnerError: its owner is known to run, on this host."""
+        if (newest := _newest(self._files, _lock_files(self._files))) is not None:
+            self._has_ended(*newest)
+
     def try_to_take(self) -> Owner | None:
         """Take the lock, if its owner has ended.
 

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from megazero.config import ResolvedRun, RunConfig
+    from megazero.config.rules import Rule
 
 
 class Local(TyperGroup):
@@ -51,14 +52,17 @@ def started_ranks() -> int | None:
     return int(os.environ["WORLD_SIZE"]) if "WORLD_SIZE" in os.environ else None
 
 
-def load_run(path: Path, overrides: list[str] | None) -> ResolvedRun:
-    """The run of a file on the ranks that there are, or that will be started.  Ends the command where it is wrong."""
+def load_run(path: Path, overrides: list[str] | None, *rules: Rule) -> ResolvedRun:
+    """The run of a file on the ranks that there are, or that will be started.  Ends the command where it is wrong.
+
+    rules: further ones than those of every run file.
+    """
     from megazero.config import ConfigError, load_config
     from megazero.terminal import warn
 
     world = started_ranks()
     try:
-        return load_config(path, overrides or [], world, rules=[callback_problems, schedule_problems])
+        return load_config(path, overrides or [], world, rules=[callback_problems, schedule_problems, *rules])
     except ConfigError as error:
         if world is None:  # torch is not loaded yet
             warn(str(error))

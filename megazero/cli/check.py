@@ -38,7 +38,8 @@ def check(
     from megazero.checkpoint.index import CheckpointError
     from megazero.config import ConfigError, load_config
     from megazero.training.batches import fingerprint_of
-    from megazero.training.check import FILE_RULES, describe, layer_problems, not_here
+    from megazero.training.check import FILE_RULES, describe, layer_problems
+    from megazero.training.named_files import not_here
     from megazero.training.resuming import foresee
 
     try:

@@ -34,7 +34,7 @@ def train(
     Exit codes:
       0   the run is done
       1   it failed; the last line says whether the same command goes on
-      2   the configuration is wrong, or another run owns its directories
+      2   the configuration or its data are wrong, or another run owns its directories
       75  a signal stopped it after everything was saved; the same command goes on
 
     The same command goes on from the newest checkpoint.  Keys: `megazero config`, or docs/config.md.
@@ -43,7 +43,9 @@ def train(
 
     stop = StopRequest()
     stop.listen()  # from here on: torch takes seconds to load
-    run = load_run(config, overrides)
+    from megazero.training.named_files import start_problems
+
+    run = load_run(config, overrides, start_problems)
     from megazero.training.launch import Failed, leave_at_once, run_ranks, train_rank
 
     summary = run_ranks(run, partial(train_rank, stop=stop), stop)

@@ -18,7 +18,7 @@ from typing import Final
 import numpy as np
 
 from megazero.annexes import added
-from megazero.data.identity import Identity, fingerprint_of, identity_path, locked, verified_identity
+from megazero.data.identity import Identity, fingerprint_of, identity_path, locked, stored_identity, verified_identity
 from megazero.data.indexed import IndexedDataset
 from megazero.data.sampler import Blend, SampleStream, ValidationStream, Windows, split
 from megazero.data.tokenizer import Tokenizer, load_tokenizer
@@ -91,13 +91,7 @@ def open_corpus(
         windows = Windows.over(dataset.tokens, seq_len, name, dataset.borders)
         identity = verified_identity(dataset, cache_dir, say)
         windows = replace(windows, content=identity.content)
-        _check_ids(name, identity, vocab_size)
-        if identity.tokenizer not in ("", own.fingerprint):
-            raise ValueError(
-                f"{name} was tokenized with a tokenizer of fingerprint {identity.tokenizer}, and data.tokenizer="
-                f"{tokenizer!r} has {own.fingerprint}; name the tokenizer of the source (and its data.eod_token, if it was "
-                "given one), or tokenize the source again"
-            )
+        _check_fits(name, identity, tokenizer, own, vocab_size)
         contents.append(identity.content)
         kept, last = split(windows, validation_fraction, name)
         training.append(kept)
@@ -139,7 +133,28 @@ def repeats(names: Sequence[str], stream: SampleStream, samples: int) -> list[st
     ]
 
 
-def _check_ids(name: str, identity: Identity, vocab_size: int) -> None:
+def check_source(name: str, tokenizer: str, own: Tokenizer | None, vocab_size: int) -> None:
+    """Check a source by what its files say of themselves; no token is read.
+
+    Args:
+        tokenizer, own: the run's, by its name and itself; None where it cannot be loaded, and is not compared.
+
+    Raises: as `open_corpus`.
+    """
+    if name != PYTHON_STDLIB and not is_raw(Path(name)):
+        IndexedDataset(name)
+        if own is not None and (stored := stored_identity(name)) is not None:
+            _check_fits(name, stored, tokenizer, own, vocab_size)
+
+
+def _check_fits(name: str, identity: Identity, tokenizer: str, own: Tokenizer, vocab_size: int) -> None:
+    """Raises: ValueError: the source was written by another tokenizer, or has ids without an embedding."""
+    if identity.tokenizer not in ("", own.fingerprint):
+        raise ValueError(
+            f"{name} was tokenized with a tokenizer of fingerprint {identity.tokenizer}, and data.tokenizer="
+            f"{tokenizer!r} has {own.fingerprint}; name the tokenizer of the source (and its data.eod_token, if it was "
+            f"given one), or tokenize again: megazero data tokenize TEXT --out {name} --tokenizer {tokenizer}"
+        )
     if identity.smallest_id < 0 or identity.largest_id >= vocab_size:
         raise ValueError(
             f"{name} has ids from {identity.smallest_id:,} to {identity.largest_id:,}, and the model's vocab_size is "

@@ -142,23 +142,30 @@ def locked(
         raise OSError(f"{path.parent} cannot be written ({error}), where {what}; {hint}") from error
 
 
-def _verify(dataset: IndexedDataset, pair: Sequence[Path]) -> Identity:
-    """Read a pair and compare it with the identity file beside it, or write that file if there is none."""
-    dataset.check_layout()
-    path = identity_path(dataset.prefix)
-    found = read_identity(pair[0], pair[1], dataset.dtype)
+def stored_identity(prefix: str | os.PathLike[str]) -> Identity | None:
+    """What the file beside a pair says, None without one.  Raises: ValueError: it is damaged."""
+    path = identity_path(prefix)
     try:
         stored = parse_json(path.read_bytes())
         if stored.pop("format") != 1:
             raise ValueError("it is of a later release")
-        stored = Identity(**stored)
+        return Identity(**stored)
     except FileNotFoundError:
-        with suppress(OSError):  # the directory may be read-only: then only the cache remembers it
-            write_identity(path, found)
-        return found
+        return None
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         hint = "copy it again, or remove it to trust the pair as it is"
         raise ValueError(f"{path} is damaged ({error}); {hint}") from None
+
+
+def _verify(dataset: IndexedDataset, pair: Sequence[Path]) -> Identity:
+    """Read a pair and compare it with the identity file beside it, or write that file if there is none."""
+    dataset.check_layout()
+    path = identity_path(dataset.prefix)
+    found, stored = read_identity(pair[0], pair[1], dataset.dtype), stored_identity(dataset.prefix)
+    if stored is None:
+        with suppress(OSError):  # the directory may be read-only: then only the cache remembers it
+            write_identity(path, found)
+        return found
     if stored.content != found.content:
         raise ValueError(
             f"{dataset.prefix}.bin or .idx is not what was written: its content has hash {found.content}, {path.name} "

@@ -101,7 +101,10 @@ class IndexedDataset:
             if not path.is_file():
                 named = self.prefix.endswith((".bin", ".idx"))
                 hint = f"; name it by its prefix, {self.prefix[:-4]}" if named else ""
-                rule = f"a token source is a pair {self.prefix}.bin and {self.prefix}.idx"
+                rule = (
+                    f"a token source is a pair {self.prefix}.bin and {self.prefix}.idx, which `megazero data tokenize"
+                )
+                rule += f" TEXT --out {self.prefix} --tokenizer FILE` writes"
                 raise FileNotFoundError(f"no {path}: {rule}{hint}")
         with bin_path.open("rb") as bin_file, idx_path.open("rb") as idx_file:
             for file in (bin_file, idx_file):

@@ -8,7 +8,6 @@ A file that is not on this machine is said to be unchecked; one that is there mu
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
@@ -22,9 +21,7 @@ from megazero.config import ConfigError, ResolvedRun, RunConfig
 from megazero.config.derive import batch_sizes
 from megazero.config.rules import Rule, dp_of
 from megazero.data import Corpus
-from megazero.data.corpus import PYTHON_STDLIB, is_raw, repeats, tokenizer_of
-from megazero.data.indexed import pair_paths
-from megazero.data.tokenizer import tokenizer_path
+from megazero.data.corpus import repeats, tokenizer_of
 from megazero.engine.outline import elements_in, schedule_of, stages_of
 from megazero.engine.phases import Phase, trained_steps, unfinished_schedule
 from megazero.layers.fp8 import emulated, use_fp8
@@ -37,6 +34,7 @@ from megazero.schedules.action import Schedule, read_schedule
 from megazero.schedules.proof import ScheduleError, check_runnable, peak_activations, simulate
 from megazero.settings import Problem, counted
 from megazero.training.batches import open_sources
+from megazero.training.named_files import directory_problems, not_here, tokenizer_problems
 
 Lines: TypeAlias = Iterable[tuple[str, str]]
 """(subject, text) of each line of `megazero check`."""
@@ -49,36 +47,10 @@ class DeviceNeeds(NamedTuple):
     fits: bool = True
 
 
-def _tokenizer_problems(config: RunConfig) -> Iterator[Problem]:
-    """The tokenizer can be loaded, and the embedding has a row for each of its ids."""
-    name, rows = config.data.tokenizer, config.model.vocab_size
-    if name in not_here(config):
-        return
-    try:
-        ids = tokenizer_of([source.path for source in config.data.sources], name, config.data.eod_token).vocab_size
-    except (ValueError, OSError) as error:
-        yield Problem("data.tokenizer", name, "must be a tokenizer", str(error))
-        return
-    if ids > rows:
-        yield Problem("model.vocab_size", rows, f"must be >= {ids}, the ids of data.tokenizer={name}", f"write {ids}")
-
-
-def _directory_problems(config: RunConfig) -> Iterator[Problem]:
-    """The directories of the run can be made: no file has their path."""
-    named = {"training.run_dir": config.training.run_dir, "checkpoint.directory": config.checkpoint.directory}
-    for key, name in named.items():
-        if name is None or "://" in name:
-            continue
-        path = Path(name).absolute()
-        there = next(parent for parent in (path, *path.parents) if os.path.lexists(parent))
-        if not there.is_dir():
-            yield Problem(key, name, "must be a directory, or not exist", f"{there} is none")
-
-
 def _source_problems(config: RunConfig) -> Iterator[Problem]:
     """Every source on this machine can be read with this tokenizer, sample length and vocabulary."""
     missing = not_here(config)
-    if config.data.tokenizer in missing or any(_tokenizer_problems(config)):
+    if config.data.tokenizer in missing or any(tokenizer_problems(config)):
         return
     data = config.data
     trained, contents = {source.path for source in data.sources if source.path not in missing}, set[str]()
@@ -121,21 +93,12 @@ def schedule_problems(config: RunConfig) -> Iterator[Problem]:
 
 
 # What only the files that a run names can tell.
-FILE_RULES: tuple[Rule, ...] = (_tokenizer_problems, _source_problems, schedule_problems, _directory_problems)
-
-
-def not_here(config: RunConfig) -> list[str]:
-    """List the tokenizer and the sources that are not on this machine."""
-    data, tokenizer = config.data, config.data.tokenizer
-    sources = dict.fromkeys(
-        [source.path for source in data.sources] + [source.path for source in data.validation_sources]
-    )
-    missing = [
-        name
-        for name in sources
-        if not (name == PYTHON_STDLIB or is_raw(Path(name)) or any(path.exists() for path in pair_paths(name)))
-    ]
-    return missing if tokenizer == "byte" or Path(tokenizer_path(tokenizer)).exists() else [tokenizer, *missing]
+FILE_RULES: tuple[Rule, ...] = (
+    lambda config: tokenizer_problems(config, not_here(config)),
+    _source_problems,
+    schedule_problems,
+    directory_problems,
+)
 
 
 def _open(config: RunConfig, sources: list[tuple[str, float]], validation_fraction: float | None = None) -> Corpus:
