@@ -12,6 +12,8 @@ from harness import run_command as megazero
 from quickstart import QUICKSTART, ROOT, TINY
 from typer.testing import CliRunner, Result
 
+from megazero.checkpoint.hugging_face.exporter import export_model
+from megazero.checkpoint.index import CheckpointError
 from megazero.cli.commands import app
 from megazero.config import ConfigError, ResolvedRun, load_config
 from megazero.formats.tokenize import tokenize_files
@@ -218,7 +220,9 @@ def test_validation_sources_are_looked_at_too(tmp_path: Path, corpus: Path, monk
 
 
 @pytest.mark.slow
-def test_the_checkpoint_that_a_run_goes_on_from_is_compared_as_the_run_would(tmp_path: Path, corpus: Path) -> None:
+def test_the_checkpoint_that_a_run_goes_on_from_is_compared_as_the_run_would(
+    tmp_path: Path, corpus: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     run_dir, data = tmp_path / "run", f"data.sources=['{corpus}']"
     words = [str(QUICKSTART), *SMALL, data, f"training.run_dir={run_dir}", "training.steps=2"]
     assert "resume " not in megazero("check", *words).stdout
@@ -248,6 +252,14 @@ def test_the_checkpoint_that_a_run_goes_on_from_is_compared_as_the_run_would(tmp
         ("model.hidden_size=48 model.seq_len=16", 2, "a training.run_dir of its own"),
     ):
         check(words_of, status, told)
+    listed = megazero("checkpoint", "export", step.parent, tmp_path / "out")
+    assert (listed.returncode, f"name one of its steps, such as {step}" in listed.stderr) == (1, True)
+    monkeypatch.setattr(FAMILIES, "_built_in", {})
+    with pytest.raises(
+        CheckpointError, match=r"of the family 'llama' of a script: name it with --extension SCRIPT\.py"
+    ):
+        export_model(step, tmp_path / "out")
+    monkeypatch.undo()
     for text in ('{"step": "x", "model": null}', "{"):
         (step / "trainer_state.json").write_text(text)
         assert "Traceback" not in check("", 2, "step-00000002")

@@ -118,6 +118,10 @@ def test_a_run_resumes_with_its_own_tokenizer_only(tmp_path: Path) -> None:
     (refused,) = run_world(1, _train_with, tmp_path, 2, "other.json")
     assert "was trained on other data. What differs: the tokenizer (data.tokenizer, data.eod_token)" in refused
     assert run_world(1, _train_with, tmp_path, 2, "mine.json") == ["trained"]
+    host_with(tmp_path, one=np.arange(9_999) % 2)
+    (refused,) = run_world(1, _train_with, tmp_path, 3, "mine.json")
+    assert "What differs: the tokens (data.sources). Its data.sources were [" in refused
+    assert f"; other tokens are in {tmp_path}/one. If" in refused
 
 
 def _wait_for_a_slow_rank(rank: int, fails: bool) -> str:

@@ -32,6 +32,7 @@ from megazero.checkpoint.index import (
     CheckpointError,
     TrainerState,
     files_of_save,
+    incomplete,
     is_complete,
     is_step_name,
     own_files,
@@ -222,7 +223,7 @@ def reading(location: Location) -> Iterator[Folder]:
             markers.write(marker, process_identity(os.getpid()).encode())
     try:
         if not is_complete(folder):
-            raise CheckpointError(f"{folder} is not a complete checkpoint: it has no {MANIFEST}; name a step")
+            raise incomplete(folder)
         yield folder
     finally:
         with suppress(OSError):

@@ -230,4 +230,4 @@ def changes_between(saved: str, now: str) -> list[str]:
         return []
     if not (old and new):
         return [f"the data (fingerprint {saved}, now {now})"]
-    return [f"{name}: {old[name]}, now {new[name]}" for name in _PARTS if old[name] != new[name]]
+    return [name for name in _PARTS if old[name] != new[name]]

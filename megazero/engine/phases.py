@@ -20,7 +20,7 @@ from megazero.checkpoint.folder import Location
 from megazero.checkpoint.index import CheckpointError, TrainerState, versions
 from megazero.config import RunConfig
 from megazero.config.schema import sections
-from megazero.data.identity import changes_between, tokenizer_part
+from megazero.data.identity import changes_between, stored_identity, tokenizer_part
 from megazero.data.tokenizer import load_tokenizer
 from megazero.models.registry import FAMILIES
 from megazero.optim.config import LrScheduleConfig
@@ -218,6 +218,7 @@ def check_same_run(
         faults.append(
             f"was trained on other data. What differs: {'; '.join(changes_between(stored, data_fingerprint))}"
             + (_end_of(config, stored) if tokenizer_part(stored) != tokenizer_part(data_fingerprint) else "")
+            + _other_sources(config, trainer)
         )
     if faults:
         together = [name for name in KEYS_OF if name in names or name in accepted]
@@ -251,6 +252,14 @@ def _end_of(config: RunConfig, stored: str) -> str:
         return ""
     is_it = then.eod_token and then.fingerprint == tokenizer_part(stored)
     return f". data.eod_token = {toml_value(then.eod_token)} ends documents as before" if is_it else ""
+
+
+def _other_sources(config: RunConfig, trainer: TrainerState) -> str:
+    """What the checkpoint was trained on, and the sources with other tokens, as far as the files beside them say."""
+    before = trainer.config.get("data", {}).get("sources", "unknown")
+    found = {source.path: stored_identity(source.path) for source in config.data.sources}
+    other = [path for path, own in found.items() if own is not None and own.content not in trainer.trained]
+    return f". Its data.sources were {_shown(before)}" + (f"; other tokens are in {', '.join(other)}" if other else "")
 
 
 def _shown(value: object) -> str:

@@ -38,6 +38,7 @@ from megazero.checkpoint.retention import reading
 from megazero.checkpoint.shards import Layout, new_folder, write_shards
 from megazero.checkpoint.tensor_file import StoredTensors
 from megazero.models.config import ModelConfig
+from megazero.models.registry import FAMILIES
 from megazero.zero.bucket import DTYPE_NAMES, DTYPES
 from megazero.zero.state import MASTER, MODEL
 
@@ -126,6 +127,9 @@ def _model_of(folder: Folder, trainer: TrainerState) -> ModelConfig:
             f"{folder} holds a script's own module, {trainer.model['module']}, which transformers does not "
             "have: its tensors are named as the module names them. Load them with the script"
         )
+    if (family := trainer.model.get("family")) not in FAMILIES:
+        script = next(iter(trainer.config.get("launch", {}).get("extensions", [])), "SCRIPT.py")
+        raise CheckpointError(f"{folder} is of the family {family!r} of a script: name it with --extension {script}")
     try:
         return ModelConfig.model_validate(trainer.model)
     except ValidationError as error:
