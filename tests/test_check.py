@@ -17,6 +17,7 @@ from megazero.checkpoint.index import CheckpointError
 from megazero.cli.commands import app
 from megazero.config import ConfigError, ResolvedRun, load_config
 from megazero.formats.tokenize import tokenize_files
+from megazero.models.registry import FAMILIES
 from megazero.plan.check_lines import lines_on
 from megazero.plan.cluster import Cluster, cluster_of, with_memory
 from megazero.plan.report import Assumptions, plan_of
@@ -227,6 +228,16 @@ def test_the_checkpoint_that_a_run_goes_on_from_is_compared_as_the_run_would(
     words = [str(QUICKSTART), *SMALL, data, f"training.run_dir={run_dir}", "training.steps=2"]
     assert "resume " not in megazero("check", *words).stdout
     assert megazero("train", *words).returncode == 0
+    step = run_dir / "checkpoints" / "step-00000002"
+    listed = megazero("checkpoint", "export", step.parent, tmp_path / "out")
+    assert (listed.returncode, f"name one of its steps, such as {step}" in listed.stderr) == (1, True)
+    for names in ("_built_in", "_registered"):
+        monkeypatch.setattr(FAMILIES, names, {})
+    with pytest.raises(
+        CheckpointError, match=r"of the family 'llama' of a script: name it with --extension SCRIPT\.py"
+    ):
+        export_model(step, tmp_path / "out")
+    monkeypatch.undo()
     before = sorted(run_dir.rglob("*"))
 
     def check(words_of: str, status: int, told: str) -> str:
@@ -235,7 +246,7 @@ def test_the_checkpoint_that_a_run_goes_on_from_is_compared_as_the_run_would(
         assert (done.returncode, told in text) == (status, True), text
         return text
 
-    more, step = "training.steps=4", run_dir / "checkpoints" / "step-00000002"
+    more = "training.steps=4"
     changed = check(f"{more} optimizer.weight_decay=0.3", 0, f"resume    goes on from {step}, step 2")
     assert "resume    changed since the checkpoint was written: optimizer.weight_decay" in changed
     for words_of, status, told in (
@@ -252,14 +263,6 @@ def test_the_checkpoint_that_a_run_goes_on_from_is_compared_as_the_run_would(
         ("model.hidden_size=48 model.seq_len=16", 2, "a training.run_dir of its own"),
     ):
         check(words_of, status, told)
-    listed = megazero("checkpoint", "export", step.parent, tmp_path / "out")
-    assert (listed.returncode, f"name one of its steps, such as {step}" in listed.stderr) == (1, True)
-    monkeypatch.setattr(FAMILIES, "_built_in", {})
-    with pytest.raises(
-        CheckpointError, match=r"of the family 'llama' of a script: name it with --extension SCRIPT\.py"
-    ):
-        export_model(step, tmp_path / "out")
-    monkeypatch.undo()
     for text in ('{"step": "x", "model": null}', "{"):
         (step / "trainer_state.json").write_text(text)
         assert "Traceback" not in check("", 2, "step-00000002")

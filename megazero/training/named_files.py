@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Collection, Iterator
-from contextlib import suppress
 from pathlib import Path
 
 from megazero.config import RunConfig
@@ -26,17 +25,20 @@ def start_problems(config: RunConfig) -> Iterator[Problem]:
         return
     yield from directory_problems(config)
     yield from _owner_problems(config)
-    found = list(tokenizer_problems(config))
-    yield from found
+    yield from (found := [*tokenizer_problems(config)])
+    data, trained = config.data, [source.path for source in config.data.sources]
+    own = None if found else tokenizer_of(trained, data.tokenizer, data.eod_token)
+    for path in _sources(config):
+        try:
+            check_source(path, data.tokenizer, own, config.model.vocab_size)
+        except (ValueError, OSError) as error:
+            key = "data.sources" if path in trained else "data.validation_sources"
+            yield Problem(key, path, "cannot be used", str(error))
+
+
+def _sources(config: RunConfig) -> dict[str, None]:
     data = config.data
-    names = [source.path for source in data.sources]
-    own = None if found else tokenizer_of(names, data.tokenizer, data.eod_token)
-    for key in ("sources", "validation_sources"):
-        for path in dict.fromkeys(source.path for source in getattr(data, key)):
-            try:
-                check_source(path, data.tokenizer, own, config.model.vocab_size)
-            except (ValueError, OSError) as error:
-                yield Problem(f"data.{key}", path, "cannot be used", str(error))
+    return dict.fromkeys([source.path for source in data.sources] + [source.path for source in data.validation_sources])
 
 
 def tokenizer_problems(config: RunConfig, elsewhere: Collection[str] = ()) -> Iterator[Problem]:
@@ -66,30 +68,21 @@ def directory_problems(config: RunConfig) -> Iterator[Problem]:
 
 
 def _owner_problems(config: RunConfig) -> Iterator[Problem]:
-    """No run of this host owns the directories.  One elsewhere may have ended: rank 0 waits to see whether it has."""
-    run_dir = Path(config.training.run_dir)
-    for folder in (run_dir, Path(config.checkpoint.directory or run_dir / "checkpoints")):
-        if not (folder / "owner").is_dir():
-            continue
+    """No run of this host owns run_dir.  One elsewhere may have ended: rank 0 waits to see whether it has."""
+    run_dir = config.training.run_dir
+    if (Path(run_dir) / "owner").is_dir():
         from megazero.checkpoint.folder import folder_at
         from megazero.checkpoint.index import OwnerError
         from megazero.checkpoint.lock import DirectoryLock
 
         try:
-            with suppress(OSError):  # the storage does not answer: the ranks ask again
-                DirectoryLock(folder_at(folder)).look()
-        except OwnerError as error:
-            yield Problem("training.run_dir", config.training.run_dir, str(error))
-            return
+            DirectoryLock(folder_at(run_dir)).look()
+        except (OwnerError, OSError) as error:
+            yield Problem("training.run_dir", run_dir, str(error))
 
 
 def not_here(config: RunConfig) -> list[str]:
     """List the tokenizer and the sources that are not on this machine."""
-    data, tokenizer = config.data, config.data.tokenizer
-    sources = dict.fromkeys(
-        [source.path for source in data.sources] + [source.path for source in data.validation_sources]
-    )
-    missing = [
-        name for name in sources if name != PYTHON_STDLIB and not any(path.exists() for path in pair_paths(name))
-    ]
+    tokenizer, own = config.data.tokenizer, [name for name in _sources(config) if name != PYTHON_STDLIB]
+    missing = [name for name in own if not any(path.exists() for path in pair_paths(name))]
     return missing if tokenizer == "byte" or Path(tokenizer).exists() else [tokenizer, *missing]
