@@ -34,7 +34,7 @@ from megazero.schedules.action import Schedule, read_schedule
 from megazero.schedules.proof import ScheduleError, check_runnable, peak_activations, simulate
 from megazero.settings import Problem, counted
 from megazero.training.batches import open_sources
-from megazero.training.named_files import directory_problems, not_here, tokenizer_problems
+from megazero.training.named_files import directory_problems, not_here, sources_of, tokenizer_problems
 
 Lines: TypeAlias = Iterable[tuple[str, str]]
 """(subject, text) of each line of `megazero check`."""
@@ -52,22 +52,18 @@ def _source_problems(config: RunConfig) -> Iterator[Problem]:
     missing = not_here(config)
     if config.data.tokenizer in missing or any(tokenizer_problems(config)):
         return
-    data = config.data
-    trained, contents = {source.path for source in data.sources if source.path not in missing}, set[str]()
-    for path in trained:
+    trained, contents = {source.path for source in config.data.sources}, set[str]()
+    for path in [path for path in sources_of(config) if path not in missing]:
+        key, fraction = ("data.sources", None) if path in trained else ("data.validation_sources", 0.0)
         try:
-            contents |= {*_open(config, [(path, 1.0)]).contents.values()}
+            found = {*_open(config, [(path, 1.0)], fraction).contents.values()}
         except (ValueError, OSError) as error:
-            yield Problem("data.sources", path, "cannot be used", str(error))
-    for path in {source.path for source in data.validation_sources} - {*trained, *missing}:
-        try:
-            found = _open(config, [(path, 1.0)], 0.0).contents[path]
-        except (ValueError, OSError) as error:
-            yield Problem("data.validation_sources", path, "cannot be used", str(error))
+            yield Problem(key, path, "cannot be used", str(error))
             continue
-        if found in contents and not data.validation_fraction:
+        if path not in trained and found & contents and not config.data.validation_fraction:
             rule = "must not hold the tokens of one of data.sources where data.validation_fraction = 0"
-            yield Problem("data.validation_sources", path, rule, "set it, or leave the source out")
+            yield Problem(key, path, rule, "set it, or leave the source out")
+        contents |= found if path in trained else set()
 
 
 def schedule_problems(config: RunConfig) -> Iterator[Problem]:
@@ -93,12 +89,7 @@ def schedule_problems(config: RunConfig) -> Iterator[Problem]:
 
 
 # What only the files that a run names can tell.
-FILE_RULES: tuple[Rule, ...] = (
-    lambda config: tokenizer_problems(config, not_here(config)),
-    _source_problems,
-    schedule_problems,
-    directory_problems,
-)
+FILE_RULES: tuple[Rule, ...] = (tokenizer_problems, _source_problems, schedule_problems, directory_problems)
 
 
 def _open(config: RunConfig, sources: list[tuple[str, float]], validation_fraction: float | None = None) -> Corpus:

@@ -10,12 +10,13 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 from megazero.config import RunConfig
-from megazero.data.corpus import PYTHON_STDLIB, check_source, tokenizer_of
+from megazero.data.corpus import PYTHON_STDLIB, check_source, is_raw, tokenizer_of
 from megazero.data.indexed import pair_paths
+from megazero.data.tokenizer import tokenizer_path
 from megazero.settings import Problem
 
 
@@ -25,10 +26,10 @@ def start_problems(config: RunConfig) -> Iterator[Problem]:
         return
     yield from directory_problems(config)
     yield from _owner_problems(config)
-    yield from (found := [*tokenizer_problems(config)])
+    yield from (found := [*tokenizer_problems(config, may_lack=False)])
     data, trained = config.data, [source.path for source in config.data.sources]
     own = None if found else tokenizer_of(trained, data.tokenizer, data.eod_token)
-    for path in _sources(config):
+    for path in sources_of(config):
         try:
             check_source(path, data.tokenizer, own, config.model.vocab_size)
         except (ValueError, OSError) as error:
@@ -36,15 +37,16 @@ def start_problems(config: RunConfig) -> Iterator[Problem]:
             yield Problem(key, path, "cannot be used", str(error))
 
 
-def _sources(config: RunConfig) -> dict[str, None]:
+def sources_of(config: RunConfig) -> dict[str, None]:
+    """The paths of a run's sources as keys, those that it trains on first."""
     data = config.data
     return dict.fromkeys([source.path for source in data.sources] + [source.path for source in data.validation_sources])
 
 
-def tokenizer_problems(config: RunConfig, elsewhere: Collection[str] = ()) -> Iterator[Problem]:
-    """The tokenizer can be loaded, and the embedding has a row for each of its ids; not looked at if it is `elsewhere`."""
+def tokenizer_problems(config: RunConfig, *, may_lack: bool = True) -> Iterator[Problem]:
+    """The tokenizer can be loaded, and the embedding has a row for each of its ids.  `may_lack`: or it is elsewhere."""
     name, rows = config.data.tokenizer, config.model.vocab_size
-    if name in elsewhere:
+    if may_lack and name in not_here(config):
         return
     try:
         ids = tokenizer_of([source.path for source in config.data.sources], name, config.data.eod_token).vocab_size
@@ -83,6 +85,6 @@ def _owner_problems(config: RunConfig) -> Iterator[Problem]:
 
 def not_here(config: RunConfig) -> list[str]:
     """List the tokenizer and the sources that are not on this machine."""
-    tokenizer, own = config.data.tokenizer, [name for name in _sources(config) if name != PYTHON_STDLIB]
-    missing = [name for name in own if not any(path.exists() for path in pair_paths(name))]
-    return missing if tokenizer == "byte" or Path(tokenizer).exists() else [tokenizer, *missing]
+    tokenizer, own = config.data.tokenizer, [name for name in sources_of(config) if name != PYTHON_STDLIB]
+    missing = [name for name in own if not (is_raw(Path(name)) or any(path.exists() for path in pair_paths(name)))]
+    return missing if tokenizer == "byte" or Path(tokenizer_path(tokenizer)).exists() else [tokenizer, *missing]
