@@ -110,12 +110,8 @@ class HuggingFaceFormat:
     def not_computed(self, model: ModelConfig) -> list[str]:
         """The options of a model that transformers does not compute in this family, as they are written in a run file."""
         theirs = {ours for ours, _ in self.defaults.values()}
-        chosen = {key: getattr(model, key) for key in _OPTIONS if key not in theirs}
-        return [
-            f"model.{key} = {toml_value(value)}"
-            for key, value in chosen.items()
-            if value != type(model).model_fields[key].default
-        ]
+        chosen = {key: value for key in _OPTIONS if key not in theirs and (value := getattr(model, key)) is not None}
+        return [f"model.{key} = {toml_value(value)}" for key, value in chosen.items()]
 
     def section(self, family: str, config: Mapping[str, Any], seq_len: int | None = None) -> dict[str, Any]:
         """The [model] section of a `config.json`, as written in a run file.
