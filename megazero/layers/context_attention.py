@@ -9,20 +9,20 @@
     it has the keys of rank          0         3        2        1
     queries that see some of them    all       those of its later chunk    see `tiles` in token_layout.py
 
-Each step of the ring gives a partial result with its log-sum-exp; they are merged in fp32.  In the backward the gradients of
-keys and values follow them round the ring and end on the rank that owns the keys.  What a rank's own queries add to its own
-keys is never sent.  Every message overlaps with computing, the last one included:
+Each step of the ring gives a partial result with its log-sum-exp, and these are merged in fp32.  In the backward, the
+gradients of keys and values follow the keys round the ring and end on the rank that owns them.  The gradients from a
+rank's own queries for its own keys are never sent.  Every message overlaps with computation, including the last:
 
     backward of rank 0 of 2     own keys, some heads | keys of rank 1 | own keys, other heads
     on the link                 keys ->              |                | <- their gradients
 
-Where the ranks of Ulysses communicate while they compute, heads are exchanged and used in pieces:
+If Ulysses ranks can communicate while they compute, heads are exchanged and used in pieces:
 
     link          k v q0 | q1 | q2 | q3 |      | out0 | out1 | out2 | out3
     computing            | q0   | q1   | q2   | q3   |
 
-So attention waits for the first piece only, and the reader of its output for the last.  Keys and values travel with the
-first piece that reads them.  The backward does the same with gradients.
+So attention waits only for the first piece, and the consumer of its output only for the last.  Keys and values travel
+with the first piece that reads them.  The backward does the same with gradients.
 """
 
 from __future__ import annotations
@@ -55,18 +55,18 @@ from megazero.layers.tile_calls import EVERYTHING, Call, Rows, calls
 from megazero.layers.token_layout import HeadPiece, head_pieces
 from megazero.parallel_state import Axis
 
-_KeyPart: TypeAlias = tuple[Rows, *tuple[Tensor, ...]]  # of a call: where its keys are, gradients of keys and of values
+_KeyPart: TypeAlias = tuple[Rows, *tuple[Tensor, ...]]  # of a call: index of its keys; gradients of keys and of values
 _EVERY_HEAD = slice(None)
 
 
 class Ring:
-    """Causal attention within documents, of a rank's queries to the keys of all ring ranks.
+    """Causal attention within documents, from a rank's queries to the keys of all ring ranks.
 
     Args:
         axis: the ring.
-        window: how many positions a query sees, its own included; None for all of its document up to itself.
-        gradient_dtype: in which the gradients of keys and values travel, where keys have 16 bits.
-        tiles: attends to a part of the keys, where many parts are not one call.
+        window: how many positions a query sees, including its own; None for all of its document up to itself.
+        gradient_dtype: in which the gradients of keys and values travel, if keys have 16 bits.
+        tiles: attends to one tile, where tiles are not packed into one call.
     """
 
     def __init__(self, axis: Axis, window: int | None, gradient_dtype: torch.dtype, tiles: TileKernel) -> None:
@@ -74,12 +74,16 @@ class Ring:
         self.tiles = tiles
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, part: SamplePart) -> tuple[Tensor, Tensor]:
-        """out, as q, and for each query the log-sum-exp, [batch, heads, seq] in fp32, or in fp64 for fp64.
+        """Attend from this rank's queries to the keys of all ring ranks.
 
         Args:
             q: [batch, heads, seq of a ring rank, size].
             k, v: [batch, kv heads, seq of a ring rank, size].
             part: what the queries see.
+
+        Returns:
+            out with the shape of q, and the log-sum-exp of each query, [batch, heads, seq], in fp32 (fp64 if q is
+            fp64).
         """
         result: _Merged | None = None
         for source, keys, values in _visits(k, v, self.axis):
@@ -98,7 +102,7 @@ class Ring:
         return calls(part, source, self.window, q, k, self.tiles)
 
     def key_gradients(self, k: Tensor, v: Tensor) -> KeyGradients:
-        """An accumulator for the gradients of these keys and values, for `backward`."""
+        """Return an accumulator for the gradients of these keys and values, to be passed to `backward`."""
         return KeyGradients(k, v, self.axis, self.gradient_dtype)
 
     def backward(
@@ -112,17 +116,23 @@ class Ring:
         part: SamplePart,
         of_keys: KeyGradients,
     ) -> Tensor:
-        """Gradients of q.  Those of k and v are added to `of_keys`, which on a ring of several ranks takes one call.
+        """Return the gradient of q, and add the gradients of k and v to `of_keys`.
+
+        On a ring of several ranks, `of_keys` must be used in one call only.
 
         Args:
-            grad, out: as q.
-            lse: of the forward; other arguments as there.
+            grad, out: with the shape of q.
+            q, k, v, part: as in `forward`.
+            lse: as returned by `forward`.
+            of_keys: from `key_gradients`.
         """
         here, dq = self.axis.index, _Sum(q)
         own = head_pieces(q.shape[1], k.shape[1], min(self.axis.size, 2), shares_keys=True)
 
         def gradients(call: Call, heads: slice, *given: Tensor) -> list[Tensor]:
-            """Of a call's keys and values; those of its queries are added to `dq`, and freed before the next call."""
+            """Return the gradients of a call's keys and values.  Add those of its queries to `dq`, so that they are
+            freed before the next call.
+            """
             of_queries, *others = call.backward(*given)
             dq.add(call.queries, of_queries, heads)
             return others
@@ -145,22 +155,22 @@ class Ring:
                 use_own_keys(own[0])
             else:
                 use_keys_of(*visit)
-            del visit  # with the buffer of keys that are used no more
+            del visit  # frees the buffer of these keys
         for heads in own[1:]:
             use_own_keys(heads)
         return dq.total()
 
 
 def fp32_or_wider(x: Tensor) -> torch.dtype:
-    """fp32, or the type of the tensor where that is wider."""
+    """Return fp32, or the tensor's type if it is wider."""
     return torch.promote_types(x.dtype, torch.float32)
 
 
 class _Merged:
-    """The result of attention over the keys that have been used so far.
+    """The result of attention over the keys used so far.
 
     Args:
-        out: [batch, heads, seq, size]; in fp32 from the second part on.
+        out: [batch, heads, seq, size]; in fp32 once a second result has been merged.
         lse: [batch, heads, seq], in fp32 or wider.
     """
 
@@ -169,21 +179,21 @@ class _Merged:
 
     @staticmethod
     def empty(q: Tensor) -> _Merged:
-        """The result of queries that have seen no key."""
+        """Return the result for queries that have not seen any key."""
         out = torch.zeros_like(q, dtype=fp32_or_wider(q))
         return _Merged(out, torch.full_like(out[..., 0], -torch.inf))
 
     def add(self, rows: Rows, out: Tensor, lse: Tensor) -> None:
-        """Add the result of some queries over further keys; each of these queries sees one of the keys at least."""
+        """Merge the result of some queries over further keys.  Each of these queries must see at least one of the keys."""
         self.out = self.out.to(fp32_or_wider(self.out))
         mine, its_lse = self.out[rows], self.lse[rows]
         merge(mine, its_lse, out, lse)
-        if any(isinstance(index, Tensor) for index in rows):  # copies, not views
+        if any(isinstance(index, Tensor) for index in rows):  # indexing by a tensor copies
             self.out[rows], self.lse[rows] = mine, its_lse
 
 
 class _Sum:
-    """A sum of parts of a tensor, in fp32 where it has several."""
+    """A sum of contributions to a tensor; in fp32 if there is more than one."""
 
     def __init__(self, like: Tensor) -> None:
         self._like = like
@@ -200,12 +210,15 @@ class _Sum:
         self._total[:, heads][rows] += part
 
     def total(self) -> Tensor:
-        """In the type of the tensor."""
+        """Return the sum in the type of the tensor."""
         return torch.zeros_like(self._like) if self._total is None else self._total.to(self._like.dtype)
 
 
 def _visits(k: Tensor, v: Tensor, ring: Axis) -> Iterator[tuple[int, Tensor, Tensor]]:
-    """(ring rank, its keys, its values) for every rank, this one first.  The next keys travel while these are used."""
+    """Yield (ring rank, its keys, its values) for every ring rank, this one first.
+
+    The next keys are in transit while the caller uses the current ones.
+    """
     size, here = ring.size, ring.index
     if size == 1:
         yield here, k, v
@@ -218,35 +231,36 @@ def _visits(k: Tensor, v: Tensor, ring: Axis) -> Iterator[tuple[int, Tensor, Ten
         pending.wait()
         arriving, leaving = leaving, arriving
         used = leaving[0], leaving[1]
-    del arriving, leaving  # while the last keys are used, theirs is the only buffer
+    del arriving, leaving  # during the last step only the buffer of the keys in use remains
     yield (here + 1) % size, *used
 
 
 class KeyGradients:
-    """The gradients of keys and values, each on its way to the rank that the keys belong to.
+    """Accumulate the gradients of keys and values while they travel to the rank that owns the keys.
 
-    Those of rank j's keys start on rank j + 1, and each rank adds its part after it has used j's keys: size - 1 messages.
+    The gradients for rank j's keys start on rank j + 1, and each rank adds its contribution after it has used j's keys:
+    size - 1 messages.
 
     Args:
         k, v: keys and values of this rank.
         ring: the axis.
-        gradient_dtype: of the messages, where keys have 16 bits.
+        gradient_dtype: of the messages, if keys have 16 bits.
     """
 
     def __init__(self, k: Tensor, v: Tensor, ring: Axis, gradient_dtype: torch.dtype) -> None:
         self._ring, self._own_keys = ring, (k, v)
         self._dtype = fp32_or_wider(k) if k.dtype == fp32_or_wider(k) else gradient_dtype
-        self._own: dict[tuple[int, int], list[_Sum]] = {}  # by the heads' start and stop
+        self._own: dict[tuple[int, int], list[_Sum]] = {}  # key: first and last + 1 head
         self._arriving: Tensor | None = None
         self._leaving: Tensor | None = None
         self._pending = Pending()
 
     def own(self, heads: slice) -> list[_Sum]:
-        """Gradients from this rank's queries for some heads of its own keys, and of its values."""
+        """Return the sums for the gradients, from this rank's queries, of some heads of its own keys and values."""
         return self._own.setdefault((heads.start, heads.stop), [_Sum(x[:, heads]) for x in self._own_keys])
 
     def add_and_pass_on(self, parts: list[_KeyPart]) -> None:
-        """Add the gradients from this rank's queries to those of another rank's keys and values, and send them on."""
+        """Add this rank's gradients for another rank's keys and values to those that arrived, and send the sum on."""
         self._pending.wait()
         if self._arriving is None:
             k, _ = self._own_keys
@@ -259,7 +273,7 @@ class KeyGradients:
         self._leaving, self._arriving = self._arriving, free
 
     def total(self) -> tuple[Tensor, Tensor]:
-        """Gradients of this rank's keys and values.  Call it once."""
+        """Return the gradients of this rank's keys and values.  Call it once."""
         self._pending.wait()
         dk, dv = (torch.empty_like(x) for x in self._own_keys)
         while self._own:
@@ -275,30 +289,31 @@ _MISSING_PART = (
     "a micro-batch without `part` in a run whose samples are cut over parallel.cp, or hold documents (data.document_mask); "
     "make it with BatchShare.part_of, and give it the tokens and labels that `part.cut` leaves"
 )
-_MOST_PIECES = 4  # attention waits for 1/4 of what is exchanged
-_LEAST_CUDA_ROWS = 1 << 15  # of queries in a piece: 256 blocks of flash attention, enough for all multiprocessors
+_MOST_PIECES = 4  # attention waits for the first 1/4 of the exchange
+_LEAST_CUDA_ROWS = 1 << 15  # minimum rows of queries in a piece: 256 flash-attention blocks fill all multiprocessors
 
 
 class ContextAttention:
-    """Causal attention within documents, over all ranks of context parallelism, which make it together.
+    """Causal attention within documents over all context-parallel ranks, which must construct it together.
 
     Args:
         ulysses, ring: the two axes.
-        window: how many positions a query sees, its own included; None for all of its document up to itself.
-        gradient_dtype: in which the gradients of keys and values travel, where keys have 16 bits.
-        on_cuda: whether the run computes there; a plan's tensors do not say so.
+        window: how many positions a query sees, including its own; None for all of its document up to itself.
+        gradient_dtype: in which the gradients of keys and values travel, if keys have 16 bits.
+        on_cuda: whether the run computes on CUDA, which the tensors of a plan do not show.
     """
 
     def __init__(
         self, ulysses: Axis, ring: Axis, window: int | None, gradient_dtype: torch.dtype, *, on_cuda: bool = False
     ) -> None:
         self.ulysses, self.ring = ulysses, Ring(ring, window, gradient_dtype, tile_kernel(on_cpu=not on_cuda))
-        # Each message of a ring is of one piece, so all its ranks need one answer; their exchanges are in other groups.
+        # Each ring message carries one piece, so all ranks of a ring must cut the same pieces.  Their Ulysses groups
+        # differ.
         (waits,) = largest([float(not runs_by_itself(ulysses))], ring)
         self._most_pieces, self._least_rows = 1 if waits else _MOST_PIECES, _LEAST_CUDA_ROWS if on_cuda else 1
 
     def without_window(self) -> ContextAttention:
-        """Attention of layers that see all of their document, where others see a window of it."""
+        """Return attention for the layers that see their whole document, in a model where other layers have a window."""
         other, ring = copy(self), self.ring
         other.ring = Ring(ring.axis, None, ring.gradient_dtype, ring.tiles)
         return other
@@ -306,9 +321,17 @@ class ContextAttention:
     def attend(
         self, q: Tensor, k: Tensor, v: Tensor, part: SamplePart | None = None, *, tape: Tape | None = None
     ) -> Tensor:
-        """q: [batch, heads, seq of the rank, size], k and v: [batch, kv heads, ...] -> as q.
+        """Attend from this rank's tokens to all tokens of their documents.
 
-        Raises: ValueError where the part is of other samples, or keys and values do not fit the queries.
+        Args:
+            q: [batch, heads, seq of the rank, size].
+            k, v: [batch, kv heads, seq of the rank, size].
+            part: the position of each token in its sample and document.
+            tape: records or replays the results.
+
+        Returns: the shape of q.
+
+        Raises: ValueError: the part belongs to other samples, or keys and values do not fit the queries.
         """
         if part is None:
             raise ValueError(_MISSING_PART)
@@ -329,24 +352,24 @@ class ContextAttention:
             )
         if not q.dtype == k.dtype == v.dtype:
             raise ValueError(f"queries, keys and values must be of one type: got {q.dtype}, {k.dtype} and {v.dtype}")
-        # The kernels read neighbours in the last dimension, whatever its stride.
+        # The kernels assume that the last dimension is contiguous, whatever its stride says.
         q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
-        if k.shape[1] < self.ulysses.size:  # ranks that share a key head; autograd sums their gradients
+        if k.shape[1] < self.ulysses.size:  # ranks share a kv head; autograd sums their gradients
             k, v = (x.repeat_interleave(self.ulysses.size // x.shape[1], dim=1) for x in (k, v))
         out: Tensor = _Attention.apply(q, k, v, self, part, tape)
         return out
 
     def pieces(self, q: Tensor, k: Tensor) -> list[HeadPiece]:
-        """The pieces in which the heads that a rank attends with are exchanged and used.  q, k: as in `attend`."""
+        """Return the pieces in which this rank's heads are exchanged and used.  q, k: as in `attend`."""
         heads, kv_heads = q.shape[1] // self.ulysses.size, k.shape[1] // self.ulysses.size
         rows = q.shape[0] * q.shape[1] * q.shape[2]
         most = max(1, min(self._most_pieces, rows // self._least_rows))
-        # pieces that share keys would send them round a ring each
+        # In a ring, each of several pieces with the same keys would send these keys round again.
         return head_pieces(heads, kv_heads, most, shares_keys=self.ring.axis.size == 1)
 
 
 class KernelWindow(CausalAttention):
-    """Causal attention to the last `size` positions, where kernels take a window: on CUDA in 16 bits."""
+    """Causal attention to the last `size` positions, for kernels that take a window: on CUDA in 16 bits."""
 
     def __init__(self, size: int, device: torch.device) -> None:
         self.size, self._recorded = size, ContextAttention(WHOLE, WHOLE, size, torch.float32, on_cuda=True)
@@ -361,13 +384,14 @@ class KernelWindow(CausalAttention):
 
 
 class _Piece(NamedTuple):
-    """Heads in flight to the ranks that attend with them.
+    """Heads in transit to the ranks that attend with them.
 
     Args:
-        heads: which they are.
+        heads: the heads of this piece.
         q: its queries.
-        keys: keys and values of it and of the pieces that follow and share them; None where it shares those before.
-        pending: after which all of these may be used.
+        keys: keys and values of this piece and of the following pieces that share them; None if it shares those of an
+            earlier piece.
+        pending: must be waited for before these tensors are used.
     """
 
     heads: HeadPiece
@@ -377,7 +401,7 @@ class _Piece(NamedTuple):
 
 
 def _exchanged(pieces: list[HeadPiece], q: Tensor, k: Tensor, v: Tensor, ulysses: Axis) -> Iterator[_Piece]:
-    """Start the exchange of all pieces in order, and yield each when it has arrived."""
+    """Start the exchange of all pieces in order, and yield each piece when it has arrived."""
     under_way = []
     for number, heads in enumerate(pieces):
         new = number == 0 or pieces[number - 1].keys != heads.keys
@@ -393,7 +417,7 @@ def _exchanged(pieces: list[HeadPiece], q: Tensor, k: Tensor, v: Tensor, ulysses
 
 
 class _Attention(torch.autograd.Function):
-    """Attention of a rank's tokens to all tokens of their sample."""
+    """Attention from a rank's tokens to all tokens of their sample."""
 
     @staticmethod
     def forward(
@@ -409,14 +433,14 @@ class _Attention(torch.autograd.Function):
             results.start(out, piece.heads.queries)
         ctx.save_for_backward(*saved)
         ctx.attention, ctx.part, ctx.pieces, ctx.kv_heads = attention, part, pieces, k.shape[1] // ulysses.size
-        return results.result().detach()  # the graph holds this tensor; the tape holds no graph
+        return results.result().detach()  # autograd attaches the graph to this tensor; the tape's tensor has no graph
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         refuse_second_derivative("attention over ranks or documents")
         ulysses, ring, kv_heads, part = ctx.attention.ulysses, ctx.attention.ring, ctx.kv_heads, ctx.part
         saved = deque(ctx.saved_tensors)
-        ctx.maybe_clear_saved_tensors()  # so that each is freed when it has been used, before all gradients have arrived
+        ctx.maybe_clear_saved_tensors()  # free each after its use, before all gradients have arrived
         grads = deque(start_heads_for_sequence(grad, ulysses, piece.queries) for piece in ctx.pieces)
         dq = SequenceForHeads(ulysses, grad.shape[1] // ulysses.size)
         dk, dv = SequenceForHeads(ulysses, kv_heads), SequenceForHeads(ulysses, kv_heads)

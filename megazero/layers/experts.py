@@ -1,17 +1,18 @@
-"""A mixture of experts in place of an MLP: each token goes to k of E gated MLPs, and none is dropped.
+"""A mixture of experts in place of an MLP: each token goes to k of E gated MLPs, and no token is dropped.
 
     x [tokens, hidden]
       |  router        scores in fp32 -> k experts of each token, and their gates
       |  dispatch      rows [tokens * k, hidden], sorted by expert:   | expert 0 | expert 2 |   expert 3   |   (1 has none)
-      |                with ep > 1 they travel to the ranks of their experts
+      |                with ep > 1, rows are sent to the ranks of their experts
       |  up, down      grouped products: each expert multiplies its own rows
-      v  combine       they travel back; of each token the sum of its k rows, weighted by the gates
+      v  combine       rows are sent back; each token gets the sum of its k rows, weighted by the gates
 
-A pair (token t, choice j) has number t * k + j.  `Routing.order` sorts the pairs by expert, and `Routing.place` says where
-in that order each pair stands.  Dispatch, combine and their backwards only read rows by these two, so their sums do not
-depend on the order in which threads finish.  Recomputation takes the same `Routing` again and never chooses anew.
+A pair (token t, choice j) has the index t * k + j.  `Routing.order` sorts the pairs by expert, and `Routing.place` is
+the position of each pair in that order.  Dispatch, combine and their backwards only gather rows by these two index
+tensors, so their sums do not depend on the order in which threads finish.  Recomputation reuses the same `Routing` and
+never chooses experts again.
 
-Of experts with equal scores a token goes to the first.
+Among experts with equal scores, a token goes to the first.
 Source: Shazeer et al. 2017; Fedus et al. 2021, section 2.1; Gale et al. 2022 (dropless, by grouped products).
 """
 
@@ -34,16 +35,16 @@ from megazero.layers.sample_part import TokenLayout
 from megazero.layers.spec import Initializer, NamedRows, drawn_parameter, expert_spec, rows_spec
 from megazero.parallel_state import Axis
 
-_ALIGNED = 16  # bytes at which each row must begin for torch's grouped kernel
+_ALIGNED = 16  # bytes: torch's grouped kernel needs rows that begin at multiples of this
 
 
 @dataclass(frozen=True, eq=False)
 class Groups:
-    """Consecutive rows that belong to one expert after the other.
+    """Rows sorted by expert: consecutive rows belong to the same expert.
 
     Args:
-        counts: int64 [experts], rows of each; an expert may have none.
-        rows: of all experts together.
+        counts: int64 [experts], number of rows of each expert; may be 0.
+        rows: number of rows of all experts together.
     """
 
     counts: Tensor
@@ -51,23 +52,23 @@ class Groups:
 
     @cached_property
     def ends(self) -> Tensor:
-        """int32 [experts]: one past the last row of each, as kernels take it."""
+        """One past the last row of each expert, int32 [experts], as kernels expect it."""
         return self.counts.cumsum(0, dtype=torch.int32)
 
     @cached_property
     def sizes(self) -> list[int]:
-        """The counts as numbers."""
+        """The counts as Python numbers."""
         return row_counts(self.counts, self.rows)
 
     def times(self, x: Tensor, weights: Tensor) -> Tensor:
-        """Each row of x times the transposed matrix of its expert.  [rows, k], [experts, n, k] -> [rows, n]."""
+        """Multiply each row of x by the transposed matrix of its expert.  [rows, k], [experts, n, k] -> [rows, n]."""
         if has_kernel(x, weights):
             return F.grouped_mm(x, weights.transpose(1, 2), offs=self.ends)
         parts = zip(x.split(self.sizes), weights, strict=True)
         return torch.cat([product_t(rows, weight) for rows, weight in parts])
 
     def sum_products(self, a: Tensor, b: Tensor) -> Tensor:
-        """Of each expert's rows a.T @ b.  [rows, m], [rows, n] -> [experts, m, n]."""
+        """Compute a.T @ b over the rows of each expert.  [rows, m], [rows, n] -> [experts, m, n]."""
         if has_kernel(a, b):
             sums = F.grouped_mm(a.t(), b, offs=self.ends)
             return sums.masked_fill_((self.counts == 0).view(-1, 1, 1), 0)
@@ -76,7 +77,7 @@ class Groups:
         return sums
 
     def add_products(self, out: Tensor, a: Tensor, b: Tensor, *, is_first: bool) -> None:
-        """Add `sum_products` to `out` [experts, m, n], or overwrite it if `is_first`; `out` may be of a wider dtype."""
+        """Add `sum_products` to `out` [experts, m, n], or overwrite it if `is_first`.  `out` may have a wider dtype."""
         if has_kernel(a, b):
             (out.copy_ if is_first else out.add_)(self.sum_products(a, b))
             return
@@ -88,7 +89,7 @@ class Groups:
 
 
 def has_kernel(*factors: Tensor) -> bool:
-    """Whether torch multiplies all groups in one kernel; elsewhere a loop over experts is as fast."""
+    """Whether torch multiplies all groups in one kernel.  Otherwise a loop over experts is as fast."""
     return all(
         x.is_cuda and x.dtype == torch.bfloat16 and x.numel() and x.shape[-1] * x.element_size() % _ALIGNED == 0
         for x in factors
@@ -97,12 +98,12 @@ def has_kernel(*factors: Tensor) -> bool:
 
 @dataclass(frozen=True, eq=False)
 class Stay:
-    """All experts are on this rank.  `groups`: the rows of each."""
+    """No exchange of rows: all experts are on this rank.  `groups`: the rows of each expert."""
 
     groups: Groups
 
     def to_experts(self, rows: Tensor) -> Tensor:
-        """The rows, unchanged."""
+        """Return the rows unchanged."""
         return rows
 
     to_tokens = to_experts
@@ -110,7 +111,7 @@ class Stay:
 
 @dataclass(frozen=True, eq=False)
 class Travel:
-    """The way of rows to the ranks of their experts, and back.
+    """Exchange of rows with the ranks of their experts, and back.
 
         rows of this rank's tokens      | for rank 0 | for rank 1 |          each part sorted by expert
         exchanged, of its experts       | from rank 0  | from rank 1 |       likewise
@@ -118,9 +119,9 @@ class Travel:
 
     Args:
         ep: the ranks with different experts.
-        sends, receives: rows for each rank of ep, and from it.
-        order, place: int64 [rows that arrive], sorts them by expert; and the inverse.
-        groups: those rows, sorted, of each expert of this rank.
+        sends, receives: number of rows sent to, and received from, each rank of ep.
+        order, place: int64 [received rows], the permutation that sorts them by expert, and its inverse.
+        groups: the received rows, after sorting, of each expert of this rank.
     """
 
     ep: Axis
@@ -132,7 +133,13 @@ class Travel:
 
     @staticmethod
     def of(counts: Tensor, rows: int, ep: Axis) -> Travel:
-        """Exchange how many rows each rank has for each expert; `counts` has this rank's `rows`."""
+        """Exchange the numbers of rows that each rank has for each expert.
+
+        Args:
+            counts: int64 [experts of the layer], this rank's rows for each.
+            rows: their sum.
+            ep: the ranks with different experts.
+        """
         leaving = counts.view(ep.size, -1)
         arriving = torch.empty_like(leaving)
         all_to_all(arriving, leaving, ep).wait()
@@ -143,18 +150,22 @@ class Travel:
         return Travel(ep, sends, receives, order, _inverse(order), Groups(arriving.sum(0), sum(receives)))
 
     def to_experts(self, rows: Tensor) -> Tensor:
-        """[rows of this rank's tokens, ...] -> [rows of its experts, ...], both sorted by expert."""
+        """Send the rows to the ranks of their experts.  [rows of this rank's tokens, ...] -> [rows of its experts,
+        ...].
+
+        Both are sorted by expert.
+        """
         arrived = exchange_rows(rows, self.sends, self.receives, self.ep)
         result: Tensor = _Reordered.apply(arrived, self.order, self.place)
         return result
 
     def to_tokens(self, rows: Tensor) -> Tensor:
-        """The inverse of `to_experts`."""
+        """Send the rows back: the inverse of `to_experts`."""
         return exchange_rows(_Reordered.apply(rows, self.place, self.order), self.receives, self.sends, self.ep)
 
 
 class _Reordered(torch.autograd.Function):
-    """rows[order].  `place` is the inverse of `order`."""
+    """Permute rows: rows[order].  `place` is the inverse of `order`."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, order: Tensor, place: Tensor) -> Tensor:
@@ -174,9 +185,10 @@ def _inverse(order: Tensor) -> Tensor:
 
 
 def row_counts(counts: Tensor, total: int) -> list[int]:
-    """Counts of rows as numbers; on a GPU this waits for the device.
+    """Return counts of rows as Python numbers.  On a GPU, this synchronizes with the device.
 
-    `total`: their sum where all experts get equally many rows.  A plan, whose tensors hold no numbers, deals it out instead.
+    `total`: their sum if all experts get equally many rows.  Under a plan, where tensors hold no numbers, this function
+    is replaced by one that divides `total` among the experts.
     """
     numbers: list[int] = counts.tolist()
     return numbers
@@ -184,14 +196,14 @@ def row_counts(counts: Tensor, total: int) -> list[int]:
 
 @dataclass(frozen=True, eq=False)
 class Routing:
-    """Which experts the tokens of a micro-batch go to.
+    """The experts that the tokens of a micro-batch go to.
 
     Args:
         experts: int64 [tokens, k].
-        order: int64 [tokens * k], the numbers of all pairs sorted by expert, and by token within one.
-        place: int64 [tokens * k], where each pair stands in that order.
-        counts: int64 [experts], the sorted rows of each expert of the layer.
-        travel: of the sorted rows to the ranks of their experts.
+        order: int64 [tokens * k], the indices of all pairs sorted by expert, then by token.
+        place: int64 [tokens * k], the position of each pair in that order.
+        counts: int64 [experts], the number of rows for each expert of the layer.
+        travel: sends the sorted rows to the ranks of their experts.
     """
 
     experts: Tensor
@@ -202,7 +214,7 @@ class Routing:
 
     @staticmethod
     def of(experts: Tensor, count: int, ep: Axis) -> Routing:
-        """Sort the choices of all tokens; `count`: experts of the layer.  A collective call over `ep`."""
+        """Sort the choices of all tokens.  Collective over `ep`.  `count`: number of experts of the layer."""
         flat = experts.flatten()
         order = flat.argsort(stable=True)
         counts = torch.zeros(count, dtype=torch.int64, device=flat.device).scatter_add_(0, flat, torch.ones_like(flat))
@@ -211,16 +223,18 @@ class Routing:
 
     @cached_property
     def tokens(self) -> Tensor:
-        """int64 [tokens * k]: the token of each sorted row."""
+        """The token of each sorted row, int64 [tokens * k]."""
         return self.order // self.experts.shape[1]
 
     def by_token(self, rows: Tensor) -> Tensor:
-        """Sorted rows in the order of pairs.  [tokens * k, ...] -> [tokens, k, ...]."""
+        """Bring sorted rows back into the order of pairs.  [tokens * k, ...] -> [tokens, k, ...]."""
         return rows[self.place].unflatten(0, self.experts.shape)
 
 
 class _Logits(torch.autograd.Function):
-    """x @ weight.T in fp32.  [tokens, hidden], [experts, hidden] -> fp32 [tokens, experts].  It saves x as it came."""
+    """Compute x @ weight.T in fp32.  [tokens, hidden], [experts, hidden] -> fp32 [tokens, experts].  It saves x in its
+    own dtype.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, wgrad_queue: WeightGradQueue | None) -> Tensor:
@@ -243,7 +257,7 @@ class _Logits(torch.autograd.Function):
 
 
 class _Dispatch(torch.autograd.Function):
-    """[tokens, hidden] -> [tokens * k, hidden], sorted by expert."""
+    """Copy each token's row once per choice.  [tokens, hidden] -> [tokens * k, hidden], sorted by expert."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, routing: Routing) -> Tensor:
@@ -257,7 +271,9 @@ class _Dispatch(torch.autograd.Function):
 
 
 class _Combine(torch.autograd.Function):
-    """[tokens * k, hidden], fp32 gates [tokens, k] -> [tokens, hidden]."""
+    """Sum each token's k rows, weighted by its gates.  [tokens * k, hidden], fp32 gates [tokens, k] -> [tokens,
+    hidden].
+    """
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, gates: Tensor, routing: Routing) -> Tensor:
@@ -277,7 +293,7 @@ class _Combine(torch.autograd.Function):
 
 
 class _GroupedProduct(torch.autograd.Function):
-    """Each row times the matrix of its expert.  [rows, k], [experts * n, k] -> [rows, n]."""
+    """Multiply each row by the matrix of its expert.  [rows, k], [experts * n, k] -> [rows, n]."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, groups: Groups, wgrad_queue: WeightGradQueue | None) -> Tensor:
@@ -303,7 +319,7 @@ def _stack(weight: Tensor, groups: Groups) -> Tensor:
 
 
 class _WithLoss(torch.autograd.Function):
-    """Return the gates unchanged; their backward also starts the backward of a loss, with the gradient `grad_scale()`."""
+    """Return the gates unchanged.  Their backward also starts the backward of a loss, with the gradient `grad_scale()`."""
 
     @staticmethod
     def forward(ctx: Any, gates: Tensor, _: Tensor, grad_scale: Callable[[], Tensor]) -> Tensor:
@@ -317,20 +333,22 @@ class _WithLoss(torch.autograd.Function):
 
 @dataclass
 class Balance:
-    """Losses that keep a router balanced, and its statistics in a step.
+    """Losses that keep a router balanced, and the router's statistics over a step.
 
         auxiliary loss  aux * E / k * sum over samples of n * sum over experts of f * P
         z-loss          z * sum over tokens of logsumexp(logits)^2
 
-    Only counted tokens enter them: of a sample n, of which the share f goes to an expert, and P is its mean score.  Both are
-    sums over the global batch, divided like the loss of the model, so neither depends on the cluster or the micro-batches.
+    Only counted tokens enter the losses: n is their number in a sample, f is the fraction of them that go to an expert,
+    and P is the mean score of the expert.  Both losses are sums over the global batch and are divided like the model's
+    loss, so neither depends on the cluster or on the split into micro-batches.
 
     Args:
         aux, z: the coefficients.
-        across: axes whose ranks have other tokens of the same samples.
-        tp: cuts the labels of a rank by sequence.
-        tally: fp32 [experts + 3], adds up: tokens of each expert; sums of the entropy, in nats, and of both losses.
-        grad_scale: the gradient of the step's scaled loss by a sum over tokens.
+        across: axes that split the tokens of a sample over ranks.
+        tp: the axis that splits a rank's labels by sequence.
+        tally: fp32 [experts + 3], accumulates the tokens of each expert, then the sums of the entropy, in nats, and of
+            both losses.
+        grad_scale: returns the gradient of the step's scaled loss with respect to a sum over tokens.
 
     Source: DeepSeek-AI 2024, equations 17 to 20, for each sequence; Zoph et al. 2022, equation 5.
     """
@@ -343,7 +361,9 @@ class Balance:
     grad_scale: Callable[[], Tensor] = lambda: torch.ones(())
 
     def __call__(self, gates: Tensor, logits: Tensor, scores: Tensor, routing: Routing, layout: TokenLayout) -> Tensor:
-        """Add to the statistics, and tie the losses to the gates returned.  logits, scores: fp32 [tokens, experts]."""
+        """Add to the statistics, and return the gates with the losses attached.  logits, scores: fp32 [tokens,
+        experts].
+        """
         experts = scores.shape[1]
         self.tally[:experts] += routing.counts
         self.tally[experts] += torch.special.entr(scores.detach()).sum()
@@ -357,7 +377,7 @@ class Balance:
         return tied
 
     def _aux(self, scores: Tensor, chosen: Tensor, counted: Tensor) -> Tensor:
-        """`counted`: [seq, samples]."""
+        """Compute this rank's auxiliary loss.  `counted`: [seq, samples], 1 where a token counts."""
         (samples, experts), k = (counted.shape[1], scores.shape[1]), chosen.shape[1]
         sample = torch.arange(samples, device=chosen.device).repeat(len(counted)).unsqueeze(1)
         chosen_of = scores.new_zeros(samples * experts)
@@ -371,19 +391,19 @@ class Balance:
 
 
 class Router(nn.Module):
-    """Chooses k experts for each token.  [seq, batch, hidden] -> gates, fp32 [tokens, k], and the `Routing`.
+    """Choose k experts for each token.  [seq, batch, hidden] -> gates, fp32 [tokens, k], and the `Routing`.
 
     Args:
         name: canonical name of the weight.
-        sizes: hidden size, experts of the layer, experts of each token.
-        renormalize: a token's gates are divided by their sum.
-        sum_over_tp: each TP rank sees some of the tokens, so the weight's gradient is partial.
-        init: of the weight.
-        ep: the ranks over which the experts are dealt.
+        sizes: hidden size, number of experts of the layer, experts per token.
+        renormalize: divide the gates of a token by their sum.
+        sum_over_tp: each TP rank sees only some of the tokens, so the weight's gradient is partial.
+        init: initial values of the weight.
+        ep: the ranks over which the experts are distributed.
         wgrad_queue: takes the weight's gradient; None returns it to autograd.
 
     Attributes:
-        balance: of training; None without.
+        balance: losses and statistics during training; None for none.
     """
 
     reads_weights = True  # see `GPTStage.readers`
@@ -420,9 +440,10 @@ class Router(nn.Module):
 
 
 class Dispatch(nn.Module):
-    """A row for each choice of each token, on the rank of its expert.  [seq, batch, hidden] -> [rows, hidden], by expert.
+    """Send one row per choice of each token to the rank of its expert.  [seq, batch, hidden] -> [rows, hidden], sorted
+    by expert.
 
-    Over one rank of ep there are tokens * k rows.
+    If ep has one rank, there are tokens * k rows.
     """
 
     reads_weights = False  # see `GPTStage.readers`
@@ -432,10 +453,10 @@ class Dispatch(nn.Module):
 
 
 class ExpertLinear(nn.Module):
-    """Each row times the matrix of its expert.  [rows, in], sorted by expert -> [rows, out].
+    """Multiply each row by the matrix of its expert.  [rows, in], sorted by expert -> [rows, out].
 
     Args:
-        experts: the rows of each expert's matrix, of all experts of the layer.
+        experts: for each expert of the layer, the named rows of its matrix.
         in_features: columns of each matrix.
         init, ep, wgrad_queue: see `Router`.
     """
@@ -462,7 +483,7 @@ class ExpertLinear(nn.Module):
 
 
 class Combine(nn.Module):
-    """Of each token the sum of its experts' rows, weighted by the gates.  [rows, hidden] -> [tokens, hidden]."""
+    """Sum the rows of each token's experts, weighted by the gates.  [rows, hidden] -> [tokens, hidden]."""
 
     reads_weights = False  # see `GPTStage.readers`
 
@@ -472,13 +493,13 @@ class Combine(nn.Module):
 
 
 class MixtureOfExperts(nn.Module):
-    """The sum of k experts' MLPs, weighted by a router.  [seq or seq / tp, batch, hidden], unchanged in shape.
+    """The sum of the MLPs of k experts, weighted by a router.  [seq or seq / tp, batch, hidden], unchanged in shape.
 
     Each expert is down(silu(gate(x)) * up(x)) (Shazeer 2020), with gate | up fused.
     """
 
     reads_weights = False  # see `GPTStage.readers`
-    compiles = False  # the rows of an expert are others in every step, and compiled code is of one size
+    compiles = False  # an expert's number of rows changes in every step, and compiled code is for one size
 
     def __init__(self, router: Router, gate_up: ExpertLinear, down: ExpertLinear) -> None:
         super().__init__()
@@ -491,5 +512,8 @@ class MixtureOfExperts(nn.Module):
         return self.combine(self.down(rows, routing), gates, routing).view_as(x)
 
     def parts(self) -> tuple[list[nn.Module], list[nn.Module]]:
-        """What recomputation may run again: not the router, whose choice must stay, and not the last sum."""
+        """Return the modules that recomputation may run again.
+
+        The router is excluded because its choice must not change, and the last sum is excluded too.
+        """
         return [self.dispatch, self.up, self.activation, self.down], []

@@ -1,15 +1,15 @@
-"""Which tokens of a sample of documents a ring rank has, which of them attend to which, and in which pieces heads are used.
+"""Which tokens of a sample of documents each ring rank holds, which tokens attend to which, and how heads are grouped.
 
     document of 16 tokens, 2 ranks     tokens  0 1 2 3 | 4 5 6 7 | 8 9 10 11 | 12 13 14 15
                                        chunk      0         1          2            3
                                        rank       0         1          1            0
 
-Every document is cut into 2 * ranks chunks whose lengths differ by one at most, and rank i has chunks i and
-2 * ranks - 1 - i of each (zigzag).  A later token sees more keys, but an early chunk and a late one together see as many as
-every other two, so ranks have even work whatever the documents' lengths are.
+Every document is cut into 2 * ranks chunks with lengths that differ by at most one token.  Rank i holds chunks i and 2
+* ranks - 1 - i of each document (zigzag).  A later token sees more keys, but every such pair of an early and a late
+chunk sees the same number, so ranks have equal work whatever the lengths of the documents.
 
-In a document of 2 * ranks * n + m tokens, m chunks are one token longer than the others; where n is 0, the others are
-empty.  Which chunks these are changes from document to document (`Shards`), so that all ranks have exactly as many tokens.
+In a document of 2 * ranks * n + m tokens, m chunks have one token more than the others; if n is 0, the others are
+empty. Which chunks are longer varies from document to document (`Shards`), so that all ranks hold equally many tokens.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ Ints = NDArray[np.int64]
 
 
 class Tile(NamedTuple):
-    """The queries of rows [q_start, q_stop) see the keys of rows [k_start, k_stop).
+    """Queries of rows [q_start, q_stop), and the keys of rows [k_start, k_stop) that they see.
 
-    All of them where `offset` is None.  Else query row i and key row j, both counted from the tile's start, see each other
-    where 0 <= offset + i - j (< window, if there is one).
+    If `offset` is None, every query sees every key.  Otherwise query row i and key row j, both counted from the tile's
+    start, see each other if 0 <= offset + i - j (and offset + i - j < window, if there is a window).
     """
 
     q_start: int
@@ -40,22 +40,22 @@ class Tile(NamedTuple):
     offset: int | None = None
 
     def is_causal(self, window: int | None) -> bool:
-        """Whether row i sees keys 0 to i, and nothing is out of a window's reach."""
+        """Whether row i sees exactly keys 0 to i: the mask is causal and the window hides none of them."""
         rows = self.q_stop - self.q_start
         return self.offset == 0 and rows == self.k_stop - self.k_start and (window is None or rows <= window)
 
 
 @dataclass(frozen=True, eq=False)
 class TokenRanges:
-    """Ranges of consecutive tokens of one document on one ring rank, in the order of its rows, none empty.
+    """Ranges of consecutive tokens of one document on one ring rank, in the order of its rows.  No range is empty.
 
-    As columns, since a sample may have ten thousand documents.
+    Stored as columns, because a sample may have ten thousand documents.
 
     Args:
-        document: number of the document in its sample.
+        document: index of the document in its sample.
         first: position of the first token within the document.
         start: row of the first token among the rank's tokens.
-        length: tokens.
+        length: number of tokens.
     """
 
     document: Ints
@@ -80,15 +80,16 @@ class TokenRanges:
 
 @dataclass(frozen=True, eq=False)
 class Shards:
-    """The token ranges of each ring rank for a sample of documents; those of a rank are computed on request.
+    """The token ranges of every ring rank for a sample of documents.  The ranges of a rank are computed on request.
 
-    The m tokens that are left of a document, fewer than 2 * ranks, go to one chunk each.  The chunks take them in one fixed
-    order (`_order`): each document goes on where the one before stopped, from the longest to the shortest, so that documents
-    of like length even out what each of them leaves uneven.
+    Each document leaves m < 2 * ranks remaining tokens, which go to m chunks, one token each.  The chunks receive them
+    in one fixed cyclic order (`_order`).  Each document continues in this order where the previous one stopped, from
+    the longest document to the shortest, so that the imbalances of documents of similar length cancel.
 
     Args:
+        ranks: number of ring ranks.
         length: of each document.
-        first: index in the order of the chunk that takes a document's first token that is left.
+        first: the index, in the cyclic order, of the chunk that receives the document's first remaining token.
     """
 
     ranks: int
@@ -104,7 +105,7 @@ class Shards:
         return _ranges_of(firsts, np.stack([stop for _, stop in borders], 1) - firsts)
 
     def _borders(self, chunk: int) -> tuple[Ints, Ints]:
-        """Positions of each document at which a chunk begins and ends."""
+        """Return the positions at which a chunk begins and ends in each document."""
         order = np.tile(_order(self.ranks), 2)
         size, left = self.length // (2 * self.ranks), self.length % (2 * self.ranks)
 
@@ -116,9 +117,9 @@ class Shards:
 
 
 def shards(lengths: Sequence[int], ranks: int) -> Shards:
-    """The token ranges of each ring rank for a sample of documents of these lengths.
+    """Compute the token ranges of each ring rank for a sample of documents of these lengths.
 
-    Raises: ValueError where `ranks` do not divide the sample's tokens, or a document has none.
+    Raises: ValueError: the number of tokens is not divisible by `ranks`, or a document is empty.
     """
     length = np.asarray(lengths, np.int64)
     if length.sum() % ranks or (length < 1).any():
@@ -135,11 +136,12 @@ def shards(lengths: Sequence[int], ranks: int) -> Shards:
 
 @lru_cache
 def _order(ranks: int) -> Ints:
-    """The chunks in the order in which they take the tokens that are left: each half of the order has every rank once.
+    """Return the order in which chunks receive remaining tokens.  Each half of the order has every rank once.
 
-    Chunks that follow each other belong to ranks far apart, as multiples of the golden ratio are, and are early and late
-    in alternation: wherever a document starts in the order, its longer chunks are spread over all of it.  The second half
-    is the first one backwards, with early chunks for late ones: no length of documents favours the same rank each time.
+    Chunks that are neighbours in the order belong to distant ranks (the ranks are sorted by multiples of the golden
+    ratio) and are alternately early and late.  So wherever a document starts in the order, its longer chunks are spread
+    over the whole document.  The second half is the first one reversed, with early and late chunks exchanged, so that
+    no document length favours the same rank every time.
     """
     number = np.arange(ranks)
     rank = np.argsort(np.argsort(number * ((5**0.5 - 1) / 2) % 1))
@@ -148,7 +150,9 @@ def _order(ranks: int) -> Ints:
 
 
 def _ranges_of(firsts: Ints, sizes: Ints) -> TokenRanges:
-    """The ranges of a rank that has two chunks of each document, [documents, 2]; chunks that touch become one."""
+    """Build the ranges of a rank from its two chunks of each document, [documents, 2].  Adjacent chunks become one
+    range.
+    """
     adjacent = firsts[:, 0] + sizes[:, 0] == firsts[:, 1]
     first, size = firsts.copy(), sizes.copy()
     size[adjacent, 0] += size[adjacent, 1]
@@ -160,21 +164,24 @@ def _ranges_of(firsts: Ints, sizes: Ints) -> TokenRanges:
 
 
 def tiles_of(table: Ints) -> tuple[Tile, ...]:
-    """The tiles of a `tile_table`."""
+    """Convert a `tile_table` to tiles."""
     return tuple(Tile(a, b, c, d, None if offset < 0 else offset) for a, b, c, d, offset in table.tolist())
 
 
 def tile_table(q: TokenRanges, k: TokenRanges, window: int | None = None, *, masked: bool = True) -> Ints:
-    """The pairs of a query and a key that see each other, each in one tile; int64 [tiles, 5], with offset -1 for None.
+    """Cover all pairs of a query and a key that see each other, each pair by one tile.
 
-    A query at position p sees the keys of its document at positions up to p, the last `window` of them where there is one.
-    A table is faster than `Tile`s for ten thousand documents.
+    A query at position p sees the keys of its document at positions up to p; with a window, the last `window` of these.
+    A table is faster to compute than `Tile`s for ten thousand documents.
 
     Args:
-        q, k: the runs of queries and of keys.
-        window: how many positions a query sees, its own included.
-        masked: the kernel takes a window as a mask, so a tile that is partly masked has at most `window` rows of queries and
-            twice that of keys; else tiles are as large as can be.
+        q, k: the token ranges of queries and of keys.
+        window: how many positions a query sees, including its own.
+        masked: the kernel applies a window as a mask, so a partly masked tile is limited to `window` rows of queries
+            and twice as many of keys.  Otherwise tiles are as large as possible.
+
+    Returns:
+        int64 [tiles, 5], the fields of `Tile`, with offset -1 for None.
     """
     whole, found = _own_tiles(q, k, window)
     boxes = _Boxes.of(q, k, ~whole)
@@ -183,10 +190,14 @@ def tile_table(q: TokenRanges, k: TokenRanges, window: int | None = None, *, mas
 
 
 def _own_tiles(q: TokenRanges, k: TokenRanges, window: int | None) -> tuple[NDArray[np.bool_], Ints]:
-    """(whether each run of queries is in such a tile, one tile for each document) where queries and keys are the same rows.
+    """Find the documents for which queries and keys are the same rows, and give each of them one tile.
 
-    Rows of a document are in the order of their positions, so the causal mask of rows is that of positions.  A window counts
-    positions, and a rank has gaps between them: a document that is longer than the window gets no such tile.
+    The rows of a document are in the order of their positions, so the causal mask of rows is also the causal mask of
+    positions.  A window counts positions, and the positions of a rank have gaps, so a document longer than the window
+    gets no such tile.
+
+    Returns:
+        bool, whether each range of queries is in such a tile; and the tiles.
     """
     if (
         len(q) == 0
@@ -208,7 +219,7 @@ def _columns(runs: TokenRanges) -> tuple[Ints, ...]:
 
 @dataclass(frozen=True, eq=False)
 class _Boxes:
-    """Rows of queries and of keys at consecutive positions of one document, as columns."""
+    """Pairs of a range of queries and a range of keys, each at consecutive positions of the same document, as columns."""
 
     document: Ints
     q_row: Ints
@@ -220,7 +231,7 @@ class _Boxes:
 
     @staticmethod
     def of(q: TokenRanges, k: TokenRanges, chosen: NDArray[np.bool_]) -> _Boxes:
-        """Every chosen range of queries with every range of keys of its document."""
+        """Pair every chosen range of queries with every range of keys of its document."""
         low, high = (np.searchsorted(k.document, q.document, side) for side in ("left", "right"))
         count = np.where(chosen, high - low, 0)
         qs = np.repeat(np.arange(len(q)), count)
@@ -228,7 +239,7 @@ class _Boxes:
         return _Boxes(q.document[qs], q.start[qs], q.first[qs], q.length[qs], k.start[ks], k.first[ks], k.length[ks])
 
     def in_blocks(self, window: int | None) -> _Boxes:
-        """The boxes within reach, in blocks of `window` queries where a box needs a mask."""
+        """Return the trimmed boxes, with each box that needs a mask cut into blocks of `window` queries."""
         trimmed = self.trimmed(window)
         if window is None:
             return trimmed
@@ -242,7 +253,7 @@ class _Boxes:
         ).trimmed(window)
 
     def trimmed(self, window: int | None) -> _Boxes:
-        """Without the queries that see no key of their box, and the keys that no query of their box sees."""
+        """Remove the queries that see no key of their box, and the keys that no query of their box sees."""
         reach = np.int64(2**62) if window is None else np.int64(window)
         q_first = np.maximum(self.q_first, self.k_first)
         q_stop = np.minimum(self.q_first + self.q_size, self.k_first + self.k_size - 1 + reach)
@@ -268,7 +279,7 @@ class _Boxes:
         return seen
 
     def tiles(self, window: int | None) -> Ints:
-        """A tile for each box; boxes of one document that touch and need no mask are joined to one tile."""
+        """Make a tile of each box.  Adjacent boxes of a document that need no mask are joined into one tile."""
         full = self._seen(window)
         columns = (self.document, self.q_row, self.q_row + self.q_size, self.k_row, self.k_row + self.k_size)
         table = np.stack(columns, 1)
@@ -278,7 +289,8 @@ class _Boxes:
 
 
 def _joined(table: Ints, along: tuple[int, int]) -> Ints:
-    """Rows of (document, q start, q stop, k start, k stop), joined where all but one range is equal and those ranges touch.
+    """Join rows (document, q start, q stop, k start, k stop) that are equal except for one range, if these ranges
+    touch.
 
     along: the columns of that range.
     """
@@ -294,7 +306,9 @@ def _joined(table: Ints, along: tuple[int, int]) -> Ints:
 
 
 def work(runs: TokenRanges, window: int | None = None) -> int:
-    """The (query, key) pairs of a ring rank over the whole ring: a token at position p sees p + 1 keys, or `window`."""
+    """Count the (query, key) pairs of a ring rank over the whole ring: the token at position p sees p + 1 keys, at most
+    `window`.
+    """
     first, stop = runs.first + 1, runs.first + 1 + runs.length
     if window is None:
         return int(((first + stop - 1) * runs.length).sum()) // 2
@@ -303,13 +317,13 @@ def work(runs: TokenRanges, window: int | None = None) -> int:
 
 
 def balance(lengths: Sequence[int], ranks: int, window: int | None = None) -> float:
-    """Load imbalance of a ring: the pairs of the busiest rank over the mean of all ranks."""
+    """Compute the load imbalance of a ring: the pairs of the busiest rank divided by the mean over ranks."""
     pairs_of_ranks = [work(runs, window) for runs in shards(lengths, ranks)]
     return max(pairs_of_ranks) * ranks / sum(pairs_of_ranks)
 
 
 class HeadPiece(NamedTuple):
-    """Some heads of queries, and the heads of keys and values that they read."""
+    """Some query heads, and the heads of keys and values that they read."""
 
     queries: slice
     keys: slice
@@ -319,21 +333,21 @@ EVERY_HEAD = HeadPiece(slice(None), slice(None))
 
 
 def head_pieces(heads: int, kv_heads: int, most: int, *, shares_keys: bool) -> list[HeadPiece]:
-    """All heads, in at most `most` pieces of about one size.
+    """Split all heads into at most `most` pieces of about the same size.
 
-    4 heads of queries, 2 of keys, at most 4 pieces:    query head 0 | 1 | 2 | 3    where pieces may share keys
-                                         key head   0 | 0 | 1 | 1
-                                         query heads 0 1 | 2 3          where they may not
-                                         key head      0 |   1
+        4 heads of queries, 2 of keys, at most 4 pieces:    query head 0 | 1 | 2 | 3    where pieces may share keys
+                                             key head   0 | 0 | 1 | 1
+                                             query heads 0 1 | 2 3          where they may not
+                                             key head      0 |   1
 
     Args:
-        heads, kv_heads: how many there are; the former is a multiple of the latter.
+        heads, kv_heads: number of query heads and of kv heads; heads is a multiple of kv_heads.
         most: at least 1.
-        shares_keys: pieces may read the same heads of keys; these pieces follow one another.
+        shares_keys: several pieces may read the same kv heads; such pieces follow one another.
     """
     each, found = heads // kv_heads, []
     parts = min(kv_heads, most)
-    cuts = max(1, min(each, most // parts)) if shares_keys else 1  # of the queries of a key head, where it is alone
+    cuts = max(1, min(each, most // parts)) if shares_keys else 1  # of the queries of a single key head
     for start, stop in _ranges(kv_heads, parts):
         for first, last in _ranges((stop - start) * each, cuts):
             found.append(HeadPiece(slice(start * each + first, start * each + last), slice(start, stop)))

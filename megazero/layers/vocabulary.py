@@ -1,17 +1,18 @@
-"""The two ends of a GPT, whose vocabulary is split over TP: token and position embeddings, and the head with its loss.
+"""The two ends of a GPT, with the vocabulary split over TP: token and position embeddings, and the head with its loss.
 
-The head multiplies and computes the loss as one operation, a chunk of tokens at a time:
+The head computes its product and the loss as one operation, a chunk of tokens at a time:
 
     per chunk of tokens    logits = x W^T                 [chunk, vocab / tp], in fp32
                            peak, sum(exp), target logit   of each rank's rows, gathered over tp: one small collective
                            loss = log(sum) + peak - target
 
     with a soft cap        logits = cap tanh(logits / cap)
-    z-loss                 coefficient (log(sum) + peak)^2 in the gradient; its sum is kept beside the loss
+    z-loss                 coefficient (log(sum) + peak)^2 in the gradient; its sum is reported separately from the loss
 
-The logits of a chunk take at most `training.logits_chunk_bytes`.  With several chunks only two numbers per token are saved,
-and the backward computes the logits again.  The logits of a single chunk are saved, in fp32 as probabilities, unless several
-micro-batches would save theirs at once (gpipe), or capped ones are in fp32.  Saved or not, the gradients have the same bits.
+The logits of a chunk take at most `training.logits_chunk_bytes`.  With several chunks, only two numbers per token are
+saved, and the backward computes the logits again.  The logits of a single chunk are saved (fp32 logits as
+probabilities), unless several micro-batches would save theirs at the same time (gpipe), or the logits are capped and in
+fp32.  The gradients have the same bits whether logits are saved or not.
 
 Source: Chowdhery et al. 2022, section 5 (z-loss); Gemma Team 2024, section 2 (soft cap).
 """
@@ -42,14 +43,17 @@ from megazero.parallel_state import Axis
 
 
 def check_ids(ids: Tensor, vocab_size: int, what: str) -> None:
-    """Check that ids are rows of the vocabulary: an id that no tp rank holds would have an embedding of zeros.
+    """Check that ids are rows of the vocabulary.  Otherwise an id that no tp rank holds would get an embedding of
+    zeros.
 
     Args:
         ids: int64, any shape.
+        vocab_size: number of rows of the vocabulary.
         what: "token" or "label", for the message.
 
     Raises:
-        IndexError: with an id that is none.  On CUDA the host does not wait: the device fails with an assertion.
+        IndexError: an id is outside of the vocabulary.  On CUDA nothing is raised: the host does not wait, and the
+            device fails with an assertion.
     """
     if ids.device.type != "cpu":
         torch._assert_async(((ids >= 0) & (ids < vocab_size)).all(), f"a {what} id is outside of the vocabulary")
@@ -63,14 +67,19 @@ def check_ids(ids: Tensor, vocab_size: int, what: str) -> None:
 
 
 class VocabParallelEmbedding(nn.Module):
-    """Rows of the embedding for the tokens.  tokens: int64 [seq, batch] -> [seq or seq / tp, batch, hidden].
+    """Look up the embeddings of tokens.  tokens: int64 [seq, batch] -> [seq or seq / tp, batch, hidden].
 
-    `sequence_parallel` returns this rank's part of the sequence.  Source: Shoeybi et al. 2019, section 3.
+    Source: Shoeybi et al. 2019, section 3.
+
+    Args:
+        spec: of the weight.
+        tp: the tensor-parallel axis.
+        sequence_parallel: return this rank's shard of the sequence.
+        wgrad_queue: its accumulator takes the gradient, and need not store it as a whole matrix; None returns it to
+            autograd.
 
     Raises:
         IndexError: see `check_ids`.
-
-    `wgrad_queue`: the gradient goes to its accumulator, which need not make it whole; None returns it to autograd.
     """
 
     def __init__(
@@ -99,7 +108,10 @@ class VocabParallelEmbedding(nn.Module):
 
 
 class _AccumulatedRows(torch.autograd.Function):
-    """Rows of a weight, whose gradient goes past autograd.  ids: int64 [...], weight: [m, n] -> [..., n]."""
+    """Look up rows of a weight, and add their gradient to an accumulator instead of returning it to autograd.
+
+    ids: int64 [...], weight: [m, n] -> [..., n].
+    """
 
     @staticmethod
     def forward(ctx: Any, ids: Tensor, weight: Tensor, accumulator: GradientAccumulator) -> Tensor:
@@ -118,7 +130,7 @@ class _AccumulatedRows(torch.autograd.Function):
 class PositionEmbedding(nn.Module):
     """Learned positions, added to the embeddings.  x: [seq or seq / tp, batch, hidden], unchanged in shape.
 
-    Under sequence parallelism x is this rank's part of the sequence.
+    Under sequence parallelism, x is this rank's shard of the sequence.
     """
 
     def __init__(
@@ -138,30 +150,34 @@ class PositionEmbedding(nn.Module):
 
 
 IGNORED_LABEL = -100
-"""Label of a token that does not count (torch's convention)."""
+"""Label of a token that does not count towards the loss (torch's convention)."""
 
 LOGITS_BYTES = 2**32
-"""Largest size of one chunk's logits on a rank, in the dtype of the weights, unless a run says so."""
+"""Default for the largest size of one chunk's logits on a rank, in the dtype of the weights."""
 
-_TILE = 128  # rows of a GPU's matrix product
+_TILE = 128  # rows of a tile in a GPU's matrix product
 
 BLOCK_BYTES, _CPU_BLOCK_BYTES = 2**26, 2**22
-"""What a pass over 16-bit logits takes for their fp32 copy.  On a CPU it stays in the cache; a GPU launches few kernels."""
+"""Size of the fp32 copy of a block of 16-bit logits.  Small enough for a CPU's cache; large enough for few GPU kernels."""
 
 _LEAST = torch.finfo(torch.float32).min
 
 
 def statistics_of(logits: Tensor, local: Tensor, here: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Over a rank's part of the vocabulary: largest logit, sum of exp(logit - it), label's logit or 0; fp32 [tokens] each.
+    """Compute, over a rank's rows of the vocabulary, what the loss needs.
 
     Args:
-        logits: [tokens, rows]; fp32 ones become exp(logit - peak).
+        logits: [tokens, rows]; fp32 logits are overwritten with exp(logit - peak).
         local: int64 [tokens], the row of the label.
-        here: bool [tokens], the label is in this part.
+        here: bool [tokens], whether the label is one of this rank's rows.
+
+    Returns:
+        The largest logit (peak), the sum of exp(logit - peak), and the label's logit, 0 if it is not here; each fp32
+        [tokens].
     """
     scores = logits.float()
     target = scores.gather(-1, local.unsqueeze(-1)).squeeze(-1).where(here, 0.0)
-    peak = scores.amax(-1).clamp_(min=_LEAST)  # for a rank that has only padding
+    peak = scores.amax(-1).clamp_(min=_LEAST)  # a rank that has only padding would have -inf
     return peak, scores.sub_(peak.unsqueeze(-1)).exp_().sum(-1), target
 
 
@@ -177,22 +193,24 @@ def grad_logits_of(
     are_logits: bool,
     cap: float | None = None,
 ) -> Tensor:
-    """Gradient of the loss with respect to the logits: (weight * probability - 1 at the label) * scale; through a soft cap.
+    """Compute the gradient of the loss with respect to the logits: (weight * probability - 1 at the label) * scale.
+
+    With a cap, this is multiplied by the derivative of the soft cap.
 
     Args:
-        scores: [tokens, rows], logits as `soft_cap` returns them, or probabilities that are overwritten.
+        scores: [tokens, rows], logits as returned by `soft_cap`, or probabilities, which are overwritten.
         shift: fp32 [tokens], log(sum(exp(logits))).
         of_label: fp32 [tokens], the label's probability.
         local, here: see `statistics_of`.
         scale: fp32 [tokens].
-        weight: fp32 [tokens], 1 + 2 * coefficient * shift where there is a z-loss.
-        are_logits: what `scores` are; with a cap always logits.
-        cap: None where logits are not capped.
+        weight: fp32 [tokens], 1 + 2 * coefficient * shift; the coefficient is that of the z-loss, 0 without one.
+        are_logits: whether `scores` are logits; always true with a cap.
+        cap: of the logits; None for no cap.
 
     Returns: [tokens, rows], in the dtype of `scores`.
     """
     wide = scores.float()
-    slope = None if cap is None else (1 - (wide / cap).square()).clamp_(min=0)  # of padding 0, not -inf
+    slope = None if cap is None else (1 - (wide / cap).square()).clamp_(min=0)  # 0 for padding, where it would be -inf
     if are_logits:
         wide = wide.sub_(shift.unsqueeze(-1)).exp_()
     grad_logits = wide.mul_((scale * weight).unsqueeze(-1))
@@ -203,14 +221,16 @@ def grad_logits_of(
 
 
 def soft_cap(logits: Tensor, cap: float) -> Tensor:
-    """cap * tanh(logits / cap), in fp32; the logits are overwritten.  [tokens, rows], unchanged in shape."""
+    """Overwrite logits by cap * tanh(logits / cap), computed in fp32.  [tokens, rows], unchanged in shape."""
     for (block,) in _blocks(None, logits):
         block.copy_(block.float().div_(cap).tanh_().mul_(cap))
     return logits
 
 
 def _blocks(nbytes: int | None, logits: Tensor, *others: Tensor) -> list[tuple[Tensor, ...]]:
-    """Tensors of [tokens, ...] in blocks of tokens; None for the size that suits the device."""
+    """Split tensors [tokens, ...] into blocks of tokens.  nbytes: of a block in fp32; None for the size that suits the
+    device.
+    """
     nbytes = nbytes or (_CPU_BLOCK_BYTES if logits.device.type == "cpu" else BLOCK_BYTES)
     tokens = max(1, nbytes // (4 * logits.shape[-1]))
     if tokens >= logits.shape[0]:
@@ -221,7 +241,7 @@ def _blocks(nbytes: int | None, logits: Tensor, *others: Tensor) -> list[tuple[T
 def statistics_by_blocks(
     logits: Tensor, local: Tensor, here: Tensor, *, nbytes: int | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """`statistics_of`, a block of tokens at a time."""
+    """Compute `statistics_of`, a block of tokens at a time."""
     parts = [statistics_of(*block) for block in _blocks(nbytes, logits, local, here)]
     if len(parts) == 1:
         return parts[0]
@@ -232,20 +252,22 @@ def statistics_by_blocks(
 def grad_logits_by_blocks(
     scores: Tensor, *others: Tensor, are_logits: bool, cap: float | None = None, nbytes: int | None = None
 ) -> Tensor:
-    """`grad_logits_of`, a block of tokens at a time; it overwrites the logits."""
+    """Compute `grad_logits_of`, a block of tokens at a time, and overwrite the logits with it."""
     for block, *rest in _blocks(nbytes, scores, *others):
         block.copy_(grad_logits_of(block, *rest, are_logits=are_logits, cap=cap))
     return scores
 
 
 def token_chunks(tokens: int, token_bytes: int, most_bytes: int) -> list[slice]:
-    """Cut tokens into chunks whose logits take `most_bytes` at most: one if all fit, else as few as there can be in tiles.
+    """Split tokens into as few chunks as possible, each with at most `most_bytes` of logits.
 
-    Chunks are whole tiles of 128 tokens, but for the end of the last, and differ by a tile at most.  Where a tile does not
-    fit, chunks differ by a token at most.
+    If all tokens fit, there is one chunk.  Otherwise chunks are whole tiles of 128 tokens, except for the end of the
+    last chunk, and differ by at most one tile.  If a single tile does not fit, chunks differ by at most one token.
 
     Args:
-        token_bytes: of the logits of one token.
+        tokens: number of tokens.
+        token_bytes: bytes of the logits of one token.
+        most_bytes: maximum for the logits of a chunk.
     """
     most = max(1, most_bytes // token_bytes)
     unit = _TILE if most >= _TILE else 1
@@ -279,20 +301,20 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 head.z_sum += head.z_loss_coef * log_sum.square().where(counted[part], 0.0).sum().double()
             if head.keeps_logits and len(chunks) == 1 and not (head.cap and logits.dtype == torch.float32):
                 saved_logits = _kept_form(logits, peak, log_sum)
-            del logits  # before the next chunk's
+            del logits  # free them before the next chunk's logits
         ctx.save_for_backward(x, weight, local, here, counted, torch.cat(sums), torch.cat(label_logits), saved_logits)
         ctx.head = head
-        ctx.parameter = None if head.wgrad_queue is None else weight  # what was saved may come back as another object
+        ctx.parameter = None if head.wgrad_queue is None else weight  # saved tensors may be unpacked as another object
         return loss
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         refuse_second_derivative("the loss")
-        saved = ctx.saved_tensors  # once: under recomputation every access computes them again
+        saved = ctx.saved_tensors  # read only once: under recomputation, every access computes them again
         x, weight, *_ = saved
         grad_x = torch.empty_like(x)
         factors: Iterable[tuple[Tensor, Tensor]] = _grad_logits_by_chunk(ctx.head, saved, grad, grad_x)
-        if len(ctx.head.chunks(x, weight)) == 1:  # one pair, which a weight in parts may use again
+        if len(ctx.head.chunks(x, weight)) == 1:  # one pair of factors, which a weight in parts may use again
             factors = list(factors)
         if ctx.needs_input_grad[1]:
             queue = ctx.head.wgrad_queue
@@ -305,20 +327,20 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
 
 def _kept_form(logits: Tensor, peak: Tensor, log_sum: Tensor) -> Tensor:
-    """The logits as they are saved after `statistics_of`: fp32 logits become probabilities."""
+    """Return the form in which logits are saved after `statistics_of`: fp32 logits as probabilities."""
     return logits if logits.dtype != torch.float32 else logits.mul_((peak - log_sum).exp_().unsqueeze(-1))
 
 
 def _grad_logits_by_chunk(
     head: VocabParallelHead, saved: Sequence[Any], grad: Tensor, grad_x: Tensor
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield the two factors of the weight's gradient per chunk, and write the gradient of the input."""
+    """Write the gradient of the input, and yield for each chunk the two factors of the weight's gradient."""
     x, weight, local, here, counted, log_sum, target, saved_logits = saved
     scale, of_label = counted * grad, (target - log_sum).exp_()
     weight_of = 1 + 2 * head.z_loss_coef * log_sum
     chunks = head.chunks(x, weight)
     for part in chunks:
-        # Kept logits may be overwritten: autograd frees them after this.
+        # Saved logits may be overwritten, because autograd frees them after this.
         scores = head.logits_of(x[part], weight) if saved_logits is None else saved_logits
         recomputed = saved_logits is None and (len(chunks) > 1 or head.cap is not None)
         are_logits = scores.dtype != torch.float32 or recomputed
@@ -329,11 +351,14 @@ def _grad_logits_by_chunk(
         del scores
         grad_x[part] = product_t(grad_logits, weight.t())
         yield grad_logits, x[part]
-        del grad_logits  # before the next chunk's logits
+        del grad_logits  # free it before the next chunk's logits
 
 
 def _over_vocabulary(peak: Tensor, total: Tensor, target: Tensor, tp: Axis) -> tuple[Tensor, Tensor]:
-    """log(sum(exp(logits))) and the target's logit over all ranks' parts, in one collective, from `statistics_of` each."""
+    """Combine the results of `statistics_of` from all ranks in one collective.
+
+    Returns log(sum(exp(logits))) and the label's logit over the whole vocabulary.
+    """
     mine = torch.stack([peak, total, target])
     every = mine.new_empty(tp.size, *mine.shape)
     all_gather(every, mine.unsqueeze(0), tp).wait()
@@ -348,16 +373,16 @@ class VocabParallelHead(nn.Module):
     Args:
         spec: of the weight.
         tp: the tensor-parallel axis.
-        sequence_parallel: x arrives as [seq / tp, batch, hidden].
-        weight: the embedding's parameter when this rank holds both; None makes one.
-        wgrad_queue: takes the weight gradient if the weight is used here alone; None returns it to autograd.
-        logits_bytes: of the logits of one chunk.
-        cap: of the logits, see `soft_cap`; None for none.
+        sequence_parallel: the input is [seq / tp, batch, hidden].
+        weight: the embedding's parameter, if this rank holds it and the weights are tied; None creates a parameter.
+        wgrad_queue: takes the weight gradient, unless `weight` is given; None returns it to autograd.
+        logits_bytes: maximum for the logits of one chunk.
+        cap: of the logits, see `soft_cap`; None for no cap.
 
     Attributes:
-        z_loss_coef: of the z-loss, which the backward adds.
-        z_sum: coefficient * logsumexp^2 of the tokens counted since someone set it to 0.
-        keeps_logits: a single chunk's logits wait for the backward; else they are computed again, at one product more.
+        z_loss_coef: coefficient of the z-loss, which the backward adds to the gradient.
+        z_sum: sum of coefficient * logsumexp^2 over counted tokens since it was last set to 0.
+        keeps_logits: save the logits of a single chunk for the backward; otherwise the backward repeats the product.
     """
 
     def __init__(
@@ -376,7 +401,7 @@ class VocabParallelHead(nn.Module):
         self.keeps_logits = True
         self.z_loss_coef = 0.0
         self.z_sum: float | Tensor = 0.0
-        # The two passes over logits; `models/wrappers.py` compiles them, which needs no blocks.
+        # The two passes over logits.  `models/wrappers.py` replaces them by compiled ones, which need no blocks.
         self.statistics_of: Any = statistics_by_blocks
         self.grad_logits_of: Any = grad_logits_by_blocks
         self.enter = gather_sequence if sequence_parallel else copy_to_tp
@@ -385,11 +410,15 @@ class VocabParallelHead(nn.Module):
         self.wgrad_queue = wgrad_queue if weight is None else None
 
     def forward(self, x: Tensor, labels: Tensor | None) -> Tensor:
-        """Loss summed over counted tokens (fp32), or logits [seq, batch, vocab] without labels; equal on every TP rank.
+        """Compute the loss, summed over counted tokens (fp32), or without labels the logits, [seq, batch, vocab].
 
-        x: [seq or seq / tp, batch, hidden]; labels: int64 [seq, batch], `IGNORED_LABEL` where a token does not count.
+        The result is the same on every TP rank.
 
-        Raises: IndexError, a label is no row of the vocabulary; see `check_ids`.
+        Args:
+            x: [seq or seq / tp, batch, hidden].
+            labels: int64 [seq, batch], `IGNORED_LABEL` where a token does not count.
+
+        Raises: IndexError: a label is outside of the vocabulary; see `check_ids`.
         """
         x = self.enter(x, self.tp)
         if labels is None:
@@ -399,11 +428,13 @@ class VocabParallelHead(nn.Module):
         return _LinearCrossEntropy.apply(x.flatten(0, 1), self.weight, labels.flatten(), self)
 
     def chunks(self, x: Tensor, weight: Tensor) -> list[slice]:
-        """The chunks of the tokens of x, [tokens, hidden]; the same on every TP rank."""
+        """Split the tokens of x, [tokens, hidden], into chunks.  The same on every TP rank."""
         return token_chunks(x.shape[0], weight.shape[0] * weight.element_size(), self.logits_bytes)
 
     def logits_of(self, x: Tensor, weight: Tensor) -> Tensor:
-        """Logits of this rank's rows, past autograd; padded rows have probability 0.  [tokens, hidden] -> [tokens, rows]."""
+        """Compute the logits of this rank's rows, without autograd; padded rows get probability 0.  [tokens, hidden] ->
+        [tokens, rows].
+        """
         logits = product_t(x, weight)
         if self.cap is not None:
             logits = soft_cap(logits, self.cap)
