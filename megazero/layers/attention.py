@@ -2,7 +2,7 @@
 
     x --qkv--> q | k | v --[norm, rope, kernel]--> heads --out--> x        [...] is the core; heads are split over TP
 
-Where tp exceeds the number of key and value heads, tp / kv_heads ranks share a head, and each computes a part of it:
+If tp exceeds the number of kv heads, tp / kv_heads ranks share a head, and each rank computes a part of it:
 
     4 query heads, 2 kv heads, tp = 4         rank 0     rank 1     rank 2     rank 3
     weights, and what they compute            q0 | k0.   q1 | k0"   q2 | k1.   q3 | k1"     and v likewise
@@ -33,32 +33,34 @@ from megazero.layers.sample_part import SamplePart, TokenLayout
 
 
 class FrequencyScaling(Protocol):
-    """Scales rotary frequencies for longer samples; `amplitude` multiplies rotated queries and keys."""
+    """Scales rotary frequencies for longer samples.  `amplitude` multiplies rotated queries and keys."""
 
     @property
     def amplitude(self) -> float: ...
 
     def scaled(self, frequencies: Tensor, theta: float) -> Tensor:
-        """[head size / 2], unchanged in shape."""
+        """Scale the frequencies, [head size / 2], unchanged in shape."""
 
 
 class RotaryEmbedding:
-    """cos and sin of positions, fp32, shared by the layers of a stage (Su et al. 2021).
+    """cos and sin of positions, in fp32, shared by the layers of a stage (Su et al. 2021).
 
-    In the half-rotation form of Hugging Face's Llama.  Where a rank has a part of each sample, tables are made for its own
-    tokens only: those of a million positions take a gigabyte.
+    Uses the half-rotation form of Hugging Face's Llama.  If a rank holds a shard of each sample, tables are made only
+    for its own tokens, because the tables of a million positions take a gigabyte.
 
     Args:
         head_size: even.
-        seq_len: of whole samples.
+        seq_len: of whole samples, in tokens.
         theta: the base of the wavelengths.
+        device: of the tables.
         scaling: see `FrequencyScaling`.
-        rotated: elements of a head that are rotated; None for all.
+        rotated: number of elements of a head that are rotated; None for all.
         score_scale: a factor on all products of queries and keys.
-        by_parts: every micro-batch has a `SamplePart`; tables of positions 0 ... seq_len - 1 are made for the first without.
+        by_parts: every micro-batch has a `SamplePart`; tables of positions 0 ... seq_len - 1 are then made only when a
+            micro-batch without one arrives.
 
     Attributes:
-        held: the storages of tables of parts, which live as long as their parts.
+        held: the storages of the tables of parts, which live as long as their parts.
     """
 
     def __init__(
@@ -74,14 +76,14 @@ class RotaryEmbedding:
         by_parts: bool = False,
     ) -> None:
         rotated = head_size if rotated is None else rotated
-        # on the host: the same bits for every device
+        # computed on the host, so that every device gets the same bits
         even = torch.arange(0, rotated, 2, dtype=torch.float64, device="meta" if device.type == "meta" else "cpu")
         frequency = theta ** -(even / rotated)
         frequency = frequency if scaling is None else scaling.scaled(frequency, theta)
-        self._frequency = F.pad(frequency, (0, head_size // 2 - len(even)))  # of 0 does not rotate
-        self._amplitude = (1.0 if scaling is None else scaling.amplitude) * sqrt(score_scale)  # of queries and of keys
+        self._frequency = F.pad(frequency, (0, head_size // 2 - len(even)))  # frequency 0 means no rotation
+        self._amplitude = (1.0 if scaling is None else scaling.amplitude) * sqrt(score_scale)  # on queries and on keys
         self._seq_len, self._device, self._on_device = seq_len, device, self._frequency.to(device)
-        # The part does not own its tables: that of whole samples outlives the model.
+        # The part must not own its tables: the part of whole samples outlives the model.
         self._of_parts: WeakKeyDictionary[SamplePart, tuple[Tensor, Tensor]] = WeakKeyDictionary()
         self.held: set[int] = set()
         self.cos: Tensor | None = None
@@ -90,9 +92,9 @@ class RotaryEmbedding:
             self._hold_all()
 
     def rotate(self, x: Tensor, part: SamplePart | None = None) -> Tensor:
-        """Rotate queries or keys by their position, in fp32.  [batch, heads, seq, head_size], unchanged in shape.
+        """Rotate queries or keys by their positions, in fp32.  [batch, heads, seq, head_size], unchanged in shape.
 
-        `part`: says the positions; None for 0, 1, 2, ...
+        `part`: gives the positions; None for 0, 1, 2, ...
         """
         low, high = x.chunk(2, dim=-1)
         rotated = torch.cat([-high, low], dim=-1)
@@ -106,9 +108,9 @@ class RotaryEmbedding:
         return (x * cos + rotated * sin).to(x.dtype)
 
     def tables_of(self, part: SamplePart) -> tuple[Tensor, Tensor]:
-        """cos and sin of a part's positions, [1 or batch, 1, seq, head_size]: once for all layers."""
+        """Return cos and sin of a part's positions, [1 or batch, 1, seq, head_size].  Computed once for all layers."""
         if part not in self._of_parts:
-            with torch.inference_mode(False):  # an evaluation may be the first to ask
+            with torch.inference_mode(False):  # an evaluation may be the first caller
                 self._of_parts[part] = tables = self._tables(part.positions.t().unsqueeze(1), self._on_device)
             storages = set(map(storage_of, tables))
             self.held |= storages
@@ -121,7 +123,10 @@ class RotaryEmbedding:
         return self.cos, self.sin
 
     def _tables(self, positions: Tensor, frequency: Tensor) -> tuple[Tensor, Tensor]:
-        """cos and sin, [..., head_size], of positions [...]; fp64 until then, for a late position turns far."""
+        """Compute cos and sin, fp32 [..., head_size], of positions [...].
+
+        Angles are in fp64, because those of late positions are many turns.
+        """
         angle = positions.unsqueeze(-1) * frequency
         cos, sin = ((self._amplitude * values).float() for values in (angle.cos(), angle.sin()))
         return torch.cat([cos, cos], dim=-1), torch.cat([sin, sin], dim=-1)
@@ -130,7 +135,7 @@ class RotaryEmbedding:
 class NeighbourRotary(RotaryEmbedding):
     """Rotates neighbouring elements of a head together.
 
-    It returns heads with even elements before odd ones, of queries and of keys, so that their products are the same.
+    It returns the heads of queries and keys with even elements before odd ones, which leaves their products unchanged.
     """
 
     def rotate(self, x: Tensor, part: SamplePart | None = None) -> Tensor:
@@ -138,17 +143,18 @@ class NeighbourRotary(RotaryEmbedding):
 
 
 class NoRotation:
-    """In place of a `RotaryEmbedding` where positions are learned."""
+    """Used in place of a `RotaryEmbedding` if positions are learned."""
 
     def rotate(self, x: Tensor, _: SamplePart | None = None) -> Tensor:
-        """x, unchanged."""
+        """Return x unchanged."""
         return x
 
 
 class SharedKVHead(nn.Module):
-    """Completes the key and value head that several TP ranks share.  [seq, batch, q | part of k], part of v -> q | k, v.
+    """Gather the key and value head that several TP ranks share.  [seq, batch, q | part of k], part of v -> q | k, v.
 
-    The backward sums the gradients of the ranks that share the head (as Megatron-LM does for fewer query groups than tp).
+    The backward sums the gradients of the ranks that share the head (as Megatron-LM does for fewer query groups than
+    tp).
     """
 
     def __init__(self, heads: Heads) -> None:
@@ -165,7 +171,7 @@ class SharedKVHead(nn.Module):
 
 
 def _owned(qk: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """For key and value heads that a TP rank does not share."""
+    """Return both unchanged, for key and value heads that a TP rank does not share."""
     return qk, v
 
 
@@ -174,12 +180,12 @@ class AttentionCore(nn.Module):
 
     Args:
         heads: see `Heads`.
-        kernel: attends; see `AttentionKernel`.
-        rope: rotary tables, or None where positions are learned.
-        qk_norm: norm of queries and keys before their rotation, or None.
+        kernel: see `AttentionKernel`.
+        rope: rotary tables; None if positions are learned.
+        qk_norm: norm of queries and keys before their rotation; None for no norm.
 
     Attributes:
-        tape: records the kernel's results where the core is recomputed; None to run the kernel again.
+        tape: records the kernel's results if the core is recomputed; None to run the kernel again.
     """
 
     def __init__(
@@ -195,14 +201,14 @@ class AttentionCore(nn.Module):
         self.width_norm = qk_norm if isinstance(qk_norm, WidthNorm) else nn.Identity()
         self.head_norm = qk_norm if isinstance(qk_norm, HeadNorm) else nn.Identity()
         self.complete = SharedKVHead(heads) if heads.sharing > 1 else _owned
-        # A view of v would save all of q | k | v for the backward.  Where something else saves it anyway, v stays a view.
+        # A view of v would save all of q | k | v for the backward.  If something else saves it anyway, v stays a view.
         self.copies_v = rope is not None and (qk_norm is None or heads.sharing > 1)
 
     def forward(self, qkv: Tensor, layout: TokenLayout) -> Tensor:
         qk, v = qkv.split([qkv.shape[-1] - self.heads.v_features, self.heads.v_features], dim=-1)
         qk, v = self.complete(self.width_norm(qk), v)
         qk, v = (rearrange(x, "s b (h d) -> s b h d", d=self.heads.size) for x in (qk, v))
-        qk = self.head_norm(qk)  # before dimensions change places: attention's output takes the order of q in memory
+        qk = self.head_norm(qk)  # before the transpose: attention's output has the memory layout of q
         qk, v = (rearrange(x, "s b h d -> b h s d") for x in (qk, v))
         q, k = self.rope.rotate(qk, layout.part).split([self.heads.queries, self.heads.keys], dim=1)
         out = self.kernel.attend(q, k, v.contiguous() if self.copies_v else v, layout.part, tape=self.tape)
@@ -210,11 +216,11 @@ class AttentionCore(nn.Module):
 
 
 class Attention(nn.Module):
-    """softmax(q k^T / sqrt(d)) v per head.  [seq or seq / tp, batch, hidden], unchanged in shape, with its `TokenLayout`.
+    """Compute softmax(q k^T / sqrt(d)) v per head.  x: [seq or seq / tp, batch, hidden], unchanged in shape.
 
     Args:
         qkv: fused projection to q | k | v.
-        core: what lies between the projections.
+        core: the computation between the projections.
         out: projection of all heads back to the hidden size.
     """
 
@@ -224,12 +230,14 @@ class Attention(nn.Module):
 
     @property
     def knows_parts(self) -> bool:
-        """Whether the kernel handles parts of samples and documents, or refuses them; that of a script may do neither."""
+        """Whether the kernel handles, or rejects, parts of samples and documents.  A script's own kernel may do
+        neither.
+        """
         return isinstance(self.core.kernel, CausalAttention | ContextAttention)
 
     def forward(self, x: Tensor, layout: TokenLayout) -> Tensor:
         return self.out(self.core(self.qkv(x), layout))
 
     def parts(self) -> tuple[list[nn.Module], list[nn.Module]]:
-        """The modules before the last projection, and the projection."""
+        """Return the modules before the last projection, and the last projection."""
         return [self.qkv, self.core], [self.out]

@@ -1,19 +1,20 @@
-"""Products of linear layers in fp8 (e4m3), the same bytes on every shape of a run.
+"""Products of linear layers in fp8 (e4m3), with the same bytes on every cluster shape of a run.
 
-    y  = x  @ W.T     x:  a scale for each token      W: a scale for each output row
-    dx = dy @ W       dy: a scale for each token      W: a scale for each input column
-    dW = dy.T @ x     in the run's own format: it sums over tokens
+    y  = x  @ W.T     x:  one scale per token     W: one scale per output row
+    dx = dy @ W       dy: one scale per token     W: one scale per input column
+    dW = dy.T @ x     in the run's own format, because it sums over tokens
 
     rowwise     [ k elements, one scale                     ]      where tp cuts k, the maximum is that of all its ranks
     blockwise   [ 128, a scale | 128, a scale | 64, a scale ]      where tp cuts k, it cuts between blocks
 
-So no scale depends on which tokens or which ranks share a tensor.  A scale is a power of two, the smallest that brings the
-largest element to at most 448: it is exact on every device, and so is a quantised element in bf16 and in fp32.  An infinite
-or undefined element makes its whole row, or block, infinite or undefined.
+So no scale depends on which tokens or ranks share a tensor.  A scale is the smallest power of two that brings the
+largest element to at most 448.  Powers of two are exact on every device, and so are the quantised elements in bf16 and
+in fp32.  An infinite or undefined element makes its whole row or block infinite or undefined.
 
-Where there is no kernel for fp8, products of the same quantised elements run in the run's format.
+Where no fp8 kernel exists, the same quantised elements are multiplied in the run's format.
 
-Source: Micikevicius et al. 2022 (e4m3); DeepSeek-AI 2024, section 3.3 (blocks of 128); Rouhani et al. 2023 (powers of two).
+Source: Micikevicius et al. 2022 (e4m3); DeepSeek-AI 2024, section 3.3 (blocks of 128); Rouhani et al. 2023 (powers of
+two).
 """
 
 from __future__ import annotations
@@ -36,16 +37,16 @@ from megazero.settings import ConfigError, Problem
 
 Scaling: TypeAlias = Literal["rowwise", "blockwise"]
 
-_MANTISSA_ABOVE_448 = 0x1FFFFF  # carries into the exponent where a mantissa is above that of 448 = 1.75 * 2^8
-_EXPONENT, _INFINITY, _SMALLEST = 0x7F800000, 0x7F800000, 9 << 23  # a scale of 2^-126, of zeros too
+_MANTISSA_ABOVE_448 = 0x1FFFFF  # carries into the exponent if a mantissa is above that of 448 = 1.75 * 2^8
+_EXPONENT, _INFINITY, _SMALLEST = 0x7F800000, 0x7F800000, 9 << 23  # smallest scale 2^-126, also for zeros
 
 
 class Quantised(NamedTuple):
-    """A matrix as values * scales.
+    """A matrix, represented as values * scales.
 
     Args:
         values: e4m3, [rows, k], contiguous.
-        scales: fp32, [rows, blocks of k], the rows contiguous.
+        scales: fp32, [rows, blocks of k], contiguous along rows.
     """
 
     values: Tensor
@@ -53,49 +54,53 @@ class Quantised(NamedTuple):
 
 
 Multiply: TypeAlias = Callable[[Quantised, Quantised, torch.dtype], Tensor]
-"""[m, k], [n, k] -> [m, n] in a dtype."""
+"""Multiplies a: [m, k] by b: [n, k], returning a @ b.T, [m, n], in the given dtype."""
 
 
 def _in_blocks(x: Tensor, block: int) -> Tensor:
-    """[rows, k] -> [rows, blocks, block], the last block filled up with zeros."""
+    """Split rows into blocks, the last one padded with zeros.  [rows, k] -> [rows, blocks, block]."""
     missing = -x.shape[-1] % block
     return (F.pad(x, (0, missing)) if missing else x).unflatten(-1, (-1, block))
 
 
 def maxima(x: Tensor, block: int) -> Tensor:
-    """Largest magnitude in each block.  [rows, k] -> fp32 [rows, blocks]."""
+    """Compute the largest magnitude in each block.  [rows, k] -> fp32 [rows, blocks]."""
     return _in_blocks(x, block).abs().amax(-1).float()
 
 
 def quantise(x: Tensor, largest: Tensor, block: int) -> Quantised:
-    """Round a matrix to e4m3, to the nearest and ties to even; `largest`: magnitude in each block, fp32 [rows, blocks]."""
+    """Round a matrix to e4m3 (nearest, ties to even).  `largest`: the largest magnitude in each block, fp32 [rows,
+    blocks].
+    """
     bits = largest.view(torch.int32).clamp(_SMALLEST, _INFINITY) + _MANTISSA_ABOVE_448
     scales = bits.bitwise_and(_EXPONENT).view(torch.float32) * 2.0**-8
-    # 1 / scale by its exponent: a division would be rounded on some devices
+    # Compute 1 / scale from its exponent: a division would be rounded on some devices.
     inverse = (0x7F000000 - scales.view(torch.int32)).view(torch.float32)
     values = (_in_blocks(x, block).float() * inverse.unsqueeze(-1)).flatten(-2)[..., : x.shape[-1]]
     return Quantised(values.to(torch.float8_e4m3fn).contiguous(), scales.t().contiguous().t())
 
 
 def quantise_alone(x: Tensor, block: int) -> Quantised:
-    """Round a matrix of which this rank has all that shares a scale."""
+    """Round a matrix to e4m3, if this rank holds all elements that share a scale."""
     return quantise(x, maxima(x, block), block)
 
 
 def dequantise(x: Quantised, block: int, dtype: torch.dtype) -> Tensor:
-    """The matrix that the quantised one stands for; exact in bf16 and fp32."""
+    """Return the matrix that a quantised one represents; exact in bf16 and fp32."""
     blocks = _in_blocks(x.values.to(dtype), block) * x.scales.to(dtype).unsqueeze(-1)
     return blocks.flatten(-2)[..., : x.values.shape[-1]]
 
 
 def scaled_mm(a: Quantised, b: Quantised, dtype: torch.dtype) -> Tensor:
-    """a @ b.T by torch's kernel for fp8; several blocks are summed in fp32, where there is no other kernel."""
+    """Compute a @ b.T with torch's fp8 kernel.  With several blocks per row it sums in fp32, the only kernel that
+    exists.
+    """
     fast = a.scales.shape[-1] == 1
     return torch._scaled_mm(a.values, b.values.t(), a.scales, b.scales.t(), out_dtype=dtype, use_fast_accum=fast)
 
 
 def emulated(a: Quantised, b: Quantised, dtype: torch.dtype) -> Tensor:
-    """a @ b.T of the same quantised elements, by the kernel of a 16- or 32-bit product."""
+    """Compute a @ b.T of the same quantised elements with a 16- or 32-bit kernel."""
     block = BLOCK if a.scales.shape[-1] > 1 else max(1, a.values.shape[-1])
     return product_t(dequantise(a, block, dtype), dequantise(b, block, dtype))
 
@@ -106,29 +111,30 @@ def _own_code(function: Callable[..., Any], name: str) -> Callable[..., Any]:
 
 
 class Fp8Product:
-    """The two products of a linear layer whose factors are quantised.
+    """The two products of a linear layer with quantised factors.
 
     Args:
-        scaling: what shares a scale.
-        multiply: of quantised factors.
-        forward_axis: the ranks that cut the features of x among them, as in a row-parallel layer.
-        backward_axis: the ranks that cut those of y, as in a column-parallel layer.
-        name: of the layer within its block; equal layers of all blocks share compiled code.
+        scaling: whether a row or a block shares a scale.
+        multiply: multiplies quantised factors.
+        forward_axis: the ranks that split the features of x, as in a row-parallel layer.
+        backward_axis: the ranks that split the features of y, as in a column-parallel layer.
+        name: of the layer within its block; layers of the same name in different blocks share compiled code.
     """
 
     def __init__(
         self, scaling: Scaling, multiply: Multiply, forward_axis: Axis, backward_axis: Axis, name: str
     ) -> None:
         self._name = name
-        self._block = 0 if scaling == "rowwise" else BLOCK  # 0: a row
+        self._block = 0 if scaling == "rowwise" else BLOCK  # 0: a whole row
         self._multiply = multiply
         self._axes = (WHOLE, WHOLE) if self._block else (forward_axis, backward_axis)
         self._maxima, self._quantise, self._quantise_alone = maxima, quantise, quantise_alone
 
     def compile(self, compiled: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
         if torch.cuda.is_available() and torch.cuda.get_device_capability() < (8, 9):
-            return  # the compiler writes no e4m3 there
-        # For each layer a code of its own, which is compiled for x, W, dy and W.T: torch compiles no code for many sizes.
+            return  # the compiler cannot generate e4m3 code there
+        # Each layer has its own code, compiled for x, W, dy and W.T: torch limits how many sizes it compiles one code
+        # for.
         self._maxima, self._quantise, self._quantise_alone = (
             compiled(_own_code(function, self._name)) for function in (maxima, quantise, quantise_alone)
         )
@@ -150,13 +156,15 @@ class Fp8Product:
             of_a, of_b = largest.split([len(a), len(b)])
             factors = self._quantise(a, of_a, block), self._quantise(b, of_b, block)
         y = self._multiply(*factors, x.dtype)
-        # as matmul does: a view, to autograd, could not be summed over tp in place
+        # Like matmul, do not return what autograd regards as a view: a view could not be summed over tp in place.
         result: Tensor = torch.ops.aten._unsafe_view(y, [*x.shape[:-1], len(b)])
         return result
 
 
 def multiply_on(device: torch.device, dtype: torch.dtype, scaling: Scaling) -> Multiply:
-    """The product of a run: torch's kernel for fp8 where the device has it and the run is in bf16, else the emulation."""
+    """Choose the product of a run: torch's fp8 kernel if the device has it and the run is in bf16, otherwise the
+    emulation.
+    """
     if device.type != "cuda" or dtype != torch.bfloat16 or torch.version.cuda is None:
         return emulated
     major, cuda = torch.cuda.get_device_capability(device)[0], tuple(map(int, torch.version.cuda.split(".")))
@@ -165,9 +173,9 @@ def multiply_on(device: torch.device, dtype: torch.dtype, scaling: Scaling) -> M
 
 
 def use_fp8(block: nn.Module, scaling: Scaling, multiply: Multiply) -> None:
-    """Have the linear layers of a block multiply in fp8.
+    """Let the linear layers of a block multiply in fp8.
 
-    Raises: ConfigError: it has none, or one of a size that cannot.
+    Raises: ConfigError: the block has no linear layer, or one with an unsupported size.
     """
     layers = [part for part in block.modules() if isinstance(part, ColumnParallelLinear | RowParallelLinear)]
     if not layers:
@@ -181,7 +189,7 @@ def use_fp8(block: nn.Module, scaling: Scaling, multiply: Multiply) -> None:
 
 
 def _check_sizes(layer: ColumnParallelLinear | RowParallelLinear, scaling: Scaling) -> None:
-    """Raises: ConfigError: no kernel takes the sizes, or tp cuts within blocks."""
+    """Check the sizes of a layer.  Raises: ConfigError: no kernel supports them, or tp would cut within a block."""
     spec, tp = layer.specs["weight"], layer.tp.size
     sections = [rows.rows for rows in spec.names.rows] if spec.split == 0 else [spec.shape[1]]
     if wrong := wrong_size(sections, spec.shape[1 if spec.split == 0 else 0], tp, scaling):

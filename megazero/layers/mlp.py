@@ -13,10 +13,10 @@ from megazero.layers.linear import ColumnParallelLinear, RowParallelLinear
 
 
 class _Gated(torch.autograd.Function):
-    """silu(gate) * up, [..., 2 * inner] -> [..., inner].
+    """Compute silu(gate) * up, [..., 2 * inner] -> [..., inner].
 
-    It saves its input only, while autograd would also save silu(gate); and it writes the gradient of both halves into one
-    tensor, while autograd would concatenate two.
+    It saves only its input, whereas autograd would also save silu(gate).  It writes the gradients of both halves into
+    one tensor, whereas autograd would concatenate two.
     """
 
     @staticmethod
@@ -40,7 +40,9 @@ class _Gated(torch.autograd.Function):
 
 
 def gated(gate_up: Tensor) -> Tensor:
-    """silu(gate) * up.  [..., 2 * inner], gate before up -> [..., inner].  torch.compile traces the plain formula."""
+    """Compute silu(gate) * up.  [..., 2 * inner], gate before up -> [..., inner].  torch.compile traces the plain
+    formula.
+    """
     if torch.compiler.is_compiling():
         gate, up = gate_up.chunk(2, dim=-1)
         return F.silu(gate) * up
@@ -49,7 +51,7 @@ def gated(gate_up: Tensor) -> Tensor:
 
 
 class Gated(nn.Module):
-    """silu(gate) * up as a module: `gated`."""
+    """`gated` as a module: silu(gate) * up."""
 
     def forward(self, gate_up: Tensor) -> Tensor:
         return gated(gate_up)
@@ -66,7 +68,7 @@ class MLP(nn.Module):
         return self.down(self.activation(self.up(x)))
 
     def parts(self) -> tuple[list[nn.Module], list[nn.Module]]:
-        """The modules before the last projection, and the projection."""
+        """Return the modules before the last projection, and the last projection."""
         return [self.up, self.activation], [self.down]
 
 

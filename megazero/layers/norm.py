@@ -1,13 +1,13 @@
 """RMSNorm and LayerNorm of the residual stream, and RMSNorm of queries and keys before rotation.
 
-The weights of the first two are replicated over TP.  Queries and keys are normed per head or over all heads together:
+The weights of the first two are replicated over TP.  Queries and keys are normalized per head or over all heads:
 
          queries                  keys
 x        [ h0 | h1 | h2 | h3 ]    [ k0 | k1 ]      heads are split over TP
 head     one mean square for each of h0 ... k1     two weights, [head_size] each, replicated over TP
 width    one for h0 ... h3        one for k0, k1   a weight per element, split over TP like the heads
 
-For its backward a norm keeps its input, in the input's own dtype, and a number or two of fp32 for each token.
+For its backward, a norm saves its input in the input's own dtype, and one or two fp32 numbers per token.
 """
 
 from __future__ import annotations
@@ -30,11 +30,12 @@ _WHOLE = Axis("tp")
 class _NormedParts(torch.autograd.Function):
     """RMSNorm of each part of x, computed in fp32 and rounded once; see `rms_norm`.
 
-    With r = 1 / rms(x), n the size of the last dimension and sums over it, for each token
+    With r = 1 / rms(x), n the size of the last dimension, and sums over that dimension, for each token
 
         y = x r w        dx = dy w r - x r^2 / n sum(dy x r w)        dw = dy x r, summed over tokens
 
-    by the chain rule, as dr / dx = -x r^3 / n.  Of the formula in plain torch autograd keeps three fp32 tensors like x.
+    by the chain rule, because dr / dx = -x r^3 / n.  The same formula in plain torch would make autograd save three
+    fp32 tensors of the size of x.
     """
 
     @staticmethod
@@ -47,7 +48,7 @@ class _NormedParts(torch.autograd.Function):
         for part, square, w, place in zip(parts, squares, weights, _cut(y, sizes, dim), strict=True):
             r = square.div_(part.shape[-1] * tp.size).add_(eps).rsqrt_()
             torch.mul(part, r, out=place).mul_(w)
-        ctx.save_for_backward(x, weight, *squares)  # which are 1 / rms by now
+        ctx.save_for_backward(x, weight, *squares)  # squares now hold 1 / rms
         ctx.sizes, ctx.dim, ctx.tp = sizes, dim, tp
         return y.to(x.dtype)
 
@@ -73,12 +74,14 @@ class _NormedParts(torch.autograd.Function):
 
 
 def _cut(x: Tensor, sizes: Sequence[int], dim: int = -1) -> Sequence[Tensor]:
-    """Views of x; one part is x itself, as in most norms: views would cost a fifth of its time."""
+    """Split x into views.  A single part is x itself: most norms have one, and making a view would cost a fifth of
+    their time.
+    """
     return [x] if len(sizes) == 1 else x.split(sizes, dim)
 
 
 def _sum_over_tp(numbers: list[Tensor], tp: Axis) -> list[Tensor]:
-    """Sum over TP, in one message."""
+    """Sum over TP, with one message for all tensors."""
     if tp.size == 1:
         return numbers
     sums = reduce_from_tp(torch.cat([x.flatten() for x in numbers]), tp).split([x.numel() for x in numbers])
@@ -88,18 +91,21 @@ def _sum_over_tp(numbers: list[Tensor], tp: Axis) -> list[Tensor]:
 def rms_norm(
     x: Tensor, weight: Tensor, eps: float, sizes: Sequence[int] = (), dim: int = -1, tp: Axis = _WHOLE
 ) -> Tensor:
-    """x / rms(x) * weight, where rms is over the last dimension (Zhang and Sennrich 2019).  [..., n], unchanged in shape.
+    """Compute x / rms(x) * weight, with rms over the last dimension (Zhang and Sennrich 2019).  [..., n], unchanged in
+    shape.
 
-    It keeps x itself, which may be a view, and the weight; and 1 / rms in fp32.
+    It saves x itself, which may be a view, the weight, and 1 / rms in fp32.
 
     Args:
-        x, weight: [n] for each part, one after the other.
+        x: [..., n].
+        weight: the weights of all parts, [n] each, one after the other.
         eps: added to the mean square.
-        sizes, dim: parts of x that are normed apart, each by a weight of its own; one if there are no sizes.
-        tp: the axis that cuts the last dimension; mean squares are taken over all of it.
+        sizes, dim: parts of x along a dimension that are normalized separately, each with its own weight; one part if
+            `sizes` is empty.
+        tp: the axis that splits the last dimension; mean squares are over the whole dimension.
     """
     sizes = sizes or (x.shape[dim],)
-    if tp.size == 1 and (x.is_cuda or torch.compiler.is_compiling()):  # torch has a kernel there, which keeps the same
+    if tp.size == 1 and (x.is_cuda or torch.compiler.is_compiling()):  # torch's kernel saves the same
         parts = x.split(sizes, dim)
         weights = weight.split([part.shape[-1] for part in parts])
         normed = [F.rms_norm(part, w.shape, w, eps) for part, w in zip(parts, weights, strict=True)]
@@ -181,9 +187,11 @@ class Heads:
 
 
 class HeadNorm(nn.Module):
-    """RMSNorm of each query and key over its head (Qwen3).  [seq, batch, heads + kv heads, head_size], unchanged in shape.
+    """RMSNorm of each query and key over its head (Qwen3).  [seq, batch, heads + kv heads, head_size], unchanged in
+    shape.
 
-    All query heads share one weight and all key heads another; each TP rank sees some heads, so their gradients are partial.
+    All query heads share one weight and all key heads another.  Each TP rank sees some of the heads, so gradients are
+    partial.
 
     Args:
         names: prefixes of the canonical names for queries and for keys.
@@ -205,8 +213,8 @@ class HeadNorm(nn.Module):
 class WidthNorm(nn.Module):
     """RMSNorm of all queries together and of all keys together (OLMo 2).  [seq, batch, q | k], unchanged in shape.
 
-    Each head has weights of its own, split over TP like the heads.  Squares are summed over TP in fp32, and so are, in the
-    backward, the sums that their gradients need.  Arguments as `HeadNorm`.
+    Each head has its own weights, split over TP like the heads.  Squares are summed over TP in fp32, and in the
+    backward so are the sums that the gradients need.  Arguments as in `HeadNorm`.
     """
 
     def __init__(self, names: tuple[str, str], heads: Heads, eps: float) -> None:

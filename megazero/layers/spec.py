@@ -1,16 +1,19 @@
-"""What a parameter is in the whole model: the description that storage, initial values, norms and checkpoints read.
+"""What a parameter is in the whole model: the description that storage, initial values, norms and checkpoints are based
+on.
 
-A parameter has a global shape, a placement for each dimension, and names: a checkpoint stores rows of its dimension 0 as
-rows of logical tensors under their Hugging Face names.  Where TP splits dimension 0, it splits the rows of each name:
+A parameter has a global shape, a placement for each dimension, and names.  A checkpoint stores rows of its dimension 0
+as rows of logical tensors under their Hugging Face names.  If TP splits dimension 0, it splits the rows of each name:
 
     fused q|k|v, tp = 2                       logical tensors
     rank 0  [ q0 | k0 | v0 ]                  q_proj = q0 q1
     rank 1  [ q1 | k1 | v1 ]      <->         k_proj = k0 k1
                                               v_proj = v0 v1
 
-Experts are whole on their rank of EP, which holds the sections of some of them: gate | up of experts 0 and 1, of 2 and 3.
+EP does not split the matrices of an expert.  It gives each rank all sections of some experts: gate | up of experts 0
+and 1 to one rank, of 2 and 3 to another.
 
-Random numbers are keyed by the position in the logical tensor, so neither fusing nor splitting changes them.
+Random numbers are keyed by the position in the logical tensor, so neither fusing nor splitting changes the initial
+values.
 """
 
 from __future__ import annotations
@@ -26,7 +29,7 @@ from torch import Tensor, nn
 from megazero.layers.counter_rng import derive_key, normal
 from megazero.parallel_state import Axis, ParallelState
 
-_SEED = 1234  # of layers that a script builds for itself; `megazero train` draws with its own
+_SEED = 1234  # for layers that a script builds itself; `megazero train` uses its own seed
 _DRAW_ELEMENTS = 1 << 17  # elements drawn at a time: a few MB of scratch, which a CPU keeps in its cache
 
 
@@ -39,18 +42,18 @@ class Initializer:
 
 
 Placement: TypeAlias = Literal["tp", "ep"] | None
-"""Of a dimension: split over this axis, or None for whole on every rank."""
+"""Placement of one dimension: the axis that splits it, or None if it is whole on every rank."""
 
 
 @dataclass(frozen=True)
 class NamedRows:
-    """Rows of a parameter, perhaps fused with others, that are rows of one logical tensor.
+    """Rows of a parameter, possibly fused with other rows, that are rows of one logical tensor.
 
     Args:
         name: canonical (Hugging Face) name of the logical tensor.
-        rows: how many, all ranks together.
-        offset: first of these rows in the logical tensor.
-        logical_rows: rows of the whole logical tensor; None when these are all.
+        rows: number of rows, over all ranks.
+        offset: the first of these rows in the logical tensor.
+        logical_rows: number of rows of the whole logical tensor; None if it has only these.
     """
 
     name: str
@@ -60,7 +63,7 @@ class NamedRows:
 
 
 class LocalRows(NamedTuple):
-    """Rows [start, stop) of a section that one rank holds, from row `first` of its tensor on."""
+    """Rows [start, stop) of a section that one rank holds, beginning at row `first` of its local tensor."""
 
     section: NamedRows
     first: int
@@ -86,11 +89,12 @@ class Region:
     """A box of a logical tensor that lies in consecutive elements of a rank's flattened ("local") tensor.
 
     Args:
+        name: of the logical tensor.
         start: the first of these elements.
         corner: first index of the box in each dimension of the logical tensor.
         shape: of the box, and of the local elements.
         whole: shape of the logical tensor.
-        transposed: see `StoredNames`; corner and shapes are those before.
+        transposed: see `StoredNames`; corner and shapes are given before the transposition.
     """
 
     name: str
@@ -102,7 +106,7 @@ class Region:
 
     @property
     def numel(self) -> int:
-        """Elements of the box."""
+        """Number of elements of the box."""
         return prod(self.shape)
 
     @property
@@ -117,27 +121,29 @@ class Region:
 
     @property
     def strides(self) -> tuple[int, ...]:
-        """Elements of the stored tensor from one index of each logical dimension to the next."""
+        """Distance, in elements of the stored tensor, between neighbouring indices of each logical dimension."""
         stored = tuple(prod(self.stored_shape[dim + 1 :]) for dim in range(len(self.whole)))
         return stored[::-1] if self.transposed else stored
 
 
 @dataclass(frozen=True)
 class ParamSpec:
-    """One parameter of the model, whatever the cluster.
+    """One parameter of the model, independent of the cluster.
 
     Args:
-        names: the logical tensors that hold its rows.
-        shape: of all ranks together, any number of dimensions.
-        placement: of each dimension; of at most one "tp", or "ep" of the first: whole sections are dealt to the ranks of ep.
+        names: the logical tensors that its rows belong to.
+        shape: over all ranks, with any number of dimensions.
+        placement: of each dimension.  At most one dimension is split: any by "tp", or the first by "ep", which
+            distributes whole sections over its ranks.
         init: its initial values.
-        sum_over_tp: a replicated parameter whose gradient on each TP rank covers only part of the sequence.
-        tied: the embedding that first and last pipeline stage share.
+        sum_over_tp: it is replicated over TP, and each rank's gradient covers only part of the sequence.
+        tied: it is the embedding that the first and last pipeline stages share.
         decay: weight decay applies.
-        matrix: a weight between the features of a block, which an optimizer of matrices steps whole, section by section.
+        matrix: it maps features to features within a block; a matrix optimizer updates it as a whole, section by
+            section.
 
-    A later dimension that is split must be divisible by tp.  Of rows that are split, a rank has ceil(size / tp); the surplus
-    rows of the last rank are padding: zero, masked in use, and part of no logical tensor.
+    If TP splits a later dimension, its size must be divisible by tp.  If TP splits rows, each rank has ceil(size / tp)
+    of them; surplus rows of the last ranks are padding: zero, masked in use, and part of no logical tensor.
     """
 
     names: StoredNames
@@ -156,7 +162,7 @@ class ParamSpec:
 
     @property
     def split(self) -> int | None:
-        """The dimension that TP or EP splits; None where every TP rank holds the parameter whole."""
+        """The dimension that TP or EP splits; None if every TP rank holds the whole parameter."""
         return next((dim for dim, axis in enumerate(self.placement) if axis is not None), None)
 
     @property
@@ -165,16 +171,18 @@ class ParamSpec:
         return "ep" in self.placement
 
     def axis(self, state: ParallelState) -> Axis:
-        """The axis that splits it; below, `index` and `size` are this rank's number in it and how many ranks it has."""
+        """Return the axis that splits it.  In the methods below, `index` is this rank's index in the axis and `size`
+        the axis' size.
+        """
         return state.ep if self.of_experts else state.tp
 
     def local_shape(self, size: int) -> tuple[int, ...]:
-        """Shape of one rank's tensor."""
+        """Compute the shape of one rank's tensor."""
         rows = sum(self._local_rows(section, size) for section in self._sections(0, size))
         return (rows, *self._local_row(size)) if self.shape else ()
 
     def _sections(self, index: int, size: int) -> tuple[NamedRows, ...]:
-        """The sections of which a rank holds rows."""
+        """Return the sections of which a rank holds rows."""
         if not self.of_experts:
             return self.names.rows
         each, surplus = divmod(len(self.names.rows), size)
@@ -186,18 +194,18 @@ class ParamSpec:
         return -(-section.rows // size) if self.placement[:1] == ("tp",) else section.rows
 
     def _local_row(self, size: int) -> tuple[int, ...]:
-        """Shape of a row of a rank's tensor."""
+        """Compute the shape of one row of a rank's tensor."""
         for dim, whole in enumerate(self.shape):
             if 0 < dim == self.split and whole % size:
                 raise ValueError(f"{self.name}: its dimension {dim} of {whole} must be divisible by tp={size}")
         return tuple(whole // (size if dim == self.split else 1) for dim, whole in enumerate(self.shape) if dim)
 
     def logical_shapes(self) -> dict[str, tuple[int, ...]]:
-        """Shapes of the logical tensors as a checkpoint stores them, by name."""
+        """Return the shapes of the logical tensors as a checkpoint stores them, by name."""
         return {region.name: region.stored_shape for region in self.regions(0, 1)}
 
     def regions(self, index: int, size: int) -> Iterator[Region]:
-        """The regions of one rank's tensor; they cover it once, padding excepted."""
+        """Yield the regions of one rank's tensor.  They cover each element once, except padding."""
         if not self.shape:
             yield Region(self.name, 0, (), (), (), transposed=False)
             return
@@ -210,7 +218,7 @@ class ParamSpec:
                 yield Region(section.name, first * prod(row), *place, whole, self.names.transposed)
 
     def local_sections(self, index: int, size: int) -> Iterator[LocalRows]:
-        """What one rank's tensor holds of each of its sections, padding excepted."""
+        """Yield the rows that one rank's tensor holds of each of its sections, without padding."""
         first = 0
         for section in self._sections(index, size):
             rows = self._local_rows(section, size)
@@ -219,7 +227,9 @@ class ParamSpec:
             first += rows
 
     def init_weights(self, out: Tensor, start: int, index: int, size: int, seed: int) -> None:
-        """Fill `out`, fp32 and 1-D: elements [start, start + len(out)) of the flattened local tensor."""
+        """Fill `out`, fp32 and 1-D, with the initial values of elements [start, start + len(out)) of the flattened
+        local tensor.
+        """
         out.zero_()
         for region in self.regions(index, size):
             low = max(region.start, start)
@@ -229,7 +239,7 @@ class ParamSpec:
                 self._draw_region(out[at - start : stop - start], at - region.start, region, seed)
 
     def _draw_region(self, out: Tensor, at: int, region: Region, seed: int) -> None:
-        """Fill `out` with the elements of a region from number `at` on."""
+        """Fill `out` with the initial values of a region from its element `at` on."""
         if self.init.kind != "normal":
             out.fill_(1.0 if self.init.kind == "ones" else 0.0)
             return
@@ -255,38 +265,46 @@ def rows_spec(
     matrix: bool = False,
     transposed: bool = False,
 ) -> ParamSpec:
-    """Spec of a matrix of named rows, or of a vector where `columns` is None; `split`: the dimension that TP splits."""
+    """Build the spec of a matrix of named rows, or of a vector if `columns` is None.  `split`: the dimension that TP
+    splits.
+    """
     shape = (sum(section.rows for section in rows), *(() if columns is None else (columns,)))
     placement: tuple[Placement, ...] = tuple("tp" if dim == split else None for dim in range(len(shape)))
     return ParamSpec(StoredNames(rows, transposed), shape, placement, init, sum_over_tp, tied, decay, matrix)
 
 
 def expert_spec(experts: Sequence[tuple[NamedRows, ...]], columns: int, init: Initializer = Initializer()) -> ParamSpec:
-    """Spec of the stacked matrices of a layer's experts, each of named rows (gate | up): [all rows, columns]."""
+    """Build the spec of the stacked matrices of a layer's experts, [all rows, columns].  Each has named rows (gate |
+    up).
+    """
     sections = tuple(section for expert in experts for section in expert)
     shape = sum(section.rows for section in sections), columns
     return ParamSpec(StoredNames(sections), shape, ("ep", None), init, matrix=True)
 
 
 def vector_spec(name: str, size: int, init: Initializer, *, sum_over_tp: bool = False) -> ParamSpec:
-    """Spec of the weight or bias of a norm: 1-D, never decayed."""
+    """Build the spec of a norm's weight or bias: 1-D, without weight decay."""
     return rows_spec((NamedRows(name, size),), init=init, sum_over_tp=sum_over_tp, decay=False)
 
 
 def whole_spec(name: str, shape: tuple[int, ...], *, tied: bool = False) -> ParamSpec:
-    """Spec of a parameter of any shape that every TP rank holds whole; `tied`: it has a copy on another stage."""
+    """Build the spec of a parameter of any shape that every TP rank holds whole.  `tied`: another stage has a copy of
+    it.
+    """
     rows = NamedRows(name, shape[0] if shape else 1)
     return ParamSpec(StoredNames((rows,)), shape, (None,) * len(shape), tied=tied)
 
 
 def bias_spec(weight: ParamSpec, rows: tuple[NamedRows, ...], *, sum_over_tp: bool = False) -> ParamSpec:
-    """Spec of the bias that goes with a linear layer's weight: zero at the start, never decayed."""
+    """Build the spec of the bias that belongs to a linear layer's weight: initially zero, without weight decay."""
     split: Literal[0] | None = 0 if weight.split == 0 else None
     return rows_spec(rows, None, split, Initializer("zeros"), sum_over_tp=sum_over_tp, decay=False)
 
 
 def drawn_parameter(spec: ParamSpec, index: int = 0, size: int = 1) -> nn.Parameter:
-    """A parameter with its initial values; on the meta device without values, to be filled shard by shard."""
+    """Create a parameter with its initial values.  On the meta device it has none; they are filled in later, shard by
+    shard.
+    """
     values = torch.empty(spec.local_shape(size))
     if not values.is_meta:
         spec.init_weights(values.view(-1), 0, index, size, _SEED)
@@ -294,5 +312,5 @@ def drawn_parameter(spec: ParamSpec, index: int = 0, size: int = 1) -> nn.Parame
 
 
 def numel(shape: tuple[int, ...]) -> int:
-    """Elements of a shape."""
+    """Number of elements of a tensor of this shape."""
     return prod(shape)
