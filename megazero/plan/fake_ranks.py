@@ -146,6 +146,7 @@ def make_fake(group: Group, backend: FakeBackend) -> None:
 class MadeGroup(NamedTuple):
     """A process group that has this rank as a member."""
 
+    name: str
     ranks: tuple[int, ...]
     purpose: str
 
@@ -200,18 +201,18 @@ class FakeState(ParallelState):
         return self._whole.world_size
 
     def _group(self, ranks: tuple[int, ...], purpose: str, name: str) -> Group | None:
-        return self._made_fake(super()._group(ranks, purpose, name), ranks, purpose)
+        return self._made_fake(super()._group(ranks, purpose, name), ranks, purpose, name)
 
     def _host_axis(self, name: str, ranks: tuple[int, ...]) -> Axis:
         axis = super()._host_axis(name, ranks)
-        self._made_fake(axis.group, ranks, HOST)
+        self._made_fake(axis.group, ranks, HOST, name)
         return axis
 
-    def _made_fake(self, group: Group | None, ranks: tuple[int, ...], purpose: str) -> Group | None:
+    def _made_fake(self, group: Group | None, ranks: tuple[int, ...], purpose: str, name: str) -> Group | None:
         if group is not None and group.messages is None and self.rank in ranks:
             real, hosts = real_backend(ranks, ranks.index(self.rank), self.local_world_size, on_cuda=self._on_cuda)
             make_fake(group, FakeBackend(real, hosts, self._meeting(ranks, purpose)))
-            self.made.append(MadeGroup(ranks, purpose))
+            self.made.append(MadeGroup(name, ranks, purpose))
         return group
 
     def _meeting(self, ranks: tuple[int, ...], purpose: str) -> Alone:

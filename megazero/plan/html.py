@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from html import escape
+from itertools import cycle
 
 from megazero.plan.devices import size_text
 from megazero.plan.memory import RankMemory
@@ -19,23 +20,8 @@ from megazero.plan.text import NAMES, plain, plan_text, search_text, shown_kinds
 
 _WIDE = 840.0  # pixels of an axis
 _OTHER = "#8b95a1"
-_KINDS = {  # of memory, in the order of a bar
-    "parameters": "#1f4e8c",
-    "gradients": "#4a86c8",
-    "optimizer": "#9dc3ea",
-    "gather_buffers": "#2a9d8f",
-    "gradient_buffers": "#57b8ac",
-    "activations": "#e08e2b",
-    "working memory": "#c8553d",
-    "pipeline messages": "#d81b78",
-    "tokens": "#c9a227",
-    "tables": "#6b8e23",
-    "other": "#34507a",
-    "secondary_shard": "#8a6bb8",
-    "communicators": "#5c4033",
-    "allocator slack": "#c3cad1",
-}
-_OTHER_KINDS = "#a1887f", "#3e6b6b", "#b39ddb", "#2f3b4a"  # such as `optimizer on host`
+_KINDS = "#1f4e8c #4a86c8 #9dc3ea #2a9d8f #e08e2b #c8553d #57b8ac #d81b78 #c9a227 #6b8e23 #8a6bb8 #5c4033 #34507a"
+"""Colours of kinds of memory, in the order of a bar."""
 _WORKS = {"F": ("forward", "#7fb0de"), "B": ("backward", "#86c07f"), "W": ("weight gradients", "#e3c16f")}
 _WAITS = {"tp": "#b3261e", "cp": "#d2691e", "ep": "#c9a227", "dp": "#8e44ad", "pp": "#d81b78"}
 _WAITS |= {"optimizer": "#34507a", "idle": "#e9ecef"}
@@ -66,10 +52,8 @@ def plan_html(plan: Plan, found: Found | None = None) -> str:
 
 
 def _memory(plan: Plan) -> str:
-    order = list(_KINDS)
-    kinds = sorted(shown_kinds(plan), key=lambda kind: order.index(kind) if kind in order else len(order))
-    others = iter(_OTHER_KINDS)
-    paints = {kind: _paint(_KINDS.get(kind) or next(others, _OTHER)) for kind in kinds} | {"rest": _paint(_OTHER)}
+    kinds = shown_kinds(plan)
+    paints = dict(zip(kinds, map(_paint, cycle(_KINDS.split())))) | {"rest": _paint(_OTHER)}  # noqa: B905
     capacity, size = plan.cluster.device.memory_bytes, 2**30
 
     def row(rank: RankMemory) -> Iterator[Bar]:

@@ -27,6 +27,7 @@ from megazero.config import ResolvedRun, RunConfig
 from megazero.engine.gpt import Engine
 from megazero.engine.outline import chunks_of
 from megazero.engine.outline import kind_of as schedule_kind_of
+from megazero.engine.step import sum_over_ranks
 from megazero.models.stages import cut_by_rank
 from megazero.parallel_state.groups import Traffic
 from megazero.plan.fake_ranks import HOST, FakeState, RecordedTraffic, without_files
@@ -187,7 +188,7 @@ def _trace(
     here = {name: count for name, count in counted.items() if " on " not in name or not (on_cuda or "file" in name)}
     here["gradients"] -= absent
     kinds = here | {TABLES: tables, "other": other}
-    communicators = sum(len(ranks) > 1 and purpose != HOST for ranks, purpose in state.made)
+    communicators = sum(len(ranks) > 1 and purpose != HOST for _, ranks, purpose in state.made)
     return more, StateTrace(kinds, counted, levels, end, sent, elements, stepped, communicators, cuts, messages)
 
 
@@ -282,8 +283,8 @@ class _Driver:
     def end_step(self) -> None:
         """Update the weights."""
         engine, model = self.engine, self.engine.sharded_model
-        model.square_sum()
-        all_reduce(torch.zeros(4, dtype=torch.float64), engine.state.world).wait()
+        nothing = torch.zeros((), dtype=torch.float64)
+        sum_over_ranks(model, model.square_sum(), nothing, nothing)
         model.update(1.0, engine.config.optimizer.grad_clip)
         self.end = self._fake.peak - self.base
         self._note_messages(UPDATE)

@@ -245,10 +245,8 @@ def reduced_behind(start: float, end: float, seconds: float, buckets: int, free:
     """
     if not seconds:
         return free
-    for index in range(buckets):
-        complete = start + (end - start) * (index + 1) / buckets
-        free = max(free, complete) + seconds / buckets
-    return free
+    each = (end - start) / buckets
+    return max(free + seconds, start + each + seconds, end + seconds / buckets)  # waits before the first, or the last
 
 
 def _spans(

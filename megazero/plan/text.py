@@ -9,13 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import groupby
-from math import prod
 
-from megazero.parallel_state import RankGrid
 from megazero.plan.cost import HOUR, MINUTE
 from megazero.plan.devices import size_text
 from megazero.plan.dry_run import DryRank, DryRun
-from megazero.plan.fake_ranks import MadeGroup
 from megazero.plan.fake_tensors import Message
 from megazero.plan.report import Plan
 from megazero.plan.search import Candidate, Found, Ranked
@@ -225,16 +222,17 @@ def dry_run_text(done: DryRun, rank: int | None) -> str:
     lines += [f"{'note':<9}{text}" for text in done.notes]
     shown = [rank] if rank is not None else list(done.ranks)[:1]
     for dry_rank in (done.ranks[number] for number in shown if number in done.ranks):
-        lines += ["", *_dry_rank(dry_rank, done.grid)]
+        lines += ["", *_dry_rank(dry_rank)]
     return "\n".join(lines)
 
 
-def _dry_rank(dry_rank: DryRank, grid: RankGrid) -> Iterator[str]:
+def _dry_rank(dry_rank: DryRank) -> Iterator[str]:
     place = ", ".join(f"{axis} {getattr(dry_rank.at, axis)}" for axis in ("tp", "cp", "dp", "pp"))
     yield f"rank {dry_rank.rank} ({place}): at most {size_text(dry_rank.peak)}"
     for group in dry_rank.groups:
         ranks = ", ".join(map(str, group.ranks[:8])) + (f", ... {group.ranks[-1]}" if len(group.ranks) > 8 else "")
-        yield f"{'group':<9}{_group_name(group, grid)}: {len(group.ranks)} ranks, {ranks}"
+        purpose = f", {group.purpose}" if group.purpose not in ("", group.name) else ""
+        yield f"{'group':<9}{group.name}{purpose}: {len(group.ranks)} ranks, {ranks}"
     rows = [["in a step", "calls", "MiB", "to other nodes"]]
     for key in dict.fromkeys((message.axis, message.operation) for message in dry_rank.step):
         own = [message for message in dry_rank.step if (message.axis, message.operation) == key]
@@ -242,15 +240,6 @@ def _dry_rank(dry_rank: DryRank, grid: RankGrid) -> Iterator[str]:
         rows.append([" ".join(key), f"{len(own):,}", f"{sent / 2**20:,.1f}", f"{linked / 2**20:,.1f}"])
     yield from table_lines("sent", rows, left=(0,))
     yield f"{'order':<9}{' '.join(_in_order(dry_rank.step))}"
-
-
-def _group_name(group: MadeGroup, grid: RankGrid) -> str:
-    """Name a group by the axes along which its ranks differ and by its purpose: `cp x dp, host`."""
-    at = [grid.coordinate(rank) for rank in group.ranks]
-    axes = [axis for axis in ("tp", "cp", "pp", "dp") if len({getattr(place, axis) for place in at}) > 1]
-    name = "world" if len(at) == grid.world_size else " x ".join(axes)
-    part = "" if len(at) == prod(grid.size(axis) for axis in axes) else "a part"
-    return ", ".join(filter(None, (name, part, group.purpose)))
 
 
 def _in_order(messages: Sequence[Message]) -> Iterator[str]:
