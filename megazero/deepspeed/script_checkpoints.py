@@ -271,7 +271,7 @@ class CheckpointedEngine(nn.Module):
             raise CheckpointError(f"{begun}, whose gradients a checkpoint does not hold; save after the step has ended")
         for path, part in self.module.named_modules():
             if type(part).get_extra_state is not nn.Module.get_extra_state:
-                raise CheckpointError(f"module {path} has a get_extra_state(), which no checkpoint holds: use a buffer")
+                raise CheckpointError(f"module {path or type(part).__name__} has a get_extra_state(): use a buffer")
         self.bound.check()
         if tag in ("", ".", "..", LATEST) or Path(tag).name != tag:
             raise CheckpointError(f"tag={tag!r} must be the name of one directory, not a path; it is made in save_dir")
