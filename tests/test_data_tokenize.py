@@ -171,7 +171,9 @@ def test_a_url_is_read_as_the_file_it_names_and_a_dotted_key_reaches_into_object
     for name in ("a", "b"):
         lines = [{"data": {"text": f"{name}{number}"}} for number in range(3)] + [{"data.text": "plain"}]
         (tmp_path / "in" / f"{name}.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
-    tokenize_files([f"file://{tmp_path}/in/*.jsonl"], tmp_path / "out", "byte", jsonl_key="data.text")
+    url, out = f"file://{tmp_path}/in/*.jsonl", str(tmp_path / "out")
+    assert CliRunner().invoke(app, ["data", "tokenize", url, "--out", out, "--jsonl-key", "data.text"]).exit_code == 0
+    assert CliRunner().invoke(app, ["data", "tokenize", out, "--out", url]).exit_code == 2
     assert texts_of(tmp_path / "out") == ["a0", "a1", "a2", "plain", "b0", "b1", "b2", "plain"]
     with pytest.raises(ValueError, match="no 'body' in it"):
         tokenize_files([f"file://{tmp_path}/in/a.jsonl"], tmp_path / "no", "byte", jsonl_key="data.body")

@@ -7,6 +7,7 @@ import re
 import sys
 from collections.abc import Iterable
 from dataclasses import replace
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from rich import progress as bars
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
 
 
 class Local(TyperGroup):
-    """Commands that read and write files of this machine; those of checkpoints take URLs, too."""
+    """Commands that read and write files of this machine; those of checkpoints, and inputs of data, may be URLs, too."""
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         """As in click.  Ends the command for a URL, of which pathlib would make a directory, and for a key with dashes."""
@@ -34,8 +35,13 @@ class Local(TyperGroup):
             if key := re.fullmatch(r"--(\w+(?:\.\w+)+)(=.*)?", word):
                 value = key[2] or f"={'VALUE' if after.startswith('--') else after}"
                 fail(f"{word} is no option: keys of the run file have no dashes; write {key[1]}{value}", EXIT_REFUSED)
-        if args[0] != "checkpoint" and (urls := [arg for arg in args if re.match(r"(--\w+=)?\w[\w+.-]*:/", arg)]):
-            fail(f"{urls[0]} is a URL, and megazero {args[0]} takes files of this machine: copy it here", EXIT_REFUSED)
+        urls = [(before, arg) for before, arg in pairwise(args) if re.match(r"(--\w+=)?\w[\w+.-]*:/", arg)]
+        if args[0] == "data":  # of which inputs may be URLs
+            urls = [(before, arg) for before, arg in urls if before in ("--out", "--tokenizer") or arg.startswith("--")]
+        if args[0] != "checkpoint" and urls:
+            fail(
+                f"{urls[0][1]} is a URL, and megazero {args[0]} takes files of this machine: copy it here", EXIT_REFUSED
+            )
         return super().resolve_command(ctx, args)
 
 
