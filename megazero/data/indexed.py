@@ -101,8 +101,8 @@ class IndexedDataset:
             if not path.is_file():
                 named = self.prefix.endswith((".bin", ".idx")) and os.path.exists(f"{self.prefix[:-4]}.idx")
                 hint = f"; name it by its prefix, {self.prefix[:-4]}" if named else ""
-                rule = f"a token source is a file of token ids, or a pair {self.prefix}.bin and {self.prefix}.idx, which "
-                rule += f"`megazero data tokenize TEXT --out {self.prefix} --tokenizer FILE` writes"
+                rule = f"a token source is a pair {self.prefix}.bin and {self.prefix}.idx, which `megazero data "
+                rule += f"tokenize TEXT --out {self.prefix} --tokenizer FILE` writes, or a file of token ids"
                 raise FileNotFoundError(f"no {path}: {rule}{hint}")
         with bin_path.open("rb") as bin_file, idx_path.open("rb") as idx_file:
             for file in (bin_file, idx_file):

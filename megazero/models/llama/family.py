@@ -8,7 +8,6 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from math import log
 from typing import TYPE_CHECKING, Any, Literal
 
 from megazero.models.config import ROPE_READS, ModelConfig, RopeScaling
@@ -224,27 +223,10 @@ def rope_problems(config: Mapping[str, Any], rotated: float = 1.0) -> list[str]:
     if kind in ROPE_READS and rope.get("factor") is None:
         return [*problems, f"{key} has no factor"]
     for name in (name for name in rope if name not in known_keys):
-        if mend := _mend_of(name, rope, is_yarn=kind == "yarn"):
+        if not rope[name] if name == "truncate" else rope[name] is not None:
+            mend = "it must be true" if name == "truncate" else "leave it out, or say it as attention_factor"
             problems.append(f"{key}: {name}={rope[name]!r} is not supported; {mend}")
     return problems
-
-
-def _mend_of(name: str, rope: Mapping[str, Any], *, is_yarn: bool) -> str | None:
-    """How to write the same model without a key that we do not read; None where the key changes nothing.
-
-    Source: `_compute_yarn_parameters` of transformers' `modeling_rope_utils`.
-    """
-    if name == "truncate" and (is_yarn or rope[name]):  # null is false there
-        return None if rope[name] else "it must be true: here the stretched pairs begin and end at whole numbers"
-    if rope[name] is None:
-        return None
-    scales = [rope.get(scale) or 0.0 for scale in ("mscale", "mscale_all_dim")]
-    if is_yarn and name in ("mscale", "mscale_all_dim") and all(scales) and rope.get("attention_factor") is None:
-        own, all_dim = (0.1 * scale * log(rope["factor"]) + 1.0 for scale in scales)
-        return (
-            f"write attention_factor={own / all_dim!r} in place of mscale and mscale_all_dim, which computes the same"
-        )
-    return "leave it out: it changes nothing in this rope_type"
 
 
 def read_rope(config: Mapping[str, Any], theta: float = 10000.0) -> dict[str, Any]:
