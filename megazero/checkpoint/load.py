@@ -1,14 +1,15 @@
-"""Loading a checkpoint into any shape: a plan of what a rank reads, and one loop that reads it.
+"""Loading a checkpoint into any cluster shape: a plan of what each rank reads, and one loop that reads it.
 
 verify     every file has the size and hash that were written      each rank checks some of the files
 compare    the stored tensors are those of this model              nothing has been overwritten until here
 plan       which elements of which tensors this rank reads         `plan_reads`, a pure function
 read       masters, moments, weights, from the files into the state
-exchange   ranks that hold the same elements have each read a piece of them
+exchange   ranks that hold the same elements each read one piece of them, and gather the rest
 prove      all ranks together have read each element of the model once
 
-If all ranks run on one machine, each reads everything for itself from the file's pages, which is faster than an exchange.
-Either way each element is counted by exactly one rank that reads it, so the sum of the counts is the proof.
+If all ranks run on one machine, each rank reads everything itself from the file's cached pages, which is faster than an
+exchange.  Either way, each element is counted by exactly one of the ranks that read it, so the sum of the counts proves
+that nothing was missed.
 """
 
 from __future__ import annotations
@@ -52,18 +53,18 @@ def open_checkpoint(
     with_optimizer: bool = True,
     by_hash: bool = True,
 ) -> OpenCheckpoint:
-    """Verify a checkpoint, written by any cluster, that is to be loaded into this rank's state.  Called on every rank.
+    """Verify a checkpoint before it is loaded into this rank's state.  It may be from any cluster shape.  Collective.
 
-    Overwrites nothing; `OpenCheckpoint.read` does.
+    This function overwrites nothing; `OpenCheckpoint.read` does.
 
     Args:
         location: a complete step directory.
-        check: raises CheckpointError if the run that wrote it does not fit this one.
-        with_optimizer: read the optimizer's state too; otherwise it starts anew.
+        check: raises CheckpointError if the run that wrote the checkpoint does not fit this run.
+        with_optimizer: also read the optimizer's state; otherwise the optimizer starts anew.
         by_hash: check the hash of every file, not only its size.
 
     Raises:
-        DamagedError: on every rank: a file is missing, or has another size or hash.
+        DamagedError: on every rank: a file is missing, or has a different size or hash.
         CheckpointError: on every rank: the tensors are not those of this model, or the storage fails.
     """
     folder = folder_at(location)
@@ -93,9 +94,10 @@ def open_checkpoint(
 
 @dataclass(frozen=True)
 class OpenCheckpoint:
-    """A checkpoint that was verified.
+    """A checkpoint that has been verified.
 
-    `needed`: elements of the model, by kind of state to read.  `has_moments`: the optimizer goes on from its state.
+    `needed`: number of elements of the model, for each state kind to read.  `has_moments`: the optimizer's state is
+    read too.
     """
 
     folder: Folder
@@ -112,9 +114,9 @@ class OpenCheckpoint:
         return isinstance(self.folder, LocalFolder) and self.at.local_world_size >= self.at.world.size
 
     def read(self) -> None:
-        """Overwrite this rank's masters and moments.  Called on every rank, through `ShardedModel.load`.
+        """Overwrite this rank's masters and moments.  Collective; called through `ShardedModel.load`.
 
-        Raises: CheckpointError: on every rank, the storage fails, and what is read so far has been overwritten.
+        Raises: CheckpointError: on every rank: the storage fails.  What was read until then has been overwritten.
         """
         copies = {bucket: None if self._shares_pages else copies_of(bucket, self.at) for bucket in self.state.buckets}
         reads = plan_reads(self.state, copies, tuple(self.needed), self.at.tp.index)
@@ -135,9 +137,9 @@ class OpenCheckpoint:
 
 
 def find_damage_together(folder: Folder, world: Axis, *, by_hash: bool = True) -> list[str]:
-    """`find_damage` over all files, with the work spread over the ranks.  Called on every rank.
+    """Run `find_damage` over all files, with the work spread over the ranks.  Collective.
 
-    Raises: CheckpointError on every rank: there is no manifest, or the storage does not answer.
+    Raises: CheckpointError: on every rank: there is no manifest, or the storage does not answer.
     """
 
     def look() -> list[str]:
@@ -145,7 +147,7 @@ def find_damage_together(folder: Folder, world: Axis, *, by_hash: bool = True) -
             files = read_manifest(folder)
         except DamagedError as error:
             return [str(error)]
-        by_size = sorted(files, key=lambda name: (-files[name].bytes, name))  # all ranks have about as many bytes
+        by_size = sorted(files, key=lambda name: (-files[name].bytes, name))  # so all ranks get about as many bytes
         mine = {name: files[name] for name in by_size[world.index :: world.size]}
         return find_damage(folder, mine, by_hash=by_hash)
 
@@ -154,9 +156,10 @@ def find_damage_together(folder: Folder, world: Axis, *, by_hash: bool = True) -
 
 
 def check_kinds(folder: Folder, moments: Sequence[str] | None) -> list[str]:
-    """The state kinds of a checkpoint, checked: it has weights, and the `moments` of this optimizer if any are given.
+    """Return the state kinds of a checkpoint, after checking that it has weights, and the optimizer's `moments` if
+    given.
 
-    Raises: CheckpointError: another optimizer has written it, or it has no weights.
+    Raises: CheckpointError: it has no weights, or another optimizer wrote it.
     """
     kinds = kinds_of(read_manifest(folder))
     stored = [kind for kind in kinds if kind not in (MODEL, MASTER)]
@@ -185,7 +188,9 @@ def _logical_shapes(state: ShardedState, kind: str) -> Shapes:
 
 
 def _compare(stored: Mapping[str, StoredTensors], shapes: dict[str, Shapes], all_shapes: dict[str, Shapes]) -> None:
-    """Check that the stored tensors are those of this model: all names, and the shapes of this rank's stage."""
+    """Check that the stored tensors are those of this model: the names of all stages, and the shapes of this rank's
+    stage.
+    """
     for kind, mine in shapes.items():
         tensors, wanted = stored[kind], all_shapes[kind]
         problems = [f"{name} is missing" for name in sorted(wanted.keys() - tensors.files)]
@@ -207,11 +212,11 @@ class Read:
     bucket: Bucket
     slot: Slot
     elements: Interval  # of the bucket
-    is_counted: bool  # by this rank alone; other ranks may read them, too
+    is_counted: bool  # only by this rank, although other ranks may read them too
 
 
 def copies_of(bucket: Bucket, at: ParallelState) -> Axis | None:
-    """The ranks that hold the same elements of a bucket; None if only this one does."""
+    """Return the ranks that hold the same elements of a bucket; None if only this rank holds them."""
     same = bucket.placement.shard if bucket.layout.of_experts else at.dp_cp
     axis = same if bucket.policy.zero_stage == 0 else bucket.placement.replica
     return axis if axis.size > 1 else None
@@ -220,10 +225,11 @@ def copies_of(bucket: Bucket, at: ParallelState) -> Axis | None:
 def plan_reads(
     state: ShardedState, copies: Mapping[Bucket, Axis | None], kinds: Sequence[str], tp_index: int
 ) -> Iterator[Read]:
-    """What a rank reads of each kind.
+    """Plan what a rank reads of each state kind.
 
     Args:
-        copies: ranks that exchange what they read of a bucket; with None it reads all that it holds.
+        copies: for a bucket, the ranks that each read one piece and exchange the pieces; None if this rank reads all
+            that it holds.
     """
     for kind in kinds:
         for bucket in state.buckets:
@@ -238,19 +244,22 @@ def plan_reads(
 
 
 def _holds(state: ShardedState, kind: str, bucket: Bucket) -> bool:
-    """Whether a kind is read for a bucket.  Frozen parameters have no masters, but their weights are read with them."""
+    """Whether a state kind is read for a bucket.
+
+    Frozen parameters have no masters, but their weights are read along with the masters.
+    """
     return kind == MASTER or state.holds(kind, bucket)
 
 
 def _piece(bucket: Bucket, copies: Axis) -> Interval:
-    """The elements that this rank reads if `copies` hold the same ones."""
+    """Return the elements that this rank reads if all ranks of `copies` hold the same ones."""
     each = -(-(bucket.owned.stop - bucket.owned.start) // copies.size)
     start = bucket.owned.start + each * copies.index
     return Interval(start, max(start, min(start + each, bucket.owned.stop)))
 
 
 def _exchange(state: ShardedState, kind: str, bucket: Bucket, copies: Axis) -> None:
-    """Gather a bucket of which each of `copies` has read its piece."""
+    """Gather a bucket after each rank of `copies` has read its piece."""
     owned, piece = bucket.owned, _piece(bucket, copies)
     each = -(-(owned.stop - owned.start) // copies.size)
     values = torch.zeros(each * copies.size)
@@ -266,7 +275,7 @@ def _exchange(state: ShardedState, kind: str, bucket: Bucket, copies: Axis) -> N
 
 
 def _cut(whole: Interval | None, counted: Interval) -> Iterator[tuple[Interval, bool]]:
-    """Cut an interval where `counted` begins and ends; yields (interval, whether it lies within `counted`)."""
+    """Cut an interval where `counted` begins and ends.  Yield (interval, whether it lies within `counted`)."""
     if whole is not None:
         inside = (edge for edge in (counted.start, counted.stop) if whole.start < edge < whole.stop)
         for start, stop in pairwise((whole.start, *inside, whole.stop)):
@@ -276,7 +285,7 @@ def _cut(whole: Interval | None, counted: Interval) -> Iterator[tuple[Interval, 
 def _read_all(
     reads: Iterable[Read], stored: Mapping[str, StoredTensors], state: ShardedState, at: ParallelState
 ) -> Counter[str]:
-    """Carry out a plan, straight into the state where that is in memory.  Returns the counted elements by kind."""
+    """Execute a plan.  State that is in memory is read in place.  Return the number of counted elements by state kind."""
     counts, scratch = Counter[str](), torch.empty(0)
     for read in reads:
         spec, numel = read.slot.info.spec, read.elements.stop - read.elements.start
@@ -293,7 +302,10 @@ def _read_all(
 
 
 def _source(stored: Mapping[str, StoredTensors], kind: str, spec: ParamSpec) -> StoredTensors:
-    """The tensors to read a kind from: the weights if there are no masters, as of an fp32 run or of a frozen parameter."""
+    """Return the tensors to read a state kind from.
+
+    If the checkpoint has no masters, as of an fp32 run or a frozen parameter, these are the weights.
+    """
     if kind == MASTER and not (MASTER in stored and spec.logical_shapes().keys() <= stored[MASTER].files.keys()):
         return stored[MODEL]
     return stored[kind]
@@ -302,10 +314,10 @@ def _source(stored: Mapping[str, StoredTensors], kind: str, spec: ParamSpec) -> 
 def _read_range(stored: StoredTensors, spec: ParamSpec, out: Tensor, start: int, axis: Axis) -> int:
     """Read elements [start, start + len(out)) of a flattened local tensor; padding becomes zero.
 
-    Returns: elements read; all but the padding.
+    Returns: number of elements read, without padding.
     """
     stop = start + out.numel()
-    read, done = 0, start  # elements before `done` are read or cleared
+    read, done = 0, start  # all elements before `done` have been read or set to zero
     for region in spec.regions(axis.index, axis.size):
         low, high = max(region.start, start), min(region.start + region.numel, stop)
         if low >= high:
@@ -317,7 +329,7 @@ def _read_range(stored: StoredTensors, spec: ParamSpec, out: Tensor, start: int,
         first, last = at // width, -(-end // width)
         rows = _rows(stored[region.name], region, first, last)
         target = out[low - start : high - start]
-        if target.numel() == rows.numel():  # whole rows: one copy, from the file's pages to the target
+        if target.numel() == rows.numel():  # whole rows: a single copy from the file's pages to the target
             target.view(rows.shape).copy_(rows)
         else:
             target.copy_(rows.reshape(-1)[at - first * width : end - first * width])
@@ -329,7 +341,7 @@ def _read_range(stored: StoredTensors, spec: ParamSpec, out: Tensor, start: int,
 
 
 def _rows(tensor: StoredTensor, region: Region, first: int, last: int) -> Tensor:
-    """Rows first to last, exclusive, of a region; a view of the file if that is mapped."""
+    """Return rows [first, last) of a region; a view of the file if it is memory-mapped."""
     if not region.whole:
         return tensor.whole()
     (rows, *rest), top = region.box, region.corner[0]

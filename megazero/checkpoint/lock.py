@@ -1,19 +1,20 @@
-"""One owner for each directory that a run writes: a lock file with a heartbeat.
+"""One owner for each directory that a run writes, by a lock file with a heartbeat.
 
     owner/00000007.json     the lock: run, process, host, since when; created once, never replaced
-    owner/00000007.beat     a count that the owner raises every 10 s while it runs; "released" after its end
+    owner/00000007.beat     a count that the owner increments every 10 s while it runs; "released" after its end
 
-To take the lock is to create the file of the next number, which only one process can do; the file of the last owner is
-then removed.  Every process of a run can look, before it writes anything, whether the run's lock file is still there
-(`HeldLock`).  Where there is no lock file at all, someone has removed it: the owner creates it again.
+A process takes the lock by creating the file of the next number, which only one process can do.  It then removes the
+file of the previous owner.  Before it writes anything, every process of a run checks whether the run's lock file is
+still there (`HeldLock`).  If there is no lock file at all, someone has removed it, and the owner creates it again.
 
-A lock is taken over from an owner that has ended.  On this host its process is gone.  Elsewhere, an elastic launcher of
-this run had started it, too; or its heartbeat stands still for `GONE_LOOKS` looks, one a second.  Looks are counted, not
-seconds: while the storage answers nobody, the owner cannot raise its heartbeat either.  No two clocks are compared.
+A lock is taken over only from an owner that has ended.  If the owner ran on this host, its process must be gone.
+Otherwise the elastic launcher that started it must belong to this run as well, or its heartbeat must not change for
+`GONE_LOOKS` looks, one per second.  Looks are counted instead of seconds because the owner cannot write its heartbeat
+either while the storage does not answer.  The clocks of two hosts are never compared.
 
-`filelock` does not serve: its locks are of paths, not of object stores; `flock` is a lock of one host on some mounts of
-Lustre, NFS and FUSE, and says nothing of it; its `SoftFileLease` believes a process of another container with the same
-host name to be gone, and takes over after an outage of the storage.
+The package `filelock` does not fit: its locks are for paths, not for object stores.  On some mounts of Lustre, NFS and
+FUSE, `flock` locks only within one host, without notice.  Its `SoftFileLease` regards a process in another container
+with the same host name as gone, and takes over after an outage of the storage.
 """
 
 from __future__ import annotations
@@ -34,9 +35,9 @@ from megazero.checkpoint.folder import Folder
 from megazero.checkpoint.index import OwnerError, to_json
 from megazero.data.sealed import parse_json
 
-HEARTBEAT_SECONDS = 10.0  # between two heartbeats
-GONE_SECONDS = 60.0  # an owner without a heartbeat for so long has ended
-LOOK_SECONDS = 1.0  # between two looks at the heartbeat of an owner elsewhere
+HEARTBEAT_SECONDS = 10.0  # time between two heartbeats
+GONE_SECONDS = 60.0  # an owner without a heartbeat for this long has ended
+LOOK_SECONDS = 1.0  # time between two looks at the heartbeat of an owner on another host
 GONE_LOOKS = int(GONE_SECONDS / LOOK_SECONDS)
 _OWNER, _RELEASED = "owner", b"released\n"
 _LOCK_FILE = re.compile(r"\d{8}\.json")
@@ -62,7 +63,7 @@ _UNKNOWN = Owner("unknown", "an unknown host", 0, "", "an unknown time")
 
 
 def process_identity(pid: int) -> str:
-    """Boot of the host, PID namespace, PID and start time, which together identify a process for ever; "" if unknown."""
+    """Identify a process for ever by the host's boot, the PID namespace, the PID and its start time; "" if unknown."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
         return f"{_kernel()} {pid} {'ended' if fields[0] in 'ZX' else fields[19]}"
@@ -75,7 +76,7 @@ def _kernel() -> str:
 
 
 def has_ended(identity: str) -> bool | None:
-    """Whether a process has ended; None if it runs on another host or in another container."""
+    """Whether a process has ended; None if it ran on another host or in another container, where this cannot be known."""
     try:
         kernel, pid, _ = identity.rsplit(" ", 2)
         if kernel != _kernel():
@@ -83,7 +84,7 @@ def has_ended(identity: str) -> bool | None:
         os.kill(int(pid), 0)
     except ProcessLookupError:
         return True
-    except PermissionError:  # it is another user's
+    except PermissionError:  # it runs, as another user
         pass
     except (OSError, ValueError):
         return None
@@ -92,22 +93,25 @@ def has_ended(identity: str) -> bool | None:
 
 @dataclass(frozen=True)
 class HeldLock:
-    """A lock that a run has taken, as each of its processes sees it."""
+    """A lock that a run has taken, as seen by each process of the run."""
 
     folder: Folder
     name: str  # of the lock file, in `owner`
     content: bytes
 
     def check(self) -> None:
-        """Called before anything in the folder changes.  Raises: OwnerError: another owner has taken it."""
-        # The owner may create its file anew between the first two looks.
+        """Check that this run still holds the lock.  Call it before any change in the folder.
+
+        Raises: OwnerError: another owner has taken the lock.
+        """
+        # The owner may create its file again between the first two looks.
         if not (self.is_there() or not _lock_files(self.files) or self.is_there()):
             newest = _newest(self.files, _lock_files(self.files))
             by = "" if newest is None else f" to {_parsed(newest[1]) or newest[0]}"
             raise OwnerError(f"this run has lost {self.folder}{by}; it ends without writing anything more")
 
     def is_there(self) -> bool:
-        """Whether the lock file can be seen.  Raises: OSError, the storage does not say."""
+        """Whether the lock file exists.  Raises: OSError: the storage does not answer."""
         return _read(self.files, self.name) == self.content
 
     @property
@@ -117,22 +121,22 @@ class HeldLock:
 
 
 class DirectoryLock:
-    """Takes and keeps the lock of a folder for the run of this process.
+    """Takes and holds the lock of a folder for this process' run.
 
     Args:
-        launchers: identities of the elastic launchers of all ranks.  A run that any of them had started before has ended.
+        launchers: identities of the elastic launchers of all ranks.  An earlier run that one of them started has ended.
     """
 
     def __init__(self, folder: Folder, launchers: Iterable[str] = ()) -> None:
         self.folder, self._files = folder, folder.child(_OWNER)
-        self.held: HeldLock | None = None  # once it is taken
-        self.taken_from: Owner | None = None  # the owner before, if it has ended without releasing the folder
+        self.held: HeldLock | None = None  # set once the lock is taken
+        self.taken_from: Owner | None = None  # the previous owner, if it ended without releasing the folder
         since, pid = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime()), os.getpid()
         hashes = sorted({xxhash.xxh3_64_hexdigest(launcher.encode()) for launcher in launchers})
         self._owner = Owner(uuid.uuid4().hex[:12], socket.gethostname(), pid, process_identity(pid), since, hashes)
         self._beats = 0
-        self._seen: tuple[str, bytes] | None = None  # the lock file of an owner elsewhere, and its heartbeat
-        self._looks = 0  # that have found them unchanged
+        self._seen: tuple[str, bytes] | None = None  # lock file and heartbeat of an owner on another host
+        self._looks = 0  # number of looks that found these unchanged
 
     def look(self) -> None:
         """Raises: OwnerError: its owner is known to run, on this host."""
@@ -140,11 +144,12 @@ class DirectoryLock:
             self._has_ended(*newest)
 
     def try_to_take(self) -> Owner | None:
-        """Take the lock, if its owner has ended.
+        """Take the lock if its owner has ended.
 
-        Returns: None if this run holds the lock now; else its owner, which may still run: try again in `LOOK_SECONDS`.
+        Returns: None if this run now holds the lock.  Otherwise the owner, which may still be running: try again after
+        `LOOK_SECONDS`.
 
-        Raises: OwnerError: its owner runs.
+        Raises: OwnerError: the owner is running.
         """
         while True:
             # From one listing: an owner that comes after it has the next number, too, and one of the two cannot create it.
@@ -159,24 +164,24 @@ class DirectoryLock:
                 return None
 
     def _create(self, lock: HeldLock) -> bool:
-        """Create a lock file and remove older ones.  Returns whether it is the newest."""
+        """Create a lock file and remove older ones.  Return whether it is the newest."""
         self._files.make()
         try:
             if not self._files.create_new(lock.name, lock.content):
-                return False  # another process was faster
+                return False  # another process created it first
         except FileNotFoundError:
             if not _lock_files(self._files):
                 raise  # there is no such bucket; otherwise a later owner has removed the file again
         names = _lock_files(self._files)
         if names[-1:] != [lock.name]:
-            self._files.remove(lock.name)  # several owners have come and gone since this one looked
+            self._files.remove(lock.name)  # several owners have taken the lock since this process looked
             return False
         own = filter(_OWN_FILE.fullmatch, self._files.files())
         self._files.remove(*(name for name in own if name[:8] < lock.name[:8]))
         return True
 
     def _has_ended(self, name: str, content: bytes) -> bool:
-        """Whether the owner is known to have ended.  Raises: OwnerError: it is known to run."""
+        """Whether the owner is known to have ended.  Raises: OwnerError: it is known to be running."""
         owner, beat = _parsed(content), _read(self._files, _heartbeat_of(name))
         self.taken_from = None if beat == _RELEASED else owner
         ended = True if beat == _RELEASED else has_ended((owner or _UNKNOWN).process)
@@ -194,9 +199,10 @@ class DirectoryLock:
         return bool(ended) or self._looks >= GONE_LOOKS
 
     def heartbeat(self) -> bool:
-        """Raise the count that shows that the owner runs.  Returns False if its lock file had to be created again.
+        """Increment the count that shows that the owner is running.  Return False if its lock file had to be created
+        again.
 
-        Raises: OwnerError, another run has taken the lock; OSError.
+        Raises: OwnerError: another run has taken the lock.  OSError: the storage fails.
         """
         assert self.held is not None
         if not (was_there := self.held.is_there()):
@@ -208,7 +214,7 @@ class DirectoryLock:
         return was_there
 
     def release(self) -> None:
-        """Let the next run take the folder at once; never raises."""
+        """Let the next run take the folder at once.  Never raises."""
         with suppress(OSError):
             if self.held is not None and self.held.is_there():
                 self._files.write(_heartbeat_of(self.held.name), _RELEASED)
@@ -219,7 +225,7 @@ def _lock_files(files: Folder) -> list[str]:
 
 
 def _newest(files: Folder, names: Sequence[str]) -> tuple[str, bytes] | None:
-    """The newest of some lock files and its content.  A file that cannot be parsed does not hide an older one."""
+    """Return the newest of some lock files, and its content.  A file that cannot be parsed does not hide an older one."""
     found = [(name, _read(files, name)) for name in reversed(names)]
     return next((one for one in found if _parsed(one[1])), found[0] if found else None)
 
@@ -238,5 +244,5 @@ def _read(files: Folder, name: str) -> bytes:
 def _parsed(content: bytes) -> Owner | None:
     try:
         return Owner(**parse_json(content))
-    except (ValueError, TypeError):  # half written, or of another version
+    except (ValueError, TypeError):  # incomplete, or from another version
         return None

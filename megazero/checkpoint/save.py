@@ -1,11 +1,13 @@
-"""Saving a checkpoint: shards are gathered to writers, which stream whole tensors into files; rank 0 completes it.
+"""Saving a checkpoint: ranks send shards to writers, which stream whole tensors into files; rank 0 completes the
+checkpoint.
 
     dp 0 tp 0  [===]                    local flat, tp 0  [======]      sections -> q_proj
     dp 1 tp 0     [===]   -- send -->                                               k_proj       --> files --> manifest
     dp 0 tp 1  [===]        writer      local flat, tp 1  [======]                  v_proj
     dp 1 tp 1     [===]
 
-Each element of the state is sent once.  The plan is a pure function of the layouts, so every rank knows every message.
+Each element of the state is sent at most once.  The plan is a pure function of the layouts, so every rank knows every
+message.
 """
 
 from __future__ import annotations
@@ -50,25 +52,25 @@ T = TypeVar("T")
 _FAILED = "checkpoint {} could not be written ({}); older checkpoints are untouched"
 _SENDS_IN_FLIGHT = 16  # parameters being sent at the same time
 _RECEIVED_AHEAD = 2  # parameters that may arrive while their writer works on earlier ones
-_SLACK = 1.1  # a writer may have so many times its fair share of elements if that saves sending them
+_SLACK = 1.1  # a writer may exceed its fair share of elements by this factor, if that saves sending them
 
 Messages: TypeAlias = list[tuple[Tensor, int]]  # (tensor, the other rank)
 
 
 @dataclass(frozen=True)
 class SavePlan:
-    """Who writes what, the same for every checkpoint of a run."""
+    """Which rank writes which tensors; the same for every checkpoint of a run."""
 
-    assignments: tuple[Assignment, ...]  # in which this rank takes part
+    assignments: tuple[Assignment, ...]  # those in which this rank sends or writes
     writers: tuple[int, ...]  # every rank that writes a file of each kind
 
     def file(self, kind: str, rank: int) -> str:
-        """The file of a writer."""
+        """Return the file name of a writer."""
         return f"{kind}-{self.writers.index(rank) + 1:05d}-of-{len(self.writers):05d}.safetensors"
 
 
 def plan_saving(source: ShardedState, at: ParallelState, world: Axis) -> SavePlan:
-    """Called on every rank, once per run."""
+    """Decide which rank writes which tensors.  Collective over `world`; called once per run."""
     assignments = assign_writers(source.buckets, at)
     writes = gather_objects(any(assignment.writer == at.rank for assignment in assignments), world)
     return SavePlan(assignments, tuple(rank for rank, does in enumerate(writes) if does))
@@ -85,22 +87,22 @@ def save_checkpoint(
     axes: SavingAxes | None = None,
     plan: SavePlan | None = None,
 ) -> int:
-    """Write the whole state of a run into a new step directory, and wait until it is durable.  Called on every rank.
+    """Write the whole state of a run into a new step directory, and wait until it is durable.  Collective.
 
     Args:
         location: the step directory, which all ranks share.
-        source: this rank's part of the state.
-        files: further small files by name; rank 0's are written.
-        moves_latest: let `latest` name it.
+        source: this rank's shard of the state.
+        files: further small files by name; those of rank 0 are written.
+        moves_latest: whether `latest` shall name this checkpoint.
         axes: communicators to use; None for those of the training.
-        plan: see `plan_saving`; None makes it.
+        plan: see `plan_saving`; None to compute it here.
 
     Returns: bytes of all tensors.
 
     Raises:
-        CheckpointError: on every rank; older checkpoints are untouched, and the files of this one are removed.  Files in the
-            directory that no checkpoint of ours has written are an error, and stay.
-        OwnerError: on every rank; this run does not own the directory, or not any more.
+        CheckpointError: on every rank.  Older checkpoints are untouched, and the files of this one are removed.  It is
+            also raised if the directory holds files that no checkpoint of ours has written; these files stay.
+        OwnerError: on every rank: this run does not, or no longer, own the directory.
     """
     folder, axes = folder_at(location), axes or SavingAxes(at.model, at.world)
 
@@ -119,9 +121,9 @@ def save_checkpoint(
 def _write_own(
     folder: Folder, source: ShardedState, plan: SavePlan, step: int, at: ParallelState, stage: Axis
 ) -> _Written:
-    """Gather the tensors of this rank's pipeline stage, and write those that this rank is to write.
+    """Gather the tensors of this rank's pipeline stage, and write the ones assigned to this rank.
 
-    A writer whose disk fails goes on receiving and drops what it receives, so that no other rank waits for it.
+    A writer whose disk fails continues to receive tensors and drops them, so that no other rank waits for it.
     """
     written, buffers, open_files = _Written(), HostBuffers(), dict[str, SafetensorsWriter]()
     for kind in source.kinds:
@@ -139,7 +141,7 @@ def _write_own(
             for name, tensor in assemble(assignment, local).items():
                 if writer is not None:
                     written.attempt(f"{folder}/{file}", partial(writer.write, name, tensor))
-    for file, writer in open_files.items():  # only now, so that the disk works while the other kinds are gathered
+    for file, writer in open_files.items():  # last, so that the disk works while the other state kinds are gathered
         record = written.attempt(file, writer.finish)
         if record is None:
             writer.abandon()
@@ -149,7 +151,9 @@ def _write_own(
 
 
 def _prepare(folder: Folder, names: Iterable[str]) -> None:
-    """Make the directory for files of these names, and remove those that a run left there when it was stopped."""
+    """Create the directory for files of these names, and remove files of these names that an interrupted run left
+    there.
+    """
     folder.check_lock()
     try:
         if folder.is_link:
@@ -182,15 +186,15 @@ class _Written:
 
     @property
     def bytes(self) -> int:
-        """Of all tensors, also of those that could not be written."""
+        """Bytes of all tensors, including those that could not be written."""
         return sum(size for tensors in self.tensors.values() for _, size in tensors.values())
 
     def attempt(self, path: str, action: Callable[[], T]) -> T | None:
-        """Run an action unless something has failed; an error is held until the commit, where all ranks see it."""
+        """Run an action unless an earlier one failed.  An error is held until the commit, where all ranks learn of it."""
         if self.error is None:
             try:
                 return action()
-            except Exception as error:  # whatever it is, all ranks must hear of it
+            except Exception as error:  # of any kind: all ranks must learn of it
                 self.error = f"{path}: {getattr(error, 'strerror', None) or error}"
         return None
 
@@ -224,12 +228,12 @@ def _commit(
         beside = "" if free is None else f", {free:,} are free in {folder.parent} beside what was written of it"
         with suppress(Exception):
             if not folder.has(MANIFEST):
-                remove_own_files(folder)  # frees the space for the next one
+                remove_own_files(folder)  # frees the space for the next checkpoint
         reason = f"{failure}; it takes {needed:,} bytes{beside}"
         raise CheckpointError(_FAILED.format(folder.name, reason)) from failure
     with suppress(Exception):  # the manifest decides
         folder.remove(UNFINISHED)
-    if moves_latest:  # after the manifest, which decides
+    if moves_latest:  # after the manifest, which alone makes a checkpoint complete
         try:
             folder.parent.write(LATEST, (folder.name + "\n").encode())
         except Exception as failure:
@@ -240,30 +244,33 @@ def _commit(
 
 @dataclass(frozen=True)
 class Assignment:
-    """One parameter, or the experts of one rank of ep, and the rank that writes it."""
+    """One parameter, or the experts of it that one ep rank holds, and the rank that writes it."""
 
     bucket: int
     slot: Slot
     writer: int
-    parts: tuple[tuple[int, int, Interval], ...]  # (rank, place in `places`, elements of the bucket), once each
-    places: tuple[tuple[int, int], ...]  # of the local tensors: index and size of the axis that splits the parameter
+    parts: tuple[tuple[int, int, Interval], ...]  # (rank, index in `places`, elements of the bucket); each element once
+    places: tuple[tuple[int, int], ...]  # of the local tensors: index in, and size of, the splitting axis
 
     def logical_shapes(self) -> dict[str, tuple[int, ...]]:
-        """Shapes of the tensors to be written, by name."""
+        """Return the shapes of the tensors to be written, by name."""
         spec = self.slot.info.spec
         regions = spec.regions(*self.places[0]) if spec.of_experts else spec.regions(0, 1)
         return {region.name: region.stored_shape for region in regions}
 
 
 def assign_writers(buckets: Sequence[Bucket], at: ParallelState) -> tuple[Assignment, ...]:
-    """Spread the parameters of this rank's stage over its ranks: the largest first, to the rank that holds most of it.
+    """Distribute the parameters of this rank's stage over its ranks, the largest first.
 
-    If that rank already has its fair share, the least loaded rank gets the parameter.  Second copies of tied parameters
-    are not written.  All ranks of the stage find the same assignments; each gets those in which it takes part, in bucket
-    order.  Called once per run: the time grows with the number of parts.
+    A parameter goes to the rank that holds most of it.  If that rank already has its fair share, the parameter goes to
+    the least loaded rank.  The duplicate of a tied parameter is not written.  All ranks of the stage compute the same
+    assignments.  The time grows with the number of shards of parameters, so this is called once per run.
+
+    Returns:
+        The assignments in which this rank takes part, in bucket order.
     """
     load = dict.fromkeys(at.model.ranks, 0)
-    loads = [(0, rank) for rank in load]  # a heap; entries that are not those of `load` are out of date
+    loads = [(0, rank) for rank in load]  # a heap; entries that disagree with `load` are outdated
     heapify(loads)
     found = []
     first_copies = [(index, bucket) for index, bucket in enumerate(buckets) if not bucket.is_duplicate]
@@ -271,7 +278,7 @@ def assign_writers(buckets: Sequence[Bucket], at: ParallelState) -> tuple[Assign
     experts = at.grid.expert_table(at.rank)
 
     def holders(slot: Slot) -> list[tuple[tuple[tuple[int, int], ...], list[tuple[int, ...]]]]:
-        """Of each assignment, the places of its local tensors and the ranks that share each of them."""
+        """Return the places of each assignment's local tensors, and the ranks that share each local tensor."""
         if slot.info.spec.of_experts:
             return [(((index, len(experts)),), [ranks]) for index, ranks in enumerate(experts)]
         size = 1 if slot.info.spec.split is None else at.tp.size
@@ -302,9 +309,9 @@ def assign_writers(buckets: Sequence[Bucket], at: ParallelState) -> tuple[Assign
 
 
 def _parts(slot: Slot, layout: BucketLayout, ranks: Sequence[tuple[int, ...]]) -> Iterator[tuple[int, int, Interval]]:
-    """(rank, number of the local tensor, elements of the bucket) of each shard of a parameter, each once.
+    """Yield (rank, index of the local tensor, elements of the bucket) for each shard of a parameter, each element once.
 
-    `ranks`: of each local tensor, those that share it: the first of them are the first group that shares one copy.
+    `ranks`: for each local tensor, the ranks that share it.  Its first copy lies on the first of these ranks.
     """
     each = layout.shard_numel
     for number, same in enumerate(ranks):
@@ -314,19 +321,22 @@ def _parts(slot: Slot, layout: BucketLayout, ranks: Sequence[tuple[int, ...]]) -
 
 
 class HostBuffers:
-    """A pool of host memory: the first write to new memory takes several times as long, as the system maps each page."""
+    """A pool of host memory.
+
+    It is reused because the first write to new memory takes several times as long: the system must map each page.
+    """
 
     def __init__(self) -> None:
-        self.free: list[Tensor] = []  # what is no longer in use goes back here
+        self.free: list[Tensor] = []  # the caller returns buffers here after use
 
     def take(self, size: int) -> Tensor:
-        """A buffer of at least `size` bytes, with arbitrary content."""
+        """Return a buffer of at least `size` bytes, with arbitrary content."""
         self.free.sort(key=len)
         for index, memory in enumerate(self.free):
             if len(memory) >= size:
                 return self.free.pop(index)
         if self.free:
-            self.free.pop()  # all are too small: drop one, so that there are never more than were in use at once
+            self.free.pop()  # all are too small: drop one, so that the pool never grows beyond what was in use at once
         return torch.empty(size, dtype=torch.uint8)
 
 
@@ -338,14 +348,20 @@ def gather_locals(
     axis: Axis,
     buffers: HostBuffers | None = None,
 ) -> Iterator[tuple[Assignment, list[Tensor]]]:
-    """On each writer, every parameter assigned to it as the local tensors of all TP ranks, on the CPU.
+    """Yield, on its writer, every assigned parameter as the local tensors of all TP ranks, on the CPU.
+
+    All ranks of `axis` must iterate to the end.
 
     Args:
-        source: what a rank holds whole is yielded as it is, not copied.
-        assignments: those of this rank; all ranks of `axis` must iterate to the end.
-        buffers: for the local tensors, which are then valid only until the next is asked for; None for new memory each time.
+        source: the state.  A local tensor that the writer itself holds completely on the CPU is yielded without a copy.
+        kind: of state.
+        assignments: those of this rank.
+        at: this rank's position.
+        axis: the ranks that exchange shards.
+        buffers: memory for the local tensors, which are then valid only until the next ones are requested; None to
+            allocate new memory each time.
     """
-    sending: deque[tuple[list[Pending], Messages]] = deque()  # holds what is sent until it has left
+    sending: deque[tuple[list[Pending], Messages]] = deque()  # keeps sent tensors alive until they have left
     arriving: deque[tuple[Assignment, list[Tensor], list[Tensor], list[Pending]]] = deque()
 
     def arrived() -> Iterator[tuple[Assignment, list[Tensor]]]:
@@ -374,7 +390,9 @@ def gather_locals(
 def _transfers(
     source: ShardedState, kind: str, assignment: Assignment, at: ParallelState, buffers: HostBuffers
 ) -> tuple[Messages, Messages, list[Tensor], list[Tensor]]:
-    """The messages of one parameter; on its writer also the flat local tensors of all TP ranks, and the buffers they use."""
+    """Return the messages of one parameter.  On its writer, also return the flat local tensors and the buffers they
+    use.
+    """
     bucket, slot, dtype = source.buckets[assignment.bucket], assignment.slot, source.dtype(kind)
     nbytes = numel(slot.info.shape) * dtype.itemsize
     sends: Messages = []
@@ -408,16 +426,16 @@ def _wait(pendings: Sequence[Pending]) -> None:
 
 
 def assemble(assignment: Assignment, local: Sequence[Tensor]) -> dict[str, Tensor]:
-    """Whole logical tensors, as a checkpoint stores them; views of `local` if they are contiguous there.
+    """Return whole logical tensors, as a checkpoint stores them; views of `local` if they are contiguous there.
 
-    `local` are the local tensors of all places of the assignment.
+    `local`: the local tensors of all places of the assignment.
     """
     spec, shapes = assignment.slot.info.spec, assignment.logical_shapes()
     whole: dict[str, Tensor] = {}
     for place, tensor in zip(assignment.places, local, strict=True):
         for region in spec.regions(*place) if tensor.numel() else ():
             source = tensor.view(-1)[region.start : region.start + region.numel].view(region.shape)
-            if not region.transposed and region.shape == region.whole:  # all of it, in the order of the file
+            if not region.transposed and region.shape == region.whole:  # whole, in the order of the file
                 whole[region.name] = source
                 continue
             target = whole.setdefault(region.name, local[0].new_empty(shapes[region.name]))
@@ -426,6 +444,6 @@ def assemble(assignment: Assignment, local: Sequence[Tensor]) -> dict[str, Tenso
 
 
 def gather_logical(source: ShardedState, kind: str, at: ParallelState) -> Iterator[tuple[str, Tensor]]:
-    """Every logical tensor of this rank's stage, on its writer only.  All ranks must iterate to the end."""
+    """Yield every logical tensor of this rank's stage, on its writer only.  All ranks must iterate to the end."""
     for assignment, local in gather_locals(source, kind, assign_writers(source.buckets, at), at, at.model):
         yield from assemble(assignment, local).items()

@@ -1,10 +1,10 @@
-"""Saving in the background: training waits for a copy of its shards to host memory, a thread does the rest.
+"""Saving in the background: training waits only until its shards are copied to host memory; a thread does the rest.
 
     training   step | copy | step | step | step | ...              copy | step
     thread                 [ gather | write, hash | flush | commit ]   [ gather ...
 
-The thread has communicators of its own, so its messages never mix with those of a step.  The copy's memory is used again
-for every checkpoint.  One save runs at a time; the next waits for it.
+The thread has its own communicators, so its messages never mix with those of a step.  The memory of the copy is reused
+for every checkpoint.  One save runs at a time; the next one waits for it.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _REMEDY = "set checkpoint.asynchronous = false"
 
 
 class Snapshot(ShardedState):
-    """A copy of this rank's state in host memory, as it was at the last `take`."""
+    """A copy of this rank's state in host memory, made by the last `take`."""
 
     kinds: tuple[str, ...] = ()  # of the last copy
 
@@ -47,12 +47,14 @@ class Snapshot(ShardedState):
         return ((kind, bucket) for kind in kinds for bucket in self.buckets if self.holds(kind, bucket))
 
     def reserve(self, limit: int) -> str | None:
-        """Allocate memory for a copy of all state kinds, at most `limit` bytes.  Returns why it cannot, or None."""
+        """Allocate memory for a copy of all state kinds, at most `limit` bytes.  Return the reason if it cannot, else
+        None.
+        """
         sizes = {part: part[1].counted.stop - part[1].counted.start for part in self._parts(self.known_kinds)}
         needed = sum(numel * self.dtype(kind).itemsize for (kind, _), numel in sizes.items())
         if needed > limit:
             return f"needs {needed:,} bytes of host memory for it and may take {limit:,}"
-        pins = self._device.type == "cuda"  # then it copies at full speed
+        pins = self._device.type == "cuda"  # pinned memory is copied to at full speed
         try:
             for part, numel in sizes.items():
                 self._copies[part] = in_host_memory(numel, self.dtype(part[0]), pin=pins, remedy=_REMEDY).tensor
@@ -73,13 +75,13 @@ class Snapshot(ShardedState):
             torch.cuda.current_stream(self._device).synchronize()
 
     def read(self, kind: str, bucket: Bucket, run: Interval) -> Tensor:
-        """The copied elements, 1-D."""
+        """Return the copied elements, 1-D."""
         first = bucket.counted.start
         return self._copies[kind, bucket][run.start - first : run.stop - first]
 
 
 def _ends_run(failure: Exception | None) -> bool:
-    """Whether a failure ends the run: only some ranks know of it, or the directory belongs to another run."""
+    """Whether a failure ends the run: because only some ranks know of it, or because another run owns the directory."""
     return isinstance(failure, OwnerError) or not (failure is None or isinstance(failure, CheckpointError))
 
 
@@ -89,23 +91,25 @@ class SaveReport:
 
     folder: Folder
     bytes: int  # of the tensors
-    waited_seconds: float  # training waited for the save before this one
-    copy_seconds: float  # training waited for the copy, or for everything if there is none
+    waited_seconds: float  # how long training waited for the previous save
+    copy_seconds: float  # how long training waited for the copy, or for the whole save if there is no copy
     seconds: float  # from the call until the checkpoint was durable
     error: str | None = None  # why there is no checkpoint
     ends_run: bool = False  # training cannot continue after this error
 
 
 class Saver:
-    """Writes checkpoints of one state.  Made and called on every rank.
+    """Writes checkpoints of one state.  Constructed and called on every rank.
 
     Args:
-        host_memory_bytes: largest copy on a rank; None for half of the free memory, shared among the ranks of this
-            machine; 0 for no copy: training waits while a checkpoint is written.
-        axes: of this saver alone while one of its saves is under way.
+        state: what is saved.
+        at: this rank's position.
+        host_memory_bytes: maximum size of the copy on a rank.  None for half of the free memory, divided among the
+            ranks of this machine.  0 for no copy: training waits while a checkpoint is written.
+        axes: communicators that only this saver uses while a save is in progress.
         report: called on rank 0, in the thread, with the report of each save.
-        after: called on every rank, in the thread, after each checkpoint and before the report; may make collective calls
-            over the saving axes.  If it raises, the report has its error.
+        after: called on every rank, in the thread, after each checkpoint and before the report.  It may make collective
+            calls over the saving axes.  If it raises, the report contains its error.
     """
 
     def __init__(
@@ -135,14 +139,15 @@ class Saver:
     def save(
         self, folder: Folder, trainer: TrainerState, files: Mapping[str, bytes], *, moves_latest: bool = True
     ) -> None:
-        """Begin a checkpoint of the current state; arguments as `save_checkpoint`.
+        """Begin a checkpoint of the current state.  Arguments as in `save_checkpoint`.
 
-        Waits until the previous one is durable.  If that one failed, it has been reported and is forgotten here.
+        First waits until the previous checkpoint is durable.  If that one failed, its error has already been reported
+        and is not raised again.
 
         Raises:
             LostPeerError: a rank has died.
-            OwnerError: the run does not own its directory any more.
-            Exception: an error of this rank alone; the others wait for it, so it must not go on.
+            OwnerError: the run no longer owns its directory.
+            Exception: an error of this rank alone.  The other ranks wait for it, so the run must not continue.
         """
         called = time.perf_counter()
         self._join()
@@ -164,7 +169,7 @@ class Saver:
     def _write(
         self, folder: Folder, write: Callable[[], int], called: float, began: float, copied: float | None
     ) -> None:
-        """The thread's work; `copied` is None if training waits for all of it."""
+        """Do the thread's work.  `copied` is None if training waits for the whole save."""
         size, error = 0, None
         try:
             size = write()
@@ -172,11 +177,11 @@ class Saver:
             self._failure, error = failure, str(failure)
         except Exception as failure:
             self._failure = failure
-            raise  # the thread's own hook prints where
+            raise  # the thread's excepthook prints the traceback
         if error is None:
             try:
                 self._after(folder)
-            except Exception as failure:  # whatever it is, the checkpoint is there
+            except Exception as failure:  # of any kind: the checkpoint itself is complete
                 error = f"{folder.name} was saved, but the work after it failed: {failure!r}"
                 self._failure = failure if isinstance(failure, LostPeerError | OwnerError) else None
         if self._at.rank == 0:
@@ -193,7 +198,9 @@ class Saver:
             raise self._failure
 
     def finish(self) -> None:
-        """Wait until the last checkpoint is durable.  Raises: its failure, as `save` or CheckpointError; once."""
+        """Wait until the last checkpoint is durable.  Raises: its failure, as `save` does, or CheckpointError; only
+        once.
+        """
         try:
             self._join()
         finally:
