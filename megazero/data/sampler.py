@@ -8,7 +8,8 @@
     window 0  [t0 t1 t2 t3 t4]                      seq_len + 1 tokens: inputs t0..t3, targets t1..t4
     window 1              [t4 t5 t6 t7 t8]          stride seq_len: every target is predicted once in an epoch
 
-There is no state and no rank: a resumed run, on any cluster shape, asks for the same indices and gets the same tokens.
+There is no state, and nothing depends on the rank.  A resumed run, on any cluster shape, asks for the same indices and
+gets the same tokens.
 """
 
 from __future__ import annotations  # of the function within `locate`: numpy takes long to spell out a type
@@ -36,7 +37,7 @@ class Windows:
     """Consecutive samples of one source: windows `first` to `first + count` of its token stream."""
 
     tokens: NDArray[Any]  # [total tokens], the whole stream
-    seq_len: int  # tokens that a sample predicts; it has one more
+    seq_len: int  # tokens that a sample predicts; a sample has one more
     first: int
     count: int
     content: str = ""  # hash of the tokens
@@ -46,7 +47,7 @@ class Windows:
     def over(
         cls, tokens: NDArray[Any], seq_len: int, name: str = "the token source", borders: DocumentBorders | None = None
     ) -> Windows:
-        """All windows of a stream, which an error calls `name`.  Raises: ValueError for fewer than one sample."""
+        """Cut a stream into windows.  `name` is for errors.  Raises: ValueError: it has fewer tokens than one sample."""
         if seq_len < 1:
             raise ValueError(f"seq_len={seq_len} must be at least 1")
         count = (len(tokens) - 1) // seq_len
@@ -57,39 +58,43 @@ class Windows:
 
     @property
     def end(self) -> int:
-        """The position of the last target token, at which the next window would begin."""
+        """Position of the last target token.  The next window would begin there."""
         return (self.first + self.count) * self.seq_len
 
     def behind(self, end: int) -> Windows:
-        """The windows whose targets all lie behind token `end`."""
+        """Return the windows that have all their targets after token `end`."""
         first = max(self.first, -(-end // self.seq_len))
         return replace(self, first=first, count=max(self.first + self.count - first, 0))
 
     def read(self, position: int) -> NDArray[Any]:
-        """The sample at `position` in [0, count): [seq_len + 1], a view in the dtype of the file."""
+        """Return the sample at `position` in [0, count): [seq_len + 1], a view in the dtype of the file."""
         start = (self.first + position) * self.seq_len
         return self.tokens[start : start + self.seq_len + 1]
 
     def documents(self, position: int) -> tuple[list[int], bool]:
-        """The document lengths in a sample, and whether its last target belongs to the document of its last input.
+        """Return the document lengths in a sample, and whether its last target belongs to the same document as its last
+        input.
 
-        Lengths of the documents, or of the parts of documents, in order, all > 0, in sum seq_len.  A document that goes on
-        from the window before counts from this one's start.
+        The lengths are of documents, or of the parts of documents that lie in the sample, in order.  All are > 0, and
+        their sum is seq_len.  A document that began in the previous window counts from the start of this one.
         """
         if self.borders is None:
             return [self.seq_len], True
         start = (self.first + position) * self.seq_len
-        *lengths, last = self.borders.lengths(start, start + self.seq_len + 1)  # with the last target
+        *lengths, last = self.borders.lengths(start, start + self.seq_len + 1)  # including the last target
         return ([*lengths, last - 1], True) if last > 1 else (lengths, False)
 
 
 def split(
     windows: Windows, validation_fraction: float, name: str = "the token source"
 ) -> tuple[Windows, Windows | None]:
-    """(training, validation): the last `validation_fraction` of a source's windows, rounded down, validate.
+    """Split the windows of a source into (training, validation): the last `validation_fraction`, rounded down,
+    validate.
 
-    No target token is on both sides. A fraction of 0 means no validation; it is taken as the decimal that it is written as.
-    Raises: ValueError where it is outside [0, 1), or one side would be empty.
+    No target token is on both sides.  A fraction of 0 means no validation.  The fraction is taken as the decimal that
+    it is written as.
+
+    Raises: ValueError: the fraction is outside [0, 1), or one side would be empty.
     """
     if not 0 <= validation_fraction < 1:
         raise ValueError(f"validation_fraction={validation_fraction} must be at least 0 and below 1")
@@ -107,7 +112,7 @@ def split(
 
 
 class Stream(ABC):
-    """Samples by index over several sources; subclasses say which window an index stands for."""
+    """Samples by index over several sources.  Subclasses decide which window an index stands for."""
 
     def __init__(self, sources: Sequence[Windows]) -> None:
         self._sources = tuple(sources)
@@ -115,14 +120,16 @@ class Stream(ABC):
         if len(lengths) != 1:
             raise ValueError(f"a stream needs sources of one seq_len, got {lengths or 'no sources'}")
         self.seq_len = lengths[0]
-        self.num_windows = sum(windows.count for windows in sources)  # different samples
+        self.num_windows = sum(windows.count for windows in sources)  # number of different samples
 
     @abstractmethod
     def locate(self, indices: ArrayLike) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """(source, window within it) of sample indices [n].  Raises: IndexError outside the range of the class."""
+        """Map sample indices [n] to (source, window within it).  Raises: IndexError: an index is outside the class'
+        range.
+        """
 
     def batch(self, indices: ArrayLike) -> NDArray[np.int64]:
-        """The samples of indices [n]: int64 [n, seq_len + 1].  Raises: IndexError."""
+        """Return the samples of indices [n]: int64 [n, seq_len + 1].  Raises: IndexError."""
         found = list(self._windows(indices))
         samples = np.empty((len(found), self.seq_len + 1), np.int64)
         for row, (windows, position) in zip(samples, found, strict=True):
@@ -130,21 +137,22 @@ class Stream(ABC):
         return samples
 
     def documents(self, indices: ArrayLike) -> list[tuple[list[int], bool]]:
-        """`Windows.documents` of the samples of indices [n].  Raises: IndexError."""
+        """Return `Windows.documents` for the samples of indices [n].  Raises: IndexError."""
         return [windows.documents(position) for windows, position in self._windows(indices)]
 
     def _windows(self, indices: ArrayLike) -> Iterator[tuple[Windows, int]]:
-        """The source of each sample, and the position of its window there."""
+        """Yield the source of each sample, and the position of its window in that source."""
         source, window = self.locate(indices)
         for number, position in zip(source.tolist(), window.tolist(), strict=True):
             yield self._sources[number], position
 
 
 class SampleStream(Stream):
-    """Training samples without end, for indices from 0: sources blended by weight, each shuffled anew in each of its epochs.
+    """Endless training samples, for indices from 0.  Sources are blended by weight, and each is shuffled anew in every
+    epoch.
 
-    Source: Megatron-LM blends by greedy error minimisation with a table for each run; here the same bound comes from
-    arithmetic (see `Blend`, `Permutation`).
+    Source: Megatron-LM blends by greedy error minimisation, with a table for each run.  Here the same bound follows
+    from arithmetic (see `Blend`, `Permutation`).
     """
 
     def __init__(self, sources: Sequence[Windows], weights: Sequence[float], seed: int) -> None:
@@ -154,26 +162,26 @@ class SampleStream(Stream):
         self._blend, self._seed = Blend(weights), seed
 
     def epochs(self, samples: int) -> list[float]:
-        """How many times the first so many samples read each source."""
+        """Return how many times the first `samples` samples read each source."""
         total = sum(self._blend.weights)
         pairs = zip(self._blend.weights, self._sources, strict=True)
         return [samples * weight / (total * source.count) for weight, source in pairs]
 
     def counts(self, samples: int) -> list[int]:
-        """How many of the first so many samples are of each source."""
+        """Return how many of the first `samples` samples come from each source."""
         return self._blend.counts(samples)
 
     def first_documents(self) -> list[list[int]]:
-        """Lengths of the documents in each of the first samples, which stand for all in what is said about a run."""
+        """Return the document lengths in each of the first samples, which serve as an estimate for the whole run."""
         count = min(_DESCRIBED_SAMPLES, sum(source.count for source in self._sources))
         return [lengths for lengths, _ in self.documents(range(count))]
 
     def ends(self) -> dict[str, int]:
-        """Where the windows of each source end, in tokens, by its content."""
+        """Return the position, in tokens, at which the windows of each source end, by the hash of the source's content."""
         return {source.content: source.end for source in self._sources}
 
     def in_order(self) -> ValidationStream:
-        """The same windows, each once."""
+        """Return the same windows as a validation stream, each once."""
         return ValidationStream(self._sources)
 
     def locate(self, indices: ArrayLike) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
@@ -201,7 +209,10 @@ class ValidationStream(Stream):
         return self.num_windows
 
     def behind(self, ends: Mapping[str, int]) -> ValidationStream | None:
-        """The windows behind the given end of each source, in tokens, by its content; None if none is left."""
+        """Return the windows after the given end of each source; None if none is left.
+
+        `ends`: in tokens, by the hash of the source's content.
+        """
         left = [source.behind(ends.get(source.content, 0)) for source in self._sources]
         left = [source for source in left if source.count]
         return ValidationStream(left) if left else None
@@ -214,7 +225,10 @@ class ValidationStream(Stream):
 
 
 def _rows_by(values: NDArray[np.int64]) -> Iterator[tuple[int, NDArray[np.bool_]]]:
-    """(value, mask of its rows) of each different value.  numpy's `unique` is slower for so few, and loads masked arrays."""
+    """Yield (value, mask of its rows) for each distinct value.
+
+    numpy's `unique` is slower for so few values, and loads masked arrays.
+    """
     for value in sorted(set(values.tolist())):
         yield value, values == value
 
@@ -229,7 +243,7 @@ def _sample_indices(indices: ArrayLike) -> NDArray[np.int64]:
 
 
 class Blend:
-    """Sources interleaved by weight: the source of the i-th sample is computed, with no table and no state.
+    """Sources interleaved by weight.  The source of the i-th sample is computed, without a table or state.
 
         weights 3 : 1 : 2            (0 1 2)          Of the first n samples that reach a node, round(n * p) go left, where
                                      /     \\          p is the weight of the left side. So sample n goes left when that
@@ -237,19 +251,21 @@ class Blend:
         source  0 2 0 1 0 2                /  \\
         within  0 0 1 0 2 1              (1)  (2)     Counts never drift: each level of the tree is off by half at most.
 
-    Everything is integer arithmetic, so it is the same on every machine and at sample 10^12.  After any number of samples
-    n, source k has had n * weights[k] / sum(weights) of them, give or take ceil(log2(sources)) / 2.
+    Everything is integer arithmetic, so the result is the same on every machine, also at sample 10^12.  Among the first
+    n samples, source k has n * weights[k] / sum(weights), with an error of at most ceil(log2(sources)) / 2.
 
     Args:
-        weights: a positive number for each source; their sum does not matter. Decimals are taken as written
-            (0.1 is one tenth); ratios finer than 2**-30 are rounded.
+        weights: a positive number for each source; their sum does not matter.  Decimals are taken as written (0.1 is
+            one tenth), and ratios finer than 2**-30 are rounded.
     """
 
     def __init__(self, weights: Sequence[float]) -> None:
-        self.weights = _integer_weights(weights)  # integers that stand for them
+        self.weights = _integer_weights(weights)  # integers in the ratio of the weights
 
     def locate(self, indices: NDArray[Any]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """(source, index within source) of global samples [n]; within a source they count 0, 1, 2, ... with no gap."""
+        """Map global samples [n] to (source, index within the source).  Within a source, indices are 0, 1, 2, ...
+        without gaps.
+        """
         source = np.empty(len(indices), np.int64)
         within = np.empty(len(indices), np.int64)
 
@@ -270,7 +286,7 @@ class Blend:
         return source, within
 
     def counts(self, samples: int) -> list[int]:
-        """Of the first so many samples, how many each source has."""
+        """Return how many of the first `samples` samples each source has."""
 
         def descend(first: int, last: int, count: int) -> list[int]:
             if last - first == 1:
@@ -284,7 +300,7 @@ class Blend:
 
 
 def _count_left(n: NDArray[np.int64], left: int, both: int) -> NDArray[np.int64]:
-    """round(n * left / both), halves up: exact, with no product beyond 2^62 however large n is."""
+    """Compute round(n * left / both), with halves rounded up.  Exact: no product exceeds 2^62, however large n is."""
     rounds, rest = np.divmod(n, both)
     return rounds * left + (2 * rest * left + both) // (2 * both)
 
@@ -295,7 +311,7 @@ def _integer_weights(weights: Sequence[float]) -> tuple[int, ...]:
     for number, weight in enumerate(weights):
         if not (isfinite(weight) and weight > 0):
             raise ValueError(f"weight {weight} of source {number} must be positive and finite; leave the source out")
-    exact = [Fraction(str(weight)) for weight in weights]  # through its digits: 0.1 is 1/10
+    exact = [Fraction(str(weight)) for weight in weights]  # by its decimal digits: 0.1 is 1/10
     scale = lcm(*(weight.denominator for weight in exact))
     whole = [int(weight * scale) for weight in exact]
     divisor = gcd(*whole)
@@ -303,18 +319,19 @@ def _integer_weights(weights: Sequence[float]) -> tuple[int, ...]:
     total = sum(whole)
     if total <= _LARGEST_TOTAL:
         return tuple(whole)
-    target = _LARGEST_TOTAL - len(whole)  # each may be rounded up by one
+    target = _LARGEST_TOTAL - len(whole)  # each weight may be rounded up by one
     return tuple(ceil(Fraction(weight * target, total)) for weight in whole)
 
 
 class Permutation:
-    """A keyed bijection on [0, size): any element of a shuffle in O(1), with nothing stored.
+    """A keyed bijection on [0, size): computes any element of a shuffle in O(1), without storing anything.
 
         index = [ high | low ]          high ^= F(low), low ^= F(high), high ^= ...   one half at a time,
                   a bits  b bits        so every round can be undone and the whole is a bijection on [0, 2^(a+b))
 
-    Cycle walking brings it to any size: apply it again until the value is below `size`, fewer than twice on average.  A
-    product moves differences only towards the high bits, so F shifts right between its multiplications.
+    Cycle walking adapts it to any size: apply the bijection again until the value is below `size`, which takes fewer
+    than two applications on average.  A product moves differences only towards the high bits, so F shifts right between
+    its multiplications.
 
     Source: Luby and Rackoff 1988 (Feistel networks); Black and Rogaway 2002 (cycle walking); Steele et al. 2014
     (SplitMix64).
@@ -332,7 +349,7 @@ class Permutation:
         self._round_keys = [np.uint64(xxhash.xxh3_64_intdigest(text, seed=round_)) for round_ in range(_ROUNDS)]
 
     def __call__(self, positions: NDArray[Any]) -> NDArray[np.int64]:
-        """The elements at positions in [0, size), of any shape: int64, of the same shape.  Raises: IndexError outside."""
+        """Return the elements at positions in [0, size), of any shape: int64, of the same shape.  Raises: IndexError."""
         flat = np.asarray(positions, np.int64).ravel()
         if flat.size and not 0 <= int(flat.min()) <= int(flat.max()) < self.size:
             raise IndexError(f"positions {flat.min()} to {flat.max()} of a permutation of {self.size} elements")

@@ -1,4 +1,5 @@
-"""The parts that every GPT here shares, written once for every cluster shape; a family (`models/llama`) puts them together.
+"""The parts that every GPT here shares, written once for every cluster shape.  A family (`models/llama`) assembles
+them.
 
 tokens -> embedding -> block 0 ... block n-1 -> final norm -> head -> loss
           [first stage]   [this stage's layers]     [last stage]
@@ -47,10 +48,11 @@ class MicroBatch:
     """The input of a stage for one micro-batch.
 
     Args:
-        sample_ids: int64 [batch], the global index of each sample in the run; keys dropout.
+        sample_ids: int64 [batch], the global index of each sample in the run; dropout masks are keyed by it.
         tokens: int64 [seq, batch]; None on stages without the embedding.
-        labels: int64 [seq, batch]; None where neither head nor routers need them, and to have logits instead of a loss.
-        part: which tokens of the samples these are; None for all, of one document each.
+        labels: int64 [seq, batch]; None on stages where neither head nor routers need them, and to get logits instead
+            of a loss.
+        part: which tokens of the samples these are; None for whole samples that are one document each.
     """
 
     sample_ids: Tensor
@@ -60,25 +62,25 @@ class MicroBatch:
 
     @property
     def layout(self) -> TokenLayout:
-        """Which tokens the micro-batch has, for the layers."""
+        """Return the layout of the micro-batch's tokens, for the layers."""
         return TokenLayout(self.sample_ids, self.part, self.labels)
 
 
 @dataclass(frozen=True)
 class BuildContext:
-    """Builds the layers of a stage: sizes, axes and tables that they share.
+    """Builds the layers of a stage, and holds the sizes, axes and tables that they share.
 
     Args:
         model: resolved.
         tp: the tensor-parallel axis.
-        sequence_parallel: cut norms, residuals and dropout by sequence over tp.
-        seed: the run's.
+        sequence_parallel: split norms, residuals and dropout by sequence over tp.
+        seed: of the run.
         device: of computed tables.
         wgrad_queue: takes the weight gradients; None returns them to autograd.
         dtype: of activations.
-        context: attends where samples are cut over ranks, or hold several documents; None where none are.
-        logits_bytes: of a chunk of the loss, see `VocabParallelHead`.
-        ep: the axis over which experts are dealt.
+        context: attention for samples that are split over ranks or hold several documents; None if there are none.
+        logits_bytes: maximum for the logits of a chunk, see `VocabParallelHead`.
+        ep: the axis over which experts are distributed.
     """
 
     model: ModelConfig
@@ -99,7 +101,7 @@ class BuildContext:
 
     @cached_property
     def whole_kernel(self) -> AttentionKernel:
-        """The attention kernel of layers without a window, where others have one."""
+        """The attention kernel of layers without a window, in a model where other layers have one."""
         return self._kernel(None)
 
     def _kernel(self, size: int | None) -> AttentionKernel:
@@ -139,14 +141,16 @@ class BuildContext:
         return Initializer("normal", self.model.init_std)
 
     def vocabulary(self, name: str) -> ParamSpec:
-        """The weight of the embedding or of the head; its rows are tokens and need not be divisible by tp."""
+        """Build the spec of the embedding's or the head's weight.  Its rows are tokens; their number need not be
+        divisible by tp.
+        """
         model, rows = self.model, NamedRows(name, self.model.vocab_size)
         return rows_spec((rows,), model.hidden_size, 0, self.init, tied=bool(model.tie_embeddings))
 
     def column(
         self, weight: tuple[NamedRows, ...], bias: tuple[NamedRows, ...] = (), *, transposed: bool = False
     ) -> ColumnParallelLinear:
-        """A projection from the hidden size into a block."""
+        """Build a projection from the hidden size into a block."""
         return ColumnParallelLinear(
             weight,
             self.model.hidden_size,
@@ -159,8 +163,8 @@ class BuildContext:
         )
 
     def experts(self, prefix: str, keys: tuple[str, str, str]) -> MixtureOfExperts:
-        """A mixture of experts named `prefix`; `keys` names an expert's gate, up and down projection."""
-        from megazero.layers.experts import ExpertLinear, MixtureOfExperts, Router  # which dense models do not load
+        """Build a mixture of experts named `prefix`.  `keys` names an expert's gate, up and down projections."""
+        from megazero.layers.experts import ExpertLinear, MixtureOfExperts, Router  # not loaded for dense models
 
         model, names = self.model, [f"{prefix}.experts.{expert}" for expert in range(self.model.num_experts or 0)]
         gate, up, down = keys
@@ -183,7 +187,7 @@ class BuildContext:
     def row(
         self, weight: NamedRows, in_features: int, bias: NamedRows | None = None, *, transposed: bool = False
     ) -> RowParallelLinear:
-        """A projection back onto the residual stream; its initial values shrink with depth (Radford et al. 2019)."""
+        """Build a projection back to the residual stream.  Its initial values shrink with depth (Radford et al. 2019)."""
         return RowParallelLinear(
             weight,
             in_features,
@@ -203,15 +207,15 @@ class BuildContext:
         qk_norm: HeadNorm | WidthNorm | None = None,
         kernel: AttentionKernel | None = None,
     ) -> Attention:
-        """Grouped-query attention between two projections; in `kernel` where one is given."""
+        """Build grouped-query attention between two projections, with `kernel` if one is given."""
         return Attention(qkv, AttentionCore(self.heads, kernel or self.kernel, rope, qk_norm), out)
 
     def rms_norm(self, name: str) -> RMSNorm:
-        """RMSNorm of the hidden size."""
+        """Build an RMSNorm of the hidden size."""
         return RMSNorm(name, self.model.hidden_size, self.model.norm_eps, sum_over_tp=self._cuts_sequence)
 
     def layer_norm(self, name: str) -> LayerNorm:
-        """LayerNorm of the hidden size."""
+        """Build a LayerNorm of the hidden size."""
         return LayerNorm(name, self.model.hidden_size, self.model.norm_eps, sum_over_tp=self._cuts_sequence)
 
     @property
@@ -220,7 +224,9 @@ class BuildContext:
 
     @property
     def _matrix_std(self) -> float:
-        """Of a block's matrices: with muP their variance falls with the width (Yang et al. 2022, table 8)."""
+        """Standard deviation of a block's matrices.  With muP, the variance falls with the width (Yang et al. 2022,
+        table 8).
+        """
         return self.model.init_std / sqrt(self.model.width_ratio)
 
     @property
@@ -228,11 +234,11 @@ class BuildContext:
         return self.sequence_parallel and self.tp.size > 1
 
     def dropout(self, site: str) -> Dropout:
-        """Dropout under the name `site`, which keys its mask."""
+        """Build dropout with the name `site`, which keys its mask."""
         return self._dropout(Dropout, site)
 
     def residual(self, site: str) -> Residual:
-        """The residual sum of a branch, with dropout under the name `site`."""
+        """Build the residual sum of a branch, with dropout named `site`."""
         residual = self._dropout(Residual, site)
         residual.scale = self.model.residual_multiplier
         return residual
@@ -247,10 +253,10 @@ class Block(nn.Module):
 
     Args:
         context: builds the residual sums.
-        sites: canonical names of the two branches; they key dropout.
+        sites: canonical names of the two branches; dropout masks are keyed by them.
         norms: of attention and of the MLP.
-        attention, mlp: the two branches; or modules of a family's own, [seq or seq / tp, batch, hidden] unchanged in
-            shape (attention's takes the `TokenLayout` too).
+        attention, mlp: the two branches.  A family's own modules must map [seq or seq / tp, batch, hidden] to the same
+            shape; attention's forward also takes the `TokenLayout`.
     """
 
     def __init__(
@@ -267,23 +273,23 @@ class Block(nn.Module):
         self.attention_residual, self.mlp_residual = map(context.residual, sites)
 
     def forward(self, x: Tensor, layout: TokenLayout) -> Tensor:
-        """[seq or seq / tp, batch, hidden], unchanged in shape."""
+        """Run the layer.  x: [seq or seq / tp, batch, hidden], unchanged in shape."""
         x, normed = self.join_attention(x, self.attention(self.attention_norm(x), layout), layout)
         return self.mlp_residual(x, self.run_mlp(normed, layout), layout)
 
     def run_mlp(self, normed: Tensor, _: TokenLayout) -> Tensor:
-        """The second branch, without its residual sum."""
+        """Run the second branch, without its residual sum."""
         return self.mlp(normed)
 
     def join_attention(self, x: Tensor, branch: Tensor, layout: TokenLayout) -> tuple[Tensor, Tensor]:
-        """The residual sum after attention, and its norm: one piece, which is compiled and recomputed as a whole."""
+        """Return the residual sum after attention, and its norm.  Both are compiled and recomputed as one piece."""
         x = self.attention_residual(x, branch, layout)
         return x, self.mlp_norm(x)
 
     def regions(self) -> dict[Region, list[nn.Module]]:
-        """The submodules that each region of `[activations]` recomputes, in the order of the forward.
+        """Return the submodules that each region of `[activations]` recomputes, in forward order.
 
-        No backward reads the result of the last projection, so "block" leaves it out.
+        "block" excludes the last projection, because no backward reads its result.
         """
         (attention, out), (mlp, _) = _parts(self.attention), _parts(self.mlp)
         joined = [self.attention_residual, self.mlp_norm]
@@ -293,7 +299,7 @@ class Block(nn.Module):
     def _regions(
         self, attention: list[nn.Module], residual: list[nn.Module], mlp: list[nn.Module], *rest: nn.Module
     ) -> dict[Region, list[nn.Module]]:
-        """As `regions`; `rest`: what else a recomputed block runs again."""
+        """Build the result of `regions`.  `rest`: further modules that a recomputed block runs again."""
         return {
             "norms": [self.attention_norm, self.mlp_norm],
             "activation": [part for part in _parts(self.mlp)[0] if part is getattr(self.mlp, "activation", None)],
@@ -305,7 +311,7 @@ class Block(nn.Module):
 
 
 class PostNormBlock(Block):
-    """As `Block`, but the norms come after attention and after the MLP, before each residual sum (OLMo 2)."""
+    """Like `Block`, but with norms after attention and after the MLP, before each residual sum (OLMo 2)."""
 
     def forward(self, x: Tensor, layout: TokenLayout) -> Tensor:
         x = self.attention_residual(x, self.attention_norm(self.attention(x, layout)), layout)
@@ -318,7 +324,7 @@ class PostNormBlock(Block):
 
 
 class AroundNormBlock(Block):
-    """As `Block`, with norms after attention and after the MLP, too, before each residual sum (Gemma 2, GLM-4).
+    """Like `Block`, with additional norms after attention and after the MLP, before each residual sum (Gemma 2, GLM-4).
 
     `norms`: before attention and before the MLP, then after attention and after the MLP.
     """
@@ -341,21 +347,24 @@ class AroundNormBlock(Block):
 
 
 def _parts(branch: nn.Module) -> tuple[list[nn.Module], list[nn.Module]]:
-    """The modules of a branch before its last projection, and the projection; a script's own branch is one module."""
+    """Return the modules of a branch before its last projection, and the projection.  A script's own branch is one
+    module.
+    """
     owner = next(base for base in type(branch).__mro__ if "forward" in vars(base))
     return branch.parts() if "parts" in vars(owner) else ([branch], [])  # type: ignore[operator]
 
 
 class Embedding(nn.Module):
-    """Tokens to hidden states: the first unit of the first stage.
+    """Convert tokens to hidden states: the first unit of the first stage.
 
-    `name` and `positions` are the canonical names of the weight and of the learned positions, None for a model without.
+    `name` and `positions`: canonical names of the weight and of the learned positions; None for a model without
+    positions.
     """
 
     def __init__(self, context: BuildContext, name: str, positions: str | None = None) -> None:
         super().__init__()
         model, cut = context.model, context.sequence_parallel
-        queue = None if model.tie_embeddings else context.wgrad_queue  # else autograd adds the head's gradient, too
+        queue = None if model.tie_embeddings else context.wgrad_queue  # if tied, autograd adds the head's gradient
         self.tokens = VocabParallelEmbedding(
             context.vocabulary(name), context.tp, sequence_parallel=cut, wgrad_queue=queue
         )
@@ -367,13 +376,13 @@ class Embedding(nn.Module):
         self.dropout = context.dropout("embedding")
 
     def forward(self, tokens: Tensor, layout: TokenLayout) -> Tensor:
-        """int64 [seq, batch] -> [seq or seq / tp, batch, hidden]."""
+        """Look up the embeddings.  tokens: int64 [seq, batch] -> [seq or seq / tp, batch, hidden]."""
         x = self.tokens(tokens)
         return self.dropout(x if self.positions is None else self.positions(x, layout), layout)
 
 
 class ScaledEmbedding(Embedding):
-    """As `Embedding` without learned positions, times `scale`."""
+    """Like `Embedding` without learned positions, multiplied by `scale`."""
 
     def __init__(self, context: BuildContext, name: str, scale: float) -> None:
         super().__init__(context, name)
@@ -389,8 +398,8 @@ class Head(nn.Module):
     Args:
         context: builds the logits.
         norm: the final norm.
-        name: canonical name of the weight; the embedding's where embeddings are tied.
-        tied_weight: the embedding's parameter when this stage holds it and embeddings are tied.
+        name: canonical name of the weight; the embedding's name if embeddings are tied.
+        tied_weight: the embedding's parameter, if embeddings are tied and this stage holds it.
     """
 
     def __init__(self, context: BuildContext, norm: nn.Module, name: str, tied_weight: nn.Parameter | None) -> None:
@@ -407,12 +416,14 @@ class Head(nn.Module):
         )
 
     def forward(self, x: Tensor, labels: Tensor | None) -> Tensor:
-        """[seq or seq / tp, batch, hidden] -> fp32 sum of losses over counted tokens; logits where labels is None."""
+        """Compute the fp32 sum of losses over counted tokens, or logits if labels is None.  x: [seq or seq / tp, batch,
+        hidden].
+        """
         return self.output(self.norm(x), labels)
 
 
 class ScaledHead(Head):
-    """As `Head`, with logits times `scale`."""
+    """Like `Head`, with logits multiplied by `scale`."""
 
     def __init__(self, scale: float, context: BuildContext, *of_head: Any) -> None:
         super().__init__(context, *of_head)
@@ -423,13 +434,16 @@ class ScaledHead(Head):
 
 
 def head_of(context: BuildContext, *of_head: Any) -> Head:
-    """A head with logits divided by `model.logits_scaling`, and by the width ratio of muP (Yang et al. 2022, table 8)."""
+    """Build a head whose logits are divided by `model.logits_scaling` and by the width ratio of muP (Yang et al. 2022,
+    table 8).
+    """
     divisor = context.model.logits_scaling * context.model.width_ratio
     return Head(context, *of_head) if divisor == 1.0 else ScaledHead(1.0 / divisor, context, *of_head)
 
 
-# Layers read their weights within their own forward alone, the others only call layers.  Exact types: a subclass may read
-# them elsewhere.  Layers of experts, which dense models do not load, say so themselves: `reads_weights`.
+# Some of these read their weights only within their own forward, the others only call layers.  Exact types, because a
+# subclass may read weights elsewhere.  Expert layers, which dense models do not load, have the attribute
+# `reads_weights` instead.
 _LAYERS = (ColumnParallelLinear, RowParallelLinear, RMSNorm, LayerNorm, HeadNorm, WidthNorm)
 _BLOCKS = (Block, PostNormBlock, AroundNormBlock)
 _OTHERS = (*_BLOCKS, Attention, AttentionCore, SharedKVHead, SwiGLU, GELU, Gated, Residual)
@@ -451,23 +465,29 @@ class GPTStage(nn.Module):
         self.head = family.head(context, shared) if layout.has_head else None
 
     def units(self) -> list[nn.Module]:
-        """The modules that ZeRO-3 gathers one at a time, in forward order."""
+        """Return the modules that ZeRO-3 gathers one at a time, in forward order."""
         return [unit for unit in (self.embedding, *self.blocks, self.head) if unit is not None]
 
     def readers(self, unit: nn.Module) -> list[nn.Module]:
-        """The layers of a block that wait for their own weights.
+        """Return the layers of a block that can each wait for their own weights.
 
-        None of the embedding and of the head, nor where a block holds a module of another class: it may read the weights of
-        its layers itself.
+        Empty for the embedding and the head, and for a block that holds a module of an unknown class, because that
+        module may read its layers' weights itself.
         """
         modules = list(unit.modules())
         reads = [vars(type(module)).get("reads_weights", _READS.get(type(module))) for module in modules]
         return [] if None in reads else list(compress(modules, reads))
 
     def forward(self, x: Tensor | None, batch: MicroBatch) -> Tensor:
-        """Hidden states for the next stage; on the last stage the loss summed over counted tokens, or without labels logits.
+        """Run the stage.
 
-        x: [seq or seq / tp, batch, hidden] from the previous stage; None on the first.
+        Args:
+            x: [seq or seq / tp, batch, hidden] from the previous stage; None on the first stage.
+            batch: the input of the micro-batch.
+
+        Returns:
+            Hidden states for the next stage.  On the last stage, the loss summed over counted tokens; without labels,
+            the logits.
         """
         layout = batch.layout
         if self.embedding is not None:
@@ -480,11 +500,12 @@ class GPTStage(nn.Module):
 
 
 def check_knows_parts(blocks: Iterable[nn.Module], family: str) -> None:
-    """Check that every block handles parts of samples and documents; another would attend as if samples were whole.
+    """Check that every block handles parts of samples and documents.  Other blocks would attend as if samples were
+    whole.
 
-    Asked is a block's `attention`, or where it has none, all that it holds.
+    A block declares this by its `attention`, or if it has none, by any of its modules.
 
-    Raises: ConfigError: one does not say so.
+    Raises: ConfigError: a block does not declare that it handles them.
     """
     for block in blocks:
         own = getattr(block, "attention", None)
@@ -503,7 +524,7 @@ def check_knows_parts(blocks: Iterable[nn.Module], family: str) -> None:
 
 
 def _knows_parts(module: nn.Module) -> bool:
-    """Whether what defines a module's `forward` says so: itself, its class, or a base class."""
+    """Whether the module declares it in the place that defines its `forward`: the instance, its class, or a base class."""
     for owner in (module, *type(module).__mro__):
         if "knows_parts" in vars(owner):
             return bool(module.knows_parts)
