@@ -1,12 +1,14 @@
-"""How ranks of one host find each other, signal each other, and learn that one has died.
+"""How ranks of one host find each other, signal each other, and detect that one has died.
 
-Every rank gives every other an area of memory that it writes and the other reads, an event counter for signals, and one end
-of a socket.  The socket carries nothing more: it closes when its process dies.  Any process of the host can call a socket by
-its name, so both ends ask the kernel whose the other is.
+Every rank gives every other rank an area of memory that it writes and the other reads, an event counter for signals,
+and one end of a socket.  The socket carries no further data: the kernel closes it when its process dies.  Any process
+of the host can connect to a socket if it knows the name, so both ends ask the kernel which user the other process
+belongs to.
 
-[Note: why not sockets]  A socket's bytes are copied by a thread that needs a core, and ranks keep every core busy: beside a
-computation an exchange of half a megabyte took 2 ms, without one 0.25 ms.  Here each rank copies for itself, once.  Signals
-are event counters because the scheduler may move a process that a socket wakes to the core of its waker.
+[Note: why not sockets]  The bytes of a socket are copied by a thread that needs a core, and ranks keep every core busy:
+during a computation, an exchange of half a megabyte took 2 ms instead of 0.25 ms.  Here each rank copies for itself,
+once. Signals are event counters because the scheduler may move a process that is woken by a socket to the core of the
+sender.
 """
 
 from __future__ import annotations
@@ -28,26 +30,29 @@ _CONNECT_SECONDS = 10.0
 _LONGEST_POLL = 1 << 30  # ms
 
 Offer: TypeAlias = tuple[str, str] | None  # where a rank listens: its host, the name of its socket
-Gather: TypeAlias = Callable[[Offer], list[Offer]]  # gives every rank's value, in rank order, to every rank
+Gather: TypeAlias = Callable[[Offer], list[Offer]]  # an all-gather of one value per rank, in rank order
 
 
 class Peer:
-    """Another rank of this host: a socket to it, which closes when it dies, and event counters to signal it and hear it."""
+    """Another rank of this host.
+
+    It has a socket, which closes when the rank dies, and event counters for signals to it and from it.
+    """
 
     def __init__(self, connection: socket.socket, to_it: int, from_it: int) -> None:
         self.connection, self._to_it = connection, to_it
-        self.descriptors = (from_it, connection.fileno())  # readable when it has signalled, and when it has died
-        self.signals = 0  # received and not yet used
+        self.descriptors = (from_it, connection.fileno())  # readable: it has signalled, it has died
+        self.signals = 0  # received, but not yet used
         self.is_lost = False
         self.close = finalize(self, _close_all, connection, to_it, from_it)
 
     def signal(self) -> None:
-        """Signal that this rank has written its area."""
+        """Signal to the peer that this rank has written its area."""
         os.eventfd_write(self._to_it, 1)
 
     def hang_up(self) -> None:
-        """Let both processes find that the other is lost."""
-        with suppress(OSError):  # it is
+        """Disconnect, so that each of the two processes finds that the other is lost."""
+        with suppress(OSError):  # already disconnected
             self.connection.shutdown(socket.SHUT_RDWR)
 
     def poll(self) -> None:
@@ -66,10 +71,10 @@ HostRanks: TypeAlias = tuple[list[Peer], list[mmap.mmap]]  # the other ranks, an
 
 
 class Poller:
-    """Polls the peers of all channels of this rank at once.  The channels are closed together.
+    """Polls the peers of all channels of this rank together.  The channels are also closed together.
 
-    Every signal lets all channels make progress, not only the one that is waited for: two ranks that wait in different
-    channels would otherwise wait for each other.
+    Every signal lets all channels make progress, not only the channel that is waited for.  Otherwise two ranks that
+    wait in different channels would wait for each other.
     """
 
     def __init__(self) -> None:
@@ -78,7 +83,7 @@ class Poller:
         self._peers: dict[int, Peer] = {}
 
     def add(self, progress: Callable[[], None], peers: Sequence[Peer]) -> None:
-        """Poll the peers of a channel, whose operations `progress` continues."""
+        """Add the peers of a channel.  `progress` continues the channel's operations."""
         self._channels.append(progress)
         for peer in peers:
             for descriptor in peer.descriptors:
@@ -86,17 +91,17 @@ class Poller:
                 self._poll.register(descriptor, select.POLLIN)
 
     def forget(self) -> None:
-        """Let go of all channels, once they are closed."""
+        """Drop all channels after they have been closed."""
         self._channels.clear()
         self._peers.clear()
         self._poll = select.poll()
 
     def poll(self, seconds: float) -> bool:
-        """Wait for any peer, then let every channel make progress.  False if nothing happened in time."""
+        """Wait for any peer, then let every channel make progress.  Return False if nothing happened within `seconds`."""
         ready = self._poll.poll(min(max(seconds, 0.0) * 1e3, _LONGEST_POLL))
         for descriptor, _ in ready:
             peer = self._peers[descriptor]
-            peer.poll()  # what a peer signalled before it died still counts
+            peer.poll()  # signals that a peer sent before it died still count
             if descriptor != peer.descriptors[0]:
                 peer.is_lost = True
                 self._poll.unregister(descriptor)
@@ -106,11 +111,11 @@ class Poller:
 
 
 def rendezvous(index: int, size: int, area_bytes: int, gather: Gather) -> HostRanks | None:
-    """Connect this rank to all others of a group of `size`; each gets an area of `area_bytes`.
+    """Connect this rank to all others of a group of `size`, each with an area of `area_bytes`.
 
-    Every rank calls `gather` twice, whatever fails.
+    Every rank calls `gather` exactly twice, even if something fails.
 
-    Returns: None, on all ranks, if they are on several hosts or a system call fails on one.
+    Returns: None on all ranks if they are on several hosts, or if a system call fails on one of them.
     """
     listener, offer = _listen()
     offers = [one for one in gather(offer) if one is not None]
@@ -129,9 +134,9 @@ def rendezvous(index: int, size: int, area_bytes: int, gather: Gather) -> HostRa
 
 
 def this_host() -> str:
-    """Equal for processes that can share memory; empty where none can."""
+    """Return a string that is equal for processes that can share memory; empty if this one cannot."""
     try:
-        # a socket's name is known within a network namespace
+        # socket names are local to a network namespace
         return Path("/proc/sys/kernel/random/boot_id").read_text() + os.readlink("/proc/self/ns/net")
     except OSError:
         return ""
@@ -152,7 +157,7 @@ def _listen() -> tuple[socket.socket | None, Offer]:
 
 
 def _connections(index: int, offers: Sequence[tuple[str, str]], listener: socket.socket) -> Iterator[socket.socket]:
-    """A connection to every other rank: this one calls the ranks before it and is called by those after it."""
+    """Yield a connection to every other rank.  This rank connects to the ranks before it and accepts those after it."""
     for _, name in offers[:index]:
         connection = socket.socket(socket.AF_UNIX)
         connection.settimeout(_CONNECT_SECONDS)
@@ -165,7 +170,7 @@ def _connections(index: int, offers: Sequence[tuple[str, str]], listener: socket
     while expected:
         listener.settimeout(max(deadline - time.monotonic(), 0.001))
         connection, _ = listener.accept()
-        if not _is_ours(connection):  # any process of the host may call
+        if not _is_ours(connection):  # any process of the host may connect
             connection.close()
             continue
         connection.settimeout(_CONNECT_SECONDS)
@@ -174,7 +179,7 @@ def _connections(index: int, offers: Sequence[tuple[str, str]], listener: socket
 
 
 def _is_ours(connection: socket.socket) -> bool:
-    """Whether the process at the other end has this one's user, as the kernel says."""
+    """Whether, according to the kernel, the process at the other end belongs to the same user as this one."""
     size = struct.calcsize("3i")
     _, user, _ = struct.unpack("3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, size))
     return bool(user == os.geteuid())

@@ -1,17 +1,18 @@
-"""Collectives through memory that the CPU ranks of one host share.
+"""Collectives through memory that is shared by the CPU ranks of one host.
 
     rank 0's area   [ half 0 | half 1 ]     every rank writes its own area and reads the others'
     rank 1's area   [ half 0 | half 1 ]
     round k         write half k % 2 | signal every peer | wait for their signals | read the others' half k % 2
 
-[Note: two halves]  A rank that has signalled round k + 1 has finished reading round k.  So once all peers have signalled
-round k + 1, half k % 2 may be written again, and one signal per round is enough.
+[Note: two halves]  A rank that has signalled round k + 1 has finished reading round k.  So once all peers have
+signalled round k + 1, half k % 2 may be written again, and one signal per round is enough.
 
-[Note: one order]  The operations of a channel pair up by their order, so every half carries the label of its operation, and
-a rank that finds another label raises.  Ranks may differ in when they gather and when they reduce, so each of the two has
-its own channel.  All-to-alls and shifts are started where a layer is run, as most reductions are, and take their channel.
+[Note: one order]  The ranks' operations in a channel are paired by their order.  Every half carries the label of its
+operation, and a rank that finds a different label raises.  Ranks may differ in the order in which they start gathers
+and reductions, so each of the two kinds has its own channel.  All-to-alls and shifts are started where a layer runs,
+like most reductions, so they use the channel of reductions.
 
-Sums are taken in rank order, so every rank has the same bits.
+Sums are taken in rank order, so every rank gets the same bits.
 """
 
 from __future__ import annotations
@@ -35,9 +36,9 @@ HALF_BYTES = 1 << 19
 _LABELLED_BYTES = HALF_BYTES + LABEL_BYTES
 AREA_BYTES = 2 * _LABELLED_BYTES
 
-_ONE_ROUND_BYTES = 1 << 16  # up to here every rank sums everything, which saves a round
+_ONE_ROUND_BYTES = 1 << 16  # up to this size every rank sums everything, which saves a round
 
-# An operation: it asks for the areas of a round, writes its own, yields, reads the others', and so on.
+# An operation: request the areas of a round, write its own, yield, read the others', and so on.
 Rounds: TypeAlias = Generator[None, None, None]
 
 
@@ -62,24 +63,24 @@ class Channel:
         self._halves = [[whole[half * _LABELLED_BYTES :][:HALF_BYTES] for whole in wholes] for half in range(2)]
         self._views: dict[tuple[int, torch.dtype], list[Tensor]] = {}
         self._half = 0
-        self._broken = ""  # why no operation can follow
+        self._broken = ""  # the reason why no further operation is possible
         self._started: deque[_Operation] = deque()
         poller.add(self._progress, self.peers)
 
     def areas(self, dtype: torch.dtype) -> list[Tensor]:
-        """Every rank's half of this round, 1-D."""
+        """Return every rank's half of this round, 1-D."""
         key = self._half, dtype
         if key not in self._views:
-            with torch.inference_mode(False):  # whoever is the first to ask
+            with torch.inference_mode(False):  # the first caller may be in inference mode
                 self._views[key] = [half.view(dtype) for half in self._halves[self._half]]
         return self._views[key]
 
     def start(self, label: str, rounds: Rounds) -> Wait:
-        """Start an operation; if no other is under way, its first round is written at once.
+        """Start an operation.  If no other operation is in progress, its first round is written immediately.
 
         Raises:
-            OrderError: the ranks start operations with different labels.
-            RuntimeError: an operation was interrupted half-way.
+            OrderError: the ranks started operations with different labels.
+            RuntimeError: an earlier operation was interrupted half-way.
         """
         if self._broken:
             raise RuntimeError(self._broken)
@@ -89,7 +90,7 @@ class Channel:
         return lambda: self._finish(operation)
 
     def interrupt(self) -> None:
-        """End whatever waits in this channel with an error, here and at the peers; any thread may call it."""
+        """Make all operations that wait in this channel fail, here and on the peers.  Any thread may call it."""
         for peer in self.peers:
             peer.hang_up()
 
@@ -102,7 +103,9 @@ class Channel:
         self._started.clear()
 
     def _finish(self, operation: _Operation) -> None:
-        """Wait for an operation.  Raises: RuntimeError: a peer has died, or is late, or runs another operation."""
+        """Wait for an operation.  Raises: RuntimeError: a peer has died, exceeded the timeout, or runs another
+        operation.
+        """
         self._progress()
         deadline = time.monotonic() + self._timeout
         while not operation.is_done:
@@ -116,7 +119,9 @@ class Channel:
                 self._fail(f"Timed out waiting {self._timeout:g} s for a rank of this host")
 
     def _fail(self, why: str) -> NoReturn:
-        """End the channel: an operation that nobody waits for would write into tensors that others use by then."""
+        """Break the channel.  An operation that nobody waits for would write into tensors that may be in other use by
+        then.
+        """
         self._broken = why
         self.interrupt()
         raise RuntimeError(why)
@@ -124,14 +129,14 @@ class Channel:
     def _progress(self) -> None:
         """Run the operations as far as the peers' signals allow.
 
-        What ends in the middle (an interrupt, no memory) cannot go on, and the operation after it would take the peers'
-        signals for its own, and so their data: no operation of the channel follows, here or at the peers.
+        An operation that is stopped half-way (by an interrupt, or for lack of memory) breaks the channel, here and on
+        the peers. Otherwise the next operation would take the peers' signals, and so their data, for its own.
         """
         if self._broken:
             return
         try:
             self._run_started()
-        except OrderError as error:  # as at the peers
+        except OrderError as error:  # raised on the peers as well
             self._broken = str(error)
             raise
         except BaseException as error:
@@ -149,7 +154,7 @@ class Channel:
                     peer.signals -= 1
                 label = self._label
                 check_labels({at: area[label] for at, area in enumerate(self._areas)}, first.label)
-                self._half = 1 - self._half  # an operation still reads the areas that it asked for before
+                self._half = 1 - self._half  # an operation still reads the areas that it requested before
             first.has_begun = True
             try:
                 next(first.rounds)
@@ -163,12 +168,12 @@ class Channel:
 
     @property
     def _label(self) -> slice:
-        """Where the half of this round carries its label."""
+        """The position of the label in this round's half."""
         return slice(self._half * _LABELLED_BYTES + HALF_BYTES, (self._half + 1) * _LABELLED_BYTES)
 
 
 class SharedMemoryBackend:
-    """Collectives of ranks that all run on this host, with a channel for each kind of operation."""
+    """Collectives of ranks that all run on this host.  Each kind of operation has its own channel."""
 
     needs_scratch = runs_by_itself = False
 
@@ -191,7 +196,7 @@ class SharedMemoryBackend:
         out, x = out.detach(), x.detach()
         label = label_of("all_to_all", x, axis, f"{list(x.shape)}")
         wait = self.reduce.start(label, all_to_all_rounds(self.reduce, out, x))
-        out[axis.index].copy_(x[axis.index])  # while the peers write theirs
+        out[axis.index].copy_(x[axis.index])  # while the peers write their areas
         return wait
 
     def all_to_all_rows(self, out: Tensor, x: Tensor, axis: Axis, sends: Counts, receives: Counts) -> Wait:
@@ -206,21 +211,21 @@ class SharedMemoryBackend:
         return self.reduce.start(label_of("ring_shift", x, axis), rounds)
 
     def check_order(self) -> None:
-        """Labels are compared with every gather."""
+        """Do nothing: every gather compares labels anyway."""
 
     def link_bytes(self, *_: object) -> int:
-        """All ranks are on one host."""
+        """Return 0: all ranks are on one host."""
         return 0
 
     def close(self) -> None:
-        """Leave both channels; no reference to their memory stays."""
+        """Close both channels, and drop all references to their memory."""
         self.reduce.close()
         self.gather.close()
         self.poller.forget()
 
 
 def poller_of(group: Group) -> Poller | None:
-    """The one poller of all groups of this rank in which ranks of one host share memory; None if there is no such group."""
+    """Return the poller shared by all groups of this rank that use shared memory; None if there is no such group."""
     for sibling in group.siblings:
         for backend in sibling.backends.values():
             if isinstance(backend, SharedMemoryBackend):
@@ -229,17 +234,20 @@ def poller_of(group: Group) -> Poller | None:
 
 
 def label_of(operation: str, tensor: Tensor, axis: Axis, what: str = "") -> str:
-    """A label for an operation, the same on all ranks that take part."""
+    """Build the label of an operation, which is the same on all ranks that take part."""
     return f"{operation} of {what}{', ' if what else ''}{tensor.numel()} {tensor.dtype} over {axis.name}"
 
 
 def slices_of(elements: int, longest: int) -> list[slice]:
-    """Slices of at most `longest` elements, one a round.  An empty tensor has a round, too: ranks compare labels in it."""
+    """Cut into slices of at most `longest` elements, one per round.
+
+    An empty tensor has a round too, because ranks compare labels in it.
+    """
     return [slice(start, min(start + longest, elements)) for start in range(0, max(elements, 1), longest)]
 
 
 def all_reduce_rounds(channel: Channel, flat: Tensor, op: Callable[..., Tensor]) -> Rounds:
-    """Replace a 1-D tensor by its combination over all ranks."""
+    """Replace a 1-D tensor by its reduction over all ranks."""
     me = channel.index
     for at in slices_of(flat.numel(), HALF_BYTES // flat.element_size()):
         values, mine = flat[at], slice(at.stop - at.start)
@@ -263,7 +271,10 @@ def all_reduce_rounds(channel: Channel, flat: Tensor, op: Callable[..., Tensor])
 def reduce_scatter_rounds(
     channel: Channel, out: Tensor, parts: Sequence[Tensor], op: Callable[..., Tensor] = torch.add
 ) -> Rounds:
-    """out = the sum of every rank's shard for this one.  1-D, of equal length; `out` may be this rank's own shard."""
+    """Set `out` to the sum of every rank's shard for this rank.
+
+    All are 1-D and of equal length.  `out` may be this rank's own shard.
+    """
     me = channel.index
     longest = HALF_BYTES // out.element_size() // (channel.size - 1)
 
@@ -278,13 +289,13 @@ def reduce_scatter_rounds(
                 slot(areas[me], me, index, length).copy_(part[at])
         yield
         arrived = [slot(area, index, me, length) if index != me else parts[me][at] for index, area in enumerate(areas)]
-        if me > 1:  # `out` is written before this rank's own part is added, and may be the same memory
+        if me > 1:  # `out` is written before this rank's own term is added, and may share its memory
             arrived[me] = arrived[me].clone()
         combine(out[at], arrived, op)
 
 
 def all_gather_rounds(channel: Channel, shards: Sequence[Tensor]) -> Rounds:
-    """Fill every rank's shard, 1-D, of equal length; this rank's own is filled already."""
+    """Fill every rank's shard, 1-D, of equal length.  This rank's own shard is already filled."""
     me = channel.index
     for at in slices_of(shards[me].numel(), HALF_BYTES // shards[me].element_size()):
         areas, mine = channel.areas(shards[me].dtype), slice(at.stop - at.start)
@@ -296,7 +307,7 @@ def all_gather_rounds(channel: Channel, shards: Sequence[Tensor]) -> Rounds:
 
 
 def _ring_shift(channel: Channel, out: Tensor, x: Tensor) -> Rounds:
-    """out = x of the rank before, 1-D; the first rank's is that of the last."""
+    """Set `out` to the previous rank's x, 1-D.  The first rank receives the last rank's."""
     for at in slices_of(x.numel(), HALF_BYTES // x.element_size()):
         areas, mine = channel.areas(x.dtype), slice(at.stop - at.start)
         areas[channel.index][mine].copy_(x[at])
@@ -305,7 +316,10 @@ def _ring_shift(channel: Channel, out: Tensor, x: Tensor) -> Rounds:
 
 
 def all_to_all_rounds(channel: Channel, out: Tensor, x: Tensor) -> Rounds:
-    """Fill every row of `out` but this rank's own, whatever the strides: each element is copied once in and once out."""
+    """Fill every row of `out` except this rank's own.
+
+    With any strides, each element is copied once into shared memory and once out of it.
+    """
     me, others = channel.index, channel.size - 1
     for block in _blocks(x.shape[1:], HALF_BYTES // x.element_size() // others):
         parts, results = x[:, *block], out[:, *block]
@@ -320,10 +334,10 @@ def all_to_all_rounds(channel: Channel, out: Tensor, x: Tensor) -> Rounds:
 
 
 def uneven_all_to_all_rounds(channel: Channel, out: Tensor, x: Tensor, sends: Counts, receives: Counts) -> Rounds:
-    """Fill `out`, 1-D, with what every rank has for this one, in rank order; counts are elements.
+    """Fill `out`, 1-D, with what every rank sends to this rank, in rank order.  Counts are in elements.
 
-    In the first round a rank's area begins with how much it sends to each rank; then come its elements in their order, but
-    for its own.
+    In the first round, a rank's area begins with the counts that it sends to each rank.  Then its elements follow in
+    order, without those for itself.
     """
     me, first, mine = channel.index, sum(sends[: channel.index]), sends[channel.index]
     leaving = [(0, x[:first]), (first, x[first + mine :])]
@@ -352,14 +366,20 @@ def uneven_all_to_all_rounds(channel: Channel, out: Tensor, x: Tensor, sends: Co
 
 
 def _copy_overlap(target: Tensor, first: int, source: Tensor, start: int) -> None:
-    """Copy the elements that two pieces of one sequence share; `first`, `start`: where each piece begins in it."""
+    """Copy the elements that two pieces of one sequence have in common.
+
+    `first`, `start`: where each piece begins in the sequence.
+    """
     low, high = max(first, start), min(first + len(target), start + len(source))
     if low < high:
         target[low - first : high - first].copy_(source[low - start : high - start])
 
 
 def _blocks(shape: Sequence[int], longest: int) -> list[tuple[int | slice, ...]]:
-    """Indices that cut a tensor into blocks of at most so many elements.  An empty tensor is a block, as in `slices_of`."""
+    """Return indices that cut a tensor into blocks of at most `longest` elements.
+
+    An empty tensor is one block, as in `slices_of`.
+    """
     if prod(shape) <= longest:
         return [()]
     inner = prod(shape[1:])

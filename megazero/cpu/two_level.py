@@ -1,27 +1,28 @@
-"""Collectives over CPU ranks of several hosts, each with several of them: within a host, and between hosts.
+"""Collectives over CPU ranks of several hosts with several ranks each: one level within a host, one between hosts.
 
     number in the group   0    1  |  2    3        H = 2 hosts of L = 2 ranks, n = H * L ranks in all
     host                  0    0  |  1    1
     number on its host    0    1  |  0    1
 
-    reduce-scatter   a host sums its ranks' terms in memory that they share; each rank sends one sum to each other host
-    all-gather       each rank sends its shard to each other host, once; a host's ranks share what has arrived
+    reduce-scatter   a host sums its ranks' terms in shared memory; each rank sends one sum to each other host
+    all-gather       each rank sends its shard to each other host, once; the ranks of a host share what has arrived
     all-reduce       a reduce-scatter, then an all-gather
 
-Of a buffer of F bytes a rank sends F/n (H - 1) to other hosts, and twice that in an all-reduce: 1/L of what it sends where
-every rank sends to every other.  Within the host it copies (L - 1)/L F.  An all-to-all stays as it is: every row that
-crosses is for one rank.
+Of a buffer of F bytes, a rank sends F/n (H - 1) to other hosts, and twice that in an all-reduce.  That is 1/L of what
+it would send if every rank sent to every other.  Within the host it copies (L - 1)/L F.  An all-to-all has only one
+level, because every row that crosses hosts is for one rank.
 
-[Note: slices]  A long tensor goes in slices: one is summed within the host while others travel.
+[Note: slices]  A long tensor is processed in slices: one is summed within the host while others are in transit.
 
-[Note: two threads]  The second level starts when the first has ended, whatever the rank computes then, so operations run in
-a thread of their own.  Ranks may differ in when they gather and when they reduce, so each of the two has its own.
+[Note: two threads]  The second level must start as soon as the first has ended, whatever the rank is computing then, so
+operations run in a thread of their own.  Ranks may differ in the order in which they start gathers and reductions, so
+each of the two kinds has its own thread.
 
-[Note: sums]  The ranks of a host are added in their order, then the hosts in theirs, in the tensor's own type.  So every
-rank has the same bits, and an element is rounded L + H - 2 times, not n - 1 times as in the order of ranks.
+[Note: sums]  The ranks of a host are added in rank order, then the hosts in host order, in the tensor's own type.  So
+every rank gets the same bits, and an element is rounded L + H - 2 times instead of n - 1 times.
 
-NCCL finds the hosts itself and lays its rings and trees accordingly (https://github.com/NVIDIA/nccl-tests/issues/196), so
-its groups do not need this.
+NCCL detects the hosts itself and lays out its rings and trees accordingly
+(https://github.com/NVIDIA/nccl-tests/issues/196), so its groups do not need this.
 """
 
 from __future__ import annotations
@@ -58,16 +59,16 @@ from megazero.parallel_state.groups import Wait
 # Up to here an all-reduce sends each host's sum whole: more bytes, but one message instead of two.
 _SMALL_BYTES = 1 << 14
 _SLICE_BYTES = 1 << 18  # of a reduce-scatter's message
-_WINDOW = 4  # such slices that travel at once
-_SCRATCH_BYTES = 1 << 23  # for all that travels, at most
+_WINDOW = 4  # number of such slices in transit at once
+_SCRATCH_BYTES = 1 << 23  # maximum for all slices in transit
 _LONGEST_ITEM = 16  # bytes of the longest type: slices are multiples of it
 
 _Op: TypeAlias = Callable[..., Tensor]
-_Parts: TypeAlias = list[list[Tensor]]  # by host, and number on it; 1-D, of equal length
+_Parts: TypeAlias = list[list[Tensor]]  # by host, and by number on the host; 1-D, of equal length
 
 
 class ThreadedChannel:
-    """Runs operations in the order in which they are started; after one that failed, all others fail.
+    """A thread that runs operations in the order in which they are started.  If one fails, all later ones fail too.
 
     Args:
         host_ranks: the ranks of this host.
@@ -78,7 +79,7 @@ class ThreadedChannel:
 
     def __init__(self, host_ranks: HostRanks, index: int, timeout_seconds: float, name: str) -> None:
         self._poller = Poller()
-        self.channel = Channel(host_ranks, index, timeout_seconds, self._poller)  # for the thread alone
+        self.channel = Channel(host_ranks, index, timeout_seconds, self._poller)  # used by the thread only
         self._timeout = timedelta(seconds=timeout_seconds)
         self._worker = Worker(name)
         self._failed: BaseException | None = None
@@ -86,7 +87,9 @@ class ThreadedChannel:
         self._scratch = torch.empty(0, dtype=torch.uint8)
 
     def start(self, label: str, rounds: Rounds) -> Wait:
-        """Start an operation; its label is the same on all ranks.  The wait raises what the thread has met."""
+        """Start an operation.  Its label must be the same on all ranks.  The returned wait raises the thread's
+        exception.
+        """
         if self._left is not None:
             return partial(_raise, self._left)
         return self._worker.post(partial(self._run, label, rounds))
@@ -102,22 +105,27 @@ class ThreadedChannel:
         return lambda: None
 
     def wait_for(self, messages: Sequence[Any]) -> None:
-        """Let the thread wait for messages.  Raises: RuntimeError: a peer has died or is late, or this rank has left."""
+        """Let the thread wait for messages.
+
+        Raises: RuntimeError: a peer has died or exceeded the timeout, or this rank has closed the channel.
+        """
         for message in messages:
             if self._left is not None:
                 raise self._left
             message.wait(self._timeout)
 
     def scratch(self, rows: int, row_bytes: int, dtype: torch.dtype) -> Tensor:
-        """Memory that the operations use in turn, [rows, row_bytes / item size]."""
+        """Return memory that the operations use one after the other, [rows, row_bytes / item size]."""
         if self._scratch.numel() < rows * row_bytes:
             self._scratch = torch.empty(rows * row_bytes, dtype=torch.uint8)
         return self._scratch[: rows * row_bytes].view(dtype).view(rows, -1)
 
     def close(self) -> None:
-        """End the thread; what it has not finished fails.  A forked child has no thread, and leaves the peers alone.
+        """End the thread.  Unfinished operations fail.  In a forked child, which has no thread, do not disturb the
+        peers.
 
-        gloo has no call that ends the wait for a message: a thread that is in one ends when the message or its time does.
+        gloo cannot interrupt the wait for a message, so a thread in such a wait ends when the message arrives or times
+        out.
         """
         self._left = RuntimeError("this rank has left the memory that it shared")
         self._worker.close(self._left, self.channel.interrupt)
@@ -130,13 +138,13 @@ def _raise(error: BaseException) -> None:
 
 
 class TwoLevelBackend(SocketBackend):
-    """Collectives of ranks that lie on hosts in equal numbers, with a thread for each kind of operation.
+    """Collectives for ranks on several hosts with equally many ranks each.  Each kind of operation has its own thread.
 
-    All-to-alls and shifts have one level: they go over sockets.
+    All-to-alls and shifts have one level and use sockets.
 
     Args:
         name: of the axis.
-        reduce, gather: where the operations run.
+        reduce, gather: the threads in which reductions and gathers run.
     """
 
     needs_scratch = False
@@ -170,7 +178,7 @@ class TwoLevelBackend(SocketBackend):
 
 
 def link_bytes_between(hosts: Hosts, operation: str, full: Tensor, axis: Axis) -> int:
-    """Bytes that a rank sends to other hosts in an operation; `full` is the longer of its two buffers."""
+    """Compute the bytes that a rank sends to other hosts in an operation.  `full`: the longer of its two buffers."""
     part, others = full.nbytes // axis.size, hosts.count - 1
     if operation == "all_to_all":
         return part * hosts.size * others
@@ -186,12 +194,12 @@ def _close_all(*threads: ThreadedChannel) -> None:
 
 
 def _parts(hosts: Hosts, flat: Tensor) -> _Parts:
-    """Equal shards, one for each rank."""
+    """Split a buffer into equal shards, one for each rank."""
     return [list(of_host.unbind(0)) for of_host in flat.view(hosts.count, hosts.size, -1).unbind(0)]
 
 
 class _Links:
-    """Messages of one operation with the ranks of the same number on other hosts."""
+    """The messages of one operation, exchanged with the ranks of the same number on other hosts."""
 
     def __init__(self, thread: ThreadedChannel, hosts: Hosts, axis: Axis, label: str) -> None:
         self.thread, self.hosts, self.axis, self.label = thread, hosts, axis, label
@@ -208,12 +216,12 @@ class _Links:
 
 
 def _reduce_scatter(links: _Links, out: Tensor, parts: _Parts, op: _Op) -> Rounds:
-    """out = the sum of every rank's shard for this one; `out` may be this rank's own shard."""
+    """Set `out` to the sum of every rank's shard for this rank.  `out` may be this rank's own shard."""
     thread, hosts = links.thread, links.hosts
     if not out.numel():
         yield from reduce_scatter_rounds(thread.channel, out, parts[hosts.host], op)
         return
-    rows = 2 * hosts.count - 1  # each host's sum for this rank, and this host's for each other one
+    rows = 2 * hosts.count - 1  # each host's sum for this rank, and this host's sum for each other host
     longest = min(_SLICE_BYTES, HALF_BYTES // (hosts.size - 1), _SCRATCH_BYTES // (_WINDOW * rows))
     scratch = thread.scratch(_WINDOW * rows, longest // _LONGEST_ITEM * _LONGEST_ITEM, out.dtype)
     under_way: deque[tuple[Tensor, Tensor, list[Any]]] = deque()
@@ -240,7 +248,7 @@ def _reduce_scatter(links: _Links, out: Tensor, parts: _Parts, op: _Op) -> Round
 
 
 def _all_gather(links: _Links, parts: _Parts, *, is_labelled: bool = False) -> Rounds:
-    """Fill every rank's shard; this rank's own is filled already."""
+    """Fill every rank's shard.  This rank's own shard is already filled."""
     thread, hosts = links.thread, links.hosts
     mine = parts[hosts.host][hosts.local]
     slices = slices_of(mine.numel(), HALF_BYTES // mine.element_size()) if mine.numel() else []
@@ -258,12 +266,12 @@ def _all_gather(links: _Links, parts: _Parts, *, is_labelled: bool = False) -> R
 
 
 def _evenly(flat: Tensor, ranks: int) -> int:
-    """Elements of an all-reduce that all ranks divide among themselves."""
+    """Return how many elements of an all-reduce can be divided evenly among all ranks."""
     return 0 if flat.nbytes <= _SMALL_BYTES else flat.numel() // ranks * ranks
 
 
 def _all_reduce(links: _Links, flat: Tensor, op: _Op) -> Rounds:
-    """Replace a 1-D tensor by its combination over all ranks."""
+    """Replace a 1-D tensor by its reduction over all ranks."""
     thread, hosts = links.thread, links.hosts
     divided = _evenly(flat, links.axis.size)
     if divided:

@@ -1,9 +1,9 @@
-"""Opening the data of a run: its sources, checked, and their two streams of samples.
+"""Opening the data of a run: find and check its sources, and build their two streams of samples.
 
     "python-stdlib" --find in the cache, or build--> prefix --IndexedDataset--> tokens --split--> training windows
     path/to/prefix  ------------------------------->                                         '--> validation windows
 
-Errors here are the user's, so each names the source and the numbers.
+Errors raised here are usually the user's, so each names the source and the numbers.
 """
 
 import os
@@ -33,9 +33,9 @@ class Corpus:
     """The data of a run."""
 
     train: SampleStream
-    validation: ValidationStream | None  # None if the run holds none out
-    fingerprint: str  # equal if the tokens, the tokenizer, the order and the split are equal; see `identity`
-    contents: Mapping[str, str]  # hash of the tokens by source
+    validation: ValidationStream | None  # None if no data is held out
+    fingerprint: str  # equal if tokens, tokenizer, order and split are equal; see `identity`
+    contents: Mapping[str, str]  # hash of the tokens, by source
     named_validation: Mapping[str, ValidationStream] = field(default_factory=dict)  # `data.validation_sources`, by name
 
 
@@ -57,18 +57,18 @@ def open_corpus(
     Args:
         sources: (source, weight) pairs; a source is "python-stdlib", the prefix of a pair, or a raw token file.
         tokenizer, eod_token: arguments of `load_tokenizer`.
-        ends_as: sources whose end-of-document token is taken where none is given; empty for `sources`.
+        ends_as: sources that determine the end-of-document token if none is given; empty for `sources`.
         seq_len: tokens that a sample predicts.
-        validation_fraction: part of each source's windows, the last ones, that is held out; 0 for none.
-        cache_dir: a directory for "python-stdlib" and for what has been verified.
+        validation_fraction: fraction of each source's windows that is held out, from the end; 0 for none.
+        cache_dir: directory for "python-stdlib" and for records of what has been verified.
         vocab_size: rows of the model's embedding.
-        say: takes a line before much is read.
+        say: called with a line of text before a long read.
 
     Raises:
         FileNotFoundError: a source or the tokenizer is missing.
-        ValueError: a source that is damaged, of another tokenizer, or too short for `seq_len` or for the split, a bad
-            weight, or ids that the model has no embedding for.
-        OSError: a source cannot be read, or `cache_dir` not be written.
+        ValueError: a source is damaged, was made with another tokenizer, or is too short for `seq_len` or for the
+            split; a weight is invalid; or the model has no embedding for some ids.
+        OSError: a source cannot be read, or `cache_dir` cannot be written.
     """
     if not sources:
         raise ValueError(f'no data sources; name "{PYTHON_STDLIB}" or the prefix of a .bin/.idx pair')
@@ -103,18 +103,21 @@ def open_corpus(
 
 
 def is_raw(path: Path) -> bool:
-    """Whether a source is a file of token ids that an annex reads, and no prefix of a pair."""
+    """Whether a source is a file of token ids that an annex reads, instead of the prefix of a pair."""
     return path.suffix in added("token file") and path.is_file() and not path.with_suffix(".idx").is_file()
 
 
 def tokenizer_of(sources: Sequence[str], tokenizer: str, eod_token: str | None = None) -> Tokenizer:
-    """The tokenizer of a run.  Without `eod_token`, documents end as in the sources, if those say how."""
+    """Return the tokenizer of a run.  Without `eod_token`, documents end as in the sources, if these specify it."""
     stored = [path.read_text("utf-8", "replace") for path in map(identity_path, sources) if path.is_file()]
     return load_tokenizer(tokenizer, eod_token, "".join(stored))
 
 
 def without_borders(samples: Sequence[Sequence[int]]) -> list[str]:
-    """A warning if a document mask would change nothing, or mask all.  `samples`: document lengths of a few samples."""
+    """Return a warning if a document mask would change nothing or mask everything.
+
+    `samples`: document lengths of a few samples.
+    """
     first, see = f"in the first {len(samples)} samples", 'is the .idx right? See "Documents" in docs/data.md'
     if samples and all(len(lengths) == 1 for lengths in samples):
         return [f"data.document_mask = true changes nothing {first}, each of which is one document: {see}"]
@@ -124,7 +127,7 @@ def without_borders(samples: Sequence[Sequence[int]]) -> list[str]:
 
 
 def repeats(names: Sequence[str], stream: SampleStream, samples: int) -> list[str]:
-    """A line for each source that a run of `samples` samples reads more than once."""
+    """Return a line for each source that a run of `samples` samples reads more than once."""
     read = zip(names, stream.epochs(samples), strict=True)
     return [
         f"data.sources: {name} is read {epochs:,.1f} times by the run's {samples:,} samples, each time in another order"
@@ -134,12 +137,9 @@ def repeats(names: Sequence[str], stream: SampleStream, samples: int) -> list[st
 
 
 def check_source(name: str, tokenizer: str, own: Tokenizer | None, vocab_size: int) -> None:
-    """Check a source by what its files say of themselves; no token is read.
+    """List the `.py` files of the standard library, sorted by their path within it.
 
-    Args:
-        tokenizer, own: the run's, by its name and itself; None where it cannot be loaded, and is not compared.
-
-    Raises: as `open_corpus`.
+    Excluded are installed packages, test suites, and `_sysconfigdata*`, which differs between builds.
     """
     if name != PYTHON_STDLIB and not is_raw(Path(name)):
         IndexedDataset(name)
@@ -148,7 +148,14 @@ def check_source(name: str, tokenizer: str, own: Tokenizer | None, vocab_size: i
 
 
 def _check_fits(name: str, identity: Identity, tokenizer: str, own: Tokenizer, vocab_size: int) -> None:
-    """Raises: ValueError: the source was written by another tokenizer, or has ids without an embedding."""
+    """Return the prefix of the tokenized standard library.  Build it first if `cache_dir` does not have it.
+
+    Any number of processes of a node may call this at the same time: one builds it, in about a second with the byte
+    tokenizer, and the others wait.  Files that are not UTF-8 are left out.  The pair's name contains the Python version
+    and the tokenizer's fingerprint.
+
+    Raises: OSError: `cache_dir` cannot be written.
+    """
     if identity.tokenizer not in ("", own.fingerprint):
         raise ValueError(
             f"{name} was tokenized with a tokenizer of fingerprint {identity.tokenizer}, and data.tokenizer="
@@ -163,10 +170,7 @@ def _check_fits(name: str, identity: Identity, tokenizer: str, own: Tokenizer, v
 
 
 def stdlib_files() -> list[Path]:
-    """The `.py` sources of the standard library, sorted by their path within it.
-
-    Left out: installed packages, test suites, and `_sysconfigdata*`, which differs from build to build.
-    """
+    """another process may have built it meanwhile"""
     root = Path(sysconfig.get_path("stdlib"))
     found = []
     for directory, names, files in os.walk(root):
@@ -184,26 +188,19 @@ def build_python_stdlib(
     eod_token: str | None = None,
     say: Callable[[str], None] = lambda _: None,
 ) -> Path:
-    """The prefix of the tokenized standard library, which is built if it is not in `cache_dir` yet.
-
-    Any number of processes of a node may call it at once: one builds, in about a second with the byte tokenizer, and the
-    others wait.  Files that are not UTF-8 are left out.  The pair's name holds the Python version and the tokenizer's
-    fingerprint.
-
-    Raises: OSError: `cache_dir` cannot be written.
-    """
+    """Write a pair in which every non-empty UTF-8 file is a document."""
     encoder = load_tokenizer(os.fspath(tokenizer), eod_token)
     prefix = Path(cache_dir) / f"python-stdlib-{platform.python_version()}-{encoder.fingerprint}"
     if _is_complete(prefix):
         return prefix
     with locked(prefix, "python-stdlib is kept", say):
-        if not _is_complete(prefix):  # it may have been built while this process waited
+        if not _is_complete(prefix):  # only imported if data must be built
             _tokenize(stdlib_files(), prefix, encoder)
     return prefix
 
 
 def _tokenize(files: Sequence[Path], prefix: Path, encoder: Tokenizer) -> None:
-    """Write a pair in which every file that is UTF-8 text and not empty is a document."""
+    """a damaged cache is rebuilt"""
     from megazero.data.writer import IndexedWriter, token_dtype  # a run that finds its data imports no writer
 
     dtype = token_dtype(encoder.vocab_size)

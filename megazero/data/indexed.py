@@ -4,8 +4,9 @@
     prefix.idx   "MMIDIDX\\0\\0" | version u64 = 1 | dtype code u8 | sequences u64 | document indices u64
                  | sizes int32[sequences] | pointers int64[sequences] | document indices int64[documents + 1]
 
-A size counts tokens, a pointer bytes, a document index sequences (the last is their number); all are little-endian.
-Our `writer` makes every document one sequence.  Multimodal files end with a byte per sequence, which is not read.
+Sizes are in tokens, pointers in bytes, document indices in sequences (the last one is the number of sequences).  All
+are little-endian.  Our `writer` writes each document as one sequence.  Multimodal files end with one byte per sequence,
+which is not read.
 
 Source: Megatron-LM, megatron/core/datasets/indexed_dataset.py (`_IndexWriter`, `_IndexReader`).
 """
@@ -34,20 +35,22 @@ _CHECKED_AT_ONCE: Final = 1 << 20  # sequences or documents
 
 
 def pair_paths(prefix: str | os.PathLike[str]) -> tuple[Path, Path]:
-    """The `.bin` and `.idx` paths of a prefix."""
+    """Return the `.bin` and `.idx` paths of a prefix."""
     name = os.fspath(prefix)
     return Path(f"{name}.bin"), Path(f"{name}.idx")
 
 
 @dataclass(frozen=True, eq=False)
 class DocumentBorders:
-    """Where the documents of a token stream start, looked up in the maps of an index, which are never read whole.
+    """Where the documents of a token stream start.
+
+    Looked up in the memory-mapped arrays of an index, which are never read as a whole.
 
         documents     0        1    2 (empty)  3
         indices       0        2    3          3        the first sequence of each; the last index is their number
         sequences     |  s0 s1 | s2 |          | s3 |
 
-    Whatever `IndexedDataset.check_layout` accepts is looked up right.
+    Results are correct for every index that passes `IndexedDataset.check_layout`.
     """
 
     pointers: NDArray[np.int64]  # [sequences], bytes
@@ -59,37 +62,39 @@ class DocumentBorders:
         return len(self.document_indices) - 1
 
     def start(self, document: int) -> int:
-        """The token at which a document starts; an empty document starts where the next one does."""
+        """Return the token at which a document starts.  An empty document starts where the next one does."""
         sequence = int(self.document_indices[document])
         return int(self.pointers[sequence]) // self.token_bytes if sequence < len(self.pointers) else self.tokens
 
     def lengths(self, start: int, stop: int) -> list[int]:
-        """Lengths of the documents, or pieces of documents, in tokens start to stop, exclusive; all > 0.
+        """Return the lengths of the documents, or parts of documents, within tokens [start, stop).  All are > 0.
 
-        Reads O(log documents) entries of the index, and those of the documents that start in between.
+        Reads O(log documents) entries of the index, and the entries of the documents that start in between.
         """
         first = bisect_right(range(len(self)), start, key=self.start)
         last = bisect_left(range(len(self)), stop, lo=first, key=self.start)
-        # An empty document at the end has no sequence, but it does not start before `stop`.
+        # An empty document at the end has no sequence, but does not start before `stop`.
         starts = self.pointers[self.document_indices[first:last]] // self.token_bytes
         lengths = np.diff(starts, prepend=start, append=stop)
         return [length for length in lengths.tolist() if length]  # without empty documents
 
 
 class IndexedDataset:
-    """The sequences of one `.bin`/`.idx` pair, read through a memory map; `prefix` is its path without `.bin` or `.idx`.
+    """The sequences of one `.bin`/`.idx` pair, read through a memory map.  `prefix` is its path without `.bin` or
+    `.idx`.
 
     Attributes:
         dtype: of the stored ids.
         sizes: int32 [sequences], tokens of each sequence.
-        document_indices: int64 [documents + 1], the sequence at which each document starts, then the number of sequences.
+        document_indices: int64 [documents + 1], the sequence at which each document starts, then the number of
+            sequences.
         tokens: [total tokens] of `dtype`, all sequences end to end, read-only.
         borders: of the documents in `tokens`.
-        stats: of the `.bin` and the `.idx` that are mapped; other files may have taken their names since.
+        stats: file status of the mapped `.bin` and `.idx`; the files under these names may have been replaced since.
 
     Raises:
         FileNotFoundError: one of the two files is missing.
-        ValueError: not an index of this format, or a file is shorter or longer than the index says.
+        ValueError: the index has another format, or a file is shorter or longer than the index says.
 
     Source: Megatron-LM, indexed_dataset.py (`IndexedDataset`).
     """
@@ -118,7 +123,8 @@ class IndexedDataset:
         expected = int(self._pointers[-1]) + int(self.sizes[-1]) * self.dtype.itemsize if len(self) else 0
         found = self.stats[0].st_size
         if len(self) and found != expected:
-            # A tool that counts in int32 lets pointers wrap at 2^31; the lengths tell them, and hold for these alone.
+            # The pointers of a tool that counts in int32 wrap at 2^31.  The lengths reveal this, and are correct in
+            # these files alone.
             ends = np.cumsum(self.sizes, dtype=np.int64) * self.dtype.itemsize
             if ends[-1] == found and not np.any((ends[:-1] - self._pointers[1:]) % 2**32):
                 self._pointers, expected = np.concatenate([[0], ends[:-1]]), found
@@ -143,9 +149,9 @@ class IndexedDataset:
         return self.tokens[start : start + int(self.sizes[i])]
 
     def check_layout(self) -> None:
-        """Make sure that the sequences lie end to end and the documents are in order; reads the whole index.
+        """Check that the sequences lie end to end and the documents are in order.  Reads the whole index.
 
-        Raises: ValueError.
+        Raises: ValueError: they are not.
         """
         faults = f"{self.prefix}.idx is damaged:"
         if len(self) and self._pointers[0] != 0:
@@ -167,7 +173,7 @@ class IndexedDataset:
 
 
 def _read_index(file: BufferedReader) -> tuple[np.dtype[Any], NDArray[np.int32], NDArray[np.int64], NDArray[np.int64]]:
-    """Read (dtype, sizes, pointers, document indices).  Raises: ValueError if they contradict each other."""
+    """Read (dtype, sizes, pointers, document indices).  Raises: ValueError: they contradict each other."""
     path, found = file.name, os.fstat(file.fileno()).st_size
     if found < HEADER.size:
         raise ValueError(f"{path} is truncated: the header takes {HEADER.size} bytes, found {found}")
@@ -181,10 +187,10 @@ def _read_index(file: BufferedReader) -> tuple[np.dtype[Any], NDArray[np.int32],
         known = ", ".join(f"{k} ({np.dtype(v).name})" for k, v in DTYPE_OF_CODE.items())
         raise ValueError(f"{path} has dtype code {code}; token ids have one of {known}")
     expected = HEADER.size + 12 * sequences + 8 * documents
-    if found not in (expected, expected + sequences):  # the latter: one multimodal mode byte for each sequence
+    if found not in (expected, expected + sequences):  # multimodal files have one mode byte per sequence
         counted = f"{sequences:,} sequences and {documents:,} document indices"
         raise ValueError(f"{path} is damaged: {counted} take {expected:,} bytes, found {found:,}")
-    # The arrays start at byte 34 and so are unaligned, which numpy reads as they are.
+    # The arrays start at byte 34, so they are unaligned, which numpy supports.
     sizes = np.ndarray(sequences, "<i4", raw.data, HEADER.size)
     pointers = np.ndarray(sequences, "<i8", raw.data, HEADER.size + 4 * sequences)
     document_indices = np.ndarray(documents, "<i8", raw.data, HEADER.size + 12 * sequences)

@@ -3,7 +3,7 @@
     "byte"                  ByteTokenizer   UTF-8 bytes 0..255 and an end-of-document id 256; needs no file
     path/to/tokenizer.json  FileTokenizer   any fast Hugging Face tokenizer; also by its repository on the hub
 
-A tokenizer is passed by its name: each process calls `load_tokenizer` for itself.
+Processes pass a tokenizer to one another by name: each calls `load_tokenizer` itself.
 """
 
 import json
@@ -35,15 +35,15 @@ _NEXT_STEP: Final = (
 
 
 class Tokenizer(Protocol):
-    """What data and training need of a tokenizer."""
+    """The interface of a tokenizer that data and training use."""
 
     @property
     def vocab_size(self) -> int:
-        """One more than the largest id."""
+        """The largest id plus one."""
 
     @property
     def eod_token(self) -> str | None:
-        """What `load_tokenizer` needs to end documents alike, None for "byte"."""
+        """The argument for `load_tokenizer` that makes documents end in the same way; None for "byte"."""
 
     @property
     def eod_id(self) -> int:
@@ -51,13 +51,15 @@ class Tokenizer(Protocol):
 
     @property
     def fingerprint(self) -> str:
-        """A file name for the meaning of the ids: data of one tokenizer is never taken for that of another."""
+        """A short name, valid in file names, that identifies the meaning of the ids, so that data of different
+        tokenizers are never confused.
+        """
 
     def encode(self, text: str) -> NDArray[np.int32]:
-        """The ids of `text`, int32 [length], with no special token, also where the text holds the name of one."""
+        """Convert text to ids, int32 [length].  Never adds special tokens, even if the text contains the name of one."""
 
     def decode(self, ids: ArrayLike) -> str:
-        """The text of integer ids [length]; special tokens are left out."""
+        """Convert integer ids [length] to text, without special tokens."""
 
 
 class ByteTokenizer:
@@ -69,11 +71,11 @@ class ByteTokenizer:
     fingerprint: Final = "byte"
 
     def encode(self, text: str) -> NDArray[np.int32]:
-        """As the protocol.  Raises: UnicodeEncodeError for half of a surrogate pair."""
+        """Convert text to ids.  Raises: UnicodeEncodeError: the text contains half of a surrogate pair."""
         return np.frombuffer(text.encode("utf-8"), np.uint8).astype(np.int32)
 
     def decode(self, ids: ArrayLike) -> str:
-        """As the protocol; bytes that are not UTF-8 become U+FFFD."""
+        """Convert ids to text.  Bytes that are not UTF-8 become U+FFFD."""
         array = np.asarray(ids, np.int64)
         return array[(array >= 0) & (array < 256)].astype(np.uint8).tobytes().decode("utf-8", errors="replace")
 
@@ -81,8 +83,9 @@ class ByteTokenizer:
 class FileTokenizer:
     """A Hugging Face `tokenizers` JSON file; arguments as for `load_tokenizer`.
 
-    The file's truncation and padding are switched off: a document keeps its length.  The name of a special token in a
-    document is text, which other tokens spell, so that only the end of a document has the end-of-document token.
+    Truncation and padding of the file are switched off, so a document keeps its length.  If a document contains the
+    name of a special token, it is encoded as ordinary text, so that only the end of a document has the end-of-document
+    token.
 
     Source: https://huggingface.co/docs/tokenizers
     """
@@ -109,7 +112,7 @@ class FileTokenizer:
             )
         self.eod_token, self.eod_id = found[0], self._inner.token_to_id(found[0])
         self.about = f"documents end with {self.eod_token!r}, id {self.eod_id}, by {chosen_by}"
-        # Not the library's count: ids may have gaps, and the embedding needs a row for the largest.
+        # Not the library's count: ids may have gaps, and the embedding needs a row for the largest id.
         self.vocab_size = max(self._inner.get_vocab(with_added_tokens=True).values()) + 1
         self.fingerprint = fingerprint_of(content, self.eod_token)
         # A single character has no other spelling.
@@ -117,13 +120,13 @@ class FileTokenizer:
 
     def encode(self, text: str) -> NDArray[np.int32]:
         ids = self._inner.encode(text, add_special_tokens=False).ids
-        if not self._names.keys().isdisjoint(ids):  # a vocabulary may hold the names as words, too
+        if not self._names.keys().isdisjoint(ids):  # a vocabulary may contain these names as words, too
             ids = self._without_names.encode(text, add_special_tokens=False).ids
         return np.array(ids, np.int32)
 
     @cached_property
     def _without_names(self) -> Any:
-        """The tokenizer with special tokens under names that no text has."""
+        """Return the tokenizer with its special tokens renamed to names that do not occur in text."""
         names, file = {*self._names.values()}, json.loads(self._inner.to_str())
         renamed = {json.dumps(name): json.dumps(f"{name}\0") for name in names}
         if merges := file["model"].get("merges"):
@@ -136,12 +139,14 @@ class FileTokenizer:
 
 
 def fingerprint_of(content: bytes, eod_token: str) -> str:
-    """The fingerprint of a tokenizer file and the token that ends its documents."""
+    """Compute the fingerprint of a tokenizer file and the token that ends its documents."""
     return xxhash.xxh3_64_hexdigest(content + b"\0" + eod_token.encode())
 
 
 def _ends_in(name: str, content: bytes, special: dict[Any, str]) -> list[str | None]:
-    """The tokens that end a text by a file beside a tokenizer's, None for an id that is no special token's."""
+    """Return the end-of-text tokens that a file next to a tokenizer's names.  None for an id that is not a special
+    token's.
+    """
     try:
         value = (found := parse_json(content)).get("eos_token", found.get("eos_token_id"))
         values = value if isinstance(value, list) else [value.get("content") if isinstance(value, dict) else value]
@@ -151,7 +156,7 @@ def _ends_in(name: str, content: bytes, special: dict[Any, str]) -> list[str | N
 
 
 def _tokenizer_in(content: bytes, path: str | Path) -> Any:
-    import tokenizers  # slow to import, and byte runs do not need it
+    import tokenizers  # slow to import, and not needed by runs on bytes
 
     try:
         inner = tokenizers.Tokenizer.from_buffer(content)
@@ -166,15 +171,17 @@ def _tokenizer_in(content: bytes, path: str | Path) -> Any:
 
 
 def tokenizer_path(name: str) -> str:
-    """The file that a name stands for: itself, that of a folder, or of a repository of the hub, which is fetched once."""
+    """Return the file that a name stands for: the file itself, the one in a folder, or a hub repository's, fetched
+    once.
+    """
     if os.path.isdir(name):
         return os.path.join(name, TOKENIZER)
     if os.path.exists(name) or not _HUB_ID.fullmatch(name):
         return name
     from huggingface_hub import snapshot_download
 
-    for is_local in (True, False):  # a repository in the cache needs no network
-        with suppress(Exception):  # of several libraries
+    for is_local in (True, False):  # a cached repository needs no network
+        with suppress(Exception):  # several libraries may raise here
             folder = snapshot_download(name, allow_patterns=[TOKENIZER, *_BESIDE], local_files_only=is_local)
             if os.path.isfile(path := os.path.join(folder, TOKENIZER)):
                 return path
@@ -182,17 +189,19 @@ def tokenizer_path(name: str) -> str:
 
 
 def load_tokenizer(name: str | Path, eod_token: str | None = None, written: str = "") -> Tokenizer:
-    """The tokenizer of a name.
+    """Load a tokenizer by name.
 
     Args:
-        name: "byte", a `tokenizer.json`, a directory that holds one, or the id of a repository on the Hugging Face hub.
-        eod_token: the token that ends a document in a tokenizer file.  None takes that of `written`, else what
-            the files beside a `tokenizer.json` name, else the only special token among `END_OF_DOCUMENT_TOKENS`.
-        written: text that holds the fingerprints of the tokenized data that the tokenizer has to fit.
+        name: "byte", a `tokenizer.json`, a directory that contains one, or the id of a repository on the Hugging Face
+            hub.
+        eod_token: the token that ends a document in a tokenizer file.  None takes the token of `written`; else the one
+            named by the files next to a `tokenizer.json`; else the only special token among `END_OF_DOCUMENT_TOKENS`.
+        written: text that contains the fingerprints of the tokenized data that the tokenizer must match.
 
     Raises:
-        FileNotFoundError: neither "byte" nor a file that exists.
-        ValueError: not a tokenizer file, no or several end-of-document tokens in it, or `eod_token` was named for "byte".
+        FileNotFoundError: the name is neither "byte" nor an existing file.
+        ValueError: the file is not a tokenizer, has no or several end-of-document tokens, or `eod_token` was given for
+            "byte".
     """
     if str(name) == "byte":
         if eod_token is not None:
