@@ -3,10 +3,10 @@
     folder_at("runs/a/checkpoints")      LocalFolder     written under another name, flushed, renamed; read by mapping
     folder_at("s3://bucket/run")         RemoteFolder    any fsspec URL; an object appears when it has been uploaded
 
-Either way a file appears under its name with all its bytes or not at all, and nothing relies on renaming a directory.
-(fsspec's memory:// shows files as they grow; there, too, the manifest is written last.)  Until then a file has a name that
-only its writer knows.  A folder may be locked: then a check is called before anything in the folder changes, and raises
-where this process may not change it (`lock`).
+In both cases a file appears under its name with all its bytes or not at all, and nothing relies on renaming a
+directory. (fsspec's memory:// shows files while they grow, but there too the manifest is written last.)  Until then, a
+file has a name that only its writer knows.  If a folder is locked, a check runs before anything in the folder changes,
+and raises if this process may not change it (`lock`).
 """
 
 from __future__ import annotations
@@ -32,26 +32,26 @@ import xxhash
 from torch import Tensor
 
 _READ_BYTES = 1 << 22
-_WRITE_BYTES = 1 << 23  # written at once; after each so many bytes the disk begins to write
-_PART_BYTES = 1 << 26  # of an object: it is uploaded in parts, 10,000 at most, with one of them in memory
+_WRITE_BYTES = 1 << 23  # written at a time; the disk starts to write after each
+_PART_BYTES = 1 << 26  # objects are uploaded in at most 10,000 parts of this size, with one part in memory
 _PARTIAL = ".partial"
 _URL = re.compile(r"([A-Za-z](?:::|[A-Za-z0-9+.-])+):/")  # as pathlib leaves it, also simplecache::s3:/
 _NOTHING = torch.empty(0, dtype=torch.uint8)
 
 ReadBytes: TypeAlias = Callable[[int, int], Tensor]  # bytes [start, stop) of a file as uint8; read-only; raises OSError
-CheckLock: TypeAlias = Callable[[], None]  # raises where this process may not write
+CheckLock: TypeAlias = Callable[[], None]  # raises if this process may not write
 
 
 def _unlocked() -> None:
-    """Every process may write."""
+    """Allow every process to write."""
 
 
 def _unwatched(more: int, done: int) -> None:
-    """Nobody looks on."""
+    """Ignore the progress."""
 
 
 def partial_of(name: str) -> str:
-    """The final name of a half-written file; any other name as it is."""
+    """Return the final name of a partially written file; any other name unchanged."""
     parts = name.rsplit(".", 2)
     return parts[0] if len(parts) == 3 and name.endswith(_PARTIAL) else name
 
@@ -65,7 +65,7 @@ class FileRecord:
 
 
 class Output(ABC):
-    """A file that is being written, and hashed on the way.  It appears under its name only when `finish` is called."""
+    """A file that is being written, and hashed while it is written.  It appears under its name only after `finish`."""
 
     def __init__(self, file: BinaryIO, check_lock: CheckLock) -> None:
         self._file, self._check_lock, self._hash, self.bytes = file, check_lock, xxhash.xxh3_128(), 0
@@ -93,7 +93,7 @@ class Output(ABC):
 
     @abstractmethod
     def _publish(self) -> None:
-        """Let the file appear under its name."""
+        """Make the file appear under its name."""
 
     @abstractmethod
     def abandon(self) -> None:
@@ -105,19 +105,21 @@ class Folder(ABC):
     """Files and folders by name.  Every method raises OSError if the storage refuses."""
 
     check_lock: CheckLock = field(default=_unlocked, compare=False, repr=False)
-    created: list[str] | None = field(default=None, compare=False, repr=False)  # takes names of files as they begin
+    created: list[str] | None = field(default=None, compare=False, repr=False)  # receives the name of each new file
     on_bytes: Callable[[int, int], None] = field(default=_unwatched, compare=False, repr=False)  # see `watched`
 
     def locked(self, check: CheckLock) -> Folder:
-        """This folder and its children, with a check that runs before anything in them changes."""
+        """Return this folder with a check that runs before anything in it, or in its children, changes."""
         return replace(self, check_lock=check)
 
     def noting(self, created: list[str]) -> Folder:
-        """This folder, which appends the name of every file that it creates to a list."""
+        """Return this folder in a form that appends the name of every file that it creates to a list."""
         return replace(self, created=created)
 
     def watched(self, on_bytes: Callable[[int, int], None]) -> Folder:
-        """This folder, which tells (bytes more to do, bytes done) of what is checked and written in it."""
+        """Return this folder in a form that reports progress in checking and writing files: (bytes added to the work,
+        bytes done).
+        """
         return replace(self, on_bytes=on_bytes)
 
     def _note(self, name: str) -> None:
@@ -135,28 +137,28 @@ class Folder(ABC):
 
     @abstractmethod
     def child(self, name: str) -> Folder:
-        """The folder of that name within this one; it need not exist."""
+        """Return the folder of that name within this one.  It need not exist."""
 
     @property
     @abstractmethod
     def parent(self) -> Folder:
-        """The folder that holds this one."""
+        """Return the folder that contains this one."""
 
     @abstractmethod
     def make(self) -> None:
-        """Make it and its parents, if they do not exist."""
+        """Create the folder and its parents, if they do not exist."""
 
     @abstractmethod
     def _entries(self) -> list[tuple[str, bool]]:
-        """(name, whether it is a folder) of everything directly within; empty if the folder does not exist."""
+        """Return (name, whether it is a folder) of all direct entries; empty if the folder does not exist."""
 
     @abstractmethod
     def size(self, name: str) -> int | None:
-        """Bytes of a file; None if it does not exist."""
+        """Return the size of a file in bytes; None if it does not exist."""
 
     @abstractmethod
     def create(self, name: str) -> Output:
-        """Begin a file; an existing one is replaced when the new one is finished."""
+        """Begin to write a file.  An existing file is replaced when the new one is finished."""
 
     @abstractmethod
     def open(self, name: str) -> ReadBytes:
@@ -168,18 +170,20 @@ class Folder(ABC):
 
     @abstractmethod
     def create_new(self, name: str, data: bytes) -> bool:
-        """Create a small file if there is none; of several processes one succeeds.  Returns whether it holds `data`.
+        """Create a small file if it does not exist.  If several processes try, one succeeds.
 
-        On a disk others may see it while it is written.
+        On a disk, others may see the file while it is written.
+
+        Returns: whether the file holds `data`.
         """
 
     @abstractmethod
     def _remove(self, names: Sequence[str]) -> None:
-        """Remove files that may not exist."""
+        """Remove files, of which some may not exist."""
 
     @abstractmethod
     def remove_empty(self) -> None:
-        """Remove the folder itself if nothing is in it."""
+        """Remove the folder itself if it is empty."""
 
     def remove(self, *names: str) -> None:
         """Remove files, if they exist."""
@@ -192,7 +196,7 @@ class Folder(ABC):
         return False
 
     def write(self, name: str, data: bytes) -> FileRecord:
-        """Write a small file at once."""
+        """Write a small file in one call."""
         output = self.create(name)
         try:
             output.write(data)
@@ -202,11 +206,11 @@ class Folder(ABC):
             raise
 
     def files(self) -> list[str]:
-        """Names of the files directly within, sorted; empty if the folder does not exist."""
+        """Return the names of the files directly in the folder, sorted; empty if the folder does not exist."""
         return sorted(name for name, is_folder in self._entries() if not is_folder)
 
     def folders(self) -> list[str]:
-        """Names of the folders directly within, sorted; empty if the folder does not exist."""
+        """Return the names of the folders directly in the folder, sorted; empty if the folder does not exist."""
         return sorted(name for name, is_folder in self._entries() if is_folder)
 
     def has(self, name: str) -> bool:
@@ -214,12 +218,12 @@ class Folder(ABC):
         return self.size(name) is not None
 
     def read(self, name: str) -> bytes:
-        """All of a file.  Raises: FileNotFoundError."""
+        """Read a whole file.  Raises: FileNotFoundError."""
         with self._stream(name) as file:
             return file.read()
 
     def hash(self, name: str) -> str:
-        """xxh3-128 of a file.  Raises: FileNotFoundError."""
+        """Compute the xxh3-128 of a file.  Raises: FileNotFoundError."""
         digest = xxhash.xxh3_128()
         with self._stream(name) as file:
             while block := file.read(_READ_BYTES):
@@ -228,7 +232,7 @@ class Folder(ABC):
         return digest.hexdigest()
 
     def free_bytes(self) -> int | None:
-        """Free space; None if the storage does not say."""
+        """Return the free space; None if the storage does not report it."""
         return None
 
 
@@ -236,9 +240,9 @@ Location: TypeAlias = "str | Path | Folder"
 
 
 def folder_at(location: Location) -> Folder:
-    """The folder of a path or of an fsspec URL such as s3://bucket/run.
+    """Return the folder of a path, or of an fsspec URL such as s3://bucket/run.
 
-    Raises: ValueError, no such protocol, or its package is not installed; the message says which.
+    Raises: ValueError: the protocol is unknown, or its package is not installed; the message says which.
     """
     if isinstance(location, Folder):
         return location
@@ -257,12 +261,12 @@ def folder_at(location: Location) -> Folder:
 
 @dataclass(frozen=True)
 class LocalFolder(Folder):
-    """A directory of a file system.  Raises: ValueError for a URL."""
+    """A directory of a file system.  Raises: ValueError: the path is a URL."""
 
     path: Path
 
     def __post_init__(self) -> None:
-        if found := _URL.match(str(self.path)):  # all that is said of it: the rest may hold a password
+        if found := _URL.match(str(self.path)):  # show only this part: the rest may contain a password
             raise ValueError(f"copy it here first: only local directories are read here, not a URL of {found[1]}://")
 
     def __str__(self) -> str:
@@ -293,7 +297,7 @@ class LocalFolder(Folder):
     def size(self, name: str) -> int | None:
         try:
             found = (self.path / name).stat()
-        except (FileNotFoundError, NotADirectoryError):  # any other error does not say that there is no file
+        except (FileNotFoundError, NotADirectoryError):  # other errors do not mean that the file is missing
             return None
         return found.st_size if stat.S_ISREG(found.st_mode) else None
 
@@ -338,7 +342,7 @@ class LocalFolder(Folder):
 
 
 def _read_only(data: mmap.mmap) -> Tensor:
-    """A tensor over mapped bytes.  Linux refuses writable mappings, even private ones, above the size of memory."""
+    """Map bytes as a tensor.  Linux refuses writable mappings larger than memory, even private ones."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "The given buffer is not writable")
         return torch.frombuffer(data, dtype=torch.uint8)
@@ -383,7 +387,7 @@ class _LocalOutput(Output):
 
 @dataclass(frozen=True)
 class _Library:
-    """A file system or a file of fsspec, whose methods raise OSError alone: its libraries have errors of their own."""
+    """A file system or file of fsspec.  Its libraries have their own errors; here every method raises only OSError."""
 
     wrapped: Any
 
@@ -425,9 +429,10 @@ class RemoteFolder(Folder):
         return f"{self.path}/{name}"
 
     def make(self) -> None:
-        """Make folders where the storage has any.  Object stores have none, and their paths begin with the name of a bucket.
+        """Create the folders, if the storage has folders.  Object stores have none, and their paths begin with a
+        bucket's name.
 
-        Making the bucket would hide a typo in its name.
+        The bucket is never created, because that would hide a typo in its name.
         """
         if self.path.startswith("/"):
             with suppress(FileExistsError):

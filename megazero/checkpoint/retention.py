@@ -1,16 +1,16 @@
-"""Which checkpoints are kept, and how the others are removed.
+"""Which checkpoints are retained, and how the others are removed.
 
     keep_last = 2, keep_every_steps = 100      step 50  100  150  200  250  260
                                                      x  keep    x keep keep keep
 
-The manifest is removed first, so that a checkpoint that is half removed does not count as one.  A checkpoint that is being
-read is not removed, and none is removed unless the hashes of one of those to keep are as they were written.  A step
-directory that is a link, and files that no checkpoint of ours has written, stay as they are.
+The manifest is removed first, so a half-removed checkpoint does not count as one.  A checkpoint is not removed while it
+is being read.  None is removed unless at least one of the retained checkpoints is intact, by the hashes of its files.
+Step directories that are links, and files that no checkpoint of ours has written, are left alone.
 
-[Note: readers] A reader writes a marker into `reading/` beside the step directories, then looks for the manifest.  Pruning
-removes the manifest, then looks for markers before it removes the rest.  So one of the two sees the other, on any storage.
-The marker of a reader that was killed on this host counts no more; any other expires after this process has seen it for a
-day.  Clocks of hosts are not compared.
+[Note: readers] A reader writes a marker into `reading/` next to the step directories, then looks for the manifest.
+Pruning removes the manifest, then looks for markers before it removes the rest.  So one of the two sees the other, on
+any storage. The marker of a reader that was killed on this host is ignored.  Any other marker expires one day after
+this process first saw it.  Clocks of different hosts are not compared.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ _MARKER_SECONDS = 24 * 3600
 
 @dataclass(frozen=True)
 class Retention:
-    """Which checkpoints to keep."""
+    """Which checkpoints to retain."""
 
     keep_last: int = 0  # how many of the newest; 0 keeps everything
     keep_every_steps: int = 0  # every step that is a multiple of this; 0 for none
@@ -66,10 +66,10 @@ class Retention:
 def kept_steps(
     val_losses: dict[int, float | None], policy: Retention, data: Mapping[int, str] | None = None
 ) -> set[int]:
-    """The steps to keep, given the validation loss of each step, or None if a step was not evaluated.
+    """Return the steps to retain, given the validation loss of each step (None if it was not evaluated).
 
     Args:
-        data: fingerprint of the data by step, where it is known; losses on other data are ranked apart.
+        data: fingerprint of the validation data by step, if known; losses on different data are ranked separately.
     """
     steps = sorted(val_losses)
     if not policy.keep_last:
@@ -78,7 +78,7 @@ def kept_steps(
     if policy.keep_every_steps:
         kept |= {step for step in steps if step % policy.keep_every_steps == 0}
     evaluated = sorted((loss, step) for step, loss in val_losses.items() if loss is not None and isfinite(loss))
-    better: Counter[str] = Counter()  # by data, how many evaluated steps have a lower loss
+    better: Counter[str] = Counter()  # for each evaluated step, the number of better ones on the same data
     for _, step in evaluated:
         read = (data or {}).get(step, "")
         if better[read] < policy.keep_best:
@@ -88,27 +88,29 @@ def kept_steps(
 
 
 class Pruner:
-    """Removes checkpoints that the policy does not retain, and incomplete directories of killed runs.  Every rank makes and
-    calls one.
+    """Removes checkpoints that the policy does not retain, and incomplete directories of killed runs.
+
+    Every rank constructs and calls one.
 
     Args:
-        world: all ranks; rank 0 of them removes, all of them verify.
-        clock: in seconds.
+        world: all ranks.  Rank 0 removes; all ranks verify.
+        clock: returns the time in seconds.
     """
 
     def __init__(
         self, root: Location, policy: Retention, world: Axis, clock: Callable[[], float] = time.monotonic
     ) -> None:
         self._root, self._policy, self._world, self._clock = folder_at(root), policy, world, clock
-        self._seen: dict[str, float] = {}  # markers of readers elsewhere, and when this process saw them first
+        self._seen: dict[str, float] = {}  # markers of readers on other hosts, and when this process first saw them
 
     def prune(self) -> tuple[list[Folder], list[str]]:
-        """Remove what is not retained.  No save may be under way.
+        """Remove the checkpoints that are not retained.  No save may be in progress.
 
-        Returns: on rank 0 the removed ones, and a line for every damaged file of those that stay.
+        Returns: on rank 0, the removed checkpoints, and a line for every damaged file of the retained ones.
 
         Raises:
-            CheckpointError: on every rank: none of those to keep is intact, and nothing was removed; or the storage refuses.
+            CheckpointError: on every rank: none of the retained checkpoints is intact, and nothing was removed; or the
+                storage fails.
         """
         if not self._policy.keep_last:
             return [], []
@@ -138,7 +140,9 @@ class Pruner:
         return [self._root.child(name) for name in removed], damage
 
     def _plan(self) -> tuple[list[str], list[str], list[str]]:
-        """Names of the directories to retain, to remove, and of unfinished ones to clear, each in the order of steps."""
+        """Return the names of directories to retain, to remove, and of unfinished ones to clear, each in the order of
+        steps.
+        """
         folders = [folder for folder in step_folders(self._root) if not folder.is_link]
         complete = {step_of(folder): folder for folder in folders if is_complete(folder)}
         ranked = complete if self._policy.keep_best else {}
@@ -149,7 +153,7 @@ class Pruner:
             try:
                 losses[step] = val_loss_of(folder)
             except CheckpointError:
-                unknown.add(step)  # it may be the best
+                unknown.add(step)  # it may be the best one
         kept = kept_steps(losses, self._policy, data) | unknown
         old = [folder for folder in folders if complete and step_of(folder) < max(complete)]
         return (
@@ -159,12 +163,12 @@ class Pruner:
         )
 
     def _remove(self, folder: Folder) -> bool:
-        """Remove a complete checkpoint unless it is being read or not ours; returns whether it was removed."""
+        """Remove a complete checkpoint, unless it is being read or is not ours.  Return whether it was removed."""
         if self._is_read(folder):
             return False
         try:
             names = files_of_save(folder)
-        except CheckpointError:  # another program's; or the storage fails, then it is removed another time
+        except CheckpointError:  # not ours; or the storage fails, and the next pruning removes it
             return False
         manifest = folder.read(MANIFEST)
         write_unfinished(folder, names)
@@ -184,7 +188,7 @@ class Pruner:
             gone = has_ended(_read_marker(markers, marker))
             first = self._seen.setdefault(marker, self._clock())
             if gone or (gone is None and self._clock() - first > _MARKER_SECONDS):
-                with suppress(OSError):  # another user's: it stays, and counts no more
+                with suppress(OSError):  # another user's directory: it stays, but does not count any more
                     markers.remove(marker)
             else:
                 is_read = True
@@ -192,13 +196,13 @@ class Pruner:
 
 
 def _read_marker(markers: Folder, marker: str) -> str:
-    with suppress(FileNotFoundError):  # its reader is done
+    with suppress(FileNotFoundError):  # its reader has finished
         return markers.read(marker).decode(errors="replace")
     return ""
 
 
 def _is_ours(folder: Folder) -> bool:
-    """Whether an unfinished step directory is empty or holds files of ours."""
+    """Whether an unfinished step directory is empty or contains files of ours."""
     return bool(own_files(folder)) or not (folder.files() or folder.folders())
 
 
@@ -210,15 +214,15 @@ def _state(folder: Folder) -> TrainerState | None:
 
 @contextmanager
 def reading(location: Location) -> Iterator[Folder]:
-    """Protect a step directory from pruning while it is read; one with another name is never pruned.
+    """Protect a step directory from pruning while it is read.  Directories with other names are never pruned.
 
-    Raises: CheckpointError, it is not complete, or is not any more.
+    Raises: CheckpointError: the checkpoint is not complete, or no longer complete.
     """
     folder = folder_at(location)
     marker = f"{folder.name}.{uuid.uuid4().hex}"
     markers = folder.parent.child(READING)
     if is_step_name(folder.name):
-        with suppress(OSError):  # if nothing can be written there, nothing is pruned either
+        with suppress(OSError):  # if nothing can be written there, nothing can be pruned either
             markers.make()
             markers.write(marker, process_identity(os.getpid()).encode())
     try:
@@ -231,9 +235,10 @@ def reading(location: Location) -> Iterator[Folder]:
 
 
 def mark_damaged(folder: Folder) -> None:
-    """Rename the manifest, so that the checkpoint no longer counts; its files stay until it is saved again or pruned.
+    """Rename the manifest, so that the checkpoint no longer counts.  Its files stay until the step is saved again or
+    pruned.
 
-    Raises: CheckpointError: the directory is a link, so it is not this run's; or see `files_of_save`.
+    Raises: CheckpointError: the directory is a link, so it does not belong to this run; or see `files_of_save`.
     """
     if folder.is_link:
         raise CheckpointError(f"{folder} is a link and belongs elsewhere: it is not marked as damaged; remove the link")

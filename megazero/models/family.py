@@ -1,4 +1,4 @@
-"""What the rest of the package asks of a model family; those that come with it are in `registry.py`.
+"""The interface of a model family to the rest of the package.  The built-in families are listed in `registry.py`.
 
 config      open sizes, rules           complete, rules
 plan        products per token          layer_weights, flops_per_token
@@ -40,7 +40,7 @@ _HEADS = ("model.hidden_size", "model.num_heads", "model.head_dim")
 
 
 def _shown(key: str, value: object) -> str:
-    """A key and its value in a file of transformers, cut to 60 letters."""
+    """Format a key and its value in a file of transformers, cut to 60 letters."""
     text = f"{key} = {value!r}"
     return text if len(text) <= 60 else f"{text[:57]}..."
 
@@ -90,7 +90,7 @@ class HuggingFaceFormat:
     reads: tuple[str, ...] = ()
 
     def config(self, model: ModelConfig, dtype: str) -> dict[str, Any]:
-        """The `config.json` of a resolved model whose weights are stored in `dtype`: "fp32", "bf16" or "fp16"."""
+        """Build the `config.json` of a resolved model with weights stored in `dtype`: "fp32", "bf16" or "fp16"."""
         keys = dict(self.sizes) | {theirs: ours for theirs, (ours, _) in self.defaults.items()}
         return {
             "vocab_size": model.vocab_size,
@@ -108,18 +108,20 @@ class HuggingFaceFormat:
         }
 
     def not_computed(self, model: ModelConfig) -> list[str]:
-        """The options of a model that transformers does not compute in this family, as they are written in a run file."""
+        """List the options of a model that transformers does not compute in this family, as they are written in a run
+        file.
+        """
         theirs = {ours for ours, _ in self.defaults.values()}
         chosen = {key: value for key in _OPTIONS if key not in theirs and (value := getattr(model, key)) is not None}
         return [f"model.{key} = {toml_value(value)}" for key, value in chosen.items()]
 
     def section(self, family: str, config: Mapping[str, Any], seq_len: int | None = None) -> dict[str, Any]:
-        """The [model] section of a `config.json`, as written in a run file.
+        """Convert a `config.json` to the [model] section of a run file.
 
         Args:
             family: its name.
             config: the contents of the file.
-            seq_len: None for as many as the configuration has positions.
+            seq_len: None for the number of positions in the configuration.
 
         Raises:
             ValueError: our model does not compute what this one does; the message lists every reason.
@@ -144,7 +146,9 @@ class HuggingFaceFormat:
         return {self.aliases.get(key, key): value for key, value in config.items()}
 
     def told(self, config: Mapping[str, Any], seq_len: int | None = None) -> tuple[str, ...]:
-        """A line for each setting of a supported `config.json` that our model drops, and one for all unknown keys."""
+        """Return a line for each setting of a supported `config.json` that our model drops, and one line for all
+        unknown keys.
+        """
         config = self._in_one_spelling(config)
         lines = list(self.lost(config))
         positions = next((key for key, ours in self.sizes.items() if ours == "seq_len"), "")
@@ -160,7 +164,7 @@ class HuggingFaceFormat:
 
 @dataclass(frozen=True)
 class ModelRule:
-    """A relation between keys of [model], and of these to tp."""
+    """A relation between keys of [model], or between these keys and tp."""
 
     reads: tuple[str, ...]
     """The keys it looks at, as `section.key`; it is not checked where one of them is wrong by itself."""
@@ -185,22 +189,24 @@ class ModelFamily(ABC):
 
     @abstractmethod
     def layer_weights(self, model: ModelConfig) -> int:
-        """Elements of a layer's matrices, each of which is multiplied once per token.  `model` is resolved."""
+        """Count the elements of a layer's matrices, each of which is multiplied once per token.  `model` is resolved."""
 
     @abstractmethod
     def embedding(self, context: BuildContext) -> Embedding:
-        """Tokens to hidden states."""
+        """Build the first unit: tokens to hidden states."""
 
     @abstractmethod
     def blocks(self, context: BuildContext, layers: Sequence[int]) -> list[Block]:
-        """The transformer layers of one stage, by their indices in the whole model."""
+        """Build the transformer layers of one stage, given their indices in the whole model."""
 
     @abstractmethod
     def head(self, context: BuildContext, tied_weight: nn.Parameter | None) -> Head:
-        """Final norm, logits and loss; `tied_weight`: the embedding's, where this stage holds both and they are tied."""
+        """Build final norm, logits and loss.  `tied_weight`: the embedding's, if embeddings are tied and this stage
+        holds both.
+        """
 
     def ffn_hidden_size(self, model: ModelConfig) -> int:
-        """Inner width of the MLP where `model.ffn_hidden_size` is unset."""
+        """Return the inner width of the MLP for models without `model.ffn_hidden_size`."""
         return 4 * model.hidden_size
 
     def complete(self, model: ModelConfig) -> ModelConfig:
@@ -224,7 +230,7 @@ class ModelFamily(ABC):
         return model.model_copy(update=update)
 
     def rules(self) -> tuple[ModelRule, ...]:
-        """What must hold between sizes, in the order in which problems are shown."""
+        """Return the rules that sizes must satisfy, in the order in which problems are shown."""
         return (
             ModelRule(_HEADS, self.check_hidden_size),
             ModelRule(("model.num_heads", "parallel.tp"), self.check_heads),
@@ -233,11 +239,11 @@ class ModelFamily(ABC):
         )
 
     def hidden_size_divisor(self, model: ModelConfig) -> tuple[int, str]:
-        """What the hidden size must be divisible by, as a number and in words."""
+        """Return the number by which the hidden size must be divisible, and the reason in words."""
         return model.num_heads, f"num_heads={model.num_heads}"
 
     def check_hidden_size(self, model: ModelConfig, _: int) -> Iterator[Problem]:
-        """The number of heads divides the hidden size, unless the size of a head is given."""
+        """Check that the number of heads divides the hidden size, unless the size of a head is given."""
         divisor, name = self.hidden_size_divisor(model)
         is_free = model.head_dim is not None and "head_dim" in self.reads
         if model.hidden_size % divisor and not is_free:
@@ -245,11 +251,13 @@ class ModelFamily(ABC):
             yield Problem("model.hidden_size", model.hidden_size, f"must be divisible by {name}", nearest)
 
     def check_heads(self, model: ModelConfig, tp: int) -> Iterator[Problem]:
-        """tp divides the number of heads."""
+        """Check that tp divides the number of heads."""
         yield from tp_problems("num_heads", model.num_heads, tp)
 
     def check_kv_heads(self, model: ModelConfig, tp: int) -> Iterator[Problem]:
-        """Key and value heads are shared evenly, and tp divides their number, or is a multiple of it and splits each."""
+        """Check that kv heads are shared evenly, and that tp divides their number, or is a multiple of it and splits
+        each head.
+        """
         heads, kv_heads, head_size = model.num_heads, model.num_kv_heads, model.head_size
         if kv_heads is None:
             return
@@ -268,38 +276,45 @@ class ModelFamily(ABC):
             yield Problem("model.num_kv_heads", kv_heads, rule, nearest_text(nearest_of(kv_heads, valid)))
 
     def check_ffn(self, model: ModelConfig, tp: int) -> Iterator[Problem]:
-        """tp divides the width of the MLP."""
+        """Check that tp divides the width of the MLP."""
         yield from tp_problems("ffn_hidden_size", model.ffn_hidden_size or self.ffn_hidden_size(model), tp)
 
     def flops_per_token(self, model: ModelConfig, lengths: Collection[int] | None = None) -> float:
-        """6 N + 12 layers * mean_reach * heads * head size, forward and backward (Chowdhery et al. 2022, appendix B).
+        """Compute 6 N + 12 layers * mean_reach * heads * head size, forward and backward (Chowdhery et al. 2022,
+        appendix B).
 
-        N are the weights of all matrix products, the head's included; 2 FLOPs a weight forward, 4 backward.  The second term
-        is q k^T and the weighted sum of v over the positions that a token sees: half a sample, or fewer with a window (the
-        paper and nanoGPT count the whole).
-        `model` is resolved; `lengths` are of the documents within which attention stays, None for whole samples.
+        N is the number of weights of all matrix products, including the head's: 2 FLOPs per weight forward, 4 backward.
+        The second term is q k^T and the weighted sum of v over the positions that a token sees: half a sample, or fewer
+        with a window (the paper and nanoGPT count the whole sample).
+
+        Args:
+            model: resolved.
+            lengths: of the documents within which tokens attend; None for whole samples.
         """
         weights = model.num_layers * self.layer_weights(model) + model.vocab_size * model.hidden_size
         reach = model.mean_reach if lengths is None else model.reach_in(lengths)
         return 6.0 * weights + 12.0 * model.num_layers * reach * model.attention_size
 
     def hugging_face_config(self, model: ModelConfig, dtype: str) -> dict[str, Any]:
-        """The `config.json` beside the weights; our own section where transformers lacks the family or an option."""
+        """Build the `config.json` that is stored with the weights.
+
+        If transformers lacks the family or an option, it contains our own [model] section instead.
+        """
         if self.hugging_face is None:
             return model.model_dump() | {"model_type": model.family, "dtype": dtype}
-        if self.hugging_face.not_computed(model):  # under another name, or transformers would compute another model
+        if self.hugging_face.not_computed(model):  # renamed, or transformers would compute another model
             return model.model_dump() | {"model_type": f"megazero-{model.family}", "dtype": dtype}
         return self.hugging_face.config(model, dtype)
 
 
 def attention_weights(model: ModelConfig) -> int:
-    """Elements of a layer's q, k, v and output projections."""
+    """Count the elements of a layer's q, k, v and output projections."""
     kv_size = (model.num_kv_heads or model.num_heads) * model.head_size
     return 2 * model.hidden_size * (model.attention_size + kv_size)
 
 
 def tp_problems(key: str, value: int, tp: int, why: str = "") -> Iterator[Problem]:
-    """A size of [model] must be divisible by tp."""
+    """Check that a size of [model] is divisible by tp."""
     if value % tp:
         nearest = nearest_text(nearest_multiples(value, tp), key)
         other = nearest_text(nearest_of(tp, divisors(value)), "tp")
