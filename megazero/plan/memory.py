@@ -166,15 +166,6 @@ def _paths_of(schedule: Schedule, on_cuda: bool) -> tuple[_Path, ...]:
     )
 
 
-@dataclass
-class _Ledger:
-    """Bytes beyond the model state at a moment of the walk."""
-
-    kept: int = 0
-    messages: int = 0
-    moved: int = 0  # to the host, or to an arena
-
-
 _Layer: TypeAlias = tuple[int, int, int]
 """Chunk, micro-batch, number among the units of the chunk."""
 
@@ -206,7 +197,7 @@ class _Walk:
         self._units = [
             [self._traces_of(chunk, own, key) for chunk, own in enumerate(units)] for key in (of_first, of_others)
         ]
-        self._ledger, self._gradients, self._most_kept = _Ledger(), 0, 0
+        self._kept = self._messages = self._moved = self._gradients = self._most_kept = 0  # bytes beyond the state
         self._most: tuple[int, dict[str, int], str] = (-1, {}, "")
         self._tokens = _batch_bytes(run, chunks)
         of_chunks = (max((trace.tables for _, trace in units), default=0) for units in self._units[0])
@@ -223,16 +214,16 @@ class _Walk:
         sending: dict[Action, int] = {}
         for step in self._steps:
             if isinstance(step, Action):
-                self._most_kept = max(self._most_kept, self._ledger.kept)
+                self._most_kept = max(self._most_kept, self._kept)
                 for sent in self._confirmed.get(step, ()):
-                    self._ledger.messages -= sending.pop(sent)
+                    self._messages -= sending.pop(sent)
                 self._compute(step)
             elif step.kind is ActionKind.SEND:  # from now on the message is all that holds it
                 sending[step.carries] = self._message
-                self._ledger.kept -= self._message
-                self._ledger.messages += self._message
+                self._kept -= self._message
+                self._messages += self._message
             elif step.kind is ActionKind.OPEN:
-                self._ledger.messages += self._message
+                self._messages += self._message
                 self._note(0, f"receive for {step.lands}")
         self._note(self._state.end - self._gradients, END_OF_STEP)
         peak, kinds, moment = self._most
@@ -271,8 +262,8 @@ class _Walk:
         is_forward = action.kind is ActionKind.FORWARD
         arrives = self._arrives(action)
         if arrives:  # what came is the first unit's
-            self._ledger.messages -= self._message
-            self._ledger.kept += self._message
+            self._messages -= self._message
+            self._kept += self._message
         held = 0  # of the gradient that came: who has started a backward has it until the end
         for number, (name, trace) in units if is_forward else reversed(units):
             passed = trace.of(action.kind)
@@ -293,10 +284,10 @@ class _Walk:
                 self._gradients = live  # it falls where buckets are reduced
                 self._note(span.live + beside + held + peak - live, text)
                 self._note(span.peak + beside + held + max(made, before) - live, text)
-            self._ledger.kept += passed.kept + (-moved if is_forward else moved)
+            self._kept += passed.kept + (-moved if is_forward else moved)
             if action.kind is not ActionKind.WEIGHT:
-                self._ledger.moved += (moved + trace.in_arena) * (1 if is_forward else -1)
-            self._most_moved = max(self._most_moved, self._ledger.moved)
+                self._moved += (moved + trace.in_arena) * (1 if is_forward else -1)
+            self._most_moved = max(self._most_moved, self._moved)
             self._near = [(layer, 0 if not is_forward and layer == own else count) for layer, count in self._near]
 
     def _work_on(self, action: Action, number: int) -> None:
@@ -337,11 +328,11 @@ class _Walk:
     def _note(self, beyond: int, moment: str) -> None:
         """Record a moment at which `beyond` bytes are live beside state, activations and messages."""
         state, gradients = self._state, self._gradients
-        peak = self._base + self._ledger.kept + self._ledger.messages + gradients + beyond
+        peak = self._base + self._kept + self._messages + gradients + beyond
         if peak > self._most[0]:
             kinds = Counter(state.kinds)
             kinds.update({"gradients": gradients, TABLES: self._tables, BATCH: self._tokens, WORKING: beyond})
-            kinds.update({ACTIVATIONS: self._ledger.kept, MESSAGES: self._ledger.messages})
+            kinds.update({ACTIVATIONS: self._kept, MESSAGES: self._messages})
             self._most = peak, {kind: count for kind, count in kinds.items() if count}, moment
 
 

@@ -230,17 +230,17 @@ class _Driver:
 
     def cuts(self) -> dict[tuple[int, int], Cuts]:
         """By chunk and unit."""
-        return {
-            (chunk, at): self._cuts_of(unit) for chunk, own in enumerate(self._units) for at, unit in enumerate(own)
-        }
-
-    def _cuts_of(self, names: Mapping[str, tuple[str, ActionKind]]) -> Cuts:
-        model = self.engine.sharded_model
-        parts = {
-            short: model.reducer.parts_of[id(model.parameters.by_name[name])] for short, (name, _) in names.items()
-        }
-        cut = ((short, [bucket.shares[at] for _, bucket, at in own]) for short, own in parts.items() if len(own) > 1)
-        return tuple((short, tuple(map(_unnamed, shares))) for short, shares in cut)
+        model, found = self.engine.sharded_model, dict[tuple[int, int], Cuts]()
+        for chunk, units in enumerate(self._units):
+            for at, names in enumerate(units):
+                parts = {
+                    short: [bucket.shares[number] for _, bucket, number in model.reducer.parts_of[id(parameter)]]
+                    for short, (name, _) in names.items()
+                    for parameter in [model.parameters.by_name[name]]
+                }
+                cut = ((short, tuple(map(_unnamed, shares))) for short, shares in parts.items() if len(shares) > 1)
+                found[chunk, at] = tuple(cut)
+        return found
 
     def elements(self) -> dict[int, tuple[int, ...]]:
         """Count the parameters of each unit, by chunk."""
