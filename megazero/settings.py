@@ -6,6 +6,7 @@
 All problems of one file are reported together, so a run is started twice at most.
 """
 
+import inspect
 import json
 import os.path
 import re
@@ -58,11 +59,21 @@ PathText = Annotated[PlaceText, AfterValidator(_local)]
 
 
 class Section(BaseModel):
-    """A table of a run file: strict types, no unknown keys, never changed; a key's docstring documents it."""
+    """A table of a run file: strict types, no unknown keys, never changed.  The `#:` comment above a key documents it."""
 
-    model_config = ConfigDict(
-        strict=True, frozen=True, extra="forbid", allow_inf_nan=False, use_attribute_docstrings=True
-    )
+    model_config = ConfigDict(strict=True, frozen=True, extra="forbid", allow_inf_nan=False)
+
+    @classmethod
+    def key_texts(cls) -> dict[str, str]:
+        """Return the text of each key: the `#:` comment above it in the class's source (the form that Sphinx reads)."""
+        texts, comment = dict[str, str](), list[str]()
+        for line in map(str.strip, inspect.getsource(cls).splitlines()):
+            if line.startswith("#:"):
+                comment.append(line[2:].strip())
+            elif comment:
+                texts[line.partition(":")[0]] = " ".join(comment)
+                comment = []
+        return texts
 
 
 @dataclass(frozen=True)

@@ -15,10 +15,11 @@ def to_markdown() -> str:
     """Give the documentation of every key as Markdown: a heading and a table for each section."""
     classes, parts = sections(), []
     for name, fields in keys().items():
+        texts = classes[name].key_texts()
         part = f"## [{name}]\n\n{classes[name].__doc__}\n\n| key | type | default | meaning |\n|---|---|---|---|\n"
         for key, value in classes[name]().model_dump(include=set(fields)).items():
             default = "unset" if value is None else toml_value(value)
-            meaning = f"{fields[key].description}{where_text(fields[key])}"
+            meaning = f"{texts[key]}{where_text(fields[key])}"
             part += f"| `{key}` | {type_text(fields[key])} | `{default}` | {meaning} |\n"
         parts.append(part)
     return "\n".join(parts)

@@ -37,8 +37,8 @@ from typing import Any, Final, NamedTuple
 import torch
 from torch import Tensor
 
+#: Tensors begin at a multiple of this many bytes, as with torch's CUDA allocator.
 ALIGNMENT = 512
-"""Tensors begin at a multiple of this many bytes, as with torch's CUDA allocator."""
 
 _ENDLESS = 1 << 62
 _LESS_OFFLOADING: Final = "lower zero.offload.ratio or set zero.offload.optimizer and zero.offload.parameters to nvme"

@@ -20,7 +20,7 @@ from pydantic.fields import FieldInfo
 from megazero.config.load import ResolvedRun
 from megazero.config.schema import RunConfig, is_section, keys, sections
 from megazero.registry import NameIn
-from megazero.settings import LARGEST_COUNT, LARGEST_NUMBER, ActsWhere, Spelling, hide_passwords, toml_value
+from megazero.settings import LARGEST_COUNT, LARGEST_NUMBER, ActsWhere, Section, Spelling, hide_passwords, toml_value
 
 _OURS = "# Written by megazero when a run starts, with every key: a later start writes it anew.\n"
 _NAMES = {int: "integer", float: "number", str: "string", bool: "true or false"}
@@ -94,10 +94,10 @@ def reference(name: str = "") -> str:
         own = [key for key in fields if f"{section}.{key}.".startswith(f"{name}." if name else "")]
         if not own:
             continue
-        defaults = classes[section]().model_dump()
+        defaults, texts = classes[section]().model_dump(), classes[section].key_texts()
         tables.append(f"# {classes[section].__doc__}\n[{section}]\n")
         for key in own:
-            text = f"# {fields[key].description}{where_text(fields[key])}\n# {type_text(fields[key])}\n"
+            text = f"# {texts[key]}{where_text(fields[key])}\n# {type_text(fields[key])}\n"
             unset = defaults[key] is None
             tables.append(text + (f"# {key} is unset\n" if unset else f"{key} = {toml_value(defaults[key])}\n"))
     return "\n".join(tables)
@@ -106,6 +106,9 @@ def reference(name: str = "") -> str:
 def json_schema() -> dict[str, Any]:
     """The JSON schema of a run file, by which editors check and complete it."""
     schema: dict[str, Any] = _for_toml(RunConfig.model_json_schema())
+    for section in Section.__subclasses__():  # those of lists of tables, too
+        for key, text in section.key_texts().items() if section.__name__ in schema["$defs"] else ():
+            schema["$defs"][section.__name__]["properties"][key]["description"] = text
     return {"$schema": "http://json-schema.org/draft-07/schema#"} | schema  # which the TOML plug-ins of editors know
 
 

@@ -50,8 +50,8 @@ _MOST_STEPS = {
     "logging.memory_snapshot": "no memory is recorded",
 }
 
+#: A run fitted to its world, `parallel.dp` a number -> what is wrong; it may raise this as a ConfigError.
 Rule: TypeAlias = Callable[[RunConfig], Iterable[Problem]]
-"""A run fitted to its world, `parallel.dp` a number -> what is wrong; it may raise this as a ConfigError."""
 
 
 def check_rules(

@@ -8,8 +8,8 @@
 
 Every key has a default, so an empty file is a run. Types are strict: "8" is no integer and neither is 8.0, but 1 is a
 number. A key has the value of the file; `resolve` gives open keys ("auto", or unset) their values. Relations between
-keys are in `rules`. A key that acts only beside certain values of another says so beside its type (`ActsWhere`). The line
-below each key is its documentation.
+keys are in `rules`. A key that acts only beside certain values of another says so beside its type (`ActsWhere`). The
+`#:` comment above each key is its documentation.
 """
 
 from itertools import permutations
@@ -111,65 +111,65 @@ Ctas = Annotated[int, Field(ge=0, le=32)]
 class NcclMaxCtas(Section):
     """How many cores of a GPU NCCL may take for the groups of an axis; 0: as many as it chooses. See docs/speed.md."""
 
+    #: Groups of tensor parallelism, for whose sums and gathers a layer waits.
     tp: Ctas = 0
-    """Groups of tensor parallelism, for whose sums and gathers a layer waits."""
+    #: Groups that exchange heads, keys and values of attention.
     cp: Ctas = 0
-    """Groups that exchange heads, keys and values of attention."""
+    #: Groups that reduce gradients and gather weights, behind the computation.
     dp: Ctas = 0
-    """Groups that reduce gradients and gather weights, behind the computation."""
+    #: Groups that exchange tokens between experts, for which a layer waits.
     ep: Ctas = 0
-    """Groups that exchange tokens between experts, for which a layer waits."""
+    #: Messages between pipeline stages, behind the computation.
     pp: Ctas = 4
-    """Messages between pipeline stages, behind the computation."""
 
 
 class ParallelConfig(Section):
     """How the model and the data are spread over the ranks: tp * cp * pp * dp = world size."""
 
+    #: Tensor-parallel degree: ranks that share every matrix.
     tp: Count = 1
-    """Tensor-parallel degree: ranks that share every matrix."""
+    #: Context-parallel degree: ranks that share every sample, a part of its tokens on each.
     cp: Count = 1
-    """Context-parallel degree: ranks that share every sample, a part of its tokens on each."""
+    #: Attention over cp: "ulysses" exchanges heads for tokens, "ring" passes keys and values on. "auto": fewest bytes.
     cp_method: Annotated[Literal["auto", "ulysses", "ring", "hybrid"], _CONTEXT] = "auto"
-    """Attention over cp: "ulysses" exchanges heads for tokens, "ring" passes keys and values on. "auto": fewest bytes."""
+    #: Of a "hybrid": neighbours that exchange heads; rings of cp / cp_ulysses ranks pass keys and values on.
     cp_ulysses: Annotated[Count | None, _CONTEXT] = None
-    """Of a "hybrid": neighbours that exchange heads; rings of cp / cp_ulysses ranks pass keys and values on."""
+    #: Pipeline-parallel degree: number of stages the layers are cut into.
     pp: Count = 1
-    """Pipeline-parallel degree: number of stages the layers are cut into."""
+    #: Data-parallel degree: number of model replicas. "auto" fills the world.
     dp: Count | Auto = "auto"
-    """Data-parallel degree: number of model replicas. "auto" fills the world."""
+    #: Expert-parallel degree: neighbours among the tp * cp * dp ranks of a stage that hold different experts.
     ep: Count = 1
-    """Expert-parallel degree: neighbours among the tp * cp * dp ranks of a stage that hold different experts."""
+    #: Split activations between the tensor-parallel regions over tp, by sequence position.
     sequence_parallel: Annotated[bool, ActsWhere("parallel.tp", (), "nothing is split over tp", above=1)] = False
-    """Split activations between the tensor-parallel regions over tp, by sequence position."""
+    #: Cut the forward's gathers and scatters over tp into pieces beside products: worth it where tp crosses a network.
     tp_overlap: Annotated[
         Literal["none", "pieces"],
         ActsWhere("parallel.sequence_parallel", (), "nothing is gathered or scattered over tp"),
         ActsWhere("precision.fp8", ("none",), "each piece would round its weight to fp8 anew"),
     ] = "none"
-    """Cut the forward's gathers and scatters over tp into pieces beside products: worth it where tp crosses a network."""
+    #: Order of forward and backward passes in the pipeline.
     schedule: Annotated[str, NameIn(SCHEDULES), _OWN_SCHEDULE] = "1f1b"
-    """Order of forward and backward passes in the pipeline."""
+    #: A schedule of your own as a CSV file, instead of `schedule`; it fixes pp, accumulation and the chunks.
     schedule_file: Annotated[
         PathText | None, ActsWhere("elastic.enabled", (False,), "a schedule of your own fixes pp and accumulation")
     ] = None
-    """A schedule of your own as a CSV file, instead of `schedule`; it fixes pp, accumulation and the chunks."""
+    #: Order of the ranks that the chunks of `schedule_file` are on: the same each time, or down and back up.
     schedule_placement: Annotated[
         Literal["loop", "v"], ActsWhere("parallel.schedule_file", (), "a named schedule has its own")
     ] = "loop"
-    """Order of the ranks that the chunks of `schedule_file` are on: the same each time, or down and back up."""
+    #: Model chunks on each pipeline rank, for interleaved (2 or more); zbv and dualpipev have two, others one.
     virtual_stages: Annotated[Count, _OWN_SCHEDULE] = 1
-    """Model chunks on each pipeline rank, for interleaved (2 or more); zbv and dualpipev have two, others one."""
+    #: How layers are cut into stages: "even", by "cost" (the head weighed), or by list: [["embed", 4], [5], [4, "head"]].
     layout: Annotated[Layout, ActsWhere("parallel.pp parallel.virtual_stages", (), "there is one stage", above=1)] = (
         "even"
     )
-    """How layers are cut into stages: "even", by "cost" (the head weighed), or by list: [["embed", 4], [5], [4, "head"]]."""
+    #: Axes from the one whose ranks lie closest together to the one whose ranks lie farthest apart.
     order: Annotated[str, _MANY_RANKS] = "tp-cp-dp-pp"
-    """Axes from the one whose ranks lie closest together to the one whose ranks lie farthest apart."""
+    #: How long a collective may wait for a rank before the run ends.
     timeout_seconds: Seconds = 600
-    """How long a collective may wait for a rank before the run ends."""
+    #: How many cores of a GPU NCCL may take.
     nccl_max_ctas: NcclMaxCtas = NcclMaxCtas()
-    """How many cores of a GPU NCCL may take."""
 
     @field_validator("order")
     @classmethod
@@ -188,103 +188,103 @@ class ParallelConfig(Section):
 class OffloadConfig(Section):
     """What is moved off the device between its uses."""
 
+    #: Where optimizer state and master weights live: on the device, in host memory, in files, or by free memory.
     optimizer: Annotated[
         Literal["none", "cpu", "nvme", "auto"],
         ActsWhere("zero.offload.ratio", (), "no share of the state is offloaded"),
     ] = "none"
-    """Where optimizer state and master weights live: on the device, in host memory, in files, or by free memory."""
+    #: Where stage 3 keeps its shard of the weights.
     parameters: Annotated[
         Literal["none", "cpu", "nvme", "auto"], ActsWhere("zero.stage", (3,), "only stage 3 shards parameters")
     ] = "none"
-    """Where stage 3 keeps its shard of the weights."""
+    #: Share of the optimizer state that is offloaded; the rest stays on the device.
     ratio: Annotated[Share, ActsWhere("zero.offload.optimizer", ("cpu", "nvme", "auto"), "no state is offloaded")] = 1.0
-    """Share of the optimizer state that is offloaded; the rest stays on the device."""
+    #: Directory for the files, on a local disk of each node; they are removed when the run ends.
     nvme_path: Annotated[
         PathText | None,
         ActsWhere(
             "zero.offload.optimizer zero.offload.parameters", ("nvme", "auto"), "no state is in files", told=True
         ),
     ] = None
-    """Directory for the files, on a local disk of each node; they are removed when the run ends."""
+    #: Keep host memory page-locked, so that copies to a CUDA device run beside the computation.
     pin_memory: Annotated[bool, _OFFLOADED] = True
-    """Keep host memory page-locked, so that copies to a CUDA device run beside the computation."""
 
 
 class ZeroConfig(Section):
     """What data-parallel ranks shard instead of keeping whole."""
 
+    #: 0: nothing, 1: optimizer state, 2: and gradients, 3: and parameters.
     stage: Stage = 1
-    """0: nothing, 1: optimizer state, 2: and gradients, 3: and parameters."""
+    #: How long stage 3 keeps gathered weights: for one pass, until another model chunk runs, for the step.
     gather_policy: Annotated[Literal["action", "chunk", "step"], _STAGE_3] = "action"
-    """How long stage 3 keeps gathered weights: for one pass, until another model chunk runs, for the step."""
+    #: Weights that stage 3 gathers ahead of the unit in use, in bytes; one unit at least, however large.
     prefetch_bytes: Annotated[CountOrZero, _STAGE_3] = 32 * 1024 * 1024
-    """Weights that stage 3 gathers ahead of the unit in use, in bytes; one unit at least, however large."""
+    #: When stages 2 and 3 reduce gradients: after each micro-batch, or once per step, keeping them whole until then.
     reduce: Annotated[
         Literal["micro_batch", "step"], ActsWhere("zero.stage", (2, 3), "gradients are reduced once per step")
     ] = "micro_batch"
-    """When stages 2 and 3 reduce gradients: after each micro-batch, or once per step, keeping them whole until then."""
+    #: Size of a gradient bucket, in bytes of fp32 gradients; "auto": 40 MiB, or what ranks and network want (zero.md).
     bucket_bytes: Annotated[int, Field(ge=1024, le=LARGEST_COUNT)] | Auto = "auto"
-    """Size of a gradient bucket, in bytes of fp32 gradients; "auto": 40 MiB, or what ranks and network want (zero.md)."""
+    #: Neighbours among the dp * cp ranks that share one copy of the state; each such group has its own. 0: all of them.
     shard_group_size: Annotated[
         CountOrZero, ActsWhere("zero.stage", (1, 2, 3), "it has no effect where nothing is sharded")
     ] = 0
-    """Neighbours among the dp * cp ranks that share one copy of the state; each such group has its own. 0: all of them."""
+    #: Stage 3 keeps parameters of at most so many elements whole on every rank instead of gathering them.
     persistent_elements: Annotated[
         CountOrZero, _STAGE_3, Field(validation_alias=AliasChoices("persistent_elements", "resident_elements"))
     ] = 0
-    """Stage 3 keeps parameters of at most so many elements whole on every rank instead of gathering them."""
+    #: Neighbours, such as a node's, that share a second copy of weights (hpZ): only a step's first gather leaves them.
     secondary_shard_size: Annotated[
         CountOrZero,
         _STAGE_3,
         ActsWhere("zero.gather_policy", ("action", "chunk"), "no unit is gathered twice in a step"),
     ] = 0
-    """Neighbours, such as a node's, that share a second copy of weights (hpZ): only a step's first gather leaves them."""
+    #: Gather stage 3's weights in blocks of 8 bits (qwZ); masters, checkpoints and persistent parameters stay exact.
     quantized_weights: Annotated[bool, _STAGE_3, _MANY_RANKS] = False
-    """Gather stage 3's weights in blocks of 8 bits (qwZ); masters, checkpoints and persistent parameters stay exact."""
+    #: Bits of gradients on their way to the shards, in blocks, rounded at random without bias (qgZ); 0: reduce_dtype.
     quantized_gradients: Annotated[
         Literal[0, 4, 8], ActsWhere("zero.stage", (1, 2, 3), "stage 0 scatters no gradients"), _MANY_RANKS
     ] = 0
-    """Bits of gradients on their way to the shards, in blocks, rounded at random without bias (qgZ); 0: reduce_dtype."""
+    #: What is moved off the device between its uses.
     offload: OffloadConfig = OffloadConfig()
-    """What is moved off the device between its uses."""
 
 
 class PrecisionConfig(Section):
     """Number formats."""
 
+    #: Format of weights and activations. bf16 and fp16 keep fp32 master weights.
     dtype: Literal["fp32", "bf16", "fp16"] = "bf16"
-    """Format of weights and activations. bf16 and fp16 keep fp32 master weights."""
+    #: Products of the layers' matrices in fp8: a scale per row, or per block of 128. Weight gradients keep the format.
     fp8: Annotated[
         Literal["none", "rowwise", "blockwise"],
         ActsWhere("precision.dtype", ("fp32", "bf16"), "products in fp8 give bf16 or fp32"),
     ] = "none"
-    """Products of the layers' matrices in fp8: a scale per row, or per block of 128. Weight gradients keep the format."""
+    #: Which layers multiply in fp8: "inner" (all but the first and the last), "all", or a list of layers from 0.
     fp8_layers: Annotated[
         Fp8Layers, ActsWhere("precision.fp8", ("rowwise", "blockwise"), "no product is in fp8", told=True)
     ] = "inner"
-    """Which layers multiply in fp8: "inner" (all but the first and the last), "all", or a list of layers from 0."""
+    #: Format in which gradients of micro-batches add up on a rank.
     accumulate_dtype: Annotated[
         Literal["fp32", "bf16", "fp16"], _halves("gradients of fp32 weights are kept in fp32")
     ] = "fp32"
-    """Format in which gradients of micro-batches add up on a rank."""
+    #: Format in which gradients travel between data-parallel ranks, and those of keys and values around a ring of cp.
     reduce_dtype: Annotated[
         Literal["fp32", "bf16", "fp16"],
         _halves("gradients of fp32 weights travel in fp32"),
         ActsWhere("zero.quantized_gradients", (0,), "gradients travel in blocks of 4 or 8 bits"),
     ] = "fp32"
-    """Format in which gradients travel between data-parallel ranks, and those of keys and values around a ring of cp."""
+    #: Factor on the loss, so that small gradients do not vanish; 0: adapted to the run.
     loss_scale: Annotated[PositiveOrZero, _FP16] = 0.0
-    """Factor on the loss, so that small gradients do not vanish; 0: adapted to the run."""
+    #: The adapted factor starts at 2 to this power.
     initial_scale_power: Annotated[int, Field(ge=0, le=64), _FP16, _ADAPTED_SCALE] = 16
-    """The adapted factor starts at 2 to this power."""
+    #: Steps without overflow after which the adapted factor doubles.
     loss_scale_window: Annotated[Count, _FP16, _ADAPTED_SCALE] = 1000
-    """Steps without overflow after which the adapted factor doubles."""
+    #: Overflows until the adapted factor halves.
     hysteresis: Annotated[Count, _FP16, _ADAPTED_SCALE] = 2
-    """Overflows until the adapted factor halves."""
+    #: Whether a step without overflow restores the tolerance of `hysteresis`; otherwise only a growth does.
     consecutive_hysteresis: Annotated[bool, _FP16, _ADAPTED_SCALE] = False
-    """Whether a step without overflow restores the tolerance of `hysteresis`; otherwise only a growth does."""
+    #: Smallest adapted factor; an overflow there ends the run.
     min_loss_scale: Annotated[Positive, _FP16, _ADAPTED_SCALE] = 1.0
-    """Smallest adapted factor; an overflow there ends the run."""
 
     def fp8_of_layers(self, num_layers: int) -> dict[int, Literal["rowwise", "blockwise"]]:
         """Of so many layers those that multiply in fp8, and what shares a scale there."""
@@ -296,10 +296,10 @@ class PrecisionConfig(Section):
 class DataSource(Section):
     """One source of text and its share in the mixture."""
 
+    #: Path prefix of an indexed dataset, or "python-stdlib": the source code of the running Python's library.
     path: PathText
-    """Path prefix of an indexed dataset, or "python-stdlib": the source code of the running Python's library."""
+    #: Share of the samples, relative to the other sources.
     weight: Positive = 1.0
-    """Share of the samples, relative to the other sources."""
 
     @model_serializer
     def _as_written(self) -> str | dict[str, object]:
@@ -309,14 +309,14 @@ class DataSource(Section):
 class ValidationSource(Section):
     """A source on which the run is evaluated, with a loss of its own."""
 
+    #: As in `sources`. Of one that is also trained on, the windows that are held out; of another, all.
     path: PathText
-    """As in `sources`. Of one that is also trained on, the windows that are held out; of another, all."""
+    #: Of the loss. Unset: the last part of the path.
     name: Text | None = None
-    """Of the loss. Unset: the last part of the path."""
+    #: Steps between evaluations. Unset: training.eval_every_steps.
     every_steps: Count | None = None
-    """Steps between evaluations. Unset: training.eval_every_steps."""
+    #: Samples in an evaluation. Unset: training.eval_samples.
     samples: Count | None = None
-    """Samples in an evaluation. Unset: training.eval_samples."""
 
     @property
     def label(self) -> str:
@@ -348,20 +348,20 @@ Validated = Annotated[ValidationSource, *_source_of(ValidationSource)]
 class DataConfig(Section):
     """What the model reads."""
 
+    #: Where samples come from: "python-stdlib", a path prefix, or { path, weight }; a bare string has weight 1.
     sources: Annotated[tuple[Source, ...], Field(strict=False, min_length=1)] = (DataSource(path="python-stdlib"),)
-    """Where samples come from: "python-stdlib", a path prefix, or { path, weight }; a bare string has weight 1."""
+    #: Path of a tokenizers JSON file, or "byte": a token for each byte.
     tokenizer: PathText = "byte"
-    """Path of a tokenizers JSON file, or "byte": a token for each byte."""
+    #: Token of that file that ends a document. Unset: that of the data, else the tokenizer's own (docs/data.md).
     eod_token: Text | None = None
-    """Token of that file that ends a document. Unset: that of the data, else the tokenizer's own (docs/data.md)."""
+    #: Share of the samples kept for evaluation and never trained on.
     validation_fraction: ShareBelowOne = 0.005
-    """Share of the samples kept for evaluation and never trained on."""
+    #: Further sources to evaluate on, each with a loss of its own: a path, or { path, name, every_steps, samples }.
     validation_sources: Annotated[tuple[Validated, ...], Field(strict=False)] = ()
-    """Further sources to evaluate on, each with a loss of its own: a path, or { path, name, every_steps, samples }."""
+    #: Keep documents apart: attention and targets do not cross their borders, and positions begin at 0 in each.
     document_mask: bool = False
-    """Keep documents apart: attention and targets do not cross their borders, and positions begin at 0 in each."""
+    #: Where prepared data is kept. Unset: megazero in $XDG_CACHE_HOME, or in ~/.cache.
     cache_dir: PathText | None = None
-    """Where prepared data is kept. Unset: megazero in $XDG_CACHE_HOME, or in ~/.cache."""
 
 
 def _steps(value: object) -> object:
@@ -382,12 +382,12 @@ class BatchRamp(Section):
     Source: Megatron-LM, `--rampup-batch-size start increment samples`.
     """
 
+    #: Samples in the first steps.
     start: Count
-    """Samples in the first steps."""
+    #: Samples by which the batch grows; it divides what is missing to global_batch_size.
     increment: Count
-    """Samples by which the batch grows; it divides what is missing to global_batch_size."""
+    #: Samples of the run after which the batch is as large as it gets.
     samples: Count
-    """Samples of the run after which the batch is as large as it gets."""
 
     def size(self, consumed: int, full: int) -> int:
         """The global batch after so many samples; `full`: `global_batch_size`."""
@@ -399,147 +399,147 @@ class BatchRamp(Section):
 class TrainingConfig(Section):
     """The run: its length, its directory, its batches. global_batch_size = micro_batch_size * dp * accumulation."""
 
+    #: Directory of everything the run writes.
     run_dir: PathText = "runs/default"
-    """Directory of everything the run writes."""
+    #: Optimizer steps.
     steps: Count = 1000
-    """Optimizer steps."""
+    #: Seed of initial weights, data order and dropout.
     seed: Annotated[int, Field(ge=0, le=2**63 - 1)] = 1234
-    """Seed of initial weights, data order and dropout."""
+    #: Samples in an optimizer step. "auto": from the two below.
     global_batch_size: Count | Auto = "auto"
-    """Samples in an optimizer step. "auto": from the two below."""
+    #: Grow the global batch from `start` by `increment` until `samples` are consumed. Unset: it is constant; recipes.md.
     batch_ramp: Annotated[
         BatchRamp | None, ActsWhere("parallel.schedule_file", (None,), "a schedule of your own fixes accumulation")
     ] = None
-    """Grow the global batch from `start` by `increment` until `samples` are consumed. Unset: it is constant; recipes.md."""
+    #: Samples in one forward pass. "auto": from the other two, or 1.
     micro_batch_size: Count | Auto = "auto"
-    """Samples in one forward pass. "auto": from the other two, or 1."""
+    #: Micro-batches in a step on each data-parallel rank. "auto": from the other two, or as fills the pipeline.
     accumulation: Annotated[Count | Auto, ActsWhere("elastic.enabled", (False,), "it follows dp, which changes")] = (
         "auto"
     )
-    """Micro-batches in a step on each data-parallel rank. "auto": from the other two, or as fills the pipeline."""
+    #: Steps between evaluations, unless a validation source says otherwise; 0: never.
     eval_every_steps: Annotated[CountOrZero, _EVALUATED] = 0
-    """Steps between evaluations, unless a validation source says otherwise; 0: never."""
+    #: Validation samples in an evaluation, unless a validation source says otherwise.
     eval_samples: Annotated[
         Count, ActsWhere("training.eval_every_steps data.validation_sources", (), "nothing is evaluated")
     ] = 64
-    """Validation samples in an evaluation, unless a validation source says otherwise."""
+    #: If a loss or gradient is not a number: stop, skip the update, or go back to the last checkpoint and take new data.
     on_non_finite: Literal["stop", "skip", "rollback"] = "stop"
-    """If a loss or gradient is not a number: stop, skip the update, or go back to the last checkpoint and take new data."""
+    #: Number of such steps in a row (skip), or of rollbacks (rollback), after which the run stops all the same.
     non_finite_limit: Annotated[
         Count, ActsWhere("training.on_non_finite", ("skip", "rollback"), "the run stops at the first")
     ] = 3
-    """Number of such steps in a row (skip), or of rollbacks (rollback), after which the run stops all the same."""
+    #: Compile transformer blocks and loss with torch.compile, at the first step. "auto": on CUDA, not on a CPU.
     compile: bool | Auto = "auto"
-    """Compile transformer blocks and loss with torch.compile, at the first step. "auto": on CUDA, not on a CPU."""
+    #: Largest logits of the loss on a rank: kept for the backward if a micro-batch fits, else computed twice, in chunks.
     logits_chunk_bytes: Count = 2**32
-    """Largest logits of the loss on a rank: kept for the backward if a micro-batch fits, else computed twice, in chunks."""
+    #: Weight of the z-loss, the mean of logsumexp(logits)^2, which keeps logits near 0 (PaLM: 1e-4); not in `loss`.
     z_loss_coef: PositiveOrZero = 0.0
-    """Weight of the z-loss, the mean of logsumexp(logits)^2, which keeps logits near 0 (PaLM: 1e-4); not in `loss`."""
+    #: Steps whose samples are not used, single or as [first, last]: skip_steps = [1200, [1500, 1510]].
     skip_steps: Annotated[tuple[Steps, ...], Field(strict=False)] = ()
-    """Steps whose samples are not used, single or as [first, last]: skip_steps = [1200, [1500, 1510]]."""
+    #: Callbacks of your own, by the names under which they are registered; see launch.extensions.
     callbacks: Annotated[tuple[Text, ...], Field(strict=False)] = ()
-    """Callbacks of your own, by the names under which they are registered; see launch.extensions."""
 
 
 class CheckpointConfig(Section):
     """Saving and resuming."""
 
+    #: Where checkpoints go: a directory that all ranks share or a URL, as s3://bucket/run. Unset: run_dir/checkpoints.
     directory: PlaceText | None = None
-    """Where checkpoints go: a directory that all ranks share or a URL, as s3://bucket/run. Unset: run_dir/checkpoints."""
+    #: Steps between checkpoints; 0: only at the end.
     save_every_steps: CountOrZero = 0
-    """Steps between checkpoints; 0: only at the end."""
+    #: Where a run starts. "auto": at its newest checkpoint, if any; "never": at step 0; or directory or URL of a step.
     resume: PlaceText = "auto"
-    """Where a run starts. "auto": at its newest checkpoint, if any; "never": at step 0; or directory or URL of a step."""
+    #: What a run that goes on from a checkpoint may change, which begins a phase of it: see docs/phases.md.
     accept_changes: Annotated[
         tuple[Literal["data", "document_mask", "seq_len", "rope", "lr_schedule", "batch"], ...], Field(strict=False)
     ] = ()
-    """What a run that goes on from a checkpoint may change, which begins a phase of it: see docs/phases.md."""
+    #: Keep training while a checkpoint is written from a copy in host memory.
     asynchronous: bool = True
-    """Keep training while a checkpoint is written from a copy in host memory."""
+    #: Largest copy on each rank; a larger state is written while training waits. "auto": half of the free memory.
     host_memory_bytes: Annotated[
         CountOrZero | Auto, ActsWhere("checkpoint.asynchronous", (), "training waits for every save")
     ] = "auto"
-    """Largest copy on each rank; a larger state is written while training waits. "auto": half of the free memory."""
+    #: How long the ranks may wait for one another while a checkpoint is written.
     timeout_seconds: Seconds = 3600
-    """How long the ranks may wait for one another while a checkpoint is written."""
+    #: What is checked of every file before it is loaded, or older ones are removed: size and hash, or the size alone.
     verify: Literal["hash", "size"] = "hash"
-    """What is checked of every file before it is loaded, or older ones are removed: size and hash, or the size alone."""
+    #: If the newest checkpoint of the run is damaged: stop, or take the newest that is not.
     on_damage: Literal["stop", "fallback"] = "stop"
-    """If the newest checkpoint of the run is damaged: stop, or take the newest that is not."""
+    #: Checkpoints to keep, the newest first; older ones are removed. 0: all of them.
     keep_last: CountOrZero = 0
-    """Checkpoints to keep, the newest first; older ones are removed. 0: all of them."""
+    #: Also keep every checkpoint whose step is a multiple of this; 0: none.
     keep_every_steps: Annotated[CountOrZero, _MANY_CHECKPOINTS] = 0
-    """Also keep every checkpoint whose step is a multiple of this; 0: none."""
+    #: Also keep so many with the lowest validation loss, of those saved at the step of an evaluation.
     keep_best: Annotated[CountOrZero, _MANY_CHECKPOINTS, _HELD_OUT, _EVALUATED_STEPS] = 0
-    """Also keep so many with the lowest validation loss, of those saved at the step of an evaluation."""
 
 
 class ElasticShape(Section):
     """A shape for one world size."""
 
+    #: Ranks.
     world_size: Count
-    """Ranks."""
+    #: Tensor-parallel degree.
     tp: Count = 1
-    """Tensor-parallel degree."""
+    #: Context-parallel degree.
     cp: Count = 1
-    """Context-parallel degree."""
+    #: Pipeline-parallel degree.
     pp: Count = 1
-    """Pipeline-parallel degree."""
 
 
 class ElasticConfig(Section):
     """Continuing a run with fewer or more ranks, under torchrun --nnodes MIN:MAX."""
 
+    #: Fit the run to the number of ranks: dp follows, global_batch_size stays, spare ranks wait.
     enabled: bool = False
-    """Fit the run to the number of ranks: dp follows, global_batch_size stays, spare ranks wait."""
+    #: Shapes for certain world sizes, { world_size, tp, cp, pp }; others keep the degrees of [parallel].
     shapes: Annotated[
         tuple[ElasticShape, ...],
         Field(strict=False),
         ActsWhere("elastic.enabled", (True,), "the shape is that of [parallel]"),
     ] = ()
-    """Shapes for certain world sizes, { world_size, tp, cp, pp }; others keep the degrees of [parallel]."""
 
 
 class LoggingConfig(Section):
     """What is reported during the run."""
 
+    #: Steps between two lines of the run, where it does not write to a terminal, which it redraws at every step.
     every_steps: Count = 10
-    """Steps between two lines of the run, where it does not write to a terminal, which it redraws at every step."""
+    #: Step whose pipeline is measured: a picture and a trace go to the run directory. 0: none.
     pipeline_trace_step: CountOrZero = 0
-    """Step whose pipeline is measured: a picture and a trace go to the run directory. 0: none."""
+    #: Steps to profile: traces of rank 0 and of the slowest rank for Perfetto go to the run directory (docs/logging.md).
     profile_steps: Annotated[Steps | None, Spelling("step or [first, last]")] = None
-    """Steps to profile: traces of rank 0 and of the slowest rank for Perfetto go to the run directory (docs/logging.md)."""
+    #: Step of which CUDA's memory is recorded, for pytorch.org/memory_viz; then also where memory runs out. 0: none.
     memory_snapshot: Annotated[
         CountOrZero, ActsWhere("launch.device", ("auto", "cuda"), "torch has snapshots of CUDA's memory only")
     ] = 0
-    """Step of which CUDA's memory is recorded, for pytorch.org/memory_viz; then also where memory runs out. 0: none."""
+    #: Also write TensorBoard events to run_dir.
     tensorboard: bool = True
-    """Also write TensorBoard events to run_dir."""
+    #: What else gets every number: "wandb", "mlflow", "trackio", or loggers of your own by name (docs/logging.md).
     loggers: Annotated[tuple[Text, ...], Field(strict=False)] = ()
-    """What else gets every number: "wandb", "mlflow", "trackio", or loggers of your own by name (docs/logging.md)."""
+    #: Project of wandb and trackio, experiment of mlflow.
     project: Annotated[Text, ActsWhere("logging.loggers", (), "no logger has projects")] = "megazero"
-    """Project of wandb and trackio, experiment of mlflow."""
+    #: Report a loss that exceeds the recent mean by so many standard deviations; 0: none.
     loss_spike_sigmas: PositiveOrZero = 6.0
-    """Report a loss that exceeds the recent mean by so many standard deviations; 0: none."""
+    #: Dense FLOP/s of one device in precision.dtype, for the MFU. Unset: of known GPUs by name; for others no MFU.
     peak_flops: Positive | None = None
-    """Dense FLOP/s of one device in precision.dtype, for the MFU. Unset: of known GPUs by name; for others no MFU."""
+    #: Steps between two comparisons of the time that each rank's own work takes; 0: never.
     straggler_every_steps: Annotated[CountOrZero, _MANY_RANKS] = 50
-    """Steps between two comparisons of the time that each rank's own work takes; 0: never."""
+    #: A rank is reported if its work takes so many times the median.
     straggler_ratio: Annotated[
         float, Field(gt=1), ActsWhere("logging.straggler_every_steps", (), "nothing is compared"), _MANY_RANKS
     ] = 1.3
-    """A rank is reported if its work takes so many times the median."""
 
 
 class LaunchConfig(Section):
     """How the command starts ranks when torchrun has not."""
 
+    #: Ranks to start on this machine.
     nproc_per_node: Count = 1
-    """Ranks to start on this machine."""
+    #: Where to compute. "auto": CUDA, with a device for each rank of the machine; the CPU where there is none.
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """Where to compute. "auto": CUDA, with a device for each rank of the machine; the CPU where there is none."""
+    #: Python files (paths ending in .py) or modules that register your own code; imported on every rank, before all else.
     extensions: Annotated[tuple[PathText, ...], Field(strict=False)] = ()
-    """Python files (paths ending in .py) or modules that register your own code; imported on every rank, before all else."""
 
 
 class RunConfig(Section):

@@ -25,8 +25,8 @@ import torch
 
 from megazero.parallel_state.groups import Wait
 
+#: Starts an operation, and returns a function that waits for it.
 Start: TypeAlias = Callable[[], Wait]
-"""Starts an operation, and returns a function that waits for it."""
 _Queue: TypeAlias = SimpleQueue[tuple[Start, Future[Wait]] | None]
 _Unfinished: TypeAlias = deque[Future[Wait]]
 

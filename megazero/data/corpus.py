@@ -23,8 +23,8 @@ from megazero.data.indexed import IndexedDataset
 from megazero.data.sampler import Blend, SampleStream, ValidationStream, Windows, split
 from megazero.data.tokenizer import Tokenizer, load_tokenizer
 
+#: About twelve megabytes of real text that every machine has: enough for a first run, a smoke test or a benchmark.
 PYTHON_STDLIB: Final = "python-stdlib"
-"""About twelve megabytes of real text that every machine has: enough for a first run, a smoke test or a benchmark."""
 _LEFT_OUT: Final = frozenset({"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test"})
 
 

@@ -234,8 +234,8 @@ def _notes(config: DeepSpeedJson) -> Iterator[str]:
 _TABLE = read_table("config_keys.toml")
 UNCHECKED: list[str] = _TABLE["unchecked"].split()
 NO_EFFECT = [f"{block}.{name}".lstrip(".") for block, names in _TABLE["no_effect"].items() for name in names.split()]
+#: By key, the values that ask for nothing; null, {} and {"enabled": false} never do.
 REFUSED: dict[str, list[object]] = _TABLE["refused"]
-"""By key, the values that ask for nothing; null, {} and {"enabled": false} never do."""
 _OFF_WHEN_FALSE = ("zero_optimization.offload_optimizer", "zero_optimization.offload_param")
 _ON_BY_DEFAULT = "timers.throughput.enabled"
 _ARTICLES = {"integer": "an ", "number": "a ", "string": "a ", "table": "a "}

@@ -27,8 +27,8 @@ from megazero.registry import check_keywords, keywords_of, unknown_name
 
 Rate = Annotated[float, Field(ge=0)]
 Momentum = Annotated[float, Field(ge=0, lt=1)]
+#: One number for all parameter groups, or one for each.
 PerGroup = Rate | list[Rate]
-"""One number for all parameter groups, or one for each."""
 Steps = Annotated[int, Field(ge=1)]
 StepsOrNone = Annotated[int, Field(ge=0)]
 LastStep = Annotated[int, Field(ge=-1)]

@@ -13,9 +13,9 @@ def read_table(file: str) -> dict[str, Any]:
 
 
 NAMES = read_table("names.toml")
+#: By module of DeepSpeed, "" for the package: file of this room, or module of the package -> its names.
 HOMES: dict[str, dict[str, str]] = {
     module.removeprefix("deepspeed").lstrip("."): homes
     for modules, homes in NAMES["homes"].items()
     for module in modules.split()
 }
-"""By module of DeepSpeed, "" for the package: file of this room, or module of the package -> its names."""

@@ -196,8 +196,8 @@ def init_distributed(
     dist.init_process_group(backend, init_method, timeout, world_size, rank, store)
 
 
+#: The process groups of all engines of this process, by identity, to be released when the interpreter exits.
 _GROUPS: dict[int, Groups] = {}
-"""The process groups of all engines of this process, by identity, to be released when the interpreter exits."""
 
 
 @atexit.register

@@ -72,8 +72,8 @@ def register_external_parameter(module: nn.Module, parameter: nn.Parameter) -> N
     """Nothing to do: a module that reads another's parameter gets it gathered."""
 
 
+#: What `deepspeed.git_version_info` has of the build; 0.0 where readers are to ask torch.
 torch_info = {"version": torch.__version__, "bf16_support": True, "cuda_version": "0.0", "nccl_version": "0.0"}
-"""What `deepspeed.git_version_info` has of the build; 0.0 where readers are to ask torch."""
 
 
 def required_torch_version(min_version: Any = None, max_version: Any = None) -> bool:

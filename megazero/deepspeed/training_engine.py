@@ -40,6 +40,7 @@ from megazero.zero.bucket import DTYPES
 T = TypeVar("T")
 
 _TABLE = NAMES["engine"]
+#: Methods without arguments that return what the configuration says, or where this rank is.
 SETTINGS: dict[str, Callable[[Any], Any]] = {
     **{name: attrgetter(path) for name, path in _TABLE["settings"].items()},
     "bfloat16_enabled": lambda engine: engine.config.precision.dtype == "bf16",
@@ -57,13 +58,12 @@ SETTINGS: dict[str, Callable[[Any], Any]] = {
     "zero_optimization_partition_gradients": lambda engine: engine.config.zero.stage >= 2,
     "zero_optimization_partition_weights": lambda engine: engine.config.zero.stage >= 3,
 }
-"""Methods without arguments that return what the configuration says, or where this rank is."""
 
+#: Methods that ask whether something is on that does not exist here: False.
 NEVER = frozenset(_TABLE["never"].split())
-"""Methods that ask whether something is on that does not exist here: False."""
 
+#: The engines of this process, in the order they were made: a parameter finds its own, a backward knows of another's.
 ENGINES: WeakValueDictionary[int, TrainingEngine] = WeakValueDictionary()
-"""The engines of this process, in the order they were made: a parameter finds its own, a backward knows of another's."""
 
 
 class RepeatingLoader:

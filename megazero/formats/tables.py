@@ -150,6 +150,7 @@ def transposed(tensor: Tensor, model: ModelConfig) -> Tensor:
     return tensor.t()
 
 
+#: (take, give) by their name in tables.toml.
 MOVES: dict[str, tuple[Move, Move | None]] = {
     "": (unmoved, unmoved),
     "pairs of q": rows_of_pairs(lambda model: model.num_heads),
@@ -161,7 +162,6 @@ MOVES: dict[str, tuple[Move, Move | None]] = {
     "qkv of heads": (of_heads, None),
     "transposed": (transposed, transposed),
 }
-"""(take, give) by their name in tables.toml."""
 
 
 def _read_table(tables: Mapping[str, Any], key: str) -> NameTable:
@@ -178,10 +178,10 @@ def _read_table(tables: Mapping[str, Any], key: str) -> NameTable:
 
 
 _DATA = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
+#: By family.  A script adds those of its own family.
 TABLES = {
     family: tuple(_read_table(_DATA["tables"], key) for key in keys) for family, keys in _DATA["families"].items()
 }
-"""By family.  A script adds those of its own family."""
 
 
 def names_of_transformers(form: HuggingFaceFormat) -> tuple[NameTable, NameTable]:

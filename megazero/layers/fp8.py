@@ -53,8 +53,8 @@ class Quantised(NamedTuple):
     scales: Tensor
 
 
+#: Multiplies a: [m, k] by b: [n, k], returning a @ b.T, [m, n], in the given dtype.
 Multiply: TypeAlias = Callable[[Quantised, Quantised, torch.dtype], Tensor]
-"""Multiplies a: [m, k] by b: [n, k], returning a @ b.T, [m, n], in the given dtype."""
 
 
 def _in_blocks(x: Tensor, block: int) -> Tensor:

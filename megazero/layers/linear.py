@@ -126,8 +126,8 @@ class PlainProduct:
 PLAIN = PlainProduct()
 
 
+#: A forward's product x @ weight.T, with the exchange over tp before or after it; see `tp_overlap.py` for others.
 Exchange: TypeAlias = Callable[[Tensor, Tensor, Axis, Product], Tensor]
-"""A forward's product x @ weight.T, with the exchange over tp before or after it; see `tp_overlap.py` for others."""
 
 
 def gathered(x: Tensor, weight: Tensor, tp: Axis, product: Product) -> Tensor:
@@ -137,10 +137,9 @@ def gathered(x: Tensor, weight: Tensor, tp: Axis, product: Product) -> Tensor:
     return product.forward(full, weight)
 
 
+#: Exchange over tp at a layer's input: none; none, with the gradient of x summed over tp; x arrives as [seq / tp,
+#: batch, in] and is gathered, its gradient scattered; none, but y is summed over tp and leaves as [seq / tp, batch, out].
 Entry: TypeAlias = Literal["local", "replicated", "sequence", "scattered"]
-"""Exchange over tp at a layer's input: none; none, with the gradient of x summed over tp; x arrives as [seq / tp,
-batch, in] and is gathered, its gradient scattered; none, but y is summed over tp and leaves as [seq / tp, batch, out].
-"""
 
 
 class GradientAccumulator(Protocol):
@@ -159,10 +158,9 @@ class GradientAccumulator(Protocol):
         """Add one micro-batch's gradient of some rows: int64 [k] and [k, n].  A row that is listed twice gets the sum."""
 
 
+#: Starts the exchange that a weight gradient needs, if any.  Returns a function that waits for it and adds the
+#: gradient.
 _Start: TypeAlias = Callable[[], Callable[[GradientAccumulator], None]]
-"""Starts the exchange that a weight gradient needs, if any.  Returns a function that waits for it and adds the
-gradient.
-"""
 
 
 class WeightGradQueue:

@@ -31,8 +31,8 @@ from megazero.comm.memory import address_of
 from megazero.layers.saved_tensors import SavedTensorHooks, innermost, keep, kept_tensor
 from megazero.parallel_state import Axis
 
+#: An axis of one rank: tensors are saved whole.
 WHOLE = Axis("none")
-"""An axis of one rank: tensors are saved whole."""
 
 
 class _Dropped:

@@ -41,8 +41,8 @@ class Initializer:
     std: float = 0.02
 
 
+#: Placement of one dimension: the axis that splits it, or None if it is whole on every rank.
 Placement: TypeAlias = Literal["tp", "ep"] | None
-"""Placement of one dimension: the axis that splits it, or None if it is whole on every rank."""
 
 
 @dataclass(frozen=True)

@@ -149,16 +149,16 @@ class PositionEmbedding(nn.Module):
         return x + F.embedding(layout.part.positions[first : first + x.shape[0]], self.weight)
 
 
+#: Label of a token that does not count towards the loss (torch's convention).
 IGNORED_LABEL = -100
-"""Label of a token that does not count towards the loss (torch's convention)."""
 
+#: Default for the largest size of one chunk's logits on a rank, in the dtype of the weights.
 LOGITS_BYTES = 2**32
-"""Default for the largest size of one chunk's logits on a rank, in the dtype of the weights."""
 
 _TILE = 128  # rows of a tile in a GPU's matrix product
 
+#: Size of the fp32 copy of a block of 16-bit logits.  Small enough for a CPU's cache; large enough for few GPU kernels.
 BLOCK_BYTES, _CPU_BLOCK_BYTES = 2**26, 2**22
-"""Size of the fp32 copy of a block of 16-bit logits.  Small enough for a CPU's cache; large enough for few GPU kernels."""
 
 _LEAST = torch.finfo(torch.float32).min
 

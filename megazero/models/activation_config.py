@@ -14,18 +14,17 @@ from pydantic_core import PydanticCustomError
 from megazero.registry import closest
 from megazero.settings import ActsWhere, CountOrZero, Section, Spelling
 
+#: What of a layer is recomputed.
+#:
+#: norms        the outputs of both norms                   mlp       norm and MLP, up to the down projection
+#: activation   the product before the down projection      block     all but the down projection
+#: attention    norm and attention, up to the projection
+#: residual     the residual stream after attention: its output projection, the sum, and the norm that follows it
 Region = Literal["norms", "activation", "residual", "attention", "mlp", "block"]
-"""What of a layer is recomputed.
-
-norms        the outputs of both norms                   mlp       norm and MLP, up to the down projection
-activation   the product before the down projection      block     all but the down projection
-attention    norm and attention, up to the projection
-residual     the residual stream after attention: its output projection, the sum, and the norm that follows it
-"""
 
 REGIONS: tuple[Region, ...] = get_args(Region)
+#: Regions that start from tensors which `partition` leaves whole: they are cut over tp already, or kept by others too.
 UNCUT: frozenset[Region] = frozenset({"activation", "residual"})
-"""Regions that start from tensors which `partition` leaves whole: they are cut over tp already, or kept by others too."""
 _TAKES = '"none", "selective", "full" or a list of norms, activation, residual, attention, mlp, block'
 PRESETS: Mapping[str, tuple[Region, ...]] = MappingProxyType(
     {"none": (), "selective": ("norms", "activation"), "full": ("block",)}
@@ -122,39 +121,39 @@ _OVER_TP = ActsWhere("parallel.tp", (), "one rank keeps all", above=1)
 class StageActivations(Section):
     """Other choices for one pipeline rank; a key that is unset is that of [activations]."""
 
+    #: The pipeline rank, from 0: the first ranks hold the activations of most micro-batches.
     stage: CountOrZero
-    """The pipeline rank, from 0: the first ranks hold the activations of most micro-batches."""
+    #: As in [activations].
     recompute: Recompute | None = None
-    """As in [activations]."""
+    #: As in [activations].
     keep_attention: bool | None = None
-    """As in [activations]."""
+    #: As in [activations].
     layers: Layers | None = None
-    """As in [activations]."""
+    #: As in [activations].
     offload: Literal["none", "host"] | None = None
-    """As in [activations]."""
+    #: As in [activations].
     offload_layers: Layers | None = None
-    """As in [activations]."""
 
 
 class ActivationsConfig(Section):
     """What the forward keeps for the backward; no choice changes a number of the run. See docs/activations.md."""
 
+    #: What the backward computes again: "none", "selective" (norms and activation), "full" (block), or a list of regions.
     recompute: Recompute = "none"
-    """What the backward computes again: "none", "selective" (norms and activation), "full" (block), or a list of regions."""
+    #: Keep attention's output and log-sum-exp where attention or block is recomputed: its kernel does not run again.
     keep_attention: Annotated[bool, _ATTENDS] = False
-    """Keep attention's output and log-sum-exp where attention or block is recomputed: its kernel does not run again."""
+    #: Which layers are recomputed: "all", the first so many of each pipeline rank, or a list of layers from 0.
     layers: Annotated[Layers, _RECOMPUTES] = "all"
-    """Which layers are recomputed: "all", the first so many of each pipeline rank, or a list of layers from 0."""
+    #: Each tensor-parallel rank keeps its part of what recomputed regions start from; the backward gathers it.
     partition: Annotated[bool, _OVER_TP, _WHOLE, _CUTS] = False
-    """Each tensor-parallel rank keeps its part of what recomputed regions start from; the backward gathers it."""
+    #: Where what is kept waits for the backward: on the device, or in page-locked memory of the host.
     offload: Literal["none", "host"] = "none"
-    """Where what is kept waits for the backward: on the device, or in page-locked memory of the host."""
+    #: Which layers are offloaded, as for `layers`.
     offload_layers: Annotated[Layers, _OFFLOADS] = "all"
-    """Which layers are offloaded, as for `layers`."""
+    #: What stays on the device lies in one arena, which is allocated once, with the buffers of gradients on their way.
     contiguous: Annotated[bool, _STAYS] = False
-    """What stays on the device lies in one arena, which is allocated once, with the buffers of gradients on their way."""
+    #: Other choices for some pipeline ranks: { stage, recompute, keep_attention, layers, offload, offload_layers }.
     stages: Annotated[tuple[StageActivations, ...], Field(strict=False)] = ()
-    """Other choices for some pipeline ranks: { stage, recompute, keep_attention, layers, offload, offload_layers }."""
 
     @property
     def regions(self) -> tuple[Region, ...]:

@@ -49,22 +49,22 @@ class RopeScaling(Section):
     of Llama 3.1 (llama3).  Numbers are named as in transformers' `modeling_rope_utils`, positions as `model.seq_len`.
     """
 
+    #: The formula.
     type: Literal["linear", "yarn", "llama3"]
-    """The formula."""
+    #: Times as many positions as before.
     factor: Annotated[float, Field(ge=1)]
-    """Times as many positions as before."""
+    #: Positions that the model was first trained on (yarn, llama3).
     original_seq_len: Count | None = None
-    """Positions that the model was first trained on (yarn, llama3)."""
+    #: Wavelengths above original_seq_len / low_freq_factor are stretched in full (llama3).
     low_freq_factor: Positive = 1.0
-    """Wavelengths above original_seq_len / low_freq_factor are stretched in full (llama3)."""
+    #: Wavelengths below original_seq_len / high_freq_factor stay (llama3).
     high_freq_factor: Positive = 4.0
-    """Wavelengths below original_seq_len / high_freq_factor stay (llama3)."""
+    #: Pairs that turn so often or more within original_seq_len stay (yarn).
     beta_fast: Positive = 32.0
-    """Pairs that turn so often or more within original_seq_len stay (yarn)."""
+    #: Pairs that turn so often or less are stretched in full (yarn).
     beta_slow: Positive = 1.0
-    """Pairs that turn so often or less are stretched in full (yarn)."""
+    #: Multiplies rotated queries and keys. Unset: 0.1 ln(factor) + 1 (yarn).
     attention_factor: Positive | None = None
-    """Multiplies rotated queries and keys. Unset: 0.1 ln(factor) + 1 (yarn)."""
 
     @model_validator(mode="after")
     def _has_what_its_type_reads(self) -> RopeScaling:
@@ -139,70 +139,71 @@ Preset = Annotated[
 class ModelConfig(Section):
     """The network: its family and its sizes."""
 
+    #: A published model, of which the keys below are where they are unset; seq_len is its whole context (docs/models.md).
     preset: Preset | None = None
-    """A published model, of which the keys below are where they are unset; seq_len is its whole context (docs/models.md)."""
+    #: The layers and their names; see docs/models.md.
     family: Annotated[str, NameIn(FAMILIES)] = "llama"
-    """The layers and their names; see docs/models.md."""
+    #: Width of the residual stream; where head_dim is unset a multiple of num_heads (rotary positions: of twice that).
     hidden_size: Annotated[int, Field(ge=1, le=2**20)] = 1024
-    """Width of the residual stream; where head_dim is unset a multiple of num_heads (rotary positions: of twice that)."""
+    #: Number of transformer blocks; at least one for each pipeline stage.
     num_layers: Annotated[int, Field(ge=1, le=2**14)] = 24
-    """Number of transformer blocks; at least one for each pipeline stage."""
+    #: Attention heads; a multiple of parallel.tp.
     num_heads: Count = 16
-    """Attention heads; a multiple of parallel.tp."""
+    #: Key and value heads: divides num_heads, and is a multiple of parallel.tp or divides it. Unset: num_heads.
     num_kv_heads: Count | None = None
-    """Key and value heads: divides num_heads, and is a multiple of parallel.tp or divides it. Unset: num_heads."""
+    #: Size of one head; even where positions are rotary. Unset: hidden_size / num_heads.
     head_dim: Annotated[Count | None, _of_families("head_dim")] = None
-    """Size of one head; even where positions are rotary. Unset: hidden_size / num_heads."""
+    #: Inner width of the MLP. Unset: 4*hidden_size (gpt2), or 8/3 of it up to a multiple of 256 (all others).
     ffn_hidden_size: Count | None = None
-    """Inner width of the MLP. Unset: 4*hidden_size (gpt2), or 8/3 of it up to a multiple of 256 (all others)."""
+    #: Experts of each layer. Unset: 8 (mixtral), 64 (olmoe) or 128 (qwen3_moe).
     num_experts: Annotated[Count | None, _of_families("num_experts")] = None
-    """Experts of each layer. Unset: 8 (mixtral), 64 (olmoe) or 128 (qwen3_moe)."""
+    #: Experts that a token goes to; at most num_experts. Unset: 2 (mixtral) or 8.
     experts_per_token: Annotated[Count | None, _of_families("experts_per_token")] = None
-    """Experts that a token goes to; at most num_experts. Unset: 2 (mixtral) or 8."""
+    #: Inner width of an expert. Unset: ffn_hidden_size.
     expert_hidden_size: Annotated[Count | None, _of_families("expert_hidden_size")] = None
-    """Inner width of an expert. Unset: ffn_hidden_size."""
+    #: Whether a token's gates are divided by their sum. Unset: true for mixtral, which has no other form; else false.
     renormalize_gates: Annotated[bool | None, _of_families("renormalize_gates")] = None
-    """Whether a token's gates are divided by their sum. Unset: true for mixtral, which has no other form; else false."""
+    #: Weight of the auxiliary loss that balances the experts of each sample; see docs/models.md.
     router_aux_coef: Annotated[PositiveOrZero, _of_families("router_aux_coef")] = 0.0
-    """Weight of the auxiliary loss that balances the experts of each sample; see docs/models.md."""
+    #: Weight of the loss that keeps the router's scores small.
     router_z_coef: Annotated[PositiveOrZero, _of_families("router_z_coef")] = 0.0
-    """Weight of the loss that keeps the router's scores small."""
+    #: Number of token ids; any number, since the table is padded where tensor parallelism needs it.
     vocab_size: Count = 50304
-    """Number of token ids; any number, since the table is padded where tensor parallelism needs it."""
+    #: Tokens in a sample.
     seq_len: Count = 1024
-    """Tokens in a sample."""
+    #: Whether the projections of attention have biases: of q, k, v and output, in glm4 of q, k and v.
     attention_bias: Annotated[bool, _of_families("attention_bias")] = False
-    """Whether the projections of attention have biases: of q, k, v and output, in glm4 of q, k and v."""
+    #: Whether the projections of the MLP have biases.
     mlp_bias: Annotated[bool, _of_families("mlp_bias")] = False
-    """Whether the projections of the MLP have biases."""
+    #: Whether the output layer is the embedding table. Unset: true for gpt2, which has no other form; else false.
     tie_embeddings: bool | None = None
-    """Whether the output layer is the embedding table. Unset: true for gpt2, which has no other form; else false."""
+    #: Logits become cap * tanh(logits / cap); unset: they stay. Families without it in transformers cannot be exported.
     final_logit_softcapping: Positive | None = None
-    """Logits become cap * tanh(logits / cap); unset: they stay. Families without it in transformers cannot be exported."""
+    #: Added to the variance in every norm.
     norm_eps: Epsilon = 1e-5
-    """Added to the variance in every norm."""
+    #: Base of the rotary frequencies.
     rope_theta: Annotated[Positive, _of_families("rope_theta")] = 10000.0
-    """Base of the rotary frequencies."""
+    #: Rotary frequencies for more positions than before: type = "linear", "yarn" or "llama3"; see docs/models.md.
     rope_scaling: Annotated[RopeScaling | None, _of_families("rope_scaling")] = None
-    """Rotary frequencies for more positions than before: type = "linear", "yarn" or "llama3"; see docs/models.md."""
+    #: Base of the rotary frequencies in layers with a window, which are not scaled. Unset: rope_theta.
     rope_local_theta: Annotated[Positive | None, _of_families("rope_local_theta")] = None
-    """Base of the rotary frequencies in layers with a window, which are not scaled. Unset: rope_theta."""
+    #: With n, every n-th layer has no positions: it does not rotate queries and keys. Unset: all layers rotate.
     no_rope_every: Annotated[Count | None, _of_families("no_rope_every")] = None
-    """With n, every n-th layer has no positions: it does not rotate queries and keys. Unset: all layers rotate."""
+    #: Positions that a token attends to, its own included. Unset: all up to its own.
     sliding_window: Annotated[Count | None, _of_families("sliding_window")] = None
-    """Positions that a token attends to, its own included. Unset: all up to its own."""
+    #: With n, every n-th layer attends to all positions in spite of sliding_window. Unset: no layer does.
     full_attention_every: Annotated[Count | None, _of_families("full_attention_every"), _WINDOWED] = None
-    """With n, every n-th layer attends to all positions in spite of sliding_window. Unset: no layer does."""
+    #: Factor on the embeddings.
     embedding_multiplier: Annotated[Positive, _of_families("embedding_multiplier")] = 1.0
-    """Factor on the embeddings."""
+    #: Factor on what attention and MLP add to the residual stream.
     residual_multiplier: Annotated[Positive, _of_families("residual_multiplier")] = 1.0
-    """Factor on what attention and MLP add to the residual stream."""
+    #: Factor on the products of queries and keys. Unset: 1 / sqrt(size of a head).
     attention_multiplier: Annotated[Positive | None, _of_families("attention_multiplier")] = None
-    """Factor on the products of queries and keys. Unset: 1 / sqrt(size of a head)."""
+    #: Divisor of the logits.
     logits_scaling: Annotated[Positive, _of_families("logits_scaling")] = 1.0
-    """Divisor of the logits."""
+    #: muP: lr and init_std are those of this hidden_size, and follow the width. Unset: they do not; see docs/recipes.md.
     mup_base_width: Annotated[Count | None, _ADAM_LIKE] = None
-    """muP: lr and init_std are those of this hidden_size, and follow the width. Unset: they do not; see docs/recipes.md."""
+    #: muP: head size at the base width; products of queries and keys get sqrt(it) / head size. Unset: it stays.
     mup_base_head_dim: Annotated[
         Count | None,
         _of_families("rope_theta"),
@@ -211,11 +212,10 @@ class ModelConfig(Section):
             "model.no_rope_every", (None,), "layers that do not rotate queries would keep 1 / sqrt(size of a head)"
         ),
     ] = None
-    """muP: head size at the base width; products of queries and keys get sqrt(it) / head size. Unset: it stays."""
+    #: Probability of dropping an element after the embedding and after each residual branch.
     dropout: ShareBelowOne = 0.0
-    """Probability of dropping an element after the embedding and after each residual branch."""
+    #: Standard deviation of the initial weights.
     init_std: Positive = 0.02
-    """Standard deviation of the initial weights."""
 
     @model_validator(mode="before")
     @classmethod

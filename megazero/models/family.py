@@ -166,10 +166,10 @@ class HuggingFaceFormat:
 class ModelRule:
     """A relation between keys of [model], or between these keys and tp."""
 
+    #: The keys it looks at, as `section.key`; it is not checked where one of them is wrong by itself.
     reads: tuple[str, ...]
-    """The keys it looks at, as `section.key`; it is not checked where one of them is wrong by itself."""
+    #: (section as written, tp) -> what is wrong.
     check: Callable[[ModelConfig, int], Iterator[Problem]]
-    """(section as written, tp) -> what is wrong."""
 
 
 class ModelFamily(ABC):
@@ -178,14 +178,14 @@ class ModelFamily(ABC):
     A script adds one with `FAMILIES.register("mine", Mine())`, and its run file says `model.family = "mine"`.
     """
 
+    #: Whether the output layer is the embedding table where `model.tie_embeddings` is unset.
     ties_embeddings = False
-    """Whether the output layer is the embedding table where `model.tie_embeddings` is unset."""
+    #: Whether it learns a vector for each position of a sample, so that samples keep the length that it was made with.
     learns_positions = False
-    """Whether it learns a vector for each position of a sample, so that samples keep the length that it was made with."""
+    #: The keys of [model] that it reads and not every family does, such as "rope_theta"; elsewhere they are refused.
     reads: tuple[str, ...] = ()
-    """The keys of [model] that it reads and not every family does, such as "rope_theta"; elsewhere they are refused."""
+    #: Its form in transformers; None where transformers does not have it.
     hugging_face: HuggingFaceFormat | None = None
-    """Its form in transformers; None where transformers does not have it."""
 
     @abstractmethod
     def layer_weights(self, model: ModelConfig) -> int:

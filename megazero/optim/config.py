@@ -47,44 +47,44 @@ Options = Annotated[
 class OptimizerConfig(Section):
     """The optimizer."""
 
+    #: adamw and muon decouple weight decay; adam, sgd and adagrad add it to the gradient. muon: docs/optimizers.md.
     name: Annotated[str, NameIn(OPTIMIZERS)] = "adamw"
-    """adamw and muon decouple weight decay; adam, sgd and adagrad add it to the gradient. muon: docs/optimizers.md."""
+    #: Peak learning rate.
     lr: Positive = 3e-4
-    """Peak learning rate."""
+    #: Decay of the running means of the gradient and of its square.
     betas: Annotated[tuple[ShareBelowOne, ShareBelowOne], Field(strict=False), _of_optimizers("betas")] = (0.9, 0.95)
-    """Decay of the running means of the gradient and of its square."""
+    #: Share of the last update that is added to the next.
     momentum: Annotated[ShareBelowOne, _of_optimizers("momentum")] = 0.0
-    """Share of the last update that is added to the next."""
+    #: Decay of the running mean of a matrix's gradient, which muon makes orthogonal.
     matrix_momentum: Annotated[ShareBelowOne, _of_optimizers("matrix_momentum")] = 0.95
-    """Decay of the running mean of a matrix's gradient, which muon makes orthogonal."""
+    #: Largest attention score beyond which muon shrinks a head's q and k (QK-clip; Kimi K2: 100). See docs/recipes.md.
     qk_clip: Annotated[Positive | None, _of_optimizers("qk_clip")] = None
-    """Largest attention score beyond which muon shrinks a head's q and k (QK-clip; Kimi K2: 100). See docs/recipes.md."""
+    #: Peak learning rate of what muon leaves to AdamW: embeddings, head, norms and biases; None for `lr`.
     adamw_lr: Annotated[Positive | None, _of_optimizers("adamw_lr")] = None
-    """Peak learning rate of what muon leaves to AdamW: embeddings, head, norms and biases; None for `lr`."""
+    #: Added to the denominator of the update.
     eps: Annotated[Epsilon, _of_optimizers("eps")] = 1e-8
-    """Added to the denominator of the update."""
+    #: Weight decay; on matrices only, not on norms and biases.
     weight_decay: PositiveOrZero = 0.1
-    """Weight decay; on matrices only, not on norms and biases."""
+    #: Largest global gradient norm; 0 turns clipping off.
     grad_clip: PositiveOrZero = 1.0
-    """Largest global gradient norm; 0 turns clipping off."""
+    #: Further keyword arguments of an optimizer that a script has registered.
     options: Options = ()
-    """Further keyword arguments of an optimizer that a script has registered."""
 
 
 class LrScheduleConfig(Section):
     """Learning rate over as many updates as `training.steps`; a step without an update does not move it on."""
 
+    #: Shape after the warm-up; wsd (warm-up, stable, decay) stays at the peak and decays at the end.
     name: Annotated[str, NameIn(LR_SCHEDULES)] = "cosine"
-    """Shape after the warm-up; wsd (warm-up, stable, decay) stays at the peak and decays at the end."""
+    #: Steps of linear rise to the peak.
     warmup_steps: CountOrZero = 0
-    """Steps of linear rise to the peak."""
+    #: Learning rate of the last update, as a share of the peak; steps without an update keep it from there.
     min_lr_ratio: Annotated[Share, _of_lr_schedules("min_lr_ratio")] = 0.1
-    """Learning rate of the last update, as a share of the peak; steps without an update keep it from there."""
+    #: Last share of the updates, in which the rate decays.
     decay_fraction: Annotated[Share, _of_lr_schedules("decay_fraction")] = 0.2
-    """Last share of the updates, in which the rate decays."""
+    #: Form of that decay; exponential is 2 * 0.5^x - 1 (Megatron-LM), 1-sqrt is 1 - sqrt(x) (Hägele et al. 2024).
     decay_shape: Annotated[Literal["linear", "cosine", "exponential", "1-sqrt"], _of_lr_schedules("decay_shape")] = (
         "linear"
     )
-    """Form of that decay; exponential is 2 * 0.5^x - 1 (Megatron-LM), 1-sqrt is 1 - sqrt(x) (Hägele et al. 2024)."""
+    #: Update at which the decay ends, as if the run did; min_lr_ratio from there. Unset: with training.steps.
     end_step: Annotated[Count | None, _of_lr_schedules("end_step")] = None
-    """Update at which the decay ends, as if the run did; min_lr_ratio from there. Unset: with training.steps."""

@@ -12,13 +12,13 @@ from math import cos, isfinite, pi, sqrt
 from megazero.optim.config import LrScheduleConfig
 from megazero.optim.registry import LR_SCHEDULES
 
+#: Completed fraction of wsd's fall, by completed fraction of its decay.
 DECAYS: dict[str, Callable[[float], float]] = {
     "linear": lambda done: done,
     "cosine": lambda done: 0.5 * (1.0 - cos(pi * done)),
     "exponential": lambda done: 2.0 - 2.0 * 0.5**done,
     "1-sqrt": sqrt,
 }
-"""Completed fraction of wsd's fall, by completed fraction of its decay."""
 
 
 def learning_rate_factor(schedule: LrScheduleConfig, step: int, steps: int) -> float:

@@ -39,10 +39,10 @@ LR_SCHEDULE_KEYS: dict[str, tuple[str, ...]] = {
     "cosine": ("min_lr_ratio", "end_step"),
     "wsd": ("min_lr_ratio", "end_step", "decay_fraction", "decay_shape"),
 }
+#: Called as (step from 0, steps of the run, section) -> factor on the peak rate; the warm-up is applied to all of them.
 LR_SCHEDULES: Registry[LrShape] = Registry(
     "learning-rate schedule", {name: f"megazero.optim.lr_schedule:{name}" for name in LR_SCHEDULE_KEYS}
 )
-"""Called as (step from 0, steps of the run, section) -> factor on the peak rate; the warm-up is applied to all of them."""
 
 
 def optimizers_reading(key: str) -> tuple[str, ...]:

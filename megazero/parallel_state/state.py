@@ -301,8 +301,8 @@ def nccl_options(device: torch.device, timeout: timedelta, max_ctas: int) -> Any
     return options
 
 
+#: Groups by the arguments of their states, for reuse: torch never frees the sockets and threads of a process group.
 _MADE: WeakValueDictionary[tuple[Any, ...], Groups] = WeakValueDictionary()
-"""Groups by the arguments of their states, for reuse: torch never frees the sockets and threads of a process group."""
 
 
 def parallel_state_of(

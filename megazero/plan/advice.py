@@ -29,6 +29,7 @@ from megazero.plan.step_time import step_time_of
 from megazero.settings import toml_value
 from megazero.zero.offload import free_memory_bytes
 
+#: What to recompute, the least first.
 _RECOMPUTE: tuple[dict[str, Any], ...] = (
     {"recompute": "selective"},
     {"recompute": ["norms", "activation", "residual"]},
@@ -36,7 +37,6 @@ _RECOMPUTE: tuple[dict[str, Any], ...] = (
     {"recompute": "full", "keep_attention": True},
     {"recompute": "full"},
 )
-"""What to recompute, the least first."""
 _UNITS = {"bytes": 1, "B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
 _MOST_KINDS, _SHOWN = 5, 6
 _USABLE = 0.9  # of what a setting frees; an allocator loses some

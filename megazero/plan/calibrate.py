@@ -48,9 +48,9 @@ _IN_A_ROW, _MOST_RANKS = 3, 8  # of whole steps
 _OPTIMIZER = ("aten._fused_adamw_", "aten.linalg_vector_norm", "aten._foreach")
 
 
+#: Measured seconds by what took them: ("product", dtype, m, n, k), ("operator", name, size), ("optimizer", elements) and
+#: ("host",), divided by the probe's at that moment; and ("probe",).
 Record: TypeAlias = dict[tuple[Any, ...], list[float]]
-"""Measured seconds by what took them: ("product", dtype, m, n, k), ("operator", name, size), ("optimizer", elements) and
-("host",), divided by the probe's at that moment; and ("probe",)."""
 
 
 class _Timed(TorchDispatchMode):

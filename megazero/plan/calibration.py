@@ -36,8 +36,8 @@ def _by_size(samples: Samples) -> Samples:
     return samples
 
 
+#: (size, seconds), by size.
 Samples: TypeAlias = Annotated[tuple[tuple[Positive, Positive], ...], AfterValidator(_by_size)]
-"""(size, seconds), by size."""
 
 
 class Product(NamedTuple):

@@ -24,8 +24,8 @@ from megazero.schedules.registry import SCHEDULES
 from megazero.settings import divisors
 
 Preset = Literal["none", "selective", "full"]
+#: `recompute` and `keep_attention`, each of which keeps less and computes more than the one before it.
 RECOMPUTE: tuple[tuple[Preset, bool], ...] = (("none", False), ("selective", False), ("full", True), ("full", False))
-"""`recompute` and `keep_attention`, each of which keeps less and computes more than the one before it."""
 _OFFLOAD_ORDER = {"none": 0, "activations": 1, "optimizer": 1, "both": 2}
 OFFLOADS = tuple(_OFFLOAD_ORDER)
 _SMALLEST_PART = 4096  # tokens of a sample; below, a ring's messages take longer than its products

@@ -19,12 +19,12 @@ from math import ceil, exp, sqrt
 
 DAY, HOUR, MINUTE = 86_400, 3_600, 60
 
+#: Of the Llama team; one in 50,700 hours.
 FAILURES_PER_DEVICE_HOUR = 419 / (54 * 24 * 16_384)
-"""Of the Llama team; one in 50,700 hours."""
+#: Bytes per second that a node writes while all do; of the Llama team.
 STORAGE_BANDWIDTH_PER_NODE = 2e12 / 2_048
-"""Bytes per second that a node writes while all do; of the Llama team."""
+#: From a failure until the run trains again: an assumption, since no paper says it for others' clusters.
 RESTART_SECONDS = 600.0
-"""From a failure until the run trains again: an assumption, since no paper says it for others' clusters."""
 
 
 @dataclass(frozen=True)

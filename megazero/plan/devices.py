@@ -89,8 +89,8 @@ _TABLES = tomllib.loads((Path(__file__).parent / "devices.toml").read_text(encod
 
 
 LINKS: Mapping[str, Link] = {name: Link(**values) for name, values in _TABLES["links"].items()}
+#: By the names of `--network`: ib and roce have a card for each GPU, Ethernet one for the node.
 NETWORKS: Mapping[str, Link] = {name: link for name, link in LINKS.items() if link.name == name}
-"""By the names of `--network`: ib and roce have a card for each GPU, Ethernet one for the node."""
 
 
 def _device(
@@ -102,10 +102,10 @@ def _device(
     return Device(name, mib * MIB, peaks, memory * 1e9, host * 1e9, LINKS[link], units, **shares)
 
 
+#: By the names of `--gpu`.
 DEVICES: Mapping[str, Device] = {name: _device(name, **values) for name, values in _TABLES["devices"].items()}
-"""By the names of `--gpu`."""
+#: What is said for short.
 ALIASES: Mapping[str, str] = _TABLES["aliases"]
-"""What is said for short."""
 
 
 def device_of(cuda_name: str) -> Device | None:

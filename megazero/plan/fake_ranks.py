@@ -38,8 +38,8 @@ from megazero.plan.simulated_world import Alone, GroupMeeting, SimulatedWorld
 from megazero.zero import offload
 from megazero.zero.file_store import FileStore
 
+#: Purpose of the groups of a node's ranks.
 HOST = "host"
-"""Purpose of the groups of a node's ranks."""
 Real: TypeAlias = type[TorchBackend | SharedMemoryBackend]
 
 

@@ -20,8 +20,8 @@ from megazero.plan.text import NAMES, plain, plan_text, search_text, shown_kinds
 
 _WIDE = 840.0  # pixels of an axis
 _OTHER = "#8b95a1"
+#: Colours of kinds of memory, in the order of a bar.
 _KINDS = "#1f4e8c #4a86c8 #9dc3ea #2a9d8f #e08e2b #c8553d #57b8ac #d81b78 #c9a227 #6b8e23 #8a6bb8 #5c4033 #34507a"
-"""Colours of kinds of memory, in the order of a bar."""
 _WORKS = {"F": ("forward", "#7fb0de"), "B": ("backward", "#86c07f"), "W": ("weight gradients", "#e3c16f")}
 _WAITS = {"tp": "#b3261e", "cp": "#d2691e", "ep": "#c9a227", "dp": "#8e44ad", "pp": "#d81b78"}
 _WAITS |= {"optimizer": "#34507a", "idle": "#e9ecef"}

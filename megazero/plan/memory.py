@@ -52,10 +52,10 @@ ACTIVATIONS, WORKING, MESSAGES, BATCH = "activations", "working memory", "pipeli
 COMMUNICATORS, SLACK = "communicators", "allocator slack"
 END_OF_STEP = "end of the step"
 STATE_KINDS = ("parameters", "gradients", "optimizer", SECONDARY_SHARD)
+#: Of one of NCCL's, stated, not measured: 16 channels of NCCL_BUFFSIZE, 4 MiB by its documentation, and LL128's buffers.
 COMMUNICATOR_BYTES = 16 * (4 + 5) * 2**20
-"""Of one of NCCL's, stated, not measured: 16 channels of NCCL_BUFFSIZE, 4 MiB by its documentation, and LL128's buffers."""
+#: Share of the tensors' bytes that a GPU's caching allocator holds beside them, with expandable segments: an assumption.
 ALLOCATOR_SLACK = 0.02
-"""Share of the tensors' bytes that a GPU's caching allocator holds beside them, with expandable segments: an assumption."""
 _INT64 = 8
 _SURE = 0.02  # of a GPU's memory: what is stated of communicators and slack may be off by so much
 
@@ -153,8 +153,8 @@ def _filling_the_pipeline(run: ResolvedRun) -> Schedule:
     return schedule if grows else short
 
 
+#: What a rank does, messages included, and the sends that each arriving message confirms.
 _Path: TypeAlias = tuple[Steps, Mapping[Action, Sequence[Action]]]
-"""What a rank does, messages included, and the sends that each arriving message confirms."""
 
 
 @lru_cache(maxsize=64)
@@ -166,8 +166,8 @@ def _paths_of(schedule: Schedule, on_cuda: bool) -> tuple[_Path, ...]:
     )
 
 
+#: Chunk, micro-batch, number among the units of the chunk.
 _Layer: TypeAlias = tuple[int, int, int]
-"""Chunk, micro-batch, number among the units of the chunk."""
 
 
 class _Walk:

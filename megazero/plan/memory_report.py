@@ -33,8 +33,8 @@ _OPTION_OF_KEY = {
     "zero.offload.optimizer": "offload",
     "precision.dtype": "precision",
 }
+#: Keys of [activations] that stay at their default while policies are measured: what is kept, wherever it lies.
 _ON_DEVICE = ("offload", "offload_layers", "contiguous", "stages")
-"""Keys of [activations] that stay at their default while policies are measured: what is kept, wherever it lies."""
 
 
 class Combination(NamedTuple):

@@ -53,10 +53,10 @@ from megazero.zero.gradients import GradientReducer
 
 EMBEDDING, HEAD = "embedding", "head"
 PASS_NAMES = {ActionKind.FORWARD: "forward", ActionKind.BACKWARD: "backward", ActionKind.WEIGHT: "weight gradients"}
+#: EMBEDDING, HEAD, or of a layer what it keeps: all layers of a family are alike.
 UnitKey: TypeAlias = str | LayerPolicy
-"""EMBEDDING, HEAD, or of a layer what it keeps: all layers of a family are alike."""
+#: Of a unit's parameters those whose gradients come in parts, and what each part of a bucket has of them.
 Cuts: TypeAlias = tuple[tuple[str, tuple[Share, ...]], ...]
-"""Of a unit's parameters those whose gradients come in parts, and what each part of a bucket has of them."""
 
 
 DY, ADDED = "dy", "added"

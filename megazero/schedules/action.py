@@ -81,8 +81,8 @@ class MessageAction:
         return f"{self.kind.value}({self.carries}{'->' if self.kind is ActionKind.SEND else '<-'}{self.peer})"
 
 
+#: (pipeline rank, chunk) of each virtual stage.
 Placement = tuple[tuple[int, int], ...]
-"""(pipeline rank, chunk) of each virtual stage."""
 
 
 @dataclass(frozen=True)

@@ -24,8 +24,8 @@ from megazero.parallel_state import Axis
 from megazero.schedules.action import Action, ActionKind, MessageAction, Placement, Schedule
 from megazero.schedules.proof import Program, Steps, program, received_when_opened
 
+#: A message between stages: the tensors of an activation, or a gradient for each floating-point one.
 Message: TypeAlias = tuple[Tensor, ...]
-"""A message between stages: the tensors of an activation, or a gradient for each floating-point one."""
 
 
 class Stage(Protocol):
@@ -46,8 +46,8 @@ class Stage(Protocol):
     def backward_weight(self, chunk: int, microbatch: int) -> None:
         """Compute the weight gradients that `backward` deferred."""
 
+    #: Whether `beside` runs pairs of two chunks; otherwise their actions run one after the other.
     interleaves: bool
-    """Whether `beside` runs pairs of two chunks; otherwise their actions run one after the other."""
 
     def beside(self, pair: Sequence[Action], x: Message | None, grad: Message | None) -> Sequence[Message | None]:
         """Run the actions of a pair together.

@@ -36,8 +36,8 @@ from megazero.settings import Problem, counted
 from megazero.training.batches import open_sources
 from megazero.training.named_files import directory_problems, not_here, sources_of, tokenizer_problems
 
+#: (subject, text) of each line of `megazero check`.
 Lines: TypeAlias = Iterable[tuple[str, str]]
-"""(subject, text) of each line of `megazero check`."""
 
 
 class DeviceNeeds(NamedTuple):

@@ -38,8 +38,8 @@ from megazero.zero.gather_buffers import GatherBuffers
 from megazero.zero.saved_weights import SavingForward
 from megazero.zero.units import UnitModule, in_backward, is_hooked, reading_no_weights
 
+#: Bucket and slot of each parameter, by id() of the parameter.
 Places: TypeAlias = Mapping[int, tuple[Bucket, Slot]]
-"""Bucket and slot of each parameter, by id() of the parameter."""
 
 
 class UnitState(Enum):

@@ -73,8 +73,8 @@ def recipe_of_class(
     return OptimizerRecipe(len(groups), *state_names(probe), build)
 
 
+#: Called as (bucket, step): the bucket is updated if `step` is None, otherwise `step` has yet to update it.
 Stepped: TypeAlias = Callable[[Bucket, Callable[[], None] | None], None]
-"""Called as (bucket, step): the bucket is updated if `step` is None, otherwise `step` has yet to update it."""
 
 
 class ShardedOptimizer:

@@ -37,8 +37,8 @@ from megazero.zero.state import ShardedState
 from megazero.zero.units import Described, UnitModule
 from megazero.zero.weight_gathers import HalfSteppedError
 
+#: Rows of logical tensors: the tensor's name, first row, end row, and the parameter that holds them.
 Rows: TypeAlias = list[tuple[str, int, int, str]]
-"""Rows of logical tensors: the tensor's name, first row, end row, and the parameter that holds them."""
 
 
 @dataclass(frozen=True)
