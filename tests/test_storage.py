@@ -3,7 +3,6 @@
 import errno
 import gc
 import os
-import shutil
 import subprocess
 import sys
 import threading
@@ -232,13 +231,6 @@ def test_operations_that_do_less_than_asked_are_repeated(
 # --- Failures.
 
 
-def test_a_file_that_does_not_fit_is_refused_before_it_is_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shutil, "disk_usage", lambda path: Usage(10**6, 10**6 - 5000, 5000))
-    with pytest.raises(StorageError, match=r"8192 bytes does not fit, 5000 bytes are free; free space on .*nvme_path"):
-        FileStore(tmp_path, 0, 8192)
-    assert list(tmp_path.iterdir()) == []
-
-
 def test_a_disk_that_another_rank_has_filled_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     descriptors = os.listdir("/proc/self/fd")
     failing(monkeypatch, "posix_fallocate", errno.ENOSPC)
@@ -258,13 +250,6 @@ def test_a_directory_that_is_missing_or_closed_is_reported(tmp_path: Path, monke
     monkeypatch.setattr("tempfile.mkstemp", refuse)  # the tests may run as root, whom no directory refuses
     with pytest.raises(StorageError, match=r"creating a file of 8192 bytes failed: Permission denied; check"):
         FileStore(tmp_path, 0, 8192)
-
-
-def test_a_full_store_says_how_much_is_left(store: FileStore) -> None:
-    store.allocate(60 * 1024 - 1, torch.float32)
-    with pytest.raises(StorageError, match=r"5000 elements of torch.float32 take 20480 bytes and 16384 of the file's"):
-        store.allocate(5000, torch.float32)
-    store.allocate(4096, torch.float32)
 
 
 def test_an_empty_store_is_a_store(tmp_path: Path) -> None:

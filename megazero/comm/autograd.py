@@ -16,6 +16,7 @@ The sequence is dimension 0 of [seq, batch, hidden], so that a rank's part of it
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, TypeAlias
 
 import torch
@@ -126,27 +127,12 @@ def split_features(x: Tensor, tp: Axis) -> Tensor:
     return _Differentiable.apply(x, tp, _slice_last, _gather_last) if tp.size > 1 else x
 
 
-def _exchange_rows(rows: Tensor, sends: Counts, receives: Counts, axis: Axis) -> Tensor:
+def _exchange_rows(rows: Tensor, axis: Axis, sends: Counts, receives: Counts) -> Tensor:
     arriving = rows.new_empty((sum(receives), *rows.shape[1:]))
     pending = all_to_all_rows(arriving, rows.contiguous(), axis, sends, receives)
     axis.traffic.pass_on()
     pending.wait()
     return arriving
-
-
-class _ExchangeRows(torch.autograd.Function):
-    """Sends rows to other ranks, and their gradients back."""
-
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, sends: Counts, receives: Counts, axis: Axis) -> Tensor:
-        ctx.counts, ctx.axis = (receives, sends), axis
-        return _exchange_rows(rows, sends, receives, axis)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        refuse_second_derivative("a collective")
-        sends, receives = ctx.counts
-        return _exchange_rows(grad, sends, receives, ctx.axis), None, None, None
 
 
 def exchange_rows(rows: Tensor, sends: Counts, receives: Counts, axis: Axis) -> Tensor:
@@ -158,4 +144,5 @@ def exchange_rows(rows: Tensor, sends: Counts, receives: Counts, axis: Axis) -> 
 
     Returns: [sum of receives, ...].
     """
-    return _ExchangeRows.apply(rows, sends, receives, axis) if axis.size > 1 else rows
+    there, back = (partial(_exchange_rows, sends=s, receives=r) for s, r in ((sends, receives), (receives, sends)))
+    return _Differentiable.apply(rows, axis, there, back) if axis.size > 1 else rows

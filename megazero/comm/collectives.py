@@ -383,34 +383,30 @@ def ring_shift(out: Tensor, x: Tensor, axis: Axis) -> Pending:
 
 
 def gather_objects(value: T, axis: Axis) -> list[T]:
-    """Return every rank's `value`, in rank order, on every rank.  For small picklable values."""
+    """Every rank's `value`, in rank order, on every rank.  For small picklable values."""
     return _gather([value], axis)
 
 
 def _gather(values: list[T], axis: Axis) -> list[T]:
-    return (
-        values if axis.size == 1 else _of_values("gather_objects", axis, lambda messages: messages.gather(values, axis))
-    )
+    return _of_values("gather_objects", values, axis, lambda messages: messages.gather(values, axis))
 
 
-def _of_values(operation: str, axis: Axis, call: Callable[[Messages], T]) -> T:
-    """Exchange small values, which are not counted as bytes."""
+def _of_values(operation: str, own: T, axis: Axis, call: Callable[[Messages], T]) -> T:
+    """Exchange small values, which count no bytes; `own`: the result of one rank alone."""
+    if axis.size == 1:
+        return own
     axis.traffic.add(axis.name, operation, 0)
     return _guarded(operation, axis, lambda: call(_messages(axis)))
 
 
 def from_first(value: T, axis: Axis) -> T:
-    """Return the `value` of the axis's first rank on every rank.  Other values are not sent.  For picklable values."""
-    return (
-        value if axis.size == 1 else _of_values("from_first", axis, lambda messages: messages.from_first(value, axis))
-    )
+    """The `value` of the axis's first rank, on every rank; no other one is sent.  For picklable values."""
+    return _of_values("from_first", value, axis, lambda messages: messages.from_first(value, axis))
 
 
 def largest(numbers: Sequence[float], axis: Axis) -> list[float]:
-    """Return the elementwise maximum of every rank's numbers, on every rank."""
-    return list(
-        numbers if axis.size == 1 else _of_values("largest", axis, lambda messages: messages.largest(numbers, axis))
-    )
+    """The elementwise maximum of every rank's numbers, on every rank."""
+    return list(_of_values("largest", numbers, axis, lambda messages: messages.largest(numbers, axis)))
 
 
 def agree(action: Callable[[], T], axis: Axis, raises: type[Exception]) -> T:

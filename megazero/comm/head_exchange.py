@@ -29,7 +29,6 @@ def start_heads_for_sequence(x: Tensor, axis: Axis, heads: slice) -> tuple[Tenso
     """
     if axis.size == 1:
         return x, Pending()
-    _check_divides("heads", x.shape[1], axis)
     chosen = x.unflatten(1, (axis.size, x.shape[1] // axis.size))[:, :, heads]
     parts = chosen.permute(1, 3, 0, 2, 4)  # [n, seq, batch, chosen heads, size]
     whole = x.new_empty(parts.shape)
@@ -60,7 +59,6 @@ class SequenceForHeads:
         if ranks == 1:
             self._whole = x
             return
-        _check_divides("positions", x.shape[2], self._axis)
         parts = x.unflatten(2, (ranks, x.shape[2] // ranks)).permute(2, 3, 0, 1, 4)  # [n, seq, batch, chosen, size]
         if self._whole is None:
             self._whole = x.new_empty((*parts.shape[1:3], ranks, self._heads, x.shape[3]))
@@ -68,13 +66,7 @@ class SequenceForHeads:
 
     def result(self) -> Tensor:
         """Wait for all heads and return them as a view of [seq, batch, heads, size].  Raises: LostPeerError."""
-        if self._whole is None:
-            raise ValueError("no heads have been exchanged")
+        assert self._whole is not None, "no heads have been exchanged"
         for pending in self._under_way:
             pending.wait()
         return self._whole if self._axis.size == 1 else self._whole.flatten(2, 3).permute(1, 2, 0, 3)
-
-
-def _check_divides(what: str, number: int, axis: Axis) -> None:
-    if number % axis.size:
-        raise ValueError(f"{number} {what} cannot be divided among the {axis.size} ranks of {axis.name}")

@@ -70,8 +70,6 @@ def open_corpus(
             split; a weight is invalid; or the model has no embedding for some ids.
         OSError: a source cannot be read, or `cache_dir` cannot be written.
     """
-    if not sources:
-        raise ValueError(f'no data sources; name "{PYTHON_STDLIB}" or the prefix of a .bin/.idx pair')
     own = tokenizer_of(ends_as or [name for name, _ in sources], tokenizer, eod_token)
     if own.vocab_size > vocab_size:
         raise ValueError(

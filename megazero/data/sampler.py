@@ -48,8 +48,6 @@ class Windows:
         cls, tokens: NDArray[Any], seq_len: int, name: str = "the token source", borders: DocumentBorders | None = None
     ) -> Windows:
         """Cut a stream into windows.  `name` is for errors.  Raises: ValueError: it has fewer tokens than one sample."""
-        if seq_len < 1:
-            raise ValueError(f"seq_len={seq_len} must be at least 1")
         count = (len(tokens) - 1) // seq_len
         if count < 1:
             sample = f"one sample of seq_len + 1 = {seq_len + 1:,}; use more data or a shorter seq_len"
@@ -94,10 +92,8 @@ def split(
     No target token is on both sides.  A fraction of 0 means no validation.  The fraction is taken as the decimal that
     it is written as.
 
-    Raises: ValueError: the fraction is outside [0, 1), or one side would be empty.
+    Raises: ValueError: one side would be empty.
     """
-    if not 0 <= validation_fraction < 1:
-        raise ValueError(f"validation_fraction={validation_fraction} must be at least 0 and below 1")
     if validation_fraction == 0:
         return windows, None
     held_out = int(windows.count * Fraction(str(validation_fraction)))
@@ -116,10 +112,7 @@ class Stream(ABC):
 
     def __init__(self, sources: Sequence[Windows]) -> None:
         self._sources = tuple(sources)
-        lengths = sorted({windows.seq_len for windows in sources})
-        if len(lengths) != 1:
-            raise ValueError(f"a stream needs sources of one seq_len, got {lengths or 'no sources'}")
-        self.seq_len = lengths[0]
+        self.seq_len = sources[0].seq_len  # one for all
         self.num_windows = sum(windows.count for windows in sources)  # number of different samples
 
     @abstractmethod
@@ -156,8 +149,6 @@ class SampleStream(Stream):
     """
 
     def __init__(self, sources: Sequence[Windows], weights: Sequence[float], seed: int) -> None:
-        if len(weights) != len(sources):
-            raise ValueError(f"{len(sources)} sources and {len(weights)} weights; give each source one weight")
         super().__init__(sources)
         self._blend, self._seed = Blend(weights), seed
 
@@ -235,8 +226,6 @@ def _rows_by(values: NDArray[np.int64]) -> Iterator[tuple[int, NDArray[np.bool_]
 
 def _sample_indices(indices: ArrayLike) -> NDArray[np.int64]:
     array = np.asarray(indices, np.int64)
-    if array.ndim != 1:
-        raise ValueError(f"sample indices are one row of integers, got shape {array.shape}")
     if array.size and int(array.min()) < 0:
         raise IndexError(f"sample index {array.min()} is negative; samples count from 0")
     return array
@@ -306,8 +295,6 @@ def _count_left(n: NDArray[np.int64], left: int, both: int) -> NDArray[np.int64]
 
 
 def _integer_weights(weights: Sequence[float]) -> tuple[int, ...]:
-    if not weights:
-        raise ValueError("a blend needs at least one source")
     for number, weight in enumerate(weights):
         if not (isfinite(weight) and weight > 0):
             raise ValueError(f"weight {weight} of source {number} must be positive and finite; leave the source out")
@@ -338,8 +325,6 @@ class Permutation:
     """
 
     def __init__(self, size: int, key: Sequence[int]) -> None:
-        if size < 1:
-            raise ValueError(f"a permutation needs at least 1 element, got size={size}")
         self.size = size
         bits = (size - 1).bit_length()
         self._low_bits = np.uint64(bits - bits // 2)
@@ -349,10 +334,8 @@ class Permutation:
         self._round_keys = [np.uint64(xxhash.xxh3_64_intdigest(text, seed=round_)) for round_ in range(_ROUNDS)]
 
     def __call__(self, positions: NDArray[Any]) -> NDArray[np.int64]:
-        """Return the elements at positions in [0, size), of any shape: int64, of the same shape.  Raises: IndexError."""
+        """Return the elements at positions in [0, size), of any shape: int64, of the same shape."""
         flat = np.asarray(positions, np.int64).ravel()
-        if flat.size and not 0 <= int(flat.min()) <= int(flat.max()) < self.size:
-            raise IndexError(f"positions {flat.min()} to {flat.max()} of a permutation of {self.size} elements")
         values = self._network(flat.astype(np.uint64))
         while (outside := np.flatnonzero(values >= np.uint64(self.size))).size:
             values[outside] = self._network(values[outside])

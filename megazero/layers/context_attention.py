@@ -345,13 +345,13 @@ class ContextAttention:
                 f"this rank, and a part of {samples} samples of {rows} tokens"
             )
         heads, kv_heads = q.shape[1], max(k.shape[1], 1)
-        if k.shape != v.shape or k.shape != (q.shape[0], kv_heads, *q.shape[2:]) or heads % kv_heads:
-            raise ValueError(
-                "keys and values must have the queries' batch, seq and size, and as many heads as divide theirs: got q "
-                f"{list(q.shape)}, k {list(k.shape)}, v {list(v.shape)}; [batch, heads, seq, size] is expected"
+        fits = k.shape == v.shape == (q.shape[0], kv_heads, *q.shape[2:]) and q.dtype == k.dtype == v.dtype
+        if not fits or heads % kv_heads:
+            got = "; ".join(f"{name} {list(x.shape)} of {x.dtype}" for name, x in (("q", q), ("k", k), ("v", v)))
+            rule = (
+                "keys and values must have the queries' type, batch, seq and size, and as many heads as divide theirs"
             )
-        if not q.dtype == k.dtype == v.dtype:
-            raise ValueError(f"queries, keys and values must be of one type: got {q.dtype}, {k.dtype} and {v.dtype}")
+            raise ValueError(f"{rule}: got {got}; [batch, heads, seq, size] is expected")
         # The kernels assume that the last dimension is contiguous, whatever its stride says.
         q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
         if k.shape[1] < self.ulysses.size:  # ranks share a kv head; autograd sums their gradients

@@ -26,8 +26,8 @@ def show(
     schedule: Annotated[
         str | None, typer.Option(help="gpipe, 1f1b, interleaved, zb-h1, zbv or dualpipev; 1f1b by default.")
     ] = None,
-    pp: Annotated[int | None, typer.Option(help="Pipeline ranks.")] = None,
-    microbatches: Annotated[int | None, typer.Option(help="Micro-batches of one step.")] = None,
+    pp: Annotated[int | None, typer.Option(min=1, help="Pipeline ranks.")] = None,
+    microbatches: Annotated[int | None, typer.Option(min=1, help="Micro-batches of one step.")] = None,
     virtual_stages: Annotated[int | None, typer.Option(help="Model chunks on each rank, for interleaved.")] = None,
     costs: Annotated[str, typer.Option(help="Times of forward, input's and weights' gradient, message.")] = "1,1,1,0",
     file: Annotated[Path | None, typer.Option(help="Your own schedule: CSV, a line per rank, cells as F0.")] = None,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from itertools import pairwise
 
 from megazero.schedules.action import Action, Placement, Schedule, v_shape
-from megazero.schedules.kind import ScheduleKind, Words, check_counts
+from megazero.schedules.kind import ScheduleKind, Words
 
 
 class DualPipeV(ScheduleKind):
@@ -37,7 +37,6 @@ class DualPipeV(ScheduleKind):
         return v_shape(pp)
 
     def build(self, pp: int, microbatches: int, chunks: int = 2) -> Schedule:
-        check_counts(pp, microbatches)
         ranks, beside = [], set[tuple[int, Action]]()
         for rank in range(pp):
             actions, pairs = _rank_of(rank, pp, max(2 * pp, microbatches))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from megazero.schedules.action import Action, ActionKind, Schedule
-from megazero.schedules.kind import ScheduleKind, check_counts
+from megazero.schedules.kind import ScheduleKind
 
 
 class GPipe(ScheduleKind):
@@ -12,7 +12,6 @@ class GPipe(ScheduleKind):
     name = "gpipe"
 
     def build(self, pp: int, microbatches: int, chunks: int = 1) -> Schedule:
-        check_counts(pp, microbatches)
         kinds = (ActionKind.FORWARD, ActionKind.BACKWARD)
         actions = tuple(Action(kind, index) for kind in kinds for index in range(microbatches))
         return Schedule(self.name, microbatches, self.placement(pp, 1), (actions,) * pp)

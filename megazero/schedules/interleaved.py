@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from megazero.schedules.action import Action, ActionKind, Schedule
-from megazero.schedules.kind import ScheduleKind, alternate, check_counts
+from megazero.schedules.kind import ScheduleKind, alternate
 from megazero.settings import nearest_multiples
 
 
@@ -21,9 +21,6 @@ class Interleaved(ScheduleKind):
         return pp
 
     def build(self, pp: int, microbatches: int, chunks: int) -> Schedule:
-        check_counts(pp, microbatches)
-        if chunks < 2:
-            raise ValueError(f"interleaved needs virtual_stages of at least 2, got {chunks}; with 1 it is 1f1b")
         if microbatches % pp:
             nearest = " and ".join(map(str, nearest_multiples(microbatches, pp)))
             raise ValueError(

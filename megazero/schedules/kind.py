@@ -100,12 +100,6 @@ class GivenSchedule(ScheduleKind):
         return forward_only(self.build(pp, self.schedule.microbatches, chunks), microbatches)
 
 
-def check_counts(pp: int, microbatches: int) -> None:
-    """Raises: ValueError, there is no rank or no micro-batch."""
-    if pp < 1 or microbatches < 1:
-        raise ValueError(f"pp={pp} and microbatches={microbatches} must both be at least 1")
-
-
 class Words:
     """Writes a rank's actions as words: "F0 B1" is a forward of chunk 0 and a backward of chunk 1, each of the next
     micro-batch of its kind and chunk.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from megazero.schedules.action import Action, ActionKind, Schedule
-from megazero.schedules.kind import ScheduleKind, alternate, check_counts
+from megazero.schedules.kind import ScheduleKind, alternate
 
 
 class OneFOneB(ScheduleKind):
@@ -15,7 +15,6 @@ class OneFOneB(ScheduleKind):
     name = "1f1b"
 
     def build(self, pp: int, microbatches: int, chunks: int = 1) -> Schedule:
-        check_counts(pp, microbatches)
         forwards = [Action(ActionKind.FORWARD, index) for index in range(microbatches)]
         backwards = [Action(ActionKind.BACKWARD, index) for index in range(microbatches)]
         ranks = tuple(alternate(forwards, backwards, min(pp - rank - 1, microbatches)) for rank in range(pp))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from megazero.schedules.action import Action, ActionKind, Placement, Schedule, v_shape
-from megazero.schedules.kind import ScheduleKind, Words, check_counts
+from megazero.schedules.kind import ScheduleKind, Words
 
 
 class ZeroBubbleH1(ScheduleKind):
@@ -15,7 +15,6 @@ class ZeroBubbleH1(ScheduleKind):
     name = "zb-h1"
 
     def build(self, pp: int, microbatches: int, chunks: int = 1) -> Schedule:
-        check_counts(pp, microbatches)
         ranks = []
         for rank in range(pp):
             warmup = min(pp - rank - 1, microbatches)
@@ -47,7 +46,6 @@ class ZeroBubbleV(ScheduleKind):
         return v_shape(pp)
 
     def build(self, pp: int, microbatches: int, chunks: int = 2) -> Schedule:
-        check_counts(pp, microbatches)
         ranks = tuple(_rank_of_v(rank, pp, microbatches) for rank in range(pp))
         return Schedule(self.name, microbatches, self.placement(pp, 2), ranks)
 

@@ -173,8 +173,7 @@ class FileStore:
         nbytes: size of the file: the sum of `region_bytes` over its arrays.
 
     Raises:
-        StorageError: the directory is missing or not writable, or the file does not fit.  Free space is checked first,
-            but all ranks of a host see the same free space, so only the preallocation is reliable.
+        StorageError: the directory is missing or not writable, or the file does not fit.
     """
 
     def __init__(self, directory: Path, rank: int, nbytes: int) -> None:
@@ -194,11 +193,6 @@ class FileStore:
             raise StorageError(f"{directory}: no such directory; create it{_OTHERWISE}")
         try:
             free = shutil.disk_usage(directory).free
-            if free < self.nbytes:
-                raise StorageError(
-                    f"{directory}: a file of {self.nbytes} bytes does not fit, {free} bytes are free;"
-                    f" free space on {directory}{_OTHERWISE}"
-                )
             descriptor, name = tempfile.mkstemp(".bin", prefix, directory)
             self.path = Path(name)
             os.unlink(name)  # [Note: a file without a name]
@@ -214,15 +208,9 @@ class FileStore:
         return descriptor
 
     def allocate(self, numel: int, dtype: torch.dtype) -> InFile:
-        """Allocate an array of zeros.  Raises: StorageError, the store is full."""
-        needed, free = region_bytes(numel, dtype), self.nbytes - self._used
-        if needed > free:
-            raise StorageError(
-                f"{self.path}: {numel} elements of {dtype} take {needed} bytes and {free} of the file's {self.nbytes} are"
-                " left; make the file as large as the sum of region_bytes over its arrays"
-            )
+        """Allocate an array of zeros."""
         array = InFile(self, self._used, numel, dtype)
-        self._used += needed
+        self._used += region_bytes(numel, dtype)
         self._arrays.append(array)
         return array
 
