@@ -23,17 +23,8 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
+from megazero.checkpoint import index
 from megazero.checkpoint.folder import Folder, LocalFolder, Location, folder_at
-from megazero.checkpoint.index import (
-    CheckpointError,
-    DamagedError,
-    TrainerState,
-    find_damage,
-    index_name,
-    kinds_of,
-    read_manifest,
-    read_trainer_state,
-)
 from megazero.checkpoint.tensor_file import StoredTensor, StoredTensors
 from megazero.comm.collectives import agree, all_gather, gather_objects
 from megazero.layers.spec import ParamSpec, Region, numel
@@ -49,7 +40,7 @@ def open_checkpoint(
     state: ShardedState,
     at: ParallelState,
     *,
-    check: Callable[[TrainerState], None] = lambda _: None,
+    check: Callable[[index.TrainerState], None] = lambda _: None,
     with_optimizer: bool = True,
     by_hash: bool = True,
 ) -> OpenCheckpoint:
@@ -70,8 +61,8 @@ def open_checkpoint(
     folder = folder_at(location)
     if damage := find_damage_together(folder, at.world, by_hash=by_hash):
         advice = f"{folder} is damaged and was not loaded; resume from another step directory"
-        raise DamagedError("\n".join([*damage, advice]))
-    trainer = agree(lambda: read_trainer_state(folder), at.world, CheckpointError)
+        raise index.DamagedError("\n".join([*damage, advice]))
+    trainer = agree(lambda: index.read_trainer_state(folder), at.world, index.CheckpointError)
     has_moments = with_optimizer and trainer.optimizer_steps > 0
     moments = state.optimizer.known_states if has_moments else ()
 
@@ -79,11 +70,11 @@ def open_checkpoint(
         check(trainer)
         return _open_kinds(folder, trainer.step, moments if has_moments else None)
 
-    stored = agree(open_and_check, at.world, CheckpointError)
+    stored = agree(open_and_check, at.world, index.CheckpointError)
     shapes = {kind: _logical_shapes(state, kind) for kind in (MODEL, *moments)}
     stages = gather_objects(shapes, at.pp)
     all_shapes = {kind: {name: shape for stage in stages for name, shape in stage[kind].items()} for kind in shapes}
-    agree(lambda: _compare(stored, shapes, all_shapes), at.world, CheckpointError)
+    agree(lambda: _compare(stored, shapes, all_shapes), at.world, index.CheckpointError)
 
     needed = {
         kind: sum(numel(shape) for shape in all_shapes[MODEL if kind == MASTER else kind].values())
@@ -101,7 +92,7 @@ class OpenCheckpoint:
     """
 
     folder: Folder
-    trainer: TrainerState
+    trainer: index.TrainerState
     stored: Mapping[str, StoredTensors]
     needed: Mapping[str, int]
     has_moments: bool
@@ -120,7 +111,7 @@ class OpenCheckpoint:
         """
         copies = {bucket: None if self._shares_pages else copies_of(bucket, self.at) for bucket in self.state.buckets}
         reads = plan_reads(self.state, copies, tuple(self.needed), self.at.tp.index)
-        counts = agree(lambda: _read_all(reads, self.stored, self.state, self.at), self.at.world, CheckpointError)
+        counts = agree(lambda: _read_all(reads, self.stored, self.state, self.at), self.at.world, index.CheckpointError)
         for kind in self.needed:
             for bucket, axis in copies.items():
                 if axis is not None and _holds(self.state, kind, bucket):
@@ -129,7 +120,9 @@ class OpenCheckpoint:
         for kind, needed in self.needed.items():
             read = sum(counts[kind] for counts in of_ranks)
             if read != needed:
-                raise CheckpointError(f"{self.folder}: {read} elements of {kind} were read, the model has {needed}")
+                raise index.CheckpointError(
+                    f"{self.folder}: {read} elements of {kind} were read, the model has {needed}"
+                )
         if self.has_moments:
             self.state.optimizer.resume(self.trainer.optimizer_steps, self.trainer.optimizer_scalars)
         else:
@@ -144,14 +137,14 @@ def find_damage_together(folder: Folder, world: Axis, *, by_hash: bool = True) -
 
     def look() -> list[str]:
         try:
-            files = read_manifest(folder)
-        except DamagedError as error:
+            files = index.read_manifest(folder)
+        except index.DamagedError as error:
             return [str(error)]
         by_size = sorted(files, key=lambda name: (-files[name].bytes, name))  # so all ranks get about as many bytes
         mine = {name: files[name] for name in by_size[world.index :: world.size]}
-        return find_damage(folder, mine, by_hash=by_hash)
+        return index.find_damage(folder, mine, by_hash=by_hash)
 
-    found = gather_objects(agree(look, world, CheckpointError), world)
+    found = gather_objects(agree(look, world, index.CheckpointError), world)
     return list(dict.fromkeys(line for lines in found for line in lines))
 
 
@@ -161,16 +154,16 @@ def check_kinds(folder: Folder, moments: Sequence[str] | None) -> list[str]:
 
     Raises: CheckpointError: it has no weights, or another optimizer wrote it.
     """
-    kinds = kinds_of(read_manifest(folder))
+    kinds = index.kinds_of(index.read_manifest(folder))
     stored = [kind for kind in kinds if kind not in (MODEL, MASTER)]
     if moments is not None and set(stored) != set(moments):
         held, needed = (", ".join(names) or "nothing" for names in (stored, moments))
-        raise CheckpointError(
+        raise index.CheckpointError(
             f"{folder} was written with another optimizer: it holds {held}, this one keeps {needed}. "
             "Go on with the optimizer that wrote it"
         )
     if MODEL not in kinds:
-        raise CheckpointError(f"{folder} has no {MODEL}; it holds {', '.join(kinds) or 'nothing'}")
+        raise index.CheckpointError(f"{folder} has no {MODEL}; it holds {', '.join(kinds) or 'nothing'}")
     return kinds
 
 
@@ -201,7 +194,7 @@ def _compare(stored: Mapping[str, StoredTensors], shapes: dict[str, Shapes], all
                 problems.append(f"{name} has shape {list(found)}, this model needs {list(mine[name])}")
         if problems:
             shown = "; ".join(problems[:5])
-            raise CheckpointError(f"{tensors.folder}/{index_name(kind)} is of another model: {shown}")
+            raise index.CheckpointError(f"{tensors.folder}/{index.index_name(kind)} is of another model: {shown}")
 
 
 @dataclass(frozen=True)

@@ -24,25 +24,8 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from math import isfinite
 
+from megazero.checkpoint import index
 from megazero.checkpoint.folder import Folder, Location, folder_at
-from megazero.checkpoint.index import (
-    DAMAGED_MANIFEST,
-    MANIFEST,
-    UNFINISHED,
-    CheckpointError,
-    TrainerState,
-    files_of_save,
-    incomplete,
-    is_complete,
-    is_step_name,
-    own_files,
-    read_trainer_state,
-    remove_own_files,
-    step_folders,
-    step_of,
-    val_loss_of,
-    write_unfinished,
-)
 from megazero.checkpoint.load import find_damage_together
 from megazero.checkpoint.lock import has_ended, process_identity
 from megazero.comm.collectives import on_first
@@ -114,18 +97,18 @@ class Pruner:
         """
         if not self._policy.keep_last:
             return [], []
-        keep, remove, unfinished = on_first(self._plan, self._world, CheckpointError)
+        keep, remove, unfinished = on_first(self._plan, self._world, index.CheckpointError)
         damage: list[str] = []
         for name in reversed(keep if remove else []):
             intact = self._root.child(name)
             if not (found := find_damage_together(intact, self._world, by_hash=self._policy.by_hash)):
                 # what is newer than this one may be intact, too
-                remove = [old for old in remove if step_of(self._root.child(old)) < step_of(intact)]
+                remove = [old for old in remove if index.step_of(self._root.child(old)) < index.step_of(intact)]
                 break
             damage += found
         else:
             if remove:
-                raise CheckpointError(
+                raise index.CheckpointError(
                     f"of the checkpoints to keep in {self._root} ({', '.join(keep) or 'none'}) none is intact: "
                     f"{', '.join(remove)} not removed\n" + "\n".join(damage)
                 )
@@ -133,29 +116,29 @@ class Pruner:
         def remove_all() -> list[str]:
             removed = [name for name in remove if self._remove(self._root.child(name))]
             for name in unfinished:
-                remove_own_files(self._root.child(name))
+                index.remove_own_files(self._root.child(name))
             return removed + unfinished
 
-        removed = on_first(remove_all, self._world, CheckpointError)
+        removed = on_first(remove_all, self._world, index.CheckpointError)
         return [self._root.child(name) for name in removed], damage
 
     def _plan(self) -> tuple[list[str], list[str], list[str]]:
         """Return the names of directories to retain, to remove, and of unfinished ones to clear, each in the order of
         steps.
         """
-        folders = [folder for folder in step_folders(self._root) if not folder.is_link]
-        complete = {step_of(folder): folder for folder in folders if is_complete(folder)}
+        folders = [folder for folder in index.step_folders(self._root) if not folder.is_link]
+        complete = {index.step_of(folder): folder for folder in folders if index.is_complete(folder)}
         ranked = complete if self._policy.keep_best else {}
         states = {step: _state(folder) for step, folder in ranked.items()}
         data = {step: state.data_fingerprint for step, state in states.items() if state}
         losses, unknown = dict[int, float | None].fromkeys(complete), set()
         for step, folder in ranked.items():
             try:
-                losses[step] = val_loss_of(folder)
-            except CheckpointError:
+                losses[step] = index.val_loss_of(folder)
+            except index.CheckpointError:
                 unknown.add(step)  # it may be the best one
         kept = kept_steps(losses, self._policy, data) | unknown
-        old = [folder for folder in folders if complete and step_of(folder) < max(complete)]
+        old = [folder for folder in folders if complete and index.step_of(folder) < max(complete)]
         return (
             [folder.name for step, folder in complete.items() if step in kept],
             [folder.name for step, folder in complete.items() if step not in kept],
@@ -167,17 +150,17 @@ class Pruner:
         if self._is_read(folder):
             return False
         try:
-            names = files_of_save(folder)
-        except CheckpointError:  # not ours; or the storage fails, and the next pruning removes it
+            names = index.files_of_save(folder)
+        except index.CheckpointError:  # not ours; or the storage fails, and the next pruning removes it
             return False
-        manifest = folder.read(MANIFEST)
-        write_unfinished(folder, names)
-        folder.remove(MANIFEST)
+        manifest = folder.read(index.MANIFEST)
+        index.write_unfinished(folder, names)
+        folder.remove(index.MANIFEST)
         if self._is_read(folder):
-            folder.write(MANIFEST, manifest)
-            folder.remove(UNFINISHED)
+            folder.write(index.MANIFEST, manifest)
+            folder.remove(index.UNFINISHED)
             return False
-        remove_own_files(folder)
+        index.remove_own_files(folder)
         return True
 
     def _is_read(self, folder: Folder) -> bool:
@@ -203,12 +186,12 @@ def _read_marker(markers: Folder, marker: str) -> str:
 
 def _is_ours(folder: Folder) -> bool:
     """Whether an unfinished step directory is empty or contains files of ours."""
-    return bool(own_files(folder)) or not (folder.files() or folder.folders())
+    return bool(index.own_files(folder)) or not (folder.files() or folder.folders())
 
 
-def _state(folder: Folder) -> TrainerState | None:
-    with suppress(CheckpointError):
-        return read_trainer_state(folder)
+def _state(folder: Folder) -> index.TrainerState | None:
+    with suppress(index.CheckpointError):
+        return index.read_trainer_state(folder)
     return None
 
 
@@ -221,13 +204,13 @@ def reading(location: Location) -> Iterator[Folder]:
     folder = folder_at(location)
     marker = f"{folder.name}.{uuid.uuid4().hex}"
     markers = folder.parent.child(READING)
-    if is_step_name(folder.name):
+    if index.is_step_name(folder.name):
         with suppress(OSError):  # if nothing can be written there, nothing can be pruned either
             markers.make()
             markers.write(marker, process_identity(os.getpid()).encode())
     try:
-        if not is_complete(folder):
-            raise incomplete(folder)
+        if not index.is_complete(folder):
+            raise index.incomplete(folder)
         yield folder
     finally:
         with suppress(OSError):
@@ -241,8 +224,10 @@ def mark_damaged(folder: Folder) -> None:
     Raises: CheckpointError: the directory is a link, so it does not belong to this run; or see `files_of_save`.
     """
     if folder.is_link:
-        raise CheckpointError(f"{folder} is a link and belongs elsewhere: it is not marked as damaged; remove the link")
-    write_unfinished(folder, files_of_save(folder))
+        raise index.CheckpointError(
+            f"{folder} is a link and belongs elsewhere: it is not marked as damaged; remove the link"
+        )
+    index.write_unfinished(folder, index.files_of_save(folder))
     with suppress(FileNotFoundError):
-        folder.write(DAMAGED_MANIFEST, folder.read(MANIFEST))
-    folder.remove(MANIFEST)
+        folder.write(index.DAMAGED_MANIFEST, folder.read(index.MANIFEST))
+    folder.remove(index.MANIFEST)

@@ -40,6 +40,12 @@ class Lion(torch.optim.Optimizer):
         betas: tuple[float, float] = (0.9, 0.99),
         weight_decay: float = 0.0,
     ) -> None:
+        if lr < 0:
+            raise ValueError(f"Lion: lr={lr} must be at least 0")
+        if len(betas) != 2 or not all(0 <= beta < 1 for beta in betas):
+            raise ValueError(f"Lion: betas={betas} must be two numbers in [0, 1)")
+        if weight_decay < 0:
+            raise ValueError(f"Lion: weight_decay={weight_decay} must be at least 0")
         super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": weight_decay})
 
     @torch.no_grad()

@@ -27,28 +27,12 @@ from megazero.config import ConfigError, ResolvedRun
 from megazero.config.load import import_extensions
 from megazero.parallel_state import ParallelState
 from megazero.terminal import Terminal, drain, warn
+from megazero.training import world
 from megazero.training.callbacks.base import RunSummary
 from megazero.training.callbacks.registry import CallbackError
 from megazero.training.signals import EXIT_FAILED, EXIT_REFUSED, EXIT_STOPPED, StopRequest, die_of_signals
 from megazero.training.trainer import train
-from megazero.training.world import (
-    LAUNCH_FOLDER,
-    DeviceError,
-    choices_of,
-    cuda_devices,
-    device_type,
-    join_world,
-    leave_world,
-    meet,
-    open_store,
-    place_of,
-    prefer_expandable_segments,
-    release_spare_ranks,
-    started_ranks,
-    this_place,
-    this_rank,
-    wait_as_spare,
-)
+from megazero.training.world import join_world, leave_world
 
 if TYPE_CHECKING:
     from torch.multiprocessing.spawn import ProcessException
@@ -81,7 +65,7 @@ def train_rank(run: ResolvedRun, state: ParallelState, stop: StopRequest) -> Run
     if state.rank == 0:
         for notice in run.notices:
             show(notice)
-        if state.device.type == "cpu" and run.config.launch.device == "auto" and (devices := cuda_devices()):
+        if state.device.type == "cpu" and run.config.launch.device == "auto" and (devices := world.cuda_devices()):
             show(
                 f"computes on the CPU: launch.device=auto takes CUDA with a device for each rank, torch finds {devices}"
             )
@@ -116,21 +100,21 @@ def run_ranks(run: ResolvedRun, work: Work[T], stop: StopRequest | None = None) 
 
 def run_rank(run: ResolvedRun, work: Work[T]) -> T | Failed:
     """Join the world that the environment describes and do the work of this rank."""
-    prefer_expandable_segments(os.environ)
+    world.prefer_expandable_segments(os.environ)
     try:
         (problem, place), timeout = _problem_and_place(run), timedelta(seconds=run.config.parallel.timeout_seconds)
-        store = open_store(timeout)
+        store = world.open_store(timeout)
         if (
             store is not None
-            and LAUNCH_FOLDER not in os.environ
-            and (problems := meet(store, timeout, problem, choices_of(run.config), place))
+            and world.LAUNCH_FOLDER not in os.environ
+            and (problems := world.meet(store, timeout, problem, world.choices_of(run.config), place))
         ):
             return refuse(problems)
         if problem is not None:
             _report(problem, is_cause=True)
             return Failed(EXIT_REFUSED)
-        if store is not None and this_rank() >= run.world_size:
-            raise SystemExit(wait_as_spare(store))
+        if store is not None and world.this_rank() >= run.world_size:
+            raise SystemExit(world.wait_as_spare(store))
         answer = work(run, join_world(run, store))
     except LostPeerError as error:
         _report(f"{error}{name_hint(os.environ)}", is_cause=False)
@@ -143,9 +127,9 @@ def run_rank(run: ResolvedRun, work: Work[T]) -> T | Failed:
         _report(str(error) if _is_explained(error) else traceback.format_exc(), is_cause=True)
         return Failed()
     leave_world()
-    if store is not None and this_rank() == 0:
+    if store is not None and world.this_rank() == 0:
         status = EXIT_STOPPED if isinstance(answer, RunSummary) and answer.stopped else 0
-        release_spare_ranks(store, range(run.world_size, started_ranks()), status)
+        world.release_spare_ranks(store, range(run.world_size, world.started_ranks()), status)
     return answer
 
 
@@ -161,8 +145,8 @@ def _problem_and_place(run: ResolvedRun) -> tuple[str | None, dict[str, str]]:
     if problems := import_extensions(run.config.launch.extensions):
         return str(ConfigError(problems)), {}
     try:
-        return None, place_of(run)
-    except DeviceError as error:
+        return None, world.place_of(run)
+    except world.DeviceError as error:
         return str(error), {}
 
 
@@ -177,17 +161,17 @@ def refuse(problems: Sequence[str]) -> Failed:
 def tell_others(problem: str) -> Failed:
     """Print why this rank cannot start, and tell the other ranks that a launcher has started."""
     die_of_signals()  # there is nothing to save
-    failed, found = refuse([f"{this_place()}: {problem}"]), list[str]()
+    failed, found = refuse([f"{world.this_place()}: {problem}"]), list[str]()
     with suppress(RuntimeError, ValueError, OSError):  # the others do not come, or there is no launcher
-        if (store := open_store(_MEETING_TIME)) is not None:
-            found = meet(store, _MEETING_TIME, problem)
+        if (store := world.open_store(_MEETING_TIME)) is not None:
+            found = world.meet(store, _MEETING_TIME, problem)
     refuse([line for line in found if not line.endswith(problem)])
     return failed
 
 
 def _report(text: str, *, is_cause: bool) -> None:
     """Report why this rank failed: to the launcher, which prints each cause once, else to the terminal."""
-    rank, folder = this_rank(), os.environ.get(LAUNCH_FOLDER)
+    rank, folder = world.this_rank(), os.environ.get(world.LAUNCH_FOLDER)
     if folder is None:
         warn(f"rank {rank}: {text}")
     else:  # files are read in order of their names: causes before consequences
@@ -199,7 +183,7 @@ def _run_started_rank(
 ) -> None:
     numbers = dict.fromkeys(("RANK", "LOCAL_RANK"), str(rank))
     numbers |= dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), str(run.world_size))
-    os.environ |= {**numbers, **_LOOPBACK, LAUNCH_FOLDER: str(folder)}
+    os.environ |= {**numbers, **_LOOPBACK, world.LAUNCH_FOLDER: str(folder)}
     if stop is not None:
         stop.listen()
     answer = run_rank(run, work)
@@ -224,8 +208,8 @@ def _launch(run: ResolvedRun, work: Work[T], stop: StopRequest | None) -> T | Fa
 
     count = run.world_size
     try:
-        on_cpu = device_type(run.config, count) == "cpu"
-    except DeviceError as error:
+        on_cpu = world.device_type(run.config, count) == "cpu"
+    except world.DeviceError as error:
         return refuse([str(error)])
     if on_cpu:
         import torch._dynamo  # noqa: F401  every optimizer imports it: once here instead of once per rank

@@ -12,32 +12,12 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
+from megazero.checkpoint import index
 from megazero.checkpoint.folder import Folder, folder_at
-from megazero.checkpoint.index import (
-    CheckpointError,
-    DamagedError,
-    TrainerState,
-    find_newest,
-    is_complete,
-    read_trainer_state,
-    step_folders,
-    step_of,
-)
 from megazero.checkpoint.load import check_kinds
 from megazero.config import RunConfig
-from megazero.engine import Position
+from megazero.engine import Position, phases
 from megazero.engine.outline import optimizer_of
-from megazero.engine.phases import (
-    KEYS_OF,
-    begins_anew,
-    changes,
-    changes_text,
-    check_same_run,
-    current,
-    learning_rate,
-    position_after,
-    recorded_phases,
-)
 from megazero.optim.config import LrScheduleConfig
 from megazero.settings import hide_passwords, toml_value
 
@@ -56,13 +36,13 @@ def find_origin(wish: str, root: Folder) -> Folder | None:
 
     Raises: CheckpointError.
     """
-    newest = find_newest(root)
+    newest = index.find_newest(root)
     is_restart = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
     if wish == "auto" or (wish == "never" and is_restart):
         return newest
     if wish == "never":
         if newest is not None:
-            raise CheckpointError(
+            raise index.CheckpointError(
                 f"checkpoint.resume=never, but {root} holds the run that wrote {newest.name}; "
                 "set training.run_dir to a new directory, or checkpoint.resume=auto to continue it"
             )
@@ -71,9 +51,9 @@ def find_origin(wish: str, root: Folder) -> Folder | None:
         return newest
     origin = folder_at(wish)
     _check_complete(origin, wish)
-    step = read_trainer_state(origin).step
-    if newest is not None and step_of(newest) > step:
-        raise CheckpointError(
+    step = index.read_trainer_state(origin).step
+    if newest is not None and index.step_of(newest) > step:
+        raise index.CheckpointError(
             f"checkpoint.resume={wish} is step {step}, but {root} already holds {newest.name}; "
             "set training.run_dir to a new directory to branch off, or remove the later steps"
         )
@@ -96,25 +76,25 @@ def foresee(config: RunConfig, fingerprint_at: Callable[[int], str] | None) -> l
             return ["checkpoints at a URL were not looked at"]
         if (origin := find_origin(wish, checkpoints_of(config))) is None:
             return []
-        trainer = read_trainer_state(origin)
+        trainer = index.read_trainer_state(origin)
         data = trainer.data_fingerprint if fingerprint_at is None else fingerprint_at(config.model.seq_len)
-        check_same_run(origin, config, data, trainer, fingerprint_at=fingerprint_at)
+        phases.check_same_run(origin, config, data, trainer, fingerprint_at=fingerprint_at)
         check_kinds(origin, optimizer_of(config.optimizer).known_states if trainer.optimizer_steps else None)
-        position = position_after(trainer, config, data)
+        position = phases.position_after(trainer, config, data)
         lines = [f"goes on from {origin}, step {position.step:,}, whose files were not verified"]
         lines += tell_changes(trainer, config, position)
-    except DamagedError as error:
+    except index.DamagedError as error:
         if config.checkpoint.on_damage == "stop":
             raise
         return [f"{error}; the run goes back to an older one, or ends (checkpoint.on_damage)"]
     except (OSError, LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
-        raise CheckpointError(f"the checkpoint to go on from cannot be read: {error}") from error
+        raise index.CheckpointError(f"the checkpoint to go on from cannot be read: {error}") from error
     return lines if fingerprint_at is not None else [*lines, "its data was not compared: that of this run is not here"]
 
 
 def _check_complete(origin: Folder, wish: str) -> None:
-    if not is_complete(origin):
-        raise CheckpointError(
+    if not index.is_complete(origin):
+        raise index.CheckpointError(
             f"checkpoint.resume={wish} is not a complete checkpoint (it has no manifest.json); write auto, or the directory "
             "of a step"
         )
@@ -122,25 +102,25 @@ def _check_complete(origin: Folder, wish: str) -> None:
 
 def resume_setting_of(folder: Folder) -> str | None:
     """`checkpoint.resume` of the run that wrote a checkpoint, without passwords; None where that is unknown."""
-    with suppress(DamagedError):
-        resume = read_trainer_state(folder).config.get("checkpoint", {}).get("resume")
+    with suppress(index.DamagedError):
+        resume = index.read_trainer_state(folder).config.get("checkpoint", {}).get("resume")
         return None if resume is None else hide_passwords(str(resume))
     return None
 
 
 def _was_interrupted(root: Folder, wish: str) -> bool:
     """Whether the run in a directory started from `wish`, according to the newest step that can be read."""
-    settings = (resume_setting_of(folder) for folder in reversed(step_folders(root)) if is_complete(folder))
+    settings = (resume_setting_of(folder) for folder in reversed(index.step_folders(root)) if index.is_complete(folder))
     return next((setting for setting in settings if setting is not None), None) == hide_passwords(wish)
 
 
-def tell_changes(trainer: TrainerState, config: RunConfig, position: Position) -> list[str]:
+def tell_changes(trainer: index.TrainerState, config: RunConfig, position: Position) -> list[str]:
     """Describe what a resumed run does differently from the run that wrote the checkpoint.
 
     Args:
         position: where the run goes on, with its phases.
     """
-    found, lines, phase = changes(trainer, config), [], position.phase
+    found, lines, phase = phases.changes(trainer, config), [], position.phase
     number = f"phase {len(position.phases) + 1} of the run"
     is_over, is_new = position.step >= config.training.steps, len(position.phases) > len(trainer.phases)
     if is_over:
@@ -151,8 +131,8 @@ def tell_changes(trainer: TrainerState, config: RunConfig, position: Position) -
     elif is_new:
         changed = phase.changed
         found = {key: values for key, values in found.items() if key not in changed}
-        lines.append(f"{number} begins (checkpoint.accept_changes): {changes_text(changed)}")
-        new_data, new_schedule = begins_anew(changed)
+        lines.append(f"{number} begins (checkpoint.accept_changes): {phases.changes_text(changed)}")
+        new_data, new_schedule = phases.begins_anew(changed)
         if new_data:
             lines.append(f"its data is read from the first sample, which is sample {position.samples} of the run")
         if new_schedule:
@@ -162,20 +142,22 @@ def tell_changes(trainer: TrainerState, config: RunConfig, position: Position) -
         lines.append(f"in {number}, which began after step {phase.step}")
     found = {key: values for key, values in found.items() if key not in _PLACES}
     if found:
-        lines.append(f"changed since the checkpoint was written: {changes_text(found)}")
+        lines.append(f"changed since the checkpoint was written: {phases.changes_text(found)}")
     return lines + _tell_learning_rate(trainer, config, position)
 
 
-def _tell_learning_rate(trainer: TrainerState, config: RunConfig, position: Position) -> list[str]:
+def _tell_learning_rate(trainer: index.TrainerState, config: RunConfig, position: Position) -> list[str]:
     """Describe how a changed schedule changes the next learning rate; empty if nothing changed it."""
     steps, updates = config.training.steps, trainer.optimizer_steps
-    if position.step >= steps or changes(trainer, config).keys().isdisjoint(KEYS_OF["lr_schedule"]):
+    if position.step >= steps or phases.changes(trainer, config).keys().isdisjoint(phases.KEYS_OF["lr_schedule"]):
         return []
-    now = learning_rate(config.lr_schedule, config.optimizer.lr, steps, position.phase, updates)
+    now = phases.learning_rate(config.lr_schedule, config.optimizer.lr, steps, position.phase, updates)
     with suppress(Exception):  # a script's schedule may be gone, or not know a step beyond its end
         old_steps, peak = trainer.config["training"]["steps"], trainer.config["optimizer"]["lr"]
         schedule = LrScheduleConfig.model_validate(trainer.config["lr_schedule"])
-        before = learning_rate(schedule, peak, old_steps, current(recorded_phases(trainer)), updates)
+        before = phases.learning_rate(
+            schedule, peak, old_steps, phases.current(phases.recorded_phases(trainer)), updates
+        )
         ended = ", which has ended" if position.step >= old_steps else ""
         by = f"by the checkpoint's schedule of {old_steps} steps{ended}"
         return [

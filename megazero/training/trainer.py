@@ -30,16 +30,7 @@ from megazero.models.gpt import MicroBatch
 from megazero.parallel_state import ParallelState
 from megazero.schedules.proof import ScheduleError
 from megazero.training.batches import ReadAhead, fingerprint_of, open_same_corpus, placed, read_on_host, without_trained
-from megazero.training.callbacks.base import (
-    Callback,
-    RunContext,
-    RunSummary,
-    SampleRange,
-    StepDecision,
-    StepMeter,
-    StepRecord,
-    peak_memory_bytes,
-)
+from megazero.training.callbacks import base
 from megazero.training.callbacks.checkpointing import Checkpointing
 from megazero.training.callbacks.progress import describe, describe_kernels, recompile_limit_in_a_line
 from megazero.training.callbacks.registry import CallbackError, RegisteredCallback, callbacks_of, check_names
@@ -52,7 +43,7 @@ SAVED_CONFIG = "config.toml"
 
 def train(
     run: ResolvedRun, state: ParallelState, show: Callable[[str], None], wants_stop: Callable[[], bool] = lambda: False
-) -> RunSummary:
+) -> base.RunSummary:
     """Start or resume the training that a configuration describes.  Called on every rank.
 
     Args:
@@ -97,7 +88,7 @@ class Trainer:
             corpus = without_trained(corpus, start.trained, say)
             ends = {key: max(end, start.trained.get(key, 0)) for key, end in corpus.train.ends().items()}
             self.position = replace(start, trained={**start.trained, **ends})
-            self.context = RunContext(run, self.engine, corpus, self.position, say)
+            self.context = base.RunContext(run, self.engine, corpus, self.position, say)
             self._batches = ReadAhead(self._read)
             closing.callback(self._batches.close)
             agree(self._prepare_run_dir, state.world, OSError)
@@ -107,7 +98,7 @@ class Trainer:
         self.loss: float | None = None  # of the last step
         self.val_loss: float | None = None  # of the last evaluation
 
-    def run(self) -> RunSummary:
+    def run(self) -> base.RunSummary:
         """Do the steps that are left, or those until a rank wants to stop."""
         steps, is_done = self.resolved.config.training.steps, False
         run, config = self.resolved, self.resolved.config
@@ -121,7 +112,7 @@ class Trainer:
                 is_done = self._step()
             for callback in self.callbacks:
                 callback.on_end(self.position)
-            return RunSummary(
+            return base.RunSummary(
                 self.position.step,
                 self.loss,
                 self.val_loss,
@@ -138,28 +129,28 @@ class Trainer:
         first, end = self.position.samples, self.resolved.samples_after(self.position.samples)
         position = replace(self.position, step=self.position.step + 1, samples=end)
         is_last = position.step == self.resolved.config.training.steps
-        record = StepRecord(position, SampleRange(first, end - 1), is_last=is_last)
+        record = base.StepRecord(position, base.SampleRange(first, end - 1), is_last=is_last)
         if self.resolved.config.training.batch_ramp:
             record.metrics["global_batch_size"] = len(record.samples)
-        if StepDecision.SKIP not in decisions:  # else its samples are consumed, and nothing is computed
+        if base.StepDecision.SKIP not in decisions:  # else its samples are consumed, and nothing is computed
             self._compute(record)
         for callback in self.callbacks:
             decision = callback.after_step(record)
-            if decision is StepDecision.ROLL_BACK:
+            if decision is base.StepDecision.ROLL_BACK:
                 self.position = self._roll_back(record)
                 return False  # also where a rank wants to stop: only a later step remembers the samples to leave out
-            record.is_last |= decision is StepDecision.STOP
+            record.is_last |= decision is base.StepDecision.STOP
         self.position = record.position
         self.loss = self.loss if record.loss is None else record.loss
         self.val_loss = self.val_loss if record.val_loss is None else record.val_loss
         return record.is_last
 
-    def _compute(self, record: StepRecord) -> None:
+    def _compute(self, record: base.StepRecord) -> None:
         """Train on the samples of a step and note what was measured."""
         engine, model = self.engine, self.engine.sharded_model
         config, phase = self.resolved.config, record.position.phase
         self.watchdog.at(record.step, TRAINING)
-        meter = StepMeter(self.state.traffic)
+        meter = base.StepMeter(self.state.traffic)
         # On a CPU the thread would take the step's cores.
         reads_ahead = self.state.device.type == "cuda" and not record.is_last
         following = (record.samples.last + 1, phase.first_sample) if reads_ahead else None
@@ -173,7 +164,7 @@ class Trainer:
         record.seconds, record.work_seconds, record.sent_bytes = meter.read()
         record.statistics, record.lr = statistics, lr
         record.position = replace(record.position, tokens=record.position.tokens + statistics.tokens)
-        record.memory_bytes = peak_memory_bytes(self.state.device)
+        record.memory_bytes = base.peak_memory_bytes(self.state.device)
         record.is_last |= statistics.stop
         record.skipped_steps = None if model.scaler is None else model.skipped_steps
 
@@ -183,7 +174,7 @@ class Trainer:
         where = {"multiple": self._multiple, "stream_starts_at": stream_starts_at}
         return read_on_host(self.context.corpus.train, first, count, self.resolved.micro_batch_size, share, **where)
 
-    def _roll_back(self, record: StepRecord) -> Position:
+    def _roll_back(self, record: base.StepRecord) -> Position:
         """Load the newest checkpoint, to continue from its step with the samples after those of a bad step."""
         self.watchdog.at(record.step, SAVING)
         loaded = self.checkpointing.roll_back(record.step)
@@ -203,11 +194,11 @@ class Trainer:
             callback.on_rollback(position)
         return position
 
-    def _make_callbacks(self, closing: ExitStack) -> list[Callback]:
+    def _make_callbacks(self, closing: ExitStack) -> list[base.Callback]:
         """The callbacks of the run; `closing` closes them, the last first, also where making another one fails."""
-        made: list[Callback] = []
+        made: list[base.Callback] = []
 
-        def add(callback: Callback) -> None:
+        def add(callback: base.Callback) -> None:
             made.append(callback)
             closing.push(partial(_close, callback, self.say))
 
@@ -256,7 +247,7 @@ class Trainer:
 
 
 def _close(
-    callback: Callback, say: Callable[[str], None], _kind: object, error: BaseException | None, _trace: object
+    callback: base.Callback, say: Callable[[str], None], _kind: object, error: BaseException | None, _trace: object
 ) -> None:
     """Close a callback; where the run ends with an error, that error is the one to raise."""
     try:

@@ -35,18 +35,7 @@ from torch._C._distributed_c10d import Store
 from megazero.comm.collectives import LostPeerError, from_first
 from megazero.parallel_state import ParallelState
 from megazero.terminal import warn
-from megazero.training.heartbeat import (
-    EVALUATING,
-    SAVING,
-    STARTING,
-    TRAINING,
-    Heartbeat,
-    HeartbeatStore,
-    explain_missing_ranks,
-    is_dead,
-    store_of_run,
-    waits_for_another,
-)
+from megazero.training import heartbeat
 
 T = TypeVar("T")
 
@@ -79,12 +68,12 @@ class Watchdog:
         self._timeout = timeout_seconds
         self._tick = tick_seconds or min(max(1.0, state.world.size / 1024), 8.0)
         self._patience = max(4.0, 3 * self._tick + 1)  # a rank without heartbeat for so long is dead
-        self._at = (0, STARTING, time.perf_counter())
+        self._at = (0, heartbeat.STARTING, time.perf_counter())
         self._first_steps: dict[str, int] = {}  # by phase
         self._next, self._next_count, self._silent_ticks = (state.rank + 1) % state.world.size, -1, 0
         self._count, self._is_over, self._has_warned = 0, False, False
         self._ended, self._lost = "", False
-        self._store: HeartbeatStore | None = None
+        self._store: heartbeat.HeartbeatStore | None = None
         self._run = ""  # its name in the store of the process group
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
@@ -100,12 +89,12 @@ class Watchdog:
 
     def open_store(self) -> Store | None:
         """The run's part of the store, over a connection of the caller's own; None outside a run of several ranks."""
-        return store_of_run(dist.distributed_c10d._get_default_store(), self._run) if self._run else None
+        return heartbeat.store_of_run(dist.distributed_c10d._get_default_store(), self._run) if self._run else None
 
     def __enter__(self) -> Self:
         if self.state.world.size > 1:
             self._run = from_first(uuid.uuid4().hex[:8], self.state.world)
-            self._store = HeartbeatStore(dist.distributed_c10d._get_default_store(), self._run)
+            self._store = heartbeat.HeartbeatStore(dist.distributed_c10d._get_default_store(), self._run)
             self._store.write(self.state.rank, self._beat())
             self._thread.start()
         return self
@@ -126,7 +115,7 @@ class Watchdog:
         self._over.set()
         self._thread.join(timeout=max(1.0, self._tick))
 
-    def _beat(self) -> Heartbeat:
+    def _beat(self) -> heartbeat.Heartbeat:
         (step, phase, _), last = self._at, self.state.traffic.last
         collective = ("", "", False) if last is None else (last.operation, last.axis, last.is_inside)
         begun: Counter[str] = Counter()
@@ -137,7 +126,9 @@ class Watchdog:
         idle, now = round(self._seconds_without_progress(), 3), round(time.time(), 1)
         # Before the first pass of a step it reads data.
         waits = self._waits_for_others() and (collective[2] or self.state.traffic.advanced > self._at[2])
-        return Heartbeat(self._count, step, phase, *collective, idle, dict(begun), self._ended, self._lost, waits, now)
+        return heartbeat.Heartbeat(
+            self._count, step, phase, *collective, idle, dict(begun), self._ended, self._lost, waits, now
+        )
 
     def _seconds_without_progress(self) -> float:
         traffic = self.state.traffic
@@ -161,20 +152,20 @@ class Watchdog:
             "its host may be the one that is lost"
         )
 
-    def _compare(self, axis: str, others: Sequence[int], mine: Heartbeat, *, is_over: bool) -> str:
+    def _compare(self, axis: str, others: Sequence[int], mine: heartbeat.Heartbeat, *, is_over: bool) -> str:
         store, world = self._store, self.state.world.ranks
         assert store is not None
         ranks = [r for r in world if r != self.state.rank] if len(world) <= _WHOLE_WORLD else [*others, self._next]
         before = store.read(ranks)
         store.request(is_over=is_over)
-        until, after, silent = time.monotonic() + self._patience, dict[int, Heartbeat](), ranks
+        until, after, silent = time.monotonic() + self._patience, dict[int, heartbeat.Heartbeat](), ranks
         while True:
             time.sleep(self._tick / 2)
             self._write_heartbeat()  # the thread, which does so otherwise, may be the caller
             after |= store.read(silent)  # those alone: all ranks of the world read from one store
-            silent = [rank for rank in silent if is_dead(rank, before, after)]
+            silent = [rank for rank in silent if heartbeat.is_dead(rank, before, after)]
             if time.monotonic() > until or not silent:
-                return explain_missing_ranks(axis, others, mine, before, after)
+                return heartbeat.explain_missing_ranks(axis, others, mine, before, after)
 
     def _record(self) -> str:
         """Write what torch has recorded of this rank's last collectives, where this build of torch does, and say where."""
@@ -202,7 +193,7 @@ class Watchdog:
                 self._check_next_rank(store)
             self._check_own_progress()
 
-    def _check_next_rank(self, store: HeartbeatStore) -> None:
+    def _check_next_rank(self, store: heartbeat.HeartbeatStore) -> None:
         """End a process that waits while the next rank is silent, unless a living rank keeps all waiting.
 
         A rank may be alive and silent: a launch into the full queue of a device holds Python's lock.
@@ -217,7 +208,7 @@ class Watchdog:
         self._silent_ticks = self._silent_ticks + 1 if is_silent else 0  # ticks: who was suspended gives others time
         if self._silent_ticks * self._tick > self.silence_seconds:
             self._write_heartbeat()
-            if not waits_for_another(store.read(self.state.world.ranks), time.time() - self.silence_seconds):
+            if not heartbeat.waits_for_another(store.read(self.state.world.ranks), time.time() - self.silence_seconds):
                 self._give_up(idle)
 
     def _give_up(self, idle: float) -> None:
@@ -246,9 +237,9 @@ class Watchdog:
         or first evaluation: that may take any time.
         """
         (step, phase, _), last = self._at, self.state.traffic.last
-        if self._is_over or phase in (STARTING, SAVING) or last is None:
+        if self._is_over or phase in (heartbeat.STARTING, heartbeat.SAVING) or last is None:
             return self._is_over
-        passes = phase in (TRAINING, EVALUATING) and step != self._first_steps[phase]
+        passes = phase in (heartbeat.TRAINING, heartbeat.EVALUATING) and step != self._first_steps[phase]
         return last.is_inside or (self._is_on_cuda and passes)
 
     def _report(self, idle: float, then: str, *, is_over: bool) -> str:

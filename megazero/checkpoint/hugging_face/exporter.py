@@ -19,21 +19,10 @@ import torch
 from pydantic import ValidationError
 from torch import Tensor
 
+from megazero.checkpoint import index
 from megazero.checkpoint.folder import Folder, Location
 from megazero.checkpoint.hugging_face.config import folded, format_of, logical_shapes
 from megazero.checkpoint.hugging_face.tokenizer import GENERATION, token_ids, tokenizer_of
-from megazero.checkpoint.index import (
-    HF_CONFIG,
-    TRAINER_STATE,
-    CheckpointError,
-    TrainerState,
-    find_damage,
-    index_name,
-    kinds_of,
-    read_manifest,
-    read_trainer_state,
-    to_json,
-)
 from megazero.checkpoint.retention import reading
 from megazero.checkpoint.shards import Layout, new_folder, write_shards
 from megazero.checkpoint.tensor_file import StoredTensors
@@ -79,14 +68,18 @@ def _export(folder: Folder, out: Location, dtype: str | None, max_shard_bytes: i
     trainer, model = intact_model(folder)
     model, factors = folded(model)
     if options := format_of(model.family).not_computed(model):
-        raise CheckpointError(
+        raise index.CheckpointError(
             f"{folder} was trained with {' and '.join(options)}, which transformers does not compute in a {model.family}: "
             "it cannot be exported, and goes on in megazero"
         )
     weights = StoredTensors(folder, MODEL)
     kept = reduce(torch.promote_types, [weights[name].dtype for name in weights.files])
     wanted = DTYPES[dtype] if dtype else kept
-    masters = StoredTensors(folder, MASTER) if wanted != kept and MASTER in kinds_of(read_manifest(folder)) else None
+    masters = (
+        StoredTensors(folder, MASTER)
+        if wanted != kept and MASTER in index.kinds_of(index.read_manifest(folder))
+        else None
+    )
     tensors: Layout = {name: (wanted, shape) for name, shape in logical_shapes(model).items()}
 
     def read(name: str) -> Tensor:
@@ -98,32 +91,34 @@ def _export(folder: Folder, out: Location, dtype: str | None, max_shard_bytes: i
         written = write_shards(target, tensors, read, max_shard_bytes, single=_SINGLE)
         files, about = tokenizer_of(folder, trainer)
         ids = token_ids(folder, trainer, files, model.vocab_size)
-        files |= {GENERATION: to_json(json.loads(files.get(GENERATION, b"{}")) | ids)} if ids else {}
+        files |= {GENERATION: index.to_json(json.loads(files.get(GENERATION, b"{}")) | ids)} if ids else {}
         if set(written.records) != {_SINGLE}:
-            files[index_name(MODEL)] = written.index
-        files[HF_CONFIG] = to_json(format_of(model.family).config(model, DTYPE_NAMES[wanted]) | ids)
+            files[index.index_name(MODEL)] = written.index
+        files[index.HF_CONFIG] = index.to_json(format_of(model.family).config(model, DTYPE_NAMES[wanted]) | ids)
         for name, data in files.items():
             target.write(name, data)
     return Exported(DTYPE_NAMES[wanted], len(written.records), written.tensor_bytes, about)
 
 
-def intact_model(folder: Folder) -> tuple[TrainerState, ModelConfig]:
+def intact_model(folder: Folder) -> tuple[index.TrainerState, ModelConfig]:
     """The trainer state and the resolved model of a checkpoint that is to be exported.
 
     Raises: CheckpointError: it is damaged, or not of one of our models.
     """
-    if damage := find_damage(folder):
-        raise CheckpointError("\n".join(damage) + f"\n{folder} is damaged and was not exported")
-    trainer = read_trainer_state(folder)
+    if damage := index.find_damage(folder):
+        raise index.CheckpointError("\n".join(damage) + f"\n{folder} is damaged and was not exported")
+    trainer = index.read_trainer_state(folder)
     model, weights = _model_of(folder, trainer), StoredTensors(folder, MODEL)
     if logical_shapes(model) != {name: weights[name].shape for name in weights.files}:
-        raise CheckpointError(f"{folder} does not hold the tensors of the model that its {TRAINER_STATE} describes")
+        raise index.CheckpointError(
+            f"{folder} does not hold the tensors of the model that its {index.TRAINER_STATE} describes"
+        )
     return trainer, model
 
 
-def _model_of(folder: Folder, trainer: TrainerState) -> ModelConfig:
+def _model_of(folder: Folder, trainer: index.TrainerState) -> ModelConfig:
     if "module" in trainer.model:
-        raise CheckpointError(
+        raise index.CheckpointError(
             f"{folder} holds a script's own module, {trainer.model['module']}, which transformers does not "
             "have: its tensors are named as the module names them. Load them with the script"
         )
@@ -133,4 +128,6 @@ def _model_of(folder: Folder, trainer: TrainerState) -> ModelConfig:
     try:
         return ModelConfig.model_validate(trainer.model)
     except ValidationError as error:
-        raise CheckpointError(f"{folder} has a [model] section that this release cannot read ({error})") from error
+        raise index.CheckpointError(
+            f"{folder} has a [model] section that this release cannot read ({error})"
+        ) from error

@@ -8,20 +8,8 @@ from contextlib import ExitStack, suppress
 from functools import partial
 from math import inf
 
+from megazero.checkpoint import index
 from megazero.checkpoint.folder import Folder, folder_at
-from megazero.checkpoint.index import (
-    CheckpointError,
-    DamagedError,
-    OwnerError,
-    discard,
-    is_complete,
-    note_val_loss,
-    read_trainer_state,
-    renew_latest,
-    step_folder,
-    step_folders,
-    step_of,
-)
 from megazero.checkpoint.retention import Pruner, Retention, mark_damaged, reading
 from megazero.checkpoint.saver import Saver, SaveReport
 from megazero.comm.collectives import LostPeerError, agree, from_first, gather_objects
@@ -71,7 +59,7 @@ class Checkpointing(Callback):
 
     def finish_save(self, error: BaseException | None) -> None:
         """Complete the current save when the run fails.  After a lost rank or directory no save could complete."""
-        if self._saver is not None and error is not None and not isinstance(error, LostPeerError | OwnerError):
+        if self._saver is not None and error is not None and not isinstance(error, LostPeerError | index.OwnerError):
             with suppress(Exception):  # already reported; the run ends for another reason
                 self._saver.finish()
                 self._note_val_losses()
@@ -80,7 +68,7 @@ class Checkpointing(Callback):
         """Save the step if it is due.  Called a second time after the step was evaluated."""
         if not (record.is_last or self._is_due(record.step)):
             return
-        if self._last == step_folder(self._root, record.step):
+        if self._last == index.step_folder(self._root, record.step):
             if record.val_loss is not None:
                 self._val_losses.append((self._last, record.val_loss))
                 self._has_late_losses = True
@@ -114,7 +102,7 @@ class Checkpointing(Callback):
 
     def _look(self, look: Callable[[], Folder | None]) -> Folder | None:
         """Look on rank 0 and return on every rank what it found."""
-        found = agree(look if self._state.rank == 0 else lambda: None, self._state.world, CheckpointError)
+        found = agree(look if self._state.rank == 0 else lambda: None, self._state.world, index.CheckpointError)
         is_own = found is not None and found.parent == self._root  # then its name will do: not every URL names its host
         told = from_first(None if found is None else (is_own, found.name if is_own else str(found)), self._state.world)
         if told is None:
@@ -137,7 +125,7 @@ class Checkpointing(Callback):
         position = self._load(self._origin)
         self._say(f"resumed {self.newest} at step {position.step}")
         if self._state.rank == 0:
-            written = read_trainer_state(self._origin)
+            written = index.read_trainer_state(self._origin)
             for line in tell_changes(written, self._run_config, position):
                 self._say(line)
             if is_of_earlier_release(written.data_fingerprint):
@@ -151,47 +139,53 @@ class Checkpointing(Callback):
         if self._saver is not None:
             try:
                 self._saver.finish()
-            except OwnerError:
+            except index.OwnerError:
                 raise
-            except CheckpointError:  # already reported
+            except index.CheckpointError:  # already reported
                 pass
         newest = self._look(lambda: self._newest_of_this_run(step))
         if newest is None:
             return None
-        rejected, was_saved = step_folder(self._root, step), self._last == step_folder(self._root, step)
+        rejected, was_saved = index.step_folder(self._root, step), self._last == index.step_folder(self._root, step)
         position = self._load(newest, before=step)
 
         def forget() -> None:
-            if was_saved and self._state.rank == 0 and is_complete(rejected):
-                discard(rejected)
-                renew_latest(self._root)
+            if was_saved and self._state.rank == 0 and index.is_complete(rejected):
+                index.discard(rejected)
+                index.renew_latest(self._root)
 
-        agree(forget, self._state.world, CheckpointError)  # saved before its evaluation, and now another one is loaded
+        agree(
+            forget, self._state.world, index.CheckpointError
+        )  # saved before its evaluation, and now another one is loaded
         return position
 
     def _newest_of_this_run(self, before: int) -> Folder | None:
         """The newest checkpoint of this run.  Steps before the one it loaded may be another run's."""
-        older = [folder for folder in self._complete_before(before) if self._loaded_step <= step_of(folder)]
+        older = [folder for folder in self._complete_before(before) if self._loaded_step <= index.step_of(folder)]
         if older or self._origin is None:
             return older[-1] if older else None
-        return self._origin if is_complete(self._origin) else None  # it may have been pruned
+        return self._origin if index.is_complete(self._origin) else None  # it may have been pruned
 
     def _complete_before(self, step: float) -> list[Folder]:
-        return [folder for folder in step_folders(self._root) if step_of(folder) < step and is_complete(folder)]
+        return [
+            folder
+            for folder in index.step_folders(self._root)
+            if index.step_of(folder) < step and index.is_complete(folder)
+        ]
 
     def _load(self, origin: Folder, before: float = inf) -> Position:
         """Load a step; if it is damaged and `checkpoint.on_damage` allows it, an older one below `before`."""
         try:
             with ExitStack() as until_read:
                 mark = partial(until_read.enter_context, reading(origin))
-                agree(mark if self._state.rank == 0 else lambda: origin, self._state.world, CheckpointError)
+                agree(mark if self._state.rank == 0 else lambda: origin, self._state.world, index.CheckpointError)
                 position = self._engine.load(origin, self._fingerprint, fingerprint_at=self._fingerprint_at)
-        except DamagedError as error:
+        except index.DamagedError as error:
             if self._config.on_damage == "stop" or origin.parent != self._root:
                 raise
             older = self._look(lambda: self._set_aside(origin, before))
             if older is None:
-                raise CheckpointError(
+                raise index.CheckpointError(
                     f"{error}\nno older checkpoint is left in {self._root}; nothing was changed"
                 ) from error
             self._say(f"{error}\n{origin.name} is marked as damaged; going back to {older.name} (checkpoint.on_damage)")
@@ -211,14 +205,14 @@ class Checkpointing(Callback):
             found = folder_at(wish)
         if found is not None:
             mark_damaged(damaged)
-            renew_latest(self._root)
+            index.renew_latest(self._root)
         return found
 
     # Saving
 
     def save(self, position: Position, val_loss: float | None) -> None:
         """Start to save a step, unless it is saved already; `val_loss` is the step's own.  Raises: LostPeerError."""
-        folder = step_folder(self._root, position.step)
+        folder = index.step_folder(self._root, position.step)
         if self._last == folder:
             return
         self._watchdog.at(position.step, SAVING)
@@ -251,16 +245,16 @@ class Checkpointing(Callback):
             folder, val_loss = self._val_losses.popleft()
             with suppress(Exception):  # it only helps `keep_best`, and whatever writes next finds a lost directory
                 if self._state.rank == 0:
-                    note_val_loss(folder, val_loss)
+                    index.note_val_loss(folder, val_loss)
 
     def _prune(self) -> None:
         """Remove old checkpoints.  A collective call."""
         self._note_val_losses()
         try:
             removed, damage = self._pruner.prune()
-        except OwnerError:
+        except index.OwnerError:
             raise
-        except CheckpointError as error:
+        except index.CheckpointError as error:
             self._say(f"checkpoints were not pruned: {error}")
             return
         if damage:
