@@ -254,11 +254,15 @@ def broadcast(tensor: Tensor, axis: Axis, source: int = 0) -> Pending:
     return _started("broadcast", axis, partial(_messages(axis).broadcast, tensor, axis, source), None)
 
 
-def _check_parts(whole: Tensor, part: Tensor, axis: Axis) -> None:
-    if whole.shape != (part.shape[0] * axis.size, *part.shape[1:]):
+def _check_fits(axis: Axis, out: Tensor, x: Tensor, *, fits: bool) -> None:
+    if not fits:
         raise ValueError(
-            f"over {axis.name} of {axis.size} ranks, parts {list(part.shape)} do not make up {list(whole.shape)}"
+            f"over {axis.name} of {axis.size} ranks, {x.dtype} {list(x.shape)} and {list(out.shape)} do not fit"
         )
+
+
+def _is_whole(whole: Tensor, part: Tensor, axis: Axis) -> bool:
+    return whole.shape == (part.shape[0] * axis.size, *part.shape[1:])
 
 
 def all_gather(out: Tensor, shard: Tensor, axis: Axis, label: str = "") -> Pending:
@@ -270,7 +274,7 @@ def all_gather(out: Tensor, shard: Tensor, axis: Axis, label: str = "") -> Pendi
         label: describes the gather.  Ranks must gather in the same order: if their labels differ, `wait`, or on a GPU
             the next `check_order`, raises OrderError with both labels.
     """
-    _check_parts(out, shard, axis)
+    _check_fits(axis, out, shard, fits=_is_whole(out, shard, axis))
     if axis.size == 1:
         if address_of(out) != address_of(shard):
             out.copy_(shard)
@@ -303,7 +307,7 @@ def reduce_scatter(out: Tensor, full: Tensor, axis: Axis, scratch: Tensor | None
         full: contiguous; dimension 0 is divisible by the axis size.  Do not change it before `wait`.
         scratch: 1-D, at least `arriving_elements`; allocated if None.  `out` may be its beginning.
     """
-    _check_parts(full, out, axis)
+    _check_fits(axis, out, full, fits=_is_whole(full, out, axis))
     if axis.size == 1:
         if address_of(out) != address_of(full):
             out.copy_(full)
@@ -327,11 +331,7 @@ def all_to_all(out: Tensor, x: Tensor, axis: Axis) -> Pending:
     Raises:
         ValueError: the shapes or types differ.
     """
-    if out.shape != x.shape or out.dtype != x.dtype or x.shape[:1] != (axis.size,):
-        raise ValueError(
-            f"over {axis.name} of {axis.size} ranks, {list(x.shape)} of {x.dtype} cannot be sent into {list(out.shape)} of "
-            f"{out.dtype}: both must have the same shape and type, and one part for each rank"
-        )
+    _check_fits(axis, out, x, fits=out.shape == x.shape and out.dtype == x.dtype and x.shape[:1] == (axis.size,))
     if axis.size == 1:
         out.copy_(x)
         return Pending()
@@ -350,11 +350,8 @@ def all_to_all_rows(out: Tensor, x: Tensor, axis: Axis, sends: Counts, receives:
         ValueError: the counts do not match the tensors.
     """
     shapes = [(sum(counts), *x.shape[1:]) for counts in (receives, sends)]
-    if [out.shape, x.shape] != shapes or out.dtype != x.dtype or {len(sends), len(receives)} != {axis.size}:
-        raise ValueError(
-            f"over {axis.name} of {axis.size} ranks, rows {list(sends)} of {list(x.shape)} in {x.dtype} cannot be sent, nor "
-            f"{list(receives)} received into {list(out.shape)} in {out.dtype}"
-        )
+    fits = [out.shape, x.shape] == shapes and out.dtype == x.dtype and {len(sends), len(receives)} == {axis.size}
+    _check_fits(axis, out, x, fits=fits)
     if axis.size == 1:
         out.copy_(x)
         return Pending()

@@ -1,4 +1,4 @@
-"""Converting text to ids and back: one protocol, two tokenizers.
+"""Converting text to ids and back: two tokenizers, used alike.
 
     "byte"                  ByteTokenizer   UTF-8 bytes 0..255 and an end-of-document id 256; needs no file
     path/to/tokenizer.json  FileTokenizer   any fast Hugging Face tokenizer; also by its repository on the hub
@@ -12,7 +12,7 @@ import re
 from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Final, Protocol
+from typing import Any, Final, TypeAlias
 
 import numpy as np
 import xxhash
@@ -34,36 +34,16 @@ _NEXT_STEP: Final = (
 )
 
 
-class Tokenizer(Protocol):
-    """The interface of a tokenizer that data and training use."""
-
-    @property
-    def vocab_size(self) -> int:
-        """The largest id plus one."""
-
-    @property
-    def eod_token(self) -> str | None:
-        """The argument for `load_tokenizer` that makes documents end in the same way; None for "byte"."""
-
-    @property
-    def eod_id(self) -> int:
-        """The id that ends every document."""
-
-    @property
-    def fingerprint(self) -> str:
-        """A short name, valid in file names, that identifies the meaning of the ids, so that data of different
-        tokenizers are never confused.
-        """
-
-    def encode(self, text: str) -> NDArray[np.int32]:
-        """Convert text to ids, int32 [length].  Never adds special tokens, even if the text contains the name of one."""
-
-    def decode(self, ids: ArrayLike) -> str:
-        """Convert integer ids [length] to text, without special tokens."""
-
-
 class ByteTokenizer:
-    """UTF-8 bytes as ids 0..255, end of document 256."""
+    """UTF-8 bytes as ids 0..255, end of document 256.
+
+    Attributes:
+        vocab_size: the largest id plus one.
+        eod_token: the argument for `load_tokenizer` that makes documents end in the same way.
+        eod_id: the id that ends every document.
+        fingerprint: a short name, valid in file names, that identifies the meaning of the ids, so that data of different
+            tokenizers are never confused.
+    """
 
     vocab_size: Final = 257
     eod_token: Final = None
@@ -71,11 +51,14 @@ class ByteTokenizer:
     fingerprint: Final = "byte"
 
     def encode(self, text: str) -> NDArray[np.int32]:
-        """Convert text to ids.  Raises: UnicodeEncodeError: the text contains half of a surrogate pair."""
+        """Convert text to ids, int32 [length].  Never adds special tokens, even if the text contains the name of one.
+
+        Raises: UnicodeEncodeError: the text contains half of a surrogate pair.
+        """
         return np.frombuffer(text.encode("utf-8"), np.uint8).astype(np.int32)
 
     def decode(self, ids: ArrayLike) -> str:
-        """Convert ids to text.  Bytes that are not UTF-8 become U+FFFD."""
+        """Convert integer ids [length] to text, without special tokens.  Bytes that are not UTF-8 become U+FFFD."""
         array = np.asarray(ids, np.int64)
         return array[(array >= 0) & (array < 256)].astype(np.uint8).tobytes().decode("utf-8", errors="replace")
 
@@ -136,6 +119,10 @@ class FileTokenizer:
 
     def decode(self, ids: ArrayLike) -> str:
         return str(self._inner.decode(np.asarray(ids).tolist(), skip_special_tokens=True))
+
+
+Tokenizer: TypeAlias = ByteTokenizer | FileTokenizer
+"""What data and training need of a tokenizer."""
 
 
 def fingerprint_of(content: bytes, eod_token: str) -> str:

@@ -30,7 +30,7 @@ from torch import Tensor, nn
 
 from megazero.comm.collectives import all_reduce
 from megazero.layers.fp8_sizes import BLOCK, wrong_size
-from megazero.layers.linear import ColumnParallelLinear, RowParallelLinear, product_t
+from megazero.layers.linear import ColumnParallelLinear, Product, RowParallelLinear, product_t
 from megazero.layers.recompute import WHOLE
 from megazero.parallel_state import Axis
 from megazero.settings import ConfigError, Problem
@@ -110,7 +110,7 @@ def _own_code(function: Callable[..., Any], name: str) -> Callable[..., Any]:
     return FunctionType(function.__code__.replace(co_name=f"{function.__name__}_{name}"), globals())
 
 
-class Fp8Product:
+class Fp8Product(Product):
     """The two products of a linear layer with quantised factors.
 
     Args:

@@ -97,33 +97,24 @@ def product_t(a: Tensor, b: Tensor) -> Tensor:
     return result
 
 
-class Product(Protocol):
-    """The two products of a linear layer that read its input and its output gradient, without autograd."""
+class Product:
+    """The products of a linear layer that its input and its output's gradient pass through, without autograd; here in the
+    format of the factors.
+    """
 
     def forward(self, x: Tensor, weight: Tensor) -> Tensor:
         """x @ weight.T.  [..., k], [n, k] -> [..., n]."""
-
-    def backward(self, grad: Tensor, weight: Tensor) -> Tensor:
-        """grad @ weight.  [..., n], [n, k] -> [..., k]."""
-
-    def compile(self, compiled: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
-        """Replace own functions by compiled ones."""
-
-
-class PlainProduct:
-    """Products in the format of the factors."""
-
-    def forward(self, x: Tensor, weight: Tensor) -> Tensor:
         return product_t(x, weight)
 
     def backward(self, grad: Tensor, weight: Tensor) -> Tensor:
+        """grad @ weight.  [..., n], [n, k] -> [..., k]."""
         return product_t(grad, weight.t())
 
     def compile(self, compiled: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
         """No-op: there is nothing to compile."""
 
 
-PLAIN = PlainProduct()
+PLAIN = Product()
 
 
 #: A forward's product x @ weight.T, with the exchange over tp before or after it; see `tp_overlap.py` for others.

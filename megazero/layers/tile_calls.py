@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol, TypeAlias
+from typing import TypeAlias
 
 import numpy as np
 import torch
@@ -48,28 +48,6 @@ _LEAST_ROWS = 3072  # shortest document with its own call: it keeps an H100 busy
 
 
 _TORCHS = TileKernel()
-
-
-class Call(Protocol):
-    """One kernel call.
-
-    Attributes:
-        queries: the rows that the call reads of this rank's queries.
-        keys: the rows that it reads of the keys of a ring step.
-    """
-
-    @property
-    def queries(self) -> Rows: ...
-    @property
-    def keys(self) -> Rows: ...
-
-    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Return out and lse of the call's queries, with the shapes that indexing all out and lse by `queries` gives."""
-
-    def backward(
-        self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return this call's gradients of its queries, keys and values.  `out` and `lse` are over all keys."""
 
 
 def calls(
@@ -219,6 +197,14 @@ class Documents:
         for call in self.others:
             dq[call.queries], dk[call.keys], dv[call.keys] = call.backward(grad, q, k, v, out, lse)
         return dq, dk, dv
+
+
+Call: TypeAlias = OneTile | PackedTiles | Documents
+"""A kernel call: `queries` and `keys` say which rows it reads of this rank's queries, and of the keys of a ring step.
+
+`forward` gives out and lse of its queries; `backward` the gradients of its queries, keys and values from this tile, with
+`out` and `lse` over all keys.
+"""
 
 
 def _tile_of(rows: int) -> Tile:
