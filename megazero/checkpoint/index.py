@@ -216,18 +216,18 @@ def read_errors(path: str) -> Iterator[None]:
         raise DamagedError(f"{path} is damaged ({error!r}); resume from another step directory") from error
 
 
-def incomplete(folder: Folder) -> CheckpointError:
-    """The error for a folder that is no complete checkpoint, with the steps in it."""
-    steps = ", ".join(str(step) for step in step_folders(folder)[-5:])
-    hint = f"name one of its steps, such as {steps}" if steps else "name a step"
-    return CheckpointError(f"{folder} is not a complete checkpoint: it has no {MANIFEST}; {hint}")
+def check_complete(folder: Folder, name: str = "") -> None:
+    """Raises: CheckpointError: it is no complete checkpoint, with the steps in it; an error calls it `name` if given."""
+    if not is_complete(folder):
+        steps = ", ".join(str(step) for step in step_folders(folder)[-5:])
+        hint = f"name one of its steps, such as {steps}" if steps else "name a step"
+        raise CheckpointError(f"{name or folder} is not a complete checkpoint: it has no {MANIFEST}; {hint}")
 
 
 def read_manifest(location: Location) -> dict[str, FileRecord]:
     """Files of a complete checkpoint.  Raises: as `read_errors`; CheckpointError if there is no manifest."""
     folder = folder_at(location)
-    if not folder.has(MANIFEST):
-        raise incomplete(folder)
+    check_complete(folder)
     with read_errors(f"{folder}/{MANIFEST}"):
         data = folder.read(MANIFEST)
         manifest = parse_json(data)

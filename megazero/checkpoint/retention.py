@@ -209,8 +209,7 @@ def reading(location: Location) -> Iterator[Folder]:
             markers.make()
             markers.write(marker, process_identity(os.getpid()).encode())
     try:
-        if not index.is_complete(folder):
-            raise index.incomplete(folder)
+        index.check_complete(folder)
         yield folder
     finally:
         with suppress(OSError):

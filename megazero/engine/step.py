@@ -58,11 +58,7 @@ class BatchShare:
             ValueError: `data.document_mask` is set without lengths of documents, or there are lengths without it.
         """
         if (lengths is None) == self.documents:
-            raise ValueError(
-                "no lengths of documents: data.document_mask = true needs lengths"
-                if self.documents
-                else "lengths of documents: data.document_mask = false takes no lengths"
-            )
+            raise ValueError("lengths of documents are given where data.document_mask = true, and only there")
         return part_of(lengths, seq_len, self.ulysses, self.ring, self.device)
 
     def cut(self, sample_ids: Tensor, tokens: Tensor, labels: Tensor, part: SamplePart | None) -> MicroBatch:

@@ -511,14 +511,10 @@ def check_knows_parts(blocks: Iterable[nn.Module], family: str) -> None:
         own = getattr(block, "attention", None)
         if not any(map(_knows_parts, block.modules() if own is None else (getattr(own, "_orig_mod", own),))):
             which = "no module" if own is None else f"the attention, {type(own).__name__},"
-            rule = (
-                f"{which} of its {type(block).__name__} says `knows_parts = True`, which parallel.cp above 1 and "
-                "data.document_mask need"
-            )
+            rule = f"{which} of its {type(block).__name__} says `knows_parts = True`: cp and data.document_mask need it"
             hint = (
-                "attend with `BuildContext.attention`, or write this into the class of an attention that asks its "
-                "`TokenLayout` for positions, and `BuildContext.context` to attend; a class whose `forward` is another than "
-                "its base's says it anew"
+                "attend with `BuildContext.attention`, or say this in the class that defines `forward` and asks its "
+                "`TokenLayout` for positions and `BuildContext.context` to attend"
             )
             raise ConfigError([Problem("model.family", family, rule, hint)])
 

@@ -6,7 +6,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 
 from megazero.checkpoint.folder import Folder, folder_at
-from megazero.checkpoint.index import CheckpointError, find_newest, is_complete, read_trainer_state, step_folder
+from megazero.checkpoint.index import CheckpointError, check_complete, find_newest, read_trainer_state, step_folder
 from megazero.checkpoint.retention import reading
 from megazero.comm.collectives import agree, on_first
 from megazero.config import ResolvedRun, RunConfig
@@ -79,9 +79,5 @@ def _find(config: RunConfig, wish: str | None) -> Folder:
             raise CheckpointError(f"{root} holds no complete checkpoint: train the run first, or name a step directory")
         return newest
     folder = step_folder(root, int(wish)) if wish.isdigit() else folder_at(wish)
-    if not is_complete(folder):
-        raise CheckpointError(
-            f"{folder} is not a complete checkpoint (it has no manifest.json): name the directory or the number of a step "
-            f"of {root}; megazero checkpoint inspect {root} lists them"
-        )
+    check_complete(folder, f"{folder} (megazero checkpoint inspect {root} lists the steps)")
     return folder

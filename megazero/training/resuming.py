@@ -50,7 +50,7 @@ def find_origin(wish: str, root: Folder) -> Folder | None:
     if newest is not None and _was_interrupted(root, wish):
         return newest
     origin = folder_at(wish)
-    _check_complete(origin, wish)
+    index.check_complete(origin, f"checkpoint.resume={wish}")
     step = index.read_trainer_state(origin).step
     if newest is not None and index.step_of(newest) > step:
         raise index.CheckpointError(
@@ -71,7 +71,7 @@ def foresee(config: RunConfig, fingerprint_at: Callable[[int], str] | None) -> l
     wish = config.checkpoint.resume
     try:
         if "://" not in wish and wish not in ("auto", "never"):
-            _check_complete(folder_at(wish), wish)
+            index.check_complete(folder_at(wish), f"checkpoint.resume={wish}")
         if "://" in wish + (config.checkpoint.directory or ""):
             return ["checkpoints at a URL were not looked at"]
         if (origin := find_origin(wish, checkpoints_of(config))) is None:
@@ -90,14 +90,6 @@ def foresee(config: RunConfig, fingerprint_at: Callable[[int], str] | None) -> l
     except (OSError, LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
         raise index.CheckpointError(f"the checkpoint to go on from cannot be read: {error}") from error
     return lines if fingerprint_at is not None else [*lines, "its data was not compared: that of this run is not here"]
-
-
-def _check_complete(origin: Folder, wish: str) -> None:
-    if not index.is_complete(origin):
-        raise index.CheckpointError(
-            f"checkpoint.resume={wish} is not a complete checkpoint (it has no manifest.json); write auto, or the directory "
-            "of a step"
-        )
 
 
 def resume_setting_of(folder: Folder) -> str | None:

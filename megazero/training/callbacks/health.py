@@ -79,29 +79,24 @@ class NonFinitePolicy(Callback):
         if statistics.finite:
             self._in_a_row = 0
             return None
-        found = f"step {record.step}, {record.samples}: {statistics.problem}"
-        lower = "with a lower learning rate" if statistics.tokens else "with other data"
-        if self._policy == "stop":
-            raise NonFiniteError(
-                f"{found}Resume from the last checkpoint {lower}, skip these samples with "
-                f"{setting_to_skip(record.step, self._skip_steps)}, or let the run do so itself with "
-                "training.on_non_finite=skip or rollback"
-            )
         self._in_a_row += 1
         self._rollbacks += 1
-        if self._policy == "rollback":
-            if self._rollbacks > self._limit:
-                raise NonFiniteError(
-                    f"{found}The run has already rolled back {self._limit} times (training.non_finite_limit). "
-                    f"Resume from an earlier checkpoint {lower}"
-                )
-            return StepDecision.ROLL_BACK
-        if self._in_a_row >= self._limit:
-            cause = ", so the samples are not the cause" if statistics.tokens else ""
-            raise NonFiniteError(
-                f"{found}That makes {self._in_a_row} such steps in a row (training.non_finite_limit={self._limit}){cause}. "
-                f"Resume from an earlier checkpoint {lower}"
+        lower, why = "with a lower learning rate" if statistics.tokens else "with other data", ""
+        if self._policy == "stop":
+            skips = setting_to_skip(record.step, self._skip_steps)
+            why = (
+                f"Or skip these samples with {skips}, or let the run do so with training.on_non_finite=skip or rollback"
             )
+        elif self._policy == "rollback" and self._rollbacks > self._limit:
+            why = f"The run has already rolled back {self._limit} times (training.non_finite_limit)"
+        elif self._policy == "skip" and self._in_a_row >= self._limit:
+            cause = ", so the samples are not the cause" if statistics.tokens else ""
+            why = f"These are {self._in_a_row} such steps in a row (training.non_finite_limit={self._limit}){cause}"
+        if why:
+            found = f"step {record.step}, {record.samples}: {statistics.problem}"
+            raise NonFiniteError(f"{found}Resume from the last checkpoint or an earlier one {lower}. {why}")
+        if self._policy == "rollback":
+            return StepDecision.ROLL_BACK
         what = "is not finite" if statistics.tokens else "has no loss"
         self._say(f"step {record.step} {what}: {record.samples} are left out, no weight has changed")
         return None
