@@ -162,7 +162,7 @@ def _without_part(rank: int, run: ResolvedRun) -> None:
         with pytest.raises(ValueError, match=r"of a micro-batch are \[.*must be \[\d+, \d+\], this rank's part"):
             engine.compute_gradients([replace(one, **wrong) for one in batches])
     seq_len, documents = run.config.model.seq_len, run.config.data.document_mask
-    with pytest.raises(ValueError, match="given where data.document_mask = true, and only there"):
+    with pytest.raises(ValueError, match=r"given where data\.document_mask = true, and only there"):
         engine.share.part_of(None if documents else [[seq_len]] * 2, seq_len)
 
 
