@@ -399,7 +399,7 @@ def test_a_validation_loss_that_comes_after_the_save_decides_what_is_kept(tmp_pa
 
 def _train_with_slow_evaluations(rank: int, run: ResolvedRun, breaks: bool) -> dict[str, Any]:
     """An evaluation ends when the save before it has; a note of its loss is refused if `breaks`."""
-    evaluate, note = Engine.evaluate, checkpointing.note_val_loss
+    evaluate, note = Engine.evaluate, checkpointing.index.note_val_loss
 
     def after_the_save(engine: Engine, batches: list[MicroBatch]) -> StepStatistics:
         for thread in threading.enumerate():
@@ -412,7 +412,7 @@ def _train_with_slow_evaluations(rank: int, run: ResolvedRun, breaks: bool) -> d
             raise RuntimeError("503 Slow Down")
         note(folder, val_loss)
 
-    Engine.evaluate, checkpointing.note_val_loss = after_the_save, refuses  # type: ignore[method-assign]
+    Engine.evaluate, checkpointing.index.note_val_loss = after_the_save, refuses  # type: ignore[method-assign]
     return _train(rank, run)
 
 

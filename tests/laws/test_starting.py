@@ -93,7 +93,7 @@ def _start(rank: int, run: ResolvedRun, port: int) -> tuple[Counts, Counts, int]
     names = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": run.world_size, "LOCAL_WORLD_SIZE": run.world_size}
     os.environ.update({name: str(value) for name, value in names.items()})
     os.environ.update({"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)})
-    open_store, train_step, stores = launch.open_store, Engine.train_step, []
+    open_store, train_step, stores = launch.world.open_store, Engine.train_step, []
     found: list[Any] = []
 
     def counting(timeout: timedelta) -> CountingStore:
@@ -105,7 +105,7 @@ def _start(rank: int, run: ResolvedRun, port: int) -> tuple[Counts, Counts, int]
         found.append(len(dist.distributed_c10d._world.pg_map))
         return train_step(engine, *args, **options)
 
-    launch.open_store, Engine.train_step = counting, first_step  # type: ignore[assignment, method-assign]
+    launch.world.open_store, Engine.train_step = counting, first_step  # type: ignore[assignment, method-assign]
     answer = launch.run_rank(run, lambda run, state: train(run, state, lambda _: None).step)
     assert answer == 1
     return found[0], stores[0].counts, found[1]
