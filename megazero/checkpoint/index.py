@@ -308,9 +308,8 @@ def val_loss_of(folder: Folder) -> float | None:
         val_loss = float(parse_json(data)["val_loss"])
         if _note(val_loss) == data:
             return val_loss
-    raise DamagedError(
-        f"{path} is damaged: the validation loss of this step is unknown, so checkpoint.keep_best keeps it"
-    )
+    hint = "the validation loss of this step is unknown, so checkpoint.keep_best keeps it"
+    raise DamagedError(f"{path} is damaged: {hint}")
 
 
 def step_folder(root: Location, step: int) -> Folder:

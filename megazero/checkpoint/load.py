@@ -120,9 +120,8 @@ class OpenCheckpoint:
         for kind, needed in self.needed.items():
             read = sum(counts[kind] for counts in of_ranks)
             if read != needed:
-                raise index.CheckpointError(
-                    f"{self.folder}: {read} elements of {kind} were read, the model has {needed}"
-                )
+                hint = f"{read} elements of {kind} were read, the model has {needed}"
+                raise index.CheckpointError(f"{self.folder}: {hint}")
         if self.has_moments:
             self.state.optimizer.resume(self.trainer.optimizer_steps, self.trainer.optimizer_scalars)
         else:
@@ -158,10 +157,8 @@ def check_kinds(folder: Folder, moments: Sequence[str] | None) -> list[str]:
     stored = [kind for kind in kinds if kind not in (MODEL, MASTER)]
     if moments is not None and set(stored) != set(moments):
         held, needed = (", ".join(names) or "nothing" for names in (stored, moments))
-        raise index.CheckpointError(
-            f"{folder} was written with another optimizer: it holds {held}, this one keeps {needed}. "
-            "Go on with the optimizer that wrote it"
-        )
+        hint = f"it holds {held}, this one keeps {needed}. Go on with the optimizer that wrote it"
+        raise index.CheckpointError(f"{folder} was written with another optimizer: {hint}")
     if MODEL not in kinds:
         raise index.CheckpointError(f"{folder} has no {MODEL}; it holds {', '.join(kinds) or 'nothing'}")
     return kinds

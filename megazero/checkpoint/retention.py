@@ -223,9 +223,8 @@ def mark_damaged(folder: Folder) -> None:
     Raises: CheckpointError: the directory is a link, so it does not belong to this run; or see `files_of_save`.
     """
     if folder.is_link:
-        raise index.CheckpointError(
-            f"{folder} is a link and belongs elsewhere: it is not marked as damaged; remove the link"
-        )
+        hint = "remove the link"
+        raise index.CheckpointError(f"{folder} is a link and belongs elsewhere: it is not marked as damaged; {hint}")
     index.write_unfinished(folder, index.files_of_save(folder))
     with suppress(FileNotFoundError):
         folder.write(index.DAMAGED_MANIFEST, folder.read(index.MANIFEST))

@@ -157,9 +157,8 @@ def _prepare(folder: Folder, names: Iterable[str]) -> None:
     folder.check_lock()
     try:
         if folder.is_link:
-            raise CheckpointError(
-                f"{folder} is a link: what it holds belongs elsewhere. Remove it, or choose another name"
-            )
+            hint = "Remove it, or choose another name"
+            raise CheckpointError(f"{folder} is a link: what it holds belongs elsewhere. {hint}")
         if is_complete(folder):
             raise CheckpointError(f"{folder} already holds a complete checkpoint; remove it, or write elsewhere")
         ours = set(own_files(folder))

@@ -111,9 +111,8 @@ def _converted(name: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:
         if not is_finite(tensor):
             raise CheckpointError(f"{name} holds values that are not numbers, or infinite ones")
         largest = max(float(part.abs().max()) for part in tensor.reshape(-1).split(CHUNK_ELEMENTS))
-        raise CheckpointError(
-            f"{name} has a value of {largest:g}, which {DTYPE_NAMES[dtype]} cannot hold; choose another dtype"
-        )
+        hint = "choose another dtype"
+        raise CheckpointError(f"{name} has a value of {largest:g}, which {DTYPE_NAMES[dtype]} cannot hold; {hint}")
     return converted
 
 

@@ -204,9 +204,8 @@ def runs_by_itself(axis: Axis) -> bool:
 def _check_contiguous(operation: str, *tensors: Tensor) -> None:
     for tensor in tensors:
         if not tensor.is_contiguous():
-            raise ValueError(
-                f"{operation} takes contiguous tensors; one of shape {list(tensor.shape)} has strides {tensor.stride()}"
-            )
+            hint = f"one of shape {list(tensor.shape)} has strides {tensor.stride()}"
+            raise ValueError(f"{operation} takes contiguous tensors; {hint}")
 
 
 def all_reduce(tensor: Tensor, axis: Axis, op: str = "sum") -> Pending:

@@ -68,9 +68,8 @@ def host_tensor(numel: int, dtype: torch.dtype, *, pin: bool, remedy: str | None
     try:
         tensor = torch.zeros(numel, dtype=dtype)
     except RuntimeError as error:  # torch's CPU allocator has no error type of its own
-        raise StorageError(
-            f"host memory: no {numel * dtype.itemsize} bytes ({error}); {remedy or _LESS_OFFLOADING}"
-        ) from error
+        hint = f"{remedy or _LESS_OFFLOADING}"
+        raise StorageError(f"host memory: no {numel * dtype.itemsize} bytes ({error}); {hint}") from error
     if pin and numel and torch.cuda.is_available():
         page_lock(tensor, remedy or "set zero.offload.pin_memory=false")
     return tensor
@@ -85,9 +84,8 @@ def page_lock(tensor: Tensor, remedy: str) -> None:
     runtime, address, nbytes = torch.cuda.cudart(), tensor.data_ptr(), tensor.nbytes
     code = int(runtime.cudaHostRegister(address, nbytes, 1))  # 1: for every device
     if code != 0:
-        raise StorageError(
-            f"host memory: locking {nbytes} bytes failed with CUDA error {code}; raise `ulimit -l` or {remedy}"
-        )
+        hint = f"raise `ulimit -l` or {remedy}"
+        raise StorageError(f"host memory: locking {nbytes} bytes failed with CUDA error {code}; {hint}")
 
     def unpin() -> None:
         torch.cuda.synchronize()  # a copy may still read or write this memory

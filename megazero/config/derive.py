@@ -158,9 +158,8 @@ def fit(config: RunConfig, world_size: int) -> Fit:
         second = 0
     ep = gcd(parallel.ep, ranks := shape.tp * shape.cp * dp)
     if ep < parallel.ep:
-        notices.append(
-            f"parallel.ep={parallel.ep} does not divide the {ranks} ranks of a stage: experts are dealt to {ep}"
-        )
+        advice = f"experts are dealt to {ep}"
+        notices.append(f"parallel.ep={parallel.ep} does not divide the {ranks} ranks of a stage: {advice}")
     shapes = config.elastic.shapes
     if shape.cp > 1 and parallel.cp_method == "auto":  # what is picked below is for this cp; the file keeps all shapes
         shapes = tuple(other for other in shapes if other.cp == shape.cp)

@@ -72,9 +72,8 @@ def open_corpus(
     """
     own = tokenizer_of(ends_as or [name for name, _ in sources], tokenizer, eod_token)
     if own.vocab_size > vocab_size:
-        raise ValueError(
-            f"tokenizer {tokenizer!r} has {own.vocab_size:,} ids; raise model.vocab_size={vocab_size:,} to that"
-        )
+        hint = f"raise model.vocab_size={vocab_size:,} to that"
+        raise ValueError(f"tokenizer {tokenizer!r} has {own.vocab_size:,} ids; {hint}")
     training: list[Windows] = []
     validation: list[Windows] = []
     contents: list[str] = []

@@ -203,9 +203,8 @@ class Engine:
     def _begin_step(self, batches: Sequence[MicroBatch]) -> None:
         """Discard the gradients of the last step, even if it failed."""
         if not torch.is_grad_enabled():
-            raise RuntimeError(
-                "a training step within torch.no_grad or inference_mode has no gradients; use evaluate there"
-            )
+            hint = "use evaluate there"
+            raise RuntimeError(f"a training step within torch.no_grad or inference_mode has no gradients; {hint}")
         if not self._chunks.training:  # because it walks all modules
             self._chunks.train()
         self.sharded_model.begin_step(len(batches))
@@ -392,10 +391,8 @@ class Engine:
                 wrong += torch.isfinite(torch.stack(torch.aminmax(values))).all().logical_not().to(wrong.device)
         all_reduce(wrong, self.state.world).wait()
         if wrong.item():
-            raise NonFiniteError(
-                f"weights in {int(wrong.item())} buckets are not finite after the last update; they were not saved. "
-                "Resume from the last checkpoint with a lower learning rate or other data"
-            )
+            hint = "they were not saved. Resume from the last checkpoint with a lower learning rate or other data"
+            raise NonFiniteError(f"weights in {int(wrong.item())} buckets are not finite after the last update; {hint}")
 
     def memory_bytes(self) -> dict[str, int]:
         """Bytes of this rank's model state and working buffers, by kind; on host or disk, the key names the location."""

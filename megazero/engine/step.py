@@ -101,10 +101,8 @@ def check_same_documents(batches: Sequence[MicroBatch], state: ParallelState) ->
     own = [None if batch.part is None else batch.part.plan.documents for batch in batches]
     found = set(gather_objects((state.at.dp, tuple(own)), state.world))
     if len(found) > state.dp.size:
-        raise ValueError(
-            "ranks that share the samples of a micro-batch were given other documents; on all ranks of one index of dp, "
-            "give `BatchShare.part_of` the same lengths. No weight was changed"
-        )
+        hint = "on all ranks of one index of dp, give `BatchShare.part_of` the same lengths. No weight was changed"
+        raise ValueError(f"ranks that share the samples of a micro-batch were given other documents; {hint}")
 
 
 class NonFiniteError(RuntimeError):

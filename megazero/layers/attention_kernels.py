@@ -93,9 +93,8 @@ class CausalAttention:
         sample.
         """
         if part is not None:
-            raise ValueError(
-                "this attention was built without `context`: it knows neither documents nor parts of samples"
-            )
+            hint = "it knows neither documents nor parts of samples"
+            raise ValueError(f"this attention was built without `context`: {hint}")
         return self.whole(q, k, v, tape)
 
     def whole(self, q: Tensor, k: Tensor, v: Tensor, tape: Tape | None) -> Tensor:

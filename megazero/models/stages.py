@@ -97,10 +97,8 @@ def cut(model: ModelConfig, layout: str | tuple[tuple[int | str, ...], ...], sta
         return cut_by_cost(model.num_layers, stages, head_cost_in_layers(model))
     counts = layer_counts(layout)
     if len(counts) != stages or sum(counts) != model.num_layers:
-        raise ValueError(
-            f"parallel.layout has {sum(counts)} layers in {len(counts)} stages; "
-            f"the model has num_layers={model.num_layers} and the schedule {stages} stages"
-        )
+        hint = f"the model has num_layers={model.num_layers} and the schedule {stages} stages"
+        raise ValueError(f"parallel.layout has {sum(counts)} layers in {len(counts)} stages; {hint}")
     return _cut_by_counts(counts)
 
 

@@ -126,9 +126,8 @@ def recomputed_modules(block: nn.Module, policy: LayerPolicy) -> dict[nn.Module,
     regions = block.regions()
     for region in policy.recompute:
         if not regions[region]:
-            raise ValueError(
-                f"activations.recompute: {region} needs an {region} of {type(block.mlp).__name__}, which has none"
-            )
+            hint = f"{region} needs an {region} of {type(block.mlp).__name__}, which has none"
+            raise ValueError(f"activations.recompute: {hint}")
     chosen = {module for region in policy.recompute for module in regions[region]}
     cut = {module for region in policy.recompute - UNCUT for module in regions[region]} if policy.partition else set()
     order = regions["block"]

@@ -93,9 +93,8 @@ class ElementwiseOptimizer:
 
     def __post_init__(self) -> None:
         if self.elementwise is not True:
-            raise ValueError(
-                f"{self.cls.__name__} must act element by element to run on shards; if it does, say elementwise=True"
-            )
+            hint = "if it does, say elementwise=True"
+            raise ValueError(f"{self.cls.__name__} must act element by element to run on shards; {hint}")
 
     def settings(self, section: OptimizerConfig) -> dict[str, Any]:
         """Return the keywords of the class, for all groups."""

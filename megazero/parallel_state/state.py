@@ -79,10 +79,8 @@ class ParallelState:
     ) -> None:
         running = self._started()
         if grid.world_size != running:
-            raise ValueError(
-                f"tp*cp*dp*pp={grid.world_size} ranks are described but {running} were started; "
-                f"start {grid.world_size}, or change the degrees"
-            )
+            hint = f"start {grid.world_size}, or change the degrees"
+            raise ValueError(f"tp*cp*dp*pp={grid.world_size} ranks are described but {running} were started; {hint}")
         if cp_ulysses < 1 or grid.cp % cp_ulysses:
             raise ValueError(f"cp_ulysses={cp_ulysses} must divide cp={grid.cp}")
         same, names = grid.dp * grid.cp, "dp" if grid.cp == 1 else f"dp*cp={grid.dp}*{grid.cp}"

@@ -273,9 +273,8 @@ def _count(what: str, cells: Iterable[tuple[int, str, Action]]) -> int:
     if len(found) <= highest:
         at, action = found[highest]
         missing = next(index for index in range(highest) if index not in found)
-        raise ValueError(
-            f"{at}: got {action}, but {what} {missing} is nowhere; expected numbers from 0 on without a gap"
-        )
+        hint = "expected numbers from 0 on without a gap"
+        raise ValueError(f"{at}: got {action}, but {what} {missing} is nowhere; {hint}")
     return highest + 1
 
 

@@ -23,9 +23,8 @@ class Interleaved(ScheduleKind):
     def build(self, pp: int, microbatches: int, chunks: int) -> Schedule:
         if microbatches % pp:
             nearest = " and ".join(map(str, nearest_multiples(microbatches, pp)))
-            raise ValueError(
-                f"interleaved needs micro-batches in multiples of pp={pp}, got {microbatches}; nearest: {nearest}"
-            )
+            hint = f"nearest: {nearest}"
+            raise ValueError(f"interleaved needs micro-batches in multiples of pp={pp}, got {microbatches}; {hint}")
 
         def order(kind: ActionKind, order_of_chunks: list[int]) -> list[Action]:
             groups = range(0, microbatches, pp)

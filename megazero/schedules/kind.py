@@ -89,10 +89,8 @@ class GivenSchedule(ScheduleKind):
         """Return the schedule itself.  Raises: ValueError, the sizes are not its own."""
         own = self.schedule
         if (pp, microbatches) != (own.pp, own.microbatches):
-            raise ValueError(
-                f"schedule {own.name} is for pp={own.pp} and {own.microbatches} micro-batches; "
-                f"the run has pp={pp} and {microbatches}"
-            )
+            hint = f"the run has pp={pp} and {microbatches}"
+            raise ValueError(f"schedule {own.name} is for pp={own.pp} and {own.microbatches} micro-batches; {hint}")
         return own
 
     def build_forward(self, pp: int, microbatches: int, chunks: int) -> Schedule:

@@ -181,9 +181,8 @@ def without_trained(corpus: Corpus, ends: Mapping[str, int], say: Callable[[str]
                 "leave it out, or name data that the run has not trained on in data.validation_sources"
             )
         if len(found) < len(stream):
-            say(
-                f"{key}: {len(found):,} of {len(stream):,} samples are evaluated; an earlier phase trained on the others"
-            )
+            hint = "an earlier phase trained on the others"
+            say(f"{key}: {len(found):,} of {len(stream):,} samples are evaluated; {hint}")
         return found
 
     named = {name: left(f"data.validation_sources: {name}", one) for name, one in corpus.named_validation.items()}

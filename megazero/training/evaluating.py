@@ -41,10 +41,8 @@ def evaluate_rank(run: ResolvedRun, state: ParallelState, wish: str | None) -> E
     """
     corpus = open_same_corpus(run.config, state.world)
     if corpus.validation is None and not corpus.named_validation:
-        raise DataError(
-            "there is nothing to evaluate on: name data in data.validation_sources, or hold some out by "
-            "data.validation_fraction"
-        )
+        hint = "name data in data.validation_sources, or hold some out by data.validation_fraction"
+        raise DataError(f"there is nothing to evaluate on: {hint}")
     path = on_first(lambda: str(_find(run.config, wish)), state.world, CheckpointError)
     with explained(run, state), ExitStack() as closing:
         if state.rank == 0:

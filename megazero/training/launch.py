@@ -66,9 +66,8 @@ def train_rank(run: ResolvedRun, state: ParallelState, stop: StopRequest) -> Run
         for notice in run.notices:
             show(notice)
         if state.device.type == "cpu" and run.config.launch.device == "auto" and (devices := world.cuda_devices()):
-            show(
-                f"computes on the CPU: launch.device=auto takes CUDA with a device for each rank, torch finds {devices}"
-            )
+            hint = f"launch.device=auto takes CUDA with a device for each rank, torch finds {devices}"
+            show(f"computes on the CPU: {hint}")
         if _starts_again_in_one_store(run):
             show(
                 "start torchrun with TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 in its environment: it keeps the address of its "

@@ -141,10 +141,8 @@ class Ownership(Callback):
                 elif lock.taken_from is not None:
                     self._say(f"{lock.folder} belonged to {lock.taken_from}, which has ended; taken over")
         except FileNotFoundError as error:
-            raise CheckpointError(
-                f"{lock.folder} cannot be made ({error}); correct training.run_dir or checkpoint.directory, "
-                "or make the bucket"
-            ) from error
+            hint = "correct training.run_dir or checkpoint.directory, or make the bucket"
+            raise CheckpointError(f"{lock.folder} cannot be made ({error}); {hint}") from error
         except OSError as error:
             raise CheckpointError(f"{lock.folder} cannot be written ({error})") from error
         return ""

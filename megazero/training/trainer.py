@@ -186,10 +186,8 @@ class Trainer:
                 'to 2 or more), or training.on_non_finite = "skip"'
             )
         position = replace(record.position, step=loaded.step, phases=loaded.phases)
-        self.say(
-            f"step {record.step} {'is rolled back' if is_finite else 'is not finite'}: {record.samples} are left out; "
-            f"back to step {position.step}, continuing with sample {position.samples}"
-        )
+        hint = f"{record.samples} are left out; back to step {position.step}, continuing with sample {position.samples}"
+        self.say(f"step {record.step} {'is rolled back' if is_finite else 'is not finite'}: {hint}")
         for callback in self.callbacks:
             callback.on_rollback(position)
         return position

@@ -211,9 +211,8 @@ class ShardedParameters:
             if is_source:
                 values = deferred(name) if values is None else values
                 if values is None:
-                    raise ValueError(
-                        f"parameter {name} is on the meta device, without values; build the model under zero.Init()"
-                    )
+                    hint = "build the model under zero.Init()"
+                    raise ValueError(f"parameter {name} is on the meta device, without values; {hint}")
                 flat[slot.start : slot.stop].copy_(values.detach().reshape(-1))
         return flat
 

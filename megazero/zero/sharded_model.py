@@ -261,9 +261,8 @@ def check_parameters(described: Sequence[Described], stage: int, held: Mapping[i
         ValueError: nothing trains on this rank, or two parameters would be one tensor in a checkpoint.
     """
     if not any(param.parameter.requires_grad for param in described):
-        raise ValueError(
-            f"pipeline stage {stage} has no parameter that requires a gradient: there is nothing to train there"
-        )
+        hint = "there is nothing to train there"
+        raise ValueError(f"pipeline stage {stage} has no parameter that requires a gradient: {hint}")
     every = sorted((name, first, end, at, param) for at, rows in held.items() for name, first, end, param in rows)
     for (name, _, end, at, param), (other, first, _, other_at, other_param) in pairwise(every):
         if name == other and first < end:

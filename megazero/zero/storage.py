@@ -99,9 +99,8 @@ class FlatArray(ABC):
 def check_out(out: Tensor, dtype: torch.dtype) -> None:
     """Raises: ValueError: one copy of elements of `dtype` cannot fill `out`."""
     if out.dtype != dtype or out.dim() != 1 or not out.is_contiguous():
-        raise ValueError(
-            f"out must be contiguous, [n] and {dtype}; it is {list(out.shape)} with strides {out.stride()}, {out.dtype}"
-        )
+        hint = f"it is {list(out.shape)} with strides {out.stride()}, {out.dtype}"
+        raise ValueError(f"out must be contiguous, [n] and {dtype}; {hint}")
 
 
 def as_flat(values: Tensor, dtype: torch.dtype) -> Tensor:

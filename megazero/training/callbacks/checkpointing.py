@@ -129,9 +129,8 @@ class Checkpointing(Callback):
             for line in tell_changes(written, self._run_config, position):
                 self._say(line)
             if is_of_earlier_release(written.data_fingerprint):
-                self._say(
-                    "its data was not compared with that of this run: an earlier release noted only a sample of it"
-                )
+                hint = "an earlier release noted only a sample of it"
+                self._say(f"its data was not compared with that of this run: {hint}")
         return position
 
     def roll_back(self, step: int) -> Position | None:
@@ -185,9 +184,8 @@ class Checkpointing(Callback):
                 raise
             older = self._look(lambda: self._set_aside(origin, before))
             if older is None:
-                raise index.CheckpointError(
-                    f"{error}\nno older checkpoint is left in {self._root}; nothing was changed"
-                ) from error
+                hint = "nothing was changed"
+                raise index.CheckpointError(f"{error}\nno older checkpoint is left in {self._root}; {hint}") from error
             self._say(f"{error}\n{origin.name} is marked as damaged; going back to {older.name} (checkpoint.on_damage)")
             return self._load(older, before)
         self._last = self._origin = origin
@@ -233,10 +231,8 @@ class Checkpointing(Callback):
             after=lambda _: self._prune(),
         )
         if saver.refusal is not None and config.asynchronous:
-            self._say(
-                f"training waits while checkpoints are written: {saver.refusal} (checkpoint.host_memory_bytes, "
-                "or checkpoint.asynchronous = false)"
-            )
+            hint = f"{saver.refusal} (checkpoint.host_memory_bytes, or checkpoint.asynchronous = false)"
+            self._say(f"training waits while checkpoints are written: {hint}")
         return saver
 
     def _note_val_losses(self) -> None:
@@ -267,7 +263,5 @@ class Checkpointing(Callback):
             self._say(f"{report.error}; training {'ends' if report.ends_run else 'continues'}")
             return
         waited = f", {report.waited_seconds:.2f} s for the one before" if report.waited_seconds > 0.1 else ""
-        self._say(
-            f"saved {report.folder.name}: {report.bytes / 2**20:,.1f} MiB in {report.seconds:.2f} s; "
-            f"training paused for {report.copy_seconds:.3f} s{waited}"
-        )
+        hint = f"training paused for {report.copy_seconds:.3f} s{waited}"
+        self._say(f"saved {report.folder.name}: {report.bytes / 2**20:,.1f} MiB in {report.seconds:.2f} s; {hint}")

@@ -73,9 +73,8 @@ class Evaluation(Callback):
         for source in due:
             statistics = source.evaluate(run, self._engine)
             if not statistics.tokens:
-                self._say(
-                    f"step {record.step}: {source.name or 'what is held out'} has no val_loss: no token of it is counted"
-                )
+                hint = "no token of it is counted"
+                self._say(f"step {record.step}: {source.name or 'what is held out'} has no val_loss: {hint}")
             elif source.name:
                 record.val_losses[source.name] = statistics.loss
             else:

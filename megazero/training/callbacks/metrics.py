@@ -63,9 +63,8 @@ class RecordFile(Callback):
         except OSError as error:
             self.close()
             if not self._is_failing:
-                self._say(
-                    f"{self._path} cannot be written ({error}): steps are missing in it until it can, the run goes on"
-                )
+                hint = "steps are missing in it until it can, the run goes on"
+                self._say(f"{self._path} cannot be written ({error}): {hint}")
             self._is_failing = True
             return
         if self._is_failing:
@@ -137,10 +136,8 @@ class MetricsFile(RecordFile):
         self._file.truncate(kept)
 
     def _set_aside(self, after_step: int) -> None:
-        self._say(
-            f"{self._path} has lines that this run, which begins after step {after_step}, did not write: see "
-            f"{copy_aside(self._path)}"
-        )
+        hint = f"see {copy_aside(self._path)}"
+        self._say(f"{self._path} has lines that this run, which begins after step {after_step}, did not write: {hint}")
 
     def _write(self, record: StepRecord) -> None:
         is_again = record.step == self._written

@@ -194,9 +194,8 @@ def recompile_limit_in_a_line(say: Callable[[str], None]) -> Iterator[None]:
         if "recompile_limit" not in record.getMessage() or not isinstance(record.args, tuple):
             return True
         limit, count, function, reason, *_ = record.args
-        say(
-            f"slower from now on: {function} is not compiled any more, after {count} times ({limit}); the last: {reason}"
-        )
+        hint = f"the last: {reason}"
+        say(f"slower from now on: {function} is not compiled any more, after {count} times ({limit}); {hint}")
         return False
 
     logger = logging.getLogger("torch._dynamo.convert_frame")

@@ -169,10 +169,8 @@ class Stragglers(Callback):
         record.metrics["own_seconds"] = spread_of(works)
         slow = slow_ranks(works, self._ratio)
         for work, median in slow[:_MOST_RANKS_NAMED]:
-            self._say(
-                f"rank {work.rank} on {work.host} is slow: {work.seconds:.2f} s of its own work per step, the median is "
-                f"{median:.2f} s"
-            )
+            hint = f"{work.seconds:.2f} s of its own work per step, the median is {median:.2f} s"
+            self._say(f"rank {work.rank} on {work.host} is slow: {hint}")
         if len(slow) > _MOST_RANKS_NAMED:
             self._say(f"... and {len(slow) - _MOST_RANKS_NAMED} more ranks are slow")
 
