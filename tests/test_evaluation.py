@@ -179,7 +179,7 @@ def test_a_checkpoint_has_the_loss_of_its_step_on_another_shape_and_the_run_is_a
     assert content() == before
     done = run_command("evaluate", trained / "config.toml", "7")
     assert done.returncode == 1
-    assert "name the directory or the number of a step" in done.stderr
+    assert "is not a complete checkpoint: it has no manifest.json" in done.stderr
 
 
 def test_a_step_continues_a_text_as_transformers_does(trained: Path) -> None:
