@@ -124,7 +124,9 @@ def _model_of(folder: Folder, trainer: index.TrainerState) -> ModelConfig:
         )
     if (family := trainer.model.get("family")) not in FAMILIES:
         script = next(iter(trainer.config.get("launch", {}).get("extensions", [])), "SCRIPT.py")
-        raise CheckpointError(f"{folder} is of the family {family!r} of a script: name it with --extension {script}")
+        raise index.CheckpointError(
+            f"{folder} is of the family {family!r} of a script: name it with --extension {script}"
+        )
     try:
         return ModelConfig.model_validate(trainer.model)
     except ValidationError as error:
