@@ -253,11 +253,6 @@ class ModelConfig(Section):
         """Inner width of an expert of a resolved model."""
         return self.expert_hidden_size or self.ffn_hidden_size or 0
 
-    @property
-    def full_attention_layers(self) -> int:
-        """Layers that attend to all positions in spite of the window."""
-        return self.num_layers // self.full_attention_every if self.full_attention_every else 0
-
     def window_of(self, layer: int) -> int | None:
         """Positions that a token attends to in a layer; None for all."""
         is_full = self.full_attention_every and (layer + 1) % self.full_attention_every == 0
@@ -285,5 +280,5 @@ class ModelConfig(Section):
                 lengths
             )
 
-        full = self.full_attention_layers / self.num_layers
+        full = [self.window_of(layer) for layer in range(self.num_layers)].count(None) / self.num_layers
         return (1 - full) * seen(self.sliding_window) + full * seen(None)
