@@ -19,7 +19,7 @@ from typer.testing import CliRunner, Result
 
 from megazero.cli.commands import app
 from megazero.plan.schedule_drawing import Figures, compare_table
-from megazero.plan.schedule_picture import chrome_trace
+from megazero.plan.schedule_picture import trace_text
 from megazero.schedules.action import Action, ActionKind, Schedule, read_schedule
 from megazero.schedules.kind import forward_only
 from megazero.schedules.proof import Costs, Timeline, simulate
@@ -55,7 +55,7 @@ every_timeline = pytest.mark.parametrize("timeline", SOME, ids=lambda t: f"{t.sc
 
 @every_timeline
 def test_every_span_is_once_in_the_trace_at_its_time(timeline: Timeline) -> None:
-    events = json.loads(json.dumps(chrome_trace(timeline, unit_us=1e6)))["traceEvents"]
+    events = json.loads(trace_text(timeline, unit_us=1e6))["traceEvents"]
     spans = [event for event in events if event["ph"] == "X"]
     letter = {"forward": "F", "backward": "B", "weight": "W"}
     found = {

@@ -30,7 +30,7 @@ from torch.utils._pytree import tree_any_only, tree_iter
 from megazero.config import ResolvedRun, RunConfig, resolve
 from megazero.engine.outline import elements_in, stages_of
 from megazero.parallel_state import ParallelState, RankGrid
-from megazero.plan.calibrate_collectives import collective_samples, mean_of
+from megazero.plan.calibrate_collectives import collective_samples
 from megazero.plan.calibrate_gpu import fitted, gpu_here
 from megazero.plan.calibration import Calibration, OperatorTable, Product, Samples
 from megazero.plan.cluster import Cluster
@@ -188,7 +188,7 @@ def calibrate(*, quick: bool = False, say: Callable[[str], None] = print) -> Cal
     processors, collectives = len(os.sched_getaffinity(0)), dict[str, Samples]()
     for ranks in (2, 4) if quick else (2, 4, 8):
         say(f"collectives of {ranks} ranks")
-        collectives |= mean_of(in_processes(ranks, collective_samples, 3 if quick else 12))
+        collectives |= in_processes(ranks, collective_samples, 3 if quick else 12)[0]
     (_, first), *_, (size, last) = collectives["send_recv 2"]
     within, probes = Link("this machine", size / last, first), (probe, median(in_processes(processors, _probed)))
     device = _device(table, within)

@@ -6,8 +6,8 @@ all_reduce 4   | all-reduce | all-reduce | all-reduce |
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Sequence
-from statistics import mean, median
+from collections.abc import Callable, Iterable
+from statistics import median
 
 import torch
 import torch.distributed as dist
@@ -24,7 +24,7 @@ _CALLS = 8
 def collective_samples(rank: int, rounds: int = 12) -> dict[str, Samples]:
     """ "all_reduce 4" and so on, for the ranks of the default process group, which are on one host.
 
-    A collective's times are the mean of those of its ranks: `mean_of`.
+    A collective's times are the mean of those of its ranks.
     """
     world = dist.get_world_size()
     state = ParallelState(RankGrid(dp=world), rank, local_world_size=world)
@@ -41,18 +41,8 @@ def collective_samples(rank: int, rounds: int = 12) -> dict[str, Samples]:
     return found
 
 
-def mean_of(ranks: Sequence[dict[str, Samples]]) -> dict[str, Samples]:
-    """Average what `collective_samples` found on all ranks."""
-
-    def over_ranks(name: str) -> Samples:
-        columns = zip(*(found[name] for found in ranks), strict=True)
-        return tuple((column[0][0], mean(seconds for _, seconds in column)) for column in columns)
-
-    return {name: over_ranks(name) for name in ranks[0]}
-
-
 def _seconds(call: Callable[[], object], rounds: int) -> float:
-    """Return the seconds of a call among several in a row, of the median round."""
+    """Return the seconds of a call among several in a row, of the median round, on average over the ranks."""
 
     def taken() -> float:
         dist.barrier()
@@ -62,7 +52,9 @@ def _seconds(call: Callable[[], object], rounds: int) -> float:
         return (time.perf_counter() - begin) / _CALLS
 
     taken()
-    return median(taken() for _ in range(rounds))
+    found = torch.tensor(median(taken() for _ in range(rounds)), dtype=torch.float64)
+    dist.all_reduce(found)
+    return float(found) / dist.get_world_size()
 
 
 def _calls(count: int, axis: Axis) -> dict[str, tuple[Callable[[], None], int]]:

@@ -174,7 +174,8 @@ def kernels_of(events: Sequence[Event], device: Device, later: Iterable[Event], 
         for event in events:
             yield event if isinstance(event, Message) else _kernel(event, device)
         return
-    last_read = _last_reads([*events, *later])
+    every = enumerate([*events, *later])
+    last_read = {read.storage: at for at, event in every if isinstance(event, Operator) for read in event.inputs}
     chain: list[Operator] = []
     product: int | None = None  # storage of the last product's result
     for at, event in enumerate(events):
@@ -192,11 +193,6 @@ def kernels_of(events: Sequence[Event], device: Device, later: Iterable[Event], 
         product = event.outputs[0].storage if isinstance(event, Operator) and event.outputs else None
     if chain:
         yield _fused(chain, device, last_read, len(events))
-
-
-def _last_reads(events: Sequence[Event]) -> dict[int, int]:
-    """Return the last event that reads each storage."""
-    return {read.storage: at for at, event in enumerate(events) if isinstance(event, Operator) for read in event.inputs}
 
 
 def _fused(chain: Sequence[Operator], device: Device, last_read: dict[int, int], end: int) -> Kernel:

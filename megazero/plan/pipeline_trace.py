@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,7 +12,7 @@ import torch
 from megazero.comm.collectives import gather_objects
 from megazero.engine import Position
 from megazero.engine.outline import schedule_of
-from megazero.plan.schedule_picture import chrome_trace, draw_svg
+from megazero.plan.schedule_picture import draw_svg, trace_text
 from megazero.schedules.action import Action, ActionKind, write_text
 from megazero.schedules.proof import Costs, Timeline, simulate
 from megazero.training.callbacks.base import Callback, RunContext, StepRecord
@@ -106,7 +105,7 @@ class PipelineTrace(Callback):
         files = f"{name}.svg, {name}.json"
         try:
             write_text(name.with_suffix(".svg"), picture)
-            write_text(name.with_suffix(".json"), json.dumps(chrome_trace(timeline, unit_us=1e6)))
+            write_text(name.with_suffix(".json"), trace_text(timeline, unit_us=1e6))
         except OSError as error:
             files = f"its picture could not be written ({error})"
         self._say(

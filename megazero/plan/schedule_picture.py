@@ -53,8 +53,8 @@ def _paint(kind: ActionKind, chunk: int, chunks: int) -> str:
     return f'fill="{colour}" fill-opacity="{share:.2f}" stroke="{colour}" stroke-width="0.8"'
 
 
-def chrome_trace(timeline: Timeline, unit_us: float = 1000.0) -> dict[str, Any]:
-    """The trace event format of chrome://tracing and ui.perfetto.dev: a thread per rank, a complete event per action.
+def trace_text(timeline: Timeline, unit_us: float = 1000.0) -> str:
+    """Return a trace for chrome://tracing and ui.perfetto.dev: a thread per rank, a complete event per action.
 
     `unit_us` is one unit of the timeline in microseconds.
     """
@@ -71,9 +71,4 @@ def chrome_trace(timeline: Timeline, unit_us: float = 1000.0) -> dict[str, Any]:
             about = {"microbatch": action.microbatch, "chunk": action.chunk}
             ts, dur = start * unit_us, (end - start) * unit_us
             add("X", rank, str(action), about, cat=action.kind.name.lower(), ts=ts, dur=dur)
-    return {"traceEvents": events, "displayTimeUnit": "ms"}
-
-
-def trace_text(timeline: Timeline) -> str:
-    """The text of a trace file; one unit of the timeline is 1 ms."""
-    return json.dumps(chrome_trace(timeline))
+    return json.dumps({"traceEvents": events, "displayTimeUnit": "ms"})

@@ -15,7 +15,7 @@ of 16-bit factors adds to fp32 gradients without a temporary.  What is offloaded
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from typing import Any, NamedTuple, TypeAlias
@@ -216,24 +216,18 @@ class Unit(NamedTuple):
 
 def units_of(config: RunConfig, schedule: Schedule) -> list[list[list[Unit]]]:
     """Return the units of every chunk of every pipeline rank, in order."""
-    ranks = cut_by_rank(config.model, config.parallel.layout, schedule.placement)
-    return [
-        [_chunk(layout, _policies_of(config, chunks, rank)) for layout in chunks] for rank, chunks in enumerate(ranks)
-    ]
-
-
-def _policies_of(config: RunConfig, chunks: Sequence[StageLayout], rank: int) -> dict[int, LayerPolicy]:
-    layers = [layer for layout in chunks for layer in layout.layers]
     cuts = config.parallel.tp > 1 and not config.parallel.sequence_parallel
-    fp8 = config.precision.fp8_of_layers(config.model.num_layers)
-    return layer_policies(config.activations, layers, rank, cuts=cuts, fp8=fp8)
-
-
-def _chunk(layout: StageLayout, policies: Mapping[int, LayerPolicy]) -> list[Unit]:
-    first = [Unit(EMBEDDING, EMBEDDING)] * layout.has_embedding
-    last = [Unit(HEAD, HEAD)] * layout.has_head
-    own = [(f"layer {layer}", policies[layer]) for layer in layout.layers]
-    return [*first, *(Unit(name, replace(one, offload=False), one.offload) for name, one in own), *last]
+    fp8, found = config.precision.fp8_of_layers(config.model.num_layers), list[list[list[Unit]]]()
+    for rank, chunks in enumerate(cut_by_rank(config.model, config.parallel.layout, schedule.placement)):
+        layers = [layer for layout in chunks for layer in layout.layers]
+        policies = layer_policies(config.activations, layers, rank, cuts=cuts, fp8=fp8)
+        found.append([])
+        for layout in chunks:
+            own = [(f"layer {layer}", policies[layer]) for layer in layout.layers]
+            units = [Unit(name, replace(policy, offload=False), policy.offload) for name, policy in own]
+            first, last = [Unit(EMBEDDING, EMBEDDING)] * layout.has_embedding, [Unit(HEAD, HEAD)] * layout.has_head
+            found[-1].append([*first, *units, *last])
+    return found
 
 
 @lru_cache(maxsize=512)
