@@ -1,11 +1,11 @@
-"""A thread that makes calls one after another, beside the computation.
+"""A thread that makes calls one after another while the rank computes.
 
     computation   post(a) ..... post(b) ................ wait(a)
     worker              a a a a a a a a b b b b b b
 
-Between hosts one hands messages to gloo, another adds up all-reduces.  gloo locks a connection while it reads or writes.
-Where every core computes, its thread may lose its core with the lock held, and who has a message then waits: 2 to 7 ms for
-each were measured, a fifth of a step of ZeRO-1 between two hosts.
+Between hosts, one worker hands messages to gloo, and another adds up all-reduces.  gloo locks a connection while it
+reads or writes.  If every core computes, gloo's thread may lose its core while it holds the lock, and whoever has a
+message then waits: 2 to 7 ms each were measured, a fifth of a step of ZeRO-1 between two hosts.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ Start: TypeAlias = Callable[[], Wait]
 _Queue: TypeAlias = SimpleQueue[tuple[Start, Future[Wait]] | None]
 _Unfinished: TypeAlias = deque[Future[Wait]]
 
-_START_SECONDS = 2e-3  # a call takes 0.2 ms, but may meet gloo's lock
+_START_SECONDS = 2e-3  # a call takes 0.2 ms, but may have to wait for gloo's lock
 _END_SECONDS = 1.0  # after a lost peer all messages fail at once
-_JOIN_SECONDS = 5.0  # one that waits in a system call alone needs a moment
+_JOIN_SECONDS = 5.0  # a thread that waits in a system call needs a moment
 
 
 class Worker:
-    """Makes calls in a thread, in the order in which they were posted; one that fails does not keep the next from its turn.
+    """Makes calls in a thread, in the order in which they were posted.  A failed call does not affect the next one.
 
-    The thread starts with the first call, and ends with `close` or when nobody has the worker any more.
+    The thread starts with the first call.  It ends with `close`, or when nothing refers to the worker any more.
 
     Args:
         name: of the thread.
@@ -52,16 +52,20 @@ class Worker:
         weakref.finalize(self, _end, self._queue, self._thread)
 
     def post(self, start: Start) -> Wait:
-        """Queue `start` for the thread.  The wait raises what the call, or the wait that it returned, has raised."""
+        """Queue `start` for the thread.  The returned wait raises what `start`, or the wait that it returned, has
+        raised.
+        """
         call = self._submit(start)
         return partial(_wait_for, call)
 
     def begin(self, start: Start, abandoned: deque[Wait]) -> Wait:
-        """Post a call that waits for nobody, and lend the core for up to 2 ms to a thread that was idle.
+        """Post a call that does not wait for anything, and yield the core for up to 2 ms to a thread that was idle.
 
-        Beside a computation Linux wakes a batch job's thread only after milliseconds, in which the link is idle.
+        During a computation, Linux wakes the thread of a batch job only after milliseconds, in which the link would be
+        idle.
 
-        abandoned: takes the operation's wait if an interrupt comes meanwhile, since nobody else has it.
+        abandoned: receives the operation's wait if an interrupt arrives meanwhile, because nothing else refers to it
+        then.
         """
         was_idle, call = not self._unfinished, self._submit(start)
         if was_idle:
@@ -86,14 +90,14 @@ class Worker:
         return call
 
     def close(self, error: RuntimeError, interrupt: Callable[[], object]) -> None:
-        """End the thread; what is not over fails with `error`.  A forked child has no thread, and interrupts nothing.
+        """End the thread.  Unfinished calls fail with `error`.  A forked child has no thread, and interrupts nothing.
 
         `interrupt`: ends the wait in which the thread may be.
         """
         if self._thread.is_alive():
             self._queue.put(None)
             interrupt()
-            if threading.current_thread() is not self._thread:  # a garbage collector runs in any thread
+            if threading.current_thread() is not self._thread:  # a garbage collector may run this in any thread
                 self._thread.join(_JOIN_SECONDS)
         for call in list(self._unfinished):
             with suppress(InvalidStateError):  # it has ended
@@ -101,7 +105,7 @@ class Worker:
 
 
 def _end(queue: _Queue, thread: threading.Thread) -> None:
-    """Let the thread end; a process that ends while it waits for a message aborts, so that one gets a moment."""
+    """Let the thread end.  A process that exits while the thread waits for a message aborts, so give it a moment."""
     queue.put(None)
     if thread.is_alive() and threading.current_thread() is not thread:
         thread.join(_END_SECONDS)
@@ -109,9 +113,9 @@ def _end(queue: _Queue, thread: threading.Thread) -> None:
 
 def _run(queue: _Queue, unfinished: _Unfinished, is_ready: threading.Event) -> None:
     torch.get_num_threads()  # the first call in a thread takes the default
-    torch.set_num_threads(1)  # here: a team of its own would take the computation's cores
+    torch.set_num_threads(1)  # in this thread only: a thread team of its own would take the computation's cores
     is_ready.set()
-    # Whoever posts may be in inference mode; only there can its tensors be written.
+    # The caller may be in inference mode, and its tensors can be written only in that mode.
     with torch.inference_mode():
         while (posted := queue.get()) is not None:
             _make(*posted)
@@ -120,7 +124,7 @@ def _run(queue: _Queue, unfinished: _Unfinished, is_ready: threading.Event) -> N
 
 
 def _make(start: Start, call: Future[Wait]) -> None:
-    """Make a call, unless it has failed with the worker's end; then what comes of it is of no use either."""
+    """Make a call, unless it has already failed because the worker ended.  Then its result is not needed either."""
     with suppress(InvalidStateError):
         if not call.done():
             try:

@@ -134,9 +134,12 @@ def repeats(names: Sequence[str], stream: SampleStream, samples: int) -> list[st
 
 
 def check_source(name: str, tokenizer: str, own: Tokenizer | None, vocab_size: int) -> None:
-    """List the `.py` files of the standard library, sorted by their path within it.
+    """Check a source by what its files say of themselves; no token is read.
 
-    Excluded are installed packages, test suites, and `_sysconfigdata*`, which differs between builds.
+    Args:
+        tokenizer, own: the run's, by its name and itself; None where it cannot be loaded, and is not compared.
+
+    Raises: as `open_corpus`.
     """
     if name != PYTHON_STDLIB and not is_raw(Path(name)):
         IndexedDataset(name)
@@ -145,14 +148,7 @@ def check_source(name: str, tokenizer: str, own: Tokenizer | None, vocab_size: i
 
 
 def _check_fits(name: str, identity: Identity, tokenizer: str, own: Tokenizer, vocab_size: int) -> None:
-    """Return the prefix of the tokenized standard library.  Build it first if `cache_dir` does not have it.
-
-    Any number of processes of a node may call this at the same time: one builds it, in about a second with the byte
-    tokenizer, and the others wait.  Files that are not UTF-8 are left out.  The pair's name contains the Python version
-    and the tokenizer's fingerprint.
-
-    Raises: OSError: `cache_dir` cannot be written.
-    """
+    """Raises: ValueError: the source was written by another tokenizer, or has ids without an embedding."""
     if identity.tokenizer not in ("", own.fingerprint):
         raise ValueError(
             f"{name} was tokenized with a tokenizer of fingerprint {identity.tokenizer}, and data.tokenizer="
@@ -167,7 +163,10 @@ def _check_fits(name: str, identity: Identity, tokenizer: str, own: Tokenizer, v
 
 
 def stdlib_files() -> list[Path]:
-    """another process may have built it meanwhile"""
+    """List the `.py` files of the standard library, sorted by their path within it.
+
+    Excluded are installed packages, test suites, and `_sysconfigdata*`, which differs between builds.
+    """
     root = Path(sysconfig.get_path("stdlib"))
     found = []
     for directory, names, files in os.walk(root):
@@ -185,20 +184,27 @@ def build_python_stdlib(
     eod_token: str | None = None,
     say: Callable[[str], None] = lambda _: None,
 ) -> Path:
-    """Write a pair in which every non-empty UTF-8 file is a document."""
+    """Return the prefix of the tokenized standard library.  Build it first if `cache_dir` does not have it.
+
+    Any number of processes of a node may call this at the same time: one builds it, in about a second with the byte
+    tokenizer, and the others wait.  Files that are not UTF-8 are left out.  The pair's name contains the Python version
+    and the tokenizer's fingerprint.
+
+    Raises: OSError: `cache_dir` cannot be written.
+    """
     encoder = load_tokenizer(os.fspath(tokenizer), eod_token)
     prefix = Path(cache_dir) / f"python-stdlib-{platform.python_version()}-{encoder.fingerprint}"
     if _is_complete(prefix):
         return prefix
     with locked(prefix, "python-stdlib is kept", say):
-        if not _is_complete(prefix):  # only imported if data must be built
+        if not _is_complete(prefix):  # another process may have built it meanwhile
             _tokenize(stdlib_files(), prefix, encoder)
     return prefix
 
 
 def _tokenize(files: Sequence[Path], prefix: Path, encoder: Tokenizer) -> None:
-    """a damaged cache is rebuilt"""
-    from megazero.data.writer import IndexedWriter, token_dtype  # a run that finds its data imports no writer
+    """Write a pair in which every non-empty UTF-8 file is a document."""
+    from megazero.data.writer import IndexedWriter, token_dtype  # only imported if data must be built
 
     dtype = token_dtype(encoder.vocab_size)
     with IndexedWriter(prefix, dtype, encoder.fingerprint) as writer:
@@ -211,6 +217,6 @@ def _tokenize(files: Sequence[Path], prefix: Path, encoder: Tokenizer) -> None:
 def _is_complete(prefix: Path) -> bool:
     try:
         verified_identity(IndexedDataset(prefix), prefix.parent)
-    except (FileNotFoundError, ValueError):  # a damaged cache is built again
+    except (FileNotFoundError, ValueError):  # a damaged cache is rebuilt
         return False
     return True

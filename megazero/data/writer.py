@@ -1,8 +1,8 @@
-"""Writing token files: the `.bin`/`.idx` pair that `indexed` describes and reads, and the identity beside it.
+"""Writing token files: the `.bin`/`.idx` pair that `indexed` describes and reads, and its identity file.
 
-Invariant: a pair under its final name is whole.  The writer uses `.partial` names of its own and renames at the end, `.idx`
-last.  A lock on `.idx.partial`, which stays empty, refuses a second writer; on a file system without locks both write, and
-neither into the other's files.
+Invariant: a pair under its final name is complete.  The writer uses its own `.partial` names and renames the files at
+the end, `.idx` last.  A lock on `.idx.partial`, which stays empty, refuses a second writer.  On a file system without
+locks, both write, each to its own files.
 """
 
 import glob
@@ -23,10 +23,10 @@ from megazero.data.indexed import DTYPE_OF_CODE, HEADER, MAGIC, VERSION, pair_pa
 
 
 def token_dtype(vocab_size: int) -> np.dtype[Any]:
-    """The narrowest dtype for ids of a vocabulary: uint16 while every id fits (vocab_size <= 65536), else int32.
+    """Return the narrowest dtype for ids of a vocabulary: uint16 if every id fits (vocab_size <= 65536), else int32.
 
-    Source: Megatron's `DType.optimal_dtype`, which already changes to int32 at 65,500. The header names the dtype,
-    so either reader reads either file.
+    Source: Megatron's `DType.optimal_dtype`, which already changes to int32 at 65,500. The header names the dtype, so
+    either reader reads either file.
     """
     return np.dtype("<u2") if vocab_size <= 2**16 else np.dtype("<i4")
 
@@ -34,13 +34,13 @@ def token_dtype(vocab_size: int) -> np.dtype[Any]:
 class IndexedWriter:
     """Writes a `.bin`/`.idx` pair, document by document; a context manager.
 
-    Leaving the block renames the files into place; leaving it by an exception removes them. A process that is killed
+    Leaving the block renames the files to their final names; leaving it by an exception removes them.  A killed process
     leaves at most `.partial` files, which the next writer removes.
 
     Args:
-        prefix: path of the pair without `.bin` or `.idx`; its directory is made when missing.
+        prefix: path of the pair without `.bin` or `.idx`; its directory is created if missing.
         dtype: integer dtype of the stored ids (see `token_dtype`).
-        tokenizer: fingerprint of the tokenizer of the ids, where one is known.
+        tokenizer: fingerprint of the tokenizer of the ids, if known.
 
     Raises:
         FileExistsError: another process is writing this pair.
@@ -59,7 +59,7 @@ class IndexedWriter:
         self._code, self._tokenizer = codes[0], tokenizer
         self._bin_path, self._idx_path = pair_paths(prefix)
         self._identity_path = identity_path(prefix)
-        finals = (self._bin_path, self._identity_path, self._idx_path)  # in the order in which they appear
+        finals = (self._bin_path, self._identity_path, self._idx_path)  # in the order in which they are renamed
         own = secrets.token_hex(4)
         self._partials = {path: path.with_name(f"{path.name}.{own}.partial") for path in finals}
         self._lock_path = self._idx_path.with_name(f"{self._idx_path.name}.partial")
@@ -121,7 +121,7 @@ class IndexedWriter:
 
 
 def _locked(path: Path) -> FileLock | None:
-    """A lock that ends with the process; None where the file system has no locks.  Raises: FileExistsError: it is held."""
+    """Lock a file until the process ends; None if the file system has no locks.  Raises: FileExistsError: it is locked."""
     lock = FileLock(path, fallback_to_soft=False)
     try:
         lock.acquire(timeout=0)
@@ -134,6 +134,6 @@ def _locked(path: Path) -> FileLock | None:
 
 
 def flush_to_disk(file: BufferedWriter) -> None:
-    """What was written so far outlives a crash of the machine."""
+    """Make sure that everything written so far survives a crash of the machine."""
     file.flush()
     os.fsync(file.fileno())
