@@ -1,4 +1,5 @@
-"""The format of a checkpoint: whole logical tensors in safetensors files, an index per kind, and a manifest written last.
+"""The format of a checkpoint: whole logical tensors in safetensors files, an index per kind, and a manifest written
+last.
 
     step-00000010/
       model-00001-of-00002.safetensors ...     weights under Hugging Face names, with model.safetensors.index.json
@@ -10,9 +11,9 @@
       unfinished.json                          the names of the files to be written; there until it is complete
     latest                                     the name of the newest complete directory, for people and scripts
 
-A file appears with all its bytes or not at all; see `folder`.  Only files that the manifest or `unfinished.json` names are
-ever removed: others in the directory are not ours.  Each of the two has a checksum: one that another program has written
-under the same name names nothing.
+A file appears with all its bytes or not at all; see `folder`.  Only files that are named in the manifest or in
+`unfinished.json` are ever removed, because other files in the directory are not ours.  Both lists have a checksum, so a
+file of the same name that another program has written is not taken for such a list.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ from megazero.data.sealed import parse_json, seal
 FORMAT_VERSION = 1
 MANIFEST, TRAINER_STATE, LATEST, HF_CONFIG = "manifest.json", "trainer_state.json", "latest", "config.json"
 UNFINISHED, DAMAGED_MANIFEST, EVALUATION = "unfinished.json", "damaged-manifest.json", "evaluation.json"
-_LISTS = (MANIFEST, DAMAGED_MANIFEST, UNFINISHED)  # each names files that are ours
+_LISTS = (MANIFEST, DAMAGED_MANIFEST, UNFINISHED)  # each of these names files that are ours
 _STEP_NAME = re.compile(r"step-(\d{8}|[1-9]\d{8,})")
 _TENSOR_FILE = re.compile(r"(.+)-\d{5}-of-\d{5}\.safetensors")
 
@@ -59,13 +60,13 @@ Count = Annotated[int, Field(strict=True, ge=0, lt=2**63)]
 class TrainerState:
     """The position of a run and its small state, independent of its shape."""
 
-    step: Count  # optimizer steps done
-    consumed_samples: Count  # since the start; the next sample's global index
+    step: Count  # optimizer steps completed
+    consumed_samples: Count  # since the start; also the global index of the next sample
     consumed_tokens: Count  # counted tokens since the start
-    optimizer_steps: Count  # that changed the weights, for the bias correction
+    optimizer_steps: Count  # steps that changed the weights, for the bias correction
     data_fingerprint: str
     model: dict[str, Any]  # the model section of the configuration
-    config: dict[str, Any]  # all of it; this and the next two are information
+    config: dict[str, Any]  # the whole configuration; this and the next two are for information
     shape: dict[str, Any]  # parallel degrees, ZeRO stage and world size
     versions: dict[str, str]  # of megazero and torch
     optimizer_scalars: dict[str, dict[str, float]] = field(default_factory=dict)  # by group
@@ -81,19 +82,19 @@ _TRAINER_STATE: Final = TypeAdapter(TrainerState)
 
 
 def index_name(kind: str) -> str:
-    """Name of the index file of a kind."""
+    """Return the name of the index file of a kind."""
     return f"{kind}.safetensors.index.json"
 
 
 def kinds_of(files: Iterable[str]) -> list[str]:
-    """Kinds that a checkpoint holds, the weights first."""
+    """Return the kinds that a checkpoint contains, weights first."""
     suffix = index_name("")
     kinds = (name.removesuffix(suffix) for name in files if name.endswith(suffix))
     return sorted(kinds, key=lambda kind: (kind != "model", kind))
 
 
 def versions() -> dict[str, str]:
-    """Versions of this package and of torch; "not installed" for a package that runs from its source folder."""
+    """Return the versions of this package and of torch; "not installed" for a package that runs from its source folder."""
     try:
         mine = importlib.metadata.version("megazero")
     except importlib.metadata.PackageNotFoundError:
@@ -102,22 +103,22 @@ def versions() -> dict[str, str]:
 
 
 def to_index(files: Mapping[str, str], total_bytes: int) -> bytes:
-    """The index of one kind, as Hugging Face's tools read it; `files` has the file of each tensor."""
+    """Build the index of one kind, in Hugging Face's format.  `files`: the file of each tensor."""
     return to_json({"metadata": {"total_size": total_bytes}, "weight_map": files})
 
 
 def to_json(value: Any) -> bytes:
-    """Readable JSON."""
+    """Format a value as readable JSON."""
     return (json.dumps(value, indent=2) + "\n").encode()
 
 
 def _checksum(version: int, files: Mapping[str, Any] | Sequence[str]) -> str:
-    """Checksum of the list in a manifest; format 1 leaves the version out of it."""
+    """Compute the checksum of the list in a manifest.  Format 1 does not include the version."""
     return xxhash.xxh3_128_hexdigest(json.dumps(files if version == 1 else [version, files], sort_keys=True).encode())
 
 
 def write_manifest(location: Location, files: Mapping[str, FileRecord]) -> None:
-    """Declare a checkpoint complete; `files` are all its files.  Raises: OSError."""
+    """Declare a checkpoint complete.  `files`: all its files.  Raises: OSError."""
     listed = {name: asdict(record) for name, record in sorted(files.items())}
     manifest = {"format": FORMAT_VERSION, "checksum": _checksum(FORMAT_VERSION, listed), "files": listed}
     folder_at(location).write(MANIFEST, to_json(manifest))
@@ -130,7 +131,9 @@ def write_unfinished(folder: Folder, names: Iterable[str]) -> None:
 
 
 def _named_in(folder: Folder, name: str) -> set[str]:
-    """The files that one of our lists names; none if it is missing, damaged, or another program wrote it."""
+    """Return the files that one of our lists names; none if the list is missing, damaged, or written by another
+    program.
+    """
     with suppress(FileNotFoundError, ValueError, KeyError, TypeError, RecursionError):
         found = parse_json(folder.read(name))
         if found["checksum"] == _checksum(found.get("format", 1), found["files"]):
@@ -139,20 +142,22 @@ def _named_in(folder: Folder, name: str) -> set[str]:
 
 
 def own_files(folder: Folder) -> list[str]:
-    """The files in a step directory that our checkpoints wrote: those that its lists name, and the lists themselves."""
+    """Return the files in a step directory that our checkpoints wrote: those in its lists, and the lists themselves."""
     named = set().union(*(_named_in(folder, name) for name in _LISTS))
     return [name for name in folder.files() if partial_of(name) in named or _is_begun(name)]
 
 
 def _is_begun(name: str) -> bool:
-    """Whether a file is the half-written first file of a save."""
+    """Whether a file is the partially written first file of a save."""
     return name != UNFINISHED and partial_of(name) == UNFINISHED
 
 
 def files_of_save(folder: Folder) -> list[str]:
-    """Our files in a directory that has a manifest.  If the manifest is damaged, files with names that only a save gives.
+    """Return our files in a directory that has a manifest.
 
-    Raises: CheckpointError: the storage fails, or no checkpoint of ours has written the manifest.
+    If the manifest is damaged, these are the files with names that only a save gives.
+
+    Raises: CheckpointError: the storage fails, or the manifest was not written by a checkpoint of ours.
     """
     with read_errors(f"{folder}/{MANIFEST}"):
         if _named_in(folder, MANIFEST):
@@ -173,9 +178,9 @@ def files_of_save(folder: Folder) -> list[str]:
 
 
 def remove_own_files(folder: Folder) -> None:
-    """Remove our files from a step directory, and the directory if that leaves it empty.
+    """Remove our files from a step directory, and the directory if it is empty then.
 
-    The lists are removed last: after an interruption they still say which files are ours.
+    The lists are removed last, so that after an interruption they still name our files.
     """
     found = own_files(folder)
     folder.remove(*(name for name in found if name not in _LISTS))
@@ -184,7 +189,7 @@ def remove_own_files(folder: Folder) -> None:
 
 
 def discard(folder: Folder) -> None:
-    """Remove a complete checkpoint.  If this is interrupted, what is left does not count as one."""
+    """Remove a complete checkpoint.  If this is interrupted, the remainder does not count as a checkpoint."""
     write_unfinished(folder, files_of_save(folder))
     folder.remove(MANIFEST)
     remove_own_files(folder)
@@ -196,7 +201,9 @@ def is_complete(location: Location) -> bool:
 
 
 def unreadable(path: str, error: OSError) -> CheckpointError:
-    """The error for a storage that fails.  EIO is one: NFS reports a timeout so, which says nothing about the file."""
+    """Build the error for a storage that fails.  EIO is such an error: on NFS it may be a timeout, unrelated to the
+    file.
+    """
     return CheckpointError(
         f"{path} cannot be read ({error}); nothing was changed. Try again; if it stays so, its disk may be lost: resume "
         "from another step directory (checkpoint.resume)"
@@ -205,7 +212,9 @@ def unreadable(path: str, error: OSError) -> CheckpointError:
 
 @contextmanager
 def read_errors(path: str) -> Iterator[None]:
-    """Name the file in errors of reading it: CheckpointError if the storage fails, DamagedError if contents are wrong."""
+    """Convert errors of reading a file to CheckpointError (the storage fails) or DamagedError (wrong contents), with
+    its name.
+    """
     try:
         yield
     except CheckpointError:
@@ -217,7 +226,10 @@ def read_errors(path: str) -> Iterator[None]:
 
 
 def check_complete(folder: Folder, name: str = "") -> None:
-    """Raises: CheckpointError: it is no complete checkpoint, with the steps in it; an error calls it `name` if given."""
+    """Check that a folder is a complete checkpoint.  `name`: its name in the error, if given.
+
+    Raises: CheckpointError: it is not; the message lists the steps in the folder.
+    """
     if not is_complete(folder):
         steps = ", ".join(str(step) for step in step_folders(folder)[-5:])
         hint = f"name one of its steps, such as {steps}" if steps else "name a step"
@@ -225,14 +237,14 @@ def check_complete(folder: Folder, name: str = "") -> None:
 
 
 def read_manifest(location: Location) -> dict[str, FileRecord]:
-    """Files of a complete checkpoint.  Raises: as `read_errors`; CheckpointError if there is no manifest."""
+    """Return the files of a complete checkpoint.  Raises: as `read_errors`; CheckpointError: there is no manifest."""
     folder = folder_at(location)
     check_complete(folder)
     with read_errors(f"{folder}/{MANIFEST}"):
         data = folder.read(MANIFEST)
         manifest = parse_json(data)
         listed = manifest["files"]
-        # compared byte for byte, so that no flipped bit goes unseen
+        # compared byte for byte, so that every flipped bit is noticed
         if manifest["checksum"] != _checksum(manifest["format"], listed) or to_json(manifest) != data:
             raise ValueError("it is not what was written")
         if manifest["format"] != FORMAT_VERSION:
@@ -246,12 +258,13 @@ def read_manifest(location: Location) -> dict[str, FileRecord]:
 def find_damage(
     location: Location, files: Mapping[str, FileRecord] | None = None, *, by_hash: bool = True
 ) -> list[str]:
-    """One line for every file that is missing, or whose size or hash is not that of the manifest.
+    """Return a line for every file that is missing, or that has a different size or hash than the manifest says.
 
-    Checks `files`, or all of the manifest; only their sizes unless `by_hash`.
+    Checks `files`, or all files of the manifest; only their sizes unless `by_hash`.
 
     Raises:
-        CheckpointError: the manifest is missing or damaged, or the storage does not answer, which says nothing of files.
+        CheckpointError: the manifest is missing or damaged, or the storage does not answer, which says nothing about
+            the files.
     """
     folder = folder_at(location)
     damage, listed = [], sorted(read_manifest(folder).items()) if files is None else files.items()
@@ -271,7 +284,7 @@ def find_damage(
 
 
 def read_trainer_state(location: Location) -> TrainerState:
-    """The trainer state of a checkpoint.  Raises: as `read_errors`, also for a value of a wrong type."""
+    """Read the trainer state of a checkpoint.  Raises: as `read_errors`, also for a value of a wrong type."""
     folder = folder_at(location)
     with read_errors(f"{folder}/{TRAINER_STATE}"):
         stored = parse_json(folder.read(TRAINER_STATE))
@@ -280,12 +293,12 @@ def read_trainer_state(location: Location) -> TrainerState:
         except ValidationError as error:
             first = error.errors()[0]
             raise ValueError(f"{'.'.join(map(str, first['loc']))}: {first['msg']}") from error
-        known = {key.name for key in fields(TrainerState)}  # a later release may have written more
+        known = {key.name for key in fields(TrainerState)}  # a later release may have written further keys
         return TrainerState(**{name: value for name, value in stored.items() if name in known})
 
 
 def note_val_loss(folder: Folder, val_loss: float) -> None:
-    """Write the validation loss of a step beside its checkpoint, if that is complete.  Raises: OSError."""
+    """Write the validation loss of a step next to its checkpoint, if the checkpoint is complete.  Raises: OSError."""
     if is_complete(folder):
         folder.write(EVALUATION, _note(float(val_loss)))
 
@@ -295,9 +308,9 @@ def _note(val_loss: float) -> bytes:
 
 
 def val_loss_of(folder: Folder) -> float | None:
-    """Validation loss of a step in nats per token; None if the step was not evaluated.
+    """Read the validation loss of a step in nats per token; None if the step was not evaluated.
 
-    Raises: CheckpointError: it cannot be read; DamagedError: it is not what was written.
+    Raises: CheckpointError: it cannot be read.  DamagedError: it is not what was written.
     """
     path = f"{folder}/{EVALUATION}"
     with read_errors(path):
@@ -313,28 +326,30 @@ def val_loss_of(folder: Folder) -> float | None:
 
 
 def step_folder(root: Location, step: int) -> Folder:
-    """`root/step-00000010` for step 10."""
+    """Return the folder of a step: `root/step-00000010` for step 10."""
     return folder_at(root).child(f"step-{step:08d}")
 
 
 def is_step_name(name: str) -> bool:
-    """Whether a directory's name is that of a step, like step-00000010; another, like step-10, is a user's."""
+    """Whether a directory has the name of a step, like step-00000010.  Any other name, like step-10, is a user's."""
     return _STEP_NAME.fullmatch(name) is not None
 
 
 def step_folders(root: Location) -> list[Folder]:
-    """Every step directory, complete or not, in order of steps."""
+    """List every step directory, complete or not, in the order of steps."""
     folder = folder_at(root)
     return sorted((folder.child(name) for name in folder.folders() if is_step_name(name)), key=step_of)
 
 
 def find_newest(root: Location) -> Folder | None:
-    """The newest complete step directory.  The manifests decide, not `latest`: a run may stop between the two."""
+    """Return the newest complete step directory.  Manifests decide, not `latest`: a run may stop between writing the
+    two.
+    """
     return next((folder for folder in reversed(step_folders(root)) if is_complete(folder)), None)
 
 
 def renew_latest(root: Folder) -> None:
-    """Point `latest`, if it exists, at the newest complete step, after a newer one was removed or marked as damaged."""
+    """Point `latest`, if it exists, to the newest complete step, after a newer one was removed or marked as damaged."""
     with suppress(OSError):  # the manifests decide
         if root.has(LATEST):
             newest = find_newest(root)
@@ -342,7 +357,7 @@ def renew_latest(root: Folder) -> None:
 
 
 def step_of(folder: Folder) -> int:
-    """10 for `step-00000010`.  Raises: ValueError for another name."""
+    """Return the step of a folder: 10 for `step-00000010`.  Raises: ValueError: another name."""
     if not is_step_name(folder.name):
         raise ValueError(f"{folder.name} is not the name of a step directory, like step-00000010")
     return int(folder.name.removeprefix("step-"))

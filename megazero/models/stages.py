@@ -29,7 +29,9 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class StageLayout:
-    """The layers of one virtual stage, by their indices in the whole model; the first and last stage hold the ends."""
+    """The layers of one virtual stage, by their indices in the whole model.  The first and last stages also hold the
+    ends.
+    """
 
     layers: range
     has_embedding: bool
@@ -37,23 +39,24 @@ class StageLayout:
 
 
 def cut_evenly(num_layers: int, stages: int) -> tuple[StageLayout, ...]:
-    """Cut layers into stages that differ by at most one layer; the surplus goes to the earlier stages.
+    """Split layers into stages that differ by at most one layer.  Earlier stages get the surplus.
 
     Raises:
-        ValueError: more stages than layers.
+        ValueError: there are more stages than layers.
     """
     return cut_by_cost(num_layers, stages, 0.0)
 
 
 def cut_by_cost(num_layers: int, stages: int, head_layers: float) -> tuple[StageLayout, ...]:
-    """Cut layers so that the costliest stage costs least; every stage has a layer.
+    """Split layers so that the most expensive stage is as cheap as possible.  Every stage has at least one layer.
 
     Args:
-        num_layers, stages: of the model; all chunks of all ranks.
-        head_layers: cost of the head and its loss, in layers.
+        num_layers: of the model.
+        stages: number of chunks of all ranks.
+        head_layers: cost of the head and its loss, in units of a layer.
 
     Raises:
-        ValueError: more stages than layers.
+        ValueError: there are more stages than layers.
     """
     if not 1 <= stages <= num_layers:
         raise ValueError(f"{stages} pipeline stages must be at least 1 and at most num_layers={num_layers}")
@@ -67,29 +70,30 @@ def cut_by_cost(num_layers: int, stages: int, head_layers: float) -> tuple[Stage
 
 
 def _cut_by_counts(counts: Sequence[int]) -> tuple[StageLayout, ...]:
-    """Give each stage its number of layers, in order; a stage that is only an end of the model may have none."""
+    """Give each stage its number of layers, in order.  A stage that holds only an end of the model may have none."""
     spans = [range(end - count, end) for count, end in zip(counts, accumulate(counts), strict=True)]
     return tuple(StageLayout(span, stage == 0, stage == len(spans) - 1) for stage, span in enumerate(spans))
 
 
 def head_cost_in_layers(model: ModelConfig) -> float:
-    """Multiplications of the output head per token over those of one layer of a resolved model.
+    """Compute the multiplications per token of the output head, divided by those of one layer of a resolved model.
 
-    A layer multiplies by its matrices and, per token, attends to `mean_reach` positions, in scores and in values.
+    A layer multiplies by its matrices, and each token attends to `mean_reach` positions, in scores and in values.
     """
     layer = FAMILIES[model.family].layer_weights(model) + 2 * model.attention_size * model.mean_reach
     return model.vocab_size * model.hidden_size / layer
 
 
 def cut(model: ModelConfig, layout: str | tuple[tuple[int | str, ...], ...], stages: int) -> tuple[StageLayout, ...]:
-    """Cut a resolved model as the configuration says.
+    """Split a resolved model into stages as configured.
 
     Args:
-        layout: "even", "cost", or per stage its layers and the words "embed" and "head".
-        stages: all chunks of all ranks.
+        model: resolved.
+        layout: "even", "cost", or for each stage its layers and the words "embed" and "head".
+        stages: number of chunks of all ranks.
 
     Raises:
-        ValueError: more stages than layers, or a layout of another model or another number of stages.
+        ValueError: there are more stages than layers, or the layout is for another model or number of stages.
     """
     if layout == "even":
         return cut_evenly(model.num_layers, stages)
@@ -105,12 +109,14 @@ def cut(model: ModelConfig, layout: str | tuple[tuple[int | str, ...], ...], sta
 def cut_by_rank(
     model: ModelConfig, layout: str | tuple[tuple[int | str, ...], ...], placement: Sequence[tuple[int, int]]
 ) -> tuple[tuple[StageLayout, ...], ...]:
-    """As `cut`, grouped by pipeline rank; `placement` has the rank and the chunk of every virtual stage."""
+    """Return the stages of `cut`, grouped by pipeline rank.  `placement`: the rank and the chunk of every virtual
+    stage.
+    """
     return by_rank(cut(model, layout, len(placement)), placement)
 
 
 def by_rank(stages: Sequence[T], placement: Sequence[tuple[int, int]]) -> tuple[tuple[T, ...], ...]:
-    """Group values of virtual stages by pipeline rank, in the order of its chunks."""
+    """Group values of virtual stages by pipeline rank, in the order of the rank's chunks."""
     found: list[list[T]] = [[] for _ in range(1 + max(rank for rank, _ in placement))]
     for value, (rank, _) in zip(stages, placement, strict=True):
         found[rank].append(value)
@@ -118,7 +124,7 @@ def by_rank(stages: Sequence[T], placement: Sequence[tuple[int, int]]) -> tuple[
 
 
 def layer_counts(layout: str | tuple[tuple[int | str, ...], ...]) -> list[int]:
-    """Transformer layers of each stage of a written layout; the words "embed" and "head" stand for none."""
+    """Count the transformer layers of each stage of a configured layout.  The words "embed" and "head" count as none."""
     return [sum(part for part in stage if isinstance(part, int)) for stage in layout]
 
 
@@ -134,7 +140,7 @@ def context_bytes(
     itemsize: int = 2,
     gradient_itemsize: int = 4,
 ) -> dict[str, int]:
-    """Bytes that a rank sends in a layer's forward and backward pass, by operation as traffic is counted.
+    """Compute the bytes that a rank sends in a layer's forward and backward, by collective operation.
 
     Args:
         seq_len: tokens of a whole sample.
@@ -152,10 +158,14 @@ def context_bytes(
 
 
 def heads_of_rank(num_heads: int, num_kv_heads: int | None, tp: int) -> tuple[int, int]:
-    """Query heads and key/value heads of a tensor-parallel rank; where tp exceeds the latter, ranks share one."""
+    """Return the query heads and kv heads of a tensor-parallel rank.  If tp exceeds the number of kv heads, ranks share
+    one.
+    """
     return num_heads // tp, max(1, (num_kv_heads or num_heads) // tp)
 
 
 def ulysses_degrees(heads: int, kv_heads: int) -> list[int]:
-    """Degrees that cut the heads of a rank evenly: key/value heads too, or each is replicated equally often."""
+    """Return the degrees that split a rank's heads evenly.  The kv heads are also split, or each is replicated equally
+    often.
+    """
     return [u for u in divisors(heads) if u % kv_heads == 0 or kv_heads % u == 0]

@@ -1,24 +1,26 @@
-"""Sets in front of the modules of a block what the engine asks for: recomputation, an arena for activations, compiled code.
+"""Wraps the modules of a block in what the engine requests: recomputation, an arena for activations, compiled code.
 
     Block.forward            -> SavingBlock    within it the results of recomputed modules are dropped, or saved in an arena
       attention_norm.forward -> Recomputed     where a policy names the module; see `Block.regions`
       attention.core.forward -> compiled code  and so each module that neither communicates nor multiplies by a weight
 
-Each is set on the instance in front of the method of its class, so a block without a policy runs as it is written.
+Each wrapper is set as an attribute of the instance, which hides the method of its class.  So a block without a policy
+runs as it is written.
 
-[Note: compiled modules]  Norms, the core of attention, activations, residual sums and the loss are compiled; the sum after
-attention and the norm behind it are one piece, which reads the sum once and adds up its gradients.  The first block compiles
-them; the modules of other blocks have the same sizes and find that code by its guards.  A linear layer is not
-compiled: it communicates over tp and adds its weight gradient to the bucket inside an autograd function of its own, with
-handles and queues that a compiler must not record; of it what rounds to fp8 is compiled.  Nor are a norm over all heads and
-the exchange of a shared key and value head.  A recomputed module runs the same code, so it rounds at the same places.
-Modules of a script are compiled whole.
+[Note: compiled modules]  Norms, the core of attention, activations, residual sums and the loss are compiled.  The sum
+after attention and the norm behind it are compiled as one piece, which reads the sum once and adds up its gradients.
+The first block compiles them; the modules of other blocks have the same sizes, so their guards select the same code.  A
+linear layer is not compiled: it communicates over tp and adds its weight gradient to the bucket within its own autograd
+function, with handles and queues that a compiler must not record.  Only its rounding to fp8 is compiled.  A norm over
+all heads and the exchange of a shared kv head are not compiled either.  A recomputed module runs the same code, so it
+rounds at the same places. Modules of a script are compiled whole.
 
-[Note: alignment]  Weights are stored in a bucket one after the other.  CUDA code that was compiled for aligned weights reads
-16 bytes at a time, and torch does not check the weights of the next block that runs it; so all must be aligned.
+[Note: alignment]  Weights are stored in a bucket one after the other.  CUDA code that was compiled for aligned weights
+reads 16 bytes at a time, and torch does not check the alignment in the next block that runs it, so all weights must be
+aligned.
 
-Sizes are constants of the code: an evaluation compiles once more for its micro-batches.  Nothing that differs between blocks
-may be a Python number (see `Dropout`), or each block would be compiled again.
+Sizes are constants of the code, so an evaluation with another micro-batch compiles once more.  Nothing that differs
+between blocks may be a Python number (see `Dropout`), or each block would be compiled again.
 """
 
 from __future__ import annotations
@@ -52,16 +54,16 @@ _CONTAINERS = (Attention, SwiGLU, GELU)
 
 
 class SavingBlock:
-    """A block's forward, within the hooks of its policy.
+    """A block's forward, run within the hooks of its policy.
 
     Attributes:
-        function: the forward itself; `compile_blocks` compiles a script's own.
+        function: the forward itself; `compile_blocks` compiles it for a script's own block.
     """
 
     def __init__(self, function: Callable[..., Any], offload: Callable[[], SavedTensorHooks] | None = None) -> None:
         self.function, self._offload = function, offload
 
-    @_disable_dynamo(recursive=False)  # as torch.compiler.disable, but loads the compiler at the first call
+    @_disable_dynamo(recursive=False)  # like torch.compiler.disable, but imports the compiler only when called
     def __call__(self, *args: Any) -> Any:
         if not torch.is_grad_enabled():
             return self.function(*args)
@@ -75,12 +77,13 @@ class SavingBlock:
 def save_by_policy(
     blocks: Iterable[tuple[nn.Module, LayerPolicy]], tp: Axis, offload: ActivationStore | None = None
 ) -> None:
-    """Apply each layer's policy to its block.  A block with a forward of its own is recomputed as a whole, or not at all.
+    """Apply each layer's policy to its block.  A block with its own forward is recomputed as a whole, or not at all.
 
     Args:
         blocks: of a chunk, in order, each with its policy.
-        tp: over which `partition` cuts; of one rank where sequence parallelism has cut already.
-        offload: takes saved tensors to its arena; None where no policy of this rank says so.
+        tp: the axis over which `partition` splits saved tensors; of size 1 if sequence parallelism has split them
+            already.
+        offload: takes saved tensors to its arena; None if no policy of this rank requests it.
 
     Raises:
         ValueError: a policy recomputes a region that a block does not have.
@@ -98,23 +101,24 @@ def save_by_policy(
 
 
 def _recompute(block: nn.Module, policy: LayerPolicy, tp: Axis) -> None:
-    """Set a `Recomputed` in front of each module that a policy recomputes."""
+    """Wrap each module that a policy recomputes in a `Recomputed`."""
     tape, draws = Tape() if policy.keep_attention else None, _may_draw(block)
     for module, is_cut in recomputed_modules(block, policy).items():
         cores = [inner for inner in module.modules() if isinstance(inner, AttentionCore)]
         for core in cores:
             core.tape = tape
         shards, (owner, name) = tp if is_cut else WHOLE, _piece_of(module, block)
-        if name not in vars(owner):  # else two modules are one piece
+        if name not in vars(owner):  # otherwise two modules are one piece
             owner.__dict__[name] = Recomputed(getattr(owner, name), tape if cores else None, shards, draws=draws)
     if has_regions(block):
         block.mlp_residual.remakes_mask = "block" in policy.recompute
 
 
 def recomputed_modules(block: nn.Module, policy: LayerPolicy) -> dict[nn.Module, bool]:
-    """The modules that a policy recomputes, in the order of the forward, and whether `partition` cuts what they start from.
+    """Return the modules that a policy recomputes, in forward order, and for each whether `partition` splits its saved
+    input.
 
-    A module does not start from a saved tensor where the one before it is recomputed as well.
+    A module does not start from a saved tensor if the module before it is recomputed as well.
     """
     if not has_regions(block):
         if policy.recompute - {"block"}:
@@ -136,19 +140,19 @@ def recomputed_modules(block: nn.Module, policy: LayerPolicy) -> dict[nn.Module,
 
 
 def _piece_of(module: nn.Module, block: nn.Module) -> tuple[nn.Module, str]:
-    """What runs a module of a block: an object and its method, which may run another module as well."""
+    """Return the object and its method that run a module of a block.  They may run another module as well."""
     joins = type(block).forward is Block.forward and module in (block.attention_residual, block.mlp_norm)
     return (block, "join_attention") if joins else (module, "forward")
 
 
 def has_regions(block: nn.Module) -> TypeGuard[Block]:
-    """Whether a block says which submodules policies name: the class that defines its forward defines `regions` as well."""
+    """Whether a block defines which submodules policies name: the class of its forward must also define `regions`."""
     owner = next(base for base in type(block).__mro__ if "forward" in vars(base))
     return isinstance(block, Block) and "regions" in vars(owner)
 
 
 def _may_draw(block: nn.Module) -> bool:
-    """Whether a block may use torch's generators: the package's own modules draw by position."""
+    """Whether a block may use torch's random generators.  The package's own modules draw by position instead."""
     known = (nn.Identity, nn.GELU)
     return any(
         not type(part).__module__.startswith("megazero.") and type(part) not in known for part in block.modules()
@@ -156,7 +160,7 @@ def _may_draw(block: nn.Module) -> bool:
 
 
 def _tables(block: nn.Module) -> Iterator[Tensor]:
-    """The tensors of a block that are neither parameters nor activations: rotary tables, masks, keys."""
+    """Yield the tensors of a block that are neither parameters nor activations: rotary tables, masks, keys."""
     for module in block.modules():
         yield from module.buffers(recurse=False)
         for value in vars(module).values():
@@ -165,16 +169,18 @@ def _tables(block: nn.Module) -> Iterator[Tensor]:
 
 
 def _tables_of_parts(block: nn.Module) -> list[set[int]]:
-    """The storages of the tables that each rotary embedding of a block holds for micro-batches under way."""
+    """Return the storages of the tables that each rotary embedding of a block holds for the micro-batches in progress."""
     values = (value for module in block.modules() for value in vars(module).values())
     return [value.held for value in values if isinstance(value, RotaryEmbedding)]
 
 
 def may_compile(setting: bool | str, device: torch.device) -> bool:
-    """Whether a run compiles its blocks if it can.
+    """Whether a run compiles its blocks, provided that they can be compiled.
 
     Args:
-        setting: `training.compile`; "auto" does on CUDA where it can.  On a CPU it takes minutes and a C++ compiler.
+        setting: `training.compile`; "auto" compiles on CUDA only.  On a CPU, compiling takes minutes and needs a C++
+            compiler.
+        device: of this rank.
     """
     return device.type == "cuda" if setting == "auto" else bool(setting)
 
@@ -187,7 +193,7 @@ def wants_compiling(setting: bool | str, device: torch.device, parameters: Itera
         device, parameters: of this rank.
 
     Raises:
-        ValueError: `compile` is true and cannot be; see [Note: alignment].
+        ValueError: `compile` is true, but the blocks cannot be compiled; see [Note: alignment].
     """
     if not may_compile(setting, device):
         return False
@@ -201,14 +207,14 @@ def wants_compiling(setting: bool | str, device: torch.device, parameters: Itera
 
 
 def compile_blocks(stage: GPTStage, backend: str = "inductor") -> None:
-    """Compile the modules of every block, and the loss; the compiler runs at their first call.
+    """Compile the modules of every block, and the loss.  The compiler runs when they are first called.
 
     Only the modules' own `forward` is replaced; hooks and names of parameters stay.
     """
     compiled: dict[Any, Any] = {}
 
     def compile_once(function: Any) -> Any:
-        """One code for a method of all blocks."""
+        """Compile a method once for all blocks."""
         code = function.__func__ if isinstance(function, MethodType) else function
         if code not in compiled:
             compiled[code] = torch.compile(code, dynamic=False, backend=backend)
@@ -231,7 +237,7 @@ def compile_blocks(stage: GPTStage, backend: str = "inductor") -> None:
 
 
 def _compiled_modules(module: nn.Module) -> Iterator[nn.Module]:
-    """The modules to compile; a script's own module is compiled whole."""
+    """Yield the modules to compile.  A script's own module is compiled whole."""
     if has_regions(module) or type(module) in _CONTAINERS:
         for child in module.children():
             yield from _compiled_modules(child)
@@ -240,10 +246,10 @@ def _compiled_modules(module: nn.Module) -> Iterator[nn.Module]:
 
 
 def _replace(piece: tuple[nn.Module, str], change: Callable[[Any], Any]) -> None:
-    """Replace what runs as a module's forward or as a block's method, beneath recomputation and arenas."""
+    """Replace what runs as a module's forward or a block's method, inside its recomputation and arena wrappers."""
     owner, name = piece
     function = getattr(owner, name)
     if isinstance(function, SavingBlock | Recomputed):
         function.function = change(function.function)
     else:
-        owner.__dict__[name] = change(function)  # of a forward: `nn.Module.__call__` calls it between the hooks
+        owner.__dict__[name] = change(function)  # a module's forward: `nn.Module.__call__` calls it between the hooks
