@@ -17,7 +17,6 @@ from megazero.plan.cost import (
     lost_share,
     run_cost,
     throughput,
-    young_interval,
 )
 
 
@@ -61,7 +60,6 @@ def test_llama_3_was_interrupted_every_three_hours() -> None:
 
 def test_the_interval_is_youngs_to_first_order() -> None:
     """wait 5 minutes, failures every 24 hours (Daly 2006, section 3): sqrt(2 * 300 * 86,400) = 7,200 s."""
-    assert young_interval(300, 86_400) == 7_200
     assert best_interval(300, 86_400) == pytest.approx(7_200 * (1 + (1 / 24) / 3 + (1 / 576) / 9) - 300)
     assert best_interval(1_000, 400) == 400
 

@@ -36,7 +36,6 @@ class Throughput:
         flops_per_device: the same in FLOP/s.
     """
 
-    step_seconds: float
     tokens_per_second: float
     flops_per_device: float
     mfu: float | None
@@ -45,7 +44,7 @@ class Throughput:
 def throughput(seconds: float, tokens: float, flops: float, ranks: int, peak_flops: float | None) -> Throughput:
     """Return the rates of a step over `tokens`, with the model's `flops` on all ranks; `peak_flops` is one device's."""
     each = flops / seconds / ranks
-    return Throughput(seconds, tokens / seconds, each, each / peak_flops if peak_flops else None)
+    return Throughput(tokens / seconds, each, each / peak_flops if peak_flops else None)
 
 
 @dataclass(frozen=True)
@@ -119,11 +118,6 @@ def failures(
     return Failures(mean, interval, lost_share(interval, checkpoint.wait_seconds, mean, restart_seconds))
 
 
-def young_interval(wait: float, mean: float) -> float:
-    """sqrt(2 wait mean): the first order (Young 1974)."""
-    return sqrt(2 * wait * mean)
-
-
 def best_interval(wait: float, mean: float) -> float:
     """Seconds of training between checkpoints (Daly 2006, equation 37).
 
@@ -134,7 +128,7 @@ def best_interval(wait: float, mean: float) -> float:
     if wait >= 2 * mean:
         return mean
     part = wait / (2 * mean)
-    return young_interval(wait, mean) * (1 + sqrt(part) / 3 + part / 9) - wait
+    return sqrt(2 * wait * mean) * (1 + sqrt(part) / 3 + part / 9) - wait  # the first factor is Young's (1974)
 
 
 def lost_share(interval: float, wait: float, mean: float, restart: float) -> float:

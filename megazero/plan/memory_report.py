@@ -17,7 +17,7 @@ from megazero.cli._common import Bar
 from megazero.comm.collectives import gather_objects
 from megazero.config import ConfigError, ResolvedRun, load_config
 from megazero.engine.outline import elements_in, stages_of
-from megazero.models.activation_config import PRESETS, ActivationsConfig, layer_policies
+from megazero.models.activation_config import PRESETS, ActivationsConfig
 from megazero.parallel_state import ParallelState
 from megazero.plan.measured_step import RankFigures, measure_step
 from megazero.settings import Problem, counted, toml_value
@@ -171,17 +171,10 @@ def plan(
     for policy in policies:
         recompute = policy if policy in PRESETS else toml_value(policy.split("+"))
         if run := load([*first, f"activations.recompute={recompute}"]):
-            by_policy[_row_name(policy, run)] = run
+            by_policy[policy] = run
     if problems:
         raise ConfigError(list(problems.values()), str(config or "the report's model and the given keys"))
     return runs, by_policy
-
-
-def _row_name(policy: str, run: ResolvedRun) -> str:
-    """Return a policy's name as it is written, or as log lines have it if other keys act on it."""
-    parallel, every = run.config.parallel, run.config.activations.model_copy(update={"layers": "all"})
-    (own,) = layer_policies(every, [0], 0, cuts=parallel.tp > 1 and not parallel.sequence_parallel).values()
-    return own.name if own.keep_attention or own.partition else policy
 
 
 def not_measured(run: ResolvedRun) -> list[str]:
