@@ -386,6 +386,8 @@ def test_keys_that_fit_each_other_make_a_run(write, overrides, world_size):
 
 # A value other than the default, and what makes it idle.  By hand: the declarations in the schema are what is tested.
 REFUSED = """
+average.decay=0.5              average.kind=saves checkpoint.save_every_steps=5
+average.last=2                 average.kind=ema
 logging.memory_snapshot=2      launch.device=cpu
 lr_schedule.decay_fraction=0.5 lr_schedule.name=cosine
 lr_schedule.decay_shape=cosine lr_schedule.name=cosine

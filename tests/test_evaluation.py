@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,15 +15,20 @@ from numpy.typing import NDArray
 from plain_model import count, loss_sum
 from quickstart import QUICKSTART, TINY
 from test_data_corpus import write_pair
+from torch import Tensor
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from transformers import AutoModelForCausalLM
-from worlds import loop_of, plain_config, plain_trainer, state_on
+from worlds import loop_of, over, plain_config, plain_trainer, state_on
 
+from megazero.checkpoint.index import find_newest
+from megazero.checkpoint.tensor_file import StoredTensors
 from megazero.config import ConfigError, ResolvedRun, RunConfig, load_config, resolve, to_toml
 from megazero.config.schema import ValidationSource
 from megazero.data import open_corpus
 from megazero.training.batches import DataError, open_corpus_of
 from megazero.training.trainer import train
 
+Average = Callable[[int, Mapping[str, Tensor]], Mapping[str, Tensor] | None]
 VOCABULARY, SEQ, STEPS, SEED = 257, 16, 5, 7
 
 
@@ -30,21 +36,27 @@ def _tokens(name: str) -> NDArray[Any]:
     return np.random.default_rng(len(name)).integers(0, VOCABULARY, 40 * SEQ + 1)
 
 
-def _run(folder: Path, world: int, parallel: dict[str, Any], stage: int) -> ResolvedRun:
+def _run(folder: Path, world: int, parallel: dict[str, Any], stage: int, **more: dict[str, Any]) -> ResolvedRun:
     one, other = (write_pair(folder / name, _tokens(name)) for name in ("one", "other"))
     named = [{"path": one, "name": "held", "every_steps": 2, "samples": 6}, other]
-    return loop_of(
-        folder / "run",
-        world,
-        parallel=parallel,
-        zero={"stage": stage},
-        data={"sources": [one], "validation_fraction": 0.25, "validation_sources": named},
-        training={"steps": STEPS, "eval_every_steps": 3, "eval_samples": 9},
-    )
+    sections = {
+        "parallel": parallel,
+        "zero": {"stage": stage},
+        "data": {"sources": [one], "validation_fraction": 0.25, "validation_sources": named},
+        "training": {"steps": STEPS, "eval_every_steps": 3, "eval_samples": 9},
+    }
+    return loop_of(folder / "run", world, **over(sections, more))
 
 
 def _plainly(run: ResolvedRun) -> dict[int, dict[str, float]]:
     """After each step the mean loss on the windows that each evaluation reads: cut from the tokens, in their order."""
+    return {step: losses for step, (losses, _) in enumerate(_plain_steps(run), 1)}
+
+
+def _plain_steps(
+    run: ResolvedRun, average: Average = lambda *_: None
+) -> list[tuple[dict[str, float], dict[str, Tensor]]]:
+    """As `_plainly`, of the weights that `average` makes of those of a step; None leaves them."""
     trainer, config = plain_trainer(run), plain_config(run)
     corpus = open_corpus(
         [(run.config.data.sources[0].path, 1.0)],
@@ -60,18 +72,16 @@ def _plainly(run: ResolvedRun) -> dict[int, dict[str, float]]:
         tokens = torch.from_numpy(_tokens(name))
         cut = torch.stack([tokens[index * SEQ : index * SEQ + SEQ + 1] for index in windows])
         with torch.no_grad():
-            return float(loss_sum(trainer.weights, config, cut[:, :-1], cut[:, 1:])) / count(cut[:, 1:])
+            return float(loss_sum(weights, config, cut[:, :-1], cut[:, 1:])) / count(cut[:, 1:])
 
-    found = {}
+    found = []
     for step in range(1, STEPS + 1):
         batch = torch.from_numpy(corpus.train.batch(range(8 * step - 8, 8 * step)))
         trainer.step(batch[:, :-1], batch[:, 1:])
+        weights = average(step, trainer.weights) or trainer.weights
         # 40 windows: the last 10 of `one` are held out
-        found[step] = {
-            "": loss("one", range(30, 39)),
-            "held": loss("one", range(30, 36)),
-            "other": loss("other", range(9)),
-        }
+        losses = {"": loss("one", range(30, 39)), "held": loss("one", range(30, 36)), "other": loss("other", range(9))}
+        found.append((losses, {name: weight.detach().clone() for name, weight in weights.items()}))
     return found
 
 
@@ -98,6 +108,62 @@ def test_each_source_has_the_plain_models_loss_at_its_own_interval(
     assert told.endswith(
         f"| validation loss {wanted[5]['']:.4f} | held loss {wanted[5]['held']:.4f} | other loss {wanted[5]['other']:.4f}"
     )
+
+
+class _Torchs:
+    """torch's average of the weights: at these steps, by its rule for an EMA or for a mean."""
+
+    def __init__(self, steps: Collection[int], decay: float | None) -> None:
+        self._steps, self._rule = steps, {} if decay is None else {"multi_avg_fn": get_ema_multi_avg_fn(decay)}
+        self._averaged: AveragedModel | None = None
+
+    def __call__(self, step: int, weights: Mapping[str, Tensor]) -> Mapping[str, Tensor] | None:
+        names, module = list(weights), torch.nn.ParameterList([weight.detach() for weight in weights.values()])
+        if step in self._steps:
+            self._averaged = self._averaged or AveragedModel(module, **self._rule)
+            self._averaged.update_parameters(module)
+        return self._averaged and dict(zip(names, self._averaged.module, strict=True))
+
+
+EMA = {"kind": "ema", "decay": 0.5}, _Torchs(range(1, STEPS + 1), 0.5)
+LAST_SAVES = {"kind": "saves", "last": 3}, _Torchs((2, 4, 5), None)  # of saves after steps 2, 4 and 5
+
+
+@pytest.mark.parametrize(
+    ("averages", "first", "then"),
+    [
+        (EMA, (4, {"tp": 2, "pp": 2}, 0, {}), (2, {}, 3, {})),
+        (EMA, (2, {}, 2, {"optimizer": "nvme"}), (4, {"pp": 2}, 1, {})),
+        (LAST_SAVES, (2, {"tp": 2}, 1, {"optimizer": "cpu"}), (4, {"pp": 2}, 3, {})),
+    ],
+)
+def test_averages_are_torchs_on_any_shape_and_go_on_on_any_other(
+    averages: Any, first: Any, then: Any, tmp_path: Path
+) -> None:
+    section, rule = averages
+    plain, resume = None, "auto"
+    for number, (world, parallel, stage, offload) in enumerate((first, then)):
+        own = {"average": section, "checkpoint": {"save_every_steps": 2, "resume": resume}}
+        own["training"] = {"run_dir": str(tmp_path / f"run{number}")}
+        own["zero"] = {
+            "offload": offload | ({"nvme_path": str(tmp_path)} if offload.get("optimizer") == "nvme" else {})
+        }
+        run = _run(tmp_path, world, parallel, stage, **own)
+        run_world(world, _train, run)
+        plain = plain or run_world(1, lambda _, run=run: _plain_steps(run, rule))[0]
+        losses, weights = plain[-1]
+        checkpoints = tmp_path / f"run{number}" / "checkpoints"
+        stored = StoredTensors(find_newest(checkpoints), "average")
+        for name, wanted in weights.items():
+            torch.testing.assert_close(stored[name].whole(), wanted, rtol=1e-5, atol=1e-6)
+        last = metrics_of(tmp_path / f"run{number}")[-1]
+        found = {name: last["val_losses"][f"{name} averaged".lstrip()] for name in losses}
+        assert found == pytest.approx(losses, rel=1e-5)
+        resume = str(checkpoints / "step-00000002")
+    again = own | {"training": {"run_dir": str(tmp_path / "without")}, "average": {}}
+    run_world(world, _train, _run(tmp_path, world, parallel, stage, **again))
+    of_steps = [[line["loss"] for line in metrics_of(tmp_path / name)] for name in ("run1", "without")]
+    assert of_steps[0] == of_steps[1], "the average changed the run"
 
 
 def test_a_source_that_is_trained_on_is_known_by_its_tokens_under_every_path(tmp_path: Path) -> None:
@@ -159,7 +225,13 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The directory of a run on tp 2, pp 2, ZeRO 3, with the checkpoints of steps 1 and 2."""
     run_dir = tmp_path_factory.mktemp("trained")
     words = ["training.steps=2", "checkpoint.save_every_steps=1", "training.eval_every_steps=1", "optimizer.lr=0.01"]
-    words += ["lr_schedule.warmup_steps=0", "training.eval_samples=8", f"training.run_dir={run_dir}"]
+    words += [
+        "average.kind=ema",
+        "average.decay=0.5",
+        "lr_schedule.warmup_steps=0",
+        "training.eval_samples=8",
+        f"training.run_dir={run_dir}",
+    ]
     done = run_command("train", QUICKSTART, *SMALL, "parallel.pp=2", "launch.nproc_per_node=4", *words)
     assert done.returncode == 0, done.stderr
     return run_dir
@@ -174,12 +246,21 @@ def test_a_checkpoint_has_the_loss_of_its_step_on_another_shape_and_the_run_is_a
         other = ["parallel.pp=1", "parallel.tp=1", "parallel.sequence_parallel=false", "launch.nproc_per_node=1"]
         done = run_command("evaluate", trained / "config.toml", *words, *other)
         assert done.returncode == 0, done.stderr
-        loss = float(re.search(r"held out +8 +256 +([\d.]+) ", done.stdout)[1])
+        loss = float(re.search(r"held out +256 +([\d.]+) ", done.stdout)[1])
         assert loss == pytest.approx(metrics_of(trained)[step - 1]["val_loss"], abs=1e-4)
+        assert "\n averaged " in done.stdout
     assert content() == before
     done = run_command("evaluate", trained / "config.toml", "7")
     assert done.returncode == 1
     assert "is not a complete checkpoint: it has no manifest.json" in done.stderr
+
+
+def test_the_average_of_a_run_is_a_model_of_transformers(trained: Path, tmp_path: Path) -> None:
+    step = trained / "checkpoints" / "step-00000002"
+    done = run_command("checkpoint", "export", step, tmp_path / "ema", "--averaged")
+    assert done.returncode == 0, done.stderr
+    model, averages = AutoModelForCausalLM.from_pretrained(tmp_path / "ema"), StoredTensors(step, "average")
+    assert all(torch.equal(model.state_dict()[key], averages[key].whole()) for key in averages.files)
 
 
 def test_a_step_continues_a_text_as_transformers_does(trained: Path) -> None:

@@ -46,7 +46,7 @@ CASES = [
         "parallel.tp=2 parallel.sequence_parallel=true zero.stage=2 zero.bucket_bytes=1048576 training.accumulation=2 "
         "precision.dtype=bf16",
     ),
-    (2, "parallel.cp=2 zero.stage=1 training.accumulation=2 precision.dtype=bf16"),
+    (2, "parallel.cp=2 zero.stage=1 training.accumulation=2 precision.dtype=bf16 average.kind=ema"),
     (2, "parallel.pp=2 parallel.schedule=zb-h1 training.accumulation=4 zero.stage=1 precision.dtype=fp32"),
     (2, "zero.stage=3 zero.bucket_bytes=1048576 training.accumulation=2 precision.dtype=fp32"),  # gradients in parts
     (
@@ -69,7 +69,7 @@ CASES = [
         "precision.dtype=bf16 model.num_layers=8",
     ),
     (2, "activations.contiguous=true data.document_mask=true zero.stage=2 precision.dtype=bf16 model.seq_len=512"),
-    (2, f"zero.stage=1 zero.offload.optimizer=nvme {FILES} precision.dtype=bf16"),
+    (2, f"zero.stage=1 zero.offload.optimizer=nvme {FILES} precision.dtype=bf16 average.kind=ema"),
     (2, "precision.fp8=rowwise precision.dtype=bf16 parallel.tp=2 training.accumulation=2"),
     (1, "precision.fp8=blockwise precision.fp8_layers=all precision.dtype=fp32 activations.recompute=full"),
     (2, "optimizer.name=muon zero.stage=1 precision.dtype=bf16"),

@@ -30,7 +30,7 @@ from megazero.comm.collectives import agree, all_gather, gather_objects
 from megazero.layers.spec import ParamSpec, Region, numel
 from megazero.parallel_state import Axis, ParallelState
 from megazero.zero.bucket import Bucket, Interval, Slot, intersect
-from megazero.zero.state import MASTER, MODEL, ShardedState
+from megazero.zero.state import AVERAGE, MASTER, MODEL, ShardedState
 
 Shapes: TypeAlias = dict[str, tuple[int, ...]]
 
@@ -68,17 +68,18 @@ def open_checkpoint(
 
     def open_and_check() -> dict[str, StoredTensors]:
         check(trainer)
-        return _open_kinds(folder, trainer.step, moments if has_moments else None)
+        return _open_kinds(folder, trainer.step, moments if has_moments else None, state.average is not None)
 
     stored = agree(open_and_check, at.world, index.CheckpointError)
-    shapes = {kind: _logical_shapes(state, kind) for kind in (MODEL, *moments)}
+    elementwise = [*moments, *([AVERAGE] if AVERAGE in stored else [])]
+    shapes = {kind: _logical_shapes(state, kind) for kind in (MODEL, *elementwise)}
     stages = gather_objects(shapes, at.pp)
     all_shapes = {kind: {name: shape for stage in stages for name, shape in stage[kind].items()} for kind in shapes}
     agree(lambda: _compare(stored, shapes, all_shapes), at.world, index.CheckpointError)
 
     needed = {
         kind: sum(numel(shape) for shape in all_shapes[MODEL if kind == MASTER else kind].values())
-        for kind in (MASTER, *moments)
+        for kind in (MASTER, *elementwise)
     }
     return OpenCheckpoint(folder, trainer, stored, needed, has_moments, state, at)
 
@@ -126,6 +127,8 @@ class OpenCheckpoint:
             self.state.optimizer.resume(self.trainer.optimizer_steps, self.trainer.optimizer_scalars)
         else:
             self.state.optimizer.reset()
+        if self.state.average is not None:
+            self.state.average.has_begun = AVERAGE in self.needed
 
 
 def find_damage_together(folder: Folder, world: Axis, *, by_hash: bool = True) -> list[str]:
@@ -154,7 +157,7 @@ def check_kinds(folder: Folder, moments: Sequence[str] | None) -> list[str]:
     Raises: CheckpointError: it has no weights, or another optimizer wrote it.
     """
     kinds = index.kinds_of(index.read_manifest(folder))
-    stored = [kind for kind in kinds if kind not in (MODEL, MASTER)]
+    stored = [kind for kind in kinds if kind not in (MODEL, MASTER, AVERAGE)]
     if moments is not None and set(stored) != set(moments):
         held, needed = (", ".join(names) or "nothing" for names in (stored, moments))
         hint = f"it holds {held}, this one keeps {needed}. Go on with the optimizer that wrote it"
@@ -164,9 +167,9 @@ def check_kinds(folder: Folder, moments: Sequence[str] | None) -> list[str]:
     return kinds
 
 
-def _open_kinds(folder: Folder, step: int, moments: Sequence[str] | None) -> dict[str, StoredTensors]:
-    kinds = check_kinds(folder, moments)
-    return {kind: StoredTensors(folder, kind, step) for kind in (MODEL, MASTER, *(moments or ())) if kind in kinds}
+def _open_kinds(folder: Folder, step: int, moments: Sequence[str] | None, averages: bool) -> dict[str, StoredTensors]:
+    kinds, wanted = check_kinds(folder, moments), [MODEL, MASTER, *(moments or ()), *([AVERAGE] if averages else [])]
+    return {kind: StoredTensors(folder, kind, step) for kind in wanted if kind in kinds}
 
 
 def _logical_shapes(state: ShardedState, kind: str) -> Shapes:

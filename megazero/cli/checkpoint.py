@@ -213,6 +213,9 @@ def export(
     ] = None,
     dtype: DtypeOption = None,
     max_shard_size: ShardOption = None,
+    averaged: Annotated[
+        bool, typer.Option("--averaged", help="The averages that [average] kept of the weights.")
+    ] = False,
     extension: ExtensionOption = None,
 ) -> None:
     """Write a checkpoint's model for transformers, with its tokenizer; or its whole state for other trainers."""
@@ -224,7 +227,8 @@ def export(
         writers = {"hf": export_model} | added("export")
         if to not in writers:
             raise ValueError(f"--to {to} must be {' or '.join(writers)}")
-        options = options_of(f"--to {to}", writers[to], dtype=dtype, max_shard_size=max_shard_size, names=names)
+        given = {"names": names, "averaged": averaged or None}
+        options = options_of(f"--to {to}", writers[to], dtype=dtype, max_shard_size=max_shard_size, **given)
         made = writers[to](*(folder_at(place).watched(bar.add) for place in (directory, out)), **options)
     files = "1 file" if made.files == 1 else f"{made.files} files"
     print(f"{out}: weights in {made.dtype}, {files}, {made.bytes / 2**20:,.1f} MiB; {made.about}")

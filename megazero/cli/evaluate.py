@@ -6,7 +6,7 @@ import os
 from functools import partial
 from math import exp
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 from rich.table import Column, Table
@@ -14,9 +14,6 @@ from rich.table import Column, Table
 from megazero.cli._common import fail, load_run, print_table
 from megazero.cli.checkpoint import user_errors
 from megazero.training.signals import EXIT_REFUSED
-
-if TYPE_CHECKING:
-    from megazero.training.evaluating import Evaluated
 
 
 def evaluate(
@@ -29,6 +26,8 @@ def evaluate(
     ] = None,
 ) -> None:
     """Evaluate a checkpoint on the run's validation data, on any shape.  Ranks are started as by `megazero train`."""
+    if config.is_dir():
+        fail(f"{config} is a directory: name the run's TOML file, then the step", EXIT_REFUSED)
     overrides = [word for word in words or [] if "=" in word]
     steps = [word for word in words or [] if "=" not in word]
     if len(steps) > 1:
@@ -40,17 +39,14 @@ def evaluate(
     found = run_ranks(run, partial(evaluate_rank, wish=steps[0] if steps else None))
     if isinstance(found, Failed):
         leave_at_once(found.status)
-    if os.environ.get("RANK", "0") == "0":
-        _print_losses(found)
-
-
-def _print_losses(found: Evaluated) -> None:
-    names = ("samples", "tokens", "loss", "perplexity")
-    table = Table("validation data", *(Column(name, justify="right") for name in names), box=None)
-    for name, (samples, measured) in found.sources.items():
-        losses = (f"{measured.loss:.4f}", f"{exp(measured.loss):,.2f}") if measured.tokens else ("no token counts", "-")
-        table.add_row(name or "held out", f"{samples:,}", f"{measured.tokens:,}", *losses)
-    print(found.step)
+    if os.environ.get("RANK", "0") != "0":
+        return
+    path, losses = found
+    columns = [Column(name, justify="right") for name in ("tokens", "loss", "perplexity")]
+    table = Table("validation data", *columns, box=None)
+    for name, measured in losses.items():  # nan where no token is counted
+        table.add_row(name or "held out", f"{measured.tokens:,}", f"{measured.loss:.4f}", f"{exp(measured.loss):,.2f}")
+    print(path)
     print_table(table)
 
 

@@ -466,6 +466,12 @@ def _rule_own_lr_schedule_answers(config: RunConfig) -> Iterator[Problem]:
             return
 
 
+def _rule_averaged_saves_are_regular(config: RunConfig) -> Iterator[Problem]:
+    if config.average.kind == "saves" and not config.checkpoint.save_every_steps:
+        rule = 'must be above 0 where average.kind = "saves": the mean is of the weights of these steps'
+        yield Problem("checkpoint.save_every_steps", 0, rule, "write the steps between two saves")
+
+
 def _rule_validation_sources_are_apart(config: RunConfig) -> Iterator[Problem]:
     data, key = config.data, "data.validation_sources"
     trained_on = {source.path for source in data.sources}

@@ -441,6 +441,17 @@ class TrainingConfig(Section):
     callbacks: Annotated[tuple[Text, ...], Field(strict=False)] = ()
 
 
+class AverageConfig(Section):
+    """An average of the weights, sharded as they are: evaluated beside them, and saved with each checkpoint."""
+
+    #: "ema": decay * average + (1 - decay) * weights after each step; "saves": the mean of the weights of the last saves.
+    kind: Literal["none", "ema", "saves"] = "none"
+    #: What the EMA keeps of itself in a step.
+    decay: Annotated[ShareBelowOne, ActsWhere("average.kind", ("ema",), "nothing decays")] = 0.999
+    #: Saves of the mean: the run's last ones, by checkpoint.save_every_steps; before them it is the newest save alone.
+    last: Annotated[Count, ActsWhere("average.kind", ("saves",), "no saves are averaged")] = 5
+
+
 class CheckpointConfig(Section):
     """Saving and resuming."""
 
@@ -554,6 +565,7 @@ class RunConfig(Section):
     lr_schedule: LrScheduleConfig = LrScheduleConfig()
     data: DataConfig = DataConfig()
     training: TrainingConfig = TrainingConfig()
+    average: AverageConfig = AverageConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     elastic: ElasticConfig = ElasticConfig()
     logging: LoggingConfig = LoggingConfig()

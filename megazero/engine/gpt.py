@@ -433,7 +433,7 @@ def _shard(
     sharded = ShardedModel(
         ModelParts(units, described, _tied_axes(described, state, placement), queue_of),
         state,
-        ShardingSettings(config.zero, config.precision, recipe, arena, compiles),
+        ShardingSettings(config.zero, config.precision, recipe, arena, compiles, config.average.kind != "none"),
     )
     if offload is not None:
         offload.stay(bucket.weights for bucket in sharded.parameters.buckets)

@@ -37,7 +37,7 @@ from megazero.models.config import ModelConfig
 from megazero.optim.config import OptimizerConfig
 from megazero.settings import toml_value
 from megazero.zero.bucket import DTYPE_NAMES, DTYPES
-from megazero.zero.state import MASTER, MODEL
+from megazero.zero.state import AVERAGE, MASTER, MODEL
 
 _WRITTEN = re.compile(r"__\d+_\d+\.distcp|\.metadata(?:\.tmp)?")  # what torch's writer names so
 
@@ -120,7 +120,7 @@ def _state(
     kinds = kinds_of(read_manifest(folder))
     weights = StoredTensors(folder, MASTER if MASTER in kinds else MODEL)
     moments = {kind: StoredTensors(folder, kind) for kind in ADAM if kind in kinds}
-    if other := [kind for kind in kinds if kind not in (MODEL, MASTER, *ADAM)]:
+    if other := [kind for kind in kinds if kind not in (MODEL, MASTER, AVERAGE, *ADAM)]:
         raise CheckpointError(f"{folder} holds {', '.join(other)}: only AdamW's state is written for others")
     state: dict[str, Any] = {}
     optimizer: dict[str, Any] = {}

@@ -51,7 +51,7 @@ from megazero.zero.parameters import SECONDARY_SHARD
 ACTIVATIONS, WORKING, MESSAGES, BATCH = "activations", "working memory", "pipeline messages", "tokens"
 COMMUNICATORS, SLACK = "communicators", "allocator slack"
 END_OF_STEP = "end of the step"
-STATE_KINDS = ("parameters", "gradients", "optimizer", SECONDARY_SHARD)
+STATE_KINDS = ("parameters", "gradients", "optimizer", "average", SECONDARY_SHARD)
 #: Of one of NCCL's, stated, not measured: 16 channels of NCCL_BUFFSIZE, 4 MiB by its documentation, and LL128's buffers.
 COMMUNICATOR_BYTES = 16 * (4 + 5) * 2**20
 #: Share of the tensors' bytes that a GPU's caching allocator holds beside them, with expandable segments: an assumption.

@@ -184,6 +184,7 @@ def optimizer_seconds(run: ResolvedRun, cluster: Cluster, own: int) -> float:
     zero, device = run.config.zero, cluster.device
     weights = DTYPES[run.config.precision.dtype].itemsize
     numbers = 3 + 2 * (moments_of(run.config) + 1)  # gradient for the norm, then all; weights are written
+    numbers += 3 * (run.config.average.kind == "ema")  # master and average are read, the average is written
     moved = own * _FP32 * (numbers - 1) + own * weights
     if (table := cluster.table) is not None and (known := table.operator("optimizer", own)) is not None:
         return known

@@ -3,34 +3,27 @@
 from __future__ import annotations
 
 from contextlib import ExitStack
-from dataclasses import dataclass
 
 from megazero.checkpoint.folder import Folder, folder_at
-from megazero.checkpoint.index import CheckpointError, check_complete, find_newest, read_trainer_state, step_folder
+from megazero.checkpoint.index import CheckpointError, check_complete, find_newest, step_folder
 from megazero.checkpoint.retention import reading
 from megazero.comm.collectives import agree, on_first
 from megazero.config import ResolvedRun, RunConfig
-from megazero.engine import Engine, StepStatistics, initialize
+from megazero.engine import StepStatistics, initialize
 from megazero.engine.outline import read_own_schedule
 from megazero.engine.phases import KEYS_OF
 from megazero.parallel_state import ParallelState
 from megazero.schedules.proof import ScheduleError
 from megazero.training.batches import DataError, open_same_corpus, without_trained
-from megazero.training.callbacks.evaluation import validations_of
+from megazero.training.callbacks.evaluation import evaluate_on, validations_of
 from megazero.training.resuming import checkpoints_of
 from megazero.training.trainer import explained
 
 
-@dataclass(frozen=True)
-class Evaluated:
-    """What was measured of a checkpoint: by name of a source its samples and its loss."""
+def evaluate_rank(run: ResolvedRun, state: ParallelState, wish: str | None) -> tuple[str, dict[str, StepStatistics]]:
+    """Evaluate a checkpoint on every validation source of a run; its path, and losses as `evaluate_on` names them.
 
-    step: str  # the step directory
-    sources: dict[str, tuple[int, StepStatistics]]
-
-
-def evaluate_rank(run: ResolvedRun, state: ParallelState, wish: str | None) -> Evaluated:
-    """Evaluate a checkpoint on every validation source of a run.  Called on every rank.
+    Called on every rank.  The checkpoint is of the same model, whatever it was trained on.
 
     Args:
         wish: a step directory, or the number of a step of the run; None for the newest one.
@@ -39,35 +32,24 @@ def evaluate_rank(run: ResolvedRun, state: ParallelState, wish: str | None) -> E
         CheckpointError: there is no such checkpoint, or it is of another model.
         DataError: as `open_same_corpus`; or the run keeps no sample for evaluation.
     """
-    corpus = open_same_corpus(run.config, state.world)
+    corpus, own = open_same_corpus(run.config, state.world), run.config
     if corpus.validation is None and not corpus.named_validation:
         hint = "name data in data.validation_sources, or hold some out by data.validation_fraction"
         raise DataError(f"there is nothing to evaluate on: {hint}")
-    path = on_first(lambda: str(_find(run.config, wish)), state.world, CheckpointError)
+    path = on_first(lambda: str(_find(own, wish)), state.world, CheckpointError)
+    checkpoint = own.checkpoint.model_copy(update={"accept_changes": tuple(KEYS_OF)})
+    # a run that evaluates nothing is asked here for all
+    training = own.training.model_copy(update={"eval_every_steps": own.training.eval_every_steps or 1})
+    config = own.model_copy(update={"checkpoint": checkpoint, "training": training})
+    schedule = agree(lambda: read_own_schedule(run), state.world, ScheduleError)
     with explained(run, state), ExitStack() as closing:
         if state.rank == 0:
             closing.enter_context(reading(path))
-        engine = load_engine(run, state, path, corpus.fingerprint)
+        engine = initialize(config, state, init_weights=False, schedule=schedule)
         closing.callback(engine.sharded_model.close)
-        trained = read_trainer_state(path).trained
-        corpus = without_trained(corpus, trained, lambda _: None)
-        # a run that evaluates nothing is asked here for all
-        training = run.config.training.model_copy(
-            update={"eval_every_steps": run.config.training.eval_every_steps or 1}
-        )
-        config = run.config.model_copy(update={"training": training})
-        due = validations_of(config, corpus.validation, corpus.named_validation)
-        return Evaluated(path, {source.name: (source.samples, source.evaluate(run, engine)) for source in due})
-
-
-def load_engine(run: ResolvedRun, state: ParallelState, path: str, fingerprint: str) -> Engine:
-    """An engine with the weights of a checkpoint of the same model, whatever it was trained on.  Raises: CheckpointError."""
-    checkpoint = run.config.checkpoint.model_copy(update={"accept_changes": tuple(KEYS_OF)})
-    schedule = agree(lambda: read_own_schedule(run), state.world, ScheduleError)
-    config = run.config.model_copy(update={"checkpoint": checkpoint})
-    engine = initialize(config, state, init_weights=False, schedule=schedule)
-    engine.load(path, fingerprint, with_optimizer=False)
-    return engine
+        position = engine.load(path, corpus.fingerprint, with_optimizer=False)
+        corpus = without_trained(corpus, position.trained, lambda _: None)
+        return path, evaluate_on(validations_of(config, corpus.validation, corpus.named_validation), run, engine)
 
 
 def _find(config: RunConfig, wish: str | None) -> Folder:

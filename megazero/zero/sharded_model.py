@@ -8,12 +8,12 @@ begin_step -> backward passes, gradients reduced as they become ready -> finish_
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from itertools import pairwise
 from math import isfinite, sqrt
-from typing import Any, ClassVar, TypeAlias
+from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
 
 from torch import Tensor
 
@@ -36,6 +36,9 @@ from megazero.zero.reductions import gradient_square_sum, sum_partial_over_tp, s
 from megazero.zero.state import ShardedState
 from megazero.zero.units import Described, UnitModule
 from megazero.zero.weight_gathers import HalfSteppedError
+
+if TYPE_CHECKING:
+    from megazero.zero.average import WeightAverage
 
 #: Rows of logical tensors: the tensor's name, first row, end row, and the parameter that holds them.
 Rows: TypeAlias = list[tuple[str, int, int, str]]
@@ -60,13 +63,14 @@ class ModelParts:
 
 @dataclass(frozen=True)
 class ShardingSettings:
-    """How a model is sharded and updated.  `arena`, `compiles`: see `ShardingPolicy`."""
+    """How a model is sharded and updated.  `arena`, `compiles`: see `ShardingPolicy`; `averages`: keep a `WeightAverage`."""
 
     zero: ZeroConfig
     precision: PrecisionConfig
     recipe: OptimizerRecipe
     arena: Arena | None = None
     compiles: bool = False
+    averages: bool = False
 
 
 class ShardedModel:
@@ -74,6 +78,7 @@ class ShardedModel:
 
     Attributes:
         scale: factor on the losses of this step.
+        average: of the weights; None where the run keeps none.
         hides_gathers: see `ShardedParameters`.
         gatherer_type: class that gathers the units of stage 3.
         reducer_type: class that reduces gradients.
@@ -93,6 +98,7 @@ class ShardedModel:
         agree(lambda: check_parameters(described, state.at.pp, dict(held)), state.world, ValueError)
         self.policy = _sharding_policy(state, settings)
         elements, moments = sum(param.parameter.numel() for param in described), len(recipe.states)
+        moments += settings.averages  # which needs as much space as another one
         offload = without_auto(zero.offload, self.policy, elements, moments, state.world, state.local_world_size)
         give_cores(offload, state.device, state.local_world_size)
         self.parameters = ShardedParameters(
@@ -113,7 +119,13 @@ class ShardedModel:
         self.reducer.attach(self.parameters.by_name, parts.wgrad_queues)
         matrices = None if recipe.matrices is None else matrix_stepper(self.policy, buckets, recipe.matrices, state)
         self.optimizer = ShardedOptimizer(buckets, recipe, self.parameters.offload, matrices)
-        self.sharded_state = ShardedState(self.policy, buckets, self.optimizer, self.parameters.gathers.wait)
+        wait = self.parameters.gathers.wait
+        self.average: WeightAverage | None = None
+        if settings.averages:
+            from megazero.zero.average import WeightAverage  # which other runs do not load
+
+            self.average = WeightAverage(buckets, self.parameters.offload, wait)
+        self.sharded_state = ShardedState(self.policy, buckets, self.optimizer, self.average, wait)
         self.scaler = LossScaler(precision) if precision.dtype == "fp16" else None
         self.scale = 1.0
         self.begin_step(1)
@@ -191,6 +203,17 @@ class ShardedModel:
             read()
             self.loaded(loss_scaler)
 
+    @contextmanager
+    def averaged(self) -> Iterator[None]:
+        """A context in which the model has its averaged weights; afterwards it has its own again, bit for bit."""
+        assert self.average is not None
+        self.parameters.gathers.wait()  # buckets may be unstepped
+        self.load(self.average.swap, None)
+        try:
+            yield
+        finally:
+            self.load(self.average.swap, None)
+
     def loaded(self, loss_scaler: dict[str, Any] | None) -> None:
         """Continue from a checkpoint that was read: update the modules' weights from the master weights, and restore
         the loss scale.
@@ -218,6 +241,7 @@ class ShardedModel:
         return {
             **self.parameters.memory_bytes(),
             **self.optimizer.memory_bytes(),
+            **({} if self.average is None else self.average.memory_bytes()),
             "gradient_buffers": self.reducer.buffer_bytes,
         }
 

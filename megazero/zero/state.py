@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -11,13 +12,17 @@ from megazero.zero.bucket import Bucket, Interval, ShardingPolicy, intersect
 from megazero.zero.optimizer import ShardedOptimizer
 from megazero.zero.storage import FlatArray
 
-MODEL, MASTER, GRADIENT = "model", "master", "gradient"
+if TYPE_CHECKING:
+    from megazero.zero.average import WeightAverage
+
+MODEL, MASTER, GRADIENT, AVERAGE = "model", "master", "gradient", "average"
 
 
 class ShardedState:
-    """Everything a rank holds for its parameters.  A kind is "model", "master", or the name of an optimizer state.
+    """Everything a rank holds for its parameters.  A kind is "model", "master", "average", or an optimizer state's name.
 
     Args:
+        average: of the masters; None where the run keeps none.
         wait_for_step: called before every read and write, since buckets may not be updated yet; see `WeightGathers`.
     """
 
@@ -26,21 +31,22 @@ class ShardedState:
         policy: ShardingPolicy,
         buckets: Sequence[Bucket],
         optimizer: ShardedOptimizer,
+        average: WeightAverage | None = None,
         wait_for_step: Callable[[], None] = lambda: None,
     ) -> None:
-        self.policy, self.buckets, self.optimizer, self._wait_for_step = policy, buckets, optimizer, wait_for_step
+        self.policy, self.buckets, self.optimizer, self.average = policy, buckets, optimizer, average
+        self._wait_for_step = wait_for_step
 
     @property
     def kinds(self) -> tuple[str, ...]:
-        """The kinds to save: the weights, fp32 masters if they are more exact than the weights, and the optimizer's
-        state.
-        """
-        return (*self._weights, *self.optimizer.states)
+        """The kinds to save: weights, fp32 masters if more exact, the optimizer's state, an average that has begun."""
+        average = (AVERAGE,) if self.average is not None and self.average.has_begun else ()
+        return (*self._weights, *self.optimizer.states, *average)
 
     @property
     def known_kinds(self) -> tuple[str, ...]:
         """The kinds to save after the optimizer's first step."""
-        return (*self._weights, *self.optimizer.known_states)
+        return (*self._weights, *self.optimizer.known_states, *([] if self.average is None else [AVERAGE]))
 
     @property
     def _weights(self) -> tuple[str, ...]:
@@ -52,7 +58,7 @@ class ShardedState:
 
     def holds(self, kind: str, bucket: Bucket) -> bool:
         """Whether a bucket has this kind; frozen parameters have only weights."""
-        kinds = (MASTER, GRADIENT, *self.optimizer.states_of(bucket.layout))
+        kinds = (MASTER, GRADIENT, AVERAGE, *self.optimizer.states_of(bucket.layout))
         return kind == MODEL or (bucket.layout.trains and kind in kinds)
 
     def read(self, kind: str, bucket: Bucket, run: Interval) -> Tensor:
@@ -66,13 +72,13 @@ class ShardedState:
             if intersect(run, bucket.summed) != run:
                 raise RuntimeError("a rank has summed its shard of these gradients alone; read elements that it counts")
             return bucket.owned_part(bucket.gradient, run)
-        array = _weights(kind, bucket)
+        array = self._array(kind, bucket)
         return self.optimizer.read(kind, bucket, run) if array is None else bucket.read(array, run)
 
     def memory(self, kind: str, bucket: Bucket, run: Interval) -> Tensor | None:
         """Return a view of the elements for overwriting; None if they are in a file or do not exist yet."""
         self._wait_for_step()
-        array = _weights(kind, bucket)
+        array = self._array(kind, bucket)
         if array is None:
             return self.optimizer.memory(kind, bucket, run)
         array.flush()
@@ -81,13 +87,14 @@ class ShardedState:
     def write(self, kind: str, bucket: Bucket, run: Interval, values: Tensor) -> None:
         """Overwrite the elements."""
         self._wait_for_step()
-        array = _weights(kind, bucket)
+        array = self._array(kind, bucket)
         if array is None:
             self.optimizer.write(kind, bucket, run, values)
         else:
             bucket.write(array, run, values)
 
-
-def _weights(kind: str, bucket: Bucket) -> FlatArray | None:
-    """Return the array of weights or masters; None for optimizer state."""
-    return {MODEL: bucket.weight_shard, MASTER: bucket.master}.get(kind)
+    def _array(self, kind: str, bucket: Bucket) -> FlatArray | None:
+        """The array of weights, masters or averages; None for state of the optimizer."""
+        if kind == AVERAGE and self.average is not None:
+            return self.average.arrays[bucket]
+        return {MODEL: bucket.weight_shard, MASTER: bucket.master}.get(kind)

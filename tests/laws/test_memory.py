@@ -44,9 +44,12 @@ def _measure(engine: Engine, run: ResolvedRun) -> dict[str, Any]:
 def test_model_state_bytes_equal_the_zero_formula(dp: int, parallel: dict[str, int]) -> None:
     world = dp * parallel.get("pp", 1)
     cases = [(dtype, zero_stage) for dtype in ("fp32", "bf16") for zero_stage in range(4)]
+    averages = {"kind": "ema"}
     runs = [
-        run_of(world, model=UNTIED, parallel=parallel, zero={"stage": zero_stage}, precision={"dtype": dtype})
-        for dtype, zero_stage in cases
+        run_of(
+            world, model=UNTIED, parallel=parallel, zero={"stage": stage}, precision={"dtype": dtype}, average=averages
+        )
+        for dtype, stage in cases
     ]
     for results in run_world(world, on_one_state, runs, _measure):
         for case, result in zip(cases, results, strict=True):
@@ -59,6 +62,7 @@ def test_model_state_bytes_equal_the_zero_formula(dp: int, parallel: dict[str, i
             # moments cover parameters, not padding: the last shard has fewer
             moments = 8 * (stored - padding) / (dp if zero_stage >= 1 else 1)
             assert abs(measured["optimizer"] - moments) <= 8 * padding, case
+            assert measured["average"] == stored * 4 / (dp if zero_stage >= 1 else 1), case
             if zero_stage < 3:
                 assert measured["gather_buffers"] == 0, case
             # two reductions under way hold what arrives, and from stage 2 on what they send, beside two buckets that fill

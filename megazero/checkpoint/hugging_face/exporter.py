@@ -29,7 +29,7 @@ from megazero.checkpoint.tensor_file import StoredTensors
 from megazero.models.config import ModelConfig
 from megazero.models.registry import FAMILIES
 from megazero.zero.bucket import DTYPE_NAMES, DTYPES
-from megazero.zero.state import MASTER, MODEL
+from megazero.zero.state import AVERAGE, MASTER, MODEL
 
 _SINGLE = "model.safetensors"
 
@@ -45,7 +45,7 @@ class Exported:
 
 
 def export_model(
-    path: Location, out: Location, *, dtype: str | None = None, max_shard_bytes: int = 5 * 10**9
+    path: Location, out: Location, *, dtype: str | None = None, max_shard_bytes: int = 5 * 10**9, averaged: bool = False
 ) -> Exported:
     """Write the model of a checkpoint for transformers.
 
@@ -55,16 +55,17 @@ def export_model(
         dtype: "fp32", "bf16" or "fp16"; that of the run's weights when None.  Another one than the run's is made from the
             fp32 masters where there are any.
         max_shard_bytes: of tensors in one file.
+        averaged: the averages of the weights, where the run kept them.
 
     Raises:
         CheckpointError: the checkpoint is damaged or is not of our models, a value does not fit the dtype, or the files
             cannot be read or written; nothing is left in `out`.
     """
     with reading(path) as folder:
-        return _export(folder, out, dtype, max_shard_bytes)
+        return _export(folder, out, dtype, max_shard_bytes, averaged)
 
 
-def _export(folder: Folder, out: Location, dtype: str | None, max_shard_bytes: int) -> Exported:
+def _export(folder: Folder, out: Location, dtype: str | None, max_shard_bytes: int, averaged: bool) -> Exported:
     trainer, model = intact_model(folder)
     model, factors = folded(model)
     if options := format_of(model.family).not_computed(model):
@@ -72,14 +73,14 @@ def _export(folder: Folder, out: Location, dtype: str | None, max_shard_bytes: i
             f"{folder} was trained with {' and '.join(options)}, which transformers does not compute in a {model.family}: "
             "it cannot be exported, and goes on in megazero"
         )
+    kinds = index.kinds_of(index.read_manifest(folder))
+    if averaged and AVERAGE not in kinds:
+        raise index.CheckpointError(f"{folder} holds no averages of the weights: [average] of the run was none")
     weights = StoredTensors(folder, MODEL)
     kept = reduce(torch.promote_types, [weights[name].dtype for name in weights.files])
     wanted = DTYPES[dtype] if dtype else kept
-    masters = (
-        StoredTensors(folder, MASTER)
-        if wanted != kept and MASTER in index.kinds_of(index.read_manifest(folder))
-        else None
-    )
+    wide = AVERAGE if averaged else MASTER  # fp32
+    masters = StoredTensors(folder, wide) if averaged or (wanted != kept and MASTER in kinds) else None
     tensors: Layout = {name: (wanted, shape) for name, shape in logical_shapes(model).items()}
 
     def read(name: str) -> Tensor:

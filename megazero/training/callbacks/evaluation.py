@@ -1,9 +1,10 @@
-"""Evaluates the model on validation samples, each source at its own interval, and all after the last step."""
+"""Evaluates the model on validation samples, each source at its own interval, and all after the last step; averages it."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from megazero.config import ResolvedRun
 from megazero.config.derive import micro_batch_multiple
@@ -14,6 +15,9 @@ from megazero.training.batches import read_batches
 from megazero.training.callbacks.base import Callback, RunContext, StepDecision, StepRecord
 from megazero.training.heartbeat import BETWEEN, EVALUATING
 from megazero.training.watchdog import Watchdog
+
+if TYPE_CHECKING:
+    from megazero.zero.average import WeightAverage
 
 
 @dataclass(frozen=True)
@@ -49,6 +53,19 @@ def validations_of(
     return found
 
 
+def evaluate_on(sources: Sequence[Validation], run: ResolvedRun, engine: Engine) -> dict[str, StepStatistics]:
+    """The losses of the model by source; once it has begun to average, also of its averaged weights, as "SOURCE averaged".
+
+    Called on every rank.
+    """
+    found = {source.name: source.evaluate(run, engine) for source in sources}
+    average = engine.sharded_model.average
+    if average is not None and average.has_begun:
+        with engine.sharded_model.averaged():
+            found |= {f"{source.name} averaged".lstrip(): source.evaluate(run, engine) for source in sources}
+    return found
+
+
 class Evaluation(Callback):
     """Evaluates the model when it is due, and sets `record.val_loss` and `record.val_losses`, in mean nats per token.
 
@@ -70,16 +87,31 @@ class Evaluation(Callback):
         for callback in self._before:
             callback.after_step(record)
         self._watchdog.at(record.step, EVALUATING)
-        for source in due:
-            statistics = source.evaluate(run, self._engine)
+        for name, statistics in evaluate_on(due, run, self._engine).items():
             if not statistics.tokens:
                 hint = "no token of it is counted"
-                self._say(f"step {record.step}: {source.name or 'what is held out'} has no val_loss: {hint}")
-            elif source.name:
-                record.val_losses[source.name] = statistics.loss
+                self._say(f"step {record.step}: {name or 'what is held out'} has no val_loss: {hint}")
+            elif name:
+                record.val_losses[name] = statistics.loss
             else:
                 record.val_loss = statistics.loss
             stops |= statistics.stop
         self._watchdog.at(record.step, BETWEEN)
         # An evaluation may take long, and a skipped step asks no rank whether to stop.
         return StepDecision.STOP if stops else None
+
+
+class Averages(Callback):
+    """Updates the average after each step that changes the weights (EMA), or at each save (mean of the last saves)."""
+
+    def __init__(self, config: RunConfig, average: WeightAverage) -> None:
+        self._config, self._average = config, average
+
+    def after_step(self, record: StepRecord) -> None:
+        own, every, steps = self._config.average, self._config.checkpoint.save_every_steps, self._config.training.steps
+        if own.kind == "ema":
+            if record.skipped is None:
+                self._average.update(1 - own.decay)
+        elif record.step % every == 0 or record.step == steps:
+            later = -(-(steps - record.step) // every)  # saves that are still to come
+            self._average.update(1 / max(own.last - later, 1))

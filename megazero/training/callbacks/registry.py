@@ -16,7 +16,7 @@ from megazero.registry import Registry, closest
 from megazero.settings import Problem
 from megazero.training.callbacks.base import Callback, RunContext, StepDecision, StepRecord
 from megazero.training.callbacks.checkpointing import Checkpointing
-from megazero.training.callbacks.evaluation import Evaluation
+from megazero.training.callbacks.evaluation import Averages, Evaluation
 from megazero.training.callbacks.health import LossSpikes, NonFinitePolicy, SkipSteps
 from megazero.training.callbacks.metrics import METRICS_FILE, MetricsFile, SourceCounts
 from megazero.training.callbacks.progress import ProgressDisplay, ProgressLine, on_terminal
@@ -179,6 +179,7 @@ def callbacks_of(
         *([] if engine.routers is None else [ExpertLoads(engine, logging.every_steps)]),
         *([SourceCounts(context)] if is_first else []),
         Utilization(run, engine.state.device, engine.dtype, context.corpus.train),
+        *([] if engine.sharded_model.average is None else [Averages(run.config, engine.sharded_model.average)]),
         Evaluation(context, [*metrics, checkpointing], watchdog),
         *registered,
         *writers,

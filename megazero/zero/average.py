@@ -1,0 +1,74 @@
+"""An average of the master weights over the steps of a run, sharded and placed as they are.
+
+update(weight)     average += weight * (master - average)       on each rank, of the elements that it owns
+EMA                weight 1 - decay after each step             the first update copies
+mean of n          weight 1 / n after the n-th                  Source: torch.optim.swa_utils.AveragedModel
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+
+from megazero.zero.bucket import Bucket
+from megazero.zero.offload import FILE_PART_ELEMENTS, Offload
+from megazero.zero.parameters import memory_kind
+from megazero.zero.storage import FlatArray, InMemory
+
+
+class WeightAverage:
+    """The average of this rank's masters, fp32, where its optimizer's state lies: on the device, on the host or in a file.
+
+    Args:
+        wait: until buckets are stepped of which a step is still under way.
+
+    Attributes:
+        arrays: by bucket; none of a bucket that is not trained.
+        has_begun: it holds weights: it was updated or loaded.
+    """
+
+    def __init__(self, buckets: Sequence[Bucket], offload: Offload, wait: Callable[[], None]) -> None:
+        self.arrays: dict[Bucket, FlatArray] = {}
+        for bucket in buckets:
+            if bucket.layout.trains:
+                location, numel = bucket.residency.state_on, bucket.master.numel
+                self.arrays[bucket] = (
+                    InMemory(torch.zeros(numel, device=bucket.policy.device), "device")
+                    if location == "device"
+                    else offload.allocate(location, numel, torch.float32)
+                )
+        self.has_begun, self._wait = False, wait
+
+    def update(self, weight: float) -> None:
+        """Move the average towards the masters by this share of the way; the first update copies them."""
+        if any(bucket.summed != bucket.owned for bucket in self.arrays):  # the others are stepped when a step returns
+            self._wait()
+        weight = weight if self.has_begun else 1.0
+        for master, average, start, stop in self._pieces():
+            average.flush()
+            values = average.read(start, stop)
+            values.lerp_(master.read(start, stop).to(values.device), weight)
+            if average.tensor is None:  # in a file, of which this is a copy
+                average.write(start, values)
+        self.has_begun = True
+
+    def swap(self) -> None:
+        """Exchange masters and averages."""
+        for master, average, start, stop in self._pieces():
+            values = master.read(start, stop).clone()
+            master.write(start, average.read(start, stop))
+            average.write(start, values)
+
+    def _pieces(self) -> Iterator[tuple[FlatArray, FlatArray, int, int]]:
+        for bucket, average in self.arrays.items():
+            for start in range(0, average.numel, FILE_PART_ELEMENTS):
+                yield bucket.master, average, start, min(start + FILE_PART_ELEMENTS, average.numel)
+
+    def memory_bytes(self) -> dict[str, int]:
+        """Bytes by location."""
+        sizes = Counter[str]()
+        for average in self.arrays.values():
+            sizes[memory_kind("average", average.location)] += average.nbytes
+        return dict(sizes)
