@@ -54,10 +54,8 @@ class Torchs:
         matrices, others = list[Tensor](), list[Tensor]()
         for bucket in engine.sharded_model.reducer.buckets:
             for slot in bucket.layout.slots:
-                shapes = (
-                    slot.info.spec.logical_shapes().values() if bucket.layout.matrices else [(numel(slot.info.shape),)]
-                )
-                (matrices if bucket.layout.matrices else others).extend(torch.randn(shape) for shape in shapes)
+                shapes = slot.info.spec.logical_shapes().values() if slot.info.matrix else [(numel(slot.info.shape),)]
+                (matrices if slot.info.matrix else others).extend(torch.randn(shape) for shape in shapes)
         for tensor in (*matrices, *others):
             tensor.grad = torch.randn_like(tensor)
         muon = torch.optim.Muon(matrices, lr=LR, weight_decay=DECAY, adjust_lr_fn="match_rms_adamw")

@@ -215,7 +215,7 @@ def test_each_combination_of_traits_is_one_run(infos, plan):
 def test_no_bucket_holds_two_chunks_or_both_frozen_and_trained_or_both_resident_and_gathered(infos, plan):
     for layout in planned(infos, **plan):
         keys = {(info.chunk, info.trains, plan["by_unit"] and info.persistent) for info in members(layout)}
-        assert keys == {(layout.chunk, layout.trains, plan["by_unit"] and layout.persistent)}
+        assert keys == {(layout.first.chunk, layout.trains, plan["by_unit"] and layout.first.persistent)}
 
 
 @laws
@@ -225,7 +225,7 @@ def test_by_unit_gives_a_bucket_per_unit_and_one_per_tied_or_lone_parameter(info
     layouts = planned(infos, by_unit=True, bucket_elements=bucket_elements, shards=shards)
     single = [layout for layout in layouts if members(layout)[0].spec.tied or members(layout)[0].alone]
     assert all(len(layout.slots) == 1 for layout in single)
-    gathered = [layout for layout in layouts if layout not in single and not layout.persistent]
+    gathered = [layout for layout in layouts if layout not in single and not layout.first.persistent]
     keys = [(layout.unit, layout.trains) for layout in gathered]
     assert len(keys) == len(set(keys))
     assert [unit for unit, _ in keys] == sorted(unit for unit, _ in keys)
@@ -252,7 +252,7 @@ def test_other_buckets_follow_the_backward_and_close_at_their_size(infos, shards
         for layout, following in itertools.pairwise(free):
             sizes = sorted([*map(elements, members(layout)), elements(in_forward_order(following)[-1])])
             would_fit = sum(sizes) <= bucket_elements or sum(sizes[:-1]) * max(shards, 16) <= bucket_elements
-            assert not would_fit or layout.chunk != following.chunk
+            assert not would_fit or layout.first.chunk != following.first.chunk
 
 
 @laws

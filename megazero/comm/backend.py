@@ -71,10 +71,8 @@ class TorchBackend:
         return _reduce_scatter(out, full, group=axis.process_group, async_op=True).wait
 
     def all_to_all(self, out: Tensor, x: Tensor, axis: Axis) -> Wait:
-        return over_contiguous(out, x, partial(self._all_to_all, axis))
-
-    def _all_to_all(self, axis: Axis, out: Tensor, x: Tensor) -> Wait:
-        return dist.all_to_all_single(out, x, group=axis.process_group, async_op=True).wait
+        group = axis.process_group
+        return over_contiguous(out, x, lambda y, x: dist.all_to_all_single(y, x, group=group, async_op=True).wait)
 
     def all_to_all_rows(self, out: Tensor, x: Tensor, axis: Axis, sends: Counts, receives: Counts) -> Wait:
         counts = list(receives), list(sends)

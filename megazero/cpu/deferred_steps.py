@@ -73,4 +73,4 @@ def _can_defer(bucket: Bucket) -> bool:
     is_plain = policy.zero_stage == 0 and layout.shards > 1 and bucket.placement.replica.size == 1
     # In a narrower format an all-reduce sends less than a gather of fp32 sums; the stages of a tie choose on their own.
     is_wide = policy.reduce_dtype == policy.accumulate_dtype
-    return is_plain and is_wide and bucket.reduces_in_place and layout.tie is None and not layout.matrices
+    return is_plain and is_wide and bucket.reduces_in_place and layout.tie is None and not layout.first.matrix

@@ -29,7 +29,7 @@ from megazero.deepspeed.ungathered_parameter import UngatheredParameter, real
 from megazero.parallel_state import Axis, ParallelState
 from megazero.registry import closest, did_you_mean
 from megazero.zero.bucket import Bucket, ShardingPolicy, Slot
-from megazero.zero.gather import ScheduleOrder, Unit, UnitGatherer, UnitState
+from megazero.zero.gather import ScheduleOrder, Unit, UnitGatherer
 from megazero.zero.gather_buffers import GatherBuffers, SecondarySource
 from megazero.zero.offload import free_memory_bytes
 from megazero.zero.saved_weights import SavedWeight, SavingForward
@@ -136,7 +136,7 @@ class ScriptBuffers(GatherBuffers):
 
     def start(self, bucket: Bucket) -> Pending:
         source, label = self.source, self._labels[bucket]
-        if isinstance(source, SecondarySource) and source.is_fresh(bucket):
+        if isinstance(source, SecondarySource) and bucket in source.fresh:
             # Ranks of other hosts may be about to gather another bucket over the whole axis: the label goes to them too.
             sent = self._send(label, bucket.placement.gathers_over)
             return Pending(sent.wait, source.start(bucket, label).wait)
@@ -225,7 +225,7 @@ class ScriptUnit(Unit):
         return result
 
     def pre_backward(self) -> None:
-        was_sharded = self.state is UnitState.SHARDED
+        was_sharded = self.is_sharded
         if was_sharded:  # before a wait for ranks that may wait for its reductions
             self.gatherer.on_backward(self.described.chunk, self.index)
         super().pre_backward()

@@ -150,9 +150,8 @@ class Engine:
         """
         model = self.sharded_model
         self._begin_step(batches)
-        loss_sum, tokens = self._run(
-            batches, trains=True
-        )  # forward and backward; complete buckets are reduced meanwhile
+        # Forward and backward; complete buckets are reduced meanwhile.
+        loss_sum, tokens = self._run(batches, trains=True)
         model.finish_gradients()  # the last reductions; sums over tp and over copies of tied weights
         z_sum = sum((head.z_sum for head in self._heads), 0.0)
         statistics = sum_over_ranks(model, model.square_sum(), loss_sum, tokens, z_sum, stop=self.wants_stop())

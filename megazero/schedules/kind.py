@@ -129,15 +129,12 @@ def forward_only(schedule: Schedule, microbatches: int | None = None) -> Schedul
         microbatches: None: as many as the schedule has; if more, its forwards repeat, and the last round may be
             shorter.
     """
-    count, per_round = microbatches or schedule.microbatches, schedule.microbatches
+    count = microbatches or schedule.microbatches
+    firsts = range(0, count, schedule.microbatches)  # micro-batch of each round
 
     def forwards(actions: tuple[Action, ...]) -> tuple[Action, ...]:
         own = [action for action in actions if action.kind is ActionKind.FORWARD]
-        every = (
-            replace(action, microbatch=first + action.microbatch)
-            for first in range(0, count, per_round)
-            for action in own
-        )
+        every = (replace(action, microbatch=first + action.microbatch) for first in firsts for action in own)
         return tuple(action for action in every if action.microbatch < count)
 
     ranks = tuple(map(forwards, schedule.ranks))

@@ -369,9 +369,7 @@ def draw_refused(schedule: Schedule, error: ScheduleError) -> str:
     lines = []
     for other in sorted({rank, source[0] if source else rank}):
         actions = schedule.ranks[other]
-        marked = [index for index, action_there in enumerate(actions) if (other, action_there) in forms] or [
-            len(actions)
-        ]
+        marked = [at for at, there in enumerate(actions) if (other, there) in forms] or [len(actions)]
         around = range(max(0, marked[0] - 4), min(len(actions), marked[-1] + 5))
         words = [forms.get((other, actions[index]), "{}").format(actions[index]) for index in around]
         before, after = ["..."] * (around.start > 0), ["..."] * (around.stop < len(actions))

@@ -53,12 +53,10 @@ class Placement:
     shard: Axis  # ranks that hold different shards
     replica: Axis  # ranks that hold the same shard; gradients are summed over `shard` and `replica`
     gather: Axis | None = None  # `shard` with a communicator of its own for stage 3's gathers; None: use `shard`
-    secondary: Axis | None = (
-        None  # ranks of `shard` that share a secondary shard of stage 3's weights; None: no such shard
-    )
-    levels: tuple[Axis, Axis] | None = (
-        None  # `shard` within a host and between hosts: gradients are quantized only between hosts
-    )
+    # ranks of `shard` that share a secondary shard of stage 3's weights; None: no such shard
+    secondary: Axis | None = None
+    # `shard` within a host and between hosts: gradients are quantized only between hosts
+    levels: tuple[Axis, Axis] | None = None
 
     @property
     def gathers_over(self) -> Axis:
@@ -209,47 +207,26 @@ class BucketLayout:
     part_count: int = 1
 
     @property
-    def matrices(self) -> bool:
-        """Whether the optimizer updates the parameters as whole matrices."""
-        return self.slots[0].info.matrix
-
-    @property
-    def of_experts(self) -> bool:
-        """Whether expert parallelism splits the parameters."""
-        return self.slots[0].info.spec.of_experts
-
-    @property
-    def placement(self) -> Placement:
-        """The ranks that share the bucket."""
-        return self.slots[0].info.placement
+    def first(self) -> ParamInfo:
+        """The first parameter.  All agree with it in placement, chunk, and whether they train, persist or are matrices."""
+        return self.slots[0].info
 
     @property
     def shards(self) -> int:
         """Number of shards."""
-        return self.placement.shard.size
-
-    @property
-    def chunk(self) -> int:
-        """The model chunk of this rank that holds the parameters."""
-        return self.slots[0].info.chunk
+        return self.first.placement.shard.size
 
     @property
     def trains(self) -> bool:
         """Whether the parameters have gradients."""
-        return self.slots[0].info.trains
-
-    @property
-    def persistent(self) -> bool:
-        """Whether stage 3 keeps the parameters whole on every rank."""
-        return self.slots[0].info.persistent
+        return self.first.trains
 
     @property
     def tie(self) -> str | None:
         """The logical name of a parameter that several stages or chunks hold.  Such a parameter has a bucket of its
         own.
         """
-        spec = self.slots[0].info.spec
-        return spec.name if spec.tied else None
+        return self.first.spec.name if self.first.spec.tied else None
 
     @cached_property
     def unit(self) -> int:
@@ -507,7 +484,7 @@ class Residency:
             state_on: location of the optimizer state.
         """
         weights, gradients, state = _EXTENTS[zero_stage]
-        if layout.persistent or (layout.shards == 1 and weights_on == "device"):
+        if layout.first.persistent or (layout.shards == 1 and weights_on == "device"):
             weights = Extent.WHOLE
         if layout.shards == 1 and state_on == "device":
             gradients = Extent.WHOLE
@@ -557,7 +534,7 @@ class Bucket:
     def __init__(
         self, layout: BucketLayout, policy: ShardingPolicy, weights: Tensor | None = None, arrays: Arrays | None = None
     ) -> None:
-        self.layout, self.policy, self.placement = layout, policy, layout.placement
+        self.layout, self.policy, self.placement = layout, policy, layout.first.placement
         self.is_duplicate = False
         self.residency = Residency.of(layout, policy.zero_stage) if arrays is None else arrays.residency(layout)
         own = layout.shard(self.placement.shard.index)
@@ -579,9 +556,10 @@ class Bucket:
         else:
             self.weight_shard = new(self.residency.weights_on, policy.dtype)
         self.master = self.weight_shard
-        if layout.trains and not shares_weights(self.residency, policy.dtype):
-            self.master = new(self.residency.state_on, torch.float32)
-        on_device = self.residency.state_on == "device"
+        state_on = self.residency.state_on  # fp32 weights in the same memory are their own master weights
+        if layout.trains and not (policy.dtype == torch.float32 and self.residency.weights_on == state_on != "file"):
+            self.master = new(state_on, torch.float32)
+        on_device = state_on == "device"
         self.gradient_leaves = layout.trains and not on_device and not policy.on_cpu
         self.reduces_in_place = self.sums_whole and on_device and policy.accumulate_dtype == torch.float32
         self.full_gradient: Tensor | None = None
@@ -645,19 +623,6 @@ class Bucket:
     def write(self, array: FlatArray, interval: Interval, values: Tensor) -> None:
         """Overwrite elements `interval` of an array that covers the owned elements."""
         array.write(interval.start - self.owned.start, values)
-
-    def module_view(self, slot: Slot) -> Tensor:
-        """Return the slot's part of the full weights in the parameter's shape, for a module to compute with.
-
-        `.data` gives the view its own version counter.  When weights are gathered into the buffer again, autograd must
-        not see that as a change of the weights it saved: only an update is one.
-        """
-        return self.weights.data[slot.start : slot.stop].view(slot.info.shape)
-
-
-def shares_weights(residency: Residency, dtype: torch.dtype) -> bool:
-    """Whether weights are their own master weights: fp32, in the same memory."""
-    return dtype == torch.float32 and residency.weights_on == residency.state_on != "file"
 
 
 def in_order_of_use(buckets: Sequence[Bucket]) -> list[Bucket]:

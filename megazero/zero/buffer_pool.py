@@ -39,14 +39,12 @@ class BufferPool:
             buffer = self._free.pop(fitting[-1])
         else:
             with torch.inference_mode(False):  # an evaluation may create a buffer that training uses later
-                buffer = self._new(numel, dtype)
+                if self._arena is not None:
+                    buffer = self._arena.acquire(numel * dtype.itemsize, line=1).view(dtype)
+                else:
+                    buffer = torch.empty(numel, dtype=dtype, device=self._device, pin_memory=self._pinned)
         self._in_use[address_of(buffer)] = (buffer, reusable)
         return buffer
-
-    def _new(self, numel: int, dtype: torch.dtype) -> Tensor:
-        if self._arena is not None:
-            return self._arena.acquire(numel * dtype.itemsize, line=1).view(dtype)
-        return torch.empty(numel, dtype=dtype, device=self._device, pin_memory=self._pinned)
 
     def bytes_after(self, numel: int, dtype: torch.dtype) -> int:
         """Return the bytes of all buffers after such an `acquire`."""

@@ -38,11 +38,6 @@ def _failed(path: Path, what: str, error: OSError) -> str:
     return f"{path}: {what} failed: {error.strerror or error}; {remedy}{_OTHERWISE}"
 
 
-def _memory(tensor: Tensor) -> memoryview:
-    """Return the bytes of a contiguous CPU tensor.  numpy has no bf16, so every dtype is viewed as bytes."""
-    return tensor.detach().view(torch.uint8).numpy().data
-
-
 def _move(
     operation: Callable[[int, list[memoryview], int], int], descriptor: int, memory: memoryview, offset: int
 ) -> None:
@@ -222,7 +217,8 @@ class FileStore:
         The function calls nothing of torch: when the interpreter exits, it stops each thread that asks for its lock,
         and if that happens in C++ code, the process aborts.
         """
-        return partial(_move, operation, self.descriptor, _memory(tensor), offset)
+        memory = tensor.detach().view(torch.uint8).numpy().data  # numpy has no bf16, so every dtype is viewed as bytes
+        return partial(_move, operation, self.descriptor, memory, offset)
 
     def submit(self, array: InFile, access: Access, what: str, run: Callable[[], None]) -> Future[str | None]:
         """Queue an operation for the workers, behind those that it conflicts with.  The future's result is the message

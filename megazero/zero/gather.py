@@ -23,7 +23,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from enum import Enum, auto
 from itertools import compress
 from typing import Any, ClassVar, NamedTuple, TypeAlias
 
@@ -40,14 +39,6 @@ from megazero.zero.units import UnitModule, in_backward, is_hooked, reading_no_w
 
 #: Bucket and slot of each parameter, by id() of the parameter.
 Places: TypeAlias = Mapping[int, tuple[Bucket, Slot]]
-
-
-class UnitState(Enum):
-    """State of a unit's weights."""
-
-    SHARDED = auto()  # at least one of its buckets is not in its buffer
-    GATHERING = auto()  # gathers are running
-    READY = auto()  # all are in their buffers
 
 
 class _Attribute(NamedTuple):
@@ -103,11 +94,9 @@ class Unit:
         self._hooks.clear()
 
     @property
-    def state(self) -> UnitState:
-        """State of the weights."""
-        if not all(map(self.buffers.holds, self.buckets)):
-            return UnitState.SHARDED
-        return UnitState.GATHERING if any(map(self.buffers.is_arriving, self.buckets)) else UnitState.READY
+    def is_sharded(self) -> bool:
+        """Whether one of the buckets is neither in its buffer nor arriving there."""
+        return not all(map(self.buffers.holds, self.buckets))
 
     def unshard(self) -> None:
         """Start to gather the weights, unless they are gathered or a gather is running."""
@@ -178,7 +167,7 @@ class Unit:
     @contextmanager
     def shown(self) -> Iterator[None]:
         """Context in which a part of the forward runs again for the backward."""
-        if self.state is UnitState.SHARDED:
+        if self.is_sharded:
             self.pre_backward()
         self.wait()
         hidden = self._show()
@@ -253,6 +242,7 @@ class UnitGatherer:
         prefetch_bytes: limit for the units that are gathered ahead of the one in use; one unit always is.
 
     Attributes:
+        first: the buckets that a forward gathers first.
         running: the units whose forward is running, outermost first.
         unit_type, buffers_type, order_type: classes of what it creates; subclasses replace them.
     """
@@ -266,13 +256,17 @@ class UnitGatherer:
     ) -> None:
         self.places, self._prefetch_bytes = places, prefetch_bytes
         self.buckets = list(dict.fromkeys(bucket for bucket, _ in places.values() if not bucket.holds_weights))
-        self._chunk_of = [module.chunk for module in modules]
-        self.buffers, self.order = self.buffers_type(self.buckets, policy), self.order_type(self._chunk_of)
+        chunk_of = [module.chunk for module in modules]
+        self.buffers, self.order = self.buffers_type(self.buckets, policy), self.order_type(chunk_of)
         self.running: list[tuple[Unit, SavingForward]] = []
         self.units = [self.unit_type(index, module, self) for index, module in enumerate(modules)]
         users = Counter(storage_of(bucket.weights) for bucket in self.buckets)
         self._takes_turns = any(count > 1 for count in users.values())
-        self._first = frozenset(self._first_of_a_forward())
+        # As many as a forward gathers at once: the staging buffers hold no more.
+        chunk = [index for index, owner in enumerate(chunk_of) if owner == chunk_of[0]]
+        own = self.units[chunk[0]].buckets if chunk else []
+        ahead, _ = self._fitting({storage_of(bucket.weights): bucket for bucket in own}, chunk[1:])
+        self.first = frozenset([*own, *ahead][: max(len(own), len(ahead))])
 
     def placeholder(self, parameter: nn.Parameter) -> nn.Parameter:
         """Return a parameter on the meta device, which a module holds while its weights are not gathered.
@@ -295,9 +289,8 @@ class UnitGatherer:
         while self.running:
             self.running.pop()[1].leave()
         for bucket in self.buckets:
-            if bucket not in self._first and self.buffers.holds(
-                bucket
-            ):  # the update has started the gathers of the first units
+            # the update has started the gathers of the first units
+            if bucket not in self.first and self.buffers.holds(bucket):
                 self.buffers.wait(bucket)
 
     def detach(self) -> None:
@@ -339,17 +332,3 @@ class UnitGatherer:
             if not all(fits):
                 return fitting, unit.buckets
         return fitting, []
-
-    def _first_of_a_forward(self) -> list[Bucket]:
-        """Return the buckets that a forward gathers first, as many as it gathers at once: the staging buffers hold no
-        more.
-        """
-        chunk = [index for index, owner in enumerate(self._chunk_of) if owner == self._chunk_of[0]]
-        own = self.units[chunk[0]].buckets if chunk else []
-        ahead, _ = self._fitting({storage_of(bucket.weights): bucket for bucket in own}, chunk[1:])
-        return [*own, *ahead][: max(len(own), len(ahead))]
-
-    def unshard_stepped(self, bucket: Bucket) -> None:
-        """Start to gather an updated bucket if it is one of the first that a forward uses."""
-        if bucket in self._first:
-            self.buffers.unshard(bucket)

@@ -90,9 +90,9 @@ def plan_buffers(
     alone, sharing = list[BucketLayout](), list[_Shared]()
     of_units = Counter[tuple[int, bool]]()
     for layout in layouts:
-        if layout.tie is not None or gather_policy == "step" or layout.slots[0].info.alone:
-            alone += [] if layout.persistent else [layout]
-        elif not layout.persistent:
+        if layout.tie is not None or gather_policy == "step" or layout.first.alone:
+            alone += [] if layout.first.persistent else [layout]
+        elif not layout.first.persistent:
             chunk, beside = units[layout.unit]
             number = of_units[layout.unit, layout.trains]
             sharing.append(_Shared(beside, layout.unit - chunks.index(chunk), number, layout))
@@ -127,27 +127,24 @@ def _in_turn(sharing: Sequence[_Shared], count: int) -> BufferPlan:
 
 
 class ShardSource:
-    """Gathers a bucket from its ranks' shards.  An offloaded shard reaches the device through a staging buffer."""
+    """Gathers a bucket from its ranks' shards.  An offloaded shard reaches the device through a staging buffer.
+
+    Attributes:
+        staging: the buffers for offloaded shards and quantized weights.
+        secondary_bytes: bytes of this rank's secondary shards.
+    """
+
+    secondary_bytes = 0
 
     def __init__(self, buckets: Sequence[Bucket], policy: ShardingPolicy) -> None:
-        self._staging, self._copier, self._on_cpu = BufferPool(policy.device), policy.copier, policy.on_cpu
+        self.staging, self._copier, self._on_cpu = BufferPool(policy.device), policy.copier, policy.on_cpu
         self._largest = max((bucket.weight_shard.numel for bucket in buckets), default=0)
         self._reading: dict[Bucket, tuple[Any, Tensor]] = {}  # the copier's mark and the staging buffer
         self._all_gather: Callable[..., Pending] = all_gather
         self.is_exact = not policy.quantizes_weights or all(bucket.layout.shards == 1 for bucket in buckets)
         if not self.is_exact:
             largest = max(bucket.layout.padded_numel for bucket in buckets)
-            self._all_gather = QuantizedGather(BlockFormat.on(policy, WEIGHT_BITS), self._staging, largest).start
-
-    @property
-    def staging_bytes(self) -> int:
-        """Bytes of the staging buffers for offloaded shards and quantized weights."""
-        return self._staging.nbytes
-
-    @property
-    def secondary_bytes(self) -> int:
-        """Bytes of this rank's secondary shards."""
-        return 0
+            self._all_gather = QuantizedGather(BlockFormat.on(policy, WEIGHT_BITS), self.staging, largest).start
 
     def start(self, bucket: Bucket, label: str) -> Pending:
         """Start the all-gather of a bucket into its buffer.  `label`: see `all_gather`."""
@@ -163,12 +160,12 @@ class ShardSource:
 
         gathered = self._copier.run(gather, to_host=False)
         del self._reading[bucket]
-        return Pending(lambda: self._copier.wait(gathered).wait(), partial(self._staging.release, staging))
+        return Pending(lambda: self._copier.wait(gathered).wait(), partial(self.staging.release, staging))
 
     def read_ahead(self, bucket: Bucket) -> None:
         """Start to copy an offloaded shard to the device."""
         if bucket not in self._reading and not self._is_on_device(bucket):
-            staging = self._staging.acquire(self._largest, bucket.weight_shard.dtype)
+            staging = self.staging.acquire(self._largest, bucket.weight_shard.dtype)
             read = partial(bucket.weight_shard.start_read, staging[: bucket.weight_shard.numel], 0)
             self._reading[bucket] = self._copier.run(read, to_host=False), staging
 
@@ -177,7 +174,7 @@ class ShardSource:
         reading, self._reading = self._reading, {}
         for read, staging in reading.values():
             self._copier.wait(read).wait()
-            self._staging.release(staging)
+            self.staging.release(staging)
 
     def _is_on_device(self, bucket: Bucket) -> bool:
         location = bucket.weight_shard.location
@@ -196,6 +193,10 @@ class SecondarySource(ShardSource):
         first gather of a bucket after an update    over the shard axis; each rank then saves its secondary shard
         every later gather                          over the secondary axis
 
+    Attributes:
+        fresh: the buckets whose secondary shard holds the current weights; the same on every rank, since all gather in
+            one order.
+
     Both give the same bits.  Each rank needs the bytes of the weights divided by the size of the secondary axis.
 
     Source: Wang et al. 2023 (ZeRO++), section 3.2: hierarchical weight partition, hpZ.
@@ -205,20 +206,11 @@ class SecondarySource(ShardSource):
         super().__init__(buckets, policy)
         self.axes = {bucket: axis for bucket in buckets if (axis := bucket.placement.secondary) is not None}
         self._shards = {bucket: torch.zeros_like(_shard_on(axis, bucket.weights)) for bucket, axis in self.axes.items()}
-        self._fresh: set[Bucket] = set()
-
-    @property
-    def secondary_bytes(self) -> int:
-        return sum(shard.nbytes for shard in self._shards.values())
-
-    def is_fresh(self, bucket: Bucket) -> bool:
-        """Whether the secondary shard holds a bucket's current weights.  The same on every rank, since all gather in
-        one order.
-        """
-        return bucket in self._fresh
+        self.secondary_bytes = sum(shard.nbytes for shard in self._shards.values())
+        self.fresh: set[Bucket] = set()
 
     def start(self, bucket: Bucket, label: str) -> Pending:
-        if bucket in self._fresh:
+        if bucket in self.fresh:
             return all_gather(bucket.weights, self._shards[bucket], self.axes[bucket], label)
         if bucket not in self._shards:
             return super().start(bucket, label)
@@ -226,14 +218,14 @@ class SecondarySource(ShardSource):
 
     def _keep(self, bucket: Bucket) -> None:
         self._shards[bucket].copy_(_shard_on(self.axes[bucket], bucket.weights))
-        self._fresh.add(bucket)
+        self.fresh.add(bucket)
 
     def read_ahead(self, bucket: Bucket) -> None:
-        if bucket not in self._fresh:
+        if bucket not in self.fresh:
             super().read_ahead(bucket)
 
     def forget(self) -> None:
-        self._fresh.clear()
+        self.fresh.clear()
         super().forget()
 
 
@@ -248,16 +240,15 @@ class GatherBuffers:
     def __init__(self, buckets: Sequence[Bucket], policy: ShardingPolicy) -> None:
         has_secondary = any(bucket.placement.secondary is not None for bucket in buckets)
         self.source = (SecondarySource if has_secondary else ShardSource)(buckets, policy)
-        self._bytes = {  # by address of a buffer
-            storage_of(bucket.weights): bucket.weights.untyped_storage().nbytes() for bucket in buckets
-        }
-        self._holder: dict[int, Bucket] = {}  # by address of a buffer: the bucket that it holds or is being filled with
-        self._arriving: dict[int, Pending] = {}  # by address of a buffer
+        # By address of a buffer: its bytes, the bucket that it holds or is being filled with, and the running gather.
+        self._bytes = {storage_of(bucket.weights): bucket.weights.untyped_storage().nbytes() for bucket in buckets}
+        self._holder: dict[int, Bucket] = {}
+        self._arriving: dict[int, Pending] = {}
 
     @property
     def nbytes(self) -> int:
         """Bytes of the gather buffers and of the staging buffers."""
-        return sum(self._bytes.values()) + self.source.staging_bytes
+        return sum(self._bytes.values()) + self.source.staging.nbytes
 
     @property
     def is_full(self) -> bool:
@@ -274,10 +265,6 @@ class GatherBuffers:
     def holds(self, bucket: Bucket) -> bool:
         """Whether a bucket's buffer holds its weights or is being filled with them."""
         return self._holder.get(storage_of(bucket.weights)) is bucket
-
-    def is_arriving(self, bucket: Bucket) -> bool:
-        """Whether a gather into a bucket's buffer is running."""
-        return storage_of(bucket.weights) in self._arriving
 
     def unshard(self, bucket: Bucket) -> None:
         """Start the all-gather of a bucket, unless its buffer already holds it."""

@@ -210,7 +210,7 @@ class GradientReducer:
         for bucket in sorted(self.buckets, key=lambda bucket: -bucket.layout.unit):
             parts = [BucketGradients(bucket, part, self.reductions) for part in bucket.gradient_parts]
             # a part that holds more than the largest parameter is complete later, so it comes last
-            order.setdefault(bucket.layout.chunk, []).extend(sorted(parts, key=lambda one: len(one.shares)))
+            order.setdefault(bucket.layout.first.chunk, []).extend(sorted(parts, key=lambda one: len(one.shares)))
         self.orders = {chunk: LaunchOrder(buckets) for chunk, buckets in order.items()}
         self.parts_of: dict[int, list[tuple[LaunchOrder, BucketGradients, int]]] = {}  # by id() of a parameter
         self.parameters: dict[int, list[nn.Parameter]] = {}  # trainable parameters by chunk
@@ -239,7 +239,7 @@ class GradientReducer:
                 for index, share in enumerate(one.shares):
                     parameter = parameters[share.slot.info.name]
                     if id(parameter) not in self.parts_of:
-                        self.parameters.setdefault(one.bucket.layout.chunk, []).append(parameter)
+                        self.parameters.setdefault(one.bucket.layout.first.chunk, []).append(parameter)
                         if parameter.dim() == 1:
                             self._deferring[id(parameter)] = wgrad_queues.get(share.slot.info.name)
                         hook = parameter.register_post_accumulate_grad_hook(partial(_hand_over, ref(self)))

@@ -48,14 +48,17 @@ class LossScaler:
             LossScaleError: the scale would have to fall below its minimum.
         """
         self.skipped_steps += int(overflowed)
-        if self.dynamic and overflowed:
-            self._shrink()
-        elif self.dynamic:
-            self._grow()
-
-    def _shrink(self) -> None:
-        self._clean_steps = 0
-        if self._hysteresis_left > 1:
+        if not self.dynamic:
+            return
+        self._clean_steps = 0 if overflowed else self._clean_steps + 1
+        if not overflowed:
+            due = self._clean_steps == self._config.loss_scale_window
+            if due:
+                self.scale *= 2
+                self._clean_steps = 0
+            if due or self._config.consecutive_hysteresis:
+                self._hysteresis_left = self._config.hysteresis
+        elif self._hysteresis_left > 1:
             self._hysteresis_left -= 1
         elif self.scale > self._config.min_loss_scale:
             self.scale = max(self.scale / 2, self._config.min_loss_scale)
@@ -66,15 +69,6 @@ class LossScaler:
                 f"loss and the data, lower the learning rate or train in bf16; if the loss is sound, lower "
                 f"min_loss_scale"
             )
-
-    def _grow(self) -> None:
-        self._clean_steps += 1
-        due = self._clean_steps == self._config.loss_scale_window
-        if due:
-            self.scale *= 2
-            self._clean_steps = 0
-        if due or self._config.consecutive_hysteresis:
-            self._hysteresis_left = self._config.hysteresis
 
     def state_dict(self) -> dict[str, Any]:
         """Return the plain numbers from which a run resumes as if it had not stopped."""

@@ -214,12 +214,14 @@ class MatrixStepper:
         gradient's memory.
         """
         every = [matrix for of_bucket in self._matrices.values() for matrix in of_bucket if matrix.owner == self._rank]
+        sends_gradient = self._dtype == torch.float32
         own = sum(matrix.numel for matrix in every if not self._is_here(matrix))
-        sent = sum(bucket.gradient.numel() for bucket in self.buckets if not self._sends_gradient(bucket))
+        sent = sum(
+            bucket.gradient.numel()
+            for bucket in self.buckets
+            if not sends_gradient or bucket.master.location != "device"
+        )
         return (own + sent) * self._dtype.itemsize
-
-    def _sends_gradient(self, bucket: Bucket) -> bool:
-        return self._dtype == torch.float32 and bucket.master.location == "device"
 
     @torch.no_grad()
     def begin(self, state: MatrixState, factor: float) -> None:
@@ -316,7 +318,7 @@ def matrix_stepper(
     policy: ShardingPolicy, buckets: Sequence[Bucket], optimizer: MatrixRecipe, state: ParallelState
 ) -> MatrixStepper:
     """Return the stepper for the matrices among these buckets.  Every rank must call this, in the same order."""
-    own = in_order_of_use([bucket for bucket in buckets if bucket.layout.trains and bucket.layout.matrices])
+    own = in_order_of_use([bucket for bucket in buckets if bucket.layout.trains and bucket.layout.first.matrix])
     joined, table = state.across_tp(state.shard, "matrices")
     plans: dict[Bucket, tuple[list[Matrix], Axis]] = {bucket: ([], joined) for bucket in own}
 
@@ -325,8 +327,8 @@ def matrix_stepper(
         for matrix in plan_matrices(layouts, ranks, optimizer.flops, sharded=sharded, ep=ep):
             plans[members[matrix.bucket]][0].append(matrix)
 
-    plan([bucket for bucket in own if not bucket.layout.of_experts], table)
-    if experts := [bucket for bucket in own if bucket.layout.of_experts]:
+    plan([bucket for bucket in own if not bucket.layout.first.spec.of_experts], table)
+    if experts := [bucket for bucket in own if bucket.layout.first.spec.of_experts]:
         among = experts[0].placement.shard
         plans |= {bucket: ([], among) for bucket in experts}
         plan(experts, [among.ranks], state.ep.size)

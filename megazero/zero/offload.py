@@ -84,10 +84,6 @@ class Offload:
             total += region_bytes(owned, self._policy.dtype)
         return total
 
-    def moment(self, numel: int) -> FlatArray:
-        """Allocate an array of zeros in the file, for optimizer state."""
-        return self.allocate("file", numel, torch.float32)
-
     def allocate(self, location: Location, numel: int, dtype: torch.dtype) -> FlatArray:
         """Allocate an array of zeros in host memory or in the file.  Raises: StorageError."""
         if location == "host":

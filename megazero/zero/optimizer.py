@@ -113,8 +113,11 @@ class ShardedOptimizer:
         self._scales_inside = type(self.torch_optimizer) in _SCALE_INSIDE and is_fused
         for part in self._parts:
             if part.location == "file":
-                part.arrays = {name: offload.moment(part.numel) for name in self.states_of(part.bucket.layout)}
-        self._stepped_alone = {b: parts for b, parts in self._of_bucket.items() if not b.layout.matrices}
+                part.arrays = {
+                    name: offload.allocate("file", part.numel, torch.float32)
+                    for name in self.states_of(part.bucket.layout)
+                }
+        self._stepped_alone = {b: parts for b, parts in self._of_bucket.items() if not b.layout.first.matrix}
         elementwise = [part for parts in self._stepped_alone.values() for part in parts]
         self._file = FileStepper(elementwise, self._elementwise)
         self._known_start = isinstance(self.torch_optimizer, _KNOWN_START)
@@ -138,9 +141,8 @@ class ShardedOptimizer:
                 bucket.master.flush()
         if self._matrices is not None:
             self._matrices.begin(self, factor)
-        if (
-            factor != 1.0 and not self._scales_inside
-        ):  # inside the kernel, clipping and unscaling need no pass of their own
+        # Inside the kernel, clipping and unscaling need no pass of their own.
+        if factor != 1.0 and not self._scales_inside:
             for bucket in self._stepped_alone:
                 bucket.gradient.mul_(factor)
         step = partial(self._step_parts, None if factor == 1.0 else 1.0 / factor)
@@ -239,7 +241,7 @@ class ShardedOptimizer:
         value = self.torch_optimizer.param_groups[part.group].get("initial_accumulator_value", 0.0)  # Adagrad has it
         state = self.torch_optimizer.state[part.parameter]
         state.update({name: torch.full_like(part.parameter, value) for name in self.states_of(part.bucket.layout)})
-        if not part.bucket.layout.matrices:
+        if not part.bucket.layout.first.matrix:
             state.update({name: torch.zeros((), device=device) for name in self._scalars})
         for array in part.arrays.values():
             if value:
@@ -247,7 +249,7 @@ class ShardedOptimizer:
 
     def states_of(self, layout: BucketLayout) -> tuple[str, ...]:
         """Names of the element-wise state of a bucket's parameters."""
-        return (MOMENTUM,) if layout.matrices else self._elementwise
+        return (MOMENTUM,) if layout.first.matrix else self._elementwise
 
     def intervals_of(self, bucket: Bucket) -> list[Interval]:
         """Return the owned elements of a bucket, in intervals whose state can be read at once."""
@@ -278,9 +280,8 @@ class ShardedOptimizer:
             mine = values[piece.start - run.start : piece.stop - run.start]
             if part.location == "file":
                 part.arrays[name].write(piece.start - part.run.start, mine)
-                self.torch_optimizer.state[part.parameter].setdefault(
-                    name, torch.empty(0)
-                )  # marks the state as existing
+                # marks the state as existing
+                self.torch_optimizer.state[part.parameter].setdefault(name, torch.empty(0))
                 continue
             if name not in self.torch_optimizer.state[part.parameter]:
                 self._start_state(part)
@@ -319,7 +320,7 @@ class ShardedOptimizer:
             if not state and part.location != "file":
                 self._start_state(part)
             saved = scalars.get(str(part.group), {})
-            for name in () if part.bucket.layout.matrices else self._scalars:
+            for name in () if part.bucket.layout.first.matrix else self._scalars:
                 value = saved.get(name, float(steps_taken))
                 if isinstance(state.get(name), Tensor):
                     state[name].fill_(value)

@@ -112,7 +112,8 @@ class ShardedParameters:
         self._originals = {one.name: one.parameter.data for one in described if not one.parameter.is_meta}
         self.by_name: dict[str, nn.Parameter] = {}
         self._bind({one.name: one.parameter for one in described}, units)
-        home = {slot.info.name: bucket for bucket in self.buckets for slot in bucket.layout.slots}
+        slots = [(bucket, slot) for bucket in self.buckets for slot in bucket.layout.slots]
+        places = {id(self.by_name[slot.info.name]): (bucket, slot) for bucket, slot in slots}
         self.gathers: WeightGathers = added("weight gathers").get("cpu" if policy.on_cpu else "cuda", WeightGathers)()
         # Ask every axis, without short-circuiting: all of its ranks must take part, and the axes may disagree.
         by_themselves = [runs_by_itself(axis) for axis in dict.fromkeys(placement.shard for placement in placements)]
@@ -120,14 +121,9 @@ class ShardedParameters:
         if hides_gathers:
             self.gathers.defer_steps(self.buckets, self.sizes.elements, world, can=self.hides_gathers)
         if self.hides_gathers:
-            self.gathers.attach(units, {id(self.by_name[name]): bucket for name, bucket in home.items()})
+            self.gathers.attach(units, places)
         self.gatherer: UnitGatherer | None = None
         if by_unit:
-            places = {
-                id(self.by_name[slot.info.name]): (bucket, slot)
-                for bucket in self.buckets
-                for slot in bucket.layout.slots
-            }
             self.gatherer = gatherer_type(units, places, policy, zero.prefetch_bytes)
 
     def _sizes(self, zero: ZeroConfig, elements: int, world: Axis, *, cuts: bool) -> BucketSizes:
@@ -158,7 +154,10 @@ class ShardedParameters:
         bound: dict[int, nn.Parameter] = {}
         for bucket in self.buckets:
             for slot in bucket.layout.slots:
-                original, view = originals[slot.info.name], bucket.module_view(slot)
+                # `.data` gives the view its own version counter.  When weights are gathered into the buffer again, autograd
+                # must not see that as a change of the weights it saved: only an update is one.
+                view = bucket.weights.data[slot.start : slot.stop].view(slot.info.shape)
+                original = originals[slot.info.name]
                 # Keep the user's parameter object, unless its memory cannot be replaced by the view.
                 same_kind = not original.is_meta and original.device == view.device
                 if same_kind:
@@ -275,8 +274,8 @@ class ShardedParameters:
     def start_gather(self, bucket: Bucket, step: Callable[[], object] | None = None) -> None:
         """Start to gather an updated bucket for the next forward.  For `step` see `WeightGathers.start`."""
         self.gathers.start(bucket, step)
-        if self.gatherer is not None:
-            self.gatherer.unshard_stepped(bucket)
+        if self.gatherer is not None and bucket in self.gatherer.first:  # it is one of the first that a forward uses
+            self.gatherer.buffers.unshard(bucket)
 
     def note_change(self, buckets: Sequence[Bucket]) -> None:
         """Forget the gathered weights of these buckets: they have changed, or will change before the next forward of

@@ -73,10 +73,6 @@ def noise_of(step: int, round_: int, sender: int, bucket: str, first: int, strid
     return Noise(derive_key(step, f"rounding of {bucket} in {round_} by {sender}"), first, stride)
 
 
-def _most(bits: int) -> int:
-    return 127 if bits == 8 else 7
-
-
 def rounded(blocks: Tensor, words: tuple[Tensor, Tensor] | None, integers: Tensor, bits: int) -> Tensor:
     """Write rounded numbers to `integers` and return the scales.
 
@@ -87,7 +83,7 @@ def rounded(blocks: Tensor, words: tuple[Tensor, Tensor] | None, integers: Tenso
 
     Returns: fp32 [rows, blocks, 1].
     """
-    most, blocks = _most(bits), blocks.float()
+    most, blocks = 127 if bits == 8 else 7, blocks.float()
     largest = blocks.abs().amax(dim=2, keepdim=True)
     scale = (largest / most).clamp_(min=torch.finfo(torch.float32).tiny)  # a nan stays a nan
     ratio = blocks / scale
@@ -123,10 +119,6 @@ def summed_to(out: Tensor, integers: Tensor, scale: Tensor, bits: int) -> None:
     torch.sum(restored(integers, scale, bits), dim=0, out=out)
 
 
-def _as_it_is(function: Callable[..., Any]) -> Callable[..., Any]:
-    return function
-
-
 @cache
 def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
     """Compile once for all sizes, since buckets have many."""
@@ -146,7 +138,7 @@ class BlockFormat:
 
     bits: int
     at_once: int = 2**18
-    compiled: Callable[[Callable[..., Any]], Callable[..., Any]] = _as_it_is
+    compiled: Callable[[Callable[..., Any]], Callable[..., Any]] = lambda function: function
 
     @classmethod
     def on(cls, policy: ShardingPolicy, bits: int) -> BlockFormat:

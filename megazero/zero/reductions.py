@@ -92,13 +92,8 @@ class Reduction(ABC):
     """
 
     def __init__(self, placement: Placement, policy: ShardingPolicy, working: WorkingBuffers) -> None:
-        self.axis, self.policy, self.working, self.dtype, self.step = (
-            placement.shard,
-            policy,
-            working,
-            policy.reduce_dtype,
-            0,
-        )
+        self.axis, self.policy, self.working = placement.shard, policy, working
+        self.dtype, self.step = policy.reduce_dtype, 0
 
     @abstractmethod
     def start(self, chunk: _Chunk) -> None:
@@ -206,13 +201,6 @@ class QuantizedScatter(Reduction):
             self.working.pool.release(buffer)
 
 
-def reduction_of(bucket: Bucket) -> type[Reduction]:
-    """Return the class that reduces a bucket."""
-    if bucket.summed == bucket.layout.interval:
-        return AllReduce
-    return QuantizedScatter if bucket.policy.gradient_bits else ReduceScatter
-
-
 class ReductionQueue:
     """Starts the reductions of buckets, and finishes them in the order in which they started.
 
@@ -229,12 +217,13 @@ class ReductionQueue:
 
     def __init__(self, policy: ShardingPolicy, buckets: Sequence[Bucket], bucket_bytes: int = 0) -> None:
         self._kept_dtype, self._in_flight = policy.accumulate_dtype, deque[_Chunk]()
-        self.working = WorkingBuffers(policy, buckets, self._free_oldest)
+        self.working = WorkingBuffers(policy, buckets, lambda: self._host_copies.free_oldest() or self._finish_oldest())
         self._host_copies, self.replicas = HostGradientCopies(policy, self.working.pool), ReplicaSums(policy, buckets)
         made: dict[tuple[Placement, type[Reduction]], Reduction] = {}
         self.ways: dict[Bucket, Reduction] = {}
         for bucket in buckets:
-            key = bucket.placement, reduction_of(bucket)
+            scatters = QuantizedScatter if policy.gradient_bits else ReduceScatter
+            key = bucket.placement, AllReduce if bucket.summed == bucket.layout.interval else scatters
             if key not in made:
                 made[key] = key[1](bucket.placement, policy, self.working)
             self.ways[bucket] = made[key]
@@ -245,8 +234,7 @@ class ReductionQueue:
         by_themselves = [
             runs_by_itself(axis) for axis in axes
         ]  # no short-circuit: every rank of an axis must take part
-        by_itself = stays and all(by_themselves)
-        self._most_in_flight = sys.maxsize if by_itself else _IN_FLIGHT
+        self._most_in_flight = sys.maxsize if stays and all(by_themselves) else _IN_FLIGHT
         self.working.most_bytes = self._limit(policy, bucket_bytes)
 
     def _limit(self, policy: ShardingPolicy, bucket_bytes: int) -> int:
@@ -329,9 +317,6 @@ class ReductionQueue:
         self._sum_over_replicas(chunk)
         return True
 
-    def _free_oldest(self) -> bool:
-        return self._host_copies.free_oldest() or self._finish_oldest()
-
     def _sum_over_replicas(self, chunk: _Chunk) -> None:
         if chunk.is_last:
             self.replicas.start(chunk.bucket, chunk.gradient)
@@ -351,9 +336,8 @@ class HostGradientCopies:
         self._copier, self._pool = policy.copier, pool
         self._leaving: deque[tuple[Any, list[Tensor]]] = deque()  # the copy's mark, and its buffers
         self._newest: Any | None = None  # mark of the last copy; copies end in order
-        self._adding: deque[tuple[Callable[[], object], Tensor]] = (
-            deque()
-        )  # wait for an addition, and its staging buffer
+        # The wait for an addition, and its staging buffer.
+        self._adding: deque[tuple[Callable[[], object], Tensor]] = deque()
         self._staging = BufferPool(torch.device("cpu"), pinned=policy.device.type == "cuda")
 
     def start(self, chunk: _Chunk) -> None:

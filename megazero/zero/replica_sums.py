@@ -36,9 +36,8 @@ class ReplicaSums:
     def __init__(self, policy: ShardingPolicy, buckets: Sequence[Bucket]) -> None:
         self._device, self._dtype = policy.device, policy.reduce_dtype
         self._pool = BufferPool(policy.device, policy.arena)
-        self._in_flight: deque[tuple[Pending, Tensor, Tensor | None]] = (
-            deque()
-        )  # pending, gradient, the buffer that is sent
+        # pending, gradient, the buffer that is sent
+        self._in_flight: deque[tuple[Pending, Tensor, Tensor | None]] = deque()
         self._on_host: list[tuple[Tensor, Axis]] = []  # summed at the end of the step
         self._summed: list[tuple[Tensor, Axis]] = []
         summed = [bucket for bucket in buckets if bucket.placement.replica.size > 1]

@@ -137,9 +137,8 @@ class ShardedModel:
 
     def begin_step(self, micro_batches: int) -> None:
         """Discard the last step's gradients.  Every parameter is expected once per micro-batch."""
-        self.reducer.begin_step(
-            micro_batches, self.optimizer.steps_taken + self.skipped_steps
-        )  # includes steps before a resume
+        # Both counts include the steps before a resume.
+        self.reducer.begin_step(micro_batches, self.optimizer.steps_taken + self.skipped_steps)
         if self.parameters.gatherer is not None:
             self.parameters.gatherer.begin_step()
         self.scale = 1.0 if self.scaler is None else self.scaler.scale

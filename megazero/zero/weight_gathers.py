@@ -16,13 +16,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
 
 from torch.utils.hooks import RemovableHandle
 
 from megazero.comm.collectives import Pending, all_gather
 from megazero.parallel_state import Axis
-from megazero.zero.bucket import Bucket
+from megazero.zero.bucket import Bucket, Slot
 from megazero.zero.units import UnitModule, is_hooked, reading_no_weights
 
 
@@ -53,28 +52,23 @@ class WeightGathers:
         """Whether a forward has to wait for this bucket."""
         return bucket.gathers_weights
 
-    def attach(self, units: Sequence[UnitModule], home: Mapping[int, Bucket]) -> None:
+    def attach(self, units: Sequence[UnitModule], places: Mapping[int, tuple[Bucket, Slot]]) -> None:
         """Let every unit, or each of its readers, wait for its weights before its forward.
 
         Args:
-            home: the bucket of each parameter, by id() of the parameter.
+            places: bucket and slot of each parameter, by id() of the parameter.
         """
         for unit in units:
             of_unit = dict[Bucket, None]()
             for reader, parameters in unit.reads():
-                every = dict.fromkeys(home[id(parameter)] for parameter in parameters)
+                every = dict.fromkeys(places[id(parameter)][0] for parameter in parameters)
                 buckets = [bucket for bucket in every if self.arrives(bucket)]
                 of_unit |= dict.fromkeys(buckets)
-                if buckets:
-                    self._hooks.append(reader.register_forward_pre_hook(self._before_forward(buckets)))
+                if buckets:  # functions, not methods: a copy of the module must not copy `self`
+                    self._hooks.append(reader.register_forward_pre_hook(lambda *_, own=buckets: self.wait_for(own)))
             if unit.readers and of_unit:
-                self._hooks.append(unit.module.register_forward_pre_hook(self._before_other_hooks(list(of_unit))))
-
-    def _before_forward(self, buckets: Sequence[Bucket]) -> Any:
-        return lambda *_: self.wait_for(buckets)  # a function, not a method: a copy of the module must not copy `self`
-
-    def _before_other_hooks(self, buckets: Sequence[Bucket]) -> Any:
-        return reading_no_weights(lambda module, _: self.wait_for(buckets) if is_hooked(module) else None)
+                hook = reading_no_weights(lambda part, _, own=of_unit: self.wait_for(own) if is_hooked(part) else None)
+                self._hooks.append(unit.module.register_forward_pre_hook(hook))
 
     def detach(self) -> None:
         """Remove the hooks: no unit waits any more."""

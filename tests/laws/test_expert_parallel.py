@@ -278,12 +278,12 @@ def _measure(engine: Engine, run: ResolvedRun) -> dict[str, Any]:
     each, model = engine.state.ep.size, run.config.model
     homes = torch.stack(chosen).flatten() * each // (model.num_experts or 1)
     buckets = engine.sharded_model.parameters.buckets
+    layouts = [bucket.layout for bucket in buckets]
+    by_kind = [[layout for layout in layouts if layout.first.spec.of_experts is kind] for kind in (False, True)]
     return {
         "memory": engine.memory_bytes(),
-        "stored": [
-            sum(b.layout.padded_numel for b in buckets if b.layout.of_experts is kind) for kind in (False, True)
-        ],
-        "held": [sum(b.layout.numel for b in buckets if b.layout.of_experts is kind) for kind in (False, True)],
+        "stored": [sum(layout.padded_numel for layout in of_kind) for of_kind in by_kind],
+        "held": [sum(layout.numel for layout in of_kind) for of_kind in by_kind],
         "sent": engine.state.traffic.by_axis().get("ep", 0),
         "rows": homes.bincount(minlength=each).tolist(),
         "index": engine.state.ep.index,

@@ -197,8 +197,8 @@ def _measured(rank: int, run: ResolvedRun) -> dict[str, Any]:
     buckets, owned, elements = engine.sharded_model.reducer.buckets, {True: 0, False: 0}, 0
     for bucket in buckets:
         size = min(bucket.owned.stop, bucket.layout.numel) - bucket.owned.start
-        owned[bucket.layout.matrices] += max(size, 0)
-        elements += bucket.layout.numel * bucket.layout.matrices
+        owned[bucket.layout.first.matrix] += max(size, 0)
+        elements += bucket.layout.numel * bucket.layout.first.matrix
     sent = engine.state.traffic.sent_bytes.get(("matrices", "send_recv"), 0)
     return {"sent": sent, "optimizer": engine.memory_bytes()["optimizer"], "owned": owned, "elements": elements}
 
