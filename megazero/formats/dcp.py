@@ -65,12 +65,6 @@ class DcpFolder:
         if not isinstance(loaded, Metadata) or not isinstance(loaded.storage_data, dict):
             named = f"; it names {', '.join(unknown)}, which was not run" if unknown else ""
             raise CheckpointError(f"{path} is no metadata of torch.distributed.checkpoint{named}")
-        with foreign_errors(path):
-            for stored in loaded.state_dict_metadata.values():
-                if isinstance(stored, TensorStorageMetadata):
-                    extents = [stored.size, *(it for chunk in stored.chunks for it in (chunk.offsets, chunk.sizes))]
-                    if any(size < 0 for extent in extents for size in torch.Size(extent)):
-                        raise ValueError("an extent below zero")
         return loaded, unknown
 
     @property
@@ -90,11 +84,12 @@ class DcpFolder:
     def tensors(self) -> dict[str, LazyTensor]:
         """All tensors by name."""
         listed = self._loaded[0].state_dict_metadata.items()
-        return {
-            name: LazyTensor(tuple(stored.size), stored.properties.dtype, partial(self._tensor, name, stored))
-            for name, stored in listed
-            if isinstance(stored, TensorStorageMetadata)
-        }
+        found = {name: stored for name, stored in listed if isinstance(stored, TensorStorageMetadata)}
+        with foreign_errors(f"{self.folder}/{METADATA}"):
+            return {
+                name: LazyTensor(tuple(stored.size), stored.properties.dtype, partial(self._tensor, name, stored))
+                for name, stored in found.items()
+            }
 
     def values(self) -> dict[str, Callable[[], Any]]:
         """What is no tensor, by name, read when it is called: plain values only."""
@@ -122,19 +117,20 @@ class DcpFolder:
         """The same tensor with those of its chunks that have elements: they fill it, and the files are as long."""
         if name in self._tiled:
             return self._tiled[name]
-        path, item = f"{self.folder}/{METADATA}", about.properties.dtype.itemsize
         tiles = replace(about, chunks=[chunk for chunk in about.chunks if prod(chunk.sizes)])
-        for chunk in tiles.chunks:
-            is_of_rank = len(chunk.offsets) == len(chunk.sizes) == len(about.size)
-            if not is_of_rank or not _check_box_bounds(about.size, chunk):
-                raise CheckpointError(f"{path}: a chunk of {name} does not lie within its shape {list(about.size)}")
-            _, start, stop = self._place(name, tuple(chunk.offsets))
-            if prod(chunk.sizes) * item > stop - start:
-                raise CheckpointError(f"{path}: {name} at {list(chunk.offsets)} has fewer bytes than elements")
-        if missing := prod(about.size) - sum(prod(chunk.sizes) for chunk in tiles.chunks):
-            raise CheckpointError(f"{path}: the chunks of {name} leave out {missing} elements")
-        if len(create_read_items_for_chunk_list(name, tiles, tiles.chunks)) != len(tiles.chunks):  # each meets itself
-            raise CheckpointError(f"{path}: chunks of {name} overlap")
+        with foreign_errors(f"{self.folder}/{METADATA}: {name}"):
+            for chunk in tiles.chunks:
+                _, start, stop = self._place(name, tuple(chunk.offsets))
+                if (
+                    not _check_box_bounds(about.size, chunk)
+                    or prod(chunk.sizes) * about.properties.dtype.itemsize > stop - start
+                ):
+                    raise ValueError(
+                        f"its chunk at {list(chunk.offsets)} lies outside it, or has fewer bytes than elements"
+                    )
+            met = create_read_items_for_chunk_list(name, tiles, tiles.chunks)  # each meets itself
+            if len(met) != len(tiles.chunks) or sum(prod(chunk.sizes) for chunk in tiles.chunks) != prod(about.size):
+                raise ValueError("its chunks overlap, or leave out elements")
         self._tiled[name] = tiles
         return tiles
 

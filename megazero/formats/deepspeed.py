@@ -83,11 +83,6 @@ def _joined(flat: Sequence[Sequence[Tensor]], ranges: Sequence[_FlatRange], shap
     return torch.cat([flat[span.rank][span.group].narrow(0, span.start, span.numel) for span in ranges]).view(shape)
 
 
-def _whole(tensor: Tensor, shape: tuple[int, ...] | None = None) -> LazyTensor:
-    held = tensor.detach() if shape is None else tensor.detach().view(shape)
-    return LazyTensor(tuple(held.shape), held.dtype, lambda: held)
-
-
 class _Reader:
     """Reads the folder of one step."""
 
@@ -238,7 +233,8 @@ class _Reader:
                     self.found.updates.add(int(value))
                 elif kind in (_FP32, *ADAM) and isinstance(value, Tensor):
                     shape = shapes.get(name)  # flat where it was written at stage 3
-                    held = _whole(value, shape if shape is not None and prod(shape) == value.numel() else None)
+                    fits = shape is not None and prod(shape) == value.numel()
+                    held = LazyTensor.of(value.view(shape) if fits else value)
                     self.found.tensors.setdefault(MASTER if kind == _FP32 else kind, {})[name] = held
                 else:
                     self.found.unknown.append(f"file {UNIVERSAL}/{name}/{file}")
@@ -271,9 +267,9 @@ class _Reader:
             for name, number in zip(names[shape], found, strict=True):
                 own = base["state"].get(number, {})
                 for kind in self._moments(own, name):
-                    self.found.tensors.setdefault(kind, {})[name] = _whole(own[kind])
+                    self.found.tensors.setdefault(kind, {})[name] = LazyTensor.of(own[kind])
                 if fp32:
-                    self.found.tensors.setdefault(MASTER, {})[name] = _whole(fp32[number])
+                    self.found.tensors.setdefault(MASTER, {})[name] = LazyTensor.of(fp32[number])
         self.found.notes["moments of stage 0 were named in the order of the module's parameters"] = None
 
     # -- the weights
@@ -296,7 +292,7 @@ class _Reader:
             shape = shapes.get(name, frozen.get(name, tuple(tensor.shape)))
             if tensor.numel() == prod(shape):
                 master = masters.get(name)
-                weights[name] = replace(_whole(tensor), read=partial(self._checked, name, tensor, master))
+                weights[name] = replace(LazyTensor.of(tensor), read=partial(self._checked, name, tensor, master))
             elif name in masters:  # stage 3 stores an empty tensor
                 weights[name] = LazyTensor(shape, tensor.dtype, partial(_cast, masters[name], tensor.dtype))
             elif name in frozen:
@@ -312,7 +308,7 @@ class _Reader:
         if at_rest:
             self.found.notes[f"frozen there, trained here with moments that begin at zero: {', '.join(at_rest)}"] = None
         for name in state["buffer_names"]:
-            weights[name] = _whole(state["module"][name])
+            weights[name] = LazyTensor.of(state["module"][name])
         for name in set(state["shared_params"] or ()):
             masters.pop(name, None)
         if all(weight.dtype == torch.float32 for weight in weights.values()):

@@ -120,14 +120,9 @@ def _fetched(url: str) -> list[str]:
     from fsspec.implementations.cache_mapper import BasenameCacheMapper
 
     folder = cache_directory(DataConfig()) / "inputs" / xxhash.xxh3_64_hexdigest(url.encode())
-    how = {
-        "cache_storage": str(folder),
-        "cache_mapper": BasenameCacheMapper(8),
-        "expiry_time": None,
-        "check_files": True,
-    }
+    how: dict[str, Any] = {"expiry_time": None, "check_files": True, "cache_mapper": BasenameCacheMapper(8)}
     try:
-        found = fsspec.open_local(f"filecache::{url}", filecache=how)
+        found = fsspec.open_local(f"filecache::{url}", filecache=how | {"cache_storage": str(folder)})
     except Exception as error:  # each file system has its own
         raise OSError(f"{url} cannot be fetched: {str(error) or repr(error)}") from error
     return [found] if isinstance(found, str) else found

@@ -46,6 +46,11 @@ class LazyTensor:
     dtype: torch.dtype
     read: Callable[[], Tensor]
 
+    @classmethod
+    def of(cls, tensor: Tensor) -> LazyTensor:
+        """One that is at hand."""
+        return cls(tuple(tensor.shape), tensor.dtype, tensor.detach)
+
 
 @contextmanager
 def foreign_errors(path: str) -> Iterator[None]:
@@ -74,7 +79,6 @@ class ForeignCheckpoint:
         unknown: names of what was met and not understood.
         updates: the counts of updates that the tensors' state has; they must agree.
         settings: of AdamW by key, each value of a group once.
-        entries: by kind and name, the entry of the checkpoint that says it.
         optimizer_steps: updates of the weights, which AdamW's bias correction counts; 0 without moments.
         optimizer: what the checkpoint says of the optimizer, by keys of our [optimizer] section.
     """
@@ -87,25 +91,19 @@ class ForeignCheckpoint:
     unknown: list[str] = field(default_factory=list)
     updates: set[int] = field(default_factory=set)
     settings: dict[str, list[Any]] = field(default_factory=dict)
-    entries: dict[tuple[str, str], str] = field(default_factory=dict)
     optimizer_steps: int = 0
     optimizer: dict[str, Any] = field(default_factory=dict)
 
     def add_tensor(self, kind: str, name: str, tensor: LazyTensor, *, entry: str) -> None:
         """Add the tensor of an entry; a second one of the same name is noted as not understood."""
-        if self._is_first(kind, name, entry):
-            self.tensors.setdefault(kind, {})[name] = tensor
+        if self.tensors.setdefault(kind, {}).setdefault(name, tensor) is not tensor:
+            self.unknown.append(f"{entry} (beside another {kind} of {name})")
 
     def add_step(self, step: int, *, entry: str) -> None:
         """Set the step of the run; a contradicting one is noted as not understood."""
-        if self.step == step or self._is_first("step", "", entry):
-            self.step = step
-
-    def _is_first(self, kind: str, name: str, entry: str) -> bool:
-        first = self.entries.setdefault((kind, name), entry)
-        if first != entry:
-            self.unknown.append(f"{entry} (beside {first}, which says the same)")
-        return first == entry
+        self.step = step if self.step is None else self.step
+        if self.step != step:
+            self.unknown.append(f"{entry} (beside a step of {self.step})")
 
     def add_setting(self, name: str, key: str, value: Any) -> None:
         """Add a setting of one of the optimizer's groups; `name` is that of the entry, for messages.

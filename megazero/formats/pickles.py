@@ -12,35 +12,22 @@ from __future__ import annotations
 
 import io
 import pickle
+import tomllib
 import zipfile
-from argparse import Namespace
-from collections import OrderedDict, defaultdict
 from contextlib import suppress
 from functools import lru_cache
-from pathlib import Path, PosixPath, PurePosixPath
+from pathlib import Path
+from pkgutil import resolve_name
 from typing import Any, BinaryIO, ClassVar
 
 import torch
-from torch import Tensor
 from torch.distributed.checkpoint import metadata
-from torch.distributed.checkpoint.filesystem import _StorageInfo
-from torch.serialization import _get_layout, get_unsafe_globals_in_checkpoint, safe_globals
+from torch.serialization import get_unsafe_globals_in_checkpoint, safe_globals
 from torch.utils._pytree import tree_leaves
 
-from megazero.formats.foreign import NOT_RESUMED, LazyTensor
-
-# Classes that hold values and do nothing when they are made.  torch's own list for torch.save is `weights_only`.
-_RECORDS = (
-    metadata.Metadata,
-    metadata.TensorStorageMetadata,
-    metadata.BytesStorageMetadata,
-    metadata.ChunkStorageMetadata,
-    metadata.TensorProperties,
-    metadata.MetadataIndex,
-    metadata.StorageMeta,
-    _StorageInfo,
-)
-_METADATA = (*_RECORDS, metadata._MEM_FORMAT_ENCODING, torch.Size, OrderedDict)
+_LISTS = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
+_RECORDS = tuple(map(resolve_name, _LISTS["records"]))
+_MADE = (*_RECORDS, *map(resolve_name, _LISTS["values"]))
 
 
 def _memory_format(kind: Any, name: Any) -> Any:
@@ -50,29 +37,11 @@ def _memory_format(kind: Any, name: Any) -> Any:
     raise pickle.UnpicklingError(f"it reads {name!r} of {kind!r}, which was refused")
 
 
-_MEGATRON = "megatron.core.dist_checkpointing.strategies.torch"
-# How a planner wrote, which Megatron-Core leaves in `.metadata`: never read here, so a stand-in does, without a note.
-_PLANS = ("torch.distributed.checkpoint.planner.", f"{_MEGATRON}.MCoreSavePlan")
-_ALLOWED: dict[str, Any] = {f"{cls.__module__}.{cls.__qualname__}": cls for cls in _METADATA} | {
-    "torch.Size": torch.Size,
-    "torch.serialization._get_layout": _get_layout,
+_ALLOWED: dict[str, Any] = {f"{cls.__module__}.{cls.__qualname__}": cls for cls in _MADE} | {
     "builtins.getattr": _memory_format,
-    # of releases of torch before 2.3
-    "torch.distributed._shard.sharded_tensor.metadata.TensorProperties": metadata.TensorProperties,
-    "torch.distributed._shard.sharded_tensor.metadata.MEM_FORMAT_ENCODING": metadata._MEM_FORMAT_ENCODING,
-    f"{_MEGATRON}.MCoreMetadata": metadata.Metadata,  # of its releases up to 0.15
-    "pathlib.PosixPath": PurePosixPath,
-    "pathlib.WindowsPath": PurePosixPath,
-    "pathlib._local.PosixPath": PurePosixPath,
-    **{f"builtins.{cls.__name__}": cls for cls in (set, frozenset, list, dict, tuple)},
+    **{name: resolve_name(place) for name, place in _LISTS["names"].items()},
 }
-# Plain containers that torch's list lacks.
-_PLAIN: dict[str, Any] = {
-    "argparse.Namespace": Namespace,
-    "collections.defaultdict": defaultdict,
-    "pathlib.PosixPath": PosixPath,
-    "types.SimpleNamespace": Namespace,
-}
+_PLAIN: dict[str, Any] = {name: resolve_name(place) for name, place in _LISTS["plain"].items()}
 
 
 class StandIn:
@@ -108,7 +77,7 @@ class _Unpickler(pickle._Unpickler):  # the one in Python, whose steps can be re
             return _ALLOWED[full]
         if module == "torch" and isinstance(dtype := getattr(torch, name, None), torch.dtype):
             return dtype
-        if not full.startswith(_PLANS):
+        if not full.startswith(tuple(_LISTS["plans"])):
             self.unknown.add(full)
         return type("StandIn", (StandIn,), {})
 
@@ -190,29 +159,3 @@ def _check_sums(file: Path | BinaryIO) -> None:
                 with archive.open(info) as member:
                     while member.read(1 << 20):
                         pass
-
-
-def open_pickled_weights(path: Path) -> tuple[dict[str, LazyTensor], list[str], list[str]]:
-    """The tensors of a file of `torch.save`, mapped; names of what else is in it; and lines for the user.
-
-    A file older than torch 1.6 is read whole.  Raises: FileNotFoundError; ValueError: it holds no tensors by name.
-    """
-    found, unknown = load_tensors(path)
-    if not isinstance(found, dict):
-        raise ValueError(f"it holds a {type(found).__name__}, not tensors by name: save the state_dict of a module")
-    dicts = {key: value.items() for key, value in found.items() if isinstance(value, dict)}
-    tensors_in = {key: {n: value for n, value in items if isinstance(value, Tensor)} for key, items in dicts.items()}
-    tensors_in = {key: held for key, held in tensors_in.items() if held}
-    only = len(tensors_in) == 1  # such as {"state_dict": ...}: its key says nothing
-    within = {n if only else f"{key}.{n}": tensor for key, held in tensors_in.items() for n, tensor in held.items()}
-    notes = []
-    # as {"state_dict": ..., "best_loss": ...}
-    if len(within) > sum(isinstance(value, Tensor) for value in found.values()):
-        found, unknown, notes = within, [], [f"all but tensors of {path.name}: {NOT_RESUMED}"]
-    tensors: dict[str, LazyTensor] = {}
-    for name, value in found.items():
-        if isinstance(name, str) and isinstance(value, Tensor):
-            tensors[name] = LazyTensor(tuple(value.shape), value.dtype, value.detach)
-        else:
-            unknown.append(str(name))
-    return tensors, unknown, notes

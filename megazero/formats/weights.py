@@ -9,16 +9,19 @@ Files of torch.save are pickles; see `pickles`.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from safetensors import safe_open
+from torch import Tensor
 
 from megazero.checkpoint.folder import LocalFolder
 from megazero.checkpoint.index import CheckpointError
 from megazero.data.sealed import LFS_HINT, LFS_POINTER, parse_json
 from megazero.formats.foreign import NOT_RESUMED, ForeignCheckpoint, LazyTensor, foreign_errors
-from megazero.formats.pickles import open_pickled_weights
+from megazero.formats.pickles import load_tensors
 from megazero.zero.state import MODEL
 
 _WEIGHTS = ("model.safetensors", "pytorch_model.bin", "pytorch_model_fsdp.bin")
@@ -105,8 +108,26 @@ def _open_safetensors(path: Path) -> dict[str, LazyTensor]:
 
 
 def _open_pickled(path: Path, found: ForeignCheckpoint) -> dict[str, LazyTensor]:
-    """The tensors of a file of `torch.save`; what is no tensor is added to `found`."""
-    tensors, unknown, notes = open_pickled_weights(path)
-    found.unknown.extend(f"{name} (in {path.name})" for name in unknown)
-    found.notes |= dict.fromkeys(notes)
-    return tensors
+    """The tensors of a file of `torch.save`, mapped; what is no tensor is added to `found`.
+
+    A file older than torch 1.6 is read whole.  Raises: FileNotFoundError; ValueError: it holds no tensors by name.
+    """
+    loaded, unknown = load_tensors(path)
+    if not isinstance(loaded, dict):
+        raise ValueError(f"it holds a {type(loaded).__name__}, not tensors by name: save the state_dict of a module")
+    dicts = {key: _tensors_in(value) for key, value in loaded.items() if isinstance(value, dict)}
+    only = sum(map(bool, dicts.values())) == 1  # such as {"state_dict": ...}: its key says nothing
+    within = {n if only else f"{key}.{n}": tensor for key, held in dicts.items() for n, tensor in held.items()}
+    # as {"state_dict": ..., "best_loss": ...}
+    if len(within) > len(_tensors_in(loaded)):
+        loaded, unknown = within, []
+        found.notes[f"all but tensors of {path.name}: {NOT_RESUMED}"] = None
+    tensors = _tensors_in(loaded)
+    found.unknown += [
+        f"{name} (in {path.name})" for name in (*unknown, *(name for name in loaded if name not in tensors))
+    ]
+    return {name: LazyTensor.of(tensor) for name, tensor in tensors.items()}
+
+
+def _tensors_in(values: Mapping[Any, Any]) -> dict[str, Tensor]:
+    return {name: value for name, value in values.items() if isinstance(name, str) and isinstance(value, Tensor)}
