@@ -246,7 +246,7 @@ def test_a_package_that_is_missing_is_named(tmp_path, monkeypatch, name, package
         ("{text", r"x\.jsonl:3: not a line of JSON"),
         ('{"body": "x"}', r"x\.jsonl:3: no 'text' in it"),
         ('{"text": 5}', r"x\.jsonl:3: 'text' must be a string, found a int"),
-        ('{"text": "\\ud800"}', r"x\.jsonl:3: text that UTF-8 cannot hold"),
+        ('{"text": "\\ud800"}', r"x\.jsonl:3: .*surrogates not allowed"),
         ("[" * 100_000, r"x\.jsonl:3: "),
     ],
 )
@@ -484,7 +484,7 @@ def _die(item: int) -> None:
 
 
 def test_a_worker_that_dies_is_an_error_and_no_hang():
-    with pytest.raises(RuntimeError, match="one of 2 processes died"):
+    with pytest.raises(ChildProcessError, match="one of 2 processes died"):
         list(_over_processes(_die, range(20), workers=2))
 
 

@@ -38,7 +38,7 @@ def user_errors(status: int = 1) -> Iterator[None]:
 
     try:
         yield
-    except (CheckpointError, ValueError, OSError) as error:
+    except (CheckpointError, ValueError, OSError, ImportError) as error:
         fail(str(error), status)
 
 

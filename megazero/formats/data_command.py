@@ -10,6 +10,7 @@ from typing import Annotated
 import typer
 
 from megazero.cli._common import Bar, fail
+from megazero.cli.checkpoint import user_errors
 from megazero.training.signals import EXIT_REFUSED
 
 app = typer.Typer(no_args_is_help=True, help="Prepare data, and look at it.")
@@ -38,7 +39,7 @@ def tokenize(
     progress = Bar("tokenizing")
 
     def go_on_without(named: str) -> bool:
-        if not skip_bad and not _is_asked():
+        if not skip_bad and not sys.stdin.isatty():
             return False
         progress.stop()
         print(named, file=sys.stderr)
@@ -48,7 +49,7 @@ def tokenize(
         return True
 
     try:
-        with progress:
+        with user_errors(), progress:
             summary = tokenize_files(
                 inputs,
                 out,
@@ -60,8 +61,6 @@ def tokenize(
                 go_on_without=go_on_without,
                 on_progress=lambda done, total: progress.update(progress.task_ids[0], completed=done, total=total),
             )
-    except (ValueError, OSError, RuntimeError, ImportError) as error:
-        fail(str(error), 1)
     except KeyboardInterrupt:
         fail("stopped; the same command goes on with what is not done yet", 130)
     read = f"{summary.bytes:,} bytes in {summary.seconds:.1f} s"
@@ -80,10 +79,8 @@ def tokenizer(
     """Train a byte-level BPE on text."""
     from megazero.formats.train_tokenizer import train_tokenizer
 
-    try:
+    with user_errors():
         size = train_tokenizer(inputs, out, vocab_size, jsonl_key)
-    except (ValueError, OSError, ImportError) as error:
-        fail(str(error), 1)
     print(f"{out}: {size:,} tokens; next: megazero data tokenize TEXT --out PREFIX --tokenizer {out}")
 
 
@@ -95,20 +92,10 @@ def show(
     samples: Annotated[int, typer.Option(min=1, help="How many.")] = 3,
 ) -> None:
     """Show training samples as text, with their source, the borders of documents, and how many tokens count."""
-    from megazero.config import ConfigError
     from megazero.config.load import read_run_file
     from megazero.formats.samples import describe_samples
 
-    try:
-        for line in describe_samples(read_run_file(config, overrides or []), first, samples):
-            print(line)
-    except ConfigError as error:
-        print(error, file=sys.stderr)
-        raise SystemExit(EXIT_REFUSED) from None
-    except (ValueError, OSError) as error:
-        fail(str(error), 1)
-
-
-def _is_asked() -> bool:
-    """Whether somebody is there to answer a question."""
-    return sys.stdin.isatty()
+    with user_errors(EXIT_REFUSED):
+        run = read_run_file(config, overrides or [])
+    with user_errors():
+        print(*describe_samples(run, first, samples), sep="\n")

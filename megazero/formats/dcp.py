@@ -103,15 +103,14 @@ class DcpFolder:
         if not self._tiles(name, about).chunks:  # their bytes are there, so the list is not longer than these
             raise CheckpointError(f"{self.folder}/{METADATA}: {name} has no elements")
         shape, dtype = tuple(about.size[1:]), about.properties.dtype
-        return [LazyTensor(shape, dtype, partial(self._row, name, index)) for index in range(about.size[0])]
+        reads = (partial(self.rows, name, row) for row in range(about.size[0]))
+        return [LazyTensor(shape, dtype, read) for read in reads]
 
-    def _row(self, name: str, index: int) -> Tensor:
-        return self.rows(name, index, index + 1)[0]
-
-    def rows(self, name: str, start: int, stop: int) -> Tensor:
-        """Some rows of a tensor; only the chunks that hold them are read."""
+    def rows(self, name: str, start: int, stop: int | None = None) -> Tensor:
+        """Some rows of a tensor, or one without its dimension; only the chunks that hold them are read."""
         about: Any = self._loaded[0].state_dict_metadata[name]
-        return self._tensor(name, about, (start, stop))
+        found = self._tensor(name, about, (start, start + 1 if stop is None else stop))
+        return found[0] if stop is None else found
 
     def _tiles(self, name: str, about: TensorStorageMetadata) -> TensorStorageMetadata:
         """The same tensor with those of its chunks that have elements: they fill it, and the files are as long."""

@@ -232,9 +232,8 @@ class _Reader:
                 if kind == "step" and isinstance(value, int | float | Tensor):
                     self.found.updates.add(int(value))
                 elif kind in (_FP32, *ADAM) and isinstance(value, Tensor):
-                    shape = shapes.get(name)  # flat where it was written at stage 3
-                    fits = shape is not None and prod(shape) == value.numel()
-                    held = LazyTensor.of(value.view(shape) if fits else value)
+                    shape = shapes.get(name, value.shape)  # flat where it was written at stage 3
+                    held = LazyTensor.of(value.view(shape if prod(shape) == value.numel() else value.shape))
                     self.found.tensors.setdefault(MASTER if kind == _FP32 else kind, {})[name] = held
                 else:
                     self.found.unknown.append(f"file {UNIVERSAL}/{name}/{file}")
@@ -249,22 +248,20 @@ class _Reader:
             return  # saved before the first step
         nothing = torch.empty(0)
         names: dict[tuple[int, ...], list[str]] = {}  # by shape, as the next
-        numbers: dict[tuple[int, ...], list[int]] = {}
-        groups: dict[tuple[int, ...], set[int]] = {}
+        numbers: dict[tuple[int, ...], list[tuple[int, int]]] = {}  # each after the place of its group
         for name, tensor in self._parameters(state).items():
             names.setdefault(tuple(tensor.shape), []).append(name)
         for place, group in enumerate(base["param_groups"]):
             for number in group["params"]:
                 shape = tuple((fp32[number] if fp32 else base["state"].get(number, {}).get(ADAM[0], nothing)).shape)
-                numbers.setdefault(shape, []).append(number)
-                groups.setdefault(shape, set()).add(place)
+                numbers.setdefault(shape, []).append((place, number))
         for shape, found in numbers.items():
-            if len(names.get(shape, ())) != len(found) or len(groups[shape]) > 1:
+            if len(names.get(shape, ())) != len(found) or len({place for place, _ in found}) > 1:
                 few = f"the {len(found)} of it are not the {len(names.get(shape, ()))} weights in order"
                 why = f"at stage 0 it has numbers and no names, and {few}; save at ZeRO stage 1"
                 self.found.unknown.append(f"optimizer state of shape {list(shape)} ({why})")
                 continue
-            for name, number in zip(names[shape], found, strict=True):
+            for name, (_, number) in zip(names[shape], found, strict=True):
                 own = base["state"].get(number, {})
                 for kind in self._moments(own, name):
                     self.found.tensors.setdefault(kind, {})[name] = LazyTensor.of(own[kind])

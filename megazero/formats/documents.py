@@ -88,16 +88,13 @@ def find_files(
     problems: list[Problem] = []
     hidden = 0
     own = {os.path.abspath(path) for path in without}
-
-    def note(error: OSError) -> None:
-        problems.append(Problem(str(error.filename), -1, error.strerror or str(error)))
-
+    unread: list[OSError] = []
     local = [_fetched(name) if "://" in name else [name] for name in map(str, inputs)]
     for name in chain.from_iterable(local):
         if not (entry := Path(name)).exists():
             raise FileNotFoundError(f"no file or directory {name} to tokenize; copy it to this machine")
         found = [] if entry.is_dir() else [entry]
-        for folder, names, inside in os.walk(entry, onerror=note) if entry.is_dir() else ():
+        for folder, names, inside in os.walk(entry, onerror=unread.append) if entry.is_dir() else ():
             hidden += sum(name.startswith(".") for name in [*names, *inside])
             names[:] = sorted(name for name in names if not name.startswith(".") and not name.endswith(".tokenizing"))
             links = [Path(folder, name) for name in names if Path(folder, name).is_symlink()]
@@ -105,6 +102,7 @@ def find_files(
             problems += [Problem(str(path), -1, why) for path in links]
             found += [Path(folder, name) for name in _without_pairs(inside) if not name.startswith(".")]
         files += sorted(path for path in found if os.path.abspath(path) not in own)
+    problems += [Problem(str(error.filename), -1, error.strerror or str(error)) for error in unread]
     if not files and not problems:
         raise FileNotFoundError(f"no files to tokenize in {[os.fspath(entry) for entry in inputs]}")
     for path in files:
@@ -155,21 +153,19 @@ def cut_files(files: Sequence[Path], range_bytes: int) -> tuple[list[FileRange],
 
 def _ranges_of(path: str, size: int, range_bytes: int) -> Iterator[FileRange]:
     kind, packed = _held_by(path), kind_of(path)[1]
+    parts = size
     if packed or kind not in (".jsonl", ".parquet"):
         yield FileRange(path, 0, 0, size, kind)
-    elif kind == ".jsonl":
-        for start in range(0, size, range_bytes):
-            stop = min(start + range_bytes, size)
-            yield FileRange(path, start, stop, stop - start, kind)
-    else:
+        return
+    if kind == ".parquet":
         from pyarrow.parquet import ParquetFile
 
         with ParquetFile(path) as table:
-            groups = table.num_row_groups
-        step = max(1, groups * range_bytes // size)
-        for start in range(0, groups, step):
-            stop = min(start + step, groups)
-            yield FileRange(path, start, stop, size * stop // groups - size * start // groups, kind)
+            parts = table.num_row_groups
+    step = max(1, parts * range_bytes // max(1, size))
+    for start in range(0, parts, step):
+        stop = min(start + step, parts)
+        yield FileRange(path, start, stop, size * stop // parts - size * start // parts, kind)
 
 
 def _held_by(path: str) -> str:

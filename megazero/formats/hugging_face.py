@@ -146,10 +146,7 @@ def _read_config(folder: Folder) -> dict[str, Any]:
     if not folder.has(HF_CONFIG):
         raise CheckpointError(f"{folder} is not a transformers model directory: it has no {HF_CONFIG}")
     with foreign_errors(f"{folder}/{HF_CONFIG}"):
-        found = parse_json(folder.read(HF_CONFIG))
-    if not isinstance(found, dict):
-        raise CheckpointError(f"{folder}/{HF_CONFIG} must hold an object, it holds a {type(found).__name__}")
-    return found
+        return dict(parse_json(folder.read(HF_CONFIG)))
 
 
 def _toml(model: ModelConfig, source: Folder, out: Folder, notes: Iterable[str], *, has_tokenizer: bool) -> str:

@@ -168,14 +168,6 @@ def _window(said: Any) -> Any:
     return said[0] + 1 if plain else said
 
 
-def _layers(source: DcpFolder, name: str, short: str, tensor: LazyTensor) -> dict[str, LazyTensor]:
-    """A tensor by its name, or the tensors of its layers where they are stacked."""
-    stacked = _STACKED.fullmatch(short)
-    if stacked is None or not tensor.shape:
-        return {short: tensor}
-    return {f"{stacked['before']}.{layer}.{stacked['after']}": one for layer, one in enumerate(source.slices(name))}
-
-
 def _add_tensors(found: ForeignCheckpoint, source: DcpFolder, model: ModelConfig) -> None:
     """Weights, moments and masters, by the names of weights."""
     weights, sizes, tensors = found.tensors[MODEL], {}, source.tensors()
@@ -188,7 +180,11 @@ def _add_tensors(found: ForeignCheckpoint, source: DcpFolder, model: ModelConfig
             found.unknown.append(name)
         else:
             kind, short = (_KINDS[state["kind"]], state["name"]) if state else (MODEL, name)
-            for one, held in _layers(source, name, short.removeprefix("module."), tensor).items():
+            short = short.removeprefix("module.")
+            stacked = _STACKED.fullmatch(short) if tensor.shape else None
+            layers = source.slices(name) if stacked else [tensor]
+            for layer, held in enumerate(layers):
+                one = f"{stacked['before']}.{layer}.{stacked['after']}" if stacked else short
                 found.add_tensor(kind, one, _whole(held, weights.get(one)), entry=name)
     if sizes and (read := _in_buckets(sizes, source.rows, weights, is_gated=_turns(model))):
         for kind, name in product(("param", *ADAM), weights):

@@ -16,6 +16,7 @@ import re
 import tomllib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -98,13 +99,10 @@ def rows_of_pairs(heads: Callable[[ModelConfig], int]) -> tuple[Move, Move]:
         heads: how many heads the rows hold.
     """
 
-    def take(tensor: Tensor, model: ModelConfig) -> Tensor:
-        return tensor.unflatten(0, (heads(model), -1, 2)).transpose(1, 2).flatten(0, 2)
+    def moved(pairs: tuple[int, int], tensor: Tensor, model: ModelConfig) -> Tensor:
+        return tensor.unflatten(0, (heads(model), *pairs)).transpose(1, 2).flatten(0, 2)
 
-    def give(tensor: Tensor, model: ModelConfig) -> Tensor:
-        return tensor.unflatten(0, (heads(model), 2, -1)).transpose(1, 2).flatten(0, 2)
-
-    return take, give
+    return partial(moved, (-1, 2)), partial(moved, (2, -1))
 
 
 def kv_heads(model: ModelConfig) -> int:

@@ -8,7 +8,6 @@ Every document ends with the tokenizer's end-of-document id; an empty document i
 """
 
 import functools
-import json
 import os
 import re
 import secrets
@@ -18,7 +17,7 @@ import time
 from array import array
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import closing, suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final, NamedTuple, TypeVar
 from zipfile import ZipFile
@@ -26,6 +25,7 @@ from zipfile import ZipFile
 import numpy as np
 import xxhash
 from numpy.typing import NDArray
+from pydantic import TypeAdapter
 
 from megazero.data.identity import identity_path
 from megazero.data.indexed import pair_paths
@@ -103,7 +103,7 @@ def tokenize_files(
     eod_token: str | None = None,
     overwrite: bool = False,
     go_on_without: Callable[[str], bool] = lambda _: False,
-    on_progress: Callable[[int, int], None] | None = None,
+    on_progress: Callable[[int, int], None] = lambda *_: None,
 ) -> TokenizeSummary:
     """Tokenize text, JSON lines and `.parquet` files, also in `.gz` and `.zst`, into `out_prefix`.bin and .idx.
 
@@ -126,7 +126,7 @@ def tokenize_files(
         FileExistsError: the pair or a file under one of its names exists, or another process is writing it.
         ModuleNotFoundError: a file needs a package that is not installed.
         ValueError: a prefix that is none, files or documents that cannot be read, a file that changes meanwhile, or no text.
-        RuntimeError: a worker died.
+        ChildProcessError: a worker died.
     """
     if workers < 1:
         raise ValueError(f"workers={workers}; at least 1 process has to do the work")
@@ -235,7 +235,7 @@ def _state_of(path: str | Path) -> tuple[int, int]:
 
 
 def _tokenize_shards(
-    shards: Sequence[Shard], job: _Job, workers: int, on_progress: Callable[[int, int], None] | None
+    shards: Sequence[Shard], job: _Job, workers: int, on_progress: Callable[[int, int], None]
 ) -> list[_Tokenized]:
     """What became of each shard, after those that are not done yet have been tokenized."""
     job.folder.mkdir(exist_ok=True)
@@ -243,13 +243,11 @@ def _tokenize_shards(
     total = sum(shard.bytes for shard in shards)
     finished = total - sum(shard.bytes for shard in missing)
     missing.sort(key=lambda shard: -shard.bytes)  # nobody waits for a large one at the end
-    if on_progress is not None:
-        on_progress(finished, total)
+    on_progress(finished, total)
     with closing(_over_processes(functools.partial(_tokenize_shard, job=job), missing, workers)) as results:
         for count in results:
             finished += count
-            if on_progress is not None:
-                on_progress(finished, total)
+            on_progress(finished, total)
     return [_read_tokenized(job.path(shard)) for shard in shards]
 
 
@@ -269,7 +267,7 @@ def _over_processes(work: Callable[[T], R], items: Sequence[T], workers: int) ->
             for future in as_completed([pool.submit(work, item) for item in items]):
                 yield future.result()
         except BrokenProcessPool as error:
-            raise RuntimeError(f"one of {workers} processes died: try fewer; what is done is kept") from error
+            raise ChildProcessError(f"one of {workers} processes died: try fewer; what is done is kept") from error
         finally:
             pool.shutdown(cancel_futures=True)
 
@@ -305,7 +303,7 @@ def _tokenize_shard(shard: Shard, job: _Job) -> int:
                     lengths.append(len(ids))
             done.documents, done.tokens = len(lengths), sum(lengths)
             content.writestr("lengths", lengths.tobytes())
-            content.writestr("tokenized", json.dumps(asdict(done)))
+            content.writestr("tokenized", TypeAdapter(_Tokenized).dump_json(done))
         flush_to_disk(file)
     for file_range, state in zip(shard.ranges, shard.states, strict=True):
         if _state_of(file_range.path) != state:  # two versions of it would be in one pair
@@ -332,10 +330,8 @@ def _encoded(shard: Shard, job: _Job, done: _Tokenized) -> Iterator[NDArray[np.i
                     if isinstance(text, Exception):
                         raise text
                     ids = encoder.encode(text)
-                except UnicodeEncodeError as error:  # JSON can spell half of a surrogate pair
-                    unread(file_range, position, ValueError(f"text that UTF-8 cannot hold: {error}"))
-                    continue
-                except Exception as error:  # the tokenizers library raises nothing narrower
+                # the tokenizers library raises nothing narrower; JSON can spell half of a surrogate pair
+                except Exception as error:
                     unread(file_range, position, error)
                     continue
                 if len(ids):
@@ -368,8 +364,6 @@ def _content(shard: Shard, job: _Job) -> tuple[bytes, bytes]:
 def _read_tokenized(path: Path) -> _Tokenized:
     try:
         with ZipFile(path) as content:
-            known = json.loads(content.read("tokenized"))
+            return TypeAdapter(_Tokenized).validate_json(content.read("tokenized"))
     except Exception as error:  # as in `_content`
         raise ValueError(f"{path} is damaged ({error}); the same command writes it again") from None
-    named = {key: [Problem(*each) for each in known[key]] for key in ("named_unread", "named_empty")}
-    return _Tokenized(**{**known, **named})
