@@ -6,7 +6,7 @@ import os
 from functools import partial
 from math import exp
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, cast
 
 import typer
 from rich.table import Column, Table
@@ -15,15 +15,12 @@ from megazero.cli._common import fail, load_run, print_table
 from megazero.cli.checkpoint import user_errors
 from megazero.training.signals import EXIT_REFUSED
 
+_STEP = "A step directory, or the number of a step of the run; the newest by default."
+
 
 def evaluate(
     config: Annotated[Path, typer.Argument(help="The run's TOML file.")],
-    words: Annotated[
-        list[str] | None,
-        typer.Argument(
-            metavar="[STEP] [OVERRIDES]...", help="A step directory or number, the newest by default; key.sub=value."
-        ),
-    ] = None,
+    words: Annotated[list[str] | None, typer.Argument(metavar="[STEP] [key.sub=value]...", help=_STEP)] = None,
 ) -> None:
     """Evaluate a checkpoint on the run's validation data, on any shape.  Ranks are started as by `megazero train`."""
     if config.is_dir():
@@ -42,8 +39,8 @@ def evaluate(
     if os.environ.get("RANK", "0") != "0":
         return
     path, losses = found
-    columns = [Column(name, justify="right") for name in ("tokens", "loss", "perplexity")]
-    table = Table("validation data", *columns, box=None)
+    right = (Column(name, justify="right") for name in ("tokens", "loss", "perplexity"))
+    table = Table("validation data", *right, box=None)
     for name, measured in losses.items():  # nan where no token is counted
         table.add_row(name or "held out", f"{measured.tokens:,}", f"{measured.loss:.4f}", f"{exp(measured.loss):,.2f}")
     print(path)
@@ -53,9 +50,7 @@ def evaluate(
 def generate(
     step: Annotated[str, typer.Argument(help="A step directory.")],
     prompt: Annotated[str, typer.Option(help="The text to continue.")],
-    max_new_tokens: Annotated[
-        int | None, typer.Option(min=1, help="Most tokens to add: 100 by default, or as many as the model reads.")
-    ] = None,
+    max_new_tokens: Annotated[int | None, typer.Option(min=1, help="Most tokens to add; 100 by default.")] = None,
     temperature: Annotated[float, typer.Option(min=0, help="Below 1: likelier tokens; 0: the likeliest.")] = 1.0,
     top_k: Annotated[int, typer.Option(min=0, help="Draw from so many likeliest tokens; 0: from all.")] = 0,
     top_p: Annotated[float, typer.Option(min=0, max=1, help="Draw from the likeliest with this probability.")] = 1.0,
@@ -63,46 +58,28 @@ def generate(
 ) -> None:
     """Continue a text with a checkpoint's model, by transformers: tokens are printed as they come."""
     with user_errors():
-        ids, model, tokenizer = _loaded(step, prompt)
+        try:
+            from transformers import AutoModelForCausalLM, TextStreamer, set_seed
+        except ImportError:
+            raise ValueError("megazero generate needs transformers: pip install transformers") from None
+        import torch
+
+        from megazero.checkpoint import index
+        from megazero.checkpoint.folder import folder_at
+        from megazero.checkpoint.hugging_face.tokenizer import load_tokenizer_of
+
+        index.read_manifest(step)
+        tokenizer = load_tokenizer_of(folder_at(step), index.read_trainer_state(step))
+        model: Any = AutoModelForCausalLM.from_pretrained(step, dtype="auto", local_files_only=True)
+        model.to("cuda" if torch.cuda.is_available() else "cpu")
+        ids = torch.tensor([tokenizer.encode(prompt).tolist() or [tokenizer.eod_id]], device=model.device)
         left = model.config.max_position_embeddings - ids.shape[1]
         if (asked := max_new_tokens or min(100, left)) > left or left < 1:
-            raise ValueError(
-                f"the prompt has {ids.shape[1]:,} tokens, and the model reads {left + ids.shape[1]:,}: "
-                f"--max-new-tokens can be {max(left, 0):,} at most{'' if left > 0 else ', so shorten the prompt'}"
-            )
-        import torch
-        from transformers import TextStreamer, set_seed
-
+            hint = f"--max-new-tokens can be {max(left, 0):,} at most{'' if left > 0 else ', so shorten the prompt'}"
+            raise ValueError(f"the prompt has {ids.shape[1]:,} tokens of {left + ids.shape[1]:,} that are read: {hint}")
         set_seed(seed)
         drawn = {"temperature": temperature, "top_k": top_k, "top_p": top_p} if temperature else {}
-        ends = {"eos_token_id": tokenizer.eod_id, "pad_token_id": tokenizer.eod_id}
-        model.generate(
-            ids,
-            attention_mask=torch.ones_like(ids),
-            streamer=TextStreamer(tokenizer),  # asks for `decode` alone
-            max_new_tokens=asked,
-            do_sample=bool(drawn),
-            **drawn,
-            **ends,
-        )
-
-
-def _loaded(step: str, prompt: str) -> tuple[Any, Any, Any]:
-    """The ids of a prompt, [1, tokens], the model of a step directory, and its tokenizer."""
-    try:
-        import transformers
-    except ImportError:
-        raise ValueError("megazero generate needs transformers: pip install transformers") from None
-    import torch
-
-    from megazero.checkpoint.folder import folder_at
-    from megazero.checkpoint.hugging_face.tokenizer import load_tokenizer_of
-    from megazero.checkpoint.index import read_manifest, read_trainer_state
-
-    read_manifest(step)
-    tokenizer = load_tokenizer_of(folder_at(step), read_trainer_state(step))
-    transformers.utils.logging.disable_progress_bar()
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    model: Any = transformers.AutoModelForCausalLM.from_pretrained(step, dtype="auto", local_files_only=True)
-    ids = torch.tensor([tokenizer.encode(prompt).tolist() or [tokenizer.eod_id]], device=device)
-    return ids, model.to(device), tokenizer
+        ends = {"eos_token_id": tokenizer.eod_id, "pad_token_id": tokenizer.eod_id, "max_new_tokens": asked}
+        streamer = TextStreamer(cast(Any, tokenizer))  # it asks for `decode` alone
+        mask = torch.ones_like(ids)
+        model.generate(ids, attention_mask=mask, streamer=streamer, do_sample=bool(drawn), **drawn, **ends)

@@ -15,7 +15,7 @@ import torch
 from megazero.zero.bucket import Bucket
 from megazero.zero.offload import FILE_PART_ELEMENTS, Offload
 from megazero.zero.parameters import memory_kind
-from megazero.zero.storage import FlatArray, InMemory
+from megazero.zero.storage import FlatArray
 
 
 class WeightAverage:
@@ -30,15 +30,8 @@ class WeightAverage:
     """
 
     def __init__(self, buckets: Sequence[Bucket], offload: Offload, wait: Callable[[], None]) -> None:
-        self.arrays: dict[Bucket, FlatArray] = {}
-        for bucket in buckets:
-            if bucket.layout.trains:
-                location, numel = bucket.residency.state_on, bucket.master.numel
-                self.arrays[bucket] = (
-                    InMemory(torch.zeros(numel, device=bucket.policy.device), "device")
-                    if location == "device"
-                    else offload.allocate(location, numel, torch.float32)
-                )
+        trained = [bucket for bucket in buckets if bucket.layout.trains]
+        self.arrays = {b: offload.allocate(b.residency.state_on, b.master.numel, torch.float32) for b in trained}
         self.has_begun, self._wait = False, wait
 
     def update(self, weight: float) -> None:

@@ -24,7 +24,7 @@ from megazero.launchers import cores_of_rank
 from megazero.parallel_state import Axis
 from megazero.zero.bucket import BucketLayout, Extent, Residency, ShardingPolicy
 from megazero.zero.file_store import FileStore, region_bytes
-from megazero.zero.storage import FlatArray, Location, in_host_memory
+from megazero.zero.storage import FlatArray, InMemory, Location, in_host_memory
 
 FILE_PART_ELEMENTS = 1 << 22  # elements of a file that are updated at a time
 # Paths below the root of the control groups: limit, usage, statistics.  Then the statistic of the page cache that the
@@ -85,7 +85,9 @@ class Offload:
         return total
 
     def allocate(self, location: Location, numel: int, dtype: torch.dtype) -> FlatArray:
-        """Allocate an array of zeros in host memory or in the file.  Raises: StorageError."""
+        """Allocate an array of zeros in a location.  Raises: StorageError."""
+        if location == "device":
+            return InMemory(torch.zeros(numel, dtype=dtype, device=self._policy.device), location)
         if location == "host":
             return in_host_memory(numel, dtype, pin=self._config.pin_memory)
         assert self.store is not None
