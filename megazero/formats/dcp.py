@@ -32,6 +32,7 @@ from megazero.checkpoint.folder import LocalFolder, ReadBytes
 from megazero.checkpoint.index import CheckpointError
 from megazero.formats.foreign import ADAM, ForeignCheckpoint, LazyTensor, foreign_errors
 from megazero.formats.pickles import load_metadata, load_tensors
+from megazero.formats.tables import data_beside
 from megazero.models.config import ModelConfig
 from megazero.zero.state import MODEL
 
@@ -39,11 +40,7 @@ METADATA = ".metadata"
 _STATE = re.compile(r"(?:.+\.)?state\.(?P<name>.+)\.(?P<kind>\w+)")
 _GROUP = re.compile(r"(?:.+\.)?param_groups\.(?:.+\.)?(?P<key>\w+)")
 _STEP = re.compile(r"(?:(?:.+\.)?train_state\.)?step")
-_NOT_TAKEN = {
-    r"((?:.+\.)?lr_scheduler)\..+": "the schedule is that of the run file, at the same update",
-    r"((?:.+\.)?dataloader)\..+": "samples come in the order of the run file, see --samples",
-    r"((?:.+\.)?train_state\.ntokens_seen)": "it counts the tokens of one rank",
-}
+_NOT_TAKEN = data_beside(__file__)["not_taken"]
 
 
 @dataclass(frozen=True)

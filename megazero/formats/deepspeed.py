@@ -21,7 +21,6 @@ utils/zero_to_fp32.py.
 from __future__ import annotations
 
 import re
-import tomllib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -36,6 +35,7 @@ from megazero.checkpoint.folder import LocalFolder
 from megazero.checkpoint.index import LATEST, CheckpointError
 from megazero.formats.foreign import ADAM, ForeignCheckpoint, LazyTensor, foreign_errors
 from megazero.formats.pickles import load_tensors
+from megazero.formats.tables import data_beside
 from megazero.models.config import ModelConfig
 from megazero.zero.state import MASTER, MODEL
 
@@ -45,7 +45,7 @@ _MODEL_FILE = re.compile(r"(?:zero_pp_rank_(?P<rank>\d+)_)?mp_rank_(?P<mp>\d+)_m
 _OPTIMIZER_FILE = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(?P<rank>\d+)_mp_rank_(?P<mp>\d+)_optim_states\.pt")
 _STATE = "optimizer_state_dict"
 _FP32 = "fp32"  # of universal checkpoints
-_KNOWN = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
+_KNOWN = data_beside(__file__)
 
 
 def find_deepspeed(folder: LocalFolder) -> LocalFolder | None:

@@ -100,11 +100,8 @@ def import_model(
     if is_complete(folder):
         raise CheckpointError(f"{folder} is a checkpoint of megazero: set checkpoint.resume to it")
     config = _read_config(folder)
-    with foreign_errors(f"{folder}/{HF_CONFIG}"):
-        try:
-            model = model_section(config, seq_len)
-        except ValueError as error:
-            raise CheckpointError(f"{folder}/{HF_CONFIG} is not a model that can be imported: {error}") from error
+    with foreign_errors(f"{folder}/{HF_CONFIG}, as a model of ours,"):
+        model = model_section(config, seq_len)
         form = format_of(model.family)
         notes = form.told(config, seq_len)
     tokenizer = tokenizer_files(folder)

@@ -137,19 +137,16 @@ def _check_moments(found: ForeignCheckpoint, kinds: Iterable[str], config: RunCo
 
     Raises: CheckpointError: it has a part of them, or the optimizer of the run file keeps others.
     """
-    moments = [kind for kind in kinds if kind in ADAM]
+    moments = [kind for kind in ADAM if kind in set(kinds)]
     if not moments:
         return False
-    if len(moments) != len(ADAM) or found.optimizer_steps < 1:
-        holds = f"{' and '.join(moments)} after {found.optimizer_steps} updates"
-        raise CheckpointError(
-            f"{found.path} has {holds}: AdamW needs {' and '.join(ADAM)} and the number of its updates"
-        )
+    both, some = " and ".join(ADAM), " and ".join(moments)
+    if some != both or found.optimizer_steps < 1:
+        counted = f"{found.optimizer_steps} updates: AdamW needs {both} and the number of its updates"
+        raise CheckpointError(f"{found.path} has {some} after {counted}")
     if set(kept := optimizer_of(config.optimizer).known_states) != set(ADAM):
         ours = f"optimizer.name={config.optimizer.name} of {run_file} keeps {' and '.join(kept) or 'no state'}"
-        raise CheckpointError(
-            f"the checkpoint has AdamW's {' and '.join(ADAM)}, and {ours}: say 'adamw' or 'adam' there"
-        )
+        raise CheckpointError(f"the checkpoint has AdamW's {both}, and {ours}: say 'adamw' or 'adam' there")
     return True
 
 

@@ -28,7 +28,6 @@ training/checkpointing.py; NeMo: nemo/lightning/io/pl.py and pytorch/strategies/
 from __future__ import annotations
 
 import re
-import tomllib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
@@ -36,7 +35,6 @@ from importlib import import_module
 from importlib.util import find_spec
 from itertools import product
 from math import prod
-from pathlib import Path
 from typing import Any, TypeAlias
 
 import torch
@@ -48,6 +46,7 @@ from megazero.checkpoint.index import CheckpointError
 from megazero.formats.dcp import METADATA, DcpFolder
 from megazero.formats.foreign import ADAM, ForeignCheckpoint, LazyTensor, foreign_errors
 from megazero.formats.pickles import load_tensors
+from megazero.formats.tables import data_beside
 from megazero.models.config import ModelConfig, RopeScaling
 from megazero.models.registry import FAMILIES
 from megazero.zero.state import MASTER, MODEL
@@ -57,7 +56,7 @@ _FLAG = "save once with Megatron's --dist-ckpt-optim-fully-reshardable"
 _STATE = re.compile(r"optimizer\.state\.(?P<kind>\w+)\.(?P<name>.+)")
 _KINDS = {"exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq", "fp32_param": MASTER, "param": MASTER}
 _STACKED = re.compile(r"(?P<before>(?:.+\.)?decoder\.layers)\.(?P<after>\D.*)")
-_ARGS = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
+_ARGS = data_beside(__file__)
 _OFF, _UNSET = _ARGS["constant"]["off"].split(), _ARGS["constant"]["unset"].split()
 _CONSTANT: dict[str, Any] = dict.fromkeys(_OFF, False) | dict.fromkeys(_UNSET) | _ARGS["constant"]["values"]
 

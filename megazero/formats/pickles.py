@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import io
 import pickle
-import tomllib
 import zipfile
 from contextlib import suppress
 from functools import lru_cache
@@ -25,7 +24,9 @@ from torch.distributed.checkpoint import metadata
 from torch.serialization import get_unsafe_globals_in_checkpoint, safe_globals
 from torch.utils._pytree import tree_leaves
 
-_LISTS = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
+from megazero.formats.tables import data_beside
+
+_LISTS = data_beside(__file__)
 _RECORDS = tuple(map(resolve_name, _LISTS["records"]))
 _MADE = (*_RECORDS, *map(resolve_name, _LISTS["values"]))
 

@@ -162,6 +162,11 @@ MOVES: dict[str, tuple[Move, Move | None]] = {
 }
 
 
+def data_beside(module: str) -> dict[str, Any]:
+    """The data in the .toml beside a module, given by its file."""
+    return tomllib.loads(Path(module).with_suffix(".toml").read_text(encoding="utf-8"))
+
+
 def _read_table(tables: Mapping[str, Any], key: str) -> NameTable:
     """The table of a key of tables.toml."""
     given = dict(tables[key])
@@ -175,7 +180,7 @@ def _read_table(tables: Mapping[str, Any], key: str) -> NameTable:
     return replace(base, **given, own=own, buffers=buffers, tensors=base.tensors | tensors)
 
 
-_DATA = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
+_DATA = data_beside(__file__)
 #: By family.  A script adds those of its own family.
 TABLES = {
     family: tuple(_read_table(_DATA["tables"], key) for key in keys) for family, keys in _DATA["families"].items()
