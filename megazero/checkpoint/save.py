@@ -41,7 +41,7 @@ from megazero.checkpoint.index import (
     write_unfinished,
 )
 from megazero.checkpoint.tensor_file import SafetensorsWriter
-from megazero.comm.collectives import Pending, agree, exchange, gather_objects
+from megazero.comm.collectives import Pending, agree, exchange, gather_objects, wait_all
 from megazero.layers.spec import numel
 from megazero.parallel_state import Axis, ParallelState
 from megazero.parallel_state.groups import SavingAxes
@@ -365,7 +365,7 @@ def gather_locals(
 
     def arrived() -> Iterator[tuple[Assignment, list[Tensor]]]:
         assignment, flats, taken, receiving = arriving.popleft()
-        _wait(receiving)
+        wait_all(receiving)
         yield assignment, [flat.view(assignment.slot.info.shape) for flat in flats]
         if buffers is not None:
             buffers.free += taken
@@ -375,7 +375,7 @@ def gather_locals(
         pendings = exchange(sends, receives, axis)
         sending.append((pendings[: len(sends)], sends))
         while len(sending) > _SENDS_IN_FLIGHT:
-            _wait(sending.popleft()[0])
+            wait_all(sending.popleft()[0])
         if assignment.writer == at.rank:
             arriving.append((assignment, flats, taken, pendings[len(sends) :]))
         while len(arriving) > _RECEIVED_AHEAD:
@@ -383,7 +383,7 @@ def gather_locals(
     while arriving:
         yield from arrived()
     for pendings, _ in sending:
-        _wait(pendings)
+        wait_all(pendings)
 
 
 def _transfers(
@@ -417,11 +417,6 @@ def _transfers(
         else:
             target.copy_(own)
     return sends, receives, flats, taken
-
-
-def _wait(pendings: Sequence[Pending]) -> None:
-    for pending in pendings:
-        pending.wait()
 
 
 def assemble(assignment: Assignment, local: Sequence[Tensor]) -> dict[str, Tensor]:

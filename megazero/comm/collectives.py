@@ -9,7 +9,7 @@ collectives of layers and ZeRO (see `comm/backend.py`), torch's process groups a
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import TypeVar
 
@@ -113,6 +113,12 @@ class Pending:
 
     def __del__(self) -> None:
         self.leave()
+
+
+def wait_all(pendings: Iterable[Pending]) -> None:
+    """Wait for operations one after another.  Raises: LostPeerError."""
+    for pending in pendings:
+        pending.wait()
 
 
 def _guarded(operation: str, axis: Axis, call: Callable[[], T]) -> T:

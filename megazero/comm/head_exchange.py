@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from megazero.comm.collectives import Pending, all_to_all
+from megazero.comm.collectives import Pending, all_to_all, wait_all
 from megazero.parallel_state import Axis
 
 
@@ -67,6 +67,5 @@ class SequenceForHeads:
     def result(self) -> Tensor:
         """Wait for all heads and return them as a view of [seq, batch, heads, size].  Raises: LostPeerError."""
         assert self._whole is not None, "no heads have been exchanged"
-        for pending in self._under_way:
-            pending.wait()
+        wait_all(self._under_way)
         return self._whole if self._axis.size == 1 else self._whole.flatten(2, 3).permute(1, 2, 0, 3)

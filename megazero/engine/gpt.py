@@ -110,15 +110,9 @@ class Engine:
             documents=config.data.document_mask,
         )
         self.compiles = False
-        self.on_action: Callable[[Action], None] | None = None
+        self.on_action: Callable[[Action], None] = lambda _: None
         self.wants_stop: Callable[[], bool] = lambda: False
-        self._executor = executors(
-            kind,
-            chunks,
-            state,
-            self._new_activation,
-            lambda action: None if self.on_action is None else self.on_action(action),
-        )
+        self._executor = executors(kind, chunks, state, self._new_activation, lambda action: self.on_action(action))  # noqa: PLW0108  it may change
         self._grad_norm = 0.0  # norm of the gradients in the buckets
         self._documents_are_compared = not config.data.document_mask
 

@@ -38,7 +38,7 @@ import torch
 from torch import Tensor
 
 from megazero.comm.autograd import refuse_second_derivative
-from megazero.comm.collectives import Pending, largest, ring_shift, runs_by_itself
+from megazero.comm.collectives import Pending, largest, ring_shift, runs_by_itself, wait_all
 from megazero.comm.head_exchange import SequenceForHeads, start_heads_for_sequence
 from megazero.layers.attention_kernels import (
     CausalAttention,
@@ -411,8 +411,7 @@ def _exchanged(pieces: list[HeadPiece], q: Tensor, k: Tensor, v: Tensor, ulysses
         keys = (tensors[0], tensors[1]) if new else None
         under_way.append(_Piece(heads, tensors[-1], keys, [pending for _, pending in started]))
     for piece in under_way:
-        for pending in piece.pending:
-            pending.wait()
+        wait_all(piece.pending)
         yield piece
 
 

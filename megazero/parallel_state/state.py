@@ -258,12 +258,19 @@ class ParallelState:
         # Only members wait for each other, so the time to create a group does not grow with the world.  torch names a
         # group by its ranks and the number of groups that a rank has created: a rank outside creates one of its own to
         # stay in step.
-        timeout = timedelta(seconds=seconds)
+        timeout, options = timedelta(seconds=seconds), None
+        if device.type == "cuda":
+            # A collective takes few of a GPU's cores and much computation depends on it, so it must not queue behind other
+            # kernels.
+            options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
+            options._timeout = timeout  # torch warns if it differs from the group's
+            if max_ctas:  # most cores to use; 0: NCCL chooses
+                options.config.max_ctas = max_ctas
         group = dist.new_group(
             list(ranks if self.rank in ranks else (self.rank,)),
             timeout=timeout,
             backend=backend,
-            pg_options=nccl_options(device, timeout, max_ctas),
+            pg_options=options,
             use_local_synchronization=True,
         )
         if device.type == "cuda":  # NCCL connects at the first call, and here all members are sure to make it
@@ -279,24 +286,6 @@ def connect_on_demand(environment: MutableMapping[str, str]) -> None:
     reads what all others have written.
     """
     environment.setdefault("TORCH_GLOO_LAZY_INIT", "1")
-
-
-def nccl_options(device: torch.device, timeout: timedelta, max_ctas: int) -> Any:
-    """Return the options for process groups of a CUDA run, with streams of high priority; None on other devices.
-
-    A collective takes few of a GPU's cores and much computation depends on it, so it must not queue behind other
-    kernels.
-
-    Args:
-        max_ctas: most cores to use; 0: NCCL chooses.
-    """
-    if device.type != "cuda":
-        return None
-    options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
-    options._timeout = timeout  # torch warns if it differs from the group's
-    if max_ctas:
-        options.config.max_ctas = max_ctas
-    return options
 
 
 #: Groups by the arguments of their states, for reuse: torch never frees the sockets and threads of a process group.

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megazero.comm.collectives import all_gather, all_reduce, all_to_all, exchange, reduce_scatter, ring_shift
+from megazero.comm.collectives import all_gather, all_reduce, all_to_all, exchange, reduce_scatter, ring_shift, wait_all
 from megazero.parallel_state import Axis, ParallelState, RankGrid
 from megazero.plan.calibration import Samples
 
@@ -76,7 +76,6 @@ def _message(count: int, axis: Axis) -> Callable[[], None]:
     peer = axis.ranks[1 - axis.index]
 
     def wait(sends: list[tuple[Tensor, int]], receives: list[tuple[Tensor, int]]) -> None:
-        for pending in exchange(sends, receives, axis):
-            pending.wait()
+        wait_all(exchange(sends, receives, axis))
 
     return lambda: wait([(x, peer)], [(out, peer)])  # both directions at once, as neighbours of a pipeline have

@@ -185,7 +185,7 @@ def watched_step(
     try:
         engine.compute_gradients(batches)
     finally:
-        engine.on_action = None
+        engine.on_action = lambda _: None
     note(BACKWARD)
     updated = engine.update(LR)
     note(STEP)

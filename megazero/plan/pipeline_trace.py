@@ -91,7 +91,7 @@ class PipelineTrace(Callback):
 
     def on_rollback(self, position: Position) -> None:  # noqa: ARG002
         """Stop the clock; the step is measured when it is done again."""
-        self._clock = self._engine.on_action = None
+        self._clock, self._engine.on_action = None, lambda _: None
 
     def _draw(self, step: int, ranks: Sequence[Spans]) -> None:
         begin = min(start for spans in ranks for _, (start, _) in spans)

@@ -19,7 +19,7 @@ from typing import Any, Protocol, TypeAlias
 import torch
 from torch import Tensor
 
-from megazero.comm.collectives import Pending, exchange
+from megazero.comm.collectives import Pending, exchange, wait_all
 from megazero.parallel_state import Axis
 from megazero.schedules.action import Action, ActionKind, MessageAction, Placement, Schedule
 from megazero.schedules.proof import Program, Steps, program, received_when_opened
@@ -77,7 +77,7 @@ class _InFlight:
         if use not in self.arriving:
             return self.results.pop(use, None)
         pendings, message = self.arriving.pop(use)
-        _wait(pendings)
+        wait_all(pendings)
         return message
 
 
@@ -130,13 +130,13 @@ class Executor:
             else:
                 self._receive(step, messages)
         for pendings, _ in messages.sending.values():
-            _wait(pendings)
+            wait_all(pendings)
 
     def _compute(self, parts: Sequence[Action], stage: Stage, messages: _InFlight) -> None:
         """Run an action, or the actions of a pair."""
         given = [messages.take(action) for action in parts]
         for sent in chain.from_iterable(self._received.get(action, ()) for action in parts):
-            _wait(messages.sending.pop(sent)[0])
+            wait_all(messages.sending.pop(sent)[0])
         for action in parts:
             self._watch(action)
         if following := self._next.get(parts[1] if len(parts) > 1 else parts[0]):
@@ -205,11 +205,6 @@ def what_messages_confirm(placed: Program, rank: int) -> dict[Action, list[Actio
     return confirmed
 
 
-def _wait(pendings: Sequence[Pending]) -> None:
-    for pending in pendings:
-        pending.wait()
-
-
 def connect(placement: Placement, down: Axis, up: Axis) -> None:
     """Send a number between every two ranks that will exchange messages.  All ranks of the pipeline must call this.
 
@@ -229,5 +224,4 @@ def connect(placement: Placement, down: Axis, up: Axis) -> None:
         along = [(sender, receiver) for sender, receiver in pairs if (sender < receiver) is goes_down]
         sends = [(torch.zeros(1, device=device), axis.ranks[to]) for sender, to in along if sender == axis.index]
         receives = [(torch.zeros(1, device=device), axis.ranks[sender]) for sender, to in along if to == axis.index]
-        for pending in exchange(sends, receives, axis):
-            pending.wait()
+        wait_all(exchange(sends, receives, axis))

@@ -13,8 +13,9 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
+from megazero.comm.collectives import Pending, wait_all
 from megazero.zero.bucket import Bucket, Interval
-from megazero.zero.storage import FlatArray, Location, PendingCopy
+from megazero.zero.storage import FlatArray, Location
 
 _SETS = 3
 
@@ -67,13 +68,13 @@ class FileStepper:
         Raises: StorageError, the file could not be read or written.
         """
         reading = [self._read(0)] if self._parts else []
-        writing: list[list[PendingCopy]] = []
+        writing: list[list[Pending]] = []
         for index, part in enumerate(self._parts):
             if len(writing) > 1:  # the next part is read into the same set
-                _wait(writing.pop(0))
+                wait_all(writing.pop(0))
             if index + 1 < len(self._parts):
                 reading.append(self._read(index + 1))
-            _wait(reading.pop(0))
+            wait_all(reading.pop(0))
             buffers = self._buffers(index)
             part.parameter.data = buffers["master"]
             state = optimizer.state[part.parameter]
@@ -88,26 +89,21 @@ class FileStepper:
             part.parameter.data = torch.empty(0)
             writing.append(self._write(part, buffers))
         for copies in writing:
-            _wait(copies)
+            wait_all(copies)
 
     def _buffers(self, index: int) -> dict[str, Tensor]:
         numel = self._parts[index].numel
         return {name: buffer[:numel] for name, buffer in self._sets[index % _SETS].items()}
 
-    def _read(self, index: int) -> list[PendingCopy]:
+    def _read(self, index: int) -> list[Pending]:
         part, buffers = self._parts[index], self._buffers(index)
         copies = [part.bucket.master.start_read(buffers["master"], part.run.start - part.bucket.owned.start)]
         return copies + [part.arrays[name].start_read(buffers[name], 0) for name in self._states]
 
-    def _write(self, part: Part, buffers: dict[str, Tensor]) -> list[PendingCopy]:
+    def _write(self, part: Part, buffers: dict[str, Tensor]) -> list[Pending]:
         start = part.run.start - part.bucket.owned.start
         copies = [part.bucket.master.start_write(start, buffers["master"])]
         copies += [part.arrays[name].start_write(0, buffers[name]) for name in self._states]
         if part.bucket.weight_shard is not part.bucket.master:
             copies.append(part.bucket.weight_shard.start_write(start, buffers["master"]))
         return copies
-
-
-def _wait(copies: Sequence[PendingCopy]) -> None:
-    for copy in copies:
-        copy.wait()

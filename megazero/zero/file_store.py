@@ -24,8 +24,9 @@ from typing import Final, TypeAlias
 import torch
 from torch import Tensor
 
+from megazero.comm.collectives import Pending
 from megazero.comm.memory import StorageError
-from megazero.zero.storage import Access, FlatArray, PendingCopy, as_flat, check_out
+from megazero.zero.storage import Access, FlatArray, as_flat, check_out
 
 ALIGN_BYTES: Final = 4096  # a page of memory and a block of most disks
 WORKERS: Final = 2  # one reads while the other writes
@@ -73,7 +74,7 @@ class InFile(FlatArray):
         self.start_read(out, start).wait()
         return out
 
-    def start_read(self, out: Tensor, start: int) -> PendingCopy:
+    def start_read(self, out: Tensor, start: int) -> Pending:
         check_out(out, self.dtype)
         buffer = torch.empty(out.shape, dtype=self.dtype, pin_memory=True) if out.is_cuda else out
         run = self.store.move(os.preadv, buffer, self._byte(start))
@@ -83,9 +84,9 @@ class InFile(FlatArray):
                 out.copy_(buffer, non_blocking=True)  # torch keeps the pinned buffer until the stream has read it
 
         wait = self._start("reading", self.access(start, start + out.numel(), writes=False), run)
-        return PendingCopy(wait, None if buffer is out else finish)
+        return Pending(wait, None if buffer is out else finish)
 
-    def start_write(self, start: int, values: Tensor) -> PendingCopy:
+    def start_write(self, start: int, values: Tensor) -> Pending:
         values = as_flat(values, self.dtype)
         buffer, copied, device = values, None, values.device
         if values.is_cuda:
@@ -101,7 +102,7 @@ class InFile(FlatArray):
             move()
 
         wait, held = self._start("writing", self.access(start, start + values.numel(), writes=True), run), [buffer]
-        return PendingCopy(wait, held.clear)
+        return Pending(wait, held.clear)
 
     def flush(self) -> None:
         sync = partial(os.fdatasync, self.store.descriptor)  # the disk must confirm the writes, too

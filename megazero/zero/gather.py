@@ -72,20 +72,17 @@ class Unit:
         self.nbytes = sum(bucket.weights.nbytes for bucket in self.buckets)
         self._waits_by_layer = len(self.buckets) > 1 and bool(described.readers)
         if self.buckets:
-            self._attach()
-        self.reshard()
-
-    def _attach(self) -> None:
-        # Functions, not methods: a deep copy of the module must not copy this object.  A compiled module breaks its
-        # graph here: gathers are not traced.
-        before = torch.compiler.disable(lambda *_: self.pre_forward())
-        after = torch.compiler.disable(lambda _, __, output: self.post_forward(output))
-        self._hooks.append(self.module.register_forward_pre_hook(reading_no_weights(before)))
-        self._hooks.append(self.module.register_forward_hook(after, always_call=True))
+            # Functions, not methods: a deep copy of the module must not copy this object.  A compiled module breaks its
+            # graph here: gathers are not traced.
+            before = torch.compiler.disable(lambda *_: self.pre_forward())
+            after = torch.compiler.disable(lambda _, __, output: self.post_forward(output))
+            self._hooks.append(self.module.register_forward_pre_hook(reading_no_weights(before)))
+            self._hooks.append(self.module.register_forward_hook(after, always_call=True))
         for layer, parameters in self.described.reads() if self._waits_by_layer else ():
             own = {self.gatherer.places[id(parameter)][0]: None for parameter in parameters}
             waited = [bucket for bucket in own if not bucket.holds_weights]
             self._hooks.append(layer.register_forward_pre_hook(lambda *_, waited=waited: self._wait_for(waited)))
+        self.reshard()
 
     def detach(self) -> None:
         """Remove the hooks from the module: its forwards gather no more."""

@@ -34,7 +34,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from megazero.comm.collectives import Pending, all_gather
+from megazero.comm.collectives import Pending, all_gather, wait_all
 from megazero.comm.memory import storage_of
 from megazero.parallel_state import Axis
 from megazero.zero.bucket import Bucket, BucketLayout, ShardingPolicy
@@ -292,6 +292,5 @@ class GatherBuffers:
         """Drop everything gathered or read, since the shards have changed; also when a signal interrupts a wait here."""
         arriving, self._arriving = self._arriving, {}
         self._holder.clear()
-        for pending in arriving.values():
-            pending.wait()
+        wait_all(arriving.values())
         self.source.forget()

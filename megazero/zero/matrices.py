@@ -18,15 +18,18 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from heapq import heapify, heapreplace
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 
-from megazero.comm.collectives import Pending, exchange
+from megazero.comm.collectives import Pending, exchange, wait_all
 from megazero.layers.spec import numel
 from megazero.parallel_state import Axis, ParallelState
 from megazero.zero.bucket import Bucket, BucketLayout, Interval, ShardingPolicy, Slot, in_order_of_use, intersect
+
+if TYPE_CHECKING:
+    from megazero.zero.optimizer import ShardedOptimizer
 
 MOMENTUM = "momentum_buffer"
 
@@ -165,19 +168,6 @@ def _pieces(bucket: int, slot: Slot, tp_size: int, ep: int | None) -> Iterator[_
         yield _Piece(bucket, (rows[0].section.rows, spec.shape[1]), shapes, elements, 1 if spec.split == 1 else 0)
 
 
-class MatrixState(Protocol):
-    """Reads and writes the momentum of a bucket."""
-
-    def intervals_of(self, bucket: Bucket) -> list[Interval]:
-        """Return the owned elements of a bucket, in intervals that can be read at once."""
-
-    def read(self, name: str, bucket: Bucket, run: Interval) -> Tensor:
-        """Return elements of a state: a view, or a copy if they are in a file."""
-
-    def write(self, name: str, bucket: Bucket, run: Interval, values: Tensor) -> None:
-        """Overwrite elements of a state."""
-
-
 class MatrixStepper:
     """Updates the buckets of matrices: `begin` sends the momentum to the owners, `finish` brings the updates back.
 
@@ -224,7 +214,7 @@ class MatrixStepper:
         return (own + sent) * self._dtype.itemsize
 
     @torch.no_grad()
-    def begin(self, state: MatrixState, factor: float) -> None:
+    def begin(self, state: ShardedOptimizer, factor: float) -> None:
         """Update the momentum with `factor` times the gradients, and start to send it.  Overwrites the gradients."""
         self._under_way.clear()
         beta = self._optimizer.beta
@@ -243,21 +233,19 @@ class MatrixStepper:
 
     @torch.no_grad()
     def finish(
-        self, state: MatrixState, lr: float, weight_decay: float, row_factors: Mapping[str, Tensor]
+        self, state: ShardedOptimizer, lr: float, weight_decay: float, row_factors: Mapping[str, Tensor]
     ) -> Iterator[Bucket]:
         """Compute the updates of this rank's matrices, exchange them and update the weights.  Yields each bucket when
         its shard is updated.
         """
         returning = []
         for bucket, (flat, own, arriving) in zip(self.buckets, self._under_way, strict=True):
-            for pending in arriving:  # sends too: the updates overwrite the memory that they read
-                pending.wait()
+            wait_all(arriving)  # sends too: the updates overwrite the memory that they read
             for matrix, buffer in own.items():
                 self._compute(matrix, buffer)
             returning.append(self._exchange(bucket, flat, own, to_owner=False))
         for bucket, (flat, _, _), pendings in zip(self.buckets, self._under_way, returning, strict=True):
-            for pending in pendings:
-                pending.wait()
+            wait_all(pendings)
             for run in state.intervals_of(bucket):
                 weights, update = bucket.read(bucket.master, run), bucket.owned_part(flat, run)
                 weights.mul_(1.0 - lr * weight_decay).add_(update.to(weights.device), alpha=-lr)

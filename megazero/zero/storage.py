@@ -13,33 +13,15 @@ read (Rajbhandari et al. 2021, ZeRO-Infinity, section 6).
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
 from typing import Literal, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 
+from megazero.comm.collectives import Pending
 from megazero.comm.memory import host_tensor
 
 Location: TypeAlias = Literal["device", "host", "file"]
-
-
-class PendingCopy:
-    """A copy that runs in the background.  `finish` runs after the first wait that succeeds."""
-
-    def __init__(self, wait: Callable[[], None], finish: Callable[[], None] | None = None) -> None:
-        self._wait, self._finish = wait, finish
-
-    def wait(self) -> None:
-        """Make the result visible: to the current stream if it is on a CUDA device, otherwise to the host.
-
-        Raises:
-            StorageError: the copy failed; at every call.
-        """
-        self._wait()
-        if self._finish is not None:
-            self._finish()
-            self._finish = None
 
 
 class Access(NamedTuple):
@@ -76,13 +58,16 @@ class FlatArray(ABC):
         """Return elements [start, stop) after all earlier writes: a view (device, host) or a CPU copy (file)."""
 
     @abstractmethod
-    def start_read(self, out: Tensor, start: int) -> PendingCopy:
+    def start_read(self, out: Tensor, start: int) -> Pending:
         """Start to copy the elements from `start` on into `out`, contiguous [n] of `dtype`.  Do not touch `out` before
-        `wait`.
+        `wait`, which makes the result visible: to the current stream if it is on a CUDA device, otherwise to the host.
+
+        Raises:
+            StorageError: the copy failed; at every `wait`.
         """
 
     @abstractmethod
-    def start_write(self, start: int, values: Tensor) -> PendingCopy:
+    def start_write(self, start: int, values: Tensor) -> Pending:
         """Like `write`, but `values` must not change before `wait`.  Later reads see the new values without a `wait`."""
 
     @abstractmethod
@@ -124,12 +109,12 @@ class InMemory(FlatArray):
         self._wait_for_conflicts(self.access(start, stop, writes=False), self.tensor.device)
         return self.tensor[start:stop]
 
-    def start_read(self, out: Tensor, start: int) -> PendingCopy:
+    def start_read(self, out: Tensor, start: int) -> Pending:
         check_out(out, self.dtype)
         access = self.access(start, start + out.numel(), writes=False)
         return self._copy(out, self.tensor[access.start : access.stop], access)
 
-    def start_write(self, start: int, values: Tensor) -> PendingCopy:
+    def start_write(self, start: int, values: Tensor) -> Pending:
         access = self.access(start, start + values.numel(), writes=True)
         # Between memories, the narrower format is sent; within one memory, the copy converts.
         dtype = values.dtype if values.device == self.tensor.device else self.dtype
@@ -156,18 +141,18 @@ class InMemory(FlatArray):
             else:
                 event.synchronize()
 
-    def _copy(self, target: Tensor, source: Tensor, access: Access) -> PendingCopy:
+    def _copy(self, target: Tensor, source: Tensor, access: Access) -> Pending:
         device = target.device if target.is_cuda else source.device
         self._wait_for_conflicts(access, device)
         with torch.no_grad():
             target.copy_(source, non_blocking=True)
         if device.type != "cuda":
-            return PendingCopy(lambda: None)
+            return Pending()
         event = torch.cuda.current_stream(device).record_event()
         self._under_way.append((access, event))
         if target.is_cuda and (source.is_cuda or not access.writes):
-            return PendingCopy(lambda: torch.cuda.current_stream(device).wait_event(event))
-        return PendingCopy(event.synchronize)  # after the wait, the host may read the target or change the source
+            return Pending(lambda: torch.cuda.current_stream(device).wait_event(event))
+        return Pending(event.synchronize)  # after the wait, the host may read the target or change the source
 
 
 def in_host_memory(numel: int, dtype: torch.dtype, *, pin: bool, remedy: str | None = None) -> InMemory:

@@ -208,7 +208,7 @@ def _failing_on_the_way(rank: int, run: ResolvedRun) -> tuple[list[float], list[
     engine.on_action = fail
     with pytest.raises(RuntimeError, match="on purpose"):
         engine.compute_gradients(micro_batches(run, engine.state, 0))
-    engine.on_action = None
+    engine.on_action = lambda _: None
     statistics = [engine.train_step(micro_batches(run, engine.state, step), LR) for step in range(STEPS)]
     return [one.loss for one in statistics], [one.grad_norm for one in statistics]
 
