@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from functools import partial
 from math import exp
 from pathlib import Path
@@ -25,8 +26,8 @@ def evaluate(
     """Evaluate a checkpoint on the run's validation data, on any shape.  Ranks are started as by `megazero train`."""
     if config.is_dir():
         fail(f"{config} is a directory: name the run's TOML file, then the step", EXIT_REFUSED)
-    overrides = [word for word in words or [] if "=" in word]
-    steps = [word for word in words or [] if "=" not in word]
+    steps = [word for word in words or [] if not re.match(r"\w+(\.\w+)+=", word)]  # a path may hold "=", too
+    overrides = [word for word in words or [] if word not in steps]
     if len(steps) > 1:
         fail(f"name one step, not {', '.join(steps)}; what sets a key has the form key.sub=value", EXIT_REFUSED)
     run = load_run(config, overrides)
@@ -42,7 +43,8 @@ def evaluate(
     right = (Column(name, justify="right") for name in ("tokens", "loss", "perplexity"))
     table = Table("validation data", *right, box=None)
     for name, measured in losses.items():  # nan where no token is counted
-        table.add_row(name or "held out", f"{measured.tokens:,}", f"{measured.loss:.4f}", f"{exp(measured.loss):,.2f}")
+        perplexity = exp(min(measured.loss, 700.0))  # exp(710) overflows
+        table.add_row(name or "held out", f"{measured.tokens:,}", f"{measured.loss:.4f}", f"{perplexity:,.2f}")
     print(path)
     print_table(table)
 
@@ -59,7 +61,7 @@ def generate(
     """Continue a text with a checkpoint's model, by transformers: tokens are printed as they come."""
     with user_errors():
         try:
-            from transformers import AutoModelForCausalLM, TextStreamer, set_seed
+            from transformers import AutoModelForCausalLM, PretrainedConfig, TextStreamer, set_seed
         except ImportError:
             raise ValueError("megazero generate needs transformers: pip install transformers") from None
         import torch
@@ -69,6 +71,10 @@ def generate(
         from megazero.checkpoint.hugging_face.tokenizer import load_tokenizer_of
 
         index.read_manifest(step)
+        if (kind := PretrainedConfig.get_config_dict(step)[0]["model_type"]).startswith("megazero-"):
+            raise ValueError(
+                f"{step} is a {kind}: its run sets keys that transformers does not compute; see docs/recipes.md"
+            )
         tokenizer = load_tokenizer_of(folder_at(step), index.read_trainer_state(step))
         model: Any = AutoModelForCausalLM.from_pretrained(step, dtype="auto", local_files_only=True)
         model.to("cuda" if torch.cuda.is_available() else "cpu")

@@ -47,6 +47,8 @@ def pair_of(path: Path, cache_dir: str | os.PathLike[str], tokenizer: Tokenizer,
 def _ids_of(path: Path, tokenizer: Tokenizer) -> NDArray[Any]:
     with path.open("rb") as file:
         start = file.read(12).ljust(12)
+    if not path.stat().st_size:
+        raise ValueError(f"{path} is empty: it should hold token ids")
     if start.startswith(b"\x93NUMPY"):
         ids: NDArray[Any] = np.load(path, mmap_mode="r").reshape(-1)
     else:
@@ -72,7 +74,7 @@ def _ends_of(path: Path, tokens: NDArray[Any], eod: int) -> NDArray[np.int64]:
         found = [np.flatnonzero(tokens[start : start + _AT_ONCE] == eod) + start + 1 for start in starts]
         ends = np.unique(np.concatenate([*found, [len(tokens)]]))
     lengths = np.diff(ends, prepend=0)
-    if ends[-1:] != len(tokens) or lengths.min() < 0 or lengths.max() >= 2**31:
+    if ends[-1:] != len(tokens) or lengths.min(initial=0) < 0 or lengths.max(initial=0) >= 2**31:
         where = f"the documents of {index}" if index.exists() else f"documents that end with id {eod}"
         raise ValueError(f"{where} do not fit {path} of {len(tokens):,} tokens; is data.tokenizer its own?")
     return ends

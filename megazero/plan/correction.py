@@ -143,7 +143,8 @@ class PlanCheck(Callback):
 
     def on_start(self) -> None:
         with suppress(OSError, ValueError):
-            self._plan = read_kept(self._path) if self._is_first else None
+            grows = self._run.config.training.batch_ramp is not None  # a plan is of the full batch
+            self._plan = read_kept(self._path) if self._is_first and not grows else None
 
     def after_step(self, record: StepRecord) -> None:
         if self._plan is None or not _FIRST <= record.step <= _LAST or record.seconds is None:

@@ -21,12 +21,25 @@ from megazero.parallel_state import ParallelState
 from megazero.training.callbacks.base import Callback, RunContext, StepRecord
 
 
-class StepProfile(Callback):
+class Measuring(Callback):
+    """A callback the failures of which are a line: they end no training."""
+
+    def __init__(self, context: RunContext) -> None:
+        self._run, self._state, self._say = context.run, context.engine.state, context.say
+
+    def _tried(self, call: Callable[[], object]) -> None:
+        try:
+            call()
+        except Exception as error:  # of kineto, of CUDA or of the disk
+            self._say(f"{type(self).__name__} failed: {error!r}")
+
+
+class StepProfile(Measuring):
     """Profiles the steps of `logging.profile_steps` on every rank; rank 0 and the slowest rank write what they found."""
 
     def __init__(self, context: RunContext) -> None:
         self._first, self._last = context.run.config.logging.profile_steps or (0, -1)
-        self._run, self._state, self._say = context.run, context.engine.state, context.say
+        super().__init__(context)
         self._profiler: torch.profiler.profile | None = None
         self._seconds = 0.0  # of this rank's own work in these steps
 
@@ -45,17 +58,11 @@ class StepProfile(Callback):
         self.close()
         seconds = gather_objects(self._seconds, self._state.world)
         slowest = max(range(len(seconds)), key=seconds.__getitem__)
-        name = f"profile-step-{record.step:08d}-rank-{rank}.json.gz"
+        path = _path(self._run, f"profile-step-{record.step:08d}-rank-{rank}.json.gz")
         if rank in (0, slowest):
-            self._tried(lambda: profiler.export_chrome_trace(_path(self._run, name)))
+            self._tried(lambda: _written(path, profiler.export_chrome_trace))
         own = f"rank {slowest} worked longest in them, {seconds[slowest]:.2f} s; rank 0 {seconds[0]:.2f} s"
-        self._say(f"profile of steps {self._first} to {record.step}: {own} | {_path(self._run, name)} (Perfetto)")
-
-    def _tried(self, call: Callable[[], object]) -> None:
-        try:
-            call()
-        except Exception as error:  # of kineto, or of the disk: it ends no training
-            self._say(f"logging.profile_steps: {error!r}")
+        self._say(f"profile of steps {self._first} to {record.step}: {own} | {path} (Perfetto)")
 
     def on_rollback(self, position: Position) -> None:  # noqa: ARG002
         """Drop what was measured; the steps are profiled when they are done again."""
@@ -67,24 +74,24 @@ class StepProfile(Callback):
         self._profiler = None
 
 
-class MemorySnapshot(Callback):
+class MemorySnapshot(Measuring):
     """Records every allocation of the step that `logging.memory_snapshot` names, on rank 0 on CUDA."""
 
     def __init__(self, context: RunContext) -> None:
-        state, step = context.engine.state, context.run.config.logging.memory_snapshot
+        super().__init__(context)
+        state, step = self._state, context.run.config.logging.memory_snapshot
         self._step = step if state.rank == 0 and state.device.type == "cuda" else 0
-        self._run, self._say = context.run, context.say
         if step and state.device.type != "cuda":
             context.say("logging.memory_snapshot: torch has snapshots of CUDA's memory only, and this run is on a CPU")
 
     def before_step(self, position: Position) -> None:
         if position.step + 1 == self._step:
-            torch.cuda.memory._record_memory_history()
+            self._tried(torch.cuda.memory._record_memory_history)
 
     def after_step(self, record: StepRecord) -> None:
         if record.step == self._step:
             self._say(f"memory of step {record.step}: {_write_snapshot(self._run, f'step-{record.step:08d}-rank-0')}")
-            torch.cuda.memory._record_memory_history(enabled=None)
+            self._tried(lambda: torch.cuda.memory._record_memory_history(enabled=None))
 
 
 def add_snapshot(text: str, run: ResolvedRun, state: ParallelState, engine: Any) -> str:
@@ -97,12 +104,16 @@ def add_snapshot(text: str, run: ResolvedRun, state: ParallelState, engine: Any)
 def _write_snapshot(run: ResolvedRun, what: str) -> str:
     path = _path(run, f"memory-{what}.pickle")
     try:
-        torch.cuda.memory._dump_snapshot(path)
+        _written(path, torch.cuda.memory._dump_snapshot)
     except Exception as error:  # what is known must not hide behind it
         return f"a snapshot could not be written ({error!r})"
     return f"{path} (https://pytorch.org/memory_viz)"
 
 
 def _path(run: ResolvedRun, name: str) -> str:
-    os.makedirs(folder := run.config.training.run_dir, exist_ok=True)  # it may be a host's own
-    return os.path.join(folder, name)
+    return os.path.join(run.config.training.run_dir, name)
+
+
+def _written(path: str, write: Callable[[str], object]) -> None:
+    os.makedirs(os.path.dirname(path), exist_ok=True)  # a host may have a run directory of its own
+    write(path)

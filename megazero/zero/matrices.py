@@ -252,9 +252,11 @@ class MatrixStepper:
                 for slot in bucket.layout.slots if row_factors else ():
                     rows, shared = row_factors.get(slot.info.name), intersect(slot.interval, run)
                     if rows is not None and shared is not None:
-                        each = rows.to(weights.device).repeat_interleave(numel(slot.info.shape) // len(rows))
+                        width, first = numel(slot.info.shape) // len(rows), shared.start - slot.start
+                        top, stop = first // width, -(-(first + shared.size) // width)  # rows that this shard touches
+                        each = rows[top:stop].to(weights.device).repeat_interleave(width)[first - top * width :]
                         part = weights[shared.start - run.start : shared.stop - run.start]
-                        part.mul_(each[shared.start - slot.start : shared.stop - slot.start])
+                        part.mul_(each[: shared.size])
                 if bucket.master.location == "file":
                     bucket.write(bucket.master, run, weights)
                     if bucket.weight_shard is not bucket.master:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import time
 from collections.abc import Callable
@@ -62,7 +63,7 @@ class ServiceLogger(Callback):
         self.config: dict[str, Any] = hide_passwords(json.loads(config.model_dump_json()))
         self.config |= {"commit": commit_of(Path()), "versions": versions(), "world_size": context.run.world_size}
         self.project = config.logging.project
-        self._error: Exception | None = None
+        self._error: Exception | SystemExit | None = None
         self._is_well = False
         self._queue = SimpleQueue[tuple[int, Numbers] | None]()
         self._thread = Thread(target=self._serve, args=(open_run,), daemon=True)
@@ -80,7 +81,7 @@ class ServiceLogger(Callback):
             while step := self._queue.get():
                 service.log(*step)
             service.finish(self._is_well)
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             self._error = error
 
     def after_step(self, record: StepRecord) -> None:
@@ -155,7 +156,9 @@ def open_mlflow(run: ServiceLogger) -> Service:
 
     def log(step: int, numbers: Numbers) -> None:
         now = time.time_ns() // 10**6
-        client.log_batch(id_, metrics=[Metric(key, value, now, step) for key, value in numbers.items()])
+        # keys with a source's path must be relative paths of few signs to MLflow
+        names = {key: re.sub(r"[^\w.\- /:]", "_", re.sub(r"/(\.*/)+", "/", key)) for key in numbers}
+        client.log_batch(id_, metrics=[Metric(names[key], value, now, step) for key, value in numbers.items()])
 
     client.update_run(id_, status="RUNNING")
     return Service(id_, log, lambda is_well: client.set_terminated(id_, "FINISHED" if is_well else "FAILED"))

@@ -132,7 +132,7 @@ class SafeLogger(RegisteredCallback):
     def _named(self, call: Callable[[], T]) -> T | None:
         try:
             return call()
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             self._say(f"logger {self._name!r} failed ({error!r}): the run goes on without it")
             self._own = Callback()
             return None
