@@ -6,8 +6,6 @@ There is one registry for model families, one for schedules, optimizers, learnin
 package's own implementations are listed by import path and imported on first use, so that reading a run file stays fast.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import SequenceMatcher, get_close_matches

@@ -3,8 +3,6 @@
 A line that cannot be written is dropped: it never ends the training.  No line shows a password.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 from contextlib import suppress

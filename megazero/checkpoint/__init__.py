@@ -7,8 +7,6 @@ The call returns what `function(*args, **kwargs)` returns, and keeps only its ar
 too, whose help says more.  The field has one word for both, and the call is what torch.utils and DeepSpeed have under it.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable
 from importlib import import_module

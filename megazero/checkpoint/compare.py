@@ -3,8 +3,6 @@
 Two tensors are read side by side, a few million elements at a time.
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from math import inf, isfinite, prod

@@ -16,8 +16,6 @@ A file appears with all its bytes or not at all; see `folder`.  Only files that 
 file of the same name that another program has written is not taken for such a list.
 """
 
-from __future__ import annotations
-
 import importlib.metadata
 import json
 import re

@@ -17,8 +17,6 @@ FUSE, `flock` locks only within one host, without notice.  Its `SoftFileLease` r
 with the same host name as gone, and takes over after an outage of the storage.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import socket

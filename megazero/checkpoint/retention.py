@@ -13,8 +13,6 @@ any storage. The marker of a reader that was killed on this host is ignored.  An
 this process first saw it.  Clocks of different hosts are not compared.
 """
 
-from __future__ import annotations
-
 import os
 import time
 import uuid

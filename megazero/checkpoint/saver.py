@@ -7,8 +7,6 @@ The thread has its own communicators, so its messages never mix with those of a 
 for every checkpoint.  One save runs at a time; the next one waits for it.
 """
 
-from __future__ import annotations
-
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping

@@ -1,7 +1,5 @@
 """Writing whole tensors into safetensors files of a bounded size, with one tensor in memory at a time."""
 
-from __future__ import annotations
-
 import re
 import uuid
 from collections.abc import Callable, Iterator, Mapping

@@ -7,8 +7,6 @@ The header also names the kind and step, so that a file copied over another is r
 Source: the safetensors format.  Its own library reads and writes only whole local files.
 """
 
-from __future__ import annotations
-
 import json
 from collections import deque
 from collections.abc import Mapping

@@ -1,7 +1,5 @@
 """The commands of `megazero`, those of annexes included."""
 
-from __future__ import annotations
-
 from typing import Annotated
 
 import typer

@@ -1,7 +1,5 @@
 """`megazero evaluate` and `megazero generate`: what a checkpoint has learned."""
 
-from __future__ import annotations
-
 import os
 import re
 from functools import partial

@@ -1,7 +1,5 @@
 """`megazero models` and `megazero config`: what a run file may say."""
 
-from __future__ import annotations
-
 import json
 from typing import Annotated
 

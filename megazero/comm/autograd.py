@@ -13,8 +13,6 @@
 The sequence is dimension 0 of [seq, batch, hidden], so that a rank's part of it is contiguous.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from typing import Any, TypeAlias

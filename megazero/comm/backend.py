@@ -5,8 +5,6 @@ tensors in host memory of a run on GPUs      HostBackend     messages over the g
 tensors on a device that an annex supports   the annex's backend, at the seam "backend"
 """
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Callable
 from functools import partial

@@ -6,8 +6,6 @@ collectives of layers and ZeRO (see `comm/backend.py`), torch's process groups a
 `comm/process_groups.py`).
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial

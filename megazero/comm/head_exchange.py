@@ -9,8 +9,6 @@ are indices among a rank's heads after the exchange.  The sequence is dimension 
 seq, size] is a view of [seq, batch, heads, size], before and after.
 """
 
-from __future__ import annotations
-
 from torch import Tensor
 
 from megazero.comm.collectives import Pending, all_to_all, wait_all

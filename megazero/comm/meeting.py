@@ -1,7 +1,5 @@
 """Start of a rank: the store through which ranks find each other, and settings that must precede process groups."""
 
-from __future__ import annotations
-
 import os
 import socket
 from collections.abc import Mapping

@@ -25,8 +25,6 @@ itself.
 Source: C_B and M_D of Rajbhandari et al. 2020, section 6.
 """
 
-from __future__ import annotations
-
 import weakref
 from bisect import bisect
 from collections.abc import Callable

@@ -4,8 +4,6 @@ Messages with one tag between two ranks arrive in the order in which they were s
 ends the process, so messages of different operations must not be confused.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any

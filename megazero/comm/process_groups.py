@@ -14,8 +14,6 @@ A rank has at most log2(n) children, so if groups connect on demand, no rank con
 after 2 log2(n) messages; torch's own gathers need n, around a ring.
 """
 
-from __future__ import annotations
-
 import pickle
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar

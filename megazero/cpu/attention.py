@@ -31,8 +31,6 @@ keys, of 64, one core, milliseconds of a backward in fp32 | in bf16 | in bf16 wi
     64 x 64, 8 of them       2.2 |  8.3 |  4.9
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple, TypeAlias
 

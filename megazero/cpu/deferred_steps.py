@@ -9,8 +9,6 @@ needs the bucket's weights waits for the other shards, and then steps it.
 Invariant: from `start` to the wait for a bucket nobody reads its gradients.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 
 from megazero.comm.collectives import all_gather, largest

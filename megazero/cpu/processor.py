@@ -1,8 +1,6 @@
 """The processor of a rank that computes on the CPU: how many cores it uses, how Linux schedules it, and which of torch's two
 libraries multiplies its fp32 matrices."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable
 from contextlib import suppress

@@ -11,8 +11,6 @@ once. Signals are event counters because the scheduler may move a process that i
 sender.
 """
 
-from __future__ import annotations
-
 import mmap
 import os
 import secrets

@@ -15,8 +15,6 @@ like most reductions, so they use the channel of reductions.
 Sums are taken in rank order, so every rank gets the same bits.
 """
 
-from __future__ import annotations
-
 import time
 from collections import deque
 from collections.abc import Callable, Generator, Sequence

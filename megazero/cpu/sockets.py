@@ -4,8 +4,6 @@ Gloo's all-gather copies through memory that it allocates each time, its reduce-
 all-reduce is a ring, each step of which waits for the one before while the link is idle.
 """
 
-from __future__ import annotations
-
 from collections import deque
 from functools import partial
 from threading import Event

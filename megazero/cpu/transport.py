@@ -5,8 +5,6 @@ on hosts with as many ranks each             TwoLevelBackend        memory withi
 elsewhere                                    SocketBackend          messages over sockets
 """
 
-from __future__ import annotations
-
 from megazero.comm.backend import GatherObjects
 from megazero.cpu.rendezvous import Offer, Poller, rendezvous, this_host
 from megazero.cpu.shared_memory import AREA_BYTES, Channel, SharedMemoryBackend, poller_of

@@ -25,8 +25,6 @@ NCCL detects the hosts itself and lays out its rings and trees accordingly
 (https://github.com/NVIDIA/nccl-tests/issues/196), so its groups do not need this.
 """
 
-from __future__ import annotations
-
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence

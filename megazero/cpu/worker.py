@@ -8,8 +8,6 @@ reads or writes.  If every core computes, gloo's thread may lose its core while 
 message then waits: 2 to 7 ms each were measured, a fifth of a step of ZeRO-1 between two hosts.
 """
 
-from __future__ import annotations
-
 import threading
 import weakref
 from collections import deque

@@ -5,8 +5,6 @@
 torchrun it is the only rank; under mpirun or srun with several tasks each would be one of its own, which is refused.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import runpy

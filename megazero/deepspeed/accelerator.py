@@ -4,8 +4,6 @@ The calls are those of DeepSpeed's abstract accelerator.  What torch.cuda has un
 it is torch's own, the memory of the process, or nothing to do.
 """
 
-from __future__ import annotations
-
 import os
 import resource
 import sys

@@ -1,7 +1,5 @@
 """`deepspeed.comm`: torch.distributed's collectives, under its names and with DeepSpeed's further arguments."""
 
-from __future__ import annotations
-
 import os
 from typing import Any
 

@@ -4,8 +4,6 @@ gathered_parameters(engine, names)          fp32 master weights, by name
 GatheredParameters(parameters)              DeepSpeed's call: the parameters themselves, in the format of the module
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 

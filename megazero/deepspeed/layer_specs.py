@@ -4,8 +4,6 @@ layers     0    1    2   |   3    4   |   5    6   |   7        a layer is a Lay
 stages        range(3)   | range(3,5) | range(5,7) | range(7,8)  balanced by parameters, by count, or by name
 """
 
-from __future__ import annotations
-
 import re
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Mapping, Sequence

@@ -10,8 +10,6 @@ Differences from DeepSpeed 0.19: an unknown warmup_type is an error (there it be
 `load_state_dict` write the learning rate of their step into the groups; see also each schedule's docstring.
 """
 
-from __future__ import annotations
-
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable

@@ -7,8 +7,6 @@
 Scripts import at their top what only an option of theirs needs, so an import of what is not supported succeeds.
 """
 
-from __future__ import annotations
-
 import sys
 from fnmatch import fnmatchcase
 from functools import cache, partial

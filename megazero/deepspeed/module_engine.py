@@ -7,8 +7,6 @@ A gradient counts if it comes from this engine's `backward`, or from a script's 
 parameters from another engine's backward, as a discriminator's from its generator's loss, is dropped.
 """
 
-from __future__ import annotations
-
 import io
 import sys
 import threading

@@ -1,7 +1,5 @@
 """DeepSpeed's names as data: `names.toml` lists what scripts import, `config_keys.toml` the keys that set nothing here."""
 
-from __future__ import annotations
-
 import tomllib
 from pathlib import Path
 from typing import Any

@@ -4,8 +4,6 @@ The shapes that pass between stages are found once: a forward in evaluation mode
 loss on the first micro-batch's labels.  After that every micro-batch must have the same shapes.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any, TypeAlias

@@ -12,8 +12,6 @@ stage they are one Parameter.  A stage without the first layer holds a copy with
 gradients of all copies.  DeepSpeed shares the whole module where one stage holds both: another model on every cut.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any

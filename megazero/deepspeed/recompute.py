@@ -8,8 +8,6 @@ One configuration holds for the process, as in DeepSpeed: that of `configure`, e
 that `initialize` reads.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field

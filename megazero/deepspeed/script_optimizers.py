@@ -3,8 +3,6 @@
 The engine runs torch's fused kernels on the device or, offloaded, on the host, so DeepSpeed's Adam classes are one function.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from inspect import Parameter, isclass
 from typing import Any

@@ -4,8 +4,6 @@ config --> batch sizes, ZeRO, precision        model --> every parameter describ
     \\--> optimizer, schedule, unless the script gives its own
 """
 
-from __future__ import annotations
-
 import argparse
 import atexit
 import gc

@@ -1,7 +1,5 @@
 """Helpers of `deepspeed.utils` and `deepspeed.runtime.utils` that scripts call beside the engine."""
 
-from __future__ import annotations
-
 import gc
 import logging
 import random

@@ -5,8 +5,6 @@
 A topology has no other axes; `RankGrid` has context parallelism too.
 """
 
-from __future__ import annotations
-
 import re
 from collections import namedtuple
 from collections.abc import Callable, Sequence

@@ -4,8 +4,6 @@ forward of a router     tally of its layer: tokens of each expert, entropy, loss
 end of a step           summed over all ranks, on request
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """Parts of a run that follow from its configuration: schedule, optimizer, and stages on the meta device."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial

@@ -10,8 +10,6 @@ change that `checkpoint.accept_changes` names.  The checkpoints of the phase rec
 same command, repeated, resumes within the phase.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any

@@ -6,8 +6,6 @@
 Source: Kimi Team 2025, "Kimi K2", algorithm 1; query heads that share a key head share its factor, as in Megatron-LM.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

@@ -11,8 +11,6 @@
 Every rank takes the same branch, because every rank decides by the same reduced numbers.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import isfinite, nan

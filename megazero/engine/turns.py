@@ -8,8 +8,6 @@ its work in the same order.  Each pass has its own thread, since torch cannot su
 queues the passes' kernels in this order, on one stream.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cached_property

@@ -1,7 +1,5 @@
 """`megazero data`: prepare data, and look at it."""
 
-from __future__ import annotations
-
 import os
 import sys
 from pathlib import Path

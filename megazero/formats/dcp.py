@@ -12,8 +12,6 @@
 Source: torch/distributed/checkpoint (metadata.py, filesystem.py); torchtitan/components/checkpointer, optimizer.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace

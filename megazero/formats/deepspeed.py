@@ -18,8 +18,6 @@ Sources: of deepspeed, runtime/engine.py, runtime/zero/stage_1_and_2.py and stag
 utils/zero_to_fp32.py.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace

@@ -8,8 +8,6 @@
 torch's own writer writes; a tensor is read when its turn has come, and released before the next.
 """
 
-from __future__ import annotations
-
 import re
 import warnings
 from collections.abc import Callable, Mapping

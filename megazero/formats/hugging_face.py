@@ -9,8 +9,6 @@
 One tensor is read, converted and written at a time.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial, reduce

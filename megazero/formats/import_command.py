@@ -1,7 +1,5 @@
 """`megazero checkpoint import`."""
 
-from __future__ import annotations
-
 from typing import Annotated
 
 import typer

@@ -6,8 +6,6 @@ The form is recognised by the files that lie there.  The model is that of a run 
 describe it.  One tensor is read, moved and written at a time; no pickle is executed.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass

@@ -25,8 +25,6 @@ Source: megatron/core/dist_checkpointing; optimizer/distrib_optimizer.py (`fully
 training/checkpointing.py; NeMo: nemo/lightning/io/pl.py and pytorch/strategies/megatron_strategy.py.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace

@@ -8,8 +8,6 @@ calls make a `StandIn`, and its name is returned to the caller.  A pickle can al
 that it has made, never those of a class.  The sums of a zip, which torch does not look at, are checked.
 """
 
-from __future__ import annotations
-
 import io
 import pickle
 import zipfile

@@ -5,8 +5,6 @@ sample 3: data/books, window 17, 512 tokens
   document of 312 tokens: '...'
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import torch

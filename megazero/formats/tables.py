@@ -10,8 +10,6 @@ for the number of the layer.
 The tables themselves are data: tables.toml.
 """
 
-from __future__ import annotations
-
 import re
 import tomllib
 from collections.abc import Callable, Mapping

@@ -1,7 +1,5 @@
 """A tokenizer of one's own: byte-level BPE of the text that `data tokenize` reads, trained by the library `tokenizers`."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path

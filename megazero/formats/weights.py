@@ -7,8 +7,6 @@ Lightning, scripts    one file of torch.save, *.ckpt
 Files of torch.save are pickles; see `pickles`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path

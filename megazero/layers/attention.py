@@ -11,8 +11,6 @@ If tp exceeds the number of kv heads, tp / kv_heads ranks share a head, and each
 So no weight is stored or multiplied twice, and storage, norms and checkpoints see the usual split by rows.
 """
 
-from __future__ import annotations
-
 from math import sqrt
 from typing import Protocol
 from weakref import WeakKeyDictionary, finalize

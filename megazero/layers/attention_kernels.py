@@ -13,8 +13,6 @@ its first forward, and the second forward runs no kernel.
     many tiles         `varlen_forward` and `varlen_backward` call the operators as torch.nn.attention.varlen does
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import lru_cache
 from typing import Any, NamedTuple, Protocol, TypeVar

@@ -9,8 +9,6 @@ round differently in the vectorised body and the scalar tail of a loop, and then
 slice it was drawn in.
 """
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Callable
 from functools import lru_cache, partial

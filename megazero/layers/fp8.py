@@ -17,8 +17,6 @@ Source: Micikevicius et al. 2022 (e4m3); DeepSeek-AI 2024, section 3.3 (blocks o
 two).
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import cache
 from types import FunctionType

@@ -1,7 +1,5 @@
 """Feed-forward blocks: SwiGLU (Shazeer 2020) with a fused gate|up projection, and GELU."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -10,8 +10,6 @@ width    one for h0 ... h3        one for k0, k1   a weight per element, split o
 For its backward, a norm saves its input in the input's own dtype, and one or two fp32 numbers per token.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any

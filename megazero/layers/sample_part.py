@@ -11,8 +11,6 @@ Everything that depends on a token's position in its sample or document reads it
 dropout, labels and attention.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache

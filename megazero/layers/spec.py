@@ -16,8 +16,6 @@ Random numbers are keyed by the position in the logical tensor, so neither fusin
 values.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import prod

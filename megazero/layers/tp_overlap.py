@@ -7,8 +7,6 @@ Pieces win where tp crosses a network, which is slow beside the products.  A tok
 do not depend on the piece, but for what a library's kernel for fewer rows may round otherwise.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor, nn
 

@@ -1,7 +1,5 @@
 """A transformer layer with a mixture of experts in place of its MLP."""
 
-from __future__ import annotations
-
 from torch import Tensor
 
 from megazero.layers.experts import MixtureOfExperts

@@ -1,7 +1,5 @@
 """Mistral: Llama whose attention may see a window of positions only (Jiang et al. 2023)."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any

@@ -1,7 +1,5 @@
 """Mixtral: Mistral with a mixture of experts in place of each MLP (Jiang et al. 2024); the families like it are values."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any

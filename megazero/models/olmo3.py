@@ -1,7 +1,5 @@
 """OLMo 3: OLMo 2 in which most layers attend to a window (Team OLMo et al. 2025)."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any

@@ -1,7 +1,5 @@
 """OLMoE: Llama with RMSNorm over all queries and all keys, and a mixture of experts (Muennighoff et al. 2024)."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any

@@ -1,7 +1,5 @@
 """Qwen 3 with experts: Qwen 3 with a mixture of experts in place of each MLP (Yang et al. 2025, section 2)."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any

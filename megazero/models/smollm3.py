@@ -1,7 +1,5 @@
 """SmolLM3: Llama with some layers that do not rotate queries and keys (Bakouch et al. 2025; Yang et al. 2025, RNoPE)."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any

@@ -13,8 +13,6 @@ Fewer key/value heads than u are replicated, so k' = head size x max(key/value h
 Source: Jacobs et al. 2023, section 3.2 (Ulysses); Liu et al. 2023 (ring); Fang and Zhao 2024 (both).
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate

@@ -23,8 +23,6 @@ Sizes are constants of the code, so an evaluation with another micro-batch compi
 between blocks may be a Python number (see `Dropout`), or each block would be compiled again.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
 from functools import partial

@@ -4,8 +4,6 @@
               /                          / \\                 /   \\_           /       \\
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from math import cos, isfinite, pi, sqrt
 

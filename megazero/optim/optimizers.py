@@ -8,8 +8,6 @@ An optimizer that reads a whole matrix, or the norm of a parameter, would comput
 error.  `OPTIMIZERS` holds the optimizers that a run file may name.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import KW_ONLY, dataclass, field
 from typing import Any

@@ -6,8 +6,6 @@ rank = tp + 2*dp + 4*pp                     dp 0   dp 1     dp 0   dp 1
                                       tp 1   1      3        5      7
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass

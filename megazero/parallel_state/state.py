@@ -10,8 +10,6 @@ their first message.  Groups of GPUs use only NCCL, and all host memory is sent 
 world sums over its axes in turn, so no communicator of GPUs spans the world.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import replace

@@ -6,8 +6,6 @@ held        model state and ZeRO's buffers, as the engine counts them; on CUDA, 
 missing     what was wanted, and the model state that is not there yet, beyond what is free
 """
 
-from __future__ import annotations
-
 import re
 import shlex
 import socket

@@ -7,8 +7,6 @@
 A bound only leaves out what cannot win; a guess decides nothing.
 """
 
-from __future__ import annotations
-
 from megazero.config import ResolvedRun
 from megazero.engine.outline import elements_in, stages_of
 from megazero.models.registry import FAMILIES

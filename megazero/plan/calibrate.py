@@ -10,8 +10,6 @@ Of a GPU the operators of large Llamas tell the shares (calibrate_gpu.py).  Its 
 host's time for an operator from above; the least of all steps is it, that of a small model.
 """
 
-from __future__ import annotations
-
 import gc
 import os
 import time

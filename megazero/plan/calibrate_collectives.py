@@ -3,8 +3,6 @@
 all_reduce 4   | all-reduce | all-reduce | all-reduce |
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Iterable
 from statistics import median

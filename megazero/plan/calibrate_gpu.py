@@ -8,8 +8,6 @@
 Of a GPU without a data sheet the fastest product and copy are the peaks, of fp32 too, and PCIe is taken for its link.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from dataclasses import replace
 from statistics import median

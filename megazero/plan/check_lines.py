@@ -1,7 +1,5 @@
 """What `megazero check` and a run's start say of memory: model state, what backward passes need, whether a device has it."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial

@@ -6,8 +6,6 @@
 Ranks are numbered as `RankGrid` numbers them, so which axis crosses nodes is arithmetic.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 

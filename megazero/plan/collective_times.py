@@ -9,8 +9,6 @@ is the node's.  Of an axis the slowest group counts.  A calibrated host takes wh
 Source: NCCL's rings, one for each card; Thakur et al. 2005 (2 (n - 1) / n of the bytes, log n hops of trees).
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass

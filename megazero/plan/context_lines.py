@@ -1,7 +1,5 @@
 """What `megazero check` says of context parallelism, and of documents that attention stays within."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 
 from megazero.config import ResolvedRun

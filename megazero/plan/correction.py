@@ -8,8 +8,6 @@ Bytes sent are equal or one of both is wrong.  Memory is compared on CUDA, where
 counts itself, its libraries and all.  Time is compared where the plan was made for the device that the run is on.
 """
 
-from __future__ import annotations
-
 import json
 from collections import Counter
 from collections.abc import Mapping

@@ -12,8 +12,6 @@ Llama team 2024 ("The Llama 3 herd of models", section 3.3.4) counted 419 unexpe
 Storage: the same (section 3.3.1) had 2 TB/s sustained for 2,048 nodes.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from math import ceil, exp, sqrt
 

@@ -8,8 +8,6 @@ Peaks are dense (what is given "with sparsity" halved), links are one direction,
 numbers and their sources are in `devices.toml`.
 """
 
-from __future__ import annotations
-
 import re
 import tomllib
 from collections.abc import Mapping

@@ -8,8 +8,6 @@ What it cannot know: numbers that come from data (no overflow, no label that is 
 differs on a GPU because of the device: its kernels, and NCCL's order of messages, which `schedules/proof.py` proves.
 """
 
-from __future__ import annotations
-
 import gc
 import time
 from collections.abc import Iterator, Mapping

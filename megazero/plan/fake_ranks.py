@@ -10,8 +10,6 @@ do is asked of a `GroupMeeting`; a rank that is simulated alone takes it that th
 `FakeState` is the `ParallelState` of a simulated rank: the real one's axes and groups, in the real order.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager

@@ -12,8 +12,6 @@ within kernels is added by rules (`kernel_memory`).
 Source: torch's `FakeTensorMode` and the accounting of `torch.distributed._tools.mem_tracker`.
 """
 
-from __future__ import annotations
-
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack

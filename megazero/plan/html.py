@@ -4,8 +4,6 @@ memory      a bar for each pipeline rank, by kind, and the device's memory as a 
 timeline    a row for each pipeline rank: computes, waits by axis, idle
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from html import escape
 from itertools import cycle

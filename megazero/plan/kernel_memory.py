@@ -7,8 +7,6 @@ blocks are those of torch's flash_attention kernels; what oneDNN takes for itsel
 for products of 48 to 2,048 rows and columns.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from typing import Any
 

@@ -9,8 +9,6 @@ the order from the schedule.  Ranks of one pipeline rank are alike: shards are p
 go to the host has them on the device during its own passes and its neighbour's; a CPU's memory is the host's: it keeps all.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace

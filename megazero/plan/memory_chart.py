@@ -1,7 +1,5 @@
 """A memory report as tables for the terminal and as a picture."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from itertools import pairwise
 from textwrap import fill

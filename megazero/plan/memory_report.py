@@ -1,7 +1,5 @@
 """Memory, traffic and time of each ZeRO stage, measured beside the plan."""
 
-from __future__ import annotations
-
 import os
 import platform
 import sys

@@ -18,8 +18,6 @@ Source: roofline, Williams et al. 2009; tiles and waves, NVIDIA's "Matrix Multip
 of attention's passes, Dao 2023, section 4.1.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import ceil, prod

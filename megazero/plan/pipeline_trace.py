@@ -1,7 +1,5 @@
 """Draws the step that `logging.pipeline_trace_step` names, beside the bubble that its schedule predicts."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Sequence
 from pathlib import Path

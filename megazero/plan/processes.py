@@ -1,7 +1,5 @@
 """A function in forked processes of one thread each that share a gloo group: how this machine is measured."""
 
-from __future__ import annotations
-
 import os
 import pickle
 import signal

@@ -4,8 +4,6 @@ run file, cluster -> memory, time, traffic  -> use of the devices -> checkpoints
                      of each pipeline rank                                                    Plan
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 

@@ -3,8 +3,6 @@
 Times count from 0.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from statistics import median

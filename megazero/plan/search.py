@@ -8,8 +8,6 @@ A relief (recomputation, offloading) costs time, so of one shape only those are 
 front of memory and time is that of everything computed, with all reliefs of the best shapes.
 """
 
-from __future__ import annotations
-
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor

@@ -16,8 +16,6 @@ Each has a thread of its own, because torch's modes are a thread's; since one ru
 on their speed.
 """
 
-from __future__ import annotations
-
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence

@@ -5,8 +5,6 @@
 Virtual machines share cores, caches and memory with strangers: the same step may take a third more a minute later.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 from statistics import median

@@ -6,8 +6,6 @@
 Every other step runs as if neither key were set.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable
 from typing import Any

@@ -17,8 +17,6 @@ Ranks that share processors leave theirs to others while they wait; three that c
 The step is that of the slowest pipeline rank; all replicas are alike.  The first step, which records and compiles, is not.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace

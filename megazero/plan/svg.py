@@ -5,8 +5,6 @@ rank 1        [ 0 ][ 1 ][ 0 ][ 1 ]
 time     |0   |2   |4   |6            [ ] forward  [ ] backward
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 from xml.sax.saxutils import escape

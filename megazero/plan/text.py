@@ -5,8 +5,6 @@ step     seconds by what they go into
 run      days, dollars, checkpoints, failures
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import groupby
 

@@ -7,8 +7,6 @@
 Ring collectives send (n - 1)/n of the full buffer per pass (Rajbhandari et al. 2020, section 7).
 """
 
-from __future__ import annotations
-
 from collections import Counter, defaultdict
 from collections.abc import Mapping
 

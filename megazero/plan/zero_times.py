@@ -12,8 +12,6 @@ Off the device, gradients and weights cross the host's link, and the host's memo
 sockets of DDR4 or DDR5 shared by eight; files at 3 GB/s for each rank, a local NVMe disk.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache

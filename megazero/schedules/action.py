@@ -21,8 +21,6 @@ The cells determine the number of ranks, micro-batches and chunks.  A file with 
 Reading a schedule does not prove that it can run: `program` does that, as for every schedule.
 """
 
-from __future__ import annotations
-
 import csv
 import os
 import re

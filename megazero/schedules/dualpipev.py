@@ -1,7 +1,5 @@
 """DualPipeV: a V of two chunks on each rank, in which forwards run beside backwards (DeepSeek-AI 2024, cut in half)."""
 
-from __future__ import annotations
-
 from itertools import pairwise
 
 from megazero.schedules.action import Action, Placement, Schedule, v_shape

@@ -9,8 +9,6 @@ that waits only for the event.  So the message travels while the action runs.  B
 within the action, that wait does not include the message.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import chain, pairwise

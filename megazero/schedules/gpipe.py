@@ -1,7 +1,5 @@
 """GPipe (Huang et al. 2019)."""
 
-from __future__ import annotations
-
 from megazero.schedules.action import Action, ActionKind, Schedule
 from megazero.schedules.kind import ScheduleKind
 

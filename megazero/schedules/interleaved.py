@@ -1,7 +1,5 @@
 """Interleaved 1F1B (Narayanan et al. 2021, section 2.2)."""
 
-from __future__ import annotations
-
 from megazero.schedules.action import Action, ActionKind, Schedule
 from megazero.schedules.kind import ScheduleKind, alternate
 from megazero.settings import nearest_multiples

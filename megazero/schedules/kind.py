@@ -9,8 +9,6 @@ zbv             2    split     V          as simulated                          
 dualpipev       2    split     V          pp - 1 for m >= 2 pp                  at most 2 pp + 1 chunks of half size
 """
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections import Counter
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """1F1B (Narayanan et al. 2019, 2021)."""
 
-from __future__ import annotations
-
 from megazero.schedules.action import Action, ActionKind, Schedule
 from megazero.schedules.kind import ScheduleKind, alternate
 

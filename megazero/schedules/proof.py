@@ -27,8 +27,6 @@ everything by simulated time, an action by its start and a message before it: a 
 if every host waits at every step.  So neither machine can deadlock; `prove` plays the program all the same.
 """
 
-from __future__ import annotations
-
 from bisect import bisect_left
 from collections import deque
 from dataclasses import dataclass, field, replace

@@ -1,7 +1,5 @@
 """Zero-bubble schedules: weight gradients are separate actions, which fill idle time (Qi et al. 2024)."""
 
-from __future__ import annotations
-
 from megazero.schedules.action import Action, ActionKind, Placement, Schedule, v_shape
 from megazero.schedules.kind import ScheduleKind, Words
 

@@ -7,8 +7,6 @@ global batch of step k   [ dp 0 | dp 1 | dp 2 | dp 3 ]      each dp rank's slice
 one that is not divisible [ dp 0 | dp 1 | dp 2 | dp]        samples beyond the end are read, but all labels are masked
 """
 
-from __future__ import annotations
-
 import socket
 import threading
 from collections.abc import Callable, Mapping, Sequence

@@ -6,8 +6,6 @@
 A file that is not on this machine is said to be unchecked; one that is there must fit the run.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress

@@ -1,7 +1,5 @@
 """Evaluates a checkpoint on the validation data of a run file, on any shape.  It writes nothing into the run."""
 
-from __future__ import annotations
-
 from contextlib import ExitStack
 
 from megazero.checkpoint.folder import Folder, folder_at

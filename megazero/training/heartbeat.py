@@ -4,8 +4,6 @@ rank 3, read twice       count 41 -> 41    it does not respond
                          count 41 -> 43    it is alive: in another collective, or outside any
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress

@@ -7,8 +7,6 @@
 `megazero train` asks before it starts ranks, and one rank of each host under a launcher; `megazero check` reads tokens too.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator
 from pathlib import Path

@@ -6,8 +6,6 @@ every rank    sees the lock file in the directory of the checkpoints, and looks 
 Between two saves only the thread talks to the storage: a step does not wait for a storage that does not answer.
 """
 
-from __future__ import annotations
-
 import os
 import socket
 import threading

@@ -5,8 +5,6 @@ never                the beginning; refused if the directory holds a run
 path or URL          that step, at the first start; after an interruption the newest of the run's own
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable
 from contextlib import suppress

@@ -7,8 +7,6 @@
 The interpreter writes each signal's number into a pipe that a thread reads; the main thread may hang in a collective.
 """
 
-from __future__ import annotations
-
 import contextlib
 import multiprocessing
 import os

@@ -7,8 +7,6 @@
 The trainer computes steps.  Whatever else happens in a run is a callback; `callbacks/registry.py` has them in order.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager

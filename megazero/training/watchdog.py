@@ -15,8 +15,6 @@ at the heartbeats of the next one, and whoever finds it silent ends, and with it
     ^-----------------'
 """
 
-from __future__ import annotations
-
 import os
 import threading
 import time

@@ -4,8 +4,6 @@ torchrun starts 7 ranks, the run has 6      ranks 0 to 5 join a process group of
                                             rank 6 waits until rank 0 writes into the store how the run ended
 """
 
-from __future__ import annotations
-
 import contextlib
 import gc
 import json

@@ -5,8 +5,6 @@ EMA                weight 1 - decay after each step             the first update
 mean of n          weight 1 / n after the n-th                  Source: torch.optim.swa_utils.AveragedModel
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 

@@ -13,8 +13,6 @@ If the network sends without the rank's help, a bucket is no larger than it need
 ranks copy the data themselves while they wait: nothing is hidden, and large buckets cost least.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Literal
 

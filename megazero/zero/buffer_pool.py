@@ -4,8 +4,6 @@ acquire(numel, dtype)  ->  a free buffer of this size and dtype, or a new one
 release(buffer)        ->  free for the next acquire
 """
 
-from __future__ import annotations
-
 from operator import eq, ge
 
 import torch

@@ -5,8 +5,6 @@ set 1               | read 1  | step 1  | write 1 ...      one set is read, one 
 set 2                         | read 2  | step 2  ...
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 

@@ -23,8 +23,6 @@ at the same time share no buffers, so each has this many.
 such an embedding, a step took 3.5 times as long.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

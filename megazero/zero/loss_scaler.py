@@ -9,8 +9,6 @@
 The scale is a plain number, equal on every rank because every rank sees the same overflow; nothing here communicates.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from megazero.config.schema import PrecisionConfig

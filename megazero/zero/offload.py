@@ -8,8 +8,6 @@
 `auto` means the fastest of device, host and disk that has space at the start of the run.
 """
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Callable, Sequence
 from functools import partial

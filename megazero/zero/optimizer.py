@@ -12,8 +12,6 @@ Each group of the user's optimizer stays a group: a bucket is updated interval b
 one group.
 """
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass

@@ -7,8 +7,6 @@ sync_from_master      master weights -> weight shards, and then
 all_gather_weights    weight shards -> full weights, unless they stay sharded; after a step, behind the next forward
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial

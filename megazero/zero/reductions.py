@@ -7,8 +7,6 @@ last result of a step -> summed over the ranks that hold the same shard (`replic
 reduced shards -> partial gradients over tp -> copies of tied parameters -> square_sum
 """
 
-from __future__ import annotations
-
 import sys
 from abc import ABC, abstractmethod
 from collections import deque

@@ -10,8 +10,6 @@ is sent in `reduce_dtype`.  A gradient on the host is copied to the device for i
 Source: Zhao et al. 2023 (PyTorch FSDP), section 3.2.2.
 """
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Sequence
 

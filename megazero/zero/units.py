@@ -10,8 +10,6 @@ returns layers of a unit that read their weights only in their own forward and s
 unit must wait for all its weights.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar

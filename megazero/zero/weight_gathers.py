@@ -12,8 +12,6 @@ Invariant: between `start` and the wait for a bucket, nothing reads its full wei
 shard, which is being sent.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 

@@ -1,7 +1,5 @@
 """What transformers calls a family of ours, and the tensors that a model has."""
 
-from __future__ import annotations
-
 import torch
 
 from megazero.models.config import ModelConfig

@@ -9,8 +9,6 @@
 One tensor is read, converted and written at a time.
 """
 
-from __future__ import annotations
-
 import json
 from dataclasses import dataclass
 from functools import reduce

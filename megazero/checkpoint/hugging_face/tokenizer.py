@@ -1,7 +1,5 @@
 """The tokenizer of a model, as files that `transformers.AutoTokenizer` loads."""
 
-from __future__ import annotations
-
 import json
 from contextlib import suppress
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A GPT-2 layer under its Hugging Face names; q, k and v are rows of one stored tensor."""
 
-from __future__ import annotations
-
 from megazero.layers.mlp import GELU
 from megazero.layers.spec import NamedRows
 from megazero.models.gpt import Block, BuildContext

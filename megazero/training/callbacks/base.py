@@ -4,8 +4,6 @@ trainer   computes the step      -> StepRecord(position, loss, ...)
 callback  after_step(record)     -> adds to record.metrics; returns a StepDecision, or None to let the run continue
 """
 
-from __future__ import annotations
-
 import resource
 import sys
 import time

@@ -1,7 +1,5 @@
 """The checkpoints of a run: loading the one to continue from, saving while training continues, pruning old ones."""
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Callable
 from contextlib import ExitStack, suppress

@@ -1,8 +1,6 @@
 """Steps that should not have trained: left out by `training.skip_steps`, not finite or without a loss, or with one far above
 the others."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from math import isfinite, sqrt
 

@@ -7,8 +7,6 @@ file        line line no space  no space  no space  line line
 terminal              cannot be written             written again from step 6
 """
 
-from __future__ import annotations
-
 import errno
 import json
 import os

@@ -1,7 +1,5 @@
 """What a run prints: its shape at the start, then lines of its steps; on a terminal the newest step is redrawn in place."""
 
-from __future__ import annotations
-
 import logging
 import os
 import sys

@@ -1,7 +1,5 @@
 """The callbacks of a run in their order, and the names of those that scripts add with `CALLBACKS.register`."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from importlib.util import find_spec
 from inspect import signature

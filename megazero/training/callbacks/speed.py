@@ -5,8 +5,6 @@
 What is computed a second time, such as the logits of a chunked head, is not counted: it is not the model's.
 """
 
-from __future__ import annotations
-
 import gc
 import json
 import socket
