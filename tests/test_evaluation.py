@@ -255,8 +255,17 @@ def test_a_checkpoint_has_the_loss_of_its_step_on_another_shape_and_the_run_is_a
     assert "is not a complete checkpoint: it has no manifest.json" in done.stderr
 
 
-def test_the_average_of_a_run_is_a_model_of_transformers(trained: Path, tmp_path: Path) -> None:
-    step = trained / "checkpoints" / "step-00000002"
+def test_the_mean_of_steps_and_the_average_of_a_run_are_models_of_transformers(trained: Path, tmp_path: Path) -> None:
+    earlier, step = (trained / "checkpoints" / f"step-0000000{number}" for number in (1, 2))
+    done = run_command("checkpoint", "average", earlier, step, tmp_path / "mean")
+    assert done.returncode == 0, done.stderr
+    one, two = StoredTensors(earlier, "model"), StoredTensors(step, "model")
+    mean = AutoModelForCausalLM.from_pretrained(tmp_path / "mean").state_dict()
+    assert all(torch.equal(mean[key], (one[key].whole() + two[key].whole()) / 2) for key in one.files)
+    done = run_command("evaluate", trained / "config.toml", tmp_path / "mean")
+    assert done.returncode == 0, done.stderr
+    done = run_command("checkpoint", "average", tmp_path / "mean")
+    assert "name the steps to average" in done.stderr
     done = run_command("checkpoint", "export", step, tmp_path / "ema", "--averaged")
     assert done.returncode == 0, done.stderr
     model, averages = AutoModelForCausalLM.from_pretrained(tmp_path / "ema"), StoredTensors(step, "average")
