@@ -479,6 +479,11 @@ activations.contiguous=true    activations.offload=host
 logging.straggler_every_steps=5
 logging.straggler_ratio=2.0    logging.straggler_every_steps=0
 logging.project=mine
+logging.sample_every_steps=2
+logging.sample_tokens=2
+evaluation.every_steps=2
+evaluation.include_path=/x
+evaluation.limit=2
 """
 # Those that are too large for training.steps.
 EXCEEDING = """

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
@@ -15,6 +16,7 @@ from numpy.typing import NDArray
 from plain_model import count, loss_sum
 from quickstart import QUICKSTART, TINY
 from test_data_corpus import write_pair
+from tokenizer_files import write_tokenizer
 from torch import Tensor
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from transformers import AutoModelForCausalLM
@@ -256,20 +258,21 @@ def test_a_checkpoint_has_the_loss_of_its_step_on_another_shape_and_the_run_is_a
 
 
 def test_the_mean_of_steps_and_the_average_of_a_run_are_models_of_transformers(trained: Path, tmp_path: Path) -> None:
-    earlier, step = (trained / "checkpoints" / f"step-0000000{number}" for number in (1, 2))
-    done = run_command("checkpoint", "average", earlier, step, tmp_path / "mean")
+    steps = [trained / "checkpoints" / f"step-0000000{number}" for number in (1, 2)]
+    done = run_command("checkpoint", "average", *steps, tmp_path / "mean")
     assert done.returncode == 0, done.stderr
-    one, two = StoredTensors(earlier, "model"), StoredTensors(step, "model")
-    mean = AutoModelForCausalLM.from_pretrained(tmp_path / "mean").state_dict()
-    assert all(torch.equal(mean[key], (one[key].whole() + two[key].whole()) / 2) for key in one.files)
+    done = run_command("checkpoint", "export", steps[1], tmp_path / "ema", "--averaged")
+    assert done.returncode == 0, done.stderr
+    one, two = (StoredTensors(step, "model") for step in steps)
+    mean = {key: (one[key].whole() + two[key].whole()) / 2 for key in one.files}
+    averages = StoredTensors(steps[1], "average")
+    for name, tensors in (("mean", mean), ("ema", {key: averages[key].whole() for key in averages.files})):
+        model = AutoModelForCausalLM.from_pretrained(tmp_path / name)
+        assert all(torch.equal(model.state_dict()[key], tensors[key]) for key in tensors)
     done = run_command("evaluate", trained / "config.toml", tmp_path / "mean")
     assert done.returncode == 0, done.stderr
     done = run_command("checkpoint", "average", tmp_path / "mean")
     assert "name the steps to average" in done.stderr
-    done = run_command("checkpoint", "export", step, tmp_path / "ema", "--averaged")
-    assert done.returncode == 0, done.stderr
-    model, averages = AutoModelForCausalLM.from_pretrained(tmp_path / "ema"), StoredTensors(step, "average")
-    assert all(torch.equal(model.state_dict()[key], averages[key].whole()) for key in averages.files)
 
 
 def test_a_step_continues_a_text_as_transformers_does(trained: Path) -> None:
@@ -281,3 +284,90 @@ def test_a_step_continues_a_text_as_transformers_does(trained: Path) -> None:
     assert done.stdout == bytes(made[0].tolist()).decode(errors="replace") + "\n"
     done = run_command("generate", step, "--prompt", "import" * 6)
     assert "so shorten the prompt" in done.stderr
+
+
+WORDS = "a the of run and is in to cat dog sat mat"
+TASK = """
+dataset_path: json
+dataset_kwargs: {{data_files: {{test: {folder}/documents.jsonl}}}}
+test_split: test
+"""
+TASKS = {
+    "choice": "output_type: multiple_choice\ndoc_to_text: '{{text}}'\ndoc_to_choice: choices\ndoc_to_target: label\n"
+    "metric_list: [{metric: acc}, {metric: acc_norm}]",
+    "rolling": "output_type: loglikelihood_rolling\ndoc_to_text: ''\ndoc_to_target: '{{text}}'\n"
+    "metric_list: [{metric: word_perplexity}, {metric: bits_per_byte}]",
+    "likelihood": "output_type: loglikelihood\ndoc_to_text: '{{text}}'\ndoc_to_target: '{{choices[1]}}'\n"
+    "metric_list: [{metric: perplexity}, {metric: acc}]",
+    "written": "output_type: generate_until\ndoc_to_text: '{{text}}'\ndoc_to_target: label\n"
+    "metric_list: [{metric: exact_match}]",
+}
+
+
+def _write_tasks(folder: Path) -> None:
+    random, words = np.random.default_rng(3), WORDS.split()
+    documents = [
+        {
+            "text": " ".join(random.choice(words, 2 + 3 * at)),
+            "choices": [f" {word}" for word in random.choice(words, 3)],
+        }
+        for at in range(9)  # up to 26 tokens: some are longer than a sample
+    ]
+    lines = [json.dumps(document | {"label": at % 3}) for at, document in enumerate(documents)]
+    (folder / "documents.jsonl").write_text("\n".join(lines))
+    for name, text in TASKS.items():
+        (folder / f"{name}.yaml").write_text(f"task: {name}\n{text}{TASK.format(folder=folder)}")
+
+
+def test_tasks_and_samples_are_those_of_transformers_on_the_step_on_any_shape(tmp_path: Path) -> None:
+    import lm_eval.evaluator  # noqa: F401  before ranks are forked
+
+    _write_tasks(tmp_path)
+    tokenizer = write_tokenizer(tmp_path / "tokenizer.json", f"{WORDS} </s>")
+    source = write_pair(tmp_path / "words", np.random.default_rng(1).integers(0, 12, 40 * SEQ + 1))
+    names = [name for name in TASKS if name != "written"]
+    scores, shown = [], []
+    for parallel, stage in (({"cp": 2}, 3), ({"tp": 2, "pp": 2, "sequence_parallel": True}, 1)):
+        run = loop_of(
+            tmp_path / f"run{stage}",
+            4,
+            parallel=parallel,
+            zero={"stage": stage},
+            data={"sources": [source], "tokenizer": str(tokenizer), "validation_fraction": 0.0},
+            training={"steps": 2},
+            evaluation={"tasks": names, "every_steps": 1, "include_path": str(tmp_path)},
+            logging={"sample_prompts": ["the cat", "run"], "sample_tokens": 6, "sample_every_steps": 1},
+        )
+        shown += run_world(4, _train, run)[0]
+        first, last = (line["tasks"] for line in metrics_of(tmp_path / f"run{stage}"))
+        assert first.keys() == last.keys()
+        assert first != last
+        scores.append(last)
+    step = find_newest(tmp_path / "run1" / "checkpoints").path
+    done = run_command("evaluate", step, "--tasks", ",".join(names), "--include-path", tmp_path)
+    assert done.returncode == 0, done.stderr
+    found = {name: float(value) for name, value in re.findall(r"(\w+/\S+) +([\d.]+) *\n", done.stdout)}
+    assert len(found) == 6
+    for last in scores:
+        assert last == pytest.approx(found, rel=1e-4, abs=1e-4)
+    model, words = AutoModelForCausalLM.from_pretrained(step), WORDS.split()
+    for prompt in ("the cat", "run"):
+        ids = torch.tensor([[words.index(word) for word in prompt.split()]])
+        made = model.generate(ids, max_new_tokens=6, do_sample=False, eos_token_id=12)[0, ids.shape[1] :]
+        text = " ".join(words[token] for token in made if token < 12)
+        assert sum(line.startswith(f"step 2 | {prompt!r} goes on {text!r}"[:-1]) for line in shown) == 2, (text, shown)
+
+
+def test_what_goes_wrong_with_tasks_is_told_before_the_first_step_and_later_never_ends_the_run(tmp_path: Path) -> None:
+    _write_tasks(tmp_path)
+    run = _run(tmp_path, 1, {}, 0, evaluation={"tasks": ["written"], "include_path": str(tmp_path)})
+    with pytest.raises(AssertionError, match="written generates text"):
+        run_world(1, _train, run)
+    documents = (tmp_path / "documents.jsonl").read_text().splitlines()
+    (tmp_path / "documents.jsonl").write_text(
+        "\n".join([*documents, json.dumps({"text": "a", "choices": None, "label": 0})])
+    )
+    run = _run(tmp_path, 2, {}, 0, evaluation={"tasks": ["choice"], "include_path": str(tmp_path)})
+    shown = run_world(2, _train, run)[0]
+    assert any("no scores of evaluation.tasks" in line for line in shown), shown
+    assert len(metrics_of(tmp_path / "run")) == STEPS

@@ -20,10 +20,17 @@ _STEP = "A step directory, or the number of a step of the run; the newest by def
 def evaluate(
     config: Annotated[Path, typer.Argument(help="The run's TOML file.")],
     words: Annotated[list[str] | None, typer.Argument(metavar="[STEP] [key.sub=value]...", help=_STEP)] = None,
+    tasks: Annotated[str | None, typer.Option(help="Score a step directory on tasks of lm_eval: a,b.")] = None,
+    include_path: Annotated[str | None, typer.Option(help="With --tasks: a directory of task files.")] = None,
+    limit: Annotated[int | None, typer.Option(min=1, help="With --tasks: most documents of each.")] = None,
 ) -> None:
     """Evaluate a checkpoint on the run's validation data, on any shape.  Ranks are started as by `megazero train`."""
+    if tasks is not None:
+        with user_errors():
+            _print_scores(str(config), tasks.split(","), include_path, limit)
+        return
     if config.is_dir():
-        fail(f"{config} is a directory: name the run's TOML file, then the step", EXIT_REFUSED)
+        fail(f"{config} is a directory: name the run's TOML file, then the step; --tasks scores a step", EXIT_REFUSED)
     steps = [word for word in words or [] if not re.match(r"\w+(\.\w+)+=", word)]  # a path may hold "=", too
     overrides = [word for word in words or [] if word not in steps]
     if len(steps) > 1:
@@ -44,6 +51,45 @@ def evaluate(
         perplexity = exp(min(measured.loss, 700.0))  # exp(710) overflows
         table.add_row(name or "held out", f"{measured.tokens:,}", f"{measured.loss:.4f}", f"{perplexity:,.2f}")
     print(path)
+    print_table(table)
+
+
+def _print_scores(step: str, tasks: list[str], include_path: str | None, limit: int | None) -> None:
+    """Score a step by transformers; `evaluation.tasks` of a run scores through the engine."""
+    from tempfile import TemporaryDirectory
+
+    try:
+        import lm_eval
+
+        from megazero.training.callbacks.tasks import manager_of, scores_of
+    except ImportError as error:
+        raise ValueError(f"--tasks needs lm-evaluation-harness ({error}): pip install lm_eval") from None
+    import torch
+
+    from megazero.checkpoint import index
+    from megazero.checkpoint.folder import folder_at
+    from megazero.checkpoint.hugging_face.tokenizer import tokenizer_of
+
+    index.read_manifest(step)
+    files, about = tokenizer_of(folder_at(step), index.read_trainer_state(step))
+    with TemporaryDirectory() as folder:
+        for name, content in files.items():
+            (Path(folder) / name).write_bytes(content)
+        if not files:
+            hint = "transformers needs a tokenizer file: name tasks in [evaluation] of a run"
+            raise ValueError(f"{step} has {about}; {hint}")
+        found = lm_eval.simple_evaluate(
+            "hf",
+            {"pretrained": step, "tokenizer": folder},
+            tasks,
+            device="cuda" if torch.cuda.is_available() else "cpu",
+            task_manager=manager_of(tasks, include_path),
+            limit=limit,
+            bootstrap_iters=0,
+        )
+    table = Table("task", Column("score", justify="right"), box=None)
+    for name, value in scores_of(found).items():
+        table.add_row(name, f"{value:.4f}")
     print_table(table)
 
 

@@ -55,6 +55,8 @@ _MANY_CHECKPOINTS = ActsWhere("checkpoint.keep_last", (), "every checkpoint is k
 _EVALUATED = ActsWhere("data.validation_fraction data.validation_sources", (), "no sample is kept for evaluation")
 _HELD_OUT = ActsWhere("data.validation_fraction", (), "no checkpoint has a validation loss")
 _EVALUATED_STEPS = ActsWhere("training.eval_every_steps", (), "no checkpoint has a validation loss")
+_TASKS = ActsWhere("evaluation.tasks", (), "there is no task")
+_SAMPLED = ActsWhere("logging.sample_prompts", (), "there is no prompt")
 _MANY_RANKS = ActsWhere("world_size", (), "there is no other rank", above=1)
 _CONTEXT = ActsWhere("parallel.cp", (), "a rank has whole samples", above=1)
 
@@ -441,6 +443,19 @@ class TrainingConfig(Section):
     callbacks: Annotated[tuple[Text, ...], Field(strict=False)] = ()
 
 
+class EvaluationConfig(Section):
+    """Tasks of lm-evaluation-harness during a run, scored by log-likelihood through the engine itself, on any shape."""
+
+    #: Names of tasks: multiple choice and perplexity. Needs the extra `eval` on the first rank's machine.
+    tasks: Annotated[tuple[Text, ...], Field(strict=False)] = ()
+    #: Steps between two evaluations of the tasks; they are scored after the last step, too.
+    every_steps: Annotated[CountOrZero, _TASKS] = 0
+    #: Directory with task files of your own.
+    include_path: Annotated[PathText | None, _TASKS] = None
+    #: Most documents of each task; all by default.
+    limit: Annotated[Count | None, _TASKS] = None
+
+
 class AverageConfig(Section):
     """An average of the weights, sharded as they are: evaluated beside them, and saved with each checkpoint."""
 
@@ -534,6 +549,12 @@ class LoggingConfig(Section):
     loss_spike_sigmas: PositiveOrZero = 6.0
     #: Dense FLOP/s of one device in precision.dtype, for the MFU. Unset: of known GPUs by name; for others no MFU.
     peak_flops: Positive | None = None
+    #: Texts that the model continues during the run, by its likeliest tokens, on any shape.
+    sample_prompts: Annotated[tuple[Text, ...], Field(strict=False)] = ()
+    #: Steps between two samples; there are samples after the last step, too.
+    sample_every_steps: Annotated[Count, _SAMPLED] = 1000
+    #: Tokens of a sample: each takes a forward of as many samples as a micro-batch has.
+    sample_tokens: Annotated[Count, _SAMPLED] = 32
     #: Steps between two comparisons of the time that each rank's own work takes; 0: never.
     straggler_every_steps: Annotated[CountOrZero, _MANY_RANKS] = 50
     #: A rank is reported if its work takes so many times the median.
@@ -565,6 +586,7 @@ class RunConfig(Section):
     lr_schedule: LrScheduleConfig = LrScheduleConfig()
     data: DataConfig = DataConfig()
     training: TrainingConfig = TrainingConfig()
+    evaluation: EvaluationConfig = EvaluationConfig()
     average: AverageConfig = AverageConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     elastic: ElasticConfig = ElasticConfig()

@@ -121,8 +121,8 @@ class FileTokenizer:
         return str(self._inner.decode(np.asarray(ids).tolist(), skip_special_tokens=True))
 
 
+#: What data and training need of a tokenizer.
 Tokenizer: TypeAlias = ByteTokenizer | FileTokenizer
-"""What data and training need of a tokenizer."""
 
 
 def fingerprint_of(content: bytes, eod_token: str) -> str:

@@ -193,6 +193,23 @@ class Engine:
         # In an evaluation, the loss scale does not handle a loss that is not finite.
         return check_finite(replace(statistics, finite=isfinite(statistics.loss))) if statistics.tokens else statistics
 
+    def read_logits(self, batches: Sequence[MicroBatch], read: Callable[[MicroBatch, Tensor], object]) -> None:
+        """Run a forward.  Where the head is, `read` takes each micro-batch and its logits, [seq / cp, batch, vocab]."""
+
+        def forward(stage: GPTStage, microbatch: int, x: Message | None) -> Message:
+            batch, given = batches[microbatch], None if x is None else x[0]
+            if stage.head is None:
+                return (stage(given, batch),)
+            read(batch, stage(given, replace(batch, labels=None)))
+            return (torch.zeros((), device=self.state.device),)
+
+        self._chunks.eval()
+        executor = self._executor_of(batches, trains=False)
+        self.sharded_model.parameters.gathers.check()
+        chunks = [ChunkRunner(partial(forward, stage), stage.head is not None) for stage in self._stages]
+        with torch.no_grad():
+            executor.run(StageRunner(chunks, self.sharded_model, None))
+
     def _begin_step(self, batches: Sequence[MicroBatch]) -> None:
         """Discard the gradients of the last step, even if it failed."""
         if not torch.is_grad_enabled():

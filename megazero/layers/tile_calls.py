@@ -199,12 +199,11 @@ class Documents:
         return dq, dk, dv
 
 
+#: A kernel call: `queries` and `keys` say which rows it reads of this rank's queries, and of the keys of a ring step.
+#:
+#: `forward` gives out and lse of its queries; `backward` the gradients of its queries, keys and values from this tile, with
+#: `out` and `lse` over all keys.
 Call: TypeAlias = OneTile | PackedTiles | Documents
-"""A kernel call: `queries` and `keys` say which rows it reads of this rank's queries, and of the keys of a ring step.
-
-`forward` gives out and lse of its queries; `backward` the gradients of its queries, keys and values from this tile, with
-`out` and `lse` over all keys.
-"""
 
 
 def _tile_of(rows: int) -> Tile:

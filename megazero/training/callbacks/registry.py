@@ -179,9 +179,26 @@ def callbacks_of(
         Utilization(run, engine.state.device, engine.dtype, context.corpus.train),
         *([] if engine.sharded_model.average is None else [Averages(run.config, engine.sharded_model.average)]),
         Evaluation(context, [*metrics, checkpointing], watchdog),
+        *_of_texts(context),
         *registered,
         *writers,
         *(make(context) for make in added("callback").values()),
         GarbageCollection(),
         checkpointing,
     ]
+
+
+def _of_texts(context: RunContext) -> list[Callback]:
+    """What reads texts with the model, which other runs do not load."""
+    found: list[Callback] = []
+    if context.run.config.evaluation.tasks:
+        try:
+            from megazero.training.callbacks.tasks import Tasks
+        except ImportError as error:
+            raise ValueError(f"evaluation.tasks needs lm-evaluation-harness ({error}): pip install lm_eval") from error
+        found.append(Tasks(context))
+    if context.run.config.logging.sample_prompts:
+        from megazero.training.callbacks.samples import Samples
+
+        found.append(Samples(context))
+    return found

@@ -1,0 +1,107 @@
+"""Tasks of lm-evaluation-harness during a run: multiple choice and perplexity, by log-likelihood through the engine itself.
+
+Source: `lm_eval.models.huggingface.HFLM`, whose scores of an export these are.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+import lm_eval
+from lm_eval.api.model import TemplateLM
+from lm_eval.tasks import TaskManager
+from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
+
+from megazero.training.callbacks.base import RunContext, StepRecord
+from megazero.training.callbacks.samples import TextCallback, likelihood
+
+logging.getLogger("lm_eval").setLevel(logging.ERROR)
+
+
+class EngineLM(TemplateLM):
+    """The model of a run, as lm-evaluation-harness asks it on rank 0."""
+
+    def __init__(self, callback: TextCallback, context: RunContext) -> None:
+        super().__init__()
+        self._ask, self._tokenizer = callback.ask, callback.tokenizer()
+        self._at_once, self._seq_len = context.run.global_batch_size, context.run.config.model.seq_len
+
+    @property
+    def eot_token_id(self) -> int:
+        return self._tokenizer.eod_id
+
+    def tok_encode(self, string: str, *_: Any, **__: Any) -> list[int]:
+        return self._tokenizer.encode(string).tolist()
+
+    def loglikelihood(self, requests: Any, **_: Any) -> Any:
+        return super().loglikelihood(requests, disable_tqdm=True)
+
+    def _loglikelihood_tokens(self, requests: Sequence[Any], **_: Any) -> list[tuple[float, bool]]:
+        texts = [([*context, *continuation], len(continuation)) for _, context, continuation in requests]
+        groups = [texts[first : first + self._at_once] for first in range(0, len(texts), self._at_once)]
+        return [(total, not others) for group in groups for total, others in self._ask(group, likelihood)]
+
+    def loglikelihood_rolling(self, requests: Any, **_: Any) -> list[float]:
+        sums = []
+        for request in requests:
+            ids = self.tok_encode(request.args[0])
+            windows = get_rolling_token_windows(ids, self.eot_token_id, self._seq_len, 1)
+            scored = self._loglikelihood_tokens([(None, *make_disjoint_window(window)) for window in windows])
+            sums.append(sum(total for total, _ in scored))
+        return sums
+
+    def generate_until(self, requests: Any, **_: Any) -> list[str]:
+        raise NotImplementedError("tasks that generate text are not scored during a run")
+
+
+class Tasks(TextCallback):
+    """Scores `evaluation.tasks`, and sets `record.metrics["tasks"]` on rank 0: "TASK/METRIC" to a number."""
+
+    what = "scores of evaluation.tasks"
+
+    def __init__(self, context: RunContext) -> None:
+        own = context.run.config.evaluation
+        super().__init__(context, own.every_steps)
+        self._limit, self._tasks = own.limit, None
+        if context.engine.state.rank == 0:
+            try:
+                self._tasks = manager_of(own.tasks, own.include_path).load(list(own.tasks))
+            except Exception as error:  # also of a storage or a hub
+                raise ValueError(
+                    f"evaluation.tasks cannot be loaded: {error}; correct or leave out the task"
+                ) from error
+            texts = [name for name, task in self._tasks["tasks"].items() if task.OUTPUT_TYPE == "generate_until"]
+            if texts:
+                raise ValueError(
+                    f"evaluation.tasks: {', '.join(texts)} generates text, and a run scores by log-likelihood: leave it "
+                    "out, and score it on a step by megazero evaluate STEP --tasks"
+                )
+
+    def work(self, record: StepRecord) -> None:
+        lm = EngineLM(self, self._context)
+        found = lm_eval.evaluate(lm, self._tasks, limit=self._limit, bootstrap_iters=0, log_samples=False)
+        record.metrics["tasks"] = scores = scores_of(found)
+        self._context.say(
+            " | ".join([f"step {record.step}", *(f"{name} {value:.4f}" for name, value in scores.items())])
+        )
+
+
+def manager_of(names: Sequence[str], include_path: str | None) -> TaskManager:
+    """Knows the tasks of a directory; and those of the harness, of which the list takes a quarter of a minute, if asked."""
+    if include_path is not None:
+        own = TaskManager(include_path=include_path, include_defaults=False)
+        if set(names) <= set(own.all_tasks):
+            return own
+    return TaskManager(include_path=include_path)
+
+
+def scores_of(found: Any) -> dict[str, float]:
+    """The numbers of the harness's results, as "TASK/METRIC"; those that a filter makes have its name in brackets."""
+    return {
+        f"{task}/{metric.removesuffix(',none')}": value
+        for task, values in found["results"].items()
+        for metric, value in values.items()
+        if isinstance(value, float) and "stderr" not in metric
+    }
