@@ -105,7 +105,7 @@ def generate(
     """Continue a text with a checkpoint's model, by transformers: tokens are printed as they come."""
     with user_errors():
         try:
-            from transformers import AutoModelForCausalLM, PretrainedConfig, TextStreamer, set_seed
+            from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PretrainedConfig, TextStreamer, set_seed
         except ImportError:
             raise ValueError("megazero generate needs transformers: pip install transformers") from None
         import torch
@@ -115,10 +115,8 @@ def generate(
         from megazero.checkpoint.hugging_face.tokenizer import load_tokenizer_of
 
         index.read_manifest(step)
-        if (kind := PretrainedConfig.get_config_dict(step)[0]["model_type"]).startswith("megazero-"):
-            raise ValueError(
-                f"{step} is a {kind}: its run sets keys that transformers does not compute; see docs/recipes.md"
-            )
+        if (kind := PretrainedConfig.get_config_dict(step)[0]["model_type"]) not in CONFIG_MAPPING:
+            raise ValueError(f"{step} is a {kind}, which transformers does not compute: generate from your own script")
         tokenizer = load_tokenizer_of(folder_at(step), index.read_trainer_state(step))
         model: Any = AutoModelForCausalLM.from_pretrained(step, dtype="auto", local_files_only=True)
         model.to("cuda" if torch.cuda.is_available() else "cpu")

@@ -466,6 +466,13 @@ def _rule_own_lr_schedule_answers(config: RunConfig) -> Iterator[Problem]:
             return
 
 
+def _rule_decay_ends_after_the_warmup(config: RunConfig) -> Iterator[Problem]:
+    """A decay must not end within the warm-up: the rate would stay at its peak."""
+    end, warmup = config.lr_schedule.end_step, config.lr_schedule.warmup_steps
+    if end is not None and end <= warmup + 1:
+        yield Problem("lr_schedule.end_step", end, f"must be above lr_schedule.warmup_steps + 1 = {warmup + 1}")
+
+
 def _rule_averaged_saves_are_regular(config: RunConfig) -> Iterator[Problem]:
     if config.average.kind == "saves" and not config.checkpoint.save_every_steps:
         rule = 'must be above 0 where average.kind = "saves": the mean is of the weights of these steps'

@@ -56,9 +56,8 @@ def _ids_of(path: Path, tokenizer: Tokenizer) -> NDArray[Any]:
         kind, header = (_LLM_C[magic], 1024) if magic in _LLM_C else (token_dtype(tokenizer.vocab_size).str, 0)
         found = (path.stat().st_size - header) / np.dtype(kind).itemsize
         if found != (said if header else int(found)):
-            raise ValueError(
-                f"{path} is cut: it has {found:,} tokens of {kind}; copy it again, or name its data.tokenizer"
-            )
+            cure = f"its header says {said:,}" if header else "or name its data.tokenizer"
+            raise ValueError(f"{path} is cut: it has {found:,g} tokens of {kind}; copy it again, {cure}")
         ids = np.memmap(path, kind, "r", header)
     if ids.dtype not in ("<u2", "<i4", "<u4"):
         raise ValueError(f"{path} holds {ids.dtype}; token ids are uint16, uint32 or int32")

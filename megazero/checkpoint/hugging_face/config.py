@@ -15,7 +15,8 @@ def format_of(family: object) -> HuggingFaceFormat:
     """The form of a family in transformers.  Raises: ValueError for a family that transformers does not have."""
     known = {name: form for name in FAMILIES if (form := FAMILIES[name].hugging_face) is not None}
     if not isinstance(family, str) or family not in known:
-        raise ValueError(f"model_type={family!r} is not supported; {' and '.join(known)} are")
+        own = "; give your family's ModelFamily a `hugging_face` format (docs/extending.md)" * (family in [*FAMILIES])
+        raise ValueError(f"model_type={family!r} is not supported; {' and '.join(known)} are{own}")
     return known[family]
 
 
