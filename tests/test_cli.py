@@ -11,6 +11,7 @@ import socket
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -246,7 +247,8 @@ def test_tokenize_asks_before_it_leaves_out_or_replaces(tmp_path: Path, monkeypa
     words = ["data", "tokenize", str(tmp_path), "--out", str(tmp_path / "out"), "--workers", "1"]
 
     def tokenize(*more: str, answer: str | None = None) -> Result:
-        monkeypatch.setattr("megazero.formats.data_command._is_asked", lambda: answer is not None)
+        terminal = SimpleNamespace(stdin=SimpleNamespace(isatty=lambda: answer is not None), stderr=None)
+        monkeypatch.setattr("megazero.formats.data_command.sys", terminal)
         return CliRunner().invoke(app, [*words, *more], input=answer)
 
     refused = tokenize()

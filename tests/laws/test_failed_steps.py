@@ -32,7 +32,7 @@ PLACES = [
     (Copier, "start"),
     (ReductionQueue, "start"),
     (WorkingBuffers, "acquire"),
-    (BufferPool, "_new"),
+    (BufferPool, "acquire"),
     (GradientReducer, "take"),
     (BlockFormat, "quantize"),
     (BlockFormat, "dequantize"),
