@@ -130,7 +130,7 @@ class FaultInjector:
         self._within(saver, "save_checkpoint", lambda *_: "writing")
         self._within(Folder, "write", lambda _, name, __: "manifest" if name == MANIFEST else None)
         self._within(Pruner, "_remove", lambda pruner, folder: None if pruner._is_read(folder) else "pruning")
-        self._within(retention, "remove_own_files", lambda *_: "pruning")
+        self._within(retention.index, "remove_own_files", lambda *_: "pruning")
         self._within(MetricsFile, "__init__", lambda *_: "metrics")
         self._within(MetricsFile, "after_step", lambda *_: "metrics")
         for owner, name, told in ((Executor, "_compute", 1), (Engine, "update", 1), (Traffic, "enter", 2)):

@@ -5,25 +5,18 @@ from __future__ import annotations
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
-import torch
 import typer
-from torch import Tensor
 
-from megazero.checkpoint.hugging_face.config import logical_shapes
-from megazero.checkpoint.hugging_face.exporter import intact_model
-from megazero.checkpoint.hugging_face.tokenizer import tokenizer_files
-from megazero.checkpoint.index import CheckpointError, kinds_of, read_manifest
-from megazero.checkpoint.retention import reading
-from megazero.checkpoint.shards import new_folder
-from megazero.checkpoint.tensor_file import StoredTensor, StoredTensors
 from megazero.cli._common import load_extensions
 from megazero.cli.checkpoint import ExtensionOption, user_errors
-from megazero.formats.foreign import LazyTensor
-from megazero.formats.hugging_face import write_step
 from megazero.settings import toml_value
-from megazero.zero.state import MASTER, MODEL
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from megazero.checkpoint.tensor_file import StoredTensor
 
 
 def average(
@@ -31,6 +24,19 @@ def average(
     extension: ExtensionOption = None,
 ) -> None:
     """Write the mean of the weights of some steps as a new step, to evaluate, to export, or to start from."""
+    import torch
+
+    from megazero.checkpoint.hugging_face.config import logical_shapes
+    from megazero.checkpoint.hugging_face.exporter import intact_model
+    from megazero.checkpoint.hugging_face.tokenizer import tokenizer_files
+    from megazero.checkpoint.index import CheckpointError, kinds_of, read_manifest
+    from megazero.checkpoint.retention import reading
+    from megazero.checkpoint.shards import new_folder
+    from megazero.checkpoint.tensor_file import StoredTensors
+    from megazero.formats.foreign import LazyTensor
+    from megazero.formats.hugging_face import write_step
+    from megazero.zero.state import MASTER, MODEL
+
     *steps, out = directories
     with user_errors(), ExitStack() as reads:
         if not steps:
@@ -40,7 +46,8 @@ def average(
         folders = [reads.enter_context(reading(step)) for step in steps]
         found = [intact_model(folder) for folder in folders]
         trainer, model = found[-1]
-        shapes, stored = logical_shapes(model), list[dict[str, StoredTensor]]()
+        shapes = logical_shapes(model)
+        stored: list[dict[str, StoredTensor]] = []
         for folder, (_, other) in zip(folders, found, strict=True):
             if logical_shapes(other) != shapes:
                 raise CheckpointError(f"{folder} holds another model than {folders[-1]}: their tensors differ")
@@ -62,7 +69,7 @@ def average(
 
 
 def _mean(stored: list[dict[str, StoredTensor]], name: str) -> Tensor:
-    total = stored[0][name].whole().to(torch.float32, copy=True)
+    total = stored[0][name].whole().float().clone()
     for others in stored[1:]:
         total += others[name].whole()
     return total / len(stored)
