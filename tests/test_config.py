@@ -27,6 +27,8 @@ from megazero.registry import keywords_of
 from megazero.schedules.registry import SCHEDULES
 from megazero.settings import ActsWhere, Problem
 
+CASES = tomllib.loads((Path(__file__).parent / "run_file_cases.toml").read_text())
+
 
 @pytest.fixture
 def write(tmp_path):
@@ -105,16 +107,7 @@ def test_heads_of_a_free_size_count_in_products_and_need_not_split_the_hidden_si
     assert resolve(RunConfig.model_validate({"model": same}), 1).config.model.head_dim is None, "the size it has anyway"
 
 
-SCALINGS = """
-{ type = "dynamic", factor = 2.0 } -> model.rope_scaling.type = "dynamic": must be "linear", "yarn" or "llama3"
-{ type = "linear", factor = 2.0, beta_fast = 3.0 } -> must not have beta_fast, which type = "linear" does not
-{ type = "yarn", factor = 2.0, beta_fats = 3.0 } -> beta_fats = 3.0: unknown key; did you mean beta_fast?
-{ type = "llama3", factor = 2.0, original_seq_len = 8, low_freq_factor = 4.0 } -> must have low_freq_factor < high
-8.0 -> model.rope_scaling = 8.0: must be a table
-"""
-
-
-@pytest.mark.parametrize(("scaling", "told"), [line.split(" -> ") for line in SCALINGS.strip().splitlines()])
+@pytest.mark.parametrize(("scaling", "told"), [line.split(" -> ") for line in CASES["scalings"].strip().splitlines()])
 def test_a_wrong_rope_scaling_is_told_in_its_words(write, scaling, told):
     (problem,) = problems(write(f"[model]\nrope_scaling = {scaling}"))
     assert told in problem
@@ -224,62 +217,12 @@ def test_the_message_is_a_numbered_list(write):
     )
 
 
-# Overrides, and the key and the beginning of what is told about it.
-UNKNOWN = """
-model.zq=8 -> model.zq: unknown key; the keys of [model] are preset, family, hidden_size, num_layers, num_heads,
-model.lr=3 -> model.lr: unknown key in [model]; did you mean optimizer.lr?
-training.zero_stage=3 -> training.zero_stage: unknown key in [training]; did you mean zero.stage?
-modle.num_heads=3 -> modle.num_heads: unknown section [modle]; did you mean model.num_heads?
-batch.steps=3 -> batch.steps: unknown section [batch]; did you mean training.steps?
-tp=3 -> tp: a key outside any section; did you mean parallel.tp?
-zero.offload.xyz=3 -> zero.offload.xyz: unknown key; the keys of [zero.offload] are optimizer, parameters, ratio, nvme_pat
-zero.optimizer=cpu -> zero.optimizer: unknown key in [zero]; did you mean zero.offload.optimizer?
-parallel.nccl_max_ctas.zq=4 -> parallel.nccl_max_ctas.zq: unknown key; the keys of [parallel.nccl_max_ctas]
-zero.ofload.pin_memry=true -> zero.ofload.pin_memry: unknown section [zero.ofload]; did you mean zero.offload.pin_memory?
-zero.ofload={} -> zero.ofload: unknown section; did you mean [zero.offload]?
-zero.offload.disk.ratio=1 -> zero.offload.disk.ratio: unknown section [zero.offload.disk]; did you mean zero.offload.ratio
-data.sources=[{pth='a', path='b'}] -> data.sources[0].pth: unknown key; did you mean path?
-optimizer.learning_rate=1 -> optimizer.learning_rate: unknown key; did you mean optimizer.lr?
-parallel.pipeline_parallel_size=2 -> parallel.pipeline_parallel_size: unknown key; did you mean parallel.pp?
-"""
-WRONG = """
-training.steps='8' -> training.steps: must be an integer; write 8
-model.num_heads=9999999999999999 -> model.num_heads: must be <= 1099511627776; write 1099511627776
-optimizer.lr=1e38 -> optimizer.lr: must be <= 1e+30; write 1e+30
-model.rope_scaling={} -> model.rope_scaling: must have a type and have a factor
-training.run_dir=3 -> training.run_dir: must be a string; write "3"
-training.run_dir= -> training.run_dir: must not be empty; the default is "runs/default"
-training.accumulation=0 -> training.accumulation: must be >= 1 or "auto"; write 1
-training.accumulation=Auto -> training.accumulation: must be an integer or "auto"; write "auto"
-zero.stage=true -> zero.stage: must be an integer; the default is 1
-model.family=lama -> model.family: must be "llama", "gpt2", "qwen2", "qwen3", "olmo2", "mistral", "mixtral",
-model.dropout=1 -> model.dropout: must be < 1; the default is 0.0
-optimizer.lr=nan -> optimizer.lr: must be a finite number; the default is 0.0003
-optimizer.betas=[0.9] -> optimizer.betas: must have 2 values; the default is [0.9, 0.95]
-optimizer.betas=[0.9, 2] -> optimizer.betas[1]: must be < 1
-logging.tensorboard=yes -> logging.tensorboard: must be true or false; the default is true
-data.sources=abc -> data.sources: must be a list; write ["abc"]
-data.sources=[] -> data.sources: must not be empty; the default is ["python-stdlib"]
-data.sources=[{path='a', weight=0}] -> data.sources[0].weight: must be > 0
-data.sources=[{weight=1}] -> data.sources[0]: must have a path
-activations.recompute=selectiv -> activations.recompute: must be "none", "selective", "full" or a list of norms, activatio
-activations.offload=cpu -> activations.offload: must be "none" or "host"; write "host"
-activations.layers=-1 -> activations.layers: must be "all", a number of layers from 0 or a list of layers such as [0, 1, 5
-activations.recompute=['norm'] -> activations.recompute: must list regions of a layer, which are norms, activation, residu
-activations.recompute=['mlp', 'mlp'] -> activations.recompute: must name each region once; write ["mlp"]
-activations.stages=[{stage=0, contiguous=true}] -> activations.stages[0].contiguous: unknown key; it is a key of [activati
-launch.device=gpu -> launch.device: must be "auto", "cpu" or "cuda"; write "cuda"
-precision.dtype=float32 -> precision.dtype: must be "fp32", "bf16" or "fp16"; write "fp32"
-data.sources=[3] -> data.sources[0]: must be a string or a table { path, weight }
-"""
-
-
 def _told(table: str) -> list[tuple[str, str, str]]:
     rows = [line.split(" -> ") for line in table.splitlines() if line]
     return [(left, *told.split(": ", 1)) for left, told in rows]
 
 
-@pytest.mark.parametrize(("override", "key", "rule"), _told(UNKNOWN + WRONG))
+@pytest.mark.parametrize(("override", "key", "rule"), _told(CASES["unknown"] + CASES["wrong"]))
 def test_a_wrong_key_or_value_is_told_what_to_write(write, override, key, rule):
     (problem,) = problems(write(""), override)
     assert problem.startswith(key)
@@ -298,62 +241,7 @@ def test_the_order_names_every_axis_once(write, order):
     assert load_config(write(""), ["parallel.order=pp-dp-cp-tp"]).config.parallel.order == "pp-dp-cp-tp"
 
 
-# After the number of ranks, or - for what the file says.
-BROKEN = """
-1 model.hidden_size=1000 -> model.hidden_size: must be divisible by 2*num_heads=32
-1 model.head_dim=63 -> model.head_dim: must be even: rotary positions turn pairs; the nearest are 62 and
-1 model.family=gpt2 model.hidden_size=1000 -> model.hidden_size: must be divisible by num_heads=16
-3 parallel.tp=3 model.ffn_hidden_size=3 -> model.num_heads: must be divisible by parallel.tp=3
-1 model.num_kv_heads=5 -> model.num_kv_heads: must divide num_heads=16; the nearest are 4 and 8
-1 model.family=olmoe model.num_experts=4 model.experts_per_token=5 -> model.experts_per_token: must be at most num_experts=4
-1 model.family=mixtral model.renormalize_gates=false -> model.renormalize_gates: must be true for mixtral, which
-4 model.num_kv_heads=1 model.head_dim=6 parallel.tp=4 -> model.num_kv_heads: must divide num_heads=16 and be a multiple of
-1 model.family=gpt2 model.num_kv_heads=4 -> model.num_kv_heads: must be num_heads=16: gpt2 has no
-1 model.family=gpt2 model.tie_embeddings=false -> model.tie_embeddings: must be true for gpt2
-2 model.ffn_hidden_size=1001 parallel.tp=2 -> model.ffn_hidden_size: must be divisible by parallel.tp=2
-2 model.seq_len=1001 parallel.tp=2 parallel.sequence_parallel=true -> model.seq_len: must be divisible by parallel.tp=2 (s
-4 model.num_layers=2 parallel.pp=4 -> model.num_layers: must be >= parallel.pp=4
-1 parallel.schedule=interleaved -> parallel.virtual_stages: interleaved needs at least 2 chunks per rank
-2 parallel.schedule=interleaved parallel.virtual_stages=2 parallel.pp=2 training.accumulation=3 -> training: interleaved
-2 parallel.schedule=zbv parallel.pp=2 model.num_layers=3 -> model.num_layers: must be >= parallel.pp*chunks=2*2=4
-1 parallel.virtual_stages=2 -> parallel.virtual_stages: the schedule 1f1b has one chunk per rank
-1 checkpoint.directory=s4://bucket/run -> checkpoint.directory: must be the URL of a file system that fsspec knows and who
-1 activations.recompute=full activations.layers=[0,24] -> activations.layers: must name layers below model.num_layers=24,
-1 activations.offload=host activations.offload_layers=25 -> activations.offload_layers: must be <= model.num_layers=24; wr
-1 activations.stages=[{stage=1,recompute='full'}] -> activations.stages[0].stage: must be below parallel.pp=1, a rank of t
-1 activations.recompute=['residual'] activations.partition=true -> activations.partition: must be false where residual is
-1 activations.stages=[{stage=0,layers=1},{stage=0,layers=2}] activations.recompute=full -> activations.stages[1].stage: mu
-1 elastic.enabled=true -> training.global_batch_size: must be a number where elastic.enabled = true: it stays while dp
-1 elastic.enabled=true training.global_batch_size=8 checkpoint.resume=never -> checkpoint.resume: must not be never where
-1 training.batch_ramp={start=4,increment=5,samples=9} training.global_batch_size=32 -> training.batch_ramp.increment: must
-12 zero.shard_group_size=5 -> zero.shard_group_size: must divide dp=12; the nearest are 4 and 6
-12 zero.stage=3 zero.secondary_shard_size=12 -> zero.secondary_shard_size: must divide the 12 ranks that share the state i
-2 zero.shard_group_size=2 zero.stage=0 -> zero.shard_group_size: must be 0 where zero.stage = 0: it has no effect where no
-1 zero.persistent_elements=9 zero.stage=2 -> zero.persistent_elements: must be 0 where zero.stage = 2: only stage 3 gather
-1 zero.offload.parameters=cpu -> zero.offload.parameters: must be "none" where zero.stage = 1: only stage 3 shards paramet
-1 zero.offload.ratio=0.5 -> zero.offload.ratio: must be 1.0 where zero.offload.optimizer = "none": no state is offloaded
-1 zero.offload.optimizer=nvme -> zero.offload.nvme_path: must be set where zero.offload.optimizer = "nvme"; name a directo
-1 zero.offload.parameters=nvme zero.stage=3 -> zero.offload.nvme_path: must be set where zero.offload.parameters = "nvme";
-1 precision.dtype=fp32 precision.accumulate_dtype=bf16 -> precision.accumulate_dtype: must be "fp32" where precision.dtype
-1 precision.dtype=fp32 precision.reduce_dtype=fp16 -> precision.reduce_dtype: must be "fp32" where precision.dtype = "fp32
-1 precision.loss_scale=128 -> precision.loss_scale: must be 0.0 where precision.dtype = "bf16": only fp16 scales the loss;
-1 training.logits_chunk_bytes=1 model.vocab_size=1000 model.seq_len=4096 -> training.logits_chunk_bytes: must be >= 256000:
-2 training.logits_chunk_bytes=63999 model.vocab_size=1000 parallel.tp=2 -> training.logits_chunk_bytes: must be >= 64000:
-1 precision.dtype=fp16 precision.min_loss_scale=9 precision.initial_scale_power=3 -> precision.min_loss_scale: must be <=
-1 optimizer.momentum=0.9 -> optimizer.momentum: must be 0.0 where optimizer.name = "adamw": it does not read this key; lea
-8 parallel.tp=2 parallel.pp=3 -> world_size: must be divisible by tp*pp=6; the nearest are 6 and 12
-- parallel.tp=4 -> launch.nproc_per_node: must be divisible by tp*pp=4; the nearest is 4; on several machines start torchru
-- parallel.tp=8 parallel.pp=4 -> launch.nproc_per_node: must be divisible by tp*pp=32; the nearest is 32; on several machine
-- parallel.tp=2 parallel.dp=32 -> parallel.dp: tp*pp*dp=2*1*32=64 must be the world size, 1; start 64 ranks; on several ma
-8 parallel.tp=2 parallel.dp=3 -> parallel.dp: tp*pp*dp=2*1*3=6 must be the world size, 8; write 4 or "auto"
-7 parallel.tp=2 parallel.dp=3 -> parallel.dp: tp*pp*dp=2*1*3=6 must be the world size, 7; start 6 ranks
-4 training.global_batch_size=30 -> training.global_batch_size: must be divisible by dp=4; the nearest are 28 and 32
-2 training.global_batch_size=30 training.accumulation=4 -> training.global_batch_size: must be divisible by accumulation*d
-2 training.global_batch_size=30 training.accumulation=4 training.micro_batch_size=2 -> training.global_batch_size: must be
-"""
-
-
-@pytest.mark.parametrize(("run", "key", "rule"), _told(BROKEN))
+@pytest.mark.parametrize(("run", "key", "rule"), _told(CASES["broken"]))
 def test_keys_that_do_not_fit_each_other_are_told_with_their_numbers(write, run, key, rule):
     ranks, *overrides = run.split()
     (problem,) = problems(write(""), *overrides, world_size=None if ranks == "-" else int(ranks))
@@ -384,120 +272,12 @@ def test_keys_that_fit_each_other_make_a_run(write, overrides, world_size):
 
 # Keys without effect
 
-# A value other than the default, and what makes it idle.  By hand: the declarations in the schema are what is tested.
-REFUSED = """
-average.decay=0.5              average.kind=saves checkpoint.save_every_steps=5
-average.last=2                 average.kind=ema
-logging.memory_snapshot=2      launch.device=cpu
-lr_schedule.decay_fraction=0.5 lr_schedule.name=cosine
-lr_schedule.decay_shape=cosine lr_schedule.name=cosine
-lr_schedule.end_step=9         lr_schedule.name=constant
-lr_schedule.min_lr_ratio=0.5   lr_schedule.name=constant
-optimizer.betas=[0.8,0.9]      optimizer.name=sgd
-optimizer.eps=1e-5             optimizer.name=lion
-optimizer.momentum=0.9         optimizer.name=adagrad
-optimizer.matrix_momentum=0.9   optimizer.name=lion
-optimizer.adamw_lr=0.001        optimizer.name=lion
-optimizer.qk_clip=100          optimizer.name=adamw
-precision.initial_scale_power=9  precision.dtype=bf16
-precision.loss_scale_window=7  precision.dtype=fp32
-precision.hysteresis=4         precision.dtype=bf16
-precision.consecutive_hysteresis=true precision.dtype=bf16
-precision.min_loss_scale=2     precision.dtype=bf16
-precision.loss_scale_window=8  precision.dtype=fp16 precision.loss_scale=8
-precision.loss_scale=8         precision.dtype=bf16
-precision.accumulate_dtype=bf16 precision.dtype=fp32
-precision.reduce_dtype=bf16    precision.dtype=fp32
-precision.fp8=rowwise          precision.dtype=fp16
-model.mup_base_width=64        optimizer.name=muon
-model.mup_base_head_dim=16     model.family=gpt2 model.mup_base_width=64
-model.rope_theta=5e5           model.family=gpt2
-model.head_dim=96              model.family=gpt2
-model.sliding_window=96        model.family=qwen2
-model.num_experts=4            model.family=mistral
-model.full_attention_every=2   model.family=mistral
-model.rope_local_theta=2e4     model.family=llama
-model.no_rope_every=4          model.family=llama
-model.attention_bias=true      model.family=qwen2
-model.mlp_bias=true            model.family=glm4
-model.embedding_multiplier=12.0 model.family=llama
-model.residual_multiplier=0.2  model.family=llama
-model.attention_multiplier=0.1 model.family=llama
-model.logits_scaling=8.0       model.family=llama
-model.experts_per_token=4      model.family=mistral
-model.expert_hidden_size=4     model.family=mixtral
-model.renormalize_gates=true   model.family=qwen3
-model.router_aux_coef=0.01     model.family=qwen3
-model.router_z_coef=0.001      model.family=qwen3
-model.rope_scaling={type="linear",factor=2.0} model.family=gpt2
-zero.gather_policy=step        zero.stage=1
-zero.reduce=step               zero.stage=0
-zero.shard_group_size=1        zero.stage=0
-zero.persistent_elements=9     zero.stage=2
-zero.prefetch_bytes=9          zero.stage=2
-zero.secondary_shard_size=2    zero.stage=2
-zero.secondary_shard_size=2    zero.stage=3 zero.gather_policy=step
-zero.quantized_weights=true    zero.stage=2
-zero.quantized_gradients=4     zero.stage=0
-precision.reduce_dtype=bf16    zero.quantized_gradients=8
-zero.offload.parameters=cpu    zero.stage=2
-zero.offload.ratio=0.5         zero.offload.optimizer=none
-zero.offload.pin_memory=false  zero.offload.optimizer=none
-parallel.schedule=gpipe        parallel.schedule_file=x.csv
-parallel.virtual_stages=2      parallel.schedule_file=x.csv
-training.batch_ramp={start=2,increment=2,samples=9} parallel.schedule_file=x.csv
-parallel.schedule_file=x.csv   elastic.enabled=true training.global_batch_size=8
-training.non_finite_limit=9    training.on_non_finite=stop
-training.accumulation=1        elastic.enabled=true training.global_batch_size=8
-elastic.shapes=[{world_size=8}] elastic.enabled=false
-parallel.tp_overlap=pieces     precision.fp8=rowwise parallel.sequence_parallel=true
-"""
-TOLD = """
-zero.offload.optimizer=cpu      zero.offload.ratio=0
-parallel.order=pp-dp-cp-tp
-precision.fp8_layers=all       precision.fp8=none
-parallel.sequence_parallel=true parallel.tp=1
-parallel.tp_overlap=pieces     parallel.sequence_parallel=false
-parallel.cp_method=ring        parallel.cp=1
-parallel.cp_ulysses=2          parallel.cp_method=hybrid
-parallel.layout=cost           parallel.pp=1
-parallel.schedule_placement=v
-zero.quantized_weights=true    zero.stage=3
-zero.quantized_gradients=8
-zero.offload.nvme_path=/x      zero.offload.optimizer=cpu
-training.eval_samples=3        training.eval_every_steps=0
-checkpoint.host_memory_bytes=5 checkpoint.asynchronous=false
-checkpoint.keep_every_steps=7  checkpoint.keep_last=0
-checkpoint.keep_best=7         checkpoint.keep_last=0
-checkpoint.keep_best=7         checkpoint.keep_last=1 training.eval_every_steps=0
-training.eval_every_steps=5    data.validation_fraction=0
-activations.partition=true     activations.recompute=full
-activations.keep_attention=true activations.recompute=["mlp"]
-activations.layers=3
-activations.offload_layers=3
-activations.contiguous=true    activations.offload=host
-logging.straggler_every_steps=5
-logging.straggler_ratio=2.0    logging.straggler_every_steps=0
-logging.project=mine
-logging.sample_every_steps=2
-logging.sample_tokens=2
-evaluation.every_steps=2
-evaluation.include_path=/x
-evaluation.limit=2
-"""
-# Those that are too large for training.steps.
-EXCEEDING = """
-lr_schedule.warmup_steps=2000  training.steps=10
-logging.pipeline_trace_step=20 training.steps=10
-logging.memory_snapshot=20     training.steps=10
-"""
-
 
 def _lines(table: str) -> list[list[str]]:
     return [line.split() for line in table.splitlines() if line]
 
 
-@pytest.mark.parametrize("overrides", _lines(REFUSED), ids=" ".join)
+@pytest.mark.parametrize("overrides", _lines(CASES["refused"]), ids=" ".join)
 def test_a_key_that_another_choice_does_not_read_is_refused(write, overrides):
     key = overrides[0].split("=")[0]
     told = problems(write(""), *overrides, world_size=1)
@@ -506,7 +286,7 @@ def test_a_key_that_another_choice_does_not_read_is_refused(write, overrides):
     assert any(override.split("=")[0] in idle[0] for override in overrides[1:])
 
 
-@pytest.mark.parametrize("overrides", _lines(TOLD + EXCEEDING), ids=" ".join)
+@pytest.mark.parametrize("overrides", _lines(CASES["noted"] + CASES["exceeding"]), ids=" ".join)
 def test_a_key_that_a_number_or_a_switch_makes_idle_is_told(write, overrides):
     key = overrides[0].split("=")[0]
     told = [notice for notice in load_config(write(""), overrides, 1).notices if notice.startswith(f"{key} = ")]
@@ -514,33 +294,10 @@ def test_a_key_that_a_number_or_a_switch_makes_idle_is_told(write, overrides):
     assert all("has no effect where" in notice or "exceeds" in notice for notice in told)
 
 
-FAMILY_KEYS = {
-    "rope_theta": "5e5",
-    "rope_scaling": '{ type = "linear", factor = 2.0 }',
-    "head_dim": "96",
-    "sliding_window": "96",
-    "full_attention_every": "2\nsliding_window = 96",
-    "rope_local_theta": "3e4",
-    "no_rope_every": "4",
-    "attention_bias": "true",
-    "mlp_bias": "true",
-    "embedding_multiplier": "12.0",
-    "residual_multiplier": "0.2",
-    "attention_multiplier": "0.01",
-    "logits_scaling": "8.0",
-    "num_experts": "6",
-    "experts_per_token": "2",
-    "expert_hidden_size": "96",
-    "renormalize_gates": "true",
-    "router_aux_coef": "0.01",
-    "router_z_coef": "0.001",
-}
-
-
 def test_a_key_of_another_family_is_refused_and_the_resolved_run_loads_again(write, tmp_path):
     """Otherwise another model than the file asks for would be trained."""
-    assert set(FAMILY_KEYS) == {key for name in FAMILIES for key in FAMILIES[name].reads}
-    for key, value in FAMILY_KEYS.items():
+    assert set(CASES["family_keys"]) == {key for name in FAMILIES for key in FAMILIES[name].reads}
+    for key, value in CASES["family_keys"].items():
         readers = {name for name in FAMILIES if key in FAMILIES[name].reads}
         for name in FAMILIES:
             file = write(f"[model]\nfamily = '{name}'\n{key} = {value}")
@@ -563,30 +320,12 @@ def test_every_declaration_is_in_one_of_the_two_tables():
         for key, field in fields.items()
         if any(isinstance(one, ActsWhere) for one in field.metadata)
     }
-    assert declared == {overrides[0].split("=")[0] for overrides in _lines(REFUSED + TOLD)}
-
-
-# Keys beside choices that read them.
-TAKEN = """
-lr_schedule.name=wsd lr_schedule.decay_fraction=0.5 lr_schedule.min_lr_ratio=0.5 lr_schedule.warmup_steps=10
-optimizer.betas=[0.8,0.9] optimizer.eps=1e-05 precision.dtype=fp16 precision.initial_scale_power=9
-precision.loss_scale_window=7 precision.hysteresis=4 precision.consecutive_hysteresis=true precision.min_loss_scale=2.0
-precision.accumulate_dtype=bf16 precision.reduce_dtype=bf16 model.rope_theta=500000.0
-model.rope_scaling={type='linear',factor=2.0} model.head_dim=32 zero.stage=3 zero.gather_policy=step zero.reduce=step
-zero.shard_group_size=1 zero.persistent_elements=9 zero.offload.optimizer=nvme zero.offload.parameters=cpu
-zero.offload.ratio=0.5 zero.offload.pin_memory=false zero.offload.nvme_path=/x parallel.tp=2 parallel.pp=2
-parallel.sequence_parallel=true parallel.layout=cost parallel.schedule=interleaved parallel.virtual_stages=2
-activations.recompute=full activations.keep_attention=true activations.layers=1 activations.offload=host
-activations.offload_layers=[0,1] training.eval_every_steps=5 training.eval_samples=3 training.on_non_finite=skip
-training.non_finite_limit=9 checkpoint.host_memory_bytes=5 checkpoint.keep_last=2 checkpoint.keep_every_steps=7
-checkpoint.keep_best=3 logging.straggler_every_steps=5 logging.straggler_ratio=2.0 logging.pipeline_trace_step=20
-logging.loggers=['wandb'] logging.project=mine
-"""
+    assert declared == {overrides[0].split("=")[0] for overrides in _lines(CASES["refused"] + CASES["noted"])}
 
 
 def test_a_key_is_taken_where_it_acts(write):
     """The same keys beside choices that read them, in one run and its written-out file; then nothing is told either."""
-    run = load_config(write(""), TAKEN.split(), 4)
+    run = load_config(write(""), CASES["taken"].split(), 4)
     assert run.notices == ()
     assert load_config(write(to_toml(run)), [], 4) == run
 
