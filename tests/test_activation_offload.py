@@ -21,9 +21,9 @@ from torch.multiprocessing.reductions import StorageWeakRef
 sys.path.insert(0, str(Path(__file__).parent / "laws"))
 from worlds import LLAMA, engine_on, micro_batches, run_of, state_on
 
-from megazero.comm.memory import ALIGNMENT, Arena, Copier, StreamCopier, storage_of
+from megazero.comm.memory import ALIGNMENT, Copier, StreamCopier, storage_of
 from megazero.config import ResolvedRun
-from megazero.layers.activation_offload import ActivationStore, ArenaStorage, ArenaView
+from megazero.layers.activation_offload import ActivationStore
 from megazero.models.activation_config import PRESETS
 
 NUMEL = 256
@@ -150,19 +150,6 @@ def test_a_layer_comes_back_while_the_one_after_it_runs() -> None:
     assert offload.pool.nbytes_in_use == 0
 
 
-def test_the_last_forward_of_a_chunk_brings_what_comes_next() -> None:
-    copier = LateCopier(0)
-    offload = _offload(copier)
-    waiting = _forward(offload, _leaf(), 3, name="first")
-    offload.expect("first")
-    other = _forward(offload, _leaf(), 3, name="second")
-    assert copier.started == 2 * 3 + 2 * 3 + 2
-    assert copier.most_on_device == 2 * 2 * BYTES + BYTES  # the last layer's input is in use
-    waiting.backward()
-    other.backward()
-    assert offload.pool.nbytes_in_use == 0
-
-
 def test_a_storage_that_is_kept_twice_is_copied_once() -> None:
     def run(x: Tensor) -> Tensor:
         a, b = x.view(2, -1).sin().unbind()  # the sine saves x, the products two views of its result
@@ -228,34 +215,6 @@ def test_a_change_in_place_is_refused_as_autograd_refuses_it() -> None:
             y.backward()
         del y
         assert offload.pool.nbytes_in_use == 0
-
-
-@pytest.mark.parametrize("number", [1, 2])
-def test_a_copy_that_fails_gives_its_memory_back_and_may_be_tried_again(number: int) -> None:
-    class Failing(Copier):
-        fails_at, started = 0, 0
-
-        def start(self, target: Tensor, source: Tensor) -> None:
-            self.started += 1
-            if self.started == self.fails_at:
-                raise MemoryError
-            target.copy_(source)
-
-    copier, tensor = Failing(), torch.arange(64.0)
-    pool = Arena(torch.device("cpu"))
-    copier.fails_at = number
-    if number == 1:
-        with pytest.raises(MemoryError):
-            ArenaStorage(tensor, pool, copier)
-        assert pool.nbytes_in_use == 0
-    view = ArenaView(ArenaStorage(tensor, pool, copier), tensor.dtype, tensor.size(), tensor.stride(), 0)
-    view.storage.leave()
-    if number == 2:
-        with pytest.raises(MemoryError):
-            view.tensor()
-    assert torch.equal(view.tensor(), tensor)
-    del view
-    assert pool.nbytes_in_use == 0
 
 
 def test_a_storage_that_has_changed_is_kept_anew() -> None:

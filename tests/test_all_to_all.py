@@ -55,13 +55,6 @@ def test_part_j_of_rank_i_arrives_as_part_i_on_rank_j(world: int, shares: bool) 
     run_world(world, _everything_arrives, world, shares)
 
 
-def test_one_rank_keeps_its_part_and_sends_nothing() -> None:
-    axis, out = Axis("cp"), torch.zeros(1, 3)
-    all_to_all(out, torch.ones(1, 3), axis).wait()
-    assert out.tolist() == [[1.0] * 3]
-    assert not axis.traffic.calls
-
-
 @pytest.mark.parametrize(
     ("out", "x"),
     [(torch.zeros(2, 3), torch.zeros(2, 4)), (torch.zeros(2), torch.zeros(2).int()), 2 * (torch.zeros(3),)],
@@ -128,11 +121,3 @@ def _moved(rank: int, world: int, shares: bool) -> None:
 @worlds
 def test_rank_i_has_the_ith_piece_of_the_sequence_and_gets_the_ith_group_of_heads(world: int, shares: bool) -> None:
     run_world(world, _moved, world, shares)
-
-
-def test_an_axis_of_one_rank_returns_what_it_got() -> None:
-    axis, x = Axis("cp"), _whole(2, 0)
-    every, back = slice(0, 2), SequenceForHeads(axis, 2)
-    assert _heads_for_sequence(x, axis, every) is x
-    back.start(x, every)
-    assert back.result() is x

@@ -21,7 +21,6 @@ from megazero.zero.bucket import (
     Pieces,
     Placement,
     ShardingPolicy,
-    intersect,
     plan_buckets,
 )
 
@@ -135,13 +134,6 @@ def elements_of(pieces: Sequence[Pieces]) -> list[int]:
 
 @laws
 @given(infos=models(), plan=plans)
-def test_every_parameter_is_in_one_bucket(infos, plan):
-    layouts = planned(infos, **plan)
-    assert sorted(info.name for layout in layouts for info in members(layout)) == sorted(info.name for info in infos)
-
-
-@laws
-@given(infos=models(), plan=plans)
 def test_slots_do_not_overlap_and_padding_is_only_at_the_end(infos, plan):
     for layout in planned(infos, **plan):
         count = sum(elements(info) for info in members(layout))
@@ -155,16 +147,6 @@ def test_slots_do_not_overlap_and_padding_is_only_at_the_end(infos, plan):
 
 @laws
 @given(infos=models(), plan=plans)
-def test_shards_cover_the_padded_bucket_once_and_are_equal(infos, plan):
-    for layout in planned(infos, **plan):
-        shards = [layout.shard(index) for index in range(plan["shards"])]
-        covered = list(itertools.chain(*(range(shard.start, shard.stop) for shard in shards)))
-        assert covered == list(range(layout.padded_numel))
-        assert {shard.stop - shard.start for shard in shards} == {layout.shard_numel}
-
-
-@laws
-@given(infos=models(), plan=plans)
 def test_padding_is_less_than_16_elements_per_shard_and_none_without_sharding(infos, plan):
     for layout in planned(infos, **plan):
         padding = layout.padded_numel - max(
@@ -173,38 +155,6 @@ def test_padding_is_less_than_16_elements_per_shard_and_none_without_sharding(in
         assert 0 <= padding < plan["shards"] * 16
         assert plan["shards"] > 1 or padding == 0
         assert plan["shards"] == 1 or layout.shard_numel % 16 == 0  # 64 bytes in fp32
-
-
-@laws
-@given(infos=models(), plan=plans)
-def test_runs_cover_exactly_the_slots_with_their_trait(infos, plan):
-    for layout in planned(infos, **plan):
-        owners = painted(layout)
-        for key in (
-            lambda info: info.group,
-            lambda info: info.spec.split is None,
-            lambda info: info.spec.sum_over_tp,
-            lambda info: (info.group, info.spec.split is None, info.spec.sum_over_tp),
-        ):
-            seen = [0] * layout.padded_numel
-            for value, run in layout.intervals(key):
-                for element in range(run.start, run.stop):
-                    seen[element] += 1
-                    assert key(owners[element]) == value
-            assert seen == [int(owner is not None) for owner in owners]
-
-
-@laws
-@given(infos=models(), plan=plans)
-def test_each_combination_of_traits_is_one_run(infos, plan):
-    for layout in planned(infos, **plan):
-        for key in (
-            lambda info: info.group,
-            lambda info: (info.group, info.spec.split is None),
-            lambda info: (info.group, info.spec.split is None, info.spec.sum_over_tp),
-        ):
-            values = [value for value, _ in layout.intervals(key)]
-            assert len(values) == len(set(values))
 
 
 # ---- which bucket
@@ -319,17 +269,6 @@ def test_the_parts_of_a_bucket_hold_each_element_of_it_once_and_of_every_shard_a
             assert sorted(found[info.name]) == list(range(elements(info)))
 
 
-@laws
-@given(infos=large_models(), plan=large_plans)
-def test_a_bucket_has_as_few_parts_as_the_buffers_allow_that_others_need_anyway(infos, plan):
-    layouts = planned(infos, cuts=True, **plan)
-    limit = max(plan["bucket_elements"], largest_part(layouts))
-    for layout in layouts:
-        smallest = layout.step * layout.shards
-        each = max(limit // smallest * smallest, smallest)
-        assert (len(layout.parts) - 1) * each < layout.padded_numel
-
-
 def test_an_embedding_and_a_head_go_in_parts_as_large_as_a_block():
     """Llama 3 8B over 64 ranks, with buckets of 16 MiB: a block is gathered whole and has 52 times as much."""
     embedding, attention, mlp = (128256, 4096), (4096 + 2 * 1024 + 4096, 4096), (3 * 14336, 4096)
@@ -393,38 +332,7 @@ def test_only_what_is_nearly_one_parameter_is_cut_and_only_between_its_rows(info
                 assert at.tolist() == [mine.index(row) if row in mine else count for row in rows.tolist()]
 
 
-@laws
-@given(infos=large_models(), plan=large_plans)
-def test_what_a_part_holds_is_at_most_three_strided_views_however_many_shards(infos, plan):
-    for layout in planned(infos, cuts=True, **plan | {"shards": 40}):
-        for share in (share for part in layout.parts for share in layout.shares(part)):
-            assert len(share.pieces) <= 3
-            x = torch.arange(2 * elements(share.slot.info)).view(2, -1)
-            for row, values in enumerate(torch.cat([piece.of(x).flatten(1) for piece in share.pieces], dim=1)):
-                assert values.tolist() == [row * x.shape[1] + element for element in elements_of(share.pieces)]
-
-
-@given(*[st.integers(0, 12)] * 4)
-def test_an_intersection_is_the_common_elements(a, b, c, d):
-    common = set(range(a, b)) & set(range(c, d))
-    run = intersect(Interval(a, b), Interval(c, d))
-    assert (set() if run is None else set(range(run.start, run.stop))) == common
-
-
 # ---- storage
-
-
-@pytest.mark.parametrize("zero_stage", [0, 1, 2, 3])
-def test_without_peers_every_stage_keeps_the_whole_in_one_copy(zero_stage):
-    (layout,) = planned([parameter(0, (5, 3))], by_unit=True, bucket_elements=1, shards=1)
-    bucket = bucket_on(layout, dataclasses.replace(policy(zero_stage, Axis("dp")), placement=over(1)))
-    assert bucket.owned == bucket.counted == Interval(0, 15)
-    assert bucket.master.tensor.data_ptr() == bucket.weights.data_ptr()
-    assert bucket.reduces_in_place
-    assert bucket.allocate_gradient().data_ptr() == bucket.gradient.data_ptr()
-    bucket.free_gradient()
-    assert bucket.full_gradient is None
-    assert bucket.gradient.numel() == 0
 
 
 @pytest.mark.parametrize("zero_stage", [0, 1, 2])
@@ -451,29 +359,6 @@ def test_ranks_with_the_whole_state_send_gradients_to_one_another():
         bucket.allocate_gradient()
         bucket.free_gradient()
         assert (bucket.full_gradient is not None) == stays
-
-
-@pytest.mark.parametrize("zero_stage", [0, 1, 2, 3])
-def test_of_the_ranks_that_keep_one_shard_the_first_counts_it(zero_stage):
-    (layout,) = planned([parameter(0, (40,))], by_unit=True, bucket_elements=1, shards=2)
-    counted = []
-    for replica, index in itertools.product(range(2), range(2)):
-        lent = torch.zeros(64) if zero_stage == 3 else None
-        counted.append(
-            bucket_on(layout, policy(zero_stage, Axis("shard", (0, 1), index), replica_index=replica), lent).counted
-        )
-    assert counted == [Interval(0, 32), Interval(32, 64), Interval(0, 0), Interval(0, 0)]
-
-
-@pytest.mark.parametrize("zero_stage", [0, 1, 2, 3])
-def test_frozen_parameters_have_weights_only(zero_stage):
-    (layout,) = planned([parameter(0, (40,), trains=False)], by_unit=True, bucket_elements=1, shards=2)
-    lent = torch.zeros(64, dtype=torch.bfloat16) if zero_stage == 3 else None
-    bucket = bucket_on(layout, policy(zero_stage, Axis("dp", (0, 1), 1), torch.bfloat16), lent)
-    assert bucket.full_gradient_bytes == 0
-    assert bucket.gradient.numel() == 0
-    assert bucket.master is bucket.weight_shard
-    assert bucket.weight_shard.tensor.untyped_storage().nbytes() == 2 * (32 if zero_stage == 3 else 64)
 
 
 def test_a_norm_does_not_keep_a_large_weight_from_being_cut() -> None:

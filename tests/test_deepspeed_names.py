@@ -205,32 +205,28 @@ def test_the_command_runs_a_script_as_python_would(tmp_path: Path) -> None:
     assert (ran.returncode, ran.stdout) == (3, "__main__ ['--x', '1'] True\n"), ran.stderr
 
 
-@pytest.mark.parametrize("command", [[], ["--no_local_rank"], ["missing.py"]])
-def test_without_a_script_the_command_says_how_it_is_used(
-    command: list[str], capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit) as end:
-        main(command)
-    assert end.value.code == 2
-    assert "usage: python -m megazero.deepspeed" in capsys.readouterr().err
-
-
 @pytest.mark.parametrize(
-    ("environment", "said"),
+    ("command", "environment", "said"),
     [
-        ({"OMPI_COMM_WORLD_SIZE": "2"}, "OMPI_COMM_WORLD_SIZE=2(.|\n)*torchrun"),
-        ({"RANK": "0", "WORLD_SIZE": "1"}, "LOCAL_RANK is not"),
+        (["--no_local_rank"], {}, "usage: python -m megazero.deepspeed"),
+        (["missing.py"], {}, "usage: python -m megazero.deepspeed"),
+        ([__file__], {"OMPI_COMM_WORLD_SIZE": "2"}, "OMPI_COMM_WORLD_SIZE=2(.|\n)*torchrun"),
+        ([__file__], {"RANK": "0", "WORLD_SIZE": "1"}, "LOCAL_RANK is not"),
     ],
 )
-def test_tasks_without_ranks_do_not_each_train_alone(
-    environment: dict[str, str], said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def test_the_command_refuses_to_start_without_a_script_or_with_tasks_that_would_each_train_alone(
+    command: list[str],
+    environment: dict[str, str],
+    said: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     for name in ("RANK", "LOCAL_RANK"):
         monkeypatch.delenv(name, raising=False)
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
     with pytest.raises(SystemExit) as end:
-        main([__file__])
+        main(command)
     assert end.value.code == 2
     assert re.search(said, capsys.readouterr().err)
 

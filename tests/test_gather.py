@@ -35,7 +35,6 @@ from megazero.comm.backend import TorchBackend
 from megazero.comm.messages import OrderError
 from megazero.deepspeed.script_units import VisitHistory
 from megazero.parallel_state import ParallelState
-from megazero.zero.gather import ScheduleOrder
 
 WIDTH = 8
 
@@ -387,25 +386,6 @@ def test_a_state_dict_has_whole_tensors_on_every_rank(make: Callable[[], nn.Modu
         for step in batches:
             sharded.step(step[rank])
         assert_same(sharded.module.state_dict(), plain.state_dict())
-
-    run_world(2, law)
-
-
-def test_an_ungathered_parameter_tells_of_itself_without_traffic() -> None:
-    def law(rank: int) -> None:
-        sharded = Sharded(seeded(_RootParameters), 3, rank, 2)
-        plain = seeded(_RootParameters)
-        sharded.state.traffic.reset()
-        parameters = dict(sharded.module.named_parameters())
-        for name, parameter in plain.named_parameters():
-            mine = parameters[name]
-            assert isinstance(mine, nn.Parameter)
-            assert (mine.shape, mine.dtype, mine.device) == (parameter.shape, parameter.dtype, parameter.device)
-            assert (mine.numel(), mine.dim(), mine.requires_grad) == (parameter.numel(), parameter.dim(), True)
-            assert mine.grad is None
-            assert name in repr(mine) or not mine.numel()  # what has no elements is always there
-        sharded.module.zero_grad()
-        assert not sharded.state.traffic.by_axis()
 
     run_world(2, law)
 
@@ -771,24 +751,6 @@ def test_where_labels_wait_for_the_end_of_a_pass_wrong_weights_reach_no_step(mon
         assert "blocks.2.a.weight" in text
 
 
-@pytest.mark.parametrize("stage", [0, 3])
-def test_what_is_frozen_or_unfrozen_later_is_refused_until_it_is_undone(stage: int) -> None:
-    def law(rank: int) -> None:
-        module = seeded(_Chain)
-        module.blocks[2].b.bias.requires_grad_(False)
-        sharded, batch = Sharded(module, stage, rank, 2), [numbers(4, WIDTH)]
-        sharded.step(batch)
-        for name, trains in (("blocks.1.a.weight", True), ("blocks.2.b.bias", False)):
-            weight = dict(sharded.module.named_parameters())[name]
-            weight.requires_grad_(not trains)
-            with pytest.raises(RuntimeError, match=f"{name} was frozen, unfrozen"):
-                sharded.step(batch)
-            weight.requires_grad_(trains)
-            sharded.step(batch)
-
-    run_world(2, law)
-
-
 # ---- between steps
 
 
@@ -867,27 +829,6 @@ def test_prefetching_gathers_nothing_more_than_the_first_step_does(make: Callabl
         assert first > 0
         assert all(later <= first for later in others)
         assert len(set(others)) == 1
-
-
-@pytest.mark.parametrize("order", [ScheduleOrder, VisitHistory])
-def test_the_units_ahead_are_those_of_the_chunk_and_at_its_edge_what_the_schedule_says(
-    order: type[ScheduleOrder],
-) -> None:
-    units = order([0, 0, 0, 1, 1])
-    for is_forward, chunk in [(True, (0, 1, 2)), (False, (2, 1, 0))] * 2:  # the second time a history knows it
-        units.expect(0, not is_forward)
-        for unit in chunk:
-            units.visit(unit, is_forward)
-    units.expect(1, is_forward=False)
-    units.visit(0, is_forward=True)
-    # the other chunk has not run yet: a history knows nothing of it but its first unit
-    assert list(units.upcoming()) == ([1, 2, 4, 3] if order is ScheduleOrder else [1, 2, 4])
-    units.visit(1, is_forward=True)
-    units.visit(2, is_forward=True)
-    assert next(units.upcoming()) == 4
-    units.visit(4, is_forward=False)
-    units.visit(3, is_forward=False)
-    assert list(units.upcoming()) == []  # said once, it holds once
 
 
 def test_without_a_schedule_the_units_ahead_are_those_of_the_pass_before() -> None:

@@ -1,7 +1,6 @@
 """Pipelines of arbitrary layers: any cut is the same model, with the same names, weights and results."""
 
 import itertools
-import operator
 
 import pytest
 import torch
@@ -151,29 +150,6 @@ def test_a_rank_builds_no_layer_of_another_stage():
         return built
 
     assert run_world(2, body) == [[0, 1], [2, 3]]
-
-
-def test_ready_made_modules_are_used_as_they_are_and_others_dropped():
-    def body(rank):
-        torch.manual_seed(5)
-        model = nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 2), nn.ReLU())
-        module = PipelineModule(model, 2, partition_method="uniform")
-        assert all(map(operator.is_, module.parameters(), model[2 * rank].parameters()))
-        return [chunk.canonical_names[name] for chunk in module.chunks for name, _ in chunk.named_parameters()]
-
-    assert run_world(2, body) == [["layers.0.weight", "layers.0.bias"], ["layers.2.weight", "layers.2.bias"]]
-
-
-def test_units_hold_every_parameter_and_run_in_forward_order():
-    ran, passed = [], (torch.tensor([1, 2]),)
-    for chunk in virtual([*tied_specs(), torch.tanh, nn.ReLU()], 2).chunks:
-        units = chunk.units()
-        assert {id(p) for unit in units for p in unit.parameters()} == {id(p) for p in chunk.parameters()}
-        for unit in units:
-            unit.register_forward_hook(lambda unit, *_: ran.append(unit))
-        passed = chunk(passed)
-        assert list(map(id, ran)) == list(map(id, units))
-        ran.clear()
 
 
 # ---- tied layers

@@ -222,20 +222,6 @@ def test_dropped_results_have_the_gradients_of_kept_ones(function: Callable[[Wra
     assert torch.equal(without, with_)
 
 
-def test_a_tensor_without_memory_is_not_taken_for_a_result() -> None:
-    """All have address 0 on meta, where bytes are counted too."""
-    x = torch.empty(2, 3, device="meta", requires_grad=True)
-    with DroppingOutputs() as dropping:
-        y = Recomputed(torch.sin)(x)
-        beneath = dropping.beneath.pack(y)
-        assert type(dropping.pack(torch.empty(7, device="meta"))) is type(beneath)
-        assert type(dropping.pack(y[1:])) is not type(beneath)
-        loss = (y * y).sum()
-    loss.backward()
-    assert x.grad is not None
-    assert x.grad.shape == x.shape
-
-
 def test_memory_of_a_result_that_is_gone_belongs_to_another() -> None:
     def function(wrap: Wrap, x: Tensor) -> Tensor:
         wrap(torch.sin)(x).sum()

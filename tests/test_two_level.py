@@ -39,7 +39,6 @@ from megazero.cpu.shared_memory import SharedMemoryBackend
 from megazero.cpu.sockets import SocketBackend
 from megazero.cpu.two_level import TwoLevelBackend
 from megazero.parallel_state import Axis, ParallelState, RankGrid
-from megazero.parallel_state.grid import Hosts, hosts_of
 
 SHAPES = [(4, 2), (6, 2), (8, 4)]  # ranks, and of them on each host
 LONG = 5 * 65_536 + 40  # fp32 elements: more pieces than travel at once, and the last one short
@@ -176,16 +175,6 @@ def test_tensors_of_inference_mode_and_of_autograd_are_written() -> None:
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Who takes two levels
-
-
-def test_hosts_are_rows_of_as_many_ranks() -> None:
-    assert hosts_of("aabb", 2) == Hosts(2, 2, 1, 0)
-    assert hosts_of("aaabbbccc", 4) == Hosts(3, 3, 1, 1)
-    assert hosts_of("aaaa", 3) == Hosts(1, 4, 0, 3)
-    assert hosts_of("aab", 0) is None
-    assert hosts_of("abab", 0) is None
-    for index, other in enumerate(hosts_of("abcd", 1).others):  # type: ignore[union-attr]
-        assert other == (2 + index) % 4
 
 
 def _takes(rank: int, world: int, local_world_size: tuple[int, ...]) -> tuple[str, float]:

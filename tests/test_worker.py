@@ -29,24 +29,6 @@ def _thread(name: str) -> threading.Thread:
     return next(one for one in threading.enumerate() if one.name == name)
 
 
-def test_posting_does_not_wait_for_messages_that_are_held_up_and_keeps_their_order() -> None:
-    goes_on, order = threading.Event(), list[int]()
-
-    def start(number: int) -> Wait:
-        assert goes_on.wait(_SECONDS)
-        order.append(number)
-        return lambda: number
-
-    worker = Worker("held up")
-    waits = [worker.post(lambda number=number: start(number)) for number in range(5)]  # type: ignore[misc]
-    assert not order
-    goes_on.set()
-    for wait in reversed(waits):
-        wait()
-        wait()
-    assert order == list(range(5))
-
-
 def test_what_handing_over_raises_is_raised_by_every_wait_and_the_next_messages_go() -> None:
     def fail() -> Wait:
         raise RuntimeError("Connection closed by peer")
