@@ -106,12 +106,16 @@ def cores_of_rank(local_world_size: int) -> int:
 def stay_near(address: str, local_world_size: int, system: Path = Path("/sys")) -> None:
     """Bind this thread, and those that it starts, to the cores of a PCI device's NUMA node, where that is known.
 
-    `address`: of the device, as "0000:1b:00.0".  Fewer cores than the rank's share of all are not worth their nearness.
+    `address`: of the device, as "0000:1b:00.0".  Fewer cores than the rank's share of all are not worth their nearness: the
+    GPUs of the node share its cores, and where the host has more GPUs than ranks, those of all ranks may be there.
     """
     with suppress(OSError, ValueError):  # the kernel does not say: the node of a device may be -1
-        node = int((system / "bus/pci/devices" / address / "numa_node").read_text())
+        devices = system / "bus/pci/devices"
+        node = int((devices / address / "numa_node").read_text())
         listed = (system / f"devices/system/node/node{node}/cpulist").read_text().strip()
         ranges = [list(map(int, part.split("-"))) for part in listed.split(",")]
         near = os.sched_getaffinity(0) & {core for ends in ranges for core in range(ends[0], ends[-1] + 1)}
-        if near and len(near) >= cores_of_rank(local_world_size):
+        gpus = (devices / address / "driver").glob("*:*:*")  # also those that this process may not use
+        sharing = sum(int((devices / gpu.name / "numa_node").read_text()) == node for gpu in gpus) or local_world_size
+        if near and len(near) // min(sharing, local_world_size) >= cores_of_rank(local_world_size):
             os.sched_setaffinity(0, near)

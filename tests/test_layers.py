@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from harness import run_world
 from saved_memory import Alive
 from torch import Tensor
+from torch.distributed import _symmetric_memory
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
@@ -23,7 +24,7 @@ from megazero.layers.mlp import gated
 from megazero.layers.norm import rms_norm
 from megazero.layers.sample_part import TokenLayout
 from megazero.layers.spec import Initializer, NamedRows, ParamSpec, rows_spec
-from megazero.layers.tp_overlap import Pieces, hide_exchanges
+from megazero.layers.tp_overlap import Overlap, Pieces, Symmetric, hide_exchanges, overlap_of
 from megazero.layers.vocabulary import (
     IGNORED_LABEL,
     VocabParallelEmbedding,
@@ -33,6 +34,7 @@ from megazero.layers.vocabulary import (
     token_chunks,
 )
 from megazero.parallel_state import Axis, ParallelState, RankGrid
+from megazero.parallel_state.groups import Group
 
 SEQ, BATCH, HIDDEN, OUT = 8, 2, 6, 12
 
@@ -61,6 +63,12 @@ class _InGrad:
             if weight.grad is None:
                 weight.grad = torch.empty_like(weight)
             add_product(weight.grad, a, b, is_first=is_first)
+
+
+OVERLAPS: dict[str, Overlap] = {"pieces": Pieces(3), "symmetric": Symmetric()}
+# torch's operators have no implementation for a CPU, but one over its collectives, by which torch tests them.
+for fused in ("fused_all_gather_matmul", "fused_matmul_reduce_scatter"):
+    torch.library.impl(f"symm_mem::{fused}", "CPU")(getattr(_symmetric_memory, f"_{fused}_fallback"))
 
 
 def _part(x: Tensor, tp: Axis, cut: bool, dim: int = 0) -> Tensor:
@@ -94,8 +102,8 @@ def _linear_pair(rank: int, world: int, exchange: str, whole_between: bool, wgra
     )
     for module in (column, row):
         _fill(module, tp)
-        if exchange == "pieces":
-            hide_exchanges(module, Pieces(3))
+        if exchange in OVERLAPS:
+            hide_exchanges(module, OVERLAPS[exchange])
     x = _part(_given((SEQ, BATCH, HIDDEN)), tp, sequence_parallel).requires_grad_()
     if waiting is not None:
         waiting.defers = True
@@ -109,12 +117,13 @@ def _linear_pair(rank: int, world: int, exchange: str, whole_between: bool, wgra
         waiting.run_oldest()
         assert len(waiting) == 0
     grads = {"x": x.grad, "column": column.weight.grad, "row": row.weight.grad, "bias": column.bias.grad}
-    return {"y": y.detach().numpy(), **{name: grad.numpy() for name, grad in grads.items()}}
+    sent = {operation: count for (_, operation), count in tp.traffic.sent_bytes.items() if count}
+    return {"y": y.detach().numpy(), "sent": sent, **{name: grad.numpy() for name, grad in grads.items()}}
 
 
 @pytest.mark.parametrize("wgrad_queue", [False, True], ids=["at once", "deferred"])
 @pytest.mark.parametrize("whole_between", [False, True], ids=["cut between", "whole between"])
-@pytest.mark.parametrize("exchange", ["replicated", "sequence", "pieces"])
+@pytest.mark.parametrize("exchange", ["replicated", "sequence", *OVERLAPS])
 @pytest.mark.parametrize("world", [1, 2])
 def test_a_column_and_a_row_layer_equal_plain_linear_layers(
     world: int, exchange: str, whole_between: bool, wgrad_queue: bool
@@ -142,6 +151,19 @@ def test_a_column_and_a_row_layer_equal_plain_linear_layers(
     torch.testing.assert_close(joined("column", 0, True), weights["column"].grad, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(joined("row", 1, True), weights["row"].grad, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(joined("bias", 0, True), bias.grad, rtol=1e-5, atol=1e-5)
+    if world > 1 and sequence_parallel and not whole_between:
+        half = 4 * SEQ * BATCH * HIDDEN // 2  # an exchange's bytes: three gathers, of which two are the backward's
+        assert results[0]["sent"] == {"all_gather": 3 * half, "reduce_scatter": 2 * half}
+
+
+def test_symmetric_memory_is_for_the_gpus_of_one_host_and_pieces_are_for_all_others() -> None:
+    def on(device: str, local_world_size: int) -> Overlap:
+        group = Group(None, torch.device("cpu"), 1, False, local_world_size, ())
+        return overlap_of("symmetric", Axis("tp", (2, 3), group=group), torch.device(device))
+
+    assert isinstance(on("cuda", 4), Symmetric)
+    assert isinstance(on("cuda", 1), Pieces)
+    assert isinstance(on("cpu", 4), Pieces)
 
 
 def _untied_head(

@@ -64,35 +64,33 @@ def test_a_rank_takes_its_share_of_the_cores_that_it_may_use(
     assert set_to == ([] if threads is None else [threads])
 
 
-NODES = {"numa_node": "1", "node1/cpulist": "4-7,12"}
-
-
 @pytest.mark.parametrize(
-    ("files", "may_use", "ranks", "bound"),
+    ("nodes", "may_use", "ranks", "bound"),
     [
-        (NODES, 16, 4, [{4, 5, 6, 7, 12}]),
-        (NODES, 6, 4, [{4, 5}]),  # of a container
-        (NODES, 5, 2, []),  # one core is near, and the rank's share is two
-        (NODES, 4, 4, []),  # all that it may use are far
-        ({"numa_node": "-1"}, 16, 4, []),  # of a virtual machine
-        ({}, 16, 4, []),
+        ([1, 0, 0, 0], 16, 4, [{4, 5, 6, 7, 12}]),
+        ([1, 0, 0, 0], 6, 4, [{4, 5}]),  # of a container
+        ([1, 0, 0, 0], 5, 2, []),  # one core is near, and the rank's share is two
+        ([1, 0, 0, 0], 4, 4, []),  # all that it may use are far
+        ([1, 1, 1, 1], 16, 4, []),  # four ranks would share five cores
+        ([1, 1, 0, 0, 0, 0, 0, 0], 16, 2, []),  # the two ranks may be on the two GPUs of this node
+        ([-1], 16, 4, []),  # of a virtual machine
+        ([], 16, 4, []),
     ],
 )
 def test_a_rank_stays_on_the_cores_near_its_device_if_they_are_its_share_at_least(
-    files: dict[str, str],
-    may_use: int,
-    ranks: int,
-    bound: list[set[int]],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    nodes: list[int], may_use: int, ranks: int, bound: list[set[int]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name, text in files.items():
-        folder = "devices/system/node" if "/" in name else "bus/pci/devices/0000:1b:00.0"
-        path = tmp_path / folder / name
-        path.parent.mkdir(parents=True)
-        path.write_text(f"{text}\n")
+    """`nodes`: of the host's GPUs; the rank's is the first."""
+    devices = tmp_path / "bus/pci/devices"
+    for number, node in enumerate(nodes):
+        address = f"0000:1{number}:00.0"
+        (devices / "0000:10:00.0/driver" / address).mkdir(parents=True)
+        (devices / address).mkdir(exist_ok=True)
+        (devices / address / "numa_node").write_text(f"{node}\n")
+    (tmp_path / "devices/system/node/node1").mkdir(parents=True)
+    (tmp_path / "devices/system/node/node1/cpulist").write_text("4-7,12\n")
     found: list[set[int]] = []
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(may_use)))
     monkeypatch.setattr(os, "sched_setaffinity", lambda _, cores: found.append(cores))
-    stay_near("0000:1b:00.0", ranks, tmp_path)
+    stay_near("0000:10:00.0", ranks, tmp_path)
     assert found == bound

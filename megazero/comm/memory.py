@@ -27,6 +27,7 @@ Source: C_B and M_D of Rajbhandari et al. 2020, section 6.
 
 import weakref
 from bisect import bisect
+from collections import deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -228,7 +229,6 @@ class Arena:
 
     Attributes:
         nbytes: bytes from the allocator.
-        nbytes_in_use: acquired bytes, each range rounded up to `ALIGNMENT`.
     """
 
     def __init__(self, device: torch.device, remedy: str | None = None, *, pins: bool = False) -> None:
@@ -238,7 +238,14 @@ class Arena:
         self._lines = [_FreeRanges(_Range(0, 0, _ENDLESS)) for _ in self._reserved]
         self._further = _FreeRanges()
         self._taken: dict[tuple[int, int], _Taken] = {}  # by `address_of` the memory
-        self.nbytes = self.nbytes_in_use = 0
+        self._dropped: deque[Tensor] = deque()
+        self.nbytes = self._nbytes_in_use = 0
+
+    @property
+    def nbytes_in_use(self) -> int:
+        """Acquired bytes, each range rounded up to `ALIGNMENT`."""
+        self._release_dropped()
+        return self._nbytes_in_use
 
     def reserve(self, nbytes: int = 0) -> None:
         """Allocate one buffer for the most that was ever in use at once, and at least `nbytes`.  No-op while memory is
@@ -246,6 +253,7 @@ class Arena:
 
         Raises: StorageError, the memory cannot be allocated or locked.
         """
+        self._release_dropped()
         wanted = [max(line.end, had) for line, had in zip(self._lines, self._reserved, strict=True)]
         wanted[0] = max(wanted[0], rounded_up(nbytes) if nbytes else 0)
         if not self._taken and wanted != self._reserved:
@@ -269,6 +277,7 @@ class Arena:
 
         Raises: StorageError.
         """
+        self._release_dropped()
         needed, end = rounded_up(nbytes), self._lines[line].end
         within, further = self._lines[line].take(needed), None
         assert within is not None  # a line has no end
@@ -283,13 +292,21 @@ class Arena:
             buffer, start = further.buffer, further.start
         memory = self._buffers[buffer][start : start + nbytes].data  # `.data`: each tensor has its own version counter
         self._taken[address_of(memory)] = _Taken(line, within, further)
-        self.nbytes_in_use += needed
+        self._nbytes_in_use += needed
         return memory
+
+    def drop(self, memory: Tensor) -> None:
+        """Release at the arena's next call: for `__del__`, which any thread may run, even within a call of this one."""
+        self._dropped.append(memory)
+
+    def _release_dropped(self) -> None:
+        while self._dropped:
+            self.release(self._dropped.popleft())
 
     def release(self, memory: Tensor) -> None:
         """Take memory back.  Raises: KeyError, it is not in use."""
         line, within, further = self._taken.pop(address_of(memory))
-        self.nbytes_in_use -= within.nbytes
+        self._nbytes_in_use -= within.nbytes
         self._lines[line].give_back(within)
         if further is not None:
             self._further.give_back(further)

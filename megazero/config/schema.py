@@ -144,9 +144,9 @@ class ParallelConfig(Section):
     ep: Count = 1
     #: Split activations between the tensor-parallel regions over tp, by sequence position.
     sequence_parallel: Annotated[bool, ActsWhere("parallel.tp", (), "nothing is split over tp", above=1)] = False
-    #: Cut the forward's gathers and scatters over tp into pieces beside products: worth it where tp crosses a network.
+    #: Hide the forward's exchanges over tp behind products: in "pieces" over a network, by "symmetric" memory over NVLink.
     tp_overlap: Annotated[
-        Literal["none", "pieces"],
+        Literal["none", "pieces", "symmetric"],
         ActsWhere("parallel.sequence_parallel", (), "nothing is gathered or scattered over tp"),
         ActsWhere("precision.fp8", ("none",), "each piece would round its weight to fp8 anew"),
     ] = "none"

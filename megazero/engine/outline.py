@@ -153,10 +153,10 @@ def build_stages(config: RunConfig, state: ParallelState, placement: Placement) 
                 from megazero.layers.fp8 import multiply_on, use_fp8  # few runs need it
 
                 use_fp8(block, scaling, multiply_on(state.device, dtype, scaling))
-            if config.parallel.tp_overlap == "pieces":
-                from megazero.layers.tp_overlap import Pieces, hide_exchanges
+            if (overlap := config.parallel.tp_overlap) != "none":
+                from megazero.layers.tp_overlap import hide_exchanges, overlap_of  # few runs need it
 
-                hide_exchanges(block, Pieces())
+                hide_exchanges(block, overlap_of(overlap, state.tp, state.device))
         save_by_policy(zip(stages[-1].blocks, map(policies.__getitem__, layout.layers), strict=True), whole, offload)
     return RankStages(stages, queues, offload)
 

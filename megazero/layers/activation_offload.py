@@ -91,7 +91,7 @@ class ArenaStorage:
     def __del__(self) -> None:
         if hasattr(self, "_host"):  # otherwise there was no buffer for it
             self._wait()
-            self._pool.release(self._host)
+            self._pool.drop(self._host)
 
 
 class ArenaView(NamedTuple):

@@ -4,15 +4,29 @@
                          | W x 0    | W x 1    | ...                     and before a scatter the other way around
 
 Pieces win where tp crosses a network, which is slow beside the products.  A token's product and the order of its sum over tp
-do not depend on the piece, but for what a library's kernel for fewer rows may round otherwise.
+do not depend on the piece, but for what a library's kernel for fewer rows may round otherwise.  Over NVLink,
+torch's products over symmetric memory cut an exchange by ranks, and copy engines move the parts instead of kernels.
 """
+
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 
 from megazero.comm.autograd import scatter_sequence, start_gather_sequence, start_scatter_sequence
+from megazero.comm.symmetric_memory import can_fuse, gather_and_multiply, multiply_and_scatter
 from megazero.layers.linear import ColumnParallelLinear, Product, RowParallelLinear
 from megazero.parallel_state import Axis
+
+
+class Overlap(Protocol):
+    """An exchange over tp with a product, before it or after it."""
+
+    def gathered(self, x: Tensor, weight: Tensor, tp: Axis, product: Product) -> Tensor:
+        """As `linear.gathered`."""
+
+    def scattered(self, x: Tensor, weight: Tensor, tp: Axis, product: Product) -> Tensor:
+        """This rank's part of the sum of products.  [seq, batch, in / tp], [out, in / tp] -> [seq / tp, batch, out]."""
 
 
 class Pieces:
@@ -22,7 +36,6 @@ class Pieces:
         self.count = count
 
     def gathered(self, x: Tensor, weight: Tensor, tp: Axis, product: Product) -> Tensor:
-        """As `linear.gathered`."""
         y = x.new_empty(tp.size * x.shape[0], *x.shape[1:-1], weight.shape[0])
         filled = y.unflatten(0, (tp.size, -1)).split(-(-x.shape[0] // self.count), dim=1)
         arriving = [start_gather_sequence(piece, tp) for piece in x.chunk(self.count)]
@@ -32,7 +45,6 @@ class Pieces:
         return y
 
     def scattered(self, x: Tensor, weight: Tensor, tp: Axis, product: Product) -> Tensor:
-        """This rank's part of the sum of products.  [seq, batch, in / tp], [out, in / tp] -> [seq / tp, batch, out]."""
         pieces = x.unflatten(0, (tp.size, -1)).chunk(self.count, dim=1)
         leaving = [start_scatter_sequence(product.forward(piece.flatten(0, 1), weight), tp) for piece in pieces]
         for _, pending in leaving:
@@ -40,7 +52,22 @@ class Pieces:
         return torch.cat([part for part, _ in leaving])
 
 
-def hide_exchanges(module: nn.Module, overlap: Pieces) -> None:
+class Symmetric:
+    """Copies the parts of other ranks from their GPUs; for products in the format of their factors."""
+
+    def gathered(self, x: Tensor, weight: Tensor, tp: Axis, _: Product) -> Tensor:
+        return gather_and_multiply(x.contiguous(), weight, tp)
+
+    def scattered(self, x: Tensor, weight: Tensor, tp: Axis, _: Product) -> Tensor:
+        return multiply_and_scatter(x, weight, tp)
+
+
+def overlap_of(setting: str, tp: Axis, device: torch.device) -> Overlap:
+    """The overlap of `parallel.tp_overlap`: "pieces" also where "symmetric" finds no GPUs of one host."""
+    return Symmetric() if setting == "symmetric" and can_fuse(tp, device) else Pieces()
+
+
+def hide_exchanges(module: nn.Module, overlap: Overlap) -> None:
     """Have the linear layers of a module under sequence parallelism exchange as `overlap` does."""
     for layer in module.modules():
         if isinstance(layer, ColumnParallelLinear):

@@ -276,6 +276,8 @@ def join_world(run: ResolvedRun, store: Store | None = None) -> ParallelState:
     if world > 1:
         timeout = timedelta(seconds=parallel.timeout_seconds)
         store = store or open_store(timeout)
+        # Unlike Triton's, inductor's own launcher holds Python's lock while a device's queue is full: the watchdog needs it.
+        os.environ.setdefault("TORCHINDUCTOR_USE_STATIC_CUDA_LAUNCHER", "0")
         dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=timeout)
     return ParallelState(
         run.grid,

@@ -162,6 +162,11 @@ def describe_kernels(engine: Engine) -> str:
     group = engine.sharded_model.optimizer.torch_optimizer.param_groups[0]
     kernel = next((kind for kind in ("fused", "foreach") if group.get(kind)), "a tensor at a time")
     parts = [compiled, f"attention {attention}{' in tiles' * in_parts}", f"{config.optimizer.name} {kernel}"]
+    if (overlap := config.parallel.tp_overlap) != "none":
+        from megazero.layers.tp_overlap import overlap_of
+
+        found = type(overlap_of(overlap, engine.state.tp, device)).__name__.lower()
+        parts.append(f"exchanges over tp {found}{f' (no GPUs of one host: not {overlap})' * (found != overlap)}")
     if (scaling := config.precision.fp8) != "none":
         from megazero.layers.fp8 import emulated, multiply_on
 
