@@ -1,8 +1,9 @@
 """What rooms that no training needs add to the others: commands, callbacks, readers of checkpoints.
 
-    megazero/plan/annex.py     ADDS = {"command": {"plan": "megazero.plan.commands:plan", ...}, ...}
+    megazero/plan/annex.toml   [command]
+                               plan = "megazero.plan.commands:plan"
                                  |
-    added("command")  <----------+     every room with an `annex.py` adds to a seam, by name
+    added("command")  <----------+     every room with an `annex.toml` adds to a seam, by name
 
 The trunk imports no annex: it asks a seam, and trains the same where nothing was added to it.
 
@@ -25,6 +26,7 @@ The trunk imports no annex: it asks a seam, and trains the same where nothing wa
     name             what a script finds in a module of the trunk, by its full name                     megazero, pipe, zero
 """
 
+import tomllib
 from collections.abc import Mapping
 from functools import cache
 from importlib import import_module
@@ -52,7 +54,5 @@ def _imported(path: str) -> Any:
 
 @cache
 def _tables() -> list[Mapping[str, Mapping[str, str]]]:
-    """The table of each annex, in alphabetical order."""
-    folders = (table.parent.name for table in Path(__file__).parent.glob("*/annex.py"))
-    rooms = sorted(filter(str.isidentifier, folders))
-    return [import_module(f"megazero.{room}.annex").ADDS for room in rooms]
+    """Return the table of each annex, in alphabetical order."""
+    return [tomllib.loads(table.read_text("utf-8")) for table in sorted(Path(__file__).parent.glob("*/annex.toml"))]

@@ -17,7 +17,7 @@ from megazero.training.trainer import Trainer, train
 
 PACKAGE = Path(__file__).parent.parent / "megazero"
 PAGE = PACKAGE.parent / "docs" / "architecture.md"
-ANNEXES = {table.parent.name for table in PACKAGE.glob("*/annex.py")}
+ANNEXES = {table.parent.name for table in PACKAGE.glob("*/annex.toml")}
 
 
 def _entered(rank: int, run: ResolvedRun) -> list[str]:
