@@ -199,7 +199,8 @@ def test_five_mistakes_give_five_messages_with_place_value_and_fix(write):
     assert told == [
         "model.num_head = 8: unknown key; did you mean model.num_heads?",
         "model.lr = 0.0003: unknown key in [model]; did you mean optimizer.lr?",
-        'parallel.schedule = "1f2b": must be "gpipe", "1f1b", "interleaved", "zb-h1", "zbv" or "dualpipev"; write "1f1b"',
+        'parallel.schedule = "1f2b": must be "gpipe", "1f1b", "interleaved", "interleaved-pairs", "zb-h1", "zbv" or '
+        '"dualpipev"; write "1f1b"',
         'training.steps = "8": must be an integer; write 8',
         "training.global_batch_size = 30: must be divisible by micro_batch_size*dp=8; the nearest are 24 and 32",
     ]

@@ -99,6 +99,7 @@ def test_the_formulas_of_the_page_hold_on_every_shape() -> None:
 def test_the_comparison_says_why_a_schedule_is_impossible_and_takes_ones_own() -> None:
     own = replace(SCHEDULES["1f1b"].build(4, 6, 1), name="mine")
     rows = {name: figures for name, _, figures in compare_table(4, 6, 2, own=[own])}
+    rows.pop("interleaved-pairs")
     why = rows.pop("interleaved")
     assert isinstance(why, str)
     assert "multiples of pp=4, got 6" in why
@@ -123,7 +124,7 @@ def test_a_table_is_read_as_it_was_written(
     tmp_path_factory: pytest.TempPathFactory, name: str, pp: int, m: int, v: int
 ) -> None:
     kind = SCHEDULES[name]
-    schedule = kind.build(pp, m * pp if name == "interleaved" else m, kind.chunks or v)
+    schedule = kind.build(pp, m if kind.chunks else m * pp, kind.chunks or v)
     for whole in (schedule, forward_only(schedule)):
         path = tmp_path_factory.getbasetemp() / f"{whole.name}.csv"
         write_schedule(whole, path)

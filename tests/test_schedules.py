@@ -45,6 +45,7 @@ zero_bubble_h1, zero_bubble_v = ZERO_BUBBLE_H1.build, ZERO_BUBBLE_V.build
 
 SHAPES = [(pp, m) for pp in range(1, 9) for m in (*range(1, 13), 14, 16, 24)]
 SPLIT = ("zb-h1", "zbv", "dualpipev")
+INTERLEAVED_KINDS = {"interleaved": 0, "interleaved-pairs": 1}  # forwards that the warm-up has more
 
 every_kind = pytest.mark.parametrize("name", SCHEDULES)
 
@@ -52,7 +53,7 @@ every_kind = pytest.mark.parametrize("name", SCHEDULES)
 def shapes(name: str) -> Iterator[tuple[int, int, int]]:
     """The (pp, m, chunks) up to (8, 24, 4) that a kind can have."""
     for pp, m in SHAPES:
-        if name != "interleaved":
+        if SCHEDULES[name].chunks is not None:
             yield pp, m, SCHEDULES[name].chunks
         elif m % pp == 0:
             yield from ((pp, m, chunks) for chunks in (2, 3, 4))
@@ -75,8 +76,8 @@ def every_program(name: str) -> list[tuple[Schedule, Program]]:
 def small_schedules(draw: st.DrawFn, pp: tuple[int, int] = (1, 4)) -> Schedule:
     """A small schedule of any kind."""
     name, ranks, m = draw(st.sampled_from(list(SCHEDULES))), draw(st.integers(*pp)), draw(st.integers(1, 4))
-    if name == "interleaved":
-        return interleaved(ranks, ranks * (1 + m // 3), draw(st.integers(2, 3)))
+    if SCHEDULES[name].chunks is None:
+        return SCHEDULES[name].build(ranks, ranks * (1 + m // 3), draw(st.integers(2, 3)))
     return SCHEDULES[name].build(ranks, m, SCHEDULES[name].chunks)
 
 
@@ -256,12 +257,14 @@ def test_1f1b_warms_up_with_one_forward_per_stage_that_follows():
             assert kinds == "F" * warmup + "FB" * (schedule.microbatches - warmup) + "B" * warmup
 
 
-def test_interleaved_warms_up_with_two_forwards_per_stage_that_follows_and_a_group_per_further_chunk():
-    """Narayanan et al. 2021, figure 4 below; the warm-up is that of Megatron-LM."""
-    for schedule in every("interleaved"):
+@pytest.mark.parametrize(("name", "more"), INTERLEAVED_KINDS.items())
+def test_interleaved_warms_up_with_two_forwards_per_stage_that_follows_and_a_group_per_further_chunk(name, more):
+    """Narayanan et al. 2021, figure 4 below; the warm-up is that of Megatron-LM.  After it every forward is in a pair."""
+    for schedule in every(name):
         pp, work = schedule.pp, schedule.microbatches * schedule.chunks
         for stage, rank in enumerate(schedule.ranks):
-            warmup = min(2 * (pp - stage - 1) + (schedule.chunks - 1) * pp, work)
+            warmup = min(2 * (pp - stage - 1) + (schedule.chunks - 1) * pp + more, work)
+            assert sum(at == stage for at, _ in schedule.beside) == more * (work - warmup)
             assert "".join(a.kind for a in rank) == "F" * warmup + "FB" * (work - warmup) + "B" * warmup
             forwards = [(a.microbatch // pp, a.chunk, a.microbatch) for a in rank if a.kind is ActionKind.FORWARD]
             backwards = [(a.microbatch // pp, -a.chunk, a.microbatch) for a in rank if a.kind is ActionKind.BACKWARD]
@@ -293,11 +296,12 @@ def test_peak_activations_are_those_of_the_papers():
             assert peak_activations(zero_bubble_h1(pp, m), stage) == min(pp, m)
 
 
-def test_interleaved_holds_its_warmup_and_one_more():
-    for schedule in every("interleaved"):
+@pytest.mark.parametrize(("name", "more"), INTERLEAVED_KINDS.items())
+def test_interleaved_holds_its_warmup_and_one_more(name, more):
+    for schedule in every(name):
         pp, v = schedule.pp, schedule.chunks
         for stage in range(pp):
-            bound = 2 * (pp - stage - 1) + (v - 1) * pp + 1
+            bound = 2 * (pp - stage - 1) + (v - 1) * pp + 1 + more
             assert peak_activations(schedule, stage) == min(bound, schedule.microbatches * v)
 
 
@@ -333,9 +337,10 @@ def test_the_bubble_is_that_of_the_paper(name, costs):
         assert timeline.bubble_fraction == pytest.approx((pp - 1) / (m + pp - 1))
 
 
-def test_interleaving_divides_the_bubble_by_the_chunks():
+@pytest.mark.parametrize("name", INTERLEAVED_KINDS)
+def test_interleaving_divides_the_bubble_by_the_chunks(name):
     """Narayanan et al. 2021, section 2.2."""
-    for schedule in every("interleaved"):
+    for schedule in every(name):
         assert idle_times(schedule) == [(schedule.pp - 1) * 3] * schedule.pp
         bubble = (schedule.pp - 1) / schedule.chunks
         assert simulate(schedule).bubble_fraction == pytest.approx(bubble / (schedule.microbatches + bubble))

@@ -205,3 +205,18 @@ def test_every_ulysses_degree_worth_it_is_compared(base: ResolvedRun) -> None:
         if one.tp == 2 and (parallel := config_of(base.config, one).parallel)
     }
     assert methods == {1: ("ring", None), 2: ("hybrid", 2), 4: ("ulysses", None)}
+
+
+def test_experts_are_dealt_to_as_many_ranks_as_divide_them(tmp_path: Path) -> None:
+    """And what is left out for its state alone does not fit: the planned peak of a rank is above the bound."""
+    path, cluster = tmp_path / "run.toml", _cluster(1e9)
+    path.write_text(RUN.replace("seq_len = 2048", 'seq_len = 64\nfamily = "mixtral"\nnum_experts = 12'))
+    base = base_of(load_config(path, (), 1).config, 16)
+    assert space_of(base.config, 8, 4).ep == (1, 2, 4)
+    space = replace(_SPACE, cp=(1,), pp=(1, 8), micro_batch=(1,), schedules=("1f1b",), ep=(1, 2, 4))
+    found, bounds = set(), Bounds(base, cluster)
+    for choice in groups_in(space, base.config, 8):
+        run = resolve(config_of(base.config, choice), 8)
+        assert bounds.state_bytes(choice) <= Judge(cluster).memory(run)[0], choice
+        found.add((choice.pp, choice.tp, choice.ep))
+    assert found == {(1, tp, ep) for tp in (1, 2) for ep in (1, 2, 4)} | {(8, 1, 1)}

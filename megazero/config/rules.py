@@ -265,9 +265,6 @@ def _shape_rule_experts_are_dealt(config: RunConfig) -> Iterator[Problem]:
             f"must be true where model.num_experts={count} and parallel.tp={tp}: ranks of tp route tokens of their own"
         )
         yield Problem("parallel.sequence_parallel", False, rule, "write true, or parallel.tp = 1")
-    if count and config.precision.fp8 != "none":
-        rule = "must be none where model.num_experts is set: products of experts have no fp8 yet"
-        yield Problem("precision.fp8", config.precision.fp8, rule, "leave it out")
 
 
 def _shape_rule_widths_transfer(config: RunConfig) -> Iterator[Problem]:
@@ -552,6 +549,8 @@ def _shape_rule_fp8_takes_the_sizes(config: RunConfig) -> Iterator[Problem]:
         "num_kv_heads": (keys_and_values, 0),
         "ffn_hidden_size": ([model.ffn_hidden_size or 0], 0),
     }
+    if num_experts(config):  # tp cuts no expert
+        matrices["expert_hidden_size" if model.expert_hidden_size else "ffn_hidden_size"] = ([], model.expert_size)
     for key, sizes in matrices.items():
         if wrong := wrong_size(*sizes, tp, scaling):
             size, step = wrong

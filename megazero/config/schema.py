@@ -160,7 +160,7 @@ class ParallelConfig(Section):
     schedule_placement: Annotated[
         Literal["loop", "v"], ActsWhere("parallel.schedule_file", (), "a named schedule has its own")
     ] = "loop"
-    #: Model chunks on each pipeline rank, for interleaved (2 or more); zbv and dualpipev have two, others one.
+    #: Model chunks on each pipeline rank: 2 or more for interleaved and interleaved-pairs; zbv and dualpipev have two.
     virtual_stages: Annotated[Count, _OWN_SCHEDULE] = 1
     #: How layers are cut into stages: "even", by "cost" (the head weighed), or by list: [["embed", 4], [5], [4, "head"]].
     layout: Annotated[Layout, ActsWhere("parallel.pp parallel.virtual_stages", (), "there is one stage", above=1)] = (

@@ -150,9 +150,9 @@ def build_stages(config: RunConfig, state: ParallelState, placement: Placement) 
             stages.append(GPTStage(context, layout))
         for layer, block in zip(layout.layers, stages[-1].blocks, strict=True):
             if (scaling := policies[layer].fp8) is not None:
-                from megazero.layers.fp8 import multiply_on, use_fp8  # few runs need it
+                from megazero.layers.fp8 import kernels_on, use_fp8  # few runs need it
 
-                use_fp8(block, scaling, multiply_on(state.device, dtype, scaling))
+                use_fp8(block, scaling, kernels_on(state.device, dtype, scaling))
             if (overlap := config.parallel.tp_overlap) != "none":
                 from megazero.layers.tp_overlap import hide_exchanges, overlap_of  # few runs need it
 

@@ -106,9 +106,6 @@ class StageRunner:
             when the first backward begins.  None in an evaluation, which saves nothing for a backward.
         offload: stores activations of the chunks' layers.
         turns: runs the two passes of a pair in turns; None: one after the other.
-
-    Attributes:
-        interleaves: whether the passes of a pair take turns.
     """
 
     def __init__(
@@ -119,8 +116,7 @@ class StageRunner:
         offload: ActivationStore | None = None,
         turns: Turns | None = None,
     ) -> None:
-        self._turns, self.interleaves = turns, turns is not None
-        self._chunks, self._model, self._loss_gradient = chunks, model, loss_gradient
+        self._turns, self._chunks, self._model, self._loss_gradient = turns, chunks, model, loss_gradient
         self._trains = loss_gradient is not None
         self._offload = offload if self._trains else None
         # For each input, its gradient once it exists, and a meta tensor like it.  For each output, the edge that takes its
@@ -174,6 +170,11 @@ class StageRunner:
         if wgrad_queue.defers:  # otherwise `backward` computed all gradients
             wgrad_queue.run_oldest()
             self._model.reducer.close_pass(chunk)
+
+    def interleaves(self, pair: Sequence[Action]) -> bool:
+        """Whether the passes of a pair take turns.  Stage 3 shows the weights of a chunk to one pass at a time."""
+        shares_weights = pair[0].chunk == pair[1].chunk and self._model.parameters.gatherer is not None
+        return self._turns is not None and not shares_weights
 
     def beside(self, pair: Sequence[Action], x: Message | None, grad: Message | None) -> Sequence[Message | None]:
         forward, backward, *weight = pair

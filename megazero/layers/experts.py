@@ -292,15 +292,25 @@ class _Combine(torch.autograd.Function):
         return by_pair, routing.by_token(dots), None
 
 
+class ExpertProduct:
+    """Multiplies rows by the matrices of their experts, without autograd; here in the format of the factors."""
+
+    def times(self, x: Tensor, weights: Tensor, groups: Groups) -> Tensor:
+        """See `Groups.times`.  The backward multiplies by the transposed matrices."""
+        return groups.times(x, weights)
+
+
 class _GroupedProduct(torch.autograd.Function):
     """Multiply each row by the matrix of its expert.  [rows, k], [experts * n, k] -> [rows, n]."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, groups: Groups, wgrad_queue: WeightGradQueue | None) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, groups: Groups, wgrad_queue: WeightGradQueue | None, product: ExpertProduct
+    ) -> Tensor:
         ctx.save_for_backward(x, weight)
-        ctx.groups, ctx.wgrad_queue = groups, wgrad_queue
+        ctx.groups, ctx.wgrad_queue, ctx.product = groups, wgrad_queue, product
         ctx.parameter = None if wgrad_queue is None else weight
-        return groups.times(x, _stack(weight, groups))
+        return product.times(x, _stack(weight, groups), groups)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
@@ -308,10 +318,10 @@ class _GroupedProduct(torch.autograd.Function):
         x, weight = (tensor.detach() for tensor in ctx.saved_tensors)
         groups: Groups = ctx.groups
         grad = grad.contiguous()
-        grad_x = groups.times(grad, _stack(weight, groups).transpose(1, 2))
+        grad_x = ctx.product.times(grad, _stack(weight, groups).transpose(1, 2), groups)
         if ctx.wgrad_queue is None:
-            return grad_x, groups.sum_products(grad, x).view_as(weight), None, None
-        return grad_x, ctx.wgrad_queue.take_stacked(ctx.parameter, grad, x, groups), None, None
+            return grad_x, groups.sum_products(grad, x).view_as(weight), None, None, None
+        return grad_x, ctx.wgrad_queue.take_stacked(ctx.parameter, grad, x, groups), None, None, None
 
 
 def _stack(weight: Tensor, groups: Groups) -> Tensor:
@@ -459,6 +469,9 @@ class ExpertLinear(nn.Module):
         experts: for each expert of the layer, the named rows of its matrix.
         in_features: columns of each matrix.
         init, ep, wgrad_queue: see `Router`.
+
+    Attributes:
+        product: multiplies the rows.
     """
 
     reads_weights = True  # see `GPTStage.readers`
@@ -473,12 +486,13 @@ class ExpertLinear(nn.Module):
         wgrad_queue: WeightGradQueue | None = None,
     ) -> None:
         super().__init__()
-        self.wgrad_queue = wgrad_queue
+        self.wgrad_queue, self.product = wgrad_queue, ExpertProduct()
         spec = expert_spec(experts, in_features, init)
         self.specs, self.weight = {"weight": spec}, drawn_parameter(spec, ep.index, ep.size)
 
     def forward(self, rows: Tensor, routing: Routing) -> Tensor:
-        result: Tensor = _GroupedProduct.apply(rows, self.weight, routing.travel.groups, self.wgrad_queue)
+        groups = routing.travel.groups
+        result: Tensor = _GroupedProduct.apply(rows, self.weight, groups, self.wgrad_queue, self.product)
         return result
 
 

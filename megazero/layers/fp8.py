@@ -13,11 +13,13 @@ in fp32.  An infinite or undefined element makes its whole row or block infinite
 
 Where no fp8 kernel exists, the same quantised elements are multiplied in the run's format.
 
+Experts' products round rows and matrices alike, each expert's own.  A router computes in fp32.
+
 Source: Micikevicius et al. 2022 (e4m3); DeepSeek-AI 2024, section 3.3 (blocks of 128); Rouhani et al. 2023 (powers of
 two).
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
 from types import FunctionType
 from typing import Any, Literal, NamedTuple, TypeAlias
@@ -27,9 +29,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megazero.comm.collectives import all_reduce
+from megazero.layers.experts import ExpertLinear, ExpertProduct, Groups
 from megazero.layers.fp8_sizes import BLOCK, wrong_size
 from megazero.layers.linear import ColumnParallelLinear, Product, RowParallelLinear, product_t
 from megazero.layers.recompute import WHOLE
+from megazero.layers.spec import ParamSpec
 from megazero.parallel_state import Axis
 from megazero.settings import ConfigError, Problem
 
@@ -43,8 +47,8 @@ class Quantised(NamedTuple):
     """A matrix, represented as values * scales.
 
     Args:
-        values: e4m3, [rows, k], contiguous.
-        scales: fp32, [rows, blocks of k], contiguous along rows.
+        values: e4m3, [rows, k], contiguous; or [experts, rows, k].
+        scales: fp32, [rows, blocks of k], contiguous along rows; or [experts, rows, blocks of k].
     """
 
     values: Tensor
@@ -53,6 +57,16 @@ class Quantised(NamedTuple):
 
 #: Multiplies a: [m, k] by b: [n, k], returning a @ b.T, [m, n], in the given dtype.
 Multiply: TypeAlias = Callable[[Quantised, Quantised, torch.dtype], Tensor]
+
+#: The same of rows a and each expert's own b: [experts, n, k].
+MultiplyGroups: TypeAlias = Callable[[Quantised, Quantised, torch.dtype, Groups], Tensor]
+
+
+class Kernels(NamedTuple):
+    """The products of a run: of linear layers, and of experts."""
+
+    multiply: Multiply
+    multiply_groups: MultiplyGroups
 
 
 def _in_blocks(x: Tensor, block: int) -> Tensor:
@@ -75,7 +89,7 @@ def quantise(x: Tensor, largest: Tensor, block: int) -> Quantised:
     # Compute 1 / scale from its exponent: a division would be rounded on some devices.
     inverse = (0x7F000000 - scales.view(torch.int32)).view(torch.float32)
     values = (_in_blocks(x, block).float() * inverse.unsqueeze(-1)).flatten(-2)[..., : x.shape[-1]]
-    return Quantised(values.to(torch.float8_e4m3fn).contiguous(), scales.t().contiguous().t())
+    return Quantised(values.to(torch.float8_e4m3fn).contiguous(), scales.mT.contiguous().mT)
 
 
 def quantise_alone(x: Tensor, block: int) -> Quantised:
@@ -101,6 +115,22 @@ def emulated(a: Quantised, b: Quantised, dtype: torch.dtype) -> Tensor:
     """Compute a @ b.T of the same quantised elements with a 16- or 32-bit kernel."""
     block = BLOCK if a.scales.shape[-1] > 1 else max(1, a.values.shape[-1])
     return product_t(dequantise(a, block, dtype), dequantise(b, block, dtype))
+
+
+def scaled_grouped_mm(a: Quantised, b: Quantised, dtype: torch.dtype, groups: Groups) -> Tensor:
+    """Multiply each row of a by its expert's matrix with torch's grouped fp8 kernel, which has one scale for a row."""
+    scales = a.scales.squeeze(-1), b.scales.squeeze(-1)
+    matrices = b.values.transpose(1, 2)
+    return torch._scaled_grouped_mm(a.values, matrices, *scales, offs=groups.ends, out_dtype=dtype, use_fast_accum=True)
+
+
+def emulated_groups(a: Quantised, b: Quantised, dtype: torch.dtype, groups: Groups) -> Tensor:
+    """Multiply the same quantised elements in `dtype`."""
+    block = BLOCK if a.scales.shape[-1] > 1 else max(1, a.values.shape[-1])
+    return groups.times(dequantise(a, block, dtype), dequantise(b, block, dtype))
+
+
+EMULATED = Kernels(emulated, emulated_groups)
 
 
 @cache
@@ -159,38 +189,58 @@ class Fp8Product(Product):
         return result
 
 
-def multiply_on(device: torch.device, dtype: torch.dtype, scaling: Scaling) -> Multiply:
-    """Choose the product of a run: torch's fp8 kernel if the device has it and the run is in bf16, otherwise the
+class Fp8ExpertProduct(ExpertProduct):
+    """The products of experts with quantised factors."""
+
+    def __init__(self, scaling: Scaling, multiply_groups: MultiplyGroups) -> None:
+        self._block = 0 if scaling == "rowwise" else BLOCK  # 0: a whole row
+        self._multiply = multiply_groups
+
+    def times(self, x: Tensor, weights: Tensor, groups: Groups) -> Tensor:
+        block = self._block or x.shape[-1]
+        return self._multiply(quantise_alone(x, block), quantise_alone(weights, block), x.dtype, groups)
+
+
+def kernels_on(device: torch.device, dtype: torch.dtype, scaling: Scaling) -> Kernels:
+    """Choose the products of a run: torch's fp8 kernels that the device has if the run is in bf16, otherwise the
     emulation.
     """
     if device.type != "cuda" or dtype != torch.bfloat16 or torch.version.cuda is None:
-        return emulated
-    major, cuda = torch.cuda.get_device_capability(device)[0], tuple(map(int, torch.version.cuda.split(".")))
-    has_kernel = major >= 9 if scaling == "rowwise" else major == 9 and cuda >= (12, 9)
-    return scaled_mm if has_kernel else emulated
+        return EMULATED
+    capability, cuda = torch.cuda.get_device_capability(device), tuple(map(int, torch.version.cuda.split(".")))
+    if scaling == "blockwise":  # grouped kernels have no blocks
+        return EMULATED._replace(multiply=scaled_mm) if capability[0] == 9 and cuda >= (12, 9) else EMULATED
+    groups = scaled_grouped_mm if capability in ((9, 0), (10, 0)) else emulated_groups
+    return Kernels(scaled_mm, groups) if capability[0] >= 9 else EMULATED
 
 
-def use_fp8(block: nn.Module, scaling: Scaling, multiply: Multiply) -> None:
-    """Let the linear layers of a block multiply in fp8.
+def use_fp8(block: nn.Module, scaling: Scaling, kernels: Kernels) -> None:
+    """Let the linear layers and experts of a block multiply in fp8.
 
-    Raises: ConfigError: the block has no linear layer, or one with an unsupported size.
+    Raises: ConfigError: the block has no linear layer, or a layer with an unsupported size.
     """
+    for experts in (part for part in block.modules() if isinstance(part, ExpertLinear)):
+        spec = experts.specs["weight"]
+        _check_sizes(spec, [spec.names.rows[0].rows], spec.shape[1], 1, scaling)
+        experts.product = Fp8ExpertProduct(scaling, kernels.multiply_groups)
     layers = [part for part in block.modules() if isinstance(part, ColumnParallelLinear | RowParallelLinear)]
     if not layers:
         rule = f"must be none: no linear layer of a {type(block).__name__} is one of this package's"
         raise ConfigError([Problem("precision.fp8", scaling, rule, "build them with `BuildContext.column` and `row`")])
     for number, layer in enumerate(layers):
-        _check_sizes(layer, scaling)
+        spec = layer.specs["weight"]
+        sections = [rows.rows for rows in spec.names.rows] if spec.split == 0 else [spec.shape[1]]
+        _check_sizes(spec, sections, spec.shape[1 if spec.split == 0 else 0], layer.tp.size, scaling)
         is_column = isinstance(layer, ColumnParallelLinear)
         axes = (WHOLE, layer.tp) if is_column else (layer.tp, WHOLE)
-        layer.product = Fp8Product(scaling, multiply, *axes, str(number))
+        layer.product = Fp8Product(scaling, kernels.multiply, *axes, str(number))
 
 
-def _check_sizes(layer: ColumnParallelLinear | RowParallelLinear, scaling: Scaling) -> None:
-    """Check the sizes of a layer.  Raises: ConfigError: no kernel supports them, or tp would cut within a block."""
-    spec, tp = layer.specs["weight"], layer.tp.size
-    sections = [rows.rows for rows in spec.names.rows] if spec.split == 0 else [spec.shape[1]]
-    if wrong := wrong_size(sections, spec.shape[1 if spec.split == 0 else 0], tp, scaling):
+def _check_sizes(spec: ParamSpec, sections: Sequence[int], other: int, tp: int, scaling: Scaling) -> None:
+    """Check the sizes of a matrix; see `wrong_size`.  Raises: ConfigError: no kernel supports them, or tp would cut
+    within a block.
+    """
+    if wrong := wrong_size(sections, other, tp, scaling):
         size, step = wrong
         rule = f"needs multiples of {step} features where parallel.tp={tp}, and {spec.name} has {size}"
         raise ConfigError([Problem("precision.fp8", scaling, rule, 'take other sizes, or write "none"')])

@@ -9,6 +9,7 @@ A bound only leaves out what cannot win; a guess decides nothing.
 
 from megazero.config import ResolvedRun
 from megazero.engine.outline import elements_in, stages_of
+from megazero.layers.experts import ExpertLinear
 from megazero.models.registry import FAMILIES
 from megazero.plan.choices import Choice
 from megazero.plan.cluster import Cluster
@@ -31,7 +32,10 @@ class Bounds:
     def __init__(self, run: ResolvedRun, cluster: Cluster) -> None:
         config = self.config = run.config
         self.cluster, self.samples = cluster, run.global_batch_size
-        (self.parameters,) = map(elements_in, stages_of(config, tp=1))
+        (model,) = stages_of(config, tp=1)
+        layers = [module for module in model.modules() if isinstance(module, ExpertLinear)]
+        self.of_experts = sum(map(elements_in, layers))
+        self.dense = elements_in(model) - self.of_experts
         per_token = FAMILIES[config.model.family].flops_per_token(config.model, None)
         self.flops = per_token * self.samples * config.model.seq_len
         self.weight_bytes = DTYPES[config.precision.dtype].itemsize
@@ -40,15 +44,16 @@ class Bounds:
 
     def state_bytes(self, choice: Choice) -> float:
         """Lower bound of the model state on the mean rank's device (Rajbhandari et al. 2020, figure 1)."""
-        stage, shards = choice.zero_stage, choice.shard_group or self._dp(choice) * choice.cp
         offloads = choice.relief.offload in ("optimizer", "both") and self.config.zero.offload.ratio == 1.0
         optimizer = 0 if offloads else _FP32 * (self.moments + (self.weight_bytes < _FP32))
-        each = (
-            self.weight_bytes / (shards if stage == 3 else 1)
-            + self.gradient_bytes * (stage < 2)
-            + optimizer / (shards if stage >= 1 else 1)
-        )
-        return each * (self.parameters // (choice.tp * choice.pp))
+        stage, replicas = choice.zero_stage, self.cluster.ranks // choice.pp
+
+        def bytes_of(elements: int, shards: int) -> float:
+            each = self.weight_bytes / (shards if stage == 3 else 1) + self.gradient_bytes * (stage < 2)
+            return (each + optimizer / (shards if stage >= 1 else 1)) * (elements // choice.pp)
+
+        dense = bytes_of(self.dense // choice.tp, choice.shard_group or replicas // choice.tp)
+        return dense + bytes_of(self.of_experts // choice.ep, replicas // choice.ep)
 
     def seconds(self, choice: Choice) -> float:
         """Lower bound of a step's seconds."""
@@ -61,7 +66,9 @@ class Bounds:
         tokens = self.samples * model.seq_len / (ranks_of_dp * choice.cp)
         exchanged = 8 * tokens * model.hidden_size * self.weight_bytes * (choice.tp - 1) / choice.tp
         layers = model.num_layers / choice.pp
-        weights = self.parameters * self.weight_bytes / (choice.tp * choice.pp)
+        weights = (self.dense / choice.tp + self.of_experts / choice.ep) * self.weight_bytes / choice.pp
+        rows = 8 * tokens / choice.tp * (model.experts_per_token or 0) * model.hidden_size * (1 - 1 / choice.ep)
+        rows_seconds = layers * rows / (within if choice.ep <= self.cluster.per_node else between).rate()
         gathers = 2 * self._count(choice) if choice.zero_stage == 3 and choice.gather_policy == "action" else 1
         reduces = self._count(choice) if choice.zero_stage >= 2 else 1
         link = within if choice.shard_group else between
@@ -70,7 +77,12 @@ class Bounds:
         compute *= 1.03 if choice.schedule in _FILLS else 1.0  # passes in two halves
         if self.state_bytes(choice) + self._kept(choice) > self.cluster.device.memory_bytes:
             compute *= _RECOMPUTED
-        return max(compute, sent / link.rate()) + 0.2 * sent / link.rate() + layers * exchanged / within.rate()
+        return (
+            max(compute, sent / link.rate())
+            + 0.2 * sent / link.rate()
+            + layers * exchanged / within.rate()
+            + rows_seconds
+        )
 
     def _kept(self, choice: Choice) -> float:
         """Estimate the activations of the first pipeline rank (Korthikanti et al. 2022: 34 sbh for each layer)."""

@@ -3,7 +3,7 @@
     tp x cp x pp x dp = ranks      dp follows          global batch = dp x micro-batch x accumulation     the latter follows
     cp = Ulysses x ring            all of one of them, or Ulysses within a node
     schedule, virtual stages       where pp > 1        sequence_parallel                                  wherever it can be
-    ZeRO stage, gather policy, shard groups            where dp x cp > 1
+    ZeRO stage, gather policy, shard groups            where dp x cp > 1      ep: all that divide experts and ranks
     recomputation, offloading                          `Relief`: less memory, never less time
 
 Model, data, precision, optimizer, global batch and all other keys stay what the run file says.  Whether a choice can run is
@@ -15,9 +15,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import product
+from math import gcd
 from typing import Literal
 
 from megazero.config import RunConfig
+from megazero.config.rules import num_experts
 from megazero.config.schema import OffloadConfig, ZeroConfig
 from megazero.models.activation_config import ActivationsConfig
 from megazero.schedules.registry import SCHEDULES
@@ -66,6 +68,7 @@ class Choice:
     gather_policy: str = "action"
     shard_group: int = 0
     relief: Relief = Relief()
+    ep: int = 1
 
     def __str__(self) -> str:
         """`tp 8 cp 8 (4 x 2) pp 4 interleaved x 2 micro-batch 1 ZeRO 1 selective`: what is not at its least.
@@ -74,6 +77,7 @@ class Choice:
         """
         parts = [f"tp {self.tp}"] if self.tp > 1 else []
         parts += [f"cp {self.cp} ({self.ulysses} x {self.cp // self.ulysses})"] if self.cp > 1 else []
+        parts += [f"ep {self.ep}"] if self.ep > 1 else []
         parts += [f"pp {self.pp}"] if self.pp > 1 else []
         if self.pp > 1:
             parts.append(self.schedule + (f" x {self.virtual_stages}" if self.virtual_stages > 1 else ""))
@@ -105,6 +109,7 @@ class Space:
     shard_groups: tuple[int, ...]
     reliefs: tuple[Relief, ...]
     per_node: int
+    ep: tuple[int, ...] = (1,)
 
     def ulysses(self, tp: int, cp: int) -> list[int]:
         """Return the Ulysses degrees worth comparing: 1, all of cp, and the largest that stays within a node."""
@@ -133,6 +138,7 @@ def space_of(config: RunConfig, ranks: int, per_node: int) -> Space:
         shard_groups=(0, per_node),
         reliefs=reliefs,
         per_node=per_node,
+        ep=tuple(divisors(gcd(ranks, num_experts(config) or 1))),
     )
 
 
@@ -143,7 +149,8 @@ def groups_in(space: Space, config: RunConfig, ranks: int) -> Iterator[Choice]:
             every = product(space.ulysses(tp, cp), _schedules(space, config, pp), space.micro_batch)
             for ulysses, (schedule, chunks), micro_batch in every:
                 for sharding in _sharding(space, ranks // (tp * pp), tp):
-                    yield Choice(tp, cp, ulysses, pp, micro_batch, schedule, chunks, *sharding)
+                    for ep in (size for size in space.ep if ranks // pp % size == 0):
+                        yield Choice(tp, cp, ulysses, pp, micro_batch, schedule, chunks, *sharding, ep=ep)
 
 
 def _schedules(space: Space, config: RunConfig, pp: int) -> Iterator[tuple[str, int]]:
@@ -183,6 +190,7 @@ def config_of(base: RunConfig, choice: Choice) -> RunConfig:
         "cp_method": {1: "ring", choice.cp: "ulysses"}.get(choice.ulysses, "hybrid") if choice.cp > 1 else "auto",
         "cp_ulysses": choice.ulysses if 1 < choice.ulysses < choice.cp else None,
         "pp": choice.pp,
+        "ep": choice.ep,
         "dp": "auto",
         "sequence_parallel": cuts_sequence,
         "schedule": choice.schedule,

@@ -23,9 +23,7 @@ app = typer.Typer(no_args_is_help=True, help="Look at pipeline schedules.")
 
 @app.command()
 def show(
-    schedule: Annotated[
-        str | None, typer.Option(help="gpipe, 1f1b, interleaved, zb-h1, zbv or dualpipev; 1f1b by default.")
-    ] = None,
+    schedule: Annotated[str | None, typer.Option(help="As parallel.schedule, such as zb-h1; 1f1b by default.")] = None,
     pp: Annotated[int | None, typer.Option(min=1, help="Pipeline ranks.")] = None,
     microbatches: Annotated[int | None, typer.Option(min=1, help="Micro-batches of one step.")] = None,
     virtual_stages: Annotated[int | None, typer.Option(help="Model chunks on each rank, for interleaved.")] = None,

@@ -28,7 +28,6 @@ from megazero.plan.cluster import Cluster
 from megazero.plan.devices import size_text
 from megazero.plan.memory import fullest_of
 from megazero.plan.step_time import step_time_of
-from megazero.settings import Problem
 
 LIMIT = 400  # shapes whose memory is computed
 _BEST = 10
@@ -209,11 +208,6 @@ def search(
 
 def base_of(config: RunConfig, global_batch_size: int) -> ResolvedRun:
     """Return the run with every searched key at its default, on one rank.  Raises: ConfigError."""
-    if config.parallel.ep > 1:
-        hint = "write parallel.ep=1 behind the run file; a plan without --search takes any"
-        raise ConfigError(
-            [Problem("parallel.ep", config.parallel.ep, "must be 1 in a search, which does not vary it", hint)]
-        )
     training = config.training.model_copy(update={"global_batch_size": global_batch_size})
     elastic = type(config.elastic)()
     base = config.model_copy(update={"training": training, "elastic": elastic})
@@ -236,7 +230,7 @@ def _legal(config: RunConfig, space: Space, ranks: int, refused: Counter[str]) -
     """Yield the shapes that the run file's rules allow; count the others by the key that a rule names."""
     known: dict[Choice, str | None] = {}  # sharding breaks no rule that its shape keeps
     for choice in groups_in(space, config, ranks):
-        frame = replace(choice, zero_stage=1, gather_policy="action", shard_group=0)
+        frame = replace(choice, zero_stage=1, gather_policy="action", shard_group=0, ep=1)
         if frame not in known:
             known[frame] = None
             try:
@@ -395,7 +389,7 @@ def _ranked(config: RunConfig, best: Candidate, looked: _Look, space: Space, clu
 
 def _neighbours(choice: Choice, space: Space) -> Iterator[tuple[str, Choice]]:
     """Yield choices with one key changed to the next value that promises less time, and the change in words."""
-    for name, values in (("tp", space.tp), ("cp", space.cp), ("pp", space.pp)):
+    for name, values in (("tp", space.tp), ("cp", space.cp), ("pp", space.pp), ("ep", space.ep)):
         own = getattr(choice, name)
         for value in [max((size for size in values if size < own), default=0)]:
             if value:

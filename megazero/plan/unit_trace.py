@@ -29,7 +29,7 @@ from megazero.config import ResolvedRun, RunConfig
 from megazero.engine.outline import schedule_of
 from megazero.layers.activation_offload import ActivationStore
 from megazero.layers.context_attention import ContextAttention
-from megazero.layers.fp8 import Scaling, emulated, scaled_mm, use_fp8
+from megazero.layers.fp8 import EMULATED, Kernels, Scaling, emulated_groups, scaled_grouped_mm, scaled_mm, use_fp8
 from megazero.layers.linear import ColumnParallelLinear, RowParallelLinear, WeightGradQueue
 from megazero.layers.recompute import WHOLE
 from megazero.layers.sample_part import SamplePart, TokenLayout, _part
@@ -347,7 +347,8 @@ class _Bench:
 
     def multiply_in_fp8(self, block: nn.Module, scaling: Scaling) -> None:
         """Have a block multiply in fp8; on CUDA each rounding is a kernel without temporaries."""
-        use_fp8(block, scaling, scaled_mm if self._has_kernels else emulated)
+        groups = scaled_grouped_mm if scaling == "rowwise" else emulated_groups
+        use_fp8(block, scaling, Kernels(scaled_mm, groups) if self._has_kernels else EMULATED)
         for part in block.modules() if self._key.on_cuda else ():
             if isinstance(part, ColumnParallelLinear | RowParallelLinear):
                 part.product.compile(self._one_kernel)

@@ -44,8 +44,8 @@ class Stage(Protocol):
     def backward_weight(self, chunk: int, microbatch: int) -> None:
         """Compute the weight gradients that `backward` deferred."""
 
-    #: Whether `beside` runs pairs of two chunks; otherwise their actions run one after the other.
-    interleaves: bool
+    def interleaves(self, pair: Sequence[Action]) -> bool:
+        """Whether `beside` can run a pair; otherwise its actions run one after the other."""
 
     def beside(self, pair: Sequence[Action], x: Message | None, grad: Message | None) -> Sequence[Message | None]:
         """Run the actions of a pair together.
@@ -103,9 +103,7 @@ class Executor:
         self.schedule, self._rank, self._axes = schedule, down.index, (up, down)
         self._new_message, self._watch = new_message, watch
         self._next = dict(pairwise(a for a in schedule.ranks[self._rank] if a.kind is not ActionKind.WEIGHT))
-        pairs = {action: schedule.together(self._rank, action) for action in schedule.ranks[self._rank]}
-        # Actions of one chunk use the same weights, which stage 3 shows to one pass at a time: they are not run together.
-        self._pairs = {action: parts for action, parts in pairs.items() if parts[0].chunk != parts[-1].chunk}
+        self._pairs = {action: schedule.together(self._rank, action) for action in schedule.ranks[self._rank]}
         placed = program(schedule)
         self._received = what_messages_confirm(placed, self._rank)
         device = torch.device("cpu") if down.group is None else down.group.device
@@ -118,7 +116,9 @@ class Executor:
         messages = _InFlight()
         for step in self._steps:
             if isinstance(step, Action):
-                parts = self._pairs.get(step, (step,)) if stage.interleaves else (step,)
+                parts = self._pairs[step]
+                if len(parts) > 1 and not stage.interleaves(parts):
+                    parts = (step,)
                 if step == parts[0]:
                     self._compute(parts, stage, messages)
             elif step.kind is ActionKind.SEND:

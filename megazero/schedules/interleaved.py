@@ -30,9 +30,22 @@ class Interleaved(ScheduleKind):
 
         forwards = order(ActionKind.FORWARD, list(range(chunks)))
         backwards = order(ActionKind.BACKWARD, list(reversed(range(chunks))))
-        warmups = [min(2 * (pp - rank - 1) + (chunks - 1) * pp, len(forwards)) for rank in range(pp)]
+        first = (chunks - 1) * pp + self.has_pairs
+        warmups = [min(2 * (pp - rank - 1) + first, len(forwards)) for rank in range(pp)]
         ranks = tuple(alternate(forwards, backwards, warmup) for warmup in warmups)
-        return Schedule(self.name, microbatches, self.placement(pp, chunks), ranks)
+        paired = [(rank, action) for rank in range(pp) for action in forwards[warmups[rank] :] if self.has_pairs]
+        return Schedule(self.name, microbatches, self.placement(pp, chunks), ranks, beside=frozenset(paired))
 
 
-INTERLEAVED = Interleaved()
+class InterleavedPairs(Interleaved):
+    """Interleaved 1F1B with one more forward in the warm-up, so that each later one runs beside the backward after it.
+
+    On the last rank, that backward would otherwise need the result of the forward before it.
+    Source: Megatron-Core, `overlap_moe_expert_parallel_comm`.
+    """
+
+    name = "interleaved-pairs"
+    has_pairs = True
+
+
+INTERLEAVED, INTERLEAVED_PAIRS = Interleaved(), InterleavedPairs()

@@ -4,6 +4,7 @@ name         chunks  backward  placement  idle time per rank for F = B = W = 1  
 gpipe           1    whole     loop       3 (pp - 1)                            m
 1f1b            1    whole     loop       3 (pp - 1)                            min(pp - s, m)
 interleaved   v > 1  whole     loop       3 (pp - 1) / v of a rank's work       2 (pp - s - 1) + (v - 1) pp + 1 chunks
+interleaved-pairs: as interleaved, with one chunk's activations more
 zb-h1           1    split     loop       pp - 1 for m >= pp                    at most pp
 zbv             2    split     V          as simulated                          at most 2 pp chunks of half size
 dualpipev       2    split     V          pp - 1 for m >= 2 pp                  at most 2 pp + 1 chunks of half size
@@ -25,7 +26,7 @@ class ScheduleKind(ABC):
     Attributes:
         name: for messages and drawings.
         chunks: model chunks on each rank; None: `virtual_stages`, at least 2.
-        has_pairs: forwards run beside backwards of another chunk.
+        has_pairs: forwards run beside backwards.
     """
 
     name: str

@@ -15,6 +15,7 @@ SCHEDULES: Registry[ScheduleKind] = Registry(
         "gpipe": "megazero.schedules.gpipe:GPIPE",
         "1f1b": "megazero.schedules.one_f_one_b:ONE_F_ONE_B",
         "interleaved": "megazero.schedules.interleaved:INTERLEAVED",
+        "interleaved-pairs": "megazero.schedules.interleaved:INTERLEAVED_PAIRS",
         "zb-h1": "megazero.schedules.zero_bubble:ZERO_BUBBLE_H1",
         "zbv": "megazero.schedules.zero_bubble:ZERO_BUBBLE_V",
         "dualpipev": "megazero.schedules.dualpipev:DUAL_PIPE_V",

@@ -22,7 +22,7 @@ from megazero.data import Corpus
 from megazero.data.corpus import repeats, tokenizer_of
 from megazero.engine.outline import elements_in, schedule_of, stages_of
 from megazero.engine.phases import Phase, trained_steps, unfinished_schedule
-from megazero.layers.fp8 import emulated, use_fp8
+from megazero.layers.fp8 import EMULATED, use_fp8
 from megazero.layers.recompute import WHOLE
 from megazero.models.activation_config import ActivationsConfig, layer_policies
 from megazero.models.gpt import check_knows_parts
@@ -171,7 +171,7 @@ def layer_problems(config: RunConfig) -> Iterator[Problem]:
             yield from error.problems
     try:
         for layer, scaling in fp8.items():
-            use_fp8(blocks[layer], scaling, emulated)
+            use_fp8(blocks[layer], scaling, EMULATED)
     except ConfigError as error:
         yield from error.problems
     if own != ActivationsConfig():

@@ -340,11 +340,6 @@ def test_a_dry_run_finds_the_ranks_of_experts_in_step() -> None:
         (8, {"parallel": {"ep": 8}}, ("parallel.ep = 8: must divide model.num_experts=4",)),
         (2, {"parallel": {"ep": 2}, "model": LLAMA}, ("parallel.ep = 2: must be 1 where model.num_experts is unset",)),
         (2, {"parallel": {"tp": 2}}, ("parallel.sequence_parallel = false: must be true where",)),
-        (
-            1,
-            {"precision": {"fp8": "rowwise"}, "model": MODEL},
-            ('precision.fp8 = "rowwise": must be none where model.num_experts',),
-        ),
     ],
 )
 def test_what_experts_cannot_be_is_one_error_each(world: int, sections: dict[str, Any], said: tuple[str, ...]) -> None:

@@ -9,10 +9,11 @@ import plain_model
 import pytest
 import torch
 from harness import run_world
-from plain_model import PlainConfig, causal_attention, rms_norm, rope, split_heads
+from plain_model import PlainConfig, causal_attention, expert_shares, rms_norm, rope, split_heads
 from torch import Tensor
 from worlds import (
     LLAMA,
+    MIXTRAL,
     difference,
     engine_on,
     micro_batches,
@@ -27,14 +28,16 @@ from worlds import (
 
 from megazero.config import ResolvedRun
 from megazero.engine.phases import Position
-from megazero.layers.fp8 import BLOCK, Quantised, dequantise, emulated, quantise_alone, use_fp8
+from megazero.layers.fp8 import BLOCK, EMULATED, Quantised, dequantise, emulated, quantise_alone, use_fp8
 from megazero.layers.linear import ColumnParallelLinear, RowParallelLinear
 from megazero.layers.spec import NamedRows
 
 TOLERANCE = 1e-5  # as without fp8
 SMALL = LLAMA | {"num_layers": 3, "seq_len": 8, "tie_embeddings": False}
-WIDE = SMALL | {"hidden_size": 144, "ffn_hidden_size": 48}  # a row is a block and a part of one
-MODELS = {"rowwise": SMALL, "blockwise": WIDE}
+BLOCKS = {"hidden_size": 144, "ffn_hidden_size": 48}  # a row is a block and a part of one
+EXPERTS = MIXTRAL | {"num_layers": 3, "seq_len": 8}
+MODELS = {"rowwise": SMALL, "blockwise": SMALL | BLOCKS}
+WITH_EXPERTS = {"rowwise": EXPERTS | {"ffn_hidden_size": 32}, "blockwise": EXPERTS | BLOCKS}
 # All of e4m3 from 0 on, but for the last code, which is no number.
 VALUES = [m / 8 * 2.0**-6 for m in range(8)]
 VALUES += [(1 + m / 8) * 2.0 ** (e - 7) for e in range(1, 16) for m in range(8)][:-1]
@@ -72,7 +75,8 @@ class _Linear(torch.autograd.Function):
 def _logits(
     block: int, layers: tuple[int, ...], weights: dict[str, Tensor], config: PlainConfig, tokens: Tensor, *_: Any
 ) -> Tensor:
-    """Llama in plain formulas, of which some layers multiply in fp8; q, k and v are one product, as are gate and up."""
+    """Llama or Mixtral in plain formulas, of which some layers multiply in fp8; q, k and v are one product, as are gate and
+    up."""
 
     def linear(x: Tensor, *names: str) -> Tensor:
         weight = torch.cat([weights[f"model.layers.{i}.{name}.weight"] for name in names])
@@ -87,20 +91,30 @@ def _logits(
         mixed = causal_attention(rope(q, config.rope_theta), rope(k, config.rope_theta), v)
         x = x + linear(mixed, "self_attn.o_proj")
         normed = rms_norm(x, weights[f"model.layers.{i}.post_attention_layernorm.weight"], config.norm_eps)
-        gate, up = linear(normed, "mlp.gate_proj", "mlp.up_proj").chunk(2, -1)
-        x = x + linear(gate * torch.sigmoid(gate) * up, "mlp.down_proj")
+        shares, mlps = torch.ones_like(x[..., :1]), [("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")]
+        if config.num_experts:
+            moe = "block_sparse_moe"
+            router = weights[f"model.layers.{i}.{moe}.gate.weight"]
+            shares = expert_shares(normed @ router.T, config.experts_per_token)
+            names = [f"{moe}.experts.{expert}" for expert in range(config.num_experts)]
+            mlps = [(f"{name}.w1", f"{name}.w3", f"{name}.w2") for name in names]
+        for number, (of_gate, of_up, of_down) in enumerate(mlps):
+            gate, up = linear(normed, of_gate, of_up).chunk(2, -1)
+            x = x + shares[..., number, None] * linear(gate * torch.sigmoid(gate) * up, of_down)
     return rms_norm(x, weights["model.norm.weight"], config.norm_eps) @ weights["lm_head.weight"].T
 
 
 def _run(world: int, scaling: str, fp8: dict[str, Any] | None = None, **sections: Any) -> ResolvedRun:
-    return run_of(world, model=MODELS[scaling], precision={"fp8": scaling} | (fp8 or {}), **sections)
+    return run_of(world, **{"model": MODELS[scaling]} | sections, precision={"fp8": scaling} | (fp8 or {}))
 
 
 @lru_cache(maxsize=16)
-def _plain(scaling: str, layers: tuple[int, ...], seed: int) -> dict[str, Any]:
+def _plain(scaling: str, layers: tuple[int, ...], seed: int, has_experts: bool) -> dict[str, Any]:
+    model = (WITH_EXPERTS if has_experts else MODELS)[scaling]
+
     def steps(_: int) -> dict[str, Any]:
         plain_model.logits = partial(_logits, 0 if scaling == "rowwise" else BLOCK, layers)
-        return plain_steps(_run(1, scaling, training={"seed": seed}))
+        return plain_steps(_run(1, scaling, model=model, training={"seed": seed}))
 
     return run_world(1, steps)[0]
 
@@ -111,7 +125,7 @@ def _assert_is_plain(world: int, scaling: str, fp8: dict[str, Any], layers: tupl
     for seed in (7, 8, 9):
         training = sections.get("training", {}) | {"seed": seed}
         got = run_world(world, train, _run(world, scaling, fp8, **sections | {"training": training}))[0]
-        wanted = _plain(scaling, layers, seed)
+        wanted = _plain(scaling, layers, seed, "model" in sections)
         assert got["loss"] == pytest.approx(wanted["loss"], rel=1e-4)
         assert all(difference(got["weights"][name], one) < 0.01 for name, one in wanted["weights"].items())
         near = [got[kind][0] == pytest.approx(wanted[kind][0], rel=TOLERANCE) for kind in ("loss", "norm")]
@@ -152,6 +166,21 @@ def test_any_shape_is_the_plain_models_run(case: str) -> None:
         _assert_is_plain(world, scaling, {}, (1,), **sections)
 
 
+OF_EXPERTS: dict[str, tuple[int, dict[str, Any]]] = {
+    "one rank": (1, {"activations": {"recompute": ["mlp"]}}),
+    "ep2, stage 3": (2, {"parallel": {"ep": 2}, "zero": {"stage": 3}}),
+    "dp2 ep2 zb-h1": (4, {"parallel": {"pp": 2, "ep": 2, "schedule": "zb-h1"}, "training": {"accumulation": 2}}),
+    "tp2 sp ep2": (2, {"parallel": {"tp": 2, "sequence_parallel": True, "ep": 2}}),
+}
+
+
+@pytest.mark.parametrize("case", OF_EXPERTS)
+def test_experts_are_the_plain_models_on_any_shape(case: str) -> None:
+    world, sections = OF_EXPERTS[case]
+    for scaling in WITH_EXPERTS if "tp" not in case else ["rowwise"]:
+        _assert_is_plain(world, scaling, {}, (1,), model=WITH_EXPERTS[scaling], **sections)
+
+
 def test_a_list_says_which_layers() -> None:
     for layers, wanted in (("all", (0, 1, 2)), ([0, 2], (0, 2))):
         _assert_is_plain(1, "rowwise", {"fp8_layers": layers}, wanted)
@@ -171,7 +200,7 @@ def _factors(rank: int, tp: int, scaling: str) -> list[Quantised]:
     column = ColumnParallelLinear((NamedRows("q", 512),), 512, axis)
     row = RowParallelLinear(NamedRows("o", 512), 512, axis)
     for layer in (column, row):
-        use_fp8(layer, scaling, multiply)  # type: ignore[arg-type]
+        use_fp8(layer, scaling, EMULATED._replace(multiply=multiply))  # type: ignore[arg-type]
     column.weight.data *= spread.chunk(tp)[rank][:, None]
     row.weight.data *= spread.chunk(tp)[rank]
     column(x.clone().requires_grad_()).backward(dy.chunk(tp, -1)[rank])
@@ -255,6 +284,7 @@ def test_a_run_turns_fp8_on_or_off_at_a_resume(tmp_path: Any) -> None:
         (1, {}, {"fp8": "rowwise", "dtype": "fp16"}, {}, "must be"),
         (1, {}, {"fp8": "rowwise", "fp8_layers": [3]}, {}, "below model.num_layers=3"),
         (1, {}, {"fp8": "tensorwise"}, {}, "precision.fp8"),
+        (1, EXPERTS | {"ffn_hidden_size": 24}, {"fp8": "rowwise"}, {}, "model.ffn_hidden_size = 24: .*multiples of 16"),
     ],
 )
 def test_what_cannot_be_is_refused(world: int, model: Any, precision: Any, parallel: Any, says: str) -> None:

@@ -74,6 +74,10 @@ KINDS: dict[int, dict[str, tuple[dict[str, Any], dict[str, Any]]]] = {  # by pp
 }
 
 
+#: By schedule and pp, how many pairs take turns on each rank.
+PAIRS = {("dualpipev", 1): [1], ("dualpipev", 2): [3], ("interleaved-pairs", 1): [2], ("interleaved-pairs", 2): [3, 5]}
+
+
 def _gradients(rank: int, runs: dict[str, dict[str, ResolvedRun]]) -> dict[str, dict[str, Any]]:
     """By kind and schedule: loss and gradients, and how many pairs took turns."""
     run_turns = Turns.run
@@ -95,25 +99,27 @@ def _gradients(rank: int, runs: dict[str, dict[str, ResolvedRun]]) -> dict[str, 
 
 @pytest.mark.parametrize("pp", KINDS)
 def test_pairs_give_the_bits_of_1f1b_on_every_zero_stage(pp: int) -> None:
-    """Ranks of ep exchange rows in every layer; with pp 1 a V is two chunks of a rank, and experts have replicas."""
+    """Ranks of ep exchange rows in every layer; with pp 1 a V is two chunks of a rank, and experts have replicas.  Of
+    interleaved-pairs with pp 2, some are of one chunk."""
     runs = {
         kind: {
             name: run_of(
                 4,
                 model=MODEL,
-                parallel={"pp": pp, "ep": 2, "schedule": name},
+                parallel={"pp": pp, "ep": 2, "schedule": name, "virtual_stages": chunks},
                 zero=zero,
                 training={"accumulation": 2 * pp},
                 activations=activations,
             )
-            for name in ("1f1b", "dualpipev")
+            for name, chunks in (("1f1b", 1), ("dualpipev", 2), ("interleaved-pairs", 2))
         }
         for kind, (zero, activations) in KINDS[pp].items()
     }
     for found in run_world(4, _gradients, runs):
         for kind, by_schedule in found.items():
-            (loss, gradients, _), (own_loss, own, own_pairs) = by_schedule["1f1b"], by_schedule["dualpipev"]
-            assert own_loss == loss, kind
-            assert own_pairs == (0 if kind == "on the host" else (1, 3)[pp - 1]), kind
-            for name, gradient in (gradients or {}).items():
-                assert torch.equal(own[name], gradient), f"{name}, {kind}"
+            loss, gradients, _ = by_schedule.pop("1f1b")
+            for schedule, (own_loss, own, own_pairs) in by_schedule.items():
+                assert own_loss == loss, f"{schedule}, {kind}"
+                assert own_pairs in (0,) if kind == "on the host" else PAIRS[schedule, pp], f"{schedule}, {kind}"
+                for name, gradient in (gradients or {}).items():
+                    assert torch.equal(own[name], gradient), f"{name}, {schedule}, {kind}"

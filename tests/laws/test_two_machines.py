@@ -190,8 +190,6 @@ def test_on_a_gpu_a_receive_waits_for_what_was_queued_before_the_action_it_is_po
         return [Pending(lambda: log.append(f"wait for {what} in {gpu.current}"))]
 
     class Logging:
-        interleaves = False
-
         def expect(self, following: Action) -> None:
             pass
 

@@ -168,9 +168,9 @@ def describe_kernels(engine: Engine) -> str:
         found = type(overlap_of(overlap, engine.state.tp, device)).__name__.lower()
         parts.append(f"exchanges over tp {found}{f' (no GPUs of one host: not {overlap})' * (found != overlap)}")
     if (scaling := config.precision.fp8) != "none":
-        from megazero.layers.fp8 import emulated, multiply_on
+        from megazero.layers.fp8 import EMULATED, kernels_on
 
-        is_emulated = multiply_on(device, engine.dtype, scaling) is emulated
+        is_emulated = kernels_on(device, engine.dtype, scaling) is EMULATED
         parts.append(f"{scaling} fp8 {'emulated, no faster' if is_emulated else 'kernels'}")
     if device.type == "cuda":
         settings = next((os.environ[name] for name in ALLOCATOR if name in os.environ), "fixed segments")
