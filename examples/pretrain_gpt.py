@@ -8,9 +8,10 @@ import os
 import sys
 from pathlib import Path
 
+import megazero
 from megazero.checkpoint.index import find_newest, step_folder
 from megazero.config import load_config
-from megazero.engine import Position, initialize
+from megazero.engine import Position
 from megazero.optim.lr_schedule import learning_rate_factor
 from megazero.training.batches import open_same_corpus, read_batches
 from megazero.training.launch import join_world, leave_world
@@ -31,7 +32,7 @@ def main(overrides: list[str]) -> None:
     corpus = open_same_corpus(config, state.world)
     checkpoints = Path(config.training.run_dir) / "checkpoints"
     newest = find_newest(checkpoints)
-    engine = initialize(config, state, init_weights=newest is None)
+    engine = megazero.initialize(config, state, init_weights=newest is None)
     position = engine.load(newest, corpus.fingerprint) if newest else Position()
 
     while position.step < steps:

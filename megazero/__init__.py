@@ -1,7 +1,8 @@
 """megazero: GPT pretraining in which every parallel dimension and every ZeRO stage compose.
 
     import megazero
-    engine, optimizer, loader, schedule = megazero.initialize(model=..., config="ds_config.json")
+    engine = megazero.initialize(config, state)                                                  # of a run file
+    engine, optimizer, loader, schedule = megazero.initialize(model=..., config="ds_config.json")  # of your own module
 
 A script written for DeepSpeed finds the names it uses most here, and all of them in `megazero.deepspeed`; they are imported
 when first used.  `__init__.pyi` has their types.
@@ -12,10 +13,29 @@ from typing import Any
 
 from megazero.annexes import added_name
 
+__all__ = ["PipelineModule", "RankGrid", "RepeatingLoader", "__version__", "add_config_arguments", "checkpoint"]
+__all__ += ["init_distributed", "initialize", "parallel_state_of", "pipe", "zero"]
 __version__ = "0.1.0"
+
+
+def initialize(*args: Any, **more: Any) -> Any:
+    """Make an engine: of a run file's configuration and this rank, or of a script's own module, as DeepSpeed's call does.
+
+    Args: those of `megazero.engine.initialize` where the configuration is a `RunConfig`, else those of
+        `megazero.deepspeed.initialize`.
+    """
+    from megazero.config import RunConfig
+
+    if isinstance(args[0] if args else more.get("config"), RunConfig):
+        return import_module("megazero.engine").initialize(*args, **more)
+    return added_name("megazero", "initialize")(*args, **more)
 
 
 def __getattr__(name: str) -> Any:
     if name in ("checkpoint", "pipe", "zero"):
         return import_module(f"megazero.{name}")
     return added_name("megazero", name)
+
+
+def __dir__() -> list[str]:
+    return __all__

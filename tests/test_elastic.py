@@ -25,7 +25,7 @@ from quickstart import TINY as SMALL
 from worlds import state_on
 
 from megazero.config import ConfigError, ResolvedRun, RunConfig, load_config, resolve, to_toml
-from megazero.config.derive import complete_batch, micro_batch_multiple, padded_batch
+from megazero.config.derive import complete_batch, padded_batch
 from megazero.engine import BatchShare, Position, initialize
 from megazero.layers.vocabulary import IGNORED_LABEL
 from megazero.parallel_state import Axis
@@ -146,7 +146,7 @@ def test_batches_are_filled_up_by_less_than_a_step_of_micro_batches_and_not_at_a
                     size, count = batch.micro_batch_size, batch.accumulation
                     assert count % multiple == 0
                     assert size * count * dp >= samples > size * (count - multiple) * dp
-                    assert share_of_each(samples, dp, size, multiple) == size * count
+                    assert share_of_each(samples, size, _share(dp, 0, multiple)) == size * count
                     if multiple == 1 and samples % (dp * (1 if micro == "auto" else micro)) == 0:
                         assert batch == complete_batch(samples, micro, "auto", dp=dp, pp=pp)
 
@@ -173,16 +173,18 @@ class _Counting:
         return indices[:, None] * 100 + np.arange(5)
 
 
+def _share(dp: int, index: int, multiple: int) -> BatchShare:
+    axis = Axis("dp", tuple(range(dp)), index)
+    return BatchShare(axis, torch.device("cpu"), tokens=True, labels=True, multiple=multiple)
+
+
 def test_each_sample_is_read_once_and_what_fills_up_is_masked() -> None:
     for count in range(1, 14):
         for dp in range(1, 6):
             for micro, multiple in ((1, 1), (2, 1), (1, 2), (3, 2)):
                 seen, lengths = [], set()
                 for index in range(dp):
-                    share = BatchShare(
-                        Axis("dp", tuple(range(dp)), index), torch.device("cpu"), tokens=True, labels=True
-                    )
-                    batches = read_batches(_Counting(), 16, count, micro, share, multiple=multiple)
+                    batches = read_batches(_Counting(), 16, count, micro, _share(dp, index, multiple))
                     lengths.add(len(batches))
                     for batch in batches:
                         assert batch.tokens.shape == (4, micro)
@@ -211,13 +213,10 @@ SMALL = {"hidden_size": 32, "num_heads": 4, "num_layers": 4, "vocab_size": 64, "
 
 def _three_steps(rank: int, run: ResolvedRun) -> list[tuple[float, float, int]]:
     engine = initialize(run.config, state_on(rank, run))
-    multiple = micro_batch_multiple(run.config.parallel)
     measured, position = [], Position()
     for _ in range(3):
         count = run.global_batch_size
-        batches = read_batches(
-            _Random(), position.samples, count, run.micro_batch_size, engine.share, multiple=multiple
-        )
+        batches = read_batches(_Random(), position.samples, count, run.micro_batch_size, engine.share)
         assert len(batches) == run.accumulation
         statistics = engine.train_step(batches, 1e-2)
         measured.append((statistics.loss, statistics.grad_norm, statistics.tokens))

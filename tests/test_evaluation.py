@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import re
+import threading
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -28,6 +30,7 @@ from megazero.config import ConfigError, ResolvedRun, RunConfig, load_config, re
 from megazero.config.schema import ValidationSource
 from megazero.data import open_corpus
 from megazero.training.batches import DataError, open_corpus_of
+from megazero.training.callbacks import samples
 from megazero.training.trainer import train
 
 Average = Callable[[int, Mapping[str, Tensor]], Mapping[str, Tensor] | None]
@@ -305,6 +308,8 @@ TASKS = {
 
 
 def _write_tasks(folder: Path) -> None:
+    import lm_eval.evaluator  # noqa: F401  before ranks are forked
+
     random, words = np.random.default_rng(3), WORDS.split()
     documents = [
         {
@@ -320,8 +325,6 @@ def _write_tasks(folder: Path) -> None:
 
 
 def test_tasks_and_samples_are_those_of_transformers_on_the_step_on_any_shape(tmp_path: Path) -> None:
-    import lm_eval.evaluator  # noqa: F401  before ranks are forked
-
     _write_tasks(tmp_path)
     tokenizer = write_tokenizer(tmp_path / "tokenizer.json", f"{WORDS} </s>")
     source = write_pair(tmp_path / "words", np.random.default_rng(1).integers(0, 12, 40 * SEQ + 1))
@@ -371,3 +374,55 @@ def test_what_goes_wrong_with_tasks_is_told_before_the_first_step_and_later_neve
     shown = run_world(2, _train, run)[0]
     assert any("no scores of evaluation.tasks" in line for line in shown), shown
     assert len(metrics_of(tmp_path / "run")) == STEPS
+
+
+def _train_where_rank_0_has_no_task_file(rank: int, run: ResolvedRun) -> list[str]:
+    if rank == 0:
+        patch("megazero.training.callbacks.tasks.manager_of", side_effect=OSError("no task file")).start()
+    try:
+        return _train(rank, run)
+    except ConfigError as error:
+        return [str(error)]
+
+
+def test_a_task_file_that_rank_0_lacks_ends_a_new_run_on_every_rank_and_never_one_that_goes_on(tmp_path: Path) -> None:
+    _write_tasks(tmp_path)
+    evaluation = {"tasks": ["choice"], "include_path": str(tmp_path)}
+    run = _run(tmp_path, 2, {}, 1, evaluation=evaluation)
+    for lines in run_world(2, _train_where_rank_0_has_no_task_file, run):
+        assert "evaluation.tasks" in lines[0]
+        assert "no task file" in lines[0]
+    run_world(2, _train, _run(tmp_path, 2, {}, 1, training={"steps": STEPS - 1}))
+    shown = run_world(2, _train_where_rank_0_has_no_task_file, run)[0]
+    assert sum("no task file" in line for line in shown) == 2, shown  # at the start, and when they are due
+    assert metrics_of(tmp_path / "run")[-1]["step"] == STEPS
+
+
+def _train_with_a_slow_metric(rank: int, run: ResolvedRun) -> list[str]:
+    """The harness goes on on rank 0 after the ranks have met a few times, and never before."""
+    import lm_eval
+
+    met, meet, evaluate = threading.Semaphore(0), samples.from_first, lm_eval.evaluate
+
+    def from_first(value: Any, axis: Any) -> Any:
+        if value is None:
+            met.release()
+        return meet(value, axis)
+
+    def slow(*args: Any, **more: Any) -> Any:
+        assert all(met.acquire(timeout=60) for _ in range(5))
+        return evaluate(*args, **more)
+
+    patch.multiple(samples, from_first=from_first, seconds_between_meetings=lambda _: 0.01).start()
+    patch("lm_eval.evaluate", slow).start()
+    return _train(rank, run)
+
+
+def test_ranks_meet_while_rank_0_computes_a_metric(tmp_path: Path) -> None:
+    _write_tasks(tmp_path)
+    run_world(
+        2,
+        _train_with_a_slow_metric,
+        _run(tmp_path, 2, {}, 1, evaluation={"tasks": ["choice"], "include_path": str(tmp_path)}),
+    )
+    assert "choice/acc" in metrics_of(tmp_path / "run")[-1]["tasks"]

@@ -18,8 +18,9 @@ from megazero.checkpoint.index import CheckpointError
 from megazero.config import load_config
 from megazero.data.writer import IndexedWriter
 from megazero.parallel_state import ParallelState, RankGrid
-from megazero.training import batches
-from megazero.training.batches import DataError, _agree_in_time, open_same_corpus
+from megazero.training import in_time
+from megazero.training.batches import DataError, open_same_corpus
+from megazero.training.in_time import agree_in_time
 from megazero.training.trainer import train
 
 
@@ -125,7 +126,7 @@ def test_a_run_resumes_with_its_own_tokenizer_only(tmp_path: Path) -> None:
 
 
 def _wait_for_a_slow_rank(rank: int, fails: bool) -> str:
-    met, inner = threading.Event(), batches.gather_objects
+    met, inner = threading.Event(), in_time.gather_objects
     meetings = [0]
 
     def gather(value, axis):
@@ -134,7 +135,7 @@ def _wait_for_a_slow_rank(rank: int, fails: bool) -> str:
             met.set()
         return inner(value, axis)
 
-    batches.gather_objects = gather
+    in_time.gather_objects = gather
 
     def action() -> str:
         if rank == 0 and fails:
@@ -145,7 +146,7 @@ def _wait_for_a_slow_rank(rank: int, fails: bool) -> str:
 
     state = ParallelState(RankGrid(dp=2), rank, timeout_seconds=60)
     try:
-        return _agree_in_time(action, state.world, DataError, 0.01)
+        return agree_in_time(action, state.world, DataError, 0.01)
     except DataError as error:
         return str(error)
 
@@ -167,7 +168,7 @@ def _panic_on_rank_1(rank: int) -> str:
 
     state = ParallelState(RankGrid(dp=2), rank, timeout_seconds=60)
     with pytest.raises(DataError) as caught:
-        _agree_in_time(action, state.world, DataError, 0.01)
+        agree_in_time(action, state.world, DataError, 0.01)
     return str(caught.value)
 
 

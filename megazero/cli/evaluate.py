@@ -1,11 +1,13 @@
 """`megazero evaluate` and `megazero generate`: what a checkpoint has learned."""
 
+from __future__ import annotations
+
 import os
 import re
 from functools import partial
 from math import exp
 from pathlib import Path
-from typing import Annotated, Any, cast
+from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 from rich.table import Column, Table
@@ -13,6 +15,10 @@ from rich.table import Column, Table
 from megazero.cli._common import fail, load_run, print_table
 from megazero.cli.checkpoint import user_errors
 from megazero.training.signals import EXIT_REFUSED
+
+if TYPE_CHECKING:
+    from megazero.checkpoint.folder import Folder
+    from megazero.checkpoint.index import TrainerState
 
 _STEP = "A step directory, or the number of a step of the run; the newest by default."
 
@@ -64,14 +70,10 @@ def _print_scores(step: str, tasks: list[str], include_path: str | None, limit: 
         from megazero.training.callbacks.tasks import manager_of, scores_of
     except ImportError as error:
         raise ValueError(f"--tasks needs lm-evaluation-harness ({error}): pip install lm_eval") from None
-    import torch
-
-    from megazero.checkpoint import index
-    from megazero.checkpoint.folder import folder_at
     from megazero.checkpoint.hugging_face.tokenizer import tokenizer_of
 
-    index.read_manifest(step)
-    files, about = tokenizer_of(folder_at(step), index.read_trainer_state(step))
+    folder_and_state, device = _open_step(step)
+    files, about = tokenizer_of(*folder_and_state)
     with TemporaryDirectory() as folder:
         for name, content in files.items():
             (Path(folder) / name).write_bytes(content)
@@ -82,7 +84,7 @@ def _print_scores(step: str, tasks: list[str], include_path: str | None, limit: 
             "hf",
             {"pretrained": step, "tokenizer": folder},
             tasks,
-            device="cuda" if torch.cuda.is_available() else "cpu",
+            device=device,
             task_manager=manager_of(tasks, include_path),
             limit=limit,
             bootstrap_iters=0,
@@ -91,6 +93,17 @@ def _print_scores(step: str, tasks: list[str], include_path: str | None, limit: 
     for name, value in scores_of(found).items():
         table.add_row(name, f"{value:.4f}")
     print_table(table)
+
+
+def _open_step(step: str) -> tuple[tuple[Folder, TrainerState], str]:
+    """A complete step with what its trainer saved, and the device on which transformers computes."""
+    import torch
+
+    from megazero.checkpoint import index
+    from megazero.checkpoint.folder import folder_at
+
+    index.read_manifest(step)
+    return (folder_at(step), index.read_trainer_state(step)), "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def generate(
@@ -110,16 +123,14 @@ def generate(
             raise ValueError("megazero generate needs transformers: pip install transformers") from None
         import torch
 
-        from megazero.checkpoint import index
-        from megazero.checkpoint.folder import folder_at
         from megazero.checkpoint.hugging_face.tokenizer import load_tokenizer_of
 
-        index.read_manifest(step)
+        folder_and_state, device = _open_step(step)
         if (kind := PretrainedConfig.get_config_dict(step)[0]["model_type"]) not in CONFIG_MAPPING:
             raise ValueError(f"{step} is a {kind}, which transformers does not compute: generate from your own script")
-        tokenizer = load_tokenizer_of(folder_at(step), index.read_trainer_state(step))
+        tokenizer = load_tokenizer_of(*folder_and_state)
         model: Any = AutoModelForCausalLM.from_pretrained(step, dtype="auto", local_files_only=True)
-        model.to("cuda" if torch.cuda.is_available() else "cpu")
+        model.to(device)
         ids = torch.tensor([tokenizer.encode(prompt).tolist() or [tokenizer.eod_id]], device=model.device)
         left = model.config.max_position_embeddings - ids.shape[1]
         if (asked := max_new_tokens or min(100, left)) > left or left < 1:

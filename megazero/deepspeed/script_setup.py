@@ -90,9 +90,7 @@ def initialize(
         StorageError: offloaded state does not fit.
     """
     if model is None:
-        raise ValueError(
-            "initialize needs a model; megazero.engine.initialize(config, state) builds that of a run file"
-        )
+        raise ValueError("initialize needs a model; megazero.initialize(config, state) builds that of a run file")
     if dist_init_required is not False:
         init_distributed(distributed_port=distributed_port)
     state = _parallel_state(model, mpu)

@@ -38,6 +38,7 @@ class BatchShare:
         labels: whether this rank computes a loss.
         ulysses, ring: the axes of context parallelism.
         documents: whether attention stays within documents.
+        multiple: a step has a multiple of so many micro-batches, as the schedule asks.
     """
 
     dp: Axis
@@ -47,6 +48,7 @@ class BatchShare:
     ulysses: Axis = WHOLE
     ring: Axis = WHOLE
     documents: bool = False
+    multiple: int = 1
 
     def part_of(self, lengths: Sequence[Sequence[int]] | None, seq_len: int) -> SamplePart | None:
         """Return this rank's shard of the samples of a micro-batch.  For the arguments see

@@ -8,18 +8,17 @@ one that is not divisible [ dp 0 | dp 1 | dp 2 | dp]        samples beyond the e
 """
 
 import socket
-import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
-from typing import Any, Final, Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 import torch
 import xxhash
 from torch import Tensor
 
-from megazero.comm.collectives import agree, gather_objects
+from megazero.comm.collectives import gather_objects
 from megazero.config import RunConfig
 from megazero.config.derive import cache_directory
 from megazero.data import Corpus, open_corpus
@@ -30,11 +29,9 @@ from megazero.layers.sample_part import SamplePart
 from megazero.layers.vocabulary import IGNORED_LABEL
 from megazero.models.gpt import MicroBatch
 from megazero.parallel_state import Axis
+from megazero.training.in_time import agree_in_time, seconds_between_meetings
 
 T = TypeVar("T")
-
-# Between two meetings of ranks that wait; below any `timeout_seconds` that a run can live with.
-_MEET_SECONDS: Final = 20.0
 
 
 class DataError(ValueError):
@@ -80,14 +77,19 @@ def open_corpus_of(config: RunConfig, say: Callable[[str], None] = lambda _: Non
         alone = open_sources(config, [(source.path, 1.0)], 0.0, say)
         contents |= alone.contents
         if alone.contents[source.path] in trained_on:
-            if not config.data.validation_fraction:
-                raise DataError(
-                    f"data.validation_sources: {source.path} holds the same tokens as one of data.sources, and "
-                    "data.validation_fraction = 0 holds nothing of it out; set it, or leave the source out"
-                )
+            check_held_out(config, source.path)
             alone = open_sources(config, [(source.path, 1.0)], config.data.validation_fraction, say)
         named[source.label] = alone.validation or alone.train.in_order()
     return replace(corpus, contents=contents, named_validation=named)
+
+
+def check_held_out(config: RunConfig, path: str) -> None:
+    """Check that some of a validation source which a run trains on is held out.  Raises: DataError."""
+    if not config.data.validation_fraction:
+        raise DataError(
+            f"{path} holds the same tokens as one of data.sources, and data.validation_fraction = 0 holds nothing of it "
+            "out; set it, or leave the source out of data.validation_sources"
+        )
 
 
 def open_same_corpus(config: RunConfig, world: Axis, say: Callable[[str], None] = lambda _: None) -> Corpus:
@@ -100,45 +102,13 @@ def open_same_corpus(config: RunConfig, world: Axis, say: Callable[[str], None] 
     Raises:
         DataError: on every rank: some rank cannot open its data, or ranks have different data.
     """
-    seconds = min(_MEET_SECONDS, config.parallel.timeout_seconds / 4)
-    corpus = _agree_in_time(lambda: open_corpus_of(config, say), world, DataError, seconds)
+    corpus = agree_in_time(lambda: open_corpus_of(config, say), world, DataError, seconds_between_meetings(config))
     own = repr((corpus.fingerprint, *corpus.contents.items()))  # long, where there are many sources
     if len(set(gather_objects(xxhash.xxh3_128_digest(own.encode()), world))) > 1:
         order, tokenizer, _ = parts_of(corpus.fingerprint).items()
         parts = dict([order, tokenizer, *corpus.contents.items()])
         raise DataError(_differences(gather_objects((socket.gethostname(), parts), world)))
     return corpus
-
-
-def _agree_in_time(action: Callable[[], T], axis: Axis, raises: type[Exception], seconds: float) -> T:
-    """`agree` on an action that may take longer than a collective may wait: it runs in a thread while the ranks meet."""
-    if axis.size == 1:
-        return agree(action, axis, raises)
-    answers: list[T] = []
-    failures: list[BaseException] = []
-
-    def act() -> None:
-        try:
-            answers.append(action())
-        except BaseException as error:  # also a panic of a library: the others wait for an answer
-            failures.append(error)
-
-    thread = threading.Thread(target=act, daemon=True)
-    thread.start()
-    is_over = False
-    while not is_over:
-        thread.join(seconds)
-        now = gather_objects((bool(answers), bool(failures)), axis)
-        is_over = any(failed for _, failed in now) or all(answered for answered, _ in now)
-
-    def outcome() -> T | None:
-        for error in failures:
-            raise error if isinstance(error, Exception) else raises(repr(error)) from error
-        return answers[0] if answers else None  # None only where another rank has failed
-
-    answer = agree(outcome, axis, raises)
-    assert answer is not None
-    return answer
 
 
 def _differences(ranks: list[tuple[str, dict[str, str]]]) -> str:
@@ -195,31 +165,22 @@ def fingerprint_of(config: RunConfig, seq_len: int) -> str:
     return open_sources(config.model_copy(update={"model": model}), sources).fingerprint
 
 
-def read_batches(
-    stream: Stream, first: int, count: int, micro_batch_size: int, share: BatchShare, **more: int
-) -> list[MicroBatch]:
+def read_batches(stream: Stream, first: int, count: int, micro_batch_size: int, share: BatchShare) -> list[MicroBatch]:
     """`read_on_host`, copied to the device of `share`."""
-    return placed(read_on_host(stream, first, count, micro_batch_size, share, **more), share, stream.seq_len)
+    return placed(read_on_host(stream, first, count, micro_batch_size, share), share, stream.seq_len)
 
 
 def read_on_host(
-    stream: Stream,
-    first: int,
-    count: int,
-    micro_batch_size: int,
-    share: BatchShare,
-    *,
-    multiple: int = 1,
-    stream_starts_at: int = 0,
+    stream: Stream, first: int, count: int, micro_batch_size: int, share: BatchShare, stream_starts_at: int = 0
 ) -> list[MicroBatch]:
     """Read this rank's micro-batches of the samples [first, first + count) of a stream, `micro_batch_size` samples each.
 
-    Every dp rank gets the same number of micro-batches, in multiples of `multiple`, as the schedule asks.  Beyond the last
+    Every dp rank gets the same number of micro-batches, in multiples of `share.multiple`.  Beyond the last
     sample every label is masked; where attention stays within documents, so is a label of another document than its token.
     The stream's first sample is sample `stream_starts_at` of the run.  The tensors are on the CPU: any thread may read.
     """
     share, end = replace(share, device=torch.device("cpu")), first + count
-    samples_each = share_of_each(count, share.dp.size, micro_batch_size, multiple)
+    samples_each = share_of_each(count, micro_batch_size, share)
     own = first + share.dp.index * samples_each
     indices = np.arange(own, own + samples_each, dtype=np.int64)
     sample_ids = torch.from_numpy(indices)
@@ -305,7 +266,7 @@ class ReadAhead(Generic[T]):
         self._thread.shutdown(cancel_futures=True)
 
 
-def share_of_each(count: int, dp: int, micro_batch_size: int, multiple: int = 1) -> int:
+def share_of_each(count: int, micro_batch_size: int, share: BatchShare) -> int:
     """Samples per dp rank: its slice of `count`, rounded up to whole micro-batches; arguments as `read_batches`."""
-    step = dp * micro_batch_size * multiple
-    return -(-count // step) * micro_batch_size * multiple
+    size = micro_batch_size * share.multiple
+    return -(-count // (share.dp.size * size)) * size

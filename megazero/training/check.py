@@ -31,8 +31,8 @@ from megazero.optim.lr_schedule import learning_rate_factor
 from megazero.schedules.action import Schedule, read_schedule
 from megazero.schedules.proof import ScheduleError, check_runnable, peak_activations, simulate
 from megazero.settings import Problem, counted
-from megazero.training.batches import open_sources
-from megazero.training.named_files import directory_problems, not_here, sources_of, tokenizer_problems
+from megazero.training.batches import check_held_out, open_sources
+from megazero.training.named_files import directory_problems, not_here, source_problems, tokenizer_problems
 
 #: (subject, text) of each line of `megazero check`.
 Lines: TypeAlias = Iterable[tuple[str, str]]
@@ -47,21 +47,18 @@ class DeviceNeeds(NamedTuple):
 
 def _source_problems(config: RunConfig) -> Iterator[Problem]:
     """Every source on this machine can be read with this tokenizer, sample length and vocabulary."""
-    missing = not_here(config)
-    if config.data.tokenizer in missing or any(tokenizer_problems(config)):
+    if config.data.tokenizer in not_here(config) or any(tokenizer_problems(config)):
         return
-    trained, contents = {source.path for source in config.data.sources}, set[str]()
-    for path in [path for path in sources_of(config) if path not in missing]:
-        key, fraction = ("data.sources", None) if path in trained else ("data.validation_sources", 0.0)
-        try:
-            found = {*_open(config, [(path, 1.0)], fraction).contents.values()}
-        except (ValueError, OSError) as error:
-            yield Problem(key, path, "cannot be used", str(error))
-            continue
-        if path not in trained and found & contents and not config.data.validation_fraction:
-            rule = "must not hold the tokens of one of data.sources where data.validation_fraction = 0"
-            yield Problem(key, path, rule, "set it, or leave the source out")
-        contents |= found if path in trained else set()
+    trained, contents = [source.path for source in config.data.sources], set[str]()
+
+    def check(path: str) -> None:
+        found = {*_open(config, [(path, 1.0)], None if path in trained else 0.0).contents.values()}
+        if path in trained:
+            contents.update(found)
+        elif found & contents:
+            check_held_out(config, path)
+
+    yield from source_problems(config, check)
 
 
 def schedule_problems(config: RunConfig) -> Iterator[Problem]:

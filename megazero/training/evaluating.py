@@ -38,7 +38,8 @@ def evaluate_rank(run: ResolvedRun, state: ParallelState, wish: str | None) -> t
     checkpoint = own.checkpoint.model_copy(update={"accept_changes": tuple(KEYS_OF)})
     # a run that evaluates nothing is asked here for all
     training = own.training.model_copy(update={"eval_every_steps": own.training.eval_every_steps or 1})
-    config = own.model_copy(update={"checkpoint": checkpoint, "training": training})
+    optimizer = own.optimizer.model_copy(update={"name": "sgd", "momentum": 0.0})  # which has no state
+    config = own.model_copy(update={"checkpoint": checkpoint, "training": training, "optimizer": optimizer})
     schedule = agree(lambda: read_own_schedule(run), state.world, ScheduleError)
     with explained(run, state), ExitStack() as closing:
         if state.rank == 0:

@@ -8,7 +8,7 @@
 """
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from megazero.config import RunConfig
@@ -27,11 +27,19 @@ def start_problems(config: RunConfig) -> Iterator[Problem]:
     yield from (found := [*tokenizer_problems(config, may_lack=False)])
     data, trained = config.data, [source.path for source in config.data.sources]
     own = None if found else tokenizer_of(trained, data.tokenizer, data.eod_token)
-    for path in sources_of(config):
+    rows = config.model.vocab_size
+    yield from source_problems(config, lambda path: check_source(path, data.tokenizer, own, rows), may_lack=False)
+
+
+def source_problems(config: RunConfig, check: Callable[[str], object], *, may_lack: bool = True) -> Iterator[Problem]:
+    """The sources of a run for which a check raises an error.  `may_lack`: those that are elsewhere are not checked."""
+    missing = not_here(config) if may_lack else []
+    for path in [path for path in sources_of(config) if path not in missing]:
         try:
-            check_source(path, data.tokenizer, own, config.model.vocab_size)
+            check(path)
         except (ValueError, OSError) as error:
-            key = "data.sources" if path in trained else "data.validation_sources"
+            is_trained = path in [source.path for source in config.data.sources]
+            key = "data.sources" if is_trained else "data.validation_sources"
             yield Problem(key, path, "cannot be used", str(error))
 
 

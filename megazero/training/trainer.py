@@ -19,7 +19,6 @@ import torch
 from megazero.annexes import added
 from megazero.comm.collectives import agree, lacks_memory
 from megazero.config import ResolvedRun, save_config
-from megazero.config.derive import micro_batch_multiple
 from megazero.data.corpus import repeats, without_borders
 from megazero.engine import Engine, NonFiniteError, Position, initialize
 from megazero.engine.outline import read_own_schedule, schedule_of
@@ -68,7 +67,6 @@ class Trainer:
     ) -> None:
         config, run_dir = run.config, Path(run.config.training.run_dir)
         self.resolved, self.state, self.say = run, state, say
-        self._multiple = micro_batch_multiple(config.parallel)
         with ExitStack() as closing:  # closes what has been made where making the rest fails
             self.watchdog = closing.enter_context(Watchdog(state, config.parallel.timeout_seconds, run_dir))
             corpus = open_same_corpus(config, state.world, say)
@@ -169,8 +167,8 @@ class Trainer:
     def _read(self, first: int, stream_starts_at: int) -> list[MicroBatch]:
         """The micro-batches of the step whose first sample is `first`, on the host."""
         count, share = self.resolved.samples_after(first) - first, self.engine.share
-        where = {"multiple": self._multiple, "stream_starts_at": stream_starts_at}
-        return read_on_host(self.context.corpus.train, first, count, self.resolved.micro_batch_size, share, **where)
+        size, stream = self.resolved.micro_batch_size, self.context.corpus.train
+        return read_on_host(stream, first, count, size, share, stream_starts_at)
 
     def _roll_back(self, record: base.StepRecord) -> Position:
         """Load the newest checkpoint, to continue from its step with the samples after those of a bad step."""

@@ -20,11 +20,11 @@ import threading
 import time
 import uuid
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
-from typing import Self, TypeVar
+from typing import Self
 
 import torch
 import torch.distributed as dist
@@ -34,8 +34,7 @@ from megazero.comm.collectives import LostPeerError, from_first
 from megazero.parallel_state import ParallelState
 from megazero.terminal import warn
 from megazero.training import heartbeat
-
-T = TypeVar("T")
+from megazero.training.in_time import within
 
 FLIGHT_RECORDS = "flight-recorder"
 _TICKS_PER_BEAT, _SECONDS_PER_BEAT = 10, 10.0  # at most, unless heartbeats are requested
@@ -136,7 +135,7 @@ class Watchdog:
     def _leave(self, why: str, *, lost: bool = False) -> None:
         """Let the other ranks know why this one leaves the run."""
         self._ended, self._lost = why, lost
-        _within(self._patience, self._write_heartbeat)
+        within(self._patience, self._write_heartbeat)
 
     def _write_heartbeat(self) -> None:
         if self._store is not None:
@@ -145,7 +144,7 @@ class Watchdog:
     def _explain(self, axis: str, ranks: Sequence[int], *, is_over: bool) -> str:
         """Say what the peers do, within a bounded time even if the store does not answer."""
         others, mine = [rank for rank in ranks if rank != self.state.rank], self._beat()
-        return _within(2 * self._patience, lambda: self._compare(axis, others, mine, is_over=is_over)) or (
+        return within(2 * self._patience, lambda: self._compare(axis, others, mine, is_over=is_over)) or (
             "nothing is known of the other ranks: the store with their heartbeats does not answer; "
             "its host may be the one that is lost"
         )
@@ -176,7 +175,7 @@ class Watchdog:
             path.write_bytes(record)
             return f"; what torch recorded of the last collectives is in {path}"
 
-        return _within(self._patience, write) or ""
+        return within(self._patience, write) or ""
 
     def _watch(self) -> None:
         store, ticks = self._store, 0
@@ -248,17 +247,3 @@ class Watchdog:
         found = self._explain(axis, ranks, is_over=is_over)
         warn(f"{text}{found}{self._record()}{then}")
         return found
-
-
-def _within(seconds: float, call: Callable[[], T]) -> T | None:
-    """The result of a call; None where it fails or takes longer."""
-    answers: list[T] = []
-
-    def run() -> None:
-        with suppress(Exception):
-            answers.append(call())
-
-    thread = threading.Thread(target=run, daemon=True)
-    thread.start()
-    thread.join(seconds)
-    return answers[0] if answers else None

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from megazero.config import ResolvedRun
-from megazero.config.derive import micro_batch_multiple
 from megazero.config.schema import RunConfig
 from megazero.data.sampler import ValidationStream
 from megazero.engine import Engine, StepStatistics
@@ -35,9 +34,7 @@ class Validation:
 
     def evaluate(self, run: ResolvedRun, engine: Engine) -> StepStatistics:
         """The mean loss on its samples; see `Engine.evaluate`.  Called on every rank."""
-        multiple = micro_batch_multiple(run.config.parallel)
-        batches = read_batches(self.stream, 0, self.samples, run.micro_batch_size, engine.share, multiple=multiple)
-        return engine.evaluate(batches)
+        return engine.evaluate(read_batches(self.stream, 0, self.samples, run.micro_batch_size, engine.share))
 
 
 def validations_of(

@@ -19,10 +19,12 @@ from megazero.training.callbacks.health import LossSpikes, NonFinitePolicy, Skip
 from megazero.training.callbacks.metrics import METRICS_FILE, MetricsFile, SourceCounts
 from megazero.training.callbacks.progress import ProgressDisplay, ProgressLine, on_terminal
 from megazero.training.callbacks.speed import ExpertLoads, GarbageCollection, Stragglers, Utilization
+from megazero.training.in_time import Worker
 from megazero.training.watchdog import Watchdog
 
 T = TypeVar("T")
 
+_SHARE_OF_TIMEOUT = 1 / 8  # of parallel.timeout_seconds that the other ranks wait for a logger
 CALLBACKS: Registry[Callable[[RunContext], Callback]] = Registry("callback", {})
 _SERVICES = {name: f"megazero.training.callbacks.loggers:{name.upper()}" for name in ("wandb", "mlflow", "trackio")}
 LOGGERS: Registry[Callable[[RunContext], Callback]] = Registry(
@@ -123,20 +125,33 @@ class RegisteredCallback(Callback):
 
 
 class SafeLogger(RegisteredCallback):
-    """Wraps a logger.  Where it fails, a line says so once, and the run goes on without it."""
+    """Wraps a logger.  Where it fails or hangs, a line says so once, and the run goes on without it.
+
+    It has a thread of its own: the other ranks would wait in vain for rank 0 in a call that does not return.
+    """
 
     _registry = LOGGERS
 
+    def __init__(self, name: str, context: RunContext) -> None:
+        self._worker, self._seconds = Worker(), context.run.config.parallel.timeout_seconds * _SHARE_OF_TIMEOUT
+        super().__init__(name, context)
+
     def _named(self, call: Callable[[], T]) -> T | None:
         try:
-            return call()
+            return self._worker.begin(call).result(self._seconds)
         except (Exception, SystemExit) as error:
-            self._say(f"logger {self._name!r} failed ({error!r}): the run goes on without it")
-            self._own = Callback()
+            hangs = isinstance(error, TimeoutError) and not error.args
+            why = f"no answer for {self._seconds:g} s" if hangs else repr(error)
+            self._say(f"logger {self._name!r} failed ({why}): the run goes on without it")
+            self._own, self._worker = Callback(), Worker()
             return None
 
     def _hook(self, call: Callable[[], T]) -> None:
         self._named(call)  # on rank 0 alone: it decides nothing
+
+    def close(self) -> None:
+        super().close()
+        self._worker.end()
 
 
 def _checked(made: Callback) -> Callback:

@@ -1,50 +1,74 @@
 """Reads texts with the model during a run, through the engine itself, on any shape; and shows how it continues prompts.
 
-    rank 0       texts, as tokens  ->  all ranks  ->  engine  ->  logits where a label is  ->  numbers of each text
-    the others   wait for texts until there are no more
+    rank 0       thread: texts, as tokens  ->  all ranks  ->  engine  ->  logits where a label is  ->  numbers of each text
+    the others   meet rank 0, and read what it brings, until there are no more texts
 
-Only rank 0 tokenizes.  What goes wrong there is a line, and the run goes on.
+Only rank 0 tokenizes, and takes its time: no collective waits for it.  What goes wrong there is a line, and the run goes on.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TypeAlias
+from contextlib import suppress
+from queue import Empty, SimpleQueue
+from typing import NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 
 from megazero.comm.collectives import all_reduce, from_first
-from megazero.config.derive import micro_batch_multiple
 from megazero.data.tokenizer import Tokenizer, load_tokenizer
 from megazero.layers.vocabulary import IGNORED_LABEL
 from megazero.models.gpt import MicroBatch
 from megazero.training.batches import share_of_each
 from megazero.training.callbacks.base import Callback, RunContext, StepRecord
+from megazero.training.in_time import in_thread, seconds_between_meetings
 
 #: Tokens, and how many of them, the last, are labels.
 Text: TypeAlias = tuple[list[int], int]
 
-#: (fp32 logits [n, vocab], labels [n]) -> [n, 2], which is summed over the labels of a text; picklable.
-Reader: TypeAlias = Callable[[Tensor, Tensor], Tensor]
+
+class Reader(NamedTuple):
+    """What is read of the logits; picklable.
+
+    Attributes:
+        width: numbers of each label.
+        read: (fp32 logits [n, vocab], labels [n]) -> [n, width], which is summed over the labels of a text.
+    """
+
+    width: int
+    read: Callable[[Tensor, Tensor], Tensor]
 
 
-def likelihood(logits: Tensor, labels: Tensor) -> Tensor:
-    """The log-likelihood of each label, and 1 where another token is likelier."""
+class Ended(NamedTuple):
+    """Rank 0 asks for nothing more."""
+
+    problem: str | None  # what went wrong
+
+
+def _likelihood(logits: Tensor, labels: Tensor) -> Tensor:
     target = logits.log_softmax(-1).gather(-1, labels.unsqueeze(-1)).squeeze(-1)
     return torch.stack([target, (logits.argmax(-1) != labels).float()], -1)
 
 
-def likeliest(logits: Tensor, _: Tensor) -> Tensor:
-    """The likeliest token, twice."""
-    return logits.argmax(-1, keepdim=True).expand(-1, 2)
+def _likeliest(logits: Tensor, _: Tensor) -> Tensor:
+    return logits.argmax(-1, keepdim=True)
 
 
-def read_texts(context: RunContext, texts: Sequence[Text], read: Reader) -> list[list[float]]:
+#: Texts, and what is read of them.
+Request: TypeAlias = tuple[list[Text], Reader]
+
+#: The log-likelihood of each label, and 1 where another token is likelier.
+LIKELIHOOD = Reader(2, _likelihood)
+#: The likeliest token.
+LIKELIEST = Reader(1, _likeliest)
+
+
+def read_texts(context: RunContext, texts: Sequence[Text], reader: Reader) -> list[list[float]]:
     """The numbers of each text.  Called on every rank.  A text longer than a sample loses its first tokens."""
     run, share, state = context.run, context.engine.share, context.engine.state
     seq_len, size = run.config.model.seq_len, run.micro_batch_size
-    each = share_of_each(len(texts), share.dp.size, size, micro_batch_multiple(run.config.parallel))
+    each = share_of_each(len(texts), size, share)
     whole = torch.zeros(2, seq_len, each * share.dp.size, dtype=torch.int64)  # tokens and labels
     whole[1] = IGNORED_LABEL
     for row, (text, asked) in enumerate(texts):
@@ -53,7 +77,7 @@ def read_texts(context: RunContext, texts: Sequence[Text], read: Reader) -> list
         whole[0, :end, row] = ids[:-1]
         whole[1, max(end - asked, 0) : end, row] = ids[1:][-asked:]
     whole, part = whole.to(share.device), share.part_of([[seq_len]] * size if share.documents else None, seq_len)
-    numbers = torch.zeros(whole.shape[-1], 2, dtype=torch.float64, device=share.device)
+    numbers = torch.zeros(whole.shape[-1], reader.width, dtype=torch.float64, device=share.device)
 
     def cut(first: int) -> MicroBatch:
         samples = torch.arange(first, first + size, device=share.device)
@@ -62,7 +86,7 @@ def read_texts(context: RunContext, texts: Sequence[Text], read: Reader) -> list
     def collect(batch: MicroBatch, logits: Tensor) -> None:
         if batch.labels is not None and not state.at.tp:  # all ranks of tp have the same logits
             counted = batch.labels != IGNORED_LABEL
-            found = read(logits[counted].float(), batch.labels[counted])
+            found = reader.read(logits[counted].float(), batch.labels[counted])
             numbers.index_add_(0, batch.sample_ids.expand_as(counted)[counted], found.double())
 
     own = share.dp.index * each
@@ -71,41 +95,58 @@ def read_texts(context: RunContext, texts: Sequence[Text], read: Reader) -> list
     return numbers[: len(texts)].tolist()
 
 
+def _ended(work: Callable[[], object]) -> Ended:
+    try:
+        work()
+    except Exception as error:
+        return Ended(f"{type(error).__name__}: {error}")
+    return Ended(None)
+
+
 class TextCallback(Callback):
     """Something that reads texts every so many steps, and after the last one."""
 
     what: str  # for a message
 
     def __init__(self, context: RunContext, every_steps: int) -> None:
-        self._context, self._every, self._is_reading = context, every_steps, False
+        self._context, self._every = context, every_steps
+        # on rank 0: what its thread asks for, and the answers
+        self._asked, self._answers = SimpleQueue[Request | Ended](), SimpleQueue[list[list[float]]]()
 
     def after_step(self, record: StepRecord) -> None:
-        world, last = self._context.engine.state.world, self._context.run.config.training.steps
+        last = self._context.run.config.training.steps
         if record.step != last and not (self._every and record.step % self._every == 0):
             return
-        if world.index:
-            while asked := from_first(None, world):
-                read_texts(self._context, *asked)  # type: ignore[unreachable]  # the first rank's is one
-            return
-        try:
-            self.work(record)
-        except Exception as error:
-            if self._is_reading:  # of the engine, which the other ranks have met, too
-                raise
-            self._context.say(f"step {record.step}: no {self.what}: {error!r}; the run goes on")
-        from_first(None, world)
+        if problem := self.do_on_first(lambda: self.work(record)):
+            self._context.say(f"step {record.step}: no {self.what}: {problem}; the run goes on")
+
+    def do_on_first(self, work: Callable[[], object]) -> str | None:
+        """Do on rank 0 what may call `ask`, and no collective.  Called on every rank.  Returns: what went wrong there."""
+        world, seconds = self._context.engine.state.world, seconds_between_meetings(self._context.run.config)
+        if world.index == 0:
+            in_thread(lambda: self._asked.put(_ended(work)))
+        while True:
+            asked = from_first(self._next(seconds) if world.index == 0 else None, world)
+            if isinstance(asked, Ended):
+                return asked.problem
+            if asked is not None:
+                found = read_texts(self._context, *asked)
+                if world.index == 0:
+                    self._answers.put(found)
+
+    def _next(self, seconds: float) -> Request | Ended | None:
+        with suppress(Empty):
+            return self._asked.get(timeout=seconds)
+        return None
 
     def work(self, record: StepRecord) -> None:
         """Called on rank 0 alone; may call `ask`, and no collective."""
         raise NotImplementedError
 
-    def ask(self, texts: list[Text], read: Reader) -> list[list[float]]:
+    def ask(self, texts: list[Text], reader: Reader) -> list[list[float]]:
         """`read_texts` on all ranks."""
-        self._is_reading = True
-        from_first((texts, read), self._context.engine.state.world)
-        found = read_texts(self._context, texts, read)
-        self._is_reading = False
-        return found
+        self._asked.put((texts, reader))
+        return self._answers.get()
 
     def tokenizer(self) -> Tokenizer:
         """That of the run.  Raises: OSError, ValueError: it is not here."""
@@ -126,7 +167,7 @@ class Samples(TextCallback):
         begun = [tokenizer.encode(prompt).tolist() for prompt in logging.sample_prompts]
         texts = [list(ids) for ids in begun]
         for _ in range(logging.sample_tokens):
-            for ids, (token, _) in zip(texts, self.ask([([*ids, 0], 1) for ids in texts], likeliest), strict=True):
+            for ids, (token,) in zip(texts, self.ask([([*ids, 0], 1) for ids in texts], LIKELIEST), strict=True):
                 ids.append(int(token))
         for prompt, ids, text in zip(logging.sample_prompts, begun, texts, strict=True):
             self._context.say(f"step {record.step} | {prompt!r} goes on {tokenizer.decode(text[len(ids) :])!r}")

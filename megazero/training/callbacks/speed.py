@@ -10,9 +10,8 @@ import json
 import socket
 import time
 from collections.abc import Callable, Collection, Sequence
-from contextlib import suppress
 from statistics import fmean, median_low
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch._C._distributed_c10d import PrefixStore, Store
@@ -26,10 +25,14 @@ from megazero.models.config import ModelConfig
 from megazero.models.registry import FAMILIES
 from megazero.parallel_state import ParallelState
 from megazero.training.callbacks.base import Callback, StepRecord
+from megazero.training.in_time import in_thread
+
+T = TypeVar("T")
 
 _NOTICEABLE_SECONDS = 0.01
 _MOST_RANKS_NAMED = 4
-_LAST_SECONDS, _POLL_SECONDS = 5.0, 0.01  # after the last step of a run the other ranks are waited for so long
+# The store is waited for so long, and after the last step of a run the other ranks.
+_LAST_SECONDS, _POLL_SECONDS = 5.0, 0.01
 
 
 class Utilization(Callback):
@@ -151,8 +154,7 @@ class Stragglers(Callback):
         state, host = self._state, socket.gethostname()
         mine = RankWork(record.step, state.rank, host, state.at.pp, fmean(self._seconds))
         self._seconds = []
-        with suppress(RuntimeError):  # a dead store is no reason to end the run
-            self._store.set(str(state.rank), json.dumps(mine))
+        self._ask(lambda store: store.set(str(state.rank), json.dumps(mine)))
         if state.rank == 0:
             self._step, self._missing, self._found = record.step, [str(rank) for rank in range(state.world.size)], []
             end = time.monotonic() + _LAST_SECONDS
@@ -174,13 +176,25 @@ class Stragglers(Callback):
 
     def _read(self) -> bool:
         """Read what the missing ranks have written; whether none is missing any more."""
-        assert self._store is not None
-        with suppress(RuntimeError):  # the store has gone, as the run may: there is nothing to report
-            if self._store.check(self._missing):
-                works = [RankWork(*json.loads(text)) for text in self._store.multi_get(self._missing)]
-                self._found += [work for work in works if work.step >= self._step]
-                self._missing = [str(work.rank) for work in works if work.step < self._step]
+        missing = self._missing
+        if texts := self._ask(lambda store: store.multi_get(missing) if store.check(missing) else None):
+            works = [RankWork(*json.loads(text)) for text in texts]
+            self._found += [work for work in works if work.step >= self._step]
+            self._missing = [str(work.rank) for work in works if work.step < self._step]
         return not self._missing
+
+    def _ask(self, call: Callable[[Store], T]) -> T | None:
+        """The answer of the store; None where it has died, as the run may, or hangs, after which it is not asked again."""
+        if (store := self._store) is None:
+            return None
+        try:
+            return in_thread(lambda: call(store)).result(_LAST_SECONDS)
+        except TimeoutError:
+            self._say("the store of the run does not answer: slow ranks are not looked for any more")
+            self._store = None
+        except RuntimeError:  # it has died
+            pass
+        return None
 
 
 class GarbageCollection(Callback):

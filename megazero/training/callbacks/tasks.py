@@ -14,8 +14,10 @@ from lm_eval.api.model import TemplateLM
 from lm_eval.tasks import TaskManager
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
+from megazero.config import ConfigError
+from megazero.settings import Problem
 from megazero.training.callbacks.base import RunContext, StepRecord
-from megazero.training.callbacks.samples import TextCallback, likelihood
+from megazero.training.callbacks.samples import LIKELIHOOD, TextCallback
 
 logging.getLogger("lm_eval").setLevel(logging.ERROR)
 
@@ -41,7 +43,7 @@ class EngineLM(TemplateLM):
     def _loglikelihood_tokens(self, requests: Sequence[Any], **_: Any) -> list[tuple[float, bool]]:
         texts = [([*context, *continuation], len(continuation)) for _, context, continuation in requests]
         groups = [texts[first : first + self._at_once] for first in range(0, len(texts), self._at_once)]
-        return [(total, not others) for group in groups for total, others in self._ask(group, likelihood)]
+        return [(total, not others) for group in groups for total, others in self._ask(group, LIKELIHOOD)]
 
     def loglikelihood_rolling(self, requests: Any, **_: Any) -> list[float]:
         sums = []
@@ -62,26 +64,36 @@ class Tasks(TextCallback):
     what = "scores of evaluation.tasks"
 
     def __init__(self, context: RunContext) -> None:
-        own = context.run.config.evaluation
-        super().__init__(context, own.every_steps)
-        self._limit, self._tasks = own.limit, None
-        if context.engine.state.rank == 0:
-            try:
-                self._tasks = manager_of(own.tasks, own.include_path).load(list(own.tasks))
-            except Exception as error:  # also of a storage or a hub
-                raise ValueError(
-                    f"evaluation.tasks cannot be loaded: {error}; correct or leave out the task"
-                ) from error
-            texts = [name for name, task in self._tasks["tasks"].items() if task.OUTPUT_TYPE == "generate_until"]
-            if texts:
-                raise ValueError(
-                    f"evaluation.tasks: {', '.join(texts)} generates text, and a run scores by log-likelihood: leave it "
-                    "out, and score it on a step by megazero evaluate STEP --tasks"
-                )
+        self._own = context.run.config.evaluation
+        super().__init__(context, self._own.every_steps)
+        self._tasks: Any = None
+
+    def on_start(self) -> None:
+        """Load the tasks.  A run that goes on from a checkpoint does so without them; a new one raises ConfigError."""
+        problem = self.do_on_first(self._load)
+        if problem and self._context.start.step == 0:
+            hint = "correct or leave out the task"
+            raise ConfigError(
+                [Problem("evaluation.tasks", list(self._own.tasks), "must be tasks", f"{problem}; {hint}")]
+            )
+        if problem:
+            self._context.say(f"evaluation.tasks cannot be loaded, and are tried again when they are due: {problem}")
+
+    def _load(self) -> None:
+        tasks = manager_of(self._own.tasks, self._own.include_path).load(list(self._own.tasks))
+        texts = [name for name, task in tasks["tasks"].items() if task.OUTPUT_TYPE == "generate_until"]
+        if texts:
+            raise ValueError(
+                f"{', '.join(texts)} generates text, and a run scores by log-likelihood: score it on a step by megazero "
+                "evaluate STEP --tasks"
+            )
+        self._tasks = tasks
 
     def work(self, record: StepRecord) -> None:
+        if self._tasks is None:
+            self._load()
         lm = EngineLM(self, self._context)
-        found = lm_eval.evaluate(lm, self._tasks, limit=self._limit, bootstrap_iters=0, log_samples=False)
+        found = lm_eval.evaluate(lm, self._tasks, limit=self._own.limit, bootstrap_iters=0, log_samples=False)
         record.metrics["tasks"] = scores = scores_of(found)
         self._context.say(
             " | ".join([f"step {record.step}", *(f"{name} {value:.4f}" for name, value in scores.items())])
