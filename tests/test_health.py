@@ -6,6 +6,7 @@ import re
 import threading
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from math import nan
 from pathlib import Path
 from types import SimpleNamespace
@@ -32,7 +33,7 @@ from megazero.config import ResolvedRun, RunConfig
 from megazero.config.schema import LoggingConfig, TrainingConfig
 from megazero.engine import Engine, NonFiniteError, Position, StepStatistics
 from megazero.models.gpt import MicroBatch
-from megazero.training.callbacks import checkpointing
+from megazero.training.callbacks import checkpointing, speed
 from megazero.training.callbacks.base import Callback, RunContext, SampleRange, StepDecision, StepMeter, StepRecord
 from megazero.training.callbacks.health import LossSpikes, NonFinitePolicy, count_skipped
 from megazero.training.callbacks.registry import CALLBACKS, CallbackError, RegisteredCallback, name_problems
@@ -186,6 +187,22 @@ def test_a_run_outlives_the_store_in_which_slow_ranks_are_looked_for() -> None:
         if step == 1:
             del server
             time.sleep(0.1)
+
+
+class _Hanging(Store):
+    def set(self, *_: str) -> None:
+        threading.Event().wait()
+
+
+def test_a_store_that_hangs_is_not_asked_again(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(speed, "_LAST_SECONDS", 0.01)
+    for state in (rank := _stragglers(0, _Hanging()), _stragglers(1, _Hanging())):
+        state.after_step(_worked(1))
+        state.after_step(_worked(2))
+    assert capsys.readouterr().out.count("does not answer") == 2
+    rank.after_step(replace(_worked(3), is_last=True))
 
 
 def test_a_rank_that_writes_late_is_waited_for_and_reported() -> None:

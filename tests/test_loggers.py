@@ -8,19 +8,23 @@ import subprocess
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from threading import Event
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from harness import metrics_of, run_command
+from harness import metrics_of, run_command, run_world
 from quickstart import ONE_STAGE, QUICKSTART, TINY
 from test_training import _record
-from worlds import LLAMA, run_of
+from worlds import LLAMA, loop_of, run_of, state_on
 
+from megazero.config import ResolvedRun
 from megazero.engine import Position
 from megazero.training.callbacks import loggers
+from megazero.training.callbacks.base import Callback, RunContext, StepRecord
 from megazero.training.callbacks.metrics import as_json
 from megazero.training.callbacks.registry import LOGGERS
+from megazero.training.trainer import train
 
 Numbers = dict[str, list[tuple[int, float]]]  # (step, value) of each metric, in the order in which they were logged
 SERVICES = ["wandb", "mlflow", "trackio"]
@@ -173,6 +177,28 @@ def test_a_logger_that_fails_is_one_line_and_the_run_goes_on_with_the_others(tmp
     found, _ = _of_wandb(folder, (folder / "wandb.id").read_text())
     assert found["loss"] == [(line["step"], line["loss"]) for line in lines]
     assert len(lines) == 3
+
+
+class _Hanging(Callback):
+    def __init__(self, _: RunContext) -> None:
+        pass
+
+    def after_step(self, _: StepRecord) -> None:
+        Event().wait()
+
+
+def _train_with_a_hanging_logger(rank: int, run: ResolvedRun) -> list[str]:
+    shown: list[str] = []
+    LOGGERS.register("hanging", _Hanging)
+    train(run, state_on(rank, run), shown.append)
+    return shown
+
+
+def test_a_logger_that_hangs_is_one_line_and_the_other_ranks_do_not_lose_rank_0(tmp_path: Path) -> None:
+    sections = {"logging": {"loggers": ["hanging"]}, "parallel": {"timeout_seconds": 4}, "training": {"steps": 3}}
+    shown = run_world(2, _train_with_a_hanging_logger, loop_of(tmp_path, 2, **sections))[0]
+    assert shown.count("logger 'hanging' failed (no answer for 1 s): the run goes on without it") == 1
+    assert len(metrics_of(tmp_path)) == 3
 
 
 def test_a_logger_that_is_not_there_is_refused_before_the_run(

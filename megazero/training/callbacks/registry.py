@@ -24,7 +24,7 @@ from megazero.training.watchdog import Watchdog
 
 T = TypeVar("T")
 
-_SHARE_OF_TIMEOUT = 1 / 8  # of parallel.timeout_seconds that the other ranks wait for a logger
+_SHARE_OF_TIMEOUT = 1 / 4  # of parallel.timeout_seconds that the other ranks wait for a logger
 CALLBACKS: Registry[Callable[[RunContext], Callback]] = Registry("callback", {})
 _SERVICES = {name: f"megazero.training.callbacks.loggers:{name.upper()}" for name in ("wandb", "mlflow", "trackio")}
 LOGGERS: Registry[Callable[[RunContext], Callback]] = Registry(
