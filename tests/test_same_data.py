@@ -15,12 +15,12 @@ from quickstart import QUICKSTART, TINY
 from tokenizer_files import write_tokenizer
 
 from megazero.checkpoint.index import CheckpointError
+from megazero.comm import collectives
+from megazero.comm.collectives import agree_in_time
 from megazero.config import load_config
 from megazero.data.writer import IndexedWriter
 from megazero.parallel_state import ParallelState, RankGrid
-from megazero.training import in_time
 from megazero.training.batches import DataError, open_same_corpus
-from megazero.training.in_time import agree_in_time
 from megazero.training.trainer import train
 
 
@@ -126,7 +126,7 @@ def test_a_run_resumes_with_its_own_tokenizer_only(tmp_path: Path) -> None:
 
 
 def _wait_for_a_slow_rank(rank: int, fails: bool) -> str:
-    met, inner = threading.Event(), in_time.gather_objects
+    met, inner = threading.Event(), collectives.gather_objects
     meetings = [0]
 
     def gather(value, axis):
@@ -135,7 +135,7 @@ def _wait_for_a_slow_rank(rank: int, fails: bool) -> str:
             met.set()
         return inner(value, axis)
 
-    in_time.gather_objects = gather
+    collectives.gather_objects = gather
 
     def action() -> str:
         if rank == 0 and fails:

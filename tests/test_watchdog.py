@@ -36,8 +36,7 @@ from megazero.training.heartbeat import (
     HeartbeatStore,
     explain_missing_ranks,
 )
-from megazero.training.in_time import within
-from megazero.training.watchdog import FLIGHT_RECORDS, Watchdog
+from megazero.training.watchdog import FLIGHT_RECORDS, Watchdog, _within
 
 MINE = Heartbeat(7, 17, TRAINING, "all_reduce", "dp", False, 0.0, {"dp": 40}, at=106.0)
 WAITING = Heartbeat(9, 17, TRAINING, "all_reduce", "dp", True, 60.0, {"dp": 40})
@@ -128,9 +127,9 @@ def test_a_search_reads_the_whole_world_twice_and_then_who_is_silent(dead: tuple
 
 
 def test_an_explanation_that_hangs_or_fails_is_given_up() -> None:
-    assert within(0.05, lambda: time.sleep(60)) is None
-    assert within(5, lambda: 1 / 0) is None
-    assert within(5, lambda: 3) == 3
+    assert _within(0.05, lambda: time.sleep(60)) is None
+    assert _within(5, lambda: 1 / 0) is None
+    assert _within(5, lambda: 3) == 3
 
 
 # ---------------------------------------------------------------------------------------------------------------------

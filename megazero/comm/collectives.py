@@ -8,8 +8,11 @@ collectives of layers and ZeRO (see `comm/backend.py`), torch's process groups a
 
 import re
 from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future, wait
 from functools import partial
-from typing import TypeVar
+from queue import SimpleQueue
+from threading import Thread
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -429,6 +432,73 @@ def agree(action: Callable[[], T], axis: Axis, raises: type[Exception]) -> T:
     if found := _gather([] if failure is None else [failure], axis):  # without failures, almost nothing is sent
         raise found[0][1]("\n".join(dict.fromkeys(text for text, _ in found))) from cause
     return answer[0]
+
+
+class Worker:
+    """A thread that makes one call after another.  A call that never returns does not keep the process alive."""
+
+    def __init__(self) -> None:
+        self._calls = SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None]()
+        Thread(target=self._work, daemon=True).start()
+
+    def _work(self) -> None:
+        while item := self._calls.get():
+            call, result = item
+            try:
+                result.set_result(call())
+            except BaseException as error:  # also a panic of a library: somebody waits for an answer
+                result.set_exception(error)
+
+    def begin(self, call: Callable[[], T]) -> Future[T]:
+        """Make a call after those before it."""
+        result = Future[T]()
+        self._calls.put((call, result))
+        return result
+
+    def end(self) -> None:
+        """End the thread after the calls that have begun."""
+        self._calls.put(None)
+
+
+def in_thread(call: Callable[[], T]) -> Future[T]:
+    """Make a call in a thread of its own."""
+    worker = Worker()
+    result = worker.begin(call)
+    worker.end()
+    return result
+
+
+def seconds_between_meetings(timeout_seconds: float) -> float:
+    """How long a rank may work before it meets those that wait for it, where a collective waits for `timeout_seconds`."""
+    return min(20.0, timeout_seconds / 4)
+
+
+def agree_in_time(action: Callable[[], T], axis: Axis, raises: type[Exception], seconds: float) -> T:
+    """`agree` on an action that may take longer than a collective may wait: it runs in a thread while the ranks meet.
+
+    rank 0   action . . . . . . . . . . done
+    ranks      meet   meet   meet   meet           every `seconds`
+    """
+    if axis.size == 1:
+        return agree(action, axis, raises)
+    result, is_over = in_thread(action), False
+    while not is_over:
+        wait([result], seconds)
+        is_done = result.done()
+        now = gather_objects((is_done, is_done and result.exception() is not None), axis)
+        is_over = any(failed for _, failed in now) or all(done for done, _ in now)
+
+    def outcome() -> T | None:
+        if not is_done:
+            return None  # another rank has failed
+        error = result.exception()
+        if error is not None and not isinstance(error, Exception):
+            raise raises(repr(error)) from error
+        return result.result()
+
+    answer = agree(outcome, axis, raises)
+    assert answer is not None
+    return answer
 
 
 def on_first(action: Callable[[], T], axis: Axis, raises: type[Exception]) -> T:

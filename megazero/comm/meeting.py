@@ -4,13 +4,12 @@ import os
 import socket
 from collections.abc import Mapping
 from datetime import timedelta
-from threading import Thread
-from typing import Any
 
 import torch
 from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 
 from megazero.annexes import added
+from megazero.comm.collectives import in_thread
 from megazero.launchers import SET_CARDS, MeetingError
 from megazero.parallel_state.state import connect_on_demand
 
@@ -29,22 +28,14 @@ def open_meeting(rank: int, world: int, timeout: timedelta, *, waits: bool = Fal
     """
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     serves, seconds = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True", timeout.total_seconds()
-    found: list[Any] = []
-
-    def connect() -> None:
-        try:
-            found.append(TCPStore(address, port, world, serves, timeout, waits, multi_tenant=True))
-        except Exception as error:
-            found.append(str(error).partition("\n")[0])
-
-    thread = Thread(target=connect, daemon=True)
-    thread.start()
-    thread.join(seconds + min(seconds, 30) + 1)  # torch's own error tells more, and comes after its timeout
-    if found and isinstance(found[0], Store):
-        return found[0]
+    opened = in_thread(lambda: TCPStore(address, port, world, serves, timeout, waits, multi_tenant=True))
+    try:  # torch's own error tells more, and comes after its timeout
+        return opened.result(seconds + min(seconds, 30) + 1)
+    except Exception as error:
+        found = str(error).partition("\n")[0] or f"no answer in {seconds:g} s"
     raise MeetingError(
         f"MASTER_ADDR={address}, MASTER_PORT={port}, where ranks meet, cannot be reached from rank {rank} on "
-        f"{socket.gethostname()}: {found[0] if found else f'no answer in {seconds:g} s'}; MASTER_ADDR must be the host of "
+        f"{socket.gethostname()}: {found}; MASTER_ADDR must be the host of "
         "rank 0, by a name that every host resolves, and MASTER_PORT a port that is free there and open to all ranks; "
         f"afterwards, on hosts with several network cards, {SET_CARDS}"
     )

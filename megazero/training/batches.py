@@ -18,7 +18,7 @@ import torch
 import xxhash
 from torch import Tensor
 
-from megazero.comm.collectives import gather_objects
+from megazero.comm.collectives import agree_in_time, gather_objects, seconds_between_meetings
 from megazero.config import RunConfig
 from megazero.config.derive import cache_directory
 from megazero.data import Corpus, open_corpus
@@ -29,7 +29,6 @@ from megazero.layers.sample_part import SamplePart
 from megazero.layers.vocabulary import IGNORED_LABEL
 from megazero.models.gpt import MicroBatch
 from megazero.parallel_state import Axis
-from megazero.training.in_time import agree_in_time, seconds_between_meetings
 
 T = TypeVar("T")
 
@@ -102,7 +101,8 @@ def open_same_corpus(config: RunConfig, world: Axis, say: Callable[[str], None] 
     Raises:
         DataError: on every rank: some rank cannot open its data, or ranks have different data.
     """
-    corpus = agree_in_time(lambda: open_corpus_of(config, say), world, DataError, seconds_between_meetings(config))
+    seconds = seconds_between_meetings(config.parallel.timeout_seconds)
+    corpus = agree_in_time(lambda: open_corpus_of(config, say), world, DataError, seconds)
     own = repr((corpus.fingerprint, *corpus.contents.items()))  # long, where there are many sources
     if len(set(gather_objects(xxhash.xxh3_128_digest(own.encode()), world))) > 1:
         order, tokenizer, _ = parts_of(corpus.fingerprint).items()

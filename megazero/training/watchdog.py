@@ -20,21 +20,22 @@ import threading
 import time
 import uuid
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Self, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 
-from megazero.comm.collectives import LostPeerError, from_first
+from megazero.comm.collectives import LostPeerError, from_first, in_thread
 from megazero.parallel_state import ParallelState
 from megazero.terminal import warn
 from megazero.training import heartbeat
-from megazero.training.in_time import within
+
+T = TypeVar("T")
 
 FLIGHT_RECORDS = "flight-recorder"
 _TICKS_PER_BEAT, _SECONDS_PER_BEAT = 10, 10.0  # at most, unless heartbeats are requested
@@ -135,7 +136,7 @@ class Watchdog:
     def _leave(self, why: str, *, lost: bool = False) -> None:
         """Let the other ranks know why this one leaves the run."""
         self._ended, self._lost = why, lost
-        within(self._patience, self._write_heartbeat)
+        _within(self._patience, self._write_heartbeat)
 
     def _write_heartbeat(self) -> None:
         if self._store is not None:
@@ -144,7 +145,7 @@ class Watchdog:
     def _explain(self, axis: str, ranks: Sequence[int], *, is_over: bool) -> str:
         """Say what the peers do, within a bounded time even if the store does not answer."""
         others, mine = [rank for rank in ranks if rank != self.state.rank], self._beat()
-        return within(2 * self._patience, lambda: self._compare(axis, others, mine, is_over=is_over)) or (
+        return _within(2 * self._patience, lambda: self._compare(axis, others, mine, is_over=is_over)) or (
             "nothing is known of the other ranks: the store with their heartbeats does not answer; "
             "its host may be the one that is lost"
         )
@@ -175,7 +176,7 @@ class Watchdog:
             path.write_bytes(record)
             return f"; what torch recorded of the last collectives is in {path}"
 
-        return within(self._patience, write) or ""
+        return _within(self._patience, write) or ""
 
     def _watch(self) -> None:
         store, ticks = self._store, 0
@@ -247,3 +248,10 @@ class Watchdog:
         found = self._explain(axis, ranks, is_over=is_over)
         warn(f"{text}{found}{self._record()}{then}")
         return found
+
+
+def _within(seconds: float, call: Callable[[], T]) -> T | None:
+    """The result of a call; None where it fails or takes longer."""
+    with suppress(Exception):
+        return in_thread(call).result(seconds)
+    return None

@@ -1,6 +1,6 @@
 """Loggers of other services: W&B, MLflow and trackio get the numbers of metrics.jsonl, the configuration and the commit.
 
-    step     1     2     3     4     ...          puts its numbers into a queue and goes on
+    step     1     2     3     4     ...          goes on, see `registry.SafeLogger`
     thread   open  1 2 3       4                  a service that is slow, or not there, holds up no step
 
 The id of the run at a service lies in `run_dir/loggers/NAME.id`: a run that goes on from a checkpoint goes on there, too.
@@ -19,8 +19,6 @@ from contextlib import suppress
 from functools import partial
 from math import isfinite
 from pathlib import Path
-from queue import SimpleQueue
-from threading import Thread
 from typing import Any, NamedTuple
 from uuid import uuid4
 
@@ -31,7 +29,6 @@ from megazero.settings import hide_passwords
 from megazero.training.callbacks.base import Callback, RunContext, StepRecord
 from megazero.training.callbacks.metrics import numbers_of
 
-_LAST_SECONDS = 60.0  # a run that has ended waits so long for what has not been sent yet
 _INIT_SECONDS = 30.0  # W&B is tried so long before its files are written offline
 _MOST_PARAMS = 100  # in a request to MLflow
 
@@ -58,49 +55,28 @@ class ServiceLogger(Callback):
         config, run_dir = context.run.config, Path(context.run.config.training.run_dir)
         self.folder, self.name, self.say = run_dir / "loggers", run_dir.resolve().name, context.say
         self.folder.mkdir(parents=True, exist_ok=True)
-        self._id = self.folder / f"{service}.id"
-        self.known = self._id.read_text().strip() if context.start.step and self._id.exists() else None
+        id_file = self.folder / f"{service}.id"
+        self.known = id_file.read_text().strip() if context.start.step and id_file.exists() else None
         self.config: dict[str, Any] = hide_passwords(json.loads(config.model_dump_json()))
         self.config |= {"commit": commit_of(Path()), "versions": versions(), "world_size": context.run.world_size}
         self.project = config.logging.project
-        self._error: Exception | SystemExit | None = None
-        self._is_well = False
-        self._queue = SimpleQueue[tuple[int, Numbers] | None]()
-        self._thread = Thread(target=self._serve, args=(open_run,), daemon=True)
-        self._thread.start()
+        self._service, self._is_well = open_run(self), False
+        id_file.write_text(self._service.id)
 
     @property
     def id(self) -> str:
         """The known id, or a new one."""
         return self.known or f"{self.name}-{uuid4().hex[:8]}"
 
-    def _serve(self, open_run: Callable[[ServiceLogger], Service]) -> None:
-        try:
-            service = open_run(self)
-            self._id.write_text(service.id)
-            while step := self._queue.get():
-                service.log(*step)
-            service.finish(self._is_well)
-        except (Exception, SystemExit) as error:
-            self._error = error
-
     def after_step(self, record: StepRecord) -> None:
-        """Put the numbers of a step into the queue.  Raises: what the service has raised."""
-        self._queue.put((record.step, {key: value for key, value in numbers_of(record) if isfinite(value)}))
-        if self._error is not None:
-            raise self._error
+        numbers = {key: value for key, value in numbers_of(record) if isfinite(value)}
+        self._service.log(record.step, numbers)
 
     def on_end(self, position: Position) -> None:  # noqa: ARG002
         self._is_well = True
 
     def close(self) -> None:
-        """Send what has not been sent.  Raises: what the service has raised, or TimeoutError."""
-        self._queue.put(None)
-        self._thread.join(_LAST_SECONDS)
-        if self._thread.is_alive():
-            raise TimeoutError(f"the last steps were not sent within {_LAST_SECONDS:g} s")
-        if self._error is not None:
-            raise self._error
+        self._service.finish(self._is_well)
 
 
 def commit_of(folder: Path) -> str:

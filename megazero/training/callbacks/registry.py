@@ -1,13 +1,15 @@
 """The callbacks of a run in their order, and the names of those that scripts add with `CALLBACKS.register`."""
 
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, wait
+from dataclasses import replace
 from importlib.util import find_spec
 from inspect import signature
 from pathlib import Path
 from typing import TypeVar
 
 from megazero.annexes import added
-from megazero.comm.collectives import LostPeerError
+from megazero.comm.collectives import LostPeerError, Worker
 from megazero.config import ConfigError, RunConfig
 from megazero.engine import Position
 from megazero.registry import Registry, closest
@@ -19,12 +21,11 @@ from megazero.training.callbacks.health import LossSpikes, NonFinitePolicy, Skip
 from megazero.training.callbacks.metrics import METRICS_FILE, MetricsFile, SourceCounts
 from megazero.training.callbacks.progress import ProgressDisplay, ProgressLine, on_terminal
 from megazero.training.callbacks.speed import ExpertLoads, GarbageCollection, Stragglers, Utilization
-from megazero.training.in_time import Worker
 from megazero.training.watchdog import Watchdog
 
 T = TypeVar("T")
 
-_SHARE_OF_TIMEOUT = 1 / 4  # of parallel.timeout_seconds that the other ranks wait for a logger
+_LAST_SECONDS = 60.0  # a run that has ended waits so long for its loggers
 CALLBACKS: Registry[Callable[[RunContext], Callback]] = Registry("callback", {})
 _SERVICES = {name: f"megazero.training.callbacks.loggers:{name.upper()}" for name in ("wandb", "mlflow", "trackio")}
 LOGGERS: Registry[Callable[[RunContext], Callback]] = Registry(
@@ -74,14 +75,9 @@ class RegisteredCallback(Callback):
     A hook may read parameters that it has kept, so the weights of the last step are here before it is called.
     """
 
-    _registry = CALLBACKS
-
     def __init__(self, name: str, context: RunContext) -> None:
-        self._name, self._say, self._gathers = name, context.say, context.engine.sharded_model.parameters.gathers
-        self._own = self._named(lambda: _checked(self._registry[name](context))) or Callback()
-        for method in sorted(set(dir(self._own)) - set(dir(Callback))):
-            if method.startswith(("on_", "before_", "after_")) and (meant := closest(method, dir(Callback))):
-                context.say(f"note: callback {name!r} has {method}, which a run never calls; did you mean {meant[0]}?")
+        self._name, self._gathers = name, context.engine.sharded_model.parameters.gathers
+        self._own = self._named(lambda: _made(CALLBACKS, name, context)) or Callback()
 
     def _named(self, call: Callable[[], T]) -> T | None:
         try:
@@ -124,39 +120,64 @@ class RegisteredCallback(Callback):
         self._named(self._own.close)
 
 
-class SafeLogger(RegisteredCallback):
-    """Wraps a logger.  Where it fails or hangs, a line says so once, and the run goes on without it.
+class SafeLogger(Callback):
+    """Calls a logger in a thread of its own: one that is slow or hangs holds up no step, and no other rank.
 
-    It has a thread of its own: the other ranks would wait in vain for rank 0 in a call that does not return.
+    Where it fails, a line says so once, and the run goes on without it.
     """
 
-    _registry = LOGGERS
-
     def __init__(self, name: str, context: RunContext) -> None:
-        self._worker, self._seconds = Worker(), context.run.config.parallel.timeout_seconds * _SHARE_OF_TIMEOUT
-        super().__init__(name, context)
+        self._name, self._say, self._worker, self._own = name, context.say, Worker(), Callback()
+        self._last_seconds = min(_LAST_SECONDS, context.run.config.parallel.timeout_seconds / 4)
 
-    def _named(self, call: Callable[[], T]) -> T | None:
-        try:
-            return self._worker.begin(call).result(self._seconds)
-        except (Exception, SystemExit) as error:
-            hangs = isinstance(error, TimeoutError) and not error.args
-            why = f"no answer for {self._seconds:g} s" if hangs else repr(error)
-            self._say(f"logger {self._name!r} failed ({why}): the run goes on without it")
-            self._own, self._worker = Callback(), Worker()
-            return None
+        def make() -> None:
+            self._own = _made(LOGGERS, name, context)
 
-    def _hook(self, call: Callable[[], T]) -> None:
-        self._named(call)  # on rank 0 alone: it decides nothing
+        self._begin(make)
+
+    def _begin(self, call: Callable[[], object]) -> Future[None]:
+        def safely() -> None:
+            try:
+                call()
+            except (Exception, SystemExit) as error:
+                self._say(f"logger {self._name!r} failed ({error!r}): the run goes on without it")
+                self._own = Callback()
+
+        return self._worker.begin(safely)
+
+    def on_start(self) -> None:
+        self._begin(lambda: self._own.on_start())  # noqa: PLW0108  it is made in the thread
+
+    def before_step(self, position: Position) -> None:
+        self._begin(lambda: self._own.before_step(position))
+
+    def after_step(self, record: StepRecord) -> None:
+        record = replace(record, metrics=dict(record.metrics))  # later callbacks add to it
+        self._begin(lambda: self._own.after_step(record))
+
+    def on_rollback(self, position: Position) -> None:
+        self._begin(lambda: self._own.on_rollback(position))
+
+    def on_end(self, position: Position) -> None:
+        self._begin(lambda: self._own.on_end(position))
 
     def close(self) -> None:
-        super().close()
+        """Wait a while for what has not been written or sent."""
+        closed = self._begin(lambda: self._own.close())  # noqa: PLW0108
         self._worker.end()
+        if not wait([closed], self._last_seconds).done:
+            self._say(
+                f"logger {self._name!r} was not done within {self._last_seconds:g} s: its last steps may be missing"
+            )
 
 
-def _checked(made: Callback) -> Callback:
+def _made(registry: Registry[Callable[[RunContext], Callback]], name: str, context: RunContext) -> Callback:
+    made = registry[name](context)
     if not isinstance(made, Callback):
         raise TypeError(f"it made {made!r}; its class must derive from megazero.training.callbacks.base.Callback")
+    for method in sorted(set(dir(made)) - set(dir(Callback))):
+        if method.startswith(("on_", "before_", "after_")) and (meant := closest(method, dir(Callback))):
+            context.say(f"note: callback {name!r} has {method}, which a run never calls; did you mean {meant[0]}?")
     return made
 
 

@@ -16,13 +16,12 @@ from typing import NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
-from megazero.comm.collectives import all_reduce, from_first
+from megazero.comm.collectives import all_reduce, from_first, in_thread, seconds_between_meetings
 from megazero.data.tokenizer import Tokenizer, load_tokenizer
 from megazero.layers.vocabulary import IGNORED_LABEL
 from megazero.models.gpt import MicroBatch
 from megazero.training.batches import share_of_each
 from megazero.training.callbacks.base import Callback, RunContext, StepRecord
-from megazero.training.in_time import in_thread, seconds_between_meetings
 
 #: Tokens, and how many of them, the last, are labels.
 Text: TypeAlias = tuple[list[int], int]
@@ -122,7 +121,10 @@ class TextCallback(Callback):
 
     def do_on_first(self, work: Callable[[], object]) -> str | None:
         """Do on rank 0 what may call `ask`, and no collective.  Called on every rank.  Returns: what went wrong there."""
-        world, seconds = self._context.engine.state.world, seconds_between_meetings(self._context.run.config)
+        world, seconds = (
+            self._context.engine.state.world,
+            seconds_between_meetings(self._context.run.config.parallel.timeout_seconds),
+        )
         if world.index == 0:
             in_thread(lambda: self._asked.put(_ended(work)))
         while True:

@@ -17,6 +17,7 @@ import torch
 from torch._C._distributed_c10d import PrefixStore, Store
 
 from megazero.annexes import added
+from megazero.comm.collectives import in_thread
 from megazero.config import ResolvedRun
 from megazero.config.schema import LoggingConfig
 from megazero.data.sampler import SampleStream
@@ -25,7 +26,6 @@ from megazero.models.config import ModelConfig
 from megazero.models.registry import FAMILIES
 from megazero.parallel_state import ParallelState
 from megazero.training.callbacks.base import Callback, StepRecord
-from megazero.training.in_time import in_thread
 
 T = TypeVar("T")
 
