@@ -7,7 +7,6 @@ import os
 import sys
 from pathlib import Path
 from typing import Any
-from xml.etree import ElementTree
 
 import pytest
 import torch
@@ -65,7 +64,7 @@ def test_live_tensors_are_what_is_counted_and_activations(rows: list[dict[str, A
             assert rank["peak"] >= max(rank["live"].values())
 
 
-def test_what_each_policy_keeps_is_planned_and_drawn(measured: tuple[str, Path]) -> None:
+def test_what_each_policy_keeps_is_planned_and_printed(measured: tuple[str, Path]) -> None:
     """The policies' bytes a token of one layer; docs/activations.md has the formulas."""
     h, k, f, a, tokens = 24, 24, 40, 2, 16
     wanted = {"none": 12 * h + 4 * k + 6 * f + 4 * a + 8, "mlp+norms": 8 * h + 4 * k + 4 * a, "full": 2 * h}
@@ -75,10 +74,6 @@ def test_what_each_policy_keeps_is_planned_and_drawn(measured: tuple[str, Path])
         for rank in row["ranks"]:
             assert rank["layer"] == tokens * wanted[row["policy"]]
             assert rank["planned"]["kept"] <= rank["allocated"]
-            assert max(count for _, count in rank["course"]) == rank["allocated"]
-    picture = (measured[1] / "activations.svg").read_text()
-    drawn = [text.text or "" for text in ElementTree.fromstring(picture).iter("{http://www.w3.org/2000/svg}text")]
-    assert all(any(text.startswith(f"{name}, ") for text in drawn) for name in wanted)
     assert "mlp+norms" in measured[0]
 
 
@@ -103,14 +98,14 @@ def test_every_policy_has_a_row_of_its_own_and_is_counted_on_the_device() -> Non
     """Whatever the run file says of offloading and of single pipeline ranks."""
     words = ["activations.offload=host", "activations.stages=[{stage=0,recompute='full'}]"]
     _, policies = plan(FIRST, words, policies=["none", "mlp"])
-    found = {name: run.config.activations for name, run in policies.items()}
+    found = {about["policy"]: run.config.activations for about, run in policies}
     assert {name: (own.offload, own.stages) for name, own in found.items()} == dict.fromkeys(found, ("none", ()))
     assert [own.recompute for own in found.values()] == ["none", ("mlp",)]
 
 
 def test_keys_that_rows_are_measured_without_are_told() -> None:
     runs, _ = plan(FIRST, ["activations.contiguous=true", "activations.stages=[{stage=0,layers=1}]"])
-    assert not_measured(next(iter(runs.values()))) == ["activations.contiguous", "activations.stages"]
+    assert not_measured(runs[0][1]) == ["activations.contiguous", "activations.stages"]
 
 
 def test_what_cannot_be_written_is_told_before_measuring(tmp_path: Path) -> None:

@@ -113,21 +113,21 @@ def test_the_best_is_that_of_all_choices(base: ResolvedRun, megabytes: float) ->
             fits[shape] = min(fits.get(shape, (float("inf"), 0)), (judge.seconds(run), peak))
     assert fits
     expected = sorted(seconds for seconds, _ in fits.values())[:10]
-    assert [one.candidate.seconds for one in found.best] == pytest.approx(expected)
-    assert found.counted.left_out == 0
-    assert found.counted.shapes == len(list(groups_in(_SPACE, base.config, 8)))
+    assert [one.seconds for one in found.best] == pytest.approx(expected)
+    assert found.counted["left_out"] == 0
+    assert found.counted["shapes"] == len(list(groups_in(_SPACE, base.config, 8)))
 
 
 def test_a_front_is_a_front(base: ResolvedRun) -> None:
     found = _found(base, 3.5)
-    every = [one for one in found.computed if one.need.peak <= 3.5e6]
+    every = [one for one in found.computed if one.peak <= 3.5e6]
     for one in found.front:
-        assert not [o for o in every if o.seconds < one.seconds and o.need.peak <= one.need.peak]
-        assert not [o for o in every if o.seconds <= one.seconds and o.need.peak < one.need.peak]
+        assert not [o for o in every if o.seconds < one.seconds and o.peak <= one.peak]
+        assert not [o for o in every if o.seconds <= one.seconds and o.peak < one.peak]
     for other in every:
-        assert [o for o in found.front if o.seconds <= other.seconds and o.need.peak <= other.need.peak]
+        assert [o for o in found.front if o.seconds <= other.seconds and o.peak <= other.peak]
     assert list(front_of(found.front)) == list(found.front)
-    assert found.front[0].seconds == found.best[0].candidate.seconds
+    assert found.front[0].seconds == found.best[0].seconds
 
 
 def _judge(cluster: Cluster) -> PlainJudge:
@@ -175,9 +175,9 @@ def test_where_nothing_fits_the_least_need_is_told(base: ResolvedRun) -> None:
     """It is that of all choices: the one with the smallest state and all reliefs is among those computed."""
     found, judge = _found(base, 0.2), _judge(_cluster(2e5))
     assert (found.best, found.front) == ((), ())
-    assert found.counted.too_large == found.counted.shapes - sum(found.counted.refused.values())
+    assert found.counted["too_large"] == found.counted["shapes"] - sum(found.refused.values())
     assert found.least is not None
-    assert found.least.need.peak == min(judge.memory(run)[0] for _, run in _all_runs(base, 8))
+    assert found.least.peak == min(judge.memory(run)[0] for _, run in _all_runs(base, 8))
 
 
 def test_the_files_own_shape_is_told_and_wins_where_it_is_faster(base: ResolvedRun) -> None:
@@ -190,8 +190,8 @@ def test_the_files_own_shape_is_told_and_wins_where_it_is_faster(base: ResolvedR
     found = search(base, cluster, judge, own=own, space=_SPACE)
     assert found.own == Need(*judge.memory(own), judge.seconds(own))
     assert not found.beats_best(int(30e6))
-    best = found.best[0].candidate.need
-    assert replace(found, own=replace(best, seconds=found.best[0].candidate.seconds / 2)).beats_best(int(30e6))
+    best = found.best[0]
+    assert replace(found, own=replace(best, seconds=found.best[0].seconds / 2)).beats_best(int(30e6))
     assert not replace(found, own=replace(best, seconds=0.0)).beats_best(best.peak - 1)  # does not fit
 
 

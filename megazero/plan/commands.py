@@ -193,8 +193,9 @@ def _search(
     asked: _Asked, cluster: Cluster, say: Callable[[str], None], write: Path | None, seconds: float
 ) -> tuple[ResolvedRun | None, Found]:
     """Print the best shapes, and write the run file of the first."""
-    from megazero.config import ConfigError, to_toml
+    from megazero.config import ConfigError, resolve, to_toml
     from megazero.engine.phases import changed_keys, changes_text
+    from megazero.plan.choices import config_of
     from megazero.plan.search import Judge, base_of, search
     from megazero.plan.text import search_text
     from megazero.schedules.action import write_text
@@ -223,7 +224,8 @@ def _search(
     if not found.beats_best(cluster.device.memory_bytes):
         if not found.best:
             return None, found
-        best, words = found.best[0].run, str(found.best[0].candidate.choice)
+        choice = found.best[0].choice
+        best, words = resolve(config_of(base.config, choice), cluster.ranks), str(choice)
     if write is not None and best is not None:
         changed = changes_text(changed_keys(run.written, best.written)) or "nothing"
         head = f"{_FOUND_BY} {asked.config} --search for {cluster}:\n# {words}\n# changed: {changed}\n\n"
@@ -281,14 +283,12 @@ def memory_report(
         str, typer.Option(help="Policies, by commas: none, selective, full, or regions with + between them.")
     ] = "none,selective,mlp,full",
     iterations: Annotated[int, typer.Option(min=1, help="Steps to time after the measured one.")] = 20,
-    out: Annotated[Path, typer.Option(help="Directory for memory.json and activations.svg.")] = Path(
-        "runs/memory-report"
-    ),
+    out: Annotated[Path, typer.Option(help="Directory for memory.json.")] = Path("runs/memory-report"),
 ) -> None:
     """Measure memory, traffic and time of each ZeRO stage, and activations by policy, beside the plan."""
     from megazero.config import ConfigError
-    from megazero.plan.memory_chart import draw_course, draw_text
     from megazero.plan.memory_report import measure, not_measured, plan
+    from megazero.plan.memory_tables import draw_text
     from megazero.schedules.action import write_text
     from megazero.training.launch import Failed, leave_at_once, run_ranks
 
@@ -300,29 +300,27 @@ def memory_report(
         runs, by_policy = plan(
             varied, overrides or [], config=config, ranks=ranks, started=started, scratch=out, policies=policies
         )
-        if prints and by_policy and (keys := not_measured(next(iter(runs.values())))):
+        if prints and by_policy and (keys := not_measured(runs[0][1])):
             print(f"the rows of activations are measured without {', '.join(keys)}", file=sys.stderr)
-        written = [out / name for name in ("memory.json", "activations.svg")[: 1 + bool(by_policy)]]
+        numbers = out / "memory.json"
         out.mkdir(parents=True, exist_ok=True)  # before measuring takes minutes
-        if taken := [path for path in written if path.is_dir()]:
-            raise IsADirectoryError(f"{taken[0]} is a directory; remove it, or name another --out")
+        if numbers.is_dir():
+            raise IsADirectoryError(f"{numbers} is a directory; remove it, or name another --out")
     except (ConfigError, ValueError, OSError) as error:
         if prints:
             print(f"error: {error}", file=sys.stderr)
         raise SystemExit(EXIT_REFUSED) from None
     work = partial(measure, runs=runs, policies=by_policy, iterations=iterations)
-    report = run_ranks(next(iter(runs.values())), work)
+    report = run_ranks(runs[0][1], work)
     if isinstance(report, Failed):
         leave_at_once(report.status)
     if prints:
         print(draw_text(report))
         try:
-            write_text(written[0], json.dumps(report.as_json(), indent=1) + "\n")
-            for path in written[1:]:
-                write_text(path, draw_course(report))
+            write_text(numbers, json.dumps(report.as_json(), indent=1) + "\n")
         except OSError as error:
             fail(str(error), EXIT_REFUSED)
-        print(f"every rank's figures: {'   a picture of activations: '.join(map(str, written))}")
+        print(f"every rank's figures: {numbers}")
 
 
 def calibrate(

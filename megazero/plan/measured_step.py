@@ -18,7 +18,6 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
-from itertools import groupby
 from typing import Any
 
 import torch
@@ -54,7 +53,7 @@ class RankFigures:
         layer: planned bytes that the largest layer saves for its backward, in one micro-batch.
         counted: bytes of model state and ZeRO's buffers by point and kind, as the engine counts them.
         live: bytes of all live tensors by point; peak: most of them within the step.
-        allocated: most bytes that the step added to those before it; course: (share of the step, bytes), empty on CUDA.
+        allocated: most bytes that the step added to those before it.
         sent: bytes sent in the step, by axis and collective.
         seconds: of all timed steps.
         skipped: steps before the measured one that overflowed.
@@ -69,7 +68,6 @@ class RankFigures:
     live: dict[str, int]
     peak: int
     allocated: int
-    course: list[tuple[float, int]]
     sent: dict[str, dict[str, int]]
     seconds: float
     skipped: int
@@ -92,8 +90,6 @@ def _state_and_buffers(kinds: Mapping[str, int]) -> tuple[int, int]:
 
 def measure_step(run: ResolvedRun, state: ParallelState, iterations: int) -> RankFigures:
     """Build an engine, measure its second step, and time `iterations` steps after it.  Called on every rank.
-
-    Without iterations the figures have the course of the measured step.
 
     Raises: LossScaleError where fp16 overflowed in every step.
     """
@@ -127,7 +123,6 @@ def measure_step(run: ResolvedRun, state: ParallelState, iterations: int) -> Ran
         live={point: live.live[point] for point in POINTS},
         peak=live.peak,
         allocated=live.peak - live.live[START],
-        course=[] if iterations or not live.course else _thinned(live),
         sent=dict(sent),
         seconds=_timed(engine, batches, state, iterations) if iterations else 0.0,
         skipped=engine.sharded_model.skipped_steps,
@@ -145,14 +140,6 @@ def _timed(engine: Engine, batches: list[MicroBatch], state: ParallelState, iter
     for _ in range(iterations):
         engine.train_step(batches, LR)
     return _synchronized(state) - start
-
-
-def _thinned(memory: LiveMemory, points: int = 300) -> list[tuple[float, int]]:
-    """Thin what a step allocates to the most of each of `points` equal parts of the step."""
-    first, last, start = memory.course[0][0], memory.course[-1][0], memory.live[START]
-    course = [((at - first) / (last - first), count - start) for at, count in memory.course]
-    parts = groupby(course, lambda sample: int(sample[0] * points))
-    return [max(samples, key=lambda sample: sample[1]) for _, samples in parts]
 
 
 def watched_step(
@@ -211,12 +198,11 @@ class LiveMemory:
     # Bytes at each point of the last step: the most, if marked again.
     live: dict[str, int] = field(default_factory=dict)
     peak: int = 0  # most bytes at any time since the last start
-    course: list[tuple[float, int]] = field(default_factory=list)  # (microseconds, bytes) since then; empty on CUDA
 
     def note(self, point: str, now: int) -> None:
         """Record the live bytes at a point; START begins a new step."""
         if point == START:
-            self.live, self.peak, self.course = {}, now, []
+            self.live, self.peak = {}, now
         self.live[point] = max(self.live.get(point, 0), now)
 
 
@@ -262,4 +248,3 @@ def _profiled_memory() -> Iterator[LiveMemory]:
         if event.name().startswith(_MARK):
             memory.note(event.name().removeprefix(_MARK), now)
         memory.peak = max(memory.peak, now)
-        memory.course.append((event.start_ns() / 1e3, now))

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import product
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, TypeAlias
 
 import torch
 
@@ -31,16 +31,12 @@ _OPTION_OF_KEY = {
     "zero.offload.optimizer": "offload",
     "precision.dtype": "precision",
 }
-#: Keys of [activations] that stay at their default while policies are measured: what is kept, wherever it lies.
+#: Keys of [activations] that stay at their defaults while policies are measured: what is saved, wherever it is stored.
 _ON_DEVICE = ("offload", "offload_layers", "contiguous", "stages")
 
 
-class Combination(NamedTuple):
-    """One engine to measure."""
-
-    precision: str
-    stage: int
-    offload: str
+#: What a run is, by name (a combination's values, or a policy), and the run.
+Planned: TypeAlias = tuple[Mapping[str, str | int], ResolvedRun]
 
 
 @dataclass(frozen=True)
@@ -48,8 +44,8 @@ class Row:
     """The figures of one run, planned and measured, by rank.
 
     Args:
-        about: what the run is, by name: a combination's values, or a policy.
-        axis: the one over which it shards.
+        about: as in `Planned`.
+        axis: the axis that the run shards over.
     """
 
     about: Mapping[str, str | int]
@@ -98,10 +94,11 @@ class Row:
 
 @dataclass(frozen=True)
 class Report:
-    """Everything that was measured, and on what.
+    """Everything that was measured.
 
     Args:
-        on: the ranks and the machine; of: the model and the batch.
+        on: the ranks and the machine, in words.
+        of: the model and the batch, in words.
     """
 
     on: str
@@ -125,15 +122,16 @@ def plan(
     started: int | None = None,
     scratch: Path = Path(),
     policies: Sequence[str] = (),
-) -> tuple[dict[Combination, ResolvedRun], dict[str, ResolvedRun]]:
+) -> tuple[list[Planned], list[Planned]]:
     """Resolve the run of each combination, and one for each activation policy; all have the same shape.
 
     Args:
-        varied: by option, which values of its key to combine.
+        varied: the values to combine, by option.
         config: a run file, for the model and the shape; without one the model is `SMALL`.
-        ranks, started: how many to start, None for `launch.nproc_per_node`; how many run already.
+        ranks: how many ranks to start; None for `launch.nproc_per_node`.
+        started: how many ranks run already.
         scratch: directory for the files of "nvme" with `SMALL`; a run file names its own.
-        policies: a preset of `activations.recompute` each, or regions with + between them.
+        policies: presets of `activations.recompute`, or regions with + between them.
 
     Raises: ConfigError with everything that is wrong with any of the runs; ValueError for any other argument.
     """
@@ -149,27 +147,22 @@ def plan(
         overrides = [*SMALL.split(), f"zero.offload.nvme_path='{scratch.resolve()}'", *overrides]
     if ranks is not None:
         overrides = [*overrides, f"launch.nproc_per_node={ranks}"]
-    runs: dict[Combination, ResolvedRun] = {}
-    by_policy: dict[str, ResolvedRun] = {}
-    problems: dict[str, Problem] = {}
+    runs, by_policy, problems = list[Planned](), list[Planned](), dict[str, Problem]()
 
-    def load(own: Sequence[str]) -> ResolvedRun | None:
+    def load(found: list[Planned], own: Sequence[str], **about: str | int) -> None:
         try:  # an empty file is a run: every key has a default
-            return load_config(config or os.devnull, [*overrides, *own], started, varied=_OPTION_OF_KEY)
+            found.append((about, load_config(config or os.devnull, [*overrides, *own], started, varied=_OPTION_OF_KEY)))
         except ConfigError as error:
             problems.update({str(problem): problem for problem in error.problems})
-            return None
 
-    for precision, stage, offload in product(varied["precision"], varied["stages"], varied["offload"]):
+    for precision, stage, offload in dict.fromkeys(product(varied["precision"], varied["stages"], varied["offload"])):
         own = [f"zero.stage={stage}", f"zero.offload.optimizer={offload}", f"precision.dtype={precision}"]
-        if run := load(own):
-            runs[Combination(precision, int(stage), offload)] = run
+        load(runs, own, precision=precision, stage=int(stage) if stage.isdecimal() else stage, offload=offload)
     first = [f"{key}={varied[option][0]}" for key, option in _OPTION_OF_KEY.items() if option in varied]
     first += [f"activations.{key}={toml_value(getattr(ActivationsConfig(), key))}" for key in _ON_DEVICE]
     for policy in policies:
         recompute = policy if policy in PRESETS else toml_value(policy.split("+"))
-        if run := load([*first, f"activations.recompute={recompute}"]):
-            by_policy[policy] = run
+        load(by_policy, [*first, f"activations.recompute={recompute}"], policy=policy)
     if problems:
         raise ConfigError(list(problems.values()), str(config or "the report's model and the given keys"))
     return runs, by_policy
@@ -182,34 +175,28 @@ def not_measured(run: ResolvedRun) -> list[str]:
 
 
 def measure(
-    run: ResolvedRun,
-    state: ParallelState,
-    *,
-    runs: dict[Combination, ResolvedRun],
-    policies: dict[str, ResolvedRun],
-    iterations: int,
+    run: ResolvedRun, state: ParallelState, *, runs: Sequence[Planned], policies: Sequence[Planned], iterations: int
 ) -> Report:
     """Measure every planned run, one engine after another over the same groups.  Called on every rank.
 
-    `run` is any of them, for the shape; `iterations` as for `measure_step`.
+    Args:
+        run: any of these runs, for the shape.
+        iterations: steps to time in each of `runs`.
     """
 
-    def measured(name: str, about: Mapping[str, str | int], own: ResolvedRun, iterations: int) -> Row:
+    def measured(about: Mapping[str, str | int], own: ResolvedRun, iterations: int) -> Row:
         if state.rank == 0:
-            print(name, file=sys.stderr, flush=True)
+            print(", ".join(f"{name} {value}" for name, value in about.items()), file=sys.stderr, flush=True)
         row = Row(about, state.shard.name, tuple(gather_objects(measure_step(own, state, iterations), state.world)))
         bar.add(0, 1)
         return row
 
     # What torch allocates at its first use, and holds, would otherwise be counted in the first row.
     measure_step(run, state, 1)
-    rows = []
     with Bar("measuring", of_bytes=False, is_shown=state.rank == 0) as bar:
         bar.add(len(runs) + len(policies), 0)
-        for number, (combination, own) in enumerate(runs.items(), 1):
-            name = "{}/{} {}, ZeRO {}, offload {}".format(number, len(runs), *combination)
-            rows.append(measured(name, combination._asdict(), own, iterations))
-        by_policy = [measured(f"activations {policy}", {"policy": policy}, own, 0) for policy, own in policies.items()]
+        rows = tuple(measured(about, own, iterations) for about, own in runs)
+        by_policy = tuple(measured(about, own, 0) for about, own in policies)
     model, grid, device = run.config.model, state.grid, state.device
     parameters = sum(map(elements_in, stages_of(run.config, tp=1)))
     context = f"cp {grid.cp}, " if grid.cp > 1 else ""
@@ -222,6 +209,6 @@ def measure(
         "on each dp rank",
         on_cpu=device.type == "cpu",
         iterations=iterations,
-        rows=tuple(rows),
-        policies=tuple(by_policy),
+        rows=rows,
+        policies=by_policy,
     )

@@ -1,8 +1,7 @@
-"""A function in forked processes of one thread each that share a gloo group: how this machine is measured."""
+"""Runs a function in forked processes of one thread each that share a gloo group, to measure this machine."""
 
 import os
 import pickle
-import signal
 import tempfile
 import time
 from collections.abc import Callable
@@ -13,7 +12,7 @@ from typing import Any
 import torch
 import torch._dynamo  # imported by every optimizer; once here instead of once in each process
 import torch.distributed as dist
-from torch.multiprocessing.spawn import ProcessContext, ProcessException, start_processes
+from torch.multiprocessing.spawn import ProcessException, start_processes
 
 
 class ProcessFailedError(RuntimeError):
@@ -21,13 +20,13 @@ class ProcessFailedError(RuntimeError):
 
 
 def in_processes(count: int, work: Callable[..., Any], *arguments: Any, timeout: float = 600) -> list[Any]:
-    """Run `work(rank, *arguments)` in `count` processes that share a default group; return the answers in rank order.
+    """Run `work(rank, *arguments)` in `count` processes that share a default group, and return their results by rank.
 
     Args:
-        timeout: seconds until all have answered, and of every wait inside.
+        timeout: seconds for all of it, and for every collective inside.
 
     Raises:
-        ProcessFailedError: of the first that failed.
+        ProcessFailedError: a process failed; the text has its rank, and its error or exit code.
     """
     with tempfile.TemporaryDirectory() as name:
         folder, ends = Path(name), time.monotonic() + timeout
@@ -39,33 +38,12 @@ def in_processes(count: int, work: Callable[..., Any], *arguments: Any, timeout:
                 if time.monotonic() >= ends:
                     raise ProcessFailedError(f"{count} processes did not all finish within {timeout} s")
         except ProcessException as error:
-            rank, reason = _first_failure(group, error.error_index)
-            raise ProcessFailedError(f"process {rank} of {count}: {reason}") from error
+            reason = str(error).strip().splitlines()[-1]
+            raise ProcessFailedError(f"process {error.error_index} of {count}: {reason}") from error
         finally:
             for process in group.processes:
                 process.kill()
         return [pickle.loads((folder / str(rank)).read_bytes()) for rank in range(count)]
-
-
-def _first_failure(group: ProcessContext, found: int) -> tuple[int, str]:
-    """Return the rank that failed first and why: the others lose their connection to it and fail, too.
-
-    A process that died left no traceback, and its end is what the tracebacks of the others are about.
-
-    Args:
-        found: a rank that failed.
-    """
-    raised = {rank: trace for rank, path in enumerate(group.error_files) if (trace := Path(path)).exists()}
-    died = [
-        rank
-        for rank, process in enumerate(group.processes)
-        if rank not in raised and process.exitcode not in (0, -signal.SIGTERM)  # SIGTERM: torch ended it
-    ]
-    if died or not raised:
-        rank = died[0] if died else found
-        return rank, f"exit code {group.processes[rank].exitcode}"
-    rank = min(raised, key=lambda rank: raised[rank].stat().st_mtime_ns)
-    return rank, str(pickle.loads(raised[rank].read_bytes())).strip().splitlines()[-1]
 
 
 def _main(

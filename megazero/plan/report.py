@@ -6,6 +6,7 @@ run file, cluster -> memory, time, traffic  -> use of the devices -> checkpoints
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
+from math import inf
 
 from megazero.config import ResolvedRun
 from megazero.engine.outline import elements_in, stages_of
@@ -25,7 +26,7 @@ from megazero.plan.cost import (
     throughput,
 )
 from megazero.plan.memory import RankMemory, memory_of, with_decided_offload
-from megazero.plan.search import Candidate, Found
+from megazero.plan.search import Candidate, Found, Need
 from megazero.plan.state_trace import Sent
 from megazero.plan.step_time import StepTime, step_time_of
 from megazero.plan.traffic import busiest_links, traffic_of
@@ -166,15 +167,18 @@ def as_plain(plan: Plan, found: Found | None = None) -> dict[str, object]:
 def found_as_json(found: Found) -> dict[str, object]:
     """Return a search's result as plain values."""
 
-    def plain(candidate: Candidate) -> dict[str, object]:
-        choice, need = candidate.choice, candidate.need
-        return asdict(choice) | {"text": str(choice), "peak": need.peak, "where": need.where, "seconds": need.seconds}
+    def need(own: Need) -> dict[str, object]:
+        return {"peak": own.peak, "where": own.where, "seconds": own.seconds if own.seconds < inf else None}
 
+    def plain(candidate: Candidate) -> dict[str, object]:
+        return asdict(candidate.choice) | {"text": str(candidate.choice)} | need(candidate)
+
+    best = zip(map(plain, found.best), found.limits, strict=True)
     return {
-        "best": [plain(ranked.candidate) | {"limits": list(ranked.limits)} for ranked in found.best],
-        "front": [plain(candidate) for candidate in found.front],
-        "computed": [plain(candidate) for candidate in found.computed],
-        "least": None if found.least is None else plain(found.least),
-        "own": None if found.own is None else asdict(found.own),
-        "counted": asdict(found.counted),
+        "best": [shape | {"limits": limits} for shape, limits in best],
+        "front": list(map(plain, found.front)),
+        "computed": list(map(plain, found.computed)),
+        "least": found.least and plain(found.least),
+        "own": found.own and need(found.own),
+        "counted": {"refused": found.refused, **found.counted},
     }

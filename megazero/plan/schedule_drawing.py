@@ -11,23 +11,24 @@ Times count from 0.  Activations are counted in micro-batches on all chunks of a
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from math import ceil, floor, log10
+from math import ceil, floor
 from typing import NamedTuple
 
 from rich.table import Column, Table
 from rich.text import Text
 
+from megazero.plan.svg import LOOKS, ticks
 from megazero.schedules.action import Action, ActionKind, Schedule
 from megazero.schedules.proof import Costs, Timeline, peak_activations, simulate
 from megazero.schedules.registry import SCHEDULES
 
 MIN_WIDTH = 40
 _FILL = {ActionKind.FORWARD: "-", ActionKind.BACKWARD: "=", ActionKind.WEIGHT: "~"}
-_SHADES = {  # of 256 colours, by chunk
-    ActionKind.FORWARD: (153, 74, 25),
-    ActionKind.BACKWARD: (157, 71, 28),
-    ActionKind.WEIGHT: (223, 179, 130),
-}
+
+
+def shade_of(action: Action) -> str:
+    """The colour of an action; the higher its chunk, the darker."""
+    return str(LOOKS["passes"][action.kind.value][min(action.chunk, 2)])
 
 
 def number(value: float) -> str:
@@ -60,14 +61,6 @@ def spans_of_ranks(timeline: Timeline) -> list[list[tuple[float, float, Action]]
     for (rank, action), (start, end) in timeline.spans.items():
         rows[rank].append((start, end, action))
     return [sorted(row, key=lambda span: span[:2]) for row in rows]
-
-
-def ticks(end: float, at_most: float) -> list[float]:
-    """Values on an axis from 0 to `end`: multiples of 1, 2 or 5 times a power of ten, about `at_most` of them."""
-    least = end / max(at_most, 1)
-    power = 10.0 ** floor(log10(least))
-    step = next(power * factor for factor in (1, 2, 5, 10) if power * factor >= least * (1 - 1e-9))
-    return [index * step for index in range(floor(end / step + 1e-9) + 1)]
 
 
 # ---- text
@@ -120,9 +113,7 @@ def _cell(action: Action, columns: int, chunks: int) -> Text:
     short = f"{letter}{action.microbatch}"
     long = f"{short}.{action.chunk}" if action.chunk and chunks > 2 else short
     label = next(label for label in (long, short, letter, "") if len(label) <= columns)
-    shade = min(action.chunk, 2)
-    ink = 231 if shade == 2 else 16
-    style = f"color({ink}) on color({_SHADES[action.kind][shade]})"
+    style = f"{'white' if action.chunk > 1 else 'black'} on {shade_of(action)}"
     return Text().append(label.ljust(columns, _FILL[action.kind]), style)
 
 

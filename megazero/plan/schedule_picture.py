@@ -8,47 +8,38 @@ from collections.abc import Iterator
 from statistics import median
 from typing import Any
 
-from megazero.plan.schedule_drawing import kinds_of, number, spans_of_ranks, title
-from megazero.plan.svg import Bar, picture
-from megazero.schedules.action import Action, ActionKind
+from megazero.plan.schedule_drawing import kinds_of, number, shade_of, spans_of_ranks, title
+from megazero.plan.svg import LOOKS, Bar, picture
+from megazero.schedules.action import Action
 from megazero.schedules.proof import Timeline
-
-_COLOURS = {ActionKind.FORWARD: "#5b92c9", ActionKind.BACKWARD: "#5f9e5a", ActionKind.WEIGHT: "#c98f35"}
-_IDLE = 'class="idle"'
 
 
 def draw_svg(timeline: Timeline, unit: str = "", about: str = "") -> str:
-    """The text of an SVG file on a light ground, for a paper.
+    """The text of an SVG file, for a paper.
 
-    `unit` is that of the times, as " ms"; `about` goes before the title.
-
-    Each action is one `<rect class="cell">`, whose `<title>` names the action and its times.
+    Args:
+        unit: of the times, as " ms".
+        about: goes before the title.
     """
-    schedule, makespan, chunks = timeline.schedule, timeline.makespan, timeline.schedule.chunks
+    schedule, makespan, idle = timeline.schedule, timeline.makespan, LOOKS["waits"]["idle"]
     typical = median(end - start for start, end in timeline.spans.values()) or makespan
     wide = min(max(24 * makespan / typical, 720.0), 1600.0)
 
     def row(spans: list[tuple[float, float, Action]]) -> Iterator[Bar]:
-        yield Bar(0, makespan, _IDLE)
+        yield Bar(0, makespan, idle)
         for start, end, action in spans:
-            paint = f'class="cell" {_paint(action.kind, action.chunk, chunks)}'
-            about = f"{action}: {number(start)} to {number(end)}{unit}"
-            yield Bar(start, end, paint, about, str(action.microbatch))
+            times = f"{action}: {number(start)} to {number(end)}{unit}"
+            yield Bar(start, end, shade_of(action), times, str(action.microbatch))
 
     rows = [(f"rank {rank}", row(spans)) for rank, spans in enumerate(spans_of_ranks(timeline))]
-    of_chunks = f", chunk 0{' and ' if chunks == 2 else ' to '}{chunks - 1}" if chunks > 1 else ""
-    colours = [
-        ([_paint(kind, chunk, chunks) for chunk in range(chunks)], meaning + of_chunks)
+    last = schedule.chunks - 1
+    of_chunks = f", chunk 0{' and ' if last == 1 else ' to '}{last}" if last else ""
+    meanings = [
+        ([shade_of(Action(kind, 0, chunk)) for chunk in range(min(last, 2) + 1)], meaning + of_chunks)
         for kind, meaning in kinds_of(schedule).items()
     ]
     heading, axis = about + title(timeline, unit), f"time{unit and f',{unit}'}"
-    return picture(heading, rows, makespan, axis, [*colours, ([_IDLE], "idle")], wide=wide)
-
-
-def _paint(kind: ActionKind, chunk: int, chunks: int) -> str:
-    """Fill and stroke of a cell; the higher the chunk, the more solid its fill."""
-    colour, share = _COLOURS[kind], 0.3 + 0.5 * chunk / max(chunks - 1, 1)
-    return f'fill="{colour}" fill-opacity="{share:.2f}" stroke="{colour}" stroke-width="0.8"'
+    return picture(heading, rows, makespan, axis, [*meanings, ([idle], "idle")], wide=wide)
 
 
 def trace_text(timeline: Timeline, unit_us: float = 1000.0) -> str:

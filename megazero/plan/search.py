@@ -9,13 +9,13 @@ front of memory and time is that of everything computed, with all reliefs of the
 """
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import cycle
-from math import gcd
+from math import gcd, inf
 from multiprocessing import get_all_start_methods, get_context
 from typing import TypeAlias
 
@@ -31,24 +31,31 @@ from megazero.plan.step_time import step_time_of
 
 LIMIT = 400  # shapes whose memory is computed
 _BEST = 10
-_TOLD = 3  # of them, reliefs and neighbours of which are timed
-_ROUND = 6  # shapes between two looks at the tenth best
+_EXPLAINED = 3  # of them: the reliefs and neighbours of these are timed
+_ROUND = 6  # shapes that are computed before the tenth best is compared again
 _MORE = 3  # times the limit while nothing fits
 
 
 @dataclass(frozen=True)
 class Need:
-    """Memory and time of one choice.
+    """Memory and time of a run.
 
     Args:
         peak: most bytes on the device of a rank.
-        where: the fullest pipeline rank and when, in words.
-        seconds: of a step; None where it was not computed.
+        where: the fullest pipeline rank and the moment, in words.
+        seconds: of a step; infinite where it was not computed.
     """
 
     peak: int
     where: str
-    seconds: float | None = None
+    seconds: float = inf
+
+
+@dataclass(frozen=True, kw_only=True)
+class Candidate(Need):
+    """A choice of which the need is known."""
+
+    choice: Choice
 
 
 @dataclass(frozen=True)
@@ -75,85 +82,35 @@ class Judge:
 
 
 @dataclass(frozen=True)
-class Candidate:
-    """A choice whose need is known."""
-
-    choice: Choice
-    need: Need
-
-    @property
-    def seconds(self) -> float:
-        """Of a step; infinite where it was not computed."""
-        return float("inf") if self.need.seconds is None else self.need.seconds
-
-
-@dataclass(frozen=True)
-class Ranked:
-    """One of the best choices, and why it is not better still.
-
-    Args:
-        run: what its run file says.
-        limits: for every key, why its next value is not better.
-    """
-
-    candidate: Candidate
-    run: ResolvedRun
-    limits: tuple[str, ...]
-
-
-@dataclass
-class Counted:
-    """How many shapes (choices without recomputation and offloading) ended in each way.
-
-    Args:
-        shapes: all.
-        refused: by the key whose rule refuses them.
-        too_large: whose state alone does not fit, or no relief of which fits.
-        slower: whose bound is above the tenth best.
-        computed: whose memory was computed.
-        left_out: beyond the limit.
-    """
-
-    shapes: int
-    refused: dict[str, int]
-    too_large: int
-    slower: int = 0
-    computed: int = 0
-    left_out: int = 0
-
-
-@dataclass(frozen=True)
 class Found:
     """The result of a search.
 
     Args:
-        best: by time, the best first; of each shape with the least relief that fits.
+        best: the fastest shapes that fit, each with the least relief that makes it fit; the fastest first.
+        limits: of each of the best, why the next value of every key is not better.
         front: no other computed candidate that fits takes less time and less memory; by time.
-        computed: all whose time was computed.
-        own: of the run file's own shape; None where it is none of so many ranks.
-        least: the one that needs the least memory of all computed; None where nothing was.
+        computed: the candidates of which the time is known.
+        least: the computed candidate that needs the least memory; None where none was computed.
+        refused: shapes that a rule of the run file refuses, by its key.
+        counted: "shapes" in all (choices without recomputation and offloading), and of these "too_large" for the state alone
+            or with every relief, "slower" (the bound is above the tenth best), "computed", and "left_out" beyond the limit.
+        own: the run file's own shape; None where it is for another number of ranks.
     """
 
-    best: tuple[Ranked, ...]
+    best: tuple[Candidate, ...]
+    limits: tuple[tuple[str, ...], ...]
     front: tuple[Candidate, ...]
     computed: tuple[Candidate, ...]
     least: Candidate | None
-    counted: Counted
+    refused: Mapping[str, int]
+    counted: Mapping[str, int]
     own: Need | None = None
 
     def beats_best(self, capacity: int) -> bool:
-        """Whether the run file's own shape fits and takes less time than the best."""
-        if self.own is None or self.own.seconds is None or self.own.peak > capacity:
+        """Whether the run file's own shape fits and is faster than the best."""
+        if self.own is None or self.own.peak > capacity:
             return False
-        return not self.best or self.own.seconds < self.best[0].candidate.seconds
-
-    def own_row(self, capacity: int) -> list[str]:
-        """The file's own shape as cells of the table of the best; none where it has none."""
-        if self.own is None:
-            return []
-        fits = "" if self.own.peak <= capacity else ", which does not fit"
-        words = f"the run file's own shape{', better than these' if self.beats_best(capacity) else fits}"
-        return ["own", f"{self.own.seconds:.3f}", f"{self.own.peak / 2**30:.2f}", words]
+        return not self.best or self.own.seconds < self.best[0].seconds
 
 
 def search(
@@ -171,11 +128,11 @@ def search(
 
     Args:
         run: on one rank, from `base_of`.
-        judge: is copied to the processes.
-        own: the run as its file has it, where it has as many ranks: it is computed too, whatever the space is.
-        space: the values of each key; None for what is worth comparing.
-        say: gets a line now and then.
-        is_late: no shape is begun once it says so.
+        judge: copied to the processes.
+        own: the run as its file has it, if it has as many ranks; computed whatever the space is.
+        space: the values of each key; None for those worth comparing.
+        say: called with a line of progress now and then.
+        is_late: no further shape is computed once this returns True.
     """
     space = space or space_of(run.config, cluster.ranks, cluster.per_node)
     bounds, capacity = Bounds(run, cluster), cluster.device.memory_bytes
@@ -185,22 +142,23 @@ def search(
         shape: min(bounds.state_bytes(replace(shape, relief=relief)) for relief in space.reliefs) for shape in legal
     }
     small = sorted((shape for shape in legal if states[shape] <= capacity), key=bounds.guess)
-    counted = Counted(len(legal) + refused.total(), dict(refused.most_common()), len(legal) - len(small))
+    shapes, too_large = len(legal) + refused.total(), len(legal) - len(small)
+    counted = Counter(shapes=shapes, too_large=too_large, slower=0, computed=0, left_out=0)
     with computing(partial(_compute, run.config, judge, cluster.ranks, capacity), processes) as compute:
         looked = _Look(compute, bounds, space.reliefs, capacity, counted)
         looked.at(small, say, is_late)
-        best = _best(looked.fitting)
+        best = looked.best
         smallest = sorted(legal, key=states.__getitem__)
         if not best or not is_late():
-            looked.all_reliefs_of([candidate.choice for candidate in best[:_TOLD]] or smallest[:_BEST])
-        looked.neighbours_of([candidate.choice for candidate in best], space, is_late=is_late())
-        ranked = tuple(_ranked(run.config, candidate, looked, space, cluster) for candidate in best)
-    least = min(looked.needs.items(), key=lambda item: item[1].peak, default=None)
+            looked.all_reliefs_of(best[:_EXPLAINED] or smallest[:_BEST])
+        looked.neighbours_of(best, space, is_late=is_late())
     return Found(
-        ranked,
+        tuple(looked.known[choice] for choice in best),
+        tuple(tuple(_limits(run.config, choice, looked, space, cluster)) for choice in best),
         tuple(front_of(looked.fitting)),
-        tuple(looked.timed),
-        None if least is None else Candidate(*least),
+        tuple(candidate for candidate in looked.known.values() if candidate.seconds < inf),
+        min(looked.known.values(), key=lambda candidate: candidate.peak, default=None),
+        dict(refused.most_common()),
         counted,
         None if own is None else Need(*judge.memory(own), judge.seconds(own)),
     )
@@ -216,10 +174,10 @@ def base_of(config: RunConfig, global_batch_size: int) -> ResolvedRun:
 
 def front_of(candidates: Iterable[Candidate]) -> Iterator[Candidate]:
     """Yield the Pareto front of time and memory, by time."""
-    least = float("inf")
-    for candidate in sorted(candidates, key=lambda candidate: (candidate.seconds, candidate.need.peak)):
-        if candidate.need.peak < least:
-            least = candidate.need.peak
+    least = inf
+    for candidate in sorted(candidates, key=lambda candidate: (candidate.seconds, candidate.peak)):
+        if candidate.peak < least:
+            least = candidate.peak
             yield candidate
 
 
@@ -248,14 +206,14 @@ def _legal(config: RunConfig, space: Space, ranks: int, refused: Counter[str]) -
 
 
 Work: TypeAlias = Sequence[tuple[Choice, Sequence[Relief]]]
-Needs: TypeAlias = dict[Choice, Need]
+Known: TypeAlias = dict[Choice, Candidate]
 
 
 @contextmanager
 def computing(
-    compute: Callable[[Choice, Sequence[Relief], str], Needs], processes: int
-) -> Iterator[Callable[[Work, str], Iterator[Needs]]]:
-    """A context with a function that yields the needs of shapes, in order, computed by so many processes.
+    compute: Callable[[Choice, Sequence[Relief], str], Known], processes: int
+) -> Iterator[Callable[[Work, str], Iterator[Known]]]:
+    """A context with a function that computes shapes in so many processes and yields their candidates, in order.
 
     Shapes with equal stages go to the same process, which caches their traces.
     """
@@ -267,7 +225,7 @@ def computing(
         pools = [stack.enter_context(ProcessPoolExecutor(1, get_context(method))) for _ in range(processes)]
         pool_of = defaultdict[object, ProcessPoolExecutor](cycle(pools).__next__)
 
-        def computed(work: Work, mode: str) -> Iterator[Needs]:
+        def computed(work: Work, mode: str) -> Iterator[Known]:
             waiting = [
                 pool_of[shape.tp, shape.cp, shape.pp, shape.schedule].submit(compute, shape, reliefs, mode)
                 for shape, reliefs in work
@@ -281,44 +239,38 @@ def computing(
 class _Look:
     """The state of a search."""
 
-    compute: Callable[[Work, str], Iterator[Needs]]
+    compute: Callable[[Work, str], Iterator[Known]]
     bounds: Bounds
     reliefs: Sequence[Relief]
     capacity: int
-    counted: Counted
-    needs: Needs = field(default_factory=dict)
-
-    @property
-    def timed(self) -> list[Candidate]:
-        """All candidates with a known time."""
-        return [Candidate(choice, need) for choice, need in self.needs.items() if need.seconds is not None]
+    counted: Counter[str]
+    known: Known = field(default_factory=dict)
 
     @property
     def fitting(self) -> list[Candidate]:
-        """The timed candidates that fit."""
-        return [candidate for candidate in self.timed if candidate.need.peak <= self.capacity]
+        """The candidates that fit and of which the time is known."""
+        return [one for one in self.known.values() if one.seconds < inf and one.peak <= self.capacity]
 
     def at(self, shapes: Sequence[Choice], say: Callable[[str], None], is_late: Callable[[], bool]) -> None:
         """Compute shapes in this order, except those that cannot be among the best."""
         waiting = list(shapes)
         while waiting:
-            best = _best(self.fitting)
-            tenth = best[-1].seconds if len(best) == _BEST else float("inf")
+            best = self.best
+            tenth = self.known[best[-1]].seconds if len(best) == _BEST else inf
             now: list[Choice] = []
             while waiting and len(now) < _ROUND:
                 shape = waiting.pop(0)
                 if self.bounds.seconds(shape) >= tenth:
-                    self.counted.slower += 1
-                elif self.counted.computed + len(now) >= LIMIT * (1 if best else _MORE) or is_late():
-                    self.counted.left_out += 1
+                    self.counted["slower"] += 1
+                elif self.counted["computed"] + len(now) >= LIMIT * (1 if best else _MORE) or is_late():
+                    self.counted["left_out"] += 1
                 else:
                     now.append(shape)
             self._compute([(shape, self.reliefs) for shape in now], "least")
-            self.counted.computed += len(now)
+            self.counted["computed"] += len(now)
             if best and now:
-                say(
-                    f"{self.counted.computed} shapes computed, the best takes {best[0].seconds:.3f} s: {best[0].choice}"
-                )
+                fastest = self.known[best[0]].seconds
+                say(f"{self.counted['computed']} shapes computed, the best takes {fastest:.3f} s: {best[0]}")
 
     def all_reliefs_of(self, choices: Iterable[Choice]) -> None:
         """Compute every relief of these shapes, for the front; if nothing fits, for the least memory that any needs."""
@@ -327,37 +279,37 @@ class _Look:
 
     def neighbours_of(self, best: Sequence[Choice], space: Space, *, is_late: bool) -> None:
         """Compute the neighbours of the best choices, to say why these are not better; time only those of the first few."""
-        first, others = best[:_TOLD], best[_TOLD:]
+        first, others = best[:_EXPLAINED], best[_EXPLAINED:]
         for part, mode in ((first, "memory"),) if is_late else ((first, "every"), (others, "memory")):
             near = dict.fromkeys(other for choice in part for _, other in _neighbours(choice, space))
-            unknown = [choice for choice in near if choice not in self.needs]
+            unknown = [choice for choice in near if choice not in self.known]
             self._compute([(replace(choice, relief=Relief()), [choice.relief]) for choice in unknown], mode)
 
     def _compute(self, work: Work, mode: str) -> None:
-        for needs in self.compute(work, mode):
-            for choice, need in needs.items():
-                if choice not in self.needs or need.seconds is not None:
-                    self.needs[choice] = need
-            if mode == "least" and not any(need.seconds is not None for need in needs.values()):
-                self.counted.too_large += 1
+        for found in self.compute(work, mode):
+            self.known |= {
+                choice: candidate
+                for choice, candidate in found.items()
+                if choice not in self.known or candidate.seconds < inf
+            }
+            if mode == "least" and not any(candidate.seconds < inf for candidate in found.values()):
+                self.counted["too_large"] += 1
 
-
-def _best(fitting: Iterable[Candidate]) -> list[Candidate]:
-    """Return the ten fastest shapes, each once."""
-    found: dict[Choice, Candidate] = {}
-    for candidate in sorted(fitting, key=lambda candidate: (candidate.seconds, candidate.need.peak, candidate.choice)):
-        found.setdefault(replace(candidate.choice, relief=Relief()), candidate)
-        if len(found) == _BEST:
-            break
-    return list(found.values())
+    @property
+    def best(self) -> list[Choice]:
+        """The ten fastest shapes, each once."""
+        found: dict[Choice, Choice] = {}
+        for _, _, choice in sorted((one.seconds, one.peak, one.choice) for one in self.fitting):
+            found.setdefault(replace(choice, relief=Relief()), choice)
+        return list(found.values())[:_BEST]
 
 
 def _compute(
     config: RunConfig, judge: Judge, ranks: int, capacity: int, shape: Choice, reliefs: Sequence[Relief], mode: str
-) -> Needs:
+) -> Known:
     """Compute a shape's memory by relief, and the time of the "least" that fit, of "every" one that fits, or of none."""
     import_extensions(config.launch.extensions)  # in a process that was started anew
-    needs, fitting = Needs(), dict[Relief, ResolvedRun]()
+    found, fitting = Known(), dict[Relief, ResolvedRun]()
     first, *others = sorted(reliefs, key=lambda relief: relief.order)
     for relief in (first, *others[-1:], *others[:-1]):
         if mode == "least" and any(known.needs_no_more_than(relief) for known in fitting):
@@ -367,24 +319,19 @@ def _compute(
             run = resolve(config_of(config, choice), ranks)
         except ConfigError:  # sharding or relief that this shape does not know
             continue
-        needs[choice] = Need(*judge.memory(run))
-        if needs[choice].peak <= capacity:
+        found[choice] = Candidate(*judge.memory(run), choice=choice)
+        if found[choice].peak <= capacity:
             fitting[relief] = run
         elif mode == "least" and [relief] == others[-1:]:  # all of it is not enough
             break
     for relief, run in fitting.items() if mode != "memory" else ():
         if mode == "every" or not any(other.needs_no_more_than(relief) for other in fitting if other != relief):
             choice = replace(shape, relief=relief)
-            needs[choice] = replace(needs[choice], seconds=judge.seconds(run))
-    return needs
+            found[choice] = replace(found[choice], seconds=judge.seconds(run))
+    return found
 
 
 # ---- why not better
-
-
-def _ranked(config: RunConfig, best: Candidate, looked: _Look, space: Space, cluster: Cluster) -> Ranked:
-    limits = (_limit(config, best, words, other, looked, cluster) for words, other in _neighbours(best.choice, space))
-    return Ranked(best, resolve(config_of(config, best.choice), cluster.ranks), tuple(filter(None, limits)))
 
 
 def _neighbours(choice: Choice, space: Space) -> Iterator[tuple[str, Choice]]:
@@ -414,18 +361,19 @@ def _neighbours(choice: Choice, space: Space) -> Iterator[tuple[str, Choice]]:
         yield words, replace(choice, relief=relief)
 
 
-def _limit(config: RunConfig, best: Candidate, words: str, other: Choice, looked: _Look, cluster: Cluster) -> str:
-    """Say why a neighbour is not better."""
-    need = looked.needs.get(other)
-    if need is None:
-        try:
-            resolve(config_of(config, other), cluster.ranks)
-        except ConfigError as error:
-            return f"{words}: {error.problems[0]}"
-        return ""  # not computed
-    if need.seconds is None and need.peak <= looked.capacity:
-        return f"{words} would fit with {size_text(need.peak)}; its time was not computed"
-    if need.seconds is None:
-        return f"{words} would need {size_text(need.peak)} of {size_text(looked.capacity)}"
-    change = need.seconds / best.seconds - 1
-    return f"{words} would take {abs(change):.1%} {'more' if change >= 0 else 'less'}"
+def _limits(config: RunConfig, best: Choice, looked: _Look, space: Space, cluster: Cluster) -> Iterator[str]:
+    """Yield for each neighbour why it is not better; nothing for one that was not computed."""
+    for words, other in _neighbours(best, space):
+        found = looked.known.get(other)
+        if found is None:
+            try:
+                resolve(config_of(config, other), cluster.ranks)
+            except ConfigError as error:
+                yield f"{words}: {error.problems[0]}"
+        elif found.seconds < inf:
+            change = found.seconds / looked.known[best].seconds - 1
+            yield f"{words} would take {abs(change):.1%} {'more' if change >= 0 else 'less'}"
+        elif found.peak <= looked.capacity:
+            yield f"{words} would fit with {size_text(found.peak)}; its time was not computed"
+        else:
+            yield f"{words} would need {size_text(found.peak)} of {size_text(looked.capacity)}"

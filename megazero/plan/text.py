@@ -5,7 +5,7 @@ step     seconds by what they go into
 run      days, dollars, checkpoints, failures
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby
 
 from megazero.plan.cost import HOUR, MINUTE
@@ -13,18 +13,13 @@ from megazero.plan.devices import size_text
 from megazero.plan.dry_run import DryRank, DryRun
 from megazero.plan.fake_tensors import Message
 from megazero.plan.report import Plan
-from megazero.plan.search import Candidate, Found, Ranked
+from megazero.plan.search import Found, Need
+from megazero.plan.svg import LOOKS
 from megazero.settings import counted
 
 _SHOWN_MESSAGES = 24
 _SHOWN_RANKS = 9  # pipeline ranks of a table; of more the first, the last and the fullest
-NAMES = {
-    "compute": "computes",
-    **{axis: f"waits for {axis}" for axis in ("tp", "cp", "ep", "dp", "pp")},
-    "offload": "waits for the host",
-    "optimizer": "steps the optimizer",
-    "idle": "idle (bubble)",
-}
+NAMES: Mapping[str, str] = LOOKS["meanings"]  # of what a rank does in a step
 
 
 def plan_text(plan: Plan) -> str:
@@ -149,47 +144,42 @@ def duration(seconds: float) -> str:
 
 def search_text(found: Found, capacity: int, *, is_whole: bool = False) -> str:
     """Describe the best shapes, why they are not better, the front, and the other shapes; `is_whole`: without shortening."""
-    lines = [f"search   {found.counted.shapes:,} shapes: {_counts(found)}"]
+    lines = [f"search   {found.counted['shapes']:,} shapes: {_counts(found)}"]
     if not found.best:
-        late = f"; {found.counted.left_out:,} were left out for want of time: raise --seconds"
-        lines.append(
-            f"         nothing fits {size_text(capacity)} of what was computed{late if found.counted.left_out else ''}"
-        )
-        if found.least is not None:
-            least = found.least
-            lines.append(f"         the least that any needs: {size_text(least.need.peak)}, with {least.choice}")
+        left_out = found.counted["left_out"]
+        late = f"; {left_out:,} were left out for want of time: raise --seconds" if left_out else ""
+        lines.append(f"         nothing fits {size_text(capacity)} of what was computed{late}")
+        if (least := found.least) is not None:
+            lines.append(f"         the least that any needs: {size_text(least.peak)}, with {least.choice}")
         return "\n".join(lines)
     rows = [["", "s a step", "GiB", ""]]
-    rows += [[f"{index}", *_cells(ranked.candidate)] for index, ranked in enumerate(found.best, 1)]
-    own = found.own_row(capacity)
-    lines += ["", *table_lines("best", [*rows, own] if own else rows, left=(3,))]
-    lines += ["", *_limits(found.best if is_whole else found.best[:3])]
+    rows += [[f"{index}", *_cells(best, str(best.choice))] for index, best in enumerate(found.best, 1)]
+    if found.own is not None:
+        fits = "" if found.own.peak <= capacity else ", which does not fit"
+        words = f"the run file's own shape{', better than these' if found.beats_best(capacity) else fits}"
+        rows.append(["own", *_cells(found.own, words)])
+    lines += ["", *table_lines("best", rows, left=(3,)), ""]
+    for index, limits in enumerate(found.limits if is_whole else found.limits[:3], 1):
+        lines += [f"{'' if number else f'why {index}':<9}{line}" for number, line in enumerate(limits)]
     shown = found.front if is_whole else found.front[:: -(-len(found.front) // 12) or 1]
     more = f"{len(shown)} of {len(found.front)}, all in --json" if len(shown) < len(found.front) else ""
     rows = [["s a step", "GiB", more]]
-    rows += map(_cells, shown)
+    rows += (_cells(candidate, str(candidate.choice)) for candidate in shown)
     lines += ["", *table_lines("front", rows, left=(2,))]
     return "\n".join(lines)
 
 
-def _cells(candidate: Candidate) -> list[str]:
-    return [f"{candidate.seconds:.3f}", f"{candidate.need.peak / 2**30:.2f}", str(candidate.choice)]
+def _cells(need: Need, words: str) -> list[str]:
+    return [f"{need.seconds:.3f}", f"{need.peak / 2**30:.2f}", words]
 
 
 def _counts(found: Found) -> str:
-    own = found.counted
-    parts = [
-        f"{sum(own.refused.values()):,} refused ({', '.join(f'{key} {count:,}' for key, count in own.refused.items())})"
-    ]
-    parts += [f"{own.too_large:,} too large", f"{own.slower:,} cannot be among the best", f"{own.computed:,} computed"]
-    parts += [f"{own.left_out:,} less promising left out"] if own.left_out else []
-    return ", ".join(part for part in parts if not part.startswith("0 "))
-
-
-def _limits(best: Iterable[Ranked]) -> Iterator[str]:
-    for index, ranked in enumerate(best, 1):
-        for number, line in enumerate(ranked.limits):
-            yield f"{f'why {index}' if not number else '':<9}{line}"
+    keys = ", ".join(f"{key} {count:,}" for key, count in found.refused.items())
+    words = {"too_large": "too large", "slower": "cannot be among the best", "computed": "computed"}
+    words["left_out"] = "less promising left out"
+    counts = [(sum(found.refused.values()), f"refused ({keys})")]
+    counts += [(found.counted[name], text) for name, text in words.items()]
+    return ", ".join(f"{count:,} {text}" for count, text in counts if count)
 
 
 def table_lines(title: str, rows: Sequence[Sequence[str]], left: Sequence[int]) -> Iterator[str]:

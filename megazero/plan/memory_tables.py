@@ -1,17 +1,14 @@
-"""A memory report as tables for the terminal and as a picture."""
+"""A memory report as tables for the terminal."""
 
 from collections.abc import Iterator
-from itertools import pairwise
 from textwrap import fill
 
-from megazero.plan.measured_step import POINTS, STEP, RankFigures
+from megazero.plan.measured_step import POINTS, STEP
 from megazero.plan.memory_report import Report
-from megazero.plan.svg import Bar, picture
 from megazero.plan.text import table_lines
 
 _NOTES_WIDTH = 120
 _NAMES = "dtype", "ZeRO", "offload"
-_PAINT = 'fill="#5b92c9"'
 
 
 def draw_text(report: Report) -> str:
@@ -26,11 +23,8 @@ def _memory(report: Report) -> Iterator[str]:
     after = (f"after {point}" for point in POINTS)
     rows = [[*_NAMES, "state", "off device", "planned", "ratio", "buffers", "planned", *after, "peak", "planned"]]
     for row in report.rows:
-        worst, (state, buffers), (planned, planned_buffers) = (
-            row.worst,
-            row.worst.measured_state,
-            row.worst.planned_state,
-        )
+        worst = row.worst
+        (state, buffers), (planned, planned_buffers) = worst.measured_state, worst.planned_state
         away = sum(count for kind, count in worst.counted[STEP].items() if " on " in kind)
         live = (worst.live[point] for point in POINTS)
         sizes = map(_mib, (buffers, planned_buffers, *live, worst.peak, worst.planned.peak))
@@ -89,28 +83,3 @@ def _size(count: float) -> str:
 
 def _ratio(measured: float, formula: float) -> str:
     return f"{measured / formula:.4f}" if formula else "-"
-
-
-# ---- picture
-
-
-def draw_course(report: Report) -> str:
-    """Draw memory over one step for each policy, as the text of an SVG file.
-
-    A row for each: all that the step has allocated on the rank that saves most for its backward passes.  Where the allocator
-    tells no course, on CUDA, the row is level at the most.
-    """
-    most = max(row.fullest.allocated for row in report.policies)
-
-    def bars(rank: RankFigures) -> Iterator[Bar]:
-        course = [*(rank.course or [(0.0, rank.allocated)]), (1.0, 0)]
-        for (start, count), (end, _) in pairwise(course):
-            yield Bar(start, end, _PAINT, f"{_mib(count)} MiB", share=max(count, 0) / most)
-
-    rows = [
-        (f"{row.about['policy']}, {_mib(row.fullest.allocated)} MiB at most", bars(row.fullest))
-        for row in report.policies
-    ]
-    meanings = [([_PAINT], f"allocated; a row is {_mib(most)} MiB high"), ([], report.on), ([], report.of)]
-    title = "Memory over one step, from its start to its end, by what is recomputed"
-    return picture(title, rows, 1.0, "step", meanings, high=96.0)
