@@ -155,14 +155,14 @@ def measure(rank: int, run: ResolvedRun) -> Measured:
         engine = initialize(run.config, state)
         batches = random_batches(run, engine.share)
         for _ in range(3):
-            counted, _ = watched_step(engine, batches, live.mark)
+            counted, _ = watched_step(engine, batches, live.start)
     traffic, at = state.traffic, state.at
     sent = {
         key: (traffic.sent_bytes[key], traffic.link_bytes[key], calls)
         for key, calls in traffic.calls.items()
         if key[1] not in ("gather_objects", "from_first")
     }
-    return Measured(at.pp, not (at.tp or at.cp or at.dp), live.peak, by_kind(counted["step"]), sent)
+    return Measured(at.pp, not (at.tp or at.cp or at.dp), live.peak, by_kind(counted), sent)
 
 
 def by_kind(state: Mapping[str, int]) -> dict[str, int]:

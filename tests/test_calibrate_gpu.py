@@ -1,27 +1,23 @@
 """A calibrated GPU: its shares come back from the times that they make, and a plan takes them as it takes a data sheet's."""
 
-import os
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
 
 from megazero.config import ResolvedRun, RunConfig, resolve
-from megazero.plan import calibrate as calibrating
-from megazero.plan.calibrate import Record, calibrate, medians_of, note_step, sizes, table_of
+from megazero.plan.calibrate import Record, medians_of, note_step, sizes, table_of
 from megazero.plan.calibrate_gpu import fitted, gpu_here
 from megazero.plan.calibration import Calibration, OperatorTable, write_calibration
 from megazero.plan.cluster import Cluster, cluster_of
 from megazero.plan.devices import DEVICES, LINKS, NETWORKS, Device
 from megazero.plan.fake_tensors import Operator, Value
 from megazero.plan.operator_times import operator_seconds
-from megazero.plan.processes import in_processes
 from megazero.plan.step_time import step_time_of
 
 WAITED, LAUNCH = 3e-5, 1e-5
@@ -77,18 +73,6 @@ def _table_of(device: Device) -> OperatorTable:
     return table_of(_record_of(device, sizes(on_gpu=True)), on_gpu=True)
 
 
-def _with_cuda(monkeypatch: pytest.MonkeyPatch, name: str, multiprocessors: int, not_by: int | None = None) -> None:
-    """A machine whose CUDA has this device; the process `not_by` must not ask it."""
-    found = SimpleNamespace(name=name, total_memory=7 << 30, multi_processor_count=multiprocessors)
-
-    def is_available() -> bool:
-        assert not_by is None or os.getpid() != not_by, "the parent asked CUDA"
-        return True
-
-    monkeypatch.setattr(torch.cuda, "is_available", is_available)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda *_: found)
-
-
 @pytest.mark.parametrize("name", ["h100", "l4"])
 @pytest.mark.parametrize("shares", [(0.83, 0.71, 0.6, 0.95), (0.3, 0.2, 0.1, 0.5)])
 def test_shares_come_back_from_the_times_that_they_make(name: str, shares: tuple[float, ...]) -> None:
@@ -105,7 +89,9 @@ def test_operators_of_a_device_without_a_data_sheet_take_what_they_took(
     monkeypatch: pytest.MonkeyPatch, base: str
 ) -> None:
     device = replace(DEVICES[base], attention_share=0.4, attention_backward_share=0.3)
-    _with_cuda(monkeypatch, "NVIDIA Another 1", device.multiprocessors)
+    here = SimpleNamespace(name="NVIDIA Another 1", total_memory=7 << 30, multi_processor_count=device.multiprocessors)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda *_: here)
     bare = gpu_here(0)
     assert bare is not None
     found = fitted(bare, _table_of(device))
@@ -146,20 +132,3 @@ def test_a_plan_takes_a_calibrated_gpu_as_a_data_sheet_of_its_shares(
     assert found == step_time_of(run, Cluster(device, 4, 4, device.link, NETWORKS["ib400"]))
     assert found.exposed["tp"] > 0
     assert found.hidden["dp"] > 0
-
-
-def test_only_forked_processes_ask_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A process that is forked from one that has used CUDA cannot use it."""
-
-    def processes(count: int, work: Callable[..., Any], *arguments: Any) -> list[Any]:
-        if work is gpu_here:
-            return in_processes(count, work, *arguments)
-        runs, device = arguments
-        assert (count, device.type) == (1, "cuda")
-        return [_record_of(replace(DEVICES["h100"], product_share=0.5), runs)]
-
-    _with_cuda(monkeypatch, "NVIDIA H100 80GB HBM3", 132, os.getpid())
-    monkeypatch.setattr(calibrating, "in_processes", processes)
-    found = calibrate(quick=True, say=lambda _: None)
-    assert (found.processors, found.device.name, found.device.memory_bytes) == (0, "h100", 7 << 30)
-    assert found.device.product_share == pytest.approx(0.5, rel=0.02)

@@ -140,15 +140,6 @@ def test_what_context_parallelism_sends_is_told_and_how_even_its_work_is(tmp_pat
     assert away == "documents: not known, the data is not on this machine"
 
 
-def test_a_mask_that_finds_no_borders_is_told(tmp_path: Path) -> None:
-    (tmp_path / "text.txt").write_text("a" * 3000)
-    tokenize_files([tmp_path / "text.txt"], tmp_path / "pair", "byte")
-    words = [f"data.sources=['{tmp_path / 'pair'}']", "data.validation_fraction=0", "data.document_mask=true"]
-    line, note = _lines(*words)["context"]
-    assert line.startswith("documents: 1.0 in a sample, of 32 tokens on average and 32 at most; attention sees 100.0%")
-    assert note.startswith("data.document_mask = true changes nothing in the first 64 samples")
-
-
 def test_every_problem_is_told_with_exit_code_2(tmp_path: Path, corpus: Path) -> None:
     words = ["training.step=3", "optimizer.lr=-1", "optimizer.name=sgd", "optimizer.betas=[0.8, 0.9]", "zero.stage=7"]
     words += ["training.callbacks=['nobody']", f"data.sources=['{corpus}']", "model.vocab_size=90"]
@@ -270,11 +261,6 @@ def test_the_checkpoint_that_a_run_goes_on_from_is_compared_as_the_run_would(
         assert "Traceback" not in check("", 2, "step-00000002")
     check("checkpoint.on_damage=fallback", 0, "goes back to an older one")
     assert sorted(run_dir.rglob("*")) == before
-
-
-def test_a_step_of_more_passes_than_can_be_listed_is_refused() -> None:
-    (told,) = _problems("training.accumulation=1099511627776", "training.global_batch_size=auto")
-    assert "must be at most 1,048,576 with 1 stage" in told
 
 
 def test_a_run_directory_must_be_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,57 +19,12 @@ from typer.testing import CliRunner, Result
 
 from megazero.cli.commands import app
 from megazero.plan.schedule_drawing import Figures, compare_table
-from megazero.plan.schedule_picture import trace_text
-from megazero.schedules.action import Action, ActionKind, Schedule, read_schedule
+from megazero.schedules.action import Schedule, read_schedule
 from megazero.schedules.kind import forward_only
-from megazero.schedules.proof import Costs, Timeline, simulate
+from megazero.schedules.proof import Costs
 from megazero.schedules.registry import SCHEDULES
 
 PAGE = Path(__file__).parent.parent / "docs" / "schedules.md"
-SVG = "{http://www.w3.org/2000/svg}"
-
-
-def schedules(pp: int, m: int) -> list[Schedule]:
-    """Every kind, and 1f1b for evaluation."""
-    kinds = [SCHEDULES[name] for name in SCHEDULES]
-    made = [kind.build(pp, m, kind.chunks or 3) for kind in kinds if kind.chunks or m % pp == 0]
-    return [*made, forward_only(made[1])]
-
-
-def measured(timeline: Timeline) -> Timeline:
-    """The same order at times that have no common measure, as a clock would give."""
-
-    def at(time: float) -> float:
-        return time * 0.0137 + 1e-4 * time**1.5
-
-    return replace(timeline, spans={key: (at(start), at(end)) for key, (start, end) in timeline.spans.items()})
-
-
-SOME = [simulate(schedule, Costs(1.0, 2.1, 0.7, 0.3)) for schedule in schedules(4, 8)]
-SOME += map(measured, SOME[:2])
-every_timeline = pytest.mark.parametrize("timeline", SOME, ids=lambda t: f"{t.schedule.name} {t.schedule.pp}")
-
-
-# ---- SVG and trace
-
-
-@every_timeline
-def test_every_span_is_once_in_the_trace_at_its_time(timeline: Timeline) -> None:
-    events = json.loads(trace_text(timeline, unit_us=1e6))["traceEvents"]
-    spans = [event for event in events if event["ph"] == "X"]
-    letter = {"forward": "F", "backward": "B", "weight": "W"}
-    found = {
-        (e["tid"], Action(ActionKind(letter[e["cat"]]), e["args"]["microbatch"], e["args"]["chunk"])): (
-            e["ts"],
-            e["ts"] + e["dur"],
-        )
-        for e in spans
-    }
-    assert len(found) == len(spans) == len(timeline.spans)
-    for key, (start, end) in timeline.spans.items():
-        assert found[key] == pytest.approx((start * 1e6, end * 1e6))
-    names = {e["tid"]: e["args"]["name"] for e in events if e["name"] == "thread_name"}
-    assert names == {rank: f"rank {rank}" for rank in range(timeline.schedule.pp)}
 
 
 # ---- comparison
@@ -84,16 +39,6 @@ def test_the_comparison_has_a_row_for_every_schedule_whose_figures_agree() -> No
             assert isinstance(figures, Figures)
             assert figures.makespan == pytest.approx(4 * m + figures.idle)
             assert figures.bubble_fraction == pytest.approx(figures.idle / figures.makespan)
-
-
-def test_the_formulas_of_the_page_hold_on_every_shape() -> None:
-    for pp in range(1, 7):
-        for m in range(pp, 3 * pp + 1, max(pp // 2, 1)):
-            zero = SCHEDULES["zb-h1"].build(pp, m, 1)
-            for costs in (Costs(1, 1, 1), Costs(1, 1.7, 0.8), Costs(2, 1, 1)):
-                assert simulate(zero, costs).idle(0) == pytest.approx(
-                    (pp - 1) * (costs.forward + costs.backward - costs.weight)
-                )
 
 
 def test_the_comparison_says_why_a_schedule_is_impossible_and_takes_ones_own() -> None:
@@ -194,7 +139,8 @@ def test_the_command_writes_whole_files_and_compares_ones_own(tmp_path: Path) ->
     assert done.exit_code == 0, done.stderr
     assert {path.name for path in tmp_path.iterdir()} == {"mine.csv", "a.svg", "a.json"}
     ET.parse(tmp_path / "a.svg")
-    assert json.loads((tmp_path / "a.json").read_text())["traceEvents"]
+    events = json.loads((tmp_path / "a.json").read_text())["traceEvents"]
+    assert sum(event["ph"] == "X" for event in events) == 2 * 4 * 2 * 3
     rows = [line.split() for line in done.stdout.splitlines()]
     assert next(row for row in rows if row[:1] == ["mine"])[1:] == next(row for row in rows if row[:1] == ["zbv"])[1:]
     for wrong in (tmp_path / "none" / "a.svg", "."):

@@ -99,13 +99,13 @@ def third_step(rank: int, run: ResolvedRun) -> tuple[int, int, dict, dict]:
         engine = initialize(run.config, state)
         batches = random_batches(run, engine.share)
         for _ in range(3):
-            counted, _ = watched_step(engine, batches, live.mark)
+            counted, _ = watched_step(engine, batches, live.start)
     if (state.at.tp, state.at.cp, state.at.dp) != (0, 0, 0):
         return state.at.pp, live.peak, {}, {}
     traffic = state.traffic
     keys = [key for key in traffic.calls if key[1] not in ("gather_objects", "from_first")]
     sent = {key: (traffic.sent_bytes[key], traffic.link_bytes[key], traffic.calls[key]) for key in keys}
-    return state.at.pp, live.peak, counted["step"], sent
+    return state.at.pp, live.peak, counted, sent
 
 
 def _first_use() -> None:

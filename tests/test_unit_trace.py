@@ -18,7 +18,7 @@ from megazero.plan.fake_ranks import FakeBackend, make_fake
 from megazero.plan.fake_tensors import FakeTensors, Message, Operator
 from megazero.plan.operator_times import flops_of, product_of
 from megazero.plan.simulated_world import Alone
-from megazero.plan.unit_trace import ADDED, DY, EMBEDDING, HEAD, PassTrace, UnitKey, UnitTrace, trace_units
+from megazero.plan.unit_trace import DY, EMBEDDING, HEAD, UnitKey, UnitTrace, trace_units
 
 MODEL = """
     model.hidden_size=64 model.num_layers=2 model.num_heads=4 model.num_kv_heads=2 model.ffn_hidden_size=96
@@ -99,18 +99,6 @@ def test_fp8_has_the_products_of_bf16_and_sends_the_largest_of_each_row() -> Non
     rows = run.micro_batch_size * run.config.model.seq_len + run.config.model.hidden_size
     flops, sent, *_ = found["none"]
     assert found == {"none": (flops, sent, 0, 0), "rowwise": (flops, sent + 4 * 4 * rows, 8, 4 * 4 + 4 * 2)}
-
-
-def names_of(passed: PassTrace) -> list[str]:
-    return [span.parameter.removesuffix(".weight") for span in passed.spans if span.parameter not in (DY, ADDED)]
-
-
-def test_each_gradient_of_a_layer_comes_once_the_last_product_first() -> None:
-    every = ["", "mlp.down", "mlp.up", "mlp_norm", "attention.out", "attention.qkv", "attention_norm"]
-    assert names_of(layer_of(run_of("")).backward) == every
-    split = layer_of(run_of("parallel.pp=2 parallel.schedule=zb-h1"))
-    assert names_of(split.backward) == [""]
-    assert {*names_of(split.weight)} == {*every}
 
 
 def test_a_weight_pass_needs_the_gradient_that_came_unless_the_backward_has_gathered_it() -> None:

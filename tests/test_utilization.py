@@ -81,10 +81,6 @@ def test_a_device_of_a_similar_name_is_not_known(name: str) -> None:
     assert known_peak_flops(name, BF16) is None
 
 
-def test_fp32_has_no_known_peak() -> None:
-    assert known_peak_flops("NVIDIA H100 PCIe", torch.float32) is None
-
-
 def test_a_cpu_has_no_peak_unless_one_is_given() -> None:
     assert peak_flops(CPU, BF16, None) is None
     assert peak_flops(CPU, BF16, 1e12) == 1e12

@@ -171,7 +171,7 @@ def table_of(times: Record, *, on_gpu: bool) -> OperatorTable:
 
 def calibrate(*, quick: bool = False, say: Callable[[str], None] = print) -> Calibration:
     """Measure this machine: its one GPU if it has one, else its processors."""
-    begin, conditions = time.perf_counter(), f"torch {torch.__version__}, {time.strftime('%Y-%m-%d')}"
+    begin = time.perf_counter()
     (gpu,) = in_processes(1, gpu_here)  # not here: a process that is forked from one that used CUDA cannot use it
     runs, kind = sizes(quick=quick, on_gpu=gpu is not None), torch.device("cpu" if gpu is None else "cuda")
     say(f"{len(runs)} models in one process")
@@ -182,7 +182,7 @@ def calibrate(*, quick: bool = False, say: Callable[[str], None] = print) -> Cal
             say(f"{gpu.name} has no data sheet here: what was fastest are its peaks, and its link is taken for PCIe")
         device = fitted(gpu, table)
         say(", ".join(f"{name} {value:.3f}" for name, value in vars(device).items() if name.endswith("_share")))
-        return Calibration(device, 0, device.link, table, {}, (probe, probe), conditions)
+        return Calibration(device, 0, device.link, table, {}, (probe, probe))
     processors, collectives = len(os.sched_getaffinity(0)), dict[str, Samples]()
     for ranks in (2, 4) if quick else (2, 4, 8):
         say(f"collectives of {ranks} ranks")
@@ -190,7 +190,7 @@ def calibrate(*, quick: bool = False, say: Callable[[str], None] = print) -> Cal
     (_, first), *_, (size, last) = collectives["send_recv 2"]
     within, probes = Link("this machine", size / last, first), (probe, median(in_processes(processors, _probed)))
     device = _device(table, within)
-    bare = Calibration(device, processors, within, table, collectives, probes, conditions)
+    bare = Calibration(device, processors, within, table, collectives, probes)
     say("steps of runs beside their plans")
     stretch = step_stretch(bare, 1 if quick else 3)
     say(f"{stretch:.3f} times as long as planned; {time.perf_counter() - begin:.0f} s")

@@ -127,7 +127,6 @@ class Calibration:
         table: of operators.
         collectives: seconds by operation and ranks of one host, "all_reduce 4".
         probe_seconds: of `SpeedProbe` alone, and on every processor at once: the speed that the times are for.
-        conditions: what was measured where, for people.
     """
 
     device: Device
@@ -136,7 +135,6 @@ class Calibration:
     table: OperatorTable
     collectives: Mapping[str, Samples] = field(default_factory=dict)
     probe_seconds: tuple[float, float] = (0.0, 0.0)
-    conditions: str = ""
 
     def collective(self, operation: str, ranks: int, size: float) -> float | None:
         """Return the seconds of a collective within one host, scaled from the nearest measured number of ranks."""

@@ -287,8 +287,7 @@ def memory_report(
 ) -> None:
     """Measure memory, traffic and time of each ZeRO stage, and activations by policy, beside the plan."""
     from megazero.config import ConfigError
-    from megazero.plan.memory_report import measure, not_measured, plan
-    from megazero.plan.memory_tables import draw_text
+    from megazero.plan.memory_report import draw_text, measure, not_measured, plan
     from megazero.schedules.action import write_text
     from megazero.training.launch import Failed, leave_at_once, run_ranks
 

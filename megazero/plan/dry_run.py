@@ -17,7 +17,6 @@ from pathlib import Path
 import torch
 
 from megazero.config import ResolvedRun
-from megazero.config.derive import micro_batch_multiple
 from megazero.engine import BatchShare, Engine, initialize
 from megazero.layers.sample_part import part_of
 from megazero.models.gpt import MicroBatch
@@ -27,7 +26,7 @@ from megazero.plan.fake_ranks import FakeState, MadeGroup, RecordedTraffic, with
 from megazero.plan.fake_tensors import FakeTensors, Message
 from megazero.plan.kernel_memory import kernel_bytes
 from megazero.plan.simulated_world import Lockstep, SimulatedWorld
-from megazero.plan.state_trace import without_auto
+from megazero.plan.state_trace import fewest_micro_batches, without_auto
 from megazero.schedules.action import read_schedule
 
 MOST_COMPARED, MOST_MICRO_BATCHES = 64, 256  # of a world of which all ranks are simulated; of all ranks together
@@ -146,16 +145,11 @@ def _problems(lockstep: Lockstep) -> Iterator[str]:
 
 def _prepared(run: ResolvedRun) -> tuple[ResolvedRun, tuple[str, ...]]:
     """Return the run without what needs a device or a disk, and notes on what was changed."""
-    notes, config = [], run.config
-    if config.training.compile is True or config.training.compile == "auto":
-        training = config.training.model_copy(update={"compile": False})
-        config = config.model_copy(update={"training": training})
-    without = without_auto(config)
-    for key in ("optimizer", "parameters"):
-        old, new = (getattr(own.zero.offload, key) for own in (config, without))
-        if old != new:
-            notes.append(f"zero.offload.{key} is {new} here, in place of {old}")
-    return replace(run, config=without), tuple(notes)
+    config = without_auto(run.config)
+    if config.training.compile:
+        config = config.model_copy(update={"training": config.training.model_copy(update={"compile": False})})
+    is_decided = config.zero == run.config.zero
+    return replace(run, config=config), () if is_decided else ("zero.offload = auto keeps all on the device here",)
 
 
 # ---- one rank
@@ -171,7 +165,7 @@ def run_rank(
     with FakeTensors(kernel_bytes=kernel_bytes(on_cuda=on_cuda)) as fake:
         state = FakeState(run, rank, per_node, world, RecordedTraffic(fake.operators), on_cuda=on_cuda)
         engine = build_engine(run, state)
-        start = tuple(event for event in fake.operators if isinstance(event, Message))
+        start = fake.messages
         if is_built_only:
             return None
         batches = [_batch(run, engine.share) for _ in range(run.accumulation)]
@@ -180,8 +174,7 @@ def run_rank(
         gc.collect()
         fake.peak = fake.live
         engine.train_step(batches, _LR)
-        step = tuple(event for event in fake.operators if isinstance(event, Message))
-        return DryRank(rank, state.at, tuple(state.made), start, step, fake.peak)
+        return DryRank(rank, state.at, tuple(state.made), start, fake.messages, fake.peak)
 
 
 def _warming(run: ResolvedRun) -> int:
@@ -190,15 +183,6 @@ def _warming(run: ResolvedRun) -> int:
     As few as the schedule takes, but at stage 3, where weights are gathered ahead in the order of the step before.
     """
     return run.accumulation if run.config.zero.stage == 3 else fewest_micro_batches(run, 1)
-
-
-def fewest_micro_batches(run: ResolvedRun, least: int) -> int:
-    """Return the fewest micro-batches, but `least`, that the schedule takes; at most the run's."""
-    parallel = run.config.parallel
-    if parallel.schedule_file is not None:
-        return run.accumulation
-    multiple = micro_batch_multiple(parallel)
-    return min(run.accumulation, -(-least // multiple) * multiple)
 
 
 def _batch(run: ResolvedRun, share: BatchShare) -> MicroBatch:

@@ -88,8 +88,8 @@ class FakeTensors:
         kernel_bytes: Callable[..., int] = cpu_kernel_bytes,
         groups_products: bool = False,
     ) -> None:
-        self.records, self.kernel_bytes, self._mode = records, kernel_bytes, _Mode(allow_non_fake_inputs=True)
-        self._mode.groups_products = groups_products
+        self.records, self.kernel_bytes, self._mode = records, kernel_bytes, FakeTensorMode(allow_non_fake_inputs=True)
+        self._mode.groups_products = groups_products  # type: ignore[attr-defined]
         self.operators: list[Event] = []
         self.live = self.peak = 0
         self._watch, self._stack = _Watch(self), ExitStack()
@@ -106,6 +106,11 @@ class FakeTensors:
 
     def __exit__(self, *error: object) -> None:
         self._stack.close()
+
+    @property
+    def messages(self) -> tuple[Message, ...]:
+        """The messages among the operators."""
+        return tuple(event for event in self.operators if isinstance(event, Message))
 
     def value(self, tensor: Tensor) -> Value:
         """Return what is recorded of a tensor; a storage that is new counts as live from now on."""
@@ -126,10 +131,6 @@ class FakeTensors:
         number, size, _ = self._storages.pop(key)
         self.live -= size
         self.on_free(number)
-
-
-class _Mode(FakeTensorMode):
-    groups_products = False
 
 
 _COUNTED, _HAS_KERNEL = experts.row_counts, experts.has_kernel

@@ -1,23 +1,17 @@
 """Memory, traffic and time of one engine's step on random tokens: neither memory nor traffic depends on them.
 
-Memory is what the allocator counts, at marks of a step; a new start forgets the step before.
-
-    start ... forward ... forward ... backward ... step
-             |--- the largest of them ---|
-
 CUDA's allocator knows how much is allocated.  The CPU's reports every allocation and release to torch's profiler: their sum
-up to a mark is what was live.  Only what this thread allocates inside the context is counted: enter it before building.
+is what is live.  Only what this thread allocates inside the context is counted: enter it before building.
 """
 
 from __future__ import annotations
 
 import gc
 import os
-import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -31,16 +25,13 @@ from megazero.models.gpt import MicroBatch
 from megazero.parallel_state import ParallelState
 from megazero.plan.cluster import some_cluster
 from megazero.plan.memory import STATE_KINDS, RankMemory, memory_of
-from megazero.plan.speed_probe import LR, random_batches
+from megazero.plan.speed_probe import LR, random_batches, step_seconds
 from megazero.plan.traffic import traffic_of
 from megazero.plan.unit_trace import trace_units
-from megazero.schedules.action import Action, ActionKind
 from megazero.zero.loss_scaler import LossScaleError
 
-START = "start"
-POINTS = FORWARD, BACKWARD, STEP = ("forward", "backward", "step")
 _MOST_STEPS = 32  # in which fp16 may overflow before the first that updates the weights
-_MARK = "megazero: "
+_START = "megazero: start of a step"
 
 
 @dataclass(frozen=True)
@@ -51,8 +42,8 @@ class RankFigures:
         elements, padding: parameters of this rank's part of the model, and further elements of the flat buffers.
         planned: memory by the plan; planned_sent: bytes of a step over the sharding axis.
         layer: planned bytes that the largest layer saves for its backward, in one micro-batch.
-        counted: bytes of model state and ZeRO's buffers by point and kind, as the engine counts them.
-        live: bytes of all live tensors by point; peak: most of them within the step.
+        counted: bytes of model state and ZeRO's buffers after the step by kind, as the engine counts them.
+        peak: most bytes of live tensors within the step.
         allocated: most bytes that the step added to those before it.
         sent: bytes sent in the step, by axis and collective.
         seconds: of all timed steps.
@@ -64,8 +55,7 @@ class RankFigures:
     planned: RankMemory
     planned_sent: int
     layer: int
-    counted: dict[str, dict[str, int]]
-    live: dict[str, int]
+    counted: dict[str, int]
     peak: int
     allocated: int
     sent: dict[str, dict[str, int]]
@@ -75,7 +65,7 @@ class RankFigures:
     @property
     def measured_state(self) -> tuple[int, int]:
         """Model state and ZeRO's buffers after a step, on the device and off it."""
-        return _state_and_buffers(self.counted[STEP])
+        return _state_and_buffers(self.counted)
 
     @property
     def planned_state(self) -> tuple[int, int]:
@@ -102,7 +92,7 @@ def measure_step(run: ResolvedRun, state: ParallelState, iterations: int) -> Ran
         engine = initialize(run.config, state)
         batches = random_batches(run, engine.share)
         for step in range(_MOST_STEPS):
-            counted, updated = watched_step(engine, batches, live.mark)
+            counted, updated = watched_step(engine, batches, live.start)
             if step and updated:
                 break
         else:
@@ -120,11 +110,10 @@ def measure_step(run: ResolvedRun, state: ParallelState, iterations: int) -> Ran
         planned_sent=sum(one.sent_bytes for (axis, _), one in traffic.items() if axis == state.shard.name),
         layer=max((trace.forward.kept for key, trace in units.items() if not isinstance(key, str)), default=0),
         counted=counted,
-        live={point: live.live[point] for point in POINTS},
         peak=live.peak,
-        allocated=live.peak - live.live[START],
+        allocated=live.peak - live.before,
         sent=dict(sent),
-        seconds=_timed(engine, batches, state, iterations) if iterations else 0.0,
+        seconds=_timed(engine, batches, state, iterations),
         skipped=engine.sharded_model.skipped_steps,
     )
     engine.sharded_model.close()
@@ -135,56 +124,31 @@ def measure_step(run: ResolvedRun, state: ParallelState, iterations: int) -> Ran
 
 def _timed(engine: Engine, batches: list[MicroBatch], state: ParallelState, iterations: int) -> float:
     """Return the seconds of `iterations` steps; one before them cleans up after measuring."""
-    engine.train_step(batches, LR)
-    start = _synchronized(state)
-    for _ in range(iterations):
-        engine.train_step(batches, LR)
-    return _synchronized(state) - start
+
+    def synchronize() -> None:
+        if state.device.type == "cuda":
+            torch.cuda.synchronize(state.device)
+        gather_objects(None, state.world)
+
+    seconds = [step_seconds(engine, batches, synchronize) for _ in range(iterations + 1)] if iterations else []
+    return sum(seconds[1:])
 
 
-def watched_step(
-    engine: Engine, batches: list[MicroBatch], mark: Callable[[str], None]
-) -> tuple[dict[str, dict[str, int]], bool]:
-    """Run a step; return bytes by point and kind as the engine counts them, and whether weights changed."""
+def watched_step(engine: Engine, batches: list[MicroBatch], start: Callable[[], object]) -> tuple[dict[str, int], bool]:
+    """Run a step; return the bytes by kind that the engine counts after it, and whether it updated the weights.
+
+    Args:
+        start: called when the step begins.
+    """
     gc.collect()
-    engine.sharded_model.reducer.begin_step(len(batches))  # frees the gradients that the step allocates anew
-    counted: dict[str, dict[str, int]] = {}
-    running: list[Action] = []
-
-    def note(point: str) -> None:
-        mark(point)
-        now = engine.memory_bytes()
-        now["gradients"] -= engine.sharded_model.parameters.absent_gradient_bytes()
-        if sum(now.values()) >= sum(counted.get(point, {}).values()):
-            counted[point] = now
-
-    def watch(action: Action) -> None:  # before and after every action
-        if action not in running:
-            running.append(action)
-            return
-        running.remove(action)
-        if action.kind == ActionKind.FORWARD:
-            note(FORWARD)
-
+    model = engine.sharded_model
+    model.reducer.begin_step(len(batches))  # frees the gradients that the step allocates anew
     engine.state.traffic.reset()
-    mark(START)
-    engine.on_action = watch
-    try:
-        engine.compute_gradients(batches)
-    finally:
-        engine.on_action = lambda _: None
-    note(BACKWARD)
-    updated = engine.update(LR)
-    note(STEP)
+    start()
+    engine.compute_gradients(batches)
+    updated, counted = engine.update(LR), engine.memory_bytes()
+    counted["gradients"] -= model.parameters.absent_gradient_bytes()
     return counted, updated
-
-
-def _synchronized(state: ParallelState) -> float:
-    """Wait for all ranks and return the time."""
-    if state.device.type == "cuda":
-        torch.cuda.synchronize(state.device)
-    gather_objects(None, state.world)
-    return time.perf_counter()
 
 
 # ---- live memory
@@ -192,18 +156,17 @@ def _synchronized(state: ParallelState) -> float:
 
 @dataclass
 class LiveMemory:
-    """What `live_memory` measures; complete after its context."""
+    """What `live_memory` measures; complete after its context.
 
-    mark: Callable[[str], None]  # notes what is live at a point of the step
-    # Bytes at each point of the last step: the most, if marked again.
-    live: dict[str, int] = field(default_factory=dict)
-    peak: int = 0  # most bytes at any time since the last start
+    Args:
+        start: begins a step.
+        before: bytes of live tensors when the last step began.
+        peak: most bytes of live tensors since then.
+    """
 
-    def note(self, point: str, now: int) -> None:
-        """Record the live bytes at a point; START begins a new step."""
-        if point == START:
-            self.live, self.peak = {}, now
-        self.live[point] = max(self.live.get(point, 0), now)
+    start: Callable[[], object]
+    before: int = 0
+    peak: int = 0
 
 
 def live_memory(device: torch.device) -> AbstractContextManager[LiveMemory]:
@@ -213,25 +176,24 @@ def live_memory(device: torch.device) -> AbstractContextManager[LiveMemory]:
 
 @contextmanager
 def _cuda_memory(device: torch.device) -> Iterator[LiveMemory]:
-    before = torch.cuda.memory_allocated(device)
+    already = torch.cuda.memory_allocated(device)
 
-    def mark(point: str) -> None:
-        if point == START:
-            torch.cuda.reset_peak_memory_stats(device)
-        memory.note(point, torch.cuda.memory_allocated(device) - before)
+    def start() -> None:
+        torch.cuda.reset_peak_memory_stats(device)
+        memory.before = torch.cuda.memory_allocated(device) - already
 
-    memory = LiveMemory(mark)
+    memory = LiveMemory(start)
     yield memory
-    memory.peak = torch.cuda.max_memory_allocated(device) - before
+    memory.peak = torch.cuda.max_memory_allocated(device) - already
 
 
 @contextmanager
 def _profiled_memory() -> Iterator[LiveMemory]:
-    def mark(point: str) -> None:
-        with torch.profiler.record_function(_MARK + point):
+    def start() -> None:
+        with torch.profiler.record_function(_START):
             pass
 
-    memory = LiveMemory(mark)
+    memory = LiveMemory(start)
     os.environ.setdefault("KINETO_LOG_LEVEL", "9")  # above every level of the profiler's own messages
     config = ProfilerConfig(ProfilerState.KINETO, False, True, False, False, False, _ExperimentalConfig())
     activities = {torch.profiler.ProfilerActivity.CPU}
@@ -243,8 +205,8 @@ def _profiled_memory() -> Iterator[LiveMemory]:
     finally:
         events: list[Any] = _disable_profiler().events()
     now = 0
-    for event in sorted(events, key=lambda one: one.start_ns()):
+    for event in sorted(events, key=lambda event: event.start_ns()):
         now += event.nbytes() if event.name() == "[memory]" else 0
-        if event.name().startswith(_MARK):
-            memory.note(event.name().removeprefix(_MARK), now)
+        if event.name() == _START:
+            memory.before = memory.peak = now
         memory.peak = max(memory.peak, now)

@@ -19,28 +19,17 @@ from typing import TypeAlias
 import torch
 
 from megazero.config import ResolvedRun
-from megazero.engine.outline import kind_of, schedule_of
+from megazero.engine.outline import schedule_of
 from megazero.layers.activation_offload import NEAR
 from megazero.models.activation_config import LayerPolicy
 from megazero.models.stages import StageLayout, cut_by_rank
 from megazero.parallel_state.grid import Coordinate
+from megazero.plan import unit_trace
 from megazero.plan.cluster import Cluster
 from megazero.plan.devices import size_text
 from megazero.plan.operator_times import flops_of
-from megazero.plan.state_trace import TABLES, trace_state
-from megazero.plan.unit_trace import (
-    DY,
-    EMBEDDING,
-    HEAD,
-    PASS_NAMES,
-    TraceKey,
-    Unit,
-    UnitTrace,
-    message_bytes,
-    trace_key,
-    trace_unit,
-    units_of,
-)
+from megazero.plan.state_trace import TABLES, fewest_micro_batches, trace_state
+from megazero.plan.unit_trace import EMBEDDING, HEAD, Unit, UnitTrace, message_bytes, trace_unit, units_of
 from megazero.schedules.action import Action, ActionKind, Schedule
 from megazero.schedules.executor import steps_of, what_messages_confirm
 from megazero.schedules.proof import Steps, peak_activations, program
@@ -142,11 +131,7 @@ def with_decided_offload(run: ResolvedRun, cluster: Cluster) -> ResolvedRun:
 def _filling_the_pipeline(run: ResolvedRun) -> Schedule:
     """Return a schedule that fills the pipeline twice, or the whole one if memory grows beyond that."""
     pp, schedule = run.config.parallel.pp, schedule_of(run)
-    step = kind_of(run.config).microbatch_multiple(pp)
-    enough = -(-2 * pp // step) * step
-    if run.config.parallel.schedule_file is not None or run.accumulation <= enough:
-        return schedule
-    short = schedule_of(replace(run, accumulation=enough))
+    short = schedule_of(replace(run, accumulation=fewest_micro_batches(run, 2 * pp)))
     grows = any(peak_activations(short, rank) < peak_activations(schedule, rank) for rank in range(pp))
     return schedule if grows else short
 
@@ -178,8 +163,8 @@ class _Walk:
         self._state = state = trace_state(run, first, per_node=per_node, on_cuda=on_cuda)
         self._schedule, self._stage, self._on_cuda = schedule, stage, on_cuda
         self._steps, self._confirmed = _paths_of(schedule, on_cuda)[stage]
-        of_first = trace_key(run, on_cuda=on_cuda, per_node=per_node, adds=False)
-        of_others = trace_key(run, on_cuda=on_cuda, per_node=per_node) if _adds_up(run) else of_first
+        of_first = unit_trace.trace_key(run, on_cuda=on_cuda, per_node=per_node, adds=False)
+        of_others = unit_trace.trace_key(run, on_cuda=on_cuda, per_node=per_node) if _adds_up(run) else of_first
         self._key = of_others
         self._left_out = run.accumulation - schedule.microbatches
         config, self._message = run.config, message_bytes(run)
@@ -203,7 +188,7 @@ class _Walk:
         self._tables = tables * (run.accumulation if config.data.document_mask else 1)
         self._base = sum(state.kinds.values()) + self._tokens + self._tables
 
-    def _traces_of(self, chunk: int, units: Sequence[Unit], key: TraceKey) -> list[tuple[str, UnitTrace]]:
+    def _traces_of(self, chunk: int, units: Sequence[Unit], key: unit_trace.TraceKey) -> list[tuple[str, UnitTrace]]:
         keys = [replace(key, cuts=self._state.cuts.get((chunk, at), ())) for at in range(len(units))]
         return [(unit.name, trace_unit(own, unit.key)) for own, unit in zip(keys, units, strict=True)]
 
@@ -267,7 +252,7 @@ class _Walk:
             passed = trace.of(action.kind)
             if passed is None:
                 continue
-            text = f"{PASS_NAMES[action.kind]} of {name}, micro-batch {self._number(action)}"
+            text = f"{unit_trace.PASS_NAMES[action.kind]} of {name}, micro-batch {self._number(action)}"
             moves = name in self._moves and action.kind is not ActionKind.WEIGHT
             moved = trace.forward.kept if moves else 0
             own: _Layer = action.chunk, action.microbatch, number
@@ -276,7 +261,9 @@ class _Walk:
             beside = sum(count for layer, count in self._near if not (is_forward and layer == own))
             levels = self._state.levels.get((action.microbatch > 0, action.chunk, number), {})
             for span in passed.spans:
-                held = max(held, self._message * (arrives and number == units[-1][0] and span.parameter == DY))
+                held = max(
+                    held, self._message * (arrives and number == units[-1][0] and span.parameter == unit_trace.DY)
+                )
                 before = self._gradients
                 live, made, peak = levels.get(span.parameter, (before, before, before))
                 self._gradients = live  # it falls where buckets are reduced

@@ -34,15 +34,8 @@ from megazero.zero.bucket import DTYPE_NAMES
 _ALLOCATES = ("empty", "new_empty", "detach", "alias", "scalar_tensor")
 # Products, and the place of their first factor.
 _PRODUCTS = (("aten.mm.", 0), ("aten.addmm.", 1), ("aten.bmm.", 0), ("aten.baddbmm.", 1), ("aten._scaled_mm.", 0))
-_READS_ROWS = (
-    "embedding.default",
-    "gather.default",
-    "index_select",
-    "index.Tensor",
-    "index_put_",
-    "scatter_",
-    "index_add_",
-)
+_TAKES_ROWS = ("embedding.default", "gather.default", "index_select", "index.Tensor")
+_PUTS_ROWS = ("index_put_", "scatter_", "index_add_")
 
 
 @dataclass(frozen=True)
@@ -121,12 +114,10 @@ def moved_bytes(operator: Operator) -> float:
     if short.startswith(_ALLOCATES):
         return 0.0
     written = sum(value.nbytes for value in operator.outputs)
-    if short.startswith(_READS_ROWS):
-        return 2.0 * (
-            written
-            if short.startswith(("embedding", "gather", "index_select", "index."))
-            else operator.inputs[-1].nbytes
-        )
+    if short.startswith(_TAKES_ROWS):
+        return 2.0 * written
+    if short.startswith(_PUTS_ROWS):
+        return 2.0 * operator.inputs[-1].nbytes
     return float(sum(value.nbytes for value in operator.inputs) + written)
 
 
@@ -195,6 +186,15 @@ def kernels_of(events: Sequence[Event], device: Device, later: Iterable[Event], 
         yield _fused(chain, device, last_read, len(events))
 
 
+def measured_kernels(events: Iterable[Event], device: Device, table: OperatorTable) -> Iterator[Step]:
+    """Yield the operators and messages of a pass on a calibrated host; an operator takes its own time and the host's."""
+    for event in events:
+        if isinstance(event, Message):
+            yield event
+        else:
+            yield Kernel(operator_seconds(event, device, table) + table.host_seconds, frozenset())
+
+
 def _fused(chain: Sequence[Operator], device: Device, last_read: dict[int, int], end: int) -> Kernel:
     moved = fused_bytes(chain, {storage for storage, at in last_read.items() if at >= end})
     reads = frozenset(value.storage for operator in chain for value in operator.inputs)
@@ -209,7 +209,7 @@ def fused_bytes(chain: Sequence[Operator], used_later: set[int]) -> float:
         if operator.name.partition(".")[2].startswith(_ALLOCATES):
             made.update((value.storage, 0) for value in operator.outputs)
             continue
-        rows = operator.name.partition(".")[2].startswith(_READS_ROWS)
+        rows = operator.name.partition(".")[2].startswith(_TAKES_ROWS + _PUTS_ROWS)
         for value in operator.inputs:
             if value.storage not in made:
                 size = min(value.nbytes, 2 * operator.outputs[0].nbytes) if rows and operator.outputs else value.nbytes

@@ -17,7 +17,7 @@ from megazero.config import ResolvedRun
 from megazero.plan.cluster import Cluster
 from megazero.plan.collective_times import GroupLink, link_of
 from megazero.plan.fake_tensors import Event, Message
-from megazero.plan.operator_times import Kernel, events_on_cuda, kernels_of, operator_seconds
+from megazero.plan.operator_times import Kernel, events_on_cuda, kernels_of, measured_kernels
 from megazero.plan.unit_trace import PassTrace, UnitKey, UnitTrace, trace_units
 
 
@@ -97,32 +97,22 @@ def pass_time(
     is_compiled: bool,
 ) -> PassTime:
     """Return the time of a pass; `later`: events that follow it in the same unit."""
-    if cluster.calibration is not None:
-        return _on_calibrated(trace.events, cluster, links)
-    device = cluster.device
-    events, clock = events_on_cuda(trace.events), _Clock(links)
-    for step in kernels_of(events, device, later, is_compiled=is_compiled):
+    device, clock, table = cluster.device, _Clock(links), cluster.table
+    if table is None:
+        steps = kernels_of(events_on_cuda(trace.events), device, later, is_compiled=is_compiled)
+        launch_seconds = device.launch_seconds
+    else:
+        steps, launch_seconds = measured_kernels(trace.events, device, table), 0.0
+    for step in steps:
         if isinstance(step, Message):
             clock.start(step)
         else:
             clock.run(step)
+        if table is not None:  # nothing runs beside anything
+            clock.wait()
     clock.wait()
-    launches = clock.operators * device.launch_seconds  # the host runs ahead, but a device that is faster waits for it
+    launches = clock.operators * launch_seconds  # the host runs ahead, but a device that is faster waits for it
     return PassTime(max(clock.compute, launches), clock.exposed, clock.hidden)
-
-
-def _on_calibrated(events: Sequence[Event], cluster: Cluster, links: Mapping[str, GroupLink]) -> PassTime:
-    """Time a pass on a calibrated host, where nothing runs beside anything."""
-    table = cluster.table
-    assert table is not None
-    compute, exposed = 0.0, Counter[str]()
-    for event in events:
-        if isinstance(event, Message):
-            link = link_of(links, event.axis, event.operation)
-            exposed[event.axis] += link.seconds(event.operation, event.sent_bytes)  # type: ignore[assignment]
-        else:
-            compute += operator_seconds(event, cluster.device, table) + table.host_seconds
-    return PassTime(compute, exposed)
 
 
 class _Clock:

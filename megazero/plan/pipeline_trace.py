@@ -10,7 +10,7 @@ import torch
 from megazero.comm.collectives import gather_objects
 from megazero.engine import Position
 from megazero.engine.outline import schedule_of
-from megazero.plan.schedule_picture import draw_svg, trace_text
+from megazero.plan.schedule_drawing import draw_svg, trace_text
 from megazero.schedules.action import Action, ActionKind, write_text
 from megazero.schedules.proof import Costs, Timeline, simulate
 from megazero.training.callbacks.base import Callback, RunContext, StepRecord

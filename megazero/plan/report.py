@@ -10,21 +10,9 @@ from math import inf
 
 from megazero.config import ResolvedRun
 from megazero.engine.outline import elements_in, stages_of
+from megazero.plan import cost as costs
 from megazero.plan.cluster import Cluster
 from megazero.plan.correction import shape_of
-from megazero.plan.cost import (
-    FAILURES_PER_DEVICE_HOUR,
-    RESTART_SECONDS,
-    STORAGE_BANDWIDTH_PER_NODE,
-    Checkpoint,
-    Failures,
-    RunCost,
-    Throughput,
-    checkpoint_cost,
-    failures,
-    run_cost,
-    throughput,
-)
 from megazero.plan.memory import RankMemory, memory_of, with_decided_offload
 from megazero.plan.search import Candidate, Found, Need
 from megazero.plan.state_trace import Sent
@@ -48,9 +36,9 @@ class Assumptions:
 
     tokens: float | None = None
     dollars_per_hour: float | None = None
-    failures_per_device_hour: float = FAILURES_PER_DEVICE_HOUR
-    restart_seconds: float = RESTART_SECONDS
-    storage_bandwidth: float = STORAGE_BANDWIDTH_PER_NODE
+    failures_per_device_hour: float = costs.FAILURES_PER_DEVICE_HOUR
+    restart_seconds: float = costs.RESTART_SECONDS
+    storage_bandwidth: float = costs.STORAGE_BANDWIDTH_PER_NODE
     step_ratio: float = 1.0
 
 
@@ -69,10 +57,10 @@ class Plan:
     memory: tuple[RankMemory, ...]
     time: StepTime
     traffic: tuple[Mapping[tuple[str, str], Sent], ...]
-    throughput: Throughput
-    checkpoint: Checkpoint
-    failures: Failures | None
-    cost: RunCost
+    throughput: costs.Throughput
+    checkpoint: costs.Checkpoint
+    failures: costs.Failures | None
+    cost: costs.RunCost
 
     @property
     def fullest(self) -> RankMemory:
@@ -98,8 +86,8 @@ def plan_of(run: ResolvedRun, cluster: Cluster, assumptions: Assumptions) -> Pla
     (parameters,) = map(elements_in, stages_of(run.config, tp=1))
     tokens = run.global_batch_size * run.config.model.seq_len
     peak = device.peak_flops.get(precision.dtype)
-    use = throughput(time.seconds, tokens, time.flops, cluster.ranks, peak)
-    saved = checkpoint_cost(
+    use = costs.throughput(time.seconds, tokens, time.flops, cluster.ranks, peak)
+    saved = costs.checkpoint_cost(
         parameters,
         weight_bytes=DTYPES[run.config.precision.dtype].itemsize,
         moments=moments_of(run.config),
@@ -110,9 +98,9 @@ def plan_of(run: ResolvedRun, cluster: Cluster, assumptions: Assumptions) -> Pla
         asynchronous=run.config.checkpoint.asynchronous,
     )
     rate = assumptions.failures_per_device_hour
-    lost = failures(rate, cluster.ranks, saved, assumptions.restart_seconds, time.seconds)
+    lost = costs.failures(rate, cluster.ranks, saved, assumptions.restart_seconds, time.seconds)
     every = assumptions.tokens or run.config.training.steps * tokens
-    cost = run_cost(
+    cost = costs.run_cost(
         every, use.tokens_per_second, cluster.ranks, lost.lost_share if lost else 0.0, assumptions.dollars_per_hour
     )
     sent = tuple(busiest_links(run, cluster, traffic) for traffic in traffic_of(run, cluster))

@@ -38,8 +38,7 @@ def show(
     ] = None,
 ) -> None:
     """Prove a pipeline schedule, draw it, and show its idle time and memory."""
-    from megazero.plan.schedule_drawing import MIN_WIDTH, comparison, draw_text
-    from megazero.plan.schedule_picture import draw_svg, trace_text
+    from megazero.plan.schedule_drawing import MIN_WIDTH, comparison, draw_svg, draw_text, trace_text
     from megazero.schedules.action import write_text
     from megazero.schedules.proof import check_runnable, simulate
 

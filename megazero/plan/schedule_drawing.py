@@ -1,8 +1,10 @@
-"""A pipeline's timeline as text: spans (rank, action) -> (start, end), measured or simulated.
+"""A pipeline's timeline, drawn: spans (rank, action) -> (start, end), measured or simulated.
 
     draw_text       rank 0 F0F1..B0==B1==       a terminal's columns as time; dots are idle time
                     rank 1 ..F0B0==F1B1==
                     time   |0   |2   |4
+    draw_svg        the same as a picture
+    trace_text      the same for chrome://tracing and ui.perfetto.dev
     comparison      a table of all schedules for the same numbers
 
 Times count from 0.  Activations are counted in micro-batches on all chunks of a rank: one of v chunks holds 1/v.
@@ -10,14 +12,16 @@ Times count from 0.  Activations are counted in micro-batches on all chunks of a
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterable, Iterator
 from math import ceil, floor
-from typing import NamedTuple
+from statistics import median
+from typing import Any, NamedTuple
 
 from rich.table import Column, Table
 from rich.text import Text
 
-from megazero.plan.svg import LOOKS, ticks
+from megazero.plan.svg import LOOKS, Bar, picture, ticks
 from megazero.schedules.action import Action, ActionKind, Schedule
 from megazero.schedules.proof import Costs, Timeline, peak_activations, simulate
 from megazero.schedules.registry import SCHEDULES
@@ -135,6 +139,58 @@ def _legend(schedule: Schedule) -> Text:
         entries.append(_cell(Action(ActionKind.FORWARD, 0, 1), 3, 2).append(f" {meaning}"))
     entries += [Text("F0& beside the next")] if schedule.beside else []
     return Text("   ").join([*entries, Text("... idle")])
+
+
+# ---- files
+
+
+def draw_svg(timeline: Timeline, unit: str = "", about: str = "") -> str:
+    """The text of an SVG file, for a paper.
+
+    Args:
+        unit: of the times, as " ms".
+        about: goes before the title.
+    """
+    schedule, makespan, idle = timeline.schedule, timeline.makespan, LOOKS["waits"]["idle"]
+    typical = median(end - start for start, end in timeline.spans.values()) or makespan
+    wide = min(max(24 * makespan / typical, 720.0), 1600.0)
+
+    def row(spans: list[tuple[float, float, Action]]) -> Iterator[Bar]:
+        yield Bar(0, makespan, idle)
+        for start, end, action in spans:
+            times = f"{action}: {number(start)} to {number(end)}{unit}"
+            yield Bar(start, end, shade_of(action), times, str(action.microbatch))
+
+    rows = [(f"rank {rank}", row(spans)) for rank, spans in enumerate(spans_of_ranks(timeline))]
+    last = schedule.chunks - 1
+    of_chunks = f", chunk 0{' and ' if last == 1 else ' to '}{last}" if last else ""
+    meanings = [
+        ([shade_of(Action(kind, 0, chunk)) for chunk in range(min(last, 2) + 1)], meaning + of_chunks)
+        for kind, meaning in kinds_of(schedule).items()
+    ]
+    heading, axis = about + title(timeline, unit), f"time{unit and f',{unit}'}"
+    return picture(heading, rows, makespan, axis, [*meanings, ([idle], "idle")], wide=wide)
+
+
+def trace_text(timeline: Timeline, unit_us: float = 1000.0) -> str:
+    """Return a trace for chrome://tracing and ui.perfetto.dev: a thread per rank, a complete event per action.
+
+    `unit_us` is one unit of the timeline in microseconds.
+    """
+    events: list[dict[str, Any]] = []
+
+    def add(ph: str, rank: int, name: str, args: dict[str, Any], **more: Any) -> None:
+        events.append({"name": name, "ph": ph, "pid": 0, "tid": rank, "args": args, **more})
+
+    add("M", 0, "process_name", {"name": timeline.schedule.name})
+    for rank, spans in enumerate(spans_of_ranks(timeline)):
+        add("M", rank, "thread_name", {"name": f"rank {rank}"})
+        add("M", rank, "thread_sort_index", {"sort_index": rank})
+        for start, end, action in spans:
+            about = {"microbatch": action.microbatch, "chunk": action.chunk}
+            ts, dur = start * unit_us, (end - start) * unit_us
+            add("X", rank, str(action), about, cat=action.kind.name.lower(), ts=ts, dur=dur)
+    return json.dumps({"traceEvents": events, "displayTimeUnit": "ms"})
 
 
 # ---- comparison

@@ -17,7 +17,7 @@ from functools import partial
 from itertools import cycle
 from math import gcd, inf
 from multiprocessing import get_all_start_methods, get_context
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 from megazero.config import ConfigError, ResolvedRun, RunConfig
 from megazero.config.load import import_extensions, resolve
@@ -27,6 +27,7 @@ from megazero.plan.choices import Choice, Relief, Space, config_of, groups_in, r
 from megazero.plan.cluster import Cluster
 from megazero.plan.devices import size_text
 from megazero.plan.memory import fullest_of
+from megazero.plan.state_trace import fewest_micro_batches
 from megazero.plan.step_time import step_time_of
 
 LIMIT = 400  # shapes whose memory is computed
@@ -71,11 +72,9 @@ class Judge:
 
     def seconds(self, run: ResolvedRun) -> float:
         """Return a step's seconds.  Once a pipeline is full every micro-batch adds the same, so only some are simulated."""
-        kind, parallel = kind_of(run.config), run.config.parallel
-        step = kind.microbatch_multiple(parallel.pp)
-        fills = 2 if kind.chunks == 2 else 1  # pipelines' worth of micro-batches until it is full
-        some = -(-fills * parallel.pp // step) * step
-        if run.accumulation <= 2 * some or parallel.schedule_file is not None:
+        fills = 2 if kind_of(run.config).chunks == 2 else 1  # pipelines' worth of micro-batches until it is full
+        some = fewest_micro_batches(run, fills * run.config.parallel.pp)
+        if run.accumulation <= 2 * some:
             return step_time_of(run, self.cluster).seconds
         first, second = (step_time_of(run, self.cluster, micro_batches=count).seconds for count in (some, 2 * some))
         return first + (second - first) * (run.accumulation - some) / some
@@ -338,14 +337,13 @@ def _neighbours(choice: Choice, space: Space) -> Iterator[tuple[str, Choice]]:
     """Yield choices with one key changed to the next value that promises less time, and the change in words."""
     for name, values in (("tp", space.tp), ("cp", space.cp), ("pp", space.pp), ("ep", space.ep)):
         own = getattr(choice, name)
-        for value in [max((size for size in values if size < own), default=0)]:
-            if value:
-                changes: dict[str, object] = {name: value}
-                if name == "cp":
-                    changes["ulysses"] = gcd(choice.ulysses, value)
-                if name == "pp" and value == 1:
-                    changes |= {"schedule": "1f1b", "virtual_stages": 1}
-                yield f"{name} {value} instead of {own}", replace(choice, **changes)  # type: ignore[arg-type]
+        if value := max((size for size in values if size < own), default=0):
+            changes: dict[str, Any] = {name: value}
+            if name == "cp":
+                changes["ulysses"] = gcd(choice.ulysses, value)
+            if name == "pp" and value == 1:
+                changes |= {"schedule": "1f1b", "virtual_stages": 1}
+            yield f"{name} {value} instead of {own}", replace(choice, **changes)
     larger = min((size for size in space.micro_batch if size > choice.micro_batch), default=0)
     if larger:
         yield f"micro-batch {larger} instead of {choice.micro_batch}", replace(choice, micro_batch=larger)

@@ -24,6 +24,7 @@ import torch
 
 from megazero.comm.collectives import all_reduce
 from megazero.config import ResolvedRun, RunConfig
+from megazero.config.derive import micro_batch_multiple
 from megazero.engine.gpt import Engine
 from megazero.engine.outline import chunks_of
 from megazero.engine.outline import kind_of as schedule_kind_of
@@ -121,6 +122,15 @@ def _short_step(run: ResolvedRun) -> tuple[int, int]:
         return run.accumulation, step
     repeats = -(-(config.parallel.pp + 1) // step) if config.zero.stage == 3 else 1  # until gathers repeat themselves
     return run.accumulation - max((run.accumulation - (repeats + 1) * step) // step, 0) * step, step
+
+
+def fewest_micro_batches(run: ResolvedRun, least: int) -> int:
+    """Return the fewest micro-batches, but `least`, that the schedule takes; at most the run's."""
+    parallel = run.config.parallel
+    if parallel.schedule_file is not None:
+        return run.accumulation
+    multiple = micro_batch_multiple(parallel)
+    return min(run.accumulation, -(-least // multiple) * multiple)
 
 
 def _without_training(run: ResolvedRun) -> ResolvedRun:
@@ -252,7 +262,7 @@ class _Driver:
 
     def _note_messages(self, moment: Action | str) -> None:
         """Record the messages that started since the moment before."""
-        self.messages[moment] = tuple(event for event in self._fake.operators if isinstance(event, Message))
+        self.messages[moment] = self._fake.messages
         self._fake.operators.clear()
 
     def run_passes(self, actions: Any, micro_batches: int) -> None:

@@ -381,10 +381,10 @@ class _Bench:
     def _passes(self, run: Callable[[Tensor | None], Tensor], shape: tuple[int, ...] | None) -> UnitTrace:
         fake, queue, key = self._fake, self._queue, self._key
         self.gradients.marks = marks = _Marks(fake)
-        received = None if shape is None else torch.empty(shape, dtype=key.dtype)
+        x = None if shape is None else torch.empty(shape, dtype=key.dtype) + torch.empty((), requires_grad=True)
+        if x is not None:
+            x.register_hook(marks.end_backward)
         marks.begin()
-        x = None if received is None else _Input.apply(received, torch.empty(0, requires_grad=True), marks)
-        del received
         y = run(x)
         del x
         forward, in_arena = marks.end(), self.arena.nbytes_in_use
@@ -432,20 +432,10 @@ class _Marks:
         self._end_span()
         return PassTrace(tuple(self._fake.operators), self._fake.live - self._start, tuple(self._spans))
 
-
-class _Input(torch.autograd.Function):
-    """Passes x on; its gradient ends the backward."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, _: Tensor, marks: _Marks) -> Tensor:
-        ctx.marks = marks
-        return x.detach()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[None, None, None]:
+    def end_backward(self, gradient: Tensor) -> None:
+        """End the backward with the gradient of the unit's input."""
         gradient.contiguous()  # the next rank receives into contiguous memory
-        ctx.marks.backward = ctx.marks.end()
-        return None, None, None
+        self.backward = self.end()
 
 
 class _Output(torch.autograd.Function):

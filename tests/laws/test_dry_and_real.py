@@ -17,7 +17,7 @@ from megazero.parallel_state import ParallelState
 from megazero.plan.dry_run import dry_run
 from megazero.plan.fake_ranks import RecordedTraffic
 from megazero.plan.fake_tensors import Event, Message
-from megazero.plan.measured_step import START, live_memory
+from megazero.plan.measured_step import live_memory
 from megazero.plan.speed_probe import random_batches
 
 SMALL = LLAMA | {"num_layers": 2, "num_heads": 8, "num_kv_heads": 4}
@@ -83,7 +83,7 @@ def _step(rank: int, runs: Sequence[ResolvedRun], local_world_size: int, watched
             events.clear()
             gc.collect()
             if live is not None:
-                live.mark(START)
+                live.start()
             engine.train_step(batches, LR)
         results.append((start, tuple(events), live and live.peak))
         engine.sharded_model.close()
