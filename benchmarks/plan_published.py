@@ -27,8 +27,15 @@ from megazero.models.registry import FAMILIES
 from megazero.plan.cluster import Cluster, cluster_of
 from megazero.plan.collective_times import links_of
 from megazero.plan.fake_tensors import Event, Operator, Value
-from megazero.plan.operator_times import attention_flops, events_on_cuda
-from megazero.plan.pass_times import PassTime, UnitTime, added, pass_time, unit_times
+from megazero.plan.operator_times import (
+    PassTime,
+    UnitTime,
+    added,
+    attention_flops,
+    events_on_cuda,
+    pass_time,
+    unit_times,
+)
 from megazero.plan.step_time import StepTime, message_seconds, step_time_of
 from megazero.plan.unit_trace import PassTrace, UnitKey, UnitTrace, trace_units
 

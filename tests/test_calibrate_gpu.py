@@ -11,8 +11,7 @@ import pytest
 import torch
 
 from megazero.config import ResolvedRun, RunConfig, resolve
-from megazero.plan.calibrate import Record, medians_of, note_step, sizes, table_of
-from megazero.plan.calibrate_gpu import fitted, gpu_here
+from megazero.plan.calibrate import Record, fitted, gpu_here, medians_of, note_step, sizes, table_of
 from megazero.plan.calibration import Calibration, OperatorTable, write_calibration
 from megazero.plan.cluster import Cluster, cluster_of
 from megazero.plan.devices import DEVICES, LINKS, NETWORKS, Device

@@ -15,7 +15,7 @@ from megazero.plan.cluster import Cluster, cluster_of
 from megazero.plan.collective_times import GroupLink
 from megazero.plan.devices import DEVICES, NETWORKS, Device, Link
 from megazero.plan.fake_tensors import Message, Operator, Value
-from megazero.plan.pass_times import pass_time
+from megazero.plan.operator_times import pass_time
 from megazero.plan.step_time import step_time_of
 from megazero.plan.unit_trace import PassTrace
 

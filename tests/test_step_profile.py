@@ -16,7 +16,7 @@ from test_training import _record
 from worlds import LLAMA, run_of, state_on
 
 from megazero.engine import Position
-from megazero.plan.step_profile import MemorySnapshot, StepProfile, add_snapshot
+from megazero.plan.step_callbacks import MemorySnapshot, StepProfile, add_snapshot
 
 
 def _profiled(rank: int, run: Any) -> list[bool]:

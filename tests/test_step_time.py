@@ -16,14 +16,16 @@ from megazero.plan.collective_times import GroupLink, links_of
 from megazero.plan.devices import Link
 from megazero.plan.fake_tensors import Message, Operator, Value
 from megazero.plan.operator_times import (
+    PassTime,
     ProductShape,
+    UnitTime,
     attention_flops,
     events_on_cuda,
     fused_bytes,
+    pass_time,
     product_of,
     wave_share,
 )
-from megazero.plan.pass_times import PassTime, UnitTime, pass_time
 from megazero.plan.step_time import StepTime, reduced_behind, step_time_of, taking_turns
 from megazero.plan.unit_trace import EMBEDDING, HEAD, PassTrace, UnitKey, trace_units
 from megazero.plan.zero_times import matrix_seconds, moments_of

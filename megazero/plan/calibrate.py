@@ -6,15 +6,23 @@
     steps        of runs on all processors beside their plans: what is left stretches every operator
 
 Every measurement runs in forked processes of one thread each, since ranks on a CPU have one.  Minutes; `quick`: one.
-Of a GPU the operators of large Llamas tell the shares (calibrate_gpu.py).  Its host runs ahead, so a whole step bounds the
-host's time for an operator from above; the least of all steps is it, that of a small model.
+
+Of a GPU the plan takes its data sheet, with the shares of it that the operators of large Llamas reached:
+
+    [4096, 4096] x [4096, 11008]     FLOPs / (seconds - writing) of full waves / peak     product_share
+    attention of 4,096 tokens        FLOPs / seconds / peak                               attention_share, backward
+    add, mul, copy                   bytes / seconds / bandwidth                          memory_share
+    the step of a small model        the host's seconds for an operator                   launch_seconds
+
+Without a data sheet the fastest product and copy are the peaks, of fp32 too, and PCIe is taken for its link.  The host runs
+ahead, so a whole step bounds the host's time for an operator from above: the least of all steps counts.
 """
 
 import gc
 import os
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from itertools import product
 from statistics import median
@@ -25,18 +33,24 @@ import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_any_only, tree_iter
 
+from megazero.comm.collectives import all_gather, all_reduce, all_to_all, exchange, reduce_scatter, ring_shift, wait_all
 from megazero.config import ResolvedRun, RunConfig, resolve
 from megazero.engine.outline import elements_in, stages_of
-from megazero.parallel_state import ParallelState, RankGrid
-from megazero.plan.calibrate_collectives import collective_samples
-from megazero.plan.calibrate_gpu import fitted, gpu_here
+from megazero.parallel_state import Axis, ParallelState, RankGrid
 from megazero.plan.calibration import Calibration, OperatorTable, Product, Samples
 from megazero.plan.cluster import Cluster
-from megazero.plan.devices import Device, Link
+from megazero.plan.devices import LINKS, Device, Link, device_of
 from megazero.plan.fake_tensors import Operator, Value
-from megazero.plan.operator_times import attention_flops, moved_bytes, product_of
+from megazero.plan.operator_times import (
+    ProductShape,
+    attention_flops,
+    moved_bytes,
+    product_of,
+    wave_share,
+    writing_seconds,
+)
 from megazero.plan.processes import in_processes
-from megazero.plan.speed_probe import LR, ON_GPU, Alone, SpeedProbe, small_run, started, step_seconds
+from megazero.plan.speed_probe import LR, ON_GPU, OneRankState, SpeedProbe, small_run, started, step_seconds
 from megazero.plan.step_time import step_time_of
 from megazero.zero.bucket import DTYPE_NAMES
 
@@ -97,7 +111,7 @@ def _measured(_: int, runs: list[ResolvedRun], device: torch.device) -> Record:
     synchronize = torch.cuda.synchronize if on_gpu else lambda: None
     probe = SpeedProbe(device, synchronize)
     for run in runs:
-        engine, batches = started(run, Alone(RankGrid(), device=device))
+        engine, batches = started(run, OneRankState(RankGrid(), device=device))
         before = probe.seconds()
         whole = median(step_seconds(engine, batches, synchronize) for _ in range(_STEPS))
         between = probe.seconds()
@@ -261,3 +275,105 @@ def _whole_steps(rank: int, run: ResolvedRun, processors: int, turns: int) -> tu
         beside += [(before + after) / 2] * _IN_A_ROW
         before = after
     return seconds, beside
+
+
+# ---- collectives, by what each rank sends
+
+
+_SIZES = (64, 16_384, 131_072, 524_288, 2_097_152, 8_388_608)  # bytes of the whole buffer
+_CALLS = 8
+
+
+def collective_samples(rank: int, rounds: int = 12) -> dict[str, Samples]:
+    """Measure "all_reduce 4" and so on, for the ranks of the default process group, which are on one host.
+
+    The time of a collective is the mean over its ranks.
+    """
+    world = dist.get_world_size()
+    axis = ParallelState(RankGrid(dp=world), rank, local_world_size=world).dp
+    by_size = [_calls(size // 4 // world * world or world, axis) for size in _SIZES]
+    return {
+        f"{name} {world}": tuple((float(calls[name][1]), _seconds(calls[name][0], rounds)) for calls in by_size)
+        for name in by_size[0]
+    }
+
+
+def _seconds(call: Callable[[], object], rounds: int) -> float:
+    """Return the seconds of a call among several in a row, of the median round, on average over the ranks."""
+
+    def taken() -> float:
+        dist.barrier()
+        begin = time.perf_counter()
+        for _ in range(_CALLS):
+            call()
+        return (time.perf_counter() - begin) / _CALLS
+
+    taken()
+    found = torch.tensor(median(taken() for _ in range(rounds)), dtype=torch.float64)
+    dist.all_reduce(found)
+    return float(found) / dist.get_world_size()
+
+
+def _calls(count: int, axis: Axis) -> dict[str, tuple[Callable[[], object], int]]:
+    """Return each collective over a buffer of `count` fp32 elements, and the bytes that a rank sends in it."""
+    whole, other, shard = torch.zeros(count), torch.zeros(count), torch.zeros(count // axis.size)
+    x, out, sent = whole.view(axis.size, -1), other.view(axis.size, -1), 4 * count * (axis.size - 1) // axis.size
+    found: dict[str, tuple[Callable[[], object], int]] = {
+        "all_reduce": (lambda: all_reduce(whole, axis).wait(), 2 * sent),
+        "all_gather": (lambda: all_gather(whole, shard, axis).wait(), sent),
+        "reduce_scatter": (lambda: reduce_scatter(shard, whole, axis).wait(), sent),
+        "all_to_all": (lambda: all_to_all(out, x, axis).wait(), sent),
+        "ring_shift": (lambda: ring_shift(other, whole, axis).wait(), 4 * count),
+    }
+    if axis.size == 2:  # both directions at once, as neighbours of a pipeline have
+        peer = axis.ranks[1 - axis.index]
+        found["send_recv"] = (lambda: wait_all(exchange([(whole, peer)], [(other, peer)], axis)), 4 * count)
+    return found
+
+
+# ---- the shares of a GPU
+
+
+_LARGE = 4  # times smaller than the largest, an operator still shows the device and not its own start
+_MOVES = ("aten.add.", "aten.add_.", "aten.mul.", "aten._to_copy.", "aten.clone.")  # copy_ reads less than is counted
+
+
+def gpu_here(_: int) -> Device | None:
+    """Return CUDA's first device, without peaks if it has no data sheet; None without CUDA.  Call it in a forked process."""
+    if not torch.cuda.is_available():
+        return None
+    found = torch.cuda.get_device_properties(0)
+    link = LINKS["pcie4"]
+    bare = Device(found.name, 0, {}, 0.0, link.bytes_per_second, link, found.multi_processor_count)
+    return replace(device_of(found.name) or bare, memory_bytes=found.total_memory)
+
+
+def fitted(device: Device, table: OperatorTable) -> Device:
+    """Return the device with the fractions of its peaks that large bf16 operators reached; what was not measured stays."""
+    operators = [(name, one) for name, samples in table.operators.items() for one in samples]
+    moves = _rates(one for name, one in operators if name.startswith(_MOVES))
+    bandwidth = device.memory_bandwidth or max(moves)
+    device = replace(device, memory_bandwidth=bandwidth, memory_share=_share(moves, bandwidth, device.memory_share))
+    timed = [(ProductShape(torch.bfloat16, p.m, p.n, p.k), p.seconds) for p in table.products if p.dtype == "bf16"]
+    products = _rates((a.flops, (seconds - writing_seconds(a, device)) * wave_share(a, device)) for a, seconds in timed)
+    peaks = device.peak_flops or dict.fromkeys(("bf16", "fp16", "fp32"), max(products))
+    forward = _rates(one for name, one in operators if "_attention" in name and "backward" not in name)
+    backward = _rates(one for name, one in operators if "_attention" in name and "backward" in name)
+    device = replace(device, peak_flops=peaks, launch_seconds=table.host_seconds or device.launch_seconds)
+    return replace(
+        device,
+        product_share=_share(products, peaks["bf16"], device.product_share),
+        attention_share=_share(forward, peaks["bf16"], device.attention_share),
+        attention_backward_share=_share(backward, peaks["bf16"], device.attention_backward_share),
+    )
+
+
+def _rates(samples: Iterable[tuple[float, float]]) -> list[float]:
+    """Return size / seconds of the large samples."""
+    found = [(size, seconds) for size, seconds in samples if seconds > 0]
+    largest = max((size for size, _ in found), default=0.0)
+    return [size / seconds for size, seconds in found if size * _LARGE >= largest]
+
+
+def _share(rates: list[float], peak: float, otherwise: float) -> float:
+    return min(1.0, median(rates) / peak) if rates else otherwise

@@ -23,7 +23,7 @@ ON_GPU: dict[str, Any] = {"dtype": "bf16", "head_dim": 128, "longest": 4096}  # 
 _CALLS = 3
 
 
-class Alone(ParallelState):
+class OneRankState(ParallelState):
     """The state of a one-rank run in a process that belongs to a larger world."""
 
     def _started(self) -> int:
@@ -85,7 +85,7 @@ class SpeedProbe:
 
     def __init__(self, device: torch.device, synchronize: Callable[[], None] = lambda: None) -> None:
         run = small_run("llama", 256, 1, 128) if device.type == "cpu" else small_run("llama", 2048, 1, 2048, **ON_GPU)
-        self._engine, self._batches = started(run, Alone(RankGrid(), device=device))
+        self._engine, self._batches = started(run, OneRankState(RankGrid(), device=device))
         self._synchronize = synchronize
 
     def seconds(self) -> float:

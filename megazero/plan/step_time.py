@@ -29,7 +29,7 @@ from megazero.engine.outline import schedule_of
 from megazero.models.registry import FAMILIES
 from megazero.plan.cluster import Cluster
 from megazero.plan.collective_times import GroupLink, links_of
-from megazero.plan.pass_times import PassTime, UnitTime, added, unit_times
+from megazero.plan.operator_times import PassTime, UnitTime, added, unit_times
 from megazero.plan.unit_trace import Unit, UnitKey, message_bytes, units_of
 from megazero.plan.zero_times import Cost, RankZero, ZeroTimes, zero_times_of
 from megazero.schedules.action import Action, ActionKind, Schedule

@@ -19,7 +19,7 @@ from worlds import run_of, state_on
 from megazero.comm.collectives import Pending
 from megazero.engine.stage_runner import executors
 from megazero.parallel_state import Axis, ParallelState
-from megazero.plan.pipeline_trace import ActionClock
+from megazero.plan.step_callbacks import ActionClock
 from megazero.schedules import executor
 from megazero.schedules import registry as kinds
 from megazero.schedules.action import Action, ActionKind, MessageAction, Schedule, loop, v_shape
