@@ -251,8 +251,8 @@ def _dry_run(asked: _Asked, rank: int | None, say: Callable[[str], None]) -> int
 def _write(
     made: Plan, found: Found | None, html: Path | None, numbers: Sequence[Path], say: Callable[[str], None]
 ) -> None:
-    from megazero.plan.html import plan_html
     from megazero.plan.report import as_plain
+    from megazero.plan.text import plan_html
     from megazero.schedules.action import write_text
 
     if html is not None:
