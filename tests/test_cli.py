@@ -11,14 +11,13 @@ import socket
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from harness import children_of, metrics_of, run_program, start_program, wait_until
 from harness import run_command as megazero
 from quickstart import QUICKSTART, TINY
-from typer.testing import CliRunner, Result
+from typer.testing import CliRunner
 
 import megazero as megazero_package
 from megazero.checkpoint.folder import folder_at
@@ -241,29 +240,19 @@ def test_a_killed_rank_ends_the_run_with_a_message_and_the_same_command_goes_on(
     assert len(losses(tmp_path)) == step + 2
 
 
-def test_tokenize_asks_before_it_leaves_out_or_replaces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tokenize_leaves_out_and_replaces_nothing_unasked(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("good")
     (tmp_path / "b.txt").write_bytes(b"\xff")
     words = ["data", "tokenize", str(tmp_path), "--out", str(tmp_path / "out"), "--workers", "1"]
-
-    def tokenize(*more: str, answer: str | None = None) -> Result:
-        terminal = SimpleNamespace(stdin=SimpleNamespace(isatty=lambda: answer is not None), stderr=None)
-        monkeypatch.setattr("megazero.formats.data_command.sys", terminal)
-        return CliRunner().invoke(app, [*words, *more], input=answer)
-
-    refused = tokenize()
+    refused, done, again = (CliRunner().invoke(app, [*words, *more]) for more in ([], ["--skip-bad"], ["--skip-bad"]))
     assert refused.exit_code == 1
     assert f"{tmp_path / 'b.txt'}: not a UTF-8 text file" in refused.stderr
     assert "leave them out with --skip-bad" in refused.stderr
-    assert tokenize(answer="n\n").exit_code == 1
-    assert not (tmp_path / "out.idx").exists()
-    done = tokenize(answer="y\n")
     assert done.exit_code == 0, done.output
-    assert "Leave these out and go on?" in done.stderr
     assert "1 documents, 5 tokens" in done.stdout
-    assert "left out 1 files, directories or documents that cannot be read" in done.stdout
-    assert "exists; name another output, or replace it with --overwrite" in tokenize("--skip-bad").stderr
-    assert tokenize("--skip-bad", "--overwrite").exit_code == 0
+    assert "left out 1 documents or parts of files that cannot be read:" in done.stdout
+    assert "exists; name another output, or replace it with --overwrite" in again.stderr
+    assert CliRunner().invoke(app, [*words, "--skip-bad", "--overwrite"]).exit_code == 0
 
 
 @pytest.mark.slow

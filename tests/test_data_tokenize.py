@@ -62,19 +62,15 @@ def test_every_document_is_written_once_in_order_and_ended(tmp_path):
     (tree / "empty.txt").write_text("")
     lines = write_jsonl(tmp_path / "lines.jsonl", ["one", "", "zwei\nlines"])
     (tree / "linked").symlink_to(tree / "b")
-    named = []
-    summary = tokenize_files([lines, tree], tmp_path / "out", "byte", go_on_without=lambda text: not named.append(text))
+    summary = tokenize_files([lines, tree], tmp_path / "out", "byte", skip_bad=True)
     assert texts_of(tmp_path / "out") == ["one", "zwei\nlines", "first", "é\r\n"]
     assert (summary.documents, summary.tokens) == (4, 3 + 10 + 5 + 4 + 4)
     assert summary.bytes == lines.stat().st_size + 4 + 5
     assert summary.seconds >= 0
-    assert named == [
-        "1 files or directories cannot be read:\n"
-        f"  {tree / 'linked'}: a link to a directory, which is not followed; name it as an input to read it"
-    ]
     assert summary.notes == (
+        "left out 1 files or directories that cannot be read:\n"
+        f"  {tree / 'linked'}: a link to a directory, which is not followed; name it as an input to read it",
         f"left out 2 empty documents:\n  {lines}:2: empty\n  {tree / 'empty.txt'}: empty",
-        "left out 1 files, directories or documents that cannot be read",
         "left out 1 names that start with a dot",
     )
     assert sorted(os.listdir(tmp_path)) == ["lines.jsonl", "out.bin", "out.identity.json", "out.idx", "tree"]
@@ -260,9 +256,9 @@ def test_a_bad_line_is_named_and_the_rest_is_written_where_the_caller_agrees(
     with pytest.raises(ValueError, match=rf"^1 documents or parts of files cannot be read:\n.*{message}"):
         tokenize_files([path], tmp_path / "out", "byte")
     assert sorted(os.listdir(tmp_path)) == ["out.tokenizing", "x.jsonl"]
-    summary = tokenize_files([path], tmp_path / "out", "byte", go_on_without=lambda _: True)
+    (note,) = tokenize_files([path], tmp_path / "out", "byte", skip_bad=True).notes
     assert texts_of(tmp_path / "out") == ["a", "b"]
-    assert summary.notes == ("left out 1 files, directories or documents that cannot be read",)
+    assert re.match(rf"left out 1 documents or parts of files that cannot be read:\n.*{message}", note)
 
 
 def unreadable_things(folder: Path) -> dict[str, str]:
@@ -291,12 +287,12 @@ def test_a_truncated_archive_gives_what_it_holds_and_is_named(tmp_path, kind):
     ).read_bytes()
     (tmp_path / f"x.jsonl{kind}").write_bytes(content[:-20])
     (tmp_path / "z.txt").write_text("good")
-    inputs, named = [tmp_path / f"x.jsonl{kind}", tmp_path / "z.txt"], []
-    tokenize_files(inputs, tmp_path / "out", "byte", go_on_without=lambda text: not named.append(text))
+    inputs = [tmp_path / f"x.jsonl{kind}", tmp_path / "z.txt"]
+    (note,) = tokenize_files(inputs, tmp_path / "out", "byte", skip_bad=True).notes
     *found, last = texts_of(tmp_path / "out")
     assert (found, last) == (texts[: len(found)], "good")
-    assert re.search(rf"x\.jsonl{kind}: Compressed file ended before the end", named[0])
-    assert f"; only {len(found)} documents before it were read" in named[0]
+    assert re.search(rf"x\.jsonl{kind}: Compressed file ended before the end", note)
+    assert f"; only {len(found)} documents before it were read" in note
 
 
 @pytest.mark.parametrize("workers", [1, 2])
@@ -307,16 +303,12 @@ def test_one_bad_file_does_not_lose_the_rest(tmp_path, shard_bytes, workers):
     for name in "afz":
         (tree / f"{name}.txt").write_text(name * 9)
     shard_bytes(1)
-    said = []
-    summary = tokenize_files(
-        [tree], tmp_path / "out", "byte", workers=workers, go_on_without=lambda text: not said.append(text)
-    )
+    said = tokenize_files([tree], tmp_path / "out", "byte", workers=workers, skip_bad=True).notes
     assert texts_of(tmp_path / "out") == ["a" * 9, "f" * 9, "half", "z" * 9]
-    assert said[0].startswith("2 files or directories cannot be read:")
-    assert said[1].startswith("4 documents or parts of files cannot be read:")
+    assert said[0].startswith("left out 2 files or directories that cannot be read:")
+    assert said[1].startswith("left out 4 documents or parts of files that cannot be read:")
     for name, why in bad.items():
         assert f"{tree / name}: {why}" in "\n".join(said)
-    assert summary.notes == ("left out 6 files, directories or documents that cannot be read",)
 
 
 def _tokenize_as_nobody(_: int, tree: Path, out: Path) -> None:
@@ -441,7 +433,7 @@ def test_shards_of_other_settings_are_not_taken(tmp_path, shard_bytes):
     inputs = [tmp_path / "a.txt", tmp_path / "b.txt"]
     with pytest.raises(ValueError, match=r"b\.txt"):
         tokenize_files(inputs, tmp_path / "out", tmp_path / "one.json")
-    tokenize_files(inputs, tmp_path / "out", tmp_path / "two.json", go_on_without=lambda _: True)
+    tokenize_files(inputs, tmp_path / "out", tmp_path / "two.json", skip_bad=True)
     assert IndexedDataset(tmp_path / "out").tokens.tolist() == [1, 0, 2]
 
 

@@ -1,7 +1,6 @@
 """`megazero data`: prepare data, and look at it."""
 
 import os
-import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -29,25 +28,13 @@ def tokenize(
     jsonl_key: JsonlKey = "text",
     eod_token: Annotated[str | None, typer.Option(help="Token that ends a document, if not the tokenizer's.")] = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a pair that exists.")] = False,
-    skip_bad: Annotated[bool, typer.Option("--skip-bad", help="Leave out what cannot be read; do not ask.")] = False,
+    skip_bad: Annotated[bool, typer.Option("--skip-bad", help="Leave out what cannot be read.")] = False,
 ) -> None:
     """Turn text into the indexed format that training reads.  Stopped or failed, the same command goes on where it was."""
     from megazero.formats.tokenize import tokenize_files
 
-    progress = Bar("tokenizing")
-
-    def go_on_without(named: str) -> bool:
-        if not skip_bad and not sys.stdin.isatty():
-            return False
-        progress.stop()
-        print(named, file=sys.stderr)
-        if not skip_bad and not typer.confirm("Leave these out and go on?", err=True):
-            return False
-        progress.start()
-        return True
-
     try:
-        with user_errors(), progress:
+        with user_errors(), Bar("tokenizing") as progress:
             summary = tokenize_files(
                 inputs,
                 out,
@@ -56,7 +43,7 @@ def tokenize(
                 jsonl_key=jsonl_key,
                 eod_token=eod_token,
                 overwrite=overwrite,
-                go_on_without=go_on_without,
+                skip_bad=skip_bad,
                 on_progress=lambda done, total: progress.update(progress.task_ids[0], completed=done, total=total),
             )
     except KeyboardInterrupt:

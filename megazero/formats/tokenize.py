@@ -102,7 +102,7 @@ def tokenize_files(
     jsonl_key: str = "text",
     eod_token: str | None = None,
     overwrite: bool = False,
-    go_on_without: Callable[[str], bool] = lambda _: False,
+    skip_bad: bool = False,
     on_progress: Callable[[int, int], None] = lambda *_: None,
 ) -> TokenizeSummary:
     """Tokenize text, JSON lines and `.parquet` files, also in `.gz` and `.zst`, into `out_prefix`.bin and .idx.
@@ -117,8 +117,8 @@ def tokenize_files(
         workers: processes that tokenize; 1 works in this one.
         jsonl_key: the field of a line, or the column of a table, that holds its text.
         overwrite: replace a pair that exists.
-        go_on_without: asked before the work, and before the pair is written, if something cannot be read, which its argument
-            names; where it says False, the call ends with an error.
+        skip_bad: leave out what cannot be read, and name it in the notes; otherwise it ends the call with an error, before
+            the work or before the pair is written.
         on_progress: called in this process with (input bytes done, all input bytes) after each shard.
 
     Raises:
@@ -136,10 +136,12 @@ def tokenize_files(
     job = _Job(folder, os.fspath(tokenizer), encoder.eod_token, encoder.fingerprint, dtype.str, jsonl_key)
     notes = [encoder.about] if isinstance(encoder, FileTokenizer) else []
 
-    def ask(count: int, named: Sequence[Problem], what: str) -> None:
-        text = "\n".join([f"{count:,} {what} cannot be read:{_listed(count, named)}", *notes])
-        if count and not go_on_without(text):
-            raise ValueError(f"{text}\nmend them, or leave them out with --skip-bad; what is done is kept")
+    def leave_out(count: int, named: Sequence[Problem], what: str) -> None:
+        listed = _listed(count, named)
+        if count and not skip_bad:
+            cure = "mend them, or leave them out with --skip-bad; what is done is kept"
+            raise ValueError("\n".join([f"{count:,} {what} cannot be read:{listed}", *notes, cure]))
+        notes.extend([f"left out {count:,} {what} that cannot be read:{listed}"] if count else [])
 
     with IndexedWriter(out_prefix, dtype, encoder.fingerprint) as writer:
         taken = [path for path in (identity_path(out_prefix), *pair_paths(out_prefix)) if path.exists()]
@@ -153,12 +155,11 @@ def tokenize_files(
         ranges = [file_range for shard in shards for file_range in shard.ranges]
         found = [*dict.fromkeys(one.path for one in ranges if one.kind != kind_of(one.path)[0])]
         notes += [f"read {len(found):,} files as JSON lines, by their first line: {found[:_NAMED]}"] if found else []
-        ask(len(unread), unread, "files or directories")
+        leave_out(len(unread), unread, "files or directories")
         done = _tokenize_shards(shards, job, workers, on_progress)
-        unread_documents, documents = sum(shard.unread for shard in done), sum(shard.documents for shard in done)
         named = [problem for shard in done for problem in shard.named_unread]
-        ask(unread_documents, named, "documents or parts of files")
-        if not documents:
+        leave_out(sum(shard.unread for shard in done), named, "documents or parts of files")
+        if not (documents := sum(shard.documents for shard in done)):
             raise ValueError(f"no text in {len(files):,} files under {[os.fspath(i) for i in inputs]}")
         for shard in shards:
             ids, lengths = _content(shard, job)
@@ -167,7 +168,6 @@ def tokenize_files(
     empty = sum(shard.empty for shard in done)
     counts = {
         f"empty documents:{_listed(empty, [problem for shard in done for problem in shard.named_empty])}": empty,
-        "files, directories or documents that cannot be read": len(unread) + unread_documents,
         "names that start with a dot": hidden,
     }
     if jsonl_key != "text" and not {".jsonl", ".parquet"} & {file_range.kind for file_range in ranges}:
