@@ -19,16 +19,7 @@ from megazero.deepspeed.names import NAMES
 
 __path__: list[str] = []  # modules of DeepSpeed below this file are the mirror's
 _OF_TORCH = NAMES["accelerator"].split()
-# What the calls without arguments return, on CUDA and on the CPU.
-_ANSWERS: dict[str, tuple[Any, Any]] = {
-    "communication_backend_name": ("nccl", "gloo"),
-    "random": (torch.random, torch.random),
-    "visible_devices_envs": (["CUDA_VISIBLE_DEVICES"], ["CUDA_VISIBLE_DEVICES"]),
-    **dict.fromkeys(("is_fp16_supported", "is_fp64_supported"), (True, True)),
-    **dict.fromkeys(("is_synchronized_device", "use_host_timers"), (False, True)),
-    **dict.fromkeys(("resolves_data_dependency", "handles_memory_backpressure"), (False, True)),
-}
-_OLD_NAMES = {"memory_cached": "memory_reserved", "max_memory_cached": "max_memory_reserved"}
+_ANSWERS, _OLD_NAMES = NAMES["answers"], NAMES["old_names"]
 
 
 class Accelerator:
@@ -50,6 +41,10 @@ class Accelerator:
             return found
         theirs = {"device_index": "device"}  # DeepSpeed's name of an argument
         return lambda *args, **kwargs: found(*args, **{theirs.get(key, key): value for key, value in kwargs.items()})
+
+    def random(self) -> Any:
+        """Return the module of torch that seeds and draws."""
+        return torch.random
 
     def device_name(self, device_index: int | None = None) -> str:
         """Return the name for `Tensor.to`: "cuda", "cuda:1", "cpu"."""

@@ -31,11 +31,8 @@ from megazero.settings import LARGEST_COUNT, ConfigError, Problem, Section, file
 
 _SMALLEST_BUCKET = 1024  # bytes, as the schema has it
 _BYTES_PER_ELEMENT = 4  # buckets hold fp32 gradients
-# of fp16: how a loss scale of 0 is adapted
-_ADAPTED_SCALE = {"initial_scale_power", "loss_scale_window", "hysteresis", "consecutive_hysteresis", "min_loss_scale"}
-_OFFLOAD = {"nvme_path", "pin_memory", "ratio"}
-_OF_STAGE_3 = {"stage3_param_persistence_threshold", "zero_quantized_weights"}
-_OF_STAGE_3 |= {"stage3_prefetch_bucket_size", "zero_hpz_partition_size"}
+_TABLE = read_table("config_keys.toml")
+_SIZES = {"global_batch_size": TRAIN, "micro_batch_size": MICRO, "accumulation": ACCUMULATION}  # a run file's names
 
 
 @dataclass(frozen=True)
@@ -141,25 +138,12 @@ def _zero(config: DeepSpeedJson) -> ZeroConfig:
     return ZeroConfig.model_validate(given)
 
 
-# What a run file calls them.
-_SIZES = {"global_batch_size": TRAIN, "micro_batch_size": MICRO, "accumulation": ACCUMULATION}
-_KEYS = {
-    **{f"training.{ours}" if theirs == TRAIN else ours: theirs for ours, theirs in _SIZES.items()},
-    'make one of the three "auto"': "leave one of the three out",
-    "zero.stage": f"{ZERO}.stage",
-    "zero.offload.parameters": f"{ZERO}.offload_param.device",
-    "zero.shard_group_size": f"{ZERO}.mics_shard_size",
-    "zero.secondary_shard_size": f"{ZERO}.zero_hpz_partition_size",
-    "precision.min_loss_scale": "fp16.min_loss_scale",
-}
-
-
 def _broken_rules(run: RunConfig, dp: int) -> Iterator[Problem]:
-    """Give the rules of a run file that are broken, under the names of a DeepSpeed configuration."""
+    """Yield the rules of a run file that are broken, under the names of a DeepSpeed configuration."""
     for problem in check_rules(run, dp)[1]:
-        if problem.key in _KEYS:
+        if problem.key in _TABLE["words"]:
             texts = [problem.key, problem.rule, problem.hint]
-            for ours, theirs in _KEYS.items():
+            for ours, theirs in _TABLE["words"].items():
                 texts = [text.replace(ours, theirs) for text in texts]
             yield Problem(texts[0], problem.value, *texts[1:])
 
@@ -198,17 +182,18 @@ def _precision(config: DeepSpeedJson) -> PrecisionConfig:
 def _idle_beside_others(config: DeepSpeedJson) -> Iterator[str]:
     """Yield the keys that are written, and have no effect beside the others."""
     zero, fp16 = config.zero_optimization, config.fp16
-    rows: list[tuple[bool, str, Section, set[str]]] = [
-        (zero.stage != 3, ZERO, zero, _OF_STAGE_3),
-        (zero.stage == 0, ZERO, zero, {"mics_shard_size", "zero_quantized_gradients"}),
-        *((not block.if_on, f"{ZERO}.{name}", block, _OFFLOAD) for name, block in zero.offloads.items()),
-        (not fp16.enabled, "fp16", fp16, fp16.model_fields_set - {"enabled"}),
-        (fp16.enabled, "bf16", config.bf16, {"auto_cast"}),  # it is read in fp32, too
-        (fp16.enabled and fp16.loss_scale > 0, "fp16", fp16, _ADAPTED_SCALE),
-        (not config.tensorboard.enabled, "tensorboard", config.tensorboard, {"output_path", "job_name"}),
+    rows: list[tuple[bool, str, Section, str]] = [
+        (zero.stage != 3, ZERO, zero, "without stage 3"),
+        (zero.stage == 0, ZERO, zero, "at stage 0"),
+        *((not block.if_on, f"{ZERO}.{name}", block, "without a device") for name, block in zero.offloads.items()),
+        (not fp16.enabled, "fp16", fp16, "without fp16"),
+        (fp16.enabled, "bf16", config.bf16, "beside fp16"),
+        (fp16.enabled and fp16.loss_scale > 0, "fp16", fp16, "with a constant scale"),
+        (not config.tensorboard.enabled, "tensorboard", config.tensorboard, "without events"),
     ]
-    for is_idle, path, section, keys in rows:
-        yield from (f"{path}.{key}" for key in sorted(section.model_fields_set & keys) if is_idle)
+    for is_idle, path, section, where in rows:
+        keys = section.model_fields_set & {*_TABLE["idle"][where].split()}
+        yield from (f"{path}.{key}" for key in sorted(keys) if is_idle)
 
 
 def _notes(config: DeepSpeedJson) -> Iterator[str]:
@@ -231,7 +216,6 @@ def _notes(config: DeepSpeedJson) -> Iterator[str]:
 #        zero_optimization.overlap_comm    has no effect (config_keys.toml)    -> the note on such keys
 #        zero_optimization.overlap_com     unknown                             -> a problem, with the likeliest key
 
-_TABLE = read_table("config_keys.toml")
 UNCHECKED: list[str] = _TABLE["unchecked"].split()
 NO_EFFECT = [f"{block}.{name}".lstrip(".") for block, names in _TABLE["no_effect"].items() for name in names.split()]
 #: By key, the values that ask for nothing; null, {} and {"enabled": false} never do.
