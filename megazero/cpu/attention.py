@@ -55,9 +55,8 @@ class CpuTiles(TileKernel):
     """What the seam "kernel" adds for tiles."""
 
     def cut(self, tile: Tile, window: int | None, q: Tensor, k: Tensor) -> list[tuple[Tile, HeadPiece]]:
-        return (
-            [*parts_of(tile, window, q.shape[1], k.shape[1])] if multiplies_bf16(q) else super().cut(tile, window, q, k)
-        )
+        in_bf16 = multiplies_bf16(q)
+        return [*parts_of(tile, window, q.shape[1], k.shape[1])] if in_bf16 else super().cut(tile, window, q, k)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, tile: Tile, window: int | None) -> tuple[Tensor, Tensor]:
         if q.is_cpu and tile.is_causal(window):

@@ -341,7 +341,7 @@ def uneven_all_to_all_rounds(channel: Channel, out: Tensor, x: Tensor, sends: Co
     leaving = [(0, x[:first]), (first, x[first + mine :])]
     arriving = out.split(list(receives))
     arriving[me].copy_(x[first : first + mine])
-    told = torch.tensor([count * (index != me) for index, count in enumerate(sends)])
+    told = torch.tensor([*sends[:me], 0, *sends[me + 1 :]])
     header = told.nbytes // x.element_size()
     at, end, length, table = 0, 1, HALF_BYTES // x.element_size() - header, list[list[int]]()
     while at < end:
@@ -353,10 +353,8 @@ def uneven_all_to_all_rounds(channel: Channel, out: Tensor, x: Tensor, sends: Co
         yield
         if not table:
             table = [area[: channel.size].tolist() for area in counts]
-            if [row[me] for row in table] != [count * (index != me) for index, count in enumerate(receives)]:
-                raise OrderError(
-                    f"ranks send {[row[me] for row in table]} elements where {list(receives)} are expected"
-                )
+            if (sent := [row[me] for row in table]) != [*receives[:me], 0, *receives[me + 1 :]]:
+                raise OrderError(f"ranks send {sent} elements where {list(receives)} are expected")
         for index, row in enumerate(table):
             if index != me:
                 _copy_overlap(arriving[index], sum(row[:me]), areas[index][:length], at)

@@ -94,9 +94,8 @@ class SocketBackend(TorchBackend):
 
     def _limit_arriving(self, nbytes: int, is_added: Event) -> None:
         """Wait for the oldest all-reduces until what arrives fits; in the thread that posts."""
-        while self._arriving and (
-            self._arriving[0][1].is_set() or nbytes + sum(size for size, _ in self._arriving) > _MOST_ARRIVING_BYTES
-        ):
+        self._arriving = deque((size, is_added) for size, is_added in self._arriving if not is_added.is_set())
+        while self._arriving and nbytes + sum(size for size, _ in self._arriving) > _MOST_ARRIVING_BYTES:
             self._arriving.popleft()[1].wait()
         self._arriving.append((nbytes, is_added))
 

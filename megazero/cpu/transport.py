@@ -42,11 +42,8 @@ def cpu_backend(axis: Axis, group: Group, gather: GatherObjects) -> Backend:
         connected = [peers for peers in found if peers is not None]
         if all(gather(len(connected) == len(found))):
             if kind is TwoLevelBackend:
-                threads = [
-                    ThreadedChannel(peers, hosts.local, group.timeout_seconds, f"channel of {axis.name}")
-                    for peers in connected
-                ]
-                return TwoLevelBackend(axis.name, hosts, *threads)
+                about = hosts.local, group.timeout_seconds, f"channel of {axis.name}"
+                return TwoLevelBackend(axis.name, hosts, *(ThreadedChannel(peers, *about) for peers in connected))
             poller = poller_of(group) or Poller()
             reducing, gathering = (Channel(peers, axis.index, group.timeout_seconds, poller) for peers in connected)
             return SharedMemoryBackend(reducing, gathering, poller)

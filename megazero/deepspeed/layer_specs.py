@@ -99,24 +99,19 @@ def partition_balanced(weights: Sequence[int], parts: int) -> list[range]:
     if not 1 <= parts <= len(weights):
         raise ValueError(f"{parts} pipeline stages must be at least 1 and at most the number of layers, {len(weights)}")
 
-    def fits(limit: int) -> bool:
-        """Whether filling runs greedily needs no more than `parts`; more runs never need a higher limit."""
-        runs, filled = 1, 0
-        for weight in weights:
-            filled += weight
-            if filled > limit:
-                runs, filled = runs + 1, weight
-        return runs <= parts
+    def fill(limit: int) -> list[range]:
+        """Fill stages up to a limit, the last one first.  Layers are left over at the start if the limit is too low."""
+        found, stop = list[range](), len(weights)
+        for before in reversed(range(parts)):  # so many stages come before, and each needs a layer
+            start = stop - 1
+            while start > before and sum(weights[start - 1 : stop]) <= limit:
+                start -= 1
+            found.append(range(start, stop))
+            stop = start
+        return found[::-1]
 
-    low = max(weights)
-    limit, stop, found = low + bisect_left(range(low, sum(weights)), True, key=fits), len(weights), list[range]()
-    for before in reversed(range(parts)):  # so many stages come before, and each needs a layer
-        start = stop - 1
-        while start > before and sum(weights[start - 1 : stop]) <= limit:
-            start -= 1
-        found.append(range(start, stop))
-        stop = start
-    return found[::-1]
+    limits = range(max(weights), sum(weights))
+    return fill(limits.start + bisect_left(limits, True, key=lambda limit: fill(limit)[0].start == 0))
 
 
 def check_layers(layers: Iterable[Layer] | nn.Sequential) -> list[Layer]:

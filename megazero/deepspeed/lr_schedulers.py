@@ -33,14 +33,6 @@ LastStep = Annotated[int, Field(ge=-1)]
 Warmup = Literal["log", "linear"]
 
 
-def warmup_factor(step: int, num_steps: int, warmup_type: str) -> float:
-    """Share of the way up: 0 at step 0 and before, 1 from num_steps >= 2 on; "log" gets there a step earlier."""
-    if step >= num_steps:
-        return 1.0
-    done = max(step, 0)
-    return log(done + 1) / log(num_steps) if warmup_type == "log" else done / num_steps
-
-
 def cycle_height(step: int, first: int, second: int, first_stairs: int, second_stairs: int) -> float:
     """Height in a cycle of first + second steps, 0 at its ends and 1 at its top, in so many stairs (0: at every step)."""
     at = (step + 1) % (first + second)
@@ -122,6 +114,7 @@ class LRSchedule(ABC):
 
 class _WarmupSchedule(LRSchedule):
     warmup_num_steps: int
+    warmup_type: str
 
     def __post_init__(self) -> None:
         total = getattr(self, "total_num_steps", self.warmup_num_steps)
@@ -129,6 +122,11 @@ class _WarmupSchedule(LRSchedule):
             warnings.warn(f"total_num_steps={total} ends the rate before its peak", stacklevel=4)
         self.warmup_num_steps = max(2, self.warmup_num_steps)
         super().__post_init__()
+
+    def warmed_up(self, step: int) -> float:
+        """Return the share of the way up: 0 until step 0, 1 from the end of the warm-up; "log" is there a step earlier."""
+        done, steps = min(max(step, 0), self.warmup_num_steps), self.warmup_num_steps
+        return min(1.0, log(done + 1) / log(steps)) if self.warmup_type == "log" else done / steps
 
 
 @dataclass(eq=False, repr=False)
@@ -149,7 +147,7 @@ class WarmupLR(_WarmupSchedule):
     last_batch_iteration: LastStep = -1
 
     def rate(self, step: int, group: int) -> float:
-        share = warmup_factor(step, self.warmup_num_steps, self.warmup_type)
+        share = self.warmed_up(step)
         return _between(self.of_group("warmup_min_lr", group), self.of_group("warmup_max_lr", group), share)
 
 
@@ -166,7 +164,7 @@ class WarmupDecayLR(_WarmupSchedule):
     last_batch_iteration: LastStep = -1
 
     def rate(self, step: int, group: int) -> float:
-        share = warmup_factor(step, self.warmup_num_steps, self.warmup_type)
+        share = self.warmed_up(step)
         if step >= self.warmup_num_steps:
             share = max(0.0, (self.total_num_steps - step) / max(1, self.total_num_steps - self.warmup_num_steps))
         return _between(self.of_group("warmup_min_lr", group), self.of_group("warmup_max_lr", group), share)
@@ -189,10 +187,7 @@ class WarmupCosineLR(_WarmupSchedule):
     last_batch_iteration: LastStep = -1
 
     def rate(self, step: int, group: int) -> float:
-        low, share = (
-            self.of_group("warmup_min_ratio", group),
-            warmup_factor(step, self.warmup_num_steps, self.warmup_type),
-        )
+        low, share = self.of_group("warmup_min_ratio", group), self.warmed_up(step)
         if step >= self.warmup_num_steps:
             done, steps = step - self.warmup_num_steps + 1, self.total_num_steps - self.warmup_num_steps
             low, share = self.cos_min_ratio, (1.0 + cos(pi * min(1.0, done / max(1, steps)))) / 2.0

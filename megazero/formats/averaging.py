@@ -1,47 +1,32 @@
-"""`megazero checkpoint average`: the mean of the weights of several steps, as a step.  One tensor is in memory at a time."""
+"""The mean of the weights of several steps, as a step.  One tensor is in memory at a time."""
 
-from __future__ import annotations
-
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Annotated
 
-import typer
+import torch
+from torch import Tensor
 
-from megazero.cli._common import load_extensions
-from megazero.cli.checkpoint import ExtensionOption, user_errors
+from megazero.checkpoint.hugging_face.config import logical_shapes
+from megazero.checkpoint.hugging_face.exporter import intact_model
+from megazero.checkpoint.hugging_face.tokenizer import tokenizer_files
+from megazero.checkpoint.index import CheckpointError, kinds_of, read_manifest
+from megazero.checkpoint.retention import reading
+from megazero.checkpoint.shards import new_folder
+from megazero.checkpoint.tensor_file import StoredTensor, StoredTensors
+from megazero.formats.foreign import LazyTensor
+from megazero.formats.hugging_face import Imported, write_step
 from megazero.settings import toml_value
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from megazero.checkpoint.tensor_file import StoredTensor
+from megazero.zero.state import MASTER, MODEL
 
 
-def average(
-    directories: Annotated[list[str], typer.Argument(metavar="STEPS... OUT", help="Step directories; the new one.")],
-    extension: ExtensionOption = None,
-) -> None:
-    """Write the mean of the weights of some steps as a new step, to evaluate, to export, or to start from."""
-    import torch
+def average_steps(steps: Sequence[str], out: str) -> Imported:
+    """Write the mean of the weights of some steps as a new step, which has the trainer state of the last one.
 
-    from megazero.checkpoint.hugging_face.config import logical_shapes
-    from megazero.checkpoint.hugging_face.exporter import intact_model
-    from megazero.checkpoint.hugging_face.tokenizer import tokenizer_files
-    from megazero.checkpoint.index import CheckpointError, kinds_of, read_manifest
-    from megazero.checkpoint.retention import reading
-    from megazero.checkpoint.shards import new_folder
-    from megazero.checkpoint.tensor_file import StoredTensors
-    from megazero.formats.foreign import LazyTensor
-    from megazero.formats.hugging_face import write_step
-    from megazero.zero.state import MASTER, MODEL
-
-    *steps, out = directories
-    with user_errors(), ExitStack() as reads:
-        if not steps:
-            raise ValueError(f"name the steps to average before the new directory: average STEPS... {out}")
-        load_extensions(extension)
+    Raises: CheckpointError: a step is damaged or of another model, or the files cannot be read or written.
+    """
+    with ExitStack() as reads:
         target = reads.enter_context(new_folder(out))
         folders = [reads.enter_context(reading(step)) for step in steps]
         found = [intact_model(folder) for folder in folders]
@@ -55,17 +40,10 @@ def average(
             stored.append({name: tensors[name] for tensors in kinds for name in tensors.files})  # masters over weights
         dtype = StoredTensors(folders[-1], MODEL)[next(iter(shapes))].dtype
         means = {name: LazyTensor(shape, dtype, partial(_mean, stored, name)) for name, shape in shapes.items()}
-        made = write_step(
-            target,
-            model,
-            {MODEL: means} | ({} if dtype == torch.float32 else {MASTER: means}),
-            replace(trainer, optimizer_steps=0, optimizer_scalars={}, loss_scaler=None, val_loss=None, shape={}),
-            f"# The mean of {', '.join(steps)}.\n[checkpoint]\nresume = {toml_value(out)}\n",
-            tokenizer_files(folders[-1]),
-            dtype=None,
-            max_shard_bytes=5 * 10**9,
-        )
-    print(f"{out}: the mean of {len(steps)} steps, weights in {made.dtype}, {made.bytes / 2**20:,.1f} MiB")
+        both = {MODEL: means} | ({} if dtype == torch.float32 else {MASTER: means})
+        anew = replace(trainer, optimizer_steps=0, optimizer_scalars={}, loss_scaler=None, val_loss=None, shape={})
+        toml = f"# The mean of {', '.join(steps)}.\n[checkpoint]\nresume = {toml_value(out)}\n"
+        return write_step(target, model, both, anew, toml, tokenizer_files(folders[-1]))
 
 
 def _mean(stored: list[dict[str, StoredTensor]], name: str) -> Tensor:

@@ -115,13 +115,9 @@ class DcpFolder:
         with foreign_errors(f"{self.folder}/{METADATA}: {name}"):
             for chunk in tiles.chunks:
                 _, start, stop = self._place(name, tuple(chunk.offsets))
-                if (
-                    not _check_box_bounds(about.size, chunk)
-                    or prod(chunk.sizes) * about.properties.dtype.itemsize > stop - start
-                ):
-                    raise ValueError(
-                        f"its chunk at {list(chunk.offsets)} lies outside it, or has fewer bytes than elements"
-                    )
+                is_there = prod(chunk.sizes) * about.properties.dtype.itemsize <= stop - start
+                if not (is_there and _check_box_bounds(about.size, chunk)):
+                    raise ValueError(f"its chunk at {list(chunk.offsets)} lies outside it, or its bytes are too few")
             met = create_read_items_for_chunk_list(name, tiles, tiles.chunks)  # each meets itself
             if len(met) != len(tiles.chunks) or sum(prod(chunk.sizes) for chunk in tiles.chunks) != prod(about.size):
                 raise ValueError("its chunks overlap, or leave out elements")

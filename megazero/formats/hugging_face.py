@@ -168,8 +168,8 @@ def write_step(
     toml: str,
     files: Mapping[str, bytes],
     *,
-    dtype: str | None,
-    max_shard_bytes: int,
+    dtype: str | None = None,
+    max_shard_bytes: int = 5 * 10**9,
     config: Mapping[str, object] | None = None,
     notes: tuple[str, ...] = (),
 ) -> Imported:

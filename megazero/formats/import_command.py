@@ -1,4 +1,4 @@
-"""`megazero checkpoint import`."""
+"""`megazero checkpoint import` and `megazero checkpoint average`."""
 
 from typing import Annotated
 
@@ -33,3 +33,19 @@ def import_(
         made = import_checkpoint(source, folder_at(out).watched(bar.add), ignore=ignore or (), **options)
     print(f"{out}: {made.tensors} tensors in {made.dtype}, {made.bytes / 2**20:,.1f} MiB; for the run file")
     print(f"(the same text is in {out}/{MODEL_TOML}):\n\n{made.toml}", end="")
+
+
+def average(
+    directories: Annotated[list[str], typer.Argument(metavar="STEPS... OUT", help="Step directories; the new one.")],
+    extension: ExtensionOption = None,
+) -> None:
+    """Write the mean of the weights of some steps as a new step, to evaluate, to export, or to start from."""
+    from megazero.formats.averaging import average_steps
+
+    *steps, out = directories
+    with user_errors():
+        if not steps:
+            raise ValueError(f"name the steps to average before the new directory: average STEPS... {out}")
+        load_extensions(extension)
+        made = average_steps(steps, out)
+    print(f"{out}: the mean of {len(steps)} steps, weights in {made.dtype}, {made.bytes / 2**20:,.1f} MiB")

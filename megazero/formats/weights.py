@@ -121,9 +121,8 @@ def _open_pickled(path: Path, found: ForeignCheckpoint) -> dict[str, LazyTensor]
         loaded, unknown = within, []
         found.notes[f"all but tensors of {path.name}: {NOT_RESUMED}"] = None
     tensors = _tensors_in(loaded)
-    found.unknown += [
-        f"{name} (in {path.name})" for name in (*unknown, *(name for name in loaded if name not in tensors))
-    ]
+    unknown += [name for name in loaded if name not in tensors]
+    found.unknown += [f"{name} (in {path.name})" for name in unknown]
     return {name: LazyTensor.of(tensor) for name, tensor in tensors.items()}
 
 
