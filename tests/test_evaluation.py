@@ -313,10 +313,10 @@ def _write_tasks(folder: Path) -> None:
     random, words = np.random.default_rng(3), WORDS.split()
     documents = [
         {
-            "text": " ".join(random.choice(words, 2 + 3 * at)),
+            "text": " ".join(random.choice(words, 2 + 5 * at)),
             "choices": [f" {word}" for word in random.choice(words, 3)],
         }
-        for at in range(9)  # up to 26 tokens: some are longer than a sample
+        for at in range(6)  # up to 27 tokens: some are longer than a sample
     ]
     lines = [json.dumps(document | {"label": at % 3}) for at, document in enumerate(documents)]
     (folder / "documents.jsonl").write_text("\n".join(lines))
