@@ -15,14 +15,15 @@ from torch.distributed import _symmetric_memory
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from megazero.layers import vocabulary
+from megazero.layers import capped_attention, vocabulary
 from megazero.layers.attention_kernels import SlidingWindow, attention
+from megazero.layers.capped_attention import CappedAttention
 from megazero.layers.context_attention import KernelWindow
 from megazero.layers.counter_rng import Dropout
 from megazero.layers.linear import ColumnParallelLinear, RowParallelLinear, WeightGradQueue, add_product
-from megazero.layers.mlp import gated
+from megazero.layers.mlp import GELU_TANH, SILU, gated
 from megazero.layers.norm import rms_norm
-from megazero.layers.sample_part import TokenLayout
+from megazero.layers.sample_part import SamplePart, TokenLayout, part_of
 from megazero.layers.spec import Initializer, NamedRows, ParamSpec, rows_spec
 from megazero.layers.tp_overlap import Overlap, Pieces, Symmetric, hide_exchanges, overlap_of
 from megazero.layers.vocabulary import (
@@ -512,8 +513,33 @@ def test_a_window_takes_memory_by_its_size_and_not_by_the_square_of_the_sequence
     assert largest[1] <= 2 * largest[0]
 
 
+@pytest.mark.parametrize("window", [5, 64])
+def test_capped_attention_stays_in_its_documents_and_is_flex_attention(window: int, monkeypatch: Any) -> None:
+    """A document among others gives what it gives alone, forward and backward.  FlexAttention has no backward on a CPU."""
+    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+    monkeypatch.setattr(capped_attention, "_flex_attention", lambda: (flex_attention, create_block_mask))
+    plain, flex = (CappedAttention(2.0, window, torch.device(device)) for device in ("cpu", "cuda"))
+    q, k, v = _given((8, 2, 56, 16)).mul(3).transpose(0, 1).split([4, 2, 2], dim=1)
+    part = part_of([[16, 40], [56]], 56, Axis("cp"), Axis("cp"), torch.device("cpu"))
+
+    def run(part: SamplePart | None, *tensors: Tensor) -> list[Tensor]:
+        leaves = [x.clone().requires_grad_() for x in tensors]
+        out = plain.attend(*leaves, part)
+        out.square().sum().backward()
+        torch.testing.assert_close(flex.attend(*tensors, part), out.detach(), rtol=1e-4, atol=1e-5)
+        return [out.detach(), *(leaf.grad for leaf in leaves)]
+
+    found = run(part, q, k, v)
+    for row, span in ((0, slice(0, 16)), (0, slice(16, 56)), (1, slice(0, 56))):
+        wanted = run(None, *(x[row : row + 1, :, span] for x in (q, k, v)))
+        for ours, theirs in zip(found, wanted, strict=True):
+            torch.testing.assert_close(ours[row : row + 1, :, span], theirs, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", [SILU, GELU_TANH], ids=["silu", "gelu"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_a_gated_unit_equals_its_formula_bit_by_bit_and_keeps_its_input_only(dtype: torch.dtype) -> None:
+def test_a_gated_unit_equals_its_formula_bit_by_bit_and_keeps_its_input_only(dtype: torch.dtype, kind: Any) -> None:
     given, slope = _given((5, 3, 2 * 9)).to(dtype), _given((5, 3, 9)).to(dtype)
     ours, plain = given.clone().requires_grad_(), given.clone().requires_grad_()
     kept: list[Tensor] = []
@@ -523,16 +549,16 @@ def test_a_gated_unit_equals_its_formula_bit_by_bit_and_keeps_its_input_only(dty
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        y = gated(ours)
+        y = gated(ours, kind)
     gate, up = plain.chunk(2, dim=-1)
-    wanted = F.silu(gate) * up
+    wanted = (F.silu(gate) if kind is SILU else F.gelu(gate, approximate="tanh")) * up
     assert torch.equal(y, wanted)
     y.backward(slope)
     wanted.backward(slope)
     assert torch.equal(ours.grad, plain.grad)
     assert [one.data_ptr() for one in kept] == [ours.data_ptr()]
     with pytest.raises(RuntimeError, match="no second derivative"):
-        torch.autograd.grad(gated(ours).sum(), ours, create_graph=True)
+        torch.autograd.grad(gated(ours, kind).sum(), ours, create_graph=True)
 
 
 _PARTS = [((3, 2, 9), (), -1), ((3, 2, 5, 4), (3, 2), 2), ((3, 2, 9), (6, 3), -1)]

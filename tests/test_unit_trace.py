@@ -101,6 +101,17 @@ def test_fp8_has_the_products_of_bf16_and_sends_the_largest_of_each_row() -> Non
     assert found == {"none": (flops, sent, 0, 0), "rowwise": (flops, sent + 4 * 4 * rows, 8, 4 * 4 + 4 * 2)}
 
 
+def test_layers_with_and_without_a_window_are_traced_as_in_models_of_one_kind() -> None:
+    def layers(period: int) -> list[tuple[float, int]]:
+        run = run_of(f"model.family=olmo3 model.sliding_window=8 model.full_attention_every={period}")
+        traces = [trace for key, trace in trace_units(run, on_cuda=False).items() if not isinstance(key, str)]
+        return [(flops_of(trace), trace.forward.kept) for trace in traces]
+
+    (full,), (local,) = layers(1), layers(3)  # of two layers
+    assert layers(2) == [local, full]
+    assert local[0] != full[0]
+
+
 def test_a_weight_pass_needs_the_gradient_that_came_unless_the_backward_has_gathered_it() -> None:
     """dW = dy.T x (Qi et al. 2024, section 2)."""
     split = "parallel.pp=2 parallel.schedule=zb-h1"

@@ -278,15 +278,26 @@ def _shape_rule_qk_clip_sees_plain_attention(config: RunConfig) -> Iterator[Prob
     model, parallel = FAMILIES[config.model.family].complete(config.model), config.parallel
     variant = getattr(FAMILIES[model.family], "variant", None)
     is_changed = variant is None or variant.qk_norm != "none" or variant.qkv_bias or model.attention_bias
+    is_changed = is_changed or model.attn_logit_softcapping
     is_cut = (
         model.sliding_window or config.data.document_mask or parallel.cp > 1 or (model.num_kv_heads or 1) % parallel.tp
     )
     if config.optimizer.qk_clip and (is_changed or is_cut):
         rule = (
-            "must be unset with biases or norms of queries and keys, windows, data.document_mask, parallel.cp above 1 or "
-            "parallel.tp above num_kv_heads: only plain attention is clipped"
+            "must be unset with biases or norms of queries and keys, caps, windows, data.document_mask, parallel.cp above 1 "
+            "or parallel.tp above num_kv_heads: only plain attention is clipped"
         )
         yield Problem("optimizer.qk_clip", config.optimizer.qk_clip, rule, "leave it out")
+
+
+def _shape_rule_capped_attention_returns_no_log_sum_exp(config: RunConfig) -> Iterator[Problem]:
+    cap, cp = config.model.attn_logit_softcapping, config.parallel.cp
+    capped = f"where model.attn_logit_softcapping={cap}: its kernel returns no log-sum-exp to"
+    if cap is not None and cp > 1:
+        yield Problem("parallel.cp", cp, f"must be 1 {capped} merge", "shard with parallel.tp or parallel.pp instead")
+    keeps = any(config.activations.of_stage(stage).keep_attention for stage in range(config.parallel.pp))
+    if cap is not None and keeps:
+        yield Problem("activations.keep_attention", True, f"must be false {capped} keep", "leave it out")
 
 
 def _rule_experts_fill_the_stage(config: RunConfig) -> Iterator[Problem]:

@@ -20,7 +20,7 @@ from pydantic import ValidationError
 from torch import Tensor
 
 from megazero.checkpoint.folder import FileRecord, Folder, Location
-from megazero.checkpoint.hugging_face.config import format_of, logical_shapes
+from megazero.checkpoint.hugging_face.config import family_of, format_of, logical_shapes
 from megazero.checkpoint.hugging_face.tokenizer import TOKEN_IDS, TOKENIZER, tokenizer_files
 from megazero.checkpoint.index import (
     HF_CONFIG,
@@ -126,8 +126,8 @@ def model_section(config: Mapping[str, Any], seq_len: int | None = None) -> Mode
     Raises:
         ValueError: our models do not compute what this one does; the message lists every reason.
     """
-    family = config.get("model_type")
-    section = format_of(family).section(str(family), config, seq_len)
+    family = family_of(config.get("model_type"))
+    section = format_of(family).section(family, config, seq_len)
     try:
         return resolve(RunConfig.model_validate({"model": section}), 1).config.model
     except ConfigError as error:

@@ -96,20 +96,34 @@ def rms_norm(
 
     Args:
         x: [..., n].
-        weight: the weights of all parts, [n] each, one after the other.
+        weight: the weights of all parts, [n] each, one after the other; of the type of x, or wider.
         eps: added to the mean square.
         sizes, dim: parts of x along a dimension that are normalized separately, each with its own weight; one part if
             `sizes` is empty.
         tp: the axis that splits the last dimension; mean squares are over the whole dimension.
     """
     sizes = sizes or (x.shape[dim],)
-    if tp.size == 1 and (x.is_cuda or torch.compiler.is_compiling()):  # torch's kernel saves the same
-        parts = x.split(sizes, dim)
+    # torch's kernel saves the same, and takes one type
+    if tp.size == 1 and (torch.compiler.is_compiling() or (x.is_cuda and x.dtype == weight.dtype)):
+        parts = x.to(weight.dtype).split(sizes, dim)
         weights = weight.split([part.shape[-1] for part in parts])
         normed = [F.rms_norm(part, w.shape, w, eps) for part, w in zip(parts, weights, strict=True)]
-        return normed[0] if len(normed) == 1 else torch.cat(normed, dim)
+        return (normed[0] if len(normed) == 1 else torch.cat(normed, dim)).to(x.dtype)
     result: Tensor = _NormedParts.apply(x, weight, eps, sizes, dim, tp)
     return result
+
+
+def _weight_itself(weight: Tensor) -> Tensor:
+    return weight
+
+
+def _one_plus(weight: Tensor) -> Tensor:
+    """Add 1 to a weight, in fp32 or wider: in 16 bits the sum would lose the weight's last digits."""
+    return 1 + weight.to(torch.promote_types(weight.dtype, torch.float32))
+
+
+# By `offset`: what a norm multiplies by, and how its weights start.
+_GAINS = (_weight_itself, Initializer("ones")), (_one_plus, Initializer("zeros"))
 
 
 class RMSNorm(nn.Module):
@@ -120,16 +134,17 @@ class RMSNorm(nn.Module):
         hidden_size: size of the last dimension.
         eps: added to the mean square.
         sum_over_tp: each TP rank sees part of the sequence, so its gradient is partial.
+        offset: multiply by 1 + weight, with weights that start at 0 (Gemma Team 2024).
     """
 
-    def __init__(self, name: str, hidden_size: int, eps: float, *, sum_over_tp: bool) -> None:
+    def __init__(self, name: str, hidden_size: int, eps: float, *, sum_over_tp: bool, offset: bool = False) -> None:
         super().__init__()
-        self.eps = eps
-        spec = vector_spec(f"{name}.weight", hidden_size, Initializer("ones"), sum_over_tp=sum_over_tp)
+        self.eps, self.gain, init = eps, *_GAINS[offset]
+        spec = vector_spec(f"{name}.weight", hidden_size, init, sum_over_tp=sum_over_tp)
         self.specs, self.weight = {"weight": spec}, drawn_parameter(spec)
 
     def forward(self, x: Tensor) -> Tensor:
-        return rms_norm(x, self.weight, self.eps)
+        return rms_norm(x, self.gain(self.weight), self.eps)
 
 
 class LayerNorm(nn.Module):
@@ -195,17 +210,18 @@ class HeadNorm(nn.Module):
         names: prefixes of the canonical names for queries and for keys.
         heads: see `Heads`.
         eps: added to the mean square.
+        offset: as in `RMSNorm`.
     """
 
-    def __init__(self, names: tuple[str, str], heads: Heads, eps: float) -> None:
+    def __init__(self, names: tuple[str, str], heads: Heads, eps: float, *, offset: bool = False) -> None:
         super().__init__()
-        self.heads, self.eps = heads, eps
+        self.heads, self.eps, self.gain, init = heads, eps, *_GAINS[offset]
         rows = tuple(NamedRows(f"{name}.weight", heads.size) for name in names)
-        spec = rows_spec(rows, init=Initializer("ones"), sum_over_tp=heads.tp.size > 1, decay=False)
+        spec = rows_spec(rows, init=init, sum_over_tp=heads.tp.size > 1, decay=False)
         self.specs, self.weight = {"weight": spec}, drawn_parameter(spec)
 
     def forward(self, x: Tensor) -> Tensor:
-        return rms_norm(x, self.weight, self.eps, (self.heads.queries, self.heads.keys), dim=2)
+        return rms_norm(x, self.gain(self.weight), self.eps, (self.heads.queries, self.heads.keys), dim=2)
 
 
 class WidthNorm(nn.Module):

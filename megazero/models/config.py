@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Mapping
 from math import ceil, floor, log, pi, sqrt
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -179,6 +180,10 @@ class ModelConfig(Section):
     tie_embeddings: bool | None = None
     #: Logits become cap * tanh(logits / cap); unset: they stay. Families without it in transformers cannot be exported.
     final_logit_softcapping: Positive | None = None
+    #: Scores of attention become cap * tanh(score / cap); not with parallel.cp. Unset: they stay.
+    attn_logit_softcapping: Annotated[Positive | None, _of_families("attn_logit_softcapping")] = None
+    #: Products of queries and keys are divided by its root. Unset: the size of a head.
+    query_pre_attn_scalar: Annotated[Count | None, _of_families("query_pre_attn_scalar")] = None
     #: Added to the variance in every norm.
     norm_eps: Epsilon = 1e-5
     #: Base of the rotary frequencies.
@@ -236,6 +241,7 @@ class ModelConfig(Section):
     def score_scale(self) -> float:
         """Factor on the products of queries and keys, beside 1 / sqrt(size of a head)."""
         own = 1.0 if self.attention_multiplier is None else self.attention_multiplier * sqrt(self.head_size)
+        own *= sqrt(self.head_size / (self.query_pre_attn_scalar or self.head_size))
         return own if self.mup_base_head_dim is None else own * sqrt(self.mup_base_head_dim / self.head_size)
 
     @property
@@ -257,6 +263,11 @@ class ModelConfig(Section):
         """Positions that a token attends to in a layer; None for all."""
         is_full = self.full_attention_every and (layer + 1) % self.full_attention_every == 0
         return None if is_full else self.sliding_window
+
+    @property
+    def layers_of_window(self) -> Counter[int | None]:
+        """Count the layers by their window; None for none."""
+        return Counter(map(self.window_of, range(self.num_layers)))
 
     def rope_of(self, layer: int) -> tuple[float, RopeScaling | None] | None:
         """Base and scaling of the rotary frequencies of a layer; None where it does not rotate."""
@@ -280,5 +291,4 @@ class ModelConfig(Section):
                 lengths
             )
 
-        full = [self.window_of(layer) for layer in range(self.num_layers)].count(None) / self.num_layers
-        return (1 - full) * seen(self.sliding_window) + full * seen(None)
+        return sum(count * seen(window) for window, count in self.layers_of_window.items()) / self.num_layers

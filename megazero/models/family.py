@@ -27,7 +27,8 @@ if TYPE_CHECKING:
 _SAY_NOTHING = """
     _name_or_path _commit_hash architectures model_type transformers_version dtype torch_dtype use_cache output_attentions
     output_hidden_states return_dict is_decoder is_encoder_decoder chunk_size_feed_forward problem_type id2label label2id
-    num_labels task_specific_params bos_token_id eos_token_id pad_token_id unk_token_id sep_token_id decoder_start_token_id
+    num_labels task_specific_params cache_implementation
+    bos_token_id eos_token_id pad_token_id unk_token_id sep_token_id decoder_start_token_id
     tokenizer_class _attn_implementation _attn_implementation_autoset
 """
 # Activations of transformers that are one function under several names (`ACT2FN` of its `activations`).
@@ -53,8 +54,7 @@ class HuggingFaceFormat:
         defaults    rms_norm_eps             <->  model.norm_eps        may be left out of the file
         constants   hidden_act = "silu"      <->  nothing               the only value that our model computes
 
-    Its `model_type` is the family's name.  Checkpoints hold the weights under exactly these names, so those of any step load
-    in transformers without conversion.
+    Checkpoints hold the weights under exactly these names, so those of any step load in transformers without conversion.
 
     Args:
         architecture: the class, as "LlamaForCausalLM".
@@ -70,6 +70,7 @@ class HuggingFaceFormat:
         problems: what else in a configuration our model does not compute; also given `seq_len` of the import, or None.
         lost: a line for the user on each thing that an import cannot keep.
         aliases: further spellings of their keys -> the key, which is what we write.
+        model_type: None where it is the family's name.
         reads: the keys that the three functions above look at; an import tells those that nothing reads.
     """
 
@@ -87,6 +88,7 @@ class HuggingFaceFormat:
     problems: Callable[[Mapping[str, Any], int | None], Iterator[str]] = field(default=lambda _, __: iter(()))
     lost: Callable[[Mapping[str, Any]], Iterator[str]] = field(default=lambda _: iter(()))
     aliases: Mapping[str, str] = field(default_factory=dict)
+    model_type: str | None = None
     reads: tuple[str, ...] = ()
 
     def config(self, model: ModelConfig, dtype: str) -> dict[str, Any]:
@@ -101,7 +103,7 @@ class HuggingFaceFormat:
             "eos_token_id": None,
             "pad_token_id": None,  # a token that transformers would not train
             "architectures": [self.architecture],
-            "model_type": model.family,
+            "model_type": self.model_type or model.family,
             **{theirs: getattr(model, ours) for theirs, ours in keys.items()},
             **self.constants,
             **self.extra(model),
@@ -217,6 +219,7 @@ class ModelFamily(ABC):
             "tie_embeddings": self.ties_embeddings,
             "rope_local_theta": model.rope_theta if "rope_local_theta" in self.reads else None,
             "attention_multiplier": model.head_size**-0.5 if "attention_multiplier" in self.reads else None,
+            "query_pre_attn_scalar": model.head_size if "query_pre_attn_scalar" in self.reads else None,
         }
         update = {key: value for key, value in unset.items() if getattr(model, key) is None}
         if "head_dim" not in self.reads or model.attention_size == model.hidden_size:

@@ -105,6 +105,10 @@ class BuildContext:
         return self._kernel(None)
 
     def _kernel(self, size: int | None) -> AttentionKernel:
+        if (cap := self.model.attn_logit_softcapping) is not None:
+            from megazero.layers.capped_attention import CappedAttention  # not loaded for other models
+
+            return CappedAttention(cap, size or self.model.seq_len, self.device)
         if self.context is not None:
             return self.context if size else self.context.without_window()
         if size is None or size >= self.model.seq_len:
@@ -210,9 +214,10 @@ class BuildContext:
         """Build grouped-query attention between two projections, with `kernel` if one is given."""
         return Attention(qkv, AttentionCore(self.heads, kernel or self.kernel, rope, qk_norm), out)
 
-    def rms_norm(self, name: str) -> RMSNorm:
+    def rms_norm(self, name: str, *, offset: bool = False) -> RMSNorm:
         """Build an RMSNorm of the hidden size."""
-        return RMSNorm(name, self.model.hidden_size, self.model.norm_eps, sum_over_tp=self._cuts_sequence)
+        sizes = name, self.model.hidden_size, self.model.norm_eps
+        return RMSNorm(*sizes, sum_over_tp=self._cuts_sequence, offset=offset)
 
     def layer_norm(self, name: str) -> LayerNorm:
         """Build a LayerNorm of the hidden size."""
@@ -232,6 +237,10 @@ class BuildContext:
     @property
     def _cuts_sequence(self) -> bool:
         return self.sequence_parallel and self.tp.size > 1
+
+    def rounded(self, factor: float) -> float:
+        """Round a factor to the type of activations, as transformers does that of a Gemma's embeddings."""
+        return float(torch.tensor(factor, dtype=self.dtype, device="cpu"))
 
     def dropout(self, site: str) -> Dropout:
         """Build dropout with the name `site`, which keys its mask."""

@@ -23,29 +23,37 @@ def window_problems(config: Mapping[str, Any], seq_len: int | None) -> Iterator[
 
 
 def written_windows(model: ModelConfig) -> dict[str, Any]:
-    """Keys about windows and rotary positions, which differ between the kinds of layers."""
+    """Keys about windows."""
     kinds = [_LOCAL if model.window_of(layer) else _FULL for layer in range(model.num_layers)]
-    written, plain = LLAMA_FORMAT.extra(model), {"rope_type": "default"}
+    return LLAMA_FORMAT.extra(model) | {"layer_types": kinds, "sliding_window": model.sliding_window}
+
+
+def written_ropes(model: ModelConfig) -> dict[str, Any]:
+    """Keys about windows and rotary positions, which differ between the kinds of layers."""
+    written, plain = written_windows(model), {"rope_type": "default"}
     full = plain | {"rope_theta": model.rope_theta} | written.get("rope_scaling", {})
     rope = {_FULL: full, _LOCAL: plain | {"rope_theta": model.rope_local_theta}}
-    return written | {"layer_types": kinds, "sliding_window": model.sliding_window, "rope_parameters": rope}
+    return written | {"rope_parameters": rope}
 
 
-def read_windows(config: Mapping[str, Any], every: int, theta: float, local: float) -> dict[str, Any]:
-    """Keys of [model] about windows and rotary positions.
+def read_windows(config: Mapping[str, Any], every: int) -> dict[str, Any]:
+    """Keys of [model] about windows.
 
     Args:
         every: every layer of this number has no window where `layer_types` are left out.
-        theta, local: bases of rotary positions in layers without and with a window, where they are left out.
 
     Raises: ValueError: layers differ in another way.
     """
     kinds = config.get("layer_types")
     period = every if kinds is None else every_nth([kind == _FULL for kind in kinds], "layer_types")
     windows = (None, None) if period == 1 else (config.get("sliding_window", _WINDOW), period)
+    return LLAMA_FORMAT.read_extra(config) | dict(zip(WINDOWS, windows, strict=True))
+
+
+def read_ropes(config: Mapping[str, Any], theta: float, local: float) -> dict[str, Any]:
+    """Keys of [model] about rotary positions; `theta`, `local`: of layers without and with a window where left out."""
     local = _rope_of_windows(config).get("rope_theta", config.get("rope_local_base_freq", local))
-    rope = read_rope(config, theta) | {"rope_local_theta": local}
-    return LLAMA_FORMAT.read_extra(config) | rope | dict(zip(WINDOWS, windows, strict=True))
+    return read_rope(config, theta) | {"rope_local_theta": local}
 
 
 def _rope_of_windows(config: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -55,8 +63,8 @@ def _rope_of_windows(config: Mapping[str, Any]) -> Mapping[str, Any]:
 OLMO3_FORMAT = replace(
     OLMO2_FORMAT,
     architecture="Olmo3ForCausalLM",
-    extra=written_windows,
-    read_extra=lambda config: read_windows(config, 4, 5e5, 5e5),
+    extra=written_ropes,
+    read_extra=lambda config: read_windows(config, 4) | read_ropes(config, 5e5, 5e5),
     problems=window_problems,
     reads=(*OLMO2_FORMAT.reads, "sliding_window"),
 )

@@ -28,6 +28,8 @@ FAMILIES: Registry[ModelFamily] = Registry(
         "granite": "megazero.models.granite:GRANITE",
         "phi3": "megazero.models.phi3:PHI3",
         "glm4": "megazero.models.glm4:GLM4",
+        "gemma2": "megazero.models.gemma:GEMMA2",
+        "gemma3": "megazero.models.gemma:GEMMA3",
     },
     "megazero.models.family:ModelFamily",
 )

@@ -11,7 +11,6 @@ from megazero.config import ResolvedRun
 from megazero.config.derive import sent_by_attention
 from megazero.data.corpus import without_borders
 from megazero.layers.token_layout import balance, shards, work
-from megazero.models.activation_config import LayerPolicy
 from megazero.plan.advice import advice_text
 from megazero.plan.cluster import Cluster, cluster_of, some_cluster, with_memory
 from megazero.plan.devices import size_text
@@ -80,7 +79,7 @@ def _kept(run: ResolvedRun, schedule: Schedule, ranks: Sequence[RankMemory], *, 
 def _kept_text(run: ResolvedRun, schedule: Schedule, rank: RankMemory) -> str:
     """Return `12.0 MiB, 4 micro-batches; 32 layers: norms+activation recomputed`."""
     units = [(unit.key, unit.offloads) for own in units_of(run.config, schedule)[rank.stage] for unit in own]
-    names = sorted(replace(key, offload=moves).name for key, moves in units if isinstance(key, LayerPolicy))
+    names = sorted(replace(key.policy, offload=moves).name for key, moves in units if not isinstance(key, str))
     layers = "".join(
         f"; {counted(len(list(same)), 'layer')}: {'nothing' if policy == 'none' else policy} recomputed{comma}{rest}"
         for (policy, comma, rest), same in groupby(name.partition(", ") for name in names)
@@ -148,7 +147,10 @@ def _balance(run: ResolvedRun, samples: Sequence[Sequence[int]] | None) -> str:
         return "; ranks have equal work"
     if samples is None:
         return ""
-    found = [balance(lengths, ring, run.config.model.sliding_window) for lengths in samples]
+    model = run.config.model
+    windows = model.layers_of_window.items()
+    found = [sum(count * balance(lengths, ring, window) for window, count in windows) for lengths in samples]
+    found = [each / model.num_layers for each in found]
     most = f", {max(found):.3f} at most" if len(found) > 1 else ""
     return f"; pairs on the busiest ring rank over their mean: {sum(found) / len(found):.3f}{most}"
 
@@ -157,7 +159,7 @@ def _documents(run: ResolvedRun, samples: Sequence[Sequence[int]]) -> str:
     model, every = run.config.model, [length for lengths in samples for length in lengths]
 
     def pairs(lengths: Sequence[int]) -> int:
-        return work(shards(lengths, 1)[0], model.sliding_window)
+        return sum(count * work(shards(lengths, 1)[0], window) for window, count in model.layers_of_window.items())
 
     seen = sum(map(pairs, samples)) / (len(samples) * pairs([model.seq_len]))
     return (

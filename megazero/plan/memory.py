@@ -167,10 +167,11 @@ class _Walk:
         of_others = unit_trace.trace_key(run, on_cuda=on_cuda, per_node=per_node) if _adds_up(run) else of_first
         self._key = of_others
         self._left_out = run.accumulation - schedule.microbatches
-        config, self._message = run.config, message_bytes(run)
+        config, self._model, self._message = run.config, run.config.model, message_bytes(run)
         units = units_of(config, schedule)[stage]
         every = [unit for own in units for unit in own]
-        self._in_arena = any(isinstance(unit.key, LayerPolicy) and unit.key.contiguous for unit in every)
+        self._layer_keys = {unit.name: unit.key for unit in every if not isinstance(unit.key, str)}
+        self._in_arena = any(key.policy.contiguous for key in self._layer_keys.values())
         self._moves = {unit.name for unit in every if unit.offloads}
         self._most_moved = 0
         self._near: list[tuple[_Layer, int]] = []  # on the device, with what of it moves; the last one last
@@ -183,14 +184,21 @@ class _Walk:
         self._kept = self._messages = self._moved = self._gradients = self._most_kept = 0  # bytes beyond the state
         self._most: tuple[int, dict[str, int], str] = (-1, {}, "")
         self._tokens = _batch_bytes(run, chunks)
-        of_chunks = (max((trace.tables for _, trace in units), default=0) for units in self._units[0])
-        tables = sum(of_chunks)
+        tables = sum(map(self._tables_of, self._units[0]))
         self._tables = tables * (run.accumulation if config.data.document_mask else 1)
         self._base = sum(state.kinds.values()) + self._tokens + self._tables
 
     def _traces_of(self, chunk: int, units: Sequence[Unit], key: unit_trace.TraceKey) -> list[tuple[str, UnitTrace]]:
         keys = [replace(key, cuts=self._state.cuts.get((chunk, at), ())) for at in range(len(units))]
         return [(unit.name, trace_unit(own, unit.key)) for own, unit in zip(keys, units, strict=True)]
+
+    def _tables_of(self, units: Sequence[tuple[str, UnitTrace]]) -> int:
+        """Bytes of the tables of a chunk, which its layers with the same rotary positions share."""
+        of_kinds = dict[object, int]()
+        for name, trace in units:
+            kind = self._model.rope_of(self._layer_keys[name].layer) if name in self._layer_keys else name
+            of_kinds[kind] = max(of_kinds.get(kind, 0), trace.tables)
+        return sum(of_kinds.values())
 
     def result(self) -> RankMemory:
         """Walk the schedule and return the fullest moment."""
@@ -234,7 +242,7 @@ class _Walk:
             for name, trace in units:
                 own = flops_of(trace)
                 if name not in (EMBEDDING, HEAD):
-                    bare = flops_of(trace_unit(self._key, LayerPolicy()))
+                    bare = flops_of(trace_unit(self._key, self._layer_keys[name]._replace(policy=LayerPolicy())))
                     extra += own - bare
                     own = bare
                 plain += own

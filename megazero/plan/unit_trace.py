@@ -53,8 +53,17 @@ from megazero.zero.gradients import GradientReducer
 
 EMBEDDING, HEAD = "embedding", "head"
 PASS_NAMES = {ActionKind.FORWARD: "forward", ActionKind.BACKWARD: "backward", ActionKind.WEIGHT: "weight gradients"}
-#: EMBEDDING, HEAD, or of a layer what it keeps: all layers of a family are alike.
-UnitKey: TypeAlias = str | LayerPolicy
+
+
+class LayerKey(NamedTuple):
+    """What tells the layers of a model apart: what one keeps, and the first layer with its window and rotary positions."""
+
+    policy: LayerPolicy
+    layer: int = 0
+
+
+#: EMBEDDING, HEAD, or the kind of a layer.
+UnitKey: TypeAlias = str | LayerKey
 #: Of a unit's parameters those whose gradients come in parts, and what each part of a bucket has of them.
 Cuts: TypeAlias = tuple[tuple[str, tuple[Share, ...]], ...]
 
@@ -149,10 +158,10 @@ def trace_units(run: ResolvedRun, *, on_cuda: bool, per_node: int = 0) -> Mappin
 
 
 def trace_unit(key: TraceKey, unit: UnitKey) -> UnitTrace:
-    """Trace the passes of the embedding, the head, or a layer with a policy.  Results are cached."""
+    """Trace the passes of the embedding, the head, or a layer.  Results are cached."""
     if isinstance(unit, str):
         return _head(key) if unit == HEAD else _embedding(replace(key, keeps_logits=False))
-    return _layer(replace(key, keeps_logits=False, holds_both_ends=False), unit)
+    return _layer(replace(key, keeps_logits=False, holds_both_ends=False), *unit)
 
 
 def trace_key(run: ResolvedRun, *, on_cuda: bool, per_node: int = 0, adds: bool = True) -> TraceKey:
@@ -164,8 +173,10 @@ def trace_key(run: ResolvedRun, *, on_cuda: bool, per_node: int = 0, adds: bool 
     """
     config, schedule = run.config, schedule_of(run)
     parallel, precision, grid = config.parallel, config.precision, run.grid
+    # FlexAttention keeps what kernels without a cap keep
+    uncapped = {"attn_logit_softcapping": None} if on_cuda else {}
     return TraceKey(
-        config.model.model_copy(update={"num_layers": 1}),
+        config.model.model_copy(update={"num_layers": 1} | uncapped),
         run.micro_batch_size,
         grid.group_of(0, "tp"),
         grid.group_of(0, "cp"),
@@ -217,22 +228,26 @@ class Unit(NamedTuple):
 def units_of(config: RunConfig, schedule: Schedule) -> list[list[list[Unit]]]:
     """Return the units of every chunk of every pipeline rank, in order."""
     cuts = config.parallel.tp > 1 and not config.parallel.sequence_parallel
-    fp8, found = config.precision.fp8_of_layers(config.model.num_layers), list[list[list[Unit]]]()
-    for rank, chunks in enumerate(cut_by_rank(config.model, config.parallel.layout, schedule.placement)):
+    model, found = config.model, list[list[list[Unit]]]()
+    fp8 = config.precision.fp8_of_layers(model.num_layers)
+    kinds = [(model.window_of(layer), model.rope_of(layer)) for layer in range(model.num_layers)]
+    for rank, chunks in enumerate(cut_by_rank(model, config.parallel.layout, schedule.placement)):
         layers = [layer for layout in chunks for layer in layout.layers]
         policies = layer_policies(config.activations, layers, rank, cuts=cuts, fp8=fp8)
         found.append([])
         for layout in chunks:
-            own = [(f"layer {layer}", policies[layer]) for layer in layout.layers]
-            units = [Unit(name, replace(policy, offload=False), policy.offload) for name, policy in own]
+            units = []
+            for layer in layout.layers:
+                key = LayerKey(replace(policies[layer], offload=False), kinds.index(kinds[layer]))
+                units.append(Unit(f"layer {layer}", key, policies[layer].offload))
             first, last = [Unit(EMBEDDING, EMBEDDING)] * layout.has_embedding, [Unit(HEAD, HEAD)] * layout.has_head
             found[-1].append([*first, *units, *last])
     return found
 
 
 @lru_cache(maxsize=512)
-def _layer(key: TraceKey, policy: LayerPolicy) -> UnitTrace:
-    with _Bench(key, StageLayout(range(1), has_embedding=False, has_head=False)) as bench:
+def _layer(key: TraceKey, policy: LayerPolicy, layer: int) -> UnitTrace:
+    with _Bench(key, StageLayout(range(layer, layer + 1), has_embedding=False, has_head=False)) as bench:
         block = bench.stage.blocks[0]
         store = ActivationStore(torch.device("cpu"), bench.arena) if policy.contiguous else None
         if policy.fp8 is not None:
@@ -275,6 +290,7 @@ class _Bench:
 
     def __init__(self, key: TraceKey, layout: StageLayout) -> None:
         self._key, self._layout = key, layout
+        self._window = key.model.window_of(layout.layers.start)
         self._has_kernels = key.on_cuda and key.dtype == torch.bfloat16
         self._fake = FakeTensors(
             records=True, kernel_bytes=kernel_bytes(on_cuda=key.on_cuda), groups_products=self._has_kernels
@@ -332,11 +348,11 @@ class _Bench:
         """Index of the ring's busiest rank; ranks differ only where a window cuts less from one rank's tokens."""
         key = self._key
         ring = len(key.ranks_of_cp) // key.ulysses
-        pairs = [work(one, key.model.sliding_window) for one in shards((key.model.seq_len,), ring)]
+        pairs = [work(one, self._window) for one in shards((key.model.seq_len,), ring)]
         return pairs.index(max(pairs))
 
     def _part(self) -> SamplePart | None:
-        key, window = self._key, self._key.model.sliding_window or self._key.model.seq_len
+        key, window = self._key, self._window or self._key.model.seq_len
         in_kernel = key.on_cuda and key.dtype != torch.float32 and window < key.model.seq_len  # as KernelWindow
         if len(key.ranks_of_cp) == 1 and not key.documents and not in_kernel:
             return None

@@ -11,13 +11,19 @@ from megazero.parallel_state import Axis
 from megazero.zero.units import describe
 
 
-def format_of(family: object) -> HuggingFaceFormat:
+def family_of(model_type: object) -> str:
+    """The family that transformers calls so.  Raises: ValueError: none of ours is."""
+    known = {form.model_type or name: name for name in FAMILIES if (form := FAMILIES[name].hugging_face) is not None}
+    if not isinstance(model_type, str) or model_type not in known:
+        is_own = model_type in [*FAMILIES] and FAMILIES[str(model_type)].hugging_face is None
+        own = "; give your family's ModelFamily a `hugging_face` format (docs/extending.md)" * is_own
+        raise ValueError(f"model_type={model_type!r} is not supported; {' and '.join(known)} are{own}")
+    return known[model_type]
+
+
+def format_of(family: str) -> HuggingFaceFormat:
     """The form of a family in transformers.  Raises: ValueError for a family that transformers does not have."""
-    known = {name: form for name in FAMILIES if (form := FAMILIES[name].hugging_face) is not None}
-    if not isinstance(family, str) or family not in known:
-        own = "; give your family's ModelFamily a `hugging_face` format (docs/extending.md)" * (family in [*FAMILIES])
-        raise ValueError(f"model_type={family!r} is not supported; {' and '.join(known)} are{own}")
-    return known[family]
+    return FAMILIES[family].hugging_face or format_of(family_of(family))
 
 
 def logical_shapes(model: ModelConfig) -> dict[str, tuple[int, ...]]:

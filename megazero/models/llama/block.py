@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from megazero.layers.attention import Attention, NeighbourRotary, RotaryEmbedding
 from megazero.layers.attention_kernels import AttentionKernel
 from megazero.layers.linear import ColumnParallelLinear, RowParallelLinear
-from megazero.layers.mlp import SwiGLU
+from megazero.layers.mlp import GELU_TANH, SILU, SwiGLU
 from megazero.layers.norm import HeadNorm, WidthNorm
 from megazero.layers.spec import NamedRows
 from megazero.models.gpt import AroundNormBlock, Block, BuildContext, PostNormBlock
@@ -36,7 +36,7 @@ def llama_block(layer: int, context: BuildContext, rope: RotaryEmbedding | None,
     prefix = f"model.layers.{layer}"
     kernel = context.kernel if context.model.window_of(layer) else context.whole_kernel
     attention, mlp = llama_attention(prefix, context, rope, variant, kernel), _mlp(prefix, context, variant)
-    norms = tuple(context.rms_norm(f"{prefix}.{name}") for name in variant.norms)
+    norms = tuple(context.rms_norm(f"{prefix}.{name}", offset=variant.offset_norms) for name in variant.norms)
     kind = _BLOCKS[variant.norm_place]
     if variant.experts is not None:
         from megazero.models.expert_block import ExpertBlock  # which dense models do not load
@@ -51,7 +51,8 @@ def _mlp(prefix: str, context: BuildContext, variant: Variant) -> SwiGLU | Mixtu
         return context.experts(f"{prefix}.{module}", keys)
     prefix, ffn, biased = f"{prefix}.mlp", context.ffn_hidden_size, context.model.mlp_bias
     gate_up = _column(prefix, "gate_up", context, {"gate": ffn, "up": ffn}, variant, biased=biased)
-    return SwiGLU(gate_up, _row(f"{prefix}.down_proj", context, ffn, biased=biased))
+    down = _row(f"{prefix}.down_proj", context, ffn, biased=biased)
+    return SwiGLU(gate_up, down, GELU_TANH if variant.gates_by_gelu else SILU)
 
 
 def llama_attention(
@@ -94,4 +95,4 @@ def _qk_norm(prefix: str, context: BuildContext, variant: Variant) -> HeadNorm |
         return None
     names = f"{prefix}.q_norm", f"{prefix}.k_norm"
     given = names, context.heads, context.model.norm_eps
-    return HeadNorm(*given) if variant.qk_norm == "head" else WidthNorm(*given)
+    return HeadNorm(*given, offset=variant.offset_norms) if variant.qk_norm == "head" else WidthNorm(*given)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from math import sqrt
 from typing import TYPE_CHECKING, Any, Literal
 
 from megazero.models.config import ROPE_READS, ModelConfig, RopeScaling
@@ -31,6 +32,9 @@ class Variant:
         norms: names of a layer's norms, of attention and of the MLP; where there are four, those before come first.
         fused: which of "qkv" and "gate_up" are one stored matrix.
         turns_neighbours: rotary positions turn the first half of each head only, and neighbouring elements together.
+        offset_norms: norms, but those over the width, multiply by 1 + their weights.
+        gates_by_gelu: the MLP is a GeGLU.
+        scales_embeddings: embeddings are multiplied by the root of their size, rounded to their type.
         experts: names of a mixture of experts in place of the MLP, and of an expert's gate, up and down projection.
     """
 
@@ -41,6 +45,9 @@ class Variant:
     norms: tuple[str, ...] = ("input_layernorm", "post_attention_layernorm")
     fused: tuple[str, ...] = ()
     turns_neighbours: bool = False
+    offset_norms: bool = False
+    gates_by_gelu: bool = False
+    scales_embeddings: bool = False
     experts: tuple[str, tuple[str, str, str]] | None = None
 
 
@@ -150,6 +157,8 @@ class LlamaFamily(ModelFamily):
         from megazero.models.gpt import Embedding, ScaledEmbedding
 
         name, scale = "model.embed_tokens.weight", context.model.embedding_multiplier
+        if self.variant.scales_embeddings:
+            scale = context.rounded(sqrt(context.model.hidden_size))
         return Embedding(context, name) if scale == 1.0 else ScaledEmbedding(context, name, scale)
 
     def blocks(self, context: BuildContext, layers: Sequence[int]) -> list[Block]:
@@ -165,13 +174,13 @@ class LlamaFamily(ModelFamily):
         from megazero.models.gpt import head_of
 
         name = "model.embed_tokens.weight" if context.model.tie_embeddings else "lm_head.weight"
-        return head_of(context, context.rms_norm("model.norm"), name, tied_weight)
+        return head_of(context, context.rms_norm("model.norm", offset=self.variant.offset_norms), name, tied_weight)
 
 
-class LlamaItself(LlamaFamily):
-    """Llama, whose configuration transformers checks for more than the model needs.
+class CheckedFamily(LlamaFamily):
+    """A family whose configuration transformers checks for more than the model needs.
 
-    Source: `LlamaConfig` of transformers 5, `validate_architecture` and `initializer_range`.
+    Source: `validate_architecture` of `LlamaConfig`, `Gemma2Config` and `Gemma3TextConfig` of transformers 5.
     """
 
     def rules(self) -> tuple[ModelRule, ...]:
@@ -180,12 +189,20 @@ class LlamaItself(LlamaFamily):
         return (*super().rules(), loads)
 
     def check_loads(self, model: ModelConfig, _: int) -> Iterator[Problem]:
-        """Heads split the hidden size even where `head_dim` is given, and `init_std` is a share."""
+        """Heads split the hidden size even where `head_dim` is given."""
         if model.head_dim is not None and model.hidden_size % model.num_heads:
-            rule = f"must be divisible by num_heads={model.num_heads}: transformers loads no other llama"
+            rule = f"must be divisible by num_heads={model.num_heads}: transformers loads no other {model.family}"
             hint = nearest_text(nearest_multiples(model.hidden_size, model.num_heads))
-            hint += '; family = "mistral" without a window computes the same, and loads'
+            hint += '; family = "mistral" without a window computes the same, and loads' * (model.family == "llama")
             yield Problem("model.hidden_size", model.hidden_size, rule, hint)
+
+
+class LlamaItself(CheckedFamily):
+    """Llama, of which transformers also checks `initializer_range`."""
+
+    def check_loads(self, model: ModelConfig, tp: int) -> Iterator[Problem]:
+        """The rules above, and `init_std` is a share."""
+        yield from super().check_loads(model, tp)
         if model.init_std > 1:
             yield Problem("model.init_std", model.init_std, "must be at most 1: transformers loads no other llama")
 

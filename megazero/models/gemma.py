@@ -1,0 +1,57 @@
+"""Gemma 2 and the text part of Gemma 3: embeddings times sqrt(width), norms around, GeGLU, windows in most layers.
+
+Source: Gemma Team 2024, "Gemma 2", section 2; Gemma Team 2025, "Gemma 3", section 2.
+"""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from megazero.models.llama.family import ROTARY_READS, CheckedFamily, Variant
+from megazero.models.olmo3 import WINDOWS, read_ropes, read_windows, window_problems, written_ropes, written_windows
+from megazero.models.qwen2 import QWEN2_FORMAT
+
+_CAPS = {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0}
+_DEFAULTS: dict[str, tuple[str, Any]] = {
+    **QWEN2_FORMAT.defaults,
+    "tie_word_embeddings": ("tie_embeddings", True),
+    "attention_bias": ("attention_bias", False),
+    "head_dim": ("head_dim", 256),
+    "query_pre_attn_scalar": ("query_pre_attn_scalar", 256),
+}
+
+
+def _read_2(config: Mapping[str, Any]) -> dict[str, Any]:
+    return read_windows(config, 2) | {key: config[key] for key in _CAPS if key in config}  # null is no cap
+
+
+def _read_3(config: Mapping[str, Any]) -> dict[str, Any]:
+    return read_windows(config, config.get("sliding_window_pattern", 6)) | read_ropes(config, 1e6, 1e4)
+
+
+GEMMA2_FORMAT = replace(
+    QWEN2_FORMAT,  # as there, num_key_value_heads must be in the file
+    architecture="Gemma2ForCausalLM",
+    defaults=_DEFAULTS | {key: (key, cap) for key, cap in _CAPS.items()},
+    constants={"hidden_activation": "gelu_pytorch_tanh"},
+    assumed={**QWEN2_FORMAT.assumed, "use_bidirectional_attention": None},
+    extra=written_windows,
+    read_extra=_read_2,
+    problems=window_problems,
+    reads=(*QWEN2_FORMAT.reads, "hidden_act"),
+)
+GEMMA3_FORMAT = replace(
+    GEMMA2_FORMAT,
+    architecture="Gemma3ForCausalLM",
+    model_type="gemma3_text",
+    defaults=_DEFAULTS | {"final_logit_softcapping": ("final_logit_softcapping", None)},
+    assumed={**QWEN2_FORMAT.assumed, "use_bidirectional_attention": False, "attn_logit_softcapping": None},
+    extra=written_ropes,
+    read_extra=_read_3,
+    reads=(*GEMMA2_FORMAT.reads, "sliding_window_pattern", "_sliding_window_pattern", "rope_local_base_freq"),
+)
+_NORMS = "input_layernorm", "pre_feedforward_layernorm", "post_attention_layernorm", "post_feedforward_layernorm"
+_VARIANT = Variant(norm_place="around", norms=_NORMS, offset_norms=True, gates_by_gelu=True, scales_embeddings=True)
+_READS = *ROTARY_READS, "attention_bias", "query_pre_attn_scalar", *WINDOWS
+GEMMA2 = CheckedFamily(_VARIANT, GEMMA2_FORMAT, (*_READS, "attn_logit_softcapping"))
+GEMMA3 = CheckedFamily(replace(_VARIANT, qk_norm="head"), GEMMA3_FORMAT, (*_READS, "rope_local_theta"))
