@@ -4,27 +4,33 @@
     python -m benchmarks.gpu --only step         checks whose name begins so
     python -m benchmarks.gpu --rehearse          the same queue in small on a CPU: does each check still run?
 
-A check is a command.  It is skipped where its last result is of this device and of the same files that it measures, and it
-passed.  A check that fails or takes too long ends alone; the queue goes on.  After each, `results/gpu/NAME.json` and
-the page `results/gpu/README.md` say what it found, with device, versions, commit and command.
+A check of `gpu.toml` is a command.  It is skipped where its last result is of this device and of the same files that it
+measures, and it passed, or where it needs more devices.  A check that fails or takes too long ends alone; the queue goes on.
+After each, `results/gpu/NAME.json` and the page `results/gpu/README.md` say what it found, with device, versions, commit and
+command.  So a second call goes on where the first one ended, and tries again last what has failed.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import multiprocessing as mp
 import os
 import re
+import runpy
+import shlex
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+import tomllib
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from hashlib import sha256
 from importlib.util import find_spec
 from pathlib import Path
+from string import Template
 from tempfile import mkdtemp
 from typing import Any
 
@@ -35,29 +41,12 @@ from benchmarks.report import machine, markdown, write_whole
 ROOT = Path(__file__).parent.parent
 RESULTS = Path(__file__).parent / "results" / "gpu"
 NEEDED = "pydantic xxhash filelock einops safetensors tokenizers pytest xdist pytest_timeout hypothesis"
-LAWS = "any_shape precision_and_offload any_schedule quantized muon fp8 loss_scale pipeline experts expert_parallel"
 _ON_CUDA = {"MEGAZERO_TEST_DEVICE": "cuda", "MEGAZERO_SHARE_DEVICE": "1", "NCCL_SOCKET_IFNAME": "lo"}
-_TROUBLES = "every_signal or second_signal_ends or launcher_that_dies or loses_a_rank or finds_no_memory"
 PATIENCE = 1.7  # a check may take so many times its expected seconds
 _MOST_LINES = 60  # of a check's output that are kept
-_PYTEST = ("-m", "pytest", "-rfE", "-p", "no:cacheprovider", "--timeout", "150")
-_STEP = ("-m", "benchmarks.gpu_step")
-_TINY = (*_STEP, "--model", "tiny", "--device", "cpu", "--rounds", "1", "--steps", "1", "--accumulation", "2")
-_8B = ("--model", "8b", "--apart", "--steps", "2")
-_SAMPLES = ("--micro-batch-size", "1", "--accumulation", "4", "--rounds", "3")
-_FP8 = tuple(
-    x for kind in ("rowwise", "blockwise") for x in ("--variant", f"precision.fp8={kind} precision.fp8_layers=all")
-)
-POLICIES = (
-    *("--variant", "activations.recompute=selective"),
-    *("--variant", "activations.recompute=full activations.keep_attention=true"),
-    *("--variant", "activations.recompute=full"),
-    *("--variant", "activations.offload=host"),
-)
-_OFFLOADED = (
-    *("--variant", "activations.recompute=full activations.keep_attention=true activations.offload=host"),
-    *("--variant", "zero.stage=3 zero.offload.parameters=cpu zero.offload.optimizer=cpu"),
-)
+# Checks are forked from a server that has imported what they need, which takes a new process 5 to 30 s.
+_PROCESSES = mp.get_context("forkserver")
+_PROCESSES.set_forkserver_preload(["pytest", "benchmarks.gpu_step"])
 
 
 @dataclass(frozen=True)
@@ -68,88 +57,43 @@ class Check:
         name: of its result's file.
         title: what the page says of it.
         seconds: that it takes on an H100, its compilation included.
-        command: arguments of Python; "{out}" stands for a file for its JSON.
+        command: arguments of Python, "-m" and a module first; "{out}" stands for a file for its JSON, "{folder}" for the
+            folder of all results.
         rehearsal: the same in small, for a CPU.
         measures: folders and files whose change makes its result old.
+        devices: that it needs.
     """
 
     name: str
     title: str
     seconds: int
-    command: tuple[str, ...]
-    rehearsal: tuple[str, ...]
-    measures: tuple[str, ...]
+    command: str
+    rehearsal: str
+    measures: str
+    devices: int = 1
 
     def version(self) -> str:
         """A digest of the command and of all files that it measures."""
-        digest = sha256(" ".join(self.command).encode())
-        for name in self.measures:
+        digest = sha256(self.command.encode())
+        for name in self.measures.split():
             path = ROOT / name
             for file in sorted(path.rglob("*.py")) if path.is_dir() else [path]:
                 digest.update(file.read_bytes())
         return digest.hexdigest()[:16]
 
 
-_TRUNK = tuple(
-    f"megazero/{room}"
-    for room in ("comm", "engine", "layers", "models", "optim", "parallel_state", "schedules", "zero")
-)
-_STEPS = (*_TRUNK, "benchmarks/gpu_step.py", "benchmarks/models.py")
-QUEUE = (
-    Check(
-        "laws", "Laws in small, several ranks on the one device over NCCL", 180,
-        (*_PYTEST, "-n", "4", "--dist", "worksteal", "--small", *(f"tests/laws/test_{law}.py" for law in LAWS.split()),
-         "tests/test_tile_calls.py"),
-        (*_PYTEST, "-n", "0", "--small", "tests/laws/test_loss_scale.py"),
-        (*_TRUNK, "tests/laws", "tests/test_tile_calls.py"),
-    ),
-    Check(
-        "train", "`megazero train` with several ranks on the device: signals, resumption, lost ranks, full memory", 120,
-        (*_PYTEST, "-n", "3", "tests/test_signals.py", "tests/test_out_of_memory.py", "-k", _TROUBLES),
-        (*_PYTEST, "-n", "0", "tests/test_signals.py", "-k", "second_signal_ends"),
-        (*_TRUNK, "megazero/training", "tests/test_signals.py", "tests/test_out_of_memory.py"),
-    ),
-    Check(
-        "step_1.3b", "A step of 1.3 billion parameters at 4K", 100,
-        (*_STEP, "--rounds", "3", "--steps", "3", "--out", "{out}"), (*_TINY, "--out", "{out}"), _STEPS,
-    ),
-    Check(
-        "step_8b_8k", "A step of 6 layers of Llama 3 8B's shape at 8K, vocabulary 128,256", 100,
-        (*_STEP, *_8B, *_SAMPLES, *_FP8[:2], "--out", "{out}"),
-        (*_TINY, "--apart", "--set", "model.num_kv_heads=2", "--out", "{out}"), _STEPS,
-    ),
-    Check(
-        "fp8_8b_8k", "Linear layers in fp8, 8 such layers, vocabulary 32,768", 70,
-        (*_STEP, *_8B, *_SAMPLES, "--no-plain", "--set", "model.num_layers=8", "model.vocab_size=32768", *_FP8,
-         "--out", "{out}"),
-        (*_TINY, "--apart", "--no-plain", *_FP8, "--out", "{out}"), _STEPS,
-    ),
-    Check(
-        "policies", "Activations: what each policy frees and costs beside the plan, 4 layers of that shape at 8K", 130,
-        (*_STEP, *_8B, *_SAMPLES, "--no-plain", "--set", "model.num_layers=4", "--plan", "here", "--out", "{out}",
-         *POLICIES),
-        (*_TINY, "--apart", "--no-plain", "--plan", "h100", "--out", "{out}", *POLICIES),
-        (*_STEPS, "megazero/plan"),
-    ),
-    Check(
-        "offload", "Offloading at 8K, 8 layers of that shape, two samples a step, not compiled: share of copies hidden", 70,
-        (*_STEP, *_8B, "--micro-batch-size", "2", "--accumulation", "1", "--rounds", "1", "--no-plain", "--no-compile",
-         "--set", "model.num_layers=8", "model.vocab_size=8192", "--out", "{out}", *_OFFLOADED),
-        (*_TINY, "--apart", "--no-plain", "--out", "{out}", *_OFFLOADED), _STEPS,
-    ),
-    Check(
-        "attention", "Attention: documents, rings and windows beside one whole causal call", 50,
-        ("-m", "benchmarks.gpu_attention", "--out", "{out}"),
-        ("-m", "benchmarks.gpu_attention", "--device", "cpu", "--out", "{out}"),
-        ("megazero/layers", "benchmarks/gpu_attention.py"),
-    ),
-    Check(
-        "experts", "A layer of experts beside a dense one of equal FLOPs", 30,
-        ("-m", "benchmarks.gpu_experts", "--out", "{out}"),
-        ("-m", "benchmarks.gpu_experts", "--device", "cpu", "--out", "{out}"),
-        ("megazero/layers", "benchmarks/gpu_experts.py"),
-    ),
-)  # fmt: skip
+def _read_queue() -> tuple[Check, ...]:
+    document, words = tomllib.loads(Path(__file__).with_suffix(".toml").read_text("utf-8")), dict[str, str]()
+
+    def filled(value: Any) -> Any:
+        return Template(value).substitute(words) if isinstance(value, str) else value
+
+    for name, text in document["words"].items():
+        words[name] = filled(text)
+    return tuple(Check(**{key: filled(value) for key, value in check.items()}) for check in document["check"])
+
+
+QUEUE = _read_queue()
 
 
 @dataclass
@@ -191,34 +135,39 @@ def where_measured() -> dict[str, str]:
     return found
 
 
+def _become(words: list[str], log: Path, environment: Mapping[str, str]) -> None:
+    """Run a module as a program, in a process of its own."""
+    os.setsid()
+    with log.open("w") as file:
+        for descriptor in (1, 2):
+            os.dup2(file.fileno(), descriptor)
+    os.environ.update(environment)
+    os.chdir(ROOT)
+    sys.argv = words
+    runpy.run_module(words[0], run_name="__main__", alter_sys=True)
+
+
 def run_check(check: Check, folder: Path, where: dict[str, str], limit: float, environment: dict[str, str]) -> Outcome:
     """Run a check, with all that it starts, for `limit` seconds at most; `environment`: variables beside this process's."""
     out, log = folder / f"{check.name}.report.json", folder / f"{check.name}.log"
-    command = [part.format(out=out) for part in check.command]
-    begun, ended = time.monotonic(), "passed"
-    with log.open("w") as file:
-        process = subprocess.Popen(
-            [sys.executable, *command],
-            cwd=ROOT,
-            env=os.environ | environment,
-            stdout=file,
-            stderr=file,
-            start_new_session=True,
-        )
-    try:
-        ended = ended if process.wait(limit) == 0 else f"failed ({process.returncode})"
-    except subprocess.TimeoutExpired:
+    _, *words = (part.format(out=out, folder=folder) for part in shlex.split(check.command))
+    begun = time.monotonic()
+    process = _PROCESSES.Process(target=_become, args=(words, log, environment))
+    process.start()
+    assert process.pid is not None
+    process.join(limit)
+    ended = "passed" if process.exitcode == 0 else f"failed ({process.exitcode})"
+    if process.exitcode is None:
         ended = f"took over {limit:.0f} s"
         os.killpg(process.pid, signal.SIGINT)  # tests then say what failed
-        with suppress(subprocess.TimeoutExpired):
-            process.wait(10)
+        process.join(10)
     with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)  # ranks that a test has left, too
     output = log.read_text(errors="replace").splitlines()
     told = [line for line in output if re.match(r"\||FAILED|ERROR|\w*Error|\d+ (passed|failed|skipped)", line)]
     report = json.loads(out.read_text()) if out.exists() else None
     out.unlink(missing_ok=True)
-    shown = " ".join(["python", *command]).replace(f" --out {out}", "")
+    shown = f"python {check.command}".replace(" --out {out}", "").replace("{folder}", "benchmarks/results/gpu")
     return Outcome(
         check.name, shown, check.version(), ended, time.monotonic() - begun, where, told[-_MOST_LINES:], report
     )
@@ -256,16 +205,19 @@ def _chapters(known: Sequence[tuple[Check, Outcome]]) -> Iterator[str]:
     yield ""
 
 
-def queue_of(checks: Sequence[Check], outcomes: dict[str, Outcome], where: dict[str, str]) -> list[Check]:
-    """The checks to run; says which are skipped."""
-    chosen = []
+def queue_of(checks: Sequence[Check], outcomes: dict[str, Outcome], where: dict[str, str], devices: int) -> list[Check]:
+    """The checks to run, last those that have failed with the same code; says which are skipped."""
+    chosen, again = list[Check](), list[Check]()
     for check in checks:
-        last, wanted = outcomes.get(check.name), ("passed", check.version(), where.get("gpu"))
-        if last and (last.ended, last.version, last.where.get("gpu")) == wanted:
+        last = outcomes.get(check.name)
+        is_known = last is not None and (last.version, last.where.get("gpu")) == (check.version(), where.get("gpu"))
+        if check.devices > devices:
+            print(f"{check.name}: skipped, it needs {check.devices} devices")
+        elif last is not None and is_known and last.ended == "passed":
             print(f"{check.name}: measured on this device with the same code already")
         else:
-            chosen.append(check)
-    return chosen
+            (again if is_known else chosen).append(check)
+    return chosen + again
 
 
 def main() -> int:
@@ -290,7 +242,8 @@ def main() -> int:
     end, where, outcomes = time.monotonic() + 60 * given.minutes, where_measured(), read_outcomes(folder)
     environment = {} if given.rehearse else _ON_CUDA
     failed = 0
-    for check in queue_of(checks, outcomes, where):
+    devices = sys.maxsize if given.rehearse else torch.cuda.device_count()
+    for check in queue_of(checks, outcomes, where, devices):
         left = end - time.monotonic()
         if left < check.seconds:
             print(f"{check.name}: about {check.seconds} s, {left:.0f} s are left; skipped")

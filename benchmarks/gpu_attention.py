@@ -5,7 +5,8 @@
 
 Forward and backward of one layer's attention, in turns; medians.  FLOPs are those of the pairs that queries see: 4 and 10 a
 pair, head and element of its size.  A ring is that of its first rank; the keys of others are a copy of its own, in place of
-the messages, and nothing is sent.  Each case's result is compared with the formula of attention in fp32 first.
+the messages, and nothing is sent.  Each case's result is compared with the formula of attention in fp32 first.  All run in
+FlashAttention 2, where they take it, and then in the newest that torch can load, which their names then end with.
 """
 
 from __future__ import annotations
@@ -14,18 +15,19 @@ import argparse
 import json
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
+from unittest.mock import patch
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention import SDPBackend, current_flash_attention_impl, sdpa_kernel
 
 from benchmarks.report import markdown, write_whole
 from megazero.comm.collectives import Pending
-from megazero.layers import context_attention
+from megazero.layers import attention_kernels, context_attention
 from megazero.layers.attention_kernels import AttentionKernel, CausalAttention, SlidingWindow
 from megazero.layers.context_attention import ContextAttention, KernelWindow, Ring
 from megazero.layers.sample_part import part_of
@@ -169,8 +171,24 @@ def seconds_of(case: Case, device: torch.device, repeats: int) -> float:
     return (time.perf_counter() - begun) / repeats
 
 
+def measure(layer: Layer, *, small: bool) -> list[tuple[Case, float, float]]:
+    """Check and time every case, with the flash attention that is active: (case, seconds, error)."""
+    lengths, windows = (layer.seq, layer.seq // 4, layer.seq // 8), (layer.seq // 8, layer.seq // 2)
+    cases = cases_of(layer, lengths, windows, (2, 4, 8))
+    errors = {case.name: worst_error(layer, case) for case in cases if case.exact}
+    if wrong := {name: error for name, error in errors.items() if not error < TOLERANCE}:
+        raise SystemExit(f"these are not attention: {wrong}")
+    times: dict[str, list[float]] = {case.name: [] for case in cases}
+    for number in range(2 if small else 8):  # the first warms up
+        for case in cases:
+            times[case.name] += [seconds_of(case, layer.device, 1 if small else 8)] * (number > 0)
+    newest = current_flash_attention_impl()
+    named = (case if newest is None else replace(case, name=f"{case.name}, {newest}") for case in cases)
+    return [(new, median(times[case.name]), errors.get(case.name, 0)) for new, case in zip(named, cases, strict=True)]
+
+
 def main() -> None:
-    """Check and time every case, print a table and write JSON."""
+    """Measure, print a table and write JSON."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--seq", type=int, help="tokens; 8192 on CUDA, 256 on a CPU")
@@ -178,25 +196,18 @@ def main() -> None:
     given = parser.parse_args()
     device, small = torch.device(given.device), given.device == "cpu"
     layer = Layer(device, given.seq or (256 if small else 8192), *((4, 2, 16) if small else ()))
-    lengths, windows = (layer.seq, layer.seq // 4, layer.seq // 8), (layer.seq // 8, layer.seq // 2)
-    cases, repeats = cases_of(layer, lengths, windows, (2, 4, 8)), 1 if small else 8
-    errors = {case.name: worst_error(layer, case) for case in cases if case.exact}
-    if wrong := {name: error for name, error in errors.items() if not error < TOLERANCE}:
-        raise SystemExit(f"these are not attention: {wrong}")
-    times: dict[str, list[float]] = {case.name: [] for case in cases}
-    for number in range(2 if small else 8):  # the first warms up
-        for case in cases:
-            seconds = seconds_of(case, device, repeats)
-            times[case.name] += [seconds] * (number > 0)
-    best, rows, lines = 0.0, [], []
-    for case in cases:
-        seconds = median(times[case.name])
-        rate = 14 * case.pairs * layer.heads * layer.size / seconds / 1e12
-        best = rate if case.name.startswith("whole") and rate > best else best
-        rows.append(
-            (case.name, f"{1e3 * seconds:.2f}", f"{rate:.0f}", f"{rate / best:.2f}", f"{errors.get(case.name, 0):.4f}")
-        )
-        lines.append({"name": case.name, "ms": 1e3 * seconds, "tflops": rate, "of_whole": rate / best})
+    name, newest = "activate_newest_flash_attention", attention_kernels.activate_newest_flash_attention
+    with patch.object(attention_kernels, name), patch.object(context_attention, name):
+        measured = measure(layer, small=small)
+    if not small:
+        newest(device)
+        measured += measure(layer, small=small) if current_flash_attention_impl() else []
+    rows, lines = [], []
+    best = max(case.pairs / seconds for case, seconds, _ in measured if case.name.startswith("whole"))
+    for case, seconds, error in measured:
+        rate, share = 14 * case.pairs * layer.heads * layer.size / seconds / 1e12, case.pairs / seconds / best
+        rows.append((case.name, f"{1e3 * seconds:.2f}", f"{rate:.0f}", f"{share:.2f}", f"{error:.4f}"))
+        lines.append({"name": case.name, "ms": 1e3 * seconds, "tflops": rate, "of_whole": share})
     print(markdown(("attention", "ms", "TFLOP/s", "of whole", "error"), rows))
     if given.out is not None:
         write_whole(given.out, json.dumps({"seq": layer.seq, "lines": lines}) + "\n")

@@ -340,6 +340,34 @@ def _free() -> None:
     torch.cuda.empty_cache()
 
 
+def measured_in(folder: Path) -> list[tuple[Line, Setting]]:
+    """megazero's steps that the queue of `benchmarks.gpu` has measured into a folder."""
+    found = []
+    for file in sorted(folder.glob("*.json")):
+        report = json.loads(file.read_text()).get("report") or {}
+        for line in report.get("lines", []) if "settings" in report else []:
+            asked = report["settings"][line["name"]]
+            if line["name"] != Plain.name:
+                named = Line(**line | {"name": f"{file.stem}: {line['name']}"})
+                found.append((named, Setting(**asked | {"options": tuple(asked["options"])})))
+    return found
+
+
+def calibrated() -> str:
+    """The file of a calibration of this device, made in forked processes, before this one starts CUDA."""
+    file = Path(mkdtemp(), "calibration.json")
+    write_calibration(calibrate(quick=True), file)
+    return str(file)
+
+
+def predict(folder: Path, gpu: str, out: Path) -> None:
+    """Print and write the steps of a folder with what `megazero plan` predicts for them."""
+    cluster = cluster_of(gpu, 1)
+    planned = [with_plan(line, setting, cluster) for line, setting in measured_in(folder)]
+    print(table(planned))
+    write_whole(out, json.dumps({"planned": [asdict(line) for line in planned]}) + "\n")
+
+
 def table(lines: Sequence[Line]) -> str:
     """All contenders."""
     heads = (
@@ -384,14 +412,18 @@ def main() -> None:
     parser.add_argument(
         "--plan", metavar="GPU", help="show what `megazero plan --gpu GPU` predicts; 'here' calibrates first"
     )
+    parser.add_argument(
+        "--measured", type=Path, metavar="FOLDER", help="measure nothing; --plan is for the steps in here"
+    )
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--steps", type=int, default=4, help="of each contender in a round")
     parser.add_argument("--profile", type=Path, help="write a trace of one of megazero's steps here: ....json.gz")
     parser.add_argument("--out", type=Path, help="write the JSON here, too: benchmarks/results/....json")
     given = parser.parse_args()
-    if given.plan == "here":  # in forked processes, before this one starts CUDA
-        given.plan = str(Path(mkdtemp(), "calibration.json"))
-        write_calibration(calibrate(quick=True), Path(given.plan))
+    plan = calibrated() if given.plan == "here" else given.plan
+    if given.measured is not None:
+        predict(given.measured, plan, given.out)
+        sys.exit()
     if given.device == "cuda" and not torch.cuda.is_available():
         sys.exit("torch finds no CUDA device; to see whether the benchmark runs at all: --model tiny --device cpu")
     prefer_expandable_segments(os.environ)
@@ -408,8 +440,8 @@ def main() -> None:
     except ConfigError as error:
         sys.exit(str(error))
     lines = measure(settings, device, given.rounds, given.steps, apart=given.apart, profile=given.profile)
-    if given.plan is not None:
-        cluster = cluster_of(given.plan, 1)
+    if plan is not None:
+        cluster = cluster_of(plan, 1)
         lines = [line if line.name == Plain.name else with_plan(line, settings[line.name], cluster) for line in lines]
     where = machine() | ({"gpu": torch.cuda.get_device_name(device)} if device.type == "cuda" else {})
     asked = {name: asdict(setting) for name, setting in settings.items()}

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import json
+import re
+import shlex
+import sys
 from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
 import torch
+from harness import start_program
 
 from benchmarks import activations, gpu, gpu_step
 from benchmarks.all import Case, exposed_share, lines_of, run
@@ -64,16 +68,32 @@ def test_activation_policies_give_the_same_gradients() -> None:
     assert kept["block"] == 8 * 512 * 4  # the result
 
 
-def test_the_queue_of_a_gpu_rehearses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_queue_of_a_gpu_rehearses(tmp_path: Path) -> None:
     """Every check of it runs in small on a CPU, and is not run again for the same code."""
-    monkeypatch.setattr("sys.argv", ["gpu", "--rehearse", "--folder", str(tmp_path)])
-    assert gpu.main() == 0
+    run = start_program(sys.executable, "-m", "benchmarks.gpu", "--rehearse", "--folder", tmp_path, cwd=gpu.ROOT)
+    output, _ = run.communicate()
+    assert run.returncode == 0, output
     found = gpu.read_outcomes(tmp_path)
     assert {check.name for check in gpu.QUEUE} == set(found)
     assert all(name in (tmp_path / "README.md").read_text() for name in found)
-    where = gpu.where_measured()
-    assert not gpu.queue_of([replace(check, command=check.rehearsal) for check in gpu.QUEUE], found, where)
-    assert gpu.queue_of(gpu.QUEUE, found, where) == list(gpu.QUEUE)  # what is small stands for nothing else
+    planned = found["plan"].report
+    assert planned is not None
+    assert any(line["name"].startswith("policies: ") and line["planned_ms"] > 0 for line in planned["planned"])
+    where, small = gpu.where_measured(), [replace(check, command=check.rehearsal) for check in gpu.QUEUE]
+    assert not gpu.queue_of(small, found, where, 2)
+    assert gpu.queue_of(gpu.QUEUE, found, where, 2) == list(gpu.QUEUE)  # what is small stands for nothing else
+    assert [check.name for check in gpu.QUEUE if check not in gpu.queue_of(gpu.QUEUE, {}, where, 1)] == ["tp"]
+    found["laws"].ended = "failed (1)"
+    again = gpu.queue_of([small[0], replace(small[1], command="new")], found, where, 2)
+    assert [check.name for check in again] == ["train", "laws"], "what has failed with this code is tried again last"
+
+
+def test_every_test_that_the_queue_names_is_there() -> None:
+    for command in (one for check in gpu.QUEUE for one in (check.command, check.rehearsal) if " pytest " in one):
+        words = shlex.split(command)
+        files = [(gpu.ROOT / word).read_text() for word in words if word.startswith("tests/")]
+        wanted = words[words.index("-k") + 1].split(" or ") if "-k" in words else []
+        assert all(any(re.search(rf"def test_\w*{word}", text) for text in files) for word in wanted), command
 
 
 def test_contenders_of_a_gpus_step_train_the_same_model_on_a_cpu() -> None:

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from harness import run_world
+from harness import DEVICE, run_world
 from worlds import LLAMA, engine_on, run_of, state_on
 
-from megazero.comm.collectives import LostPeerError, _guarded
+from megazero.comm.collectives import LostPeerError, _guarded, lacks_memory
 from megazero.config import ResolvedRun, load_config
 from megazero.engine import Engine
 from megazero.parallel_state import Axis, ParallelState, RankGrid
@@ -157,3 +157,25 @@ def test_where_no_setting_helps_that_is_said_and_other_errors_stay_what_they_are
         raise MemoryError
     with pytest.raises(RuntimeError, match=r"^size mismatch$"), explained(run, engine.state, engine):
         raise RuntimeError("size mismatch")
+
+
+def _without_room_for_nccl(rank: int, run: ResolvedRun) -> tuple[bool, str]:
+    taken = torch.zeros(1, device=DEVICE)
+    dist.all_reduce(torch.zeros(1))  # over gloo; each rank has its context now
+    if rank == 0:
+        taken = torch.empty(torch.cuda.mem_get_info()[0] - 2**26, dtype=torch.uint8, device=DEVICE)
+    dist.all_reduce(torch.zeros(1))
+    try:
+        state_on(rank, run)
+    except RuntimeError as error:
+        return lacks_memory(error), str(error)
+    finally:
+        del taken
+        torch.cuda.empty_cache()
+    return False, "NCCL needed less than was left"
+
+
+@pytest.mark.skipif(DEVICE.type != "cuda", reason="needs a device whose memory ends")
+def test_a_communicator_that_finds_no_memory_says_so() -> None:
+    found = run_world(2, _without_room_for_nccl, run_of(2, model=LLAMA))
+    assert any(lacks for lacks, _ in found), found

@@ -382,11 +382,12 @@ def _attend(
     """Places of this rank's tokens, and their output, dq, dk and dv."""
     part = part_of(lengths, given[0].shape[2], state.cp_ulysses, state.cp_ring, DEVICE)
     assert part is not None
-    rows = part.rows[:, 0]
+    rows = part.rows[:, 0].cpu()
     q, k, v, grad = (x[:, :, rows].to(DEVICE) for x in given)
     for x in (q, k, v):
         x.requires_grad_()
-    attention = ContextAttention(state.cp_ulysses, state.cp_ring, None, torch.float32)
+    axes, on_cuda = (state.cp_ulysses, state.cp_ring), DEVICE.type == "cuda"
+    attention = ContextAttention(*axes, None, torch.float32, on_cuda=on_cuda)
     return rows, _derived(attention.attend(q, k, v, part), q, k, v, grad)
 
 
@@ -445,8 +446,9 @@ def _exact(given: Sequence[Tensor], lengths: list[list[int]]) -> list[Tensor]:
 
 
 def _one_call(q: Tensor, k: Tensor, v: Tensor, grad: Tensor) -> list[Tensor]:
-    q, k, v = (x.clone().requires_grad_() for x in (q, k, v))
-    return _derived(F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True), q, k, v, grad)
+    q, k, v = (x.clone().to(DEVICE).requires_grad_() for x in (q, k, v))
+    out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+    return [x.cpu() for x in _derived(out, q, k, v, grad.to(DEVICE))]
 
 
 # ---------------------------------------------------------------------------------------------------------------------
