@@ -5,32 +5,23 @@ all-reduce is a ring, each step of which waits for the one before while the link
 """
 
 from collections import deque
+from collections.abc import Sequence
 from functools import partial
 from threading import Event
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
 
+from megazero.comm import messages
 from megazero.comm.backend import TorchBackend, over_contiguous
-from megazero.comm.messages import (
-    ALL_TO_ALL_TAG,
-    REDUCE_TAG,
-    REDUCTIONS,
-    SUMS_TAG,
-    combine,
-    in_turn,
-    place_shard,
-    shift,
-    start_comparing,
-    swap,
-    tag_of,
-    wait_for,
-)
 from megazero.comm.process_groups import ProcessGroups
 from megazero.cpu.shared_memory import poller_of
 from megazero.cpu.worker import Start, Worker
 from megazero.parallel_state import Axis
 from megazero.parallel_state.groups import Counts, Group, Transfers, Wait
+
+_Tensors: TypeAlias = Tensor | Sequence[Tensor]  # by rank
 
 _SMALL_BYTES = 2**16  # smaller all-reduces are gloo's own: fewer messages
 _MOST_ARRIVING_BYTES = 2**23  # of terms that wait to be added, in a group
@@ -70,17 +61,17 @@ class SocketBackend(TorchBackend):
         def send_slices() -> Wait:
             self._limit_arriving(mine.nbytes * (axis.size - 1), is_added)
             terms.extend(mine if index == axis.index else torch.empty_like(mine) for index in range(axis.size))
-            return partial(wait_for, swap(terms, slices, axis, REDUCE_TAG))
+            return _exchange(terms, slices, axis, messages.REDUCE_TAG)
 
         def send_sum() -> Wait:
             try:
                 arrived()
-                combine(terms[0], terms, REDUCTIONS[op])
+                messages.combine(terms[0], terms, messages.REDUCTIONS[op])
                 mine.copy_(terms[0])  # on the first rank they are one tensor
             finally:
                 terms.clear()
                 is_added.set()
-            return partial(wait_for, swap(slices, [mine] * axis.size, axis, SUMS_TAG))
+            return _exchange(slices, [mine] * axis.size, axis, messages.SUMS_TAG)
 
         arrived = self._messages.post(send_slices)
         return self._sums.post(send_sum)
@@ -101,33 +92,35 @@ class SocketBackend(TorchBackend):
 
     def all_gather(self, out: Tensor, shard: Tensor, axis: Axis, label: str = "") -> Wait:
         """Messages to and from every other rank, straight to their positions in the result."""
-        shards, tag = place_shard(out, shard, axis), tag_of(label)
+        shards, tag = messages.place_shard(out, shard, axis), messages.tag_of(label)
         leaving = [shards[axis.index]] * axis.size
-        return self._begin(
-            axis, lambda: in_turn(start_comparing(label, axis), partial(wait_for, swap(shards, leaving, axis, tag)))
-        )
+
+        def start() -> Wait:
+            return messages.in_turn(messages.start_comparing(label, axis), _exchange(shards, leaving, axis, tag))
+
+        return self._begin(axis, start)
 
     def reduce_scatter(self, out: Tensor, full: Tensor, axis: Axis) -> Wait:
         """The ranks' terms for this one into `out`, which is as long as `full`; the caller sums them."""
-        return self._swap_rows(axis, REDUCE_TAG, out, full)
+        return self._swap_rows(axis, messages.REDUCE_TAG, out, full)
 
     def all_to_all(self, out: Tensor, x: Tensor, axis: Axis) -> Wait:
-        return over_contiguous(out, x, partial(self._swap_rows, axis, ALL_TO_ALL_TAG))
+        return over_contiguous(out, x, partial(self._swap_rows, axis, messages.ALL_TO_ALL_TAG))
 
     def all_to_all_rows(self, out: Tensor, x: Tensor, axis: Axis, sends: Counts, receives: Counts) -> Wait:
         arriving, leaving = out.detach().split(list(receives)), x.detach().split(list(sends))
         arriving[axis.index].copy_(leaving[axis.index])
-        return self._begin(axis, lambda: partial(wait_for, swap(arriving, leaving, axis, ALL_TO_ALL_TAG)))
+        return self._begin(axis, lambda: _exchange(arriving, leaving, axis, messages.ALL_TO_ALL_TAG))
 
     def _swap_rows(self, axis: Axis, tag: int, out: Tensor, x: Tensor) -> Wait:
         """Start to send row j of `x` to rank j, and to receive row i of `out` from rank i; contiguous."""
         arriving, leaving = (whole.detach().view(axis.size, whole.numel() // axis.size) for whole in (out, x))
         arriving[axis.index].copy_(leaving[axis.index])
-        return self._begin(axis, lambda: partial(wait_for, swap(arriving, leaving, axis, tag)))
+        return self._begin(axis, lambda: _exchange(arriving, leaving, axis, tag))
 
     def ring_shift(self, out: Tensor, x: Tensor, axis: Axis) -> Wait:
         progress(axis.group)
-        return in_turn(partial(progress, axis.group), self._begin(axis, partial(shift, out, x, axis)))
+        return messages.in_turn(partial(progress, axis.group), self._begin(axis, partial(messages.shift, out, x, axis)))
 
     def link_bytes(self, operation: str, full: Tensor, axis: Axis) -> int:
         if operation != "all_reduce" or not self._goes_in_messages(full, axis):
@@ -140,13 +133,18 @@ class SocketBackend(TorchBackend):
         """Labels are compared with every gather."""
 
 
+def _exchange(arriving: _Tensors, leaving: _Tensors, axis: Axis, tag: int) -> Wait:
+    """Start to send to every other rank, and to receive from it."""
+    return partial(messages.wait_for, messages.swap(arriving, leaving, axis, tag))
+
+
 class CpuMessages(ProcessGroups):
     """Messages of CPU ranks; while a rank waits for one, its collectives in shared memory go on."""
 
     def exchange(self, sends: Transfers, receives: Transfers, axis: Axis) -> list[Wait]:
         progress(axis.group)
         waits = super().exchange(sends, receives, axis)
-        return [in_turn(partial(progress, axis.group), wait) for wait in waits]
+        return [messages.in_turn(partial(progress, axis.group), wait) for wait in waits]
 
 
 def progress(group: Group | None) -> None:

@@ -37,17 +37,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megazero.comm.messages import REDUCTIONS, combine, place_shard, start_comparing, tag_of
+from megazero.cpu import shared_memory
 from megazero.cpu.rendezvous import HostRanks, Poller
-from megazero.cpu.shared_memory import (
-    HALF_BYTES,
-    Channel,
-    Rounds,
-    all_gather_rounds,
-    all_reduce_rounds,
-    label_of,
-    reduce_scatter_rounds,
-    slices_of,
-)
+from megazero.cpu.shared_memory import HALF_BYTES, Channel, Rounds, label_of, slices_of
 from megazero.cpu.sockets import SocketBackend
 from megazero.cpu.worker import Worker
 from megazero.parallel_state import Axis
@@ -217,7 +209,7 @@ def _reduce_scatter(links: _Links, out: Tensor, parts: _Parts, op: _Op) -> Round
     """Set `out` to the sum of every rank's shard for this rank.  `out` may be this rank's own shard."""
     thread, hosts = links.thread, links.hosts
     if not out.numel():
-        yield from reduce_scatter_rounds(thread.channel, out, parts[hosts.host], op)
+        yield from shared_memory.reduce_scatter_rounds(thread.channel, out, parts[hosts.host], op)
         return
     rows = 2 * hosts.count - 1  # each host's sum for this rank, and this host's sum for each other host
     longest = min(_SLICE_BYTES, HALF_BYTES // (hosts.size - 1), _SCRATCH_BYTES // (_WINDOW * rows))
@@ -236,10 +228,12 @@ def _reduce_scatter(links: _Links, out: Tensor, parts: _Parts, op: _Op) -> Round
         sums, leaving = window[: hosts.count], window[hosts.count :]
         messages = [links.receive(sums[other], other) for other in hosts.others]
         for other, total in zip(hosts.others, leaving, strict=True):
-            yield from reduce_scatter_rounds(thread.channel, total, [part[at] for part in parts[other]], op)
+            yield from shared_memory.reduce_scatter_rounds(
+                thread.channel, total, [part[at] for part in parts[other]], op
+            )
             messages.append(links.send(total, other))
         own = [part[at] for part in parts[hosts.host]]
-        yield from reduce_scatter_rounds(thread.channel, sums[hosts.host], own, op)
+        yield from shared_memory.reduce_scatter_rounds(thread.channel, sums[hosts.host], own, op)
         under_way.append((out[at], sums, messages))
     while under_way:
         finish()
@@ -255,11 +249,11 @@ def _all_gather(links: _Links, parts: _Parts, *, is_labelled: bool = False) -> R
         (other, at, links.receive(parts[other][hosts.local][at], other)) for at in slices for other in hosts.others
     ]
     leaving = [links.send(mine[at], other) for at in slices for other in hosts.others]
-    yield from all_gather_rounds(thread.channel, parts[hosts.host])
+    yield from shared_memory.all_gather_rounds(thread.channel, parts[hosts.host])
     check()
     for other, at, message in arriving:
         thread.wait_for([message])
-        yield from all_gather_rounds(thread.channel, [part[at] for part in parts[other]])
+        yield from shared_memory.all_gather_rounds(thread.channel, [part[at] for part in parts[other]])
     thread.wait_for(leaving)
 
 
@@ -278,7 +272,7 @@ def _all_reduce(links: _Links, flat: Tensor, op: _Op) -> Rounds:
         yield from _all_gather(links, parts)
     rest = flat[divided:]
     if rest.numel() or not divided:
-        yield from all_reduce_rounds(thread.channel, rest, op)
+        yield from shared_memory.all_reduce_rounds(thread.channel, rest, op)
     if rest.numel():
         sums = rest.repeat(hosts.count, 1)
         messages = [links.receive(sums[other], other) for other in hosts.others]

@@ -19,17 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megazero.deepspeed.layer_specs import (
-    AppliedLayer,
-    Layer,
-    LayerChunk,
-    LayerSpec,
-    Tensors,
-    TiedLayerSpec,
-    check_layers,
-    describe_value,
-    partition_layers,
-)
+from megazero.deepspeed import layer_specs
+from megazero.deepspeed.layer_specs import AppliedLayer, Layer, LayerChunk, LayerSpec, Tensors, TiedLayerSpec
 from megazero.deepspeed.recompute import checkpoint_as_deepspeed
 from megazero.deepspeed.topology import PipelineParallelGrid, ProcessTopology
 from megazero.launchers import joined_world
@@ -101,7 +92,7 @@ class PipelineModule(nn.Module):
         func = None if activation_checkpoint_func is checkpoint_as_deepspeed else activation_checkpoint_func
         if seed_fn or func or dynamic_shape:
             raise ValueError("seed_fn, activation_checkpoint_func and dynamic_shape have only DeepSpeed's defaults")
-        all_layers = check_layers(layers)
+        all_layers = layer_specs.check_layers(layers)
         for index, layer in enumerate(all_layers):
             if isinstance(layer, PipelineModule | LayerChunk):
                 raise TypeError(f"layer {index} is a pipeline itself; give its layers instead")
@@ -116,7 +107,7 @@ class PipelineModule(nn.Module):
             raise ValueError(f"the schedule is for another number of stages than num_stages={state.pp.size}")
         if len(all_layers) < (stages := len(self.placement)):
             raise ValueError(f"{len(all_layers)} layers are too few for {stages} virtual stages")
-        self.partition = partition_layers(all_layers, stages, partition_method, self._trainable)
+        self.partition = layer_specs.partition_layers(all_layers, stages, partition_method, self._trainable)
         self._ties: dict[str, list[tuple[int, TiedLayerSpec]]] = {}  # the layers of each key
         for index, layer in enumerate(all_layers):
             if isinstance(layer, TiedLayerSpec):
@@ -264,7 +255,7 @@ def _find_parallel_state(
     """Return the given state, if it agrees with the rest; else make one over the ranks of torch.distributed."""
     grid = topology.grid if isinstance(topology, ProcessTopology) else topology
     if grid is not None and not isinstance(grid, RankGrid):
-        raise TypeError(f"topology must be a megazero RankGrid, got {describe_value(grid)}; or leave it out")
+        raise TypeError(f"topology must be a RankGrid, got {layer_specs.describe_value(grid)}; or leave it out")
     own, source = (grid, "topology") if state is None else (state.grid, "parallel_state")
     if own is None:
         world, _ = joined_world()

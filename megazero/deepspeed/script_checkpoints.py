@@ -20,17 +20,9 @@ import torch
 from safetensors.torch import load, save
 from torch import Tensor, nn
 
+from megazero.checkpoint import index
 from megazero.checkpoint.folder import Folder, folder_at
-from megazero.checkpoint.index import (
-    LATEST,
-    CheckpointError,
-    DamagedError,
-    TrainerState,
-    find_damage,
-    is_complete,
-    read_manifest,
-    read_trainer_state,
-)
+from megazero.checkpoint.index import CheckpointError, TrainerState
 from megazero.checkpoint.load import open_checkpoint
 from megazero.checkpoint.save import save_checkpoint
 from megazero.checkpoint.saver import Saver
@@ -226,7 +218,7 @@ class CheckpointedEngine(nn.Module):
         self._wait_for_saver()
         name = agree(lambda: _newest_tag(load_dir) if tag is None else str(tag), world, CheckpointError)
         if name is None:
-            self._show(f"{load_dir} holds no checkpoint: it has no file {LATEST!r}; starting anew")
+            self._show(f"{load_dir} holds no checkpoint: it has no file {index.LATEST!r}; starting anew")
             return None, {}
         directory = folder_at(load_dir).child(name)
         saved = agree(lambda: _read(directory), world, CheckpointError)
@@ -273,7 +265,7 @@ class CheckpointedEngine(nn.Module):
             if type(part).get_extra_state is not nn.Module.get_extra_state:
                 raise CheckpointError(f"module {path or type(part).__name__} has a get_extra_state(): use a buffer")
         self.bound.check()
-        if tag in ("", ".", "..", LATEST) or Path(tag).name != tag:
+        if tag in ("", ".", "..", index.LATEST) or Path(tag).name != tag:
             raise CheckpointError(f"tag={tag!r} must be the name of one directory, not a path; it is made in save_dir")
 
     def _check_loadable(self, saved: _Saved, groups: Sequence[Any] | None, schedule: Mapping[str, Any] | None) -> None:
@@ -330,7 +322,7 @@ def _finish_at_exit(saver: Saver) -> None:
 
 def _newest_tag(load_dir: str | Path) -> str | None:
     folder = folder_at(load_dir)
-    return folder.read(LATEST).decode().strip() if folder.has(LATEST) else None
+    return folder.read(index.LATEST).decode().strip() if folder.has(index.LATEST) else None
 
 
 @dataclass(frozen=True)
@@ -345,17 +337,17 @@ class _Saved:
 
 def _read(directory: Folder) -> _Saved:
     """Read what a checkpoint holds beside the sharded state.  Raises: CheckpointError."""
-    if not is_complete(directory):
+    if not index.is_complete(directory):
         if any(name.endswith("_model_states.pt") for name in directory.files()):
             raise CheckpointError(f"{directory} is a checkpoint of DeepSpeed: docs/deepspeed.md says how it comes in")
         raise CheckpointError(f"{directory} is not a complete checkpoint")
-    trainer = read_trainer_state(directory)
+    trainer = index.read_trainer_state(directory)
     if not trainer.script:
         raise CheckpointError(f"{directory} was written by `megazero train`, not by an engine of a script")
-    listed = read_manifest(directory)
+    listed = index.read_manifest(directory)
     records = {name: listed[name] for name in (CLIENT_STATE, SCHEDULE, BUFFERS) if name in listed}
-    if damage := find_damage(directory, records):
-        raise DamagedError("; ".join(damage))
+    if damage := index.find_damage(directory, records):
+        raise index.DamagedError("; ".join(damage))
     files = {name: directory.read(name) for name in records}
     return _Saved(
         trainer,

@@ -19,20 +19,11 @@ import torch
 from pydantic import ValidationError
 from torch import Tensor
 
+from megazero.checkpoint import index
 from megazero.checkpoint.folder import FileRecord, Folder, Location
 from megazero.checkpoint.hugging_face.config import family_of, format_of, logical_shapes
 from megazero.checkpoint.hugging_face.tokenizer import TOKEN_IDS, TOKENIZER, tokenizer_files
-from megazero.checkpoint.index import (
-    HF_CONFIG,
-    TRAINER_STATE,
-    CheckpointError,
-    TrainerState,
-    index_name,
-    is_complete,
-    to_json,
-    versions,
-    write_manifest,
-)
+from megazero.checkpoint.index import HF_CONFIG, CheckpointError, TrainerState
 from megazero.checkpoint.shards import CHUNK_ELEMENTS, Layout, new_folder, write_shards
 from megazero.config import ConfigError, RunConfig, resolve
 from megazero.data.sealed import parse_json
@@ -95,7 +86,7 @@ def import_model(
             or the files cannot be read or written; nothing is left in `out`.
     """
     folder = local_source(source)
-    if is_complete(folder):
+    if index.is_complete(folder):
         raise CheckpointError(f"{folder} is a checkpoint of megazero: set checkpoint.resume to it")
     config = _read_config(folder)
     with foreign_errors(f"{folder}/{HF_CONFIG}, as a model of ours,"):
@@ -112,7 +103,7 @@ def import_model(
     kinds, more = match_kinds(found, model, shapes, tables, described_by=f"its {HF_CONFIG}", ignore=ignore)
     notes = (*notes, *more)
     # before the first step, on data that is not chosen yet
-    trainer = TrainerState(0, 0, 0, 0, "", set_keys(model), {}, {}, versions())
+    trainer = TrainerState(0, 0, 0, 0, "", set_keys(model), {}, {}, index.versions())
     ids = {key: config[key] for key in TOKEN_IDS if key in config}
     with new_folder(out) as target:
         toml = _toml(model, folder, target, notes, has_tokenizer=TOKENIZER in tokenizer)
@@ -194,15 +185,15 @@ def write_step(
         read = partial(_read, tensors, kind)
         written = write_shards(target, layout, read, max_shard_bytes, kind=kind, metadata=metadata)
         records |= written.records
-        small[index_name(kind)] = written.index
+        small[index.index_name(kind)] = written.index
         tensor_bytes += written.tensor_bytes
     dtype_name = DTYPE_NAMES[weights_dtype]
     small |= {
-        HF_CONFIG: to_json(FAMILIES[model.family].hugging_face_config(model, dtype_name) | dict(config or {})),
-        TRAINER_STATE: to_json(asdict(trainer)),
+        HF_CONFIG: index.to_json(FAMILIES[model.family].hugging_face_config(model, dtype_name) | dict(config or {})),
+        index.TRAINER_STATE: index.to_json(asdict(trainer)),
         MODEL_TOML: toml.encode(),
     }
-    write_manifest(target, records | {name: target.write(name, data) for name, data in small.items()})
+    index.write_manifest(target, records | {name: target.write(name, data) for name, data in small.items()})
     count = sum(map(len, kinds.values()))
     return Imported(model, toml, dtype_name, count, tensor_bytes, trainer, notes)
 
