@@ -43,7 +43,7 @@ _NOT_TAKEN = data_beside(__file__)["not_taken"]
 
 @dataclass(frozen=True)
 class DcpFolder:
-    """A folder of torch.distributed.checkpoint, whose tensors are put together from their chunks when they are read.
+    """A folder of torch.distributed.checkpoint.  A tensor is assembled from its chunks when it is read.
 
     Raises: CheckpointError, also by every method and by what it gives.
     """
@@ -64,12 +64,12 @@ class DcpFolder:
 
     @property
     def unknown(self) -> list[str]:
-        """Names in the metadata that are not those of torch.distributed.checkpoint."""
+        """Return the names in the metadata that torch.distributed.checkpoint does not use."""
         return self._loaded[1]
 
     @cached_property
     def _chunks(self) -> dict[str, dict[tuple[int, ...], Any]]:
-        """By name, then by offset in the tensor, where a chunk lies."""
+        """Return where each chunk is stored, by tensor name and offset."""
         found: dict[str, dict[tuple[int, ...], Any]] = {}
         with foreign_errors(f"{self.folder}/{METADATA}"):
             for index, info in self._loaded[0].storage_data.items():
@@ -77,7 +77,7 @@ class DcpFolder:
         return found
 
     def tensors(self) -> dict[str, LazyTensor]:
-        """All tensors by name."""
+        """Return all tensors by name."""
         listed = self._loaded[0].state_dict_metadata.items()
         found = {name: stored for name, stored in listed if isinstance(stored, TensorStorageMetadata)}
         with foreign_errors(f"{self.folder}/{METADATA}"):
@@ -87,13 +87,13 @@ class DcpFolder:
             }
 
     def values(self) -> dict[str, Callable[[], Any]]:
-        """What is no tensor, by name, read when it is called: plain values only."""
+        """Return a reader for each entry that is not a tensor, by name.  A reader returns plain values only."""
         listed = self._loaded[0].state_dict_metadata.items()
         others = [name for name, stored in listed if not isinstance(stored, TensorStorageMetadata)]
         return {name: partial(self._read, name, ()) for name in others}
 
     def slices(self, name: str) -> list[LazyTensor]:
-        """The tensors that are stacked along dimension 0 of another one; only the chunks that hold one are read for it."""
+        """Split a stacked tensor along dimension 0.  Each slice reads only the chunks that contain it."""
         about: Any = self._loaded[0].state_dict_metadata[name]
         if not self._tiles(name, about).chunks:  # their bytes are there, so the list is not longer than these
             raise CheckpointError(f"{self.folder}/{METADATA}: {name} has no elements")
@@ -102,13 +102,13 @@ class DcpFolder:
         return [LazyTensor(shape, dtype, read) for read in reads]
 
     def rows(self, name: str, start: int, stop: int | None = None) -> Tensor:
-        """Some rows of a tensor, or one without its dimension; only the chunks that hold them are read."""
+        """Read rows `start` to `stop` of a tensor; without `stop`, one row.  Other chunks are not read."""
         about: Any = self._loaded[0].state_dict_metadata[name]
         found = self._tensor(name, about, (start, start + 1 if stop is None else stop))
         return found[0] if stop is None else found
 
     def _tiles(self, name: str, about: TensorStorageMetadata) -> TensorStorageMetadata:
-        """The same tensor with those of its chunks that have elements: they fill it, and the files are as long."""
+        """Drop empty chunks, and check that the others cover the tensor once and that their bytes exist."""
         if name in self._tiled:
             return self._tiled[name]
         tiles = replace(about, chunks=[chunk for chunk in about.chunks if prod(chunk.sizes)])
@@ -125,7 +125,7 @@ class DcpFolder:
         return tiles
 
     def _tensor(self, name: str, about: TensorStorageMetadata, rows: tuple[int, int] | None = None) -> Tensor:
-        """All of a tensor, or only some rows; one that lies in one chunk is that chunk, without a copy."""
+        """Read a tensor, or some of its rows.  No copy is made if a single chunk holds them."""
         tiles = self._tiles(name, about)
         first, last = rows or (0, about.size[0] if about.size else 0)
         offsets = torch.Size((first, *(0 for _ in about.size[1:])) if about.size else ())
@@ -146,7 +146,7 @@ class DcpFolder:
         return torch.empty(shape, dtype=about.properties.dtype) if whole is None else whole
 
     def _place(self, name: str, offset: tuple[int, ...]) -> tuple[str, int, int]:
-        """The file of a chunk or value, and the bytes of it, which are there."""
+        """Return the file of a chunk or value, and its first and last byte, which exist."""
         info: Any = self._chunks.get(name, {}).get(offset)
         file = getattr(info, "relative_path", None)
         # It must be that of a file directly within the folder, on any system.
@@ -178,10 +178,10 @@ def _value(entry: LazyTensor | Callable[[], Any]) -> Any:
 
 
 class _Entries(ForeignCheckpoint):
-    """What the entries of a checkpoint say, gathered one by one."""
+    """Collects the entries of a checkpoint one by one."""
 
     def add(self, name: str, entry: LazyTensor | Callable[[], Any]) -> None:
-        """Understand an entry, or note that it is not understood."""
+        """Sort an entry into tensors, state or settings, or list it as unknown."""
         if state := _STATE.fullmatch(name):
             if state["kind"] == "step":
                 self.updates.add(int(_value(entry)))
@@ -205,13 +205,13 @@ class _Entries(ForeignCheckpoint):
 
 
 def dcp_folders(folder: LocalFolder) -> list[LocalFolder]:
-    """The folder, if it holds such a checkpoint, or the two within it that accelerate's `save_state` writes under FSDP."""
+    """Return the folder if it holds such a checkpoint, or the two that accelerate's `save_state` writes under FSDP."""
     below = [folder.child(name) for name in ("pytorch_model_fsdp_0", "optimizer_0")]
     return [folder] if folder.has(METADATA) else [one for one in below if one.has(METADATA)]
 
 
 def read_dcp(folder: LocalFolder, _: ModelConfig) -> ForeignCheckpoint:
-    """What a checkpoint of torch.distributed.checkpoint holds, or the two of accelerate.  Raises: CheckpointError."""
+    """Read a checkpoint of torch.distributed.checkpoint, or the two of accelerate.  Raises: CheckpointError."""
     sources = [DcpFolder(source) for source in dcp_folders(folder)]
     unknown = [f"{name} (named in {METADATA})" for source in sources for name in source.unknown]
     found = _Entries(str(folder), unknown=unknown)

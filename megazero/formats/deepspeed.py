@@ -47,14 +47,14 @@ _KNOWN = data_beside(__file__)
 
 
 def find_deepspeed(folder: LocalFolder) -> LocalFolder | None:
-    """The folder, or the one that its `latest` names, if that holds a checkpoint of DeepSpeed."""
+    """Return the folder that holds a checkpoint of DeepSpeed: this one, or the one that its `latest` names."""
     tag = folder.read(LATEST).decode(errors="replace").strip() if folder.has(LATEST) else "."
     named = folder.child(tag) if tag == Path(tag).name and tag != ".." else folder
     return next((at for at in (folder, named) if any(map(_MODEL_FILE.fullmatch, at.files()))), None)
 
 
 def read_deepspeed(folder: LocalFolder, _: ModelConfig) -> ForeignCheckpoint:
-    """What a checkpoint of DeepSpeed holds.  Raises: CheckpointError."""
+    """Read a checkpoint of DeepSpeed.  Raises: CheckpointError."""
     at = find_deepspeed(folder)
     if at is None:
         raise CheckpointError(f"{folder} holds no *_model_states.pt, nor does a folder that its {LATEST!r} names")
@@ -64,7 +64,7 @@ def read_deepspeed(folder: LocalFolder, _: ModelConfig) -> ForeignCheckpoint:
 
 @dataclass(frozen=True)
 class _FlatRange:
-    """Elements of a parameter in a flat group of a rank."""
+    """An interval of a rank's flat group that holds elements of a parameter."""
 
     rank: int
     group: int
@@ -77,7 +77,7 @@ _Place: TypeAlias = tuple[str, tuple[int, ...], list[_FlatRange]]
 
 
 def _joined(flat: Sequence[Sequence[Tensor]], ranges: Sequence[_FlatRange], shape: tuple[int, ...]) -> Tensor:
-    """A parameter from its ranges; `flat` are the groups of each rank."""
+    """Concatenate the ranges of a parameter.  `flat`: the flat groups of each rank."""
     return torch.cat([flat[span.rank][span.group].narrow(0, span.start, span.numel) for span in ranges]).view(shape)
 
 
@@ -151,7 +151,7 @@ class _Reader:
     # -- the optimizer
 
     def _read_shards(self, listed: Sequence[Shapes]) -> None:
-        """Masters and moments of ZeRO 1 to 3, whose parameters by group are `listed`."""
+        """Read the masters and moments of ZeRO 1 to 3.  `listed`: the shapes of the parameters of each group."""
         first = self._load(self._file(self.optimizers, 0))[_STATE]
         counts = first["partition_count"]
         world = max(counts) if isinstance(counts, list) else int(counts)
@@ -174,7 +174,7 @@ class _Reader:
                 self.found.tensors.setdefault(kind, {})[name] = tensor
 
     def _flat_groups(self, rank: Mapping[str, Any]) -> dict[str, list[Tensor]]:
-        """By kind, the flat groups of a rank."""
+        """Return the flat groups of a rank, by kind."""
         stage_3 = "fp32_flat_groups" in rank
         fp32 = rank["fp32_flat_groups" if stage_3 else "single_partition_of_fp32_groups"]
         base = rank[_STATE if stage_3 else "base_optimizer_state"]
@@ -186,7 +186,7 @@ class _Reader:
         return flat
 
     def _moments(self, state: Mapping[str, Any], of: str) -> list[str]:
-        """The kinds of moments in the state of a parameter or group; its step is counted, other entries are unknown."""
+        """Return which moments a state holds.  Its step is recorded, and any other entry is listed as unknown."""
         if "step" in state:
             self.found.updates.add(int(state["step"]))
         lines = (f"optimizer state {kind!r} of {of}" for kind in state if kind not in (*ADAM, "step"))
@@ -194,7 +194,7 @@ class _Reader:
         return [kind for kind in ADAM if kind in state]
 
     def _check_updates(self, expected: int) -> None:
-        """AdamW must have updated as often as the run has; `expected` is what the model file says."""
+        """Compare AdamW's count of updates with that of the model file, which is `expected`."""
         if not self.found.updates:
             self.found.updates.add(expected)
             self.found.notes["the optimizer does not say how often it has updated: taken from global_steps"] = None
@@ -205,7 +205,7 @@ class _Reader:
                 self.found.unknown.append(f"AdamW's count of {updates} updates (the run counts {expected})")
 
     def _add_groups(self, groups: Iterable[Mapping[str, Any]], state: Mapping[str, Any]) -> None:
-        """Settings of the optimizer's groups; `state` is that of the ZeRO optimizer around it."""
+        """Add the settings of the optimizer's groups.  `state`: of the ZeRO optimizer around it."""
         for number, group in enumerate(groups):
             for key, value in group.items():
                 self.found.add_setting(f"param_groups.{number}.{key}", key, value)
@@ -237,7 +237,7 @@ class _Reader:
                     self.found.unknown.append(f"file {UNIVERSAL}/{name}/{file}")
 
     def _read_stage_0(self, state: Mapping[str, Any]) -> None:
-        """Moments by number: torch counts the parameters of each group on.  Their names follow from order and shape."""
+        """Read moments that torch stores by parameter number.  Order and shape tell the names."""
         outer = state["optimizer"]
         base = outer.get(_STATE, outer)
         self._add_groups(base["param_groups"], outer)
@@ -270,7 +270,7 @@ class _Reader:
     # -- the weights
 
     def _parameters(self, state: Mapping[str, Any]) -> dict[str, Tensor]:
-        """The module's parameters by name; of those that are tied the first."""
+        """Return the module's parameters by name; tied parameters once, by their first name."""
         others = {*state["buffer_names"], *(state["shared_params"] or {})}
         found: dict[Any, tuple[str, Tensor]] = {}
         for name, tensor in state["module"].items():
@@ -279,7 +279,7 @@ class _Reader:
         return dict(found.values())
 
     def _read_weights(self, state: Mapping[str, Any], shapes: Shapes) -> None:
-        """Weights in the precision of training; a frozen parameter has no moments, here they are zero."""
+        """Read the weights in the dtype of training.  A frozen parameter has no moments there and gets zeros here."""
         tensors = self.found.tensors
         weights, masters = tensors[MODEL], tensors.get(MASTER, {})
         frozen = {name: tuple(shape) for name, shape in (state["frozen_param_shapes"] or {}).items()}
@@ -310,14 +310,14 @@ class _Reader:
             tensors.pop(MASTER, None)  # they are the weights
 
     def _checked(self, name: str, weight: Tensor, master: LazyTensor | None) -> Tensor:
-        """A weight that lies there as its master, too: proof that it was put together as it was cut."""
+        """Return a weight after comparing it with its master, which proves that the shards were joined as they were cut."""
         if master is not None and not torch.equal(master.read().to(weight.dtype).view(weight.shape), weight):
             hint = "of a universal one, made under round_robin_gradients, import what it was made of"
             raise CheckpointError(f"{self.folder}: the fp32 master of {name} is not that of its weight; {hint}")
         return weight.detach()
 
     def _frozen(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        """A frozen parameter at stage 3, from the model files of all ranks."""
+        """Read a frozen parameter of stage 3 from the model files of all ranks."""
         fragments: list[Tensor] = []
         while sum(fragment.numel() for fragment in fragments) < prod(shape):
             state = self._load(self._file(self.models, len(fragments)))
@@ -330,7 +330,7 @@ def _cast(master: LazyTensor, dtype: torch.dtype) -> Tensor:
 
 
 def _ranges_at_stages_1_and_2(ranks: Sequence[Mapping[str, Any]], listed: Sequence[Shapes]) -> Iterator[_Place]:
-    """Where the parameters lie at stages 1 and 2: name, shape, ranges.
+    """Yield name, shape and ranges of each parameter at stages 1 and 2.
 
     The files' param_slice_mappings are not read: under round_robin_gradients DeepSpeed 0.19 writes those of another order.
     """
@@ -346,7 +346,7 @@ def _ranges_at_stages_1_and_2(ranks: Sequence[Mapping[str, Any]], listed: Sequen
 
 
 def _ranges_at_stage_3(ranks: Sequence[Mapping[str, Any]], listed: Sequence[Shapes]) -> Iterator[_Place]:
-    """Where the parameters lie at stage 3: name, shape, ranges."""
+    """Yield name, shape and ranges of each parameter at stage 3."""
     for group, shapes in enumerate(listed):
         start = 0
         for name, shape in shapes.items():

@@ -72,7 +72,7 @@ class Problem(NamedTuple):
 def find_files(
     inputs: Sequence[str | os.PathLike[str]], without: Collection[Path] = ()
 ) -> tuple[list[Path], list[Problem], int]:
-    """The files that inputs stand for, what among them cannot be read, and how many hidden names were passed over.
+    """List the files of the inputs, what cannot be read, and how many hidden names were skipped.
 
     Args:
         inputs: files, URLs as fsspec reads them, and directories; a directory stands for its files in sorted order, without
@@ -113,7 +113,7 @@ def find_files(
 
 
 def _fetched(url: str) -> list[str]:
-    """Copies of the files of a URL, which may have wildcards, in the cache.  Raises: OSError."""
+    """Copy the files of a URL, which may have wildcards, to the cache.  Raises: OSError."""
     import fsspec
     from fsspec.implementations.cache_mapper import BasenameCacheMapper
 
@@ -127,7 +127,7 @@ def _fetched(url: str) -> list[str]:
 
 
 def _without_pairs(names: Sequence[str]) -> list[str]:
-    """File names without those that belong to a `.bin`/`.idx` pair of tokens."""
+    """Drop the names of files that belong to a `.bin`/`.idx` pair of tokens."""
     found = {*names}
     pairs = [name.removesuffix(".idx") for name in names if name.endswith(".idx")]
     pairs = [prefix for prefix in pairs if f"{prefix}.bin" in found]
@@ -136,7 +136,7 @@ def _without_pairs(names: Sequence[str]) -> list[str]:
 
 
 def cut_files(files: Sequence[Path], range_bytes: int) -> tuple[list[FileRange], list[Problem]]:
-    """The files in order, cut into ranges of about `range_bytes` where that is possible, and those that cannot be read."""
+    """Cut files into ranges of about `range_bytes`, in order, where that is possible; list the files that cannot be read."""
     ranges: list[FileRange] = []
     problems: list[Problem] = []
     for file in files:
@@ -169,7 +169,7 @@ def _ranges_of(path: str, size: int, range_bytes: int) -> Iterator[FileRange]:
 
 
 def _held_by(path: str) -> str:
-    """The kind of a file: ".jsonl" if its first line parses as a JSON object, else its suffix.
+    """Return the kind of a file: ".jsonl" if its first line parses as a JSON object, else its suffix.
 
     Raises: ValueError: neither text nor a table that can be read.
     """
@@ -193,7 +193,7 @@ def _held_by(path: str) -> str:
 
 
 def _first_line(path: str, packed: str) -> bytes:
-    """The first line that is not blank; at most a megabyte of it if it is not JSON; empty if the archive is damaged.
+    """Read the first line that is not blank.  At most a megabyte if it is not JSON; nothing if the archive is damaged.
 
     Raises: OSError.
     """
@@ -210,7 +210,7 @@ def _first_line(path: str, packed: str) -> bytes:
 
 
 def documents_of(file_range: FileRange, key: str) -> Iterator[tuple[int, str | Exception]]:
-    """Yields (position, text) for each document of a range, with an error in place of a text that cannot be read.
+    """Yield (position, text) for each document of a range.  A text that cannot be read is replaced by its error.
 
     Raises: whatever reading the file raises; what follows in the range is lost.
     """
@@ -238,7 +238,7 @@ def _attempt(read: Any, *arguments: Any) -> Any:
 
 
 def _parquet(file_range: FileRange, key: str) -> Iterator[tuple[int, Any]]:
-    """Pieces of the column of a range, with the number of their first row."""
+    """Yield chunks of the text column of a range, each with the number of its first row."""
     from pyarrow.parquet import ParquetFile
 
     with ParquetFile(file_range.path) as table:
@@ -250,7 +250,7 @@ def _parquet(file_range: FileRange, key: str) -> Iterator[tuple[int, Any]]:
 
 
 def _arrow(file_range: FileRange, key: str) -> Iterator[tuple[int, Any]]:
-    """As `_parquet`, of a stream or a file."""
+    """Yield the same for an Arrow stream or file."""
     from pyarrow import ArrowInvalid, ipc, memory_map
 
     file = memory_map(file_range.path)
@@ -269,7 +269,7 @@ def _check_column(names: Sequence[str], key: str) -> None:
 
 
 def kind_of(path: str) -> tuple[str, str]:
-    """(what the file holds, how it is packed), as its name says: (".jsonl", ".gz")."""
+    """Return (kind, compression) by the name of a file, such as (".jsonl", ".gz")."""
     name, last = os.path.splitext(path.lower())
     kind, packed = (os.path.splitext(name)[1], last) if last in (".gz", ".zst") else (last, "")
     return ".jsonl" if kind in (".ndjson", ".jsonlines") else kind, packed
@@ -290,7 +290,7 @@ def _opened(path: str, packed: str) -> Iterator[IO[bytes]]:
 
 
 def _unpacked_zst(file: IO[bytes]) -> Iterator[bytes]:
-    """The content of all frames.  Raises: EOFError if the last is truncated, which zstandard itself does not notice."""
+    """Yield the content of all frames.  Raises: EOFError: the last frame is truncated, which zstandard does not notice."""
     import zstandard
 
     frame = None
@@ -324,7 +324,7 @@ class _Unpacked(io.RawIOBase):
 
 
 def _lines_within(file: IO[bytes], file_range: FileRange) -> Iterator[tuple[int, bytes]]:
-    """(offset, line) of the lines that start in a range."""
+    """Yield (offset, line) for the lines that start in a range."""
     if file_range.start:
         # From one byte before: a line that starts exactly at `start` is this range's own.
         file.seek(file_range.start - 1)

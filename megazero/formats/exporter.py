@@ -41,7 +41,7 @@ _WRITTEN = re.compile(r"__\d+_\d+\.distcp|\.metadata(?:\.tmp)?")  # what torch's
 
 
 class _Planner(DefaultSavePlanner):
-    """torch's plan of a state whose tensors are described on the meta device, and read when they are written."""
+    """torch's save plan for a state of meta tensors.  Each tensor is read only when it is written."""
 
     def __init__(self, reads: Mapping[str, Callable[[], Tensor]], on_bytes: Callable[[int, int], None]) -> None:
         super().__init__()
@@ -96,7 +96,7 @@ def export_dcp(path: Location, out: Location, *, dtype: str | None = None, names
 
 
 def _not_shown(model: ModelConfig, table: NameTable) -> str:
-    """What the model computes with and no tensor shows, unless the reader's own models have it."""
+    """Name the settings of the model that no tensor shows and that the reader's own models do not have."""
     own = {"sliding_window": None, "rope_scaling": None} | dict(table.own)
     other = {key: getattr(model, key) for key, value in own.items() if getattr(model, key) != value}
     shown = ", ".join(f"model.{key} = {toml_value(value) if value else table.unscaled}" for key, value in other.items())
@@ -114,7 +114,7 @@ def _table(family: str, name: str | None) -> NameTable:
 def _state(
     folder: Folder, trainer: TrainerState, model: ModelConfig, table: NameTable, dtype: torch.dtype | None
 ) -> tuple[dict[str, Any], dict[str, Callable[[], Tensor]], int]:
-    """The state to be saved, with tensors on the meta device; how each is read, by flat name; bytes of all tensors."""
+    """Return the state to save, with meta tensors; a reader for each, by flat name; and the bytes of all tensors."""
     kinds = kinds_of(read_manifest(folder))
     weights = StoredTensors(folder, MASTER if MASTER in kinds else MODEL)
     moments = {kind: StoredTensors(folder, kind) for kind in ADAM if kind in kinds}
@@ -155,7 +155,7 @@ def _given(stored: StoredTensors, ours: str, theirs: Theirs, model: ModelConfig,
 
 
 def _settings(trainer: TrainerState, *, decays: bool) -> dict[str, Any]:
-    """A group of torch's AdamW with the settings of the run; `initial_lr` is the peak of its schedule."""
+    """Return a group of torch's AdamW with the settings of the run.  `initial_lr`: the peak of its schedule."""
     given = OptimizerConfig.model_validate(trainer.config.get("optimizer", {}))
     decay = given.weight_decay if decays else 0.0
     like = torch.optim.AdamW([torch.zeros(1)], given.lr, given.betas, given.eps, decay).param_groups[0]

@@ -48,13 +48,13 @@ class LazyTensor:
 
     @classmethod
     def of(cls, tensor: Tensor) -> LazyTensor:
-        """One that is at hand."""
+        """Wrap a tensor that is in memory."""
         return cls(tuple(tensor.shape), tensor.dtype, tensor.detach)
 
 
 @contextmanager
 def foreign_errors(path: str) -> Iterator[None]:
-    """Turn errors of parsing a file of another program, which may hold anything, into a CheckpointError that names it."""
+    """Raise any error of parsing a file of another program as a CheckpointError that names the file."""
     try:
         yield
     except CheckpointError:
@@ -95,20 +95,20 @@ class ForeignCheckpoint:
     optimizer: dict[str, Any] = field(default_factory=dict)
 
     def add_tensor(self, kind: str, name: str, tensor: LazyTensor, *, entry: str) -> None:
-        """Add the tensor of an entry; a second one of the same name is noted as not understood."""
+        """Add the tensor of an entry.  A second tensor of the same name is listed as unknown."""
         if self.tensors.setdefault(kind, {}).setdefault(name, tensor) is not tensor:
             self.unknown.append(f"{entry} (beside another {kind} of {name})")
 
     def add_step(self, step: int, *, entry: str) -> None:
-        """Set the step of the run; a contradicting one is noted as not understood."""
+        """Set the step of the run.  A contradicting step is listed as unknown."""
         self.step = step if self.step is None else self.step
         if self.step != step:
             self.unknown.append(f"{entry} (beside a step of {self.step})")
 
     def add_setting(self, name: str, key: str, value: Any) -> None:
-        """Add a setting of one of the optimizer's groups; `name` is that of the entry, for messages.
+        """Add a setting of one of the optimizer's groups.  A value that is not finite is listed as unknown.
 
-        One that is not finite is not understood.
+        name: of the entry, for messages.
         """
         if key in _COMPUTED:
             return
@@ -126,7 +126,7 @@ class ForeignCheckpoint:
             self.unknown.append(f"{name}={value}")
 
     def is_not_taken(self, name: str, reasons: Mapping[str, str]) -> bool:
-        """Whether an entry is known but not used here, because one of the patterns matches its name.
+        """Return whether a pattern matches the name of an entry, which is then known but not used.
 
         Args:
             reasons: by pattern, a note, once for all that its first group names; "" for none.
@@ -139,7 +139,7 @@ class ForeignCheckpoint:
         return False
 
     def finished(self) -> ForeignCheckpoint:
-        """The same, complete.  Raises: CheckpointError if counts of updates differ between tensors, or are wrong."""
+        """Complete the fields and return the checkpoint.  Raises: CheckpointError: counts of updates differ or are wrong."""
         self.optimizer_steps = max(self.updates, default=0)
         counts = {"steps": self.step or 0, "samples": self.samples or 0, "updates": self.optimizer_steps}
         for what, count in counts.items():
@@ -171,7 +171,7 @@ def match_kinds(
     described_by: str,
     ignore: Sequence[str] = (),
 ) -> tuple[dict[str, dict[str, LazyTensor]], list[str]]:
-    """Our tensors by kind and by our name, in the order of `shapes`; and lines for the user.
+    """Map stored tensors to our names, by kind and in the order of `shapes`.  Also return lines for the user.
 
     Args:
         model: resolved.
@@ -217,7 +217,7 @@ def match_kinds(
 
 
 def _not_shown(table: NameTable, rotations: LazyTensor | None, model: ModelConfig) -> Iterator[tuple[str, str]]:
-    """What the other framework computes differently although no tensor shows it, such as rope_scaling.
+    """Yield settings by which the other framework computes differently although no tensor shows it, such as rope_scaling.
 
     Yields (name, line): `name` is what `--ignore` must list, or "" where the line is only a note.
     """
@@ -235,7 +235,7 @@ def _not_shown(table: NameTable, rotations: LazyTensor | None, model: ModelConfi
 
 
 def _rotates_as(rotations: Tensor, model: ModelConfig) -> bool:
-    """Whether stored rotary rotations are those of this model: at position 1, each pair rotates by its frequency."""
+    """Compare stored rotary rotations with those of the model: at position 1, each pair rotates by its frequency."""
     wanted = model.rope_theta ** -(torch.arange(0, model.head_size, 2) / model.head_size)
     wanted = wanted if model.rope_scaling is None else model.rope_scaling.scaled(wanted, model.rope_theta)
     is_rotation = rotations.is_complex() and len(rotations) > 1 and rotations.shape[1:] == wanted.shape
@@ -252,7 +252,7 @@ def _best_table(
     shapes: Mapping[str, tuple[int, ...]],
     path: str,
 ) -> NameTable:
-    """The table, with the prefix before its names, that knows most of the tensors of all these kinds.
+    """Choose the table, with a prefix for its names, that knows most of the tensors of these kinds.
 
     Raises: CheckpointError: two know all of them, and other ones.
     """
@@ -281,7 +281,7 @@ def _best_table(
 
 
 def wanted(tensors: Mapping[str, LazyTensor], ignore: Iterable[str], label: str = "") -> Mapping[str, LazyTensor]:
-    """Tensors that no pattern of `ignore` names, without wrapping modules in their names unless two would become one.
+    """Drop ignored tensors, and strip wrapping modules from the names unless two names would become one.
 
     Args:
         label: stands before a name when it is compared with the patterns, as "exp_avg of ".
@@ -336,12 +336,12 @@ def match(
 
 
 def is_named(name: str, patterns: Iterable[str]) -> bool:
-    """Whether one of the patterns, as of file names, matches a name."""
+    """Return whether one of the patterns, written as for file names, matches a name."""
     return any(fnmatchcase(name, pattern) for pattern in patterns)
 
 
 def is_same(a: LazyTensor, b: LazyTensor) -> bool:
-    """Whether two stored tensors are equal."""
+    """Return whether two stored tensors are equal."""
     if a.shape != b.shape:
         return False
     chunks = (tensor.read().reshape(-1).split(CHUNK_ELEMENTS) for tensor in (a, b))
@@ -349,7 +349,7 @@ def is_same(a: LazyTensor, b: LazyTensor) -> bool:
 
 
 def _wrong(stored: LazyTensor, move: Move, model: ModelConfig, shape: tuple[int, ...]) -> Iterator[str]:
-    """What is wrong with a stored tensor, in words."""
+    """Yield what is wrong with the dtype or shape of a stored tensor."""
     if stored.dtype not in DTYPE_NAMES:
         yield f"is of {stored.dtype}; float32, bfloat16 and float16 are supported"
         return

@@ -41,7 +41,7 @@ MODEL_TOML = "model.toml"
 
 @dataclass(frozen=True)
 class Imported:
-    """What an import has made.
+    """The result of an import.
 
     Args:
         model: resolved.
@@ -112,7 +112,7 @@ def import_model(
 
 
 def model_section(config: Mapping[str, Any], seq_len: int | None = None) -> ModelConfig:
-    """The resolved [model] section of a `config.json`, with `seq_len` or as many positions as it names.
+    """Convert a `config.json` to a resolved [model] section, with `seq_len` or as many positions as it names.
 
     Raises:
         ValueError: our models do not compute what this one does; the message lists every reason.
@@ -136,7 +136,7 @@ def _read_config(folder: Folder) -> dict[str, Any]:
 
 
 def _toml(model: ModelConfig, source: Folder, out: Folder, notes: Iterable[str], *, has_tokenizer: bool) -> str:
-    """The sections of a run file that resumes an imported model."""
+    """Write the sections of a run file that resumes an imported model."""
     lines = [f"# {line}" for line in (f"The model of {source}, imported into {out}.", *notes)]
     lines += ["[model]", *(f"{key} = {toml_value(value)}" for key, value in set_keys(model).items()), ""]
     if has_tokenizer:
@@ -147,7 +147,7 @@ def _toml(model: ModelConfig, source: Folder, out: Folder, notes: Iterable[str],
 
 
 def set_keys(model: ModelConfig) -> dict[str, Any]:
-    """The keys of a [model] section that are set."""
+    """Return the keys of a [model] section that are set."""
     return {key: value for key, value in model.model_dump().items() if value is not None}
 
 

@@ -131,7 +131,7 @@ def _recognised(folder: LocalFolder) -> str:
 
 
 def _check_moments(found: ForeignCheckpoint, kinds: Iterable[str], config: RunConfig, run_file: str | Path) -> bool:
-    """Whether the checkpoint has AdamW's moments.
+    """Return whether the checkpoint has AdamW's moments.
 
     Raises: CheckpointError: it has a part of them, or the optimizer of the run file keeps others.
     """
@@ -151,7 +151,7 @@ def _check_moments(found: ForeignCheckpoint, kinds: Iterable[str], config: RunCo
 def _trainer_state(
     found: ForeignCheckpoint, config: RunConfig, step: int | None, samples: int | None, *, has_moments: bool
 ) -> tuple[TrainerState, list[str]]:
-    """The trainer state to resume from, and lines for the user.  Without moments the step is 0 unless the user sets it."""
+    """Return the trainer state to resume from, and lines for the user.  Without moments the step is 0 unless it is given."""
     if step is None:
         step = found.step or 0 if has_moments else 0
     if samples is None and step == found.step:

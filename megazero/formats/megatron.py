@@ -60,7 +60,7 @@ _CONSTANT: dict[str, Any] = dict.fromkeys(_OFF, False) | dict.fromkeys(_UNSET) |
 
 
 def read_nemo(folder: LocalFolder, model: ModelConfig) -> ForeignCheckpoint:
-    """What a folder of NeMo 2 holds; its configuration says what args say elsewhere.  Raises: as `read_megatron`."""
+    """Read a folder of NeMo 2, whose configuration takes the place of the args.  Raises: as `read_megatron`."""
     said: Any = {}
     if (context := folder.child("context")).has("model.yaml") and find_spec("yaml"):
         with foreign_errors(f"{context}/model.yaml"):
@@ -73,7 +73,7 @@ def read_nemo(folder: LocalFolder, model: ModelConfig) -> ForeignCheckpoint:
 
 
 def read_megatron(folder: LocalFolder, model: ModelConfig, args: Mapping[str, Any] | None = None) -> ForeignCheckpoint:
-    """What a checkpoint of Megatron-Core holds.  Raises: CheckpointError, also where its args are of another model."""
+    """Read a checkpoint of Megatron-Core.  Raises: CheckpointError, also if its args describe another model."""
     path = folder.path / COMMON
     with foreign_errors(str(path)):
         common, named = load_tensors(path)
@@ -106,7 +106,7 @@ def read_megatron(folder: LocalFolder, model: ModelConfig, args: Mapping[str, An
 
 
 def _add_updates(found: ForeignCheckpoint, states: list[Any], args: Mapping[str, Any]) -> None:
-    """How often AdamW has updated the tensors."""
+    """Find how often AdamW has updated the tensors."""
     if not _is(said := args.get("optimizer", "adam"), "adam"):
         raise CheckpointError(f"{COMMON}: optimizer={said!r}, supported is 'adam'")
     leaves = ((getattr(path[-1], "key", None), value) for path, value in tree_leaves_with_path(states) if path)
@@ -117,7 +117,7 @@ def _add_updates(found: ForeignCheckpoint, states: list[Any], args: Mapping[str,
 
 
 def differences(args: Mapping[str, Any], model: ModelConfig) -> Iterator[str]:
-    """Yields each contradiction between the checkpoint's args and the run file."""
+    """Yield each contradiction between the checkpoint's args and the run file."""
     said = dict(args)
     if not said.get("group_query_attention", True):  # then the number of groups means nothing
         said["num_query_groups"] = said.get("num_attention_heads")
@@ -137,7 +137,7 @@ def differences(args: Mapping[str, Any], model: ModelConfig) -> Iterator[str]:
 
 
 def _scaling(said: Mapping[str, Any]) -> RopeScaling | None:
-    """What scales rotary positions.  Source: megatron/core/models/common/embeddings/rotary_pos_embedding.py."""
+    """Return the scaling of rotary positions.  Source: megatron/core/models/common/embeddings/rotary_pos_embedding.py."""
     if (factor := said.get("rotary_seq_len_interpolation_factor") or 1) != 1:
         return RopeScaling(type="linear", factor=factor)
     low, high = said.get("low_freq_factor", 1.0), said.get("high_freq_factor", 4.0)
@@ -147,18 +147,18 @@ def _scaling(said: Mapping[str, Any]) -> RopeScaling | None:
 
 
 def _turns(model: ModelConfig) -> bool:
-    """Whether positions are rotary, as of all families like Llama."""
+    """Return whether positions are rotary, as in all families like Llama."""
     return "rope_theta" in FAMILIES[model.family].reads
 
 
 def _is(said: Any, value: Any) -> bool:
-    """Whether an argument, which may be any object, equals a plain value."""
+    """Return whether an argument, which may be any object, equals a plain value."""
     said = tuple(said) if isinstance(said, list) else said
     return isinstance(said, bool | int | float | str | tuple | None) and said == value
 
 
 def _window(said: Any) -> Any:
-    """window_size, positions before and after a token, as model.sliding_window, which counts the token; -1 is no end."""
+    """Convert window_size (positions before and after a token; -1: no end) to model.sliding_window, which counts it."""
     if said is None or (isinstance(said, list | tuple) and len(said) == 2 and _is(said[0], -1)):
         return None
     plain = isinstance(said, list | tuple) and len(said) == 2 and _is(said[1], 0) and isinstance(said[0], int)
@@ -166,7 +166,7 @@ def _window(said: Any) -> Any:
 
 
 def _add_tensors(found: ForeignCheckpoint, source: DcpFolder, model: ModelConfig) -> None:
-    """Weights, moments and masters, by the names of weights."""
+    """Add weights, moments and masters, by the names of weights."""
     weights, sizes, tensors = found.tensors[MODEL], {}, source.tensors()
     for name, tensor in sorted(tensors.items(), key=lambda item: item[0].startswith("optimizer.")):
         state, bucket = _STATE.fullmatch(name), _BUCKET.fullmatch(name)
@@ -203,7 +203,7 @@ def _master(name: str, master: LazyTensor, weight: LazyTensor) -> Tensor:
 
 
 def _whole(held: LazyTensor, weight: LazyTensor | None) -> LazyTensor:
-    """A tensor of the shape of its weight, where it has [pieces of each dimension, elements of a piece] (up to 0.15)."""
+    """Return a tensor in the shape of its weight.  Up to 0.15 it has [pieces of each dimension, elements of a piece]."""
     if weight is None or len(held.shape) != len(weight.shape) + 1:
         return held
     counts, places = held.shape[:-1], range(len(weight.shape))
@@ -217,7 +217,7 @@ def _whole(held: LazyTensor, weight: LazyTensor | None) -> LazyTensor:
 
 
 def _settings(args: Mapping[str, Any]) -> dict[str, Any]:
-    """Keys of our [optimizer]."""
+    """Convert args to keys of our [optimizer]."""
     found = {key: args[key] for key in ("lr", "weight_decay") if args.get(key) is not None}
     found |= {"eps": args["adam_eps"]} if "adam_eps" in args else {}
     found |= {"name": "adam"} if args.get("decoupled_weight_decay") is False else {}
@@ -239,7 +239,7 @@ _Places: TypeAlias = dict[tuple[str, int], tuple[str, int]]
 
 
 def _places(sizes: _Sizes, weights: Mapping[str, LazyTensor], tp: int, norms_apart: bool) -> _Places:
-    """Where each parameter lies if the ranks were so many and this the order; nothing if the buckets have other lengths."""
+    """Locate each parameter for a number of ranks and an order of modules; empty if the buckets have other lengths."""
     layers = 1 + max(int(found[1]) for name in weights if (found := _LAYER.match(name)))
 
     def position(name: str) -> tuple[int, int, bool]:
@@ -272,7 +272,7 @@ def _places(sizes: _Sizes, weights: Mapping[str, LazyTensor], tp: int, norms_apa
 def _in_buckets(
     sizes: _Sizes, rows: Callable[[str, int, int], Tensor], weights: Mapping[str, LazyTensor], *, is_gated: bool
 ) -> Callable[[str, str], Tensor] | None:
-    """What reads a whole tensor by its kind and by the name of its weight; None where no layout fits.
+    """Return a function that reads a whole tensor by kind and weight name; None if no layout fits.
 
     Args:
         sizes: elements of each bucket, by its group, chunk, number, and its name up to the kind.

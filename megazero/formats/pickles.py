@@ -30,7 +30,7 @@ _MADE = (*_RECORDS, *map(resolve_name, _LISTS["values"]))
 
 
 def _memory_format(kind: Any, name: Any) -> Any:
-    """What some releases of Python 3.11 call `getattr` for: a member of an enumeration."""
+    """Return a member of an enumeration, for which some releases of Python 3.11 call `getattr`."""
     if kind is metadata._MEM_FORMAT_ENCODING and name in kind.__members__:
         return kind[name]
     raise pickle.UnpicklingError(f"it reads {name!r} of {kind!r}, which was refused")
@@ -90,7 +90,7 @@ class _Unpickler(pickle._Unpickler):  # the one in Python, whose steps can be re
 
 
 def load_metadata(data: bytes) -> tuple[Any, list[str]]:
-    """The value of a plain pickle, and the names in it that are not on the list.  Raises: ValueError: it is damaged."""
+    """Read a plain pickle; return its value and the names that are not on the list.  Raises: ValueError: damage."""
     unpickler = _Unpickler(io.BytesIO(data))
     try:
         return unpickler.load(), sorted(unpickler.unknown)
@@ -100,7 +100,7 @@ def load_metadata(data: bytes) -> tuple[Any, list[str]]:
 
 
 def load_tensors(file: Path | memoryview) -> tuple[Any, list[str]]:
-    """The value of a file of `torch.save`, and the names in it that are not on the list; tensors of a path are mapped.
+    """Read a file of `torch.save`; return its value and the names in it that are not on the list.  Files are mapped.
 
     Raises:
         FileNotFoundError.
@@ -149,7 +149,7 @@ def _check_path(path: Path, size: int, changed: int) -> None:
 
 
 def _check_sums(file: Path | BinaryIO) -> None:
-    """Raises: zipfile.BadZipFile or ValueError where a member is not what was written."""
+    """Check the sums of all members.  Raises: zipfile.BadZipFile, ValueError: a member is not what was written."""
     with zipfile.ZipFile(file) as archive:
         for info in archive.infolist():
             if info.compress_type != zipfile.ZIP_STORED:

@@ -27,7 +27,7 @@ _AT_ONCE: Final = 1 << 24  # ids
 
 
 def pair_of(path: Path, cache_dir: str | os.PathLike[str], tokenizer: Tokenizer, say: Callable[[str], None]) -> Path:
-    """The prefix of a pair with the tokens of a raw file, which is written if it is not in the cache yet.
+    """Return the prefix of a pair with the tokens of a raw file.  Write the pair if the cache does not have it.
 
     Raises:
         ValueError: the file is damaged, or of another form.
@@ -65,7 +65,7 @@ def _ids_of(path: Path, tokenizer: Tokenizer) -> NDArray[Any]:
 
 
 def _ends_of(path: Path, tokens: NDArray[Any], eod: int) -> NDArray[np.int64]:
-    """One past the last token of each document."""
+    """Return the end of each document: one past its last token."""
     if (index := Path(f"{path}.index")).exists():
         ends = np.fromfile(index, "<i8")
     else:

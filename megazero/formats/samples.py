@@ -18,7 +18,7 @@ from megazero.training.batches import open_corpus_of, read_on_host
 
 
 def describe_samples(config: RunConfig, first: int, count: int) -> Iterator[str]:
-    """Lines on the training samples [first, first + count).  A token counts where the loss predicts the next one from it.
+    """Describe the training samples [first, first + count).  A token counts if the loss predicts the next one from it.
 
     Raises: FileNotFoundError, ValueError, OSError: as `open_corpus`.
     """

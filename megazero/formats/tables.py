@@ -32,13 +32,13 @@ Move: TypeAlias = Callable[[Tensor, ModelConfig], Tensor]  # moves elements; the
 
 
 def unmoved(tensor: Tensor, model: ModelConfig) -> Tensor:
-    """The tensor as it is."""
+    """Return the tensor as it is."""
     return tensor
 
 
 @dataclass(frozen=True)
 class Theirs:
-    """Where a tensor of ours lies in a checkpoint of another framework.
+    """The place of a tensor of ours in a checkpoint of another framework.
 
     Args:
         name: of their tensor.
@@ -80,7 +80,7 @@ class NameTable:
     prefix: str = ""
 
     def theirs(self, ours: str) -> Theirs:
-        """Where a tensor of ours lies."""
+        """Return the place of a tensor of ours."""
         layer = _LAYER.search(ours)
         pattern = ours if layer is None else f"{ours[: layer.start(1)]}{{}}{ours[layer.end(1) :]}"
         found = self.tensors.get(pattern) or Theirs(pattern.removeprefix(self.dropped))
@@ -88,7 +88,7 @@ class NameTable:
 
 
 def rows_of_pairs(heads: Callable[[ModelConfig], int]) -> tuple[Move, Move]:
-    """(take, give) for the rows of q or k: rotary positions rotate neighbouring rows there, and halves of a head here.
+    """Return (take, give) for the rows of q or k: rotary positions rotate neighbouring rows there, halves of a head here.
 
         theirs  a0 b0 a1 b1 a2 b2        each pair (a, b) is rotated by one angle
         ours    a0 a1 a2 b0 b1 b2
@@ -104,12 +104,12 @@ def rows_of_pairs(heads: Callable[[ModelConfig], int]) -> tuple[Move, Move]:
 
 
 def kv_heads(model: ModelConfig) -> int:
-    """Key and value heads of a resolved model."""
+    """Return the number of key and value heads of a resolved model."""
     return model.num_kv_heads or model.num_heads
 
 
 def of_query_groups(projection: str) -> Move:
-    """ "q", "k" or "v" of rows that hold them by query group, as Megatron's `linear_qkv` does, biases included.
+    """Return a move that takes "q", "k" or "v" from rows stored by query group, as in Megatron's `linear_qkv`.
 
     theirs  q0 q1 k0 v0 | q2 q3 k1 v1        4 heads, 2 groups
     """
@@ -126,23 +126,23 @@ def of_query_groups(projection: str) -> Move:
 
 
 def half(index: int) -> Move:
-    """The first or second half of the rows."""
+    """Return a move that takes the first or second half of the rows."""
     return lambda tensor, _: tensor.unflatten(0, (2, -1))[index]
 
 
 def without_padding(tensor: Tensor, model: ModelConfig) -> Tensor:
-    """The rows of the vocabulary, of a table that is padded to a multiple of some number."""
+    """Drop the padding rows of a vocabulary."""
     return tensor[: model.vocab_size]
 
 
 def of_heads(tensor: Tensor, model: ModelConfig) -> Tensor:
-    """q | k | v of all heads, from q, k, v of each head: GPT-2's, whose matrices are [in, out] here and [out, in] there."""
+    """Reorder q, k, v of each head to q | k | v of all heads, for GPT-2, whose matrices are [in, out] here."""
     rows = tensor.unflatten(0, (model.num_heads, 3, -1)).transpose(0, 1).flatten(0, 2)
     return rows.t() if rows.dim() == 2 else rows
 
 
 def transposed(tensor: Tensor, model: ModelConfig) -> Tensor:
-    """[out, in] <-> [in, out]."""
+    """Transpose: [out, in] <-> [in, out]."""
     return tensor.t()
 
 
@@ -161,12 +161,12 @@ MOVES: dict[str, tuple[Move, Move | None]] = {
 
 
 def data_beside(module: str) -> dict[str, Any]:
-    """The data in the .toml beside a module, given by its file."""
+    """Read the .toml file beside a module, which is given by its own file."""
     return tomllib.loads(Path(module).with_suffix(".toml").read_text(encoding="utf-8"))
 
 
 def _read_table(tables: Mapping[str, Any], key: str) -> NameTable:
-    """The table of a key of tables.toml."""
+    """Build the table of a key of tables.toml."""
     given = dict(tables[key])
     base = _read_table(tables, given.pop("base")) if "base" in given else NameTable("", "")
     own = {name: None if value == "none" else value for name, value in given.pop("own", base.own).items()}
@@ -186,12 +186,12 @@ TABLES = {
 
 
 def names_of_transformers(form: HuggingFaceFormat) -> tuple[NameTable, NameTable]:
-    """The names of transformers, with the model's prefix and without it, as of a model that was saved without its head."""
+    """Return the names of transformers with and without the model's prefix; a model saved without its head has none."""
     whole = NameTable("hugging-face", form.embedding, head=form.head, buffers=form.buffers)
     return whole, replace(whole, dropped=form.prefix)
 
 
 def tables_of(family: str) -> tuple[NameTable, ...]:
-    """The tables of a family, the likeliest first; last are the names of transformers, or our own."""
+    """Return the tables of a family, the likeliest first.  The last are the names of transformers, or our own."""
     form = FAMILIES[family].hugging_face
     return (*TABLES.get(family, ()), *([NameTable("own", "")] if form is None else names_of_transformers(form)))

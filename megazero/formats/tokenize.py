@@ -44,7 +44,7 @@ R = TypeVar("R")
 
 
 class TokenizeSummary(NamedTuple):
-    """What `tokenize_files` wrote."""
+    """The result of `tokenize_files`."""
 
     documents: int
     tokens: int  # end-of-document ids included
@@ -55,7 +55,7 @@ class TokenizeSummary(NamedTuple):
 
 @dataclass(frozen=True)
 class _Job:
-    """What decides the tokens of a text, and where shards go."""
+    """The settings that decide the tokens of a text, and the folder of the shards."""
 
     folder: Path
     tokenizer: str
@@ -82,7 +82,7 @@ class Shard(NamedTuple):
 
 @dataclass
 class _Tokenized:
-    """What became of a shard."""
+    """The result of a shard."""
 
     documents: int = 0
     tokens: int = 0
@@ -178,7 +178,7 @@ def tokenize_files(
 
 
 def _folder_of(prefix: str) -> Path:
-    """The folder of shards of an output.  Raises: ValueError: the output cannot be written there."""
+    """Return the folder for the shards of an output.  Raises: ValueError: the output cannot be written there."""
     if prefix.endswith(("/", ".bin", ".idx")):
         better = f"{prefix}corpus" if prefix.endswith("/") else prefix[:-4]
         raise ValueError(f"{prefix} must be the path of the pair without .bin or .idx; write {better}")
@@ -202,7 +202,7 @@ def _listed(count: int, named: Sequence[Problem]) -> str:
 
 
 def make_shards(files: Sequence[Path], job: _Job) -> tuple[list[Shard], list[Problem]]:
-    """Shards of the files, in order, and the files that cannot be read."""
+    """Group the files into shards, in order, and list the files that cannot be read."""
     states: dict[str, tuple[int, int]] = {}
     for path in files:
         with suppress(OSError):  # which `cut_files` reports
@@ -237,7 +237,7 @@ def _state_of(path: str | Path) -> tuple[int, int]:
 def _tokenize_shards(
     shards: Sequence[Shard], job: _Job, workers: int, on_progress: Callable[[int, int], None]
 ) -> list[_Tokenized]:
-    """What became of each shard, after those that are not done yet have been tokenized."""
+    """Tokenize the shards that are not done yet, and return the result of every shard."""
     job.folder.mkdir(exist_ok=True)
     missing = [shard for shard in shards if not _is_done(shard, job)]
     total = sum(shard.bytes for shard in shards)
@@ -252,7 +252,7 @@ def _tokenize_shards(
 
 
 def _over_processes(work: Callable[[T], R], items: Sequence[T], workers: int) -> Generator[R, None, None]:
-    """The results of `work`, over processes, as they are done."""
+    """Run `work` over processes, and yield each result when it is done."""
     if workers == 1 or len(items) < 2:
         yield from map(work, items)
         return
@@ -273,7 +273,7 @@ def _over_processes(work: Callable[[T], R], items: Sequence[T], workers: int) ->
 
 
 def _end_with_parent() -> None:
-    """A worker ends at once on Ctrl-C, and when the command that started it has been killed."""
+    """End this worker at once on Ctrl-C, and when the command that started it has been killed."""
     import multiprocessing
 
     signal.signal(signal.SIGINT, signal.SIG_DFL)
@@ -291,7 +291,7 @@ _tokenizer_of_process = functools.cache(load_tokenizer)
 
 
 def _tokenize_shard(shard: Shard, job: _Job) -> int:
-    """Tokenize a shard into a zip, whose sums are checked when it is read; its bytes of input."""
+    """Tokenize a shard into a zip, whose sums are checked when it is read.  Return its bytes of input."""
     done, lengths = _Tokenized(), array("i")
     # its own: a worker whose command was killed may still be writing
     partial = job.path(shard).with_suffix(f".zip.{secrets.token_hex(4)}.partial")
@@ -313,7 +313,7 @@ def _tokenize_shard(shard: Shard, job: _Job) -> int:
 
 
 def _encoded(shard: Shard, job: _Job, done: _Tokenized) -> Iterator[NDArray[np.int32]]:
-    """The ids of each document; what is left out is noted in `done`.  Any error belongs to a document, or to its file."""
+    """Yield the ids of each document.  Record in `done` what is left out: every error is of a document or of its file."""
     encoder = _tokenizer_of_process(job.tokenizer, job.eod_token)
 
     def unread(file_range: FileRange, position: int, error: Exception) -> None:
@@ -346,14 +346,14 @@ def _encoded(shard: Shard, job: _Job, done: _Tokenized) -> Iterator[NDArray[np.i
 
 
 def _is_done(shard: Shard, job: _Job) -> bool:
-    """Whether an earlier command has tokenized a shard; `_content` checks what it holds."""
+    """Return whether an earlier command has tokenized a shard.  `_content` checks what it holds."""
     with suppress(ValueError):
         return _read_tokenized(job.path(shard)).is_final
     return False
 
 
 def _content(shard: Shard, job: _Job) -> tuple[bytes, bytes]:
-    """The ids and lengths of a shard, which is tokenized again where the disk has not kept what was written."""
+    """Read the ids and lengths of a shard.  Tokenize it again if the file is not what was written."""
     for _ in range(2):
         with suppress(Exception), ZipFile(job.path(shard)) as content:  # of damage zipfile raises errors of many kinds
             return content.read("ids"), content.read("lengths")

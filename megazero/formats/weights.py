@@ -27,7 +27,7 @@ _FROM_HUB = "a model of the Hugging Face hub is fetched first: hf download NAME 
 
 
 def local_source(source: str | Path) -> LocalFolder:
-    """The directory or file of what is to be imported.  Raises: CheckpointError: it is not there, or not all of it."""
+    """Return the directory or file to import.  Raises: CheckpointError: it is missing, or git-lfs has not fetched it."""
     folder = LocalFolder(Path(source))
     if not folder.path.exists():
         raise CheckpointError(f"{source} does not exist; {_FROM_HUB}")
@@ -38,18 +38,18 @@ def local_source(source: str | Path) -> LocalFolder:
 
 
 def _check_fetched(path: Path) -> None:
-    """Raises: CheckpointError: git-lfs has not fetched the file.  OSError."""
+    """Check that git-lfs has fetched a file.  Raises: CheckpointError, OSError."""
     if path.stat().st_size < 1024 and path.read_bytes().startswith(LFS_POINTER):
         raise CheckpointError(f"{path} is {LFS_HINT}")
 
 
 def has_weights(folder: LocalFolder) -> bool:
-    """Whether a folder holds files of weights."""
+    """Return whether a folder holds files of weights."""
     return any(name.removesuffix(".index.json") in _WEIGHTS or name.endswith(".ckpt") for name in folder.files())
 
 
 def open_weights(folder: LocalFolder) -> ForeignCheckpoint:
-    """The tensors of a model directory, or of one file.
+    """Open the tensors of a model directory, or of one file.
 
     Raises:
         CheckpointError: there are no weights, a file is missing or cannot be read, a tensor is in two files, or one that the
@@ -73,7 +73,7 @@ def open_weights(folder: LocalFolder) -> ForeignCheckpoint:
 
 
 def _find(folder: LocalFolder) -> tuple[list[str], dict[str, str]]:
-    """Files of weights, and their index's map of tensors to files.  One file comes before an index, as in transformers."""
+    """Find files of weights, and the map of tensors to files.  A single file comes before an index, as in transformers."""
     for name in _WEIGHTS:
         if folder.has(name):
             return [name], {}
@@ -94,7 +94,7 @@ def _find(folder: LocalFolder) -> tuple[list[str], dict[str, str]]:
 
 
 def _open_safetensors(path: Path) -> dict[str, LazyTensor]:
-    """The tensors of a safetensors file, which may have dtypes that our checkpoints do not have."""
+    """Open a safetensors file.  Its tensors may have dtypes that our checkpoints do not have."""
     file = safe_open(path, framework="pt")
 
     def stored(name: str) -> LazyTensor:
@@ -106,7 +106,7 @@ def _open_safetensors(path: Path) -> dict[str, LazyTensor]:
 
 
 def _open_pickled(path: Path, found: ForeignCheckpoint) -> dict[str, LazyTensor]:
-    """The tensors of a file of `torch.save`, mapped; what is no tensor is added to `found`.
+    """Map the tensors of a file of `torch.save`.  Entries that are not tensors are added to `found`.
 
     A file older than torch 1.6 is read whole.  Raises: FileNotFoundError; ValueError: it holds no tensors by name.
     """
