@@ -51,11 +51,11 @@ class Accelerator:
         return f"cuda:{device_index}" if self._is_cuda and device_index is not None else self._name
 
     def device(self, device_index: int | None = None) -> AbstractContextManager[Any]:
-        """A context in which the device is the current one."""
+        """Return a context in which the device is the current one."""
         return torch.cuda.device(device_index) if self._is_cuda else nullcontext()
 
     def current_device(self) -> int:
-        """Its index; LOCAL_RANK on the CPU."""
+        """Return the index of the current device; LOCAL_RANK on the CPU."""
         return torch.cuda.current_device() if self._is_cuda else int(os.environ.get("LOCAL_RANK", "0"))
 
     def current_device_name(self) -> str:
@@ -67,7 +67,7 @@ class Accelerator:
         return tensor.device.type == self._name
 
     def supported_dtypes(self) -> list[torch.dtype]:
-        """Formats to train in."""
+        """Return the dtypes to train in."""
         return [torch.float32, torch.float16, *([torch.bfloat16] if self.is_bf16_supported() else [])]
 
     def total_memory(self, device_index: int | None = None) -> int:

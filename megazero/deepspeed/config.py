@@ -37,7 +37,7 @@ _SIZES = {"global_batch_size": TRAIN, "micro_batch_size": MICRO, "accumulation":
 
 @dataclass(frozen=True)
 class DeepSpeedConfig(Mapping[str, Any]):
-    """What a DeepSpeed configuration asks for, complete; as a mapping it is the JSON as it was given.
+    """The complete settings of a DeepSpeed configuration.  As a mapping it is the JSON as it was given.
 
     Args:
         json: the keys that set something, as written or with their defaults; the others are what follows from them.
@@ -70,7 +70,7 @@ class DeepSpeedConfig(Mapping[str, Any]):
 
 
 def load_deepspeed_config(source: str | Path | Mapping[str, Any], dp_size: int) -> DeepSpeedConfig:
-    """Read a configuration, a JSON file or what was parsed from one.  Raises: ConfigError, with all that is wrong."""
+    """Read a configuration from a JSON file or a mapping.  Raises: ConfigError, with all that is wrong."""
     name = "the DeepSpeed configuration" if isinstance(source, Mapping) else str(source)
     given = source if isinstance(source, Mapping) else read_json(Path(source))
     config, checked = check_keys(given)
@@ -180,7 +180,7 @@ def _precision(config: DeepSpeedJson) -> PrecisionConfig:
 
 
 def _idle_beside_others(config: DeepSpeedJson) -> Iterator[str]:
-    """Yield the keys that are written, and have no effect beside the others."""
+    """Yield the keys that are written and have no effect beside the others."""
     zero, fp16 = config.zero_optimization, config.fp16
     rows: list[tuple[bool, str, Section, str]] = [
         (zero.stage != 3, ZERO, zero, "without stage 3"),
@@ -197,7 +197,7 @@ def _idle_beside_others(config: DeepSpeedJson) -> Iterator[str]:
 
 
 def _notes(config: DeepSpeedJson) -> Iterator[str]:
-    """Yield notes on keys that are honoured, but not as these values or beside these others."""
+    """Yield notes on keys that act in another way with these values, or beside these other keys."""
     zero, bucket = config.zero_optimization, _bucket_bytes(config)
     if "reduce_bucket_size" in zero.model_fields_set and bucket != _BYTES_PER_ELEMENT * zero.reduce_bucket_size:
         taken = bucket // _BYTES_PER_ELEMENT
@@ -229,7 +229,7 @@ _OTHER_NAMES = {name: f"stage3_{name}" for name in _TABLE["prefixed"].split()}
 
 
 def check_keys(config: Mapping[str, Any]) -> tuple[DeepSpeedJson, KeyCheck]:
-    """Check a parsed configuration: the keys that hold, the others at their defaults, and what was found beside them."""
+    """Check each key of a parsed configuration; return the valid keys, the others at their defaults, and what was found."""
     modern = dict(config)  # without the forms of older versions
     if isinstance(stage := modern.get("zero_optimization"), bool):
         modern["zero_optimization"] = {"stage": int(stage)}
@@ -250,7 +250,7 @@ def check_keys(config: Mapping[str, Any]) -> tuple[DeepSpeedJson, KeyCheck]:
 
 @dataclass(frozen=True)
 class KeyCheck:
-    """Reads tables, and gathers what is found beside their values.
+    """Reads tables, and collects problems and keys without effect.
 
     Args:
         idle: the keys that are written and have no effect.
@@ -261,7 +261,7 @@ class KeyCheck:
     honoured: dict[str, FieldInfo] = field(default_factory=honoured_keys)
 
     def read_table(self, table: Mapping[str, Any], path: str) -> dict[str, Any]:
-        """Give the keys that set something and hold, of the table at a path; the path of the top is empty."""
+        """Return the valid keys of the table at a path that set something.  The path of the top is empty."""
         values: dict[str, Any] = {}
         for name, value in table.items():
             key = f"{path}.{name}".removeprefix(".")
@@ -286,7 +286,7 @@ class KeyCheck:
         return values
 
     def _is_value(self, value: object, key: str) -> bool:
-        """Tell whether a key that sets something is written with a value that it takes."""
+        """Return whether a key that sets something has a value that it takes; report the problem if it has not."""
         info = self.honoured[key]
         if value is None and info.default is None:
             return False
@@ -314,14 +314,14 @@ class KeyCheck:
         self.problems.append(Problem(key, value, "unknown key", did_you_mean(meant, every)))
 
     def _names(self, path: str) -> list[str]:
-        """Give the names directly below a table; none where there is no such table."""
+        """Return the names directly below a table; none if there is no such table."""
         start = f"{path}." if path else ""
         below = [key.removeprefix(start) for key in (*self.honoured, *NO_EFFECT, *REFUSED) if key.startswith(start)]
         return list(dict.fromkeys(name.partition(".")[0] for name in below))
 
 
 def _errors(key: str, value: object) -> list[ErrorDetails]:
-    """Give what pydantic says of one value, written alone."""
+    """Return pydantic's errors for one value alone."""
     written = value
     for name in reversed(key.split(".")):
         written = {name: written}

@@ -80,7 +80,7 @@ class OffloadParamBlock(Section):
 
     @property
     def if_on(self) -> Self | None:
-        """This block, None where nothing is offloaded, as DeepSpeed's engine answers."""
+        """Return this block, or None if nothing is offloaded, as DeepSpeed's engine does."""
         return None if self.device in (None, "none") else self
 
 
@@ -112,7 +112,7 @@ class ZeroBlock(Section):
         return {"offload_optimizer": self.offload_optimizer, "offload_param": self.offload_param}
 
     def nvme_paths(self) -> list[str]:
-        """Give the different directories that the two blocks name for their files."""
+        """Return the distinct directories that the two blocks name for their files."""
         paths = [block.nvme_path for block in self.offloads.values() if block.device == "nvme"]
         return list(dict.fromkeys(path for path in paths if path))
 
@@ -171,7 +171,7 @@ class DeepSpeedJson(Section):
 
 
 def honoured_keys(model: type[Section] = DeepSpeedJson, prefix: str = "") -> dict[str, FieldInfo]:
-    """Give every key that sets something, by its path from the top."""
+    """Return every key that sets something, by its path from the top."""
     found: dict[str, FieldInfo] = {}
     for name, field in model.model_fields.items():
         if is_section(field.annotation):
@@ -187,7 +187,7 @@ ZERO = "zero_optimization"
 
 
 def relations(config: DeepSpeedJson, dp: int) -> Iterator[Problem]:
-    """Yield what is wrong with keys together; what the settings of a run file may be together, its own rules say."""
+    """Yield problems of keys that do not fit each other.  The rules of a run file find the others."""
     zero, has_half_weights = config.zero_optimization, config.fp16.enabled or config.bf16.enabled
     if config.train_batch_size is None and config.train_micro_batch_size_per_gpu is None:
         rule = f"must be given: samples in a step, {MICRO} * {ACCUMULATION} * {dp=}"

@@ -55,7 +55,7 @@ def GatheredParameters(  # noqa: N802  as DeepSpeed has it
     fwd_module: nn.Module | None = None,
     enabled: bool = True,
 ) -> Iterator[None]:
-    """A context that gathers parameters; what `modifier_rank` changes in them is broadcast to every rank.
+    """Gather parameters for a `with` block, and broadcast what `modifier_rank` changes in them.
 
     A collective call of all ranks.  Only elements that change leave their fp32 master.  A module's own forward does not see
     the changes before the end.  Parameters of no engine are whole anyway; those built under `zero.Init` record changes.
@@ -86,7 +86,7 @@ def GatheredParameters(  # noqa: N802  as DeepSpeed has it
 
 @contextmanager
 def _changing(engine: TrainingEngine, parameters: dict[str, nn.Parameter], modifier: int | None) -> Iterator[None]:
-    """Gather sharded parameters, and broadcast the changes at the end; buckets without changes are not sent."""
+    """Gather sharded parameters, and broadcast the changes at the end.  Buckets without changes are not sent."""
     _check_modifier(engine, modifier)
     bound = engine.bound
     for name in parameters.keys() & bound.modifiers.keys():  # an outer one makes the changes every rank's
@@ -124,7 +124,7 @@ def _changing(engine: TrainingEngine, parameters: dict[str, nn.Parameter], modif
 
 @torch.no_grad()
 def _apply(engine: TrainingEngine, before: dict[str, Tensor], now: dict[str, Tensor], modifier: int) -> None:
-    """Broadcast the modifier's changes.  Changes of another rank are undone, since no master has them."""
+    """Broadcast the changes of the modifier rank.  Changes of other ranks are undone, since no master has them."""
     state, masters = engine.parallel_state, _Whole(engine)
     differs = [not torch.equal(now[name], before[name]) for name in now]
     changed = torch.tensor(differs, dtype=torch.float32, device=state.device)
@@ -141,7 +141,7 @@ def _apply(engine: TrainingEngine, before: dict[str, Tensor], now: dict[str, Ten
 
 
 class _Whole:
-    """Whole parameters, of buckets that are gathered when they are first needed: fp32 masters, or the weights."""
+    """Whole parameters: fp32 masters or weights.  A bucket is gathered when one of its parameters is first read."""
 
     def __init__(self, engine: TrainingEngine, *, masters: bool = True) -> None:
         self._model, self._bound, self._masters = engine.sharded_model, engine.bound, masters

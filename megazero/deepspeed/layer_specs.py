@@ -22,7 +22,7 @@ PARTITION_METHODS = ("parameters", "uniform", "type:regex")
 
 
 class LayerSpec:
-    """A layer to be built later, on the ranks that run it: a class of nn.Module, and the arguments it is built with."""
+    """A class of nn.Module and its arguments, from which the ranks that run the layer build it."""
 
     def __init__(self, typename: type[nn.Module], *module_args: Any, **module_kwargs: Any) -> None:
         if not (isinstance(typename, type) and issubclass(typename, nn.Module)):
@@ -62,7 +62,7 @@ class TiedLayerSpec(LayerSpec):
 
 
 class AppliedLayer(nn.Module):
-    """A tied layer called through its `forward_fn`; a module of its own, so that hooks see this use and no other."""
+    """A tied layer that is called through its `forward_fn`.  As a module of its own it has hooks for this use alone."""
 
     def __init__(self, module: nn.Module, function: Callable[[Any, Any], Any]) -> None:
         super().__init__()
@@ -91,7 +91,7 @@ def partition_layers(
 
 
 def partition_balanced(weights: Sequence[int], parts: int) -> list[range]:
-    """Cut a row of weights, not negative, into non-empty stages of which the heaviest is as light as can be.
+    """Cut a row of non-negative weights into non-empty stages, the heaviest of which is as light as possible.
 
     The last stages are filled first: under 1F1B the activations of the first ones wait longest.  Raises: ValueError, fewer
     weights than parts.
@@ -169,7 +169,7 @@ def describe_value(value: object) -> str:
 
 
 class _Writable(torch.autograd.Function):
-    """The identity, as a non-leaf: layers may write in place to what another stage sent, although it needs a gradient."""
+    """The identity.  Its result is no leaf, so layers may write to it in place although it needs a gradient."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -231,7 +231,7 @@ class LayerChunk(nn.Module):
         return x
 
     def _recomputable(self, indices: range, *x: Tensor) -> Tensors:
-        """Run layers that the recomputation will run again from `x`, so that they must not write to it."""
+        """Run layers on a copy of `x` if they write in place, since the recomputation starts from `x` again."""
         parts = chain.from_iterable(self.layers[str(i)].modules() for i in indices if i not in self._functions)
         if any(getattr(part, "inplace", False) for part in parts):
             x = tuple(tensor.clone() for tensor in x)

@@ -34,7 +34,7 @@ Warmup = Literal["log", "linear"]
 
 
 def cycle_height(step: int, first: int, second: int, first_stairs: int, second_stairs: int) -> float:
-    """Height in a cycle of first + second steps, 0 at its ends and 1 at its top, in so many stairs (0: at every step)."""
+    """Return the height in a cycle of first + second steps: 0 at its ends, 1 at its top.  0 stairs move at every step."""
     at = (step + 1) % (first + second)
     done, steps, stairs = (at, first, first_stairs) if at <= first else (first + second - at, second, second_stairs)
     return done * stairs // steps / stairs if stairs else done / steps
@@ -131,7 +131,7 @@ class _WarmupSchedule(LRSchedule):
 
 @dataclass(eq=False, repr=False)
 class WarmupLR(_WarmupSchedule):
-    """From warmup_min_lr up to warmup_max_lr over warmup_num_steps steps, then constant.
+    """Grows from warmup_min_lr to warmup_max_lr over warmup_num_steps steps, then stays constant.
 
     Args:
         warmup_max_lr: None takes each group's own rate.
@@ -153,7 +153,7 @@ class WarmupLR(_WarmupSchedule):
 
 @dataclass(eq=False, repr=False)
 class WarmupDecayLR(_WarmupSchedule):
-    """As WarmupLR, then linearly down to warmup_min_lr at total_num_steps, where it stays."""
+    """Warms up as WarmupLR, then falls linearly to warmup_min_lr at total_num_steps, where it stays."""
 
     optimizer: Any
     total_num_steps: Steps
@@ -172,7 +172,7 @@ class WarmupDecayLR(_WarmupSchedule):
 
 @dataclass(eq=False, repr=False)
 class WarmupCosineLR(_WarmupSchedule):
-    """Each group's own rate times a ratio: from warmup_min_ratio up to 1, then along a cosine down to cos_min_ratio.
+    """Multiplies each group's rate by a ratio: from warmup_min_ratio up to 1, then along a cosine down to cos_min_ratio.
 
     The last ratio stays from total_num_steps on.  Before the first step the ratio is warmup_min_ratio, as documented;
     DeepSpeed sets 0 there.

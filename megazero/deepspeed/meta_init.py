@@ -33,7 +33,7 @@ _READS = {"item", "tolist", "__bool__", "__float__", "__int__", "numpy"}
 
 @dataclass
 class _History:
-    """What was done to one parameter, in order: (function, arguments, keywords, number of the result)."""
+    """The operations on one parameter, in order: (function, arguments, keywords, number of the result)."""
 
     make: Callable[[], Tensor]
     steps: list[tuple[Any, Any, Any, int]] = field(default_factory=list)
@@ -41,7 +41,7 @@ class _History:
     draws: list[tuple[int, object]] = field(default_factory=lambda: [(0, object())])
 
     def copy(self) -> _History:
-        """A history that goes on by itself: what the parameter was is the copy's, too."""
+        """Return a copy that shares the operations so far and records its own from now on."""
         return _History(self.make, list(self.steps), [*self.draws, (len(self.steps), object())])
 
 
@@ -94,7 +94,7 @@ class MetaParameter(nn.Parameter):
         return copied
 
     def replay(self, seed: int, keys: Mapping[object, str]) -> Tensor:
-        """The initial values, on the CPU; the run's seed and the `keys` of the history's draws key the random numbers."""
+        """Compute the initial values on the CPU.  The run's seed and the `keys` of the draws seed the random numbers."""
         (_, first), *others = [(steps, derive_key(seed, keys[draw]) % 2**63) for steps, draw in self.history.draws]
         draws = dict(others)
         with torch.random.fork_rng(devices=[]), torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
@@ -141,7 +141,7 @@ def _changes_first(name: str) -> bool:
 
 
 def _record(value: Any) -> Any:
-    """What stands for an argument until the replay; a tensor is copied, for the script may use its memory again."""
+    """Return what is recorded of an argument.  Tensors are copied, since the script may reuse their memory."""
     if isinstance(value, MetaParameter):
         return _Result(value.number)
     return value.detach().to("cpu", copy=True) if isinstance(value, Tensor) and not value.is_meta else value
@@ -154,7 +154,7 @@ def _as_meta(value: Any) -> Any:
 
 
 class Init(TorchFunctionMode):
-    """A context in which modules are built without memory for their parameters, to be passed to `initialize` on every rank.
+    """Builds modules without memory for their parameters, in a `with` block.  Pass them to `initialize` on every rank.
 
     Nothing else may read the parameters before.
 
@@ -212,6 +212,6 @@ class Init(TorchFunctionMode):
 
 
 def _storage_of(tensor: Tensor) -> int:
-    """Identity of a tensor's memory; 0 where it has none of the usual kind.  No mode sees the call."""
+    """Return the identity of a tensor's memory; 0 if its layout is not strided.  No mode sees the call."""
     with torch._C.DisableTorchFunction():
         return tensor.untyped_storage()._cdata if tensor.layout is torch.strided else 0

@@ -24,7 +24,7 @@ _ROOM = "megazero.deepspeed"
 
 
 def lookup(module: str, name: str) -> Any:
-    """What deepspeed.<module>.<name> stands for; `module` is "" for the package.  Raises: AttributeError."""
+    """Look up deepspeed.<module>.<name>.  `module` is "" for the package.  Raises: AttributeError."""
     path = f"{module}.{name}".lstrip(".")
     if name in _names_of(module):
         home, attribute = _names_of(module)[name]
@@ -78,12 +78,12 @@ class _AliasFinder(MetaPathFinder, Loader):
         sys.modules[module.__name__] = import_module(f"megazero.{module.__name__}")
 
     def find_distributions(self, context: Any) -> list[Distribution]:
-        """DeepSpeed's metadata, also where it is not installed: transformers and accelerate look there for its version."""
+        """Return metadata of DeepSpeed, in which transformers and accelerate look for its version."""
         return [_Metadata()] if context.name == "deepspeed" else []
 
 
 class _Metadata(Distribution):
-    """What `importlib.metadata` says of `deepspeed`."""
+    """The metadata of `deepspeed` for `importlib.metadata`."""
 
     def read_text(self, filename: str) -> str | None:
         return f"Name: deepspeed\nVersion: {import_module(_ROOM).__version__}" if filename == "METADATA" else None

@@ -76,7 +76,7 @@ class ModuleEngine(TrainingEngine):
         return x.to(self.sharded_model.policy.dtype) if isinstance(x, Tensor) and x.is_floating_point() else x
 
     def backward(self, loss: Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> Tensor:
-        """Backward of one micro-batch; returns the loss as the step counts it.
+        """Run the backward of one micro-batch; return the loss as the step counts it.
 
         Args:
             loss: scalar, the mean over this rank's micro-batch.
@@ -131,7 +131,7 @@ class ModuleEngine(TrainingEngine):
         self.reducer.close_pass(0)
 
     def admits(self, gradient: Tensor) -> bool:
-        """Whether a parameter's gradient belongs to this step; the first of a script's own backward begins a micro-batch."""
+        """Return whether a gradient belongs to this step.  The first one of a script's own backward begins a micro-batch."""
         if self.runs_backward:
             return True
         if any(engine.runs_backward for engine in ENGINES.values()):
@@ -185,7 +185,7 @@ class ModuleEngine(TrainingEngine):
         self._boundary = is_boundary
 
     def no_sync(self) -> AbstractContextManager[None]:
-        """Accumulate the micro-batches in here locally, without communication; at stages 2 and 3 in whole-size buffers."""
+        """Accumulate micro-batches without communication in a `with` block; at stages 2 and 3 in whole-size buffers."""
         return self.reducer.accumulating()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -241,7 +241,7 @@ class ModuleEngine(TrainingEngine):
         return f"{self._passes} of {self.config.accumulation} micro-batches of step {self.global_steps + 1} have run"
 
     def train_batch(self, data_iter: Iterator[Any] | None = None) -> Tensor:
-        """Train one step on a module that returns its loss, or a tuple that begins with it; the mean loss of all ranks.
+        """Train one step on a module that returns its loss, or a tuple that begins with it; return the mean of all ranks.
 
         Args:
             data_iter: gives micro-batches: a tensor, a tuple of arguments, or a dict of them; `training_data`'s when None.

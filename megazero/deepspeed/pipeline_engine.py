@@ -28,7 +28,7 @@ Batches: TypeAlias = Sequence[tuple[Message, Any]]  # (inputs, labels) of each m
 
 
 class PipelineEngine(TrainingEngine):
-    """Training of a `PipelineModule`; arguments as `TrainingEngine`."""
+    """Trains a `PipelineModule`; arguments as `TrainingEngine`."""
 
     module: PipelineModule
 
@@ -119,7 +119,7 @@ class PipelineEngine(TrainingEngine):
         return moved, tree_map(lambda x: x.to(self.device) if isinstance(x, Tensor) else x, labels)
 
     def _run(self, batches: Batches, *, trains: bool) -> Tensor:
-        """Run the schedule; the sum of this rank's losses."""
+        """Run the schedule; return the sum of this rank's losses."""
         self.sharded_model.parameters.gathers.check()
         if trains not in self._inputs:
             self._inputs[trains] = self._find_inputs(batches)
@@ -143,7 +143,7 @@ class PipelineEngine(TrainingEngine):
         return loss.reshape(()).float()
 
     def _new_message(self, inputs: Inputs, action: Action) -> Message:
-        """Empty tensors: a forward receives its stage's inputs, a backward the gradients of its stage's outputs."""
+        """Allocate what an action receives: inputs of its stage in a forward, gradients of its outputs in a backward."""
         stage, is_forward = self._chunks[action.chunk].stage, action.kind is ActionKind.FORWARD
         return tuple(
             torch.empty(shape, dtype=dtype, device=self.device)
@@ -166,7 +166,7 @@ class PipelineEngine(TrainingEngine):
         return tuple(found[:-1])
 
     def _try_stage(self, stage: int, shapes: Shapes, batches: Batches) -> Shapes:
-        """Run a virtual stage on zeros, if it is here: the shapes of its outputs.  Raises: RuntimeError, it failed."""
+        """Run a virtual stage of this rank on zeros; return the shapes of its outputs.  Raises: RuntimeError."""
         y: Message = ()
         try:
             for chunk in (chunk for chunk in self._chunks if chunk.stage == stage):

@@ -206,7 +206,7 @@ class PipelineModule(nn.Module):
         return LayerChunk(stage, len(self.placement), built, tied, checkpoint_interval)
 
     def _build_tied(self, index: int, spec: TiedLayerSpec, shared: dict[str, list[nn.Parameter]]) -> nn.Module:
-        """A layer with its key's parameters instead of its own; the stage's first layer of that key builds them."""
+        """Build a layer with the shared parameters of its key, which the stage's first layer of that key builds."""
         module = self._build(index, spec)
         own = [_parameter_at(module, attribute, index) for attribute in spec.tied_weight_attr]
         first, first_spec = self._ties[spec.key][0]

@@ -59,7 +59,7 @@ _NOW = _Configured()
 
 
 def checkpoint_as_deepspeed(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """As `checkpoint`, but a list or tuple of one result is returned as that one, and a longer one as a tuple."""
+    """Call `checkpoint`, and return a list or tuple of one result as that result, a longer one as a tuple."""
     result = checkpoint(function, *args, **kwargs)
     if isinstance(result, tuple | list):
         return result[0] if len(result) == 1 else tuple(result)
@@ -130,7 +130,7 @@ class _Call(Recomputation):
 
 
 def _autocast_states() -> list[tuple[str, bool, torch.dtype]]:
-    """(device, whether autocast is on, its format)."""
+    """Return (device, whether autocast is on, its dtype) for each device."""
     devices = ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",)
     return [(device, torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)) for device in devices]
 
@@ -146,7 +146,7 @@ def _nested() -> Iterator[None]:
 
 @contextmanager
 def pipeline_step() -> Iterator[None]:
-    """A step of a pipeline: the host memory of arguments is page-locked when it begins, and in no call."""
+    """Run a step of a pipeline: host memory for arguments is page-locked when the step begins, and in no call."""
     if _NOW.store is not None:
         _NOW.store.begin_step()
     _NOW.in_pipeline = True

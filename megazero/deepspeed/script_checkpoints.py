@@ -38,7 +38,7 @@ _SAVING_SECONDS = 3600  # how long a rank may wait for a peer that is writing
 
 
 def refuses(text: str) -> Any:
-    """A method that cannot be called."""
+    """Return a method that raises a RuntimeError with this text."""
 
     def refuse(*args: Any, **kwargs: Any) -> NoReturn:
         raise RuntimeError(text)
@@ -96,7 +96,7 @@ class CheckpointedEngine(nn.Module):
         self._prepare()
 
     def _prepare(self) -> None:
-        """Set what a subclass adds, the last part of the constructor."""
+        """Set the attributes of a subclass at the end of the constructor."""
 
     def save_checkpoint(
         self,
@@ -166,7 +166,7 @@ class CheckpointedEngine(nn.Module):
         )
 
     def _files(self, buffers: dict[str, Tensor], client_state: Mapping[str, Any] | None) -> dict[str, bytes]:
-        """What rank 0 writes beside the sharded state.  Raises: CheckpointError."""
+        """Return the files that rank 0 writes beside the sharded state.  Raises: CheckpointError."""
         if self.global_rank != 0:
             return {}
         files = {BUFFERS: save(buffers)} if buffers else {}
@@ -254,7 +254,7 @@ class CheckpointedEngine(nn.Module):
         return self._names.get(name, name)
 
     def _begun(self) -> str:
-        """Say what has run of the step under way; empty between steps."""
+        """Describe which part of the current step has run; empty between steps."""
         return ""
 
     def _check_savable(self, tag: str) -> None:
@@ -327,7 +327,7 @@ def _newest_tag(load_dir: str | Path) -> str | None:
 
 @dataclass(frozen=True)
 class _Saved:
-    """What a checkpoint holds beside the sharded state."""
+    """The contents of a checkpoint beside the sharded state."""
 
     trainer: TrainerState
     client: dict[str, Any]
@@ -336,7 +336,7 @@ class _Saved:
 
 
 def _read(directory: Folder) -> _Saved:
-    """Read what a checkpoint holds beside the sharded state.  Raises: CheckpointError."""
+    """Read the contents of a checkpoint beside the sharded state.  Raises: CheckpointError."""
     if not index.is_complete(directory):
         if any(name.endswith("_model_states.pt") for name in directory.files()):
             raise CheckpointError(f"{directory} is a checkpoint of DeepSpeed: docs/deepspeed.md says how it comes in")

@@ -35,7 +35,7 @@ _WHY = "acts on more than one element at a time (a matrix, a norm, a block): on 
 
 
 def recipe_by_name(name: str, params: dict[str, Any], groups: Sequence[dict[str, Any]]) -> OptimizerRecipe:
-    """Recipe for the optimizer that a configuration names.
+    """Return the recipe of the optimizer that a configuration names.
 
     Args:
         name: Adam, AdamW, Lion, Adagrad, SGD or DeepSpeed's class names of them (FusedAdam, DeepSpeedCPUAdam, FusedLion,
@@ -72,7 +72,7 @@ def recipe_by_name(name: str, params: dict[str, Any], groups: Sequence[dict[str,
 
 
 def recipe_of(optimizer: torch.optim.Optimizer, *, allow_untested: bool = False) -> OptimizerRecipe:
-    """Recipe that keeps a user's optimizer, with its own group objects, and gives it the flat parts.
+    """Return a recipe that keeps a user's optimizer with its own group objects, and gives it the flat shards.
 
     `allow_untested`: take a class of which it is not known that it acts element by element.
 

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 class _Graph:
-    """What the backward under way does not reach of a chunk's parameters.
+    """The parameters of a chunk that the current backward does not reach.
 
     Attributes:
         unused: by part, the indices of shares.
@@ -108,7 +108,7 @@ class ScriptReducer(GradientReducer):
 
     @contextmanager
     def accumulating(self) -> Iterator[None]:
-        """Accumulate the micro-batches in here locally, without communication; at stages 2 and 3 in whole-size buffers."""
+        """Accumulate micro-batches without communication in a `with` block; at stages 2 and 3 in whole-size buffers."""
         self.accumulates = True
         try:
             yield
@@ -185,7 +185,7 @@ class Reach:
         self._nodes: list[Node] = []  # that add to their gradients: twenty times slower to find than to ask for
 
     def missing(self) -> Sequence[nn.Parameter]:
-        """Those that the graph of the backward under way does not reach; none where it adds to no gradient at all."""
+        """Return the parameters that the current backward does not reach; none if it adds to no gradient at all."""
         try:
             if not self._nodes:
                 self._nodes = [get_gradient_edge(parameter).node for parameter in self.parameters]

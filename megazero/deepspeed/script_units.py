@@ -77,7 +77,7 @@ def _find(module: nn.Module, chunk: int, is_element: bool) -> Iterator[UnitModul
 
 
 class VisitHistory(ScheduleOrder):
-    """What follows is recorded as the model runs, keyed by the two visits before, and used from the second pass on.
+    """Records which visit follows two others as the model runs, and predicts by that from the second pass on.
 
     All ranks make the same guesses, since they run the same code.  At the edge of a pipeline's chunk the schedule
     knows better.
@@ -125,7 +125,7 @@ class VisitHistory(ScheduleOrder):
 
 
 class ScriptBuffers(GatherBuffers):
-    """What is gathered goes with the gather, so that ranks that gather different buckets raise an OrderError."""
+    """Sends a label with each gather, so that ranks that gather different buckets raise an OrderError."""
 
     def __init__(self, buckets: Sequence[Bucket], policy: ShardingPolicy) -> None:
         super().__init__(buckets, policy)
@@ -154,7 +154,7 @@ class ScriptBuffers(GatherBuffers):
             check_order(axis)
 
     def mark_end_of_pass(self) -> None:
-        """Let ranks that gather more in this forward and backward than this one find that out: they would wait for it."""
+        """Send a label that ends the pass, so that ranks that gather more than this one get an error instead of waiting."""
         self._wait_for_marks()
         self._marks = [self._send("nothing, at the end of a backward", axis) for axis in self._axes if axis.size > 1]
 
@@ -168,7 +168,7 @@ class ScriptBuffers(GatherBuffers):
         super().forget()
 
     def whole_copy(self, bucket: Bucket, slot: Slot) -> Tensor:
-        """A whole copy of one parameter, in memory of its own; from the bucket's buffer while its weights are there."""
+        """Return a whole copy of one parameter in its own memory, from the bucket's buffer while it holds the weights."""
         if self.source.is_exact and self.holds(bucket):
             self.wait(bucket)
             flat = bucket.weights
@@ -177,7 +177,7 @@ class ScriptBuffers(GatherBuffers):
         return flat[slot.start : slot.stop].view(slot.info.shape).clone()
 
     def whole_bucket(self, bucket: Bucket, name: str) -> Tensor:
-        """[padded]: a copy of a bucket's weights, never quantized, in memory of its own."""
+        """Gather a copy [padded] of a bucket's weights, never quantized, in its own memory."""
         flat = torch.empty_like(bucket.weights)
         shard = bucket.read(bucket.weight_shard, bucket.owned).to(self._device)
         all_gather(flat, shard, bucket.placement.gathers_over, f"a copy of {name}").wait()
@@ -283,7 +283,7 @@ class ScriptGatherer(UnitGatherer):
         return self._proxies[id(parameter)]
 
     def restore(self) -> None:
-        """Give the modules their parameters back, with whole weights in memory of their own.  A collective call."""
+        """Give the modules their parameters back, with whole weights in their own memory.  A collective call."""
         attributes = [attribute for unit in self.units for attribute in unit.attributes]
         whole = {bucket: self.buffers.whole_bucket(bucket, bucket.layout.name) for bucket in self.buckets}
         for module, key, parameter, placeholder in attributes:
@@ -338,7 +338,7 @@ class ScriptModule(ScriptModel):
 
 
 class BoundParameters:
-    """The parameters of a module as they were when it was sharded, and a proof that it still computes with them.
+    """The parameters of a module when it was sharded; checks that the module still computes with them.
 
     A script may freeze a parameter, exchange it or its data, or add one, at any time; its training would end without a word.
 

@@ -55,7 +55,7 @@ class ProcessTopology:
         return self.axes
 
     def get_dim(self, axis: str) -> int:
-        """Ranks along an axis; 0 for one that the topology does not have."""
+        """Return the number of ranks along an axis; 0 for an axis that the topology does not have."""
         return self.grid.size(_AXES[axis]) if axis in self.axes else 0
 
     def get_coord(self, rank: int) -> Any:

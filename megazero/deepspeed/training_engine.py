@@ -172,7 +172,7 @@ class TrainingEngine(CheckpointedEngine):
     # --- The end of a step.
 
     def _finish_step(self, loss_sum: Tensor, losses: int) -> float:
-        """Reduce what is left, step, report: of this rank's fp64 loss sum and all ranks' number of losses, the mean loss.
+        """Reduce the rest, step, report; return the mean loss, by this rank's fp64 loss sum and all ranks' count of losses.
 
         Raises: NonFiniteError (on every rank, before any weight has changed), LossScaleError, StorageError; RuntimeError,
         the engine is closed.
@@ -215,7 +215,7 @@ class TrainingEngine(CheckpointedEngine):
 
     @contextmanager
     def _evaluating(self) -> Iterator[None]:
-        """A context in evaluation mode, without gradients."""
+        """Evaluate without gradients in a `with` block."""
         was_training = self.training
         self.eval()
         try:
@@ -330,7 +330,7 @@ class TrainingEngine(CheckpointedEngine):
     # --- What a script asks.
 
     def __getattr__(self, name: str) -> Any:
-        """DeepSpeed's names that are no methods here, and then the module's own attributes."""
+        """Look up names of DeepSpeed that are no methods here, then the module's own attributes."""
         try:
             return super().__getattr__(name)
         except AttributeError:
@@ -347,12 +347,12 @@ class TrainingEngine(CheckpointedEngine):
 
     @property
     def data_parallel_group(self) -> Any:
-        """The data-parallel ranks of torch.distributed."""
+        """Return the process group of the data-parallel ranks."""
         return self.parallel_state.dp.process_group
 
     @property
     def loss_scale(self) -> float:
-        """What losses are multiplied by; 1 without fp16."""
+        """Return the loss scale; 1 without fp16."""
         scaler = self.sharded_model.scaler
         return 1.0 if scaler is None else scaler.scale
 

@@ -56,14 +56,14 @@ class UngatheredParameter(nn.Parameter):
         return made
 
     def restore(self) -> nn.Parameter:
-        """The parameter with its whole values in memory of its own, for which the proxy stands from now on; collective."""
+        """Return the parameter with whole values in its own memory; the proxy stands for it from now on.  Collective."""
         if self.whole is not self.stands_for:
             self.stands_for.data = self.whole_copy()
             self.whole = self.stands_for
         return self.stands_for
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
-        """A parameter of its own with the whole values."""
+        """Return a new parameter with the whole values."""
         copied = memo[id(self)] = nn.Parameter(self.whole_copy(), requires_grad=self.requires_grad)
         return copied
 
@@ -99,7 +99,7 @@ class UngatheredParameter(nn.Parameter):
 
 
 class _ReadOnly(Tensor):
-    """Part of a whole copy; writing to it would be lost, as `p.data.mul_(2)` is meant for the parameter."""
+    """A view of a whole copy.  It refuses changes such as `p.data.mul_(2)`, which are meant for the parameter."""
 
     label: str
 
