@@ -128,11 +128,14 @@ def _write_own(
     written, buffers, open_files = _Written(), HostBuffers(), dict[str, SafetensorsWriter]()
     for kind in source.kinds:
         held = [entry for entry in plan.assignments if source.holds(kind, source.buckets[entry.bucket])]
-        own, dtype = [entry for entry in held if entry.writer == at.rank], source.dtype(kind)
-        shapes = {name: shape for entry in own for name, shape in entry.logical_shapes().items()}
+        own = [entry for entry in held if entry.writer == at.rank]
+        layout = {
+            name: (source.dtype(kind, source.buckets[entry.bucket]), shape)
+            for entry in own
+            for name, shape in entry.logical_shapes().items()
+        }
         file, metadata = plan.file(kind, at.rank) if own else "", {"kind": kind, "step": str(step)}
-        written.tensors[kind] = {name: (file, dtype.itemsize * numel(shape)) for name, shape in shapes.items()}
-        layout = {name: (dtype, shape) for name, shape in shapes.items()}
+        written.tensors[kind] = {name: (file, dtype.itemsize * numel(shape)) for name, (dtype, shape) in layout.items()}
         begin = partial(SafetensorsWriter, folder, file, layout, metadata)
         writer = written.attempt(f"{folder}/{file}", begin) if own else None
         if writer is not None:
@@ -392,7 +395,8 @@ def _transfers(
     """Return the messages of one parameter.  On its writer, also return the flat local tensors and the buffers they
     use.
     """
-    bucket, slot, dtype = source.buckets[assignment.bucket], assignment.slot, source.dtype(kind)
+    bucket, slot = source.buckets[assignment.bucket], assignment.slot
+    dtype = source.dtype(kind, bucket)
     nbytes = numel(slot.info.shape) * dtype.itemsize
     sends: Messages = []
     receives: Messages = []
@@ -439,5 +443,7 @@ def assemble(assignment: Assignment, local: Sequence[Tensor]) -> dict[str, Tenso
 
 def gather_logical(source: ShardedState, kind: str, at: ParallelState) -> Iterator[tuple[str, Tensor]]:
     """Yield every logical tensor of this rank's stage, on its writer only.  All ranks must iterate to the end."""
-    for assignment, local in gather_locals(source, kind, assign_writers(source.buckets, at), at, at.model):
+    assignments = assign_writers(source.buckets, at)
+    held = [entry for entry in assignments if source.holds(kind, source.buckets[entry.bucket])]
+    for assignment, local in gather_locals(source, kind, held, at, at.model):
         yield from assemble(assignment, local).items()

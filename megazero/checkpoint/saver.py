@@ -49,13 +49,13 @@ class Snapshot(ShardedState):
         None.
         """
         sizes = {part: part[1].counted.stop - part[1].counted.start for part in self._parts(self.known_kinds)}
-        needed = sum(numel * self.dtype(kind).itemsize for (kind, _), numel in sizes.items())
+        needed = sum(numel * self.dtype(*part).itemsize for part, numel in sizes.items())
         if needed > limit:
             return f"needs {needed:,} bytes of host memory for it and may take {limit:,}"
         pins = self._device.type == "cuda"  # pinned memory is copied to at full speed
         try:
             for part, numel in sizes.items():
-                self._copies[part] = in_host_memory(numel, self.dtype(part[0]), pin=pins, remedy=_REMEDY).tensor
+                self._copies[part] = in_host_memory(numel, self.dtype(*part), pin=pins, remedy=_REMEDY).tensor
         except StorageError as error:
             return str(error)
         return None

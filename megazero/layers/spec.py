@@ -139,6 +139,7 @@ class ParamSpec:
         decay: weight decay applies.
         matrix: it maps features to features within a block; a matrix optimizer updates it as a whole, section by
             section.
+        buffer: it has no gradient, its layer changes it, and every rank holds it whole and in fp32.
 
     If TP splits a later dimension, its size must be divisible by tp.  If TP splits rows, each rank has ceil(size / tp)
     of them; surplus rows of the last ranks are padding: zero, masked in use, and part of no logical tensor.
@@ -152,6 +153,7 @@ class ParamSpec:
     tied: bool = False
     decay: bool = True
     matrix: bool = False
+    buffer: bool = False
 
     @property
     def name(self) -> str:
@@ -285,6 +287,12 @@ def vector_spec(name: str, size: int, init: Initializer, *, sum_over_tp: bool = 
     return rows_spec((NamedRows(name, size),), init=init, sum_over_tp=sum_over_tp, decay=False)
 
 
+def buffer_spec(name: str, size: int) -> ParamSpec:
+    """Build the spec of a vector that its layer changes; see `ParamSpec.buffer`.  Initially zero."""
+    rows = StoredNames((NamedRows(name, size),))
+    return ParamSpec(rows, (size,), (None,), Initializer("zeros"), decay=False, buffer=True)
+
+
 def whole_spec(name: str, shape: tuple[int, ...], *, tied: bool = False) -> ParamSpec:
     """Build the spec of a parameter of any shape that every TP rank holds whole.  `tied`: another stage has a copy of
     it.
@@ -306,7 +314,7 @@ def drawn_parameter(spec: ParamSpec, index: int = 0, size: int = 1) -> nn.Parame
     values = torch.empty(spec.local_shape(size))
     if not values.is_meta:
         spec.init_weights(values.view(-1), 0, index, size, _SEED)
-    return nn.Parameter(values)
+    return nn.Parameter(values, requires_grad=not spec.buffer)
 
 
 def numel(shape: tuple[int, ...]) -> int:

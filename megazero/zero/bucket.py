@@ -384,7 +384,13 @@ def plan_buckets(
     def scope(info: ParamInfo) -> tuple[float, int, bool, bool, bool]:
         """Return what all parameters of a bucket have in common."""
         unit = info.unit if by_unit and not info.persistent else inf
-        return unit, placements.index(info.placement), info.spec.of_experts, info.trains, info.matrix
+        return (
+            unit,
+            placements.index(info.placement),
+            info.spec.of_experts,
+            info.trains,
+            info.matrix or info.spec.buffer,
+        )
 
     groups, backward = list[list[ParamInfo]](), free[::-1]
     for (unit, *_), members in groupby(sorted(backward, key=scope), key=scope):
@@ -517,6 +523,7 @@ class Bucket:
         placement: the ranks that share the bucket.
         residency: what this rank holds of it.
         owned: the elements whose master weights and moments this rank holds.
+        dtype: of the weights.
         counted: the elements that this rank counts in the gradient norm and writes to a checkpoint; ranks do not
             overlap.
         weights: [padded]; if weights are sharded, valid only while they are gathered.
@@ -535,6 +542,7 @@ class Bucket:
         self, layout: BucketLayout, policy: ShardingPolicy, weights: Tensor | None = None, arrays: Arrays | None = None
     ) -> None:
         self.layout, self.policy, self.placement = layout, policy, layout.first.placement
+        self.dtype = torch.float32 if layout.first.spec.buffer else policy.dtype
         self.is_duplicate = False
         self.residency = Residency.of(layout, policy.zero_stage) if arrays is None else arrays.residency(layout)
         own = layout.shard(self.placement.shard.index)
@@ -548,7 +556,7 @@ class Bucket:
             return arrays.allocate(location, self.owned.size, dtype)
 
         if weights is None:
-            weights = torch.zeros(layout.padded_numel, dtype=policy.dtype, device=policy.device)
+            weights = torch.zeros(layout.padded_numel, dtype=self.dtype, device=policy.device)
         self.weights = weights
         self.weight_shard: FlatArray
         if self.residency.weights is Extent.WHOLE:

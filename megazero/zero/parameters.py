@@ -329,7 +329,7 @@ def _describe_parameters(
             raise ValueError(f"parameter {one.name} is {one.parameter.dtype}; only floating-point parameters can train")
         shape, index, trains = tuple(one.parameter.shape), min(used_by), one.parameter.requires_grad
         placement = one.placement or policy.placement
-        is_alone = placement.shard.size == 1 and zero.offload.parameters == "none"
+        is_alone = one.spec.buffer or (placement.shard.size == 1 and zero.offload.parameters == "none")
         persistent = policy.zero_stage == 3 and (is_alone or numel(shape) <= zero.persistent_elements)
         alone = not persistent and (len(used_by) > 1 or units[index].spans_others)
         chunk = units[index].chunk

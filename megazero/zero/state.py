@@ -50,11 +50,11 @@ class ShardedState:
 
     @property
     def _weights(self) -> tuple[str, ...]:
-        return (MODEL,) if self.dtype(MODEL) == torch.float32 else (MODEL, MASTER)
+        return (MODEL,) if self.policy.dtype == torch.float32 else (MODEL, MASTER)
 
-    def dtype(self, kind: str) -> torch.dtype:
+    def dtype(self, kind: str, bucket: Bucket) -> torch.dtype:
         """Return the dtype of a kind."""
-        return self.policy.dtype if kind == MODEL else torch.float32
+        return bucket.dtype if kind == MODEL else torch.float32
 
     def holds(self, kind: str, bucket: Bucket) -> bool:
         """Whether a bucket has this kind; frozen parameters have only weights."""

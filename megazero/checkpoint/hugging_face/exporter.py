@@ -11,9 +11,7 @@ One tensor is read, converted and written at a time.
 
 import json
 from dataclasses import dataclass
-from functools import reduce
 
-import torch
 from pydantic import ValidationError
 from torch import Tensor
 
@@ -75,11 +73,14 @@ def _export(folder: Folder, out: Location, dtype: str | None, max_shard_bytes: i
     if averaged and AVERAGE not in kinds:
         raise index.CheckpointError(f"{folder} holds no averages of the weights: [average] of the run was none")
     weights = StoredTensors(folder, MODEL)
-    kept = reduce(torch.promote_types, [weights[name].dtype for name in weights.files])
+    shapes = logical_shapes(model)
+    kept = weights[next(iter(shapes))].dtype  # tensors that are stored wider than this first one stay so
     wanted = DTYPES[dtype] if dtype else kept
     wide = AVERAGE if averaged else MASTER  # fp32
     masters = StoredTensors(folder, wide) if averaged or (wanted != kept and MASTER in kinds) else None
-    tensors: Layout = {name: (wanted, shape) for name, shape in logical_shapes(model).items()}
+    tensors: Layout = {
+        name: (wanted if (stored := weights[name].dtype) == kept else stored, shape) for name, shape in shapes.items()
+    }
 
     def read(name: str) -> Tensor:
         source = masters if masters is not None and name in masters.files else weights
