@@ -26,7 +26,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from benchmarks.report import markdown, write_whole
-from megazero.layers.experts import ExpertLinear, MixtureOfExperts, Router, Routing
+from megazero.layers.experts import Choice, ExpertLinear, MixtureOfExperts, Router, Routing
 from megazero.layers.mlp import gated
 from megazero.layers.sample_part import TokenLayout
 from megazero.layers.spec import Initializer, NamedRows
@@ -50,7 +50,7 @@ def cases_of(sizes: tuple[int, int, int, int], tokens: int, device: torch.device
     down = [(NamedRows(f"{expert} down", hidden),) for expert in range(experts)]
     common: dict[str, Any] = {"init": Initializer("zeros"), "ep": WHOLE}
     layer = MixtureOfExperts(
-        Router("router", (hidden, experts, k), renormalize=True, sum_over_tp=False, **common),
+        Router("router", (hidden, experts), Choice(k, renormalize=True), sum_over_tp=False, **common),
         ExpertLinear(up, hidden, **common),
         ExpertLinear(down, inner, **common),
     ).to(device, torch.bfloat16)

@@ -45,14 +45,14 @@ ROOT = Path(__file__).parent.parent
 EXAMPLES = ROOT / "examples"
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 # Ranks, and parameters as published: Sheared-LLaMA-1.3B; Llama 2 7B and 70B; Llama 3.1 8B, Qwen2.5 7B, Qwen3 4B, OLMo 2 7B,
-# Mistral 7B, Mixtral 8x7B, Qwen3 30B A3B, OLMoE 1B 7B, SmolLM3 3B.
+# Mistral 7B, Mixtral 8x7B, Qwen3 30B A3B, OLMoE 1B 7B, SmolLM3 3B, DeepSeek-V2-Lite and V3.
 SIZES: dict[str, tuple[int, float | None]] = {
     "quickstart": (8, None), "long_context": (8, None), "llama3_405b_128k": (16384, None), "llama_1.3b_8gpu": (8, 1.345e9),
     "llama_7b_64gpu": (64, 6.738e9), "llama_70b_512gpu": (512, 68.98e9), "llama3_8b_64gpu": (64, 8.030e9),
     "llama3_8b_128k_64gpu": (64, 8.030e9), "qwen2_7b_64gpu": (64, 7.616e9), "qwen3_4b_8gpu": (8, 4.022e9),
     "olmo2_7b_64gpu": (64, 7.299e9), "mistral_7b_64gpu": (64, 7.242e9), "mixtral_8x7b_64gpu": (64, 46.703e9),
     "qwen3_30b_a3b_64gpu": (64, 30.532e9), "olmoe_1b_7b_8gpu": (8, 6.919e9),
-    "smollm3_3b_8gpu": (8, 3.075e9),
+    "smollm3_3b_8gpu": (8, 3.075e9), "deepseek_v2_lite_8gpu": (8, 15.706e9), "deepseek_v3_2048gpu": (2048, 671.026e9),
 }  # fmt: skip
 RUN_SECONDS = 60
 

@@ -40,6 +40,9 @@ SIZES = {"vocab_size": 61, "hidden_size": 32, "intermediate_size": 48, "max_posi
 SIZES |= {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "tie_word_embeddings": False}
 PHI = {"partial_rotary_factor": 1.0}
 DEFAULT = {"rope_type": "default", "rope_theta": 1e4}
+LATENT = {"kv_lora_rank": 16, "qk_nope_head_dim": 6, "qk_rope_head_dim": 4, "v_head_dim": 8, "num_key_value_heads": 4}
+LATENT |= {"n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 20, "n_shared_experts": 2}
+LATENT |= {"first_k_dense_replace": 1}
 # What transformers is told beside the sizes: each family, and each option of all of them, at least once.
 CASES: dict[str, dict[str, Any]] = {
     "llama3": {
@@ -148,6 +151,36 @@ CASES: dict[str, dict[str, Any]] = {
         "tie_word_embeddings": True,
         "rope_parameters": DEFAULT,
     },
+    "deepseek_v2": LATENT
+    | {
+        "model_type": "deepseek_v2",
+        "q_lora_rank": None,
+        "n_group": 1,
+        "topk_group": 1,
+        "pad_token_id": None,
+        "rope_parameters": YARN | {"rope_theta": 1e4, "mscale": 0.707, "mscale_all_dim": 0.707},
+    },
+    "deepseek_v2 groups": LATENT
+    | {
+        "model_type": "deepseek_v2",
+        "q_lora_rank": 8,
+        "topk_method": "group_limited_greedy",
+        "n_group": 4,
+        "topk_group": 2,
+        "routed_scaling_factor": 1.5,
+        "rope_parameters": DEFAULT,
+    },
+    "deepseek_v3": LATENT
+    | {
+        "model_type": "deepseek_v3",
+        "num_hidden_layers": 4,
+        "n_routed_experts": 16,
+        "q_lora_rank": 12,
+        "n_group": 4,
+        "topk_group": 2,
+        "num_mtp_layers": 0,
+        "rope_parameters": YARN | {"rope_theta": 1e4, "mscale": 1.0, "mscale_all_dim": 0.8},
+    },
 }
 # (ranks, [parallel], [zero])
 SHAPES: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
@@ -248,6 +281,8 @@ def run_on(shape: str, model: ModelConfig) -> ResolvedRun:
     sizes = model.model_dump(exclude_none=True)
     if model.num_experts and "tp" in parallel:
         parallel = parallel | {"sequence_parallel": True}
+    if model.num_experts:
+        parallel = parallel | {"ep": {"cp2": 2, "tp2 sp pp2 dp2 zero3": 4}.get(shape, 1)}
     return run_of(world, model=sizes, parallel=parallel, zero=zero, training={"accumulation": 2})
 
 
@@ -394,6 +429,22 @@ def published(**keys: Any) -> dict[str, Any]:
 
 
 QWEN = {"sliding_window": 131072, "use_sliding_window": False, "max_window_layers": 28, "rms_norm_eps": 1e-6}
+DEEPSEEK = {
+    "kv_lora_rank": 512,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+    "moe_layer_freq": 1,
+}
+DEEPSEEK |= {"max_position_embeddings": 163840, "rms_norm_eps": 1e-6, "rope_theta": 10000, "attention_bias": False}
+DEEPSEEK |= {"ep_size": 1}
+DEEPSEEK_YARN = {
+    "beta_fast": 32,
+    "beta_slow": 1,
+    "factor": 40,
+    "original_max_position_embeddings": 4096,
+    "type": "yarn",
+}
 PUBLISHED = {
     "llama3_8b_64gpu": published(
         model_type="llama", hidden_size=4096, num_hidden_layers=32, num_attention_heads=32, num_key_value_heads=8,
@@ -445,12 +496,25 @@ PUBLISHED = {
         attention_bias=False, mlp_bias=False, no_rope_layer_interval=4, no_rope_layers=[1, 1, 1, 0] * 9,
         layer_types=["full_attention"] * 36, use_sliding_window=False, sliding_window=None, max_window_layers=28,
     ) | {"tie_word_embeddings": True},
+    "deepseek_v2_lite_8gpu": published(
+        model_type="deepseek_v2", hidden_size=2048, num_hidden_layers=27, num_attention_heads=16, num_key_value_heads=16,
+        intermediate_size=10944, moe_intermediate_size=1408, n_routed_experts=64, n_shared_experts=2, num_experts_per_tok=6,
+        q_lora_rank=None, n_group=1, topk_group=1, topk_method="greedy", scoring_func="softmax", norm_topk_prob=False,
+        routed_scaling_factor=1.0, first_k_dense_replace=1, vocab_size=102400, **DEEPSEEK | {"seq_aux": True},
+    ) | {"rope_scaling": DEEPSEEK_YARN | {"mscale": 0.707, "mscale_all_dim": 0.707}},
+    "deepseek_v3_2048gpu": published(
+        model_type="deepseek_v3", hidden_size=7168, num_hidden_layers=61, num_attention_heads=128, num_key_value_heads=128,
+        intermediate_size=18432, moe_intermediate_size=2048, n_routed_experts=256, n_shared_experts=1, num_experts_per_tok=8,
+        q_lora_rank=1536, n_group=8, topk_group=4, topk_method="noaux_tc", scoring_func="sigmoid", norm_topk_prob=True,
+        routed_scaling_factor=2.5, first_k_dense_replace=3, vocab_size=129280, **DEEPSEEK,
+    ) | {"rope_scaling": DEEPSEEK_YARN | {"mscale": 1.0, "mscale_all_dim": 1.0}},
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_a_published_configuration_is_the_model_of_its_run_file(name: str) -> None:
-    """Llama 3.1 8B, Qwen2.5 7B, Qwen3 4B, OLMo 2 7B, Mistral 7B v0.1; Mixtral 8x7B v0.1, Qwen3 30B A3B, OLMoE 1B 7B."""
+    """Llama 3.1 8B, Qwen2.5 7B, Qwen3 4B, OLMo 2 7B, Mistral 7B v0.1; Mixtral 8x7B v0.1, Qwen3 30B A3B, OLMoE 1B 7B;
+    DeepSeek-V2-Lite and V3, the latter without what says that it predicts a second token and comes in fp8."""
     example = Path(__file__).parent.parent / "examples" / f"{name}.toml"
     model = load_config(example, [], int(name.rpartition("_")[2].removesuffix("gpu"))).config.model
     assert model_section(PUBLISHED[name], model.seq_len) == model
@@ -490,6 +554,11 @@ REFUSED = [
     ("qwen3_moe", {"decoder_sparse_step": 2}, "decoder_sparse_step=2 is not supported in a qwen3_moe"),
     ("olmoe", {"clip_qkv": 8.0}, "clip_qkv=8.0 is not supported in a olmoe"),
     ("olmoe", {"head_dim": 16}, "head_dim=16 is not supported in an olmoe"),
+    ("deepseek_v2", {"topk_method": "noaux_tc"}, "topk_method='noaux_tc' is not supported in a deepseek_v2"),
+    ("deepseek_v2", {"norm_topk_prob": True}, "norm_topk_prob=True is not supported in a deepseek_v2"),
+    ("deepseek_v3", {"quantization_config": {"quant_method": "fp8"}}, "is not supported in a deepseek_v3"),
+    ("deepseek_v3", {"rope_interleave": False}, "rope_interleave=False is not supported in a deepseek_v3"),
+    ("deepseek_v3", {"num_key_value_heads": 2}, "model.num_kv_heads = 2: must be num_heads=4"),
 ]
 
 
@@ -546,7 +615,8 @@ def test_what_the_check_lets_through_loads_in_transformers(tmp_path: Path) -> No
         try:
             with torch.device("meta"):
                 model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(tmp_path))
-            stored = revert_weight_conversion(model, dict(model.named_parameters()))
+            biases = {name: one for name, one in model.named_buffers() if "bias" in name}  # of routers
+            stored = revert_weight_conversion(model, dict(model.named_parameters()) | biases)
             found = {name: tuple(one.shape) for name, one in stored.items()}
         except Exception:  # of several classes
             found = None

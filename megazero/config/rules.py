@@ -278,14 +278,14 @@ def _shape_rule_qk_clip_sees_plain_attention(config: RunConfig) -> Iterator[Prob
     model, parallel = FAMILIES[config.model.family].complete(config.model), config.parallel
     variant = getattr(FAMILIES[model.family], "variant", None)
     is_changed = variant is None or variant.qk_norm != "none" or variant.qkv_bias or model.attention_bias
-    is_changed = is_changed or model.attn_logit_softcapping
+    is_changed = is_changed or model.attn_logit_softcapping or model.kv_lora_rank
     is_cut = (
         model.sliding_window or config.data.document_mask or parallel.cp > 1 or (model.num_kv_heads or 1) % parallel.tp
     )
     if config.optimizer.qk_clip and (is_changed or is_cut):
         rule = (
-            "must be unset with biases or norms of queries and keys, caps, windows, data.document_mask, parallel.cp above 1 "
-            "or parallel.tp above num_kv_heads: only plain attention is clipped"
+            "must be unset with biases, norms or latents of queries and keys, caps, windows, data.document_mask, "
+            "parallel.cp above 1 or parallel.tp above num_kv_heads: only plain attention is clipped"
         )
         yield Problem("optimizer.qk_clip", config.optimizer.qk_clip, rule, "leave it out")
 

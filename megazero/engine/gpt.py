@@ -176,7 +176,10 @@ class Engine:
             group["lr"] = lr * group.get("lr_ratio", 1.0)
         if self.qk_clip is not None:
             self.sharded_model.optimizer.row_factors = self.qk_clip.row_factors()
-        return self.sharded_model.update(self._grad_norm, self.config.optimizer.grad_clip)
+        updated = self.sharded_model.update(self._grad_norm, self.config.optimizer.grad_clip)
+        if updated and self.routers is not None:
+            self.routers.update_biases()
+        return updated
 
     def evaluate(self, batches: Sequence[MicroBatch]) -> StepStatistics:
         """Evaluate micro-batches without gradients and dropout.  The loss is the mean over all ranks, nan if no token

@@ -24,7 +24,7 @@ from megazero.comm.autograd import gather_sequence
 from megazero.comm.memory import storage_of
 from megazero.layers.attention_kernels import AttentionKernel, CausalAttention, uncompiled
 from megazero.layers.context_attention import ContextAttention
-from megazero.layers.linear import ColumnParallelLinear, RowParallelLinear
+from megazero.layers.linear import RowParallelLinear
 from megazero.layers.norm import HeadNorm, Heads, WidthNorm
 from megazero.layers.recompute import Tape
 from megazero.layers.sample_part import SamplePart, TokenLayout
@@ -217,12 +217,12 @@ class Attention(nn.Module):
     """Compute softmax(q k^T / sqrt(d)) v per head.  x: [seq or seq / tp, batch, hidden], unchanged in shape.
 
     Args:
-        qkv: fused projection to q | k | v.
+        qkv: fused projection to q | k | v, or what else `core` takes.
         core: the computation between the projections.
         out: projection of all heads back to the hidden size.
     """
 
-    def __init__(self, qkv: ColumnParallelLinear, core: AttentionCore, out: RowParallelLinear) -> None:
+    def __init__(self, qkv: nn.Module, core: AttentionCore, out: RowParallelLinear) -> None:
         super().__init__()
         self.qkv, self.out, self.core = qkv, out, core
 

@@ -12,7 +12,7 @@ the position of each pair in that order.  Dispatch, combine and their backwards 
 tensors, so their sums do not depend on the order in which threads finish.  Recomputation reuses the same `Routing` and
 never chooses experts again.
 
-Among experts with equal scores, a token goes to the first.
+Among experts with equal scores, a token goes to the first.  Shared experts are one more MLP, for every token.
 Source: Shazeer et al. 2017; Fedus et al. 2021, section 2.1; Gale et al. 2022 (dropless, by grouped products).
 """
 
@@ -30,9 +30,9 @@ from torch import Tensor, nn
 from megazero.comm.autograd import exchange_rows, refuse_second_derivative
 from megazero.comm.collectives import Pending, all_reduce, all_to_all
 from megazero.layers.linear import WeightGradQueue, add_product, product_t
-from megazero.layers.mlp import Gated
+from megazero.layers.mlp import MLP, Gated
 from megazero.layers.sample_part import TokenLayout
-from megazero.layers.spec import Initializer, NamedRows, drawn_parameter, expert_spec, rows_spec
+from megazero.layers.spec import Initializer, NamedRows, buffer_spec, drawn_parameter, expert_spec, rows_spec
 from megazero.parallel_state import Axis
 
 _ALIGNED = 16  # bytes: torch's grouped kernel needs rows that begin at multiples of this
@@ -372,7 +372,7 @@ class Balance:
 
     def __call__(self, gates: Tensor, logits: Tensor, scores: Tensor, routing: Routing, layout: TokenLayout) -> Tensor:
         """Add to the statistics, and return the gates with the losses attached.  logits, scores: fp32 [tokens,
-        experts].
+        experts]; the scores of a token add up to 1.
         """
         experts = scores.shape[1]
         self.tally[:experts] += routing.counts
@@ -400,13 +400,65 @@ class Balance:
         return self.aux * experts / k * (share * score).sum()
 
 
-class Router(nn.Module):
-    """Choose k experts for each token.  [seq, batch, hidden] -> gates, fp32 [tokens, k], and the `Routing`.
+_LEAST_SUM = 1e-20  # of a token's scores before a division; lost in rounding beside any other
+
+
+@dataclass(frozen=True)
+class Choice:
+    """How many experts a token goes to, out of which, and with which gates.
+
+        experts in 4 groups      0 1 | 2 3 | 4 5 | 6 7
+        a token's best 2 groups        x x         x x      its k experts are among these
 
     Args:
-        name: canonical name of the weight.
-        sizes: hidden size, number of experts of the layer, experts per token.
+        k: experts per token.
         renormalize: divide the gates of a token by their sum.
+        scale: factor on the gates, after that.
+        groups: number of groups of consecutive experts.
+        groups_per_token: number of groups that a token's experts lie in.
+
+    Source: DeepSeek-AI 2024, section 2.1.2; DeepSeek-V3, the code of its gate.
+    """
+
+    k: int
+    renormalize: bool = False
+    scale: float = 1.0
+    groups: int = 1
+    groups_per_token: int = 1
+
+    def experts(self, preferences: Tensor, of_group: int) -> Tensor:
+        """Choose the experts of each token.  fp32 [tokens, experts] -> int64 [tokens, k].
+
+        Args:
+            of_group: number of a group's best experts the sum of which ranks it.
+        """
+        if self.groups > 1:
+            grouped = preferences.unflatten(1, (self.groups, -1))
+            best = _first_best(grouped.topk(of_group).values.sum(-1), self.groups_per_token)
+            left = torch.full_like(grouped, -torch.inf)
+            index = best.unsqueeze(-1).expand(-1, -1, grouped.shape[-1])
+            preferences = left.scatter_(1, index, grouped.gather(1, index)).flatten(1)
+        return _first_best(preferences, self.k)
+
+    def gates(self, scores: Tensor, experts: Tensor) -> Tensor:
+        """Return the gates of the chosen experts.  [tokens, experts], int64 [tokens, k] -> [tokens, k]."""
+        gates = scores.gather(1, experts)
+        if self.renormalize:
+            gates = gates / (gates.sum(-1, keepdim=True) + _LEAST_SUM)
+        return gates if self.scale == 1.0 else gates * self.scale
+
+
+def _first_best(values: Tensor, count: int) -> Tensor:
+    return values.sort(dim=-1, descending=True, stable=True).indices[:, :count]
+
+
+class Router(nn.Module):
+    """Choose k experts for each token, by a softmax.  [seq, batch, hidden] -> gates, fp32 [tokens, k], and the `Routing`.
+
+    Args:
+        name: canonical name of the router; its weight is `name.weight`.
+        sizes: hidden size, number of experts of the layer.
+        choice: see `Choice`.
         sum_over_tp: each TP rank sees only some of the tokens, so the weight's gradient is partial.
         init: initial values of the weight.
         ep: the ranks over which the experts are distributed.
@@ -417,36 +469,77 @@ class Router(nn.Module):
     """
 
     reads_weights = True  # see `GPTStage.readers`
+    of_group = 1  # see `Choice.experts`
 
     def __init__(
         self,
         name: str,
-        sizes: tuple[int, int, int],
+        sizes: tuple[int, int],
+        choice: Choice,
         *,
-        renormalize: bool,
         sum_over_tp: bool,
         init: Initializer,
         ep: Axis,
         wgrad_queue: WeightGradQueue | None = None,
     ) -> None:
         super().__init__()
-        hidden, self.experts, self.k = sizes
-        self.renormalize, self.ep, self.wgrad_queue = renormalize, ep, wgrad_queue
-        spec = rows_spec((NamedRows(name, self.experts),), hidden, init=init, sum_over_tp=sum_over_tp)
+        hidden, self.experts = sizes
+        self.choice, self.ep, self.wgrad_queue = choice, ep, wgrad_queue
+        rows = NamedRows(f"{name}.weight", self.experts)
+        spec = rows_spec((rows,), hidden, init=init, sum_over_tp=sum_over_tp)
         self.specs, self.weight = {"weight": spec}, drawn_parameter(spec)
         self.balance: Balance | None = None
 
     def forward(self, x: Tensor, layout: TokenLayout) -> tuple[Tensor, Routing]:
         logits = _Logits.apply(x.flatten(0, 1), self.weight, self.wgrad_queue)
-        scores = logits.softmax(-1)
-        chosen = scores.detach().sort(dim=-1, descending=True, stable=True).indices[:, : self.k]
-        gates = scores.gather(1, chosen)
-        if self.renormalize:
-            gates = gates / gates.sum(-1, keepdim=True)
+        scores = self.scores(logits)
+        chosen = self.choice.experts(self.preferences(scores.detach()), self.of_group)
+        gates = self.choice.gates(scores, chosen)
         routing = Routing.of(chosen, self.experts, self.ep)
         if self.balance is not None and torch.is_grad_enabled():
-            gates = self.balance(gates, logits, scores, routing, layout)
+            gates = self.balance(gates, logits, self.shares(scores), routing, layout)
         return gates, routing
+
+    def scores(self, logits: Tensor) -> Tensor:
+        """Return the scores, of which the gates are made.  fp32 [tokens, experts], unchanged in shape."""
+        return logits.softmax(-1)
+
+    def preferences(self, scores: Tensor) -> Tensor:
+        """Return what a token's experts are chosen by."""
+        return scores
+
+    def shares(self, scores: Tensor) -> Tensor:
+        """Return the scores divided by their sum."""
+        return scores
+
+
+class SigmoidRouter(Router):
+    """As `Router`, by sigmoids and a bias, which balances experts without a loss.
+
+    The bias touches the choice only, never the gates.  After a step, `update_bias` makes experts less attractive that
+    got more tokens than the mean.  Source: DeepSeek-AI 2024 (V3), section 2.1.2; Wang et al. 2024.
+    """
+
+    of_group = 2
+
+    def __init__(self, name: str, *of_router: Any, **more: Any) -> None:
+        super().__init__(name, *of_router, **more)
+        self.specs["bias"] = spec = buffer_spec(f"{name}.e_score_correction_bias", self.experts)
+        self.bias = drawn_parameter(spec)
+
+    def scores(self, logits: Tensor) -> Tensor:
+        return logits.sigmoid()
+
+    def preferences(self, scores: Tensor) -> Tensor:
+        return scores + self.bias
+
+    def shares(self, scores: Tensor) -> Tensor:
+        return scores / (scores.sum(-1, keepdim=True) + _LEAST_SUM)
+
+    @torch.no_grad()
+    def update_bias(self, tokens: Tensor, rate: float) -> None:
+        """Move the bias by `rate` against the load.  tokens: fp64 [experts], of the global batch, so equal on all ranks."""
+        self.bias.add_((tokens.mean() - tokens).sign().float(), alpha=rate)
 
 
 class Dispatch(nn.Module):
@@ -531,3 +624,18 @@ class MixtureOfExperts(nn.Module):
         The router is excluded because its choice must not change, and the last sum is excluded too.
         """
         return [self.dispatch, self.up, self.activation, self.down], []
+
+
+class WithSharedExperts(MixtureOfExperts):
+    """As `MixtureOfExperts`, and the MLP `shared` of every token is added."""
+
+    def __init__(self, router: Router, gate_up: ExpertLinear, down: ExpertLinear, shared: MLP) -> None:
+        super().__init__(router, gate_up, down)
+        self.shared = shared
+
+    def forward(self, x: Tensor, layout: TokenLayout) -> Tensor:
+        return super().forward(x, layout) + self.shared(x)
+
+    def parts(self) -> tuple[list[nn.Module], list[nn.Module]]:
+        (routed, _), (shared, _) = super().parts(), self.shared.parts()
+        return [*routed, *shared], []

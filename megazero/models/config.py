@@ -15,6 +15,7 @@ from megazero.registry import NameIn
 from megazero.settings import (
     ActsWhere,
     Count,
+    CountOrZero,
     Epsilon,
     Positive,
     PositiveOrZero,
@@ -33,7 +34,7 @@ if TYPE_CHECKING:
 ROPE_READS: Mapping[str, tuple[str, ...]] = {
     "linear": (),
     "llama3": ("original_seq_len", "low_freq_factor", "high_freq_factor"),
-    "yarn": ("original_seq_len", "beta_fast", "beta_slow", "attention_factor"),
+    "yarn": ("original_seq_len", "beta_fast", "beta_slow", "attention_factor", "mscale", "mscale_all_dim"),
 }
 
 
@@ -64,8 +65,12 @@ class RopeScaling(Section):
     beta_fast: Positive = 32.0
     #: Pairs that turn so often or less are stretched in full (yarn).
     beta_slow: Positive = 1.0
-    #: Multiplies rotated queries and keys. Unset: 0.1 ln(factor) + 1 (yarn).
+    #: Multiplies rotated queries and keys. Unset: 0.1 ln(factor) + 1, or of both keys below the quotient (yarn).
     attention_factor: Positive | None = None
+    #: As DeepSeek writes it: 0.1 mscale ln(factor) + 1, over the same of mscale_all_dim, is the attention_factor (yarn).
+    mscale: Positive | None = None
+    #: In families with latent attention, scores get the square of 0.1 mscale_all_dim ln(factor) + 1 (yarn).
+    mscale_all_dim: Positive | None = None
 
     @model_validator(mode="after")
     def _has_what_its_type_reads(self) -> RopeScaling:
@@ -85,7 +90,19 @@ class RopeScaling(Section):
         """The factor on rotated queries and keys (Peng et al. 2023, equation 22, applies it to both)."""
         if self.type != "yarn":
             return 1.0
-        return 0.1 * log(self.factor) + 1.0 if self.attention_factor is None else self.attention_factor
+        if self.attention_factor is not None:
+            return self.attention_factor
+        if self.mscale is None or self.mscale_all_dim is None:
+            return self._growth(1.0)
+        return self._growth(self.mscale) / self._growth(self.mscale_all_dim)
+
+    @property
+    def score_factor(self) -> float:
+        """The factor on scores of latent attention (DeepSeek-V2, the code of its attention)."""
+        return self._growth(self.mscale_all_dim or 0.0) ** 2
+
+    def _growth(self, mscale: float) -> float:
+        return 0.1 * mscale * log(self.factor) + 1.0
 
     def scaled(self, frequencies: Tensor, theta: float) -> Tensor:
         """Scaled frequencies.  [head size / 2] -> [head size / 2]; `theta` is the base that they were made with."""
@@ -156,14 +173,36 @@ class ModelConfig(Section):
     head_dim: Annotated[Count | None, _of_families("head_dim")] = None
     #: Inner width of the MLP. Unset: 4*hidden_size (gpt2), or 8/3 of it up to a multiple of 256 (all others).
     ffn_hidden_size: Count | None = None
-    #: Experts of each layer. Unset: 8 (mixtral), 64 (olmoe) or 128 (qwen3_moe).
+    #: Rank of the latent that keys and values are made of (multi-head latent attention). Unset: 512.
+    kv_lora_rank: Annotated[Count | None, _of_families("kv_lora_rank")] = None
+    #: Rank of the latent that queries are made of. Unset: they are made of the hidden state.
+    q_lora_rank: Annotated[Count | None, _of_families("q_lora_rank")] = None
+    #: Elements of a query and a key that do not rotate. Unset: 128.
+    qk_nope_head_dim: Annotated[Count | None, _of_families("qk_nope_head_dim")] = None
+    #: Elements of a query that rotate, and of a key, which all heads share; even. Unset: 64.
+    qk_rope_head_dim: Annotated[Count | None, _of_families("qk_rope_head_dim")] = None
+    #: Elements of a value; at most as many as of a key. Unset: 128.
+    v_head_dim: Annotated[Count | None, _of_families("v_head_dim")] = None
+    #: Experts of each layer. Unset: 8 (mixtral), 64 (olmoe, deepseek_v2), 128 (qwen3_moe) or 256 (deepseek_v3).
     num_experts: Annotated[Count | None, _of_families("num_experts")] = None
-    #: Experts that a token goes to; at most num_experts. Unset: 2 (mixtral) or 8.
+    #: Experts that a token goes to; at most num_experts. Unset: 2 (mixtral), 6 (deepseek_v2) or 8.
     experts_per_token: Annotated[Count | None, _of_families("experts_per_token")] = None
     #: Inner width of an expert. Unset: ffn_hidden_size.
     expert_hidden_size: Annotated[Count | None, _of_families("expert_hidden_size")] = None
-    #: Whether a token's gates are divided by their sum. Unset: true for mixtral, which has no other form; else false.
+    #: Whether a token's gates are divided by their sum. Unset: true for mixtral and deepseek_v3; else false.
     renormalize_gates: Annotated[bool | None, _of_families("renormalize_gates")] = None
+    #: Factor on the gates of experts.
+    routed_scaling_factor: Annotated[Positive, _of_families("routed_scaling_factor")] = 1.0
+    #: Experts of every token beside those that the router chooses, as one MLP. Unset: 2 (deepseek_v2) or 1 (deepseek_v3).
+    shared_experts: Annotated[Count | None, _of_families("shared_experts")] = None
+    #: Layers with an MLP of ffn_hidden_size in place of experts, from the first on; fewer than num_layers.
+    first_dense_layers: Annotated[CountOrZero, _of_families("first_dense_layers")] = 0
+    #: Groups of neighbouring experts; divides num_experts.
+    expert_groups: Annotated[Count, _of_families("expert_groups")] = 1
+    #: Groups in which the experts of a token lie; at most expert_groups.
+    groups_per_token: Annotated[Count, _of_families("groups_per_token")] = 1
+    #: By how much the bias of an expert moves after each step, against its load. Unset: 0.001.
+    router_bias_rate: Annotated[PositiveOrZero | None, _of_families("router_bias_rate")] = None
     #: Weight of the auxiliary loss that balances the experts of each sample; see docs/models.md.
     router_aux_coef: Annotated[PositiveOrZero, _of_families("router_aux_coef")] = 0.0
     #: Weight of the loss that keeps the router's scores small.
@@ -246,13 +285,20 @@ class ModelConfig(Section):
 
     @property
     def head_size(self) -> int:
-        """Elements of one head."""
+        """Elements of a query and of a key."""
+        if self.qk_nope_head_dim and self.qk_rope_head_dim:
+            return self.qk_nope_head_dim + self.qk_rope_head_dim
         return self.head_dim or self.hidden_size // self.num_heads
 
     @property
     def attention_size(self) -> int:
         """Elements of all heads together: the width of the queries, and of what the output projection takes."""
         return self.num_heads * self.head_size
+
+    @property
+    def mean_attention_size(self) -> float:
+        """Elements of all heads together, averaged over the product of queries and keys and the one with values."""
+        return self.num_heads * (self.head_size + (self.v_head_dim or self.head_size)) / 2
 
     @property
     def expert_size(self) -> int:

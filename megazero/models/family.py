@@ -190,8 +190,10 @@ class ModelFamily(ABC):
     hugging_face: HuggingFaceFormat | None = None
 
     @abstractmethod
-    def layer_weights(self, model: ModelConfig) -> int:
-        """Count the elements of a layer's matrices, each of which is multiplied once per token.  `model` is resolved."""
+    def layer_weights(self, model: ModelConfig) -> float:
+        """Count the elements of a layer's matrices, each of which is multiplied once per token; where layers differ, their
+        mean.  `model` is resolved.
+        """
 
     @abstractmethod
     def embedding(self, context: BuildContext) -> Embedding:
@@ -296,7 +298,7 @@ class ModelFamily(ABC):
         """
         weights = model.num_layers * self.layer_weights(model) + model.vocab_size * model.hidden_size
         reach = model.mean_reach if lengths is None else model.reach_in(lengths)
-        return 6.0 * weights + 12.0 * model.num_layers * reach * model.attention_size
+        return 6.0 * weights + 12.0 * model.num_layers * reach * model.mean_attention_size
 
     def hugging_face_config(self, model: ModelConfig, dtype: str) -> dict[str, Any]:
         """Build the `config.json` that is stored with the weights.

@@ -11,7 +11,7 @@ block:  x + attention(norm(x)),  then  x + mlp(norm(x))        activations: [seq
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from itertools import compress
 from math import sqrt
@@ -152,12 +152,17 @@ class BuildContext:
         return rows_spec((rows,), model.hidden_size, 0, self.init, tied=bool(model.tie_embeddings))
 
     def column(
-        self, weight: tuple[NamedRows, ...], bias: tuple[NamedRows, ...] = (), *, transposed: bool = False
+        self,
+        weight: tuple[NamedRows, ...],
+        bias: tuple[NamedRows, ...] = (),
+        in_features: int | None = None,
+        *,
+        transposed: bool = False,
     ) -> ColumnParallelLinear:
-        """Build a projection from the hidden size into a block."""
+        """Build a projection into a block, from the hidden size unless `in_features` says otherwise."""
         return ColumnParallelLinear(
             weight,
-            self.model.hidden_size,
+            in_features or self.model.hidden_size,
             self.tp,
             bias_sections=bias,
             sequence_parallel=self.sequence_parallel,
@@ -166,27 +171,55 @@ class BuildContext:
             wgrad_queue=self.wgrad_queue,
         )
 
-    def experts(self, prefix: str, keys: tuple[str, str, str]) -> MixtureOfExperts:
-        """Build a mixture of experts named `prefix`.  `keys` names an expert's gate, up and down projections."""
-        from megazero.layers.experts import ExpertLinear, MixtureOfExperts, Router  # not loaded for dense models
+    def latent(self, weight: tuple[NamedRows, ...]) -> ColumnParallelLinear:
+        """Build a projection from the hidden size that every tp rank computes whole, under sequence parallelism for its own
+        tokens.
+        """
+        init = Initializer("normal", self._matrix_std)
+        layer = ColumnParallelLinear(
+            weight, self.model.hidden_size, Axis("tp"), init=init, wgrad_queue=self.wgrad_queue
+        )
+        spec = layer.specs["weight"]
+        layer.specs["weight"] = replace(spec, placement=(None, None), sum_over_tp=self._cuts_sequence)
+        return layer
+
+    def experts(
+        self, prefix: str, keys: tuple[str, str, str], shared: SwiGLU | None = None, *, sigmoid: bool = False
+    ) -> MixtureOfExperts:
+        """Build a mixture of experts named `prefix`.
+
+        Args:
+            keys: names of an expert's gate, up and down projections.
+            shared: the MLP of shared experts; None for none.
+            sigmoid: choose experts by sigmoids and a bias instead of a softmax.
+        """
+        from megazero.layers import experts  # not loaded for dense models
 
         model, names = self.model, [f"{prefix}.experts.{expert}" for expert in range(self.model.num_experts or 0)]
         gate, up, down = keys
         inner = [tuple(NamedRows(f"{name}.{key}.weight", model.expert_size) for key in (gate, up)) for name in names]
         outer = [(NamedRows(f"{name}.{down}.weight", model.hidden_size),) for name in names]
         common: dict[str, Any] = {"ep": self.ep, "wgrad_queue": self.wgrad_queue}
-        router = Router(
-            f"{prefix}.gate.weight",
-            (model.hidden_size, len(names), model.experts_per_token or 1),
-            renormalize=bool(model.renormalize_gates),
+        choice = experts.Choice(
+            model.experts_per_token or 1,
+            bool(model.renormalize_gates),
+            model.routed_scaling_factor,
+            model.expert_groups,
+            model.groups_per_token,
+        )
+        router = (experts.SigmoidRouter if sigmoid else experts.Router)(
+            f"{prefix}.gate",
+            (model.hidden_size, len(names)),
+            choice,
             sum_over_tp=self._cuts_sequence,
             init=self.init,
             **common,
         )
-        gate_up = ExpertLinear(inner, model.hidden_size, init=self.init, **common)
-        return MixtureOfExperts(
-            router, gate_up, ExpertLinear(outer, model.expert_size, init=self._onto_residual, **common)
-        )
+        gate_up = experts.ExpertLinear(inner, model.hidden_size, init=self.init, **common)
+        routed = router, gate_up, experts.ExpertLinear(outer, model.expert_size, init=self._onto_residual, **common)
+        if shared is None:
+            return experts.MixtureOfExperts(*routed)
+        return experts.WithSharedExperts(*routed, shared)
 
     def row(
         self, weight: NamedRows, in_features: int, bias: NamedRows | None = None, *, transposed: bool = False
@@ -214,9 +247,11 @@ class BuildContext:
         """Build grouped-query attention between two projections, with `kernel` if one is given."""
         return Attention(qkv, AttentionCore(self.heads, kernel or self.kernel, rope, qk_norm), out)
 
-    def rms_norm(self, name: str, *, offset: bool = False) -> RMSNorm:
-        """Build an RMSNorm of the hidden size."""
-        sizes = name, self.model.hidden_size, self.model.norm_eps
+    def rms_norm(
+        self, name: str, size: int | None = None, eps: float | None = None, *, offset: bool = False
+    ) -> RMSNorm:
+        """Build an RMSNorm, of the hidden size and with the model's epsilon unless they are given."""
+        sizes = name, size or self.model.hidden_size, eps or self.model.norm_eps
         return RMSNorm(*sizes, sum_over_tp=self._cuts_sequence, offset=offset)
 
     def layer_norm(self, name: str) -> LayerNorm:

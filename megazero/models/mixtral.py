@@ -51,10 +51,10 @@ class ExpertFamily(LlamaFamily):
             "num_experts": defaults.count,
             "experts_per_token": min(defaults.per_token, model.num_experts or defaults.count),
             "renormalize_gates": defaults.renormalizes,
+            "expert_hidden_size": model.ffn_hidden_size,
         }
-        if "expert_hidden_size" in self.reads:
-            unset["expert_hidden_size"] = model.ffn_hidden_size
-        return model.model_copy(update={key: value for key, value in unset.items() if getattr(model, key) is None})
+        update = {key: value for key, value in unset.items() if key in self.reads and getattr(model, key) is None}
+        return model.model_copy(update=update)
 
     def rules(self) -> tuple[ModelRule, ...]:
         """The rules of Llama-like families, and those of experts."""
@@ -79,7 +79,7 @@ class ExpertFamily(LlamaFamily):
             rule = f"must be {str(fixed).lower()} for {model.family}, which has no other form"
             yield Problem("model.renormalize_gates", model.renormalize_gates, rule, "leave it out")
 
-    def layer_weights(self, model: ModelConfig) -> int:
+    def layer_weights(self, model: ModelConfig) -> float:
         """q, k, v, out; the router; gate, up, down of a token's experts."""
         experts, per_token = model.num_experts or 0, model.experts_per_token or 0
         return attention_weights(model) + model.hidden_size * (experts + 3 * per_token * model.expert_size)

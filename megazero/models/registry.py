@@ -30,6 +30,8 @@ FAMILIES: Registry[ModelFamily] = Registry(
         "glm4": "megazero.models.glm4:GLM4",
         "gemma2": "megazero.models.gemma:GEMMA2",
         "gemma3": "megazero.models.gemma:GEMMA3",
+        "deepseek_v2": "megazero.models.deepseek.family:DEEPSEEK_V2",
+        "deepseek_v3": "megazero.models.deepseek.family:DEEPSEEK_V3",
     },
     "megazero.models.family:ModelFamily",
 )

@@ -78,7 +78,7 @@ def head_cost_in_layers(model: ModelConfig) -> float:
 
     A layer multiplies by its matrices, and each token attends to `mean_reach` positions, in scores and in values.
     """
-    layer = FAMILIES[model.family].layer_weights(model) + 2 * model.attention_size * model.mean_reach
+    layer = FAMILIES[model.family].layer_weights(model) + 2 * model.mean_attention_size * model.mean_reach
     return model.vocab_size * model.hidden_size / layer
 
 

@@ -145,13 +145,16 @@ def _without_training(run: ResolvedRun) -> ResolvedRun:
 
 def _alike(run: ResolvedRun, rank: int, per_node: int) -> int:
     """Return the first rank that holds and sends as much: of a stage with equal chunks, a whole number of nodes away."""
-    grid, at = run.grid, run.grid.coordinate(rank)
+    grid, at, dense = run.grid, run.grid.coordinate(rank), run.config.model.first_dense_layers
     kind = schedule_kind_of(run.config)
     placement = kind.placement(grid.pp, chunks_of(run.config, kind))
     if run.config.zero.stage >= (2 if len(placement) > grid.pp else 3):  # when units are gathered and buckets are full
         return rank
     sizes = [
-        [(len(layout.layers), layout.has_embedding, layout.has_head) for layout in own]
+        [
+            (len(layout.layers), sum(at < dense for at in layout.layers), layout.has_embedding, layout.has_head)
+            for layout in own
+        ]
         for own in cut_by_rank(run.config.model, run.config.parallel.layout, placement)
     ]
     for stage in range(1, at.pp):  # the first pipeline rank has the embedding

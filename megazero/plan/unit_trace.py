@@ -56,7 +56,8 @@ PASS_NAMES = {ActionKind.FORWARD: "forward", ActionKind.BACKWARD: "backward", Ac
 
 
 class LayerKey(NamedTuple):
-    """What tells the layers of a model apart: what one keeps, and the first layer with its window and rotary positions."""
+    """What tells the layers of a model apart: what one keeps, and the first layer with its MLP or experts, window
+    and rotary positions."""
 
     policy: LayerPolicy
     layer: int = 0
@@ -230,7 +231,8 @@ def units_of(config: RunConfig, schedule: Schedule) -> list[list[list[Unit]]]:
     cuts = config.parallel.tp > 1 and not config.parallel.sequence_parallel
     model, found = config.model, list[list[list[Unit]]]()
     fp8 = config.precision.fp8_of_layers(model.num_layers)
-    kinds = [(model.window_of(layer), model.rope_of(layer)) for layer in range(model.num_layers)]
+    dense = model.first_dense_layers
+    kinds = [(at < dense, model.window_of(at), model.rope_of(at)) for at in range(model.num_layers)]
     for rank, chunks in enumerate(cut_by_rank(model, config.parallel.layout, schedule.placement)):
         layers = [layer for layout in chunks for layer in layout.layers]
         policies = layer_policies(config.activations, layers, rank, cuts=cuts, fp8=fp8)

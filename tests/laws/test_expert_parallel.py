@@ -13,15 +13,19 @@ import pytest
 import torch
 from harness import run_world
 from plain_model import parameter_shapes
+from safetensors.torch import load_file
 from test_any_shape import _assert_agrees
 from test_checkpoint import Part, _do_on, _stored
 from test_checkpoint_across import _same_bits
 from torch import Tensor
 from worlds import (
+    DEEPSEEK,
     LLAMA,
     LR,
     MIXTRAL,
     PATTERNS,
+    SAMPLES,
+    STEPS,
     engine_on,
     micro_batches,
     on_one_state,
@@ -31,8 +35,10 @@ from worlds import (
     state_on,
     train_on,
     train_plainly,
+    whole,
 )
 
+from megazero.checkpoint.hugging_face.exporter import export_model
 from megazero.comm.autograd import exchange_rows
 from megazero.comm.collectives import all_to_all_rows
 from megazero.config import ResolvedRun
@@ -45,6 +51,7 @@ from megazero.parallel_state import Axis, ParallelState, RankGrid
 from megazero.plan.dry_run import dry_run
 from megazero.settings import ConfigError, divisors
 
+BIAS = "model.layers.{}.mlp.gate.e_score_correction_bias"
 MODEL = MIXTRAL | {"num_layers": 4, "num_experts": 8, "experts_per_token": 3}
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -227,6 +234,67 @@ def test_random_runs_are_the_plain_models() -> None:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
+# A router's bias
+
+BIASED = pairwise(
+    place=["dp2 ep2", "tp2 dp2 ep4", "pp2 dp2 ep2", "cp2 dp2 ep2"],
+    stage=range(4),
+    schedule=["1f1b", "zbv", "dualpipev"],  # without a pipeline the first
+    accumulation=[2, 4],
+    recompute=["none", "selective", "full"],
+)
+
+
+def _biased(case: dict[str, Any]) -> ResolvedRun:
+    sizes = {part[:2]: int(part[2:]) for part in case["place"].split() if not part.startswith("dp")}
+    return run_of(
+        4 if " dp2" in case["place"] else 2,  # ranks
+        model=DEEPSEEK,
+        parallel=sizes
+        | {"sequence_parallel": "tp" in sizes, "schedule": case["schedule"] if "pp" in sizes else "1f1b"},
+        zero={"stage": case["stage"]},
+        training={"accumulation": case["accumulation"]},
+        activations={"recompute": case["recompute"]},
+    )
+
+
+def _train_biased(engine: Engine, run: ResolvedRun) -> dict[str, Any] | None:
+    """As `train_on`; and of one more step the tokens of each layer's experts, and the weights after it."""
+    got = train_on(engine, run)
+    engine.train_step(micro_batches(run, engine.state, STEPS), LR)
+    tokens, after = engine.routers.load(1).tokens, whole(engine, "model")
+    return got and got | {"tokens": tokens, "after": after}
+
+
+@pytest.mark.parametrize("place", dict.fromkeys(case["place"] for case in BIASED))
+def test_a_bias_moves_against_the_global_load_by_the_same_bits_on_every_shape(place: str) -> None:
+    """All else is what one rank gives, of which tests/test_families.py compares this model with transformers'."""
+    wanted = run_world(1, on_one_state, [run_of(1, model=DEEPSEEK)], _train_biased)[0][0]
+    assert wanted["tokens"].sum(1).tolist() == [SAMPLES * 16 * 3] * 3  # one layer has no experts
+    cases = [case for case in BIASED if case["place"] == place]
+    runs = [_biased(case) for case in cases]
+    for case, got in zip(cases, run_world(runs[0].world_size, on_one_state, runs, _train_biased)[0], strict=True):
+        _assert_agrees(got, wanted, str(case))
+        for layer, tokens in enumerate(got["tokens"].float(), 1):
+            name = BIAS.format(layer)
+            moved = got["weights"][name] + 0.01 * torch.sign(tokens.mean() - tokens)
+            assert torch.equal(got["after"][name], moved), (layer, case)
+            assert torch.equal(got["after"][name], wanted["after"][name]), (layer, case)
+            assert got["after"][name].any()
+
+
+def test_in_16_bits_a_bias_stays_in_32_on_the_disk_and_in_an_export(tmp_path: Path) -> None:
+    run = run_of(1, model=DEEPSEEK, precision={"dtype": "bf16"})
+    run_world(1, _go_on, [Part(run, range(3), save_to=tmp_path / "saved")], True)
+    export_model(tmp_path / "saved", tmp_path / "exported")
+    for stored in (_stored(tmp_path / "saved")["model"], load_file(tmp_path / "exported" / "model.safetensors")):
+        biases = [stored.pop(BIAS.format(layer)) for layer in range(1, 4)]
+        assert all(set((100 * bias).abs().tolist()) <= {0, 1, 2, 3} for bias in biases)
+        assert {tensor.dtype for tensor in biases} == {torch.float32}
+        assert {tensor.dtype for tensor in stored.values()} == {torch.bfloat16}
+
+
+# ---------------------------------------------------------------------------------------------------------------------
 # Law 2
 
 PLACES: list[tuple[int, dict[str, Any], dict[str, Any]]] = [
@@ -246,8 +314,9 @@ def _go_on(rank: int, parts: list[Part], on_one_machine: bool) -> list[list[floa
     return losses
 
 
-def test_any_shape_goes_on_from_the_experts_of_any_other(tmp_path: Path) -> None:
-    runs = [run_of(world, model=MIXTRAL, parallel=given, zero=zero) for world, given, zero in PLACES]
+@pytest.mark.parametrize("model", [MIXTRAL, DEEPSEEK], ids=["mixtral", "deepseek_v3"])
+def test_any_shape_goes_on_from_the_experts_of_any_other(model: dict[str, Any], tmp_path: Path) -> None:
+    runs = [run_of(world, model=model, parallel=given, zero=zero) for world, given, zero in PLACES]
     saved = [tmp_path / f"saved {number}" for number in range(len(runs))]
     wanted = run_world(1, _go_on, [Part(runs[0], range(3))], True)[0][0]
     for number, ((world, _, _), run) in enumerate(zip(PLACES, runs, strict=True)):
@@ -260,7 +329,8 @@ def test_any_shape_goes_on_from_the_experts_of_any_other(tmp_path: Path) -> None
             assert losses == pytest.approx(wanted[steps.start : steps.stop], rel=1e-5), PLACES[number]
         if number > 0:
             _same_bits(before, tmp_path / f"again {number}")
-        assert _stored(saved[number])["model"].keys() == parameter_shapes(plain_config(run)).keys()
+        if model is MIXTRAL:
+            assert _stored(saved[number])["model"].keys() == parameter_shapes(plain_config(run)).keys()
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -16,7 +16,7 @@ from worlds import MIXTRAL, SAMPLES, on_one_state, pairwise, run_of, train_on, t
 
 from megazero.config import ResolvedRun
 from megazero.engine import Engine
-from megazero.layers.experts import Balance, ExpertLinear, MixtureOfExperts, Router
+from megazero.layers.experts import Balance, Choice, ExpertLinear, MixtureOfExperts, Router
 from megazero.layers.recompute import WHOLE
 from megazero.layers.sample_part import TokenLayout
 from megazero.layers.spec import Initializer, NamedRows
@@ -107,7 +107,7 @@ def test_whatever_the_router_does_gradients_are_those_of_a_sum_over_all_experts(
     inner = [(NamedRows(f"{expert} gate", INNER), NamedRows(f"{expert} up", INNER)) for expert in range(4)]
     outer, common = [(NamedRows(f"{expert} down", HIDDEN),) for expert in range(4)], {"init": Initializer(std=0.5)}
     module = MixtureOfExperts(
-        Router("router", (HIDDEN, 4, k), renormalize=True, sum_over_tp=False, ep=WHOLE, **common),
+        Router("router", (HIDDEN, 4), Choice(k, renormalize=True), sum_over_tp=False, ep=WHOLE, **common),
         ExpertLinear(inner, HIDDEN, ep=WHOLE, **common),
         ExpertLinear(outer, INNER, ep=WHOLE, **common),
     )

@@ -33,6 +33,10 @@ EPS = 1e-5
 LLAMA = {"family": "llama", "num_kv_heads": 2}
 MIXTRAL = {"family": "mixtral", "num_kv_heads": 2, "num_experts": 4, "experts_per_token": 2}
 GPT2 = {"family": "gpt2", "num_kv_heads": 4}
+DEEPSEEK = {"family": "deepseek_v3", "num_layers": 4, "first_dense_layers": 1, "num_experts": 8, "experts_per_token": 3}
+DEEPSEEK |= {"expert_hidden_size": 20, "shared_experts": 1, "expert_groups": 4, "groups_per_token": 2}
+DEEPSEEK |= {"q_lora_rank": 12, "kv_lora_rank": 16, "qk_nope_head_dim": 6, "qk_rope_head_dim": 4, "v_head_dim": 8}
+DEEPSEEK |= {"router_bias_rate": 0.01, "router_aux_coef": 0.1, "router_z_coef": 0.01}
 
 
 def run_of(world: int, *, model: dict[str, Any], **sections: dict[str, Any]) -> ResolvedRun:

@@ -98,7 +98,7 @@ class GPT2Family(ModelFamily):
             rule = "must be true for gpt2: its output layer is the embedding table"
             yield Problem("model.tie_embeddings", False, rule, "leave it out")
 
-    def layer_weights(self, model: ModelConfig) -> int:
+    def layer_weights(self, model: ModelConfig) -> float:
         """q, k, v, out; up, down."""
         return attention_weights(model) + 2 * model.hidden_size * (model.ffn_hidden_size or self.ffn_hidden_size(model))
 

@@ -49,9 +49,14 @@ def _mlp(prefix: str, context: BuildContext, variant: Variant) -> SwiGLU | Mixtu
     if variant.experts is not None:
         module, keys = variant.experts
         return context.experts(f"{prefix}.{module}", keys)
-    prefix, ffn, biased = f"{prefix}.mlp", context.ffn_hidden_size, context.model.mlp_bias
-    gate_up = _column(prefix, "gate_up", context, {"gate": ffn, "up": ffn}, variant, biased=biased)
-    down = _row(f"{prefix}.down_proj", context, ffn, biased=biased)
+    return swiglu(f"{prefix}.mlp", context, context.ffn_hidden_size, variant)
+
+
+def swiglu(prefix: str, context: BuildContext, width: int, variant: Variant = LLAMA_2) -> SwiGLU:
+    """A gated MLP named `prefix`, `width` wide."""
+    biased = context.model.mlp_bias
+    gate_up = _column(prefix, "gate_up", context, {"gate": width, "up": width}, variant, biased=biased)
+    down = _row(f"{prefix}.down_proj", context, width, biased=biased)
     return SwiGLU(gate_up, down, GELU_TANH if variant.gates_by_gelu else SILU)
 
 

@@ -149,7 +149,7 @@ class LlamaFamily(ModelFamily):
             nearest = nearest_text(nearest_multiples(model.head_dim, 2))
             yield Problem("model.head_dim", model.head_dim, "must be even: rotary positions turn pairs", nearest)
 
-    def layer_weights(self, model: ModelConfig) -> int:
+    def layer_weights(self, model: ModelConfig) -> float:
         """q, k, v, out; gate, up, down."""
         return attention_weights(model) + 3 * model.hidden_size * (model.ffn_hidden_size or self.ffn_hidden_size(model))
 

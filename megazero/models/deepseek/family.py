@@ -1,0 +1,212 @@
+"""DeepSeek-V2 and V3: multi-head latent attention, shared experts, first layers without experts (DeepSeek-AI 2024).
+
+deepseek_v2    experts by a softmax, of groups ranked by their best expert
+deepseek_v3    by sigmoids and a bias that balances them without a loss, of groups ranked by their two best
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from megazero.models.config import ModelConfig
+from megazero.models.family import HuggingFaceFormat, ModelRule
+from megazero.models.llama.family import LLAMA_2, LLAMA_FORMAT, read_rope, written_rope
+from megazero.models.mixtral import ExpertDefaults, ExpertFamily
+from megazero.settings import Problem
+
+if TYPE_CHECKING:
+    from megazero.models.gpt import Block, BuildContext
+
+_LATENT_SIZES = {"kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128}
+_GROUPS = "expert_groups", "groups_per_token"
+_READS = (
+    *(
+        "rope_theta",
+        "rope_scaling",
+        "num_experts",
+        "experts_per_token",
+        "expert_hidden_size",
+        "shared_experts",
+        *_GROUPS,
+    ),
+    *("routed_scaling_factor", "router_aux_coef", "router_z_coef", "first_dense_layers", "q_lora_rank", *_LATENT_SIZES),
+)
+
+
+class DeepseekFamily(ExpertFamily):
+    """DeepSeek-V2 or V3.
+
+    Args:
+        hugging_face, defaults: see `ExpertFamily`.
+        shared: shared experts of a layer where a run file leaves them out.
+        bias_rate: the same of `router_bias_rate`; None: experts are chosen by a softmax, without a bias.
+    """
+
+    def __init__(
+        self, hugging_face: HuggingFaceFormat, defaults: ExpertDefaults, shared: int, bias_rate: float | None = None
+    ) -> None:
+        own = () if bias_rate is None else ("renormalize_gates", "router_bias_rate")
+        super().__init__(LLAMA_2, hugging_face, defaults, (*_READS, *own))
+        self._unset = _LATENT_SIZES | {"shared_experts": shared, "router_bias_rate": bias_rate}
+        self._sigmoid = bias_rate is not None
+
+    def complete(self, model: ModelConfig) -> ModelConfig:
+        unset = {key: value for key, value in self._unset.items() if getattr(model, key) is None}
+        return super().complete(model.model_copy(update=unset))
+
+    def hidden_size_divisor(self, model: ModelConfig) -> tuple[int, str]:
+        """The size of heads has keys of its own."""
+        return (
+            (1, "") if self._sigmoid else (model.num_heads, f"num_heads={model.num_heads}: transformers loads no other")
+        )
+
+    def rules(self) -> tuple[ModelRule, ...]:
+        """The rules of families with experts, and those of latent attention, dense layers and groups."""
+        keys = *_LATENT_SIZES, *_GROUPS, "num_heads", "num_kv_heads", "num_layers", "first_dense_layers", "num_experts"
+        return (*super().rules(), ModelRule((*(f"model.{key}" for key in keys), "parallel.tp"), self.check_sizes))
+
+    def check_kv_heads(self, _: ModelConfig, __: int) -> Iterator[Problem]:
+        """`check_sizes` does."""
+        return iter(())
+
+    def check_ffn(self, model: ModelConfig, tp: int) -> Iterator[Problem]:
+        """tp divides the MLPs of dense layers; of experts it divides only shared ones, see `check_sizes`."""
+        return super(ExpertFamily, self).check_ffn(model, tp) if model.first_dense_layers else iter(())
+
+    def check_sizes(self, model: ModelConfig, tp: int) -> Iterator[Problem]:
+        """Relations of the keys of these families: a key, whether it fits the others, and how it must."""
+        model = self.complete(model)
+        heads, size, layers, groups = model.num_heads, model.head_size, model.num_layers, model.expert_groups
+        count, k, each = model.num_experts or 1, model.experts_per_token or 1, (model.num_experts or 1) // groups
+        least = 2 if self._sigmoid and groups > 1 else 1  # experts by which a group is ranked
+        held, shared = model.groups_per_token * each, (model.shared_experts or 0) * model.expert_size
+        relations = (
+            (
+                "num_kv_heads",
+                model.num_kv_heads == heads,
+                f"must be num_heads={heads}: latents give each head its keys",
+            ),
+            ("qk_rope_head_dim", (model.qk_rope_head_dim or 0) % 2 == 0, "must be even: rotary positions turn pairs"),
+            ("v_head_dim", (model.v_head_dim or 0) <= size, f"must be at most {size}, the size of a key"),
+            ("first_dense_layers", model.first_dense_layers < layers, f"must be below num_layers={layers}"),
+            (
+                "expert_groups",
+                each * groups == count and each >= least,
+                f"must cut num_experts={count} in {least} or more",
+            ),
+            ("groups_per_token", model.groups_per_token <= groups, f"must be at most expert_groups={groups}"),
+            ("groups_per_token", k <= held, f"must hold experts_per_token={k}; so many groups hold {held}"),
+            (
+                "expert_hidden_size",
+                shared % tp == 0,
+                f"must be divisible by parallel.tp={tp}, which cuts shared experts",
+            ),
+        )
+        yield from (Problem(f"model.{key}", getattr(model, key), rule) for key, holds, rule in relations if not holds)
+
+    def layer_weights(self, model: ModelConfig) -> float:
+        """Latent projections, q, keys and values, out; an MLP, or the router and a token's experts."""
+        hidden, layers, kv_rank = model.hidden_size, model.num_layers, model.kv_lora_rank or 0
+        q_rank, v_size = model.q_lora_rank or 0, model.num_heads * (model.v_head_dim or 0)
+        attention = hidden * (q_rank + kv_rank + (model.qk_rope_head_dim or 0) + v_size)
+        attention += (q_rank or hidden) * model.attention_size
+        attention += kv_rank * (model.num_heads * (model.qk_nope_head_dim or 0) + v_size)
+        dense = 3 * hidden * (model.ffn_hidden_size or 0)
+        chosen = (model.experts_per_token or 0) + (model.shared_experts or 0)
+        experts = hidden * ((model.num_experts or 0) + 3 * chosen * model.expert_size)
+        return attention + experts + (dense - experts) * model.first_dense_layers / layers
+
+    def blocks(self, context: BuildContext, layers: Sequence[int]) -> list[Block]:
+        from megazero.models.deepseek.block import deepseek_blocks
+
+        return deepseek_blocks(layers, context, sigmoid=self._sigmoid)
+
+
+def _extra(model: ModelConfig, **further: object) -> dict[str, Any]:
+    rope = written_rope(model.rope_theta, model.rope_scaling)
+    return rope | {"q_lora_rank": model.q_lora_rank} | further
+
+
+def _read_extra(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Where this rank is null queries have no latent, and where it is missing transformers takes 1536."""
+    return read_rope(config) | {"q_lora_rank": config.get("q_lora_rank", 1536)}
+
+
+def _extra_of_v2(model: ModelConfig) -> dict[str, Any]:
+    method = "group_limited_greedy" if model.expert_groups > 1 else "greedy"
+    return _extra(model, n_group=model.expert_groups, topk_group=model.groups_per_token, topk_method=method)
+
+
+def _read_extra_of_v2(config: Mapping[str, Any]) -> dict[str, Any]:
+    limited = config.get("topk_method") == "group_limited_greedy"
+    groups = [config.get(key) or 1 if limited else 1 for key in ("n_group", "topk_group")]
+    return _read_extra(config) | dict(zip(_GROUPS, groups, strict=True))
+
+
+def _problems_of_v2(config: Mapping[str, Any], seq_len: int | None) -> Iterator[str]:
+    if (method := config.get("topk_method", "greedy")) not in ("greedy", "group_limited_greedy"):
+        yield f"topk_method={method!r} is not supported in a deepseek_v2; it must be 'greedy' or 'group_limited_greedy'"
+    yield from LLAMA_FORMAT.problems(config, seq_len)
+
+
+def _lost(config: Mapping[str, Any]) -> Iterator[str]:
+    yield from LLAMA_FORMAT.lost(config)
+    if layers := config.get("num_nextn_predict_layers"):
+        yield f"num_nextn_predict_layers = {layers!r}: layers that predict further tokens are left out, as in transformers"
+
+
+V2_FORMAT = replace(
+    LLAMA_FORMAT,
+    architecture="DeepseekV2ForCausalLM",
+    sizes={
+        **LLAMA_FORMAT.sizes,
+        "num_key_value_heads": "num_kv_heads",
+        "n_routed_experts": "num_experts",
+        "num_experts_per_tok": "experts_per_token",
+        "moe_intermediate_size": "expert_hidden_size",
+        "n_shared_experts": "shared_experts",
+        **{key: key for key in _LATENT_SIZES},
+    },
+    defaults={
+        **{theirs: ours for theirs, ours in LLAMA_FORMAT.defaults.items() if theirs != "num_key_value_heads"},
+        "first_k_dense_replace": ("first_dense_layers", 0),
+        "routed_scaling_factor": ("routed_scaling_factor", 1.0),
+    },
+    constants={"hidden_act": "silu", "attention_bias": False, "mlp_bias": False, "norm_topk_prob": False},
+    assumed={**LLAMA_FORMAT.assumed, "scoring_func": "softmax", "moe_layer_freq": 1},
+    extra=_extra_of_v2,
+    read_extra=_read_extra_of_v2,
+    problems=_problems_of_v2,
+    lost=_lost,
+    aliases={"num_experts": "n_routed_experts", "num_local_experts": "n_routed_experts"},
+    reads=(
+        *(*LLAMA_FORMAT.reads, "q_lora_rank", "n_group", "topk_group", "topk_method", "num_nextn_predict_layers"),
+        *("qk_head_dim", "ep_size", "aux_loss_alpha", "seq_aux", "auto_map", "output_router_logits"),
+    ),
+)
+V3_FORMAT = replace(
+    V2_FORMAT,
+    architecture="DeepseekV3ForCausalLM",
+    defaults={
+        **V2_FORMAT.defaults,
+        "first_k_dense_replace": ("first_dense_layers", 3),
+        "routed_scaling_factor": ("routed_scaling_factor", 2.5),
+        "norm_topk_prob": ("renormalize_gates", True),
+        "n_group": ("expert_groups", 8),
+        "topk_group": ("groups_per_token", 4),
+    },
+    constants={"hidden_act": "silu", "attention_bias": False, "rope_interleave": True},
+    buffers=re.compile(
+        r".*\.rotary_emb\.inv_freq|model\.layers\.61\..*"
+    ),  # the latter as transformers: DeepSeek-V3's MTP
+    assumed={**V2_FORMAT.assumed, "scoring_func": "sigmoid", "topk_method": "noaux_tc"},
+    extra=partial(_extra, num_nextn_predict_layers=0),
+    read_extra=_read_extra,
+    problems=LLAMA_FORMAT.problems,
+)
+DEEPSEEK_V2 = DeepseekFamily(V2_FORMAT, ExpertDefaults(64, 6), shared=2)
+DEEPSEEK_V3 = DeepseekFamily(V3_FORMAT, ExpertDefaults(256, 8, renormalizes=True), shared=1, bias_rate=0.001)
