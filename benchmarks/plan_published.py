@@ -13,6 +13,7 @@ team 2024 (arXiv 2407.21783), table 4.
 from __future__ import annotations
 
 import argparse
+import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -43,26 +44,7 @@ RESULTS = Path(__file__).parent / "results" / "plan_published.md"
 MEGATRON_VOCABULARY, MEGATRON_SEQUENCE = 51_200, 2048
 
 
-NOTES = """## What is assumed, and what was added to model what they ran
-
-- Made with `python -m benchmarks.plan_published --out`; published seconds are the papers', or follow from their FLOP/s
-  and their formula (Narayanan et al. 2021, equation 3; for Llama 3 causal attention counted).
-- Fitted: the share of the peak of large products, one number each for A100 (0.71) and H100 (0.59): of all hundredths those
-  with which most rows are within a tenth and the worst is least off. Nothing else was.
-- Megatron, both papers: no fused attention, so scores, softmax and dropout pass through memory and are not causal; full
-  recomputation repeats the whole forward with its all-reduces (ours leaves the down projection out); selective recomputation
-  repeats attention's core; gradients in 16 bits are reduced after the backward; each tensor-parallel rank sends its part of
-  a message (scatter/gather), where ours sends the whole unless sequence parallelism cuts it.
-- Narayanan et al. give no micro-batch sizes and no chunks for table 1; they are those of the script that their code has for
-  it (NVIDIA/Megatron-LM, `examples/sc21/run_table_1.sh`), where 39.1B and 1T are not interleaved.
-- The shapes of that table are those of the script too; its FLOP/s, entered from memory, give the published 502 PFLOP/s and
-  52% of 1T, and its sizes follow from the paper's equation 2. Korthikanti's seconds give the published MFU of all four rows
-  (41.5, 51.4, 56.0, 56.3%). The axes, tokens and FLOP/s of Llama 3's rows are also those of a talk (P. Balaji, SC 2024).
-- Llama 3: 8 chunks of a layer on each rank (the paper says that first and last stage have a layer fewer; the number of
-  micro-batches in flight is theirs to tune), messages hidden; documents and masks not counted; attention as torch's
-  flash kernel.
-- Clocks under load, stragglers and congestion are not modelled; the shares take what they have in common.
-"""
+PUBLISHED = tomllib.loads(Path(__file__).with_suffix(".toml").read_text("utf-8"))
 
 
 @dataclass(frozen=True)
@@ -118,24 +100,9 @@ def _gpt(shape: Sequence[int], recompute: str, *, sp: bool) -> dict[str, dict[st
     }  # fmt: skip
 
 
-# parameters in billions, heads, hidden, layers, tp, pp, chunks, micro-batch, GPUs, batch, achieved TFLOP/s per GPU
-WEAK_SCALING = (
-    (1.7, 24, 2304, 24, 1, 1, 1, 16, 32, 512, 137),
-    (3.6, 32, 3072, 30, 2, 1, 1, 16, 64, 512, 138),
-    (7.5, 32, 4096, 36, 4, 1, 1, 16, 128, 512, 142),
-    (18.4, 48, 6144, 40, 8, 1, 1, 8, 256, 1024, 135),
-    (39.1, 64, 8192, 48, 8, 2, 1, 4, 512, 1536, 138),
-    (76.1, 80, 10240, 60, 8, 4, 3, 2, 1024, 1792, 140),
-    (145.6, 96, 12288, 80, 8, 8, 2, 2, 1536, 2304, 148),
-    (310.1, 128, 16384, 96, 8, 16, 2, 1, 1920, 2160, 155),
-    (529.6, 128, 20480, 105, 8, 35, 3, 1, 2520, 2520, 163),
-    (1008.0, 160, 25600, 128, 8, 64, 1, 1, 3072, 3072, 163),
-)
-
-
 def weak_scaling() -> Iterator[Row]:
     """Narayanan et al. 2021, table 1, with the script that ran it: full recomputation, InfiniBand of 8 x 200 Gbit/s."""
-    for size, heads, hidden, layers, tp, pp, chunks, micro, gpus, batch, tflops in WEAK_SCALING:
+    for size, heads, hidden, layers, tp, pp, chunks, micro, gpus, batch, tflops in PUBLISHED["weak_scaling"]:
         document = _gpt((heads, hidden, layers, tp, pp, chunks, micro, batch), "full", sp=False)
         flops = megatron_flops(batch, layers, hidden)
         yield Row(
@@ -148,18 +115,9 @@ def weak_scaling() -> Iterator[Row]:
         )
 
 
-# name, heads, hidden, layers, pp, chunks, GPUs, batch, micro-batch, seconds with full recomputation, of the present work
-KORTHIKANTI = (
-    ("22B", 64, 6144, 48, 1, 1, 8, 4, 4, 1.42, 1.10),
-    ("175B", 96, 12288, 96, 8, 3, 64, 64, 1, 18.13, 13.75),
-    ("530B", 128, 20480, 105, 35, 3, 280, 280, 1, 49.05, 37.83),
-    ("1T", 160, 25600, 128, 64, 1, 512, 512, 1, 94.42, 71.49),
-)
-
-
 def recomputation() -> Iterator[Row]:
     """Korthikanti et al. 2022, table 5: full recomputation, and sequence parallelism with selective recomputation."""
-    for name, heads, hidden, layers, pp, chunks, gpus, batch, micro, full, present in KORTHIKANTI:
+    for name, heads, hidden, layers, pp, chunks, gpus, batch, micro, full, present in PUBLISHED["recomputation"]:
         for recompute, sp, seconds, title in (
             ("full", False, full, "full recomputation"),
             ("none", True, present, "present work"),
@@ -176,13 +134,9 @@ def recomputation() -> Iterator[Row]:
             )
 
 
-# GPUs, cp, dp, tokens of a sample, samples per dp rank, TFLOP/s per GPU, MFU in %
-LLAMA3 = ((8192, 1, 64, 8192, 32, 430, 43), (16384, 1, 128, 8192, 16, 400, 41), (16384, 16, 8, 131_072, 16, 380, 38))
-
-
 def llama3() -> Iterator[Row]:
     """Llama team 2024, table 4: 405B, tp 8, pp 16, a layer in each of 8 chunks, RoCE of 400 Gbit/s for each GPU."""
-    for gpus, cp, dp, seq, samples, tflops, mfu in LLAMA3:
+    for gpus, cp, dp, seq, samples, tflops, mfu in PUBLISHED["llama3"]:
         document = {
             "model": {
                 "family": "llama", "hidden_size": 16384, "num_heads": 128, "num_kv_heads": 8, "num_layers": 128,
@@ -336,7 +290,7 @@ def main() -> None:
     if given.out:
         close = sum(error <= 0.1 for error in errors)
         told = f"Median error {median(errors):.1%}, {close} of {len(errors)} within 10%, largest {max(errors):.1%}."
-        write_whole(RESULTS, f"# Published steps, predicted\n\n{told}\n\n{table}\n\n{NOTES}")
+        write_whole(RESULTS, f"# Published steps, predicted\n\n{told}\n\n{table}\n\n{PUBLISHED['notes']}")
 
 
 if __name__ == "__main__":
