@@ -18,7 +18,7 @@ STARTING, TRAINING, EVALUATING, SAVING, BETWEEN = "starting", "training", "evalu
 
 # All ranks of these make the same collectives in the same order, so their counts can be compared.
 _IN_STEP = ("tp", "cp", "dp", "dp_cp", "shard", "replica", "world")
-_REQUEST, _OVER = "request", "over"
+_REQUEST, _OVER, _FOUND = "request", "over", "found"
 _SHOWN = 8
 
 
@@ -167,6 +167,14 @@ class HeartbeatStore:
         """Ask all ranks for a heartbeat at every tick from now on; `is_over` says that the run cannot continue."""
         if is_over or not self._store.check([_REQUEST]):
             self._store.set(_REQUEST, _OVER if is_over else "")
+
+    def tell(self, found: str) -> None:
+        """Write for the other ranks which ones are lost."""
+        self._store.set(_FOUND, found)
+
+    def told(self) -> str:
+        """What a rank has written of those that are lost; empty before."""
+        return self._store.get(_FOUND).decode() if self._store.check([_FOUND]) else ""
 
     def requested(self) -> tuple[bool, bool]:
         """Whether a rank has requested heartbeats, and whether the run is over."""

@@ -153,6 +153,8 @@ class Watchdog:
     def _compare(self, axis: str, others: Sequence[int], mine: heartbeat.Heartbeat, *, is_over: bool) -> str:
         store, world = self._store, self.state.world.ranks
         assert store is not None
+        if is_over and (found := store.told()):  # another rank has searched: all of them read from one store
+            return found
         ranks = [r for r in world if r != self.state.rank] if len(world) <= _WHOLE_WORLD else [*others, self._next]
         before = store.read(ranks)
         store.request(is_over=is_over)
@@ -163,7 +165,10 @@ class Watchdog:
             after |= store.read(silent)  # those alone: all ranks of the world read from one store
             silent = [rank for rank in silent if heartbeat.is_dead(rank, before, after)]
             if time.monotonic() > until or not silent:
-                return heartbeat.explain_missing_ranks(axis, others, mine, before, after)
+                found = heartbeat.explain_missing_ranks(axis, others, mine, before, after)
+                if is_over and (silent or any(beat.ended and not beat.lost for beat in after.values())):
+                    store.tell(found)  # it holds for every axis
+                return found
 
     def _record(self) -> str:
         """Write what torch has recorded of this rank's last collectives, where this build of torch does, and say where."""
