@@ -52,6 +52,9 @@ def shape_text(plan: Plan) -> str:
 def _head(plan: Plan) -> Iterator[str]:
     model, run = plan.run.config.model, plan.run
     yield f"model    {model.family}, {plan.parameters:,} parameters, {model.seq_len:,} tokens a sample"
+    if model.num_experts:
+        balance = "memory, time and traffic are those of a balance in which every expert gets as many"
+        yield f"experts  a token goes to {model.experts_per_token} of {model.num_experts}; {balance}"
     yield f"cluster  {plan.cluster}"
     yield f"shape    {shape_text(plan)}; {run.global_batch_size:,} samples a step"
     yield from (f"note     {text}" for text in run.notices)
