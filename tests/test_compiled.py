@@ -18,6 +18,7 @@ from megazero.models.wrappers import compile_blocks, wants_compiling
 pytestmark = pytest.mark.slow  # starts whole runs
 
 LR = 1e-2
+GEMMA = LLAMA | {"family": "gemma2", "sliding_window": 5, "full_attention_every": 2, "attn_logit_softcapping": 2.0}
 WINDOW = {"family": "mistral", "num_kv_heads": 1, "sliding_window": 5}
 
 
@@ -100,11 +101,13 @@ def test_every_shape_compiles(parallel: dict[str, Any], model: dict[str, Any], d
     assert [count for _, count in results] == graphs
 
 
-def test_gpt2_blocks_compile() -> None:
-    runs = _runs(1, model=GPT2 | {"num_layers": 2})
-    ((pairs, graphs),) = run_world(1, _with_and_without, [runs], "eager", False)
+@pytest.mark.parametrize(("model", "graphs"), [(GPT2 | {"num_layers": 2}, 5), (GEMMA, 5)], ids=["gpt2", "gemma2"])
+def test_blocks_of_other_families_compile(model: dict[str, Any], graphs: int) -> None:
+    """Of a Gemma norms and residual sums are pieces of their own, and tracing of attention stops where scores are capped."""
+    runs = _runs(1, model=model)
+    ((pairs, count),) = run_world(1, _with_and_without, [runs], "eager", False)
     _check(pairs)
-    assert graphs == 5 + 2
+    assert count == graphs + 2
 
 
 def test_each_layer_has_codes_of_its_own_for_what_it_rounds_to_fp8() -> None:

@@ -52,6 +52,42 @@ def write_jsonl(path: Path, texts: list[str], key: str = "text") -> Path:
     return path
 
 
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"byte_fallback": True},
+        {"normalization_rule_name": "identity", "remove_extra_whitespaces": False, "split_digits": True},
+        {"user_defined_symbols": ["<sep>", "qu"], "add_dummy_prefix": False, "remove_extra_whitespaces": False},
+    ],
+)
+def test_a_bpe_of_sentencepiece_gives_its_own_ids_and_other_models_are_refused(tmp_path, options):
+    sentencepiece = pytest.importorskip("sentencepiece")
+    pages = [page.read_text() for page in sorted(Path("docs").glob("*.md"))[:8]]
+    texts = [*pages, "  two  spaces\t\n", "\ufb01 日本語 😀 e\u0301 1,000.00", "</s> <sep> \u2581 quick"]
+    source, model, out = write_jsonl(tmp_path / "a.jsonl", texts), tmp_path / "m.model", tmp_path / "out"
+
+    def run(**training):
+        lines = iter("\n".join(pages).splitlines())
+        prefix = str(model.with_suffix(""))
+        sentencepiece.SentencePieceTrainer.train(
+            sentence_iterator=lines, model_prefix=prefix, vocab_size=700, minloglevel=2, **options | training
+        )
+        return CliRunner().invoke(app, ["data", "tokenize", str(source), "--out", str(out), "--tokenizer", str(model)])
+
+    assert run(model_type="bpe").exit_code == 0
+    theirs = sentencepiece.SentencePieceProcessor(model_file=str(model))
+    written = [document[:-1].tolist() for document in IndexedDataset(out)]
+    assert written == theirs.encode(texts)
+    ours = load_tokenizer(f"{out}.tokenizer.json")
+    assert [ours.decode(ids).replace("<unk>", " \u2047 ") for ids in written] == theirs.decode(written)
+    assert "is no BPE model: of spellings with equal scores" in run(model_type="unigram").output
+    no_spaces = {
+        "user_defined_symbols": ["qu"],
+        "remove_extra_whitespaces": True,
+    }  # the library removes those beside "qu"
+    assert "SentencePiece gives" in run(model_type="bpe", **no_spaces).output
+
+
 def test_every_document_is_written_once_in_order_and_ended(tmp_path):
     tree = tmp_path / "tree"
     (tree / "b").mkdir(parents=True)

@@ -527,6 +527,31 @@ def test_a_published_configuration_is_the_model_of_its_run_file(name: str) -> No
     assert form.told(PUBLISHED[name], model.seq_len) == ()  # nothing of it is lost
 
 
+GEMMA = {"rms_norm_eps": 1e-6, "head_dim": 256, "query_pre_attn_scalar": 256, "attention_bias": False}
+GEMMA |= {"hidden_act": "gelu_pytorch_tanh", "hidden_activation": "gelu_pytorch_tanh", "cache_implementation": "hybrid"}
+GEMMAS = {
+    "gemma-2-2b": published(
+        model_type="gemma2", hidden_size=2304, num_hidden_layers=26, num_attention_heads=8, num_key_value_heads=4,
+        intermediate_size=9216, vocab_size=256000, max_position_embeddings=8192, rope_theta=10000.0, sliding_window=4096,
+        attn_logit_softcapping=50.0, final_logit_softcapping=30.0, **GEMMA,
+    ),
+    "gemma-3-1b": published(
+        model_type="gemma3_text", hidden_size=1152, num_hidden_layers=26, num_attention_heads=4, num_key_value_heads=1,
+        intermediate_size=6912, vocab_size=262144, max_position_embeddings=32768, rope_theta=1000000, sliding_window=512,
+        rope_local_base_freq=10000, sliding_window_pattern=6, attn_logit_softcapping=None, final_logit_softcapping=None,
+        **GEMMA,
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", GEMMAS)
+def test_a_gemma_of_the_hub_is_its_preset(name: str) -> None:
+    given = {key: value for key, value in GEMMAS[name].items() if key != "tie_word_embeddings"}
+    model = model_section(given)
+    assert model == resolve(RunConfig(model=ModelConfig(preset=name)), 1).config.model
+    assert format_of(model.family).told(given) == ()
+
+
 # What a configuration says that we do not compute: (case, changed keys, the reason).
 REFUSED = [
     ("mistral", {"layer_types": ["full_attention", "sliding_attention"]}, "'full_attention' and 'sliding_attention'"),
@@ -543,6 +568,11 @@ REFUSED = [
     ("olmo3", {"layer_types": ["sliding_attention", "chunked"]}, "layer_types has 'chunked'"),
     ("olmo3", {"sliding_window": None}, "sliding_window is null, and layers need one"),
     ("olmo3", {"rope_parameters": {"sliding_attention": YARN}}, "sliding_attention is scaled"),
+    ("gemma2", {"use_bidirectional_attention": True}, "use_bidirectional_attention=True is not supported in a gemma2"),
+    ("gemma2", {"hidden_activation": "gelu"}, "hidden_activation='gelu' is not supported in a gemma2"),
+    ("gemma3", {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping=50.0 is not supported in a gemma3"),
+    ("gemma3", {"rope_parameters": {"sliding_attention": YARN}}, "sliding_attention is scaled"),
+    ("gemma3", {"model_type": "gemma3"}, "model_type='gemma3' is not supported; llama"),
     ("qwen2", {"layer_types": ["sliding_attention"] * 2}, "layer_types has 'sliding_attention'"),
     ("qwen2", {"num_key_value_heads": None}, "num_key_value_heads is missing"),
     ("olmo2", {"attention_bias": True}, "attention_bias=True is not supported in a olmo2"),

@@ -148,7 +148,7 @@ def _tokenizer_in(content: bytes, path: str | Path) -> Any:
     try:
         inner = tokenizers.Tokenizer.from_buffer(content)
     except Exception as error:  # the library raises bare Exception or ValueError
-        forms = {b"v": LFS_HINT, b"\n": "a SentencePiece model", b"{": "JSON of another form (tekken, vocab.json)"}
+        forms = {b"v": LFS_HINT, b"\n": "a SentencePiece model (for data tokenize)", b"{": "other JSON, as tekken's"}
         what = f"{forms.get(content[:1], 'no JSON at all, as a tiktoken file')} ({error})"
         raise ValueError(f"{path} is not a tokenizer JSON file but {what}; {_NEXT_STEP.format('ORG/MODEL')}") from error
     inner.no_truncation()

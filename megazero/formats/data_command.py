@@ -23,7 +23,9 @@ def tokenize(
         list[str], typer.Argument(help="Text, JSON lines, .parquet or .arrow, directories, URLs; .gz, .zst.")
     ],
     out: Annotated[str, typer.Option(help="Prefix of the .bin and .idx files to write.")],
-    tokenizer: Annotated[str, typer.Option(help="'byte', a Hugging Face tokenizers file, or a hub id.")] = "byte",
+    tokenizer: Annotated[
+        str, typer.Option(help="'byte', a Hugging Face tokenizers file, a SentencePiece .model, or a hub id.")
+    ] = "byte",
     workers: Annotated[int, typer.Option(help="Processes; 0 uses every core.")] = 0,
     jsonl_key: JsonlKey = "text",
     eod_token: Annotated[str | None, typer.Option(help="Token that ends a document, if not the tokenizer's.")] = None,
@@ -35,6 +37,11 @@ def tokenize(
 
     try:
         with user_errors(), Bar("tokenizing") as progress:
+            if tokenizer.endswith(".model"):
+                from megazero.formats.sentence_piece import convert
+
+                model, tokenizer = Path(tokenizer), f"{out}.tokenizer.json"
+                convert(model, Path(tokenizer), inputs, jsonl_key, eod_token)
             summary = tokenize_files(
                 inputs,
                 out,

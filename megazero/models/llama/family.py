@@ -189,21 +189,13 @@ class CheckedFamily(LlamaFamily):
         return (*super().rules(), loads)
 
     def check_loads(self, model: ModelConfig, _: int) -> Iterator[Problem]:
-        """Heads split the hidden size even where `head_dim` is given."""
+        """Heads split the hidden size even where `head_dim` is given, and `init_std` of a llama is a share."""
         if model.head_dim is not None and model.hidden_size % model.num_heads:
             rule = f"must be divisible by num_heads={model.num_heads}: transformers loads no other {model.family}"
             hint = nearest_text(nearest_multiples(model.hidden_size, model.num_heads))
             hint += '; family = "mistral" without a window computes the same, and loads' * (model.family == "llama")
             yield Problem("model.hidden_size", model.hidden_size, rule, hint)
-
-
-class LlamaItself(CheckedFamily):
-    """Llama, of which transformers also checks `initializer_range`."""
-
-    def check_loads(self, model: ModelConfig, tp: int) -> Iterator[Problem]:
-        """The rules above, and `init_std` is a share."""
-        yield from super().check_loads(model, tp)
-        if model.init_std > 1:
+        if model.family == "llama" and model.init_std > 1:
             yield Problem("model.init_std", model.init_std, "must be at most 1: transformers loads no other llama")
 
 
@@ -272,6 +264,6 @@ def _kind(rope: Mapping[str, Any]) -> str:
     return str(rope.get("rope_type", rope.get("type", "default")) or "default")
 
 
-LLAMA = LlamaItself(
+LLAMA = CheckedFamily(
     LLAMA_2, replace(LLAMA_FORMAT, defaults={**LLAMA_FORMAT.defaults, **BIASES}), (*ROTARY_READS, *BIASES)
 )

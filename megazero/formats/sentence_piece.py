@@ -1,0 +1,63 @@
+"""A SentencePiece model as a `tokenizer.json`, proved on the first documents of the text that it is to tokenize."""
+
+from collections.abc import Sequence
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from megazero.data.tokenizer import TOKENIZER, FileTokenizer
+from megazero.formats.documents import cut_files, documents_of, find_files
+
+_BPE, _NORMAL, _CONTROL, _OWN = 2, 1, 3, 4  # of sentencepiece_model.proto: the model, and three types of pieces
+_PROVED_ON = 1000  # documents
+
+
+def convert(path: Path, out: Path, inputs: Sequence[str], jsonl_key: str, eod_token: str | None) -> None:
+    """Write a BPE model of SentencePiece as a file of the library `tokenizers`, which gives the same ids.
+
+    Args:
+        inputs, jsonl_key: text on which both must agree, as for `tokenize_files`.
+        eod_token: as for `load_tokenizer`.
+
+    Raises:
+        ModuleNotFoundError: SentencePiece is not installed.
+        FileExistsError: `out` is another tokenizer.
+        ValueError: the model is of another kind, or ids differ.
+    """
+    from sentencepiece import SentencePieceProcessor, sentencepiece_model_pb2
+    from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers
+
+    theirs = SentencePieceProcessor(model_file=str(path))
+    proto: Any = sentencepiece_model_pb2.ModelProto.FromString(path.read_bytes())  # type: ignore[attr-defined]
+    trained, cleaned, pieces = proto.trainer_spec, proto.normalizer_spec, proto.pieces
+    hint = "use the tokenizer.json that belongs to the model, where it has one, or another tokenizer"
+    if trained.model_type != _BPE:
+        raise ValueError(f"{path} is no BPE model: of spellings with equal scores its kind may take another; {hint}")
+    normal = {piece.piece: piece.score for piece in pieces if piece.type == _NORMAL}
+    ranked = sorted(normal, key=lambda piece: -normal[piece])
+    halves = ((piece[:at], piece[at:]) for piece in ranked for at in range(1, len(piece)))
+    merges = [pair for pair in halves if normal.keys() >= {*pair}]
+    ids = {piece.piece: number for number, piece in enumerate(pieces)}
+    options = {"unk_token": trained.unk_piece, "fuse_unk": True, "byte_fallback": trained.byte_fallback}
+    inner, steps = Tokenizer(models.BPE(ids, merges, **options)), list[Any]()
+    if cleaned.precompiled_charsmap:
+        steps.append(normalizers.Precompiled(cleaned.precompiled_charsmap))
+    if cleaned.remove_extra_whitespaces:
+        steps += [normalizers.Strip(), normalizers.Replace(Regex(" {2,}"), " ")]
+    back = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+    if cleaned.add_dummy_prefix:
+        steps, back = [*steps, normalizers.Prepend("▁")], [*back, decoders.Strip(" ", 1, 0)]
+    inner.normalizer = normalizers.Sequence([*steps, normalizers.Replace(" ", "▁")])
+    inner.decoder = decoders.Sequence(back)
+    added = [piece for piece in pieces if piece.type in (_CONTROL, _OWN)]
+    inner.add_tokens([AddedToken(p.piece, normalized=False, special=p.type == _CONTROL) for p in added])
+    ours = FileTokenizer(path, eod_token, files={TOKENIZER: (content := inner.to_str().encode())})
+    ranges, _ = cut_files(find_files(inputs)[0], 1 << 24)
+    texts = (text for part in ranges for _, text in documents_of(part, jsonl_key) if isinstance(text, str))
+    for number, text in enumerate(islice(texts, _PROVED_ON)):
+        if (wanted := theirs.encode(text)) != (got := ours.encode(text).tolist()):
+            raise ValueError(f"document {number}: SentencePiece gives {wanted[:20]}, its conversion {got[:20]}; {hint}")
+    if out.exists() and out.read_bytes() != content:
+        raise FileExistsError(f"{out} exists and is another tokenizer: data may need it; name another output")
+    out.parent.mkdir(parents=True, exist_ok=True)
+    out.write_bytes(content)
