@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from megazero.comm import memory as memory_module
-from megazero.comm.memory import ALIGNMENT, Arena, StorageError, rounded_up
+from megazero.comm.memory import ALIGNMENT, Arena, StorageError
 
 
 def _arena() -> Arena:
@@ -77,27 +77,6 @@ def test_what_stays_leaves_no_gap_among_what_comes_and_goes() -> None:
         for memory in tensors + buffers:
             arena.release(memory)
         assert arena.nbytes == 11 * ALIGNMENT, step
-
-
-def test_steps_of_varying_size_ask_for_no_more_once_the_largest_was_there() -> None:
-    arena, sizes = _arena(), [[100 * size, 7 * size, 40 * size] for size in (1, 2, 3, 4)]
-    seen = []
-    for step in range(40):
-        arena.reserve()
-        tensors = [arena.acquire(4 * numel) for numel in sizes[step % 4]]
-        for tensor in tensors[1:] + tensors[:1]:
-            arena.release(tensor)
-        seen.append(arena.nbytes)
-    assert len(set(seen[3:])) == 1
-    assert arena.nbytes == sum(map(rounded_up, (4 * 400, 4 * 28, 4 * 160)))
-
-
-def test_what_is_given_back_is_taken_first() -> None:
-    arena = _arena()
-    first, _second = arena.acquire(400), arena.acquire(400)
-    address = first.data_ptr()
-    arena.release(first)
-    assert arena.acquire(360).data_ptr() == address
 
 
 def test_what_could_not_be_had_is_not_asked_for_again(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -209,18 +209,6 @@ def test_what_context_parallelism_cannot_be_is_told_with_what_it_can(
     assert hint in problem
 
 
-def test_every_problem_of_context_parallelism_is_told_at_once() -> None:
-    lines = told(
-        8, {"cp": 8, "cp_method": "ulysses", "cp_ulysses": 4}, model={**SMALL, "seq_len": 961}, zero=_groups(3)
-    )
-    assert [line.partition(" = ")[0] for line in lines] == [
-        "model.seq_len",
-        "parallel.cp_ulysses",
-        "parallel.cp",
-        "zero.shard_group_size",
-    ]
-
-
 def _groups(size: int) -> dict[str, Any]:
     return {"shard_group_size": size}
 

@@ -46,12 +46,6 @@ def test_parts_of_a_tile_have_each_pair_once(rows: int, heads: int, kv_heads: in
     assert len(parts) == 1 or rows > 511
 
 
-def test_a_tile_that_a_window_cuts_is_not_cut_further() -> None:
-    tile = Tile(0, 2048, 0, 2048, 0)
-    assert [part for part, _ in parts_of(tile, 2047, 1, 1)] == [tile]
-    assert len([part for part, _ in parts_of(tile, 2048, 1, 1)]) > 1
-
-
 @pytest.mark.parametrize("threads", [1, 8])
 @pytest.mark.parametrize("batch", [1, 3])
 def test_heads_that_share_keys_may_be_rows_of_one(batch: int, threads: int) -> None:

@@ -340,31 +340,6 @@ def test_a_head_gives_the_same_bits_with_kept_logits_and_without_and_in_blocks(
         assert all(torch.equal(*pair) for pair in zip(one, found[0], strict=True))
 
 
-def test_weight_gradients_wait_in_micro_batch_order_and_are_bit_equal() -> None:
-    def gradient(waits: bool) -> Tensor:
-        wgrad_queue = WeightGradQueue()
-        wgrad_queue.accumulator, wgrad_queue.defers = _InGrad(), waits
-        layer = ColumnParallelLinear((NamedRows("w", OUT),), HIDDEN, Axis("tp"), wgrad_queue=wgrad_queue)
-        _fill(layer, Axis("tp"))
-        for micro_batch in range(3):
-            wgrad_queue.begin_pass()
-            layer(_given((SEQ, BATCH, HIDDEN)) * (micro_batch + 1)).square().sum().backward()
-        while len(wgrad_queue):
-            wgrad_queue.run_oldest()
-        return layer.weight.grad
-
-    assert torch.equal(gradient(waits=True), gradient(waits=False))
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_product_adds_itself_to_its_place(dtype: torch.dtype) -> None:
-    a, b = _given((6, 4)).to(dtype), _given((6, 3)).to(dtype)
-    place = torch.full((4, 3), torch.nan)
-    for is_first, times in ((True, 1), (False, 2)):
-        add_product(place, a, b, is_first=is_first)
-        torch.testing.assert_close(place, times * (a.float().T @ b.float()), rtol=1e-2, atol=1e-2)
-
-
 def test_dropout_keeps_the_expected_share_and_scale() -> None:
     dropout = Dropout(0.25, "site", seed=1, seq_len=64, seq_part=0, device=torch.device("cpu"))
     y = dropout(torch.ones(64, 8, 32), TokenLayout(torch.arange(8)))
@@ -388,15 +363,6 @@ def test_dropout_keeps_a_byte_for_each_element_or_draws_its_mask_again(dtype: to
         assert torch.equal(y, wanted[0])
         assert torch.equal(x.grad, wanted[1])
         assert sum(t.nbytes for t in kept) == kept_bytes
-
-
-def test_grouped_queries_attend_as_if_their_heads_were_repeated() -> None:
-    q, k, v = (torch.randn(2, heads, 6, 4) for heads in (6, 2, 2))
-    by_group = torch.stack(
-        [attention(q[:, [head]], k[:, [head // 3]], v[:, [head // 3]])[:, 0] for head in range(6)], 1
-    )
-    torch.testing.assert_close(attention(q, k, v), by_group)
-    torch.testing.assert_close(attention(q, k.repeat_interleave(3, dim=1), v.repeat_interleave(3, dim=1)), by_group)
 
 
 class _Keeps:

@@ -29,14 +29,6 @@ def test_a_tree_reaches_every_rank_once_and_nobody_has_more_than_log2_neighbours
     assert max(depth.values()) <= levels
 
 
-@pytest.mark.parametrize("size", [2, 7, 8, 21])
-def test_subtrees_are_neighbours_so_lists_stay_in_rank_order(size: int) -> None:
-    def order(index: int) -> list[int]:
-        return [index, *(rank for child in children(index, size) for rank in order(child))]
-
-    assert order(0) == list(range(size))
-
-
 def _objects(rank: int) -> dict[str, Any]:
     state = ParallelState(RankGrid(tp=3, pp=2), rank, timeout_seconds=60)
     found: dict[str, Any] = {"ranks": gather_objects(rank, state.world), "stage": gather_objects(rank, state.model)}

@@ -131,15 +131,6 @@ def test_the_names_of_deepspeed_mean_what_they_mean_there(
     assert optimizer.param_groups[0]["weight_decay"] == weight_decay
 
 
-def test_decoupled_decay_is_that_of_adamw() -> None:
-    (weight,) = _stepped("Adam", {"lr": 0.1, "weight_decay": 0.5}, [torch.ones(2)], [[torch.zeros(2)]])
-    assert weight.tolist() == pytest.approx([0.95, 0.95])  # a zero gradient moves by the decay alone: 1 - lr * decay
-    (weight,) = _stepped(
-        "Adam", {"adam_w_mode": False, "lr": 0.1, "weight_decay": 0.5}, [torch.ones(2)], [[torch.zeros(2)]]
-    )
-    assert weight.tolist() == pytest.approx([0.9, 0.9])  # the decay is a gradient: the first step of Adam is lr
-
-
 def test_the_fused_kernel_is_taken_where_there_is_one_unless_told_otherwise() -> None:
     def group(name: str, **params: Any) -> dict[str, Any]:
         weight = _parameter(torch.ones(3))

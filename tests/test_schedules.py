@@ -248,15 +248,6 @@ def test_a_given_schedule_evaluates_any_number_of_microbatches(name):
 # ---- order, as in the papers
 
 
-def test_1f1b_warms_up_with_one_forward_per_stage_that_follows():
-    """Narayanan et al. 2021, figure 4: warm-up, then one forward and one backward in turn, then the rest."""
-    for schedule in every("1f1b"):
-        for stage, rank in enumerate(schedule.ranks):
-            warmup = min(schedule.pp - stage - 1, schedule.microbatches)
-            kinds = "".join(action.kind for action in rank)
-            assert kinds == "F" * warmup + "FB" * (schedule.microbatches - warmup) + "B" * warmup
-
-
 @pytest.mark.parametrize(("name", "more"), INTERLEAVED_KINDS.items())
 def test_interleaved_warms_up_with_two_forwards_per_stage_that_follows_and_a_group_per_further_chunk(name, more):
     """Narayanan et al. 2021, figure 4 below; the warm-up is that of Megatron-LM.  After it every forward is in a pair."""

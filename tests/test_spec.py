@@ -110,18 +110,6 @@ def test_the_blocks_of_all_ranks_cover_every_logical_element_once(spec, tp_size)
 
 @every_spec
 @every_size
-def test_the_blocks_of_a_rank_do_not_overlap_and_leave_only_padding(spec, tp_size):
-    for tp_rank in range(tp_size):
-        local = torch.zeros(spec.local_shape(tp_size), dtype=torch.int)
-        for block in spec.regions(tp_rank, tp_size):
-            local.view(-1)[block.start : block.start + block.numel] += 1
-        ones = {name: torch.ones_like(tensor) for name, tensor in stored(spec, 0).items()}
-        expected = held(spec, ones, tp_rank, tp_size)
-        assert torch.equal(local, expected.int())
-
-
-@every_spec
-@every_size
 def test_what_a_rank_draws_is_its_part_of_the_logical_tensors(spec, tp_size):
     """For any tp, hence also what tp = 1 draws; padding is zero."""
     tensors = stored(spec, 7)

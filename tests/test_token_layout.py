@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from itertools import groupby
 from typing import NamedTuple
 
 import numpy as np
@@ -98,23 +96,6 @@ def test_rows_are_counted_and_runs_of_a_document_do_not_touch(drawn: tuple[int, 
         assert not ends & {(run.document, run.first) for run in runs}
 
 
-@given(ranks_and_lengths)
-def test_a_document_is_a_zigzag_of_chunks_of_even_length(drawn: tuple[int, list[int]]) -> None:
-    """From its first token on the rank goes up, then down."""
-    ranks, lengths = drawn
-    owner = {token: rank for rank, runs in enumerate(shards(lengths, ranks)) for token in tokens(runs)}
-    for document, length in enumerate(lengths):
-        order = [(rank, len(list(run))) for rank, run in groupby(owner[document, p] for p in range(length))]
-        names = [rank for rank, _ in order]
-        top = names.index(max(names))
-        assert names[: top + 1] == sorted(names[: top + 1])
-        assert names[top:] == sorted(names[top:], reverse=True)
-        least, most = length // (2 * ranks), -(-length // (2 * ranks))
-        assert all(least <= size <= most for rank, size in order if rank != max(names))
-        counts = Counter(owner[document, p] for p in range(length))
-        assert all(2 * least <= counts[rank] <= 2 * most for rank in range(ranks))
-
-
 def test_a_total_that_ranks_do_not_divide_is_refused() -> None:
     with pytest.raises(ValueError, match="2 ring ranks"):
         shards([2, 1], 2)
@@ -159,15 +140,6 @@ def test_tiles_of_any_runs_hold_every_visible_pair_once(
         found = [cell for tile in made for cell in cells(tile, window)]
         assert len(set(found)) == len(found)
         assert set(found) == seen(queries, other, window)
-
-
-def test_a_rank_has_one_tile_for_each_document_of_a_source() -> None:
-    """Causal at home, its first chunk for all my rows from ranks before, all of it for my last chunk from ranks after."""
-    parts = shards([12, 24], 3)
-    assert tiles(parts[1], parts[1]) == (Tile(0, 4, 0, 4, 0), Tile(4, 12, 4, 12, 0))
-    assert tiles(parts[1], parts[0]) == (Tile(0, 4, 0, 2), Tile(4, 12, 4, 8))
-    assert tiles(parts[1], parts[2]) == (Tile(2, 4, 0, 4), Tile(8, 12, 4, 12))
-    assert tiles(*[*shards([1, 1], 1)] * 2) == (Tile(0, 1, 0, 1), Tile(1, 2, 1, 2))  # full, and never two documents'
 
 
 @given(st.integers(1, 40), st.integers(1, 4), st.integers(0, 400))
