@@ -72,6 +72,7 @@ CASES = [
     (2, f"zero.stage=1 zero.offload.optimizer=nvme {FILES} precision.dtype=bf16 average.kind=ema"),
     (2, "precision.fp8=rowwise precision.dtype=bf16 parallel.tp=2 training.accumulation=2"),
     (1, "precision.fp8=blockwise precision.fp8_layers=all precision.dtype=fp32 activations.recompute=full"),
+    (2, "precision.fp8=blockwise precision.fp8_layers=all precision.dtype=bf16 zero.stage=3"),
     (2, "optimizer.name=muon zero.stage=1 precision.dtype=bf16"),
     (4, "optimizer.name=muon zero.stage=3 parallel.tp=2 parallel.sequence_parallel=true precision.dtype=fp32"),
     (2, f"zero.stage=3 zero.offload.parameters=nvme zero.offload.nvme_path={gettempdir()} precision.dtype=bf16"),

@@ -97,19 +97,23 @@ def test_hidden_and_exposed_time_is_that_of_the_bytes_that_zero_sends(stage: int
     assert wire_seconds(found, "dp") == pytest.approx(sent * 3 / 4 / 1e9, rel=1e-3)
 
 
-def test_whole_matrices_add_their_iterations_and_two_trips() -> None:
-    """5 (4 m^2 n + 2 m^3) FLOPs of each, shared by the ranks, and (N/d) (d - 1)/d elements there and back."""
-    run = run_of(4, 16, optimizer={"name": "muon"}, precision={"dtype": "fp32"})
+@pytest.mark.parametrize("shards", [4, 2])
+def test_whole_matrices_add_their_iterations_and_two_trips(shards: int) -> None:
+    """5 (4 m^2 n + 2 m^3) FLOPs of each, shared by d ranks; N/d elements to the other s - 1 of s shards and back to all
+    copies."""
+    zero = {"stage": 1, "shard_group_size": shards % 4}
+    run = run_of(4, 16, optimizer={"name": "muon"}, precision={"dtype": "fp32"}, zero=zero)
     model, fast = run.config.model, bare(4)
     hidden, ffn = model.hidden_size, model.ffn_hidden_size or 0
     kv = hidden * (model.num_kv_heads or model.num_heads) // model.num_heads
     shapes = [(hidden, hidden), (hidden, hidden), (kv, hidden), (kv, hidden), *[(ffn, hidden)] * 3] * model.num_layers
     flops = sum(5 * (4 * min(one) ** 2 * max(one) + 2 * min(one) ** 3) for one in shapes)
-    sent = sum(rows * columns for rows, columns in shapes) / 4 * 3 / 4 * 4
-    link = links_of(run, fast)["shard"]
-    computed = flops / 4 / (fast.device.peak_flops["fp32"] * fast.device.product_share)
-    assert matrix_seconds(run, fast, link) == pytest.approx(computed + 2 * link.seconds("send_recv", sent))
-    assert moments_of(run.config) == pytest.approx(2 - sent / 3 * 4 / elements_in(stages_of(run.config)[0]))
+    elements, links = sum(rows * columns for rows, columns in shapes), links_of(run, fast)
+    took = flops / 4 / (fast.device.peak_flops["fp32"] * fast.device.product_share)
+    took += 2 * links["shard"].seconds("send_recv", elements * (shards - 1) / shards)  # 4 bytes over 4 ranks
+    took += links["replica"].seconds("send_recv", elements * (4 // shards - 1))
+    assert matrix_seconds(run, fast, links) == pytest.approx(took)
+    assert moments_of(run.config) == pytest.approx(2 - elements / elements_in(stages_of(run.config)[0]))
 
 
 @pytest.mark.parametrize("offload", ["none", "cpu"])

@@ -7,6 +7,9 @@
     rowwise     [ k elements, one scale                     ]      where tp cuts k, the maximum is that of all its ranks
     blockwise   [ 128, a scale | 128, a scale | 64, a scale ]      where tp cuts k, it cuts between blocks
 
+Blocks of a weight are squares of 128 x 128, which W and W.T have in common.  So both passes read the same rounded
+weights, and stage 3 can gather those (`zero/fp8_gather.py`).
+
 So no scale depends on which tokens or ranks share a tensor.  A scale is the smallest power of two that brings the
 largest element to at most 448.  Powers of two are exact on every device, and so are the quantised elements in bf16 and
 in fp32.  An infinite or undefined element makes its whole row or block infinite or undefined.
@@ -20,6 +23,7 @@ two).
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import cache
 from types import FunctionType
 from typing import Any, Literal, NamedTuple, TypeAlias
@@ -80,12 +84,17 @@ def maxima(x: Tensor, block: int) -> Tensor:
     return _in_blocks(x, block).abs().amax(-1).float()
 
 
+def scales_of(largest: Tensor) -> Tensor:
+    """Compute the scales of blocks from the largest magnitude in each.  fp32 -> fp32."""
+    bits = largest.view(torch.int32).clamp(_SMALLEST, _INFINITY) + _MANTISSA_ABOVE_448
+    return bits.bitwise_and(_EXPONENT).view(torch.float32) * 2.0**-8
+
+
 def quantise(x: Tensor, largest: Tensor, block: int) -> Quantised:
     """Round a matrix to e4m3 (nearest, ties to even).  `largest`: the largest magnitude in each block, fp32 [rows,
     blocks].
     """
-    bits = largest.view(torch.int32).clamp(_SMALLEST, _INFINITY) + _MANTISSA_ABOVE_448
-    scales = bits.bitwise_and(_EXPONENT).view(torch.float32) * 2.0**-8
+    scales = scales_of(largest)
     # Compute 1 / scale from its exponent: a division would be rounded on some devices.
     inverse = (0x7F000000 - scales.view(torch.int32)).view(torch.float32)
     values = (_in_blocks(x, block).float() * inverse.unsqueeze(-1)).flatten(-2)[..., : x.shape[-1]]
@@ -95,6 +104,12 @@ def quantise(x: Tensor, largest: Tensor, block: int) -> Quantised:
 def quantise_alone(x: Tensor, block: int) -> Quantised:
     """Round a matrix to e4m3, if this rank holds all elements that share a scale."""
     return quantise(x, maxima(x, block), block)
+
+
+def quantise_squares(x: Tensor, block: int) -> Quantised:
+    """Round matrices to e4m3, with one scale for each square of `block` x `block`."""
+    of_squares = maxima(maxima(x, block).mT, block).mT
+    return quantise(x, of_squares.repeat_interleave(block, -2)[..., : x.shape[-2], :], block)
 
 
 def dequantise(x: Quantised, block: int, dtype: torch.dtype) -> Tensor:
@@ -157,14 +172,16 @@ class Fp8Product(Product):
         self._multiply = multiply
         self._axes = (WHOLE, WHOLE) if self._block else (forward_axis, backward_axis)
         self._maxima, self._quantise, self._quantise_alone = maxima, quantise, quantise_alone
+        self._quantise_weight = quantise_squares if self._block else quantise_alone
 
     def compile(self, compiled: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
         if torch.cuda.is_available() and torch.cuda.get_device_capability() < (8, 9):
             return  # the compiler cannot generate e4m3 code there
         # Each layer has its own code, compiled for x, W, dy and W.T: torch limits how many sizes it compiles one code
         # for.
-        self._maxima, self._quantise, self._quantise_alone = (
-            compiled(_own_code(function, self._name)) for function in (maxima, quantise, quantise_alone)
+        self._maxima, self._quantise, self._quantise_alone, self._quantise_weight = (
+            compiled(_own_code(function, self._name))
+            for function in (maxima, quantise, quantise_alone, self._quantise_weight)
         )
 
     def forward(self, x: Tensor, weight: Tensor) -> Tensor:
@@ -177,7 +194,7 @@ class Fp8Product(Product):
         a, b = x.detach().reshape(-1, x.shape[-1]), weight.detach()
         block = self._block or a.shape[-1]
         if axis.size == 1:
-            factors = self._quantise_alone(a, block), self._quantise_alone(b, block)
+            factors = self._quantise_alone(a, block), self._quantise_weight(b, block)
         else:
             largest = torch.cat([self._maxima(a, block), self._maxima(b, block)])
             all_reduce(largest, axis, "max").wait()
@@ -197,8 +214,8 @@ class Fp8ExpertProduct(ExpertProduct):
         self._multiply = multiply_groups
 
     def times(self, x: Tensor, weights: Tensor, groups: Groups) -> Tensor:
-        block = self._block or x.shape[-1]
-        return self._multiply(quantise_alone(x, block), quantise_alone(weights, block), x.dtype, groups)
+        block, of_weights = self._block or x.shape[-1], quantise_squares if self._block else quantise_alone
+        return self._multiply(quantise_alone(x, block), of_weights(weights, block), x.dtype, groups)
 
 
 def kernels_on(device: torch.device, dtype: torch.dtype, scaling: Scaling) -> Kernels:
@@ -234,6 +251,7 @@ def use_fp8(block: nn.Module, scaling: Scaling, kernels: Kernels) -> None:
         is_column = isinstance(layer, ColumnParallelLinear)
         axes = (WHOLE, layer.tp) if is_column else (layer.tp, WHOLE)
         layer.product = Fp8Product(scaling, kernels.multiply, *axes, str(number))
+        layer.specs["weight"] = replace(spec, in_fp8_squares=scaling == "blockwise")
 
 
 def _check_sizes(spec: ParamSpec, sections: Sequence[int], other: int, tp: int, scaling: Scaling) -> None:

@@ -140,6 +140,7 @@ class ParamSpec:
         matrix: it maps features to features within a block; a matrix optimizer updates it as a whole, section by
             section.
         buffer: it has no gradient, its layer changes it, and every rank holds it whole and in fp32.
+        in_fp8_squares: its products round it to fp8 in squares of 128 x 128, so it may be gathered in fp8.
 
     If TP splits a later dimension, its size must be divisible by tp.  If TP splits rows, each rank has ceil(size / tp)
     of them; surplus rows of the last ranks are padding: zero, masked in use, and part of no logical tensor.
@@ -154,6 +155,7 @@ class ParamSpec:
     decay: bool = True
     matrix: bool = False
     buffer: bool = False
+    in_fp8_squares: bool = False
 
     @property
     def name(self) -> str:

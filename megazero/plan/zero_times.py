@@ -150,7 +150,7 @@ def _rank_zero(
         for action, sent in passes.items()
     }
     gathers = [one for one in trace.messages[UPDATE] if one.operation == "all_gather"]
-    arriving, of_matrices = cost(gathers).wire, matrix_seconds(run, cluster, links["shard"])
+    arriving, of_matrices = cost(gathers).wire, matrix_seconds(run, cluster, links)
     return RankZero(
         beside,
         {action.chunk: cost(sent) for action, sent in reduced.items()},
@@ -165,16 +165,17 @@ def _but_gathers(messages: Iterable[Message]) -> list[Message]:
     return [one for one in messages if one.operation != "all_gather"]
 
 
-def matrix_seconds(run: ResolvedRun, cluster: Cluster, shard: GroupLink) -> float:
-    """Of whole matrices that go to their owners, are iterated once and come back; owners have equal work."""
+def matrix_seconds(run: ResolvedRun, cluster: Cluster, links: Mapping[str, GroupLink]) -> float:
+    """Of whole matrices that go to their owners, are iterated once and come back to every copy; owners have equal work."""
     matrices, parallel, device = matrices_of(run.config), run.config.parallel, cluster.device
     if not matrices.elements:
         return 0.0
-    ranks, name = run.shards * parallel.tp, "fp32" if run.config.precision.dtype == "fp32" else "bf16"
-    own = matrices.elements / parallel.pp / ranks
-    sent = own * DTYPES[name].itemsize * (ranks - 1) / ranks
-    products = matrices.flops / parallel.pp / ranks / (device.peak_flops[name] * device.product_share)
-    return products + 2 * shard.seconds("send_recv", sent)
+    group, copies = run.shards * parallel.tp, run.dp * parallel.cp // run.shards
+    ranks, name = parallel.pp * group * copies, "fp32" if run.config.precision.dtype == "fp32" else "bf16"
+    own = matrices.elements / ranks * DTYPES[name].itemsize
+    products = matrices.flops / ranks / (device.peak_flops[name] * device.product_share)
+    within = links["shard"].seconds("send_recv", own * (group - 1) / group)
+    return products + 2 * within + links["replica"].seconds("send_recv", own * (copies - 1))
 
 
 def optimizer_seconds(run: ResolvedRun, cluster: Cluster, own: int) -> float:

@@ -381,15 +381,16 @@ def plan_buckets(
 
     placements = list(dict.fromkeys(info.placement for info in parameters))
 
-    def scope(info: ParamInfo) -> tuple[float, int, bool, bool, bool]:
+    def scope(info: ParamInfo) -> tuple[float, int, bool, bool, bool, bool]:
         """Return what all parameters of a bucket have in common."""
-        unit = info.unit if by_unit and not info.persistent else inf
+        unit, spec = info.unit if by_unit and not info.persistent else inf, info.spec
         return (
             unit,
             placements.index(info.placement),
-            info.spec.of_experts,
+            unit == inf or not spec.in_fp8_squares,  # large buckets first: they share large gather buffers
+            spec.of_experts,
             info.trains,
-            info.matrix or info.spec.buffer,
+            info.matrix or spec.buffer,
         )
 
     groups, backward = list[list[ParamInfo]](), free[::-1]

@@ -27,7 +27,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -38,6 +38,9 @@ from megazero.parallel_state import Axis
 from megazero.zero.bucket import Bucket, BucketLayout, ShardingPolicy
 from megazero.zero.buffer_pool import BufferPool
 from megazero.zero.quantized import WEIGHT_BITS, BlockFormat, QuantizedGather
+
+if TYPE_CHECKING:
+    from megazero.zero.fp8_gather import Fp8Gather
 
 
 @dataclass(frozen=True)
@@ -128,7 +131,7 @@ class ShardSource:
     """Gathers a bucket from its ranks' shards.  An offloaded shard reaches the device through a staging buffer.
 
     Attributes:
-        staging: the buffers for offloaded shards and quantized weights.
+        staging: the buffers for offloaded shards and for weights in 8 bits.
         secondary_bytes: bytes of this rank's secondary shards.
     """
 
@@ -143,18 +146,24 @@ class ShardSource:
         if not self.is_exact:
             largest = max(bucket.layout.padded_numel for bucket in buckets)
             self._all_gather = QuantizedGather(BlockFormat.on(policy, WEIGHT_BITS), self.staging, largest).start
+        self._in_fp8: dict[Bucket, Fp8Gather] = {}
+        if any(one.layout.first.spec.in_fp8_squares for one in buckets) and self.is_exact:
+            from megazero.zero.fp8_gather import fp8_gathers  # few runs need it
+
+            self._in_fp8 = fp8_gathers(buckets, self.staging)
 
     def start(self, bucket: Bucket, label: str) -> Pending:
         """Start the all-gather of a bucket into its buffer.  `label`: see `all_gather`."""
         tensor, axis = bucket.weight_shard.tensor, bucket.placement.gathers_over
+        all_gather = self._in_fp8[bucket].start if bucket in self._in_fp8 else self._all_gather
         if tensor is not None and self._is_on_device(bucket):
-            return self._all_gather(bucket.weights, tensor, axis, label)
+            return all_gather(bucket.weights, tensor, axis, label)
         self.read_ahead(bucket)
         read, staging = self._reading[bucket]
 
         def gather() -> Pending:  # waits for the copy to the device, not for the compute stream
             self._copier.wait(read).wait()
-            return self._all_gather(bucket.weights, staging[: bucket.weight_shard.numel], axis, label)
+            return all_gather(bucket.weights, staging[: bucket.weight_shard.numel], axis, label)
 
         gathered = self._copier.run(gather, to_host=False)
         del self._reading[bucket]
@@ -168,7 +177,9 @@ class ShardSource:
             self._reading[bucket] = self._copier.run(read, to_host=False), staging
 
     def forget(self) -> None:
-        """Drop running copies, since the shards have changed."""
+        """Drop running copies and scales, since the shards have changed."""
+        for gather in self._in_fp8.values():
+            gather.is_fresh = False
         reading, self._reading = self._reading, {}
         for read, staging in reading.values():
             self._copier.wait(read).wait()

@@ -5,12 +5,13 @@
 
 Momentum is sharded like all state: every rank updates its own elements.  Each matrix is then assembled on one rank, its
 owner, which computes the update and sends every rank the elements of its shard.  Fused matrices (q | k | v) are updated
-separately, and the parts of tensor-parallel ranks are joined.  Owners are chosen by FLOPs, the largest matrix first,
-among the ranks of a stage that share one copy of the state, or that hold the same experts.  If groups of ranks hold
-copies of the state (`zero.shard_group_size`), each group computes every update for itself.
+separately, and the parts of tensor-parallel ranks are joined.  Owners have equal FLOPs, as far as possible, and hold
+much of their matrices.  They are all ranks of a stage, or those with the same experts.  If groups of ranks hold copies
+of the state (`zero.shard_group_size`), the owner's group sends it the momentum, and it sends every group the update.
 
 Invariant: nothing here depends on where shards begin, so equal gradients give bit-equal weights on every number of
-ranks. Matrices are not stacked: a product of stacked matrices is rounded differently for different numbers of matrices.
+ranks. Matrices are not stacked: torch does not promise that a product rounds in a stack as it does alone, and the number
+of an owner's matrices depends on the number of ranks.
 """
 
 from __future__ import annotations
@@ -94,7 +95,7 @@ def plan_matrices(
     """Choose an owner for every matrix of some buckets, and list which ranks send and update which elements.
 
     Args:
-        ranks: global ranks by tensor-parallel index and index of the shard.
+        ranks: global ranks by tensor-parallel index; then copy after copy of the state, by index of the shard.
         flops: the FLOPs of the update of a matrix, from its rows and columns.
         sharded: each rank updates only its shard; otherwise all elements.
         ep: number of ranks that buckets of experts are spread over; `ranks` then has one row, of ranks that hold the
@@ -108,41 +109,54 @@ def plan_matrices(
         for slot in layout.slots
         for piece in _pieces(index, slot, len(ranks), ep)
     ]
-    loads = [(0, tp, shard) for tp in range(len(ranks)) for shard in range(len(ranks[0]))]
-    heapify(loads)
-    owners: dict[int, tuple[int, int]] = {}
-    for number in sorted(range(len(pieces)), key=lambda number: -flops(*pieces[number].shape)):
-        load, *at = loads[0]
-        owners[number] = (at[0], at[1])
-        heapreplace(loads, (load + flops(*pieces[number].shape), *owners[number]))
 
-    def fragments(piece: _Piece, tp: int, only_shard: int | None) -> Iterator[Fragment]:
-        """Yield the elements on the ranks of one tensor-parallel index.
-
-        Args:
-            only_shard: the shard whose rank is the only one listed if ranks hold all elements; None: list all of them.
-        """
+    def fragments(piece: _Piece, tp: int) -> Iterator[Fragment]:
+        """Yield the elements on the ranks of one tensor-parallel index."""
         layout, part = layouts[piece.bucket], 0 if len(piece.parts) == 1 else tp
-        elements, start = piece.elements[part], sum(one.stop - one.start for one in piece.elements[:part])
-        if elements.start == elements.stop:  # tensor parallelism over more ranks than rows
-            return
-        if not sharded:
-            for shard in range(len(ranks[0])) if only_shard is None else [only_shard]:
-                yield Fragment(ranks[tp][shard], elements, start)
-            return
-        for shard in range(elements.start // layout.shard_numel, -(-elements.stop // layout.shard_numel)):
-            held = intersect(elements, layout.shard(shard))
-            if held is not None:
-                yield Fragment(ranks[tp][shard], held, start + held.start - elements.start)
+        elements, start = piece.elements[part], sum(one.size for one in piece.elements[:part])
+        size, shards = (layout.shard_numel, layout.shards) if sharded else (layout.padded_numel, 1)
+        for copy in range(0, len(ranks[tp]), shards):
+            for shard in range(elements.start // size, -(-elements.stop // size)):
+                held = intersect(elements, Interval(shard * size, (shard + 1) * size))
+                if held is not None:  # there are none where tp has more ranks than the matrix has rows
+                    yield Fragment(ranks[tp][copy + shard], held, start + held.start - elements.start)
 
+    every = [tuple(one for tp in range(len(ranks)) for one in fragments(piece, tp)) for piece in pieces]
+    places = {rank: (tp, index) for tp, row in enumerate(ranks) for index, rank in enumerate(row)}
+    owners = _owners([flops(*piece.shape) for piece in pieces], every, list(places), near=sharded)
     matrices = []
-    for number, piece in enumerate(pieces):
-        tp, shard = owners[number]
-        senders = [tp] if len(piece.parts) == 1 else range(len(ranks))
-        sources = tuple(one for sender in senders for one in fragments(piece, sender, shard))
-        holders = tuple(one for holder in range(len(ranks)) for one in fragments(piece, holder, None))
-        matrices.append(Matrix(piece.bucket, ranks[tp][shard], piece.parts, piece.dim, sources, holders))
+    for piece, holders, owner in zip(pieces, every, owners, strict=True):
+        tp, index = places[owner]
+        shards, senders = (
+            layouts[piece.bucket].shards if sharded else 1,
+            [tp] if len(piece.parts) == 1 else range(len(ranks)),
+        )
+        copy = {rank for sender in senders for rank in ranks[sender][index // shards * shards :][:shards]}
+        sources = tuple(one for one in holders if one.rank in copy)
+        matrices.append(Matrix(piece.bucket, owner, piece.parts, piece.dim, sources, holders))
     return matrices
+
+
+def _owners(
+    work: Sequence[int], holders: Sequence[Sequence[Fragment]], ranks: Sequence[int], *, near: bool
+) -> list[int]:
+    """Choose the owner of every matrix, the largest matrix first: with `near`, the rank that holds most of it, unless its
+    work exceeded the mean.  All others then go to the ranks with the least work.
+    """
+    loads, owners, total = dict.fromkeys(ranks, 0), dict[int, int](), sum(work)
+    order = sorted(range(len(work)), key=lambda number: -work[number])
+    for number in order if near else ():
+        nearest = max(holders[number], key=lambda held: (held.elements.size, -loads[held.rank])).rank
+        if (loads[nearest] + work[number]) * len(ranks) <= total:
+            loads[nearest] += work[number]
+            owners[number] = nearest
+    least = [(load, rank) for rank, load in loads.items()]
+    heapify(least)
+    for number in order:
+        if number not in owners:
+            load, owners[number] = least[0]
+            heapreplace(least, (load + work[number], owners[number]))
+    return [owners[number] for number in range(len(work))]
 
 
 class _Piece(NamedTuple):
@@ -309,18 +323,18 @@ def matrix_stepper(
 ) -> MatrixStepper:
     """Return the stepper for the matrices among these buckets.  Every rank must call this, in the same order."""
     own = in_order_of_use([bucket for bucket in buckets if bucket.layout.trains and bucket.layout.first.matrix])
-    joined, table = state.across_tp(state.shard, "matrices")
-    plans: dict[Bucket, tuple[list[Matrix], Axis]] = {bucket: ([], joined) for bucket in own}
+    joined, table = state.across_tp(state.dp_cp, "matrices")
+    plans: dict[Bucket, tuple[list[Matrix], Axis]] = {}
 
-    def plan(members: Sequence[Bucket], ranks: Sequence[Sequence[int]], ep: int | None = None) -> None:
+    def plan(members: Sequence[Bucket], among: Axis, ranks: Sequence[Sequence[int]], ep: int | None = None) -> None:
+        plans.update({bucket: ([], among) for bucket in members})
         layouts, sharded = [bucket.layout for bucket in members], policy.zero_stage >= 1
         for matrix in plan_matrices(layouts, ranks, optimizer.flops, sharded=sharded, ep=ep):
             plans[members[matrix.bucket]][0].append(matrix)
 
-    plan([bucket for bucket in own if not bucket.layout.first.spec.of_experts], table)
-    if experts := [bucket for bucket in own if bucket.layout.first.spec.of_experts]:
+    plan([bucket for bucket in own if bucket.placement is policy.placement], joined, table)
+    if experts := [bucket for bucket in own if bucket.placement is not policy.placement]:
         among = experts[0].placement.shard
-        plans |= {bucket: ([], among) for bucket in experts}
-        plan(experts, [among.ranks], state.ep.size)
+        plan(experts, among, [among.ranks], state.ep.size)
     dtype = torch.float32 if policy.dtype == torch.float32 else torch.bfloat16
-    return MatrixStepper(plans, state.rank, dtype, optimizer)
+    return MatrixStepper({bucket: plans[bucket] for bucket in own}, state.rank, dtype, optimizer)

@@ -320,6 +320,8 @@ def _describe_parameters(
     for index, unit in enumerate(units):
         for part, key in unit.attributes:
             users.setdefault(id(part._parameters[key]), set()).add(index)
+    # Vectors stay whole beside matrices that travel in fp8, in buckets of their own: they would need more messages.
+    in_fp8 = {min(users.get(id(one.parameter), [-1])) for one in described if one.spec.in_fp8_squares}
     infos = []
     for one in described:
         used_by = users.get(id(one.parameter))
@@ -330,7 +332,8 @@ def _describe_parameters(
         shape, index, trains = tuple(one.parameter.shape), min(used_by), one.parameter.requires_grad
         placement = one.placement or policy.placement
         is_alone = one.spec.buffer or (placement.shard.size == 1 and zero.offload.parameters == "none")
-        persistent = policy.zero_stage == 3 and (is_alone or numel(shape) <= zero.persistent_elements)
+        is_small = numel(shape) <= zero.persistent_elements or (len(shape) == 1 and index in in_fp8)
+        persistent = policy.zero_stage == 3 and (is_alone or is_small)
         alone = not persistent and (len(used_by) > 1 or units[index].spans_others)
         chunk = units[index].chunk
         infos.append(

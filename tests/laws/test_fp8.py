@@ -14,6 +14,7 @@ from torch import Tensor
 from worlds import (
     LLAMA,
     MIXTRAL,
+    STEPS,
     difference,
     engine_on,
     micro_batches,
@@ -27,6 +28,7 @@ from worlds import (
 )
 
 from megazero.config import ResolvedRun
+from megazero.engine import Engine
 from megazero.engine.phases import Position
 from megazero.layers.fp8 import BLOCK, EMULATED, Quantised, dequantise, emulated, quantise_alone, use_fp8
 from megazero.layers.linear import ColumnParallelLinear, RowParallelLinear
@@ -58,17 +60,25 @@ def rounded(x: Tensor, block: int) -> Tensor:
     return torch.cat(parts, -1).to(x.dtype)
 
 
+def rounded_weight(weight: Tensor, block: int) -> Tensor:
+    """As `rounded`, but all elements of a square of blocks have one scale."""
+    if not block:
+        return rounded(weight, block)
+    squares = [rows.split(block, 1) for rows in weight.split(block)]
+    return torch.cat([torch.cat([rounded(one.reshape(1, -1), 0).view_as(one) for one in row], 1) for row in squares])
+
+
 class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, block: int) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.block = block
-        return rounded(x, block) @ rounded(weight, block).T
+        return rounded(x, block) @ rounded_weight(weight, block).T
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor, None]:
         x, weight = ctx.saved_tensors
-        dx = rounded(dy, ctx.block) @ rounded(weight.T, ctx.block).T
+        dx = rounded(dy, ctx.block) @ rounded_weight(weight.T, ctx.block).T
         return dx, dy.flatten(0, -2).T @ x.flatten(0, -2), None
 
 
@@ -234,6 +244,28 @@ def test_recomputation_repeats_the_bytes(fp8: dict[str, Any], tp: int) -> None:
     for got in others:
         assert got["loss"] == first["loss"]
         assert all(torch.equal(got["weights"][name], value) for name, value in first["weights"].items())
+
+
+def _gathering(engine: Engine, run: ResolvedRun) -> Any:
+    engine.state.traffic.reset()
+    found = train_on(engine, run, evaluates=True)
+    return found, engine.state.traffic.sent_bytes["dp", "all_gather"]
+
+
+@pytest.mark.parametrize(("dtype", "size"), [("fp32", 4), ("bf16", 2)])
+@pytest.mark.parametrize("world", [2, 4])
+def test_stage_3_gathers_the_weights_of_squares_in_fp8_bit_by_bit(world: int, dtype: str, size: int) -> None:
+    """Shards begin anywhere in a square; an update is followed by one gather. Of a matrix 1 byte per element travels."""
+    stages = [{"stage": 1}, {"stage": 3, "gather_policy": "step"}]
+    of_all = {"optimizer": {"grad_clip": 0.0}}  # the norm adds up in another order
+    runs = [_run(world, "blockwise", {"dtype": dtype}, zero=zero, **of_all) for zero in stages]
+    runs.append(_run(world, "blockwise", {"dtype": dtype, "fp8": "none"}, zero=stages[1], **of_all))
+    (kept, _), (gathered, sent), (_, whole_sent) = run_world(world, on_one_state, runs, _gathering)[0]
+    assert gathered["loss"] == kept["loss"]
+    assert all(torch.equal(gathered["weights"][name], value) for name, value in kept["weights"].items())
+    elements = sum(one.numel() for name, one in kept["weights"].items() if "layers.1." in name and one.ndim == 2)
+    saved = elements * (size - 1) * (world - 1) / world
+    assert whole_sent - sent == pytest.approx(STEPS * saved, rel=0.01)
 
 
 @pytest.mark.parametrize("value", [float("inf"), float("nan")])

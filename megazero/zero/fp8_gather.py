@@ -1,0 +1,118 @@
+"""Weights that travel in fp8 (e4m3) where that changes no bit: those that products round to it anyway.
+
+    shards       |   rank 0    |   rank 1    |
+    squares      |   128 x 128   | 128 x 128 |     one may lie on several ranks
+
+    after an update    every rank takes the maxima of its elements; one small all-reduce gives those of whole squares
+    each gather        shard -> e4m3, 1 byte per element -> all ranks -> the run's format, in which these are exact
+
+Both passes of a layer round its weight in these squares (`layers/fp8.py`).  To round what is rounded changes nothing: the
+largest element of a square stays the largest, and in a scale of half the size, where it needs one, all are exact.  So the
+run has the same bits as if weights travelled in their own format.  Masters keep their precision.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from functools import partial
+from math import prod
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from megazero.comm.collectives import Pending, all_gather, all_reduce
+from megazero.layers.fp8 import Quantised, dequantise, maxima, quantise, scales_of
+from megazero.layers.fp8_sizes import BLOCK
+from megazero.parallel_state import Axis
+from megazero.zero.bucket import Bucket, intersect
+from megazero.zero.buffer_pool import BufferPool
+
+
+class _Part(NamedTuple):
+    """The elements of one matrix in this rank's shard.
+
+    Args:
+        squares: the largest magnitudes of the matrix' squares.
+        rows: of the matrix, that the elements lie in.
+        matrix: these rows, with zeros for the elements of other shards.
+        skipped: elements of the first row that belong to another shard.
+        at: the elements in the shard.
+    """
+
+    squares: Tensor
+    rows: slice
+    matrix: Tensor
+    skipped: int
+    at: slice
+
+
+class Fp8Gather:
+    """All-gathers of one bucket.
+
+    Args:
+        pool: provides the buffers.
+
+    Attributes:
+        is_fresh: the maxima are those of the current weights.
+    """
+
+    def __init__(self, bucket: Bucket, pool: BufferPool) -> None:
+        self._owned, self._slots, self._pool, self.is_fresh = bucket.owned, bucket.layout.slots, pool, False
+        grids = [tuple(-(-size // BLOCK) for size in slot.info.shape) for slot in self._slots]
+        self._maxima = pool.acquire(sum(map(prod, grids)), torch.float32)
+        parts = self._maxima.split([prod(grid) for grid in grids])
+        self._squares = [part.view(grid) for part, grid in zip(parts, grids, strict=True)]
+
+    def start(self, out: Tensor, shard: Tensor, axis: Axis, label: str) -> Pending:
+        """Start a gather like `all_gather`."""
+        if not self.is_fresh:
+            self._reduce_maxima(shard, axis)
+        packed = self._pool.acquire(len(out), torch.uint8)
+        mine = packed.view(axis.size, -1)[axis.index]
+        try:
+            for squares, rows, matrix, skipped, at in self._parts(shard):
+                rounded = quantise(matrix, squares.repeat_interleave(BLOCK, 0)[rows], BLOCK).values
+                mine[at] = rounded.view(torch.uint8).flatten()[skipped:][: at.stop - at.start]
+            arrive = all_gather(packed, mine, axis, label).wait
+        except BaseException:
+            self._pool.release(packed)
+            raise
+        return Pending(arrive, partial(self._arrived, packed, out))
+
+    def _arrived(self, packed: Tensor, out: Tensor) -> None:
+        try:
+            for slot, squares in zip(self._slots, self._squares, strict=True):
+                shape, at = slot.info.shape, slice(slot.start, slot.stop)
+                scales = scales_of(squares).repeat_interleave(BLOCK, 0)[: shape[0]]
+                rounded = Quantised(packed[at].view(torch.float8_e4m3fn).view(shape), scales)
+                out[at] = dequantise(rounded, BLOCK, out.dtype).flatten()
+        finally:
+            self._pool.release(packed)
+
+    def _reduce_maxima(self, shard: Tensor, axis: Axis) -> None:
+        """Compute the maxima of all ranks' elements.  A collective call."""
+        self._maxima.zero_()
+        for squares, rows, matrix, *_ in self._parts(shard):
+            row_of_squares = torch.arange(rows.start, rows.stop, device=shard.device) // BLOCK
+            squares.index_reduce_(0, row_of_squares, maxima(matrix, BLOCK), "amax")
+        all_reduce(self._maxima, axis, "max").wait()
+        self.is_fresh = True
+
+    def _parts(self, shard: Tensor) -> Iterator[_Part]:
+        for slot, squares in zip(self._slots, self._squares, strict=True):
+            held = intersect(slot.interval, self._owned)
+            if held is None:
+                continue
+            width, first = slot.info.shape[1], held.start - slot.start
+            rows = slice(first // width, -(-(first + held.size) // width))
+            at = slice(held.start - self._owned.start, held.stop - self._owned.start)
+            matrix = shard.new_zeros((rows.stop - rows.start) * width)
+            matrix[first % width :][: held.size] = shard[at]
+            yield _Part(squares, rows, matrix.view(-1, width), first % width, at)
+
+
+def fp8_gathers(buckets: Sequence[Bucket], pool: BufferPool) -> dict[Bucket, Fp8Gather]:
+    """Return the gathers of those buckets that products round in squares."""
+    rounded = [one for one in buckets if one.layout.first.spec.in_fp8_squares and one.layout.shards > 1]
+    return {bucket: Fp8Gather(bucket, pool) for bucket in rounded}
