@@ -231,7 +231,8 @@ def check_complete(folder: Folder, name: str = "") -> None:
     if not is_complete(folder):
         steps = ", ".join(str(step) for step in step_folders(folder)[-5:])
         hint = f"name one of its steps, such as {steps}" if steps else "name a step"
-        raise CheckpointError(f"{name or folder} is not a complete checkpoint: it has no {MANIFEST}; {hint}")
+        found = f"it has no {MANIFEST}" if folder.files() or folder.folders() else "nothing is there"
+        raise CheckpointError(f"{name or folder} is not a complete checkpoint: {found}; {hint}")
 
 
 def read_manifest(location: Location) -> dict[str, FileRecord]:

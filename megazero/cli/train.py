@@ -66,6 +66,7 @@ def _report(run: ResolvedRun, summary: RunSummary, config: Path, overrides: list
     from megazero.training.callbacks.progress import readable_seconds
 
     run_dir = Path(run.config.training.run_dir)
+    writes_events = run.config.logging.tensorboard or "tensorboard" in run.config.logging.loggers
     losses = [] if summary.loss is None else [f"loss {summary.loss:.4f}"]
     losses += [] if summary.val_loss is None else [f"validation loss {summary.val_loss:.4f}"]
     traffic = ", ".join(f"{axis} {sent / 2**20:,.1f} MiB" for axis, sent in sorted(summary.sent_bytes.items()))
@@ -75,7 +76,7 @@ def _report(run: ResolvedRun, summary: RunSummary, config: Path, overrides: list
         + (f", {', '.join(losses)} nats per token" if losses else "; no step was left to train")
         + (f"\n  checkpoint   {summary.checkpoint}" if summary.checkpoint else "")
         + f"\n  metrics      {run_dir / 'metrics.jsonl'}"
-        + (f"\n  tensorboard  tensorboard --logdir {run_dir}" if run.config.logging.tensorboard else "")
+        + (f"\n  tensorboard  tensorboard --logdir {run_dir}" if writes_events else "")
         + (f"\n  sent by rank 0: {traffic}" if traffic else "")
         + (f"\n  skipped {summary.skipped_steps} steps for an overflow" if summary.skipped_steps else "")
         + "\n  continue on this or any other shape (for example parallel.tp=1 zero.stage=3):"

@@ -124,6 +124,8 @@ def load_config(
             more = f"for more ranks say {asks} {whole}, or as many as there are" if asks else _LAUNCHERS
             hint = f"{hint}; {more}" if whole > ranks else hint
         problems.append(replace(problem, key=key, hint=hint))
+    if any(problem.key == "launch.extensions" for problem in problems):  # which may register a name
+        problems = [problem for problem in problems if "launch.extensions" not in problem.hint]
     if problems:
         raise ConfigError(problems, str(path))
     assert ranks is not None

@@ -133,6 +133,8 @@ def _hint(tables: dict[str, Any], path: Path, errors: list[ErrorDetails]) -> str
         if not any(other[: len(path)] == path for other in _errors(changed)):
             taken.append(toml_value(candidate))
     default = known[home]().model_dump().get(str(path[-1])) if home in known else None
+    if key in _ITEMS and any(error["type"] == "model_type" for error in errors):
+        return f"its keys are {', '.join(_ITEMS[key][1].model_fields)}"
     if not taken and any(error["type"] == "name" for error in errors):
         return "a name of your own must be registered by a script that launch.extensions lists"
     if taken or default is None:

@@ -20,7 +20,7 @@ import numpy as np
 from megazero.annexes import added
 from megazero.data.identity import Identity, fingerprint_of, identity_path, locked, stored_identity, verified_identity
 from megazero.data.indexed import IndexedDataset
-from megazero.data.sampler import Blend, SampleStream, ValidationStream, Windows, split
+from megazero.data.sampler import Blend, SampleStream, UnfitDataError, ValidationStream, Windows, split
 from megazero.data.tokenizer import Tokenizer, load_tokenizer
 
 #: About twelve megabytes of real text that every machine has: enough for a first run, a smoke test or a benchmark.
@@ -73,7 +73,7 @@ def open_corpus(
     own = tokenizer_of(ends_as or [name for name, _ in sources], tokenizer, eod_token)
     if own.vocab_size > vocab_size:
         hint = f"raise model.vocab_size={vocab_size:,} to that"
-        raise ValueError(f"tokenizer {tokenizer!r} has {own.vocab_size:,} ids; {hint}")
+        raise UnfitDataError(f"tokenizer {tokenizer!r} has {own.vocab_size:,} ids; {hint}")
     training: list[Windows] = []
     validation: list[Windows] = []
     contents: list[str] = []
@@ -150,13 +150,13 @@ def check_source(name: str, tokenizer: str, own: Tokenizer | None, vocab_size: i
 def _check_fits(name: str, identity: Identity, tokenizer: str, own: Tokenizer, vocab_size: int) -> None:
     """Raises: ValueError: the source was written by another tokenizer, or has ids without an embedding."""
     if identity.tokenizer not in ("", own.fingerprint):
-        raise ValueError(
+        raise UnfitDataError(
             f"{name} was tokenized with a tokenizer of fingerprint {identity.tokenizer}, and data.tokenizer="
             f"{tokenizer!r} has {own.fingerprint}; name the tokenizer of the source (and its data.eod_token, if it was "
             f"given one), or tokenize again: megazero data tokenize TEXT --out {name} --tokenizer {tokenizer}"
         )
     if identity.smallest_id < 0 or identity.largest_id >= vocab_size:
-        raise ValueError(
+        raise UnfitDataError(
             f"{name} has ids from {identity.smallest_id:,} to {identity.largest_id:,}, and the model's vocab_size is "
             f"{vocab_size:,}; raise vocab_size, or tokenize the source with this run's tokenizer"
         )

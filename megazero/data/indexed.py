@@ -104,11 +104,13 @@ class IndexedDataset:
         bin_path, idx_path = pair_paths(prefix)
         for path in (bin_path, idx_path):
             if not path.is_file():
-                named = self.prefix.endswith((".bin", ".idx")) and os.path.exists(f"{self.prefix[:-4]}.idx")
-                hint = f"; name it by its prefix, {self.prefix[:-4]}" if named else ""
-                rule = f"a token source is a pair {self.prefix}.bin and {self.prefix}.idx, which `megazero data "
-                rule += f"tokenize TEXT --out {self.prefix} --tokenizer FILE` writes, or a file of token ids"
-                raise FileNotFoundError(f"no {path}: {rule}{hint}")
+                name, suffix = os.path.splitext(self.prefix)
+                is_file = suffix in (".bin", ".idx")
+                hint = f"; name it by its prefix, {name}" if is_file and os.path.exists(f"{name}.idx") else ""
+                name, missing = (name, self.prefix) if is_file else (self.prefix, path)
+                rule = f"a token source is a pair {name}.bin and {name}.idx, which `megazero data "
+                rule += f"tokenize TEXT --out {name} --tokenizer FILE` writes, or a file of token ids"
+                raise FileNotFoundError(f"no {missing}: {rule}{hint}")
         with bin_path.open("rb") as bin_file, idx_path.open("rb") as idx_file:
             for file in (bin_file, idx_file):
                 if file.peek(len(LFS_POINTER)).startswith(LFS_POINTER):

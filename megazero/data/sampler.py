@@ -32,6 +32,14 @@ _ROUNDS: Final = 8  # four for each half
 _DESCRIBED_SAMPLES: Final = 64  # samples
 
 
+class DataError(ValueError):
+    """The data that a configuration names cannot be used."""
+
+
+class UnfitDataError(DataError):
+    """They are whole, and do not fit the configuration."""
+
+
 @dataclass(frozen=True, eq=False)
 class Windows:
     """Consecutive samples of one source: windows `first` to `first + count` of its token stream."""
@@ -51,7 +59,7 @@ class Windows:
         count = (len(tokens) - 1) // seq_len
         if count < 1:
             sample = f"one sample of seq_len + 1 = {seq_len + 1:,}; use more data or a shorter seq_len"
-            raise ValueError(f"{name} holds {len(tokens):,} tokens, fewer than {sample}")
+            raise UnfitDataError(f"{name} holds {len(tokens):,} tokens, fewer than {sample}")
         return cls(tokens, seq_len, 0, count, borders=borders)
 
     @property
@@ -103,7 +111,9 @@ def split(
         fix = f"it takes at least 1/{windows.count} = {1 / windows.count:.2g}, or 0 for no validation"
         if windows.count < 2:
             fix = "it takes two windows at least: use more data, a shorter seq_len, or 0"
-        raise ValueError(f"{validation_fraction=} leaves none of {name}'s {windows.count:,} windows for {side}; {fix}")
+        raise UnfitDataError(
+            f"{validation_fraction=} leaves none of {name}'s {windows.count:,} windows for {side}; {fix}"
+        )
     return replace(windows, count=kept), replace(windows, first=windows.first + kept, count=held_out)
 
 

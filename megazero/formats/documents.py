@@ -29,6 +29,7 @@ import xxhash
 from megazero.config.derive import cache_directory
 from megazero.config.schema import DataConfig
 from megazero.data.sealed import LFS_HINT, LFS_POINTER
+from megazero.registry import closest, did_you_mean
 
 _PACKAGE_OF: Final = {".parquet": "pyarrow", ".arrow": "pyarrow", ".zst": "zstandard"}
 _TABLES: Final = ".parquet", ".arrow"
@@ -92,7 +93,9 @@ def find_files(
     local = [_fetched(name) if "://" in name else [name] for name in map(str, inputs)]
     for name in chain.from_iterable(local):
         if not (entry := Path(name)).exists():
-            raise FileNotFoundError(f"no file or directory {name} to tokenize; copy it to this machine")
+            beside = [str(other) for other in entry.parent.glob("*")]
+            hint = did_you_mean(closest(name, beside), "copy it to this machine")
+            raise FileNotFoundError(f"no file or directory {name} to tokenize; {hint}")
         found = [] if entry.is_dir() else [entry]
         for folder, names, inside in os.walk(entry, onerror=unread.append) if entry.is_dir() else ():
             hidden += sum(name.startswith(".") for name in [*names, *inside])

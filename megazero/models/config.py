@@ -141,7 +141,8 @@ _WINDOWED = ActsWhere("model.sliding_window", (), "no layer has a window")
 
 def _published(name: object) -> object:
     if name not in [*PRESETS]:
-        begun = [preset for preset in PRESETS if preset.startswith(str(name))]
+        plain = str(name).rpartition("/")[2].replace("-", "").lower()  # as on the hub
+        begun = [preset for preset in PRESETS if preset.replace("-", "").startswith(plain)]
         raise PydanticCustomError("preset", "be a name that `megazero models` lists", {"choices": begun or [*PRESETS]})
     return name
 

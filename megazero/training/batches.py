@@ -23,7 +23,7 @@ from megazero.config import RunConfig
 from megazero.config.derive import cache_directory
 from megazero.data import Corpus, open_corpus
 from megazero.data.identity import parts_of
-from megazero.data.sampler import Stream, ValidationStream
+from megazero.data.sampler import DataError, Stream, UnfitDataError, ValidationStream
 from megazero.engine import BatchShare
 from megazero.layers.sample_part import SamplePart
 from megazero.layers.vocabulary import IGNORED_LABEL
@@ -31,10 +31,6 @@ from megazero.models.gpt import MicroBatch
 from megazero.parallel_state import Axis
 
 T = TypeVar("T")
-
-
-class DataError(ValueError):
-    """The data that a configuration names cannot be used."""
 
 
 def open_sources(
@@ -83,9 +79,9 @@ def open_corpus_of(config: RunConfig, say: Callable[[str], None] = lambda _: Non
 
 
 def check_held_out(config: RunConfig, path: str) -> None:
-    """Check that some of a validation source which a run trains on is held out.  Raises: DataError."""
+    """Check that some of a validation source which a run trains on is held out.  Raises: UnfitDataError."""
     if not config.data.validation_fraction:
-        raise DataError(
+        raise UnfitDataError(
             f"{path} holds the same tokens as one of data.sources, and data.validation_fraction = 0 holds nothing of it "
             "out; set it, or leave the source out of data.validation_sources"
         )

@@ -25,6 +25,7 @@ from megazero.comm.collectives import LostPeerError
 from megazero.comm.meeting import name_hint
 from megazero.config import ConfigError, ResolvedRun
 from megazero.config.load import import_extensions
+from megazero.data.sampler import UnfitDataError
 from megazero.parallel_state import ParallelState
 from megazero.terminal import Terminal, drain, warn
 from megazero.training import world
@@ -119,7 +120,7 @@ def run_rank(run: ResolvedRun, work: Work[T]) -> T | Failed:
         _report(f"{error}{name_hint(os.environ)}", is_cause=False)
         time.sleep(_CAUSE_FIRST_SECONDS)
         return Failed(has_cause=" ended in step " in str(error))  # by an error of its own, which the watchdog has found
-    except (OwnerError, ConfigError) as error:
+    except (OwnerError, ConfigError, UnfitDataError) as error:
         _report(str(error), is_cause=True)
         return Failed(EXIT_REFUSED)
     except Exception as error:
