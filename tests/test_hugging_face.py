@@ -458,7 +458,7 @@ def test_what_cannot_be_exported_is_refused(tmp_path: Path) -> None:
     refused(tmp_path / "capped", "model.final_logit_softcapping = 20.0, which transformers does not compute in a llama")
     with pytest.raises(ValueError, match="megazero-llama"):  # nor does it load the step, as another model
         AutoModelForCausalLM.from_pretrained(tmp_path / "capped")
-    refused(tmp_path / "nowhere", "is not a complete checkpoint: it has no manifest.json; name a step")
+    refused(tmp_path / "nowhere", "is not a complete checkpoint: nothing is there; name a step")
     assert "is not empty: it holds" in command("export", tmp_path / "step", tmp_path / "script").stderr
     moments = next((tmp_path / "step").glob("exp_avg-*.safetensors"))
     moments.write_bytes(moments.read_bytes()[:-1])

@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from worlds import LLAMA, engine_on, run_of
 
-from megazero.config import RunConfig, save_config
+from megazero.config import ResolvedRun, RunConfig, resolve, save_config
 from megazero.engine import BatchShare, Position, StepStatistics
 from megazero.layers.vocabulary import IGNORED_LABEL
 from megazero.optim.config import LrScheduleConfig
@@ -375,11 +375,25 @@ def test_tensorboard_has_losses_by_tokens_and_forgets_those_after_a_resume(
     assert tokens() == [80, 160, 240, 560]
 
 
+def _run_of(steps: int, **training: Any) -> ResolvedRun:
+    return resolve(RunConfig.model_validate({"training": {"steps": steps, **training}}), 1)
+
+
+def test_the_time_that_is_left_counts_the_samples_of_a_batch_that_grows() -> None:
+    shown: list[str] = []
+    ramp = {"start": 2, "increment": 2, "samples": 12}  # steps of 2, 2, 2, 4, 4, then of 6 samples: 56 in 12 steps
+    run = _run_of(12, global_batch_size=6, batch_ramp=ramp)
+    sizes = [run.samples_after(0, step) for step in range(13)]
+    line, first = ProgressLine(run, shown.append, torch.device("cpu")), replace(_record(1), seconds=2.0)
+    line.after_step(replace(first, samples=SampleRange(0, sizes[1] - 1)))
+    assert shown[0].endswith(f"ETA {sizes[12] - sizes[1]}s"), (shown, sizes)
+
+
 def test_a_skipped_step_is_reported_and_leaves_no_number_that_json_does_not_know() -> None:
     shown: list[str] = []
     statistics = StepStatistics(nan, inf, 10, loss_scale=32768.0, skipped=True)
     overflow = replace(_record(3), statistics=statistics, skipped_steps=1)
-    ProgressLine(20, 10, shown.append, torch.device("cpu")).after_step(overflow)
+    ProgressLine(_run_of(20), shown.append, torch.device("cpu")).after_step(overflow)
     assert shown[0].endswith("| skipped (overflow, loss scale 32768)")
     values = json.loads(as_json(overflow), parse_constant=pytest.fail)
     assert (values["grad_norm"], values["loss"]) == (None, None)
@@ -414,7 +428,7 @@ def test_a_terminal_of_60_columns_shows_the_newest_step_below_what_was_said(monk
     monkeypatch.setattr(sys, "stdout", screen)
     monkeypatch.setattr(rich, "_console", None)
     assert on_terminal()
-    display = ProgressDisplay(500, 10, print, torch.device("cpu"))
+    display = ProgressDisplay(_run_of(500), print, torch.device("cpu"))
     display.on_start()
     for step in range(1, 301):
         display.after_step(replace(_record(step, val_loss=2.5 if step == 100 else None), mfu=0.4))
@@ -432,7 +446,7 @@ def test_what_a_device_holds_beside_torch_is_told_once_after_the_first_step(monk
     shown: list[str] = []
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (70 * 2**30, 80 * 2**30))
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda _: 9 * 2**30)
-    line = ProgressLine(20, 10, shown.append, torch.device("cuda", 0))
+    line = ProgressLine(_run_of(20), shown.append, torch.device("cuda", 0))
     for step in (1, 2):
         line.after_step(_record(step))
     assert [text for text in shown if "communicators" in text] == [

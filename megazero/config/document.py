@@ -130,7 +130,10 @@ def where_text(field: FieldInfo) -> str:
         if isinstance(item, ActsWhere):
             values = item.values_in(RunConfig())
             is_one = f"= {' or '.join('unset' if value is None else toml_value(value) for value in values)}"
-            above = f"> {item.above}" if item.above else "is set"
+            section, _, key = item.keys.rpartition(".")
+            other = keys().get(section, {}).get(key)
+            is_number = item.above or (other is not None and type(other.default) in (int, float))
+            above = f"> {item.above}" if is_number else "is set"
             parts.append(f"{' or '.join(item.keys.split())} {is_one if values else above}")
     return f" Only where {' and '.join(parts)}." if parts else ""
 

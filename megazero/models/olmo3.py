@@ -19,6 +19,8 @@ def window_problems(config: Mapping[str, Any], seq_len: int | None) -> Iterator[
         yield "sliding_window is null, and layers need one; write layer_types that are all 'full_attention'"
     if _rope_of_windows(config).get("rope_type", "default") != "default":
         yield f"rope_parameters: {_LOCAL} is scaled, which is not supported"
+    if (rope := config.get("rope_parameters")) and not {_FULL, _LOCAL} & {*rope}:
+        yield f"rope_parameters must have one table of {_FULL} and one of {_LOCAL}: transformers reads no other ones"
     yield from LLAMA_FORMAT.problems({**config, "layer_types": kinds - {_LOCAL}}, seq_len)
 
 

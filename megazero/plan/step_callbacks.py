@@ -50,6 +50,7 @@ class StepProfile(Measuring):
 
     def before_step(self, position: Position) -> None:
         if self._profiler is None and self._first <= position.step + 1 <= self._last:
+            os.environ.setdefault("KINETO_LOG_LEVEL", "9")  # above every level of the profiler's own messages
             self._profiler, self._seconds = torch.profiler.profile(), 0.0
             self._tried(self._profiler.start)
 

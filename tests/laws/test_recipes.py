@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from harness import metrics_of, run_world
+from mup import best_of
 from plain_model import causal_attention, logits
 from test_any_shape import _assert_agrees
 from torch import Tensor
@@ -135,6 +136,17 @@ def test_with_mup_steps_change_logits_as_much_at_every_width() -> None:
     assert 0.5 * narrow < wide < 1.1 * narrow
     narrow, wide = changes()
     assert wide > 4 * narrow
+
+
+def _best_rates(_: int) -> list[int]:
+    tiny = {"base": 32, "exponents": (-8, -6), "steps": 40, "seq_len": 32}
+    return [best_of(width, **tiny, mup=mup) for width, mup in ((32, True), (128, True), (128, False))]
+
+
+def test_the_best_rate_of_a_narrow_model_is_that_of_a_wide_one_with_mup_alone() -> None:
+    """Yang et al. 2022, figure 1, on the quickstart's text; `python tests/mup.py` has the widths 64 to 512."""
+    narrow, wide, without = run_world(1, _best_rates)[0]
+    assert narrow == wide > without
 
 
 def test_an_export_of_mup_is_a_plain_model_that_computes_the_same(tmp_path: Path) -> None:

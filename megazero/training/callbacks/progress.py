@@ -33,21 +33,23 @@ class ProgressLine(Callback):
     On CUDA it also prints, after the first step, what lies on the device beside torch's memory: by then NCCL has connected.
     """
 
-    def __init__(self, steps: int, every_steps: int, say: Callable[[str], None], device: torch.device) -> None:
-        self._steps, self._every, self._say, self._device = steps, every_steps, say, device
-        self._seconds_per_step = 0.0
+    def __init__(self, run: ResolvedRun, say: Callable[[str], None], device: torch.device) -> None:
+        self._run, self._say, self._device = run, say, device
+        self._steps, self._every = run.config.training.steps, run.config.logging.every_steps
+        self._seconds_per_sample = 0.0
 
     def after_step(self, record: StepRecord) -> None:
         """Print a step if it is due, was evaluated, or changed no weight.  A step that was never computed is not printed."""
         statistics, seconds = record.statistics, record.seconds
         if statistics is None or seconds is None:
             return
-        is_first = not self._seconds_per_step
+        is_first = not self._seconds_per_sample
         if self._device.type == "cuda" and is_first:
             beside = bytes_beside_torch(self._device) / 2**20
             self._say(f"beside torch's memory the device holds {beside:,.0f} MiB: communicators, and CUDA's own")
-        self._seconds_per_step = 0.9 * (self._seconds_per_step or seconds) + 0.1 * seconds
-        left = (self._steps - record.step) * self._seconds_per_step
+        done, each = record.samples.last + 1, seconds / len(record.samples)
+        self._seconds_per_sample = 0.9 * (self._seconds_per_sample or each) + 0.1 * each
+        left = (self._run.samples_after(done, self._steps - record.step) - done) * self._seconds_per_sample
         parts = [
             f"step {record.step:>{len(str(self._steps))}}/{self._steps}",
             f"loss {statistics.loss:.4f}",

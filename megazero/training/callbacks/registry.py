@@ -202,7 +202,7 @@ def callbacks_of(
     writers = [*metrics]
     if is_first:
         progress = ProgressDisplay if on_terminal() else ProgressLine
-        writers.append(progress(training.steps, logging.every_steps, say, engine.state.device))
+        writers.append(progress(run, say, engine.state.device))
         names = dict.fromkeys([*["tensorboard"] * logging.tensorboard, *logging.loggers])
         writers += [SafeLogger(name, context) for name in names]
     return [
