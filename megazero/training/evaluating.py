@@ -7,12 +7,13 @@ from megazero.checkpoint.index import CheckpointError, check_complete, find_newe
 from megazero.checkpoint.retention import reading
 from megazero.comm.collectives import agree, on_first
 from megazero.config import ResolvedRun, RunConfig
+from megazero.data.sampler import DataError
 from megazero.engine import StepStatistics, initialize
 from megazero.engine.outline import read_own_schedule
 from megazero.engine.phases import KEYS_OF
 from megazero.parallel_state import ParallelState
 from megazero.schedules.proof import ScheduleError
-from megazero.training.batches import DataError, open_same_corpus, without_trained
+from megazero.training.batches import open_same_corpus, without_trained
 from megazero.training.callbacks.evaluation import evaluate_on, validations_of
 from megazero.training.resuming import checkpoints_of
 from megazero.training.trainer import explained
