@@ -34,15 +34,10 @@ class CappedAttention(CausalAttention):
         self._kernel = self._flex if device.type == "cuda" else self._plain
 
     def attend(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        part: SamplePart | None = None,
-        *,
-        tape: Tape | None = None,  # noqa: ARG002
+        self, q: Tensor, k: Tensor, v: Tensor, part: SamplePart | None = None, *, tape: Tape | None = None
     ) -> Tensor:
-        """As `AttentionKernel.attend`; a tape stays empty, so that a recomputation attends again."""
+        """As `AttentionKernel.attend`."""
+        del tape  # nothing is recorded: a recomputation attends again
         return uncompiled(self._kernel)(q, k, v, part)
 
     def _plain(self, q: Tensor, k: Tensor, v: Tensor, part: SamplePart | None) -> Tensor:

@@ -160,9 +160,9 @@ def describe_kernels(engine: Engine) -> str:
         and engine.dtype != torch.float32
     ):
         attention = f"{current_flash_attention_impl() or 'FA2'}, which takes the window"
-    if model.attn_logit_softcapping is not None:
-        attention = "FlexAttention" if device.type == "cuda" else "as a plain formula, for capped scores"
     in_parts = engine.state.cp.size > 1 or config.data.document_mask
+    if model.attn_logit_softcapping is not None:
+        attention, in_parts = "FlexAttention" if device.type == "cuda" else "by the plain formula", False
     group = engine.sharded_model.optimizer.torch_optimizer.param_groups[0]
     kernel = next((kind for kind in ("fused", "foreach") if group.get(kind)), "a tensor at a time")
     parts = [compiled, f"attention {attention}{' in tiles' * in_parts}", f"{config.optimizer.name} {kernel}"]
