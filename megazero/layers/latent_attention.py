@@ -35,10 +35,11 @@ class LatentProjection(nn.Module):
 
     Args:
         down: to the latents and the key of positions.
-        sizes: their elements; 0 for a q latent that is not there.
-        q: of the hidden state, or of the q latent.
+        sizes: their elements; 0 without a q latent.
+        q: of the q latent, or without one of x.
         kv_norm, kv: of the kv latent.
         sequence: the tp axis if x arrives as [seq / tp, batch, hidden]; else an axis of one rank.
+        q_norm: of the q latent; None: there is none.
     """
 
     reads_weights = False  # see `GPTStage.readers`
@@ -52,30 +53,16 @@ class LatentProjection(nn.Module):
         kv_norm: RMSNorm,
         kv: ColumnParallelLinear,
         sequence: Axis,
+        q_norm: RMSNorm | None = None,
     ) -> None:
         super().__init__()
-        self.down, self.sizes, self.q, self.kv_norm, self.kv, self.sequence = down, sizes, q, kv_norm, kv, sequence
+        self.down, self.q, self.kv, self.q_norm, self.kv_norm = down, q, kv, q_norm, kv_norm
+        self.sizes, self.sequence = sizes, sequence
 
     def forward(self, x: Tensor) -> Projected:
         q_latent, kv_latent, k_rope = self.down(x).split(self.sizes, dim=-1)
-        q, kv = self.q(self.source_of_queries(x, q_latent)), self.kv(self.kv_norm(kv_latent))
-        return q, kv, gather_sequence(k_rope.contiguous(), self.sequence)
-
-    def source_of_queries(self, x: Tensor, q_latent: Tensor) -> Tensor:  # noqa: ARG002
-        """Return what the queries are projected from."""
-        return x
-
-
-class LowRankProjection(LatentProjection):
-    """As `LatentProjection`, with queries of a latent of their own; `q_norm` is its norm."""
-
-    def __init__(self, q_norm: RMSNorm, *of_projection: object) -> None:
-        super().__init__(*of_projection)  # type: ignore[arg-type]
-        self.q_norm = q_norm
-
-    def source_of_queries(self, x: Tensor, q_latent: Tensor) -> Tensor:  # noqa: ARG002
-        normed: Tensor = self.q_norm(q_latent)
-        return normed
+        q = self.q(x if self.q_norm is None else self.q_norm(q_latent))
+        return q, self.kv(self.kv_norm(kv_latent)), gather_sequence(k_rope.contiguous(), self.sequence)
 
 
 class LatentCore(AttentionCore):

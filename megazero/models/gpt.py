@@ -11,7 +11,7 @@ block:  x + attention(norm(x)),  then  x + mlp(norm(x))        activations: [seq
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property, partial
 from itertools import compress
 from math import sqrt
@@ -171,18 +171,6 @@ class BuildContext:
             wgrad_queue=self.wgrad_queue,
         )
 
-    def latent(self, weight: tuple[NamedRows, ...]) -> ColumnParallelLinear:
-        """Build a projection from the hidden size that every tp rank computes whole, under sequence parallelism for its own
-        tokens.
-        """
-        init = Initializer("normal", self._matrix_std)
-        layer = ColumnParallelLinear(
-            weight, self.model.hidden_size, Axis("tp"), init=init, wgrad_queue=self.wgrad_queue
-        )
-        spec = layer.specs["weight"]
-        layer.specs["weight"] = replace(spec, placement=(None, None), sum_over_tp=self._cuts_sequence)
-        return layer
-
     def experts(
         self, prefix: str, keys: tuple[str, str, str], shared: SwiGLU | None = None, *, sigmoid: bool = False
     ) -> MixtureOfExperts:
@@ -200,21 +188,10 @@ class BuildContext:
         inner = [tuple(NamedRows(f"{name}.{key}.weight", model.expert_size) for key in (gate, up)) for name in names]
         outer = [(NamedRows(f"{name}.{down}.weight", model.hidden_size),) for name in names]
         common: dict[str, Any] = {"ep": self.ep, "wgrad_queue": self.wgrad_queue}
-        choice = experts.Choice(
-            model.experts_per_token or 1,
-            bool(model.renormalize_gates),
-            model.routed_scaling_factor,
-            model.expert_groups,
-            model.groups_per_token,
-        )
-        router = (experts.SigmoidRouter if sigmoid else experts.Router)(
-            f"{prefix}.gate",
-            (model.hidden_size, len(names)),
-            choice,
-            sum_over_tp=self._cuts_sequence,
-            init=self.init,
-            **common,
-        )
+        k, groups = model.experts_per_token or 1, (model.expert_groups, model.groups_per_token)
+        choice = experts.Choice(k, bool(model.renormalize_gates), model.routed_scaling_factor, *groups)
+        kind, sizes = experts.SigmoidRouter if sigmoid else experts.Router, (model.hidden_size, len(names))
+        router = kind(f"{prefix}.gate", sizes, choice, sum_over_tp=self._cuts_sequence, init=self.init, **common)
         gate_up = experts.ExpertLinear(inner, model.hidden_size, init=self.init, **common)
         routed = router, gate_up, experts.ExpertLinear(outer, model.expert_size, init=self._onto_residual, **common)
         if shared is None:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from megazero.layers.attention import Attention, NeighbourRotary, RotaryEmbedding
-from megazero.layers.latent_attention import LatentCore, LatentProjection, LowRankProjection
+from megazero.layers.latent_attention import LatentCore, LatentProjection
 from megazero.layers.spec import NamedRows
 from megazero.models.expert_block import ExpertBlock
 from megazero.models.gpt import Block, BuildContext
@@ -18,10 +19,8 @@ _LATENT_EPS = 1e-6  # of the latents' norms, whatever `model.norm_eps` is
 def deepseek_blocks(layers: Sequence[int], context: BuildContext, *, sigmoid: bool) -> list[Block]:
     """The layers of a stage, which share their rotary tables; `sigmoid`: see `BuildContext.experts`."""
     model = context.model
-    assert model.qk_rope_head_dim is not None  # of a resolved model
-    scaling, by_parts = model.rope_scaling, context.context is not None
-    sizes = model.qk_rope_head_dim, model.seq_len, model.rope_theta, context.device, scaling
-    rope = NeighbourRotary(*sizes, by_parts=by_parts)
+    sizes = model.qk_rope_head_dim or 0, model.seq_len, model.rope_theta, context.device, model.rope_scaling
+    rope = NeighbourRotary(*sizes, by_parts=context.context is not None)
     return [_block(f"model.layers.{layer}", layer, context, rope, sigmoid=sigmoid) for layer in layers]
 
 
@@ -37,25 +36,26 @@ def _block(prefix: str, layer: int, context: BuildContext, rope: RotaryEmbedding
 
 
 def _attention(prefix: str, context: BuildContext, rope: RotaryEmbedding) -> Attention:
-    model, heads = context.model, context.heads
+    model = context.model
     nope, rotated, size = model.qk_nope_head_dim or 0, model.qk_rope_head_dim or 0, model.v_head_dim or 0
     q_rank, kv_rank = model.q_lora_rank or 0, model.kv_lora_rank or 0
 
     def rows(name: str, count: int) -> tuple[NamedRows]:
         return (NamedRows(f"{prefix}.{name}.weight", count),)
 
-    down = rows("kv_a_proj_with_mqa", kv_rank + rotated)
-    of_projection = (
-        context.latent(rows("q_a_proj", q_rank) + down if q_rank else down),
+    latents = rows("kv_a_proj_with_mqa", kv_rank + rotated)
+    down = replace(context, tp=Axis("tp")).column(rows("q_a_proj", q_rank) + latents if q_rank else latents)
+    sums, spec = context.sequence_parallel and context.tp.size > 1, down.specs["weight"]
+    down.specs["weight"] = replace(spec, placement=(None, None), sum_over_tp=sums)  # whole on each rank of tp
+    projection = LatentProjection(
+        down,
         (q_rank, kv_rank, rotated),
         context.column(rows("q_b_proj" if q_rank else "q_proj", model.attention_size), in_features=q_rank),
         context.rms_norm(f"{prefix}.kv_a_layernorm", kv_rank, _LATENT_EPS),
         context.column(rows("kv_b_proj", model.num_heads * (nope + size)), in_features=kv_rank),
         context.tp if context.sequence_parallel else Axis("tp"),
+        context.rms_norm(f"{prefix}.q_a_layernorm", q_rank, _LATENT_EPS) if q_rank else None,
     )
-    projection = LatentProjection(*of_projection)
-    if q_rank:
-        projection = LowRankProjection(context.rms_norm(f"{prefix}.q_a_layernorm", q_rank, _LATENT_EPS), *of_projection)
     scale = 1.0 if model.rope_scaling is None else model.rope_scaling.score_factor
-    core = LatentCore(heads, (nope, rotated, size), context.kernel, rope, scale)
+    core = LatentCore(context.heads, (nope, rotated, size), context.kernel, rope, scale)
     return Attention(projection, core, context.row(*rows("o_proj", model.hidden_size), model.num_heads * size))

@@ -13,7 +13,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from megazero.models.config import ModelConfig
-from megazero.models.family import HuggingFaceFormat, ModelRule
+from megazero.models.family import HuggingFaceFormat, ModelFamily, ModelRule
 from megazero.models.llama.family import LLAMA_2, LLAMA_FORMAT, read_rope, written_rope
 from megazero.models.mixtral import ExpertDefaults, ExpertFamily
 from megazero.settings import Problem
@@ -23,18 +23,10 @@ if TYPE_CHECKING:
 
 _LATENT_SIZES = {"kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128}
 _GROUPS = "expert_groups", "groups_per_token"
-_READS = (
-    *(
-        "rope_theta",
-        "rope_scaling",
-        "num_experts",
-        "experts_per_token",
-        "expert_hidden_size",
-        "shared_experts",
-        *_GROUPS,
-    ),
-    *("routed_scaling_factor", "router_aux_coef", "router_z_coef", "first_dense_layers", "q_lora_rank", *_LATENT_SIZES),
-)
+_READS = """
+    rope_theta rope_scaling num_experts experts_per_token expert_hidden_size shared_experts expert_groups groups_per_token
+    routed_scaling_factor router_aux_coef router_z_coef first_dense_layers q_lora_rank
+"""
 
 
 class DeepseekFamily(ExpertFamily):
@@ -50,7 +42,7 @@ class DeepseekFamily(ExpertFamily):
         self, hugging_face: HuggingFaceFormat, defaults: ExpertDefaults, shared: int, bias_rate: float | None = None
     ) -> None:
         own = () if bias_rate is None else ("renormalize_gates", "router_bias_rate")
-        super().__init__(LLAMA_2, hugging_face, defaults, (*_READS, *own))
+        super().__init__(LLAMA_2, hugging_face, defaults, (*_READS.split(), *_LATENT_SIZES, *own))
         self._unset = _LATENT_SIZES | {"shared_experts": shared, "router_bias_rate": bias_rate}
         self._sigmoid = bias_rate is not None
 
@@ -58,11 +50,7 @@ class DeepseekFamily(ExpertFamily):
         unset = {key: value for key, value in self._unset.items() if getattr(model, key) is None}
         return super().complete(model.model_copy(update=unset))
 
-    def hidden_size_divisor(self, model: ModelConfig) -> tuple[int, str]:
-        """The size of heads has keys of its own."""
-        return (
-            (1, "") if self._sigmoid else (model.num_heads, f"num_heads={model.num_heads}: transformers loads no other")
-        )
+    hidden_size_divisor = ModelFamily.hidden_size_divisor  # the size of heads has keys of its own
 
     def rules(self) -> tuple[ModelRule, ...]:
         """The rules of families with experts, and those of latent attention, dense layers and groups."""
@@ -82,29 +70,17 @@ class DeepseekFamily(ExpertFamily):
         model = self.complete(model)
         heads, size, layers, groups = model.num_heads, model.head_size, model.num_layers, model.expert_groups
         count, k, each = model.num_experts or 1, model.experts_per_token or 1, (model.num_experts or 1) // groups
-        least = 2 if self._sigmoid and groups > 1 else 1  # experts by which a group is ranked
+        least = 2 if self._sigmoid and groups > 1 else 1  # what ranks a group
         held, shared = model.groups_per_token * each, (model.shared_experts or 0) * model.expert_size
         relations = (
-            (
-                "num_kv_heads",
-                model.num_kv_heads == heads,
-                f"must be num_heads={heads}: latents give each head its keys",
-            ),
+            ("num_kv_heads", model.num_kv_heads == heads, f"must be num_heads={heads}: each head has its own keys"),
             ("qk_rope_head_dim", (model.qk_rope_head_dim or 0) % 2 == 0, "must be even: rotary positions turn pairs"),
             ("v_head_dim", (model.v_head_dim or 0) <= size, f"must be at most {size}, the size of a key"),
             ("first_dense_layers", model.first_dense_layers < layers, f"must be below num_layers={layers}"),
-            (
-                "expert_groups",
-                each * groups == count and each >= least,
-                f"must cut num_experts={count} in {least} or more",
-            ),
+            ("expert_groups", each * groups == count and each >= least, f"must make equal groups of {least} or more"),
             ("groups_per_token", model.groups_per_token <= groups, f"must be at most expert_groups={groups}"),
             ("groups_per_token", k <= held, f"must hold experts_per_token={k}; so many groups hold {held}"),
-            (
-                "expert_hidden_size",
-                shared % tp == 0,
-                f"must be divisible by parallel.tp={tp}, which cuts shared experts",
-            ),
+            ("expert_hidden_size", shared % tp == 0, f"must be divisible by parallel.tp={tp} in shared experts"),
         )
         yield from (Problem(f"model.{key}", getattr(model, key), rule) for key, holds, rule in relations if not holds)
 
@@ -200,9 +176,7 @@ V3_FORMAT = replace(
         "topk_group": ("groups_per_token", 4),
     },
     constants={"hidden_act": "silu", "attention_bias": False, "rope_interleave": True},
-    buffers=re.compile(
-        r".*\.rotary_emb\.inv_freq|model\.layers\.61\..*"
-    ),  # the latter as transformers: DeepSeek-V3's MTP
+    buffers=re.compile(r".*\.rotary_emb\.inv_freq|model\.layers\.61\..*"),  # of DeepSeek-V3's MTP, as in transformers
     assumed={**V2_FORMAT.assumed, "scoring_func": "sigmoid", "topk_method": "noaux_tc"},
     extra=partial(_extra, num_nextn_predict_layers=0),
     read_extra=_read_extra,
