@@ -24,13 +24,13 @@ from megazero.plan.cluster import Cluster
 
 @dataclass(frozen=True)
 class GroupLink:
-    """How the ranks of a group reach each other.
+    """The links between the ranks of a group.
 
     Args:
-        ranks: of the group.
-        per_node: most of them on one node.
-        side_by_side: groups of the axis that leave a node, or have ranks on it where none leaves.
-        fewest: of them on one node; 0: as many as on any other.
+        ranks: ranks of the group.
+        per_node: most ranks of it on one node.
+        side_by_side: groups of the axis that leave the same node; if none leaves, groups on that node.
+        fewest: fewest ranks of it on one node; 0 if every node has equally many.
     """
 
     cluster: Cluster
@@ -46,7 +46,7 @@ class GroupLink:
 
     @property
     def bytes_per_second(self) -> float:
-        """Rate at which each rank sends in a large collective."""
+        """Bytes per second that each rank sends in a large collective."""
         within, between = self.cluster.within.rate(), self.cluster.between
         if not self.crosses:
             return within
@@ -86,7 +86,7 @@ class GroupLink:
         return self._to_the_next(size, min(self.cluster.per_node, self.cluster.ranks))
 
     def _to_the_next(self, size: float, senders: int) -> float:
-        """Of a message to the next rank; between nodes, beside those of so many other ranks of the node, its own counted."""
+        """Return the seconds of a message to the next rank, while `senders` ranks of a node send to other nodes."""
         link = self.cluster.between if self.crosses else self.cluster.within
         return size / link.rate(senders if self.crosses else 1) + link.latency_seconds
 
@@ -98,7 +98,7 @@ class GroupLink:
 
 
 def link_of(links: Mapping[str, GroupLink], axis: str, operation: str) -> GroupLink:
-    """Return an operation's link.  Both parts of context parallelism are one axis of traffic; only the ring shifts."""
+    """Return the link of an operation.  Ulysses and ring count as one axis, of which only the ring shifts."""
     return links["cp_ring" if operation == "ring_shift" else axis]
 
 
@@ -148,7 +148,7 @@ def _groups(grid: RankGrid, ulysses: int, shards: int, second: int, per_node: in
 
 
 def _slowest(groups: Iterable[Sequence[int]], per_node: int) -> tuple[int, ...]:
-    """Of an axis the group that leaves its node with the fewest ranks on one; of none that leaves, that with the fewest."""
+    """Return the group of an axis with the fewest ranks on a node, of those that leave their node if any does."""
     nodes = [Counter(rank // per_node for rank in group) for group in groups]
     leaving = [own for own in nodes if len(own) > 1] or nodes
     slowest = min(leaving, key=lambda own: (min(own.values()), max(own.values())))

@@ -1,4 +1,4 @@
-"""A dry run: the engine's own code for ranks of any world, with tensors that hold nothing and messages that move nothing.
+"""A dry run: the engine's own code for ranks of any world, on tensors without data and with messages that move nothing.
 
     run file -> fake state -> engine -> train steps      the program is the real one; see fake_ranks.py
                      |             |
@@ -12,12 +12,13 @@ import gc
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from pathlib import Path
+from functools import partial
 
 import torch
 
 from megazero.config import ResolvedRun
 from megazero.engine import BatchShare, Engine, initialize
+from megazero.engine.outline import schedule_of
 from megazero.layers.sample_part import part_of
 from megazero.models.gpt import MicroBatch
 from megazero.parallel_state import RankGrid
@@ -27,7 +28,6 @@ from megazero.plan.fake_tensors import FakeTensors, Message
 from megazero.plan.kernel_memory import kernel_bytes
 from megazero.plan.simulated_world import Lockstep, SimulatedWorld
 from megazero.plan.state_trace import fewest_micro_batches, without_auto
-from megazero.schedules.action import read_schedule
 
 MOST_COMPARED, MOST_MICRO_BATCHES = 64, 256  # of a world of which all ranks are simulated; of all ranks together
 _LR = 1e-4
@@ -38,9 +38,10 @@ class DryRank:
     """What one simulated rank did.
 
     Args:
-        groups: in the order in which it made them.
-        start, step: what it sent and took part in while it was built, and in its last step, in order.
-        peak: most bytes that lived at once in that step.
+        groups: the groups that it made, in order.
+        start: the messages and collectives that it started while it was built, in order.
+        step: those of its last step.
+        peak: most bytes that were live at once in that step.
     """
 
     rank: int
@@ -53,14 +54,16 @@ class DryRank:
 
 @dataclass(frozen=True)
 class DryRun:
-    """What the simulated ranks did; `ranks` has those that ran their steps to the end.
+    """What the simulated ranks did.
 
     Args:
-        grid: of the world.
-        simulated: ranks that were built; compared: those of them that ran steps.
-        problems: why a real start would fail or hang; empty where none was found.
-        notes: what was left out, or was other than in the real run.
-        seconds: that the dry run took.
+        grid: the grid of the whole world.
+        simulated: the ranks that were built.
+        compared: the ranks that ran steps.
+        ranks: the ranks that ran their steps to the end.
+        problems: why a real start would fail or hang; empty if none was found.
+        notes: what was left out, or differs from the real run.
+        seconds: the time that the dry run took.
     """
 
     grid: RankGrid
@@ -73,24 +76,21 @@ class DryRun:
 
 
 def build_engine(run: ResolvedRun, state: FakeState) -> Engine:
-    """Build the engine as training does, without drawing initial weights."""
-    parallel = run.config.parallel
-    own = None
-    if parallel.schedule_file is not None:
-        own = read_schedule(Path(parallel.schedule_file), parallel.schedule_placement)
+    """Build the engine as training does, but draw no initial weights."""
+    own = None if run.config.parallel.schedule_file is None else schedule_of(run)
     engine = initialize(run.config, state, init_weights=False, schedule=own)
     engine.sharded_model.parameters.sync_from_master()
     return engine
 
 
 def dry_run(run: ResolvedRun, *, per_node: int, rank: int | None = None, on_cuda: bool = True) -> DryRun:
-    """Run the steps of one rank, or compare those of a world's ranks.
+    """Run the steps of one rank, or compare the steps of many.
 
     Args:
-        run: on as many ranks as it has; per_node: ranks of a node.
-        rank: whose steps to run, with all ranks of its pipeline built beside it.  None: those of all ranks of a small world,
-            of a large one those of a whole pipeline, and its first stages' first, second and last neighbours on each axis.
-        on_cuda: groups, backends and their traffic are those of a run on GPUs.
+        per_node: ranks of a node.
+        rank: the rank to run; the other ranks of its pipeline are only built.  None runs all ranks of a small world, and
+            of a large one a whole pipeline and the first, second and last rank of each other axis.
+        on_cuda: use the groups, backends and traffic of a run on GPUs.
     """
     began, grid = time.perf_counter(), run.grid
     pipeline = grid.group_of(rank or 0, "pp")
@@ -116,14 +116,14 @@ def dry_run(run: ResolvedRun, *, per_node: int, rank: int | None = None, on_cuda
             found[own_rank] = result
 
     with without_files():
-        world.lockstep.run({own_rank: lambda own_rank=own_rank: program(own_rank) for own_rank in simulated})  # type: ignore[misc]
+        world.lockstep.run({own_rank: partial(program, own_rank) for own_rank in simulated})
     problems = tuple(_problems(world.lockstep))
     seconds = time.perf_counter() - began
     return DryRun(grid, simulated, steppers, dict(sorted(found.items())), problems, notes, seconds)
 
 
 def some_ranks(grid: RankGrid) -> tuple[int, ...]:
-    """Return a few ranks that stand for all: every other rank does the same as one of them."""
+    """Return a few ranks such that every other rank does the same as one of them."""
     found = {*grid.group_of(0, "pp")}
     for axis in ("tp", "cp", "dp"):
         group = grid.group_of(0, axis)
@@ -144,7 +144,7 @@ def _problems(lockstep: Lockstep) -> Iterator[str]:
 
 
 def _prepared(run: ResolvedRun) -> tuple[ResolvedRun, tuple[str, ...]]:
-    """Return the run without what needs a device or a disk, and notes on what was changed."""
+    """Return the run without what needs a device or a disk, and notes on what changed."""
     config = without_auto(run.config)
     if config.training.compile:
         config = config.model_copy(update={"training": config.training.model_copy(update={"compile": False})})
@@ -180,13 +180,13 @@ def run_rank(
 def _warming(run: ResolvedRun) -> int:
     """Return the micro-batches of the first step, in which an optimizer may allocate its state.
 
-    As few as the schedule takes, but at stage 3, where weights are gathered ahead in the order of the step before.
+    They are as few as the schedule takes, except at stage 3, which gathers weights ahead in the order of the step before.
     """
     return run.accumulation if run.config.zero.stage == 3 else fewest_micro_batches(run, 1)
 
 
 def _batch(run: ResolvedRun, share: BatchShare) -> MicroBatch:
-    """Return a micro-batch of zeros; with documents, each sample is one document."""
+    """Return a micro-batch of zeros in which each sample is one document."""
     model, size = run.config.model, run.micro_batch_size
     samples = torch.zeros(model.seq_len + 1, size, dtype=torch.int64)
     part = None

@@ -3,11 +3,11 @@
     make_fake(group, FakeBackend(TorchBackend, None, Alone()))
     all_reduce(x, tp).wait()          over an axis of that group returns at once; traffic is counted as ever
 
-A fake backend has the properties of the one that a real run has there, because `comm` asks for them: whether it needs
-scratch memory, whether it works by itself, what it sends to other hosts.  Whether the ranks of a group agree about what they
-do is asked of a `GroupMeeting`; a rank that is simulated alone takes it that the others do as it does.
+A fake backend has the properties of the backend that a real run has there, because `comm` asks for them: whether it needs
+scratch memory, whether it works by itself, what it sends to other hosts.  A `GroupMeeting` checks that the ranks of a group
+start the same operations; a rank that is simulated alone assumes that the others do as it does.
 
-`FakeState` is the `ParallelState` of a simulated rank: the real one's axes and groups, in the real order.
+`FakeState` is the `ParallelState` of a simulated rank, with the axes and groups of the real one in the real order.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -36,7 +36,7 @@ from megazero.plan.simulated_world import Alone, GroupMeeting, SimulatedWorld
 from megazero.zero import offload
 from megazero.zero.file_store import FileStore
 
-#: Purpose of the groups of a node's ranks.
+#: Purpose of the groups of the ranks of a node.
 HOST = "host"
 Real: TypeAlias = type[TorchBackend | SharedMemoryBackend]
 
@@ -54,7 +54,7 @@ class RecordedTraffic(Traffic):
 
 
 def _holding(tensor: Tensor, wait: Wait) -> Wait:
-    """Return a wait that holds a tensor's storage until then, but not the tensor, whose hooks may hold the wait."""
+    """Return a wait that keeps a tensor's storage alive, but not the tensor, since its hooks may hold the wait."""
     return partial(lambda wait, _: wait(), wait, tensor.untyped_storage())
 
 
@@ -62,11 +62,12 @@ class FakeBackend:
     """A `parallel_state.Backend` with the properties of a real one.
 
     Args:
-        real: what a real run has there.
-        hosts: of a group whose ranks share memory.
+        real: the backend of a real run.
+        hosts: the hosts of a group that shares memory.
+        meeting: what operations wait for.
         fills: called with the result of each operation as it starts.
 
-    As there, what is sent lives until the wait, though its owner may forget it; a CPU's gather sends from its result.
+    As in a real run, a tensor that is sent stays alive until the wait.  A gather on a CPU sends from its result.
     """
 
     def __init__(
@@ -121,7 +122,7 @@ def _link_bytes(real: Real, hosts: Hosts | None) -> Callable[[str, Tensor, Axis]
 
 
 def real_backend(ranks: Sequence[int], index: int, per_node: int, *, on_cuda: bool) -> tuple[Real, Hosts | None]:
-    """Return what carries a group's tensors in a real run, and its hosts if they matter.
+    """Return the backend of a group in a real run, and its hosts if they matter.
 
     Args:
         ranks: global ranks of the group; index: this rank's number among them.
@@ -133,7 +134,7 @@ def real_backend(ranks: Sequence[int], index: int, per_node: int, *, on_cuda: bo
 
 
 def make_fake(group: Group, backend: FakeBackend) -> None:
-    """Replace a group's communication by one that moves nothing."""
+    """Let a group communicate without moving anything."""
     group.backends["cpu"] = backend
     group.messages = backend.meeting
 
@@ -153,14 +154,14 @@ class FakeState(ParallelState):
     """The `ParallelState` of one simulated rank.
 
     Args:
-        run: gives the grid and what depends on keys.
+        run: the run file's values.
         per_node: ranks of a node.
         on_cuda: the backends are those of a run on GPUs; the tensors are on the CPU anyway.
         world: the simulated ranks; None for this one alone.
         traffic: counts what is sent.
 
     Attributes:
-        made: the groups of this rank, in the order in which they are made.
+        made: the groups of this rank, in the order in which it makes them.
     """
 
     def __init__(

@@ -1,13 +1,13 @@
-"""Tensors that hold nothing, and what happens to them: every operator, and the bytes that would live.
+"""Tensors without data, and what happens to them: every operator, and the bytes that would be live.
 
     with FakeTensors() as fake:                  torch's FakeTensorMode: shapes, types and storages, no memory
         y = layer(x); y.backward(gradient)       the project's own code
     fake.operators                               Operator and Message, in order
     fake.live, fake.peak                         bytes of all storages that are referenced, now and at most
 
-A number that the program asks of a tensor is 0 where it is an integer and 1 where it is not; experts get equally many
-rows.  The tensors are said to be on the CPU: torch without CUDA ends the process in the backward pass of others.  Memory
-within kernels is added by rules (`kernel_memory`).
+If the program reads a number from a tensor, an integer is 0 and any other number 1; experts get equally many rows.  The
+tensors claim to be on the CPU, because torch without CUDA ends the process in the backward pass of others.  Memory inside
+kernels is added by rules (`kernel_memory`).
 
 Source: torch's `FakeTensorMode` and the accounting of `torch.distributed._tools.mem_tracker`.
 """
@@ -29,7 +29,7 @@ from megazero.plan.kernel_memory import cpu_kernel_bytes
 
 
 class Value(NamedTuple):
-    """A tensor as an operator sees it.  `storage` numbers the storages of one `FakeTensors`; views share one."""
+    """A tensor as an operator sees it.  `storage` is the number of its storage in one `FakeTensors`; views share one."""
 
     storage: int
     shape: tuple[int, ...]
@@ -46,7 +46,7 @@ class Value(NamedTuple):
 
 @dataclass(frozen=True)
 class Operator:
-    """One operator of torch: `aten.mm.default`.  Views are left out.  `is_causal`: of attention."""
+    """One operator of torch, such as `aten.mm.default`; views are left out.  `is_causal`: an argument of attention."""
 
     name: str
     inputs: tuple[Value, ...]
@@ -56,8 +56,13 @@ class Operator:
 
 @dataclass(frozen=True)
 class Message:
-    """A collective call or a message that begins here; bytes that this rank sends, and of them to other hosts; the
-    storages that it fills."""
+    """A collective call or a message that starts here.
+
+    Args:
+        sent_bytes: that this rank sends.
+        link_bytes: of them to other hosts.
+        fills: the storages that it writes.
+    """
 
     operation: str
     axis: str
@@ -72,12 +77,15 @@ Event: TypeAlias = Operator | Message
 class FakeTensors:
     """A context in which tensors have shapes and storages but no data.
 
-    `kernel_bytes`: what an operator, called with these arguments, takes inside while it runs.  `groups_products`: one kernel
-    multiplies the rows of all experts.
+    Args:
+        records: record every operator.
+        kernel_bytes: the bytes that an operator, called with these arguments, allocates inside while it runs.
+        groups_products: one kernel multiplies the rows of all experts.
 
     Attributes:
-        operators: what was called, if `records`; may be cleared at any time.
-        live, peak: bytes of storages; `peak` may be set to `live`.
+        operators: what was recorded; may be cleared at any time.
+        live: bytes of all storages.
+        peak: most of them so far; may be set to `live`.
         on_free: called with the number of a storage that is freed.
     """
 
@@ -109,15 +117,15 @@ class FakeTensors:
 
     @property
     def messages(self) -> tuple[Message, ...]:
-        """The messages among the operators."""
+        """The recorded messages."""
         return tuple(event for event in self.operators if isinstance(event, Message))
 
     def value(self, tensor: Tensor) -> Value:
-        """Return what is recorded of a tensor; a storage that is new counts as live from now on."""
+        """Return the record of a tensor.  A new storage counts as live from now on."""
         return Value(self.number(tensor), tuple(tensor.shape), tensor.dtype)
 
     def number(self, tensor: Tensor) -> int:
-        """Return the number of a tensor's storage; a new one counts as live from now on."""
+        """Return the number of a tensor's storage.  A new storage counts as live from now on."""
         storage = tensor.untyped_storage()
         key = storage._cdata
         if key not in self._storages:
@@ -144,7 +152,7 @@ def _has_kernel(*factors: Tensor) -> bool:
 
 
 def _row_counts(counts: Tensor, total: int) -> list[int]:
-    """Return equal parts of a total in place of counts that hold no numbers."""
+    """Return the counts, or equal parts of the total if they hold no numbers."""
     if not isinstance(counts, FakeTensor):
         return _COUNTED(counts, total)
     parts = counts.numel()
@@ -196,7 +204,7 @@ def _is_meta(tensor: Tensor) -> bool:
 
 
 def _choice_of_attention(args: Any, kwargs: Any) -> Any:
-    """Torch's choice for real tensors like these, but short: of tensors that hold nothing it takes the plain formula."""
+    """Return torch's choice for short real tensors like these: for tensors without data it would take the plain formula."""
     with unset_fake_temporarily():
         short = [torch.empty(*one.shape[:-2], 2, one.shape[-1], dtype=one.dtype) for one in args[:3]]
         mask = None if len(args) < 4 or args[3] is None else torch.empty(2, 2, dtype=args[3].dtype)

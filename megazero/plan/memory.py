@@ -1,12 +1,12 @@
-"""Memory of every pipeline rank, by kind, and the moment of the step at which it is most.
+"""Memory of every pipeline rank, by kind, at the moment of the step at which the rank is fullest.
 
-    live      state | what passes have kept | messages | gradients that have come | what the pass under way needs
-              [----------- from one pass to the next ------------------------------]   [- its own peak -]
-    peak      the most over all passes of the rank's own schedule, and over the end of the step
+    live      state | saved by earlier passes | messages | gradients so far | temporaries of the running pass
+              [----------- from one pass to the next ----------------------]   [- its own peak -]
+    peak      the largest sum over all passes of the rank's own schedule and the end of the step
 
-State comes from the engine itself (`state_trace`), what a pass keeps and needs from the layers themselves (`unit_trace`),
-the order from the schedule.  Ranks of one pipeline rank are alike: shards are padded to one size.  A layer whose activations
-go to the host has them on the device during its own passes and its neighbour's; a CPU's memory is the host's: it keeps all.
+State comes from a trace of the engine (`state_trace`), what a pass saves and needs from a trace of the layers
+(`unit_trace`), and the order from the schedule.  All ranks of a stage need the same: shards are padded to one size.  A layer
+that offloads its activations has them on the device during its own passes and its neighbour's.  On a CPU nothing is freed.
 """
 
 from collections import Counter
@@ -53,16 +53,16 @@ class RankMemory:
 
     Args:
         stage: the pipeline rank.
-        kinds: bytes on the device by kind, at the fullest moment; they sum to `peak`.
-        off_device: bytes by kind and place, host or file; on a CPU what lies in host memory is in `kinds`.
-        peak: bytes of all tensors at that moment; on GPUs with what is stated of communicators and of the allocator.
-        moment: `backward of layer 3, micro-batch 7`.
-        state: model state and ZeRO's buffers after a step, as the engine counts them.
+        kinds: bytes on the device by kind; they sum to `peak`.
+        off_device: bytes in files and host memory, by kind and place.  On a CPU host memory counts in `kinds`.
+        peak: bytes of all tensors; on GPUs also the assumed bytes of communicators and of the allocator.
+        moment: when the rank is fullest: `backward of layer 3, micro-batch 7`.
+        state: bytes of model state and ZeRO's buffers after a step, as the engine counts them.
         elements: parameters of a rank.
-        kept: most bytes at once that forward passes leave for their backward passes, on the device.
-        kept_off_device: the same, on the host or in an arena.
-        again: FLOPs that recomputation adds, over those of the rank's own step without it.
-        name: `pipeline rank 2`, or `a rank` where there is no pipeline.
+        kept: most bytes at once on the device that forward passes save for their backward passes.
+        kept_off_device: the same on the host or in an arena.
+        again: FLOPs that recomputation adds to the rank's step, as a fraction of those without it.
+        name: `pipeline rank 2`, or `a rank` without a pipeline.
     """
 
     stage: int
@@ -78,7 +78,7 @@ class RankMemory:
     name: str = "a rank"
 
     def fit_text(self, capacity: int) -> str:
-        """Say whether a device of `capacity` bytes is enough, by how much, and when it is fullest."""
+        """Say whether a device of `capacity` bytes is enough, how much is left, and when the rank is fullest."""
         when = f"{size_text(self.peak)} of {size_text(capacity)} on {self.name}, most in the {self.moment}"
         if self.peak > capacity:
             return f"does not fit: {when}; {size_text(self.peak - capacity)} too much"
@@ -94,18 +94,18 @@ def memory_of(run: ResolvedRun, cluster: Cluster, stages: Collection[int] | None
 
 
 def fullest_of(run: ResolvedRun, cluster: Cluster) -> RankMemory:
-    """Plan the memory of a run's fullest pipeline rank, faster than `memory_of`.
+    """Plan the memory of the fullest pipeline rank, faster than `memory_of`.
 
-    The first has most micro-batches, the last the head, and the second whole layers: others are no fuller.
+    Only three ranks can be the fullest: the first has the most micro-batches, the second only layers, the last the head.
     """
     last = run.config.parallel.pp - 1
     return max(memory_of(run, cluster, {0, min(1, last), last}), key=lambda rank: rank.peak)
 
 
 def with_decided_offload(run: ResolvedRun, cluster: Cluster) -> ResolvedRun:
-    """Return the run with `zero.offload` = auto resolved for the cluster's devices: the least offloading that fits.
+    """Return the run with `zero.offload` = auto resolved: the least offloading that fits the cluster's devices.
 
-    A run's start asks what is free then, on the host too; what a node of the cluster has there is not known here.
+    A real start also checks the free host memory, which a plan cannot know.
     """
     offload = run.config.zero.offload
     asked = [key for key in ("optimizer", "parameters") if getattr(offload, key) == "auto"]
@@ -118,18 +118,15 @@ def with_decided_offload(run: ResolvedRun, cluster: Cluster) -> ResolvedRun:
         note = f"zero.offload auto: {words}, by the memory of {cluster.device.name}; host memory is not looked at"
         return replace(run, config=run.config.model_copy(update={"zero": zero}), notices=(*run.notices, note))
 
-    found = decided(dict.fromkeys(asked, "none"))
-    if cluster.processors:  # a CPU's memory is the host's
-        return found
-    for count in range(len(asked)):
-        if fullest_of(found, cluster).peak <= cluster.device.memory_bytes:
-            break
-        found = decided({key: "cpu" if at <= count else "none" for at, key in enumerate(asked)})
-    return found
+    places = [{key: "cpu" if at < count else "none" for at, key in enumerate(asked)} for count in range(len(asked) + 1)]
+    for choice in places[:-1]:
+        if cluster.processors or fullest_of(decided(choice), cluster).peak <= cluster.device.memory_bytes:
+            return decided(choice)  # offloading frees nothing on a CPU
+    return decided(places[-1])
 
 
 def _filling_the_pipeline(run: ResolvedRun) -> Schedule:
-    """Return a schedule that fills the pipeline twice, or the whole one if memory grows beyond that."""
+    """Return a schedule that fills the pipeline twice, or the whole schedule if memory keeps growing after that."""
     pp, schedule = run.config.parallel.pp, schedule_of(run)
     short = schedule_of(replace(run, accumulation=fewest_micro_batches(run, 2 * pp)))
     grows = any(peak_activations(short, rank) < peak_activations(schedule, rank) for rank in range(pp))
@@ -142,7 +139,7 @@ _Path: TypeAlias = tuple[Steps, Mapping[Action, Sequence[Action]]]
 
 @lru_cache(maxsize=64)
 def _paths_of(schedule: Schedule, on_cuda: bool) -> tuple[_Path, ...]:
-    """Return the path of every pipeline rank."""
+    """Return what every pipeline rank does, with its messages."""
     placed, device = program(schedule), torch.device("cuda" if on_cuda else "cpu")
     return tuple(
         (steps_of(placed, stage, device), what_messages_confirm(placed, stage)) for stage in range(schedule.pp)
@@ -309,7 +306,7 @@ class _Walk:
         return [number for number, (name, _) in enumerate(units) if name not in (EMBEDDING, HEAD)]
 
     def _number(self, action: Action) -> int:
-        """Return a micro-batch's number in the whole step; a shortened step has its first micro-batches and its last."""
+        """Return the number of a micro-batch in the whole step; a shortened step has the first ones and the last."""
         is_last = action.microbatch == self._schedule.microbatches - 1
         return action.microbatch + self._left_out * is_last
 
@@ -319,7 +316,7 @@ class _Walk:
         return source is not None and source[0] != self._stage
 
     def _note(self, beyond: int, moment: str) -> None:
-        """Record a moment at which `beyond` bytes are live beside state, activations and messages."""
+        """Record a moment at which `beyond` bytes are live in addition to state, activations, gradients and messages."""
         state, gradients = self._state, self._gradients
         peak = self._base + self._kept + self._messages + gradients + beyond
         if peak > self._most[0]:
@@ -330,13 +327,13 @@ class _Walk:
 
 
 def _adds_up(run: ResolvedRun) -> bool:
-    """Whether gradients of several micro-batches add up before they are reduced."""
+    """Whether the gradients of several micro-batches are summed before they are reduced."""
     zero = run.config.zero
     return run.accumulation > 1 and not (zero.stage >= 2 and run.shards > 1 and zero.reduce == "micro_batch")
 
 
 def _batch_bytes(run: ResolvedRun, chunks: Sequence[StageLayout]) -> int:
-    """Return the bytes of a step's tokens, labels and sample ids; of parts of samples, tokens and labels are apart."""
+    """Return the bytes of a step's tokens, labels and sample ids.  Parts of samples hold tokens and labels separately."""
     config, ids = run.config, run.micro_batch_size * _INT64
     uses = [any(layout.has_embedding for layout in chunks), any(layout.has_head for layout in chunks)]
     cp, by_parts = config.parallel.cp, config.parallel.cp > 1 or config.data.document_mask

@@ -4,15 +4,15 @@
     attention   FLOPs / (peak x share)            forward 2 products, backward 5; causal: half of each
     the rest    bytes read and written / (bandwidth x share)
 
-A compiled block is fewer kernels: operators between two products are one, which reads what was made before it and writes
-what is used after it.  A sum into the gradients behind a product is the end of that product.
+A compiled block has fewer kernels: the operators between two products are one kernel, which reads the tensors made before it
+and writes those used after it.  A sum into the gradients right behind a product is part of that product.
 
-    mm -> [ mul, silu, mul ] -> mm         not compiled 8 tensors pass through memory, compiled 3
+    mm -> [ mul, silu, mul ] -> mm         8 tensors pass through memory, compiled 3
 
-On a calibrated host an operator takes what was measured of it, and the host's time for it.
+On a calibrated host an operator takes its measured time plus the host's time for it.
 
-A product is dealt to the multiprocessors in tiles of 128 x 256, all of which write their results at the end of a wave; the
-last wave may leave some without work.
+A product is dealt to the multiprocessors in tiles of 128 x 256, which write their results at the end of a wave; in the last
+wave some multiprocessors may have no tile.
 
 In a pass, a collective begins where the program starts it and ends at the first operator that reads its result: what is left
 then is exposed.  Collectives of an axis follow each other.  On a calibrated host nothing runs beside anything: the rank that
@@ -56,8 +56,8 @@ class Kernel:
     """One kernel on a device.
 
     Args:
-        seconds: on the device.
-        reads: storages.
+        seconds: time on the device.
+        reads: numbers of the storages that it reads.
     """
 
     seconds: float
@@ -79,12 +79,12 @@ class ProductShape:
 
     @property
     def flops(self) -> float:
-        """A multiplication and an addition for each of m n k."""
+        """A multiplication and an addition for each of m * n * k."""
         return 2.0 * self.count * self.m * self.n * self.k
 
 
 def product_of(operator: Operator) -> ProductShape | None:
-    """Return the shape of a matrix product; None for another operator."""
+    """Return the shape of a matrix product; None for any other operator."""
     name, inputs = operator.name, operator.inputs
     if name.startswith("mkldnn._linear_pointwise"):
         x, weight = inputs[0], inputs[1]
@@ -103,7 +103,7 @@ def product_of(operator: Operator) -> ProductShape | None:
 
 
 def attention_flops(operator: Operator) -> float | None:
-    """Return the FLOPs of fused attention; None for another operator."""
+    """Return the FLOPs of fused attention; None for any other operator."""
     if "_attention" not in operator.name:
         return None
     is_backward = "backward" in operator.name
@@ -135,10 +135,10 @@ def moved_bytes(operator: Operator) -> float:
 
 
 def events_on_cuda(events: Sequence[Event]) -> list[Event]:
-    """Convert a pass to what a GPU runs: a trace runs as on a CPU, whose attention takes fp32 and its own tiles.
+    """Convert a pass to what a GPU runs.  A trace runs as on a CPU, where attention takes fp32 and tiles of its own.
 
-    Copies in front of attention and behind it go; of several tiles of the same queries only what communicates lies between
-    the first and the last, since a GPU has a call for many tiles, which also merges them.
+    Drops the copies before and after attention.  Between the first and the last tile of the same queries only messages
+    remain, since one call of a GPU computes and merges many tiles.
     """
     seen = {at: event for at, event in enumerate(events) if isinstance(event, Operator) and attention_flops(event)}
     read = {value.storage for attention in seen.values() for value in attention.inputs}
@@ -171,7 +171,7 @@ def kernels_of(events: Sequence[Event], device: Device, later: Iterable[Event], 
     """Yield the kernels and messages of a pass.
 
     Args:
-        later: the passes after it, whose operators read what it keeps.
+        later: events of the later passes, which read what this pass keeps.
         is_compiled: see above.
     """
     if not is_compiled:
@@ -215,7 +215,7 @@ def _fused(chain: Sequence[Operator], device: Device, last_read: dict[int, int],
 
 
 def fused_bytes(chain: Sequence[Operator], used_later: set[int]) -> float:
-    """Return the bytes that a fused chain reads from other kernels and leaves for them."""
+    """Return the bytes that a fused chain reads from other kernels and writes for them."""
     made: dict[int, int] = {}
     read: dict[int, int] = {}
     for operator in chain:
@@ -238,7 +238,7 @@ def _kernel(operator: Operator, device: Device) -> Kernel:
 
 
 def operator_seconds(operator: Operator, device: Device, table: OperatorTable | None = None) -> float:
-    """Return the device seconds of an operator; times in `table` take precedence over data sheets."""
+    """Return the device seconds of an operator.  Times in `table` take precedence over the data sheet."""
     if (shape := product_of(operator)) is not None:
         return _product_seconds(shape, operator, device, table)
     bytes_per_second = device.memory_bandwidth * device.memory_share
@@ -267,12 +267,12 @@ def _product_seconds(shape: ProductShape, operator: Operator, device: Device, ta
 
 
 def writing_seconds(shape: ProductShape, device: Device) -> float:
-    """Return the seconds for writing a product's results after the last wave."""
+    """Return the seconds in which a product writes its results after the last wave."""
     return shape.count * shape.m * shape.n * shape.dtype.itemsize / (device.memory_bandwidth * device.memory_share)
 
 
 def wave_share(shape: ProductShape, device: Device) -> float:
-    """Return the fraction of multiprocessors that have a tile of 128 x 256, averaged over a product's waves."""
+    """Return the fraction of multiprocessors with a tile of 128 x 256, averaged over the waves of a product."""
     if not device.multiprocessors:
         return 1.0
     counts = [shape.count * ceil(shape.m / a) * ceil(shape.n / b) for a, b in ((128, 256), (256, 128))]
@@ -289,8 +289,9 @@ class PassTime:
     """Seconds of one pass on one rank.
 
     Args:
-        compute: of the rank's own operators.
-        exposed, hidden: of collectives by axis: what the rank waits for, and what passes meanwhile.
+        compute: the rank's own operators.
+        exposed: collectives that the rank waits for, by axis.
+        hidden: collectives that overlap with computation, by axis.
     """
 
     compute: float = 0.0
@@ -299,18 +300,18 @@ class PassTime:
 
     @property
     def seconds(self) -> float:
-        """From its begin to its end."""
+        """From start to end."""
         return self.compute + sum(self.exposed.values())
 
     def beside(self, axis: str, seconds: float) -> PassTime:
-        """Add communication that runs beside the pass: what takes longer than the pass is exposed."""
+        """Add communication that overlaps with the pass; the part that takes longer than the pass is exposed."""
         left = max(0.0, seconds - self.seconds)
         return added([self, PassTime(0.0, {axis: left}, {axis: seconds - left})])
 
 
 @dataclass(frozen=True)
 class UnitTime:
-    """Seconds of a unit's passes.  `kept`: bytes that its forward leaves for its backward."""
+    """Seconds of a unit's passes.  `kept`: bytes that its forward saves for its backward."""
 
     forward: PassTime
     backward: PassTime
@@ -334,7 +335,7 @@ def unit_times(
     links: Mapping[str, GroupLink],
     traces: Mapping[UnitKey, UnitTrace] | None = None,
 ) -> dict[UnitKey, UnitTime]:
-    """Return the times of every unit of a run; `traces`: in place of its own."""
+    """Return the times of every unit of a run.  `traces`: traces in place of its own."""
     on_cuda = cluster.processors == 0
     traces = traces or trace_units(run, on_cuda=on_cuda, per_node=cluster.per_node)
     wish = run.config.training.compile
@@ -359,7 +360,7 @@ def pass_time(
     *,
     is_compiled: bool,
 ) -> PassTime:
-    """Return the time of a pass; `later`: events that follow it in the same unit."""
+    """Return the time of a pass.  `later`: events of the later passes of the same unit."""
     device, clock, table = cluster.device, _Clock(links), cluster.table
     if table is None:
         steps = kernels_of(events_on_cuda(trace.events), device, later, is_compiled=is_compiled)
@@ -405,7 +406,7 @@ class _Clock:
         self.operators += 1
 
     def wait(self) -> None:
-        """Wait for all that is under way."""
+        """Wait for all collectives under way."""
         self._finish(list(self._under_way))
 
     def _finish(self, ended: Sequence[tuple[frozenset[int], str, float, float]]) -> None:

@@ -1,19 +1,19 @@
-"""Some ranks of a world of any size, simulated: what each starts is compared with what the others of its group start.
+"""Some simulated ranks of a world of any size: the operations of each are compared with those of the others of its group.
 
     rank 4   all_reduce 1,024 fp32 over tp | all_gather of weights 3 | receive 2,048 bf16 from rank 0
     rank 5   all_reduce 1,024 fp32 over tp | all_reduce ...            the group's 2nd operations differ: DifferError
 
-The ranks that are not simulated do as those of their pipeline rank.  Within a group the operations of one channel are
-compared by their numbers, as the real backends pair them; messages by sender, receiver and number.  A wait ends when all
-simulated ranks of the group have started the same operation, so that a hang of the real run is one here.
+All other ranks are assumed to do as a simulated rank of their stage.  Within a group the operations of one channel are
+paired by their numbers, as the real backends pair them; messages by sender, receiver and number.  A wait ends when all
+simulated ranks of the group have started the same operation, so a run that would hang hangs here too.
 
 Ranks are programs that wait for one another, one running at a time:
 
     rank 0   runs ---- waits for rank 1 ............ runs
     rank 1             runs ------ waits for rank 0        nobody can go on: that is a hang, with what each waits for
 
-Each has a thread of its own, because torch's modes are a thread's; since one runs at a time, what happens does not depend
-on their speed.
+Each rank has a thread of its own, because torch's modes belong to a thread.  One runs at a time, so the result does not
+depend on their speed.
 """
 
 import threading
@@ -30,7 +30,7 @@ _CHANNELS = {"all_gather": "gather", "broadcast": "broadcast"}  # all others in 
 
 
 class StoppedError(BaseException):
-    """Another program has failed, so this one ends where it waits."""
+    """Ends a program where it waits, because another one has failed."""
 
 
 class Lockstep:
@@ -38,7 +38,7 @@ class Lockstep:
 
     Attributes:
         failed: the first program that raised, and its error.
-        waiting: of programs that all wait and cannot go on, what each does; empty unless they hang.
+        waiting: what each program waits for, if none can go on; else empty.
     """
 
     def __init__(self) -> None:
@@ -60,7 +60,12 @@ class Lockstep:
             thread.join()
 
     def wait_until(self, number: int, ready: Callable[[], bool], doing: str) -> None:
-        """Let other programs run until `ready()`; a program passes its own number.  `doing` says what it waits for."""
+        """Let other programs run until `ready()`.
+
+        Args:
+            number: of the program that calls.
+            doing: what it waits for, in words.
+        """
         if ready():
             return
         self._waits[number] = ready, doing
@@ -70,7 +75,7 @@ class Lockstep:
             raise StoppedError
 
     def _pass_on(self) -> None:
-        """Give the turn to the first program that can go on.  If none can, all are stopped, one after another."""
+        """Give the turn to the first program that can go on.  If there is none, stop all, one after another."""
         able = next((number for number, (ready, _) in self._waits.items() if self._stops or ready()), None)
         if able is None and self._waits:
             self.waiting, self._stops = {number: doing for number, (_, doing) in self._waits.items()}, True
@@ -95,11 +100,11 @@ class Lockstep:
 
 
 class DifferError(Exception):
-    """Ranks of a group start different operations where all should start the same one."""
+    """Ranks of a group start different operations."""
 
 
 class Post(NamedTuple):
-    """What a rank starts, in words that other ranks of its group must use too."""
+    """An operation that a rank starts; other ranks of its group must start an equal one."""
 
     name: str
     what: str  # how many of which type
@@ -120,7 +125,7 @@ class SimulatedWorld:
 
     Args:
         grid: the whole world.
-        ranks: those that are simulated; of every pipeline rank at least one.
+        ranks: the simulated ranks, at least one of every stage.
     """
 
     def __init__(self, grid: RankGrid, ranks: Collection[int]) -> None:
@@ -168,7 +173,7 @@ class SimulatedWorld:
         self.lockstep.wait_until(rank, is_there, doing)
 
     def values(self, rank: int, name: str, value: Any, axis: Axis) -> list[Any]:
-        """The values of all ranks of an axis, in rank order."""
+        """Return the values of all ranks of an axis, in rank order."""
         mine = self._values[rank, axis.name]
         number = len(mine)
         mine.append((name, value))
@@ -187,21 +192,18 @@ class SimulatedWorld:
 
 
 class Alone:
-    """The `parallel_state.Messages` of a rank of one group, and what its operations wait for: nothing.
-
-    Every other rank does as this one does.
-    """
+    """The `parallel_state.Messages` of a rank that is simulated alone: nothing waits, and the others do as it does."""
 
     def operation(self, name: str, tensor: Tensor, axis: Axis, label: str) -> Wait:  # noqa: ARG002
-        """Start a collective operation of tensors."""
+        """Start a collective operation."""
         return _nothing
 
     def exchange(self, sends: Transfers, receives: Transfers, axis: Axis) -> Sequence[Wait]:  # noqa: ARG002
-        """Post messages; one wait for each, sends first."""
+        """Post messages, and return a wait for each, sends first."""
         return [_nothing] * (len(sends) + len(receives))
 
     def values(self, name: str, value: Any, axis: Axis) -> list[Any]:  # noqa: ARG002
-        """The values of all ranks, in rank order."""
+        """Return the values of all ranks, in rank order."""
         return [value] * axis.size
 
     def broadcast(self, tensor: Tensor, axis: Axis, source: int) -> Wait:
@@ -218,15 +220,15 @@ class Alone:
 
 
 def _nothing() -> None:
-    """The operation is done."""
+    """Wait for nothing."""
 
 
 class GroupMeeting(Alone):
     """Meets the other simulated ranks of a group.
 
     Args:
-        purpose: of the group, where ranks have more than one.
-        one_channel: all operations pair up by their order, as with NCCL; else gathers do apart from the others.
+        purpose: of the group, if ranks have several groups.
+        one_channel: all operations are paired by their order, as with NCCL; else gathers and broadcasts have their own.
     """
 
     def __init__(
@@ -240,7 +242,7 @@ class GroupMeeting(Alone):
         return self._start(channel, Post(name, described(tensor), label), axis.name)
 
     def made(self, number: int) -> None:
-        """Take part in making the group, which is the rank's group number `number`; all members do it together."""
+        """Take part in making the group, which is this rank's group number `number`.  All members do it together."""
         self._start("new group", Post("new_group", self._purpose, f"its group number {number}"), "all groups")()
 
     def _start(self, channel: Any, post: Post, where: str) -> Wait:

@@ -1,16 +1,14 @@
-"""What a rank holds beside its layers' work, by a step of the project's own engine in which no layer computes.
+"""Model state, ZeRO's buffers and traffic of a rank: a step of the project's own engine in which no layer computes.
 
     Engine on tensors that hold nothing      weights, master weights, moments, tables, gather buffers
       every action of the schedule           units are gathered, gradients come to their buckets, buckets are reduced
       end of the step                        sums, norm, optimizer, gathers
 
-The second step is measured: buffers exist by then; the fourth where weights are offloaded, for with what the steps before it
-have shown, more of them are read ahead.
-Communication moves nothing and is counted.  A step of many micro-batches repeats itself, so the passes of a further one, a
-bit shorter, show the traffic that another micro-batch adds, which is added as often as needed.  Pipeline ranks with as many
-layers and no end of the model are alike where the order of their actions changes neither memory nor traffic: one is traced
-for all.
-What a run keeps in files has its arrays and its buffers, but no file is made.
+The second step is measured, because buffers exist by then; with offloaded weights the fourth, because the engine reads more
+of them ahead once it knows their order.  Communication moves nothing but is counted.  A step of many micro-batches repeats
+itself: the difference between two short steps is the traffic of one more repetition.  Pipeline ranks with equally many
+layers and neither embedding nor head share one trace, if the order of their actions changes neither memory nor traffic.
+State that a run keeps in files has its buffers, but no file is made.
 """
 
 from __future__ import annotations
@@ -43,14 +41,14 @@ TABLES, END_OF_PASSES, UPDATE = "tables", "end of the passes", "update"
 
 
 class Sent(NamedTuple):
-    """What one rank sends over one axis in one operation of a step.  `link_bytes`: the part that goes to other nodes."""
+    """What one rank sends over one axis by one operation in a step.  `link_bytes`: bytes of it that go to other nodes."""
 
     sent_bytes: int = 0
     link_bytes: int = 0
     calls: int = 0
 
     def plus(self, more: Sent, times: int = 1) -> Sent:
-        """Add `more`, so many times."""
+        """Add `more`, `times` times."""
         return Sent(*(own + other * times for own, other in zip(self, more, strict=True)))
 
 
@@ -59,7 +57,7 @@ LevelKey: TypeAlias = tuple[bool, int, int]
 
 
 class Level(NamedTuple):
-    """Bytes above those at the start of a step, after the gradient of a parameter has reached its bucket."""
+    """Bytes above those at the start of a step, once the gradient of a parameter has reached its bucket."""
 
     live: int
     made: int  # while it is made, part by part
@@ -71,16 +69,16 @@ class StateTrace:
     """Model state and traffic of one rank.
 
     Args:
-        kinds: bytes on the device from the begin of a step on, by kind; a CPU's memory is the host's.
-        counted: by kind and, but for the device, place, after a step, as the engine counts.
-        levels: of the first micro-batch or of a later one, by chunk, unit of the chunk and parameter of the unit.
-        end: most bytes beyond these while the step ends.
-        traffic: of a step, by (axis, operation), but for what layers send and messages of the pipeline.
-        elements: parameters of each unit, by chunk, as this rank has them.
-        stepped: elements, padding included, whose optimizer state this rank owns.
+        kinds: bytes on the device throughout a step, by kind.  On a CPU they include host memory.
+        counted: bytes after a step by kind, and by place if off the device, as the engine counts them.
+        levels: bytes as gradients arrive, by (is a later micro-batch, chunk, unit of the chunk) and parameter.
+        end: most bytes beyond `kinds` at the end of the step.
+        traffic: of a step, by (axis, operation), without what layers send and without messages of the pipeline.
+        elements: parameters of each unit on this rank, by chunk.
+        stepped: elements of which this rank owns the optimizer state, padding included.
         communicators: groups of several ranks that this rank is in.
-        cuts: by chunk and unit of the chunk.
-        messages: what starts in each action of a short step, after them all, and while the weights are updated.
+        cuts: parameters with gradients in several buckets, by chunk and unit of the chunk.
+        messages: what starts in each action of a short step, at the end of the passes, and in the update.
     """
 
     kinds: Mapping[str, int]
@@ -96,12 +94,12 @@ class StateTrace:
 
     @property
     def off_device(self) -> dict[str, int]:
-        """In files and, but for a CPU, in host memory."""
+        """Bytes in files and, unless the run is on a CPU, in host memory."""
         return {name: count for name, count in self.counted.items() if " on " in name and name not in self.kinds}
 
 
 def trace_state(run: ResolvedRun, rank: int, *, per_node: int, on_cuda: bool) -> StateTrace:
-    """Trace what a rank of the world holds and sends; `per_node`: ranks of a node."""
+    """Trace what a rank of the world holds and sends.  `per_node`: ranks of a node."""
     few, step = _short_step(run)
     times = (run.accumulation - few) // step
     alike = _alike(run, rank, per_node)
@@ -115,7 +113,7 @@ _GIVES = (ActionKind.BACKWARD, ActionKind.WEIGHT)
 
 
 def _short_step(run: ResolvedRun) -> tuple[int, int]:
-    """Return the micro-batches of a short step, and how many a longer one adds with each repetition."""
+    """Return the micro-batches of a short step, and those that a longer step adds with each repetition."""
     config = run.config
     step = schedule_kind_of(config).microbatch_multiple(config.parallel.pp)
     if config.parallel.schedule_file is not None:  # it has one number of micro-batches
@@ -125,7 +123,7 @@ def _short_step(run: ResolvedRun) -> tuple[int, int]:
 
 
 def fewest_micro_batches(run: ResolvedRun, least: int) -> int:
-    """Return the fewest micro-batches, but `least`, that the schedule takes; at most the run's."""
+    """Return the fewest micro-batches, `least` or more, that the schedule takes; at most those of the run."""
     parallel = run.config.parallel
     if parallel.schedule_file is not None:
         return run.accumulation
@@ -134,7 +132,7 @@ def fewest_micro_batches(run: ResolvedRun, least: int) -> int:
 
 
 def _without_training(run: ResolvedRun) -> ResolvedRun:
-    """Drop what changes neither memory nor traffic of the state, so that equal runs share a trace."""
+    """Drop the keys that change neither memory nor traffic of the state, so that more runs share a trace."""
     config = run.config
     update: dict[str, object] = {"training": type(config.training)()}
     if not config.activations.contiguous:  # gradients have no buffers in an arena of activations
@@ -144,7 +142,7 @@ def _without_training(run: ResolvedRun) -> ResolvedRun:
 
 
 def _alike(run: ResolvedRun, rank: int, per_node: int) -> int:
-    """Return the first rank that holds and sends as much: of a stage with equal chunks, a whole number of nodes away."""
+    """Return the first rank that holds and sends the same: in a stage with equal chunks, a whole number of nodes away."""
     grid, at, dense = run.grid, run.grid.coordinate(rank), run.config.model.first_dense_layers
     kind = schedule_kind_of(run.config)
     placement = kind.placement(grid.pp, chunks_of(run.config, kind))
@@ -222,7 +220,7 @@ def _sent(traffic: Traffic) -> dict[tuple[str, str], Sent]:
 
 
 def without_auto(config: RunConfig) -> RunConfig:
-    """Keep on the device what `zero.offload` = auto would decide by this machine's memory."""
+    """Keep on the device what `zero.offload` = auto would place by this machine's free memory."""
     offload = config.zero.offload
     update = {key: "none" for key in ("optimizer", "parameters") if getattr(offload, key) == "auto"}
     zero = config.zero.model_copy(update={"offload": offload.model_copy(update=update)})
@@ -242,7 +240,7 @@ class _Driver:
         ]
 
     def cuts(self) -> dict[tuple[int, int], Cuts]:
-        """By chunk and unit."""
+        """Return the parameters with gradients in several buckets, by (chunk, unit)."""
         model, found = self.engine.sharded_model, dict[tuple[int, int], Cuts]()
         for chunk, units in enumerate(self._units):
             for at, names in enumerate(units):
@@ -324,7 +322,7 @@ class _Driver:
                 levels[short] = Level(*map(max, before, now))
 
     def _names(self, chunk: int, unit: torch.nn.Module, order: Order) -> dict[str, tuple[str, ActionKind]]:
-        """Map each parameter's name in a unit to its full name and the pass that gives its gradient, in this order."""
+        """Map the names of a unit's parameters to their full names and the kind of pass that gives their gradients."""
         home = self.engine.sharded_model.parameters.by_name
         path = {id(module): name for name, module in self.engine._chunks[chunk].named_modules()}[id(unit)]
         names = {name: (f"{chunk}.{path}.{name}", _GIVES[late]) for name, late in order}

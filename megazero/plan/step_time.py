@@ -1,20 +1,20 @@
-"""What a step takes: every pipeline rank's timeline, from the run's own schedule and the times of its units.
+"""The time of a step: the timeline of every pipeline rank, from the run's own schedule and the times of its units.
 
     rank 0   gather |F0 F1 F2 . . B0 F3 B1 ...  B7| reduce  |sum|optimizer|
-                     ^ compute + tp, cp waits      ^ what is left of the reduction behind the last backward
+                     ^ compute + tp, cp waits      ^ the part of the reduction that the last backward does not hide
 
-    gathers of weights     of stages 0 to 2 behind the first forwards, of stage 3 behind the unit before
-    reductions             bucket by bucket behind the last backward of each chunk, or behind every one
-    messages               behind other actions; the receiver waits for what has not arrived
+    gathers of weights     stages 0 to 2: behind the first forwards; stage 3: behind the unit before
+    reductions             bucket by bucket, behind the last backward of each chunk or behind every one
+    messages               behind other actions; the receiver waits for a message that has not arrived
 
 A timeline has no gap, and its spans end with the step:
 
     | idle | F0 | tp | F1 | tp | pp | B0 | ... | B7 | dp | idle | optimizer |
-                                                     ^ what is left of the reductions; then all ranks meet for the norm
+                                                     ^ the rest of the reductions; then all ranks meet for the norm
 
-Ranks that share processors leave theirs to others while they wait; three that compute on two take twice as long.
+Ranks that share processors leave theirs to others while they wait; three that compute on two processors take twice as long.
 
-The step is that of the slowest pipeline rank; all replicas are alike.  The first step, which records and compiles, is not.
+The slowest pipeline rank gives the time; all replicas are alike.  The first step, which records and compiles, takes longer.
 """
 
 from collections import Counter
@@ -40,17 +40,17 @@ _AXES = {"cp_ring": "cp", "shard": "dp", "replica": "dp"}
 
 @dataclass(frozen=True)
 class ActionCosts(Costs):
-    """A time for every action, and for some the earliest at which they can start."""
+    """A time for every action, and for some an earliest start."""
 
     actions: Mapping[RankAction, float] = field(default_factory=dict)
     starts: Mapping[RankAction, float] = field(default_factory=dict)
 
     def of(self, action: Action, schedule: Schedule, rank: int = 0) -> float:  # noqa: ARG002
-        """The given time."""
+        """Return the given time."""
         return self.actions[rank, action]
 
     def earliest(self, rank: int, action: Action) -> float:
-        """The given time, else 0."""
+        """Return the given earliest start, else 0."""
         return self.starts.get((rank, action), 0.0)
 
 
@@ -59,8 +59,8 @@ class Span:
     """An interval of a rank's time, in seconds from the start of the step.
 
     Args:
-        kind: "compute", "idle", "optimizer", or the axis whose communication is waited for: "tp", "cp", "dp", "pp".
-        name: the action, or what is waited for.
+        kind: "compute", "idle", "optimizer", or the axis that the rank waits for: "tp", "cp", "dp", "pp".
+        name: the action, or what the rank waits for.
     """
 
     start: float
@@ -74,10 +74,10 @@ class StepTime:
     """Times of one step.
 
     Args:
-        seconds: from its begin to its end.
-        timelines: of each pipeline rank, in order.
-        hidden: seconds of communication by axis that no rank waits for, of the rank with most of it.
-        flops: the model's own, of the whole step on all ranks.
+        seconds: from the start to the end of the step.
+        timelines: spans of each pipeline rank, in order.
+        hidden: seconds of communication that overlap with computation, by axis, on the rank with most of them.
+        flops: FLOPs of the model in the whole step, on all ranks.
     """
 
     seconds: float
@@ -87,7 +87,7 @@ class StepTime:
 
     @property
     def by_kind(self) -> list[dict[str, float]]:
-        """Seconds of each pipeline rank by kind of span; they sum to the step."""
+        """Seconds of each pipeline rank by kind of span; each rank's sum is the step."""
         found = [Counter[str]() for _ in self.timelines]
         for kinds, spans in zip(found, self.timelines, strict=True):
             for span in spans:
@@ -96,13 +96,13 @@ class StepTime:
 
     @property
     def exposed(self) -> dict[str, float]:
-        """Seconds of communication by axis, of the rank that waits for it longest."""
+        """Seconds of communication that the rank that waits longest waits for, by axis."""
         longest = reduce(or_, map(Counter, self.by_kind))  # the larger of both
         return {kind: seconds for kind, seconds in longest.items() if kind not in ("compute", "idle", "optimizer")}
 
     @property
     def idle(self) -> float:
-        """Seconds of the mean rank without work."""
+        """Seconds without work of the mean rank."""
         return sum(kinds.get("idle", 0.0) for kinds in self.by_kind) / len(self.timelines)
 
 
@@ -116,10 +116,11 @@ def step_time_of(
     """Simulate a step after the first ones.
 
     Args:
-        units, hop_seconds, micro_batches: in place of the run's own times of units, and of a message between pipeline ranks,
-            and micro-batches of a step.
+        units: times of units, in place of the run's own.
+        hop_seconds: time of a message between pipeline ranks, in place of the cluster's.
+        micro_batches: micro-batches of a step, in place of the run's.
 
-    Raises: ValueError: the cluster has other ranks than the run.
+    Raises: ValueError: the cluster does not have as many ranks as the run.
     """
     if cluster.ranks != run.world_size:
         raise ValueError(f"the cluster has {cluster.ranks} ranks, the run {run.world_size}")
@@ -154,7 +155,7 @@ def step_time_of(
 
 
 def _unit_pass(unit: Unit, kind: ActionKind, time: UnitTime, cluster: Cluster) -> PassTime:
-    """Return the time of a unit's pass, with the transfer of its activations to or from the host beside it."""
+    """Return the time of a unit's pass, overlapped with the transfer of its activations to or from the host."""
     if kind is ActionKind.WEIGHT:
         return time.weight
     passed = time.forward if kind is ActionKind.FORWARD else time.backward
@@ -164,7 +165,7 @@ def _unit_pass(unit: Unit, kind: ActionKind, time: UnitTime, cluster: Cluster) -
 
 
 def _with_zero(passed: PassTime, zero: ZeroTimes, schedule: Schedule, rank: int, action: Action) -> PassTime:
-    """Add to a pass the waits for its weights and for reductions whose buffers it needs."""
+    """Add the collectives of ZeRO that overlap with a pass."""
     wire = zero.ranks[rank].cost(action, schedule.microbatches - 1).wire
     if not zero.overlaps:  # whoever computes copies
         return added([passed, PassTime(0.0, {"dp": wire})])
@@ -212,7 +213,7 @@ def _assembled(
 def _reduced_at(
     schedule: Schedule, timeline: Timeline, rank_zero: RankZero, rank: int, zero: ZeroTimes
 ) -> tuple[float, float]:
-    """Return when a rank's gradients are reduced, and the hidden seconds of it.
+    """Return when the gradients of a rank are reduced, and the seconds of it that are hidden.
 
     The last backward of each chunk completes its buckets one after another; they are reduced in this order.
     """
@@ -234,7 +235,7 @@ def _reduced_at(
 
 
 def reduced_behind(start: float, end: float, seconds: float, buckets: int, free: float) -> float:
-    """Return when a backward's reductions end; each of its equal buckets is complete after its part of the backward.
+    """Return when the reductions of a backward end.  Its buckets are equal and complete at equal intervals.
 
     Args:
         start, end: of the backward.
@@ -250,7 +251,7 @@ def reduced_behind(start: float, end: float, seconds: float, buckets: int, free:
 def _spans(
     rank: int, timeline: Timeline, actions: Mapping[RankAction, PassTime], starts: Mapping[RankAction, float]
 ) -> Iterable[Span]:
-    """Yield the spans of a rank's actions: idle time before each, its computation, its waits."""
+    """Yield the spans of a rank's actions: the idle time before each, its computation, its waits."""
     clock = 0.0
     for action in timeline.schedule.ranks[rank]:
         start, end = timeline.spans[rank, action]
@@ -268,7 +269,7 @@ def _spans(
 
 
 def _idle(rank: int, action: Action, clock: float, start: float, arrival: float, timeline: Timeline) -> Iterable[Span]:
-    """Split a gap before an action: idle until its input is computed, then waiting for the message or the weights."""
+    """Split the gap before an action: idle until its input is computed, then a wait for the message or the weights."""
     source = timeline.schedule.source(rank, action)
     sent = clock if source is None else min(max(clock, timeline.spans[source][1]), start)
     if sent > clock:
@@ -303,12 +304,12 @@ def _tail(
 
 
 def taking_turns(timeline: Timeline, costs: Costs, processors: int, node_of: Sequence[int], copies: int) -> Timeline:
-    """Stretch a timeline to fewer processors than ranks: those of a node take turns, and while the pipeline fills fewer do.
+    """Stretch a timeline to fewer processors than ranks: the ranks of a node take turns, fewer while the pipeline fills.
 
     Args:
-        processors: of a node.
-        node_of: of each pipeline rank.
-        copies: ranks of a pipeline rank on its node.
+        processors: processors of a node.
+        node_of: the node of each pipeline rank.
+        copies: replicas of a pipeline rank on its node.
     """
     schedule, whole, stages = timeline.schedule, timeline.makespan, Counter[int](node_of)
     work = [sum(costs.of(action, schedule, rank) for action in own) for rank, own in enumerate(schedule.ranks)]

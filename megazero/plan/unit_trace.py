@@ -1,16 +1,16 @@
-"""What one unit of a stage does in one micro-batch: the project's own layers, run on tensors that hold nothing.
+"""A trace of one unit of a stage in one micro-batch: the project's own layers, run on tensors without data.
 
-    forward     x  -> [ operators and collectives, in order ] -> y      kept: what it leaves for its backward, and y less x
-    backward    dy -> [ ...                                 ] -> dx     kept: less what the forward kept, and dx less dy
+    forward     x  -> [ operators and collectives, in order ] -> y      kept: what it saves for its backward, + y - x
+    backward    dy -> [ ...                                 ] -> dx     kept: - what the forward saved, + dx - dy
     weight            [ products of a schedule that splits  ]
 
-A stage is its units one after another, so what a rank holds after some passes is the sum of what these passes kept.
+A stage runs its units one after another, so a rank holds the sum of what its passes have kept.
 
     between units      x and dy are freed as soon as nothing needs them, as in the middle of a stage
-    not in a trace     parameters, buckets and tables, which live from before the pass until after it
+    not in a trace     parameters, buckets and tables, which live before the pass and after it
 
-Traces run as on a CPU.  On CUDA attention has kernels of other names, some read keys once for each query head, and a product
-of 16-bit factors adds to fp32 gradients without a temporary.  What is offloaded counts as kept on the device.
+Traces run as on a CPU.  On CUDA attention's kernels have other names, some read keys once for each query head, and a product
+of 16-bit factors adds to fp32 gradients without a temporary.  Offloaded activations count as kept on the device.
 """
 
 from __future__ import annotations
@@ -56,8 +56,7 @@ PASS_NAMES = {ActionKind.FORWARD: "forward", ActionKind.BACKWARD: "backward", Ac
 
 
 class LayerKey(NamedTuple):
-    """What tells the layers of a model apart: what one keeps, and the first layer with its MLP or experts, window
-    and rotary positions."""
+    """The kind of a layer: its policy, and the first layer with equal MLP or experts, window and rotary positions."""
 
     policy: LayerPolicy
     layer: int = 0
@@ -65,7 +64,7 @@ class LayerKey(NamedTuple):
 
 #: EMBEDDING, HEAD, or the kind of a layer.
 UnitKey: TypeAlias = str | LayerKey
-#: Of a unit's parameters those whose gradients come in parts, and what each part of a bucket has of them.
+#: The parameters of a unit with gradients in several buckets, and the share of each bucket.
 Cuts: TypeAlias = tuple[tuple[str, tuple[Share, ...]], ...]
 
 
@@ -74,14 +73,16 @@ _MUCH = 1 << 50  # bytes that hold nothing
 
 
 class Span(NamedTuple):
-    """Memory from when one parameter's gradient reaches its bucket until the next does; bytes above those at the start.
+    """Memory from the moment at which a parameter's gradient reaches its bucket until the next one does.
 
-    In place of a parameter: "" at the start, DY where nothing of the unit needs dy any more, ADDED once a gradient is in its
-    bucket.
+    Args:
+        parameter: its name; "" at the start, DY where the unit needs dy no more, ADDED once the gradient is in its bucket.
+        live: bytes at that moment, above those at the start of the pass.
+        peak: most bytes until the next moment, above the same.
     """
 
     parameter: str
-    live: int  # at that moment
+    live: int
     peak: int
 
 
@@ -90,9 +91,9 @@ class PassTrace:
     """A forward, a backward or a weight-gradient pass of one unit on one rank, for one micro-batch.
 
     Args:
-        events: operators and messages in order.
-        kept: bytes that live after it and did not before; negative where it frees.
-        spans: in order, the first from the start on.
+        events: operators and messages, in order.
+        kept: bytes that are live after the pass and were not before; negative if it frees more.
+        spans: in order; the first begins with the pass.
     """
 
     events: tuple[Event, ...]
@@ -101,7 +102,7 @@ class PassTrace:
 
     @property
     def peak(self) -> int:
-        """Most bytes above those at its start."""
+        """Most bytes above those at the start."""
         return max(one.peak for one in self.spans)
 
 
@@ -110,9 +111,9 @@ class UnitTrace:
     """Traces of one unit's passes; a unit is the embedding, a layer or the head.
 
     Args:
-        weight: None where the backward computes weight gradients.
-        tables: bytes that its first forward makes and that live on: angles of a rank's own tokens.
-        in_arena: bytes that its forward leaves in an arena until its backward; no pass counts them.
+        weight: None if the backward computes weight gradients.
+        tables: bytes that the first forward allocates for good: angles of a rank's own tokens.
+        in_arena: bytes that the forward saves in an arena until the backward; no pass counts them.
     """
 
     forward: PassTrace
@@ -128,7 +129,7 @@ class UnitTrace:
 
 @dataclass(frozen=True)
 class TraceKey:
-    """All that a trace depends on."""
+    """Everything that a trace depends on."""
 
     model: ModelConfig
     samples: int
@@ -142,7 +143,7 @@ class TraceKey:
     reduce_dtype: torch.dtype
     splits: bool
     keeps_logits: bool
-    adds: bool  # gradients come to those of other micro-batches
+    adds: bool  # gradients are added to those of other micro-batches
     holds_both_ends: bool  # the stage of the embedding has the head, and their weight may be one
     per_node: int
     on_cuda: bool
@@ -152,7 +153,7 @@ class TraceKey:
 
 
 def trace_units(run: ResolvedRun, *, on_cuda: bool, per_node: int = 0) -> Mapping[UnitKey, UnitTrace]:
-    """Trace embedding, head and a layer of each policy, in a later micro-batch; `per_node`: see `trace_key`."""
+    """Trace embedding, head and a layer of each policy in a later micro-batch.  `per_node`: see `trace_key`."""
     key = trace_key(run, on_cuda=on_cuda, per_node=per_node)
     units = (unit.key for chunks in units_of(run.config, schedule_of(run)) for own in chunks for unit in own)
     return {unit: trace_unit(key, unit) for unit in dict.fromkeys(units)}
@@ -170,7 +171,7 @@ def trace_key(run: ResolvedRun, *, on_cuda: bool, per_node: int = 0, adds: bool 
 
     Args:
         per_node: ranks of a host, 0 for all.
-        adds: whether gradients are added to those of other micro-batches, or are the first of their bucket.
+        adds: gradients are added to those of other micro-batches, instead of being the first of their bucket.
     """
     config, schedule = run.config, schedule_of(run)
     parallel, precision, grid = config.parallel, config.precision, run.grid
@@ -207,12 +208,12 @@ def message_bytes(run: ResolvedRun) -> int:
 
 
 def slot_of(shape: tuple[int, ...], start: int = 0) -> Slot:
-    """Return a slot that is the same for all parameters of a shape."""
+    """Return a slot that is equal for all parameters of a shape."""
     return Slot(ParamInfo("", shape, whole_spec("", shape), 0), start)
 
 
 def order_of_gradients(traces: Iterable[UnitTrace]) -> tuple[tuple[str, bool], ...]:
-    """Return the parameters in the order of their gradients, and whether a weight pass computes each."""
+    """Return the parameters in the order of their gradients, each with whether a weight pass computes it."""
     passes = [(late, one) for trace in traces for late, one in enumerate((trace.backward, trace.weight)) if one]
     names = ((span.parameter, bool(late)) for late, one in passes for span in one.spans)
     return tuple(dict.fromkeys(one for one in names if one[0] not in ("", DY, ADDED)))
@@ -288,7 +289,7 @@ def _head(key: TraceKey) -> UnitTrace:
 
 
 class _Bench:
-    """Runs a unit of a stage whose tensors hold no data and whose collectives send nothing."""
+    """Runs a unit of a stage with tensors that hold no data and collectives that send nothing."""
 
     def __init__(self, key: TraceKey, layout: StageLayout) -> None:
         self._key, self._layout = key, layout
@@ -340,14 +341,14 @@ class _Bench:
         return Axis(name, ranks, 0, group, traffic)
 
     def _fills(self, result: Tensor) -> None:
-        """The operation that was counted last writes this tensor."""
+        """Record that the last counted operation writes this tensor."""
         operators = self._fake.operators
         at, started = next((at, one) for at, one in reversed([*enumerate(operators)]) if isinstance(one, Message))
         operators[at] = replace(started, fills=frozenset({self._fake.number(result)}))
 
     @property
     def _busiest(self) -> int:
-        """Index of the ring's busiest rank; ranks differ only where a window cuts less from one rank's tokens."""
+        """Index of the ring's busiest rank: a window cuts more from the tokens of some ranks than of others."""
         key = self._key
         ring = len(key.ranks_of_cp) // key.ulysses
         pairs = [work(one, self._window) for one in shards((key.model.seq_len,), ring)]
@@ -364,7 +365,7 @@ class _Bench:
         return replace(_part(each, *sizes, torch.device("cpu")), of_any=not key.documents)
 
     def multiply_in_fp8(self, block: nn.Module, scaling: Scaling) -> None:
-        """Have a block multiply in fp8; on CUDA each rounding is a kernel without temporaries."""
+        """Let a block multiply in fp8.  On CUDA each rounding is one kernel without temporaries."""
         groups = scaled_grouped_mm if scaling == "rowwise" else emulated_groups
         use_fp8(block, scaling, Kernels(scaled_mm, groups) if self._has_kernels else EMULATED)
         for part in block.modules() if self._key.on_cuda else ():
@@ -372,7 +373,7 @@ class _Bench:
                 part.product.compile(self._one_kernel)
 
     def _one_kernel(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Return what allocates a function's results and counts as one operator."""
+        """Return a function that allocates the results of another one and counts as one operator."""
 
         def run(x: Tensor, *more: Any) -> Any:
             given = [one for one in (x, *more) if isinstance(one, Tensor)]
@@ -388,7 +389,7 @@ class _Bench:
     def trace(
         self, unit: nn.Module, run: Callable[[Tensor | None], Tensor], shape: tuple[int, ...] | None
     ) -> UnitTrace:
-        """Run forward and backward of a unit.  `shape`: of its input; None where it reads tokens."""
+        """Run the passes of a unit.  `shape`: the shape of its input; None if it reads tokens."""
         self.gradients.names = {id(one): name for name, one in unit.named_parameters()}
         before = self._fake.live
         with torch.no_grad():
@@ -420,7 +421,7 @@ class _Bench:
 
 
 class _Marks:
-    """Begins and ends the measurement of a pass."""
+    """Measures a pass."""
 
     def __init__(self, fake: FakeTensors) -> None:
         self._fake, self._start = fake, 0
@@ -457,7 +458,7 @@ class _Marks:
 
 
 class _Output(torch.autograd.Function):
-    """Makes a scalar of y; in its backward dy is allocated."""
+    """Makes a scalar of y, and allocates dy in its backward."""
 
     @staticmethod
     def forward(ctx: Any, y: Tensor, marks: _Marks) -> Tensor:
@@ -472,7 +473,7 @@ class _Output(torch.autograd.Function):
 
 
 class _Gradients(GradientReducer):
-    """Adds gradients to buckets that are never reduced; makes the parameters."""
+    """Adds gradients to buckets that are never reduced, and makes the parameters."""
 
     def __init__(self, queue: WeightGradQueue, stage: nn.Module, key: TraceKey, fake: FakeTensors) -> None:
         self._queue, self._sums, self._cuts, self._fake = queue, dict[int, Tensor](), dict(key.cuts), fake
@@ -525,5 +526,5 @@ class _Gradients(GradientReducer):
             self._launch(weight)
 
     def _launch(self, weight: Tensor) -> None:  # noqa: ARG002
-        """Nothing goes to other ranks."""
+        """Send nothing to other ranks."""
         self.marks.arrive(ADDED)

@@ -1,15 +1,15 @@
-"""What ZeRO adds to a step: weights that are gathered, gradients that are reduced, states that are stepped; in seconds.
+"""The seconds that ZeRO adds to a step: gathers of weights, reductions of gradients, the optimizer.
 
-    beside a pass      gathers of stage 3, reductions of every micro-batch     what the engine sends in the trace of a step
-    behind the last    reductions of the last backward of each chunk           (`state_trace`)
+    beside a pass      gathers of stage 3, reductions of every micro-batch     as the engine starts them in the trace of a
+    behind the last    reductions of the last backward of each chunk           step (`state_trace`)
     ahead              gathers that start when the optimizer has stepped
 
-What is gathered ahead travels behind the first forward, whose units wait for their own.
-Where ranks copy through memory themselves (a calibrated host), nothing is behind anything.
+Gathers ahead overlap with the first forward, in which each unit waits for its own weights.  On a calibrated host, where the
+ranks copy through memory themselves, nothing overlaps.
 
-The optimizer reads gradient, master and moments and writes masters, moments and weights; the norm reads gradients once more.
-Off the device, gradients and weights cross the host's link, and the host's memory is what limits: 25 GB/s for each rank, two
-sockets of DDR4 or DDR5 shared by eight; files at 3 GB/s for each rank, a local NVMe disk.
+The optimizer reads gradients, masters and moments, and writes masters, moments and weights; the norm reads gradients once
+more.  Offloaded states cross the host's link, and the host's memory is the limit: 25 GB/s for each rank (two sockets of DDR4
+or DDR5 shared by eight), files 3 GB/s for each rank (a local NVMe disk).
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -33,7 +33,7 @@ _FP32 = 4
 
 
 class Matrices(NamedTuple):
-    """What an optimizer of matrices steps whole: its share of a model's elements, their number, and its FLOPs."""
+    """The matrices that an optimizer steps whole: their share of a model's elements, their elements, and the FLOPs."""
 
     share: float = 0.0
     elements: int = 0
@@ -42,7 +42,7 @@ class Matrices(NamedTuple):
 
 @lru_cache(maxsize=64)  # it builds the model, and each shape of a search asks several times
 def matrices_of(config: RunConfig) -> Matrices:
-    """Of a run; nothing where every element is stepped alone."""
+    """Return the matrices of a run; none if the optimizer steps every element alone."""
     recipe = optimizer_of(config.optimizer)
     if recipe.matrices is None:
         return Matrices()
@@ -55,7 +55,7 @@ def matrices_of(config: RunConfig) -> Matrices:
 
 
 def moments_of(config: RunConfig) -> float:
-    """Numbers that the optimizer holds for each parameter, on average: one for those that it steps as matrices."""
+    """Return how many numbers the optimizer holds for each parameter on average: one for elements of matrices."""
     share = matrices_of(config).share
     return len(optimizer_of(config.optimizer).states) * (1 - share) + share
 
@@ -72,12 +72,12 @@ class RankZero:
     """ZeRO's times of one stage, in seconds.
 
     Args:
-        beside: of what runs beside each action of a short step.
-        reductions: of each chunk's gradients behind its last backward; calls: its buckets.
-        arriving: of the weights, or gradients that step them, that travel from the step's begin on.
-        elements: of each unit, by chunk.
-        optimizer: of the rank's own states.
-        gather_exposed: of weights after the optimizer, where the optimizer waits for them.
+        beside: the collectives that overlap with each action of a short step.
+        reductions: the reductions of each chunk's gradients behind its last backward, one call for each bucket.
+        arriving: the gathers that start with the step.
+        elements: parameters of each unit, by chunk.
+        optimizer: the step on the rank's own states.
+        gather_exposed: the gathers after the optimizer, if the rank waits for them.
     """
 
     beside: Mapping[Action, Cost]
@@ -88,13 +88,13 @@ class RankZero:
     gather_exposed: float
 
     def cost(self, action: Action, last: int) -> Cost:
-        """Return the cost of what runs beside an action of a step, the last micro-batch of which is `last`."""
+        """Return the cost of the collectives that overlap with an action.  `last`: the last micro-batch of the step."""
         played = max(known.microbatch for known in self.beside)
         number = played if action.microbatch == last else min(action.microbatch, max(0, played - 1))
         return self.beside.get(replace(action, microbatch=number), Cost())
 
     def arrival(self, chunk: int, seconds: float) -> float:
-        """Return when a chunk's first forward of `seconds` can start, so that no unit waits for weights in the middle."""
+        """Return the earliest start of a chunk's first forward of `seconds` in which no unit has to wait for its weights."""
         each = self.arriving / sum(map(sum, self.elements.values()))
         before = each * sum(sum(units) for at, units in self.elements.items() if at < chunk)
         own = self.elements[chunk]
@@ -106,9 +106,9 @@ class ZeroTimes:
     """ZeRO's times of all stages.
 
     Args:
-        overlaps: communication runs beside computation.
-        sum_seconds: of the step's numbers.
-        stretch: how many ranks share a processor, where they do.
+        overlaps: communication overlaps with computation.
+        sum_seconds: the all-reduce of norm, loss and tokens.
+        stretch: ranks that share a processor.
     """
 
     ranks: tuple[RankZero, ...]
@@ -118,7 +118,7 @@ class ZeroTimes:
 
 
 def zero_times_of(run: ResolvedRun, cluster: Cluster, links: Mapping[str, GroupLink]) -> ZeroTimes:
-    """Return ZeRO's times of a run, from what its engine sends."""
+    """Return ZeRO's times of a run, from what its engine sends in a trace."""
     overlaps = cluster.calibration is None or links["shard"].crosses  # sockets have threads of their own
     busy = min(cluster.ranks, cluster.per_node)
     stretch = max(1.0, busy / cluster.processors) if cluster.processors else 1.0
@@ -166,7 +166,8 @@ def _but_gathers(messages: Iterable[Message]) -> list[Message]:
 
 
 def matrix_seconds(run: ResolvedRun, cluster: Cluster, links: Mapping[str, GroupLink]) -> float:
-    """Of whole matrices that go to their owners, are iterated once and come back to every copy; owners have equal work."""
+    """Return the seconds in which matrices go to their owners, are orthogonalized and come back to every copy of the
+    state; owners share the work."""
     matrices, parallel, device = matrices_of(run.config), run.config.parallel, cluster.device
     if not matrices.elements:
         return 0.0
