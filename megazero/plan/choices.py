@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import product
+from itertools import product, starmap
 from math import gcd
 from typing import Literal
 
@@ -31,7 +31,7 @@ RECOMPUTE: tuple[tuple[Preset, bool], ...] = (("none", False), ("selective", Fal
 _OFFLOAD_ORDER = {"none": 0, "activations": 1, "optimizer": 1, "both": 2}
 OFFLOADS = tuple(_OFFLOAD_ORDER)
 _SMALLEST_PART = 4096  # tokens of a sample; below, a ring's messages take longer than its products
-_LARGEST_PIPELINE, _LARGEST_MICRO_BATCH, _MOST_CHUNKS = 16, 4, 4
+_LARGEST_PIPELINE = 16
 
 
 @dataclass(frozen=True, order=True)
@@ -101,15 +101,15 @@ class Space:
     tp: tuple[int, ...]
     cp: tuple[int, ...]
     pp: tuple[int, ...]
-    micro_batch: tuple[int, ...]
     schedules: tuple[str, ...]
-    virtual_stages: tuple[int, ...]
-    zero_stages: tuple[int, ...]
-    gather_policies: tuple[str, ...]
     shard_groups: tuple[int, ...]
-    reliefs: tuple[Relief, ...]
     per_node: int
     ep: tuple[int, ...] = (1,)
+    micro_batch: tuple[int, ...] = (1, 2, 4)
+    virtual_stages: tuple[int, ...] = (2, 3, 4)
+    zero_stages: tuple[int, ...] = (0, 1, 2, 3)
+    gather_policies: tuple[str, ...] = ("action", "step")
+    reliefs: tuple[Relief, ...] = tuple(starmap(Relief, product(range(len(RECOMPUTE)), OFFLOADS)))
 
     def ulysses(self, tp: int, cp: int) -> list[int]:
         """Return the Ulysses degrees worth comparing: 1, all of cp, and the largest that stays within a node."""
@@ -124,19 +124,13 @@ def space_of(config: RunConfig, ranks: int, per_node: int) -> Space:
     which keeps more than 1f1b and idles as long.
     """
     model, of_ranks = config.model, divisors(ranks)
-    reliefs = tuple(Relief(recompute, offload) for recompute in range(len(RECOMPUTE)) for offload in OFFLOADS)
     own = config.parallel.schedule
     return Space(
         tp=tuple(size for size in of_ranks if size <= per_node),
         cp=tuple(size for size in of_ranks if size == 1 or model.seq_len // size >= _SMALLEST_PART),
         pp=tuple(size for size in of_ranks if size <= min(_LARGEST_PIPELINE, model.num_layers)),
-        micro_batch=tuple(2**power for power in range(_LARGEST_MICRO_BATCH.bit_length())),
         schedules=tuple(dict.fromkeys(("1f1b", "interleaved", "zb-h1", "zbv", *([own] if own != "gpipe" else [])))),
-        virtual_stages=tuple(range(2, _MOST_CHUNKS + 1)),
-        zero_stages=(0, 1, 2, 3),
-        gather_policies=("action", "step"),
         shard_groups=(0, per_node),
-        reliefs=reliefs,
         per_node=per_node,
         ep=tuple(divisors(gcd(ranks, num_experts(config) or 1))),
     )
@@ -184,19 +178,14 @@ def config_of(base: RunConfig, choice: Choice) -> RunConfig:
     recompute, keeps_attention = RECOMPUTE[choice.relief.recompute]
     offload = choice.relief.offload
     cuts_sequence = choice.tp > 1 and base.model.seq_len % (choice.tp * choice.cp) == 0
-    parallel = {
-        "tp": choice.tp,
-        "cp": choice.cp,
+    parallel = {name: getattr(choice, name) for name in ("tp", "cp", "pp", "ep", "schedule", "virtual_stages")}
+    parallel |= {
         "cp_method": {1: "ring", choice.cp: "ulysses"}.get(choice.ulysses, "hybrid") if choice.cp > 1 else "auto",
         "cp_ulysses": choice.ulysses if 1 < choice.ulysses < choice.cp else None,
-        "pp": choice.pp,
-        "ep": choice.ep,
         "dp": "auto",
         "sequence_parallel": cuts_sequence,
-        "schedule": choice.schedule,
         "schedule_file": None,
         "schedule_placement": "loop",
-        "virtual_stages": choice.virtual_stages,
         "layout": base.parallel.layout if isinstance(base.parallel.layout, str) else "even",
     }
     activations = ActivationsConfig(

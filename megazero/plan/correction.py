@@ -22,8 +22,9 @@ import torch
 
 from megazero.config import ResolvedRun
 from megazero.plan.devices import DEVICES, device_of
+from megazero.plan.step_callbacks import Measuring
 from megazero.schedules.action import write_text
-from megazero.training.callbacks.base import Callback, RunContext, StepRecord
+from megazero.training.callbacks.base import RunContext, StepRecord
 
 PLAN_FILE = "plan.json"
 _FIRST, _LAST = 6, 10  # before, kernels are compiled and chosen
@@ -77,17 +78,10 @@ class Kept:
 
 def shape_of(run: ResolvedRun) -> dict[str, object]:
     """Return what a plan depends on, as its file has it."""
-    parallel = run.config.parallel
-    return {
-        **{axis: getattr(parallel, axis) for axis in ("tp", "cp", "pp", "ep")},
-        "dp": run.dp,
-        "zero_stage": run.config.zero.stage,
-        "schedule": parallel.schedule,
-        "virtual_stages": parallel.virtual_stages,
-        "micro_batch_size": run.micro_batch_size,
-        "accumulation": run.accumulation,
-        "global_batch_size": run.global_batch_size,
-    }
+    parallel, zero = run.config.parallel, run.config.zero
+    shape = {key: getattr(parallel, key) for key in ("tp", "cp", "pp", "ep", "schedule", "virtual_stages")}
+    sizes = {key: getattr(run, key) for key in ("dp", "micro_batch_size", "accumulation", "global_batch_size")}
+    return {**shape, **sizes, "zero_stage": zero.stage}
 
 
 def read_kept(path: Path) -> Kept:
@@ -126,15 +120,14 @@ def ratio_in(path: Path, device: str) -> float:
     return plan.ratio
 
 
-class PlanCheck(Callback):
+class PlanCheck(Measuring):
     """Compares steps 6 to 10 of rank 0 with the `plan.json` that `megazero plan --keep` wrote, and adds what it measured.
 
     Without a plan, for another shape, or in a run that begins after step 6, it says nothing.
     """
 
     def __init__(self, context: RunContext) -> None:
-        self._run, self._device, self._say = context.run, context.engine.state.device, context.say
-        self._is_first = context.engine.state.rank == 0
+        super().__init__(context)
         self._path = Path(self._run.config.training.run_dir) / PLAN_FILE
         self._plan: Kept | None = None
         self._seconds: list[float] = []
@@ -142,7 +135,7 @@ class PlanCheck(Callback):
     def on_start(self) -> None:
         with suppress(OSError, ValueError):
             grows = self._run.config.training.batch_ramp is not None  # a plan is of the full batch
-            self._plan = read_kept(self._path) if self._is_first and not grows else None
+            self._plan = read_kept(self._path) if self._state.rank == 0 and not grows else None
 
     def after_step(self, record: StepRecord) -> None:
         if self._plan is None or not _FIRST <= record.step <= _LAST or record.seconds is None:
@@ -152,19 +145,15 @@ class PlanCheck(Callback):
             self._compare(self._plan, record)
 
     def _compare(self, plan: Kept, record: StepRecord) -> None:
-        on_cuda = self._device.type == "cuda"
+        on_cuda = self._state.device.type == "cuda"
         sent = {axis: count for axis, count in record.sent_bytes.items() if count}
         peak = record.memory_bytes if on_cuda else None
         if on_cuda:
-            device = device_of(torch.cuda.get_device_name(self._device))
+            device = device_of(torch.cuda.get_device_name(self._state.device))
             name = device.name if device else ""
         else:  # a CPU that was calibrated, this one as far as can be known
             name = "" if plan.device in DEVICES else plan.device
         line, kept = plan.compared(self._run, name, median(self._seconds), peak, sent)
-        if not line:
-            return
-        self._say(line)
-        try:
-            add_measured(self._path, kept)
-        except (OSError, ValueError, TypeError, RecursionError) as error:
-            self._say(f"{self._path} did not take what was measured ({error}); the run goes on")
+        if line:
+            self._say(line)
+            self._tried(lambda: add_measured(self._path, kept))

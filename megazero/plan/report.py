@@ -140,14 +140,12 @@ def as_plain(plan: Plan, found: Found | None = None) -> dict[str, object]:
             "flops": time.flops,
             "timelines": [[[span.start, span.end, span.kind, span.name] for span in spans] for spans in time.timelines],
         },
-        "throughput": asdict(plan.throughput),
+        **{name: asdict(getattr(plan, name)) for name in ("throughput", "checkpoint", "cost")},
         "traffic": [
             {f"{axis} {operation}": sent._asdict() for (axis, operation), sent in of_rank.items()}
             for of_rank in plan.traffic
         ],
-        "checkpoint": asdict(plan.checkpoint),
         "failures": asdict(plan.failures) if plan.failures else None,
-        "cost": asdict(plan.cost),
         "search": None if found is None else found_as_json(found),
     }
 
