@@ -8,15 +8,12 @@ import torch
 from typer.testing import CliRunner
 
 from megazero.cli.commands import app
-from megazero.config import ResolvedRun
-from megazero.plan import calibrate
 from megazero.plan.calibration import Calibration, OperatorTable, Product, read_calibration, write_calibration
 from megazero.plan.cluster import Cluster, cluster_of
 from megazero.plan.collective_times import GroupLink
 from megazero.plan.devices import DEVICES, NETWORKS, Device, Link
 from megazero.plan.fake_tensors import Message, Operator, Value
 from megazero.plan.operator_times import pass_time
-from megazero.plan.step_time import step_time_of
 from megazero.plan.unit_trace import PassTrace
 
 
@@ -131,20 +128,6 @@ def test_a_calibration_of_version_4_is_read_as_what_it_measured_in_one_process(t
     del found["sha256"]
     path.write_text(json.dumps(found))
     assert read_calibration(path) == _calibration()
-
-
-def test_whole_steps_stretch_what_their_parts_take(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every run takes 5/4 of its plan, at half the speed that was calibrated; the slowest rank counts, and its probe."""
-    bare = _calibration()
-
-    def steps(count: int, _: object, run: ResolvedRun, *__: object) -> list[tuple[list[float], list[float]]]:
-        cluster = Cluster(bare.device, count, count, bare.within, bare.within, bare.processors, bare)
-        planned, probe = step_time_of(run, cluster).seconds, bare.probe_seconds[count > 1]
-        first = ([2 * 1.25 * planned] * 3, [2 * probe] * 3)
-        return [first, *[([planned] * 3, [0.0] * 3)] * (count - 1)]
-
-    monkeypatch.setattr(calibrate, "in_processes", steps)
-    assert calibrate.step_stretch(bare) == pytest.approx(1.25)
 
 
 def test_groups_that_cross_a_shared_link_side_by_side_wait_for_each_others_bytes() -> None:

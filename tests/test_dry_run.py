@@ -143,15 +143,6 @@ def test_of_a_large_world_every_stage_and_the_ends_of_every_axis_are_compared() 
     assert len(found) == 16 + 2 * 3
 
 
-def test_many_micro_batches_make_a_world_large(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each of the 64 ranks of a run at 128K would take a minute."""
-    run = run_of(4, model=SMALL, parallel={}, training={"global_batch_size": 12, "accumulation": 3})
-    monkeypatch.setattr(dry_runs, "MOST_MICRO_BATCHES", 11)
-    found = dry_run(run, per_node=4, on_cuda=False)
-    assert list(found.ranks) == [0, 1, 3]
-    assert "steps of 2 micro-batches in place of 3" in found.notes[-1]
-
-
 def test_any_rank_of_a_large_world_is_one_program() -> None:
     """tp 2 x cp 16 x dp 8 x pp 2 = 512 ranks: one runs, those of its pipeline are built beside it."""
     run = run_of(512, model=SMALL, parallel={"pp": 2, "tp": 2, "cp": 16}, training={"accumulation": 1})

@@ -20,7 +20,6 @@ from megazero.plan.operator_times import (
     ProductShape,
     UnitTime,
     attention_flops,
-    events_on_cuda,
     fused_bytes,
     pass_time,
     product_of,
@@ -210,23 +209,6 @@ def test_a_fused_chain_moves_what_it_reads_and_what_is_read_later() -> None:
     chain = [Operator("aten.silu.default", (a,), (silu,)), Operator("aten.mul.Tensor", (silu, b), (out,))]
     assert fused_bytes(chain, {3}) == 3 * 200
     assert fused_bytes(chain, {2, 3}) == 4 * 200  # its backward reads silu(a)
-
-
-def test_tiles_of_the_same_queries_are_one_call_and_those_of_other_queries_another() -> None:
-    """What lies between the first and the last tile merges them; what lies between two pieces of heads is work."""
-    values = [Value(storage, (1, 2, 8, 4), torch.bfloat16) for storage in range(8)]
-
-    def tile(q: int, out: int) -> Operator:
-        name = "aten._scaled_dot_product_flash_attention_for_cpu.default"
-        return Operator(name, (values[q], values[2], values[3]), (values[out],), True)
-
-    def other(name: str) -> Operator:
-        return Operator(name, (values[4],), (values[6],))
-
-    events = [tile(0, 4), other("aten.lerp_.Scalar"), tile(0, 5), other("aten.clone.default"), tile(1, 7)]
-    left = [one for one in events_on_cuda(events) if isinstance(one, Operator)]
-    assert [one.name.split(".")[1] for one in left if "attention" not in one.name] == ["clone"]
-    assert len(left) == 4
 
 
 def test_the_last_wave_of_tiles_leaves_multiprocessors_without_work() -> None:
