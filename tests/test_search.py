@@ -12,8 +12,7 @@ from megazero.config import ConfigError, ResolvedRun, load_config
 from megazero.config.document import save_config
 from megazero.config.load import resolve
 from megazero.models.registry import FAMILIES
-from megazero.plan.bounds import Bounds
-from megazero.plan.choices import Choice, Relief, Space, config_of, groups_in, space_of
+from megazero.plan.choices import Bounds, Choice, Relief, Space, config_of, groups_in, space_of
 from megazero.plan.cluster import Cluster, cluster_of
 from megazero.plan.search import Found, Judge, Need, base_of, front_of, search
 

@@ -1,9 +1,9 @@
-"""Which one setting, changed, makes a run fit; and what to say where memory has run out.
+"""Single settings that make a run fit when changed, and the message of a rank that runs out of memory.
 
 change      a setting as it is typed -> the plan of the changed run: bytes that it frees, seconds that it costs
-wanted      by the allocation that failed, as the allocator says it
-held        model state and ZeRO's buffers, as the engine counts them; on CUDA, all else is activations and working memory
-missing     what was wanted, and the model state that is not there yet, beyond what is free
+wanted      bytes of the allocation that failed, as the allocator says
+held        model state and ZeRO's buffers, as the engine counts them; on CUDA the rest is activations and working memory
+missing     bytes wanted, plus model state that is not allocated yet, minus free bytes
 """
 
 import re
@@ -45,8 +45,8 @@ class Change:
     """One setting to change, as it is typed.
 
     Args:
-        frees: bytes of the device of the rank that is too full.
-        more: share by which a step takes longer; None where the device is not known.
+        frees: bytes that it frees on the device that is too full.
+        more: the fraction by which a step takes longer; None if the device is not known.
     """
 
     settings: str
@@ -61,7 +61,7 @@ class Change:
 
 
 def fitting_changes(run: ResolvedRun, cluster: Cluster, full: RankMemory, missing: float) -> list[Change]:
-    """Return the changes that free `missing` bytes of a pipeline rank, fastest first; else the one that frees most."""
+    """Return the changes that free `missing` bytes of a pipeline rank, the fastest first; else the one that frees most."""
     found, is_timed = list[tuple[Change, ResolvedRun]](), cluster.processors == 0
     for settings, config in _changes(run, on_cuda=is_timed):
         try:
@@ -98,7 +98,7 @@ def advice_text(run: ResolvedRun, cluster: Cluster, full: RankMemory, missing: f
 
 
 def _changes(run: ResolvedRun, *, on_cuda: bool) -> Iterator[tuple[str, RunConfig]]:
-    """Yield each change as it is typed and as a config.  On a CPU nothing is offloaded: its memory is the host's."""
+    """Yield each change as it is typed and as a config.  On a CPU no change offloads, since that frees nothing."""
     config = run.config
     parallel, zero, count = config.parallel, config.zero, run.accumulation
 
@@ -141,7 +141,12 @@ def _word(value: Any) -> str:
 
 
 def explain(error: str, run: ResolvedRun, state: ParallelState, engine: Engine | None) -> str:
-    """Return the message for a rank whose allocator raised `error`; `engine` is None while it is being built."""
+    """Return the message of a rank that runs out of memory.
+
+    Args:
+        error: the text of the allocator's error.
+        engine: None while it is being built.
+    """
     device, on_cuda = state.device, state.device.type == "cuda"
     cluster = some_cluster(run, state.local_world_size, on_cuda=on_cuda)
     wanted, free, held = wanted_bytes(error), free_memory_bytes(device), Counter[str]()

@@ -92,7 +92,7 @@ def _values(found: Any) -> Iterator[Value]:
 
 
 def sizes(*, quick: bool = False, on_gpu: bool = False) -> list[ResolvedRun]:
-    """Return one-rank runs whose layers are as large as those of tensor-parallel ranks; on a GPU, a host-bound run first."""
+    """Return one-rank runs with layers as large as on tensor-parallel ranks.  On a GPU the first run is host-bound."""
     if on_gpu:
         every = product((2048,) if quick else (2048, 4096), (1,) if quick else (1, 4), (2048, 4096))
         return [small_run("llama", *shape, **ON_GPU) for shape in ((256, 1, 128), *every)]
@@ -131,7 +131,7 @@ def _measured(_: int, runs: list[ResolvedRun], device: torch.device) -> Record:
 
 
 def medians_of(steps: list[list[tuple[Operator, float]]]) -> list[tuple[Operator, float]]:
-    """The median seconds of each operator that every step calls, once for each call; on a GPU steps may differ by a few."""
+    """Return the median seconds of each call of an operator that every step makes.  On a GPU steps may differ by a few."""
     found: dict[tuple[Operator, int], list[float]] = defaultdict(list)
     for step in steps:
         calls = Counter[Operator]()
@@ -163,7 +163,7 @@ def note_step(
 
 
 def _probed(_: int) -> float:
-    """Return the probe's seconds while the other processes run theirs."""
+    """Return the seconds of the probe while the other processes run theirs."""
     probe = SpeedProbe(torch.device("cpu"))
     dist.barrier()
     return probe.seconds()
@@ -255,7 +255,7 @@ def _whole_runs(processors: int) -> Iterator[ResolvedRun]:
 
 
 def _whole_steps(rank: int, run: ResolvedRun, processors: int, turns: int) -> tuple[list[float], list[float]]:
-    """Measure steps, and the probe beside each of them on every processor; ranks without a probe report 0."""
+    """Measure steps, and the probe next to each of them on every processor; ranks without a probe report 0."""
     device = torch.device("cpu")
     state = ParallelState(run.grid, rank, device=device, local_world_size=run.world_size)
     probe = SpeedProbe(device) if rank < processors else None
@@ -299,7 +299,7 @@ def collective_samples(rank: int, rounds: int = 12) -> dict[str, Samples]:
 
 
 def _seconds(call: Callable[[], object], rounds: int) -> float:
-    """Return the seconds of a call among several in a row, of the median round, on average over the ranks."""
+    """Return the seconds of one of several calls in a row, in the median round, as the mean over the ranks."""
 
     def taken() -> float:
         dist.barrier()
@@ -349,7 +349,7 @@ def gpu_here(_: int) -> Device | None:
 
 
 def fitted(device: Device, table: OperatorTable) -> Device:
-    """Return the device with the fractions of its peaks that large bf16 operators reached; what was not measured stays."""
+    """Return the device with the shares of its peaks that large bf16 operators reached; others stay as they are."""
     operators = [(name, one) for name, samples in table.operators.items() for one in samples]
     moves = _rates(one for name, one in operators if name.startswith(_MOVES))
     bandwidth = device.memory_bandwidth or max(moves)

@@ -4,9 +4,8 @@
     operators    name -> (bytes, seconds)...      straight lines between measured sizes, in logarithms
     collectives  (operation, ranks) -> (bytes, seconds)...
 
-Operators were measured in one process; what ranks on every processor take from one another is in the whole steps that
-stretch them.
-The file is JSON with its own checksum, written beside and renamed.
+Operators were measured in one process, then scaled by whole steps, which contain what ranks on all processors take from one
+another.  The file is JSON with its own checksum, written beside and renamed.
 """
 
 from __future__ import annotations
@@ -55,9 +54,9 @@ class OperatorTable:
     """Times of operators.
 
     Args:
-        products: measured.
-        operators: samples by operator, as torch names it; sizes are bytes read and written, of attention FLOPs.
-        host_seconds: of an operator, beside its own time: Python, autograd, dispatch.
+        products: the measured products.
+        operators: samples by torch's name; sizes are bytes read and written, of attention FLOPs.
+        host_seconds: host time of an operator in addition to its own: Python, autograd, dispatch.
     """
 
     products: tuple[Product, ...]
@@ -121,12 +120,12 @@ class Calibration:
     """Everything that `megazero calibrate` measured on a machine.
 
     Args:
-        device: a host as a device, or a GPU with the shares that were fitted.
-        processors: cores that the ranks of a node share; 0: a GPU, whose plans need the device alone.
-        within: between ranks of one node.
-        table: of operators.
-        collectives: seconds by operation and ranks of one host, "all_reduce 4".
-        probe_seconds: of `SpeedProbe` alone, and on every processor at once: the speed that the times are for.
+        device: a host as a device, or a GPU with fitted shares.
+        processors: cores that the ranks of a node share; 0 for a GPU, of which plans need the device alone.
+        within: the link between ranks of one node.
+        table: times of operators.
+        collectives: samples by operation and ranks of one host, "all_reduce 4".
+        probe_seconds: seconds of `SpeedProbe` alone, and on every processor at once, when the times were measured.
     """
 
     device: Device
@@ -147,7 +146,7 @@ def read_calibration(path: Path) -> Calibration:
     """Read a file of `write_calibration`.
 
     Raises:
-        ValueError: it is something else; the text says what to do.
+        ValueError: it holds something else, or is damaged; the text says what to do.
         OSError: it cannot be read.
     """
     try:

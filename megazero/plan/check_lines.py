@@ -28,8 +28,8 @@ def memory_lines(
     """Return a function from a run's schedule to the lines on what a rank needs.
 
     Args:
-        gpu: a name of `plan.devices`, to be told at which moment the device is fullest; None where none was named.
-        device_gib: memory of a rank's device, to be told whether the run fits; None where that is not known.
+        gpu: a name of `plan.devices`; None if the user named none.
+        device_gib: memory of a rank's device in GiB; None if it is not known.
 
     Raises:
         ValueError, OSError: as `cluster_of`.
@@ -44,7 +44,7 @@ def memory_lines(
 
 
 def lines_on(run: ResolvedRun, cluster: Cluster | None, schedule: Schedule, *, ranks_per_node: int = 8) -> DeviceNeeds:
-    """Say what a rank needs and whether the cluster's device has it; without a cluster the run is taken to fit."""
+    """Say what a rank needs and whether it fits the cluster's device.  Without a cluster it counts as fitting."""
     on_cuda = run.config.launch.device != "cpu"  # "auto" may take it; a run says at its start what it has taken
     any_cluster = cluster or some_cluster(run, ranks_per_node, on_cuda=on_cuda)
     run = with_decided_offload(run, any_cluster)
@@ -57,7 +57,7 @@ def lines_on(run: ResolvedRun, cluster: Cluster | None, schedule: Schedule, *, r
 
 
 def _state(run: ResolvedRun, ranks: Sequence[RankMemory]) -> str:
-    """Describe model state and ZeRO's buffers of the rank with most of them, by kind."""
+    """Describe model state and ZeRO's buffers by kind, on the rank that has the most."""
     largest = max(ranks, key=lambda rank: sum(rank.state.values()))
     kinds = sorted(largest.state.items(), key=lambda item: -item[1])
     parts = ", ".join(f"{kind.replace('_', ' ')} {size_text(count)}" for kind, count in kinds if count)
@@ -116,10 +116,10 @@ def _plan(run: ResolvedRun, cluster: Cluster, ranks: Sequence[RankMemory]) -> tu
 
 
 def describe_context(run: ResolvedRun, samples: Sequence[Sequence[int]] | None) -> Iterator[str]:
-    """Describe context parallelism, and the documents that attention stays within, a line each.
+    """Describe context parallelism, and the documents that attention stays within, in a line each.
 
     Args:
-        samples: lengths of the documents of some samples; None where the data is not on this machine.
+        samples: lengths of the documents in some samples; None if the data is not on this machine.
     """
     config = run.config
     masks, whole = config.data.document_mask, [[config.model.seq_len]]
@@ -141,7 +141,7 @@ def _sent_by_attention(run: ResolvedRun) -> str:
 
 
 def _balance(run: ResolvedRun, samples: Sequence[Sequence[int]] | None) -> str:
-    """Load balance of a ring: query-key pairs of the busiest rank over the mean of all ranks, for each sample."""
+    """Describe the load balance of a ring: query-key pairs of the busiest rank over the mean of all ranks."""
     ring = run.config.parallel.cp // run.config.parallel.ulysses
     if ring == 1:
         return "; ranks have equal work"

@@ -6,8 +6,14 @@
     ZeRO stage, gather policy, shard groups            where dp x cp > 1      ep: all that divide experts and ranks
     recomputation, offloading                          `Relief`: less memory, never less time
 
-Model, data, precision, optimizer, global batch and all other keys stay what the run file says.  Whether a choice can run is
-asked of the rules of the run file, not decided here.
+Model, data, precision, optimizer, global batch and all other keys stay what the run file says.  The rules of the run file
+decide whether a choice can run.
+
+A search leaves out what cannot win by arithmetic, so that most choices are never traced:
+
+    memory >= state of the mean rank            the fullest pipeline rank has no less than the mean
+    time   >= products at the best share + half of a pipeline's filling
+    guess     the same with the whole filling, messages and gathers: the order of the search, which decides nothing
 """
 
 from __future__ import annotations
@@ -18,15 +24,21 @@ from itertools import product, starmap
 from math import gcd
 from typing import Literal
 
-from megazero.config import RunConfig
+from megazero.config import ResolvedRun, RunConfig
 from megazero.config.rules import num_experts
 from megazero.config.schema import OffloadConfig, ZeroConfig
+from megazero.engine.outline import elements_in, stages_of
+from megazero.layers.experts import ExpertLinear
 from megazero.models.activation_config import ActivationsConfig
+from megazero.models.registry import FAMILIES
+from megazero.plan.cluster import Cluster
+from megazero.plan.zero_times import moments_of
 from megazero.schedules.registry import SCHEDULES
 from megazero.settings import divisors
+from megazero.zero.bucket import DTYPES
 
 Preset = Literal["none", "selective", "full"]
-#: `recompute` and `keep_attention`, each of which keeps less and computes more than the one before it.
+#: `recompute` and `keep_attention`; each pair saves less for the backward and computes more than the pair before it.
 RECOMPUTE: tuple[tuple[Preset, bool], ...] = (("none", False), ("selective", False), ("full", True), ("full", False))
 _OFFLOAD_ORDER = {"none": 0, "activations": 1, "optimizer": 1, "both": 2}
 OFFLOADS = tuple(_OFFLOAD_ORDER)
@@ -36,18 +48,18 @@ _LARGEST_PIPELINE = 16
 
 @dataclass(frozen=True, order=True)
 class Relief:
-    """Recomputation (an index into `RECOMPUTE`) and offloading (one of `OFFLOADS`): they save memory and cost time."""
+    """Recomputation (an index into `RECOMPUTE`) and offloading (one of `OFFLOADS`), which free memory and cost time."""
 
     recompute: int = 0
     offload: str = "none"
 
     @property
     def order(self) -> tuple[int, Relief]:
-        """Sort key: what saves least memory comes first."""
+        """Sort key: the relief that frees least memory comes first."""
         return self.recompute + _OFFLOAD_ORDER[self.offload], self
 
     def needs_no_more_than(self, other: Relief) -> bool:
-        """Whether `other` recomputes and offloads all that this does, so that it cannot be faster."""
+        """Whether `other` recomputes and offloads everything that this relief does, so it cannot be faster."""
         return self.recompute <= other.recompute and (
             self.offload in ("none", other.offload) or other.offload == "both"
         )
@@ -55,7 +67,7 @@ class Relief:
 
 @dataclass(frozen=True, order=True)
 class Choice:
-    """A value for every key that is searched."""
+    """A value for every searched key."""
 
     tp: int = 1
     cp: int = 1
@@ -71,10 +83,7 @@ class Choice:
     ep: int = 1
 
     def __str__(self) -> str:
-        """`tp 8 cp 8 (4 x 2) pp 4 interleaved x 2 micro-batch 1 ZeRO 1 selective`: what is not at its least.
-
-        In brackets the Ulysses and the ring degree.
-        """
+        """`tp 8 cp 8 (4 x 2) pp 4 interleaved x 2 micro-batch 1 ZeRO 1 selective`, with Ulysses x ring in brackets."""
         parts = [f"tp {self.tp}"] if self.tp > 1 else []
         parts += [f"cp {self.cp} ({self.ulysses} x {self.cp // self.ulysses})"] if self.cp > 1 else []
         parts += [f"ep {self.ep}"] if self.ep > 1 else []
@@ -120,8 +129,8 @@ class Space:
 def space_of(config: RunConfig, ranks: int, per_node: int) -> Space:
     """Return the values worth comparing for a model on a cluster.
 
-    Left out: tp beyond a node, whose every layer would wait for the network; parts of a sample below 4,096 tokens; gpipe,
-    which keeps more than 1f1b and idles as long.
+    Left out are tp beyond a node, where every layer would wait for the network, parts of a sample below 4,096 tokens, and
+    gpipe, which saves more than 1f1b and idles as long.
     """
     model, of_ranks = config.model, divisors(ranks)
     own = config.parallel.schedule
@@ -148,7 +157,7 @@ def groups_in(space: Space, config: RunConfig, ranks: int) -> Iterator[Choice]:
 
 
 def _schedules(space: Space, config: RunConfig, pp: int) -> Iterator[tuple[str, int]]:
-    """Yield schedules with their virtual stages; of these only counts that divide the layers evenly, if there are any."""
+    """Yield schedules with their numbers of virtual stages: those that divide the layers evenly, if any does."""
     if pp == 1:
         yield "1f1b", 1
         return
@@ -162,7 +171,7 @@ def _schedules(space: Space, config: RunConfig, pp: int) -> Iterator[tuple[str, 
 
 
 def _sharding(space: Space, shards: int, tp: int) -> Iterator[tuple[int, str, int]]:
-    """Yield ZeRO stage, gather policy and shard group.  Up to per_node / tp neighbours of dp x cp share a node."""
+    """Yield ZeRO stage, gather policy and shard group.  per_node / tp neighbours of dp x cp share a node."""
     if shards == 1:
         yield space.zero_stages[min(1, len(space.zero_stages) - 1)], "action", 0
         return
@@ -226,3 +235,102 @@ def _zero_of(base: RunConfig, choice: Choice) -> ZeroConfig:
         **({} if stage == 3 else {key: getattr(default, key) for key in _OF_STAGE_3}),
     }
     return base.zero.model_copy(update=update)
+
+
+# ---- what any choice needs at least
+
+
+_FP32 = 4
+_RECOMPUTED = 1.25  # of a guess: a shape that does not fit has to recompute
+_SPLIT_BACKWARD = ("zb-h1", "zbv", "dualpipev")
+
+
+class Bounds:
+    """Lower bounds and guesses for every choice of one model on one cluster.
+
+    Args:
+        run: on one rank.
+    """
+
+    def __init__(self, run: ResolvedRun, cluster: Cluster) -> None:
+        config = self.config = run.config
+        self.cluster, self.samples = cluster, run.global_batch_size
+        (model,) = stages_of(config, tp=1)
+        layers = [module for module in model.modules() if isinstance(module, ExpertLinear)]
+        self.of_experts = sum(map(elements_in, layers))
+        self.dense = elements_in(model) - self.of_experts
+        per_token = FAMILIES[config.model.family].flops_per_token(config.model, None)
+        self.flops = per_token * self.samples * config.model.seq_len
+        self.weight_bytes = DTYPES[config.precision.dtype].itemsize
+        self.gradient_bytes = DTYPES[config.precision.accumulate_dtype].itemsize  # as gradients are summed up
+        self.moments = int(moments_of(config))  # for each parameter, at least
+
+    def state_bytes(self, choice: Choice) -> float:
+        """Lower bound of the model state on the mean rank's device (Rajbhandari et al. 2020, figure 1)."""
+        offloads = choice.relief.offload in ("optimizer", "both") and self.config.zero.offload.ratio == 1.0
+        optimizer = 0 if offloads else _FP32 * (self.moments + (self.weight_bytes < _FP32))
+        stage, replicas = choice.zero_stage, self.cluster.ranks // choice.pp
+
+        def bytes_of(elements: int, shards: int) -> float:
+            each = self.weight_bytes / (shards if stage == 3 else 1) + self.gradient_bytes * (stage < 2)
+            return (each + optimizer / (shards if stage >= 1 else 1)) * (elements // choice.pp)
+
+        dense = bytes_of(self.dense // choice.tp, choice.shard_group or replicas // choice.tp)
+        return dense + bytes_of(self.of_experts // choice.ep, replicas // choice.ep)
+
+    def seconds(self, choice: Choice) -> float:
+        """Lower bound of a step's seconds."""
+        return self._products() * (1 + self._filling(choice) / 2)
+
+    def guess(self, choice: Choice) -> float:
+        """Estimate a step's seconds, only for the order of the search."""
+        within, between = self.cluster.within, self.cluster.between
+        model, ranks_of_dp = self.config.model, self._dp(choice)
+        tokens = self.samples * model.seq_len / (ranks_of_dp * choice.cp)
+        exchanged = 8 * tokens * model.hidden_size * self.weight_bytes * (choice.tp - 1) / choice.tp
+        layers = model.num_layers / choice.pp
+        weights = (self.dense / choice.tp + self.of_experts / choice.ep) * self.weight_bytes / choice.pp
+        rows = 8 * tokens / choice.tp * (model.experts_per_token or 0) * model.hidden_size * (1 - 1 / choice.ep)
+        rows_seconds = layers * rows / (within if choice.ep <= self.cluster.per_node else between).rate()
+        gathers = 2 * self._count(choice) if choice.zero_stage == 3 and choice.gather_policy == "action" else 1
+        reduces = self._count(choice) if choice.zero_stage >= 2 else 1
+        link = within if choice.shard_group else between
+        sent = weights * (gathers + 2 * reduces) * (ranks_of_dp > 1)
+        compute = self._products() * (1 + self._filling(choice)) * (1 + 0.02 * choice.zero_stage)
+        compute *= 1.03 if choice.schedule in _SPLIT_BACKWARD else 1.0  # passes in two halves
+        if self.state_bytes(choice) + self._kept(choice) > self.cluster.device.memory_bytes:
+            compute *= _RECOMPUTED
+        return (
+            max(compute, sent / link.rate())
+            + 0.2 * sent / link.rate()
+            + layers * exchanged / within.rate()
+            + rows_seconds
+        )
+
+    def _kept(self, choice: Choice) -> float:
+        """Estimate the activations of the first pipeline rank (Korthikanti et al. 2022: 34 sbh for each layer)."""
+        model = self.config.model
+        return 34 * choice.micro_batch * model.seq_len * model.hidden_size * model.num_layers / (choice.tp * choice.cp)
+
+    def _dp(self, choice: Choice) -> int:
+        return self.cluster.ranks // (choice.tp * choice.cp * choice.pp)
+
+    def _count(self, choice: Choice) -> float:
+        """Return the micro-batches of a step."""
+        return max(1.0, self.samples / (self._dp(choice) * choice.micro_batch))
+
+    def _products(self) -> float:
+        device = self.cluster.device
+        share = 1.0
+        if self.cluster.calibration is None:
+            share = max(device.product_share, device.attention_share, device.attention_backward_share)
+        precision = self.config.precision
+        peak = device.peak_of(precision.dtype if precision.fp8 == "none" else "fp8")
+        return self.flops / (self.cluster.ranks * peak * share)
+
+    def _filling(self, choice: Choice) -> float:
+        """Return a pipeline's idle time as a fraction of its work; 0 for schedules that split the backward."""
+        if choice.schedule in _SPLIT_BACKWARD:
+            return 0.0
+        chunks = SCHEDULES[choice.schedule].chunks or choice.virtual_stages
+        return (choice.pp - 1) / (self._count(choice) * chunks)

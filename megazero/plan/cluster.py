@@ -24,13 +24,13 @@ class Cluster:
     """Equal devices in equal nodes.
 
     Args:
-        device: all are alike.
+        device: the one kind of device.
         ranks: one for each device.
         per_node: ranks of a node; the last node may have fewer.
-        within, between: the links of ranks of one node, and of ranks of two.
-        processors: cores that the ranks of a node share, which may be fewer than were calibrated, where one machine stands
-            for several nodes; 0: every rank has a device of its own.
-        calibration: of a host whose processors its ranks share: it goes before the device's shares.
+        within: the link between ranks of one node.
+        between: the link between nodes.
+        processors: cores that the ranks of a node share; 0 if every rank has a device of its own.
+        calibration: of a host; takes precedence over the device's shares.
     """
 
     device: Device
@@ -48,7 +48,7 @@ class Cluster:
 
     @property
     def table(self) -> OperatorTable | None:
-        """Operator times that were measured; None without a calibration."""
+        """The measured operator times; None without a calibration."""
         return None if self.calibration is None else self.calibration.table
 
     def __str__(self) -> str:
@@ -63,17 +63,17 @@ def cluster_of(
     network: str = "ib400",
     options: tuple[str, str] = ("--gpus", "--per-node"),
 ) -> Cluster:
-    """Return the cluster that these names mean.
+    """Return the cluster of these names.
 
     Args:
         gpu: a name of `DEVICES`, or the file of `megazero calibrate`, `*.json`.
         gpus: ranks.
-        per_node: devices of a node; a smaller world has fewer.
-        network: between nodes, a name of `NETWORKS`.
-        options: what errors call `gpus` and `per_node`.
+        per_node: devices of a node.
+        network: the link between nodes, a name of `NETWORKS`.
+        options: the names of `gpus` and `per_node` in errors.
 
     Raises:
-        ValueError: a number below 1, nodes that are not full, or an unknown name; the text says which there are.
+        ValueError: a number below 1, nodes that are not full, or an unknown name; the text lists the known ones.
         OSError: the file cannot be read.
     """
     for name, value in zip(options, (gpus, per_node), strict=True):
@@ -102,7 +102,7 @@ def cluster_of(
 
 
 def some_cluster(run: ResolvedRun, per_node: int, *, on_cuda: bool) -> Cluster:
-    """Return a cluster to plan the memory of a run on unknown devices: it depends on nothing but the ranks per node."""
+    """Return a cluster for planning the memory of a run on unknown devices, which depends on the ranks per node only."""
     device, ethernet = DEVICES["h200"], NETWORKS["100gbit"]
     each = min(per_node, run.world_size)
     return Cluster(device, run.world_size, each, device.link, ethernet, 0 if on_cuda else each)
@@ -118,7 +118,7 @@ def with_memory(cluster: Cluster, gib: float, *, on_cuda: bool = True) -> Cluste
 
 
 def known_peak_flops(device_name: str, dtype: torch.dtype) -> float | None:
-    """Return the dense FLOP/s of a device by torch's name for it; None for an unknown device and for fp32."""
+    """Return the dense FLOP/s of a device by torch's name for it; None for an unknown device or for fp32."""
     if dtype not in (torch.bfloat16, torch.float16):
         return None
     device = device_of(device_name)

@@ -1,4 +1,4 @@
-"""The commands of the plan: what a run will need, what it needs beside that, and the machine that plans are for."""
+"""The commands of the plan: plan a run, measure it beside its plan, calibrate the machine."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def _positive(text: str) -> float:
 
 
 def _new_file(text: str) -> Path:
-    """Parse the path of a file that can be written, before minutes of work; - is the terminal."""
+    """Parse the path of a file, and check before minutes of work that it can be written; - is the terminal."""
     path = Path(text)
     if text != "-" and (path.is_dir() or not os.access(path.parent, os.W_OK)):
         raise typer.BadParameter(f"{text} cannot be written; name a file in a folder that there is")
@@ -138,7 +138,7 @@ def plan(
 
 
 def _check_read(options: Mapping[str, object], what: str, *, applies: bool) -> None:
-    """Check that no option was given that only something else reads.  Raises: ValueError."""
+    """Check that no option was given that would have no effect.  Raises: ValueError."""
     if not applies and (given := [name for name, value in options.items() if value is not None]):
         raise ValueError(f"{' and '.join(given)} {'is' if len(given) == 1 else 'are'} for {what}")
 
@@ -155,7 +155,7 @@ class _Asked:
     network: str
 
     def run(self, ranks: int | None) -> ResolvedRun:
-        """Load the run file for so many ranks.  Raises: ConfigError."""
+        """Load the run file for a number of ranks.  Raises: ConfigError."""
         from megazero.config import load_config
 
         rules = callback_problems, schedule_problems
@@ -175,7 +175,7 @@ class _Asked:
         return base_of(config, config.training.global_batch_size)
 
     def cluster(self, default: str | None) -> Cluster:
-        """Return the cluster, of `default` where no device is named.  Raises: ValueError, OSError: `cluster_of`."""
+        """Return the cluster, of `default` if no device is named.  Raises: ValueError, OSError: as `cluster_of`."""
         from megazero.plan.cluster import cluster_of
         from megazero.plan.devices import DEVICES
 

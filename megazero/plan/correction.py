@@ -1,11 +1,11 @@
-"""A plan beside what its run measured, in the one file `plan.json` of the run's directory.
+"""A plan and the measurements of its run, in the file `plan.json` of the run's directory.
 
-    megazero plan RUN.toml --gpu h200 --keep          writes it
-    megazero train RUN.toml                           at step 10 says plan against measured, and adds what it measured
-    megazero plan OTHER.toml --gpu h200 --corrected-by runs/a/plan.json         takes its steps so much longer, or shorter
+    megazero plan RUN.toml --gpu h200 --keep          writes it megazero train RUN.toml                           prints
+    plan against measured at step 10, and adds what it measured megazero plan OTHER.toml --gpu h200 --corrected-by
+    runs/a/plan.json         scales the planned steps by the measured ratio
 
-Bytes sent are equal or one of both is wrong.  Memory is compared on CUDA, where tensors are counted; a process on a CPU
-counts itself, its libraries and all.  Time is compared where the plan was made for the device that the run is on.
+Bytes sent must be equal.  Memory is compared on CUDA, where tensors are counted: on a CPU a process counts its libraries
+too. Time is compared if the plan is for the device that the run is on.
 """
 
 import json
@@ -36,10 +36,12 @@ class Kept:
     """A plan read from `plan.json`.
 
     Args:
-        shape: of the run: degrees, ZeRO stage, schedule, batches, as `shape_of`.
-        device: that it was made for.
-        seconds, peak, sent: of a step, for rank 0.
-        ratio: measured over planned seconds; None where no run has measured its steps.
+        shape: degrees, ZeRO stage, schedule and batch sizes, as `shape_of` returns them.
+        device: the device of the plan.
+        seconds: of a step.
+        peak: bytes of rank 0.
+        sent: bytes that rank 0 sends in a step, by axis.
+        ratio: measured over planned seconds; None before a run has measured its steps.
     """
 
     shape: Mapping[str, object]
@@ -52,11 +54,11 @@ class Kept:
     def compared(
         self, run: ResolvedRun, device: str, seconds: float, peak: int | None, sent: Mapping[str, int]
     ) -> tuple[str, dict[str, object]]:
-        """Return a line and the figures to store, empty for a plan of another shape.
+        """Return a line and the figures to store; both are empty if the run has another shape.
 
         Args:
-            device: that the run is on, in the plan's names.
-            seconds, peak, sent: measured on rank 0; no peak where it cannot be compared.
+            device: the device of the run, by the name that a plan gives it.
+            seconds, peak, sent: measured on rank 0; the peak is None if it cannot be compared.
         """
         if shape_of(run) != dict(self.shape):
             return "", {}
@@ -77,7 +79,7 @@ class Kept:
 
 
 def shape_of(run: ResolvedRun) -> dict[str, object]:
-    """Return what a plan depends on, as its file has it."""
+    """Return the values of a run that its plan depends on."""
     parallel, zero = run.config.parallel, run.config.zero
     shape = {key: getattr(parallel, key) for key in ("tp", "cp", "pp", "ep", "schedule", "virtual_stages")}
     sizes = {key: getattr(run, key) for key in ("dp", "micro_batch_size", "accumulation", "global_batch_size")}
@@ -103,7 +105,7 @@ def read_kept(path: Path) -> Kept:
 
 
 def add_measured(path: Path, found: Mapping[str, object]) -> None:
-    """Add measurements to a plan's file.  Raises: OSError, ValueError, TypeError: there is no such plan any more."""
+    """Add measurements to the file of a plan.  Raises: OSError, ValueError, TypeError: it holds no plan any more."""
     written = json.loads(path.read_text(encoding="utf-8"))
     write_text(path, json.dumps(written | {"measured": dict(found)}) + "\n")
 
@@ -121,9 +123,9 @@ def ratio_in(path: Path, device: str) -> float:
 
 
 class PlanCheck(Measuring):
-    """Compares steps 6 to 10 of rank 0 with the `plan.json` that `megazero plan --keep` wrote, and adds what it measured.
+    """Compares steps 6 to 10 of rank 0 with the `plan.json` of `megazero plan --keep`, and adds what it measured.
 
-    Without a plan, for another shape, or in a run that begins after step 6, it says nothing.
+    Prints nothing without a plan, for another shape, or in a run that begins after step 6.
     """
 
     def __init__(self, context: RunContext) -> None:

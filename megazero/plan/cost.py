@@ -30,8 +30,8 @@ class Throughput:
     """Rates that follow from a step's duration.
 
     Args:
-        mfu: share of the peak that went into the model's own products; None where the peak is not known.
-        flops_per_device: the same in FLOP/s.
+        mfu: the model's FLOPs over the peak; None if the peak is not known.
+        flops_per_device: the model's FLOP/s of one device.
     """
 
     tokens_per_second: float
@@ -40,7 +40,12 @@ class Throughput:
 
 
 def throughput(seconds: float, tokens: float, flops: float, ranks: int, peak_flops: float | None) -> Throughput:
-    """Return the rates of a step over `tokens`, with the model's `flops` on all ranks; `peak_flops` is one device's."""
+    """Return the rates of a step.
+
+    Args:
+        flops: FLOPs of the model in the step, on all ranks.
+        peak_flops: FLOP/s of one device; None if not known.
+    """
     each = flops / seconds / ranks
     return Throughput(tokens / seconds, each, each / peak_flops if peak_flops else None)
 
@@ -52,7 +57,7 @@ class Checkpoint:
     Args:
         nbytes: of all files.
         write_seconds: until it is complete.
-        wait_seconds: of these, training waits so long: for a copy in host memory, or for all of it.
+        wait_seconds: for which training waits: until a copy is in host memory, or until it is complete.
     """
 
     nbytes: int
@@ -71,13 +76,13 @@ def checkpoint_cost(
     storage_bandwidth: float,
     asynchronous: bool = True,
 ) -> Checkpoint:
-    """Cost of weights, fp32 masters of 16-bit weights and fp32 moments, each written once, evenly by all ranks.
+    """Return the cost of writing weights, fp32 masters of 16-bit weights and fp32 moments once, evenly by all ranks.
 
     Args:
-        weight_bytes: of an element of the weights.
+        weight_bytes: bytes of one element of the weights.
         moments: numbers that the optimizer holds for each parameter.
-        host_bandwidth: bytes per second from one device to its host; 0 where they are one.
-        storage_bandwidth: bytes per second of a node, while all write.
+        host_bandwidth: bytes per second from one device to its host; 0 if the device is the host.
+        storage_bandwidth: bytes per second of a node while all nodes write.
     """
     nbytes = round(parameters * (weight_bytes + (4 if weight_bytes < 4 else 0) + 4 * moments))
     write = nbytes / (storage_bandwidth * nodes)
@@ -92,7 +97,7 @@ class Failures:
     Args:
         mean_seconds: between two failures of the whole cluster.
         interval_seconds: of training between two checkpoints.
-        lost_share: of the time, in which the run does not go forward: checkpoints, work done again, restarts.
+        lost_share: fraction of the time without progress: checkpoints, repeated work, restarts.
     """
 
     mean_seconds: float
@@ -105,7 +110,7 @@ def failures(
 ) -> Failures | None:
     """Return the best checkpoint interval and the time it loses; None for a cluster that never fails.
 
-    An interval is at least as long as a checkpoint takes to be written, for the next one waits for it, and whole steps.
+    An interval is a whole number of steps, and no shorter than writing a checkpoint, for which the next one waits.
     """
     if per_device_hour <= 0:
         return None
@@ -117,11 +122,11 @@ def failures(
 
 
 def best_interval(wait: float, mean: float) -> float:
-    """Seconds of training between checkpoints (Daly 2006, equation 37).
+    """Return the best seconds of training between two checkpoints (Daly 2006, equation 37).
 
     Args:
-        wait: seconds that training stands still for one.
-        mean: seconds between failures.
+        wait: seconds for which training waits at a checkpoint.
+        mean: mean seconds between failures.
     """
     if wait >= 2 * mean:
         return mean
@@ -130,7 +135,7 @@ def best_interval(wait: float, mean: float) -> float:
 
 
 def lost_share(interval: float, wait: float, mean: float, restart: float) -> float:
-    """Return the fraction of a run's time that does not train, for exponential failures (Daly 2006, equation 20).
+    """Return the fraction of a run's time without progress, for exponential failures (Daly 2006, equation 20).
 
     The expected time of a run of work W is  mean e^(restart/mean) (e^((interval + wait)/mean) - 1) W / interval.
     """
@@ -145,8 +150,9 @@ class RunCost:
     """Time and price of a run over `tokens`.
 
     Args:
-        days: with what failures take; `days_without` if nothing failed.
-        dollars: None where no price was given.
+        days: including the time that failures take.
+        days_without: if nothing failed.
+        dollars: None without a price.
     """
 
     tokens: float
@@ -159,7 +165,12 @@ class RunCost:
 def run_cost(
     tokens: float, tokens_per_second: float, ranks: int, lost: float = 0.0, dollars_per_hour: float | None = None
 ) -> RunCost:
-    """`lost`: share of the time in which the run does not go forward; `dollars_per_hour` of one device."""
+    """Return time and price of a run.
+
+    Args:
+        lost: fraction of the time without progress.
+        dollars_per_hour: of one device; None for no price.
+    """
     seconds = tokens / tokens_per_second
     spent = seconds / (1 - lost) if lost < 1 else float("inf")
     hours = spent / HOUR * ranks

@@ -1,4 +1,4 @@
-"""Devices and networks: what the makers say of them, and which share of it programs reach.
+"""Devices and networks: their data sheets, and the share of them that programs reach.
 
     peak FLOP/s x share     of matrix products, the larger the better    `product_share`, the one number that is fitted
     bytes/s x share         of what only moves data                      `memory_share`
@@ -32,9 +32,9 @@ class Link:
     """A link between ranks.
 
     Args:
-        bytes_per_second: one direction, as the maker says: of each rank, or of a node's one card if `is_shared`.
+        bytes_per_second: in one direction, by the data sheet: of each rank, or of the node's one card if `is_shared`.
         latency_seconds: of a message, or of one hop of a collective.
-        share: of `bytes_per_second` that a large collective reaches.
+        share: the fraction of `bytes_per_second` that a large collective reaches.
         is_shared: the ranks of a node share one card.
     """
 
@@ -54,14 +54,16 @@ class Device:
     """A GPU, or the processors of a host.
 
     Args:
-        name: as `--gpu` has it.
-        memory_bytes: as the driver reports it.
+        name: the name for `--gpu`.
+        memory_bytes: as the driver reports them.
         peak_flops: dense FLOP/s of matrix products by dtype: "bf16", "fp16", "fp32", and "fp8" where it has kernels.
-        memory_bandwidth, host_bandwidth: bytes/s of its own memory; to the host's, one direction.
-        link: within a node.
-        multiprocessors: that products are dealt to in tiles; 0: not known.
-        product_share, attention_share, attention_backward_share: of the peak, of large products and of fused attention.
-        memory_share: of the bandwidth, of operators that only move data.
+        memory_bandwidth: bytes/s of its own memory.
+        host_bandwidth: bytes/s to the host's memory, in one direction.
+        link: the link to other devices of the node.
+        multiprocessors: the units that tiles of a product are dealt to; 0 if not known.
+        product_share: the fraction of the peak that large products reach.
+        attention_share, attention_backward_share: the fraction of the peak that fused attention reaches.
+        memory_share: the fraction of the bandwidth that operators reach that only move data.
         launch_seconds: host time of an operator that is not compiled.
     """
 
@@ -79,7 +81,7 @@ class Device:
     launch_seconds: Positive = 6e-6
 
     def peak_of(self, dtype: str) -> float:
-        """Return the peak for a dtype; for "fp8" without kernels that of bf16, in which it is emulated."""
+        """Return the peak for a dtype.  Without kernels for "fp8" it is that of bf16, which emulates it."""
         return self.peak_flops.get(dtype) or self.peak_flops["bf16"]
 
 
@@ -102,14 +104,14 @@ def _device(
 
 #: By the names of `--gpu`.
 DEVICES: Mapping[str, Device] = {name: _device(name, **values) for name, values in _TABLES["devices"].items()}
-#: What is said for short.
+#: Short names.
 ALIASES: Mapping[str, str] = _TABLES["aliases"]
 
 
 def device_of(cuda_name: str) -> Device | None:
-    """Return the device that torch calls so, such as "NVIDIA A100-SXM4-80GB"; None if it is unknown.
+    """Return the device by torch's name for it, such as "NVIDIA A100-SXM4-80GB"; None if it is unknown.
 
-    All parts of one of its names above are words there; the name with most parts counts, of equals the last.
+    It is the device with a name above of which all parts are words of torch's name; the name with the most parts wins.
     """
     words = set(re.findall(r"\w+", cuda_name.upper()))
     parts = {name: [part + "GB" * part.isdigit() for part in name.upper().split("-")] for name in (*ALIASES, *DEVICES)}

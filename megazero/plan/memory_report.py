@@ -82,7 +82,7 @@ class Row:
         return max(rank.seconds for rank in self.ranks)
 
     def as_json(self) -> dict[str, Any]:
-        """Return the largest figures, planned and measured, and every rank's."""
+        """Return the figures of the run, planned and measured, and those of every rank."""
         kinds = "state", "buffer", "sent"
         planned = dict(zip(kinds, (*self.worst.planned_state, self.planned_sent), strict=True))
         measured = dict(zip(kinds, (*self.worst.measured_state, self.sent), strict=True))
@@ -173,7 +173,7 @@ def plan(
 
 
 def not_measured(run: ResolvedRun) -> list[str]:
-    """Return the [activations] keys of a run that its rows leave out."""
+    """Return the [activations] keys of a run that the rows of policies are measured without."""
     own, default = run.config.activations, ActivationsConfig()
     return [f"activations.{key}" for key in _ON_DEVICE if getattr(own, key) != getattr(default, key)]
 

@@ -1,4 +1,4 @@
-"""All that is known of a run before it starts, as one value, and as plain values for `--json`.
+"""The whole plan of a run as one value, and as plain values for `--json`.
 
 run file, cluster -> memory, time, traffic  -> use of the devices -> checkpoints, failures -> days, dollars
                      of each pipeline rank                                                    Plan
@@ -24,14 +24,13 @@ from megazero.zero.bucket import DTYPES
 
 @dataclass(frozen=True)
 class Assumptions:
-    """What a plan needs to know and a run file does not say.
+    """Values that a plan needs and a run file does not have.
 
     Args:
-        tokens: of the whole run; None for those of `training.steps`.
-        dollars_per_hour: of one device; None for no price.
-        failures_per_device_hour: 0 for none.
-        storage_bandwidth: bytes per second that each node writes while all do.
-        step_ratio: measured over planned seconds of a step, of another run.
+        tokens: tokens of the whole run; None for those of `training.steps`.
+        dollars_per_hour: price of one device; None for no price.
+        storage_bandwidth: bytes per second that each node writes while all nodes write.
+        step_ratio: measured over planned seconds of a step, from another run.
     """
 
     tokens: float | None = None
@@ -47,8 +46,10 @@ class Plan:
     """The plan of a run on a cluster.
 
     Args:
-        memory: of each pipeline rank, as `traffic`.
-        cost: of all tokens, at the share that failures leave.
+        parameters: elements of the model.
+        memory: of each pipeline rank.
+        traffic: of each pipeline rank.
+        cost: of all tokens of the run, including the time that failures take.
     """
 
     run: ResolvedRun
@@ -69,17 +70,17 @@ class Plan:
 
     @property
     def fits(self) -> bool:
-        """Whether the fullest rank has the memory that it needs."""
+        """Whether the fullest rank fits its device."""
         return self.fullest.peak <= self.cluster.device.memory_bytes
 
     @property
     def breakdown(self) -> dict[str, float]:
-        """Seconds of a step by kind, of the pipeline rank that idles least; they sum to the step."""
+        """Seconds by kind of the pipeline rank that idles least; they sum to the step."""
         return min(self.time.by_kind, key=lambda kinds: kinds.get("idle", 0.0))
 
 
 def plan_of(run: ResolvedRun, cluster: Cluster, assumptions: Assumptions) -> Plan:
-    """Plan a run on a cluster of as many ranks.  Raises: ValueError where they differ, or the schedule cannot run."""
+    """Plan a run on a cluster.  Raises: ValueError: it does not have as many ranks, or the schedule cannot run."""
     run = with_decided_offload(run, cluster)
     time = scaled(step_time_of(run, cluster), assumptions.step_ratio)
     device, precision = cluster.device, run.config.precision

@@ -31,17 +31,17 @@ _FILL = {ActionKind.FORWARD: "-", ActionKind.BACKWARD: "=", ActionKind.WEIGHT: "
 
 
 def shade_of(action: Action) -> str:
-    """The colour of an action; the higher its chunk, the darker."""
+    """Return the colour of an action; the higher its chunk, the darker."""
     return str(LOOKS["passes"][action.kind.value][min(action.chunk, 2)])
 
 
 def number(value: float) -> str:
-    """Up to three decimals, without trailing zeros."""
+    """Format a number with up to three decimals, without trailing zeros."""
     return f"{round(value, 3) + 0.0:.3f}".rstrip("0").rstrip(".")
 
 
 def title(timeline: Timeline, unit: str = "") -> str:
-    """What is drawn, with its makespan and bubble; `unit` is that of the times."""
+    """Return the title of a drawing, with makespan and bubble.  `unit`: of the times."""
     schedule = timeline.schedule
     chunks = f", {schedule.chunks} chunks per rank" if schedule.chunks > 1 else ""
     plural = "es" if schedule.microbatches > 1 else ""
@@ -52,7 +52,7 @@ def title(timeline: Timeline, unit: str = "") -> str:
 
 
 def kinds_of(schedule: Schedule) -> dict[ActionKind, str]:
-    """The kinds of action in a schedule, with their meaning."""
+    """Return the kinds of action in a schedule with their meanings."""
     kinds = {ActionKind.FORWARD: "forward"}
     if schedule.splits_backward:
         return kinds | {ActionKind.BACKWARD: "gradient of the input", ActionKind.WEIGHT: "gradient of the weights"}
@@ -60,7 +60,7 @@ def kinds_of(schedule: Schedule) -> dict[ActionKind, str]:
 
 
 def spans_of_ranks(timeline: Timeline) -> list[list[tuple[float, float, Action]]]:
-    """(start, end, action) of each rank, in order of time."""
+    """Return (start, end, action) of each rank, in order of time."""
     rows: list[list[tuple[float, float, Action]]] = [[] for _ in range(timeline.schedule.pp)]
     for (rank, action), (start, end) in timeline.spans.items():
         rows[rank].append((start, end, action))
@@ -71,10 +71,10 @@ def spans_of_ranks(timeline: Timeline) -> list[list[tuple[float, float, Action]]
 
 
 def draw_text(timeline: Timeline, width: int) -> Text:
-    """A row of cells per rank, a scale, a legend, and what each rank does and holds.
+    """Return a row of cells per rank, a scale, a legend, and each rank's idle time and peak activations.
 
     Args:
-        width: columns that the rows and the scale fill, `MIN_WIDTH` or more.
+        width: columns of the terminal to fill, `MIN_WIDTH` or more.
     """
     schedule, makespan = timeline.schedule, timeline.makespan
     margin = len(f"rank {schedule.pp - 1} ")
@@ -105,14 +105,14 @@ def draw_text(timeline: Timeline, width: int) -> Text:
 
 
 def _columns_per_time(timeline: Timeline, columns: int) -> float:
-    """Columns per unit of time: a whole number of them for the shortest action, if it has any."""
+    """Return the columns per unit of time, such that the shortest action has a whole number of them if it has any."""
     per_time = columns / timeline.makespan
     shortest = min((end - start for start, end in timeline.spans.values() if end > start), default=timeline.makespan)
     return floor(per_time * shortest + 1e-9) / shortest if per_time * shortest >= 1 else per_time
 
 
 def _cell(action: Action, columns: int, chunks: int) -> Text:
-    """F0--, B0==, W0~~; small letters and darker colours for chunks above 0; without what does not fit."""
+    """Return F0--, B0== or W0~~, shortened to fit.  Chunks above 0 have small letters and darker colours."""
     letter = action.kind.value.lower() if action.chunk else action.kind.value
     short = f"{letter}{action.microbatch}"
     long = f"{short}.{action.chunk}" if action.chunk and chunks > 2 else short
@@ -131,7 +131,7 @@ def _scale(makespan: float, column: Callable[[float], int], columns: int) -> str
 
 
 def _legend(schedule: Schedule) -> Text:
-    """Sample cells with their meaning."""
+    """Return sample cells with their meanings."""
     chunks = schedule.chunks
     entries = [_cell(Action(kind, 0), 3, chunks).append(f" {meaning}") for kind, meaning in kinds_of(schedule).items()]
     if chunks > 1:
@@ -145,11 +145,11 @@ def _legend(schedule: Schedule) -> Text:
 
 
 def draw_svg(timeline: Timeline, unit: str = "", about: str = "") -> str:
-    """The text of an SVG file, for a paper.
+    """Return the text of an SVG file, for a paper.
 
     Args:
-        unit: of the times, as " ms".
-        about: goes before the title.
+        unit: the unit of the times, as " ms".
+        about: text before the title.
     """
     schedule, makespan, idle = timeline.schedule, timeline.makespan, LOOKS["waits"]["idle"]
     typical = median(end - start for start, end in timeline.spans.values()) or makespan
@@ -197,7 +197,7 @@ def trace_text(timeline: Timeline, unit_us: float = 1000.0) -> str:
 
 
 class Figures(NamedTuple):
-    """What a schedule costs; idle time and peak activations are those of the rank that has most."""
+    """What a schedule costs; idle time and peak activations are of the rank that has most."""
 
     makespan: float
     idle: float
@@ -213,7 +213,7 @@ class Figures(NamedTuple):
         return cls(timeline.makespan, idle, timeline.bubble_fraction, peak)
 
     def cells(self) -> list[str]:
-        """The row of the table."""
+        """Return the cells of its row."""
         return [number(self.makespan), number(self.idle), f"{self.bubble_fraction:.1%}", number(self.peak_activations)]
 
 
@@ -222,8 +222,10 @@ def compare_table(
 ) -> Iterator[tuple[str, int, Figures | str]]:
     """Yield (name, chunks, figures) of every named schedule, then of the user's own.
 
-    In place of figures stands why a schedule is impossible for these numbers.  `virtual_stages` are the chunks per rank
-    of schedules that do not fix their number.
+    If a schedule is impossible for these numbers, its reason takes the place of figures.
+
+    Args:
+        virtual_stages: chunks per rank of schedules that do not fix their number.
     """
     for name in SCHEDULES:
         kind = SCHEDULES[name]
@@ -236,7 +238,7 @@ def compare_table(
 
 
 def comparison(pp: int, microbatches: int, virtual_stages: int, costs: Costs, own: Iterable[Schedule]) -> Table:
-    """`compare_table` for the terminal."""
+    """Return `compare_table` as a table for the terminal."""
     numbers = ("chunks", "makespan", "idle", "bubble", "peak activations")
     table = Table("schedule", *(Column(name, justify="right") for name in numbers), "", box=None)
     for name, count, found in compare_table(pp, microbatches, virtual_stages, costs, own):

@@ -22,8 +22,7 @@ from typing import Any, TypeAlias
 from megazero.config import ConfigError, ResolvedRun, RunConfig
 from megazero.config.load import import_extensions, resolve
 from megazero.engine.outline import kind_of
-from megazero.plan.bounds import Bounds
-from megazero.plan.choices import Choice, Relief, Space, config_of, groups_in, relief_words, space_of
+from megazero.plan.choices import Bounds, Choice, Relief, Space, config_of, groups_in, relief_words, space_of
 from megazero.plan.cluster import Cluster
 from megazero.plan.devices import size_text
 from megazero.plan.memory import fullest_of
@@ -61,7 +60,7 @@ class Candidate(Need):
 
 @dataclass(frozen=True)
 class Judge:
-    """Computes what a run needs on a cluster: the plan's memory and time."""
+    """Computes the memory and time of a run on a cluster, as a plan does."""
 
     cluster: Cluster
 
@@ -71,7 +70,7 @@ class Judge:
         return fullest.peak, f"{fullest.name}, {fullest.moment}"
 
     def seconds(self, run: ResolvedRun) -> float:
-        """Return a step's seconds.  Once a pipeline is full every micro-batch adds the same, so only some are simulated."""
+        """Return a step's seconds.  Once a pipeline is full, every micro-batch adds the same, so only some are simulated."""
         fills = 2 if kind_of(run.config).chunks == 2 else 1  # pipelines' worth of micro-batches until it is full
         some = fewest_micro_batches(run, fills * run.config.parallel.pp)
         if run.accumulation <= 2 * some:
@@ -212,7 +211,7 @@ Known: TypeAlias = dict[Choice, Candidate]
 def computing(
     compute: Callable[[Choice, Sequence[Relief], str], Known], processes: int
 ) -> Iterator[Callable[[Work, str], Iterator[Known]]]:
-    """A context with a function that computes shapes in so many processes and yields their candidates, in order.
+    """A context with a function that computes shapes in `processes` processes and yields their candidates in order.
 
     Shapes with equal stages go to the same process, which caches their traces.
     """
@@ -251,7 +250,7 @@ class _Look:
         return [one for one in self.known.values() if one.seconds < inf and one.peak <= self.capacity]
 
     def at(self, shapes: Sequence[Choice], say: Callable[[str], None], is_late: Callable[[], bool]) -> None:
-        """Compute shapes in this order, except those that cannot be among the best."""
+        """Compute shapes in this order, but none that cannot be among the best."""
         waiting = list(shapes)
         while waiting:
             best = self.best
@@ -306,7 +305,7 @@ class _Look:
 def _compute(
     config: RunConfig, judge: Judge, ranks: int, capacity: int, shape: Choice, reliefs: Sequence[Relief], mode: str
 ) -> Known:
-    """Compute a shape's memory by relief, and the time of the "least" that fit, of "every" one that fits, or of none."""
+    """Compute the memory of a shape by relief, and the time of the "least" reliefs that fit, of "every" one, or of none."""
     import_extensions(config.launch.extensions)  # in a process that was started anew
     found, fitting = Known(), dict[Relief, ResolvedRun]()
     first, *others = sorted(reliefs, key=lambda relief: relief.order)

@@ -49,9 +49,9 @@ def small_run(
 
 
 def random_batches(run: ResolvedRun, share: BatchShare) -> list[MicroBatch]:
-    """This rank's micro-batches of random tokens, for steps that are measured.
+    """Return this rank's micro-batches of random tokens, for steps that are measured.
 
-    Sample i is drawn from i alone, so ranks of tp and pp have the same.
+    Sample i is drawn from i alone, so the ranks of tp and pp have equal samples.
     """
     model, size = run.config.model, run.micro_batch_size
     batches = []
@@ -81,7 +81,7 @@ def step_seconds(engine: Engine, batches: list[MicroBatch], synchronize: Callabl
 
 
 class SpeedProbe:
-    """A step of a small Llama, about 0.05 s on a core; on a GPU of one that is bound by the GPU, not by its host."""
+    """A step of a small Llama, about 0.05 s on a core; on a GPU it is large enough to be bound by the GPU, not the host."""
 
     def __init__(self, device: torch.device, synchronize: Callable[[], None] = lambda: None) -> None:
         run = small_run("llama", 256, 1, 128) if device.type == "cpu" else small_run("llama", 2048, 1, 2048, **ON_GPU)

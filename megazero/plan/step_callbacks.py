@@ -27,7 +27,7 @@ from megazero.training.callbacks.base import Callback, RunContext, StepRecord
 
 
 class Measuring(Callback):
-    """A callback the failures of which are a line: they end no training."""
+    """A callback that prints a line where it fails, so that training goes on."""
 
     def __init__(self, context: RunContext) -> None:
         self._run, self._state, self._say = context.run, context.engine.state, context.say
@@ -40,7 +40,7 @@ class Measuring(Callback):
 
 
 class StepProfile(Measuring):
-    """Profiles the steps of `logging.profile_steps` on every rank; rank 0 and the slowest rank write what they found."""
+    """Profiles the steps of `logging.profile_steps` on every rank; rank 0 and the slowest rank write their profiles."""
 
     def __init__(self, context: RunContext) -> None:
         self._first, self._last = context.run.config.logging.profile_steps or (0, -1)
@@ -71,7 +71,7 @@ class StepProfile(Measuring):
         self._say(f"profile of steps {self._first} to {record.step}: {own} | {path} (Perfetto)")
 
     def on_rollback(self, position: Position) -> None:  # noqa: ARG002
-        """Drop what was measured; the steps are profiled when they are done again."""
+        """Drop the profile; the steps are profiled when they run again."""
         self.close()
 
     def close(self) -> None:
@@ -101,7 +101,7 @@ class MemorySnapshot(Measuring):
 
 
 def add_snapshot(text: str, run: ResolvedRun, state: ParallelState, engine: Any) -> str:
-    """Write a snapshot where CUDA's memory has run out, and add a line to the explanation."""
+    """Write a snapshot after CUDA's memory has run out, and add a line to the explanation."""
     if not run.config.logging.memory_snapshot or state.device.type != "cuda":
         return text
     return f"{text}\nwhat the device holds: {_write_snapshot(run, f'out-rank-{state.rank}')}"
@@ -132,10 +132,10 @@ Spans = list[tuple[Action, tuple[float, float]]]
 
 
 class ActionClock:
-    """When the actions of a pipeline step start and end.  It starts when it is made; see `Engine.on_action`.
+    """Records when the actions of a pipeline step start and end, from its construction on; see `Engine.on_action`.
 
-    On CUDA the marks are events in the stream of the actions, read after the step: a host that waits for the device within a
-    step also waits for the messages that it has posted, so that the step would not be the one that it measures.
+    On CUDA the marks are events in the stream of the actions, read after the step: a host that waited for the device within
+    the step would also wait for its posted messages, and change the step that it measures.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -148,7 +148,7 @@ class ActionClock:
         self._marks.append((action, self._now()))
 
     def spans(self) -> Spans:
-        """(start, end) of each action, in seconds from the start of the clock.  Waits for the device."""
+        """Return (start, end) of each action in seconds from the start of the clock.  Waits for the device."""
         spans, marks = Spans(), [(action, self._seconds_to(moment)) for action, moment in self._marks]
         while marks:
             first, begin = marks[0]
@@ -182,7 +182,7 @@ class PipelineTrace(Callback):
         self._clock: ActionClock | None = None  # in the step that is measured
 
     def before_step(self, position: Position) -> None:
-        """Start the clocks of all ranks together, so that those of different machines are comparable."""
+        """Start the clocks of all ranks together, so that times of different machines are comparable."""
         if position.step + 1 != self._run.config.logging.pipeline_trace_step:
             return
         state = self._engine.state
@@ -201,7 +201,7 @@ class PipelineTrace(Callback):
             self._draw(record.step, ranks)
 
     def on_rollback(self, position: Position) -> None:  # noqa: ARG002
-        """Stop the clock; the step is measured when it is done again."""
+        """Stop the clock; the step is measured when it runs again."""
         self._clock, self._engine.on_action = None, lambda _: None
 
     def _draw(self, step: int, ranks: Sequence[Spans]) -> None:
@@ -227,7 +227,7 @@ class PipelineTrace(Callback):
 
 
 def measured_costs(timeline: Timeline) -> Costs:
-    """Mean cost of each part of a rank's work in a timeline that was measured; without a hop, which it cannot tell."""
+    """Return the mean cost of each kind of pass in a measured timeline.  A message costs nothing: it cannot be told."""
 
     def mean(kind: ActionKind) -> float:
         times = [end - start for (_, action), (start, end) in timeline.spans.items() if action.kind is kind]

@@ -112,7 +112,7 @@ def _step(plan: Plan) -> Iterator[str]:
 
 
 def _short(seconds: float, step: float) -> str:
-    """Format seconds in the unit that suits their step."""
+    """Format seconds in the unit that suits the length of their step."""
     return f"{seconds:.3f} s" if step >= 1 else f"{seconds * 1e3:.2f} ms"
 
 
@@ -147,7 +147,7 @@ def _run(plan: Plan) -> Iterator[str]:
 
 
 def duration(seconds: float) -> str:
-    """Format seconds in the largest unit of which they make two."""
+    """Format seconds in the largest unit of which they are at least two."""
     for unit, size in (("days", 24 * HOUR), ("hours", HOUR), ("minutes", MINUTE)):
         if seconds >= 2 * size:
             return f"{seconds / size:,.1f} {unit}"
@@ -155,7 +155,7 @@ def duration(seconds: float) -> str:
 
 
 def search_text(found: Found, capacity: int, *, is_whole: bool = False) -> str:
-    """Describe the best shapes, why they are not better, the front, and the other shapes; `is_whole`: without shortening."""
+    """Describe the best shapes, why they are not better, and the front.  `is_whole`: list everything."""
     lines = [f"search   {found.counted['shapes']:,} shapes: {_counts(found)}"]
     if not found.best:
         left_out = found.counted["left_out"]
@@ -195,7 +195,7 @@ def _counts(found: Found) -> str:
 
 
 def table_lines(title: str, rows: Sequence[Sequence[str]], left: Sequence[int]) -> Iterator[str]:
-    """Yield the lines of a table, with a title, if any, to its left; `left`: columns of words."""
+    """Yield the lines of a table, with an optional title to its left.  `left`: columns that are aligned to the left."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for number, row in enumerate(rows):
         cells = [
@@ -207,7 +207,7 @@ def table_lines(title: str, rows: Sequence[Sequence[str]], left: Sequence[int]) 
 
 
 def dry_run_text(done: DryRun, rank: int | None) -> str:
-    """Describe what the ranks of a dry run did, what is live at the peak, and what would hang."""
+    """Describe what the ranks of a dry run did, and what would fail or hang."""
     total, simulated = done.grid.world_size, len(done.simulated)
     if rank is None:
         what = f"{len(done.ranks)} of {total:,} ranks ran a step"
@@ -243,7 +243,7 @@ def _dry_rank(dry_rank: DryRank) -> Iterator[str]:
 
 
 def _in_order(messages: Sequence[Message]) -> Iterator[str]:
-    """Yield messages in order, equal neighbours together: `tp all_gather x 4`."""
+    """Yield messages in order, with equal neighbours counted: `tp all_gather x 4`."""
     names = [f"{message.axis} {message.operation}" for message in messages]
     runs = [(name, len(list(same))) for name, same in groupby(names)]
     for name, count in runs[:_SHOWN_MESSAGES]:

@@ -1,8 +1,8 @@
-"""What a rank sends in a step, by axis and kind of operation, as the one place where collectives are called counts it.
+"""The bytes that a rank sends in a step, by axis and operation, as the calls of collectives count them.
 
     layers       each pass of each unit, as often as the schedule runs it        unit_trace
     ZeRO         gathers, reductions, the end of the step                        state_trace
-    pipeline     what the first and last unit of a chunk take and give           here
+    pipeline     messages between the last unit of a chunk and the first of the next one     here
 
 Ring collectives send (n - 1)/n of the full buffer per pass (Rajbhandari et al. 2020, section 7).
 """
