@@ -213,12 +213,14 @@ def config_of(base: RunConfig, choice: Choice) -> RunConfig:
     )
 
 
-_OF_STAGE_3 = ("prefetch_bytes", "persistent_elements", "quantized_weights")
+#: The least ZeRO stage at which a key acts.
+_ACTS_FROM = {"quantized_gradients": 1, "reduce": 2}
+_ACTS_FROM |= dict.fromkeys(("prefetch_bytes", "persistent_elements", "quantized_weights"), 3)
 
 
 def _zero_of(base: RunConfig, choice: Choice) -> ZeroConfig:
     """Return [zero] with a choice filled in; keys that its stage ignores get their defaults."""
-    own, default, stage = base.zero.offload, ZeroConfig(), choice.zero_stage
+    own, stage = base.zero.offload, choice.zero_stage
     offload = OffloadConfig()
     if choice.relief.offload in ("optimizer", "both"):
         where = "nvme" if own.optimizer == "nvme" else "cpu"
@@ -230,9 +232,7 @@ def _zero_of(base: RunConfig, choice: Choice) -> ZeroConfig:
         "shard_group_size": choice.shard_group,
         "secondary_shard_size": 0,
         "offload": offload,
-        **({} if stage >= 1 else {"quantized_gradients": default.quantized_gradients}),
-        **({} if stage >= 2 else {"reduce": default.reduce}),
-        **({} if stage == 3 else {key: getattr(default, key) for key in _OF_STAGE_3}),
+        **{key: getattr(ZeroConfig(), key) for key, least in _ACTS_FROM.items() if stage < least},
     }
     return base.zero.model_copy(update=update)
 

@@ -161,19 +161,6 @@ class _Asked:
         rules = callback_problems, schedule_problems
         return load_config(self.config, self.overrides, ranks, rules=rules, asks="--gpus")
 
-    def on_one_rank(self) -> ResolvedRun:
-        """Read the file for its model and global batch only.  Raises: ConfigError, ValueError."""
-        from megazero.config.load import read_run_file
-        from megazero.plan.search import base_of
-
-        config = read_run_file(self.config, self.overrides)
-        if config.training.global_batch_size == "auto":
-            rule = (
-                "training.global_batch_size must be a number for a --search whose ranks do not fit the file's own shape"
-            )
-            raise ValueError(f"{rule}: it stays, and all else follows")
-        return base_of(config, config.training.global_batch_size)
-
     def cluster(self, default: str | None) -> Cluster:
         """Return the cluster, of `default` if no device is named.  Raises: ValueError, OSError: as `cluster_of`."""
         from megazero.plan.cluster import cluster_of
@@ -194,6 +181,7 @@ def _search(
 ) -> tuple[ResolvedRun | None, Found]:
     """Print the best shapes, and write the run file of the first."""
     from megazero.config import ConfigError, resolve, to_toml
+    from megazero.config.load import read_run_file
     from megazero.engine.phases import changed_keys, changes_text
     from megazero.plan.choices import config_of
     from megazero.plan.search import Judge, base_of, search
@@ -206,10 +194,16 @@ def _search(
 
     ends, own = time.monotonic() + seconds / 2, None  # what is said of the best takes as long as finding them
     try:
-        run = own = asked.run(cluster.ranks)
-        base = base_of(own.config, own.global_batch_size)
+        own = asked.run(cluster.ranks)
     except ConfigError:  # its own shape does not have so many ranks
-        run = base = asked.on_one_rank()
+        config = read_run_file(asked.config, asked.overrides)
+        batch = config.training.global_batch_size
+        if batch == "auto":
+            rule = "must be a number for a --search, if the file's own shape does not fit the ranks"
+            raise ValueError(f"training.global_batch_size {rule}: it stays, and all else follows") from None
+        base = base_of(config, batch)
+    else:
+        base = base_of(own.config, own.global_batch_size)
     found = search(
         base,
         cluster,
@@ -227,7 +221,7 @@ def _search(
         choice = found.best[0].choice
         best, words = resolve(config_of(base.config, choice), cluster.ranks), str(choice)
     if write is not None and best is not None:
-        changed = changes_text(changed_keys(run.written, best.written)) or "nothing"
+        changed = changes_text(changed_keys((own or base).written, best.written)) or "nothing"
         head = f"{_FOUND_BY} {asked.config} --search for {cluster}:\n# {words}\n# changed: {changed}\n\n"
         write_text(write, head + to_toml(best))
         say(f"\nwritten  {write}: megazero check {write} --world-size {cluster.ranks}\nchanged  {changed}")

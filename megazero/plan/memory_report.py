@@ -68,28 +68,18 @@ class Row:
 
     @property
     def sent(self) -> int:
-        """Bytes that the rank with most parameters sent over the sharding axis."""
-        return max(sum(rank.sent.get(self.axis, {}).values()) for rank in self.ranks)
-
-    @property
-    def planned_sent(self) -> int:
-        """Bytes that a rank sends over the sharding axis, by the plan."""
-        return max(rank.planned_sent for rank in self.ranks)
-
-    @property
-    def seconds(self) -> float:
-        """Time of the iterations on the slowest rank."""
-        return max(rank.seconds for rank in self.ranks)
+        """Bytes that this rank sent over the sharding axis."""
+        return sum(self.worst.sent.get(self.axis, {}).values())
 
     def as_json(self) -> dict[str, Any]:
         """Return the figures of the run, planned and measured, and those of every rank."""
-        kinds = "state", "buffer", "sent"
-        planned = dict(zip(kinds, (*self.worst.planned_state, self.planned_sent), strict=True))
-        measured = dict(zip(kinds, (*self.worst.measured_state, self.sent), strict=True))
+        kinds, worst = ("state", "buffer", "sent"), self.worst
+        planned = dict(zip(kinds, (*worst.planned_state, worst.planned_sent), strict=True))
+        measured = dict(zip(kinds, (*worst.measured_state, self.sent), strict=True))
         return {
             **self.about,
             "planned": {f"{kind}_bytes": count for kind, count in planned.items()},
-            "measured": {f"{kind}_bytes": count for kind, count in measured.items()} | {"seconds": self.seconds},
+            "measured": {f"{kind}_bytes": count for kind, count in measured.items()} | {"seconds": worst.seconds},
             **{f"{kind}_over_plan": measured[kind] / planned[kind] for kind in planned if planned[kind]},
             "sharded_over": self.axis,
             "ranks": [asdict(rank) for rank in self.ranks],
@@ -248,8 +238,9 @@ def _traffic(report: Report) -> Iterator[str]:
     axes = (f"{axis} {name.replace('_', '-')}" for axis, name in pairs)
     rows = [[*_NAMES, *axes, f"planned over {report.rows[0].axis}", "ratio", f"{report.iterations} steps"]]
     for row in report.rows:
-        sent = [_size(row.worst.sent.get(axis, {}).get(name, 0)) for axis, name in pairs]
-        about = [_size(row.planned_sent), _ratio(row.sent, row.planned_sent), f"{row.seconds:.2f} s"]
+        worst = row.worst
+        sent = [_size(worst.sent.get(axis, {}).get(name, 0)) for axis, name in pairs]
+        about = [_size(worst.planned_sent), _ratio(row.sent, worst.planned_sent), f"{worst.seconds:.2f} s"]
         rows.append([*map(str, row.about.values()), *sent, *about])
     yield from table_lines("", rows, range(3))
     yield ""

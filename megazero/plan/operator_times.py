@@ -167,16 +167,24 @@ def events_on_cuda(events: Sequence[Event]) -> list[Event]:
     return found
 
 
-def kernels_of(events: Sequence[Event], device: Device, later: Iterable[Event], *, is_compiled: bool) -> Iterator[Step]:
+def kernels_of(
+    events: Sequence[Event],
+    device: Device,
+    later: Iterable[Event],
+    *,
+    is_compiled: bool,
+    table: OperatorTable | None = None,
+) -> Iterator[Step]:
     """Yield the kernels and messages of a pass.
 
     Args:
         later: events of the later passes, which read what this pass keeps.
         is_compiled: see above.
+        table: of a calibrated host, where nothing is compiled.
     """
-    if not is_compiled:
+    if not is_compiled or table is not None:
         for event in events:
-            yield event if isinstance(event, Message) else _kernel(event, device)
+            yield event if isinstance(event, Message) else _kernel(event, device, table)
         return
     every = enumerate([*events, *later])
     last_read = {read.storage: at for at, event in every if isinstance(event, Operator) for read in event.inputs}
@@ -197,15 +205,6 @@ def kernels_of(events: Sequence[Event], device: Device, later: Iterable[Event], 
         product = event.outputs[0].storage if isinstance(event, Operator) and event.outputs else None
     if chain:
         yield _fused(chain, device, last_read, len(events))
-
-
-def measured_kernels(events: Iterable[Event], device: Device, table: OperatorTable) -> Iterator[Step]:
-    """Yield the operators and messages of a pass on a calibrated host; an operator takes its own time and the host's."""
-    for event in events:
-        if isinstance(event, Message):
-            yield event
-        else:
-            yield Kernel(operator_seconds(event, device, table) + table.host_seconds, frozenset())
 
 
 def _fused(chain: Sequence[Operator], device: Device, last_read: dict[int, int], end: int) -> Kernel:
@@ -233,8 +232,9 @@ def fused_bytes(chain: Sequence[Operator], used_later: set[int]) -> float:
     return float(sum(read.values()) + sum(size for storage, size in made.items() if storage in used_later | final))
 
 
-def _kernel(operator: Operator, device: Device) -> Kernel:
-    return Kernel(operator_seconds(operator, device), frozenset(value.storage for value in operator.inputs))
+def _kernel(operator: Operator, device: Device, table: OperatorTable | None = None) -> Kernel:
+    seconds = operator_seconds(operator, device, table) + (0.0 if table is None else table.host_seconds)
+    return Kernel(seconds, frozenset(value.storage for value in operator.inputs))
 
 
 def operator_seconds(operator: Operator, device: Device, table: OperatorTable | None = None) -> float:
@@ -362,11 +362,8 @@ def pass_time(
 ) -> PassTime:
     """Return the time of a pass.  `later`: events of the later passes of the same unit."""
     device, clock, table = cluster.device, _Clock(links), cluster.table
-    if table is None:
-        steps = kernels_of(events_on_cuda(trace.events), device, later, is_compiled=is_compiled)
-        launch_seconds = device.launch_seconds
-    else:
-        steps, launch_seconds = measured_kernels(trace.events, device, table), 0.0
+    events = events_on_cuda(trace.events) if table is None else trace.events
+    steps = kernels_of(events, device, later, is_compiled=is_compiled, table=table)
     for step in steps:
         if isinstance(step, Message):
             clock.start(step)
@@ -375,7 +372,8 @@ def pass_time(
         if table is not None:  # nothing runs beside anything
             clock.wait()
     clock.wait()
-    launches = clock.operators * launch_seconds  # the host runs ahead, but a device that is faster waits for it
+    # The host runs ahead, but a device that is faster waits for it; a calibrated host's time is in its kernels.
+    launches = clock.operators * device.launch_seconds if table is None else 0.0
     return PassTime(max(clock.compute, launches), clock.exposed, clock.hidden)
 
 

@@ -133,19 +133,11 @@ class SimulatedWorld:
         self.left: set[int] = set()  # ranks that nobody waits for any more
         self._posts: dict[Any, dict[int, list[Post]]] = defaultdict(lambda: defaultdict(list))
         self._values: dict[tuple[int, str], list[tuple[str, Any]]] = defaultdict(list)  # by rank and name of the axis
-        self._stand_ins: dict[tuple[int, ...], list[int]] = {}
-        by_stage: dict[int, list[int]] = defaultdict(list)
-        for rank in sorted(self.ranks):
-            by_stage[grid.coordinate(rank).pp].append(rank)
-        self._of_stage = dict(by_stage)
+        self._of_stage = {grid.coordinate(rank).pp: rank for rank in sorted(self.ranks, reverse=True)}  # its first rank
 
     def stand_ins(self, ranks: tuple[int, ...]) -> list[int]:
         """Return each rank itself if it is simulated, else a simulated rank of its stage."""
-        if ranks not in self._stand_ins:
-            self._stand_ins[ranks] = [
-                rank if rank in self.ranks else self._of_stage[self.grid.coordinate(rank).pp][0] for rank in ranks
-            ]
-        return self._stand_ins[ranks]
+        return [rank if rank in self.ranks else self._of_stage[self.grid.coordinate(rank).pp] for rank in ranks]
 
     def post(self, key: Any, rank: int, ranks: Sequence[int], post: Post, where: str) -> int:
         """Start an operation.  Returns: its number in its channel.  Raises: DifferError: another rank started another."""
