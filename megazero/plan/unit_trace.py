@@ -100,11 +100,6 @@ class PassTrace:
     kept: int = 0
     spans: tuple[Span, ...] = ()
 
-    @property
-    def peak(self) -> int:
-        """Most bytes above those at the start."""
-        return max(one.peak for one in self.spans)
-
 
 @dataclass(frozen=True)
 class UnitTrace:
