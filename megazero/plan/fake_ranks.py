@@ -176,20 +176,10 @@ class FakeState(ParallelState):
     ) -> None:
         self._simulated, self._on_cuda, self._count = world, on_cuda, 0
         self.made: list[MadeGroup] = []
-        parallel, zero = run.config.parallel, run.config.zero
-        cpu, seconds = torch.device("cpu"), parallel.timeout_seconds
-        grid = self._whole = run.grid
-        super().__init__(
-            grid,
-            rank,
-            cpu,
-            seconds,
-            zero.shard_group_size,
-            min(per_node, grid.world_size),
-            shares_memory=not on_cuda,
-            cp_ulysses=parallel.ulysses,
-            traffic=traffic,
-        )
+        self._whole, parallel, zero = run.grid, run.config.parallel, run.config.zero
+        place = self._whole, rank, torch.device("cpu"), parallel.timeout_seconds, zero.shard_group_size
+        local_size, ulysses = min(per_node, self._whole.world_size), parallel.ulysses
+        super().__init__(*place, local_size, shares_memory=not on_cuda, cp_ulysses=ulysses, traffic=traffic)
 
     @property
     def device_type(self) -> str:

@@ -117,7 +117,7 @@ def _cell(action: Action, columns: int, chunks: int) -> Text:
     short = f"{letter}{action.microbatch}"
     long = f"{short}.{action.chunk}" if action.chunk and chunks > 2 else short
     label = next(label for label in (long, short, letter, "") if len(label) <= columns)
-    style = f"{'white' if action.chunk > 1 else 'black'} on {shade_of(action)}"
+    style = f"{'#ffffff' if action.chunk > 1 else '#000000'} on {shade_of(action)}"
     return Text().append(label.ljust(columns, _FILL[action.kind]), style)
 
 
