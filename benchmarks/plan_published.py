@@ -17,7 +17,7 @@ import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from statistics import median
+from statistics import mean, median
 from typing import Any
 
 import torch
@@ -37,8 +37,8 @@ from megazero.plan.operator_times import (
     pass_time,
     unit_times,
 )
-from megazero.plan.step_time import StepTime, message_seconds, step_time_of
-from megazero.plan.unit_trace import PassTrace, UnitKey, UnitTrace, trace_units
+from megazero.plan.step_time import StepTime, step_time_of
+from megazero.plan.unit_trace import PassTrace, UnitKey, UnitTrace, message_bytes, trace_units
 
 RESULTS = Path(__file__).parent / "results" / "plan_published.md"
 MEGATRON_VOCABULARY, MEGATRON_SEQUENCE = 51_200, 2048
@@ -257,7 +257,9 @@ def as_they_reduced(row: Row, found: StepTime) -> float:
 def step_of(row: Row) -> StepTime:
     """Our step of a row."""
     link = links_of(row.run, row.cluster)["pp"]
-    hop = message_seconds(row.run, link) / row.run.config.parallel.tp if row.recomputes == "full" else None
+    hop = (
+        link.message_seconds(message_bytes(row.run)) / row.run.config.parallel.tp if row.recomputes == "full" else None
+    )
     if row.run.config.model.family == "llama":
         hop = 0.0
     return step_time_of(row.run, row.cluster, their_units(row), hop)
@@ -283,7 +285,7 @@ def main() -> None:
             f"{axis} {share / found.seconds:.1%}" for axis, share in found.exposed.items() if share > 1e-3
         )
         lines.append([row.name, row.shown, f"{row.seconds:.2f}", f"{seconds:.2f}", f"{error:+.1%}",
-                      f"{found.idle / found.seconds:.1%}", waits] )  # fmt: skip
+                      f"{mean(kinds.get('idle', 0.0) for kinds in found.by_kind) / found.seconds:.1%}", waits] )  # fmt: skip
     heads = ["run", "published", "s", "predicted s", "error", "idle", "exposed"]
     print(table := markdown(heads, lines))
     print(f"median error {median(errors):.1%}, largest {max(errors):.1%}")

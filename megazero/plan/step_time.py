@@ -28,7 +28,7 @@ from megazero.config import ResolvedRun
 from megazero.engine.outline import schedule_of
 from megazero.models.registry import FAMILIES
 from megazero.plan.cluster import Cluster
-from megazero.plan.collective_times import GroupLink, links_of
+from megazero.plan.collective_times import links_of
 from megazero.plan.operator_times import PassTime, UnitTime, added, unit_times
 from megazero.plan.unit_trace import Unit, UnitKey, message_bytes, units_of
 from megazero.plan.zero_times import Cost, RankZero, ZeroTimes, zero_times_of
@@ -100,11 +100,6 @@ class StepTime:
         longest = reduce(or_, map(Counter, self.by_kind))  # the larger of both
         return {kind: seconds for kind, seconds in longest.items() if kind not in ("compute", "idle", "optimizer")}
 
-    @property
-    def idle(self) -> float:
-        """Seconds without work of the mean rank."""
-        return sum(kinds.get("idle", 0.0) for kinds in self.by_kind) / len(self.timelines)
-
 
 def step_time_of(
     run: ResolvedRun,
@@ -139,7 +134,7 @@ def step_time_of(
         for rank, every in enumerate(schedule.ranks)
         for action in every
     }
-    hop = message_seconds(run, links["pp"]) if hop_seconds is None else hop_seconds
+    hop = links["pp"].message_seconds(message_bytes(run)) if hop_seconds is None else hop_seconds
     starts = {
         (rank, action): zero.ranks[rank].arrival(action.chunk, actions[rank, action].seconds)
         for rank, action in actions
@@ -170,11 +165,6 @@ def _with_zero(passed: PassTime, zero: ZeroTimes, schedule: Schedule, rank: int,
     if not zero.overlaps:  # whoever computes copies
         return added([passed, PassTime(0.0, {"dp": wire})])
     return passed.beside("dp", wire)
-
-
-def message_seconds(run: ResolvedRun, link: GroupLink) -> float:
-    """Return the seconds of a message between neighbouring stages."""
-    return link.message_seconds(message_bytes(run)) if run.config.parallel.pp > 1 else 0.0
 
 
 # ---- the end of the step
