@@ -234,16 +234,13 @@ class _Walk:
         return found if self._schedule.pp == 1 else replace(found, name=f"pipeline rank {self._stage}")
 
     def _again(self) -> float:
-        plain, extra = 0.0, 0.0
-        for units in self._units[1]:
-            for name, trace in units:
-                own = flops_of(trace)
-                if name not in (EMBEDDING, HEAD):
-                    bare = flops_of(trace_unit(self._key, self._layer_keys[name]._replace(policy=LayerPolicy())))
-                    extra += own - bare
-                    own = bare
-                plain += own
-        return extra / plain if plain else 0.0
+        """Return the FLOPs that recomputation adds, as a fraction of those without it."""
+        own = bare = 0.0
+        for name, trace in (unit for units in self._units[1] for unit in units):
+            own += flops_of(trace)
+            key = self._layer_keys.get(name)
+            bare += flops_of(trace if key is None else trace_unit(self._key, key._replace(policy=LayerPolicy())))
+        return own / bare - 1 if bare else 0.0
 
     def _compute(self, action: Action) -> None:
         units = list(enumerate(self._units[action.microbatch > 0][action.chunk]))
