@@ -148,6 +148,21 @@ def test_a_run_that_begins_at_step_0_has_a_new_id_and_what_a_service_raises_is_r
     assert known == [None, None, (tmp_path / "loggers" / "some.id").read_text()]
 
 
+def test_where_mlflow_does_not_answer_a_run_is_logged_in_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name, value in {"MLFLOW_TRACKING_URI": "http://127.0.0.1:9", "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "0"}.items():
+        monkeypatch.setenv(name, value)
+    run = run_of(1, model=LLAMA, training={"run_dir": str(tmp_path)})
+    for start in (0, 1):
+        logger: Any = LOGGERS["mlflow"](SimpleNamespace(run=run, start=Position(start), say=print))  # type: ignore[arg-type]
+        logger.after_step(_record(start + 1))
+        logger.close()
+    assert capsys.readouterr().out.count("does not answer") == 2
+    found, _ = _of_mlflow(tmp_path / "loggers", (tmp_path / "loggers" / "mlflow.id").read_text())
+    assert [step for step, _ in found["loss"]] == [1, 2]
+
+
 FAILING = """
 from megazero.training.callbacks.base import Callback
 from megazero.training.callbacks.registry import LOGGERS

@@ -112,15 +112,24 @@ def open_wandb(run: ServiceLogger) -> Service:
 
 
 def open_mlflow(run: ServiceLogger) -> Service:
-    """A run at the MLflow that MLFLOW_TRACKING_URI names; without one, in files."""
-    uri = None
-    if not os.environ.get("MLFLOW_TRACKING_URI"):
-        os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")
-        uri = (run.folder / "mlruns").resolve().as_uri()
-    from mlflow import MlflowClient
+    """A run at the MLflow that MLFLOW_TRACKING_URI names; without one, or where it does not answer, in files."""
+    os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")
+    files = (run.folder / "mlruns").resolve().as_uri()
+    if uri := os.environ.get("MLFLOW_TRACKING_URI"):
+        try:
+            return _mlflow_at(uri, run)
+        except Exception as error:  # of the network, too
+            run.say(f"MLflow at {uri} does not answer ({error}): it is logged in {files}")
+    return _mlflow_at(files, run)
+
+
+def _mlflow_at(uri: str, run: ServiceLogger) -> Service:
+    from mlflow import MlflowClient, MlflowException
     from mlflow.entities import Metric, Param
 
-    client, id_ = MlflowClient(uri), run.known
+    client, id_ = MlflowClient(uri), None
+    with suppress(MlflowException):  # the run was logged elsewhere
+        id_ = run.known and client.get_run(run.known).info.run_id
     if id_ is None:
         found = client.get_experiment_by_name(run.project)
         experiment = client.create_experiment(run.project) if found is None else found.experiment_id
