@@ -7,9 +7,11 @@ import re
 import shlex
 from pathlib import Path
 
+import numpy as np
 import pytest
 from harness import run_command as megazero
 from quickstart import QUICKSTART, ROOT, TINY
+from test_data_corpus import write_pair
 from typer.testing import CliRunner, Result
 
 from megazero.checkpoint.hugging_face.exporter import export_model
@@ -192,6 +194,14 @@ def test_the_data_line_counts_samples_and_epochs(corpus: Path) -> None:
     assert len(_lines(f"data.sources=['{corpus}']", "training.steps=100", phases)["data"]) == 2
     many = _lines(f"data.sources=['{corpus}']", "training.steps=100")["data"]
     assert many[2].startswith(f"data.sources: {corpus} is read {800 / 106:.1f} times by the run's 800 samples")
+
+
+def test_ids_above_the_vocabulary_end_train_as_they_end_check(tmp_path: Path) -> None:
+    pair = write_pair(tmp_path / "pair", np.arange(2_000) % 300)
+    for command in ("check", "train"):
+        done = megazero(command, QUICKSTART, *SMALL, f"data.sources=['{pair}']", f"training.run_dir={tmp_path}/run")
+        assert done.returncode == 2, done.stderr
+        assert "has ids from 0 to 299" in done.stderr
 
 
 def test_validation_sources_are_looked_at_too(tmp_path: Path, corpus: Path, monkeypatch: pytest.MonkeyPatch) -> None:

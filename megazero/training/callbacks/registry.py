@@ -1,7 +1,7 @@
 """The callbacks of a run in their order, and the names of those that scripts add with `CALLBACKS.register`."""
 
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, wait
+from concurrent.futures import wait
 from dataclasses import replace
 from importlib.util import find_spec
 from inspect import signature
@@ -75,11 +75,18 @@ class RegisteredCallback(Callback):
     A hook may read parameters that it has kept, so the weights of the last step are here before it is called.
     """
 
+    _registry = CALLBACKS
+
     def __init__(self, name: str, context: RunContext) -> None:
         self._name, self._gathers = name, context.engine.sharded_model.parameters.gathers
-        self._own = self._named(lambda: _made(CALLBACKS, name, context)) or Callback()
+        self._own = Callback()
 
-    def _named(self, call: Callable[[], T]) -> T | None:
+        def make() -> None:
+            self._own = _made(self._registry, name, context)
+
+        self._call(make)
+
+    def _call(self, call: Callable[[], T]) -> T | None:
         try:
             return call()
         except LostPeerError:  # the watchdog explains it
@@ -89,10 +96,10 @@ class RegisteredCallback(Callback):
 
     def _hook(self, call: Callable[[], T]) -> T | None:
         self._gathers.wait()
-        return self._named(call)
+        return self._call(call)
 
     def on_start(self) -> None:
-        self._hook(self._own.on_start)
+        self._hook(lambda: self._own.on_start())  # noqa: PLW0108  a logger is made in its thread
 
     def before_step(self, position: Position) -> StepDecision | None:
         return self._hook(lambda: _decided(self._own.before_step(position), "before_step", StepDecision.SKIP))
@@ -117,25 +124,23 @@ class RegisteredCallback(Callback):
         self._hook(lambda: self._own.on_end(position))
 
     def close(self) -> None:
-        self._named(self._own.close)
+        self._call(lambda: self._own.close())  # noqa: PLW0108
 
 
-class SafeLogger(Callback):
+class SafeLogger(RegisteredCallback):
     """Calls a logger in a thread of its own: one that is slow or hangs holds up no step, and no other rank.
 
     Where it fails, a line says so once, and the run goes on without it.
     """
 
+    _registry = LOGGERS
+
     def __init__(self, name: str, context: RunContext) -> None:
-        self._name, self._say, self._worker, self._own = name, context.say, Worker(), Callback()
+        self._say, self._worker = context.say, Worker()
         self._last_seconds = min(_LAST_SECONDS, context.run.config.parallel.timeout_seconds / 4)
+        super().__init__(name, context)
 
-        def make() -> None:
-            self._own = _made(LOGGERS, name, context)
-
-        self._begin(make)
-
-    def _begin(self, call: Callable[[], object]) -> Future[None]:
+    def _call(self, call: Callable[[], T]) -> None:
         def safely() -> None:
             try:
                 call()
@@ -143,29 +148,19 @@ class SafeLogger(Callback):
                 self._say(f"logger {self._name!r} failed ({error!r}): the run goes on without it")
                 self._own = Callback()
 
-        return self._worker.begin(safely)
+        self._last = self._worker.begin(safely)
 
-    def on_start(self) -> None:
-        self._begin(lambda: self._own.on_start())  # noqa: PLW0108  it is made in the thread
-
-    def before_step(self, position: Position) -> None:
-        self._begin(lambda: self._own.before_step(position))
+    def _hook(self, call: Callable[[], T]) -> None:
+        self._call(call)  # on rank 0 alone: it decides nothing, and reads no weight
 
     def after_step(self, record: StepRecord) -> None:
-        record = replace(record, metrics=dict(record.metrics))  # later callbacks add to it
-        self._begin(lambda: self._own.after_step(record))
-
-    def on_rollback(self, position: Position) -> None:
-        self._begin(lambda: self._own.on_rollback(position))
-
-    def on_end(self, position: Position) -> None:
-        self._begin(lambda: self._own.on_end(position))
+        super().after_step(replace(record, metrics=dict(record.metrics)))  # later callbacks add to it
 
     def close(self) -> None:
         """Wait a while for what has not been written or sent."""
-        closed = self._begin(lambda: self._own.close())  # noqa: PLW0108
+        super().close()
         self._worker.end()
-        if not wait([closed], self._last_seconds).done:
+        if not wait([self._last], self._last_seconds).done:
             self._say(
                 f"logger {self._name!r} was not done within {self._last_seconds:g} s: its last steps may be missing"
             )
