@@ -230,6 +230,9 @@ def main() -> int:
     given = parser.parse_args()
     if missing := [name for name in NEEDED.split() if find_spec(name) is None]:
         sys.exit(f"missing here: {', '.join(missing)}; pip install -e '.[test]'")
+    os.environ.setdefault(
+        "PYTORCH_NVML_BASED_CUDA_CHECK", "1"
+    )  # else a process that has looked for devices cannot fork
     if not given.rehearse and not torch.cuda.is_available():
         sys.exit("torch finds no CUDA device; --rehearse runs the queue in small on a CPU")
     checks = [check for check in QUEUE if check.name.startswith(given.only)]

@@ -2,9 +2,11 @@
 
 import multiprocessing
 import os
+import signal
 import sys
 import traceback
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -68,11 +70,15 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
     receiver, sender = multiprocessing.Pipe(duplex=False)
     child = multiprocessing.get_context("fork").Process(target=_run_alone, args=(pyfuncitem.obj, given, sender))
     child.start()
+    assert child.pid is not None
     sender.close()
     try:
         kind, text = receiver.recv()
     except EOFError:
         kind, text = "failed", "the test's process died"
+    finally:  # also where the test's time is up
+        with suppress(ProcessLookupError):
+            os.killpg(child.pid, signal.SIGKILL)  # ranks that it has left would slow the next ones
     child.join()
     if kind != "passed":
         (pytest.skip if kind == "skipped" else pytest.fail)(text)
@@ -80,6 +86,7 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
 
 
 def _run_alone(test: Callable[..., Any], given: dict[str, Any], out: Connection) -> None:
+    os.setpgid(0, 0)
     try:
         test(**given)
         out.send(("passed", ""))
