@@ -15,17 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megazero.annexes import added
-from megazero.comm.messages import (
-    REDUCTIONS,
-    combine,
-    in_turn,
-    place_shard,
-    shift,
-    start_comparing,
-    swap,
-    tag_of,
-    wait_for,
-)
+from megazero.comm import messages
 from megazero.parallel_state import Axis
 from megazero.parallel_state.groups import Backend, Counts, Group, Wait
 
@@ -62,7 +52,7 @@ class TorchBackend:
         if label:
             if len(self._unchecked) == _MOST_UNCHECKED:
                 self._unchecked.popleft()()
-            self._unchecked.append(start_comparing(label, axis))
+            self._unchecked.append(messages.start_comparing(label, axis))
         return _all_gather(out, shard, group=axis.process_group, async_op=True).wait
 
     def reduce_scatter(self, out: Tensor, full: Tensor, axis: Axis) -> Wait:
@@ -77,7 +67,7 @@ class TorchBackend:
         return dist.all_to_all_single(out, x, *counts, group=axis.process_group, async_op=True).wait
 
     def ring_shift(self, out: Tensor, x: Tensor, axis: Axis) -> Wait:
-        return shift(out, x, axis)
+        return messages.shift(out, x, axis)
 
     def link_bytes(self, operation: str, full: Tensor, axis: Axis) -> int:
         part = full.nbytes // axis.size
@@ -104,16 +94,16 @@ class HostBackend(TorchBackend):
     _rings = ()
 
     def all_gather(self, out: Tensor, shard: Tensor, axis: Axis, label: str = "") -> Wait:
-        shards = place_shard(out, shard, axis)
-        messages = swap(shards, [shards[axis.index]] * axis.size, axis, tag_of(label))
-        return in_turn(start_comparing(label, axis), partial(wait_for, messages))
+        shards = messages.place_shard(out, shard, axis)
+        under_way = messages.swap(shards, [shards[axis.index]] * axis.size, axis, messages.tag_of(label))
+        return messages.in_turn(messages.start_comparing(label, axis), partial(messages.wait_for, under_way))
 
     def all_reduce(self, tensor: Tensor, axis: Axis, op: str) -> Wait:
         """Gather every rank's tensor and reduce in rank order."""
         every = tensor.new_empty(axis.size, tensor.numel())
         parts = every.view(axis.size, *tensor.shape).unbind(0)
         arrive = self.all_gather(every, tensor.view(-1), axis)
-        return in_turn(arrive, partial(combine, tensor, parts, REDUCTIONS[op]))
+        return messages.in_turn(arrive, partial(messages.combine, tensor, parts, messages.REDUCTIONS[op]))
 
     def link_bytes(self, operation: str, full: Tensor, axis: Axis) -> int:
         sent = full.nbytes if operation == "all_reduce" else full.nbytes // axis.size
@@ -125,7 +115,7 @@ def over_contiguous(out: Tensor, x: Tensor, start: Callable[[Tensor, Tensor], Wa
     if out.is_contiguous():
         return start(out, x.contiguous())
     arriving = out.new_empty(out.shape)
-    return in_turn(start(arriving, x.contiguous()), partial(out.copy_, arriving))
+    return messages.in_turn(start(arriving, x.contiguous()), partial(out.copy_, arriving))
 
 
 def choose_backend(axis: Axis, group: Group, device: torch.device, gather: GatherObjects) -> Backend:
