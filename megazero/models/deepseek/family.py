@@ -16,6 +16,7 @@ from megazero.models.config import ModelConfig
 from megazero.models.family import HuggingFaceFormat, ModelFamily, ModelRule
 from megazero.models.llama.family import LLAMA_2, LLAMA_FORMAT, read_rope, written_rope
 from megazero.models.mixtral import ExpertDefaults, ExpertFamily
+from megazero.models.qwen2 import QWEN2_FORMAT
 from megazero.settings import Problem
 
 if TYPE_CHECKING:
@@ -136,11 +137,10 @@ def _lost(config: Mapping[str, Any]) -> Iterator[str]:
 
 
 V2_FORMAT = replace(
-    LLAMA_FORMAT,
+    QWEN2_FORMAT,  # as there, num_key_value_heads must be in the file
     architecture="DeepseekV2ForCausalLM",
     sizes={
-        **LLAMA_FORMAT.sizes,
-        "num_key_value_heads": "num_kv_heads",
+        **QWEN2_FORMAT.sizes,
         "n_routed_experts": "num_experts",
         "num_experts_per_tok": "experts_per_token",
         "moe_intermediate_size": "expert_hidden_size",
@@ -148,7 +148,7 @@ V2_FORMAT = replace(
         **{key: key for key in _LATENT_SIZES},
     },
     defaults={
-        **{theirs: ours for theirs, ours in LLAMA_FORMAT.defaults.items() if theirs != "num_key_value_heads"},
+        **QWEN2_FORMAT.defaults,
         "first_k_dense_replace": ("first_dense_layers", 0),
         "routed_scaling_factor": ("routed_scaling_factor", 1.0),
     },
