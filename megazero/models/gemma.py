@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from megazero.models.llama.family import ROTARY_READS, CheckedFamily, Variant
-from megazero.models.olmo3 import WINDOWS, read_ropes, read_windows, window_problems, written_ropes, written_windows
+from megazero.models.olmo3 import OLMO3_FORMAT, WINDOWS, read_ropes, read_windows, window_problems, written_windows
 from megazero.models.qwen2 import QWEN2_FORMAT
 
 _CAPS = {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0}
@@ -46,8 +46,9 @@ GEMMA3_FORMAT = replace(
     model_type="gemma3_text",
     defaults=_DEFAULTS | {"final_logit_softcapping": ("final_logit_softcapping", None)},
     assumed={**QWEN2_FORMAT.assumed, "use_bidirectional_attention": False, "attn_logit_softcapping": None},
-    extra=written_ropes,
+    extra=OLMO3_FORMAT.extra,
     read_extra=_read_3,
+    problems=OLMO3_FORMAT.problems,
     reads=(*GEMMA2_FORMAT.reads, "sliding_window_pattern", "_sliding_window_pattern", "rope_local_base_freq"),
 )
 _NORMS = "input_layernorm", "pre_feedforward_layernorm", "post_attention_layernorm", "post_feedforward_layernorm"

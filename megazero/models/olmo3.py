@@ -17,11 +17,16 @@ def window_problems(config: Mapping[str, Any], seq_len: int | None) -> Iterator[
     kinds = {str(kind) for kind in config.get("layer_types") or ()}
     if config.get("sliding_window", _WINDOW) is None and kinds != {_FULL}:
         yield "sliding_window is null, and layers need one; write layer_types that are all 'full_attention'"
+    yield from LLAMA_FORMAT.problems({**config, "layer_types": kinds - {_LOCAL}}, seq_len)
+
+
+def window_and_rope_problems(config: Mapping[str, Any], seq_len: int | None) -> Iterator[str]:
+    """As `window_problems`, where layers with a window have rotary positions of their own."""
     if _rope_of_windows(config).get("rope_type", "default") != "default":
         yield f"rope_parameters: {_LOCAL} is scaled, which is not supported"
     if (rope := config.get("rope_parameters")) and not {_FULL, _LOCAL} & {*rope}:
         yield f"rope_parameters must have one table of {_FULL} and one of {_LOCAL}: transformers reads no other ones"
-    yield from LLAMA_FORMAT.problems({**config, "layer_types": kinds - {_LOCAL}}, seq_len)
+    yield from window_problems(config, seq_len)
 
 
 def written_windows(model: ModelConfig) -> dict[str, Any]:
@@ -67,7 +72,7 @@ OLMO3_FORMAT = replace(
     architecture="Olmo3ForCausalLM",
     extra=written_ropes,
     read_extra=lambda config: read_windows(config, 4) | read_ropes(config, 5e5, 5e5),
-    problems=window_problems,
+    problems=window_and_rope_problems,
     reads=(*OLMO2_FORMAT.reads, "sliding_window"),
 )
 OLMO3 = LlamaFamily(OLMO2.variant, OLMO3_FORMAT, (*ROTARY_READS, "rope_local_theta", *WINDOWS))
