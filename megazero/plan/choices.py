@@ -308,9 +308,13 @@ class Bounds:
         )
 
     def _kept(self, choice: Choice) -> float:
-        """Estimate the activations of the first pipeline rank (Korthikanti et al. 2022: 34 sbh for each layer)."""
+        """Estimate the activations of the first pipeline rank (Korthikanti et al. 2022: 34 sbh for each layer).  Each expert
+        of a token adds its row, gate, up and their product.
+        """
         model = self.config.model
-        return 34 * choice.micro_batch * model.seq_len * model.hidden_size * model.num_layers / (choice.tp * choice.cp)
+        rows = self.weight_bytes * (model.experts_per_token or 0) * (model.hidden_size + 3 * model.expert_size)
+        tokens = choice.micro_batch * model.seq_len * model.num_layers
+        return tokens * (34 * model.hidden_size + rows) / (choice.tp * choice.cp)
 
     def _dp(self, choice: Choice) -> int:
         return self.cluster.ranks // (choice.tp * choice.cp * choice.pp)
