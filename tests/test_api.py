@@ -11,6 +11,7 @@ import copy
 import io
 import itertools
 import json
+import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -93,6 +94,13 @@ def settings(stage: int = 0, dtype: str = "fp32", accumulation: int = 1, **more:
     if dtype != "fp32":
         config[dtype] = {"enabled": True}
     return config | more
+
+
+def test_the_top_of_the_package_has_its_public_names_alone() -> None:
+    stub = Path(megazero.__file__).with_suffix(".pyi").read_text("utf-8")
+    declared = re.findall(r"^(?:from .* as |def |(?=__version__))(\w+)", stub, re.MULTILINE)
+    assert dir(megazero) == sorted(set(declared))
+    assert all(hasattr(megazero, name) for name in dir(megazero))
 
 
 def seeded(make: Make, seed: int = 5) -> nn.Module:
