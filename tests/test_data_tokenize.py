@@ -7,6 +7,7 @@ import os
 import platform
 import re
 import signal
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -171,8 +172,8 @@ def write_packed(path: Path, content: bytes) -> Path:
     if path.suffix == ".gz":
         path.write_bytes(gzip.compress(content[:90]) + gzip.compress(content[90:]))  # two members, as from `cat`
     else:
-        zstandard = pytest.importorskip("zstandard", reason="needs zstandard: pip install 'megazero[data]'")
-        pack = zstandard.ZstdCompressor().compress
+        pyarrow = pytest.importorskip("pyarrow", reason="needs pyarrow: pip install 'megazero[data]'")
+        pack = partial(pyarrow.compress, codec="zstd", asbytes=True)
         path.write_bytes(pack(content[:90]) + pack(content[90:]))
     return path
 
@@ -237,14 +238,15 @@ def test_an_error_while_the_kind_is_found_is_told_and_no_json_becomes_text(tmp_p
         tokenize_files([path], tmp_path / "out", "byte")
 
 
-def test_a_byte_order_mark_is_no_text_and_a_long_window_is_unpacked(tmp_path):
+def test_a_byte_order_mark_is_no_text_and_a_window_beyond_128_mib_is_refused(tmp_path):
     content = b"\xef\xbb\xbftext"
     block = (1 | len(content) << 3).to_bytes(3, "little")
     frame = b"\x28\xb5\x2f\xfd\x00\xa8" + block  # of a window of 2^31 bytes: RFC 8878, section 3.1.1
     for name, packed in {"a.txt": content, "b.txt.gz": gzip.compress(content), "c.zst": frame + content}.items():
         (tmp_path / name).write_bytes(packed)
-    tokenize_files([tmp_path], tmp_path / "out", "byte")
-    assert texts_of(tmp_path / "out") == ["text"] * 3
+    (note,) = tokenize_files([tmp_path], tmp_path / "out", "byte", skip_bad=True).notes
+    assert texts_of(tmp_path / "out") == ["text"] * 2
+    assert "c.zst: ZSTD decompress failed: Frame requires too much memory" in note
 
 
 def test_what_is_neither_text_nor_a_known_table_is_refused_with_what_to_do(tmp_path):
@@ -261,7 +263,7 @@ def test_what_is_neither_text_nor_a_known_table_is_refused_with_what_to_do(tmp_p
                 tokenize_files([tmp_path / name], tmp_path / "out", "byte")
 
 
-@pytest.mark.parametrize(("name", "package"), [("x.parquet", "pyarrow"), ("x.jsonl.zst", "zstandard")])
+@pytest.mark.parametrize(("name", "package"), [("x.parquet", "pyarrow"), ("x.jsonl.zst", "pyarrow")])
 def test_a_package_that_is_missing_is_named(tmp_path, monkeypatch, name, package):
     (tmp_path / name).write_bytes(b"x")
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
@@ -327,7 +329,7 @@ def test_a_truncated_archive_gives_what_it_holds_and_is_named(tmp_path, kind):
     (note,) = tokenize_files(inputs, tmp_path / "out", "byte", skip_bad=True).notes
     *found, last = texts_of(tmp_path / "out")
     assert (found, last) == (texts[: len(found)], "good")
-    assert re.search(rf"x\.jsonl{kind}: Compressed file ended before the end", note)
+    assert re.search(rf"x\.jsonl{kind}: (Compressed file ended before the end|Truncated compressed stream)", note)
     assert f"; only {len(found)} documents before it were read" in note
 
 

@@ -31,7 +31,7 @@ from megazero.config.schema import DataConfig
 from megazero.data.sealed import LFS_HINT, LFS_POINTER
 from megazero.registry import closest, did_you_mean
 
-_PACKAGE_OF: Final = {".parquet": "pyarrow", ".arrow": "pyarrow", ".zst": "zstandard"}
+_PACKAGE_OF: Final = {".parquet": "pyarrow", ".arrow": "pyarrow", ".zst": "pyarrow"}
 _TABLES: Final = ".parquet", ".arrow"
 _CHUNK_BYTES: Final = 1 << 20
 _COUNTED_BYTES: Final = 1 << 28  # lines are counted so far into a file to name one
@@ -287,43 +287,11 @@ def _opened(path: str, packed: str) -> Iterator[IO[bytes]]:
             with gzip.open(file) as unpacked:
                 yield unpacked  # type: ignore[misc]  # it reads bytes
         elif packed == ".zst":
-            yield io.BufferedReader(_Unpacked(_unpacked_zst(file)), _CHUNK_BYTES)
+            import pyarrow
+
+            yield io.BufferedReader(pyarrow.CompressedInputStream(file, "zstd"))
         else:
             yield file
-
-
-def _unpacked_zst(file: IO[bytes]) -> Iterator[bytes]:
-    """Yield the content of all frames.  Raises: EOFError: the last frame is truncated, which zstandard does not notice."""
-    import zstandard
-
-    frame = None
-    while chunk := file.read(1 << 17):  # the first line of many files costs little
-        while chunk:
-            frame = frame or zstandard.ZstdDecompressor(max_window_size=2**31).decompressobj()
-            yield frame.decompress(chunk)
-            chunk = frame.unused_data if frame.eof else b""
-            frame = None if frame.eof else frame
-    if frame is not None:
-        raise EOFError("Compressed file ended before the end of its last frame")
-
-
-class _Unpacked(io.RawIOBase):
-    """A readable file over an iterator of bytes."""
-
-    def __init__(self, chunks: Iterator[bytes]) -> None:
-        self._chunks, self._rest = chunks, memoryview(b"")
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, target: Any) -> int:
-        while not self._rest:
-            if (following := next(self._chunks, None)) is None:
-                return 0
-            self._rest = memoryview(following)
-        count = min(len(target), len(self._rest))
-        target[:count], self._rest = self._rest[:count], self._rest[count:]
-        return count
 
 
 def _lines_within(file: IO[bytes], file_range: FileRange) -> Iterator[tuple[int, bytes]]:
