@@ -30,8 +30,8 @@ from megazero.layers.counter_rng import _quantiles
 from megazero.parallel_state import ParallelState
 from megazero.plan.cluster import Cluster
 from megazero.plan.devices import Device, Link
-from megazero.plan.measured_step import STATE_KINDS, live_memory, watched_step
 from megazero.plan.memory import memory_of
+from megazero.plan.memory_report import STATE_KINDS, live_memory, watched_step
 from megazero.plan.processes import in_processes
 from megazero.plan.speed_probe import random_batches
 from megazero.plan.traffic import traffic_of

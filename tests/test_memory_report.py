@@ -14,8 +14,7 @@ from harness import run_program
 from typer.testing import CliRunner
 
 from megazero.cli.commands import app
-from megazero.plan.measured_step import live_memory
-from megazero.plan.memory_report import not_measured, plan
+from megazero.plan.memory_report import live_memory, not_measured, plan
 
 pytestmark = pytest.mark.slow  # starts whole runs
 

@@ -19,8 +19,8 @@ from megazero.parallel_state import ParallelState, RankGrid
 from megazero.plan import memory, state_trace
 from megazero.plan.cluster import Cluster, cluster_of
 from megazero.plan.devices import Device, Link
-from megazero.plan.measured_step import STATE_KINDS, live_memory, watched_step
 from megazero.plan.memory import RankMemory, memory_of
+from megazero.plan.memory_report import STATE_KINDS, live_memory, watched_step
 from megazero.plan.speed_probe import random_batches
 from megazero.plan.state_trace import trace_state
 from megazero.plan.traffic import busiest_links, traffic_of

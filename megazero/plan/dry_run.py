@@ -24,8 +24,7 @@ from megazero.models.gpt import MicroBatch
 from megazero.parallel_state import RankGrid
 from megazero.parallel_state.grid import Coordinate
 from megazero.plan.fake_ranks import FakeState, MadeGroup, RecordedTraffic, without_files
-from megazero.plan.fake_tensors import FakeTensors, Message
-from megazero.plan.kernel_memory import kernel_bytes
+from megazero.plan.fake_tensors import FakeTensors, Message, kernel_bytes
 from megazero.plan.simulated_world import Lockstep, SimulatedWorld
 from megazero.plan.state_trace import fewest_micro_batches, without_auto
 

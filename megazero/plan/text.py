@@ -12,21 +12,19 @@ The page has nothing but itself: this text, and two pictures with a row for each
 
 from collections.abc import Iterator, Mapping, Sequence
 from html import escape
-from itertools import cycle, groupby
+from itertools import cycle
 from string import Template
 
 from megazero.plan.cost import HOUR, MINUTE
 from megazero.plan.devices import size_text
 from megazero.plan.dry_run import DryRank, DryRun
-from megazero.plan.fake_tensors import Message
 from megazero.plan.memory import RankMemory
 from megazero.plan.report import Plan
+from megazero.plan.schedule_drawing import LOOKS, Bar, picture
 from megazero.plan.search import Found, Need
 from megazero.plan.step_time import Span
-from megazero.plan.svg import LOOKS, Bar, picture
 from megazero.settings import counted
 
-_SHOWN_MESSAGES = 24
 _SHOWN_RANKS = 9  # pipeline ranks of a table; of more the first, the last and the fullest
 NAMES: Mapping[str, str] = LOOKS["meanings"]  # of what a rank does in a step
 
@@ -239,17 +237,6 @@ def _dry_rank(dry_rank: DryRank) -> Iterator[str]:
         sent, linked = sum(message.sent_bytes for message in own), sum(message.link_bytes for message in own)
         rows.append([" ".join(key), f"{len(own):,}", f"{sent / 2**20:,.1f}", f"{linked / 2**20:,.1f}"])
     yield from table_lines("sent", rows, left=(0,))
-    yield f"{'order':<9}{' '.join(_in_order(dry_rank.step))}"
-
-
-def _in_order(messages: Sequence[Message]) -> Iterator[str]:
-    """Yield messages in order, with equal neighbours counted: `tp all_gather x 4`."""
-    names = [f"{message.axis} {message.operation}" for message in messages]
-    runs = [(name, len(list(same))) for name, same in groupby(names)]
-    for name, count in runs[:_SHOWN_MESSAGES]:
-        yield f"{name}{f' x {count}' if count > 1 else ''},"
-    if len(runs) > _SHOWN_MESSAGES:
-        yield f"... {len(messages)} in all"
 
 
 # ---- the page

@@ -44,8 +44,7 @@ from megazero.models.wrappers import save_by_policy
 from megazero.parallel_state import Axis
 from megazero.parallel_state.groups import Group
 from megazero.plan.fake_ranks import FakeBackend, RecordedTraffic, make_fake, real_backend
-from megazero.plan.fake_tensors import Event, FakeTensors, Message, Operator
-from megazero.plan.kernel_memory import kernel_bytes
+from megazero.plan.fake_tensors import Event, FakeTensors, Message, Operator, kernel_bytes
 from megazero.plan.simulated_world import Alone
 from megazero.schedules.action import ActionKind, Schedule
 from megazero.zero.bucket import DTYPES, ParamInfo, Pieces, Share, Slot

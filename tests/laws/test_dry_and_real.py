@@ -17,7 +17,7 @@ from megazero.parallel_state import ParallelState
 from megazero.plan.dry_run import dry_run
 from megazero.plan.fake_ranks import RecordedTraffic
 from megazero.plan.fake_tensors import Event, Message
-from megazero.plan.measured_step import live_memory
+from megazero.plan.memory_report import live_memory
 from megazero.plan.speed_probe import random_batches
 
 SMALL = LLAMA | {"num_layers": 2, "num_heads": 8, "num_kv_heads": 4}
