@@ -1,4 +1,4 @@
-"""Memory, traffic and time of each ZeRO stage, measured beside the plan.: neither memory nor traffic depends on the tokens.
+"""Memory, traffic and time of each ZeRO stage, measured beside the plan on random tokens, on which neither depends.
 
 CUDA's allocator knows how much is allocated.  The CPU's reports every allocation and release to torch's profiler: their sum
 is what is live.  Only what this thread allocates inside the context is counted: enter it before building.
