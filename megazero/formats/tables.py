@@ -187,7 +187,7 @@ TABLES = {
 
 def names_of_transformers(form: HuggingFaceFormat) -> tuple[NameTable, NameTable]:
     """Return the names of transformers with and without the model's prefix; a model saved without its head has none."""
-    whole = NameTable("hugging-face", form.embedding, head=form.head, buffers=form.buffers)
+    whole = NameTable("hugging-face", form.embedding, head=form.head, buffers=re.compile(form.buffers))
     return whole, replace(whole, dropped=form.prefix)
 
 

@@ -8,10 +8,11 @@ engine      torch modules               embedding, blocks, head        (torch is
 
 from __future__ import annotations
 
-import re
+import json
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megazero.models.config import ModelConfig
@@ -35,6 +36,11 @@ _SAY_NOTHING = """
 _TANH_FORMS = "pytorch_tanh", "python_tanh", "fast", "accurate"
 _SAME_FUNCTION = {"swish": "silu"} | {f"gelu_{form}": "gelu_new" for form in _TANH_FORMS}
 _MOST_SHOWN = 20
+# By family, what differs from the format that it is a variant of.
+_FORMATS: dict[str, dict[str, Any]] = json.loads(
+    Path(__file__).with_name("hugging_face.json").read_text(encoding="utf-8")
+)
+_TABLES = "sizes", "defaults", "constants", "assumed"
 # Keys of [model] that any family here computes where they are set, and transformers only where a `config.json` has them.
 _OPTIONS = ("final_logit_softcapping", "mup_base_width", "mup_base_head_dim")
 _HEADS = ("model.hidden_size", "model.num_heads", "model.head_dim")
@@ -63,7 +69,7 @@ class HuggingFaceFormat:
         constants: their key -> the one value that our model computes; also what a missing key means.
         assumed: as `constants`, for keys that we do not write.
         prefix: of weight names, which a model without its head leaves out.
-        buffers: names of stored tensors that are no parameters, which older releases wrote.
+        buffers: a pattern of the names of stored tensors that are no parameters, which older releases wrote.
         embedding, head: names of these two weights; a file with tied embeddings may repeat the first under the second.
         extra: further keys to write.
         read_extra: further keys of our section, read from a configuration.
@@ -74,14 +80,14 @@ class HuggingFaceFormat:
         reads: the keys that the three functions above look at; an import tells those that nothing reads.
     """
 
-    architecture: str
-    sizes: Mapping[str, str]
-    defaults: Mapping[str, tuple[str, Any]]
-    constants: Mapping[str, Any]
-    assumed: Mapping[str, Any]
-    prefix: str
-    buffers: re.Pattern[str]
-    embedding: str
+    architecture: str = ""
+    sizes: Mapping[str, str] = field(default_factory=dict)
+    defaults: Mapping[str, tuple[str, Any]] = field(default_factory=dict)
+    constants: Mapping[str, Any] = field(default_factory=dict)
+    assumed: Mapping[str, Any] = field(default_factory=dict)
+    prefix: str = ""
+    buffers: str = ""
+    embedding: str = ""
     head: str = "lm_head.weight"
     extra: Callable[[ModelConfig], dict[str, Any]] = field(default=lambda _: {})
     read_extra: Callable[[Mapping[str, Any]], dict[str, Any]] = field(default=lambda _: {})
@@ -90,6 +96,19 @@ class HuggingFaceFormat:
     aliases: Mapping[str, str] = field(default_factory=dict)
     model_type: str | None = None
     reads: tuple[str, ...] = ()
+
+    def variant(self, name: str, **functions: Callable[..., Any]) -> HuggingFaceFormat:
+        """This format with what `hugging_face.json` has under a name, and these functions.  A key that stands there leaves
+        the table of this format in which it was.
+        """
+        own = _FORMATS[name]
+        named = {*own.get("reads", ()), *(key for table in _TABLES for key in own.get(table, ()))}
+        tables = {
+            table: {key: value for key, value in getattr(self, table).items() if key not in named} | own.get(table, {})
+            for table in _TABLES
+        }
+        aliases, reads = {**self.aliases, **own.get("aliases", {})}, (*self.reads, *own.get("reads", ()))
+        return replace(self, **own | tables | {"aliases": aliases, "reads": reads} | functions)
 
     def config(self, model: ModelConfig, dtype: str) -> dict[str, Any]:
         """Build the `config.json` of a resolved model with weights stored in `dtype`: "fp32", "bf16" or "fp16"."""

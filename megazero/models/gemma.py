@@ -11,14 +11,7 @@ from megazero.models.llama.family import ROTARY_READS, CheckedFamily, Variant
 from megazero.models.olmo3 import OLMO3_FORMAT, WINDOWS, read_ropes, read_windows, window_problems, written_windows
 from megazero.models.qwen2 import QWEN2_FORMAT
 
-_CAPS = {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0}
-_DEFAULTS: dict[str, tuple[str, Any]] = {
-    **QWEN2_FORMAT.defaults,
-    "tie_word_embeddings": ("tie_embeddings", True),
-    "attention_bias": ("attention_bias", False),
-    "head_dim": ("head_dim", 256),
-    "query_pre_attn_scalar": ("query_pre_attn_scalar", 256),
-}
+_CAPS = "attn_logit_softcapping", "final_logit_softcapping"
 
 
 def _read_2(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -29,27 +22,9 @@ def _read_3(config: Mapping[str, Any]) -> dict[str, Any]:
     return read_windows(config, config.get("sliding_window_pattern", 6)) | read_ropes(config, 1e6, 1e4)
 
 
-GEMMA2_FORMAT = replace(
-    QWEN2_FORMAT,  # as there, num_key_value_heads must be in the file
-    architecture="Gemma2ForCausalLM",
-    defaults=_DEFAULTS | {key: (key, cap) for key, cap in _CAPS.items()},
-    constants={"hidden_activation": "gelu_pytorch_tanh"},
-    assumed={**QWEN2_FORMAT.assumed, "use_bidirectional_attention": None},
-    extra=written_windows,
-    read_extra=_read_2,
-    problems=window_problems,
-    reads=(*QWEN2_FORMAT.reads, "hidden_act"),
-)
-GEMMA3_FORMAT = replace(
-    GEMMA2_FORMAT,
-    architecture="Gemma3ForCausalLM",
-    model_type="gemma3_text",
-    defaults=_DEFAULTS | {"final_logit_softcapping": ("final_logit_softcapping", None)},
-    assumed={**QWEN2_FORMAT.assumed, "use_bidirectional_attention": False, "attn_logit_softcapping": None},
-    extra=OLMO3_FORMAT.extra,
-    read_extra=_read_3,
-    problems=OLMO3_FORMAT.problems,
-    reads=(*GEMMA2_FORMAT.reads, "sliding_window_pattern", "_sliding_window_pattern", "rope_local_base_freq"),
+GEMMA2_FORMAT = QWEN2_FORMAT.variant("gemma2", extra=written_windows, read_extra=_read_2, problems=window_problems)
+GEMMA3_FORMAT = GEMMA2_FORMAT.variant(
+    "gemma3", extra=OLMO3_FORMAT.extra, read_extra=_read_3, problems=OLMO3_FORMAT.problems
 )
 _NORMS = "input_layernorm", "pre_feedforward_layernorm", "post_attention_layernorm", "post_feedforward_layernorm"
 _VARIANT = Variant(norm_place="around", norms=_NORMS, offset_norms=True, gates_by_gelu=True, scales_embeddings=True)

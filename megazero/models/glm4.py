@@ -1,6 +1,5 @@
 """GLM-4 of 2025: norms around attention and MLP; half of each head rotates, in pairs of neighbours (GLM Team 2024)."""
 
-from dataclasses import replace
 from functools import partial
 
 from megazero.models.llama.family import LlamaFamily, Variant, llama_problems
@@ -8,15 +7,8 @@ from megazero.models.qwen2 import QWEN2_FORMAT
 
 _ROTATED = 0.5  # of a head
 _NORMS = "input_layernorm", "post_attention_layernorm", "post_self_attn_layernorm", "post_mlp_layernorm"
-GLM4_FORMAT = replace(
-    QWEN2_FORMAT,  # as there, num_key_value_heads must be in the file
-    architecture="Glm4ForCausalLM",
-    defaults={
-        **QWEN2_FORMAT.defaults,
-        "head_dim": ("head_dim", 128),
-        "rms_norm_eps": ("norm_eps", 1.5625e-7),
-        "attention_bias": ("attention_bias", True),
-    },
+GLM4_FORMAT = QWEN2_FORMAT.variant(
+    "glm4",
     extra=lambda model: {
         "head_dim": model.head_size,
         "rope_theta": model.rope_theta,

@@ -1,12 +1,10 @@
 """Mistral: Llama whose attention may see a window of positions only (Jiang et al. 2023)."""
 
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
 from typing import Any
 
 from megazero.models.config import ModelConfig
 from megazero.models.llama.family import LLAMA_2, LLAMA_FORMAT, ROTARY_READS, LlamaFamily
-from megazero.models.qwen2 import QWEN2_FORMAT
 
 _WINDOW = 4096  # what transformers takes where the key is missing; null is none
 
@@ -34,13 +32,5 @@ def _unsupported(config: Mapping[str, Any], seq_len: int | None) -> Iterator[str
     yield from LLAMA_FORMAT.problems({**config, "layer_types": kinds - {"sliding_attention"}}, seq_len)
 
 
-MISTRAL_FORMAT = replace(
-    QWEN2_FORMAT,  # as there, num_key_value_heads must be in the file: without it transformers takes 8, whatever the model
-    architecture="MistralForCausalLM",
-    constants={"hidden_act": "silu"},
-    extra=_extra,
-    read_extra=_read_extra,
-    problems=_unsupported,
-    reads=(*LLAMA_FORMAT.reads, "sliding_window"),
-)
+MISTRAL_FORMAT = LLAMA_FORMAT.variant("mistral", extra=_extra, read_extra=_read_extra, problems=_unsupported)
 MISTRAL = LlamaFamily(LLAMA_2, MISTRAL_FORMAT, (*ROTARY_READS, "sliding_window"))

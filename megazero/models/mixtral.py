@@ -1,18 +1,15 @@
 """Mixtral: Mistral with a mixture of experts in place of each MLP (Jiang et al. 2024); the families like it are values."""
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from megazero.models.config import ModelConfig
 from megazero.models.family import HuggingFaceFormat, ModelRule, attention_weights
 from megazero.models.llama.family import LLAMA_FORMAT, ROTARY_READS, LlamaFamily, Variant, read_rope
-from megazero.models.qwen2 import QWEN2_FORMAT
 from megazero.settings import Problem, nearest_text
 
 EXPERT_KEYS = "num_experts", "experts_per_token", "renormalize_gates", "router_aux_coef", "router_z_coef"
-# Keys about the balance of experts, which here are the run file's.
-BALANCE_KEYS = "output_router_logits", "router_aux_loss_coef"
 
 
 @dataclass(frozen=True)
@@ -97,19 +94,7 @@ def _read_extra(config: Mapping[str, Any]) -> dict[str, Any]:
     return LLAMA_FORMAT.read_extra(config) | read_rope(config, theta=1e6)
 
 
-MIXTRAL_FORMAT = replace(
-    QWEN2_FORMAT,  # as there, num_key_value_heads must be in the file
-    architecture="MixtralForCausalLM",
-    sizes={**QWEN2_FORMAT.sizes, "num_local_experts": "num_experts", "num_experts_per_tok": "experts_per_token"},
-    defaults={**QWEN2_FORMAT.defaults, "rms_norm_eps": ("norm_eps", 1e-5)},
-    constants={"hidden_act": "silu"},
-    assumed={**QWEN2_FORMAT.assumed, "sliding_window": None, "router_jitter_noise": 0.0},
-    extra=LLAMA_FORMAT.extra,
-    read_extra=_read_extra,
-    problems=LLAMA_FORMAT.problems,
-    lost=lost_balance,
-    reads=(*LLAMA_FORMAT.reads, *BALANCE_KEYS),
-)
+MIXTRAL_FORMAT = LLAMA_FORMAT.variant("mixtral", read_extra=_read_extra, lost=lost_balance)
 MIXTRAL = ExpertFamily(
     Variant(experts=("block_sparse_moe", ("w1", "w3", "w2"))),
     MIXTRAL_FORMAT,

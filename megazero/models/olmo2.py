@@ -1,14 +1,7 @@
 """OLMo 2: Llama with RMSNorm after attention and MLP, and over all queries and all keys (OLMo et al. 2025, section 3.2)."""
 
-from dataclasses import replace
-
 from megazero.models.llama.family import LLAMA_FORMAT, LlamaFamily, Variant
 
-OLMO2_FORMAT = replace(
-    LLAMA_FORMAT,
-    architecture="Olmo2ForCausalLM",
-    defaults={**LLAMA_FORMAT.defaults, "rms_norm_eps": ("norm_eps", 1e-5)},
-    constants={"hidden_act": "silu", "attention_bias": False},
-)
+OLMO2_FORMAT = LLAMA_FORMAT.variant("olmo2")
 _NORMS = "post_attention_layernorm", "post_feedforward_layernorm"
 OLMO2 = LlamaFamily(Variant(qk_norm="width", norm_place="after", norms=_NORMS), OLMO2_FORMAT)

@@ -1,7 +1,6 @@
 """OLMo 3: OLMo 2 in which most layers attend to a window (Team OLMo et al. 2025)."""
 
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
 from typing import Any
 
 from megazero.models.config import ModelConfig
@@ -67,12 +66,10 @@ def _rope_of_windows(config: Mapping[str, Any]) -> Mapping[str, Any]:
     return (config.get("rope_parameters") or {}).get(_LOCAL) or {}
 
 
-OLMO3_FORMAT = replace(
-    OLMO2_FORMAT,
-    architecture="Olmo3ForCausalLM",
+OLMO3_FORMAT = OLMO2_FORMAT.variant(
+    "olmo3",
     extra=written_ropes,
     read_extra=lambda config: read_windows(config, 4) | read_ropes(config, 5e5, 5e5),
     problems=window_and_rope_problems,
-    reads=(*OLMO2_FORMAT.reads, "sliding_window"),
 )
 OLMO3 = LlamaFamily(OLMO2.variant, OLMO3_FORMAT, (*ROTARY_READS, "rope_local_theta", *WINDOWS))

@@ -1,12 +1,11 @@
 """OLMoE: Llama with RMSNorm over all queries and all keys, and a mixture of experts (Muennighoff et al. 2024)."""
 
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
 from typing import Any
 
 from megazero.models.config import ModelConfig
 from megazero.models.llama.family import LLAMA_FORMAT, Variant, read_rope, written_rope
-from megazero.models.mixtral import BALANCE_KEYS, EXPERT_KEYS, ExpertDefaults, ExpertFamily, lost_balance
+from megazero.models.mixtral import EXPERT_KEYS, ExpertDefaults, ExpertFamily, lost_balance
 
 
 def _extra(model: ModelConfig) -> dict[str, Any]:
@@ -20,22 +19,8 @@ def _unsupported(config: Mapping[str, Any], seq_len: int | None) -> Iterator[str
     yield from LLAMA_FORMAT.problems(config, seq_len)
 
 
-OLMOE_FORMAT = replace(
-    LLAMA_FORMAT,
-    architecture="OlmoeForCausalLM",
-    sizes={**LLAMA_FORMAT.sizes, "num_experts": "num_experts", "num_experts_per_tok": "experts_per_token"},
-    defaults={
-        **LLAMA_FORMAT.defaults,
-        "rms_norm_eps": ("norm_eps", 1e-5),
-        "norm_topk_prob": ("renormalize_gates", False),
-    },
-    constants={"hidden_act": "silu", "attention_bias": False},
-    assumed={**LLAMA_FORMAT.assumed, "clip_qkv": None},
-    extra=_extra,
-    read_extra=read_rope,
-    problems=_unsupported,
-    lost=lost_balance,
-    reads=(*LLAMA_FORMAT.reads, *BALANCE_KEYS),
+OLMOE_FORMAT = LLAMA_FORMAT.variant(
+    "olmoe", extra=_extra, read_extra=read_rope, problems=_unsupported, lost=lost_balance
 )
 OLMOE = ExpertFamily(
     Variant(qk_norm="width", experts=("mlp", ("gate_proj", "up_proj", "down_proj"))),

@@ -1,13 +1,9 @@
 """Qwen 2 and 2.5: Llama with biases of q, k and v (Yang et al. 2024)."""
 
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
 from typing import Any
 
 from megazero.models.llama.family import LLAMA_FORMAT, LlamaFamily, Variant
-
-# transformers gives a file without this key 32 heads, whatever the model; so it must be there.
-_KV_HEADS = {"num_key_value_heads": "num_kv_heads"}
 
 
 def _unsupported(config: Mapping[str, Any], seq_len: int | None) -> Iterator[str]:
@@ -19,14 +15,8 @@ def _unsupported(config: Mapping[str, Any], seq_len: int | None) -> Iterator[str
     yield from LLAMA_FORMAT.problems(config, seq_len)
 
 
-QWEN2_FORMAT = replace(
-    LLAMA_FORMAT,
-    architecture="Qwen2ForCausalLM",
-    sizes={**LLAMA_FORMAT.sizes, **_KV_HEADS},
-    defaults={theirs: ours for theirs, ours in LLAMA_FORMAT.defaults.items() if theirs not in _KV_HEADS},
-    constants={"hidden_act": "silu"},
-    extra=lambda model: LLAMA_FORMAT.extra(model) | {"use_sliding_window": False},
-    problems=_unsupported,
-    reads=(*LLAMA_FORMAT.reads, "use_sliding_window", "sliding_window", "max_window_layers"),
+# transformers gives a file without num_key_value_heads 32 heads, whatever the model; so it must be there.
+QWEN2_FORMAT = LLAMA_FORMAT.variant(
+    "qwen2", extra=lambda model: LLAMA_FORMAT.extra(model) | {"use_sliding_window": False}, problems=_unsupported
 )
 QWEN2 = LlamaFamily(Variant(qkv_bias=True), QWEN2_FORMAT)

@@ -1,11 +1,10 @@
 """Qwen 3 with experts: Qwen 3 with a mixture of experts in place of each MLP (Yang et al. 2025, section 2)."""
 
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
 from typing import Any
 
 from megazero.models.llama.family import ROTARY_READS, Variant
-from megazero.models.mixtral import BALANCE_KEYS, EXPERT_KEYS, ExpertDefaults, ExpertFamily, lost_balance
+from megazero.models.mixtral import EXPERT_KEYS, ExpertDefaults, ExpertFamily, lost_balance
 from megazero.models.qwen3 import QWEN3_FORMAT
 
 
@@ -15,22 +14,7 @@ def _unsupported(config: Mapping[str, Any], seq_len: int | None) -> Iterator[str
     yield from QWEN3_FORMAT.problems(config, seq_len)
 
 
-QWEN3_MOE_FORMAT = replace(
-    QWEN3_FORMAT,
-    architecture="Qwen3MoeForCausalLM",
-    sizes={
-        **QWEN3_FORMAT.sizes,
-        "num_experts": "num_experts",
-        "num_experts_per_tok": "experts_per_token",
-        "moe_intermediate_size": "expert_hidden_size",
-    },
-    defaults={**QWEN3_FORMAT.defaults, "norm_topk_prob": ("renormalize_gates", False)},
-    assumed={**QWEN3_FORMAT.assumed, "decoder_sparse_step": 1},
-    problems=_unsupported,
-    lost=lost_balance,
-    aliases={"num_local_experts": "num_experts"},  # as transformers 5 writes it
-    reads=(*QWEN3_FORMAT.reads, *BALANCE_KEYS, "mlp_only_layers"),
-)
+QWEN3_MOE_FORMAT = QWEN3_FORMAT.variant("qwen3_moe", problems=_unsupported, lost=lost_balance)
 QWEN3_MOE = ExpertFamily(
     Variant(qk_norm="head", experts=("mlp", ("gate_proj", "up_proj", "down_proj"))),
     QWEN3_MOE_FORMAT,

@@ -1,7 +1,6 @@
 """SmolLM3: Llama with some layers that do not rotate queries and keys (Bakouch et al. 2025; Yang et al. 2025, RNoPE)."""
 
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
 from megazero.models.config import ModelConfig
@@ -22,13 +21,5 @@ def _read_extra(config: Mapping[str, Any]) -> dict[str, Any]:
     return LLAMA_FORMAT.read_extra(config) | read_rope(config, theta=2e6) | {"no_rope_every": every}
 
 
-SMOLLM3_FORMAT = replace(
-    QWEN2_FORMAT,  # as there, num_key_value_heads must be in the file
-    architecture="SmolLM3ForCausalLM",
-    defaults={**QWEN2_FORMAT.defaults, **BIASES, "tie_word_embeddings": ("tie_embeddings", True)},
-    assumed={**QWEN2_FORMAT.assumed, "use_sliding_window": False},
-    extra=_extra,
-    read_extra=_read_extra,
-    reads=(*QWEN2_FORMAT.reads, *_KEYS),
-)
+SMOLLM3_FORMAT = QWEN2_FORMAT.variant("smollm3", extra=_extra, read_extra=_read_extra)
 SMOLLM3 = LlamaFamily(LLAMA_2, SMOLLM3_FORMAT, (*ROTARY_READS, *BIASES, "no_rope_every"))

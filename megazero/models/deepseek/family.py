@@ -6,9 +6,7 @@ deepseek_v3    by sigmoids and a bias that balances them without a loss, of grou
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +14,6 @@ from megazero.models.config import ModelConfig
 from megazero.models.family import HuggingFaceFormat, ModelFamily, ModelRule
 from megazero.models.llama.family import LLAMA_2, LLAMA_FORMAT, read_rope, written_rope
 from megazero.models.mixtral import ExpertDefaults, ExpertFamily
-from megazero.models.qwen2 import QWEN2_FORMAT
 from megazero.settings import Problem
 
 if TYPE_CHECKING:
@@ -136,51 +133,9 @@ def _lost(config: Mapping[str, Any]) -> Iterator[str]:
         yield f"num_nextn_predict_layers = {layers!r}: layers that predict further tokens are left out, as in transformers"
 
 
-V2_FORMAT = replace(
-    QWEN2_FORMAT,  # as there, num_key_value_heads must be in the file
-    architecture="DeepseekV2ForCausalLM",
-    sizes={
-        **QWEN2_FORMAT.sizes,
-        "n_routed_experts": "num_experts",
-        "num_experts_per_tok": "experts_per_token",
-        "moe_intermediate_size": "expert_hidden_size",
-        "n_shared_experts": "shared_experts",
-        **{key: key for key in _LATENT_SIZES},
-    },
-    defaults={
-        **QWEN2_FORMAT.defaults,
-        "first_k_dense_replace": ("first_dense_layers", 0),
-        "routed_scaling_factor": ("routed_scaling_factor", 1.0),
-    },
-    constants={"hidden_act": "silu", "attention_bias": False, "mlp_bias": False, "norm_topk_prob": False},
-    assumed={**LLAMA_FORMAT.assumed, "scoring_func": "softmax", "moe_layer_freq": 1},
-    extra=_extra_of_v2,
-    read_extra=_read_extra_of_v2,
-    problems=_problems_of_v2,
-    lost=_lost,
-    aliases={"num_experts": "n_routed_experts", "num_local_experts": "n_routed_experts"},
-    reads=(
-        *(*LLAMA_FORMAT.reads, "q_lora_rank", "n_group", "topk_group", "topk_method", "num_nextn_predict_layers"),
-        *("qk_head_dim", "ep_size", "aux_loss_alpha", "seq_aux", "auto_map", "output_router_logits"),
-    ),
-)
-V3_FORMAT = replace(
-    V2_FORMAT,
-    architecture="DeepseekV3ForCausalLM",
-    defaults={
-        **V2_FORMAT.defaults,
-        "first_k_dense_replace": ("first_dense_layers", 3),
-        "routed_scaling_factor": ("routed_scaling_factor", 2.5),
-        "norm_topk_prob": ("renormalize_gates", True),
-        "n_group": ("expert_groups", 8),
-        "topk_group": ("groups_per_token", 4),
-    },
-    constants={"hidden_act": "silu", "attention_bias": False, "rope_interleave": True},
-    buffers=re.compile(r".*\.rotary_emb\.inv_freq|model\.layers\.61\..*"),  # of DeepSeek-V3's MTP, as in transformers
-    assumed={**V2_FORMAT.assumed, "scoring_func": "sigmoid", "topk_method": "noaux_tc"},
-    extra=partial(_extra, num_nextn_predict_layers=0),
-    read_extra=_read_extra,
-    problems=LLAMA_FORMAT.problems,
-)
+_FORMAT = LLAMA_FORMAT.variant("deepseek", lost=_lost)
+V2_FORMAT = _FORMAT.variant("deepseek_v2", extra=_extra_of_v2, read_extra=_read_extra_of_v2, problems=_problems_of_v2)
+# Its buffers are those of DeepSeek-V3's MTP, as in transformers.
+V3_FORMAT = _FORMAT.variant("deepseek_v3", extra=partial(_extra, num_nextn_predict_layers=0), read_extra=_read_extra)
 DEEPSEEK_V2 = DeepseekFamily(V2_FORMAT, ExpertDefaults(64, 6), shared=2)
 DEEPSEEK_V3 = DeepseekFamily(V3_FORMAT, ExpertDefaults(256, 8, renormalizes=True), shared=1, bias_rate=0.001)

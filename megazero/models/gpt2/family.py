@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -47,39 +46,12 @@ class GPT2Family(ModelFamily):
     """GPT-2."""
 
     ties_embeddings, learns_positions = True, True
-    hugging_face = HuggingFaceFormat(
-        architecture="GPT2LMHeadModel",
-        sizes={
-            "n_embd": "hidden_size",
-            "n_layer": "num_layers",
-            "n_head": "num_heads",
-            "vocab_size": "vocab_size",
-            "n_positions": "seq_len",
-        },
-        defaults={
-            "n_inner": ("ffn_hidden_size", None),
-            "layer_norm_epsilon": ("norm_eps", 1e-5),
-            "initializer_range": ("init_std", 0.02),
-        },
-        constants={"activation_function": "gelu_new"},
-        assumed={
-            "scale_attn_weights": True,
-            "scale_attn_by_inverse_layer_idx": False,
-            "add_cross_attention": False,
-            "tie_word_embeddings": True,
-            "quantization_config": None,
-        },
-        prefix="transformer.",
-        buffers=re.compile(r"(transformer\.)?h\.\d+\.attn\.(bias|masked_bias)"),
-        embedding="transformer.wte.weight",
+    hugging_face = HuggingFaceFormat().variant(
+        "gpt2",
         extra=lambda model: {"embd_pdrop": model.dropout, "resid_pdrop": model.dropout, "attn_pdrop": 0.0},
         read_extra=_dropout,
         problems=_unsupported,
         lost=_lost,
-        reads=(
-            *("embd_pdrop", "resid_pdrop", "attn_pdrop", "n_ctx", "reorder_and_upcast_attn"),
-            *(f"summary_{key}" for key in ("type", "use_proj", "activation", "first_dropout", "proj_to_labels")),
-        ),
     )
 
     def rules(self) -> tuple[ModelRule, ...]:

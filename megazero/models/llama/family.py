@@ -5,9 +5,8 @@ Rotary positions, RMSNorm, SwiGLU, grouped-query attention (Touvron et al. 2023;
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from math import sqrt
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -81,40 +80,13 @@ def _lost(config: Mapping[str, Any]) -> Iterator[str]:
         yield f"pretraining_tp = {parts!r}: here each product is computed at once, which gives the same numbers"
 
 
-LLAMA_FORMAT = HuggingFaceFormat(
-    architecture="LlamaForCausalLM",
-    sizes={
-        "hidden_size": "hidden_size",
-        "num_hidden_layers": "num_layers",
-        "num_attention_heads": "num_heads",
-        "intermediate_size": "ffn_hidden_size",
-        "vocab_size": "vocab_size",
-        "max_position_embeddings": "seq_len",
-    },
-    defaults={
-        "num_key_value_heads": ("num_kv_heads", None),
-        "rms_norm_eps": ("norm_eps", 1e-6),
-        "tie_word_embeddings": ("tie_embeddings", False),
-        "initializer_range": ("init_std", 0.02),
-    },
-    constants={"hidden_act": "silu"},
-    assumed={"quantization_config": None},
-    prefix="model.",
-    buffers=re.compile(r".*\.rotary_emb\.inv_freq"),
-    embedding="model.embed_tokens.weight",
-    extra=_extra,
-    read_extra=_read_extra,
-    problems=llama_problems,
-    lost=_lost,
-    reads=(
-        *("head_dim", "rope_theta", "rope_scaling", "rope_parameters", "partial_rotary_factor", "layer_types"),
-        *("original_max_position_embeddings", "attention_dropout", "pretraining_tp"),
-    ),
+LLAMA_FORMAT = HuggingFaceFormat().variant(
+    "like_llama", extra=_extra, read_extra=_read_extra, problems=llama_problems, lost=_lost
 )
 
 
 ROTARY_READS = "rope_theta", "rope_scaling", "head_dim"
-BIASES = {key: (key, False) for key in ("attention_bias", "mlp_bias")}
+BIASES = "attention_bias", "mlp_bias"
 
 
 class LlamaFamily(ModelFamily):
@@ -264,6 +236,4 @@ def _kind(rope: Mapping[str, Any]) -> str:
     return str(rope.get("rope_type", rope.get("type", "default")) or "default")
 
 
-LLAMA = CheckedFamily(
-    LLAMA_2, replace(LLAMA_FORMAT, defaults={**LLAMA_FORMAT.defaults, **BIASES}), (*ROTARY_READS, *BIASES)
-)
+LLAMA = CheckedFamily(LLAMA_2, LLAMA_FORMAT.variant("llama"), (*ROTARY_READS, *BIASES))
