@@ -11,8 +11,9 @@ import torch
 from harness import run_world
 from plain_model import best_experts, expert_shares, swish
 from test_any_shape import _assert_agrees
+from torch import Tensor
 from torch.distributions import Categorical
-from worlds import MIXTRAL, SAMPLES, on_one_state, pairwise, run_of, train_on, train_plainly
+from worlds import MIXTRAL, SAMPLES, on_one_state, pairwise, run_of, state_on, train_on, train_plainly
 
 from megazero.config import ResolvedRun
 from megazero.engine import Engine
@@ -99,36 +100,47 @@ ROUTERS = {
 }
 
 
-@pytest.mark.parametrize("k", [1, 3, 4])
-@pytest.mark.parametrize("router", ROUTERS)
-def test_whatever_the_router_does_gradients_are_those_of_a_sum_over_all_experts(router: str, k: int) -> None:
-    """Experts without a token and with all of them, and ties: of two that are equal the first is taken."""
+def _layer(rank: int, world: int, router: str, k: int) -> tuple[list[Tensor], list[Tensor], Tensor]:
+    """Of a rank with its samples: input and weights, their gradients, and the tokens of each expert with the entropy."""
     torch.manual_seed(3)
+    ep = state_on(rank, run_of(world, model=MIXTRAL, parallel={"ep": world})).ep
     inner = [(NamedRows(f"{expert} gate", INNER), NamedRows(f"{expert} up", INNER)) for expert in range(4)]
     outer, common = [(NamedRows(f"{expert} down", HIDDEN),) for expert in range(4)], {"init": Initializer(std=0.5)}
     module = MixtureOfExperts(
-        Router("router", (HIDDEN, 4), Choice(k, renormalize=True), sum_over_tp=False, ep=WHOLE, **common),
-        ExpertLinear(inner, HIDDEN, ep=WHOLE, **common),
-        ExpertLinear(outer, INNER, ep=WHOLE, **common),
+        Router("router", (HIDDEN, 4), Choice(k, renormalize=True), sum_over_tp=False, ep=ep, **common),
+        ExpertLinear(inner, HIDDEN, ep=ep, **common),
+        ExpertLinear(outer, INNER, ep=ep, **common),
     )
     with torch.no_grad():
         module.router.weight.copy_(ROUTERS[router](module.router.weight))
-    x, seed = torch.rand(7, 3, HIDDEN, requires_grad=True), torch.randn(7, 3, HIDDEN)
+    x, seed = (tensor.chunk(world, 1)[rank] for tensor in (torch.rand(7, 4, HIDDEN), torch.randn(7, 4, HIDDEN)))
     module.router.balance = Balance(0.0, 0.0, [], WHOLE, torch.zeros(7))
-    module(x, TokenLayout(torch.arange(3))).backward(seed)
+    module(x.requires_grad_(), TokenLayout(torch.arange(4 // world))).backward(seed)
+    tensors = [x, *module.parameters()]
+    return [one.detach() for one in (*tensors, seed)], [one.grad for one in tensors], module.router.balance.tally[:5]
 
-    exact = [tensor.detach().double().requires_grad_() for tensor in (x, *module.parameters())]
-    plain_x, plain_router, gate_up, down = exact
-    shares = expert_shares(plain_x @ plain_router.T, k)
-    given = zip(gate_up.unflatten(0, (4, 2, -1)), down.unflatten(0, (4, -1)), strict=True)
-    outs = [(swish(plain_x @ gate.T) * (plain_x @ up.T)) @ out.T for (gate, up), out in given]
-    sum(shares[..., e, None] * out for e, out in enumerate(outs)).backward(seed.double())
-    scores = (plain_x @ plain_router.T).detach()
-    assert module.router.balance.tally[:4].tolist() == best_experts(scores, k).sum((0, 1)).tolist()
-    entropy = float(Categorical(logits=scores).entropy().sum())
-    assert float(module.router.balance.tally[4]) == pytest.approx(entropy, rel=1e-5, abs=1e-6)
-    for got, wanted in zip((x, *module.parameters()), exact, strict=True):
-        assert float((got.grad.double() - wanted.grad).norm()) < 1e-5 * float(exact[0].grad.norm())
+
+@pytest.mark.parametrize("k", [1, 3, 4])
+@pytest.mark.parametrize("router", ROUTERS)
+def test_whatever_the_router_does_gradients_are_those_of_a_sum_over_all_experts(router: str, k: int) -> None:
+    """Experts, and ranks, without a token and with all of them; and ties: of two that are equal the first is taken."""
+    for world in (1, 2):
+        values, gradients, tallies = zip(*run_world(world, _layer, world, router, k), strict=True)
+        x, weight, gate_up, down, seed = (list(each) for each in zip(*values, strict=True))
+        exact = [torch.cat(x, 1), weight[0], torch.cat(gate_up), torch.cat(down)]
+        plain_x, plain_router, gate_up, down = exact = [tensor.double().requires_grad_() for tensor in exact]
+        shares = expert_shares(plain_x @ plain_router.T, k)
+        given = zip(gate_up.unflatten(0, (4, 2, -1)), down.unflatten(0, (4, -1)), strict=True)
+        outs = [(swish(plain_x @ gate.T) * (plain_x @ up.T)) @ out.T for (gate, up), out in given]
+        sum(shares[..., e, None] * out for e, out in enumerate(outs)).backward(torch.cat(seed, 1).double())
+        scores, tally = (plain_x @ plain_router.T).detach(), sum(tallies)
+        assert tally[:4].tolist() == best_experts(scores, k).sum((0, 1)).tolist()
+        entropy = float(Categorical(logits=scores).entropy().sum())
+        assert float(tally[4]) == pytest.approx(entropy, rel=1e-5, abs=1e-6)
+        x, weight, gate_up, down = (list(each) for each in zip(*gradients, strict=True))
+        found = torch.cat(x, 1), sum(weight), torch.cat(gate_up), torch.cat(down)
+        for got, wanted in zip(found, exact, strict=True):
+            assert float((got.double() - wanted.grad).norm()) < 1e-5 * float(exact[0].grad.norm())
 
 
 def test_each_layer_of_a_block_waits_for_its_own_weights() -> None:
