@@ -221,11 +221,21 @@ def test_matrices_have_8_bytes_of_state_travel_once_each_way_and_are_iterated_on
     shards = zero.get("shard_group_size", world)
     formula = found[0]["elements"] * 4 * ((shards - 1) / shards + world // shards - 1 / shards)
     assert 0 < sum(one["sent"] for one in found) <= 1.25 * formula  # few matrices: owners hold uneven parts
+    _assert_balanced(run, found, 1)
+
+
+def test_each_experts_matrix_is_iterated_once_by_owners_balanced_over_its_replicas() -> None:
+    run = _run(4, "mixtral", parallel={"ep": 2}, zero={"stage": 1, "bucket_bytes": 1 << 20})
+    _assert_balanced(run, run_world(4, _measured, run), 2)  # those of experts, and all others
+
+
+def _assert_balanced(run: ResolvedRun, found: list[dict[str, Any]], kinds: int) -> None:
+    """No rank iterates more than the mean and a matrix of each kind more."""
     shapes = [tuple(value.shape) for name, value in initial_weights(run).items() if _is_matrix(name)]
     assert sorted(shape for one in found for shape in one["shapes"]) == sorted(shapes)
     work = [sum(20 * min(one) ** 2 * max(one) + 10 * min(one) ** 3 for one in rank["shapes"]) for rank in found]
     largest = max(20 * min(one) ** 2 * max(one) + 10 * min(one) ** 3 for one in shapes)
-    assert max(work) <= sum(work) / world + largest
+    assert max(work) <= sum(work) / len(found) + kinds * largest
 
 
 def test_a_run_has_the_same_losses_on_every_shape() -> None:
