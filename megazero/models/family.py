@@ -1,4 +1,4 @@
-"""The interface of a model family to the rest of the package.  The built-in families are listed in `registry.py`.
+"""The interface of a model family to the rest of the package.  The built-in families are listed in `families.toml`.
 
 config      open sizes, rules           complete, rules
 plan        products per token          layer_weights, flops_per_token
