@@ -1,7 +1,6 @@
 """Mixtral: Mistral with a mixture of experts in place of each MLP (Jiang et al. 2024); the families like it are values."""
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from megazero.models.config import ModelConfig
@@ -12,44 +11,31 @@ from megazero.settings import Problem, nearest_text
 EXPERT_KEYS = "num_experts", "experts_per_token", "renormalize_gates", "router_aux_coef", "router_z_coef"
 
 
-@dataclass(frozen=True)
-class ExpertDefaults:
-    """What is taken where a run file leaves the keys of experts out, as transformers does.
-
-    Args:
-        count, per_token: experts of a layer, and of a token.
-        renormalizes: see `ModelConfig.renormalize_gates`; `fixed`: there is no other form.
-    """
-
-    count: int
-    per_token: int
-    renormalizes: bool = False
-    fixed: bool = False
-
-
 class ExpertFamily(LlamaFamily):
     """A family like Llama with a mixture of experts in every layer.
 
     Args:
         variant, hugging_face: see `LlamaFamily`.
-        defaults: see `ExpertDefaults`.
+        unset: what is taken where a run file leaves these keys out, as transformers does.
         reads: see `ModelFamily`.
+        renormalizes: the one value of `renormalize_gates` that the family has; None where it has both.
     """
 
     def __init__(
-        self, variant: Variant, hugging_face: HuggingFaceFormat, defaults: ExpertDefaults, reads: tuple[str, ...]
+        self,
+        variant: Variant,
+        hugging_face: HuggingFaceFormat,
+        unset: Mapping[str, Any],
+        reads: tuple[str, ...],
+        renormalizes: bool | None = None,
     ) -> None:
         super().__init__(variant, hugging_face, reads)
-        self.defaults = defaults
+        self.unset, self.renormalizes = unset, renormalizes
 
     def complete(self, model: ModelConfig) -> ModelConfig:
-        model, defaults = super().complete(model), self.defaults
-        unset: dict[str, object] = {
-            "num_experts": defaults.count,
-            "experts_per_token": min(defaults.per_token, model.num_experts or defaults.count),
-            "renormalize_gates": defaults.renormalizes,
-            "expert_hidden_size": model.ffn_hidden_size,
-        }
+        model = super().complete(model)
+        per_token = min(self.unset["experts_per_token"], model.num_experts or self.unset["num_experts"])
+        unset = {**self.unset, "experts_per_token": per_token, "expert_hidden_size": model.ffn_hidden_size}
         update = {key: value for key, value in unset.items() if key in self.reads and getattr(model, key) is None}
         return model.model_copy(update=update)
 
@@ -64,15 +50,15 @@ class ExpertFamily(LlamaFamily):
 
     def check_per_token(self, model: ModelConfig, _: int) -> Iterator[Problem]:
         """experts_per_token is at most num_experts."""
-        count = model.num_experts or self.defaults.count
+        count = model.num_experts or self.unset["num_experts"]
         if model.experts_per_token is not None and model.experts_per_token > count:
             rule = f"must be at most num_experts={count}"
             yield Problem("model.experts_per_token", model.experts_per_token, rule, nearest_text([count]))
 
     def check_gates(self, model: ModelConfig, _: int) -> Iterator[Problem]:
         """renormalize_gates has a value that the family supports."""
-        fixed = self.defaults.renormalizes
-        if self.defaults.fixed and model.renormalize_gates not in (None, fixed):
+        fixed = self.renormalizes
+        if fixed is not None and model.renormalize_gates not in (None, fixed):
             rule = f"must be {str(fixed).lower()} for {model.family}, which has no other form"
             yield Problem("model.renormalize_gates", model.renormalize_gates, rule, "leave it out")
 
@@ -98,6 +84,7 @@ MIXTRAL_FORMAT = LLAMA_FORMAT.variant("mixtral", read_extra=_read_extra, lost=lo
 MIXTRAL = ExpertFamily(
     Variant(experts=("block_sparse_moe", ("w1", "w3", "w2"))),
     MIXTRAL_FORMAT,
-    ExpertDefaults(8, 2, renormalizes=True, fixed=True),
+    {"num_experts": 8, "experts_per_token": 2, "renormalize_gates": True},
     (*ROTARY_READS, *EXPERT_KEYS),
+    renormalizes=True,
 )

@@ -5,7 +5,7 @@ from typing import Any
 
 from megazero.models.config import ModelConfig
 from megazero.models.llama.family import LLAMA_FORMAT, Variant, read_rope, written_rope
-from megazero.models.mixtral import EXPERT_KEYS, ExpertDefaults, ExpertFamily, lost_balance
+from megazero.models.mixtral import EXPERT_KEYS, ExpertFamily, lost_balance
 
 
 def _extra(model: ModelConfig) -> dict[str, Any]:
@@ -25,6 +25,6 @@ OLMOE_FORMAT = LLAMA_FORMAT.variant(
 OLMOE = ExpertFamily(
     Variant(qk_norm="width", experts=("mlp", ("gate_proj", "up_proj", "down_proj"))),
     OLMOE_FORMAT,
-    ExpertDefaults(64, 8),
+    {"num_experts": 64, "experts_per_token": 8, "renormalize_gates": False},
     ("rope_theta", "rope_scaling", *EXPERT_KEYS),
 )

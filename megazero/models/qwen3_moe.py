@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from megazero.models.llama.family import ROTARY_READS, Variant
-from megazero.models.mixtral import EXPERT_KEYS, ExpertDefaults, ExpertFamily, lost_balance
+from megazero.models.mixtral import EXPERT_KEYS, ExpertFamily, lost_balance
 from megazero.models.qwen3 import QWEN3_FORMAT
 
 
@@ -18,6 +18,6 @@ QWEN3_MOE_FORMAT = QWEN3_FORMAT.variant("qwen3_moe", problems=_unsupported, lost
 QWEN3_MOE = ExpertFamily(
     Variant(qk_norm="head", experts=("mlp", ("gate_proj", "up_proj", "down_proj"))),
     QWEN3_MOE_FORMAT,
-    ExpertDefaults(128, 8),
+    {"num_experts": 128, "experts_per_token": 8, "renormalize_gates": False},
     (*ROTARY_READS, *EXPERT_KEYS, "expert_hidden_size"),
 )

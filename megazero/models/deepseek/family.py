@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from megazero.models.config import ModelConfig
 from megazero.models.family import HuggingFaceFormat, ModelFamily, ModelRule
 from megazero.models.llama.family import LLAMA_2, LLAMA_FORMAT, read_rope, written_rope
-from megazero.models.mixtral import ExpertDefaults, ExpertFamily
+from megazero.models.mixtral import ExpertFamily
 from megazero.settings import Problem
 
 if TYPE_CHECKING:
@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 _LATENT_SIZES = {"kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128}
 _GROUPS = "expert_groups", "groups_per_token"
 _READS = """
-    rope_theta rope_scaling num_experts experts_per_token expert_hidden_size shared_experts expert_groups groups_per_token
-    routed_scaling_factor router_aux_coef router_z_coef first_dense_layers q_lora_rank
+    rope_theta rope_scaling expert_hidden_size expert_groups groups_per_token routed_scaling_factor router_aux_coef
+    router_z_coef first_dense_layers q_lora_rank
 """
 
 
@@ -31,22 +31,13 @@ class DeepseekFamily(ExpertFamily):
     """DeepSeek-V2 or V3.
 
     Args:
-        hugging_face, defaults: see `ExpertFamily`.
-        shared: shared experts of a layer where a run file leaves them out.
-        bias_rate: the same of `router_bias_rate`; None: experts are chosen by a softmax, without a bias.
+        hugging_face, unset: see `ExpertFamily`; with `router_bias_rate`, experts are chosen by sigmoids and a bias.
     """
 
-    def __init__(
-        self, hugging_face: HuggingFaceFormat, defaults: ExpertDefaults, shared: int, bias_rate: float | None = None
-    ) -> None:
-        own = () if bias_rate is None else ("renormalize_gates", "router_bias_rate")
-        super().__init__(LLAMA_2, hugging_face, defaults, (*_READS.split(), *_LATENT_SIZES, *own))
-        self._unset = _LATENT_SIZES | {"shared_experts": shared, "router_bias_rate": bias_rate}
-        self._sigmoid = bias_rate is not None
-
-    def complete(self, model: ModelConfig) -> ModelConfig:
-        unset = {key: value for key, value in self._unset.items() if getattr(model, key) is None}
-        return super().complete(model.model_copy(update=unset))
+    def __init__(self, hugging_face: HuggingFaceFormat, unset: Mapping[str, Any]) -> None:
+        unset = {**_LATENT_SIZES, **unset}
+        super().__init__(LLAMA_2, hugging_face, unset, (*_READS.split(), *unset))
+        self._sigmoid = "router_bias_rate" in unset
 
     hidden_size_divisor = ModelFamily.hidden_size_divisor  # the size of heads has keys of its own
 
@@ -137,5 +128,7 @@ _FORMAT = LLAMA_FORMAT.variant("deepseek", lost=_lost)
 V2_FORMAT = _FORMAT.variant("deepseek_v2", extra=_extra_of_v2, read_extra=_read_extra_of_v2, problems=_problems_of_v2)
 # Its buffers are those of DeepSeek-V3's MTP, as in transformers.
 V3_FORMAT = _FORMAT.variant("deepseek_v3", extra=partial(_extra, num_nextn_predict_layers=0), read_extra=_read_extra)
-DEEPSEEK_V2 = DeepseekFamily(V2_FORMAT, ExpertDefaults(64, 6), shared=2)
-DEEPSEEK_V3 = DeepseekFamily(V3_FORMAT, ExpertDefaults(256, 8, renormalizes=True), shared=1, bias_rate=0.001)
+_V2 = {"num_experts": 64, "experts_per_token": 6, "shared_experts": 2}
+_V3 = {"num_experts": 256, "experts_per_token": 8, "shared_experts": 1}
+DEEPSEEK_V2 = DeepseekFamily(V2_FORMAT, _V2)
+DEEPSEEK_V3 = DeepseekFamily(V3_FORMAT, _V3 | {"renormalize_gates": True, "router_bias_rate": 0.001})
