@@ -13,7 +13,7 @@ import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeAlias
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 from pydantic_core import PydanticCustomError
@@ -30,6 +30,9 @@ _SECRET = re.compile(
     r"([?&;#][\w.-]*(?:token|secret|passw|pwd|sig|key|credential|auth(?!or)|code)[\w.-]*=)[^&;#]+", re.IGNORECASE
 )
 _TOKEN = re.compile(r"(?:gh[pousr]_|github_pat_|glpat-|hf_|sk-|xox\w-).+|(?=.*\d)(?=.*[a-z])(?=.*[A-Z])[\w-]{20,}")
+
+#: Takes a line for the terminal.
+Say: TypeAlias = Callable[[str], None]
 
 Count = Annotated[int, Field(ge=1, le=LARGEST_COUNT)]
 CountOrZero = Annotated[int, Field(ge=0, le=LARGEST_COUNT)]

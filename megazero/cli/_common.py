@@ -39,9 +39,8 @@ class Local(TyperGroup):
         if args[0] == "data":  # of which inputs may be URLs
             urls = [(before, arg) for before, arg in urls if before in ("--out", "--tokenizer") or arg.startswith("--")]
         if args[0] != "checkpoint" and urls:
-            fail(
-                f"{urls[0][1]} is a URL, and megazero {args[0]} takes files of this machine: copy it here", EXIT_REFUSED
-            )
+            takes = f"megazero {args[0]} takes files of this machine"
+            fail(f"{urls[0][1]} is a URL, and {takes}: copy it here", EXIT_REFUSED)
         return super().resolve_command(ctx, args)
 
 

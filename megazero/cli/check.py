@@ -23,16 +23,10 @@ if TYPE_CHECKING:
 def check(
     config: Annotated[Path, typer.Argument(help="The run's TOML file.")],
     overrides: Annotated[list[str] | None, typer.Argument(help="key.sub=value, over what the file says.")] = None,
-    world_size: Annotated[
-        int | None, typer.Option(min=1, help="Ranks of the run; launch.nproc_per_node by default.")
-    ] = None,
+    world_size: Annotated[int | None, typer.Option(min=1, help="Ranks; launch.nproc_per_node by default.")] = None,
     nproc_per_node: Annotated[int, typer.Option(min=1, help="Ranks of a machine.")] = 8,
-    device_gib: Annotated[
-        float | None, typer.Option(min=0, help="Memory that a rank has, to be told whether the run fits.")
-    ] = None,
-    gpu: Annotated[
-        str | None, typer.Option(help="Device of every rank, such as h200, to be told at which moment it is fullest.")
-    ] = None,
+    device_gib: Annotated[float | None, typer.Option(min=0, help="Memory of a rank, to see whether it fits.")] = None,
+    gpu: Annotated[str | None, typer.Option(help="Device of a rank, such as h200, to see when it is fullest.")] = None,
 ) -> None:
     """Say everything about a run file without starting it.  Exit code 2 with every problem where it cannot run."""
     from megazero.checkpoint.index import CheckpointError
@@ -43,9 +37,8 @@ def check(
     from megazero.training.resuming import foresee
 
     try:
-        run = load_config(
-            config, overrides or [], world_size, rules=(callback_problems, *FILE_RULES), asks="--world-size"
-        )
+        rules = (callback_problems, *FILE_RULES)
+        run = load_config(config, overrides or [], world_size, rules=rules, asks="--world-size")
         if found := list(layer_problems(run.config)):
             raise ConfigError(found, os.fspath(config))
         resumes = foresee(run.config, None if not_here(run.config) else partial(fingerprint_of, run.config))

@@ -124,10 +124,8 @@ def verify(directory: Annotated[str, typer.Argument(help="A step directory, or o
         folder = folder_at(directory)
         steps = [folder] if was_begun(folder) else list(filter(was_begun, map(folder.child, folder.folders())))
         if not steps:
-            fail(
-                f"{directory} is no checkpoint and holds none: name the directory of a step, or of a run's checkpoints",
-                1,
-            )
+            hint = "name the directory of a step, or of a run's checkpoints"
+            fail(f"{directory} is no checkpoint and holds none: {hint}", 1)
         results = [_verify(step) for step in steps]
     if False in results or True not in results:
         raise typer.Exit(1)
@@ -208,14 +206,10 @@ def export(
     directory: Step,
     out: Annotated[str, typer.Argument(help="New directory of the model, or a URL.")],
     to: Annotated[str, typer.Option(help="hf: a transformers model; dcp: of torch.distributed, with moments.")] = "hf",
-    names: Annotated[
-        str | None, typer.Option(help="Table of names, dcp; torchtitan's by default, if it has any.")
-    ] = None,
+    names: Annotated[str | None, typer.Option(help="Table of names, dcp; torchtitan's by default, if any.")] = None,
     dtype: DtypeOption = None,
     max_shard_size: ShardOption = None,
-    averaged: Annotated[
-        bool, typer.Option("--averaged", help="The averages that [average] kept of the weights.")
-    ] = False,
+    averaged: Annotated[bool, typer.Option("--averaged", help="The weights' averages, which [average] kept.")] = False,
     extension: ExtensionOption = None,
 ) -> None:
     """Write a checkpoint's model for transformers, with its tokenizer; or its whole state for other trainers."""

@@ -22,12 +22,11 @@ def _print_version(wanted: bool) -> None:
         raise typer.Exit
 
 
+_Version = Annotated[bool, typer.Option("--version", help="Print the version.", callback=_print_version, is_eager=True)]
+
+
 @app.callback()
-def _megazero(
-    version: Annotated[
-        bool, typer.Option("--version", help="Print the version.", callback=_print_version, is_eager=True)
-    ] = False,
-) -> None:
+def _megazero(version: _Version = False) -> None:
     """Pretrain GPTs on any shape of cluster: one TOML file is one run.  `megazero config` prints all that it may say."""
 
 

@@ -15,10 +15,8 @@ def models() -> None:
     from megazero.models.config import ModelConfig
     from megazero.models.registry import PARAMETERS
 
-    numbers = (
-        Column(name, justify="right") for name in ("parameters", "layers", "hidden", "heads", "vocab", "context")
-    )
-    table = Table("model.preset", "family", *numbers, box=None)
+    right = (Column(name, justify="right") for name in ("parameters", "layers", "hidden", "heads", "vocab", "context"))
+    table = Table("model.preset", "family", *right, box=None)
     for name, parameters in PARAMETERS.items():
         model = ModelConfig(preset=name)
         sizes = parameters, model.num_layers, model.hidden_size, model.num_heads, model.vocab_size, model.seq_len
@@ -27,12 +25,8 @@ def models() -> None:
 
 
 def config(
-    name: Annotated[
-        str, typer.Argument(help="A section or a key, such as zero or training.steps; all by default.")
-    ] = "",
-    schema: Annotated[
-        bool, typer.Option("--schema", help="Write the JSON schema, for editors (docs/config.md).")
-    ] = False,
+    name: Annotated[str, typer.Argument(help="A section or key, such as zero or training.steps; all by default.")] = "",
+    schema: Annotated[bool, typer.Option("--schema", help="The JSON schema, for editors (docs/config.md).")] = False,
 ) -> None:
     """Print every key of a run file with its text, type and default: itself a run file."""
     from megazero.config.document import json_schema, reference

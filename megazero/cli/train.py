@@ -115,10 +115,8 @@ def _failure(run: ResolvedRun, has_cause: bool) -> str:
 
     begins = "once the cause is mended, the run" if has_cause else "the same command"
     wish = run.config.checkpoint.resume
-    start = (
-        "begins at step 0" if wish in ("auto", "never") else f"goes on from checkpoint.resume={hide_passwords(wish)}"
-    )
-    nothing = f"no checkpoint had been written yet; {begins} {start} again"
+    does = "begins at step 0" if wish in ("auto", "never") else f"goes on from checkpoint.resume={hide_passwords(wish)}"
+    nothing = f"no checkpoint had been written yet; {begins} {does} again"
     try:
         newest, state = find_newest(checkpoints_of(run.config)), nothing
     except Exception as error:  # of a storage that may be why the run ended

@@ -44,10 +44,9 @@ def lacks_memory(error: BaseException) -> bool:
     """
     if isinstance(error, LostPeerError):
         return False
-    text = str(error)
-    return bool(_NO_MEMORY.search(text)) or (
-        bool(_OF_A_FULL_DEVICE.search(text)) and torch.cuda.mem_get_info()[0] < _LEAST_FREE
-    )
+    if _NO_MEMORY.search(text := str(error)):
+        return True
+    return bool(_OF_A_FULL_DEVICE.search(text)) and torch.cuda.mem_get_info()[0] < _LEAST_FREE
 
 
 class LostPeerError(RuntimeError):
@@ -88,9 +87,7 @@ class Pending:
     _wait: Wait | None = None  # needed by `__del__` if an interrupt stopped `__init__`
     _group: Group | None = None
 
-    def __init__(
-        self, wait: Wait | None = None, finish: Callable[[], object] | None = None, group: Group | None = None
-    ) -> None:
+    def __init__(self, wait: Wait | None = None, finish: Wait | None = None, group: Group | None = None) -> None:
         self._wait, self._finish, self._group = wait, finish, group
 
     def wait(self) -> None:
@@ -262,9 +259,8 @@ def broadcast(tensor: Tensor, axis: Axis, source: int = 0) -> Pending:
 
 def _check_fits(axis: Axis, out: Tensor, x: Tensor, *, fits: bool) -> None:
     if not fits:
-        raise ValueError(
-            f"over {axis.name} of {axis.size} ranks, {x.dtype} {list(x.shape)} and {list(out.shape)} do not fit"
-        )
+        shapes = f"{x.dtype} {list(x.shape)} and {list(out.shape)}"
+        raise ValueError(f"over {axis.name} of {axis.size} ranks, {shapes} do not fit")
 
 
 def _is_whole(whole: Tensor, part: Tensor, axis: Axis) -> bool:

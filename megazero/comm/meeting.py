@@ -51,12 +51,10 @@ def name_hint(environment: Mapping[str, str]) -> str:
     if one_host or "GLOO_SOCKET_IFNAME" in environment:
         return ""
     try:
-        address = socket.gethostbyname(host := socket.gethostname())
+        own = socket.gethostbyname(host := socket.gethostname())
     except OSError:
         return f"; this host's own name does not resolve: {SET_CARDS}"
-    return f"; {host} resolves to {address} here, where no other host reaches it: {SET_CARDS}" * address.startswith(
-        "127."
-    )
+    return f"; {host} resolves to {own} here, where no other host reaches it: {SET_CARDS}" * own.startswith("127.")
 
 
 def of_this_start(store: Store) -> Store:

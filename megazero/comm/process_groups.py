@@ -94,9 +94,8 @@ def _send(message: bytes, axis: Axis, index: int) -> None:
     begin = len(message).to_bytes(8, "little") + message
     for part in (begin[:_FIRST_BYTES].ljust(_FIRST_BYTES), begin[_FIRST_BYTES:]):
         if part:
-            dist.send(
-                torch.frombuffer(bytearray(part), dtype=torch.uint8), axis.ranks[index], axis.host_group, OBJECT_TAG
-            )
+            leaving = torch.frombuffer(bytearray(part), dtype=torch.uint8)
+            dist.send(leaving, axis.ranks[index], axis.host_group, OBJECT_TAG)
 
 
 def _receive(axis: Axis, index: int) -> bytes:

@@ -9,7 +9,7 @@ Errors raised here are usually the user's, so each names the source and the numb
 import os
 import platform
 import sysconfig
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -22,6 +22,7 @@ from megazero.data.identity import Identity, fingerprint_of, identity_path, lock
 from megazero.data.indexed import IndexedDataset
 from megazero.data.sampler import Blend, SampleStream, UnfitDataError, ValidationStream, Windows, split
 from megazero.data.tokenizer import Tokenizer, load_tokenizer
+from megazero.settings import Say
 
 #: About twelve megabytes of real text that every machine has: enough for a first run, a smoke test or a benchmark.
 PYTHON_STDLIB: Final = "python-stdlib"
@@ -50,7 +51,7 @@ def open_corpus(
     vocab_size: int,
     eod_token: str | None = None,
     ends_as: Sequence[str] = (),
-    say: Callable[[str], None] = lambda _: None,
+    say: Say = lambda _: None,
 ) -> Corpus:
     """Open the sources of a run, check them against the model, and give each sample an index.
 
@@ -182,7 +183,7 @@ def build_python_stdlib(
     cache_dir: str | os.PathLike[str],
     tokenizer: str | os.PathLike[str],
     eod_token: str | None = None,
-    say: Callable[[str], None] = lambda _: None,
+    say: Say = lambda _: None,
 ) -> Path:
     """Return the prefix of the tokenized standard library.  Build it first if `cache_dir` does not have it.
 

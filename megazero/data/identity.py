@@ -13,7 +13,7 @@ its own, which is verified beside the others.  Where file locks end at the machi
 import json
 import os
 import platform
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -24,6 +24,7 @@ import xxhash
 
 from megazero.data.indexed import IndexedDataset, pair_paths
 from megazero.data.sealed import parse_json, seal, unseal
+from megazero.settings import Say
 
 _BLOCK_BYTES: Final = 1 << 24  # part of the format: the content's hash is a hash of the blocks' hashes
 _LARGE_BYTES: Final = 1 << 30  # reading more takes long enough to say so
@@ -87,7 +88,7 @@ def write_identity(path: Path, identity: Identity) -> None:
 
 
 def verified_identity(
-    dataset: IndexedDataset, cache_dir: str | os.PathLike[str], say: Callable[[str], None] = lambda _: None
+    dataset: IndexedDataset, cache_dir: str | os.PathLike[str], say: Say = lambda _: None
 ) -> Identity:
     """The identity of a pair; its bytes are read only once, and again after its files have changed.
 
@@ -117,9 +118,7 @@ def verified_identity(
     return identity
 
 
-def locked(
-    path: Path, what: str, say: Callable[[str], None], *, poll_seconds: float = 0.05
-) -> AbstractContextManager[object]:
+def locked(path: Path, what: str, say: Say, *, poll_seconds: float = 0.05) -> AbstractContextManager[object]:
     """Take the lock beside a file of the cache; `say` gets a line if another process holds it for long.
 
     Args:

@@ -91,9 +91,7 @@ class Windows:
         return ([*lengths, last - 1], True) if last > 1 else (lengths, False)
 
 
-def split(
-    windows: Windows, validation_fraction: float, name: str = "the token source"
-) -> tuple[Windows, Windows | None]:
+def split(windows: Windows, validation_fraction: float, name: str = "the source") -> tuple[Windows, Windows | None]:
     """Split the windows of a source into (training, validation): the last `validation_fraction`, rounded down,
     validate.
 
@@ -111,9 +109,8 @@ def split(
         fix = f"it takes at least 1/{windows.count} = {1 / windows.count:.2g}, or 0 for no validation"
         if windows.count < 2:
             fix = "it takes two windows at least: use more data, a shorter seq_len, or 0"
-        raise UnfitDataError(
-            f"{validation_fraction=} leaves none of {name}'s {windows.count:,} windows for {side}; {fix}"
-        )
+        found = f"{name}'s {windows.count:,} windows"
+        raise UnfitDataError(f"{validation_fraction=} leaves none of {found} for {side}; {fix}")
     return replace(windows, count=kept), replace(windows, first=windows.first + kept, count=held_out)
 
 

@@ -29,27 +29,29 @@ from megazero.layers.sample_part import SamplePart
 from megazero.layers.vocabulary import IGNORED_LABEL
 from megazero.models.gpt import MicroBatch
 from megazero.parallel_state import Axis
+from megazero.settings import Say
 
 T = TypeVar("T")
 
 
 def open_sources(
     config: RunConfig,
-    sources: Sequence[tuple[str, float]],
+    sources: Sequence[tuple[str, float]] | None = None,
     validation_fraction: float | None = None,
-    say: Callable[[str], None] = lambda _: None,
+    say: Say = lambda _: None,
 ) -> Corpus:
     """Open sources with the tokenizer, sample length and vocabulary of a resolved run.
 
     Args:
-        sources: (source, weight) pairs.
+        sources: (source, weight) pairs; None for those that the run trains on.
         validation_fraction: None for that of the run.
         say: takes a line before much is read.
 
     Raises: as `open_corpus`.
     """
+    trained = [(source.path, source.weight) for source in config.data.sources]
     return open_corpus(
-        sources,
+        trained if sources is None else sources,
         tokenizer=config.data.tokenizer,
         seq_len=config.model.seq_len,
         seed=config.training.seed,
@@ -57,14 +59,14 @@ def open_sources(
         cache_dir=cache_directory(config.data),
         vocab_size=config.model.vocab_size,
         eod_token=config.data.eod_token,
-        ends_as=[source.path for source in config.data.sources],
+        ends_as=[path for path, _ in trained],
         say=say,
     )
 
 
-def open_corpus_of(config: RunConfig, say: Callable[[str], None] = lambda _: None) -> Corpus:
+def open_corpus_of(config: RunConfig, say: Say = lambda _: None) -> Corpus:
     """Open the training and validation data of a resolved run on this rank; see `open_corpus` for `say` and the errors."""
-    corpus = open_sources(config, [(source.path, source.weight) for source in config.data.sources], say=say)
+    corpus = open_sources(config, say=say)
     trained_on = set(corpus.contents.values())  # by content: a source may have several paths
     named: dict[str, ValidationStream] = {}
     contents = dict(corpus.contents)
@@ -87,7 +89,7 @@ def check_held_out(config: RunConfig, path: str) -> None:
         )
 
 
-def open_same_corpus(config: RunConfig, world: Axis, say: Callable[[str], None] = lambda _: None) -> Corpus:
+def open_same_corpus(config: RunConfig, world: Axis, say: Say = lambda _: None) -> Corpus:
     """Open the data of a run and check that all ranks read the same.  Called on every rank, before the first step.
 
     Args:
@@ -116,9 +118,7 @@ def _differences(ranks: list[tuple[str, dict[str, str]]]) -> str:
             holders.setdefault(parts.get(name, "none"), []).append(rank)
         if len(holders) > 1:
             lines.append(f"  {name}")
-            lines += [
-                f"    {value} on {_shown(own, [ranks[rank][0] for rank in own])}" for value, own in holders.items()
-            ]
+            lines += [f"    {value} on {_shown(own, [ranks[r][0] for r in own])}" for value, own in holders.items()]
     return "\n".join([*lines, "copy the same files to every host, or put them on a file system that all hosts share"])
 
 
@@ -128,7 +128,7 @@ def _shown(ranks: list[int], hosts: list[str]) -> str:
     return f"{', '.join(different[:4])}{', ...' if len(different) > 4 else ''} (rank {first})"
 
 
-def without_trained(corpus: Corpus, ends: Mapping[str, int], say: Callable[[str], None]) -> Corpus:
+def without_trained(corpus: Corpus, ends: Mapping[str, int], say: Say) -> Corpus:
     """Remove from the validation data what an earlier phase has trained on.
 
     Args:
@@ -157,8 +157,7 @@ def without_trained(corpus: Corpus, ends: Mapping[str, int], say: Callable[[str]
 def fingerprint_of(config: RunConfig, seq_len: int) -> str:
     """Fingerprint of a run's training data, cut into samples of `seq_len` tokens.  Raises: as `open_corpus_of`."""
     model = config.model.model_copy(update={"seq_len": seq_len})
-    sources = [(source.path, source.weight) for source in config.data.sources]
-    return open_sources(config.model_copy(update={"model": model}), sources).fingerprint
+    return open_sources(config.model_copy(update={"model": model})).fingerprint
 
 
 def read_batches(stream: Stream, first: int, count: int, micro_batch_size: int, share: BatchShare) -> list[MicroBatch]:
@@ -216,9 +215,7 @@ def placed(batches: list[MicroBatch], share: BatchShare, seq_len: int) -> list[M
     parts: Sequence[SamplePart | None] = [None if share.documents else share.part_of(None, seq_len)] * len(batches)
     if share.documents:
         own = [batch.part for batch in batches if batch.part is not None]
-        rows, positions = (
-            _copied([getattr(part, name) for part in own], share.device) for name in ("rows", "positions")
-        )
+        rows, positions = (_copied([getattr(p, name) for p in own], share.device) for name in ("rows", "positions"))
         parts = [replace(part, rows=r, positions=p) for part, r, p in zip(own, rows, positions, strict=True)]
     return list(map(MicroBatch, ids, tokens, labels, parts))
 

@@ -9,6 +9,7 @@ A file that is not on this machine is said to be unchecked; one that is there mu
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
+from itertools import chain
 from pathlib import Path
 from typing import NamedTuple, TypeAlias
 
@@ -87,9 +88,9 @@ def schedule_problems(config: RunConfig) -> Iterator[Problem]:
 FILE_RULES: tuple[Rule, ...] = (tokenizer_problems, _source_problems, schedule_problems, directory_problems)
 
 
-def _open(config: RunConfig, sources: list[tuple[str, float]], validation_fraction: float | None = None) -> Corpus:
+def _open(config: RunConfig, sources: list[tuple[str, float]] | None, held_out: float | None = None) -> Corpus:
     # what follows on stdout may be long in coming
-    return open_sources(config, sources, validation_fraction, lambda line: print(line, file=sys.stderr, flush=True))
+    return open_sources(config, sources, held_out, lambda line: print(line, file=sys.stderr, flush=True))
 
 
 def describe(run: ResolvedRun, ranks_per_node: int, of_device: Callable[[Schedule], Lines] = lambda _: ()) -> Lines:
@@ -117,9 +118,7 @@ def describe(run: ResolvedRun, ranks_per_node: int, of_device: Callable[[Schedul
     yield "schedule", _pipeline(schedule)
     yield from (("rate", line) for line in _rate(config))
     yield from of_device(schedule)
-    corpus = (
-        None if not_here(config) else _open(config, [(source.path, source.weight) for source in config.data.sources])
-    )
+    corpus = None if not_here(config) else _open(config, None)
     samples = corpus.train.first_documents() if corpus is not None and config.data.document_mask else None
     yield from (("context", line) for lines_of in added("context").values() for line in lines_of(run, samples))
     yield from (("data", line) for line in _data(run, corpus))
@@ -191,25 +190,13 @@ def _recompute_problems(config: RunConfig, blocks: Sequence[torch.nn.Module]) ->
 def _rate(config: RunConfig) -> Iterator[str]:
     """Learning rates at some steps, and a warning if skipped steps leave the schedule unfinished."""
     shape, steps, peak = config.lr_schedule, config.training.steps, config.optimizer.lr
-    trained = trained_steps(1, steps, config.training.skip_steps)
-    updates = sum(map(len, trained))
+    trained = [*chain(*trained_steps(1, steps, config.training.skip_steps))]  # those that have an update
+    updates = len(trained)
     marks = sorted({0, min(max(shape.warmup_steps - 1, 0), updates - 1), updates // 2, updates - 1}) if updates else []
-    rates = [
-        f"{peak * learning_rate_factor(shape, update, steps):.3g} at step {_step_of(update, trained):,}"
-        for update in marks
-    ]
+    rates = [f"{peak * learning_rate_factor(shape, mark, steps):.3g} at step {trained[mark]:,}" for mark in marks]
     later = "; a phase that begins later counts its own steps" if config.checkpoint.accept_changes else ""
     yield f"{config.optimizer.name}, {shape.name}: {', '.join(rates) or 'no step has an update'}{later}"
     yield from unfinished_schedule(config, Phase(), 0, 0)
-
-
-def _step_of(update: int, trained: Sequence[range]) -> int:
-    """The step in which an update happens; the first update is 0."""
-    for steps in trained:
-        if update < len(steps):
-            return steps[update]
-        update -= len(steps)
-    raise ValueError(f"there is no update {update} more")
 
 
 def _data(run: ResolvedRun, corpus: Corpus | None) -> Iterator[str]:

@@ -76,9 +76,7 @@ def explain_missing_ranks(
         or [rank for rank in ranks if rank in missing or after[rank].ended]
     )
     if not causes:
-        return (
-            f"all ranks of the axis are alive and take part; look at the network between them ({axis}), or {SET_CARDS}"
-        )
+        return f"all ranks of the axis are alive and take part; look at their network ({axis}), or {SET_CARDS}"
     return _listed([_text_of_living(rank, after[rank]) for rank in causes])
 
 

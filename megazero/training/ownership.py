@@ -13,7 +13,6 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
-from types import TracebackType
 from typing import Self
 
 from megazero.checkpoint.folder import Folder, LocalFolder, folder_at
@@ -29,6 +28,7 @@ from megazero.checkpoint.lock import (
 from megazero.comm.collectives import agree, gather_objects, on_first
 from megazero.config import RunConfig
 from megazero.parallel_state import ParallelState
+from megazero.settings import Say
 from megazero.training.callbacks.base import Callback, StepRecord
 from megazero.training.resuming import checkpoints_of
 
@@ -53,13 +53,7 @@ class Ownership(Callback):
 
     root: Folder
 
-    def __init__(
-        self,
-        config: RunConfig,
-        state: ParallelState,
-        say: Callable[[str], None],
-        wants_stop: Callable[[], bool] = lambda: False,
-    ) -> None:
+    def __init__(self, config: RunConfig, state: ParallelState, say: Say, wants_stop: Callable[[], bool]) -> None:
         self._config, self._state, self._say, self._wants_stop = config, state, say, wants_stop
         self._locks: list[DirectoryLock] = []  # on rank 0; the last one is that of `root`
         self._error: OwnerError | None = None
@@ -78,9 +72,7 @@ class Ownership(Callback):
             self._thread.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._over.set()
         if self._locks:
             self._thread.join(_APPEARS_SECONDS)
@@ -89,9 +81,8 @@ class Ownership(Callback):
     def after_step(self, _: StepRecord) -> None:
         """Raises: OwnerError, on rank 0: the run has lost a directory."""
         if self._locks and self._is_old() and self._looked != self._waited:
-            self._waited = (
-                self._looked
-            )  # the process may have been frozen until now; or a request hangs: then wait once
+            # the process may have been frozen until now; or a request hangs: then wait once
+            self._waited = self._looked
             self._await_look()
         if self._error is not None:
             raise self._error

@@ -145,12 +145,10 @@ def _tell_learning_rate(trainer: index.TrainerState, config: RunConfig, position
     with suppress(Exception):  # a script's schedule may be gone, or not know a step beyond its end
         old_steps, peak = trainer.config["training"]["steps"], trainer.config["optimizer"]["lr"]
         schedule = LrScheduleConfig.model_validate(trainer.config["lr_schedule"])
-        before = phases.learning_rate(
-            schedule, peak, old_steps, phases.current(phases.recorded_phases(trainer)), updates
-        )
+        phase = phases.current(phases.recorded_phases(trainer))
+        before = phases.learning_rate(schedule, peak, old_steps, phase, updates)
         ended = ", which has ended" if position.step >= old_steps else ""
         by = f"by the checkpoint's schedule of {old_steps} steps{ended}"
-        return [
-            f"learning rate of step {position.step + 1}: {before:.4g} {by}; now {now:.4g}, in a run of {steps} steps"
-        ]
+        then = f"now {now:.4g}, in a run of {steps} steps"
+        return [f"learning rate of step {position.step + 1}: {before:.4g} {by}; {then}"]
     return []

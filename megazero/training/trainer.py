@@ -26,6 +26,7 @@ from megazero.engine.phases import learning_rate
 from megazero.models.gpt import MicroBatch
 from megazero.parallel_state import ParallelState
 from megazero.schedules.proof import ScheduleError
+from megazero.settings import Say
 from megazero.training.batches import ReadAhead, fingerprint_of, open_same_corpus, placed, read_on_host, without_trained
 from megazero.training.callbacks import base
 from megazero.training.callbacks.checkpointing import Checkpointing
@@ -39,7 +40,7 @@ SAVED_CONFIG = "config.toml"
 
 
 def train(
-    run: ResolvedRun, state: ParallelState, show: Callable[[str], None], wants_stop: Callable[[], bool] = lambda: False
+    run: ResolvedRun, state: ParallelState, show: Say, wants_stop: Callable[[], bool] = lambda: False
 ) -> base.RunSummary:
     """Start or resume the training that a configuration describes.  Called on every rank.
 
@@ -62,9 +63,7 @@ def train(
 class Trainer:
     """The parts of a run, put together on one rank; `run` does its steps and closes them.  Arguments as `train`."""
 
-    def __init__(
-        self, run: ResolvedRun, state: ParallelState, say: Callable[[str], None], wants_stop: Callable[[], bool]
-    ) -> None:
+    def __init__(self, run: ResolvedRun, state: ParallelState, say: Say, wants_stop: Callable[[], bool]) -> None:
         config, run_dir = run.config, Path(run.config.training.run_dir)
         self.resolved, self.state, self.say = run, state, say
         with ExitStack() as closing:  # closes what has been made where making the rest fails
@@ -240,9 +239,7 @@ class Trainer:
             self.say(line)
 
 
-def _close(
-    callback: base.Callback, say: Callable[[str], None], _kind: object, error: BaseException | None, _trace: object
-) -> None:
+def _close(callback: base.Callback, say: Say, _kind: object, error: BaseException | None, _trace: object) -> None:
     """Close a callback; where the run ends with an error, that error is the one to raise."""
     try:
         callback.close()

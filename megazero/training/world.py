@@ -159,9 +159,8 @@ def place_of(run: ResolvedRun) -> dict[str, str]:
         return {}
     found = {"the device": device_type(run.config, local_world_size(run.world_size))}
     if _is_local_world_unknown():
-        found["the machine of all ranks (LOCAL_WORLD_SIZE is unset: set it to the ranks of a machine)"] = (
-            socket.gethostname()
-        )
+        hint = "LOCAL_WORLD_SIZE is unset: set it to the ranks of a machine"
+        found[f"the machine of all ranks ({hint})"] = socket.gethostname()
     return found
 
 

@@ -235,7 +235,7 @@ def test_a_run_stops_at_damage_unless_told_otherwise(saved: Path, tmp_path: Path
 def _apart(rank: int, root: Path) -> str:
     checkpoint, training = {"directory": str(root / ("a" if rank == 0 else "b"))}, {"run_dir": str(root / "run")}
     run = run_of(2, model=LLAMA, checkpoint=checkpoint, training=training)
-    with pytest.raises(CheckpointError) as refusal, Ownership(run.config, state_on(rank, run), print):
+    with pytest.raises(CheckpointError) as refusal, Ownership(run.config, state_on(rank, run), print, lambda: False):
         pass
     return str(refusal.value)
 

@@ -89,7 +89,7 @@ def test_a_directory_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     (tmp_path / "run").write_text("in the way")
     run = _run_in(tmp_path, 1)
     with pytest.raises(CheckpointError, match=rf"{tmp_path / 'run'} cannot be written .*Not a directory|File exists"):
-        ownership.Ownership(run.config, state_on(0, run), print).__enter__()
+        ownership.Ownership(run.config, state_on(0, run), print, lambda: False).__enter__()
 
 
 def _take_over(folder: Path) -> None:

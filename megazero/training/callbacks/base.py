@@ -8,7 +8,7 @@ import resource
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
@@ -18,6 +18,7 @@ from megazero.config import ResolvedRun
 from megazero.data import Corpus
 from megazero.engine import Engine, Position, StepStatistics
 from megazero.parallel_state.groups import Traffic
+from megazero.settings import Say
 
 Metric = float | str | Mapping[str, float]
 
@@ -121,7 +122,7 @@ class RunContext:
     engine: Engine  # the model (`engine.chunks`, asked for anew after every step), its optimizer, and `engine.state`
     corpus: Corpus  # training and validation samples
     start: Position  # where the run starts, or resumes
-    say: Callable[[str], None]  # prints a line on the terminal, on rank 0 only
+    say: Say  # prints a line on the terminal, on rank 0 only
 
 
 class Callback:

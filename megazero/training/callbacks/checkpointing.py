@@ -14,7 +14,7 @@ from megazero.comm.collectives import LostPeerError, agree, from_first, gather_o
 from megazero.config import RunConfig
 from megazero.data.identity import is_of_earlier_release
 from megazero.engine import Engine, Position
-from megazero.settings import hide_passwords
+from megazero.settings import Say, hide_passwords
 from megazero.training.callbacks.base import Callback, StepRecord
 from megazero.training.heartbeat import BETWEEN, SAVING
 from megazero.training.resuming import find_origin, resume_setting_of, tell_changes
@@ -30,7 +30,7 @@ class Checkpointing(Callback):
         say: takes lines for the terminal, on rank 0; also from another thread.
     """
 
-    def __init__(self, config: RunConfig, root: Folder, watchdog: Watchdog, say: Callable[[str], None]) -> None:
+    def __init__(self, config: RunConfig, root: Folder, watchdog: Watchdog, say: Say) -> None:
         self._run_config, self._config, self._root, self._say = config, config.checkpoint, root, say
         self._watchdog, self._state = watchdog, watchdog.state
         self._axes = self._state.saving_axes(config.checkpoint.timeout_seconds)
@@ -151,9 +151,8 @@ class Checkpointing(Callback):
                 index.discard(rejected)
                 index.renew_latest(self._root)
 
-        agree(
-            forget, self._state.world, index.CheckpointError
-        )  # saved before its evaluation, and now another one is loaded
+        # saved before its evaluation, and now another one is loaded
+        agree(forget, self._state.world, index.CheckpointError)
         return position
 
     def _newest_of_this_run(self, before: int) -> Folder | None:

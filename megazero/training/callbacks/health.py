@@ -1,12 +1,13 @@
 """Steps that should not have trained: left out by `training.skip_steps`, not finite or without a loss, or with one far above
 the others."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from math import isfinite, sqrt
 
 from megazero.config.schema import TrainingConfig
 from megazero.engine import NonFiniteError, Position
 from megazero.engine.phases import unfinished_schedule
+from megazero.settings import Say
 from megazero.training.callbacks.base import Callback, RunContext, SampleRange, StepDecision, StepRecord
 
 _WARM_UP_STEPS = 20  # losses to see before the first judgement
@@ -64,7 +65,7 @@ class NonFinitePolicy(Callback):
     Source: rolling back and skipping the samples: PaLM, Chowdhery et al. 2022, section 5.1.
     """
 
-    def __init__(self, training: TrainingConfig, say: Callable[[str], None]) -> None:
+    def __init__(self, training: TrainingConfig, say: Say) -> None:
         self._policy, self._limit = training.on_non_finite, training.non_finite_limit
         self._skip_steps, self._say = training.skip_steps, say
         self._in_a_row = self._rollbacks = 0
@@ -82,9 +83,7 @@ class NonFinitePolicy(Callback):
         lower, why = "with a lower learning rate" if statistics.tokens else "with other data", ""
         if self._policy == "stop":
             skips = setting_to_skip(record.step, self._skip_steps)
-            why = (
-                f"Or skip these samples with {skips}, or let the run do so with training.on_non_finite=skip or rollback"
-            )
+            why = f"Or skip these samples with {skips}, or let the run do so by training.on_non_finite=skip or rollback"
         elif self._policy == "rollback" and self._rollbacks > self._limit:
             why = f"The run has already rolled back {self._limit} times (training.non_finite_limit)"
         elif self._policy == "skip" and self._in_a_row >= self._limit:
@@ -111,7 +110,7 @@ class LossSpikes(Callback):
     Source: Finch 2009, Incremental calculation of weighted mean and variance, section 9.
     """
 
-    def __init__(self, sigmas: float, skip_steps: Sequence[tuple[int, int]], say: Callable[[str], None]) -> None:
+    def __init__(self, sigmas: float, skip_steps: Sequence[tuple[int, int]], say: Say) -> None:
         self._sigmas, self._skip_steps, self._say = sigmas, skip_steps, say
         self._seen, self._mean, self._variance = 0, 0.0, 0.0
 

@@ -12,7 +12,7 @@ import json
 import os
 from abc import abstractmethod
 from array import array
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from math import isfinite
 from pathlib import Path
@@ -20,6 +20,7 @@ from pathlib import Path
 from megazero.config import check_regular, copy_aside, to_toml
 from megazero.data.sealed import parse_json
 from megazero.engine import Position
+from megazero.settings import Say
 from megazero.training.callbacks.base import Callback, Metric, RunContext, StepRecord
 
 METRICS_FILE = "metrics.jsonl"
@@ -33,7 +34,7 @@ class RecordFile(Callback):
     A subclass opens, writes and closes; where one of them raises OSError, the step is left out and the next one is tried.
     """
 
-    def __init__(self, path: Path, after_step: int, say: Callable[[str], None]) -> None:
+    def __init__(self, path: Path, after_step: int, say: Say) -> None:
         self._path, self._say = path, say
         self._written = after_step  # the last step that counts
         self._is_open = self._is_failing = False
@@ -197,19 +198,18 @@ class TensorBoard(RecordFile):
         say: takes lines for the terminal.
     """
 
-    def __init__(self, folder: Path, start: Position, config: str, say: Callable[[str], None]) -> None:
+    def __init__(self, folder: Path, start: Position, config: str, say: Say) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
         super().__init__(folder, start.step, say)
-        self._writer_class = SummaryWriter
+        self._make_writer = SummaryWriter
         self._config = "\n".join(f"    {line}" for line in config.splitlines())
         self._start, self._tokens = start, array("q")  # after each step since the start
 
     def _open(self, after_step: int) -> None:
-        self._writer = self._writer_class(str(self._path), purge_step=after_step + 1)
-        self._by_tokens = self._writer_class(
-            str(self._path / "by_tokens"), purge_step=self._tokens_after(after_step) + 1
-        )
+        self._writer = self._make_writer(str(self._path), purge_step=after_step + 1)
+        tokens = self._tokens_after(after_step)
+        self._by_tokens = self._make_writer(str(self._path / "by_tokens"), purge_step=tokens + 1)
         self._writer.add_text("config", self._config, after_step)
 
     def _write(self, record: StepRecord) -> None:

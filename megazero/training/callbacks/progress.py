@@ -4,7 +4,7 @@ import logging
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from functools import cached_property
 
@@ -20,6 +20,7 @@ from megazero.engine import Engine
 from megazero.launchers import ALLOCATOR
 from megazero.layers.attention_kernels import torchs_choice
 from megazero.models.wrappers import may_compile
+from megazero.settings import Say
 from megazero.training.callbacks.base import Callback, StepRecord, bytes_beside_torch
 
 _REDRAW_SECONDS = 0.1
@@ -33,7 +34,7 @@ class ProgressLine(Callback):
     On CUDA it also prints, after the first step, what lies on the device beside torch's memory: by then NCCL has connected.
     """
 
-    def __init__(self, run: ResolvedRun, say: Callable[[str], None], device: torch.device) -> None:
+    def __init__(self, run: ResolvedRun, say: Say, device: torch.device) -> None:
         self._run, self._say, self._device = run, say, device
         self._steps, self._every = run.config.training.steps, run.config.logging.every_steps
         self._seconds_per_sample = 0.0
@@ -194,7 +195,7 @@ def _attention_text(kernel: SDPBackend, device: torch.device) -> str:
 
 
 @contextmanager
-def recompile_limit_in_a_line(say: Callable[[str], None]) -> Iterator[None]:
+def recompile_limit_in_a_line(say: Say) -> Iterator[None]:
     """A context in which a line says that torch compiles a function no more, in place of a warning on every rank."""
 
     def is_shown(record: logging.LogRecord) -> bool:

@@ -110,9 +110,8 @@ class RegisteredCallback(Callback):
             for key, value in record.metrics.items():  # None: this step has none
                 values = value.values() if isinstance(value, Mapping) else [] if value is None else [value]
                 if not all(isinstance(item, float | int | str) for item in values):
-                    raise TypeError(
-                        f"record.metrics[{key!r}] must be a number, a text or a table of numbers, got {value!r}"
-                    )
+                    rule = "must be a number, a text or a table of numbers"
+                    raise TypeError(f"record.metrics[{key!r}] {rule}, got {value!r}")
             return decision
 
         return self._hook(call)

@@ -25,6 +25,7 @@ from megazero.engine import Engine
 from megazero.models.config import ModelConfig
 from megazero.models.registry import FAMILIES
 from megazero.parallel_state import ParallelState
+from megazero.settings import Say
 from megazero.training.callbacks.base import Callback, StepRecord
 
 T = TypeVar("T")
@@ -131,9 +132,7 @@ class Stragglers(Callback):
         say: takes lines for the terminal, on rank 0.
     """
 
-    def __init__(
-        self, logging: LoggingConfig, state: ParallelState, store: Store | None, say: Callable[[str], None]
-    ) -> None:
+    def __init__(self, logging: LoggingConfig, state: ParallelState, store: Store | None, say: Say) -> None:
         self._every = 0 if store is None else logging.straggler_every_steps
         self._ratio, self._state, self._say = logging.straggler_ratio, state, say
         self._store = None if store is None else PrefixStore("work", store)

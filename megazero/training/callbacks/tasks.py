@@ -72,10 +72,8 @@ class Tasks(TextCallback):
         """Load the tasks.  A run that goes on from a checkpoint does so without them; a new one raises ConfigError."""
         problem = self.do_on_first(self._load)
         if problem and self._context.start.step == 0:
-            hint = "correct or leave out the task"
-            raise ConfigError(
-                [Problem("evaluation.tasks", list(self._own.tasks), "must be tasks", f"{problem}; {hint}")]
-            )
+            hint = f"{problem}; correct or leave out the task"
+            raise ConfigError([Problem("evaluation.tasks", list(self._own.tasks), "must be tasks", hint)])
         if problem:
             self._context.say(f"evaluation.tasks cannot be loaded, and are tried again when they are due: {problem}")
 
@@ -95,9 +93,8 @@ class Tasks(TextCallback):
         lm = EngineLM(self, self._context)
         found = lm_eval.evaluate(lm, self._tasks, limit=self._own.limit, bootstrap_iters=0, log_samples=False)
         record.metrics["tasks"] = scores = scores_of(found)
-        self._context.say(
-            " | ".join([f"step {record.step}", *(f"{name} {value:.4f}" for name, value in scores.items())])
-        )
+        shown = [f"{name} {value:.4f}" for name, value in scores.items()]
+        self._context.say(" | ".join([f"step {record.step}", *shown]))
 
 
 def manager_of(names: Sequence[str], include_path: str | None) -> TaskManager:
