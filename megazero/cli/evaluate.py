@@ -80,15 +80,9 @@ def _print_scores(step: str, tasks: list[str], include_path: str | None, limit: 
         if not files:
             hint = "transformers needs a tokenizer file: name tasks in [evaluation] of a run"
             raise ValueError(f"{step} has {about}; {hint}")
-        found = lm_eval.simple_evaluate(
-            "hf",
-            {"pretrained": step, "tokenizer": folder},
-            tasks,
-            device=device,
-            task_manager=manager_of(tasks, include_path),
-            limit=limit,
-            bootstrap_iters=0,
-        )
+        model, options = {"pretrained": step, "tokenizer": folder}, {"limit": limit, "bootstrap_iters": 0}
+        known = manager_of(tasks, include_path)
+        found = lm_eval.simple_evaluate("hf", model, tasks, device=device, task_manager=known, **options)
     table = Table("task", Column("score", justify="right"), box=None)
     for name, value in scores_of(found).items():
         table.add_row(name, f"{value:.4f}")

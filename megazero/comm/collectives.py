@@ -62,10 +62,8 @@ class LostPeerError(RuntimeError):
 
     def _text(self, where: str, found: str) -> str:
         shown = ", ".join(map(str, self.ranks[:8])) + (", ..." if len(self.ranks) > 8 else "")
-        return (
-            f"{self.operation} over {self.axis}, as rank {self.rank} of ({shown}),{where} did not finish: {found} "
-            f"({self.reason})"
-        )
+        called = f"{self.operation} over {self.axis}, as rank {self.rank} of ({shown}),{where}"
+        return f"{called} did not finish: {found} ({self.reason})"
 
     def explain(self, step: int, found: str) -> None:
         """Add the step of the failure, and what is known about the peers."""

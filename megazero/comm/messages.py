@@ -112,10 +112,9 @@ def check_labels(labels: Mapping[int, bytes], expected: bytes) -> None:
     for index, found in labels.items():
         if found != expected:
             theirs, mine = (label.decode(errors="replace").strip() for label in (found, expected))
-            raise OrderError(
-                f"ranks differ in the order of their operations: number {index} of the group is in {theirs}, this one in "
-                f"{mine}; every rank must run the same modules in the same order"
-            )
+            operations = f"number {index} of the group is in {theirs}, this one in {mine}"
+            hint = "every rank must run the same modules in the same order"
+            raise OrderError(f"ranks differ in the order of their operations: {operations}; {hint}")
 
 
 def start_comparing(

@@ -127,11 +127,8 @@ def without_borders(samples: Sequence[Sequence[int]]) -> list[str]:
 def repeats(names: Sequence[str], stream: SampleStream, samples: int) -> list[str]:
     """Return a line for each source that a run of `samples` samples reads more than once."""
     read = zip(names, stream.epochs(samples), strict=True)
-    return [
-        f"data.sources: {name} is read {epochs:,.1f} times by the run's {samples:,} samples, each time in another order"
-        for name, epochs in read
-        if epochs > 1
-    ]
+    how = f"by the run's {samples:,} samples, each time in another order"
+    return [f"data.sources: {name} is read {epochs:,.1f} times {how}" for name, epochs in read if epochs > 1]
 
 
 def check_source(name: str, tokenizer: str, own: Tokenizer | None, vocab_size: int) -> None:
@@ -157,10 +154,9 @@ def _check_fits(name: str, identity: Identity, tokenizer: str, own: Tokenizer, v
             f"given one), or tokenize again: megazero data tokenize TEXT --out {name} --tokenizer {tokenizer}"
         )
     if identity.smallest_id < 0 or identity.largest_id >= vocab_size:
-        raise UnfitDataError(
-            f"{name} has ids from {identity.smallest_id:,} to {identity.largest_id:,}, and the model's vocab_size is "
-            f"{vocab_size:,}; raise vocab_size, or tokenize the source with this run's tokenizer"
-        )
+        ids = f"ids from {identity.smallest_id:,} to {identity.largest_id:,}"
+        hint = "raise vocab_size, or tokenize the source with this run's tokenizer"
+        raise UnfitDataError(f"{name} has {ids}, and the model's vocab_size is {vocab_size:,}; {hint}")
 
 
 def stdlib_files() -> list[Path]:

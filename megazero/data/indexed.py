@@ -132,10 +132,8 @@ class IndexedDataset:
                 self._pointers, expected = np.concatenate([[0], ends[:-1]]), found
         if found != expected:
             fault = "truncated" if found < expected else "longer than its index says"
-            raise ValueError(
-                f"{bin_path} is {fault}: expected {expected:,} bytes for {len(self):,} sequences of "
-                f"{self.dtype.name}, found {found:,}; copy the pair again or tokenize again"
-            )
+            sizes = f"{expected:,} bytes for {len(self):,} sequences of {self.dtype.name}, found {found:,}"
+            raise ValueError(f"{bin_path} is {fault}: expected {sizes}; copy the pair again or tokenize again")
         # An empty file cannot be mapped.
         ids = np.memmap(bin_file, dtype=self.dtype, mode="r") if found else np.empty(0, self.dtype)
         self.tokens: NDArray[Any] = np.asarray(ids)

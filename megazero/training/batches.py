@@ -83,10 +83,9 @@ def open_corpus_of(config: RunConfig, say: Say = lambda _: None) -> Corpus:
 def check_held_out(config: RunConfig, path: str) -> None:
     """Check that some of a validation source which a run trains on is held out.  Raises: UnfitDataError."""
     if not config.data.validation_fraction:
-        raise UnfitDataError(
-            f"{path} holds the same tokens as one of data.sources, and data.validation_fraction = 0 holds nothing of it "
-            "out; set it, or leave the source out of data.validation_sources"
-        )
+        found = f"{path} holds the same tokens as one of data.sources"
+        hint = "set it, or leave the source out of data.validation_sources"
+        raise UnfitDataError(f"{found}, and data.validation_fraction = 0 holds nothing of it out; {hint}")
 
 
 def open_same_corpus(config: RunConfig, world: Axis, say: Say = lambda _: None) -> Corpus:

@@ -110,10 +110,8 @@ def describe(run: ResolvedRun, ranks_per_node: int, of_device: Callable[[Schedul
     tokens = run.global_batch_size * model.seq_len
     yield "batch", f"{run.global_batch_size:,} samples = {product}; {tokens:,} tokens a step"
     if ramp := training.batch_ramp:
-        yield (
-            "ramp",
-            f"from {ramp.start:,} by {ramp.increment:,} to {run.global_batch_size:,} samples, within {ramp.samples:,}",
-        )
+        sizes = f"from {ramp.start:,} by {ramp.increment:,} to {run.global_batch_size:,} samples"
+        yield "ramp", f"{sizes}, within {ramp.samples:,}"
     yield "length", f"{training.steps:,} steps, {run.samples_after(0, training.steps) * model.seq_len:.4g} tokens"
     yield "schedule", _pipeline(schedule)
     yield from (("rate", line) for line in _rate(config))

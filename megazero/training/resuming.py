@@ -40,10 +40,9 @@ def find_origin(wish: str, root: Folder) -> Folder | None:
         return newest
     if wish == "never":
         if newest is not None:
-            raise index.CheckpointError(
-                f"checkpoint.resume=never, but {root} holds the run that wrote {newest.name}; "
-                "set training.run_dir to a new directory, or checkpoint.resume=auto to continue it"
-            )
+            hint = "set training.run_dir to a new directory, or checkpoint.resume=auto to continue it"
+            found = f"{root} holds the run that wrote {newest.name}"
+            raise index.CheckpointError(f"checkpoint.resume=never, but {found}; {hint}")
         return None
     if newest is not None and _was_interrupted(root, wish):
         return newest
@@ -51,10 +50,9 @@ def find_origin(wish: str, root: Folder) -> Folder | None:
     index.check_complete(origin, f"checkpoint.resume={wish}")
     step = index.read_trainer_state(origin).step
     if newest is not None and index.step_of(newest) > step:
-        raise index.CheckpointError(
-            f"checkpoint.resume={wish} is step {step}, but {root} already holds {newest.name}; "
-            "set training.run_dir to a new directory to branch off, or remove the later steps"
-        )
+        hint = "set training.run_dir to a new directory to branch off, or remove the later steps"
+        found = f"{root} already holds {newest.name}"
+        raise index.CheckpointError(f"checkpoint.resume={wish} is step {step}, but {found}; {hint}")
     return origin
 
 

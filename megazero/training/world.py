@@ -195,11 +195,8 @@ def meet(store: Store, timeout: timedelta, problem: str | None = None, *choices:
     except RuntimeError as error:
         within = f"have started within {timeout.total_seconds():g} s"
         raise MissingRanksError(_missing(store, world, within)) from error
-    differing = [
-        _differing(*(json.loads(store.get(f"{kinds}/{number}")) for number in (1, 2)))
-        for kinds in compared
-        if store.add(kinds, 0) > 1
-    ]
+    unlike = [kinds for kinds in compared if store.add(kinds, 0) > 1]
+    differing = [_differing(*(json.loads(store.get(f"{kinds}/{n}")) for n in (1, 2))) for kinds in unlike]
     count, places = store.add(_PROBLEMS, 0), dict[str, list[str]]()
     for number in range(1, min(count, _MOST_PROBLEMS) + 1):
         place, text = json.loads(store.get(f"{_PROBLEMS}/{number}"))
@@ -244,10 +241,8 @@ def _differing(one: tuple[str, str], other: tuple[str, str]) -> str:
     keys = [key for key in {**first, **second} if first.get(key) != second.get(key)]
     pairs = [f"{key} is {first.get(key)} on {place} and {second.get(key)} on {elsewhere}" for key in keys[:4]]
     more = f"; and {len(keys) - 4} more keys" if len(keys) > 4 else ""
-    return (
-        f"the ranks have different runs: {'; '.join(pairs)}{more}; start all with one run file and the same overrides, on "
-        "machines that have the same devices"
-    )
+    hint = "start all with one run file and the same overrides, on machines that have the same devices"
+    return f"the ranks have different runs: {'; '.join(pairs)}{more}; {hint}"
 
 
 def _listed(places: Sequence[str]) -> str:
@@ -271,23 +266,15 @@ def join_world(run: ResolvedRun, store: Store | None = None) -> ParallelState:
     if device.type == "cuda" and local_world > 1:
         place: Any = torch.cuda.get_device_properties(device)
         stay_near(f"{place.pci_domain_id:04x}:{place.pci_bus_id:02x}:{place.pci_device_id:02x}.0", local_world)
-    parallel = config.parallel
+    seconds, group_size = config.parallel.timeout_seconds, config.zero.shard_group_size
     if world > 1:
-        timeout = timedelta(seconds=parallel.timeout_seconds)
+        timeout = timedelta(seconds=seconds)
         store = store or open_store(timeout)
         # Unlike Triton's, inductor's own launcher holds Python's lock while a device's queue is full: the watchdog needs it.
         os.environ.setdefault("TORCHINDUCTOR_USE_STATIC_CUDA_LAUNCHER", "0")
         dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=timeout)
-    return ParallelState(
-        run.grid,
-        rank,
-        device,
-        parallel.timeout_seconds,
-        config.zero.shard_group_size,
-        local_world,
-        cp_ulysses=parallel.ulysses,
-        max_ctas=parallel.nccl_max_ctas.model_dump(),
-    )
+    ulysses, ctas = config.parallel.ulysses, config.parallel.nccl_max_ctas.model_dump()
+    return ParallelState(run.grid, rank, device, seconds, group_size, local_world, cp_ulysses=ulysses, max_ctas=ctas)
 
 
 def leave_world() -> None:

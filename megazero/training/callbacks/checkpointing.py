@@ -163,11 +163,8 @@ class Checkpointing(Callback):
         return self._origin if index.is_complete(self._origin) else None  # it may have been pruned
 
     def _complete_before(self, step: float) -> list[Folder]:
-        return [
-            folder
-            for folder in index.step_folders(self._root)
-            if index.step_of(folder) < step and index.is_complete(folder)
-        ]
+        earlier = [folder for folder in index.step_folders(self._root) if index.step_of(folder) < step]
+        return list(filter(index.is_complete, earlier))
 
     def _load(self, origin: Folder, before: float = inf) -> Position:
         """Load a step; if it is damaged and `checkpoint.on_damage` allows it, an older one below `before`."""

@@ -160,9 +160,8 @@ class SafeLogger(RegisteredCallback):
         super().close()
         self._worker.end()
         if not wait([self._last], self._last_seconds).done:
-            self._say(
-                f"logger {self._name!r} was not done within {self._last_seconds:g} s: its last steps may be missing"
-            )
+            found = f"was not done within {self._last_seconds:g} s"
+            self._say(f"logger {self._name!r} {found}: its last steps may be missing")
 
 
 def _made(registry: Registry[Callable[[RunContext], Callback]], name: str, context: RunContext) -> Callback:

@@ -121,10 +121,8 @@ class TextCallback(Callback):
 
     def do_on_first(self, work: Callable[[], object]) -> str | None:
         """Do on rank 0 what may call `ask`, and no collective.  Called on every rank.  Returns: what went wrong there."""
-        world, seconds = (
-            self._context.engine.state.world,
-            seconds_between_meetings(self._context.run.config.parallel.timeout_seconds),
-        )
+        world, parallel = self._context.engine.state.world, self._context.run.config.parallel
+        seconds = seconds_between_meetings(parallel.timeout_seconds)
         if world.index == 0:
             in_thread(lambda: self._asked.put(_ended(work)))
         while True:

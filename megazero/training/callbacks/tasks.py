@@ -81,10 +81,8 @@ class Tasks(TextCallback):
         tasks = manager_of(self._own.tasks, self._own.include_path).load(list(self._own.tasks))
         texts = [name for name, task in tasks["tasks"].items() if task.OUTPUT_TYPE == "generate_until"]
         if texts:
-            raise ValueError(
-                f"{', '.join(texts)} generates text, and a run scores by log-likelihood: score it on a step by megazero "
-                "evaluate STEP --tasks"
-            )
+            hint = "score it on a step by megazero evaluate STEP --tasks"
+            raise ValueError(f"{', '.join(texts)} generates text, and a run scores by log-likelihood: {hint}")
         self._tasks = tasks
 
     def work(self, record: StepRecord) -> None:
