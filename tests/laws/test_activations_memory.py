@@ -330,9 +330,10 @@ class _CountingArena(Arena):
     now = most = 0
 
     def acquire(self, nbytes: int, *, line: int = 0) -> Tensor:
+        memory = super().acquire(nbytes, line=line)  # which takes back what was dropped
         self.now += nbytes
         self.most = max(self.most, self.now)
-        return super().acquire(nbytes, line=line)
+        return memory
 
     def release(self, memory: Tensor) -> None:
         self.now -= memory.numel()
