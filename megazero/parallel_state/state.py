@@ -188,13 +188,13 @@ class ParallelState:
         """
         return replace(axis, group=self._group(axis.ranks, purpose, axis.name))
 
-    def across_tp(self, axis: Axis, name: str) -> tuple[Axis, list[list[int]]]:
+    def across_tp(self, ranks: Sequence[int], name: str) -> tuple[Axis, list[list[int]]]:
         """Return an axis of these ranks at every tensor-parallel index, with its own communicator, and its ranks by
         tensor-parallel index.
 
         Every rank must call this, in the same order.
         """
-        at = [self.grid.coordinate(rank) for rank in axis.ranks]
+        at = [self.grid.coordinate(rank) for rank in ranks]
         table = [[self.grid.rank(replace(one, tp=tp)) for one in at] for tp in range(self.tp.size)]
         return self._axis(name, tuple(rank for row in table for rank in row), name), table
 

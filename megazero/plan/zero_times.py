@@ -27,17 +27,18 @@ from megazero.plan.state_trace import END_OF_PASSES, UPDATE, trace_state
 from megazero.plan.unit_trace import units_of
 from megazero.schedules.action import Action, ActionKind
 from megazero.zero.bucket import DTYPES
+from megazero.zero.matrices import copies_in_block
 
 HOST_MEMORY, NVME = 25e9, 3e9
 _FP32 = 4
 
 
 class Matrices(NamedTuple):
-    """The matrices that an optimizer steps whole: their share of a model's elements, their elements, and the FLOPs."""
+    """The matrices that an optimizer steps whole: their share of a model's elements, their elements, the FLOPs of each."""
 
     share: float = 0.0
     elements: int = 0
-    flops: int = 0
+    flops: tuple[int, ...] = ()
 
 
 @lru_cache(maxsize=64)  # it builds the model, and each shape of a search asks several times
@@ -50,7 +51,7 @@ def matrices_of(config: RunConfig) -> Matrices:
     specs = [spec for module in model.modules() for spec in getattr(module, "specs", {}).values() if spec.matrix]
     shapes = [(section.rows, spec.shape[1]) for spec in specs for section in spec.names.rows]
     elements = sum(rows * columns for rows, columns in shapes)
-    flops = sum(recipe.matrices.flops(rows, columns) for rows, columns in shapes)
+    flops = tuple(recipe.matrices.flops(rows, columns) for rows, columns in shapes)
     return Matrices(elements / elements_in(model), elements, flops)
 
 
@@ -167,14 +168,16 @@ def _but_gathers(messages: Iterable[Message]) -> list[Message]:
 
 def matrix_seconds(run: ResolvedRun, cluster: Cluster, links: Mapping[str, GroupLink]) -> float:
     """Return the seconds in which matrices go to their owners, are orthogonalized and come back to every copy of the
-    state; owners share the work."""
+    state in a block.  The busiest owner has no less than the largest matrix.
+    """
     matrices, parallel, device = matrices_of(run.config), run.config.parallel, cluster.device
     if not matrices.elements:
         return 0.0
-    group, copies = run.shards * parallel.tp, run.dp * parallel.cp // run.shards
+    group, of_stage = run.shards * parallel.tp, -(-len(matrices.flops) // parallel.pp)
+    copies = copies_in_block(run.dp * parallel.cp // run.shards, group, of_stage)
     ranks, name = parallel.pp * group * copies, "fp32" if run.config.precision.dtype == "fp32" else "bf16"
     own = matrices.elements / ranks * DTYPES[name].itemsize
-    products = matrices.flops / ranks / (device.peak_flops[name] * device.product_share)
+    products = max(*matrices.flops, sum(matrices.flops) / ranks) / (device.peak_flops[name] * device.product_share)
     within = links["shard"].seconds("send_recv", own * (group - 1) / group)
     return products + 2 * within + links["replica"].seconds("send_recv", own * (copies - 1))
 

@@ -7,7 +7,8 @@ Momentum is sharded like all state: every rank updates its own elements.  Each m
 owner, which computes the update and sends every rank the elements of its shard.  Fused matrices (q | k | v) are updated
 separately, and the parts of tensor-parallel ranks are joined.  Owners have equal FLOPs, as far as possible, and hold
 much of their matrices.  They are all ranks of a stage, or those with the same experts.  If groups of ranks hold copies
-of the state (`zero.shard_group_size`), the owner's group sends it the momentum, and it sends every group the update.
+of the state (`zero.shard_group_size`), blocks of up to 8 groups share the work, and each block iterates for itself: the
+owner's group sends it the momentum, and it sends the update to every group of its block.
 
 Invariant: nothing here depends on where shards begin, so equal gradients give bit-equal weights on every number of
 ranks. Matrices are not stacked: torch does not promise that a product rounds in a stack as it does alone, and the number
@@ -24,7 +25,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
-from megazero.comm.collectives import Pending, exchange, wait_all
+from megazero.comm.collectives import Pending, exchange, gather_objects, wait_all
 from megazero.layers.spec import numel
 from megazero.parallel_state import Axis, ParallelState
 from megazero.zero.bucket import Bucket, BucketLayout, Interval, ShardingPolicy, Slot, in_order_of_use, intersect
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
     from megazero.zero.optimizer import ShardedOptimizer
 
 MOMENTUM = "momentum_buffer"
+MOST_COPIES = 8  # of the state in a block: an owner sends each update to all of them
 
 
 class MatrixRecipe(NamedTuple):
@@ -84,6 +86,13 @@ class Matrix:
         return [flat.view(shape) for flat, shape in zip(flats, self.parts, strict=True)]
 
 
+def copies_in_block(copies: int, ranks: int, matrices: int) -> int:
+    """Return how many copies of the state, each on so many ranks, share the matrices of a stage: a divisor of all, with
+    which every rank can own a matrix.
+    """
+    return max((n for n in range(1, MOST_COPIES + 1) if copies % n == 0 and n * ranks <= matrices), default=1)
+
+
 def plan_matrices(
     layouts: Sequence[BucketLayout],
     ranks: Sequence[Sequence[int]],
@@ -127,10 +136,8 @@ def plan_matrices(
     matrices = []
     for piece, holders, owner in zip(pieces, every, owners, strict=True):
         tp, index = places[owner]
-        shards, senders = (
-            layouts[piece.bucket].shards if sharded else 1,
-            [tp] if len(piece.parts) == 1 else range(len(ranks)),
-        )
+        shards = layouts[piece.bucket].shards if sharded else 1
+        senders = [tp] if len(piece.parts) == 1 else range(len(ranks))
         copy = {rank for sender in senders for rank in ranks[sender][index // shards * shards :][:shards]}
         sources = tuple(one for one in holders if one.rank in copy)
         matrices.append(Matrix(piece.bucket, owner, piece.parts, piece.dim, sources, holders))
@@ -323,7 +330,11 @@ def matrix_stepper(
 ) -> MatrixStepper:
     """Return the stepper for the matrices among these buckets.  Every rank must call this, in the same order."""
     own = in_order_of_use([bucket for bucket in buckets if bucket.layout.trains and bucket.layout.first.matrix])
-    joined, table = state.across_tp(state.dp_cp, "matrices")
+    dense = [bucket for bucket in own if bucket.placement is policy.placement]
+    count = sum(len(slot.info.spec.names.rows) for bucket in dense for slot in bucket.layout.slots)
+    most = max(gather_objects(count, state.pp))  # all stages make groups alike
+    size = state.shard.size * copies_in_block(state.replica.size, state.shard.size * state.tp.size, most)
+    joined, table = state.across_tp(state.dp_cp.ranks[state.dp_cp.index // size * size :][:size], "matrices")
     plans: dict[Bucket, tuple[list[Matrix], Axis]] = {}
 
     def plan(members: Sequence[Bucket], among: Axis, ranks: Sequence[Sequence[int]], ep: int | None = None) -> None:
@@ -332,7 +343,7 @@ def matrix_stepper(
         for matrix in plan_matrices(layouts, ranks, optimizer.flops, sharded=sharded, ep=ep):
             plans[members[matrix.bucket]][0].append(matrix)
 
-    plan([bucket for bucket in own if bucket.placement is policy.placement], joined, table)
+    plan(dense, joined, table)
     if experts := [bucket for bucket in own if bucket.placement is not policy.placement]:
         among = experts[0].placement.shard
         plan(experts, among, [among.ranks], state.ep.size)

@@ -29,6 +29,7 @@ from megazero.config import ResolvedRun
 from megazero.engine import Engine
 from megazero.engine.phases import Position
 from megazero.optim import muon
+from megazero.zero.matrices import copies_in_block
 
 LR, DECAY, BETA, STEPS = 0.02, 0.1, 0.95, 3
 MUON = {"name": "muon", "grad_clip": 0.0, "weight_decay": DECAY, "adamw_lr": 0.004, "lr": LR}
@@ -38,7 +39,7 @@ COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 
 
 def _run(world: int, name: str = "llama", **sections: dict[str, Any]) -> ResolvedRun:
-    return run_of(world, model=MODELS.get(name, EXPERTS), optimizer=MUON, **sections)
+    return run_of(world, **{"model": MODELS.get(name, EXPERTS)} | sections, optimizer=MUON)
 
 
 def gradients(run: ResolvedRun, step: int) -> dict[str, Tensor]:
@@ -222,6 +223,15 @@ def test_matrices_have_8_bytes_of_state_travel_once_each_way_and_are_iterated_on
     formula = found[0]["elements"] * 4 * ((shards - 1) / shards + world // shards - 1 / shards)
     assert 0 < sum(one["sent"] for one in found) <= 1.25 * formula  # few matrices: owners hold uneven parts
     _assert_balanced(run, found, 1)
+
+
+def test_blocks_of_copies_share_matrices_so_that_every_rank_owns_some() -> None:
+    """7 matrices on 4 copies of 2 shards: two blocks of 4 ranks, each of which iterates every matrix once."""
+    run = _run(8, model=LLAMA | {"num_layers": 1}, zero={"stage": 1, "shard_group_size": 2, "bucket_bytes": 1 << 20})
+    found = run_world(8, _measured, run)
+    for first in (0, 4):
+        _assert_balanced(run, found[first : first + 4], 1)
+    assert [copies_in_block(n, 8, 224) for n in (1, 6, 7, 11, 64, 256)] == [1, 6, 7, 1, 8, 8]
 
 
 def test_each_experts_matrix_is_iterated_once_by_owners_balanced_over_its_replicas() -> None:
