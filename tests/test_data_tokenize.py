@@ -67,20 +67,33 @@ def test_a_bpe_of_sentencepiece_gives_its_own_ids_and_other_models_are_refused(t
     texts = [*pages, "  two  spaces\t\n", "\ufb01 日本語 😀 e\u0301 1,000.00", "</s> <sep> \u2581 quick"]
     source, model, out = write_jsonl(tmp_path / "a.jsonl", texts), tmp_path / "m.model", tmp_path / "out"
 
+    def tokenized(*words):
+        command = ["data", "tokenize", str(source), "--out", str(out), "--tokenizer", str(model), *words]
+        return CliRunner().invoke(app, command)
+
     def run(**training):
         lines = iter("\n".join(pages).splitlines())
         prefix = str(model.with_suffix(""))
         sentencepiece.SentencePieceTrainer.train(
-            sentence_iterator=lines, model_prefix=prefix, vocab_size=700, minloglevel=2, **options | training
+            sentence_iterator=lines, model_prefix=prefix, minloglevel=2, **{"vocab_size": 700} | options | training
         )
-        return CliRunner().invoke(app, ["data", "tokenize", str(source), "--out", str(out), "--tokenizer", str(model)])
+        return tokenized("--overwrite")
 
+    assert "No such file or directory" in tokenized().output
     assert run(model_type="bpe").exit_code == 0
     theirs = sentencepiece.SentencePieceProcessor(model_file=str(model))
     written = [document[:-1].tolist() for document in IndexedDataset(out)]
     assert written == theirs.encode(texts)
     ours = load_tokenizer(f"{out}.tokenizer.json")
     assert [ours.decode(ids).replace("<unk>", " \u2047 ") for ids in written] == theirs.decode(written)
+    before = Path(f"{out}.tokenizer.json").read_bytes()
+    assert run(model_type="bpe", vocab_size=600).exit_code == 0
+    assert Path(f"{out}.tokenizer.json").read_bytes() != before
+    Path(f"{out}.tokenizer.json").unlink()
+    assert "exists; name another output, or replace it" in tokenized().output
+    assert not Path(f"{out}.tokenizer.json").exists()
+    model.write_bytes(model.read_bytes()[:-5])
+    assert "is not a SentencePiece model, or it is damaged; use the tokenizer.json" in tokenized("--overwrite").output
     assert "is no BPE model: of spellings with equal scores" in run(model_type="unigram").output
     no_spaces = {
         "user_defined_symbols": ["qu"],

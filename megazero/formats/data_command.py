@@ -33,7 +33,7 @@ def tokenize(
     skip_bad: Annotated[bool, typer.Option("--skip-bad", help="Leave out what cannot be read.")] = False,
 ) -> None:
     """Turn text into the indexed format that training reads.  Stopped or failed, the same command goes on where it was."""
-    from megazero.formats.tokenize import tokenize_files
+    from megazero.formats.tokenize import check_outputs, tokenize_files
 
     try:
         with user_errors(), Bar("tokenizing") as progress:
@@ -41,7 +41,8 @@ def tokenize(
                 from megazero.formats.sentence_piece import convert
 
                 model, tokenizer = Path(tokenizer), f"{out}.tokenizer.json"
-                convert(model, Path(tokenizer), inputs, jsonl_key, eod_token)
+                check_outputs(out, overwrite)
+                convert(model, Path(tokenizer), inputs, jsonl_key, eod_token, overwrite=overwrite)
             summary = tokenize_files(
                 inputs,
                 out,

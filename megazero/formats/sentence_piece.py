@@ -12,25 +12,36 @@ _BPE, _NORMAL, _CONTROL, _OWN = 2, 1, 3, 4  # of sentencepiece_model.proto: the 
 _PROVED_ON = 1000  # documents
 
 
-def convert(path: Path, out: Path, inputs: Sequence[str], jsonl_key: str, eod_token: str | None) -> None:
+def convert(
+    path: Path, out: Path, inputs: Sequence[str], jsonl_key: str, eod_token: str | None, *, overwrite: bool = False
+) -> None:
     """Write a BPE model of SentencePiece as a file of the library `tokenizers`, which gives the same ids.
 
     Args:
         inputs, jsonl_key: text on which both must agree, as for `tokenize_files`.
         eod_token: as for `load_tokenizer`.
+        overwrite: replace another tokenizer.
 
     Raises:
+        FileNotFoundError: there is no model.
         ModuleNotFoundError: SentencePiece is not installed.
         FileExistsError: `out` is another tokenizer.
-        ValueError: the model is of another kind, or ids differ.
+        ValueError: the model is damaged or of another kind, or ids differ.
     """
-    from sentencepiece import SentencePieceProcessor, sentencepiece_model_pb2
+    try:
+        from sentencepiece import SentencePieceProcessor, sentencepiece_model_pb2
+    except ImportError as error:
+        raise ModuleNotFoundError(f"{path} needs SentencePiece ({error}): pip install 'megazero[data]'") from None
     from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers
 
-    theirs = SentencePieceProcessor(model_file=str(path))
-    proto: Any = sentencepiece_model_pb2.ModelProto.FromString(path.read_bytes())  # type: ignore[attr-defined]
-    trained, cleaned, pieces = proto.trainer_spec, proto.normalizer_spec, proto.pieces
     hint = "use the tokenizer.json that belongs to the model, where it has one, or another tokenizer"
+    stored = path.read_bytes()
+    try:
+        theirs = SentencePieceProcessor(model_proto=stored)
+    except RuntimeError:
+        raise ValueError(f"{path} is not a SentencePiece model, or it is damaged; {hint}") from None
+    proto: Any = sentencepiece_model_pb2.ModelProto.FromString(stored)  # type: ignore[attr-defined]
+    trained, cleaned, pieces = proto.trainer_spec, proto.normalizer_spec, proto.pieces
     if trained.model_type != _BPE:
         raise ValueError(f"{path} is no BPE model: of spellings with equal scores its kind may take another; {hint}")
     normal = {piece.piece: piece.score for piece in pieces if piece.type == _NORMAL}
@@ -57,7 +68,7 @@ def convert(path: Path, out: Path, inputs: Sequence[str], jsonl_key: str, eod_to
     for number, text in enumerate(islice(texts, _PROVED_ON)):
         if (wanted := theirs.encode(text)) != (got := ours.encode(text).tolist()):
             raise ValueError(f"document {number}: SentencePiece gives {wanted[:20]}, its conversion {got[:20]}; {hint}")
-    if out.exists() and out.read_bytes() != content:
+    if not overwrite and out.exists() and out.read_bytes() != content:
         raise FileExistsError(f"{out} exists and is another tokenizer: data may need it; name another output")
     out.parent.mkdir(parents=True, exist_ok=True)
     out.write_bytes(content)

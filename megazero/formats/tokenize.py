@@ -144,11 +144,7 @@ def tokenize_files(
         notes.extend([f"left out {count:,} {what} that cannot be read:{listed}"] if count else [])
 
     with IndexedWriter(out_prefix, dtype, encoder.fingerprint) as writer:
-        taken = [path for path in (identity_path(out_prefix), *pair_paths(out_prefix)) if path.exists()]
-        # Without an index they are of a command that was killed between its renames, if its shards are still there.
-        is_ours = folder.exists() and not pair_paths(out_prefix)[-1].exists()
-        if taken and not overwrite and not is_ours:
-            raise FileExistsError(f"{taken[-1]} exists; name another output, or replace it with --overwrite")
+        check_outputs(out_prefix, overwrite)
         files, unread, hidden = find_files(inputs, {folder, *writer.paths})
         shards, uncut = make_shards(files, job)
         unread += uncut
@@ -175,6 +171,15 @@ def tokenize_files(
     notes += [f"left out {count:,} {what}" for what, count in counts.items() if count]
     tokens, read = sum(shard.tokens for shard in done), sum(part.bytes for part in ranges)
     return TokenizeSummary(documents, tokens, read, time.monotonic() - began, tuple(notes))
+
+
+def check_outputs(prefix: str | os.PathLike[str], overwrite: bool) -> None:
+    """Check that a pair may be written.  Raises: FileExistsError: one is there.  ValueError: a prefix that is none."""
+    taken = [path for path in (identity_path(prefix), *pair_paths(prefix)) if path.exists()]
+    # Without an index they are of a command that was killed between its renames, if its shards are still there.
+    is_ours = _folder_of(os.fspath(prefix)).exists() and not pair_paths(prefix)[-1].exists()
+    if taken and not overwrite and not is_ours:
+        raise FileExistsError(f"{taken[-1]} exists; name another output, or replace it with --overwrite")
 
 
 def _folder_of(prefix: str) -> Path:
