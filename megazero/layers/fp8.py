@@ -171,8 +171,8 @@ class Fp8Product(Product):
         self._block = 0 if scaling == "rowwise" else BLOCK  # 0: a whole row
         self._multiply = multiply
         self._axes = (WHOLE, WHOLE) if self._block else (forward_axis, backward_axis)
-        self._maxima, self._quantise, self._quantise_alone = maxima, quantise, quantise_alone
-        self._quantise_weight = quantise_squares if self._block else quantise_alone
+        self._functions = maxima, quantise, quantise_alone, quantise_squares if self._block else quantise_alone
+        self._maxima, self._quantise, self._quantise_alone, self._quantise_weight = self._functions
 
     def compile(self, compiled: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
         if torch.cuda.is_available() and torch.cuda.get_device_capability() < (8, 9):
@@ -180,8 +180,7 @@ class Fp8Product(Product):
         # Each layer has its own code, compiled for x, W, dy and W.T: torch limits how many sizes it compiles one code
         # for.
         self._maxima, self._quantise, self._quantise_alone, self._quantise_weight = (
-            compiled(_own_code(function, self._name))
-            for function in (maxima, quantise, quantise_alone, self._quantise_weight)
+            compiled(_own_code(function, self._name)) for function in self._functions
         )
 
     def forward(self, x: Tensor, weight: Tensor) -> Tensor:
