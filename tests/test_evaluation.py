@@ -8,7 +8,7 @@ import threading
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
+from unittest.mock import Mock, patch
 
 import numpy as np
 import pytest
@@ -21,6 +21,7 @@ from test_data_corpus import write_pair
 from tokenizer_files import write_tokenizer
 from torch import Tensor
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM
 from worlds import loop_of, over, plain_config, plain_trainer, state_on
 
@@ -29,6 +30,8 @@ from megazero.checkpoint.tensor_file import StoredTensors
 from megazero.config import ConfigError, ResolvedRun, RunConfig, load_config, resolve, to_toml
 from megazero.config.schema import ValidationSource
 from megazero.data import open_corpus
+from megazero.engine.step import BatchShare
+from megazero.parallel_state import Axis
 from megazero.training.batches import DataError, open_corpus_of
 from megazero.training.callbacks import samples
 from megazero.training.trainer import train
@@ -426,3 +429,55 @@ def test_ranks_meet_while_rank_0_computes_a_metric(tmp_path: Path) -> None:
         _run(tmp_path, 2, {}, 1, evaluation={"tasks": ["choice"], "include_path": str(tmp_path)}),
     )
     assert "choice/acc" in metrics_of(tmp_path / "run")[-1]["tasks"]
+
+
+SAMPLED = {
+    "training": {"eval_every_steps": 0},
+    "data": {"validation_sources": []},
+    "checkpoint": {"save_every_steps": 2},
+    "logging": {"sample_prompts": ["a"], "sample_every_steps": 2, "sample_tokens": 50},
+}
+
+
+def _train_and_read(rank: int, run: ResolvedRun, reads: int, error: Exception | None) -> int:
+    """Rank 1 wants to stop when it has read so many texts, or reading them fails.  Returns: how many were read."""
+    with patch.object(samples, "read_texts", wraps=samples.read_texts, side_effect=error) as read:
+        if error is None:
+            train(run, state_on(rank, run), lambda _: None, lambda: rank == 1 and read.call_count >= reads)
+        else:
+            with pytest.raises(type(error)):
+                train(run, state_on(rank, run), lambda _: None)
+        return read.call_count
+
+
+@pytest.mark.parametrize(("reads", "error"), [(3, None), (1, ValueError("what reads texts is broken"))])
+def test_a_step_is_kept_before_texts_are_read_and_a_stop_ends_their_reading(
+    reads: int, error: Exception | None, tmp_path: Path
+) -> None:
+    assert run_world(2, _train_and_read, _run(tmp_path, 2, {}, 1, **SAMPLED), reads, error) == [reads, reads]
+    assert [line["step"] for line in metrics_of(tmp_path / "run")] == [1, 2]
+    assert find_newest(tmp_path / "run" / "checkpoints").name == "step-00000002"
+
+
+class _Largest(TorchDispatchMode):
+    """The bytes of the largest tensor that is made."""
+
+    nbytes = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        self.nbytes = max(self.nbytes, made.untyped_storage().nbytes() if isinstance(made, Tensor) else 0)
+        return made
+
+
+def test_a_rank_holds_the_tokens_of_its_own_texts_alone(tmp_path: Path) -> None:
+    run, ranks, index = _run(tmp_path, 1, {}, 0), 512, 3
+    engine, each = Mock(), run.micro_batch_size
+    texts = [([1, 2, at], 1) for at in range(ranks * each)]
+    engine.share = BatchShare(Axis("dp", tuple(range(ranks)), index), torch.device("cpu"), tokens=True, labels=True)
+    engine.state.world, engine.state.at.tp = Axis("world"), 0
+    with _Largest() as largest:
+        samples.read_texts(Mock(run=run, engine=engine), texts, samples.LIKELIEST)
+    (batch,) = engine.read_logits.call_args.args[0]
+    assert batch.labels[1].tolist() == list(range(index * each, (index + 1) * each))
+    assert largest.nbytes <= 8 * (2 * SEQ * each + len(texts))  # tokens and labels, and a number of each text

@@ -187,12 +187,12 @@ def callbacks_of(
     """The callbacks of a run, in the order in which they see a step.
 
     Those that only print or write exist on rank 0 alone and make no collective call.  Checkpoints come last, so that a
-    step that was rolled back is not saved; but an evaluation begins with the metrics and the checkpoint of its step.
+    step that was rolled back is not saved; but what reads the model begins with the metrics and the checkpoint of its step.
     """
     run, engine, say, is_first = context.run, context.engine, context.say, context.engine.state.rank == 0
     training, logging, run_dir = run.config.training, run.config.logging, Path(run.config.training.run_dir)
     metrics: list[Callback] = [MetricsFile(run_dir / METRICS_FILE, context.start.step, say)] if is_first else []
-    writers = [*metrics]
+    before, writers = [*metrics, checkpointing], [*metrics]
     if is_first:
         progress = ProgressDisplay if on_terminal() else ProgressLine
         writers.append(progress(run, say, engine.state.device))
@@ -207,8 +207,8 @@ def callbacks_of(
         *([SourceCounts(context)] if is_first else []),
         Utilization(run, engine.state.device, engine.dtype, context.corpus.train),
         *([] if engine.sharded_model.average is None else [Averages(run.config, engine.sharded_model.average)]),
-        Evaluation(context, [*metrics, checkpointing], watchdog),
-        *_of_texts(context),
+        Evaluation(context, before, watchdog),
+        *_of_texts(context, before),
         *registered,
         *writers,
         *(make(context) for make in added("callback").values()),
@@ -217,7 +217,7 @@ def callbacks_of(
     ]
 
 
-def _of_texts(context: RunContext) -> list[Callback]:
+def _of_texts(context: RunContext, before: Sequence[Callback]) -> list[Callback]:
     """What reads texts with the model, which other runs do not load."""
     found: list[Callback] = []
     if context.run.config.evaluation.tasks:
@@ -225,9 +225,9 @@ def _of_texts(context: RunContext) -> list[Callback]:
             from megazero.training.callbacks.tasks import Tasks
         except ImportError as error:
             raise ValueError(f"evaluation.tasks needs lm-evaluation-harness ({error}): pip install lm_eval") from error
-        found.append(Tasks(context))
+        found.append(Tasks(context, before))
     if context.run.config.logging.sample_prompts:
         from megazero.training.callbacks.samples import Samples
 
-        found.append(Samples(context))
+        found.append(Samples(context, before))
     return found

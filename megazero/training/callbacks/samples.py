@@ -16,12 +16,12 @@ from typing import NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
-from megazero.comm.collectives import all_reduce, from_first, in_thread, seconds_between_meetings
+from megazero.comm.collectives import all_reduce, from_first, in_thread, largest, seconds_between_meetings
 from megazero.data.tokenizer import Tokenizer, load_tokenizer
 from megazero.layers.vocabulary import IGNORED_LABEL
 from megazero.models.gpt import MicroBatch
 from megazero.training.batches import share_of_each
-from megazero.training.callbacks.base import Callback, RunContext, StepRecord
+from megazero.training.callbacks.base import Callback, RunContext, StepDecision, StepRecord
 
 #: Tokens, and how many of them, the last, are labels.
 Text: TypeAlias = tuple[list[int], int]
@@ -43,6 +43,7 @@ class Ended(NamedTuple):
     """Rank 0 asks for nothing more."""
 
     problem: str | None  # what went wrong
+    stop: bool = False  # a rank wants the run to end, so the rest is left out
 
 
 def _likelihood(logits: Tensor, labels: Tensor) -> Tensor:
@@ -68,19 +69,20 @@ def read_texts(context: RunContext, texts: Sequence[Text], reader: Reader) -> li
     run, share, state = context.run, context.engine.share, context.engine.state
     seq_len, size = run.config.model.seq_len, run.micro_batch_size
     each = share_of_each(len(texts), size, share)
-    whole = torch.zeros(2, seq_len, each * share.dp.size, dtype=torch.int64)  # tokens and labels
+    first = share.dp.index * each  # of this rank's texts
+    whole = torch.zeros(2, seq_len, each, dtype=torch.int64)  # their tokens and labels
     whole[1] = IGNORED_LABEL
-    for row, (text, asked) in enumerate(texts):
+    for row, (text, asked) in enumerate(texts[first : first + each]):
         ids = torch.tensor(text[-seq_len - 1 :])
         end = len(ids) - 1
         whole[0, :end, row] = ids[:-1]
         whole[1, max(end - asked, 0) : end, row] = ids[1:][-asked:]
     whole, part = whole.to(share.device), share.part_of([[seq_len]] * size if share.documents else None, seq_len)
-    numbers = torch.zeros(whole.shape[-1], reader.width, dtype=torch.float64, device=share.device)
+    numbers = torch.zeros(each * share.dp.size, reader.width, dtype=torch.float64, device=share.device)
 
-    def cut(first: int) -> MicroBatch:
-        samples = torch.arange(first, first + size, device=share.device)
-        return share.cut(samples, whole[0, :, samples], whole[1, :, samples], part)
+    def cut(at: int) -> MicroBatch:
+        samples = torch.arange(at, at + size, device=share.device)
+        return share.cut(first + samples, whole[0, :, samples], whole[1, :, samples], part)
 
     def collect(batch: MicroBatch, logits: Tensor) -> None:
         if batch.labels is not None and not state.at.tp:  # all ranks of tp have the same logits
@@ -88,8 +90,7 @@ def read_texts(context: RunContext, texts: Sequence[Text], reader: Reader) -> li
             found = reader.read(logits[counted].float(), batch.labels[counted])
             numbers.index_add_(0, batch.sample_ids.expand_as(counted)[counted], found.double())
 
-    own = share.dp.index * each
-    context.engine.read_logits([cut(first) for first in range(own, own + each, size)], collect)
+    context.engine.read_logits([cut(at) for at in range(0, each, size)], collect)
     all_reduce(numbers, state.world).wait()
     return numbers[: len(texts)].tolist()
 
@@ -103,24 +104,28 @@ def _ended(work: Callable[[], object]) -> Ended:
 
 
 class TextCallback(Callback):
-    """Something that reads texts every so many steps, and after the last one."""
+    """Something that reads texts every so many steps, and after the last one.  For `before` see `Evaluation`."""
 
     what: str  # for a message
 
-    def __init__(self, context: RunContext, every_steps: int) -> None:
-        self._context, self._every = context, every_steps
+    def __init__(self, context: RunContext, before: Sequence[Callback], every_steps: int) -> None:
+        self._context, self._before, self._every = context, before, every_steps
         # on rank 0: what its thread asks for, and the answers
         self._asked, self._answers = SimpleQueue[Request | Ended](), SimpleQueue[list[list[float]]]()
 
-    def after_step(self, record: StepRecord) -> None:
+    def after_step(self, record: StepRecord) -> StepDecision | None:
         last = self._context.run.config.training.steps
         if record.step != last and not (self._every and record.step % self._every == 0):
-            return
-        if problem := self.do_on_first(lambda: self.work(record)):
-            self._context.say(f"step {record.step}: no {self.what}: {problem}; the run goes on")
+            return None
+        for callback in self._before:
+            callback.after_step(record)
+        ended = self.do_on_first(lambda: self.work(record))
+        if ended.problem:
+            self._context.say(f"step {record.step}: no {self.what}: {ended.problem}; the run goes on")
+        return StepDecision.STOP if ended.stop else None
 
-    def do_on_first(self, work: Callable[[], object]) -> str | None:
-        """Do on rank 0 what may call `ask`, and no collective.  Called on every rank.  Returns: what went wrong there."""
+    def do_on_first(self, work: Callable[[], object]) -> Ended:
+        """Do on rank 0 what may call `ask`, and no collective; a stop leaves it undone.  Called on every rank."""
         world, parallel = self._context.engine.state.world, self._context.run.config.parallel
         seconds = seconds_between_meetings(parallel.timeout_seconds)
         if world.index == 0:
@@ -128,7 +133,9 @@ class TextCallback(Callback):
         while True:
             asked = from_first(self._next(seconds) if world.index == 0 else None, world)
             if isinstance(asked, Ended):
-                return asked.problem
+                return asked
+            if any(largest([self._context.engine.wants_stop()], world)):
+                return Ended(None, stop=True)
             if asked is not None:
                 found = read_texts(self._context, *asked)
                 if world.index == 0:
@@ -159,8 +166,8 @@ class Samples(TextCallback):
 
     what = "samples"
 
-    def __init__(self, context: RunContext) -> None:
-        super().__init__(context, context.run.config.logging.sample_every_steps)
+    def __init__(self, context: RunContext, before: Sequence[Callback]) -> None:
+        super().__init__(context, before, context.run.config.logging.sample_every_steps)
 
     def work(self, record: StepRecord) -> None:
         tokenizer, logging = self.tokenizer(), self._context.run.config.logging

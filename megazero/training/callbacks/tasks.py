@@ -16,7 +16,7 @@ from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
 from megazero.config import ConfigError
 from megazero.settings import Problem
-from megazero.training.callbacks.base import RunContext, StepRecord
+from megazero.training.callbacks.base import Callback, RunContext, StepRecord
 from megazero.training.callbacks.samples import LIKELIHOOD, TextCallback
 
 logging.getLogger("lm_eval").setLevel(logging.ERROR)
@@ -63,14 +63,14 @@ class Tasks(TextCallback):
 
     what = "scores of evaluation.tasks"
 
-    def __init__(self, context: RunContext) -> None:
+    def __init__(self, context: RunContext, before: Sequence[Callback]) -> None:
         self._own = context.run.config.evaluation
-        super().__init__(context, self._own.every_steps)
+        super().__init__(context, before, self._own.every_steps)
         self._tasks: Any = None
 
     def on_start(self) -> None:
         """Load the tasks.  A run that goes on from a checkpoint does so without them; a new one raises ConfigError."""
-        problem = self.do_on_first(self._load)
+        problem = self.do_on_first(self._load).problem
         if problem and self._context.start.step == 0:
             hint = f"{problem}; correct or leave out the task"
             raise ConfigError([Problem("evaluation.tasks", list(self._own.tasks), "must be tasks", hint)])
