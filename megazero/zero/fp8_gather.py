@@ -3,7 +3,8 @@
     shards       |   rank 0    |   rank 1    |
     squares      |   128 x 128   | 128 x 128 |     one may lie on several ranks
 
-    after an update    every rank takes the maxima of its elements; one small all-reduce gives those of whole squares
+    after an update    every rank takes the maxima of its elements; a small all-reduce gives those of whole squares.  It
+                       starts when the shard is updated, beside gathers, and only the rounding waits for it
     each gather        shard -> e4m3, 1 byte per element -> all ranks -> the run's format, in which these are exact
 
 Both passes of a layer round its weight in these squares (`layers/fp8.py`).  To round what is rounded changes nothing: the
@@ -54,11 +55,12 @@ class Fp8Gather:
         pool: provides the buffers.
 
     Attributes:
-        is_fresh: the maxima are those of the current weights.
+        is_fresh: the maxima are those of the current weights, or will be when their all-reduce ends.
     """
 
     def __init__(self, bucket: Bucket, pool: BufferPool) -> None:
-        self._owned, self._slots, self._pool, self.is_fresh = bucket.owned, bucket.layout.slots, pool, False
+        self._owned, self._slots, self._pool = bucket.owned, bucket.layout.slots, pool
+        self._shard_axis, self._reducing, self.is_fresh = bucket.placement.shard, Pending(), False
         grids = [tuple(-(-size // BLOCK) for size in slot.info.shape) for slot in self._slots]
         self._maxima = pool.acquire(sum(map(prod, grids)), torch.float32)
         parts = self._maxima.split([prod(grid) for grid in grids])
@@ -66,8 +68,8 @@ class Fp8Gather:
 
     def start(self, out: Tensor, shard: Tensor, axis: Axis, label: str) -> Pending:
         """Start a gather like `all_gather`."""
-        if not self.is_fresh:
-            self._reduce_maxima(shard, axis)
+        self.reduce_maxima(shard)
+        self._reducing.wait()
         packed = self._pool.acquire(len(out), torch.uint8)
         mine = packed.view(axis.size, -1)[axis.index]
         try:
@@ -90,14 +92,18 @@ class Fp8Gather:
         finally:
             self._pool.release(packed)
 
-    def _reduce_maxima(self, shard: Tensor, axis: Axis) -> None:
-        """Compute the maxima of all ranks' elements.  A collective call."""
+    def reduce_maxima(self, shard: Tensor) -> None:
+        """Start to compute the maxima of all ranks' elements, unless they are known.  A collective call."""
+        if self.is_fresh:
+            return
+        self._reducing.wait()
         self._maxima.zero_()
         for squares, rows, matrix, *_ in self._parts(shard):
-            row_of_squares = torch.arange(rows.start, rows.stop, device=shard.device) // BLOCK
-            squares.index_reduce_(0, row_of_squares, maxima(matrix, BLOCK), "amax")
-        all_reduce(self._maxima, axis, "max").wait()
-        self.is_fresh = True
+            largest = maxima(matrix, BLOCK)
+            row_of_squares = torch.arange(rows.start, rows.stop, device=shard.device).unsqueeze(1) // BLOCK
+            squares.scatter_reduce_(0, row_of_squares.expand_as(largest), largest, "amax")
+        # not over the axis of gathers: it would queue behind the gather of the bucket before
+        self._reducing, self.is_fresh = all_reduce(self._maxima, self._shard_axis, "max"), True
 
     def _parts(self, shard: Tensor) -> Iterator[_Part]:
         for slot, squares in zip(self._slots, self._squares, strict=True):

@@ -169,6 +169,12 @@ class ShardSource:
         del self._reading[bucket]
         return Pending(lambda: self._copier.wait(gathered).wait(), partial(self.staging.release, staging))
 
+    def prepare(self, bucket: Bucket) -> None:
+        """Start what precedes the first gather of an updated shard."""
+        tensor = bucket.weight_shard.tensor
+        if bucket in self._in_fp8 and tensor is not None and self._is_on_device(bucket):
+            self._in_fp8[bucket].reduce_maxima(tensor)
+
     def read_ahead(self, bucket: Bucket) -> None:
         """Start to copy an offloaded shard to the device."""
         if bucket not in self._reading and not self._is_on_device(bucket):

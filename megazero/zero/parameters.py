@@ -272,8 +272,10 @@ class ShardedParameters:
     def start_gather(self, bucket: Bucket, step: Callable[[], object] | None = None) -> None:
         """Start to gather an updated bucket for the next forward.  For `step` see `WeightGathers.start`."""
         self.gathers.start(bucket, step)
-        if self.gatherer is not None and bucket in self.gatherer.first:  # it is one of the first that a forward uses
-            self.gatherer.buffers.unshard(bucket)
+        if self.gatherer is not None:
+            self.gatherer.buffers.source.prepare(bucket)
+            if bucket in self.gatherer.first:  # it is one of the first that a forward uses
+                self.gatherer.buffers.unshard(bucket)
 
     def note_change(self, buckets: Sequence[Bucket]) -> None:
         """Forget the gathered weights of these buckets: they have changed, or will change before the next forward of

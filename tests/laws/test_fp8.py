@@ -8,6 +8,7 @@ from typing import Any
 import plain_model
 import pytest
 import torch
+import worlds
 from harness import run_world
 from plain_model import PlainConfig, causal_attention, expert_shares, rms_norm, rope, split_heads
 from torch import Tensor
@@ -252,10 +253,14 @@ def _gathering(engine: Engine, run: ResolvedRun) -> Any:
     return found, engine.state.traffic.sent_bytes["dp", "all_gather"]
 
 
-@pytest.mark.parametrize(("dtype", "size"), [("fp32", 4), ("bf16", 2)])
+@pytest.mark.parametrize(("dtype", "size", "in_memory"), [("fp32", 4, False), ("bf16", 2, True)])
 @pytest.mark.parametrize("world", [2, 4])
-def test_stage_3_gathers_the_weights_of_squares_in_fp8_bit_by_bit(world: int, dtype: str, size: int) -> None:
-    """Shards begin anywhere in a square; an update is followed by one gather. Of a matrix 1 byte per element travels."""
+def test_stage_3_gathers_the_weights_of_squares_in_fp8_bit_by_bit(
+    world: int, dtype: str, size: int, in_memory: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Shards begin anywhere in a square; an update is followed by one gather. Of a matrix 1 byte per element travels.
+    Through memory gathers begin with a forward, over sockets with the update."""
+    monkeypatch.setattr(worlds, "state_on", partial(worlds.state_on, shares_memory=in_memory))
     stages = [{"stage": 1}, {"stage": 3, "gather_policy": "step"}]
     of_all = {"optimizer": {"grad_clip": 0.0}}  # the norm adds up in another order
     runs = [_run(world, "blockwise", {"dtype": dtype}, zero=zero, **of_all) for zero in stages]
