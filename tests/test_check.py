@@ -233,7 +233,7 @@ def test_the_checkpoint_that_a_run_goes_on_from_is_compared_as_the_run_would(
     assert megazero("train", *words).returncode == 0
     step = run_dir / "checkpoints" / "step-00000002"
     listed = megazero("checkpoint", "export", step.parent, tmp_path / "out")
-    assert (listed.returncode, f"name one of its steps, such as {step}" in listed.stderr) == (1, True)
+    assert (listed.returncode, f"name a complete step, such as {step}" in listed.stderr) == (1, True)
     for names in ("_built_in", "_registered"):
         monkeypatch.setattr(FAMILIES, names, {})
     with pytest.raises(

@@ -260,7 +260,7 @@ def test_a_checkpoint_has_the_loss_of_its_step_on_another_shape_and_the_run_is_a
     assert content() == before
     done = run_command("evaluate", trained / "config.toml", "7")
     assert done.returncode == 1
-    assert "is not a complete checkpoint: nothing is there" in done.stderr
+    assert "nothing is there; name a complete step, such as " in done.stderr
 
 
 def test_the_mean_of_steps_and_the_average_of_a_run_are_models_of_transformers(trained: Path, tmp_path: Path) -> None:

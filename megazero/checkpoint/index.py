@@ -226,11 +226,12 @@ def read_errors(path: str) -> Iterator[None]:
 def check_complete(folder: Folder, name: str = "") -> None:
     """Check that a folder is a complete checkpoint.  `name`: its name in the error, if given.
 
-    Raises: CheckpointError: it is not; the message lists the steps in the folder.
+    Raises: CheckpointError: it is not; the message lists the complete steps in the folder, or beside a step.
     """
     if not is_complete(folder):
-        steps = ", ".join(str(step) for step in step_folders(folder)[-5:])
-        hint = f"name one of its steps, such as {steps}" if steps else "name a step"
+        root = folder.parent if is_step_name(folder.name) else folder
+        steps = ", ".join([str(step) for step in step_folders(root) if is_complete(step)][-5:])
+        hint = f"name a complete step, such as {steps}" if steps else "name a step"
         found = f"it has no {MANIFEST}" if folder.files() or folder.folders() else "nothing is there"
         raise CheckpointError(f"{name or folder} is not a complete checkpoint: {found}; {hint}")
 

@@ -69,6 +69,8 @@ def _print_scores(step: str, tasks: list[str], include_path: str | None, limit: 
 
         from megazero.training.callbacks.tasks import manager_of, scores_of
     except ImportError as error:
+        if (error.name or "").partition(".")[0] != "lm_eval":
+            raise
         raise ValueError(f"--tasks needs lm-evaluation-harness ({error}): pip install lm_eval") from None
     from megazero.checkpoint.hugging_face.tokenizer import tokenizer_of
 

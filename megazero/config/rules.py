@@ -566,7 +566,8 @@ def _shape_rule_fp8_takes_the_sizes(config: RunConfig) -> Iterator[Problem]:
         if wrong := wrong_size(*sizes, tp, scaling):
             size, step = wrong
             rule = f"must give multiples of {step} features where precision.fp8 = {scaling} and parallel.tp={tp}"
-            yield Problem(f"model.{key}", getattr(model, key), rule, f"it gives {size}")
+            nearest = nearest_text(nearest_multiples(size, step))
+            yield Problem(f"model.{key}", getattr(model, key), rule, f"it gives {size}; {nearest}")
 
 
 def _shape_rule_logits_come_in_chunks(config: RunConfig) -> Iterator[Problem]:

@@ -99,7 +99,7 @@ class HuggingFaceFormat:
 
     def variant(self, name: str, **functions: Callable[..., Any]) -> HuggingFaceFormat:
         """This format with what `hugging_face.json` has under a name, and these functions.  A key that stands there leaves
-        the table of this format in which it was.
+        the table of this format in which it was.  The file is the package's: a script's family takes `dataclasses.replace`.
         """
         own = _FORMATS[name]
         named = {*own.get("reads", ()), *(key for table in _TABLES for key in own.get(table, ()))}
