@@ -8,7 +8,8 @@ All problems of one file are reported together, so a run is started twice at mos
 
 import inspect
 import json
-import os.path
+import os
+import platform
 import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -219,6 +220,22 @@ def read_text(path: Path) -> str:
         raise file_error(path, f"is not UTF-8 at byte {error.start}") from None
     except OSError as error:
         raise file_error(path, f"cannot be read: {error.strerror}") from None
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a temporary file, then rename it to `path`, whose folder it makes, so that a reader never sees half a file.
+
+    Raises: OSError: names `path`, also where the disk is full.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(f"{path.name}.{platform.node()}-{os.getpid()}.partial")
+    try:
+        partial.write_text(text, encoding="utf-8", newline="\n")
+        partial.replace(path)
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(path)) from error
+    finally:
+        partial.unlink(missing_ok=True)
 
 
 def nearest_multiples(value: int, step: int) -> list[int]:

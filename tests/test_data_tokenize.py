@@ -6,7 +6,9 @@ import json
 import os
 import platform
 import re
+import resource
 import signal
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
@@ -48,6 +50,17 @@ def texts_of(prefix: Path) -> list[str]:
     return [bytes(sequence[:-1].tolist()).decode() for sequence in dataset]
 
 
+@contextmanager
+def _full_disk(left: int):
+    """A disk on which no file grows beyond so many bytes."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (left, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
 def write_jsonl(path: Path, texts: list[str], key: str = "text") -> Path:
     path.write_text("".join(json.dumps({key: text}) + "\n" for text in texts))
     return path
@@ -71,15 +84,17 @@ def test_a_bpe_of_sentencepiece_gives_its_own_ids_and_other_models_are_refused(t
         command = ["data", "tokenize", str(source), "--out", str(out), "--tokenizer", str(model), *words]
         return CliRunner().invoke(app, command)
 
-    def run(**training):
+    def run(disk=1 << 40, **training):
         lines = iter("\n".join(pages).splitlines())
         prefix = str(model.with_suffix(""))
         sentencepiece.SentencePieceTrainer.train(
             sentence_iterator=lines, model_prefix=prefix, minloglevel=2, **{"vocab_size": 700} | options | training
         )
-        return tokenized("--overwrite")
+        with _full_disk(disk):
+            return tokenized("--overwrite")
 
     assert "No such file or directory" in tokenized().output
+    assert f"File too large: '{out}.tokenizer.json'" in run(3000, model_type="bpe").output.replace("\n", "")
     assert run(model_type="bpe").exit_code == 0
     theirs = sentencepiece.SentencePieceProcessor(model_file=str(model))
     written = [document[:-1].tolist() for document in IndexedDataset(out)]
@@ -579,6 +594,9 @@ def test_a_damaged_cache_is_built_again_and_a_whole_one_is_kept(tmp_path, monkey
 def test_a_tokenizer_that_was_trained_spells_any_text_and_tokenizes_it(tmp_path):
     text, out = ("the cat sat on the mat; die Katze saß auf der Matte\n" * 50), tmp_path / "new" / "tokenizer.json"
     (tmp_path / "a.txt").write_text(text)
+    with _full_disk(3000), pytest.raises(OSError, match=r"File too large: .*tokenizer\.json'"):
+        train_tokenizer([str(tmp_path / "a.txt")], out, 280)
+    assert not list(out.parent.iterdir())
     assert train_tokenizer([str(tmp_path / "a.txt")], out, 280) == 280
     encoder = load_tokenizer(out)
     assert (encoder.vocab_size, encoder.eod_token) == (280, "<|endoftext|>")

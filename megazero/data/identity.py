@@ -12,7 +12,6 @@ its own, which is verified beside the others.  Where file locks end at the machi
 
 import json
 import os
-import platform
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, suppress
 from dataclasses import asdict, dataclass
@@ -24,7 +23,7 @@ import xxhash
 
 from megazero.data.indexed import IndexedDataset, pair_paths
 from megazero.data.sealed import parse_json, seal, unseal
-from megazero.settings import Say
+from megazero.settings import Say, write_text
 
 _BLOCK_BYTES: Final = 1 << 24  # part of the format: the content's hash is a hash of the blocks' hashes
 _LARGE_BYTES: Final = 1 << 30  # reading more takes long enough to say so
@@ -84,7 +83,7 @@ def read_identity(bin_path: Path, idx_path: Path, dtype: "np.dtype[Any]", tokeni
 
 def write_identity(path: Path, identity: Identity) -> None:
     """Write an identity to a file, which appears whole or not at all."""
-    _write(path, {"format": 1, **asdict(identity)})
+    write_text(path, json.dumps({"format": 1, **asdict(identity)}, indent=2) + "\n")
 
 
 def verified_identity(
@@ -114,7 +113,7 @@ def verified_identity(
         identity = _verify(dataset, pair)
         if _state_of(pair, [path.stat() for path in pair]) != before:
             raise ValueError(f"{dataset.prefix} changed while it was read; start again when it is complete")
-        _write(memory, seal({**before, "identity": asdict(identity)}))
+        write_text(memory, json.dumps(seal({**before, "identity": asdict(identity)}), indent=2) + "\n")
     return identity
 
 
@@ -186,15 +185,6 @@ def _remembered(memory: Path, state: dict[str, Any]) -> Identity | None:
         identity = Identity(**known.pop("identity"))
         return identity if known == state else None
     return None
-
-
-def _write(path: Path, content: dict[str, Any]) -> None:
-    own = path.with_name(f"{path.name}.{platform.node()}-{os.getpid()}.partial")
-    try:
-        own.write_text(json.dumps(content, indent=2) + "\n")
-        own.replace(path)
-    finally:
-        own.unlink(missing_ok=True)
 
 
 def fingerprint_of(order: Sequence[object], tokenizer: str, contents: Sequence[str]) -> str:

@@ -7,6 +7,7 @@ from typing import Any
 
 from megazero.data.tokenizer import TOKENIZER, FileTokenizer
 from megazero.formats.documents import cut_files, documents_of, find_files
+from megazero.settings import write_text
 
 _BPE, _NORMAL, _CONTROL, _OWN = 2, 1, 3, 4  # of sentencepiece_model.proto: the model, and three types of pieces
 _PROVED_ON = 1000  # documents
@@ -70,5 +71,4 @@ def convert(
             raise ValueError(f"document {number}: SentencePiece gives {wanted[:20]}, its conversion {got[:20]}; {hint}")
     if not overwrite and out.exists() and out.read_bytes() != content:
         raise FileExistsError(f"{out} exists and is another tokenizer: data may need it; name another output")
-    out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_bytes(content)
+    write_text(out, content.decode())

@@ -7,6 +7,7 @@ from typing import Final
 
 from megazero.data.tokenizer import END_OF_DOCUMENT_TOKENS
 from megazero.formats.documents import Problem, cut_files, documents_of, find_files
+from megazero.settings import write_text
 
 _RANGE_BYTES: Final = 1 << 24
 _LEAST: Final = 257  # a token for each byte, and the end of a document
@@ -42,8 +43,6 @@ def train_tokenizer(inputs: Sequence[str], out: Path, vocab_size: int, jsonl_key
                 yield text
 
     tokenizer, special = ByteLevelBPETokenizer(), [END_OF_DOCUMENT_TOKENS[0]]
-    shows = sys.stderr.isatty()
-    tokenizer.train_from_iterator(texts(), vocab_size, special_tokens=special, show_progress=shows)
-    out.parent.mkdir(parents=True, exist_ok=True)
-    tokenizer.save(str(out))
+    tokenizer.train_from_iterator(texts(), vocab_size, special_tokens=special, show_progress=sys.stderr.isatty())
+    write_text(out, tokenizer.to_str(pretty=True))
     return int(tokenizer.get_vocab_size())

@@ -23,7 +23,7 @@ from typing import Annotated, Any, NamedTuple, TypeAlias
 from pydantic import AfterValidator, Field, TypeAdapter
 
 from megazero.plan.devices import Device, Link, Positive
-from megazero.schedules.action import write_text
+from megazero.settings import write_text
 
 VERSION = 5
 _NEAREST = 4  # measured products that stand for one that was not

@@ -186,7 +186,7 @@ def _search(
     from megazero.plan.choices import config_of
     from megazero.plan.search import Judge, base_of, search
     from megazero.plan.text import search_text
-    from megazero.schedules.action import write_text
+    from megazero.settings import write_text
 
     def show_progress(line: str) -> None:
         if sys.stderr.isatty():
@@ -247,7 +247,7 @@ def _write(
 ) -> None:
     from megazero.plan.report import as_plain
     from megazero.plan.text import plan_html
-    from megazero.schedules.action import write_text
+    from megazero.settings import write_text
 
     if html is not None:
         write_text(html, plan_html(made, found))
@@ -257,7 +257,6 @@ def _write(
         if path == Path("-"):
             print(text)
         else:
-            path.parent.mkdir(parents=True, exist_ok=True)
             write_text(path, text + "\n")
             say(f"numbers  {path}")
 
@@ -282,7 +281,7 @@ def memory_report(
     """Measure memory, traffic and time of each ZeRO stage, and activations by policy, beside the plan."""
     from megazero.config import ConfigError
     from megazero.plan.memory_report import draw_text, measure, not_measured, plan
-    from megazero.schedules.action import write_text
+    from megazero.settings import write_text
     from megazero.training.launch import Failed, leave_at_once, run_ranks
 
     prints, started = os.environ.get("RANK", "0") == "0", started_ranks()

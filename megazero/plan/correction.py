@@ -23,7 +23,7 @@ import torch
 from megazero.config import ResolvedRun
 from megazero.plan.devices import DEVICES, device_of
 from megazero.plan.step_callbacks import Measuring
-from megazero.schedules.action import write_text
+from megazero.settings import write_text
 from megazero.training.callbacks.base import RunContext, StepRecord
 
 PLAN_FILE = "plan.json"

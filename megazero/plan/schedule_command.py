@@ -39,8 +39,8 @@ def show(
 ) -> None:
     """Prove a pipeline schedule, draw it, and show its idle time and memory."""
     from megazero.plan.schedule_drawing import MIN_WIDTH, comparison, draw_svg, draw_text, trace_text
-    from megazero.schedules.action import write_text
     from megazero.schedules.proof import check_runnable, simulate
+    from megazero.settings import write_text
 
     files = {option: path for option, path in (("--svg", svg), ("--trace", trace)) if path is not None}
     try:

@@ -21,8 +21,9 @@ from megazero.engine import Position
 from megazero.engine.outline import schedule_of
 from megazero.parallel_state import ParallelState
 from megazero.plan.schedule_drawing import draw_svg, trace_text
-from megazero.schedules.action import Action, ActionKind, write_text
+from megazero.schedules.action import Action, ActionKind
 from megazero.schedules.proof import Costs, Timeline, simulate
+from megazero.settings import write_text
 from megazero.training.callbacks.base import Callback, RunContext, StepRecord
 
 

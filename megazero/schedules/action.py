@@ -22,7 +22,6 @@ Reading a schedule does not prove that it can run: `program` does that, as for e
 """
 
 import csv
-import os
 import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
@@ -274,13 +273,3 @@ def _count(what: str, cells: Iterable[tuple[int, str, Action]]) -> int:
         hint = "expected numbers from 0 on without a gap"
         raise ValueError(f"{at}: got {action}, but {what} {missing} is nowhere; {hint}")
     return highest + 1
-
-
-def write_text(path: Path, text: str) -> None:
-    """Write a temporary file, then rename it to `path`, so that a reader never sees half a file."""
-    partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
-    try:
-        partial.write_text(text, encoding="utf-8", newline="\n")
-        partial.replace(path)
-    finally:
-        partial.unlink(missing_ok=True)

@@ -25,7 +25,7 @@ from uuid import uuid4
 from megazero.checkpoint.index import versions
 from megazero.engine import Position
 from megazero.engine.phases import values_by_key
-from megazero.settings import hide_passwords
+from megazero.settings import hide_passwords, write_text
 from megazero.training.callbacks.base import Callback, RunContext, StepRecord
 from megazero.training.callbacks.metrics import numbers_of
 
@@ -56,12 +56,12 @@ class ServiceLogger(Callback):
         self.folder, self.name, self.say = run_dir / "loggers", run_dir.resolve().name, context.say
         self.folder.mkdir(parents=True, exist_ok=True)
         id_file = self.folder / f"{service}.id"
-        self.known = id_file.read_text().strip() if context.start.step and id_file.exists() else None
+        self.known = (id_file.read_text().strip() or None) if context.start.step and id_file.exists() else None
         self.config: dict[str, Any] = hide_passwords(json.loads(config.model_dump_json()))
         self.config |= {"commit": commit_of(Path()), "versions": versions(), "world_size": context.run.world_size}
         self.project = config.logging.project
         self._service, self._is_well = open_run(self), False
-        id_file.write_text(self._service.id)
+        write_text(id_file, self._service.id)
 
     @property
     def id(self) -> str:
@@ -120,6 +120,8 @@ def open_mlflow(run: ServiceLogger) -> Service:
             return _mlflow_at(uri, run)
         except Exception as error:  # of the network, too
             run.say(f"MLflow at {uri} does not answer ({error}): it is logged in {files}")
+            opened = _mlflow_at(files, run)
+            return opened._replace(id=run.known or opened.id)  # of the run that goes on where the server answers again
     return _mlflow_at(files, run)
 
 
@@ -128,8 +130,11 @@ def _mlflow_at(uri: str, run: ServiceLogger) -> Service:
     from mlflow.entities import Metric, Param
 
     client, id_ = MlflowClient(uri), None
-    with suppress(MlflowException):  # the run was logged elsewhere
+    try:
         id_ = run.known and client.get_run(run.known).info.run_id
+    except MlflowException as error:
+        if error.error_code != "RESOURCE_DOES_NOT_EXIST":  # else the run was logged elsewhere
+            raise
     if id_ is None:
         found = client.get_experiment_by_name(run.project)
         experiment = client.create_experiment(run.project) if found is None else found.experiment_id
