@@ -11,6 +11,7 @@ import resource
 import sys
 import threading
 from dataclasses import replace
+from functools import partial
 from itertools import count
 from math import cos, inf, nan, pi
 from pathlib import Path
@@ -24,10 +25,11 @@ import torch
 from harness import run_world
 from numpy.typing import NDArray
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-from worlds import LLAMA, engine_on, run_of
+from worlds import LLAMA, MIXTRAL, engine_on, run_of
 
 from megazero.config import ResolvedRun, RunConfig, resolve, save_config
 from megazero.engine import BatchShare, Position, StepStatistics
+from megazero.layers import fp8
 from megazero.layers.vocabulary import IGNORED_LABEL
 from megazero.optim.config import LrScheduleConfig
 from megazero.optim.lr_schedule import learning_rate_factor
@@ -105,6 +107,27 @@ def test_short_runs_have_a_rate_at_every_step(name: str, steps: int, warmup: int
 )
 def test_a_line_says_what_computes_a_run(sections: dict[str, Any], line: str) -> None:
     assert line in describe_kernels(engine_on(0, run_of(1, model=LLAMA, **sections)))
+
+
+@pytest.mark.parametrize(
+    ("capability", "scaling", "model", "line"),
+    [
+        ((9, 0), "blockwise", MIXTRAL, "blockwise fp8: linear layers by kernels, experts emulated, no faster"),
+        ((12, 0), "rowwise", MIXTRAL, "rowwise fp8: linear layers by kernels, experts emulated, no faster"),
+        ((9, 0), "rowwise", MIXTRAL, "rowwise fp8: linear layers by kernels, experts by kernels"),
+        ((9, 0), "blockwise", LLAMA, "blockwise fp8: linear layers by kernels"),
+    ],
+)
+def test_a_line_says_what_multiplies_in_fp8(
+    capability: tuple[int, int], scaling: str, model: dict[str, Any], line: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sizes = {"hidden_size": 128, "ffn_hidden_size": 128, "num_heads": 2, "num_kv_heads": 2}
+    engine = engine_on(0, run_of(1, model=model | sizes, precision={"fp8": scaling, "fp8_layers": "all"}))
+    on_gpu = partial(fp8.kernels_on, torch.device("cuda:0"), torch.bfloat16)
+    monkeypatch.setattr(torch.version, "cuda", "12.9")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: capability)
+    monkeypatch.setattr(fp8, "kernels_on", lambda _, __, scaling: on_gpu(scaling))
+    assert line in describe_kernels(engine).split(" | ")
 
 
 def test_a_line_says_that_torch_compiles_a_function_no_more(caplog: pytest.LogCaptureFixture) -> None:

@@ -175,8 +175,9 @@ def describe_kernels(engine: Engine) -> str:
     if (scaling := config.precision.fp8) != "none":
         from megazero.layers.fp8 import EMULATED, kernels_on
 
-        is_emulated = kernels_on(device, engine.dtype, scaling) is EMULATED
-        parts.append(f"{scaling} fp8 {'emulated, no faster' if is_emulated else 'kernels'}")
+        products = zip(("linear layers", "experts"), kernels_on(device, engine.dtype, scaling), strict=True)
+        texts = [f"{of} {'emulated, no faster' if how in EMULATED else 'by kernels'}" for of, how in products]
+        parts.append(f"{scaling} fp8: {', '.join(texts[: None if model.num_experts else 1])}")
     if device.type == "cuda":
         settings = next((os.environ[name] for name in ALLOCATOR if name in os.environ), "fixed segments")
         parts.append(f"allocator {settings.replace('expandable_segments:True', 'expandable segments')}")
