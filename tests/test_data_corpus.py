@@ -169,7 +169,16 @@ def test_a_raw_token_file_is_a_source_whose_documents_end_as_it_says(name: str, 
     assert dataset.borders.lengths(0, 1000) == lengths
 
 
-def test_a_raw_token_file_that_is_cut_is_refused(tmp_path: Path) -> None:
+def test_a_raw_token_file_that_is_cut_is_refused_and_a_pair_that_is_cut_is_written_again(tmp_path: Path) -> None:
+    for end in ("bin", "idx"):
+        RAW["nanogpt.bin"](tmp_path / "nanogpt.bin", np.arange(1000) % 256)
+        open_with([(str(tmp_path / "nanogpt.bin"), 1.0)], tmp_path)
+        next((tmp_path / "cache").glob(f"*.{end}")).unlink()
+        open_with([(str(tmp_path / "nanogpt.bin"), 1.0)], tmp_path)
+    RAW["datatrove.ds"](tmp_path / "empty.ds", np.arange(1000) % 256)
+    (tmp_path / "empty.ds.index").write_bytes(b"")
+    with pytest.raises(ValueError, match=r"empty\.ds\.index do not fit"):
+        open_with([(str(tmp_path / "empty.ds"), 1.0)], tmp_path)
     for name in ("llm_c.bin", "datatrove.ds", "nanogpt.bin"):
         RAW[name](tmp_path / name, np.arange(1000) % 256)
         with (tmp_path / name).open("rb+") as file:

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from megazero.checkpoint import index
 from megazero.checkpoint.folder import FileRecord, Folder, Location
-from megazero.checkpoint.hugging_face.config import family_of, format_of, logical_shapes
+from megazero.checkpoint.hugging_face.config import buffers, family_of, format_of, logical_shapes
 from megazero.checkpoint.hugging_face.tokenizer import TOKEN_IDS, TOKENIZER, tokenizer_files
 from megazero.checkpoint.index import HF_CONFIG, CheckpointError, TrainerState
 from megazero.checkpoint.shards import CHUNK_ELEMENTS, Layout, new_folder, write_shards
@@ -168,19 +168,22 @@ def write_step(
 
     Args:
         model: resolved.
-        kinds: tensors by kind and by our name; weights are stored in `dtype`, everything else in fp32.
+        kinds: tensors by kind and by our name; weights are stored in `dtype`, buffers and everything else in fp32.
         files: further small files by name.
         dtype: "fp32", "bf16" or "fp16"; None for that of the weights, the widest where they differ.
         config: further keys of config.json.
 
     Raises: as `write_shards`.
     """
-    weights_dtype = DTYPES[dtype] if dtype else reduce(torch.promote_types, [w.dtype for w in kinds[MODEL].values()])
+    in_fp32 = buffers(model)
+    found = [tensor.dtype for name, tensor in kinds[MODEL].items() if name not in in_fp32]
+    weights_dtype = DTYPES[dtype] if dtype else reduce(torch.promote_types, found)
     records: dict[str, FileRecord] = {}
     small, tensor_bytes = dict(files), 0
     for kind, tensors in kinds.items():
         stored = weights_dtype if kind == MODEL else torch.float32
         layout: Layout = {name: (stored, tensor.shape) for name, tensor in tensors.items()}
+        layout |= {name: (torch.float32, layout[name][1]) for name in in_fp32 & layout.keys()}
         metadata = {"kind": kind, "step": str(trainer.step)}
         read = partial(_read, tensors, kind)
         written = write_shards(target, layout, read, max_shard_bytes, kind=kind, metadata=metadata)

@@ -37,7 +37,7 @@ def pair_of(path: Path, cache_dir: str | os.PathLike[str], tokenizer: Tokenizer,
     state = path.absolute(), tokenizer.fingerprint, [(one.st_size, one.st_mtime_ns) for one in map(Path.stat, files)]
     prefix = Path(cache_dir) / f"{path.name}-{xxhash.xxh3_64_hexdigest(repr(state).encode())}"
     with locked(prefix, "token files are kept as pairs", say):
-        if not Path(f"{prefix}.idx").exists():
+        if not all(Path(f"{prefix}.{end}").exists() for end in ("bin", "idx")):
             tokens = _ids_of(path, tokenizer)
             say(f"writing {path}, {len(tokens):,} tokens, as {prefix}.bin and .idx, once")
             _write(prefix, tokens, _ends_of(path, tokens, tokenizer.eod_id))
@@ -73,7 +73,7 @@ def _ends_of(path: Path, tokens: NDArray[Any], eod: int) -> NDArray[np.int64]:
         found = [np.flatnonzero(tokens[start : start + _AT_ONCE] == eod) + start + 1 for start in starts]
         ends = np.unique(np.concatenate([*found, [len(tokens)]]))
     lengths = np.diff(ends, prepend=0)
-    if ends[-1:] != len(tokens) or lengths.min(initial=0) < 0 or lengths.max(initial=0) >= 2**31:
+    if [*ends[-1:]] != [len(tokens)] or lengths.min(initial=0) < 0 or lengths.max(initial=0) >= 2**31:
         where = f"the documents of {index}" if index.exists() else f"documents that end with id {eod}"
         raise ValueError(f"{where} do not fit {path} of {len(tokens):,} tokens; is data.tokenizer its own?")
     return ends

@@ -45,6 +45,7 @@ from megazero.config import ResolvedRun
 from megazero.cpu.shared_memory import HALF_BYTES, SharedMemoryBackend
 from megazero.cpu.sockets import SocketBackend
 from megazero.engine import Engine
+from megazero.formats.averaging import average_steps
 from megazero.layers import experts
 from megazero.layers.experts import Router
 from megazero.parallel_state import Axis, ParallelState, RankGrid
@@ -284,11 +285,13 @@ def test_a_bias_moves_against_the_global_load_by_the_same_bits_on_every_shape(pl
             assert got["after"][name].any()
 
 
-def test_in_16_bits_a_bias_stays_in_32_on_the_disk_and_in_an_export(tmp_path: Path) -> None:
+def test_in_16_bits_a_bias_stays_in_32_on_the_disk_in_a_mean_and_in_an_export(tmp_path: Path) -> None:
     run = run_of(1, model=DEEPSEEK, precision={"dtype": "bf16"})
     run_world(1, _go_on, [Part(run, range(3), save_to=tmp_path / "saved")], True)
     export_model(tmp_path / "saved", tmp_path / "exported")
-    for stored in (_stored(tmp_path / "saved")["model"], load_file(tmp_path / "exported" / "model.safetensors")):
+    average_steps([str(tmp_path / "saved")], str(tmp_path / "mean"))
+    steps = [_stored(tmp_path / name)["model"] for name in ("saved", "mean")]
+    for stored in (*steps, load_file(tmp_path / "exported" / "model.safetensors")):
         biases = [stored.pop(BIAS.format(layer)) for layer in range(1, 4)]
         assert all(set((100 * bias).abs().tolist()) <= {0, 1, 2, 3} for bias in biases)
         assert {tensor.dtype for tensor in biases} == {torch.float32}

@@ -31,6 +31,11 @@ def logical_shapes(model: ModelConfig) -> dict[str, tuple[int, ...]]:
     return {name: shape for one in describe(_whole(model)) for name, shape in one.spec.logical_shapes().items()}
 
 
+def buffers(model: ModelConfig) -> set[str]:
+    """Names of the tensors that layers change, which every step holds in fp32."""
+    return {one.spec.name for one in describe(_whole(model)) if one.spec.buffer}
+
+
 def folded(model: ModelConfig) -> tuple[ModelConfig, dict[str, float]]:
     """A model without muP that computes the same if these tensors, of the final norm, take the factor of its logits."""
     head = None if model.mup_base_width is None else _whole(model).head
