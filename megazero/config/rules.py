@@ -268,9 +268,13 @@ def _shape_rule_experts_are_dealt(config: RunConfig) -> Iterator[Problem]:
 
 
 def _shape_rule_widths_transfer(config: RunConfig) -> Iterator[Problem]:
-    if config.model.mup_base_width and num_experts(config):
-        rule = "must be unset where model.num_experts is set: rates by width are for dense models"
-        yield Problem("model.mup_base_width", config.model.mup_base_width, rule, "leave it out")
+    family, base = config.model.family, config.model.mup_base_width
+    rule = "must be unset where model.num_experts is set: rates by width are for dense models"
+    if base and num_experts(config):
+        yield Problem("model.mup_base_width", base, rule, "leave it out")
+    rule = f"must be unset where model.family={family}: its embeddings grow with the root of the width"
+    if base and getattr(getattr(FAMILIES[family], "variant", None), "scales_embeddings", False):
+        yield Problem("model.mup_base_width", base, rule, "leave it out, or choose another family")
 
 
 def _shape_rule_qk_clip_sees_plain_attention(config: RunConfig) -> Iterator[Problem]:

@@ -22,7 +22,7 @@ class ExpertLoad:
     """Distribution of a step's tokens over experts.
 
     Args:
-        tokens: int64 [layers, experts], number of tokens that each expert received.
+        tokens: int64 [layers, experts], number of counted tokens that each expert received.
         entropy: [layers], of the router's scores, mean nats per token.
         aux, z: the two losses, summed over layers, per counted token.
         first_layer: the first layer that has experts.
@@ -71,7 +71,6 @@ class Routers:
                     self._balances.append(router.balance)
                     if isinstance(router, SigmoidRouter):
                         self._biased[layer] = router
-        self.needs_labels = bool(model.router_aux_coef or model.router_z_coef)
 
     def begin_step(self) -> None:
         """Clear the tallies of the last step."""

@@ -105,7 +105,7 @@ class Engine:
             state.dp,
             state.device,
             tokens=any(stage.embedding is not None for stage in self._stages),
-            labels=self._has_head or (self.routers is not None and self.routers.needs_labels),
+            labels=self._has_head or self.routers is not None,  # routers count the tokens that losses do
             ulysses=state.cp_ulysses,
             ring=state.cp_ring,
             documents=config.data.document_mask,

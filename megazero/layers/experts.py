@@ -348,16 +348,16 @@ class Balance:
         auxiliary loss  aux * E / k * sum over samples of n * sum over experts of f * P
         z-loss          z * sum over tokens of logsumexp(logits)^2
 
-    Only counted tokens enter the losses: n is their number in a sample, f is the fraction of them that go to an expert,
-    and P is the mean score of the expert.  Both losses are sums over the global batch and are divided like the model's
-    loss, so neither depends on the cluster or on the split into micro-batches.
+    Only counted tokens enter the losses and the statistics: n is their number in a sample, f is the fraction of them
+    that go to an expert, and P is the mean score of the expert.  Both losses are sums over the global batch and are
+    divided like the model's loss, so nothing here depends on the cluster or on the split into micro-batches.
 
     Args:
         aux, z: the coefficients.
         across: axes that split the tokens of a sample over ranks.
         tp: the axis that splits a rank's labels by sequence.
-        tally: fp32 [experts + 3], accumulates the tokens of each expert, then the sums of the entropy, in nats, and of
-            both losses.
+        tally: fp32 [experts + 3], accumulates the counted tokens of each expert, then the sums of the entropy, in nats,
+            and of both losses.
         grad_scale: returns the gradient of the step's scaled loss with respect to a sum over tokens.
 
     Source: DeepSeek-AI 2024, equations 17 to 20, for each sequence; Zoph et al. 2022, equation 5.
@@ -374,14 +374,17 @@ class Balance:
         """Add to the statistics, and return the gates with the losses attached.  logits, scores: fp32 [tokens,
         experts]; the scores of a token add up to 1.
         """
-        experts = scores.shape[1]
-        self.tally[:experts] += routing.counts
-        self.tally[experts] += torch.special.entr(scores.detach()).sum()
-        if layout.labels is None or not (self.aux or self.z):
+        if layout.labels is None:
             return gates
+        experts, chosen = scores.shape[1], routing.experts
         counted = (layout.labels.chunk(self.tp.size)[self.tp.index] >= 0).to(scores.dtype)
-        aux = self._aux(scores, routing.experts, counted) if self.aux else scores.new_zeros(())
-        z = self.z * (counted.flatten() * logits.logsumexp(1).square()).sum()
+        weights = counted.flatten()
+        self.tally[:experts].scatter_add_(0, chosen.flatten(), weights.repeat_interleave(chosen.shape[1]))
+        self.tally[experts] += (weights * torch.special.entr(scores.detach()).sum(1)).sum()
+        if not (self.aux or self.z):
+            return gates
+        aux = self._aux(scores, chosen, counted) if self.aux else scores.new_zeros(())
+        z = self.z * (weights * logits.logsumexp(1).square()).sum()
         self.tally[experts + 1 :] += torch.stack([aux, z]).detach()
         tied: Tensor = _WithLoss.apply(gates, aux + z, self.grad_scale)
         return tied

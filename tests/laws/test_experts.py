@@ -13,7 +13,7 @@ from plain_model import best_experts, expert_shares, swish
 from test_any_shape import _assert_agrees
 from torch import Tensor
 from torch.distributions import Categorical
-from worlds import MIXTRAL, SAMPLES, on_one_state, pairwise, run_of, state_on, train_on, train_plainly
+from worlds import MIXTRAL, STEPS, global_batch, on_one_state, pairwise, run_of, state_on, train_on, train_plainly
 
 from megazero.config import ResolvedRun
 from megazero.engine import Engine
@@ -58,9 +58,10 @@ CASES = pairwise(
 
 
 def _train(engine: Engine, run: ResolvedRun) -> dict[str, Any] | None:
-    got = train_on(engine, run, pattern="random" if run.config.data.document_mask else "none")
-    load = engine.routers.load(1)  # each token is counted once on every layer, whoever computes it and however often
-    assert load.tokens.sum(1).tolist() == [SAMPLES * run.config.model.seq_len * 2] * run.config.model.num_layers
+    pattern = "random" if run.config.data.document_mask else "none"
+    got, counted = train_on(engine, run, pattern=pattern), int((global_batch(run, STEPS - 1, pattern)[1] >= 0).sum())
+    load = engine.routers.load(1)  # each counted token once on every layer, whoever computes it and however often
+    assert load.tokens.sum(1).tolist() == [counted * 2] * run.config.model.num_layers
     assert all(0 < entropy < log(4) for entropy in load.metrics()["router_entropy"].values())
     return got
 
@@ -115,7 +116,8 @@ def _layer(rank: int, world: int, router: str, k: int) -> tuple[list[Tensor], li
         module.router.weight.copy_(ROUTERS[router](module.router.weight))
     x, seed = (tensor.chunk(world, 1)[rank] for tensor in (torch.rand(7, 4, HIDDEN), torch.randn(7, 4, HIDDEN)))
     module.router.balance = Balance(0.0, 0.0, [], WHOLE, torch.zeros(7))
-    module(x.requires_grad_(), TokenLayout(torch.arange(4 // world))).backward(seed)
+    labels = torch.zeros(7, 4 // world, dtype=torch.int64)
+    module(x.requires_grad_(), TokenLayout(torch.arange(4 // world), labels=labels)).backward(seed)
     tensors = [x, *module.parameters()]
     return [one.detach() for one in (*tensors, seed)], [one.grad for one in tensors], module.router.balance.tally[:5]
 
