@@ -12,12 +12,13 @@ One tensor is read, converted and written at a time.
 import json
 from dataclasses import dataclass
 
+import torch
 from pydantic import ValidationError
 from torch import Tensor
 
 from megazero.checkpoint import index
 from megazero.checkpoint.folder import Folder, Location
-from megazero.checkpoint.hugging_face.config import folded, format_of, logical_shapes
+from megazero.checkpoint.hugging_face.config import buffers, folded, format_of, logical_shapes
 from megazero.checkpoint.hugging_face.tokenizer import GENERATION, token_ids, tokenizer_of
 from megazero.checkpoint.retention import reading
 from megazero.checkpoint.shards import Layout, new_folder, write_shards
@@ -73,14 +74,12 @@ def _export(folder: Folder, out: Location, dtype: str | None, max_shard_bytes: i
     if averaged and AVERAGE not in kinds:
         raise index.CheckpointError(f"{folder} holds no averages of the weights: [average] of the run was none")
     weights = StoredTensors(folder, MODEL)
-    shapes = logical_shapes(model)
-    kept = weights[next(iter(shapes))].dtype  # tensors that are stored wider than this first one stay so
+    shapes, in_fp32 = logical_shapes(model), buffers(model)
+    kept = weights[next(iter(shapes.keys() - in_fp32))].dtype
     wanted = DTYPES[dtype] if dtype else kept
     wide = AVERAGE if averaged else MASTER  # fp32
     masters = StoredTensors(folder, wide) if averaged or (wanted != kept and MASTER in kinds) else None
-    tensors: Layout = {
-        name: (wanted if (stored := weights[name].dtype) == kept else stored, shape) for name, shape in shapes.items()
-    }
+    tensors: Layout = {name: (torch.float32 if name in in_fp32 else wanted, shape) for name, shape in shapes.items()}
 
     def read(name: str) -> Tensor:
         source = masters if masters is not None and name in masters.files else weights
