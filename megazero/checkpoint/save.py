@@ -46,7 +46,7 @@ from megazero.layers.spec import numel
 from megazero.parallel_state import Axis, ParallelState
 from megazero.parallel_state.groups import SavingAxes
 from megazero.zero.bucket import Bucket, BucketLayout, Interval, Slot
-from megazero.zero.state import ShardedState
+from megazero.zero.state import MASTER, ShardedState
 
 T = TypeVar("T")
 _FAILED = "checkpoint {} could not be written ({}); older checkpoints are untouched"
@@ -444,6 +444,7 @@ def assemble(assignment: Assignment, local: Sequence[Tensor]) -> dict[str, Tenso
 def gather_logical(source: ShardedState, kind: str, at: ParallelState) -> Iterator[tuple[str, Tensor]]:
     """Yield every logical tensor of this rank's stage, on its writer only.  All ranks must iterate to the end."""
     assignments = assign_writers(source.buckets, at)
-    held = [entry for entry in assignments if source.holds(kind, source.buckets[entry.bucket])]
+    # As `load`: what has no masters has its weights among them.
+    held = [entry for entry in assignments if kind == MASTER or source.holds(kind, source.buckets[entry.bucket])]
     for assignment, local in gather_locals(source, kind, held, at, at.model):
         yield from assemble(assignment, local).items()
