@@ -143,7 +143,7 @@ def test_the_command_writes_whole_files_and_compares_ones_own(tmp_path: Path) ->
     assert sum(event["ph"] == "X" for event in events) == 2 * 4 * 2 * 3
     rows = [line.split() for line in done.stdout.splitlines()]
     assert next(row for row in rows if row[:1] == ["mine"])[1:] == next(row for row in rows if row[:1] == ["zbv"])[1:]
-    for wrong in (tmp_path / "none" / "a.svg", "."):
+    for wrong in (tmp_path / "mine.csv" / "a.svg", "."):  # a folder that is missing is made
         failed = show(*words, "--svg", wrong)
         assert (failed.exit_code, failed.stderr.count("\n")) == (1, 1)
         assert f"{wrong} cannot be written" in failed.stderr
