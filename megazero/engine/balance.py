@@ -34,17 +34,17 @@ class ExpertLoad:
     z: float
     first_layer: int = 0
 
-    def metrics(self) -> dict[str, float | Mapping[str, float]]:
-        """Return values for metrics.jsonl: for each layer the largest and smallest load (1 if even) and the entropy,
-        and both losses.
+    def metrics(self) -> dict[str, float | Mapping[str, float] | Mapping[str, list[int]]]:
+        """Return values for metrics.jsonl: for each layer the tokens of each expert, the largest and smallest load (1 if
+        even) and the entropy; and both losses.
         """
         load = self.tokens / self.tokens.double().mean(1, keepdim=True)
         by_layer = {"expert_load_max": load.amax(1), "expert_load_min": load.amin(1), "router_entropy": self.entropy}
-        named: dict[str, float | Mapping[str, float]] = {
+        named = {
             key: {str(layer): value for layer, value in enumerate(row.tolist(), self.first_layer)}
-            for key, row in by_layer.items()
+            for key, row in {**by_layer, "expert_tokens": self.tokens}.items()
         }
-        return named | {"router_aux_loss": self.aux, "router_z_loss": self.z}
+        return {**named, "router_aux_loss": self.aux, "router_z_loss": self.z}
 
 
 class Routers:

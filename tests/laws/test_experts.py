@@ -62,6 +62,7 @@ def _train(engine: Engine, run: ResolvedRun) -> dict[str, Any] | None:
     got, counted = train_on(engine, run, pattern=pattern), int((global_batch(run, STEPS - 1, pattern)[1] >= 0).sum())
     load = engine.routers.load(1)  # each counted token once on every layer, whoever computes it and however often
     assert load.tokens.sum(1).tolist() == [counted * 2] * run.config.model.num_layers
+    assert load.metrics()["expert_tokens"] == {str(layer): row for layer, row in enumerate(load.tokens.tolist())}
     assert all(0 < entropy < log(4) for entropy in load.metrics()["router_entropy"].values())
     return got
 

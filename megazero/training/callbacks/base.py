@@ -20,7 +20,7 @@ from megazero.engine import Engine, Position, StepStatistics
 from megazero.parallel_state.groups import Traffic
 from megazero.settings import Say
 
-Metric = float | str | Mapping[str, float]
+Metric = float | str | Mapping[str, float] | Mapping[str, list[int]]
 
 
 class StepDecision(Enum):

@@ -21,7 +21,7 @@ from megazero.config import check_regular, copy_aside, to_toml
 from megazero.data.sealed import parse_json
 from megazero.engine import Position
 from megazero.settings import Say
-from megazero.training.callbacks.base import Callback, Metric, RunContext, StepRecord
+from megazero.training.callbacks.base import Callback, RunContext, StepRecord
 
 METRICS_FILE = "metrics.jsonl"
 _PROBE_BYTES = 1 << 16
@@ -161,11 +161,11 @@ def numbers_of(record: StepRecord) -> Iterator[tuple[str, float]]:
     for name, value in record.reported().items():
         parts = value if isinstance(value, Mapping) else {"": value}
         for part, number in parts.items():
-            if name != "step" and not isinstance(number, str):
+            if name != "step" and not isinstance(number, str | list):
                 yield f"{name}/{part}" if part else name, number
 
 
-def _finite(value: Metric) -> object:
+def _finite(value: object) -> object:
     if isinstance(value, Mapping):
         return {key: _finite(number) for key, number in value.items()}
     return None if isinstance(value, float) and not isfinite(value) else value

@@ -109,7 +109,7 @@ class RegisteredCallback(Callback):
             decision = _decided(self._own.after_step(record), "after_step", StepDecision.STOP, StepDecision.ROLL_BACK)
             for key, value in record.metrics.items():  # None: this step has none
                 values = value.values() if isinstance(value, Mapping) else [] if value is None else [value]
-                if not all(isinstance(item, float | int | str) for item in values):
+                if not all(isinstance(item, float | int | str | list) for item in values):
                     rule = "must be a number, a text or a table of numbers"
                     raise TypeError(f"record.metrics[{key!r}] {rule}, got {value!r}")
             return decision
