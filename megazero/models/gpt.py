@@ -171,15 +171,13 @@ class BuildContext:
             wgrad_queue=self.wgrad_queue,
         )
 
-    def experts(
-        self, prefix: str, keys: tuple[str, str, str], shared: SwiGLU | None = None, *, sigmoid: bool = False
-    ) -> MixtureOfExperts:
-        """Build a mixture of experts named `prefix`.
+    def experts(self, prefix: str, keys: tuple[str, str, str], shared: SwiGLU | None = None) -> MixtureOfExperts:
+        """Build a mixture of experts named `prefix`.  With `router_bias_rate`, sigmoids and a bias choose the experts of a
+        token; without, a softmax.
 
         Args:
             keys: names of an expert's gate, up and down projections.
             shared: the MLP of shared experts; None for none.
-            sigmoid: choose experts by sigmoids and a bias instead of a softmax.
         """
         from megazero.layers import experts  # not loaded for dense models
 
@@ -190,7 +188,10 @@ class BuildContext:
         common: dict[str, Any] = {"ep": self.ep, "wgrad_queue": self.wgrad_queue}
         k, groups = model.experts_per_token or 1, (model.expert_groups, model.groups_per_token)
         choice = experts.Choice(k, bool(model.renormalize_gates), model.routed_scaling_factor, *groups)
-        kind, sizes = experts.SigmoidRouter if sigmoid else experts.Router, (model.hidden_size, len(names))
+        sizes, kind = (
+            (model.hidden_size, len(names)),
+            experts.Router if model.router_bias_rate is None else experts.SigmoidRouter,
+        )
         router = kind(f"{prefix}.gate", sizes, choice, sum_over_tp=self._cuts_sequence, init=self.init, **common)
         gate_up = experts.ExpertLinear(inner, model.hidden_size, init=self.init, **common)
         routed = router, gate_up, experts.ExpertLinear(outer, model.expert_size, init=self._onto_residual, **common)

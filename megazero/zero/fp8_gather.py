@@ -1,4 +1,4 @@
-"""Weights that travel in fp8 (e4m3) where that changes no bit: those that products round to it anyway.
+"""All-gathers of weights in fp8 (e4m3), for weights that the products round to fp8 anyway, so that no bit changes.
 
     shards       |   rank 0    |   rank 1    |
     squares      |   128 x 128   | 128 x 128 |     one may lie on several ranks
@@ -34,7 +34,7 @@ class _Part(NamedTuple):
     """The elements of one matrix in this rank's shard.
 
     Args:
-        squares: the largest magnitudes of the matrix' squares.
+        squares: the largest magnitudes of the matrix's squares.
         rows: of the matrix, that the elements lie in.
         matrix: these rows, with zeros for the elements of other shards.
         skipped: elements of the first row that belong to another shard.

@@ -16,22 +16,22 @@ from megazero.parallel_state import Axis
 _LATENT_EPS = 1e-6  # of the latents' norms, whatever `model.norm_eps` is
 
 
-def deepseek_blocks(layers: Sequence[int], context: BuildContext, *, sigmoid: bool) -> list[Block]:
-    """The layers of a stage, which share their rotary tables; `sigmoid`: see `BuildContext.experts`."""
+def deepseek_blocks(layers: Sequence[int], context: BuildContext) -> list[Block]:
+    """The layers of a stage, which share their rotary tables."""
     model = context.model
     sizes = model.qk_rope_head_dim or 0, model.seq_len, model.rope_theta, context.device, model.rope_scaling
     rope = NeighbourRotary(*sizes, by_parts=context.context is not None)
-    return [_block(f"model.layers.{layer}", layer, context, rope, sigmoid=sigmoid) for layer in layers]
+    return [_block(f"model.layers.{layer}", layer, context, rope) for layer in layers]
 
 
-def _block(prefix: str, layer: int, context: BuildContext, rope: RotaryEmbedding, *, sigmoid: bool) -> Block:
+def _block(prefix: str, layer: int, context: BuildContext, rope: RotaryEmbedding) -> Block:
     model, mlp = context.model, f"{prefix}.mlp"
     sites, attention = (f"{prefix}.self_attn", mlp), _attention(f"{prefix}.self_attn", context, rope)
     norms = tuple(context.rms_norm(f"{prefix}.{name}") for name in ("input_layernorm", "post_attention_layernorm"))
     if layer < model.first_dense_layers:
         return Block(context, sites, norms, attention, swiglu(mlp, context, context.ffn_hidden_size))
     shared = swiglu(f"{mlp}.shared_experts", context, (model.shared_experts or 0) * model.expert_size)
-    experts = context.experts(mlp, ("gate_proj", "up_proj", "down_proj"), shared, sigmoid=sigmoid)
+    experts = context.experts(mlp, ("gate_proj", "up_proj", "down_proj"), shared)
     return ExpertBlock(context, sites, norms, attention, experts)
 
 

@@ -37,7 +37,6 @@ class DeepseekFamily(ExpertFamily):
     def __init__(self, hugging_face: HuggingFaceFormat, unset: Mapping[str, Any]) -> None:
         unset = {**_LATENT_SIZES, **unset}
         super().__init__(LLAMA_2, hugging_face, unset, (*_READS.split(), *unset))
-        self._sigmoid = "router_bias_rate" in unset
 
     hidden_size_divisor = ModelFamily.hidden_size_divisor  # the size of heads has keys of its own
 
@@ -59,7 +58,7 @@ class DeepseekFamily(ExpertFamily):
         model = self.complete(model)
         heads, size, layers, groups = model.num_heads, model.head_size, model.num_layers, model.expert_groups
         count, k, each = model.num_experts or 1, model.experts_per_token or 1, (model.num_experts or 1) // groups
-        least = 2 if self._sigmoid and groups > 1 else 1  # what ranks a group
+        least = 2 if model.router_bias_rate is not None and groups > 1 else 1  # what ranks a group
         needed = -(-k // max(each, 1))
         equal = f"must make equal groups of {least} or more of num_experts={count}; 1 makes one group of all"
         held, shared = model.groups_per_token * each, (model.shared_experts or 0) * model.expert_size
@@ -94,7 +93,7 @@ class DeepseekFamily(ExpertFamily):
     def blocks(self, context: BuildContext, layers: Sequence[int]) -> list[Block]:
         from megazero.models.deepseek.block import deepseek_blocks
 
-        return deepseek_blocks(layers, context, sigmoid=self._sigmoid)
+        return deepseek_blocks(layers, context)
 
 
 def _extra(model: ModelConfig, **further: object) -> dict[str, Any]:
