@@ -9,12 +9,12 @@ from torch import nn
 from megazero.layers.spec import NamedRows, rows_spec
 from megazero.parallel_state import Axis
 from megazero.zero.sharded_model import Rows, check_parameters, logical_rows
-from megazero.zero.units import Described
+from megazero.zero.units import ModelParam
 
 
-def _described(*rows: NamedRows, tied: bool = False) -> list[Described]:
+def _described(*rows: NamedRows, tied: bool = False) -> list[ModelParam]:
     return [
-        Described(f"part{number}", nn.Parameter(torch.zeros(one.rows)), rows_spec((one,), tied=tied))
+        ModelParam(f"part{number}", nn.Parameter(torch.zeros(one.rows)), rows_spec((one,), tied=tied))
         for number, one in enumerate(rows)
     ]
 

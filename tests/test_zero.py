@@ -23,7 +23,7 @@ from megazero.parallel_state import ParallelState
 from megazero.zero.bucket import ALONE, Bucket, Interval, ShardingPolicy
 from megazero.zero.parameters import ShardedParameters
 from megazero.zero.reductions import ReductionQueue, square_sum
-from megazero.zero.units import Described, UnitModule, describe
+from megazero.zero.units import ModelParam, UnitModule, describe
 
 STAGES = [0, 1, 2, 3]
 ZERO = ZeroConfig(bucket_bytes=1024, prefetch_bytes=0)
@@ -37,7 +37,7 @@ def test_a_parameter_outside_every_unit_is_refused() -> None:
     layer, stray = nn.Linear(3, 3), nn.Parameter(torch.empty(3))
     unit = UnitModule(layer, tuple((layer, key) for key in layer._parameters), 0)
     with pytest.raises(ValueError, match="stray belongs to no unit"):
-        ShardedParameters([unit], [Described("stray", stray, whole_spec("stray", (3,)))], _policy(), ZERO, {})
+        ShardedParameters([unit], [ModelParam("stray", stray, whole_spec("stray", (3,)))], _policy(), ZERO, {})
 
 
 def test_a_parameter_that_is_no_floating_point_is_refused() -> None:

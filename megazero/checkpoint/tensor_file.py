@@ -22,7 +22,7 @@ from megazero.checkpoint.index import DamagedError, index_name, read_errors
 
 _DTYPE_NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 _DTYPES = {name: dtype for dtype, name in _DTYPE_NAMES.items()}
-Described: TypeAlias = Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
+TensorTypes: TypeAlias = Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
 _LONGEST_HEADER = 100_000_000  # bytes; the limit of the format
 
 
@@ -38,7 +38,7 @@ class SafetensorsWriter:
     """
 
     def __init__(
-        self, folder: Folder, name: str, tensors: Described, metadata: Mapping[str, str] | None = None
+        self, folder: Folder, name: str, tensors: TensorTypes, metadata: Mapping[str, str] | None = None
     ) -> None:
         header: dict[str, Any] = {"__metadata__": {"format": "pt", **(metadata or {})}}
         start = 0

@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 from megazero.deepspeed.names import NAMES
 from megazero.layers.counter_rng import derive_key
 from megazero.zero.parameters import DeferredValues
-from megazero.zero.units import Described
+from megazero.zero.units import ModelParam
 
 _FACTORIES = frozenset(NAMES["init"]["factories"].split())
 _METADATA = frozenset(NAMES["init"]["metadata"].split())
@@ -112,7 +112,7 @@ class MetaParameter(nn.Parameter):
         return values
 
 
-def deferred_values(described: Sequence[Described], seed: int) -> DeferredValues:
+def deferred_values(described: Sequence[ModelParam], seed: int) -> DeferredValues:
     """Return a function that replays each parameter that was built under `Init`, once, under the run's seed."""
     recorded = {info.name: info.parameter for info in described if isinstance(info.parameter, MetaParameter)}
     keys: dict[object, str] = {}  # what copies share has the key of the first

@@ -43,7 +43,7 @@ from megazero.terminal import Terminal
 from megazero.zero.bucket import DTYPES
 from megazero.zero.optimizer import OptimizerRecipe
 from megazero.zero.sharded_model import ModelParts, ShardingSettings
-from megazero.zero.units import Described, describe
+from megazero.zero.units import ModelParam, describe
 
 OptimizerLike: TypeAlias = torch.optim.Optimizer | Callable[[Any], torch.optim.Optimizer]
 _SEED = 1234
@@ -258,7 +258,7 @@ def _held(model: nn.Module) -> str:
     return next((name for name, parameter in model.named_parameters() if id(real(parameter)) in held), "")
 
 
-def _describe(model: nn.Module, state: ParallelState) -> tuple[list[Described], dict[str, Axis]]:
+def _describe(model: nn.Module, state: ParallelState) -> tuple[list[ModelParam], dict[str, Axis]]:
     """Describe every parameter of this rank, and find the ranks that hold a copy of the tied ones."""
     if not isinstance(model, PipelineModule):
         return list(describe(model)), {}
@@ -275,7 +275,7 @@ def _describe(model: nn.Module, state: ParallelState) -> tuple[list[Described], 
     return described, {name: axis for name, axis in axes.items() if axis.size > 1}
 
 
-def _check_ties(described: list[Described], state: ParallelState) -> None:
+def _check_ties(described: list[ModelParam], state: ParallelState) -> None:
     """Make sure that the optimizer treats all copies of a tied parameter alike.  Raises: ValueError, on every rank."""
     own = [(info.spec.name, info.group, info.parameter.requires_grad) for info in described if info.spec.tied]
     treatment: dict[str, tuple[int, bool]] = {}
@@ -286,11 +286,11 @@ def _check_ties(described: list[Described], state: ParallelState) -> None:
 
 def _optimizer(
     model: nn.Module,
-    described: list[Described],
+    described: list[ModelParam],
     optimizer: OptimizerLike | None,
     model_parameters: Iterable[Any] | None,
     settings: DeepSpeedConfig,
-) -> tuple[list[Described], OptimizerRecipe]:
+) -> tuple[list[ModelParam], OptimizerRecipe]:
     """Return the parameters, each with its optimizer group, and the optimizer's recipe."""
     allow_untested = settings.json.zero_allow_untested_optimizer
     if isinstance(optimizer, torch.optim.Optimizer):
@@ -315,7 +315,7 @@ def _optimizer(
     return _grouped(described, groups, "model_parameters"), recipe
 
 
-def _grouped(described: list[Described], groups: Iterable[Mapping[str, Any]], owner: str) -> list[Described]:
+def _grouped(described: list[ModelParam], groups: Iterable[Mapping[str, Any]], owner: str) -> list[ModelParam]:
     """Set the group number of each parameter, and freeze those in no group.  Raises: ValueError."""
     group_of: dict[int, int] = {}
     known = {id(info.parameter): info.name for info in described}

@@ -51,7 +51,7 @@ from megazero.settings import hide_passwords
 from megazero.zero.bucket import Placement as ZeroPlacement
 from megazero.zero.optimizer import OptimizerRecipe
 from megazero.zero.sharded_model import ModelParts, ShardedModel, ShardingSettings, expert_placement_of
-from megazero.zero.units import Described, describe, units_of
+from megazero.zero.units import ModelParam, describe, units_of
 
 if TYPE_CHECKING:
     from megazero.engine.balance import Routers
@@ -455,14 +455,14 @@ def _shard(
     return sharded
 
 
-def _in_its_group(param: Described, recipe: OptimizerRecipe, experts: ZeroPlacement | None) -> Described:
+def _in_its_group(param: ModelParam, recipe: OptimizerRecipe, experts: ZeroPlacement | None) -> ModelParam:
     param = replace(param, placement=experts if param.spec.of_experts else None)
     if recipe.groups == 3 and param.spec.matrix:
         return replace(param, group=2, matrix=recipe.matrices is not None)
     return replace(param, group=0 if param.spec.decay else 1)
 
 
-def _tied_axes(described: Sequence[Described], state: ParallelState, placement: Placement) -> Mapping[str, Axis]:
+def _tied_axes(described: Sequence[ModelParam], state: ParallelState, placement: Placement) -> Mapping[str, Axis]:
     """Return the pipeline ranks that hold a copy of each tied parameter, by its name.  A collective call over pp."""
     first, last = placement[0][0], placement[-1][0]
     tied = [param.spec.name for param in described if param.spec.tied]

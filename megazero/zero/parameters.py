@@ -28,7 +28,7 @@ from megazero.zero.gather import UnitGatherer
 from megazero.zero.gather_buffers import BufferPlan, UnitPlace, plan_buffers
 from megazero.zero.offload import Offload
 from megazero.zero.storage import Location
-from megazero.zero.units import Described, UnitModule
+from megazero.zero.units import ModelParam, UnitModule
 from megazero.zero.weight_gathers import WeightGathers
 
 _ALONE = Axis("world")
@@ -65,7 +65,7 @@ class ShardedParameters:
     def __init__(
         self,
         units: Sequence[UnitModule],
-        described: Sequence[Described],
+        described: Sequence[ModelParam],
         policy: ShardingPolicy,
         zero: ZeroConfig,
         ties: Mapping[str, Axis],
@@ -315,7 +315,7 @@ def memory_kind(kind: str, location: Location) -> str:
 
 
 def _describe_parameters(
-    units: Sequence[UnitModule], described: Sequence[Described], policy: ShardingPolicy, zero: ZeroConfig
+    units: Sequence[UnitModule], described: Sequence[ModelParam], policy: ShardingPolicy, zero: ZeroConfig
 ) -> list[ParamInfo]:
     """Return what the bucket planner must know of each parameter."""
     users: dict[int, set[int]] = {}

@@ -34,7 +34,7 @@ from megazero.zero.optimizer import OptimizerRecipe, ShardedOptimizer
 from megazero.zero.parameters import ShardedParameters
 from megazero.zero.reductions import gradient_square_sum, sum_partial_over_tp, sum_tied
 from megazero.zero.state import ShardedState
-from megazero.zero.units import Described, UnitModule
+from megazero.zero.units import ModelParam, UnitModule
 from megazero.zero.weight_gathers import HalfSteppedError
 
 if TYPE_CHECKING:
@@ -56,7 +56,7 @@ class ModelParts:
     """
 
     units: Sequence[UnitModule]
-    described: Sequence[Described]
+    described: Sequence[ModelParam]
     ties: Mapping[str, Axis] = field(default_factory=dict)
     wgrad_queues: Mapping[str, WeightGradQueue] = field(default_factory=dict)
 
@@ -263,7 +263,7 @@ class ShardedModel:
         self.parameters.offload.close()
 
 
-def logical_rows(described: Sequence[Described], ties: Mapping[str, Axis]) -> Rows:
+def logical_rows(described: Sequence[ModelParam], ties: Mapping[str, Axis]) -> Rows:
     """Yield the rows of logical tensors that parameters hold, except for tensors that several stages share."""
     return [
         (rows.name, rows.offset, rows.offset + rows.rows, param.name)
@@ -274,7 +274,7 @@ def logical_rows(described: Sequence[Described], ties: Mapping[str, Axis]) -> Ro
     ]
 
 
-def check_parameters(described: Sequence[Described], stage: int, held: Mapping[int, Rows]) -> None:
+def check_parameters(described: Sequence[ModelParam], stage: int, held: Mapping[int, Rows]) -> None:
     """Check that something trains and that no two parameters have one name in a checkpoint.
 
     Args:

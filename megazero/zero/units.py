@@ -45,8 +45,8 @@ class UnitModule:
 
 
 @dataclass(frozen=True, eq=False)
-class Described:
-    """A parameter as the engine passes it to ZeRO."""
+class ModelParam:
+    """A parameter of the model, as the engine passes it to ZeRO."""
 
     name: str  # qualified name in the model
     parameter: nn.Parameter  # the module's own; may be on the meta device
@@ -88,7 +88,7 @@ def parameter_attributes(modules: Iterable[nn.Module]) -> tuple[tuple[nn.Module,
     return tuple((part, key) for part in modules for key, value in part._parameters.items() if value is not None)
 
 
-def describe(model: nn.Module) -> Iterator[Described]:
+def describe(model: nn.Module) -> Iterator[ModelParam]:
     """Yield every parameter of a module once, in module order.  A parameter without an entry in `specs` is whole on
     every tp rank.
     """
@@ -100,7 +100,7 @@ def describe(model: nn.Module) -> Iterator[Described]:
                 continue
             seen.add(id(parameter))
             name = f"{prefix}.{key}" if prefix else key
-            yield Described(name, parameter, specs.get(key) or whole_spec(name, tuple(parameter.shape)))
+            yield ModelParam(name, parameter, specs.get(key) or whole_spec(name, tuple(parameter.shape)))
 
 
 def in_backward() -> bool:
