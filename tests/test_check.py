@@ -303,7 +303,7 @@ def test_a_stage_without_a_layer_and_a_schedule_file_with_chunks_are_described_a
     words = ["model.num_layers=4", *words]
     words += ["parallel.pp=2", "training.accumulation=2", "training.global_batch_size=auto"]
     described = _lines(*words, "launch.nproc_per_node=2")
-    assert len([line for line in described["memory"] if "keeps for its backward passes" in line]) == 2
+    assert len([line for line in described["memory"] if "saves for its backward passes" in line]) == 2
     for offload in ("none", "auto"):
         run = load_config(QUICKSTART, [*SMALL, *words, f"zero.offload.optimizer={offload}"], 2)
         assert plan_of(run, cluster_of("h100", 2, 2), Assumptions()).fits

@@ -1,9 +1,9 @@
 """Single settings that make a run fit when changed, and the message of a rank that runs out of memory.
 
-change      a setting as it is typed -> the plan of the changed run: bytes that it frees, seconds that it costs
-wanted      bytes of the allocation that failed, as the allocator says
-held        model state and ZeRO's buffers, as the engine counts them; on CUDA the rest is activations and working memory
-missing     bytes wanted, plus model state that is not allocated yet, minus free bytes
+change      a setting as the user types it; the plan of the changed run gives the bytes freed and the seconds added
+requested   bytes of the allocation that failed, from the allocator's error text
+in use      model state and ZeRO's buffers, as the engine counts them; on CUDA the rest is activations and working memory
+missing     bytes requested, plus model state that is not allocated yet, minus free bytes
 """
 
 import re
@@ -27,7 +27,7 @@ from megazero.plan.step_time import step_time_of
 from megazero.settings import toml_value
 from megazero.zero.offload import free_memory_bytes
 
-#: What to recompute, the least first.
+#: Values of [activations] to try, from the least recomputation to the most.
 _RECOMPUTE: tuple[dict[str, Any], ...] = (
     {"recompute": "selective"},
     {"recompute": ["norms", "activation", "residual"]},
@@ -37,16 +37,17 @@ _RECOMPUTE: tuple[dict[str, Any], ...] = (
 )
 _UNITS = {"bytes": 1, "B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
 _MOST_KINDS, _SHOWN = 5, 6
-_USABLE = 0.9  # of what a setting frees; an allocator loses some
+_USABLE = 0.9  # share of the freed bytes that can be allocated again; the rest is lost to fragmentation
 
 
 @dataclass(frozen=True)
 class Change:
-    """One setting to change, as it is typed.
+    """A setting that reduces memory when changed.
 
     Args:
-        frees: bytes that it frees on the device that is too full.
-        more: the fraction by which a step takes longer; None if the device is not known.
+        settings: as the user types it on the command line: `zero.stage=2`.
+        frees: bytes freed on the device that is too full.
+        more: the fraction by which a step gets slower; None if the device is not known.
     """
 
     settings: str
@@ -86,7 +87,7 @@ def fitting_changes(run: ResolvedRun, cluster: Cluster, full: RankMemory, missin
 
 
 def advice_text(run: ResolvedRun, cluster: Cluster, full: RankMemory, missing: float, between: str = ", or ") -> str:
-    """Say which settings free `missing` bytes on the device of a pipeline rank."""
+    """Return a sentence that names the settings which free `missing` bytes on the device of a pipeline rank."""
     found = fitting_changes(run, cluster, full, missing)
     if found and found[0].frees >= missing:
         return "would fit, by the plan: " + between.join(map(str, found))
@@ -98,7 +99,7 @@ def advice_text(run: ResolvedRun, cluster: Cluster, full: RankMemory, missing: f
 
 
 def _changes(run: ResolvedRun, *, on_cuda: bool) -> Iterator[tuple[str, RunConfig]]:
-    """Yield each change as it is typed and as a config.  On a CPU no change offloads, since that frees nothing."""
+    """Yield each change as command-line text and as a config.  No change offloads on a CPU, where that frees nothing."""
     config = run.config
     parallel, zero, count = config.parallel, config.zero, run.accumulation
 
@@ -131,21 +132,21 @@ def _changes(run: ResolvedRun, *, on_cuda: bool) -> Iterator[tuple[str, RunConfi
         yield changed(training={"micro_batch_size": run.micro_batch_size // 2, "accumulation": 2 * count})
     for axis in ("tp", "pp"):
         yield changed(parallel={axis: 2 * getattr(parallel, axis)})
-    method = {} if parallel.cp_method == "hybrid" else {"cp_method": "auto"}  # that of before may not fit the heads
+    method = {} if parallel.cp_method == "hybrid" else {"cp_method": "auto"}  # the present one may not divide the heads
     yield changed(parallel={"cp": 2 * parallel.cp, **method})
 
 
 def _word(value: Any) -> str:
-    """Return a value as it is typed on the command line."""
+    """Format a value for the command line, without spaces."""
     return value if isinstance(value, str) else toml_value(value).replace(" ", "")
 
 
 def explain(error: str, run: ResolvedRun, state: ParallelState, engine: Engine | None) -> str:
-    """Return the message of a rank that runs out of memory.
+    """Return the message of a rank that runs out of memory: what it uses, what is missing, which settings would help.
 
     Args:
         error: the text of the allocator's error.
-        engine: None while it is being built.
+        engine: this rank's engine; None if the memory ran out while the engine was being built.
     """
     device, on_cuda = state.device, state.device.type == "cuda"
     cluster = some_cluster(run, state.local_world_size, on_cuda=on_cuda)
@@ -153,14 +154,14 @@ def explain(error: str, run: ResolvedRun, state: ParallelState, engine: Engine |
     (planned,) = memory_of(run, cluster, {state.at.pp})
     if engine is not None:
         held.update({kind: count for kind, count in engine.memory_bytes().items() if " on " not in kind})
-    arena = held.pop("activation_arena", 0)  # it is no state
+    arena = held.pop("activation_arena", 0)  # not model state
     to_come = max(sum(planned.state.get(kind, 0) for kind in STATE_KINDS) - held.total(), 0)
     nccl = error.partition("Last error:")[2].strip()
     if nccl:
         wanted = max(wanted, COMMUNICATOR_BYTES)
     if on_cuda:
         allocated = torch.cuda.memory_allocated(device)
-        free += 0 if nccl else torch.cuda.memory_reserved(device) - allocated  # NCCL cannot take what torch keeps
+        free += 0 if nccl else torch.cuda.memory_reserved(device) - allocated  # NCCL cannot use torch's cached blocks
         if engine is not None:
             held["activations and working memory"] = max(allocated - held.total(), 0)
     elif arena:
@@ -169,13 +170,13 @@ def explain(error: str, run: ResolvedRun, state: ParallelState, engine: Engine |
     lines = [f"out of memory on {device} of rank {state.rank} ({socket.gethostname()}): wanted {size_text(wanted)}"]
     lines[0] += f", free {size_text(free)}{more}"
     kinds = [f"{kind.replace('_', ' ')} {size_text(count)}" for kind, count in held.most_common(_MOST_KINDS) if count]
-    lines += [f"  NCCL allocates beside torch: {' '.join(nccl.split())}"] if nccl else []
+    lines += [f"  NCCL allocates outside of torch: {' '.join(nccl.split())}"] if nccl else []
     lines += [f"  it holds: {', '.join(kinds)}"] if kinds else []
     missing = max(wanted - free + to_come, 1)
     return "\n".join([*lines, f"  {advice_text(run, cluster, planned, missing / _USABLE)}"])
 
 
 def wanted_bytes(error: str) -> int:
-    """Return the bytes of the allocation that failed; 0 if the allocator does not say."""
+    """Return the bytes of the allocation that failed; 0 if the allocator's text does not contain them."""
     found = re.search(r"(?:tried to allocate|failed to cuda [a-z ]+) ([\d.]+) ?(\w+)", error, re.IGNORECASE)
     return int(float(found[1]) * _UNITS.get(found[2], 0)) if found else 0

@@ -1,21 +1,23 @@
-"""Measuring this machine for plans: operators as the project's own steps call them, then collectives.
+"""Measures this machine for plans: the operators that real training steps call, then collectives.
 
-    sizes        a layer, the ends and the optimizer of small Llamas and GPT-2s, whole and cut as tp cuts them
-    operators    one process: every operator of a step is timed, then the step: the rest is the host's, per operator
-    collectives  of 2, 4 and 8 ranks
-    steps        of runs on all processors beside their plans: what is left stretches every operator
+    sizes        small Llamas and GPT-2s: layers, embedding, head, optimizer; whole and split as tp splits them
+    operators    in one process: time every operator of a step, then the step; the difference is host time per operator
+    collectives  over 2, 4 and 8 ranks
+    steps        whole runs on all processors, compared with their plans; the ratio scales the time of every operator
 
-Every measurement runs in forked processes of one thread each, since ranks on a CPU have one.  Minutes; `quick`: one.
+Every measurement runs in forked processes of one thread each, because CPU ranks have one thread.  It takes some minutes, or
+one with `quick`.
 
-Of a GPU the plan takes its data sheet, with the shares of it that the operators of large Llamas reached:
+For a GPU, the plan uses its data sheet and the shares of the peaks that the operators of large Llamas reached:
 
     [4096, 4096] x [4096, 11008]     FLOPs / (seconds - writing) of full waves / peak     product_share
     attention of 4,096 tokens        FLOPs / seconds / peak                               attention_share, backward
     add, mul, copy                   bytes / seconds / bandwidth                          memory_share
     the step of a small model        the host's seconds for an operator                   launch_seconds
 
-Without a data sheet the fastest product and copy are the peaks, of fp32 too, and PCIe is taken for its link.  The host runs
-ahead, so a whole step bounds the host's time for an operator from above: the least of all steps counts.
+Without a data sheet, the fastest product and the fastest copy are taken as the peaks (for fp32, too), and PCIe as the link.
+The host runs ahead of the GPU, so a whole step gives an upper bound of the host's time per operator: the smallest bound of
+all steps is used.
 """
 
 import gc
@@ -60,8 +62,8 @@ _IN_A_ROW, _MOST_RANKS = 3, 8  # of whole steps
 _OPTIMIZER = ("aten._fused_adamw_", "aten.linalg_vector_norm", "aten._foreach")
 
 
-#: Measured seconds by what took them: ("product", dtype, m, n, k), ("operator", name, size), ("optimizer", elements) and
-#: ("host",), divided by the probe's at that moment; and ("probe",).
+#: Measured times under ("product", dtype, m, n, k), ("operator", name, size), ("optimizer", elements) and ("host",), in
+#: units of the probe's time at that moment; and the probe's seconds under ("probe",).
 Record: TypeAlias = dict[tuple[Any, ...], list[float]]
 
 
@@ -92,7 +94,12 @@ def _values(found: Any) -> Iterator[Value]:
 
 
 def sizes(*, quick: bool = False, on_gpu: bool = False) -> list[ResolvedRun]:
-    """Return one-rank runs with layers as large as on tensor-parallel ranks.  On a GPU the first run is host-bound."""
+    """Return one-rank runs whose layers are as large as those of tensor-parallel ranks.
+
+    Args:
+        quick: return fewer runs.
+        on_gpu: return runs large enough for a GPU; the first one is bound by the host.
+    """
     if on_gpu:
         every = product((2048,) if quick else (2048, 4096), (1,) if quick else (1, 4), (2048, 4096))
         return [small_run("llama", *shape, **ON_GPU) for shape in ((256, 1, 128), *every)]
@@ -105,7 +112,7 @@ def sizes(*, quick: bool = False, on_gpu: bool = False) -> list[ResolvedRun]:
 
 
 def _measured(_: int, runs: list[ResolvedRun], device: torch.device) -> Record:
-    """Time the operators of these runs' steps."""
+    """Time every operator in the steps of these runs."""
     record: Record = defaultdict(list)
     on_gpu = device.type == "cuda"
     synchronize = torch.cuda.synchronize if on_gpu else lambda: None
@@ -131,7 +138,7 @@ def _measured(_: int, runs: list[ResolvedRun], device: torch.device) -> Record:
 
 
 def medians_of(steps: list[list[tuple[Operator, float]]]) -> list[tuple[Operator, float]]:
-    """Return the median seconds of each call of an operator that every step makes.  On a GPU steps may differ by a few."""
+    """Return the median seconds of each operator call that all steps have in common; on a GPU a few steps have others."""
     found: dict[tuple[Operator, int], list[float]] = defaultdict(list)
     for step in steps:
         calls = Counter[Operator]()
@@ -144,9 +151,14 @@ def medians_of(steps: list[list[tuple[Operator, float]]]) -> list[tuple[Operator
 def note_step(
     record: Record, run: ResolvedRun, medians: list[tuple[Operator, float]], whole: float, *, on_gpu: bool
 ) -> None:
-    """Record the time of each operator of a step, and what the whole step takes beyond them."""
+    """Add a step's operator times to the record, and the remaining time of the step as host time.
+
+    Args:
+        medians: time of each operator call, in units of the probe.
+        whole: time of the whole step, in the same units.
+    """
     count, stepped = len(medians), 0.0
-    if on_gpu:  # the least is a launch and a wait, between which each was timed
+    if on_gpu:  # every timing contains one launch and one wait; the shortest consists of nothing else
         least = min(seconds for operator, seconds in medians if moved_bytes(operator))
         medians = [(operator, seconds - least) for operator, seconds in medians if seconds > least]
     for operator, seconds in medians:
@@ -158,19 +170,19 @@ def note_step(
         else:
             record["operator", operator.name, attention_flops(operator) or moved_bytes(operator)].append(seconds)
     record["optimizer", float(sum(map(elements_in, stages_of(run.config))))].append(stepped)
-    own = 0.0 if on_gpu else sum(seconds for _, seconds in medians)  # a GPU's is beside the host's
+    own = 0.0 if on_gpu else sum(seconds for _, seconds in medians)  # a GPU computes while the host goes on
     record["host",].append(max(0.0, whole - own) / count)
 
 
 def _probed(_: int) -> float:
-    """Return the seconds of the probe while the other processes run theirs."""
+    """Return the seconds of the probe while all other processes run theirs, too."""
     probe = SpeedProbe(torch.device("cpu"))
     dist.barrier()
     return probe.seconds()
 
 
 def table_of(times: Record, *, on_gpu: bool) -> OperatorTable:
-    """Convert a record to seconds, at the speed of the median probe."""
+    """Return the operator times of a record in seconds, at the median speed of the probe."""
     samples: dict[str, list[tuple[float, float]]] = defaultdict(list)
     for kind, *about in times:
         if (kind == "operator" and about[1]) or kind == "optimizer":
@@ -184,9 +196,9 @@ def table_of(times: Record, *, on_gpu: bool) -> OperatorTable:
 
 
 def calibrate(*, quick: bool = False, say: Callable[[str], None] = print) -> Calibration:
-    """Measure this machine: its one GPU if it has one, else its processors."""
+    """Measure this machine: its first GPU if it has one, else its processors.  `say` prints a line of progress."""
     begin = time.perf_counter()
-    (gpu,) = in_processes(1, gpu_here)  # not here: a process that is forked from one that used CUDA cannot use it
+    (gpu,) = in_processes(1, gpu_here)  # in a child: once this process has used CUDA, its forks cannot
     runs, kind = sizes(quick=quick, on_gpu=gpu is not None), torch.device("cpu" if gpu is None else "cuda")
     say(f"{len(runs)} models in one process")
     (record,) = in_processes(1, _measured, runs, kind)
@@ -220,12 +232,17 @@ def _device(table: OperatorTable, link: Link) -> Device:
     return Device("cpu", memory, peaks, bandwidth, bandwidth, link)
 
 
-# ---- whole steps: how much longer they take than a plan of their parts says, which no timing of a part has seen
-# caches that others have used, buffers between actions, the kernel's own work: one number for a machine
+# ---- whole steps: they take longer than the sum of their timed operators (cold caches, buffers between actions, system
+# calls).  One factor for the machine covers all of that
 
 
 def step_stretch(bare: Calibration, turns: int = 3) -> float:
-    """Return the median ratio of measured to planned step time.  `turns`: how often each run's steps are measured."""
+    """Return the median ratio of measured to planned step time.
+
+    Args:
+        bare: the calibration without this ratio.
+        turns: how often each run's steps are measured.
+    """
     ratios = []
     for run in _whole_runs(bare.processors):
         world, link = run.world_size, bare.within
@@ -255,7 +272,7 @@ def _whole_runs(processors: int) -> Iterator[ResolvedRun]:
 
 
 def _whole_steps(rank: int, run: ResolvedRun, processors: int, turns: int) -> tuple[list[float], list[float]]:
-    """Measure steps, and the probe next to each of them on every processor; ranks without a probe report 0."""
+    """Return the seconds of steps, and those of the probe just before and after.  Ranks without a probe report 0 for it."""
     device = torch.device("cpu")
     state = ParallelState(run.grid, rank, device=device, local_world_size=run.world_size)
     probe = SpeedProbe(device) if rank < processors else None
@@ -269,7 +286,7 @@ def _whole_steps(rank: int, run: ResolvedRun, processors: int, turns: int) -> tu
     engine, batches = started(run, state)
     seconds, beside, before = list[float](), list[float](), probed()
     for _ in range(turns):
-        step_seconds(engine, batches)  # the probe's data left the caches
+        step_seconds(engine, batches)  # not counted: the probe has evicted the model from the caches
         seconds += [step_seconds(engine, batches) for _ in range(_IN_A_ROW)]
         after = probed()
         beside += [(before + after) / 2] * _IN_A_ROW
@@ -277,7 +294,7 @@ def _whole_steps(rank: int, run: ResolvedRun, processors: int, turns: int) -> tu
     return seconds, beside
 
 
-# ---- collectives, by what each rank sends
+# ---- collectives, by the bytes that each rank sends
 
 
 _SIZES = (64, 16_384, 131_072, 524_288, 2_097_152, 8_388_608)  # bytes of the whole buffer
@@ -285,9 +302,9 @@ _CALLS = 8
 
 
 def collective_samples(rank: int, rounds: int = 12) -> dict[str, Samples]:
-    """Measure "all_reduce 4" and so on, for the ranks of the default process group, which are on one host.
+    """Measure every collective over the default process group, whose ranks are all on this host.
 
-    The time of a collective is the mean over its ranks.
+    Returns: "all_reduce 4" (the collective and the number of ranks) -> (bytes, seconds) of each size, averaged over ranks.
     """
     world = dist.get_world_size()
     axis = ParallelState(RankGrid(dp=world), rank, local_world_size=world).dp
@@ -299,7 +316,7 @@ def collective_samples(rank: int, rounds: int = 12) -> dict[str, Samples]:
 
 
 def _seconds(call: Callable[[], object], rounds: int) -> float:
-    """Return the seconds of one of several calls in a row, in the median round, as the mean over the ranks."""
+    """Return the seconds of a call: the median over rounds of several calls in a row, averaged over the ranks."""
 
     def taken() -> float:
         dist.barrier()
@@ -315,7 +332,7 @@ def _seconds(call: Callable[[], object], rounds: int) -> float:
 
 
 def _calls(count: int, axis: Axis) -> dict[str, tuple[Callable[[], object], int]]:
-    """Return each collective over a buffer of `count` fp32 elements, and the bytes that a rank sends in it."""
+    """Return a call of each collective on a buffer of `count` fp32 elements, with the bytes that a rank sends."""
     whole, other, shard = torch.zeros(count), torch.zeros(count), torch.zeros(count // axis.size)
     x, out, sent = whole.view(axis.size, -1), other.view(axis.size, -1), 4 * count * (axis.size - 1) // axis.size
     found: dict[str, tuple[Callable[[], object], int]] = {
@@ -325,7 +342,7 @@ def _calls(count: int, axis: Axis) -> dict[str, tuple[Callable[[], object], int]
         "all_to_all": (lambda: all_to_all(out, x, axis).wait(), sent),
         "ring_shift": (lambda: ring_shift(other, whole, axis).wait(), 4 * count),
     }
-    if axis.size == 2:  # both directions at once, as neighbours of a pipeline have
+    if axis.size == 2:  # both directions at once, as between pipeline stages
         peer = axis.ranks[1 - axis.index]
         found["send_recv"] = (lambda: wait_all(exchange([(whole, peer)], [(other, peer)], axis)), 4 * count)
     return found
@@ -334,12 +351,15 @@ def _calls(count: int, axis: Axis) -> dict[str, tuple[Callable[[], object], int]
 # ---- the shares of a GPU
 
 
-_LARGE = 4  # times smaller than the largest, an operator still shows the device and not its own start
-_MOVES = ("aten.add.", "aten.add_.", "aten.mul.", "aten._to_copy.", "aten.clone.")  # copy_ reads less than is counted
+_LARGE = 4  # an operator up to 4 times smaller than the largest still measures the device, not the launch
+_MOVES = ("aten.add.", "aten.add_.", "aten.mul.", "aten._to_copy.", "aten.clone.")  # copy_ reads less than we count
 
 
 def gpu_here(_: int) -> Device | None:
-    """Return CUDA's first device, without peaks if it has no data sheet; None without CUDA.  Call it in a forked process."""
+    """Return CUDA's first device; None without CUDA.  Call it in a forked process.
+
+    Its peaks are empty if there is no data sheet for it.
+    """
     if not torch.cuda.is_available():
         return None
     found = torch.cuda.get_device_properties(0)
@@ -349,16 +369,19 @@ def gpu_here(_: int) -> Device | None:
 
 
 def fitted(device: Device, table: OperatorTable) -> Device:
-    """Return the device with the shares of its peaks that large bf16 operators reached; others stay as they are."""
-    operators = [(name, one) for name, samples in table.operators.items() for one in samples]
-    moves = _rates(one for name, one in operators if name.startswith(_MOVES))
+    """Return the device with the shares of its peaks that large bf16 operators reached.
+
+    A share stays as it is where the table has no operator that measures it.
+    """
+    operators = [(name, sample) for name, samples in table.operators.items() for sample in samples]
+    moves = _rates(sample for name, sample in operators if name.startswith(_MOVES))
     bandwidth = device.memory_bandwidth or max(moves)
     device = replace(device, memory_bandwidth=bandwidth, memory_share=_share(moves, bandwidth, device.memory_share))
     timed = [(ProductShape(torch.bfloat16, p.m, p.n, p.k), p.seconds) for p in table.products if p.dtype == "bf16"]
     products = _rates((a.flops, (seconds - writing_seconds(a, device)) * wave_share(a, device)) for a, seconds in timed)
     peaks = device.peak_flops or dict.fromkeys(("bf16", "fp16", "fp32"), max(products))
-    forward = _rates(one for name, one in operators if "_attention" in name and "backward" not in name)
-    backward = _rates(one for name, one in operators if "_attention" in name and "backward" in name)
+    forward = _rates(sample for name, sample in operators if "_attention" in name and "backward" not in name)
+    backward = _rates(sample for name, sample in operators if "_attention" in name and "backward" in name)
     device = replace(device, peak_flops=peaks, launch_seconds=table.host_seconds or device.launch_seconds)
     return replace(
         device,
@@ -369,7 +392,7 @@ def fitted(device: Device, table: OperatorTable) -> Device:
 
 
 def _rates(samples: Iterable[tuple[float, float]]) -> list[float]:
-    """Return size / seconds of the large samples."""
+    """Return size / seconds of the samples with large sizes."""
     found = [(size, seconds) for size, seconds in samples if seconds > 0]
     largest = max((size for size, _ in found), default=0.0)
     return [size / seconds for size, seconds in found if size * _LARGE >= largest]

@@ -1,11 +1,11 @@
-"""What `megazero calibrate` measured on a machine, as a value and as a file.
+"""The times that `megazero calibrate` measured on a machine, as a value and as a file.
 
-    products     (dtype, m, n, k) -> seconds      nearest measured sizes; an exact hit is what was measured
-    operators    name -> (bytes, seconds)...      straight lines between measured sizes, in logarithms
+    products     (dtype, m, n, k) -> seconds      a mean of the nearest measured sizes, or the measured time of the same size
+    operators    name -> (bytes, seconds)...      interpolated between measured sizes, log-linearly
     collectives  (operation, ranks) -> (bytes, seconds)...
 
-Operators were measured in one process, then scaled by whole steps, which contain what ranks on all processors take from one
-another.  The file is JSON with its own checksum, written beside and renamed.
+Operators are measured in one process, then scaled by the time of whole steps, in which ranks on all processors slow each
+other down.  The file is JSON with a checksum; a temporary file is renamed into place.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from megazero.plan.devices import Device, Link, Positive
 from megazero.settings import write_text
 
 VERSION = 5
-_NEAREST = 4  # measured products that stand for one that was not
+_NEAREST = 4  # measured products from which the time of another product is estimated
 
 
 def _by_size(samples: Samples) -> Samples:
@@ -51,12 +51,12 @@ class Product(NamedTuple):
 
 @dataclass(frozen=True)
 class OperatorTable:
-    """Times of operators.
+    """Measured times of operators.
 
     Args:
-        products: the measured products.
-        operators: samples by torch's name; sizes are bytes read and written, of attention FLOPs.
-        host_seconds: host time of an operator in addition to its own: Python, autograd, dispatch.
+        products: the measured matrix products.
+        operators: (size, seconds) by torch's name; a size is bytes read and written, for attention FLOPs.
+        host_seconds: host time per operator call, in addition to the operator's own: Python, autograd, dispatch.
     """
 
     products: tuple[Product, ...]
@@ -71,7 +71,7 @@ class OperatorTable:
         return found
 
     def product(self, dtype: str, m: int, n: int, k: int) -> float | None:
-        """Return the seconds of a matrix product; None if no product of its dtype was measured."""
+        """Return the seconds of a product [m, k] x [k, n]; None if no product of this dtype was measured."""
         known = self._by_dtype.get(dtype)
         if not known:
             return None
@@ -97,7 +97,7 @@ class OperatorTable:
         return OperatorTable(products, operators, self.host_seconds * factor)
 
     def operator(self, name: str, size: float) -> float | None:
-        """Return the seconds of an operator on `size`; None if it was not measured."""
+        """Return the seconds of an operator, by the unit of `operators`; None if it was not measured."""
         samples = self.operators.get(name)
         return None if samples is None else interpolated(samples, size)
 
@@ -120,12 +120,12 @@ class Calibration:
     """Everything that `megazero calibrate` measured on a machine.
 
     Args:
-        device: a host as a device, or a GPU with fitted shares.
-        processors: cores that the ranks of a node share; 0 for a GPU, of which plans need the device alone.
+        device: a GPU with fitted shares, or a host described as a device.
+        processors: cores that the ranks of a node share; 0 for a GPU, for which plans use nothing but `device`.
         within: the link between ranks of one node.
         table: times of operators.
-        collectives: samples by operation and ranks of one host, "all_reduce 4".
-        probe_seconds: seconds of `SpeedProbe` alone, and on every processor at once, when the times were measured.
+        collectives: (bytes, seconds) by operation and number of ranks on one host, as "all_reduce 4".
+        probe_seconds: seconds of `SpeedProbe` alone, and on every processor at once, during the calibration.
     """
 
     device: Device
@@ -136,39 +136,45 @@ class Calibration:
     probe_seconds: tuple[float, float] = (0.0, 0.0)
 
     def collective(self, operation: str, ranks: int, size: float) -> float | None:
-        """Return the seconds of a collective within one host, scaled from the nearest measured number of ranks."""
+        """Return the seconds of a collective within one host; None if it was not measured.
+
+        Args:
+            operation: such as "all_reduce".
+            ranks: ranks of the group; the time is scaled from the nearest measured number.
+            size: bytes that each rank sends.
+        """
         known = sorted(int(key.split()[1]) for key in self.collectives if key.split()[0] == operation)
         nearest = min(known, key=lambda count: abs(log(count / ranks)), default=None)
         return nearest and interpolated(self.collectives[f"{operation} {nearest}"], size) * ranks / nearest
 
 
 def read_calibration(path: Path) -> Calibration:
-    """Read a file of `write_calibration`.
+    """Read a file that `write_calibration` wrote.
 
     Raises:
-        ValueError: it holds something else, or is damaged; the text says what to do.
-        OSError: it cannot be read.
+        ValueError: the file is damaged or no calibration; the message says what to do.
+        OSError: the file cannot be read.
     """
     try:
         found = json.loads(path.read_text("utf-8"))
         if found["version"] not in (4, VERSION):
             raise ValueError(f"it has version {found['version']}, this program reads 4 and {VERSION}")
-        if found.pop("sha256", None) not in (None, _checksum(found)):  # files of before have none
-            raise ValueError("it was damaged or changed: its checksum is another")
+        if found.pop("sha256", None) not in (None, _checksum(found)):  # version 4 has no checksum
+            raise ValueError("it was damaged or changed: its checksum does not match")
         found["device"]["link"] = found["within"]
-        found.setdefault("table", found.get("alone"))  # as version 4 had it
+        found.setdefault("table", found.get("alone"))  # the name in version 4
         return TypeAdapter(Calibration).validate_python(found)
     except (LookupError, TypeError, ValueError, AttributeError, RecursionError) as error:
-        why = f"it lacks {error}" if isinstance(error, KeyError) else " ".join(str(error).split())
+        why = f"it has no {error}" if isinstance(error, KeyError) else " ".join(str(error).split())
         raise ValueError(
             f"{path} is no calibration ({why}); write one with: megazero calibrate --out {path}"
         ) from error
 
 
 def write_calibration(calibration: Calibration, path: Path) -> None:
-    """Write a file beside `path` and rename it."""
+    """Write a calibration to `path`, through a temporary file."""
     found = {"version": VERSION, **asdict(calibration)}
-    del found["device"]["link"]  # it is `within`
+    del found["device"]["link"]  # equal to `within`
     write_text(path, json.dumps(found | {"sha256": _checksum(found)}))
 
 

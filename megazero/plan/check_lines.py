@@ -1,4 +1,4 @@
-"""What `megazero check` and a run's start print of memory, of context parallelism and of documents."""
+"""The lines that `megazero check` and the start of a run print about memory, context parallelism and documents."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -25,14 +25,14 @@ from megazero.training.check import DeviceNeeds
 def memory_lines(
     run: ResolvedRun, gpu: str | None, device_gib: float | None, ranks_per_node: int
 ) -> Callable[[Schedule], DeviceNeeds]:
-    """Return a function from a run's schedule to the lines on what a rank needs.
+    """Return `lines_on` for a run, to be called with the run's schedule once it is known.
 
     Args:
-        gpu: a name of `plan.devices`; None if the user named none.
+        gpu: a device of `plan.devices`, or a file of `megazero calibrate`; None if the user named none.
         device_gib: memory of a rank's device in GiB; None if it is not known.
 
     Raises:
-        ValueError, OSError: as `cluster_of`.
+        ValueError, OSError: see `cluster_of`.
     """
     cluster = None
     if gpu is not None or device_gib is not None:
@@ -44,12 +44,12 @@ def memory_lines(
 
 
 def lines_on(run: ResolvedRun, cluster: Cluster | None, schedule: Schedule, *, ranks_per_node: int = 8) -> DeviceNeeds:
-    """Say what a rank needs and whether it fits the cluster's device.  Without a cluster it counts as fitting."""
-    on_cuda = run.config.launch.device != "cpu"  # "auto" may take it; a run says at its start what it has taken
+    """Return the lines on a rank's memory, and whether it fits.  Without a cluster it counts as fitting."""
+    on_cuda = run.config.launch.device != "cpu"  # "auto" may choose CUDA; the start of a run prints its choice
     any_cluster = cluster or some_cluster(run, ranks_per_node, on_cuda=on_cuda)
     run = with_decided_offload(run, any_cluster)
     ranks = memory_of(run, any_cluster)
-    lines = [("memory", line) for line in (_state(run, ranks), *_kept(run, schedule, ranks, on_cuda=on_cuda))]
+    lines = [("memory", line) for line in (_state(run, ranks), *_saved(run, schedule, ranks, on_cuda=on_cuda))]
     if cluster is None:
         return DeviceNeeds(lines)
     fits, text = _plan(run, cluster, ranks)
@@ -63,20 +63,20 @@ def _state(run: ResolvedRun, ranks: Sequence[RankMemory]) -> str:
     parts = ", ".join(f"{kind.replace('_', ' ')} {size_text(count)}" for kind, count in kinds if count)
     return (
         f"{size_text(sum(largest.state.values()))} of model state on {largest.name}: {parts}; ZeRO {run.config.zero.stage}, "
-        f"{largest.elements:.4g} parameters; what it keeps for backward passes comes on top"
+        f"{largest.elements:.4g} parameters; activations saved for the backward come on top"
     )
 
 
-def _kept(run: ResolvedRun, schedule: Schedule, ranks: Sequence[RankMemory], *, on_cuda: bool) -> Iterator[str]:
+def _saved(run: ResolvedRun, schedule: Schedule, ranks: Sequence[RankMemory], *, on_cuda: bool) -> Iterator[str]:
     """Describe what each pipeline rank saves for its backward passes, and name the fullest."""
     fullest = max(ranks, key=lambda rank: rank.kept)
     for rank in ranks:
         most = "; the fullest" if len(ranks) > 1 and rank is fullest else ""
         device = " on CUDA" if on_cuda else ""
-        yield f"{rank.name} keeps for its backward passes{device} at most {_kept_text(run, schedule, rank)}{most}"
+        yield f"{rank.name} saves for its backward passes{device} at most {_saved_text(run, schedule, rank)}{most}"
 
 
-def _kept_text(run: ResolvedRun, schedule: Schedule, rank: RankMemory) -> str:
+def _saved_text(run: ResolvedRun, schedule: Schedule, rank: RankMemory) -> str:
     """Return `12.0 MiB, 4 micro-batches; 32 layers: norms+activation recomputed`."""
     units = [(unit.key, unit.offloads) for own in units_of(run.config, schedule)[rank.stage] for unit in own]
     names = sorted(replace(key.policy, offload=moves).name for key, moves in units if not isinstance(key, str))
@@ -95,14 +95,14 @@ def start_line(run: ResolvedRun, schedule: Schedule, device: torch.device) -> st
     """Describe what the fullest pipeline rank saves for its backward passes."""
     try:
         ranks = memory_of(run, some_cluster(run, run.world_size, on_cuda=device.type == "cuda"))
-    except Exception as error:  # of layers of a script's own; a run does without a plan
+    except Exception as error:  # a script's own layers may raise anything; a run does not need its plan
         return f"activations: not known ({type(error).__name__}: {error})"
     fullest = max(ranks, key=lambda rank: rank.kept)
-    return f"activations on {fullest.name}, at most {_kept_text(run, schedule, fullest)}"
+    return f"activations on {fullest.name}, at most {_saved_text(run, schedule, fullest)}"
 
 
 def _plan(run: ResolvedRun, cluster: Cluster, ranks: Sequence[RankMemory]) -> tuple[bool, str]:
-    """Return whether the fullest rank fits its device, and a line that says so with its memory by kind."""
+    """Return whether the fullest rank fits its device, and a line on that with the rank's memory by kind."""
     fullest, has = max(ranks, key=lambda rank: rank.peak), cluster.device.memory_bytes
     ordered = sorted(fullest.kinds.items(), key=lambda item: -item[1])
     kinds = ", ".join(f"{size_text(count)} {kind.replace('_', ' ')}" for kind, count in ordered if count >= 2**20)
@@ -116,10 +116,10 @@ def _plan(run: ResolvedRun, cluster: Cluster, ranks: Sequence[RankMemory]) -> tu
 
 
 def describe_context(run: ResolvedRun, samples: Sequence[Sequence[int]] | None) -> Iterator[str]:
-    """Describe context parallelism, and the documents that attention stays within, in a line each.
+    """Yield a line on context parallelism if the run uses it, and a line on the documents that bound attention.
 
     Args:
-        samples: lengths of the documents in some samples; None if the data is not on this machine.
+        samples: for some samples, the lengths of their documents in tokens; None if the data is not on this machine.
     """
     config = run.config
     masks, whole = config.data.document_mask, [[config.model.seq_len]]

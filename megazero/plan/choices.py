@@ -1,4 +1,4 @@
-"""The shapes that a search compares: every choice of a few keys, and what a run file with them says.
+"""The shapes that a search compares, and the run file of each.
 
     tp x cp x pp x dp = ranks      dp follows          global batch = dp x micro-batch x accumulation     the latter follows
     cp = Ulysses x ring            all of one of them, or Ulysses within a node
@@ -6,14 +6,14 @@
     ZeRO stage, gather policy, shard groups            where dp x cp > 1      ep: all that divide experts and ranks
     recomputation, offloading                          `Relief`: less memory, never less time
 
-Model, data, precision, optimizer, global batch and all other keys stay what the run file says.  The rules of the run file
+Model, data, precision, optimizer, global batch and all other keys keep the values of the run file.  The rules of run files
 decide whether a choice can run.
 
-A search leaves out what cannot win by arithmetic, so that most choices are never traced:
+A search leaves out the choices that arithmetic shows to be too large or too slow, so that most choices are never traced:
 
-    memory >= state of the mean rank            the fullest pipeline rank has no less than the mean
-    time   >= products at the best share + half of a pipeline's filling
-    guess     the same with the whole filling, messages and gathers: the order of the search, which decides nothing
+    memory >= state of the average rank         the fullest pipeline rank has at least the average
+    time   >= matrix products at the best share of the peak + half of the time in which the pipeline fills
+    guess     the same with all of that time, messages and gathers: it gives the order of the search, and decides nothing
 """
 
 from __future__ import annotations
@@ -48,18 +48,18 @@ _LARGEST_PIPELINE = 16
 
 @dataclass(frozen=True, order=True)
 class Relief:
-    """Recomputation (an index into `RECOMPUTE`) and offloading (one of `OFFLOADS`), which free memory and cost time."""
+    """What frees memory and costs time: recomputation (an index into `RECOMPUTE`) and offloading (one of `OFFLOADS`)."""
 
     recompute: int = 0
     offload: str = "none"
 
     @property
     def order(self) -> tuple[int, Relief]:
-        """Sort key: the relief that frees least memory comes first."""
+        """Sort key: the option that frees the least memory comes first."""
         return self.recompute + _OFFLOAD_ORDER[self.offload], self
 
     def needs_no_more_than(self, other: Relief) -> bool:
-        """Whether `other` recomputes and offloads everything that this relief does, so it cannot be faster."""
+        """Whether `other` recomputes and offloads everything that this option does, so that `other` cannot be faster."""
         return self.recompute <= other.recompute and (
             self.offload in ("none", other.offload) or other.offload == "both"
         )
@@ -97,7 +97,7 @@ class Choice:
 
 
 def relief_words(relief: Relief) -> list[str]:
-    """Say in a few words what is recomputed and offloaded."""
+    """Describe recomputation and offloading in a few words."""
     name, keeps = RECOMPUTE[relief.recompute]
     words = [f"recompute {name}{' but attention' if keeps else ''}"] if name != "none" else []
     return words + ([f"offload {relief.offload}"] if relief.offload != "none" else [])
@@ -129,8 +129,8 @@ class Space:
 def space_of(config: RunConfig, ranks: int, per_node: int) -> Space:
     """Return the values worth comparing for a model on a cluster.
 
-    Left out are tp beyond a node, where every layer would wait for the network, parts of a sample below 4,096 tokens, and
-    gpipe, which saves more than 1f1b and idles as long.
+    Three things are left out: tp over several nodes, because every layer would wait for the network; sequence shards below
+    4,096 tokens; and gpipe, which saves more activations than 1f1b and idles as long.
     """
     model, of_ranks = config.model, divisors(ranks)
     own = config.parallel.schedule
@@ -146,7 +146,7 @@ def space_of(config: RunConfig, ranks: int, per_node: int) -> Space:
 
 
 def groups_in(space: Space, config: RunConfig, ranks: int) -> Iterator[Choice]:
-    """Yield every distinct choice, without recomputation and offloading."""
+    """Yield every distinct choice, each without recomputation and offloading."""
     for tp, cp, pp in product(space.tp, space.cp, space.pp):
         if ranks % (tp * cp * pp) == 0:
             every = product(space.ulysses(tp, cp), _schedules(space, config, pp), space.micro_batch)
@@ -171,7 +171,7 @@ def _schedules(space: Space, config: RunConfig, pp: int) -> Iterator[tuple[str, 
 
 
 def _sharding(space: Space, shards: int, tp: int) -> Iterator[tuple[int, str, int]]:
-    """Yield ZeRO stage, gather policy and shard group.  per_node / tp neighbours of dp x cp share a node."""
+    """Yield ZeRO stage, gather policy and shard group.  A node holds per_node / tp consecutive ranks of dp x cp."""
     if shards == 1:
         yield space.zero_stages[min(1, len(space.zero_stages) - 1)], "action", 0
         return
@@ -213,13 +213,13 @@ def config_of(base: RunConfig, choice: Choice) -> RunConfig:
     )
 
 
-#: The least ZeRO stage at which a key acts.
+#: The lowest ZeRO stage at which a key has an effect.
 _ACTS_FROM = {"quantized_gradients": 1, "reduce": 2}
 _ACTS_FROM |= dict.fromkeys(("prefetch_bytes", "persistent_elements", "quantized_weights"), 3)
 
 
 def _zero_of(base: RunConfig, choice: Choice) -> ZeroConfig:
-    """Return [zero] with a choice filled in; keys that its stage ignores get their defaults."""
+    """Return [zero] with a choice filled in.  A key without effect at the chosen stage gets its default."""
     own, stage = base.zero.offload, choice.zero_stage
     offload = OffloadConfig()
     if choice.relief.offload in ("optimizer", "both"):
@@ -237,19 +237,20 @@ def _zero_of(base: RunConfig, choice: Choice) -> ZeroConfig:
     return base.zero.model_copy(update=update)
 
 
-# ---- what any choice needs at least
+# ---- lower bounds of memory and time
 
 
 _FP32 = 4
-_RECOMPUTED = 1.25  # of a guess: a shape that does not fit has to recompute
+_RECOMPUTED = 1.25  # factor on the guess of a shape that does not fit, since it will have to recompute
 _SPLIT_BACKWARD = ("zb-h1", "zbv", "dualpipev")
 
 
 class Bounds:
-    """Lower bounds and guesses for every choice of one model on one cluster.
+    """Lower bounds and estimates for the choices of one model on one cluster.
 
     Args:
-        run: on one rank.
+        run: the run, resolved for one rank.
+        cluster: the devices and links.
     """
 
     def __init__(self, run: ResolvedRun, cluster: Cluster) -> None:
@@ -262,11 +263,11 @@ class Bounds:
         per_token = FAMILIES[config.model.family].flops_per_token(config.model, None)
         self.flops = per_token * self.samples * config.model.seq_len
         self.weight_bytes = DTYPES[config.precision.dtype].itemsize
-        self.gradient_bytes = DTYPES[config.precision.accumulate_dtype].itemsize  # as gradients are summed up
-        self.moments = int(moments_of(config))  # for each parameter, at least
+        self.gradient_bytes = DTYPES[config.precision.accumulate_dtype].itemsize
+        self.moments = int(moments_of(config))  # fewest per parameter
 
     def state_bytes(self, choice: Choice) -> float:
-        """Lower bound of the model state on the mean rank's device (Rajbhandari et al. 2020, figure 1)."""
+        """Return a lower bound of the bytes of model state on an average rank (Rajbhandari et al. 2020, figure 1)."""
         offloads = choice.relief.offload in ("optimizer", "both") and self.config.zero.offload.ratio == 1.0
         optimizer = 0 if offloads else _FP32 * (self.moments + (self.weight_bytes < _FP32))
         stage, replicas = choice.zero_stage, self.cluster.ranks // choice.pp
@@ -279,11 +280,11 @@ class Bounds:
         return dense + bytes_of(self.of_experts // choice.ep, replicas // choice.ep)
 
     def seconds(self, choice: Choice) -> float:
-        """Lower bound of a step's seconds."""
+        """Return a lower bound of the seconds of a step."""
         return self._products() * (1 + self._filling(choice) / 2)
 
     def guess(self, choice: Choice) -> float:
-        """Estimate a step's seconds, only for the order of the search."""
+        """Return a rough estimate of the seconds of a step.  The search uses it for nothing but its order."""
         within, between = self.cluster.within, self.cluster.between
         model, ranks_of_dp = self.config.model, self._dp(choice)
         tokens = self.samples * model.seq_len / (ranks_of_dp * choice.cp)
@@ -297,7 +298,7 @@ class Bounds:
         link = within if choice.shard_group else between
         sent = weights * (gathers + 2 * reduces) * (ranks_of_dp > 1)
         compute = self._products() * (1 + self._filling(choice)) * (1 + 0.02 * choice.zero_stage)
-        compute *= 1.03 if choice.schedule in _SPLIT_BACKWARD else 1.0  # passes in two halves
+        compute *= 1.03 if choice.schedule in _SPLIT_BACKWARD else 1.0  # a backward in two halves costs a little more
         if self.state_bytes(choice) + self._kept(choice) > self.cluster.device.memory_bytes:
             compute *= _RECOMPUTED
         return (
@@ -308,8 +309,9 @@ class Bounds:
         )
 
     def _kept(self, choice: Choice) -> float:
-        """Estimate the activations of the first pipeline rank (Korthikanti et al. 2022: 34 sbh for each layer).  Each expert
-        of a token adds its row, gate, up and their product.
+        """Return an estimate of the first pipeline rank's activation bytes (Korthikanti et al. 2022: 34 sbh per layer).
+
+        Each expert of a token adds its input row, gate, up, and the product of the two.
         """
         model = self.config.model
         rows = self.weight_bytes * (model.experts_per_token or 0) * (model.hidden_size + 3 * model.expert_size)
@@ -320,7 +322,7 @@ class Bounds:
         return self.cluster.ranks // (choice.tp * choice.cp * choice.pp)
 
     def _count(self, choice: Choice) -> float:
-        """Return the micro-batches of a step."""
+        """Return the number of micro-batches in a step."""
         return max(1.0, self.samples / (self._dp(choice) * choice.micro_batch))
 
     def _products(self) -> float:

@@ -1,4 +1,4 @@
-"""The machines of a plan: devices, how many, and what links them.
+"""The machines of a plan: the device, the number of devices, and the links between them.
 
     node 0  [0 1 2 3 4 5 6 7] --within--   node 1  [8 9 ...]          rank // per_node numbers the nodes
                   \\____________between____________/
@@ -24,13 +24,13 @@ class Cluster:
     """Equal devices in equal nodes.
 
     Args:
-        device: the one kind of device.
-        ranks: one for each device.
+        device: every rank has one such device.
+        ranks: number of ranks, and so of devices.
         per_node: ranks of a node; the last node may have fewer.
         within: the link between ranks of one node.
         between: the link between nodes.
         processors: cores that the ranks of a node share; 0 if every rank has a device of its own.
-        calibration: of a host; takes precedence over the device's shares.
+        calibration: measured times of a CPU host, used in place of the device's data sheet; None without any.
     """
 
     device: Device
@@ -63,17 +63,17 @@ def cluster_of(
     network: str = "ib400",
     options: tuple[str, str] = ("--gpus", "--per-node"),
 ) -> Cluster:
-    """Return the cluster of these names.
+    """Return the cluster that these names and numbers describe.
 
     Args:
-        gpu: a name of `DEVICES`, or the file of `megazero calibrate`, `*.json`.
-        gpus: ranks.
+        gpu: a name in `DEVICES`, or the path of a file that `megazero calibrate` wrote, ending in ".json".
+        gpus: number of ranks.
         per_node: devices of a node.
-        network: the link between nodes, a name of `NETWORKS`.
-        options: the names of `gpus` and `per_node` in errors.
+        network: the link between nodes, a name in `NETWORKS`.
+        options: how errors call `gpus` and `per_node`.
 
     Raises:
-        ValueError: a number below 1, nodes that are not full, or an unknown name; the text lists the known ones.
+        ValueError: a number is below 1, a node would not be full, or a name is unknown; the message lists the known names.
         OSError: the file cannot be read.
     """
     for name, value in zip(options, (gpus, per_node), strict=True):
@@ -102,14 +102,17 @@ def cluster_of(
 
 
 def some_cluster(run: ResolvedRun, per_node: int, *, on_cuda: bool) -> Cluster:
-    """Return a cluster for planning the memory of a run on unknown devices, which depends on the ranks per node only."""
+    """Return a cluster to plan a run's memory on unknown devices.  That memory depends on nothing but the ranks per node."""
     device, ethernet = DEVICES["h200"], NETWORKS["100gbit"]
     each = min(per_node, run.world_size)
     return Cluster(device, run.world_size, each, device.link, ethernet, 0 if on_cuda else each)
 
 
 def with_memory(cluster: Cluster, gib: float, *, on_cuda: bool = True) -> Cluster:
-    """Return the cluster with `gib` of memory for each rank, on GPUs or CPUs.  Raises: ValueError: more than exists."""
+    """Return the cluster with `gib` GiB of memory for each rank.
+
+    Raises: ValueError: no device has so much.
+    """
     if gib > 2**30:
         raise ValueError(f"--device-gib {gib:g} is more than any device has")
     name = f"a device of {gib:g} GiB"
@@ -118,7 +121,11 @@ def with_memory(cluster: Cluster, gib: float, *, on_cuda: bool = True) -> Cluste
 
 
 def known_peak_flops(device_name: str, dtype: torch.dtype) -> float | None:
-    """Return the dense FLOP/s of a device by torch's name for it; None for an unknown device or for fp32."""
+    """Return the peak FLOP/s of dense bf16 or fp16 products; None for another dtype or an unknown device.
+
+    Args:
+        device_name: torch's name of the device, such as "NVIDIA H200".
+    """
     if dtype not in (torch.bfloat16, torch.float16):
         return None
     device = device_of(device_name)

@@ -1,10 +1,11 @@
-"""How long a collective takes among ranks of a cluster.
+"""Estimates how long a collective takes among ranks of a cluster.
 
     a ring through n ranks of each node      bytes that a rank sends / min(link within, n x link between) + hops x latency
 
-Between nodes a ring uses the cards of all its ranks of a node at once, and waits for the node with the fewest; a shift by
-one rank, and a message, use one.  Groups that cross the same nodes side by side have cards of their own, or share one that
-is the node's.  Of an axis the slowest group counts.  A calibrated host takes what was measured there.
+Between nodes, a ring uses the network cards of all its ranks on a node at once, and the node with the fewest ranks sets the
+pace; a shift by one rank, like a message, uses one card.  Groups that cross the same nodes at the same time use different
+cards, or share the card of the node.  The slowest group of an axis gives its time.  On a calibrated host, the times that
+were measured there are used.
 
 Source: NCCL's rings, one for each card; Thakur et al. 2005 (2 (n - 1) / n of the bytes, log n hops of trees).
 """
@@ -27,10 +28,10 @@ class GroupLink:
     """The links between the ranks of a group.
 
     Args:
-        ranks: ranks of the group.
-        per_node: most ranks of it on one node.
+        ranks: number of ranks in the group.
+        per_node: ranks of the group on the node that has the most.
         side_by_side: groups of the axis that leave the same node; if none leaves, groups on that node.
-        fewest: fewest ranks of it on one node; 0 if every node has equally many.
+        fewest: ranks of the group on the node that has the fewest; 0 if every node has equally many.
     """
 
     cluster: Cluster
@@ -46,7 +47,7 @@ class GroupLink:
 
     @property
     def bytes_per_second(self) -> float:
-        """Bytes per second that each rank sends in a large collective."""
+        """The rate at which each rank sends in a large collective, in bytes per second."""
         within, between = self.cluster.within.rate(), self.cluster.between
         if not self.crosses:
             return within
@@ -55,7 +56,7 @@ class GroupLink:
 
     @property
     def latency_seconds(self) -> float:
-        """Seconds until the last rank has heard from the first."""
+        """Seconds until a signal from the first rank has reached the last."""
         inner = ceil(log2(self.per_node)) * self.cluster.within.latency_seconds if self.per_node > 1 else 0.0
         nodes = ceil(self.ranks / self.per_node)
         return inner + (ceil(log2(nodes)) * self.cluster.between.latency_seconds if nodes > 1 else 0.0)
@@ -67,20 +68,22 @@ class GroupLink:
         if (calibration := self.cluster.calibration) is not None:
             inner = min(self.ranks, self.per_node)
             here = calibration.collective(operation, inner, sent_bytes) if inner > 1 else 0.0
-            own = (here or 0.0) * min(1.0, calibration.processors / inner)  # the ranks were slowed by one another
+            own = (here or 0.0) * min(
+                1.0, calibration.processors / inner
+            )  # ranks that share cores slow each other down
             return own + self.link_seconds(sent_bytes) if self.crosses else own
         if operation == "ring_shift":
             return self._to_the_next(sent_bytes, self.side_by_side)
         rounds = 2 if operation == "all_reduce" else 1
         wire = sent_bytes / self.bytes_per_second
         if operation == "all_to_all" and self.crosses:
-            # What is for another node's ranks goes through the rank's own card.
-            apart = sent_bytes * (self.ranks - self.per_node) / (self.ranks - 1)
-            wire = max(wire, apart / self.cluster.between.rate(self.side_by_side * self.per_node))
+            # Rows for ranks of other nodes go through the rank's own card.
+            leaving = sent_bytes * (self.ranks - self.per_node) / (self.ranks - 1)
+            wire = max(wire, leaving / self.cluster.between.rate(self.side_by_side * self.per_node))
         return rounds * self.latency_seconds + wire
 
     def message_seconds(self, size: float) -> float:
-        """Return the seconds of a message from one rank of the group to the next."""
+        """Return the seconds of a message of `size` bytes from one rank of the group to the next."""
         if not self.crosses and (calibration := self.cluster.calibration) is not None:
             return calibration.collective("send_recv", 2, size) or 0.0
         return self._to_the_next(size, min(self.cluster.per_node, self.cluster.ranks))
@@ -91,19 +94,19 @@ class GroupLink:
         return size / link.rate(senders if self.crosses else 1) + link.latency_seconds
 
     def link_seconds(self, sent_bytes: float) -> float:
-        """Return the seconds of a calibrated host's messages to other hosts in a two-level collective."""
+        """Return the seconds that a two-level collective of a calibrated host spends on messages to other hosts."""
         between, nodes = self.cluster.between, ceil(self.ranks / self.per_node)
         linked = sent_bytes * self.ranks / (self.ranks - 1) * (nodes - 1) / nodes / self.per_node  # of each rank
         return linked / between.rate(self.side_by_side * self.per_node) + ceil(log2(nodes)) * between.latency_seconds
 
 
 def link_of(links: Mapping[str, GroupLink], axis: str, operation: str) -> GroupLink:
-    """Return the link of an operation.  Ulysses and ring count as one axis, of which only the ring shifts."""
+    """Return the link that an operation uses.  The axis "cp" covers Ulysses and the ring; only the ring shifts."""
     return links["cp_ring" if operation == "ring_shift" else axis]
 
 
 def links_of(run: ResolvedRun, cluster: Cluster) -> dict[str, GroupLink]:
-    """Return the link by axis, as `ParallelState` names them, and by "cp_ring", "host" and "hosts"."""
+    """Return the link of each axis, by the axis names of `ParallelState` and by "cp_ring", "host" and "hosts"."""
     parallel, per_node = run.config.parallel, cluster.per_node
     groups = _groups(run.grid, parallel.ulysses, run.shards, run.config.zero.secondary_shard_size or 1, per_node)
     return {axis: GroupLink(cluster, *place) for axis, place in groups.items()}
@@ -111,11 +114,11 @@ def links_of(run: ResolvedRun, cluster: Cluster) -> dict[str, GroupLink]:
 
 @lru_cache(maxsize=512)
 def _groups(grid: RankGrid, ulysses: int, shards: int, second: int, per_node: int) -> dict[str, tuple[int, ...]]:
-    """Return ranks, most and fewest on one node, and groups side by side, of the slowest group of each axis."""
+    """Return, by axis, the fields of `GroupLink` for the slowest group of the axis."""
     at = [grid.coordinate(rank) for rank in range(grid.world_size)]
 
     def cut(size: int, *axes: str, across: bool = False) -> list[tuple[int, ...]]:
-        """All groups over the axes, cut into groups of `size` ranks: neighbours, or `across` them."""
+        """Return all groups over the axes, cut into groups of `size` ranks: consecutive ranks, or with `across` strided."""
         found = []
         for rank in (rank for rank, place in enumerate(at) if not any(getattr(place, axis) for axis in axes)):
             whole = grid.group_of(rank, *axes)
@@ -148,7 +151,7 @@ def _groups(grid: RankGrid, ulysses: int, shards: int, second: int, per_node: in
 
 
 def _slowest(groups: Iterable[Sequence[int]], per_node: int) -> tuple[int, ...]:
-    """Return the group of an axis with the fewest ranks on a node, of those that leave their node if any does."""
+    """Return the fields of `GroupLink` for the slowest group: the fewest ranks on a node, if possible over several nodes."""
     nodes = [Counter(rank // per_node for rank in group) for group in groups]
     leaving = [own for own in nodes if len(own) > 1] or nodes
     slowest = min(leaving, key=lambda own: (min(own.values()), max(own.values())))
