@@ -11,7 +11,7 @@ when first used.  `__init__.pyi` has their types.
 from importlib import import_module
 from typing import Any
 
-from megazero.annexes import added_name
+from megazero.registry import added_name
 
 __all__ = ["PipelineModule", "RankGrid", "RepeatingLoader", "__version__", "add_config_arguments", "checkpoint"]
 __all__ += ["init_distributed", "initialize", "parallel_state_of", "pipe", "zero"]

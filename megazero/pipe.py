@@ -5,7 +5,7 @@ The annex of scripts adds the names.
 
 from typing import Any
 
-from megazero.annexes import added_name
+from megazero.registry import added_name
 
 
 def __getattr__(name: str) -> Any:

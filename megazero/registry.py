@@ -1,21 +1,46 @@
-"""Names that come from a user's file: registries to look them up in, and answers to names that do not exist.
+"""Names that the package does not know by itself: what scripts register, what annexes add, and answers to misspelt ones.
 
     SCHEDULES.register("mine", Mine())       then, in the run file:  parallel.schedule = "mine"
 
 There is one registry for model families, one for schedules, optimizers, learning-rate schedules and callbacks.  The
 package's own implementations are listed by import path and imported on first use, so that reading a run file stays fast.
+
+An annex is a room that no training needs.  It adds commands, callbacks or readers of checkpoints to the trunk:
+
+    megazero/plan/annex.toml   [command]
+                               plan = "megazero.plan.commands:plan"
+                                 |
+    added("command")  <----------+     every room with an `annex.toml` adds to a seam, by name
+
+The trunk imports no annex: it asks a seam, and trains the same where nothing was added to it.
+
+    seam             what is added                                                                      asked by
+    command          a command of the command line, or a group of commands (`typer.Typer`)              cli
+    checkpoint command   a command of `megazero checkpoint`                                             cli
+    check            (ResolvedRun, gpu, device_gib, ranks of a node) -> Schedule -> `check.DeviceNeeds` cli
+    context          (ResolvedRun, document lengths of some samples | None) -> lines of `check` on attention   training
+    export           (step, out, dtype, names) -> `Exported`, by the form that --to names                cli
+    token file       (path, cache, Tokenizer, say) -> prefix of a pair with its tokens, by suffix                  data
+    start line       (ResolvedRun, Schedule, torch.device) -> a line for the terminal                   training
+    callback         RunContext -> Callback, after the metrics are written             training
+    out of memory    (error, ResolvedRun, ParallelState, Engine | None) -> text                         training
+    peak FLOP/s      (name of a CUDA device, dtype) -> number | None                                    training
+    backend          (Axis, Group, gather) -> `Backend` of tensors on a type of device, as by "cpu"              comm
+    messages         () -> `Messages` of a run on a type of device                                      comm
+    weight gathers   () -> `WeightGathers` of a run on a type of device                                 zero
+    rank             ranks of this host -> None, before a rank on a type of device makes process groups    comm
+    kernel           () -> a kernel that is faster on this machine than torch's, or None, by what it computes   layers
+    name             what a script finds in a module of the trunk, by its full name                     megazero, pipe, zero
 """
 
+import tomllib
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from difflib import SequenceMatcher, get_close_matches
+from functools import cache
 from importlib import import_module
 from inspect import Parameter, signature
+from pathlib import Path
 from typing import Any, Generic, TypeVar
-
-from pydantic import GetCoreSchemaHandler, GetJsonSchemaHandler
-from pydantic.json_schema import JsonSchemaValue
-from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
 T = TypeVar("T")
 
@@ -85,25 +110,23 @@ def _imported(path: str) -> Any:
     return getattr(import_module(module), attribute)
 
 
-@dataclass(frozen=True)
-class NameIn:
-    """The type of a key that names something registered: `Annotated[str, NameIn(SCHEDULES)]`."""
+def added(seam: str) -> dict[str, Any]:
+    """What annexes add at a seam, by name.  It is imported now, so a command that asks for nothing stays fast."""
+    return {name: _imported(path) for table in _tables() for name, path in table.get(seam, {}).items()}
 
-    registry: Registry[Any]
 
-    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
-        return core_schema.no_info_before_validator_function(self._check, handler(source))
+def added_name(module: str, name: str) -> Any:
+    """An attribute that an annex adds to a module of the trunk, for its `__getattr__`.  Raises: AttributeError."""
+    for table in _tables():
+        if path := table.get("name", {}).get(f"{module}.{name}"):
+            return _imported(path)
+    raise AttributeError(f"module {module!r} has no attribute {name!r}")
 
-    def __get_pydantic_json_schema__(self, schema: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
-        """Editors complete the names that there are, and take any other: a script may register it."""
-        return {"anyOf": [{"type": "string", "enum": list(self.registry)}, handler(schema)]}
 
-    def _check(self, value: object) -> object:
-        names = list(self.registry)
-        if value not in names:
-            shown = [f'"{name}"' for name in names]
-            raise PydanticCustomError("name", f"be {', '.join(shown[:-1])} or {shown[-1]}", {"choices": names})
-        return value
+@cache
+def _tables() -> list[Mapping[str, Mapping[str, str]]]:
+    """Return the table of each annex, in alphabetical order."""
+    return [tomllib.loads(table.read_text("utf-8")) for table in sorted(Path(__file__).parent.glob("*/annex.toml"))]
 
 
 def closest(word: str, known: Iterable[str], n: int = 1, cutoff: float = 0.6) -> list[str]:

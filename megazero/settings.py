@@ -16,8 +16,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, TypeAlias
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field
-from pydantic_core import PydanticCustomError
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, GetCoreSchemaHandler, GetJsonSchemaHandler
+from pydantic.json_schema import JsonSchemaValue
+from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
 # No count of a run comes near it, and below it the search for divisors is short.
 LARGEST_COUNT = 2**40
@@ -85,6 +86,27 @@ class Spelling:
     """Beside a type in `Annotated`: says in words what the key takes, where the type alone does not."""
 
     text: str
+
+
+@dataclass(frozen=True)
+class NameIn:
+    """The type of a key that names something registered: `Annotated[str, NameIn(SCHEDULES)]`."""
+
+    registry: Iterable[str]
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        return core_schema.no_info_before_validator_function(self._check, handler(source))
+
+    def __get_pydantic_json_schema__(self, schema: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
+        """Editors complete the names that there are, and take any other: a script may register it."""
+        return {"anyOf": [{"type": "string", "enum": list(self.registry)}, handler(schema)]}
+
+    def _check(self, value: object) -> object:
+        names = list(self.registry)
+        if value not in names:
+            shown = [f'"{name}"' for name in names]
+            raise PydanticCustomError("name", f"be {', '.join(shown[:-1])} or {shown[-1]}", {"choices": names})
+        return value
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ import pytest
 from quickstart import QUICKSTART, TINY
 from test_house import ANNEXES, PACKAGE
 
-from megazero import annexes
+from megazero import registry
 
 _ARGUMENTS = [*TINY, "launch.nproc_per_node=2", "parallel.tp=1", "parallel.pp=2", "training.steps=2"]
 
@@ -56,8 +56,8 @@ def test_a_command_of_an_annex_that_is_not_there_is_no_command(trunk: Path) -> N
 
 
 def test_annexes_add_what_exists_at_seams_that_the_table_names() -> None:
-    seams = {line[4:].split("  ")[0] for line in (annexes.__doc__ or "").splitlines() if line.startswith("    ")}
-    for table in annexes._tables():
+    seams = {line[4:].split("  ")[0] for line in (registry.__doc__ or "").splitlines() if line.startswith("    ")}
+    for table in registry._tables():
         assert {*table} <= seams
         for seam in table:
-            assert annexes.added(seam).keys() >= table[seam].keys()
+            assert registry.added(seam).keys() >= table[seam].keys()

@@ -10,7 +10,7 @@ from typing import Any
 from harness import run_world
 from worlds import LLAMA, run_of, state_on
 
-from megazero import annexes
+from megazero import registry
 from megazero.config import ResolvedRun
 from megazero.training.callbacks.base import StepRecord
 from megazero.training.trainer import Trainer, train
@@ -44,7 +44,7 @@ def _entered(rank: int, run: ResolvedRun) -> list[str]:
             sys.setprofile(before)  # on a CPU the step itself reads
 
     Trainer._compute, Trainer._read = compute, read  # type: ignore[method-assign]
-    annexes._tables = list  # type: ignore[assignment]
+    registry._tables = list  # type: ignore[assignment]
     train(run, state_on(rank, run), lambda _: None)
     return [str(Path(file).relative_to(PACKAGE)) for file in found if Path(file).is_relative_to(PACKAGE)]
 

@@ -13,7 +13,7 @@ from importlib import import_module
 from types import ModuleType
 from typing import Any
 
-from megazero.annexes import added_name
+from megazero.registry import added_name
 
 
 class _CallablePackage(ModuleType):

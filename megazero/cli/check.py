@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from megazero.annexes import added
 from megazero.cli._common import callback_problems, fail
+from megazero.registry import added
 from megazero.settings import counted
 from megazero.training.signals import EXIT_REFUSED
 

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.table import Column, Table
 
-from megazero.annexes import added
 from megazero.cli._common import Bar, fail, load_extensions, print_table
+from megazero.registry import added
 
 if TYPE_CHECKING:
     from megazero.checkpoint.compare import Comparison

@@ -5,13 +5,13 @@ from typing import Annotated
 import typer
 
 import megazero
-from megazero.annexes import added
 from megazero.cli import checkpoint
 from megazero.cli._common import Local
 from megazero.cli.check import check
 from megazero.cli.evaluate import evaluate, generate
 from megazero.cli.reference import config, models
 from megazero.cli.train import train
+from megazero.registry import added
 
 app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False, cls=Local)
 

@@ -14,10 +14,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megazero.annexes import added
 from megazero.comm import messages
 from megazero.parallel_state import Axis
 from megazero.parallel_state.groups import Backend, Counts, Group, Wait
+from megazero.registry import added
 
 GatherObjects: TypeAlias = Callable[[Any], list[Any]]  # returns every rank's value, in rank order, on every rank
 

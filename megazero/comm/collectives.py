@@ -17,13 +17,13 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from megazero.annexes import added
 from megazero.comm.backend import choose_backend
 from megazero.comm.memory import address_of
 from megazero.comm.messages import OrderError, combine
 from megazero.comm.process_groups import ProcessGroups
 from megazero.parallel_state import Axis
 from megazero.parallel_state.groups import Backend, Counts, Group, Messages, Transfers, Wait
+from megazero.registry import added
 
 T = TypeVar("T")
 

@@ -19,8 +19,16 @@ from pydantic.fields import FieldInfo
 
 from megazero.config.load import ResolvedRun
 from megazero.config.schema import RunConfig, is_section, keys, sections
-from megazero.registry import NameIn
-from megazero.settings import LARGEST_COUNT, LARGEST_NUMBER, ActsWhere, Section, Spelling, hide_passwords, toml_value
+from megazero.settings import (
+    LARGEST_COUNT,
+    LARGEST_NUMBER,
+    ActsWhere,
+    NameIn,
+    Section,
+    Spelling,
+    hide_passwords,
+    toml_value,
+)
 
 _OURS = "# Written by megazero when a run starts, with every key: a later start writes it anew.\n"
 _NAMES = {int: "integer", float: "number", str: "string", bool: "true or false"}

@@ -22,13 +22,13 @@ from pydantic_core import PydanticCustomError, PydanticKnownError
 from megazero.models.activation_config import ActivationsConfig
 from megazero.models.config import ModelConfig
 from megazero.optim.config import LrScheduleConfig, OptimizerConfig
-from megazero.registry import NameIn
 from megazero.schedules.registry import SCHEDULES
 from megazero.settings import (
     LARGEST_COUNT,
     ActsWhere,
     Count,
     CountOrZero,
+    NameIn,
     PathText,
     PlaceText,
     Positive,

@@ -17,11 +17,11 @@ from typing import Final
 
 import numpy as np
 
-from megazero.annexes import added
 from megazero.data.identity import Identity, fingerprint_of, identity_path, locked, stored_identity, verified_identity
 from megazero.data.indexed import IndexedDataset
 from megazero.data.sampler import Blend, SampleStream, UnfitDataError, ValidationStream, Windows, split
 from megazero.data.tokenizer import Tokenizer, load_tokenizer
+from megazero.registry import added
 from megazero.settings import Say
 
 #: About twelve megabytes of real text that every machine has: enough for a first run, a smoke test or a benchmark.

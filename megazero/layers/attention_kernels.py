@@ -25,11 +25,11 @@ from einops import rearrange
 from torch import Tensor
 from torch.nn.attention import SDPBackend, activate_flash_attention_impl, current_flash_attention_impl
 
-from megazero.annexes import added
 from megazero.comm.autograd import refuse_second_derivative
 from megazero.layers.recompute import Tape
 from megazero.layers.sample_part import SamplePart
 from megazero.layers.token_layout import EVERY_HEAD, HeadPiece, Tile
+from megazero.registry import added
 
 T = TypeVar("T")
 

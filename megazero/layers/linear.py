@@ -29,7 +29,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megazero.annexes import added
 from megazero.comm.autograd import (
     gather_features,
     reduce_from_tp,
@@ -42,6 +41,7 @@ from megazero.comm.autograd import (
 from megazero.comm.collectives import Pending, all_reduce
 from megazero.layers.spec import Initializer, NamedRows, bias_spec, drawn_parameter, rows_spec
 from megazero.parallel_state import Axis
+from megazero.registry import added
 
 if TYPE_CHECKING:
     from megazero.layers.experts import Groups

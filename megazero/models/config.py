@@ -11,12 +11,12 @@ from pydantic import BeforeValidator, Field, WithJsonSchema, model_validator
 from pydantic_core import PydanticCustomError
 
 from megazero.models.registry import FAMILIES, PRESETS
-from megazero.registry import NameIn
 from megazero.settings import (
     ActsWhere,
     Count,
     CountOrZero,
     Epsilon,
+    NameIn,
     Positive,
     PositiveOrZero,
     Section,

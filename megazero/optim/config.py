@@ -6,12 +6,12 @@ from pydantic import BeforeValidator, Field, PlainSerializer
 from pydantic_core import PydanticCustomError
 
 from megazero.optim.registry import LR_SCHEDULES, OPTIMIZERS, lr_schedules_reading, optimizers_reading
-from megazero.registry import NameIn
 from megazero.settings import (
     ActsWhere,
     Count,
     CountOrZero,
     Epsilon,
+    NameIn,
     Positive,
     PositiveOrZero,
     Section,

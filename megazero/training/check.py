@@ -15,7 +15,6 @@ from typing import NamedTuple, TypeAlias
 
 import torch
 
-from megazero.annexes import added
 from megazero.config import ConfigError, ResolvedRun, RunConfig
 from megazero.config.derive import batch_sizes
 from megazero.config.rules import Rule, dp_of
@@ -29,6 +28,7 @@ from megazero.models.activation_config import ActivationsConfig, layer_policies
 from megazero.models.gpt import check_knows_parts
 from megazero.models.wrappers import save_by_policy
 from megazero.optim.lr_schedule import learning_rate_factor
+from megazero.registry import added
 from megazero.schedules.action import Schedule, read_schedule
 from megazero.schedules.proof import ScheduleError, check_runnable, peak_activations, simulate
 from megazero.settings import Problem, counted

@@ -16,7 +16,6 @@ from pathlib import Path
 
 import torch
 
-from megazero.annexes import added
 from megazero.comm.collectives import agree, lacks_memory
 from megazero.config import ResolvedRun, save_config
 from megazero.data.corpus import repeats, without_borders
@@ -25,6 +24,7 @@ from megazero.engine.outline import read_own_schedule, schedule_of
 from megazero.engine.phases import learning_rate
 from megazero.models.gpt import MicroBatch
 from megazero.parallel_state import ParallelState
+from megazero.registry import added
 from megazero.schedules.proof import ScheduleError
 from megazero.settings import Say
 from megazero.training.batches import ReadAhead, fingerprint_of, open_same_corpus, placed, read_on_host, without_trained

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from megazero.annexes import added_name
+from megazero.registry import added_name
 
 
 def __getattr__(name: str) -> Any:

@@ -16,12 +16,12 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 
-from megazero.annexes import added
 from megazero.comm.collectives import agree, broadcast, largest, runs_by_itself
 from megazero.comm.memory import StorageError
 from megazero.config.schema import ZeroConfig
 from megazero.layers.spec import numel
 from megazero.parallel_state import Axis, ParallelState
+from megazero.registry import added
 from megazero.zero.bucket import Bucket, BucketLayout, ParamInfo, ShardingPolicy, intersect, plan_buckets
 from megazero.zero.bucket_sizes import BucketSizes, bucket_sizes
 from megazero.zero.gather import UnitGatherer

@@ -8,11 +8,10 @@ from inspect import signature
 from pathlib import Path
 from typing import TypeVar
 
-from megazero.annexes import added
 from megazero.comm.collectives import LostPeerError, Worker
 from megazero.config import ConfigError, RunConfig
 from megazero.engine import Position
-from megazero.registry import Registry, closest
+from megazero.registry import Registry, added, closest
 from megazero.settings import Problem
 from megazero.training.callbacks.base import Callback, RunContext, StepDecision, StepRecord
 from megazero.training.callbacks.checkpointing import Checkpointing

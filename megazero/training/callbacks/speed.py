@@ -16,7 +16,6 @@ from typing import NamedTuple, TypeVar
 import torch
 from torch._C._distributed_c10d import PrefixStore, Store
 
-from megazero.annexes import added
 from megazero.comm.collectives import in_thread
 from megazero.config import ResolvedRun
 from megazero.config.schema import LoggingConfig
@@ -25,6 +24,7 @@ from megazero.engine import Engine
 from megazero.models.config import ModelConfig
 from megazero.models.registry import FAMILIES
 from megazero.parallel_state import ParallelState
+from megazero.registry import added
 from megazero.settings import Say
 from megazero.training.callbacks.base import Callback, StepRecord
 
