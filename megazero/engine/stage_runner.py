@@ -60,7 +60,7 @@ def executors(
     def executor(micro_batches: int, shape: SampleShape, trains: bool) -> Executor:
         build = kind.build if trains else kind.build_forward
         schedule = build(state.pp.size, micro_batches, chunks)
-        return Executor(schedule, state.pp, state.pp_up, partial(new_message, shape), watch)
+        return Executor(schedule, (state.pp_up, state.pp), partial(new_message, shape), watch)
 
     return executor
 

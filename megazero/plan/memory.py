@@ -16,8 +16,6 @@ from functools import lru_cache
 from itertools import pairwise
 from typing import TypeAlias
 
-import torch
-
 from megazero.config import ResolvedRun
 from megazero.engine.outline import schedule_of
 from megazero.layers.activation_offload import NEAR
@@ -31,8 +29,7 @@ from megazero.plan.operator_times import flops_of
 from megazero.plan.state_trace import TABLES, fewest_micro_batches, trace_state
 from megazero.plan.unit_trace import EMBEDDING, HEAD, Unit, UnitTrace, message_bytes, trace_unit, units_of
 from megazero.schedules.action import Action, ActionKind, Schedule
-from megazero.schedules.executor import steps_of, what_messages_confirm
-from megazero.schedules.proof import Steps, peak_activations, program
+from megazero.schedules.proof import Steps, peak_activations, program, steps_of, what_messages_confirm
 from megazero.zero.parameters import SECONDARY_SHARD
 
 ACTIVATIONS, WORKING, MESSAGES, BATCH = "activations", "working memory", "pipeline messages", "tokens"
@@ -140,7 +137,7 @@ _Path: TypeAlias = tuple[Steps, Mapping[Action, Sequence[Action]]]
 @lru_cache(maxsize=64)
 def _paths_of(schedule: Schedule, on_cuda: bool) -> tuple[_Path, ...]:
     """Return what every pipeline rank does, with its messages."""
-    placed, device = program(schedule), torch.device("cuda" if on_cuda else "cpu")
+    placed, device = program(schedule), "cuda" if on_cuda else "cpu"
     return tuple(
         (steps_of(placed, stage, device), what_messages_confirm(placed, stage)) for stage in range(schedule.pp)
     )

@@ -20,7 +20,7 @@ from torch import Tensor
 from megazero.comm.collectives import Pending, exchange, wait_all
 from megazero.parallel_state import Axis
 from megazero.schedules.action import Action, ActionKind, MessageAction, Placement, Schedule
-from megazero.schedules.proof import Program, Steps, program, received_when_opened
+from megazero.schedules.proof import plan_of_rank
 
 #: A message between stages: the tensors of an activation, or a gradient for each floating-point one.
 Message: TypeAlias = tuple[Tensor, ...]
@@ -84,7 +84,7 @@ class Executor:
 
     Args:
         schedule: checked here before it runs.
-        down, up: the pipeline axis, with the communicator for messages to higher and to lower ranks.
+        axes: the pipeline axis, with the communicator for messages to lower and to higher ranks.
         new_message: allocates the tensors that an action of this rank receives.
         watch: called with each computed action before it starts and after it has ended; for traces.
 
@@ -95,28 +95,22 @@ class Executor:
     def __init__(
         self,
         schedule: Schedule,
-        down: Axis,
-        up: Axis,
+        axes: tuple[Axis, Axis],
         new_message: Callable[[Action], Message],
         watch: Callable[[Action], None],
     ) -> None:
-        self.schedule, self._rank, self._axes = schedule, down.index, (up, down)
-        self._new_message, self._watch = new_message, watch
-        self._next = dict(pairwise(a for a in schedule.ranks[self._rank] if a.kind is not ActionKind.WEIGHT))
-        self._pairs = {action: schedule.together(self._rank, action) for action in schedule.ranks[self._rank]}
-        placed = program(schedule)
-        self._received = what_messages_confirm(placed, self._rank)
-        device = torch.device("cpu") if down.group is None else down.group.device
+        self.schedule, self._axes, self._new_message, self._watch = schedule, axes, new_message, watch
+        device = torch.device("cpu") if axes[0].group is None else axes[0].group.device
+        self._plan = plan_of_rank(schedule, axes[0].index, device.type)
         self._device = torch.get_device_module(device)  # torch.cuda, or torch.cpu, whose streams and events do nothing
         self._aside = self._device.Stream()
-        self._steps = steps_of(placed, self._rank, device)
 
     def run(self, stage: Stage) -> None:
         """Run the actions of one step.  Raises: LostPeerError."""
         messages = _InFlight()
-        for step in self._steps:
+        for step in self._plan.steps:
             if isinstance(step, Action):
-                parts = self._pairs[step]
+                parts = self._plan.pairs[step]
                 if len(parts) > 1 and not stage.interleaves(parts):
                     parts = (step,)
                 if step == parts[0]:
@@ -132,24 +126,22 @@ class Executor:
 
     def _compute(self, parts: Sequence[Action], stage: Stage, messages: _InFlight) -> None:
         """Run an action, or the actions of a pair."""
-        given = [messages.take(action) for action in parts]
-        for sent in chain.from_iterable(self._received.get(action, ()) for action in parts):
+        plan, given = self._plan, [messages.take(action) for action in parts]
+        for sent in chain.from_iterable(plan.confirmed.get(action, ()) for action in parts):
             wait_all(messages.sending.pop(sent)[0])
         for action in parts:
             self._watch(action)
-        if following := self._next.get(parts[1] if len(parts) > 1 else parts[0]):
+        if following := plan.following.get(parts[1] if len(parts) > 1 else parts[0]):
             stage.expect(following)
         results = _run(parts, stage, given)
         for action, result in zip(parts, results, strict=False):
-            target = self.schedule.target(self._rank, action)
-            if target is not None and result is not None:
-                rank, use = target
-                messages.results[use if rank == self._rank else action] = tuple(tensor.detach() for tensor in result)
+            if result is not None and (held_for := plan.held_for.get(action)) is not None:
+                messages.results[held_for] = tuple(tensor.detach() for tensor in result)
         for action in parts:
             self._watch(action)
 
     def _send(self, step: MessageAction, messages: _InFlight) -> None:
-        axis = self._axes[step.goes_down(self._rank)]
+        axis = self._axes[step.goes_down(self._plan.rank)]
         message = tuple(tensor.contiguous() for tensor in messages.results.pop(step.carries))
         pendings = exchange([(tensor, axis.ranks[step.peer]) for tensor in message], [], axis)
         messages.sending[step.carries] = (pendings, message)
@@ -160,7 +152,7 @@ class Executor:
         messages.opened[step.lands] = (message, opened)
 
     def _receive(self, step: MessageAction, messages: _InFlight) -> None:
-        axis = self._axes[step.goes_down(self._rank)]
+        axis = self._axes[step.goes_down(self._plan.rank)]
         message, opened = messages.opened.pop(step.lands)
         with self._device.stream(self._aside):
             opened.wait()
@@ -179,30 +171,6 @@ def _run(parts: Sequence[Action], stage: Stage, given: Sequence[Message | None])
     return (run(action.chunk, action.microbatch, message),)
 
 
-def steps_of(placed: Program, rank: int, device: torch.device) -> Steps:
-    """Return the steps of a rank: on NCCL those of the program, on gloo with every receive as early as possible."""
-    return placed[rank] if device.type == "cuda" else received_when_opened(placed[rank])
-
-
-def what_messages_confirm(placed: Program, rank: int) -> dict[Action, list[Action]]:
-    """For each action that uses a message of a peer, return the sends that this message confirms: the peer had used
-    their data before it sent the message.
-
-    Their tensors can then be freed without a wait.  Not every backend can tell that a send is done.
-    """
-    confirmed: dict[Action, list[Action]] = {}
-    for steps in placed:
-        ours = [step for step in steps if isinstance(step, MessageAction) and step.peer == rank]
-        coming = {message.lands: message.carries for message in ours if message.kind is ActionKind.RECV}
-        used: list[Action] = []
-        for step in steps:
-            if isinstance(step, Action):
-                used += [coming[step]] if step in coming else []
-            elif step.kind is ActionKind.SEND and step.peer == rank and used:
-                confirmed[step.lands], used = used, []
-    return confirmed
-
-
 def connect(placement: Placement, down: Axis, up: Axis) -> None:
     """Send a number between every two ranks that will exchange messages.  All ranks of the pipeline must call this.
 
@@ -211,7 +179,7 @@ def connect(placement: Placement, down: Axis, up: Axis) -> None:
 
     Args:
         placement: where stages run; consecutive stages exchange messages.
-        down, up: see `Executor`.
+        down, up: the pipeline axis, with the communicator for messages to higher and to lower ranks.
 
     Raises: LostPeerError.
     """

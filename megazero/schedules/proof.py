@@ -1,9 +1,10 @@
 """Proof that a schedule can run: it is simulated first, and its messages are put in an order that cannot deadlock.
 
-    simulate   when each rank computes what; refuses a schedule with a dependency that is never met
-    program    the same actions with OPEN, RECV and SEND between them, every message in one agreed order
-    play       when a program's actions run on a machine where the messages of a direction pass one after the other
-    prove      plays a program on the two machines that exist
+    simulate       when each rank computes what; refuses a schedule with a dependency that is never met
+    program        the same actions with OPEN, RECV and SEND between them, every message in one agreed order
+    play           when a program's actions run on a machine where the messages of a direction pass one after the other
+    prove          plays a program on the two machines that exist
+    plan_of_rank   what one rank runs of a proved program, for the executor
 
 [Note: two machines]  Messages from lower to higher ranks ("down") and back ("up") have separate communicators.  A
 message passes once both sides have posted it, after all earlier ones of its direction on both ranks.
@@ -29,8 +30,9 @@ if every host waits at every step.  So neither machine can deadlock; `prove` pla
 
 from bisect import bisect_left
 from collections import deque
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import zip_longest
+from itertools import pairwise, zip_longest
 from typing import TypeAlias
 
 from megazero.schedules.action import Action, ActionKind, MessageAction, Schedule
@@ -222,6 +224,64 @@ def received_when_opened(steps: Steps) -> Steps:
         if isinstance(step, MessageAction) and step.kind is ActionKind.OPEN:
             moved.append(replace(step, kind=ActionKind.RECV))
     return tuple(moved)
+
+
+@dataclass(frozen=True)
+class RankPlan:
+    """What one pipeline rank runs in a step, for the executor.
+
+    Args:
+        steps: its actions and messages, in order.
+        pairs: the actions that run together, by each of them.
+        following: the forward or backward after each forward or backward.
+        held_for: under which action a result waits: the action that uses it on this rank, or its own until it is sent.
+        confirmed: see `what_messages_confirm`.
+    """
+
+    rank: int
+    steps: Steps
+    pairs: Mapping[Action, tuple[Action, ...]]
+    following: Mapping[Action, Action]
+    held_for: Mapping[Action, Action]
+    confirmed: Mapping[Action, Sequence[Action]]
+
+
+def plan_of_rank(schedule: Schedule, rank: int, device_type: str) -> RankPlan:
+    """Prove a schedule and return what a rank runs.  Raises: ScheduleError, as `program`."""
+    placed, actions = program(schedule), schedule.ranks[rank]
+    targets = {action: target for action in actions if (target := schedule.target(rank, action)) is not None}
+    return RankPlan(
+        rank,
+        steps_of(placed, rank, device_type),
+        {action: schedule.together(rank, action) for action in actions},
+        dict(pairwise(action for action in actions if action.kind is not ActionKind.WEIGHT)),
+        {action: use if at == rank else action for action, (at, use) in targets.items()},
+        what_messages_confirm(placed, rank),
+    )
+
+
+def steps_of(placed: Program, rank: int, device_type: str) -> Steps:
+    """Return the steps of a rank: on NCCL those of the program, on gloo with every receive as early as possible."""
+    return placed[rank] if device_type == "cuda" else received_when_opened(placed[rank])
+
+
+def what_messages_confirm(placed: Program, rank: int) -> dict[Action, list[Action]]:
+    """For each action that uses a message of a peer, return the sends that this message confirms: the peer had used
+    their data before it sent the message.
+
+    Their tensors can then be freed without a wait.  Not every backend can tell that a send is done.
+    """
+    confirmed: dict[Action, list[Action]] = {}
+    for steps in placed:
+        ours = [step for step in steps if isinstance(step, MessageAction) and step.peer == rank]
+        coming = {message.lands: message.carries for message in ours if message.kind is ActionKind.RECV}
+        used: list[Action] = []
+        for step in steps:
+            if isinstance(step, Action):
+                used += [coming[step]] if step in coming else []
+            elif step.kind is ActionKind.SEND and step.peer == rank and used:
+                confirmed[step.lands], used = used, []
+    return confirmed
 
 
 def prove(schedule: Schedule, placed: Program) -> None:

@@ -20,7 +20,7 @@ from megazero.comm.collectives import Pending
 from megazero.engine.stage_runner import executors
 from megazero.parallel_state import Axis, ParallelState
 from megazero.plan.step_callbacks import ActionClock
-from megazero.schedules import executor
+from megazero.schedules import executor, proof
 from megazero.schedules import registry as kinds
 from megazero.schedules.action import Action, ActionKind, MessageAction, Schedule, loop, v_shape
 from megazero.schedules.proof import Costs, Program, ScheduleError, play, program, prove, received_when_opened, simulate
@@ -139,7 +139,7 @@ def test_between_open_and_receive_lies_at_most_one_action_and_the_message_arrive
 
 
 def _gradients_in_nccls_order(rank: int, runs: dict[str, Any]) -> dict[int, dict[str, Any]]:
-    executor.steps_of = lambda placed, rank, _: placed[rank]  # type: ignore[assignment]
+    proof.steps_of = lambda placed, rank, _: placed[rank]  # type: ignore[assignment]
     return _gradients(rank, runs, (4,))
 
 
@@ -204,7 +204,7 @@ def test_on_a_gpu_a_receive_waits_for_what_was_queued_before_the_action_it_is_po
     monkeypatch.setattr(executor, "exchange", exchange)
     group: Any = SimpleNamespace(device=torch.device("cuda"))
     axis = Axis("pp", (0, 1), 1, group)
-    made = executor.Executor(built_in("1f1b", 2, 2), axis, axis, lambda use: (torch.empty(1),), lambda action: None)
+    made = executor.Executor(built_in("1f1b", 2, 2), (axis, axis), lambda use: (torch.empty(1),), lambda action: None)
     made.run(Logging())  # type: ignore[arg-type]
     assert log == [
         "aside waits for nothing",
@@ -227,8 +227,8 @@ def test_on_a_gpu_a_receive_waits_for_what_was_queued_before_the_action_it_is_po
 def test_a_gpu_runs_the_program_itself_and_gloo_receives_when_it_opens() -> None:
     placed = program(built_in("1f1b", 3, 6))
     for rank, steps in enumerate(placed):
-        assert executor.steps_of(placed, rank, torch.device("cuda")) == steps
-        early = executor.steps_of(placed, rank, torch.device("cpu"))
+        assert proof.steps_of(placed, rank, "cuda") == steps
+        early = proof.steps_of(placed, rank, "cpu")
         assert sorted(map(str, early)) == sorted(map(str, steps))
         for one, following in pairwise(early):
             if one.kind is ActionKind.OPEN:
