@@ -13,14 +13,19 @@ An elastic run is first fitted to its world: the global batch stays, dp is as la
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import gcd, prod
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from megazero.config.schema import Auto, DataConfig, ElasticShape, ParallelConfig, RunConfig
+from megazero.models.registry import FAMILIES
 from megazero.models.stages import context_bytes, heads_of_rank, ulysses_degrees
 from megazero.schedules.registry import SCHEDULES
 from megazero.settings import ConfigError, Problem, counted, divisors, nearest_multiples, nearest_text
+
+if TYPE_CHECKING:
+    from megazero.parallel_state import RankGrid
 
 _BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 
@@ -100,11 +105,66 @@ def micro_batch_multiple(parallel: ParallelConfig) -> int:
     return SCHEDULES[parallel.schedule].microbatch_multiple(parallel.pp)
 
 
+def num_experts(config: RunConfig) -> int:
+    """Return the number of experts of a layer, 0 for a dense model."""
+    return FAMILIES[config.model.family].complete(config.model).num_experts or 0
+
+
 def cache_directory(data: DataConfig, environment: Mapping[str, str] = os.environ) -> Path:
     """Give the directory of prepared data; XDG_CACHE_HOME is looked up in the environment."""
     if data.cache_dir is not None:
         return Path(data.cache_dir)
     return Path(environment.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "megazero"
+
+
+@dataclass(frozen=True)
+class ResolvedRun:
+    """A run on a known number of ranks: global_batch_size = micro_batch_size * dp * accumulation.
+
+    In an elastic run the product may be larger; the samples beyond the global batch are empty.
+
+    Args:
+        config: with model and batch sizes filled in; of an elastic run with the degrees of this world.
+        written: as `config`, but an elastic run has the degrees of its file, which are for any world.
+        world_size: number of ranks that train: tp * cp * pp * dp.
+        dp: data-parallel degree.
+        global_batch_size: samples in an optimizer step; fewer while `training.batch_ramp` grows it, see `samples_after`.
+        micro_batch_size: samples in one forward pass.
+        accumulation: micro-batches in a step on each data-parallel rank.
+        spare_ranks: ranks of an elastic run beyond those that train.
+        notices: what the user should know, a line each: what fitting the run to this world changed or chose; keys without
+            effect.
+    """
+
+    config: RunConfig
+    written: RunConfig = field(compare=False)
+    world_size: int
+    dp: int
+    global_batch_size: int
+    micro_batch_size: int
+    accumulation: int
+    spare_ranks: int = 0
+    notices: tuple[str, ...] = field(default=(), compare=False)
+
+    @property
+    def shards(self) -> int:
+        """Ranks that share one copy of the state where ZeRO shards it."""
+        return self.config.zero.shard_group_size or self.dp * self.config.parallel.cp
+
+    def samples_after(self, consumed: int, steps: int = 1) -> int:
+        """Samples consumed after further steps: each takes the global batch, or less while it ramps up."""
+        ramp = self.config.training.batch_ramp
+        while ramp is not None and steps and consumed < ramp.samples:
+            consumed, steps = consumed + ramp.size(consumed, self.global_batch_size), steps - 1
+        return consumed + steps * self.global_batch_size
+
+    @property
+    def grid(self) -> "RankGrid":
+        """The grid of ranks."""
+        from megazero.parallel_state import RankGrid  # imports torch, which reading a run file does not need
+
+        parallel = self.config.parallel
+        return RankGrid(parallel.tp, parallel.cp, self.dp, parallel.pp, parallel.order, parallel.ep)
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from pydantic.fields import FieldInfo
 
-from megazero.config.load import ResolvedRun
+from megazero.config.derive import ResolvedRun
 from megazero.config.schema import RunConfig, is_section, keys, sections
 from megazero.settings import (
     LARGEST_COUNT,

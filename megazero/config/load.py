@@ -12,16 +12,16 @@ import re
 import sys
 import tomllib
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, replace
 from datetime import date, time
 from importlib import import_module
 from importlib.util import module_from_spec, spec_from_file_location
 from math import gcd
 from pathlib import Path
 from traceback import extract_tb
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from megazero.config.derive import BatchSizes, Fit, batch_sizes, ranks_of_a_sample
+from megazero.config.derive import BatchSizes, Fit, ResolvedRun, batch_sizes, ranks_of_a_sample
 from megazero.config.problems import validate
 from megazero.config.rules import Rule, check_rules
 from megazero.config.schema import BatchRamp, RunConfig, keys, sections
@@ -29,64 +29,11 @@ from megazero.models.registry import FAMILIES
 from megazero.registry import closest, did_you_mean
 from megazero.settings import ConfigError, Problem, file_error, read_text, without_passwords
 
-if TYPE_CHECKING:
-    from megazero.parallel_state import RankGrid
-
 Tables = dict[str, Any]
 
 _LAUNCHERS = "on several machines start torchrun (examples/launch_torchrun.sh) or srun (examples/pretrain.slurm)"
 
 _UNSET = "unset"  # written on the command line, as docs/config.md says: the key is left out
-
-
-@dataclass(frozen=True)
-class ResolvedRun:
-    """A run on a known number of ranks: global_batch_size = micro_batch_size * dp * accumulation.
-
-    In an elastic run the product may be larger; the samples beyond the global batch are empty.
-
-    Args:
-        config: with model and batch sizes filled in; of an elastic run with the degrees of this world.
-        written: as `config`, but an elastic run has the degrees of its file, which are for any world.
-        world_size: number of ranks that train: tp * cp * pp * dp.
-        dp: data-parallel degree.
-        global_batch_size: samples in an optimizer step; fewer while `training.batch_ramp` grows it, see `samples_after`.
-        micro_batch_size: samples in one forward pass.
-        accumulation: micro-batches in a step on each data-parallel rank.
-        spare_ranks: ranks of an elastic run beyond those that train.
-        notices: what the user should know, a line each: what fitting the run to this world changed or chose; keys without
-            effect.
-    """
-
-    config: RunConfig
-    written: RunConfig = field(compare=False)
-    world_size: int
-    dp: int
-    global_batch_size: int
-    micro_batch_size: int
-    accumulation: int
-    spare_ranks: int = 0
-    notices: tuple[str, ...] = field(default=(), compare=False)
-
-    @property
-    def shards(self) -> int:
-        """Ranks that share one copy of the state where ZeRO shards it."""
-        return self.config.zero.shard_group_size or self.dp * self.config.parallel.cp
-
-    def samples_after(self, consumed: int, steps: int = 1) -> int:
-        """Samples consumed after further steps: each takes the global batch, or less while it ramps up."""
-        ramp = self.config.training.batch_ramp
-        while ramp is not None and steps and consumed < ramp.samples:
-            consumed, steps = consumed + ramp.size(consumed, self.global_batch_size), steps - 1
-        return consumed + steps * self.global_batch_size
-
-    @property
-    def grid(self) -> "RankGrid":
-        """The grid of ranks."""
-        from megazero.parallel_state import RankGrid  # imports torch, which reading a run file does not need
-
-        parallel = self.config.parallel
-        return RankGrid(parallel.tp, parallel.cp, self.dp, parallel.pp, parallel.order, parallel.ep)
 
 
 def load_config(

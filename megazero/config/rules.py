@@ -20,7 +20,7 @@ from operator import attrgetter
 from pathlib import Path
 from typing import TypeAlias
 
-from megazero.config.derive import Fit, batch_sizes, fit, micro_batch_multiple, ranks_of_a_sample
+from megazero.config.derive import Fit, batch_sizes, fit, micro_batch_multiple, num_experts, ranks_of_a_sample
 from megazero.config.schema import RunConfig, keys, without_key
 from megazero.models.family import ModelRule
 from megazero.models.registry import FAMILIES
@@ -245,11 +245,6 @@ def _shape_rule_ulysses_splits_heads(config: RunConfig) -> Iterator[Problem]:
         return
     hint = f"{nearest_text(nearest_of(degree, others))}, or write" if others else "no degree does, so write"
     yield Problem("parallel.cp_ulysses", degree, rule, f'{hint} parallel.cp_method = "ring"')
-
-
-def num_experts(config: RunConfig) -> int:
-    """Experts of a layer; 0 where a model has none."""
-    return FAMILIES[config.model.family].complete(config.model).num_experts or 0
 
 
 def _shape_rule_experts_are_dealt(config: RunConfig) -> Iterator[Problem]:

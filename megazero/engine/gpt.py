@@ -24,8 +24,7 @@ from megazero.checkpoint.save import save_checkpoint
 from megazero.checkpoint.saver import Saver
 from megazero.comm.collectives import Pending, agree, all_reduce, gather_objects
 from megazero.config import RunConfig
-from megazero.config.derive import micro_batch_multiple
-from megazero.config.rules import num_experts
+from megazero.config.derive import micro_batch_multiple, num_experts
 from megazero.engine.outline import RankStages, build_stages, chunks_of, expert_axis, optimizer_of
 from megazero.engine.phases import Position, check_same_run, position_after, trainer_state
 from megazero.engine.stage_runner import ChunkRunner, StageRunner, executors

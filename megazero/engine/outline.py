@@ -10,7 +10,7 @@ from torch import nn
 
 from megazero.comm.memory import Arena
 from megazero.config import ResolvedRun, RunConfig
-from megazero.config.rules import num_experts
+from megazero.config.derive import num_experts
 from megazero.layers.activation_offload import ActivationStore
 from megazero.layers.context_attention import ContextAttention
 from megazero.layers.linear import WeightGradQueue

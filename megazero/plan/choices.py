@@ -25,7 +25,7 @@ from math import gcd
 from typing import Literal
 
 from megazero.config import ResolvedRun, RunConfig
-from megazero.config.rules import num_experts
+from megazero.config.derive import num_experts
 from megazero.config.schema import OffloadConfig, ZeroConfig
 from megazero.engine.outline import elements_in, stages_of
 from megazero.layers.experts import ExpertLinear
