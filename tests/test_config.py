@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from key_page import to_markdown
 from pydantic import ValidationError
 
-from megazero.config import ConfigError, RunConfig, load_config, resolve, save_config, to_toml
+from megazero.config import ConfigError, RunConfig, load_config, resolve
 from megazero.config.derive import cache_directory, complete_batch
-from megazero.config.document import reference
+from megazero.config.document import reference, save_config, to_toml
 from megazero.config.schema import DataConfig, DataSource, keys, sections
 from megazero.models.config import RopeScaling
 from megazero.models.registry import FAMILIES

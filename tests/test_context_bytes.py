@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from megazero.config import ConfigError, ResolvedRun, RunConfig, load_config, resolve, to_toml
+from megazero.config import ConfigError, ResolvedRun, RunConfig, load_config, resolve
+from megazero.config.document import to_toml
 from megazero.config.rules import check_rules
 from megazero.models.stages import context_bytes, ulysses_degrees
 from megazero.training.callbacks.progress import context_parallelism

@@ -24,8 +24,9 @@ from quickstart import ONE_STAGE, QUICKSTART
 from quickstart import TINY as SMALL
 from worlds import state_on
 
-from megazero.config import ConfigError, ResolvedRun, RunConfig, load_config, resolve, to_toml
+from megazero.config import ConfigError, ResolvedRun, RunConfig, load_config, resolve
 from megazero.config.derive import complete_batch, padded_batch
+from megazero.config.document import to_toml
 from megazero.engine import BatchShare, Position, initialize
 from megazero.layers.vocabulary import IGNORED_LABEL
 from megazero.parallel_state import Axis

@@ -27,7 +27,8 @@ from worlds import loop_of, over, plain_config, plain_trainer, state_on
 
 from megazero.checkpoint.index import find_newest
 from megazero.checkpoint.tensor_file import StoredTensors
-from megazero.config import ConfigError, ResolvedRun, RunConfig, load_config, resolve, to_toml
+from megazero.config import ConfigError, ResolvedRun, RunConfig, load_config, resolve
+from megazero.config.document import to_toml
 from megazero.config.schema import ValidationSource
 from megazero.data import open_corpus
 from megazero.engine.step import BatchShare

@@ -33,7 +33,7 @@ from worlds import EPS, GPT2, LLAMA, LR, engine_on, global_batch, micro_batches,
 from megazero.checkpoint.index import CheckpointError, read_trainer_state
 from megazero.checkpoint.tensor_file import StoredTensors
 from megazero.cli.commands import app
-from megazero.config import to_toml
+from megazero.config.document import to_toml
 from megazero.engine import Position
 from megazero.engine.phases import changes
 from megazero.formats import exporter

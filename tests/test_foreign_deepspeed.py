@@ -25,7 +25,8 @@ from worlds import EPS, LLAMA, LR, global_batch, micro_batches, of_transformers,
 
 from megazero.checkpoint.index import CheckpointError, find_damage, read_trainer_state
 from megazero.cli.commands import app
-from megazero.config import ResolvedRun, to_toml
+from megazero.config import ResolvedRun
+from megazero.config.document import to_toml
 from megazero.formats.importer import import_checkpoint
 
 pytestmark = pytest.mark.slow  # starts whole runs

@@ -39,7 +39,8 @@ from megazero.checkpoint.save import save_checkpoint
 from megazero.checkpoint.shards import new_folder
 from megazero.checkpoint.tensor_file import StoredTensors
 from megazero.cli.commands import app
-from megazero.config import ResolvedRun, load_config, to_toml
+from megazero.config import ResolvedRun, load_config
+from megazero.config.document import to_toml
 from megazero.data.identity import fingerprint_of
 from megazero.data.tokenizer import FileTokenizer
 from megazero.formats.exporter import export_dcp

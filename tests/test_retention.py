@@ -24,6 +24,7 @@ from megazero.checkpoint.index import (
     find_damage,
     find_newest,
     is_complete,
+    mark_damaged,
     note_val_loss,
     read_manifest,
     read_trainer_state,
@@ -35,7 +36,8 @@ from megazero.checkpoint.index import (
     write_manifest,
     write_unfinished,
 )
-from megazero.checkpoint.retention import Pruner, Retention, kept_steps, mark_damaged, reading
+from megazero.checkpoint.load import reading
+from megazero.checkpoint.retention import Pruner, Retention, kept_steps
 from megazero.config import load_config
 from megazero.parallel_state import Axis, ParallelState, RankGrid
 from megazero.training.trainer import train

@@ -27,7 +27,8 @@ from numpy.typing import NDArray
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from worlds import LLAMA, MIXTRAL, engine_on, run_of
 
-from megazero.config import ResolvedRun, RunConfig, resolve, save_config
+from megazero.config import ResolvedRun, RunConfig, resolve
+from megazero.config.document import save_config
 from megazero.engine import BatchShare, Position, StepStatistics
 from megazero.layers import fp8
 from megazero.layers.vocabulary import IGNORED_LABEL

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from megazero.checkpoint.folder import Folder, Location
 from megazero.checkpoint.index import TRAINER_STATE, index_name, kinds_of, read_manifest, read_trainer_state
-from megazero.checkpoint.retention import reading
+from megazero.checkpoint.load import reading
 from megazero.checkpoint.shards import CHUNK_ELEMENTS
 from megazero.checkpoint.tensor_file import StoredTensor, StoredTensors
 

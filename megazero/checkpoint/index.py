@@ -193,6 +193,21 @@ def discard(folder: Folder) -> None:
     remove_own_files(folder)
 
 
+def mark_damaged(folder: Folder) -> None:
+    """Rename the manifest, so that the checkpoint no longer counts.  Its files stay until the step is saved again or
+    pruned.
+
+    Raises: CheckpointError: the directory is a link, so it does not belong to this run; or see `files_of_save`.
+    """
+    if folder.is_link:
+        hint = "remove the link"
+        raise CheckpointError(f"{folder} is a link and belongs elsewhere: it is not marked as damaged; {hint}")
+    write_unfinished(folder, files_of_save(folder))
+    with suppress(FileNotFoundError):
+        folder.write(DAMAGED_MANIFEST, folder.read(MANIFEST))
+    folder.remove(MANIFEST)
+
+
 def is_complete(location: Location) -> bool:
     """Whether every file of the checkpoint was written."""
     return folder_at(location).has(MANIFEST)

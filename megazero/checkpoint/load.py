@@ -10,12 +10,20 @@ prove      all ranks together have read each element of the model once
 If all ranks run on one machine, each rank reads everything itself from the file's cached pages, which is faster than an
 exchange.  Either way, each element is counted by exactly one of the ranks that read it, so the sum of the counts proves
 that nothing was missed.
+
+[Note: readers] A reader writes a marker into `reading/` next to the step directories, then looks for the manifest.
+Pruning removes the manifest, then looks for markers before it removes the rest.  So one of the two sees the other, on
+any storage. The marker of a reader that was killed on this host is ignored.  Any other marker expires one day after
+this process first saw it.  Clocks of different hosts are not compared.
 """
 
 from __future__ import annotations
 
+import os
+import uuid
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import TypeAlias
@@ -25,12 +33,15 @@ from torch import Tensor
 
 from megazero.checkpoint import index
 from megazero.checkpoint.folder import Folder, LocalFolder, Location, folder_at
+from megazero.checkpoint.lock import process_identity
 from megazero.checkpoint.tensor_file import StoredTensor, StoredTensors
 from megazero.comm.collectives import agree, all_gather, gather_objects
 from megazero.layers.spec import ParamSpec, Region, numel
 from megazero.parallel_state import Axis, ParallelState
 from megazero.zero.bucket import Bucket, Interval, Slot, intersect
 from megazero.zero.state import AVERAGE, MASTER, MODEL, ShardedState
+
+READING = "reading"  # the folder of the markers of readers
 
 Shapes: TypeAlias = dict[str, tuple[int, ...]]
 
@@ -82,6 +93,27 @@ def open_checkpoint(
         for kind in (MASTER, *elementwise)
     }
     return OpenCheckpoint(folder, trainer, stored, needed, has_moments, state, at)
+
+
+@contextmanager
+def reading(location: Location) -> Iterator[Folder]:
+    """Protect a step directory from pruning while it is read.  Directories with other names are never pruned.
+
+    Raises: CheckpointError: the checkpoint is not complete, or no longer complete.
+    """
+    folder = folder_at(location)
+    marker = f"{folder.name}.{uuid.uuid4().hex}"
+    markers = folder.parent.child(READING)
+    if index.is_step_name(folder.name):
+        with suppress(OSError):  # if nothing can be written there, nothing can be pruned either
+            markers.make()
+            markers.write(marker, process_identity(os.getpid()).encode())
+    try:
+        index.check_complete(folder)
+        yield folder
+    finally:
+        with suppress(OSError):
+            markers.remove(marker)
 
 
 @dataclass(frozen=True)

@@ -6,30 +6,22 @@
 The manifest is removed first, so a half-removed checkpoint does not count as one.  A checkpoint is not removed while it
 is being read.  None is removed unless at least one of the retained checkpoints is intact, by the hashes of its files.
 Step directories that are links, and files that no checkpoint of ours has written, are left alone.
-
-[Note: readers] A reader writes a marker into `reading/` next to the step directories, then looks for the manifest.
-Pruning removes the manifest, then looks for markers before it removes the rest.  So one of the two sees the other, on
-any storage. The marker of a reader that was killed on this host is ignored.  Any other marker expires one day after
-this process first saw it.  Clocks of different hosts are not compared.
 """
 
-import os
 import time
-import uuid
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from math import isfinite
 
 from megazero.checkpoint import index
 from megazero.checkpoint.folder import Folder, Location, folder_at
-from megazero.checkpoint.load import find_damage_together
-from megazero.checkpoint.lock import has_ended, process_identity
+from megazero.checkpoint.load import READING, find_damage_together
+from megazero.checkpoint.lock import has_ended
 from megazero.comm.collectives import on_first
 from megazero.parallel_state import Axis
 
-READING = "reading"
 _MARKER_SECONDS = 24 * 3600
 
 
@@ -191,39 +183,3 @@ def _state(folder: Folder) -> index.TrainerState | None:
     with suppress(index.CheckpointError):
         return index.read_trainer_state(folder)
     return None
-
-
-@contextmanager
-def reading(location: Location) -> Iterator[Folder]:
-    """Protect a step directory from pruning while it is read.  Directories with other names are never pruned.
-
-    Raises: CheckpointError: the checkpoint is not complete, or no longer complete.
-    """
-    folder = folder_at(location)
-    marker = f"{folder.name}.{uuid.uuid4().hex}"
-    markers = folder.parent.child(READING)
-    if index.is_step_name(folder.name):
-        with suppress(OSError):  # if nothing can be written there, nothing can be pruned either
-            markers.make()
-            markers.write(marker, process_identity(os.getpid()).encode())
-    try:
-        index.check_complete(folder)
-        yield folder
-    finally:
-        with suppress(OSError):
-            markers.remove(marker)
-
-
-def mark_damaged(folder: Folder) -> None:
-    """Rename the manifest, so that the checkpoint no longer counts.  Its files stay until the step is saved again or
-    pruned.
-
-    Raises: CheckpointError: the directory is a link, so it does not belong to this run; or see `files_of_save`.
-    """
-    if folder.is_link:
-        hint = "remove the link"
-        raise index.CheckpointError(f"{folder} is a link and belongs elsewhere: it is not marked as damaged; {hint}")
-    index.write_unfinished(folder, index.files_of_save(folder))
-    with suppress(FileNotFoundError):
-        folder.write(index.DAMAGED_MANIFEST, folder.read(index.MANIFEST))
-    folder.remove(index.MANIFEST)

@@ -134,7 +134,7 @@ def verify(directory: Annotated[str, typer.Argument(help="A step directory, or o
 def _verify(folder: Folder) -> bool | None:
     """Print a step's line; True: intact, False: damaged, None: never finished."""
     from megazero.checkpoint import index
-    from megazero.checkpoint.retention import reading
+    from megazero.checkpoint.load import reading
 
     if not index.is_complete(folder):
         print(f"{folder}: incomplete (no {index.MANIFEST}): not finished, or marked as damaged")

@@ -12,7 +12,7 @@ from megazero.checkpoint.hugging_face.config import logical_shapes
 from megazero.checkpoint.hugging_face.exporter import intact_model
 from megazero.checkpoint.hugging_face.tokenizer import tokenizer_files
 from megazero.checkpoint.index import CheckpointError, kinds_of, read_manifest
-from megazero.checkpoint.retention import reading
+from megazero.checkpoint.load import reading
 from megazero.checkpoint.shards import new_folder
 from megazero.checkpoint.tensor_file import StoredTensor, StoredTensors
 from megazero.formats.foreign import LazyTensor

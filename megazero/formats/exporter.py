@@ -26,7 +26,7 @@ from megazero.checkpoint.folder import Folder, Location
 from megazero.checkpoint.hugging_face.config import logical_shapes
 from megazero.checkpoint.hugging_face.exporter import Exported, intact_model
 from megazero.checkpoint.index import CheckpointError, TrainerState, kinds_of, read_manifest
-from megazero.checkpoint.retention import reading
+from megazero.checkpoint.load import reading
 from megazero.checkpoint.shards import new_folder
 from megazero.checkpoint.tensor_file import StoredTensors
 from megazero.formats.foreign import ADAM

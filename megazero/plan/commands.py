@@ -180,7 +180,8 @@ def _search(
     asked: _Asked, cluster: Cluster, say: Callable[[str], None], write: Path | None, seconds: float
 ) -> tuple[ResolvedRun | None, Found]:
     """Print the best shapes, and write the run file of the first."""
-    from megazero.config import ConfigError, resolve, to_toml
+    from megazero.config import ConfigError, resolve
+    from megazero.config.document import to_toml
     from megazero.config.load import read_run_file
     from megazero.engine.phases import changed_keys, changes_text
     from megazero.plan.choices import config_of

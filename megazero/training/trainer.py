@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 
 from megazero.comm.collectives import agree, lacks_memory
-from megazero.config import ResolvedRun, save_config
+from megazero.config import ResolvedRun
 from megazero.data.corpus import repeats, without_borders
 from megazero.engine import Engine, NonFiniteError, Position, initialize
 from megazero.engine.outline import read_own_schedule, schedule_of
@@ -212,6 +212,8 @@ class Trainer:
     def _prepare_run_dir(self) -> None:
         if self.state.rank:
             return
+        from megazero.config.document import save_config
+
         (run_dir := Path(self.resolved.config.training.run_dir)).mkdir(parents=True, exist_ok=True)
         saved = run_dir / SAVED_CONFIG
         try:

@@ -20,7 +20,7 @@ from megazero.checkpoint import index
 from megazero.checkpoint.folder import Folder, Location
 from megazero.checkpoint.hugging_face.config import buffers, folded, format_of, logical_shapes
 from megazero.checkpoint.hugging_face.tokenizer import GENERATION, token_ids, tokenizer_of
-from megazero.checkpoint.retention import reading
+from megazero.checkpoint.load import reading
 from megazero.checkpoint.shards import Layout, new_folder, write_shards
 from megazero.checkpoint.tensor_file import StoredTensors
 from megazero.models.config import ModelConfig

@@ -1,14 +1,17 @@
 """The checkpoints of a run: loading the one to continue from, saving while training continues, pruning old ones."""
 
+from __future__ import annotations
+
 from collections import deque
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from functools import partial
 from math import inf
+from typing import TYPE_CHECKING
 
 from megazero.checkpoint import index
 from megazero.checkpoint.folder import Folder, folder_at
-from megazero.checkpoint.retention import Pruner, Retention, mark_damaged, reading
+from megazero.checkpoint.load import reading
 from megazero.checkpoint.saver import Saver, SaveReport
 from megazero.comm.collectives import LostPeerError, agree, from_first, gather_objects
 from megazero.config import RunConfig
@@ -19,6 +22,9 @@ from megazero.training.callbacks.base import Callback, StepRecord
 from megazero.training.heartbeat import BETWEEN, SAVING
 from megazero.training.resuming import find_origin, resume_setting_of, tell_changes
 from megazero.training.watchdog import Watchdog
+
+if TYPE_CHECKING:
+    from megazero.checkpoint.retention import Pruner
 
 
 class Checkpointing(Callback):
@@ -34,9 +40,7 @@ class Checkpointing(Callback):
         self._run_config, self._config, self._root, self._say = config, config.checkpoint, root, say
         self._watchdog, self._state = watchdog, watchdog.state
         self._axes = self._state.saving_axes(config.checkpoint.timeout_seconds)
-        own = self._config
-        policy = Retention(own.keep_last, own.keep_every_steps, own.keep_best, by_hash=own.verify == "hash")
-        self._pruner = Pruner(root, policy, self._axes.world)
+        self._pruner = self._make_pruner() if self._config.keep_last else None
         # From `resume` on.
         self._engine: Engine
         self._fingerprint: str
@@ -196,7 +200,7 @@ class Checkpointing(Callback):
         if wish not in ("auto", "never") and (found is None or resume_setting_of(found) != hide_passwords(wish)):
             found = folder_at(wish)
         if found is not None:
-            mark_damaged(damaged)
+            index.mark_damaged(damaged)
             index.renew_latest(self._root)
         return found
 
@@ -229,6 +233,13 @@ class Checkpointing(Callback):
             self._say(f"training waits while checkpoints are written: {hint}")
         return saver
 
+    def _make_pruner(self) -> Pruner:
+        from megazero.checkpoint.retention import Pruner, Retention
+
+        own = self._config
+        policy = Retention(own.keep_last, own.keep_every_steps, own.keep_best, by_hash=own.verify == "hash")
+        return Pruner(self._root, policy, self._axes.world)
+
     def _note_val_losses(self) -> None:
         """Write validation losses that were computed after their checkpoints, if these are complete.  Not collective."""
         while self._val_losses:
@@ -240,6 +251,8 @@ class Checkpointing(Callback):
     def _prune(self) -> None:
         """Remove old checkpoints.  A collective call."""
         self._note_val_losses()
+        if self._pruner is None:
+            return
         try:
             removed, damage = self._pruner.prune()
         except index.OwnerError:

@@ -17,7 +17,7 @@ from contextlib import suppress
 from math import isfinite
 from pathlib import Path
 
-from megazero.config import check_regular, copy_aside, to_toml
+from megazero.config.document import check_regular, copy_aside, to_toml
 from megazero.data.sealed import parse_json
 from megazero.engine import Position
 from megazero.settings import Say

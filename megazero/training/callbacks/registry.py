@@ -15,11 +15,7 @@ from megazero.registry import Registry, added, closest
 from megazero.settings import Problem
 from megazero.training.callbacks.base import Callback, RunContext, StepDecision, StepRecord
 from megazero.training.callbacks.checkpointing import Checkpointing
-from megazero.training.callbacks.evaluation import Averages, Evaluation
-from megazero.training.callbacks.health import LossSpikes, NonFinitePolicy, SkipSteps
-from megazero.training.callbacks.metrics import METRICS_FILE, MetricsFile, SourceCounts
 from megazero.training.callbacks.progress import ProgressDisplay, ProgressLine, on_terminal
-from megazero.training.callbacks.speed import ExpertLoads, GarbageCollection, Stragglers, Utilization
 from megazero.training.watchdog import Watchdog
 
 T = TypeVar("T")
@@ -188,6 +184,12 @@ def callbacks_of(
     Those that only print or write exist on rank 0 alone and make no collective call.  Checkpoints come last, so that a
     step that was rolled back is not saved; but what reads the model begins with the metrics and the checkpoint of its step.
     """
+    # Imported here: who only asks which names there are, as a command that starts ranks does, needs none of them.
+    from megazero.training.callbacks.evaluation import Averages, Evaluation
+    from megazero.training.callbacks.health import LossSpikes, NonFinitePolicy, SkipSteps
+    from megazero.training.callbacks.metrics import METRICS_FILE, MetricsFile, SourceCounts
+    from megazero.training.callbacks.speed import ExpertLoads, GarbageCollection, Stragglers, Utilization
+
     run, engine, say, is_first = context.run, context.engine, context.say, context.engine.state.rank == 0
     training, logging, run_dir = run.config.training, run.config.logging, Path(run.config.training.run_dir)
     metrics: list[Callback] = [MetricsFile(run_dir / METRICS_FILE, context.start.step, say)] if is_first else []
