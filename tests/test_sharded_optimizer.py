@@ -19,6 +19,7 @@ from zero_worlds import Sharded, assert_same, assert_trains_as_plain, numbers, p
 
 import megazero.zero.offload
 import megazero.zero.optimizer
+import megazero.zero.stepper
 from megazero.checkpoint.save import gather_logical
 from megazero.comm.collectives import gather_objects
 from megazero.comm.memory import StorageError
@@ -221,7 +222,7 @@ def test_an_optimizer_sees_one_step_though_buckets_are_stepped_one_after_another
 ) -> None:
     """As it must where their weights travel as soon as they are stepped, each alone or some in one call."""
 
-    monkeypatch.setattr(megazero.zero.optimizer, "CALL_ELEMENTS", {"cpu": elements})
+    monkeypatch.setattr(megazero.zero.stepper, "CALL_ELEMENTS", {"cpu": elements})
     monkeypatch.setattr(zero_worlds, "recipe_of", partial(recipe_of, allow_untested=True))
 
     def new(groups: list[dict[str, Any]]) -> torch.optim.Optimizer:

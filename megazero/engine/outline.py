@@ -28,8 +28,7 @@ from megazero.schedules.kind import GivenSchedule, ScheduleKind
 from megazero.schedules.proof import check_runnable
 from megazero.schedules.registry import SCHEDULES
 from megazero.zero.bucket import DTYPES
-from megazero.zero.matrices import MatrixRecipe
-from megazero.zero.optimizer import OptimizerRecipe, recipe_of_class
+from megazero.zero.optimizer import MatrixRecipe, OptimizerRecipe, recipe_of_class
 
 
 def kind_of(config: RunConfig) -> ScheduleKind:

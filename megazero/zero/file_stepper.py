@@ -6,50 +6,27 @@ set 2                         | read 2  | step 2  ...
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from megazero.comm.collectives import Pending, wait_all
-from megazero.zero.bucket import Bucket, Interval
-from megazero.zero.storage import FlatArray, Location
+from megazero.zero.optimizer import Part
 
 _SETS = 3
-
-
-@dataclass(eq=False)
-class Part:
-    """Elements of one bucket that belong to one optimizer group."""
-
-    bucket: Bucket
-    run: Interval
-    group: int
-    parameter: nn.Parameter  # the master weights of these elements, as the optimizer's parameter
-    arrays: dict[str, FlatArray] = field(default_factory=dict)  # their state by name, if it is in a file
-
-    @property
-    def numel(self) -> int:
-        """Number of elements."""
-        return self.run.stop - self.run.start
-
-    @property
-    def location(self) -> Location:
-        """Location of the master weights and the state."""
-        return self.bucket.master.location
 
 
 class FileStepper:
     """Reads the parts that are in a file, updates them and writes them back.
 
     Args:
-        parts: all parts; those in other locations are ignored.
+        parts: all of them in a file.
         states: names of the element-wise state.
     """
 
     def __init__(self, parts: Sequence[Part], states: Sequence[str]) -> None:
         # Largest first: each set has the size of its first part, and later parts must fit.
-        self._parts = sorted((part for part in parts if part.location == "file"), key=lambda part: -part.numel)
+        self._parts = sorted(parts, key=lambda part: -part.numel)
         self._states = tuple(states)
         names = "master", *states
         self._sets = [{name: torch.zeros(part.numel) for name in names} for part in self._parts[:_SETS]]
@@ -65,7 +42,7 @@ class FileStepper:
 
         Raises: StorageError, the file could not be read or written.
         """
-        reading = [self._read(0)] if self._parts else []
+        reading = [self._read(0)]
         writing: list[list[Pending]] = []
         for index, part in enumerate(self._parts):
             if len(writing) > 1:  # the next part is read into the same set

@@ -20,7 +20,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from heapq import heapify, heapreplace
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -29,22 +29,9 @@ from megazero.comm.collectives import Pending, exchange, gather_objects, wait_al
 from megazero.layers.spec import numel
 from megazero.parallel_state import Axis, ParallelState
 from megazero.zero.bucket import Bucket, BucketLayout, Interval, ShardingPolicy, Slot, in_order_of_use, intersect
+from megazero.zero.optimizer import MOMENTUM, MatrixRecipe, ShardedOptimizer
 
-if TYPE_CHECKING:
-    from megazero.zero.optimizer import ShardedOptimizer
-
-MOMENTUM = "momentum_buffer"
 MOST_COPIES = 8  # of the state in a block: an owner sends each update to all of them
-
-
-class MatrixRecipe(NamedTuple):
-    """How matrices are updated.  `beta` is that of their momentum; for the others see
-    `megazero.optim.optimizers.MatrixOptimizer`.
-    """
-
-    update: Callable[[Tensor], Tensor]
-    flops: Callable[[int, int], int]
-    beta: float
 
 
 class Fragment(NamedTuple):

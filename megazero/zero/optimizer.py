@@ -1,32 +1,26 @@
-"""The optimizer step on flat fp32 shards in any location, with one factor for clipping and loss scaling.
+"""torch's optimizer over flat fp32 parts of buckets, and its state as checkpoints read and write it.
 
-    location of a bucket's state   updated in one call
-    device                         all buckets: torch's fused kernel sees a few long tensors
-    host                           one bucket, followed by the copy of its new weights to the device
-    file                           part of a bucket (`FileStepper`); the next is read and the last written meanwhile
+    bucket      [ group 0      | group 1 |pad]
+    owned              [-------+--]                      what this rank updates
+    parts              [ part  |pt]                      parameters of the optimizer; state of the same shape
+    in a file          [ p | p |pt]                      parts of bounded size
 
-If the weights of a bucket are gathered as soon as it is updated, buckets on the device are also updated one after the
-other, in the order in which a forward uses them, and those in a file last.  Small adjacent buckets share a call.
-
-Each group of the user's optimizer stays a group: a bucket is updated interval by interval, and an interval belongs to
-one group.
+Each group of the user's optimizer stays a group: a bucket is cut into parts that belong to one group each.  No step
+enters this file; `stepper` has the step.
 """
 
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from functools import cached_property, partial
-from typing import Any, TypeAlias
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from megazero.optim.optimizers import Lion, make_optimizer, state_names
 from megazero.zero.bucket import Bucket, BucketLayout, Interval, in_order_of_use, intersect
-from megazero.zero.file_stepper import FileStepper, Part
-from megazero.zero.matrices import MOMENTUM, MatrixRecipe, MatrixStepper
 from megazero.zero.offload import FILE_PART_ELEMENTS, Offload
 from megazero.zero.parameters import memory_kind
+from megazero.zero.storage import FlatArray, Location
 
 # torch's fused kernels of these classes divide gradients by `grad_scale`; another class that is fused may not.
 _SCALE_INSIDE = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad)
@@ -34,9 +28,17 @@ _SCALE_INSIDE = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.opt
 # The initial state of these is known, so it can be allocated, and counted, before the first step.
 _KNOWN_START = (torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagrad, Lion)
 
-# Update at most this many elements on the device in one call: that takes about as long as the call itself on the host,
-# 0.1 ms.
-CALL_ELEMENTS = {"cpu": 2**17, "cuda": 2**24}
+MOMENTUM = "momentum_buffer"  # the state of matrices
+
+
+class MatrixRecipe(NamedTuple):
+    """How matrices are updated.  `beta` is that of their momentum; for the others see
+    `megazero.optim.optimizers.MatrixOptimizer`.
+    """
+
+    update: Callable[[Tensor], Tensor]
+    flops: Callable[[int, int], int]
+    beta: float
 
 
 @dataclass(frozen=True)
@@ -71,172 +73,71 @@ def recipe_of_class(
     return OptimizerRecipe(len(groups), *state_names(probe), build)
 
 
-#: Called as (bucket, step): the bucket is updated if `step` is None, otherwise `step` has yet to update it.
-Stepped: TypeAlias = Callable[[Bucket, Callable[[], None] | None], None]
+@dataclass(eq=False)
+class Part:
+    """Elements of one bucket that belong to one optimizer group."""
+
+    bucket: Bucket
+    run: Interval
+    group: int
+    parameter: nn.Parameter  # the master weights of these elements, as the optimizer's parameter
+    arrays: dict[str, FlatArray] = field(default_factory=dict)  # their state by name, if it is in a file
+
+    @property
+    def numel(self) -> int:
+        """Number of elements."""
+        return self.run.stop - self.run.start
+
+    @property
+    def location(self) -> Location:
+        """Location of the master weights and the state."""
+        return self.bucket.master.location
 
 
 class ShardedOptimizer:
-    """Any element-wise optimizer over the owned elements of every bucket.  `matrices` updates the buckets of matrices.
+    """Any element-wise optimizer over the owned elements of every bucket, with the momentum of matrices; `Stepper` steps
+    it.
 
     Attributes:
         torch_optimizer: torch's or the user's optimizer, whose parameters are the flat parts.
+        groups: its groups; during an update `torch_optimizer.param_groups` has copies of some.
+        parts: the parts of every bucket that trains, in the order in which a forward uses the buckets.  A bucket has
+            none if this rank owns only padding of it.
+        elementwise: names of the state of what is updated element by element.
+        known_states: names of all element-wise state, even if it does not exist yet.
+        scales_inside: its kernel divides gradients by `grad_scale`.
         row_factors: by name of a matrix, what multiplies each of its rows after the next update.
         steps_taken: number of steps that changed the weights.
-        known_states: names of all element-wise state, even if it does not exist yet.
     """
 
-    def __init__(
-        self,
-        buckets: Sequence[Bucket],
-        recipe: OptimizerRecipe,
-        offload: Offload,
-        matrices: MatrixStepper | None = None,
-    ) -> None:
-        self._elementwise, self._scalars, self._matrices = recipe.states, recipe.scalars, matrices
-        self.known_states = recipe.known_states
-        # A bucket can be without parts: if this rank owns only padding of it.
-        trained = in_order_of_use([one for one in buckets if one.layout.trains])
-        self._parts = _cut(trained)
-        self._of_bucket: dict[Bucket, list[Part]] = {bucket: [] for bucket in trained}
-        parts: list[list[nn.Parameter]] = [[] for _ in range(recipe.groups)]
-        for part in self._parts:
-            self._of_bucket[part.bucket].append(part)
-            parts[part.group].append(part.parameter)
-        self.torch_optimizer = recipe.build(parts)
+    def __init__(self, buckets: Sequence[Bucket], recipe: OptimizerRecipe, offload: Offload) -> None:
+        self.elementwise, self._scalars, self.known_states = recipe.states, recipe.scalars, recipe.known_states
+        trained = in_order_of_use([bucket for bucket in buckets if bucket.layout.trains])
+        self.parts = {bucket: _cut(bucket) for bucket in trained}
+        self._every = [part for parts in self.parts.values() for part in parts]
+        of_groups: list[list[nn.Parameter]] = [[] for _ in range(recipe.groups)]
+        for part in self._every:
+            of_groups[part.group].append(part.parameter)
+        self.torch_optimizer = recipe.build(of_groups)
+        self.groups = self.torch_optimizer.param_groups
         self.steps_taken = 0
         self.row_factors: Mapping[str, Tensor] = {}
-        self._groups = self.torch_optimizer.param_groups
-        self._before_step: list[dict[str, Any]] = []  # the groups before the step
-        is_fused = all(group.get("fused") for group in self.torch_optimizer.param_groups)
-        self._scales_inside = type(self.torch_optimizer) in _SCALE_INSIDE and is_fused
-        for part in self._parts:
+        is_fused = all(group.get("fused") for group in self.groups)
+        self.scales_inside = type(self.torch_optimizer) in _SCALE_INSIDE and is_fused
+        for part in self._every:
             if part.location == "file":
-                part.arrays = {
-                    name: offload.allocate("file", part.numel, torch.float32)
-                    for name in self.states_of(part.bucket.layout)
-                }
-        self._stepped_alone = {b: parts for b, parts in self._of_bucket.items() if not b.layout.first.matrix}
-        elementwise = [part for parts in self._stepped_alone.values() for part in parts]
-        self._file = FileStepper(elementwise, self._elementwise)
+                names = self.states_of(part.bucket.layout)
+                part.arrays = {name: offload.allocate("file", part.numel, torch.float32) for name in names}
         self._known_start = isinstance(self.torch_optimizer, _KNOWN_START)
         if self._known_start:
-            for part in self._parts:
+            for part in self._every:
                 self._start_state(part)
-        self._on_device = [part for part in elementwise if part.location == "device"]
-
-    def step(self, factor: float, stepped: Stepped | None = None) -> None:
-        """Update every owned element with `factor` times its gradient, and copy the new values to the weight shards.
-
-        Args:
-            stepped: called with each bucket when its weight shard is complete, in the same order on all ranks that
-                share buckets.  A bucket of which this rank has only some of the gradients is passed together with the
-                function that updates it when they are complete.
-        """
-        self.steps_taken += 1
-        self._before_step = [dict(group) for group in self._groups]
-        for bucket in self._of_bucket:
-            if bucket.master.location == "host":  # because it is updated in place
-                bucket.master.flush()
-        if self._matrices is not None:
-            self._matrices.begin(self, factor)
-        # Inside the kernel, clipping and unscaling need no pass of their own.
-        if factor != 1.0 and not self._scales_inside:
-            for bucket in self._stepped_alone:
-                bucket.gradient.mul_(factor)
-        step = partial(self._step_parts, None if factor == 1.0 else 1.0 / factor)
-        if self._on_device and stepped is None:
-            step(self._on_device)
-        copying: deque[tuple[Bucket, Callable[[], object]]] = deque()  # each with the wait for its weight shard
-
-        def finish_all_but(count: int) -> None:
-            while len(copying) > count:
-                bucket, wait = copying.popleft()
-                wait()
-                if stepped is not None:
-                    stepped(bucket, None)
-
-        for bucket, parts in (self._stepped_alone if stepped is None else self._calls).items():
-            location, on_host = bucket.master.location, "host" in (bucket.master.location, bucket.weight_shard.location)
-            if bucket.summed != bucket.owned and stepped is not None:
-                finish_all_but(0)
-                stepped(bucket, partial(self._step_deferred, step, bucket, parts))
-                continue
-            if parts and (location == "host" or (location == "device" and stepped is not None)):
-                step(parts)
-            if location != "file":
-                copying.append((bucket, _start_copy(bucket)))
-            finish_all_but(1 if on_host else 0)  # the next bucket is updated while the last is copied
-        self._file.step(step, self.torch_optimizer)
-        copying.extend((bucket, lambda: None) for bucket in self._stepped_alone if bucket.master.location == "file")
-        if self._matrices is not None:
-            group = self._groups[-1]
-            for bucket in self._matrices.finish(self, group["lr"], group["weight_decay"], self.row_factors):
-                copying.append((bucket, _start_copy(bucket)))
-                finish_all_but(1 if bucket.master.location == "host" else 0)
-        finish_all_but(0)
-
-    @cached_property
-    def _calls(self) -> dict[Bucket, list[Part]]:
-        """The parts to update before the weights of a bucket are sent: its own and those of the buckets that share its
-        call.
-        """
-        most = CALL_ELEMENTS["cuda" if any(part.parameter.is_cuda for part in self._parts) else "cpu"]
-        calls, call, room = dict[Bucket, list[Part]](), list[Part](), 0
-        for bucket, parts in self._stepped_alone.items():
-            elements = sum(part.numel for part in parts)
-            is_shared = bucket.master.location == "device" and bucket.summed == bucket.owned
-            if not is_shared or elements > room:
-                call, room = [], most * is_shared
-                calls[bucket] = call
-            else:
-                calls[bucket] = []
-            call += parts
-            room -= elements
-        return calls
-
-    def _step_deferred(self, step: Callable[[Sequence[Part]], None], bucket: Bucket, parts: Sequence[Part]) -> None:
-        """Update a bucket whose gradients arrived late, with the groups' settings at the start of the last step.
-        Settings that have changed since then stay.
-        """
-        found, nothing = [dict(group) for group in self._groups], object()
-        # An evaluation may be waiting: tensors created in its inference mode could not be updated later.
-        with torch.inference_mode(False):
-            step(parts)
-        for group, values, before in zip(self._groups, found, self._before_step, strict=True):
-            group.update({key: value for key, value in values.items() if value is not before.get(key, nothing)})
-        _start_copy(bucket)()
-
-    def _step_parts(self, scale: float | None, parts: Sequence[Part]) -> None:
-        """Update some parts.  A fused kernel divides their gradients by `scale`.
-
-        The optimizer sees only these parts, with gradients, as if they were all its parameters.  Values that it counts
-        in a group are counted once per step.
-        """
-        optimizer: Any = self.torch_optimizer
-        of_groups: dict[int, list[nn.Parameter]] = {}
-        for part in parts:
-            part.parameter.grad = part.bucket.owned_part(part.bucket.gradient, part.run)
-            of_groups.setdefault(part.group, []).append(part.parameter)
-        if self._scales_inside:
-            # Create it on the parts' device: the host's kernel would not wait for a copy from a GPU.
-            device = parts[0].parameter.device
-            optimizer.grad_scale = None if scale is None else torch.full((), scale, device=device)
-        groups = {number: {**self._before_step[number], "params": of_groups[number]} for number in sorted(of_groups)}
-        optimizer.param_groups = list(groups.values())  # copies: an interrupt leaves the groups themselves intact
-        try:
-            optimizer.step()
-        finally:
-            optimizer.param_groups = self._groups
-            for part in parts:
-                part.parameter.grad = None
-        for number, group in groups.items():
-            self._groups[number].update(group, params=self._groups[number]["params"])
 
     def _start_state(self, part: Part) -> None:
         """Give a part its state before the first step."""
-        on_device = self._scales_inside and part.parameter.device.type != "cpu"
+        on_device = self.scales_inside and part.parameter.device.type != "cpu"
         device = part.parameter.device if on_device else torch.device("cpu")
-        value = self.torch_optimizer.param_groups[part.group].get("initial_accumulator_value", 0.0)  # Adagrad has it
+        value = self.groups[part.group].get("initial_accumulator_value", 0.0)  # Adagrad has it
         state = self.torch_optimizer.state[part.parameter]
         state.update({name: torch.full_like(part.parameter, value) for name in self.states_of(part.bucket.layout)})
         if not part.bucket.layout.first.matrix:
@@ -247,11 +148,11 @@ class ShardedOptimizer:
 
     def states_of(self, layout: BucketLayout) -> tuple[str, ...]:
         """Names of the element-wise state of a bucket's parameters."""
-        return (MOMENTUM,) if layout.first.matrix else self._elementwise
+        return (MOMENTUM,) if layout.first.matrix else self.elementwise
 
     def intervals_of(self, bucket: Bucket) -> list[Interval]:
         """Return the owned elements of a bucket, in intervals whose state can be read at once."""
-        return [part.run for part in self._of_bucket.get(bucket, ())]
+        return [part.run for part in self.parts.get(bucket, ())]
 
     @property
     def states(self) -> tuple[str, ...]:
@@ -287,7 +188,7 @@ class ShardedOptimizer:
 
     def _covering(self, bucket: Bucket, run: Interval) -> list[tuple[Part, Interval]]:
         """Return the parts that hold elements `run` of a bucket, each with the interval that it holds."""
-        found = [(part, piece) for part in self._of_bucket.get(bucket, ()) if (piece := intersect(part.run, run))]
+        found = [(part, piece) for part in self.parts.get(bucket, ()) if (piece := intersect(part.run, run))]
         if sum(piece.stop - piece.start for _, piece in found) != run.stop - run.start:
             raise KeyError(f"elements {run.start}..{run.stop} of {bucket.layout.name} are not owned by this rank")
         return found
@@ -301,7 +202,7 @@ class ShardedOptimizer:
 
     def scalars(self) -> dict[str, dict[str, float]]:
         """Return state that is one number, by optimizer group: all parameters of a group have the same number of steps."""
-        parts = self._parts if self.steps_taken else ()
+        parts = self._every if self.steps_taken else ()
         states = {str(part.group): self.torch_optimizer.state[part.parameter] for part in parts}
         # The host waits for the device here: once for each group, not for each part.
         return {group: {key: float(its[key]) for key in self._scalars if key in its} for group, its in states.items()}
@@ -312,8 +213,8 @@ class ShardedOptimizer:
         Args:
             scalars: `scalars()` of all ranks, joined.
         """
-        self.steps_taken, self.torch_optimizer.param_groups = steps_taken, self._groups
-        for part in self._parts:
+        self.steps_taken, self.torch_optimizer.param_groups = steps_taken, self.groups
+        for part in self._every:
             state = self.torch_optimizer.state[part.parameter]
             if not state and part.location != "file":
                 self._start_state(part)
@@ -329,16 +230,16 @@ class ShardedOptimizer:
         """Forget all state: the next step is the first."""
         self.steps_taken = 0
         self.torch_optimizer.state.clear()
-        for part in self._parts:
+        for part in self._every:
             for array in part.arrays.values():
                 array.write(0, torch.zeros(part.numel))
             if self._known_start:
                 self._start_state(part)
 
     def memory_bytes(self) -> dict[str, int]:
-        """Bytes of the element-wise state, by location, and of the buffers for state in a file and for matrices."""
+        """Bytes of the element-wise state, by location."""
         sizes = {"optimizer": 0}
-        for part in self._parts:
+        for part in self._every:
             key = memory_kind("optimizer", part.location)
             if part.location == "file":
                 nbytes = 4 * part.numel * len(self.states_of(part.bucket.layout))
@@ -346,39 +247,19 @@ class ShardedOptimizer:
                 state = self.torch_optimizer.state.get(part.parameter, {})
                 nbytes = sum(state[name].nbytes for name in self.known_states if name in state)
             sizes[key] = sizes.get(key, 0) + nbytes
-        if self._file.nbytes:
-            sizes["optimizer_buffers on host"] = self._file.nbytes
-        if self._matrices is not None:
-            sizes["matrix_buffers"] = self._matrices.buffer_bytes
         return sizes
 
 
-def _start_copy(bucket: Bucket) -> Callable[[], object]:
-    """Start to copy new master weights to the weight shard, unless they are the same memory.  Returns the wait for the
-    copy.
-    """
-    tensor, weights, copier = bucket.master.tensor, bucket.weight_shard, bucket.policy.copier
-    if bucket.master is weights or tensor is None:
-        return lambda: None
-    start = partial(weights.start_write, 0, tensor)
-    if bucket.master.location == weights.location:
-        return start().wait
-    mark = copier.run(start, to_host=weights.location != "device")
-    return lambda: copier.wait(mark).wait()
-
-
-def _cut(buckets: Sequence[Bucket]) -> list[Part]:
-    """Cut the owned elements of every bucket by optimizer group, and elements in a file into parts of bounded size."""
-    parts = []
-    for bucket in buckets:
-        in_file = bucket.master.location == "file"
-        for group, whole in bucket.layout.intervals(lambda info: info.group):
-            run = intersect(whole, bucket.owned)
-            if run is None:
-                continue
-            length = FILE_PART_ELEMENTS if in_file else run.stop - run.start
-            for start in range(run.start, run.stop, length):
-                piece = Interval(start, min(start + length, run.stop))
-                values = torch.empty(0) if in_file else bucket.read(bucket.master, piece)
-                parts.append(Part(bucket, piece, group, nn.Parameter(values.data, requires_grad=False)))
+def _cut(bucket: Bucket) -> list[Part]:
+    """Cut the owned elements of a bucket by optimizer group, and elements in a file into parts of bounded size."""
+    parts, in_file = [], bucket.master.location == "file"
+    for group, whole in bucket.layout.intervals(lambda info: info.group):
+        run = intersect(whole, bucket.owned)
+        if run is None:
+            continue
+        length = FILE_PART_ELEMENTS if in_file else run.stop - run.start
+        for start in range(run.start, run.stop, length):
+            piece = Interval(start, min(start + length, run.stop))
+            values = torch.empty(0) if in_file else bucket.read(bucket.master, piece)
+            parts.append(Part(bucket, piece, group, nn.Parameter(values.data, requires_grad=False)))
     return parts

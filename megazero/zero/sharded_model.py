@@ -28,12 +28,12 @@ from megazero.zero.bucket import DTYPES, Placement, ShardingPolicy
 from megazero.zero.gather import UnitGatherer
 from megazero.zero.gradients import GradientReducer
 from megazero.zero.loss_scaler import LossScaler
-from megazero.zero.matrices import matrix_stepper
 from megazero.zero.offload import give_cores, without_auto
 from megazero.zero.optimizer import OptimizerRecipe, ShardedOptimizer
 from megazero.zero.parameters import ShardedParameters
 from megazero.zero.reductions import gradient_square_sum, sum_partial_over_tp, sum_tied
 from megazero.zero.state import ShardedState
+from megazero.zero.stepper import Stepper
 from megazero.zero.units import ModelParam, UnitModule
 from megazero.zero.weight_gathers import HalfSteppedError
 
@@ -117,8 +117,12 @@ class ShardedModel:
         every_micro_batch = zero.reduce == "micro_batch"
         self.reducer = self.reducer_type(self.policy, buckets, every_micro_batch, self.parameters.sizes.bucket_bytes)
         self.reducer.attach(self.parameters.by_name, parts.wgrad_queues)
-        matrices = None if recipe.matrices is None else matrix_stepper(self.policy, buckets, recipe.matrices, state)
-        self.optimizer = ShardedOptimizer(buckets, recipe, self.parameters.offload, matrices)
+        self.optimizer, matrices = ShardedOptimizer(buckets, recipe, self.parameters.offload), None
+        if recipe.matrices is not None:
+            from megazero.zero.matrices import matrix_stepper  # which other runs do not load
+
+            matrices = matrix_stepper(self.policy, buckets, recipe.matrices, state)
+        self.stepper = Stepper(self.optimizer, matrices)
         wait = self.parameters.gathers.wait
         self.average: WeightAverage | None = None
         if settings.averages:
@@ -184,9 +188,9 @@ class ShardedModel:
             parameters.note_change(trained)
             with parameters.gathers.changing():
                 if parameters.hides_gathers:
-                    self.optimizer.step(clip / self.scale, parameters.start_gather)
+                    self.stepper.step(clip / self.scale, parameters.start_gather)
                 else:
-                    self.optimizer.step(clip / self.scale)
+                    self.stepper.step(clip / self.scale)
                     parameters.gathers.gather(trained)
         if self.scaler is not None:
             self.scaler.update(overflowed)
@@ -240,6 +244,7 @@ class ShardedModel:
         return {
             **self.parameters.memory_bytes(),
             **self.optimizer.memory_bytes(),
+            **self.stepper.memory_bytes(),
             **({} if self.average is None else self.average.memory_bytes()),
             "gradient_buffers": self.reducer.buffer_bytes,
         }

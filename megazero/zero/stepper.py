@@ -1,0 +1,195 @@
+"""The optimizer step on flat fp32 shards in any location, with one factor for clipping and loss scaling.
+
+    location of a bucket's state   updated in one call
+    device                         all buckets: torch's fused kernel sees a few long tensors
+    host                           one bucket, followed by the copy of its new weights to the device
+    file                           part of a bucket (`FileStepper`); the next is read and the last written meanwhile
+
+If the weights of a bucket are gathered as soon as it is updated, buckets on the device are also updated one after the
+other, in the order in which a forward uses them, and those in a file last.  Small adjacent buckets share a call.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from math import inf
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import torch
+from torch import nn
+
+from megazero.zero.bucket import Bucket
+from megazero.zero.optimizer import Part, ShardedOptimizer
+
+if TYPE_CHECKING:
+    from megazero.zero.file_stepper import FileStepper
+    from megazero.zero.matrices import MatrixStepper
+
+# Update at most this many elements on the device in one call: that takes about as long as the call itself on the host,
+# 0.1 ms.
+CALL_ELEMENTS = {"cpu": 2**17, "cuda": 2**24}
+
+#: Called as (bucket, step): the bucket is updated if `step` is None, otherwise `step` has yet to update it.
+Stepped: TypeAlias = Callable[[Bucket, Callable[[], None] | None], None]
+
+
+class Stepper:
+    """Updates the owned elements of every bucket.
+
+    Args:
+        matrices: updates the buckets of matrices; None: the optimizer updates all buckets element by element.
+    """
+
+    def __init__(self, optimizer: ShardedOptimizer, matrices: MatrixStepper | None) -> None:
+        self._optimizer, self._matrices, self._file = optimizer, matrices, _file_stepper(optimizer)
+        self._groups_before: list[dict[str, Any]] = []  # settings of the groups before the step
+        self._elementwise = {b: parts for b, parts in optimizer.parts.items() if not b.layout.first.matrix}
+        self._in_file = [bucket for bucket in self._elementwise if bucket.master.location == "file"]
+        on_cuda = any(part.parameter.is_cuda for parts in optimizer.parts.values() for part in parts)
+        self._one_call = plan_calls(self._elementwise, inf)
+        self._calls = plan_calls(self._elementwise, CALL_ELEMENTS["cuda" if on_cuda else "cpu"])
+
+    def step(self, factor: float, stepped: Stepped | None = None) -> None:
+        """Update every owned element with `factor` times its gradient, and copy the new values to the weight shards.
+
+        Args:
+            stepped: called with each bucket when its weight shard is complete, in the same order on all ranks that
+                share buckets.  A bucket of which this rank has only some of the gradients is passed together with the
+                function that updates it when they are complete.
+        """
+        optimizer = self._optimizer
+        optimizer.steps_taken += 1
+        self._groups_before = [dict(group) for group in optimizer.groups]
+        for bucket in optimizer.parts:
+            if bucket.master.location == "host":  # because it is updated in place
+                bucket.master.flush()
+        if self._matrices is not None:
+            self._matrices.begin(optimizer, factor)
+        # Inside the kernel, clipping and unscaling need no pass of their own.
+        if factor != 1.0 and not optimizer.scales_inside:
+            for bucket in self._elementwise:
+                bucket.gradient.mul_(factor)
+        update = partial(self._update, None if factor == 1.0 else 1.0 / factor)
+        copying: deque[tuple[Bucket, Callable[[], object]]] = deque()  # each with the wait for its weight shard
+
+        def finish_all_but(count: int) -> None:
+            while len(copying) > count:
+                bucket, wait = copying.popleft()
+                wait()
+                if stepped is not None:
+                    stepped(bucket, None)
+
+        for bucket, parts in (self._one_call if stepped is None else self._calls).items():
+            if bucket.summed != bucket.owned and stepped is not None:
+                finish_all_but(0)
+                stepped(bucket, partial(self._update_deferred, update, bucket, parts))
+                continue
+            if parts:
+                update(parts)
+            copying.append((bucket, _start_copy(bucket)))
+            # the next bucket is updated while the last is copied
+            finish_all_but(1 if "host" in (bucket.master.location, bucket.weight_shard.location) else 0)
+        if self._file is not None:
+            self._file.step(update, optimizer.torch_optimizer)
+            copying.extend((bucket, lambda: None) for bucket in self._in_file)
+        if self._matrices is not None:
+            group = optimizer.groups[-1]
+            for bucket in self._matrices.finish(optimizer, group["lr"], group["weight_decay"], optimizer.row_factors):
+                copying.append((bucket, _start_copy(bucket)))
+                finish_all_but(1 if bucket.master.location == "host" else 0)
+        finish_all_but(0)
+
+    def _update(self, scale: float | None, parts: Sequence[Part]) -> None:
+        """Update some parts.  A fused kernel divides their gradients by `scale`.
+
+        torch's optimizer sees only these parts, with gradients, as if they were all its parameters.  Values that it
+        counts in a group are counted once per step.
+        """
+        groups, torch_optimizer = self._optimizer.groups, self._optimizer.torch_optimizer
+        of_groups: dict[int, list[nn.Parameter]] = {}
+        for part in parts:
+            part.parameter.grad = part.bucket.owned_part(part.bucket.gradient, part.run)
+            of_groups.setdefault(part.group, []).append(part.parameter)
+        if self._optimizer.scales_inside:
+            # Create it on the parts' device: the host's kernel would not wait for a copy from a GPU.
+            device = parts[0].parameter.device
+            grad_scale = None if scale is None else torch.full((), scale, device=device)
+            torch_optimizer.grad_scale = grad_scale  # type: ignore[attr-defined]
+        # Copies: an interrupt leaves the groups themselves intact.
+        own = {number: {**self._groups_before[number], "params": of_groups[number]} for number in sorted(of_groups)}
+        torch_optimizer.param_groups = list(own.values())
+        try:
+            torch_optimizer.step()
+        finally:
+            torch_optimizer.param_groups = groups
+            for part in parts:
+                part.parameter.grad = None
+        for number, group in own.items():
+            groups[number].update(group, params=groups[number]["params"])
+
+    def _update_deferred(self, update: Callable[[Sequence[Part]], None], bucket: Bucket, parts: Sequence[Part]) -> None:
+        """Update a bucket whose gradients arrived late, with the groups' settings at the start of the last step.
+        Settings that have changed since then stay.
+        """
+        groups = self._optimizer.groups
+        found, nothing = [dict(group) for group in groups], object()
+        # An evaluation may be waiting: tensors created in its inference mode could not be updated later.
+        with torch.inference_mode(False):
+            update(parts)
+        for group, values, before in zip(groups, found, self._groups_before, strict=True):
+            group.update({key: value for key, value in values.items() if value is not before.get(key, nothing)})
+        _start_copy(bucket)()
+
+    def memory_bytes(self) -> dict[str, int]:
+        """Bytes of the buffers for state in a file and for matrices."""
+        sizes = {} if self._file is None else {"optimizer_buffers on host": self._file.nbytes}
+        return sizes if self._matrices is None else sizes | {"matrix_buffers": self._matrices.buffer_bytes}
+
+
+def plan_calls(parts: Mapping[Bucket, Sequence[Part]], most: float) -> dict[Bucket, list[Part]]:
+    """Return which parts to update at the turn of each bucket that is not in a file.
+
+    Adjacent buckets on the device that have all their gradients share calls of at most `most` elements, at the turn of
+    the first of them.
+    """
+    calls, call, room = dict[Bucket, list[Part]](), list[Part](), 0.0
+    for bucket, own in parts.items():
+        if bucket.master.location == "file":
+            continue
+        elements = sum(part.numel for part in own)
+        is_shared = bucket.master.location == "device" and bucket.summed == bucket.owned
+        if not is_shared or elements > room:
+            call, room = [], most if is_shared else 0.0
+            calls[bucket] = call
+        else:
+            calls[bucket] = []
+        call += own
+        room -= elements
+    return calls
+
+
+def _file_stepper(optimizer: ShardedOptimizer) -> FileStepper | None:
+    """Return what updates the state in files; None if there is none."""
+    parts = [part for of_bucket in optimizer.parts.values() for part in of_bucket]
+    in_file = [part for part in parts if part.location == "file" and not part.bucket.layout.first.matrix]
+    if not in_file:
+        return None
+    from megazero.zero.file_stepper import FileStepper  # few runs need it
+
+    return FileStepper(in_file, optimizer.elementwise)
+
+
+def _start_copy(bucket: Bucket) -> Callable[[], object]:
+    """Start to copy new master weights to the weight shard, unless they are the same memory.  Returns the wait for the
+    copy.
+    """
+    tensor, weights, copier = bucket.master.tensor, bucket.weight_shard, bucket.policy.copier
+    if bucket.master is weights or tensor is None:
+        return lambda: None
+    start = partial(weights.start_write, 0, tensor)
+    if bucket.master.location == weights.location:
+        return start().wait
+    mark = copier.run(start, to_host=weights.location != "device")
+    return lambda: copier.wait(mark).wait()
