@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 from functools import partial
+from math import prod
 from statistics import median
 
 import torch
@@ -20,7 +21,6 @@ from benchmarks.report import markdown, middle_of, spread
 from benchmarks.setting import MODELS, ModelSize, Setting, positive
 from benchmarks.worlds import World
 from megazero.engine import initialize
-from megazero.layers.spec import numel
 from megazero.parallel_state import ParallelState, RankGrid
 
 LR, DECAY = 1e-3, 0.1
@@ -54,7 +54,7 @@ class Torchs:
         matrices, others = list[Tensor](), list[Tensor]()
         for bucket in engine.sharded_model.reducer.buckets:
             for slot in bucket.layout.slots:
-                shapes = slot.info.spec.logical_shapes().values() if slot.info.matrix else [(numel(slot.info.shape),)]
+                shapes = slot.info.spec.logical_shapes().values() if slot.info.matrix else [(prod(slot.info.shape),)]
                 (matrices if slot.info.matrix else others).extend(torch.randn(shape) for shape in shapes)
         for tensor in (*matrices, *others):
             tensor.grad = torch.randn_like(tensor)

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from megazero.comm.memory import storage_of
+from megazero.comm.backend import storage_of
 from megazero.engine import Engine
 from megazero.layers.attention import Attention, RotaryEmbedding
 from megazero.layers.saved_tensors import SavedTensorHooks

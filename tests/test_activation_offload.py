@@ -21,7 +21,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 sys.path.insert(0, str(Path(__file__).parent / "laws"))
 from worlds import LLAMA, engine_on, micro_batches, run_of, state_on
 
-from megazero.comm.memory import ALIGNMENT, Copier, StreamCopier, storage_of
+from megazero.comm.backend import storage_of
+from megazero.comm.memory import ALIGNMENT, Copier, StreamCopier
 from megazero.config import ResolvedRun
 from megazero.layers.activation_offload import ActivationStore
 from megazero.models.activation_config import PRESETS

@@ -10,8 +10,9 @@ import torch
 import torch.distributed as dist
 from harness import run_world
 
-from megazero.comm.collectives import agree, all_reduce, from_first, gather_objects, numbers_of
-from megazero.comm.process_groups import children, parent
+from megazero.comm.agreement import agree
+from megazero.comm.collectives import all_reduce, from_first, gather_objects, numbers_of
+from megazero.comm.messages import children, parent
 from megazero.parallel_state import ParallelState, RankGrid
 
 

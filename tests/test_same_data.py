@@ -15,8 +15,8 @@ from quickstart import QUICKSTART, TINY
 from tokenizer_files import write_tokenizer
 
 from megazero.checkpoint.index import CheckpointError
-from megazero.comm import collectives
-from megazero.comm.collectives import agree_in_time
+from megazero.comm import agreement
+from megazero.comm.agreement import agree_in_time
 from megazero.config import load_config
 from megazero.data.writer import IndexedWriter
 from megazero.parallel_state import ParallelState, RankGrid
@@ -126,7 +126,7 @@ def test_a_run_resumes_with_its_own_tokenizer_only(tmp_path: Path) -> None:
 
 
 def _wait_for_a_slow_rank(rank: int, fails: bool) -> str:
-    met, inner = threading.Event(), collectives.gather_objects
+    met, inner = threading.Event(), agreement.gather_objects
     meetings = [0]
 
     def gather(value, axis):
@@ -135,7 +135,7 @@ def _wait_for_a_slow_rank(rank: int, fails: bool) -> str:
             met.set()
         return inner(value, axis)
 
-    collectives.gather_objects = gather
+    agreement.gather_objects = gather
 
     def action() -> str:
         if rank == 0 and fails:

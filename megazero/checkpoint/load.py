@@ -26,6 +26,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from itertools import pairwise
+from math import prod
 from typing import TypeAlias
 
 import torch
@@ -35,8 +36,9 @@ from megazero.checkpoint import index
 from megazero.checkpoint.folder import Folder, LocalFolder, Location, folder_at
 from megazero.checkpoint.lock import process_identity
 from megazero.checkpoint.tensor_file import StoredTensor, StoredTensors
-from megazero.comm.collectives import agree, all_gather, gather_objects
-from megazero.layers.spec import ParamSpec, Region, numel
+from megazero.comm.agreement import agree
+from megazero.comm.collectives import all_gather, gather_objects
+from megazero.layers.spec import ParamSpec, Region
 from megazero.parallel_state import Axis, ParallelState
 from megazero.zero.bucket import Bucket, Interval, Slot, intersect
 from megazero.zero.state import AVERAGE, MASTER, MODEL, ShardedState
@@ -89,7 +91,7 @@ def open_checkpoint(
     agree(lambda: _compare(stored, shapes, all_shapes), at.world, index.CheckpointError)
 
     needed = {
-        kind: sum(numel(shape) for shape in all_shapes[MODEL if kind == MASTER else kind].values())
+        kind: sum(prod(shape) for shape in all_shapes[MODEL if kind == MASTER else kind].values())
         for kind in (MASTER, *elementwise)
     }
     return OpenCheckpoint(folder, trainer, stored, needed, has_moments, state, at)

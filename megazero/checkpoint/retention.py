@@ -19,7 +19,7 @@ from megazero.checkpoint import index
 from megazero.checkpoint.folder import Folder, Location, folder_at
 from megazero.checkpoint.load import READING, find_damage_together
 from megazero.checkpoint.lock import has_ended
-from megazero.comm.collectives import on_first
+from megazero.comm.agreement import on_first
 from megazero.parallel_state import Axis
 
 _MARKER_SECONDS = 24 * 3600

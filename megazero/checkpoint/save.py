@@ -18,6 +18,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from functools import cache, partial
 from heapq import heapify, heappop, heappush
+from math import prod
 from typing import TypeAlias, TypeVar
 
 import torch
@@ -41,8 +42,8 @@ from megazero.checkpoint.index import (
     write_unfinished,
 )
 from megazero.checkpoint.tensor_file import SafetensorsWriter
-from megazero.comm.collectives import Pending, agree, exchange, gather_objects, wait_all
-from megazero.layers.spec import numel
+from megazero.comm.agreement import agree
+from megazero.comm.collectives import Pending, exchange, gather_objects, wait_all
 from megazero.parallel_state import Axis, ParallelState
 from megazero.parallel_state.groups import SavingAxes
 from megazero.zero.bucket import Bucket, BucketLayout, Interval, Slot
@@ -135,7 +136,7 @@ def _write_own(
             for name, shape in entry.logical_shapes().items()
         }
         file, metadata = plan.file(kind, at.rank) if own else "", {"kind": kind, "step": str(step)}
-        written.tensors[kind] = {name: (file, dtype.itemsize * numel(shape)) for name, (dtype, shape) in layout.items()}
+        written.tensors[kind] = {name: (file, dtype.itemsize * prod(shape)) for name, (dtype, shape) in layout.items()}
         begin = partial(SafetensorsWriter, folder, file, layout, metadata)
         writer = written.attempt(f"{folder}/{file}", begin) if own else None
         if writer is not None:
@@ -292,9 +293,9 @@ def assign_writers(buckets: Sequence[Bucket], at: ParallelState) -> tuple[Assign
         for slot in bucket.layout.slots
         for places in holders(slot)
     ]
-    most = _SLACK * sum(numel(slot.info.shape) for _, slot, *_ in slots) / len(load)
-    for index, slot, layout, places, ranks in sorted(slots, key=lambda entry: -numel(entry[1].info.shape)):
-        size, parts = numel(slot.info.shape), tuple(_parts(slot, layout, ranks))
+    most = _SLACK * sum(prod(slot.info.shape) for _, slot, *_ in slots) / len(load)
+    for index, slot, layout, places, ranks in sorted(slots, key=lambda entry: -prod(entry[1].info.shape)):
+        size, parts = prod(slot.info.shape), tuple(_parts(slot, layout, ranks))
         held: Counter[int] = Counter()
         for rank, _, run in parts:
             held[rank] += run.stop - run.start
@@ -397,7 +398,7 @@ def _transfers(
     """
     bucket, slot = source.buckets[assignment.bucket], assignment.slot
     dtype = source.dtype(kind, bucket)
-    nbytes = numel(slot.info.shape) * dtype.itemsize
+    nbytes = prod(slot.info.shape) * dtype.itemsize
     sends: Messages = []
     receives: Messages = []
     flats = [torch.empty(0) for _ in assignment.places]

@@ -94,7 +94,7 @@ class HostBackend(TorchBackend):
     _rings = ()
 
     def all_gather(self, out: Tensor, shard: Tensor, axis: Axis, label: str = "") -> Wait:
-        shards = messages.place_shard(out, shard, axis)
+        shards = place_shard(out, shard, axis)
         under_way = messages.swap(shards, [shards[axis.index]] * axis.size, axis, messages.tag_of(label))
         return messages.in_turn(messages.start_comparing(label, axis), partial(messages.wait_for, under_way))
 
@@ -108,6 +108,25 @@ class HostBackend(TorchBackend):
     def link_bytes(self, operation: str, full: Tensor, axis: Axis) -> int:
         sent = full.nbytes if operation == "all_reduce" else full.nbytes // axis.size
         return sent * sum(axis.is_off_host(index) for index in range(axis.size))
+
+
+def storage_of(tensor: Tensor) -> int:
+    """Return a number that identifies the tensor's memory among all memory in use at the same time."""
+    return int(tensor.untyped_storage()._cdata)
+
+
+def address_of(tensor: Tensor) -> tuple[int, int]:
+    """Return the tensor's memory, see `storage_of`, and the byte at which the tensor begins there."""
+    return storage_of(tensor), int(tensor.storage_offset()) * tensor.element_size()
+
+
+def place_shard(out: Tensor, shard: Tensor, axis: Axis) -> list[Tensor]:
+    """Copy this rank's shard to its position in the result of an all-gather.  Returns: all positions by rank, 1-D."""
+    shards = list(out.detach().view(axis.size, shard.numel()).unbind(0))
+    mine = shards[axis.index]
+    if address_of(mine) != address_of(shard):
+        mine.copy_(shard.detach().view(-1))
+    return shards
 
 
 def over_contiguous(out: Tensor, x: Tensor, start: Callable[[Tensor, Tensor], Wait]) -> Wait:

@@ -8,7 +8,7 @@ from datetime import timedelta
 import torch
 from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 
-from megazero.comm.collectives import in_thread
+from megazero.comm.agreement import in_thread
 from megazero.launchers import SET_CARDS, MeetingError
 from megazero.parallel_state.state import connect_on_demand
 from megazero.registry import added

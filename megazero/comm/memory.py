@@ -1,4 +1,4 @@
-"""Memory of tensors: its identity, host memory, copies that run beside a GPU's work, and an arena in one buffer.
+"""Memory of tensors: host memory, copies that run beside a GPU's work, and an arena in one buffer.
 
     arena    [ taken |  free  | taken |    free    |  taken  |  free  ]
                line 0: short-lived                    line 1: lives until the step ends
@@ -36,21 +36,13 @@ from typing import Any, Final, NamedTuple
 import torch
 from torch import Tensor
 
+from megazero.comm.backend import address_of
+
 #: Tensors begin at a multiple of this many bytes, as with torch's CUDA allocator.
 ALIGNMENT = 512
 
 _ENDLESS = 1 << 62
 _LESS_OFFLOADING: Final = "lower zero.offload.ratio or set zero.offload.optimizer and zero.offload.parameters to nvme"
-
-
-def storage_of(tensor: Tensor) -> int:
-    """Return a number that identifies the tensor's memory among all memory in use at the same time."""
-    return int(tensor.untyped_storage()._cdata)
-
-
-def address_of(tensor: Tensor) -> tuple[int, int]:
-    """Return the tensor's memory, see `storage_of`, and the byte at which the tensor begins there."""
-    return storage_of(tensor), int(tensor.storage_offset()) * tensor.element_size()
 
 
 class StorageError(RuntimeError):

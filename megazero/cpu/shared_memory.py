@@ -25,7 +25,8 @@ from typing import NoReturn, TypeAlias
 import torch
 from torch import Tensor
 
-from megazero.comm.messages import LABEL_BYTES, REDUCTIONS, OrderError, check_labels, combine, encoded, place_shard
+from megazero.comm.backend import place_shard
+from megazero.comm.messages import LABEL_BYTES, REDUCTIONS, OrderError, check_labels, combine, encoded
 from megazero.cpu.rendezvous import HostRanks, Poller
 from megazero.parallel_state import Axis
 from megazero.parallel_state.groups import Counts, Group, Wait

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from megazero.comm import messages
-from megazero.comm.backend import TorchBackend, over_contiguous
-from megazero.comm.process_groups import ProcessGroups
+from megazero.comm.backend import TorchBackend, over_contiguous, place_shard
+from megazero.comm.messages import ProcessGroups
 from megazero.cpu.shared_memory import poller_of
 from megazero.cpu.worker import Start, Worker
 from megazero.parallel_state import Axis
@@ -92,7 +92,7 @@ class SocketBackend(TorchBackend):
 
     def all_gather(self, out: Tensor, shard: Tensor, axis: Axis, label: str = "") -> Wait:
         """Messages to and from every other rank, straight to their positions in the result."""
-        shards, tag = messages.place_shard(out, shard, axis), messages.tag_of(label)
+        shards, tag = place_shard(out, shard, axis), messages.tag_of(label)
         leaving = [shards[axis.index]] * axis.size
 
         def start() -> Wait:

@@ -36,7 +36,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megazero.comm.messages import REDUCTIONS, combine, place_shard, start_comparing, tag_of
+from megazero.comm.backend import place_shard
+from megazero.comm.messages import REDUCTIONS, combine, start_comparing, tag_of
 from megazero.cpu import shared_memory
 from megazero.cpu.rendezvous import HostRanks, Poller
 from megazero.cpu.shared_memory import HALF_BYTES, Channel, Rounds, label_of, slices_of

@@ -23,7 +23,7 @@ from torch.utils._pytree import tree_map
 
 from megazero.checkpoint.folder import folder_at
 from megazero.checkpoint.index import CheckpointError
-from megazero.comm.collectives import agree
+from megazero.comm.agreement import agree
 from megazero.deepspeed.full_params import GatheredParameters
 from megazero.deepspeed.script_reducer import ModuleReducer
 from megazero.deepspeed.training_engine import ENGINES, TrainingEngine

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
-from megazero.comm.collectives import agree, all_reduce, gather_objects
+from megazero.comm.agreement import agree
+from megazero.comm.collectives import all_reduce, gather_objects
 from megazero.deepspeed.layer_specs import LayerChunk
 from megazero.deepspeed.pipeline_module import PipelineModule
 from megazero.deepspeed.recompute import pipeline_step

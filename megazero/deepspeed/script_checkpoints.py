@@ -26,7 +26,8 @@ from megazero.checkpoint.index import CheckpointError, TrainerState
 from megazero.checkpoint.load import open_checkpoint
 from megazero.checkpoint.save import save_checkpoint
 from megazero.checkpoint.saver import Saver
-from megazero.comm.collectives import agree, gather_objects
+from megazero.comm.agreement import agree
+from megazero.comm.collectives import gather_objects
 from megazero.deepspeed.config import DeepSpeedConfig
 from megazero.deepspeed.script_units import BoundParameters, ScriptModel
 from megazero.engine.phases import Position, trainer_state

@@ -20,7 +20,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset
 
-from megazero.comm.collectives import agree, broadcast, gather_objects
+from megazero.comm.agreement import agree
+from megazero.comm.collectives import broadcast, gather_objects
 from megazero.comm.meeting import of_this_start, open_meeting, prepare_rank
 from megazero.deepspeed.config import DeepSpeedConfig, load_deepspeed_config
 from megazero.deepspeed.lr_schedulers import make_lr_scheduler

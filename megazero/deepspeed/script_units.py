@@ -22,8 +22,8 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, nn
 
+from megazero.comm.backend import address_of, storage_of
 from megazero.comm.collectives import Pending, all_gather, check_order, gather_objects
-from megazero.comm.memory import address_of, storage_of
 from megazero.deepspeed.script_reducer import ModuleReducer, ScriptReducer
 from megazero.deepspeed.ungathered_parameter import UngatheredParameter, real
 from megazero.parallel_state import Axis, ParallelState

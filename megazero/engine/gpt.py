@@ -22,7 +22,8 @@ from megazero.checkpoint.index import HF_CONFIG, to_json
 from megazero.checkpoint.load import open_checkpoint
 from megazero.checkpoint.save import save_checkpoint
 from megazero.checkpoint.saver import Saver
-from megazero.comm.collectives import Pending, agree, all_reduce, gather_objects
+from megazero.comm.agreement import agree
+from megazero.comm.collectives import Pending, all_reduce, gather_objects
 from megazero.config import RunConfig
 from megazero.config.derive import micro_batch_multiple, num_experts
 from megazero.engine.outline import RankStages, build_stages, chunks_of, expert_axis, optimizer_of

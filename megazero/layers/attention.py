@@ -21,7 +21,7 @@ from einops import rearrange
 from torch import Tensor, nn
 
 from megazero.comm.autograd import gather_sequence
-from megazero.comm.memory import storage_of
+from megazero.comm.backend import storage_of
 from megazero.layers.attention_kernels import AttentionKernel, CausalAttention, uncompiled
 from megazero.layers.context_attention import ContextAttention
 from megazero.layers.linear import RowParallelLinear

@@ -26,8 +26,8 @@ from torch import Tensor, nn
 from torch._compile import _disable_dynamo
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from megazero.comm.backend import address_of
 from megazero.comm.collectives import all_gather
-from megazero.comm.memory import address_of
 from megazero.layers.saved_tensors import SavedTensorHooks, innermost, keep, kept_tensor
 from megazero.parallel_state import Axis
 

@@ -18,6 +18,7 @@ values.
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from math import prod
 from typing import Literal, NamedTuple, TypeAlias
 
@@ -162,7 +163,7 @@ class ParamSpec:
         """Canonical name of the first logical tensor."""
         return self.names.rows[0].name
 
-    @property
+    @cached_property
     def split(self) -> int | None:
         """The dimension that TP or EP splits; None if every TP rank holds the whole parameter."""
         return next((dim for dim, axis in enumerate(self.placement) if axis is not None), None)
@@ -317,8 +318,3 @@ def drawn_parameter(spec: ParamSpec, index: int = 0, size: int = 1) -> nn.Parame
     if not values.is_meta:
         spec.init_weights(values.view(-1), 0, index, size, _SEED)
     return nn.Parameter(values, requires_grad=not spec.buffer)
-
-
-def numel(shape: tuple[int, ...]) -> int:
-    """Number of elements of a tensor of this shape."""
-    return prod(shape)

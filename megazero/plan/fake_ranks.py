@@ -21,8 +21,7 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 
-from megazero.comm.backend import TorchBackend, over_contiguous
-from megazero.comm.messages import place_shard
+from megazero.comm.backend import TorchBackend, over_contiguous, place_shard
 from megazero.config import ResolvedRun
 from megazero.cpu.shared_memory import SharedMemoryBackend
 from megazero.cpu.sockets import SocketBackend

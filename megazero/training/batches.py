@@ -18,7 +18,8 @@ import torch
 import xxhash
 from torch import Tensor
 
-from megazero.comm.collectives import agree_in_time, gather_objects, seconds_between_meetings
+from megazero.comm.agreement import agree_in_time, seconds_between_meetings
+from megazero.comm.collectives import gather_objects
 from megazero.config import RunConfig
 from megazero.config.derive import cache_directory
 from megazero.data import Corpus, open_corpus

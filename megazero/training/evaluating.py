@@ -5,7 +5,7 @@ from contextlib import ExitStack
 from megazero.checkpoint.folder import Folder, folder_at
 from megazero.checkpoint.index import CheckpointError, check_complete, find_newest, step_folder
 from megazero.checkpoint.load import reading
-from megazero.comm.collectives import agree, on_first
+from megazero.comm.agreement import agree, on_first
 from megazero.config import ResolvedRun, RunConfig
 from megazero.data.sampler import DataError
 from megazero.engine import StepStatistics, initialize

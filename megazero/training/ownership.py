@@ -25,7 +25,8 @@ from megazero.checkpoint.lock import (
     HeldLock,
     process_identity,
 )
-from megazero.comm.collectives import agree, gather_objects, on_first
+from megazero.comm.agreement import agree, on_first
+from megazero.comm.collectives import gather_objects
 from megazero.config import RunConfig
 from megazero.parallel_state import ParallelState
 from megazero.settings import Say

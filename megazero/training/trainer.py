@@ -16,7 +16,8 @@ from pathlib import Path
 
 import torch
 
-from megazero.comm.collectives import agree, lacks_memory
+from megazero.comm.agreement import agree
+from megazero.comm.collectives import lacks_memory
 from megazero.config import ResolvedRun
 from megazero.data.corpus import repeats, without_borders
 from megazero.engine import Engine, NonFiniteError, Position, initialize

@@ -29,7 +29,8 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 
-from megazero.comm.collectives import LostPeerError, from_first, in_thread
+from megazero.comm.agreement import in_thread
+from megazero.comm.collectives import LostPeerError, from_first
 from megazero.parallel_state import ParallelState
 from megazero.terminal import warn
 from megazero.training import heartbeat

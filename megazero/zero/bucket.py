@@ -25,14 +25,14 @@ from dataclasses import dataclass, replace
 from enum import Enum
 from functools import cached_property
 from itertools import groupby
-from math import inf, lcm
+from math import inf, lcm, prod
 from typing import Final, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
 from megazero.comm.memory import Arena, Copier
-from megazero.layers.spec import ParamSpec, numel
+from megazero.layers.spec import ParamSpec
 from megazero.parallel_state import Axis
 from megazero.zero.storage import FlatArray, InMemory, Location, in_host_memory
 
@@ -112,7 +112,7 @@ class Slot:
     @property
     def stop(self) -> int:
         """One past the last element."""
-        return self.start + numel(self.info.shape)
+        return self.start + prod(self.info.shape)
 
     @property
     def interval(self) -> Interval:
@@ -164,12 +164,12 @@ class Share:
     @property
     def is_whole(self) -> bool:
         """Whether the part holds the whole parameter."""
-        return self.stop - self.start == numel(self.slot.info.shape)
+        return self.stop - self.start == prod(self.slot.info.shape)
 
     @cached_property
     def rows(self) -> tuple[Pieces, ...] | None:
         """The pieces in units of the parameter's rows; None if a piece begins or ends within a row."""
-        width = numel(self.slot.info.shape[1:])
+        width = prod(self.slot.info.shape[1:])
         every = [(piece.start, piece.length, piece.stride) for piece in self.pieces]
         if any(number % width for numbers in every for number in numbers):
             return None
@@ -188,7 +188,7 @@ class Share:
             The index of each row within the share, and the number of rows of the share.  A row that lies outside gets
             that number.
         """
-        width, held = numel(self.slot.info.shape[1:]), self.part.stop - self.part.start
+        width, held = prod(self.slot.info.shape[1:]), self.part.stop - self.part.start
         element, count = rows * width + self.slot.start, (self.stop - self.start) // width
         within = element % self.shard_numel - self.part.start
         found = (element // self.shard_numel * held + within - self.start) // width
@@ -322,7 +322,7 @@ def _layout(members: Sequence[ParamInfo], limit: int, *, cuts: bool, align: int)
     step = align if shards > 1 else 1
     is_cut, largest = False, max(slots, key=lambda slot: slot.stop - slot.start)
     if cuts and first.trains and start > limit >= start - (largest.stop - largest.start):
-        width = numel(largest.info.shape[1:])
+        width = prod(largest.info.shape[1:])
         padding = -start % (shards * lcm(step, width))
         if largest.start % width == 0 and padding * _ROWS_OF_PADDING <= start:
             step, is_cut = lcm(step, width), True
@@ -335,7 +335,7 @@ def _fits(members: Sequence[ParamInfo], limit: int) -> bool:
 
     If more parameters shared it, they would wait for the largest, and it for them.
     """
-    sizes, shards = [numel(info.shape) for info in members], members[0].placement.shard.size
+    sizes, shards = [prod(info.shape) for info in members], members[0].placement.shard.size
     return sum(sizes) <= limit or (sum(sizes) - max(sizes)) * max(shards, _SMALL_PARTS) <= limit
 
 
@@ -371,7 +371,7 @@ def plan_buckets(
     most = bucket_elements if part_elements is None else part_elements
 
     def is_cut(members: Sequence[ParamInfo]) -> bool:
-        is_large = cuts and sum(numel(member.shape) for member in members) > most
+        is_large = cuts and sum(prod(member.shape) for member in members) > most
         return is_large and _layout(members, most, cuts=cuts, align=align).part_count > 1
 
     def may_share(last: list[ParamInfo], info: ParamInfo) -> bool:

@@ -9,7 +9,8 @@ from operator import eq, ge
 import torch
 from torch import Tensor
 
-from megazero.comm.memory import Arena, address_of
+from megazero.comm.backend import address_of
+from megazero.comm.memory import Arena
 
 
 class BufferPool:

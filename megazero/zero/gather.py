@@ -31,7 +31,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 from torch.utils.hooks import RemovableHandle
 
-from megazero.comm.memory import storage_of
+from megazero.comm.backend import storage_of
 from megazero.zero.bucket import Bucket, ShardingPolicy, Slot
 from megazero.zero.gather_buffers import GatherBuffers
 from megazero.zero.saved_weights import SavingForward

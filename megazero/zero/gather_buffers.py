@@ -32,8 +32,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
+from megazero.comm.backend import storage_of
 from megazero.comm.collectives import Pending, all_gather, wait_all
-from megazero.comm.memory import storage_of
 from megazero.parallel_state import Axis
 from megazero.zero.bucket import Bucket, BucketLayout, ShardingPolicy
 from megazero.zero.buffer_pool import BufferPool

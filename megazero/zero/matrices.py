@@ -20,13 +20,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from heapq import heapify, heapreplace
+from math import prod
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from megazero.comm.collectives import Pending, exchange, gather_objects, wait_all
-from megazero.layers.spec import numel
 from megazero.parallel_state import Axis, ParallelState
 from megazero.zero.bucket import Bucket, BucketLayout, Interval, ShardingPolicy, Slot, in_order_of_use, intersect
 from megazero.zero.optimizer import MOMENTUM, MatrixRecipe, ShardedOptimizer
@@ -260,7 +260,7 @@ class MatrixStepper:
                 for slot in bucket.layout.slots if row_factors else ():
                     rows, shared = row_factors.get(slot.info.name), intersect(slot.interval, run)
                     if rows is not None and shared is not None:
-                        width, first = numel(slot.info.shape) // len(rows), shared.start - slot.start
+                        width, first = prod(slot.info.shape) // len(rows), shared.start - slot.start
                         top, stop = first // width, -(-(first + shared.size) // width)  # rows that this shard touches
                         each = rows[top:stop].to(weights.device).repeat_interleave(width)[first - top * width :]
                         part = weights[shared.start - run.start : shared.stop - run.start]

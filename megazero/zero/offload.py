@@ -16,7 +16,8 @@ from typing import Final
 
 import torch
 
-from megazero.comm.collectives import agree, gather_objects
+from megazero.comm.agreement import agree
+from megazero.comm.collectives import gather_objects
 from megazero.config.schema import OffloadConfig
 from megazero.launchers import cores_of_rank
 from megazero.parallel_state import Axis

@@ -10,16 +10,17 @@ all_gather_weights    weight shards -> full weights, unless they stay sharded; a
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from math import prod
 from typing import TypeAlias
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 
-from megazero.comm.collectives import agree, broadcast, largest, runs_by_itself
+from megazero.comm.agreement import agree
+from megazero.comm.collectives import broadcast, largest, runs_by_itself
 from megazero.comm.memory import StorageError
 from megazero.config.schema import ZeroConfig
-from megazero.layers.spec import numel
 from megazero.parallel_state import Axis, ParallelState
 from megazero.registry import added
 from megazero.zero.bucket import Bucket, BucketLayout, ParamInfo, ShardingPolicy, intersect, plan_buckets
@@ -82,7 +83,7 @@ class ShardedParameters:
         by_unit = policy.zero_stage == 3 and (shards > 1 or zero.offload.parameters != "none")
         infos = _describe_parameters(units, described, policy, zero)
         cuts = policy.zero_stage >= 2 and (shards > 1 or zero.offload.optimizer != "none")
-        self.sizes = self._sizes(zero, sum(numel(info.shape) for info in infos), world, cuts=cuts)
+        self.sizes = self._sizes(zero, sum(prod(info.shape) for info in infos), world, cuts=cuts)
         chunks = [UnitPlace(unit.chunk, unit.beside) for unit in units]
         ahead = zero.prefetch_bytes // policy.dtype.itemsize
 
@@ -334,7 +335,7 @@ def _describe_parameters(
         shape, index, trains = tuple(one.parameter.shape), min(used_by), one.parameter.requires_grad
         placement = one.placement or policy.placement
         is_alone = one.spec.buffer or (placement.shard.size == 1 and zero.offload.parameters == "none")
-        is_small = numel(shape) <= zero.persistent_elements or (len(shape) == 1 and index in in_fp8)
+        is_small = prod(shape) <= zero.persistent_elements or (len(shape) == 1 and index in in_fp8)
         persistent = policy.zero_stage == 3 and (is_alone or is_small)
         alone = not persistent and (len(used_by) > 1 or units[index].spans_others)
         chunk = units[index].chunk

@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
 
 from torch import Tensor
 
-from megazero.comm.collectives import LostPeerError, agree, gather_objects
+from megazero.comm.agreement import agree
+from megazero.comm.collectives import LostPeerError, gather_objects
 from megazero.comm.memory import Arena, copier_on
 from megazero.config.schema import PrecisionConfig, ZeroConfig
 from megazero.layers.linear import WeightGradQueue

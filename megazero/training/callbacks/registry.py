@@ -8,7 +8,8 @@ from inspect import signature
 from pathlib import Path
 from typing import TypeVar
 
-from megazero.comm.collectives import LostPeerError, Worker
+from megazero.comm.agreement import Worker
+from megazero.comm.collectives import LostPeerError
 from megazero.config import ConfigError, RunConfig
 from megazero.engine import Position
 from megazero.registry import Registry, added, closest

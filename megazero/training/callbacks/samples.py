@@ -16,7 +16,8 @@ from typing import NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
-from megazero.comm.collectives import all_reduce, from_first, in_thread, largest, seconds_between_meetings
+from megazero.comm.agreement import in_thread, seconds_between_meetings
+from megazero.comm.collectives import all_reduce, from_first, largest
 from megazero.data.tokenizer import Tokenizer, load_tokenizer
 from megazero.layers.vocabulary import IGNORED_LABEL
 from megazero.models.gpt import MicroBatch

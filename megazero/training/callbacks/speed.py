@@ -16,7 +16,7 @@ from typing import NamedTuple, TypeVar
 import torch
 from torch._C._distributed_c10d import PrefixStore, Store
 
-from megazero.comm.collectives import in_thread
+from megazero.comm.agreement import in_thread
 from megazero.config import ResolvedRun
 from megazero.config.schema import LoggingConfig
 from megazero.data.sampler import SampleStream
