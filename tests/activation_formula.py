@@ -200,7 +200,7 @@ def head_bytes(head: Head, size: MicroBatchSize, *, keeps_logits: bool) -> int:
     rows, hidden = head.output.weight.shape
     of_norm = size.own_tokens * hidden * size.itemsize + norm_bytes(head.norm, size)
     numbers = size.tokens * (_INT64 + 2 * _BOOL + 2 * _FP32)
-    chunk = max(1, head.output.logits_bytes // (rows * size.itemsize))
+    chunk = max(1, head.output.logits.most_bytes // (rows * size.itemsize))
     logits = size.tokens * rows * size.itemsize if keeps_logits and chunk >= size.tokens else 0
     return of_norm + size.tokens * hidden * size.itemsize + numbers + logits
 

@@ -35,7 +35,7 @@ from megazero.checkpoint.index import CheckpointError, DamagedError
 from megazero.deepspeed.full_params import gathered_parameters
 from megazero.engine import NonFiniteError
 from megazero.layers.linear import ColumnParallelLinear, RowParallelLinear
-from megazero.layers.spec import NamedRows
+from megazero.layers.spec import LinearSpec, NamedRows
 from megazero.parallel_state import ParallelState, RankGrid
 from megazero.pipe import LayerSpec, PipelineModule, TiedLayerSpec
 from megazero.zero.buffer_pool import BufferPool
@@ -989,12 +989,9 @@ class ParallelMlp(nn.Module):
     def __init__(self, state: ParallelState, values: nn.Module) -> None:
         super().__init__()
         tp = state.tp
-        self.up = ColumnParallelLinear(
-            (NamedRows("up.weight", HIDDEN),), WIDTH, tp, bias_sections=(NamedRows("up.bias", HIDDEN),)
-        )
-        self.down = RowParallelLinear(
-            NamedRows("down.weight", OUT), HIDDEN, tp, bias_section=NamedRows("down.bias", OUT)
-        )
+        up = LinearSpec((NamedRows("up.weight", HIDDEN),), WIDTH, (NamedRows("up.bias", HIDDEN),))
+        down = LinearSpec((NamedRows("down.weight", OUT),), HIDDEN, (NamedRows("down.bias", OUT),))
+        self.up, self.down = ColumnParallelLinear(up, tp), RowParallelLinear(down, tp)
         with torch.no_grad():  # a script fills its part: the layers have no values of their own
             self.up.weight.copy_(values.first.weight.chunk(tp.size)[tp.index])
             self.up.bias.copy_(values.first.bias.chunk(tp.size)[tp.index])

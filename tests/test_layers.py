@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -24,10 +25,11 @@ from megazero.layers.linear import ColumnParallelLinear, RowParallelLinear, Weig
 from megazero.layers.mlp import GELU_TANH, SILU, gated
 from megazero.layers.norm import rms_norm
 from megazero.layers.sample_part import SamplePart, TokenLayout, part_of
-from megazero.layers.spec import Initializer, NamedRows, ParamSpec, rows_spec
+from megazero.layers.spec import Initializer, LinearSpec, NamedRows, ParamSpec, rows_spec
 from megazero.layers.tp_overlap import Overlap, Pieces, Symmetric, hide_exchanges, overlap_of
 from megazero.layers.vocabulary import (
     IGNORED_LABEL,
+    Logits,
     VocabParallelEmbedding,
     VocabParallelHead,
     grad_logits_of,
@@ -76,31 +78,15 @@ def _part(x: Tensor, tp: Axis, cut: bool, dim: int = 0) -> Tensor:
     return x.chunk(tp.size, dim)[tp.index].clone() if cut else x.clone()
 
 
-def _linear_pair(rank: int, world: int, exchange: str, whole_between: bool, wgrad_queue: bool) -> dict[str, Any]:
+def _linear_pair(rank: int, world: int, exchange: str, wgrad_queue: bool) -> dict[str, Any]:
     """column -> gelu -> row, forward and backward; whole tensors of what each rank saw."""
     tp = ParallelState(RankGrid(tp=world), rank).tp
     waiting, sequence_parallel = WeightGradQueue() if wgrad_queue else None, exchange != "replicated"
     init = Initializer("normal", 0.3)
-    column = ColumnParallelLinear(
-        (NamedRows("column", OUT),),
-        HIDDEN,
-        tp,
-        bias_sections=(NamedRows("column.bias", OUT),),
-        sequence_parallel=sequence_parallel,
-        gather_output=whole_between,
-        init=init,
-        wgrad_queue=waiting,
-    )
-    row = RowParallelLinear(
-        NamedRows("row", HIDDEN),
-        OUT,
-        tp,
-        bias_section=NamedRows("row.bias", HIDDEN),
-        sequence_parallel=sequence_parallel,
-        scatter_input=whole_between,
-        init=init,
-        wgrad_queue=waiting,
-    )
+    into = LinearSpec((NamedRows("column", OUT),), HIDDEN, (NamedRows("column.bias", OUT),), init)
+    onto = LinearSpec((NamedRows("row", HIDDEN),), OUT, (NamedRows("row.bias", HIDDEN),), init)
+    column = ColumnParallelLinear(into, tp, sequence_parallel=sequence_parallel, wgrad_queue=waiting)
+    row = RowParallelLinear(onto, tp, sequence_parallel=sequence_parallel, wgrad_queue=waiting)
     for module in (column, row):
         _fill(module, tp)
         if exchange in OVERLAPS:
@@ -123,13 +109,10 @@ def _linear_pair(rank: int, world: int, exchange: str, whole_between: bool, wgra
 
 
 @pytest.mark.parametrize("wgrad_queue", [False, True], ids=["at once", "deferred"])
-@pytest.mark.parametrize("whole_between", [False, True], ids=["cut between", "whole between"])
 @pytest.mark.parametrize("exchange", ["replicated", "sequence", *OVERLAPS])
 @pytest.mark.parametrize("world", [1, 2])
-def test_a_column_and_a_row_layer_equal_plain_linear_layers(
-    world: int, exchange: str, whole_between: bool, wgrad_queue: bool
-) -> None:
-    results = run_world(world, _linear_pair, world, exchange, whole_between, wgrad_queue)
+def test_a_column_and_a_row_layer_equal_plain_linear_layers(world: int, exchange: str, wgrad_queue: bool) -> None:
+    results = run_world(world, _linear_pair, world, exchange, wgrad_queue)
     sequence_parallel = exchange != "replicated"
     weights = {}
     for name, rows, columns in (("column", OUT, HIDDEN), ("row", HIDDEN, OUT)):
@@ -152,7 +135,7 @@ def test_a_column_and_a_row_layer_equal_plain_linear_layers(
     torch.testing.assert_close(joined("column", 0, True), weights["column"].grad, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(joined("row", 1, True), weights["row"].grad, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(joined("bias", 0, True), bias.grad, rtol=1e-5, atol=1e-5)
-    if world > 1 and sequence_parallel and not whole_between:
+    if world > 1 and sequence_parallel:
         half = 4 * SEQ * BATCH * HIDDEN // 2  # an exchange's bytes: three gathers, of which two are the backward's
         assert results[0]["sent"] == {"all_gather": 3 * half, "reduce_scatter": 2 * half}
 
@@ -172,12 +155,9 @@ def _untied_head(
 ) -> VocabParallelHead:
     """A head that takes `chunk` tokens at a time."""
     rows = -(-vocab // tp.size)
-    head = VocabParallelHead(
-        rows_spec((NamedRows("head", vocab),), hidden, 0, Initializer("normal", 1.0)),
-        tp,
-        sequence_parallel=False,
-        logits_bytes=chunk * rows * dtype.itemsize,
-    )
+    spec = rows_spec((NamedRows("head", vocab),), hidden, 0, Initializer("normal", 1.0))
+    logits = Logits(spec, tp, most_bytes=chunk * rows * dtype.itemsize)
+    head = VocabParallelHead(logits, sequence_parallel=False)
     _fill(head, tp)
     return head.to(dtype)
 
@@ -329,7 +309,8 @@ def test_a_head_gives_the_same_bits_with_kept_logits_and_without_and_in_blocks(
     monkeypatch.setattr(vocabulary, "_CPU_BLOCK_BYTES", 4 * vocab * -(-SEQ * BATCH // blocks))
     for keeps in (None, True, False):
         head = _untied_head(vocab, 2048, Axis("tp"), dtype=dtype)
-        head.keeps_logits, head.cap, head.z_loss_coef = keeps is not False, cap, 0.1 * bool(cap)
+        head.logits = replace(head.logits, cap=cap)
+        head.keeps_logits, head.z_loss_coef = keeps is not False, 0.1 * bool(cap)
         if keeps is None:
             head.statistics_of, head.grad_logits_of = statistics_of, grad_logits_of
         x = _given((SEQ, BATCH, HIDDEN)).to(dtype).requires_grad_()

@@ -7,7 +7,6 @@
     scatter_sequence    reduce-     all-gather
                         scatter
     gather_features     all-gather  slice                 last dimension, for a column-parallel output
-    split_features      slice       all-gather
     exchange_rows       all-to-all  all-to-all            of uneven size: tokens to their experts, and back
 
 The sequence is dimension 0 of [seq, batch, hidden], so that a rank's part of it is contiguous.
@@ -118,11 +117,6 @@ def scatter_sequence(x: Tensor, tp: Axis) -> Tensor:
 def gather_features(x: Tensor, tp: Axis) -> Tensor:
     """Gather [..., out / tp] -> [..., out] on every rank.  Each rank takes its slice of the gradient."""
     return _Differentiable.apply(x, tp, _gather_last, _slice_last) if tp.size > 1 else x
-
-
-def split_features(x: Tensor, tp: Axis) -> Tensor:
-    """Return this rank's slice: [..., in] -> [..., in / tp].  Gradients are gathered."""
-    return _Differentiable.apply(x, tp, _slice_last, _gather_last) if tp.size > 1 else x
 
 
 def _exchange_rows(rows: Tensor, axis: Axis, sends: Counts, receives: Counts) -> Tensor:

@@ -153,24 +153,28 @@ def _own_code(function: Callable[..., Any], name: str) -> Callable[..., Any]:
     return FunctionType(function.__code__.replace(co_name=f"{function.__name__}_{name}"), globals())
 
 
+class FeatureAxes(NamedTuple):
+    """The ranks that split the features of x, as in a row-parallel layer, and of y, as in a column-parallel one."""
+
+    of_x: Axis = WHOLE
+    of_y: Axis = WHOLE
+
+
 class Fp8Product(Product):
     """The two products of a linear layer with quantised factors.
 
     Args:
         scaling: whether a row or a block shares a scale.
         multiply: multiplies quantised factors.
-        forward_axis: the ranks that split the features of x, as in a row-parallel layer.
-        backward_axis: the ranks that split the features of y, as in a column-parallel layer.
+        axes: the ranks that split the features of x and of y.
         name: of the layer within its block; layers of the same name in different blocks share compiled code.
     """
 
-    def __init__(
-        self, scaling: Scaling, multiply: Multiply, forward_axis: Axis, backward_axis: Axis, name: str
-    ) -> None:
+    def __init__(self, scaling: Scaling, multiply: Multiply, axes: FeatureAxes, name: str) -> None:
         self._name = name
         self._block = 0 if scaling == "rowwise" else BLOCK  # 0: a whole row
         self._multiply = multiply
-        self._axes = (WHOLE, WHOLE) if self._block else (forward_axis, backward_axis)
+        self._axes = FeatureAxes() if self._block else axes
         self._functions = maxima, quantise, quantise_alone, quantise_squares if self._block else quantise_alone
         self._maxima, self._quantise, self._quantise_alone, self._quantise_weight = self._functions
 
@@ -184,10 +188,10 @@ class Fp8Product(Product):
         )
 
     def forward(self, x: Tensor, weight: Tensor) -> Tensor:
-        return self._product(x, weight, self._axes[0])
+        return self._product(x, weight, self._axes.of_x)
 
     def backward(self, grad: Tensor, weight: Tensor) -> Tensor:
-        return self._product(grad, weight.t(), self._axes[1])
+        return self._product(grad, weight.t(), self._axes.of_y)
 
     def _product(self, x: Tensor, weight: Tensor, axis: Axis) -> Tensor:
         a, b = x.detach().reshape(-1, x.shape[-1]), weight.detach()
@@ -247,9 +251,8 @@ def use_fp8(block: nn.Module, scaling: Scaling, kernels: Kernels) -> None:
         spec = layer.specs["weight"]
         sections = [rows.rows for rows in spec.names.rows] if spec.split == 0 else [spec.shape[1]]
         _check_sizes(spec, sections, spec.shape[1 if spec.split == 0 else 0], layer.tp.size, scaling)
-        is_column = isinstance(layer, ColumnParallelLinear)
-        axes = (WHOLE, layer.tp) if is_column else (layer.tp, WHOLE)
-        layer.product = Fp8Product(scaling, kernels.multiply, *axes, str(number))
+        axes = FeatureAxes(of_y=layer.tp) if isinstance(layer, ColumnParallelLinear) else FeatureAxes(of_x=layer.tp)
+        layer.product = Fp8Product(scaling, kernels.multiply, axes, str(number))
         layer.specs["weight"] = replace(spec, in_fp8_squares=scaling == "blockwise")
 
 

@@ -30,16 +30,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megazero.comm.autograd import (
-    gather_features,
     reduce_from_tp,
     refuse_second_derivative,
     scatter_sequence,
-    split_features,
     start_gather_sequence,
     start_scatter_sequence,
 )
 from megazero.comm.collectives import Pending, all_reduce
-from megazero.layers.spec import Initializer, NamedRows, bias_spec, drawn_parameter, rows_spec
+from megazero.layers.spec import LinearSpec, ParamSpec, drawn_parameter
 from megazero.parallel_state import Axis
 from megazero.registry import added
 
@@ -335,94 +333,68 @@ def parallel_linear(
     return _ParallelLinear.apply(x, weight, bias, entry, tp, wgrad_queue, product, exchange)
 
 
-class ColumnParallelLinear(nn.Module):
+class _ParallelLayer(nn.Module):
+    """A product of which each rank of an axis has a part, and what it may be given later: other products and exchanges."""
+
+    def __init__(
+        self, specs: dict[str, ParamSpec], tp: Axis, entry: Entry, wgrad_queue: WeightGradQueue | None
+    ) -> None:
+        super().__init__()
+        self.specs, self.tp, self.entry, self.wgrad_queue = specs, tp, entry, wgrad_queue
+        self.product: Product = PLAIN
+        self.exchange: Exchange = gathered
+        self.weight = drawn_parameter(specs["weight"], tp.index, tp.size)
+        self.bias = drawn_parameter(specs["bias"], tp.index, tp.size) if "bias" in specs else None
+
+
+class ColumnParallelLinear(_ParallelLayer):
     """y = x @ W.T + b with W split by rows over tp.  x: [seq, batch, in] -> [seq, batch, out / tp].
 
     Args:
-        sections: the fused outputs (one, or q|k|v, or gate|up), each split over tp by itself.
-        in_features: size of the input.
+        linear: the whole layer.  Each of its fused outputs (q|k|v, or gate|up) is split over tp by itself.
         tp: the tensor-parallel axis.
-        bias_sections: logical names of the biases; empty for none.
         sequence_parallel: x arrives as [seq / tp, batch, in].
-        gather_output: return [seq, batch, out] on every rank.
-        init, transposed: see `ParamSpec`.
         wgrad_queue: takes the weight gradients; None returns them to autograd.
     """
 
     def __init__(
         self,
-        sections: tuple[NamedRows, ...],
-        in_features: int,
+        linear: LinearSpec,
         tp: Axis,
         *,
-        bias_sections: tuple[NamedRows, ...] = (),
         sequence_parallel: bool = False,
-        gather_output: bool = False,
-        init: Initializer | None = None,
-        transposed: bool = False,
         wgrad_queue: WeightGradQueue | None = None,
     ) -> None:
-        super().__init__()
-        self.tp, self.wgrad_queue, self.gather_output = tp, wgrad_queue, gather_output
-        self.product: Product = PLAIN
-        self.exchange: Exchange = gathered
-        self.entry: Entry = "sequence" if sequence_parallel else "replicated"
-        spec = rows_spec(sections, in_features, 0, init or Initializer(), transposed=transposed, matrix=True)
-        self.specs = {"weight": spec}
-        self.weight = drawn_parameter(spec, tp.index, tp.size)
-        if bias_sections:
-            self.specs["bias"] = bias_spec(spec, bias_sections)
-        self.bias = drawn_parameter(self.specs["bias"], tp.index, tp.size) if bias_sections else None
+        super().__init__(linear.params(0), tp, "sequence" if sequence_parallel else "replicated", wgrad_queue)
 
     def forward(self, x: Tensor) -> Tensor:
         how = self.entry, self.tp, self.wgrad_queue, self.product, self.exchange
-        y = parallel_linear(x, self.weight, self.bias, *how)
-        return gather_features(y, self.tp) if self.gather_output else y
+        return parallel_linear(x, self.weight, self.bias, *how)
 
 
-class RowParallelLinear(nn.Module):
+class RowParallelLinear(_ParallelLayer):
     """y = x @ W.T + b with W split by columns over tp.  x: [seq, batch, in / tp] -> [seq, batch, out].
 
     Args:
-        section: the logical tensor.
-        in_features: size of the full input; must be divisible by tp.
+        linear: the whole layer; its `in_features` must be divisible by tp.  The bias is added once, after the sum.
         tp: the tensor-parallel axis.
-        bias_section: logical name of the bias, or None.  It is added once, after the sum.
         sequence_parallel: return [seq / tp, batch, out].
-        scatter_input: x arrives as [seq, batch, in] and is split here.
-        init, transposed: see `ParamSpec`.
         wgrad_queue: takes the weight gradients; None returns them to autograd.
     """
 
     def __init__(
         self,
-        section: NamedRows,
-        in_features: int,
+        linear: LinearSpec,
         tp: Axis,
         *,
-        bias_section: NamedRows | None = None,
         sequence_parallel: bool = False,
-        scatter_input: bool = False,
-        init: Initializer | None = None,
-        transposed: bool = False,
         wgrad_queue: WeightGradQueue | None = None,
     ) -> None:
-        super().__init__()
-        self.tp, self.wgrad_queue, self.scatter_input = tp, wgrad_queue, scatter_input
-        self.product: Product = PLAIN
-        self.exchange: Exchange = gathered  # replaced if y leaves scattered
-        self.entry: Entry = "local"
+        specs = linear.params(1, sum_over_tp=sequence_parallel and tp.size > 1)
+        super().__init__(specs, tp, "local", wgrad_queue)
         self.reduce = scatter_sequence if sequence_parallel else reduce_from_tp
-        spec = rows_spec((section,), in_features, 1, init or Initializer(), transposed=transposed, matrix=True)
-        self.specs = {"weight": spec}
-        self.weight = drawn_parameter(spec, tp.index, tp.size)
-        if bias_section:
-            self.specs["bias"] = bias_spec(spec, (bias_section,), sum_over_tp=sequence_parallel and tp.size > 1)
-        self.bias = drawn_parameter(self.specs["bias"], tp.index, tp.size) if bias_section else None
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.scatter_input:
-            x = split_features(x, self.tp)
         y = parallel_linear(x, self.weight, None, self.entry, self.tp, self.wgrad_queue, self.product, self.exchange)
         y = y if self.entry == "scattered" else self.reduce(y, self.tp)
         return y if self.bias is None else y + self.bias

@@ -310,6 +310,31 @@ def bias_spec(weight: ParamSpec, rows: tuple[NamedRows, ...], *, sum_over_tp: bo
     return rows_spec(rows, None, split, Initializer("zeros"), sum_over_tp=sum_over_tp, decay=False)
 
 
+@dataclass(frozen=True)
+class LinearSpec:
+    """A linear layer of the whole model, y = x @ W.T + b, independent of the cluster.
+
+    Args:
+        rows: names of the outputs: one logical tensor, or several that are fused.
+        in_features: size of x.
+        bias: logical names of the biases; empty for none.  They are initially zero.
+        init: initial values of W.
+        transposed: see `StoredNames`.
+    """
+
+    rows: tuple[NamedRows, ...]
+    in_features: int
+    bias: tuple[NamedRows, ...] = ()
+    init: Initializer = Initializer()
+    transposed: bool = False
+
+    def params(self, split: Literal[0, 1], *, sum_over_tp: bool = False) -> dict[str, ParamSpec]:
+        """Build the specs of "weight", of which TP splits this dimension, and of "bias" with this `sum_over_tp`."""
+        weight = rows_spec(self.rows, self.in_features, split, self.init, transposed=self.transposed, matrix=True)
+        bias = {"bias": bias_spec(weight, self.bias, sum_over_tp=sum_over_tp)} if self.bias else {}
+        return {"weight": weight} | bias
+
+
 def drawn_parameter(spec: ParamSpec, index: int = 0, size: int = 1) -> nn.Parameter:
     """Create a parameter with its initial values.  On the meta device it has none; they are filled in later, shard by
     shard.

@@ -20,6 +20,7 @@ Source: Chowdhery et al. 2022, section 5 (z-loss); Gemma Team 2024, section 2 (s
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
@@ -38,7 +39,7 @@ from megazero.comm.autograd import (
 from megazero.comm.collectives import all_gather
 from megazero.layers.linear import GradientAccumulator, WeightGradQueue, product_t, sum_of_products
 from megazero.layers.sample_part import TokenLayout
-from megazero.layers.spec import Initializer, NamedRows, ParamSpec, drawn_parameter, rows_spec
+from megazero.layers.spec import ParamSpec, drawn_parameter
 from megazero.parallel_state import Axis
 
 
@@ -130,17 +131,16 @@ class _AccumulatedRows(torch.autograd.Function):
 class PositionEmbedding(nn.Module):
     """Learned positions, added to the embeddings.  x: [seq or seq / tp, batch, hidden], unchanged in shape.
 
-    Under sequence parallelism, x is this rank's shard of the sequence.
+    Args:
+        spec: of the weight; `sum_over_tp` if x is this rank's shard of the sequence.
+        tp: the tensor-parallel axis.
     """
 
-    def __init__(
-        self, name: str, seq_len: int, hidden_size: int, tp: Axis, *, sequence_parallel: bool, init: Initializer
-    ) -> None:
+    def __init__(self, spec: ParamSpec, tp: Axis) -> None:
         super().__init__()
-        cut = sequence_parallel and tp.size > 1
-        self.specs = {"weight": rows_spec((NamedRows(name, seq_len),), hidden_size, None, init, sum_over_tp=cut)}
-        self.weight = drawn_parameter(self.specs["weight"])
-        self.part = tp.index if cut else 0
+        self.specs = {"weight": spec}
+        self.weight = drawn_parameter(spec)
+        self.part = tp.index if spec.sum_over_tp else 0
 
     def forward(self, x: Tensor, layout: TokenLayout) -> Tensor:
         first = self.part * x.shape[0]
@@ -282,24 +282,24 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, labels: Tensor, head: VocabParallelHead) -> Tensor:
-        first = head.tp.index * weight.shape[0]
+        first = head.logits.tp.index * weight.shape[0]
         counted = labels != IGNORED_LABEL
         local = labels - first
         here = counted & (local >= 0) & (local < weight.shape[0])
         local = local.where(here, 0)
         loss = x.new_zeros((), dtype=torch.float32)
         sums, label_logits, saved_logits = [], [], None
-        chunks = head.chunks(x, weight)
+        chunks = head.logits.chunks(x, weight)
         for part in chunks:
-            logits = head.logits_of(x[part], weight)
+            logits = head.logits.compute(x[part], weight)
             peak, total, target = head.statistics_of(logits, local[part], here[part])
-            log_sum, target = _over_vocabulary(peak, total, target, head.tp)
+            log_sum, target = _over_vocabulary(peak, total, target, head.logits.tp)
             loss += (log_sum - target).where(counted[part], 0.0).sum()
             sums.append(log_sum)
             label_logits.append(target)
             if head.z_loss_coef:
                 head.z_sum += head.z_loss_coef * log_sum.square().where(counted[part], 0.0).sum().double()
-            if head.keeps_logits and len(chunks) == 1 and not (head.cap and logits.dtype == torch.float32):
+            if head.keeps_logits and len(chunks) == 1 and not (head.logits.cap and logits.dtype == torch.float32):
                 saved_logits = _kept_form(logits, peak, log_sum)
             del logits  # free them before the next chunk's logits
         ctx.save_for_backward(x, weight, local, here, counted, torch.cat(sums), torch.cat(label_logits), saved_logits)
@@ -314,7 +314,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         x, weight, *_ = saved
         grad_x = torch.empty_like(x)
         factors: Iterable[tuple[Tensor, Tensor]] = _grad_logits_by_chunk(ctx.head, saved, grad, grad_x)
-        if len(ctx.head.chunks(x, weight)) == 1:  # one pair of factors, which a weight in parts may use again
+        if len(ctx.head.logits.chunks(x, weight)) == 1:  # one pair of factors, which a weight in parts may use again
             factors = list(factors)
         if ctx.needs_input_grad[1]:
             queue = ctx.head.wgrad_queue
@@ -338,16 +338,16 @@ def _grad_logits_by_chunk(
     x, weight, local, here, counted, log_sum, target, saved_logits = saved
     scale, of_label = counted * grad, (target - log_sum).exp_()
     weight_of = 1 + 2 * head.z_loss_coef * log_sum
-    chunks = head.chunks(x, weight)
+    chunks = head.logits.chunks(x, weight)
     for part in chunks:
         # Saved logits may be overwritten, because autograd frees them after this.
-        scores = head.logits_of(x[part], weight) if saved_logits is None else saved_logits
-        recomputed = saved_logits is None and (len(chunks) > 1 or head.cap is not None)
+        scores = head.logits.compute(x[part], weight) if saved_logits is None else saved_logits
+        recomputed = saved_logits is None and (len(chunks) > 1 or head.logits.cap is not None)
         are_logits = scores.dtype != torch.float32 or recomputed
         if saved_logits is None and not are_logits:
             scores = _kept_form(scores, head.statistics_of(scores, local, here)[0], log_sum)
         of_tokens = [tensor[part] for tensor in (log_sum, of_label, local, here, scale, weight_of)]
-        grad_logits = head.grad_logits_of(scores, *of_tokens, are_logits=are_logits, cap=head.cap)
+        grad_logits = head.grad_logits_of(scores, *of_tokens, are_logits=are_logits, cap=head.logits.cap)
         del scores
         grad_x[part] = product_t(grad_logits, weight.t())
         yield grad_logits, x[part]
@@ -367,17 +367,47 @@ def _over_vocabulary(peak: Tensor, total: Tensor, target: Tensor, tp: Axis) -> t
     return highest + ((peaks - highest).exp_() * totals).sum(0).log_(), targets.sum(0)
 
 
-class VocabParallelHead(nn.Module):
-    """Logits over the vocabulary and their cross-entropy.
+@dataclass(frozen=True)
+class Logits:
+    """How a rank computes the logits of its rows of the vocabulary.
 
     Args:
         spec: of the weight.
         tp: the tensor-parallel axis.
+        cap: see `soft_cap`; None for no cap.
+        most_bytes: maximum for the logits of one chunk.
+    """
+
+    spec: ParamSpec
+    tp: Axis
+    cap: float | None = None
+    most_bytes: int = LOGITS_BYTES
+
+    def chunks(self, x: Tensor, weight: Tensor) -> list[slice]:
+        """Split the tokens of x, [tokens, hidden], into chunks.  The same on every TP rank."""
+        return token_chunks(x.shape[0], weight.shape[0] * weight.element_size(), self.most_bytes)
+
+    def compute(self, x: Tensor, weight: Tensor) -> Tensor:
+        """Compute the logits of this rank's rows, without autograd; padded rows get probability 0.  [tokens, hidden] ->
+        [tokens, rows].
+        """
+        logits = product_t(x, weight)
+        if self.cap is not None:
+            logits = soft_cap(logits, self.cap)
+        real_rows = max(0, min(weight.shape[0], self.spec.shape[0] - self.tp.index * weight.shape[0]))
+        if real_rows < weight.shape[0]:
+            logits[:, real_rows:] = float("-inf")
+        return logits
+
+
+class VocabParallelHead(nn.Module):
+    """Logits over the vocabulary and their cross-entropy.
+
+    Args:
+        logits: how they are computed.
+        tied: the embedding's parameter, if this rank holds it and the weights are tied; None creates a parameter.
+        wgrad_queue: takes the gradient of a weight that is not `tied`; None returns it to autograd.
         sequence_parallel: the input is [seq / tp, batch, hidden].
-        weight: the embedding's parameter, if this rank holds it and the weights are tied; None creates a parameter.
-        wgrad_queue: takes the weight gradient, unless `weight` is given; None returns it to autograd.
-        logits_bytes: maximum for the logits of one chunk.
-        cap: of the logits, see `soft_cap`; None for no cap.
 
     Attributes:
         z_loss_coef: coefficient of the z-loss, which the backward adds to the gradient.
@@ -387,17 +417,14 @@ class VocabParallelHead(nn.Module):
 
     def __init__(
         self,
-        spec: ParamSpec,
-        tp: Axis,
+        logits: Logits,
+        tied: nn.Parameter | None = None,
+        wgrad_queue: WeightGradQueue | None = None,
         *,
         sequence_parallel: bool,
-        weight: nn.Parameter | None = None,
-        wgrad_queue: WeightGradQueue | None = None,
-        logits_bytes: int = LOGITS_BYTES,
-        cap: float | None = None,
     ) -> None:
         super().__init__()
-        self.tp, self.vocab_size, self.logits_bytes, self.cap = tp, spec.shape[0], logits_bytes, cap
+        self.logits, tp = logits, logits.tp
         self.keeps_logits = True
         self.z_loss_coef = 0.0
         self.z_sum: float | Tensor = 0.0
@@ -405,9 +432,9 @@ class VocabParallelHead(nn.Module):
         self.statistics_of: Any = statistics_by_blocks
         self.grad_logits_of: Any = grad_logits_by_blocks
         self.enter = gather_sequence if sequence_parallel else copy_to_tp
-        self.specs = {"weight": spec}
-        self.weight = drawn_parameter(spec, tp.index, tp.size) if weight is None else weight
-        self.wgrad_queue = wgrad_queue if weight is None else None
+        self.specs = {"weight": logits.spec}
+        self.weight = drawn_parameter(logits.spec, tp.index, tp.size) if tied is None else tied
+        self.wgrad_queue = wgrad_queue if tied is None else None
 
     def forward(self, x: Tensor, labels: Tensor | None) -> Tensor:
         """Compute the loss, summed over counted tokens (fp32), or without labels the logits, [seq, batch, vocab].
@@ -420,25 +447,10 @@ class VocabParallelHead(nn.Module):
 
         Raises: IndexError: a label is outside of the vocabulary; see `check_ids`.
         """
-        x = self.enter(x, self.tp)
+        tp, cap, vocab_size = self.logits.tp, self.logits.cap, self.logits.spec.shape[0]
+        x = self.enter(x, tp)
         if labels is None:
-            logits = gather_features(F.linear(x, self.weight), self.tp)[..., : self.vocab_size]
-            return logits if self.cap is None else (logits.float() / self.cap).tanh().mul(self.cap).to(logits.dtype)
-        check_ids(labels.where(labels != IGNORED_LABEL, 0), self.vocab_size, "label")
+            logits = gather_features(F.linear(x, self.weight), tp)[..., :vocab_size]
+            return logits if cap is None else (logits.float() / cap).tanh().mul(cap).to(logits.dtype)
+        check_ids(labels.where(labels != IGNORED_LABEL, 0), vocab_size, "label")
         return _LinearCrossEntropy.apply(x.flatten(0, 1), self.weight, labels.flatten(), self)
-
-    def chunks(self, x: Tensor, weight: Tensor) -> list[slice]:
-        """Split the tokens of x, [tokens, hidden], into chunks.  The same on every TP rank."""
-        return token_chunks(x.shape[0], weight.shape[0] * weight.element_size(), self.logits_bytes)
-
-    def logits_of(self, x: Tensor, weight: Tensor) -> Tensor:
-        """Compute the logits of this rank's rows, without autograd; padded rows get probability 0.  [tokens, hidden] ->
-        [tokens, rows].
-        """
-        logits = product_t(x, weight)
-        if self.cap is not None:
-            logits = soft_cap(logits, self.cap)
-        real_rows = max(0, min(weight.shape[0], self.vocab_size - self.tp.index * weight.shape[0]))
-        if real_rows < weight.shape[0]:
-            logits[:, real_rows:] = float("-inf")
-        return logits

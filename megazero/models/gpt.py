@@ -28,8 +28,14 @@ from megazero.layers.linear import ColumnParallelLinear, RowParallelLinear, Weig
 from megazero.layers.mlp import GELU, Gated, SwiGLU
 from megazero.layers.norm import HeadNorm, Heads, LayerNorm, RMSNorm, WidthNorm
 from megazero.layers.sample_part import SamplePart, TokenLayout
-from megazero.layers.spec import Initializer, NamedRows, ParamSpec, rows_spec
-from megazero.layers.vocabulary import LOGITS_BYTES, PositionEmbedding, VocabParallelEmbedding, VocabParallelHead
+from megazero.layers.spec import Initializer, LinearSpec, NamedRows, ParamSpec, rows_spec
+from megazero.layers.vocabulary import (
+    LOGITS_BYTES,
+    Logits,
+    PositionEmbedding,
+    VocabParallelEmbedding,
+    VocabParallelHead,
+)
 from megazero.models.activation_config import Region
 from megazero.models.config import ModelConfig
 from megazero.models.registry import FAMILIES
@@ -79,7 +85,7 @@ class BuildContext:
         wgrad_queue: takes the weight gradients; None returns them to autograd.
         dtype: of activations.
         context: attention for samples that are split over ranks or hold several documents; None if there are none.
-        logits_bytes: maximum for the logits of a chunk, see `VocabParallelHead`.
+        logits_bytes: maximum for the logits of a chunk, see `Logits`.
         ep: the axis over which experts are distributed.
     """
 
@@ -151,6 +157,11 @@ class BuildContext:
         model, rows = self.model, NamedRows(name, self.model.vocab_size)
         return rows_spec((rows,), model.hidden_size, 0, self.init, tied=bool(model.tie_embeddings))
 
+    def positions(self, name: str) -> ParamSpec:
+        """Build the spec of learned positions."""
+        rows, model = (NamedRows(name, self.model.seq_len),), self.model
+        return rows_spec(rows, model.hidden_size, None, self.init, sum_over_tp=self._cuts_sequence)
+
     def column(
         self,
         weight: tuple[NamedRows, ...],
@@ -160,15 +171,10 @@ class BuildContext:
         transposed: bool = False,
     ) -> ColumnParallelLinear:
         """Build a projection into a block, from the hidden size unless `in_features` says otherwise."""
+        init = Initializer("normal", self._matrix_std)
+        linear = LinearSpec(weight, in_features or self.model.hidden_size, bias, init, transposed)
         return ColumnParallelLinear(
-            weight,
-            in_features or self.model.hidden_size,
-            self.tp,
-            bias_sections=bias,
-            sequence_parallel=self.sequence_parallel,
-            init=Initializer("normal", self._matrix_std),
-            transposed=transposed,
-            wgrad_queue=self.wgrad_queue,
+            linear, self.tp, sequence_parallel=self.sequence_parallel, wgrad_queue=self.wgrad_queue
         )
 
     def experts(self, prefix: str, keys: tuple[str, str, str], shared: SwiGLU | None = None) -> MixtureOfExperts:
@@ -203,15 +209,9 @@ class BuildContext:
         self, weight: NamedRows, in_features: int, bias: NamedRows | None = None, *, transposed: bool = False
     ) -> RowParallelLinear:
         """Build a projection back to the residual stream.  Its initial values shrink with depth (Radford et al. 2019)."""
+        linear = LinearSpec((weight,), in_features, () if bias is None else (bias,), self._onto_residual, transposed)
         return RowParallelLinear(
-            weight,
-            in_features,
-            self.tp,
-            bias_section=bias,
-            sequence_parallel=self.sequence_parallel,
-            init=self._onto_residual,
-            transposed=transposed,
-            wgrad_queue=self.wgrad_queue,
+            linear, self.tp, sequence_parallel=self.sequence_parallel, wgrad_queue=self.wgrad_queue
         )
 
     def attention(
@@ -392,9 +392,7 @@ class Embedding(nn.Module):
         )
         self.positions: PositionEmbedding | None = None
         if positions is not None:
-            self.positions = PositionEmbedding(
-                positions, model.seq_len, model.hidden_size, context.tp, sequence_parallel=cut, init=context.init
-            )
+            self.positions = PositionEmbedding(context.positions(positions), context.tp)
         self.dropout = context.dropout("embedding")
 
     def forward(self, tokens: Tensor, layout: TokenLayout) -> Tensor:
@@ -427,15 +425,9 @@ class Head(nn.Module):
     def __init__(self, context: BuildContext, norm: nn.Module, name: str, tied_weight: nn.Parameter | None) -> None:
         super().__init__()
         self.norm = norm
-        self.output = VocabParallelHead(
-            context.vocabulary(name),
-            context.tp,
-            sequence_parallel=context.sequence_parallel,
-            weight=tied_weight,
-            wgrad_queue=context.wgrad_queue,
-            logits_bytes=context.logits_bytes,
-            cap=context.model.final_logit_softcapping,
-        )
+        cap, queue = context.model.final_logit_softcapping, context.wgrad_queue
+        logits = Logits(context.vocabulary(name), context.tp, cap, context.logits_bytes)
+        self.output = VocabParallelHead(logits, tied_weight, queue, sequence_parallel=context.sequence_parallel)
 
     def forward(self, x: Tensor, labels: Tensor | None) -> Tensor:
         """Compute the fp32 sum of losses over counted tokens, or logits if labels is None.  x: [seq or seq / tp, batch,

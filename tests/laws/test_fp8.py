@@ -33,7 +33,7 @@ from megazero.engine import Engine
 from megazero.engine.phases import Position
 from megazero.layers.fp8 import BLOCK, EMULATED, Quantised, dequantise, emulated, quantise_alone, use_fp8
 from megazero.layers.linear import ColumnParallelLinear, RowParallelLinear
-from megazero.layers.spec import NamedRows
+from megazero.layers.spec import LinearSpec, NamedRows
 
 TOLERANCE = 1e-5  # as without fp8
 SMALL = LLAMA | {"num_layers": 3, "seq_len": 8, "tie_embeddings": False}
@@ -208,8 +208,8 @@ def _factors(rank: int, tp: int, scaling: str) -> list[Quantised]:
     axis = state_on(rank, run_of(tp, model={"num_kv_heads": 4}, parallel={"tp": tp})).tp
     spread = torch.logspace(0, -6, 512)  # one rank's elements are too small for the scale of another's
     x, dy = torch.randn(2, 8, 4, 512, generator=torch.Generator().manual_seed(1)) * spread
-    column = ColumnParallelLinear((NamedRows("q", 512),), 512, axis)
-    row = RowParallelLinear(NamedRows("o", 512), 512, axis)
+    column = ColumnParallelLinear(LinearSpec((NamedRows("q", 512),), 512), axis)
+    row = RowParallelLinear(LinearSpec((NamedRows("o", 512),), 512), axis)
     for layer in (column, row):
         use_fp8(layer, scaling, EMULATED._replace(multiply=multiply))  # type: ignore[arg-type]
     column.weight.data *= spread.chunk(tp)[rank][:, None]

@@ -16,7 +16,7 @@ from worlds import LLAMA, LR, engine_on, micro_batches, on_one_state, run_of, st
 from megazero.config import ResolvedRun
 from megazero.engine import Engine
 from megazero.layers.spec import Initializer, NamedRows, rows_spec
-from megazero.layers.vocabulary import VocabParallelHead
+from megazero.layers.vocabulary import Logits, VocabParallelHead
 from megazero.models.gpt import MicroBatch
 from megazero.parallel_state import Axis
 
@@ -365,7 +365,7 @@ def test_the_passes_over_16_bit_logits_take_the_logits_and_two_blocks(keeps: boo
     """Forward and backward, not compiled; kept between them are the logits, or some numbers for each token."""
     tokens, vocab, hidden = 1024, 8192, 16
     spec = rows_spec((NamedRows("head", vocab),), hidden, 0, Initializer())
-    head = VocabParallelHead(spec, Axis("tp"), sequence_parallel=False).bfloat16()
+    head = VocabParallelHead(Logits(spec, Axis("tp")), sequence_parallel=False).bfloat16()
     head.keeps_logits = keeps
     torch.nn.init.normal_(head.weight)
     head.weight.grad = torch.zeros_like(head.weight)
