@@ -111,24 +111,25 @@ class NameIn:
 
 @dataclass(frozen=True)
 class ActsWhere:
-    """Beside a type in `Annotated`: the key has an effect only where another key has one of some values.
+    """An annotation of a key's type: the key has an effect only if another key has one of certain values.
 
     Args:
-        keys: the other key, as "section.key" or "world_size"; of several, with spaces between them, one is enough.
-        values: its values; a function of the run where names decide; () for every number above `above`, true, or a text.
-        why: says why it has no effect elsewhere.
+        keys: the other key, as "section.key" or "world_size"; one of several keys, separated by spaces, is enough.
+        values: these values, or a function of the run that returns them; () stands for every number above `above`, for
+            true, and for every text.
+        why: why the key has no effect otherwise.
         above: see `values`.
-        told: it is noted, not refused, whatever the values: an override may switch the other key off for a while.
+        is_noted: a set key without effect is noted, never refused: an override may switch the other key off for a while.
     """
 
     keys: str
     values: tuple[object, ...] | Callable[[Any], tuple[object, ...]]
     why: str
     above: int = 0
-    told: bool = False
+    is_noted: bool = False
 
     def values_in(self, run: Any) -> tuple[object, ...]:
-        """Give the values; a run says which names there are, and what they read."""
+        """Return the values.  A run decides which names exist, and what they read."""
         return self.values(run) if callable(self.values) else self.values
 
     def holds(self, found: object, run: Any) -> bool:

@@ -8,7 +8,7 @@ import torch
 from typer.testing import CliRunner
 
 from megazero.cli.commands import app
-from megazero.plan.calibration import Calibration, OperatorTable, Product, read_calibration, write_calibration
+from megazero.plan.calibration import Calibration, MeasuredProduct, OperatorTable, read_calibration, write_calibration
 from megazero.plan.cluster import Cluster, cluster_of
 from megazero.plan.collective_times import GroupLink
 from megazero.plan.devices import DEVICES, NETWORKS, Device, Link
@@ -55,7 +55,7 @@ def _calibration() -> Calibration:
     link = Link("memory", 1e10, 1e-5)
     device = Device("cpu", 10, {"bf16": 1e11, "fp32": 1e11}, 1e10, 1e10, link)
     table = OperatorTable(
-        (Product("fp32", 64, 64, 64, 1e-5),), {"aten.add.Tensor": ((100.0, 1e-6), (400.0, 4e-6))}, 1e-5
+        (MeasuredProduct("fp32", 64, 64, 64, 1e-5),), {"aten.add.Tensor": ((100.0, 1e-6), (400.0, 4e-6))}, 1e-5
     )
     collectives = {"all_reduce 2": ((10.0, 1e-3),)}
     return Calibration(device, 2, link, table, collectives, (0.04, 0.05))

@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 from megazero.cli.commands import app
 from megazero.config import load_config
 from megazero.plan.cluster import cluster_of
-from megazero.plan.correction import Kept, add_measured, ratio_in, read_kept, shape_of
+from megazero.plan.correction import SavedPlan, add_measured, ratio_in, read_plan, shape_of
 from megazero.plan.report import Assumptions, plan_of
 from megazero.plan.search import Judge
 from megazero.plan.step_time import step_time_of
@@ -131,7 +131,7 @@ def test_a_search_overwrites_only_what_a_search_wrote(file: Path) -> None:
     before = file.read_bytes()
     status, _, err = _plan(file, "--gpu", "h100", "--gpus", 2, "--search", "--write", file)
     assert (status, file.read_bytes()) == (2, before)
-    assert "is a file that no search has written" in err
+    assert "no search has written it" in err
 
 
 def test_what_does_not_fit_is_refused_with_what_would(file: Path) -> None:
@@ -174,8 +174,8 @@ def test_a_search_plays_some_micro_batches_for_all(file: Path, words: tuple[str,
 # ---- step 10
 
 
-def _kept(run_shape: Mapping[str, object], device: str = "h100") -> Kept:
-    return Kept(run_shape, device, seconds=2.0, peak=4 * 2**30, sent={"dp": 100})
+def _kept(run_shape: Mapping[str, object], device: str = "h100") -> SavedPlan:
+    return SavedPlan(run_shape, device, seconds=2.0, peak=4 * 2**30, sent={"dp": 100})
 
 
 def test_a_plan_of_the_same_shape_is_compared(file: Path) -> None:
@@ -205,12 +205,12 @@ def test_the_measured_ratio_corrects_plans_of_that_device(file: Path, tmp_path: 
     for ratio in (float("nan"), "1"):
         (damaged := tmp_path / "damaged.json").write_text(json.dumps(written | {"measured": {"seconds_ratio": ratio}}))
         with pytest.raises(ValueError, match="is no plan"):
-            read_kept(damaged)
+            read_plan(damaged)
     again = tmp_path / "again.json"
     assert _plan(file, "--gpu", "h100", "--gpus", 2, "--json", again, "--corrected-by", kept)[0] == 0
-    before = read_kept(kept)
+    before = read_plan(kept)
     assert before.ratio == 1.5
-    assert read_kept(again) == replace(before, seconds=pytest.approx(1.5 * before.seconds), ratio=None)
+    assert read_plan(again) == replace(before, seconds=pytest.approx(1.5 * before.seconds), ratio=None)
 
 
 @pytest.mark.parametrize("text", ["garbage", "[" * 100_000, '{"cluster": [], "measured": []}'])
@@ -218,7 +218,7 @@ def test_a_damaged_plan_is_an_error_of_one_line(text: str, tmp_path: Path) -> No
     path = tmp_path / "plan.json"
     path.write_text(text)
     with pytest.raises(ValueError, match=r"plan\.json is no plan"):
-        read_kept(path)
+        read_plan(path)
 
 
 def test_a_run_says_at_step_10_that_it_sent_what_was_planned(file: Path, tmp_path: Path) -> None:

@@ -12,9 +12,9 @@ from megazero.config import ConfigError, ResolvedRun, load_config
 from megazero.config.document import save_config
 from megazero.config.load import resolve
 from megazero.models.registry import FAMILIES
-from megazero.plan.choices import Bounds, Choice, Relief, Space, config_of, groups_in, space_of
+from megazero.plan.choices import Bounds, MemoryOption, ShapeChoice, Space, config_of, groups_in, space_of
 from megazero.plan.cluster import Cluster, cluster_of
-from megazero.plan.search import Found, Judge, Need, base_of, front_of, search
+from megazero.plan.search import Judge, Need, SearchResult, base_of, front_of, search
 
 RUN = """
 [model]
@@ -83,15 +83,15 @@ _SPACE = Space(
     zero_stages=(1, 3),
     gather_policies=("action",),
     shard_groups=(0,),
-    reliefs=tuple(Relief(recompute, offload) for recompute in (0, 1, 3) for offload in ("none", "both")),
+    options=tuple(MemoryOption(recompute, offload) for recompute in (0, 1, 3) for offload in ("none", "both")),
     per_node=4,
 )
 
 
-def _all_runs(base: ResolvedRun, ranks: int) -> Iterator[tuple[Choice, ResolvedRun]]:
+def _all_runs(base: ResolvedRun, ranks: int) -> Iterator[tuple[ShapeChoice, ResolvedRun]]:
     for shape in groups_in(_SPACE, base.config, ranks):
-        for relief in _SPACE.reliefs:
-            choice = replace(shape, relief=relief)
+        for option in _SPACE.options:
+            choice = replace(shape, option=option)
             try:
                 yield choice, resolve(config_of(base.config, choice), ranks)
             except ConfigError:
@@ -104,11 +104,11 @@ def test_the_best_is_that_of_all_choices(base: ResolvedRun, megabytes: float) ->
     cluster = _cluster(megabytes * 1e6)
     judge = _judge(cluster)
     found = search(base, cluster, judge, space=_SPACE)
-    fits: dict[Choice, tuple[float, int]] = {}
+    fits: dict[ShapeChoice, tuple[float, int]] = {}
     for choice, run in _all_runs(base, 8):
         peak = judge.memory(run)[0]
         if peak <= cluster.device.memory_bytes:
-            shape = replace(choice, relief=Relief())
+            shape = replace(choice, option=MemoryOption())
             fits[shape] = min(fits.get(shape, (float("inf"), 0)), (judge.seconds(run), peak))
     assert fits
     expected = sorted(seconds for seconds, _ in fits.values())[:10]
@@ -133,7 +133,7 @@ def _judge(cluster: Cluster) -> PlainJudge:
     return PlainJudge(cluster, cluster.device.peak_flops["bf16"] * cluster.device.product_share)
 
 
-def _found(base: ResolvedRun, megabytes: float, processes: int = 1) -> Found:
+def _found(base: ResolvedRun, megabytes: float, processes: int = 1) -> SearchResult:
     cluster = _cluster(megabytes * 1e6)
     return search(base, cluster, _judge(cluster), space=_SPACE, processes=processes)
 
@@ -148,7 +148,7 @@ def test_every_choice_is_a_run_file(base: ResolvedRun, tmp_path: Path) -> None:
     shapes = list(groups_in(space, base.config, 16))
     tried, wrong = 0, set[str]()
     for index, shape in enumerate(shapes[:: max(1, len(shapes) // 60)]):
-        choice = replace(shape, relief=space.reliefs[index % len(space.reliefs)])
+        choice = replace(shape, option=space.options[index % len(space.options)])
         try:
             run = resolve(config_of(base.config, choice), 16)
         except ConfigError as error:
@@ -159,7 +159,7 @@ def test_every_choice_is_a_run_file(base: ResolvedRun, tmp_path: Path) -> None:
         assert not [line for line in run.notices if "no effect" in line and "activations" not in line]
         tried += 1
     assert tried > 20
-    assert wrong <= {"model", "parallel", "training"}  # sharding and reliefs break no rule
+    assert wrong <= {"model", "parallel", "training"}  # sharding and options break no rule
 
 
 def test_no_bound_is_above_what_it_bounds(base: ResolvedRun) -> None:
@@ -167,11 +167,11 @@ def test_no_bound_is_above_what_it_bounds(base: ResolvedRun) -> None:
     judge = _judge(cluster)
     bounds = Bounds(base, cluster)
     for choice, run in _all_runs(base, 8):
-        assert bounds.seconds(replace(choice, relief=Relief())) <= judge.seconds(run) * (1 + 1e-9), choice
+        assert bounds.seconds(replace(choice, option=MemoryOption())) <= judge.seconds(run) * (1 + 1e-9), choice
 
 
 def test_where_nothing_fits_the_least_need_is_told(base: ResolvedRun) -> None:
-    """It is that of all choices: the one with the smallest state and all reliefs is among those computed."""
+    """It is that of all choices: the one with the smallest state and all options is among those computed."""
     found, judge = _found(base, 0.2), _judge(_cluster(2e5))
     assert (found.best, found.front) == ((), ())
     assert found.counted["too_large"] == found.counted["shapes"] - sum(found.refused.values())

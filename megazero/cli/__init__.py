@@ -5,7 +5,7 @@ import os
 
 def main() -> None:
     """Entry point."""
-    # Where this process has no standard streams, the next file would get such a number, and what a library prints.
+    # Without standard streams, the next file opened would get number 0, 1 or 2, and receive what libraries print.
     while (descriptor := os.open(os.devnull, os.O_RDWR)) < 3:
         os.set_inheritable(descriptor, True)
     os.close(descriptor)

@@ -1,4 +1,4 @@
-"""What the commands share: how an error or a table is printed, and what a run file is checked for."""
+"""Shared by the commands: print errors, tables and progress bars; load and check a run file."""
 
 from __future__ import annotations
 
@@ -27,16 +27,19 @@ if TYPE_CHECKING:
 
 
 class Local(TyperGroup):
-    """Commands that read and write files of this machine; those of checkpoints, and inputs of data, may be URLs, too."""
+    """The commands of megazero.  Only those of checkpoints, and inputs of data, may be URLs; the others take local files."""
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-        """As in click.  Ends the command for a URL, of which pathlib would make a directory, and for a key with dashes."""
+        """Find the command, as click does; but end with an error for a URL or for a run-file key written with dashes.
+
+        Without this, pathlib would make a directory of the URL.
+        """
         for word, after in zip(args, [*args[1:], "VALUE"], strict=True):
             if key := re.fullmatch(r"--(\w+(?:\.\w+)+)(=.*)?", word):
                 value = key[2] or f"={'VALUE' if after.startswith('--') else after}"
                 fail(f"{word} is no option: keys of the run file have no dashes; write {key[1]}{value}", EXIT_REFUSED)
         urls = [(before, arg) for before, arg in pairwise(args) if re.match(r"(--\w+=)?\w[\w+.-]*:/", arg)]
-        if args[0] == "data":  # of which inputs may be URLs
+        if args[0] == "data":  # its inputs may be URLs
             urls = [(before, arg) for before, arg in urls if before in ("--out", "--tokenizer") or arg.startswith("--")]
         if args[0] != "checkpoint" and urls:
             takes = f"megazero {args[0]} takes files of this machine"
@@ -45,22 +48,28 @@ class Local(TyperGroup):
 
 
 def fail(message: str, status: int) -> NoReturn:
-    """End the command with one line on stderr."""
+    """Print one line on stderr, and end the command with this exit code."""
     print(f"error: {without_passwords(message)}", file=sys.stderr)
     raise SystemExit(status)
 
 
 def started_ranks() -> int | None:
-    """How many ranks the launcher says that it has started; None without one.  Ends the command where this cannot be."""
+    """Return the number of ranks that the launcher started; None without a launcher.
+
+    Ends the command if the launcher's variables contradict each other.
+    """
     if problem := start_problem(os.environ):
         fail(problem, EXIT_REFUSED)
     return int(os.environ["WORLD_SIZE"]) if "WORLD_SIZE" in os.environ else None
 
 
 def load_run(path: Path, overrides: list[str] | None, *rules: Rule) -> ResolvedRun:
-    """The run of a file on the ranks that there are, or that will be started.  Ends the command where it is wrong.
+    """Load a run file for the ranks that are or will be started.  Ends the command if the file is wrong.
 
-    rules: further ones than those of every run file.
+    Args:
+        path: the run file.
+        overrides: settings from the command line, `key.sub=value`.
+        rules: checks in addition to those of every run file.
     """
     from megazero.config import ConfigError, load_config
     from megazero.terminal import warn
@@ -87,7 +96,7 @@ def load_extensions(names: list[str] | None) -> None:
 
 
 def callback_problems(config: RunConfig) -> Iterable[Problem]:
-    """What is wrong with the names of callbacks and loggers; torch is loaded only where there are some."""
+    """Check the names of callbacks and loggers.  Loads torch only if the run has any."""
     if not (config.training.callbacks or config.logging.loggers):
         return []
     from megazero.training.callbacks.registry import name_problems
@@ -96,7 +105,7 @@ def callback_problems(config: RunConfig) -> Iterable[Problem]:
 
 
 def schedule_problems(config: RunConfig) -> Iterable[Problem]:
-    """What is wrong with the file of `parallel.schedule_file`; torch is loaded only where there is one."""
+    """Check the file in `parallel.schedule_file`.  Loads torch only if the run has one."""
     if config.parallel.schedule_file is None:
         return []
     from megazero.training.check import schedule_problems
@@ -105,12 +114,12 @@ def schedule_problems(config: RunConfig) -> Iterable[Problem]:
 
 
 class Bar(bars.Progress):
-    """A bar on stderr with the rate and the time that is left; silent where that is no terminal.
+    """A progress bar on stderr with the rate and the remaining time.  It shows nothing if stderr is no terminal.
 
     Args:
-        what: what is done, as in "exporting".
-        of_bytes: whether bytes are counted, or things.
-        is_shown: False on ranks that show none.
+        what: the activity, such as "exporting".
+        of_bytes: count bytes, instead of items.
+        is_shown: False for a bar that shows nothing, on all ranks but one.
     """
 
     def __init__(self, what: str, *, of_bytes: bool = True, is_shown: bool = True) -> None:
@@ -118,15 +127,15 @@ class Bar(bars.Progress):
         columns = ["{task.description}", bars.BarColumn(16), *counted, bars.TimeRemainingColumn()]
         is_shown = is_shown and sys.stderr.isatty()
         own: dict[str, Any] = {"auto_refresh": of_bytes, "transient": True, "disable": not is_shown}
-        super().__init__(*columns, console=Console(stderr=True), **own)  # things have no thread: they may be measured
+        super().__init__(*columns, console=Console(stderr=True), **own)  # items: no thread, which would disturb timings
         self.add_task(what, total=None)
 
     def add(self, more: int, done: int) -> None:
-        """Count so much more work, and so much of it as done."""
+        """Add `more` to the total, and `done` to the completed work."""
         total = (self.tasks[0].total or 0) + more
         self.update(self.task_ids[0], total=total, advance=done, refresh=not self.live.auto_refresh)
 
 
 def print_table(table: Table) -> None:
-    """Print a table as wide as the terminal; in a pipe or a file, wide enough for long names."""
+    """Print a table as wide as the terminal, or 200 columns wide in a pipe or a file."""
     Console(width=None if sys.stdout.isatty() else 200).print(table)

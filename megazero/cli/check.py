@@ -1,4 +1,4 @@
-"""`megazero check`."""
+"""The command `megazero check`: everything about a run file, without starting the run."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def check(
     device_gib: Annotated[float | None, typer.Option(min=0, help="Memory of a rank, to see whether it fits.")] = None,
     gpu: Annotated[str | None, typer.Option(help="Device of a rank, such as h200, to see when it is fullest.")] = None,
 ) -> None:
-    """Say everything about a run file without starting it.  Exit code 2 with every problem where it cannot run."""
+    """Check a run file and show its shape, memory and data, without starting it.  Exit code 2: it cannot run."""
     from megazero.checkpoint.index import CheckpointError
     from megazero.config import ConfigError, load_config
     from megazero.training.batches import fingerprint_of

@@ -1,4 +1,4 @@
-"""`megazero checkpoint`: look at checkpoints and take weights out; an annex brings weights in."""
+"""The command `megazero checkpoint`: inspect, verify, compare and export checkpoints.  An annex adds `import`."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ ShardOption = Annotated[str | None, typer.Option(help="Largest file of weights, 
 
 @contextmanager
 def user_errors(status: int = 1) -> Iterator[None]:
-    """Errors that a user can act on, as one message and this exit code."""
+    """Within a `with` block, turn errors that a user can act on into one line and this exit code."""
     from megazero.checkpoint.index import CheckpointError
 
     try:
@@ -45,7 +45,10 @@ def user_errors(status: int = 1) -> Iterator[None]:
 def options_of(
     what: str, function: Callable[..., Any], dtype: str | None, max_shard_size: str | None, **given: Any
 ) -> dict[str, Any]:
-    """The options that the user gave, as arguments of `function`.  Raises: ValueError: it does not take one of them."""
+    """Return the options that the user gave, as arguments of `function`.
+
+    Raises: ValueError: `function` does not take one of them; `what` names it in the message.
+    """
     from megazero.checkpoint.shards import parse_size
     from megazero.zero.bucket import DTYPES
 
@@ -61,7 +64,7 @@ def options_of(
 
 @app.command()
 def inspect(directory: Annotated[str, typer.Argument(help="A step directory, or one of them, or a URL.")]) -> None:
-    """List a checkpoint's tensors, their shapes and dtypes, its step, and the cluster that wrote it; or a run's steps."""
+    """List a checkpoint's tensors, shapes and dtypes, its step, and the cluster that wrote it; or the steps of a run."""
     from megazero.checkpoint.index import is_complete, kinds_of, read_manifest, read_trainer_state, step_folders
     from megazero.checkpoint.tensor_file import StoredTensors
 
@@ -88,7 +91,7 @@ def inspect(directory: Annotated[str, typer.Argument(help="A step directory, or 
 
 
 def _list_steps(steps: Sequence[Folder]) -> None:
-    """A line for each step of a run."""
+    """Print a line for each step of a run."""
     from megazero.checkpoint import index
 
     table = Table("checkpoint", "samples", "tokens", "validation loss", "", box=None)
@@ -111,9 +114,10 @@ def _list_steps(steps: Sequence[Folder]) -> None:
 
 @app.command()
 def verify(directory: Annotated[str, typer.Argument(help="A step directory, or one of them, or a URL.")]) -> None:
-    """Compare every file's size and hash with what was written: a line for each step, exit code 1 for damage.
+    """Compare the size and hash of every file with the manifest.  Prints a line for each step; exit code 1 for damage.
 
-    A directory that was never finished has a line too, and is no damage."""
+    A directory that was never finished gets a line, too, but does not count as damage.
+    """
     from megazero.checkpoint.folder import folder_at, partial_of
     from megazero.checkpoint.index import is_complete
 
@@ -132,7 +136,7 @@ def verify(directory: Annotated[str, typer.Argument(help="A step directory, or o
 
 
 def _verify(folder: Folder) -> bool | None:
-    """Print a step's line; True: intact, False: damaged, None: never finished."""
+    """Print a step's line.  Returns: True: intact, False: damaged, None: never finished."""
     from megazero.checkpoint import index
     from megazero.checkpoint.load import reading
 
@@ -166,7 +170,7 @@ def diff(
     atol: Annotated[float, typer.Option(help="See --rtol.")] = 0.0,
     all_: Annotated[bool, typer.Option("--all", help=f"Every tensor that differs, not the first {ROWS}.")] = False,
 ) -> None:
-    """Compare two checkpoints, whatever clusters wrote them.  Exit code 0: equal, 1: different, 2: not compared."""
+    """Compare two checkpoints, from any clusters.  Exit code 0: equal, 1: different, 2: not compared."""
     from megazero.checkpoint.compare import compare
 
     with user_errors(NOT_COMPARED):
@@ -212,7 +216,7 @@ def export(
     averaged: Annotated[bool, typer.Option("--averaged", help="The weights' averages, which [average] kept.")] = False,
     extension: ExtensionOption = None,
 ) -> None:
-    """Write a checkpoint's model for transformers, with its tokenizer; or its whole state for other trainers."""
+    """Export a checkpoint: the model and its tokenizer for transformers, or the whole state for torch.distributed."""
     from megazero.checkpoint.folder import folder_at
     from megazero.checkpoint.hugging_face.exporter import export_model
 

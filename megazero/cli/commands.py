@@ -1,4 +1,4 @@
-"""The commands of `megazero`, those of annexes included."""
+"""Registers the commands of `megazero`, including those of the annexes."""
 
 from typing import Annotated
 
@@ -27,7 +27,7 @@ _Version = Annotated[bool, typer.Option("--version", help="Print the version.", 
 
 @app.callback()
 def _megazero(version: _Version = False) -> None:
-    """Pretrain GPTs on any shape of cluster: one TOML file is one run.  `megazero config` prints all that it may say."""
+    """Pretrain GPTs on any shape of cluster.  One TOML file is one run; `megazero config` prints all its keys."""
 
 
 for _function in (train, check, evaluate, generate, config, models):

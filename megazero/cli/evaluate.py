@@ -1,4 +1,4 @@
-"""`megazero evaluate` and `megazero generate`: what a checkpoint has learned."""
+"""The commands `megazero evaluate` and `megazero generate`, which show what a checkpoint has learned."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def evaluate(
 
 
 def _print_scores(step: str, tasks: list[str], include_path: str | None, limit: int | None) -> None:
-    """Score a step by transformers; `evaluation.tasks` of a run scores through the engine."""
+    """Score a step on tasks through transformers.  (`evaluation.tasks` of a run scores through the engine.)"""
     from tempfile import TemporaryDirectory
 
     try:
@@ -92,7 +92,7 @@ def _print_scores(step: str, tasks: list[str], include_path: str | None, limit: 
 
 
 def _open_step(step: str) -> tuple[tuple[Folder, TrainerState], str]:
-    """A complete step with what its trainer saved, and the device on which transformers computes."""
+    """Open a complete step; return it, its trainer state, and the device on which transformers computes."""
     import torch
 
     from megazero.checkpoint import index

@@ -1,4 +1,4 @@
-"""`megazero models` and `megazero config`: what a run file may say."""
+"""The commands `megazero models` and `megazero config`: the values and the keys of run files."""
 
 import json
 from typing import Annotated
@@ -11,7 +11,7 @@ from megazero.training.signals import EXIT_REFUSED
 
 
 def models() -> None:
-    """List the published models that model.preset names."""
+    """List the published models that model.preset can name."""
     from megazero.models.config import ModelConfig
     from megazero.models.registry import PARAMETERS
 
@@ -28,7 +28,7 @@ def config(
     name: Annotated[str, typer.Argument(help="A section or key, such as zero or training.steps; all by default.")] = "",
     schema: Annotated[bool, typer.Option("--schema", help="The JSON schema, for editors (docs/config.md).")] = False,
 ) -> None:
-    """Print every key of a run file with its text, type and default: itself a run file."""
+    """Print every key of a run file with its description, type and default.  The output is itself a run file."""
     from megazero.config.document import json_schema, reference
     from megazero.config.problems import likely_keys
     from megazero.config.schema import keys

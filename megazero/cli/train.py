@@ -1,4 +1,4 @@
-"""`megazero train`."""
+"""The command `megazero train`: starts the ranks if no launcher has, trains, and prints a summary."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def train(
     config: Annotated[Path, typer.Argument(help="The run's TOML file.")],
     overrides: Annotated[list[str] | None, typer.Argument(help="key.sub=value, over what the file says.")] = None,
 ) -> None:
-    """Train a GPT.  Joins torchrun where it started this process; otherwise starts launch.nproc_per_node ranks itself.
+    """Train a GPT.  Started by torchrun, joins its ranks; otherwise starts launch.nproc_per_node ranks itself.
 
     \b
     Example:
@@ -33,11 +33,11 @@ def train(
     \b
     Exit codes:
       0   the run is done
-      1   it failed; the last line says whether the same command goes on
-      2   the configuration or its data are wrong, or another run owns its directories
-      75  a signal stopped it after everything was saved; the same command goes on
+      1   it failed; the last line says whether the same command can continue it
+      2   the configuration or its data are wrong, or another run owns the directories
+      75  a signal stopped the run after everything was saved; the same command continues it
 
-    The same command goes on from the newest checkpoint.  Keys: `megazero config`, or docs/config.md.
+    The same command continues from the newest checkpoint.  Keys: `megazero config`, or docs/config.md.
     """
     from megazero.terminal import Terminal, drain, warn
 

@@ -1,6 +1,6 @@
-"""One TOML file is one run: its keys, its rules, and everything that is wrong with it at once.
+"""The run file: one TOML file is one run.  Its keys, the rules between them, and a report of all problems at once.
 
-Only what a run is gets imported here.  What reads and checks run files is imported when first used.
+Only the classes of a run are imported here; the functions that read and check run files are imported when first used.
 """
 
 from importlib import import_module

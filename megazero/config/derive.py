@@ -1,11 +1,11 @@
-"""What the keys left open become, once the number of ranks is known.
+"""Gives values to the keys that a run file leaves open, once the number of ranks is known.
 
-    world size = tp * cp * pp * dp                             dp is what tp, cp and pp leave
-    cp = Ulysses degree * ring                                 "auto": what fits the heads and sends the fewest bytes
-    global batch = micro-batch * dp * accumulation             in samples; two give the third
-                 < ...                                         an elastic run fills up with empty samples
+    world size = tp * cp * pp * dp                             dp follows from tp, cp and pp
+    cp = Ulysses degree * ring                                 "auto": fits the heads and sends the fewest bytes
+    global batch = micro-batch * dp * accumulation             in samples; two of them give the third
+                 < ...                                         an elastic run adds empty samples
 
-An elastic run is first fitted to its world: the global batch stays, dp is as large as there are ranks for.
+An elastic run is first fitted to its world: the global batch stays, and dp is as large as the number of ranks allows.
 
     [elastic] enabled, tp 2, pp 1, a world of 7        dp = 7 // 2 = 3: ranks 0 to 5 train, rank 6 is spare
     global_batch_size 16, micro_batch_size 1, dp 3     6 micro-batches on each: 18 samples, 2 of them empty
@@ -32,7 +32,7 @@ _BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 
 @dataclass(frozen=True)
 class BatchSizes:
-    """A complete triple: global_batch_size = micro_batch_size * dp * accumulation, in samples.
+    """The batch sizes of a run, in samples: global_batch_size = micro_batch_size * dp * accumulation.
 
     In an elastic run the product may be larger; the samples beyond the global batch are empty.
     """
@@ -47,8 +47,14 @@ def complete_batch(
 ) -> BatchSizes:
     """Fill in the batch sizes that are "auto".
 
-    Two sizes give the third. With fewer there are as many micro-batches as pipeline stages, so that every stage has
-    work and micro-batches stay large; a size that nothing says is 1.
+    Two sizes give the third. With fewer, the step gets as many micro-batches as pipeline stages, so that every stage has
+    work and micro-batches stay large; a size that follows from nothing is 1.
+
+    Args:
+        global_batch_size: samples of a step.
+        micro_batch_size: samples of a micro-batch.
+        accumulation: micro-batches of a step on each data-parallel rank.
+        dp, pp: degrees.
 
     Raises:
         ConfigError: the sizes contradict each other; the error has the numbers and the nearest that do not.
@@ -78,7 +84,10 @@ def padded_batch(
 ) -> BatchSizes:
     """Fill in the batch sizes of an elastic run: the fewest micro-batches that hold the global batch.
 
-    Micro-batches come in multiples of `multiple`. Without empty samples the sizes are those of `complete_batch`.
+    If no sample is empty, the sizes are those of `complete_batch`.
+
+    Args:
+        multiple: the number of micro-batches must be a multiple of this.
     """
     per_replica = -(-global_batch_size // dp)
     micro = micro_batch_size
@@ -88,10 +97,10 @@ def padded_batch(
 
 
 def batch_sizes(config: RunConfig, dp: int) -> BatchSizes:
-    """Give the batch sizes of a run that is fitted to its world.
+    """Return the batch sizes of a run that is fitted to its world.
 
     Raises:
-        ConfigError: as `complete_batch`; an elastic run fills up instead.
+        ConfigError: the sizes contradict each other.  An elastic run gets empty samples instead.
     """
     batch, pp = config.training, config.parallel.pp
     if config.elastic.enabled and batch.global_batch_size != "auto":
@@ -101,7 +110,7 @@ def batch_sizes(config: RunConfig, dp: int) -> BatchSizes:
 
 
 def micro_batch_multiple(parallel: ParallelConfig) -> int:
-    """The number of micro-batches must be a multiple of this, for the schedule and the pp of this world."""
+    """Return the number of which the schedule needs a multiple of micro-batches, at the pp of this world."""
     return SCHEDULES[parallel.schedule].microbatch_multiple(parallel.pp)
 
 
@@ -111,7 +120,7 @@ def num_experts(config: RunConfig) -> int:
 
 
 def cache_directory(data: DataConfig, environment: Mapping[str, str] = os.environ) -> Path:
-    """Give the directory of prepared data; XDG_CACHE_HOME is looked up in the environment."""
+    """Return the directory for prepared data: `data.cache_dir`, or a folder below XDG_CACHE_HOME or ~/.cache."""
     if data.cache_dir is not None:
         return Path(data.cache_dir)
     return Path(environment.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "megazero"
@@ -172,10 +181,10 @@ class Fit:
     """A run fitted to a world.
 
     Args:
-        config: with cp_method and cp_ulysses; that of an elastic run has the degrees of this world, with dp "auto".
+        config: the run with cp_method and cp_ulysses filled in; an elastic run has the degrees of this world and dp "auto".
         dp: number of model replicas.
         spare_ranks: ranks beyond tp * cp * pp * dp; they wait until the others are done.
-        notices: what the fit changed or chose, a line each.
+        notices: a line on each change and choice.
     """
 
     config: RunConfig
@@ -185,10 +194,10 @@ class Fit:
 
 
 def fit(config: RunConfig, world_size: int) -> Fit:
-    """Find dp, and for an elastic run tp, cp and pp too: from elastic.shapes or as written, with dp as large as possible.
+    """Find dp, and for an elastic run tp, cp and pp from elastic.shapes or as written, with dp as large as possible.
 
     Raises:
-        ConfigError: tp * cp * pp * dp cannot be the world size; in an elastic run, fewer ranks than tp * cp * pp.
+        ConfigError: tp * cp * pp * dp cannot be the world size; in an elastic run, there are fewer ranks than tp * cp * pp.
     """
     parallel = config.parallel
     if not config.elastic.enabled:
@@ -235,25 +244,25 @@ def fit(config: RunConfig, world_size: int) -> Fit:
 
 
 def ranks_of_a_sample(shape: ParallelConfig | ElasticShape) -> tuple[str, str, int]:
-    """Names, values and product of the degrees that share one sample: tp, pp, and cp if it is above 1."""
+    """Return the names, the values and the product of the degrees that share one sample: tp, pp, and cp if above 1."""
     names = ("tp", "cp", "pp") if shape.cp > 1 else ("tp", "pp")
     degrees = [getattr(shape, name) for name in names]
     return "*".join(names), "*".join(map(str, degrees)), prod(degrees)
 
 
 def _with_context_method(config: RunConfig) -> tuple[RunConfig, tuple[str, ...]]:
-    """Fill in cp_method and cp_ulysses, with a notice about what is chosen here; unchanged at cp 1."""
+    """Fill in cp_method and cp_ulysses; return the run with notices on the choices.  At cp 1, nothing changes."""
     parallel, why = config.parallel, tuple[str, ...]()
     cp, method, ulysses = parallel.cp, parallel.cp_method, parallel.cp_ulysses
     if cp == 1:
         return config, ()
     if method == "auto":
-        sent, told = _bytes_by_ulysses(config)
+        sent, heads = _bytes_by_ulysses(config)
         ulysses = min(sent, key=lambda degree: (sent[degree], -degree))
         method = "ulysses" if ulysses == cp else "ring" if ulysses == 1 else "hybrid"
         of_each = "; ".join(f"{degree} x {cp // degree}: {count:,}" for degree, count in sent.items())
         fewest = f"{ulysses} x {cp // ulysses} sends the fewest bytes per rank, layer and sample ({of_each})"
-        why = (f"cp_method auto takes {method}: of the Ulysses x ring degrees that fit {told} of a rank, {fewest}",)
+        why = (f"cp_method auto takes {method}: of the Ulysses x ring degrees that fit {heads} of a rank, {fewest}",)
     elif method != "hybrid":
         ulysses = cp if method == "ulysses" else 1
     chosen = parallel.model_copy(update={"cp_method": method, "cp_ulysses": ulysses})
@@ -261,7 +270,7 @@ def _with_context_method(config: RunConfig) -> tuple[RunConfig, tuple[str, ...]]
 
 
 def _bytes_by_ulysses(config: RunConfig) -> tuple[dict[int, int], str]:
-    """Bytes that a rank sends per layer and sample, by Ulysses degree, largest first; and its heads in words."""
+    """Return the bytes that a rank sends per layer and sample, by Ulysses degree, largest first; and its heads in words."""
     model, parallel = config.model, config.parallel
     heads, kv_heads = heads_of_rank(model.num_heads, model.num_kv_heads, parallel.tp)
     fitting = [1, *(degree for degree in ulysses_degrees(heads, kv_heads) if degree > 1 and parallel.cp % degree == 0)]
@@ -270,7 +279,11 @@ def _bytes_by_ulysses(config: RunConfig) -> tuple[dict[int, int], str]:
 
 
 def sent_by_attention(config: RunConfig, batch: int, ulysses: int) -> dict[str, int]:
-    """Bytes that a rank sends per layer for a micro-batch of `batch` samples, by operation; see `context_bytes`."""
+    """Return the bytes that a rank sends per layer for a micro-batch of `batch` samples, by operation.
+
+    Args:
+        ulysses: Ulysses degree; see `context_bytes`.
+    """
     model, parallel, precision = config.model, config.parallel, config.precision
     heads, kv_heads = heads_of_rank(model.num_heads, model.num_kv_heads, parallel.tp)
     return context_bytes(
@@ -303,7 +316,7 @@ def _data_parallel_size(parallel: ParallelConfig, world_size: int) -> int:
 
 
 def _count_for(per_replica: int, pp: int) -> int:
-    """Give the least number of equal micro-batches that fills the pipeline."""
+    """Return the smallest number of equal micro-batches that fills the pipeline."""
     return next((d for d in divisors(per_replica) if d >= pp), per_replica)
 
 

@@ -1,9 +1,9 @@
-"""Writing: a run as a TOML file, which loads as the same run, and what a key takes, in words and as a JSON schema.
+"""Writes a run as a TOML file that loads as the same run, and describes keys in words and as a JSON schema.
 
     [parallel]
     tp = 2            integer >= 1            {"type": "integer", "minimum": 1}
 
-A file has every key that has a value; an unset one is left out, and is unset again when read.
+A file contains every key that has a value.  An unset key is left out, so it is unset when the file is read.
 """
 
 import errno
@@ -36,7 +36,7 @@ _SIGNS = {"ge": ">=", "gt": ">", "le": "<=", "lt": "<"}
 
 
 def to_toml(run: RunConfig | ResolvedRun) -> str:
-    """Write a run as TOML; of a resolved run the filled-in config.  A URL's password becomes ***."""
+    """Format a run as TOML, with the filled-in keys if it is resolved.  A password in a URL becomes ***."""
     config = run.written if isinstance(run, ResolvedRun) else run
     tables = []
     for section, fields in keys().items():
@@ -46,9 +46,9 @@ def to_toml(run: RunConfig | ResolvedRun) -> str:
 
 
 def copy_aside(path: Path) -> Path:
-    """Copy a file that is going to be overwritten; the copy: `path` with .before-1, or .before-2 and so on.
+    """Copy a file that will be overwritten; return the path of the copy, which ends in .before-1, .before-2 and so on.
 
-    Raises: OSError: it cannot be copied; nothing is left of the copy.
+    Raises: OSError: the file cannot be copied; no partial copy is left.
     """
     names = (path.with_name(f"{path.name}.before-{number}") for number in count(1))
     aside = next(name for name in names if not name.exists())
@@ -61,18 +61,21 @@ def copy_aside(path: Path) -> Path:
 
 
 def check_regular(path: Path) -> None:
-    """Raises: FileExistsError: the path is no regular file.  Opening a pipe would block until somebody writes into it."""
+    """Refuse a path that is no regular file: opening a pipe would block until somebody writes to it.
+
+    Raises: FileExistsError.
+    """
     if path.exists() and not path.is_file():
         raise FileExistsError(errno.EEXIST, "it is no regular file", str(path))
 
 
 def save_config(run: RunConfig | ResolvedRun, path: str | Path) -> Path | None:
-    """Write a run to a file as TOML, atomically: a reader sees the whole old file or the whole new one.
+    """Write a run to a TOML file atomically: a reader sees either the old or the new content, complete.
 
-    Returns the copy of an older file that somebody else has written, if there was one.
+    Returns: the path of a copy of the older file, if that was not written by a run.
 
     Raises:
-        OSError: the file cannot be written; an older one is unchanged.
+        OSError: the file cannot be written; an older file is unchanged.
     """
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -92,10 +95,10 @@ def save_config(run: RunConfig | ResolvedRun, path: str | Path) -> Path | None:
 
 
 def reference(name: str = "") -> str:
-    """Write a run file in which every key has its default, with its text and type above it; "" where no key has the name.
+    """Return a run file in which every key has its default, below its description and type; "" for an unknown name.
 
     Args:
-        name: of a section or of a key, as "zero.offload" or "training.steps"; empty for all.
+        name: a section or a key, such as "zero.offload" or "training.steps"; empty for all keys.
     """
     classes, tables = sections(), []
     for section, fields in keys().items():
@@ -112,7 +115,7 @@ def reference(name: str = "") -> str:
 
 
 def json_schema() -> dict[str, Any]:
-    """The JSON schema of a run file, by which editors check and complete it."""
+    """Return the JSON schema of run files, which editors use to check and complete them."""
     schema: dict[str, Any] = _for_toml(RunConfig.model_json_schema())
     for section in Section.__subclasses__():  # those of lists of tables, too
         for key, text in section.key_texts().items() if section.__name__ in schema["$defs"] else ():
@@ -121,7 +124,7 @@ def json_schema() -> dict[str, Any]:
 
 
 def _for_toml(schema: Any) -> Any:
-    """A schema without null, which TOML does not have, and without titles and the defaults of whole sections."""
+    """Return a schema without null (TOML has none), titles, and the defaults of whole sections."""
     if isinstance(schema, list):
         return [_for_toml(item) for item in schema if item != {"type": "null"}]
     if not isinstance(schema, dict):
@@ -132,7 +135,7 @@ def _for_toml(schema: Any) -> Any:
 
 
 def where_text(field: FieldInfo) -> str:
-    """Say where a key acts; nothing for one that always does."""
+    """Return a sentence on when a key has an effect; "" if it always has."""
     parts = []
     for item in field.metadata:
         if isinstance(item, ActsWhere):
@@ -147,12 +150,12 @@ def where_text(field: FieldInfo) -> str:
 
 
 def type_text(field: FieldInfo) -> str:
-    """Say in words and TOML values what a key takes."""
+    """Describe the values of a key in words and TOML."""
     return _text(field.annotation, tuple(field.metadata))
 
 
 def _text(annotation: Any, metadata: tuple[Any, ...] = ()) -> str:
-    """Say what a type takes, with the constraints that stand beside it."""
+    """Describe the values of a type and its constraints."""
     origin, arguments = get_origin(annotation), get_args(annotation)
     if origin is Annotated:  # pydantic's Field(...) keeps its constraints one level down
         return _text(arguments[0], tuple(part for item in arguments[1:] for part in getattr(item, "metadata", (item,))))

@@ -1,4 +1,4 @@
-"""What is wrong with each key by itself: pydantic's errors in the words of a run file, unknown keys with a guess.
+"""Checks each key by itself: pydantic's errors in the words of a run file, and a guess for each unknown key.
 
     training.steps = "8"           ->  must be an integer; write 8
     training.micro_batch_size = 0  ->  must be >= 1 or "auto"; write 1
@@ -7,7 +7,7 @@
     zero.ratio                     ->  a key of a section within it:         did you mean zero.offload.ratio?
     modle.num_heads                ->  a key of a misspelt section:          did you mean model.num_heads?
 
-A value is suggested only when the schema takes it. A guess at a name is reported, never used.
+A value is suggested only if the schema accepts it. A guess at a name is reported, and never used.
 """
 
 import math
@@ -39,7 +39,7 @@ from megazero.settings import Problem, Section, toml_value
 
 Path = tuple[str | int, ...]
 
-# What the tables in a key or in its list are.
+# For keys that hold a table or a list of tables: the word for such a table, and its section.
 _ITEMS: dict[str, tuple[str, type[Section]]] = {
     "data.sources": ("source", DataSource),
     "data.validation_sources": ("validation source", ValidationSource),
@@ -49,8 +49,8 @@ _ITEMS: dict[str, tuple[str, type[Section]]] = {
     "model.rope_scaling": ("rope scaling", RopeScaling),
 }
 
-# Each rule completes "must ..."; an error with none has a message that does so itself.  Then what others say for a value or
-# a key of ours.
+# By pydantic's type of error, the rule that completes "must ..."; for other types, pydantic's message completes it.  Then
+# words of other programs, and our value or key for each.
 _MUST, _OTHER_WORDS, _OTHER_NAMES = tomllib.loads(files(__package__).joinpath("words.toml").read_text()).values()
 
 
@@ -58,7 +58,7 @@ def validate(tables: dict[str, Any]) -> tuple[list[Problem], RunConfig]:
     """Check every key of a run file by itself.
 
     Returns:
-        What is wrong; and the run, in which keys have no value that are wrong, or that a misspelt key probably meant.
+        The problems; and the run.  In it, wrong keys, and keys that a misspelt key probably meant, have no value.
     """
     problems: list[Problem] = []
     meant, rest, wrong = list[str](), deepcopy(tables), list[Path]()
@@ -77,7 +77,7 @@ def validate(tables: dict[str, Any]) -> tuple[list[Problem], RunConfig]:
 
 
 def _errors(tables: dict[str, Any]) -> dict[Path, list[ErrorDetails]]:
-    """Validate; group the errors by where in the file they are, as a key of several types has one for each."""
+    """Validate, and group the errors by their place in the file: a key of several types has an error for each type."""
     by_path: dict[Path, list[ErrorDetails]] = {}
     try:
         RunConfig.model_validate(tables)
@@ -90,7 +90,7 @@ def _errors(tables: dict[str, Any]) -> dict[Path, list[ErrorDetails]]:
 
 
 def _path_in_file(tables: dict[str, Any], location: Path) -> Path:
-    """Give the part of a pydantic location that the file has; the rest names types, or what is missing."""
+    """Return the first part of a pydantic location, which exists in the file; the rest names types or missing keys."""
     value: Any = tables
     for depth, part in enumerate(location):
         inside = isinstance(value, dict) and part in value
@@ -101,7 +101,7 @@ def _path_in_file(tables: dict[str, Any], location: Path) -> Path:
 
 
 def _describe(tables: dict[str, Any], path: Path, errors: list[ErrorDetails]) -> list[tuple[Problem, list[str]]]:
-    """Turn the errors of a key into problems, each with the keys that a misspelt name may have meant."""
+    """Convert the errors of a key to problems, each with the keys that a misspelt name may have meant."""
     value, key = _get(tables, path), _name(path)
     if errors[0]["type"] == "extra_forbidden":
         return _unknown(key, _name(path[:-1]), str(path[-1]), value)
@@ -122,7 +122,7 @@ def _must(error: ErrorDetails) -> str:
 
 
 def _hint(tables: dict[str, Any], path: Path, errors: list[ErrorDetails]) -> str:
-    """Suggest the candidates that the schema takes, else the default."""
+    """Suggest the candidates that the schema accepts, or else the default."""
     known, key, home = sections(), _name(path), _name(path[:-1])
     if key in known:
         return f"write [{key}] and its keys below it"
@@ -143,9 +143,10 @@ def _hint(tables: dict[str, Any], path: Path, errors: list[ErrorDetails]) -> str
 
 
 def candidates(value: object, errors: list[ErrorDetails]) -> Iterator[object]:
-    """Give values near a wrong one, of which pydantic has these errors.
+    """Return values that are near a wrong value: the value in another type, the nearest bound, the most similar word.
 
-    They are the same value in another type, the nearest bound, and the most similar word.
+    Args:
+        errors: pydantic's errors on the value.
     """
     kinds, contexts = {error["type"] for error in errors}, [error.get("ctx", {}) for error in errors]
     expected = [context.get("expected", "") for context in contexts]
@@ -192,7 +193,7 @@ def _name(path: Path) -> str:
 
 
 def _unknown(key: str, home: str, last: str, value: object) -> list[tuple[Problem, list[str]]]:
-    """Describe a name that does not exist; an unknown section has a problem for each key below it."""
+    """Yield problems for a name that does not exist; for an unknown section, a problem for each key below it."""
     known, paths = sections(), [f"{section}.{key}" for section, fields in keys().items() for key in fields]
     choices = f"the sections are {', '.join(known)}"
     if home and home not in known:
@@ -221,13 +222,13 @@ def _unknown(key: str, home: str, last: str, value: object) -> list[tuple[Proble
 
 
 def likely_keys(name: str, home: str, siblings: Collection[str], known: Collection[str]) -> list[str]:
-    """Guess which keys a name means: that name anywhere, else a similar name in its section, else anywhere.
+    """Guess which keys a name means: keys of that name anywhere, else similar names in its section, else anywhere.
 
     Args:
-        name: what is written.
-        home: the path of its section; empty at the top.
-        siblings: the names in this section.
-        known: the paths of all keys.
+        name: the unknown name.
+        home: path of the section that contains it; empty at the top.
+        siblings: names of the keys in this section.
+        known: paths of all keys.
     """
 
     def named(last: str) -> list[str]:

@@ -1,15 +1,15 @@
-"""Relations between keys: a rule is a function of the run that yields what is wrong.
+"""Relations between keys: a rule is a function of the run that yields problems.
 
-    model.hidden_size = "1000"            wrong by itself: the run that the rules see has no value for it
-    a rule that reads it                  AttributeError   -> skipped: it could only mislead
+    model.hidden_size = "1000"            wrong by itself: the rules see a run without a value for it
+    a rule that reads it                  AttributeError   -> skipped, since it could only mislead
     a rule that reads training.steps      a value          -> checked
 
-Every rule that can be checked is checked, and all problems are reported at once. Rules see an elastic run as it is
-fitted to the world. Its shapes, that of [parallel] among them, are checked as written, whichever this world needs.
+All problems are reported at once. The rules see an elastic run as it is fitted to the world. All its shapes, including that
+of [parallel], are checked as written, whichever shape this world uses.
 
-A key that is not at its default and cannot act in this run, as `ActsWhere` in the schema says, is refused where another key
-names a choice that does not read it (betas beside sgd). It is noted where a number or a switch decides, since one file
-serves every shape and an override switches things off for a while.
+`ActsWhere` in the schema says when a key has an effect. A key that is set but has no effect is refused if another key chose
+something that does not read it (betas with sgd). If a number or a switch is the reason, the key is only noted: one file
+serves every shape, and an override may switch something off for a while.
 """
 
 from collections import Counter
@@ -43,14 +43,14 @@ from megazero.settings import (
 )
 
 _MOST_PASSES = 2**20  # of a step's micro-batches through all stages
-# What a run does not do where one of these is larger than training.steps.
+# Keys that must not exceed training.steps, and what does not happen otherwise.
 _MOST_STEPS = {
     "lr_schedule.warmup_steps": "the learning rate does not reach its peak",
     "logging.pipeline_trace_step": "no pipeline is measured",
     "logging.memory_snapshot": "no memory is recorded",
 }
 
-#: A run fitted to its world, `parallel.dp` a number -> what is wrong; it may raise this as a ConfigError.
+#: A run fitted to its world, with `parallel.dp` a number -> its problems; a rule may also raise them as a ConfigError.
 Rule: TypeAlias = Callable[[RunConfig], Iterable[Problem]]
 
 
@@ -62,15 +62,15 @@ def check_rules(
     *,
     is_whole: bool = True,
 ) -> tuple[Fit, list[Problem], list[str]]:
-    """Fit a run to its world, and check every rule and that every key can act.
+    """Fit a run to its world, check every rule, and check that every set key has an effect.
 
     Args:
-        world_size: number of ranks; None where that is wrong by itself.
-        further: rules beside those below.
-        varied: keys that take other values too, so that no key is refused for their value here.
-        is_whole: False where keys that are wrong by themselves have no value in `config`.  What reads one is skipped.
+        world_size: number of ranks; None if that is wrong by itself.
+        further: rules in addition to those of this file.
+        varied: keys that also take other values than here; no other key is refused because of their values.
+        is_whole: False if wrong keys have no value in `config`; rules that read them are skipped.
 
-    Returns: the fitted run; what is wrong; notes on keys that have no effect.
+    Returns: the fitted run; its problems; notes on keys without effect.
     """
     problems, notes, fitted, seen = list[Problem](), list[str](), Fit(config, 1), without_key(config, "parallel.dp")
     with _collecting(problems, is_whole):
@@ -107,7 +107,7 @@ def _collecting(problems: list[Problem], is_whole: bool) -> Iterator[None]:
 
 
 def _conditions(config: RunConfig) -> Iterator[tuple[str, ActsWhere]]:
-    """The conditions of keys that are set.  A key at its default is not set: a file that a run has written has every key."""
+    """Yield the conditions of set keys.  A key at its default counts as not set, since a run's own file has every key."""
     for section, fields in keys().items():
         for name, field in fields.items():
             key = f"{section}.{name}"
@@ -120,14 +120,14 @@ def _conditions(config: RunConfig) -> Iterator[tuple[str, ActsWhere]]:
 def _check_acts(
     key: str, where: ActsWhere, config: RunConfig, world_size: int, problems: list[Problem], notes: list[str]
 ) -> None:
-    """Refuse a key that cannot act as it is set, or note it."""
+    """Add a problem, or a note, if a set key has no effect."""
     found = {name: world_size if name == "world_size" else attrgetter(name)(config) for name in where.keys.split()}
     if any(where.holds(value, config) for value in found.values()):
         return
     shown = " and ".join(f"{other} = {_written(value)}" for other, value in found.items())
     section, _, name = key.rpartition(".")
     value, default = attrgetter(key)(config), keys()[section][name].default
-    if where.told or not where.values:
+    if where.is_noted or not where.values:
         notes.append(f"{key} = {toml_value(value)} has no effect where {shown}: {where.why}")
         return
     values, other = where.values_in(config), next(iter(found))
@@ -141,7 +141,7 @@ def _written(value: object) -> str:
 
 
 def _family_rules(config: RunConfig, about: str = "") -> list[Rule]:
-    """What the model's family asks of its sizes; `about`: only the rules that read this key."""
+    """Yield the problems that the model's family has with its sizes.  `about`: only those of rules that read this key."""
 
     def rule_of(rule: ModelRule) -> Rule:
         return lambda config: rule.check(config.model, config.parallel.tp)
@@ -152,14 +152,16 @@ def _family_rules(config: RunConfig, about: str = "") -> list[Rule]:
 
 
 def dp_of(config: RunConfig) -> int:
-    """The number of model replicas, in the run that a rule sees."""
+    """Return the number of model replicas in a run as rules see it."""
     assert config.parallel.dp != "auto"
     return config.parallel.dp
 
 
 def _placement(config: RunConfig) -> Sequence[tuple[int, int]] | None:
-    """Rank and chunk of every virtual stage; None where no schedule of the user's own is found for this pp: the start of a
-    run and `megazero check` say why."""
+    """Return the rank and chunk of every virtual stage; None if the user's own schedule does not exist for this pp.
+
+    The start of a run and `megazero check` report why.
+    """
     parallel = config.parallel
     if parallel.schedule_file is None:
         return SCHEDULES[parallel.schedule].placement(parallel.pp, _named_chunks(config))
@@ -171,19 +173,19 @@ def _placement(config: RunConfig) -> Sequence[tuple[int, int]] | None:
 
 
 def _named_chunks(config: RunConfig) -> int:
-    """Model chunks on each rank of a named schedule."""
+    """Return the model chunks on each rank of a named schedule."""
     return SCHEDULES[config.parallel.schedule].chunks or config.parallel.virtual_stages
 
 
 def _chunks(config: RunConfig) -> int:
-    """Model chunks on each rank; 0 where that is not known."""
+    """Return the model chunks on each rank; 0 if not known."""
     if config.parallel.schedule_file is None:
         return _named_chunks(config)
     return len(_placement(config) or ()) // config.parallel.pp
 
 
 def _rule_kernels_take_the_heads(config: RunConfig) -> Iterator[Problem]:
-    """Attention over sequence shards or documents uses flash attention's operators in 16 bits on CUDA."""
+    """On CUDA, attention over sequence shards or documents uses flash attention in 16 bits, which limits head sizes."""
     size, by_parts = config.model.head_size, config.parallel.cp > 1 or config.data.document_mask
     if by_parts and config.launch.device == "cuda" and config.precision.dtype != "fp32" and size % 8:
         rule = f"must be a multiple of 8 on CUDA, with parallel.cp or data.document_mask: a head has {size} elements"
@@ -202,7 +204,7 @@ def _shape_rule_ranks_split_sequence(config: RunConfig) -> Iterator[Problem]:
 
 
 def _shape_rule_context_degrees_agree(config: RunConfig) -> Iterator[Problem]:
-    """A method has its Ulysses degree: cp, 1, or of a hybrid one in between that divides cp."""
+    """The Ulysses degree must fit the method: cp for ulysses, 1 for ring, and for hybrid a divisor of cp in between."""
     cp, method, ulysses = config.parallel.cp, config.parallel.cp_method, config.parallel.cp_ulysses
     between, key = divisors(cp)[1:-1], "parallel.cp_ulysses"
     where = f'where parallel.cp_method = "{method}"'
@@ -222,7 +224,7 @@ def _shape_rule_context_degrees_agree(config: RunConfig) -> Iterator[Problem]:
 
 
 def _shape_rule_ulysses_splits_heads(config: RunConfig) -> Iterator[Problem]:
-    """Ulysses splits the query heads of a tensor-parallel rank; key/value heads are split too, or replicated."""
+    """Ulysses must be able to split the query heads of a tensor-parallel rank; key/value heads are split or replicated."""
     parallel, model = config.parallel, config.model
     is_whole = parallel.cp_method == "ulysses"
     degree = parallel.cp if is_whole else parallel.cp_ulysses or 1
@@ -248,7 +250,7 @@ def _shape_rule_ulysses_splits_heads(config: RunConfig) -> Iterator[Problem]:
 
 
 def _shape_rule_experts_are_dealt(config: RunConfig) -> Iterator[Problem]:
-    """Experts are whole on their rank of ep, and each rank brings tokens of its own."""
+    """Every rank of ep must hold equally many whole experts, and bring its own tokens."""
     count, ep, tp = num_experts(config), config.parallel.ep, config.parallel.tp
     if not count and ep > 1:
         yield Problem("parallel.ep", ep, "must be 1 where model.num_experts is unset", "leave it out")
@@ -273,7 +275,7 @@ def _shape_rule_widths_transfer(config: RunConfig) -> Iterator[Problem]:
 
 
 def _shape_rule_qk_clip_sees_plain_attention(config: RunConfig) -> Iterator[Problem]:
-    """Scores must follow the weights of q and k, and each rank must see all keys of its heads."""
+    """QK-Clip: scores must depend on the weights of q and k alone, and each rank must see all keys of its heads."""
     model, parallel = FAMILIES[config.model.family].complete(config.model), config.parallel
     variant = getattr(FAMILIES[model.family], "variant", None)
     is_changed = variant is None or variant.qk_norm != "none" or variant.qkv_bias or model.attention_bias
@@ -340,7 +342,7 @@ def _rule_schedule_has_its_chunks(config: RunConfig) -> Iterator[Problem]:
 
 
 def _rule_activations_name_layers_and_ranks(config: RunConfig) -> Iterator[Problem]:
-    """[activations] names existing layers and pipeline ranks, each once."""
+    """[activations] must name existing layers and pipeline ranks, each once."""
     own, count, pp = config.activations, config.model.num_layers, config.parallel.pp
     tables = {"activations": own, **{f"activations.stages[{index}]": one for index, one in enumerate(own.stages)}}
     for table, choices in tables.items():
@@ -390,7 +392,7 @@ def _rule_micro_batches_fill_the_schedule(config: RunConfig) -> Iterator[Problem
 
 
 def _rule_passes_can_be_listed(config: RunConfig) -> Iterator[Problem]:
-    """A schedule is a list of them, which is proved before it runs."""
+    """The number of passes is limited, since the schedule lists all of them and is proved before it runs."""
     stages, count = config.parallel.pp * max(1, _chunks(config)), 0
     with suppress(ConfigError):
         count = batch_sizes(config, dp_of(config)).accumulation
@@ -459,7 +461,7 @@ def _rule_options_are_of_a_registered_optimizer(config: RunConfig) -> Iterator[P
 
 
 def _rule_own_lr_schedule_answers(config: RunConfig) -> Iterator[Problem]:
-    """Call a learning-rate schedule of a script for some steps, to report its errors before the run starts."""
+    """A learning-rate schedule of a script is called for some steps, to report its errors before the run starts."""
     section, steps = config.lr_schedule, config.training.steps
     if LR_SCHEDULES.is_built_in(section.name):
         return

@@ -6,10 +6,10 @@
 
     [zero.offload]      RunConfig.zero.offload: OffloadConfig, a section within a section
 
-Every key has a default, so an empty file is a run. Types are strict: "8" is no integer and neither is 8.0, but 1 is a
-number. A key has the value of the file; `resolve` gives open keys ("auto", or unset) their values. Relations between
-keys are in `rules`. A key that acts only beside certain values of another says so beside its type (`ActsWhere`). The
-`#:` comment above each key is its documentation.
+Every key has a default, so an empty file is a run. Types are strict: neither "8" nor 8.0 is an integer, but 1 is a
+number. Keys have the values of the file; `resolve` fills in open keys ("auto", or unset). Relations between keys are in
+`rules`. `ActsWhere` in the type of a key says for which values of other keys it has an effect. The `#:` comment above
+each key is its documentation.
 """
 
 from itertools import permutations
@@ -66,7 +66,7 @@ def _halves(what: str) -> ActsWhere:
 
 
 def _layout(value: object) -> object:
-    """Take "even", "cost", or a list per stage of layer counts, with "embed" first of all and "head" last of all."""
+    """Validate "even", "cost", or a list per stage of layer counts, with "embed" at the very start and "head" at the end."""
     if value in ("even", "cost"):
         return value
     stages = [tuple(stage) if _is_list(stage) else (None,) for stage in value] if _is_list(value) else []
@@ -82,7 +82,7 @@ def _layout(value: object) -> object:
 
 
 def _fp8_layers(value: object) -> object:
-    """Take "inner", "all" or a list of layers."""
+    """Validate "inner", "all" or a list of layers."""
     listed = tuple(value) if _is_list(value) else ()
     if value in ("inner", "all") or (listed and all(type(layer) is int and layer >= 0 for layer in listed)):
         return listed or value
@@ -111,40 +111,40 @@ Ctas = Annotated[int, Field(ge=0, le=32)]
 
 
 class NcclMaxCtas(Section):
-    """How many cores of a GPU NCCL may take for the groups of an axis; 0: as many as it chooses. See docs/speed.md."""
+    """Largest number of GPU cores that NCCL may use for the groups of an axis; 0: NCCL chooses. See docs/speed.md."""
 
-    #: Groups of tensor parallelism, for whose sums and gathers a layer waits.
+    #: Groups of tensor parallelism; layers wait for their sums and gathers.
     tp: Ctas = 0
     #: Groups that exchange heads, keys and values of attention.
     cp: Ctas = 0
-    #: Groups that reduce gradients and gather weights, behind the computation.
+    #: Groups that reduce gradients and gather weights while the model computes.
     dp: Ctas = 0
-    #: Groups that exchange tokens between experts, for which a layer waits.
+    #: Groups that exchange tokens between experts; layers wait for them.
     ep: Ctas = 0
-    #: Messages between pipeline stages, behind the computation.
+    #: Messages between pipeline stages, sent while the model computes.
     pp: Ctas = 4
 
 
 class ParallelConfig(Section):
     """How the model and the data are spread over the ranks: tp * cp * pp * dp = world size."""
 
-    #: Tensor-parallel degree: ranks that share every matrix.
+    #: Tensor-parallel degree: ranks that split every matrix.
     tp: Count = 1
-    #: Context-parallel degree: ranks that share every sample, a part of its tokens on each.
+    #: Context-parallel degree: ranks that split the tokens of every sample.
     cp: Count = 1
-    #: Attention over cp: "ulysses" exchanges heads for tokens, "ring" passes keys and values on. "auto": fewest bytes.
+    #: Attention over cp: "ulysses" exchanges heads for tokens, "ring" passes keys and values on. "auto": the fewest bytes.
     cp_method: Annotated[Literal["auto", "ulysses", "ring", "hybrid"], _CONTEXT] = "auto"
-    #: Of a "hybrid": neighbours that exchange heads; rings of cp / cp_ulysses ranks pass keys and values on.
+    #: For "hybrid": ranks that exchange heads; rings of cp / cp_ulysses ranks pass keys and values on.
     cp_ulysses: Annotated[Count | None, _CONTEXT] = None
     #: Pipeline-parallel degree: number of stages the layers are cut into.
     pp: Count = 1
     #: Data-parallel degree: number of model replicas. "auto" fills the world.
     dp: Count | Auto = "auto"
-    #: Expert-parallel degree: neighbours among the tp * cp * dp ranks of a stage that hold different experts.
+    #: Expert-parallel degree: consecutive ranks among the tp * cp * dp ranks of a stage that hold different experts.
     ep: Count = 1
     #: Split activations between the tensor-parallel regions over tp, by sequence position.
     sequence_parallel: Annotated[bool, ActsWhere("parallel.tp", (), "nothing is split over tp", above=1)] = False
-    #: Hide the forward's exchanges over tp behind products: in "pieces" over a network, by "symmetric" memory over NVLink.
+    #: Overlap the forward's exchanges over tp with products: in "pieces" over a network, by "symmetric" memory over NVLink.
     tp_overlap: Annotated[
         Literal["none", "pieces", "symmetric"],
         ActsWhere("parallel.sequence_parallel", (), "nothing is gathered or scattered over tp"),
@@ -152,25 +152,25 @@ class ParallelConfig(Section):
     ] = "none"
     #: Order of forward and backward passes in the pipeline.
     schedule: Annotated[str, NameIn(SCHEDULES), _OWN_SCHEDULE] = "1f1b"
-    #: A schedule of your own as a CSV file, instead of `schedule`; it fixes pp, accumulation and the chunks.
+    #: A CSV file with your own schedule, in place of `schedule`; it fixes pp, accumulation and the chunks.
     schedule_file: Annotated[
         PathText | None, ActsWhere("elastic.enabled", (False,), "a schedule of your own fixes pp and accumulation")
     ] = None
-    #: Order of the ranks that the chunks of `schedule_file` are on: the same each time, or down and back up.
+    #: Order of the ranks of the chunks in `schedule_file`: the same for each chunk ("loop"), or there and back ("v").
     schedule_placement: Annotated[
         Literal["loop", "v"], ActsWhere("parallel.schedule_file", (), "a named schedule has its own")
     ] = "loop"
     #: Model chunks on each pipeline rank: 2 or more for interleaved and interleaved-pairs; zbv and dualpipev have two.
     virtual_stages: Annotated[Count, _OWN_SCHEDULE] = 1
-    #: How layers are cut into stages: "even", by "cost" (the head weighed), or by list: [["embed", 4], [5], [4, "head"]].
+    #: How layers are split into stages: "even", by "cost" (with the head's), or a list: [["embed", 4], [5], [4, "head"]].
     layout: Annotated[Layout, ActsWhere("parallel.pp parallel.virtual_stages", (), "there is one stage", above=1)] = (
         "even"
     )
-    #: Axes from the one whose ranks lie closest together to the one whose ranks lie farthest apart.
+    #: Order of the axes, from the one whose ranks are closest together to the one whose ranks are farthest apart.
     order: Annotated[str, _MANY_RANKS] = "tp-cp-dp-pp"
-    #: How long a collective may wait for a rank before the run ends.
+    #: Longest time for which a collective may wait for a rank, before the run ends.
     timeout_seconds: Seconds = 600
-    #: How many cores of a GPU NCCL may take.
+    #: Largest number of GPU cores that NCCL may use.
     nccl_max_ctas: NcclMaxCtas = NcclMaxCtas()
 
     @field_validator("order")
@@ -183,14 +183,14 @@ class ParallelConfig(Section):
 
     @property
     def ulysses(self) -> int:
-        """Ulysses degree of a resolved run.  It is 1 at cp 1, where `cp_ulysses` is for other shapes of an elastic run."""
+        """Ulysses degree of a resolved run.  At cp 1 it is 1, and `cp_ulysses` is for other shapes of an elastic run."""
         return (self.cp_ulysses or 1) if self.cp > 1 else 1
 
 
 class OffloadConfig(Section):
     """What is moved off the device between its uses."""
 
-    #: Where optimizer state and master weights live: on the device, in host memory, in files, or by free memory.
+    #: Where optimizer state and master weights are: on the device, in host memory, in files, or by the free memory.
     optimizer: Annotated[
         Literal["none", "cpu", "nvme", "auto"],
         ActsWhere("zero.offload.ratio", (), "no share of the state is offloaded"),
@@ -205,37 +205,37 @@ class OffloadConfig(Section):
     nvme_path: Annotated[
         PathText | None,
         ActsWhere(
-            "zero.offload.optimizer zero.offload.parameters", ("nvme", "auto"), "no state is in files", told=True
+            "zero.offload.optimizer zero.offload.parameters", ("nvme", "auto"), "no state is in files", is_noted=True
         ),
     ] = None
-    #: Keep host memory page-locked, so that copies to a CUDA device run beside the computation.
+    #: Page-lock host memory, so that copies to and from a CUDA device overlap with the computation.
     pin_memory: Annotated[bool, _OFFLOADED] = True
 
 
 class ZeroConfig(Section):
-    """What data-parallel ranks shard instead of keeping whole."""
+    """What data-parallel ranks shard instead of replicating it."""
 
     #: 0: nothing, 1: optimizer state, 2: and gradients, 3: and parameters.
     stage: Stage = 1
     #: How long stage 3 keeps gathered weights: for one pass, until another model chunk runs, for the step.
     gather_policy: Annotated[Literal["action", "chunk", "step"], _STAGE_3] = "action"
-    #: Weights that stage 3 gathers ahead of the unit in use, in bytes; one unit at least, however large.
+    #: Bytes of weights that stage 3 gathers ahead of the unit in use; at least one unit, however large.
     prefetch_bytes: Annotated[CountOrZero, _STAGE_3] = 32 * 1024 * 1024
-    #: When stages 2 and 3 reduce gradients: after each micro-batch, or once per step, keeping them whole until then.
+    #: When stages 2 and 3 reduce gradients: after each micro-batch, or once per step, with whole gradients until then.
     reduce: Annotated[
         Literal["micro_batch", "step"], ActsWhere("zero.stage", (2, 3), "gradients are reduced once per step")
     ] = "micro_batch"
-    #: Size of a gradient bucket, in bytes of fp32 gradients; "auto": 40 MiB, or what ranks and network want (zero.md).
+    #: Size of a gradient bucket, in bytes of fp32 gradients; "auto": 40 MiB, or by ranks and network (docs/zero.md).
     bucket_bytes: Annotated[int, Field(ge=1024, le=LARGEST_COUNT)] | Auto = "auto"
-    #: Neighbours among the dp * cp ranks that share one copy of the state; each such group has its own. 0: all of them.
+    #: Consecutive ranks of dp * cp that shard one copy of the state; each such group has its own copy. 0: all of them.
     shard_group_size: Annotated[
         CountOrZero, ActsWhere("zero.stage", (1, 2, 3), "it has no effect where nothing is sharded")
     ] = 0
-    #: Stage 3 keeps parameters of at most so many elements whole on every rank instead of gathering them.
+    #: Stage 3 keeps parameters with at most so many elements whole on every rank, instead of gathering them.
     persistent_elements: Annotated[
         CountOrZero, _STAGE_3, Field(validation_alias=AliasChoices("persistent_elements", "resident_elements"))
     ] = 0
-    #: Neighbours, such as a node's, that share a second copy of weights (hpZ): only a step's first gather leaves them.
+    #: Ranks, such as those of a node, that hold a secondary shard of the weights (hpZ): later gathers of a step stay there.
     secondary_shard_size: Annotated[
         CountOrZero,
         _STAGE_3,
@@ -256,26 +256,26 @@ class PrecisionConfig(Section):
 
     #: Format of weights and activations. bf16 and fp16 keep fp32 master weights.
     dtype: Literal["fp32", "bf16", "fp16"] = "bf16"
-    #: Products of the layers' matrices in fp8: a scale per row, or per block of 128. Weight gradients keep the format.
+    #: Matrix products of the layers in fp8, with a scale per row or per block of 128. Weight gradients stay in `dtype`.
     fp8: Annotated[
         Literal["none", "rowwise", "blockwise"],
         ActsWhere("precision.dtype", ("fp32", "bf16"), "products in fp8 give bf16 or fp32"),
     ] = "none"
     #: Which layers multiply in fp8: "inner" (all but the first and the last), "all", or a list of layers from 0.
     fp8_layers: Annotated[
-        Fp8Layers, ActsWhere("precision.fp8", ("rowwise", "blockwise"), "no product is in fp8", told=True)
+        Fp8Layers, ActsWhere("precision.fp8", ("rowwise", "blockwise"), "no product is in fp8", is_noted=True)
     ] = "inner"
-    #: Format in which gradients of micro-batches add up on a rank.
+    #: Format in which a rank adds up the gradients of its micro-batches.
     accumulate_dtype: Annotated[
         Literal["fp32", "bf16", "fp16"], _halves("gradients of fp32 weights are kept in fp32")
     ] = "fp32"
-    #: Format in which gradients travel between data-parallel ranks, and those of keys and values around a ring of cp.
+    #: Format in which gradients travel: between data-parallel ranks, and those of keys and values around a ring of cp.
     reduce_dtype: Annotated[
         Literal["fp32", "bf16", "fp16"],
         _halves("gradients of fp32 weights travel in fp32"),
         ActsWhere("zero.quantized_gradients", (0,), "gradients travel in blocks of 4 or 8 bits"),
     ] = "fp32"
-    #: Factor on the loss, so that small gradients do not vanish; 0: adapted to the run.
+    #: Factor on the loss that keeps small gradients from vanishing; 0: adapted during the run.
     loss_scale: Annotated[PositiveOrZero, _FP16] = 0.0
     #: The adapted factor starts at 2 to this power.
     initial_scale_power: Annotated[int, Field(ge=0, le=64), _FP16, _ADAPTED_SCALE] = 16
@@ -289,7 +289,7 @@ class PrecisionConfig(Section):
     min_loss_scale: Annotated[Positive, _FP16, _ADAPTED_SCALE] = 1.0
 
     def fp8_of_layers(self, num_layers: int) -> dict[int, Literal["rowwise", "blockwise"]]:
-        """Of so many layers those that multiply in fp8, and what shares a scale there."""
+        """Return how each layer that multiplies in fp8 is scaled, by layer, for a model of `num_layers` layers."""
         named = {"all": range(num_layers), "inner": range(1, num_layers - 1)}
         layers = self.fp8_layers if isinstance(self.fp8_layers, tuple) else named[self.fp8_layers]
         return {} if self.fp8 == "none" else dict.fromkeys(layers, self.fp8)
@@ -309,11 +309,11 @@ class DataSource(Section):
 
 
 class ValidationSource(Section):
-    """A source on which the run is evaluated, with a loss of its own."""
+    """A source on which the run is evaluated, with its own loss."""
 
-    #: As in `sources`. Of one that is also trained on, the windows that are held out; of another, all.
+    #: As in `sources`. A source that is also trained on is evaluated on its held-out windows, another one on all.
     path: PathText
-    #: Of the loss. Unset: the last part of the path.
+    #: Name of the loss. Unset: the last component of the path.
     name: Text | None = None
     #: Steps between evaluations. Unset: training.eval_every_steps.
     every_steps: Count | None = None
@@ -322,7 +322,7 @@ class ValidationSource(Section):
 
     @property
     def label(self) -> str:
-        """The name of its loss."""
+        """The name of the loss on this source."""
         return self.name or self.path.rstrip("/").rpartition("/")[2]
 
     @model_serializer
@@ -331,16 +331,16 @@ class ValidationSource(Section):
         return self.path if len(written) == 1 else written
 
 
-def _source_of(kind: type[Section]) -> tuple[BeforeValidator, Spelling]:
-    """Accept a source as its path, or as a table of the keys of its class."""
-    keys = ", ".join(kind.model_fields)
+def _source_of(section: type[Section]) -> tuple[BeforeValidator, Spelling]:
+    """Accept a source as its path, or as a table with the keys of its section."""
+    keys = ", ".join(section.model_fields)
 
     def table(value: object) -> object:
         if not isinstance(value, str | dict | Section):
             raise PydanticCustomError("source", f"be a string or a table {{ {keys} }}")
         return {"path": value} if isinstance(value, str) else value
 
-    return BeforeValidator(table, json_schema_input_type=str | kind), Spelling(f"string or {{ {keys} }}")
+    return BeforeValidator(table, json_schema_input_type=str | section), Spelling(f"string or {{ {keys} }}")
 
 
 Source = Annotated[DataSource, *_source_of(DataSource)]
@@ -354,15 +354,15 @@ class DataConfig(Section):
     sources: Annotated[tuple[Source, ...], Field(strict=False, min_length=1)] = (DataSource(path="python-stdlib"),)
     #: Path of a tokenizers JSON file, or "byte": a token for each byte.
     tokenizer: PathText = "byte"
-    #: Token of that file that ends a document. Unset: that of the data, else the tokenizer's own (docs/data.md).
+    #: Token of the tokenizer that ends a document. Unset: that of the data, or else of the tokenizer (docs/data.md).
     eod_token: Text | None = None
-    #: Share of the samples kept for evaluation and never trained on.
+    #: Share of the samples that are held out for evaluation and never trained on.
     validation_fraction: ShareBelowOne = 0.005
-    #: Further sources to evaluate on, each with a loss of its own: a path, or { path, name, every_steps, samples }.
+    #: Further sources to evaluate on, each with its own loss: a path, or { path, name, every_steps, samples }.
     validation_sources: Annotated[tuple[Validated, ...], Field(strict=False)] = ()
-    #: Keep documents apart: attention and targets do not cross their borders, and positions begin at 0 in each.
+    #: Separate documents: attention and targets do not cross their borders, and positions begin at 0 in each.
     document_mask: bool = False
-    #: Where prepared data is kept. Unset: megazero in $XDG_CACHE_HOME, or in ~/.cache.
+    #: Directory for prepared data. Unset: megazero in $XDG_CACHE_HOME, or in ~/.cache.
     cache_dir: PathText | None = None
 
 
@@ -386,13 +386,13 @@ class BatchRamp(Section):
 
     #: Samples in the first steps.
     start: Count
-    #: Samples by which the batch grows; it divides what is missing to global_batch_size.
+    #: Samples by which the batch grows; a divisor of global_batch_size - start.
     increment: Count
-    #: Samples of the run after which the batch is as large as it gets.
+    #: Samples of the run after which the batch has its full size.
     samples: Count
 
     def size(self, consumed: int, full: int) -> int:
-        """The global batch after so many samples; `full`: `global_batch_size`."""
+        """Return the global batch size after `consumed` samples of the run; `full` is `global_batch_size`."""
         return min(
             full, self.start + self.increment * (consumed * ((full - self.start) // self.increment) // self.samples)
         )
@@ -401,21 +401,21 @@ class BatchRamp(Section):
 class TrainingConfig(Section):
     """The run: its length, its directory, its batches. global_batch_size = micro_batch_size * dp * accumulation."""
 
-    #: Directory of everything the run writes.
+    #: Directory for everything that the run writes.
     run_dir: PathText = "runs/default"
     #: Optimizer steps.
     steps: Count = 1000
-    #: Seed of initial weights, data order and dropout.
+    #: Seed for initial weights, data order and dropout.
     seed: Annotated[int, Field(ge=0, le=2**63 - 1)] = 1234
-    #: Samples in an optimizer step. "auto": from the two below.
+    #: Samples in an optimizer step. "auto": follows from micro_batch_size and accumulation.
     global_batch_size: Count | Auto = "auto"
-    #: Grow the global batch from `start` by `increment` until `samples` are consumed. Unset: it is constant; recipes.md.
+    #: Grow the global batch from `start` by `increment` until `samples` are consumed (docs/recipes.md). Unset: constant.
     batch_ramp: Annotated[
         BatchRamp | None, ActsWhere("parallel.schedule_file", (None,), "a schedule of your own fixes accumulation")
     ] = None
-    #: Samples in one forward pass. "auto": from the other two, or 1.
+    #: Samples in one forward pass. "auto": follows from the other two, or 1.
     micro_batch_size: Count | Auto = "auto"
-    #: Micro-batches in a step on each data-parallel rank. "auto": from the other two, or as fills the pipeline.
+    #: Micro-batches in a step on each data-parallel rank. "auto": follows from the other two, or fills the pipeline.
     accumulation: Annotated[Count | Auto, ActsWhere("elastic.enabled", (False,), "it follows dp, which changes")] = (
         "auto"
     )
@@ -425,78 +425,78 @@ class TrainingConfig(Section):
     eval_samples: Annotated[
         Count, ActsWhere("training.eval_every_steps data.validation_sources", (), "nothing is evaluated")
     ] = 64
-    #: If a loss or gradient is not a number: stop, skip the update, or go back to the last checkpoint and take new data.
+    #: If a loss or gradient is not finite: stop, skip the update, or go back to the last checkpoint and use new data.
     on_non_finite: Literal["stop", "skip", "rollback"] = "stop"
-    #: Number of such steps in a row (skip), or of rollbacks (rollback), after which the run stops all the same.
+    #: Number of such steps in a row (skip), or of rollbacks (rollback), after which the run stops nevertheless.
     non_finite_limit: Annotated[
         Count, ActsWhere("training.on_non_finite", ("skip", "rollback"), "the run stops at the first")
     ] = 3
-    #: Compile transformer blocks and loss with torch.compile, at the first step. "auto": on CUDA, not on a CPU.
+    #: Compile transformer blocks and loss with torch.compile, at the first step. "auto": on CUDA only.
     compile: bool | Auto = "auto"
-    #: Largest logits of the loss on a rank: kept for the backward if a micro-batch fits, else computed twice, in chunks.
+    #: Most bytes of logits on a rank: a micro-batch that fits saves them for the backward, others compute them twice.
     logits_chunk_bytes: Count = 2**32
     #: Weight of the z-loss, the mean of logsumexp(logits)^2, which keeps logits near 0 (PaLM: 1e-4); not in `loss`.
     z_loss_coef: PositiveOrZero = 0.0
-    #: Steps whose samples are not used, single or as [first, last]: skip_steps = [1200, [1500, 1510]].
+    #: Steps whose samples are skipped, single or as [first, last]: skip_steps = [1200, [1500, 1510]].
     skip_steps: Annotated[tuple[Steps, ...], Field(strict=False)] = ()
-    #: Callbacks of your own, by the names under which they are registered; see launch.extensions.
+    #: Your own callbacks, by the names under which they are registered; see launch.extensions.
     callbacks: Annotated[tuple[Text, ...], Field(strict=False)] = ()
 
 
 class EvaluationConfig(Section):
-    """Tasks of lm-evaluation-harness during a run, scored by log-likelihood through the engine itself, on any shape."""
+    """Tasks of lm-evaluation-harness during a run. The engine itself computes the log-likelihoods, on any shape."""
 
     #: Names of tasks: multiple choice and perplexity. Needs the extra `eval` on the first rank's machine.
     tasks: Annotated[tuple[Text, ...], Field(strict=False)] = ()
-    #: Steps between two evaluations of the tasks; they are scored after the last step, too.
+    #: Steps between two evaluations of the tasks; the tasks are evaluated after the last step, too.
     every_steps: Annotated[CountOrZero, _TASKS] = 0
-    #: Directory with task files of your own.
+    #: Directory with your own task files.
     include_path: Annotated[PathText | None, _TASKS] = None
-    #: Most documents of each task; all by default.
+    #: Largest number of documents of each task. Unset: all.
     limit: Annotated[Count | None, _TASKS] = None
 
 
 class AverageConfig(Section):
-    """An average of the weights, sharded as they are: evaluated beside them, and saved with each checkpoint."""
+    """An average of the weights, sharded like them: evaluated as well, and saved with each checkpoint."""
 
     #: "ema": decay * average + (1 - decay) * weights after each step; "saves": the mean of the weights of the last saves.
     kind: Literal["none", "ema", "saves"] = "none"
-    #: What the EMA keeps of itself in a step.
+    #: Decay of the EMA in a step.
     decay: Annotated[ShareBelowOne, ActsWhere("average.kind", ("ema",), "nothing decays")] = 0.999
-    #: Saves of the mean: the run's last ones, by checkpoint.save_every_steps; before them it is the newest save alone.
+    #: Number of saves in the mean: the last ones of the run, by checkpoint.save_every_steps; before, the newest save alone.
     last: Annotated[Count, ActsWhere("average.kind", ("saves",), "no saves are averaged")] = 5
 
 
 class CheckpointConfig(Section):
     """Saving and resuming."""
 
-    #: Where checkpoints go: a directory that all ranks share or a URL, as s3://bucket/run. Unset: run_dir/checkpoints.
+    #: Directory that all ranks share, or a URL such as s3://bucket/run. Unset: run_dir/checkpoints.
     directory: PlaceText | None = None
     #: Steps between checkpoints; 0: only at the end.
     save_every_steps: CountOrZero = 0
-    #: Where a run starts. "auto": at its newest checkpoint, if any; "never": at step 0; or directory or URL of a step.
+    #: Where a run starts: "auto": at its newest checkpoint, if any; "never": at step 0; or the path or URL of a step.
     resume: PlaceText = "auto"
-    #: What a run that goes on from a checkpoint may change, which begins a phase of it: see docs/phases.md.
+    #: What a resumed run may change. A change begins a new phase of the run: see docs/phases.md.
     accept_changes: Annotated[
         tuple[Literal["data", "document_mask", "seq_len", "rope", "lr_schedule", "batch"], ...], Field(strict=False)
     ] = ()
-    #: Keep training while a checkpoint is written from a copy in host memory.
+    #: Continue to train while a checkpoint is written from a copy in host memory.
     asynchronous: bool = True
     #: Largest copy on each rank; a larger state is written while training waits. "auto": half of the free memory.
     host_memory_bytes: Annotated[
         CountOrZero | Auto, ActsWhere("checkpoint.asynchronous", (), "training waits for every save")
     ] = "auto"
-    #: How long the ranks may wait for one another while a checkpoint is written.
+    #: Longest time for which the ranks may wait for each other while a checkpoint is written.
     timeout_seconds: Seconds = 3600
-    #: What is checked of every file before it is loaded, or older ones are removed: size and hash, or the size alone.
+    #: What is checked of every file before a load, and before older checkpoints are removed: its hash, or its size alone.
     verify: Literal["hash", "size"] = "hash"
-    #: If the newest checkpoint of the run is damaged: stop, or take the newest that is not.
+    #: If the newest checkpoint of the run is damaged: stop, or fall back to the newest intact one.
     on_damage: Literal["stop", "fallback"] = "stop"
     #: Checkpoints to keep, the newest first; older ones are removed. 0: all of them.
     keep_last: CountOrZero = 0
     #: Also keep every checkpoint whose step is a multiple of this; 0: none.
     keep_every_steps: Annotated[CountOrZero, _MANY_CHECKPOINTS] = 0
-    #: Also keep so many with the lowest validation loss, of those saved at the step of an evaluation.
+    #: Also keep so many checkpoints with the lowest validation loss, among those saved at the step of an evaluation.
     keep_best: Annotated[CountOrZero, _MANY_CHECKPOINTS, _HELD_OUT, _EVALUATED_STEPS] = 0
 
 
@@ -514,7 +514,7 @@ class ElasticShape(Section):
 
 
 class ElasticConfig(Section):
-    """Continuing a run with fewer or more ranks, under torchrun --nnodes MIN:MAX."""
+    """Continue a run with fewer or more ranks, under torchrun --nnodes MIN:MAX."""
 
     #: Fit the run to the number of ranks: dp follows, global_batch_size stays, spare ranks wait.
     enabled: bool = False
@@ -527,55 +527,55 @@ class ElasticConfig(Section):
 
 
 class LoggingConfig(Section):
-    """What is reported during the run."""
+    """Reports during the run."""
 
-    #: Steps between two lines of the run, where it does not write to a terminal, which it redraws at every step.
+    #: Steps between two printed lines, if the output is no terminal; on a terminal, the line is redrawn at every step.
     every_steps: Count = 10
-    #: Step whose pipeline is measured: a picture and a trace go to the run directory. 0: none.
+    #: Step whose pipeline is measured; a picture and a trace are written to the run directory. 0: none.
     pipeline_trace_step: CountOrZero = 0
-    #: Steps to profile: traces of rank 0 and of the slowest rank for Perfetto go to the run directory (docs/logging.md).
+    #: Steps to profile; rank 0 and the slowest rank write traces for Perfetto to the run directory (docs/logging.md).
     profile_steps: Annotated[Steps | None, Spelling("step or [first, last]")] = None
-    #: Step of which CUDA's memory is recorded, for pytorch.org/memory_viz; then also where memory runs out. 0: none.
+    #: Step whose CUDA memory is recorded, for pytorch.org/memory_viz; then also when memory runs out. 0: none.
     memory_snapshot: Annotated[
         CountOrZero, ActsWhere("launch.device", ("auto", "cuda"), "torch has snapshots of CUDA's memory only")
     ] = 0
     #: Also write TensorBoard events to run_dir.
     tensorboard: bool = True
-    #: What else gets every number: "wandb", "mlflow", "trackio", or loggers of your own by name (docs/logging.md).
+    #: Further loggers of every number: "wandb", "mlflow", "trackio", or your own by name (docs/logging.md).
     loggers: Annotated[tuple[Text, ...], Field(strict=False)] = ()
     #: Project of wandb and trackio, experiment of mlflow.
     project: Annotated[Text, ActsWhere("logging.loggers", (), "no logger has projects")] = "megazero"
-    #: Report a loss that exceeds the recent mean by so many standard deviations; 0: none.
+    #: Report a loss that exceeds the recent mean by so many standard deviations; 0: never.
     loss_spike_sigmas: PositiveOrZero = 6.0
-    #: Dense FLOP/s of one device in precision.dtype, for the MFU. Unset: of known GPUs by name; for others no MFU.
+    #: Peak dense FLOP/s of one device in precision.dtype, for the MFU. Unset: of known GPUs by name; no MFU for others.
     peak_flops: Positive | None = None
-    #: Texts that the model continues during the run, by its likeliest tokens, on any shape.
+    #: Texts that the model continues during the run with its likeliest tokens, on any shape.
     sample_prompts: Annotated[tuple[Text, ...], Field(strict=False)] = ()
-    #: Steps between two samples; there are samples after the last step, too.
+    #: Steps between two samples; the model samples after the last step, too.
     sample_every_steps: Annotated[Count, _SAMPLED] = 1000
-    #: Tokens of a sample: each takes a forward of as many samples as a micro-batch has.
+    #: Tokens of a sample; each token takes a forward of one micro-batch.
     sample_tokens: Annotated[Count, _SAMPLED] = 32
-    #: Steps between two comparisons of the time that each rank's own work takes; 0: never.
+    #: Steps between two comparisons of the ranks' own computing times; 0: never.
     straggler_every_steps: Annotated[CountOrZero, _MANY_RANKS] = 50
-    #: A rank is reported if its work takes so many times the median.
+    #: A rank is reported if its computing time is so many times the median.
     straggler_ratio: Annotated[
         float, Field(gt=1), ActsWhere("logging.straggler_every_steps", (), "nothing is compared"), _MANY_RANKS
     ] = 1.3
 
 
 class LaunchConfig(Section):
-    """How the command starts ranks when torchrun has not."""
+    """How the command starts ranks if torchrun has not."""
 
     #: Ranks to start on this machine.
     nproc_per_node: Count = 1
-    #: Where to compute. "auto": CUDA, with a device for each rank of the machine; the CPU where there is none.
+    #: Where to compute. "auto": on CUDA, with a device for each rank of the machine; without CUDA, on the CPU.
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    #: Python files (paths ending in .py) or modules that register your own code; imported on every rank, before all else.
+    #: Python files (paths ending in .py) or modules that register your own code; every rank imports them first.
     extensions: Annotated[tuple[PathText, ...], Field(strict=False)] = ()
 
 
 class RunConfig(Section):
-    """One run, as its file has it."""
+    """The contents of a run file."""
 
     model: ModelConfig = ModelConfig()
     parallel: ParallelConfig = ParallelConfig()
@@ -595,7 +595,7 @@ class RunConfig(Section):
 
 
 def sections(outer: type[Section] = RunConfig, prefix: str = "") -> dict[str, type[Section]]:
-    """Give the class of each section of a run file, by name: "zero", then "zero.offload" within it, and so on."""
+    """Return the class of each section of a run file, by name: "zero", then "zero.offload" within it, and so on."""
     found: dict[str, type[Section]] = {}
     for name, field in outer.model_fields.items():
         if is_section(field.annotation):
@@ -604,7 +604,7 @@ def sections(outer: type[Section] = RunConfig, prefix: str = "") -> dict[str, ty
 
 
 def keys() -> dict[str, dict[str, FieldInfo]]:
-    """Give the keys of each section by its name; a section within it is none of them."""
+    """Return the keys of each section, by its name; sections within a section are not among its keys."""
     return {
         name: {key: field for key, field in section.model_fields.items() if not is_section(field.annotation)}
         for name, section in sections().items()
@@ -612,12 +612,12 @@ def keys() -> dict[str, dict[str, FieldInfo]]:
 
 
 def is_section(annotation: object) -> TypeGuard[type[Section]]:
-    """Tell whether a field is itself a section."""
+    """Whether a field with this annotation is itself a section."""
     return isinstance(annotation, type) and issubclass(annotation, Section)
 
 
 def without_key(config: RunConfig, key: str) -> RunConfig:
-    """A copy in which a key, or a section, has no value: reading it is an AttributeError."""
+    """Return a copy in which a key or a section has no value: reading it raises AttributeError."""
     copy = section = config.model_copy()
     *outer, last = key.split(".")
     for name in outer:

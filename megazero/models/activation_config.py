@@ -86,7 +86,7 @@ def _where(test: Callable[[ActivationsConfig], bool], keys: str, why: str) -> Ac
         passes = any(test(own.of_stage(rank)) for rank in (-1, *(table.stage for table in own.stages)))
         return (own.recompute, own.offload, own.stages) if passes else ()
 
-    return ActsWhere(f"{keys} activations.stages", values, why, told=True)
+    return ActsWhere(f"{keys} activations.stages", values, why, is_noted=True)
 
 
 _RECOMPUTES = _where(lambda own: bool(own.regions), "activations.recompute", "nothing is recomputed")
@@ -112,9 +112,9 @@ _STAYS = ActsWhere(
     "activations.offload",
     _offload_where_some_stay,
     "a pipeline rank that offloads has the arena on the host alone",
-    told=True,
+    is_noted=True,
 )
-_WHOLE = ActsWhere("parallel.sequence_parallel", (False,), "sequence parallelism has cut it already", told=True)
+_WHOLE = ActsWhere("parallel.sequence_parallel", (False,), "sequence parallelism has cut it already", is_noted=True)
 _OVER_TP = ActsWhere("parallel.tp", (), "one rank keeps all", above=1)
 
 

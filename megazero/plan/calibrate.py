@@ -39,7 +39,7 @@ from megazero.comm.collectives import all_gather, all_reduce, all_to_all, exchan
 from megazero.config import ResolvedRun, RunConfig, resolve
 from megazero.engine.outline import elements_in, stages_of
 from megazero.parallel_state import Axis, ParallelState, RankGrid
-from megazero.plan.calibration import Calibration, OperatorTable, Product, Samples
+from megazero.plan.calibration import Calibration, MeasuredProduct, OperatorTable, Samples
 from megazero.plan.cluster import Cluster
 from megazero.plan.devices import LINKS, Device, Link, device_of
 from megazero.plan.fake_tensors import Operator, Value
@@ -189,7 +189,9 @@ def table_of(times: Record, *, on_gpu: bool) -> OperatorTable:
             name = about[0] if kind == "operator" else kind
             samples[name].append((about[-1], median(times[kind, *about])))
     keys = sorted(key[1:] for key in times if key[0] == "product")
-    products = tuple(Product(dtype, m, n, k, median(times["product", dtype, m, n, k])) for dtype, m, n, k in keys)
+    products = tuple(
+        MeasuredProduct(dtype, m, n, k, median(times["product", dtype, m, n, k])) for dtype, m, n, k in keys
+    )
     host = (min if on_gpu else median)(times["host",])
     operators = {name: tuple(sorted(found)) for name, found in samples.items()}
     return OperatorTable(products, operators, host).scaled(median(times["probe",]))

@@ -39,7 +39,7 @@ def _by_size(samples: Samples) -> Samples:
 Samples: TypeAlias = Annotated[tuple[tuple[Positive, Positive], ...], AfterValidator(_by_size)]
 
 
-class Product(NamedTuple):
+class MeasuredProduct(NamedTuple):
     """A measured matrix product [m, k] x [k, n]."""
 
     dtype: str
@@ -59,13 +59,13 @@ class OperatorTable:
         host_seconds: host time per operator call, in addition to the operator's own: Python, autograd, dispatch.
     """
 
-    products: tuple[Product, ...]
+    products: tuple[MeasuredProduct, ...]
     operators: Mapping[str, Samples]
     host_seconds: float
 
     @cached_property
-    def _by_dtype(self) -> dict[str, list[Product]]:
-        found: dict[str, list[Product]] = {}
+    def _by_dtype(self) -> dict[str, list[MeasuredProduct]]:
+        found: dict[str, list[MeasuredProduct]] = {}
         for product in self.products:
             found.setdefault(product.dtype, []).append(product)
         return found
@@ -76,7 +76,7 @@ class OperatorTable:
         if not known:
             return None
 
-        def distance(product: Product) -> float:
+        def distance(product: MeasuredProduct) -> float:
             return abs(log(m / product.m)) + abs(log(n / product.n)) + abs(log(k / product.k))
 
         near = sorted(known, key=distance)[:_NEAREST]

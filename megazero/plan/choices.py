@@ -4,7 +4,7 @@
     cp = Ulysses x ring            all of one of them, or Ulysses within a node
     schedule, virtual stages       where pp > 1        sequence_parallel                                  wherever it can be
     ZeRO stage, gather policy, shard groups            where dp x cp > 1      ep: all that divide experts and ranks
-    recomputation, offloading                          `Relief`: less memory, never less time
+    recomputation, offloading                          `MemoryOption`: less memory, never less time
 
 Model, data, precision, optimizer, global batch and all other keys keep the values of the run file.  The rules of run files
 decide whether a choice can run.
@@ -42,23 +42,23 @@ Preset = Literal["none", "selective", "full"]
 RECOMPUTE: tuple[tuple[Preset, bool], ...] = (("none", False), ("selective", False), ("full", True), ("full", False))
 _OFFLOAD_ORDER = {"none": 0, "activations": 1, "optimizer": 1, "both": 2}
 OFFLOADS = tuple(_OFFLOAD_ORDER)
-_SMALLEST_PART = 4096  # tokens of a sample; below, a ring's messages take longer than its products
+_SMALLEST_SHARD = 4096  # tokens of a sample; below, a ring's messages take longer than its products
 _LARGEST_PIPELINE = 16
 
 
 @dataclass(frozen=True, order=True)
-class Relief:
+class MemoryOption:
     """What frees memory and costs time: recomputation (an index into `RECOMPUTE`) and offloading (one of `OFFLOADS`)."""
 
     recompute: int = 0
     offload: str = "none"
 
     @property
-    def order(self) -> tuple[int, Relief]:
+    def order(self) -> tuple[int, MemoryOption]:
         """Sort key: the option that frees the least memory comes first."""
         return self.recompute + _OFFLOAD_ORDER[self.offload], self
 
-    def needs_no_more_than(self, other: Relief) -> bool:
+    def needs_no_more_than(self, other: MemoryOption) -> bool:
         """Whether `other` recomputes and offloads everything that this option does, so that `other` cannot be faster."""
         return self.recompute <= other.recompute and (
             self.offload in ("none", other.offload) or other.offload == "both"
@@ -66,7 +66,7 @@ class Relief:
 
 
 @dataclass(frozen=True, order=True)
-class Choice:
+class ShapeChoice:
     """A value for every searched key."""
 
     tp: int = 1
@@ -79,7 +79,7 @@ class Choice:
     zero_stage: int = 1
     gather_policy: str = "action"
     shard_group: int = 0
-    relief: Relief = Relief()
+    option: MemoryOption = MemoryOption()
     ep: int = 1
 
     def __str__(self) -> str:
@@ -93,14 +93,14 @@ class Choice:
         parts += [f"micro-batch {self.micro_batch}", f"ZeRO {self.zero_stage}"]
         parts += [f"gathered for the {self.gather_policy}"] if self.gather_policy != "action" else []
         parts += [f"in groups of {self.shard_group}"] if self.shard_group else []
-        return " ".join([*parts, *relief_words(self.relief)])
+        return " ".join([*parts, *option_words(self.option)])
 
 
-def relief_words(relief: Relief) -> list[str]:
+def option_words(option: MemoryOption) -> list[str]:
     """Describe recomputation and offloading in a few words."""
-    name, keeps = RECOMPUTE[relief.recompute]
+    name, keeps = RECOMPUTE[option.recompute]
     words = [f"recompute {name}{' but attention' if keeps else ''}"] if name != "none" else []
-    return words + ([f"offload {relief.offload}"] if relief.offload != "none" else [])
+    return words + ([f"offload {option.offload}"] if option.offload != "none" else [])
 
 
 @dataclass(frozen=True)
@@ -118,7 +118,7 @@ class Space:
     virtual_stages: tuple[int, ...] = (2, 3, 4)
     zero_stages: tuple[int, ...] = (0, 1, 2, 3)
     gather_policies: tuple[str, ...] = ("action", "step")
-    reliefs: tuple[Relief, ...] = tuple(starmap(Relief, product(range(len(RECOMPUTE)), OFFLOADS)))
+    options: tuple[MemoryOption, ...] = tuple(starmap(MemoryOption, product(range(len(RECOMPUTE)), OFFLOADS)))
 
     def ulysses(self, tp: int, cp: int) -> list[int]:
         """Return the Ulysses degrees worth comparing: 1, all of cp, and the largest that stays within a node."""
@@ -136,7 +136,7 @@ def space_of(config: RunConfig, ranks: int, per_node: int) -> Space:
     own = config.parallel.schedule
     return Space(
         tp=tuple(size for size in of_ranks if size <= per_node),
-        cp=tuple(size for size in of_ranks if size == 1 or model.seq_len // size >= _SMALLEST_PART),
+        cp=tuple(size for size in of_ranks if size == 1 or model.seq_len // size >= _SMALLEST_SHARD),
         pp=tuple(size for size in of_ranks if size <= min(_LARGEST_PIPELINE, model.num_layers)),
         schedules=tuple(dict.fromkeys(("1f1b", "interleaved", "zb-h1", "zbv", *([own] if own != "gpipe" else [])))),
         shard_groups=(0, per_node),
@@ -145,7 +145,7 @@ def space_of(config: RunConfig, ranks: int, per_node: int) -> Space:
     )
 
 
-def groups_in(space: Space, config: RunConfig, ranks: int) -> Iterator[Choice]:
+def groups_in(space: Space, config: RunConfig, ranks: int) -> Iterator[ShapeChoice]:
     """Yield every distinct choice, each without recomputation and offloading."""
     for tp, cp, pp in product(space.tp, space.cp, space.pp):
         if ranks % (tp * cp * pp) == 0:
@@ -153,7 +153,7 @@ def groups_in(space: Space, config: RunConfig, ranks: int) -> Iterator[Choice]:
             for ulysses, (schedule, chunks), micro_batch in every:
                 for sharding in _sharding(space, ranks // (tp * pp), tp):
                     for ep in (size for size in space.ep if ranks // pp % size == 0):
-                        yield Choice(tp, cp, ulysses, pp, micro_batch, schedule, chunks, *sharding, ep=ep)
+                        yield ShapeChoice(tp, cp, ulysses, pp, micro_batch, schedule, chunks, *sharding, ep=ep)
 
 
 def _schedules(space: Space, config: RunConfig, pp: int) -> Iterator[tuple[str, int]]:
@@ -182,10 +182,10 @@ def _sharding(space: Space, shards: int, tp: int) -> Iterator[tuple[int, str, in
                     yield stage, policy, group
 
 
-def config_of(base: RunConfig, choice: Choice) -> RunConfig:
+def config_of(base: RunConfig, choice: ShapeChoice) -> RunConfig:
     """Return the run file with a choice filled in."""
-    recompute, keeps_attention = RECOMPUTE[choice.relief.recompute]
-    offload = choice.relief.offload
+    recompute, keeps_attention = RECOMPUTE[choice.option.recompute]
+    offload = choice.option.offload
     cuts_sequence = choice.tp > 1 and base.model.seq_len % (choice.tp * choice.cp) == 0
     parallel = {name: getattr(choice, name) for name in ("tp", "cp", "pp", "ep", "schedule", "virtual_stages")}
     parallel |= {
@@ -218,11 +218,11 @@ _ACTS_FROM = {"quantized_gradients": 1, "reduce": 2}
 _ACTS_FROM |= dict.fromkeys(("prefetch_bytes", "persistent_elements", "quantized_weights"), 3)
 
 
-def _zero_of(base: RunConfig, choice: Choice) -> ZeroConfig:
+def _zero_of(base: RunConfig, choice: ShapeChoice) -> ZeroConfig:
     """Return [zero] with a choice filled in.  A key without effect at the chosen stage gets its default."""
     own, stage = base.zero.offload, choice.zero_stage
     offload = OffloadConfig()
-    if choice.relief.offload in ("optimizer", "both"):
+    if choice.option.offload in ("optimizer", "both"):
         where = "nvme" if own.optimizer == "nvme" else "cpu"
         path = own.nvme_path if where == "nvme" else None
         offload = own.model_copy(update={"optimizer": where, "parameters": "none", "nvme_path": path})
@@ -266,9 +266,9 @@ class Bounds:
         self.gradient_bytes = DTYPES[config.precision.accumulate_dtype].itemsize
         self.moments = int(moments_of(config))  # fewest per parameter
 
-    def state_bytes(self, choice: Choice) -> float:
+    def state_bytes(self, choice: ShapeChoice) -> float:
         """Return a lower bound of the bytes of model state on an average rank (Rajbhandari et al. 2020, figure 1)."""
-        offloads = choice.relief.offload in ("optimizer", "both") and self.config.zero.offload.ratio == 1.0
+        offloads = choice.option.offload in ("optimizer", "both") and self.config.zero.offload.ratio == 1.0
         optimizer = 0 if offloads else _FP32 * (self.moments + (self.weight_bytes < _FP32))
         stage, replicas = choice.zero_stage, self.cluster.ranks // choice.pp
 
@@ -279,11 +279,11 @@ class Bounds:
         dense = bytes_of(self.dense // choice.tp, choice.shard_group or replicas // choice.tp)
         return dense + bytes_of(self.of_experts // choice.ep, replicas // choice.ep)
 
-    def seconds(self, choice: Choice) -> float:
+    def seconds(self, choice: ShapeChoice) -> float:
         """Return a lower bound of the seconds of a step."""
         return self._products() * (1 + self._filling(choice) / 2)
 
-    def guess(self, choice: Choice) -> float:
+    def guess(self, choice: ShapeChoice) -> float:
         """Return a rough estimate of the seconds of a step.  The search uses it for nothing but its order."""
         within, between = self.cluster.within, self.cluster.between
         model, ranks_of_dp = self.config.model, self._dp(choice)
@@ -308,7 +308,7 @@ class Bounds:
             + rows_seconds
         )
 
-    def _kept(self, choice: Choice) -> float:
+    def _kept(self, choice: ShapeChoice) -> float:
         """Return an estimate of the first pipeline rank's activation bytes (Korthikanti et al. 2022: 34 sbh per layer).
 
         Each expert of a token adds its input row, gate, up, and the product of the two.
@@ -318,10 +318,10 @@ class Bounds:
         tokens = choice.micro_batch * model.seq_len * model.num_layers
         return tokens * (34 * model.hidden_size + rows) / (choice.tp * choice.cp)
 
-    def _dp(self, choice: Choice) -> int:
+    def _dp(self, choice: ShapeChoice) -> int:
         return self.cluster.ranks // (choice.tp * choice.cp * choice.pp)
 
-    def _count(self, choice: Choice) -> float:
+    def _count(self, choice: ShapeChoice) -> float:
         """Return the number of micro-batches in a step."""
         return max(1.0, self.samples / (self._dp(choice) * choice.micro_batch))
 
@@ -334,7 +334,7 @@ class Bounds:
         peak = device.peak_of(precision.dtype if precision.fp8 == "none" else "fp8")
         return self.flops / (self.cluster.ranks * peak * share)
 
-    def _filling(self, choice: Choice) -> float:
+    def _filling(self, choice: ShapeChoice) -> float:
         """Return a pipeline's idle time as a fraction of its work; 0 for schedules that split the backward."""
         if choice.schedule in _SPLIT_BACKWARD:
             return 0.0

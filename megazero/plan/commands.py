@@ -1,4 +1,4 @@
-"""The commands of the plan: plan a run, measure it beside its plan, calibrate the machine."""
+"""The commands of this room: plan a run, compare a run with its plan, calibrate the machine."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ if TYPE_CHECKING:
     from megazero.config import ResolvedRun
     from megazero.plan.cluster import Cluster
     from megazero.plan.report import Plan
-    from megazero.plan.search import Found
+    from megazero.plan.search import SearchResult
 
-_FOUND_BY = "# Found by megazero plan"  # how a run file begins that a search has written
+_FOUND_BY = "# Found by megazero plan"  # the first words of a run file that a search has written
 
 
 def _number(text: str) -> float:
@@ -43,10 +43,10 @@ def _positive(text: str) -> float:
 
 
 def _new_file(text: str) -> Path:
-    """Parse the path of a file, and check before minutes of work that it can be written; - is the terminal."""
+    """Parse the path of an output file, and check before minutes of work that it can be written; "-" is the terminal."""
     path = Path(text)
     if text != "-" and (path.is_dir() or not os.access(path.parent, os.W_OK)):
-        raise typer.BadParameter(f"{text} cannot be written; name a file in a folder that there is")
+        raise typer.BadParameter(f"{text} cannot be written; name a file in an existing folder")
     return path
 
 
@@ -67,29 +67,30 @@ def plan(
         str, typer.Option(help="Between nodes: ib100 to ib800, roce100 to roce800, 1gbit to 100gbit.")
     ] = "ib400",
     search: Annotated[bool, typer.Option("--search", help="Find the best shapes.")] = False,
-    write: Annotated[Path | None, _FILE(help="With --search: write the run file of the best.")] = None,
+    write: Annotated[Path | None, _FILE(help="With --search: write the run file of the best shape.")] = None,
     seconds: Annotated[float | None, _NUMBER(help="With --search: about how long it may take; 120 by default.")] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Run the engine without memory and network.")] = False,
     rank: Annotated[int | None, typer.Option(help="With --dry-run: the rank to look at.")] = None,
-    tokens: Annotated[float | None, _POSITIVE(help="Tokens of the run; those of training.steps by default.")] = None,
+    tokens: Annotated[float | None, _POSITIVE(help="Tokens of the run; by default, those of training.steps.")] = None,
     dollars_per_hour: Annotated[float | None, _NUMBER(help="Price of a device.")] = None,
     failures_per_million_hours: Annotated[
-        float, _NUMBER(help="Failures in a million device hours; as Llama 3 had by default.")
+        float, _NUMBER(help="Failures in a million device hours; by default, those of Llama 3.")
     ] = FAILURES_PER_DEVICE_HOUR * 1e6,
     restart_minutes: Annotated[float, _NUMBER(help="From a failure until the run trains again.")] = 10,
     storage_gb_per_second: Annotated[
-        float, _POSITIVE(help="What a node writes while all write; as Llama 3 had by default.")
+        float, _POSITIVE(help="GB/s that a node writes while all nodes write; by default, those of Llama 3.")
     ] = STORAGE_BANDWIDTH_PER_NODE / 1e9,
     corrected_by: Annotated[
-        Path | None, typer.Option(help="The plan.json of a run that measured its steps: they take so much longer.")
+        Path | None, typer.Option(help="The plan.json of a run: scale the time by its measured / planned seconds.")
     ] = None,
     keep: Annotated[
-        bool, typer.Option("--keep", help="Write all numbers to plan.json in training.run_dir, where train compares.")
+        bool,
+        typer.Option("--keep", help="Write plan.json to training.run_dir, so that train compares the run with it."),
     ] = False,
     html: Annotated[Path | None, _FILE(help="Write a page for a browser.")] = None,
-    as_json: Annotated[Path | None, _FILE("--json", help="Write all numbers; - for the terminal, alone.")] = None,
+    as_json: Annotated[Path | None, _FILE("--json", help="Write all numbers to a file; - prints them alone.")] = None,
 ) -> None:
-    """Say what a run needs on any cluster: memory, time, traffic, cost; the best shape; whether it starts.  Needs no GPU."""
+    """Show what a run needs on any cluster: memory, time, traffic, cost.  Find its best shape.  Needs no GPU."""
     from megazero.config import ConfigError
 
     asked = _Asked(config, tuple(overrides or ()), gpu, gpus, per_node, network)
@@ -101,9 +102,9 @@ def plan(
         _check_read({"--write": write, "--seconds": seconds}, "a --search", applies=search)
         _check_read(of_plan, "a plan; a --dry-run prints what it found", applies=not dry_run)
         if search and dry_run:
-            raise ValueError("--search and --dry-run are two questions; ask one")
+            raise ValueError("--search and --dry-run exclude each other; give one")
         if write is not None and write.exists() and not write.read_bytes().startswith(_FOUND_BY.encode()):
-            raise ValueError(f"--write {write} is a file that no search has written; name another, or remove it")
+            raise ValueError(f"--write {write} exists, and no search has written it; name another file, or remove it")
         cluster = asked.cluster("h200" if dry_run else None)
         if dry_run:
             raise SystemExit(_dry_run(asked, rank, say))
@@ -138,7 +139,7 @@ def plan(
 
 
 def _check_read(options: Mapping[str, object], what: str, *, applies: bool) -> None:
-    """Check that no option was given that would have no effect.  Raises: ValueError."""
+    """Refuse options that would have no effect, unless they apply.  Raises: ValueError."""
     if not applies and (given := [name for name, value in options.items() if value is not None]):
         raise ValueError(f"{' and '.join(given)} {'is' if len(given) == 1 else 'are'} for {what}")
 
@@ -162,7 +163,7 @@ class _Asked:
         return load_config(self.config, self.overrides, ranks, rules=rules, asks="--gpus")
 
     def cluster(self, default: str | None) -> Cluster:
-        """Return the cluster, of `default` if no device is named.  Raises: ValueError, OSError: as `cluster_of`."""
+        """Return the cluster, of `default` if the user named no device.  Raises: ValueError, OSError: see `cluster_of`."""
         from megazero.plan.cluster import cluster_of
         from megazero.plan.devices import DEVICES
 
@@ -178,7 +179,7 @@ class _Asked:
 
 def _search(
     asked: _Asked, cluster: Cluster, say: Callable[[str], None], write: Path | None, seconds: float
-) -> tuple[ResolvedRun | None, Found]:
+) -> tuple[ResolvedRun | None, SearchResult]:
     """Print the best shapes, and write the run file of the first."""
     from megazero.config import ConfigError, resolve
     from megazero.config.document import to_toml
@@ -212,7 +213,7 @@ def _search(
         own=own,
         processes=os.cpu_count() or 1,
         say=show_progress,
-        is_late=lambda: time.monotonic() > ends,
+        time_is_up=lambda: time.monotonic() > ends,
     )
     say(search_text(found, cluster.device.memory_bytes))
     best, words = own, "as the run file has it"
@@ -244,7 +245,7 @@ def _dry_run(asked: _Asked, rank: int | None, say: Callable[[str], None]) -> int
 
 
 def _write(
-    made: Plan, found: Found | None, html: Path | None, numbers: Sequence[Path], say: Callable[[str], None]
+    made: Plan, found: SearchResult | None, html: Path | None, numbers: Sequence[Path], say: Callable[[str], None]
 ) -> None:
     from megazero.plan.report import as_plain
     from megazero.plan.text import plan_html

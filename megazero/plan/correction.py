@@ -1,11 +1,12 @@
-"""A plan and the measurements of its run, in the file `plan.json` of the run's directory.
+"""A plan and the measurements of its run, in the file `plan.json` of the run directory.
 
-    megazero plan RUN.toml --gpu h200 --keep          writes it megazero train RUN.toml                           prints
-    plan against measured at step 10, and adds what it measured megazero plan OTHER.toml --gpu h200 --corrected-by
-    runs/a/plan.json         scales the planned steps by the measured ratio
+    megazero plan RUN.toml --gpu h200 --keep                              writes the file
+    megazero train RUN.toml                                               at step 10, compares itself with the plan, and adds
+                                                                          its measurements to the file
+    megazero plan OTHER.toml --gpu h200 --corrected-by runs/a/plan.json   scales planned steps by measured / planned seconds
 
-Bytes sent must be equal.  Memory is compared on CUDA, where tensors are counted: on a CPU a process counts its libraries
-too. Time is compared if the plan is for the device that the run is on.
+Bytes sent must be equal.  Memory is compared on CUDA alone, where tensors are counted; the memory of a CPU process includes
+its libraries.  Time is compared if the run is on the device of the plan.
 """
 
 import json
@@ -27,21 +28,21 @@ from megazero.settings import write_text
 from megazero.training.callbacks.base import RunContext, StepRecord
 
 PLAN_FILE = "plan.json"
-_FIRST, _LAST = 6, 10  # before, kernels are compiled and chosen
-_NO_TENSORS = ("communicators", "allocator slack")  # of memory, which torch.cuda.max_memory_allocated does not count
+_FIRST, _LAST = 6, 10  # earlier steps compile and choose kernels
+_NO_TENSORS = ("communicators", "allocator slack")  # kinds of memory that torch.cuda.max_memory_allocated leaves out
 
 
 @dataclass(frozen=True)
-class Kept:
+class SavedPlan:
     """A plan read from `plan.json`.
 
     Args:
         shape: degrees, ZeRO stage, schedule and batch sizes, as `shape_of` returns them.
-        device: the device of the plan.
-        seconds: of a step.
-        peak: bytes of rank 0.
+        device: name of the device that the plan is for.
+        seconds: planned seconds of a step.
+        peak: planned bytes of rank 0.
         sent: bytes that rank 0 sends in a step, by axis.
-        ratio: measured over planned seconds; None before a run has measured its steps.
+        ratio: measured / planned seconds; None before a run has measured its steps.
     """
 
     shape: Mapping[str, object]
@@ -54,11 +55,16 @@ class Kept:
     def compared(
         self, run: ResolvedRun, device: str, seconds: float, peak: int | None, sent: Mapping[str, int]
     ) -> tuple[str, dict[str, object]]:
-        """Return a line and the figures to store; both are empty if the run has another shape.
+        """Compare a run with the plan; return a line for the terminal and the figures to store.
+
+        Both are empty if the run has another shape than the plan.
 
         Args:
+            run: the run that was measured.
             device: the device of the run, by the name that a plan gives it.
-            seconds, peak, sent: measured on rank 0; the peak is None if it cannot be compared.
+            seconds: measured seconds of a step.
+            peak: measured bytes of rank 0; None if they cannot be compared.
+            sent: bytes that rank 0 sent in a step, by axis.
         """
         if shape_of(run) != dict(self.shape):
             return "", {}
@@ -86,8 +92,8 @@ def shape_of(run: ResolvedRun) -> dict[str, object]:
     return {**shape, **sizes, "zero_stage": zero.stage}
 
 
-def read_kept(path: Path) -> Kept:
-    """Read a plan of `--keep` or `--json`.  Raises: ValueError: it is no plan, or damaged; OSError."""
+def read_plan(path: Path) -> SavedPlan:
+    """Read a plan that `--keep` or `--json` wrote.  Raises: ValueError: the file is damaged or no plan; OSError."""
     try:
         written: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
         sent = Counter[str]()
@@ -98,23 +104,28 @@ def read_kept(path: Path) -> Kept:
         seconds, ratio = float(written["step"]["seconds"]), written.get("measured", {}).get("seconds_ratio")
         if not all(0 < number < inf for number in (seconds, first, 1.0 if ratio is None else ratio)):
             raise ValueError
-        return Kept(shape, str(written["cluster"]["device"]), seconds, first, dict(+sent), ratio)
+        return SavedPlan(shape, str(written["cluster"]["device"]), seconds, first, dict(+sent), ratio)
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
         wrong = "is no plan: megazero plan --keep writes one, and train adds what it measured"
         raise ValueError(f"{path} {wrong}") from None
 
 
 def add_measured(path: Path, found: Mapping[str, object]) -> None:
-    """Add measurements to the file of a plan.  Raises: OSError, ValueError, TypeError: it holds no plan any more."""
+    """Add measurements to a plan's file.  Raises: OSError; ValueError, TypeError: the file no longer holds a plan."""
     written = json.loads(path.read_text(encoding="utf-8"))
     write_text(path, json.dumps(written | {"measured": dict(found)}) + "\n")
 
 
 def ratio_in(path: Path, device: str) -> float:
-    """Return measured over planned seconds.  Raises: ValueError: nothing was measured, or on another device; OSError."""
+    """Return measured / planned seconds of the run whose plan is in a file.
+
+    Raises:
+        ValueError: no step was measured, or `device` is not the device of the plan.
+        OSError: the file cannot be read.
+    """
     if not path.exists():
         raise ValueError(f"{path} is not there: megazero plan --keep writes a plan, and train adds what it measured")
-    plan = read_kept(path)
+    plan = read_plan(path)
     if plan.ratio is None:
         raise ValueError(f"{path} has no measured step: train prints plan against measured at step 10 and adds it")
     if plan.device != device:
@@ -123,21 +134,21 @@ def ratio_in(path: Path, device: str) -> float:
 
 
 class PlanCheck(Measuring):
-    """Compares steps 6 to 10 of rank 0 with the `plan.json` of `megazero plan --keep`, and adds what it measured.
+    """Compares steps 6 to 10 of rank 0 with the plan in `plan.json`, prints a line, and adds the measurements to the file.
 
-    Prints nothing without a plan, for another shape, or in a run that begins after step 6.
+    Does nothing if there is no plan, the run has another shape, or the run begins after step 6.
     """
 
     def __init__(self, context: RunContext) -> None:
         super().__init__(context)
         self._path = Path(self._run.config.training.run_dir) / PLAN_FILE
-        self._plan: Kept | None = None
+        self._plan: SavedPlan | None = None
         self._seconds: list[float] = []
 
     def on_start(self) -> None:
         with suppress(OSError, ValueError):
-            grows = self._run.config.training.batch_ramp is not None  # a plan is of the full batch
-            self._plan = read_kept(self._path) if self._state.rank == 0 and not grows else None
+            grows = self._run.config.training.batch_ramp is not None  # a plan assumes the full batch
+            self._plan = read_plan(self._path) if self._state.rank == 0 and not grows else None
 
     def after_step(self, record: StepRecord) -> None:
         if self._plan is None or not _FIRST <= record.step <= _LAST or record.seconds is None:
@@ -146,14 +157,14 @@ class PlanCheck(Measuring):
         if record.step == _LAST and len(self._seconds) == _LAST - _FIRST + 1:
             self._compare(self._plan, record)
 
-    def _compare(self, plan: Kept, record: StepRecord) -> None:
+    def _compare(self, plan: SavedPlan, record: StepRecord) -> None:
         on_cuda = self._state.device.type == "cuda"
         sent = {axis: count for axis, count in record.sent_bytes.items() if count}
         peak = record.memory_bytes if on_cuda else None
         if on_cuda:
             device = device_of(torch.cuda.get_device_name(self._state.device))
             name = device.name if device else ""
-        else:  # a CPU that was calibrated, this one as far as can be known
+        else:  # a calibrated CPU: assume that it is this one
             name = "" if plan.device in DEVICES else plan.device
         line, kept = plan.compared(self._run, name, median(self._seconds), peak, sent)
         if line:

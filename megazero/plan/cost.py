@@ -1,10 +1,10 @@
-"""From the seconds of a step to what a run costs: use of the devices, days, dollars, checkpoints, failures.
+"""From the seconds of a step to the cost of a run: use of the devices, days, dollars, checkpoints, failures.
 
     tokens / s   = tokens of a step / seconds                     MFU = FLOPs of the model / (seconds * ranks * peak)
     days         = tokens of the run / tokens per second, longer by the share that failures and checkpoints take
 
-    [----- work: interval -----][wait][----- work -----] x lost [restart][----- work again -----][wait]
-                                checkpoint              failure, every M seconds in the mean
+    [----- work: interval -----][wait][- lost work -] x [restart][----- the same work -----][wait]
+                                checkpoint            failure, every M seconds on average
 
 Sources: Young 1974, "A first order approximation to the optimum checkpoint interval"; Daly 2006, "A higher order estimate of
 the optimum checkpoint interval for restart dumps", equations 20 (expected time) and 37 (interval).  Rate of failures: the
@@ -17,21 +17,22 @@ from math import ceil, exp, sqrt
 
 DAY, HOUR, MINUTE = 86_400, 3_600, 60
 
-#: Of the Llama team; one in 50,700 hours.
+#: Failure rate of the Llama team: one in 50,700 device hours.
 FAILURES_PER_DEVICE_HOUR = 419 / (54 * 24 * 16_384)
-#: Bytes per second that a node writes while all do; of the Llama team.
+#: Bytes per second that a node writes while all nodes write; of the Llama team's cluster.
 STORAGE_BANDWIDTH_PER_NODE = 2e12 / 2_048
-#: From a failure until the run trains again: an assumption, since no paper says it for others' clusters.
+#: Seconds from a failure until the run trains again: an assumption, since it depends on the cluster.
 RESTART_SECONDS = 600.0
 
 
 @dataclass(frozen=True)
 class Throughput:
-    """Rates that follow from a step's duration.
+    """Rates of a run.
 
     Args:
-        mfu: the model's FLOPs over the peak; None if the peak is not known.
-        flops_per_device: the model's FLOP/s of one device.
+        tokens_per_second: of all ranks together.
+        flops_per_device: FLOP/s of one device, counting the FLOPs of the model alone.
+        mfu: `flops_per_device` / peak FLOP/s; None if the peak is not known.
     """
 
     tokens_per_second: float
@@ -40,11 +41,14 @@ class Throughput:
 
 
 def throughput(seconds: float, tokens: float, flops: float, ranks: int, peak_flops: float | None) -> Throughput:
-    """Return the rates of a step.
+    """Return the rates of a run from one of its steps.
 
     Args:
+        seconds: duration of the step.
+        tokens: tokens of the step, on all ranks.
         flops: FLOPs of the model in the step, on all ranks.
-        peak_flops: FLOP/s of one device; None if not known.
+        ranks: number of devices.
+        peak_flops: peak FLOP/s of one device; None if not known.
     """
     each = flops / seconds / ranks
     return Throughput(tokens / seconds, each, each / peak_flops if peak_flops else None)
@@ -55,9 +59,9 @@ class Checkpoint:
     """Size and time of one checkpoint.
 
     Args:
-        nbytes: of all files.
-        write_seconds: until it is complete.
-        wait_seconds: for which training waits: until a copy is in host memory, or until it is complete.
+        nbytes: bytes of all files.
+        write_seconds: time until the checkpoint is complete.
+        wait_seconds: time for which training stands still: until host memory holds a copy, or the checkpoint is complete.
     """
 
     nbytes: int
@@ -76,13 +80,16 @@ def checkpoint_cost(
     storage_bandwidth: float,
     asynchronous: bool = True,
 ) -> Checkpoint:
-    """Return the cost of writing weights, fp32 masters of 16-bit weights and fp32 moments once, evenly by all ranks.
+    """Return the cost of writing weights, fp32 masters of 16-bit weights, and fp32 moments once, evenly by all ranks.
 
     Args:
-        weight_bytes: bytes of one element of the weights.
+        parameters: number of parameters of the model.
+        weight_bytes: bytes of one weight.
         moments: numbers that the optimizer holds for each parameter.
+        ranks, nodes: how many there are.
         host_bandwidth: bytes per second from one device to its host; 0 if the device is the host.
-        storage_bandwidth: bytes per second of a node while all nodes write.
+        storage_bandwidth: bytes per second that a node writes while all nodes write.
+        asynchronous: training waits for the copy to host memory only.
     """
     nbytes = round(parameters * (weight_bytes + (4 if weight_bytes < 4 else 0) + 4 * moments))
     write = nbytes / (storage_bandwidth * nodes)
@@ -92,11 +99,11 @@ def checkpoint_cost(
 
 @dataclass(frozen=True)
 class Failures:
-    """Time that failures cost a run with the best checkpoint interval.
+    """The time that failures cost a run with the best checkpoint interval.
 
     Args:
-        mean_seconds: between two failures of the whole cluster.
-        interval_seconds: of training between two checkpoints.
+        mean_seconds: average time between two failures of the whole cluster.
+        interval_seconds: time of training between two checkpoints.
         lost_share: fraction of the time without progress: checkpoints, repeated work, restarts.
     """
 
@@ -108,9 +115,16 @@ class Failures:
 def failures(
     per_device_hour: float, ranks: int, checkpoint: Checkpoint, restart_seconds: float, step_seconds: float = 0.0
 ) -> Failures | None:
-    """Return the best checkpoint interval and the time it loses; None for a cluster that never fails.
+    """Return the best checkpoint interval and the share of time lost; None for a cluster that never fails.
 
-    An interval is a whole number of steps, and no shorter than writing a checkpoint, for which the next one waits.
+    The interval is a whole number of steps.  It is at least the time to write a checkpoint, since the next one waits for it.
+
+    Args:
+        per_device_hour: failures of one device in an hour.
+        ranks: number of devices.
+        checkpoint: cost of a checkpoint.
+        restart_seconds: time from a failure until the run trains again.
+        step_seconds: duration of a step; 0 allows any interval.
     """
     if per_device_hour <= 0:
         return None
@@ -126,32 +140,40 @@ def best_interval(wait: float, mean: float) -> float:
 
     Args:
         wait: seconds for which training waits at a checkpoint.
-        mean: mean seconds between failures.
+        mean: average seconds between failures.
     """
     if wait >= 2 * mean:
         return mean
-    part = wait / (2 * mean)
-    return sqrt(2 * wait * mean) * (1 + sqrt(part) / 3 + part / 9) - wait  # the first factor is Young's (1974)
+    ratio = wait / (2 * mean)
+    return sqrt(2 * wait * mean) * (1 + sqrt(ratio) / 3 + ratio / 9) - wait  # the first factor is Young's (1974)
 
 
 def lost_share(interval: float, wait: float, mean: float, restart: float) -> float:
-    """Return the fraction of a run's time without progress, for exponential failures (Daly 2006, equation 20).
+    """Return the fraction of a run's time without progress; times between failures are exponential (Daly 2006, equation 20).
+
+    Args:
+        interval: seconds of training between two checkpoints.
+        wait: seconds for which training waits at a checkpoint.
+        mean: average seconds between failures.
+        restart: seconds from a failure until the run trains again.
 
     The expected time of a run of work W is  mean e^(restart/mean) (e^((interval + wait)/mean) - 1) W / interval.
     """
     spread = (interval + wait) / mean
-    if spread > 500 or restart / mean > 500:  # nothing is ever finished; e^709 is the largest float
+    if spread > 500 or restart / mean > 500:  # no interval is ever completed; e^709 is the largest float
         return 1.0
     return 1 - interval / (mean * exp(restart / mean) * (exp(spread) - 1))
 
 
 @dataclass(frozen=True)
 class RunCost:
-    """Time and price of a run over `tokens`.
+    """Time and price of a run.
 
     Args:
-        days: including the time that failures take.
-        days_without: if nothing failed.
+        tokens: tokens that the run consumes.
+        days_without: days if nothing failed.
+        days: days with the time that failures cost.
+        device_hours: hours of all devices together.
         dollars: None without a price.
     """
 
@@ -168,8 +190,11 @@ def run_cost(
     """Return time and price of a run.
 
     Args:
+        tokens: tokens that the run consumes.
+        tokens_per_second: rate of all ranks together.
+        ranks: number of devices.
         lost: fraction of the time without progress.
-        dollars_per_hour: of one device; None for no price.
+        dollars_per_hour: price of one device; None without a price.
     """
     seconds = tokens / tokens_per_second
     spent = seconds / (1 - lost) if lost < 1 else float("inf")

@@ -1,10 +1,10 @@
-"""Devices and networks: their data sheets, and the share of them that programs reach.
+"""Devices and networks: the peaks of their data sheets, and the shares of the peaks that programs reach.
 
-    peak FLOP/s x share     of matrix products, the larger the better    `product_share`, the one number that is fitted
-    bytes/s x share         of what only moves data                      `memory_share`
-    link x share            of a large collective                        `Link.share`
+    peak FLOP/s x share     matrix products                              `product_share`, the one number that is fitted
+    bytes/s x share         operators that only move data                `memory_share`
+    link x share            large collectives                            `Link.share`
 
-Peaks are dense (what is given "with sparsity" halved), links are one direction, memory is what the driver reports.  The
+Peaks are dense (half of the figures "with sparsity"), links are one direction, memory is what the driver reports.  The
 numbers and their sources are in `devices.toml`.
 """
 
@@ -32,10 +32,10 @@ class Link:
     """A link between ranks.
 
     Args:
-        bytes_per_second: in one direction, by the data sheet: of each rank, or of the node's one card if `is_shared`.
-        latency_seconds: of a message, or of one hop of a collective.
+        bytes_per_second: data sheet rate in one direction, of each rank; of the whole node if `is_shared`.
+        latency_seconds: latency of a message, or of one hop of a collective.
         share: the fraction of `bytes_per_second` that a large collective reaches.
-        is_shared: the ranks of a node share one card.
+        is_shared: the ranks of a node share one network card.
     """
 
     name: str
@@ -60,11 +60,11 @@ class Device:
         memory_bandwidth: bytes/s of its own memory.
         host_bandwidth: bytes/s to the host's memory, in one direction.
         link: the link to other devices of the node.
-        multiprocessors: the units that tiles of a product are dealt to; 0 if not known.
+        multiprocessors: number of units that compute the tiles of a product; 0 if not known.
         product_share: the fraction of the peak that large products reach.
         attention_share, attention_backward_share: the fraction of the peak that fused attention reaches.
-        memory_share: the fraction of the bandwidth that operators reach that only move data.
-        launch_seconds: host time of an operator that is not compiled.
+        memory_share: the fraction of `memory_bandwidth` that operators reach which only move data.
+        launch_seconds: host time to launch an operator that is not compiled.
     """
 
     name: str
@@ -81,7 +81,7 @@ class Device:
     launch_seconds: Positive = 6e-6
 
     def peak_of(self, dtype: str) -> float:
-        """Return the peak for a dtype.  Without kernels for "fp8" it is that of bf16, which emulates it."""
+        """Return the peak FLOP/s for a dtype.  A device without fp8 kernels emulates fp8 in bf16 and has that peak."""
         return self.peak_flops.get(dtype) or self.peak_flops["bf16"]
 
 
@@ -89,7 +89,7 @@ _TABLES = tomllib.loads((Path(__file__).parent / "devices.toml").read_text(encod
 
 
 LINKS: Mapping[str, Link] = {name: Link(**values) for name, values in _TABLES["links"].items()}
-#: By the names of `--network`: ib and roce have a card for each GPU, Ethernet one for the node.
+#: The networks of `--network`.  InfiniBand and RoCE have a card for each GPU, Ethernet has one for the node.
 NETWORKS: Mapping[str, Link] = {name: link for name, link in LINKS.items() if link.name == name}
 
 
@@ -102,16 +102,17 @@ def _device(
     return Device(name, mib * MIB, peaks, memory * 1e9, host * 1e9, LINKS[link], units, **shares)
 
 
-#: By the names of `--gpu`.
+#: The devices of `--gpu`.
 DEVICES: Mapping[str, Device] = {name: _device(name, **values) for name, values in _TABLES["devices"].items()}
-#: Short names.
+#: Short names for `--gpu`.
 ALIASES: Mapping[str, str] = _TABLES["aliases"]
 
 
 def device_of(cuda_name: str) -> Device | None:
-    """Return the device by torch's name for it, such as "NVIDIA A100-SXM4-80GB"; None if it is unknown.
+    """Return the device that torch calls, for example, "NVIDIA A100-SXM4-80GB"; None if it is unknown.
 
-    It is the device with a name above of which all parts are words of torch's name; the name with the most parts wins.
+    A device matches if all parts of its name ("a100-80": "a100" and "80") occur in torch's name.  Of several that match, the
+    one with the most parts is returned.
     """
     words = set(re.findall(r"\w+", cuda_name.upper()))
     parts = {name: [part + "GB" * part.isdigit() for part in name.upper().split("-")] for name in (*ALIASES, *DEVICES)}

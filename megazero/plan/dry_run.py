@@ -1,11 +1,11 @@
-"""A dry run: the engine's own code for ranks of any world, on tensors without data and with messages that move nothing.
+"""A dry run: the engine's real code for any rank of any world, with tensors that hold no data and messages that move none.
 
-    run file -> fake state -> engine -> train steps      the program is the real one; see fake_ranks.py
+    run file -> fake state -> engine -> train steps      the real program; see fake_ranks.py
                      |             |
                  groups      operations, in order          compared among ranks: simulated_world.py
 
-What it cannot know: numbers that come from data (no overflow, no label that is masked), memory within a kernel, and what
-differs on a GPU because of the device: its kernels, and NCCL's order of messages, which `schedules/proof.py` proves.
+A dry run cannot see what depends on the data (overflows, masked labels), the memory inside kernels, or what differs on a
+GPU: its kernels, and NCCL's order of messages, which `schedules/proof.py` proves.
 """
 
 import gc
@@ -28,18 +28,23 @@ from megazero.plan.fake_tensors import FakeTensors, Message, kernel_bytes
 from megazero.plan.simulated_world import Lockstep, SimulatedWorld
 from megazero.plan.state_trace import fewest_micro_batches, without_auto
 
-MOST_COMPARED, MOST_MICRO_BATCHES = 64, 256  # of a world of which all ranks are simulated; of all ranks together
+MOST_COMPARED, MOST_MICRO_BATCHES = (
+    64,
+    256,
+)  # largest world, and micro-batches in all, for which every rank is simulated
 _LR = 1e-4
 
 
 @dataclass(frozen=True)
 class DryRank:
-    """What one simulated rank did.
+    """The record of one simulated rank.
 
     Args:
-        groups: the groups that it made, in order.
-        start: the messages and collectives that it started while it was built, in order.
-        step: those of its last step.
+        rank: global rank.
+        at: its place in the grid.
+        groups: the process groups that it made, in order.
+        start: the messages and collectives that it started while its engine was built, in order.
+        step: the messages and collectives of its last step, in order.
         peak: most bytes that were live at once in that step.
     """
 
@@ -53,16 +58,16 @@ class DryRank:
 
 @dataclass(frozen=True)
 class DryRun:
-    """What the simulated ranks did.
+    """The result of a dry run.
 
     Args:
         grid: the grid of the whole world.
-        simulated: the ranks that were built.
-        compared: the ranks that ran steps.
-        ranks: the ranks that ran their steps to the end.
-        problems: why a real start would fail or hang; empty if none was found.
-        notes: what was left out, or differs from the real run.
-        seconds: the time that the dry run took.
+        simulated: ranks whose engine was built.
+        compared: ranks that began their steps.
+        ranks: records of the ranks that ended their steps.
+        problems: reasons for which a real start would fail or hang; empty if none was found.
+        notes: differences from the real run.
+        seconds: duration of the dry run.
     """
 
     grid: RankGrid
@@ -75,7 +80,7 @@ class DryRun:
 
 
 def build_engine(run: ResolvedRun, state: FakeState) -> Engine:
-    """Build the engine as training does, but draw no initial weights."""
+    """Build the engine as training does, without drawing initial weights."""
     own = None if run.config.parallel.schedule_file is None else schedule_of(run)
     engine = initialize(run.config, state, init_weights=False, schedule=own)
     engine.sharded_model.parameters.sync_from_master()
@@ -87,8 +92,8 @@ def dry_run(run: ResolvedRun, *, per_node: int, rank: int | None = None, on_cuda
 
     Args:
         per_node: ranks of a node.
-        rank: the rank to run; the other ranks of its pipeline are only built.  None runs all ranks of a small world, and
-            of a large one a whole pipeline and the first, second and last rank of each other axis.
+        rank: the rank to run; the engines of the other ranks of its pipeline are only built.  None runs all ranks of a
+            small world; in a large world, it runs a whole pipeline and the first, second and last rank of each other axis.
         on_cuda: use the groups, backends and traffic of a run on GPUs.
     """
     began, grid = time.perf_counter(), run.grid
@@ -122,7 +127,7 @@ def dry_run(run: ResolvedRun, *, per_node: int, rank: int | None = None, on_cuda
 
 
 def some_ranks(grid: RankGrid) -> tuple[int, ...]:
-    """Return a few ranks such that every other rank does the same as one of them."""
+    """Return a few ranks that stand for all: every other rank starts the same operations as one of them."""
     found = {*grid.group_of(0, "pp")}
     for axis in ("tp", "cp", "dp"):
         group = grid.group_of(0, axis)
@@ -143,7 +148,7 @@ def _problems(lockstep: Lockstep) -> Iterator[str]:
 
 
 def _prepared(run: ResolvedRun) -> tuple[ResolvedRun, tuple[str, ...]]:
-    """Return the run without what needs a device or a disk, and notes on what changed."""
+    """Return the run without settings that need a device or a disk, and notes on the changes."""
     config = without_auto(run.config)
     if config.training.compile:
         config = config.model_copy(update={"training": config.training.model_copy(update={"compile": False})})
@@ -157,9 +162,12 @@ def _prepared(run: ResolvedRun) -> tuple[ResolvedRun, tuple[str, ...]]:
 def run_rank(
     run: ResolvedRun, rank: int, world: SimulatedWorld, per_node: int, on_cuda: bool, *, is_built_only: bool
 ) -> DryRank | None:
-    """Build a rank's engine and, unless `is_built_only`, run two steps, of which the second counts.
+    """Build a rank's engine, run two steps, and return the record of the second one.
 
-    Args: as for `dry_run`; `world` has the other simulated ranks.
+    Args:
+        run, rank, per_node, on_cuda: see `dry_run`.
+        world: the other simulated ranks.
+        is_built_only: build the engine, run no step and return None.
     """
     with FakeTensors(kernel_bytes=kernel_bytes(on_cuda=on_cuda)) as fake:
         state = FakeState(run, rank, per_node, world, RecordedTraffic(fake.operators), on_cuda=on_cuda)
@@ -177,9 +185,10 @@ def run_rank(
 
 
 def _warming(run: ResolvedRun) -> int:
-    """Return the micro-batches of the first step, in which an optimizer may allocate its state.
+    """Return the number of micro-batches in the first step, in which an optimizer may allocate its state.
 
-    They are as few as the schedule takes, except at stage 3, which gathers weights ahead in the order of the step before.
+    It is the smallest that the schedule allows, except at stage 3, where the second step gathers weights in the order that
+    the first step recorded.
     """
     return run.accumulation if run.config.zero.stage == 3 else fewest_micro_batches(run, 1)
 
@@ -190,7 +199,7 @@ def _batch(run: ResolvedRun, share: BatchShare) -> MicroBatch:
     samples = torch.zeros(model.seq_len + 1, size, dtype=torch.int64)
     part = None
     if share.documents or share.ulysses.size * share.ring.size > 1:
-        # with lengths, nothing of it is kept after this run
+        # given the lengths, `part_of` caches nothing beyond this run
         lengths = [[model.seq_len]] * (size if share.documents else 1)
         part = part_of(lengths, model.seq_len, share.ulysses, share.ring, share.device)
         part = part and replace(part, of_any=not share.documents)

@@ -1,13 +1,13 @@
-"""Communication that moves nothing, among ranks that need not exist.
+"""Collectives and messages that move no data, between ranks that need not exist.
 
     make_fake(group, FakeBackend(TorchBackend, None, Alone()))
-    all_reduce(x, tp).wait()          over an axis of that group returns at once; traffic is counted as ever
+    all_reduce(x, tp).wait()          over an axis of that group: returns at once, and its bytes are counted as usual
 
-A fake backend has the properties of the backend that a real run has there, because `comm` asks for them: whether it needs
-scratch memory, whether it works by itself, what it sends to other hosts.  A `GroupMeeting` checks that the ranks of a group
-start the same operations; a rank that is simulated alone assumes that the others do as it does.
+A fake backend has the properties of the real backend that `comm` reads: whether it needs scratch memory, whether it runs in
+the background, how many bytes it sends to other hosts.  A `GroupMeeting` checks that the ranks of a group start the same
+operations; a rank that is simulated alone assumes that the others do the same as itself.
 
-`FakeState` is the `ParallelState` of a simulated rank, with the axes and groups of the real one in the real order.
+`FakeState` is the `ParallelState` of a simulated rank.  It makes the axes and groups of the real one, in the same order.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -35,13 +35,13 @@ from megazero.plan.simulated_world import Alone, GroupMeeting, SimulatedWorld
 from megazero.zero import offload
 from megazero.zero.file_store import FileStore
 
-#: Purpose of the groups of the ranks of a node.
+#: The purpose that names the groups of the ranks of one node.
 HOST = "host"
 Real: TypeAlias = type[TorchBackend | SharedMemoryBackend]
 
 
 class RecordedTraffic(Traffic):
-    """Traffic that also appends every operation to `events`, in order."""
+    """Counts traffic as usual, and also appends every operation to `events`, in order."""
 
     def __init__(self, events: list[Event]) -> None:
         super().__init__()
@@ -53,20 +53,20 @@ class RecordedTraffic(Traffic):
 
 
 def _holding(tensor: Tensor, wait: Wait) -> Wait:
-    """Return a wait that keeps a tensor's storage alive, but not the tensor, since its hooks may hold the wait."""
+    """Return a wait that keeps a tensor's storage alive.  It does not keep the tensor, whose hooks may refer to the wait."""
     return partial(lambda wait, _: wait(), wait, tensor.untyped_storage())
 
 
 class FakeBackend:
-    """A `parallel_state.Backend` with the properties of a real one.
+    """A `parallel_state.Backend` that moves nothing but has the properties of a real backend.
+
+    As in a real run, the sent tensor stays alive until the wait, and a gather on a CPU sends from its result.
 
     Args:
-        real: the backend of a real run.
-        hosts: the hosts of a group that shares memory.
-        meeting: what operations wait for.
-        fills: called with the result of each operation as it starts.
-
-    As in a real run, a tensor that is sent stays alive until the wait.  A gather on a CPU sends from its result.
+        real: the class of the real backend.
+        hosts: the hosts of the group's ranks, for a backend that uses shared memory within a host.
+        meeting: compares each operation with those of other simulated ranks, and makes its wait.
+        fills: called with the result of each operation when it starts.
     """
 
     def __init__(
@@ -106,10 +106,10 @@ class FakeBackend:
         return _holding(sent, self.meeting.operation(name, sent, axis, label))
 
     def check_order(self) -> None:
-        """Labels are compared when an operation starts."""
+        """No-op: labels are compared when an operation starts."""
 
     def close(self) -> None:
-        """There is nothing to release."""
+        """No-op: there is nothing to release."""
 
 
 def _link_bytes(real: Real, hosts: Hosts | None) -> Callable[[str, Tensor, Axis], int]:
@@ -121,11 +121,12 @@ def _link_bytes(real: Real, hosts: Hosts | None) -> Callable[[str, Tensor, Axis]
 
 
 def real_backend(ranks: Sequence[int], index: int, per_node: int, *, on_cuda: bool) -> tuple[Real, Hosts | None]:
-    """Return the backend of a group in a real run, and its hosts if they matter.
+    """Return the class of a group's backend in a real run, and on CPUs the hosts of its ranks.
 
     Args:
-        ranks: global ranks of the group; index: this rank's number among them.
-        per_node: ranks of a node, which are neighbours.
+        ranks: global ranks of the group.
+        index: this rank's index in `ranks`.
+        per_node: ranks of a node, numbered consecutively.
         on_cuda: the run is on GPUs.
     """
     hosts = None if on_cuda else hosts_of([str(rank // per_node) for rank in ranks], index)
@@ -133,7 +134,7 @@ def real_backend(ranks: Sequence[int], index: int, per_node: int, *, on_cuda: bo
 
 
 def make_fake(group: Group, backend: FakeBackend) -> None:
-    """Let a group communicate without moving anything."""
+    """Replace the backend and the messages of a group by fake ones."""
     group.backends["cpu"] = backend
     group.messages = backend.meeting
 
@@ -142,7 +143,7 @@ def make_fake(group: Group, backend: FakeBackend) -> None:
 
 
 class MadeGroup(NamedTuple):
-    """A process group that has this rank as a member."""
+    """A process group that this rank is a member of."""
 
     name: str
     ranks: tuple[int, ...]
@@ -153,11 +154,11 @@ class FakeState(ParallelState):
     """The `ParallelState` of one simulated rank.
 
     Args:
-        run: the run file's values.
+        run: the resolved run.
         per_node: ranks of a node.
-        on_cuda: the backends are those of a run on GPUs; the tensors are on the CPU anyway.
-        world: the simulated ranks; None for this one alone.
-        traffic: counts what is sent.
+        on_cuda: use the backends of a run on GPUs; the tensors are on the CPU either way.
+        world: the simulated ranks; None simulates this rank alone.
+        traffic: counts the bytes sent.
 
     Attributes:
         made: the groups of this rank, in the order in which it makes them.
@@ -182,7 +183,7 @@ class FakeState(ParallelState):
 
     @property
     def device_type(self) -> str:
-        """Type of the device that the run computes on; the tensors are on the CPU."""
+        """Type of the device of the real run, "cuda" or "cpu".  The tensors here are on the CPU."""
         return "cuda" if self._on_cuda else "cpu"
 
     def _started(self) -> int:
@@ -216,28 +217,28 @@ class FakeState(ParallelState):
 
 
 class UnmadeFile(FileStore):
-    """A `FileStore` without a file, for tensors without data: every request is done at once."""
+    """A `FileStore` without a file, for tensors without data.  Every request completes at once."""
 
     def __init__(self, directory: Path, _: int, nbytes: int) -> None:
         self.path, self.nbytes, self.descriptor = directory, nbytes, -1
         self._used, self._arrays = 0, []
 
     def move(self, *_: object) -> Callable[[], None]:
-        """Nothing moves."""
+        """No-op."""
         return lambda: None
 
     def submit(self, *_: object) -> Future[str | None]:
-        """Nothing is queued."""
+        """No-op."""
         done: Future[str | None] = Future()
         done.set_result(None)
         return done
 
     def close(self) -> None:
-        """There is nothing to free."""
+        """No-op."""
 
 
 @contextmanager
 def without_files() -> Iterator[None]:
-    """A context in which no file is made for offloaded state."""
+    """Make no files for offloaded state within a `with` block."""
     with patch.object(offload, "FileStore", UnmadeFile):
         yield

@@ -1,18 +1,18 @@
-"""Tensors without data, and what happens to them: every operator, and the bytes that would be live.
+"""Runs a program on tensors without data, and records its operators and the bytes that would be live.
 
     with FakeTensors() as fake:                  torch's FakeTensorMode: shapes, types and storages, no memory
         y = layer(x); y.backward(gradient)       the project's own code
-    fake.operators                               Operator and Message, in order
-    fake.live, fake.peak                         bytes of all storages that are referenced, now and at most
+    fake.operators                               Operator and Message records, in order
+    fake.live, fake.peak                         bytes of all referenced storages, now and at most
 
 If the program reads a number from a tensor, an integer is 0 and any other number 1; experts get equally many rows.  The
-tensors claim to be on the CPU, because torch without CUDA ends the process in the backward pass of others.  Memory inside
-kernels is added by rules (below).
+tensors claim to be on the CPU, because torch without CUDA aborts in the backward of tensors on other devices.  The rules
+below add the memory that kernels use inside:
 
     x: fp32 [n]    x.add_(y: bf16 [n])        inside a CPU's kernel y is copied to fp32: 4 n bytes more while it runs
 
-Operands are converted as torch's TensorIterator does on a CPU (CUDA converts each element as it is read).  Attention's
-blocks are those of torch's flash_attention kernels.  The bytes of oneDNN were measured on one thread of torch 2.13, for
+Operands are converted as torch's TensorIterator does on a CPU (CUDA converts each element as it reads it).  Attention has
+the block sizes of torch's flash_attention kernels.  The bytes of oneDNN were measured on one thread of torch 2.13, for
 products of 48 to 2,048 rows and columns.
 
 Source: torch's `FakeTensorMode` and the accounting of `torch.distributed._tools.mem_tracker`.
@@ -37,12 +37,12 @@ _LIMIT = 512  # columns that oneDNN and attention take at once
 
 
 def kernel_bytes(*, on_cuda: bool) -> Callable[[Any, Any, Any], int]:
-    """Return the function that gives an operator's inner bytes; those of GPU kernels are unknown and taken as 0."""
+    """Return the function that gives the bytes used inside an operator's kernel; for GPU kernels, it returns 0 (unknown)."""
     return (lambda *_: 0) if on_cuda else cpu_kernel_bytes
 
 
 def cpu_kernel_bytes(operator: Any, args: Any, kwargs: Any) -> int:
-    """Return the bytes that an operator uses internally while it runs, beside its results."""
+    """Return the bytes that a CPU operator uses inside its kernel, in addition to its results."""
     if (rule := _RULES.get(operator.overloadpacket)) is not None:
         return rule(args, kwargs or {})
     if torch.Tag.pointwise in operator.tags:
@@ -51,7 +51,7 @@ def cpu_kernel_bytes(operator: Any, args: Any, kwargs: Any) -> int:
 
 
 def _converted(args: Any, kwargs: Any) -> int:
-    """Return the bytes of operands that are converted to the computing type."""
+    """Return the bytes of the copies of operands that are converted to the computing type."""
     tensors = [one for one in tree_iter((args, kwargs)) if isinstance(one, Tensor)]
     if len({one.dtype for one in tensors}) < 2:
         return 0
@@ -142,7 +142,7 @@ _RULES: Mapping[Any, Callable[[Any, Any], int]] = {
 
 
 class Value(NamedTuple):
-    """A tensor as an operator sees it.  `storage` is the number of its storage in one `FakeTensors`; views share one."""
+    """A tensor as an operator sees it.  `storage` numbers its storage within one `FakeTensors`; views share a storage."""
 
     storage: int
     shape: tuple[int, ...]
@@ -150,7 +150,7 @@ class Value(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of its elements."""
+        """Bytes of the tensor's elements."""
         count = self.dtype.itemsize
         for size in self.shape:
             count *= size
@@ -159,7 +159,11 @@ class Value(NamedTuple):
 
 @dataclass(frozen=True)
 class Operator:
-    """One operator of torch, such as `aten.mm.default`; views are left out.  `is_causal`: an argument of attention."""
+    """A recorded call of a torch operator, such as `aten.mm.default`.  Views are not recorded.
+
+    Args:
+        is_causal: the argument of that name, for attention.
+    """
 
     name: str
     inputs: tuple[Value, ...]
@@ -169,12 +173,12 @@ class Operator:
 
 @dataclass(frozen=True)
 class Message:
-    """A collective call or a message that starts here.
+    """The record of a collective or of a message, at the place where it starts.
 
     Args:
-        sent_bytes: that this rank sends.
-        link_bytes: of them to other hosts.
-        fills: the storages that it writes.
+        sent_bytes: bytes that this rank sends.
+        link_bytes: the part of these bytes that goes to other hosts.
+        fills: numbers of the storages that it writes.
     """
 
     operation: str
@@ -192,14 +196,14 @@ class FakeTensors:
 
     Args:
         records: record every operator.
-        kernel_bytes: the bytes that an operator, called with these arguments, allocates inside while it runs.
+        kernel_bytes: (operator, args, kwargs) -> bytes that the kernel allocates inside while it runs.
         groups_products: one kernel multiplies the rows of all experts.
 
     Attributes:
-        operators: what was recorded; may be cleared at any time.
-        live: bytes of all storages.
-        peak: most of them so far; may be set to `live`.
-        on_free: called with the number of a storage that is freed.
+        operators: the recorded operators and messages; may be cleared at any time.
+        live: bytes of all storages now.
+        peak: most live bytes so far; may be reset to `live`.
+        on_free: called with the number of each storage that is freed.
     """
 
     def __init__(
@@ -230,11 +234,11 @@ class FakeTensors:
 
     @property
     def messages(self) -> tuple[Message, ...]:
-        """The recorded messages."""
+        """The recorded collectives and messages."""
         return tuple(event for event in self.operators if isinstance(event, Message))
 
     def value(self, tensor: Tensor) -> Value:
-        """Return the record of a tensor.  A new storage counts as live from now on."""
+        """Return the `Value` of a tensor.  A new storage counts as live from now on."""
         return Value(self.number(tensor), tuple(tensor.shape), tensor.dtype)
 
     def number(self, tensor: Tensor) -> int:

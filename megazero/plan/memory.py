@@ -1,12 +1,13 @@
-"""Memory of every pipeline rank, by kind, at the moment of the step at which the rank is fullest.
+"""The memory of every pipeline rank by kind, at the moment of a step when the rank is fullest.
 
     live      state | saved by earlier passes | messages | gradients so far | temporaries of the running pass
               [----------- from one pass to the next ----------------------]   [- its own peak -]
     peak      the largest sum over all passes of the rank's own schedule and the end of the step
 
-State comes from a trace of the engine (`state_trace`), what a pass saves and needs from a trace of the layers
-(`unit_trace`), and the order from the schedule.  All ranks of a stage need the same: shards are padded to one size.  A layer
-that offloads its activations has them on the device during its own passes and its neighbour's.  On a CPU nothing is freed.
+State comes from a trace of the engine (`state_trace`), activations and temporaries of a pass from a trace of the layers
+(`unit_trace`), and the order of passes from the schedule.  All ranks of a stage need equal memory, since shards are padded
+to one size.  A layer that offloads its activations has them on the device during its own passes and those of the next
+layer.  On a CPU, offloading frees nothing.
 """
 
 from collections import Counter
@@ -27,7 +28,7 @@ from megazero.plan.cluster import Cluster
 from megazero.plan.devices import size_text
 from megazero.plan.operator_times import flops_of
 from megazero.plan.state_trace import TABLES, fewest_micro_batches, trace_state
-from megazero.plan.unit_trace import EMBEDDING, HEAD, Unit, UnitTrace, message_bytes, trace_unit, units_of
+from megazero.plan.unit_trace import EMBEDDING, HEAD, StageUnit, UnitTrace, message_bytes, trace_unit, units_of
 from megazero.schedules.action import Action, ActionKind, Schedule
 from megazero.schedules.proof import Steps, peak_activations, program, steps_of, what_messages_confirm
 from megazero.zero.parameters import SECONDARY_SHARD
@@ -36,9 +37,9 @@ ACTIVATIONS, WORKING, MESSAGES, BATCH = "activations", "working memory", "pipeli
 COMMUNICATORS, SLACK = "communicators", "allocator slack"
 END_OF_STEP = "end of the step"
 STATE_KINDS = ("parameters", "gradients", "optimizer", "average", SECONDARY_SHARD)
-#: Of one of NCCL's, stated, not measured: 16 channels of NCCL_BUFFSIZE, 4 MiB by its documentation, and LL128's buffers.
+#: Bytes of an NCCL communicator, documented and not measured: 16 channels of NCCL_BUFFSIZE (4 MiB), and LL128's buffers.
 COMMUNICATOR_BYTES = 16 * (4 + 5) * 2**20
-#: Share of the tensors' bytes that a GPU's caching allocator holds beside them, with expandable segments: an assumption.
+#: Assumed share of the tensors' bytes by which a GPU's caching allocator reserves more than it uses (expandable segments).
 ALLOCATOR_SLACK = 0.02
 _INT64 = 8
 _SURE = 0.02  # of a GPU's memory: what is stated of communicators and slack may be off by so much
@@ -46,19 +47,19 @@ _SURE = 0.02  # of a GPU's memory: what is stated of communicators and slack may
 
 @dataclass(frozen=True)
 class RankMemory:
-    """Memory of one pipeline rank at its fullest moment, by kind.
+    """The memory of one pipeline rank at its fullest moment.
 
     Args:
-        stage: the pipeline rank.
+        stage: index of the pipeline rank.
         kinds: bytes on the device by kind; they sum to `peak`.
-        off_device: bytes in files and host memory, by kind and place.  On a CPU host memory counts in `kinds`.
-        peak: bytes of all tensors; on GPUs also the assumed bytes of communicators and of the allocator.
+        off_device: bytes in files and host memory, by kind and place.  On a CPU, host memory is part of `kinds`.
+        peak: bytes of all tensors; on GPUs, also the assumed bytes of communicators and of the allocator.
         moment: when the rank is fullest: `backward of layer 3, micro-batch 7`.
-        state: bytes of model state and ZeRO's buffers after a step, as the engine counts them.
-        elements: parameters of a rank.
-        kept: most bytes at once on the device that forward passes save for their backward passes.
-        kept_off_device: the same on the host or in an arena.
-        again: FLOPs that recomputation adds to the rank's step, as a fraction of those without it.
+        state: bytes of model state and ZeRO's buffers after a step by kind, as the engine counts them.
+        elements: number of parameters on the rank.
+        kept: most bytes on the device that forward passes save for their backward passes.
+        kept_off_device: most such bytes on the host or in an arena.
+        again: FLOPs that recomputation adds to the rank's step, as a fraction of the step's FLOPs without it.
         name: `pipeline rank 2`, or `a rank` without a pipeline.
     """
 
@@ -75,7 +76,7 @@ class RankMemory:
     name: str = "a rank"
 
     def fit_text(self, capacity: int) -> str:
-        """Say whether a device of `capacity` bytes is enough, how much is left, and when the rank is fullest."""
+        """Return a sentence on whether the rank fits `capacity` bytes, how much is left, and when the rank is fullest."""
         when = f"{size_text(self.peak)} of {size_text(capacity)} on {self.name}, most in the {self.moment}"
         if self.peak > capacity:
             return f"does not fit: {when}; {size_text(self.peak - capacity)} too much"
@@ -84,7 +85,7 @@ class RankMemory:
 
 
 def memory_of(run: ResolvedRun, cluster: Cluster, stages: Collection[int] | None = None) -> tuple[RankMemory, ...]:
-    """Plan the memory of each pipeline rank, or only of those in `stages`."""
+    """Plan the memory of each pipeline rank in `stages`, or of all."""
     schedule = _filling_the_pipeline(run)
     wanted = range(schedule.pp) if stages is None else sorted(stages)
     return tuple(_Walk(run, schedule, stage, cluster).result() for stage in wanted)
@@ -100,9 +101,9 @@ def fullest_of(run: ResolvedRun, cluster: Cluster) -> RankMemory:
 
 
 def with_decided_offload(run: ResolvedRun, cluster: Cluster) -> ResolvedRun:
-    """Return the run with `zero.offload` = auto resolved: the least offloading that fits the cluster's devices.
+    """Return the run with `zero.offload` = auto resolved to the least offloading that fits the cluster's devices.
 
-    A real start also checks the free host memory, which a plan cannot know.
+    Unlike a real start, this does not check the free host memory, which a plan cannot know.
     """
     offload = run.config.zero.offload
     asked = [key for key in ("optimizer", "parameters") if getattr(offload, key) == "auto"]
@@ -130,20 +131,20 @@ def _filling_the_pipeline(run: ResolvedRun) -> Schedule:
     return schedule if grows else short
 
 
-#: What a rank does, messages included, and the sends that each arriving message confirms.
+#: The actions of a rank, messages included, and the sends that each arriving message confirms.
 _Path: TypeAlias = tuple[Steps, Mapping[Action, Sequence[Action]]]
 
 
 @lru_cache(maxsize=64)
 def _paths_of(schedule: Schedule, on_cuda: bool) -> tuple[_Path, ...]:
-    """Return what every pipeline rank does, with its messages."""
+    """Return the actions of every pipeline rank, with its messages."""
     placed, device = program(schedule), "cuda" if on_cuda else "cpu"
     return tuple(
         (steps_of(placed, stage, device), what_messages_confirm(placed, stage)) for stage in range(schedule.pp)
     )
 
 
-#: Chunk, micro-batch, number among the units of the chunk.
+#: Chunk, micro-batch, index of the unit in the chunk.
 _Layer: TypeAlias = tuple[int, int, int]
 
 
@@ -182,12 +183,14 @@ class _Walk:
         self._tables = tables * (run.accumulation if config.data.document_mask else 1)
         self._base = sum(state.kinds.values()) + self._tokens + self._tables
 
-    def _traces_of(self, chunk: int, units: Sequence[Unit], key: unit_trace.TraceKey) -> list[tuple[str, UnitTrace]]:
+    def _traces_of(
+        self, chunk: int, units: Sequence[StageUnit], key: unit_trace.TraceKey
+    ) -> list[tuple[str, UnitTrace]]:
         keys = [replace(key, cuts=self._state.cuts.get((chunk, at), ())) for at in range(len(units))]
         return [(unit.name, trace_unit(own, unit.key)) for own, unit in zip(keys, units, strict=True)]
 
     def _tables_of(self, units: Sequence[tuple[str, UnitTrace]]) -> int:
-        """Bytes of the tables of a chunk, which its layers with the same rotary positions share."""
+        """Return the bytes of a chunk's tables of rotary angles.  Layers with the same rotary positions share a table."""
         of_kinds = dict[object, int]()
         for name, trace in units:
             kind = self._model.rope_of(self._layer_keys[name].layer) if name in self._layer_keys else name

@@ -1,7 +1,8 @@
-"""Memory, traffic and time of each ZeRO stage, measured beside the plan on random tokens, on which neither depends.
+"""Measures memory, traffic and time of each ZeRO stage, and compares them with the plan.
 
-CUDA's allocator knows how much is allocated.  The CPU's reports every allocation and release to torch's profiler: their sum
-is what is live.  Only what this thread allocates inside the context is counted: enter it before building.
+Tokens are random, since none of these depends on them.  CUDA's allocator reports the bytes in use.  The CPU's allocator
+reports each allocation and release to torch's profiler, and their sum is the live bytes.  Only allocations of this thread
+inside the context are counted, so enter it before you build the engine.
 """
 
 from __future__ import annotations
@@ -53,21 +54,21 @@ _OPTION_OF_KEY = {
 }
 _NOTES_WIDTH = 120
 _NAMES = "dtype", "ZeRO", "offload"
-#: Keys of [activations] that stay at their defaults while policies are measured: what is saved, wherever it is stored.
+#: Keys of [activations] that stay at their defaults while policies are compared: they say where activations are stored.
 _ON_DEVICE = ("offload", "offload_layers", "contiguous", "stages")
 
 
-#: What a run is, by name (a combination's values, or a policy), and the run.
+#: A description of the run (the values of a combination, or a policy) and the run.
 Planned: TypeAlias = tuple[Mapping[str, str | int], ResolvedRun]
 
 
 @dataclass(frozen=True)
 class Row:
-    """The figures of one run, planned and measured, by rank.
+    """The planned and measured figures of one run, by rank.
 
     Args:
-        about: as in `Planned`.
-        axis: the axis that the run shards over.
+        about: the description in `Planned`.
+        axis: the axis over which the run shards its state.
     """
 
     about: Mapping[str, str | int]
@@ -76,21 +77,21 @@ class Row:
 
     @property
     def worst(self) -> RankFigures:
-        """The rank with most model state."""
+        """The rank with the most model state."""
         return max(self.ranks, key=lambda rank: rank.measured_state)
 
     @property
     def fullest(self) -> RankFigures:
-        """The rank that saves most for its backward passes."""
+        """The rank that saves the most for its backward passes."""
         return max(self.ranks, key=lambda rank: rank.planned.kept)
 
     @property
     def sent(self) -> int:
-        """Bytes that this rank sent over the sharding axis."""
+        """Bytes that a rank sent over the sharding axis in a step."""
         return sum(self.worst.sent.get(self.axis, {}).values())
 
     def as_json(self) -> dict[str, Any]:
-        """Return the figures of the run, planned and measured, and those of every rank."""
+        """Return plain values for JSON: the figures of the run and of every rank, planned and measured."""
         kinds, worst = ("state", "buffer", "sent"), self.worst
         planned = dict(zip(kinds, (*worst.planned_state, worst.planned_sent), strict=True))
         measured = dict(zip(kinds, (*worst.measured_state, self.sent), strict=True))
@@ -106,11 +107,11 @@ class Row:
 
 @dataclass(frozen=True)
 class Report:
-    """Everything that was measured.
+    """All measurements of a memory report.
 
     Args:
-        on: the ranks and the machine, in words.
-        of: the model and the batch, in words.
+        on: a description of the ranks and the machine.
+        of: a description of the model and the batch.
     """
 
     on: str
@@ -121,7 +122,7 @@ class Report:
     policies: tuple[Row, ...]
 
     def as_json(self) -> dict[str, Any]:
-        """Return the report as plain values."""
+        """Return the report as plain values for JSON."""
         return vars(self) | {name: [row.as_json() for row in getattr(self, name)] for name in ("rows", "policies")}
 
 
@@ -135,17 +136,20 @@ def plan(
     scratch: Path = Path(),
     policies: Sequence[str] = (),
 ) -> tuple[list[Planned], list[Planned]]:
-    """Resolve the run of each combination, and one for each activation policy; all have the same shape.
+    """Resolve a run for each combination of values, and a run for each activation policy.  All have the same shape.
 
     Args:
-        varied: the values to combine, by option.
-        config: a run file, for the model and the shape; without one the model is `SMALL`.
+        varied: the values to combine, by command-line option.
+        overrides: settings as on the command line, `key.sub=value`.
+        config: a run file, for the model and the shape; None for the model `SMALL`.
         ranks: how many ranks to start; None for `launch.nproc_per_node`.
-        started: how many ranks run already.
+        started: how many ranks a launcher has started already; None without a launcher.
         scratch: directory for the files of "nvme" with `SMALL`; a run file names its own.
-        policies: presets of `activations.recompute`, or regions with + between them.
+        policies: presets of `activations.recompute`, or regions joined by +.
 
-    Raises: ConfigError with everything that is wrong with any of the runs; ValueError for any other argument.
+    Raises:
+        ConfigError: a run is invalid; the error lists all problems of all runs.
+        ValueError: another argument is invalid.
     """
     if not all(varied.values()):
         raise ValueError(f"{' and '.join(f'--{option}' for option in varied)} must name one or more each")
@@ -181,7 +185,7 @@ def plan(
 
 
 def not_measured(run: ResolvedRun) -> list[str]:
-    """Return the [activations] keys of a run that the rows of policies are measured without."""
+    """Return the [activations] keys that the run sets and that the measurements of policies ignore."""
     own, default = run.config.activations, ActivationsConfig()
     return [f"activations.{key}" for key in _ON_DEVICE if getattr(own, key) != getattr(default, key)]
 
@@ -189,11 +193,14 @@ def not_measured(run: ResolvedRun) -> list[str]:
 def measure(
     run: ResolvedRun, state: ParallelState, *, runs: Sequence[Planned], policies: Sequence[Planned], iterations: int
 ) -> Report:
-    """Measure every planned run, one engine after another over the same groups.  Called on every rank.
+    """Measure every planned run, one engine after another over the same process groups.  Every rank calls this.
 
     Args:
-        run: any of these runs, for the shape.
-        iterations: steps to time in each of `runs`.
+        run: any of these runs; all have the same shape.
+        state: this rank's groups and device.
+        runs: the runs to measure and to time.
+        policies: the runs to measure for their activations.
+        iterations: number of steps to time in each of `runs`.
     """
 
     def measured(about: Mapping[str, str | int], own: ResolvedRun, iterations: int) -> Row:
@@ -203,7 +210,7 @@ def measure(
         bar.add(0, 1)
         return row
 
-    # What torch allocates at its first use, and holds, would otherwise be counted in the first row.
+    # Without this, the first row would include the memory that torch allocates once, at its first use.
     measure_step(run, state, 1)
     with Bar("measuring", of_bytes=False, is_shown=state.rank == 0) as bar:
         bar.add(len(runs) + len(policies), 0)
@@ -230,7 +237,7 @@ def measure(
 
 
 def draw_text(report: Report) -> str:
-    """Return the report as text: memory, traffic and time, activations, notes."""
+    """Format the report as text: memory, traffic and time, activations, notes."""
     notes = [fill(note, _NOTES_WIDTH) for note in _notes(report)]
     tables = [*_memory(report), *_traffic(report), *(_activations(report) if report.policies else ())]
     return "\n".join([report.on, report.of, "", *tables, *notes])
@@ -310,17 +317,18 @@ _START = "megazero: start of a step"
 
 @dataclass(frozen=True)
 class RankFigures:
-    """One rank's step, planned and measured.
+    """The planned and measured figures of one rank's step.
 
     Args:
-        planned: memory by the plan; planned_sent: bytes of a step over the sharding axis.
+        planned: the plan of the rank's memory.
+        planned_sent: planned bytes that the rank sends over the sharding axis in a step.
         layer: planned bytes that the largest layer saves for its backward, in one micro-batch.
         counted: bytes of model state and ZeRO's buffers after the step by kind, as the engine counts them.
         peak: most bytes of live tensors within the step.
-        allocated: most bytes that the step added to those before it.
+        allocated: `peak` minus the live bytes before the step.
         sent: bytes sent in the step, by axis and collective.
-        seconds: of all timed steps.
-        skipped: steps before the measured one that overflowed.
+        seconds: duration of all timed steps together.
+        skipped: number of steps that overflowed before the measured step.
     """
 
     planned: RankMemory
@@ -335,12 +343,12 @@ class RankFigures:
 
     @property
     def measured_state(self) -> tuple[int, int]:
-        """Model state and ZeRO's buffers after a step, on the device and off it."""
+        """Measured bytes of model state and ZeRO's buffers after a step, on the device and off it."""
         return _state_and_buffers(self.counted)
 
     @property
     def planned_state(self) -> tuple[int, int]:
-        """The same by the plan."""
+        """Planned bytes of model state and ZeRO's buffers after a step, on the device and off it."""
         return _state_and_buffers(self.planned.state)
 
 
@@ -350,9 +358,9 @@ def _state_and_buffers(kinds: Mapping[str, int]) -> tuple[int, int]:
 
 
 def measure_step(run: ResolvedRun, state: ParallelState, iterations: int) -> RankFigures:
-    """Build an engine, measure its second step, and time `iterations` steps after it.  Called on every rank.
+    """Build an engine, measure its second step, and time `iterations` more.  Every rank calls this.
 
-    Raises: LossScaleError where fp16 overflowed in every step.
+    Raises: LossScaleError: every step overflowed under fp16.
     """
     cluster = some_cluster(run, state.local_world_size, on_cuda=state.device.type == "cuda")
     (planned,) = memory_of(run, cluster, {state.at.pp})
@@ -391,7 +399,7 @@ def measure_step(run: ResolvedRun, state: ParallelState, iterations: int) -> Ran
 
 
 def _timed(engine: Engine, batches: list[MicroBatch], state: ParallelState, iterations: int) -> float:
-    """Return the seconds of `iterations` steps; one before them cleans up after measuring."""
+    """Return the seconds of `iterations` steps.  One more step runs before them, to clean up after the measurement."""
 
     def synchronize() -> None:
         if state.device.type == "cuda":
@@ -403,7 +411,7 @@ def _timed(engine: Engine, batches: list[MicroBatch], state: ParallelState, iter
 
 
 def watched_step(engine: Engine, batches: list[MicroBatch], start: Callable[[], object]) -> tuple[dict[str, int], bool]:
-    """Run a step; return the bytes by kind that the engine counts after it, and whether it updated the weights.
+    """Run a step; return the engine's count of bytes by kind after it, and whether it updated the weights.
 
     Args:
         start: called when the step begins.
@@ -424,10 +432,10 @@ def watched_step(engine: Engine, batches: list[MicroBatch], start: Callable[[], 
 
 @dataclass
 class LiveMemory:
-    """What `live_memory` measures; complete after its context.
+    """The measurements of `live_memory`; they are complete when its context ends.
 
     Args:
-        start: begins a step.
+        start: call it when a step begins.
         before: bytes of live tensors when the last step began.
         peak: most bytes of live tensors since then.
     """
@@ -438,7 +446,7 @@ class LiveMemory:
 
 
 def live_memory(device: torch.device) -> AbstractContextManager[LiveMemory]:
-    """Measure the tensors on a device."""
+    """Measure the bytes of live tensors on a device within a `with` block."""
     return _cuda_memory(device) if device.type == "cuda" else _profiled_memory()
 
 

@@ -1,22 +1,22 @@
-"""How long operators and passes take on a device, from what `FakeTensors` recorded of them.
+"""Estimates how long operators and passes take on a device, from the records of `FakeTensors`.
 
     product     max(FLOPs / (peak x share x waves), bytes read / bandwidth) + bytes written / bandwidth      2 m n k FLOPs
     attention   FLOPs / (peak x share)            forward 2 products, backward 5; causal: half of each
-    the rest    bytes read and written / (bandwidth x share)
+    others      bytes read and written / (bandwidth x share)
 
-A compiled block has fewer kernels: the operators between two products are one kernel, which reads the tensors made before it
-and writes those used after it.  A sum into the gradients right behind a product is part of that product.
+A compiled block has fewer kernels: the operators between two products form one kernel, which reads the tensors made before
+it and writes the tensors used after it.  An addition to the gradients right after a product is part of that product.
 
     mm -> [ mul, silu, mul ] -> mm         8 tensors pass through memory, compiled 3
 
-On a calibrated host an operator takes its measured time plus the host's time for it.
+On a calibrated host, an operator takes its measured time plus the host time per operator.
 
-A product is dealt to the multiprocessors in tiles of 128 x 256, which write their results at the end of a wave; in the last
-wave some multiprocessors may have no tile.
+Multiprocessors compute a product in tiles of 128 x 256, in waves, and write the results at the end of a wave; in the last
+wave, some multiprocessors may have no tile.
 
-In a pass, a collective begins where the program starts it and ends at the first operator that reads its result: what is left
-then is exposed.  Collectives of an axis follow each other.  On a calibrated host nothing runs beside anything: the rank that
-computes is the one that copies.
+In a pass, a collective begins where the program starts it.  The first operator that reads its result waits for it, and this
+wait is its exposed time.  Collectives of one axis run one after another.  On a calibrated host nothing overlaps, because the
+processor that computes also copies.
 
     compute  | mm dx | mm dW |      | mul ...
     tp               [ reduce-scatter ]
@@ -53,7 +53,7 @@ _PUTS_ROWS = ("index_put_", "scatter_", "index_add_")
 
 @dataclass(frozen=True)
 class Kernel:
-    """One kernel on a device.
+    """A kernel on a device.
 
     Args:
         seconds: time on the device.
@@ -79,7 +79,7 @@ class ProductShape:
 
     @property
     def flops(self) -> float:
-        """A multiplication and an addition for each of m * n * k."""
+        """FLOPs of the products: a multiplication and an addition for each of count * m * n * k."""
         return 2.0 * self.count * self.m * self.n * self.k
 
 
@@ -135,10 +135,11 @@ def moved_bytes(operator: Operator) -> float:
 
 
 def events_on_cuda(events: Sequence[Event]) -> list[Event]:
-    """Convert a pass to what a GPU runs.  A trace runs as on a CPU, where attention takes fp32 and tiles of its own.
+    """Return the events of a pass as a GPU would run it.
 
-    Drops the copies before and after attention.  Between the first and the last tile of the same queries only messages
-    remain, since one call of a GPU computes and merges many tiles.
+    A trace runs as on a CPU, where attention computes in fp32 and in tiles.  This drops the copies before and after
+    attention.  Of the tiles of the same queries one remains, with the messages between them: a GPU computes and merges many
+    tiles in one call.
     """
     seen = {at: event for at, event in enumerate(events) if isinstance(event, Operator) and attention_flops(event)}
     read = {value.storage for attention in seen.values() for value in attention.inputs}
@@ -178,9 +179,11 @@ def kernels_of(
     """Yield the kernels and messages of a pass.
 
     Args:
-        later: events of the later passes, which read what this pass keeps.
-        is_compiled: see above.
-        table: of a calibrated host, where nothing is compiled.
+        events: operators and messages of the pass.
+        device: the device on which it runs.
+        later: events of later passes, which read tensors that this pass saves.
+        is_compiled: torch.compile fuses the operators between two products.
+        table: measured times of a calibrated host, where nothing is compiled; None for the data sheet.
     """
     if not is_compiled or table is not None:
         for event in events:
@@ -214,7 +217,12 @@ def _fused(chain: Sequence[Operator], device: Device, last_read: dict[int, int],
 
 
 def fused_bytes(chain: Sequence[Operator], used_later: set[int]) -> float:
-    """Return the bytes that a fused chain reads from other kernels and writes for them."""
+    """Return the bytes that a fused chain of operators reads and writes.
+
+    Args:
+        chain: the operators of one kernel, in order.
+        used_later: numbers of the storages that kernels after this one read.
+    """
     made: dict[int, int] = {}
     read: dict[int, int] = {}
     for operator in chain:
@@ -238,7 +246,7 @@ def _kernel(operator: Operator, device: Device, table: OperatorTable | None = No
 
 
 def operator_seconds(operator: Operator, device: Device, table: OperatorTable | None = None) -> float:
-    """Return the device seconds of an operator.  Times in `table` take precedence over the data sheet."""
+    """Return the seconds of an operator on the device: from `table` if it has them, else from the data sheet."""
     if (shape := product_of(operator)) is not None:
         return _product_seconds(shape, operator, device, table)
     bytes_per_second = device.memory_bandwidth * device.memory_share
@@ -267,12 +275,12 @@ def _product_seconds(shape: ProductShape, operator: Operator, device: Device, ta
 
 
 def writing_seconds(shape: ProductShape, device: Device) -> float:
-    """Return the seconds in which a product writes its results after the last wave."""
+    """Return the seconds that a product takes to write its results."""
     return shape.count * shape.m * shape.n * shape.dtype.itemsize / (device.memory_bandwidth * device.memory_share)
 
 
 def wave_share(shape: ProductShape, device: Device) -> float:
-    """Return the fraction of multiprocessors with a tile of 128 x 256, averaged over the waves of a product."""
+    """Return the fraction of multiprocessors that have a tile of 128 x 256, averaged over the waves of a product."""
     if not device.multiprocessors:
         return 1.0
     counts = [shape.count * ceil(shape.m / a) * ceil(shape.n / b) for a, b in ((128, 256), (256, 128))]
@@ -286,12 +294,12 @@ def wave_share(shape: ProductShape, device: Device) -> float:
 
 @dataclass(frozen=True)
 class PassTime:
-    """Seconds of one pass on one rank.
+    """The seconds of a pass on one rank.
 
     Args:
-        compute: the rank's own operators.
-        exposed: collectives that the rank waits for, by axis.
-        hidden: collectives that overlap with computation, by axis.
+        compute: seconds of the rank's operators.
+        exposed: seconds for which the rank waits for collectives, by axis.
+        hidden: seconds of collectives that overlap with computation, by axis.
     """
 
     compute: float = 0.0
@@ -300,18 +308,18 @@ class PassTime:
 
     @property
     def seconds(self) -> float:
-        """From start to end."""
+        """Duration of the pass."""
         return self.compute + sum(self.exposed.values())
 
     def beside(self, axis: str, seconds: float) -> PassTime:
-        """Add communication that overlaps with the pass; the part that takes longer than the pass is exposed."""
+        """Add communication that overlaps with the pass.  Its time beyond the end of the pass is exposed."""
         left = max(0.0, seconds - self.seconds)
         return added([self, PassTime(0.0, {axis: left}, {axis: seconds - left})])
 
 
 @dataclass(frozen=True)
 class UnitTime:
-    """Seconds of a unit's passes.  `kept`: bytes that its forward saves for its backward."""
+    """The times of a unit's passes.  `kept`: bytes that its forward saves for its backward."""
 
     forward: PassTime
     backward: PassTime
@@ -320,7 +328,7 @@ class UnitTime:
 
 
 def added(times: Iterable[PassTime]) -> PassTime:
-    """Add up passes that run one after another."""
+    """Return the sum of passes that run one after another."""
     compute, exposed, hidden = 0.0, Counter[str](), Counter[str]()
     for passed in times:
         compute += passed.compute
@@ -335,7 +343,7 @@ def unit_times(
     links: Mapping[str, GroupLink],
     traces: Mapping[UnitKey, UnitTrace] | None = None,
 ) -> dict[UnitKey, UnitTime]:
-    """Return the times of every unit of a run.  `traces`: traces in place of its own."""
+    """Return the times of every unit of a run.  `traces` replaces the run's own traces."""
     on_cuda = cluster.processors == 0
     traces = traces or trace_units(run, on_cuda=on_cuda, per_node=cluster.per_node)
     wish = run.config.training.compile
@@ -360,7 +368,7 @@ def pass_time(
     *,
     is_compiled: bool,
 ) -> PassTime:
-    """Return the time of a pass.  `later`: events of the later passes of the same unit."""
+    """Return the times of a pass.  `later`: events of the later passes of the same unit."""
     device, clock, table = cluster.device, _Clock(links), cluster.table
     events = events_on_cuda(trace.events) if table is None else trace.events
     steps = kernels_of(events, device, later, is_compiled=is_compiled, table=table)
@@ -378,7 +386,7 @@ def pass_time(
 
 
 class _Clock:
-    """Walks through a pass: one stream computes, one for each axis communicates."""
+    """Simulates a pass: one stream computes, and a stream for each axis communicates."""
 
     def __init__(self, links: Mapping[str, GroupLink]) -> None:
         self._links = links

@@ -1,4 +1,4 @@
-"""Runs a function in forked processes of one thread each that share a gloo group, to measure this machine."""
+"""Runs a function in forked processes, to measure this machine.  Each has one thread, and they share a gloo group."""
 
 import os
 import pickle
@@ -16,17 +16,17 @@ from torch.multiprocessing.spawn import ProcessException, start_processes
 
 
 class ProcessFailedError(RuntimeError):
-    """A process raised, died or did not finish."""
+    """A forked process raised an error, died, or did not finish in time."""
 
 
 def in_processes(count: int, work: Callable[..., Any], *arguments: Any, timeout: float = 600) -> list[Any]:
-    """Run `work(rank, *arguments)` in `count` processes that share a default group, and return their results by rank.
+    """Run `work(rank, *arguments)` in `count` processes that share a default group; return their results by rank.
 
     Args:
-        timeout: seconds for all of it, and for every collective inside.
+        timeout: seconds until all must have finished, and the timeout of every collective inside.
 
     Raises:
-        ProcessFailedError: a process failed; the text has its rank, and its error or exit code.
+        ProcessFailedError: a process failed; the message has its rank and its error or exit code.
     """
     with tempfile.TemporaryDirectory() as name:
         folder, ends = Path(name), time.monotonic() + timeout

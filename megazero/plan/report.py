@@ -1,4 +1,4 @@
-"""The whole plan of a run as one value, and as plain values for `--json`.
+"""The plan of a run as one value, and as plain values for `--json`.
 
 run file, cluster -> memory, time, traffic  -> use of the devices -> checkpoints, failures -> days, dollars
                      of each pipeline rank                                                    Plan
@@ -14,7 +14,7 @@ from megazero.plan import cost as costs
 from megazero.plan.cluster import Cluster
 from megazero.plan.correction import shape_of
 from megazero.plan.memory import RankMemory, memory_of, with_decided_offload
-from megazero.plan.search import Candidate, Found, Need
+from megazero.plan.search import Candidate, Need, SearchResult
 from megazero.plan.state_trace import Sent
 from megazero.plan.step_time import StepTime, step_time_of
 from megazero.plan.traffic import busiest_links, traffic_of
@@ -24,13 +24,15 @@ from megazero.zero.bucket import DTYPES
 
 @dataclass(frozen=True)
 class Assumptions:
-    """Values that a plan needs and a run file does not have.
+    """The inputs of a plan that no run file contains.
 
     Args:
         tokens: tokens of the whole run; None for those of `training.steps`.
-        dollars_per_hour: price of one device; None for no price.
+        dollars_per_hour: price of one device; None without a price.
+        failures_per_device_hour: failures of one device in an hour.
+        restart_seconds: time from a failure until the run trains again.
         storage_bandwidth: bytes per second that each node writes while all nodes write.
-        step_ratio: measured over planned seconds of a step, from another run.
+        step_ratio: measured / planned seconds of a step, from another run.
     """
 
     tokens: float | None = None
@@ -46,10 +48,10 @@ class Plan:
     """The plan of a run on a cluster.
 
     Args:
-        parameters: elements of the model.
-        memory: of each pipeline rank.
-        traffic: of each pipeline rank.
-        cost: of all tokens of the run, including the time that failures take.
+        parameters: number of parameters of the model.
+        memory: the memory of each pipeline rank.
+        traffic: the traffic of each pipeline rank.
+        cost: time and price of the whole run, with the time that failures cost.
     """
 
     run: ResolvedRun
@@ -75,12 +77,15 @@ class Plan:
 
     @property
     def breakdown(self) -> dict[str, float]:
-        """Seconds by kind of the pipeline rank that idles least; they sum to the step."""
+        """Seconds by kind on the pipeline rank that idles least; they sum to the duration of the step."""
         return min(self.time.by_kind, key=lambda kinds: kinds.get("idle", 0.0))
 
 
 def plan_of(run: ResolvedRun, cluster: Cluster, assumptions: Assumptions) -> Plan:
-    """Plan a run on a cluster.  Raises: ValueError: it does not have as many ranks, or the schedule cannot run."""
+    """Plan a run on a cluster.
+
+    Raises: ValueError: the cluster and the run differ in the number of ranks, or the schedule cannot run.
+    """
     run = with_decided_offload(run, cluster)
     time = scaled(step_time_of(run, cluster), assumptions.step_ratio)
     device, precision = cluster.device, run.config.precision
@@ -109,7 +114,7 @@ def plan_of(run: ResolvedRun, cluster: Cluster, assumptions: Assumptions) -> Pla
 
 
 def scaled(time: StepTime, ratio: float) -> StepTime:
-    """Stretch a step and all its parts by `ratio`."""
+    """Return the times of a step multiplied by `ratio`."""
     timelines = tuple(
         tuple(replace(span, start=span.start * ratio, end=span.end * ratio) for span in spans)
         for spans in time.timelines
@@ -118,8 +123,11 @@ def scaled(time: StepTime, ratio: float) -> StepTime:
     return replace(time, seconds=time.seconds * ratio, timelines=timelines, hidden=hidden)
 
 
-def as_plain(plan: Plan, found: Found | None = None) -> dict[str, object]:
-    """Return a plan as plain values, in seconds and bytes; docs/plan.md lists the keys."""
+def as_plain(plan: Plan, found: SearchResult | None = None) -> dict[str, object]:
+    """Return a plan, and the result of a search if given, as plain values for JSON.
+
+    Times are in seconds and sizes in bytes; docs/plan.md lists the keys.
+    """
     time, run = plan.time, plan.run
     return {
         "cluster": {
@@ -151,8 +159,8 @@ def as_plain(plan: Plan, found: Found | None = None) -> dict[str, object]:
     }
 
 
-def found_as_json(found: Found) -> dict[str, object]:
-    """Return a search's result as plain values."""
+def found_as_json(found: SearchResult) -> dict[str, object]:
+    """Return the result of a search as plain values for JSON."""
 
     def need(own: Need) -> dict[str, object]:
         return {"peak": own.peak, "where": own.where, "seconds": own.seconds if own.seconds < inf else None}

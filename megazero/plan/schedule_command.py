@@ -1,4 +1,4 @@
-"""`megazero schedule`: look at pipeline schedules."""
+"""The command `megazero schedule`: prove, draw and compare pipeline schedules."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def _parse_costs(text: str) -> Costs:
 
 
 def _read_own(file: Path, placement: str | None, schedule: str | None, given: Mapping[str, int | None]) -> Schedule:
-    """Read the schedule of a file.  Raises: ValueError: an option says something else; OSError."""
+    """Read the schedule of a file.  Raises: ValueError: an option contradicts the file; OSError."""
     from megazero.schedules.action import read_schedule
 
     if schedule is not None:

@@ -1,14 +1,14 @@
-"""Timelines of pipelines, drawn: spans (rank, action) -> (start, end), measured or simulated.
+"""Draws timelines of pipelines, measured or simulated: spans (rank, action) -> (start, end).
 
-    draw_text       rank 0 F0F1..B0==B1==       a terminal's columns as time; dots are idle time
+    draw_text       rank 0 F0F1..B0==B1==       columns of a terminal are time; dots are idle time
                     rank 1 ..F0B0==F1B1==
                     time   |0   |2   |4
     draw_svg        the same as a picture
     trace_text      the same for chrome://tracing and ui.perfetto.dev
-    comparison      a table of all schedules for the same numbers
-    picture         named rows of bars above an axis, as SVG: also for the plan's page
+    comparison      a table of all schedules for the same sizes
+    picture         named rows of bars above an axis, as SVG; the page of a plan uses it, too
 
-Times count from 0.  Activations are counted in micro-batches on all chunks of a rank: one of v chunks holds 1/v.
+Times begin at 0.  Activations are counted in micro-batches on all v chunks of a rank: a micro-batch on one chunk is 1/v.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ _MARGIN, _TOP, _HIGH, _GAP, _DIGIT, _LETTER = 20, 50, 24, 5, 7, 6.2  # pixels
 
 
 class Bar(NamedTuple):
-    """A box of a row.
+    """A box in a row of a picture.
 
     Args:
-        title: shown where the mouse points at it.
-        label: written inside where it has room.
+        title: the tooltip.
+        label: the text inside, drawn if it fits.
     """
 
     start: float
@@ -49,7 +49,7 @@ class Bar(NamedTuple):
 
 
 def ticks(end: float, at_most: float) -> list[float]:
-    """Values on an axis from 0 to `end`: multiples of 1, 2 or 5 times a power of ten, about `at_most` of them."""
+    """Return up to about `at_most` tick values from 0 to `end`: multiples of 1, 2 or 5 times a power of ten."""
     least = end / max(at_most, 1)
     power = 10.0 ** floor(log10(least))
     step = next(power * factor for factor in (1, 2, 5, 10) if power * factor >= least * (1 - 1e-9))
@@ -66,12 +66,16 @@ def picture(
     wide: float = 720.0,
     mark: float | None = None,
 ) -> str:
-    """Return the text of an SVG file: a heading, named rows of bars above an axis from 0 to `end`, a legend.
+    """Return the text of an SVG file: a heading, named rows of bars above an axis, a legend.
 
     Args:
-        meanings: (colours, meaning) of the legend.
-        wide: pixels of the axis.
-        mark: where a line crosses all rows.
+        title: the heading.
+        rows: (name, bars) of each row.
+        end: end of the axis, which begins at 0.
+        unit: name of the axis's unit.
+        meanings: (colours, meaning) of each entry of the legend.
+        wide: length of the axis in pixels.
+        mark: position of a line across all rows; None for no line.
     """
     left = _MARGIN + 12 + _DIGIT * max(len(name) for name, _ in rows)
     body, y, scale = list[str](), float(_TOP), wide / end
@@ -123,7 +127,7 @@ _FILL = {ActionKind.FORWARD: "-", ActionKind.BACKWARD: "=", ActionKind.WEIGHT: "
 
 
 def shade_of(action: Action) -> str:
-    """Return the colour of an action; the higher its chunk, the darker."""
+    """Return the colour of an action.  Higher chunks are darker."""
     return str(LOOKS["passes"][action.kind.value][min(action.chunk, 2)])
 
 
@@ -133,7 +137,7 @@ def number(value: float) -> str:
 
 
 def title(timeline: Timeline, unit: str = "") -> str:
-    """Return the title of a drawing, with makespan and bubble.  `unit`: of the times."""
+    """Return the title of a drawing, with makespan and bubble.  `unit` follows the times, as " ms"."""
     schedule = timeline.schedule
     chunks = f", {schedule.chunks} chunks per rank" if schedule.chunks > 1 else ""
     plural = "es" if schedule.microbatches > 1 else ""
@@ -144,7 +148,7 @@ def title(timeline: Timeline, unit: str = "") -> str:
 
 
 def kinds_of(schedule: Schedule) -> dict[ActionKind, str]:
-    """Return the kinds of action in a schedule with their meanings."""
+    """Return the kinds of action in a schedule, each with its meaning."""
     kinds = {ActionKind.FORWARD: "forward"}
     if schedule.splits_backward:
         return kinds | {ActionKind.BACKWARD: "gradient of the input", ActionKind.WEIGHT: "gradient of the weights"}
@@ -152,7 +156,7 @@ def kinds_of(schedule: Schedule) -> dict[ActionKind, str]:
 
 
 def spans_of_ranks(timeline: Timeline) -> list[list[tuple[float, float, Action]]]:
-    """Return (start, end, action) of each rank, in order of time."""
+    """Return the (start, end, action) spans of each rank, in order of time."""
     rows: list[list[tuple[float, float, Action]]] = [[] for _ in range(timeline.schedule.pp)]
     for (rank, action), (start, end) in timeline.spans.items():
         rows[rank].append((start, end, action))
@@ -163,10 +167,10 @@ def spans_of_ranks(timeline: Timeline) -> list[list[tuple[float, float, Action]]
 
 
 def draw_text(timeline: Timeline, width: int) -> Text:
-    """Return a row of cells per rank, a scale, a legend, and each rank's idle time and peak activations.
+    """Draw a timeline as text: a row of cells per rank, a scale, a legend, and a table of idle time and peak activations.
 
     Args:
-        width: columns of the terminal to fill, `MIN_WIDTH` or more.
+        width: columns of the terminal to fill, at least `MIN_WIDTH`.
     """
     schedule, makespan = timeline.schedule, timeline.makespan
     margin = len(f"rank {schedule.pp - 1} ")
@@ -197,14 +201,14 @@ def draw_text(timeline: Timeline, width: int) -> Text:
 
 
 def _columns_per_time(timeline: Timeline, columns: int) -> float:
-    """Return the columns per unit of time, such that the shortest action has a whole number of them if it has any."""
+    """Return the columns per unit of time.  The shortest action gets a whole number of columns if it gets any."""
     per_time = columns / timeline.makespan
     shortest = min((end - start for start, end in timeline.spans.values() if end > start), default=timeline.makespan)
     return floor(per_time * shortest + 1e-9) / shortest if per_time * shortest >= 1 else per_time
 
 
 def _cell(action: Action, columns: int, chunks: int) -> Text:
-    """Return F0--, B0== or W0~~, shortened to fit.  Chunks above 0 have small letters and darker colours."""
+    """Return the cell of an action, such as F0--, B0== or W0~~, cut to fit.  Chunks above 0 get small letters."""
     letter = action.kind.value.lower() if action.chunk else action.kind.value
     short = f"{letter}{action.microbatch}"
     long = f"{short}.{action.chunk}" if action.chunk and chunks > 2 else short
@@ -237,10 +241,10 @@ def _legend(schedule: Schedule) -> Text:
 
 
 def draw_svg(timeline: Timeline, unit: str = "", about: str = "") -> str:
-    """Return the text of an SVG file, for a paper.
+    """Draw a timeline as an SVG picture for a paper; return the text of the file.
 
     Args:
-        unit: the unit of the times, as " ms".
+        unit: unit of the times, as " ms".
         about: text before the title.
     """
     schedule, makespan, idle = timeline.schedule, timeline.makespan, LOOKS["waits"]["idle"]
@@ -267,7 +271,8 @@ def draw_svg(timeline: Timeline, unit: str = "", about: str = "") -> str:
 def trace_text(timeline: Timeline, unit_us: float = 1000.0) -> str:
     """Return a trace for chrome://tracing and ui.perfetto.dev: a thread per rank, a complete event per action.
 
-    `unit_us` is one unit of the timeline in microseconds.
+    Args:
+        unit_us: microseconds of one time unit of the timeline.
     """
     events: list[dict[str, Any]] = []
 
@@ -289,7 +294,7 @@ def trace_text(timeline: Timeline, unit_us: float = 1000.0) -> str:
 
 
 class Figures(NamedTuple):
-    """What a schedule costs; idle time and peak activations are of the rank that has most."""
+    """The costs of a schedule.  Idle time and peak activations are those of the rank that has the most."""
 
     makespan: float
     idle: float
@@ -298,14 +303,14 @@ class Figures(NamedTuple):
 
     @classmethod
     def of(cls, schedule: Schedule, costs: Costs | None) -> Figures:
-        """Simulate a schedule."""
+        """Simulate a schedule and return its costs."""
         timeline, ranks = simulate(schedule, costs), range(schedule.pp)
         idle = max(timeline.idle(rank) for rank in ranks)
         peak = max(peak_activations(schedule, rank) for rank in ranks) / schedule.chunks
         return cls(timeline.makespan, idle, timeline.bubble_fraction, peak)
 
     def cells(self) -> list[str]:
-        """Return the cells of its row."""
+        """Return the cells of the schedule's row in the table."""
         return [number(self.makespan), number(self.idle), f"{self.bubble_fraction:.1%}", number(self.peak_activations)]
 
 
@@ -314,10 +319,13 @@ def compare_table(
 ) -> Iterator[tuple[str, int, Figures | str]]:
     """Yield (name, chunks, figures) of every named schedule, then of the user's own.
 
-    If a schedule is impossible for these numbers, its reason takes the place of figures.
+    If a schedule is impossible for these sizes, the reason takes the place of the figures.
 
     Args:
-        virtual_stages: chunks per rank of schedules that do not fix their number.
+        pp, microbatches: the sizes.
+        virtual_stages: chunks per rank, for schedules that allow any number.
+        costs: time of each kind of action; None for the default.
+        own: schedules of the user.
     """
     for name in SCHEDULES:
         kind = SCHEDULES[name]
@@ -330,7 +338,7 @@ def compare_table(
 
 
 def comparison(pp: int, microbatches: int, virtual_stages: int, costs: Costs, own: Iterable[Schedule]) -> Table:
-    """Return `compare_table` as a table for the terminal."""
+    """Format `compare_table` for the terminal."""
     numbers = ("chunks", "makespan", "idle", "bubble", "peak activations")
     table = Table("schedule", *(Column(name, justify="right") for name in numbers), "", box=None)
     for name, count, found in compare_table(pp, microbatches, virtual_stages, costs, own):

@@ -1,11 +1,11 @@
-"""The best shapes of a run on a cluster, and why each is not better still.
+"""Finds the best shapes of a run on a cluster, and says why the neighbours of each are not better.
 
-    choices ----- rules of the run file -----> legal ----- state fits -----> by guess, the best first
+    choices ----- rules of run files -----> legal ----- state fits -----> ordered by guess, the fastest first
                                                                                 |
-    best <---- time of the least relief that fits <---- memory of each relief <-+   until no bound is below the tenth
+    best <--- time of the cheapest option that fits <--- memory of each option <-+   until no bound is below the tenth best
 
-A relief (recomputation, offloading) costs time, so of one shape only those are timed without which it does not fit.  The
-front of memory and time is that of everything computed, with all reliefs of the best shapes.
+A memory option (recomputation, offloading) costs time.  So for each shape, the search times the cheapest options that fit
+and no others.  The front of memory and time is that of all computed candidates, with all options of the best shapes.
 """
 
 from collections import Counter, defaultdict
@@ -22,7 +22,7 @@ from typing import Any, TypeAlias
 from megazero.config import ConfigError, ResolvedRun, RunConfig
 from megazero.config.load import import_extensions, resolve
 from megazero.engine.outline import kind_of
-from megazero.plan.choices import Bounds, Choice, Relief, Space, config_of, groups_in, relief_words, space_of
+from megazero.plan.choices import Bounds, MemoryOption, ShapeChoice, Space, config_of, groups_in, option_words, space_of
 from megazero.plan.cluster import Cluster
 from megazero.plan.devices import size_text
 from megazero.plan.memory import fullest_of
@@ -31,19 +31,19 @@ from megazero.plan.step_time import step_time_of
 
 LIMIT = 400  # shapes whose memory is computed
 _BEST = 10
-_EXPLAINED = 3  # of them: the reliefs and neighbours of these are timed
+_EXPLAINED = 3  # of them: the options and neighbours of these are timed
 _ROUND = 6  # shapes that are computed before the tenth best is compared again
 _MORE = 3  # times the limit while nothing fits
 
 
 @dataclass(frozen=True)
 class Need:
-    """Memory and time of a run.
+    """The memory and time that a run needs.
 
     Args:
         peak: most bytes on the device of a rank.
-        where: the fullest pipeline rank and the moment, in words.
-        seconds: of a step; infinite where it was not computed.
+        where: a description of the fullest pipeline rank and the moment.
+        seconds: duration of a step; infinite if it was not computed.
     """
 
     peak: int
@@ -53,24 +53,27 @@ class Need:
 
 @dataclass(frozen=True, kw_only=True)
 class Candidate(Need):
-    """A choice of which the need is known."""
+    """A choice with its memory and time."""
 
-    choice: Choice
+    choice: ShapeChoice
 
 
 @dataclass(frozen=True)
 class Judge:
-    """Computes the memory and time of a run on a cluster, as a plan does."""
+    """Computes the memory and the time of a run on a cluster, as a plan does."""
 
     cluster: Cluster
 
     def memory(self, run: ResolvedRun) -> tuple[int, str]:
-        """Return the peak of the fullest pipeline rank, and where and when it is."""
+        """Return the peak bytes of the fullest pipeline rank, and a description of the rank and the moment."""
         fullest = fullest_of(run, self.cluster)
         return fullest.peak, f"{fullest.name}, {fullest.moment}"
 
     def seconds(self, run: ResolvedRun) -> float:
-        """Return a step's seconds.  Once a pipeline is full, every micro-batch adds the same, so only some are simulated."""
+        """Return the seconds of a step.
+
+        Only some micro-batches are simulated: once a pipeline is full, each adds the same time.
+        """
         fills = 2 if kind_of(run.config).chunks == 2 else 1  # pipelines' worth of micro-batches until it is full
         some = fewest_micro_batches(run, fills * run.config.parallel.pp)
         if run.accumulation <= 2 * some:
@@ -80,19 +83,20 @@ class Judge:
 
 
 @dataclass(frozen=True)
-class Found:
+class SearchResult:
     """The result of a search.
 
     Args:
-        best: the fastest shapes that fit, each with the least relief that makes it fit; the fastest first.
-        limits: of each of the best, why the next value of every key is not better.
-        front: no other computed candidate that fits takes less time and less memory; by time.
-        computed: the candidates of which the time is known.
-        least: the computed candidate that needs the least memory; None where none was computed.
-        refused: shapes that a rule of the run file refuses, by its key.
-        counted: "shapes" in all (choices without recomputation and offloading), and of these "too_large" for the state alone
-            or with every relief, "slower" (the bound is above the tenth best), "computed", and "left_out" beyond the limit.
-        own: the run file's own shape; None where it is for another number of ranks.
+        best: the fastest shapes that fit, each with the cheapest memory option that makes it fit; the fastest first.
+        limits: for each of the best, why the next value of every key is not better.
+        front: candidates that fit and that no computed candidate beats in both time and memory, by time.
+        computed: the candidates whose time is known.
+        least: the computed candidate with the least memory; None if none was computed.
+        refused: how many shapes a rule of run files refuses, by the key that the rule names.
+        counted: how many shapes (choices without a memory option) there are, as "shapes"; how many of them are "too_large"
+            (for the state alone or with every option), "slower" (the bound exceeds the tenth best), "computed", and
+            "left_out" for want of time.
+        own: the shape of the run file; None if it is for another number of ranks.
     """
 
     best: tuple[Candidate, ...]
@@ -105,7 +109,7 @@ class Found:
     own: Need | None = None
 
     def beats_best(self, capacity: int) -> bool:
-        """Whether the run file's own shape fits and is faster than the best."""
+        """Whether the run file's shape fits `capacity` bytes and is faster than the best."""
         if self.own is None or self.own.peak > capacity:
             return False
         return not self.best or self.own.seconds < self.best[0].seconds
@@ -120,37 +124,39 @@ def search(
     space: Space | None = None,
     processes: int = 1,
     say: Callable[[str], None] = lambda _: None,
-    is_late: Callable[[], bool] = lambda: False,
-) -> Found:
-    """Compare the shapes of a run; its model and global batch are fixed.
+    time_is_up: Callable[[], bool] = lambda: False,
+) -> SearchResult:
+    """Compare the shapes of a run with a fixed model and global batch.
 
     Args:
-        run: on one rank, from `base_of`.
-        judge: copied to the processes.
-        own: the run as its file has it, if it has as many ranks; computed whatever the space is.
-        space: the values of each key; None for those worth comparing.
+        run: the run on one rank, from `base_of`.
+        cluster: where it would run.
+        judge: computes memory and time; copied to each process.
+        own: the run of the run file, if it is for as many ranks; computed even if `space` does not contain it.
+        space: the values of each key; None for the values worth comparing.
+        processes: how many processes compute.
         say: called with a line of progress now and then.
-        is_late: no further shape is computed once this returns True.
+        time_is_up: once this returns True, no further shape is computed.
     """
     space = space or space_of(run.config, cluster.ranks, cluster.per_node)
     bounds, capacity = Bounds(run, cluster), cluster.device.memory_bytes
     refused: Counter[str] = Counter()
     legal = list(_legal(run.config, space, cluster.ranks, refused))
     states = {
-        shape: min(bounds.state_bytes(replace(shape, relief=relief)) for relief in space.reliefs) for shape in legal
+        shape: min(bounds.state_bytes(replace(shape, option=option)) for option in space.options) for shape in legal
     }
     small = sorted((shape for shape in legal if states[shape] <= capacity), key=bounds.guess)
     shapes, too_large = len(legal) + refused.total(), len(legal) - len(small)
     counted = Counter(shapes=shapes, too_large=too_large, slower=0, computed=0, left_out=0)
     with computing(partial(_compute, run.config, judge, cluster.ranks, capacity), processes) as compute:
-        looked = _Look(compute, bounds, space.reliefs, capacity, counted)
-        looked.at(small, say, is_late)
+        looked = _Look(compute, bounds, space.options, capacity, counted)
+        looked.at(small, say, time_is_up)
         best = looked.best
         smallest = sorted(legal, key=states.__getitem__)
-        if not best or not is_late():
-            looked.all_reliefs_of(best[:_EXPLAINED] or smallest[:_BEST])
-        looked.neighbours_of(best, space, is_late=is_late())
-    return Found(
+        if not best or not time_is_up():
+            looked.all_options_of(best[:_EXPLAINED] or smallest[:_BEST])
+        looked.neighbours_of(best, space, time_is_up=time_is_up())
+    return SearchResult(
         tuple(looked.known[choice] for choice in best),
         tuple(tuple(_limits(run.config, choice, looked, space, cluster)) for choice in best),
         tuple(front_of(looked.fitting)),
@@ -163,15 +169,15 @@ def search(
 
 
 def base_of(config: RunConfig, global_batch_size: int) -> ResolvedRun:
-    """Return the run with every searched key at its default, on one rank.  Raises: ConfigError."""
+    """Resolve the run on one rank, with every searched key at its default.  Raises: ConfigError."""
     training = config.training.model_copy(update={"global_batch_size": global_batch_size})
     elastic = type(config.elastic)()
     base = config.model_copy(update={"training": training, "elastic": elastic})
-    return resolve(config_of(base, Choice(zero_stage=base.zero.stage)), 1)
+    return resolve(config_of(base, ShapeChoice(zero_stage=base.zero.stage)), 1)
 
 
 def front_of(candidates: Iterable[Candidate]) -> Iterator[Candidate]:
-    """Yield the Pareto front of time and memory, by time."""
+    """Yield the candidates of the Pareto front of time and memory, by time."""
     least = inf
     for candidate in sorted(candidates, key=lambda candidate: (candidate.seconds, candidate.peak)):
         if candidate.peak < least:
@@ -179,12 +185,12 @@ def front_of(candidates: Iterable[Candidate]) -> Iterator[Candidate]:
             yield candidate
 
 
-# ---- what can run
+# ---- legal shapes
 
 
-def _legal(config: RunConfig, space: Space, ranks: int, refused: Counter[str]) -> Iterator[Choice]:
-    """Yield the shapes that the run file's rules allow; count the others by the key that a rule names."""
-    known: dict[Choice, str | None] = {}  # sharding breaks no rule that its shape keeps
+def _legal(config: RunConfig, space: Space, ranks: int, refused: Counter[str]) -> Iterator[ShapeChoice]:
+    """Yield the shapes that the rules of run files allow; count the others by the key that the rule names."""
+    known: dict[ShapeChoice, str | None] = {}  # sharding breaks no rule that its shape keeps
     for choice in groups_in(space, config, ranks):
         frame = replace(choice, zero_stage=1, gather_policy="action", shard_group=0, ep=1)
         if frame not in known:
@@ -200,23 +206,27 @@ def _legal(config: RunConfig, space: Space, ranks: int, refused: Counter[str]) -
             refused[key] += 1
 
 
-# ---- what is computed
+# ---- the computation
 
 
-Work: TypeAlias = Sequence[tuple[Choice, Sequence[Relief]]]
-Known: TypeAlias = dict[Choice, Candidate]
+Work: TypeAlias = Sequence[tuple[ShapeChoice, Sequence[MemoryOption]]]
+Known: TypeAlias = dict[ShapeChoice, Candidate]
 
 
 @contextmanager
 def computing(
-    compute: Callable[[Choice, Sequence[Relief], str], Known], processes: int
+    compute: Callable[[ShapeChoice, Sequence[MemoryOption], str], Known], processes: int
 ) -> Iterator[Callable[[Work, str], Iterator[Known]]]:
-    """A context with a function that computes shapes in `processes` processes and yields their candidates in order.
+    """Yield a function that computes shapes in several processes and yields their candidates in order.
 
     Shapes with equal stages go to the same process, which caches their traces.
+
+    Args:
+        compute: (shape, memory options, mode) -> candidates; see `_compute`.
+        processes: how many processes to start.
     """
     if processes == 1:
-        yield lambda work, mode: (compute(shape, reliefs, mode) for shape, reliefs in work)
+        yield lambda work, mode: (compute(shape, options, mode) for shape, options in work)
         return
     method = "fork" if "fork" in get_all_start_methods() else "spawn"
     with ExitStack() as stack:
@@ -225,8 +235,8 @@ def computing(
 
         def computed(work: Work, mode: str) -> Iterator[Known]:
             waiting = [
-                pool_of[shape.tp, shape.cp, shape.pp, shape.schedule].submit(compute, shape, reliefs, mode)
-                for shape, reliefs in work
+                pool_of[shape.tp, shape.cp, shape.pp, shape.schedule].submit(compute, shape, options, mode)
+                for shape, options in work
             ]
             yield from (future.result() for future in waiting)
 
@@ -239,49 +249,49 @@ class _Look:
 
     compute: Callable[[Work, str], Iterator[Known]]
     bounds: Bounds
-    reliefs: Sequence[Relief]
+    options: Sequence[MemoryOption]
     capacity: int
     counted: Counter[str]
     known: Known = field(default_factory=dict)
 
     @property
     def fitting(self) -> list[Candidate]:
-        """The candidates that fit and of which the time is known."""
+        """The candidates that fit and whose time is known."""
         return [one for one in self.known.values() if one.seconds < inf and one.peak <= self.capacity]
 
-    def at(self, shapes: Sequence[Choice], say: Callable[[str], None], is_late: Callable[[], bool]) -> None:
-        """Compute shapes in this order, but none that cannot be among the best."""
+    def at(self, shapes: Sequence[ShapeChoice], say: Callable[[str], None], time_is_up: Callable[[], bool]) -> None:
+        """Compute shapes in this order, except those that cannot be among the best."""
         waiting = list(shapes)
         while waiting:
             best = self.best
             tenth = self.known[best[-1]].seconds if len(best) == _BEST else inf
-            now: list[Choice] = []
+            now: list[ShapeChoice] = []
             while waiting and len(now) < _ROUND:
                 shape = waiting.pop(0)
                 if self.bounds.seconds(shape) >= tenth:
                     self.counted["slower"] += 1
-                elif self.counted["computed"] + len(now) >= LIMIT * (1 if best else _MORE) or is_late():
+                elif self.counted["computed"] + len(now) >= LIMIT * (1 if best else _MORE) or time_is_up():
                     self.counted["left_out"] += 1
                 else:
                     now.append(shape)
-            self._compute([(shape, self.reliefs) for shape in now], "least")
+            self._compute([(shape, self.options) for shape in now], "least")
             self.counted["computed"] += len(now)
             if best and now:
                 fastest = self.known[best[0]].seconds
                 say(f"{self.counted['computed']} shapes computed, the best takes {fastest:.3f} s: {best[0]}")
 
-    def all_reliefs_of(self, choices: Iterable[Choice]) -> None:
-        """Compute every relief of these shapes, for the front; if nothing fits, for the least memory that any needs."""
-        shapes = dict.fromkeys(replace(shape, relief=Relief()) for shape in choices)
-        self._compute([(shape, self.reliefs) for shape in shapes], "every")
+    def all_options_of(self, choices: Iterable[ShapeChoice]) -> None:
+        """Compute every memory option of these shapes, for the front; if nothing fits, for the least memory needed."""
+        shapes = dict.fromkeys(replace(shape, option=MemoryOption()) for shape in choices)
+        self._compute([(shape, self.options) for shape in shapes], "every")
 
-    def neighbours_of(self, best: Sequence[Choice], space: Space, *, is_late: bool) -> None:
-        """Compute the neighbours of the best choices, to say why these are not better; time only those of the first few."""
+    def neighbours_of(self, best: Sequence[ShapeChoice], space: Space, *, time_is_up: bool) -> None:
+        """Compute the neighbours of the best choices, to explain why they are not better.  Time those of the first few."""
         first, others = best[:_EXPLAINED], best[_EXPLAINED:]
-        for part, mode in ((first, "memory"),) if is_late else ((first, "every"), (others, "memory")):
+        for part, mode in ((first, "memory"),) if time_is_up else ((first, "every"), (others, "memory")):
             near = dict.fromkeys(other for choice in part for _, other in _neighbours(choice, space))
             unknown = [choice for choice in near if choice not in self.known]
-            self._compute([(replace(choice, relief=Relief()), [choice.relief]) for choice in unknown], mode)
+            self._compute([(replace(choice, option=MemoryOption()), [choice.option]) for choice in unknown], mode)
 
     def _compute(self, work: Work, mode: str) -> None:
         for found in self.compute(work, mode):
@@ -294,37 +304,43 @@ class _Look:
                 self.counted["too_large"] += 1
 
     @property
-    def best(self) -> list[Choice]:
-        """The ten fastest shapes, each once."""
-        found: dict[Choice, Choice] = {}
+    def best(self) -> list[ShapeChoice]:
+        """The ten fastest shapes without repetition."""
+        found: dict[ShapeChoice, ShapeChoice] = {}
         for _, _, choice in sorted((one.seconds, one.peak, one.choice) for one in self.fitting):
-            found.setdefault(replace(choice, relief=Relief()), choice)
+            found.setdefault(replace(choice, option=MemoryOption()), choice)
         return list(found.values())[:_BEST]
 
 
 def _compute(
-    config: RunConfig, judge: Judge, ranks: int, capacity: int, shape: Choice, reliefs: Sequence[Relief], mode: str
+    config: RunConfig,
+    judge: Judge,
+    ranks: int,
+    capacity: int,
+    shape: ShapeChoice,
+    options: Sequence[MemoryOption],
+    mode: str,
 ) -> Known:
-    """Compute the memory of a shape by relief, and the time of the "least" reliefs that fit, of "every" one, or of none."""
+    """Compute the memory of a shape with each option; `mode`: time the "least" options that fit, "every" one, or none."""
     import_extensions(config.launch.extensions)  # in a process that was started anew
-    found, fitting = Known(), dict[Relief, ResolvedRun]()
-    first, *others = sorted(reliefs, key=lambda relief: relief.order)
-    for relief in (first, *others[-1:], *others[:-1]):
-        if mode == "least" and any(known.needs_no_more_than(relief) for known in fitting):
+    found, fitting = Known(), dict[MemoryOption, ResolvedRun]()
+    first, *others = sorted(options, key=lambda option: option.order)
+    for option in (first, *others[-1:], *others[:-1]):
+        if mode == "least" and any(known.needs_no_more_than(option) for known in fitting):
             continue
-        choice = replace(shape, relief=relief)
+        choice = replace(shape, option=option)
         try:
             run = resolve(config_of(config, choice), ranks)
-        except ConfigError:  # sharding or relief that this shape does not know
+        except ConfigError:  # sharding or option that this shape does not know
             continue
         found[choice] = Candidate(*judge.memory(run), choice=choice)
         if found[choice].peak <= capacity:
-            fitting[relief] = run
-        elif mode == "least" and [relief] == others[-1:]:  # all of it is not enough
+            fitting[option] = run
+        elif mode == "least" and [option] == others[-1:]:  # all of it is not enough
             break
-    for relief, run in fitting.items() if mode != "memory" else ():
-        if mode == "every" or not any(other.needs_no_more_than(relief) for other in fitting if other != relief):
-            choice = replace(shape, relief=relief)
+    for option, run in fitting.items() if mode != "memory" else ():
+        if mode == "every" or not any(other.needs_no_more_than(option) for other in fitting if other != option):
+            choice = replace(shape, option=option)
             found[choice] = replace(found[choice], seconds=judge.seconds(run))
     return found
 
@@ -332,7 +348,7 @@ def _compute(
 # ---- why not better
 
 
-def _neighbours(choice: Choice, space: Space) -> Iterator[tuple[str, Choice]]:
+def _neighbours(choice: ShapeChoice, space: Space) -> Iterator[tuple[str, ShapeChoice]]:
     """Yield choices with one key changed to the next value that promises less time, and the change in words."""
     for name, values in (("tp", space.tp), ("cp", space.cp), ("pp", space.pp), ("ep", space.ep)):
         own = getattr(choice, name)
@@ -350,15 +366,15 @@ def _neighbours(choice: Choice, space: Space) -> Iterator[tuple[str, Choice]]:
     if lower is not None:
         other = replace(choice, zero_stage=lower, gather_policy="action", shard_group=0)
         yield f"ZeRO {lower} instead of {choice.zero_stage}", other
-    own = choice.relief
-    lighter = [relief for relief in space.reliefs if relief != own and relief.needs_no_more_than(own)]
+    own = choice.option
+    lighter = [option for option in space.options if option != own and option.needs_no_more_than(own)]
     if lighter:
-        relief = max(lighter, key=lambda relief: relief.order)
-        words = " and ".join(relief_words(relief)) or "nothing recomputed or offloaded"
-        yield words, replace(choice, relief=relief)
+        option = max(lighter, key=lambda option: option.order)
+        words = " and ".join(option_words(option)) or "nothing recomputed or offloaded"
+        yield words, replace(choice, option=option)
 
 
-def _limits(config: RunConfig, best: Choice, looked: _Look, space: Space, cluster: Cluster) -> Iterator[str]:
+def _limits(config: RunConfig, best: ShapeChoice, looked: _Look, space: Space, cluster: Cluster) -> Iterator[str]:
     """Yield for each neighbour why it is not better; nothing for one that was not computed."""
     for words, other in _neighbours(best, space):
         found = looked.known.get(other)

@@ -1,18 +1,18 @@
-"""Some simulated ranks of a world of any size: the operations of each are compared with those of the others of its group.
+"""Simulates some ranks of a world of any size, and compares the operations of the ranks of each group.
 
     rank 4   all_reduce 1,024 fp32 over tp | all_gather of weights 3 | receive 2,048 bf16 from rank 0
     rank 5   all_reduce 1,024 fp32 over tp | all_reduce ...            the group's 2nd operations differ: DifferError
 
-All other ranks are assumed to do as a simulated rank of their stage.  Within a group the operations of one channel are
-paired by their numbers, as the real backends pair them; messages by sender, receiver and number.  A wait ends when all
-simulated ranks of the group have started the same operation, so a run that would hang hangs here too.
+A rank that is not simulated is assumed to do the same as a simulated rank of its stage.  The operations of a group are
+paired by their number in a channel, as the real backends pair them; messages are paired by sender, receiver and number.  A
+wait ends when all simulated ranks of the group have started the operation, so a run that would hang hangs here, too.
 
-Ranks are programs that wait for one another, one running at a time:
+Ranks are programs that wait for each other, and one of them runs at a time:
 
     rank 0   runs ---- waits for rank 1 ............ runs
-    rank 1             runs ------ waits for rank 0        nobody can go on: that is a hang, with what each waits for
+    rank 1             runs ------ waits for rank 0        if no rank can go on, the run hangs; each wait is reported
 
-Each rank has a thread of its own, because torch's modes belong to a thread.  One runs at a time, so the result does not
+Each rank has its own thread, because torch's modes belong to a thread.  Since only one runs at a time, the result does not
 depend on their speed.
 """
 
@@ -30,15 +30,15 @@ _CHANNELS = {"all_gather": "gather", "broadcast": "broadcast"}  # all others in 
 
 
 class StoppedError(BaseException):
-    """Ends a program where it waits, because another one has failed."""
+    """Raised in a waiting program to end it, because another program has failed."""
 
 
 class Lockstep:
-    """Runs programs in turns: one that waits or ends passes its turn on.
+    """Runs programs in turns: a program that waits or ends passes the turn to another.
 
     Attributes:
-        failed: the first program that raised, and its error.
-        waiting: what each program waits for, if none can go on; else empty.
+        failed: number and error of the first program that raised; None if none did.
+        waiting: what each program waits for, if none can go on; otherwise empty.
     """
 
     def __init__(self) -> None:
@@ -49,7 +49,7 @@ class Lockstep:
         self._stops = False
 
     def run(self, programs: Mapping[int, Callable[[], None]]) -> None:
-        """Run all programs until they end, one fails, or all that remain wait."""
+        """Run all programs until they have ended, one fails, or all that remain are waiting."""
         self._turns = {number: threading.Semaphore(0) for number in programs}
         self._waits = dict.fromkeys(programs, (lambda: True, "has not begun"))
         threads = [threading.Thread(target=self._run, args=item, daemon=True) for item in programs.items()]
@@ -60,11 +60,11 @@ class Lockstep:
             thread.join()
 
     def wait_until(self, number: int, ready: Callable[[], bool], doing: str) -> None:
-        """Let other programs run until `ready()`.
+        """Let other programs run until `ready()` is true.
 
         Args:
-            number: of the program that calls.
-            doing: what it waits for, in words.
+            number: the number of the calling program.
+            doing: a description of what it waits for.
         """
         if ready():
             return
@@ -100,11 +100,11 @@ class Lockstep:
 
 
 class DifferError(Exception):
-    """Ranks of a group start different operations."""
+    """Ranks of a group have started different operations."""
 
 
 class Post(NamedTuple):
-    """An operation that a rank starts; other ranks of its group must start an equal one."""
+    """An operation that a rank starts.  The other ranks of the group must start an equal one."""
 
     name: str
     what: str  # how many of which type
@@ -124,8 +124,8 @@ class SimulatedWorld:
     """The operations that simulated ranks have started, and the lockstep in which they wait for each other.
 
     Args:
-        grid: the whole world.
-        ranks: the simulated ranks, at least one of every stage.
+        grid: the grid of the whole world.
+        ranks: the simulated ranks, at least one of every pipeline stage.
     """
 
     def __init__(self, grid: RankGrid, ranks: Collection[int]) -> None:
@@ -140,7 +140,17 @@ class SimulatedWorld:
         return [rank if rank in self.ranks else self._of_stage[self.grid.coordinate(rank).pp] for rank in ranks]
 
     def post(self, key: Any, rank: int, ranks: Sequence[int], post: Post, where: str) -> int:
-        """Start an operation.  Returns: its number in its channel.  Raises: DifferError: another rank started another."""
+        """Start an operation, and return its number in its channel.
+
+        Args:
+            key: identity of the channel.
+            rank: the rank that starts it.
+            ranks: ranks of the group.
+            post: the operation.
+            where: a description of the group, for errors.
+
+        Raises: DifferError: another rank of the group has started another operation under this number.
+        """
         posts = self._posts[key]
         mine = posts[rank]
         number = len(mine)
@@ -155,7 +165,7 @@ class SimulatedWorld:
         return number
 
     def wait_for(self, key: Any, number: int, rank: int, ranks: Sequence[int], doing: str) -> None:
-        """Wait until all simulated ranks of a group have started an operation."""
+        """Block until all simulated ranks of a group have started operation `number` of a channel."""
         posts = self._posts[key]
         others = [other for other in ranks if other in self.ranks and other != rank]
 
@@ -165,7 +175,7 @@ class SimulatedWorld:
         self.lockstep.wait_until(rank, is_there, doing)
 
     def values(self, rank: int, name: str, value: Any, axis: Axis) -> list[Any]:
-        """Return the values of all ranks of an axis, in rank order."""
+        """Exchange small values over an axis; return those of all its ranks, in rank order."""
         mine = self._values[rank, axis.name]
         number = len(mine)
         mine.append((name, value))
@@ -184,7 +194,10 @@ class SimulatedWorld:
 
 
 class Alone:
-    """The `parallel_state.Messages` of a rank that is simulated alone: nothing waits, and the others do as it does."""
+    """The `parallel_state.Messages` of a rank that is simulated alone.
+
+    No call waits, and all other ranks are assumed to do the same as this one.
+    """
 
     def operation(self, name: str, tensor: Tensor, axis: Axis, label: str) -> Wait:  # noqa: ARG002
         """Start a collective operation."""
@@ -212,15 +225,15 @@ class Alone:
 
 
 def _nothing() -> None:
-    """Wait for nothing."""
+    """Return at once: there is nothing to wait for."""
 
 
 class GroupMeeting(Alone):
-    """Meets the other simulated ranks of a group.
+    """Compares the operations of a simulated rank with those of the other simulated ranks of a group, and waits for them.
 
     Args:
-        purpose: of the group, if ranks have several groups.
-        one_channel: all operations are paired by their order, as with NCCL; else gathers and broadcasts have their own.
+        purpose: tells apart several groups of the same ranks.
+        one_channel: pair all operations by their order, as NCCL does; else gathers and broadcasts have their own order.
     """
 
     def __init__(

@@ -1,8 +1,8 @@
-"""How fast a machine is now: the seconds of a step that is always the same.
+"""Measures how fast a machine is at the moment: the seconds of a step that is always the same.
 
-    calibration   probe | model | probe | model | probe ...      every model's times are those at the median probe's speed
+    calibration   probe | model | probe | model | probe ...      times are converted to the speed of the median probe
 
-Virtual machines share cores, caches and memory with strangers: the same step may take a third more a minute later.
+Virtual machines share cores, caches and memory with others, so the same step may take a third longer a minute later.
 """
 
 import time
@@ -33,7 +33,14 @@ class OneRankState(ParallelState):
 def small_run(
     family: str, hidden: int, cut: int, tokens: int, *, dtype: str = "fp32", head_dim: int = 64, longest: int = 128
 ) -> ResolvedRun:
-    """Return a run of two layers, cut as by tensor parallelism, and two micro-batches of samples up to `longest`."""
+    """Return a one-rank run of two layers with the sizes of a tensor-parallel rank, and two micro-batches a step.
+
+    Args:
+        hidden: hidden size.
+        cut: tensor-parallel degree whose sizes to imitate.
+        tokens: tokens in a micro-batch.
+        longest: longest sample.
+    """
     ffn = (4 * hidden if family == "gpt2" else -(-8 * hidden // (3 * 256)) * 256) // cut
     model: dict[str, Any] = {"family": family, "hidden_size": hidden, "num_layers": 2, "ffn_hidden_size": ffn}
     model |= {"num_heads": max(1, hidden // head_dim // cut), "vocab_size": 512 // cut, "seq_len": min(longest, tokens)}
@@ -65,7 +72,7 @@ def random_batches(run: ResolvedRun, share: BatchShare) -> list[MicroBatch]:
 
 
 def started(run: ResolvedRun, state: ParallelState) -> tuple[Engine, list[MicroBatch]]:
-    """Build an engine and run its first step; return it with the batches of every step."""
+    """Build an engine and run its first step; return the engine and the batches that every step uses."""
     engine = initialize(run.config, state)
     batches = random_batches(run, engine.share)
     engine.train_step(batches, LR)
@@ -73,7 +80,7 @@ def started(run: ResolvedRun, state: ParallelState) -> tuple[Engine, list[MicroB
 
 
 def step_seconds(engine: Engine, batches: list[MicroBatch], synchronize: Callable[[], None] = lambda: None) -> float:
-    """Time one step.  `synchronize` waits for the device."""
+    """Return the seconds of one step.  `synchronize` waits for the device."""
     begin = time.perf_counter()
     engine.train_step(batches, LR)
     synchronize()
@@ -81,7 +88,7 @@ def step_seconds(engine: Engine, batches: list[MicroBatch], synchronize: Callabl
 
 
 class SpeedProbe:
-    """A step of a small Llama, about 0.05 s on a core; on a GPU it is large enough to be bound by the GPU, not the host."""
+    """A step of a small Llama, about 0.05 s on a core.  On a GPU, the model is large enough that the host is no limit."""
 
     def __init__(self, device: torch.device, synchronize: Callable[[], None] = lambda: None) -> None:
         run = small_run("llama", 256, 1, 128) if device.type == "cpu" else small_run("llama", 2048, 1, 2048, **ON_GPU)
@@ -89,5 +96,5 @@ class SpeedProbe:
         self._synchronize = synchronize
 
     def seconds(self) -> float:
-        """Time a few steps and return the median."""
+        """Return the median seconds of a few steps."""
         return median(step_seconds(self._engine, self._batches, self._synchronize) for _ in range(_CALLS))

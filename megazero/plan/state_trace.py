@@ -1,14 +1,14 @@
-"""Model state, ZeRO's buffers and traffic of a rank: a step of the project's own engine in which no layer computes.
+"""Traces a rank's model state, ZeRO's buffers and traffic: a step of the real engine in which no layer computes.
 
-    Engine on tensors that hold nothing      weights, master weights, moments, tables, gather buffers
-      every action of the schedule           units are gathered, gradients come to their buckets, buckets are reduced
+    Engine on tensors without data           weights, master weights, moments, tables, gather buffers
+      every action of the schedule           units are gathered, gradients reach their buckets, buckets are reduced
       end of the step                        sums, norm, optimizer, gathers
 
-The second step is measured, because buffers exist by then; with offloaded weights the fourth, because the engine reads more
-of them ahead once it knows their order.  Communication moves nothing but is counted.  A step of many micro-batches repeats
-itself: the difference between two short steps is the traffic of one more repetition.  Pipeline ranks with equally many
-layers and neither embedding nor head share one trace, if the order of their actions changes neither memory nor traffic.
-State that a run keeps in files has its buffers, but no file is made.
+The second step is measured, because buffers exist by then; with offloaded weights the fourth, because the engine prefetches
+more of them once it knows their order.  Communication moves no data but is counted.  A step of many micro-batches repeats
+itself, so the difference between two short steps is the traffic of one repetition.  Pipeline ranks that have equally many
+layers and neither embedding nor head share a trace, if the order of their actions changes neither memory nor traffic.  State
+in files has its buffers, but no file is made.
 """
 
 from __future__ import annotations
@@ -40,14 +40,18 @@ TABLES, END_OF_PASSES, UPDATE = "tables", "end of the passes", "update"
 
 
 class Sent(NamedTuple):
-    """What one rank sends over one axis by one operation in a step.  `link_bytes`: bytes of it that go to other nodes."""
+    """The traffic of one operation over one axis in a step of one rank.
+
+    Args:
+        link_bytes: the part of the sent bytes that goes to other nodes.
+    """
 
     sent_bytes: int = 0
     link_bytes: int = 0
     calls: int = 0
 
     def plus(self, more: Sent, times: int = 1) -> Sent:
-        """Add `more`, `times` times."""
+        """Return the sum of this and `times` times `more`."""
         return Sent(*(own + other * times for own, other in zip(self, more, strict=True)))
 
 
@@ -56,7 +60,7 @@ LevelKey: TypeAlias = tuple[bool, int, int]
 
 
 class Level(NamedTuple):
-    """Bytes above those at the start of a step, once the gradient of a parameter has reached its bucket."""
+    """Bytes above those at the start of a step, from the moment at which a parameter's gradient has reached its bucket."""
 
     live: int
     made: int  # while it is made, part by part
@@ -65,19 +69,19 @@ class Level(NamedTuple):
 
 @dataclass(frozen=True)
 class StateTrace:
-    """Model state and traffic of one rank.
+    """The model state and traffic of one rank.
 
     Args:
-        kinds: bytes on the device throughout a step, by kind.  On a CPU they include host memory.
-        counted: bytes after a step by kind, and by place if off the device, as the engine counts them.
+        kinds: bytes on the device throughout a step, by kind.  On a CPU, they include host memory.
+        counted: bytes after a step as the engine counts them, by kind; the kind names the place if off the device.
         levels: bytes as gradients arrive, by (is a later micro-batch, chunk, unit of the chunk) and parameter.
         end: most bytes beyond `kinds` at the end of the step.
-        traffic: of a step, by (axis, operation), without what layers send and without messages of the pipeline.
+        traffic: traffic of a step by (axis, operation), without that of layers and without messages of the pipeline.
         elements: parameters of each unit on this rank, by chunk.
-        stepped: elements of which this rank owns the optimizer state, padding included.
-        communicators: groups of several ranks that this rank is in.
+        stepped: elements whose optimizer state this rank owns, padding included.
+        communicators: number of groups with several ranks that this rank belongs to.
         cuts: parameters with gradients in several buckets, by chunk and unit of the chunk.
-        messages: what starts in each action of a short step, at the end of the passes, and in the update.
+        messages: collectives that start in each action of a short step, at the end of the passes, and in the update.
     """
 
     kinds: Mapping[str, int]
@@ -98,7 +102,13 @@ class StateTrace:
 
 
 def trace_state(run: ResolvedRun, rank: int, *, per_node: int, on_cuda: bool) -> StateTrace:
-    """Trace what a rank of the world holds and sends.  `per_node`: ranks of a node."""
+    """Trace the model state and the traffic of a rank.  Results are cached.
+
+    Args:
+        rank: global rank.
+        per_node: ranks of a node.
+        on_cuda: the run is on GPUs.
+    """
     few, step = _short_step(run)
     times = (run.accumulation - few) // step
     alike = _alike(run, rank, per_node)
@@ -112,7 +122,7 @@ _GIVES = (ActionKind.BACKWARD, ActionKind.WEIGHT)
 
 
 def _short_step(run: ResolvedRun) -> tuple[int, int]:
-    """Return the micro-batches of a short step, and those that a longer step adds with each repetition."""
+    """Return the micro-batches of a short step, and how many each repetition of a longer step adds."""
     config = run.config
     step = schedule_kind_of(config).microbatch_multiple(config.parallel.pp)
     if config.parallel.schedule_file is not None:  # it has one number of micro-batches
@@ -122,7 +132,7 @@ def _short_step(run: ResolvedRun) -> tuple[int, int]:
 
 
 def fewest_micro_batches(run: ResolvedRun, least: int) -> int:
-    """Return the fewest micro-batches, `least` or more, that the schedule takes; at most those of the run."""
+    """Return the smallest number of micro-batches, at least `least`, that the schedule allows; at most that of the run."""
     parallel = run.config.parallel
     if parallel.schedule_file is not None:
         return run.accumulation
@@ -131,7 +141,7 @@ def fewest_micro_batches(run: ResolvedRun, least: int) -> int:
 
 
 def _without_training(run: ResolvedRun) -> ResolvedRun:
-    """Drop the keys that change neither memory nor traffic of the state, so that more runs share a trace."""
+    """Reset the keys that change neither memory nor traffic of the state, so that more runs share a trace."""
     config = run.config
     update: dict[str, object] = {"training": type(config.training)()}
     if not config.activations.contiguous:  # gradients have no buffers in an arena of activations
@@ -141,7 +151,7 @@ def _without_training(run: ResolvedRun) -> ResolvedRun:
 
 
 def _alike(run: ResolvedRun, rank: int, per_node: int) -> int:
-    """Return the first rank that holds and sends the same: in a stage with equal chunks, a whole number of nodes away."""
+    """Return the first rank with the same state and traffic: of a stage with equal chunks, a whole number of nodes away."""
     grid, at, dense = run.grid, run.grid.coordinate(rank), run.config.model.first_dense_layers
     kind = schedule_kind_of(run.config)
     placement = kind.placement(grid.pp, chunks_of(run.config, kind))
@@ -219,7 +229,7 @@ def _sent(traffic: Traffic) -> dict[tuple[str, str], Sent]:
 
 
 def without_auto(config: RunConfig) -> RunConfig:
-    """Keep on the device what `zero.offload` = auto would place by this machine's free memory."""
+    """Replace `zero.offload` = auto, which depends on this machine's free memory, by "none"."""
     offload = config.zero.offload
     update = {key: "none" for key in ("optimizer", "parameters") if getattr(offload, key) == "auto"}
     zero = config.zero.model_copy(update={"offload": offload.model_copy(update=update)})
@@ -227,7 +237,7 @@ def without_auto(config: RunConfig) -> RunConfig:
 
 
 class _Driver:
-    """Runs steps of an engine without its layers."""
+    """Runs steps of an engine without computing its layers."""
 
     def __init__(self, engine: Engine, fake: FakeTensors, order: Order) -> None:
         self.engine, self._fake = engine, fake
@@ -266,7 +276,7 @@ class _Driver:
         self._fake.operators.clear()
 
     def run_passes(self, actions: Any, micro_batches: int) -> None:
-        """Run a step up to its end."""
+        """Run the actions of a step."""
         engine, model = self.engine, self.engine.sharded_model
         model.begin_step(micro_batches)
         self.base, self.levels, self.messages = self._fake.live, {}, {}

@@ -1,10 +1,10 @@
-"""What single steps do, measured: operators as a trace for Perfetto, memory as a snapshot for torch's viewer, the pipeline.
+"""Callbacks that measure single steps: a profile for Perfetto, a memory snapshot for torch's viewer, a pipeline timeline.
 
-    logging.profile_steps = [10, 12]       profile-step-00000012-rank-0.json.gz, and that of the slowest rank in these steps
+    logging.profile_steps = [10, 12]       profile-step-00000012-rank-0.json.gz, and the profile of the slowest rank
     logging.memory_snapshot = 10           memory-step-00000010-rank-0.pickle; out of memory: memory-out-rank-3.pickle
-    logging.pipeline_trace_step = 10       pipeline-step-00000010.svg and .json, beside the bubble that the schedule predicts
+    logging.pipeline_trace_step = 10       pipeline-step-00000010.svg and .json, with the bubble that the schedule predicts
 
-Every other step runs as if none of these keys were set.
+All other steps run as if none of these keys were set.
 """
 
 import os
@@ -28,7 +28,7 @@ from megazero.training.callbacks.base import Callback, RunContext, StepRecord
 
 
 class Measuring(Callback):
-    """A callback that prints a line where it fails, so that training goes on."""
+    """A callback whose failures print a line and do not end training."""
 
     def __init__(self, context: RunContext) -> None:
         self._run, self._state, self._say = context.run, context.engine.state, context.say
@@ -41,7 +41,7 @@ class Measuring(Callback):
 
 
 class StepProfile(Measuring):
-    """Profiles the steps of `logging.profile_steps` on every rank; rank 0 and the slowest rank write their profiles."""
+    """Profiles the steps of `logging.profile_steps` on every rank.  Rank 0 and the slowest rank write their profiles."""
 
     def __init__(self, context: RunContext) -> None:
         self._first, self._last = context.run.config.logging.profile_steps or (0, -1)
@@ -72,7 +72,7 @@ class StepProfile(Measuring):
         self._say(f"profile of steps {self._first} to {record.step}: {own} | {path} (Perfetto)")
 
     def on_rollback(self, position: Position) -> None:  # noqa: ARG002
-        """Drop the profile; the steps are profiled when they run again."""
+        """Discard the profile.  The steps are profiled when they run again."""
         self.close()
 
     def close(self) -> None:
@@ -82,7 +82,7 @@ class StepProfile(Measuring):
 
 
 class MemorySnapshot(Measuring):
-    """Records every allocation of the step that `logging.memory_snapshot` names, on rank 0 on CUDA."""
+    """Records every allocation of the step in `logging.memory_snapshot`, on rank 0 on CUDA."""
 
     def __init__(self, context: RunContext) -> None:
         super().__init__(context)
@@ -102,7 +102,7 @@ class MemorySnapshot(Measuring):
 
 
 def add_snapshot(text: str, run: ResolvedRun, state: ParallelState, engine: Any) -> str:
-    """Write a snapshot after CUDA's memory has run out, and add a line to the explanation."""
+    """Write a snapshot after CUDA has run out of memory; return the error text with a line about it."""
     if not run.config.logging.memory_snapshot or state.device.type != "cuda":
         return text
     return f"{text}\nwhat the device holds: {_write_snapshot(run, f'out-rank-{state.rank}')}"
@@ -112,7 +112,7 @@ def _write_snapshot(run: ResolvedRun, what: str) -> str:
     path = _path(run, f"memory-{what}.pickle")
     try:
         _written(path, torch.cuda.memory._dump_snapshot)
-    except Exception as error:  # what is known must not hide behind it
+    except Exception as error:  # must not hide the error about memory
         return f"a snapshot could not be written ({error!r})"
     return f"{path} (https://pytorch.org/memory_viz)"
 
@@ -133,10 +133,10 @@ Spans = list[tuple[Action, tuple[float, float]]]
 
 
 class ActionClock:
-    """Records when the actions of a pipeline step start and end, from its construction on; see `Engine.on_action`.
+    """Records when the actions of a pipeline step start and end; see `Engine.on_action`.  Its time begins at construction.
 
-    On CUDA the marks are events in the stream of the actions, read after the step: a host that waited for the device within
-    the step would also wait for its posted messages, and change the step that it measures.
+    On CUDA, the marks are events in the stream of the actions, which are read after the step.  If the host waited for the
+    device within the step, it would also wait for posted messages, and so change the step that it measures.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -145,11 +145,11 @@ class ActionClock:
         self._marks: list[tuple[Action, Any]] = []
 
     def mark(self, action: Action) -> None:
-        """Note the time at which an action starts, or ends."""
+        """Record the time; calls for an action alternate between its start and its end."""
         self._marks.append((action, self._now()))
 
     def spans(self) -> Spans:
-        """Return (start, end) of each action in seconds from the start of the clock.  Waits for the device."""
+        """Return the (start, end) of each action in seconds since construction.  Blocks until the device is done."""
         spans, marks = Spans(), [(action, self._seconds_to(moment)) for action, moment in self._marks]
         while marks:
             first, begin = marks[0]
@@ -176,14 +176,14 @@ class ActionClock:
 
 
 class PipelineTrace(Callback):
-    """Measures one step of a pipeline; rank 0 writes a picture and a Chrome trace of it into the run directory."""
+    """Measures one step of a pipeline.  Rank 0 writes a picture and a Chrome trace of it to the run directory."""
 
     def __init__(self, context: RunContext) -> None:
         self._run, self._engine, self._say = context.run, context.engine, context.say
         self._clock: ActionClock | None = None  # in the step that is measured
 
     def before_step(self, position: Position) -> None:
-        """Start the clocks of all ranks together, so that times of different machines are comparable."""
+        """Start the clocks of all ranks together, so that the times of different machines can be compared."""
         if position.step + 1 != self._run.config.logging.pipeline_trace_step:
             return
         state = self._engine.state
@@ -202,7 +202,7 @@ class PipelineTrace(Callback):
             self._draw(record.step, ranks)
 
     def on_rollback(self, position: Position) -> None:  # noqa: ARG002
-        """Stop the clock; the step is measured when it runs again."""
+        """Discard the clock.  The step is measured when it runs again."""
         self._clock, self._engine.on_action = None, lambda _: None
 
     def _draw(self, step: int, ranks: Sequence[Spans]) -> None:
@@ -228,7 +228,7 @@ class PipelineTrace(Callback):
 
 
 def measured_costs(timeline: Timeline) -> Costs:
-    """Return the mean cost of each kind of pass in a measured timeline.  A message costs nothing: it cannot be told."""
+    """Return the mean cost of each kind of pass in a measured timeline.  Messages get no cost, since none is measured."""
 
     def mean(kind: ActionKind) -> float:
         times = [end - start for (_, action), (start, end) in timeline.spans.items() if action.kind is kind]

@@ -1,20 +1,22 @@
-"""The time of a step: the timeline of every pipeline rank, from the run's own schedule and the times of its units.
+"""Estimates the time of a step: the timeline of every pipeline rank, from the run's schedule and the times of its units.
 
     rank 0   gather |F0 F1 F2 . . B0 F3 B1 ...  B7| reduce  |sum|optimizer|
-                     ^ compute + tp, cp waits      ^ the part of the reduction that the last backward does not hide
+                     ^ compute + tp, cp waits      ^ the rest of the reduction that the last backward does not hide
 
-    gathers of weights     stages 0 to 2: behind the first forwards; stage 3: behind the unit before
-    reductions             bucket by bucket, behind the last backward of each chunk or behind every one
-    messages               behind other actions; the receiver waits for a message that has not arrived
+    gathers of weights     stages 0 to 2: overlap with the first forwards; stage 3: with the unit before
+    reductions             bucket by bucket, overlapping with the last backward of each chunk, or with every backward
+    messages               overlap with other actions; the receiver waits for a message that has not arrived
 
-A timeline has no gap, and its spans end with the step:
+A timeline has no gap, and its last span ends with the step:
 
     | idle | F0 | tp | F1 | tp | pp | B0 | ... | B7 | dp | idle | optimizer |
                                                      ^ the rest of the reductions; then all ranks meet for the norm
 
-Ranks that share processors leave theirs to others while they wait; three that compute on two processors take twice as long.
+Where ranks share processors, a waiting rank leaves its processor to others; three ranks that compute on two processors take
+turns, and each takes longer.
 
-The slowest pipeline rank gives the time; all replicas are alike.  The first step, which records and compiles, takes longer.
+The slowest pipeline rank gives the time of the step, and all replicas are alike.  The first step of a run takes longer,
+because it records and compiles.
 """
 
 from collections import Counter
@@ -30,7 +32,7 @@ from megazero.models.registry import FAMILIES
 from megazero.plan.cluster import Cluster
 from megazero.plan.collective_times import links_of
 from megazero.plan.operator_times import PassTime, UnitTime, added, unit_times
-from megazero.plan.unit_trace import Unit, UnitKey, message_bytes, units_of
+from megazero.plan.unit_trace import StageUnit, UnitKey, message_bytes, units_of
 from megazero.plan.zero_times import Cost, RankZero, ZeroTimes, zero_times_of
 from megazero.schedules.action import Action, ActionKind, Schedule
 from megazero.schedules.proof import Costs, RankAction, Timeline, simulate
@@ -40,27 +42,27 @@ _AXES = {"cp_ring": "cp", "shard": "dp", "replica": "dp"}
 
 @dataclass(frozen=True)
 class ActionCosts(Costs):
-    """A time for every action, and for some an earliest start."""
+    """The seconds of every action, and for some actions an earliest start."""
 
     actions: Mapping[RankAction, float] = field(default_factory=dict)
     starts: Mapping[RankAction, float] = field(default_factory=dict)
 
     def of(self, action: Action, schedule: Schedule, rank: int = 0) -> float:  # noqa: ARG002
-        """Return the given time."""
+        """Return the seconds of an action on a rank."""
         return self.actions[rank, action]
 
     def earliest(self, rank: int, action: Action) -> float:
-        """Return the given earliest start, else 0."""
+        """Return the earliest start of an action; 0 if it has none."""
         return self.starts.get((rank, action), 0.0)
 
 
 @dataclass(frozen=True)
 class Span:
-    """An interval of a rank's time, in seconds from the start of the step.
+    """An interval of a rank's timeline, in seconds from the start of the step.
 
     Args:
-        kind: "compute", "idle", "optimizer", or the axis that the rank waits for: "tp", "cp", "dp", "pp".
-        name: the action, or what the rank waits for.
+        kind: "compute", "idle", "optimizer", or the axis whose communication the rank waits for: "tp", "cp", "dp", "pp".
+        name: the action, or a description of the wait.
     """
 
     start: float
@@ -71,13 +73,13 @@ class Span:
 
 @dataclass(frozen=True)
 class StepTime:
-    """Times of one step.
+    """The times of one step.
 
     Args:
-        seconds: from the start to the end of the step.
+        seconds: duration of the step.
         timelines: spans of each pipeline rank, in order.
-        hidden: seconds of communication that overlap with computation, by axis, on the rank with most of them.
-        flops: FLOPs of the model in the whole step, on all ranks.
+        hidden: seconds of communication that overlap with computation, by axis, on the rank that has the most.
+        flops: FLOPs of the model in the step, on all ranks.
     """
 
     seconds: float
@@ -87,7 +89,7 @@ class StepTime:
 
     @property
     def by_kind(self) -> list[dict[str, float]]:
-        """Seconds of each pipeline rank by kind of span; each rank's sum is the step."""
+        """Seconds by kind of span, for each pipeline rank; they sum to the duration of the step."""
         found = [Counter[str]() for _ in self.timelines]
         for kinds, spans in zip(found, self.timelines, strict=True):
             for span in spans:
@@ -96,7 +98,7 @@ class StepTime:
 
     @property
     def exposed(self) -> dict[str, float]:
-        """Seconds of communication that the rank that waits longest waits for, by axis."""
+        """Seconds for which a rank waits for communication, by axis, on the rank that waits longest."""
         longest = reduce(or_, map(Counter, self.by_kind))  # the larger of both
         return {kind: seconds for kind, seconds in longest.items() if kind not in ("compute", "idle", "optimizer")}
 
@@ -108,14 +110,14 @@ def step_time_of(
     hop_seconds: float | None = None,
     micro_batches: int | None = None,
 ) -> StepTime:
-    """Simulate a step after the first ones.
+    """Simulate a step of a run that has passed its first steps.
 
     Args:
-        units: times of units, in place of the run's own.
-        hop_seconds: time of a message between pipeline ranks, in place of the cluster's.
-        micro_batches: micro-batches of a step, in place of the run's.
+        units: times of the units; None to compute them for the cluster.
+        hop_seconds: time of a message between pipeline ranks; None for that of the cluster.
+        micro_batches: micro-batches of a step; None for those of the run.
 
-    Raises: ValueError: the cluster does not have as many ranks as the run.
+    Raises: ValueError: the cluster and the run differ in the number of ranks.
     """
     if cluster.ranks != run.world_size:
         raise ValueError(f"the cluster has {cluster.ranks} ranks, the run {run.world_size}")
@@ -149,8 +151,8 @@ def step_time_of(
     return _assembled(run, timeline, actions, starts, zero)
 
 
-def _unit_pass(unit: Unit, kind: ActionKind, time: UnitTime, cluster: Cluster) -> PassTime:
-    """Return the time of a unit's pass, overlapped with the transfer of its activations to or from the host."""
+def _unit_pass(unit: StageUnit, kind: ActionKind, time: UnitTime, cluster: Cluster) -> PassTime:
+    """Return the time of a unit's pass; transfers of its activations to or from the host overlap with it."""
     if kind is ActionKind.WEIGHT:
         return time.weight
     passed = time.forward if kind is ActionKind.FORWARD else time.backward
@@ -203,9 +205,9 @@ def _assembled(
 def _reduced_at(
     schedule: Schedule, timeline: Timeline, rank_zero: RankZero, rank: int, zero: ZeroTimes
 ) -> tuple[float, float]:
-    """Return when the gradients of a rank are reduced, and the seconds of it that are hidden.
+    """Return when the reduction of a rank's gradients ends, and how many seconds of it are hidden.
 
-    The last backward of each chunk completes its buckets one after another; they are reduced in this order.
+    The last backward of each chunk completes its buckets one after another, and they are reduced in this order.
     """
     own = schedule.ranks[rank]
     computed = timeline.spans[rank, own[-1]][1]
@@ -225,12 +227,13 @@ def _reduced_at(
 
 
 def reduced_behind(start: float, end: float, seconds: float, buckets: int, free: float) -> float:
-    """Return when the reductions of a backward end.  Its buckets are equal and complete at equal intervals.
+    """Return when the reductions of a backward end.  Buckets are assumed to be equal and to complete at equal intervals.
 
     Args:
-        start, end: of the backward.
-        seconds: of all its reductions.
-        free: when the reductions before it end.
+        start, end: times at which the backward starts and ends.
+        seconds: duration of all its reductions.
+        buckets: number of its buckets.
+        free: time at which the earlier reductions end.
     """
     if not seconds:
         return free
@@ -294,11 +297,15 @@ def _tail(
 
 
 def taking_turns(timeline: Timeline, costs: Costs, processors: int, node_of: Sequence[int], copies: int) -> Timeline:
-    """Stretch a timeline to fewer processors than ranks: the ranks of a node take turns, fewer while the pipeline fills.
+    """Stretch a timeline for nodes with fewer processors than ranks, whose ranks take turns.
+
+    While the pipeline fills, fewer ranks of a node compute, so that they wait less.
 
     Args:
+        timeline: the timeline in which every rank has its own processor.
+        costs: seconds of every action.
         processors: processors of a node.
-        node_of: the node of each pipeline rank.
+        node_of: node of each pipeline rank.
         copies: replicas of a pipeline rank on its node.
     """
     schedule, whole, stages = timeline.schedule, timeline.makespan, Counter[int](node_of)

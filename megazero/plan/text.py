@@ -1,13 +1,13 @@
-"""A plan and a search as text for a terminal, and as a page for a browser.
+"""Formats a plan and the result of a search: as text for a terminal, and as a page for a browser.
 
-    memory     GiB by kind and pipeline rank, the fullest named
-    step       seconds by what they go into
+    memory     GiB by kind and pipeline rank; the fullest rank is marked
+    step       seconds of computation, of waits and of the optimizer
     run        days, dollars, checkpoints, failures
 
-The page has nothing but itself: this text, and two pictures with a row for each pipeline rank.
+The page loads no other files.  It has this text and two pictures with a row for each pipeline rank:
 
-    memory     a bar by kind, and the device's memory as a line
-    timeline   computes, waits by axis, idle
+    memory     a bar for each kind, and a line at the device's memory
+    timeline   computation, waits by axis, idle time
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -21,22 +21,22 @@ from megazero.plan.dry_run import DryRank, DryRun
 from megazero.plan.memory import RankMemory
 from megazero.plan.report import Plan
 from megazero.plan.schedule_drawing import LOOKS, Bar, picture
-from megazero.plan.search import Found, Need
+from megazero.plan.search import Need, SearchResult
 from megazero.plan.step_time import Span
 from megazero.settings import counted
 
-_SHOWN_RANKS = 9  # pipeline ranks of a table; of more the first, the last and the fullest
-NAMES: Mapping[str, str] = LOOKS["meanings"]  # of what a rank does in a step
+_SHOWN_RANKS = 9  # rows of a table; of more pipeline ranks, it shows the first, the last and the fullest
+NAMES: Mapping[str, str] = LOOKS["meanings"]  # in words, what a rank does in a span
 
 
 def plan_text(plan: Plan) -> str:
-    """Return a plan as text."""
+    """Format a plan as text for a terminal."""
     parts = [*_head(plan), "", *_memory(plan), "", *_step(plan), "", *_traffic(plan), "", *_run(plan)]
     return "\n".join(parts)
 
 
 def shape_text(plan: Plan) -> str:
-    """`tp 8 x pp 4 x dp 16, ZeRO 1, 1f1b, 64 micro-batches of 1`."""
+    """Return the shape in words: `tp 8 x pp 4 x dp 16, ZeRO 1, 1f1b, 64 micro-batches of 1`."""
     run, parallel = plan.run, plan.run.config.parallel
     degrees = [("tp", parallel.tp), ("cp", parallel.cp), ("pp", parallel.pp), ("dp", run.dp)]
     shape = " x ".join(f"{name} {size}" for name, size in degrees if size > 1) or "one rank"
@@ -51,7 +51,7 @@ def _head(plan: Plan) -> Iterator[str]:
     model, run = plan.run.config.model, plan.run
     yield f"model    {model.family}, {plan.parameters:,} parameters, {model.seq_len:,} tokens a sample"
     if model.num_experts:
-        balance = "memory, time and traffic are those of a balance in which every expert gets as many"
+        balance = "memory, time and traffic assume that every expert gets equally many"
         yield f"experts  a token goes to {model.experts_per_token} of {model.num_experts}; {balance}"
     yield f"cluster  {plan.cluster}"
     yield f"shape    {shape_text(plan)}; {run.global_batch_size:,} samples a step"
@@ -80,7 +80,7 @@ def _memory(plan: Plan) -> Iterator[str]:
 
 
 def plain(kind: str) -> str:
-    """Return the name of a kind of memory in words: `gradient buffers`."""
+    """Return the name of a kind of memory without underscores: `gradient buffers`."""
     return kind.replace("_", " ")
 
 
@@ -152,15 +152,20 @@ def duration(seconds: float) -> str:
     return f"{seconds:,.1f} s" if seconds >= 0.1 else f"{seconds * 1e3:,.1f} ms"
 
 
-def search_text(found: Found, capacity: int, *, is_whole: bool = False) -> str:
-    """Describe the best shapes, why they are not better, and the front.  `is_whole`: list everything."""
+def search_text(found: SearchResult, capacity: int, *, is_whole: bool = False) -> str:
+    """Format the result of a search: the best shapes, why they are not better, and the front.
+
+    Args:
+        capacity: bytes of a device.
+        is_whole: list everything, instead of the first few.
+    """
     lines = [f"search   {found.counted['shapes']:,} shapes: {_counts(found)}"]
     if not found.best:
         left_out = found.counted["left_out"]
         late = f"; {left_out:,} were left out for want of time: raise --seconds" if left_out else ""
         lines.append(f"         nothing fits {size_text(capacity)} of what was computed{late}")
         if (least := found.least) is not None:
-            lines.append(f"         the least that any needs: {size_text(least.peak)}, with {least.choice}")
+            lines.append(f"         the least memory that a shape needs: {size_text(least.peak)}, with {least.choice}")
         return "\n".join(lines)
     rows = [["", "s a step", "GiB", ""]]
     rows += [[f"{index}", *_cells(best, str(best.choice))] for index, best in enumerate(found.best, 1)]
@@ -183,7 +188,7 @@ def _cells(need: Need, words: str) -> list[str]:
     return [f"{need.seconds:.3f}", f"{need.peak / 2**30:.2f}", words]
 
 
-def _counts(found: Found) -> str:
+def _counts(found: SearchResult) -> str:
     keys = ", ".join(f"{key} {count:,}" for key, count in found.refused.items())
     words = {"too_large": "too large", "slower": "cannot be among the best", "computed": "computed"}
     words["left_out"] = "less promising left out"
@@ -193,7 +198,13 @@ def _counts(found: Found) -> str:
 
 
 def table_lines(title: str, rows: Sequence[Sequence[str]], left: Sequence[int]) -> Iterator[str]:
-    """Yield the lines of a table, with an optional title to its left.  `left`: columns that are aligned to the left."""
+    """Yield the lines of a table.
+
+    Args:
+        title: printed to the left of the first row; "" for none.
+        rows: the cells, row by row.
+        left: indices of the columns that are aligned to the left.
+    """
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for number, row in enumerate(rows):
         cells = [
@@ -205,7 +216,11 @@ def table_lines(title: str, rows: Sequence[Sequence[str]], left: Sequence[int]) 
 
 
 def dry_run_text(done: DryRun, rank: int | None) -> str:
-    """Describe what the ranks of a dry run did, and what would fail or hang."""
+    """Format the result of a dry run: what the ranks did, and what would fail or hang.
+
+    Args:
+        rank: the rank that was asked for; None if all were.
+    """
     total, simulated = done.grid.world_size, len(done.simulated)
     if rank is None:
         what = f"{len(done.ranks)} of {total:,} ranks ran a step"
@@ -215,7 +230,7 @@ def dry_run_text(done: DryRun, rank: int | None) -> str:
             f"rank {rank} of {total:,} {ran}, {counted(simulated, 'rank')} {'was' if simulated == 1 else 'were'} built"
         )
     lines = [f"dry run  {what}, in {done.seconds:.1f} s"]
-    agree = "of every group, those that ran start the same" if rank is None else "its engine is built and runs"
+    agree = "the ranks of every group start the same operations" if rank is None else "its engine is built and runs"
     lines += [f"{'problem':<9}{text}" for text in done.problems] or [f"         {agree}: no problem was found"]
     lines += [f"{'note':<9}{text}" for text in done.notes]
     shown = [rank] if rank is not None else list(done.ranks)[:1]
@@ -245,8 +260,8 @@ def _dry_rank(dry_rank: DryRank) -> Iterator[str]:
 _WIDE = 840.0  # pixels of an axis
 
 
-def plan_html(plan: Plan, found: Found | None = None) -> str:
-    """Return the page as HTML."""
+def plan_html(plan: Plan, found: SearchResult | None = None) -> str:
+    """Format a plan, and the result of a search if given, as an HTML page."""
     title = escape(f"Plan: {plan.parameters / 1e9:.3g}B parameters on {plan.cluster.ranks} {plan.cluster.device.name}")
     texts = {"The plan": plan_text(plan)}
     if found is not None:
@@ -293,7 +308,7 @@ def _bar(span: Span) -> Bar:
 
 
 def _look(span: Span) -> tuple[str, str]:
-    """Return the meaning and the colour of a span."""
+    """Return the meaning of a span in words, and its colour."""
     if span.kind == "compute":
         return NAMES[span.name[0]], LOOKS["passes"][span.name[0]][0]
     return NAMES.get(span.kind, span.kind), LOOKS["waits"].get(span.kind, LOOKS["rest"])

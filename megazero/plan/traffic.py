@@ -1,6 +1,6 @@
-"""The bytes that a rank sends in a step, by axis and operation, as the calls of collectives count them.
+"""Plans the bytes that a rank sends in a step, by axis and operation, as the collective calls of a run count them.
 
-    layers       each pass of each unit, as often as the schedule runs it        unit_trace
+    layers       each pass of each unit, times how often the schedule runs it    unit_trace
     ZeRO         gathers, reductions, the end of the step                        state_trace
     pipeline     messages between the last unit of a chunk and the first of the next one     here
 
@@ -24,7 +24,7 @@ Traffic = Mapping[tuple[str, str], Sent]
 
 
 def traffic_of(run: ResolvedRun, cluster: Cluster) -> tuple[Traffic, ...]:
-    """Return what the first rank of each stage sends, by (axis, operation)."""
+    """Return the traffic of the first rank of each stage in a step, by (axis, operation)."""
     per_node, on_cuda = cluster.per_node, cluster.processors == 0
     schedule, traces = schedule_of(run), trace_units(run, on_cuda=on_cuda, per_node=per_node)
     found = []
@@ -44,16 +44,16 @@ def traffic_of(run: ResolvedRun, cluster: Cluster) -> tuple[Traffic, ...]:
 
 
 def busiest_links(run: ResolvedRun, cluster: Cluster, traffic: Traffic) -> Traffic:
-    """Return a stage's traffic with the bytes that its busiest rank, not its first, sends to other nodes.
+    """Return a stage's traffic with the link bytes of its busiest rank instead of its first rank.
 
-    In a ring each rank sends to the next one, so one rank of each node sends all that it sends to another node:
+    In a ring, each rank sends to the next one, so one rank of each node sends all its bytes to another node:
 
         node 0  [0 > 1 > 2 > 3] >  node 1  [4 > 5 > 6 > 7] > 0         ranks 3 and 7 send to other nodes, 0 does not
     """
     links = links_of(run, cluster)
 
     def busiest(axis: str, operation: str, sent: Sent) -> int:
-        # the first is as busy as any in two levels, and in the messages of a pipeline
+        # in two-level collectives and in messages of the pipeline, the first rank is as busy as any
         if (
             sent.link_bytes
             or axis == "pp"

@@ -1,16 +1,16 @@
-"""A trace of one unit of a stage in one micro-batch: the project's own layers, run on tensors without data.
+"""Traces one unit of a stage in one micro-batch: the real layers, run on tensors without data.
 
-    forward     x  -> [ operators and collectives, in order ] -> y      kept: what it saves for its backward, + y - x
-    backward    dy -> [ ...                                 ] -> dx     kept: - what the forward saved, + dx - dy
-    weight            [ products of a schedule that splits  ]
+    forward     x  -> [ operators and collectives, in order ] -> y      kept: tensors saved for the backward, + y - x
+    backward    dy -> [ ...                                 ] -> dx     kept: - the tensors that the forward saved, + dx - dy
+    weight            [ products, if the schedule splits    ]
 
-A stage runs its units one after another, so a rank holds the sum of what its passes have kept.
+A stage runs its units one after another, so the bytes kept by the passes so far add up to the rank's activations.
 
     between units      x and dy are freed as soon as nothing needs them, as in the middle of a stage
     not in a trace     parameters, buckets and tables, which live before the pass and after it
 
-Traces run as on a CPU.  On CUDA attention's kernels have other names, some read keys once for each query head, and a product
-of 16-bit factors adds to fp32 gradients without a temporary.  Offloaded activations count as kept on the device.
+Traces run as on a CPU.  On CUDA, attention's kernels have other names, some read keys once for each query head, and a
+product of 16-bit factors adds to fp32 gradients without a temporary.  Offloaded activations count as kept on the device.
 """
 
 from __future__ import annotations
@@ -55,15 +55,15 @@ PASS_NAMES = {ActionKind.FORWARD: "forward", ActionKind.BACKWARD: "backward", Ac
 
 
 class LayerKey(NamedTuple):
-    """The kind of a layer: its policy, and the first layer with equal MLP or experts, window and rotary positions."""
+    """Identifies layers with equal traces: the activation policy, and the first layer of equal MLP, window and positions."""
 
     policy: LayerPolicy
     layer: int = 0
 
 
-#: EMBEDDING, HEAD, or the kind of a layer.
+#: EMBEDDING, HEAD, or a key that all equal layers share.
 UnitKey: TypeAlias = str | LayerKey
-#: The parameters of a unit with gradients in several buckets, and the share of each bucket.
+#: The parameters of a unit whose gradients lie in several buckets, and the fraction in each bucket.
 Cuts: TypeAlias = tuple[tuple[str, tuple[Share, ...]], ...]
 
 
@@ -71,13 +71,13 @@ DY, ADDED = "dy", "added"
 _MUCH = 1 << 50  # bytes that hold nothing
 
 
-class Span(NamedTuple):
-    """Memory from the moment at which a parameter's gradient reaches its bucket until the next one does.
+class MemorySpan(NamedTuple):
+    """Memory from the moment when a parameter's gradient reaches its bucket until the next gradient does.
 
     Args:
-        parameter: its name; "" at the start, DY where the unit needs dy no more, ADDED once the gradient is in its bucket.
-        live: bytes at that moment, above those at the start of the pass.
-        peak: most bytes until the next moment, above the same.
+        parameter: its name; "" at the start, DY when the unit no longer needs dy, ADDED once the gradient is in its bucket.
+        live: bytes at that moment, relative to the start of the pass.
+        peak: most bytes until the next moment, relative to the start of the pass.
     """
 
     parameter: str
@@ -87,27 +87,28 @@ class Span(NamedTuple):
 
 @dataclass(frozen=True)
 class PassTrace:
-    """A forward, a backward or a weight-gradient pass of one unit on one rank, for one micro-batch.
+    """The trace of a forward, a backward or a weight-gradient pass of one unit on one rank, for one micro-batch.
 
     Args:
         events: operators and messages, in order.
-        kept: bytes that are live after the pass and were not before; negative if it frees more.
-        spans: in order; the first begins with the pass.
+        kept: live bytes after the pass minus live bytes before it; negative if the pass frees more than it saves.
+        spans: memory over time; the first span begins with the pass.
     """
 
     events: tuple[Event, ...]
     kept: int = 0
-    spans: tuple[Span, ...] = ()
+    spans: tuple[MemorySpan, ...] = ()
 
 
 @dataclass(frozen=True)
 class UnitTrace:
-    """Traces of one unit's passes; a unit is the embedding, a layer or the head.
+    """The traces of a unit's passes.  A unit is the embedding, a layer or the head.
 
     Args:
-        weight: None if the backward computes weight gradients.
-        tables: bytes that the first forward allocates for good: angles of a rank's own tokens.
-        in_arena: bytes that the forward saves in an arena until the backward; no pass counts them.
+        forward, backward: traces of these passes.
+        weight: the weight-gradient pass; None if the backward computes the weight gradients.
+        tables: bytes that the first forward allocates for good: rotary angles of the rank's tokens.
+        in_arena: bytes that the forward saves in an arena until the backward; the passes do not count them.
     """
 
     forward: PassTrace
@@ -117,13 +118,13 @@ class UnitTrace:
     in_arena: int = 0
 
     def of(self, kind: ActionKind) -> PassTrace | None:
-        """Return the trace of an action's pass."""
+        """Return the trace of a pass by the kind of its action."""
         return {ActionKind.FORWARD: self.forward, ActionKind.BACKWARD: self.backward}.get(kind, self.weight)
 
 
 @dataclass(frozen=True)
 class TraceKey:
-    """Everything that a trace depends on."""
+    """All settings that a trace depends on."""
 
     model: ModelConfig
     samples: int
@@ -147,7 +148,11 @@ class TraceKey:
 
 
 def trace_units(run: ResolvedRun, *, on_cuda: bool, per_node: int = 0) -> Mapping[UnitKey, UnitTrace]:
-    """Trace embedding, head and a layer of each policy in a later micro-batch.  `per_node`: see `trace_key`."""
+    """Trace the embedding, the head and every distinct layer, in a micro-batch after the first.
+
+    Args:
+        on_cuda, per_node: see `trace_key`.
+    """
     key = trace_key(run, on_cuda=on_cuda, per_node=per_node)
     units = (unit.key for chunks in units_of(run.config, schedule_of(run)) for own in chunks for unit in own)
     return {unit: trace_unit(key, unit) for unit in dict.fromkeys(units)}
@@ -161,11 +166,12 @@ def trace_unit(key: TraceKey, unit: UnitKey) -> UnitTrace:
 
 
 def trace_key(run: ResolvedRun, *, on_cuda: bool, per_node: int = 0, adds: bool = True) -> TraceKey:
-    """Return what the traces of a run's units depend on.
+    """Return the settings that the traces of a run's units depend on.
 
     Args:
-        per_node: ranks of a host, 0 for all.
-        adds: gradients are added to those of other micro-batches, instead of being the first of their bucket.
+        on_cuda: the run is on GPUs.
+        per_node: ranks of a host; 0 if all ranks are on one host.
+        adds: gradients are added to those of earlier micro-batches; False in the first micro-batch of a step.
     """
     config, schedule = run.config, schedule_of(run)
     parallel, precision, grid = config.parallel, config.precision, run.grid
@@ -194,7 +200,7 @@ def trace_key(run: ResolvedRun, *, on_cuda: bool, per_node: int = 0, adds: bool 
 
 
 def message_bytes(run: ResolvedRun) -> int:
-    """Return the bytes of a message between stages: a rank's hidden states of one micro-batch."""
+    """Return the bytes of a message between stages: the hidden states of one micro-batch on one rank."""
     config, parallel = run.config, run.config.parallel
     tokens = config.model.seq_len // parallel.cp * run.micro_batch_size
     cuts = parallel.tp if parallel.sequence_parallel else 1
@@ -202,29 +208,29 @@ def message_bytes(run: ResolvedRun) -> int:
 
 
 def slot_of(shape: tuple[int, ...], start: int = 0) -> Slot:
-    """Return a slot that is equal for all parameters of a shape."""
+    """Return a slot for a parameter of this shape; all parameters of a shape get equal slots."""
     return Slot(ParamInfo("", shape, whole_spec("", shape), 0), start)
 
 
 def order_of_gradients(traces: Iterable[UnitTrace]) -> tuple[tuple[str, bool], ...]:
-    """Return the parameters in the order of their gradients, each with whether a weight pass computes it."""
+    """Return the parameters in the order of their gradients, each with whether a weight-gradient pass computes it."""
     passes = [(late, one) for trace in traces for late, one in enumerate((trace.backward, trace.weight)) if one]
     names = ((span.parameter, bool(late)) for late, one in passes for span in one.spans)
     return tuple(dict.fromkeys(one for one in names if one[0] not in ("", DY, ADDED)))
 
 
-class Unit(NamedTuple):
-    """The embedding, the head or "layer 3", and the key of its trace, in which nothing is offloaded."""
+class StageUnit(NamedTuple):
+    """A unit of a stage ("embedding", "head" or "layer 3") and the key of its trace, which has nothing offloaded."""
 
     name: str
     key: UnitKey
     offloads: bool = False  # its activations go to the host
 
 
-def units_of(config: RunConfig, schedule: Schedule) -> list[list[list[Unit]]]:
-    """Return the units of every chunk of every pipeline rank, in order."""
+def units_of(config: RunConfig, schedule: Schedule) -> list[list[list[StageUnit]]]:
+    """Return the units by pipeline rank and chunk, in order."""
     cuts = config.parallel.tp > 1 and not config.parallel.sequence_parallel
-    model, found = config.model, list[list[list[Unit]]]()
+    model, found = config.model, list[list[list[StageUnit]]]()
     fp8 = config.precision.fp8_of_layers(model.num_layers)
     dense = model.first_dense_layers
     kinds = [(at < dense, model.window_of(at), model.rope_of(at)) for at in range(model.num_layers)]
@@ -236,8 +242,11 @@ def units_of(config: RunConfig, schedule: Schedule) -> list[list[list[Unit]]]:
             units = []
             for layer in layout.layers:
                 key = LayerKey(replace(policies[layer], offload=False), kinds.index(kinds[layer]))
-                units.append(Unit(f"layer {layer}", key, policies[layer].offload))
-            first, last = [Unit(EMBEDDING, EMBEDDING)] * layout.has_embedding, [Unit(HEAD, HEAD)] * layout.has_head
+                units.append(StageUnit(f"layer {layer}", key, policies[layer].offload))
+            first, last = (
+                [StageUnit(EMBEDDING, EMBEDDING)] * layout.has_embedding,
+                [StageUnit(HEAD, HEAD)] * layout.has_head,
+            )
             found[-1].append([*first, *units, *last])
     return found
 
@@ -283,7 +292,7 @@ def _head(key: TraceKey) -> UnitTrace:
 
 
 class _Bench:
-    """Runs a unit of a stage with tensors that hold no data and collectives that send nothing."""
+    """Runs a unit of a stage on tensors that hold no data and with collectives that send nothing."""
 
     def __init__(self, key: TraceKey, layout: StageLayout) -> None:
         self._key, self._layout = key, layout
@@ -342,7 +351,7 @@ class _Bench:
 
     @property
     def _busiest(self) -> int:
-        """Index of the ring's busiest rank: a window cuts more from the tokens of some ranks than of others."""
+        """Return the index of the ring's busiest rank: with a window, ranks have unequal work."""
         key = self._key
         ring = len(key.ranks_of_cp) // key.ulysses
         pairs = [work(one, self._window) for one in shards((key.model.seq_len,), ring)]
@@ -359,7 +368,7 @@ class _Bench:
         return replace(_part(each, *sizes, torch.device("cpu")), of_any=not key.documents)
 
     def multiply_in_fp8(self, block: nn.Module, scaling: Scaling) -> None:
-        """Let a block multiply in fp8.  On CUDA each rounding is one kernel without temporaries."""
+        """Let a block multiply in fp8.  On CUDA, each rounding is one kernel without temporaries."""
         groups = scaled_grouped_mm if scaling == "rowwise" else emulated_groups
         use_fp8(block, scaling, Kernels(scaled_mm, groups) if self._has_kernels else EMULATED)
         for part in block.modules() if self._key.on_cuda else ():
@@ -367,7 +376,7 @@ class _Bench:
                 part.product.compile(self._one_kernel)
 
     def _one_kernel(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Return a function that allocates the results of another one and counts as one operator."""
+        """Return a function that allocates the results of `function` and is recorded as one operator."""
 
         def run(x: Tensor, *more: Any) -> Any:
             given = [one for one in (x, *more) if isinstance(one, Tensor)]
@@ -383,7 +392,13 @@ class _Bench:
     def trace(
         self, unit: nn.Module, run: Callable[[Tensor | None], Tensor], shape: tuple[int, ...] | None
     ) -> UnitTrace:
-        """Run the passes of a unit.  `shape`: the shape of its input; None if it reads tokens."""
+        """Run the passes of a unit and return their traces.
+
+        Args:
+            unit: the module.
+            run: runs its forward on an input.
+            shape: shape of the input; None if the unit reads tokens.
+        """
         self.gradients.names = {id(one): name for name, one in unit.named_parameters()}
         before = self._fake.live
         with torch.no_grad():
@@ -415,11 +430,11 @@ class _Bench:
 
 
 class _Marks:
-    """Measures a pass."""
+    """Measures the memory of a pass."""
 
     def __init__(self, fake: FakeTensors) -> None:
         self._fake, self._start = fake, 0
-        self._spans: list[Span] = []
+        self._spans: list[MemorySpan] = []
         self.backward: PassTrace | None = None
         self._dy = 0  # its storage
         fake.on_free = lambda number: self.arrive(DY) if number == self._dy else None
@@ -432,10 +447,10 @@ class _Marks:
         self.arrive("")
 
     def arrive(self, parameter: str) -> None:
-        """Mark that a parameter's gradient reaches its bucket: a span ends, and the next begins."""
+        """End the current span, because a parameter's gradient has reached its bucket, and begin the next."""
         self._end_span()
         self._fake.peak = self._fake.live
-        self._spans.append(Span(parameter, self._fake.live - self._start, 0))
+        self._spans.append(MemorySpan(parameter, self._fake.live - self._start, 0))
 
     def _end_span(self) -> None:
         self._spans[-1:] = [span._replace(peak=self._fake.peak - self._start) for span in self._spans[-1:]]
@@ -467,7 +482,7 @@ class _Output(torch.autograd.Function):
 
 
 class _Gradients(GradientReducer):
-    """Adds gradients to buckets that are never reduced, and makes the parameters."""
+    """Makes the parameters, and adds their gradients to buckets that are never reduced."""
 
     def __init__(self, queue: WeightGradQueue, stage: nn.Module, key: TraceKey, fake: FakeTensors) -> None:
         self._queue, self._sums, self._cuts, self._fake = queue, dict[int, Tensor](), dict(key.cuts), fake

@@ -1,7 +1,7 @@
-"""The seconds that ZeRO adds to a step: gathers of weights, reductions of gradients, the optimizer.
+"""Estimates the seconds that ZeRO adds to a step: gathers of weights, reductions of gradients, the optimizer.
 
-    beside a pass      gathers of stage 3, reductions of every micro-batch     as the engine starts them in the trace of a
-    behind the last    reductions of the last backward of each chunk           step (`state_trace`)
+    during passes      gathers of stage 3, reductions of every micro-batch     at the places where the engine starts them in
+    after the last     reductions of the last backward of each chunk           the trace of a step (`state_trace`)
     ahead              gathers that start when the optimizer has stepped
 
 Gathers ahead overlap with the first forward, in which each unit waits for its own weights.  On a calibrated host, where the
@@ -34,7 +34,10 @@ _FP32 = 4
 
 
 class Matrices(NamedTuple):
-    """The matrices that an optimizer steps whole: their share of a model's elements, their elements, the FLOPs of each."""
+    """The matrices that an optimizer such as Muon updates as a whole.
+
+    Their share of the model's elements, the elements of each, and the FLOPs to orthogonalize each.
+    """
 
     share: float = 0.0
     elements: int = 0
@@ -43,7 +46,7 @@ class Matrices(NamedTuple):
 
 @lru_cache(maxsize=64)  # it builds the model, and each shape of a search asks several times
 def matrices_of(config: RunConfig) -> Matrices:
-    """Return the matrices of a run; none if the optimizer steps every element alone."""
+    """Return the matrices that the run's optimizer updates as a whole; none for an element-wise optimizer."""
     recipe = optimizer_of(config.optimizer)
     if recipe.matrices is None:
         return Matrices()
@@ -56,13 +59,13 @@ def matrices_of(config: RunConfig) -> Matrices:
 
 
 def moments_of(config: RunConfig) -> float:
-    """Return how many numbers the optimizer holds for each parameter on average: one for elements of matrices."""
+    """Return how many numbers the optimizer holds per parameter, on average.  Elements of whole matrices have one."""
     share = matrices_of(config).share
     return len(optimizer_of(config.optimizer).states) * (1 - share) + share
 
 
 class Cost(NamedTuple):
-    """Cost of collectives: seconds on the wire, and their number."""
+    """The cost of collectives: their seconds on the wire, and their number."""
 
     wire: float = 0.0
     calls: int = 0
@@ -70,15 +73,15 @@ class Cost(NamedTuple):
 
 @dataclass(frozen=True)
 class RankZero:
-    """ZeRO's times of one stage, in seconds.
+    """ZeRO's times on the ranks of one pipeline stage, in seconds.
 
     Args:
-        beside: the collectives that overlap with each action of a short step.
-        reductions: the reductions of each chunk's gradients behind its last backward, one call for each bucket.
-        arriving: the gathers that start with the step.
+        beside: collectives that overlap with each action of a short step.
+        reductions: reductions of each chunk's gradients that overlap with its last backward, one call per bucket.
+        arriving: gathers that start with the step.
         elements: parameters of each unit, by chunk.
-        optimizer: the step on the rank's own states.
-        gather_exposed: the gathers after the optimizer, if the rank waits for them.
+        optimizer: the update of the rank's optimizer state.
+        gather_exposed: gathers after the optimizer that the rank waits for.
     """
 
     beside: Mapping[Action, Cost]
@@ -89,13 +92,13 @@ class RankZero:
     gather_exposed: float
 
     def cost(self, action: Action, last: int) -> Cost:
-        """Return the cost of the collectives that overlap with an action.  `last`: the last micro-batch of the step."""
+        """Return the cost of the collectives that overlap with an action.  `last`: index of the step's last micro-batch."""
         played = max(known.microbatch for known in self.beside)
         number = played if action.microbatch == last else min(action.microbatch, max(0, played - 1))
         return self.beside.get(replace(action, microbatch=number), Cost())
 
     def arrival(self, chunk: int, seconds: float) -> float:
-        """Return the earliest start of a chunk's first forward of `seconds` in which no unit has to wait for its weights."""
+        """Return the earliest start of a chunk's first forward, of `seconds`, such that no unit waits for its weights."""
         each = self.arriving / sum(map(sum, self.elements.values()))
         before = each * sum(sum(units) for at, units in self.elements.items() if at < chunk)
         own = self.elements[chunk]
@@ -104,12 +107,12 @@ class RankZero:
 
 @dataclass(frozen=True)
 class ZeroTimes:
-    """ZeRO's times of all stages.
+    """ZeRO's times of all pipeline stages.
 
     Args:
         overlaps: communication overlaps with computation.
-        sum_seconds: the all-reduce of norm, loss and tokens.
-        stretch: ranks that share a processor.
+        sum_seconds: seconds of the all-reduce of norm, loss and token count.
+        stretch: ranks per processor, 1 or more.
     """
 
     ranks: tuple[RankZero, ...]
@@ -119,7 +122,7 @@ class ZeroTimes:
 
 
 def zero_times_of(run: ResolvedRun, cluster: Cluster, links: Mapping[str, GroupLink]) -> ZeroTimes:
-    """Return ZeRO's times of a run, from what its engine sends in a trace."""
+    """Return ZeRO's times of a run, from the collectives that its engine starts in a trace."""
     overlaps = cluster.calibration is None or links["shard"].crosses  # sockets have threads of their own
     busy = min(cluster.ranks, cluster.per_node)
     stretch = max(1.0, busy / cluster.processors) if cluster.processors else 1.0
@@ -167,8 +170,9 @@ def _but_gathers(messages: Iterable[Message]) -> list[Message]:
 
 
 def matrix_seconds(run: ResolvedRun, cluster: Cluster, links: Mapping[str, GroupLink]) -> float:
-    """Return the seconds in which matrices go to their owners, are orthogonalized and come back to every copy of the
-    state in a block.  The busiest owner has no less than the largest matrix.
+    """Return the seconds in which matrices are sent to their owners, orthogonalized, and sent back.
+
+    They are sent back to every copy of the state in a block.  The busiest owner has at least the largest matrix.
     """
     matrices, parallel, device = matrices_of(run.config), run.config.parallel, cluster.device
     if not matrices.elements:
@@ -183,7 +187,7 @@ def matrix_seconds(run: ResolvedRun, cluster: Cluster, links: Mapping[str, Group
 
 
 def optimizer_seconds(run: ResolvedRun, cluster: Cluster, own: int) -> float:
-    """Return the seconds for stepping a rank's optimizer state, of so many elements."""
+    """Return the seconds to update a rank's optimizer state of `own` elements."""
     zero, device = run.config.zero, cluster.device
     weights = DTYPES[run.config.precision.dtype].itemsize
     numbers = 3 + 2 * (moments_of(run.config) + 1)  # gradient for the norm, then all; weights are written
