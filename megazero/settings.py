@@ -1,9 +1,9 @@
-"""What a section of a run file is, how its values are written, and how a wrong one is reported.
+"""Sections of a run file: how values are written as TOML, and how wrong values are reported.
 
     training.global_batch_size = 30: must be divisible by micro_batch_size*dp=8; the nearest are 24 and 32
     [--------- key -----------]  [v]  [------------------ rule ------------------]  [-------- hint --------]
 
-All problems of one file are reported together, so a run is started twice at most.
+All problems of a file are reported together, so a run is started at most twice.
 """
 
 import inspect
@@ -20,7 +20,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, GetCoreSchema
 from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
-# No count of a run comes near it, and below it the search for divisors is short.
+# Larger than any count of a run, and small enough that its divisors are found quickly.
 LARGEST_COUNT = 2**40
 LARGEST_NUMBER = 1e30  # whose products fp32 still holds
 
@@ -83,7 +83,7 @@ class Section(BaseModel):
 
 @dataclass(frozen=True)
 class Spelling:
-    """Beside a type in `Annotated`: says in words what the key takes, where the type alone does not."""
+    """An annotation of a key's type: a description of its values, where the type alone is not enough."""
 
     text: str
 
@@ -133,7 +133,7 @@ class ActsWhere:
         return self.values(run) if callable(self.values) else self.values
 
     def holds(self, found: object, run: Any) -> bool:
-        """Tell whether a value of the other key is one of them."""
+        """Whether a value of the other key is one of these values."""
         if callable(self.values) or self.values:
             return found in self.values_in(run)
         return found > self.above if isinstance(found, int | float) else bool(found)
@@ -141,13 +141,13 @@ class ActsWhere:
 
 @dataclass(frozen=True)
 class Problem:
-    """One thing that is wrong with a configuration.
+    """A problem with a configuration.
 
     Args:
         key: the key, as `section.key`, or the file.
-        value: its value; None where there is no one value to show.
+        value: its value; None if there is no single value to show.
         rule: what the value must be.
-        hint: what to write instead; empty where the rule says it all.
+        hint: what to write instead; empty if the rule says enough.
     """
 
     key: str
@@ -167,11 +167,11 @@ class Problem:
 
 
 class ConfigError(ValueError):
-    """A configuration that cannot run, with everything that is wrong with it.
+    """A configuration cannot run; the error lists all its problems.
 
     Args:
-        problems: what is wrong, in the order to show it; at least one.
-        source: where the configuration came from, for the first line of the message.
+        problems: one or more, in the order in which they are shown.
+        source: the origin of the configuration, for the first line of the message.
     """
 
     def __init__(self, problems: Sequence[Problem], source: str = "the configuration") -> None:
@@ -185,12 +185,12 @@ class ConfigError(ValueError):
 
 
 def file_error(path: Path | str, rule: str, hint: str = "", line: int | None = None) -> ConfigError:
-    """Make the error for a file as a whole, or for one of its lines."""
+    """Return the error for a whole file, or for one of its lines."""
     return ConfigError([Problem(str(path) if line is None else f"{path}:{line}", None, rule, hint)], str(path))
 
 
 def without_passwords(text: str) -> str:
-    """The text with *** for the password of each URL in it, and for secrets in a URL's query.
+    """Replace the passwords of the URLs in a text, and secrets in their queries, by ***.
 
     s3://key:secret@bucket/run      s3://key:***@bucket/run
     https://host/run?token=secret   https://host/run?token=***
@@ -199,7 +199,10 @@ def without_passwords(text: str) -> str:
 
 
 def hide_passwords(value: Any) -> Any:
-    """A value of a run file, or a whole run's, with *** in its URLs as above: where each begins and ends is known here."""
+    """Replace passwords and secrets in the URLs of a value, or of a whole run, by ***.
+
+    Unlike in `without_passwords`, each string is a URL from its first to its last character.
+    """
     match value:
         case str():
             return _url_without_password(value)
@@ -236,7 +239,7 @@ def _without_user_info(url: str) -> str:
 
 
 def read_text(path: Path) -> str:
-    """Read a configuration file.  Raises: ConfigError, it cannot be read or is not UTF-8."""
+    """Read a configuration file.  Raises: ConfigError: the file cannot be read or is not UTF-8."""
     try:
         return path.read_text(encoding="utf-8-sig")  # some editors of Windows begin a file with a byte order mark
     except UnicodeDecodeError as error:
@@ -246,9 +249,9 @@ def read_text(path: Path) -> str:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write a temporary file, then rename it to `path`, whose folder it makes, so that a reader never sees half a file.
+    """Write a temporary file and rename it to `path`, so that no reader sees half a file.  Makes the folder if needed.
 
-    Raises: OSError: names `path`, also where the disk is full.
+    Raises: OSError: the file cannot be written; the error names `path`.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f"{path.name}.{platform.node()}-{os.getpid()}.partial")
@@ -262,40 +265,40 @@ def write_text(path: Path, text: str) -> None:
 
 
 def nearest_multiples(value: int, step: int) -> list[int]:
-    """Give the positive multiples of `step` next below and next above a value that is none."""
+    """Return the positive multiples of `step` just below and just above a value that is no multiple."""
     below = value // step * step
     return [multiple for multiple in (below, below + step) if multiple > 0]
 
 
 def nearest_of(value: int, candidates: Iterable[int]) -> list[int]:
-    """Give the candidate next below a value and the one next above it, where there is one."""
+    """Return the candidate just below a value and the candidate just above it, as far as they exist."""
     others = sorted(set(candidates) - {value})
     return [c for c in others if c < value][-1:] + [c for c in others if c > value][:1]
 
 
 def nearest_text(values: Sequence[int], name: str = "") -> str:
-    """Say in words which values are nearest: `the nearest tp are 2 and 4`."""
+    """Describe the nearest values: `the nearest tp are 2 and 4`."""
     subject = f"the nearest {name}".rstrip()
     return f"{subject} {'is' if len(values) == 1 else 'are'} {' and '.join(map(str, values))}"
 
 
 def counted(number: float, what: str) -> str:
-    """`1 layer`, `4 micro-batches`."""
+    """Return a number with its noun: `1 layer`, `4 micro-batches`."""
     return f"{number if isinstance(number, int) else f'{number:g}'} {what}" + (
         "" if number == 1 else "es" if what.endswith("ch") else "s"
     )
 
 
 def divisors(number: int) -> list[int]:
-    """Give every divisor of a positive number, in ascending order."""
+    """Return all divisors of a positive number, in ascending order."""
     low = [d for d in range(1, int(number**0.5) + 1) if number % d == 0]
     return sorted({*low, *(number // d for d in low)})
 
 
 def toml_value(value: object) -> str:
-    """Write a number, string, date, list, dict or section as TOML; reading the text gives an equal value back.
+    """Format a number, string, date, list, dict or section as TOML, which reads back as an equal value.
 
-    A key of a table whose value is None is left out.
+    Keys of a table whose value is None are left out.
     """
     match value:
         case bool():  # before int: True is an int in Python

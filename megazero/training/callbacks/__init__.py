@@ -1,4 +1,4 @@
-"""Everything of a run that is not the step itself, one concern per file.
+"""Everything that a run does between its steps, one concern per file.
 
-`base` says what a callback is; `registry` lists those of a run in the order in which they see a step.
+`base` defines callbacks; `registry` lists the callbacks of a run, in the order in which they see a step.
 """

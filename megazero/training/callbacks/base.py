@@ -1,4 +1,4 @@
-"""What a callback is, what it gets to know of the run, and one step as it sees it.
+"""Callbacks: their base class, the run that they receive, and the record of a step.
 
 trainer   computes the step      -> StepRecord(position, loss, ...)
 callback  after_step(record)     -> adds to record.metrics; returns a StepDecision, or None to let the run continue
@@ -24,7 +24,7 @@ Metric = float | str | Mapping[str, float] | Mapping[str, list[int]]
 
 
 class StepDecision(Enum):
-    """What a callback may decide about a step.  All ranks must make the same decision."""
+    """The decisions of a callback about a step.  All ranks must make the same decision."""
 
     SKIP = auto()  # this step changes no weight; its samples are consumed
     ROLL_BACK = auto()  # load the newest checkpoint and continue with the samples after this step's
@@ -33,7 +33,7 @@ class StepDecision(Enum):
 
 @dataclass(frozen=True)
 class SampleRange:
-    """Global sample indices from first to last, both included."""
+    """Global sample indices from `first` to `last`, both included."""
 
     first: int
     last: int
@@ -47,7 +47,7 @@ class SampleRange:
 
 @dataclass
 class StepRecord:
-    """One step over the whole global batch."""
+    """The record of a step over the whole global batch."""
 
     position: Position  # where the run stands after the step
     samples: SampleRange  # what the step read
@@ -76,7 +76,7 @@ class StepRecord:
 
     @property
     def skipped(self) -> str | None:
-        """Why the step changed no weight: "overflow" (fp16), "not finite", "passed over"; None where it did."""
+        """Why the step changed no weight: "overflow" (fp16), "not finite", "passed over"; None if it changed them."""
         if self.statistics is None:
             return "passed over"
         if not self.statistics.skipped:
@@ -89,7 +89,7 @@ class StepRecord:
         return None if self.statistics is None or self.seconds is None else self.statistics.tokens / self.seconds
 
     def reported(self) -> dict[str, Metric]:
-        """All metrics that this step has, by key."""
+        """All metrics of this step, by key."""
         measured = self.statistics
         found = {
             "step": self.step,
@@ -126,40 +126,40 @@ class RunContext:
 
 
 class Callback:
-    """Something that happens between the steps of a run.  Every hook does nothing unless a subclass defines it.
+    """Base class of everything that happens between the steps of a run.  A hook does nothing unless a subclass overrides it.
 
-    All ranks call the same hooks in the same order, so a hook may make collective calls if it makes them on every rank;
-    what makes a callback must make none.  A decision must be the same on all ranks.  A rank that alone wants the run to end
-    sets `context.engine.wants_stop`: the next step tells all ranks.
+    All ranks call the same hooks in the same order, so a hook may call collectives if it does so on every rank; a
+    constructor must not.  A decision must be the same on all ranks.  If a single rank wants the run to end, it sets
+    `context.engine.wants_stop`, and the next step stops all ranks.
 
-    A class that a script registers is made of the run's `RunContext`, so it has an `__init__(self, context)`.
+    A class that a script registers is constructed with the run's `RunContext`: `__init__(self, context)`.
     """
 
     def on_start(self) -> None:
-        """Called once before the first step."""
+        """Called once, before the first step."""
 
     def before_step(self, position: Position) -> StepDecision | None:
-        """Called before each step with the position of the run so far.  SKIP leaves the step out."""
+        """Called before each step with the position of the run so far.  Return SKIP to leave the step out."""
 
     def after_step(self, record: StepRecord) -> StepDecision | None:
-        """Called after each step.  Return STOP, ROLL_BACK, or None to continue; anything else is an error.
+        """Called after each step.  Return STOP, ROLL_BACK, or None to continue; any other value is an error.
 
-        After ROLL_BACK the callbacks that follow do not see the step.
+        After ROLL_BACK, the remaining callbacks do not see the step.
         """
 
     def on_rollback(self, position: Position) -> None:
-        """Called when the run has gone back to a checkpoint; steps after `position` will be done again."""
+        """Called when the run has gone back to a checkpoint.  The steps after `position` will be repeated."""
 
     def on_end(self, position: Position) -> None:
-        """Called once after the last step; not when the run fails."""
+        """Called once, after the last step.  Not called if the run fails."""
 
     def close(self) -> None:
-        """Release what the callback holds.  Called once at the very end, also when the run fails."""
+        """Release resources.  Called once, at the very end, also if the run fails."""
 
 
 @dataclass(frozen=True)
 class RunSummary:
-    """How a run ended."""
+    """The end of a run."""
 
     step: int
     loss: float | None  # of the last step, mean nats per token; None where there was none
@@ -172,21 +172,21 @@ class RunSummary:
 
 
 class StepMeter:
-    """Measures a step on this rank, from its construction until `read`."""
+    """Measures a step on this rank, from construction until `read`."""
 
     def __init__(self, traffic: Traffic) -> None:
         self._traffic, self._sent, self._waited = traffic, Counter(traffic.by_axis()), traffic.waited_seconds
         self._started = time.perf_counter()
 
     def read(self) -> tuple[float, float, dict[str, int]]:
-        """Seconds, seconds without waiting for other ranks, and the bytes sent by axis."""
+        """Return the seconds, the seconds without waits for other ranks, and the bytes sent by axis."""
         seconds = time.perf_counter() - self._started
         work = seconds - (self._traffic.waited_seconds - self._waited)
         return seconds, work, dict(sorted((Counter(self._traffic.by_axis()) - self._sent).items()))
 
 
 def peak_memory_bytes(device: torch.device) -> int:
-    """Peak memory of this process so far, in bytes: allocated on CUDA, resident on the CPU."""
+    """Return the peak memory of this process so far, in bytes: allocated on CUDA, resident on the CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -194,6 +194,6 @@ def peak_memory_bytes(device: torch.device) -> int:
 
 
 def bytes_beside_torch(device: torch.device) -> int:
-    """Bytes in use on a CUDA device that torch's allocator does not hold: NCCL's, CUDA's own, and other processes'."""
+    """Return the bytes in use on a CUDA device outside of torch's allocator: of NCCL, CUDA itself and other processes."""
     free, total = torch.cuda.mem_get_info(device)
     return total - free - torch.cuda.memory_reserved(device)

@@ -1,4 +1,4 @@
-"""The checkpoints of a run: loading the one to continue from, saving while training continues, pruning old ones."""
+"""The checkpoints of a run: load the one to continue from, save while training continues, remove old ones."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ if TYPE_CHECKING:
 
 
 class Checkpointing(Callback):
-    """Saves every `checkpoint.save_every_steps` steps and after the last one; finds and loads what was saved.
+    """Saves every `checkpoint.save_every_steps` steps and after the last step; finds and loads checkpoints.
 
     Args:
         root: the directory of the checkpoints, which the run owns.
-        watchdog: of the run.
-        say: takes lines for the terminal, on rank 0; also from another thread.
+        watchdog: the run's watchdog.
+        say: prints a line on the terminal of rank 0; other threads may call it.
     """
 
     def __init__(self, config: RunConfig, root: Folder, watchdog: Watchdog, say: Say) -> None:
@@ -57,18 +57,18 @@ class Checkpointing(Callback):
 
     @property
     def newest(self) -> str | None:
-        """The newest step directory that this run has loaded or saved; complete after `on_end`."""
+        """The newest step directory that this run has loaded or saved.  It is complete after `on_end`."""
         return None if self._last is None else str(self._last)
 
     def finish_save(self, error: BaseException | None) -> None:
-        """Complete the current save when the run fails.  After a lost rank or directory no save could complete."""
+        """Complete the current save when the run fails, unless a lost rank or directory makes that impossible."""
         if self._saver is not None and error is not None and not isinstance(error, LostPeerError | index.OwnerError):
             with suppress(Exception):  # already reported; the run ends for another reason
                 self._saver.finish()
                 self._note_val_losses()
 
     def after_step(self, record: StepRecord) -> None:
-        """Save the step if it is due.  Called a second time after the step was evaluated."""
+        """Save the step if a save is due.  Called again after the evaluation of the step."""
         if not (record.is_last or self._is_due(record.step)):
             return
         if self._last == index.step_folder(self._root, record.step):
@@ -79,7 +79,7 @@ class Checkpointing(Callback):
             self.save(record.position, record.val_loss)
 
     def on_rollback(self, position: Position) -> None:
-        """Save if it is due: the step that was loaded may lie in the directory of another run."""
+        """Save if a save is due: the loaded step may be in the directory of another run."""
         if self._is_due(position.step):
             self.save(position, None)
 
@@ -87,7 +87,7 @@ class Checkpointing(Callback):
         return bool(self._config.save_every_steps) and step % self._config.save_every_steps == 0
 
     def on_end(self, position: Position) -> None:
-        """Wait until the last save is durable and rank 0 has pruned.  Raises: CheckpointError, LostPeerError."""
+        """Block until the last save is durable and rank 0 has removed old steps.  Raises: CheckpointError, LostPeerError."""
         self._watchdog.at(position.step, SAVING)
         if self._saver is not None:
             self._saver.finish()
@@ -99,7 +99,7 @@ class Checkpointing(Callback):
     # Loading
 
     def find(self) -> bool:
-        """Look for the checkpoint to continue from, and return whether there is one.  Raises: CheckpointError."""
+        """Look for the checkpoint to continue from; return whether there is one.  Raises: CheckpointError."""
         self._origin = self._look(lambda: find_origin(self._config.resume, self._root))
         return self._origin is not None
 
@@ -114,13 +114,14 @@ class Checkpointing(Callback):
         return self._root.child(path) if is_own else folder_at(path)
 
     def resume(self, engine: Engine, fingerprint: str, fingerprint_at: Callable[[int], str] | None = None) -> Position:
-        """Load the checkpoint that `find` found, and return its position.
+        """Load the checkpoint that `find` found; return its position.
 
         Args:
-            fingerprint: of the run's data.
-            fingerprint_at: of the same data, cut into samples of another `seq_len`.
+            engine: the engine to load into.
+            fingerprint: fingerprint of the run's data.
+            fingerprint_at: `seq_len` -> fingerprint of the same data, cut into samples of this length.
 
-        Raises: CheckpointError for a damaged one.
+        Raises: CheckpointError: the checkpoint is damaged.
         """
         self._engine, self._fingerprint, self._fingerprint_at = engine, fingerprint, fingerprint_at
         if self._origin is None:
@@ -137,7 +138,10 @@ class Checkpointing(Callback):
         return position
 
     def roll_back(self, step: int) -> Position | None:
-        """Load the newest complete checkpoint before a step; None where there is none yet.  Raises: CheckpointError."""
+        """Load the newest complete checkpoint before a step; return its position, or None if there is none.
+
+        Raises: CheckpointError.
+        """
         if self._saver is not None:
             try:
                 self._saver.finish()
@@ -208,7 +212,7 @@ class Checkpointing(Callback):
     # Saving
 
     def save(self, position: Position, val_loss: float | None) -> None:
-        """Start to save a step, unless it is saved already; `val_loss` is the step's own.  Raises: LostPeerError."""
+        """Start to save a step, unless it is saved already.  `val_loss`: the step's, if known.  Raises: LostPeerError."""
         folder = index.step_folder(self._root, position.step)
         if self._last == folder:
             return
@@ -242,7 +246,7 @@ class Checkpointing(Callback):
         return Pruner(self._root, policy, self._axes.world)
 
     def _note_val_losses(self) -> None:
-        """Write validation losses that were computed after their checkpoints, if these are complete.  Not collective."""
+        """Add validation losses to complete checkpoints that were saved before their evaluation.  Not collective."""
         while self._val_losses:
             folder, val_loss = self._val_losses.popleft()
             with suppress(Exception):  # it only helps `keep_best`, and whatever writes next finds a lost directory

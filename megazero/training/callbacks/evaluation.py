@@ -1,4 +1,4 @@
-"""Evaluates the model on validation samples, each source at its own interval, and all after the last step; averages it."""
+"""Evaluates the model on validation samples, and averages its weights."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Validation:
-    """One source to evaluate on."""
+    """A source to evaluate on."""
 
     name: str  # "" for what is held out of the training sources
     stream: ValidationStream
@@ -29,18 +29,23 @@ class Validation:
     samples: int
 
     def is_due(self, step: int, last: int) -> bool:
-        """Whether it is evaluated after `step` of `last` steps."""
+        """Whether the source is due after `step`, in a run of `last` steps.  Every source is due after the last step."""
         return step % self.every_steps == 0 or step == last
 
     def evaluate(self, run: ResolvedRun, engine: Engine) -> StepStatistics:
-        """The mean loss on its samples; see `Engine.evaluate`.  Called on every rank."""
+        """Return the mean loss on the source's samples; see `Engine.evaluate`.  Every rank calls this."""
         return engine.evaluate(read_batches(self.stream, 0, self.samples, run.micro_batch_size, engine.share))
 
 
 def validations_of(
     config: RunConfig, held_out: ValidationStream | None, named: Mapping[str, ValidationStream]
 ) -> list[Validation]:
-    """List what a run evaluates on: samples held out of its training sources, then `data.validation_sources`."""
+    """Return the sources that a run evaluates on: samples held out of its training data, then `data.validation_sources`.
+
+    Args:
+        held_out: the held-out samples; None if there are none.
+        named: the samples of each validation source, by name.
+    """
     every, samples = config.training.eval_every_steps, config.training.eval_samples
     found = [Validation("", held_out, every, min(samples, len(held_out)))] if held_out is not None and every else []
     for source in config.data.validation_sources:
@@ -51,9 +56,9 @@ def validations_of(
 
 
 def evaluate_on(sources: Sequence[Validation], run: ResolvedRun, engine: Engine) -> dict[str, StepStatistics]:
-    """The losses of the model by source; once it has begun to average, also of its averaged weights, as "SOURCE averaged".
+    """Return the model's loss by source.  Every rank calls this.
 
-    Called on every rank.
+    Once averaging has begun, also return the losses of the averaged weights, as "SOURCE averaged".
     """
     found = {source.name: source.evaluate(run, engine) for source in sources}
     average = engine.sharded_model.average
@@ -64,9 +69,9 @@ def evaluate_on(sources: Sequence[Validation], run: ResolvedRun, engine: Engine)
 
 
 class Evaluation(Callback):
-    """Evaluates the model when it is due, and sets `record.val_loss` and `record.val_losses`, in mean nats per token.
+    """Evaluates the sources that are due, and sets `record.val_loss` and `record.val_losses`, in mean nats per token.
 
-    The callbacks in `before` see the step first: it is saved and in the metrics, so what goes wrong here loses nothing.
+    The callbacks in `before` see the step first.  They save it and write its metrics, so a failed evaluation loses nothing.
     """
 
     def __init__(self, context: RunContext, before: Sequence[Callback], watchdog: Watchdog) -> None:
@@ -76,7 +81,7 @@ class Evaluation(Callback):
         self._validations = validations_of(context.run.config, corpus.validation, corpus.named_validation)
 
     def after_step(self, record: StepRecord) -> StepDecision | None:
-        """Evaluate what is due.  Return STOP if a rank was asked to stop during the evaluation."""
+        """Evaluate the sources that are due.  Return STOP if a rank was asked to stop meanwhile."""
         run, stops = self._run, False
         due = [source for source in self._validations if source.is_due(record.step, run.config.training.steps)]
         if not due:
@@ -99,7 +104,7 @@ class Evaluation(Callback):
 
 
 class Averages(Callback):
-    """Updates the average after each step that changes the weights (EMA), or at each save (mean of the last saves)."""
+    """Updates the average of the weights: after each step that changes them ("ema"), or at each save ("saves")."""
 
     def __init__(self, config: RunConfig, average: WeightAverage) -> None:
         self._config, self._average = config, average

@@ -15,7 +15,7 @@ _MEMORY_STEPS = 50  # a loss this many steps back has weight 1/e
 
 
 class SkipSteps(Callback):
-    """Skips the steps of `training.skip_steps`, whose samples are consumed, and announces each range once."""
+    """Skips the steps of `training.skip_steps`, consumes their samples, and prints a line for each range."""
 
     def __init__(self, context: RunContext) -> None:
         run = context.run
@@ -23,7 +23,7 @@ class SkipSteps(Callback):
         self._announced = 0  # the last step that was announced
 
     def on_start(self) -> None:
-        """Warn if skipped steps keep the learning rate from reaching the end of its schedule."""
+        """Warn if skipped steps prevent the learning rate from reaching the end of its schedule."""
         start, updates = self._context.start, self._context.engine.sharded_model.optimizer.steps_taken
         for line in unfinished_schedule(self._context.run.config, start.phase, start.step, updates):
             self._say(line)
@@ -43,7 +43,7 @@ class SkipSteps(Callback):
 
 
 def count_skipped(step: int, ranges: Sequence[tuple[int, int]]) -> int:
-    """Number of steps to skip from `step` on, including it; 0 if none of the (first, last) ranges contains it."""
+    """Return how many steps to skip from `step` on, including it; 0 if none of the (first, last) ranges contains it."""
     last = step - 1
     while ends := [end for first, end in ranges if first <= last + 1 <= end]:
         last = max(ends)
@@ -51,16 +51,16 @@ def count_skipped(step: int, ranges: Sequence[tuple[int, int]]) -> int:
 
 
 def setting_to_skip(step: int, ranges: Sequence[tuple[int, int]]) -> str:
-    """The setting that skips a step in addition to those of the (first, last) ranges."""
+    """Return the text of a setting that skips a step in addition to the (first, last) ranges."""
     listed = [f"{first}" if first == last else f"[{first},{last}]" for first, last in ranges]
     return f"training.skip_steps=[{','.join([*listed, str(step)])}]"
 
 
 class NonFinitePolicy(Callback):
-    """Stops, continues or rolls back after a step whose loss or norm is not finite, as `training.on_non_finite` says.
+    """Stops, continues or rolls back after a step whose loss or norm is not finite, by `training.on_non_finite`.
 
-    Such a step has changed no weight.  All ranks see the same loss and norm, so they decide alike without a collective
-    call.  `training.non_finite_limit` such steps in a row end the run (skip); or that many rollbacks are allowed.
+    Such a step changes no weights.  All ranks see the same loss and norm, so they decide alike without a collective.
+    After `training.non_finite_limit` such steps in a row (skip) or so many rollbacks (rollback), the run ends.
 
     Source: rolling back and skipping the samples: PaLM, Chowdhery et al. 2022, section 5.1.
     """
@@ -71,7 +71,7 @@ class NonFinitePolicy(Callback):
         self._in_a_row = self._rollbacks = 0
 
     def after_step(self, record: StepRecord) -> StepDecision | None:
-        """Decide how the run continues after a step that was computed.  Raises: NonFiniteError, the run must stop."""
+        """Decide how the run continues after a step.  Raises: NonFiniteError: the run must stop."""
         statistics = record.statistics
         if statistics is None:
             return None
@@ -100,12 +100,12 @@ class NonFinitePolicy(Callback):
 
 
 class LossSpikes(Callback):
-    """Reports a loss far above the exponentially weighted mean of those before it, with the samples that were read.
+    """Reports a loss far above the exponentially weighted mean of earlier losses, with the samples of the step.
 
-    A spike enters the mean only up to the threshold. So one spike does not hide the next, while a loss that stays high
+    A spike enters the mean only up to the threshold. So a spike does not hide the next one, while a loss that stays high
     becomes the new normal.
 
-    `sigmas` deviations above the mean make a spike; 0 finds none.
+    A spike is `sigmas` standard deviations above the mean; 0 finds none.
 
     Source: Finch 2009, Incremental calculation of weighted mean and variance, section 9.
     """
@@ -115,7 +115,7 @@ class LossSpikes(Callback):
         self._seen, self._mean, self._variance = 0, 0.0, 0.0
 
     def after_step(self, record: StepRecord) -> None:
-        """Report a spike on the terminal, and its number of deviations as the metric `loss_spike`."""
+        """Print a spike on the terminal, and set the metric `loss_spike` to its number of standard deviations."""
         if record.loss is None or not self._sigmas or not isfinite(record.loss):
             return
         mean, sigmas = self._mean, self._take(record.loss)

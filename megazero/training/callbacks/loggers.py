@@ -1,10 +1,10 @@
-"""Loggers of other services: W&B, MLflow and trackio get the numbers of metrics.jsonl, the configuration and the commit.
+"""Loggers that send the numbers of metrics.jsonl, the configuration and the commit to W&B, MLflow or trackio.
 
-    step     1     2     3     4     ...          goes on, see `registry.SafeLogger`
-    thread   open  1 2 3       4                  a service that is slow, or not there, holds up no step
+    step     1     2     3     4     ...          training continues, see `registry.SafeLogger`
+    thread   open  1 2 3       4                  a slow or missing service delays no step
 
-The id of the run at a service lies in `run_dir/loggers/NAME.id`: a run that goes on from a checkpoint goes on there, too.
-Steps that are done again, after a rollback, are logged again.  Each package is imported when its logger is asked for.
+`run_dir/loggers/NAME.id` holds the id of the run at a service, so that a resumed run continues there, too.  Steps that are
+repeated after a rollback are logged again.  The package of a logger is imported when the logger is requested.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ Numbers = dict[str, float]
 
 
 class Service(NamedTuple):
-    """A run opened at a service: its id, what takes the numbers of a step, and what ends it (True: all went well)."""
+    """A run that is open at a service: its id, a function that logs the numbers of a step, and one that ends the run."""
 
     id: str
     log: Callable[[int, Numbers], object]
@@ -47,8 +47,10 @@ class ServiceLogger(Callback):
     """Sends the numbers of every step to a service.
 
     Attributes:
-        known: the id that the service knows the run by; None for a new run.
-        name, folder, config: the run's name, a directory for files, and every key with the commit and the versions.
+        known: the id of the run at the service; None for a new run.
+        name: the run's name.
+        folder: directory for the logger's files.
+        config: every key of the run, the commit and the versions.
     """
 
     def __init__(self, service: str, open_run: Callable[[ServiceLogger], Service], context: RunContext) -> None:
@@ -65,7 +67,7 @@ class ServiceLogger(Callback):
 
     @property
     def id(self) -> str:
-        """The known id, or a new one."""
+        """The known id of the run, or a new one."""
         return self.known or f"{self.name}-{uuid4().hex[:8]}"
 
     def after_step(self, record: StepRecord) -> None:
@@ -80,7 +82,7 @@ class ServiceLogger(Callback):
 
 
 def commit_of(folder: Path) -> str:
-    """The commit that is checked out, with -dirty where files differ from it; empty outside of a repository."""
+    """Return the checked-out commit, with -dirty if files differ from it; empty outside of a repository."""
     describe = ["git", "-C", str(folder), "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
     with suppress(OSError, subprocess.SubprocessError):
         return subprocess.run(describe, capture_output=True, text=True, timeout=10, check=True).stdout.strip()
@@ -88,7 +90,7 @@ def commit_of(folder: Path) -> str:
 
 
 def open_wandb(run: ServiceLogger) -> Service:
-    """A run at W&B; offline without credentials or network, to be sent by `wandb sync`."""
+    """Open a run at W&B.  Without credentials or network, it is logged offline, to be sent by `wandb sync`."""
     import wandb
 
     given: dict[str, Any] = {"id": run.id, "project": run.project, "name": run.name, "config": run.config}
@@ -112,7 +114,7 @@ def open_wandb(run: ServiceLogger) -> Service:
 
 
 def open_mlflow(run: ServiceLogger) -> Service:
-    """A run at the MLflow that MLFLOW_TRACKING_URI names; without one, or where it does not answer, in files."""
+    """Open a run at the MLflow server in MLFLOW_TRACKING_URI; without a server that answers, log it to files."""
     os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")
     files = (run.folder / "mlruns").resolve().as_uri()
     if uri := os.environ.get("MLFLOW_TRACKING_URI"):
@@ -155,7 +157,7 @@ def _mlflow_at(uri: str, run: ServiceLogger) -> Service:
 
 
 def open_trackio(run: ServiceLogger) -> Service:
-    """A run of trackio, on this machine unless TRACKIO_SPACE_ID or TRACKIO_SERVER_URL names another place."""
+    """Open a run of trackio, on this machine unless TRACKIO_SPACE_ID or TRACKIO_SERVER_URL names another place."""
     import trackio
 
     own: dict[str, Any] = {"embed": False, "auto_log_gpu": False, "auto_log_cpu": False}

@@ -1,6 +1,6 @@
-"""The files that get a line or a point for every step: metrics.jsonl, one JSON object per step, and TensorBoard's events.
+"""The files that record every step: metrics.jsonl, one JSON object per step, and TensorBoard's events.
 
-What cannot be written is dropped, and never ends the training.
+A step that cannot be written is left out, and never ends training.
 
 step        1    2    3         4         5         6    7
 file        line line no space  no space  no space  line line
@@ -29,9 +29,12 @@ _LINE = b'{"step": '  # how each line of metrics.jsonl begins
 
 
 class RecordFile(Callback):
-    """Writes every step into a file or a folder at `path`.  The steps after `after_step` will be done again.
+    """Writes every step to a file or a folder at `path`.
 
-    A subclass opens, writes and closes; where one of them raises OSError, the step is left out and the next one is tried.
+    A subclass opens, writes and closes.  If one of these raises OSError, the step is left out, and the next one tries again.
+
+    Args:
+        after_step: the last step before the run begins; records of later steps are removed, since they will be repeated.
     """
 
     def __init__(self, path: Path, after_step: int, say: Say) -> None:
@@ -41,7 +44,7 @@ class RecordFile(Callback):
 
     @abstractmethod
     def _open(self, after_step: int) -> None:
-        """Open for the steps after this one; what a run has written beyond it is dropped."""
+        """Open the file for the steps after this one, and remove what a run has written beyond it."""
 
     @abstractmethod
     def _write(self, record: StepRecord) -> None:
@@ -49,7 +52,7 @@ class RecordFile(Callback):
 
     @abstractmethod
     def _shut(self) -> None:
-        """Close what `_open` has opened."""
+        """Close the file."""
 
     def after_step(self, record: StepRecord) -> None:
         try:
@@ -71,7 +74,7 @@ class RecordFile(Callback):
         self._written, self._is_failing = record.step, False
 
     def _probe(self) -> None:
-        """Find out whether a file can be written, without leaving one behind each time.  Raises: OSError."""
+        """Check whether a file can be written, without leaving one behind.  Raises: OSError."""
         probe = self._path.with_name(f".{self._path.name}.probe")
         try:
             probe.write_bytes(bytes(_PROBE_BYTES))
@@ -80,12 +83,12 @@ class RecordFile(Callback):
                 probe.unlink(missing_ok=True)
 
     def on_rollback(self, position: Position) -> None:
-        """Forget the steps that will be done again."""
+        """Remove the records of the steps that will be repeated."""
         self.close()
         self._written = min(self._written, position.step)
 
     def close(self) -> None:
-        """Close the file, and ignore what the disk refuses."""
+        """Close the file, and ignore errors of the disk."""
         if self._is_open:
             self._is_open = False
             with suppress(OSError):
@@ -93,7 +96,7 @@ class RecordFile(Callback):
 
 
 class SourceCounts(Callback):
-    """Reports the samples and tokens that the run has consumed of each source since its phase began."""
+    """Reports how many samples and tokens of each source the run has consumed since its phase began."""
 
     def __init__(self, context: RunContext) -> None:
         self._stream, self._names = context.corpus.train, [s.path for s in context.run.config.data.sources]
@@ -106,10 +109,10 @@ class SourceCounts(Callback):
 
 
 class MetricsFile(RecordFile):
-    """Appends a line per step.  A step that is written again, after its evaluation, replaces its line.
+    """Appends a line per step to metrics.jsonl.  A step that is written again, after its evaluation, replaces its line.
 
-    After a resume or a rollback it first drops the steps that will be done again.  What else it finds there is not this
-    run's: a copy of it stays in metrics.jsonl.before-1, or -2 and so on.
+    After a resume or a rollback, the lines of steps that will be repeated are removed first.  If the file contains lines of
+    another run, a copy of it stays in metrics.jsonl.before-1, -2 and so on.
     """
 
     _start = 0  # of the last line
@@ -152,12 +155,12 @@ class MetricsFile(RecordFile):
 
 
 def as_json(record: StepRecord) -> str:
-    """One line.  JSON has no infinity: a value that is not finite becomes null."""
+    """Format a step as a line of JSON.  Values that are not finite become null, since JSON has no infinity."""
     return json.dumps({key: _finite(value) for key, value in record.reported().items()})
 
 
 def numbers_of(record: StepRecord) -> Iterator[tuple[str, float]]:
-    """(name, number) of every metric of a step that is a number; of one with several numbers, each as name/part."""
+    """Yield (name, number) for each numeric metric of a step; a metric with several numbers yields name/key for each."""
     for name, value in record.reported().items():
         parts = value if isinstance(value, Mapping) else {"": value}
         for part, number in parts.items():
@@ -172,7 +175,7 @@ def _finite(value: object) -> object:
 
 
 def _is_done_again(line: bytes, after_step: int) -> bool:
-    """Whether a line is of a step that a resumed run repeats, or the beginning of a step's line."""
+    """Whether a line belongs to a step that a resumed run repeats, or is the beginning of such a line."""
     if not line.endswith(b"\n"):
         return line.startswith(_LINE) or _LINE.startswith(line)
     return 0 < after_step < _step_of(line) < float("inf")
@@ -186,16 +189,16 @@ def _step_of(line: bytes) -> float:
 
 
 class TensorBoard(RecordFile):
-    """Writes every metric that is a number, the losses against tokens too, and the run's configuration.
+    """Writes every numeric metric, the losses also over tokens, and the run's configuration as TensorBoard events.
 
-    TensorBoard forgets what comes after the step at which a file is opened.  A second folder, `by_tokens`, has tokens in
-    place of steps: what is purged at a resume is found by step.
+    TensorBoard purges events after the step at which a file is opened.  The plots over tokens are in a second folder,
+    `by_tokens`, because events are purged by step.
 
     Args:
-        folder: of the events.
+        folder: folder for the events.
         start: where the run starts, or resumes.
         config: the run's configuration, as TOML.
-        say: takes lines for the terminal.
+        say: prints a line on the terminal.
     """
 
     def __init__(self, folder: Path, start: Position, config: str, say: Say) -> None:
@@ -213,7 +216,7 @@ class TensorBoard(RecordFile):
         self._writer.add_text("config", self._config, after_step)
 
     def _write(self, record: StepRecord) -> None:
-        """Add one step's scalars."""
+        """Add the scalars of one step."""
         for name, number in numbers_of(record):
             self._writer.add_scalar(name, number, record.step)
         for name, loss in (("loss", record.loss), ("val_loss", record.val_loss)):
@@ -236,6 +239,6 @@ class TensorBoard(RecordFile):
 
 
 def tensorboard_of(context: RunContext) -> TensorBoard:
-    """The TensorBoard of a run, in its directory."""
+    """Return the TensorBoard writer of a run, in its run directory."""
     folder = Path(context.run.config.training.run_dir) / "tensorboard"
     return TensorBoard(folder, context.start, to_toml(context.run), context.say)

@@ -1,4 +1,4 @@
-"""What a run prints: its shape at the start, then lines of its steps; on a terminal the newest step is redrawn in place."""
+"""The output of a run: its shape at the start, then lines for its steps.  A terminal's newest step is redrawn in place."""
 
 import logging
 import os
@@ -29,9 +29,9 @@ _OLD_CUDNN = 91500  # Source: torch's check_prefer_cudnn_attention, sdp_utils.cp
 
 
 class ProgressLine(Callback):
-    """Prints a line for the first step, for every `every_steps`-th, and for steps that need attention.
+    """Prints a line for the first step, for every `every_steps`-th step, and for steps that need attention.
 
-    On CUDA it also prints, after the first step, what lies on the device beside torch's memory: by then NCCL has connected.
+    On CUDA, it also prints the memory outside of torch's allocator, after the first step, when NCCL has connected.
     """
 
     def __init__(self, run: ResolvedRun, say: Say, device: torch.device) -> None:
@@ -40,7 +40,7 @@ class ProgressLine(Callback):
         self._seconds_per_sample = 0.0
 
     def after_step(self, record: StepRecord) -> None:
-        """Print a step if it is due, was evaluated, or changed no weight.  A step that was never computed is not printed."""
+        """Print a step if it is due, was evaluated, or changed no weights.  Steps that were not computed are not printed."""
         statistics, seconds = record.statistics, record.seconds
         if statistics is None or seconds is None:
             return
@@ -71,12 +71,12 @@ class ProgressLine(Callback):
         self._say(" | ".join([*parts, *(f"{name} {loss:.4f}" for name, loss in losses.items())]))
 
     def _shows(self, record: StepRecord, parts: list[str], *, is_first: bool) -> bool:  # noqa: ARG002
-        """Whether a step has a line, be there anything to say of it or not."""
+        """Whether a step gets a line although nothing about it needs attention."""
         return is_first or record.step % self._every == 0 or record.step == self._steps
 
 
 class ProgressDisplay(ProgressLine):
-    """Redraws the newest step at the bottom of a terminal; lines scroll above it, of steps that need attention alone."""
+    """Redraws the newest step at the bottom of a terminal.  Only steps that need attention get lines; they scroll above."""
 
     _drawn = 0.0
 
@@ -105,12 +105,12 @@ class ProgressDisplay(ProgressLine):
 
 
 def on_terminal() -> bool:
-    """Whether the output goes to a terminal that can be redrawn."""
+    """Whether the output is a terminal whose lines can be redrawn."""
     return sys.stdout.isatty() and os.environ.get("TERM", "dumb") not in ("dumb", "unknown")
 
 
 def readable_seconds(seconds: float) -> str:
-    """45s, 3m05s, 2h07m."""
+    """Format a duration: 45s, 3m05s, 2h07m."""
     whole = round(seconds)
     if whole < 60:
         return f"{whole}s"
@@ -129,7 +129,7 @@ def context_parallelism(parallel: ParallelConfig) -> str:
 
 
 def describe(run: ResolvedRun, engine: Engine) -> str:
-    """The shape of a run, its batch and its model state, as one line."""
+    """Return one line with the shape of a run, its batch and its model state."""
     grid, memory, parallel = engine.state.grid, engine.memory_bytes(), run.config.parallel
     capacity = run.micro_batch_size * run.accumulation * run.dp
     relation = "=" if capacity == run.global_batch_size else "in"
@@ -143,7 +143,7 @@ def describe(run: ResolvedRun, engine: Engine) -> str:
 
 
 def describe_kernels(engine: Engine) -> str:
-    """What computes a run, as one line: what is compiled, the kernels of attention and of the optimizer, the allocator."""
+    """Return one line on the implementation: what is compiled, the kernels of attention and optimizer, the allocator."""
     config, device = engine.config, engine.state.device
     compiled = "blocks and loss compiled" if engine.compiles else "not compiled"
     if may_compile(config.training.compile, device) and not engine.compiles:
@@ -185,7 +185,7 @@ def describe_kernels(engine: Engine) -> str:
 
 
 def _attention_text(kernel: SDPBackend, device: torch.device) -> str:
-    """The name of a kernel; where it is not cuDNN's on a GPU for which torch prefers that, why it may be."""
+    """Return the name of an attention kernel; if torch prefers cuDNN's on this GPU but does not use it, add why."""
     name = kernel.name.removesuffix("_ATTENTION").lower()
     if device.type != "cuda" or kernel == SDPBackend.CUDNN_ATTENTION:
         return name
@@ -197,7 +197,7 @@ def _attention_text(kernel: SDPBackend, device: torch.device) -> str:
 
 @contextmanager
 def recompile_limit_in_a_line(say: Say) -> Iterator[None]:
-    """A context in which a line says that torch compiles a function no more, in place of a warning on every rank."""
+    """Within a `with` block, print one line when torch stops compiling a function, instead of a warning on every rank."""
 
     def is_shown(record: logging.LogRecord) -> bool:
         if "recompile_limit" not in record.getMessage() or not isinstance(record.args, tuple):

@@ -1,4 +1,4 @@
-"""The callbacks of a run in their order, and the names of those that scripts add with `CALLBACKS.register`."""
+"""Builds the callbacks of a run in their order; scripts add their own with `CALLBACKS.register`."""
 
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import wait
@@ -30,17 +30,17 @@ LOGGERS: Registry[Callable[[RunContext], Callback]] = Registry(
 
 
 class CallbackError(RuntimeError):
-    """A callback that a script registered has raised an error, which is the cause of this one."""
+    """A script's callback has raised an error, which is the cause of this error."""
 
 
 def check_names(config: RunConfig) -> None:
-    """Make sure that every callback and logger that a run names is registered.  Raises: ConfigError."""
+    """Check that every callback and logger that a run names is registered.  Raises: ConfigError."""
     if problems := name_problems(config):
         raise ConfigError(problems)
 
 
 def name_problems(config: RunConfig) -> list[Problem]:
-    """Find the names in `training.callbacks` and `logging.loggers` that are not registered, or there twice."""
+    """Yield the names in `training.callbacks` and `logging.loggers` that are not registered or occur twice."""
     callbacks = _problems_of("training.callbacks", config.training.callbacks, CALLBACKS)
     return callbacks + _problems_of("logging.loggers", config.logging.loggers, LOGGERS)
 
@@ -68,7 +68,7 @@ def _problems_of(key: str, names: Sequence[str], registry: Registry[Callable[[Ru
 class RegisteredCallback(Callback):
     """Wraps a callback that a script has registered.  Errors of its factory and hooks become `CallbackError`s.
 
-    A hook may read parameters that it has kept, so the weights of the last step are here before it is called.
+    Before a hook is called, pending gathers of the last step's weights complete, since a hook may hold references to them.
     """
 
     _registry = CALLBACKS
@@ -123,9 +123,9 @@ class RegisteredCallback(Callback):
 
 
 class SafeLogger(RegisteredCallback):
-    """Calls a logger in a thread of its own: one that is slow or hangs holds up no step, and no other rank.
+    """Calls a logger in its own thread, so that a slow or hanging logger delays no step and no other rank.
 
-    Where it fails, a line says so once, and the run goes on without it.
+    If the logger fails, a line is printed once, and the run continues without it.
     """
 
     _registry = LOGGERS
@@ -152,7 +152,7 @@ class SafeLogger(RegisteredCallback):
         super().after_step(replace(record, metrics=dict(record.metrics)))  # later callbacks add to it
 
     def close(self) -> None:
-        """Wait a while for what has not been written or sent."""
+        """Wait for a while until everything is written or sent."""
         super().close()
         self._worker.end()
         if not wait([self._last], self._last_seconds).done:
@@ -180,10 +180,10 @@ def _decided(decision: StepDecision | None, hook: str, *allowed: StepDecision) -
 def callbacks_of(
     context: RunContext, registered: Sequence[Callback], checkpointing: Checkpointing, watchdog: Watchdog
 ) -> list[Callback]:
-    """The callbacks of a run, in the order in which they see a step.
+    """Return the callbacks of a run, in the order in which they see a step.
 
-    Those that only print or write exist on rank 0 alone and make no collective call.  Checkpoints come last, so that a
-    step that was rolled back is not saved; but what reads the model begins with the metrics and the checkpoint of its step.
+    Callbacks that only print or write exist on rank 0 alone, and call no collectives.  Checkpointing is last, so that a step
+    that was rolled back is not saved.  A callback that reads the model has metrics and checkpoint of the step written first.
     """
     # Imported here: who only asks which names there are, as a command that starts ranks does, needs none of them.
     from megazero.training.callbacks.evaluation import Averages, Evaluation
@@ -220,7 +220,7 @@ def callbacks_of(
 
 
 def _of_texts(context: RunContext, before: Sequence[Callback]) -> list[Callback]:
-    """What reads texts with the model, which other runs do not load."""
+    """Return the callbacks that read texts with the model.  Runs without any do not import them."""
     found: list[Callback] = []
     if context.run.config.evaluation.tasks:
         try:

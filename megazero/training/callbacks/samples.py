@@ -1,9 +1,9 @@
-"""Reads texts with the model during a run, through the engine itself, on any shape; and shows how it continues prompts.
+"""Reads texts with the model during a run, through the engine itself, on any shape; and lets it continue prompts.
 
-    rank 0       thread: texts, as tokens  ->  all ranks  ->  engine  ->  logits where a label is  ->  numbers of each text
-    the others   meet rank 0, and read what it brings, until there are no more texts
+    rank 0       thread: tokens of texts  ->  all ranks  ->  engine  ->  logits at the labels  ->  numbers of each text
+    the others   wait for texts from rank 0 and read them, until there are no more
 
-Only rank 0 tokenizes, and takes its time: no collective waits for it.  What goes wrong there is a line, and the run goes on.
+Only rank 0 tokenizes, and no collective waits while it does.  If it fails there, it prints a line, and the run continues.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ Text: TypeAlias = tuple[list[int], int]
 
 
 class Reader(NamedTuple):
-    """What is read of the logits; picklable.
+    """Computes numbers from the logits at the labels.  Picklable.
 
     Attributes:
-        width: numbers of each label.
-        read: (fp32 logits [n, vocab], labels [n]) -> [n, width], which is summed over the labels of a text.
+        width: how many numbers each label gives.
+        read: (fp32 logits [n, vocab], labels [n]) -> [n, width]; the sum over the labels of a text is its result.
     """
 
     width: int
@@ -41,7 +41,7 @@ class Reader(NamedTuple):
 
 
 class Ended(NamedTuple):
-    """Rank 0 asks for nothing more."""
+    """The message of rank 0 that there are no more texts."""
 
     problem: str | None  # what went wrong
     stop: bool = False  # a rank wants the run to end, so the rest is left out
@@ -66,7 +66,7 @@ LIKELIEST = Reader(1, _likeliest)
 
 
 def read_texts(context: RunContext, texts: Sequence[Text], reader: Reader) -> list[list[float]]:
-    """The numbers of each text.  Called on every rank.  A text longer than a sample loses its first tokens."""
+    """Return the numbers of each text.  Every rank calls this.  A text longer than a sample loses its first tokens."""
     run, share, state = context.run, context.engine.share, context.engine.state
     seq_len, size = run.config.model.seq_len, run.micro_batch_size
     each = share_of_each(len(texts), size, share)
@@ -105,7 +105,7 @@ def _ended(work: Callable[[], object]) -> Ended:
 
 
 class TextCallback(Callback):
-    """Something that reads texts every so many steps, and after the last one.  For `before` see `Evaluation`."""
+    """Base class of callbacks that read texts every so many steps and after the last step.  `before`: see `Evaluation`."""
 
     what: str  # for a message
 
@@ -126,7 +126,7 @@ class TextCallback(Callback):
         return StepDecision.STOP if ended.stop else None
 
     def do_on_first(self, work: Callable[[], object]) -> Ended:
-        """Do on rank 0 what may call `ask`, and no collective; a stop leaves it undone.  Called on every rank."""
+        """Run `work` on rank 0; it may call `ask` but no collective.  A stop aborts it.  Every rank calls this."""
         world, parallel = self._context.engine.state.world, self._context.run.config.parallel
         seconds = seconds_between_meetings(parallel.timeout_seconds)
         if world.index == 0:
@@ -148,22 +148,22 @@ class TextCallback(Callback):
         return None
 
     def work(self, record: StepRecord) -> None:
-        """Called on rank 0 alone; may call `ask`, and no collective."""
+        """The work of a step.  Called on rank 0 alone; may call `ask`, but no collective."""
         raise NotImplementedError
 
     def ask(self, texts: list[Text], reader: Reader) -> list[list[float]]:
-        """`read_texts` on all ranks."""
+        """Run `read_texts` on all ranks; return its result."""
         self._asked.put((texts, reader))
         return self._answers.get()
 
     def tokenizer(self) -> Tokenizer:
-        """That of the run.  Raises: OSError, ValueError: it is not here."""
+        """The run's tokenizer.  Raises: OSError, ValueError: it cannot be loaded on this machine."""
         data = self._context.run.config.data
         return load_tokenizer(data.tokenizer, data.eod_token, self._context.corpus.fingerprint)
 
 
 class Samples(TextCallback):
-    """Shows how the model continues `logging.sample_prompts`, by its likeliest tokens."""
+    """Prints how the model continues `logging.sample_prompts` with its likeliest tokens."""
 
     what = "samples"
 

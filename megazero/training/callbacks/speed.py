@@ -1,8 +1,8 @@
-"""What a step's time was worth: model FLOP/s utilization, ranks and experts that are slow, garbage collected between steps.
+"""Reports how well a step uses its time: model FLOP/s utilization, slow ranks, the load of experts; collects garbage.
 
     MFU = tokens / second * FLOPs per token / (devices * peak FLOP/s)
 
-What is computed a second time, such as the logits of a chunked head, is not counted: it is not the model's.
+FLOPs of repeated computation, such as the logits of a chunked head, are not counted.
 """
 
 import gc
@@ -37,10 +37,10 @@ _LAST_SECONDS, _POLL_SECONDS = 5.0, 0.01
 
 
 class Utilization(Callback):
-    """Sets `record.mfu` where the peak of the devices is known.  Masked tokens are computed, too, and count.
+    """Sets `record.mfu` if the peak of the devices is known.  Masked tokens count, since they are computed, too.
 
     Args:
-        samples: what is trained on; where attention stays within documents, those of its first samples stand for all.
+        samples: the training data; if attention stays within documents, the documents of its first samples stand for all.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class Utilization(Callback):
 
 
 class ExpertLoads(Callback):
-    """Reports how evenly tokens went to experts, every so many steps; see `engine.balance.ExpertLoad`."""
+    """Reports every so many steps how evenly tokens were routed to experts; see `engine.balance.ExpertLoad`."""
 
     def __init__(self, engine: Engine, every_steps: int) -> None:
         self._engine, self._every = engine, every_steps
@@ -71,9 +71,10 @@ class ExpertLoads(Callback):
 
 
 def model_flops_per_token(model: ModelConfig, lengths: Collection[int] | None = None) -> float:
-    """FLOPs of forward and backward that the model itself asks for, per token.
+    """Return the FLOPs of the model's forward and backward per token, without repeated computation.
 
-    `lengths`: of documents within which attention stays; None for whole samples.
+    Args:
+        lengths: lengths of the documents that attention stays within; None for whole samples.
     """
     if model.ffn_hidden_size is None:
         raise ValueError("model.ffn_hidden_size is not resolved; count the FLOPs of a resolved config")
@@ -81,7 +82,7 @@ def model_flops_per_token(model: ModelConfig, lengths: Collection[int] | None = 
 
 
 def peak_flops(device: torch.device, dtype: torch.dtype, given: float | None) -> float | None:
-    """Peak FLOP/s of a device: `given` (`logging.peak_flops`), else from the table of known devices; None if unknown."""
+    """Return the peak FLOP/s of a device: `given` if set, else from the table of known devices; None if unknown."""
     if given is not None or device.type != "cuda":
         return given
     known = (peak(torch.cuda.get_device_name(device), dtype) for peak in added("peak FLOP/s").values())
@@ -89,7 +90,7 @@ def peak_flops(device: torch.device, dtype: torch.dtype, given: float | None) ->
 
 
 class RankWork(NamedTuple):
-    """Seconds per step that a rank computes, without waiting for other ranks.  Ranks of one stage have the same work."""
+    """The seconds per step that a rank computes, without waits for other ranks.  Ranks of a stage have equal work."""
 
     step: int  # the last of those that it is the mean of
     rank: int
@@ -99,9 +100,9 @@ class RankWork(NamedTuple):
 
 
 def slow_ranks(works: Sequence[RankWork], ratio: float) -> list[tuple[RankWork, float]]:
-    """Find the ranks that take more than `ratio` times the median, the slowest first, each with that median.
+    """Return the ranks that take more than `ratio` times the median, each with that median, the slowest first.
 
-    A rank is compared with the ranks of its pipeline stage, or with all ranks if it is alone in its stage.
+    The median is that of the rank's pipeline stage, or of all ranks if the rank is alone in its stage.
     """
     found = []
     for work in works:
@@ -113,23 +114,23 @@ def slow_ranks(works: Sequence[RankWork], ratio: float) -> list[tuple[RankWork, 
 
 
 def spread_of(works: Sequence[RankWork]) -> dict[str, float]:
-    """Summarize the work of all ranks: min, median and max in seconds, and the slowest rank."""
+    """Return the minimum, median and maximum seconds over all ranks, and the slowest rank."""
     seconds = [work.seconds for work in works]
     slowest = max(works, key=lambda work: work.seconds)
     return {"min": min(seconds), "median": median_low(seconds), "max": slowest.seconds, "slowest_rank": slowest.rank}
 
 
 class Stragglers(Callback):
-    """Compares the work of all ranks every `logging.straggler_every_steps` steps, and reports slow ones.
+    """Compares the computing time of all ranks every `logging.straggler_every_steps` steps, and reports slow ranks.
 
         rank 0    step 50, write | step 51, read all ranks' and report
         rank 1    step 50, write | step 51
 
-    Every rank has written its work of step 50 before it takes part in step 51; one that has not is read after later steps.
+    A rank writes its time of step 50 to the store before it takes part in step 51; a missing time is read after later steps.
 
     Args:
-        store: of the run; None in a world of one rank.
-        say: takes lines for the terminal, on rank 0.
+        store: the run's store; None in a world of one rank.
+        say: prints a line on the terminal of rank 0.
     """
 
     def __init__(self, logging: LoggingConfig, state: ParallelState, store: Store | None, say: Say) -> None:
@@ -141,7 +142,7 @@ class Stragglers(Callback):
         self._step, self._missing, self._found = 0, list[str](), list[RankWork]()
 
     def after_step(self, record: StepRecord) -> None:
-        """Write this rank's work where it is due; report the metric `own_seconds` and the slow ranks of the last time."""
+        """Write this rank's time if due; report slow ranks, and the metric `own_seconds`, of the last comparison."""
         if self._store is None or not self._every:
             return
         self._report(record)

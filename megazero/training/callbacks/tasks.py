@@ -1,6 +1,6 @@
-"""Tasks of lm-evaluation-harness during a run: multiple choice and perplexity, by log-likelihood through the engine itself.
+"""Tasks of lm-evaluation-harness during a run: multiple choice and perplexity.  The engine computes the log-likelihoods.
 
-Source: `lm_eval.models.huggingface.HFLM`, whose scores of an export these are.
+Source: `lm_eval.models.huggingface.HFLM`, which gives the same scores for an exported model.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ logging.getLogger("lm_eval").setLevel(logging.ERROR)
 
 
 class EngineLM(TemplateLM):
-    """The model of a run, as lm-evaluation-harness asks it on rank 0."""
+    """The model of a run as lm-evaluation-harness calls it, on rank 0."""
 
     def __init__(self, callback: TextCallback, context: RunContext) -> None:
         super().__init__()
@@ -59,7 +59,7 @@ class EngineLM(TemplateLM):
 
 
 class Tasks(TextCallback):
-    """Scores `evaluation.tasks`, and sets `record.metrics["tasks"]` on rank 0: "TASK/METRIC" to a number."""
+    """Scores `evaluation.tasks`, and sets `record.metrics["tasks"]` on rank 0: "TASK/METRIC" -> number."""
 
     what = "scores of evaluation.tasks"
 
@@ -69,7 +69,7 @@ class Tasks(TextCallback):
         self._tasks: Any = None
 
     def on_start(self) -> None:
-        """Load the tasks.  A run that goes on from a checkpoint does so without them; a new one raises ConfigError."""
+        """Load the tasks.  If that fails, a new run raises ConfigError, and a resumed run continues without them."""
         problem = self.do_on_first(self._load).problem
         if problem and self._context.start.step == 0:
             hint = f"{problem}; correct or leave out the task"
@@ -96,7 +96,10 @@ class Tasks(TextCallback):
 
 
 def manager_of(names: Sequence[str], include_path: str | None) -> TaskManager:
-    """Knows the tasks of a directory; and those of the harness, of which the list takes a quarter of a minute, if asked."""
+    """Return the manager of the tasks in a directory, and of the harness's own tasks if `names` needs them.
+
+    Listing the harness's own tasks takes a quarter of a minute.
+    """
     if include_path is not None:
         own = TaskManager(include_path=include_path, include_defaults=False)
         if set(names) <= set(own.all_tasks):
@@ -105,7 +108,7 @@ def manager_of(names: Sequence[str], include_path: str | None) -> TaskManager:
 
 
 def scores_of(found: Any) -> dict[str, float]:
-    """The numbers of the harness's results, as "TASK/METRIC"; those that a filter makes have its name in brackets."""
+    """Return the numbers of the harness's results as "TASK/METRIC"; the name of a filter follows in brackets."""
     return {
         f"{task}/{metric.removesuffix(',none')}": value
         for task, values in found["results"].items()
