@@ -19,9 +19,9 @@ __version__ = "0.1.0"
 
 
 def initialize(*args: Any, **more: Any) -> Any:
-    """Make an engine: of a run file's configuration and this rank, or of a script's own module, as DeepSpeed's call does.
+    """Build an engine from a run file's configuration, or from a script's own module with DeepSpeed's arguments.
 
-    Args: those of `megazero.engine.initialize` where the configuration is a `RunConfig`, else those of
+    Args: see `megazero.engine.initialize` if the configuration is a `RunConfig`, otherwise see
         `megazero.deepspeed.initialize`.
     """
     from megazero.config import RunConfig

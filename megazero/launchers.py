@@ -1,7 +1,7 @@
-"""What a launcher says of this process in its environment.  Importing this does not import torch.
+"""Reads from the environment what a launcher says about this process.  Importing this does not import torch.
 
     torchrun            RANK  WORLD_SIZE  LOCAL_RANK  LOCAL_WORLD_SIZE  MASTER_ADDR  MASTER_PORT       a rank of a run
-    srun, mpirun, ...   variables of their own and no RANK          a task, which would train alone beside the others
+    srun, mpirun, ...   their own variables and no RANK             a task, which would train independently of the others
 
 Sources: srun(1), "output environment variables"; Open MPI, "environment variables set for MPI applications";
 flux-environment(7); the manuals of MVAPICH, MPICH's Hydra, Cray PALS and Horovod.  Kubeflow sets torchrun's PET_*.
@@ -17,7 +17,7 @@ _LEAST = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 1, "LOCAL_WORLD_SIZE": 1}
 _ALL = "RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT (docs/elastic.md)"
 # The settings of torch's CUDA allocator, and the older names that torch reads, too.
 ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
-# What brings messages of gloo and NCCL onto the right network.
+# How to put the messages of gloo and NCCL on the right network.
 SET_CARDS = "set GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME to the card that the hosts share (docs/elastic.md)"
 # How many tasks, which of them this is, and what starts one on each node.  The variables of Hydra and PMIx come last: other
 # launchers set them, too.
@@ -32,11 +32,14 @@ _LAUNCHERS = (
 
 
 class MeetingError(ConnectionError):
-    """This rank does not reach the address at which the ranks meet."""
+    """This rank cannot reach the address at which the ranks meet."""
 
 
 def start_problem(environment: Mapping[str, str]) -> str | None:
-    """Why this process cannot be the rank, or the only process, that its environment describes; None where it can."""
+    """Check the rank that the environment describes; return why it is impossible, or None if it is possible.
+
+    Without the variables of a rank, the process must be the only one.
+    """
     given = environment.get
     for name, least in _LEAST.items():
         if (text := given(name)) is not None and not (re.fullmatch(r"[0-9]{1,9}", text) and int(text) >= least):
@@ -54,9 +57,9 @@ def start_problem(environment: Mapping[str, str]) -> str | None:
 
 
 def joined_world() -> tuple[int, int]:
-    """How many ranks torch.distributed has joined, and this one; (1, 0) alone.
+    """Return the world size and this rank in torch.distributed; (1, 0) without it.
 
-    Raises: ValueError: a launcher has started several processes that have not joined.
+    Raises: ValueError: a launcher has started several processes, but they have not joined a process group.
     """
     import torch.distributed as dist
 
@@ -70,7 +73,7 @@ def joined_world() -> tuple[int, int]:
 
 
 def _task_without_rank(environment: Mapping[str, str]) -> str | None:
-    """Which launcher has started this process as a task of several.  One task, or an allocation of many, is none."""
+    """Return an error if a launcher has started this process as one of several tasks, which would all train alone."""
     # A batch script has the job's SLURM_NTASKS, but no step; a shell of salloc has step 4294967290, one of srun a terminal.
     given = dict(environment)
     if "SLURM_STEP_NUM_TASKS" in given or not re.fullmatch("[0-9]{1,9}", given.get("SLURM_STEP_ID", "")):
@@ -89,10 +92,10 @@ def _task_without_rank(environment: Mapping[str, str]) -> str | None:
 
 
 def cores_of_rank(local_world_size: int) -> int:
-    """This rank's share of those that it may use: a container has some of the host's.
+    """Return the number of cores for this rank: its share of the cores that it may use.
 
-    Where it is bound to some of its launcher's cores (mpirun, srun, numactl, `stay_near`), as many ranks share these as have
-    the same share there.
+    A container may use some of the host's cores.  If the rank is bound to some of its launcher's cores (mpirun, srun,
+    numactl, `stay_near`), a proportional number of ranks shares these.
     """
     if not hasattr(os, "sched_getaffinity"):
         return max(1, (os.cpu_count() or 1) // local_world_size)
@@ -104,10 +107,15 @@ def cores_of_rank(local_world_size: int) -> int:
 
 
 def stay_near(address: str, local_world_size: int, system: Path = Path("/sys")) -> None:
-    """Bind this thread, and those that it starts, to the cores of a PCI device's NUMA node, where that is known.
+    """Bind this thread, and the threads that it starts, to the cores of a PCI device's NUMA node, if that is known.
 
-    `address`: of the device, as "0000:1b:00.0".  Fewer cores than the rank's share of all are not worth their nearness: the
-    GPUs of the node share its cores, and where the host has more GPUs than ranks, those of all ranks may be there.
+    Nothing is bound if the node has fewer cores than the rank's share of all cores: the GPUs of a node share its cores, and
+    on a host with more GPUs than ranks, all ranks may be on one node.
+
+    Args:
+        address: PCI address, such as "0000:1b:00.0".
+        local_world_size: ranks on this host.
+        system: where sysfs is mounted.
     """
     with suppress(OSError, ValueError):  # the kernel does not say: the node of a device may be -1
         devices = system / "bus/pci/devices"

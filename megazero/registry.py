@@ -46,7 +46,7 @@ T = TypeVar("T")
 
 
 class UnknownNameError(KeyError):
-    """A name that nothing is registered under; the text says which names there are."""
+    """Nothing is registered under this name; the message lists the known names."""
 
     def __str__(self) -> str:
         return str(self.args[0])
@@ -56,9 +56,9 @@ class Registry(Generic[T]):
     """Implementations by name.
 
     Args:
-        what: what is registered, for messages: "schedule".
-        built_in: by name, "module:attribute" of the package's own implementation.
-        kind: "module:attribute" of the class of which implementations are instances; without one they are functions.
+        what: the noun for messages, such as "schedule".
+        built_in: "module:attribute" of the package's own implementations, by name.
+        kind: "module:attribute" of the class whose instances are registered; "" for functions.
     """
 
     def __init__(self, what: str, built_in: Mapping[str, str], kind: str = "") -> None:
@@ -67,11 +67,11 @@ class Registry(Generic[T]):
         self._registered: dict[str, T] = {}
 
     def register(self, name: str, value: T) -> T:
-        """Add an implementation under a new name.  The same one again is harmless.
+        """Register an implementation under a new name.  Registering the same value again has no effect.
 
         Raises:
-            TypeError: it is something else.
-            ValueError: the name is taken by another one.
+            TypeError: `value` is no such implementation.
+            ValueError: another implementation has this name.
         """
         if not (isinstance(value, _imported(self._kind)) if self._kind else callable(value)):
             wanted = f"an instance of {self._kind.partition(':')[2]}" if self._kind else "a function or a class"
@@ -82,11 +82,11 @@ class Registry(Generic[T]):
         return value
 
     def is_built_in(self, name: str) -> bool:
-        """Whether a name is the package's own."""
+        """Whether the package itself registers this name."""
         return name in self._built_in
 
     def __getitem__(self, name: str) -> T:
-        """Raises: UnknownNameError, with the name that was probably meant."""
+        """Return the implementation, importing it if needed.  Raises: UnknownNameError, with a suggestion."""
         if name in self._built_in and name not in self._registered:
             self._registered[name] = _imported(self._built_in[name])
         if name not in self._registered:
@@ -94,14 +94,14 @@ class Registry(Generic[T]):
         return self._registered[name]
 
     def hint(self, name: str) -> str:
-        """What to write instead of a name that does not exist."""
+        """Return a suggestion in place of a name that does not exist."""
         return did_you_mean(closest(name, self), f"there are {', '.join(self)}")
 
     def __contains__(self, name: object) -> bool:
         return isinstance(name, str) and (name in self._built_in or name in self._registered)
 
     def __iter__(self) -> Iterator[str]:
-        """The names: those of the package first, then those that were added."""
+        """Iterate over the names: the package's own, then the added ones."""
         return iter(dict.fromkeys([*self._built_in, *self._registered]))
 
 
@@ -130,10 +130,10 @@ def _tables() -> list[Mapping[str, Mapping[str, str]]]:
 
 
 def closest(word: str, known: Iterable[str], n: int = 1, cutoff: float = 0.6) -> list[str]:
-    """Find the names most like a misspelt one, the likeliest first; case does not matter, nor _ for -.
+    """Return the known names that are most similar to a misspelt one, the likeliest first.
 
-    A word that two names share, as num_experts and num_layers do, makes them no more alike.  Of names that are equally
-    alike, those with the same first letter are likelier: cpp means cp, not pp.
+    Case and the difference of _ and - are ignored.  A word that two names share, such as num in num_experts and num_layers,
+    makes them no more similar.  Of equally similar names, one with the same first letter is likelier: cpp means cp, not pp.
     """
     by_plain = {name.lower().replace("_", "-"): name for name in known}
     plain = word.lower().replace("_", "-")
@@ -152,32 +152,38 @@ def _is_like(a: str, b: str) -> bool:
 
 
 def did_you_mean(names: Sequence[str], otherwise: str = "") -> str:
-    """Say which names were probably meant; where there is none, say something else."""
+    """Return a question with the names that were probably meant, or `otherwise` if there are none."""
     return f"did you mean {' or '.join(names)}?" if names else otherwise
 
 
 def unknown_name(what: str, name: str, known: Collection[str]) -> ValueError:
-    """Make the error for a name that is not among the known ones; `what` is named, as in "optimizer type"."""
+    """Return the error for an unknown name.
+
+    Args:
+        what: what the name is for, such as "optimizer type".
+        name: the unknown name.
+        known: all known names.
+    """
     hint = did_you_mean(closest(name, known, n=2))
     return ValueError(f"unknown {what} {name!r}: {f'{hint} There' if hint else 'there'} are {', '.join(sorted(known))}")
 
 
 def keywords_of(factory: Callable[..., Any], *, positional: int = 0) -> dict[str, Parameter]:
-    """Keywords that a constructor takes, after its first `positional` arguments."""
+    """Return the keyword parameters of a constructor, without its first `positional` parameters."""
     named = [p for p in signature(factory).parameters.values() if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
     return {parameter.name: parameter for parameter in named[positional:]}
 
 
 def check_keywords(what: str, keywords: Collection[str], known: dict[str, Parameter]) -> None:
-    """Refuse keywords that a constructor does not have, and the lack of those that must be given.
+    """Refuse keywords that a constructor does not have, and missing keywords that it needs.
 
     Args:
-        what: what takes them, as in "WarmupLR".
-        keywords: as written in a user's file.
-        known: from `keywords_of`.
+        what: name of the constructor, such as "WarmupLR".
+        keywords: the keywords in a user's file.
+        known: the constructor's keywords, from `keywords_of`.
 
     Raises:
-        ValueError: naming every such keyword, with a guess at what was meant.
+        ValueError: lists every such keyword, with a suggestion.
     """
     problems = []
     for keyword in keywords:

@@ -1,6 +1,6 @@
-"""Lines for the terminal, which nobody may be reading any more: `| head` has ended, the disk of a log is full.
+"""Prints lines for the terminal, even if that may fail: `| head` has ended, or the disk of a log is full.
 
-A line that cannot be written is dropped: it never ends the training.  No line shows a password.
+A line that cannot be written is dropped, and never ends training.  Passwords are hidden in every line.
 """
 
 import os
@@ -11,7 +11,7 @@ from megazero.settings import without_passwords
 
 
 class Terminal:
-    """Prints lines on standard output.  The first one that is dropped is told on standard error, if `tells`."""
+    """Prints lines on standard output.  With `tells`, the first dropped line is reported on standard error."""
 
     def __init__(self, *, tells: bool = True) -> None:
         self._tells, self._drops = tells, False
@@ -29,13 +29,16 @@ class Terminal:
 
 
 def warn(text: str) -> None:
-    """Print on standard error, if that can be written."""
+    """Print a text on standard error, if possible."""
     with suppress(OSError, ValueError):
         print(without_passwords(text), file=sys.stderr, flush=True)
 
 
 def drain() -> None:
-    """Write or drop what the standard streams hold back: the interpreter's end would make a failed exit status of it."""
+    """Write or drop the buffered output of the standard streams.
+
+    Otherwise, a failure to write it would change the interpreter's exit code.
+    """
     for stream in (sys.stdout, sys.stderr):
         try:
             stream.flush()

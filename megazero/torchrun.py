@@ -1,10 +1,10 @@
-"""torchrun that ends with its ranks' exit code: `python -m megazero.torchrun` in place of `torchrun`, with the same words.
+"""torchrun with the exit code of its ranks: `python -m megazero.torchrun` in place of `torchrun`, with the same arguments.
 
     ranks              0     2     75    others     torchrun was told to stop
     torchrun           0     1     1     1          1
     this               0     2     75    1          75, once its ranks have saved and ended
 
-So Kubernetes and SkyPilot can start a run again that was stopped, and leave one that has a wrong configuration.
+So Kubernetes and SkyPilot can restart a run that was stopped, but not a run with a wrong configuration.
 """
 
 import sys
@@ -15,7 +15,7 @@ from torch.distributed.run import main
 
 
 def run() -> int:
-    """Be torchrun, and return the exit code."""
+    """Run torchrun with this process's arguments; return the exit code."""
     try:
         main()
     except ChildFailedError as error:

@@ -1,4 +1,4 @@
-"""The mean of the weights of several steps, as a step.  One tensor is in memory at a time."""
+"""Averages the weights of several steps into a new step.  One tensor is in memory at a time."""
 
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -22,9 +22,13 @@ from megazero.zero.state import MASTER, MODEL
 
 
 def average_steps(steps: Sequence[str], out: str) -> Imported:
-    """Write the mean of the weights of some steps as a new step, which has the trainer state of the last one.
+    """Write the mean of the weights of some steps as a new step, with the trainer state of the last one.
 
-    Raises: CheckpointError: a step is damaged or of another model, or the files cannot be read or written.
+    Args:
+        steps: paths or URLs of step directories.
+        out: path or URL of the new directory.
+
+    Raises: CheckpointError: a step is damaged or of another model, or files cannot be read or written.
     """
     with ExitStack() as reads:
         target = reads.enter_context(new_folder(out))

@@ -1,4 +1,4 @@
-"""`megazero data`: prepare data, and look at it."""
+"""The command `megazero data`: tokenize text, train a tokenizer, show samples."""
 
 import os
 from pathlib import Path
@@ -32,7 +32,7 @@ def tokenize(
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a pair that exists.")] = False,
     skip_bad: Annotated[bool, typer.Option("--skip-bad", help="Leave out what cannot be read.")] = False,
 ) -> None:
-    """Turn text into the indexed format that training reads.  Stopped or failed, the same command goes on where it was."""
+    """Tokenize text into the indexed format that training reads.  If it stops or fails, the same command continues."""
     from megazero.formats.tokenize import check_outputs, tokenize_files
 
     try:
@@ -84,7 +84,7 @@ def show(
     first: Annotated[int, typer.Option(min=0, help="Number of the first sample; the run reads them in order.")] = 0,
     samples: Annotated[int, typer.Option(min=1, help="How many.")] = 3,
 ) -> None:
-    """Show training samples as text, with their source, the borders of documents, and how many tokens count."""
+    """Show training samples as text: their source, the borders of documents, and how many tokens count in the loss."""
     from megazero.config.load import read_run_file
     from megazero.formats.samples import describe_samples
 

@@ -1,13 +1,13 @@
-"""Checkpoints of torch.distributed.checkpoint, as torchtitan and scripts write them: tensors by name, AdamW's state by name.
+"""Reads checkpoints of torch.distributed.checkpoint, such as torchtitan's: tensors and AdamW's state, by name.
 
     .metadata                                  shapes, dtypes, and the file and bytes of each chunk of each tensor
     __0_0.distcp ...                           chunks, each written by torch.save
     tok_embeddings.weight, model.lm_head...    weights, perhaps behind a prefix
     optimizer.state.NAME.exp_avg, .step        state of AdamW
     optimizer.param_groups.NAME.lr             its settings, by name or by group
-    train_state, lr_scheduler, dataloader      where the run stands
+    train_state, lr_scheduler, dataloader      the position of the run
 
-    pytorch_model_fsdp_0/, optimizer_0/        two such folders, of accelerate
+    pytorch_model_fsdp_0/, optimizer_0/        two such folders, written by accelerate
 
 Source: torch/distributed/checkpoint (metadata.py, filesystem.py); torchtitan/components/checkpointer, optimizer.
 """
@@ -45,7 +45,7 @@ _NOT_TAKEN = data_beside(__file__)["not_taken"]
 class DcpFolder:
     """A folder of torch.distributed.checkpoint.  A tensor is assembled from its chunks when it is read.
 
-    Raises: CheckpointError, also by every method and by what it gives.
+    Raises: CheckpointError: the folder is damaged; also raised by every method and by the returned readers.
     """
 
     folder: LocalFolder
@@ -64,12 +64,12 @@ class DcpFolder:
 
     @property
     def unknown(self) -> list[str]:
-        """Return the names in the metadata that torch.distributed.checkpoint does not use."""
+        """The names in the metadata that torch.distributed.checkpoint does not use."""
         return self._loaded[1]
 
     @cached_property
     def _chunks(self) -> dict[str, dict[tuple[int, ...], Any]]:
-        """Return where each chunk is stored, by tensor name and offset."""
+        """Where each chunk is stored, by tensor name and offset."""
         found: dict[str, dict[tuple[int, ...], Any]] = {}
         with foreign_errors(f"{self.folder}/{METADATA}"):
             for index, info in self._loaded[0].storage_data.items():
@@ -87,13 +87,13 @@ class DcpFolder:
             }
 
     def values(self) -> dict[str, Callable[[], Any]]:
-        """Return a reader for each entry that is not a tensor, by name.  A reader returns plain values only."""
+        """Return a reader for each entry that is no tensor, by name.  A reader returns plain values only."""
         listed = self._loaded[0].state_dict_metadata.items()
         others = [name for name, stored in listed if not isinstance(stored, TensorStorageMetadata)]
         return {name: partial(self._read, name, ()) for name in others}
 
     def slices(self, name: str) -> list[LazyTensor]:
-        """Split a stacked tensor along dimension 0.  Each slice reads only the chunks that contain it."""
+        """Return the slices of a stacked tensor along dimension 0.  A slice reads only the chunks that contain it."""
         about: Any = self._loaded[0].state_dict_metadata[name]
         if not self._tiles(name, about).chunks:  # their bytes are there, so the list is not longer than these
             raise CheckpointError(f"{self.folder}/{METADATA}: {name} has no elements")
@@ -102,7 +102,7 @@ class DcpFolder:
         return [LazyTensor(shape, dtype, read) for read in reads]
 
     def rows(self, name: str, start: int, stop: int | None = None) -> Tensor:
-        """Read rows `start` to `stop` of a tensor; without `stop`, one row.  Other chunks are not read."""
+        """Read rows `start` to `stop` of a tensor; without `stop`, the row `start`.  Only their chunks are read."""
         about: Any = self._loaded[0].state_dict_metadata[name]
         found = self._tensor(name, about, (start, start + 1 if stop is None else stop))
         return found[0] if stop is None else found
@@ -205,13 +205,13 @@ class _Entries(ForeignCheckpoint):
 
 
 def dcp_folders(folder: LocalFolder) -> list[LocalFolder]:
-    """Return the folder if it holds such a checkpoint, or the two that accelerate's `save_state` writes under FSDP."""
+    """Return the folder if it holds such a checkpoint, or the two folders of accelerate's `save_state` under FSDP."""
     below = [folder.child(name) for name in ("pytorch_model_fsdp_0", "optimizer_0")]
     return [folder] if folder.has(METADATA) else [one for one in below if one.has(METADATA)]
 
 
 def read_dcp(folder: LocalFolder, _: ModelConfig) -> ForeignCheckpoint:
-    """Read a checkpoint of torch.distributed.checkpoint, or the two of accelerate.  Raises: CheckpointError."""
+    """Read a checkpoint of torch.distributed.checkpoint, or the two folders of accelerate.  Raises: CheckpointError."""
     sources = [DcpFolder(source) for source in dcp_folders(folder)]
     unknown = [f"{name} (named in {METADATA})" for source in sources for name in source.unknown]
     found = _Entries(str(folder), unknown=unknown)

@@ -1,10 +1,10 @@
-"""Checkpoints of DeepSpeed: shards of ZeRO 1 to 3, the whole optimizer of stage 0, and universal checkpoints.
+"""Reads checkpoints of DeepSpeed: shards of ZeRO 1 to 3, the whole optimizer of stage 0, and universal checkpoints.
 
     latest                                          "global_step300"
     global_step300/
       mp_rank_00_model_states.pt                    weights, names and shapes, counters; at stage 0 the optimizer, too
-      zero_pp_rank_0_mp_rank_00_model_states.pt     at stage 3 instead, one of each rank, with empty weights
-      zero_pp_rank_0_mp_rank_00_optim_states.pt     flat fp32 masters and moments of each rank; bf16_ before it under bf16
+      zero_pp_rank_0_mp_rank_00_model_states.pt     in its place at stage 3: a file of each rank, with empty weights
+      zero_pp_rank_0_mp_rank_00_optim_states.pt     flat fp32 masters and moments of each rank; under bf16, prefixed by bf16_
       zero/NAME/fp32.pt, exp_avg.pt, ...            universal: whole tensors instead of the optim_states
 
     stages 1, 2   group 0   | w0 | w1 ....|.... w1 | b1 |pad|     in the order of param_shapes
@@ -47,7 +47,7 @@ _KNOWN = data_beside(__file__)
 
 
 def find_deepspeed(folder: LocalFolder) -> LocalFolder | None:
-    """Return the folder that holds a checkpoint of DeepSpeed: this one, or the one that its `latest` names."""
+    """Return the folder with a checkpoint of DeepSpeed: this folder, or the folder that its `latest` names."""
     tag = folder.read(LATEST).decode(errors="replace").strip() if folder.has(LATEST) else "."
     named = folder.child(tag) if tag == Path(tag).name and tag != ".." else folder
     return next((at for at in (folder, named) if any(map(_MODEL_FILE.fullmatch, at.files()))), None)
@@ -72,7 +72,7 @@ class _FlatRange:
     numel: int
 
 
-# Name of a parameter, its shape, where its elements lie.
+# Name, shape and ranges of a parameter.
 _Place: TypeAlias = tuple[str, tuple[int, ...], list[_FlatRange]]
 
 

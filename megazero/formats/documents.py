@@ -1,4 +1,4 @@
-"""The documents of text files, one after another, whatever holds them.
+"""Reads the documents of text files, in any of these formats.
 
     name.jsonl, .ndjson     a document on each line, in one field       cut into ranges by bytes
     name.parquet            a document in each row, in one column       cut into ranges by row groups
@@ -7,8 +7,8 @@
                             object, else one document, in UTF-8         one range
     name.jsonl.gz, .zst     the same, compressed                        one range
 
-A file that begins as no text does is refused with what to do.  A line belongs to the range in which it starts.  A document
-that cannot be read is an error of its own, so that the rest can be read.
+A file that does not begin like text is refused with a hint.  A line belongs to the range in which it starts.  A document
+that cannot be read gives an error in its place, so that the others can be read.
 """
 
 import importlib.util
@@ -45,7 +45,7 @@ _NO_TEXT: Final = "a table is named .parquet, a packed file .gz or .zst; unpack 
 
 
 class FileRange(NamedTuple):
-    """A range of one input file, which one worker reads."""
+    """A range of an input file.  One worker reads it."""
 
     path: str
     start: int  # bytes of a `.jsonl`, row groups of a `.parquet`, 0 for others
@@ -55,7 +55,7 @@ class FileRange(NamedTuple):
 
 
 class Problem(NamedTuple):
-    """A file, line or row that was left out, and why."""
+    """A file, line or row that was left out, and the reason."""
 
     path: str
     position: int  # byte of a line, number of a compressed line or of a row, counted from 0; -1 for the whole
@@ -73,16 +73,16 @@ class Problem(NamedTuple):
 def find_files(
     inputs: Sequence[str | os.PathLike[str]], without: Collection[Path] = ()
 ) -> tuple[list[Path], list[Problem], int]:
-    """List the files of the inputs, what cannot be read, and how many hidden names were skipped.
+    """Return the files of the inputs, the problems with files that cannot be read, and the number of hidden names.
 
     Args:
-        inputs: files, URLs as fsspec reads them, and directories; a directory stands for its files in sorted order, without
-            names that start with a dot and without what `tokenize_files` has written: whole pairs with their identity, and
-            folders of shards.
-        without: files to pass over.
+        inputs: files, directories, and URLs that fsspec reads.  A directory stands for its files in sorted order, except
+            names that start with a dot and the output of `tokenize_files` (whole pairs with their identity, folders of
+            shards).
+        without: files to skip.
 
     Raises:
-        FileNotFoundError: an input does not exist, or there is no file at all.
+        FileNotFoundError: an input does not exist, or there are no files.
         ModuleNotFoundError: a file needs a package that is not installed.
     """
     files: list[Path] = []
@@ -139,7 +139,10 @@ def _without_pairs(names: Sequence[str]) -> list[str]:
 
 
 def cut_files(files: Sequence[Path], range_bytes: int) -> tuple[list[FileRange], list[Problem]]:
-    """Cut files into ranges of about `range_bytes`, in order, where that is possible; list the files that cannot be read."""
+    """Cut files into ranges of about `range_bytes`, in order, where their format allows it.
+
+    Returns: the ranges; the problems with files that cannot be read.
+    """
     ranges: list[FileRange] = []
     problems: list[Problem] = []
     for file in files:
@@ -213,9 +216,12 @@ def _first_line(path: str, packed: str) -> bytes:
 
 
 def documents_of(file_range: FileRange, key: str) -> Iterator[tuple[int, str | Exception]]:
-    """Yield (position, text) for each document of a range.  A text that cannot be read is replaced by its error.
+    """Yield (position, text) for each document of a range.  An error takes the place of a text that cannot be read.
 
-    Raises: whatever reading the file raises; what follows in the range is lost.
+    Args:
+        key: the field of a JSON line, or the column of a table, that holds the text.
+
+    Raises: any error of reading the file; the rest of the range is lost.
     """
     packed = kind_of(file_range.path)[1]
     if file_range.kind in _TABLES:
@@ -272,7 +278,7 @@ def _check_column(names: Sequence[str], key: str) -> None:
 
 
 def kind_of(path: str) -> tuple[str, str]:
-    """Return (kind, compression) by the name of a file, such as (".jsonl", ".gz")."""
+    """Return the format and the compression of a file by its name, such as (".jsonl", ".gz")."""
     name, last = os.path.splitext(path.lower())
     kind, packed = (os.path.splitext(name)[1], last) if last in (".gz", ".zst") else (last, "")
     return ".jsonl" if kind in (".ndjson", ".jsonlines") else kind, packed

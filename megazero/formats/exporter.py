@@ -1,11 +1,11 @@
-"""A checkpoint of ours becomes one of torch.distributed.checkpoint: model and AdamW's state by name, as torchtitan has them.
+"""Exports a checkpoint to torch.distributed.checkpoint: model and AdamW's state, under the names of torchtitan.
 
     step-00000300/                   out/
       master or model         ->       tok_embeddings.weight, ...             fp32 masters where there are any
       exp_avg, exp_avg_sq     ->       optimizer.state.NAME.exp_avg, .exp_avg_sq, .step
       trainer_state.json      ->       optimizer.param_groups.NAME.lr, ...; train_state.step; lr_scheduler.last_epoch
 
-torch's own writer writes; a tensor is read when its turn has come, and released before the next.
+torch's own writer is used.  Each tensor is read when it is written, and released before the next.
 """
 
 import re
@@ -56,18 +56,18 @@ class _Planner(DefaultSavePlanner):
 
 
 def export_dcp(path: Location, out: Location, *, dtype: str | None = None, names: str | None = None) -> Exported:
-    """Write a checkpoint so that torch.distributed.checkpoint.load reads it.
+    """Write a checkpoint in the format that torch.distributed.checkpoint.load reads.
 
     Args:
-        path: of a step.
+        path: a step directory.
         out: a local directory, new or empty.
-        dtype: of the weights: "fp32", "bf16" or "fp16"; None for that of the masters.
-        names: the table of names; None for the family's first.
+        dtype: dtype of the written weights: "fp32", "bf16" or "fp16"; None for that of the masters.
+        names: name of the table of names; None for the family's first table.
 
     Raises:
-        CheckpointError: the checkpoint is damaged or is not of our models, or the files cannot be read or written; nothing
+        CheckpointError: the checkpoint is damaged or not of a supported model, or files cannot be read or written; nothing
             is left in `out`.
-        ValueError: there is no such table.
+        ValueError: there is no table `names`.
     """
     if "://" in str(out):
         raise ValueError(f"{out} is a URL; torch.distributed.checkpoint is written to a directory")

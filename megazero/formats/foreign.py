@@ -1,4 +1,4 @@
-"""What a checkpoint of another framework holds, in its own names, and how our tensors are found in it.
+"""The contents of a checkpoint of another framework, under its own names, and a match of our tensors with them.
 
 files of theirs --reader--> ForeignCheckpoint --match_kinds--> our names, shapes, order --write_step--> a step of ours
                             their names, lazy                  still lazy                   one tensor at a time
@@ -40,7 +40,7 @@ _WRAPPERS = re.compile(r"(?<![^.])(?:module|_orig_mod|_forward_module|_(?:fsdp|c
 
 @dataclass(frozen=True)
 class LazyTensor:
-    """A tensor in a file, read on demand.  `read` may return a view of the file, which must not be written to."""
+    """A tensor in a file, read on demand.  `read` may return a view of the file; do not write to it."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -48,13 +48,13 @@ class LazyTensor:
 
     @classmethod
     def of(cls, tensor: Tensor) -> LazyTensor:
-        """Wrap a tensor that is in memory."""
+        """Wrap a tensor that is in memory already."""
         return cls(tuple(tensor.shape), tensor.dtype, tensor.detach)
 
 
 @contextmanager
 def foreign_errors(path: str) -> Iterator[None]:
-    """Raise any error of parsing a file of another program as a CheckpointError that names the file."""
+    """Within a `with` block, turn any error of parsing a foreign file into a CheckpointError that names the file."""
     try:
         yield
     except CheckpointError:
@@ -69,18 +69,18 @@ def foreign_errors(path: str) -> Iterator[None]:
 
 @dataclass
 class ForeignCheckpoint:
-    """The contents of a checkpoint of another framework, as a reader finds them; `finished` fills in what follows.
+    """The contents of a checkpoint of another framework.  A reader fills it in; `finished` adds the last two fields.
 
     Args:
-        path: of it, for messages.
-        tensors: by kind ("model", "master", "exp_avg", "exp_avg_sq"), then by their name.
-        step, samples: steps of the run and samples consumed; None where the checkpoint does not say.
-        notes: lines about what was understood and is not taken over; in order, each once.
-        unknown: names of what was met and not understood.
-        updates: the counts of updates that the tensors' state has; they must agree.
-        settings: of AdamW by key, each value of a group once.
-        optimizer_steps: updates of the weights, which AdamW's bias correction counts; 0 without moments.
-        optimizer: what the checkpoint says of the optimizer, by keys of our [optimizer] section.
+        path: path of the checkpoint, for messages.
+        tensors: tensors by kind ("model", "master", "exp_avg", "exp_avg_sq"), then by their foreign name.
+        step, samples: steps of the run and samples consumed; None if the checkpoint does not say.
+        notes: a line on each thing that was recognised but is not imported.
+        unknown: names of entries that were not recognised.
+        updates: counts of updates in the state of the tensors; they must agree.
+        settings: AdamW's settings by key, with the distinct values of all groups.
+        optimizer_steps: updates of the weights, for AdamW's bias correction; 0 without moments.
+        optimizer: settings of the optimizer, by the keys of our [optimizer] section.
     """
 
     path: str
@@ -95,12 +95,12 @@ class ForeignCheckpoint:
     optimizer: dict[str, Any] = field(default_factory=dict)
 
     def add_tensor(self, kind: str, name: str, tensor: LazyTensor, *, entry: str) -> None:
-        """Add the tensor of an entry.  A second tensor of the same name is listed as unknown."""
+        """Add a tensor.  A second tensor of the same kind and name is listed as unknown, as `entry`."""
         if self.tensors.setdefault(kind, {}).setdefault(name, tensor) is not tensor:
             self.unknown.append(f"{entry} (beside another {kind} of {name})")
 
     def add_step(self, step: int, *, entry: str) -> None:
-        """Set the step of the run.  A contradicting step is listed as unknown."""
+        """Set the step of the run.  A contradicting step is listed as unknown, as `entry`."""
         self.step = step if self.step is None else self.step
         if self.step != step:
             self.unknown.append(f"{entry} (beside a step of {self.step})")
@@ -108,7 +108,10 @@ class ForeignCheckpoint:
     def add_setting(self, name: str, key: str, value: Any) -> None:
         """Add a setting of one of the optimizer's groups.  A value that is not finite is listed as unknown.
 
-        name: of the entry, for messages.
+        Args:
+            name: name of the entry, for messages.
+            key: key of the setting in AdamW's groups.
+            value: its value.
         """
         if key in _COMPUTED:
             return
@@ -126,10 +129,12 @@ class ForeignCheckpoint:
             self.unknown.append(f"{name}={value}")
 
     def is_not_taken(self, name: str, reasons: Mapping[str, str]) -> bool:
-        """Return whether a pattern matches the name of an entry, which is then known but not used.
+        """Return whether an entry is recognised but not imported, and add a note on it.
 
         Args:
-            reasons: by pattern, a note, once for all that its first group names; "" for none.
+            name: name of the entry.
+            reasons: patterns of such names, each with the reason for the note, or "" for no note.  Entries for which the
+                first group of the pattern matches the same text share a note.
         """
         for pattern, reason in reasons.items():
             if found := re.fullmatch(pattern, name):
@@ -139,7 +144,7 @@ class ForeignCheckpoint:
         return False
 
     def finished(self) -> ForeignCheckpoint:
-        """Complete the fields and return the checkpoint.  Raises: CheckpointError: counts of updates differ or are wrong."""
+        """Fill in the last fields and return the checkpoint.  Raises: CheckpointError: counts of updates disagree."""
         self.optimizer_steps = max(self.updates, default=0)
         counts = {"steps": self.step or 0, "samples": self.samples or 0, "updates": self.optimizer_steps}
         for what, count in counts.items():
@@ -171,18 +176,19 @@ def match_kinds(
     described_by: str,
     ignore: Sequence[str] = (),
 ) -> tuple[dict[str, dict[str, LazyTensor]], list[str]]:
-    """Map stored tensors to our names, by kind and in the order of `shapes`.  Also return lines for the user.
+    """Match stored tensors with ours; return ours by kind, in the order of `shapes`, and lines for the user.
 
     Args:
-        model: resolved.
-        shapes: of our logical tensors.
-        tables: of names, of which one must fit.
+        found: the foreign checkpoint.
+        model: the resolved model.
+        shapes: shapes of our logical tensors, by name.
+        tables: tables of names; one of them must fit.
         described_by: the file that describes the model, for messages.
-        ignore: patterns of names that may be left out, as of file names.
+        ignore: patterns, as for file names, of names that may be left out.
 
     Raises:
-        CheckpointError: a tensor is missing, of another shape or dtype, or something is not understood; the message lists
-            all of it.
+        CheckpointError: a tensor is missing, has another shape or dtype, or an entry is not recognised; the message lists
+            all such tensors and entries.
     """
     kinds = {kind: wanted(tensors, ignore, _label(kind)) for kind, tensors in found.tensors.items()}
     # all of a kind may be ignored
@@ -281,10 +287,12 @@ def _best_table(
 
 
 def wanted(tensors: Mapping[str, LazyTensor], ignore: Iterable[str], label: str = "") -> Mapping[str, LazyTensor]:
-    """Drop ignored tensors, and strip wrapping modules from the names unless two names would become one.
+    """Drop ignored tensors, and strip the names of wrapping modules, unless that would make two names equal.
 
     Args:
-        label: stands before a name when it is compared with the patterns, as "exp_avg of ".
+        tensors: tensors by name.
+        ignore: patterns of the names to drop.
+        label: prefix of a name when it is compared with the patterns, such as "exp_avg of ".
     """
     tensors = {name: tensor for name, tensor in tensors.items() if not is_named(label + name, ignore)}
     plain = {_WRAPPERS.sub("", name): tensor for name, tensor in tensors.items()}
@@ -299,16 +307,16 @@ def match(
     *,
     label: str = "",
 ) -> tuple[dict[str, LazyTensor], list[str], dict[str, str]]:
-    """Find each tensor of a model among stored ones.
+    """Find each tensor of a model among stored tensors.
 
     Args:
-        tensors: by their name.
-        table: says which name and layout a tensor of ours has there.
-        model: resolved.
-        shapes: of our logical tensors, by our name; the result has their order.
-        label: stands before names in lines, as "exp_avg of ".
+        tensors: stored tensors by their foreign name.
+        table: foreign name and layout of each of our tensors.
+        model: the resolved model.
+        shapes: shapes of our logical tensors by our name; the result has their order.
+        label: prefix of names in lines, such as "exp_avg of ".
 
-    Returns: our tensors by our names; lines about what is wrong; and about what is unknown, by its name.
+    Returns: our tensors by our names; lines on problems; and a line on each unknown tensor, by its name.
     """
     found: dict[str, LazyTensor] = {}
     problems: list[str] = []
@@ -336,7 +344,7 @@ def match(
 
 
 def is_named(name: str, patterns: Iterable[str]) -> bool:
-    """Return whether one of the patterns, written as for file names, matches a name."""
+    """Return whether one of the patterns, as for file names, matches a name."""
     return any(fnmatchcase(name, pattern) for pattern in patterns)
 
 

@@ -1,6 +1,6 @@
-"""A transformers model directory becomes a checkpoint that a run can resume.
+"""Imports a transformers model directory as a checkpoint that a run can resume.
 
-    config.json            ->  [model] section, or a refusal that says why
+    config.json            ->  [model] section, or an error with the reasons
     model*.safetensors     ->  step 0 of kind `model`, under the names that transformers writes today
     pytorch_model*.bin
     tokenizer.json, ...    ->  the same files
@@ -44,12 +44,12 @@ class Imported:
     """The result of an import.
 
     Args:
-        model: resolved.
-        toml: the text of `model.toml`, sections of a run file that goes on from it.
-        dtype: of the weights.
-        tensors: how many, of all kinds.
-        bytes: of all tensors.
-        trainer: where the run goes on.
+        model: the resolved model.
+        toml: the text of `model.toml`: sections of a run file that continues from the checkpoint.
+        dtype: dtype of the weights.
+        tensors: number of tensors, of all kinds.
+        bytes: bytes of all tensors.
+        trainer: the state from which the run continues.
         notes: lines for the user.
     """
 
@@ -71,19 +71,19 @@ def import_model(
     max_shard_bytes: int = 5 * 10**9,
     ignore: Sequence[str] = (),
 ) -> Imported:
-    """Make a checkpoint of a transformers model.
+    """Import a transformers model as a checkpoint.
 
     Args:
         source: a directory with config.json and the weights.
-        out: new or empty.
-        dtype: "fp32", "bf16" or "fp16", to store the weights in; as they are when None, the widest where they differ.
-        seq_len: tokens in a sample, where positions are rotary; as many as the model's configuration names when None.
-        max_shard_bytes: of tensors in one file.
+        out: a new or empty directory.
+        dtype: dtype for the weights: "fp32", "bf16" or "fp16"; None keeps theirs, the widest if they differ.
+        seq_len: tokens in a sample, for rotary positions; None for the number in the model's configuration.
+        max_shard_bytes: most bytes of tensors in one file.
         ignore: patterns of names of tensors that may be left out.
 
     Raises:
-        CheckpointError: our models do not compute what this one does, a tensor is missing, unknown or of another shape,
-            or the files cannot be read or written; nothing is left in `out`.
+        CheckpointError: our models do not compute what this model does; a tensor is missing, unknown or of another shape;
+            or files cannot be read or written.  Nothing is left in `out`.
     """
     folder = local_source(source)
     if index.is_complete(folder):
@@ -112,10 +112,13 @@ def import_model(
 
 
 def model_section(config: Mapping[str, Any], seq_len: int | None = None) -> ModelConfig:
-    """Convert a `config.json` to a resolved [model] section, with `seq_len` or as many positions as it names.
+    """Convert a `config.json` to a resolved [model] section.
+
+    Args:
+        seq_len: tokens in a sample; None for the number of positions in the `config.json`.
 
     Raises:
-        ValueError: our models do not compute what this one does; the message lists every reason.
+        ValueError: our models do not compute what this model does; the message lists all reasons.
     """
     family = family_of(config.get("model_type"))
     section = format_of(family).section(family, config, seq_len)
@@ -164,14 +167,19 @@ def write_step(
     config: Mapping[str, object] | None = None,
     notes: tuple[str, ...] = (),
 ) -> Imported:
-    """Fill an empty folder with a step that any run can resume.  The manifest is written last.
+    """Write a step that any run can resume into an empty folder.  The manifest is written last.
 
     Args:
-        model: resolved.
-        kinds: tensors by kind and by our name; weights are stored in `dtype`, buffers and everything else in fp32.
+        target: the folder.
+        model: the resolved model.
+        kinds: tensors by kind and by our name.  Weights are stored in `dtype`, buffers and everything else in fp32.
+        trainer: the state from which a run continues.
+        toml: the text of `model.toml`.
         files: further small files by name.
-        dtype: "fp32", "bf16" or "fp16"; None for that of the weights, the widest where they differ.
+        dtype: "fp32", "bf16" or "fp16"; None keeps that of the weights, the widest if they differ.
+        max_shard_bytes: most bytes of tensors in one file.
         config: further keys of config.json.
+        notes: lines for the user.
 
     Raises: as `write_shards`.
     """

@@ -1,4 +1,4 @@
-"""`megazero checkpoint import` and `megazero checkpoint average`."""
+"""The commands `megazero checkpoint import` and `megazero checkpoint average`."""
 
 from typing import Annotated
 
@@ -21,7 +21,7 @@ def import_(
     max_shard_size: ShardOption = None,
     extension: ExtensionOption = None,
 ) -> None:
-    """Make a checkpoint of what another framework has written, to continue training from it."""
+    """Import a checkpoint of another framework, to continue training from it."""
     from megazero.checkpoint.folder import folder_at
     from megazero.formats.hugging_face import MODEL_TOML
     from megazero.formats.importer import import_checkpoint
@@ -39,7 +39,7 @@ def average(
     directories: Annotated[list[str], typer.Argument(metavar="STEPS... OUT", help="Step directories; the new one.")],
     extension: ExtensionOption = None,
 ) -> None:
-    """Write the mean of the weights of some steps as a new step, to evaluate, to export, or to start from."""
+    """Write the mean of the weights of some steps as a new step, to evaluate, export, or start from."""
     from megazero.formats.averaging import average_steps
 
     *steps, out = directories

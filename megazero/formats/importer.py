@@ -1,9 +1,9 @@
-"""A checkpoint of another framework becomes a step of a run of ours, which then goes on with its moments.
+"""Imports a checkpoint of another framework, with its moments, as a step from which a run can continue.
 
     source/.metadata + run.toml [model]   ->   step: weights, moments, masters; trainer_state.json; manifest.json (last)
 
-The form is recognised by the files that lie there.  The model is that of a run file, since these checkpoints do not
-describe it.  One tensor is read, moved and written at a time; no pickle is executed.
+The format is recognised by the files in the folder.  A run file gives the model, since these checkpoints do not describe it.
+One tensor is read, rearranged and written at a time; no pickle is executed.
 """
 
 import json
@@ -35,9 +35,9 @@ class Form:
     """A checkpoint format of another framework.
 
     Args:
-        about: its name in words.
-        recognises: whether a folder holds one.
-        read: what it holds, for a resolved model; None for transformers, which describes itself.
+        about: a description, for messages.
+        recognises: folder -> a true value if it holds a checkpoint of this format.
+        read: (folder, resolved model) -> the contents; None for transformers, which describes itself.
     """
 
     about: str
@@ -72,23 +72,23 @@ def import_checkpoint(
     ignore: Sequence[str] = (),
     max_shard_bytes: int = 5 * 10**9,
 ) -> Imported:
-    """Convert a checkpoint of another framework to one of ours.
+    """Import a checkpoint of another framework.
 
     Args:
-        source: its directory.
-        out: new or empty.
-        form: of FORMS; None for what the files tell.
-        run_file: whose [model] it is; not for a transformers model, which describes itself.
-        dtype: "fp32", "bf16" or "fp16", of the weights; None as they are.
-        seq_len: of a transformers model, see `import_model`.
-        step: steps done; None for what the checkpoint says.
-        samples: consumed; None for what the checkpoint says, or `step` global batches of the run file.
+        source: directory of the checkpoint.
+        out: a new or empty directory.
+        form: a name in FORMS; None to recognise the format by the files.
+        run_file: the run file with the [model]; None for a transformers model, which describes itself.
+        dtype: dtype for the weights: "fp32", "bf16" or "fp16"; None keeps theirs.
+        seq_len: for a transformers model, see `import_model`.
+        step: steps done; None for the number in the checkpoint.
+        samples: samples consumed; None for the number in the checkpoint, or `step` global batches of the run file.
         ignore: patterns of names that may be left out.
-        max_shard_bytes: of tensors in one file.
+        max_shard_bytes: most bytes of tensors in one file.
 
     Raises:
-        CheckpointError: something is missing, of another shape or not understood, or files cannot be read or written;
-            nothing is left in `out`.
+        CheckpointError: a tensor is missing or of another shape, an entry is not recognised, or files cannot be read or
+            written.  Nothing is left in `out`.
         ConfigError: the run file is wrong.
     """
     folder = local_source(source)
@@ -133,7 +133,7 @@ def _recognised(folder: LocalFolder) -> str:
 def _check_moments(found: ForeignCheckpoint, kinds: Iterable[str], config: RunConfig, run_file: str | Path) -> bool:
     """Return whether the checkpoint has AdamW's moments.
 
-    Raises: CheckpointError: it has a part of them, or the optimizer of the run file keeps others.
+    Raises: CheckpointError: it has only some of them, or the run file's optimizer has other state.
     """
     moments = [kind for kind in ADAM if kind in set(kinds)]
     if not moments:
@@ -151,7 +151,7 @@ def _check_moments(found: ForeignCheckpoint, kinds: Iterable[str], config: RunCo
 def _trainer_state(
     found: ForeignCheckpoint, config: RunConfig, step: int | None, samples: int | None, *, has_moments: bool
 ) -> tuple[TrainerState, list[str]]:
-    """Return the trainer state to resume from, and lines for the user.  Without moments the step is 0 unless it is given."""
+    """Return the trainer state to resume from, and lines for the user.  Without moments, the step is 0 unless given."""
     if step is None:
         step = found.step or 0 if has_moments else 0
     if samples is None and step == found.step:

@@ -1,11 +1,11 @@
-"""Pickles of other programs, read without running anything of theirs.
+"""Reads the pickles of other programs without running any of their code.
 
     .metadata           a plain pickle      classes of DCP's metadata are made; for others a stand-in that does nothing
     *.distcp, *.pt      torch.save          torch's loader of tensors and plain values; again with stand-ins
 
-A pickle can only name what to call.  Here a name is looked up in a short list, and what is not on it is never imported: its
-calls make a `StandIn`, and its name is returned to the caller.  A pickle can also set attributes: here only those of objects
-that it has made, never those of a class.  The sums of a zip, which torch does not look at, are checked.
+A pickle names the functions to call.  Here, only names on a short list are imported.  Calls of any other name make a
+`StandIn`, and the name is returned to the caller.  A pickle can also set attributes; here, only attributes of objects that
+it has made, never those of a class.  The checksums of a zip file, which torch ignores, are compared.
 """
 
 import io
@@ -44,7 +44,7 @@ _PLAIN: dict[str, Any] = {name: resolve_name(place) for name, place in _LISTS["p
 
 
 class StandIn:
-    """Replaces an object whose class is not on the list; it keeps its plain state, and does nothing."""
+    """Replaces an object whose class is not on the list.  It holds the object's plain state, and does nothing."""
 
     def __init__(self, *_: Any, **__: Any) -> None: ...
 
@@ -59,7 +59,7 @@ class StandIn:
     def __setitem__(self, *_: Any) -> None: ...
 
 
-# What a pickle makes anew, and so may fill.
+# Types whose instances a pickle makes itself, so that it may fill them.
 _FILLED = (*_RECORDS, StandIn)
 
 
@@ -90,7 +90,7 @@ class _Unpickler(pickle._Unpickler):  # the one in Python, whose steps can be re
 
 
 def load_metadata(data: bytes) -> tuple[Any, list[str]]:
-    """Read a plain pickle; return its value and the names that are not on the list.  Raises: ValueError: damage."""
+    """Read a plain pickle; return its value and the names that are not on the list.  Raises: ValueError: it is damaged."""
     unpickler = _Unpickler(io.BytesIO(data))
     try:
         return unpickler.load(), sorted(unpickler.unknown)

@@ -29,9 +29,15 @@ _AT_ONCE: Final = 1 << 24  # ids
 def pair_of(path: Path, cache_dir: str | os.PathLike[str], tokenizer: Tokenizer, say: Callable[[str], None]) -> Path:
     """Return the prefix of a pair with the tokens of a raw file.  Write the pair if the cache does not have it.
 
+    Args:
+        path: the raw file.
+        cache_dir: directory for the pair.
+        tokenizer: the tokenizer of the tokens, whose end-of-document token separates documents.
+        say: prints a line on the terminal.
+
     Raises:
-        ValueError: the file is damaged, or of another form.
-        OSError: it cannot be read, or the cache not be written.
+        ValueError: the file is damaged or has another format.
+        OSError: the file cannot be read, or the cache cannot be written.
     """
     files = [file for file in (path, Path(f"{path}.index")) if file.exists()]
     state = path.absolute(), tokenizer.fingerprint, [(one.st_size, one.st_mtime_ns) for one in map(Path.stat, files)]

@@ -1,4 +1,4 @@
-"""Samples as training reads them, as text: their source, the borders of documents, and what the loss leaves out.
+"""Shows training samples as text: their source, the borders of documents, and how many tokens count in the loss.
 
 sample 3: data/books, window 17, 512 tokens
   document of 200 tokens, 199 count: 'Call me Ishmael. ...'
@@ -18,9 +18,9 @@ from megazero.training.batches import open_corpus_of, read_on_host
 
 
 def describe_samples(config: RunConfig, first: int, count: int) -> Iterator[str]:
-    """Describe the training samples [first, first + count).  A token counts if the loss predicts the next one from it.
+    """Describe the training samples [first, first + count).  A token counts if the loss contains a prediction from it.
 
-    Raises: FileNotFoundError, ValueError, OSError: as `open_corpus`.
+    Raises: FileNotFoundError, ValueError, OSError: see `open_corpus`.
     """
     data, stream = config.data, open_corpus_of(config).train
     names = [source.path for source in data.sources]

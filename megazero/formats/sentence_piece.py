@@ -1,4 +1,4 @@
-"""A SentencePiece model as a `tokenizer.json`, proved on the first documents of the text that it is to tokenize."""
+"""Converts a SentencePiece model to a `tokenizer.json`, and checks the result on the first documents of the text."""
 
 from collections.abc import Sequence
 from itertools import islice
@@ -16,18 +16,20 @@ _PROVED_ON = 1000  # documents
 def convert(
     path: Path, out: Path, inputs: Sequence[str], jsonl_key: str, eod_token: str | None, *, overwrite: bool = False
 ) -> None:
-    """Write a BPE model of SentencePiece as a file of the library `tokenizers`, which gives the same ids.
+    """Write a BPE model of SentencePiece as a file of the library `tokenizers` that gives the same ids.
 
     Args:
-        inputs, jsonl_key: text on which both must agree, as for `tokenize_files`.
-        eod_token: as for `load_tokenizer`.
-        overwrite: replace another tokenizer.
+        path: the SentencePiece model.
+        out: the file to write.
+        inputs, jsonl_key: text on which both must agree; see `tokenize_files`.
+        eod_token: see `load_tokenizer`.
+        overwrite: replace another tokenizer at `out`.
 
     Raises:
-        FileNotFoundError: there is no model.
+        FileNotFoundError: the model does not exist.
         ModuleNotFoundError: SentencePiece is not installed.
-        FileExistsError: `out` is another tokenizer.
-        ValueError: the model is damaged or of another kind, or ids differ.
+        FileExistsError: `out` exists and is another tokenizer.
+        ValueError: the model is damaged or no BPE model, or the ids differ.
     """
     try:
         from sentencepiece import SentencePieceProcessor, sentencepiece_model_pb2

@@ -1,13 +1,13 @@
-"""Names and layouts that torchtitan, Megatron-Core and transformers give to a family's tensors.
+"""The names and layouts of a family's tensors in torchtitan, Megatron-Core and transformers.
 
     theirs                                                          ours
     torchtitan   layers.3.attention.wq.weight    row pairs   ->     model.layers.3.self_attn.q_proj.weight
     Megatron     decoder.layers.3...linear_qkv   q, k, v     ->     ... q_proj.weight, ... k_proj.weight, ... v_proj.weight
 
-A tensor of ours is made of one tensor of theirs by moving elements only, so moments move as the weights do.  `{}` stands
-for the number of the layer.
+Each of our tensors consists of elements of one of their tensors, moved but not changed, so moments can be moved in the same
+way.  `{}` stands for the number of the layer.
 
-The tables themselves are data: tables.toml.
+The tables themselves are in tables.toml.
 """
 
 import re
@@ -32,18 +32,18 @@ Move: TypeAlias = Callable[[Tensor, ModelConfig], Tensor]  # moves elements; the
 
 
 def unmoved(tensor: Tensor, model: ModelConfig) -> Tensor:
-    """Return the tensor as it is."""
+    """Return the tensor unchanged."""
     return tensor
 
 
 @dataclass(frozen=True)
 class Theirs:
-    """The place of a tensor of ours in a checkpoint of another framework.
+    """Where one of our tensors is in a checkpoint of another framework.
 
     Args:
-        name: of their tensor.
-        take: from their tensor to ours.  Raises RuntimeError for a shape that cannot be.
-        give: from ours to theirs; None where theirs holds more than ours.
+        name: name of their tensor.
+        take: their tensor -> ours.  Raises RuntimeError for an impossible shape.
+        give: our tensor -> theirs; None if theirs contains more than ours.
     """
 
     name: str
@@ -53,19 +53,19 @@ class Theirs:
 
 @dataclass(frozen=True)
 class NameTable:
-    """How one framework names and lays out the tensors of a family.
+    """The names and layouts that a framework gives to the tensors of a family.
 
     Args:
-        name: of the table, as commands take it.
-        embedding: our name of the embedding table, by which a prefix of theirs is found.
-        tensors: by our name; one that is not listed has the same name there.
-        dropped: a prefix that our names have and theirs have not.
-        head: their name of the output layer.  Where embeddings are tied it may hold a copy of the embedding.
+        name: name of the table in commands.
+        embedding: our name of the embedding table, which is used to find their prefix.
+        tensors: their tensors by our names; a tensor that is not listed has the same name there.
+        dropped: a prefix that our names have and theirs do not.
+        head: their name of the output layer.  If embeddings are tied, it may be a copy of the embedding.
         buffers: their names of stored tensors that are no parameters.
-        own: keys of [model] that no tensor shows, with the values that the framework's own models of this family have.
-        unscaled: in words, rotary positions without scaling, where its own models scale them.
-        rotations: their name of stored rotary rotations, complex [positions, head size / 2]; "" where they store none.
-        prefix: before all of their names in this checkpoint.
+        own: keys of [model] that no tensor reveals, with the values in the framework's own models of this family.
+        unscaled: words for rotary positions without scaling, if the framework's own models scale them.
+        rotations: their name of stored rotary rotations, complex [positions, head size / 2]; "" if they store none.
+        prefix: a prefix of all their names in this checkpoint.
     """
 
     name: str
@@ -80,7 +80,7 @@ class NameTable:
     prefix: str = ""
 
     def theirs(self, ours: str) -> Theirs:
-        """Return the place of a tensor of ours."""
+        """Return where one of our tensors is."""
         layer = _LAYER.search(ours)
         pattern = ours if layer is None else f"{ours[: layer.start(1)]}{{}}{ours[layer.end(1) :]}"
         found = self.tensors.get(pattern) or Theirs(pattern.removeprefix(self.dropped))
@@ -88,13 +88,13 @@ class NameTable:
 
 
 def rows_of_pairs(heads: Callable[[ModelConfig], int]) -> tuple[Move, Move]:
-    """Return (take, give) for the rows of q or k: rotary positions rotate neighbouring rows there, halves of a head here.
+    """Return (take, give) for the rows of q or k.  They rotate pairs of adjacent rows, we rotate the halves of a head.
 
         theirs  a0 b0 a1 b1 a2 b2        each pair (a, b) is rotated by one angle
         ours    a0 a1 a2 b0 b1 b2
 
     Args:
-        heads: how many heads the rows hold.
+        heads: number of heads in the rows.
     """
 
     def moved(pairs: tuple[int, int], tensor: Tensor, model: ModelConfig) -> Tensor:
@@ -109,7 +109,7 @@ def kv_heads(model: ModelConfig) -> int:
 
 
 def of_query_groups(projection: str) -> Move:
-    """Return a move that takes "q", "k" or "v" from rows stored by query group, as in Megatron's `linear_qkv`.
+    """Return a function that takes "q", "k" or "v" from rows stored by query group, as in Megatron's `linear_qkv`.
 
     theirs  q0 q1 k0 v0 | q2 q3 k1 v1        4 heads, 2 groups
     """
@@ -126,27 +126,27 @@ def of_query_groups(projection: str) -> Move:
 
 
 def half(index: int) -> Move:
-    """Return a move that takes the first or second half of the rows."""
+    """Return a function that takes the first or the second half of the rows."""
     return lambda tensor, _: tensor.unflatten(0, (2, -1))[index]
 
 
 def without_padding(tensor: Tensor, model: ModelConfig) -> Tensor:
-    """Drop the padding rows of a vocabulary."""
+    """Drop the padding rows after the vocabulary."""
     return tensor[: model.vocab_size]
 
 
 def of_heads(tensor: Tensor, model: ModelConfig) -> Tensor:
-    """Reorder q, k, v of each head to q | k | v of all heads, for GPT-2, whose matrices are [in, out] here."""
+    """Reorder q, k, v of each head to q | k | v of all heads, for GPT-2.  Our matrices of GPT-2 are [in, out]."""
     rows = tensor.unflatten(0, (model.num_heads, 3, -1)).transpose(0, 1).flatten(0, 2)
     return rows.t() if rows.dim() == 2 else rows
 
 
 def transposed(tensor: Tensor, model: ModelConfig) -> Tensor:
-    """Transpose: [out, in] <-> [in, out]."""
+    """Transpose [out, in] to [in, out], or back."""
     return tensor.t()
 
 
-#: (take, give) by their name in tables.toml.
+#: The pairs (take, give), by the names that tables.toml uses.
 MOVES: dict[str, tuple[Move, Move | None]] = {
     "": (unmoved, unmoved),
     "pairs of q": rows_of_pairs(lambda model: model.num_heads),
@@ -161,7 +161,7 @@ MOVES: dict[str, tuple[Move, Move | None]] = {
 
 
 def data_beside(module: str) -> dict[str, Any]:
-    """Read the .toml file beside a module, which is given by its own file."""
+    """Read the .toml file with the name of a module, next to it.  `module`: path of the module."""
     return tomllib.loads(Path(module).with_suffix(".toml").read_text(encoding="utf-8"))
 
 
@@ -179,19 +179,22 @@ def _read_table(tables: Mapping[str, Any], key: str) -> NameTable:
 
 
 _DATA = data_beside(__file__)
-#: By family.  A script adds those of its own family.
+#: Tables by family.  A script adds those of its own family.
 TABLES = {
     family: tuple(_read_table(_DATA["tables"], key) for key in keys) for family, keys in _DATA["families"].items()
 }
 
 
 def names_of_transformers(form: HuggingFaceFormat) -> tuple[NameTable, NameTable]:
-    """Return the names of transformers with and without the model's prefix; a model saved without its head has none."""
+    """Return the tables of transformers' names, with and without the model's prefix.
+
+    A model that was saved without its head has no prefix.
+    """
     whole = NameTable("hugging-face", form.embedding, head=form.head, buffers=re.compile(form.buffers))
     return whole, replace(whole, dropped=form.prefix)
 
 
 def tables_of(family: str) -> tuple[NameTable, ...]:
-    """Return the tables of a family, the likeliest first.  The last are the names of transformers, or our own."""
+    """Return the tables of a family, the likeliest first.  The last ones are the names of transformers, or our own."""
     form = FAMILIES[family].hugging_face
     return (*TABLES.get(family, ()), *([NameTable("own", "")] if form is None else names_of_transformers(form)))

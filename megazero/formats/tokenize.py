@@ -1,10 +1,10 @@
-"""Tokenizing text files into one `.bin`/`.idx` pair, in several processes; stopped at any moment, it goes on where it was.
+"""Tokenizes text files to a `.bin`/`.idx` pair, in several processes.  It can be stopped at any moment and continued.
 
     files, sorted -> ranges -> shards --workers--> prefix.tokenizing/KEY.zip        --in order--> prefix.bin, .idx
-                               a megabyte of       KEY is a hash of all that decides the shard,   the output depends on
-                               text, or more       so a finished one serves the next start        the inputs alone
+                               a megabyte of       KEY is a hash of everything that decides a     the output depends on
+                               text, or more       shard, so the next start finds finished ones   the inputs alone
 
-Every document ends with the tokenizer's end-of-document id; an empty document is left out and counted.
+Every document ends with the tokenizer's end-of-document id.  Empty documents are left out and counted.
 """
 
 import functools
@@ -55,7 +55,7 @@ class TokenizeSummary(NamedTuple):
 
 @dataclass(frozen=True)
 class _Job:
-    """The settings that decide the tokens of a text, and the folder of the shards."""
+    """The settings that decide the tokens of a text, and the folder for the shards."""
 
     folder: Path
     tokenizer: str
@@ -69,7 +69,7 @@ class _Job:
 
 
 class Shard(NamedTuple):
-    """Ranges of files that one worker tokenizes at once."""
+    """Ranges of files that a worker tokenizes together."""
 
     key: str  # a hash: equal for equal text, tokenizer and settings
     ranges: tuple[FileRange, ...]
@@ -107,17 +107,17 @@ def tokenize_files(
 ) -> TokenizeSummary:
     """Tokenize text, JSON lines and `.parquet` files, also in `.gz` and `.zst`, into `out_prefix`.bin and .idx.
 
-    What is done is kept in `out_prefix`.tokenizing until the pair is complete: after an error, or when the process was
-    killed, the same call goes on with the shards that are missing or whose files have changed.
+    Finished shards are kept in `out_prefix`.tokenizing until the pair is complete.  After an error, or if the process was
+    killed, the same call tokenizes only the shards that are missing or whose files have changed.
 
     Args:
-        inputs: files and directories, in the order of the output; see `find_files`, and `documents` for what a file holds.
-        out_prefix: path of the pair to write; it appears when all is done.
-        tokenizer, eod_token: arguments of `load_tokenizer`; every worker loads its own.
-        workers: processes that tokenize; 1 works in this one.
-        jsonl_key: the field of a line, or the column of a table, that holds its text.
-        overwrite: replace a pair that exists.
-        skip_bad: leave out what cannot be read, and name it in the notes; otherwise it ends the call with an error, before
+        inputs: files and directories, in the order of the output; see `find_files`, and `documents` for the formats.
+        out_prefix: path of the pair to write; the pair appears when everything is done.
+        tokenizer, eod_token: arguments of `load_tokenizer`; every worker loads the tokenizer.
+        workers: number of processes that tokenize; with 1, this process does.
+        jsonl_key: the field of a JSON line, or the column of a table, with the text.
+        overwrite: replace an existing pair.
+        skip_bad: leave out what cannot be read, and name it in the notes.  Otherwise the call ends with an error, before
             the work or before the pair is written.
         on_progress: called in this process with (input bytes done, all input bytes) after each shard.
 
@@ -125,7 +125,7 @@ def tokenize_files(
         FileNotFoundError: an input does not exist.
         FileExistsError: the pair or a file under one of its names exists, or another process is writing it.
         ModuleNotFoundError: a file needs a package that is not installed.
-        ValueError: a prefix that is none, files or documents that cannot be read, a file that changes meanwhile, or no text.
+        ValueError: the prefix is invalid, files or documents cannot be read, a file changes meanwhile, or there is no text.
         ChildProcessError: a worker died.
     """
     if workers < 1:
@@ -174,7 +174,7 @@ def tokenize_files(
 
 
 def check_outputs(prefix: str | os.PathLike[str], overwrite: bool) -> None:
-    """Check that a pair may be written.  Raises: FileExistsError: one is there.  ValueError: a prefix that is none."""
+    """Check that a pair may be written.  Raises: FileExistsError: a pair exists.  ValueError: the prefix is invalid."""
     taken = [path for path in (identity_path(prefix), *pair_paths(prefix)) if path.exists()]
     # Without an index they are of a command that was killed between its renames, if its shards are still there.
     is_ours = _folder_of(os.fspath(prefix)).exists() and not pair_paths(prefix)[-1].exists()
@@ -207,7 +207,7 @@ def _listed(count: int, named: Sequence[Problem]) -> str:
 
 
 def make_shards(files: Sequence[Path], job: _Job) -> tuple[list[Shard], list[Problem]]:
-    """Group the files into shards, in order, and list the files that cannot be read."""
+    """Group the files into shards, in order.  Returns: the shards; the problems with files that cannot be read."""
     states: dict[str, tuple[int, int]] = {}
     for path in files:
         with suppress(OSError):  # which `cut_files` reports
@@ -242,7 +242,7 @@ def _state_of(path: str | Path) -> tuple[int, int]:
 def _tokenize_shards(
     shards: Sequence[Shard], job: _Job, workers: int, on_progress: Callable[[int, int], None]
 ) -> list[_Tokenized]:
-    """Tokenize the shards that are not done yet, and return the result of every shard."""
+    """Tokenize the shards that are not finished; return the result of every shard."""
     job.folder.mkdir(exist_ok=True)
     missing = [shard for shard in shards if not _is_done(shard, job)]
     total = sum(shard.bytes for shard in shards)
@@ -278,7 +278,7 @@ def _over_processes(work: Callable[[T], R], items: Sequence[T], workers: int) ->
 
 
 def _end_with_parent() -> None:
-    """End this worker at once on Ctrl-C, and when the command that started it has been killed."""
+    """Make this worker end at once on Ctrl-C, and when the command that started it has been killed."""
     import multiprocessing
 
     signal.signal(signal.SIGINT, signal.SIG_DFL)
@@ -296,7 +296,7 @@ _tokenizer_of_process = functools.cache(load_tokenizer)
 
 
 def _tokenize_shard(shard: Shard, job: _Job) -> int:
-    """Tokenize a shard into a zip, whose sums are checked when it is read.  Return its bytes of input."""
+    """Tokenize a shard into a zip file, whose checksums are compared when it is read.  Return its bytes of input."""
     done, lengths = _Tokenized(), array("i")
     # its own: a worker whose command was killed may still be writing
     partial = job.path(shard).with_suffix(f".zip.{secrets.token_hex(4)}.partial")
@@ -318,7 +318,7 @@ def _tokenize_shard(shard: Shard, job: _Job) -> int:
 
 
 def _encoded(shard: Shard, job: _Job, done: _Tokenized) -> Iterator[NDArray[np.int32]]:
-    """Yield the ids of each document.  Record in `done` what is left out: every error is of a document or of its file."""
+    """Yield the ids of each document.  Record in `done` the documents and files that are left out."""
     encoder = _tokenizer_of_process(job.tokenizer, job.eod_token)
 
     def unread(file_range: FileRange, position: int, error: Exception) -> None:

@@ -1,4 +1,4 @@
-"""A tokenizer of one's own: byte-level BPE of the text that `data tokenize` reads, trained by the library `tokenizers`."""
+"""Trains a byte-level BPE tokenizer on the text that `data tokenize` reads, with the library `tokenizers`."""
 
 import sys
 from collections.abc import Iterator, Sequence
@@ -14,15 +14,19 @@ _LEAST: Final = 257  # a token for each byte, and the end of a document
 
 
 def train_tokenizer(inputs: Sequence[str], out: Path, vocab_size: int, jsonl_key: str = "text") -> int:
-    """Write a `tokenizer.json` of at most `vocab_size` tokens; documents end with <|endoftext|>.  Returns how many it has.
+    """Train a tokenizer and write it as a `tokenizer.json`; documents end with <|endoftext|>.
 
     Args:
-        inputs, jsonl_key: as for `tokenize_files`.
+        inputs, jsonl_key: the text; see `tokenize_files`.
+        out: the file to write.
+        vocab_size: largest number of tokens.
+
+    Returns: the number of tokens.
 
     Raises:
         FileNotFoundError: an input does not exist.
         FileExistsError: `out` exists.
-        ValueError: something cannot be read, or the vocabulary is too small.
+        ValueError: an input cannot be read, or the vocabulary is too small.
     """
     if vocab_size < _LEAST:
         raise ValueError(f"--vocab-size {vocab_size} must be at least {_LEAST}: the bytes, and the end of a document")

@@ -1,4 +1,4 @@
-"""The weights of a model directory: safetensors, one file or several with an index.
+"""Opens the weights of a model directory: one file, or several files with an index.
 
 transformers          model.safetensors, pytorch_model.bin, or shards and their index
 accelerate            the same from `save_state`, or pytorch_model_fsdp.bin
@@ -27,7 +27,7 @@ _FROM_HUB = "a model of the Hugging Face hub is fetched first: hf download NAME 
 
 
 def local_source(source: str | Path) -> LocalFolder:
-    """Return the directory or file to import.  Raises: CheckpointError: it is missing, or git-lfs has not fetched it."""
+    """Return the path to import.  Raises: CheckpointError: it does not exist, or git-lfs has not fetched it."""
     folder = LocalFolder(Path(source))
     if not folder.path.exists():
         raise CheckpointError(f"{source} does not exist; {_FROM_HUB}")
@@ -44,7 +44,7 @@ def _check_fetched(path: Path) -> None:
 
 
 def has_weights(folder: LocalFolder) -> bool:
-    """Return whether a folder holds files of weights."""
+    """Whether a folder contains files of weights."""
     return any(name.removesuffix(".index.json") in _WEIGHTS or name.endswith(".ckpt") for name in folder.files())
 
 
@@ -52,8 +52,8 @@ def open_weights(folder: LocalFolder) -> ForeignCheckpoint:
     """Open the tensors of a model directory, or of one file.
 
     Raises:
-        CheckpointError: there are no weights, a file is missing or cannot be read, a tensor is in two files, or one that the
-            index names is in none of them; which file the index gives it does not matter.
+        CheckpointError: there are no weights, a file is missing or cannot be read, a tensor is in two files, or a tensor in
+            the index is in no file.  (It may be in another file than the index says.)
     """
     folder, (files, listed) = (folder, _find(folder)) if folder.path.is_dir() else (folder.parent, ([folder.name], {}))
     states = [name for name in ("optimizer.bin", "optimizer.pt") if folder.has(name)]

@@ -17,7 +17,7 @@ GLM4_FORMAT = QWEN2_FORMAT.variant(
     problems=partial(llama_problems, rotated=_ROTATED),
 )
 GLM4 = LlamaFamily(
-    Variant(out_bias=False, norm_place="around", norms=_NORMS, fused=("gate_up",), turns_neighbours=True),
+    Variant(out_bias=False, norm_place="around", norms=_NORMS, fused=("gate_up",), rotates_adjacent=True),
     GLM4_FORMAT,
     ("rope_theta", "head_dim", "attention_bias"),
 )

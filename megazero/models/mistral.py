@@ -1,4 +1,4 @@
-"""Mistral: Llama whose attention may see a window of positions only (Jiang et al. 2023)."""
+"""Mistral: Llama whose attention may be limited to a window of positions (Jiang et al. 2023)."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any

@@ -1,4 +1,4 @@
-"""Mixtral: Mistral with a mixture of experts in place of each MLP (Jiang et al. 2024); the families like it are values."""
+"""Mixtral: Mistral with a mixture of experts in place of each MLP (Jiang et al. 2024), and the class of such families."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -16,9 +16,9 @@ class ExpertFamily(LlamaFamily):
 
     Args:
         variant, hugging_face: see `LlamaFamily`.
-        unset: what is taken where a run file leaves these keys out, as transformers does.
+        unset: defaults of the keys that a run file leaves out, equal to those of transformers.
         reads: see `ModelFamily`.
-        renormalizes: the one value of `renormalize_gates` that the family has; None where it has both.
+        renormalizes: the only value of `renormalize_gates` that the family supports; None if it supports both.
     """
 
     def __init__(
@@ -40,36 +40,36 @@ class ExpertFamily(LlamaFamily):
         return model.model_copy(update=update)
 
     def rules(self) -> tuple[ModelRule, ...]:
-        """The rules of Llama-like families, and those of experts."""
+        """The rules of families like Llama, and those of experts."""
         per_token = ModelRule(("model.num_experts", "model.experts_per_token"), self.check_per_token)
         return (*super().rules(), per_token, ModelRule(("model.renormalize_gates",), self.check_gates))
 
     def check_ffn(self, _: ModelConfig, __: int) -> Iterator[Problem]:
-        """tp cuts no expert, so any inner size goes."""
+        """Accept any inner size, because tp does not split experts."""
         return iter(())
 
     def check_per_token(self, model: ModelConfig, _: int) -> Iterator[Problem]:
-        """experts_per_token is at most num_experts."""
+        """Check that experts_per_token is at most num_experts."""
         count = model.num_experts or self.unset["num_experts"]
         if model.experts_per_token is not None and model.experts_per_token > count:
             rule = f"must be at most num_experts={count}"
             yield Problem("model.experts_per_token", model.experts_per_token, rule, nearest_text([count]))
 
     def check_gates(self, model: ModelConfig, _: int) -> Iterator[Problem]:
-        """renormalize_gates has a value that the family supports."""
+        """Check that the family supports the value of renormalize_gates."""
         fixed = self.renormalizes
         if fixed is not None and model.renormalize_gates not in (None, fixed):
             rule = f"must be {str(fixed).lower()} for {model.family}, which has no other form"
             yield Problem("model.renormalize_gates", model.renormalize_gates, rule, "leave it out")
 
     def layer_weights(self, model: ModelConfig) -> float:
-        """q, k, v, out; the router; gate, up, down of a token's experts."""
+        """Count the elements of a layer's matrices: q, k, v, out; the router; gate, up, down of a token's experts."""
         experts, per_token = model.num_experts or 0, model.experts_per_token or 0
         return attention_weights(model) + model.hidden_size * (experts + 3 * per_token * model.expert_size)
 
 
 def lost_balance(config: Mapping[str, Any]) -> Iterator[str]:
-    """Lines on what an import drops: transformers' auxiliary loss is over all layers and a whole batch."""
+    """Return lines on losses that an import drops: transformers computes its auxiliary loss over all layers and a batch."""
     yield from LLAMA_FORMAT.lost(config)
     if config.get("output_router_logits"):
         coefficient = config.get("router_aux_loss_coef")

@@ -12,7 +12,7 @@ _FULL, _LOCAL, _WINDOW = "full_attention", "sliding_attention", 4096
 
 
 def window_problems(config: Mapping[str, Any], seq_len: int | None) -> Iterator[str]:
-    """What a `config.json` with windows says about layers that we do not compute."""
+    """Return what is not supported in a `config.json` with windows."""
     kinds = {str(kind) for kind in config.get("layer_types") or ()}
     if config.get("sliding_window", _WINDOW) is None and kinds != {_FULL}:
         yield "sliding_window is null, and layers need one; write layer_types that are all 'full_attention'"
@@ -20,7 +20,7 @@ def window_problems(config: Mapping[str, Any], seq_len: int | None) -> Iterator[
 
 
 def window_and_rope_problems(config: Mapping[str, Any], seq_len: int | None) -> Iterator[str]:
-    """As `window_problems`, where layers with a window have rotary positions of their own."""
+    """Like `window_problems`, for families whose layers with a window have other rotary positions."""
     if _rope_of_windows(config).get("rope_type", "default") != "default":
         yield f"rope_parameters: {_LOCAL} is scaled, which is not supported"
     if (rope := config.get("rope_parameters")) and not {_FULL, _LOCAL} & {*rope}:
@@ -29,13 +29,13 @@ def window_and_rope_problems(config: Mapping[str, Any], seq_len: int | None) -> 
 
 
 def written_windows(model: ModelConfig) -> dict[str, Any]:
-    """Keys about windows."""
+    """Return the keys of a `config.json` about windows."""
     kinds = [_LOCAL if model.window_of(layer) else _FULL for layer in range(model.num_layers)]
     return LLAMA_FORMAT.extra(model) | {"layer_types": kinds, "sliding_window": model.sliding_window}
 
 
 def written_ropes(model: ModelConfig) -> dict[str, Any]:
-    """Keys about windows and rotary positions, which differ between the kinds of layers."""
+    """Return the keys of a `config.json` about windows and rotary positions, where layers with a window have other ones."""
     written, plain = written_windows(model), {"rope_type": "default"}
     full = plain | {"rope_theta": model.rope_theta} | written.get("rope_scaling", {})
     rope = {_FULL: full, _LOCAL: plain | {"rope_theta": model.rope_local_theta}}
@@ -43,10 +43,10 @@ def written_ropes(model: ModelConfig) -> dict[str, Any]:
 
 
 def read_windows(config: Mapping[str, Any], every: int) -> dict[str, Any]:
-    """Keys of [model] about windows.
+    """Return the keys of [model] about windows, from a `config.json`.
 
     Args:
-        every: every layer of this number has no window where `layer_types` are left out.
+        every: if `layer_types` is left out, every `every`-th layer has no window.
 
     Raises: ValueError: layers differ in another way.
     """
@@ -57,7 +57,11 @@ def read_windows(config: Mapping[str, Any], every: int) -> dict[str, Any]:
 
 
 def read_ropes(config: Mapping[str, Any], theta: float, local: float) -> dict[str, Any]:
-    """Keys of [model] about rotary positions; `theta`, `local`: of layers without and with a window where left out."""
+    """Return the keys of [model] about rotary positions, from a `config.json`.
+
+    Args:
+        theta, local: default bases of layers without and with a window.
+    """
     local = _rope_of_windows(config).get("rope_theta", config.get("rope_local_base_freq", local))
     return read_rope(config, theta) | {"rope_local_theta": local}
 

@@ -1,4 +1,4 @@
-"""Phi 3 and Phi 4: Llama whose q, k and v, and whose gate and up, are one stored matrix each (Abdin et al. 2024)."""
+"""Phi 3 and Phi 4: Llama that stores q, k and v as one matrix, and gate and up as another (Abdin et al. 2024)."""
 
 from megazero.models.llama.family import LLAMA_FORMAT, LlamaFamily, Variant
 

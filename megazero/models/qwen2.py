@@ -7,7 +7,7 @@ from megazero.models.llama.family import LLAMA_FORMAT, LlamaFamily, Variant
 
 
 def _unsupported(config: Mapping[str, Any], seq_len: int | None) -> Iterator[str]:
-    """A window needs three keys to say so, and counts where no `layer_types` say more (`Qwen2Config`)."""
+    """Return what is not supported: a window.  It is on if three keys say so and `layer_types` is unset (`Qwen2Config`)."""
     asks = config.get("use_sliding_window") and config.get("sliding_window", 4096) is not None
     is_late = config.get("max_window_layers", 28) >= (config.get("num_hidden_layers") or 0)
     if asks and config.get("layer_types") is None and not is_late:

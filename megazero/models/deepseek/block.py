@@ -17,7 +17,7 @@ _LATENT_EPS = 1e-6  # of the latents' norms, whatever `model.norm_eps` is
 
 
 def deepseek_blocks(layers: Sequence[int], context: BuildContext) -> list[Block]:
-    """The layers of a stage, which share their rotary tables."""
+    """Return the layers of a stage.  They share their rotary tables."""
     model = context.model
     sizes = model.qk_rope_head_dim or 0, model.seq_len, model.rope_theta, context.device, model.rope_scaling
     rope = NeighbourRotary(*sizes, by_parts=context.context is not None)

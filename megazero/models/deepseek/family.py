@@ -1,7 +1,7 @@
 """DeepSeek-V2 and V3: multi-head latent attention, shared experts, first layers without experts (DeepSeek-AI 2024).
 
-deepseek_v2    experts by a softmax, of groups ranked by their best expert
-deepseek_v3    by sigmoids and a bias that balances them without a loss, of groups ranked by their two best
+deepseek_v2    a softmax chooses experts; groups are ranked by their best expert
+deepseek_v3    sigmoids and a balancing bias choose experts; groups are ranked by their two best experts
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ _READS = """
 
 
 class DeepseekFamily(ExpertFamily):
-    """DeepSeek-V2 or V3.
+    """The family DeepSeek-V2 or V3.
 
     Args:
-        hugging_face, unset: see `ExpertFamily`; with `router_bias_rate`, experts are chosen by sigmoids and a bias.
+        hugging_face, unset: see `ExpertFamily`.  If `unset` has `router_bias_rate`, sigmoids and a bias choose the experts.
     """
 
     def __init__(self, hugging_face: HuggingFaceFormat, unset: Mapping[str, Any]) -> None:
@@ -41,20 +41,20 @@ class DeepseekFamily(ExpertFamily):
     hidden_size_divisor = ModelFamily.hidden_size_divisor  # the size of heads has keys of its own
 
     def rules(self) -> tuple[ModelRule, ...]:
-        """The rules of families with experts, and those of latent attention, dense layers and groups."""
+        """The rules of families with experts, and those of latent attention, dense layers and groups of experts."""
         keys = *_LATENT_SIZES, *_GROUPS, "num_heads", "num_kv_heads", "num_layers", "first_dense_layers", "num_experts"
         return (*super().rules(), ModelRule((*(f"model.{key}" for key in keys), "parallel.tp"), self.check_sizes))
 
     def check_kv_heads(self, _: ModelConfig, __: int) -> Iterator[Problem]:
-        """`check_sizes` does."""
+        """Accept any number: `check_sizes` checks it."""
         return iter(())
 
     def check_ffn(self, model: ModelConfig, tp: int) -> Iterator[Problem]:
-        """tp divides the MLPs of dense layers; of experts it divides only shared ones, see `check_sizes`."""
+        """Check that tp divides the MLPs of dense layers.  `check_sizes` checks shared experts; tp splits no others."""
         return super(ExpertFamily, self).check_ffn(model, tp) if model.first_dense_layers else iter(())
 
     def check_sizes(self, model: ModelConfig, tp: int) -> Iterator[Problem]:
-        """Relations of the keys of these families: a key, whether it fits the others, and how it must."""
+        """Check the relations between the keys of these families."""
         model = self.complete(model)
         heads, size, layers, groups = model.num_heads, model.head_size, model.num_layers, model.expert_groups
         count, k, each = model.num_experts or 1, model.experts_per_token or 1, (model.num_experts or 1) // groups
@@ -79,7 +79,7 @@ class DeepseekFamily(ExpertFamily):
         yield from (Problem(f"model.{key}", getattr(model, key), rule) for key, holds, rule in relations if not holds)
 
     def layer_weights(self, model: ModelConfig) -> float:
-        """Latent projections, q, keys and values, out; an MLP, or the router and a token's experts."""
+        """Count the elements of a layer's matrices: latents, q, keys and values, out; an MLP, or router and experts."""
         hidden, layers, kv_rank = model.hidden_size, model.num_layers, model.kv_lora_rank or 0
         q_rank, v_size = model.q_lora_rank or 0, model.num_heads * (model.v_head_dim or 0)
         attention = hidden * (q_rank + kv_rank + (model.qk_rope_head_dim or 0) + v_size)
@@ -102,7 +102,7 @@ def _extra(model: ModelConfig, **further: object) -> dict[str, Any]:
 
 
 def _read_extra(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Where this rank is null queries have no latent, and where it is missing transformers takes 1536."""
+    """Return further keys of [model].  A null q_lora_rank means no query latents; a missing one is 1536."""
     return read_rope(config) | {"q_lora_rank": config.get("q_lora_rank", 1536)}
 
 

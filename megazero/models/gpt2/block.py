@@ -1,4 +1,4 @@
-"""A GPT-2 layer under its Hugging Face names; q, k and v are rows of one stored tensor."""
+"""Builds a GPT-2 layer under its Hugging Face names.  q, k and v are rows of one stored tensor."""
 
 from megazero.layers.mlp import GELU
 from megazero.layers.spec import NamedRows
@@ -6,11 +6,11 @@ from megazero.models.gpt import Block, BuildContext
 
 
 def gpt2_block(layer: int, context: BuildContext) -> Block:
-    """One layer; its linear weights are stored [in, out]."""
+    """Return one layer.  Its linear weights are stored as [in, out]."""
     prefix, hidden, ffn = f"transformer.h.{layer}", context.model.hidden_size, context.ffn_hidden_size
 
     def rows(name: str, count: int) -> tuple[NamedRows, NamedRows]:
-        """The weight and the bias of one projection."""
+        """Return the specs of a projection's weight and bias."""
         return NamedRows(f"{prefix}.{name}.weight", count), NamedRows(f"{prefix}.{name}.bias", count)
 
     qkv, qkv_bias = (

@@ -24,12 +24,12 @@ def _unsupported(config: Mapping[str, Any], seq_len: int | None) -> Iterator[str
 
 
 def _dropouts(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Dropout of the embedding, the residual branches and attention; transformers takes 0.1 where a key is missing."""
+    """Return the dropout of embedding, residual branches and attention.  A missing key is 0.1, as in transformers."""
     return {key: config.get(key, 0.1) or 0.0 for key in ("embd_pdrop", "resid_pdrop", "attn_pdrop")}
 
 
 def _dropout(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Dropout where it is one number for the embedding and the residual branches, else 0."""
+    """Return the dropout if embedding and residual branches have the same, else 0."""
     embedding, branches, _ = _dropouts(config).values()
     return {"dropout": embedding if embedding == branches else 0.0}
 
@@ -43,7 +43,7 @@ def _lost(config: Mapping[str, Any]) -> Iterator[str]:
 
 
 class GPT2Family(ModelFamily):
-    """GPT-2."""
+    """The family GPT-2."""
 
     ties_embeddings, learns_positions = True, True
     hugging_face = HuggingFaceFormat().variant(
@@ -55,23 +55,23 @@ class GPT2Family(ModelFamily):
     )
 
     def rules(self) -> tuple[ModelRule, ...]:
-        """The rules of every family, and that embeddings are tied."""
+        """The rules of every family, and that embeddings must be tied."""
         return (*super().rules(), ModelRule(("model.tie_embeddings",), self.check_tied))
 
     def check_kv_heads(self, model: ModelConfig, _: int) -> Iterator[Problem]:
-        """The number of key and value heads is that of query heads."""
+        """Check that there are as many key and value heads as query heads."""
         if model.num_kv_heads not in (None, model.num_heads):
             rule = f"must be num_heads={model.num_heads}: gpt2 has no grouped-query attention"
             yield Problem("model.num_kv_heads", model.num_kv_heads, rule, "leave it out")
 
     def check_tied(self, model: ModelConfig, _: int) -> Iterator[Problem]:
-        """Embeddings are tied."""
+        """Check that embeddings are tied."""
         if model.tie_embeddings is False:
             rule = "must be true for gpt2: its output layer is the embedding table"
             yield Problem("model.tie_embeddings", False, rule, "leave it out")
 
     def layer_weights(self, model: ModelConfig) -> float:
-        """q, k, v, out; up, down."""
+        """Count the elements of a layer's matrices: q, k, v, out; up, down."""
         return attention_weights(model) + 2 * model.hidden_size * (model.ffn_hidden_size or self.ffn_hidden_size(model))
 
     def embedding(self, context: BuildContext) -> Embedding:

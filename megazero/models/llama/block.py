@@ -1,4 +1,4 @@
-"""A layer of Llama, or of a family like it, under its Hugging Face names."""
+"""Builds a layer of Llama, or of a family like it, under its Hugging Face names."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ _BLOCKS: dict[str, type[Block]] = {"before": Block, "after": PostNormBlock, "aro
 
 
 def rotary_embedding(context: BuildContext, variant: Variant = LLAMA_2, layer: int = 0) -> RotaryEmbedding:
-    """The tables of a layer, which the layers of a stage with the same frequencies share."""
+    """Return the rotary tables of a layer.  Layers of a stage with the same frequencies share them."""
     model, size = context.model, context.head_size
     theta, scaling = model.rope_of(layer) or (model.rope_theta, None)
-    kind, rotated = (NeighbourRotary, size // 2) if variant.turns_neighbours else (RotaryEmbedding, size)
+    kind, rotated = (NeighbourRotary, size // 2) if variant.rotates_adjacent else (RotaryEmbedding, size)
     sizes, by_parts = (size, model.seq_len, theta, context.device, scaling), context.context is not None
     return kind(*sizes, rotated=rotated, score_scale=model.score_scale, by_parts=by_parts)
 
 
 def llama_block(layer: int, context: BuildContext, rope: RotaryEmbedding | None, variant: Variant = LLAMA_2) -> Block:
-    """One layer; q | k | v and gate | up are fused."""
+    """Return one layer.  q | k | v are one product, and so are gate | up."""
     prefix = f"model.layers.{layer}"
     kernel = context.kernel if context.model.window_of(layer) else context.whole_kernel
     attention, mlp = llama_attention(prefix, context, rope, variant, kernel), _mlp(prefix, context, variant)
@@ -53,7 +53,7 @@ def _mlp(prefix: str, context: BuildContext, variant: Variant) -> SwiGLU | Mixtu
 
 
 def swiglu(prefix: str, context: BuildContext, width: int, variant: Variant = LLAMA_2) -> SwiGLU:
-    """A gated MLP named `prefix`, `width` wide."""
+    """Return a gated MLP with inner size `width`, named `prefix`."""
     biased = context.model.mlp_bias
     gate_up = _column(prefix, "gate_up", context, {"gate": width, "up": width}, variant, biased=biased)
     down = _row(f"{prefix}.down_proj", context, width, biased=biased)
@@ -67,7 +67,13 @@ def llama_attention(
     variant: Variant = LLAMA_2,
     kernel: AttentionKernel | None = None,
 ) -> Attention:
-    """Grouped-query attention with rotary positions; `prefix` is the layer's."""
+    """Return grouped-query attention with rotary positions.
+
+    Args:
+        prefix: name of the layer.
+        rope: rotary tables; None for a layer that does not rotate.
+        kernel: attention kernel; None for the layer's default.
+    """
     model, kv_rows, prefix = context.model, context.kv_heads * context.head_size, f"{prefix}.self_attn"
     rows, biased = {"q": model.attention_size, "k": kv_rows, "v": kv_rows}, variant.qkv_bias or model.attention_bias
     qkv = _column(prefix, "qkv", context, rows, variant, biased=biased)
@@ -78,7 +84,7 @@ def llama_attention(
 def _column(
     prefix: str, name: str, context: BuildContext, rows: Mapping[str, int], variant: Variant, *, biased: bool
 ) -> ColumnParallelLinear:
-    """Projections into a block; `name` is that of their one stored matrix in families that fuse them."""
+    """Return the projections into a block.  `name`: of the stored matrix, in families that store them as one."""
 
     def named(kind: str) -> tuple[NamedRows, ...]:
         if name not in variant.fused:

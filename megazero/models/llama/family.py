@@ -1,4 +1,4 @@
-"""Llama, and the families that differ from it as a `Variant` says.
+"""Llama, and the families that differ from it only by a `Variant`.
 
 Rotary positions, RMSNorm, SwiGLU, grouped-query attention (Touvron et al. 2023; Grattafiori et al. 2024).
 """
@@ -22,19 +22,20 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Variant:
-    """The layers of one family.
+    """How the layers of a family differ from those of Llama 2.
 
     Args:
-        qkv_bias: q, k and v have biases; `out_bias`: with `model.attention_bias` the output projection has one, too.
-        qk_norm: RMSNorm of queries and keys before they are rotated: of each "head", or over the "width" of all heads.
-        norm_place: attention and MLP are normed before, after, or both.
-        norms: names of a layer's norms, of attention and of the MLP; where there are four, those before come first.
-        fused: which of "qkv" and "gate_up" are one stored matrix.
-        turns_neighbours: rotary positions turn the first half of each head only, and neighbouring elements together.
-        offset_norms: norms, but those over the width, multiply by 1 + their weights.
+        qkv_bias: q, k and v have biases.
+        out_bias: with `model.attention_bias`, the output projection has a bias, too.
+        qk_norm: RMSNorm of queries and keys before rotation: over each "head", or over the "width" of all heads.
+        norm_place: the norms are before attention and MLP, after them, or both.
+        norms: names of a layer's norms, for attention and MLP; of four, the two norms before come first.
+        fused: which of "qkv" and "gate_up" are stored as one matrix.
+        rotates_adjacent: rotary positions rotate pairs of adjacent elements, in the first half of each head only.
+        offset_norms: norms multiply by 1 + their weights, except those over the width.
         gates_by_gelu: the MLP is a GeGLU.
-        scales_embeddings: embeddings are multiplied by the root of their size, rounded to their type.
-        experts: names of a mixture of experts in place of the MLP, and of an expert's gate, up and down projection.
+        scales_embeddings: embeddings are multiplied by the square root of their size, rounded to their dtype.
+        experts: name of the mixture of experts in place of the MLP, and of an expert's gate, up and down projections.
     """
 
     qkv_bias: bool = False
@@ -43,7 +44,7 @@ class Variant:
     norm_place: Literal["before", "after", "around"] = "before"
     norms: tuple[str, ...] = ("input_layernorm", "post_attention_layernorm")
     fused: tuple[str, ...] = ()
-    turns_neighbours: bool = False
+    rotates_adjacent: bool = False
     offset_norms: bool = False
     gates_by_gelu: bool = False
     scales_embeddings: bool = False
@@ -66,7 +67,7 @@ def _read_extra(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def llama_problems(config: Mapping[str, Any], _: int | None = None, *, rotated: float = 1.0) -> Iterator[str]:
-    """What a `config.json` says about layers that we do not compute; `rotated`: the share of a head that turns."""
+    """Return what is not supported in a `config.json`.  `rotated`: the fraction of a head that the family rotates."""
     yield from rope_problems(config, rotated)
     layers = config.get("layer_types") or ()
     if other := sorted({str(kind) for kind in layers} - {"full_attention"}):
@@ -90,11 +91,11 @@ BIASES = "attention_bias", "mlp_bias"
 
 
 class LlamaFamily(ModelFamily):
-    """Llama or a family like it; a new one is a value of this class (`models/qwen2.py`).
+    """Llama or a family like it.  To add such a family, make an instance of this class, as `models/qwen2.py` does.
 
     Args:
-        variant: its layers.
-        hugging_face: its form in transformers.
+        variant: how its layers differ from Llama's.
+        hugging_face: its format in transformers.
         reads: see `ModelFamily`.
     """
 
@@ -104,7 +105,7 @@ class LlamaFamily(ModelFamily):
         self.variant, self.hugging_face, self.reads = variant, hugging_face, reads
 
     def ffn_hidden_size(self, model: ModelConfig) -> int:
-        """8/3 of the hidden size, up to a multiple of 256."""
+        """Return the default inner size of the MLP: 8/3 of the hidden size, rounded up to a multiple of 256."""
         return -(-8 * model.hidden_size // (3 * _FFN_MULTIPLE)) * _FFN_MULTIPLE
 
     def hidden_size_divisor(self, model: ModelConfig) -> tuple[int, str]:
@@ -112,17 +113,17 @@ class LlamaFamily(ModelFamily):
         return step, f"2*num_heads={step} (rotary positions turn pairs of a head's elements)"
 
     def rules(self) -> tuple[ModelRule, ...]:
-        """The rules of every family, and that heads are even."""
+        """The rules of every family, and that head sizes are even."""
         return (*super().rules(), ModelRule(("model.head_dim",), self.check_head_dim))
 
     def check_head_dim(self, model: ModelConfig, _: int) -> Iterator[Problem]:
-        """The size of a head is even, as rotary positions turn pairs."""
+        """Check that the head size is even, since rotary positions rotate pairs."""
         if model.head_dim is not None and model.head_dim % 2:
             nearest = nearest_text(nearest_multiples(model.head_dim, 2))
             yield Problem("model.head_dim", model.head_dim, "must be even: rotary positions turn pairs", nearest)
 
     def layer_weights(self, model: ModelConfig) -> float:
-        """q, k, v, out; gate, up, down."""
+        """Count the elements of a layer's matrices: q, k, v, out; gate, up, down."""
         return attention_weights(model) + 3 * model.hidden_size * (model.ffn_hidden_size or self.ffn_hidden_size(model))
 
     def embedding(self, context: BuildContext) -> Embedding:
@@ -150,18 +151,18 @@ class LlamaFamily(ModelFamily):
 
 
 class CheckedFamily(LlamaFamily):
-    """A family whose configuration transformers checks for more than the model needs.
+    """A family for which transformers restricts the configuration more than the model needs.
 
     Source: `validate_architecture` of `LlamaConfig`, `Gemma2Config` and `Gemma3TextConfig` of transformers 5.
     """
 
     def rules(self) -> tuple[ModelRule, ...]:
-        """The rules of Llama-like families, and those of transformers' configuration."""
+        """The rules of families like Llama, and those of transformers' configuration class."""
         loads = ModelRule(("model.hidden_size", "model.num_heads", "model.init_std"), self.check_loads)
         return (*super().rules(), loads)
 
     def check_loads(self, model: ModelConfig, _: int) -> Iterator[Problem]:
-        """Heads split the hidden size even where `head_dim` is given, and `init_std` of a llama is a share."""
+        """Check that transformers loads the model: num_heads divides hidden_size, and a llama's init_std is at most 1."""
         if model.head_dim is not None and model.hidden_size % model.num_heads:
             rule = f"must be divisible by num_heads={model.num_heads}: transformers loads no other {model.family}"
             hint = nearest_text(nearest_multiples(model.hidden_size, model.num_heads))
@@ -172,26 +173,33 @@ class CheckedFamily(LlamaFamily):
 
 
 def every_nth(differs: Sequence[bool], key: str) -> int | None:
-    """n, where every n-th layer differs and no other does; None where none does.  Raises: ValueError: there is no such n."""
+    """Return the n for which every n-th layer differs and no other does; None if no layer differs.
+
+    Raises: ValueError: there is no such n.  `key` is the key in its message.
+    """
     n = [*differs, True].index(True) + 1
     if list(differs) != [(layer + 1) % n == 0 for layer in range(len(differs))]:
         raise ValueError(f"{key} is not supported where another layer than every n-th differs")
     return n if n <= len(differs) else None
 
 
-# transformers' names of the same numbers.
+# Our names of these numbers, and those of transformers.
 _THEIRS = {"type": "rope_type", "original_seq_len": "original_max_position_embeddings"}
 
 
 def rope_keys(config: Mapping[str, Any]) -> dict[str, Any]:
-    """All keys about rotary positions of a `config.json`; transformers 5 nests what its predecessors kept apart."""
+    """Return all keys about rotary positions in a `config.json`.  transformers 5 nests them, transformers 4 does not."""
     flat = {key: config[key] for key in ("rope_theta", "partial_rotary_factor") if config.get(key) is not None}
     given = dict(config.get("rope_scaling") or config.get("rope_parameters") or {})
     return flat | dict(given.get("full_attention", given))  # where layers with a window have their own
 
 
 def rope_problems(config: Mapping[str, Any], rotated: float = 1.0) -> list[str]:
-    """What a `config.json` says about rotary positions that we do not compute; `rotated`: the share of a head that turns."""
+    """Return what is not supported about rotary positions in a `config.json`.
+
+    Args:
+        rotated: the fraction of a head that the family rotates.
+    """
     rope, problems = rope_keys(config), []
     kind, key = _kind(rope), "rope_scaling" if config.get("rope_scaling") else "rope_parameters"
     if kind != "default" and kind not in ROPE_READS:
@@ -211,7 +219,7 @@ def rope_problems(config: Mapping[str, Any], rotated: float = 1.0) -> list[str]:
 
 
 def read_rope(config: Mapping[str, Any], theta: float = 10000.0) -> dict[str, Any]:
-    """The keys of [model] about rotary positions, from a `config.json`; `theta` is the family's own base."""
+    """Return the keys of [model] about rotary positions, from a `config.json`.  `theta`: the family's default base."""
     rope = rope_keys(config)
     found: dict[str, Any] = {"rope_theta": rope.get("rope_theta", theta)}
     if (kind := _kind(rope)) == "default":
@@ -224,7 +232,7 @@ def read_rope(config: Mapping[str, Any], theta: float = 10000.0) -> dict[str, An
 
 
 def written_rope(theta: float, scaling: RopeScaling | None) -> dict[str, Any]:
-    """Keys of a `config.json`, in the spelling that transformers 4 and 5 both read."""
+    """Return the keys of a `config.json` about rotary positions, in a form that transformers 4 and 5 read."""
     if scaling is None:
         return {"rope_theta": theta}
     values = {name: getattr(scaling, name) for name in ("type", "factor", *ROPE_READS[scaling.type])}
