@@ -1,4 +1,4 @@
-"""Names that the package does not know by itself: what scripts register, what annexes add, and answers to misspelt ones.
+"""Registries of names that scripts and annexes add, and suggestions for misspelt names.
 
     SCHEDULES.register("mine", Mine())       then, in the run file:  parallel.schedule = "mine"
 
@@ -111,12 +111,12 @@ def _imported(path: str) -> Any:
 
 
 def added(seam: str) -> dict[str, Any]:
-    """What annexes add at a seam, by name.  It is imported now, so a command that asks for nothing stays fast."""
+    """Import and return what annexes add at a seam, by name.  A command that never asks for a seam imports nothing."""
     return {name: _imported(path) for table in _tables() for name, path in table.get(seam, {}).items()}
 
 
 def added_name(module: str, name: str) -> Any:
-    """An attribute that an annex adds to a module of the trunk, for its `__getattr__`.  Raises: AttributeError."""
+    """Return an attribute that an annex adds to a module of the trunk; for its `__getattr__`.  Raises: AttributeError."""
     for table in _tables():
         if path := table.get("name", {}).get(f"{module}.{name}"):
             return _imported(path)

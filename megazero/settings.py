@@ -98,7 +98,7 @@ class NameIn:
         return core_schema.no_info_before_validator_function(self._check, handler(source))
 
     def __get_pydantic_json_schema__(self, schema: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
-        """Editors complete the names that there are, and take any other: a script may register it."""
+        """Let editors complete the known names and accept any other, since a script may register it."""
         return {"anyOf": [{"type": "string", "enum": list(self.registry)}, handler(schema)]}
 
     def _check(self, value: object) -> object:
