@@ -31,7 +31,7 @@ from megazero.models.gpt import Block, Embedding, GPTStage, Head, PostNormBlock
 from megazero.models.stages import StageLayout, by_rank, cut
 from megazero.plan.unit_trace import EMBEDDING, HEAD
 from megazero.schedules.action import Action, ActionKind, Schedule
-from megazero.zero.bucket import DTYPES
+from megazero.zero.sharding import DTYPES
 
 _FP32, _INT64, _BOOL = 4, 8, 1
 ATTENDED = "attention's output", "log-sum-exp"

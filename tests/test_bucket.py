@@ -12,17 +12,10 @@ from hypothesis import strategies as st
 
 from megazero.layers.spec import NamedRows, rows_spec
 from megazero.parallel_state import Axis
-from megazero.zero.bucket import (
-    ALONE,
-    Bucket,
-    BucketLayout,
-    Interval,
-    ParamInfo,
-    Pieces,
-    Placement,
-    ShardingPolicy,
-    plan_buckets,
-)
+from megazero.zero.bucket import Bucket
+from megazero.zero.bucket_plan import plan_buckets
+from megazero.zero.layout import BucketLayout, Interval, ParamInfo, Pieces
+from megazero.zero.sharding import ALONE, Placement, ShardingPolicy
 
 laws = settings(deadline=None, max_examples=75)
 shapes = st.lists(st.integers(0, 9), min_size=1, max_size=2).map(tuple)

@@ -13,9 +13,9 @@ from worlds import LR, engine_on, micro_batches, run_of, state_on, whole
 
 from megazero.config import ResolvedRun
 from megazero.parallel_state import Axis, ParallelState, RankGrid
-from megazero.zero.bucket import Placement, ShardingPolicy
-from megazero.zero.bucket_sizes import DEFAULT_BYTES, BucketSizes, bucket_sizes
+from megazero.zero.bucket_plan import DEFAULT_BYTES, BucketSizes, bucket_sizes
 from megazero.zero.reductions import ReductionQueue
+from megazero.zero.sharding import Placement, ShardingPolicy
 
 MIB = 2**20
 

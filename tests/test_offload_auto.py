@@ -12,8 +12,8 @@ from harness import run_world
 
 from megazero.config.schema import OffloadConfig
 from megazero.parallel_state import Axis, ParallelState, RankGrid
-from megazero.zero.bucket import Placement, ShardingPolicy
 from megazero.zero.offload import without_auto
+from megazero.zero.sharding import Placement, ShardingPolicy
 
 DEVICE, HOST = torch.device("meta"), torch.device("cpu")
 

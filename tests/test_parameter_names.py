@@ -8,8 +8,7 @@ from torch import nn
 
 from megazero.layers.spec import NamedRows, rows_spec
 from megazero.parallel_state import Axis
-from megazero.zero.sharded_model import Rows, check_parameters, logical_rows
-from megazero.zero.units import ModelParam
+from megazero.zero.units import ModelParam, Rows, check_parameters, logical_rows
 
 
 def _described(*rows: NamedRows, tied: bool = False) -> list[ModelParam]:

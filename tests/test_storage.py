@@ -24,8 +24,8 @@ from torch import Tensor
 
 from megazero.comm.memory import StorageError
 from megazero.zero.file_store import ALIGN_BYTES, FileStore, region_bytes
-from megazero.zero.offload import choose_location, free_memory_bytes
-from megazero.zero.storage import FlatArray, InMemory, in_host_memory
+from megazero.zero.offload import choose_location
+from megazero.zero.storage import FlatArray, InMemory, free_memory_bytes, in_host_memory
 
 Usage = namedtuple("Usage", "total used free")
 DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]

@@ -20,10 +20,12 @@ from megazero.config.schema import PrecisionConfig, ZeroConfig
 from megazero.deepspeed.script_units import script_units_of as units_of
 from megazero.layers.spec import whole_spec
 from megazero.parallel_state import ParallelState
-from megazero.zero.bucket import ALONE, Bucket, Interval, ShardingPolicy
-from megazero.zero.parameters import ShardedParameters
+from megazero.zero.bucket import Bucket
+from megazero.zero.bucket_plan import param_infos
+from megazero.zero.layout import Interval
 from megazero.zero.reductions import ReductionQueue, square_sum
-from megazero.zero.units import ModelParam, UnitModule, describe
+from megazero.zero.sharding import ALONE, ShardingPolicy
+from megazero.zero.units import ModelParam, ModelParts, UnitModule, describe
 
 STAGES = [0, 1, 2, 3]
 ZERO = ZeroConfig(bucket_bytes=1024, prefetch_bytes=0)
@@ -37,14 +39,14 @@ def test_a_parameter_outside_every_unit_is_refused() -> None:
     layer, stray = nn.Linear(3, 3), nn.Parameter(torch.empty(3))
     unit = UnitModule(layer, tuple((layer, key) for key in layer._parameters), 0)
     with pytest.raises(ValueError, match="stray belongs to no unit"):
-        ShardedParameters([unit], [ModelParam("stray", stray, whole_spec("stray", (3,)))], _policy(), ZERO, {})
+        param_infos(ModelParts([unit], [ModelParam("stray", stray, whole_spec("stray", (3,)))]), _policy(), ZERO)
 
 
 def test_a_parameter_that_is_no_floating_point_is_refused() -> None:
     layer = nn.Module()
     layer.mask = nn.Parameter(torch.ones(3, dtype=torch.int32), requires_grad=False)
     with pytest.raises(ValueError, match=r"mask is torch\.int32"):
-        ShardedParameters(units_of([layer]), list(describe(layer)), _policy(), ZERO, {})
+        param_infos(ModelParts(units_of([layer]), list(describe(layer))), _policy(), ZERO)
 
 
 def test_nothing_to_train_is_refused() -> None:

@@ -19,9 +19,9 @@ from megazero.config.schema import PrecisionConfig, ZeroConfig
 from megazero.deepspeed.script_optimizers import recipe_of
 from megazero.deepspeed.script_units import BoundParameters, ScriptModel, script_units_of
 from megazero.parallel_state import ParallelState, RankGrid
-from megazero.zero.bucket import Placement, intersect
-from megazero.zero.sharded_model import ModelParts, ShardingSettings
-from megazero.zero.units import describe
+from megazero.zero.layout import intersect
+from megazero.zero.sharding import Placement, ShardingSettings
+from megazero.zero.units import ModelParts, describe
 
 Batches = Sequence[Sequence[Sequence[Any]]]
 NewOptimizer = Callable[[list[dict[str, Any]]], torch.optim.Optimizer]

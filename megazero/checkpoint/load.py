@@ -40,7 +40,8 @@ from megazero.comm.agreement import agree
 from megazero.comm.collectives import all_gather, gather_objects
 from megazero.layers.spec import ParamSpec, Region
 from megazero.parallel_state import Axis, ParallelState
-from megazero.zero.bucket import Bucket, Interval, Slot, intersect
+from megazero.zero.bucket import Bucket
+from megazero.zero.layout import Interval, Slot, intersect
 from megazero.zero.state import AVERAGE, MASTER, MODEL, ShardedState
 
 READING = "reading"  # the folder of the markers of readers

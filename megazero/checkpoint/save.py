@@ -46,7 +46,8 @@ from megazero.comm.agreement import agree
 from megazero.comm.collectives import Pending, exchange, gather_objects, wait_all
 from megazero.parallel_state import Axis, ParallelState
 from megazero.parallel_state.groups import SavingAxes
-from megazero.zero.bucket import Bucket, BucketLayout, Interval, Slot
+from megazero.zero.bucket import Bucket
+from megazero.zero.layout import BucketLayout, Interval, Slot
 from megazero.zero.state import MASTER, ShardedState
 
 T = TypeVar("T")

@@ -23,10 +23,10 @@ from megazero.comm.collectives import LostPeerError, gather_objects
 from megazero.comm.memory import StorageError
 from megazero.parallel_state import ParallelState
 from megazero.parallel_state.groups import SavingAxes
-from megazero.zero.bucket import Bucket, Interval, intersect
-from megazero.zero.offload import free_memory_bytes
+from megazero.zero.bucket import Bucket
+from megazero.zero.layout import Interval, intersect
 from megazero.zero.state import ShardedState
-from megazero.zero.storage import in_host_memory
+from megazero.zero.storage import free_memory_bytes, in_host_memory
 
 _REMEDY = "set checkpoint.asynchronous = false"
 

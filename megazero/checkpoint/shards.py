@@ -14,7 +14,7 @@ from torch import Tensor
 from megazero.checkpoint.folder import FileRecord, Folder, Location, folder_at
 from megazero.checkpoint.index import UNFINISHED, CheckpointError, to_index, to_json
 from megazero.checkpoint.tensor_file import SafetensorsWriter
-from megazero.zero.bucket import DTYPE_NAMES
+from megazero.zero.sharding import DTYPE_NAMES
 from megazero.zero.state import MODEL
 
 Layout: TypeAlias = dict[str, tuple[torch.dtype, tuple[int, ...]]]

@@ -50,7 +50,7 @@ def options_of(
     Raises: ValueError: `function` does not take one of them; `what` names it in the message.
     """
     from megazero.checkpoint.shards import parse_size
-    from megazero.zero.bucket import DTYPES
+    from megazero.zero.sharding import DTYPES
 
     if dtype is not None and dtype not in DTYPES:
         raise ValueError(f"--dtype {dtype} must be {', '.join(DTYPES)}")

@@ -9,7 +9,9 @@ needs the bucket's weights waits for the other shards, and then steps it.
 Invariant: from `start` to the wait for a bucket nobody reads its gradients.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+
+from torch import nn
 
 from megazero.comm.collectives import all_gather, largest
 from megazero.parallel_state import Axis
@@ -26,8 +28,8 @@ BEHIND_FORWARD = 2 / 3
 class DeferredSteps(WeightGathers):
     """Gathers of weights, and of gradients whose bucket is stepped when they have arrived; at the seam "weight gathers"."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, parameters: Mapping[Bucket, Sequence[nn.Parameter]]) -> None:
+        super().__init__(parameters)
         self._steps: dict[Bucket, Callable[[], object]] = {}  # of buckets whose gradients are under way
 
     def defer_steps(self, buckets: Sequence[Bucket], bucket_elements: int, world: Axis, *, can: bool) -> None:

@@ -28,7 +28,7 @@ from megazero.deepspeed.full_params import GatheredParameters
 from megazero.deepspeed.script_reducer import ModuleReducer
 from megazero.deepspeed.training_engine import ENGINES, TrainingEngine
 from megazero.layers.saved_tensors import forget_failed_backward
-from megazero.zero.units import in_backward
+from megazero.zero.gather import in_backward
 
 
 def _is_within_backward() -> bool:

@@ -41,10 +41,9 @@ from megazero.parallel_state import Axis, ParallelState, parallel_state_of
 from megazero.parallel_state.groups import Groups
 from megazero.parallel_state.state import TIMEOUT, local_device
 from megazero.terminal import Terminal
-from megazero.zero.bucket import DTYPES
 from megazero.zero.optimizer import OptimizerRecipe
-from megazero.zero.sharded_model import ModelParts, ShardingSettings
-from megazero.zero.units import ModelParam, describe
+from megazero.zero.sharding import DTYPES, ShardingSettings
+from megazero.zero.units import ModelParam, ModelParts, describe
 
 OptimizerLike: TypeAlias = torch.optim.Optimizer | Callable[[Any], torch.optim.Optimizer]
 _SEED = 1234

@@ -28,13 +28,16 @@ from megazero.deepspeed.script_reducer import ModuleReducer, ScriptReducer
 from megazero.deepspeed.ungathered_parameter import UngatheredParameter, real
 from megazero.parallel_state import Axis, ParallelState
 from megazero.registry import closest, did_you_mean
-from megazero.zero.bucket import Bucket, ShardingPolicy, Slot
-from megazero.zero.gather import ScheduleOrder, Unit, UnitGatherer
+from megazero.zero.bucket import Bucket
+from megazero.zero.gather import ScheduleOrder, Unit, UnitGatherer, in_backward
 from megazero.zero.gather_buffers import GatherBuffers, SecondarySource
-from megazero.zero.offload import free_memory_bytes
+from megazero.zero.layout import Slot
+from megazero.zero.parameters import Gathering
 from megazero.zero.saved_weights import SavedWeight, SavingForward
-from megazero.zero.sharded_model import ModelParts, ShardedModel, ShardingSettings
-from megazero.zero.units import UnitModule, in_backward, parameter_attributes, units_of
+from megazero.zero.sharded_model import ShardedModel
+from megazero.zero.sharding import ShardingPolicy, ShardingSettings
+from megazero.zero.storage import free_memory_bytes
+from megazero.zero.units import ModelParts, UnitModule, parameter_attributes, units_of
 
 _ONLY_WITHIN = "under stage 3 weights are there only within their module's forward; keep a copy (weight.clone())"
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
@@ -130,7 +133,7 @@ class ScriptBuffers(GatherBuffers):
     def __init__(self, buckets: Sequence[Bucket], policy: ShardingPolicy) -> None:
         super().__init__(buckets, policy)
         self._device, self._marks = policy.device, list[Pending]()
-        self._axes = list(dict.fromkeys(bucket.placement.gathers_over for bucket in buckets))
+        self._axes = list(dict.fromkeys(bucket.gather_axis for bucket in buckets))
         # The number comes first, since a long label is cut.
         self._labels = {bucket: f"weights {at}, {bucket.layout.name}" for at, bucket in enumerate(buckets)}
 
@@ -138,7 +141,7 @@ class ScriptBuffers(GatherBuffers):
         source, label = self.source, self._labels[bucket]
         if isinstance(source, SecondarySource) and bucket in source.fresh:
             # Ranks of other hosts may be about to gather another bucket over the whole axis: the label goes to them too.
-            sent = self._send(label, bucket.placement.gathers_over)
+            sent = self._send(label, bucket.gather_axis)
             return Pending(sent.wait, source.start(bucket, label).wait)
         return source.start(bucket, label)
 
@@ -180,7 +183,7 @@ class ScriptBuffers(GatherBuffers):
         """Gather a copy [padded] of a bucket's weights, never quantized, in its own memory."""
         flat = torch.empty_like(bucket.weights)
         shard = bucket.read(bucket.weight_shard, bucket.owned).to(self._device)
-        all_gather(flat, shard, bucket.placement.gathers_over, f"a copy of {name}").wait()
+        all_gather(flat, shard, bucket.gather_axis, f"a copy of {name}").wait()
         self.compare_labels()  # a copy may go anywhere
         return flat
 
@@ -301,8 +304,7 @@ class ScriptModel(ShardedModel):
         names: qualified name by identity of the parameters that modules compute with.
     """
 
-    hides_gathers = False
-    gatherer_type = ScriptGatherer
+    gathering = Gathering(hides=False, gatherer_type=ScriptGatherer)
     reducer_type = ScriptReducer
     reducer: ScriptReducer
 

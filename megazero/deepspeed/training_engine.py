@@ -35,7 +35,7 @@ from megazero.deepspeed.script_checkpoints import CheckpointedEngine, refuses
 from megazero.deepspeed.script_units import ScriptModel
 from megazero.deepspeed.ungathered_parameter import real
 from megazero.engine.step import StepStatistics, check_finite, sum_over_ranks
-from megazero.zero.bucket import DTYPES
+from megazero.zero.sharding import DTYPES
 
 T = TypeVar("T")
 

@@ -48,10 +48,11 @@ from megazero.schedules.executor import Executor, Message
 from megazero.schedules.kind import GivenSchedule, ScheduleKind
 from megazero.schedules.registry import SCHEDULES
 from megazero.settings import hide_passwords
-from megazero.zero.bucket import Placement as ZeroPlacement
 from megazero.zero.optimizer import OptimizerRecipe
-from megazero.zero.sharded_model import ModelParts, ShardedModel, ShardingSettings, expert_placement_of
-from megazero.zero.units import ModelParam, describe, units_of
+from megazero.zero.sharded_model import ShardedModel
+from megazero.zero.sharding import Placement as ZeroPlacement
+from megazero.zero.sharding import ShardingSettings, expert_placement_of
+from megazero.zero.units import ModelParam, ModelParts, describe, units_of
 
 if TYPE_CHECKING:
     from megazero.engine.balance import Routers

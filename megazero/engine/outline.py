@@ -27,8 +27,8 @@ from megazero.schedules.action import Placement, Schedule, read_schedule
 from megazero.schedules.kind import GivenSchedule, ScheduleKind
 from megazero.schedules.proof import check_runnable
 from megazero.schedules.registry import SCHEDULES
-from megazero.zero.bucket import DTYPES
 from megazero.zero.optimizer import MatrixRecipe, OptimizerRecipe, recipe_of_class
+from megazero.zero.sharding import DTYPES
 
 
 def kind_of(config: RunConfig) -> ScheduleKind:

@@ -34,7 +34,7 @@ from megazero.formats.tables import NameTable, Theirs, tables_of
 from megazero.models.config import ModelConfig
 from megazero.optim.config import OptimizerConfig
 from megazero.settings import toml_value
-from megazero.zero.bucket import DTYPE_NAMES, DTYPES
+from megazero.zero.sharding import DTYPE_NAMES, DTYPES
 from megazero.zero.state import AVERAGE, MASTER, MODEL
 
 _WRITTEN = re.compile(r"__\d+_\d+\.distcp|\.metadata(?:\.tmp)?")  # what torch's writer names so

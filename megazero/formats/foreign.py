@@ -23,7 +23,7 @@ from megazero.checkpoint.shards import CHUNK_ELEMENTS
 from megazero.formats.tables import Move, NameTable, unmoved
 from megazero.models.config import ModelConfig, RopeScaling
 from megazero.settings import toml_value
-from megazero.zero.bucket import DTYPE_NAMES
+from megazero.zero.sharding import DTYPE_NAMES
 from megazero.zero.state import MODEL
 
 ADAM = ("exp_avg", "exp_avg_sq")

@@ -33,7 +33,7 @@ from megazero.formats.weights import local_source, open_weights
 from megazero.models.config import ModelConfig
 from megazero.models.registry import FAMILIES
 from megazero.settings import toml_value
-from megazero.zero.bucket import DTYPE_NAMES, DTYPES
+from megazero.zero.sharding import DTYPE_NAMES, DTYPES
 from megazero.zero.state import MODEL
 
 MODEL_TOML = "model.toml"

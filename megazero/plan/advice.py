@@ -25,7 +25,7 @@ from megazero.plan.devices import size_text
 from megazero.plan.memory import COMMUNICATOR_BYTES, STATE_KINDS, RankMemory, fullest_of, memory_of
 from megazero.plan.step_time import step_time_of
 from megazero.settings import toml_value
-from megazero.zero.offload import free_memory_bytes
+from megazero.zero.storage import free_memory_bytes
 
 #: Values of [activations] to try, from the least recomputation to the most.
 _RECOMPUTE: tuple[dict[str, Any], ...] = (

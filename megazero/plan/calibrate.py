@@ -54,7 +54,7 @@ from megazero.plan.operator_times import (
 from megazero.plan.processes import in_processes
 from megazero.plan.speed_probe import LR, ON_GPU, OneRankState, SpeedProbe, small_run, started, step_seconds
 from megazero.plan.step_time import step_time_of
-from megazero.zero.bucket import DTYPE_NAMES
+from megazero.zero.sharding import DTYPE_NAMES
 
 _STEPS = 5
 _MODEL = {"family": "llama", "hidden_size": 256, "num_layers": 6, "num_heads": 4, "vocab_size": 512, "seq_len": 128}

@@ -35,7 +35,7 @@ from megazero.plan.cluster import Cluster
 from megazero.plan.zero_times import moments_of
 from megazero.schedules.registry import SCHEDULES
 from megazero.settings import divisors
-from megazero.zero.bucket import DTYPES
+from megazero.zero.sharding import DTYPES
 
 Preset = Literal["none", "selective", "full"]
 #: `recompute` and `keep_attention`; each pair saves less for the backward and computes more than the pair before it.

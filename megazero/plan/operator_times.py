@@ -42,7 +42,7 @@ from megazero.plan.collective_times import GroupLink, link_of
 from megazero.plan.devices import Device
 from megazero.plan.fake_tensors import Event, Message, Operator
 from megazero.plan.unit_trace import PassTrace, UnitKey, UnitTrace, trace_units
-from megazero.zero.bucket import DTYPE_NAMES
+from megazero.zero.sharding import DTYPE_NAMES
 
 _ALLOCATES = ("empty", "new_empty", "detach", "alias", "scalar_tensor")
 # Products, and the place of their first factor.

@@ -19,7 +19,7 @@ from megazero.plan.state_trace import Sent
 from megazero.plan.step_time import StepTime, step_time_of
 from megazero.plan.traffic import busiest_links, traffic_of
 from megazero.plan.zero_times import moments_of
-from megazero.zero.bucket import DTYPES
+from megazero.zero.sharding import DTYPES
 
 
 @dataclass(frozen=True)

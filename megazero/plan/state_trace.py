@@ -33,8 +33,8 @@ from megazero.plan.fake_ranks import HOST, FakeState, RecordedTraffic, without_f
 from megazero.plan.fake_tensors import FakeTensors, Message, kernel_bytes
 from megazero.plan.unit_trace import Cuts, order_of_gradients, slot_of, trace_units
 from megazero.schedules.action import Action, ActionKind
-from megazero.zero.bucket import Share
 from megazero.zero.gather import UnitGatherer
+from megazero.zero.layout import Share
 
 TABLES, END_OF_PASSES, UPDATE = "tables", "end of the passes", "update"
 

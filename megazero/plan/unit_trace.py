@@ -47,8 +47,9 @@ from megazero.plan.fake_ranks import FakeBackend, RecordedTraffic, make_fake, re
 from megazero.plan.fake_tensors import Event, FakeTensors, Message, Operator, kernel_bytes
 from megazero.plan.simulated_world import Alone
 from megazero.schedules.action import ActionKind, Schedule
-from megazero.zero.bucket import DTYPES, ParamInfo, Pieces, Share, Slot
 from megazero.zero.gradients import GradientReducer
+from megazero.zero.layout import ParamInfo, Pieces, Share, Slot
+from megazero.zero.sharding import DTYPES
 
 EMBEDDING, HEAD = "embedding", "head"
 PASS_NAMES = {ActionKind.FORWARD: "forward", ActionKind.BACKWARD: "backward", ActionKind.WEIGHT: "weight gradients"}

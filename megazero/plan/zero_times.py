@@ -26,8 +26,8 @@ from megazero.plan.fake_tensors import Message
 from megazero.plan.state_trace import END_OF_PASSES, UPDATE, trace_state
 from megazero.plan.unit_trace import units_of
 from megazero.schedules.action import Action, ActionKind
-from megazero.zero.bucket import DTYPES
 from megazero.zero.matrices import copies_in_block
+from megazero.zero.sharding import DTYPES
 
 HOST_MEMORY, NVME = 25e9, 3e9
 _FP32 = 4

@@ -11,9 +11,8 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 
 from megazero.zero.bucket import Bucket
-from megazero.zero.offload import FILE_PART_ELEMENTS, Offload
 from megazero.zero.parameters import memory_kind
-from megazero.zero.storage import FlatArray
+from megazero.zero.storage import FILE_PART_ELEMENTS, FlatArray, StateMemory
 
 
 class WeightAverage:
@@ -27,7 +26,7 @@ class WeightAverage:
         has_begun: it holds weights: it was updated or loaded.
     """
 
-    def __init__(self, buckets: Sequence[Bucket], offload: Offload, wait: Callable[[], None]) -> None:
+    def __init__(self, buckets: Sequence[Bucket], offload: StateMemory, wait: Callable[[], None]) -> None:
         trained = [bucket for bucket in buckets if bucket.layout.trains]
         self.arrays = {b: offload.allocate(b.residency.state_on, b.master.numel, torch.float32) for b in trained}
         self.has_begun, self._wait = False, wait

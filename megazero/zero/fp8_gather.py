@@ -26,8 +26,9 @@ from megazero.comm.collectives import Pending, all_gather, all_reduce
 from megazero.layers.fp8 import Quantised, dequantise, maxima, quantise, scales_of
 from megazero.layers.fp8_sizes import BLOCK
 from megazero.parallel_state import Axis
-from megazero.zero.bucket import Bucket, intersect
+from megazero.zero.bucket import Bucket
 from megazero.zero.buffer_pool import BufferPool
+from megazero.zero.layout import intersect
 
 
 class _Part(NamedTuple):

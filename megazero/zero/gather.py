@@ -32,10 +32,15 @@ from torch.utils._pytree import tree_map
 from torch.utils.hooks import RemovableHandle
 
 from megazero.comm.backend import storage_of
-from megazero.zero.bucket import Bucket, ShardingPolicy, Slot
+from megazero.zero.bucket import Bucket
 from megazero.zero.gather_buffers import GatherBuffers
+from megazero.zero.layout import Slot
 from megazero.zero.saved_weights import SavingForward
-from megazero.zero.units import UnitModule, in_backward, is_hooked, reading_no_weights
+from megazero.zero.sharding import ShardingPolicy
+from megazero.zero.units import UnitModule
+from megazero.zero.weight_gathers import is_hooked, reading_no_weights
+
+_NO_TASK = -1  # torch's task number outside any backward
 
 #: Bucket and slot of each parameter, by id() of the parameter.
 Places: TypeAlias = Mapping[int, tuple[Bucket, Slot]]
@@ -290,6 +295,12 @@ class UnitGatherer:
             if bucket not in self.first and self.buffers.holds(bucket):
                 self.buffers.wait(bucket)
 
+    def start_first(self, bucket: Bucket) -> None:
+        """Start the gather of an updated bucket if it is one of the first that a forward uses."""
+        self.buffers.source.prepare(bucket)
+        if bucket in self.first:
+            self.buffers.unshard(bucket)
+
     def detach(self) -> None:
         """Gather for no more forwards."""
         for unit in self.units:
@@ -329,3 +340,8 @@ class UnitGatherer:
             if not all(fits):
                 return fitting, unit.buckets
         return fitting, []
+
+
+def in_backward() -> bool:
+    """Whether this thread is in a backward, as hooks may be."""
+    return torch._C._current_graph_task_id() != _NO_TASK

@@ -1,33 +1,13 @@
-"""The buffers into which stage 3 gathers weights, and which units share one.
-
-    position of a unit in its chunk    0   1   2   3   4   5   6
-    three buffers                      A   B   C   A   B   C   A
-
-While one buffer's unit computes, the other buffers are filled with the next units.  All buffers together hold the
-largest unit and at most `prefetch_bytes` more; there are at least two.  Each is as large as the largest of its units:
-
-    bytes = sum over buffers of the largest unit in it
-
-If units have several buckets, the i-th buckets of all units share a buffer; if that would take 1/32 more memory, each
-unit has a single bucket.
-
-The gather policy decides how long a gathered unit stays:
-    action    units take turns in the buffers: every forward and backward gathers what was overwritten; least memory
-    chunk     units at the same position of different chunks share: a chunk stays until another chunk runs
-    step      each unit has its own buffer: gathered once per step; memory of the full weights
-A parameter that several units use, or that is in use while other units run, has a buffer of its own.  Chunks that run
-at the same time share no buffers, so each has this many.
+"""All-gathers of weights into buffers that units share.
 
 [Note: fixed addresses]  A bucket is always gathered to the same address.  A storage of its own, freed between uses with
 `resize_(0)`, would need as many bytes.  But a CPU maps blocks of more than 32 MiB anew each time, page by page: with
 such an embedding, a step took 3.5 times as long.
 """
 
-from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -35,96 +15,13 @@ from torch import Tensor
 from megazero.comm.backend import storage_of
 from megazero.comm.collectives import Pending, all_gather, wait_all
 from megazero.parallel_state import Axis
-from megazero.zero.bucket import Bucket, BucketLayout, ShardingPolicy
+from megazero.zero.bucket import Bucket
 from megazero.zero.buffer_pool import BufferPool
 from megazero.zero.quantized import WEIGHT_BITS, BlockFormat, QuantizedGather
+from megazero.zero.sharding import ShardingPolicy
 
 if TYPE_CHECKING:
     from megazero.zero.fp8_gather import Fp8Gather
-
-
-@dataclass(frozen=True)
-class BufferPlan:
-    """The buckets that use each gather buffer."""
-
-    buffers: tuple[tuple[BucketLayout, ...], ...]
-
-    @property
-    def sizes(self) -> tuple[int, ...]:
-        """Elements of each buffer."""
-        return tuple(max(layout.padded_numel for layout in members) for members in self.buffers)
-
-    @property
-    def elements(self) -> int:
-        """Elements of all buffers together."""
-        return sum(self.sizes)
-
-    def allocate(self, dtype: torch.dtype, device: torch.device) -> dict[str, Tensor]:
-        """Allocate the buffers.  Returns the buffer [padded] of each bucket, by the bucket's name."""
-        found = {}
-        for members, size in zip(self.buffers, self.sizes, strict=True):
-            buffer = torch.zeros(size, dtype=dtype, device=device)
-            found.update({layout.name: buffer[: layout.padded_numel] for layout in members})
-        return found
-
-
-class UnitPlace(NamedTuple):
-    """When a unit is used; see `UnitModule`."""
-
-    chunk: int
-    beside: int = 0
-
-
-def plan_buffers(
-    layouts: Sequence[BucketLayout], units: Sequence[UnitPlace], gather_policy: str, prefetch_elements: int
-) -> BufferPlan:
-    """Assign a buffer to every bucket that is gathered.
-
-    Args:
-        layouts: all buckets; persistent ones are not gathered.
-        units: in forward order.
-        gather_policy: "action", "chunk" or "step".
-        prefetch_elements: elements that the buffers may hold beyond the largest unit, for each set of units that share
-            buffers.
-    """
-    chunks = [unit.chunk for unit in units]
-    alone, sharing = list[BucketLayout](), list[_Shared]()
-    of_units = Counter[tuple[int, bool]]()
-    for layout in layouts:
-        if layout.tie is not None or gather_policy == "step" or layout.first.alone:
-            alone += [] if layout.first.persistent else [layout]
-        elif not layout.first.persistent:
-            chunk, beside = units[layout.unit]
-            number = of_units[layout.unit, layout.trains]
-            sharing.append(_Shared(beside, layout.unit - chunks.index(chunk), number, layout))
-            of_units[layout.unit, layout.trains] += 1
-    count = max((shared.position + 1 for shared in sharing), default=0)
-    if gather_policy == "action":
-        elements = Counter[int]()
-        for shared in sharing:
-            elements[shared.layout.unit] += shared.layout.padded_numel
-        most = (max(elements.values(), default=0) + prefetch_elements) * len({shared.beside for shared in sharing})
-        count = next((n for n in range(count, 2, -1) if sum(_in_turn(sharing, n).sizes) <= most), 2)
-    return BufferPlan((*_in_turn(sharing, count).buffers, *((layout,) for layout in alone)))
-
-
-class _Shared(NamedTuple):
-    """A bucket that shares its buffer with the bucket of the same number in other units."""
-
-    beside: int  # `beside` of its unit
-    position: int  # position of its unit in the chunk
-    number: int  # its index among the unit's buckets
-    layout: BucketLayout
-
-
-def _in_turn(sharing: Sequence[_Shared], count: int) -> BufferPlan:
-    """Let units share buffers whose positions are equal modulo `count`.  Frozen and trainable buckets have separate
-    buffers.
-    """
-    members: dict[tuple[int, int, int, bool], list[BucketLayout]] = {}
-    for beside, position, number, layout in sharing:
-        members.setdefault((beside, position % count, number, layout.trains), []).append(layout)
-    return BufferPlan(tuple(map(tuple, members.values())))
 
 
 class ShardSource:
@@ -154,7 +51,7 @@ class ShardSource:
 
     def start(self, bucket: Bucket, label: str) -> Pending:
         """Start the all-gather of a bucket into its buffer.  `label`: see `all_gather`."""
-        tensor, axis = bucket.weight_shard.tensor, bucket.placement.gathers_over
+        tensor, axis = bucket.weight_shard.tensor, bucket.gather_axis
         all_gather = self._in_fp8[bucket].start if bucket in self._in_fp8 else self._all_gather
         if tensor is not None and self._is_on_device(bucket):
             return all_gather(bucket.weights, tensor, axis, label)

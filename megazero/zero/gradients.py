@@ -30,8 +30,10 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from megazero.layers.linear import WeightGradQueue, add_product, product_t
-from megazero.zero.bucket import Bucket, Interval, ShardingPolicy, Share
+from megazero.zero.bucket import Bucket
+from megazero.zero.layout import Interval, Share
 from megazero.zero.reductions import ReductionQueue
+from megazero.zero.sharding import ShardingPolicy
 
 if TYPE_CHECKING:
     from megazero.layers.experts import Groups

@@ -28,8 +28,10 @@ from torch import Tensor
 
 from megazero.comm.collectives import Pending, exchange, gather_objects, wait_all
 from megazero.parallel_state import Axis, ParallelState
-from megazero.zero.bucket import Bucket, BucketLayout, Interval, ShardingPolicy, Slot, in_order_of_use, intersect
+from megazero.zero.bucket import Bucket, in_order_of_use
+from megazero.zero.layout import BucketLayout, Interval, Slot, intersect
 from megazero.zero.optimizer import MOMENTUM, MatrixRecipe, ShardedOptimizer
+from megazero.zero.sharding import ShardingPolicy
 
 MOST_COPIES = 8  # of the state in a block: an owner sends each update to all of them
 

@@ -8,8 +8,11 @@
 `auto` means the fastest of device, host and disk that has space at the start of the run.
 """
 
+from __future__ import annotations
+
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Final
@@ -20,82 +23,121 @@ from megazero.comm.agreement import agree
 from megazero.comm.collectives import gather_objects
 from megazero.config.schema import OffloadConfig
 from megazero.launchers import cores_of_rank
-from megazero.parallel_state import Axis
-from megazero.zero.bucket import BucketLayout, Extent, Residency, ShardingPolicy
+from megazero.parallel_state import Axis, ParallelState
 from megazero.zero.file_store import FileStore, region_bytes
-from megazero.zero.storage import FlatArray, InMemory, Location, in_host_memory
-
-FILE_PART_ELEMENTS = 1 << 22  # elements of a file that are updated at a time
-# Paths below the root of the control groups: limit, usage, statistics.  Then the statistic of the page cache that the
-# kernel frees first.
-_CGROUPS: Final = (
-    ("memory.max", "memory.current", "memory.stat", "inactive_file"),
-    ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes", "memory/memory.stat", "total_inactive_file"),
+from megazero.zero.layout import BucketLayout
+from megazero.zero.sharding import ShardingPolicy
+from megazero.zero.storage import (
+    FILE_PART_ELEMENTS,
+    Extent,
+    FlatArray,
+    Location,
+    Residency,
+    StateMemory,
+    free_memory_bytes,
+    in_host_memory,
 )
+
 _LOCATIONS: Final[dict[str, Location]] = {"none": "device", "cpu": "host", "nvme": "file"}  # fastest first
 
 
-class Offload:
-    """Locations of the state of this rank's buckets, and its memory.
+@dataclass(frozen=True)
+class OffloadPlan:
+    """Where the state of this rank's buckets goes.
+
+    Args:
+        config: no key is "auto".
+        state_on: location of a bucket's optimizer state, by the bucket's name; on the device if absent.
+        file_bytes: size of this rank's file.
+    """
+
+    config: OffloadConfig
+    policy: ShardingPolicy
+    state_on: Mapping[str, Location]
+    file_bytes: int = 0
+
+    def residency(self, layout: BucketLayout) -> Residency:
+        """Return what this rank holds of a bucket, and where."""
+        weights_on, state_on = _LOCATIONS[self.config.parameters], self.state_on.get(layout.name, "device")
+        return Residency.of(layout, self.policy.zero_stage, weights_on, state_on)
+
+    def memory(self, rank: int) -> Offload:
+        """Return what allocates the state of this rank.  Raises: StorageError."""
+        return Offload(self, rank)
+
+
+def plan_offload(
+    config: OffloadConfig, policy: ShardingPolicy, layouts: Sequence[BucketLayout], moments: int
+) -> OffloadPlan:
+    """Choose the buckets that leave the device.
 
     Args:
         config: no key is "auto".
         moments: arrays of optimizer state per element.
+    """
+    state_on = dict[str, Location]()
+    trained = [layout for layout in layouts if layout.trains]
+    left = config.ratio * sum(layout.numel for layout in trained) if config.optimizer != "none" else 0.0
+    for layout in trained:
+        if left > 0:
+            state_on[layout.name] = _LOCATIONS[config.optimizer]
+        left -= layout.numel
+    plan = OffloadPlan(config, policy, state_on)
+    return replace(plan, file_bytes=sum(_file_bytes(plan, layout, moments) for layout in layouts))
+
+
+def _file_bytes(plan: OffloadPlan, layout: BucketLayout, moments: int) -> int:
+    """Return the bytes of a bucket in this rank's file."""
+    held, total = plan.residency(layout), 0
+    owned = layout.shard_numel if held.state is Extent.SHARD else layout.padded_numel
+    if held.state_on == "file":
+        # moments are stored by parts of a bucket: one for each optimizer group, cut to FILE_PART_ELEMENTS
+        parts = len(list(layout.intervals(lambda info: info.group))) + owned // FILE_PART_ELEMENTS
+        total += region_bytes(owned, torch.float32) * (1 + moments) + parts * moments * region_bytes(1, torch.int8)
+    if held.weights_on == "file":
+        total += region_bytes(owned, plan.policy.dtype)
+    return total
+
+
+class Offload(StateMemory):
+    """Allocates what this rank holds of its buckets on the device, on the host and in a file.
+
+    Args:
         rank: part of the file's name.
 
     Raises: StorageError, the file does not fit on its disk.
     """
 
-    def __init__(
-        self,
-        config: OffloadConfig,
-        policy: ShardingPolicy,
-        layouts: Sequence[BucketLayout],
-        moments: int = 0,
-        rank: int = 0,
-    ) -> None:
-        self._config, self._policy = config, policy
-        self._state_on: dict[str, Location] = {}  # by name of a bucket; on the device if absent
-        trained = [layout for layout in layouts if layout.trains]
-        left = config.ratio * sum(layout.numel for layout in trained) if config.optimizer != "none" else 0.0
-        for layout in trained:
-            if left > 0:
-                self._state_on[layout.name] = _LOCATIONS[config.optimizer]
-            left -= layout.numel
+    def __init__(self, plan: OffloadPlan, rank: int) -> None:
+        super().__init__(plan.policy)
+        self._plan = plan
         self.store: FileStore | None = None
-        if "nvme" in (config.optimizer, config.parameters):
-            size = sum(self._file_bytes(layout, moments) for layout in layouts)
-            self.store = FileStore(Path(config.nvme_path or "."), rank, size)
+        if "nvme" in (plan.config.optimizer, plan.config.parameters):
+            self.store = FileStore(Path(plan.config.nvme_path or "."), rank, plan.file_bytes)
 
     def residency(self, layout: BucketLayout) -> Residency:
-        """Return what this rank holds of a bucket, and where."""
-        weights_on, state_on = _LOCATIONS[self._config.parameters], self._state_on.get(layout.name, "device")
-        return Residency.of(layout, self._policy.zero_stage, weights_on, state_on)
-
-    def _file_bytes(self, layout: BucketLayout, moments: int) -> int:
-        held, total = self.residency(layout), 0
-        owned = layout.shard_numel if held.state is Extent.SHARD else layout.padded_numel
-        if held.state_on == "file":
-            # moments are stored by parts of a bucket: one for each optimizer group, cut to FILE_PART_ELEMENTS
-            parts = len(list(layout.intervals(lambda info: info.group))) + owned // FILE_PART_ELEMENTS
-            total += region_bytes(owned, torch.float32) * (1 + moments) + parts * moments * region_bytes(1, torch.int8)
-        if held.weights_on == "file":
-            total += region_bytes(owned, self._policy.dtype)
-        return total
+        return self._plan.residency(layout)
 
     def allocate(self, location: Location, numel: int, dtype: torch.dtype) -> FlatArray:
-        """Allocate an array of zeros in a location.  Raises: StorageError."""
         if location == "device":
-            return InMemory(torch.zeros(numel, dtype=dtype, device=self._policy.device), location)
+            return super().allocate(location, numel, dtype)
         if location == "host":
-            return in_host_memory(numel, dtype, pin=self._config.pin_memory)
+            return in_host_memory(numel, dtype, pin=self._plan.config.pin_memory)
         assert self.store is not None
         return self.store.allocate(numel, dtype)
 
     def close(self) -> None:
-        """Free the space of the file."""
         if self.store is not None:
             self.store.close()
+
+
+def choose_offload(
+    config: OffloadConfig, policy: ShardingPolicy, elements: int, moments: int, state: ParallelState
+) -> OffloadConfig:
+    """Replace "auto", and let the optimizer use the cores that it needs.  Arguments as of `without_auto`."""
+    config = without_auto(config, policy, elements, moments, state.world, state.local_world_size)
+    give_cores(config, state.device, state.local_world_size)
+    return config
 
 
 def give_cores(config: OffloadConfig, device: torch.device, local_world_size: int) -> None:
@@ -104,28 +146,6 @@ def give_cores(config: OffloadConfig, device: torch.device, local_world_size: in
     """
     if config.optimizer != "none" and device.type == "cuda" and local_world_size > 1:
         torch.set_num_threads(cores_of_rank(local_world_size))
-
-
-def _fields(path: Path) -> dict[str, int]:
-    """Return the first number of each line, by the line's first word."""
-    lines = [line.split() for line in path.read_text().splitlines()]
-    return {words[0].rstrip(":"): int(words[1]) for words in lines}
-
-
-def free_memory_bytes(
-    device: torch.device, meminfo: Path = Path("/proc/meminfo"), cgroup: Path = Path("/sys/fs/cgroup")
-) -> int:
-    """Return the free memory of a CUDA device, or of the host within this container's limit.  All ranks of a host share
-    the latter.
-    """
-    if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0]
-    free = _fields(meminfo)["MemAvailable"] * 1024
-    for limit, used, statistics, cache in _CGROUPS:
-        if (cgroup / limit).exists() and (text := (cgroup / limit).read_text().strip()) != "max":
-            in_use = int((cgroup / used).read_text()) - _fields(cgroup / statistics)[cache]
-            free = min(free, max(int(text) - in_use, 0))
-    return free
 
 
 def choose_location(

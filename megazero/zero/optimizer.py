@@ -17,10 +17,10 @@ import torch
 from torch import Tensor, nn
 
 from megazero.optim.optimizers import Lion, make_optimizer, state_names
-from megazero.zero.bucket import Bucket, BucketLayout, Interval, in_order_of_use, intersect
-from megazero.zero.offload import FILE_PART_ELEMENTS, Offload
+from megazero.zero.bucket import Bucket, in_order_of_use
+from megazero.zero.layout import BucketLayout, Interval, intersect
 from megazero.zero.parameters import memory_kind
-from megazero.zero.storage import FlatArray, Location
+from megazero.zero.storage import FILE_PART_ELEMENTS, FlatArray, Location, StateMemory
 
 # torch's fused kernels of these classes divide gradients by `grad_scale`; another class that is fused may not.
 _SCALE_INSIDE = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad)
@@ -110,7 +110,7 @@ class ShardedOptimizer:
         steps_taken: number of steps that changed the weights.
     """
 
-    def __init__(self, buckets: Sequence[Bucket], recipe: OptimizerRecipe, offload: Offload) -> None:
+    def __init__(self, buckets: Sequence[Bucket], recipe: OptimizerRecipe, offload: StateMemory) -> None:
         self.elementwise, self._scalars, self.known_states = recipe.states, recipe.scalars, recipe.known_states
         trained = in_order_of_use([bucket for bucket in buckets if bucket.layout.trains])
         self.parts = {bucket: _cut(bucket) for bucket in trained}

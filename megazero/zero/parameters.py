@@ -9,31 +9,26 @@ all_gather_weights    weight shards -> full weights, unless they stay sharded; a
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
-from math import prod
 from typing import TypeAlias
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import increment_version
 
 from megazero.comm.agreement import agree
-from megazero.comm.collectives import broadcast, largest, runs_by_itself
+from megazero.comm.collectives import broadcast, runs_by_itself
 from megazero.comm.memory import StorageError
-from megazero.config.schema import ZeroConfig
 from megazero.parallel_state import Axis, ParallelState
 from megazero.registry import added
-from megazero.zero.bucket import Bucket, BucketLayout, ParamInfo, ShardingPolicy, intersect, plan_buckets
-from megazero.zero.bucket_sizes import BucketSizes, bucket_sizes
+from megazero.zero.bucket import Bucket
+from megazero.zero.bucket_plan import ShardingPlan
 from megazero.zero.gather import UnitGatherer
-from megazero.zero.gather_buffers import BufferPlan, UnitPlace, plan_buffers
-from megazero.zero.offload import Offload
+from megazero.zero.layout import intersect
 from megazero.zero.storage import Location
-from megazero.zero.units import ModelParam, UnitModule
+from megazero.zero.units import ModelParts, UnitModule
 from megazero.zero.weight_gathers import WeightGathers
 
-_ALONE = Axis("world")
-_MORE_FOR_BUCKETS = 1 / 32  # gather buffers may grow by this fraction so that units have several buckets
 SECONDARY_SHARD = "secondary_shard"  # the key in `memory_bytes`
 
 # Returns the initial values of a parameter that has no memory yet, by its name; None if they are not known.  It is
@@ -41,108 +36,68 @@ SECONDARY_SHARD = "secondary_shard"  # the key in `memory_bytes`
 DeferredValues: TypeAlias = Callable[[str], Tensor | None]
 
 
+@dataclass(frozen=True)
+class Gathering:
+    """How weights reach the modules.
+
+    Args:
+        hides: gathers may run behind the next forward: nothing reads weights after an update without `wait`, except a
+            unit's own forward.
+        gatherer_type: gathers the units of stage 3.
+    """
+
+    hides: bool = True
+    gatherer_type: type[UnitGatherer] = UnitGatherer
+
+
 class ShardedParameters:
     """Moves a model's parameters into buckets and holds the buckets.
 
     Args:
-        units: modules that stage 3 gathers one at a time, in forward order; together they hold every parameter.
-        described: every parameter once, in forward order; those on the meta device get their values shard by shard.
-        zero: sizes and policies; no key of `zero.offload` is "auto".
-        ties: the ranks that hold a copy of each tied parameter, by logical name.
-        moments: arrays of optimizer state per element; a file reserves space for them.
-        rank: part of the file's name.
-        world: all ranks.  Their buckets have one size, and if one rank cannot allocate, all fail together.
-        gatherer_type: gathers the units of stage 3.
-        hides_gathers: gathers may run behind the next forward: nothing reads weights after an update without `wait`,
-            except a unit's own forward.
+        parts: parameters on the meta device get their values shard by shard.
+        state: this rank.  If one rank of the world cannot allocate, all fail together.
 
     Attributes:
         sizes: sizes of buckets and of the working buffers of gradients.
+        memory: allocates what this rank holds.
         gathers: brings updated weights to every rank.
-        hides_gathers: the request above, and the network sends without this rank's help.
-        gather_plan: the buckets that share a gather buffer.
+        hides_gathers: gathers run behind the next forward: the model allows it, and the network sends without this
+            rank's help.
     """
 
-    def __init__(
-        self,
-        units: Sequence[UnitModule],
-        described: Sequence[ModelParam],
-        policy: ShardingPolicy,
-        zero: ZeroConfig,
-        ties: Mapping[str, Axis],
-        moments: int = 0,
-        rank: int = 0,
-        world: Axis = _ALONE,
-        *,
-        gatherer_type: type[UnitGatherer] = UnitGatherer,
-        hides_gathers: bool = False,
-    ) -> None:
-        self.policy = policy
-        placements = [one.placement or policy.placement for one in described]
-        shards = max(placement.shard.size for placement in placements)
-        by_unit = policy.zero_stage == 3 and (shards > 1 or zero.offload.parameters != "none")
-        infos = _describe_parameters(units, described, policy, zero)
-        cuts = policy.zero_stage >= 2 and (shards > 1 or zero.offload.optimizer != "none")
-        self.sizes = self._sizes(zero, sum(prod(info.shape) for info in infos), world, cuts=cuts)
-        chunks = [UnitPlace(unit.chunk, unit.beside) for unit in units]
-        ahead = zero.prefetch_bytes // policy.dtype.itemsize
-
-        def planned(*, cuts_units: bool) -> tuple[tuple[BucketLayout, ...], BufferPlan]:
-            layouts = plan_buckets(
-                infos,
-                by_unit=by_unit,
-                bucket_elements=self.sizes.elements,
-                cuts=cuts,
-                part_elements=self.sizes.part_elements,
-                cuts_units=cuts_units,
-                align=policy.align,
-            )
-            return layouts, plan_buffers(layouts, chunks, zero.gather_policy, ahead) if by_unit else BufferPlan(())
-
-        layouts, self.gather_plan = planned(cuts_units=False)
-        if self.sizes.cuts_units and by_unit:
-            finer = planned(cuts_units=True)
-            if finer[1].elements <= (1 + _MORE_FOR_BUCKETS) * self.gather_plan.elements:
-                layouts, self.gather_plan = finer
-        self.offload = agree(partial(Offload, zero.offload, policy, layouts, moments, rank), world, StorageError)
-        buffers = self.gather_plan.allocate(policy.dtype, policy.device)
+    def __init__(self, parts: ModelParts, plan: ShardingPlan, state: ParallelState, gathering: Gathering) -> None:
+        self.policy, self.sizes, world = plan.policy, plan.sizes, state.world
+        self.memory = agree(partial(plan.memory, state.rank), world, StorageError)
         self.buckets: list[Bucket] = []
-        agree(partial(self._make_buckets, layouts, buffers, ties), world, StorageError)
-        self._originals = {one.name: one.parameter.data for one in described if not one.parameter.is_meta}
+        agree(partial(self._make_buckets, plan, parts.ties), world, StorageError)
+        self._originals = {one.name: one.parameter.data for one in parts.described if not one.parameter.is_meta}
         self.by_name: dict[str, nn.Parameter] = {}
-        self._bind({one.name: one.parameter for one in described}, units)
+        self._bind({one.name: one.parameter for one in parts.described}, parts.units)
         slots = [(bucket, slot) for bucket in self.buckets for slot in bucket.layout.slots]
         places = {id(self.by_name[slot.info.name]): (bucket, slot) for bucket, slot in slots}
-        self.gathers: WeightGathers = added("weight gathers").get("cpu" if policy.on_cpu else "cuda", WeightGathers)()
+        kind = "cpu" if self.policy.on_cpu else "cuda"
+        self.gathers: WeightGathers = added("weight gathers").get(kind, WeightGathers)(
+            {bucket: [self.by_name[slot.info.name] for slot in bucket.layout.slots] for bucket in self.buckets}
+        )
         # Ask every axis, without short-circuiting: all of its ranks must take part, and the axes may disagree.
-        by_themselves = [runs_by_itself(axis) for axis in dict.fromkeys(placement.shard for placement in placements)]
-        self.hides_gathers = hides_gathers and all(by_themselves)
-        if hides_gathers:
+        axes = dict.fromkeys((param.placement or self.policy.placement).shard for param in parts.described)
+        by_themselves = [runs_by_itself(axis) for axis in axes]
+        self.hides_gathers = gathering.hides and all(by_themselves)
+        if gathering.hides:
             self.gathers.defer_steps(self.buckets, self.sizes.elements, world, can=self.hides_gathers)
         if self.hides_gathers:
-            self.gathers.attach(units, places)
+            self.gathers.attach(parts.units, places)
         self.gatherer: UnitGatherer | None = None
-        if by_unit:
-            self.gatherer = gatherer_type(units, places, policy, zero.prefetch_bytes)
+        if plan.buffers is not None:
+            self.gatherer = gathering.gatherer_type(parts.units, places, self.policy, plan.prefetch_bytes)
+            self.gathers.gatherer = self.gatherer
 
-    def _sizes(self, zero: ZeroConfig, elements: int, world: Axis, *, cuts: bool) -> BucketSizes:
-        """Return the bucket sizes, the same on all ranks, even if only some ranks share their host's memory:
-        collectives over dp, replicas, tp and ties sum over whole buckets.
-        """
-        policy, placement, hides = self.policy, self.policy.placement, False
-        if zero.bucket_bytes == "auto":
-            # Call both, without short-circuiting: every rank of an axis must take part, and the axes may disagree.
-            by_themselves = any([runs_by_itself(placement.shard), runs_by_itself(placement.replica)])
-            most, some_wait = largest([elements, not by_themselves], world)
-            elements, hides = int(most), not some_wait
-        return bucket_sizes(zero.bucket_bytes, policy, elements, cuts=cuts, hides=hides)
-
-    def _make_buckets(
-        self, layouts: Sequence[BucketLayout], buffers: Mapping[str, Tensor], ties: Mapping[str, Axis]
-    ) -> None:
-        seen = set[str]()
-        for layout in layouts:
-            bucket = Bucket(layout, self.policy, buffers.get(layout.name), self.offload)
+    def _make_buckets(self, plan: ShardingPlan, ties: Mapping[str, Axis]) -> None:
+        seen, buffers = set[str](), dict[str, Tensor]()
+        if plan.buffers is not None:
+            buffers = plan.buffers.allocate(self.policy.dtype, self.policy.device)
+        for layout in plan.layouts:
+            bucket = Bucket(layout, self.policy, buffers.get(layout.name), self.memory)
             if layout.tie is not None:
                 bucket.is_duplicate = layout.tie in seen or (layout.tie in ties and ties[layout.tie].index > 0)
                 seen.add(layout.tie)
@@ -267,25 +222,8 @@ class ShardedParameters:
             changed: the changed buckets; None: all.
         """
         buckets = self.buckets if changed is None else changed
-        self.note_change(buckets)
+        self.gathers.invalidate(buckets)
         self.gathers.gather(buckets)
-
-    def start_gather(self, bucket: Bucket, step: Callable[[], object] | None = None) -> None:
-        """Start to gather an updated bucket for the next forward.  For `step` see `WeightGathers.start`."""
-        self.gathers.start(bucket, step)
-        if self.gatherer is not None:
-            self.gatherer.buffers.source.prepare(bucket)
-            if bucket in self.gatherer.first:  # it is one of the first that a forward uses
-                self.gatherer.buffers.unshard(bucket)
-
-    def note_change(self, buckets: Sequence[Bucket]) -> None:
-        """Forget the gathered weights of these buckets: they have changed, or will change before the next forward of
-        their units.
-        """
-        parameters = [self.by_name[slot.info.name] for bucket in buckets for slot in bucket.layout.slots]
-        increment_version(parameters)  # so that autograd refuses the backward of an earlier forward
-        if self.gatherer is not None:
-            self.gatherer.forget()
 
     def absent_gradient_bytes(self) -> int:
         """Bytes in `memory_bytes` of gradients that are not allocated yet in this step."""
@@ -313,35 +251,3 @@ class ShardedParameters:
 def memory_kind(kind: str, location: Location) -> str:
     """Return the key of a kind of memory: `optimizer` on the device, `optimizer on host` elsewhere."""
     return kind if location == "device" else f"{kind} on {location}"
-
-
-def _describe_parameters(
-    units: Sequence[UnitModule], described: Sequence[ModelParam], policy: ShardingPolicy, zero: ZeroConfig
-) -> list[ParamInfo]:
-    """Return what the bucket planner must know of each parameter."""
-    users: dict[int, set[int]] = {}
-    for index, unit in enumerate(units):
-        for part, key in unit.attributes:
-            users.setdefault(id(part._parameters[key]), set()).add(index)
-    # Vectors stay whole beside matrices that travel in fp8, in buckets of their own: they would need more messages.
-    in_fp8 = {min(users.get(id(one.parameter), [-1])) for one in described if one.spec.in_fp8_squares}
-    infos = []
-    for one in described:
-        used_by = users.get(id(one.parameter))
-        if not used_by:
-            raise ValueError(f"parameter {one.name} belongs to no unit; every parameter must lie in one of the units")
-        if not one.parameter.is_floating_point():
-            raise ValueError(f"parameter {one.name} is {one.parameter.dtype}; only floating-point parameters can train")
-        shape, index, trains = tuple(one.parameter.shape), min(used_by), one.parameter.requires_grad
-        placement = one.placement or policy.placement
-        is_alone = one.spec.buffer or (placement.shard.size == 1 and zero.offload.parameters == "none")
-        is_small = prod(shape) <= zero.persistent_elements or (len(shape) == 1 and index in in_fp8)
-        persistent = policy.zero_stage == 3 and (is_alone or is_small)
-        alone = not persistent and (len(used_by) > 1 or units[index].spans_others)
-        chunk = units[index].chunk
-        infos.append(
-            ParamInfo(
-                one.name, shape, one.spec, index, chunk, one.group, trains, persistent, alone, one.matrix, placement
-            )
-        )
-    return infos

@@ -44,8 +44,8 @@ from torch import Tensor
 from megazero.comm.collectives import Pending, all_gather
 from megazero.layers.counter_rng import derive_key, random_bits
 from megazero.parallel_state import Axis
-from megazero.zero.bucket import BLOCK, ShardingPolicy
 from megazero.zero.buffer_pool import BufferPool
+from megazero.zero.sharding import BLOCK, ShardingPolicy
 
 WEIGHT_BITS = 8
 _SCALE_BYTES = 4

@@ -20,10 +20,12 @@ from torch import Tensor
 
 from megazero.comm.collectives import Pending, all_reduce, all_to_all, arriving_elements, reduce_scatter, runs_by_itself
 from megazero.parallel_state import Axis
-from megazero.zero.bucket import Bucket, Interval, Placement, ShardingPolicy, intersect
+from megazero.zero.bucket import Bucket
 from megazero.zero.buffer_pool import BufferPool
+from megazero.zero.layout import Interval, intersect
 from megazero.zero.quantized import BlockFormat, InTwo, noise_of
 from megazero.zero.replica_sums import ReplicaSums
+from megazero.zero.sharding import Placement, ShardingPolicy
 
 _NORM_BLOCK = 256  # as fast as longer blocks, and 30 times more exact
 _IN_FLIGHT = 2  # if the host adds results, or this rank takes part itself: more in flight would hide no more

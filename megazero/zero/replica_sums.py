@@ -18,8 +18,9 @@ from torch import Tensor
 
 from megazero.comm.collectives import Pending, all_reduce
 from megazero.parallel_state import Axis
-from megazero.zero.bucket import Bucket, ShardingPolicy
+from megazero.zero.bucket import Bucket
 from megazero.zero.buffer_pool import BufferPool
+from megazero.zero.sharding import ShardingPolicy
 
 _IN_FLIGHT = 2
 

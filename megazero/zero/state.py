@@ -8,8 +8,10 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from megazero.zero.bucket import Bucket, Interval, ShardingPolicy, intersect
+from megazero.zero.bucket import Bucket
+from megazero.zero.layout import Interval, intersect
 from megazero.zero.optimizer import ShardedOptimizer
+from megazero.zero.sharding import ShardingPolicy
 from megazero.zero.storage import FlatArray
 
 if TYPE_CHECKING:

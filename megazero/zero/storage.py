@@ -13,7 +13,10 @@ read (Rajbhandari et al. 2021, ZeRO-Infinity, section 6).
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import Literal, NamedTuple, TypeAlias
+from dataclasses import dataclass
+from enum import Enum
+from pathlib import Path
+from typing import TYPE_CHECKING, Final, Literal, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -21,7 +24,19 @@ from torch import Tensor
 from megazero.comm.collectives import Pending
 from megazero.comm.memory import host_tensor
 
+if TYPE_CHECKING:
+    from megazero.zero.layout import BucketLayout
+    from megazero.zero.sharding import ShardingPolicy
+
 Location: TypeAlias = Literal["device", "host", "file"]
+
+FILE_PART_ELEMENTS = 1 << 22  # elements of a file that are updated at a time
+# Paths below the root of the control groups: limit, usage, statistics.  Then the statistic of the page cache that the
+# kernel frees first.
+_CGROUPS: Final = (
+    ("memory.max", "memory.current", "memory.stat", "inactive_file"),
+    ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes", "memory/memory.stat", "total_inactive_file"),
+)
 
 
 class Access(NamedTuple):
@@ -158,3 +173,97 @@ class InMemory(FlatArray):
 def in_host_memory(numel: int, dtype: torch.dtype, *, pin: bool, remedy: str | None = None) -> InMemory:
     """Return zeros in host memory; see `host_tensor`.  Raises: StorageError."""
     return InMemory(host_tensor(numel, dtype, pin=pin, remedy=remedy), "host")
+
+
+class Extent(Enum):
+    """How much of a bucket's weights, gradients or optimizer state a rank holds between uses."""
+
+    WHOLE = "whole"
+    SHARD = "shard"
+
+
+_EXTENTS: Final = {
+    # stage: weights, gradients, master weights and moments (Rajbhandari et al. 2020, figure 1)
+    0: (Extent.WHOLE, Extent.WHOLE, Extent.WHOLE),
+    1: (Extent.WHOLE, Extent.WHOLE, Extent.SHARD),
+    2: (Extent.WHOLE, Extent.SHARD, Extent.SHARD),
+    3: (Extent.SHARD, Extent.SHARD, Extent.SHARD),
+}
+
+
+@dataclass(frozen=True)
+class Residency:
+    """What a rank holds of a bucket, and where: weights, gradients, and state (master weights and moments).
+
+    Full weights are on the device.  The reduced gradient is on the host, unless the state is on the device.
+    """
+
+    weights: Extent
+    gradients: Extent
+    state: Extent
+    weights_on: Location = "device"
+    state_on: Location = "device"
+
+    @classmethod
+    def of(
+        cls, layout: BucketLayout, zero_stage: int, weights_on: Location = "device", state_on: Location = "device"
+    ) -> Residency:
+        """Return the table's row for a stage.  On one rank a shard is the whole bucket, unless it is offloaded.
+
+        Args:
+            weights_on: location of stage 3's shards of the weights.
+            state_on: location of the optimizer state.
+        """
+        weights, gradients, state = _EXTENTS[zero_stage]
+        if layout.first.persistent or (layout.shards == 1 and weights_on == "device"):
+            weights = Extent.WHOLE
+        if layout.shards == 1 and state_on == "device":
+            gradients = Extent.WHOLE
+        return cls(
+            weights,
+            gradients,
+            state,
+            weights_on if weights is Extent.SHARD else "device",
+            state_on if layout.trains else "device",
+        )
+
+
+class StateMemory:
+    """Allocates what this rank holds of its buckets: on the device.  See `Offload` for other locations."""
+
+    def __init__(self, policy: ShardingPolicy) -> None:
+        self.policy = policy
+
+    def residency(self, layout: BucketLayout) -> Residency:
+        """Return what this rank holds of a bucket, and where."""
+        return Residency.of(layout, self.policy.zero_stage)
+
+    def allocate(self, location: Location, numel: int, dtype: torch.dtype) -> FlatArray:
+        """Allocate an array of zeros in a location.  Raises: StorageError."""
+        assert location == "device"
+        return InMemory(torch.zeros(numel, dtype=dtype, device=self.policy.device), location)
+
+    def close(self) -> None:
+        """Free what lies outside memory."""
+
+
+def _fields(path: Path) -> dict[str, int]:
+    """Return the first number of each line, by the line's first word."""
+    lines = [line.split() for line in path.read_text().splitlines()]
+    return {words[0].rstrip(":"): int(words[1]) for words in lines}
+
+
+def free_memory_bytes(
+    device: torch.device, meminfo: Path = Path("/proc/meminfo"), cgroup: Path = Path("/sys/fs/cgroup")
+) -> int:
+    """Return the free memory of a CUDA device, or of the host within this container's limit.  All ranks of a host share
+    the latter.
+    """
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    free = _fields(meminfo)["MemAvailable"] * 1024
+    for limit, used, statistics, cache in _CGROUPS:
+        if (cgroup / limit).exists() and (text := (cgroup / limit).read_text().strip()) != "max":
+            in_use = int((cgroup / used).read_text()) - _fields(cgroup / statistics)[cache]
+            free = min(free, max(int(text) - in_use, 0))
+    return free

@@ -10,19 +10,20 @@ returns layers of a unit that read their weights only in their own forward and s
 unit must wait for all its weights.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any, TypeVar
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any, TypeAlias
 
-import torch
 from torch import nn
 
+from megazero.layers.linear import WeightGradQueue
 from megazero.layers.spec import ParamSpec, whole_spec
-from megazero.zero.bucket import Placement
+from megazero.parallel_state import Axis
+from megazero.zero.sharding import Placement
 
-Hook = TypeVar("Hook", bound=Callable[..., Any])
-
-_NO_TASK = -1  # torch's task number outside any backward
+#: Rows of logical tensors: the tensor's name, first row, end row, and the parameter that holds them.
+Rows: TypeAlias = list[tuple[str, int, int, str]]
 
 
 @dataclass(frozen=True, eq=False)
@@ -56,15 +57,21 @@ class ModelParam:
     placement: Placement | None = None  # the ranks that share it; None: the model's default
 
 
-def reading_no_weights(hook: Hook) -> Hook:
-    """Mark a pre-forward hook as one that reads no weights, so that the unit's layers may still wait one by one."""
-    hook.reads_no_weights = True  # type: ignore[attr-defined]
-    return hook
+@dataclass(frozen=True)
+class ModelParts:
+    """This rank's part of a model, before sharding.
 
+    Args:
+        units: see `ShardedParameters`.
+        described: every parameter once, in forward order, with its optimizer group.
+        ties: the ranks that hold a copy of a tied parameter, by its logical name.
+        wgrad_queues: the queue that takes a parameter's weight gradients past autograd, by the parameter's name.
+    """
 
-def is_hooked(module: nn.Module) -> bool:
-    """Whether a script has put pre-forward hooks on the unit, which may read all its weights."""
-    return not all(hasattr(hook, "reads_no_weights") for hook in module._forward_pre_hooks.values())
+    units: Sequence[UnitModule]
+    described: Sequence[ModelParam]
+    ties: Mapping[str, Axis] = field(default_factory=dict)
+    wgrad_queues: Mapping[str, WeightGradQueue] = field(default_factory=dict)
 
 
 def units_of(chunks: Sequence[Any], *, by_layer: bool = False, beside: bool = False) -> list[UnitModule]:
@@ -103,6 +110,34 @@ def describe(model: nn.Module) -> Iterator[ModelParam]:
             yield ModelParam(name, parameter, specs.get(key) or whole_spec(name, tuple(parameter.shape)))
 
 
-def in_backward() -> bool:
-    """Whether this thread is in a backward, as hooks may be."""
-    return torch._C._current_graph_task_id() != _NO_TASK
+def logical_rows(described: Sequence[ModelParam], ties: Mapping[str, Axis]) -> Rows:
+    """Yield the rows of logical tensors that parameters hold, except for tensors that several stages share."""
+    return [
+        (rows.name, rows.offset, rows.offset + rows.rows, param.name)
+        for param in described
+        if not param.spec.tied
+        for rows in param.spec.names.rows
+        if rows.name not in ties
+    ]
+
+
+def check_parameters(described: Sequence[ModelParam], stage: int, held: Mapping[int, Rows]) -> None:
+    """Check that something trains and that no two parameters have one name in a checkpoint.
+
+    Args:
+        held: the rows that each pipeline stage holds.
+
+    Raises:
+        ValueError: nothing trains on this rank, or two parameters would be one tensor in a checkpoint.
+    """
+    if not any(param.parameter.requires_grad for param in described):
+        hint = "there is nothing to train there"
+        raise ValueError(f"pipeline stage {stage} has no parameter that requires a gradient: {hint}")
+    every = sorted((name, first, end, at, param) for at, rows in held.items() for name, first, end, param in rows)
+    for (name, _, end, at, param), (other, first, _, other_at, other_param) in pairwise(every):
+        if name == other and first < end:
+            raise ValueError(
+                f"two parameters have the logical name {name!r}: {param!r} of pipeline stage {at} and {other_param!r} of "
+                f"stage {other_at}. A checkpoint would keep one of them, and both would begin with equal values: give "
+                "each its own name"
+            )

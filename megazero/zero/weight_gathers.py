@@ -12,15 +12,26 @@ Invariant: between `start` and the wait for a bucket, nothing reads its full wei
 shard, which is being sent.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, TypeVar
 
+from torch import nn
+from torch.autograd.graph import increment_version
 from torch.utils.hooks import RemovableHandle
 
 from megazero.comm.collectives import Pending, all_gather
 from megazero.parallel_state import Axis
-from megazero.zero.bucket import Bucket, Slot
-from megazero.zero.units import UnitModule, is_hooked, reading_no_weights
+from megazero.zero.bucket import Bucket
+from megazero.zero.layout import Slot
+from megazero.zero.units import UnitModule
+
+if TYPE_CHECKING:
+    from megazero.zero.gather import UnitGatherer
+
+Hook = TypeVar("Hook", bound=Callable[..., Any])
 
 
 class HalfSteppedError(RuntimeError):
@@ -30,9 +41,18 @@ class HalfSteppedError(RuntimeError):
 class WeightGathers:
     """The all-gathers that are running.  After an interrupted update or load, every wait raises, so nothing computes
     with mixed weights.
+
+    Args:
+        parameters: those of each bucket, as modules see them.
+
+    Attributes:
+        gatherer: the units of stage 3, if weights are sharded.
     """
 
-    def __init__(self) -> None:
+    gatherer: UnitGatherer | None
+
+    def __init__(self, parameters: Mapping[Bucket, Sequence[nn.Parameter]]) -> None:
+        self._parameters, self.gatherer = parameters, None
         self._under_way: dict[Bucket, Pending] = {}
         self._broken: RuntimeError | None = None  # why weights are neither the old nor the new ones
         self._hooks: list[RemovableHandle] = []
@@ -85,6 +105,21 @@ class WeightGathers:
         if bucket.gathers_weights:
             mine = bucket.weights[bucket.owned.start : bucket.owned.stop]
             self._under_way[bucket] = all_gather(bucket.weights, mine, bucket.placement.shard)
+
+    def start_behind_forward(self, bucket: Bucket, step: Callable[[], object] | None = None) -> None:
+        """Start to gather an updated bucket for the next forward.  For `step` see `start`."""
+        self.start(bucket, step)
+        if self.gatherer is not None:
+            self.gatherer.start_first(bucket)
+
+    def invalidate(self, buckets: Iterable[Bucket]) -> None:
+        """Forget the gathered weights of these buckets: they have changed, or will change before the next forward of
+        their units.
+        """
+        # so that autograd refuses the backward of an earlier forward
+        increment_version([parameter for bucket in buckets for parameter in self._parameters[bucket]])
+        if self.gatherer is not None:
+            self.gatherer.forget()
 
     def gather(self, buckets: Iterable[Bucket]) -> None:
         """Gather these buckets and wait for them."""
@@ -156,3 +191,14 @@ class WeightGathers:
         with self.changing("loading a checkpoint"):
             self._broken = None
             yield
+
+
+def reading_no_weights(hook: Hook) -> Hook:
+    """Mark a pre-forward hook as one that reads no weights, so that the unit's layers may still wait one by one."""
+    hook.reads_no_weights = True  # type: ignore[attr-defined]
+    return hook
+
+
+def is_hooked(module: nn.Module) -> bool:
+    """Whether a script has put pre-forward hooks on the unit, which may read all its weights."""
+    return not all(hasattr(hook, "reads_no_weights") for hook in module._forward_pre_hooks.values())

@@ -34,9 +34,9 @@ from megazero.config.schema import PrecisionConfig
 from megazero.deepspeed.script_units import ScriptGatherer
 from megazero.engine import Position
 from megazero.parallel_state import Axis
-from megazero.zero.bucket import BLOCK, Placement, ShardingPolicy
 from megazero.zero.quantized import BlockFormat, Noise, noise_of
 from megazero.zero.reductions import QuantizedScatter
+from megazero.zero.sharding import BLOCK, Placement, ShardingPolicy
 
 UNTIED = LLAMA | {"tie_embeddings": False, "vocab_size": 64}
 BOTH = {"quantized_weights": True, "quantized_gradients": 8}

@@ -27,7 +27,7 @@ from megazero.parallel_state.groups import Traffic
 from megazero.zero.bucket import Bucket
 from megazero.zero.gather import Unit, UnitGatherer
 from megazero.zero.gather_buffers import GatherBuffers
-from megazero.zero.parameters import ShardedParameters
+from megazero.zero.weight_gathers import WeightGathers
 
 UNTIED = LLAMA | {"tie_embeddings": False, "vocab_size": 64}
 DEEP, THREE_LAYERS = UNTIED | {"num_layers": 5}, UNTIED | {"num_layers": 3}
@@ -263,19 +263,19 @@ def test_units_are_gathered_ahead_by_bytes_into_as_many_buffers_as_these_hold() 
 
 def _updates(rank: int, runs: Sequence[ResolvedRun]) -> list[list[tuple[str, int]]]:
     """Of the second step and what follows it: units as they run, are gathered and, bucket by bucket, stepped."""
-    state, found, start = state_on(rank, runs[0], shares_memory=False), [], ShardedParameters.start_gather
+    state, found, start = state_on(rank, runs[0], shares_memory=False), [], WeightGathers.start_behind_forward
     for run in runs:
         engine = engine_on(rank, run, state=state)
         engine.train_step(micro_batches(run, state, 0), LR)
         with _noted() as events:
 
-            def stepped(self: ShardedParameters, bucket: Bucket, *step: Any, events: list[Any] = events) -> None:
+            def stepped(self: WeightGathers, bucket: Bucket, *step: Any, events: list[Any] = events) -> None:
                 events.append(("steps", bucket.layout.unit))
                 start(self, bucket, *step)
 
-            ShardedParameters.start_gather = stepped  # type: ignore[method-assign]
+            WeightGathers.start_behind_forward = stepped  # type: ignore[method-assign]
             engine.train_step(micro_batches(run, state, 1), LR)
-            ShardedParameters.start_gather = start  # type: ignore[method-assign]
+            WeightGathers.start_behind_forward = start  # type: ignore[method-assign]
             engine.evaluate(micro_batches(run, state, 2))
         engine.train_step(micro_batches(run, state, 3), LR)
         engine.sharded_model.close()

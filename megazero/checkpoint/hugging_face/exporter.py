@@ -25,7 +25,7 @@ from megazero.checkpoint.shards import Layout, new_folder, write_shards
 from megazero.checkpoint.tensor_file import StoredTensors
 from megazero.models.config import ModelConfig
 from megazero.models.registry import FAMILIES
-from megazero.zero.bucket import DTYPE_NAMES, DTYPES
+from megazero.zero.sharding import DTYPE_NAMES, DTYPES
 from megazero.zero.state import AVERAGE, MASTER, MODEL
 
 _SINGLE = "model.safetensors"

@@ -1,0 +1,460 @@
+"""Which bucket holds each parameter, how large buckets are, and which buffer stage 3 gathers each bucket into.
+
+[Note: sizes]  Buckets are large enough for the network, small enough that the backward hides all reductions but the last.
+
+    backward     | w3 w2 | w1 | w0 |
+    network              [ bucket 1  ][ bucket 0  ]        exposed: the time of the last bucket
+    with more buckets
+    backward     | w3 | w2 | w1 | w0 |
+    network           [ 3 ][ 2 ][ 1 ][ 0 ]
+
+`zero.bucket_bytes = "auto"` is computed from the number of ranks, the size of the model and the transport, never from a
+measured time: the gradient norm is rounded bucket by bucket, so a run with a measured layout could not be repeated.
+
+If the network sends without the rank's help, a bucket is no larger than it needs to be.  In the memory of one host
+ranks copy the data themselves while they wait: nothing is hidden, and large buckets cost least.
+
+[Note: gather buffers]  Units take turns in the buffers into which stage 3 gathers their weights:
+
+    position of a unit in its chunk    0   1   2   3   4   5   6
+    three buffers                      A   B   C   A   B   C   A
+
+While one buffer's unit computes, the other buffers are filled with the next units.  All buffers together hold the
+largest unit and at most `prefetch_bytes` more; there are at least two.  Each is as large as the largest of its units:
+
+    bytes = sum over buffers of the largest unit in it
+
+If units have several buckets, the i-th buckets of all units share a buffer; if that would take 1/32 more memory, each
+unit has a single bucket.
+
+The gather policy decides how long a gathered unit stays:
+    action    units take turns in the buffers: every forward and backward gathers what was overwritten; least memory
+    chunk     units at the same position of different chunks share: a chunk stays until another chunk runs
+    step      each unit has its own buffer: gathered once per step; memory of the full weights
+A parameter that several units use, or that is in use while other units run, has a buffer of its own.  Chunks that run
+at the same time share no buffers, so each has this many.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from math import inf, lcm, prod
+from typing import TYPE_CHECKING, Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from megazero.comm.agreement import agree
+from megazero.comm.collectives import gather_objects, largest, runs_by_itself
+from megazero.config.schema import ZeroConfig
+from megazero.parallel_state import Axis, ParallelState
+from megazero.zero.layout import BucketLayout, ParamInfo, Slot
+from megazero.zero.sharding import ALIGN_ELEMENTS, BLOCK, ShardingPolicy, ShardingSettings, sharding_policy
+from megazero.zero.storage import StateMemory
+from megazero.zero.units import ModelParts, check_parameters, logical_rows
+
+if TYPE_CHECKING:
+    from megazero.zero.offload import OffloadPlan
+
+_SMALL_PARTS = 16  # together with an oversized parameter, others may fill 1/16 of a bucket in all
+_ROWS_OF_PADDING = 32  # cut a bucket only if padding to whole rows adds at most 1/32 to it: see shapes.md
+_MORE_FOR_BUCKETS = 1 / 32  # gather buffers may grow by this fraction so that units have several buckets
+_FP32_BYTES = 4
+DEFAULT_BYTES = 40 * 2**20
+# What one rank sends another of a bucket.  Over sockets, with half a megabyte, links of 0.3 and 1 Gbit/s stay busy beside a
+# computation; a sixteenth more, so that matrices of a power of two fit with their vectors.  NCCL's rings want more
+# (Megatron-LM's buckets grow by 4 MB with each rank).
+_SOCKET_PIECE, _DEVICE_PIECE = 2**19 + 2**15, 2**20
+_MOST_BUCKETS = 64  # each costs the host about 0.1 ms
+# Pieces for many ranks give way to this: one bucket hides nothing, and at stage 2 the buffers would hold whole gradients.
+_FEWEST_BUCKETS = 8
+# A CPU finds memory for gradients up to this size where the backward has freed activations; larger blocks are mapped anew.
+_UNSENT_BYTES = 4 * 2**20
+# From stage 2 on gradients pass through two buckets' worth of buffers: one that fills, two that are sent, and over gloo two
+# for what arrives.
+_BUFFERS = 5
+# A larger part costs less: the product of a matrix that is cut in many parts is slower by more than smaller parts hide.
+_PART_BUCKETS = 4
+
+
+@dataclass(frozen=True)
+class BucketSizes:
+    """Bucket sizes, and the size of the working buffers.
+
+    Args:
+        elements: most elements of a bucket; a larger parameter has a bucket of its own, with small ones beside it.
+        part_elements: most elements of a part in which such a parameter is reduced, if it can be cut; None: `elements`.
+        bucket_bytes: `zero.bucket_bytes`, or the choice of "auto"; working buffers take at most twice as much.
+        cuts_units: stage 3's units have buckets of this size, too.
+    """
+
+    elements: int
+    bucket_bytes: int
+    part_elements: int | None = None
+    cuts_units: bool = False
+
+
+def bucket_sizes(
+    setting: int | Literal["auto"], policy: ShardingPolicy, numel: int, *, cuts: bool, hides: bool
+) -> BucketSizes:
+    """Return the sizes for buckets that together hold `numel` parameters.  All ranks must pass the same `numel` and
+    `hides`.
+
+    Args:
+        cuts: large buckets pass through working buffers in parts.
+        hides: the network sends messages without this rank's help.
+    """
+    ranks, on_cpu = policy.placement.shard.size * policy.placement.replica.size, policy.on_cpu
+    if setting != "auto":
+        bucket_bytes = setting
+    else:
+        piece = _DEVICE_PIECE if not on_cpu else _SOCKET_PIECE if hides else 0
+        most = numel * _FP32_BYTES // _FEWEST_BUCKETS
+        bucket_bytes = max(DEFAULT_BYTES, min(_with_buffers(piece * ranks, cuts), most))
+    if on_cpu and not policy.placement.sends:
+        bucket_bytes = min(bucket_bytes, _UNSENT_BYTES)
+    elements = bucket_bytes // _FP32_BYTES
+    elements = elements * 2 // _BUFFERS if cuts else elements
+    smallest = policy.align * policy.placement.shard.size if cuts else 1
+    part = max(elements // smallest, 1) * smallest
+    if setting != "auto" or not on_cpu or not hides:
+        return BucketSizes(part, bucket_bytes)
+    elements = min(elements, max(_SOCKET_PIECE * ranks // _FP32_BYTES, numel // _MOST_BUCKETS))
+    elements = max(elements // smallest, 1) * smallest
+    return BucketSizes(elements, bucket_bytes, min(part, _PART_BUCKETS * elements), cuts_units=True)
+
+
+def _with_buffers(nbytes: int, cuts: bool) -> int:
+    """Return the bucket size at which `nbytes` are sent at once."""
+    return nbytes * _BUFFERS // 2 if cuts else nbytes
+
+
+def _over_tp(info: ParamInfo) -> tuple[bool, bool]:
+    """Whether the parameter is split over tp, and whether its gradient is to be summed over tp."""
+    return info.spec.split is not None, info.spec.sum_over_tp
+
+
+def _layout(members: Sequence[ParamInfo], limit: int, *, cuts: bool, align: int) -> BucketLayout:
+    slots, start, shards = list[Slot](), 0, members[0].placement.shard.size
+    for info in sorted(members, key=lambda info: (info.group, info.spec.split is not None, not info.spec.sum_over_tp)):
+        if align == BLOCK and slots and _over_tp(slots[-1].info) != _over_tp(info):
+            start += -start % BLOCK
+        slots.append(Slot(info, start))
+        start = slots[-1].stop
+    first = min(members, key=lambda info: info.unit)
+    step = align if shards > 1 else 1
+    is_cut, largest = False, max(slots, key=lambda slot: slot.stop - slot.start)
+    if cuts and first.trains and start > limit >= start - (largest.stop - largest.start):
+        width = prod(largest.info.shape[1:])
+        padding = -start % (shards * lcm(step, width))
+        if largest.start % width == 0 and padding * _ROWS_OF_PADDING <= start:
+            step, is_cut = lcm(step, width), True
+    layout = BucketLayout(f"bucket of {first.name}", tuple(slots), step)
+    return layout.in_parts_of(limit) if is_cut else layout
+
+
+def _fits(members: Sequence[ParamInfo], limit: int) -> bool:
+    """Whether parameters may share a bucket: all fit, or all but the largest are small and lie in one of its parts.
+
+    If more parameters shared it, they would wait for the largest, and it for them.
+    """
+    sizes, shards = [prod(info.shape) for info in members], members[0].placement.shard.size
+    return sum(sizes) <= limit or (sum(sizes) - max(sizes)) * max(shards, _SMALL_PARTS) <= limit
+
+
+def plan_buckets(
+    parameters: Sequence[ParamInfo],
+    *,
+    by_unit: bool,
+    bucket_elements: int,
+    cuts: bool = False,
+    part_elements: int | None = None,
+    cuts_units: bool = False,
+    align: int = ALIGN_ELEMENTS,
+) -> tuple[BucketLayout, ...]:
+    """Assign every parameter to one bucket.
+
+    No bucket spans two chunks or placements, or holds both frozen and trainable parameters.  A tied parameter has its
+    own bucket, with an equal layout on all stages that hold it.
+
+    Args:
+        parameters: in forward order.
+        by_unit: one bucket per unit, in forward order: what ZeRO-3 gathers at once.  Otherwise, and for persistent
+            parameters, buckets are filled in the order in which the backward completes gradients.  A parameter larger
+            than a bucket shares one only with small ones (`_fits`).
+        bucket_elements: most elements of a bucket, all shards together.
+        cuts: reduce an oversized bucket that is nearly all one parameter in parts.
+        part_elements: most elements of a part, all shards together, but at least one row of each shard, or the largest
+            bucket that cannot be cut; None: `bucket_elements`.
+        cuts_units: `by_unit` gives a unit several buckets of at most `bucket_elements`, in the order of its backward.
+        align: shards are a multiple of this.  With `BLOCK`, parameters that tp splits begin at a multiple, too.
+    """
+    single = [[info] for info in parameters if info.spec.tied or (by_unit and info.alone)]
+    free = [info for info in parameters if [info] not in single]
+    most = bucket_elements if part_elements is None else part_elements
+
+    def is_cut(members: Sequence[ParamInfo]) -> bool:
+        is_large = cuts and sum(prod(member.shape) for member in members) > most
+        return is_large and _layout(members, most, cuts=cuts, align=align).part_count > 1
+
+    def may_share(last: list[ParamInfo], info: ParamInfo) -> bool:
+        together = [*last, info]
+        loses_cut = (is_cut(last) or is_cut([info])) and not is_cut(together)
+        return last[0].chunk == info.chunk and _fits(together, bucket_elements) and not loses_cut
+
+    placements = list(dict.fromkeys(info.placement for info in parameters))
+
+    def scope(info: ParamInfo) -> tuple[float, int, bool, bool, bool, bool]:
+        """Return what all parameters of a bucket have in common."""
+        unit, spec = info.unit if by_unit and not info.persistent else inf, info.spec
+        return (
+            unit,
+            placements.index(info.placement),
+            unit == inf or not spec.in_fp8_squares,  # large buckets first: they share large gather buffers
+            spec.of_experts,
+            info.trains,
+            info.matrix or spec.buffer,
+        )
+
+    groups, backward = list[list[ParamInfo]](), free[::-1]
+    for (unit, *_), members in groupby(sorted(backward, key=scope), key=scope):
+        last = list[ParamInfo]()
+        if unit < inf and not cuts_units:
+            groups.append(list(members)[::-1])
+            continue
+        for info in members:
+            if not last or not may_share(last, info):
+                groups.append(last := [])
+            last.append(info)
+    layouts = [_layout(members, most, cuts=cuts, align=align) for members in [*groups, *single]]
+    largest = max((one.parts[0].stop * one.shards for one in layouts if one.trains), default=0)
+    limit = max(most, largest)
+    return tuple(one.in_parts_of(limit) if one.part_count > 1 else one for one in layouts)
+
+
+@dataclass(frozen=True)
+class BufferPlan:
+    """The buckets that use each gather buffer."""
+
+    buffers: tuple[tuple[BucketLayout, ...], ...]
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Elements of each buffer."""
+        return tuple(max(layout.padded_numel for layout in members) for members in self.buffers)
+
+    @property
+    def elements(self) -> int:
+        """Elements of all buffers together."""
+        return sum(self.sizes)
+
+    def allocate(self, dtype: torch.dtype, device: torch.device) -> dict[str, Tensor]:
+        """Allocate the buffers.  Returns the buffer [padded] of each bucket, by the bucket's name."""
+        found = {}
+        for members, size in zip(self.buffers, self.sizes, strict=True):
+            buffer = torch.zeros(size, dtype=dtype, device=device)
+            found.update({layout.name: buffer[: layout.padded_numel] for layout in members})
+        return found
+
+
+class UnitPlace(NamedTuple):
+    """When a unit is used; see `UnitModule`."""
+
+    chunk: int
+    beside: int = 0
+
+
+def plan_buffers(
+    layouts: Sequence[BucketLayout], units: Sequence[UnitPlace], gather_policy: str, prefetch_elements: int
+) -> BufferPlan:
+    """Assign a buffer to every bucket that is gathered.
+
+    Args:
+        layouts: all buckets; persistent ones are not gathered.
+        units: in forward order.
+        gather_policy: "action", "chunk" or "step".
+        prefetch_elements: elements that the buffers may hold beyond the largest unit, for each set of units that share
+            buffers.
+    """
+    chunks = [unit.chunk for unit in units]
+    alone, sharing = list[BucketLayout](), list[_Shared]()
+    of_units = Counter[tuple[int, bool]]()
+    for layout in layouts:
+        if layout.tie is not None or gather_policy == "step" or layout.first.alone:
+            alone += [] if layout.first.persistent else [layout]
+        elif not layout.first.persistent:
+            chunk, beside = units[layout.unit]
+            number = of_units[layout.unit, layout.trains]
+            sharing.append(_Shared(beside, layout.unit - chunks.index(chunk), number, layout))
+            of_units[layout.unit, layout.trains] += 1
+    count = max((shared.position + 1 for shared in sharing), default=0)
+    if gather_policy == "action":
+        elements = Counter[int]()
+        for shared in sharing:
+            elements[shared.layout.unit] += shared.layout.padded_numel
+        most = (max(elements.values(), default=0) + prefetch_elements) * len({shared.beside for shared in sharing})
+        count = next((n for n in range(count, 2, -1) if sum(_in_turn(sharing, n).sizes) <= most), 2)
+    return BufferPlan((*_in_turn(sharing, count).buffers, *((layout,) for layout in alone)))
+
+
+class _Shared(NamedTuple):
+    """A bucket that shares its buffer with the bucket of the same number in other units."""
+
+    beside: int  # `beside` of its unit
+    position: int  # position of its unit in the chunk
+    number: int  # its index among the unit's buckets
+    layout: BucketLayout
+
+
+def _in_turn(sharing: Sequence[_Shared], count: int) -> BufferPlan:
+    """Let units share buffers whose positions are equal modulo `count`.  Frozen and trainable buckets have separate
+    buffers.
+    """
+    members: dict[tuple[int, int, int, bool], list[BucketLayout]] = {}
+    for beside, position, number, layout in sharing:
+        members.setdefault((beside, position % count, number, layout.trains), []).append(layout)
+    return BufferPlan(tuple(map(tuple, members.values())))
+
+
+@dataclass(frozen=True)
+class ShardingPlan:
+    """What this rank allocates for its part of a model.
+
+    Args:
+        buffers: gather buffers of stage 3; none if no weights are gathered.
+        prefetch_bytes: limit for the weights that stage 3 gathers ahead.
+        offload: what leaves the device; None: nothing.
+    """
+
+    policy: ShardingPolicy
+    sizes: BucketSizes
+    layouts: tuple[BucketLayout, ...]
+    buffers: BufferPlan | None
+    prefetch_bytes: int
+    offload: OffloadPlan | None
+
+    def memory(self, rank: int) -> StateMemory:
+        """Return what allocates the state of this rank's buckets.  Raises: StorageError."""
+        return StateMemory(self.policy) if self.offload is None else self.offload.memory(rank)
+
+
+def plan_sharding(parts: ModelParts, state: ParallelState, settings: ShardingSettings) -> ShardingPlan:
+    """Plan the buckets of a model.  A collective call.
+
+    Raises:
+        ValueError: on every rank: the configuration does not fit the model or this machine.
+    """
+    described, zero, recipe = parts.described, settings.zero, settings.recipe
+    held = gather_objects((state.at.pp, logical_rows(described, parts.ties)), state.pp)
+    agree(lambda: check_parameters(described, state.at.pp, dict(held)), state.world, ValueError)
+    policy, offload = sharding_policy(state, settings), zero.offload
+    offloads = not offload.optimizer == offload.parameters == "none"
+    moments = len(recipe.states) + settings.averages  # an average needs as much space as another moment
+    if offloads:
+        from megazero.zero.offload import choose_offload, plan_offload  # few runs need it
+
+        elements = sum(param.parameter.numel() for param in described)
+        offload = choose_offload(offload, policy, elements, moments, state)
+    zero = zero.model_copy(update={"offload": offload})
+    sizes, layouts, buffers = _plan_layouts(parts, policy, zero, state.world)
+    leaving = plan_offload(offload, policy, layouts, moments) if offloads else None
+    return ShardingPlan(policy, sizes, layouts, buffers, zero.prefetch_bytes, leaving)
+
+
+def _plan_layouts(
+    parts: ModelParts, policy: ShardingPolicy, zero: ZeroConfig, world: Axis
+) -> tuple[BucketSizes, tuple[BucketLayout, ...], BufferPlan | None]:
+    infos = param_infos(parts, policy, zero)
+    shards = max(info.placement.shard.size for info in infos)
+    by_unit = policy.zero_stage == 3 and (shards > 1 or zero.offload.parameters != "none")
+    cuts = policy.zero_stage >= 2 and (shards > 1 or zero.offload.optimizer != "none")
+    sizes = _agreed_sizes(policy, zero, sum(prod(info.shape) for info in infos), world, cuts=cuts)
+
+    def planned(*, cuts_units: bool) -> tuple[BucketLayout, ...]:
+        return plan_buckets(
+            infos,
+            by_unit=by_unit,
+            bucket_elements=sizes.elements,
+            cuts=cuts,
+            part_elements=sizes.part_elements,
+            cuts_units=cuts_units,
+            align=policy.align,
+        )
+
+    layouts = planned(cuts_units=False)
+    if not by_unit:
+        return sizes, layouts, None
+    places, ahead = (
+        [UnitPlace(unit.chunk, unit.beside) for unit in parts.units],
+        zero.prefetch_bytes // policy.dtype.itemsize,
+    )
+    buffers = plan_buffers(layouts, places, zero.gather_policy, ahead)
+    if sizes.cuts_units:
+        finer = planned(cuts_units=True)
+        finer_buffers = plan_buffers(finer, places, zero.gather_policy, ahead)
+        if finer_buffers.elements <= (1 + _MORE_FOR_BUCKETS) * buffers.elements:
+            return sizes, finer, finer_buffers
+    return sizes, layouts, buffers
+
+
+def _agreed_sizes(policy: ShardingPolicy, zero: ZeroConfig, elements: int, world: Axis, *, cuts: bool) -> BucketSizes:
+    """Return the bucket sizes, the same on all ranks, even if only some ranks share their host's memory:
+    collectives over dp, replicas, tp and ties sum over whole buckets.
+    """
+    placement, hides = policy.placement, False
+    if zero.bucket_bytes == "auto":
+        # Call both, without short-circuiting: every rank of an axis must take part, and the axes may disagree.
+        by_themselves = any([runs_by_itself(placement.shard), runs_by_itself(placement.replica)])
+        most, some_wait = largest([elements, not by_themselves], world)
+        elements, hides = int(most), not some_wait
+    return bucket_sizes(zero.bucket_bytes, policy, elements, cuts=cuts, hides=hides)
+
+
+def param_infos(parts: ModelParts, policy: ShardingPolicy, zero: ZeroConfig) -> list[ParamInfo]:
+    """Return what the bucket planner must know of each parameter.
+
+    Raises:
+        ValueError: a parameter belongs to no unit, or is no floating-point number.
+    """
+    units, described = parts.units, parts.described
+    users: dict[int, set[int]] = {}
+    for index, unit in enumerate(units):
+        for part, key in unit.attributes:
+            users.setdefault(id(part._parameters[key]), set()).add(index)
+    # Vectors stay whole beside matrices that travel in fp8, in buckets of their own: they would need more messages.
+    in_fp8 = {min(users.get(id(param.parameter), [-1])) for param in described if param.spec.in_fp8_squares}
+    infos = []
+    for param in described:
+        used_by = users.get(id(param.parameter))
+        if not used_by:
+            raise ValueError(f"parameter {param.name} belongs to no unit; every parameter must lie in one of the units")
+        if not param.parameter.is_floating_point():
+            raise ValueError(
+                f"parameter {param.name} is {param.parameter.dtype}; only floating-point parameters can train"
+            )
+        shape, index, trains = tuple(param.parameter.shape), min(used_by), param.parameter.requires_grad
+        placement = param.placement or policy.placement
+        is_alone = param.spec.buffer or (placement.shard.size == 1 and zero.offload.parameters == "none")
+        is_small = prod(shape) <= zero.persistent_elements or (len(shape) == 1 and index in in_fp8)
+        persistent = policy.zero_stage == 3 and (is_alone or is_small)
+        alone = not persistent and (len(used_by) > 1 or units[index].spans_others)
+        chunk = units[index].chunk
+        infos.append(
+            ParamInfo(
+                param.name,
+                shape,
+                param.spec,
+                index,
+                chunk,
+                param.group,
+                trains,
+                persistent,
+                alone,
+                param.matrix,
+                placement,
+            )
+        )
+    return infos
