@@ -37,7 +37,7 @@ class Snapshot(ShardedState):
     kinds: tuple[str, ...] = ()  # of the last copy
 
     def __init__(self, state: ShardedState, device: torch.device) -> None:
-        super().__init__(state.policy, state.buckets, state.optimizer, state.average)
+        super().__init__(state.parameters, state.optimizer, state.average)
         self._state, self._device = state, device
         self._copies: dict[tuple[str, Bucket], Tensor] = {}
 

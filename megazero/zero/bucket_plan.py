@@ -42,7 +42,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from math import inf, lcm, prod
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -55,9 +55,6 @@ from megazero.zero.layout import BucketLayout, ParamInfo, Slot
 from megazero.zero.sharding import ALIGN_ELEMENTS, BLOCK, ShardingPolicy, ShardingSettings, sharding_policy
 from megazero.zero.storage import StateMemory
 from megazero.zero.units import ModelParts, check_parameters, logical_rows
-
-if TYPE_CHECKING:
-    from megazero.zero.offload import OffloadPlan
 
 _SMALL_PARTS = 16  # together with an oversized parameter, others may fill 1/16 of a bucket in all
 _ROWS_OF_PADDING = 32  # cut a bucket only if padding to whole rows adds at most 1/32 to it: see shapes.md
@@ -324,9 +321,9 @@ class ShardingPlan:
     """What this rank allocates for its part of a model.
 
     Args:
-        buffers: gather buffers of stage 3; none if no weights are gathered.
+        buffers: gather buffers of stage 3; None if no weights are gathered.
         prefetch_bytes: limit for the weights that stage 3 gathers ahead.
-        offload: what leaves the device; None: nothing.
+        memory: where the buckets are allocated; not open yet.
     """
 
     policy: ShardingPolicy
@@ -334,11 +331,7 @@ class ShardingPlan:
     layouts: tuple[BucketLayout, ...]
     buffers: BufferPlan | None
     prefetch_bytes: int
-    offload: OffloadPlan | None
-
-    def memory(self, rank: int) -> StateMemory:
-        """Return what allocates the state of this rank's buckets.  Raises: StorageError."""
-        return StateMemory(self.policy) if self.offload is None else self.offload.memory(rank)
+    memory: StateMemory
 
 
 def plan_sharding(parts: ModelParts, state: ParallelState, settings: ShardingSettings) -> ShardingPlan:
@@ -351,17 +344,19 @@ def plan_sharding(parts: ModelParts, state: ParallelState, settings: ShardingSet
     held = gather_objects((state.at.pp, logical_rows(described, parts.ties)), state.pp)
     agree(lambda: check_parameters(described, state.at.pp, dict(held)), state.world, ValueError)
     policy, offload = sharding_policy(state, settings), zero.offload
-    offloads = not offload.optimizer == offload.parameters == "none"
-    moments = len(recipe.states) + settings.averages  # an average needs as much space as another moment
-    if offloads:
-        from megazero.zero.offload import choose_offload, plan_offload  # few runs need it
+    if offload.optimizer == offload.parameters == "none":
+        sizes, layouts, buffers = _plan_layouts(parts, policy, zero, state.world)
+        return ShardingPlan(policy, sizes, layouts, buffers, zero.prefetch_bytes, StateMemory(policy))
+    from megazero.zero.offload import Offload, give_cores, without_auto  # few runs need it
 
-        elements = sum(param.parameter.numel() for param in described)
-        offload = choose_offload(offload, policy, elements, moments, state)
+    elements, moments = sum(param.parameter.numel() for param in described), len(recipe.states)
+    moments += settings.averages  # which needs as much space as another one
+    offload = without_auto(offload, policy, elements, moments, state.world, state.local_world_size)
+    give_cores(offload, state.device, state.local_world_size)
     zero = zero.model_copy(update={"offload": offload})
     sizes, layouts, buffers = _plan_layouts(parts, policy, zero, state.world)
-    leaving = plan_offload(offload, policy, layouts, moments) if offloads else None
-    return ShardingPlan(policy, sizes, layouts, buffers, zero.prefetch_bytes, leaving)
+    memory = Offload(offload, policy, layouts, moments)
+    return ShardingPlan(policy, sizes, layouts, buffers, zero.prefetch_bytes, memory)
 
 
 def _plan_layouts(
@@ -372,28 +367,19 @@ def _plan_layouts(
     by_unit = policy.zero_stage == 3 and (shards > 1 or zero.offload.parameters != "none")
     cuts = policy.zero_stage >= 2 and (shards > 1 or zero.offload.optimizer != "none")
     sizes = _agreed_sizes(policy, zero, sum(prod(info.shape) for info in infos), world, cuts=cuts)
-
-    def planned(*, cuts_units: bool) -> tuple[BucketLayout, ...]:
-        return plan_buckets(
-            infos,
-            by_unit=by_unit,
-            bucket_elements=sizes.elements,
-            cuts=cuts,
-            part_elements=sizes.part_elements,
-            cuts_units=cuts_units,
-            align=policy.align,
-        )
-
-    layouts = planned(cuts_units=False)
+    limits: dict[str, Any] = {
+        "bucket_elements": sizes.elements,
+        "part_elements": sizes.part_elements,
+        "align": policy.align,
+    }
+    layouts = plan_buckets(infos, by_unit=by_unit, cuts=cuts, **limits)
     if not by_unit:
         return sizes, layouts, None
-    places, ahead = (
-        [UnitPlace(unit.chunk, unit.beside) for unit in parts.units],
-        zero.prefetch_bytes // policy.dtype.itemsize,
-    )
+    places = [UnitPlace(unit.chunk, unit.beside) for unit in parts.units]
+    ahead = zero.prefetch_bytes // policy.dtype.itemsize
     buffers = plan_buffers(layouts, places, zero.gather_policy, ahead)
     if sizes.cuts_units:
-        finer = planned(cuts_units=True)
+        finer = plan_buckets(infos, by_unit=by_unit, cuts=cuts, cuts_units=True, **limits)
         finer_buffers = plan_buffers(finer, places, zero.gather_policy, ahead)
         if finer_buffers.elements <= (1 + _MORE_FOR_BUCKETS) * buffers.elements:
             return sizes, finer, finer_buffers
@@ -441,20 +427,6 @@ def param_infos(parts: ModelParts, policy: ShardingPolicy, zero: ZeroConfig) -> 
         is_small = prod(shape) <= zero.persistent_elements or (len(shape) == 1 and index in in_fp8)
         persistent = policy.zero_stage == 3 and (is_alone or is_small)
         alone = not persistent and (len(used_by) > 1 or units[index].spans_others)
-        chunk = units[index].chunk
-        infos.append(
-            ParamInfo(
-                param.name,
-                shape,
-                param.spec,
-                index,
-                chunk,
-                param.group,
-                trains,
-                persistent,
-                alone,
-                param.matrix,
-                placement,
-            )
-        )
+        place = index, units[index].chunk, param.group, trains, persistent, alone, param.matrix, placement
+        infos.append(ParamInfo(param.name, shape, param.spec, *place))
     return infos

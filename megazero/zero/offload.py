@@ -11,8 +11,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Final
@@ -23,7 +22,7 @@ from megazero.comm.agreement import agree
 from megazero.comm.collectives import gather_objects
 from megazero.config.schema import OffloadConfig
 from megazero.launchers import cores_of_rank
-from megazero.parallel_state import Axis, ParallelState
+from megazero.parallel_state import Axis
 from megazero.zero.file_store import FileStore, region_bytes
 from megazero.zero.layout import BucketLayout
 from megazero.zero.sharding import ShardingPolicy
@@ -41,103 +40,59 @@ from megazero.zero.storage import (
 _LOCATIONS: Final[dict[str, Location]] = {"none": "device", "cpu": "host", "nvme": "file"}  # fastest first
 
 
-@dataclass(frozen=True)
-class OffloadPlan:
-    """Where the state of this rank's buckets goes.
-
-    Args:
-        config: no key is "auto".
-        state_on: location of a bucket's optimizer state, by the bucket's name; on the device if absent.
-        file_bytes: size of this rank's file.
-    """
-
-    config: OffloadConfig
-    policy: ShardingPolicy
-    state_on: Mapping[str, Location]
-    file_bytes: int = 0
-
-    def residency(self, layout: BucketLayout) -> Residency:
-        """Return what this rank holds of a bucket, and where."""
-        weights_on, state_on = _LOCATIONS[self.config.parameters], self.state_on.get(layout.name, "device")
-        return Residency.of(layout, self.policy.zero_stage, weights_on, state_on)
-
-    def memory(self, rank: int) -> Offload:
-        """Return what allocates the state of this rank.  Raises: StorageError."""
-        return Offload(self, rank)
-
-
-def plan_offload(
-    config: OffloadConfig, policy: ShardingPolicy, layouts: Sequence[BucketLayout], moments: int
-) -> OffloadPlan:
-    """Choose the buckets that leave the device.
+class Offload(StateMemory):
+    """Allocates what this rank holds of its buckets on the device, on the host and in a file.
 
     Args:
         config: no key is "auto".
         moments: arrays of optimizer state per element.
     """
-    state_on = dict[str, Location]()
-    trained = [layout for layout in layouts if layout.trains]
-    left = config.ratio * sum(layout.numel for layout in trained) if config.optimizer != "none" else 0.0
-    for layout in trained:
-        if left > 0:
-            state_on[layout.name] = _LOCATIONS[config.optimizer]
-        left -= layout.numel
-    plan = OffloadPlan(config, policy, state_on)
-    return replace(plan, file_bytes=sum(_file_bytes(plan, layout, moments) for layout in layouts))
 
-
-def _file_bytes(plan: OffloadPlan, layout: BucketLayout, moments: int) -> int:
-    """Return the bytes of a bucket in this rank's file."""
-    held, total = plan.residency(layout), 0
-    owned = layout.shard_numel if held.state is Extent.SHARD else layout.padded_numel
-    if held.state_on == "file":
-        # moments are stored by parts of a bucket: one for each optimizer group, cut to FILE_PART_ELEMENTS
-        parts = len(list(layout.intervals(lambda info: info.group))) + owned // FILE_PART_ELEMENTS
-        total += region_bytes(owned, torch.float32) * (1 + moments) + parts * moments * region_bytes(1, torch.int8)
-    if held.weights_on == "file":
-        total += region_bytes(owned, plan.policy.dtype)
-    return total
-
-
-class Offload(StateMemory):
-    """Allocates what this rank holds of its buckets on the device, on the host and in a file.
-
-    Args:
-        rank: part of the file's name.
-
-    Raises: StorageError, the file does not fit on its disk.
-    """
-
-    def __init__(self, plan: OffloadPlan, rank: int) -> None:
-        super().__init__(plan.policy)
-        self._plan = plan
+    def __init__(
+        self, config: OffloadConfig, policy: ShardingPolicy, layouts: Sequence[BucketLayout], moments: int
+    ) -> None:
+        super().__init__(policy)
+        self._config = config
         self.store: FileStore | None = None
-        if "nvme" in (plan.config.optimizer, plan.config.parameters):
-            self.store = FileStore(Path(plan.config.nvme_path or "."), rank, plan.file_bytes)
+        self._state_on: dict[str, Location] = {}  # by name of a bucket; on the device if absent
+        trained = [layout for layout in layouts if layout.trains]
+        left = config.ratio * sum(layout.numel for layout in trained) if config.optimizer != "none" else 0.0
+        for layout in trained:
+            if left > 0:
+                self._state_on[layout.name] = _LOCATIONS[config.optimizer]
+            left -= layout.numel
+        self._file_bytes = sum(self._bytes_in_file(layout, moments) for layout in layouts)
+
+    def open(self, rank: int) -> None:
+        if "nvme" in (self._config.optimizer, self._config.parameters):
+            self.store = FileStore(Path(self._config.nvme_path or "."), rank, self._file_bytes)
 
     def residency(self, layout: BucketLayout) -> Residency:
-        return self._plan.residency(layout)
+        weights_on, state_on = _LOCATIONS[self._config.parameters], self._state_on.get(layout.name, "device")
+        return Residency.of(layout, self.policy.zero_stage, weights_on, state_on)
+
+    def _bytes_in_file(self, layout: BucketLayout, moments: int) -> int:
+        held, total = self.residency(layout), 0
+        owned = layout.shard_numel if held.state is Extent.SHARD else layout.padded_numel
+        if held.state_on == "file":
+            # moments are stored by parts of a bucket: one for each optimizer group, cut to FILE_PART_ELEMENTS
+            parts = len(list(layout.intervals(lambda info: info.group))) + owned // FILE_PART_ELEMENTS
+            total += region_bytes(owned, torch.float32) * (1 + moments) + parts * moments * region_bytes(1, torch.int8)
+        if held.weights_on == "file":
+            total += region_bytes(owned, self.policy.dtype)
+        return total
 
     def allocate(self, location: Location, numel: int, dtype: torch.dtype) -> FlatArray:
         if location == "device":
             return super().allocate(location, numel, dtype)
         if location == "host":
-            return in_host_memory(numel, dtype, pin=self._plan.config.pin_memory)
+            return in_host_memory(numel, dtype, pin=self._config.pin_memory)
         assert self.store is not None
         return self.store.allocate(numel, dtype)
 
     def close(self) -> None:
         if self.store is not None:
             self.store.close()
-
-
-def choose_offload(
-    config: OffloadConfig, policy: ShardingPolicy, elements: int, moments: int, state: ParallelState
-) -> OffloadConfig:
-    """Replace "auto", and let the optimizer use the cores that it needs.  Arguments as of `without_auto`."""
-    config = without_auto(config, policy, elements, moments, state.world, state.local_world_size)
-    give_cores(config, state.device, state.local_world_size)
-    return config
 
 
 def give_cores(config: OffloadConfig, device: torch.device, local_world_size: int) -> None:

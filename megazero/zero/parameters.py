@@ -67,7 +67,8 @@ class ShardedParameters:
 
     def __init__(self, parts: ModelParts, plan: ShardingPlan, state: ParallelState, gathering: Gathering) -> None:
         self.policy, self.sizes, world = plan.policy, plan.sizes, state.world
-        self.memory = agree(partial(plan.memory, state.rank), world, StorageError)
+        self.memory = plan.memory
+        agree(partial(plan.memory.open, state.rank), world, StorageError)
         self.buckets: list[Bucket] = []
         agree(partial(self._make_buckets, plan, parts.ties), world, StorageError)
         self._originals = {one.name: one.parameter.data for one in parts.described if not one.parameter.is_meta}

@@ -63,13 +63,12 @@ class ShardedModel:
 
             matrices = matrix_stepper(self.policy, buckets, recipe.matrices, state)
         self.stepper = Stepper(self.optimizer, matrices)
-        wait = self.parameters.gathers.wait
         self.average: WeightAverage | None = None
         if settings.averages:
             from megazero.zero.average import WeightAverage  # which other runs do not load
 
-            self.average = WeightAverage(buckets, memory, wait)
-        self.sharded_state = ShardedState(self.policy, buckets, self.optimizer, self.average, wait)
+            self.average = WeightAverage(buckets, memory, self.parameters.gathers.wait)
+        self.sharded_state = ShardedState(self.parameters, self.optimizer, self.average)
         self.scaler: LossScaler | None = None
         if settings.precision.dtype == "fp16":
             from megazero.zero.loss_scaler import LossScaler  # bf16 and fp32 need none

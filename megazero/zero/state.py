@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -11,7 +10,7 @@ from torch import Tensor
 from megazero.zero.bucket import Bucket
 from megazero.zero.layout import Interval, intersect
 from megazero.zero.optimizer import ShardedOptimizer
-from megazero.zero.sharding import ShardingPolicy
+from megazero.zero.parameters import ShardedParameters
 from megazero.zero.storage import FlatArray
 
 if TYPE_CHECKING:
@@ -25,19 +24,14 @@ class ShardedState:
 
     Args:
         average: of the masters; None where the run keeps none.
-        wait_for_step: called before every read and write, since buckets may not be updated yet; see `WeightGathers`.
     """
 
     def __init__(
-        self,
-        policy: ShardingPolicy,
-        buckets: Sequence[Bucket],
-        optimizer: ShardedOptimizer,
-        average: WeightAverage | None = None,
-        wait_for_step: Callable[[], None] = lambda: None,
+        self, parameters: ShardedParameters, optimizer: ShardedOptimizer, average: WeightAverage | None = None
     ) -> None:
-        self.policy, self.buckets, self.optimizer, self.average = policy, buckets, optimizer, average
-        self._wait_for_step = wait_for_step
+        self.parameters, self.optimizer, self.average = parameters, optimizer, average
+        self.policy, self.buckets = parameters.policy, parameters.buckets
+        self._wait_for_step = parameters.gathers.wait  # before every read and write: buckets may not be updated yet
 
     @property
     def kinds(self) -> tuple[str, ...]:

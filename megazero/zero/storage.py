@@ -238,6 +238,9 @@ class StateMemory:
         """Return what this rank holds of a bucket, and where."""
         return Residency.of(layout, self.policy.zero_stage)
 
+    def open(self, rank: int) -> None:
+        """Reserve the space of this rank outside memory.  Raises: StorageError."""
+
     def allocate(self, location: Location, numel: int, dtype: torch.dtype) -> FlatArray:
         """Allocate an array of zeros in a location.  Raises: StorageError."""
         assert location == "device"
