@@ -289,6 +289,12 @@ def counted(number: float, what: str) -> str:
     )
 
 
+def listed(texts: Sequence[str], most: int = 8, separator: str = ", ") -> str:
+    """Join the first texts, and count the others: `rank 0, rank 1, and 6 more`."""
+    left_out = [f"and {len(texts) - most:,} more"] if len(texts) > most else []
+    return separator.join([*texts[:most], *left_out])
+
+
 def divisors(number: int) -> list[int]:
     """Return all divisors of a positive number, in ascending order."""
     low = [d for d in range(1, int(number**0.5) + 1) if number % d == 0]

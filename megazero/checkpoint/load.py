@@ -40,6 +40,7 @@ from megazero.comm.agreement import agree
 from megazero.comm.collectives import all_gather, gather_objects
 from megazero.layers.spec import ParamSpec, Region
 from megazero.parallel_state import Axis, ParallelState
+from megazero.settings import listed
 from megazero.zero.bucket import Bucket
 from megazero.zero.layout import Interval, Slot, intersect
 from megazero.zero.state import AVERAGE, MASTER, MODEL, ShardedState
@@ -228,7 +229,7 @@ def _compare(stored: Mapping[str, StoredTensors], shapes: dict[str, Shapes], all
             if found != mine[name]:
                 problems.append(f"{name} has shape {list(found)}, this model needs {list(mine[name])}")
         if problems:
-            shown = "; ".join(problems[:5])
+            shown = listed(problems, 5, "; ")
             raise index.CheckpointError(f"{tensors.folder}/{index.index_name(kind)} is of another model: {shown}")
 
 

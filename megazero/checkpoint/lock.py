@@ -22,12 +22,11 @@ import re
 import socket
 import time
 import uuid
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-
-import xxhash
 
 from megazero.checkpoint.folder import Folder
 from megazero.checkpoint.index import OwnerError, to_json
@@ -37,7 +36,7 @@ HEARTBEAT_SECONDS = 10.0  # time between two heartbeats
 GONE_SECONDS = 60.0  # an owner without a heartbeat for this long has ended
 LOOK_SECONDS = 1.0  # time between two looks at the heartbeat of an owner on another host
 GONE_LOOKS = int(GONE_SECONDS / LOOK_SECONDS)
-_OWNER, _RELEASED = "owner", b"released\n"
+_RELEASED = b"released\n"
 _LOCK_FILE = re.compile(r"\d{8}\.json")
 _OWN_FILE = re.compile(r"\d{8}\.(json|beat|by)(\.[0-9a-f]{8}\.partial)?")  # `.by` is of earlier releases
 
@@ -46,18 +45,18 @@ _OWN_FILE = re.compile(r"\d{8}\.(json|beat|by)(\.[0-9a-f]{8}\.partial)?")  # `.b
 class Owner:
     """Who holds a lock."""
 
-    run: str
-    host: str
-    pid: int
-    process: str  # see `process_identity`
-    since: str  # a date, for people
-    launchers: Sequence[str] = ()  # hashes of the identities of the elastic launchers of all ranks
+    run: str = "unknown"
+    host: str = "an unknown host"
+    pid: int = 0
+    process: str = ""  # see `process_identity`
+    since: str = "an unknown time"  # a date, for people
+    launchers: Sequence[str] = ()  # identities of the elastic launchers of all ranks
 
     def __str__(self) -> str:
         return f"process {self.pid} on {self.host}, since {self.since} (run {self.run})"
 
 
-_UNKNOWN = Owner("unknown", "an unknown host", 0, "", "an unknown time")
+_UNKNOWN = Owner()  # of a lock file that is incomplete, or from another version
 
 
 def process_identity(pid: int) -> str:
@@ -103,10 +102,9 @@ class HeldLock:
         Raises: OwnerError: another owner has taken the lock.
         """
         # The owner may create its file again between the first two looks.
-        if not (self.is_there() or not _lock_files(self.files) or self.is_there()):
-            newest = _newest(self.files, _lock_files(self.files))
-            by = "" if newest is None else f" to {_parsed(newest[1]) or newest[0]}"
-            raise OwnerError(f"this run has lost {self.folder}{by}; it ends without writing anything more")
+        if not (self.is_there() or not (names := _lock_files(self.files)) or self.is_there()):
+            by = _newest(self.files, names)[1]
+            raise OwnerError(f"this run has lost {self.folder} to {by}; it ends without writing anything more")
 
     def is_there(self) -> bool:
         """Whether the lock file exists.  Raises: OSError: the storage does not answer."""
@@ -115,7 +113,7 @@ class HeldLock:
     @property
     def files(self) -> Folder:
         """The folder of the lock file."""
-        return self.folder.child(_OWNER)
+        return _files_of(self.folder)
 
 
 class DirectoryLock:
@@ -126,20 +124,18 @@ class DirectoryLock:
     """
 
     def __init__(self, folder: Folder, launchers: Iterable[str] = ()) -> None:
-        self.folder, self._files = folder, folder.child(_OWNER)
+        self.folder, self._files = folder, _files_of(folder)
         self.held: HeldLock | None = None  # set once the lock is taken
         self.taken_from: Owner | None = None  # the previous owner, if it ended without releasing the folder
         since, pid = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime()), os.getpid()
-        hashes = sorted({xxhash.xxh3_64_hexdigest(launcher.encode()) for launcher in launchers})
-        self._owner = Owner(uuid.uuid4().hex[:12], socket.gethostname(), pid, process_identity(pid), since, hashes)
+        identity, run = process_identity(pid), uuid.uuid4().hex[:12]
+        self._owner = Owner(run, socket.gethostname(), pid, identity, since, sorted(launchers))
         self._beats = 0
-        self._seen: tuple[str, bytes] | None = None  # lock file and heartbeat of an owner on another host
-        self._looks = 0  # number of looks that found these unchanged
+        self._looks: Counter[tuple[str, bytes]] = Counter()  # by lock file and heartbeat of an owner on another host
 
     def look(self) -> None:
         """Raises: OwnerError: its owner is known to run, on this host."""
-        if (newest := _newest(self._files, _lock_files(self._files))) is not None:
-            self._has_ended(*newest)
+        self._owner_among(_lock_files(self._files))
 
     def try_to_take(self) -> Owner | None:
         """Take the lock if its owner has ended.
@@ -152,9 +148,8 @@ class DirectoryLock:
         while True:
             # From one listing: an owner that comes after it has the next number, too, and one of the two cannot create it.
             names = _lock_files(self._files)
-            newest = _newest(self._files, names)
-            if newest is not None and not self._has_ended(*newest):
-                return _parsed(newest[1]) or _UNKNOWN
+            if (owner := self._owner_among(names)) is not None:
+                return owner
             number = 1 + max((int(name[:8]) for name in names), default=0)
             lock = HeldLock(self.folder, f"{number:08d}.json", to_json(asdict(self._owner)))
             if self._create(lock):
@@ -170,31 +165,32 @@ class DirectoryLock:
         except FileNotFoundError:
             if not _lock_files(self._files):
                 raise  # there is no such bucket; otherwise a later owner has removed the file again
-        names = _lock_files(self._files)
-        if names[-1:] != [lock.name]:
+        if _lock_files(self._files)[-1:] != [lock.name]:
             self._files.remove(lock.name)  # several owners have taken the lock since this process looked
             return False
         own = filter(_OWN_FILE.fullmatch, self._files.files())
         self._files.remove(*(name for name in own if name[:8] < lock.name[:8]))
         return True
 
-    def _has_ended(self, name: str, content: bytes) -> bool:
-        """Whether the owner is known to have ended.  Raises: OwnerError: it is known to be running."""
-        owner, beat = _parsed(content), _read(self._files, _heartbeat_of(name))
-        self.taken_from = None if beat == _RELEASED else owner
-        ended = True if beat == _RELEASED else has_ended((owner or _UNKNOWN).process)
-        if ended is None:
-            if owner is not None and not {*owner.launchers}.isdisjoint(self._owner.launchers):
-                return True
-            before, self._seen = self._seen, (name, beat)
-            ended = False if before and before[0] == name and before[1] != beat else None
-            self._looks = self._looks + 1 if before == self._seen else 0
+    def _owner_among(self, names: Sequence[str]) -> Owner | None:
+        """Return the owner by some lock files, unless it has ended.  Raises: OwnerError: it is known to be running."""
+        if not names:
+            return None
+        name, owner = _newest(self._files, names)
+        beat = _read(self._files, _heartbeat_of(name))
+        self.taken_from = None if beat == _RELEASED or owner is _UNKNOWN else owner
+        is_restart = not set(owner.launchers).isdisjoint(self._owner.launchers)
+        ended = beat == _RELEASED or has_ended(owner.process)
+        if ended is None and not is_restart:
+            self._looks[name, beat] += 1
+            is_alive = len([seen for seen, _ in self._looks if seen == name]) > 1
+            ended = False if is_alive else self._looks[name, beat] > GONE_LOOKS or None
         if ended is False:
             raise OwnerError(
-                f"{self.folder} belongs to a run that is still running: {owner or name}. Nothing was changed. Stop that run "
+                f"{self.folder} belongs to a run that is still running: {owner}. Nothing was changed. Stop that run "
                 "first, or give this one directories of its own (training.run_dir, checkpoint.directory)"
             )
-        return bool(ended) or self._looks >= GONE_LOOKS
+        return None if ended or is_restart else owner
 
     def heartbeat(self) -> bool:
         """Increment the count that shows that the owner is running.  Return False if its lock file had to be created
@@ -218,14 +214,18 @@ class DirectoryLock:
                 self._files.write(_heartbeat_of(self.held.name), _RELEASED)
 
 
+def _files_of(folder: Folder) -> Folder:
+    return folder.child("owner")
+
+
 def _lock_files(files: Folder) -> list[str]:
     return [name for name in files.files() if _LOCK_FILE.fullmatch(name)]
 
 
-def _newest(files: Folder, names: Sequence[str]) -> tuple[str, bytes] | None:
-    """Return the newest of some lock files, and its content.  A file that cannot be parsed does not hide an older one."""
-    found = [(name, _read(files, name)) for name in reversed(names)]
-    return next((one for one in found if _parsed(one[1])), found[0] if found else None)
+def _newest(files: Folder, names: Sequence[str]) -> tuple[str, Owner]:
+    """Return the newest of some lock files, and its owner.  A file that cannot be parsed does not hide an older one."""
+    found = [(name, _parsed(_read(files, name))) for name in reversed(names)]
+    return next((entry for entry in found if entry[1] is not _UNKNOWN), found[0])
 
 
 def _heartbeat_of(name: str) -> str:
@@ -239,8 +239,8 @@ def _read(files: Folder, name: str) -> bytes:
         return b""
 
 
-def _parsed(content: bytes) -> Owner | None:
+def _parsed(content: bytes) -> Owner:
     try:
         return Owner(**parse_json(content))
-    except (ValueError, TypeError):  # incomplete, or from another version
-        return None
+    except (ValueError, TypeError):
+        return _UNKNOWN

@@ -22,7 +22,7 @@ from megazero.checkpoint.index import CheckpointError
 from megazero.checkpoint.shards import CHUNK_ELEMENTS
 from megazero.formats.tables import Move, NameTable, unmoved
 from megazero.models.config import ModelConfig, RopeScaling
-from megazero.settings import toml_value
+from megazero.settings import listed, toml_value
 from megazero.zero.sharding import DTYPE_NAMES
 from megazero.zero.state import MODEL
 
@@ -213,7 +213,7 @@ def match_kinds(
         notes.append(f"{head} equals {embedding}: if they were tied there, set model.tie_embeddings = true")
     left = [line for name, line in unknown.items() if not is_named(name, ignore)]
     if lines := [*problems, *left]:
-        shown = "; ".join(lines[:_SHOWN]) + (f"; and {len(lines) - _SHOWN} more" if len(lines) > _SHOWN else "")
+        shown = listed(lines, _SHOWN, "; ")
         hint = "" if problems else ". --ignore NAME leaves out what is not needed"
         if not matched[MODEL]:
             known = ", ".join(dict.fromkeys(table.name for table in tables))

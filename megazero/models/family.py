@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megazero.models.config import ModelConfig
-from megazero.settings import Problem, divisors, nearest_multiples, nearest_of, nearest_text, toml_value
+from megazero.settings import Problem, divisors, listed, nearest_multiples, nearest_of, nearest_text, toml_value
 
 if TYPE_CHECKING:
     from torch import nn
@@ -178,8 +178,7 @@ class HuggingFaceFormat:
             lines.append(f"seq_len = {seq_len} exceeds {positions} = {most}, all that the model has learned")
         known = {*self.sizes, *self.defaults, *self.constants, *self.assumed, *self.reads, *_SAY_NOTHING.split()}
         if unknown := [_shown(key, value) for key, value in config.items() if key not in known and value is not None]:
-            more = f" and {len(unknown) - _MOST_SHOWN} more" if len(unknown) > _MOST_SHOWN else ""
-            lines.append(f"not read from its configuration: {', '.join(unknown[:_MOST_SHOWN])}{more}")
+            lines.append(f"not read from its configuration: {listed(unknown, _MOST_SHOWN)}")
         return tuple("".join(letter if letter.isprintable() else "?" for letter in line) for line in lines)
 
 

@@ -8,7 +8,7 @@ one that is not divisible [ dp 0 | dp 1 | dp 2 | dp]        samples beyond the e
 """
 
 import socket
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any, Generic, TypeVar
@@ -72,21 +72,28 @@ def open_corpus_of(config: RunConfig, say: Say = lambda _: None) -> Corpus:
     named: dict[str, ValidationStream] = {}
     contents = dict(corpus.contents)
     for source in config.data.validation_sources:
-        alone = open_sources(config, [(source.path, 1.0)], 0.0, say)
+        alone = open_validation_source(config, source.path, trained_on, say)
         contents |= alone.contents
-        if alone.contents[source.path] in trained_on:
-            check_held_out(config, source.path)
-            alone = open_sources(config, [(source.path, 1.0)], config.data.validation_fraction, say)
         named[source.label] = alone.validation or alone.train.in_order()
     return replace(corpus, contents=contents, named_validation=named)
 
 
-def check_held_out(config: RunConfig, path: str) -> None:
-    """Check that some of a validation source which a run trains on is held out.  Raises: UnfitDataError."""
-    if not config.data.validation_fraction:
+def open_validation_source(config: RunConfig, path: str, trained_on: Collection[str], say: Say) -> Corpus:
+    """Open a validation source by itself.  Of a source that a run trains on, only what is held out is `validation`.
+
+    Args:
+        trained_on: contents of the sources that the run trains on.
+
+    Raises: as `open_corpus`; UnfitDataError: the run trains on all of the source.
+    """
+    alone, held_out = open_sources(config, [(path, 1.0)], 0.0, say), config.data.validation_fraction
+    if alone.contents[path] not in trained_on:
+        return alone
+    if not held_out:
         found = f"{path} holds the same tokens as one of data.sources"
         hint = "set it, or leave the source out of data.validation_sources"
         raise UnfitDataError(f"{found}, and data.validation_fraction = 0 holds nothing of it out; {hint}")
+    return open_sources(config, [(path, 1.0)], held_out, say)
 
 
 def open_same_corpus(config: RunConfig, world: Axis, say: Say = lambda _: None) -> Corpus:

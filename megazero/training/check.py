@@ -32,7 +32,7 @@ from megazero.registry import added
 from megazero.schedules.action import Schedule, read_schedule
 from megazero.schedules.proof import ScheduleError, check_runnable, peak_activations, simulate
 from megazero.settings import Problem, counted
-from megazero.training.batches import check_held_out, open_sources
+from megazero.training.batches import open_corpus_of, open_sources, open_validation_source
 from megazero.training.named_files import directory_problems, not_here, source_problems, tokenizer_problems
 
 #: (subject, text) of each line of `megazero check`.
@@ -53,11 +53,10 @@ def _source_problems(config: RunConfig) -> Iterator[Problem]:
     trained, contents = [source.path for source in config.data.sources], set[str]()
 
     def check(path: str) -> None:
-        found = {*_open(config, [(path, 1.0)], None if path in trained else 0.0).contents.values()}
         if path in trained:
-            contents.update(found)
-        elif found & contents:
-            check_held_out(config, path)
+            contents.update(open_sources(config, [(path, 1.0)], say=_say).contents.values())
+        else:
+            open_validation_source(config, path, contents, _say)
 
     yield from source_problems(config, check)
 
@@ -88,9 +87,8 @@ def schedule_problems(config: RunConfig) -> Iterator[Problem]:
 FILE_RULES: tuple[Rule, ...] = (tokenizer_problems, _source_problems, schedule_problems, directory_problems)
 
 
-def _open(config: RunConfig, sources: list[tuple[str, float]] | None, held_out: float | None = None) -> Corpus:
-    # what follows on stdout may be long in coming
-    return open_sources(config, sources, held_out, lambda line: print(line, file=sys.stderr, flush=True))
+def _say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)  # what follows on stdout may be long in coming
 
 
 def describe(run: ResolvedRun, ranks_per_node: int, of_device: Callable[[Schedule], Lines] = lambda _: ()) -> Lines:
@@ -116,7 +114,7 @@ def describe(run: ResolvedRun, ranks_per_node: int, of_device: Callable[[Schedul
     yield "schedule", _pipeline(schedule)
     yield from (("rate", line) for line in _rate(config))
     yield from of_device(schedule)
-    corpus = None if not_here(config) else _open(config, None)
+    corpus = None if not_here(config) else open_corpus_of(config, _say)
     samples = corpus.train.first_documents() if corpus is not None and config.data.document_mask else None
     yield from (("context", line) for lines_of in added("context").values() for line in lines_of(run, samples))
     yield from (("data", line) for line in _data(run, corpus))
@@ -208,8 +206,8 @@ def _data(run: ResolvedRun, corpus: Corpus | None) -> Iterator[str]:
     ids = tokenizer_of(names, config.data.tokenizer, config.data.eod_token).vocab_size
     yield f"{', '.join(names)}: {corpus.train.num_windows:,} samples to train on{held_out}"
     yield f"tokenizer {config.data.tokenizer}: {ids:,} ids, of {config.model.vocab_size:,} rows"
-    for source in config.data.validation_sources:
-        stream = _open(config, [(source.path, 1.0)], 0.0).train.in_order().behind(corpus.train.ends())
-        yield f"{source.label}: {len(stream) if stream else 0:,} samples for evaluation"
+    for name, stream in corpus.named_validation.items():
+        left = stream.behind(corpus.train.ends())
+        yield f"{name}: {len(left) if left else 0:,} samples for evaluation"
     if not config.checkpoint.accept_changes:  # else a phase may begin: its samples are known where it does
         yield from repeats(names, corpus.train, run.samples_after(0, config.training.steps))

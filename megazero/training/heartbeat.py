@@ -13,13 +13,13 @@ from datetime import timedelta
 from torch._C._distributed_c10d import PrefixStore, Store
 
 from megazero.launchers import SET_CARDS
+from megazero.settings import listed
 
 STARTING, TRAINING, EVALUATING, SAVING, BETWEEN = "starting", "training", "evaluating", "saving", "between steps"
 
 # All ranks of these make the same collectives in the same order, so their counts can be compared.
 _IN_STEP = ("tp", "cp", "dp", "dp_cp", "shard", "replica", "world")
 _REQUEST, _OVER, _FOUND = "request", "over", "found"
-_SHOWN = 8
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ def explain_missing_ranks(
         if beat.ended and not beat.lost:
             texts.append(f"rank {rank} ended in step {beat.step}: {beat.ended}")
     if texts:
-        return _listed(texts)
+        return listed(texts, separator="; ")
 
     def takes_part(beat: Heartbeat) -> bool:
         if axis in _IN_STEP:
@@ -77,7 +77,7 @@ def explain_missing_ranks(
     )
     if not causes:
         return f"all ranks of the axis are alive and take part; look at their network ({axis}), or {SET_CARDS}"
-    return _listed([_text_of_living(rank, after[rank]) for rank in causes])
+    return listed([_text_of_living(rank, after[rank]) for rank in causes], separator="; ")
 
 
 def is_dead(rank: int, before: Heartbeats, after: Heartbeats) -> bool:
@@ -113,11 +113,6 @@ def _text_of_living(rank: int, beat: Heartbeat) -> str:
         return f"rank {rank} is alive, {doing}, in {collective} for {beat.seconds:.0f} s"
     last = f", the last was {collective}" if beat.operation else ""
     return f"rank {rank} is alive, {doing}, outside any collective for {beat.seconds:.0f} s{last}"
-
-
-def _listed(texts: Sequence[str]) -> str:
-    more = f"; and {len(texts) - _SHOWN} more" if len(texts) > _SHOWN else ""
-    return "; ".join(texts[:_SHOWN]) + more
 
 
 def store_of_run(store: Store, run: str) -> Store:

@@ -29,7 +29,7 @@ from megazero.comm.agreement import agree, on_first
 from megazero.comm.collectives import gather_objects
 from megazero.config import RunConfig
 from megazero.parallel_state import ParallelState
-from megazero.settings import Say
+from megazero.settings import Say, listed
 from megazero.training.callbacks.base import Callback, StepRecord
 from megazero.training.resuming import checkpoints_of
 
@@ -66,7 +66,7 @@ class Ownership(Callback):
         try:
             self._take()
         except BaseException:
-            self._release()
+            self.__exit__()
             raise
         if self._locks:
             self._looked = _now()
@@ -75,9 +75,10 @@ class Ownership(Callback):
 
     def __exit__(self, *_: object) -> None:
         self._over.set()
-        if self._locks:
+        if self._thread.is_alive():
             self._thread.join(_APPEARS_SECONDS)
-        self._release()
+        for lock in self._locks:
+            lock.release()
 
     def after_step(self, _: StepRecord) -> None:
         """Raises: OwnerError, on rank 0: the run has lost a directory."""
@@ -154,10 +155,6 @@ class Ownership(Callback):
         except Exception:  # the storage does not answer: whatever is written there looks again
             return
 
-    def _release(self) -> None:
-        for lock in self._locks:
-            lock.release()
-
 
 def _now() -> float:
     """A clock in seconds that goes on while the machine is suspended, if the system has one."""
@@ -173,10 +170,9 @@ def _check_shared(lock: HeldLock, state: ParallelState) -> None:
     seen = gather_objects((_appears(lock), socket.gethostname()), state.world)
     blind = [f"rank {rank} on {host}" for rank, (sees, host) in enumerate(seen) if not sees]
     if blind:
-        shown = ", ".join(blind[:8]) + (f" and {len(blind) - 8} more" if len(blind) > 8 else "")
         raise CheckpointError(
-            f"{shown} cannot see what rank 0 on {seen[0][1]} writes in {lock.folder}: checkpoints need a directory that "
-            "all ranks share. Set checkpoint.directory to a shared file system, or to a URL such as s3://bucket/run"
+            f"{listed(blind)} cannot see what rank 0 on {seen[0][1]} writes in {lock.folder}: checkpoints need a directory "
+            "that all ranks share. Set checkpoint.directory to a shared file system, or to a URL such as s3://bucket/run"
         )
 
 

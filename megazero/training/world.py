@@ -27,6 +27,7 @@ from megazero.config import ResolvedRun, RunConfig
 from megazero.engine.phases import values_by_key
 from megazero.launchers import ALLOCATOR, stay_near
 from megazero.parallel_state import ParallelState
+from megazero.settings import listed
 from megazero.training.heartbeat import missing_keys
 from megazero.training.signals import EXIT_FAILED, die_of_signals
 
@@ -206,7 +207,7 @@ def meet(store: Store, timeout: timedelta, problem: str | None = None, *choices:
             store.set(_ALL_READ, "")
         with contextlib.suppress(RuntimeError):
             store.wait([_ALL_READ], timedelta(seconds=_FAREWELL_SECONDS if this_rank() == 0 else 0.001))
-    told = [text if count == len(some) == world else f"{_listed(some)}: {text}" for text, some in places.items()]
+    told = [text if count == len(some) == world else f"{listed(some, 4)}: {text}" for text, some in places.items()]
     return told + differing
 
 
@@ -220,7 +221,7 @@ def _missing(store: Store, world: int, within: str) -> str:
         if store.add(_SEARCHED, 1) == 1:
             absent = set(missing_keys(store, [_met(rank) for rank in range(world)]))
             missing = [rank for rank in range(world) if _met(rank) in absent]
-            came, them = world - len(missing), _listed(_intervals(missing)) or "none any more"
+            came, them = world - len(missing), listed(_intervals(missing), 4) or "none any more"
             text = f"only {came} of {world} ranks {within}; missing: {them}; look at their output and machines"
             store.set(_MISSING, text)
         store.wait([_MISSING], timedelta(seconds=_FAREWELL_SECONDS))
@@ -239,14 +240,9 @@ def _intervals(ranks: Sequence[int]) -> list[str]:
 def _differing(one: tuple[str, str], other: tuple[str, str]) -> str:
     (place, first), (elsewhere, second) = ((where, json.loads(text)) for where, text in (one, other))
     keys = [key for key in {**first, **second} if first.get(key) != second.get(key)]
-    pairs = [f"{key} is {first.get(key)} on {place} and {second.get(key)} on {elsewhere}" for key in keys[:4]]
-    more = f"; and {len(keys) - 4} more keys" if len(keys) > 4 else ""
+    pairs = [f"{key} is {first.get(key)} on {place} and {second.get(key)} on {elsewhere}" for key in keys]
     hint = "start all with one run file and the same overrides, on machines that have the same devices"
-    return f"the ranks have different runs: {'; '.join(pairs)}{more}; {hint}"
-
-
-def _listed(places: Sequence[str]) -> str:
-    return ", ".join(places[:4]) + (f" and {len(places) - 4} more" if len(places) > 4 else "")
+    return f"the ranks have different runs: {listed(pairs, 4, '; ')}; {hint}"
 
 
 def join_world(run: ResolvedRun, store: Store | None = None) -> ParallelState:
