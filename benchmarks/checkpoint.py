@@ -46,7 +46,7 @@ from benchmarks.contenders import Megazero
 from benchmarks.report import markdown, middle_of, number, spread
 from benchmarks.setting import MODELS, ModelSize, Setting, positive
 from megazero.checkpoint.save import gather_logical
-from megazero.checkpoint.saver import Saver
+from megazero.checkpoint.saver import Saver, snapshot_of
 from megazero.comm.collectives import gather_objects
 from megazero.engine import Position
 from megazero.plan.processes import in_processes
@@ -70,13 +70,8 @@ class Ours(Megazero):
         super().__init__(setting, rank, Path(), products="fastest")
         self.state, self.config, self._batch = self.engine.state, self.engine.config, setting.batch(0, rank)
         self.durable = threading.Event()
-        self.saver = Saver(
-            self.engine.sharded_model.sharded_state,
-            self.state,
-            host_memory_bytes=None,
-            axes=self.state.saving_axes(120),
-            report=lambda _: self.durable.set(),
-        )
+        snapshot = snapshot_of(self.engine.sharded_model.sharded_state, self.state, None)
+        self.saver = Saver(snapshot, self.state.saving_axes(120), report=lambda _: self.durable.set())
 
     def train(self) -> None:
         """A step."""

@@ -32,13 +32,20 @@ _REMEDY = "set checkpoint.asynchronous = false"
 
 
 class Snapshot(ShardedState):
-    """A copy of this rank's state in host memory, made by the last `take`."""
+    """A copy of this rank's state in host memory, made by the last `take`.
+
+    Attributes:
+        state: what is copied.
+        at: this rank's position.
+        refusal: why some rank has no memory for a copy; None if all have.
+    """
 
     kinds: tuple[str, ...] = ()  # of the last copy
+    refusal: str | None = None
 
-    def __init__(self, state: ShardedState, device: torch.device) -> None:
+    def __init__(self, state: ShardedState, at: ParallelState) -> None:
         super().__init__(state.parameters, state.optimizer, state.average)
-        self._state, self._device = state, device
+        self.state, self.at, self._device = state, at, at.device
         self._copies: dict[tuple[str, Bucket], Tensor] = {}
 
     def _parts(self, kinds: tuple[str, ...]) -> Iterator[tuple[str, Bucket]]:
@@ -62,13 +69,13 @@ class Snapshot(ShardedState):
 
     def take(self) -> None:
         """Copy the current state."""
-        self.kinds = self._state.kinds
+        self.kinds = self.state.kinds
         for kind, bucket in self._parts(self.kinds):
             # the optimizer's state is contiguous within a group
             for _, part in bucket.layout.intervals(lambda info: info.group):
                 run = intersect(part, bucket.counted)
                 if run is not None:
-                    self.read(kind, bucket, run).copy_(self._state.read(kind, bucket, run), non_blocking=True)
+                    self.read(kind, bucket, run).copy_(self.state.read(kind, bucket, run), non_blocking=True)
         if self._device.type == "cuda":
             torch.cuda.current_stream(self._device).synchronize()
 
@@ -76,6 +83,25 @@ class Snapshot(ShardedState):
         """Return the copied elements, 1-D."""
         first = bucket.counted.start
         return self._copies[kind, bucket][run.start - first : run.stop - first]
+
+
+def snapshot_of(state: ShardedState, at: ParallelState, host_memory_bytes: int | None) -> Snapshot:
+    """Allocate the copy of a state on every rank, or on none.  Collective.
+
+    Args:
+        state: what is saved.
+        at: this rank's position.
+        host_memory_bytes: maximum size of the copy on a rank.  None for half of the free memory, divided among the
+            ranks of this machine.  0 for no copy: training waits while a checkpoint is written.
+    """
+    snapshot = Snapshot(state, at)
+    if host_memory_bytes is None:
+        host_memory_bytes = free_memory_bytes(torch.device("cpu")) // 2 // at.local_world_size
+    everyone = gather_objects(snapshot.reserve(host_memory_bytes), at.world)
+    if any(everyone):
+        snapshot = Snapshot(state, at)  # frees the memory
+        snapshot.refusal = next(f"rank {rank} {why}" for rank, why in enumerate(everyone) if why)
+    return snapshot
 
 
 def _ends_run(failure: Exception | None) -> bool:
@@ -100,10 +126,7 @@ class Saver:
     """Writes checkpoints of one state.  Constructed and called on every rank.
 
     Args:
-        state: what is saved.
-        at: this rank's position.
-        host_memory_bytes: maximum size of the copy on a rank.  None for half of the free memory, divided among the
-            ranks of this machine.  0 for no copy: training waits while a checkpoint is written.
+        snapshot: of the state that is saved; see `snapshot_of`.
         axes: communicators that only this saver uses while a save is in progress.
         report: called on rank 0, in the thread, with the report of each save.
         after: called on every rank, in the thread, after each checkpoint and before the report.  It may make collective
@@ -112,25 +135,13 @@ class Saver:
 
     def __init__(
         self,
-        state: ShardedState,
-        at: ParallelState,
-        *,
-        host_memory_bytes: int | None,
+        snapshot: Snapshot,
         axes: SavingAxes,
         report: Callable[[SaveReport], None],
         after: Callable[[Folder], None] = lambda _: None,
     ) -> None:
-        self._state, self._at, self._report, self._after = state, at, report, after
-        self._axes = axes
-        self._plan = plan_saving(state, at, at.world)
-        self._snapshot = Snapshot(state, at.device)
-        if host_memory_bytes is None:
-            host_memory_bytes = free_memory_bytes(torch.device("cpu")) // 2 // at.local_world_size
-        everyone = gather_objects(self._snapshot.reserve(host_memory_bytes), at.world)
-        # why there is no memory for a copy, or None
-        self.refusal = next((f"rank {rank} {why}" for rank, why in enumerate(everyone) if why), None)
-        if self.refusal is not None:
-            self._snapshot = Snapshot(state, at.device)  # frees the memory
+        self._snapshot, self._at, self._axes, self._report, self._after = snapshot, snapshot.at, axes, report, after
+        self._plan = plan_saving(snapshot.state, self._at, self._at.world)
         self._thread: threading.Thread | None = None
         self._failure: Exception | None = None
 
@@ -151,8 +162,8 @@ class Saver:
         self._join()
         self._failure = None
         began = time.perf_counter()
-        source, copied = self._state, None
-        if self.refusal is None:
+        source, copied = self._snapshot.state, None
+        if self._snapshot.refusal is None:
             self._snapshot.take()
             source, copied = self._snapshot, time.perf_counter()
         write = partial(save_checkpoint, folder, source, self._at, trainer, files, axes=self._axes, plan=self._plan)
@@ -161,7 +172,7 @@ class Saver:
             target=self._write, args=(folder, write, called, began, copied), name="checkpoint", daemon=True
         )
         self._thread.start()
-        if self.refusal is not None:
+        if copied is None:
             self._join()
 
     def _write(

@@ -25,7 +25,7 @@ from megazero.checkpoint.folder import Folder, folder_at
 from megazero.checkpoint.index import CheckpointError, TrainerState
 from megazero.checkpoint.load import open_checkpoint
 from megazero.checkpoint.save import save_checkpoint
-from megazero.checkpoint.saver import Saver
+from megazero.checkpoint.saver import Saver, snapshot_of
 from megazero.comm.agreement import agree
 from megazero.comm.collectives import gather_objects
 from megazero.deepspeed.config import DeepSpeedConfig
@@ -142,10 +142,8 @@ class CheckpointedEngine(nn.Module):
             return True
         if self._saver is None:
             self._saver = Saver(
-                source,
-                state,
-                host_memory_bytes=None,
-                axes=state.saving_axes(_SAVING_SECONDS),
+                snapshot_of(source, state, None),
+                state.saving_axes(_SAVING_SECONDS),
                 report=lambda report: None if report.error is None else self._show(report.error),
             )
             atexit.register(_finish_at_exit, self._saver)

@@ -18,7 +18,7 @@ import megazero
 from megazero.checkpoint import save
 from megazero.checkpoint.folder import LocalFolder, Output, ReadBytes
 from megazero.checkpoint.index import CheckpointError, find_damage, read_manifest, read_trainer_state, step_folder
-from megazero.checkpoint.saver import Saver, SaveReport
+from megazero.checkpoint.saver import Saver, SaveReport, snapshot_of
 from megazero.config import ResolvedRun
 from megazero.engine import Engine, Position
 
@@ -34,10 +34,10 @@ RUNS: dict[str, tuple[int, dict[str, Any]]] = {
 }
 
 
-def _saver(engine: Engine, **settings: Any) -> tuple[Saver, list[SaveReport]]:
+def _saver(engine: Engine) -> tuple[Saver, list[SaveReport]]:
     reports: list[SaveReport] = []
-    given = {"host_memory_bytes": None, "axes": engine.state.saving_axes(60), "report": reports.append} | settings
-    return Saver(engine.sharded_model.sharded_state, engine.state, **given), reports
+    snapshot = snapshot_of(engine.sharded_model.sharded_state, engine.state, None)
+    return Saver(snapshot, engine.state.saving_axes(60), reports.append), reports
 
 
 def _step(engine: Engine, run: ResolvedRun, step: int) -> float:
@@ -83,9 +83,11 @@ def _header_bytes(directory: Path) -> int:
 def _too_large(rank: int, root: Path) -> tuple[str | None, list[SaveReport], int]:
     run = run_of(2, model=LLAMA)
     engine = engine_on(rank, run)
-    saver, reports = _saver(engine, host_memory_bytes=1000 if rank == 1 else None)
+    snapshot = snapshot_of(engine.sharded_model.sharded_state, engine.state, 1000 if rank == 1 else None)
+    reports: list[SaveReport] = []
+    saver = Saver(snapshot, engine.state.saving_axes(60), reports.append)
     engine.save(root / "step", Position(), "data", saver=saver)
-    return saver.refusal, reports, len(find_damage(root / "step"))  # there already: the call has waited
+    return snapshot.refusal, reports, len(find_damage(root / "step"))  # there already: the call has waited
 
 
 def test_a_state_that_does_not_fit_in_host_memory_is_saved_while_training_waits(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from megazero.checkpoint import index
 from megazero.checkpoint.folder import Folder, folder_at
 from megazero.checkpoint.load import reading
-from megazero.checkpoint.saver import Saver, SaveReport
+from megazero.checkpoint.saver import Saver, SaveReport, snapshot_of
 from megazero.comm.agreement import agree
 from megazero.comm.collectives import LostPeerError, from_first, gather_objects
 from megazero.config import RunConfig
@@ -225,18 +225,12 @@ class Checkpointing(Callback):
     def _make_saver(self) -> Saver:
         config = self._config
         limit = None if config.host_memory_bytes == "auto" else config.host_memory_bytes
-        saver = Saver(
-            self._engine.sharded_model.sharded_state,
-            self._state,
-            host_memory_bytes=limit if config.asynchronous else 0,
-            axes=self._axes,
-            report=self._report,
-            after=lambda _: self._prune(),
-        )
-        if saver.refusal is not None and config.asynchronous:
-            hint = f"{saver.refusal} (checkpoint.host_memory_bytes, or checkpoint.asynchronous = false)"
+        state = self._engine.sharded_model.sharded_state
+        snapshot = snapshot_of(state, self._state, limit if config.asynchronous else 0)
+        if snapshot.refusal is not None and config.asynchronous:
+            hint = f"{snapshot.refusal} (checkpoint.host_memory_bytes, or checkpoint.asynchronous = false)"
             self._say(f"training waits while checkpoints are written: {hint}")
-        return saver
+        return Saver(snapshot, self._axes, self._report, after=lambda _: self._prune())
 
     def _make_pruner(self) -> Pruner:
         from megazero.checkpoint.retention import Pruner, Retention
