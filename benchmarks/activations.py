@@ -50,8 +50,9 @@ from megazero.layers.linear import WeightGradQueue
 from megazero.layers.recompute import WHOLE
 from megazero.layers.sample_part import TokenLayout
 from megazero.models.activation_config import PRESETS, LayerPolicy, Region
+from megazero.models.build_context import BuildContext
 from megazero.models.config import ModelConfig
-from megazero.models.gpt import Block, BuildContext
+from megazero.models.gpt import Block
 from megazero.models.registry import FAMILIES
 from megazero.models.stages import StageLayout
 from megazero.models.wrappers import save_by_policy

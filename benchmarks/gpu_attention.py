@@ -28,7 +28,8 @@ from torch.nn.attention import SDPBackend, current_flash_attention_impl, sdpa_ke
 from benchmarks.report import markdown, write_whole
 from megazero.comm.collectives import Pending
 from megazero.layers import attention_kernels, context_attention
-from megazero.layers.attention_kernels import AttentionKernel, CausalAttention, SlidingWindow
+from megazero.layers.attention import AttentionKernel, CausalAttention
+from megazero.layers.attention_kernels import SlidingWindow
 from megazero.layers.context_attention import ContextAttention, KernelWindow, Ring
 from megazero.layers.sample_part import part_of
 from megazero.parallel_state import Axis

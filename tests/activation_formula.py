@@ -24,10 +24,13 @@ from megazero.config import ResolvedRun, RunConfig
 from megazero.engine.outline import stages_of
 from megazero.layers.attention import Attention, RotaryEmbedding
 from megazero.layers.attention_kernels import SlidingWindow
+from megazero.layers.counter_rng import Dropout
+from megazero.layers.heads import HeadNorm, WidthNorm
 from megazero.layers.linear import ColumnParallelLinear, RowParallelLinear
-from megazero.layers.norm import HeadNorm, RMSNorm, WidthNorm
+from megazero.layers.norm import RMSNorm
 from megazero.models.activation_config import LayerPolicy, layer_policies
-from megazero.models.gpt import Block, Embedding, GPTStage, Head, PostNormBlock
+from megazero.models.blocks import PostNormBlock
+from megazero.models.gpt import Block, Embedding, GPTStage, Head
 from megazero.models.stages import StageLayout, by_rank, cut
 from megazero.plan.unit_trace import EMBEDDING, HEAD
 from megazero.schedules.action import Action, ActionKind, Schedule
@@ -109,7 +112,8 @@ def _saved_by(block: Block, size: MicroBatchSize) -> Iterator[_Saved]:
     hidden, inner = block.mlp.down.weight.shape
     stream, whole = size.own_tokens * hidden * size.itemsize, size.tokens * size.itemsize
     norms = [norm_bytes(norm, size) for norm in (block.attention_norm, block.mlp_norm)]
-    masks = [size.own_tokens * hidden * bool(one.p) for one in (block.attention_residual, block.mlp_residual)]
+    residuals = block.attention_residual, block.mlp_residual
+    masks = [size.own_tokens * hidden * (each.dropout is not None) for each in residuals]
     heads, output, lse, joined = _attention_bytes(block.attention, size)
     sums = block.mlp.up.weight.shape[0]
     after = isinstance(block, PostNormBlock)
@@ -191,7 +195,7 @@ def embedding_bytes(embedding: Embedding, size: MicroBatchSize) -> int:
     """What the embedding keeps of one micro-batch beside its tokens: which rows are its own, and dropout's mask."""
     hidden = embedding.tokens.weight.shape[1]
     own = size.tokens * (_INT64 + _BOOL) if size.tp > 1 else 0
-    return own + size.own_tokens * hidden * bool(embedding.dropout.p)
+    return own + size.own_tokens * hidden * isinstance(embedding.dropout, Dropout)
 
 
 def head_bytes(head: Head, size: MicroBatchSize, *, keeps_logits: bool) -> int:

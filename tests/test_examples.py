@@ -34,8 +34,8 @@ from megazero.engine.phases import check_same_run, phases_after
 from megazero.formats.tokenize import tokenize_files
 from megazero.layers.context_attention import ContextAttention
 from megazero.layers.sample_part import TokenLayout, part_of
+from megazero.models.build_context import BuildContext
 from megazero.models.config import ModelConfig
-from megazero.models.gpt import BuildContext
 from megazero.models.llama.block import llama_attention, rotary_embedding
 from megazero.models.registry import FAMILIES, PARAMETERS, PRESETS
 from megazero.parallel_state import Axis
@@ -206,7 +206,6 @@ def test_the_attention_that_the_page_on_models_shows_is_llamas() -> None:
     model, alone = load_config(EXAMPLES / "long_context.toml", ["model.seq_len=64"]).config.model, Axis("cp")
     over_ranks = ContextAttention(alone, alone, None, torch.float32)
     parts = part_of([[40, 24], [1, 63]], 64, alone, alone, torch.device("cpu"))
-    assert parts is not None
     for part, attends in ((None, None), (parts, over_ranks)):
         context = BuildContext(model, Axis("tp"), False, 1, torch.device("cpu"), context=attends)
         rope = rotary_embedding(context)

@@ -24,8 +24,9 @@ from megazero.config import ConfigError, ResolvedRun, RunConfig, load_config, re
 from megazero.engine import Engine
 from megazero.engine.phases import Position
 from megazero.formats.hugging_face import import_model, model_section
+from megazero.models.build_context import BuildContext
 from megazero.models.config import ModelConfig, RopeScaling
-from megazero.models.gpt import BuildContext, MicroBatch
+from megazero.models.gpt import MicroBatch
 from megazero.models.registry import FAMILIES, PRESETS
 from megazero.parallel_state import Axis
 

@@ -20,7 +20,7 @@ from megazero.layers import capped_attention, vocabulary
 from megazero.layers.attention_kernels import SlidingWindow, attention
 from megazero.layers.capped_attention import CappedAttention
 from megazero.layers.context_attention import KernelWindow
-from megazero.layers.counter_rng import Dropout
+from megazero.layers.counter_rng import Dropout, dropout_key
 from megazero.layers.linear import ColumnParallelLinear, RowParallelLinear, WeightGradQueue, add_product
 from megazero.layers.mlp import GELU_TANH, SILU, gated
 from megazero.layers.norm import rms_norm
@@ -322,7 +322,7 @@ def test_a_head_gives_the_same_bits_with_kept_logits_and_without_and_in_blocks(
 
 
 def test_dropout_keeps_the_expected_share_and_scale() -> None:
-    dropout = Dropout(0.25, "site", seed=1, seq_len=64, seq_part=0, device=torch.device("cpu"))
+    dropout = Dropout(0.25, dropout_key(1, "site", torch.device("cpu")), seq_len=64)
     y = dropout(torch.ones(64, 8, 32), TokenLayout(torch.arange(8)))
     assert float((y == 0).float().mean()) == pytest.approx(0.25, abs=0.01)
     assert y.unique().tolist() == pytest.approx([0.0, 1 / 0.75])
@@ -331,7 +331,7 @@ def test_dropout_keeps_the_expected_share_and_scale() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_dropout_keeps_a_byte_for_each_element_or_draws_its_mask_again(dtype: torch.dtype) -> None:
-    dropout = Dropout(0.3, "site", seed=1, seq_len=64, seq_part=1, device=torch.device("cpu"))
+    dropout = Dropout(0.3, dropout_key(1, "site", torch.device("cpu")), seq_len=64, seq_part=1)
     given, slope = _given((8, 3, 5)).to(dtype), _given((8, 3, 5)).cos().to(dtype)
     layout = TokenLayout(torch.tensor([4, 0, 7]))
     mask = dropout(torch.ones(8, 3, 5), layout) != 0

@@ -22,9 +22,11 @@ from megazero.layers.attention import Attention, RotaryEmbedding
 from megazero.layers.attention_kernels import SlidingWindow
 from megazero.layers.context_attention import ContextAttention
 from megazero.layers.recompute import WHOLE
+from megazero.layers.rotary_frequencies import rotary_frequencies
 from megazero.layers.sample_part import SamplePart, TokenLayout, part_of
 from megazero.layers.vocabulary import IGNORED_LABEL
-from megazero.models.gpt import Block, BuildContext
+from megazero.models.build_context import BuildContext
+from megazero.models.gpt import Block
 from megazero.models.llama.family import LlamaFamily
 from megazero.models.registry import FAMILIES
 from megazero.parallel_state import Axis
@@ -181,7 +183,7 @@ def test_equal_documents_have_equal_numbers_on_every_rank_and_other_documents_ha
         axes = [(Axis("u", (0, 1), u), Axis("r", (0, 1), r)) for u in range(2) for r in range(2)]
         parts = [part_of(lengths, 16, *pair, torch.device("cpu")) for pair in axes]
         one_rank = part_of(lengths, 16, Axis("u"), Axis("r"), torch.device("cpu"))
-        (number,) = {part.plan.documents for part in (*parts, one_rank) if part is not None}
+        (number,) = {part.plan.documents for part in (*parts, one_rank)}
         numbers.append(number)
     assert len(set(numbers)) == len(given)
 
@@ -257,7 +259,8 @@ def test_attention_refuses_the_part_of_other_samples(shape: tuple[int, ...]) -> 
 
 def test_what_was_first_asked_for_in_inference_trains_later() -> None:
     """The part of whole samples and what is derived from it are made once."""
-    rope, x = RotaryEmbedding(8, 48, 1e4, DEVICE), torch.randn(1, 2, 24, 8, device=DEVICE, requires_grad=True)
+    rope = RotaryEmbedding(rotary_frequencies(8, 1e4), 48, DEVICE)
+    x = torch.randn(1, 2, 24, 8, device=DEVICE, requires_grad=True)
     with torch.inference_mode():
         rope.rotate(x.detach(), _half(48))
     rope.rotate(x, _half(48)).sum().backward()
@@ -269,7 +272,7 @@ def test_what_was_first_asked_for_in_inference_trains_later() -> None:
 
 def test_rotary_tables_of_a_part_end_with_the_model() -> None:
     """The part of whole samples stays, and kept those of every model that was made."""
-    rope = RotaryEmbedding(8, 40, 1e4, DEVICE)
+    rope = RotaryEmbedding(rotary_frequencies(8, 1e4), 40, DEVICE)
     gone = [weakref.ref(table) for table in (*rope.tables_of(_half(40)), rope.cos)]
     assert rope.tables_of(_half(40))[0] is gone[0]()
     del rope

@@ -16,7 +16,8 @@ from megazero.layers.context_attention import ContextAttention
 from megazero.layers.linear import WeightGradQueue
 from megazero.layers.recompute import WHOLE
 from megazero.models.activation_config import layer_policies
-from megazero.models.gpt import BuildContext, GPTStage
+from megazero.models.build_context import BuildContext
+from megazero.models.gpt import GPTStage
 from megazero.models.stages import cut, cut_by_rank
 from megazero.models.wrappers import save_by_policy
 from megazero.optim.config import OptimizerConfig

@@ -14,7 +14,7 @@ from torch import Tensor
 from megazero.comm.collectives import all_reduce
 from megazero.layers.attention import AttentionCore
 from megazero.layers.attention_kernels import WatchedAttention
-from megazero.layers.norm import Heads
+from megazero.layers.heads import Heads
 from megazero.models.gpt import GPTStage
 from megazero.parallel_state import Axis
 

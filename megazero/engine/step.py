@@ -51,14 +51,16 @@ class BatchShare:
     multiple: int = 1
 
     def part_of(self, lengths: Sequence[Sequence[int]] | None, seq_len: int) -> SamplePart | None:
-        """Return this rank's shard of the samples of a micro-batch.  For the arguments see
-        `layers.sample_part.part_of`.
+        """Return this rank's shard of the samples of a micro-batch; None if it has whole samples of one document each.
+        For the arguments see `layers.sample_part.part_of`.
 
         Raises:
             ValueError: `data.document_mask` is set without lengths of documents, or there are lengths without it.
         """
         if (lengths is None) == self.documents:
             raise ValueError("lengths of documents are given where data.document_mask = true, and only there")
+        if lengths is None and self.ulysses.size * self.ring.size == 1:
+            return None
         return part_of(lengths, seq_len, self.ulysses, self.ring, self.device)
 
     def cut(self, sample_ids: Tensor, tokens: Tensor, labels: Tensor, part: SamplePart | None) -> MicroBatch:

@@ -2,17 +2,14 @@
 
     x --qkv--> q | k | v --[norm, rope, kernel]--> heads --out--> x        [...] is the core; heads are split over TP
 
-If tp exceeds the number of kv heads, tp / kv_heads ranks share a head, and each rank computes a part of it:
-
-    4 query heads, 2 kv heads, tp = 4         rank 0     rank 1     rank 2     rank 3
-    weights, and what they compute            q0 | k0.   q1 | k0"   q2 | k1.   q3 | k1"     and v likewise
-    what attention reads                      q0 | k0    q1 | k0    q2 | k1    q3 | k1      gathered over tp
-
-So no weight is stored or multiplied twice, and storage, norms and checkpoints see the usual split by rows.
+The kernel is chosen when the model is built: torch's choice for whole samples is here, the others are in
+attention_kernels.py, context_attention.py and capped_attention.py.
 """
 
-from math import sqrt
-from typing import Protocol
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Protocol, TypeVar
 from weakref import WeakKeyDictionary, finalize
 
 import torch
@@ -20,24 +17,91 @@ import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor, nn
 
-from megazero.comm.autograd import gather_sequence
 from megazero.comm.backend import storage_of
-from megazero.layers.attention_kernels import AttentionKernel, CausalAttention, uncompiled
-from megazero.layers.context_attention import ContextAttention
+from megazero.layers.heads import HeadNorm, Heads, SharedKVHead, WidthNorm
 from megazero.layers.linear import RowParallelLinear
-from megazero.layers.norm import HeadNorm, Heads, WidthNorm
-from megazero.layers.recompute import Tape
 from megazero.layers.sample_part import SamplePart, TokenLayout
 
+if TYPE_CHECKING:
+    from megazero.layers.recompute import Tape
+    from megazero.layers.rotary_frequencies import RotaryFrequencies
 
-class FrequencyScaling(Protocol):
-    """Scales rotary frequencies for longer samples.  `amplitude` multiplies rotated queries and keys."""
+T = TypeVar("T")
 
-    @property
-    def amplitude(self) -> float: ...
 
-    def scaled(self, frequencies: Tensor, theta: float) -> Tensor:
-        """Scale the frequencies, [head size / 2], unchanged in shape."""
+def uncompiled(function: Callable[..., T]) -> Callable[..., T]:
+    """Exclude a function from compilation, if a compiler is tracing the caller."""
+    return torch.compiler.disable(function) if torch.compiler.is_compiling() else function
+
+
+def one_for_each_head(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """Repeat keys and values so that each query head has its own on CUDA.  On other devices every kernel accepts fewer."""
+    groups = q.shape[1] // k.shape[1]
+    if groups == 1 or q.device.type != "cuda":
+        return k, v
+    return k.repeat_interleave(groups, dim=1), v.repeat_interleave(groups, dim=1)
+
+
+def causal_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
+    """Compute softmax(q k^T / sqrt(size)) v with the kernel that torch chooses.
+
+    On CUDA, in bf16 and fp16, torch uses flash attention (or cuDNN's kernel, where that is faster).  Both need only the
+    last dimension to be contiguous, and accept fewer kv heads than query heads.  In fp32 or with a mask, the only
+    kernel that does not store a [seq, seq] matrix needs as many kv heads as query heads, so they are repeated.
+
+    Args:
+        q: [batch, heads, seq, size].
+        k, v: [batch, kv heads, seq, size].
+        mask: added to the scores in place of the causal mask, [seq of q, seq of k].
+
+    Returns:
+        [batch, heads, seq, size], with the memory layout of q.
+    """
+    if mask is not None or q.dtype == torch.float32:
+        k, v = one_for_each_head(q, k, v)
+    fewer = q.shape[1] != k.shape[1]
+    return F.scaled_dot_product_attention(q, k, v, mask, is_causal=mask is None, enable_gqa=fewer)
+
+
+class AttentionKernel(Protocol):
+    """Causal attention for the heads of one rank.  The implementation is chosen when the model is built."""
+
+    def attend(
+        self, q: Tensor, k: Tensor, v: Tensor, part: SamplePart | None = None, *, tape: Tape | None = None
+    ) -> Tensor:
+        """Attend from each query to the earlier tokens of its document.
+
+        Args:
+            q: [batch, heads, seq, size].
+            k, v: [batch, kv heads, seq, size].
+            part: the position of each token in its sample and document; None if each sample is whole and a single
+                document.
+            tape: records or replays the kernel's results.
+
+        Returns:
+            The same shape as q.
+        """
+
+
+class CausalAttention:
+    """An `AttentionKernel` for whole samples that are one document each."""
+
+    knows_parts = True  # it rejects them
+
+    def attend(
+        self, q: Tensor, k: Tensor, v: Tensor, part: SamplePart | None = None, *, tape: Tape | None = None
+    ) -> Tensor:
+        """Attend as in `attention`.  Raises: ValueError: the micro-batch has split samples or several documents per
+        sample.
+        """
+        if part is not None:
+            hint = "it knows neither documents nor parts of samples"
+            raise ValueError(f"this attention was built without `context`: {hint}")
+        return self.whole(q, k, v, tape)
+
+    def whole(self, q: Tensor, k: Tensor, v: Tensor, tape: Tape | None) -> Tensor:  # noqa: ARG002
+        """Attend within whole samples.  This kernel records nothing on a tape."""
+        return causal_attention(q, k, v)
 
 
 class RotaryEmbedding:
@@ -47,13 +111,9 @@ class RotaryEmbedding:
     for its own tokens, because the tables of a million positions take a gigabyte.
 
     Args:
-        head_size: even.
+        frequencies: of the pairs of a head's elements.
         seq_len: of whole samples, in tokens.
-        theta: the base of the wavelengths.
         device: of the tables.
-        scaling: see `FrequencyScaling`.
-        rotated: number of elements of a head that are rotated; None for all.
-        score_scale: a factor on all products of queries and keys.
         by_parts: every micro-batch has a `SamplePart`; tables of positions 0 ... seq_len - 1 are then made only when a
             micro-batch without one arrives.
 
@@ -62,25 +122,12 @@ class RotaryEmbedding:
     """
 
     def __init__(
-        self,
-        head_size: int,
-        seq_len: int,
-        theta: float,
-        device: torch.device,
-        scaling: FrequencyScaling | None = None,
-        *,
-        rotated: int | None = None,
-        score_scale: float = 1.0,
-        by_parts: bool = False,
+        self, frequencies: RotaryFrequencies, seq_len: int, device: torch.device, *, by_parts: bool = False
     ) -> None:
-        rotated = head_size if rotated is None else rotated
-        # computed on the host, so that every device gets the same bits
-        even = torch.arange(0, rotated, 2, dtype=torch.float64, device="meta" if device.type == "meta" else "cpu")
-        frequency = theta ** -(even / rotated)
-        frequency = frequency if scaling is None else scaling.scaled(frequency, theta)
-        self._frequency = F.pad(frequency, (0, head_size // 2 - len(even)))  # frequency 0 means no rotation
-        self._amplitude = (1.0 if scaling is None else scaling.amplitude) * sqrt(score_scale)  # on queries and on keys
-        self._seq_len, self._device, self._on_device = seq_len, device, self._frequency.to(device)
+        self._amplitude, self._on_device = frequencies.amplitude, frequencies.radians.to(device)
+        # The tables of whole samples are computed on the host, so that every device gets the same bits.
+        self._frequency = self._on_device if device.type == "meta" else frequencies.radians
+        self._seq_len, self._device = seq_len, device
         # The part must not own its tables: the part of whole samples outlives the model.
         self._of_parts: WeakKeyDictionary[SamplePart, tuple[Tensor, Tensor]] = WeakKeyDictionary()
         self.held: set[int] = set()
@@ -148,26 +195,6 @@ class NoRotation:
         return x
 
 
-class SharedKVHead(nn.Module):
-    """Gather the key and value head that several TP ranks share.  [seq, batch, q | part of k], part of v -> q | k, v.
-
-    The backward sums the gradients of the ranks that share the head (as Megatron-LM does for fewer query groups than
-    tp).
-    """
-
-    def __init__(self, heads: Heads) -> None:
-        super().__init__()
-        self.heads, self.tp = heads, heads.tp
-
-    def forward(self, qk: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        q, k = qk.split([qk.shape[-1] - v.shape[-1], v.shape[-1]], dim=-1)
-        every = gather_sequence(torch.cat([k, v], dim=-1), self.tp).unflatten(0, (self.tp.size, -1))
-        first = self.tp.index // self.heads.sharing * self.heads.sharing
-        sharing = every[first : first + self.heads.sharing]
-        k, v = rearrange(sharing, "parts s b (kv d) -> s b (kv parts d)", kv=2).chunk(2, dim=-1)
-        return torch.cat([q, k], dim=-1), v
-
-
 def _owned(qk: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     """Return both unchanged, for key and value heads that a TP rank does not share."""
     return qk, v
@@ -196,6 +223,7 @@ class AttentionCore(nn.Module):
         super().__init__()
         self.heads, self.kernel, self.rope = heads, kernel, rope or NoRotation()
         self.tape: Tape | None = None
+        self._v_features, self._q_and_k = heads.v_features, [heads.queries, heads.keys]
         self.width_norm = qk_norm if isinstance(qk_norm, WidthNorm) else nn.Identity()
         self.head_norm = qk_norm if isinstance(qk_norm, HeadNorm) else nn.Identity()
         self.complete = SharedKVHead(heads) if heads.sharing > 1 else _owned
@@ -203,12 +231,12 @@ class AttentionCore(nn.Module):
         self.copies_v = rope is not None and (qk_norm is None or heads.sharing > 1)
 
     def forward(self, qkv: Tensor, layout: TokenLayout) -> Tensor:
-        qk, v = qkv.split([qkv.shape[-1] - self.heads.v_features, self.heads.v_features], dim=-1)
+        qk, v = qkv.split([qkv.shape[-1] - self._v_features, self._v_features], dim=-1)
         qk, v = self.complete(self.width_norm(qk), v)
         qk, v = (rearrange(x, "s b (h d) -> s b h d", d=self.heads.size) for x in (qk, v))
         qk = self.head_norm(qk)  # before the transpose: attention's output has the memory layout of q
         qk, v = (rearrange(x, "s b h d -> b h s d") for x in (qk, v))
-        q, k = self.rope.rotate(qk, layout.part).split([self.heads.queries, self.heads.keys], dim=1)
+        q, k = self.rope.rotate(qk, layout.part).split(self._q_and_k, dim=1)
         out = self.kernel.attend(q, k, v.contiguous() if self.copies_v else v, layout.part, tape=self.tape)
         return rearrange(out, "b h s d -> s b (h d)")
 
@@ -231,7 +259,7 @@ class Attention(nn.Module):
         """Whether the kernel handles, or rejects, parts of samples and documents.  A script's own kernel may do
         neither.
         """
-        return isinstance(self.core.kernel, CausalAttention | ContextAttention)
+        return bool(getattr(self.core.kernel, "knows_parts", False))
 
     def forward(self, x: Tensor, layout: TokenLayout) -> Tensor:
         return self.out(self.core(self.qkv(x), layout))

@@ -1,6 +1,6 @@
-"""The one place that chooses a kernel for attention.
+"""Torch's kernels for attention, called by name where scaled_dot_product_attention does not do.
 
-    without a `tape`   torch's scaled_dot_product_attention chooses the kernel and provides the backward
+    without a `tape`   torch's scaled_dot_product_attention chooses the kernel and provides the backward (attention.py)
     with a `tape`      the kernel that torch would choose is called by name.  It returns `out` and, for each query,
                        `lse`, the log of the sum of exponentials
 
@@ -13,9 +13,8 @@ its first forward, and the second forward runs no kernel.
     many tiles         `varlen_forward` and `varlen_backward` call the operators as torch.nn.attention.varlen does
 """
 
-from collections.abc import Callable
 from functools import lru_cache
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple
 from warnings import warn
 
 import torch
@@ -26,85 +25,38 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, activate_flash_attention_impl, current_flash_attention_impl
 
 from megazero.comm.autograd import refuse_second_derivative
+from megazero.layers.attention import CausalAttention, causal_attention, one_for_each_head, uncompiled
 from megazero.layers.recompute import Tape
-from megazero.layers.sample_part import SamplePart
 from megazero.layers.token_layout import EVERY_HEAD, HeadPiece, Tile
 from megazero.registry import added
-
-T = TypeVar("T")
 
 _aten = torch.ops.aten
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, *, mask: Tensor | None = None, tape: Tape | None = None) -> Tensor:
-    """Compute softmax(q k^T / sqrt(size)) v.
-
-    On CUDA, in bf16 and fp16, torch uses flash attention (or cuDNN's kernel, where that is faster).  Both need only the
-    last dimension to be contiguous, and accept fewer kv heads than query heads.  In fp32 or with a mask, the only
-    kernel that does not store a [seq, seq] matrix needs as many kv heads as query heads, so they are repeated.
+    """As `causal_attention`.
 
     Args:
-        q: [batch, heads, seq, size].
-        k, v: [batch, kv heads, seq, size].
-        mask: added to the scores, [seq of q, seq of k]; None for causal attention.
         tape: records or replays the kernel's outputs.  If every kernel for these tensors would store a [seq, seq]
             matrix, torch's formula is used and nothing is recorded.
-
-    Returns:
-        [batch, heads, seq, size], with the memory layout of q.
     """
-    if mask is not None or q.dtype == torch.float32:
-        k, v = _one_for_each_head(q, k, v)
     if tape is not None and (out := uncompiled(_through)(q, k, v, mask, tape)) is not None:
         return out
-    fewer = q.shape[1] != k.shape[1]
-    return F.scaled_dot_product_attention(q, k, v, mask, is_causal=mask is None, enable_gqa=fewer)
+    return causal_attention(q, k, v, mask)
 
 
-class AttentionKernel(Protocol):
-    """Causal attention for the heads of one rank.  The implementation is chosen when the model is built."""
-
-    def attend(
-        self, q: Tensor, k: Tensor, v: Tensor, part: SamplePart | None = None, *, tape: Tape | None = None
-    ) -> Tensor:
-        """Attend from each query to the earlier tokens of its document.
-
-        Args:
-            q: [batch, heads, seq, size].
-            k, v: [batch, kv heads, seq, size].
-            part: the position of each token in its sample and document; None if each sample is whole and a single
-                document.
-            tape: records or replays the kernel's results.
-
-        Returns:
-            The same shape as q.
-        """
-
-
-class CausalAttention:
-    """An `AttentionKernel` for whole samples that are one document each."""
-
-    def attend(
-        self, q: Tensor, k: Tensor, v: Tensor, part: SamplePart | None = None, *, tape: Tape | None = None
-    ) -> Tensor:
-        """Attend as in `attention`.  Raises: ValueError: the micro-batch has split samples or several documents per
-        sample.
-        """
-        if part is not None:
-            hint = "it knows neither documents nor parts of samples"
-            raise ValueError(f"this attention was built without `context`: {hint}")
-        return self.whole(q, k, v, tape)
+class TapedAttention(CausalAttention):
+    """As `CausalAttention`, recorded on the tape if there is one."""
 
     def whole(self, q: Tensor, k: Tensor, v: Tensor, tape: Tape | None) -> Tensor:
-        """Attend within whole samples."""
         return attention(q, k, v, tape=tape)
 
 
 _SHARPNESS = 64.0  # of queries and of keys; fp16 holds both
 
 
-class WatchedAttention(CausalAttention):
-    """As `CausalAttention`, with the largest score s of each key head, from a second call of the kernel where it trains.
+class WatchedAttention(TapedAttention):
+    """As `TapedAttention`, with the largest score s of each key head, from a second call of the kernel where it trains.
 
     No kernel returns it, but all return log(sum(exp(s))), and log(sum(exp(4096 s))) / 4096 is the largest s, up to
     log(keys) / 4096 above it.  No [seq, seq] matrix is stored.
@@ -116,13 +68,12 @@ class WatchedAttention(CausalAttention):
     largest: Tensor | None = None
 
     def whole(self, q: Tensor, k: Tensor, v: Tensor, tape: Tape | None) -> Tensor:
-        """As `CausalAttention.whole`."""
         if torch.is_grad_enabled():
             uncompiled(self._watch)(q.detach() * _SHARPNESS, k.detach() * _SHARPNESS)
         return super().whole(q, k, v, tape)
 
     def _watch(self, q: Tensor, k: Tensor) -> None:
-        each, _ = _one_for_each_head(q, k, k)
+        each, _ = one_for_each_head(q, k, k)
         lse = _forward(_kernel_of_tiles(q, each, each, None, True), q, each, each, None, True)[1]
         found = lse.flatten(2)[..., : q.shape[2]].amax((0, 2)).unflatten(0, (k.shape[1], -1)).amax(1) / _SHARPNESS**2
         self.largest = found if self.largest is None else torch.maximum(self.largest, found)
@@ -167,25 +118,14 @@ class SlidingWindow(CausalAttention):
         return torch.cat([first, rest[:, :, : seq - size]], dim=2)
 
 
-def uncompiled(function: Callable[..., T]) -> Callable[..., T]:
-    """Exclude a function from compilation, if a compiler is tracing the caller."""
-    return torch.compiler.disable(function) if torch.compiler.is_compiling() else function
-
-
-def _one_for_each_head(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """Repeat keys and values so that each query head has its own on CUDA.  On other devices every kernel accepts fewer."""
-    groups = q.shape[1] // k.shape[1]
-    if groups == 1 or q.device.type != "cuda":
-        return k, v
-    return k.repeat_interleave(groups, dim=1), v.repeat_interleave(groups, dim=1)
-
-
 def _through(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, tape: Tape) -> Tensor | None:
     """Attend with the kernel that torch chooses for training, so that the first run and the recomputation use the same
     one.
 
     Returns None if torch's formula must be used instead.
     """
+    if mask is not None or q.dtype == torch.float32:
+        k, v = one_for_each_head(q, k, v)
     kernel = torchs_choice(q, k, v, mask, causal=mask is None)
     odd = kernel == SDPBackend.FLASH_ATTENTION and q.is_cuda and q.shape[-1] % 8  # torch pads such heads
     if odd or kernel not in _KERNELS:
@@ -245,7 +185,7 @@ class TileKernel:
         q, k, v = widened(q, k, v)
         mask, causal = _seen_in(tile, window, q)
         if mask is not None or q.dtype == torch.float32:
-            k, v = _one_for_each_head(q, k, v)
+            k, v = one_for_each_head(q, k, v)
         out, lse, *_ = _forward(_kernel_of_tiles(q, k, v, mask, causal), q, k, v, mask, causal)
         return out, lse.flatten(2)[..., : q.shape[2]]
 
@@ -263,7 +203,7 @@ class TileKernel:
         mask, causal = _seen_in(tile, window, q)
         heads = k.shape[1]
         if mask is not None or q.dtype == torch.float32:
-            k, v = _one_for_each_head(q, k, v)
+            k, v = one_for_each_head(q, k, v)
         kernel = _kernel_of_tiles(q, k, v, mask, causal)
         if kernel == SDPBackend.EFFICIENT_ATTENTION:
             lse = F.pad(lse, (0, -lse.shape[-1] % 32), value=torch.inf)  # the kernel expects lse padded to this length

@@ -15,7 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megazero.layers.attention_kernels import CausalAttention, uncompiled, widened
+from megazero.layers.attention import CausalAttention, uncompiled
+from megazero.layers.attention_kernels import widened
 from megazero.layers.recompute import Tape
 from megazero.layers.sample_part import SamplePart, whole_samples
 

@@ -40,15 +40,8 @@ from torch import Tensor
 from megazero.comm.autograd import refuse_second_derivative
 from megazero.comm.collectives import Pending, largest, ring_shift, runs_by_itself, wait_all
 from megazero.comm.head_exchange import SequenceForHeads, start_heads_for_sequence
-from megazero.layers.attention_kernels import (
-    CausalAttention,
-    TileKernel,
-    activate_newest_flash_attention,
-    merge,
-    tile_kernel,
-    uncompiled,
-    windowed,
-)
+from megazero.layers.attention import CausalAttention, uncompiled
+from megazero.layers.attention_kernels import TileKernel, activate_newest_flash_attention, merge, tile_kernel, windowed
 from megazero.layers.recompute import WHOLE, Tape
 from megazero.layers.sample_part import SamplePart, whole_samples
 from megazero.layers.tile_calls import EVERYTHING, Call, Rows, calls
@@ -302,6 +295,8 @@ class ContextAttention:
         gradient_dtype: in which the gradients of keys and values travel, if keys have 16 bits.
         on_cuda: whether the run computes on CUDA, which the tensors of a plan do not show.
     """
+
+    knows_parts = True
 
     def __init__(
         self, ulysses: Axis, ring: Axis, window: int | None, gradient_dtype: torch.dtype, *, on_cuda: bool = False

@@ -103,30 +103,34 @@ class _Dropped(torch.autograd.Function):
         return torch.where(ctx.draw() if mask is None else mask, grad / (1 - ctx.p), 0.0), None, None, None
 
 
+def dropout_key(seed: int, site: str, device: torch.device) -> Tensor:
+    """Return the key of the masks of one dropout.  `site`: its canonical name in the model.
+
+    It is a tensor, because compiled code would hold a number as a constant and be compiled again for every site.
+    """
+    return torch.tensor(derive_key(seed, f"dropout:{site}"), device=device)
+
+
 class Dropout(nn.Module):
     """Zero elements with probability p and scale the rest by 1 / (1 - p).
 
-    The mask is a function of (seed, site, sample, position, feature), never of a rank's random state: recomputation, another
-    cluster shape and another micro-batch size drop the same elements.  The mask is kept for the backward, a byte for each
-    element, or with `remakes_mask` nothing is, and the backward draws it again.
+    The mask depends only on the key and on the element's sample, position and feature, never on the random state of a
+    rank.  So recomputation, another cluster shape and another micro-batch size drop the same elements.  The backward
+    reads the saved mask, a byte per element; with `remakes_mask`, nothing is saved and the backward draws it again.
 
     Args:
         p: in [0, 1).
-        site: canonical name of this dropout in the model.
-        seed: the run's.
-        seq_len: of the whole sequence.
-        seq_part: which part of the layout's rows this rank has (0 without sequence parallelism).
-        device: where it runs.
+        key: from `dropout_key`.
+        seq_len: tokens of a whole sample.
+        seq_part: index of the part of the layout's rows that this rank holds (0 without sequence parallelism).
     """
 
-    def __init__(self, p: float, site: str, seed: int, seq_len: int, seq_part: int, device: torch.device) -> None:
+    def __init__(self, p: float, key: Tensor, seq_len: int, seq_part: int = 0) -> None:
         super().__init__()
-        self.p, self.seq_len, self.seq_part, self.remakes_mask = p, seq_len, seq_part, False
-        # A tensor: compiled code would hold a number as a constant, and every site would be compiled again.
-        self.key = torch.tensor(derive_key(seed, f"dropout:{site}"), device=device)
+        self.p, self.key, self.seq_len, self.seq_part, self.remakes_mask = p, key, seq_len, seq_part, False
 
     def forward(self, x: Tensor, layout: TokenLayout) -> Tensor:
-        """[seq, batch, hidden], unchanged in shape; `layout` says which tokens of which samples they are."""
+        """Drop elements of x, [seq, batch, hidden], unchanged in shape.  `layout`: which tokens these are."""
         if not self.training or self.p == 0:
             return x
         if torch.compiler.is_compiling():
@@ -145,12 +149,3 @@ class Dropout(nn.Module):
         row = ids * self.seq_len + place
         index = row.unsqueeze(-1) * hidden + torch.arange(hidden, device=ids.device)
         return keep_mask(self.key, index, self.p)
-
-
-class Residual(Dropout):
-    """x + scale * dropout(branch): the residual stream after a branch.  Arguments as `Dropout`."""
-
-    scale = 1.0
-
-    def forward(self, x: Tensor, branch: Tensor, layout: TokenLayout) -> Tensor:  # type: ignore[override]
-        return torch.add(x, super().forward(branch, layout), alpha=self.scale)

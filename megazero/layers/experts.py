@@ -471,7 +471,6 @@ class Router(nn.Module):
         balance: losses and statistics during training; None for none.
     """
 
-    reads_weights = True  # see `GPTStage.readers`
     of_group = 1  # see `Choice.experts`
 
     def __init__(
@@ -552,8 +551,6 @@ class Dispatch(nn.Module):
     If ep has one rank, there are tokens * k rows.
     """
 
-    reads_weights = False  # see `GPTStage.readers`
-
     def forward(self, x: Tensor, routing: Routing) -> Tensor:
         return routing.travel.to_experts(_Dispatch.apply(x.flatten(0, 1), routing))
 
@@ -569,8 +566,6 @@ class ExpertLinear(nn.Module):
     Attributes:
         product: multiplies the rows.
     """
-
-    reads_weights = True  # see `GPTStage.readers`
 
     def __init__(
         self,
@@ -595,8 +590,6 @@ class ExpertLinear(nn.Module):
 class Combine(nn.Module):
     """Sum the rows of each token's experts, weighted by the gates.  [rows, hidden] -> [tokens, hidden]."""
 
-    reads_weights = False  # see `GPTStage.readers`
-
     def forward(self, rows: Tensor, gates: Tensor, routing: Routing) -> Tensor:
         result: Tensor = _Combine.apply(routing.travel.to_tokens(rows), gates, routing)
         return result
@@ -608,7 +601,6 @@ class MixtureOfExperts(nn.Module):
     Each expert is down(silu(gate(x)) * up(x)) (Shazeer 2020), with gate | up fused.
     """
 
-    reads_weights = False  # see `GPTStage.readers`
     compiles = False  # an expert's number of rows changes in every step, and compiled code is for one size
 
     def __init__(self, router: Router, gate_up: ExpertLinear, down: ExpertLinear) -> None:

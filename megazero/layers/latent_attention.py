@@ -18,10 +18,10 @@ from einops import rearrange
 from torch import Tensor, nn
 
 from megazero.comm.autograd import gather_sequence
-from megazero.layers.attention import AttentionCore, RotaryEmbedding
-from megazero.layers.attention_kernels import AttentionKernel
+from megazero.layers.attention import AttentionCore, AttentionKernel, RotaryEmbedding
+from megazero.layers.heads import Heads
 from megazero.layers.linear import ColumnParallelLinear
-from megazero.layers.norm import Heads, RMSNorm
+from megazero.layers.norm import RMSNorm
 from megazero.layers.sample_part import TokenLayout
 from megazero.parallel_state import Axis
 
@@ -42,7 +42,6 @@ class LatentProjection(nn.Module):
         q_norm: of the q latent; None: there is none.
     """
 
-    reads_weights = False  # see `GPTStage.readers`
     compiles = False  # it communicates
 
     def __init__(

@@ -357,6 +357,8 @@ class ColumnParallelLinear(_ParallelLayer):
         wgrad_queue: takes the weight gradients; None returns them to autograd.
     """
 
+    compiles = False  # it communicates
+
     def __init__(
         self,
         linear: LinearSpec,
@@ -381,6 +383,8 @@ class RowParallelLinear(_ParallelLayer):
         sequence_parallel: return [seq / tp, batch, out].
         wgrad_queue: takes the weight gradients; None returns them to autograd.
     """
+
+    compiles = False
 
     def __init__(
         self,

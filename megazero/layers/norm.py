@@ -1,17 +1,10 @@
-"""RMSNorm and LayerNorm of the residual stream, and RMSNorm of queries and keys before rotation.
+"""The norms of the residual stream, RMSNorm and LayerNorm, and the sum of the stream and a branch.
 
-The weights of the first two are replicated over TP.  Queries and keys are normalized per head or over all heads:
-
-         queries                  keys
-x        [ h0 | h1 | h2 | h3 ]    [ k0 | k1 ]      heads are split over TP
-head     one mean square for each of h0 ... k1     two weights, [head_size] each, replicated over TP
-width    one for h0 ... h3        one for k0, k1   a weight per element, split over TP like the heads
-
-For its backward, a norm saves its input in the input's own dtype, and one or two fp32 numbers per token.
+The weights are replicated over TP.  For its backward, a norm saves its input in the input's own dtype, and one or two
+fp32 numbers per token.  `rms_norm` is also the norm of queries and keys (heads.py).
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,7 +12,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megazero.comm.autograd import reduce_from_tp, refuse_second_derivative
-from megazero.layers.spec import Initializer, NamedRows, drawn_parameter, rows_spec, vector_spec
+from megazero.layers.counter_rng import Dropout
+from megazero.layers.sample_part import TokenLayout
+from megazero.layers.spec import Initializer, drawn_parameter, vector_spec
 from megazero.parallel_state import Axis
 
 _WHOLE = Axis("tp")
@@ -113,17 +108,21 @@ def rms_norm(
     return result
 
 
-def _weight_itself(weight: Tensor) -> Tensor:
-    return weight
-
-
-def _one_plus(weight: Tensor) -> Tensor:
+def one_plus(weight: Tensor) -> Tensor:
     """Add 1 to a weight, in fp32 or wider: in 16 bits the sum would lose the weight's last digits."""
     return 1 + weight.to(torch.promote_types(weight.dtype, torch.float32))
 
 
-# By `offset`: what a norm multiplies by, and how its weights start.
-_GAINS = (_weight_itself, Initializer("ones")), (_one_plus, Initializer("zeros"))
+class Residual(nn.Module):
+    """x + scale * dropout(branch): the residual stream after a branch.  `dropout`: None for none."""
+
+    def __init__(self, scale: float = 1.0, dropout: Dropout | None = None) -> None:
+        super().__init__()
+        self.scale, self.dropout = scale, dropout
+
+    def forward(self, x: Tensor, branch: Tensor, layout: TokenLayout) -> Tensor:
+        branch = branch if self.dropout is None else self.dropout(branch, layout)
+        return torch.add(x, branch, alpha=self.scale)
 
 
 class RMSNorm(nn.Module):
@@ -134,17 +133,26 @@ class RMSNorm(nn.Module):
         hidden_size: size of the last dimension.
         eps: added to the mean square.
         sum_over_tp: each TP rank sees part of the sequence, so its gradient is partial.
-        offset: multiply by 1 + weight, with weights that start at 0 (Gemma Team 2024).
     """
 
-    def __init__(self, name: str, hidden_size: int, eps: float, *, sum_over_tp: bool, offset: bool = False) -> None:
+    init = Initializer("ones")
+
+    def __init__(self, name: str, hidden_size: int, eps: float, *, sum_over_tp: bool) -> None:
         super().__init__()
-        self.eps, self.gain, init = eps, *_GAINS[offset]
-        spec = vector_spec(f"{name}.weight", hidden_size, init, sum_over_tp=sum_over_tp)
+        self.eps, spec = eps, vector_spec(f"{name}.weight", hidden_size, self.init, sum_over_tp=sum_over_tp)
         self.specs, self.weight = {"weight": spec}, drawn_parameter(spec)
 
     def forward(self, x: Tensor) -> Tensor:
-        return rms_norm(x, self.gain(self.weight), self.eps)
+        return rms_norm(x, self.weight, self.eps)
+
+
+class OffsetRMSNorm(RMSNorm):
+    """As `RMSNorm`, multiplied by 1 + weight, with weights that start at 0 (Gemma Team 2024)."""
+
+    init = Initializer("zeros")
+
+    def forward(self, x: Tensor) -> Tensor:
+        return rms_norm(x, one_plus(self.weight), self.eps)
 
 
 class LayerNorm(nn.Module):
@@ -160,84 +168,3 @@ class LayerNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return F.layer_norm(x, self.weight.shape, self.weight, self.bias, self.eps)
-
-
-@dataclass(frozen=True)
-class Heads:
-    """The heads of attention, split over TP.
-
-    Args:
-        num_heads, num_kv_heads: of the whole model (Ainslie et al. 2023 for fewer key and value heads).  tp divides the
-            former; it divides the latter, or is a multiple of it.
-        size: elements of a head.
-        tp: the tensor-parallel axis.
-    """
-
-    num_heads: int
-    num_kv_heads: int
-    size: int
-    tp: Axis
-
-    @property
-    def queries(self) -> int:
-        """Query heads of this rank."""
-        return self.num_heads // self.tp.size
-
-    @property
-    def keys(self) -> int:
-        """Key heads that this rank attends to, and value heads."""
-        return max(self.num_kv_heads // self.tp.size, 1)
-
-    @property
-    def sharing(self) -> int:
-        """Ranks that share a key and value head."""
-        return max(self.tp.size // self.num_kv_heads, 1)
-
-    @property
-    def v_features(self) -> int:
-        """Elements of v that this rank projects to; of a shared head, its part."""
-        return self.num_kv_heads * self.size // self.tp.size
-
-
-class HeadNorm(nn.Module):
-    """RMSNorm of each query and key over its head (Qwen3).  [seq, batch, heads + kv heads, head_size], unchanged in
-    shape.
-
-    All query heads share one weight and all key heads another.  Each TP rank sees some of the heads, so gradients are
-    partial.
-
-    Args:
-        names: prefixes of the canonical names for queries and for keys.
-        heads: see `Heads`.
-        eps: added to the mean square.
-        offset: as in `RMSNorm`.
-    """
-
-    def __init__(self, names: tuple[str, str], heads: Heads, eps: float, *, offset: bool = False) -> None:
-        super().__init__()
-        self.heads, self.eps, self.gain, init = heads, eps, *_GAINS[offset]
-        rows = tuple(NamedRows(f"{name}.weight", heads.size) for name in names)
-        spec = rows_spec(rows, init=init, sum_over_tp=heads.tp.size > 1, decay=False)
-        self.specs, self.weight = {"weight": spec}, drawn_parameter(spec)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return rms_norm(x, self.gain(self.weight), self.eps, (self.heads.queries, self.heads.keys), dim=2)
-
-
-class WidthNorm(nn.Module):
-    """RMSNorm of all queries together and of all keys together (OLMo 2).  [seq, batch, q | k], unchanged in shape.
-
-    Each head has its own weights, split over TP like the heads.  Squares are summed over TP in fp32, and in the
-    backward so are the sums that the gradients need.  Arguments as in `HeadNorm`.
-    """
-
-    def __init__(self, names: tuple[str, str], heads: Heads, eps: float) -> None:
-        super().__init__()
-        self.eps, self.tp, sizes = eps, heads.tp, (heads.num_heads * heads.size, heads.num_kv_heads * heads.size)
-        self.sizes = [size // self.tp.size for size in sizes]
-        rows = tuple(NamedRows(f"{name}.weight", size) for name, size in zip(names, sizes, strict=True))
-        spec = rows_spec(rows, split=0, init=Initializer("ones"), decay=False)
-        self.specs, self.weight = {"weight": spec}, drawn_parameter(spec, self.tp.index, self.tp.size)
-
-    def forward(self, qk: Tensor) -> Tensor:
-        return rms_norm(qk, self.weight, self.eps, self.sizes, tp=self.tp)

@@ -116,8 +116,8 @@ class TokenLayout:
 
 def part_of(
     lengths: Sequence[Sequence[int]] | None, seq_len: int, ulysses: Axis, ring: Axis, device: torch.device
-) -> SamplePart | None:
-    """Return this rank's part of the samples of a micro-batch; None if it has whole samples of one document each.
+) -> SamplePart:
+    """Return this rank's part of the samples of a micro-batch.
 
     Args:
         lengths: of the documents of each sample, in order; each sample's sum is `seq_len`.  None: one document a
@@ -129,15 +129,12 @@ def part_of(
     Raises:
         ValueError: the documents of a sample have another sum.
     """
+    place = ulysses.size, ulysses.index, ring.size, ring.index, device
     if lengths is None:
-        if ulysses.size * ring.size == 1:
-            return None
-        return whole_samples(seq_len, ulysses.size, ulysses.index, ring.size, ring.index, device)
+        return whole_samples(seq_len, *place)
     if wrong := [sum(documents) for documents in lengths if sum(documents) != seq_len]:
         raise ValueError(f"the documents of a sample must have model.seq_len={seq_len} tokens together: got {wrong[0]}")
-    return _part(
-        [tuple(documents) for documents in lengths], ulysses.size, ulysses.index, ring.size, ring.index, device
-    )
+    return _part([tuple(documents) for documents in lengths], *place)
 
 
 @lru_cache(maxsize=16)

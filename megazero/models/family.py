@@ -21,7 +21,8 @@ from megazero.settings import Problem, divisors, listed, nearest_multiples, near
 if TYPE_CHECKING:
     from torch import nn
 
-    from megazero.models.gpt import Block, BuildContext, Embedding, Head
+    from megazero.models.build_context import BuildContext
+    from megazero.models.gpt import Block, Embedding, Head
 
 
 # Keys of any `config.json` that change nothing in what a model computes while it trains.

@@ -35,19 +35,19 @@ from torch import Tensor, nn
 from torch._compile import _disable_dynamo
 
 from megazero.layers.activation_offload import PLAIN_TENSORS, ActivationStore
-from megazero.layers.attention import Attention, AttentionCore, RotaryEmbedding, SharedKVHead
+from megazero.layers.attention import Attention, AttentionCore, CausalAttention, RotaryEmbedding
+from megazero.layers.attention_kernels import TapedAttention
+from megazero.layers.counter_rng import Dropout
 from megazero.layers.linear import ColumnParallelLinear, RowParallelLinear
 from megazero.layers.mlp import GELU, SwiGLU
-from megazero.layers.norm import WidthNorm
 from megazero.layers.recompute import WHOLE, DroppingOutputs, Recomputed, Tape
 from megazero.layers.saved_tensors import SavedTensorHooks
 from megazero.layers.vocabulary import grad_logits_of, statistics_of
 from megazero.models.activation_config import UNCUT, LayerPolicy
-from megazero.models.gpt import Block, GPTStage
+from megazero.models.gpt import Block, GPTStage, is_known
 from megazero.parallel_state import Axis
 
 _ALIGNED_BYTES = 16
-_COMMUNICATING = (ColumnParallelLinear, RowParallelLinear, WidthNorm, SharedKVHead)
 _CONTAINERS = (Attention, SwiGLU, GELU)
 
 
@@ -100,16 +100,21 @@ def save_by_policy(
 
 def _recompute(block: nn.Module, policy: LayerPolicy, tp: Axis) -> None:
     """Wrap each module that a policy recomputes in a `Recomputed`."""
-    tape, draws = Tape() if policy.keep_attention else None, _may_draw(block)
+    tape = Tape() if policy.keep_attention else None
+    draws = not all(map(is_known, block.modules()))  # a script's module may use torch's random generators
     for module, is_cut in recomputed_modules(block, policy).items():
         cores = [inner for inner in module.modules() if isinstance(inner, AttentionCore)]
         for core in cores:
             core.tape = tape
+            if tape is not None and type(core.kernel) is CausalAttention:
+                core.kernel = TapedAttention()
         shards, (owner, name) = tp if is_cut else WHOLE, _piece_of(module, block)
         if name not in vars(owner):  # otherwise two modules are one piece
             owner.__dict__[name] = Recomputed(getattr(owner, name), tape if cores else None, shards, draws=draws)
     if has_regions(block):
-        block.mlp_residual.remakes_mask = "block" in policy.recompute
+        for module in block.mlp_residual.modules():
+            if isinstance(module, Dropout):
+                module.remakes_mask = "block" in policy.recompute
 
 
 def recomputed_modules(block: nn.Module, policy: LayerPolicy) -> dict[nn.Module, bool]:
@@ -147,14 +152,6 @@ def has_regions(block: nn.Module) -> TypeGuard[Block]:
     """Whether a block defines which submodules policies name: the class of its forward must also define `regions`."""
     owner = next(base for base in type(block).__mro__ if "forward" in vars(base))
     return isinstance(block, Block) and "regions" in vars(owner)
-
-
-def _may_draw(block: nn.Module) -> bool:
-    """Whether a block may use torch's random generators.  The package's own modules draw by position instead."""
-    known = (nn.Identity, nn.GELU)
-    return any(
-        not type(part).__module__.startswith("megazero.") and type(part) not in known for part in block.modules()
-    )
 
 
 def _tables(block: nn.Module) -> Iterator[Tensor]:
@@ -224,7 +221,7 @@ def compile_blocks(stage: GPTStage, backend: str = "inductor") -> None:
     for block in stage.blocks:
         modules = list(_compiled_modules(block))
         for inner in (inner for module in modules for inner in module.modules()):
-            if isinstance(inner, _COMMUNICATING):
+            if not getattr(inner, "compiles", True):
                 _replace((inner, "forward"), torch.compiler.disable)
         for piece in dict.fromkeys(_piece_of(module, block) for module in modules):
             _replace(piece, compile_once)
@@ -239,7 +236,7 @@ def _compiled_modules(module: nn.Module) -> Iterator[nn.Module]:
     if has_regions(module) or type(module) in _CONTAINERS:
         for child in module.children():
             yield from _compiled_modules(child)
-    elif not isinstance(module, _COMMUNICATING) and getattr(module, "compiles", True):
+    elif getattr(module, "compiles", True):
         yield module
 
 

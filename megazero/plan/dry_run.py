@@ -202,5 +202,5 @@ def _batch(run: ResolvedRun, share: BatchShare) -> MicroBatch:
         # given the lengths, `part_of` caches nothing beyond this run
         lengths = [[model.seq_len]] * (size if share.documents else 1)
         part = part_of(lengths, model.seq_len, share.ulysses, share.ring, share.device)
-        part = part and replace(part, of_any=not share.documents)
+        part = replace(part, of_any=not share.documents)
     return share.cut(torch.zeros(size, dtype=torch.int64), samples[:-1], samples[1:], part)

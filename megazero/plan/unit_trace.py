@@ -37,8 +37,9 @@ from megazero.layers.spec import whole_spec
 from megazero.layers.token_layout import shards, work
 from megazero.layers.vocabulary import BLOCK_BYTES, grad_logits_by_blocks, statistics_by_blocks
 from megazero.models.activation_config import LayerPolicy, layer_policies
+from megazero.models.build_context import BuildContext
 from megazero.models.config import ModelConfig
-from megazero.models.gpt import BuildContext, GPTStage
+from megazero.models.gpt import GPTStage
 from megazero.models.stages import StageLayout, cut_by_rank
 from megazero.models.wrappers import save_by_policy
 from megazero.parallel_state import Axis

@@ -25,7 +25,7 @@ from megazero.engine.phases import Phase, trained_steps, unfinished_schedule
 from megazero.layers.fp8 import EMULATED, use_fp8
 from megazero.layers.recompute import WHOLE
 from megazero.models.activation_config import ActivationsConfig, layer_policies
-from megazero.models.gpt import check_knows_parts
+from megazero.models.build_context import check_knows_parts
 from megazero.models.wrappers import save_by_policy
 from megazero.optim.lr_schedule import learning_rate_factor
 from megazero.registry import added

@@ -21,7 +21,8 @@ from worlds import GPT2, LLAMA, LR, counted, engine_on, micro_batches, on_one_st
 
 from megazero.config import ResolvedRun
 from megazero.engine import Engine, Position, initialize
-from megazero.models.gpt import Block, BuildContext
+from megazero.models.build_context import BuildContext
+from megazero.models.gpt import Block
 from megazero.models.llama.family import LlamaFamily
 from megazero.models.registry import FAMILIES as FAMILIES_BY_NAME
 from megazero.schedules.action import Action, ActionKind, Schedule, loop

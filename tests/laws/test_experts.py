@@ -21,7 +21,8 @@ from megazero.layers.experts import Balance, Choice, ExpertLinear, MixtureOfExpe
 from megazero.layers.recompute import WHOLE
 from megazero.layers.sample_part import TokenLayout
 from megazero.layers.spec import Initializer, NamedRows
-from megazero.models.gpt import BuildContext, GPTStage
+from megazero.models.build_context import BuildContext
+from megazero.models.gpt import GPTStage
 from megazero.models.stages import cut_evenly
 
 

@@ -381,7 +381,6 @@ def _attend(
 ) -> tuple[Tensor, list[Tensor]]:
     """Places of this rank's tokens, and their output, dq, dk and dv."""
     part = part_of(lengths, given[0].shape[2], state.cp_ulysses, state.cp_ring, DEVICE)
-    assert part is not None
     rows = part.rows[:, 0].cpu()
     q, k, v, grad = (x[:, :, rows].to(DEVICE) for x in given)
     for x in (q, k, v):

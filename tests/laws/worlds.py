@@ -226,7 +226,9 @@ def micro_batch(
     lengths: list[list[int]] | None,
 ) -> MicroBatch:
     """A rank's part of whole samples.  tokens, labels: [batch, seq]."""
-    part = part_of(lengths, run.config.model.seq_len, at.cp_ulysses, at.cp_ring, at.device)
+    part = None
+    if lengths is not None or at.cp.size > 1:
+        part = part_of(lengths, run.config.model.seq_len, at.cp_ulysses, at.cp_ring, at.device)
     tokens, labels = (rows_of(part, whole.t().contiguous().to(at.device)) for whole in (tokens, labels))
     return MicroBatch(sample_ids.to(at.device), tokens, labels, part)
 

@@ -2,9 +2,10 @@
 
 import torch
 
+from megazero.models.build_context import BuildContext
 from megazero.models.config import ModelConfig
 from megazero.models.family import HuggingFaceFormat
-from megazero.models.gpt import BuildContext, GPTStage
+from megazero.models.gpt import GPTStage
 from megazero.models.registry import FAMILIES
 from megazero.models.stages import cut_evenly
 from megazero.parallel_state import Axis

@@ -7,9 +7,11 @@ from dataclasses import replace
 
 from megazero.layers.attention import Attention, NeighbourRotary, RotaryEmbedding
 from megazero.layers.latent_attention import LatentCore, LatentProjection
+from megazero.layers.rotary_frequencies import rotary_frequencies
 from megazero.layers.spec import NamedRows
-from megazero.models.expert_block import ExpertBlock
-from megazero.models.gpt import Block, BuildContext
+from megazero.models.blocks import ExpertBlock
+from megazero.models.build_context import BuildContext
+from megazero.models.gpt import Block
 from megazero.models.llama.block import swiglu
 from megazero.parallel_state import Axis
 
@@ -19,8 +21,8 @@ _LATENT_EPS = 1e-6  # of the latents' norms, whatever `model.norm_eps` is
 def deepseek_blocks(layers: Sequence[int], context: BuildContext) -> list[Block]:
     """Return the layers of a stage.  They share their rotary tables."""
     model = context.model
-    sizes = model.qk_rope_head_dim or 0, model.seq_len, model.rope_theta, context.device, model.rope_scaling
-    rope = NeighbourRotary(*sizes, by_parts=context.context is not None)
+    frequencies = rotary_frequencies(model.qk_rope_head_dim or 0, model.rope_theta, model.rope_scaling)
+    rope = NeighbourRotary(frequencies, model.seq_len, context.device, by_parts=context.context is not None)
     return [_block(f"model.layers.{layer}", layer, context, rope) for layer in layers]
 
 

@@ -17,7 +17,8 @@ from megazero.models.mixtral import ExpertFamily
 from megazero.settings import Problem
 
 if TYPE_CHECKING:
-    from megazero.models.gpt import Block, BuildContext
+    from megazero.models.build_context import BuildContext
+    from megazero.models.gpt import Block
 
 _LATENT_SIZES = {"kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128}
 _GROUPS = "expert_groups", "groups_per_token"

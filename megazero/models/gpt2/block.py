@@ -2,7 +2,8 @@
 
 from megazero.layers.mlp import GELU
 from megazero.layers.spec import NamedRows
-from megazero.models.gpt import Block, BuildContext
+from megazero.models.build_context import BuildContext
+from megazero.models.gpt import Block
 
 
 def gpt2_block(layer: int, context: BuildContext) -> Block:

@@ -12,7 +12,8 @@ from megazero.settings import Problem
 if TYPE_CHECKING:
     from torch import nn
 
-    from megazero.models.gpt import Block, BuildContext, Embedding, Head
+    from megazero.models.build_context import BuildContext
+    from megazero.models.gpt import Block, Embedding, Head
 
 
 def _unsupported(config: Mapping[str, Any], seq_len: int | None) -> Iterator[str]:

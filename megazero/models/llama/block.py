@@ -6,13 +6,15 @@ from collections.abc import Mapping
 from itertools import accumulate
 from typing import TYPE_CHECKING
 
-from megazero.layers.attention import Attention, NeighbourRotary, RotaryEmbedding
-from megazero.layers.attention_kernels import AttentionKernel
+from megazero.layers.attention import Attention, AttentionKernel, NeighbourRotary, RotaryEmbedding
+from megazero.layers.heads import HeadNorm, OffsetHeadNorm, WidthNorm
 from megazero.layers.linear import ColumnParallelLinear, RowParallelLinear
 from megazero.layers.mlp import GELU_TANH, SILU, SwiGLU
-from megazero.layers.norm import HeadNorm, WidthNorm
+from megazero.layers.rotary_frequencies import rotary_frequencies
 from megazero.layers.spec import NamedRows
-from megazero.models.gpt import AroundNormBlock, Block, BuildContext, PostNormBlock
+from megazero.models.blocks import AroundNormBlock, ExpertBlock, PostNormBlock
+from megazero.models.build_context import BuildContext
+from megazero.models.gpt import Block
 from megazero.models.llama.family import LLAMA_2, Variant
 
 if TYPE_CHECKING:
@@ -27,8 +29,8 @@ def rotary_embedding(context: BuildContext, variant: Variant = LLAMA_2, layer: i
     model, size = context.model, context.head_size
     theta, scaling = model.rope_of(layer) or (model.rope_theta, None)
     kind, rotated = (NeighbourRotary, size // 2) if variant.rotates_adjacent else (RotaryEmbedding, size)
-    sizes, by_parts = (size, model.seq_len, theta, context.device, scaling), context.context is not None
-    return kind(*sizes, rotated=rotated, score_scale=model.score_scale, by_parts=by_parts)
+    frequencies = rotary_frequencies(size, theta, scaling, rotated=rotated, score_scale=model.score_scale)
+    return kind(frequencies, model.seq_len, context.device, by_parts=context.context is not None)
 
 
 def llama_block(layer: int, context: BuildContext, rope: RotaryEmbedding | None, variant: Variant = LLAMA_2) -> Block:
@@ -37,11 +39,7 @@ def llama_block(layer: int, context: BuildContext, rope: RotaryEmbedding | None,
     kernel = context.kernel if context.model.window_of(layer) else context.whole_kernel
     attention, mlp = llama_attention(prefix, context, rope, variant, kernel), _mlp(prefix, context, variant)
     norms = tuple(context.rms_norm(f"{prefix}.{name}", offset=variant.offset_norms) for name in variant.norms)
-    kind = _BLOCKS[variant.norm_place]
-    if variant.experts is not None:
-        from megazero.models.expert_block import ExpertBlock  # which dense models do not load
-
-        kind = ExpertBlock
+    kind = _BLOCKS[variant.norm_place] if variant.experts is None else ExpertBlock
     return kind(context, (f"{prefix}.self_attn", f"{prefix}.mlp"), norms, attention, mlp)
 
 
@@ -105,5 +103,5 @@ def _qk_norm(prefix: str, context: BuildContext, variant: Variant) -> HeadNorm |
     if variant.qk_norm == "none":
         return None
     names = f"{prefix}.q_norm", f"{prefix}.k_norm"
-    given = names, context.heads, context.model.norm_eps
-    return HeadNorm(*given, offset=variant.offset_norms) if variant.qk_norm == "head" else WidthNorm(*given)
+    per_head = OffsetHeadNorm if variant.offset_norms else HeadNorm
+    return (per_head if variant.qk_norm == "head" else WidthNorm)(names, context.heads, context.model.norm_eps)

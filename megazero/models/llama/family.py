@@ -17,7 +17,8 @@ from megazero.settings import Problem, nearest_multiples, nearest_text
 if TYPE_CHECKING:
     from torch import nn
 
-    from megazero.models.gpt import Block, BuildContext, Embedding, Head
+    from megazero.models.build_context import BuildContext
+    from megazero.models.gpt import Block, Embedding, Head
 
 
 @dataclass(frozen=True)
