@@ -24,14 +24,14 @@ from megazero.engine import Engine, initialize
 from megazero.layers import linear
 from megazero.models.gpt import MicroBatch
 from megazero.models.stages import cut_evenly
-from megazero.parallel_state import ParallelState, RankGrid
+from megazero.parallel_state import Links, ParallelState, RankGrid
 from megazero.schedules.proof import simulate
 from megazero.schedules.registry import SCHEDULES
 
 
 def initial_weights(config: RunConfig) -> dict[str, Tensor]:
     """What every contender starts from, by logical name; of a configuration for one rank, a function of its seed alone."""
-    engine = initialize(config, ParallelState(RankGrid(), 0, timeout_seconds=60))
+    engine = initialize(config, ParallelState(RankGrid(), 0, Links(timeout_seconds=60)))
     found = gather_logical(engine.sharded_model.sharded_state, "model", engine.state)
     return {name: tensor.clone() for name, tensor in found}
 
@@ -66,7 +66,7 @@ class Megazero:
         grid = RankGrid(tp=setting.tp, dp=setting.dp, pp=setting.pp)
         local_world_size = int(os.environ["LOCAL_WORLD_SIZE"])
         state = ParallelState(
-            grid, rank, timeout_seconds=120, local_world_size=local_world_size, shares_memory=shares_memory
+            grid, rank, Links(timeout_seconds=120, local_world_size=local_world_size, shares_memory=shares_memory)
         )
         self.engine: Engine = initialize(setting.config(options), state)
         self.dp_index = self.engine.state.dp.index

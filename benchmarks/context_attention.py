@@ -11,7 +11,7 @@ from benchmarks.attention_work import AttentionRank, AttentionWork
 from megazero.cpu.processor import schedule_as_batch_job
 from megazero.layers.context_attention import ContextAttention
 from megazero.layers.sample_part import part_of
-from megazero.parallel_state import ParallelState, RankGrid
+from megazero.parallel_state import Links, ParallelState, RankGrid
 
 
 class Ours(AttentionRank):
@@ -25,11 +25,9 @@ class Ours(AttentionRank):
     def __init__(self, work: AttentionWork, rank: int, *, ulysses: int, shares_memory: bool = True) -> None:
         schedule_as_batch_job()  # as a run does
         self._state = ParallelState(
-            RankGrid(cp=work.world),
+            RankGrid(cp=work.world, cp_ulysses=ulysses or work.world),
             rank,
-            timeout_seconds=120,
-            shares_memory=shares_memory,
-            cp_ulysses=ulysses or work.world,
+            Links(timeout_seconds=120, shares_memory=shares_memory),
         )
         axes = self._state.cp_ulysses, self._state.cp_ring
         part = part_of(None, work.length, *axes, torch.device("cpu"))

@@ -45,7 +45,7 @@ from megazero.config import ConfigError, ResolvedRun, resolve
 from megazero.config.problems import validate
 from megazero.engine import initialize
 from megazero.models.gpt import MicroBatch
-from megazero.parallel_state import ParallelState, RankGrid
+from megazero.parallel_state import Links, ParallelState, RankGrid
 from megazero.plan.calibrate import calibrate
 from megazero.plan.calibration import write_calibration
 from megazero.plan.cluster import Cluster, cluster_of
@@ -130,7 +130,7 @@ class Megazero:
 
     def __init__(self, setting: Setting, device: torch.device) -> None:
         self._size = setting.micro_batch_size
-        self.engine = initialize(setting.run().config, ParallelState(RankGrid(), 0, device))
+        self.engine = initialize(setting.run().config, ParallelState(RankGrid(), 0, Links(device)))
         self._device = device
 
     def weights(self) -> dict[str, Tensor]:

@@ -21,7 +21,7 @@ from benchmarks.report import markdown, middle_of, spread
 from benchmarks.setting import MODELS, ModelSize, Setting, positive
 from benchmarks.worlds import World
 from megazero.engine import initialize
-from megazero.parallel_state import ParallelState, RankGrid
+from megazero.parallel_state import Links, ParallelState, RankGrid
 
 LR, DECAY = 1e-3, 0.1
 OPTIONS = ("optimizer.name=muon", f"optimizer.weight_decay={DECAY}", "training.compile=false")
@@ -32,7 +32,7 @@ class Ours:
 
     def __init__(self, work: Setting, rank: int) -> None:
         self.dp_index = rank
-        state = ParallelState(RankGrid(dp=work.world), rank, local_world_size=work.world)
+        state = ParallelState(RankGrid(dp=work.world), rank, Links(local_world_size=work.world))
         self.engine = initialize(work.config(OPTIONS), state)
         for bucket in self.engine.sharded_model.reducer.buckets:
             bucket.allocate_gradient().normal_()

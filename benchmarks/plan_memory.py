@@ -27,7 +27,7 @@ import torch
 from megazero.config import ConfigError, ResolvedRun, load_config
 from megazero.engine import initialize
 from megazero.layers.counter_rng import _quantiles
-from megazero.parallel_state import ParallelState
+from megazero.parallel_state import Links, ParallelState
 from megazero.plan.cluster import Cluster
 from megazero.plan.devices import Device, Link
 from megazero.plan.memory import memory_of
@@ -125,8 +125,7 @@ def run_of(case: str, ranks: int) -> ResolvedRun | None:
 
 def state_of(run: ResolvedRun, rank: int) -> ParallelState:
     """The rank's groups, all on one host."""
-    size, ulysses = run.config.zero.shard_group_size, run.config.parallel.ulysses
-    return ParallelState(run.grid, rank, shard_group_size=size, local_world_size=run.world_size, cp_ulysses=ulysses)
+    return ParallelState(run.grid, rank, Links(local_world_size=run.world_size))
 
 
 def shapes(first: int, size: int) -> Iterator[tuple[int, str, ResolvedRun]]:

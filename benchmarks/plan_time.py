@@ -30,7 +30,7 @@ from benchmarks.setting import Setting
 from benchmarks.worlds import ContenderFailedError, Given, World
 from megazero.config import ResolvedRun, RunConfig, resolve
 from megazero.engine import initialize
-from megazero.parallel_state import ParallelState
+from megazero.parallel_state import Links, ParallelState
 from megazero.plan.calibrate import calibrate
 from megazero.plan.calibration import Calibration, read_calibration, write_calibration
 from megazero.plan.cluster import cluster_of
@@ -137,8 +137,7 @@ class Rank:
     def __init__(self, shape: Shape, rank: int) -> None:
         stay_on_host(shape.hosts, rank, shape.world)
         run, here = shape.run(), int(os.environ["LOCAL_WORLD_SIZE"])
-        ulysses = run.config.parallel.ulysses
-        state = ParallelState(run.grid, rank, timeout_seconds=120, local_world_size=here, cp_ulysses=ulysses)
+        state = ParallelState(run.grid, rank, Links(timeout_seconds=120, local_world_size=here))
         self.dp_index = 0
         self.engine = initialize(run.config, state)
         self._batches = random_batches(run, self.engine.share)

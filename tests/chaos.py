@@ -29,7 +29,7 @@ import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from itertools import islice
 from multiprocessing.connection import wait
@@ -60,7 +60,7 @@ from megazero.checkpoint.tensor_file import StoredTensors
 from megazero.comm.collectives import LostPeerError
 from megazero.config import ConfigError, ResolvedRun, RunConfig, resolve
 from megazero.data.writer import IndexedWriter
-from megazero.parallel_state import ParallelState, RankGrid
+from megazero.parallel_state import Links, ParallelState, RankGrid
 from megazero.training.batches import DataError
 from megazero.training.callbacks.metrics import METRICS_FILE
 from megazero.training.trainer import train
@@ -202,7 +202,9 @@ def _run_rank(rank: int, round_: Round, scratch: Path, log: Callable[[str], None
             FullDisk(round_.random).arm()
         parallel = run.config.parallel
         grid = RankGrid(tp=parallel.tp, cp=parallel.cp, dp=run.dp, pp=parallel.pp, order=parallel.order)
-        state = ParallelState(grid, rank, timeout_seconds=MOST_SECONDS, cp_ulysses=parallel.cp_ulysses or 1)
+        state = ParallelState(
+            replace(grid, cp_ulysses=parallel.cp_ulysses or 1), rank, Links(timeout_seconds=MOST_SECONDS)
+        )
         train(run, state, log, wants_stop)
     except LostPeerError as error:
         log(f"LOST rank {rank}: {error}")

@@ -14,7 +14,7 @@ from harness import assert_nothing_is_left, open_files
 from torch import Tensor
 
 from megazero.comm.collectives import LostPeerError, all_gather, all_reduce, all_to_all, reduce_scatter, ring_shift
-from megazero.parallel_state import Axis, ParallelState, RankGrid
+from megazero.parallel_state import Axis, Links, ParallelState, RankGrid
 
 
 def values(rank: int, length: int, dtype: torch.dtype) -> Tensor:
@@ -55,7 +55,7 @@ def leave(rank: int, local_world_size: int, under_way: bool) -> None:
     """A rank that leaves its groups ends their threads and closes everything, and what it left under way is lost."""
     gc.disable()  # what waits for the collector stays, in a process that has switched it off
     grid = RankGrid(dp=dist.get_world_size())
-    state = ParallelState(grid, rank, timeout_seconds=20, local_world_size=local_world_size)
+    state = ParallelState(grid, rank, Links(timeout_seconds=20, local_world_size=local_world_size))
     before = open_files()
     all_reduce(torch.zeros(3), state.dp).wait()
     if under_way and rank == 0:

@@ -17,7 +17,8 @@ from torch import Tensor
 
 from megazero.comm import collectives
 from megazero.parallel_state import Axis
-from megazero.parallel_state.groups import Backend, Counts, Wait
+from megazero.parallel_state.axis import Counts, Wait
+from megazero.parallel_state.state import Backend
 
 _LONGEST_DELAY = 1e-3
 

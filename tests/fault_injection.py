@@ -27,7 +27,7 @@ from megazero.checkpoint.folder import Folder, Output
 from megazero.checkpoint.index import MANIFEST
 from megazero.checkpoint.retention import Pruner
 from megazero.engine import Engine
-from megazero.parallel_state.groups import Traffic
+from megazero.parallel_state.axis import Traffic
 from megazero.schedules.executor import Executor
 from megazero.training.callbacks.metrics import MetricsFile
 

@@ -15,7 +15,7 @@ from megazero.comm.head_exchange import SequenceForHeads, start_heads_for_sequen
 from megazero.comm.messages import OrderError
 from megazero.cpu.shared_memory import HALF_BYTES, SharedMemoryBackend
 from megazero.cpu.sockets import SocketBackend
-from megazero.parallel_state import Axis, ParallelState, RankGrid
+from megazero.parallel_state import Axis, Links, ParallelState, RankGrid
 
 LONG = HALF_BYTES // 4 + 40  # fp32 elements: several rounds, and the last one short
 SHAPES = ((), (0,), (3, 0, 2), (1,), (7, 3), (2, LONG), (90, 2, 5, 64))
@@ -24,8 +24,8 @@ worlds = pytest.mark.parametrize(("world", "shares"), WORLDS)
 
 
 def _axis(rank: int, world: int, shares: bool = True, timeout_seconds: float = 60) -> Axis:
-    options = {"timeout_seconds": timeout_seconds, "shares_memory": shares, "cp_ulysses": world}
-    return ParallelState(RankGrid(cp=world), rank, **options).cp_ulysses
+    links = Links(timeout_seconds=timeout_seconds, shares_memory=shares)
+    return ParallelState(RankGrid(cp=world, cp_ulysses=world), rank, links).cp_ulysses
 
 
 def _message(source: int, target: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:

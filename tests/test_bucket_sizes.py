@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
 
@@ -12,7 +13,7 @@ from torch import Tensor
 from worlds import LR, engine_on, micro_batches, run_of, state_on, whole
 
 from megazero.config import ResolvedRun
-from megazero.parallel_state import Axis, ParallelState, RankGrid
+from megazero.parallel_state import Axis, Links, ParallelState, RankGrid
 from megazero.zero.bucket_plan import DEFAULT_BYTES, BucketSizes, bucket_sizes
 from megazero.zero.reductions import ReductionQueue
 from megazero.zero.sharding import Placement, ShardingPolicy
@@ -68,7 +69,9 @@ def test_over_any_number_of_ranks_there_are_buckets_to_hide_and_buffers_stay_bel
 def _sizes_between_hosts(rank: int, run: ResolvedRun, local_world_size: int) -> tuple[BucketSizes, float]:
     parallel, group = run.config.parallel, run.config.zero.shard_group_size
     grid = RankGrid(tp=parallel.tp, dp=run.dp)
-    state = ParallelState(grid, rank, timeout_seconds=20, shard_group_size=group, local_world_size=local_world_size)
+    state = ParallelState(
+        replace(grid, shard_group_size=group), rank, Links(timeout_seconds=20, local_world_size=local_world_size)
+    )
     engine = engine_on(rank, run, state=state)
     norm = engine.train_step(micro_batches(run, state, 0), LR).grad_norm
     return engine.sharded_model.parameters.sizes, norm

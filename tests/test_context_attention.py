@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from itertools import product
 from typing import Any
 from unittest.mock import patch
@@ -24,7 +25,7 @@ from megazero.layers import context_attention
 from megazero.layers.context_attention import ContextAttention
 from megazero.layers.sample_part import part_of
 from megazero.layers.token_layout import head_pieces
-from megazero.parallel_state import Axis, ParallelState, RankGrid
+from megazero.parallel_state import Axis, Links, ParallelState, RankGrid
 from megazero.plan.dry_run import dry_run
 from megazero.plan.fake_tensors import Message, Operator
 from megazero.plan.unit_trace import trace_units
@@ -74,7 +75,9 @@ def _state(rank: int, world: int, ulysses: int, local_world_size: int = 0) -> Pa
     """local_world_size: ranks of a host, which share memory; none does without."""
     grid, shares = RankGrid(cp=world), local_world_size > 0
     return ParallelState(
-        grid, rank, timeout_seconds=60, shares_memory=shares, local_world_size=local_world_size or 1, cp_ulysses=ulysses
+        replace(grid, cp_ulysses=ulysses),
+        rank,
+        Links(timeout_seconds=60, local_world_size=local_world_size or 1, shares_memory=shares),
     )
 
 
@@ -259,7 +262,7 @@ def test_ranks_that_exchange_when_they_wait_do_so_once() -> None:
 
 
 def _calls_in_shared_memory(rank: int) -> int:
-    state = ParallelState(RankGrid(cp=2), rank, timeout_seconds=60, cp_ulysses=2)
+    state = ParallelState(RankGrid(cp=2, cp_ulysses=2), rank, Links(timeout_seconds=60))
     _attend(state, 8, 2, None, None)
     return state.traffic.calls["cp", "all_to_all"]
 

@@ -15,7 +15,6 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-import zero_worlds
 from harness import run_world
 from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
@@ -34,7 +33,6 @@ from zero_worlds import (
 from megazero.comm.backend import TorchBackend
 from megazero.comm.messages import OrderError
 from megazero.deepspeed.script_units import VisitHistory
-from megazero.parallel_state import ParallelState
 
 WIDTH = 8
 
@@ -705,15 +703,14 @@ ORDERS = {
 @pytest.mark.parametrize("shares_memory", [True, False], ids=["memory", "gloo"])
 @pytest.mark.parametrize(("orders", "differ"), ORDERS.values(), ids=ORDERS)
 def test_ranks_that_use_different_units_take_the_plain_step_or_are_told_both_and_no_weight_changes(
-    orders: Any, differ: tuple[int, ...], shares_memory: bool, policy: str, monkeypatch: pytest.MonkeyPatch
+    orders: Any, differ: tuple[int, ...], shares_memory: bool, policy: str
 ) -> None:
-    monkeypatch.setattr(zero_worlds, "ParallelState", partial(ParallelState, shares_memory=shares_memory))
     x = numbers(4, WIDTH)
     steps = [[[((0, 1, 2, 3, 4), x)]] * 2, [[(order, x)] for order in orders]]
 
     def law(rank: int) -> str:
         plain = seeded(_Routed)
-        sharded = Sharded(copy.deepcopy(plain), 3, rank, 2, gather_policy=policy)
+        sharded = Sharded(copy.deepcopy(plain), 3, rank, 2, gather_policy=policy, shares_memory=shares_memory)
         plain_steps(plain, steps[:1])
         sharded.step(steps[0][rank])
         before = [bucket.master.read(0, bucket.master.numel).clone() for bucket in sharded.parameters.buckets]

@@ -37,7 +37,7 @@ from megazero.layers.vocabulary import (
     token_chunks,
 )
 from megazero.parallel_state import Axis, ParallelState, RankGrid
-from megazero.parallel_state.groups import Group
+from megazero.parallel_state.state import Group
 
 SEQ, BATCH, HIDDEN, OUT = 8, 2, 6, 12
 

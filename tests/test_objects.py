@@ -13,7 +13,7 @@ from harness import run_world
 from megazero.comm.agreement import agree
 from megazero.comm.collectives import all_reduce, from_first, gather_objects, numbers_of
 from megazero.comm.messages import children, parent
-from megazero.parallel_state import ParallelState, RankGrid
+from megazero.parallel_state import Links, ParallelState, RankGrid
 
 
 @pytest.mark.parametrize("size", [*range(1, 34), 1000, 16384])
@@ -31,7 +31,7 @@ def test_a_tree_reaches_every_rank_once_and_nobody_has_more_than_log2_neighbours
 
 
 def _objects(rank: int) -> dict[str, Any]:
-    state = ParallelState(RankGrid(tp=3, pp=2), rank, timeout_seconds=60)
+    state = ParallelState(RankGrid(tp=3, pp=2), rank, Links(timeout_seconds=60))
     found: dict[str, Any] = {"ranks": gather_objects(rank, state.world), "stage": gather_objects(rank, state.model)}
     found["long"] = [len(one) for one in gather_objects("x" * (1 + rank * 100_000), state.world)]
     found["first"] = from_first({"of": rank}, state.world), from_first(rank, state.pp)
@@ -59,7 +59,7 @@ def _sums(rank: int) -> dict[str, Any]:
     grid, given = RankGrid(tp=2, cp=2, pp=2), torch.arange(5.0, dtype=torch.float64) * (rank + 1)
     found: dict[str, Any] = {}
     for name, shares_memory in (("together", True), ("in turn", False)):
-        state = ParallelState(grid, rank, timeout_seconds=60, shares_memory=shares_memory)
+        state = ParallelState(grid, rank, Links(timeout_seconds=60, shares_memory=shares_memory))
         total, most = given.clone(), given.clone()
         all_reduce(total, state.world).wait()
         all_reduce(most, state.world, "max").wait()
@@ -78,7 +78,7 @@ def test_a_sum_over_the_world_goes_over_its_axes_in_turn_where_no_memory_is_shar
 
 
 def _stage(rank: int) -> str:
-    state = ParallelState(RankGrid(tp=2, pp=2), rank, timeout_seconds=60, shares_memory=False)
+    state = ParallelState(RankGrid(tp=2, pp=2), rank, Links(timeout_seconds=60, shares_memory=False))
     with pytest.raises(RuntimeError) as caught:
         dist.all_reduce(torch.zeros(1), group=state.model.process_group)
     return str(caught.value)

@@ -2,6 +2,7 @@
 
 import itertools
 import time
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -11,9 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from megazero.parallel_state import Axis, ParallelState, RankGrid, parallel_state_of
+from megazero.parallel_state import Axis, Links, ParallelState, RankGrid, parallel_state_of
+from megazero.parallel_state.axis import Traffic
 from megazero.parallel_state.grid import AXES, Coordinate
-from megazero.parallel_state.groups import Traffic
 from megazero.settings import divisors
 
 ORDERS = ["-".join(order) for order in itertools.permutations(AXES)]
@@ -139,10 +140,12 @@ def test_one_rank_alone_needs_no_process_group():
 def test_a_state_on_another_device_than_the_current_one_is_an_error_with_both(monkeypatch):
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
     for device in (None, torch.device("cuda"), torch.device("cuda", 1)):
-        ParallelState(RankGrid(), device=device)
-    assert ParallelState(RankGrid(), device=torch.device("cuda")).device == torch.device("cuda:1")  # as tensors say it
+        ParallelState(RankGrid(), links=Links(device))
+    assert ParallelState(RankGrid(), links=Links(torch.device("cuda"))).device == torch.device(
+        "cuda:1"
+    )  # as tensors say it
     with pytest.raises(ValueError, match=r"cuda:0.* current device is cuda:1.* torch\.cuda\.set_device\(0\)"):
-        ParallelState(RankGrid(), device=torch.device("cuda", 0))
+        ParallelState(RankGrid(), links=Links(torch.device("cuda", 0)))
 
 
 @pytest.mark.parametrize("rank", range(12))
@@ -183,7 +186,7 @@ def test_cp_is_cut_into_ulysses_and_ring_and_dp_cp_into_shard_and_replica(starte
     for tp, cp, dp, pp in np.ndindex(ranks.shape):
         rank = int(ranks[tp, cp, dp, pp])
         started(rank, grid.world_size)
-        state = ParallelState(grid, rank, shard_group_size=shards, cp_ulysses=ulysses)
+        state = ParallelState(replace(grid, cp_ulysses=ulysses, shard_group_size=shards), rank)
         same = sorted(ranks[tp, :, :, pp].flatten().tolist())  # the ranks with these parameters, nearest first
         place = same.index(rank)
         expected = {
@@ -210,7 +213,7 @@ def test_cp_is_cut_into_ulysses_and_ring_and_dp_cp_into_shard_and_replica(starte
 def test_context_parallelism_makes_no_communicator_that_nothing_is_sent_over(started, grid, ulysses, shards):
     """Gradients are summed over dp_cp, attention exchanges over the parts of cp; on a GPU every further one takes memory."""
     started(0, grid.world_size)
-    state = ParallelState(grid, 0, shard_group_size=shards, cp_ulysses=ulysses)
+    state = ParallelState(replace(grid, cp_ulysses=ulysses, shard_group_size=shards), 0)
     assert (state.dp.group, state.cp.group) == (None, None)
     assert (state.dp.size, state.cp.size, state.dp.index, state.cp.index) == (grid.dp, grid.cp, 0, 0)
     used = (state.tp, state.pp, state.pp_up, state.model, state.world)
@@ -222,15 +225,15 @@ def test_context_parallelism_makes_no_communicator_that_nothing_is_sent_over(sta
 def test_a_ulysses_degree_that_does_not_divide_cp_is_an_error_with_both_numbers(started, ulysses):
     started(0, 4)
     with pytest.raises(ValueError, match=f"cp_ulysses={ulysses} must divide cp=4"):
-        ParallelState(RankGrid(cp=4), cp_ulysses=ulysses)
+        ParallelState(RankGrid(cp=4, cp_ulysses=ulysses))
 
 
 def test_a_shard_group_that_does_not_divide_the_ranks_with_the_same_parameters_is_an_error(started):
     started(0, 6)
     with pytest.raises(ValueError, match=r"shard_group_size=4 must divide dp\*cp=2\*3=6"):
-        ParallelState(RankGrid(cp=3, dp=2), shard_group_size=4)
+        ParallelState(RankGrid(cp=3, dp=2, shard_group_size=4))
     with pytest.raises(ValueError, match="shard_group_size=4 must divide dp=6"):
-        ParallelState(RankGrid(dp=6), shard_group_size=4)
+        ParallelState(RankGrid(dp=6, shard_group_size=4))
 
 
 def test_states_of_another_ulysses_degree_have_groups_of_their_own(started):

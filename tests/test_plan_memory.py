@@ -15,7 +15,7 @@ from megazero.config import ResolvedRun, load_config
 from megazero.engine import initialize
 from megazero.engine.outline import schedule_of
 from megazero.layers.counter_rng import normal
-from megazero.parallel_state import ParallelState, RankGrid
+from megazero.parallel_state import Links, ParallelState, RankGrid
 from megazero.plan import memory, state_trace
 from megazero.plan.cluster import Cluster, cluster_of
 from megazero.plan.devices import Device, Link
@@ -94,7 +94,7 @@ def third_step(rank: int, run: ResolvedRun) -> tuple[int, int, dict, dict]:
     """(pipeline rank, live peak, state by kind, traffic) of a rank; state and traffic of the first of its pipeline rank."""
     parallel = run.config.parallel
     grid = RankGrid(tp=parallel.tp, cp=parallel.cp, dp=run.dp, pp=parallel.pp)
-    state = ParallelState(grid, rank, local_world_size=run.world_size, cp_ulysses=parallel.ulysses)
+    state = ParallelState(replace(grid, cp_ulysses=parallel.ulysses), rank, Links(local_world_size=run.world_size))
     _first_use()
     with live_memory(state.device) as live:
         engine = initialize(run.config, state)

@@ -19,7 +19,7 @@ from megazero.comm import agreement
 from megazero.comm.agreement import agree_in_time
 from megazero.config import load_config
 from megazero.data.writer import IndexedWriter
-from megazero.parallel_state import ParallelState, RankGrid
+from megazero.parallel_state import Links, ParallelState, RankGrid
 from megazero.training.batches import DataError, open_same_corpus
 from megazero.training.trainer import train
 
@@ -40,7 +40,7 @@ def _train_on_hosts(rank: int, hosts: list[Path], pp: int) -> str:
     run = load_config(QUICKSTART, words, len(hosts))
     shown: list[str] = []
     try:
-        train(run, ParallelState(RankGrid(pp=pp, dp=len(hosts) // pp), rank, timeout_seconds=60), shown.append)
+        train(run, ParallelState(RankGrid(pp=pp, dp=len(hosts) // pp), rank, Links(timeout_seconds=60)), shown.append)
     except DataError as error:
         return str(error)
     return "trained"
@@ -80,7 +80,7 @@ def _open(rank: int, hosts: list[Path], tokenizer: bool) -> str:
     run = load_config(
         QUICKSTART, [*words, "data.cache_dir=cache", *(["data.tokenizer=t.json"] if tokenizer else [])], 2
     )
-    state = ParallelState(RankGrid(dp=2), rank, timeout_seconds=60)
+    state = ParallelState(RankGrid(dp=2), rank, Links(timeout_seconds=60))
     with pytest.raises(DataError, match="do not read the same data") as caught:
         open_same_corpus(run.config, state.world)
     return str(caught.value)
@@ -144,7 +144,7 @@ def _wait_for_a_slow_rank(rank: int, fails: bool) -> str:
         assert rank == 0 or (threading.Event() if fails else met).wait(60)
         return "done"
 
-    state = ParallelState(RankGrid(dp=2), rank, timeout_seconds=60)
+    state = ParallelState(RankGrid(dp=2), rank, Links(timeout_seconds=60))
     try:
         return agree_in_time(action, state.world, DataError, 0.01)
     except DataError as error:
@@ -166,7 +166,7 @@ def _panic_on_rank_1(rank: int) -> str:
             raise _Panic("at src/lib.rs")
         return "done"
 
-    state = ParallelState(RankGrid(dp=2), rank, timeout_seconds=60)
+    state = ParallelState(RankGrid(dp=2), rank, Links(timeout_seconds=60))
     with pytest.raises(DataError) as caught:
         agree_in_time(action, state.world, DataError, 0.01)
     return str(caught.value)

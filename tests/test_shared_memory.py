@@ -35,7 +35,7 @@ from megazero.comm.messages import OrderError
 from megazero.cpu import rendezvous, transport
 from megazero.cpu.shared_memory import HALF_BYTES, SharedMemoryBackend
 from megazero.cpu.sockets import SocketBackend
-from megazero.parallel_state import Axis, ParallelState, RankGrid
+from megazero.parallel_state import Axis, Links, ParallelState, RankGrid
 
 LONG = 3 * HALF_BYTES // 4 + 40  # fp32 elements: several rounds, and the last one short
 LENGTHS = (0, 1, 7, 16_385, LONG)
@@ -44,7 +44,7 @@ CASES = [*product((torch.float32,), LENGTHS), (torch.bfloat16, 7), (torch.bfloat
 
 def _axis(rank: int, world: int, timeout_seconds: float = 60, shares: bool = True, device: str = "cpu") -> Axis:
     grid, of = RankGrid(dp=world), torch.device(device)
-    return ParallelState(grid, rank, of, timeout_seconds=timeout_seconds, shares_memory=shares).dp
+    return ParallelState(grid, rank, Links(of, timeout_seconds=timeout_seconds, shares_memory=shares)).dp
 
 
 def _collectives(rank: int, world: int, shares: bool) -> None:
@@ -325,7 +325,7 @@ def test_memory_with_gaps_is_refused_before_anything_is_sent() -> None:
 
 
 def _save_beside_training(rank: int) -> None:
-    state = ParallelState(RankGrid(dp=2), rank, timeout_seconds=60)
+    state = ParallelState(RankGrid(dp=2), rank, Links(timeout_seconds=60))
     all_reduce(torch.zeros(3), state.dp).wait()
     saving = state.saving_axes(60).world
     got = torch.zeros(1)

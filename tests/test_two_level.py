@@ -38,7 +38,7 @@ from megazero.comm.collectives import (
 from megazero.cpu.shared_memory import SharedMemoryBackend
 from megazero.cpu.sockets import SocketBackend
 from megazero.cpu.two_level import TwoLevelBackend
-from megazero.parallel_state import Axis, ParallelState, RankGrid
+from megazero.parallel_state import Axis, Links, ParallelState, RankGrid
 
 SHAPES = [(4, 2), (6, 2), (8, 4)]  # ranks, and of them on each host
 LONG = 5 * 65_536 + 40  # fp32 elements: more pieces than travel at once, and the last one short
@@ -50,7 +50,7 @@ def _axis(
 ) -> Axis:
     grid = RankGrid(dp=world)
     return ParallelState(
-        grid, rank, timeout_seconds=timeout_seconds, shares_memory=shares, local_world_size=local_world_size
+        grid, rank, Links(timeout_seconds=timeout_seconds, local_world_size=local_world_size, shares_memory=shares)
     ).dp
 
 
@@ -102,7 +102,7 @@ def _random_sequence(rank: int, seed: int) -> None:
 
     Ranks agree on the order of reductions and on that of gathers over an axis, and on nothing else.
     """
-    state = ParallelState(RankGrid(tp=2, dp=2), rank, timeout_seconds=60, local_world_size=2)
+    state = ParallelState(RankGrid(tp=2, dp=2), rank, Links(timeout_seconds=60, local_world_size=2))
     for axis in (state.world, state.tp, state.dp):  # all ranks choose what carries an axis at one point
         all_reduce(torch.zeros(1), axis).wait()
     own, shared = random.Random(seed * 100 + rank), random.Random(seed)

@@ -26,26 +26,23 @@ from megazero.comm.collectives import (
 from megazero.comm.messages import OrderError
 from megazero.cpu.rendezvous import Poller
 from megazero.cpu.shared_memory import Channel, Rounds
-from megazero.parallel_state import Axis, ParallelState, RankGrid
+from megazero.parallel_state import Axis, Links, ParallelState, RankGrid
 
 _NUMEL = 1024
 
 
 def _axis(rank: int, local_world_size: int = 1, timeout_seconds: float = 30) -> Axis:
     world = 2 * local_world_size
-    limits = {
-        "timeout_seconds": timeout_seconds,
-        "local_world_size": local_world_size,
-        "shares_memory": local_world_size > 1,
-    }
-    state = ParallelState(RankGrid(dp=world), rank, **limits)
+    state = ParallelState(
+        RankGrid(dp=world), rank, Links(None, timeout_seconds, local_world_size, local_world_size > 1)
+    )
     axis = state.with_own_group(state.dp, "own")
     all_reduce(torch.zeros(1), axis).wait()
     return axis
 
 
 def _on_one_host(rank: int) -> ParallelState:
-    return ParallelState(RankGrid(dp=2), rank, timeout_seconds=30, local_world_size=2, shares_memory=True)
+    return ParallelState(RankGrid(dp=2), rank, Links(timeout_seconds=30, local_world_size=2, shares_memory=True))
 
 
 def _exchanged(out: Tensor, x: Tensor, axis: Axis) -> Pending:

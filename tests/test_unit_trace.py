@@ -13,7 +13,7 @@ from megazero.config import ResolvedRun, load_config
 from megazero.cpu.shared_memory import SharedMemoryBackend
 from megazero.engine.outline import schedule_of
 from megazero.parallel_state import Axis
-from megazero.parallel_state.groups import Group
+from megazero.parallel_state.state import Group
 from megazero.plan.fake_ranks import FakeBackend, make_fake
 from megazero.plan.fake_tensors import FakeTensors, Message, Operator
 from megazero.plan.operator_times import flops_of, product_of

@@ -24,8 +24,8 @@ from worlds import LLAMA, LR, engine_on, micro_batches, run_of
 
 from megazero.comm.collectives import LostPeerError, all_reduce, from_first, gather_objects
 from megazero.config import ResolvedRun
-from megazero.parallel_state import Axis, ParallelState, RankGrid
-from megazero.parallel_state.groups import Traffic
+from megazero.parallel_state import Axis, Links, ParallelState, RankGrid
+from megazero.parallel_state.axis import Traffic
 from megazero.training.heartbeat import (
     BETWEEN,
     EVALUATING,
@@ -225,7 +225,7 @@ def test_without_the_store_nothing_is_known_and_that_is_said(tmp_path: Path) -> 
 
 def _one_hangs(rank: int, run: ResolvedRun, stuck: int, folder: Path) -> str:
     grid = RankGrid(pp=run.config.parallel.pp, cp=run.config.parallel.cp, dp=run.dp)
-    engine = engine_on(rank, run, state=ParallelState(grid, rank, timeout_seconds=3))
+    engine = engine_on(rank, run, state=ParallelState(grid, rank, Links(timeout_seconds=3)))
     sys.stderr = io.StringIO()
     ended = threading.Event()
     # the tick is so slow that a heartbeat is due only after the others' patience has ended: they have to request one
@@ -436,7 +436,7 @@ def test_errors_of_the_device_are_not_blamed_on_a_peer() -> None:
 
 def _tell(rank: int) -> tuple[object, object, str]:
     """What the first rank has, over all ranks and over the last two; then the first one is lost."""
-    state = ParallelState(RankGrid(pp=3), rank, timeout_seconds=5)
+    state = ParallelState(RankGrid(pp=3), rank, Links(timeout_seconds=5))
     told = from_first({"of": "x" * 5000} if rank == 0 else lambda: None, state.world)  # a lambda cannot be sent
     group = dist.new_group([1, 2])
     pair = replace(state.world, ranks=(1, 2), index=rank - 1, group=replace(state.world.group, process_group=group))

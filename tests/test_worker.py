@@ -15,14 +15,14 @@ from torch import Tensor
 
 from megazero.comm.collectives import all_gather, all_to_all, reduce_scatter, ring_shift
 from megazero.cpu.worker import Worker
-from megazero.parallel_state import Axis, ParallelState, RankGrid
-from megazero.parallel_state.groups import Wait
+from megazero.parallel_state import Axis, Links, ParallelState, RankGrid
+from megazero.parallel_state.axis import Wait
 
 _SECONDS = 30.0
 
 
 def _axis(rank: int, world: int, timeout_seconds: float = 60) -> Axis:
-    return ParallelState(RankGrid(dp=world), rank, timeout_seconds=timeout_seconds, shares_memory=False).dp
+    return ParallelState(RankGrid(dp=world), rank, Links(timeout_seconds=timeout_seconds, shares_memory=False)).dp
 
 
 def _thread(name: str) -> threading.Thread:

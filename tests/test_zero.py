@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import pytest
 import torch
-import zero_worlds
 from harness import run_world
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -19,7 +17,6 @@ from megazero.comm import collectives
 from megazero.config.schema import PrecisionConfig, ZeroConfig
 from megazero.deepspeed.script_units import script_units_of as units_of
 from megazero.layers.spec import whole_spec
-from megazero.parallel_state import ParallelState
 from megazero.zero.bucket import Bucket
 from megazero.zero.bucket_plan import param_infos
 from megazero.zero.layout import Interval
@@ -136,9 +133,7 @@ def test_no_rank_waits_for_a_reduction_that_another_starts_after_it_has_gathered
     ]
 
     def law(rank: int) -> None:
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(zero_worlds, "ParallelState", partial(ParallelState, shares_memory=not over_gloo))
-            assert_trains_as_plain(rank, 2, lambda: _Experts(depth), 3, batches)
+        assert_trains_as_plain(rank, 2, lambda: _Experts(depth), 3, batches, shares_memory=not over_gloo)
 
     run_world(2, law, timeout=30)
 

@@ -18,7 +18,7 @@ from megazero.comm.collectives import all_reduce, gather_objects
 from megazero.config.schema import PrecisionConfig, ZeroConfig
 from megazero.deepspeed.script_optimizers import recipe_of
 from megazero.deepspeed.script_units import BoundParameters, ScriptModel, script_units_of
-from megazero.parallel_state import ParallelState, RankGrid
+from megazero.parallel_state import Links, ParallelState, RankGrid
 from megazero.zero.layout import intersect
 from megazero.zero.sharding import Placement, ShardingSettings
 from megazero.zero.units import ModelParts, describe
@@ -95,11 +95,9 @@ class Sharded:
         self.module = module
         grid = RankGrid(dp=world // cp, cp=cp)
         self.state = ParallelState(
-            grid,
+            replace(grid, shard_group_size=shard_group_size),
             rank,
-            shard_group_size=shard_group_size,
-            shares_memory=shares_memory,
-            local_world_size=local_world_size,
+            Links(local_world_size=local_world_size, shares_memory=shares_memory),
         )
         groups = groups or one_group(module)
         group_of = {id(p): index for index, group in enumerate(groups) for p in group["params"]}

@@ -45,7 +45,7 @@ from megazero.checkpoint.tensor_file import SafetensorsWriter
 from megazero.comm.agreement import agree
 from megazero.comm.collectives import Pending, exchange, gather_objects, wait_all
 from megazero.parallel_state import Axis, ParallelState
-from megazero.parallel_state.groups import SavingAxes
+from megazero.parallel_state.state import SavingAxes
 from megazero.zero.bucket import Bucket
 from megazero.zero.layout import BucketLayout, Interval, Slot
 from megazero.zero.state import MASTER, ShardedState

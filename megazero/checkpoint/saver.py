@@ -22,7 +22,7 @@ from megazero.checkpoint.save import plan_saving, save_checkpoint
 from megazero.comm.collectives import LostPeerError, gather_objects
 from megazero.comm.memory import StorageError
 from megazero.parallel_state import ParallelState
-from megazero.parallel_state.groups import SavingAxes
+from megazero.parallel_state.state import SavingAxes
 from megazero.zero.bucket import Bucket
 from megazero.zero.layout import Interval, intersect
 from megazero.zero.state import ShardedState

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from megazero.comm.collectives import Pending, all_gather, all_reduce, all_to_all_rows, reduce_scatter
 from megazero.parallel_state import Axis
-from megazero.parallel_state.groups import Counts
+from megazero.parallel_state.axis import Counts
 
 Collective: TypeAlias = Callable[[Tensor, Axis], Tensor]
 

@@ -16,7 +16,8 @@ from torch import Tensor
 
 from megazero.comm import messages
 from megazero.parallel_state import Axis
-from megazero.parallel_state.groups import Backend, Counts, Group, Wait
+from megazero.parallel_state.axis import Counts, Wait
+from megazero.parallel_state.state import Backend, Group
 from megazero.registry import added
 
 GatherObjects: TypeAlias = Callable[[Any], list[Any]]  # returns every rank's value, in rank order, on every rank

@@ -16,7 +16,8 @@ from torch import Tensor
 from megazero.comm.backend import address_of, choose_backend
 from megazero.comm.messages import OrderError, ProcessGroups, combine
 from megazero.parallel_state import Axis
-from megazero.parallel_state.groups import Backend, Counts, Group, Messages, Transfers, Wait
+from megazero.parallel_state.axis import Counts, Transfers, Wait
+from megazero.parallel_state.state import Backend, Group, Messages
 from megazero.registry import added
 
 T = TypeVar("T")

@@ -28,7 +28,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megazero.parallel_state import Axis
-from megazero.parallel_state.groups import Transfers, Wait
+from megazero.parallel_state.axis import Transfers, Wait
 
 T = TypeVar("T")
 

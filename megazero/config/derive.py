@@ -172,8 +172,9 @@ class ResolvedRun:
         """The grid of ranks."""
         from megazero.parallel_state import RankGrid  # imports torch, which reading a run file does not need
 
-        parallel = self.config.parallel
-        return RankGrid(parallel.tp, parallel.cp, self.dp, parallel.pp, parallel.order, parallel.ep)
+        parallel, group = self.config.parallel, self.config.zero.shard_group_size
+        degrees = parallel.tp, parallel.cp, self.dp, parallel.pp
+        return RankGrid(*degrees, parallel.order, parallel.ep, parallel.ulysses, group)
 
 
 @dataclass(frozen=True)

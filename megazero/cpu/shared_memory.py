@@ -29,7 +29,8 @@ from megazero.comm.backend import place_shard
 from megazero.comm.messages import LABEL_BYTES, REDUCTIONS, OrderError, check_labels, combine, encoded
 from megazero.cpu.rendezvous import HostRanks, Poller
 from megazero.parallel_state import Axis
-from megazero.parallel_state.groups import Counts, Group, Wait
+from megazero.parallel_state.axis import Counts, Wait
+from megazero.parallel_state.state import Group
 
 HALF_BYTES = 1 << 19
 _LABELLED_BYTES = HALF_BYTES + LABEL_BYTES

@@ -19,7 +19,8 @@ from megazero.comm.messages import ProcessGroups
 from megazero.cpu.shared_memory import poller_of
 from megazero.cpu.worker import Start, Worker
 from megazero.parallel_state import Axis
-from megazero.parallel_state.groups import Counts, Group, Transfers, Wait
+from megazero.parallel_state.axis import Counts, Transfers, Wait
+from megazero.parallel_state.state import Group
 
 _Tensors: TypeAlias = Tensor | Sequence[Tensor]  # by rank
 

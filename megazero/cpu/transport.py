@@ -12,8 +12,7 @@ from megazero.cpu.sockets import SocketBackend
 from megazero.cpu.two_level import ThreadedChannel, TwoLevelBackend
 from megazero.parallel_state import Axis
 from megazero.parallel_state.grid import Hosts, hosts_of
-from megazero.parallel_state.groups import Backend, Group
-from megazero.parallel_state.state import MOST_SHARING_RANKS
+from megazero.parallel_state.state import MOST_SHARING_RANKS, Backend, Group
 
 
 def backend_between(hosts: Hosts | None) -> type[SocketBackend | SharedMemoryBackend]:

@@ -44,8 +44,8 @@ from megazero.cpu.shared_memory import HALF_BYTES, Channel, Rounds, label_of, sl
 from megazero.cpu.sockets import SocketBackend
 from megazero.cpu.worker import Worker
 from megazero.parallel_state import Axis
+from megazero.parallel_state.axis import Wait
 from megazero.parallel_state.grid import Hosts
-from megazero.parallel_state.groups import Wait
 
 # Up to here an all-reduce sends each host's sum whole: more bytes, but one message instead of two.
 _SMALL_BYTES = 1 << 14

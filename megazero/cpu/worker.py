@@ -21,7 +21,7 @@ from typing import TypeAlias
 
 import torch
 
-from megazero.parallel_state.groups import Wait
+from megazero.parallel_state.axis import Wait
 
 #: Starts an operation, and returns a function that waits for it.
 Start: TypeAlias = Callable[[], Wait]

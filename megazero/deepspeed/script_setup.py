@@ -38,8 +38,7 @@ from megazero.deepspeed.ungathered_parameter import UngatheredParameter, real
 from megazero.launchers import start_problem
 from megazero.layers.spec import whole_spec
 from megazero.parallel_state import Axis, ParallelState, parallel_state_of
-from megazero.parallel_state.groups import Groups
-from megazero.parallel_state.state import TIMEOUT, local_device
+from megazero.parallel_state.state import TIMEOUT, Groups, local_device
 from megazero.terminal import Terminal
 from megazero.zero.optimizer import OptimizerRecipe
 from megazero.zero.sharding import DTYPES, ShardingSettings

@@ -33,10 +33,12 @@ class RankGrid:
         tp, cp, dp, pp: degree of tensor, context, data and pipeline parallelism.
         order: the four axes joined by "-", innermost first.
         ep: degree of expert parallelism: `ep` consecutive ranks of a stage together hold all experts.
+        cp_ulysses: Ulysses degree of context parallelism; the ring has cp / cp_ulysses ranks.
+        shard_group_size: ranks of dp*cp, next to each other, that share one copy of the sharded state; 0: all of them.
 
     Raises:
-        ValueError: a degree is below 1, `ep` does not divide the ranks of a stage, or `order` is not a permutation of
-            the axes.
+        ValueError: a degree is below 1, `order` is not a permutation of the axes, or a part does not divide its whole:
+            `ep` the ranks of a stage, `cp_ulysses` cp, `shard_group_size` dp*cp.
 
     Source: Narayanan et al. 2021, section 3 (tensor parallelism inside a node, pipeline across nodes).
     """
@@ -47,6 +49,8 @@ class RankGrid:
     pp: int = 1
     order: str = "tp-cp-dp-pp"
     ep: int = 1
+    cp_ulysses: int = 1
+    shard_group_size: int = 0
 
     def __post_init__(self) -> None:
         for axis in AXES:
@@ -56,6 +60,11 @@ class RankGrid:
             raise ValueError(f"order={self.order!r} must name each of {', '.join(AXES)} once, joined by '-'")
         if self.ep < 1 or self.tp * self.cp * self.dp % self.ep:
             raise ValueError(f"ep={self.ep} must divide tp*cp*dp={self.tp * self.cp * self.dp}")
+        if self.cp_ulysses < 1 or self.cp % self.cp_ulysses:
+            raise ValueError(f"cp_ulysses={self.cp_ulysses} must divide cp={self.cp}")
+        same, names = self.dp * self.cp, "dp" if self.cp == 1 else f"dp*cp={self.dp}*{self.cp}"
+        if self.shard_group_size and same % self.shard_group_size:
+            raise ValueError(f"shard_group_size={self.shard_group_size} must divide {names}={same}")
 
     def size(self, axis: str) -> int:
         """Return the degree of one axis."""

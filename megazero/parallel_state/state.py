@@ -1,4 +1,7 @@
-"""One rank of a grid with its process groups, passed as an argument.
+r"""One rank of a grid with its groups, passed as an argument.
+
+    Axis ("tp", ranks, index) ---> Group ---> Backend     collectives of tensors: shared memory, two hosts, torch
+                                        \---> Messages    broadcasts, messages between two ranks, small values
 
     context parallelism, cp = 6 = 2 (Ulysses) x 3 (ring)      cp_ulysses 0   1
     cp index = ring index * 2 + ulysses index      cp_ring 0         0   1      Ulysses neighbours are nearest
@@ -10,23 +13,148 @@ their first message.  Groups of GPUs use only NCCL, and all host memory is sent 
 world sums over its axes in turn, so no communicator of GPUs spans the world.
 """
 
+from __future__ import annotations
+
 import os
-from collections.abc import Mapping, MutableMapping, Sequence
-from dataclasses import replace
+from collections import deque
+from collections.abc import Collection, Mapping, MutableMapping, Sequence
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
-from functools import partial
-from typing import Any
+from typing import Any, NamedTuple, Protocol
 from weakref import WeakValueDictionary
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from megazero.launchers import joined_world
+from megazero.parallel_state.axis import Axis, Counts, Traffic, Transfers, Wait
 from megazero.parallel_state.grid import RankGrid
-from megazero.parallel_state.groups import Axis, Group, Groups, SavingAxes, Traffic
 
 TIMEOUT = timedelta(minutes=30)  # for scripts that start their ranks themselves
 MOST_SHARING_RANKS = 16  # in a group that reduces through shared memory: every rank signals every other
+
+
+class Backend(Protocol):
+    """Collectives of tensors for one group of at least two ranks; see `comm/backend.py`.
+
+    Arguments are those of the functions with the same names in `comm/collectives.py`.  Every method starts an operation
+    and returns the function that waits for it and completes it.
+    """
+
+    needs_scratch: bool  # `reduce_scatter` only receives the terms, into memory as long as `full`; the caller sums them
+    runs_by_itself: bool  # operations continue while this rank computes; otherwise only while it waits for one
+
+    def all_reduce(self, tensor: Tensor, axis: Axis, op: str) -> Wait: ...
+
+    def all_gather(self, out: Tensor, shard: Tensor, axis: Axis, label: str = "") -> Wait: ...
+
+    def reduce_scatter(self, out: Tensor, full: Tensor, axis: Axis) -> Wait: ...
+
+    def all_to_all(self, out: Tensor, x: Tensor, axis: Axis) -> Wait: ...
+
+    def all_to_all_rows(self, out: Tensor, x: Tensor, axis: Axis, sends: Counts, receives: Counts) -> Wait: ...
+
+    def ring_shift(self, out: Tensor, x: Tensor, axis: Axis) -> Wait: ...
+
+    def link_bytes(self, operation: str, full: Tensor, axis: Axis, /) -> int:
+        """Return the bytes that this rank sends to other hosts in an operation; `full` is the longer of its two
+        buffers.
+        """
+
+    def check_order(self) -> None:
+        """Compare the labels of gathers, unless their waits have done it.  Raises: OrderError."""
+
+    def close(self) -> None:
+        """Release all resources.  Unfinished operations fail."""
+
+
+class Messages(Protocol):
+    """Broadcasts, point-to-point messages and small objects of a group, which are not collectives of a `Backend`.
+
+    Arguments are those of the functions with the same names in `comm/collectives.py`.
+    """
+
+    def broadcast(self, tensor: Tensor, axis: Axis, source: int, /) -> Wait: ...
+
+    def exchange(self, sends: Transfers, receives: Transfers, axis: Axis, /) -> Sequence[Wait]: ...
+
+    def gather(self, values: list[Any], axis: Axis, /) -> list[Any]:
+        """Return the lists of all ranks as one list, in rank order."""
+
+    def from_first(self, value: Any, axis: Axis, /) -> Any: ...
+
+    def largest(self, numbers: Sequence[float], axis: Axis, /) -> Sequence[float]: ...
+
+
+@dataclass(eq=False)
+class Group:
+    """Communication of one set of ranks.  Axes with equal ranks share it; `ParallelState.leave` closes it."""
+
+    process_group: dist.ProcessGroup | None  # None if only host memory is sent, or after `close`
+    device: torch.device  # where the ranks compute
+    timeout_seconds: float  # how long an operation may wait for a peer
+    shares_memory: bool  # whether ranks of one host may communicate through shared memory
+    local_world_size: int  # ranks of a host; rank // local_world_size is the host
+    siblings: Collection[Group]  # all groups of this rank
+    host: dist.ProcessGroup | None = None  # gloo group with at least these ranks, for messages of host memory
+    backends: dict[str, Backend] = field(default_factory=dict)  # by type of the tensors' device; chosen by `comm`
+    messages: Messages | None = None  # None: the process groups send them
+    # Waits of operations whose `Pending` was dropped: gloo stops reading from a peer if a message's memory is freed.
+    unfinished: deque[Wait] = field(default_factory=deque)
+
+    def close(self) -> None:
+        """Release the backends and the process groups."""
+        for backend in self.backends.values():
+            backend.close()
+        self.backends.clear()
+        self.unfinished.clear()
+        self.process_group = self.host = None
+
+
+class Groups(dict[tuple[tuple[int, ...], str], Group]):
+    """This rank's groups by their ranks and purpose, each created when it is first needed.
+
+    Attributes:
+        is_reusable: whether further states may use them: they are open, and no operation was left running.
+        savers: number of states that have communicators for saving.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.is_reusable, self.savers = True, 0
+
+    def close(self) -> None:
+        """Release every process group."""
+        self.is_reusable = False
+        for group in self.values():
+            group.close()
+
+
+class SavingAxes(NamedTuple):
+    """The ranks of a stage, and all ranks, for messages of host memory that only checkpoints send."""
+
+    model: Axis
+    world: Axis
+
+
+@dataclass(frozen=True)
+class Links:
+    """How this rank reaches the others.
+
+    Args:
+        device: where this rank computes; None: the CPU.
+        timeout_seconds: how long a collective may wait for a peer.
+        local_world_size: ranks on this host, with this one.
+        shares_memory: CPU ranks of one host reduce and gather through shared memory; False: always use process groups.
+        max_ctas: most thread blocks that NCCL may use over tp, cp, dp, pp and ep; no limit for axes without a number.
+    """
+
+    device: torch.device | None = None
+    timeout_seconds: float = 600
+    local_world_size: int = 1
+    shares_memory: bool = True
+    max_ctas: Mapping[str, int] = field(default_factory=dict)
 
 
 class ParallelState:
@@ -35,15 +163,8 @@ class ParallelState:
     Args:
         grid: the rank grid; its world size must equal the number of running ranks.
         rank: this rank.
-        device: where this rank computes.
-        timeout_seconds: how long a collective may wait for a peer.
-        shard_group_size: consecutive ranks of dp_cp that share one copy of the sharded state; 0: all of them.
-        local_world_size: ranks on this host, with this one.
-        shares_memory: CPU ranks of one host reduce and gather through shared memory; False: always use process groups.
+        links: how it reaches the others.
         groups: groups of another state that was created with the same arguments.
-        cp_ulysses: Ulysses degree of context parallelism; the ring has cp / cp_ulysses ranks.
-        traffic: counts what this rank sends.
-        max_ctas: most thread blocks that NCCL may use over tp, cp, dp, pp and ep; no limit for axes without a number.
 
     Attributes:
         cp, and dp if cp is above 1: only sizes and indices of ranks, without a group.
@@ -56,36 +177,17 @@ class ParallelState:
         groups: its process groups, which another state may share.
 
     Raises:
-        ValueError: `shard_group_size` does not divide dp*cp, or `cp_ulysses` does not divide cp; the grid has another
-            number of ranks than were started; a CUDA run has no backend for CPU tensors; or `device` is not the current
-            CUDA device.
+        ValueError: the grid has another number of ranks than were started; a CUDA run has no backend for CPU tensors;
+            or the device is not the current CUDA device.
     """
 
-    def __init__(
-        self,
-        grid: RankGrid,
-        rank: int = 0,
-        device: torch.device | None = None,
-        timeout_seconds: float = 600,
-        shard_group_size: int = 0,
-        local_world_size: int = 1,
-        shares_memory: bool = True,
-        groups: Groups | None = None,
-        cp_ulysses: int = 1,
-        traffic: Traffic | None = None,
-        max_ctas: Mapping[str, int] | None = None,
-    ) -> None:
+    def __init__(self, grid: RankGrid, rank: int = 0, links: Links = Links(), groups: Groups | None = None) -> None:
         running = self._started()
         if grid.world_size != running:
             hint = f"start {grid.world_size}, or change the degrees"
             raise ValueError(f"tp*cp*dp*pp={grid.world_size} ranks are described but {running} were started; {hint}")
-        if cp_ulysses < 1 or grid.cp % cp_ulysses:
-            raise ValueError(f"cp_ulysses={cp_ulysses} must divide cp={grid.cp}")
-        same, names = grid.dp * grid.cp, "dp" if grid.cp == 1 else f"dp*cp={grid.dp}*{grid.cp}"
-        if shard_group_size and same % shard_group_size:
-            raise ValueError(f"shard_group_size={shard_group_size} must divide {names}={same}")
-        self.grid, self.rank, self.local_world_size = grid, rank, local_world_size
-        self.device = device or torch.device("cpu")
+        self.grid, self.rank, self.local_world_size = grid, rank, links.local_world_size
+        self.device = links.device or torch.device("cpu")
         if self.device.type == "cuda":
             current = torch.device("cuda", torch.cuda.current_device())
             if self.device.index not in (None, current.index):
@@ -100,10 +202,10 @@ class ParallelState:
                 'tensors; use init_process_group("cpu:gloo,cuda:nccl")'
             )
         self.at = grid.coordinate(rank)
-        self.traffic = traffic or Traffic()
+        self.traffic = self._new_traffic()
         connect_on_demand(os.environ)
-        self._timeout_seconds, self._max_ctas = timeout_seconds, max_ctas or {}
-        self._shares_memory = shares_memory and self.device.type == "cpu"
+        self._timeout_seconds, self._max_ctas = links.timeout_seconds, links.max_ctas
+        self._shares_memory = links.shares_memory and self.device.type == "cpu"
         self.groups = Groups() if groups is None else groups
         self.tp, self.pp = (self._axis(axis, grid.group_of(rank, axis)) for axis in ("tp", "pp"))
         # Gradients need dp_cp, attention the two factors of cp.  Others get no communicator: NCCL's takes device memory even
@@ -114,11 +216,11 @@ class ParallelState:
         # Messages down and up the pipeline have separate communicators, so that neither waits for the other.
         self.pp_up = replace(self.pp, group=self._group(self.pp.ranks, "up", "pp"))
         # If dp is 1, ZeRO reduces over the ranks of cp: attention has its own groups so as not to wait for buckets.
-        self.cp_ulysses, self.cp_ring = self.cut(self.cp, cp_ulysses, "cp", "cp", "attention")
+        self.cp_ulysses, self.cp_ring = self.cut(self.cp, grid.cp_ulysses, "cp", "cp", "attention")
         self.dp_cp = self.dp if is_whole else self._axis("dp_cp", grid.group_of(rank, "dp", "cp"))
         self.shard, self.replica = self.dp_cp, Axis("replica", (rank,), traffic=self.traffic)
-        if 0 < shard_group_size < same:
-            self.shard, self.replica = self.cut(self.dp_cp, shard_group_size, "shard", "replica")
+        if 0 < grid.shard_group_size < self.dp_cp.size:
+            self.shard, self.replica = self.cut(self.dp_cp, grid.shard_group_size, "shard", "replica")
         self.model = self._host_axis("stage", grid.group_of(rank, "tp", "cp", "dp"))
         self.world = self._world()
 
@@ -142,6 +244,10 @@ class ParallelState:
     def _started(self) -> int:
         """Return the number of running ranks."""
         return dist.get_world_size() if dist.is_initialized() else 1
+
+    def _new_traffic(self) -> Traffic:
+        """Return what counts the bytes that this rank sends."""
+        return Traffic()
 
     def _world(self) -> Axis:
         """Return the axis of all ranks.  Up to 16 ranks that share memory sum in one operation, others over one axis
@@ -296,7 +402,7 @@ def parallel_state_of(
     *,
     timeout_seconds: float = TIMEOUT.total_seconds(),
     shard_group_size: int = 0,
-    cp_ulysses: int = 1,
+    cp_ulysses: int = 0,
 ) -> ParallelState:
     """Return the state of this rank, which a launcher such as torchrun started, or which runs alone.
 
@@ -306,7 +412,8 @@ def parallel_state_of(
     Args:
         grid: the rank grid; None: data parallelism over all ranks.
         device: where this rank computes; None: `local_device()`, which becomes the current device.
-        timeout_seconds, shard_group_size, cp_ulysses: as in `ParallelState`.
+        timeout_seconds: see `Links`.
+        shard_group_size, cp_ulysses: those of the grid, see `RankGrid`; 0: as the grid says.
 
     Raises:
         ValueError: as `ParallelState`.
@@ -316,16 +423,16 @@ def parallel_state_of(
     if device is None and (device := local_device()).type == "cuda":
         torch.cuda.set_device(device)
     grid = grid or RankGrid(dp=world)
-    make = partial(
-        ParallelState, grid, rank, device, timeout_seconds, shard_group_size, local_world_size, cp_ulysses=cp_ulysses
-    )
+    ulysses, group = cp_ulysses or grid.cp_ulysses, shard_group_size or grid.shard_group_size
+    grid = replace(grid, cp_ulysses=ulysses, shard_group_size=group)
+    links = Links(device, timeout_seconds, local_world_size)
     if not dist.is_initialized():
-        return make()
-    key = dist.group.WORLD, grid, device, timeout_seconds, shard_group_size, local_world_size, cp_ulysses
+        return ParallelState(grid, rank, links)
+    key = dist.group.WORLD, grid, device, timeout_seconds, local_world_size
     groups = _MADE.get(key)
     if groups is None or not groups.is_reusable:
         groups = _MADE[key] = Groups()
-    return make(groups=groups)
+    return ParallelState(grid, rank, links, groups)
 
 
 def local_device() -> torch.device:

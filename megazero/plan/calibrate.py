@@ -38,7 +38,7 @@ from torch.utils._pytree import tree_any_only, tree_iter
 from megazero.comm.collectives import all_gather, all_reduce, all_to_all, exchange, reduce_scatter, ring_shift, wait_all
 from megazero.config import ResolvedRun, RunConfig, resolve
 from megazero.engine.outline import elements_in, stages_of
-from megazero.parallel_state import Axis, ParallelState, RankGrid
+from megazero.parallel_state import Axis, Links, ParallelState, RankGrid
 from megazero.plan.calibration import Calibration, MeasuredProduct, OperatorTable, Samples
 from megazero.plan.cluster import Cluster
 from megazero.plan.devices import LINKS, Device, Link, device_of
@@ -118,7 +118,7 @@ def _measured(_: int, runs: list[ResolvedRun], device: torch.device) -> Record:
     synchronize = torch.cuda.synchronize if on_gpu else lambda: None
     probe = SpeedProbe(device, synchronize)
     for run in runs:
-        engine, batches = started(run, OneRankState(RankGrid(), device=device))
+        engine, batches = started(run, OneRankState(RankGrid(), links=Links(device)))
         before = probe.seconds()
         whole = median(step_seconds(engine, batches, synchronize) for _ in range(_STEPS))
         between = probe.seconds()
@@ -276,7 +276,7 @@ def _whole_runs(processors: int) -> Iterator[ResolvedRun]:
 def _whole_steps(rank: int, run: ResolvedRun, processors: int, turns: int) -> tuple[list[float], list[float]]:
     """Return the seconds of steps, and those of the probe just before and after.  Ranks without a probe report 0 for it."""
     device = torch.device("cpu")
-    state = ParallelState(run.grid, rank, device=device, local_world_size=run.world_size)
+    state = ParallelState(run.grid, rank, Links(device, local_world_size=run.world_size))
     probe = SpeedProbe(device) if rank < processors else None
 
     def probed() -> float:
@@ -309,7 +309,7 @@ def collective_samples(rank: int, rounds: int = 12) -> dict[str, Samples]:
     Returns: "all_reduce 4" (the collective and the number of ranks) -> (bytes, seconds) of each size, averaged over ranks.
     """
     world = dist.get_world_size()
-    axis = ParallelState(RankGrid(dp=world), rank, local_world_size=world).dp
+    axis = ParallelState(RankGrid(dp=world), rank, Links(local_world_size=world)).dp
     by_size = [_calls(size // 4 // world * world or world, axis) for size in _SIZES]
     return {
         f"{name} {world}": tuple((float(calls[name][1]), _seconds(calls[name][0], rounds)) for calls in by_size)

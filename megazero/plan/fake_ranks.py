@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 from unittest.mock import patch
 
-import torch
 from torch import Tensor
 
 from megazero.comm.backend import TorchBackend, over_contiguous, place_shard
@@ -27,9 +26,10 @@ from megazero.cpu.shared_memory import SharedMemoryBackend
 from megazero.cpu.sockets import SocketBackend
 from megazero.cpu.transport import backend_between
 from megazero.cpu.two_level import TwoLevelBackend, link_bytes_between
-from megazero.parallel_state import Axis, ParallelState
+from megazero.parallel_state import Axis, Links, ParallelState
+from megazero.parallel_state.axis import Counts, Traffic, Wait
 from megazero.parallel_state.grid import Hosts, hosts_of
-from megazero.parallel_state.groups import Counts, Group, Traffic, Wait
+from megazero.parallel_state.state import Group
 from megazero.plan.fake_tensors import Event, Message
 from megazero.plan.simulated_world import Alone, GroupMeeting, SimulatedWorld
 from megazero.zero import offload
@@ -174,12 +174,11 @@ class FakeState(ParallelState):
         *,
         on_cuda: bool,
     ) -> None:
-        self._simulated, self._on_cuda, self._count = world, on_cuda, 0
+        self._simulated, self._on_cuda, self._count, self._traffic = world, on_cuda, 0, traffic
         self.made: list[MadeGroup] = []
-        self._whole, parallel, zero = run.grid, run.config.parallel, run.config.zero
-        place = self._whole, rank, torch.device("cpu"), parallel.timeout_seconds, zero.shard_group_size
-        local_size, ulysses = min(per_node, self._whole.world_size), parallel.ulysses
-        super().__init__(*place, local_size, shares_memory=not on_cuda, cp_ulysses=ulysses, traffic=traffic)
+        self._whole, seconds = run.grid, run.config.parallel.timeout_seconds
+        local_size = min(per_node, self._whole.world_size)
+        super().__init__(self._whole, rank, Links(None, seconds, local_size, shares_memory=not on_cuda))
 
     @property
     def device_type(self) -> str:
@@ -188,6 +187,9 @@ class FakeState(ParallelState):
 
     def _started(self) -> int:
         return self._whole.world_size
+
+    def _new_traffic(self) -> Traffic:
+        return self._traffic
 
     def _group(self, ranks: tuple[int, ...], purpose: str, name: str) -> Group | None:
         return self._made_fake(super()._group(ranks, purpose, name), ranks, purpose, name)

@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from megazero.parallel_state import Axis, RankGrid
-from megazero.parallel_state.groups import Transfers, Wait
+from megazero.parallel_state.axis import Transfers, Wait
 
 _CHANNELS = {"all_gather": "gather", "broadcast": "broadcast"}  # all others in one; NCCL has one for all
 

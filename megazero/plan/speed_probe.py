@@ -16,7 +16,7 @@ import torch
 from megazero.config import ResolvedRun, RunConfig, resolve
 from megazero.engine import BatchShare, Engine, initialize
 from megazero.models.gpt import MicroBatch
-from megazero.parallel_state import ParallelState, RankGrid
+from megazero.parallel_state import Links, ParallelState, RankGrid
 
 LR = 1e-4
 ON_GPU: dict[str, Any] = {"dtype": "bf16", "head_dim": 128, "longest": 4096}  # of `small_run`
@@ -92,7 +92,7 @@ class SpeedProbe:
 
     def __init__(self, device: torch.device, synchronize: Callable[[], None] = lambda: None) -> None:
         run = small_run("llama", 256, 1, 128) if device.type == "cpu" else small_run("llama", 2048, 1, 2048, **ON_GPU)
-        self._engine, self._batches = started(run, OneRankState(RankGrid(), device=device))
+        self._engine, self._batches = started(run, OneRankState(RankGrid(), links=Links(device)))
         self._synchronize = synchronize
 
     def seconds(self) -> float:

@@ -28,7 +28,7 @@ from megazero.engine.outline import chunks_of
 from megazero.engine.outline import kind_of as schedule_kind_of
 from megazero.engine.step import sum_over_ranks
 from megazero.models.stages import cut_by_rank
-from megazero.parallel_state.groups import Traffic
+from megazero.parallel_state.axis import Traffic
 from megazero.plan.fake_ranks import HOST, FakeState, RecordedTraffic, without_files
 from megazero.plan.fake_tensors import FakeTensors, Message, kernel_bytes
 from megazero.plan.unit_trace import Cuts, order_of_gradients, slot_of, trace_units

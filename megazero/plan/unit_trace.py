@@ -43,7 +43,7 @@ from megazero.models.gpt import GPTStage
 from megazero.models.stages import StageLayout, cut_by_rank
 from megazero.models.wrappers import save_by_policy
 from megazero.parallel_state import Axis
-from megazero.parallel_state.groups import Group
+from megazero.parallel_state.state import Group
 from megazero.plan.fake_ranks import FakeBackend, RecordedTraffic, make_fake, real_backend
 from megazero.plan.fake_tensors import Event, FakeTensors, Message, Operator, kernel_bytes
 from megazero.plan.simulated_world import Alone

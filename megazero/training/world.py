@@ -26,7 +26,7 @@ from megazero.comm.meeting import of_this_start, open_meeting, prepare_rank
 from megazero.config import ResolvedRun, RunConfig
 from megazero.engine.phases import values_by_key
 from megazero.launchers import ALLOCATOR, stay_near
-from megazero.parallel_state import ParallelState
+from megazero.parallel_state import Links, ParallelState
 from megazero.settings import listed
 from megazero.training.heartbeat import missing_keys
 from megazero.training.signals import EXIT_FAILED, die_of_signals
@@ -262,15 +262,15 @@ def join_world(run: ResolvedRun, store: Store | None = None) -> ParallelState:
     if device.type == "cuda" and local_world > 1:
         place: Any = torch.cuda.get_device_properties(device)
         stay_near(f"{place.pci_domain_id:04x}:{place.pci_bus_id:02x}:{place.pci_device_id:02x}.0", local_world)
-    seconds, group_size = config.parallel.timeout_seconds, config.zero.shard_group_size
+    seconds = config.parallel.timeout_seconds
     if world > 1:
         timeout = timedelta(seconds=seconds)
         store = store or open_store(timeout)
         # Unlike Triton's, inductor's own launcher holds Python's lock while a device's queue is full: the watchdog needs it.
         os.environ.setdefault("TORCHINDUCTOR_USE_STATIC_CUDA_LAUNCHER", "0")
         dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=timeout)
-    ulysses, ctas = config.parallel.ulysses, config.parallel.nccl_max_ctas.model_dump()
-    return ParallelState(run.grid, rank, device, seconds, group_size, local_world, cp_ulysses=ulysses, max_ctas=ctas)
+    ctas = config.parallel.nccl_max_ctas.model_dump()
+    return ParallelState(run.grid, rank, Links(device, seconds, local_world, max_ctas=ctas))
 
 
 def leave_world() -> None:

@@ -13,7 +13,7 @@ from worlds import LLAMA, LR, run_of
 
 from megazero.config import ResolvedRun
 from megazero.engine import initialize
-from megazero.parallel_state import ParallelState
+from megazero.parallel_state import Links, ParallelState
 from megazero.plan.dry_run import dry_run
 from megazero.plan.fake_ranks import RecordedTraffic
 from megazero.plan.fake_tensors import Event, Message
@@ -66,14 +66,12 @@ def _step(rank: int, runs: Sequence[ResolvedRun], local_world_size: int, watched
     results: list[Any] = []
     for run in runs:
         events: list[Event] = []
-        state = ParallelState(
-            run.grid,
-            rank,
-            shard_group_size=run.config.zero.shard_group_size,
-            local_world_size=local_world_size,
-            cp_ulysses=run.config.parallel.ulysses,
-            traffic=RecordedTraffic(events),
-        )
+
+        class _Recording(ParallelState):
+            def _new_traffic(self, events: list[Event] = events) -> RecordedTraffic:
+                return RecordedTraffic(events)
+
+        state = _Recording(run.grid, rank, Links(local_world_size=local_world_size))
         gc.collect()
         with live_memory(state.device) if watched else nullcontext() as live:
             engine = initialize(run.config, state)

@@ -49,7 +49,7 @@ from megazero.engine import Engine
 from megazero.formats.averaging import average_steps
 from megazero.layers import experts
 from megazero.layers.experts import Router
-from megazero.parallel_state import Axis, ParallelState, RankGrid
+from megazero.parallel_state import Axis, Links, ParallelState, RankGrid
 from megazero.plan.dry_run import dry_run
 from megazero.schedules.registry import SCHEDULES
 from megazero.settings import ConfigError, divisors
@@ -89,7 +89,7 @@ TABLES = {  # rows that rank i sends to rank j
 
 
 def _rows_arrive(rank: int, world: int, shares: bool) -> None:
-    axis = ParallelState(RankGrid(dp=world, ep=world), rank, shares_memory=shares).ep
+    axis = ParallelState(RankGrid(dp=world, ep=world), rank, Links(shares_memory=shares)).ep
     for table in TABLES.values():
         counts = [[table(source, target) for target in range(world)] for source in range(world)]
         sends, receives = counts[rank], [row[rank] for row in counts]

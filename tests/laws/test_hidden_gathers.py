@@ -34,7 +34,7 @@ from megazero.engine.phases import Position
 from megazero.engine.step import NonFiniteError
 from megazero.layers.mlp import SwiGLU
 from megazero.models.gpt import GPTStage
-from megazero.parallel_state import ParallelState, RankGrid
+from megazero.parallel_state import Links, ParallelState, RankGrid
 from megazero.training.callbacks.base import Callback, RunContext, StepRecord
 from megazero.training.callbacks.registry import CALLBACKS, RegisteredCallback
 from megazero.zero.bucket import Bucket, in_order_of_use
@@ -487,7 +487,7 @@ def test_a_model_that_is_dropped_while_weights_travel_does_not_stop_the_next_one
 
 
 def _interrupted(rank: int) -> list[list[float]]:
-    axis, found = ParallelState(RankGrid(dp=3), rank, timeout_seconds=10, shares_memory=False).dp, []
+    axis, found = ParallelState(RankGrid(dp=3), rank, Links(timeout_seconds=10, shares_memory=False)).dp, []
 
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt

@@ -27,7 +27,7 @@ from worlds import pairwise
 import megazero
 from megazero.checkpoint.save import gather_logical
 from megazero.comm.collectives import gather_objects
-from megazero.parallel_state import ParallelState, RankGrid
+from megazero.parallel_state import Links, ParallelState, RankGrid
 from megazero.pipe import LayerSpec, PipelineModule, TiedLayerSpec
 
 pytestmark = pytest.mark.slow  # starts whole runs
@@ -334,7 +334,7 @@ def config_of(case: Case, dp: int) -> dict[str, Any]:
 
 
 def state_of(rank: int, pp: int, dp: int) -> ParallelState:
-    return ParallelState(RankGrid(pp=pp, dp=dp), rank, timeout_seconds=30)
+    return ParallelState(RankGrid(pp=pp, dp=dp), rank, Links(timeout_seconds=30))
 
 
 def module_of(case: Case, state: ParallelState, **others: Any) -> PipelineModule:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -22,8 +23,8 @@ from zero_worlds import Sharded, assert_same, plain_gradients, random_batches, s
 from megazero.comm.collectives import LostPeerError
 from megazero.comm.messages import OrderError
 from megazero.config import ResolvedRun
-from megazero.parallel_state import ParallelState, RankGrid
-from megazero.parallel_state.groups import Traffic
+from megazero.parallel_state import Links, ParallelState, RankGrid
+from megazero.parallel_state.axis import Traffic
 from megazero.zero.bucket import Bucket
 from megazero.zero.gather import Unit, UnitGatherer
 from megazero.zero.gather_buffers import GatherBuffers
@@ -340,7 +341,11 @@ def _calls(
     """Of the second step: every collective and its bytes; parts of all buckets; bytes of buffers over their limit."""
     shards = runs[0].config.zero.shard_group_size
     grid = RankGrid(dp=runs[0].dp)
-    state = ParallelState(grid, rank, DEVICE, 60, shards, local_world_size)
+    state = ParallelState(
+        replace(grid, shard_group_size=shards),
+        rank,
+        Links(DEVICE, timeout_seconds=60, local_world_size=local_world_size),
+    )
     found, add = [], Traffic.add
     for run in runs:
         engine = engine_on(rank, run, state=state)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 import socket
 import threading
+from dataclasses import replace
 from datetime import timedelta
 from math import log2
 from pathlib import Path
@@ -30,7 +31,7 @@ from megazero.config import ResolvedRun
 from megazero.deepspeed.script_setup import init_distributed
 from megazero.engine import Engine
 from megazero.launchers import MeetingError, start_problem
-from megazero.parallel_state import ParallelState, RankGrid, parallel_state_of
+from megazero.parallel_state import Links, ParallelState, RankGrid, parallel_state_of
 from megazero.parallel_state.state import connect_on_demand
 from megazero.training import launch
 from megazero.training.trainer import train
@@ -52,7 +53,7 @@ def _groups(rank: int, world: int) -> tuple[int, Counts]:
     store = CountingStore(dist.HashStore())
     connect_on_demand(os.environ)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
-    state = ParallelState(grid, rank, shard_group_size=shards, cp_ulysses=ulysses)
+    state = ParallelState(replace(grid, cp_ulysses=ulysses, shard_group_size=shards), rank)
     state.among_stages([0, grid.pp - 1])
     state.saving_axes(60)
     made = len(dist.distributed_c10d._world.pg_map)  # with the default one
@@ -154,7 +155,9 @@ def test_no_communicator_of_gpus_spans_the_world_and_none_has_gloo_under_it(monk
     monkeypatch.setattr(dist, "get_backend_config", lambda: "cpu:gloo,cuda:nccl")
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     grid, ulysses, shards = GRIDS[512]
-    state = ParallelState(grid, 300, torch.device("cuda", 0), shard_group_size=shards, cp_ulysses=ulysses)
+    state = ParallelState(
+        replace(grid, cp_ulysses=ulysses, shard_group_size=shards), 300, Links(torch.device("cuda", 0))
+    )
     state.saving_axes(60)
     *groups, saving = asked
     assert saving == (tuple(range(512)), "gloo"), "it connects on demand"
@@ -186,7 +189,7 @@ def test_each_communicator_takes_as_many_cores_as_its_axis_may(monkeypatch: pyte
     monkeypatch.setattr(torch, "zeros", lambda *_, **__: None)
     limits = {"tp": 3, "cp": 0, "dp": 7, "pp": 2, "ep": 5}
     grid, device = RankGrid(tp=2, cp=2, dp=4, pp=3, ep=8), torch.device("cuda", 0)
-    state = ParallelState(grid, 0, device, shard_group_size=4, cp_ulysses=2, max_ctas=limits)
+    state = ParallelState(replace(grid, cp_ulysses=2, shard_group_size=4), 0, Links(device, max_ctas=limits))
     state.with_own_group(state.shard, "gathers")
     tied = state.among_stages([0, 2], "embedding")
     of = {
@@ -204,7 +207,7 @@ def test_each_communicator_takes_as_many_cores_as_its_axis_may(monkeypatch: pyte
     }
     assert asked[tied.ranks] == [7], "a sum of gradients"
     asked.clear()
-    ParallelState(grid, 0, device)
+    ParallelState(grid, 0, Links(device))
     assert {value for values in asked.values() for value in values} == {None}
 
 

@@ -16,7 +16,7 @@ from worlds import LLAMA, difference, engine_on, run_of, train_on, train_plainly
 from megazero.comm.collectives import gather_objects
 from megazero.config import ResolvedRun
 from megazero.cpu.two_level import TwoLevelBackend
-from megazero.parallel_state import ParallelState, RankGrid
+from megazero.parallel_state import Links, ParallelState, RankGrid
 
 MODEL = LLAMA | {"tie_embeddings": True}
 TOLERANCE = 1e-5
@@ -32,7 +32,7 @@ def _train(
 ) -> list[dict[str, Any] | None]:
     parallel = runs[0].config.parallel
     grid = RankGrid(tp=parallel.tp, pp=parallel.pp, dp=runs[0].dp, order=parallel.order)
-    state = ParallelState(grid, rank, timeout_seconds=60, local_world_size=local_world_size)
+    state = ParallelState(grid, rank, Links(timeout_seconds=60, local_world_size=local_world_size))
     results = []
     for run in runs:
         engine = engine_on(rank, run, state=state)

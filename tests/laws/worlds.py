@@ -21,7 +21,7 @@ from megazero.layers.counter_rng import derive_key, normal
 from megazero.layers.recompute import Recomputation
 from megazero.layers.sample_part import SamplePart, part_of
 from megazero.models.gpt import MicroBatch
-from megazero.parallel_state import ParallelState
+from megazero.parallel_state import Links, ParallelState
 
 # The second step has all that the first one leaves behind: moments, the order of units, weights that still travel.  The
 # weights after it have what the second one leaves.
@@ -240,16 +240,15 @@ def rows_of(part: SamplePart | None, whole: Tensor) -> Tensor:
 
 def state_on(rank: int, run: ResolvedRun, *, on_one_machine: bool = False, shares_memory: bool = True) -> ParallelState:
     """One rank's place; a process makes it once.  Where not said otherwise each rank has a machine of its own."""
-    parallel = run.config.parallel
     return ParallelState(
         run.grid,
         rank,
-        DEVICE,
-        timeout_seconds=60,
-        shard_group_size=run.config.zero.shard_group_size,
-        local_world_size=run.grid.world_size if on_one_machine else 1,
-        shares_memory=shares_memory,
-        cp_ulysses=parallel.cp_ulysses or 1,
+        Links(
+            DEVICE,
+            timeout_seconds=60,
+            local_world_size=run.grid.world_size if on_one_machine else 1,
+            shares_memory=shares_memory,
+        ),
     )
 
 

@@ -17,7 +17,7 @@ import torch
 from megazero.config import ResolvedRun
 from megazero.data import Corpus
 from megazero.engine import Engine, Position, StepStatistics
-from megazero.parallel_state.groups import Traffic
+from megazero.parallel_state.axis import Traffic
 from megazero.settings import Say
 
 Metric = float | str | Mapping[str, float] | Mapping[str, list[int]]

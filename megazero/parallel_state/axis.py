@@ -1,7 +1,4 @@
-r"""Ranks that communicate: a group sends their messages, an axis is one rank's view of it.
-
-    Axis ("tp", ranks, index) ---> Group ---> Backend     collectives of tensors: shared memory, two hosts, torch
-                                        \---> Messages    broadcasts, messages between two ranks, small values
+"""One rank's view of the ranks that it communicates with, and the count of what it sends them.
 
 A parallel layer takes the one axis over which it communicates.  An axis of one rank has no group, and a collective over
 it sends nothing.  `Traffic` counts what a rank sends, and records the collective that it waits for.
@@ -10,115 +7,21 @@ it sends nothing.  `Traffic` counts what a rank sends, and records the collectiv
 from __future__ import annotations
 
 import time
-from collections import Counter, deque
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol, TypeAlias
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from megazero.parallel_state.state import Group
 
 Wait: TypeAlias = Callable[[], object]
 Counts: TypeAlias = Sequence[int]  # by index of the other side on the axis
 Transfers: TypeAlias = Sequence[tuple[Tensor, int]]  # (tensor, global rank of the other side)
-
-
-class Backend(Protocol):
-    """Collectives of tensors for one group of at least two ranks; see `comm/backend.py`.
-
-    Arguments are those of the functions with the same names in `comm/collectives.py`.  Every method starts an operation
-    and returns the function that waits for it and completes it.
-    """
-
-    needs_scratch: bool  # `reduce_scatter` only receives the terms, into memory as long as `full`; the caller sums them
-    runs_by_itself: bool  # operations continue while this rank computes; otherwise only while it waits for one
-
-    def all_reduce(self, tensor: Tensor, axis: Axis, op: str) -> Wait: ...
-
-    def all_gather(self, out: Tensor, shard: Tensor, axis: Axis, label: str = "") -> Wait: ...
-
-    def reduce_scatter(self, out: Tensor, full: Tensor, axis: Axis) -> Wait: ...
-
-    def all_to_all(self, out: Tensor, x: Tensor, axis: Axis) -> Wait: ...
-
-    def all_to_all_rows(self, out: Tensor, x: Tensor, axis: Axis, sends: Counts, receives: Counts) -> Wait: ...
-
-    def ring_shift(self, out: Tensor, x: Tensor, axis: Axis) -> Wait: ...
-
-    def link_bytes(self, operation: str, full: Tensor, axis: Axis, /) -> int:
-        """Return the bytes that this rank sends to other hosts in an operation; `full` is the longer of its two
-        buffers.
-        """
-
-    def check_order(self) -> None:
-        """Compare the labels of gathers, unless their waits have done it.  Raises: OrderError."""
-
-    def close(self) -> None:
-        """Release all resources.  Unfinished operations fail."""
-
-
-class Messages(Protocol):
-    """Broadcasts, point-to-point messages and small objects of a group, which are not collectives of a `Backend`.
-
-    Arguments are those of the functions with the same names in `comm/collectives.py`.
-    """
-
-    def broadcast(self, tensor: Tensor, axis: Axis, source: int, /) -> Wait: ...
-
-    def exchange(self, sends: Transfers, receives: Transfers, axis: Axis, /) -> Sequence[Wait]: ...
-
-    def gather(self, values: list[Any], axis: Axis, /) -> list[Any]:
-        """Return the lists of all ranks as one list, in rank order."""
-
-    def from_first(self, value: Any, axis: Axis, /) -> Any: ...
-
-    def largest(self, numbers: Sequence[float], axis: Axis, /) -> Sequence[float]: ...
-
-
-@dataclass(eq=False)
-class Group:
-    """Communication of one set of ranks.  Axes with equal ranks share it; `ParallelState.leave` closes it."""
-
-    process_group: dist.ProcessGroup | None  # None if only host memory is sent, or after `close`
-    device: torch.device  # where the ranks compute
-    timeout_seconds: float  # how long an operation may wait for a peer
-    shares_memory: bool  # whether ranks of one host may communicate through shared memory
-    local_world_size: int  # ranks of a host; rank // local_world_size is the host
-    siblings: Collection[Group]  # all groups of this rank
-    host: dist.ProcessGroup | None = None  # gloo group with at least these ranks, for messages of host memory
-    backends: dict[str, Backend] = field(default_factory=dict)  # by type of the tensors' device; chosen by `comm`
-    messages: Messages | None = None  # None: the process groups send them
-    # Waits of operations whose `Pending` was dropped: gloo stops reading from a peer if a message's memory is freed.
-    unfinished: deque[Wait] = field(default_factory=deque)
-
-    def close(self) -> None:
-        """Release the backends and the process groups."""
-        for backend in self.backends.values():
-            backend.close()
-        self.backends.clear()
-        self.unfinished.clear()
-        self.process_group = self.host = None
-
-
-class Groups(dict[tuple[tuple[int, ...], str], Group]):
-    """This rank's groups by their ranks and purpose, each created when it is first needed.
-
-    Attributes:
-        is_reusable: whether further states may use them: they are open, and no operation was left running.
-        savers: number of states that have communicators for saving.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.is_reusable, self.savers = True, 0
-
-    def close(self) -> None:
-        """Release every process group."""
-        self.is_reusable = False
-        for group in self.values():
-            group.close()
 
 
 class CollectiveCall(NamedTuple):
@@ -244,10 +147,3 @@ class Axis:
     def host_group(self) -> dist.ProcessGroup:
         """The process group for messages of host memory among these ranks.  Raises: RuntimeError, as `process_group`."""
         return self.process_group if self.group is None or self.group.host is None else self.group.host
-
-
-class SavingAxes(NamedTuple):
-    """The ranks of a stage, and all ranks, for messages of host memory that only checkpoints send."""
-
-    model: Axis
-    world: Axis
