@@ -1,10 +1,10 @@
-"""The room of scripts that were written for DeepSpeed: its names, and what is behind them.
+"""DeepSpeed's names for scripts that were written for it, and the engines behind them.
 
     import megazero.deepspeed as deepspeed                  # was: import deepspeed
     from megazero.deepspeed.utils import RepeatingLoader    # was: from deepspeed.utils import RepeatingLoader
 
-Names and modules are made when they are first asked for (`mirror.py`), from the tables in `names.toml`.
-`torchrun ... -m megazero.deepspeed script.py` runs a script that has not been changed.
+Names and modules are made on first use (`mirror.py`), from the tables in `names.toml`.
+`torchrun ... -m megazero.deepspeed script.py` runs an unchanged script.
 """
 
 from typing import Any

@@ -1,8 +1,8 @@
 """Runs a script that was written for DeepSpeed, unchanged: `torchrun ... -m megazero.deepspeed script.py ARGS`.
 
-`import deepspeed` in it, or in what it imports, gives megazero's names.  As DeepSpeed's launcher does, it passes
---local_rank=N before ARGS, but only to a script that knows it; `--no_local_rank` before the script leaves it out.  Without
-torchrun it is the only rank; under mpirun or srun with several tasks each would be one of its own, which is refused.
+`import deepspeed` in the script, and in modules that it imports, gives megazero's names.  Like DeepSpeed's launcher, this
+passes --local_rank=N before ARGS, but only if the script knows the option; `--no_local_rank` before the script omits it.
+Without torchrun, the process is the only rank.  Several tasks of mpirun or srun are refused, since each would train alone.
 """
 
 import argparse
@@ -21,7 +21,7 @@ _ALONE |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
 
 
 def pass_local_rank(rank: str) -> None:
-    """Give --local_rank=N to the argparse parsers that have it, and to no others: transformers 5 refuses it."""
+    """Add --local_rank=N to the arguments of argparse parsers that know it.  Others refuse it, as transformers 5 does."""
     parse, option = argparse.ArgumentParser.parse_known_args, f"--local_rank={rank}"
 
     def parse_known_args(parser: argparse.ArgumentParser, args: Any = None, namespace: Any = None) -> Any:
@@ -34,7 +34,7 @@ def pass_local_rank(rank: str) -> None:
 
 
 def main(arguments: list[str]) -> None:
-    """Run a script as `__main__`.  Raises: SystemExit with code 2, there is no script; and what the script raises."""
+    """Run a script as `__main__`.  Raises: SystemExit with code 2: the script does not exist; any error of the script."""
     parser = argparse.ArgumentParser("python -m megazero.deepspeed", description="Run a script written for DeepSpeed.")
     parser.add_argument("--no_local_rank", action="store_true", help="do not pass --local_rank=N to the script")
     parser.add_argument("script", help="path of a Python file")

@@ -1,7 +1,7 @@
-"""The device of this process as DeepSpeed's scripts ask for it: `get_accelerator().current_device_name()`.
+"""The device of this process, with the calls of DeepSpeed's abstract accelerator: `get_accelerator().current_device_name()`.
 
-The calls are those of DeepSpeed's abstract accelerator.  What torch.cuda has under the same name is torch.cuda's; on the CPU
-it is torch's own, the memory of the process, or nothing to do.
+On CUDA, a call of a name that torch.cuda has is torch.cuda's.  On the CPU it is torch's own, or refers to the memory of the
+process, or has no effect.
 """
 
 import os
@@ -23,7 +23,7 @@ _ANSWERS, _OLD_NAMES = NAMES["answers"], NAMES["old_names"]
 
 
 class Accelerator:
-    """DeepSpeed's accelerator calls, on "cuda" or "cpu"."""
+    """DeepSpeed's accelerator calls for "cuda" or "cpu"."""
 
     def __init__(self, kind: str) -> None:
         self._name, self._is_cuda = kind, kind == "cuda"
@@ -43,7 +43,7 @@ class Accelerator:
         return lambda *args, **kwargs: found(*args, **{theirs.get(key, key): value for key, value in kwargs.items()})
 
     def random(self) -> Any:
-        """Return the module of torch that seeds and draws."""
+        """Return the torch module with the random functions of the device."""
         return torch.random
 
     def device_name(self, device_index: int | None = None) -> str:
@@ -51,7 +51,7 @@ class Accelerator:
         return f"cuda:{device_index}" if self._is_cuda and device_index is not None else self._name
 
     def device(self, device_index: int | None = None) -> AbstractContextManager[Any]:
-        """Return a context in which the device is the current one."""
+        """Return a context manager that makes the device the current one."""
         return torch.cuda.device(device_index) if self._is_cuda else nullcontext()
 
     def current_device(self) -> int:
@@ -63,19 +63,19 @@ class Accelerator:
         return self.device_name(self.current_device())
 
     def on_accelerator(self, tensor: Tensor) -> bool:
-        """Return whether a tensor lies on this kind of device."""
+        """Whether a tensor is on a device of this type."""
         return tensor.device.type == self._name
 
     def supported_dtypes(self) -> list[torch.dtype]:
-        """Return the dtypes to train in."""
+        """Return the dtypes in which the device can train."""
         return [torch.float32, torch.float16, *([torch.bfloat16] if self.is_bf16_supported() else [])]
 
     def total_memory(self, device_index: int | None = None) -> int:
-        """Return the bytes of the device, or of the host."""
+        """Return the bytes of memory of the device, or of the host."""
         return self._memory(device_index)[1]
 
     def available_memory(self, device_index: int | None = None) -> int:
-        """Return the bytes that are free."""
+        """Return the free bytes of the device, or of the host."""
         return self._memory(device_index)[0]
 
     def _memory(self, device_index: int | None) -> tuple[int, int]:
@@ -85,40 +85,42 @@ class Accelerator:
         return os.sysconf("SC_AVPHYS_PAGES") * page, os.sysconf("SC_PHYS_PAGES") * page
 
     def pin_memory(self, tensor: Tensor, make_copy: bool = True, match_shape: bool = True, **_: Any) -> Tensor:
-        """Return the tensor in page-locked memory, where that speeds up copies to the device.
+        """Return a copy of the tensor in page-locked memory, if that speeds up copies to the device.
 
-        Without `make_copy` the values are undefined, and without `match_shape`, too, the shape is flat.  `align_bytes`, of
-        older releases, has no effect, as the second argument or by name: torch aligns to at least 64.
+        Args:
+            make_copy: copy the values; without it, they are undefined.  `align_bytes`, in the same place in older releases,
+                has no effect, since torch aligns to at least 64 bytes.
+            match_shape: with False, and without `make_copy`, the result is flat.
         """
         if not make_copy and not match_shape:
             tensor = tensor.reshape(-1)
         return tensor.pin_memory() if self._is_cuda else tensor
 
     def is_pinned(self, tensor: Tensor) -> bool:
-        """Return whether a tensor lies in page-locked memory."""
+        """Whether a tensor is in page-locked memory."""
         return self._is_cuda and tensor.is_pinned()
 
     def is_triton_supported(self) -> bool:
-        """Return whether Triton's kernels run on it."""
+        """Whether Triton's kernels run on the device."""
         return self._is_cuda and torch.cuda.is_available() and torch.cuda.get_device_capability() >= (8, 0)
 
     def default_generator(self, device_index: int) -> torch.Generator:
-        """Return the generator from which a device draws by itself."""
+        """Return the default generator of random numbers of a device."""
         return torch.cuda.default_generators[device_index] if self._is_cuda else torch.default_generator
 
     def lazy_call(self, callback: Callable[[], Any]) -> Any:
-        """Call something once the device is initialised."""
+        """Run `callback` once the device is initialised."""
         return torch.cuda._lazy_call(callback) if self._is_cuda else callback()
 
 
 @cache
 def get_accelerator() -> Accelerator:
-    """Return the device of this process: CUDA where there is any, else the CPU."""
+    """Return the accelerator of this process: CUDA if available, else the CPU."""
     return Accelerator("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def is_current_accelerator_supported() -> bool:
-    """Return whether scripts may train on the device; always, as DeepSpeed says of CUDA and the CPU."""
+    """Return True: scripts may train on CUDA and on the CPU."""
     return True
 
 

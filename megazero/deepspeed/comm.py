@@ -1,4 +1,4 @@
-"""`deepspeed.comm`: torch.distributed's collectives, under its names and with DeepSpeed's further arguments."""
+"""`deepspeed.comm`: the collectives of torch.distributed, which also accept DeepSpeed's further arguments."""
 
 import os
 from typing import Any
@@ -21,7 +21,7 @@ def __getattr__(name: str) -> Any:
 
 
 def get_local_rank() -> int:
-    """Return this rank among those of its host; 0 if no launcher has said it."""
+    """Return this rank's index on its host; 0 without a launcher."""
     return int(os.environ.get("LOCAL_RANK", "0"))
 
 

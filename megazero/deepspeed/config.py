@@ -1,9 +1,9 @@
-"""Reading a DeepSpeed configuration: the JSON of a script that used DeepSpeed, as the settings of this project.
+"""Reads a DeepSpeed configuration, the JSON of a script, and converts it to the settings of this project.
 
     file or dict --> each key by itself (check_keys) --> relations between keys (config_schema) --> DeepSpeedConfig
 
-What becomes of each key is in `config_schema` and `config_keys.toml`, and for readers in docs/deepspeed_config.md. Nothing
-that is written is dropped in silence: a key is honoured, or a note says why it has no effect, or it is an error.
+`config_schema` and `config_keys.toml` say what happens with each key, and docs/deepspeed_config.md explains it. No key is
+dropped silently: a key is honoured, or a note says why it has no effect, or it is an error.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ _SIZES = {"global_batch_size": TRAIN, "micro_batch_size": MICRO, "accumulation":
 
 @dataclass(frozen=True)
 class DeepSpeedConfig(Mapping[str, Any]):
-    """The complete settings of a DeepSpeed configuration.  As a mapping it is the JSON as it was given.
+    """The complete settings of a DeepSpeed configuration.  Used as a mapping, it is the original JSON.
 
     Args:
-        json: the keys that set something, as written or with their defaults; the others are what follows from them.
+        json: the keys that set something, as written or with their defaults; all other fields follow from them.
         train_batch_size: samples in an optimizer step: micro_batch_size * accumulation * dp.
-        casts_inputs: whether inputs are cast to the format of the weights; None where it is not written.
-        seed: of the data order; None where it is not written.
-        notes: lines on what was written and has no effect here, or is taken otherwise.
+        casts_inputs: whether inputs are cast to the dtype of the weights; None if the configuration does not say.
+        seed: seed of the data order; None if the configuration does not say.
+        notes: a line on each key that has no effect here, or another effect.
     """
 
     given: Mapping[str, Any]
@@ -70,7 +70,14 @@ class DeepSpeedConfig(Mapping[str, Any]):
 
 
 def load_deepspeed_config(source: str | Path | Mapping[str, Any], dp_size: int) -> DeepSpeedConfig:
-    """Read a configuration from a JSON file or a mapping.  Raises: ConfigError, with all that is wrong."""
+    """Read a configuration from a JSON file or a mapping.
+
+    Args:
+        source: path of a JSON file, or its contents.
+        dp_size: number of data-parallel ranks.
+
+    Raises: ConfigError: lists all problems.
+    """
     name = "the DeepSpeed configuration" if isinstance(source, Mapping) else str(source)
     given = source if isinstance(source, Mapping) else read_json(Path(source))
     config, checked = check_keys(given)
@@ -101,7 +108,7 @@ def load_deepspeed_config(source: str | Path | Mapping[str, Any], dp_size: int) 
 
 
 def read_json(path: Path) -> Mapping[str, Any]:
-    """Read the object of a JSON file.  Raises: ConfigError."""
+    """Read a JSON file that contains an object.  Raises: ConfigError."""
 
     text, twice = read_text(path), list[str]()
 
@@ -139,7 +146,7 @@ def _zero(config: DeepSpeedJson) -> ZeroConfig:
 
 
 def _broken_rules(run: RunConfig, dp: int) -> Iterator[Problem]:
-    """Yield the rules of a run file that are broken, under the names of a DeepSpeed configuration."""
+    """Yield the violations of the rules of run files, under the names of a DeepSpeed configuration."""
     for problem in check_rules(run, dp)[1]:
         if problem.key in _TABLE["words"]:
             texts = [problem.key, problem.rule, problem.hint]
@@ -180,7 +187,7 @@ def _precision(config: DeepSpeedJson) -> PrecisionConfig:
 
 
 def _idle_beside_others(config: DeepSpeedJson) -> Iterator[str]:
-    """Yield the keys that are written and have no effect beside the others."""
+    """Yield the keys that are set but have no effect because of other keys."""
     zero, fp16 = config.zero_optimization, config.fp16
     rows: list[tuple[bool, str, Section, str]] = [
         (zero.stage != 3, ZERO, zero, "without stage 3"),
@@ -197,7 +204,7 @@ def _idle_beside_others(config: DeepSpeedJson) -> Iterator[str]:
 
 
 def _notes(config: DeepSpeedJson) -> Iterator[str]:
-    """Yield notes on keys that act in another way with these values, or beside these other keys."""
+    """Yield notes on keys that have another effect than in DeepSpeed, with these values or these other keys."""
     zero, bucket = config.zero_optimization, _bucket_bytes(config)
     if "reduce_bucket_size" in zero.model_fields_set and bucket != _BYTES_PER_ELEMENT * zero.reduce_bucket_size:
         taken = bucket // _BYTES_PER_ELEMENT

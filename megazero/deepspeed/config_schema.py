@@ -39,14 +39,14 @@ Parameters = Annotated[dict[str, Any], Spelling("table")]
 
 
 class NamedBlock(Section):
-    """An optimizer or a learning-rate schedule; whoever builds it checks the name and the parameters."""
+    """An optimizer or a learning-rate schedule.  Its name and parameters are checked when it is built."""
 
     type: str | None = None
     params: Parameters | None = None
 
 
 class Fp16Block(Section):
-    """The format fp16 and its loss scale."""
+    """Training in fp16, and its loss scale."""
 
     enabled: bool = False
     auto_cast: bool = False
@@ -59,20 +59,20 @@ class Fp16Block(Section):
 
 
 class Bf16Block(Section):
-    """The format bf16."""
+    """Training in bf16."""
 
     enabled: bool = False
     auto_cast: bool = False
 
 
 class DataTypesBlock(Section):
-    """The format of gradients."""
+    """The dtype of gradients."""
 
     grad_accum_dtype: Format | None = None
 
 
 class OffloadParamBlock(Section):
-    """Where stage 3 keeps its shard of the weights."""
+    """Where stage 3 stores its shards of the weights."""
 
     device: Device | None = None
     nvme_path: str | None = None
@@ -85,13 +85,13 @@ class OffloadParamBlock(Section):
 
 
 class OffloadOptimizerBlock(OffloadParamBlock):
-    """Where optimizer state is kept."""
+    """Where optimizer state is stored."""
 
     ratio: Share = 1.0
 
 
 class ZeroBlock(Section):
-    """What data-parallel ranks shard."""
+    """What data-parallel ranks shard, and how."""
 
     stage: Stage = 0
     reduce_bucket_size: BucketElements = 500_000_000
@@ -108,7 +108,7 @@ class ZeroBlock(Section):
 
     @property
     def offloads(self) -> dict[str, OffloadParamBlock]:
-        """The two blocks that name a device."""
+        """The two offload blocks."""
         return {"offload_optimizer": self.offload_optimizer, "offload_param": self.offload_param}
 
     def nvme_paths(self) -> list[str]:
@@ -118,7 +118,7 @@ class ZeroBlock(Section):
 
 
 class CheckpointingBlock(Section):
-    """Where arguments of `deepspeed.checkpointing.checkpoint`, and of layers that a pipeline recomputes, are stored."""
+    """Where the arguments of `deepspeed.checkpointing.checkpoint`, and of recomputed pipeline layers, are stored."""
 
     cpu_checkpointing: bool = False
     contiguous_memory_optimization: bool = False
@@ -146,7 +146,7 @@ class DataEfficiencyBlock(Section):
 
 
 class DeepSpeedJson(Section):
-    """The keys that set something."""
+    """All keys that set something here."""
 
     train_batch_size: Count | None = None
     train_micro_batch_size_per_gpu: Count | None = None
@@ -187,7 +187,7 @@ ZERO = "zero_optimization"
 
 
 def relations(config: DeepSpeedJson, dp: int) -> Iterator[Problem]:
-    """Yield problems of keys that do not fit each other.  The rules of a run file find the others."""
+    """Yield the problems with combinations of keys that the rules of run files do not find."""
     zero, has_half_weights = config.zero_optimization, config.fp16.enabled or config.bf16.enabled
     if config.train_batch_size is None and config.train_micro_batch_size_per_gpu is None:
         rule = f"must be given: samples in a step, {MICRO} * {ACCUMULATION} * {dp=}"

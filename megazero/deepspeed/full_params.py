@@ -1,7 +1,7 @@
-"""Whole parameters, to read or to edit, whatever ZeRO has cut them into.
+"""Gathers whole parameters, to read or to edit them, at every ZeRO stage.
 
 gathered_parameters(engine, names)          fp32 master weights, by name
-GatheredParameters(parameters)              DeepSpeed's call: the parameters themselves, in the format of the module
+GatheredParameters(parameters)              DeepSpeed's call: the parameters themselves, in the dtype of the module
 """
 
 from collections.abc import Iterable, Iterator
@@ -21,21 +21,21 @@ from megazero.zero.bucket import Bucket
 def gathered_parameters(
     engine: TrainingEngine, names: str | Iterable[str] | None = None, *, modifier_rank: int | None = None
 ) -> Iterator[dict[str, Tensor]]:
-    """Yield whole parameters by name, in fp32 as the master weights.  A collective call of all ranks.
+    """Yield whole fp32 master weights by name.  Collective: all ranks call this.
 
     Args:
-        engine: whose model it is.
-        names: qualified names in the model, or None for all of this rank's.
+        engine: the engine that trains the model.
+        names: qualified names in the model; None for all parameters of this rank.
         modifier_rank: the data-parallel rank whose edits of the tensors become the parameters' new values on every rank;
-            None only reads.
+            None discards edits.
 
     Raises:
-        KeyError: a name is no parameter, with those that are similar.
+        KeyError: a name is no parameter; the message lists similar names.
         ValueError: `modifier_rank` is no data-parallel rank.
 
-    Under tensor parallelism a tensor is whole as this rank's module has it: its part of a split parameter.  Of what every
-    tensor-parallel rank holds, and of a weight that stages tie, the edit on the first of them counts.  Copies of a tied
-    weight on this rank are one tensor under several names.
+    Under tensor parallelism, a tensor is this rank's slice of a split parameter.  If several ranks edit a parameter that all
+    tensor-parallel ranks replicate, or a weight that is tied over stages, the edit of the first rank counts.  Copies of a
+    tied weight on this rank are one tensor under several names.
     """
     bound = engine.bound
     _check_modifier(engine, modifier_rank)
@@ -55,21 +55,22 @@ def GatheredParameters(  # noqa: N802  as DeepSpeed has it
     fwd_module: nn.Module | None = None,
     enabled: bool = True,
 ) -> Iterator[None]:
-    """Gather parameters for a `with` block, and broadcast what `modifier_rank` changes in them.
+    """Gather parameters for a `with` block, and broadcast the changes of `modifier_rank` at its end.
 
-    A collective call of all ranks.  Only elements that change leave their fp32 master.  A module's own forward does not see
-    the changes before the end.  Parameters of no engine are whole anyway; those built under `zero.Init` record changes.
-    Within another one it sees the outer one's changes, and its own become every rank's at the end of the outer one.
+    Collective: all ranks call this.  The fp32 masters of unchanged elements stay as they are.  A module's forward sees the
+    changes only after the block.  Parameters without an engine are whole anyway; those built under `zero.Init` record the
+    changes.  An inner block sees the changes of the outer block, and its own changes are broadcast at the end of the outer
+    block.
 
     Args:
-        params: a parameter, or several.
-        modifier_rank: the data-parallel rank whose changes count; None only reads.
-        fwd_module: without effect: a module may read any parameter in its forward.
-        enabled: False does nothing.
+        params: one or several parameters.
+        modifier_rank: the data-parallel rank whose changes count; None to read only.
+        fwd_module: no effect, since a module may read any parameter in its forward.
+        enabled: with False, the call has no effect.
 
     Raises:
-        ValueError: `modifier_rank` is no data-parallel rank, or is not 0 before `initialize`, or an outer one has another.
-        RuntimeError: a parameter that stage 3 has cut was changed without a `modifier_rank`.
+        ValueError: `modifier_rank` is no data-parallel rank, not 0 before `initialize`, or not that of the outer block.
+        RuntimeError: a parameter that stage 3 shards was changed without a `modifier_rank`.
     """
     given: list[nn.Parameter] = [params] if isinstance(params, nn.Parameter) else list(params)
     if modifier_rank and any(isinstance(parameter, MetaParameter) for parameter in given):

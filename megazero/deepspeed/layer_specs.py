@@ -1,4 +1,4 @@
-"""The layers of a pipeline: a list of specs, modules and callables, how it is cut, and a stage of it as a module.
+"""The layers of a pipeline as a list of specs, modules and callables; its partition; and a stage as a module.
 
 layers     0    1    2   |   3    4   |   5    6   |   7        a layer is a LayerSpec, an nn.Module or a callable
 stages        range(3)   | range(3,5) | range(5,7) | range(7,8)  balanced by parameters, by count, or by name
@@ -22,7 +22,7 @@ PARTITION_METHODS = ("parameters", "uniform", "type:regex")
 
 
 class LayerSpec:
-    """A class of nn.Module and its arguments, from which the ranks that run the layer build it."""
+    """A class of nn.Module with its arguments.  The ranks that run the layer build it."""
 
     def __init__(self, typename: type[nn.Module], *module_args: Any, **module_kwargs: Any) -> None:
         if not (isinstance(typename, type) and issubclass(typename, nn.Module)):
@@ -41,10 +41,10 @@ class TiedLayerSpec(LayerSpec):
     """A layer that shares parameters with the other layers of its key; see [Note: tied layers].
 
     Args:
-        key: the name that the sharing layers have in common.
-        forward_fn: (module, input) -> output, called instead of the module; None calls the module.
-        tied_weight_attr: the shared parameter or parameters, as "weight" or "part.weight"; properties count.  Layers of one
-            key may name theirs differently; they are paired in order.
+        key: the common name of the layers that share parameters.
+        forward_fn: (module, input) -> output, called in place of the module; None calls the module.
+        tied_weight_attr: names of the shared parameters, such as "weight" or "sub.weight"; properties are allowed.  Layers
+            of a key may use different names; they are paired in order.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class TiedLayerSpec(LayerSpec):
 
 
 class AppliedLayer(nn.Module):
-    """A tied layer that is called through its `forward_fn`.  As a module of its own it has hooks for this use alone."""
+    """A tied layer that is called through its `forward_fn`.  It is a separate module, with hooks for this use alone."""
 
     def __init__(self, module: nn.Module, function: Callable[[Any, Any], Any]) -> None:
         super().__init__()
@@ -78,7 +78,14 @@ Layer: TypeAlias = LayerSpec | nn.Module | Callable[[Any], Any]
 def partition_layers(
     layers: Sequence[Layer], stages: int, method: str, trainable: Callable[[int, Layer], int]
 ) -> list[range]:
-    """Cut layers into virtual stages; `trainable` counts a layer's parameters under the method "parameters"."""
+    """Partition layers into virtual stages.
+
+    Args:
+        layers: the layers, in order.
+        stages: number of virtual stages.
+        method: see `PipelineModule`.
+        trainable: (index, layer) -> number of trainable parameters, for the method "parameters".
+    """
     lower = method.lower()
     if lower == "uniform":
         return [layout.layers for layout in cut_evenly(len(layers), stages)]
@@ -91,16 +98,17 @@ def partition_layers(
 
 
 def partition_balanced(weights: Sequence[int], parts: int) -> list[range]:
-    """Cut a row of non-negative weights into non-empty stages, the heaviest of which is as light as possible.
+    """Partition a row of non-negative weights into non-empty stages, such that the heaviest is as light as possible.
 
-    The last stages are filled first: under 1F1B the activations of the first ones wait longest.  Raises: ValueError, fewer
-    weights than parts.
+    The last stages are filled first, because under 1F1B the first stages hold activations longest.
+
+    Raises: ValueError: there are fewer weights than stages.
     """
     if not 1 <= parts <= len(weights):
         raise ValueError(f"{parts} pipeline stages must be at least 1 and at most the number of layers, {len(weights)}")
 
     def fill(limit: int) -> list[range]:
-        """Fill stages up to a limit, the last one first.  Layers are left over at the start if the limit is too low."""
+        """Fill stages up to a limit, the last stage first.  If the limit is too low, the first layers are left over."""
         found, stop = list[range](), len(weights)
         for before in reversed(range(parts)):  # so many stages come before, and each needs a layer
             start = stop - 1
@@ -115,7 +123,7 @@ def partition_balanced(weights: Sequence[int], parts: int) -> list[range]:
 
 
 def check_layers(layers: Iterable[Layer] | nn.Sequential) -> list[Layer]:
-    """Return the layers as a list.  Raises: TypeError and ValueError, with the layer that cannot be one."""
+    """Return the layers as a list.  Raises: TypeError, ValueError: an entry cannot be a layer; the message names it."""
     if not isinstance(layers, Iterable) or isinstance(layers, Mapping | nn.ModuleDict | str):
         raise TypeError(f"layers must be a list of layers or an nn.Sequential, got {describe_value(layers)}")
     checked = list(layers)
@@ -162,7 +170,7 @@ def name_of(layer: object) -> str:
 
 
 def describe_value(value: object) -> str:
-    """Describe a wrong value in a few words."""
+    """Describe a value of the wrong type in a few words."""
     if isinstance(value, tuple | list):
         return f"a {type(value).__name__} of ({', '.join(type(part).__name__ for part in value)})"
     return f"a {type(value).__name__}"
@@ -186,11 +194,11 @@ class LayerChunk(nn.Module):
     Args:
         layers: (index in the whole pipeline, layer), in order.
         tied: canonical names of the tied parameters, by id of the parameter.
-        checkpoint_interval: layers that are recomputed together in the backward; 0 recomputes none.
+        checkpoint_interval: number of layers that are recomputed together in the backward; 0 recomputes none.
 
     Attributes:
-        canonical_names: qualified name of each parameter and buffer -> its name on any cut, "layers.{index}.<name in the
-            layer>"; of a tied parameter that in the first layer of its key.
+        canonical_names: qualified name of each parameter and buffer -> its name under any partition, "layers.{index}.<name
+            in the layer>"; a tied parameter has its name in the first layer of its key.
     """
 
     def __init__(
@@ -216,11 +224,11 @@ class LayerChunk(nn.Module):
                 self.canonical_names[f"layers.{index}.{name}"] = canonical
 
     def units(self) -> list[nn.Module]:
-        """Return the modules that ZeRO-3 gathers one at a time, in forward order: the layers that have parameters."""
+        """Return the modules that ZeRO-3 gathers one at a time, in forward order: the layers with parameters."""
         return [layer for layer in self.layers.values() if next(layer.parameters(), None) is not None]
 
     def forward(self, x: Tensors) -> Tensors:
-        """Apply the layers in order to what the stage before returned, or to the inputs of a micro-batch."""
+        """Apply the layers in order to the outputs of the previous stage, or to the inputs of a micro-batch."""
         if not self.is_first:
             x = tuple(_Writable.apply(tensor) if tensor.requires_grad else tensor for tensor in x)
         indices, interval = self._indices, self._checkpoint_interval

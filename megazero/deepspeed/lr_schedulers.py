@@ -1,10 +1,10 @@
-"""The learning rate schedules that DeepSpeed documents, as pure functions of the step and five thin classes.
+"""The learning-rate schedules that DeepSpeed documents: pure functions of the step, in five thin classes.
 
     WarmupLR  /‾‾‾‾    WarmupDecayLR  /\\     WarmupCosineLR  /‾\\_    OneCycle  /\\__    LRRangeTest  /
              /                       /  \\                   /                 /                    /
 
 Step 0 is the value after the first call of `step()`.  An engine calls it at the end of each optimizer step, so the first
-step runs with the value that the constructor sets.
+optimizer step uses the value that the constructor sets.
 
 Differences from DeepSpeed 0.19: an unknown warmup_type is an error (there it becomes "log"); the constructor and
 `load_state_dict` write the learning rate of their step into the groups; see also each schedule's docstring.
@@ -34,16 +34,21 @@ Warmup = Literal["log", "linear"]
 
 
 def cycle_height(step: int, first: int, second: int, first_stairs: int, second_stairs: int) -> float:
-    """Return the height in a cycle of first + second steps: 0 at its ends, 1 at its top.  0 stairs move at every step."""
+    """Return the height of a step in a cycle: 0 at its ends, 1 at its top.
+
+    Args:
+        first, second: steps on the way up, and on the way down.
+        first_stairs, second_stairs: stairs on the way up and down; 0 for a straight line.
+    """
     at = (step + 1) % (first + second)
     done, steps, stairs = (at, first, first_stairs) if at <= first else (first + second - at, second, second_stairs)
     return done * stairs // steps / stairs if stairs else done / steps
 
 
 class LRSchedule(ABC):
-    """A learning rate for each parameter group as a function of the step, which is all its state.
+    """Base class: a learning rate for each parameter group as a function of the step, which is its only state.
 
-    Each schedule is a dataclass with all its fields, in DeepSpeed's order.
+    Each schedule is a dataclass whose fields have DeepSpeed's order.
 
     Args:
         optimizer: anything with `param_groups`; the groups are changed in place.
@@ -71,7 +76,7 @@ class LRSchedule(ABC):
         """Return the learning rate of a group at a step; -1 is before the first one."""
 
     def of_group(self, name: str, group: int) -> float:
-        """Return the number that a parameter of the schedule has for a group; where it is None, the group's own rate."""
+        """Return a parameter of the schedule for a group; if the parameter is None, the group's own learning rate."""
         value = getattr(self, name)
         if value is None:
             return float(self.optimizer.param_groups[group]["initial_lr"])
@@ -90,7 +95,7 @@ class LRSchedule(ABC):
         return list(self._last_lr)
 
     def step(self, last_batch_iteration: int | None = None) -> None:
-        """Go to the next step, or to the one given, and write its learning rates into the groups."""
+        """Advance to the next step, or to the given one, and write its learning rates into the groups."""
         following = self.last_batch_iteration + 1
         self.last_batch_iteration = following if last_batch_iteration is None else last_batch_iteration
         self._write()
@@ -100,7 +105,7 @@ class LRSchedule(ABC):
         return {"last_batch_iteration": self.last_batch_iteration}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go to a saved step; the schedule's parameters stay as constructed."""
+        """Restore a saved step.  The schedule's parameters stay as constructed."""
         self.step(int(state["last_batch_iteration"]))
 
     def _write(self) -> None:
@@ -124,7 +129,7 @@ class _WarmupSchedule(LRSchedule):
         super().__post_init__()
 
     def warmed_up(self, step: int) -> float:
-        """Return the share of the way up: 0 until step 0, 1 from the end of the warm-up; "log" is there a step earlier."""
+        """Return the progress of the warm-up: 0 until step 0, 1 from its end on; "log" reaches 1 a step earlier."""
         done, steps = min(max(step, 0), self.warmup_num_steps), self.warmup_num_steps
         return min(1.0, log(done + 1) / log(steps)) if self.warmup_type == "log" else done / steps
 
@@ -153,7 +158,7 @@ class WarmupLR(_WarmupSchedule):
 
 @dataclass(eq=False, repr=False)
 class WarmupDecayLR(_WarmupSchedule):
-    """Warms up as WarmupLR, then falls linearly to warmup_min_lr at total_num_steps, where it stays."""
+    """Warms up like WarmupLR, then falls linearly to warmup_min_lr at total_num_steps, and stays there."""
 
     optimizer: Any
     total_num_steps: Steps
@@ -264,7 +269,7 @@ class OneCycle(LRSchedule):
 
 @dataclass(eq=False, repr=False)
 class LRRangeTest(LRSchedule):
-    """A rate that only grows, to find the greatest one that trains (Smith 2018).
+    """A learning rate that only grows, to find the largest one that trains (Smith 2018).
 
     Args:
         lr_range_test_step_rate: growth in one interval of lr_range_test_step_size steps, in units of the first rate.
@@ -291,7 +296,14 @@ VALID_LR_SCHEDULES = list(SCHEDULES)
 
 
 def make_lr_scheduler(type: str, params: dict[str, Any], optimizer: Any) -> Any:
-    """Make a schedule by name: a key of SCHEDULES, or a class of torch.optim.lr_scheduler.  Raises: ValueError."""
+    """Build a schedule by name.
+
+    Args:
+        type: a key of SCHEDULES, or a class of torch.optim.lr_scheduler.
+        params: keyword arguments of its constructor.
+
+    Raises: ValueError: the name or a parameter does not exist.
+    """
     of_torch = {name: getattr(lr_scheduler, name) for name in lr_scheduler.__all__ if name != "LRScheduler"}
     known: dict[str, Callable[..., Any]] = SCHEDULES | of_torch
     if type not in known:
@@ -305,7 +317,7 @@ def _between(start: float, end: float, share: float) -> float:
 
 
 def __getattr__(name: str) -> str:
-    """DeepSpeed's constants: `WARMUP_LR == "WarmupLR"`, `WARMUP_LOG_RATE == "log"`, `CYCLE_MIN_LR == "cycle_min_lr"`."""
+    """Return a constant of DeepSpeed, such as `WARMUP_LR == "WarmupLR"` or `CYCLE_MIN_LR == "cycle_min_lr"`."""
     if not name.isupper():
         raise AttributeError(f"megazero.deepspeed.lr_schedulers has no {name!r}")
     schedule = name.title().replace("_", "").replace("Lr", "LR")

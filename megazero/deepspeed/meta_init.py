@@ -1,11 +1,11 @@
-"""Models too large for one host: parameters without memory, which record how they are initialised.
+"""Builds models that are too large for one host: parameters without memory, which record their initialisation.
 
     with zero.Init():                       torch.empty / ones / randn ...   -> recorded, and the memory is freed
         model = Net()                       uniform_, normal_, fill_ ...     -> recorded, parameter by parameter
-    initialize(model=model, ...)            each parameter is replayed alone, cut to its shard, and forgotten
+    initialize(model=model, ...)            replays the operations on one parameter after another, and keeps its shard
 
-A replay is seeded by (seed, name of the parameter), so that the initial weights are the same on every shape.  Buffers are
-built as usual.
+A replay is seeded by (seed, name of the parameter), so the initial weights are the same on every shape.  Buffers are built
+as usual.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class _Result:
 
 
 class MetaParameter(nn.Parameter):
-    """A parameter on the meta device that records what is done to it."""
+    """A parameter on the meta device that records the operations on it."""
 
     history: _History
     number: int
@@ -94,7 +94,12 @@ class MetaParameter(nn.Parameter):
         return copied
 
     def replay(self, seed: int, keys: Mapping[object, str]) -> Tensor:
-        """Compute the initial values on the CPU.  The run's seed and the `keys` of the draws seed the random numbers."""
+        """Compute the initial values on the CPU.
+
+        Args:
+            seed: seed of the run.
+            keys: by draw, the name that is combined with `seed`.
+        """
         (_, first), *others = [(steps, derive_key(seed, keys[draw]) % 2**63) for steps, draw in self.history.draws]
         draws = dict(others)
         with torch.random.fork_rng(devices=[]), torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
@@ -113,7 +118,7 @@ class MetaParameter(nn.Parameter):
 
 
 def deferred_values(described: Sequence[ModelParam], seed: int) -> DeferredValues:
-    """Return a function that replays each parameter that was built under `Init`, once, under the run's seed."""
+    """Return a function that replays a parameter built under `Init`, once, with the run's seed."""
     recorded = {info.name: info.parameter for info in described if isinstance(info.parameter, MetaParameter)}
     keys: dict[object, str] = {}  # what copies share has the key of the first
     for name, parameter in recorded.items():
@@ -156,16 +161,16 @@ def _as_meta(value: Any) -> Any:
 class Init(TorchFunctionMode):
     """Builds modules without memory for their parameters, in a `with` block.  Pass them to `initialize` on every rank.
 
-    Nothing else may read the parameters before.
+    Before that, nothing may read the parameters.
 
     Args:
-        module: built already; `initialize` cuts it as it is.
-        enabled: False builds modules as usual.
-        others: DeepSpeed's further arguments, without effect: what they choose is read by `initialize`, and parameters have
-            no memory before.
+        module: a module that is built already; `initialize` shards it as it is.
+        enabled: with False, modules are built as usual.
+        others: DeepSpeed's further arguments, which have no effect: `initialize` reads the configuration, and parameters
+            have no memory before it.
 
     Raises:
-        ValueError: quantized weights are asked for.
+        ValueError: quantized weights are requested.
     """
 
     def __init__(self, module: nn.Module | None = None, *, enabled: bool = True, **others: Any) -> None:

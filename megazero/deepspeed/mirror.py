@@ -1,10 +1,10 @@
-"""DeepSpeed's modules as scripts import them, made of the tables in `names.toml`.
+"""Makes DeepSpeed's modules, as scripts import them, from the tables in `names.toml`.
 
-    megazero.deepspeed.runtime.utils    a module made of HOMES["runtime.utils"]; a name is imported when it is asked for
-    deepspeed.runtime.utils             the same module object, once `stand_for_deepspeed` was called
-    deepspeed.moe.layer.MoE             unsupported: can be imported; to call it is an error
+    megazero.deepspeed.runtime.utils    a module made from HOMES["runtime.utils"]; its names are imported on first use
+    deepspeed.runtime.utils             the same module object, after a call of `stand_for_deepspeed`
+    deepspeed.moe.layer.MoE             unsupported: the import succeeds, a call is an error
 
-Scripts import at their top what only an option of theirs needs, so an import of what is not supported succeeds.
+Imports of unsupported names succeed because scripts import at their top what only some of their options use.
 """
 
 import sys
@@ -24,7 +24,7 @@ _ROOM = "megazero.deepspeed"
 
 
 def lookup(module: str, name: str) -> Any:
-    """Look up deepspeed.<module>.<name>.  `module` is "" for the package.  Raises: AttributeError."""
+    """Return deepspeed.<module>.<name>.  `module` is "" for the package itself.  Raises: AttributeError."""
     path = f"{module}.{name}".lstrip(".")
     if name in _names_of(module):
         home, attribute = _names_of(module)[name]
@@ -38,12 +38,12 @@ def lookup(module: str, name: str) -> Any:
 
 
 def find_modules_of_the_mirror() -> None:
-    """Let `import megazero.deepspeed.runtime.utils` find what no file holds."""
+    """Let `import` find modules such as megazero.deepspeed.runtime.utils, for which there is no file."""
     sys.meta_path.append(_MirrorFinder())
 
 
 def stand_for_deepspeed() -> None:
-    """Let `import deepspeed` and its submodules give this room, also where DeepSpeed is installed."""
+    """Let `import deepspeed`, and imports of its submodules, give this package, even if DeepSpeed is installed."""
     for name in [name for name in sys.modules if name.partition(".")[0] == "deepspeed"]:
         del sys.modules[name]
     sys.meta_path.insert(0, _AliasFinder())
@@ -78,7 +78,7 @@ class _AliasFinder(MetaPathFinder, Loader):
         sys.modules[module.__name__] = import_module(f"megazero.{module.__name__}")
 
     def find_distributions(self, context: Any) -> list[Distribution]:
-        """Return metadata of DeepSpeed, in which transformers and accelerate look for its version."""
+        """Return metadata of DeepSpeed, where transformers and accelerate look up its version."""
         return [_Metadata()] if context.name == "deepspeed" else []
 
 
@@ -93,7 +93,7 @@ class _Metadata(Distribution):
 
 
 class _Unsupported(type):
-    """The class of names that can be imported, and looked into, but not called."""
+    """The class of unsupported names: they can be imported and have attributes, but cannot be called."""
 
     def __call__(cls, *args: Any, **kwargs: Any) -> Any:
         raise NotImplementedError(cls.mro()[-2].__doc__)  # of a subclass, too

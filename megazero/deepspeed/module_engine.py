@@ -1,10 +1,10 @@
-"""Any nn.Module under ZeRO: `engine(x)`, `engine.backward(loss)`, `engine.step()`.
+"""Trains any nn.Module under ZeRO: `engine(x)`, `engine.backward(loss)`, `engine.step()`.
 
 micro-batch 1 ... n-1     forward, backward: gradients add up         step() only counts
-micro-batch n             forward, backward: reductions start         step() clips, steps, publishes
+micro-batch n             forward, backward: reductions start         step() clips, updates, gathers
 
-A gradient counts if it comes from this engine's `backward`, or from a script's own `loss.backward()`.  What reaches the
-parameters from another engine's backward, as a discriminator's from its generator's loss, is dropped.
+A gradient counts if it comes from this engine's `backward`, or from a script's own `loss.backward()`.  Gradients from
+another engine's backward are dropped, such as those of a generator's loss for a discriminator.
 """
 
 import io
@@ -43,9 +43,9 @@ def _is_within_backward() -> bool:
 
 
 class ModuleEngine(TrainingEngine):
-    """Data-parallel training of one module; tensor parallelism comes with the layers it is built from.
+    """Data-parallel training of a module, which may contain tensor-parallel layers.
 
-    Arguments as `TrainingEngine`.
+    Args: see `TrainingEngine`.
     """
 
     def _prepare(self) -> None:
@@ -65,7 +65,7 @@ class ModuleEngine(TrainingEngine):
         model.begin_step(config.accumulation)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the module's own forward; floating-point inputs are cast to the format of the weights."""
+        """Run the module's forward.  Floating-point inputs are cast to the dtype of the weights."""
         self.sharded_model.parameters.gathers.check()
         if self._casts:
             args, kwargs = tree_map(self._cast, (args, kwargs))
@@ -76,17 +76,18 @@ class ModuleEngine(TrainingEngine):
         return x.to(self.sharded_model.policy.dtype) if isinstance(x, Tensor) and x.is_floating_point() else x
 
     def backward(self, loss: Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> Tensor:
-        """Run the backward of one micro-batch; return the loss as the step counts it.
+        """Run the backward of one micro-batch; return its contribution to the loss of the step.
 
         Args:
             loss: scalar, the mean over this rank's micro-batch.
+            retain_graph: see torch's `backward`.
             scale_wrt_gas: divide by the number of micro-batches, so that the step's gradient is their mean.
 
-        A second backward before `step()` adds to the step's gradient, as a discriminator's two losses do.
+        A second backward before `step()` adds to the step's gradient, as for the two losses of a discriminator.
 
         Raises:
             ValueError: the loss is no scalar.
-            RuntimeError: a backward runs already.
+            RuntimeError: a backward is running already.
         """
         if loss.numel() != 1:
             raise ValueError(f"loss has shape {list(loss.shape)}; backward takes a scalar, such as loss.mean()")
@@ -111,7 +112,7 @@ class ModuleEngine(TrainingEngine):
         return counted
 
     def scale(self, loss: Tensor) -> Tensor:
-        """Return the loss times the loss scale, for the script's own `.backward()`, which needs it under fp16."""
+        """Return the loss times the loss scale.  Under fp16, call `.backward()` on the result."""
         if loss.numel() != 1:
             raise ValueError(f"loss has shape {list(loss.shape)}; scale takes a scalar, such as loss.mean()")
         self._loss_sum += loss.detach().reshape(()) / self.config.accumulation
@@ -131,7 +132,7 @@ class ModuleEngine(TrainingEngine):
         self.reducer.close_pass(0)
 
     def admits(self, gradient: Tensor) -> bool:
-        """Return whether a gradient belongs to this step.  The first one of a script's own backward begins a micro-batch."""
+        """Whether a gradient belongs to this step.  The first gradient of a script's own backward begins a micro-batch."""
         if self.runs_backward:
             return True
         if any(engine.runs_backward for engine in ENGINES.values()):
@@ -151,14 +152,14 @@ class ModuleEngine(TrainingEngine):
         return True
 
     def is_in_pass(self) -> bool:
-        """Return whether the backward under way is this engine's, or a script's own that has brought a gradient."""
+        """Whether the running backward is this engine's, or a script's own backward that has produced a gradient."""
         return self.runs_backward or torch._C._current_graph_task_id() == self._graph_task
 
     def step(self) -> None:
-        """End a micro-batch; at the end of a step update the weights.
+        """End a micro-batch, and at the end of a step update the weights.
 
         Raises:
-            RuntimeError: no backward came before, or `no_sync` is open.
+            RuntimeError: there was no backward before, or the call is within `no_sync`.
             NonFiniteError, LossScaleError, StorageError: see `TrainingEngine`.
         """
         if self.reducer.accumulates:
@@ -177,27 +178,27 @@ class ModuleEngine(TrainingEngine):
         self.reducer.learn_order(self.parallel_state.dp_cp)
 
     def is_gradient_accumulation_boundary(self) -> bool:
-        """Return whether the current micro-batch is the last of its step."""
+        """Whether the current micro-batch is the last of its step."""
         return self._ended + 1 >= self.config.accumulation if self._boundary is None else self._boundary
 
     def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
-        """Set whether the current micro-batch is the last, in place of the count; holds until the next call."""
+        """Set whether the current micro-batch is the last of its step, until the next call, in place of the count."""
         self._boundary = is_boundary
 
     def no_sync(self) -> AbstractContextManager[None]:
-        """Accumulate micro-batches without communication in a `with` block; at stages 2 and 3 in whole-size buffers."""
+        """Accumulate micro-batches without communication in a `with` block.  Stages 2 and 3 then use unsharded buffers."""
         return self.reducer.accumulating()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Discard the micro-batches since the last step; the next one is the first of a step."""
+        """Discard the micro-batches since the last step.  The next one is the first of a step."""
         super().zero_grad(set_to_none)
         self._passes, self._ended, self._wants_step = 0, 0, False
         self._loss_sum.zero_()
 
     def _zero3_consolidated_16bit_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Tensor] | None:
-        """Return whole weights and buffers in host memory on rank 0, gathered by bucket; None elsewhere.  A collective call.
+        """Return whole weights and buffers in host memory on rank 0, and None on other ranks.  Collective.
 
-        Trainer and accelerate save this at stage 3.
+        They are gathered bucket by bucket.  Trainer and accelerate save them at stage 3.
         """
         state = self.module.state_dict(keep_vars=True)
         if exclude_frozen_parameters:
@@ -217,9 +218,9 @@ class ModuleEngine(TrainingEngine):
     def save_16bit_model(
         self, save_dir: str | Path, save_filename: str = "pytorch_model.bin", exclude_frozen_parameters: bool = False
     ) -> bool:
-        """Write the module's whole weights and buffers, in the format it computes in, with torch.save on rank 0.
+        """Write the module's whole weights and buffers, in the dtype in which it computes, with torch.save on rank 0.
 
-        Called on every rank.  Raises: CheckpointError, on every rank, it could not be written.
+        Every rank calls this.  Raises: CheckpointError, on every rank: the file cannot be written.
         """
         state = self._zero3_consolidated_16bit_state_dict(exclude_frozen_parameters)
 
@@ -241,13 +242,13 @@ class ModuleEngine(TrainingEngine):
         return f"{self._passes} of {self.config.accumulation} micro-batches of step {self.global_steps + 1} have run"
 
     def train_batch(self, data_iter: Iterator[Any] | None = None) -> Tensor:
-        """Train one step on a module that returns its loss, or a tuple that begins with it; return the mean of all ranks.
+        """Train one step of a module that returns its loss, or a tuple that begins with it; return the mean over all ranks.
 
         Args:
-            data_iter: gives micro-batches: a tensor, a tuple of arguments, or a dict of them; `training_data`'s when None.
+            data_iter: yields micro-batches: a tensor, a tuple of arguments, or a dict of them; None for `training_data`.
 
         Raises:
-            StopIteration: on every rank, before the step began: the data of one ended within it.
+            StopIteration: on every rank, before the step: one rank's data has too few micro-batches.
         """
         batches = self._on_every_rank(lambda: self._take(self._batches(data_iter)))
         self.train()

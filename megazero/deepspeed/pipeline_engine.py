@@ -1,7 +1,7 @@
-"""Pipelines of arbitrary layers under every schedule and every ZeRO stage: `engine.train_batch(data_iter)`.
+"""Trains pipelines of arbitrary layers, under every schedule and ZeRO stage: `engine.train_batch(data_iter)`.
 
-The shapes that pass between stages are found once: a forward in evaluation mode runs on zeros, stage after stage, then the
-loss on the first micro-batch's labels.  After that every micro-batch must have the same shapes.
+The shapes that pass between stages are found once: a forward in evaluation mode runs on zeros, stage after stage, and then
+the loss on the first micro-batch's labels.  From then on, every micro-batch must have these shapes.
 """
 
 from collections.abc import Iterator, Sequence
@@ -29,7 +29,7 @@ Batches: TypeAlias = Sequence[tuple[Message, Any]]  # (inputs, labels) of each m
 
 
 class PipelineEngine(TrainingEngine):
-    """Trains a `PipelineModule`; arguments as `TrainingEngine`."""
+    """Trains a `PipelineModule`.  Args: see `TrainingEngine`."""
 
     module: PipelineModule
 
@@ -65,12 +65,12 @@ class PipelineEngine(TrainingEngine):
         """Train one step; return the mean loss over all micro-batches and ranks, a scalar tensor.
 
         Args:
-            data_iter: gives micro-batches (inputs, labels); read on ranks of the first and of the last stage, which must see
-                the same.  `training_data`'s when None.
+            data_iter: yields micro-batches (inputs, labels).  It is read on ranks of the first and of the last stage, where
+                it must be the same.  None for `training_data`.
 
         Raises:
-            StopIteration: on every rank, the data ended within the step.
-            ValueError: on every rank, a micro-batch is no pair, or has other shapes than those before.
+            StopIteration: on every rank: the data has too few micro-batches.
+            ValueError: on every rank: a micro-batch is no pair, or its shapes differ from earlier ones.
         """
         self.train()
         batches = self._on_every_rank(lambda: self._read(data_iter, trains=True))
@@ -92,7 +92,7 @@ class PipelineEngine(TrainingEngine):
         return loss_sum.float() / (self.config.accumulation * self.dp_world_size)
 
     def reset_activation_shape(self) -> None:
-        """Find the shapes between stages anew, for micro-batches of another shape.  Called on every rank."""
+        """Find the shapes between stages again, for micro-batches of another shape.  Every rank calls this."""
         self._inputs.clear()
 
     def _read(self, data_iter: Iterator[Any] | None, *, trains: bool) -> Batches:

@@ -1,4 +1,4 @@
-"""Pipelines of arbitrary layers, in the form that DeepSpeed users know; a rank builds only its own.
+"""Pipelines of arbitrary layers, in the form that DeepSpeed users know.  A rank builds only its own layers.
 
     layers            0    1    2   |   3    4   |   5    6   |   7        a list of specs, modules and callables
     virtual stage        stage 0    |  stage 1   |  stage 2   | stage 3    cut by `partition_method`
@@ -7,9 +7,10 @@
 Any shape gives the same model: layer i is initialized under the seed `base_seed + i`, whichever rank builds it, and its
 parameters are `layers.{i}.<name>` wherever it runs.  Several tensors pass between layers as one tuple.
 
-[Note: tied layers]  The layers of one key share the parameters that `tied_weight_attr` names, and nothing else.  On one
-stage they are one Parameter.  A stage without the first layer holds a copy with the same initial values; the engine sums the
-gradients of all copies.  DeepSpeed shares the whole module where one stage holds both: another model on every cut.
+[Note: tied layers]  The layers of a key share the parameters in `tied_weight_attr`, and nothing else.  Within a stage, a
+shared parameter is one Parameter.  A stage without the first layer holds a copy with the same initial values, and the engine
+sums the gradients of all copies.  (DeepSpeed shares the whole module if one stage holds both layers, so its model depends on
+the partition.)
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -54,14 +55,14 @@ class PipelineModule(nn.Module):
         device: where this rank computes; by default cuda:LOCAL_RANK if there is CUDA, else the CPU.
 
     Attributes:
-        layer_chunks, chunks: this rank's, in their order, as a list and as a submodule.
-        partition: the layers of each virtual stage.
+        layer_chunks, chunks: this rank's chunks in order, as a list and as a submodule.
+        partition: the range of layers of each virtual stage.
         placement: virtual stage -> (pipeline rank, chunk).
-        tied_copies: canonical name of every tied parameter -> the virtual stages that hold it; the first is the first copy.
+        tied_copies: canonical name of every tied parameter -> the virtual stages that hold it, the first copy first.
 
     Raises:
-        ValueError: numbers that do not fit, an unknown name, or layers that share parameters without a key.
-        TypeError: something in `layers` that is no layer.
+        ValueError: numbers do not fit, a name is unknown, or layers share parameters without a key.
+        TypeError: an entry of `layers` is no layer.
     """
 
     def __init__(
@@ -131,7 +132,7 @@ class PipelineModule(nn.Module):
         return tuple(sorted({self.placement[stage][0] for stage in self.tied_copies[name]}))
 
     def mpu(self) -> PipelineParallelGrid:
-        """Return this rank's place, with DeepSpeed's calls."""
+        """Return this rank's place in the grid, with DeepSpeed's calls."""
         return PipelineParallelGrid(state=self.parallel_state)
 
     def topology(self) -> ProcessTopology:
@@ -143,7 +144,7 @@ class PipelineModule(nn.Module):
         return self.parallel_state.pp.size
 
     def forward(self, x: Tensor | Tensors) -> Tensor | Tensors:
-        """Run the whole model, if this rank holds it; otherwise the engine runs the chunks by the schedule."""
+        """Run the whole model if this rank holds all of it.  (Otherwise, an engine runs the chunks by the schedule.)"""
         if len(self.layer_chunks) < len(self.placement):
             raise RuntimeError("this rank has not all stages and cannot run the model alone; give it to an engine")
         passed: Tensors = (x,) if isinstance(x, Tensor) else x
